@@ -1,0 +1,34 @@
+# Two commands do everything on a machine that has Python 3.11 and nothing else:
+#   make train    trains a GPT on real text with jax_muon.nanochat()
+#   make test     runs the tests
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+ARGS ?=
+
+.PHONY: train test venv lint clean
+
+train: $(VENV)/examples
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: venv
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+venv: $(VENV)/test
+
+lint: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# One stamp for each extra that is installed.
+$(VENV)/examples $(VENV)/test $(VENV)/dev: $(VENV)/%: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[$*]'
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
