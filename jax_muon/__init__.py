@@ -1,1 +1,41 @@
 """jax_muon: the Muon family of optimizers for JAX, as small optax pieces."""
+
+from jax_muon.coefficients import polar_express_coefficients
+from jax_muon.describe import describe
+from jax_muon.labels import label_params
+from jax_muon.matrices import MatrixAxes, matrix_axes
+from jax_muon.polar import newton_schulz, polar_express, svd_polar
+from jax_muon.recipes import moonlight, muon, nanochat, normuon
+from jax_muon.transforms import (
+    add_cautious_decayed_weights,
+    equilibrate_rows,
+    nesterov,
+    normalize_frobenius,
+    orthogonalize,
+    scale_by_normuon,
+    scale_by_shape,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MatrixAxes",
+    "add_cautious_decayed_weights",
+    "describe",
+    "equilibrate_rows",
+    "label_params",
+    "matrix_axes",
+    "moonlight",
+    "muon",
+    "nanochat",
+    "nesterov",
+    "newton_schulz",
+    "normalize_frobenius",
+    "normuon",
+    "orthogonalize",
+    "polar_express",
+    "polar_express_coefficients",
+    "scale_by_normuon",
+    "scale_by_shape",
+    "svd_polar",
+]

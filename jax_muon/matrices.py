@@ -1,0 +1,236 @@
+"""Parameters to stacks of matrices, and back.
+
+A parameter is read as a batch of matrices (in, out): the axes that are summed over when
+the model applies it (`reduction_axis`), the axes that it produces (`output_axis`), and
+every other axis as a batch. `MatrixAxes` holds that reading for one leaf. Pooling then
+puts matrices of one shape, and their transposes, into stacks (K, m, n) with m <= n, so
+that one batched product serves many parameters.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from optax.contrib import MuonDimensionNumbers
+
+from jax_muon import paths
+
+# One for all parameters, a tree (or a prefix of one) of them, or a function that gives
+# such a tree. None, at any place, reads the parameter by its path and rank.
+DimensionNumbers = Any
+
+# Names of attention projections in Flax and in models written by hand.
+_QUERY_LIKE = {"q", "k", "v", "query", "key", "value", "wq", "wk", "wv"}
+_QUERY_LIKE |= {"q_proj", "k_proj", "v_proj"}
+_OUT_LIKE = {"o", "out", "wo", "o_proj", "out_proj"}
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixAxes:
+    """Which axes of a parameter are batch, in and out; indices are non-negative."""
+
+    batch: tuple[int, ...]
+    reduction: tuple[int, ...]
+    output: tuple[int, ...]
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """All axes of one matrix."""
+        return self.reduction + self.output
+
+    def fan(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Size (in, out) of each matrix of a parameter with this shape."""
+        return (
+            math.prod(shape[axis] for axis in self.reduction),
+            math.prod(shape[axis] for axis in self.output),
+        )
+
+    def view(self, x: Float[Array, "..."]) -> Float[Array, "batch fan_in fan_out"]:
+        """The parameter as a batch of matrices."""
+        order = self.batch + self.matrix
+        count = math.prod(x.shape[axis] for axis in self.batch)
+        return x.transpose(order).reshape(count, *self.fan(x.shape))
+
+    def undo(
+        self, y: Float[Array, "batch fan_in fan_out"], shape: Sequence[int]
+    ) -> Float[Array, "..."]:
+        """The parameter of this shape whose `view` is y."""
+        order = self.batch + self.matrix
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        return y.reshape([shape[axis] for axis in order]).transpose(inverse)
+
+
+def matrix_axes(
+    tree: Any, dimension_numbers: DimensionNumbers = None
+) -> list[MatrixAxes]:
+    """How each leaf of a tree is read as matrices, in the order of `jax.tree.leaves`.
+
+    Without dimension numbers: a parameter with `conv` in its path is (*window, in, out)
+    with the window and `in` summed over; attention projections with a head axis, in a
+    module that has both a query and an output projection, are (embed, heads, head_dim)
+    and (heads, head_dim, embed); everything else is (*batch, in, out).
+
+    Args:
+      tree: parameters, or updates of their shape. Masked leaves are passed over.
+      dimension_numbers: `optax.contrib.MuonDimensionNumbers` for all leaves, or a tree
+        of them, or a function of `tree` that gives one. In a tree a prefix serves for
+        all leaves below it, and None means the rule above.
+
+    Returns:
+      One `MatrixAxes` a leaf.
+
+    Raises:
+      ValueError: with path and shape, for a leaf with fewer than two axes, a dtype that
+        is not real floating point, or axes out of range, repeated or overlapping.
+    """
+    flat = paths.leaves_with_paths(tree)
+    if callable(dimension_numbers):
+        dimension_numbers = dimension_numbers(tree)
+    given = [
+        (path, spec)
+        for path, spec in paths.leaves_with_paths(
+            dimension_numbers, is_leaf=lambda x: isinstance(x, MuonDimensionNumbers)
+        )
+        if spec is not None
+    ]
+    for path, spec in given:
+        if not isinstance(spec, MuonDimensionNumbers):
+            raise ValueError(
+                f"dimension_numbers at {path!r}: {spec!r}; valid are "
+                "optax.contrib.MuonDimensionNumbers or None"
+            )
+    specs = dict(given)
+    by_path = {path: tuple(getattr(leaf, "shape", ())) for path, leaf in flat}
+    return [
+        _leaf_axes(
+            path,
+            by_path[path],
+            jnp.result_type(leaf),
+            paths.find_prefix(specs, path) or _by_role(path, by_path),
+        )
+        for path, leaf in flat
+    ]
+
+
+def _by_role(path: str, shapes: dict[str, tuple[int, ...]]) -> MuonDimensionNumbers:
+    ndim = len(shapes[path])
+    if "conv" in path.lower() and ndim >= 3:
+        return MuonDimensionNumbers(tuple(range(ndim - 1)), ndim - 1)
+    if ndim >= 3 and (role := _attention_role(path, shapes)):
+        return role
+    return MuonDimensionNumbers(-2, -1)
+
+
+def _attention_role(
+    path: str, shapes: dict[str, tuple[int, ...]]
+) -> MuonDimensionNumbers | None:
+    """Axes of an attention projection that keeps its heads apart, else None.
+
+    Such a module is told from scanned plain kernels (layers, in, out) by siblings:
+    query is (*layers, embed, heads, head_dim), out (*layers, heads, head_dim, embed).
+    """
+    parts = path.split("/")
+    for depth, name in enumerate(parts):
+        siblings = {}
+        for other in sorted(_QUERY_LIKE | _OUT_LIKE):
+            renamed = "/".join([*parts[:depth], other, *parts[depth + 1 :]])
+            if renamed in shapes and len(shapes[renamed]) == len(shapes[path]):
+                siblings[other] = shapes[renamed]
+        if name not in siblings:
+            continue
+        outs = [shape for other, shape in siblings.items() if other in _OUT_LIKE]
+        for out in outs:
+            per_head = [
+                other
+                for other, shape in siblings.items()
+                if other in _QUERY_LIKE and (*shape[:-3], *shape[-2:], shape[-3]) == out
+            ]
+            if per_head and name in _OUT_LIKE:
+                return MuonDimensionNumbers((-3, -2), -1)
+            if per_head and name in _QUERY_LIKE:
+                return MuonDimensionNumbers(-3, (-2, -1))
+    return None
+
+
+def _leaf_axes(
+    path: str, shape: tuple[int, ...], dtype: Any, spec: MuonDimensionNumbers
+) -> MatrixAxes:
+    where = f"parameter {path!r} of shape {shape}"
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"{where} and dtype {dtype} cannot be read as matrices: valid are real "
+            "floating-point parameters; label it for another optimizer"
+        )
+    if len(shape) < 2:
+        raise ValueError(
+            f"{where} cannot be read as a matrix: valid are at least two axes; label "
+            "it for another optimizer, such as AdamW"
+        )
+
+    def normalized(field: str) -> tuple[int, ...]:
+        axes = getattr(spec, field)
+        axes = (axes,) if isinstance(axes, int) else tuple(axes)
+        for axis in axes:
+            if not -len(shape) <= axis < len(shape):
+                raise ValueError(
+                    f"{where}: {field}={axes} is out of range; valid are "
+                    f"{-len(shape)} to {len(shape) - 1}"
+                )
+        return tuple(axis % len(shape) for axis in axes)
+
+    reduction, output = normalized("reduction_axis"), normalized("output_axis")
+    matrix = reduction + output
+    if len(set(matrix)) < len(matrix) or not reduction or not output:
+        raise ValueError(
+            f"{where}: reduction_axis={reduction} and output_axis={output} must name "
+            "at least one axis each and no axis twice"
+        )
+    batch = tuple(axis for axis in range(len(shape)) if axis not in matrix)
+    return MatrixAxes(batch, reduction, output)
+
+
+def map_stacks(
+    function: Callable[[Float[Array, "k m n"]], Float[Array, "k m n"]],
+    batches: Sequence[Float[Array, "_ _ _"]],
+    *,
+    max_stack: int,
+) -> list[Float[Array, "_ _ _"]]:
+    """Apply a function of stacks of matrices to many batches, pooled by shape.
+
+    Args:
+      function: of stacks (k, m, n) with m <= n, one matrix independent of another, and
+        commuting with transposition, as a polar factor is.
+      batches: arrays (batch, in, out). Those of the same shape and dtype, and of the
+        transposed shape, share stacks.
+      max_stack: depth of the deepest stack, at least 1.
+
+    Returns:
+      The results, in the order and shapes of `batches`.
+    """
+    pools: dict[Any, list[int]] = {}
+    for index, batch in enumerate(batches):
+        m, n = sorted(batch.shape[-2:])
+        pools.setdefault((m, n, batch.dtype), []).append(index)
+
+    results: dict[int, Array] = {}
+    for (m, _, _), members in pools.items():
+        # (12, 768, 3072) and (12, 3072, 768) -> (24, 768, 3072)
+        wide = [
+            batches[i] if batches[i].shape[1] == m else batches[i].mT for i in members
+        ]
+        pool = jnp.concatenate(wide) if len(wide) > 1 else wide[0]
+        stacks = [
+            function(pool[start : start + max_stack])
+            for start in range(0, len(pool), max_stack)
+        ]
+        pool = jnp.concatenate(stacks) if len(stacks) > 1 else stacks[0]
+        start = 0
+        for index in members:
+            count, rows, _ = batches[index].shape
+            part = pool[start : start + count]
+            results[index] = part if rows == m else part.mT
+            start += count
+    return [results[index] for index in range(len(batches))]

@@ -1,0 +1,61 @@
+"""Parameter paths as text, and the patterns that users name parameters by.
+
+A path is `blocks/0/attn/q/kernel`, the same for the same parameter in every Flax form
+(linen dict, FrozenDict, boxed, nnx.State) and at init as at update: NNX boxes
+parameters at init only, which shows as a trailing `.value` that is dropped here.
+"""
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+_BOX_ATTRIBUTES = ("value", "raw_value")
+
+
+def path_string(key_path: tuple[Any, ...]) -> str:
+    """`a/b/0` for the key path of a leaf, without the attribute of a Flax box."""
+    *parents, last = key_path or (None,)
+    in_box = isinstance(last, jax.tree_util.GetAttrKey) and last.name in _BOX_ATTRIBUTES
+    keys = tuple(parents) if in_box else key_path
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def leaves_with_paths(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
+    """Leaves of a tree with their paths, in the order of `jax.tree.leaves`."""
+    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    return [(path_string(key_path), leaf) for key_path, leaf in flat]
+
+
+def find_prefix(entries: Mapping[str, Any], path: str) -> Any:
+    """The entry at `path`, or at the nearest prefix of it, or None."""
+    while path and path not in entries:
+        path = path.rpartition("/")[0]
+    return entries.get(path)
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether whole components of `path` match a shell-style pattern.
+
+    `*` stands for any text, `/` included, `?` for one character, `[ab]` for either.
+
+    Examples:
+      >>> matches("attn/q", "blocks/0/attn/q/kernel")
+      True
+      >>> matches("attn/q", "blocks/0/attn/qk/kernel")
+      False
+      >>> matches("blocks/*/kernel", "blocks/0/attn/q/kernel")
+      True
+    """
+    return fnmatch.fnmatchcase(f"/{path}/", f"*/{pattern}/*")
+
+
+def check_patterns_match(what: str, patterns: Iterable[str], paths: list[str]) -> None:
+    """Raise a ValueError for a pattern that matches none of the paths."""
+    for pattern in patterns:
+        if paths and not any(matches(pattern, path) for path in paths):
+            raise ValueError(
+                f"{what}: the pattern {pattern!r} matches no parameter; there are "
+                + ", ".join(paths)
+            )

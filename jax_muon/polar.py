@@ -1,0 +1,311 @@
+"""Arrays (..., m, n) to arrays: the orthogonal factor of every matrix in a batch.
+
+A matrix X = U S V^T has the polar factor U V^T: the same directions, every singular
+value 1. `svd_polar` computes it exactly; `polar_express` and `newton_schulz` come close
+with matrix products alone. Nothing here knows what a parameter or a mesh is.
+
+The iterations share one body, in two forms with m <= n:
+
+  standard: A = X X^T;  X <- a X + (b A + c A A) X
+  gram:     R = X X^T;  Z = b R + c R R;  Q <- a Q + Q Z;  R <- (aI + Z) R (aI + Z),
+            and X <- Q X at the end. Cheaper for n > 1.5 m, less accurate: R squares the
+            condition number, so X is refreshed once in three steps.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jax_muon.coefficients import (
+    NEWTON_SCHULZ,
+    Coefficients,
+    polar_express_coefficients,
+)
+
+# Steps of the Gram form between two refreshes of X. Without a refresh singular values
+# reach 4 on inputs of condition 1e10, in float32; with one after step 3 the error stays
+# below 5e-5.
+_GRAM_REFRESH = 3
+
+# FLOPs of five steps are 20 m^2 n + 10 m^3 (standard) and 8 m^2 n + 28 m^3 (Gram).
+_GRAM_ASPECT = 1.5
+
+# Below this m, products are too small for the Gram form to save time.
+_GRAM_MIN_SIZE = 256
+
+# On a CPU, matrices are taken in chunks of about this many bytes, one after another: a
+# whole stack at once falls out of the cache (1.15 - 1.5 times slower).
+_CPU_CHUNK_BYTES = 2**21
+
+_NORMS = ("frobenius", "schatten4")
+_FORMS = ("auto", "standard", "gram")
+
+
+def polar_express(
+    x: Float[Array, "*batch m n"],
+    steps: int = 5,
+    *,
+    lower: float = 1e-3,
+    cushion: float = 0.02,
+    safety: float = 0.02,
+    norm_factor: float = 1.02,
+    eps: float = 1e-6,
+    norm: str = "frobenius",
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    form: str = "auto",
+) -> Float[Array, "*batch m n"]:
+    """Polar factor by the Polar Express: an optimal quintic for each step.
+
+    Args:
+      x: matrices in the last two axes, tall or wide, any floating dtype.
+      steps: number of quintics.
+      lower: smallest relative singular value that is brought to 1; see
+        `polar_express_coefficients`, also for `cushion` and `safety`.
+      cushion: lower end of each step's interval, relative to its upper end.
+      safety: margin for rounding in every step but the last.
+      norm_factor: x is divided by `norm_factor * norm(x) + eps` before the first step.
+      eps: see `norm_factor`. Matrices with a much smaller norm stay small.
+      norm: "frobenius", or "schatten4", (sum of s^4)^(1/4): never larger, so that small
+        singular values start nearer to 1.
+      dtype: of the iteration: bfloat16 (products accumulate in float32 and are rounded
+        once), float32, float64; None for the dtype of x.
+      form: "standard", "gram" (not in bfloat16, where it is useless: singular values
+        reach 28), or "auto": "gram" where it is faster.
+
+    Returns:
+      An array with the shape and dtype of x. Zero matrices give zeros.
+
+    Raises:
+      ValueError: x has fewer than two axes or is not real floating point, or an
+        argument is none of the values above.
+
+    Examples:
+      >>> x = jax.random.normal(jax.random.key(0), (3, 8, 16))
+      >>> y = polar_express(x, steps=8, dtype="float32")
+      >>> bool(jnp.allclose(y @ y.mT, jnp.eye(8), atol=1e-4))
+      True
+
+    References:
+      Amsel, Persson, Musco, Gower, The Polar Express, arXiv 2505.16932.
+    """
+    static_int("steps", steps)
+    coefficients = polar_express_coefficients(
+        steps, lower=lower, cushion=cushion, safety=safety
+    )
+    return _iterate(x, coefficients, norm_factor, eps, norm, dtype, form)
+
+
+def newton_schulz(
+    x: Float[Array, "*batch m n"],
+    steps: int = 5,
+    *,
+    coefficients: Coefficients | Sequence[Coefficients] = NEWTON_SCHULZ,
+    norm_factor: float = 1.0,
+    eps: float = 1e-7,
+    norm: str = "frobenius",
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    form: str = "auto",
+) -> Float[Array, "*batch m n"]:
+    """Approximate polar factor by an iteration with the given quintics.
+
+    Args:
+      x: matrices in the last two axes, tall or wide, any floating dtype.
+      steps: number of quintics.
+      coefficients: one (a, b, c) for every step, or a sequence of at least `steps`, of
+        which the first `steps` are used. Default: Jordan's, which leaves singular
+        values near 0.7 .. 1.2.
+      norm_factor: see `polar_express`, also for `eps`, `norm`, `dtype` and `form`.
+      eps: added to the norm.
+      norm: "frobenius" or "schatten4".
+      dtype: of the iteration.
+      form: "standard", "gram" or "auto".
+
+    Returns:
+      An array with the shape and dtype of x. Zero matrices give zeros.
+
+    Raises:
+      ValueError: as `polar_express`, or more steps than coefficients.
+
+    References:
+      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/
+    """
+    static_int("steps", steps)
+    table = np.asarray(coefficients, dtype=np.float64)
+    if table.shape == (3,):
+        table = np.tile(table, (steps, 1))
+    if table.ndim != 2 or table.shape[1] != 3:
+        raise ValueError(
+            f"coefficients of shape {table.shape}: valid is one (a, b, c) or a "
+            "sequence of them"
+        )
+    if not 1 <= steps <= len(table):
+        raise ValueError(
+            f"steps={steps} with {len(table)} given coefficients: valid is 1 to "
+            f"{len(table)} steps"
+        )
+    abcs = [(float(a), float(b), float(c)) for a, b, c in table[:steps]]
+    return _iterate(x, abcs, norm_factor, eps, norm, dtype, form)
+
+
+def svd_polar(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
+    """Exact polar factor U V^T by the singular value decomposition.
+
+    Args:
+      x: matrices in the last two axes, any floating dtype. bfloat16 and float16 are
+        decomposed in float32.
+
+    Returns:
+      An array with the shape and dtype of x. For a matrix of rank r it has r singular
+      values 1 and the others 0, where the rank counts singular values above
+      `max(m, n) * eps(dtype)` of the largest. Zero matrices give zeros.
+
+    Raises:
+      ValueError: x has fewer than two axes or is not real floating point.
+    """
+    _check_matrices(x)
+    y = power_of_two_scaled(x.astype(jnp.promote_types(x.dtype, jnp.float32)))[0]
+    u, s, vt = jnp.linalg.svd(y, full_matrices=False)
+    rank_tol = max(x.shape[-2:]) * jnp.finfo(y.dtype).eps
+    keep = s > rank_tol * s[..., :1]
+    return _matmul(u * keep[..., None, :], vt).astype(x.dtype)
+
+
+def static_int(name: str, value: int) -> None:
+    """Raise a ValueError if `value` is not a Python integer, for instance traced."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ValueError(
+            f"{name}={value!r}: valid is a Python integer, known while tracing; under "
+            f"optax.inject_hyperparams name it in static_args=({name!r},)"
+        )
+
+
+def _check_matrices(x: Array) -> None:
+    if x.ndim < 2:
+        raise ValueError(f"shape {x.shape}: valid are arrays (..., m, n)")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"dtype {x.dtype}: valid are real floating-point matrices")
+
+
+def _iterate(
+    x: Array,
+    coefficients: Sequence[Coefficients],
+    norm_factor: float,
+    eps: float,
+    norm: str,
+    dtype: jax.typing.DTypeLike | None,
+    form: str,
+) -> Array:
+    """Run the quintics on a batch, in the order that suits the platform."""
+    _check_matrices(x)
+    if norm not in _NORMS:
+        raise ValueError(f"norm={norm!r}: valid are {', '.join(_NORMS)}")
+    if form not in _FORMS:
+        raise ValueError(f"form={form!r}: valid are {', '.join(_FORMS)}")
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype={dtype}: valid are floating-point types")
+    if x.size == 0:
+        return x
+
+    *batch, rows, cols = x.shape
+    m, n = sorted((rows, cols))
+    low_precision = jnp.finfo(dtype).bits < 32
+    if form == "gram" and low_precision:
+        raise ValueError(
+            f"form='gram' with dtype={dtype}: singular values reach 28 there; valid "
+            "are dtype=float32 or form='standard'"
+        )
+    if form == "auto":
+        gram = not low_precision and m >= _GRAM_MIN_SIZE and n > _GRAM_ASPECT * m
+        form = "gram" if gram else "standard"
+    body = _gram_form if form == "gram" else _standard_form
+
+    def factor(y: Array) -> Array:  # (..., m, n) with m <= n
+        y, gram = _normalize(y, norm, norm_factor, eps, dtype)
+        return body(y, gram, coefficients).astype(x.dtype)
+
+    y = x.mT if rows > cols else x
+    y = y.reshape(-1, m, n)
+    chunk = max(1, _CPU_CHUNK_BYTES // (m * n * dtype.itemsize))
+    if len(y) > chunk:
+        y = jax.lax.platform_dependent(
+            y,
+            cpu=lambda y: jax.lax.map(factor, y, batch_size=chunk),
+            default=factor,
+        )
+    else:
+        y = factor(y)
+    y = y.reshape(*batch, m, n)
+    return y.mT if rows > cols else y
+
+
+def _normalize(
+    x: Array, norm: str, norm_factor: float, eps: float, dtype: jnp.dtype
+) -> tuple[Array, Array]:
+    """X / (norm_factor * norm(X) + eps) in `dtype`, and its Gram matrix X X^T.
+
+    Both norms are read off the Gram matrix of the first step, which is computed anyway:
+    ||X||_F^2 is its trace, and the Schatten-4 norm to the fourth is ||X X^T||_F^2.
+    """
+    x, unit = power_of_two_scaled(x)
+    x = x.astype(dtype)
+    gram = _matmul(x, x.mT)
+    if norm == "frobenius":
+        squared = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
+    else:
+        squared = jnp.sqrt(jnp.sum(gram * gram, axis=(-2, -1), keepdims=True))
+    scale = 1 / (norm_factor * jnp.sqrt(squared) + eps * unit.astype(gram.dtype))
+    return (x * scale).astype(dtype), (gram * scale**2).astype(dtype)
+
+
+def power_of_two_scaled(
+    x: Array, axes: tuple[int, ...] = (-2, -1)
+) -> tuple[Array, Array]:
+    """X with its largest element in [0.5, 1) by an exact factor, and that factor.
+
+    Squares of elements near the ends of the exponent range (1e30, 1e-30 in float32)
+    then neither overflow nor vanish. `axes` are those of one matrix.
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    largest = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
+    _, exponent = jnp.frexp(largest)
+    limit = jnp.finfo(wide.dtype).maxexp - 2
+    unit = jnp.ldexp(jnp.ones_like(largest), -jnp.clip(exponent, -limit, limit))
+    return wide * unit, unit
+
+
+def _standard_form(
+    x: Array, gram: Array, coefficients: Sequence[Coefficients]
+) -> Array:
+    for step, (a, b, c) in enumerate(coefficients):
+        if step > 0:
+            gram = _matmul(x, x.mT).astype(x.dtype)
+        polynomial = (b * gram + c * _matmul(gram, gram)).astype(x.dtype)
+        x = (a * x + _matmul(polynomial, x)).astype(x.dtype)
+    return x
+
+
+def _gram_form(x: Array, gram: Array, coefficients: Sequence[Coefficients]) -> Array:
+    eye = jnp.eye(x.shape[-2], dtype=x.dtype)
+    factor = eye  # Q, where X now is Q X
+    for step, (a, b, c) in enumerate(coefficients):
+        if step > 0 and step % _GRAM_REFRESH == 0:
+            x, factor = _matmul(factor, x), eye
+            gram = _matmul(x, x.mT)
+        polynomial = a * eye + b * gram + c * _matmul(gram, gram)
+        factor = polynomial if factor is eye else _matmul(factor, polynomial)
+        last = step == len(coefficients) - 1 or (step + 1) % _GRAM_REFRESH == 0
+        if not last:
+            gram = _matmul(_matmul(polynomial, gram), polynomial)
+    return _matmul(factor, x)
+
+
+def _matmul(x: Array, y: Array) -> Array:
+    """Product that accumulates in at least float32 and is not rounded below that."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    # HIGHEST: on a GPU, float32 would otherwise run through TF32 with 10 bits.
+    precision = jax.lax.Precision.HIGHEST if x.dtype == wide else None
+    return jnp.matmul(x, y, precision=precision, preferred_element_type=wide)

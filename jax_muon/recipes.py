@@ -1,0 +1,357 @@
+"""Whole optimizers, each a chain of the pieces for matrices beside AdamW for the rest.
+
+Every recipe is `optax.multi_transform` by label; what it does can be written out from
+`transforms.py` in ten lines, and changed there. All rates take a float or a schedule.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from jax_muon import paths
+from jax_muon.coefficients import polar_express_coefficients
+from jax_muon.labels import ADAMW, MUON, label_params
+from jax_muon.matrices import DimensionNumbers
+from jax_muon.polar import newton_schulz, static_int
+from jax_muon.transforms import (
+    add_cautious_decayed_weights,
+    equilibrate_rows,
+    nesterov,
+    normalize_frobenius,
+    orthogonalize,
+    scale_by_normuon,
+    scale_by_shape,
+)
+
+Labels = Any | Callable[[optax.Params], Any] | None
+Groups = Mapping[str, optax.GradientTransformation] | None
+
+
+def nanochat(
+    learning_rate: optax.ScalarOrSchedule = 0.02,
+    momentum: optax.ScalarOrSchedule = 0.95,
+    weight_decay: optax.ScalarOrSchedule = 0.1,
+    *,
+    beta2: optax.ScalarOrSchedule = 0.95,
+    steps: int = 5,
+    norm_factor: float = 1.02,
+    row_equilibration: bool = False,
+    renormalize: bool = False,
+    adamw_learning_rate: optax.ScalarOrSchedule = 3e-4,
+    adamw_b1: float = 0.8,
+    adamw_b2: float = 0.95,
+    adamw_eps: float = 1e-10,
+    adamw_weight_decay: optax.ScalarOrSchedule = 0.0,
+    adamw_groups: Groups = None,
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    labels: Labels = None,
+    dimension_numbers: DimensionNumbers = None,
+) -> optax.GradientTransformationExtraArgs:
+    """MuonAdamW of nanochat: Nesterov, Polar Express, NorMuon, cautious weight decay.
+
+    The step of January 2026 by default; that of August 2026 with
+    `row_equilibration=True, renormalize=True, norm_factor=1.01, beta2=0.9`.
+
+    Args:
+      learning_rate: of the matrices, before the factor max(1, out/in)^0.5.
+      momentum: Nesterov momentum in [0, 1).
+      weight_decay: cautious, times the learning rate and the factor of the shape.
+      beta2: decay of NorMuon's mean squares, in [0, 1).
+      steps: of the Polar Express: the first of its five quintics, or all of a longer
+        table; a Python integer.
+      norm_factor: margin of its first normalization.
+      row_equilibration: whether to equilibrate the rows before it (MuonEq).
+      renormalize: whether to set the Frobenius norm after it (Muon+).
+      adamw_learning_rate: of the parameters labelled "adamw".
+      adamw_b1: decay of AdamW's first moment.
+      adamw_b2: decay of AdamW's second moment.
+      adamw_eps: added to the root of AdamW's second moment.
+      adamw_weight_decay: of AdamW.
+      adamw_groups: further labels and their transforms, each with its learning rate:
+        `{"embedding": optax.adamw(0.2), "frozen": optax.set_to_zero()}`.
+      dtype: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
+      labels: a tree of labels or a function of the parameters; None: `label_params`.
+      dimension_numbers: how parameters are read as matrices; see `matrix_axes`.
+
+    Returns:
+      An `optax.GradientTransformation` whose updates are added to the parameters.
+
+    Raises:
+      ValueError: a rate out of range; at init, with path and shape, a label without a
+        transform or a "muon" label on a parameter that is no floating-point matrix.
+
+    References:
+      https://github.com/karpathy/nanochat; Polar Express arXiv 2505.16932; NorMuon
+      arXiv 2510.05491; MuonEq arXiv 2603.28254; Muon+ arXiv 2602.21545.
+    """
+    static_int("steps", steps)
+    # nanochat holds five quintics and takes the first: with fewer steps, the last has a
+    # safety margin that polar_express(steps=steps) would leave out.
+    polar = functools.partial(
+        newton_schulz,
+        steps=steps,
+        coefficients=polar_express_coefficients(max(steps, 5)),
+        norm_factor=norm_factor,
+        eps=1e-6,
+        dtype=dtype,
+    )
+    view = {"dimension_numbers": dimension_numbers}
+    pieces = [
+        nesterov(momentum),
+        equilibrate_rows(**view) if row_equilibration else None,
+        orthogonalize(polar, **view),
+        normalize_frobenius(**view) if renormalize else None,
+        scale_by_normuon(beta2, **view),
+        add_cautious_decayed_weights(weight_decay),
+        scale_by_shape(**view),
+        optax.scale_by_learning_rate(learning_rate),
+    ]
+    adamw = optax.adamw(
+        adamw_learning_rate,
+        adamw_b1,
+        adamw_b2,
+        adamw_eps,
+        weight_decay=adamw_weight_decay,
+    )
+    return _by_label(pieces, adamw, adamw_groups, labels)
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule = 0.02,
+    momentum: optax.ScalarOrSchedule = 0.95,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    *,
+    accumulation: str = "ema",
+    lookahead: bool = True,
+    steps: int = 5,
+    shape_rule: str = "max_ratio",
+    adamw_learning_rate: optax.ScalarOrSchedule = 3e-4,
+    adamw_b1: float = 0.9,
+    adamw_b2: float = 0.95,
+    adamw_eps: float = 1e-10,
+    adamw_weight_decay: optax.ScalarOrSchedule = 0.0,
+    adamw_groups: Groups = None,
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    labels: Labels = None,
+    dimension_numbers: DimensionNumbers = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Jordan's Muon: Nesterov, Newton-Schulz, a factor for the shape, decoupled decay.
+
+    With the defaults, the mathematics of torch.optim.Muon; `shape_rule="rms_0.2"` is
+    its adjust_lr_fn="match_rms_adamw".
+
+    Args:
+      learning_rate: of the matrices, before the factor of the shape.
+      momentum: in [0, 1).
+      weight_decay: decoupled, times the learning rate alone.
+      accumulation: "ema" or "sum"; see `nesterov`.
+      lookahead: Nesterov's; see `nesterov`.
+      steps: of Newton-Schulz; a Python integer.
+      shape_rule: see `scale_by_shape`.
+      adamw_learning_rate: see `nanochat`, also for all arguments below.
+      adamw_b1: decay of AdamW's first moment.
+      adamw_b2: decay of AdamW's second moment.
+      adamw_eps: added to the root of AdamW's second moment.
+      adamw_weight_decay: of AdamW.
+      adamw_groups: further labels and their transforms.
+      dtype: of the iteration.
+      labels: a tree of labels or a function of the parameters; None: `label_params`.
+      dimension_numbers: how parameters are read as matrices.
+
+    Returns:
+      An `optax.GradientTransformation` whose updates are added to the parameters.
+
+    Raises:
+      ValueError: as `nanochat`.
+
+    References:
+      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/
+    """
+    static_int("steps", steps)
+    polar = functools.partial(newton_schulz, steps=steps, dtype=dtype)
+    view = {"dimension_numbers": dimension_numbers}
+    pieces = [
+        nesterov(momentum, accumulation=accumulation, lookahead=lookahead),
+        orthogonalize(polar, **view),
+        scale_by_shape(shape_rule, **view),
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    ]
+    adamw = optax.adamw(
+        adamw_learning_rate,
+        adamw_b1,
+        adamw_b2,
+        adamw_eps,
+        weight_decay=adamw_weight_decay,
+    )
+    return _by_label(pieces, adamw, adamw_groups, labels)
+
+
+def moonlight(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    momentum: optax.ScalarOrSchedule = 0.95,
+    weight_decay: optax.ScalarOrSchedule = 0.1,
+    *,
+    steps: int = 5,
+    adamw_learning_rate: optax.ScalarOrSchedule | None = None,
+    adamw_b1: float = 0.9,
+    adamw_b2: float = 0.95,
+    adamw_eps: float = 1e-8,
+    adamw_weight_decay: optax.ScalarOrSchedule | None = None,
+    adamw_groups: Groups = None,
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    labels: Labels = None,
+    dimension_numbers: DimensionNumbers = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Moonlight's Muon: sum momentum, updates with AdamW's root mean square of 0.2.
+
+    One learning rate and one weight decay serve matrices and AdamW alike.
+
+    Args:
+      learning_rate: of the matrices, before the factor 0.2 max(in, out)^0.5.
+      momentum: Nesterov momentum in [0, 1).
+      weight_decay: decoupled, times the learning rate alone.
+      steps: of Newton-Schulz; a Python integer.
+      adamw_learning_rate: None for `learning_rate`.
+      adamw_b1: see `nanochat`, also for all arguments below.
+      adamw_b2: decay of AdamW's second moment.
+      adamw_eps: added to the root of AdamW's second moment.
+      adamw_weight_decay: None for `weight_decay`.
+      adamw_groups: further labels and their transforms.
+      dtype: of the iteration.
+      labels: a tree of labels or a function of the parameters; None: `label_params`.
+      dimension_numbers: how parameters are read as matrices.
+
+    Returns:
+      An `optax.GradientTransformation` whose updates are added to the parameters.
+
+    Raises:
+      ValueError: as `nanochat`.
+
+    References:
+      Liu et al., Muon is scalable for LLM training, arXiv 2502.16982.
+    """
+
+    def first(value: Any, otherwise: Any) -> Any:
+        return otherwise if value is None else value
+
+    return muon(
+        learning_rate,
+        momentum,
+        weight_decay,
+        accumulation="sum",
+        steps=steps,
+        shape_rule="rms_0.2",
+        adamw_learning_rate=first(adamw_learning_rate, learning_rate),
+        adamw_b1=adamw_b1,
+        adamw_b2=adamw_b2,
+        adamw_eps=adamw_eps,
+        adamw_weight_decay=first(adamw_weight_decay, weight_decay),
+        adamw_groups=adamw_groups,
+        dtype=dtype,
+        labels=labels,
+        dimension_numbers=dimension_numbers,
+    )
+
+
+def normuon(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    momentum: optax.ScalarOrSchedule = 0.95,
+    weight_decay: optax.ScalarOrSchedule = 0.1,
+    *,
+    beta2: optax.ScalarOrSchedule = 0.95,
+    lookahead: bool = False,
+    steps: int = 5,
+    adamw_learning_rate: optax.ScalarOrSchedule = 3e-4,
+    adamw_b1: float = 0.9,
+    adamw_b2: float = 0.95,
+    adamw_eps: float = 1e-8,
+    adamw_weight_decay: optax.ScalarOrSchedule = 0.0,
+    adamw_groups: Groups = None,
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    labels: Labels = None,
+    dimension_numbers: DimensionNumbers = None,
+) -> optax.GradientTransformationExtraArgs:
+    """NorMuon as in its paper: per output neuron, updates with root mean square 0.2.
+
+    Args:
+      learning_rate: of the matrices, before the factor 0.2 (in out)^0.5 / ||update||_F.
+      momentum: in [0, 1), as an exponential average.
+      weight_decay: decoupled, times the learning rate alone.
+      beta2: decay of the mean squares, in [0, 1).
+      lookahead: whether to use Nesterov's look-ahead, which the paper does not.
+      steps: of Newton-Schulz; a Python integer.
+      adamw_learning_rate: see `nanochat`, also for all arguments below.
+      adamw_b1: decay of AdamW's first moment.
+      adamw_b2: decay of AdamW's second moment.
+      adamw_eps: added to the root of AdamW's second moment.
+      adamw_weight_decay: of AdamW.
+      adamw_groups: further labels and their transforms.
+      dtype: of the iteration.
+      labels: a tree of labels or a function of the parameters; None: `label_params`.
+      dimension_numbers: how parameters are read as matrices.
+
+    Returns:
+      An `optax.GradientTransformation` whose updates are added to the parameters.
+
+    Raises:
+      ValueError: as `nanochat`.
+
+    References:
+      NorMuon, arXiv 2510.05491, Algorithm 1.
+    """
+    static_int("steps", steps)
+    polar = functools.partial(newton_schulz, steps=steps, dtype=dtype)
+    view = {"dimension_numbers": dimension_numbers}
+    pieces = [
+        nesterov(momentum, lookahead=lookahead),
+        orthogonalize(polar, **view),
+        scale_by_normuon(beta2, axis="output", **view),
+        normalize_frobenius(0.2, **view),
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    ]
+    adamw = optax.adamw(
+        adamw_learning_rate,
+        adamw_b1,
+        adamw_b2,
+        adamw_eps,
+        weight_decay=adamw_weight_decay,
+    )
+    return _by_label(pieces, adamw, adamw_groups, labels)
+
+
+def _by_label(
+    pieces: list[optax.GradientTransformation | None],
+    adamw: optax.GradientTransformation,
+    adamw_groups: Groups,
+    labels: Labels,
+) -> optax.GradientTransformationExtraArgs:
+    """The pieces for "muon", AdamW for "adamw", and the user's groups."""
+    chain = optax.chain(*(piece for piece in pieces if piece is not None))
+    transforms: dict[Any, Any] = {MUON: chain, ADAMW: adamw}
+    for label in adamw_groups or {}:
+        if label in transforms:
+            raise ValueError(
+                f"adamw_groups has the label {label!r}, which the recipe holds itself; "
+                "valid are other labels, given to parameters by labels="
+            )
+    transforms |= adamw_groups or {}
+
+    def checked_labels(params: optax.Params) -> Any:
+        given = label_params if labels is None else labels
+        tree = given(params) if callable(given) else given
+        by_path = dict(paths.leaves_with_paths(tree))
+        for path, _ in paths.leaves_with_paths(params):
+            label = paths.find_prefix(by_path, path)
+            if label not in transforms:
+                raise ValueError(
+                    f"parameter {path!r} has the label {label!r}; valid are "
+                    + ", ".join(map(repr, transforms))
+                )
+        return tree
+
+    return optax.multi_transform(transforms, checked_labels)

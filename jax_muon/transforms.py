@@ -1,0 +1,448 @@
+"""The optax pieces of the Muon family, each one idea, made to be chained.
+
+Leaves are parameters as Flax holds them; `matrices.py` says which axes are in and out.
+Every piece keeps the dtype of the updates, and every rate takes a float, an array or
+an optax schedule. All but `orthogonalize` are elementwise or small reductions, so that
+they work however parameters are sharded.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from jax_muon import matrices
+from jax_muon.matrices import DimensionNumbers, MatrixAxes
+from jax_muon.polar import polar_express, power_of_two_scaled, static_int
+
+# Factor of the update, by the size (in, out) of the matrix.
+SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
+    "max_ratio": lambda fan_in, fan_out: max(1.0, fan_out / fan_in) ** 0.5,
+    "rms_0.2": lambda fan_in, fan_out: 0.2 * max(fan_in, fan_out) ** 0.5,
+    "spectral": lambda fan_in, fan_out: max(fan_in, fan_out) ** 0.5,
+    "sqrt_ratio": lambda fan_in, fan_out: (fan_out / fan_in) ** 0.5,
+    "none": lambda fan_in, fan_out: 1.0,
+}
+
+
+class NesterovState(NamedTuple):
+    """State of `nesterov`."""
+
+    count: Array  # type: ignore[assignment]  # shape=(), dtype=int32
+    mu: optax.Updates
+
+
+def nesterov(
+    decay: optax.ScalarOrSchedule = 0.95,
+    *,
+    accumulation: str = "ema",
+    lookahead: bool = True,
+    accumulator_dtype: jax.typing.DTypeLike | None = None,
+) -> optax.GradientTransformation:
+    r"""Momentum with Nesterov's look-ahead, and no bias correction.
+
+    With gradient :math:`G`, momentum :math:`M` and decay :math:`\mu`, "ema" is
+    :math:`M \leftarrow M + (1 - \mu)(G - M)` and gives :math:`G + \mu (M - G)`;
+    "sum" is :math:`M \leftarrow \mu M + G` and gives :math:`G + \mu M`.
+
+    Args:
+      decay: momentum in [0, 1), or a schedule of it.
+      accumulation: "ema" (nanochat, torch.optim.Muon) or "sum" (SGD).
+      lookahead: False gives M itself: plain momentum.
+      accumulator_dtype: of M; None for the dtype of the parameters.
+
+    Returns:
+      An `optax.GradientTransformation` for arrays of any shape.
+
+    Raises:
+      ValueError: decay outside [0, 1), an unknown accumulation.
+
+    References:
+      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/
+    """
+    _check_decay("decay", decay)
+    _check_choice("accumulation", accumulation, ("ema", "sum"))
+
+    def init_fn(params: optax.Params) -> NesterovState:
+        mu = optax.tree.zeros_like(params, dtype=accumulator_dtype)
+        return NesterovState(jnp.zeros([], jnp.int32), mu)
+
+    def update_fn(
+        updates: optax.Updates, state: NesterovState, params: Any = None
+    ) -> tuple[optax.Updates, NesterovState]:
+        del params
+        mu_t = _rate(decay, state.count)
+
+        def accumulate(g: Array, m: Array) -> Array:
+            wide_g, wide_m = _wide(g), _wide(m)
+            if accumulation == "ema":
+                new = wide_m + (1 - mu_t) * (wide_g - wide_m)
+            else:
+                new = mu_t * wide_m + wide_g
+            return new.astype(m.dtype)
+
+        def look_ahead(g: Array, m: Array) -> Array:
+            wide_g, wide_m = _wide(g), _wide(m)
+            if not lookahead:
+                return m.astype(g.dtype)
+            ahead = wide_m - wide_g if accumulation == "ema" else wide_m
+            return (wide_g + mu_t * ahead).astype(g.dtype)
+
+        mu = jax.tree.map(accumulate, updates, state.mu)
+        updates = jax.tree.map(look_ahead, updates, mu)
+        return updates, NesterovState(optax.safe_increment(state.count), mu)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def orthogonalize(
+    polar: Callable[[Float[Array, "*b m n"]], Float[Array, "*b m n"]] = polar_express,
+    *,
+    dimension_numbers: DimensionNumbers = None,
+    max_stack: int = 256,
+) -> optax.GradientTransformation:
+    """Replace every matrix by its polar factor: same directions, singular values one.
+
+    Matrices of one shape, and those of the transposed shape, go into one stack.
+
+    Args:
+      polar: any function of (..., m, n) that treats matrices independently and commutes
+        with transposition: `polar_express`, `newton_schulz`, `svd_polar`, a
+        `functools.partial` of one, or your own.
+      dimension_numbers: how parameters are read as matrices; see `matrix_axes`.
+      max_stack: most matrices in one call of `polar`, which bounds temporary memory.
+
+    Returns:
+      An `optax.GradientTransformation` without state.
+
+    Raises:
+      ValueError: at init and update, with path and shape, for a parameter that is no
+        floating-point matrix or dimension numbers that do not fit; max_stack below 1.
+
+    References:
+      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/
+    """
+    static_int("max_stack", max_stack)
+    if max_stack < 1:
+        raise ValueError(f"max_stack={max_stack}: valid is an integer of at least 1")
+
+    def init_fn(params: optax.Params) -> optax.EmptyState:
+        matrices.matrix_axes(params, dimension_numbers)
+        return optax.EmptyState()
+
+    def update_fn(
+        updates: optax.Updates, state: optax.EmptyState, params: Any = None
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        del params
+        all_axes = matrices.matrix_axes(updates, dimension_numbers)
+        leaves, treedef = jax.tree.flatten(updates)
+        views = [axes.view(leaf) for axes, leaf in zip(all_axes, leaves, strict=True)]
+        factors = matrices.map_stacks(polar, views, max_stack=max_stack)
+        leaves = [
+            axes.undo(factor, leaf.shape).astype(leaf.dtype)
+            for axes, factor, leaf in zip(all_axes, factors, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, leaves), state
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def equilibrate_rows(
+    *, eps: float = 1e-6, dimension_numbers: DimensionNumbers = None
+) -> optax.GradientTransformation:
+    r"""Scale the weights of every output neuron to the mean norm (MuonEq).
+
+    For :math:`U` with :math:`m` outputs, row :math:`u` becomes
+    :math:`u \, \|U\|_F / (\sqrt{m} \max(\|u\|, \epsilon))`. Rows are those of PyTorch's
+    (out, in), so columns of a Flax kernel (in, out). Stands before `orthogonalize`.
+
+    Args:
+      eps: smallest row norm that is divided by.
+      dimension_numbers: how parameters are read as matrices; see `matrix_axes`.
+
+    Returns:
+      An `optax.GradientTransformation` without state.
+
+    References:
+      MuonEq, arXiv 2603.28254.
+    """
+
+    def scale(u: Array, axes: MatrixAxes) -> Array:
+        _, fan_out = axes.fan(u.shape)
+        scaled, unit = power_of_two_scaled(u, axes.matrix)  # gradients may be 1e30
+        mean = _norm(scaled, axes.matrix) / fan_out**0.5
+        return u * (mean / jnp.maximum(_norm(scaled, axes.reduction), eps * unit))
+
+    return _stateless(scale, dimension_numbers)
+
+
+def normalize_frobenius(
+    rms: float | None = None,
+    *,
+    eps: float = 1e-6,
+    dimension_numbers: DimensionNumbers = None,
+) -> optax.GradientTransformation:
+    r"""Set the Frobenius norm of every matrix, after `orthogonalize` (Muon+).
+
+    Args:
+      rms: root mean square of the elements to set; None sets the Frobenius norm to
+        :math:`\sqrt{\min(m, n)}`, that of an orthogonal matrix.
+      eps: smallest Frobenius norm that is divided by.
+      dimension_numbers: how parameters are read as matrices; see `matrix_axes`.
+
+    Returns:
+      An `optax.GradientTransformation` without state.
+
+    References:
+      Muon+, arXiv 2602.21545. With rms=0.2 after `scale_by_normuon`, the step size of
+      NorMuon's paper, arXiv 2510.05491.
+    """
+
+    def scale(u: Array, axes: MatrixAxes) -> Array:
+        fan_in, fan_out = axes.fan(u.shape)
+        if rms is None:
+            target: Any = min(fan_in, fan_out) ** 0.5
+        else:
+            target = rms * (fan_in * fan_out) ** 0.5
+        return u * (target / jnp.maximum(_norm(u, axes.matrix), eps))
+
+    return _stateless(scale, dimension_numbers)
+
+
+class ScaleByNorMuonState(NamedTuple):
+    """State of `scale_by_normuon`."""
+
+    count: Array  # type: ignore[assignment]  # shape=(), dtype=int32
+    nu: optax.Updates  # parameters' shape with 1 in the averaged axes, at least float32
+
+
+def scale_by_normuon(
+    decay: optax.ScalarOrSchedule = 0.95,
+    *,
+    axis: str = "longer",
+    eps: float = 1e-10,
+    dimension_numbers: DimensionNumbers = None,
+) -> optax.GradientTransformation:
+    r"""Divide neurons by a running root mean square, keeping the norm (NorMuon).
+
+    :math:`V \leftarrow V + (1 - \beta)(\mathrm{mean}(X^2) - V)` from zero,
+    :math:`s = \max(V, \epsilon)^{-1/2}`, and :math:`X` becomes
+    :math:`X s \, \|X\|_F / \max(\|X s\|_F, \epsilon)`.
+
+    Args:
+      decay: :math:`\beta` in [0, 1), or a schedule of it.
+      axis: "output": one mean for each output neuron, as in the paper; "longer": for
+        each output if there are at least as many as inputs, else for each input, as in
+        nanochat.
+      eps: smallest mean square, and smallest norm, that is divided by.
+      dimension_numbers: how parameters are read as matrices; see `matrix_axes`.
+
+    Returns:
+      An `optax.GradientTransformation`. Its state is one float for each neuron.
+
+    Raises:
+      ValueError: decay outside [0, 1), an unknown axis; at init, with path and shape, a
+        parameter that is no floating-point matrix.
+
+    References:
+      NorMuon, arXiv 2510.05491, Algorithm 1.
+    """
+    _check_decay("decay", decay)
+    _check_choice("axis", axis, ("longer", "output"))
+
+    def averaged(axes: MatrixAxes, shape: tuple[int, ...]) -> tuple[int, ...]:
+        fan_in, fan_out = axes.fan(shape)
+        return axes.reduction if axis == "output" or fan_out >= fan_in else axes.output
+
+    def init_fn(params: optax.Params) -> ScaleByNorMuonState:
+        def zeros(p: Array, axes: MatrixAxes) -> Array:
+            ones = averaged(axes, p.shape)
+            shape = [1 if axis in ones else size for axis, size in enumerate(p.shape)]
+            return jnp.zeros(shape, dtype=jnp.promote_types(p.dtype, jnp.float32))
+
+        return ScaleByNorMuonState(
+            jnp.zeros([], jnp.int32), _map_axes(zeros, dimension_numbers, params)
+        )
+
+    def update_fn(
+        updates: optax.Updates, state: ScaleByNorMuonState, params: Any = None
+    ) -> tuple[optax.Updates, ScaleByNorMuonState]:
+        del params
+        beta = _rate(decay, state.count)
+
+        def mean_square(x: Array, axes: MatrixAxes, v: Array) -> Array:
+            mean = jnp.mean(_wide(x) ** 2, axis=averaged(axes, x.shape), keepdims=True)
+            return (v + (1 - beta) * (mean - v)).astype(v.dtype)
+
+        def scale(x: Array, axes: MatrixAxes, v: Array) -> Array:
+            wide = _wide(x)
+            scaled = wide * jax.lax.rsqrt(jnp.maximum(v, eps))
+            norms = _norm(wide, axes.matrix), _norm(scaled, axes.matrix)
+            return (scaled * (norms[0] / jnp.maximum(norms[1], eps))).astype(x.dtype)
+
+        nu = _map_axes(mean_square, dimension_numbers, updates, state.nu)
+        updates = _map_axes(scale, dimension_numbers, updates, nu)
+        return updates, ScaleByNorMuonState(optax.safe_increment(state.count), nu)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def scale_by_shape(
+    rule: str | Callable[[int, int], float] = "max_ratio",
+    *,
+    dimension_numbers: DimensionNumbers = None,
+) -> optax.GradientTransformation:
+    """Scale every matrix by a factor of its shape (in, out).
+
+    Args:
+      rule: "max_ratio" max(1, out/in)^0.5 (Jordan, nanochat); "rms_0.2"
+        0.2 max(in, out)^0.5 (Moonlight: the size of AdamW's updates); "spectral"
+        max(in, out)^0.5; "sqrt_ratio" (out/in)^0.5 (TEON); "none" 1; or a function of
+        (in, out).
+      dimension_numbers: how parameters are read as matrices; see `matrix_axes`.
+
+    Returns:
+      An `optax.GradientTransformation` without state.
+
+    Raises:
+      ValueError: an unknown rule.
+
+    References:
+      Jordan et al., https://kellerjordan.github.io/posts/muon/; Moonlight, arXiv
+      2502.16982; TEON, arXiv 2601.23261.
+    """
+    factor = shape_rule(rule)
+
+    def scale(u: Array, axes: MatrixAxes) -> Array:
+        return u * factor(*axes.fan(u.shape))
+
+    return _stateless(scale, dimension_numbers)
+
+
+def shape_rule(rule: str | Callable[[int, int], float]) -> Callable[[int, int], float]:
+    """The function of (in, out) that a rule of `scale_by_shape` names."""
+    if callable(rule):
+        return rule
+    _check_choice("rule", rule, tuple(SHAPE_RULES))
+    return SHAPE_RULES[rule]
+
+
+class AddCautiousDecayedWeightsState(NamedTuple):
+    """State of `add_cautious_decayed_weights`."""
+
+    count: Array  # type: ignore[assignment]  # shape=(), dtype=int32
+
+
+def add_cautious_decayed_weights(
+    weight_decay: optax.ScalarOrSchedule = 0.0, mask: Any = None
+) -> optax.GradientTransformation:
+    r"""Add decayed weights where the step moves the weight towards zero anyway.
+
+    The update :math:`U` becomes :math:`U + \lambda W [U W \ge 0]`, elementwise. Stands
+    before the learning rate, as `optax.add_decayed_weights`.
+
+    Args:
+      weight_decay: :math:`\lambda`, at least 0, or a schedule of it.
+      mask: as in `optax.masked`: which parameters to decay; None for all.
+
+    Returns:
+      An `optax.GradientTransformation` that needs the parameters at update.
+
+    Raises:
+      ValueError: weight_decay below 0; at update, params=None.
+
+    References:
+      Cautious weight decay, arXiv 2510.12402.
+    """
+    if isinstance(weight_decay, (int, float)) and not weight_decay >= 0:
+        raise ValueError(
+            f"weight_decay={weight_decay}: valid is a number of at least 0"
+        )
+
+    def init_fn(params: optax.Params) -> AddCautiousDecayedWeightsState:
+        del params
+        return AddCautiousDecayedWeightsState(jnp.zeros([], jnp.int32))
+
+    def update_fn(
+        updates: optax.Updates,
+        state: AddCautiousDecayedWeightsState,
+        params: optax.Params | None = None,
+    ) -> tuple[optax.Updates, AddCautiousDecayedWeightsState]:
+        if params is None:
+            raise ValueError(
+                "add_cautious_decayed_weights needs the parameters: "
+                "tx.update(updates, state, params), got params=None"
+            )
+        rate = _rate(weight_decay, state.count)
+
+        def decay(u: Array, w: Array) -> Array:
+            wide = _wide(u)
+            return (wide + jnp.where(wide * w >= 0, rate * w, 0)).astype(u.dtype)
+
+        updates = jax.tree.map(decay, updates, params)
+        return updates, AddCautiousDecayedWeightsState(
+            optax.safe_increment(state.count)
+        )
+
+    tx = optax.GradientTransformation(init_fn, update_fn)
+    return tx if mask is None else optax.masked(tx, mask)
+
+
+def _rate(rate: optax.ScalarOrSchedule, count: Array) -> Any:
+    return rate(count) if callable(rate) else rate
+
+
+def _wide(x: Array) -> Array:
+    """In at least float32, for sums and small differences."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _norm(x: Array, axes: tuple[int, ...]) -> Array:
+    return jnp.sqrt(jnp.sum(x * x, axis=axes, keepdims=True))
+
+
+def _map_axes(
+    function: Callable[..., Array],
+    dimension_numbers: DimensionNumbers,
+    tree: Any,
+    *rest: Any,
+) -> Any:
+    """Map over leaves and their `MatrixAxes`."""
+    axes = matrices.matrix_axes(tree, dimension_numbers)
+    axes_tree = jax.tree.unflatten(jax.tree.structure(tree), axes)
+    return jax.tree.map(function, tree, axes_tree, *rest)
+
+
+def _stateless(
+    scale: Callable[[Array, MatrixAxes], Array], dimension_numbers: DimensionNumbers
+) -> optax.GradientTransformation:
+    """A transform that applies `scale` to every leaf, in at least float32."""
+
+    def init_fn(params: optax.Params) -> optax.EmptyState:
+        matrices.matrix_axes(params, dimension_numbers)
+        return optax.EmptyState()
+
+    def update_fn(
+        updates: optax.Updates, state: optax.EmptyState, params: Any = None
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        del params
+
+        def scale_leaf(u: Array, axes: MatrixAxes) -> Array:
+            return scale(_wide(u), axes).astype(u.dtype)
+
+        return _map_axes(scale_leaf, dimension_numbers, updates), state
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _check_decay(name: str, value: Any) -> None:
+    if isinstance(value, (int, float)) and not 0 <= value < 1:
+        raise ValueError(f"{name}={value}: valid is a number in [0, 1) or a schedule")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: valid are {', '.join(map(repr, choices))}")
