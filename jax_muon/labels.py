@@ -83,7 +83,7 @@ def _by_role(path: str, leaf: Any) -> str:
         or near & _NORM
     )
     ends_of_model = near & (_EMBEDDING | _HEAD) or _is_head(name) or _is_head(owner)
-    depthwise = "conv" in path.lower() and len(shape) >= 3 and shape[-2] == 1
+    depthwise = "conv" in path.lower() and len(shape) >= 3 and shape[-2:-1] == (1,)
     return ADAMW if vector or ends_of_model or depthwise else MUON
 
 
