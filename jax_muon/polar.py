@@ -166,7 +166,7 @@ def svd_polar(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
       ValueError: x has fewer than two axes or is not real floating point.
     """
     _check_matrices(x)
-    y = power_of_two_scaled(x.astype(jnp.promote_types(x.dtype, jnp.float32)))[0]
+    y, _ = power_of_two_scaled(x)
     u, s, vt = jnp.linalg.svd(y, full_matrices=False)
     rank_tol = max(x.shape[-2:]) * jnp.finfo(y.dtype).eps
     keep = s > rank_tol * s[..., :1]
@@ -258,7 +258,7 @@ def _normalize(
     else:
         squared = jnp.sqrt(jnp.sum(gram * gram, axis=(-2, -1), keepdims=True))
     scale = 1 / (norm_factor * jnp.sqrt(squared) + eps * unit.astype(gram.dtype))
-    return (x * scale).astype(dtype), (gram * scale**2).astype(dtype)
+    return (wide(x) * scale).astype(dtype), (gram * scale**2).astype(dtype)
 
 
 def power_of_two_scaled(
@@ -269,22 +269,24 @@ def power_of_two_scaled(
     Squares of elements near the ends of the exponent range (1e30, 1e-30 in float32)
     then neither overflow nor vanish. `axes` are those of one matrix.
     """
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    largest = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
+    x = wide(x)
+    largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
     _, exponent = jnp.frexp(largest)
-    limit = jnp.finfo(wide.dtype).maxexp - 2
+    limit = jnp.finfo(x.dtype).maxexp - 2
     unit = jnp.ldexp(jnp.ones_like(largest), -jnp.clip(exponent, -limit, limit))
-    return wide * unit, unit
+    return x * unit, unit
 
 
 def _standard_form(
     x: Array, gram: Array, coefficients: Sequence[Coefficients]
 ) -> Array:
+    # Sums of terms in at least float32, rounded once: with every term rounded by itself
+    # the error of bfloat16 is three times larger (0.05 for 0.015 on a Gaussian matrix).
     for step, (a, b, c) in enumerate(coefficients):
         if step > 0:
             gram = _matmul(x, x.mT).astype(x.dtype)
-        polynomial = (b * gram + c * _matmul(gram, gram)).astype(x.dtype)
-        x = (a * x + _matmul(polynomial, x)).astype(x.dtype)
+        polynomial = (b * wide(gram) + c * _matmul(gram, gram)).astype(x.dtype)
+        x = (a * wide(x) + _matmul(polynomial, x)).astype(x.dtype)
     return x
 
 
@@ -305,7 +307,12 @@ def _gram_form(x: Array, gram: Array, coefficients: Sequence[Coefficients]) -> A
 
 def _matmul(x: Array, y: Array) -> Array:
     """Product that accumulates in at least float32 and is not rounded below that."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = wide(x).dtype
     # HIGHEST: on a GPU, float32 would otherwise run through TF32 with 10 bits.
-    precision = jax.lax.Precision.HIGHEST if x.dtype == wide else None
-    return jnp.matmul(x, y, precision=precision, preferred_element_type=wide)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == dtype else None
+    return jnp.matmul(x, y, precision=precision, preferred_element_type=dtype)
+
+
+def wide(x: Array) -> Array:
+    """In at least float32: for sums, means and small differences."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jax_muon import matrices
 from jax_muon.matrices import DimensionNumbers, MatrixAxes
-from jax_muon.polar import polar_express, power_of_two_scaled, static_int
+from jax_muon.polar import polar_express, power_of_two_scaled, static_int, wide
 
 # Factor of the update, by the size (in, out) of the matrix.
 SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
@@ -77,7 +77,7 @@ def nesterov(
         mu_t = _rate(decay, state.count)
 
         def accumulate(g: Array, m: Array) -> Array:
-            wide_g, wide_m = _wide(g), _wide(m)
+            wide_g, wide_m = wide(g), wide(m)
             if accumulation == "ema":
                 new = wide_m + (1 - mu_t) * (wide_g - wide_m)
             else:
@@ -85,7 +85,7 @@ def nesterov(
             return new.astype(m.dtype)
 
         def look_ahead(g: Array, m: Array) -> Array:
-            wide_g, wide_m = _wide(g), _wide(m)
+            wide_g, wide_m = wide(g), wide(m)
             if not lookahead:
                 return m.astype(g.dtype)
             ahead = wide_m - wide_g if accumulation == "ema" else wide_m
@@ -274,14 +274,13 @@ def scale_by_normuon(
         beta = _rate(decay, state.count)
 
         def mean_square(x: Array, axes: MatrixAxes, v: Array) -> Array:
-            mean = jnp.mean(_wide(x) ** 2, axis=averaged(axes, x.shape), keepdims=True)
+            mean = jnp.mean(wide(x) ** 2, axis=averaged(axes, x.shape), keepdims=True)
             return (v + (1 - beta) * (mean - v)).astype(v.dtype)
 
         def scale(x: Array, axes: MatrixAxes, v: Array) -> Array:
-            wide = _wide(x)
-            scaled = wide * jax.lax.rsqrt(jnp.maximum(v, eps))
-            norms = _norm(wide, axes.matrix), _norm(scaled, axes.matrix)
-            return (scaled * (norms[0] / jnp.maximum(norms[1], eps))).astype(x.dtype)
+            scaled = wide(x) * jax.lax.rsqrt(jnp.maximum(v, eps))
+            norm, new_norm = _norm(wide(x), axes.matrix), _norm(scaled, axes.matrix)
+            return (scaled * (norm / jnp.maximum(new_norm, eps))).astype(x.dtype)
 
         nu = _map_axes(mean_square, dimension_numbers, updates, state.nu)
         updates = _map_axes(scale, dimension_numbers, updates, nu)
@@ -379,8 +378,8 @@ def add_cautious_decayed_weights(
         rate = _rate(weight_decay, state.count)
 
         def decay(u: Array, w: Array) -> Array:
-            wide = _wide(u)
-            return (wide + jnp.where(wide * w >= 0, rate * w, 0)).astype(u.dtype)
+            decayed = jnp.where(wide(u) * w >= 0, rate * w, 0)
+            return (wide(u) + decayed).astype(u.dtype)
 
         updates = jax.tree.map(decay, updates, params)
         return updates, AddCautiousDecayedWeightsState(
@@ -393,11 +392,6 @@ def add_cautious_decayed_weights(
 
 def _rate(rate: optax.ScalarOrSchedule, count: Array) -> Any:
     return rate(count) if callable(rate) else rate
-
-
-def _wide(x: Array) -> Array:
-    """In at least float32, for sums and small differences."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _norm(x: Array, axes: tuple[int, ...]) -> Array:
@@ -431,7 +425,7 @@ def _stateless(
         del params
 
         def scale_leaf(u: Array, axes: MatrixAxes) -> Array:
-            return scale(_wide(u), axes).astype(u.dtype)
+            return scale(wide(u), axes).astype(u.dtype)
 
         return _map_axes(scale_leaf, dimension_numbers, updates), state
 

@@ -1,0 +1,81 @@
+"""The Polar Express tables against published ones and against their definition."""
+
+import numpy as np
+import pytest
+
+from jax_muon import polar_express_coefficients
+
+# nanochat's table (github.com/karpathy/nanochat).
+NANOCHAT = [
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+]
+# The first six quintics of arXiv 2505.16932; from the seventh on, it prints the limit.
+PAPER = [
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+]
+
+
+def evaluate(abc, x):
+    a, b, c = abc
+    return a * x + b * x**3 + c * x**5
+
+
+def test_equals_nanochat():
+    table = polar_express_coefficients(5, lower=1e-3, cushion=0.02, safety=0.02)
+    np.testing.assert_allclose(table, NANOCHAT, rtol=0, atol=1e-12)
+
+
+def test_equals_the_paper():
+    table = polar_express_coefficients(8, cushion=0.02407327424182761, safety=0)
+    np.testing.assert_allclose(table[:6], PAPER, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(table[7], (1.875, -1.25, 0.375), atol=1e-8)
+
+
+@pytest.mark.parametrize("lower", [1e-6, 1e-3, 0.3, 0.9])
+def test_first_quintic_is_optimal(lower):
+    """Equioscillation: |p - 1| has the same maximum at four points, of turning sign."""
+    (abc,) = polar_express_coefficients(1, lower=lower, cushion=0, safety=0)
+    x = np.linspace(lower, 1, 200_001)
+    error = evaluate(abc, x) - 1
+    largest = np.abs(error).max()
+    turning = error[np.abs(error) > largest * (1 - 1e-6)]
+    signs = np.sign(turning)
+    assert np.count_nonzero(np.diff(signs)) == 3
+    assert signs[0] == -1
+
+
+@pytest.mark.parametrize("safety", [0.0, 0.02])
+@pytest.mark.parametrize("lower", [1e-12, 1e-3, 0.5, 1 - 1e-7, 1.0])
+@pytest.mark.parametrize("cushion", [0.0, 0.02, 1.0])
+def test_long_schedules_converge_where_the_interval_says(lower, cushion, safety):
+    table = polar_express_coefficients(60, lower=lower, cushion=cushion, safety=safety)
+    assert np.isfinite(table).all()
+    x = np.geomspace(lower, 1, 1000)
+    for abc in table:
+        x = evaluate(abc, x)
+    # With safety, the last step undoes a margin of 2 percent by one quintic.
+    np.testing.assert_allclose(x, 1, atol=1e-4 if safety else 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"steps": 5, "lower": 0}, "lower=0"),
+        ({"steps": 5, "lower": 2.0}, r"lower=2\.0"),
+        ({"steps": 5, "cushion": -1.0}, "cushion"),
+        ({"steps": 5, "safety": -0.1}, "safety"),
+    ],
+)
+def test_bad_input(arguments, word):
+    with pytest.raises(ValueError, match=word):
+        polar_express_coefficients(**arguments)

@@ -1,0 +1,153 @@
+"""Reading parameters as matrices, and pooling them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optax.contrib import MuonDimensionNumbers
+
+import jax_muon as jm
+from jax_muon.matrices import MatrixAxes, map_stacks, matrix_axes
+
+
+def axes_of(shape, spec=None, path="w"):
+    (axes,) = matrix_axes({path: jnp.zeros(shape)}, spec)
+    return axes
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "fan"),
+    [
+        ("mlp/kernel", (4, 6), (4, 6)),
+        ("layers/mlp/kernel", (3, 4, 6), (4, 6)),
+        ("moe/experts/up", (2, 8, 4, 6), (4, 6)),
+        ("Conv_0/kernel", (3, 3, 4, 6), (36, 6)),
+        ("conv1d/kernel", (5, 4, 6), (20, 6)),
+    ],
+)
+def test_reading_by_path(path, shape, fan):
+    assert axes_of(shape, path=path).fan(shape) == fan
+
+
+def attention(*lead, embed=6, heads=2, kv_heads=2, dim=4):
+    def kernel(*shape):
+        return {"kernel": jnp.zeros((*lead, *shape))}
+
+    return {
+        "attn": {
+            "query": kernel(embed, heads, dim),
+            "key": kernel(embed, kv_heads, dim),
+            "value": kernel(embed, kv_heads, dim),
+            "out": kernel(heads, dim, embed),
+        }
+    }
+
+
+@pytest.mark.parametrize("lead", [(), (3,)], ids=["plain", "scanned"])
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_attention_with_heads_apart(lead, kv_heads):
+    """DenseGeneral: query (embed, heads, dim), out (heads, dim, embed)."""
+    params = attention(*lead, kv_heads=kv_heads)
+    key, out, query, value = matrix_axes(params)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
+    assert query.fan(shapes[2]) == (6, 8)
+    assert out.fan(shapes[1]) == (8, 6)
+    if kv_heads == 2:
+        assert key.fan(shapes[0]) == value.fan(shapes[3]) == (6, 8)
+    assert query.batch == tuple(range(len(lead)))
+
+
+def test_scanned_plain_attention_is_a_batch():
+    """(layers, in, out) under the same names."""
+    query, out = jnp.zeros((5, 6, 8)), jnp.zeros((5, 8, 6))
+    params = {"attn": {"query": {"kernel": query}, "out": {"kernel": out}}}
+    for axes in matrix_axes(params):
+        assert axes.batch == (0,)
+
+
+def test_specs_as_one_as_tree_as_prefix_and_as_function():
+    spec = MuonDimensionNumbers((0, 1), 2)
+    params = {"a": {"b": jnp.zeros((2, 3, 4)), "c": jnp.zeros((2, 3, 4))}}
+    expected = MatrixAxes((), (0, 1), (2,))
+    assert matrix_axes(params, spec) == [expected, expected]
+    assert matrix_axes(params, {"a": spec}) == [expected, expected]
+    only_b, other = matrix_axes(params, {"a": {"b": spec, "c": None}})
+    assert only_b == expected
+    assert other == MatrixAxes((0,), (1,), (2,))
+    assert matrix_axes(params, lambda p: {"a": spec}) == [expected, expected]
+
+
+@st.composite
+def shapes_and_specs(draw):
+    ndim = draw(st.integers(2, 5))
+    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=ndim, max_size=ndim)))
+    order = draw(st.permutations(range(ndim)))
+    cut = draw(st.integers(1, ndim - 1))
+    end = draw(st.integers(cut + 1, ndim))
+    negative = draw(st.booleans())
+    shift = ndim if negative else 0
+    reduction = tuple(axis - shift for axis in order[:cut])
+    output = tuple(axis - shift for axis in order[cut:end])
+    return shape, MuonDimensionNumbers(reduction, output)
+
+
+@given(shapes_and_specs())
+@settings(max_examples=60, deadline=None)
+def test_view_is_undone_exactly(case):
+    shape, spec = case
+    x = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+    axes = axes_of(shape, spec)
+    view = axes.view(x)
+    assert view.shape[1:] == axes.fan(shape)
+    np.testing.assert_array_equal(axes.undo(view, shape), x)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 4), st.sampled_from([(2, 3), (3, 2), (2, 2)])),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(1, 5),
+)
+@settings(max_examples=40, deadline=None)
+def test_pooling_is_undone_exactly_and_bounded(members, max_stack):
+    rng = np.random.default_rng(0)
+    batches = [jnp.asarray(rng.standard_normal((k, *mn))) for k, mn in members]
+    depths = []
+
+    def function(stack):
+        depths.append(len(stack))
+        assert stack.shape[1] <= stack.shape[2]
+        return 2 * stack
+
+    results = map_stacks(function, batches, max_stack=max_stack)
+    for batch, result in zip(batches, results, strict=True):
+        np.testing.assert_array_equal(result, 2 * batch)
+    assert max(depths) <= max_stack
+    total = {}
+    for k, mn in members:
+        total[tuple(sorted(mn))] = total.get(tuple(sorted(mn)), 0) + k
+    assert len(depths) == sum(-(-count // max_stack) for count in total.values())
+
+
+@pytest.mark.parametrize(
+    ("leaf", "spec", "words"),
+    [
+        (jnp.zeros(3), None, ["'a/w'", r"\(3,\)", "two axes"]),
+        (jnp.zeros(()), None, ["'a/w'", r"\(\)"]),
+        (jnp.zeros((2, 2), int), None, ["'a/w'", "int32", "floating-point"]),
+        (jnp.zeros((2, 2), complex), None, ["'a/w'", "complex64"]),
+        (jnp.zeros((2, 2)), MuonDimensionNumbers(0, 0), ["no axis twice"]),
+        (jnp.zeros((2, 2)), MuonDimensionNumbers(0, -2), ["no axis twice"]),
+        (jnp.zeros((2, 2)), MuonDimensionNumbers(0, 2), ["output_axis", "-2 to 1"]),
+        (jnp.zeros((2, 2)), MuonDimensionNumbers((), 1), ["at least one"]),
+        (jnp.zeros((2, 2)), {"a": "rows"}, ["'a'", "'rows'"]),
+    ],
+)
+def test_bad_input(leaf, spec, words):
+    for word in words:
+        with pytest.raises(ValueError, match=word):
+            jm.orthogonalize(dimension_numbers=spec).init({"a": {"w": leaf}})

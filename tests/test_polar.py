@@ -1,0 +1,159 @@
+"""Polar factors against a float64 SVD oracle, in every form, norm, dtype and shape."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_muon as jm
+from jax_muon.coefficients import NEWTON_SCHULZ
+from tests import oracle
+
+SHAPES = [(8, 8), (6, 17), (17, 6), (1, 9), (9, 1), (2, 3, 5, 12), (4, 40, 24), (1, 1)]
+
+
+def oracle_batch(x, *args, **kwargs):
+    x = np.asarray(x, np.float64)
+    factors = [oracle.polar(m, *args, **kwargs) for m in x.reshape(-1, *x.shape[-2:])]
+    return np.reshape(factors, x.shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("form", ["standard", "gram", "auto"])
+@pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
+def test_float64_equals_the_oracle(rng, x64, shape, form, norm):
+    x = rng.standard_normal(shape)
+    table = jm.polar_express_coefficients(5)
+    expected = oracle_batch(x, table, 1.02, 1e-6, norm)
+    y = jm.polar_express(jnp.asarray(x), dtype="float64", form=form, norm=norm)
+    assert y.dtype == jnp.float64
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-12)
+    expected = oracle_batch(x, [NEWTON_SCHULZ] * 5, 1.0, 1e-7, norm)
+    y = jm.newton_schulz(jnp.asarray(x), dtype="float64", form=form, norm=norm)
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_svd_polar_is_exact(rng, x64, shape):
+    x = jnp.asarray(rng.standard_normal(shape))
+    y = jm.svd_polar(x)
+    u, _, vt = np.linalg.svd(x, full_matrices=False)
+    np.testing.assert_allclose(y, u @ vt, rtol=0, atol=1e-12)
+
+
+def test_polar_express_converges_to_svd_polar(rng, x64):
+    x = jnp.asarray(rng.standard_normal((3, 20, 50)))
+    y = jm.polar_express(x, steps=10, dtype="float64")
+    np.testing.assert_allclose(y, jm.svd_polar(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "1/k", "1/k^2", "rank 1"])
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_float32_error(rng, kind, form):
+    """The bound is the worst of the form over ill-conditioned spectra.
+
+    2e-4 in the Gram form, where small singular values carry the square of the
+    condition number into rounding; 2e-5 in the standard form.
+    """
+    u, s, vt = np.linalg.svd(rng.standard_normal((64, 160)), full_matrices=False)
+    k = np.arange(1, 65)
+    s = {"gaussian": s, "1/k": 1 / k, "1/k^2": 1 / k**2, "rank 1": k == 1}[kind]
+    x = ((u * s) @ vt).astype(np.float32)
+    table = jm.polar_express_coefficients(5)
+    expected = oracle.polar(x.astype(np.float64), table, 1.02, 1e-6)
+    y = jm.polar_express(jnp.asarray(x), dtype="float32", form=form)
+    error = np.linalg.norm(y - expected) / np.linalg.norm(expected)
+    assert error < (2e-4 if form == "gram" else 2e-5)
+
+
+def test_bfloat16_rounds_once_a_product(rng):
+    """Within a few roundings (2^-8 each) of float64 on a well-conditioned matrix."""
+    x = jnp.asarray(rng.standard_normal((4, 64, 256)), jnp.float32)
+    expected = oracle_batch(x, jm.polar_express_coefficients(5), 1.02, 1e-6)
+    y = jm.polar_express(x)
+    assert y.dtype == jnp.float32
+    error = np.linalg.norm(y - expected) / np.linalg.norm(expected)
+    assert error < 2e-2  # 5e-2 where every term is rounded by itself
+    # The products must accumulate in float32.
+    text = str(jax.make_jaxpr(jm.polar_express)(x))
+    assert "preferred_element_type=float32" in text
+    assert "preferred_element_type=bfloat16" not in text
+
+
+@pytest.mark.parametrize("function", [jm.polar_express, jm.newton_schulz])
+def test_chunks_one_after_another_change_nothing(rng, function):
+    """(24, 200, 300) float32 is more than one chunk on a CPU."""
+    x = jnp.asarray(rng.standard_normal((25, 200, 300)), jnp.float32)
+    whole = jax.jit(functools.partial(function, dtype="float32"))(x)
+    for index in (0, 7, 24):
+        one = function(x[index], dtype="float32")
+        np.testing.assert_allclose(whole[index], one, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-44, 1e-30, 1e30, 3e38])
+@pytest.mark.parametrize("shape", [(1, 7), (7, 1), (5, 5), (3, 8)], ids=str)
+@pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ends_of_the_range_are_finite(value, shape, norm, dtype):
+    x = jnp.full(shape, value, jnp.float32)
+    y = jm.polar_express(x, norm=norm, dtype=dtype)
+    assert jnp.isfinite(y).all()
+    assert jnp.isfinite(jm.newton_schulz(x, norm=norm, dtype=dtype)).all()
+    assert jnp.isfinite(jm.svd_polar(x)).all()
+    if value >= 1:  # a rank-1 matrix has one singular value, brought near 1
+        assert abs(jnp.linalg.norm(y.astype(jnp.float32)) - 1) < 0.15
+
+
+def test_nan_is_not_hidden():
+    x = jnp.full((4, 4), jnp.nan)
+    assert jnp.isnan(jm.polar_express(x)).all()
+
+
+def test_rank_deficient(rng, x64):
+    x = jnp.asarray(rng.standard_normal((12, 3)) @ rng.standard_normal((3, 20)))
+    s = np.linalg.svd(jm.svd_polar(x), compute_uv=False)
+    np.testing.assert_allclose(s, [1] * 3 + [0] * 9, atol=1e-12)
+    s = np.linalg.svd(jm.polar_express(x, 10, dtype="float64"), compute_uv=False)
+    np.testing.assert_allclose(s, [1] * 3 + [0] * 9, atol=1e-9)
+
+
+def test_empty_batch_and_empty_matrix():
+    assert jm.polar_express(jnp.zeros((0, 3, 4))).shape == (0, 3, 4)
+    assert jm.polar_express(jnp.zeros((2, 0, 4))).shape == (2, 0, 4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_keeps_dtype(dtype):
+    x = jnp.eye(4, 6, dtype=dtype)
+    for function in (jm.polar_express, jm.newton_schulz, jm.svd_polar):
+        assert function(x).dtype == dtype
+
+
+def test_dtype_none_is_that_of_x(rng, x64):
+    x = jnp.asarray(rng.standard_normal((5, 7)))
+    a = jm.polar_express(x, dtype=None)
+    np.testing.assert_array_equal(a, jm.polar_express(x, dtype="float64"))
+
+
+@pytest.mark.parametrize(
+    ("call", "word"),
+    [
+        (lambda x: jm.polar_express(x[0]), r"shape \(4,\)"),
+        (lambda x: jm.polar_express(x.astype(int)), "dtype int32"),
+        (lambda x: jm.polar_express(x.astype(complex)), "dtype complex64"),
+        (lambda x: jm.polar_express(x, norm="l2"), "norm='l2'"),
+        (lambda x: jm.polar_express(x, form="fast"), "form='fast'"),
+        (lambda x: jm.polar_express(x, form="gram"), "bfloat16"),
+        (lambda x: jm.polar_express(x, dtype="int8"), "dtype=int8"),
+        (lambda x: jm.polar_express(x, steps=0), "steps=0"),
+        (lambda x: jm.polar_express(x, steps=jnp.asarray(5)), "static_args"),
+        (lambda x: jm.newton_schulz(x, 3, coefficients=[(1, 2, 3)] * 2), "steps=3"),
+        (lambda x: jm.newton_schulz(x, coefficients=[(1.0, 2.0)]), "coefficients"),
+        (lambda x: jm.svd_polar(x[0]), r"shape \(4,\)"),
+    ],
+)
+def test_bad_input(call, word):
+    with pytest.raises(ValueError, match=word):
+        call(jnp.eye(4))
