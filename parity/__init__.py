@@ -1,0 +1,1 @@
+"""Evidence that jax_muon computes what the PyTorch optimizers compute."""
