@@ -1,0 +1,545 @@
+"""The PyTorch references against what can be said without them.
+
+Singular value decompositions, single steps worked out by hand, torch's own optimizers,
+and identities between the recipes. The recorded trajectories are replayed by
+`python -m parity.reference.goldens`, since they are not part of the project.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from parity.reference import nanochat
+from parity.reference.distributed import RankResult, Run, run_distributed
+from parity.reference.muon import (
+    JORDAN,
+    JORDAN_SUM,
+    MOONLIGHT,
+    TORCH,
+    TORCH_MATCH_RMS,
+    Muon,
+    NorMuon,
+    shape_scale,
+)
+from parity.reference.nanochat import AUGUST, JANUARY, MuonAdamW
+from parity.reference.polar import (
+    NEWTON_SCHULZ,
+    POLAR_EXPRESS,
+    POLAR_EXPRESS_PAPER,
+    POLAR_EXPRESS_PAPER_SAFE,
+    newton_schulz,
+    polar_express,
+    svd_polar,
+)
+from parity.reference.replay import Named, replay
+from parity.reference.teon import Teon
+
+torch.set_num_threads(1)
+F64 = torch.float64
+SHAPES = [(12, 12), (8, 20), (20, 8), (1, 9), (9, 1), (7, 13)]
+ORDERS = ["nanochat", "jordan", "addmm"]
+
+
+def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> torch.Tensor:
+    """Standard normal entries, the same for every dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=F64).to(dtype)
+
+
+def parameter(x: torch.Tensor, grad: torch.Tensor) -> torch.nn.Parameter:
+    """A copy of x as a parameter with a copy of grad."""
+    p = torch.nn.Parameter(x.clone())
+    p.grad = grad.clone()
+    return p
+
+
+def exact_polar(u: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:
+    """The SVD in the place of an iteration."""
+    del steps
+    return svd_polar(u.to(dtype))
+
+
+# ---- Polar Express: the constants
+
+
+def minimax_quintic(lower: float, upper: float) -> np.ndarray:
+    """(a, b, c) of a x + b x^3 + c x^5 nearest to 1 on [lower, upper], by Remez."""
+    if lower / upper > 1 - 5e-6:
+        return np.array([15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5])
+    inner = np.array([(3 * lower + upper) / 4, (lower + 3 * upper) / 4])
+    for _ in range(60):
+        x = np.array([lower, *inner, upper])
+        system = np.stack([x, x**3, x**5, [1, -1, 1, -1]], axis=1)
+        a, b, c, _error = np.linalg.solve(system, np.ones(4))
+        root = math.sqrt(9 * b * b - 20 * a * c)
+        inner = np.sqrt(np.array([-3 * b - root, -3 * b + root]) / (10 * c))
+    return np.array([a, b, c])
+
+
+def schedule(steps: int, cushion: float, safety: float) -> np.ndarray:
+    """(steps, 3) Polar Express coefficients for singular values in [1e-3, 1]."""
+    lower, upper, rows = 1e-3, 1.0, []
+    for step in range(steps):
+        abc = minimax_quintic(max(lower, cushion * upper), upper)
+        ends = np.array([lower, upper])
+        if cushion * upper > lower:
+            abc = abc * 2 / sum(abc @ [ends, ends**3, ends**5])
+        if step < steps - 1:
+            abc = abc / (1 + safety) ** np.array([1, 3, 5])
+        rows.append(abc)
+        lower = abc @ [lower, lower**3, lower**5]
+        upper = 2 - lower
+    return np.array(rows)
+
+
+def test_polar_express_constants_are_those_of_the_algorithm():
+    np.testing.assert_allclose(POLAR_EXPRESS, schedule(5, 0.02, 0.02), rtol=1e-12)
+    paper = schedule(8, 0.02407327424182761, 0.0)
+    np.testing.assert_allclose(POLAR_EXPRESS_PAPER[:6], paper[:6], rtol=1e-12)
+    # Close to the limit the equations lose digits: [l, u] is narrower than 1e-4.
+    np.testing.assert_allclose(POLAR_EXPRESS_PAPER, paper, rtol=1e-8)
+    safe = np.array(POLAR_EXPRESS_PAPER_SAFE)
+    np.testing.assert_allclose(safe[0], paper[0] / 1.01 ** np.array([1, 3, 5]))
+    np.testing.assert_array_equal(safe[-1], POLAR_EXPRESS_PAPER[-1])
+
+
+# ---- The polar factor
+
+
+def on_singular_values(x, steps, coefficients, norm_factor, eps):
+    """The same polynomials, applied to singular values that the SVD supplies."""
+    u, s, vh = np.linalg.svd(x.numpy(), full_matrices=False)
+    s = s / (norm_factor * np.linalg.norm(s) + eps)
+    for step in range(steps):
+        a, b, c = coefficients[min(step, len(coefficients) - 1)]
+        s = a * s + b * s**3 + c * s**5
+    return (u * s) @ vh
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_iterations_act_on_singular_values(shape, order):
+    x = gaussian(*shape)
+    express = polar_express(x, dtype=F64, order=order)
+    expected = on_singular_values(x, 5, POLAR_EXPRESS, 1.02, 1e-6)
+    np.testing.assert_allclose(express, expected, atol=1e-13)
+    schulz = newton_schulz(x, 6, dtype=F64, order=order)
+    expected = on_singular_values(x, 6, NEWTON_SCHULZ, 1.0, 1e-7)
+    np.testing.assert_allclose(schulz, expected, atol=1e-13)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_polar_express_converges_to_the_svd_polar_factor(shape):
+    x = gaussian(*shape)
+    exact = svd_polar(x)
+    small = exact.mT @ exact if shape[0] >= shape[1] else exact @ exact.mT
+    torch.testing.assert_close(small, torch.eye(min(shape), dtype=F64))
+    many = polar_express(x, 12, coefficients=POLAR_EXPRESS_PAPER, dtype=F64)
+    torch.testing.assert_close(many, exact, atol=1e-12, rtol=0)
+
+
+def test_polar_factor_leaves_out_the_null_space():
+    low_rank = gaussian(10, 3) @ gaussian(3, 6, seed=1)
+    polar = svd_polar(low_rank)
+    singular_values = torch.linalg.svdvals(polar)
+    expected = torch.tensor([1.0] * 3 + [0.0] * 3, dtype=F64)
+    torch.testing.assert_close(singular_values, expected)
+    many = polar_express(low_rank, 12, coefficients=POLAR_EXPRESS_PAPER, dtype=F64)
+    torch.testing.assert_close(many, polar, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_iteration_rounds_in_its_dtype(order, dtype):
+    x = gaussian(3, 24, 16)  # a stack of tall matrices
+    exact = polar_express(x, dtype=F64)
+    rounded = polar_express(x, dtype=dtype, order=order)
+    assert rounded.dtype == dtype
+    error = ((rounded.double() - exact).norm() / exact.norm()).item()
+    # Dividing by the norm leaves the smallest singular value at 1 / amplification; the
+    # steps raise it to 1 together with its rounding error, and each adds its own.
+    smallest = torch.linalg.svdvals(x)[:, -1]
+    amplification = (torch.linalg.matrix_norm(x) / smallest).max().item()
+    unit = torch.finfo(dtype).eps / 2
+    assert unit / 4 < error < 5 * unit * amplification
+
+
+# ---- nanochat
+
+
+def nanochat_by_hand(w, grads, group, rates):
+    """Full trajectory of one matrix in NumPy, with the SVD for the iteration."""
+    m, n = w.shape
+    axis = 1 if m >= n else 0
+    momentum, v = np.zeros((m, n)), 0.0
+    for g, changed in zip(grads, rates, strict=True):
+        lr, mu, wd = changed["lr"], changed["momentum"], changed["weight_decay"]
+        momentum = mu * momentum + (1 - mu) * g
+        u = (1 - mu) * g + mu * momentum
+        if group["row_equilibration"]:
+            rows = np.sqrt((u**2).sum(1, keepdims=True))
+            u = u / rows * np.sqrt((u**2).sum() / m)
+        factor = group["norm_factor"]
+        x = on_singular_values(torch.tensor(u), 5, POLAR_EXPRESS, factor, 1e-6)
+        if group["renormalize"]:
+            x = x * np.sqrt(min(m, n) / (x**2).sum())
+        v = group["beta2"] * v + (1 - group["beta2"]) * (x**2).mean(axis, keepdims=True)
+        y = x / np.sqrt(v)
+        y = y * np.linalg.norm(x) / np.linalg.norm(y)
+        lr = lr * max(1, m / n) ** 0.5
+        w = w - lr * y - lr * wd * w * (y * w >= 0)
+    return w
+
+
+@pytest.mark.parametrize("version", [JANUARY, AUGUST], ids=["january", "august"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nanochat_trajectory_by_hand(version, shape):
+    w = gaussian(*shape)
+    grads = [gaussian(*shape, seed=t + 1) for t in range(4)]
+    rates = [
+        {
+            "lr": 0.1 / (t + 1),
+            "momentum": 0.8 + 0.05 * t,
+            "weight_decay": 0.2 - 0.05 * t,
+        }
+        for t in range(4)
+    ]
+    group = {"kind": "muon", "params": ["w"], "dtype": F64, "beta2": 0.9, **version}
+    after = replay(
+        MuonAdamW, {"w": w}, [group], [{"w": g} for g in grads], [[r] for r in rates]
+    )
+    expected = nanochat_by_hand(w.numpy(), [g.numpy() for g in grads], group, rates)
+    np.testing.assert_allclose(after[-1]["w"], expected, atol=1e-12)
+
+
+def test_normuon_averages_over_the_longer_side():
+    for shape, kept in [((6, 4), (6, 1)), ((4, 4), (4, 1)), ((4, 6), (1, 6))]:
+        assert nanochat.muon_state(torch.zeros(shape))["second_moment"].shape == kept
+
+
+def test_cautious_decay_touches_only_entries_that_agree_with_the_update():
+    w = torch.tensor([[1.0, 1.0, -1.0, 0.0]], dtype=F64)
+    x = torch.tensor([[1.0, -1.0, 0.0, 1.0]], dtype=F64)
+    half = torch.tensor(0.5, dtype=F64)
+    nanochat.cautious_step(w, x, half, half)
+    # 1 - 0.5 - 0.25; 1 + 0.5, no decay; -1 + 0.25, a zero agrees; 0 - 0.5.
+    assert w.tolist() == [[0.25, 1.5, -0.75, -0.5]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_adamw_is_torch_adamw(dtype):
+    start, grads = gaussian(40, dtype=dtype), [gaussian(40, seed=t) for t in range(9)]
+    settings = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.1}
+    group = {"kind": "adamw", "params": ["w"], **settings}
+    ours = replay(MuonAdamW, {"w": start}, [group], [{"w": g} for g in grads])
+    theirs = replay(
+        lambda groups: torch.optim.AdamW(groups[0]["params"], **settings),
+        {"w": start},
+        [group],
+        [{"w": g} for g in grads],
+    )
+    tolerance = 20 * torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        ours[-1]["w"], theirs[-1]["w"], rtol=tolerance, atol=tolerance
+    )
+
+
+def test_unknown_setting_is_refused():
+    p = torch.nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="no \\['betas'\\]"):
+        MuonAdamW([{"kind": "muon", "params": [p], "betas": (0.9, 0.99)}])
+
+
+def test_convolution_kernel_is_a_matrix():
+    kernel, grad = gaussian(6, 3, 2, 2), gaussian(6, 3, 2, 2, seed=1)
+    as_kernel = parameter(kernel, grad)
+    as_matrix = parameter(kernel.reshape(6, 12), grad.reshape(6, 12))
+    for p in (as_kernel, as_matrix):
+        MuonAdamW([{"kind": "muon", "params": [p], "dtype": F64}]).step()
+    assert torch.equal(as_kernel.reshape(6, 12), as_matrix)
+
+
+# ---- Jordan, torch, Moonlight, NorMuon's paper
+
+
+@pytest.mark.parametrize(
+    ("preset", "factor"),
+    [
+        (JORDAN, math.sqrt(2)),  # max(1, 8 / 4)^0.5
+        (JORDAN_SUM, math.sqrt(2)),
+        (MOONLIGHT, 0.2 * math.sqrt(8)),
+    ],
+    ids=["jordan", "jordan-sum", "moonlight"],
+)
+def test_muon_single_step_by_hand(preset, factor):
+    w, grad = gaussian(8, 4), gaussian(8, 4, seed=1)
+    p = parameter(w, grad)
+    Muon([p], lr=0.1, weight_decay=0.3, polar=exact_polar, dtype=F64, **preset).step()
+    expected = w * (1 - 0.1 * 0.3) - 0.1 * factor * svd_polar(grad)
+    torch.testing.assert_close(p.detach(), expected, atol=1e-14, rtol=0)
+
+
+def muon_final(preset, momenta, dtype=F64, **settings):
+    """Parameters after one step for each momentum."""
+    grads = [{"w": gaussian(6, 10, seed=t + 1)} for t in range(len(momenta))]
+    return replay(
+        lambda groups: Muon(groups, dtype=dtype, **preset, **settings),
+        {"w": gaussian(6, 10, dtype=torch.float32 if dtype != F64 else F64)},
+        [{"params": ["w"]}],
+        grads,
+        [[{"momentum": mu}] for mu in momenta],
+    )[-1]["w"]
+
+
+def test_sum_and_ema_momentum_agree_only_while_momentum_is_constant():
+    constant, rising = [0.9] * 5, [0.85, 0.88, 0.91, 0.94, 0.95]
+    exact = {"polar": exact_polar}
+    ema, total = (muon_final(p, constant, **exact) for p in (JORDAN, JORDAN_SUM))
+    torch.testing.assert_close(ema, total, atol=1e-13, rtol=0)
+    ema, total = (muon_final(p, rising, **exact) for p in (JORDAN, JORDAN_SUM))
+    assert (ema - total).norm() > 1e-3
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("preset", "rule"),
+    [(TORCH, "original"), (TORCH_MATCH_RMS, "match_rms_adamw")],
+    ids=["original", "match_rms"],
+)
+def test_torch_preset_is_torch_optim_muon(shape, preset, rule):
+    start = {"w": gaussian(*shape, dtype=torch.float32)}
+    grads = [{"w": gaussian(*shape, seed=t + 1)} for t in range(5)]
+    groups = [{"params": ["w"], "lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}]
+    ours = replay(lambda g: Muon(g, **preset), start, groups, grads)[-1]["w"]
+    theirs = replay(
+        lambda g: torch.optim.Muon(g, adjust_lr_fn=rule), start, groups, grads
+    )[-1]["w"]
+    travelled = (theirs - start["w"]).norm()
+    # torch takes the polar factor in bfloat16 only; the same sums round alike.
+    assert (ours - theirs).norm() / travelled < 1e-6
+
+
+def test_shape_rules():
+    assert shape_scale("max_ratio", 9, 1) == 3
+    assert shape_scale("max_ratio", 1, 9) == 1
+    assert shape_scale("rms_0.2", 4, 100) == pytest.approx(2)
+    assert shape_scale("sqrt_ratio", 1, 9) == pytest.approx(1 / 3)
+    assert shape_scale("none", 5, 2) == 1
+
+
+def test_normuon_paper_two_steps_by_hand():
+    w, grads = gaussian(4, 6), [gaussian(4, 6, seed=t + 1) for t in range(2)]
+    lr, mu, beta2, wd, eps = 0.1, 0.9, 0.8, 0.2, 1e-8
+    after = replay(
+        lambda g: NorMuon(g, lr=lr, momentum=mu, beta2=beta2, polar=exact_polar),
+        {"w": w},
+        [{"params": ["w"], "weight_decay": wd, "eps": eps, "dtype": F64}],
+        [{"w": g} for g in grads],
+    )
+    momentum, v, expected = 0.0, 0.0, w
+    for t, grad in enumerate(grads):
+        momentum = mu * momentum + (1 - mu) * grad
+        x = svd_polar(momentum)
+        v = beta2 * v + (1 - beta2) * (x**2).mean(1, keepdim=True)  # rows, though wide
+        y = x / (v.sqrt() + eps)
+        step = lr * 0.2 * math.sqrt(24) * y / y.norm()
+        expected = expected - lr * wd * expected - step
+        torch.testing.assert_close(after[t]["w"], expected, atol=1e-13, rtol=0)
+        assert step.square().mean().sqrt() == pytest.approx(0.2 * lr)
+
+
+# ---- TEON
+
+
+def test_teon_takes_the_polar_factor_of_the_matrices_side_by_side():
+    w, grads = (
+        [gaussian(4, 6), gaussian(4, 6, seed=1)],
+        [
+            gaussian(4, 6, seed=2),
+            gaussian(4, 6, seed=3),
+        ],
+    )
+    params = [parameter(*pair) for pair in zip(w, grads, strict=True)]
+    Teon(
+        [{"params": params, "joint": True}],
+        lr=0.1,
+        weight_decay=0.5,
+        polar=exact_polar,
+        dtype=F64,
+    ).step()
+    joint = svd_polar(torch.cat(grads, dim=1))  # (4, 12)
+    for i, p in enumerate(params):
+        step = 0.1 * math.sqrt(4 / 6) * joint[:, 6 * i : 6 * i + 6]
+        expected = w[i] * (1 - 0.1 * 0.5) - step
+        torch.testing.assert_close(p.detach(), expected, atol=1e-14, rtol=0)
+
+
+def test_teon_without_a_partner_is_muon():
+    start = {"a": gaussian(6, 4), "b": gaussian(6, 4, seed=1)}
+    grads = [
+        {"a": gaussian(6, 4, seed=2 * t), "b": gaussian(6, 4, seed=2 * t + 1)}
+        for t in range(1, 4)
+    ]
+    together = [{"params": ["a", "b"]}]
+    alone = [{"params": ["a"], "joint": True}, {"params": ["b"], "joint": True}]
+    joint = [{"params": ["a", "b"], "joint": True}]
+
+    def final(groups: list[dict]) -> Named:
+        return replay(lambda g: Teon(g, dtype=F64), start, groups, grads)[-1]
+
+    def muon(groups: list[dict]) -> Muon:
+        polar = Teon.DEFAULTS["polar"]
+        return Muon(groups, dtype=F64, polar=polar, nesterov=False, scale="sqrt_ratio")
+
+    expected = replay(muon, start, together, grads)[-1]
+    for groups in (together, alone):
+        torch.testing.assert_close(final(groups), expected, atol=1e-14, rtol=0)
+    assert (final(joint)["a"] - expected["a"]).norm() > 1e-3
+
+
+# ---- Every recipe: what must hold for all
+
+
+RECIPES = {
+    "january": lambda p, dtype: MuonAdamW(
+        [{"kind": "muon", "params": p, "dtype": dtype, **JANUARY}]
+    ),
+    "august": lambda p, dtype: MuonAdamW(
+        [{"kind": "muon", "params": p, "dtype": dtype, **AUGUST}]
+    ),
+    "jordan": lambda p, dtype: Muon(p, dtype=dtype, **JORDAN),
+    "jordan-sum": lambda p, dtype: Muon(p, dtype=dtype, **JORDAN_SUM),
+    "moonlight": lambda p, dtype: Muon(p, dtype=dtype, **MOONLIGHT),
+    "normuon": lambda p, dtype: NorMuon(p, dtype=dtype),
+    "teon": lambda p, dtype: Teon([{"params": p, "joint": True}], dtype=dtype),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64], ids=str)
+def test_degenerate_gradients_stay_finite(recipe, dtype):
+    rank_one = gaussian(8, 1) @ gaussian(1, 5)
+    one_entry = torch.zeros(8, 5, dtype=F64)
+    one_entry[3, 2] = 1.0
+    tiny, zero = 1e-30 * gaussian(8, 5), torch.zeros(8, 5, dtype=F64)
+    wide = F64 if dtype == F64 else torch.float32
+    params = [
+        parameter(gaussian(8, 5, dtype=wide), grad.to(wide))
+        for grad in (rank_one, one_entry, tiny, zero)
+    ]
+    optimizer = RECIPES[recipe](params, dtype)
+    for _ in range(3):
+        optimizer.step()
+    for p in params:
+        assert p.dtype == wide
+        assert p.isfinite().all()
+    for state in optimizer.state.values():
+        assert all(value.dtype == wide for value in state.values())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_zero_gradient_only_decays(recipe):
+    start = gaussian(6, 4)
+    p = parameter(start, torch.zeros(6, 4, dtype=F64))
+    optimizer = RECIPES[recipe]([p], F64)
+    (group,) = optimizer.param_groups
+    group.update(lr=0.1, weight_decay=0.5)
+    optimizer.step()
+    # nanochat scales the decay with the shape, too; X W = 0 counts as agreement.
+    scale = math.sqrt(6 / 4) if recipe in ("january", "august") else 1.0
+    expected = start * (1 - 0.1 * 0.5 * scale)
+    torch.testing.assert_close(p.detach(), expected, atol=1e-15, rtol=0)
+
+
+# ---- Distributed
+
+
+RANKS = 4
+# 5 of one shape: not divisible by 4. 2 of another and one alone: fewer than the ranks.
+DISTRIBUTED_SHAPES = {
+    **{f"wide{i}": (6, 10) for i in range(5)},
+    **{f"tall{i}": (9, 4) for i in range(2)},
+    "kernel": (5, 2, 3, 3),
+    "embedding": (66, 16),  # 1056 elements: sliced; 66 rows do not divide by 4
+    "head": (16, 64),  # 1024: sliced
+    "table": (33, 31),  # 1023: replicated
+    "scale": (7,),
+}
+MUON_NAMES = [k for k in DISTRIBUTED_SHAPES if k.startswith(("wide", "tall", "kernel"))]
+ADAMW_NAMES = [k for k in DISTRIBUTED_SHAPES if k not in MUON_NAMES]
+
+
+def distributed_run(dtype: torch.dtype, version: dict, zero: tuple = ()) -> Run:
+    """Five steps with gradients that differ between ranks, and moving rates."""
+    steps = 5
+
+    def tensors(seed: int) -> Named:
+        return {
+            k: gaussian(*shape, seed=100 * seed + i, dtype=dtype)
+            for i, (k, shape) in enumerate(DISTRIBUTED_SHAPES.items())
+        }
+
+    grads = [[tensors(1 + steps * r + t) for t in range(steps)] for r in range(RANKS)]
+    for of_rank in grads:
+        for grad in of_rank:
+            grad.update({k: torch.zeros_like(grad[k]) for k in zero})
+    groups = [
+        {"kind": "muon", "params": MUON_NAMES, "dtype": dtype, **version},
+        {"kind": "adamw", "params": ADAMW_NAMES, "weight_decay": 0.01},
+    ]
+    rates = [
+        [{"lr": 0.02 * (t + 1), "momentum": 0.85 + 0.02 * t}, {"lr": 0.01 / (t + 1)}]
+        for t in range(steps)
+    ]
+    return Run(tensors(0), groups, grads, rates)
+
+
+DISTRIBUTED_RUNS = [
+    distributed_run(F64, JANUARY),
+    distributed_run(F64, AUGUST),
+    distributed_run(torch.float32, JANUARY),
+    distributed_run(F64, AUGUST, zero=("wide1", "tall0", "head")),
+]
+
+
+def check_one_process_with_the_mean_gradient(run: Run, results: list[RankResult]):
+    """Compare with `MuonAdamW`, which has no notion of ranks, stacks or padding."""
+    mean = [
+        {k: torch.stack([g[k] for g in of_step]).mean(0) for k in run.params}
+        for of_step in zip(*run.grads, strict=True)
+    ]
+    single = replay(MuonAdamW, run.params, run.groups, mean, run.rates)[-1]
+    limit = 1e-12 if run.params["scale"].dtype == F64 else 2e-6
+    for k, expected in single.items():
+        ours = results[0].params[k]
+        assert ours.isfinite().all(), k
+        travelled = (expected - run.params[k]).norm()
+        assert (ours - expected).norm() / travelled < limit, k
+
+
+def check_ranks_end_with_the_same_bits(results: list[RankResult]):
+    """A replicated parameter that differs in one bit drifts apart for ever."""
+    for k, value in results[0].params.items():
+        for other in results[1:]:
+            assert torch.equal(value, other.params[k]), k
+
+
+def check_each_rank_holds_the_state_of_what_it_owns(results: list[RankResult]):
+    """Count momentum, second moments and Adam's two moments."""
+    # ceil(5/4) wide, ceil(2/4) tall, ceil(1/4) kernels; ceil(66/4) and 16/4 rows; the
+    # small ones whole.
+    muon = 2 * (60 + 10) + (36 + 9) + (90 + 18)
+    adamw = 2 * (17 * 16 + 4 * 64 + 1023 + 7)
+    for result in results:
+        assert result.state_elements == muon + adamw
+
+
+def test_distributed():
+    """One test, since starting the processes takes seconds: they start once."""
+    all_results = run_distributed(RANKS, DISTRIBUTED_RUNS)
+    for run, results in zip(DISTRIBUTED_RUNS, all_results, strict=True):
+        check_one_process_with_the_mean_gradient(run, results)
+        check_ranks_end_with_the_same_bits(results)
+        check_each_rank_holds_the_state_of_what_it_owns(results)
