@@ -68,9 +68,10 @@ def nesterov_ema(grad: Tensor, momentum: Tensor, mu: Tensor) -> Tensor:
 
 
 def equilibrate_rows(u: Tensor) -> Tensor:
-    """Scale each row of (..., m, n) to the mean row norm ||U||_F / sqrt(m).
+    """Scale each row of (..., m, n) to the same norm, ||U||_F / sqrt(m).
 
-    Row norms are clamped at 1e-6. Source: MuonEq, arXiv 2603.28254.
+    That is the root mean square of the row norms, which are clamped at 1e-6.
+    Source: MuonEq, arXiv 2603.28254.
     """
     wide = at_least_float32(u)
     row_norm = wide.norm(dim=-1, keepdim=True)  # (..., m, 1)
