@@ -55,7 +55,8 @@ def test_float32_error(rng, kind, form):
     """The bound is the worst of the form over ill-conditioned spectra.
 
     2e-4 in the Gram form, where small singular values carry the square of the
-    condition number into rounding; 2e-5 in the standard form.
+    condition number into rounding; 2e-5 in the standard form. Five quintics multiply
+    what is near zero by 900, and so the rounding (6e-8) of a rank-1 matrix too.
     """
     u, s, vt = np.linalg.svd(rng.standard_normal((64, 160)), full_matrices=False)
     k = np.arange(1, 65)
@@ -65,7 +66,7 @@ def test_float32_error(rng, kind, form):
     expected = oracle.polar(x.astype(np.float64), table, 1.02, 1e-6)
     y = jm.polar_express(jnp.asarray(x), dtype="float32", form=form)
     error = np.linalg.norm(y - expected) / np.linalg.norm(expected)
-    assert error < (2e-4 if form == "gram" else 2e-5)
+    assert error < (2e-4 if form == "gram" or kind == "rank 1" else 2e-5)
 
 
 def test_bfloat16_rounds_once_a_product(rng):

@@ -1,0 +1,394 @@
+"""Each piece: its mathematics against NumPy, and every way optax may hold it."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers
+
+import jax_muon as jm
+from tests import oracle
+
+exact_polar = functools.partial(jm.polar_express, dtype=None)
+
+PIECES = {
+    "nesterov": jm.nesterov,
+    "nesterov sum": functools.partial(jm.nesterov, accumulation="sum"),
+    "orthogonalize": jm.orthogonalize,
+    "equilibrate_rows": jm.equilibrate_rows,
+    "normalize_frobenius": jm.normalize_frobenius,
+    "scale_by_normuon": jm.scale_by_normuon,
+    "scale_by_normuon output": functools.partial(jm.scale_by_normuon, axis="output"),
+    "scale_by_shape": jm.scale_by_shape,
+    "add_cautious_decayed_weights": functools.partial(
+        jm.add_cautious_decayed_weights, 0.1
+    ),
+}
+every_piece = pytest.mark.parametrize("factory", PIECES.values(), ids=PIECES)
+
+
+def trees(dtype=jnp.float32):
+    """Parameters and gradients: wide, tall, the same transposed, a stack."""
+    shapes = {"a": (6, 9), "b": {"c": (9, 6), "d": (6, 6)}, "e": (2, 6, 9)}
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+
+    def draw(shape):
+        return jax.random.normal(next(keys), shape).astype(dtype)
+
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    params = jax.tree.map(draw, shapes, is_leaf=is_shape)
+    grads = jax.tree.map(draw, shapes, is_leaf=is_shape)
+    return params, grads
+
+
+def run(tx, params, grads, steps=3):
+    """Updates of each step, with gradients that change."""
+    state = tx.init(params)
+    out = []
+    for t in range(steps):
+        scaled = jax.tree.map(lambda g, t=t: (g * (1 + t)).astype(g.dtype), grads)
+        updates, state = tx.update(scaled, state, params)
+        out.append(updates)
+    return out, state
+
+
+# --- mathematics ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lookahead", [True, False])
+def test_nesterov_ema(rng, x64, lookahead):
+    g = rng.standard_normal((5, 4, 3))
+    tx = jm.nesterov(lambda count: 0.8 + 0.01 * count, lookahead=lookahead)
+    state, m = tx.init(jnp.zeros((4, 3))), np.zeros((4, 3))
+    for t in range(5):
+        mu = 0.8 + 0.01 * t
+        m = m + (1 - mu) * (g[t] - m)
+        updates, state = tx.update(jnp.asarray(g[t]), state)
+        expected = g[t] + mu * (m - g[t]) if lookahead else m
+        np.testing.assert_allclose(updates, expected, rtol=0, atol=1e-12)
+    assert state.count == 5
+
+
+@pytest.mark.parametrize("lookahead", [True, False])
+def test_nesterov_sum_is_optax_trace(rng, x64, lookahead):
+    g = jnp.asarray(rng.standard_normal((4, 4, 3)))
+    tx = jm.nesterov(0.9, accumulation="sum", lookahead=lookahead)
+    reference = optax.trace(0.9, nesterov=lookahead)
+    state, reference_state = tx.init(g[0]), reference.init(g[0])
+    for t in range(4):
+        updates, state = tx.update(g[t], state)
+        expected, reference_state = reference.update(g[t], reference_state)
+        np.testing.assert_allclose(updates, expected, rtol=0, atol=1e-12)
+
+
+def test_orthogonalize_is_the_polar_factor_of_each_leaf(x64):
+    _, grads = trees(jnp.float64)
+    updates, _ = jm.orthogonalize(exact_polar).update(grads, optax.EmptyState())
+    chex.assert_trees_all_close(updates, jax.tree.map(exact_polar, grads), atol=1e-12)
+
+
+def test_orthogonalize_takes_any_callable(x64):
+    _, grads = trees(jnp.float64)
+    updates, _ = jm.orthogonalize(jm.svd_polar, max_stack=1).update(grads, None)
+    chex.assert_trees_all_close(updates, jax.tree.map(jm.svd_polar, grads), atol=1e-12)
+
+
+def test_orthogonalize_reads_dimension_numbers(rng, x64):
+    """A convolution kernel (kh, kw, in, out) is one matrix (kh kw in, out)."""
+    kernel = jnp.asarray(rng.standard_normal((3, 3, 4, 5)))
+    tx = jm.orthogonalize(
+        jm.svd_polar, dimension_numbers=MuonDimensionNumbers((0, 1, 2), 3)
+    )
+    updates, _ = tx.update(kernel, tx.init(kernel))
+    expected = jm.svd_polar(kernel.reshape(36, 5)).reshape(3, 3, 4, 5)
+    np.testing.assert_allclose(updates, expected, rtol=0, atol=1e-12)
+
+
+def test_orthogonalize_pools():
+    """(6, 9), (9, 6) and (2, 6, 9) share one stack of 4; (6, 6) has its own."""
+    _, grads = trees()
+    depths = []
+
+    def polar(x):
+        depths.append(x.shape)
+        return x
+
+    jm.orthogonalize(polar).update(grads, None)
+    assert sorted(depths) == [(1, 6, 6), (4, 6, 9)]
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (1, 5), (5, 1)])
+def test_equilibrate_rows(rng, x64, shape):
+    g = rng.standard_normal(shape)
+    tx = jm.equilibrate_rows()
+    updates, _ = tx.update(jnp.asarray(g), None)
+    np.testing.assert_allclose(updates, oracle.equilibrate_rows(g.T).T, atol=1e-12)
+
+
+def test_equilibrate_rows_at_the_ends_of_the_range(rng):
+    g = rng.standard_normal((4, 6)).astype(np.float32)
+    expected, _ = jm.equilibrate_rows().update(jnp.asarray(g), None)
+    huge, _ = jm.equilibrate_rows().update(jnp.asarray(g * 1e30), None)
+    np.testing.assert_allclose(huge / 1e30, expected, rtol=1e-5)
+    tiny, _ = jm.equilibrate_rows().update(jnp.asarray(g * 1e-30), None)
+    assert jnp.isfinite(tiny).all()
+    zero, _ = jm.equilibrate_rows().update(jnp.zeros((4, 6)), None)
+    np.testing.assert_array_equal(zero, 0)
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (2, 5, 3)])
+def test_normalize_frobenius(rng, x64, shape):
+    g = jnp.asarray(rng.standard_normal(shape))
+    updates, _ = jm.normalize_frobenius().update(g, None)
+    norms = jnp.linalg.norm(updates, axis=(-2, -1))
+    np.testing.assert_allclose(norms, min(shape[-2:]) ** 0.5, atol=1e-12)
+    updates, _ = jm.normalize_frobenius(0.2).update(g, None)
+    np.testing.assert_allclose(
+        jnp.sqrt(jnp.mean(updates**2, axis=(-2, -1))), 0.2, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (7, 7), (1, 5), (5, 1)])
+@pytest.mark.parametrize("axis", ["longer", "output"])
+def test_normuon(rng, x64, shape, axis):
+    tx = jm.scale_by_normuon(lambda count: 0.9 - 0.1 * count, axis=axis)
+    fan_in, fan_out = shape
+    per_output = axis == "output" or fan_out >= fan_in
+    state, v = tx.init(jnp.zeros(shape)), 0.0
+    assert state.nu.shape == ((1, fan_out) if per_output else (fan_in, 1))
+    for t in range(3):
+        x = rng.standard_normal(shape)
+        # In PyTorch's (out, in), dim 1 is averaged for one mean an output.
+        expected, v = oracle.normuon(x.T, v, 0.9 - 0.1 * t, 1 if per_output else 0)
+        updates, state = tx.update(jnp.asarray(x), state)
+        np.testing.assert_allclose(updates, expected.T, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(state.nu, v.T, rtol=0, atol=1e-12)
+
+
+def test_normuon_state_follows_the_parameter_axes():
+    """nu has the rank of the parameter, with 1 where it is averaged."""
+    spec = MuonDimensionNumbers((0, 1, 2), 3)
+    state = jm.scale_by_normuon(axis="output", dimension_numbers=spec).init(
+        jnp.zeros((3, 3, 4, 5))
+    )
+    assert state.nu.shape == (1, 1, 1, 5)
+    assert jm.scale_by_normuon().init(jnp.zeros((7, 4, 6))).nu.shape == (7, 1, 6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "factor"),
+    [
+        ("max_ratio", 2.0),
+        ("rms_0.2", 0.2 * 4),
+        ("spectral", 4.0),
+        ("sqrt_ratio", 2.0),
+        ("none", 1.0),
+        (lambda fan_in, fan_out: fan_in + fan_out, 20.0),
+    ],
+)
+def test_scale_by_shape(rule, factor):
+    x = jnp.ones((3, 4, 16))
+    updates, _ = jm.scale_by_shape(rule).update(x, None)
+    np.testing.assert_allclose(updates, factor, rtol=1e-6)
+    if rule == "max_ratio":  # in > out: no factor
+        np.testing.assert_array_equal(jm.scale_by_shape().update(x.mT, None)[0], 1)
+
+
+def test_cautious_decay():
+    u = jnp.array([1.0, -1.0, 1.0, -1.0, 0.0])
+    w = jnp.array([2.0, 2.0, -2.0, -2.0, 2.0])
+    tx = jm.add_cautious_decayed_weights(lambda count: 0.1 * (count + 1))
+    updates, state = tx.update(u, tx.init(w), w)
+    np.testing.assert_allclose(updates, [1.2, -1.0, 1.0, -1.2, 0.2], rtol=1e-6)
+    updates, _ = tx.update(u, state, w)
+    np.testing.assert_allclose(updates, [1.4, -1.0, 1.0, -1.4, 0.4], rtol=1e-6)
+
+
+def test_cautious_decay_mask():
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    tx = jm.add_cautious_decayed_weights(0.5, mask={"a": True, "b": False})
+    updates, _ = tx.update(params, tx.init(params), params)
+    chex.assert_trees_all_equal(updates, {"a": jnp.full(2, 1.5), "b": jnp.ones(2)})
+
+
+# --- what optax asks of a transform ---------------------------------------------------
+
+
+@every_piece
+def test_alone_jitted_and_without_recompiling(factory):
+    params, grads = trees()
+    tx = factory()
+    state = jax.jit(tx.init)(params)
+    chex.assert_trees_all_equal(state, tx.init(params))
+    update = jax.jit(chex.assert_max_traces(tx.update, n=1))
+    for _ in range(3):
+        updates, state = update(grads, state, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
+    chex.assert_tree_all_finite(updates)
+    eager, _ = run(tx, params, grads, steps=1)
+    chex.assert_tree_all_finite(eager)
+
+
+@every_piece
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_keeps_dtypes_of_updates_and_state(factory, dtype):
+    params, grads = trees(dtype)
+    tx = factory()
+    state = tx.init(params)
+    updates, new_state = tx.update(grads, state, params)
+    chex.assert_trees_all_equal_dtypes(updates, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
+
+
+@every_piece
+def test_chain_and_extra_args(factory):
+    params, grads = trees()
+    tx = optax.chain(factory(), optax.scale_by_learning_rate(0.5))
+    state = tx.init(params)
+    updates, _ = tx.update(grads, state, params, value=1.0, unknown=None)
+    (alone, *_), _ = run(factory(), params, grads)
+    chex.assert_trees_all_close(updates, jax.tree.map(lambda u: -0.5 * u, alone))
+
+
+@every_piece
+def test_partition_and_masked(factory):
+    """Leaves of another label are passed over, and given back unchanged."""
+    params, grads = trees()
+    labels = {"a": "x", "b": "y", "e": "x"}
+    tx = optax.multi_transform({"x": factory(), "y": optax.identity()}, labels)
+    (updates, *_), _ = run(tx, params, grads)
+    picked = {"a": params["a"], "e": params["e"]}, {"a": grads["a"], "e": grads["e"]}
+    (alone, *_), _ = run(factory(), *picked)
+    chex.assert_trees_all_close(updates, {**alone, "b": grads["b"]}, atol=1e-6)
+    tx = optax.masked(factory(), {"a": True, "b": False, "e": True})
+    (updates, *_), _ = run(tx, params, grads)
+    chex.assert_trees_all_close(updates, {**alone, "b": grads["b"]}, atol=1e-6)
+
+
+@every_piece
+def test_multi_steps(factory):
+    params, grads = trees()
+    tx = optax.MultiSteps(factory(), every_k_schedule=2)
+    state = jax.jit(tx.init)(params)
+    first, state = jax.jit(tx.update)(grads, state, params)
+    chex.assert_trees_all_equal(first, jax.tree.map(jnp.zeros_like, grads))
+    second, _ = jax.jit(tx.update)(grads, state, params)
+    (alone, *_), _ = run(factory(), params, grads)
+    chex.assert_trees_all_close(second, alone, atol=1e-5, rtol=1e-3)
+
+
+@every_piece
+def test_apply_if_finite(factory):
+    params, grads = trees()
+    tx = optax.apply_if_finite(factory(), max_consecutive_errors=3)
+    state = tx.init(params)
+    bad = jax.tree.map(lambda g: g * jnp.nan, grads)
+    updates, new_state = jax.jit(tx.update)(bad, state, params)
+    chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, grads))
+    chex.assert_trees_all_equal(new_state.inner_state, state.inner_state)
+    updates, _ = jax.jit(tx.update)(grads, new_state, params)
+    chex.assert_tree_all_finite(updates)
+
+
+@every_piece
+def test_tree_map_params(factory):
+    params, grads = trees()
+    tx = factory()
+    state = tx.init(params)
+    chex.assert_trees_all_equal(optax.tree.map_params(tx, lambda v: v, state), state)
+    zeros = optax.tree.map_params(tx, jnp.zeros_like, run(tx, params, grads)[1])
+    chex.assert_trees_all_equal(jax.tree.leaves(zeros)[1:], jax.tree.leaves(state)[1:])
+
+
+@pytest.mark.parametrize(
+    ("factory", "name"),
+    [
+        (jm.nesterov, "decay"),
+        (jm.scale_by_normuon, "decay"),
+        (jm.add_cautious_decayed_weights, "weight_decay"),
+    ],
+)
+def test_inject_hyperparams_changes_a_rate_without_recompiling(factory, name):
+    params, grads = trees()
+    tx = optax.inject_hyperparams(factory)(**{name: 0.5})
+    update = jax.jit(chex.assert_max_traces(tx.update, n=1))
+    state = tx.init(params)
+    for rate in (0.5, 0.25):
+        state.hyperparams[name] = jnp.asarray(rate)
+        updates, _ = update(grads, state, params)
+        plain = factory(rate)
+        expected, _ = plain.update(grads, plain.init(params), params)
+        chex.assert_trees_all_close(updates, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "factory", [jm.nesterov, jm.scale_by_normuon, jm.add_cautious_decayed_weights]
+)
+def test_schedules_do_not_recompile(factory):
+    params, grads = trees()
+    tx = factory(optax.linear_schedule(0.5, 0.9, 3))
+    update = jax.jit(chex.assert_max_traces(tx.update, n=1))
+    state = tx.init(params)
+    for _ in range(4):
+        _, state = update(grads, state, params)
+    assert state.count == 4
+
+
+@every_piece
+def test_empty_trees_and_none_leaves(factory):
+    tx = factory()
+    updates, _ = tx.update({}, tx.init({}), {})
+    assert updates == {}
+    params = {"a": jnp.ones((2, 3)), "b": None}
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["b"] is None
+
+
+# --- bad input ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "word"),
+    [
+        (lambda: jm.nesterov(1.0), r"decay=1\.0"),
+        (lambda: jm.nesterov(-0.1), r"decay=-0\.1"),
+        (lambda: jm.nesterov(float("nan")), "decay=nan"),
+        (lambda: jm.nesterov(accumulation="mean"), "'mean'"),
+        (lambda: jm.scale_by_normuon(1.5), r"decay=1\.5"),
+        (lambda: jm.scale_by_normuon(axis="rows"), "'rows'"),
+        (lambda: jm.scale_by_shape("max"), "'max'"),
+        (lambda: jm.orthogonalize(max_stack=0), "max_stack=0"),
+        (lambda: jm.add_cautious_decayed_weights(-1.0), r"weight_decay=-1\.0"),
+    ],
+)
+def test_bad_settings(call, word):
+    with pytest.raises(ValueError, match=word):
+        call()
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        jm.orthogonalize,
+        jm.equilibrate_rows,
+        jm.normalize_frobenius,
+        jm.scale_by_normuon,
+        jm.scale_by_shape,
+    ],
+)
+@pytest.mark.parametrize(
+    "leaf", [jnp.zeros(3), jnp.zeros(()), jnp.zeros((2, 2), int)], ids=str
+)
+def test_no_matrix_is_an_error_with_its_path(factory, leaf):
+    with pytest.raises(ValueError, match="'block/w'"):
+        factory().init({"block": {"w": leaf}})
+
+
+def test_cautious_decay_needs_params():
+    tx = jm.add_cautious_decayed_weights(0.1)
+    with pytest.raises(ValueError, match="params=None"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
