@@ -1,0 +1,208 @@
+"""Labels by role, the same for every Flax form of a tree, and the rules of users."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from flax.core import FrozenDict
+
+import jax_muon as jm
+from jax_muon.paths import leaves_with_paths
+
+ROLES = [
+    # path, shape, label
+    ("mlp/Dense_0/kernel", (4, 8), "muon"),
+    ("mlp/Dense_0/bias", (8,), "adamw"),
+    ("layers/mlp/Dense_0/kernel", (12, 4, 8), "muon"),
+    ("layers/mlp/Dense_0/bias", (12, 8), "adamw"),
+    ("layers/LayerNorm_0/scale", (12, 4), "adamw"),
+    ("layers/attn/query/bias", (12, 2, 4), "adamw"),
+    ("attn/query/kernel", (8, 2, 4), "muon"),
+    ("attn/value/kernel", (8, 2, 4), "muon"),
+    ("attn/out/kernel", (2, 4, 8), "muon"),
+    ("attn/value", (8, 8), "muon"),
+    ("multi_head_attention/q_proj", (8, 8), "muon"),
+    ("moe/experts/up", (8, 4, 16), "muon"),
+    ("moe/router/kernel", (4, 8), "adamw"),
+    ("Einsum_0/kernel", (8, 2, 4), "muon"),
+    ("Conv_0/kernel", (3, 3, 4, 8), "muon"),
+    ("depthwise_conv/kernel", (3, 3, 1, 8), "adamw"),
+    ("Embed_0/embedding", (64, 8), "adamw"),
+    ("embed/embedding", (64, 8), "adamw"),
+    ("wte", (64, 8), "adamw"),
+    ("wpe/embedding", (64, 8), "adamw"),
+    ("tok_emb/weight", (64, 8), "adamw"),
+    ("pos_embedding", (1, 16, 8), "adamw"),
+    ("cls_token", (1, 1, 8), "adamw"),
+    ("patch_embed/kernel", (48, 8), "adamw"),
+    ("lm_head/kernel", (8, 64), "adamw"),
+    ("head/kernel", (8, 10), "adamw"),
+    ("Head_0/kernel", (8, 10), "adamw"),
+    ("logits_dense/kernel", (8, 64), "adamw"),
+    ("unembed/kernel", (8, 64), "adamw"),
+    ("classifier/kernel", (8, 10), "adamw"),
+    ("text_embedder/layers_0/mlp/kernel", (8, 16), "muon"),
+    ("head_mixer/kernel", (8, 8), "muon"),
+    ("RMSNorm_0/weight", (12, 4), "adamw"),
+    ("ln_1/g", (12, 4), "adamw"),
+    ("resid_lambdas", (12, 2), "adamw"),
+    ("temperature", (), "adamw"),
+    ("Dense_0/lora_a", (8, 2), "muon"),
+]
+
+
+@pytest.mark.parametrize(("path", "shape", "label"), ROLES, ids=[r[0] for r in ROLES])
+def test_roles(path, shape, label):
+    tree = jnp.zeros(shape)
+    for key in reversed(path.split("/")):
+        tree = {key: tree}
+    assert jax.tree.leaves(jm.label_params(tree)) == [label]
+
+
+def test_integers_and_complex_go_to_adamw():
+    params = {"a": jnp.zeros((2, 2), int), "b": jnp.zeros((2, 2), complex)}
+    assert jm.label_params(params) == {"a": "adamw", "b": "adamw"}
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(16, 8)(tokens)
+        init = nn.with_logical_partitioning(
+            nn.initializers.lecun_normal(), ("embed", "mlp")
+        )
+        x = nn.LayerNorm()(nn.Dense(8, kernel_init=init)(x))
+        x = nn.MultiHeadDotProductAttention(num_heads=2)(x)
+        return nn.Dense(16, name="lm_head")(x)
+
+
+EXPECTED = {
+    "Embed_0/embedding": "adamw",
+    "Dense_0/kernel": "muon",
+    "Dense_0/bias": "adamw",
+    "LayerNorm_0/scale": "adamw",
+    "LayerNorm_0/bias": "adamw",
+    **{
+        f"MultiHeadDotProductAttention_0/{name}/{leaf}": label
+        for name in ("query", "key", "value", "out")
+        for leaf, label in (("kernel", "muon"), ("bias", "adamw"))
+    },
+    "lm_head/kernel": "adamw",
+    "lm_head/bias": "adamw",
+}
+
+
+def test_linen_boxed_unboxed_and_frozen_agree():
+    boxed = LinenBlock().init(jax.random.key(0), jnp.zeros((1, 4), int))["params"]
+    for tree in (boxed, nn.meta.unbox(boxed), FrozenDict(boxed)):
+        labels = jm.label_params(tree)
+        assert dict(leaves_with_paths(labels)) == EXPECTED
+        assert jax.tree.structure(labels) == jax.tree.structure(tree)
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(16, 8, rngs=rngs)
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+        self.attn = nnx.MultiHeadAttention(2, 8, rngs=rngs, decode=False)
+        self.lm_head = nnx.Linear(8, 16, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.norm(self.embed(tokens))
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.attn(x))
+
+
+def test_nnx_state_pure_dict_and_update_agree():
+    model = NnxBlock(nnx.Rngs(0))
+    state = nnx.state(model, nnx.Param)
+    labels = dict(leaves_with_paths(jm.label_params(state)))
+    assert labels == dict(leaves_with_paths(jm.label_params(nnx.to_pure_dict(state))))
+    assert labels["layers/0/kernel"] == "muon"
+    assert labels["attn/value/kernel"] == "muon"
+    assert labels["attn/out/kernel"] == "muon"
+    assert labels["attn/value/bias"] == "adamw"
+    assert labels["embed/embedding"] == labels["lm_head/kernel"] == "adamw"
+
+    # nnx.Optimizer boxes parameters at init and not at update: both must agree.
+    seen = []
+
+    def recording(params):
+        labels = jm.label_params(params)
+        seen.append(dict(leaves_with_paths(labels)))
+        return labels
+
+    optimizer = nnx.Optimizer(
+        model, jm.nanochat(labels=recording, dtype="float32"), wrt=nnx.Param
+    )
+
+    def loss(model):
+        return jnp.mean(model(jnp.zeros((1, 4), int)) ** 2)
+
+    before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    before = jax.tree.map(jnp.copy, before)
+    optimizer.update(model, nnx.grad(loss)(model))
+    after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    assert len(seen) >= 2
+    assert all(one == labels for one in seen)
+    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), before, after)
+    assert moved["layers"][0]["kernel"] and moved["attn"]["value"]["kernel"]
+
+
+def test_attention_kernels_of_flax_are_read_with_their_heads_together():
+    model = NnxBlock(nnx.Rngs(0))
+    table = jm.describe(nnx.state(model, nnx.Param))
+    rows = {line.split()[0]: line for line in table.splitlines()}
+    assert "1 x (8, 8)" in rows["attn/query/kernel"]
+    assert "1 x (8, 8)" in rows["attn/out/kernel"]
+
+
+def test_rules_come_first_and_in_order():
+    params = {"blocks": [{"q": jnp.zeros((2, 2)), "k": jnp.zeros((2, 2))}] * 2}
+    rules = {"blocks/0/q": "frozen", "q": "slow"}
+    labels = dict(leaves_with_paths(jm.label_params(params, rules)))
+    assert labels == {
+        "blocks/0/q": "frozen",
+        "blocks/0/k": "muon",
+        "blocks/1/q": "slow",
+        "blocks/1/k": "muon",
+    }
+
+
+def test_a_rule_that_matches_nothing_is_an_error():
+    with pytest.raises(ValueError, match=r"'ruoter'.*moe/router"):
+        jm.label_params({"moe": {"router": jnp.zeros((2, 2))}}, {"ruoter": "adamw"})
+
+
+def test_describe_shows_what_the_optimizer_does():
+    params = {
+        "wte": jnp.zeros((64, 8)),
+        "Conv_0": {"kernel": jnp.zeros((3, 3, 4, 72)), "bias": jnp.zeros(72)},
+        "layers": {"mlp": jnp.zeros((5, 8, 32))},
+    }
+    lines = jm.describe(params).splitlines()
+    assert len({len(line) for line in lines[:-1]}) == 1  # columns are aligned
+    rows = {line.split()[0]: line for line in lines}
+    # momentum (36 x 72) and one mean for each of 72 outputs, in float32
+    assert rows["Conv_0/kernel"].split("   ")[-1].strip() == "10.7 KB"
+    assert "1 x (36, 72)" in rows["Conv_0/kernel"]
+    assert "1.414" in rows["Conv_0/kernel"]
+    assert "5 x (8, 32)" in rows["layers/mlp"]
+    assert " 2 " in rows["layers/mlp"]
+    assert "4.1 KB" in rows["wte"]  # two moments
+    assert "adamw" in rows["Conv_0/bias"]
+    state = jax.eval_shape(jm.nanochat().init, params)
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert f"{total / 1e3:.1f} KB" in lines[-1]
+
+
+def test_describe_measures_the_given_optimizer():
+    params = {"a": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+    table = jm.describe(params, tx=optax.sgd(0.1, momentum=0.9))
+    assert "256 B" in table.splitlines()[1]
+    labels = {"a": "frozen"}
+    assert "frozen" in jm.describe(params, labels)

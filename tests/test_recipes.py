@@ -1,0 +1,307 @@
+"""Whole optimizers: trajectories against NumPy, composition, what optax asks for."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_muon as jm
+from jax_muon.coefficients import NEWTON_SCHULZ
+from tests import oracle
+
+RECIPES = {
+    "nanochat": jm.nanochat,
+    "nanochat later": functools.partial(
+        jm.nanochat,
+        norm_factor=1.01,
+        beta2=0.9,
+        row_equilibration=True,
+        renormalize=True,
+    ),
+    "muon": jm.muon,
+    "normuon": jm.normuon,
+    "moonlight": jm.moonlight,
+}
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+
+
+def model(dtype=jnp.float32):
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+
+    def normal(*shape):
+        return jax.random.normal(next(keys), shape).astype(dtype)
+
+    return {
+        "wte": normal(16, 6),
+        "blocks": [{"q": normal(6, 6), "up": normal(6, 24)}, {"down": normal(24, 6)}],
+        "norm": {"scale": normal(6)},
+    }
+
+
+def targets(params):
+    return jax.tree.map(lambda p: 0.5 * p[::-1], params)
+
+
+def loss(params):
+    squares = jax.tree.map(lambda p, t: jnp.sum((p - t) ** 2), params, TARGETS)
+    return sum(jax.tree.leaves(squares))
+
+
+TARGETS = targets(model())
+
+
+# --- mathematics: the matrices of a recipe in NumPy, in PyTorch's orientation ---------
+
+
+def step_nanochat(w, g, m, v, t, *, later):
+    """facts of nanochat's step, in its order, with schedules of every rate."""
+    lr, mu, wd = 0.02 / (1 + t), 0.85 + 0.01 * t, 0.1 / (1 + t)
+    beta2 = 0.9 if later else 0.95
+    m = m + (1 - mu) * (g - m)
+    u = g + mu * (m - g)
+    if later:
+        u = oracle.equilibrate_rows(u)
+    table = jm.polar_express_coefficients(5)
+    x = oracle.polar(u, table, 1.01 if later else 1.02, 1e-6)
+    if later:
+        x = x * min(x.shape) ** 0.5 / np.linalg.norm(x)
+    out, fan_in = w.shape
+    x, v = oracle.normuon(x, v, beta2, axis=1 if out >= fan_in else 0)
+    lr = lr * max(1, out / fan_in) ** 0.5
+    return w - lr * (x + wd * w * (x * w >= 0)), m, v
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["seed", "later"])
+@pytest.mark.parametrize("shape", [(5, 7), (7, 5), (6, 6), (1, 4), (4, 1)], ids=str)
+def test_nanochat_matrices(rng, x64, later, shape):
+    recipe = RECIPES["nanochat later" if later else "nanochat"]
+    tx = recipe(
+        lambda t: 0.02 / (1 + t),
+        lambda t: 0.85 + 0.01 * t,
+        lambda t: 0.1 / (1 + t),
+        dtype="float64",
+    )
+    w = rng.standard_normal(shape)
+    params = {"w": jnp.asarray(w)}
+    state = tx.init(params)
+    w, m, v = w.T, 0.0, 0.0
+    for t in range(4):
+        g = rng.standard_normal(shape)
+        w, m, v = step_nanochat(w, g.T, m, v, t, later=later)
+        updates, state = tx.update({"w": jnp.asarray(g)}, state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(params["w"], w.T, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["muon", "moonlight", "normuon"])
+def test_other_recipes_matrices(rng, x64, name):
+    shape = (5, 7)
+    tx = RECIPES[name](0.02, 0.9, 0.1, dtype="float64")
+    w = rng.standard_normal(shape)
+    params = {"w": jnp.asarray(w)}
+    state = tx.init(params)
+    w, m, v = w.T, 0.0, 0.0
+    for _ in range(4):
+        g = rng.standard_normal(shape)
+        if name == "moonlight":
+            m = 0.9 * m + g.T
+            u = g.T + 0.9 * m
+        else:
+            m = 0.9 * m + 0.1 * g.T
+            u = 0.1 * g.T + 0.9 * m if name == "muon" else m
+        x = oracle.polar(u, [NEWTON_SCHULZ] * 5, 1.0, 1e-7)
+        if name == "normuon":
+            x, v = oracle.normuon(x, v, 0.95, axis=1)
+            x = x * 0.2 * x.size**0.5 / np.linalg.norm(x)
+        scale = {"muon": (7 / 5) ** 0.5, "moonlight": 0.2 * 7**0.5, "normuon": 1.0}
+        w = w - 0.02 * (scale[name] * x + 0.1 * w)
+        updates, state = tx.update({"w": jnp.asarray(g)}, state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(params["w"], w.T, rtol=0, atol=1e-12)
+
+
+@every_recipe
+def test_the_rest_is_optax_adamw(recipe):
+    params = model()
+    tx = recipe(
+        adamw_learning_rate=0.03,
+        adamw_b1=0.7,
+        adamw_b2=0.9,
+        adamw_eps=1e-6,
+        adamw_weight_decay=0.02,
+    )
+    adamw = optax.adamw(0.03, 0.7, 0.9, 1e-6, weight_decay=0.02)
+    grads = jax.grad(loss)(params)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    expected, _ = adamw.update(grads, adamw.init(params), params)
+    for key in ("wte", "norm"):
+        chex.assert_trees_all_close(updates[key], expected[key], rtol=1e-6)
+    other = updates["blocks"][0]["q"] - expected["blocks"][0]["q"]
+    assert jnp.max(jnp.abs(other)) > 1e-3
+
+
+def test_nanochat_is_the_chain_that_the_docs_write():
+    params = model()
+    written = optax.multi_transform(
+        {
+            "muon": optax.chain(
+                jm.nesterov(0.95),
+                jm.orthogonalize(),
+                jm.scale_by_normuon(0.95),
+                jm.add_cautious_decayed_weights(0.1),
+                jm.scale_by_shape(),
+                optax.scale_by_learning_rate(0.02),
+            ),
+            "adamw": optax.adamw(3e-4, b1=0.8, b2=0.95, eps=1e-10, weight_decay=0.0),
+        },
+        jm.label_params,
+    )
+    grads = jax.grad(loss)(params)
+    expected, state = written.update(grads, written.init(params), params)
+    tx = jm.nanochat()
+    updates, tx_state = tx.update(grads, tx.init(params), params)
+    chex.assert_trees_all_close(updates, expected, atol=1e-7)
+    chex.assert_trees_all_equal_structs(state, tx_state)
+
+
+def test_fewer_steps_are_the_first_of_five_quintics(rng, x64):
+    params = {"w": jnp.asarray(rng.standard_normal((4, 6)))}
+    tx = jm.nanochat(1.0, 0.0, 0.0, steps=3, dtype="float64")
+    updates, _ = tx.update(params, tx.init(params), params)
+    table = jm.polar_express_coefficients(5)[:3]
+    x = oracle.polar(np.asarray(params["w"]).T, table, 1.02, 1e-6)
+    x, _ = oracle.normuon(x, 0.0, 0.95, axis=1)
+    np.testing.assert_allclose(updates["w"], -((6 / 4) ** 0.5) * x.T, atol=1e-12)
+
+
+# --- what optax asks of an optimizer --------------------------------------------------
+
+
+@every_recipe
+def test_loss_falls_and_nothing_recompiles(recipe):
+    tx = recipe(optax.linear_schedule(0.05, 0.0, 150), adamw_learning_rate=0.05)
+    params = model()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(params, state):
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.jit(tx.init)(params)
+    start = loss(params)
+    for _ in range(150):
+        params, state = step(params, state)
+    assert loss(params) < 0.1 * start
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_dtypes_and_state_are_stable(recipe, dtype):
+    tx = recipe()
+    params = model(dtype)
+    state = tx.init(params)
+    updates, new_state = jax.jit(tx.update)(params, state, params)
+    chex.assert_trees_all_equal_dtypes(updates, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
+
+
+@every_recipe
+def test_inject_hyperparams(recipe):
+    """A learning rate as data; only the count of steps must stay static."""
+    params = model()
+    recipe = recipe.func if isinstance(recipe, functools.partial) else recipe
+    tx = optax.inject_hyperparams(recipe, static_args=("steps",))(learning_rate=0.5)
+    update = jax.jit(chex.assert_max_traces(tx.update, n=1))
+    state = tx.init(params)
+    for rate in (0.5, 0.125):
+        state.hyperparams["learning_rate"] = jnp.asarray(rate)
+        updates, _ = update(params, state, params)
+        plain = recipe(rate)
+        expected, _ = plain.update(params, plain.init(params), params)
+        chex.assert_trees_all_close(
+            updates["blocks"], expected["blocks"], rtol=1e-4, atol=1e-6
+        )
+
+
+def test_inject_hyperparams_without_static_args_says_what_to_do():
+    tx = optax.inject_hyperparams(jm.nanochat)(learning_rate=0.5)
+    with pytest.raises(ValueError, match=r"static_args=\('steps',\)"):
+        tx.init(model())
+
+
+@every_recipe
+def test_multi_steps_apply_if_finite_and_map_params(recipe):
+    params = model()
+    tx = recipe()
+    state = tx.init(params)
+    chex.assert_trees_all_equal(optax.tree.map_params(tx, lambda v: v, state), state)
+    wrapped = optax.MultiSteps(optax.apply_if_finite(tx, 3), every_k_schedule=2)
+    state = jax.jit(wrapped.init)(params)
+    for _ in range(2):
+        updates, state = jax.jit(wrapped.update)(params, state, params)
+    expected, _ = tx.update(params, tx.init(params), params)
+    chex.assert_trees_all_close(updates, expected, atol=1e-5, rtol=1e-3)
+
+
+@every_recipe
+def test_zero_and_huge_gradients_stay_finite(recipe):
+    params = model()
+    for factor in (0.0, 1e-30, 1e30):
+        tx = recipe()
+        grads = jax.tree.map(lambda p, f=factor: p * f, params)
+        updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+        chex.assert_tree_all_finite(updates["blocks"])
+        chex.assert_tree_all_finite(state.inner_states["muon"])
+
+
+# --- groups and labels ----------------------------------------------------------------
+
+
+def test_groups_of_the_user():
+    params = model()
+    rules = {"wte": "embedding", "q": "frozen"}
+    tx = jm.nanochat(
+        labels=functools.partial(jm.label_params, rules=rules),
+        adamw_groups={
+            "embedding": optax.sgd(0.5),
+            "frozen": optax.set_to_zero(),
+        },
+    )
+    grads = jax.tree.map(jnp.ones_like, params)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_array_equal(updates["wte"], -0.5)
+    np.testing.assert_array_equal(updates["blocks"][0]["q"], 0)
+    assert jnp.all(updates["blocks"][0]["up"] != 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"labels": {"w": "moun", "v": "adamw"}}, ["'w'", "'moun'", "'muon', 'adamw'"]),
+        ({"labels": {"w": "muon", "v": "muon"}}, ["'v'", r"\(3,\)"]),
+        ({"labels": {"w": "muon", "v": None}}, ["'v'", "None"]),
+        ({"adamw_groups": {"muon": optax.sgd(1.0)}}, ["'muon'"]),
+        ({"momentum": 1.0}, [r"1\.0"]),
+        ({"weight_decay": -1.0}, [r"-1\.0"]),
+        ({"steps": 0}, ["steps=0"]),
+        ({"dtype": "int32"}, ["int32"]),
+    ],
+)
+def test_bad_input(settings, words):
+    params = {"w": jnp.ones((2, 3)), "v": jnp.ones(3)}
+    for word in words:
+        with pytest.raises(ValueError, match=word):
+            tx = jm.nanochat(**settings)
+            tx.update(params, tx.init(params), params)
+
+
+def test_params_are_needed():
+    params = model()
+    tx = jm.nanochat()
+    with pytest.raises(ValueError, match="params"):
+        tx.update(params, tx.init(params))
