@@ -6,6 +6,8 @@ from jax_muon.labels import label_params
 from jax_muon.matrices import MatrixAxes, matrix_axes
 from jax_muon.polar import newton_schulz, polar_express, svd_polar
 from jax_muon.recipes import moonlight, muon, nanochat, normuon
+from jax_muon.sharding.train_step import init_optimizer, make_train_step
+from jax_muon.sharding.zero2 import zero2_matrices, zero2_rows
 from jax_muon.transforms import (
     add_cautious_decayed_weights,
     equilibrate_rows,
@@ -23,7 +25,9 @@ __all__ = [
     "add_cautious_decayed_weights",
     "describe",
     "equilibrate_rows",
+    "init_optimizer",
     "label_params",
+    "make_train_step",
     "matrix_axes",
     "moonlight",
     "muon",
@@ -38,4 +42,6 @@ __all__ = [
     "scale_by_normuon",
     "scale_by_shape",
     "svd_polar",
+    "zero2_matrices",
+    "zero2_rows",
 ]

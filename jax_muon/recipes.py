@@ -16,6 +16,8 @@ from jax_muon.coefficients import polar_express_coefficients
 from jax_muon.labels import ADAMW, MUON, label_params
 from jax_muon.matrices import DimensionNumbers
 from jax_muon.polar import newton_schulz, static_int
+from jax_muon.sharding.axes import AxisName
+from jax_muon.sharding.zero2 import zero2_matrices, zero2_rows
 from jax_muon.transforms import (
     add_cautious_decayed_weights,
     equilibrate_rows,
@@ -49,6 +51,7 @@ def nanochat(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     labels: Labels = None,
     dimension_numbers: DimensionNumbers = None,
+    zero2_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MuonAdamW of nanochat: Nesterov, Polar Express, NorMuon, cautious weight decay.
 
@@ -75,6 +78,8 @@ def nanochat(
       dtype: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
       labels: a tree of labels or a function of the parameters; None: `label_params`.
       dimension_numbers: how parameters are read as matrices; see `matrix_axes`.
+      zero2_axis: mesh axis, or axes, over which state and work are divided (ZeRO-2),
+        for use with `init_optimizer` and `make_train_step`; see `zero2_matrices`.
 
     Returns:
       An `optax.GradientTransformation` whose updates are added to the parameters.
@@ -98,7 +103,10 @@ def nanochat(
         eps=1e-6,
         dtype=dtype,
     )
-    view = {"dimension_numbers": dimension_numbers}
+    # Under ZeRO-2 the wrapper does the reading, and the pieces see (k, in, out).
+    view: dict[str, Any] = {
+        "dimension_numbers": dimension_numbers if zero2_axis is None else None
+    }
     pieces = [
         nesterov(momentum),
         equilibrate_rows(**view) if row_equilibration else None,
@@ -116,7 +124,7 @@ def nanochat(
         adamw_eps,
         weight_decay=adamw_weight_decay,
     )
-    return _by_label(pieces, adamw, adamw_groups, labels)
+    return _by_label(pieces, adamw, adamw_groups, labels, dimension_numbers, zero2_axis)
 
 
 def muon(
@@ -137,6 +145,7 @@ def muon(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     labels: Labels = None,
     dimension_numbers: DimensionNumbers = None,
+    zero2_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Jordan's Muon: Nesterov, Newton-Schulz, a factor for the shape, decoupled decay.
 
@@ -160,6 +169,7 @@ def muon(
       dtype: of the iteration.
       labels: a tree of labels or a function of the parameters; None: `label_params`.
       dimension_numbers: how parameters are read as matrices.
+      zero2_axis: mesh axis over which state and work are divided.
 
     Returns:
       An `optax.GradientTransformation` whose updates are added to the parameters.
@@ -172,7 +182,10 @@ def muon(
     """
     static_int("steps", steps)
     polar = functools.partial(newton_schulz, steps=steps, dtype=dtype)
-    view = {"dimension_numbers": dimension_numbers}
+    # Under ZeRO-2 the wrapper does the reading, and the pieces see (k, in, out).
+    view: dict[str, Any] = {
+        "dimension_numbers": dimension_numbers if zero2_axis is None else None
+    }
     pieces = [
         nesterov(momentum, accumulation=accumulation, lookahead=lookahead),
         orthogonalize(polar, **view),
@@ -187,7 +200,7 @@ def muon(
         adamw_eps,
         weight_decay=adamw_weight_decay,
     )
-    return _by_label(pieces, adamw, adamw_groups, labels)
+    return _by_label(pieces, adamw, adamw_groups, labels, dimension_numbers, zero2_axis)
 
 
 def moonlight(
@@ -205,6 +218,7 @@ def moonlight(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     labels: Labels = None,
     dimension_numbers: DimensionNumbers = None,
+    zero2_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Moonlight's Muon: sum momentum, updates with AdamW's root mean square of 0.2.
 
@@ -224,6 +238,7 @@ def moonlight(
       dtype: of the iteration.
       labels: a tree of labels or a function of the parameters; None: `label_params`.
       dimension_numbers: how parameters are read as matrices.
+      zero2_axis: mesh axis over which state and work are divided.
 
     Returns:
       An `optax.GradientTransformation` whose updates are added to the parameters.
@@ -254,6 +269,7 @@ def moonlight(
         dtype=dtype,
         labels=labels,
         dimension_numbers=dimension_numbers,
+        zero2_axis=zero2_axis,
     )
 
 
@@ -274,6 +290,7 @@ def normuon(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     labels: Labels = None,
     dimension_numbers: DimensionNumbers = None,
+    zero2_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuon as in its paper: per output neuron, updates with root mean square 0.2.
 
@@ -293,6 +310,7 @@ def normuon(
       dtype: of the iteration.
       labels: a tree of labels or a function of the parameters; None: `label_params`.
       dimension_numbers: how parameters are read as matrices.
+      zero2_axis: mesh axis over which state and work are divided.
 
     Returns:
       An `optax.GradientTransformation` whose updates are added to the parameters.
@@ -305,7 +323,10 @@ def normuon(
     """
     static_int("steps", steps)
     polar = functools.partial(newton_schulz, steps=steps, dtype=dtype)
-    view = {"dimension_numbers": dimension_numbers}
+    # Under ZeRO-2 the wrapper does the reading, and the pieces see (k, in, out).
+    view: dict[str, Any] = {
+        "dimension_numbers": dimension_numbers if zero2_axis is None else None
+    }
     pieces = [
         nesterov(momentum, lookahead=lookahead),
         orthogonalize(polar, **view),
@@ -321,7 +342,7 @@ def normuon(
         adamw_eps,
         weight_decay=adamw_weight_decay,
     )
-    return _by_label(pieces, adamw, adamw_groups, labels)
+    return _by_label(pieces, adamw, adamw_groups, labels, dimension_numbers, zero2_axis)
 
 
 def _by_label(
@@ -329,6 +350,8 @@ def _by_label(
     adamw: optax.GradientTransformation,
     adamw_groups: Groups,
     labels: Labels,
+    dimension_numbers: DimensionNumbers,
+    zero2_axis: AxisName | None,
 ) -> optax.GradientTransformationExtraArgs:
     """The pieces for "muon", AdamW for "adamw", and the user's groups."""
     chain = optax.chain(*(piece for piece in pieces if piece is not None))
@@ -340,6 +363,14 @@ def _by_label(
                 "valid are other labels, given to parameters by labels="
             )
     transforms |= adamw_groups or {}
+    if zero2_axis is not None:
+        matrices = zero2_matrices(
+            chain, zero2_axis, dimension_numbers=dimension_numbers
+        )
+        transforms = {
+            label: matrices if label == MUON else zero2_rows(tx, zero2_axis)
+            for label, tx in transforms.items()
+        }
 
     def checked_labels(params: optax.Params) -> Any:
         given = label_params if labels is None else labels

@@ -6,7 +6,8 @@ an optax schedule. All but `orthogonalize` are elementwise or small reductions, 
 they work however parameters are sharded.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from jax_muon import matrices
+from jax_muon import matrices, paths
 from jax_muon.matrices import DimensionNumbers, MatrixAxes
 from jax_muon.polar import polar_express, power_of_two_scaled, static_int, wide
 
@@ -103,7 +104,7 @@ def orthogonalize(
     *,
     dimension_numbers: DimensionNumbers = None,
     max_stack: int = 256,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Replace every matrix by its polar factor: same directions, singular values one.
 
     Matrices of one shape, and those of the transposed shape, go into one stack.
@@ -116,7 +117,9 @@ def orthogonalize(
       max_stack: most matrices in one call of `polar`, which bounds temporary memory.
 
     Returns:
-      An `optax.GradientTransformation` without state.
+      An `optax.GradientTransformation` without state. Its update takes one optional
+      extra argument, `filled`: by path, a scalar boolean that says whether a leaf may
+      be anything but zero; the others are not computed. `zero2_matrices` gives it.
 
     Raises:
       ValueError: at init and update, with path and shape, for a parameter that is no
@@ -134,20 +137,39 @@ def orthogonalize(
         return optax.EmptyState()
 
     def update_fn(
-        updates: optax.Updates, state: optax.EmptyState, params: Any = None
+        updates: optax.Updates,
+        state: optax.EmptyState,
+        params: Any = None,
+        *,
+        filled: Mapping[str, Array] | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, optax.EmptyState]:
-        del params
+        del params, extra_args
+        filled = filled or {}
         all_axes = matrices.matrix_axes(updates, dimension_numbers)
         leaves, treedef = jax.tree.flatten(updates)
+        names = [path for path, _ in paths.leaves_with_paths(updates)]
         views = [axes.view(leaf) for axes, leaf in zip(all_axes, leaves, strict=True)]
-        factors = matrices.map_stacks(polar, views, max_stack=max_stack)
+
+        always = [index for index, name in enumerate(names) if name not in filled]
+        pooled = matrices.map_stacks(
+            polar, [views[index] for index in always], max_stack=max_stack
+        )
+        factors = dict(zip(always, pooled, strict=True))
+        for index, name in enumerate(names):
+            if name in filled:
+                (factors[index],) = matrices.map_stacks(
+                    functools.partial(_if, filled[name], polar),
+                    [views[index]],
+                    max_stack=max_stack,
+                )
         leaves = [
-            axes.undo(factor, leaf.shape).astype(leaf.dtype)
-            for axes, factor, leaf in zip(all_axes, factors, leaves, strict=True)
+            axes.undo(factors[index], leaf.shape).astype(leaf.dtype)
+            for index, (axes, leaf) in enumerate(zip(all_axes, leaves, strict=True))
         ]
         return jax.tree.unflatten(treedef, leaves), state
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def equilibrate_rows(
@@ -392,6 +414,11 @@ def add_cautious_decayed_weights(
 
 def _rate(rate: optax.ScalarOrSchedule, count: Array) -> Any:
     return rate(count) if callable(rate) else rate
+
+
+def _if(condition: Array, function: Callable[[Array], Array], x: Array) -> Array:
+    """The function of x, or zeros without computing it."""
+    return jax.lax.cond(condition, function, jnp.zeros_like, x)
 
 
 def _norm(x: Array, axes: tuple[int, ...]) -> Array:

@@ -1,0 +1,167 @@
+"""A whole train step in one shard_map: local gradients, update, mean loss."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_muon.sharding.axes import AxisName, axis_names, vary
+from jax_muon.sharding.owned import state_specs
+
+
+def init_optimizer(
+    tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh
+) -> optax.OptState:
+    """Optimizer state on a mesh: divided where `tx` divides it, else replicated.
+
+    Args:
+      tx: a transform, such as a recipe with `zero2_axis=`, or plain.
+      params: parameters, on one device or replicated over the mesh.
+      mesh: the mesh whose axes `tx` names.
+
+    Returns:
+      The state, as global arrays.
+
+    Raises:
+      ValueError: `tx` names an axis that the mesh does not have.
+    """
+    specs = state_specs(abstract_state(tx, params, mesh))
+    init = jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
+    return jax.jit(init)(replicate(params, mesh))
+
+
+def abstract_state(
+    tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh
+) -> optax.OptState:
+    """The state as one device holds it: shapes and dtypes, nothing computed."""
+    seen: list[Any] = []
+
+    def probe(params: optax.Params) -> None:
+        state = tx.init(params)
+        seen.append(
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+        )
+
+    empty = PartitionSpec()
+    jax.eval_shape(
+        jax.shard_map(probe, mesh=mesh, in_specs=empty, out_specs=empty), params
+    )
+    return seen[0]
+
+
+def replicate(tree: Any, mesh: Mesh) -> Any:
+    """The tree on every device of the mesh."""
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    axis: AxisName = "data",
+    has_aux: bool = False,
+    weighted: bool = False,
+    microbatches: int = 1,
+    donate: bool = True,
+) -> Callable[[Any, Any, Any], tuple[Any, Any, dict[str, Any]]]:
+    """A jitted train step over a batch that is divided between devices.
+
+    Args:
+      loss_fn: `loss_fn(params, batch)` gives the mean loss of its batch, a scalar;
+        with `weighted`, the pair (mean loss, weight), where the weight says how much
+        the mean counts: the number of unmasked tokens, for example. With `has_aux`, a
+        pair of that and a tree of arrays.
+      tx: an optimizer that takes local gradients, such as a recipe with `zero2_axis=`.
+      mesh: the mesh.
+      axis: mesh axis, or axes, over which batches are divided along their leading axis.
+      has_aux: whether loss_fn gives auxiliary output.
+      weighted: whether loss_fn gives weights.
+      microbatches: number of parts that a device's batch is taken in, one after
+        another; the gradients are added up, and communicated once.
+      donate: whether parameters and state are updated in place.
+
+    Returns:
+      `step(params, opt_state, batch) -> (params, opt_state, metrics)`, where metrics
+      has "loss", the mean over the whole batch, and with `has_aux` "aux", its mean over
+      devices and microbatches.
+
+    Raises:
+      ValueError: microbatches below 1, an axis that the mesh does not have; at the
+        first call, a batch that microbatches or devices do not divide.
+    """
+    names = axis_names(axis)
+    for name in names:
+        if name not in mesh.axis_names:
+            raise ValueError(
+                f"axis={name!r}: valid are the mesh axes {mesh.axis_names}"
+            )
+    if microbatches < 1:
+        raise ValueError(f"microbatches={microbatches}: valid is at least 1")
+    batch_spec = PartitionSpec(names)
+    devices = 1
+    for name in names:
+        devices *= mesh.shape[name]
+
+    def weighted_loss(params: Any, batch: Any) -> tuple[Any, Any]:
+        """weight * loss, and (weight, aux): sums over batches of these are right."""
+        loss = loss_fn(params, batch)
+        loss, aux = loss if has_aux else (loss, ())
+        loss, weight = loss if weighted else (loss, 1.0)
+        weight = jnp.asarray(weight, loss.dtype)
+        return loss * weight, (vary(weight, axis), aux)
+
+    def local_step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
+        # Without this, jax.grad of a replicated input sums over devices by itself.
+        local = jax.tree.map(lambda p: vary(p, axis), params)
+        gradient = jax.value_and_grad(weighted_loss, has_aux=True)
+        if microbatches == 1:
+            sums = gradient(local, batch)
+        else:
+            parts = jax.tree.map(
+                lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch
+            )
+
+            def add(sums: Any, part: Any) -> tuple[Any, None]:
+                return jax.tree.map(jnp.add, sums, gradient(local, part)), None
+
+            first = gradient(local, jax.tree.map(lambda x: x[0], parts))
+            rest = jax.tree.map(lambda x: x[1:], parts)
+            sums, _ = jax.lax.scan(add, first, rest)
+        (loss, (weight, aux)), grads = sums
+
+        total = jax.lax.psum(weight, names)
+        share = devices / jnp.maximum(total, jnp.finfo(total.dtype).tiny)
+        grads = jax.tree.map(lambda g: g * share.astype(g.dtype), grads)
+        updates, state = tx.update(grads, state, params)
+        metrics = {"loss": jax.lax.pmean(vary(loss, axis) * share, names)}
+        if has_aux:
+            metrics["aux"] = jax.tree.map(
+                lambda x: jax.lax.pmean(vary(x, axis) / microbatches, names), aux
+            )
+        return optax.apply_updates(params, updates), state, metrics
+
+    explicit = AxisType.Explicit in mesh.axis_types
+
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+            if not leaf.shape or leaf.shape[0] % (devices * microbatches):
+                raise ValueError(
+                    f"batch{jax.tree_util.keystr(path)} of shape {leaf.shape}: valid "
+                    f"is a leading axis that {devices} devices x {microbatches} "
+                    "microbatches divide"
+                )
+        specs = state_specs(state)
+        if explicit:
+            batch = jax.reshard(batch, NamedSharding(mesh, batch_spec))
+        return jax.shard_map(
+            local_step,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), specs, batch_spec),
+            out_specs=(PartitionSpec(), specs, PartitionSpec()),
+        )(params, state, batch)
+
+    return jax.jit(step, donate_argnums=(0, 1) if donate else ())
