@@ -2,6 +2,7 @@
 
 from jax_muon.coefficients import polar_express_coefficients
 from jax_muon.describe import describe
+from jax_muon.guards import clip_by_global_norm, skip_nonfinite
 from jax_muon.labels import label_params
 from jax_muon.matrices import MatrixAxes, matrix_axes
 from jax_muon.polar import newton_schulz, polar_express, svd_polar
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "MatrixAxes",
     "add_cautious_decayed_weights",
+    "clip_by_global_norm",
     "describe",
     "equilibrate_rows",
     "init_optimizer",
@@ -41,6 +43,7 @@ __all__ = [
     "polar_express_coefficients",
     "scale_by_normuon",
     "scale_by_shape",
+    "skip_nonfinite",
     "svd_polar",
     "zero2_matrices",
     "zero2_rows",

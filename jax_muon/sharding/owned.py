@@ -66,6 +66,16 @@ def state_specs(state: Any) -> Any:
     return jax.tree.map(specs, state, is_leaf=is_owned)
 
 
+def check_devices(owned: Owned, devices: int) -> None:
+    """Raise a ValueError if this is the state of another number of devices."""
+    had = owned.layout
+    if had.devices != devices:
+        raise ValueError(
+            f"optimizer state of {had.devices} devices on {devices} devices of the "
+            f"mesh axis {had.axis!r}; move it with to_portable and from_portable"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """A parameter: where it is in its tree, and what it looks like."""

@@ -1,5 +1,6 @@
 """A whole train step in one shard_map: local gradients, update, mean loss."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon.sharding.axes import AxisName, axis_names, vary
-from jax_muon.sharding.owned import state_specs
+from jax_muon.sharding.owned import check_devices, is_owned, state_specs
 
 
 def init_optimizer(
@@ -57,6 +58,10 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
+def _size(mesh: Mesh, axis: AxisName) -> int:
+    return math.prod(mesh.shape[name] for name in axis_names(axis))
+
+
 def make_train_step(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
@@ -102,9 +107,7 @@ def make_train_step(
     if microbatches < 1:
         raise ValueError(f"microbatches={microbatches}: valid is at least 1")
     batch_spec = PartitionSpec(names)
-    devices = 1
-    for name in names:
-        devices *= mesh.shape[name]
+    devices = _size(mesh, axis)
 
     def weighted_loss(params: Any, batch: Any) -> tuple[Any, Any]:
         """weight * loss, and (weight, aux): sums over batches of these are right."""
@@ -154,6 +157,9 @@ def make_train_step(
                     f"is a leading axis that {devices} devices x {microbatches} "
                     "microbatches divide"
                 )
+        for node in jax.tree.leaves(state, is_leaf=is_owned):
+            if is_owned(node):
+                check_devices(node, _size(mesh, node.layout.axis))
         specs = state_specs(state)
         if explicit:
             batch = jax.reshard(batch, NamedSharding(mesh, batch_spec))

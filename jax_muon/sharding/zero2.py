@@ -31,6 +31,7 @@ from jax_muon.sharding.owned import (
     MatrixLayout,
     Owned,
     RowLayout,
+    check_devices,
     is_owned,
     map_owned,
 )
@@ -182,15 +183,9 @@ def _check_state(state: Any, layout: Layout, name: str) -> None:
     for node in jax.tree.leaves(state, is_leaf=is_owned):
         if not is_owned(node) or node.layout == layout:
             continue
-        had = node.layout
-        if had.devices != layout.devices:
-            raise ValueError(
-                f"{name}: state of {had.devices} devices on {layout.devices} devices "
-                f"of the axis {layout.axis!r}; move it with to_portable and "
-                "from_portable"
-            )
+        check_devices(node, layout.devices)
         raise ValueError(
             f"{name}: state that was initialized for "
-            f"{[(leaf.path, leaf.shape) for leaf in had.leaves]}, updated with "
+            f"{[(leaf.path, leaf.shape) for leaf in node.layout.leaves]}, updated with "
             f"{[(leaf.path, leaf.shape) for leaf in layout.leaves]}"
         )

@@ -1,0 +1,90 @@
+"""Training problems for tests on several devices: losses that rounding cannot amplify.
+
+Gradients are almost independent of the parameters, and every sample has its own: what a
+layout gets wrong shows, what float32 rounds differently does not grow.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+FEATURES = 24
+
+
+PROBLEMS = {
+    "mixed": {
+        "wte": (67, 24),
+        "big_bias": (1030,),
+        "norm/scale": (24,),
+        "a/q": (24, 24),
+        "b/q": (24, 24),
+        "c/q": (24, 24),
+        "a/up": (24, 48),
+        "a/down": (48, 24),
+        "scan/mlp": (3, 24, 48),
+        "Conv_0/kernel": (3, 3, 4, 6),
+    },
+    "five of one shape": {f"{i}/w": (12, 20) for i in range(5)},
+    "eight of one shape": {f"{i}/w": (12, 20) for i in range(8)},
+    "one matrix only": {"w": (9, 14)},
+    "no matrices": {"wte": (130, 8), "bias": (7,), "scale": (5,)},
+    "no adamw leaves": {"a": (8, 8), "b": (8, 16), "c": (16, 8)},
+}
+
+
+def draw(name, dtype=jnp.float32):
+    """Parameters and the tensors that make each leaf's gradient from a sample."""
+    rng = np.random.default_rng(1)
+    tree = {}
+    weights = {}
+    for path, shape in PROBLEMS[name].items():
+        tree[path] = jnp.asarray(rng.standard_normal(shape) * 0.1, dtype)
+        size = (FEATURES, *shape)
+        weights[path] = jnp.asarray(rng.standard_normal(size), dtype)
+    return tree, weights
+
+
+def batches(steps, size=16, dtype=jnp.float32):
+    """One batch of samples (size, FEATURES) for each step."""
+    rng = np.random.default_rng(2)
+    return jnp.asarray(rng.standard_normal((steps, size, FEATURES)), dtype)
+
+
+def loss_of(weights):
+    """Mean over samples x of the sum over leaves of <p, x . weights> + |p|^2 / 20."""
+
+    def loss(params, batch):
+        total = 0.0
+        for path, p in params.items():
+            slope = jnp.tensordot(batch, weights[path], axes=1)
+            axes = tuple(range(1, slope.ndim))
+            total += jnp.mean(jnp.sum(slope * p, axis=axes)) + jnp.sum(p * p) / 20
+        return total
+
+    return loss
+
+
+def single_device(tx, loss, params, data):
+    """Parameters and losses of a plain jitted loop."""
+
+    @jax.jit
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    state, losses = tx.init(params), []
+    for batch in data:
+        params, state, value = step(params, state, batch)
+        losses.append(float(value))
+    return params, state, losses
+
+
+def distance(a, b, start):
+    """|a - b| relative to the distance travelled, |b - start|, over a whole tree."""
+    norm = optax.tree.norm
+    subtract = lambda x, y: jax.tree.map(  # noqa: E731
+        lambda u, v: np.asarray(u, np.float64) - np.asarray(v, np.float64), x, y
+    )
+    return float(norm(subtract(a, b)) / norm(subtract(b, start)))
