@@ -7,6 +7,11 @@ from jax_muon.labels import label_params
 from jax_muon.matrices import MatrixAxes, matrix_axes
 from jax_muon.polar import newton_schulz, polar_express, svd_polar
 from jax_muon.recipes import moonlight, muon, nanochat, normuon
+from jax_muon.sharding.portable import (
+    abstract_portable,
+    from_portable,
+    to_portable,
+)
 from jax_muon.sharding.train_step import init_optimizer, make_train_step
 from jax_muon.sharding.zero2 import zero2_matrices, zero2_rows
 from jax_muon.transforms import (
@@ -23,10 +28,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "MatrixAxes",
+    "abstract_portable",
     "add_cautious_decayed_weights",
     "clip_by_global_norm",
     "describe",
     "equilibrate_rows",
+    "from_portable",
     "init_optimizer",
     "label_params",
     "make_train_step",
@@ -45,6 +52,7 @@ __all__ = [
     "scale_by_shape",
     "skip_nonfinite",
     "svd_polar",
+    "to_portable",
     "zero2_matrices",
     "zero2_rows",
 ]

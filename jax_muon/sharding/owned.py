@@ -114,6 +114,10 @@ class Layout:
         """PartitionSpecs of the parts."""
         raise NotImplementedError
 
+    def plain(self, owned: Owned) -> Any:
+        """Shapes and dtypes of the whole tree that `owned` is a part of."""
+        raise NotImplementedError
+
     def flatten(self, tree: Any) -> list[Array]:
         """Leaves of a tree, which must be the one that this layout was made for."""
         found, treedef = describe_tree(tree)
@@ -306,16 +310,28 @@ class MatrixLayout(Layout):
                 arrays[index] = self._undo(index, view)
         return jax.tree.unflatten(self.treedef, arrays)
 
+    def plain(self, owned: Owned) -> Any:
+        """Shapes and dtypes of the whole tree."""
+        shapes: list[Any] = [None] * len(self.leaves)
+        for stack in self.stacks:
+            part = owned.parts[f"{stack.name}/{'whole' if stack.whole else 'extra'}"]
+            for run in stack.runs:
+                if run.leaf is not None:
+                    shape = self._shape(run.leaf, part.shape)
+                    shapes[run.leaf] = jax.ShapeDtypeStruct(shape, part.dtype)
+        return jax.tree.unflatten(self.treedef, shapes)
+
     def _undo(self, index: int, view: Array) -> Array:
+        return self.all_axes[index].undo(view, self._shape(index, view.shape))
+
+    def _shape(self, index: int, view: Sequence[int]) -> tuple[int, ...]:
+        """Shape of a leaf whose view ends in (in, out), or in 1 where it is a mean."""
         axes, shape = self.all_axes[index], list(self.leaves[index].shape)
-        for group, size in (
-            (axes.reduction, view.shape[1]),
-            (axes.output, view.shape[2]),
-        ):
+        for group, size in zip((axes.reduction, axes.output), view[-2:], strict=True):
             if size == 1:
                 for axis in group:
                     shape[axis] = 1
-        return axes.undo(view, shape)
+        return tuple(shape)
 
     def specs(self) -> Owned:
         """Every part is divided."""
@@ -428,3 +444,11 @@ class RowLayout(Layout):
         """The axis for what is divided."""
         spec = PartitionSpec(axis_names(self.axis))
         return self._owned([spec if d else PartitionSpec() for d in self.divided])
+
+    def plain(self, owned: Owned) -> Any:
+        """Shapes and dtypes of the whole tree."""
+        shapes = [
+            jax.ShapeDtypeStruct(leaf.shape, part.dtype)
+            for leaf, part in zip(self.leaves, owned.parts.values(), strict=True)
+        ]
+        return jax.tree.unflatten(self.treedef, shapes)
