@@ -1,15 +1,20 @@
 """A table of what a recipe will do with each parameter, to read before training."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from jax_muon import matrices, paths
 from jax_muon.labels import MUON, label_params
 from jax_muon.matrices import DimensionNumbers
 from jax_muon.recipes import nanochat
+from jax_muon.sharding.axes import AxisName, axis_names
+from jax_muon.sharding.owned import MatrixLayout
 from jax_muon.transforms import shape_rule
 
 _HEADER = ("parameter", "shape", "as matrices", "label", "scale", "state")
@@ -22,6 +27,8 @@ def describe(
     tx: optax.GradientTransformation | None = None,
     rule: str = "max_ratio",
     dimension_numbers: DimensionNumbers = None,
+    mesh: Mesh | None = None,
+    zero2_axis: AxisName = "data",
 ) -> str:
     """How every parameter is read, labelled and scaled, and what its state costs.
 
@@ -31,6 +38,9 @@ def describe(
       tx: the optimizer whose state is measured; None: `nanochat` with these labels.
       rule: of `scale_by_shape`, for the column "scale".
       dimension_numbers: how parameters are read as matrices; see `matrix_axes`.
+      mesh: also show how ZeRO-2 divides the matrices over this mesh, and what the
+        division leaves empty.
+      zero2_axis: the mesh axis, or axes, that it divides them over.
 
     Returns:
       A table in text. "as matrices" is batch x (in, out); "scale" multiplies the
@@ -89,7 +99,36 @@ def describe(
         f"{len(rows)} parameters: {sum(elements.values())} elements, "
         f"{elements[True]} of them {MUON}; state {_bytes(sum(state.values()))}"
     )
-    return "\n".join([*_aligned([_HEADER, *rows]), total])
+    lines = [*_aligned([_HEADER, *rows]), total]
+    if mesh is not None:
+        devices = math.prod(mesh.shape[name] for name in axis_names(zero2_axis))
+        layout = MatrixLayout.of(masked, zero2_axis, devices, dimension_numbers)
+        lines += ["", *_division(layout)]
+    return "\n".join(lines)
+
+
+def _division(layout: MatrixLayout) -> list[str]:
+    """What each device owns of every stack, and what padding costs."""
+    rows = [("stack", "matrices", "slots", "empty", "padding")]
+    work = np.zeros(layout.devices)
+    padding = total = 0
+    for stack in layout.stacks:
+        owned = stack.whole + np.array(stack.extra)
+        slots = layout.devices * stack.depth
+        empty = slots - int(owned.sum())
+        size = math.prod(stack.fan) * stack.dtype.itemsize
+        padding, total = padding + empty * size, total + slots * size
+        work += owned * stack.flops
+        count = f"{int(owned.sum())}"
+        per_device = f"{layout.devices} x {stack.depth}"
+        rows.append((stack.name, count, per_device, f"{empty}", _bytes(empty * size)))
+    balance = work.max() / work.mean() if work.any() else 1.0
+    waste = 100 * padding / max(total, 1)
+    return [
+        *_aligned(rows),
+        f"{layout.devices} devices: the busiest does {balance:.2f} of the mean work; "
+        f"padding is {waste:.1f} % of what is sent and of the momentum",
+    ]
 
 
 def _state_bytes(tx: optax.GradientTransformation, params: Any) -> dict[str, int]:
@@ -113,7 +152,7 @@ def _bytes(count: int) -> str:
     return f"{count} B"
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Columns of equal width: text to the left, the last two, numbers, to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     numeric = len(widths) - 2

@@ -206,3 +206,15 @@ def test_describe_measures_the_given_optimizer():
     assert "256 B" in table.splitlines()[1]
     labels = {"a": "frozen"}
     assert "frozen" in jm.describe(params, labels)
+
+
+def test_describe_shows_how_matrices_are_divided():
+    params = {f"{i}/w": jax.ShapeDtypeStruct((8, 16), jnp.float32) for i in range(5)}
+    params["wte"] = jax.ShapeDtypeStruct((64, 8), jnp.float32)
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    *_, stack, last = jm.describe(params, mesh=mesh).splitlines()
+    assert stack.split() == ["8x16_float32", "5", "4", "x", "2", "3", "1.5", "KB"]
+    assert last == (
+        "4 devices: the busiest does 1.60 of the mean work; padding is 37.5 % of what "
+        "is sent and of the momentum"
+    )

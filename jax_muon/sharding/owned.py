@@ -177,11 +177,21 @@ class Stack:
     is one slot more, filled on the devices in `extra` and zero on the others.
     """
 
-    name: str
     fan: tuple[int, int]
+    dtype: Any
     runs: tuple[Run, ...]
     whole: int
     extra: tuple[bool, ...]
+
+    @property
+    def name(self) -> str:
+        """Key of the parts of this stack."""
+        return f"{self.fan[0]}x{self.fan[1]}_{self.dtype.name}"
+
+    @property
+    def flops(self) -> int:
+        """Work of one matrix, in products of m x n with m x m."""
+        return min(self.fan) * math.prod(self.fan)
 
     @property
     def depth(self) -> int:
@@ -230,27 +240,24 @@ class MatrixLayout(Layout):
         for index, (leaf, axes) in enumerate(zip(leaves, all_axes, strict=True)):
             members.setdefault((axes.fan(leaf.shape), leaf.dtype), []).append(index)
 
-        def matrix_flops(item: Any) -> int:
-            ((fan, _), _) = item
-            return min(fan) * math.prod(fan)
-
         load = [0] * devices
         stacks = []
-        for item in sorted(members.items(), key=matrix_flops, reverse=True):
-            ((fan, dtype), indices) = item
+        for (fan, dtype), indices in sorted(
+            members.items(), key=lambda item: min(item[0][0]) * math.prod(item[0][0])
+        )[::-1]:
             counts = [
                 math.prod(leaves[index].shape[a] for a in all_axes[index].batch)
                 for index in indices
             ]
             whole, rest = divmod(sum(counts), devices)
             # The devices with least to do so far take one matrix more.
-            busy = sorted(range(devices), key=lambda d: (load[d], d))
-            extra = tuple(device in busy[:rest] for device in range(devices))
-            for device in range(devices):
-                load[device] += (whole + extra[device]) * matrix_flops(item)
-            name = f"{fan[0]}x{fan[1]}_{dtype.name}"
+            idlest = sorted(range(devices), key=load.__getitem__)[:rest]
+            extra = tuple(device in idlest for device in range(devices))
             runs = _runs(indices, counts, whole, extra)
-            stacks.append(Stack(name, fan, runs, whole, extra))
+            stack = Stack(fan, dtype, runs, whole, extra)
+            stacks.append(stack)
+            for device in range(devices):
+                load[device] += (whole + extra[device]) * stack.flops
         return cls(axis, devices, treedef, leaves, all_axes, tuple(stacks))
 
     def _views(self, tree: Any) -> list[Array]:
