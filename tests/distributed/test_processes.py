@@ -1,0 +1,81 @@
+"""Several processes: the parameters of one device, and runs that survive a kill."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jax_muon as jm
+from tests.distributed import problems
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def launch(processes, devices, folder, *die_at):
+    """Run the workers to their end, and return their exit codes and errors."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    command = [sys.executable, "-m", "tests.distributed.worker"]
+    workers = [
+        subprocess.Popen(
+            [*command, *map(str, (i, processes, port, devices, folder, *die_at))],
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(processes)
+    ]
+    errors = [worker.communicate(timeout=300)[1] for worker in workers]
+    return [worker.returncode for worker in workers], errors
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """Start, end and losses of the recipe on one device."""
+    params, weights = problems.draw("mixed")
+    tx = jm.nanochat(
+        optax.linear_schedule(0.02, 0.01, 10), dtype="float32", adamw_eps=1e-6
+    )
+    loss, data = problems.loss_of(weights), problems.batches(20)
+    result, _, losses = problems.single_device(tx, loss, params, data)
+    return params, jax.device_get(result), losses
+
+
+def check(folder, one_device, first_step=1):
+    start, expected, losses = one_device
+    result = dict(np.load(folder / "result.npz"))
+    assert problems.distance(result, expected, start) < 5e-6
+    got = json.loads((folder / "losses.json").read_text())
+    assert min(map(int, got)) == first_step
+    for number, value in got.items():
+        np.testing.assert_allclose(value, losses[int(number) - 1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 1)])
+def test_several_processes_equal_one_device(tmp_path, one_device, processes, devices):
+    codes, errors = launch(processes, devices, tmp_path)
+    assert codes == [0] * processes, errors
+    check(tmp_path, one_device)
+
+
+def test_a_killed_run_goes_on_with_another_number_of_processes(tmp_path, one_device):
+    """Killed while it writes the checkpoint of step 10: that of step 8 is whole."""
+    codes, errors = launch(2, 2, tmp_path, 10)
+    assert all(code != 0 for code in codes), errors
+    assert not (tmp_path / "result.npz").exists()
+    names = [entry.name for entry in (tmp_path / "checkpoints").iterdir()]
+    assert "8" in names
+    whole = [name for name in names if name.isdigit()]
+    codes, errors = launch(1, 8, tmp_path)
+    assert codes == [0], errors
+    check(tmp_path, one_device, first_step=max(map(int, whole)) + 1)
