@@ -1,0 +1,95 @@
+"""ZeRO-2 on 4 devices takes the trajectory of the PyTorch reference on 4 gloo ranks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+import jax_muon as jm
+from parity.reference.distributed import Run, run_distributed
+from tests.distributed import problems
+from tests.distributed.test_zero2 import mesh_of
+
+RANKS, STEPS = 4, 10
+SHAPES = {  # (out, in) for matrices, as PyTorch holds them
+    **{f"square{i}": (12, 12) for i in range(5)},
+    **{f"wide{i}": (8, 20) for i in range(3)},
+    "tall": (20, 8),
+    "table": (67, 24),
+    "vector": (24,),
+}
+MATRICES = [name for name in SHAPES if name not in ("table", "vector")]
+
+
+def flax(name, x):
+    """A PyTorch array as Flax holds it: matrices are transposed."""
+    return np.asarray(x).T if name in MATRICES else np.asarray(x)
+
+
+def test_same_trajectory(rng):
+    start = {k: 0.1 * rng.standard_normal(s) for k, s in SHAPES.items()}
+    grads = [  # [rank][step]
+        [{k: rng.standard_normal(s) for k, s in SHAPES.items()} for _ in range(STEPS)]
+        for _ in range(RANKS)
+    ]
+    tensors = {k: torch.tensor(v, dtype=torch.float32) for k, v in start.items()}
+    groups = [
+        {"kind": "muon", "params": MATRICES, "lr": 0.02, "dtype": torch.float32},
+        {"kind": "adamw", "params": ["table", "vector"], "lr": 0.01, "eps": 1e-6},
+    ]
+    rates = [
+        [
+            {"lr": 0.02 / (1 + t), "momentum": 0.85 + 0.01 * t},
+            {"lr": 0.01 / (1 + t)},
+        ]
+        for t in range(STEPS)
+    ]
+    torch_grads = [
+        [
+            {k: torch.tensor(g, dtype=torch.float32) for k, g in step.items()}
+            for step in r
+        ]
+        for r in grads
+    ]
+    ((reference, *others),) = run_distributed(
+        RANKS, [Run(tensors, groups, torch_grads, rates)]
+    )
+    for other in others:
+        assert all(torch.equal(other.params[k], reference.params[k]) for k in SHAPES)
+
+    def loss(params, batch):  # whose gradient is the batch: one sample for each rank
+        return sum(jnp.sum(batch[k][0] * params[k]) for k in params)
+
+    tx = jm.nanochat(
+        lambda t: 0.02 / (1 + t),
+        lambda t: 0.85 + 0.01 * t,
+        0.1,
+        adamw_learning_rate=lambda t: 0.01 / (1 + t),
+        adamw_eps=1e-6,
+        dtype="float32",
+        labels={k: "muon" if k in MATRICES else "adamw" for k in SHAPES},
+        zero2_axis="data",
+    )
+    mesh = mesh_of(RANKS)
+    first = {k: jnp.asarray(flax(k, v), jnp.float32) for k, v in start.items()}
+    params, state = first, jm.init_optimizer(tx, first, mesh)
+    step = jm.make_train_step(loss, tx, mesh, donate=False)
+    for t in range(STEPS):
+        batch = {
+            k: jnp.asarray([flax(k, grads[rank][t][k]) for rank in range(RANKS)])
+            for k in SHAPES
+        }
+        params, state, _ = step(params, state, batch)
+
+    expected = {k: flax(k, v) for k, v in reference.params.items()}
+    assert problems.distance(params, expected, first) < 2e-6
+    for name in SHAPES:  # and each by itself
+        one = [{name: tree[name]} for tree in (params, expected, first)]
+        assert problems.distance(*one) < 2e-5, name
+    # What each rank keeps is what each device keeps, up to step counts.
+    kept = sum(
+        leaf.addressable_shards[0].data.size
+        for leaf in jax.tree.leaves(state)
+        if leaf.ndim
+    )
+    assert kept == reference.state_elements
