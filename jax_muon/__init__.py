@@ -13,7 +13,7 @@ from jax_muon.sharding.portable import (
     to_portable,
 )
 from jax_muon.sharding.train_step import init_optimizer, make_train_step
-from jax_muon.sharding.zero2 import zero2_matrices, zero2_rows
+from jax_muon.sharding.zero2 import zero2_matrices, zero2_multi_transform, zero2_rows
 from jax_muon.transforms import (
     add_cautious_decayed_weights,
     equilibrate_rows,
@@ -54,5 +54,6 @@ __all__ = [
     "svd_polar",
     "to_portable",
     "zero2_matrices",
+    "zero2_multi_transform",
     "zero2_rows",
 ]

@@ -83,15 +83,14 @@ def _all_finite(tree: Any) -> Array:
 def clip_by_global_norm(
     max_norm: float, *, axis: AxisName | None = None
 ) -> optax.GradientTransformation:
-    """Scale gradients so that their global norm is at most `max_norm`.
+    """Scale gradients down so that their global norm is at most `max_norm`.
 
     Args:
       max_norm: largest norm over all leaves, above 0.
-      axis: the mesh axes that a ZeRO-2 wrapper divides gradients over. The transform
-        then stands inside the wrapper, where gradients are reduced and divided:
-        `zero2_matrices(optax.chain(clip_by_global_norm(1.0, axis="data"), ...))`, and
-        takes the norm over the parts of all devices: of the parameters of that wrapper.
-        None outside shard_map.
+      axis: the mesh axes that ZeRO-2 divides gradients over. The transform then stands
+        where gradients have been reduced: as `before` of `zero2_multi_transform`, for
+        the norm over all parameters (a recipe's `max_norm=` puts it there), or inside
+        one wrapper, for the norm over that wrapper's. None outside shard_map.
 
     Returns:
       An `optax.GradientTransformation` without state.
@@ -107,10 +106,13 @@ def clip_by_global_norm(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
-        if axis is not None and not is_owned(updates):
+        nodes = jax.tree.leaves(updates, is_leaf=is_owned)
+        if axis is not None and not all(map(is_owned, nodes)):
             raise ValueError(
-                "clip_by_global_norm: with an axis, it stands inside zero2_matrices or "
-                "zero2_rows, where gradients have been reduced"
+                "clip_by_global_norm: these gradients have not been reduced yet, so "
+                "their norm is not that of the mean gradient; valid with an axis are a "
+                "recipe's max_norm=, or a place inside zero2_matrices, zero2_rows or "
+                "zero2_multi_transform"
             )
         divided = jnp.zeros([])
         whole = jnp.zeros([])

@@ -13,11 +13,12 @@ import optax
 
 from jax_muon import paths
 from jax_muon.coefficients import polar_express_coefficients
+from jax_muon.guards import clip_by_global_norm
 from jax_muon.labels import ADAMW, MUON, label_params
 from jax_muon.matrices import DimensionNumbers
 from jax_muon.polar import newton_schulz, static_int
 from jax_muon.sharding.axes import AxisName
-from jax_muon.sharding.zero2 import zero2_matrices, zero2_rows
+from jax_muon.sharding.zero2 import zero2_matrices, zero2_multi_transform, zero2_rows
 from jax_muon.transforms import (
     add_cautious_decayed_weights,
     equilibrate_rows,
@@ -48,6 +49,7 @@ def nanochat(
     adamw_eps: float = 1e-10,
     adamw_weight_decay: optax.ScalarOrSchedule = 0.0,
     adamw_groups: Groups = None,
+    max_norm: float | None = None,
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     labels: Labels = None,
     dimension_numbers: DimensionNumbers = None,
@@ -75,6 +77,8 @@ def nanochat(
       adamw_weight_decay: of AdamW.
       adamw_groups: further labels and their transforms, each with its learning rate:
         `{"embedding": optax.adamw(0.2), "frozen": optax.set_to_zero()}`.
+      max_norm: clip gradients to this global norm before everything else, over all
+        parameters and devices; None does not clip.
       dtype: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
       labels: a tree of labels or a function of the parameters; None: `label_params`.
       dimension_numbers: how parameters are read as matrices; see `matrix_axes`.
@@ -124,7 +128,9 @@ def nanochat(
         adamw_eps,
         weight_decay=adamw_weight_decay,
     )
-    return _by_label(pieces, adamw, adamw_groups, labels, dimension_numbers, zero2_axis)
+    return _by_label(
+        pieces, adamw, adamw_groups, max_norm, labels, dimension_numbers, zero2_axis
+    )
 
 
 def muon(
@@ -142,6 +148,7 @@ def muon(
     adamw_eps: float = 1e-10,
     adamw_weight_decay: optax.ScalarOrSchedule = 0.0,
     adamw_groups: Groups = None,
+    max_norm: float | None = None,
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     labels: Labels = None,
     dimension_numbers: DimensionNumbers = None,
@@ -166,6 +173,7 @@ def muon(
       adamw_eps: added to the root of AdamW's second moment.
       adamw_weight_decay: of AdamW.
       adamw_groups: further labels and their transforms.
+      max_norm: largest global norm of the gradients.
       dtype: of the iteration.
       labels: a tree of labels or a function of the parameters; None: `label_params`.
       dimension_numbers: how parameters are read as matrices.
@@ -200,7 +208,9 @@ def muon(
         adamw_eps,
         weight_decay=adamw_weight_decay,
     )
-    return _by_label(pieces, adamw, adamw_groups, labels, dimension_numbers, zero2_axis)
+    return _by_label(
+        pieces, adamw, adamw_groups, max_norm, labels, dimension_numbers, zero2_axis
+    )
 
 
 def moonlight(
@@ -215,6 +225,7 @@ def moonlight(
     adamw_eps: float = 1e-8,
     adamw_weight_decay: optax.ScalarOrSchedule | None = None,
     adamw_groups: Groups = None,
+    max_norm: float | None = None,
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     labels: Labels = None,
     dimension_numbers: DimensionNumbers = None,
@@ -235,6 +246,7 @@ def moonlight(
       adamw_eps: added to the root of AdamW's second moment.
       adamw_weight_decay: None for `weight_decay`.
       adamw_groups: further labels and their transforms.
+      max_norm: largest global norm of the gradients.
       dtype: of the iteration.
       labels: a tree of labels or a function of the parameters; None: `label_params`.
       dimension_numbers: how parameters are read as matrices.
@@ -266,6 +278,7 @@ def moonlight(
         adamw_eps=adamw_eps,
         adamw_weight_decay=first(adamw_weight_decay, weight_decay),
         adamw_groups=adamw_groups,
+        max_norm=max_norm,
         dtype=dtype,
         labels=labels,
         dimension_numbers=dimension_numbers,
@@ -287,6 +300,7 @@ def normuon(
     adamw_eps: float = 1e-8,
     adamw_weight_decay: optax.ScalarOrSchedule = 0.0,
     adamw_groups: Groups = None,
+    max_norm: float | None = None,
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     labels: Labels = None,
     dimension_numbers: DimensionNumbers = None,
@@ -307,6 +321,7 @@ def normuon(
       adamw_eps: added to the root of AdamW's second moment.
       adamw_weight_decay: of AdamW.
       adamw_groups: further labels and their transforms.
+      max_norm: largest global norm of the gradients.
       dtype: of the iteration.
       labels: a tree of labels or a function of the parameters; None: `label_params`.
       dimension_numbers: how parameters are read as matrices.
@@ -342,13 +357,16 @@ def normuon(
         adamw_eps,
         weight_decay=adamw_weight_decay,
     )
-    return _by_label(pieces, adamw, adamw_groups, labels, dimension_numbers, zero2_axis)
+    return _by_label(
+        pieces, adamw, adamw_groups, max_norm, labels, dimension_numbers, zero2_axis
+    )
 
 
 def _by_label(
     pieces: list[optax.GradientTransformation | None],
     adamw: optax.GradientTransformation,
     adamw_groups: Groups,
+    max_norm: float | None,
     labels: Labels,
     dimension_numbers: DimensionNumbers,
     zero2_axis: AxisName | None,
@@ -385,4 +403,10 @@ def _by_label(
                 )
         return tree
 
-    return optax.multi_transform(transforms, checked_labels)
+    tx = optax.multi_transform(transforms, checked_labels)
+    if max_norm is None:
+        return tx
+    clip = clip_by_global_norm(max_norm, axis=zero2_axis)
+    if zero2_axis is None:
+        return optax.chain(clip, tx)
+    return zero2_multi_transform(transforms, checked_labels, clip)

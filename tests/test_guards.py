@@ -94,6 +94,36 @@ def test_clip_takes_the_norm_over_all_devices(devices, wrapper):
     assert problems.distance(result, expected, params) < 5e-6
 
 
+@pytest.mark.parametrize("devices", [None, 1, 4])
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_a_recipe_clips_the_norm_over_all_parameters(devices, max_norm):
+    params, weights = problems.draw("mixed")
+    loss, data = problems.loss_of(weights), problems.batches(5)
+    settings = {"dtype": "float32", "adamw_eps": 1e-6}
+    clip = optax.clip_by_global_norm(max_norm)
+    plain = optax.chain(clip, jm.nanochat(**settings))
+    expected, expected_state, _ = problems.single_device(plain, loss, params, data)
+    if devices is None:
+        tx = jm.nanochat(max_norm=max_norm, **settings)
+        result, state, _ = problems.single_device(tx, loss, params, data)
+    else:
+        tx = jm.nanochat(max_norm=max_norm, zero2_axis="data", **settings)
+        mesh = mesh_of(devices)
+        result, state = params, jm.init_optimizer(tx, params, mesh)
+        step = jm.make_train_step(loss, tx, mesh, donate=False)
+        for batch in data:
+            result, state, _ = step(result, state, batch)
+        state = jm.to_portable(state)
+    assert problems.distance(result, expected, params) < 5e-6
+    chex.assert_trees_all_close(state, expected_state, rtol=1e-4, atol=1e-5)
+
+
+def test_zero2_multi_transform_takes_wrappers_only():
+    clip = jm.clip_by_global_norm(1.0, axis="data")
+    with pytest.raises(ValueError, match=r"'muon'.*zero2_rows gives"):
+        jm.zero2_multi_transform({"muon": jm.nesterov()}, jm.label_params, clip)
+
+
 def test_clip_refuses_gradients_that_are_not_reduced():
     params, weights = problems.draw("one matrix only")
     tx = optax.chain(
@@ -102,7 +132,7 @@ def test_clip_refuses_gradients_that_are_not_reduced():
     mesh = mesh_of(4)
     state = jm.init_optimizer(tx, params, mesh)
     step = jm.make_train_step(problems.loss_of(weights), tx, mesh)
-    with pytest.raises(ValueError, match="inside zero2_matrices"):
+    with pytest.raises(ValueError, match="max_norm=, or a place inside"):
         step(params, state, problems.batches(1)[0])
     with pytest.raises(ValueError, match="max_norm=0"):
         jm.clip_by_global_norm(0)

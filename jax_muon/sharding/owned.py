@@ -84,6 +84,10 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: Any
 
+    def __str__(self) -> str:
+        """For messages: `blocks/0/mlp float32(768, 3072)`."""
+        return f"{self.path} {self.dtype.name}{self.shape}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -121,11 +125,11 @@ class Layout:
     def flatten(self, tree: Any) -> list[Array]:
         """Leaves of a tree, which must be the one that this layout was made for."""
         found, treedef = describe_tree(tree)
-        names = [leaf.path for leaf in found]
-        if treedef != self.treedef and names != [leaf.path for leaf in self.leaves]:
+        paths_found = [leaf.path for leaf in found]
+        if treedef != self.treedef and paths_found != [x.path for x in self.leaves]:
             raise ValueError(
-                f"a tree with the parameters {names}; valid is the tree that the "
-                f"optimizer was initialized with: {[leaf.path for leaf in self.leaves]}"
+                f"a tree with {', '.join(map(str, found))}; valid is the tree that the "
+                f"optimizer was initialized with: {', '.join(map(str, self.leaves))}"
             )
         return jax.tree.leaves(tree)
 
@@ -242,9 +246,12 @@ class MatrixLayout(Layout):
 
         load = [0] * devices
         stacks = []
-        for (fan, dtype), indices in sorted(
-            members.items(), key=lambda item: min(item[0][0]) * math.prod(item[0][0])
-        )[::-1]:
+
+        def size(item: Any) -> int:
+            ((fan, _), _) = item
+            return min(fan) * math.prod(fan)
+
+        for (fan, dtype), indices in sorted(members.items(), key=size, reverse=True):
             counts = [
                 math.prod(leaves[index].shape[a] for a in all_axes[index].batch)
                 for index in indices
@@ -310,8 +317,9 @@ class MatrixLayout(Layout):
     def gather(self, owned: Owned, dtype: Any) -> Any:
         """The replicated tree: one all-gather a stack."""
         arrays: list[Any] = [None] * len(self.leaves)
+        chunks = self._join(owned)
         for stack in self.stacks:
-            chunk = self._join(owned)[stack.name]
+            chunk = chunks[stack.name]
             views = stack.views(self._all_gather(chunk, dtype).astype(chunk.dtype))
             for index, view in views.items():
                 arrays[index] = self._undo(index, view)

@@ -11,7 +11,8 @@ part that a device owns. In three phases, in the same words as in the code:
 leading axis, for elementwise optimizers such as AdamW.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -76,8 +77,14 @@ def zero2_matrices(
     def layout(tree: Any, devices: int) -> Layout:
         return MatrixLayout.of(tree, axis, devices, dimension_numbers)
 
-    name = "zero2_matrices"
-    return _zero2(inner, axis, layout, reduce_dtype, gather_dtype, name)
+    return _Owners(
+        optax.with_extra_args_support(inner),
+        axis,
+        layout,
+        reduce_dtype,
+        gather_dtype,
+        "zero2_matrices",
+    ).transform()
 
 
 def zero2_rows(
@@ -111,24 +118,98 @@ def zero2_rows(
     def layout(tree: Any, devices: int) -> Layout:
         return RowLayout.of(tree, axis, devices, min_size)
 
-    return _zero2(inner, axis, layout, reduce_dtype, gather_dtype, "zero2_rows")
+    return _Owners(
+        optax.with_extra_args_support(inner),
+        axis,
+        layout,
+        reduce_dtype,
+        gather_dtype,
+        "zero2_rows",
+    ).transform()
 
 
-def _zero2(
-    inner: optax.GradientTransformation,
-    axis: AxisName,
-    make_layout: Callable[[Any, int], Layout],
-    reduce_dtype: Any,
-    gather_dtype: Any,
-    name: str,
+@dataclasses.dataclass(frozen=True)
+class _Owners:
+    """An inner transform and its layout, with the phases of an update one by one."""
+
+    inner: optax.GradientTransformationExtraArgs
+    axis: AxisName
+    make_layout: Callable[[Any, int], Layout]
+    reduce_dtype: Any
+    gather_dtype: Any
+    name: str
+
+    def transform(self) -> optax.GradientTransformationExtraArgs:
+        """All phases as one optax transform."""
+        return optax.GradientTransformationExtraArgs(self.init, self.update)
+
+    def layout(self, tree: Any) -> Layout:
+        return self.make_layout(tree, manual_axis_size(self.axis, self.name))
+
+    def init(self, params: optax.Params) -> Any:
+        if not jax.tree.leaves(params):  # nothing to divide, and perhaps no mesh
+            return self.inner.init(params)
+        return _vary_owned(self.inner.init(self.layout(params).own(params)))
+
+    def scatter(self, updates: optax.Updates, state: Any) -> Owned:
+        layout = self.layout(updates)
+        _check_local(updates, self.axis, self.name)
+        _check_state(state, layout, self.name)
+        return layout.scatter(updates, self.reduce_dtype)
+
+    def update_and_gather(
+        self, owned: Owned, state: Any, params: optax.Params | None, extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        layout = owned.layout
+        if isinstance(layout, MatrixLayout):
+            extra_args = {**extra_args, "filled": layout.filled()}
+        owned_params = None if params is None else layout.own(params)
+        owned, state = self.inner.update(owned, state, owned_params, **extra_args)
+        return layout.gather(owned, self.gather_dtype), _vary_owned(state)
+
+    def update(
+        self,
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, Any]:
+        if not jax.tree.leaves(updates):
+            return self.inner.update(updates, state, params, **extra_args)
+        owned = self.scatter(updates, state)
+        return self.update_and_gather(owned, state, params, extra_args)
+
+
+def zero2_multi_transform(
+    transforms: Mapping[str, optax.GradientTransformation],
+    labels: Any,
+    before: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    inner = optax.with_extra_args_support(inner)
+    """`optax.multi_transform` of ZeRO-2 wrappers, after a transform of all they own.
 
-    def init_fn(params: optax.Params) -> Any:
-        if not jax.tree.leaves(params):
-            return inner.init(params)
-        layout = make_layout(params, manual_axis_size(axis, name))
-        return _vary_owned(inner.init(layout.own(params)))
+    Args:
+      transforms: label to a transform that `zero2_matrices` or `zero2_rows` made.
+      labels: a tree of labels, or a function of the parameters.
+      before: applied to the reduced gradients of all groups together, between scatter
+        and update: `clip_by_global_norm(1.0, axis=...)`, which there costs the sum of
+        one number over devices. Its state must not depend on parameters.
+
+    Returns:
+      A transform whose state is that of `optax.chain(before, multi_transform)`.
+
+    Raises:
+      ValueError: a transform that is no ZeRO-2 wrapper; and as these raise.
+    """
+    groups: dict[str, _Owners] = {}
+    for label, tx in transforms.items():
+        owners = getattr(tx.update, "__self__", None)
+        if not isinstance(owners, _Owners):
+            raise ValueError(
+                f"the transform of {label!r} is {tx}; valid is what zero2_matrices or "
+                "zero2_rows gives"
+            )
+        groups[label] = owners
+    init_fn = optax.chain(before, optax.multi_transform(transforms, labels)).init
 
     def update_fn(
         updates: optax.Updates,
@@ -136,18 +217,37 @@ def _zero2(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
-        if not jax.tree.leaves(updates):
-            return inner.update(updates, state, params, **extra_args)
-        layout = make_layout(updates, manual_axis_size(axis, name))
-        _check_local(updates, axis, name)
-        _check_state(state, layout, name)
-        if isinstance(layout, MatrixLayout):
-            extra_args = {**extra_args, "filled": layout.filled()}
+        before_state, partition = state
+        label_tree = labels(updates) if callable(labels) else labels
 
-        owned = layout.scatter(updates, reduce_dtype)
-        owned_params = None if params is None else layout.own(params)
-        owned, state = inner.update(owned, state, owned_params, **extra_args)
-        return layout.gather(owned, gather_dtype), _vary_owned(state)
+        def members(tree: Any, label: str) -> Any:
+            return jax.tree.map(
+                lambda own, x: x if own == label else optax.MaskedNode(),
+                label_tree,
+                tree,
+            )
+
+        masked = {label: members(updates, label) for label in groups}
+        filled = [label for label in groups if jax.tree.leaves(masked[label])]
+        states = dict(partition.inner_states)
+        owned = {
+            label: groups[label].scatter(masked[label], states[label].inner_state)
+            for label in filled
+        }
+        owned, before_state = before.update(owned, before_state)
+        results = {}
+        for label in filled:
+            results[label], new = groups[label].update_and_gather(
+                owned[label],
+                states[label].inner_state,
+                None if params is None else members(params, label),
+                extra_args,
+            )
+            states[label] = states[label]._replace(inner_state=new)
+        merged = jax.tree.map(
+            lambda own, *parts: parts[filled.index(own)], label_tree, *results.values()
+        )
+        return merged, (before_state, partition._replace(inner_states=states))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -186,6 +286,6 @@ def _check_state(state: Any, layout: Layout, name: str) -> None:
         check_devices(node, layout.devices)
         raise ValueError(
             f"{name}: state that was initialized for "
-            f"{[(leaf.path, leaf.shape) for leaf in node.layout.leaves]}, updated with "
-            f"{[(leaf.path, leaf.shape) for leaf in layout.leaves]}"
+            f"{', '.join(map(str, node.layout.leaves))}, updated with gradients of "
+            f"{', '.join(map(str, layout.leaves))}"
         )
