@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 
-.PHONY: train test venv lint clean
+.PHONY: train test venv docs lint clean
 
 train: $(VENV)/examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -17,13 +17,16 @@ test: venv
 
 venv: $(VENV)/test
 
+docs: $(VENV)/docs
+	$(BIN)/mkdocs build --quiet --site-dir runs/site
+
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # One stamp for each extra that is installed.
-$(VENV)/examples $(VENV)/test $(VENV)/dev: $(VENV)/%: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/examples $(VENV)/test $(VENV)/docs $(VENV)/dev: $(VENV)/%: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[$*]'
 	touch $@
 
