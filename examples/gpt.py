@@ -1,0 +1,158 @@
+"""A small GPT in Flax NNX, in nanochat's shape (https://github.com/karpathy/nanochat).
+
+Normalization without parameters, rotary positions, normalized queries and keys, a
+squared-ReLU MLP, and an output head of its own. So nearly every parameter is a matrix
+(in, out) without a bias, which is what Muon is for; the rest are the embedding and the
+head. Parameters are named so that their paths read well: `blocks/0/attn/q/kernel`.
+
+The shapes in comments are those of the default size: batches of 16 windows of 128
+characters, width 192, 6 heads of 32, 104 characters in the vocabulary.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+HEAD_WIDTH = 32
+
+
+def norm(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+    """RMSNorm without a scale: the matrices around it can learn one."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def rotate(
+    x: Float[Array, "batch time heads d"],
+) -> Float[Array, "batch time heads d"]:
+    """Rotary positions: turns pair i of each head by the angle time / 10000^(i / pairs).
+
+    Su et al., RoFormer, https://arxiv.org/abs/2104.09864, equation 34. A query and a
+    key then meet at an angle that depends on their distance only.
+    """
+    pairs = x.shape[-1] // 2
+    frequency = 10_000.0 ** (-jnp.arange(pairs) / pairs)  # (16,)
+    angle = jnp.arange(x.shape[1])[:, None, None] * frequency  # (128, 1, 16)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b = jnp.split(x, 2, axis=-1)  # (16, 128, 6, 16) each
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+def matrix(inputs: int, outputs: int, init, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(inputs, outputs, use_bias=False, kernel_init=init, rngs=rngs)
+
+
+def uniform(width: int):
+    """Entries of variance 1 / width, as nanochat begins."""
+    bound = math.sqrt(3 / width)
+    return lambda key, shape, dtype, **_: jax.random.uniform(
+        key, shape, dtype, -bound, bound
+    )
+
+
+class Attention(nnx.Module):
+    """Causal attention over heads of 32."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        self.q = matrix(width, width, uniform(width), rngs)
+        self.k = matrix(width, width, uniform(width), rngs)
+        self.v = matrix(width, width, uniform(width), rngs)
+        self.out = matrix(width, width, nnx.initializers.zeros, rngs)
+
+    def __call__(self, x: Float[Array, "batch time width"]):
+        heads = (*x.shape[:2], -1, HEAD_WIDTH)  # (16, 128, 6, 32)
+        q = norm(rotate(self.q(x).reshape(heads)))
+        k = norm(rotate(self.k(x).reshape(heads)))
+        v = self.v(x).reshape(heads)
+        logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(HEAD_WIDTH)
+        causal = jnp.tri(x.shape[1], dtype=bool)  # (128, 128)
+        weights = jax.nn.softmax(jnp.where(causal, logits, -jnp.inf))
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)  # (16, 128, 6, 32)
+        return self.out(mixed.reshape(x.shape))
+
+
+class MLP(nnx.Module):
+    """Four times as wide inside, with relu(x)^2 between."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        self.up = matrix(width, 4 * width, uniform(width), rngs)
+        self.down = matrix(4 * width, width, nnx.initializers.zeros, rngs)
+
+    def __call__(self, x: Float[Array, "batch time width"]):
+        return self.down(jnp.square(jax.nn.relu(self.up(x))))
+
+
+class Block(nnx.Module):
+    """Attention, then the MLP, each added to the stream; both begin as zero."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        self.attn = Attention(width, rngs=rngs)
+        self.mlp = MLP(width, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "batch time width"]):
+        x = x + self.attn(norm(x))
+        return x + self.mlp(norm(x))
+
+
+class GPT(nnx.Module):
+    """From characters (16, 128) to the logits (16, 128, 104) of each next one."""
+
+    def __init__(self, vocabulary: int, width: int, depth: int, *, rngs: nnx.Rngs):
+        if width < HEAD_WIDTH or width % HEAD_WIDTH:
+            raise ValueError(
+                f"width is {width}; it must be a multiple of {HEAD_WIDTH}, "
+                f"the width of one head"
+            )
+        self.embed = nnx.Embed(
+            vocabulary, width, embedding_init=nnx.initializers.normal(1.0), rngs=rngs
+        )
+        self.blocks = nnx.List([Block(width, rngs=rngs) for _ in range(depth)])
+        self.lm_head = matrix(width, vocabulary, nnx.initializers.zeros, rngs)
+
+    def __call__(
+        self, tokens: Int[Array, "batch time"]
+    ) -> Float[Array, "batch time vocabulary"]:
+        x = norm(self.embed(tokens))  # (16, 128, 192)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.lm_head(norm(x))
+        return 15.0 * jnp.tanh(logits / 15.0)  # no logit runs away
+
+    def loss(self, windows: Int[Array, "batch time_plus_one"]) -> Float[Array, ""]:
+        """Mean cross-entropy of each next character, in nats."""
+        logits = self(windows[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, windows[:, 1:]
+        ).mean()
+
+
+def generate(
+    model: GPT,
+    prompt: Int[Array, " prompt"],
+    length: int,
+    *,
+    context: int,
+    key: Array,
+    temperature: float = 0.8,
+) -> Int[Array, " length"]:
+    """Writes `length` more characters, each drawn after the last `context` ones."""
+    start = prompt.size
+    tokens = jnp.pad(prompt, (0, max(start + length, context) - start))
+
+    def write(i, tokens):
+        # The window that holds the character before place i; what stands after that one
+        # is still empty, and a causal model does not look at it.
+        first = jnp.maximum(i - context, 0)
+        window = jax.lax.dynamic_slice(tokens, [first], [context])
+        logits = model(window[None])[0, i - 1 - first]
+        drawn = jax.random.categorical(
+            jax.random.fold_in(key, i), logits / temperature
+        )
+        return tokens.at[i].set(drawn)
+
+    tokens = jax.lax.fori_loop(start, start + length, write, tokens)
+    return tokens[start : start + length]

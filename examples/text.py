@@ -1,0 +1,122 @@
+"""Text as characters: the standard library's documentation, or any file of yours.
+
+The last tenth is validation. The vocabulary is what the other nine tenths hold; token 0
+stands for every character that they do not.
+
+A batch of training windows is a pure function of (seed, step). So a run that was stopped
+reads on with the batch that it would have read, and two optimizers that are compared
+read the same ones.
+"""
+
+import dataclasses
+import hashlib
+import pathlib
+
+import numpy as np
+from jaxtyping import Int
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Training and validation text as tokens, with what turns them back."""
+
+    name: str
+    sha256: str  # of the whole text in UTF-8
+    vocabulary: str  # token i is the character vocabulary[i]
+    train: Int[np.ndarray, " characters"]
+    validation: Int[np.ndarray, " characters"]
+
+    def __str__(self) -> str:
+        total = self.train.size + self.validation.size
+        unknown = np.count_nonzero(self.validation == 0)
+        return (
+            f"{self.name}: {total:,} characters, sha256 {self.sha256}\n"
+            f"{self.train.size:,} to train on, {len(self.vocabulary) - 1} distinct; "
+            f"{self.validation.size:,} to validate, of which {unknown} are none of "
+            f"these and read as {UNKNOWN}"
+        )
+
+    def decode(self, tokens: Int[np.ndarray, " characters"]) -> str:
+        return "".join(self.vocabulary[token] for token in tokens)
+
+    def batch(
+        self, seed: int, step: int, size: int, context: int
+    ) -> Int[np.ndarray, "size context_plus_one"]:
+        """The windows of one step, such as (16, 129), at random places."""
+        random = np.random.default_rng([seed, step])
+        return windows(
+            self.train, random.integers(0, self.train.size - context, size), context
+        )
+
+    def validation_batches(
+        self, size: int, context: int, most: int = 8
+    ) -> Int[np.ndarray, "batches size context_plus_one"]:
+        """At most 8 batches of windows, evenly spread and always the same."""
+        batches = np.clip(self.validation.size // (size * context), 1, most)
+        last = self.validation.size - context - 1  # where the last window starts
+        starts = np.linspace(0, last, batches * size).astype(int)
+        return windows(self.validation, starts, context).reshape(batches, size, -1)
+
+
+def windows(
+    tokens: Int[np.ndarray, " characters"],
+    starts: Int[np.ndarray, " windows"],
+    context: int,
+) -> Int[np.ndarray, "windows context_plus_one"]:
+    """Each window has one character more than the context: the last one's successor."""
+    return tokens[starts[:, None] + np.arange(context + 1)]
+
+
+def read_text(path: str | None, context: int) -> Text:
+    """Reads a UTF-8 file, or the documentation that comes with Python.
+
+    Raises:
+        ValueError: the file cannot be read as text, or its last tenth does not hold one
+            window of context + 1 characters.
+    """
+    name = path or "pydoc_data.topics"
+    text = read_file(path) if path else read_documentation()
+    needed = 10 * (context + 1)
+    if len(text) < needed:
+        raise ValueError(
+            f"{name} is too short: {len(text):,} characters. A context of {context} "
+            f"needs {needed:,}, for the last tenth is validation and has to hold "
+            f"{context + 1}"
+        )
+    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    cut = points.size - points.size // 10
+    known = np.unique(points[:cut])  # sorted
+    place = np.searchsorted(known, points).clip(max=known.size - 1)
+    tokens = np.where(known[place] == points, place + 1, 0).astype(np.int32)
+    return Text(
+        name=name,
+        sha256=hashlib.sha256(text.encode()).hexdigest(),
+        vocabulary=UNKNOWN + "".join(map(chr, known)),
+        train=tokens[:cut],
+        validation=tokens[cut:],
+    )
+
+
+def read_documentation() -> str:
+    """What Python's `help()` says of the language: 465,126 characters in 3.11.7."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def read_file(path: str) -> str:
+    try:
+        content = pathlib.Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read: {error.strerror}. --data takes a text file in UTF-8"
+        ) from error
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} ({len(content):,} bytes) is not text in UTF-8: byte "
+            f"{error.start:,} is {content[error.start]:#04x}"
+        ) from error

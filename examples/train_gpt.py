@@ -1,0 +1,258 @@
+"""Trains a GPT on characters with an optimizer of the Muon family.
+
+    python examples/train_gpt.py                            jax_muon.nanochat()
+    python examples/train_gpt.py --optimizer adamw
+    python examples/train_gpt.py --resume                   goes on where it was stopped
+    python examples/train_gpt.py --compare nanochat,adamw   both, in one picture
+    python examples/train_gpt.py --data FILE                on a text of your own
+
+This file is the story of a run. The model is in gpt.py, the data in text.py, optimizers
+with their rates and schedules in optimizers.py, and what lies in runs/NAME in runs.py.
+"""
+
+import argparse
+import json
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from gpt import GPT, generate
+from optimizers import OPTIMIZERS, make_optimizer
+from runs import Checkpoints, Metrics, curve, draw, read, set_aside, write
+from text import Text, read_text
+from tqdm import tqdm
+
+import jax_muon as jm
+
+FETCH_EVERY = 10  # steps between two looks at the device's metrics
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = parse(argv)
+    folder = pathlib.Path(options.runs, options.name)
+    text = read_text(options.data, options.context)
+    print(text)
+    settings = {name: vars(options)[name] for name in SETTINGS} | {"text": text.sha256}
+    if options.resume and any(p.name.isdigit() for p in folder.rglob("checkpoints/*")):
+        check_same(settings, read_settings(folder), folder)
+    else:
+        set_aside(folder)
+        write(folder / "settings.json", json.dumps(settings, indent=2))
+
+    if not options.compare:
+        train(options, options.optimizer, text, folder)
+        return
+    for optimizer in options.compare:
+        train(options, optimizer, text, folder / optimizer)
+    compare(options.compare, folder)
+
+
+def train(
+    options: argparse.Namespace, optimizer: str, text: Text, folder: pathlib.Path
+) -> None:
+    """One run, from the beginning or from the last checkpoint in its folder."""
+    print(f"\n{folder}: {options.steps} steps with {optimizer}")
+    began = time.monotonic()
+    model = GPT(
+        len(text.vocabulary), options.width, options.depth, rngs=nnx.Rngs(options.seed)
+    )
+    graph, params = nnx.split(model, nnx.Param)
+    tx = make_optimizer(
+        optimizer, options.steps, options.learning_rate, options.adamw_learning_rate
+    )
+    train_step, evaluate = make_steps(graph, tx)
+
+    checkpoints = Checkpoints(folder / "checkpoints")
+    done, state = checkpoints.restore({"params": params, "opt_state": tx.init(params)})
+    params, opt_state = state["params"], state["opt_state"]
+    write(folder / "parameters.txt", "todo")
+    metrics = Metrics(folder / "metrics.jsonl", done)
+
+    validation = jnp.asarray(
+        text.validation_batches(options.batch_size, options.context)
+    )
+    tokens = options.batch_size * options.context  # in a step
+    bar = tqdm(
+        initial=done * tokens, total=options.steps * tokens, unit="tok", unit_scale=True
+    )
+    for step in range(done + 1, options.steps + 1):
+        batch = text.batch(options.seed, step, options.batch_size, options.context)
+        params, opt_state, values = train_step(params, opt_state, batch)
+        if step % options.evaluate_every == 0 or step == options.steps:
+            values["validation_loss"] = evaluate(params, validation)
+        metrics.add(step, **values)
+
+        records = []
+        if step % options.checkpoint_every == 0 or step == options.steps:
+            records = metrics.flush()
+            checkpoints.save(step, {"params": params, "opt_state": opt_state})
+        elif step % FETCH_EVERY == 0:
+            records = metrics.flush(keep=FETCH_EVERY)
+        if records:
+            bar.set_description(f"step {records[-1]['step']}", refresh=False)
+            bar.set_postfix(loss=f"{records[-1]['loss']:.3f}", refresh=False)
+            bar.update(len(records) * tokens)
+    bar.close()
+    checkpoints.close()
+    seconds = time.monotonic() - began
+
+    records = read(folder / "metrics.jsonl")
+    draw(
+        {"training": curve(records, "loss"), "validation": curve(records, "validation_loss")},
+        f"{optimizer}: loss in nats per character",
+        folder / "loss.png",
+    )
+    prompt = text.validation[: options.context // 4]
+    written = jax.jit(generate, static_argnames=("length", "context"))(
+        nnx.merge(graph, params),
+        prompt,
+        length=400,
+        context=options.context,
+        key=jax.random.key(options.seed),
+    )
+    sample = f"{text.decode(prompt)}|{text.decode(written)}"
+    write(folder / "sample.txt", sample)
+    print(f"\n{sample}\n")
+    print(
+        f"validation loss {records[-1]['validation_loss']:.4f} nats per character "
+        f"after step {options.steps}; {options.steps - done} steps in {seconds:.0f} s"
+    )
+    print(f"In {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+
+
+def make_steps(graph: nnx.GraphDef, tx: optax.GradientTransformation):
+    """The two compiled functions of a run: one learns, one only looks."""
+
+    def loss(params, windows):  # windows: (16, 129)
+        return nnx.merge(graph, params).loss(windows)
+
+    def train_step(params, opt_state, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, {"loss": value}
+
+    def evaluate(params, batches):  # batches: (8, 16, 129)
+        return jax.lax.map(lambda batch: loss(params, batch), batches).mean()
+
+    return jax.jit(train_step, donate_argnums=(0, 1)), jax.jit(evaluate)
+
+
+def compare(optimizers: list[str], folder: pathlib.Path) -> None:
+    """Draws the runs in one picture, with the steps that each needs to one loss.
+
+    That loss is AdamW's final one, or that of the last optimizer where AdamW is none of
+    them. A run reaches it at the first evaluation that is not above it.
+    """
+    curves = {
+        name: curve(read(folder / name / "metrics.jsonl"), "validation_loss")
+        for name in optimizers
+    }
+    baseline = "adamw" if "adamw" in optimizers else optimizers[-1]
+    target = curves[baseline][1][-1]
+    reached = {
+        name: next((s for s, loss in zip(*points, strict=True) if loss <= target), None)
+        for name, points in curves.items()
+    }
+    result = {
+        "baseline": baseline,
+        "target": target,
+        "steps_to_target": reached,
+        "validation_loss": {name: losses[-1] for name, (_, losses) in curves.items()},
+    }
+    write(folder / "compare.json", json.dumps(result, indent=2))
+    draw(
+        curves,
+        "validation loss in nats per character",
+        folder / "compare.png",
+        target=target,
+        label=f"{baseline}'s final loss",
+    )
+    print(f"\nSteps to {baseline}'s final validation loss, {target:.4f}:")
+    for name, step in reached.items():
+        print(f"  {name:10} {step or 'not reached'}")
+    print(f"In {folder}: compare.json, compare.png")
+
+
+# What may be asked for. Settings are what a run keeps from its beginning to its end;
+# they lie in runs/NAME/settings.json and need not be given again to resume.
+
+SETTINGS = (
+    "optimizer", "compare", "steps", "width", "depth", "context", "batch_size", "seed",
+    "data", "learning_rate", "adamw_learning_rate", "evaluate_every",
+)  # fmt: skip
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--optimizer", choices=OPTIMIZERS, default="nanochat")
+    add("--compare", metavar="A,B", type=optimizers, help="train and draw all of these")
+    add("--steps", type=positive, default=600)
+    add("--width", type=positive, default=128, help="a multiple of 32")
+    add("--depth", type=positive, default=4, help="blocks")
+    add("--context", type=positive, default=128, help="characters that the model sees")
+    add("--batch-size", type=positive, default=16, help="windows in a step")
+    add("--seed", type=int, default=0)
+    add("--data", metavar="FILE", help="text in UTF-8; else Python's documentation")
+    add("--learning-rate", type=float, help="of matrices; else the best of grid.json")
+    add("--adamw-learning-rate", type=float, help="of all the rest; likewise")
+    add("--evaluate-every", type=positive, default=25, metavar="STEPS")
+    add("--checkpoint-every", type=positive, default=100, metavar="STEPS")
+    add("--runs", default="runs", metavar="FOLDER", help="where all runs are")
+    add("--name", help="the run's folder there; else the optimizer's name")
+    add("--resume", action="store_true", help="go on from the last checkpoint")
+    options = parser.parse_args(argv)
+    name = options.name or "-".join(options.compare or [options.optimizer])
+    if options.resume:
+        parser.set_defaults(**read_settings(pathlib.Path(options.runs, name)))
+        options = parser.parse_args(argv)
+    options.name = name
+    return options
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return int(text)
+
+
+def optimizers(text: str) -> list[str]:
+    names = text.split(",")
+    if not set(names) <= set(OPTIMIZERS) or len(names) < 2:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not two or more of {', '.join(OPTIMIZERS)}, such as nanochat,adamw"
+        )
+    return names
+
+
+def read_settings(folder: pathlib.Path) -> dict:
+    path = folder / "settings.json"
+    if not path.exists():
+        there = sorted(p.parent.name for p in folder.parent.glob("*/settings.json"))
+        raise ValueError(
+            f"{folder} holds no run to resume; {folder.parent} has "
+            f"{', '.join(there) or 'none'}"
+        )
+    return json.loads(path.read_text())
+
+
+def check_same(settings: dict, saved: dict, folder: pathlib.Path) -> None:
+    """A run whose settings change on the way would no longer be that run.
+
+    The model's size is checked against the checkpoint itself.
+    """
+    for name in settings.keys() - {"width", "depth"}:
+        if settings[name] != saved.get(name):
+            raise ValueError(
+                f"{folder} began with {name} {saved.get(name)}, not {settings[name]}: "
+                f"resume it with that, or begin another run with --name"
+            )
+
+
+if __name__ == "__main__":
+    main()
