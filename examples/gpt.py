@@ -6,10 +6,9 @@ squared-ReLU MLP, and an output head of its own. So nearly every parameter is a 
 head. Parameters are named so that their paths read well: `blocks/0/attn/q/kernel`.
 
 The shapes in comments are those of the default size: batches of 16 windows of 128
-characters, width 192, 6 heads of 32, 104 characters in the vocabulary.
+characters, width 128, 4 heads of 32, 104 characters in the vocabulary.
 """
 
-import functools
 import math
 
 import jax
@@ -29,7 +28,7 @@ def norm(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
 def rotate(
     x: Float[Array, "batch time heads d"],
 ) -> Float[Array, "batch time heads d"]:
-    """Rotary positions: turns pair i of each head by the angle time / 10000^(i / pairs).
+    """Rotary positions: turns pair i of a head by the angle time / 10000^(i / pairs).
 
     Su et al., RoFormer, https://arxiv.org/abs/2104.09864, equation 34. A query and a
     key then meet at an angle that depends on their distance only.
@@ -38,7 +37,7 @@ def rotate(
     frequency = 10_000.0 ** (-jnp.arange(pairs) / pairs)  # (16,)
     angle = jnp.arange(x.shape[1])[:, None, None] * frequency  # (128, 1, 16)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = jnp.split(x, 2, axis=-1)  # (16, 128, 6, 16) each
+    a, b = jnp.split(x, 2, axis=-1)  # (16, 128, 4, 16) each
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
@@ -64,14 +63,14 @@ class Attention(nnx.Module):
         self.out = matrix(width, width, nnx.initializers.zeros, rngs)
 
     def __call__(self, x: Float[Array, "batch time width"]):
-        heads = (*x.shape[:2], -1, HEAD_WIDTH)  # (16, 128, 6, 32)
+        heads = (*x.shape[:2], -1, HEAD_WIDTH)  # (16, 128, 4, 32)
         q = norm(rotate(self.q(x).reshape(heads)))
         k = norm(rotate(self.k(x).reshape(heads)))
         v = self.v(x).reshape(heads)
         logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(HEAD_WIDTH)
         causal = jnp.tri(x.shape[1], dtype=bool)  # (128, 128)
         weights = jax.nn.softmax(jnp.where(causal, logits, -jnp.inf))
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)  # (16, 128, 6, 32)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)  # (16, 128, 4, 32)
         return self.out(mixed.reshape(x.shape))
 
 
@@ -102,11 +101,6 @@ class GPT(nnx.Module):
     """From characters (16, 128) to the logits (16, 128, 104) of each next one."""
 
     def __init__(self, vocabulary: int, width: int, depth: int, *, rngs: nnx.Rngs):
-        if width < HEAD_WIDTH or width % HEAD_WIDTH:
-            raise ValueError(
-                f"width is {width}; it must be a multiple of {HEAD_WIDTH}, "
-                f"the width of one head"
-            )
         self.embed = nnx.Embed(
             vocabulary, width, embedding_init=nnx.initializers.normal(1.0), rngs=rngs
         )
@@ -116,7 +110,7 @@ class GPT(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "batch time"]
     ) -> Float[Array, "batch time vocabulary"]:
-        x = norm(self.embed(tokens))  # (16, 128, 192)
+        x = norm(self.embed(tokens))  # (16, 128, 128)
         for block in self.blocks:
             x = block(x)
         logits = self.lm_head(norm(x))
@@ -149,9 +143,7 @@ def generate(
         first = jnp.maximum(i - context, 0)
         window = jax.lax.dynamic_slice(tokens, [first], [context])
         logits = model(window[None])[0, i - 1 - first]
-        drawn = jax.random.categorical(
-            jax.random.fold_in(key, i), logits / temperature
-        )
+        drawn = jax.random.categorical(jax.random.fold_in(key, i), logits / temperature)
         return tokens.at[i].set(drawn)
 
     tokens = jax.lax.fori_loop(start, start + length, write, tokens)

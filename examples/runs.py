@@ -65,8 +65,8 @@ class Checkpoints:
                 raise ValueError(
                     f"{self.folder / str(step)} is of another model: {path} is "
                     f"{saved.get(path, 'missing')} there and "
-                    f"{wanted.get(path, 'missing')} in this one. Give the settings that "
-                    f"the run began with, or another --name"
+                    f"{wanted.get(path, 'missing')} in this one. Valid are the --width "
+                    f"and --depth that the run began with, or another --name"
                 )
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         return step, self.manager.restore(step, args=ocp.args.StandardRestore(abstract))

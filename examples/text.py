@@ -3,9 +3,9 @@
 The last tenth is validation. The vocabulary is what the other nine tenths hold; token 0
 stands for every character that they do not.
 
-A batch of training windows is a pure function of (seed, step). So a run that was stopped
-reads on with the batch that it would have read, and two optimizers that are compared
-read the same ones.
+A batch of training windows is a pure function of (seed, step). So a run that was
+stopped reads on with the batch that it would have read, and two optimizers that are
+compared read the same ones.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import pathlib
 import numpy as np
 from jaxtyping import Int
 
+VALIDATION_BATCHES = 8
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -51,10 +52,12 @@ class Text:
         )
 
     def validation_batches(
-        self, size: int, context: int, most: int = 8
+        self, size: int, context: int
     ) -> Int[np.ndarray, "batches size context_plus_one"]:
-        """At most 8 batches of windows, evenly spread and always the same."""
-        batches = np.clip(self.validation.size // (size * context), 1, most)
+        """Up to 8 batches of windows, evenly spread and always the same."""
+        batches = np.clip(
+            self.validation.size // (size * context), 1, VALIDATION_BATCHES
+        )
         last = self.validation.size - context - 1  # where the last window starts
         starts = np.linspace(0, last, batches * size).astype(int)
         return windows(self.validation, starts, context).reshape(batches, size, -1)
@@ -111,12 +114,13 @@ def read_file(path: str) -> str:
         content = pathlib.Path(path).read_bytes()
     except OSError as error:
         raise ValueError(
-            f"{path} cannot be read: {error.strerror}. --data takes a text file in UTF-8"
+            f"{path} cannot be read: {error.strerror}. Valid is a text file in UTF-8"
         ) from error
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} ({len(content):,} bytes) is not text in UTF-8: byte "
-            f"{error.start:,} is {content[error.start]:#04x}"
+            f"{error.start:,} is {content[error.start]:#04x}. Valid is a text "
+            f"file in UTF-8"
         ) from error

@@ -19,13 +19,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from gpt import GPT, generate
-from optimizers import OPTIMIZERS, make_optimizer
+from gpt import GPT, HEAD_WIDTH, generate
+from optimizers import OPTIMIZERS, best_rates, make_optimizer, table
 from runs import Checkpoints, Metrics, curve, draw, read, set_aside, write
 from text import Text, read_text
 from tqdm import tqdm
-
-import jax_muon as jm
 
 FETCH_EVERY = 10  # steps between two looks at the device's metrics
 
@@ -35,40 +33,48 @@ def main(argv: list[str] | None = None) -> None:
     folder = pathlib.Path(options.runs, options.name)
     text = read_text(options.data, options.context)
     print(text)
-    settings = {name: vars(options)[name] for name in SETTINGS} | {"text": text.sha256}
+    settings = {name: vars(options)[name] for name in SETTINGS}
+    settings["sha256"] = text.sha256
     if options.resume and any(p.name.isdigit() for p in folder.rglob("checkpoints/*")):
-        check_same(settings, read_settings(folder), folder)
+        saved = read_settings(folder)
+        check_same(settings, saved, folder)
+        rates = saved["rates"]
     else:
+        rates = rates_of(options)
         set_aside(folder)
-        write(folder / "settings.json", json.dumps(settings, indent=2))
+        write(
+            folder / "settings.json", json.dumps(settings | {"rates": rates}, indent=2)
+        )
 
-    if not options.compare:
-        train(options, options.optimizer, text, folder)
-        return
-    for optimizer in options.compare:
-        train(options, optimizer, text, folder / optimizer)
-    compare(options.compare, folder)
+    if options.compare:
+        for name in options.compare:
+            train(name, rates[name], options, text, folder / name)
+        compare(options.compare, folder)
+    else:
+        train(options.optimizer, rates[options.optimizer], options, text, folder)
 
 
 def train(
-    options: argparse.Namespace, optimizer: str, text: Text, folder: pathlib.Path
+    optimizer: str,
+    rates: dict[str, float],
+    options: argparse.Namespace,
+    text: Text,
+    folder: pathlib.Path,
 ) -> None:
     """One run, from the beginning or from the last checkpoint in its folder."""
-    print(f"\n{folder}: {options.steps} steps with {optimizer}")
+    print(f"\n{folder}: {options.steps} steps of {optimizer} with {rates}")
     began = time.monotonic()
     model = GPT(
         len(text.vocabulary), options.width, options.depth, rngs=nnx.Rngs(options.seed)
     )
     graph, params = nnx.split(model, nnx.Param)
-    tx = make_optimizer(
-        optimizer, options.steps, options.learning_rate, options.adamw_learning_rate
-    )
+    tx = make_optimizer(optimizer, options.steps, **rates)
     train_step, evaluate = make_steps(graph, tx)
 
     checkpoints = Checkpoints(folder / "checkpoints")
     done, state = checkpoints.restore({"params": params, "opt_state": tx.init(params)})
     params, opt_state = state["params"], state["opt_state"]
-    write(folder / "parameters.txt", "todo")
+    write(folder / "parameters.txt", table(optimizer, tx, params))
     metrics = Metrics(folder / "metrics.jsonl", done)
 
     validation = jnp.asarray(
@@ -97,17 +103,30 @@ def train(
             bar.update(len(records) * tokens)
     bar.close()
     checkpoints.close()
-    seconds = time.monotonic() - began
+    print(f"{options.steps - done} steps in {time.monotonic() - began:.0f} s")
+    report(optimizer, nnx.merge(graph, params), options, text, folder)
 
+
+def report(
+    optimizer: str,
+    model: GPT,
+    options: argparse.Namespace,
+    text: Text,
+    folder: pathlib.Path,
+) -> None:
+    """What a run ends with: its picture, a text that the model writes, its loss."""
     records = read(folder / "metrics.jsonl")
     draw(
-        {"training": curve(records, "loss"), "validation": curve(records, "validation_loss")},
+        {
+            "training": curve(records, "loss"),
+            "validation": curve(records, "validation_loss"),
+        },
         f"{optimizer}: loss in nats per character",
         folder / "loss.png",
     )
-    prompt = text.validation[: options.context // 4]
+    prompt = text.validation[: max(1, options.context // 4)]
     written = jax.jit(generate, static_argnames=("length", "context"))(
-        nnx.merge(graph, params),
+        model,
         prompt,
         length=400,
         context=options.context,
@@ -118,7 +137,7 @@ def train(
     print(f"\n{sample}\n")
     print(
         f"validation loss {records[-1]['validation_loss']:.4f} nats per character "
-        f"after step {options.steps}; {options.steps - done} steps in {seconds:.0f} s"
+        f"after {options.steps} steps"
     )
     print(f"In {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
@@ -176,6 +195,19 @@ def compare(optimizers: list[str], folder: pathlib.Path) -> None:
     print(f"In {folder}: compare.json, compare.png")
 
 
+def rates_of(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """The learning rates of each optimizer: as given, or else the best of the grid."""
+    given = {
+        "learning_rate": options.learning_rate,
+        "adamw_learning_rate": options.adamw_learning_rate,
+    }
+    given = {key: rate for key, rate in given.items() if rate is not None}
+    return {
+        name: given if len(given) == 2 else best_rates(name) | given
+        for name in options.compare or [options.optimizer]
+    }
+
+
 # What may be asked for. Settings are what a run keeps from its beginning to its end;
 # they lie in runs/NAME/settings.json and need not be given again to resume.
 
@@ -211,6 +243,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if options.resume:
         parser.set_defaults(**read_settings(pathlib.Path(options.runs, name)))
         options = parser.parse_args(argv)
+    if options.width % HEAD_WIDTH:
+        parser.error(f"--width {options.width}: valid are multiples of {HEAD_WIDTH}")
     options.name = name
     return options
 
@@ -225,7 +259,8 @@ def optimizers(text: str) -> list[str]:
     names = text.split(",")
     if not set(names) <= set(OPTIMIZERS) or len(names) < 2:
         raise argparse.ArgumentTypeError(
-            f"{text} is not two or more of {', '.join(OPTIMIZERS)}, such as nanochat,adamw"
+            f"{text} is not a list such as nanochat,adamw; there are "
+            + ", ".join(OPTIMIZERS)
         )
     return names
 
