@@ -2,11 +2,11 @@
 
     python examples/grid.py
 
-Every optimizer gets the same number of runs, six: four learning rates of the matrices,
-at one of AdamW for the embedding and the head, and then two others of AdamW at the best
-of those four. Neighbours differ by a factor of two. Runs are shorter than the default
-one, and have its schedules. Results that grid.json holds already are kept, so that the
-grid goes on where it was stopped.
+Every optimizer gets the same number of runs, eight: four learning rates of the
+matrices, at one of AdamW for the embedding and the head, and then four others of AdamW
+at the best of those. Neighbours differ by a factor of two. Runs are shorter than the
+default one, and have its schedules. Results that grid.json holds already are kept, so
+that the grid goes on where it was stopped.
 """
 
 import argparse
@@ -28,7 +28,7 @@ LEARNING_RATES = {
     "normuon": (0.005, 0.01, 0.02, 0.04),
     "moonlight": (0.005, 0.01, 0.02, 0.04),
 }
-FIRST_ADAMW, OTHER_ADAMW = 0.02, (0.01, 0.04)
+FIRST_ADAMW, OTHER_ADAMW = 0.02, (0.005, 0.01, 0.04, 0.08)
 
 
 def main(argv: list[str] | None = None) -> None:

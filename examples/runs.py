@@ -31,7 +31,7 @@ def write(path: pathlib.Path, text: str) -> None:
     """Writes a file that appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(text)
+    part.write_text(text, encoding="utf-8")
     os.replace(part, path)
 
 

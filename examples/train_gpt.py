@@ -40,11 +40,9 @@ def main(argv: list[str] | None = None) -> None:
         check_same(settings, saved, folder)
         rates = saved["rates"]
     else:
-        rates = rates_of(options)
+        rates = settings["rates"] = rates_of(options)
         set_aside(folder)
-        write(
-            folder / "settings.json", json.dumps(settings | {"rates": rates}, indent=2)
-        )
+        write(folder / "settings.json", json.dumps(settings, indent=2))
 
     if options.compare:
         for name in options.compare:
@@ -251,7 +249,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def positive(text: str) -> int:
     if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
+        raise argparse.ArgumentTypeError(f"{text}: valid are positive whole numbers")
     return int(text)
 
 
@@ -259,8 +257,7 @@ def optimizers(text: str) -> list[str]:
     names = text.split(",")
     if not set(names) <= set(OPTIMIZERS) or len(names) < 2:
         raise argparse.ArgumentTypeError(
-            f"{text} is not a list such as nanochat,adamw; there are "
-            + ", ".join(OPTIMIZERS)
+            f"{text}: valid are two or more of {', '.join(OPTIMIZERS)}, with commas"
         )
     return names
 

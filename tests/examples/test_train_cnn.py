@@ -1,0 +1,8 @@
+"""The convolutional example reaches what it promises."""
+
+import train_cnn
+
+
+def test_reads_digits(capsys):
+    assert train_cnn.main(["--epochs=8"]) > 0.97
+    assert "1 x (576, 64)   muon" in capsys.readouterr().out
