@@ -71,18 +71,16 @@ def best_of(results: list[dict], optimizer: str) -> dict:
 def report(results: list[dict]) -> str:
     done = {result["optimizer"] for result in results}
     packages = ("jax_muon", "jax", "flax", "optax", "numpy")
-    return json.dumps(
-        {
-            "command": "python examples/grid.py",
-            "date": str(datetime.date.today()),
-            "steps": STEPS,
-            "versions": {"python": platform.python_version()}
-            | {name: importlib.metadata.version(name) for name in packages},
-            "best": {o: best_of(results, o) for o in OPTIMIZERS if o in done},
-            "results": results,
-        },
-        indent=1,
-    )
+    contents = {
+        "command": "python examples/grid.py",
+        "date": str(datetime.date.today()),
+        "steps": STEPS,
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in packages},
+        "best": {o: best_of(results, o) for o in OPTIMIZERS if o in done},
+        "results": results,
+    }
+    return json.dumps(contents, indent=1) + "\n"
 
 
 if __name__ == "__main__":

@@ -77,19 +77,18 @@ class Checkpoints:
 
 def shapes(params: Any) -> dict[str, tuple[int, ...]]:
     """{"blocks/0/attn/q/kernel": (128, 128), ...}"""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/").removesuffix(
-            "/value"
-        ): tuple(leaf.shape)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        found[name.removesuffix("/value")] = tuple(leaf.shape)
+    return found
 
 
 class Metrics:
     """metrics.jsonl, one line a step.
 
-    The numbers stay on the device until they are flushed, so that the host does not
-    wait for each step; in normal running the newest ones are left for the next time.
+    The numbers stay on the device until they are flushed. Who keeps the newest ones back
+    does not wait for steps that still run.
     """
 
     def __init__(self, path: pathlib.Path, last_step: int):
@@ -120,27 +119,50 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def curve(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """The steps and values of one metric, wherever it was measured."""
-    points = [(record["step"], record[name]) for record in records if name in record]
-    return [step for step, _ in points], [value for _, value in points]
+Curve = tuple[list[int], list[float]]  # steps and values
+
+
+def curve(records: list[dict[str, Any]], name: str) -> Curve:
+    """One of the metrics, at the steps at which it was measured."""
+    found = [record for record in records if name in record]
+    return [record["step"] for record in found], [record[name] for record in found]
+
+
+def first_step_at(points: Curve, target: float) -> int | None:
+    """The first measured step whose value is not above the target."""
+    reached = (step for step, value in zip(*points, strict=True) if value <= target)
+    return next(reached, None)
 
 
 def draw(
-    curves: dict[str, tuple[list[int], list[float]]],
+    curves: dict[str, Curve],
     title: str,
     path: pathlib.Path,
-    target: float | None = None,
-    label: str = "",
+    target: tuple[str, float] | None = None,
 ) -> None:
-    """One line for each curve, and a dashed one at the target."""
+    """Draws curves of loss, and where each first comes down to a target."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for name, (steps, values) in curves.items():
-        axes.plot(steps, values, label=name)
-    if target is not None:
-        axes.axhline(target, color="grey", linestyle="--", linewidth=1, label=label)
-    axes.set(xlabel="step", title=title)
+    for name, points in curves.items():
+        steps, values = points
+        every_step = len(steps) > 1 and steps[1] - steps[0] == 1
+        style = {"alpha": 0.5, "linewidth": 1} if every_step else {"marker": "."}
+        (line,) = axes.plot(steps, values, label=name, **style)
+        step = first_step_at(points, target[1]) if target else None
+        if step is not None:
+            value = values[steps.index(step)]
+            axes.plot(step, value, "o", color=line.get_color())
+            axes.annotate(
+                f"step {step}",
+                (step, value),
+                xytext=(0, 8),
+                textcoords="offset points",
+                color=line.get_color(),
+            )
+    if target:
+        label, value = target
+        axes.axhline(value, color="grey", linestyle="--", linewidth=1, label=label)
+    axes.set(title=title, xlabel="step", ylabel="nats per character")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

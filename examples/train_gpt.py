@@ -21,7 +21,16 @@ import optax
 from flax import nnx
 from gpt import GPT, HEAD_WIDTH, generate
 from optimizers import OPTIMIZERS, best_rates, make_optimizer, table
-from runs import Checkpoints, Metrics, curve, draw, read, set_aside, write
+from runs import (
+    Checkpoints,
+    Metrics,
+    curve,
+    draw,
+    first_step_at,
+    read,
+    set_aside,
+    write,
+)
 from text import Text, read_text
 from tqdm import tqdm
 
@@ -42,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         rates = settings["rates"] = rates_of(options)
         set_aside(folder)
-        write(folder / "settings.json", json.dumps(settings, indent=2))
+        write(folder / "settings.json", json.dumps(settings, indent=2) + "\n")
 
     if options.compare:
         for name in options.compare:
@@ -72,7 +81,7 @@ def train(
     checkpoints = Checkpoints(folder / "checkpoints")
     done, state = checkpoints.restore({"params": params, "opt_state": tx.init(params)})
     params, opt_state = state["params"], state["opt_state"]
-    write(folder / "parameters.txt", table(optimizer, tx, params))
+    write(folder / "parameters.txt", table(optimizer, tx, params) + "\n")
     metrics = Metrics(folder / "metrics.jsonl", done)
 
     validation = jnp.asarray(
@@ -119,7 +128,7 @@ def report(
             "training": curve(records, "loss"),
             "validation": curve(records, "validation_loss"),
         },
-        f"{optimizer}: loss in nats per character",
+        f"Loss with {optimizer}",
         folder / "loss.png",
     )
     prompt = text.validation[: max(1, options.context // 4)]
@@ -169,23 +178,19 @@ def compare(optimizers: list[str], folder: pathlib.Path) -> None:
     }
     baseline = "adamw" if "adamw" in optimizers else optimizers[-1]
     target = curves[baseline][1][-1]
-    reached = {
-        name: next((s for s, loss in zip(*points, strict=True) if loss <= target), None)
-        for name, points in curves.items()
-    }
+    reached = {name: first_step_at(points, target) for name, points in curves.items()}
     result = {
         "baseline": baseline,
         "target": target,
         "steps_to_target": reached,
         "validation_loss": {name: losses[-1] for name, (_, losses) in curves.items()},
     }
-    write(folder / "compare.json", json.dumps(result, indent=2))
+    write(folder / "compare.json", json.dumps(result, indent=2) + "\n")
     draw(
         curves,
-        "validation loss in nats per character",
+        "Validation loss",
         folder / "compare.png",
-        target=target,
-        label=f"{baseline}'s final loss",
+        target=(f"{baseline}'s final loss", target),
     )
     print(f"\nSteps to {baseline}'s final validation loss, {target:.4f}:")
     for name, step in reached.items():
@@ -222,7 +227,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--optimizer", choices=OPTIMIZERS, default="nanochat")
     add("--compare", metavar="A,B", type=optimizers, help="train and draw all of these")
-    add("--steps", type=positive, default=600)
+    add("--steps", type=positive, default=400)
     add("--width", type=positive, default=128, help="a multiple of 32")
     add("--depth", type=positive, default=4, help="blocks")
     add("--context", type=positive, default=128, help="characters that the model sees")
@@ -231,8 +236,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--data", metavar="FILE", help="text in UTF-8; else Python's documentation")
     add("--learning-rate", type=float, help="of matrices; else the best of grid.json")
     add("--adamw-learning-rate", type=float, help="of all the rest; likewise")
-    add("--evaluate-every", type=positive, default=25, metavar="STEPS")
-    add("--checkpoint-every", type=positive, default=100, metavar="STEPS")
+    add("--evaluate-every", type=positive, default=20, metavar="STEPS")
+    add("--checkpoint-every", type=positive, default=50, metavar="STEPS")
     add("--runs", default="runs", metavar="FOLDER", help="where all runs are")
     add("--name", help="the run's folder there; else the optimizer's name")
     add("--resume", action="store_true", help="go on from the last checkpoint")
