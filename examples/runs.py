@@ -87,8 +87,8 @@ def shapes(params: Any) -> dict[str, tuple[int, ...]]:
 class Metrics:
     """metrics.jsonl, one line a step.
 
-    The numbers stay on the device until they are flushed. Who keeps the newest ones back
-    does not wait for steps that still run.
+    The numbers stay on the device until they are flushed. Who keeps the newest ones
+    back does not wait for steps that still run.
     """
 
     def __init__(self, path: pathlib.Path, last_step: int):
