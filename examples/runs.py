@@ -157,6 +157,7 @@ def draw(
                 (step, value),
                 xytext=(0, 8),
                 textcoords="offset points",
+                ha="center",
                 color=line.get_color(),
             )
     if target:

@@ -227,7 +227,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--optimizer", choices=OPTIMIZERS, default="nanochat")
     add("--compare", metavar="A,B", type=optimizers, help="train and draw all of these")
-    add("--steps", type=positive, default=400)
+    add("--steps", type=positive, default=300)
     add("--width", type=positive, default=128, help="a multiple of 32")
     add("--depth", type=positive, default=4, help="blocks")
     add("--context", type=positive, default=128, help="characters that the model sees")
@@ -236,7 +236,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--data", metavar="FILE", help="text in UTF-8; else Python's documentation")
     add("--learning-rate", type=float, help="of matrices; else the best of grid.json")
     add("--adamw-learning-rate", type=float, help="of all the rest; likewise")
-    add("--evaluate-every", type=positive, default=20, metavar="STEPS")
+    add("--evaluate-every", type=positive, default=10, metavar="STEPS")
     add("--checkpoint-every", type=positive, default=50, metavar="STEPS")
     add("--runs", default="runs", metavar="FOLDER", help="where all runs are")
     add("--name", help="the run's folder there; else the optimizer's name")
