@@ -81,6 +81,8 @@ def train(
     checkpoints = Checkpoints(folder / "checkpoints")
     done, state = checkpoints.restore({"params": params, "opt_state": tx.init(params)})
     params, opt_state = state["params"], state["opt_state"]
+    if done:
+        print(f"going on after step {done}")
     write(folder / "parameters.txt", table(optimizer, tx, params) + "\n")
     metrics = Metrics(folder / "metrics.jsonl", done)
 
@@ -227,12 +229,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--optimizer", choices=OPTIMIZERS, default="nanochat")
     add("--compare", metavar="A,B", type=optimizers, help="train and draw all of these")
-    add("--steps", type=positive, default=300)
-    add("--width", type=positive, default=128, help="a multiple of 32")
-    add("--depth", type=positive, default=4, help="blocks")
-    add("--context", type=positive, default=128, help="characters that the model sees")
-    add("--batch-size", type=positive, default=16, help="windows in a step")
-    add("--seed", type=int, default=0)
+    add("--steps", type=positive, default=300, help="default 300")
+    add("--width", type=positive, default=128, help="a multiple of 32, default 128")
+    add("--depth", type=positive, default=4, help="blocks, default 4")
+    add("--context", type=positive, default=128, help="characters seen, default 128")
+    add("--batch-size", type=positive, default=16, help="windows in a step, default 16")
+    add("--seed", type=int, default=0, help="of weights and batches, default 0")
     add("--data", metavar="FILE", help="text in UTF-8; else Python's documentation")
     add("--learning-rate", type=float, help="of matrices; else the best of grid.json")
     add("--adamw-learning-rate", type=float, help="of all the rest; likewise")
