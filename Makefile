@@ -7,10 +7,15 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 
-.PHONY: train test venv docs lint clean
+.PHONY: train train-multiprocess test venv docs lint clean
 
 train: $(VENV)/examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+# Two processes with four CPU devices each.
+train-multiprocess: $(VENV)/examples
+	$(BIN)/python examples/launch.py 2 examples/train_gpt.py \
+		--sharding zero2 --devices 4 --name multiprocess $(ARGS)
 
 test: venv
 	$(BIN)/python -m pytest -n 2 $(ARGS)

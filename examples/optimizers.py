@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 import jax_muon as jm
 
@@ -26,51 +27,55 @@ class Rates(NamedTuple):
     weight_decay: optax.Schedule
 
 
-def nanochat(rates: Rates) -> optax.GradientTransformation:
+def nanochat(rates: Rates, axis: str | None) -> optax.GradientTransformation:
     return jm.nanochat(
         rates.learning_rate,
         rates.momentum,
         rates.weight_decay,
         adamw_learning_rate=rates.adamw_learning_rate,
         dtype="float32",
+        zero2_axis=axis,
     )
 
 
-def muon(rates: Rates) -> optax.GradientTransformation:
+def muon(rates: Rates, axis: str | None) -> optax.GradientTransformation:
     return jm.muon(
         rates.learning_rate,
         adamw_learning_rate=rates.adamw_learning_rate,
         dtype="float32",
+        zero2_axis=axis,
     )
 
 
-def normuon(rates: Rates) -> optax.GradientTransformation:
+def normuon(rates: Rates, axis: str | None) -> optax.GradientTransformation:
     return jm.normuon(
         rates.learning_rate,
         adamw_learning_rate=rates.adamw_learning_rate,
         dtype="float32",
+        zero2_axis=axis,
     )
 
 
-def moonlight(rates: Rates) -> optax.GradientTransformation:
+def moonlight(rates: Rates, axis: str | None) -> optax.GradientTransformation:
     return jm.moonlight(
         rates.learning_rate,
         adamw_learning_rate=rates.adamw_learning_rate,
         adamw_weight_decay=0.0,
         dtype="float32",
+        zero2_axis=axis,
     )
 
 
-def adamw(rates: Rates) -> optax.GradientTransformation:
-    return optax.multi_transform(
-        {
-            "muon": optax.adamw(rates.learning_rate, 0.9, 0.95, weight_decay=0.1),
-            "adamw": optax.adamw(
-                rates.adamw_learning_rate, 0.8, 0.95, 1e-10, weight_decay=0.0
-            ),
-        },
-        jm.label_params,
-    )
+def adamw(rates: Rates, axis: str | None) -> optax.GradientTransformation:
+    transforms = {
+        "muon": optax.adamw(rates.learning_rate, 0.9, 0.95, weight_decay=0.1),
+        "adamw": optax.adamw(
+            rates.adamw_learning_rate, 0.8, 0.95, 1e-10, weight_decay=0.0
+        ),
+    }
+    if axis is not None:
+        transforms = {k: jm.zero2_rows(tx, axis) for k, tx in transforms.items()}
+    return optax.multi_transform(transforms, jm.label_params)
 
 
 OPTIMIZERS = {f.__name__: f for f in (nanochat, muon, normuon, moonlight, adamw)}
@@ -87,22 +92,38 @@ def best_rates(name: str) -> dict[str, float]:
 
 
 def make_optimizer(
-    name: str, steps: int, *, learning_rate: float, adamw_learning_rate: float
+    name: str,
+    steps: int,
+    axis: str | None = None,
+    *,
+    learning_rate: float,
+    adamw_learning_rate: float,
 ) -> optax.GradientTransformation:
-    """The optimizer for a run of so many steps with these highest learning rates."""
+    """The optimizer for a run of so many steps with these highest learning rates.
+
+    With `axis`, it divides its state and its work over that axis of a mesh.
+    """
     return OPTIMIZERS[name](
         Rates(
             trapezoid(learning_rate, steps),
             trapezoid(adamw_learning_rate, steps),
             optax.linear_schedule(0.85, 0.95, min(300, steps // 2)),
             optax.linear_schedule(0.1, 0.0, steps),
-        )
+        ),
+        axis,
     )
 
 
-def table(name: str, tx: optax.GradientTransformation, params: optax.Params) -> str:
-    """What the optimizer does with each parameter."""
-    return jm.describe(params, tx=tx, rule=SHAPE_RULES.get(name, "max_ratio"))
+def table(
+    name: str,
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    mesh: Mesh | None = None,
+) -> str:
+    """What the optimizer does with each parameter, and ZeRO-2 with the matrices."""
+    mesh = mesh if name != "adamw" else None  # which divides rows alone
+    rule = SHAPE_RULES.get(name, "max_ratio")
+    return jm.describe(params, tx=tx, rule=rule, mesh=mesh)
 
 
 def trapezoid(peak: float, steps: int) -> optax.Schedule:

@@ -49,17 +49,20 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any]) -> None:
         self.manager.save(step, args=ocp.args.StandardSave(state))
 
-    def restore(self, state: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Returns the last step and its state, or 0 and the state that was given.
+    def restore(self, abstract: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
+        """Returns the last step and its state, or 0 and None.
+
+        Args:
+            abstract: shapes, dtypes and places of the state.
 
         Raises:
             ValueError: the checkpoint's parameters are those of another model.
         """
         step = self.manager.latest_step()
         if step is None:
-            return 0, state
+            return 0, None
         saved = shapes(self.manager.item_metadata(step)["params"])
-        wanted = shapes(state["params"])
+        wanted = shapes(abstract["params"])
         for path in sorted(saved | wanted):
             if saved.get(path) != wanted.get(path):
                 raise ValueError(
@@ -68,7 +71,6 @@ class Checkpoints:
                     f"{wanted.get(path, 'missing')} in this one. Valid are the --width "
                     f"and --depth that the run began with, or another --name"
                 )
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         return step, self.manager.restore(step, args=ocp.args.StandardRestore(abstract))
 
     def close(self) -> None:
@@ -91,11 +93,12 @@ class Metrics:
     back does not wait for steps that still run.
     """
 
-    def __init__(self, path: pathlib.Path, last_step: int):
-        self.path = path
+    def __init__(self, path: pathlib.Path | None, last_step: int):
+        self.path = path  # None in a process that writes nothing
         self.waiting: list[dict[str, Any]] = []
-        kept = [record for record in read(path) if record["step"] <= last_step]
-        write(path, "".join(json.dumps(record) + "\n" for record in kept))
+        if path is not None:
+            kept = [record for record in read(path) if record["step"] <= last_step]
+            write(path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def add(self, step: int, **values: jax.Array) -> None:
         self.waiting.append({"step": step, **values})
@@ -108,8 +111,9 @@ class Metrics:
             {name: np.asarray(value).item() for name, value in record.items()}
             for record in ready
         ]
-        with self.path.open("a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
         return records
 
 

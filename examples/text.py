@@ -32,11 +32,11 @@ class Text:
     def __str__(self) -> str:
         total = self.train.size + self.validation.size
         unknown = np.count_nonzero(self.validation == 0)
+        strange = f", {unknown} of them unknown and read as {UNKNOWN}"
         return (
             f"{self.name}: {total:,} characters, sha256 {self.sha256}\n"
             f"{self.train.size:,} to train on, {len(self.vocabulary) - 1} distinct; "
-            f"{self.validation.size:,} to validate, of which {unknown} are none of "
-            f"these and read as {UNKNOWN}"
+            f"{self.validation.size:,} to validate{strange if unknown else ''}"
         )
 
     def decode(self, tokens: Int[np.ndarray, " characters"]) -> str:

@@ -5,21 +5,24 @@
     python examples/train_gpt.py --resume                   goes on where it was stopped
     python examples/train_gpt.py --compare nanochat,adamw   both, in one picture
     python examples/train_gpt.py --data FILE                on a text of your own
+    python examples/train_gpt.py --sharding zero2 --devices 8
 
 This file is the story of a run. The model is in gpt.py, the data in text.py, optimizers
-with their rates and schedules in optimizers.py, and what lies in runs/NAME in runs.py.
+with their rates and schedules in optimizers.py, devices and processes in layouts.py,
+and what lies in runs/NAME in runs.py.
 """
 
 import argparse
+import contextlib
 import json
 import pathlib
 import time
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from gpt import GPT, HEAD_WIDTH, generate
+from layouts import Layout, connect
 from optimizers import OPTIMIZERS, best_rates, make_optimizer, table
 from runs import (
     Checkpoints,
@@ -39,32 +42,50 @@ FETCH_EVERY = 10  # steps between two looks at the device's metrics
 
 def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
+    layout = connect(options)
     folder = pathlib.Path(options.runs, options.name)
     text = read_text(options.data, options.context)
+    if not layout.writes:
+        with contextlib.redirect_stdout(None):
+            return run(options, layout, text, folder)
+    run(options, layout, text, folder)
+
+
+def run(
+    options: argparse.Namespace, layout: Layout, text: Text, folder: pathlib.Path
+) -> None:
+    """All that was asked for. Every process does the same, and the first one writes."""
     print(text)
     settings = {name: vars(options)[name] for name in SETTINGS}
     settings["sha256"] = text.sha256
-    if options.resume and any(p.name.isdigit() for p in folder.rglob("checkpoints/*")):
+    there = any(p.name.isdigit() for p in folder.rglob("checkpoints/*"))
+    layout.wait("looked for checkpoints")
+    if options.resume and there:
         saved = read_settings(folder)
         check_same(settings, saved, folder)
         rates = saved["rates"]
     else:
         rates = settings["rates"] = rates_of(options)
-        set_aside(folder)
-        write(folder / "settings.json", json.dumps(settings, indent=2) + "\n")
+        if layout.writes:
+            set_aside(folder)
+            write(folder / "settings.json", json.dumps(settings, indent=2) + "\n")
+        layout.wait("made the folder")
 
     if options.compare:
         for name in options.compare:
-            train(name, rates[name], options, text, folder / name)
-        compare(options.compare, folder)
+            train(name, rates[name], options, layout, text, folder / name)
+        if layout.writes:
+            compare(options.compare, folder)
     else:
-        train(options.optimizer, rates[options.optimizer], options, text, folder)
+        name = options.optimizer
+        train(name, rates[name], options, layout, text, folder)
 
 
 def train(
     optimizer: str,
     rates: dict[str, float],
     options: argparse.Namespace,
+    layout: Layout,
     text: Text,
     folder: pathlib.Path,
 ) -> None:
@@ -75,26 +96,38 @@ def train(
         len(text.vocabulary), options.width, options.depth, rngs=nnx.Rngs(options.seed)
     )
     graph, params = nnx.split(model, nnx.Param)
-    tx = make_optimizer(optimizer, options.steps, **rates)
-    train_step, evaluate = make_steps(graph, tx)
+    params = layout.place(params)
+    tx = make_optimizer(optimizer, options.steps, layout.zero2_axis, **rates)
+    loss, evaluate = make_losses(graph)
+    train_step = layout.make_step(loss, tx)
 
     checkpoints = Checkpoints(folder / "checkpoints")
-    done, state = checkpoints.restore({"params": params, "opt_state": tx.init(params)})
-    params, opt_state = state["params"], state["opt_state"]
+    done, saved = checkpoints.restore(layout.abstract(tx, params))
     if done:
         print(f"going on after step {done}")
-    write(folder / "parameters.txt", table(optimizer, tx, params) + "\n")
-    metrics = Metrics(folder / "metrics.jsonl", done)
+        params, opt_state = layout.restore(tx, saved)
+    else:
+        opt_state = layout.init(tx, params)
+    if layout.writes:
+        plain = make_optimizer(optimizer, options.steps, **rates)
+        shown = table(optimizer, plain, params, layout.mesh)
+        write(folder / "parameters.txt", shown + "\n")
+    metrics = Metrics(folder / "metrics.jsonl" if layout.writes else None, done)
 
     validation = jnp.asarray(
         text.validation_batches(options.batch_size, options.context)
     )
     tokens = options.batch_size * options.context  # in a step
     bar = tqdm(
-        initial=done * tokens, total=options.steps * tokens, unit="tok", unit_scale=True
+        initial=done * tokens,
+        total=options.steps * tokens,
+        unit="tok",
+        unit_scale=True,
+        disable=not layout.writes,
     )
     for step in range(done + 1, options.steps + 1):
         batch = text.batch(options.seed, step, options.batch_size, options.context)
+        batch = layout.batch(batch)
         params, opt_state, values = train_step(params, opt_state, batch)
         if step % options.evaluate_every == 0 or step == options.steps:
             values["validation_loss"] = evaluate(params, validation)
@@ -103,7 +136,7 @@ def train(
         records = []
         if step % options.checkpoint_every == 0 or step == options.steps:
             records = metrics.flush()
-            checkpoints.save(step, {"params": params, "opt_state": opt_state})
+            checkpoints.save(step, layout.save(params, opt_state))
         elif step % FETCH_EVERY == 0:
             records = metrics.flush(keep=FETCH_EVERY)
         if records:
@@ -113,7 +146,9 @@ def train(
     bar.close()
     checkpoints.close()
     print(f"{options.steps - done} steps in {time.monotonic() - began:.0f} s")
-    report(optimizer, nnx.merge(graph, params), options, text, folder)
+    if layout.writes:
+        model = nnx.merge(graph, jax.device_get(params))
+        report(optimizer, model, options, text, folder)
 
 
 def report(
@@ -151,21 +186,16 @@ def report(
     print(f"In {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 
-def make_steps(graph: nnx.GraphDef, tx: optax.GradientTransformation):
-    """The two compiled functions of a run: one learns, one only looks."""
+def make_losses(graph: nnx.GraphDef):
+    """The loss of a batch, to learn from, and compiled that of many, to look at."""
 
     def loss(params, windows):  # windows: (16, 129)
         return nnx.merge(graph, params).loss(windows)
 
-    def train_step(params, opt_state, batch):
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, {"loss": value}
-
     def evaluate(params, batches):  # batches: (8, 16, 129)
         return jax.lax.map(lambda batch: loss(params, batch), batches).mean()
 
-    return jax.jit(train_step, donate_argnums=(0, 1)), jax.jit(evaluate)
+    return loss, jax.jit(evaluate)
 
 
 def compare(optimizers: list[str], folder: pathlib.Path) -> None:
@@ -240,6 +270,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--adamw-learning-rate", type=float, help="of all the rest; likewise")
     add("--evaluate-every", type=positive, default=10, metavar="STEPS")
     add("--checkpoint-every", type=positive, default=50, metavar="STEPS")
+    add("--sharding", choices=("none", "zero2"), default="none")
+    add("--devices", type=positive, help="of each process; else all; for zero2")
+    add("--distributed", action="store_true", help="this is one of several processes")
+    add("--coordinator", metavar="HOST:PORT", help="else the cluster tells")
+    add("--processes", type=positive, help="how many there are; likewise")
+    add("--process-id", type=int, help="which of them this is; likewise")
     add("--runs", default="runs", metavar="FOLDER", help="where all runs are")
     add("--name", help="the run's folder there; else the optimizer's name")
     add("--resume", action="store_true", help="go on from the last checkpoint")
@@ -250,6 +286,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         options = parser.parse_args(argv)
     if options.width % HEAD_WIDTH:
         parser.error(f"--width {options.width}: valid are multiples of {HEAD_WIDTH}")
+    if options.sharding == "none" and (options.devices or 1) > 1:
+        parser.error("--devices: valid with --sharding zero2")
+    if options.sharding == "none" and options.distributed:
+        parser.error("--distributed: valid with --sharding zero2")
     options.name = name
     return options
 

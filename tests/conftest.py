@@ -17,6 +17,14 @@ def count_traces_from_zero():
     chex.clear_trace_counter()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compile_once(tmp_path_factory):
+    """Most of the suite's time is compilation, of programs that many tests share."""
+    folder = tmp_path_factory.getbasetemp().parent / "jax_cache"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
 @pytest.fixture
 def rng():
     """A seeded NumPy generator."""

@@ -9,7 +9,12 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 from jaxtyping import Array
 
 from jax_muon.sharding.axes import axis_names, vary
@@ -90,10 +95,14 @@ def abstract_portable(
       mesh: the mesh whose axes `tx` names; None for one device.
 
     Returns:
-      The portable state as `jax.ShapeDtypeStruct`s, with shardings if there is a mesh.
+      The portable state as `jax.ShapeDtypeStruct`s with shardings.
     """
     if mesh is None:
-        return jax.eval_shape(tx.init, params)
+        here = SingleDeviceSharding(jax.local_devices()[0])
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
+            jax.eval_shape(tx.init, params),
+        )
     template = abstract_state(tx, params, mesh)
 
     def portable(x: Any) -> Any:
