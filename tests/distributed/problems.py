@@ -29,7 +29,7 @@ PROBLEMS = {
     "eight of one shape": {f"{i}/w": (12, 20) for i in range(8)},
     "one matrix only": {"w": (9, 14)},
     "no matrices": {"wte": (130, 8), "bias": (7,), "scale": (5,)},
-    "no adamw leaves": {"a": (8, 8), "b": (8, 16), "c": (16, 8)},
+    "no adamw leaves": {"x": (8, 8), "y": (8, 16), "z": (16, 8)},
 }
 
 

@@ -94,7 +94,7 @@ def test_portable_arrays_are_spread_over_the_devices():
     params, _ = problems.draw("no adamw leaves")
     tx, mesh = layout(8)
     portable = jm.to_portable(jm.init_optimizer(tx, params, mesh))
-    momentum = portable.inner_states["muon"].inner_state[0].mu["b"]
+    momentum = portable.inner_states["muon"].inner_state[0].mu["y"]
     assert momentum.shape == (8, 16)
     assert momentum.addressable_shards[0].data.shape == (1, 16)
 
