@@ -1,0 +1,1 @@
+"""Measurements of jax_muon, each a command with its results beside it."""

@@ -1,0 +1,283 @@
+"""Read the text of a scheduled HLO module: what runs while a collective is under way.
+
+A scheduled module lists instructions in the order in which the GPU's stream gets them.
+An asynchronous collective is a pair, `-start` and `-done`: whatever stands between the
+two runs while data travels. This reads text alone, and needs no compiler and no GPU.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")
+_OPCODE = re.compile(r" ([a-z][a-z0-9-]*)\(")
+_ARRAY = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
+_NAME = re.compile(r"%([\w.-]+)")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.-]+)"
+)
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([0-9",]*)[\]}]')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_GROUP = re.compile(r"replica_groups=(?:\{\{([0-9,]*)\}|\[\d+,(\d+)\]<=)")
+
+_COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
+_PRODUCT_TARGETS = ("cublas", "gemm", "matmul")
+_BITS = re.compile(r"^[a-z]+(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """Matrix products: how many, and their FLOPs."""
+
+    count: int = 0
+    flops: int = 0
+
+    def __add__(self, other: "Products") -> "Products":
+        return Products(self.count + other.count, self.flops + other.flops)
+
+    def __mul__(self, times: int) -> "Products":
+        return Products(self.count * times, self.flops * times)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Products that every device runs, and those in a branch that it may not take."""
+
+    always: Products = Products()
+    perhaps: Products = Products()
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.always + other.always, self.perhaps + other.perhaps)
+
+    @property
+    def count(self) -> int:
+        """Products on a device that takes every branch."""
+        return self.always.count + self.perhaps.count
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of them."""
+        return self.always.flops + self.perhaps.flops
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    opcode: str
+    type: str
+    operands: tuple[str, ...]
+    text: str
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Computations that it calls."""
+        branches = [
+            name.strip().lstrip("%")
+            for group in _BRANCHES.findall(self.text)
+            for name in group.split(",")
+        ]
+        return (*_CALLED.findall(self.text), *branches)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A collective in the schedule: where it starts and ends, what runs meanwhile.
+
+    Attributes:
+      name: of its instruction.
+      kind: "reduce-scatter", "all-gather", "all-reduce" or "all-to-all".
+      start: place in the schedule.
+      done: place of its end; that of the start for a synchronous collective.
+      input_bytes: of one device.
+      devices: that take part in it.
+      is_sync: whether the device waits for it, be it a pair of start and done or not.
+      hides: products between start and done.
+    """
+
+    name: str
+    kind: str
+    start: int
+    done: int
+    input_bytes: int
+    devices: int
+    is_sync: bool
+    hides: Work
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a device sends, in the ring form of each collective."""
+        others = (self.devices - 1) / self.devices
+        factor = {
+            "reduce-scatter": others,
+            "all-to-all": others,
+            "all-gather": self.devices - 1,
+            "all-reduce": 2 * others,
+        }
+        return factor[self.kind] * self.input_bytes
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether it is asynchronous with a product between start and done."""
+        return not self.is_sync and self.hides.count > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A module's computations by name, each a list of instructions in order."""
+
+    computations: dict[str, list[Instruction]]
+    entry: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Module":
+        """Read a module.
+
+        Raises:
+          ValueError: the module is not scheduled, or has no entry.
+        """
+        if "is_scheduled=true" not in text.partition("\n")[0]:
+            raise ValueError("HLO text that is not scheduled: its order means nothing")
+        computations: dict[str, list[Instruction]] = {}
+        entry = None
+        body: list[Instruction] = []
+        for line in text.splitlines():
+            if heading := _COMPUTATION.match(line):
+                body = computations.setdefault(heading[2], [])
+                entry = heading[2] if heading[1] else entry
+            elif (found := _INSTRUCTION.match(line)) and (
+                opcode := _OPCODE.search(" " + found[2])
+            ):
+                # Found with one space in front: places in found[2] are one less.
+                arguments = found[2][opcode.end() - 1 :].partition(")")[0]
+                body.append(
+                    Instruction(
+                        found[1],
+                        opcode[1],
+                        found[2][: max(0, opcode.start() - 1)],
+                        tuple(_NAME.findall(arguments)),
+                        line,
+                    )
+                )
+        if entry is None:
+            raise ValueError("HLO text without ENTRY")
+        return cls(computations, entry)
+
+    def transfers(self) -> list[Transfer]:
+        """Collectives of the entry computation, in the order of their starts."""
+        schedule = self.computations[self.entry]
+        types = {line.name: line.type for line in schedule}
+        before = [Work()]  # products in front of each place
+        for line in schedule:
+            before.append(before[-1] + self._work(line, types))
+        place = {line.name: index for index, line in enumerate(schedule)}
+        done = {
+            line.operands[0]: place[line.name]
+            for line in schedule
+            if line.opcode.endswith("-done") and line.operands
+        }
+        found = []
+        for start, line in enumerate(schedule):
+            kind = line.opcode.removesuffix("-start")
+            if kind not in _COLLECTIVES:
+                continue
+            end = done.get(line.name, start)
+            between = Work(
+                _difference(before[end].always, before[start + 1].always),
+                _difference(before[end].perhaps, before[start + 1].perhaps),
+            )
+            paired = line.name in done
+            found.append(
+                Transfer(
+                    line.name,
+                    kind,
+                    start,
+                    end,
+                    sum(_bytes(types[name]) for name in line.operands),
+                    _devices(line.text),
+                    not paired or '"is_sync":true' in line.text,
+                    between if paired else Work(),
+                )
+            )
+        return found
+
+    def work(self) -> Work:
+        """All products of the module."""
+        return self._work_of(self.entry)
+
+    def conditionals(self) -> list[Instruction]:
+        """The conditionals of the entry computation."""
+        return [
+            line
+            for line in self.computations[self.entry]
+            if line.opcode == "conditional"
+        ]
+
+    def _work_of(self, computation: str) -> Work:
+        lines = self.computations.get(computation, [])
+        types = {line.name: line.type for line in lines}
+        total = Work()
+        for line in lines:
+            total = total + self._work(line, types)
+        return total
+
+    def _work(self, line: Instruction, types: dict[str, str]) -> Work:
+        if line.opcode == "dot" or (
+            line.opcode == "custom-call"
+            and any(word in _target(line.text) for word in _PRODUCT_TARGETS)
+        ):
+            return Work(Products(1, _flops(line, types)))
+        inner = [self._work_of(name) for name in line.called]
+        if line.opcode == "conditional":
+            # A device takes one branch: count the one that does most.
+            most = max(inner, key=lambda work: work.count)
+            return Work(perhaps=most.always + most.perhaps)
+        trips = int(found[1]) if (found := _TRIPS.search(line.text)) else 1
+        total = Work()
+        for work in inner:
+            total = total + Work(work.always * trips, work.perhaps * trips)
+        return total
+
+
+def _difference(after: Products, before: Products) -> Products:
+    return Products(after.count - before.count, after.flops - before.flops)
+
+
+def _target(text: str) -> str:
+    return text.partition('custom_call_target="')[2].partition('"')[0].lower()
+
+
+def _arrays(text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Element type and shape of every array in a type."""
+    for dtype, sizes in _ARRAY.findall(text):
+        yield dtype, tuple(int(size) for size in sizes.split(",") if size)
+
+
+def _bytes(text: str) -> int:
+    total = 0
+    for dtype, shape in _arrays(text):
+        bits = _BITS.match(dtype)  # "bf16", "f8e4m3fn", "s8"; "pred" has no number
+        total += math.prod(shape) * (int(bits[1]) if bits else 8) // 8
+    return total
+
+
+def _flops(line: Instruction, types: dict[str, str]) -> int:
+    """2 x elements of the product x length of the sums."""
+    _, product = next(_arrays(line.type))
+    _, left = next(_arrays(types[line.operands[0]]))
+    contracted = _CONTRACTED.search(line.text)
+    axes = re.findall(r"\d+", contracted[1]) if contracted else [str(len(left) - 1)]
+    return 2 * math.prod(product) * math.prod(left[int(axis)] for axis in axes)
+
+
+def _devices(text: str) -> int:
+    group = _GROUP.search(text)
+    if group is None:
+        raise ValueError(
+            f"a collective without replica_groups that we can read: {text}"
+        )
+    return int(group[2]) if group[2] else group[1].count(",") + 1
