@@ -75,18 +75,16 @@ CARD_BYTES = 84_942_979_072
 GPUS_PER_HOST = 8
 
 # docs/gpu_schedule.md says what each does and how it was found.
-COMMON_OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     # cuBLASLt calls: without a card, Triton's products would be untuned.
     "xla_gpu_enable_triton_gemm": False,
+    # Graphs of one command too: below 5, a branch that stands alone is not recorded.
+    "xla_gpu_graph_min_graph_size": 1,
 }
-ONE_HOST_OPTIONS = COMMON_OPTIONS | {
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 20_000_000,
-}
-MORE_HOSTS_OPTIONS = COMMON_OPTIONS | {
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 3_700_000,
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 10,
-    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
-}
+# Reduce-scatters are combined up to this many elements of output: with GPT-2 124M the
+# embedding (and the head, on more than one host) joins the smallest stack of matrices.
+ONE_HOST_ELEMENTS = 10_000_000
+MORE_HOSTS_ELEMENTS = 1_850_000
 
 PACKAGES = (
     "jax",
@@ -96,6 +94,21 @@ PACKAGES = (
     "nvidia-cuda-nvcc",
     "optax",
 )
+
+
+def compiler_options(gpus: int, dtype: str) -> dict[str, Any]:
+    """The options that we found for a number of GPUs."""
+    one_host = gpus <= GPUS_PER_HOST
+    elements = ONE_HOST_ELEMENTS if one_host else MORE_HOSTS_ELEMENTS
+    combine = {
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": elements
+        * jax.numpy.dtype(dtype).itemsize
+    }
+    in_flight = {
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 10,
+        "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    }
+    return OPTIONS | combine | ({} if one_host else in_flight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +171,7 @@ def theoretical_bytes(gpus: int, model: str, dtype: str) -> dict[str, float]:
     """(N-1)/N of what each way carries, padded and unpadded, from the shapes alone."""
     counts: dict[tuple[int, ...], int] = {}
     plain = padded = 0
-    size = np.dtype(jax.numpy.dtype(dtype)).itemsize
+    size = jax.numpy.dtype(dtype).itemsize
     for path, leaf in jax.tree_util.tree_leaves_with_path(
         model_parameters(model, dtype)
     ):
@@ -353,13 +366,13 @@ def main(words: list[str]) -> None:
     for gpus in args.gpus:
         if gpus < 1 or (gpus > GPUS_PER_HOST and gpus % GPUS_PER_HOST):
             parser.error(f"--gpus {gpus}: valid are 1 to 8, and multiples of 8")
-        ours = ONE_HOST_OPTIONS if gpus <= GPUS_PER_HOST else MORE_HOSTS_OPTIONS
-        result = measure(gpus, args, ours | dict(args.option))
+        options = compiler_options(gpus, args.dtype) | dict(args.option)
+        result = measure(gpus, args, options)
         print(report(result), end="\n\n")
         if args.json is not None:
-            name = f"gpu_schedule_{args.model}_{args.dtype}_{gpus}.json"
-            text = json.dumps(result, indent=1)
-            (args.json / name).write_text(text + "\n", encoding="utf-8")
+            case = f"{args.model}_{args.recipe}_{args.dtype}_{gpus}"
+            path = args.json / f"gpu_schedule_{case}.json"
+            path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
