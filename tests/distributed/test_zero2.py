@@ -47,6 +47,7 @@ def train(tx, mesh, params, loss, data, axis="data", **settings):
     for batch in data:
         params, state, metrics = step(params, state, batch)
         losses.append(float(metrics["loss"]))
+        assert_bit_identical_on_devices(params)
     return params, state, losses
 
 
@@ -58,7 +59,7 @@ def assert_bit_identical_on_devices(tree):
 
 
 @pytest.mark.parametrize("problem", problems.PROBLEMS)
-@pytest.mark.parametrize("devices", [1, 4, 8])
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_equals_one_device(problem, devices):
     params, weights = problems.draw(problem)
     loss, data = problems.loss_of(weights), problems.batches(20)
@@ -67,7 +68,6 @@ def test_equals_one_device(problem, devices):
     result, _, got = train(tx, mesh_of(devices), params, loss, data)
     assert problems.distance(result, expected, params) < 5e-6
     np.testing.assert_allclose(got, losses, rtol=1e-5, atol=1e-5)
-    assert_bit_identical_on_devices(result)
 
 
 @pytest.mark.parametrize("name", RECIPES)
