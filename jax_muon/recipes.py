@@ -345,7 +345,9 @@ def normuon(
     pieces = [
         nesterov(momentum, lookahead=lookahead),
         orthogonalize(polar, **view),
-        scale_by_normuon(beta2, axis="output", **view),
+        # The paper adds 1e-8 to the root; here the root is at least 1e-8. The default,
+        # 1e-5, would hold back neurons whose first updates are small: V starts at 0.
+        scale_by_normuon(beta2, axis="output", eps=1e-16, **view),
         normalize_frobenius(0.2, **view),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),

@@ -168,6 +168,16 @@ def test_nanochat_is_the_chain_that_the_docs_write():
     chex.assert_trees_all_equal_structs(state, tx_state)
 
 
+def test_normuon_lifts_neurons_whose_first_updates_are_small():
+    """Each neuron of (1, n) has one weight: the paper brings all to the same size."""
+    params = {"w": jnp.zeros((1, 8))}
+    grads = {"w": jnp.ones((1, 8)).at[0, 3].set(1e-5)}
+    tx = jm.normuon(1.0, weight_decay=0.0, dtype="float32")
+    updates, _ = tx.update(grads, tx.init(params), params)
+    # sqrt(V) + 1e-8 in the paper, where V is 0.05 times a mean square of (3.5e-6)^2
+    np.testing.assert_allclose(updates["w"], -0.2 * np.ones((1, 8)), rtol=0.02)
+
+
 def test_fewer_steps_are_the_first_of_five_quintics(rng, x64):
     params = {"w": jnp.asarray(rng.standard_normal((4, 6)))}
     tx = jm.nanochat(1.0, 0.0, 0.0, steps=3, dtype="float64")
