@@ -31,6 +31,7 @@ MUON_DEFAULTS: dict[str, Any] = {
     "beta2": 0.95,
     "weight_decay": 0.1,
     "ns_steps": 5,
+    "polar": polar_express,  # or a variant of it, to see what rounding does
     "dtype": torch.bfloat16,  # of the polar iteration
     **JANUARY,
 }
@@ -42,13 +43,13 @@ ADAMW_DEFAULTS: dict[str, Any] = {
 }
 
 
-def rate(value: float, like: Tensor) -> Tensor:
+def rate(value: float | Tensor, like: Tensor) -> Tensor:
     """Round a rate to the dtype of what it multiplies, as eager nanochat does.
 
     The sums and products of rates round there too. In float32 that is the last bit, but
     in bfloat16 1 - beta2 is 0.0508 instead of 0.05, and lr is off by up to 0.2 %.
     """
-    return torch.tensor(value, dtype=like.dtype, device=like.device)
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ def muon_update(
     u = nesterov_ema(grad, momentum, rate(group["momentum"], w)).to(group["dtype"])
     if group["row_equilibration"]:
         u = equilibrate_rows(u)
-    x = polar_express(
+    x = group["polar"](
         u, group["ns_steps"], norm_factor=group["norm_factor"], dtype=group["dtype"]
     )
     if group["renormalize"]:
