@@ -1,13 +1,14 @@
 # Two commands do everything on a machine that has Python 3.11 and nothing else:
 #   make train    trains a GPT on real text with jax_muon.nanochat()
 #   make test     runs the tests
+# and `make parity` compares every number with PyTorch and writes parity/report.md.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 
-.PHONY: train train-multiprocess test venv docs lint gpu-schedule clean
+.PHONY: train train-multiprocess test parity venv docs lint gpu-schedule clean
 
 train: $(VENV)/examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -19,6 +20,9 @@ train-multiprocess: $(VENV)/examples
 
 test: venv
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+parity: $(VENV)/parity
+	$(BIN)/python -m parity.run $(ARGS)
 
 venv: $(VENV)/test
 
@@ -42,7 +46,7 @@ $(VENV)/gpu-schedule: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@
 
 # One stamp for each extra that is installed.
-$(VENV)/examples $(VENV)/test $(VENV)/docs $(VENV)/dev: $(VENV)/%: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/examples $(VENV)/test $(VENV)/parity $(VENV)/docs $(VENV)/dev: $(VENV)/%: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[$*]'
 	touch $@
 
