@@ -310,10 +310,10 @@ def _third_parties(results: Results) -> str:
     unused = "\n".join(f"- {name}: {why}." for name, why in third_parties.NOT_USED)
     return f"""## Other people's packages
 
-Distance from the package after {third_parties.STEPS} steps on
-{len(third_parties.NAMES)} matrices: of ours; of the reference, which rounds in the order of the package; and, as the bar in bfloat16, of the
-reference rounding otherwise. Where the reference is at 1e-3 instead of 1e-7, a few
-roundings in one matrix fall otherwise.
+Distance from the package, {third_parties.STEPS} steps on {len(third_parties.NAMES)} \
+matrices: of ours; of the reference, which rounds in the order of
+the package; and, as the bar in bfloat16, of the reference rounding otherwise. Where the
+reference is at 1e-3 instead of 1e-7, a few roundings in one matrix fall otherwise.
 
 {table(header, rows)}
 
