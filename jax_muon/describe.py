@@ -28,7 +28,7 @@ def describe(
     rule: str = "max_ratio",
     dimension_numbers: DimensionNumbers = None,
     mesh: Mesh | None = None,
-    zero2_axis: AxisName = "data",
+    zero2_axis: AxisName | None = None,
 ) -> str:
     """How every parameter is read, labelled and scaled, and what its state costs.
 
@@ -40,7 +40,7 @@ def describe(
       dimension_numbers: how parameters are read as matrices; see `matrix_axes`.
       mesh: also show how ZeRO-2 divides the matrices over this mesh, and what the
         division leaves empty.
-      zero2_axis: the mesh axis, or axes, that it divides them over.
+      zero2_axis: the mesh axis, or axes, that it divides them over; None for all.
 
     Returns:
       A table in text. "as matrices" is batch x (in, out); "scale" multiplies the
@@ -80,13 +80,12 @@ def describe(
         params,
     )
     masked_paths = [path for path, _ in paths.leaves_with_paths(masked)]
-    all_axes = matrices.matrix_axes(masked, dimension_numbers)
+    all_axes = matrices.matrix_axes(masked, dimension_numbers, context=params)
     axes_by_path = dict(zip(masked_paths, all_axes, strict=True))
     for path, leaf in flat:
         read, factor = "-", "-"
         if path in axes_by_path:
-            axes = axes_by_path[path]
-            fan_in, fan_out = axes.fan(leaf.shape)
+            fan_in, fan_out = axes_by_path[path].fan(leaf.shape)
             batch = leaf.size // (fan_in * fan_out)
             read = f"{batch} x ({fan_in}, {fan_out})"
             factor = f"{scale(fan_in, fan_out):.4g}"
@@ -101,8 +100,10 @@ def describe(
     )
     lines = [*_aligned([_HEADER, *rows]), total]
     if mesh is not None:
-        devices = math.prod(mesh.shape[name] for name in axis_names(zero2_axis))
-        layout = MatrixLayout.of(masked, zero2_axis, devices, dimension_numbers)
+        axes = axis_names(zero2_axis or mesh.axis_names)
+        devices = math.prod(mesh.shape[name] for name in axes)
+        numbers = matrices.as_dimension_numbers(axes_by_path)
+        layout = MatrixLayout.of(masked, axes, devices, numbers)
         lines += ["", *_division(layout)]
     return "\n".join(lines)
 

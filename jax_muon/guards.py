@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from jax_muon.polar import wide
 from jax_muon.sharding.axes import AxisName, axis_names, varying_axes
 from jax_muon.sharding.owned import is_owned
 
@@ -99,7 +100,7 @@ def clip_by_global_norm(
       ValueError: max_norm not above 0; while tracing, local gradients that are not
         reduced yet, whose norm is not that of the mean gradient.
     """
-    if not max_norm > 0:
+    if isinstance(max_norm, (int, float)) and not max_norm > 0:
         raise ValueError(f"max_norm={max_norm}: valid is a number above 0")
 
     def update_fn(
@@ -117,7 +118,7 @@ def clip_by_global_norm(
         divided = jnp.zeros([])
         whole = jnp.zeros([])
         for leaf in jax.tree.leaves(updates):
-            squares = jnp.sum(jnp.square(leaf.astype(jnp.float32)))
+            squares = jnp.sum(jnp.square(wide(leaf)))
             if axis is not None and varying_axes(leaf):
                 divided = divided + squares
             else:

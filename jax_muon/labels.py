@@ -5,7 +5,6 @@ only: a lookup touches single rows. The output head, biases, norm scales and oth
 vectors go to AdamW too, also where scanned layers stack them to two axes and more.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,10 +19,11 @@ ADAMW = "adamw"
 # Words in the name of a parameter, or of the module that owns it.
 _EMBEDDING = {"embed", "embeds", "embedding", "embeddings", "embedder", "emb", "wte"}
 _EMBEDDING |= {"wpe", "unembed", "unembedding", "unembedder"}
-_HEAD = {"logit", "logits", "classifier", "readout", "router"}
-_NORM = {"norm", "layernorm", "rmsnorm", "batchnorm", "groupnorm", "ln"}
+_HEAD = {"logit", "logits", "classifier", "readout", "router", "lmhead"}
+# The last word of these names; `norm_mlp` is no norm, nor `head_mixer` a head.
+_NORM_OR_HEAD = {"norm", "layernorm", "rmsnorm", "batchnorm", "groupnorm", "ln", "head"}
 # Words in the name of a parameter alone.
-_VECTOR = {"bias", "biases", "b", "scale", "scales", "gain", "gamma", "beta", "alpha"}
+_VECTOR = {"bias", "biases", "scale", "scales", "gain", "gamma", "beta", "alpha"}
 _VECTOR |= {"lambda", "lambdas", "scalar", "scalars", "token", "tokens"}
 
 
@@ -32,9 +32,10 @@ def label_params(params: Any, rules: Mapping[str, str] | None = None) -> Any:
 
     To AdamW: vectors and scalars; biases and norm scales, also stacked by scanned
     layers; embeddings, output heads (`lm_head`, `head`, `logits`, `classifier`) and
-    routers; depthwise convolution kernels (..., 1, out); whatever is not real floating
-    point. To Muon: every other parameter, such as the kernels of Dense, DenseGeneral,
-    Conv and Einsum, stacked by layer or expert or not. `describe` shows the outcome.
+    routers; depthwise convolution kernels and others (..., 1, out) of three axes and
+    more; whatever is empty or not real floating point. To Muon: every other parameter,
+    such as the kernels of Dense, DenseGeneral, Conv and Einsum, stacked by layer or
+    expert or not. `describe` shows the outcome.
 
     Args:
       params: parameters in any Flax form: linen dict, FrozenDict, boxed, nnx.State. The
@@ -72,27 +73,21 @@ def label_params(params: Any, rules: Mapping[str, str] | None = None) -> Any:
 
 def _by_role(path: str, leaf: Any) -> str:
     shape = getattr(leaf, "shape", ())
-    owner, _, name = f"/{path}".rpartition("/")
-    owner = owner.rpartition("/")[2]
-    words = _words(name)
-    near = words | _words(owner)
+    *modules, name = path.split("/")
+    owner = modules[-1] if modules else ""
+    own_words, owner_words = paths.words(name), paths.words(owner)
+    last_words = {*own_words[-1:], *owner_words[-1:]}
     vector = (
         len(shape) < 2
+        or 0 in shape
         or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-        or words & _VECTOR
-        or near & _NORM
+        or name == "b"
+        or _VECTOR.intersection(own_words)
+        or _NORM_OR_HEAD & last_words
     )
-    ends_of_model = near & (_EMBEDDING | _HEAD) or _is_head(name) or _is_head(owner)
-    depthwise = "conv" in path.lower() and len(shape) >= 3 and shape[-2:-1] == (1,)
-    return ADAMW if vector or ends_of_model or depthwise else MUON
-
-
-def _words(name: str) -> set[str]:
-    """Words of a name: "LayerNorm_0" and "layer_norm1" give layer and norm."""
-    spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", name)
-    return set(re.split(r"[^a-z]+", spaced.lower())) - {""}
-
-
-def _is_head(name: str) -> bool:
-    """Whether a name ends in head: `head`, `lm_head`, `Head_0`, not `head_mlp`."""
-    return re.fullmatch(r"(.*[_.])?head(_?\d+)?", name.lower()) is not None
+    ends_of_model = (_EMBEDDING | _HEAD).intersection(own_words + owner_words) or any(
+        paths.words(module) == ["lm", "head"] for module in modules
+    )
+    # Depthwise kernels (3, 3, 1, 64), class tokens (1, 1, 768), temperatures.
+    one_input = len(shape) >= 3 and shape[-2:-1] == (1,)
+    return ADAMW if vector or ends_of_model or one_input else MUON

@@ -9,7 +9,7 @@ that one batched product serves many parameters.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -64,94 +64,148 @@ class MatrixAxes:
 
 
 def matrix_axes(
-    tree: Any, dimension_numbers: DimensionNumbers = None
+    tree: Any, dimension_numbers: DimensionNumbers = None, *, context: Any = None
 ) -> list[MatrixAxes]:
     """How each leaf of a tree is read as matrices, in the order of `jax.tree.leaves`.
 
-    Without dimension numbers: a parameter with `conv` in its path is (*window, in, out)
-    with the window and `in` summed over; attention projections with a head axis, in a
-    module that has both a query and an output projection, are (embed, heads, head_dim)
-    and (heads, head_dim, embed); everything else is (*batch, in, out).
+    Without dimension numbers, by what stands beside a parameter and by its name: a
+    sibling `bias` has the shape of the batch and output axes; the kernel of a module
+    called conv is (*window, in, out), with the window and `in` summed over; attention
+    projections with a head axis, in a module that has both a query and an output
+    projection, are (embed, heads, head_dim) and (heads, head_dim, embed); everything
+    else is (*batch, in, out). `describe` shows the outcome.
 
     Args:
       tree: parameters, or updates of their shape. Masked leaves are passed over.
       dimension_numbers: `optax.contrib.MuonDimensionNumbers` for all leaves, or a tree
         of them, or a function of `tree` that gives one. In a tree a prefix serves for
         all leaves below it, and None means the rule above.
+      context: the whole model, of which `tree` may be a masked part: biases, for
+        instance, are masked where Muon's matrices are read. None for `tree` itself.
 
     Returns:
       One `MatrixAxes` a leaf.
 
     Raises:
-      ValueError: with path and shape, for a leaf with fewer than two axes, a dtype that
-        is not real floating point, or axes out of range, repeated or overlapping.
+      ValueError: with path and shape, for a leaf with fewer than two axes or no
+        elements, a dtype that is not real floating point, axes out of range, repeated
+        or overlapping, a convolution kernel of five axes or more without a bias to
+        tell its window from scanned layers; with a context, for dimension numbers at a
+        path that no parameter has.
     """
     flat = paths.leaves_with_paths(tree)
     if callable(dimension_numbers):
         dimension_numbers = dimension_numbers(tree)
-    given = [
-        (path, spec)
+    specs = {
+        path: spec
         for path, spec in paths.leaves_with_paths(
             dimension_numbers, is_leaf=lambda x: isinstance(x, MuonDimensionNumbers)
         )
         if spec is not None
-    ]
-    for path, spec in given:
+    }
+    shapes = {
+        path: tuple(getattr(leaf, "shape", ()))
+        for path, leaf in paths.leaves_with_paths(tree if context is None else context)
+    }
+    for path, spec in specs.items():
         if not isinstance(spec, MuonDimensionNumbers):
             raise ValueError(
                 f"dimension_numbers at {path!r}: {spec!r}; valid are "
                 "optax.contrib.MuonDimensionNumbers or None"
             )
-    specs = dict(given)
-    by_path = {path: tuple(getattr(leaf, "shape", ())) for path, leaf in flat}
+        known = any(f"{name}/".startswith(f"{path}/") for name in shapes)
+        if context is not None and path and not known:
+            raise ValueError(
+                f"dimension_numbers at {path!r}, which no parameter has; there are "
+                + ", ".join(shapes)
+            )
     return [
         _leaf_axes(
             path,
-            by_path[path],
+            shapes[path],
             jnp.result_type(leaf),
-            paths.find_prefix(specs, path) or _by_role(path, by_path),
+            paths.find_prefix(specs, path) or _by_role(path, shapes),
         )
         for path, leaf in flat
     ]
 
 
+def as_dimension_numbers(
+    axes_by_path: Mapping[str, MatrixAxes],
+) -> dict[str, MuonDimensionNumbers]:
+    """A reading as dimension numbers, for where the model is not seen whole."""
+    return {
+        path: MuonDimensionNumbers(axes.reduction, axes.output)
+        for path, axes in axes_by_path.items()
+    }
+
+
 def _by_role(path: str, shapes: dict[str, tuple[int, ...]]) -> MuonDimensionNumbers:
     ndim = len(shapes[path])
-    if "conv" in path.lower() and ndim >= 3:
+    if ndim < 3:
+        return MuonDimensionNumbers(-2, -1)
+    if found := _by_bias(path, shapes):
+        return found
+    if is_convolution(path):
+        if ndim > 4:
+            raise ValueError(
+                f"parameter {path!r} of shape {shapes[path]} is a convolution kernel "
+                "whose window cannot be told from scanned layers; valid are "
+                "dimension_numbers for it, such as MuonDimensionNumbers((1, 2, 3), 4)"
+            )
         return MuonDimensionNumbers(tuple(range(ndim - 1)), ndim - 1)
-    if ndim >= 3 and (role := _attention_role(path, shapes)):
-        return role
-    return MuonDimensionNumbers(-2, -1)
+    return _by_attention(path, shapes) or MuonDimensionNumbers(-2, -1)
 
 
-def _attention_role(
+def is_convolution(path: str) -> bool:
+    """Whether a parameter, or the module that owns it, is called conv."""
+    owner, name = f"/{path}".split("/")[-2:]
+    return "conv" in paths.words(owner) + paths.words(name)
+
+
+def _by_bias(
+    path: str, shapes: dict[str, tuple[int, ...]]
+) -> MuonDimensionNumbers | None:
+    """The one reading in which the sibling bias is (*batch, *output), or None."""
+    kernel = shapes[path]
+    bias = shapes.get(f"{path.rpartition('/')[0]}/bias".lstrip("/"), ())
+    readings = []
+    for batch in range(len(bias)):
+        outputs = len(bias) - batch
+        if (
+            len(bias) < len(kernel)
+            and bias[:batch] == kernel[:batch]
+            and bias[batch:] == kernel[len(kernel) - outputs :]
+        ):
+            inputs = tuple(range(batch, len(kernel) - outputs))
+            output = tuple(range(len(kernel) - outputs, len(kernel)))
+            readings.append(MuonDimensionNumbers(inputs, output))
+    return readings[0] if len(readings) == 1 else None
+
+
+def _by_attention(
     path: str, shapes: dict[str, tuple[int, ...]]
 ) -> MuonDimensionNumbers | None:
     """Axes of an attention projection that keeps its heads apart, else None.
 
-    Such a module is told from scanned plain kernels (layers, in, out) by siblings:
-    query is (*layers, embed, heads, head_dim), out (*layers, heads, head_dim, embed).
+    Such a module is told from scanned plain kernels (layers, in, out) by siblings: the
+    heads and head_dim of a query (*layers, embed, heads, head_dim) are those of out,
+    (*layers, heads, head_dim, embed).
     """
     parts = path.split("/")
     for depth, name in enumerate(parts):
         siblings = {}
         for other in sorted(_QUERY_LIKE | _OUT_LIKE):
             renamed = "/".join([*parts[:depth], other, *parts[depth + 1 :]])
-            if renamed in shapes and len(shapes[renamed]) == len(shapes[path]):
+            if len(shapes.get(renamed, ())) == len(shapes[path]):
                 siblings[other] = shapes[renamed]
-        if name not in siblings:
-            continue
-        outs = [shape for other, shape in siblings.items() if other in _OUT_LIKE]
-        for out in outs:
-            per_head = [
-                other
-                for other, shape in siblings.items()
-                if other in _QUERY_LIKE and (*shape[:-3], *shape[-2:], shape[-3]) == out
-            ]
-            if per_head and name in _OUT_LIKE:
-                return MuonDimensionNumbers((-3, -2), -1)
-            if per_head and name in _QUERY_LIKE:
-                return MuonDimensionNumbers(-3, (-2, -1))
+        heads = {
+            shape[-3:-1] for other, shape in siblings.items() if other in _OUT_LIKE
+        } & {shape[-2:] for other, shape in siblings.items() if other in _QUERY_LIKE}
+        if heads and name in _OUT_LIKE:
+            return MuonDimensionNumbers((-3, -2), -1)
+        if heads and name in _QUERY_LIKE:
+            return MuonDimensionNumbers(-3, (-2, -1))
     return None
 
 
@@ -164,15 +218,15 @@ def _leaf_axes(
             f"{where} and dtype {dtype} cannot be read as matrices: valid are real "
             "floating-point parameters; label it for another optimizer"
         )
-    if len(shape) < 2:
+    if len(shape) < 2 or 0 in shape:
         raise ValueError(
-            f"{where} cannot be read as a matrix: valid are at least two axes; label "
-            "it for another optimizer, such as AdamW"
+            f"{where} cannot be read as a matrix: valid are at least two axes, none of "
+            "them empty; label it for another optimizer, such as AdamW"
         )
 
     def normalized(field: str) -> tuple[int, ...]:
         axes = getattr(spec, field)
-        axes = (axes,) if isinstance(axes, int) else tuple(axes)
+        axes = (axes,) if isinstance(axes, int) else tuple(axes or ())
         for axis in axes:
             if not -len(shape) <= axis < len(shape):
                 raise ValueError(

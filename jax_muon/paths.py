@@ -6,6 +6,7 @@ parameters at init only, which shows as a trailing `.value` that is dropped here
 """
 
 import fnmatch
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -26,6 +27,16 @@ def leaves_with_paths(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
     """Leaves of a tree with their paths, in the order of `jax.tree.leaves`."""
     flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     return [(path_string(key_path), leaf) for key_path, leaf in flat]
+
+
+def words(name: str) -> list[str]:
+    """Words of a name, in lower case.
+
+    Examples:
+      >>> words("LayerNorm_0"), words("LMHead"), words("layer_norm1"), words("QKNorm")
+      (['layer', 'norm'], ['lm', 'head'], ['layer', 'norm'], ['qk', 'norm'])
+    """
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
 
 
 def find_prefix(entries: Mapping[str, Any], path: str) -> Any:

@@ -91,7 +91,7 @@ def polar_express(
     References:
       Amsel, Persson, Musco, Gower, The Polar Express, arXiv 2505.16932.
     """
-    static_int("steps", steps)
+    positive_int("steps", steps)
     coefficients = polar_express_coefficients(
         steps, lower=lower, cushion=cushion, safety=safety
     )
@@ -132,7 +132,7 @@ def newton_schulz(
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/
     """
-    static_int("steps", steps)
+    positive_int("steps", steps)
     table = np.asarray(coefficients, dtype=np.float64)
     if table.shape == (3,):
         table = np.tile(table, (steps, 1))
@@ -173,13 +173,15 @@ def svd_polar(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
     return _matmul(u * keep[..., None, :], vt).astype(x.dtype)
 
 
-def static_int(name: str, value: int) -> None:
-    """Raise a ValueError if `value` is not a Python integer, for instance traced."""
+def positive_int(name: str, value: int) -> None:
+    """Raise a ValueError unless `value` is a Python integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise ValueError(
             f"{name}={value!r}: valid is a Python integer, known while tracing; under "
             f"optax.inject_hyperparams name it in static_args=({name!r},)"
         )
+    if value < 1:
+        raise ValueError(f"{name}={value}: valid is an integer of at least 1")
 
 
 def _check_matrices(x: Array) -> None:

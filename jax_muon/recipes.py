@@ -15,10 +15,15 @@ from jax_muon import paths
 from jax_muon.coefficients import polar_express_coefficients
 from jax_muon.guards import clip_by_global_norm
 from jax_muon.labels import ADAMW, MUON, label_params
-from jax_muon.matrices import DimensionNumbers
-from jax_muon.polar import newton_schulz, static_int
+from jax_muon.matrices import DimensionNumbers, as_dimension_numbers, matrix_axes
+from jax_muon.polar import newton_schulz, positive_int
 from jax_muon.sharding.axes import AxisName
-from jax_muon.sharding.zero2 import zero2_matrices, zero2_multi_transform, zero2_rows
+from jax_muon.sharding.zero2 import (
+    is_zero2,
+    zero2_matrices,
+    zero2_multi_transform,
+    zero2_rows,
+)
 from jax_muon.transforms import (
     add_cautious_decayed_weights,
     equilibrate_rows,
@@ -30,6 +35,7 @@ from jax_muon.transforms import (
 )
 
 Labels = Any | Callable[[optax.Params], Any] | None
+Pieces = list[optax.GradientTransformation]
 Groups = Mapping[str, optax.GradientTransformation] | None
 
 
@@ -76,7 +82,9 @@ def nanochat(
       adamw_eps: added to the root of AdamW's second moment.
       adamw_weight_decay: of AdamW.
       adamw_groups: further labels and their transforms, each with its learning rate:
-        `{"embedding": optax.adamw(0.2), "frozen": optax.set_to_zero()}`.
+        `{"embedding": optax.adamw(0.2), "frozen": optax.set_to_zero()}`. Under ZeRO-2
+        they are divided by rows and must be elementwise, unless `zero2_matrices` or
+        `zero2_rows` wraps them already.
       max_norm: clip gradients to this global norm before everything else, over all
         parameters and devices; None does not clip.
       dtype: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
@@ -96,7 +104,7 @@ def nanochat(
       https://github.com/karpathy/nanochat; Polar Express arXiv 2505.16932; NorMuon
       arXiv 2510.05491; MuonEq arXiv 2603.28254; Muon+ arXiv 2602.21545.
     """
-    static_int("steps", steps)
+    positive_int("steps", steps)
     # nanochat holds five quintics and takes the first: with fewer steps, the last has a
     # safety margin that polar_express(steps=steps) would leave out.
     polar = functools.partial(
@@ -107,20 +115,20 @@ def nanochat(
         eps=1e-6,
         dtype=dtype,
     )
-    # Under ZeRO-2 the wrapper does the reading, and the pieces see (k, in, out).
-    view: dict[str, Any] = {
-        "dimension_numbers": dimension_numbers if zero2_axis is None else None
-    }
-    pieces = [
-        nesterov(momentum),
-        equilibrate_rows(**view) if row_equilibration else None,
-        orthogonalize(polar, **view),
-        normalize_frobenius(**view) if renormalize else None,
-        scale_by_normuon(beta2, **view),
-        add_cautious_decayed_weights(weight_decay),
-        scale_by_shape(**view),
-        optax.scale_by_learning_rate(learning_rate),
-    ]
+
+    def pieces(numbers: DimensionNumbers) -> Pieces:
+        view: dict[str, Any] = {"dimension_numbers": numbers}
+        return [
+            nesterov(momentum),
+            *([equilibrate_rows(**view)] if row_equilibration else []),
+            orthogonalize(polar, **view),
+            *([normalize_frobenius(**view)] if renormalize else []),
+            scale_by_normuon(beta2, **view),
+            add_cautious_decayed_weights(weight_decay),
+            scale_by_shape(**view),
+            optax.scale_by_learning_rate(learning_rate),
+        ]
+
     adamw = optax.adamw(
         adamw_learning_rate,
         adamw_b1,
@@ -188,19 +196,19 @@ def muon(
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/
     """
-    static_int("steps", steps)
+    positive_int("steps", steps)
     polar = functools.partial(newton_schulz, steps=steps, dtype=dtype)
-    # Under ZeRO-2 the wrapper does the reading, and the pieces see (k, in, out).
-    view: dict[str, Any] = {
-        "dimension_numbers": dimension_numbers if zero2_axis is None else None
-    }
-    pieces = [
-        nesterov(momentum, accumulation=accumulation, lookahead=lookahead),
-        orthogonalize(polar, **view),
-        scale_by_shape(shape_rule, **view),
-        optax.add_decayed_weights(weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
-    ]
+
+    def pieces(numbers: DimensionNumbers) -> Pieces:
+        view: dict[str, Any] = {"dimension_numbers": numbers}
+        return [
+            nesterov(momentum, accumulation=accumulation, lookahead=lookahead),
+            orthogonalize(polar, **view),
+            scale_by_shape(shape_rule, **view),
+            optax.add_decayed_weights(weight_decay),
+            optax.scale_by_learning_rate(learning_rate),
+        ]
+
     adamw = optax.adamw(
         adamw_learning_rate,
         adamw_b1,
@@ -336,22 +344,22 @@ def normuon(
     References:
       NorMuon, arXiv 2510.05491, Algorithm 1.
     """
-    static_int("steps", steps)
+    positive_int("steps", steps)
     polar = functools.partial(newton_schulz, steps=steps, dtype=dtype)
-    # Under ZeRO-2 the wrapper does the reading, and the pieces see (k, in, out).
-    view: dict[str, Any] = {
-        "dimension_numbers": dimension_numbers if zero2_axis is None else None
-    }
-    pieces = [
-        nesterov(momentum, lookahead=lookahead),
-        orthogonalize(polar, **view),
-        # The paper adds 1e-8 to the root; here the root is at least 1e-8. The default,
-        # 1e-5, would hold back neurons whose first updates are small: V starts at 0.
-        scale_by_normuon(beta2, axis="output", eps=1e-16, **view),
-        normalize_frobenius(0.2, **view),
-        optax.add_decayed_weights(weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
-    ]
+
+    def pieces(numbers: DimensionNumbers) -> Pieces:
+        view: dict[str, Any] = {"dimension_numbers": numbers}
+        return [
+            nesterov(momentum, lookahead=lookahead),
+            orthogonalize(polar, **view),
+            # The paper adds 1e-8 to the root; here the root is at least 1e-8. The
+            # default, 1e-5, would hold back neurons whose first updates are small.
+            scale_by_normuon(beta2, axis="output", eps=1e-16, **view),
+            normalize_frobenius(0.2, **view),
+            optax.add_decayed_weights(weight_decay),
+            optax.scale_by_learning_rate(learning_rate),
+        ]
+
     adamw = optax.adamw(
         adamw_learning_rate,
         adamw_b1,
@@ -365,7 +373,7 @@ def normuon(
 
 
 def _by_label(
-    pieces: list[optax.GradientTransformation | None],
+    pieces: Callable[[DimensionNumbers], Pieces],
     adamw: optax.GradientTransformation,
     adamw_groups: Groups,
     max_norm: float | None,
@@ -373,42 +381,82 @@ def _by_label(
     dimension_numbers: DimensionNumbers,
     zero2_axis: AxisName | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The pieces for "muon", AdamW for "adamw", and the user's groups."""
-    chain = optax.chain(*(piece for piece in pieces if piece is not None))
-    transforms: dict[Any, Any] = {MUON: chain, ADAMW: adamw}
-    for label in adamw_groups or {}:
-        if label in transforms:
-            raise ValueError(
-                f"adamw_groups has the label {label!r}, which the recipe holds itself; "
-                "valid are other labels, given to parameters by labels="
-            )
-    transforms |= adamw_groups or {}
-    if zero2_axis is not None:
-        matrices = zero2_matrices(
-            chain, zero2_axis, dimension_numbers=dimension_numbers
+    """The pieces for "muon", AdamW for "adamw", and the user's groups.
+
+    The optimizer is put together for the tree that it is given, since labels and the
+    reading of a parameter depend on what stands beside it. Both depend on paths and
+    shapes alone, so they are the same at every step.
+    """
+    groups = {ADAMW: adamw, **(adamw_groups or {})}
+    if MUON in groups or ADAMW in (adamw_groups or {}):
+        raise ValueError(
+            f"adamw_groups has the labels {list(adamw_groups or {})}; valid are others "
+            f"than {MUON!r} and {ADAMW!r}, which the recipe holds itself"
         )
-        transforms = {
-            label: matrices if label == MUON else zero2_rows(tx, zero2_axis)
-            for label, tx in transforms.items()
+    if zero2_axis is not None:
+        groups = {
+            label: tx if is_zero2(tx) else zero2_rows(tx, zero2_axis)
+            for label, tx in groups.items()
         }
+    pieces(None)  # a rate out of range is an error now
+    before = optax.identity()
+    if max_norm is not None:
+        before = clip_by_global_norm(max_norm, axis=zero2_axis)
 
-    def checked_labels(params: optax.Params) -> Any:
-        given = label_params if labels is None else labels
-        tree = given(params) if callable(given) else given
-        by_path = dict(paths.leaves_with_paths(tree))
-        for path, _ in paths.leaves_with_paths(params):
-            label = paths.find_prefix(by_path, path)
-            if label not in transforms:
-                raise ValueError(
-                    f"parameter {path!r} has the label {label!r}; valid are "
-                    + ", ".join(map(repr, transforms))
-                )
-        return tree
+    def build(tree: Any) -> optax.GradientTransformationExtraArgs:
+        label_tree = _labels_of(tree, labels, (MUON, *groups))
+        masked = jax.tree.map(
+            lambda label, leaf: leaf if label == MUON else optax.MaskedNode(),
+            label_tree,
+            tree,
+        )
+        names = [path for path, _ in paths.leaves_with_paths(masked)]
+        axes = matrix_axes(masked, dimension_numbers, context=tree)
+        numbers = as_dimension_numbers(dict(zip(names, axes, strict=True)))
+        if zero2_axis is None:
+            chain = optax.chain(*pieces(numbers))
+            tx = optax.multi_transform({MUON: chain, **groups}, label_tree)
+            return tx if max_norm is None else optax.chain(before, tx)
+        # The wrapper does the reading, and the pieces see (k, in, out).
+        chain = optax.chain(*pieces(None))
+        owners = zero2_matrices(chain, zero2_axis, dimension_numbers=numbers)
+        transforms = {MUON: owners, **groups}
+        if max_norm is None:
+            return optax.multi_transform(transforms, label_tree)
+        return zero2_multi_transform(transforms, label_tree, before)
 
-    tx = optax.multi_transform(transforms, checked_labels)
-    if max_norm is None:
-        return tx
-    clip = clip_by_global_norm(max_norm, axis=zero2_axis)
-    if zero2_axis is None:
-        return optax.chain(clip, tx)
-    return zero2_multi_transform(transforms, checked_labels, clip)
+    def update_fn(
+        updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        return build(updates).update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: build(params).init(params), update_fn
+    )
+
+
+def _labels_of(tree: Any, labels: Labels, valid: tuple[str, ...]) -> Any:
+    """A label for every leaf, on the structure of the tree."""
+    given = label_params if labels is None else labels
+    given = given(tree) if callable(given) else given
+    by_path = dict(paths.leaves_with_paths(given))
+    names = [path for path, _ in paths.leaves_with_paths(tree)]
+    for path in by_path:
+        if names and path and not any(f"{n}/".startswith(f"{path}/") for n in names):
+            raise ValueError(
+                f"labels at {path!r}, which no parameter has; there are "
+                + ", ".join(names)
+            )
+
+    def label(key_path: tuple[Any, ...], leaf: Any) -> str:
+        del leaf
+        path = paths.path_string(key_path)
+        found = paths.find_prefix(by_path, path)
+        if found not in valid:
+            raise ValueError(
+                f"parameter {path!r} has the label {found!r}; valid are "
+                + ", ".join(map(repr, valid))
+            )
+        return found
+
+    return jax.tree_util.tree_map_with_path(label, tree)

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float
 
 from jax_muon import matrices, paths
 from jax_muon.matrices import DimensionNumbers, MatrixAxes
-from jax_muon.polar import polar_express, power_of_two_scaled, static_int, wide
+from jax_muon.polar import polar_express, positive_int, power_of_two_scaled, wide
 
 # Factor of the update, by the size (in, out) of the matrix.
 SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
@@ -128,9 +129,7 @@ def orthogonalize(
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/
     """
-    static_int("max_stack", max_stack)
-    if max_stack < 1:
-        raise ValueError(f"max_stack={max_stack}: valid is an integer of at least 1")
+    positive_int("max_stack", max_stack)
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
         matrices.matrix_axes(params, dimension_numbers)
@@ -400,7 +399,7 @@ def add_cautious_decayed_weights(
         rate = _rate(weight_decay, state.count)
 
         def decay(u: Array, w: Array) -> Array:
-            decayed = jnp.where(wide(u) * w >= 0, rate * w, 0)
+            decayed = jnp.where(wide(u) * w >= 0, rate * wide(w), 0)
             return (wide(u) + decayed).astype(u.dtype)
 
         updates = jax.tree.map(decay, updates, params)
@@ -460,7 +459,8 @@ def _stateless(
 
 
 def _check_decay(name: str, value: Any) -> None:
-    if isinstance(value, (int, float)) and not 0 <= value < 1:
+    concrete = isinstance(value, (int, float, np.number, jax.Array))
+    if concrete and not isinstance(value, jax.core.Tracer) and not 0 <= value < 1:
         raise ValueError(f"{name}={value}: valid is a number in [0, 1) or a schedule")
 
 

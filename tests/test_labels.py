@@ -50,6 +50,16 @@ ROLES = [
     ("resid_lambdas", (12, 2), "adamw"),
     ("temperature", (), "adamw"),
     ("Dense_0/lora_a", (8, 2), "muon"),
+    ("Dense_0/lora_b", (2, 8), "muon"),
+    ("mlp/b", (12, 8), "adamw"),
+    ("LMHead/kernel", (8, 64), "adamw"),
+    ("lmhead/kernel", (8, 64), "adamw"),
+    ("lm_head/Dense_0/kernel", (8, 64), "adamw"),
+    ("cls", (1, 1, 8), "adamw"),
+    ("dw/kernel", (3, 3, 1, 8), "adamw"),
+    ("QKNorm_0/weight", (4, 8), "adamw"),
+    ("norm_mlp/kernel", (8, 8), "muon"),
+    ("empty/kernel", (0, 8), "adamw"),
 ]
 
 

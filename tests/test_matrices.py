@@ -67,6 +67,53 @@ def test_scanned_plain_attention_is_a_batch():
         assert axes.batch == (0,)
 
 
+def test_attention_that_changes_the_width():
+    """embed 6 to 10: query (6, heads, dim), out (heads, dim, 10)."""
+    params = attention()
+    params["attn"]["out"] = {"kernel": jnp.zeros((2, 4, 10))}
+    _, out, query, _ = matrix_axes(params)
+    assert query.fan((6, 2, 4)) == (6, 8)
+    assert out.fan((2, 4, 10)) == (8, 10)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "bias", "batch", "fan"),
+    [
+        ((3, 3, 4, 6), (6,), (), (36, 6)),  # a convolution by another name
+        ((5, 3, 3, 4, 6), (5, 6), (0,), (36, 6)),  # and a scanned one
+        ((5, 4, 6), (5, 6), (0,), (4, 6)),  # a scanned Dense
+        ((8, 2, 4), (2, 4), (), (8, 8)),  # a query, with its heads apart
+        ((2, 4, 8), (8,), (), (8, 8)),  # and an output projection
+    ],
+)
+def test_a_bias_tells_batch_and_output_axes(kernel, bias, batch, fan):
+    params = {"stem": {"bias": jnp.zeros(bias), "kernel": jnp.zeros(kernel)}}
+    masked = {"stem": {"bias": None, "kernel": params["stem"]["kernel"]}}
+    (axes,) = matrix_axes(masked, context=params)
+    assert axes.batch == batch
+    assert axes.fan(kernel) == fan
+
+
+def test_conv_in_the_name_of_a_parent_says_nothing():
+    params = {"ConvFormer_0": {"Dense_0": {"kernel": jnp.zeros((5, 8, 6))}}}
+    (axes,) = matrix_axes(params)
+    assert axes.batch == (0,)
+
+
+def test_a_scanned_convolution_without_bias_is_an_error():
+    params = {"Conv_0": {"kernel": jnp.zeros((5, 3, 3, 4, 6))}}
+    with pytest.raises(ValueError, match=r"'Conv_0/kernel'.*scanned layers"):
+        matrix_axes(params)
+    (axes,) = matrix_axes(params, MuonDimensionNumbers((1, 2, 3), 4))
+    assert axes.batch == (0,)
+
+
+def test_dimension_numbers_for_nothing_are_an_error():
+    params = {"a": jnp.zeros((2, 3))}
+    with pytest.raises(ValueError, match="'zzz', which no parameter has"):
+        matrix_axes(params, {"zzz": MuonDimensionNumbers(0, 1)}, context=params)
+
+
 def test_specs_as_one_as_tree_as_prefix_and_as_function():
     spec = MuonDimensionNumbers((0, 1), 2)
     params = {"a": {"b": jnp.zeros((2, 3, 4)), "c": jnp.zeros((2, 3, 4))}}
@@ -138,6 +185,8 @@ def test_pooling_is_undone_exactly_and_bounded(members, max_stack):
     [
         (jnp.zeros(3), None, ["'a/w'", r"\(3,\)", "two axes"]),
         (jnp.zeros(()), None, ["'a/w'", r"\(\)"]),
+        (jnp.zeros((0, 4)), None, ["'a/w'", r"\(0, 4\)", "empty"]),
+        (jnp.zeros((2, 2)), MuonDimensionNumbers(None, 1), ["at least one"]),
         (jnp.zeros((2, 2), int), None, ["'a/w'", "int32", "floating-point"]),
         (jnp.zeros((2, 2), complex), None, ["'a/w'", "complex64"]),
         (jnp.zeros((2, 2)), MuonDimensionNumbers(0, 0), ["no axis twice"]),

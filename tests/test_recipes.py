@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from jax_muon.coefficients import NEWTON_SCHULZ
@@ -291,9 +293,53 @@ def test_groups_of_the_user():
     assert jnp.all(updates["blocks"][0]["up"] != 0)
 
 
+def test_labels_do_not_change_how_a_neighbour_is_read():
+    """query is (6, 8), whether or not Muon has out."""
+    params = {
+        "query": {"kernel": jnp.ones((6, 2, 4)), "bias": jnp.zeros((2, 4))},
+        "out": {"kernel": jnp.ones((2, 4, 6)), "bias": jnp.zeros(6)},
+    }
+    grads = jax.tree.map(
+        lambda p: jax.random.normal(jax.random.key(1), p.shape), params
+    )
+    results = []
+    for rules in (None, {"out": "adamw"}):
+        labels = functools.partial(jm.label_params, rules=rules)
+        tx = jm.muon(labels=labels, dtype="float32")
+        updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+        results.append(updates["query"]["kernel"])
+    np.testing.assert_array_equal(*results)
+
+
+def test_a_fixed_tree_of_labels_in_another_form():
+    """Labels of an nnx.State serve for the arrays that an update sees."""
+    model = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+    labels = jm.label_params(nnx.state(model, nnx.Param))
+    tx = jm.nanochat(labels=labels, dtype="float32")
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    before = jnp.copy(model.kernel[...])
+    optimizer.update(model, nnx.grad(lambda m: jnp.sum(m(jnp.ones((1, 4)))))(model))
+    assert jnp.any(model.kernel[...] != before)
+
+
+def test_empty_parameters():
+    params = {
+        "w": jnp.ones((2, 3)),
+        "none": jnp.ones((0, 3)),
+        "stack": jnp.ones((0, 2, 2)),
+    }
+    tx = jm.nanochat(dtype="float32")
+    updates, _ = tx.update(params, tx.init(params), params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
+    assert "0 x 3" in jm.describe(params)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"labels": {"w": "muon", "v": "adamw", "z": "muon"}}, ["'z'", "w, v|v, w"]),
+        ({"momentum": np.float32(1.5)}, [r"1\.5"]),
+        ({"dimension_numbers": {"z": MuonDimensionNumbers(0, 1)}}, ["'z'"]),
         ({"labels": {"w": "moun", "v": "adamw"}}, ["'w'", "'moun'", "'muon', 'adamw'"]),
         ({"labels": {"w": "muon", "v": "muon"}}, ["'v'", r"\(3,\)"]),
         ({"labels": {"w": "muon", "v": None}}, ["'v'", "None"]),

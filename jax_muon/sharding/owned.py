@@ -99,7 +99,8 @@ class Layout:
 
     axis: AxisName
     devices: int
-    treedef: Any
+    # Not compared: NNX boxes parameters at init and not at update.
+    treedef: Any = dataclasses.field(compare=False)
     leaves: tuple[Leaf, ...]
 
     def own(self, tree: Any) -> Owned:

@@ -69,17 +69,17 @@ def from_portable(
         )
 
     def check(key_path: Any, want: Any, have: Any) -> None:
-        if want.shape != have.shape:
+        if (want.shape, want.dtype) != (have.shape, have.dtype):
             raise ValueError(
                 f"portable state{jax.tree_util.keystr(key_path)} has shape "
-                f"{have.shape}; valid is {want.shape}"
+                f"{have.shape} and dtype {have.dtype}; valid is {want.shape} and "
+                f"{want.dtype}"
             )
 
     jax.tree_util.tree_map_with_path(check, target, portable)
+    placed = jax.device_put(portable, jax.tree.map(lambda x: x.sharding, target))
     if mesh is None:
-        return portable
-    shardings = jax.tree.map(lambda x: x.sharding, target)
-    placed = jax.device_put(portable, shardings)
+        return placed
     template = abstract_state(tx, params, mesh)
     return jax.jit(lambda portable: _own(template, portable, mesh))(placed)
 

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon.sharding.axes import AxisName, axis_names, vary
+from jax_muon import paths
+from jax_muon.polar import wide
+from jax_muon.sharding.axes import AxisName, axis_names, vary, varying_axes
 from jax_muon.sharding.owned import check_devices, is_owned, state_specs
 
 
@@ -109,38 +111,49 @@ def make_train_step(
     batch_spec = PartitionSpec(names)
     devices = _size(mesh, axis)
 
-    def weighted_loss(params: Any, batch: Any) -> tuple[Any, Any]:
-        """weight * loss, and (weight, aux): sums over batches of these are right."""
+    def split_loss(params: Any, batch: Any) -> tuple[Any, Any]:
         loss = loss_fn(params, batch)
         loss, aux = loss if has_aux else (loss, ())
         loss, weight = loss if weighted else (loss, 1.0)
-        weight = jnp.asarray(weight, loss.dtype)
-        return loss * weight, (vary(weight, axis), aux)
+        return loss, (wide(jnp.asarray(weight, jnp.result_type(float))), aux)
+
+    def sums(params: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
+        """Weight, and loss, gradients and aux times it, of which sums make sense.
+
+        In at least float32: weights may be more than float16 can hold.
+        """
+        gradient = jax.value_and_grad(split_loss, has_aux=True)
+        (loss, (weight, aux)), grads = gradient(params, batch)
+        weight = vary(weight.astype(wide(loss).dtype), axis)
+        grads = jax.tree.map(lambda g: wide(g) * weight.astype(wide(g).dtype), grads)
+        return weight, vary(wide(loss), axis) * weight, grads, aux
 
     def local_step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
         # Without this, jax.grad of a replicated input sums over devices by itself.
         local = jax.tree.map(lambda p: vary(p, axis), params)
-        gradient = jax.value_and_grad(weighted_loss, has_aux=True)
         if microbatches == 1:
-            sums = gradient(local, batch)
+            weight, loss, grads, aux = sums(local, batch)
         else:
             parts = jax.tree.map(
                 lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch
             )
 
-            def add(sums: Any, part: Any) -> tuple[Any, None]:
-                return jax.tree.map(jnp.add, sums, gradient(local, part)), None
+            def add(total: Any, part: Any) -> tuple[Any, None]:
+                return jax.tree.map(jnp.add, total, sums(local, part)), None
 
-            first = gradient(local, jax.tree.map(lambda x: x[0], parts))
+            first = sums(local, jax.tree.map(lambda x: x[0], parts))
             rest = jax.tree.map(lambda x: x[1:], parts)
-            sums, _ = jax.lax.scan(add, first, rest)
-        (loss, (weight, aux)), grads = sums
+            (weight, loss, grads, aux), _ = jax.lax.scan(add, first, rest)
 
         total = jax.lax.psum(weight, names)
-        share = devices / jnp.maximum(total, jnp.finfo(total.dtype).tiny)
-        grads = jax.tree.map(lambda g: g * share.astype(g.dtype), grads)
+        # A batch in which nothing counts has no gradient.
+        share = jnp.where(total > 0, devices / jnp.where(total > 0, total, 1), 0)
+        grads = jax.tree.map(
+            lambda g, p: (g * share.astype(g.dtype)).astype(p.dtype), grads, params
+        )
         updates, state = tx.update(grads, state, params)
-        metrics = {"loss": jax.lax.pmean(vary(loss, axis) * share, names)}
+        _check_same_everywhere(updates, names)
+        metrics = {"loss": jax.lax.pmean(loss * share, names)}
         if has_aux:
             metrics["aux"] = jax.tree.map(
                 lambda x: jax.lax.pmean(vary(x, axis) / microbatches, names), aux
@@ -160,6 +173,7 @@ def make_train_step(
         for node in jax.tree.leaves(state, is_leaf=is_owned):
             if is_owned(node):
                 check_devices(node, _size(mesh, node.layout.axis))
+        _check_state(state, abstract_state(tx, params, mesh))
         specs = state_specs(state)
         if explicit:
             batch = jax.reshard(batch, NamedSharding(mesh, batch_spec))
@@ -171,3 +185,25 @@ def make_train_step(
         )(params, state, batch)
 
     return jax.jit(step, donate_argnums=(0, 1) if donate else ())
+
+
+def _check_state(state: Any, valid: Any) -> None:
+    if jax.tree.structure(state) != jax.tree.structure(valid):  # type: ignore[operator]
+        raise ValueError(
+            "the state given to the train step is not one of its optimizer on these "
+            "parameters and this mesh; valid is what init_optimizer gives, or "
+            "from_portable for a portable or single-device state. Given: "
+            f"{jax.tree.structure(state)}; valid: {jax.tree.structure(valid)}"
+        )
+
+
+def _check_same_everywhere(updates: Any, names: tuple[str, ...]) -> None:
+    for path, leaf in paths.leaves_with_paths(updates):
+        differing = varying_axes(leaf) & set(names)
+        if differing:
+            raise ValueError(
+                f"the update of {path!r} differs between the devices of the mesh axis "
+                f"{sorted(differing)}; valid is an optimizer that reduces over "
+                f"{names}: a recipe with zero2_axis={names}, and guards with "
+                f"axis={names}"
+            )

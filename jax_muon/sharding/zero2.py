@@ -102,7 +102,7 @@ def zero2_rows(
       axis: mesh axis, or axes, that the gradients were computed over.
       min_size: leaves with fewer elements are all-reduced and updated everywhere, in
         one collective. Others are divided along their leading axis, padded with zeros.
-      reduce_dtype: of gradients on the wire; None for their own.
+      reduce_dtype: of divided gradients on the wire; None for their own.
       gather_dtype: of updates on the wire; None for their own.
 
     Returns:
@@ -180,6 +180,11 @@ class _Owners:
         return self.update_and_gather(owned, state, params, extra_args)
 
 
+def is_zero2(tx: optax.GradientTransformation) -> bool:
+    """Whether a transform is what `zero2_matrices` or `zero2_rows` gives."""
+    return isinstance(getattr(tx.update, "__self__", None), _Owners)
+
+
 def zero2_multi_transform(
     transforms: Mapping[str, optax.GradientTransformation],
     labels: Any,
@@ -202,13 +207,12 @@ def zero2_multi_transform(
     """
     groups: dict[str, _Owners] = {}
     for label, tx in transforms.items():
-        owners = getattr(tx.update, "__self__", None)
-        if not isinstance(owners, _Owners):
+        if not is_zero2(tx):
             raise ValueError(
                 f"the transform of {label!r} is {tx}; valid is what zero2_matrices or "
                 "zero2_rows gives"
             )
-        groups[label] = owners
+        groups[label] = tx.update.__self__
     init_fn = optax.chain(before, optax.multi_transform(transforms, labels)).init
 
     def update_fn(

@@ -105,7 +105,20 @@ def test_plain_state_is_portable_as_it_is():
     tx = recipe()
     state = tx.init(params)
     assert jm.to_portable(state) is state
-    assert jm.from_portable(tx, params, state) is state
+    again = jm.from_portable(tx, params, state)
+    chex.assert_trees_all_equal(again, state)
+
+
+def test_from_a_mesh_to_one_device_in_memory():
+    params, _ = problems.draw("mixed")
+    tx, mesh = layout(4)
+    portable = jm.to_portable(jm.init_optimizer(tx, params, mesh))
+    state = jm.from_portable(recipe(), params, portable)
+    for leaf in jax.tree.leaves(state):
+        assert len(leaf.devices()) == 1
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), portable)
+    with pytest.raises(ValueError, match="dtype bfloat16; valid is"):
+        jm.from_portable(recipe(), params, half)
 
 
 def test_state_of_something_else():

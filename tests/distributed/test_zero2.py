@@ -148,6 +148,41 @@ def test_weights_that_differ_between_devices(microbatches):
     np.testing.assert_allclose(got, losses, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("devices", [2, 8])
+def test_a_batch_in_which_nothing_counts_moves_little(devices):
+    """No gradient at all: finite, and no more than decay and rounding."""
+    params, weights = problems.draw("one matrix only")
+    plain = problems.loss_of(weights)
+    tx, mesh = recipe(zero2_axis="data"), mesh_of(devices)
+    step = jm.make_train_step(
+        lambda p, b: (plain(p, b), 0.0), tx, mesh, weighted=True, donate=False
+    )
+    state = jm.init_optimizer(tx, params, mesh)
+    after, _, metrics = step(params, state, problems.batches(1)[0])
+    assert metrics["loss"] == 0
+    assert jnp.max(jnp.abs(after["w"] - params["w"])) < 0.02 * 0.1
+
+
+def test_weights_beyond_float16():
+    """Weights that float16 cannot hold, beside a float16 loss."""
+    params, weights = problems.draw("one matrix only")
+    plain = problems.loss_of(weights)
+    batch = problems.batches(1)[0]
+    tx, mesh = recipe(zero2_axis="data"), mesh_of(4)
+    state = jm.init_optimizer(tx, params, mesh)
+    losses = []
+    for weight in (1.0, 1e5):
+        step = jm.make_train_step(
+            lambda p, b, w=weight: (plain(p, b).astype(jnp.float16), w),
+            tx,
+            mesh,
+            weighted=True,
+            donate=False,
+        )
+        losses.append(float(step(params, state, batch)[2]["loss"]))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
 def test_aux_is_averaged():
     params, weights = problems.draw("one matrix only")
     plain = problems.loss_of(weights)
@@ -357,8 +392,37 @@ def test_state_of_another_device_count_and_another_tree():
     params["more"] = params["0/w"]
     weights["more"] = weights["0/w"]
     step = jm.make_train_step(problems.loss_of(weights), tx, mesh_of(2))
-    with pytest.raises(ValueError, match="initialized for"):
+    with pytest.raises(ValueError, match="not one of its optimizer"):
         step(params, state, data[0])
+
+
+def test_state_and_optimizer_that_do_not_fit_the_step():
+    params, weights = problems.draw("one matrix only")
+    loss, batch = problems.loss_of(weights), problems.batches(1)[0]
+    mesh, tx = mesh_of(2), recipe(zero2_axis="data")
+    step = jm.make_train_step(loss, tx, mesh)
+    with pytest.raises(ValueError, match="from_portable"):
+        step(params, recipe().init(params), batch)
+    plain = recipe()
+    step = jm.make_train_step(loss, plain, mesh)
+    state = jm.init_optimizer(plain, params, mesh)
+    with pytest.raises(ValueError, match="'w' differs between the devices"):
+        step(params, state, batch)
+
+
+def test_groups_of_the_user_under_zero2():
+    """A group that is a wrapper itself is left as it is; others go by rows."""
+    params, weights = problems.draw("five of one shape")
+    loss, data = problems.loss_of(weights), problems.batches(3)
+    labels = {k: "own" if k < "2" else "frozen" if k < "3" else "muon" for k in params}
+    own = optax.chain(jm.nesterov(), jm.orthogonalize(jm.svd_polar), optax.scale(-0.01))
+    frozen = optax.set_to_zero()
+    tx = recipe(labels=labels, adamw_groups={"own": own, "frozen": frozen})
+    expected, _, _ = problems.single_device(tx, loss, params, data)
+    groups = {"own": jm.zero2_matrices(own, "data"), "frozen": frozen}
+    tx = recipe(labels=labels, adamw_groups=groups, zero2_axis="data")
+    result, _, _ = train(tx, mesh_of(4), params, loss, data)
+    assert problems.distance(result, expected, params) < 5e-6
 
 
 def test_batches_that_do_not_divide():
