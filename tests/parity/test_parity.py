@@ -90,7 +90,11 @@ def test_a_whole_tree_crosses_and_returns():
 # ---- Three depths
 
 
-@pytest.mark.parametrize("piece", pieces.PIECES, ids=lambda piece: piece.name)
+# Eight steps instead of five take five seconds to compile: left to `make parity`.
+SHORT = [piece for piece in pieces.PIECES if "8 steps" not in piece.name]
+
+
+@pytest.mark.parametrize("piece", SHORT, ids=lambda piece: piece.name)
 def test_piece(piece):
     ours = pieces.runner(piece, "float64")
     for kind in piece.inputs:
@@ -103,7 +107,6 @@ def test_piece(piece):
     [
         ("nanochat, January", "gaussian", "float64"),
         ("nanochat, August", "huge", "float32"),
-        ("muon, sum", "sparse", "float32"),
         ("normuon", "gaussian", "float64"),
     ],
 )
@@ -124,10 +127,10 @@ def test_training_begins_alike():
 
 
 @pytest.mark.parametrize(
-    "changed", [{"momentum": 0.94}, {"norm_factor": 1.01}], ids=str
+    ("name", "changed"),
+    [("muon", {"momentum": 0.94}), ("nanochat, January", {"norm_factor": 1.01})],
 )
-def test_a_wrong_constant_turns_red(changed):
-    name = "nanochat, January"
+def test_a_wrong_constant_turns_red(name, changed):
     check = checked(name, "gaussian", "float32", CONSTANT, **changed)
     assert check.state == "FAIL", check
 
