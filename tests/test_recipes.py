@@ -60,7 +60,7 @@ TARGETS = targets(model())
 
 
 def step_nanochat(w, g, m, v, t, *, later):
-    """facts of nanochat's step, in its order, with schedules of every rate."""
+    """One step of nanochat, in its order, with a schedule for every rate."""
     lr, mu, wd = 0.02 / (1 + t), 0.85 + 0.01 * t, 0.1 / (1 + t)
     beta2 = 0.9 if later else 0.95
     m = m + (1 - mu) * (g - m)
