@@ -10,6 +10,8 @@ import math
 import re
 from collections.abc import Iterator
 
+from jax_muon.sharding.collectives import ring_bytes
+
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")
 _OPCODE = re.compile(r" ([a-z][a-z0-9-]*)\(")
@@ -110,15 +112,8 @@ class Transfer:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a device sends, in the ring form of each collective."""
-        others = (self.devices - 1) / self.devices
-        factor = {
-            "reduce-scatter": others,
-            "all-to-all": others,
-            "all-gather": self.devices - 1,
-            "all-reduce": 2 * others,
-        }
-        return factor[self.kind] * self.input_bytes
+        """Bytes that a device sends."""
+        return ring_bytes(self.kind, self.devices, self.input_bytes)
 
     @property
     def is_hidden(self) -> bool:

@@ -40,16 +40,21 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a device sends, in the ring form of each collective."""
-        others = (self.devices - 1) / self.devices
-        factor = {
-            "reduce-scatter": others,
-            "all-to-all": others,
-            "all-gather": self.devices - 1,
-            "all-reduce": 2 * others,
-            "permute": 1,
-        }
-        return factor[self.kind] * self.input_bytes
+        """Bytes that a device sends."""
+        return ring_bytes(self.kind, self.devices, self.input_bytes)
+
+
+def ring_bytes(kind: str, devices: int, input_bytes: int) -> float:
+    """Bytes that a device sends, in the ring form of each collective."""
+    others = (devices - 1) / devices
+    factor = {
+        "reduce-scatter": others,
+        "all-to-all": others,
+        "all-gather": devices - 1,
+        "all-reduce": 2 * others,
+        "permute": 1,
+    }
+    return factor[kind] * input_bytes
 
 
 def collectives(function: Callable[..., Any], *args: Any) -> list[Collective]:

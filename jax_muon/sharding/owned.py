@@ -195,8 +195,8 @@ class Stack:
 
     @property
     def flops(self) -> int:
-        """Work of one matrix, in products of m x n with m x m."""
-        return min(self.fan) * math.prod(self.fan)
+        """Work of one matrix, as `_work` counts it."""
+        return _work(self.fan)
 
     @property
     def depth(self) -> int:
@@ -248,11 +248,9 @@ class MatrixLayout(Layout):
         load = [0] * devices
         stacks = []
 
-        def size(item: Any) -> int:
-            ((fan, _), _) = item
-            return min(fan) * math.prod(fan)
-
-        for (fan, dtype), indices in sorted(members.items(), key=size, reverse=True):
+        for (fan, dtype), indices in sorted(
+            members.items(), key=lambda item: _work(item[0][0]), reverse=True
+        ):
             counts = [
                 math.prod(leaves[index].shape[a] for a in all_axes[index].batch)
                 for index in indices
@@ -368,6 +366,11 @@ class MatrixLayout(Layout):
             for stack in self.stacks
             if any(stack.extra)
         }
+
+
+def _work(fan: tuple[int, int]) -> int:
+    """Work of orthogonalizing one matrix, in products of m x n with m x m."""
+    return min(fan) * math.prod(fan)
 
 
 def _runs(
