@@ -6,7 +6,7 @@ from jax_muon.guards import clip_by_global_norm, skip_nonfinite
 from jax_muon.labels import label_params
 from jax_muon.matrices import MatrixAxes, matrix_axes
 from jax_muon.polar import newton_schulz, polar_express, svd_polar
-from jax_muon.recipes import moonlight, muon, nanochat, normuon
+from jax_muon.recipes import moonlight, muon, nanochat, normuon, teon
 from jax_muon.sharding.portable import (
     abstract_portable,
     from_portable,
@@ -14,6 +14,7 @@ from jax_muon.sharding.portable import (
 )
 from jax_muon.sharding.train_step import init_optimizer, make_train_step
 from jax_muon.sharding.zero2 import zero2_matrices, zero2_multi_transform, zero2_rows
+from jax_muon.splits import Split, with_splits
 from jax_muon.transforms import (
     add_cautious_decayed_weights,
     equilibrate_rows,
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "MatrixAxes",
+    "Split",
     "abstract_portable",
     "add_cautious_decayed_weights",
     "clip_by_global_norm",
@@ -52,7 +54,9 @@ __all__ = [
     "scale_by_shape",
     "skip_nonfinite",
     "svd_polar",
+    "teon",
     "to_portable",
+    "with_splits",
     "zero2_matrices",
     "zero2_multi_transform",
     "zero2_rows",

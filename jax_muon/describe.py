@@ -117,7 +117,7 @@ def _division(layout: MatrixLayout) -> list[str]:
         owned = stack.whole + np.array(stack.extra)
         slots = layout.devices * stack.depth
         empty = slots - int(owned.sum())
-        size = math.prod(stack.fan) * stack.dtype.itemsize
+        size = stack.elements * stack.dtype.itemsize
         padding, total = padding + empty * size, total + slots * size
         work += owned * stack.flops
         count = f"{int(owned.sum())}"

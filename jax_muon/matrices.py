@@ -23,8 +23,8 @@ from jax_muon import paths
 DimensionNumbers = Any
 
 # Names of attention projections in Flax and in models written by hand.
-_QUERY_LIKE = {"q", "k", "v", "query", "key", "value", "wq", "wk", "wv"}
-_QUERY_LIKE |= {"q_proj", "k_proj", "v_proj"}
+QUERY_LIKE = {"q", "k", "v", "query", "key", "value", "wq", "wk", "wv"}
+QUERY_LIKE |= {"q_proj", "k_proj", "v_proj"}
 _OUT_LIKE = {"o", "out", "wo", "o_proj", "out_proj"}
 
 
@@ -195,16 +195,16 @@ def _by_attention(
     parts = path.split("/")
     for depth, name in enumerate(parts):
         siblings = {}
-        for other in sorted(_QUERY_LIKE | _OUT_LIKE):
+        for other in sorted(QUERY_LIKE | _OUT_LIKE):
             renamed = "/".join([*parts[:depth], other, *parts[depth + 1 :]])
             if len(shapes.get(renamed, ())) == len(shapes[path]):
                 siblings[other] = shapes[renamed]
         heads = {
             shape[-3:-1] for other, shape in siblings.items() if other in _OUT_LIKE
-        } & {shape[-2:] for other, shape in siblings.items() if other in _QUERY_LIKE}
+        } & {shape[-2:] for other, shape in siblings.items() if other in QUERY_LIKE}
         if heads and name in _OUT_LIKE:
             return MuonDimensionNumbers((-3, -2), -1)
-        if heads and name in _QUERY_LIKE:
+        if heads and name in QUERY_LIKE:
             return MuonDimensionNumbers(-3, (-2, -1))
     return None
 

@@ -23,6 +23,15 @@ def path_string(key_path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
+def is_box(node: Any) -> bool:
+    """Whether a tree node is a Flax box: an nnx.Param, say, with one array in it."""
+    flat = jax.tree_util.tree_leaves_with_path(node)
+    if len(flat) != 1 or len(flat[0][0]) != 1:
+        return False
+    (key,) = flat[0][0]
+    return isinstance(key, jax.tree_util.GetAttrKey) and key.name in _BOX_ATTRIBUTES
+
+
 def leaves_with_paths(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
     """Leaves of a tree with their paths, in the order of `jax.tree.leaves`."""
     flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
@@ -59,7 +68,12 @@ def matches(pattern: str, path: str) -> bool:
       >>> matches("blocks/*/kernel", "blocks/0/attn/q/kernel")
       True
     """
-    return fnmatch.fnmatchcase(f"/{path}/", f"*/{pattern}/*")
+    return re.fullmatch(as_expression(pattern), f"/{path}/") is not None
+
+
+def as_expression(pattern: str) -> str:
+    """The regular expression that `/path/` fulfils where `matches` holds."""
+    return fnmatch.translate(f"*/{pattern}/*")
 
 
 def check_patterns_match(what: str, patterns: Iterable[str], paths: list[str]) -> None:

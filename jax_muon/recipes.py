@@ -5,25 +5,19 @@ Every recipe is `optax.multi_transform` by label; what it does can be written ou
 """
 
 import functools
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
-from jax_muon import paths
+from jax_muon.by_label import Groups, Labels, Options, Pieces, by_label
 from jax_muon.coefficients import polar_express_coefficients
-from jax_muon.guards import clip_by_global_norm
-from jax_muon.labels import ADAMW, MUON, label_params
-from jax_muon.matrices import DimensionNumbers, as_dimension_numbers, matrix_axes
+from jax_muon.joins import Joins
+from jax_muon.matrices import DimensionNumbers
 from jax_muon.polar import newton_schulz, positive_int
 from jax_muon.sharding.axes import AxisName
-from jax_muon.sharding.zero2 import (
-    is_zero2,
-    zero2_matrices,
-    zero2_multi_transform,
-    zero2_rows,
-)
+from jax_muon.splits import Splits
 from jax_muon.transforms import (
     add_cautious_decayed_weights,
     equilibrate_rows,
@@ -33,10 +27,6 @@ from jax_muon.transforms import (
     scale_by_normuon,
     scale_by_shape,
 )
-
-Labels = Any | Callable[[optax.Params], Any] | None
-Pieces = list[optax.GradientTransformation]
-Groups = Mapping[str, optax.GradientTransformation] | None
 
 
 def nanochat(
@@ -59,6 +49,8 @@ def nanochat(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     labels: Labels = None,
     dimension_numbers: DimensionNumbers = None,
+    splits: Splits | None = None,
+    joins: Joins | None = None,
     zero2_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MuonAdamW of nanochat: Nesterov, Polar Express, NorMuon, cautious weight decay.
@@ -90,6 +82,11 @@ def nanochat(
       dtype: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
       labels: a tree of labels or a function of the parameters; None: `label_params`.
       dimension_numbers: how parameters are read as matrices; see `matrix_axes`.
+      splits: path pattern to `Split`, for parameters that hold several matrices side by
+        side, such as a fused QKV kernel; see `with_splits`. Labels, dimension numbers
+        and `adamw_groups` speak of whole parameters, joins of parts.
+      joins: path pattern to K: that many matrices of consecutive layers are
+        orthogonalized as one; see `make_blocks`. K alone joins queries, keys, values.
       zero2_axis: mesh axis, or axes, over which state and work are divided (ZeRO-2),
         for use with `init_optimizer` and `make_train_step`; see `zero2_matrices`.
 
@@ -116,12 +113,11 @@ def nanochat(
         dtype=dtype,
     )
 
-    def pieces(numbers: DimensionNumbers) -> Pieces:
-        view: dict[str, Any] = {"dimension_numbers": numbers}
+    def pieces(view: Options, whole: Options) -> Pieces:
         return [
             nesterov(momentum),
             *([equilibrate_rows(**view)] if row_equilibration else []),
-            orthogonalize(polar, **view),
+            orthogonalize(polar, **view, **whole),
             *([normalize_frobenius(**view)] if renormalize else []),
             scale_by_normuon(beta2, **view),
             add_cautious_decayed_weights(weight_decay),
@@ -136,8 +132,16 @@ def nanochat(
         adamw_eps,
         weight_decay=adamw_weight_decay,
     )
-    return _by_label(
-        pieces, adamw, adamw_groups, max_norm, labels, dimension_numbers, zero2_axis
+    return by_label(
+        pieces,
+        adamw,
+        adamw_groups,
+        max_norm,
+        labels,
+        dimension_numbers,
+        splits,
+        joins,
+        zero2_axis,
     )
 
 
@@ -160,6 +164,8 @@ def muon(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     labels: Labels = None,
     dimension_numbers: DimensionNumbers = None,
+    splits: Splits | None = None,
+    joins: Joins | None = None,
     zero2_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Jordan's Muon: Nesterov, Newton-Schulz, a factor for the shape, decoupled decay.
@@ -185,6 +191,8 @@ def muon(
       dtype: of the iteration.
       labels: a tree of labels or a function of the parameters; None: `label_params`.
       dimension_numbers: how parameters are read as matrices.
+      splits: path pattern to `Split`, for parameters that hold several matrices.
+      joins: path pattern to K, the matrices that are orthogonalized as one.
       zero2_axis: mesh axis over which state and work are divided.
 
     Returns:
@@ -199,11 +207,10 @@ def muon(
     positive_int("steps", steps)
     polar = functools.partial(newton_schulz, steps=steps, dtype=dtype)
 
-    def pieces(numbers: DimensionNumbers) -> Pieces:
-        view: dict[str, Any] = {"dimension_numbers": numbers}
+    def pieces(view: Options, whole: Options) -> Pieces:
         return [
             nesterov(momentum, accumulation=accumulation, lookahead=lookahead),
-            orthogonalize(polar, **view),
+            orthogonalize(polar, **view, **whole),
             scale_by_shape(shape_rule, **view),
             optax.add_decayed_weights(weight_decay),
             optax.scale_by_learning_rate(learning_rate),
@@ -216,8 +223,16 @@ def muon(
         adamw_eps,
         weight_decay=adamw_weight_decay,
     )
-    return _by_label(
-        pieces, adamw, adamw_groups, max_norm, labels, dimension_numbers, zero2_axis
+    return by_label(
+        pieces,
+        adamw,
+        adamw_groups,
+        max_norm,
+        labels,
+        dimension_numbers,
+        splits,
+        joins,
+        zero2_axis,
     )
 
 
@@ -237,6 +252,8 @@ def moonlight(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     labels: Labels = None,
     dimension_numbers: DimensionNumbers = None,
+    splits: Splits | None = None,
+    joins: Joins | None = None,
     zero2_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Moonlight's Muon: sum momentum, updates with AdamW's root mean square of 0.2.
@@ -258,6 +275,8 @@ def moonlight(
       dtype: of the iteration.
       labels: a tree of labels or a function of the parameters; None: `label_params`.
       dimension_numbers: how parameters are read as matrices.
+      splits: path pattern to `Split`, for parameters that hold several matrices.
+      joins: path pattern to K, the matrices that are orthogonalized as one.
       zero2_axis: mesh axis over which state and work are divided.
 
     Returns:
@@ -290,6 +309,8 @@ def moonlight(
         dtype=dtype,
         labels=labels,
         dimension_numbers=dimension_numbers,
+        splits=splits,
+        joins=joins,
         zero2_axis=zero2_axis,
     )
 
@@ -312,6 +333,8 @@ def normuon(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     labels: Labels = None,
     dimension_numbers: DimensionNumbers = None,
+    splits: Splits | None = None,
+    joins: Joins | None = None,
     zero2_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuon as in its paper: per output neuron, updates with root mean square 0.2.
@@ -333,6 +356,8 @@ def normuon(
       dtype: of the iteration.
       labels: a tree of labels or a function of the parameters; None: `label_params`.
       dimension_numbers: how parameters are read as matrices.
+      splits: path pattern to `Split`, for parameters that hold several matrices.
+      joins: path pattern to K, the matrices that are orthogonalized as one.
       zero2_axis: mesh axis over which state and work are divided.
 
     Returns:
@@ -347,11 +372,10 @@ def normuon(
     positive_int("steps", steps)
     polar = functools.partial(newton_schulz, steps=steps, dtype=dtype)
 
-    def pieces(numbers: DimensionNumbers) -> Pieces:
-        view: dict[str, Any] = {"dimension_numbers": numbers}
+    def pieces(view: Options, whole: Options) -> Pieces:
         return [
             nesterov(momentum, lookahead=lookahead),
-            orthogonalize(polar, **view),
+            orthogonalize(polar, **view, **whole),
             # The paper adds 1e-8 to the root; here the root is at least 1e-8. The
             # default, 1e-5, would hold back neurons whose first updates are small.
             scale_by_normuon(beta2, axis="output", eps=1e-16, **view),
@@ -367,96 +391,118 @@ def normuon(
         adamw_eps,
         weight_decay=adamw_weight_decay,
     )
-    return _by_label(
-        pieces, adamw, adamw_groups, max_norm, labels, dimension_numbers, zero2_axis
+    return by_label(
+        pieces,
+        adamw,
+        adamw_groups,
+        max_norm,
+        labels,
+        dimension_numbers,
+        splits,
+        joins,
+        zero2_axis,
     )
 
 
-def _by_label(
-    pieces: Callable[[DimensionNumbers], Pieces],
-    adamw: optax.GradientTransformation,
-    adamw_groups: Groups,
-    max_norm: float | None,
-    labels: Labels,
-    dimension_numbers: DimensionNumbers,
-    zero2_axis: AxisName | None,
+def teon(
+    learning_rate: optax.ScalarOrSchedule = 0.02,
+    momentum: optax.ScalarOrSchedule = 0.95,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    *,
+    lookahead: bool = False,
+    steps: int = 5,
+    shape_rule: str = "sqrt_ratio",
+    adamw_learning_rate: optax.ScalarOrSchedule = 3e-4,
+    adamw_b1: float = 0.9,
+    adamw_b2: float = 0.95,
+    adamw_eps: float = 1e-8,
+    adamw_weight_decay: optax.ScalarOrSchedule = 0.0,
+    adamw_groups: Groups = None,
+    max_norm: float | None = None,
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    labels: Labels = None,
+    dimension_numbers: DimensionNumbers = None,
+    splits: Splits | None = None,
+    joins: Joins = 2,
+    zero2_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The pieces for "muon", AdamW for "adamw", and the user's groups.
+    """TEON: queries, keys and values of neighbouring layers orthogonalized as one.
 
-    The optimizer is put together for the tree that it is given, since labels and the
-    reading of a parameter depend on what stands beside it. Both depend on paths and
-    shapes alone, so they are the same at every step.
+    The scale is that of the single matrix; all other matrices are ordinary Muon, and so
+    is a last layer without a partner.
+
+    Args:
+      learning_rate: of the matrices, before the factor (out/in)^0.5.
+      momentum: in [0, 1), as an exponential average.
+      weight_decay: decoupled, times the learning rate alone.
+      lookahead: whether to use Nesterov's look-ahead, which the paper does not.
+      steps: of the Polar Express with the coefficients of its paper; a Python integer.
+      shape_rule: see `scale_by_shape`.
+      adamw_learning_rate: see `nanochat`, also for all arguments below.
+      adamw_b1: decay of AdamW's first moment.
+      adamw_b2: decay of AdamW's second moment.
+      adamw_eps: added to the root of AdamW's second moment.
+      adamw_weight_decay: of AdamW.
+      adamw_groups: further labels and their transforms.
+      max_norm: largest global norm of the gradients.
+      dtype: of the iteration.
+      labels: a tree of labels or a function of the parameters; None: `label_params`.
+      dimension_numbers: how parameters are read as matrices.
+      splits: path pattern to `Split`, for parameters that hold several matrices.
+      joins: K, or path pattern to K, the matrices that are orthogonalized as one.
+      zero2_axis: mesh axis over which state and work are divided.
+
+    Returns:
+      An `optax.GradientTransformation` whose updates are added to the parameters.
+
+    Raises:
+      ValueError: as `nanochat`; at init, a model without numbered or scanned layers to
+        join, and as `make_blocks`.
+
+    References:
+      TEON, arXiv 2601.23261.
     """
-    groups = {ADAMW: adamw, **(adamw_groups or {})}
-    if MUON in groups or ADAMW in (adamw_groups or {}):
-        raise ValueError(
-            f"adamw_groups has the labels {list(adamw_groups or {})}; valid are others "
-            f"than {MUON!r} and {ADAMW!r}, which the recipe holds itself"
+    positive_int("steps", steps)
+    # The table that the paper of the Polar Express prints, each step but the eighth,
+    # its last, with a margin of 1 %.
+    table = np.array(
+        polar_express_coefficients(
+            max(steps, 8), lower=1e-3, cushion=0.02407327424182761, safety=0.0
         )
-    if zero2_axis is not None:
-        groups = {
-            label: tx if is_zero2(tx) else zero2_rows(tx, zero2_axis)
-            for label, tx in groups.items()
-        }
-    pieces(None)  # a rate out of range is an error now
-    before = optax.identity()
-    if max_norm is not None:
-        before = clip_by_global_norm(max_norm, axis=zero2_axis)
-
-    def build(tree: Any) -> optax.GradientTransformationExtraArgs:
-        label_tree = _labels_of(tree, labels, (MUON, *groups))
-        masked = jax.tree.map(
-            lambda label, leaf: leaf if label == MUON else optax.MaskedNode(),
-            label_tree,
-            tree,
-        )
-        names = [path for path, _ in paths.leaves_with_paths(masked)]
-        axes = matrix_axes(masked, dimension_numbers, context=tree)
-        numbers = as_dimension_numbers(dict(zip(names, axes, strict=True)))
-        if zero2_axis is None:
-            chain = optax.chain(*pieces(numbers))
-            tx = optax.multi_transform({MUON: chain, **groups}, label_tree)
-            return tx if max_norm is None else optax.chain(before, tx)
-        # The wrapper does the reading, and the pieces see (k, in, out).
-        chain = optax.chain(*pieces(None))
-        owners = zero2_matrices(chain, zero2_axis, dimension_numbers=numbers)
-        transforms = {MUON: owners, **groups}
-        if max_norm is None:
-            return optax.multi_transform(transforms, label_tree)
-        return zero2_multi_transform(transforms, label_tree, before)
-
-    def update_fn(
-        updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
-        return build(updates).update(updates, state, params, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(
-        lambda params: build(params).init(params), update_fn
+    )
+    table[:-1] /= 1.01 ** np.array([1, 3, 5])
+    polar = functools.partial(
+        newton_schulz,
+        steps=steps,
+        coefficients=tuple(map(tuple, table)),
+        norm_factor=1.01,
+        dtype=dtype,
     )
 
+    def pieces(view: Options, whole: Options) -> Pieces:
+        return [
+            nesterov(momentum, lookahead=lookahead),
+            orthogonalize(polar, **view, **whole),
+            scale_by_shape(shape_rule, **view),
+            optax.add_decayed_weights(weight_decay),
+            optax.scale_by_learning_rate(learning_rate),
+        ]
 
-def _labels_of(tree: Any, labels: Labels, valid: tuple[str, ...]) -> Any:
-    """A label for every leaf, on the structure of the tree."""
-    given = label_params if labels is None else labels
-    given = given(tree) if callable(given) else given
-    by_path = dict(paths.leaves_with_paths(given))
-    names = [path for path, _ in paths.leaves_with_paths(tree)]
-    for path in by_path:
-        if names and path and not any(f"{n}/".startswith(f"{path}/") for n in names):
-            raise ValueError(
-                f"labels at {path!r}, which no parameter has; there are "
-                + ", ".join(names)
-            )
-
-    def label(key_path: tuple[Any, ...], leaf: Any) -> str:
-        del leaf
-        path = paths.path_string(key_path)
-        found = paths.find_prefix(by_path, path)
-        if found not in valid:
-            raise ValueError(
-                f"parameter {path!r} has the label {found!r}; valid are "
-                + ", ".join(map(repr, valid))
-            )
-        return found
-
-    return jax.tree_util.tree_map_with_path(label, tree)
+    adamw = optax.adamw(
+        adamw_learning_rate,
+        adamw_b1,
+        adamw_b2,
+        adamw_eps,
+        weight_decay=adamw_weight_decay,
+    )
+    return by_label(
+        pieces,
+        adamw,
+        adamw_groups,
+        max_norm,
+        labels,
+        dimension_numbers,
+        splits,
+        joins,
+        zero2_axis,
+    )

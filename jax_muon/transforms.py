@@ -6,6 +6,7 @@ an optax schedule. All but `orthogonalize` are elementwise or small reductions, 
 they work however parameters are sharded.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jax_muon import matrices, paths
+from jax_muon.joins import Block, Joins, make_blocks, map_blocks
 from jax_muon.matrices import DimensionNumbers, MatrixAxes
 from jax_muon.polar import polar_express, positive_int, power_of_two_scaled, wide
 
@@ -104,6 +106,7 @@ def orthogonalize(
     polar: Callable[[Float[Array, "*b m n"]], Float[Array, "*b m n"]] = polar_express,
     *,
     dimension_numbers: DimensionNumbers = None,
+    joins: Joins | None = None,
     max_stack: int = 256,
 ) -> optax.GradientTransformationExtraArgs:
     """Replace every matrix by its polar factor: same directions, singular values one.
@@ -115,24 +118,37 @@ def orthogonalize(
         with transposition: `polar_express`, `newton_schulz`, `svd_polar`, a
         `functools.partial` of one, or your own.
       dimension_numbers: how parameters are read as matrices; see `matrix_axes`.
+      joins: path pattern to K: that many matrices, of consecutive layers, are laid side
+        by side along `in` and orthogonalized as one (TEON); see `make_blocks`. K alone
+        joins queries, keys and values.
       max_stack: most matrices in one call of `polar`, which bounds temporary memory.
 
     Returns:
-      An `optax.GradientTransformation` without state. Its update takes one optional
-      extra argument, `filled`: by path, a scalar boolean that says whether a leaf may
-      be anything but zero; the others are not computed. `zero2_matrices` gives it.
+      An `optax.GradientTransformation` without state. Its update takes two optional
+      extra arguments by path, which `zero2_matrices` gives. `filled`: a scalar boolean
+      that says whether a leaf may be anything but zero; the others are not computed.
+      `joined`: K for a leaf (batch, K, in, out), in place of `joins`.
 
     Raises:
       ValueError: at init and update, with path and shape, for a parameter that is no
-        floating-point matrix or dimension numbers that do not fit; max_stack below 1.
+        floating-point matrix, dimension numbers that do not fit, joins as in
+        `make_blocks`; max_stack below 1.
 
     References:
-      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/
+      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; TEON, arXiv
+      2601.23261.
     """
     positive_int("max_stack", max_stack)
 
+    def read(tree: Any) -> tuple[list[str], list[MatrixAxes], list[Block]]:
+        all_axes = matrices.matrix_axes(tree, dimension_numbers)
+        flat = paths.leaves_with_paths(tree)
+        names = [path for path, _ in flat]
+        shapes = [leaf.shape for _, leaf in flat]
+        return names, all_axes, make_blocks(names, shapes, all_axes, joins)
+
     def init_fn(params: optax.Params) -> optax.EmptyState:
-        matrices.matrix_axes(params, dimension_numbers)
+        read(params)
         return optax.EmptyState()
 
     def update_fn(
@@ -141,30 +157,40 @@ def orthogonalize(
         params: Any = None,
         *,
         filled: Mapping[str, Array] | None = None,
+        joined: Mapping[str, int] | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params, extra_args
-        filled = filled or {}
-        all_axes = matrices.matrix_axes(updates, dimension_numbers)
         leaves, treedef = jax.tree.flatten(updates)
-        names = [path for path, _ in paths.leaves_with_paths(updates)]
-        views = [axes.view(leaf) for axes, leaf in zip(all_axes, leaves, strict=True)]
+        names, all_axes, blocks = read(updates)
+        if joined:
+            blocks = [
+                dataclasses.replace(block, joined=joined.get(name, 1))
+                for block, name in zip(blocks, names, strict=True)
+            ]
+        conditions = [(filled or {}).get(names[block.leaves[0]]) for block in blocks]
 
-        always = [index for index, name in enumerate(names) if name not in filled]
-        pooled = matrices.map_stacks(
-            polar, [views[index] for index in always], max_stack=max_stack
-        )
-        factors = dict(zip(always, pooled, strict=True))
-        for index, name in enumerate(names):
-            if name in filled:
-                (factors[index],) = matrices.map_stacks(
-                    functools.partial(_if, filled[name], polar),
-                    [views[index]],
-                    max_stack=max_stack,
+        def factors(batches: list[Array]) -> list[Array]:
+            results: list[Any] = [None] * len(batches)
+            always = [i for i, condition in enumerate(conditions) if condition is None]
+            calls = [(polar, always)] + [
+                (functools.partial(_if, condition, polar), [index])
+                for index, condition in enumerate(conditions)
+                if condition is not None
+            ]
+            for function, members in calls:
+                done = matrices.map_stacks(
+                    function, [batches[i] for i in members], max_stack=max_stack
                 )
+                for index, result in zip(members, done, strict=True):
+                    results[index] = result
+            return results
+
+        views = [axes.view(leaf) for axes, leaf in zip(all_axes, leaves, strict=True)]
+        views = map_blocks(factors, blocks, views)
         leaves = [
-            axes.undo(factors[index], leaf.shape).astype(leaf.dtype)
-            for index, (axes, leaf) in enumerate(zip(all_axes, leaves, strict=True))
+            axes.undo(view, leaf.shape).astype(leaf.dtype)
+            for axes, view, leaf in zip(all_axes, views, leaves, strict=True)
         ]
         return jax.tree.unflatten(treedef, leaves), state
 

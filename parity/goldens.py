@@ -25,9 +25,10 @@ import torch
 import jax_muon as jm
 from parity import compare, problems, weights
 from parity.problems import Arrays
-from parity.reference.goldens import Recording, load, nanochat_setup
+from parity.reference.goldens import Recording, load, nanochat_setup, teon_setup
 from parity.reference.replay import replay
-from parity.spread import CompiledMuonAdamW
+from parity.reference.teon import paper_polar_express
+from parity.spread import CompiledMuonAdamW, compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +49,23 @@ class Row:
         return not self.error <= bar
 
 
-def ours(recording: Recording) -> list[Arrays]:
-    """Parameters after every step of `jm.nanochat` with the settings of the file."""
+def our_teon(recording: Recording) -> optax.GradientTransformation:
+    """`jm.teon` with the settings of the file."""
+    meta = recording.meta
+    joined = [name for group in meta["teon_groups"] for name in group]
+    return jm.teon(
+        meta["lr"],
+        meta["momentum"],
+        meta["weight_decay"],
+        steps=meta["ns_steps"],
+        dtype=_dtype(recording),
+        labels="muon",
+        joins={name.rstrip("0123456789") + "{i}": 2 for name in joined},
+    )
+
+
+def our_nanochat(recording: Recording) -> optax.GradientTransformation:
+    """`jm.nanochat` with the settings of the file."""
     meta = recording.meta
     _, (group, adamw), steps = nanochat_setup(recording)
     rates = {
@@ -62,7 +78,7 @@ def ours(recording: Recording) -> list[Arrays]:
         )
     }
     rates = problems.jax_rates(rates, "float32")
-    tx = jm.nanochat(
+    return jm.nanochat(
         rates["lr"],
         rates["momentum"],
         rates["weight_decay"],
@@ -76,15 +92,29 @@ def ours(recording: Recording) -> list[Arrays]:
         adamw_b2=adamw["betas"][1],
         adamw_eps=adamw["eps"],
         adamw_weight_decay=adamw["weight_decay"],
-        dtype={torch.float32: "float32", torch.bfloat16: "bfloat16"}[recording.dtype],
+        dtype=_dtype(recording),
         labels=lambda params: {
             name: "muon" if name in meta["muon"] else "adamw" for name in params
         },
     )
 
+
+def _dtype(recording: Recording) -> str:
+    return {torch.float32: "float32", torch.bfloat16: "bfloat16"}[recording.dtype]
+
+
+def ours(recording: Recording) -> list[Arrays]:
+    """Parameters after every step of our recipe."""
+    matrices = list(recording.meta["muon"])
+    if "teon_groups" in recording.meta:
+        tx = our_teon(recording)
+        matrices += [name for group in recording.meta["teon_groups"] for name in group]
+    else:
+        tx = our_nanochat(recording)
+
     def cross(name: str, x: np.ndarray) -> np.ndarray:
         """Both ways: matrices are the transpose of each other."""
-        return weights.kernel_to_flax(x, x.shape[::-1]) if name in meta["muon"] else x
+        return weights.kernel_to_flax(x, x.shape[::-1]) if name in matrices else x
 
     @jax.jit
     def step(params, state, grads):
@@ -102,14 +132,19 @@ def ours(recording: Recording) -> list[Arrays]:
 
 def measure(recording: Recording) -> Row:
     """Compare our run with the recording."""
-    _, _, steps = nanochat_setup(recording)
     after = ours(recording)
+    is_teon = "teon_groups" in recording.meta
+    steps = [] if is_teon else nanochat_setup(recording)[2]
     apart, unflipped, moved, flips = {}, 0.0, {}, 0
     for name, start in recording.start.items():
         reference = [p[name].numpy() for p in recording.after]
         off = after[-1][name].astype(np.float64) - reference[-1]
         flipped = np.zeros(off.shape, bool)
-        if name in recording.meta["muon"] and recording.dtype == torch.float32:
+        if (
+            steps
+            and name in recording.meta["muon"]
+            and recording.dtype == torch.float32
+        ):
             flipped = compare.flipped_entries(
                 [p[name] for p in after],
                 reference,
@@ -136,8 +171,13 @@ def measure(recording: Recording) -> Row:
 
 def _spread(recording: Recording) -> float:
     """How far the reference ends from the recording when it is compiled."""
-    _, groups, rates = nanochat_setup(recording)
-    end = replay(CompiledMuonAdamW, recording.start, groups, recording.grads, rates)[-1]
+    if "teon_groups" in recording.meta:
+        make, groups, rates = teon_setup(recording)
+        polar = compiled(paper_polar_express)
+        groups = [{**group, "polar": polar} for group in groups]
+    else:
+        make, (_, groups, rates) = CompiledMuonAdamW, nanochat_setup(recording)
+    end = replay(make, recording.start, groups, recording.grads, rates)[-1]
     apart = moved = 0.0
     for name, reference in recording.after[-1].items():
         apart += (end[name] - reference).double().square().sum().item()
@@ -159,9 +199,6 @@ def main(directory: str) -> int:
     failed = False
     for path in paths:
         recording = load(path)
-        if "teon_groups" in recording.meta:
-            print(f"{path.stem:32} TEON: no recipe yet")
-            continue
         row = measure(recording)
         failed |= row.failed
         spread = "-" if row.spread is None else f"{row.spread:.1e}"

@@ -29,6 +29,7 @@ import jax_muon as jm
 from parity.reference.muon import JORDAN, JORDAN_SUM, MOONLIGHT, Muon, NorMuon
 from parity.reference.nanochat import AUGUST, JANUARY, MuonAdamW
 from parity.reference.replay import replay
+from parity.reference.teon import Teon
 
 Arrays = dict[str, np.ndarray]  # by PyTorch's names
 
@@ -241,6 +242,7 @@ class Recipe:
     settings: dict[str, Any]
     rates: tuple[str, ...]  # names that the reference's group takes
     cautious: bool = False  # whether a sign decides over the decay
+    joint: tuple[str, ...] = ()  # matrices that the reference takes as one
 
 
 def labels(params: Any) -> Any:
@@ -326,9 +328,16 @@ RECIPES: dict[str, Recipe] = {
             {"eps": 1e-30},
             (*_MUON_RATES, "beta2"),
         ),
+        Recipe(
+            "teon",
+            _ours(jm.teon, joins={"pool/{i}": 2}),
+            Teon,
+            {},
+            _MUON_RATES,
+            joint=("pool.0.weight", "pool.1.weight"),
+        ),
     )
 }
-# TEON joins this table with its recipe: parity.reference.teon.Teon is its reference.
 
 # Where floors below the numbers differ by design, the reference takes what its paper
 # has, and the report says why the two part.
@@ -369,13 +378,18 @@ def reference_run(
         return {name: torch.from_numpy(arrays[name]).to(wide) for name in names}
 
     def run(make: Callable, names: tuple[str, ...], group: dict, changing: dict):
+        single = tuple(name for name in names if name not in recipe.joint)
+        groups = [{"params": single, **group}]
+        if single != names:
+            groups.append({"params": recipe.joint, "joint": True, **group})
         return replay(
             make,
             tensors(weights(), names),
-            [{"params": names, **group}],
+            groups,
             [tensors(grad, names) for grad in grads],
             [
                 [{key: rate_at(rates, rate, step) for key, rate in changing.items()}]
+                * len(groups)
                 for step in range(len(grads))
             ],
         )

@@ -366,6 +366,5 @@ def _limits(results: Results) -> str:
     del results
     return """## What this does not show
 
-- TEON's recipe is not in the table yet; its reference is.
 - Sharded and ZeRO-2 runs: `tests` compares those with one device.
 - GPUs: everything here ran on a CPU."""

@@ -29,7 +29,7 @@ def test_skip_leaves_everything_as_it_was_and_counts():
     good = jax.tree.map(jnp.ones_like, params)
     _, state = update(good, state, params)
     for value in (jnp.nan, jnp.inf):
-        bad = {**good, "a/q": good["a/q"].at[3, 4].set(value)}
+        bad = {**good, "h_0/q": good["h_0/q"].at[3, 4].set(value)}
         updates, new = update(bad, state, params)
         chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, params))
         chex.assert_trees_all_equal(new.inner_state, state.inner_state)
@@ -38,7 +38,7 @@ def test_skip_leaves_everything_as_it_was_and_counts():
     updates, state = update(good, state, params)
     chex.assert_tree_all_finite(updates)
     assert state.skipped == 2
-    assert jnp.any(updates["a/q"] != 0)
+    assert jnp.any(updates["h_0/q"] != 0)
 
 
 def test_one_device_with_a_nan_makes_all_skip():

@@ -27,6 +27,7 @@ RECIPES = {
     "muon": jm.muon,
     "normuon": jm.normuon,
     "moonlight": jm.moonlight,
+    "teon": functools.partial(jm.teon, joins={"blocks/{i}/up": 2}),
 }
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jax_muon import matrices, paths
+from jax_muon.joins import Block, Joins, make_blocks, scatter_blocks
 from jax_muon.matrices import DimensionNumbers, MatrixAxes
 from jax_muon.sharding.axes import AxisName, axis_names, vary
 
@@ -167,9 +168,9 @@ def describe_tree(tree: Any) -> tuple[tuple[Leaf, ...], Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Consecutive slots of a stack: matrices of a leaf, or one padded slot."""
+    """Consecutive slots of a stack: matrices of a block, or one padded slot."""
 
-    leaf: int | None
+    block: int | None
     start: int
     stop: int
 
@@ -178,10 +179,12 @@ class Run:
 class Stack:
     """Matrices of one shape and dtype, in slots: `depth` for each device in turn.
 
-    Every device fills its first `whole` slots; where the count does not divide, there
+    A slot holds one matrix (in, out), or K of them (K, in, out) that are joined. Every
+    device fills its first `whole` slots; where the count does not divide, there
     is one slot more, filled on the devices in `extra` and zero on the others.
     """
 
+    joined: int
     fan: tuple[int, int]
     dtype: Any
     runs: tuple[Run, ...]
@@ -191,12 +194,18 @@ class Stack:
     @property
     def name(self) -> str:
         """Key of the parts of this stack."""
-        return f"{self.fan[0]}x{self.fan[1]}_{self.dtype.name}"
+        joined = f"{self.joined}x" if self.joined > 1 else ""
+        return f"{joined}{self.fan[0]}x{self.fan[1]}_{self.dtype.name}"
 
     @property
     def flops(self) -> int:
-        """Work of one matrix, as `_work` counts it."""
-        return _work(self.fan)
+        """Work of one slot, as `_work` counts it."""
+        return _work(self.joined, self.fan)
+
+    @property
+    def elements(self) -> int:
+        """Of one slot."""
+        return self.joined * math.prod(self.fan)
 
     @property
     def depth(self) -> int:
@@ -204,27 +213,27 @@ class Stack:
         return self.whole + any(self.extra)
 
     def slots(self, views: Sequence[Array]) -> Array:
-        """(devices * depth, a, b) of views (batch, a, b), padded with zeros."""
-        like = next(views[run.leaf] for run in self.runs if run.leaf is not None)
+        """(devices * depth, ...) of block views (batch, ...), padded with zeros."""
+        like = next(views[run.block] for run in self.runs if run.block is not None)
         pad = jnp.zeros((1, *like.shape[1:]), like.dtype)
         return jnp.concatenate(
             [
-                pad if run.leaf is None else views[run.leaf][run.start : run.stop]
+                pad if run.block is None else views[run.block][run.start : run.stop]
                 for run in self.runs
             ]
         )
 
     def views(self, slots: Array) -> dict[int, Array]:
-        """The view (batch, a, b) of each leaf, out of all slots: undoes `slots`."""
+        """The view (batch, ...) of each block, out of all slots: undoes `slots`."""
         pieces: dict[int, list[Array]] = {}
         position = 0
         for run in self.runs:
             size = run.stop - run.start
-            if run.leaf is not None:
+            if run.block is not None:
                 piece = slots[position : position + size]
-                pieces.setdefault(run.leaf, []).append(piece)
+                pieces.setdefault(run.block, []).append(piece)
             position += size
-        return {leaf: jnp.concatenate(parts) for leaf, parts in pieces.items()}
+        return {block: jnp.concatenate(parts) for block, parts in pieces.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,49 +241,65 @@ class MatrixLayout(Layout):
     """Every matrix whole on one owner: stacks of all matrices of one shape."""
 
     all_axes: tuple[MatrixAxes, ...]
+    blocks: tuple[Block, ...]
     stacks: tuple[Stack, ...]
 
     @classmethod
     def of(
-        cls, tree: Any, axis: AxisName, devices: int, numbers: DimensionNumbers
+        cls,
+        tree: Any,
+        axis: AxisName,
+        devices: int,
+        numbers: DimensionNumbers,
+        joins: Joins | None = None,
     ) -> "MatrixLayout":
         """Divide the matrices of a tree so that the busiest device has least to do."""
         leaves, treedef = describe_tree(tree)
         all_axes = tuple(matrices.matrix_axes(tree, numbers))
+        names = [leaf.path for leaf in leaves]
+        shapes = [leaf.shape for leaf in leaves]
+        blocks = make_blocks(names, shapes, all_axes, joins)
         members: dict[Any, list[int]] = {}
-        for index, (leaf, axes) in enumerate(zip(leaves, all_axes, strict=True)):
-            members.setdefault((axes.fan(leaf.shape), leaf.dtype), []).append(index)
+        for index, block in enumerate(blocks):
+            first = block.leaves[0]
+            fan = all_axes[first].fan(shapes[first])
+            key = (block.joined, fan, leaves[first].dtype)
+            members.setdefault(key, []).append(index)
 
         load = [0] * devices
         stacks = []
 
-        for (fan, dtype), indices in sorted(
-            members.items(), key=lambda item: _work(item[0][0]), reverse=True
+        for (joined, fan, dtype), indices in sorted(
+            members.items(), key=lambda item: _work(*item[0][:2]), reverse=True
         ):
-            counts = [
-                math.prod(leaves[index].shape[a] for a in all_axes[index].batch)
-                for index in indices
-            ]
+            counts = [blocks[index].batch for index in indices]
             whole, rest = divmod(sum(counts), devices)
             # The devices with least to do so far take one matrix more.
             idlest = sorted(range(devices), key=load.__getitem__)[:rest]
             extra = tuple(device in idlest for device in range(devices))
             runs = _runs(indices, counts, whole, extra)
-            stack = Stack(fan, dtype, runs, whole, extra)
+            stack = Stack(joined, fan, dtype, runs, whole, extra)
             stacks.append(stack)
             for device in range(devices):
                 load[device] += (whole + extra[device]) * stack.flops
-        return cls(axis, devices, treedef, leaves, all_axes, tuple(stacks))
+        return cls(
+            axis, devices, treedef, leaves, all_axes, tuple(blocks), tuple(stacks)
+        )
 
     def _views(self, tree: Any) -> list[Array]:
-        """Leaves as (batch, in, out); means keep 1 where they are averaged."""
-        return [
+        """Blocks as (batch, [K,] in, out); means keep 1 where they are averaged."""
+        views = [
             axes.view(x)
             for axes, x in zip(self.all_axes, self.flatten(tree), strict=True)
         ]
+        stacks = [block.view(views) for block in self.blocks]
+        return [
+            stack if block.joined > 1 else stack[:, 0]
+            for block, stack in zip(self.blocks, stacks, strict=True)
+        ]
 
     def _split(self, chunks: dict[str, Array]) -> Owned:
-        """Chunks (depth, in, out) as parts: slots that all fill, and that some fill."""
+        """Chunks (depth, ...) as parts: slots that all fill, and slots that some do."""
         parts = {}
         for stack in self.stacks:
             chunk = chunks[stack.name]
@@ -315,13 +340,17 @@ class MatrixLayout(Layout):
 
     def gather(self, owned: Owned, dtype: Any) -> Any:
         """The replicated tree: one all-gather a stack."""
-        arrays: list[Any] = [None] * len(self.leaves)
+        stacks: list[Any] = [None] * len(self.blocks)
         chunks = self._join(owned)
         for stack in self.stacks:
             chunk = chunks[stack.name]
             views = stack.views(self._all_gather(chunk, dtype).astype(chunk.dtype))
             for index, view in views.items():
-                arrays[index] = self._undo(index, view)
+                stacks[index] = view.reshape(-1, stack.joined, *view.shape[-2:])
+        arrays = [
+            self.all_axes[index].undo(view, self._shape(index, view.shape))
+            for index, view in enumerate(scatter_blocks(self.blocks, stacks))
+        ]
         return jax.tree.unflatten(self.treedef, arrays)
 
     def plain(self, owned: Owned) -> Any:
@@ -330,13 +359,10 @@ class MatrixLayout(Layout):
         for stack in self.stacks:
             part = owned.parts[f"{stack.name}/{'whole' if stack.whole else 'extra'}"]
             for run in stack.runs:
-                if run.leaf is not None:
-                    shape = self._shape(run.leaf, part.shape)
-                    shapes[run.leaf] = jax.ShapeDtypeStruct(shape, part.dtype)
+                for leaf in () if run.block is None else self.blocks[run.block].leaves:
+                    shape = self._shape(leaf, part.shape)
+                    shapes[leaf] = jax.ShapeDtypeStruct(shape, part.dtype)
         return jax.tree.unflatten(self.treedef, shapes)
-
-    def _undo(self, index: int, view: Array) -> Array:
-        return self.all_axes[index].undo(view, self._shape(index, view.shape))
 
     def _shape(self, index: int, view: Sequence[int]) -> tuple[int, ...]:
         """Shape of a leaf whose view ends in (in, out), or in 1 where it is a mean."""
@@ -358,6 +384,15 @@ class MatrixLayout(Layout):
         ]
         return Owned(dict.fromkeys(names, spec), self)
 
+    def joined(self) -> dict[str, int]:
+        """For each part whose matrices are joined, how many make one."""
+        return {
+            f"{stack.name}/{part}": stack.joined
+            for stack in self.stacks
+            for part in ("whole", "extra")
+            if stack.joined > 1
+        }
+
     def filled(self) -> dict[str, Array]:
         """For each part that only some devices fill, whether this one does."""
         device = jax.lax.axis_index(axis_names(self.axis))
@@ -368,9 +403,10 @@ class MatrixLayout(Layout):
         }
 
 
-def _work(fan: tuple[int, int]) -> int:
-    """Work of orthogonalizing one matrix, in products of m x n with m x m."""
-    return min(fan) * math.prod(fan)
+def _work(joined: int, fan: tuple[int, int]) -> int:
+    """Work of orthogonalizing (K in, out), in products of m x n with m x m."""
+    rows, cols = joined * fan[0], fan[1]
+    return min(rows, cols) * rows * cols
 
 
 def _runs(
@@ -381,8 +417,8 @@ def _runs(
 ) -> tuple[Run, ...]:
     """Slots in the order of the devices, filled by the matrices in their order."""
     matrix = iter(
-        (leaf, number)
-        for leaf, count in zip(indices, counts, strict=True)
+        (block, number)
+        for block, count in zip(indices, counts, strict=True)
         for number in range(count)
     )
     slots: list[tuple[int | None, int]] = []
@@ -391,12 +427,12 @@ def _runs(
         if any(extra) and not more:
             slots.append((None, 0))
     runs: list[Run] = []
-    for leaf, number in slots:
+    for block, number in slots:
         last = runs[-1] if runs else None
-        if last and leaf is not None and (last.leaf, last.stop) == (leaf, number):
-            runs[-1] = Run(leaf, last.start, number + 1)
+        if last and block is not None and (last.block, last.stop) == (block, number):
+            runs[-1] = Run(block, last.start, number + 1)
         else:
-            runs.append(Run(leaf, number, number + 1))
+            runs.append(Run(block, number, number + 1))
     return tuple(runs)
 
 

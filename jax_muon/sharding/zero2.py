@@ -19,6 +19,7 @@ import jax
 import optax
 
 from jax_muon import paths
+from jax_muon.joins import Joins
 from jax_muon.matrices import DimensionNumbers
 from jax_muon.sharding.axes import (
     AxisName,
@@ -43,6 +44,7 @@ def zero2_matrices(
     axis: AxisName,
     *,
     dimension_numbers: DimensionNumbers = None,
+    joins: Joins | None = None,
     reduce_dtype: jax.typing.DTypeLike | None = None,
     gather_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -53,11 +55,13 @@ def zero2_matrices(
     have least to do, and `orthogonalize` does not compute the others' empty slots.
 
     Args:
-      inner: a transform that treats matrices independently, on leaves (k, in, out):
-        every piece of this package, and chains of them.
+      inner: a transform that treats matrices independently, on leaves (k, in, out), and
+        (k, K, in, out) of joined ones: every piece of this package, and their chains.
       axis: mesh axis, or axes, that the gradients were computed over.
       dimension_numbers: how parameters are read as matrices; see `matrix_axes`. The
         inner transform needs none.
+      joins: which matrices are orthogonalized as one, and so have one owner; see
+        `orthogonalize`. The inner transform needs none.
       reduce_dtype: of gradients on the wire; None for their own.
       gather_dtype: of updates on the wire; None for their own.
 
@@ -75,7 +79,7 @@ def zero2_matrices(
     """
 
     def layout(tree: Any, devices: int) -> Layout:
-        return MatrixLayout.of(tree, axis, devices, dimension_numbers)
+        return MatrixLayout.of(tree, axis, devices, dimension_numbers, joins)
 
     return _Owners(
         optax.with_extra_args_support(inner),
@@ -162,7 +166,8 @@ class _Owners:
     ) -> tuple[optax.Updates, Any]:
         layout = owned.layout
         if isinstance(layout, MatrixLayout):
-            extra_args = {**extra_args, "filled": layout.filled()}
+            stacks = {"filled": layout.filled(), "joined": layout.joined()}
+            extra_args = {**extra_args, **stacks}
         owned_params = None if params is None else layout.own(params)
         owned, state = self.inner.update(owned, state, owned_params, **extra_args)
         return layout.gather(owned, self.gather_dtype), _vary_owned(state)

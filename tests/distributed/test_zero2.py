@@ -23,6 +23,9 @@ RECIPES = {
     "muon": jm.muon,
     "normuon": jm.normuon,
     "moonlight": jm.moonlight,
+    "teon": functools.partial(
+        jm.teon, joins={"*_{i}/q": 2, "scan/mlp": 2}, splits={"*/up": jm.Split(2)}
+    ),
 }
 
 
@@ -270,7 +273,7 @@ def test_state_is_divided():
         )
 
     layout = MatrixLayout.of(
-        {k: v for k, v in params.items() if "q" in k or k in ("a/up", "a/down")},
+        {k: v for k, v in params.items() if "q" in k or k in ("h_0/up", "h_0/down")},
         "data",
         8,
         None,
@@ -297,7 +300,7 @@ def test_padding_goes_where_it_costs_least(devices, count):
     for stack in layout.stacks:
         assert stack.depth == -(-count // devices)
         assert sum(
-            run.stop - run.start for run in stack.runs if run.leaf is not None
+            run.stop - run.start for run in stack.runs if run.block is not None
         ) == (count)
         loads += stack.whole + np.array(stack.extra)
     assert loads.max() - loads.min() <= 1

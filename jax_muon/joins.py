@@ -1,0 +1,265 @@
+"""Joins: matrices of several layers that are orthogonalized as one (TEON).
+
+K matrices (in, out) side by side along `in` are one matrix (K in, out). A `Block` says
+which matrices of which leaves those are, and holds them as (batch, K, in, out), so that
+everything but the polar factor still sees single matrices. A matrix that is joined to
+nothing is a block with K = 1: there is no second path for it.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jax_muon import paths
+from jax_muon.matrices import QUERY_LIKE, MatrixAxes
+from jax_muon.polar import positive_int
+
+# Path pattern to K: see `make_blocks`. K alone is for all queries, keys and values.
+Joins = Mapping[str, int] | int
+
+_NUMBER = "{i}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Matrices of one or several leaves, `joined` of which make one.
+
+    Several leaves give one matrix each, all of their batch. One leaf gives the matrices
+    from `start` to `stop` of its batch, in which `inner` lie between one matrix and the
+    next of the same join: scanned layers (layers, heads, in, out) have inner = heads.
+    """
+
+    leaves: tuple[int, ...]
+    joined: int
+    start: int
+    stop: int
+    inner: int = 1
+
+    @property
+    def batch(self) -> int:
+        """Number of joined matrices."""
+        matrices = len(self.leaves) * (self.stop - self.start)
+        return matrices // self.joined
+
+    def view(
+        self, views: Sequence[Float[Array, "_ _ _"]]
+    ) -> Float[Array, "batch joined fan_in fan_out"]:
+        """The matrices of this block, out of the views (batch, in, out) of all leaves.
+
+        The last two axes are passed through, so that means (batch, 1, out) go too.
+        """
+        if len(self.leaves) > 1:
+            return jnp.stack([views[leaf] for leaf in self.leaves], axis=1)
+        view = views[self.leaves[0]]
+        part = view if self.batch * self.joined == len(view) else view[self.slice]
+        shape = (-1, self.joined, self.inner, *view.shape[1:])
+        return part.reshape(shape).swapaxes(1, 2).reshape(-1, *shape[1:2], *shape[3:])
+
+    def undo(
+        self, block: Float[Array, "batch joined fan_in fan_out"]
+    ) -> dict[int, Float[Array, "_ _ _"]]:
+        """By leaf, its part of the batch (stop - start, in, out)."""
+        if len(self.leaves) > 1:
+            return {leaf: block[:, k] for k, leaf in enumerate(self.leaves)}
+        shape = (-1, self.inner, self.joined, *block.shape[2:])
+        part = block.reshape(shape).swapaxes(1, 2).reshape(-1, *shape[3:])
+        return {self.leaves[0]: part}
+
+    @property
+    def slice(self) -> slice:
+        """Its part of the batch of each of its leaves."""
+        return slice(self.start, self.stop)
+
+
+def map_blocks(
+    function: Callable[[list[Array]], list[Array]],
+    blocks: Sequence[Block],
+    views: Sequence[Float[Array, "_ _ _"]],
+) -> list[Float[Array, "_ _ _"]]:
+    """Apply a function to the joined matrices (batch, K in, out) of every block.
+
+    Args:
+      function: of a list of arrays (batch, K in, out), one for each block; gives the
+        list of its results in the same shapes.
+      blocks: which cover every view once.
+      views: (batch, in, out) of each leaf.
+
+    Returns:
+      The results, in the order and shapes of `views`.
+    """
+    stacks = [block.view(views) for block in blocks]
+    results = function([x.reshape(len(x), -1, x.shape[-1]) for x in stacks])
+    return scatter_blocks(
+        blocks, [y.reshape(x.shape) for x, y in zip(stacks, results, strict=True)]
+    )
+
+
+def scatter_blocks(
+    blocks: Sequence[Block], stacks: Sequence[Float[Array, "_ _ _ _"]]
+) -> list[Float[Array, "_ _ _"]]:
+    """The views (batch, in, out) of all leaves, out of all blocks."""
+    parts: dict[int, list[tuple[int, Array]]] = {}
+    for block, stack in zip(blocks, stacks, strict=True):
+        for leaf, part in block.undo(stack).items():
+            parts.setdefault(leaf, []).append((block.start, part))
+    views = []
+    for leaf in range(len(parts)):
+        ordered = [part for _, part in sorted(parts[leaf], key=lambda item: item[0])]
+        views.append(jnp.concatenate(ordered) if len(ordered) > 1 else ordered[0])
+    return views
+
+
+def make_blocks(
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    all_axes: Sequence[MatrixAxes],
+    joins: Joins | None = None,
+) -> list[Block]:
+    """Which matrices are orthogonalized as one.
+
+    Args:
+      names: path of each leaf.
+      shapes: of each leaf.
+      all_axes: how each leaf is read as matrices.
+      joins: pattern of paths to K, the number of matrices that are joined. `{i}` in a
+        pattern stands for the number of a layer: leaves that differ in nothing else are
+        taken K by K in the order of that number, as in {"blocks/{i}/attn/q": 2}. A
+        pattern without it takes the matrices of each leaf K by K along its leading
+        batch axis, that of scanned layers. What is left over is joined to nothing. K
+        alone joins the queries, the keys and the values of attention, each by itself.
+
+    Returns:
+      Blocks that cover every matrix once.
+
+    Raises:
+      ValueError: with paths and shapes, for a pattern that matches nothing, or has no
+        number and matches a leaf without a batch axis; a leaf that two patterns match;
+        leaves of different shapes in one join; K below 1.
+    """
+    blocks: list[Block] = []
+    taken: dict[int, str] = {}
+    for pattern, size in _patterns(joins, names, all_axes).items():
+        positive_int(f"joins[{pattern!r}]", size)
+        found = _expression(pattern)
+        if names and not any(found.fullmatch(f"/{name}/") for name in names):
+            raise ValueError(
+                f"joins: the pattern {pattern!r} matches no matrix; there are "
+                + ", ".join(names)
+            )
+        groups: dict[str, list[tuple[int, int]]] = {}
+        for leaf, name in enumerate(names):
+            match = found.fullmatch(f"/{name}/")
+            if match is None:
+                continue
+            if leaf in taken:
+                raise ValueError(
+                    f"joins: parameter {name!r} matches {taken[leaf]!r} and "
+                    f"{pattern!r}; valid is one pattern for a parameter"
+                )
+            taken[leaf] = pattern
+            if _NUMBER in pattern:
+                start, stop = match.span("i")
+                rest = f"/{name}/"[:start] + _NUMBER + f"/{name}/"[stop:]
+                groups.setdefault(rest, []).append((int(match["i"]), leaf))
+            else:
+                blocks += _along_batch(
+                    leaf, names[leaf], shapes[leaf], all_axes[leaf], size, pattern
+                )
+        for members in groups.values():
+            order = [leaf for _, leaf in sorted(members)]
+            for first in range(0, len(order), size):
+                group = order[first : first + size]
+                if len(group) < size:
+                    blocks += [_whole(leaf, shapes, all_axes) for leaf in group]
+                    continue
+                _check_alike(pattern, group, names, shapes, all_axes)
+                count = _batch(shapes[group[0]], all_axes[group[0]])
+                blocks.append(Block(tuple(group), size, 0, count))
+    blocks += [
+        _whole(leaf, shapes, all_axes)
+        for leaf in range(len(names))
+        if leaf not in taken
+    ]
+    return sorted(blocks, key=lambda block: (block.leaves, block.start))
+
+
+def _patterns(
+    joins: Joins | None, names: Sequence[str], all_axes: Sequence[MatrixAxes]
+) -> Mapping[str, int]:
+    """Joins by pattern; for K alone, a pattern for each query, key and value."""
+    if joins is None or isinstance(joins, Mapping):
+        return joins or {}
+    patterns = {}
+    for name, axes in zip(names, all_axes, strict=True):
+        pattern = name if axes.batch else re.sub(r"\d+", _NUMBER, name, count=1)
+        attention = QUERY_LIKE.intersection(name.split("/"))
+        if attention and (axes.batch or _NUMBER in pattern):
+            patterns[pattern] = joins
+    if names and not patterns:
+        raise ValueError(
+            f"joins={joins}: no query, key or value of a numbered or scanned layer "
+            "among " + ", ".join(names) + "; valid is also a mapping, such as "
+            "{'blocks/{i}/attn/q': 2}"
+        )
+    return patterns
+
+
+def _along_batch(
+    leaf: int,
+    name: str,
+    shape: tuple[int, ...],
+    axes: MatrixAxes,
+    size: int,
+    pattern: str,
+) -> list[Block]:
+    if not axes.batch:
+        raise ValueError(
+            f"joins: the pattern {pattern!r} has no layer number and matches parameter "
+            f"{name!r} of shape {shape}, which has no layer axis; valid is a pattern "
+            "such as 'blocks/{i}/attn/q', or scanned layers"
+        )
+    count = _batch(shape, axes)
+    inner = count // shape[axes.batch[0]]
+    stop = shape[axes.batch[0]] // size * size * inner
+    parts = [Block((leaf,), size, 0, stop, inner), Block((leaf,), 1, stop, count)]
+    return [block for block in parts if block.batch]
+
+
+def _whole(
+    leaf: int, shapes: Sequence[tuple[int, ...]], all_axes: Sequence[MatrixAxes]
+) -> Block:
+    return Block((leaf,), 1, 0, _batch(shapes[leaf], all_axes[leaf]))
+
+
+def _batch(shape: tuple[int, ...], axes: MatrixAxes) -> int:
+    return math.prod(shape[axis] for axis in axes.batch)
+
+
+def _check_alike(
+    pattern: str,
+    group: Sequence[int],
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    all_axes: Sequence[MatrixAxes],
+) -> None:
+    if len({(shapes[leaf], all_axes[leaf]) for leaf in group}) > 1:
+        listed = ", ".join(f"{names[leaf]!r} {shapes[leaf]}" for leaf in group)
+        raise ValueError(
+            f"joins: the pattern {pattern!r} joins matrices of different shapes: "
+            f"{listed}; valid are matrices of one shape"
+        )
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    """`paths.matches` with {i} for a number: whole components, * for any text."""
+    if pattern.count(_NUMBER) > 1:
+        raise ValueError(
+            f"joins: the pattern {pattern!r} has {_NUMBER} more than once; valid is "
+            "once, for the number of the layer"
+        )
+    expression = paths.as_expression(pattern)
+    return re.compile(expression.replace(re.escape(_NUMBER), r"(?P<i>\d+)"))

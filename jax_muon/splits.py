@@ -1,0 +1,283 @@
+"""Splits: one parameter that holds several matrices, seen as so many parameters.
+
+A kernel with query, key and value side by side is three matrices: each has its own
+polar factor, its own NorMuon means, its own scale. `with_splits` shows the inner
+transform a tree in which such a leaf is a node with its parts. Every piece, recipe
+and layout then works on parts as on parameters, and knows nothing of splits.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+from optax.contrib import MuonDimensionNumbers
+
+from jax_muon import paths
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How one axis of a parameter is divided.
+
+    Attributes:
+      parts: names of equal parts, `("query", "key", "value")`; names with their widths,
+        `{"query": 768, "key": 256, "value": 256}`; or a number of equal parts, such as
+        heads, which become a batch: leading axis of one part.
+      axis: of the parameter; the default is the last, the outputs of a kernel.
+      learning_rates: factor of the learning rate by name of a part; those not named
+        have 1.
+    """
+
+    parts: int | Sequence[str] | Mapping[str, int]
+    axis: int = -1
+    learning_rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def widths(self, path: str, shape: tuple[int, ...]) -> dict[str, int] | None:
+        """Width of each named part of a parameter, or None where they are a batch.
+
+        Raises:
+          ValueError: with path and shape, for an axis that the parameter does not have,
+            parts that do not make it up, factors of parts that there are not.
+        """
+        where = f"splits: parameter {path!r} of shape {shape}"
+        if not -len(shape) <= self.axis < len(shape):
+            raise ValueError(
+                f"{where} has no axis {self.axis}; valid are {-len(shape)} to "
+                f"{len(shape) - 1}"
+            )
+        size = shape[self.axis]
+        names = () if isinstance(self.parts, int) else tuple(self.parts)
+        count = self.parts if isinstance(self.parts, int) else len(names)
+        if count < 1 or len(set(names)) < len(names):
+            raise ValueError(
+                f"{where}: parts={self.parts!r}; valid are names, each once, or a "
+                "number of at least 1"
+            )
+        unknown = set(self.learning_rates) - set(names)
+        if unknown:
+            raise ValueError(
+                f"{where}: learning_rates of {sorted(unknown)}; valid are the parts "
+                f"{list(names)}"
+            )
+        if isinstance(self.parts, Mapping):
+            widths = dict(self.parts)
+            if sum(widths.values()) != size or min(widths.values()) < 1:
+                raise ValueError(
+                    f"{where}: parts={widths} make up {sum(widths.values())} of axis "
+                    f"{self.axis}; valid are positive widths with the sum {size}"
+                )
+            return widths
+        if size % count:
+            raise ValueError(
+                f"{where}: axis {self.axis} of size {size} does not divide into "
+                f"{count} equal parts; valid are divisors of {size}, or a width for "
+                "each part"
+            )
+        return dict.fromkeys(names, size // count) if names else None
+
+
+# Path pattern to split. Patterns apply one after another, to parts of parts too.
+Splits = Mapping[str, Split]
+
+
+def with_splits(
+    inner: optax.GradientTransformation, splits: Splits
+) -> optax.GradientTransformationExtraArgs:
+    """Run a transform on the parts of parameters.
+
+    A parameter `attn/qkv/kernel` with the split `Split(("q", "k", "v"))` is seen by the
+    inner transform as three: `attn/qkv/kernel/q`, `/k` and `/v`. A number of parts
+    gives one, with a leading batch axis.
+
+    Args:
+      inner: any transform, such as a chain of pieces; the recipes take `splits=`
+        themselves.
+      splits: path pattern to `Split`.
+
+    Returns:
+      A transform of the whole parameters, whose state is that of the parts.
+
+    Raises:
+      ValueError: at init and update, with path and shape: a pattern that matches no
+        parameter, a split that does not fit.
+
+    Examples:
+      >>> tx = with_splits(optax.sgd(1.0), {"qkv": Split(("q", "k"), axis=0)})
+      >>> state = tx.init({"qkv": jnp.zeros(4)})
+      >>> tx.update({"qkv": jnp.arange(4.0)}, state)[0]["qkv"].tolist()
+      [-0.0, -1.0, -2.0, -3.0]
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init_fn(params: optax.Params) -> Any:
+        return inner.init(Parts.of(params, splits).split(params))
+
+    def update_fn(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, Any]:
+        parts = Parts.of(updates, splits)
+        if params is not None:
+            params = parts.split(params)
+        updates, state = inner.update(parts.split(updates), state, params, **extra_args)
+        return parts.join(updates), state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True)
+class NamedParts:
+    """The parts of a parameter, where the parameter stood in its tree.
+
+    As a dictionary, but nnx.State would turn a dictionary into a State.
+    """
+
+    parts: dict[str, Any]
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """Children with their keys, and the names."""
+        children = [(jax.tree_util.DictKey(k), v) for k, v in self.parts.items()]
+        return children, tuple(self.parts)
+
+    @classmethod
+    def tree_unflatten(cls, names: Any, children: Any) -> "NamedParts":
+        """From names and children."""
+        return cls(dict(zip(names, children, strict=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """The parts of one array, and what to multiply their updates by."""
+
+    axis: int  # non-negative
+    widths: Mapping[str, int] | None  # None: `count` parts as a leading batch axis
+    count: int
+    factors: Mapping[str, float]
+
+    def split(self, x: Float[Array, "..."]) -> Any:
+        if self.widths is None:
+            shape = (*x.shape[: self.axis], self.count, -1, *x.shape[self.axis + 1 :])
+            return jnp.moveaxis(x.reshape(shape), self.axis, 0)
+        parts, start = {}, 0
+        for name, width in self.widths.items():
+            parts[name] = jax.lax.slice_in_dim(x, start, start + width, axis=self.axis)
+            start += width
+        return NamedParts(parts)
+
+    def join(self, parts: Any) -> Float[Array, "..."]:
+        if self.widths is None:
+            x = jnp.moveaxis(parts, 0, self.axis)
+            return x.reshape(*x.shape[: self.axis], -1, *x.shape[self.axis + 2 :])
+        scaled = [
+            parts.parts[name] * self.factors.get(name, 1.0) for name in self.widths
+        ]
+        return jnp.concatenate(scaled, axis=self.axis)
+
+    def spread(self, value: Any) -> Any:
+        """The same for every part."""
+        if self.widths is None:
+            return value
+        return NamedParts(dict.fromkeys(self.widths, value))
+
+    def numbers(
+        self, path: str, numbers: MuonDimensionNumbers
+    ) -> dict[str, MuonDimensionNumbers]:
+        """Dimension numbers of the parts, by path, from non-negative ones."""
+        if self.widths is not None:
+            return {f"{path}/{name}": numbers for name in self.widths}
+        inputs, outputs = (
+            tuple(axis + 1 for axis in axes)
+            for axes in (numbers.reduction_axis, numbers.output_axis)
+        )
+        return {path: MuonDimensionNumbers(inputs, outputs)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What splits do to one tree: cuts by path, in stages, and the tree before each.
+
+    A parameter in a Flax box loses it while it is cut: NNX keeps a box for each
+    variable, and would not find the parts in it again.
+    """
+
+    stages: tuple[tuple[Any, Mapping[str, _Cut]], ...]
+
+    @classmethod
+    def of(cls, tree: Any, splits: Splits) -> "Parts":
+        """The cuts of a tree of arrays, or of their shapes."""
+        stages = []
+        for pattern, split in splits.items():
+            flat = paths.leaves_with_paths(tree)
+            paths.check_patterns_match("splits", [pattern], [path for path, _ in flat])
+            cuts = {}
+            for path, leaf in flat:
+                if paths.matches(pattern, path):
+                    widths = split.widths(path, tuple(leaf.shape))
+                    count = split.parts if isinstance(split.parts, int) else 0
+                    axis = split.axis % len(leaf.shape)
+                    cuts[path] = _Cut(axis, widths, count, split.learning_rates)
+            stages.append((tree, cuts))
+            tree = _map_cuts(lambda cut, x: jax.eval_shape(cut.split, x), cuts, tree)
+        return cls(tuple(stages))
+
+    def split(self, tree: Any) -> Any:
+        """The tree of parts."""
+        for _, cuts in self.stages:
+            tree = _map_cuts(_Cut.split, cuts, tree)
+        return tree
+
+    def spread(self, tree: Any) -> Any:
+        """A tree of anything, labels for instance, with the same for all parts."""
+        for _, cuts in self.stages:
+            tree = _map_cuts(_Cut.spread, cuts, tree)
+        return tree
+
+    def join(self, tree: Any) -> Any:
+        """The tree of whole leaves, out of the updates of its parts."""
+
+        def whole(cut: _Cut, leaf: Any, parts: Any) -> Any:
+            del leaf
+            return cut.join(parts)
+
+        for before, cuts in reversed(self.stages):
+            tree = _map_cuts(whole, cuts, before, tree, keep_boxes=True)
+        return tree
+
+    def numbers(
+        self, numbers: Mapping[str, MuonDimensionNumbers]
+    ) -> dict[str, MuonDimensionNumbers]:
+        """Dimension numbers of the parts, from those of the whole leaves."""
+        for _, cuts in self.stages:
+            parts: dict[str, MuonDimensionNumbers] = {}
+            for path, spec in numbers.items():
+                cut = cuts.get(path)
+                parts |= {path: spec} if cut is None else cut.numbers(path, spec)
+            numbers = parts
+        return dict(numbers)
+
+
+def _map_cuts(
+    function: Callable[..., Any],
+    cuts: Mapping[str, _Cut],
+    tree: Any,
+    *rest: Any,
+    keep_boxes: bool = False,
+) -> Any:
+    """Map over the leaves that are cut; of the others, the last tree's stay."""
+
+    def apply(key_path: tuple[Any, ...], node: Any, *others: Any) -> Any:
+        cut = cuts.get(paths.path_string(key_path))
+        if cut is None:
+            return others[-1] if others else node
+        (leaf,) = jax.tree.leaves(node)
+        result = function(cut, leaf, *others)
+        return jax.tree.map(lambda _: result, node) if keep_boxes else result
+
+    return jax.tree_util.tree_map_with_path(apply, tree, *rest, is_leaf=paths.is_box)

@@ -1,0 +1,225 @@
+"""Splits: a parameter that holds several matrices is trained as several parameters."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optax.contrib import MuonDimensionNumbers
+
+import jax_muon as jm
+from jax_muon.splits import Parts
+
+QKV = {"attn/qkv/kernel": jm.Split({"q": 16, "k": 8, "v": 8})}
+RECIPES = {
+    "nanochat": functools.partial(
+        jm.nanochat, row_equilibration=True, renormalize=True
+    ),
+    "muon": jm.muon,
+    "normuon": jm.normuon,
+    "moonlight": jm.moonlight,
+}
+
+
+def transformer(kernels, x):
+    """Attention on (batch, time, 16), of 2 heads of 8 with one key head for both."""
+    q, k, v = (x @ kernel for kernel in kernels)
+    q = q.reshape(*q.shape[:2], 2, 8)
+    weights = jax.nn.softmax(jnp.einsum("bthd,bsd->bhts", q, k))
+    return jnp.einsum("bhts,bsd->bthd", weights, v).reshape(x.shape)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_fused_kernel_takes_the_path_of_three(name, rng):
+    kernels = [
+        jnp.asarray(rng.standard_normal((16, width)) / 4, jnp.float32)
+        for width in (16, 8, 8)
+    ]
+    x, y = rng.standard_normal((2, 4, 5, 16)).astype(np.float32)
+    apart = {"attn": dict(zip("qkv", ({"kernel": k} for k in kernels), strict=True))}
+    fused = {"attn": {"qkv": {"kernel": jnp.concatenate(kernels, axis=1)}}}
+
+    def loss_apart(p):
+        return jnp.mean(
+            (transformer([p["attn"][n]["kernel"] for n in "qkv"], x) - y) ** 2
+        )
+
+    def loss_fused(p):
+        parts = jnp.split(p["attn"]["qkv"]["kernel"], (16, 24), axis=1)
+        return jnp.mean((transformer(parts, x) - y) ** 2)
+
+    def train(tx, loss, params):
+        @jax.jit
+        def step(params, state):
+            updates, state = tx.update(jax.grad(loss)(params), state, params)
+            return optax.apply_updates(params, updates), state
+
+        state = tx.init(params)
+        for _ in range(10):
+            params, state = step(params, state)
+        return params
+
+    recipe = functools.partial(RECIPES[name], 0.01, dtype="float32")
+    expected = train(recipe(), loss_apart, apart)["attn"]
+    expected = jnp.concatenate([expected[n]["kernel"] for n in "qkv"], axis=1)
+    result = train(recipe(splits=QKV), loss_fused, fused)["attn"]["qkv"]["kernel"]
+    start = fused["attn"]["qkv"]["kernel"]
+    off, moved = jnp.linalg.norm(result - expected), jnp.linalg.norm(expected - start)
+    assert off / moved < 1e-6
+
+
+def test_not_splitting_is_something_else(rng):
+    """The test above could fail."""
+    g = {"qkv": jnp.asarray(rng.standard_normal((8, 24)), jnp.float32)}
+    split = jm.nanochat(splits={"qkv": jm.Split(("q", "k", "v"))})
+    (a, _), (b, _) = (tx.update(g, tx.init(g), g) for tx in (split, jm.nanochat()))
+    assert jnp.linalg.norm(a["qkv"] - b["qkv"]) > 0.1 * jnp.linalg.norm(b["qkv"])
+
+
+def test_learning_rate_of_a_part(rng):
+    g = {"up": jnp.asarray(rng.standard_normal((6, 20)), jnp.float32)}
+
+    def updates(**settings):
+        split = jm.Split(("gate", "up"), **settings)
+        tx = jm.nanochat(splits={"up": split}, dtype="float32")
+        return tx.update(g, tx.init(g), g)[0]["up"]
+
+    plain, scaled = updates(), updates(learning_rates={"gate": 0.5})
+    np.testing.assert_array_equal(scaled[:, :10], 0.5 * plain[:, :10])
+    np.testing.assert_array_equal(scaled[:, 10:], plain[:, 10:])
+
+
+@pytest.mark.parametrize("axis", [1, 0])
+def test_each_head_is_a_matrix_of_its_own(rng, x64, axis):
+    """(embed, heads * 4), or the output projection (heads * 4, embed)."""
+    shape = (6, 12) if axis else (12, 6)
+    g = {"q": rng.standard_normal(shape)}
+    tx = jm.with_splits(jm.orthogonalize(jm.svd_polar), {"q": jm.Split(3, axis=axis)})
+    result, _ = tx.update(g, tx.init(g))
+    for got, head in zip(
+        np.split(result["q"], 3, axis=axis), np.split(g["q"], 3, axis=axis), strict=True
+    ):
+        u, _, vt = np.linalg.svd(head, full_matrices=False)
+        np.testing.assert_allclose(got, u @ vt, atol=1e-12)
+
+
+def test_heads_of_a_part_and_scanned_layers(rng):
+    """Splits apply in order: to parts of parts, behind a layer axis."""
+    g = {"qkv": jnp.asarray(rng.standard_normal((3, 6, 24)), jnp.float32)}
+    splits = {"qkv": jm.Split(("q", "k", "v")), "qkv/q": jm.Split(2)}
+    tx = jm.nanochat(splits=splits, dtype="float32")
+    state = tx.init(g)
+    shapes = {tuple(x.shape) for x in jax.tree.leaves(state) if x.ndim > 2}
+    # q (heads, layers, in, 4), k and v (layers, in, 8); and NorMuon's means of each
+    assert shapes >= {(2, 3, 6, 4), (3, 6, 8), (2, 3, 6, 1), (3, 1, 8)}
+    updates, _ = tx.update(g, state, g)
+    assert updates["qkv"].shape == (3, 6, 24)
+
+
+def test_labels_and_dimension_numbers_speak_of_whole_parameters(rng):
+    """(embed, 3 heads, 4) of 1 query head and 2 others, under a name of its own."""
+    params = {
+        "w": jnp.asarray(rng.standard_normal((6, 3, 4)), jnp.float32),
+        "b": jnp.asarray(rng.standard_normal((10, 4)), jnp.float32),
+    }
+    splits = {
+        "w": jm.Split({"q": 1, "kv": 2}, axis=1),
+        "b": jm.Split(("x", "y"), axis=0),
+    }
+    tx = jm.nanochat(
+        splits=splits,
+        labels={"w": "muon", "b": "adamw"},
+        dimension_numbers={"w": MuonDimensionNumbers(0, (1, 2))},
+        dtype="float32",
+    )
+    updates, state = tx.update(params, tx.init(params), params)
+    for part in (updates["w"][:, :1], updates["w"][:, 1:]):
+        matrix = part.reshape(6, -1)
+        scale = 0.02 * max(1, matrix.shape[1] / 6) ** 0.5
+        norms = np.linalg.norm(matrix) / (scale * min(matrix.shape) ** 0.5)
+        assert 0.8 < norms < 1.4  # decay included
+    plain = jm.nanochat(labels={"w": "adamw", "b": "adamw"}, dtype="float32")
+    expected, _ = plain.update(params, plain.init(params), params)
+    np.testing.assert_array_equal(updates["b"], expected["b"])
+    del state
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_splitting_and_joining_is_the_identity(data):
+    """Over random shapes, axes, and parts of parts."""
+    widths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    shape = list(data.draw(st.lists(st.integers(1, 4), max_size=2)))
+    axis = data.draw(st.integers(0, len(shape)))
+    shape.insert(axis, sum(widths) * 2)
+    named = {f"p{i}": 2 * width for i, width in enumerate(widths)}
+    splits = {
+        "w": jm.Split(
+            named, axis=data.draw(st.sampled_from([axis, axis - len(shape)]))
+        ),
+        "w/p0": jm.Split(2, axis=axis),
+        "other": jm.Split(("a", "b"), axis=0),
+    }
+    x = {
+        "w": np.arange(np.prod(shape), dtype=np.float32).reshape(shape),
+        "other": np.arange(4.0),
+        "left": np.ones(3),
+    }
+    parts = Parts.of(x, splits)
+    chopped = parts.split(x)
+    assert chopped["w"].parts["p0"].shape[0] == 2
+    whole = parts.join(chopped)
+    assert jax.tree.structure(whole) == jax.tree.structure(x)
+    jax.tree.map(np.testing.assert_array_equal, whole, x)
+
+
+def test_nnx_model():
+    """Boxes at init, arrays at update."""
+
+    class Fused(nnx.Module):
+        def __init__(self, rngs):
+            self.qkv = nnx.Linear(6, 18, rngs=rngs)
+
+        def __call__(self, x):
+            return jnp.sum(self.qkv(x) ** 2)
+
+    model = Fused(nnx.Rngs(0))
+    tx = jm.nanochat(splits={"qkv/kernel": jm.Split(("q", "k", "v"))})
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    x = jnp.ones((2, 6))
+    before = model(x)
+    for _ in range(3):
+        optimizer.update(model, nnx.grad(lambda m: m(x))(model))
+    assert model(x) < before
+
+
+@pytest.mark.parametrize(
+    ("split", "match"),
+    [
+        (
+            jm.Split(("q", "k", "v", "w", "x")),
+            r"'qkv' of shape \(6, 24\): axis -1 .* 24",
+        ),
+        (jm.Split({"q": 16, "k": 4}), r"make up 20 of axis -1; valid .* sum 24"),
+        (jm.Split({"q": 30, "k": -6}), "positive widths"),
+        (jm.Split(7), "does not divide into 7"),
+        (jm.Split(0), "at least 1"),
+        (jm.Split(("q", "q")), "each once"),
+        (jm.Split(2, axis=2), r"no axis 2; valid are -2 to 1"),
+        (jm.Split(("q", "k"), learning_rates={"v": 2.0}), "valid are the parts"),
+    ],
+)
+def test_bad_splits(split, match):
+    params = {"qkv": jnp.zeros((6, 24))}
+    with pytest.raises(ValueError, match=match):
+        jm.nanochat(splits={"qkv": split}).init(params)
+
+
+def test_a_pattern_that_matches_nothing():
+    with pytest.raises(ValueError, match="'q' matches no parameter; there are qkv"):
+        jm.nanochat(splits={"q": jm.Split(2)}).init({"qkv": jnp.zeros((6, 24))})
