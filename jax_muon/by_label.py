@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from jax_muon import paths
 from jax_muon.guards import clip_by_global_norm
@@ -12,6 +13,7 @@ from jax_muon.joins import Joins
 from jax_muon.labels import ADAMW, MUON, label_params
 from jax_muon.matrices import DimensionNumbers, as_dimension_numbers, matrix_axes
 from jax_muon.sharding.axes import AxisName
+from jax_muon.sharding.global_view import Specs, with_placed_state
 from jax_muon.sharding.zero2 import (
     is_zero2,
     zero2_matrices,
@@ -35,6 +37,9 @@ def by_label(
     dimension_numbers: DimensionNumbers,
     splits: Splits | None,
     joins: Joins | None,
+    mesh: Mesh | None,
+    specs: Specs,
+    small: int,
     zero2_axis: AxisName | None,
 ) -> optax.GradientTransformationExtraArgs:
     """The pieces for "muon", AdamW for "adamw", and the user's groups.
@@ -47,6 +52,11 @@ def by_label(
     reading of a parameter depend on what stands beside it. Both depend on paths and
     shapes alone, so they are the same at every step.
     """
+    if zero2_axis is not None and (mesh is not None or specs is not None):
+        raise ValueError(
+            f"zero2_axis={zero2_axis!r} with mesh or specs: valid is one of the two, "
+            "since ZeRO-2 is for replicated parameters"
+        )
     groups = {ADAMW: adamw, **(adamw_groups or {})}
     if MUON in groups or ADAMW in (adamw_groups or {}):
         raise ValueError(
@@ -74,19 +84,23 @@ def by_label(
         axes = matrix_axes(masked, dimension_numbers, context=tree)
         numbers = as_dimension_numbers(dict(zip(names, axes, strict=True)))
         if not splits:
-            return divided(label_tree, numbers)
+            return divided(label_tree, numbers, specs)
         parts = Parts.of(tree, splits)
-        inner = divided(parts.spread(label_tree), parts.numbers(numbers))
+        inner = divided(
+            parts.spread(label_tree), parts.numbers(numbers), parts.specs(tree, specs)
+        )
         return with_splits(inner, splits)
 
     def divided(
-        label_tree: Any, numbers: DimensionNumbers
+        label_tree: Any, numbers: DimensionNumbers, specs: Specs
     ) -> optax.GradientTransformationExtraArgs:
         if zero2_axis is None:
             view = {"dimension_numbers": numbers}
-            chain = optax.chain(*pieces(view, {"joins": joins}))
+            whole = {"joins": joins, "mesh": mesh, "specs": specs, "small": small}
+            chain = optax.chain(*pieces(view, whole))
             tx = optax.multi_transform({MUON: chain, **groups}, label_tree)
-            return tx if max_norm is None else optax.chain(before, tx)
+            tx = tx if max_norm is None else optax.chain(before, tx)
+            return with_placed_state(tx, mesh, specs)
         # The wrapper does the reading, and the pieces see (k, in, out).
         chain = optax.chain(*pieces({}, {}))
         owners = zero2_matrices(

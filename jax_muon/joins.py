@@ -21,6 +21,9 @@ from jax_muon.polar import positive_int
 # Path pattern to K: see `make_blocks`. K alone is for all queries, keys and values.
 Joins = Mapping[str, int] | int
 
+# Joined matrices (batch, K in, out) of every block to their factors.
+Factors = Callable[[list[Array]], list[Array]]
+
 _NUMBER = "{i}"
 
 
@@ -76,7 +79,7 @@ class Block:
 
 
 def map_blocks(
-    function: Callable[[list[Array]], list[Array]],
+    function: Factors,
     blocks: Sequence[Block],
     views: Sequence[Float[Array, "_ _ _"]],
 ) -> list[Float[Array, "_ _ _"]]:

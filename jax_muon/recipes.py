@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from jax_muon.by_label import Groups, Labels, Options, Pieces, by_label
 from jax_muon.coefficients import polar_express_coefficients
@@ -17,6 +18,7 @@ from jax_muon.joins import Joins
 from jax_muon.matrices import DimensionNumbers
 from jax_muon.polar import newton_schulz, positive_int
 from jax_muon.sharding.axes import AxisName
+from jax_muon.sharding.global_view import Specs
 from jax_muon.splits import Splits
 from jax_muon.transforms import (
     add_cautious_decayed_weights,
@@ -51,6 +53,9 @@ def nanochat(
     dimension_numbers: DimensionNumbers = None,
     splits: Splits | None = None,
     joins: Joins | None = None,
+    mesh: Mesh | None = None,
+    specs: Specs = None,
+    small: int = 65536,
     zero2_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MuonAdamW of nanochat: Nesterov, Polar Express, NorMuon, cautious weight decay.
@@ -87,6 +92,11 @@ def nanochat(
         and `adamw_groups` speak of whole parameters, joins of parts.
       joins: path pattern to K: that many matrices of consecutive layers are
         orthogonalized as one; see `make_blocks`. K alone joins queries, keys, values.
+      mesh: of sharded parameters, where `specs` are needed.
+      specs: how parameters are sharded, on a mesh with Auto axes, whose types do not
+        tell; see `orthogonalize`. Not for ZeRO-2.
+      small: sharded matrices with fewer elements are gathered and computed by all
+        devices that hold them, others by one.
       zero2_axis: mesh axis, or axes, over which state and work are divided (ZeRO-2),
         for use with `init_optimizer` and `make_train_step`; see `zero2_matrices`.
 
@@ -141,6 +151,9 @@ def nanochat(
         dimension_numbers,
         splits,
         joins,
+        mesh,
+        specs,
+        small,
         zero2_axis,
     )
 
@@ -166,6 +179,9 @@ def muon(
     dimension_numbers: DimensionNumbers = None,
     splits: Splits | None = None,
     joins: Joins | None = None,
+    mesh: Mesh | None = None,
+    specs: Specs = None,
+    small: int = 65536,
     zero2_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Jordan's Muon: Nesterov, Newton-Schulz, a factor for the shape, decoupled decay.
@@ -193,6 +209,9 @@ def muon(
       dimension_numbers: how parameters are read as matrices.
       splits: path pattern to `Split`, for parameters that hold several matrices.
       joins: path pattern to K, the matrices that are orthogonalized as one.
+      mesh: of sharded parameters, where `specs` are needed.
+      specs: how parameters are sharded, on a mesh with Auto axes.
+      small: sharded matrices with fewer elements are computed by all devices.
       zero2_axis: mesh axis over which state and work are divided.
 
     Returns:
@@ -232,6 +251,9 @@ def muon(
         dimension_numbers,
         splits,
         joins,
+        mesh,
+        specs,
+        small,
         zero2_axis,
     )
 
@@ -254,6 +276,9 @@ def moonlight(
     dimension_numbers: DimensionNumbers = None,
     splits: Splits | None = None,
     joins: Joins | None = None,
+    mesh: Mesh | None = None,
+    specs: Specs = None,
+    small: int = 65536,
     zero2_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Moonlight's Muon: sum momentum, updates with AdamW's root mean square of 0.2.
@@ -277,6 +302,9 @@ def moonlight(
       dimension_numbers: how parameters are read as matrices.
       splits: path pattern to `Split`, for parameters that hold several matrices.
       joins: path pattern to K, the matrices that are orthogonalized as one.
+      mesh: of sharded parameters, where `specs` are needed.
+      specs: how parameters are sharded, on a mesh with Auto axes.
+      small: sharded matrices with fewer elements are computed by all devices.
       zero2_axis: mesh axis over which state and work are divided.
 
     Returns:
@@ -311,6 +339,9 @@ def moonlight(
         dimension_numbers=dimension_numbers,
         splits=splits,
         joins=joins,
+        mesh=mesh,
+        specs=specs,
+        small=small,
         zero2_axis=zero2_axis,
     )
 
@@ -335,6 +366,9 @@ def normuon(
     dimension_numbers: DimensionNumbers = None,
     splits: Splits | None = None,
     joins: Joins | None = None,
+    mesh: Mesh | None = None,
+    specs: Specs = None,
+    small: int = 65536,
     zero2_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuon as in its paper: per output neuron, updates with root mean square 0.2.
@@ -358,6 +392,9 @@ def normuon(
       dimension_numbers: how parameters are read as matrices.
       splits: path pattern to `Split`, for parameters that hold several matrices.
       joins: path pattern to K, the matrices that are orthogonalized as one.
+      mesh: of sharded parameters, where `specs` are needed.
+      specs: how parameters are sharded, on a mesh with Auto axes.
+      small: sharded matrices with fewer elements are computed by all devices.
       zero2_axis: mesh axis over which state and work are divided.
 
     Returns:
@@ -400,6 +437,9 @@ def normuon(
         dimension_numbers,
         splits,
         joins,
+        mesh,
+        specs,
+        small,
         zero2_axis,
     )
 
@@ -424,6 +464,9 @@ def teon(
     dimension_numbers: DimensionNumbers = None,
     splits: Splits | None = None,
     joins: Joins = 2,
+    mesh: Mesh | None = None,
+    specs: Specs = None,
+    small: int = 65536,
     zero2_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """TEON: queries, keys and values of neighbouring layers orthogonalized as one.
@@ -450,6 +493,9 @@ def teon(
       dimension_numbers: how parameters are read as matrices.
       splits: path pattern to `Split`, for parameters that hold several matrices.
       joins: K, or path pattern to K, the matrices that are orthogonalized as one.
+      mesh: of sharded parameters, where `specs` are needed.
+      specs: how parameters are sharded, on a mesh with Auto axes.
+      small: sharded matrices with fewer elements are computed by all devices.
       zero2_axis: mesh axis over which state and work are divided.
 
     Returns:
@@ -504,5 +550,8 @@ def teon(
         dimension_numbers,
         splits,
         joins,
+        mesh,
+        specs,
+        small,
         zero2_axis,
     )

@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 from optax.contrib import MuonDimensionNumbers
 
 from jax_muon import paths
+from jax_muon.sharding.global_view import Specs, spec_by_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +200,16 @@ class _Cut:
         )
         return {path: MuonDimensionNumbers(inputs, outputs)}
 
+    def specs(
+        self, path: str, spec: PartitionSpec, ndim: int
+    ) -> dict[str, PartitionSpec]:
+        """PartitionSpecs of the parts, by path."""
+        if self.widths is not None:
+            return {f"{path}/{name}": spec for name in self.widths}
+        entries = [*spec, *[None] * (ndim - len(spec))]
+        heads, entries[self.axis] = entries[self.axis], None
+        return {path: PartitionSpec(heads, *entries)}
+
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
@@ -261,6 +273,23 @@ class Parts:
                 parts |= {path: spec} if cut is None else cut.numbers(path, spec)
             numbers = parts
         return dict(numbers)
+
+    def specs(self, tree: Any, specs: Specs) -> Specs:
+        """PartitionSpecs of the parts of a tree, from those of the whole leaves."""
+        if specs is None:
+            return None
+        whole = spec_by_path(specs)
+        found = {path: whole(path) for path, _ in paths.leaves_with_paths(tree)}
+        for before, cuts in self.stages:
+            parts: dict[str, PartitionSpec] = {}
+            for path, leaf in paths.leaves_with_paths(before):
+                cut = cuts.get(path)
+                spec = found[path]
+                parts |= (
+                    {path: spec} if cut is None else cut.specs(path, spec, leaf.ndim)
+                )
+            found = parts
+        return found
 
 
 def _map_cuts(

@@ -8,19 +8,22 @@ they work however parameters are sharded.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from jax_muon import matrices, paths
-from jax_muon.joins import Block, Joins, make_blocks, map_blocks
+from jax_muon.joins import Block, Factors, Joins, make_blocks, map_blocks
 from jax_muon.matrices import DimensionNumbers, MatrixAxes
 from jax_muon.polar import polar_express, positive_int, power_of_two_scaled, wide
+from jax_muon.sharding import owners
+from jax_muon.sharding.global_view import Specs, find_view
 
 # Factor of the update, by the size (in, out) of the matrix.
 SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
@@ -107,11 +110,16 @@ def orthogonalize(
     *,
     dimension_numbers: DimensionNumbers = None,
     joins: Joins | None = None,
+    mesh: Mesh | None = None,
+    specs: Specs = None,
+    small: int = 65536,
     max_stack: int = 256,
 ) -> optax.GradientTransformationExtraArgs:
     """Replace every matrix by its polar factor: same directions, singular values one.
 
-    Matrices of one shape, and those of the transposed shape, go into one stack.
+    Matrices of one shape, and those of the transposed shape, go into one stack. Under
+    jit with parameters that are sharded over a mesh, each matrix is computed on one of
+    its devices, to which the others send their pieces; see `sharding/owners.py`.
 
     Args:
       polar: any function of (..., m, n) that treats matrices independently and commutes
@@ -121,6 +129,12 @@ def orthogonalize(
       joins: path pattern to K: that many matrices, of consecutive layers, are laid side
         by side along `in` and orthogonalized as one (TEON); see `make_blocks`. K alone
         joins queries, keys and values.
+      mesh: of sharded parameters; None: that of their types.
+      specs: how parameters are sharded, where the mesh has Auto axes and types do not
+        tell: a `PartitionSpec` or `NamedSharding` for all, a tree of them, or a
+        function of the path.
+      small: sharded matrices with fewer elements are gathered and computed by all
+        devices that hold them.
       max_stack: most matrices in one call of `polar`, which bounds temporary memory.
 
     Returns:
@@ -132,7 +146,8 @@ def orthogonalize(
     Raises:
       ValueError: at init and update, with path and shape, for a parameter that is no
         floating-point matrix, dimension numbers that do not fit, joins as in
-        `make_blocks`; max_stack below 1.
+        `make_blocks`, a mesh with Auto axes without specs, specs that do not divide
+        parameters evenly; max_stack below 1.
 
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; TEON, arXiv
@@ -140,15 +155,13 @@ def orthogonalize(
     """
     positive_int("max_stack", max_stack)
 
-    def read(tree: Any) -> tuple[list[str], list[MatrixAxes], list[Block]]:
-        all_axes = matrices.matrix_axes(tree, dimension_numbers)
-        flat = paths.leaves_with_paths(tree)
-        names = [path for path, _ in flat]
-        shapes = [leaf.shape for _, leaf in flat]
-        return names, all_axes, make_blocks(names, shapes, all_axes, joins)
+    def read(tree: Any) -> tuple[list[str], list[MatrixAxes]]:
+        names = [path for path, _ in paths.leaves_with_paths(tree)]
+        return names, matrices.matrix_axes(tree, dimension_numbers)
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
-        read(params)
+        names, all_axes = read(params)
+        make_blocks(names, [x.shape for x in jax.tree.leaves(params)], all_axes, joins)
         return optax.EmptyState()
 
     def update_fn(
@@ -161,40 +174,70 @@ def orthogonalize(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params, extra_args
+        names, all_axes = read(updates)
+
+        def factors_of(
+            leaves: list[Array], blocks: list[Block], factors: Factors
+        ) -> list[Array]:
+            views = [axes.view(x) for axes, x in zip(all_axes, leaves, strict=True)]
+            return [
+                axes.undo(view, x.shape).astype(x.dtype)
+                for axes, view, x in zip(
+                    all_axes, map_blocks(factors, blocks, views), leaves, strict=True
+                )
+            ]
+
         leaves, treedef = jax.tree.flatten(updates)
-        names, all_axes, blocks = read(updates)
+        blocks = make_blocks(names, [x.shape for x in leaves], all_axes, joins)
         if joined:
             blocks = [
                 dataclasses.replace(block, joined=joined.get(name, 1))
                 for block, name in zip(blocks, names, strict=True)
             ]
-        conditions = [(filled or {}).get(names[block.leaves[0]]) for block in blocks]
-
-        def factors(batches: list[Array]) -> list[Array]:
-            results: list[Any] = [None] * len(batches)
-            always = [i for i, condition in enumerate(conditions) if condition is None]
-            calls = [(polar, always)] + [
-                (functools.partial(_if, condition, polar), [index])
-                for index, condition in enumerate(conditions)
-                if condition is not None
+        view = find_view(updates, mesh, specs)
+        if view is None:
+            conditions = [(filled or {}).get(names[b.leaves[0]]) for b in blocks]
+            local = functools.partial(_local_factors, polar, conditions, max_stack)
+            leaves = factors_of(leaves, blocks, local)
+        else:
+            placed = owners.joined_specs(view, blocks, all_axes, leaves)
+            shapes = [
+                owners.shard_shape(x.shape, spec, view.sizes)
+                for x, spec in zip(leaves, placed, strict=True)
             ]
-            for function, members in calls:
-                done = matrices.map_stacks(
-                    function, [batches[i] for i in members], max_stack=max_stack
-                )
-                for index, result in zip(members, done, strict=True):
-                    results[index] = result
-            return results
-
-        views = [axes.view(leaf) for axes, leaf in zip(all_axes, leaves, strict=True)]
-        views = map_blocks(factors, blocks, views)
-        leaves = [
-            axes.undo(view, leaf.shape).astype(leaf.dtype)
-            for axes, view, leaf in zip(all_axes, views, leaves, strict=True)
-        ]
+            blocks = make_blocks(names, shapes, all_axes, joins)
+            factors = owners.factors(
+                polar, blocks, placed, all_axes, view.sizes, small, max_stack
+            )
+            leaves = view.map(
+                lambda pieces: factors_of(pieces, blocks, factors), leaves, placed
+            )
         return jax.tree.unflatten(treedef, leaves), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _local_factors(
+    polar: Callable[[Array], Array],
+    conditions: Sequence[Array | None],
+    max_stack: int,
+    batches: list[Array],
+) -> list[Array]:
+    """Polar factors of batches (batch, in, out); zeros where a condition is false."""
+    results: list[Any] = [None] * len(batches)
+    always = [i for i, condition in enumerate(conditions) if condition is None]
+    calls = [(polar, always)] + [
+        (functools.partial(_if, condition, polar), [index])
+        for index, condition in enumerate(conditions)
+        if condition is not None
+    ]
+    for function, members in calls:
+        done = matrices.map_stacks(
+            function, [batches[i] for i in members], max_stack=max_stack
+        )
+        for index, result in zip(members, done, strict=True):
+            results[index] = result
+    return results
 
 
 def equilibrate_rows(
@@ -306,9 +349,9 @@ def scale_by_normuon(
 
     def init_fn(params: optax.Params) -> ScaleByNorMuonState:
         def zeros(p: Array, axes: MatrixAxes) -> Array:
-            ones = averaged(axes, p.shape)
-            shape = [1 if axis in ones else size for axis, size in enumerate(p.shape)]
-            return jnp.zeros(shape, dtype=jnp.promote_types(p.dtype, jnp.float32))
+            # A sum, so that the state lies on the mesh as the parameter does.
+            one = jnp.sum(p, axis=averaged(axes, p.shape), keepdims=True)
+            return jnp.zeros_like(one, dtype=jnp.promote_types(p.dtype, jnp.float32))
 
         return ScaleByNorMuonState(
             jnp.zeros([], jnp.int32), _map_axes(zeros, dimension_numbers, params)
