@@ -1,11 +1,13 @@
 """jax_muon: the Muon family of optimizers for JAX, as small optax pieces."""
 
+from jax_muon.attention import max_attention_logits
 from jax_muon.coefficients import polar_express_coefficients
 from jax_muon.describe import describe
 from jax_muon.guards import clip_by_global_norm, skip_nonfinite
 from jax_muon.labels import label_params
 from jax_muon.matrices import MatrixAxes, matrix_axes
 from jax_muon.polar import newton_schulz, polar_express, svd_polar
+from jax_muon.qk_clip import clip_qk
 from jax_muon.recipes import moonlight, muon, nanochat, normuon, teon
 from jax_muon.sharding.portable import (
     abstract_portable,
@@ -33,6 +35,7 @@ __all__ = [
     "abstract_portable",
     "add_cautious_decayed_weights",
     "clip_by_global_norm",
+    "clip_qk",
     "describe",
     "equilibrate_rows",
     "from_portable",
@@ -40,6 +43,7 @@ __all__ = [
     "label_params",
     "make_train_step",
     "matrix_axes",
+    "max_attention_logits",
     "moonlight",
     "muon",
     "nanochat",

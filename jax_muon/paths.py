@@ -76,6 +76,20 @@ def as_expression(pattern: str) -> str:
     return fnmatch.translate(f"*/{pattern}/*")
 
 
+def matched_prefix(pattern: str, path: str) -> str | None:
+    """The shortest prefix of `path` whose last components match, or None.
+
+    Examples:
+      >>> matched_prefix("attn/q*", "blocks/0/attn/query/kernel")
+      'blocks/0/attn/query'
+    """
+    parts = path.split("/")
+    prefixes = ("/".join(parts[: end + 1]) for end in range(len(parts)))
+    return next(
+        (p for p in prefixes if fnmatch.fnmatchcase(f"/{p}", f"*/{pattern}")), None
+    )
+
+
 def check_patterns_match(what: str, patterns: Iterable[str], paths: list[str]) -> None:
     """Raise a ValueError for a pattern that matches none of the paths."""
     for pattern in patterns:

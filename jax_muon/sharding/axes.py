@@ -23,6 +23,14 @@ def vary(x: Any, axis: AxisName) -> Any:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
+def replicated(x: Any) -> Any:
+    """The same value whole on every device, where its type says that it is divided."""
+    sharding = jax.typeof(x).sharding
+    if not any(sharding.spec):
+        return x
+    return jax.reshard(x, jax.NamedSharding(sharding.mesh, jax.P()))
+
+
 def manual_axis_size(axis: AxisName, what: str) -> int:
     """Number of devices along an axis, which must be manual here.
 

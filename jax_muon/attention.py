@@ -1,0 +1,102 @@
+"""The largest attention logits, for attention that does not keep its logits."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jax_muon.polar import positive_int
+
+
+def max_attention_logits(
+    q: Float[Array, "batch time heads d"],
+    k: Float[Array, "batch key_time key_heads d"],
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    mask: Bool[Array, "#batch #heads #time #key_time"] | None = None,
+    block_size: int = 128,
+) -> Float[Array, " heads"]:
+    """Largest attention logit of every head, for `clip_qk`, in blocks.
+
+    Only the logits of one block of queries and one of keys are there at a time. Causal
+    attention leaves out the blocks of which it sees nothing. No gradient flows.
+
+    Args:
+      q: queries, as they meet the keys: after rotary positions.
+      k: keys. With fewer heads than `q`, consecutive query heads share one.
+      scale: factor of the logits; None for d^-0.5.
+      causal: whether a query sees no later keys; time and key_time are then equal.
+      mask: True where a query sees a key; None for everywhere. Sizes may be 1.
+      block_size: of queries and of keys.
+
+    Returns:
+      The maximum over batch, queries and the keys they see, in float32; -inf for a head
+      that sees nothing.
+
+    Raises:
+      ValueError: shapes that do not fit, key heads that do not divide the heads,
+        `causal` with times that differ, block_size below 1.
+    """
+    positive_int("block_size", block_size)
+    shapes = f"q of shape {q.shape} and k of shape {k.shape}"
+    if q.ndim != 4 or k.ndim != 4 or q.shape[::3] != k.shape[::3]:
+        raise ValueError(
+            f"{shapes}: valid are (batch, time, heads, d) and (batch, key_time, "
+            "key_heads, d)"
+        )
+    batch, time, heads, d = q.shape
+    key_time, key_heads = k.shape[1:3]
+    if 0 in q.shape + k.shape or heads % key_heads:
+        raise ValueError(
+            f"{shapes}: valid are no empty axes, and key heads that divide {heads}"
+        )
+    if causal and time != key_time:
+        raise ValueError(f"causal with {shapes}: valid are equal times, or a mask")
+    full = (batch, heads, time, key_time)
+    if mask is not None and (
+        mask.ndim != 4
+        or any(m not in (1, n) for m, n in zip(mask.shape, full, strict=True))
+    ):
+        raise ValueError(f"mask of shape {mask.shape}: valid is {full}, or 1 for any")
+
+    scale = d**-0.5 if scale is None else scale
+    grouped = q.reshape(batch, time, key_heads, heads // key_heads, d)
+    grouped, k = jax.lax.stop_gradient((grouped, k))
+    rows, columns = min(block_size, time), min(block_size, key_time)
+
+    def starts(size: int, block: int) -> list[int]:
+        # The last block overlaps the one before: a maximum may see a logit twice.
+        return [min(i * block, size - block) for i in range(math.ceil(size / block))]
+
+    blocks = [
+        (i, j)
+        for i in starts(time, rows)
+        for j in starts(key_time, columns)
+        if not causal or j < i + rows
+    ]
+
+    def largest(block: Array) -> Array:
+        i, j = block
+        some_q = jax.lax.dynamic_slice_in_dim(grouped, i, rows, axis=1)
+        some_k = jax.lax.dynamic_slice_in_dim(k, j, columns, axis=1)
+        logits = scale * jnp.einsum(
+            "bqngd,bknd->bngqk",
+            some_q,
+            some_k,
+            preferred_element_type=jnp.promote_types(q.dtype, jnp.float32),
+        )
+        logits = logits.reshape(batch, heads, rows, columns)
+        if causal:
+            ahead = (j + jnp.arange(columns)) > (i + jnp.arange(rows))[:, None]
+            logits = jnp.where(ahead, -jnp.inf, logits)
+        if mask is not None:
+            seen = mask
+            for axis, start, size in ((2, i, rows), (3, j, columns)):
+                if mask.shape[axis] > 1:
+                    seen = jax.lax.dynamic_slice_in_dim(seen, start, size, axis)
+            logits = jnp.where(seen, logits, -jnp.inf)
+        return jnp.max(logits, axis=(0, 2, 3)).astype(jnp.float32)
+
+    return jnp.max(jax.lax.map(largest, jnp.array(blocks)), axis=0)

@@ -1,0 +1,324 @@
+"""QK-clip: attention logits above a threshold shrink the weights that made them.
+
+Muon's updates have full rank, and with them the logits of single attention heads may
+grow without bound. `clip_qk` scales the query and key projections of such a head after
+the step. It is told the logits; `attention.py` measures them.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from jax_muon import paths
+from jax_muon.polar import wide
+from jax_muon.sharding.axes import replicated
+
+
+def clip_qk(
+    threshold: float,
+    *,
+    query: str = "attn/q",
+    key: str = "attn/k",
+    balance: float = 0.5,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Scale query and key weights of heads whose attention logits are too large.
+
+    Stands last in a chain. With :math:`S_h` the largest logit of head :math:`h` in this
+    step's forward pass and the threshold :math:`t`, the logits of the head fall by
+    :math:`\gamma_h = \min(1, t / S_h)`, no more and no less: its weights, as they will
+    be after the update, are scaled by
+
+    .. math:: \kappa_g = \min_{h \in g} \gamma_h^{1 - \alpha} \quad (W_k)
+       \qquad \gamma_h / \kappa_g \quad (W_q)
+
+    where :math:`g` is the group of query heads that share a key head. With one query
+    head to a key head both are :math:`\sqrt{\gamma_h}` for :math:`\alpha = 1/2`. In a
+    group the key head takes the largest logit and each query head what remains, so that
+    the logits of a head below the threshold stay as they are also where its key
+    shrinks. In groups without a head above the threshold the updates stay bit for bit.
+
+    A maximum that is not finite clips nothing: neither are the gradients of such a
+    step finite, and `skip_nonfinite(optax.chain(..., clip_qk(...)))` skips it whole.
+
+    Weights set the logits only where queries and keys are not normalized: with QK-norm
+    between projection and logits, clipping changes nothing but the weights.
+
+    Args:
+      threshold: largest logit that is left alone, above 0.
+      query: pattern of the query projections, as in `label_params`: kernels, with their
+        biases. `attn/q` matches `blocks/0/attn/q/kernel` and `blocks/0/attn/q/bias`.
+      key: pattern of the key projections. It differs from `query` in its last
+        components, which are left out of the name of the attention module:
+        `blocks/0/attn`.
+      balance: :math:`\alpha` in [0, 1], the share of the query. 1 leaves keys alone, so
+        that no head changes but those above the threshold.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` without state. Its update needs the
+      parameters, as they are before the step, and the extra argument `max_logits`: a
+      tree of arrays (\*layers, heads), one for each attention module, with the largest
+      logit of every query head. The path of an array is that of its module, or the
+      beginning of it, or goes on below it: `{"blocks/0/attn": s0, "blocks/1/attn": s1}`
+      as well as `{"blocks/0": ...}` and what linen's `sow` collects. A lone array will
+      do for one module, such as scanned layers.
+
+      The number of axes tells how a kernel holds its heads: (\*layers, embed, heads *
+      head_dim), or (\*layers, embed, heads, head_dim); a parameter called bias has no
+      embed. The number of key heads follows, and divides that of query heads.
+
+      Inside shard_map `max_logits` is the maximum over all devices: see `max_aux` of
+      `make_train_step`.
+
+    Raises:
+      ValueError: threshold not above 0, balance outside [0, 1], patterns that do not
+        differ; at init, with paths, a pattern that matches nothing, a query without its
+        key or a key without its query, a parameter that both match; while tracing an
+        update, no `params`, no `max_logits`, entries for no module or for several,
+        modules without an entry or with several, shapes that do not fit.
+
+    Examples:
+      >>> params = {"attn": {name: jnp.eye(4) for name in "qkv"}}
+      >>> tx = optax.chain(optax.sgd(0.1), clip_qk(100.0))
+      >>> grads = jax.tree.map(jnp.zeros_like, params)
+      >>> logits = {"attn": jnp.array([400.0, 50.0])}  # two heads of two
+      >>> updates, _ = tx.update(grads, tx.init(params), params, max_logits=logits)
+      >>> jnp.diag(optax.apply_updates(params, updates)["attn"]["q"]).tolist()
+      [0.5, 0.5, 1.0, 1.0]
+
+    References:
+      Kimi K2, arXiv 2507.20534, Section 2.1. There a query has a part for a key of its
+      own and one for a key that all heads share and that is left alone: chain
+      `clip_qk(t, query="attn/q", key="attn/k")` and `clip_qk(t, query="attn/q_rotary",
+      key="attn/k_rotary", balance=1.0)`, which take the same `max_logits`.
+    """
+    if isinstance(threshold, (int, float)) and not threshold > 0:
+        raise ValueError(f"threshold={threshold}: valid is a number above 0")
+    if isinstance(balance, (int, float)) and not 0 <= balance <= 1:
+        raise ValueError(f"balance={balance}: valid is a number in [0, 1]")
+    if query == key:
+        raise ValueError(f"query={query!r} and key={key!r}: valid are two patterns")
+
+    def init_fn(params: optax.Params) -> optax.EmptyState:
+        _modules([path for path, _ in paths.leaves_with_paths(params)], query, key)
+        return optax.EmptyState()
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.EmptyState,
+        params: optax.Params | None = None,
+        *,
+        max_logits: Any = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        del extra_args
+        if params is None or max_logits is None:
+            missing = "params" if params is None else "max_logits"
+            raise ValueError(
+                "clip_qk needs the parameters and the largest logits of this step: "
+                "tx.update(updates, state, params, max_logits=max_logits), got "
+                f"{missing}=None"
+            )
+        weights = dict(paths.leaves_with_paths(params))
+        modules = _modules([p for p, _ in paths.leaves_with_paths(updates)], query, key)
+        factors: dict[str, Array] = {}
+        for name, largest in _by_module(max_logits, modules).items():
+            shapes = {
+                path: tuple(weights[path].shape)
+                for path in modules[name].query + modules[name].key
+            }
+            heads = _heads(name, modules[name], shapes, largest.shape)
+            dtypes = [weights[path].dtype for path in shapes]
+            largest = replicated(largest).astype(
+                functools.reduce(jnp.promote_types, dtypes, jnp.float32)
+            )
+            per_query, per_key = heads.factors(largest, threshold, balance)
+            for path in modules[name].query:
+                factors[path] = heads.spread(per_query, path, shapes[path])
+            for path in modules[name].key:
+                factors[path] = heads.spread(per_key, path, shapes[path])
+
+        def clip(key_path: tuple[Any, ...], u: Array) -> Array:
+            path = paths.path_string(key_path)
+            if path not in factors:
+                return u
+            w = wide(weights[path])
+            factor = factors[path] * jnp.ones_like(w)  # divided over devices as w is
+            clipped = factor * (w + wide(u)) - w
+            return jnp.where(factor == 1, u, clipped.astype(u.dtype))
+
+        return jax.tree_util.tree_map_with_path(clip, updates), state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+class _Module(NamedTuple):
+    """Paths of the parameters that make queries and keys in one attention module."""
+
+    query: list[str]
+    key: list[str]
+
+
+def _modules(names: list[str], query: str, key: str) -> dict[str, _Module]:
+    """Attention modules by their path, with what the patterns match in each."""
+    paths.check_patterns_match("clip_qk", (query, key), names)
+    q_parts, k_parts = query.split("/"), key.split("/")
+    shared = itertools.takewhile(
+        lambda pair: pair[0] == pair[1], zip(q_parts, k_parts, strict=False)
+    )
+    common = len(list(shared))
+    modules: dict[str, _Module] = {}
+    for path in names:
+        found = []
+        for field, pattern, parts in ((0, query, q_parts), (1, key, k_parts)):
+            projection = paths.matched_prefix(pattern, path)
+            if projection is not None:
+                inside = len(parts) - common
+                name = "/".join(projection.split("/")[: -inside or None])
+                found.append(modules.setdefault(name, _Module([], []))[field])
+        if len(found) > 1:
+            raise ValueError(
+                f"clip_qk: parameter {path!r} matches both query={query!r} and "
+                f"key={key!r}; valid are patterns of separate projections"
+            )
+        for members in found:
+            members.append(path)
+    for name, module in modules.items():
+        if not module.query or not module.key:
+            here, pattern = ("key", key) if module.query else ("query", query)
+            raise ValueError(
+                f"clip_qk: module {name!r} has {(module.query + module.key)[0]!r} but "
+                f"nothing that {here}={pattern!r} matches; valid are patterns that "
+                "match a query and a key in each module; there are " + ", ".join(names)
+            )
+    return modules
+
+
+def _by_module(max_logits: Any, modules: Iterable[str]) -> dict[str, Array]:
+    """The one entry of each module: its path or a part of it, or a path below it."""
+    entries = paths.leaves_with_paths(max_logits)
+    found: dict[str, tuple[str, Array]] = {}
+    for path, leaf in entries:
+        names = [name for name in modules if _within(name, path) or _within(path, name)]
+        if len(names) != 1 or names[0] in found:
+            raise ValueError(
+                f"max_logits has an entry at {path!r} of shape {jnp.shape(leaf)} for "
+                + (", ".join(map(repr, names)) or "no attention module")
+                + (f", as has {found[names[0]][0]!r}" if len(names) == 1 else "")
+                + "; valid is one entry for each of "
+                + ", ".join(map(repr, modules))
+            )
+        found[names[0]] = path, jnp.asarray(leaf)
+    for name in modules:
+        if name not in found:
+            raise ValueError(
+                f"max_logits has no entry for {name!r}; there are "
+                + (", ".join(repr(path) for path, _ in entries) or "none")
+            )
+    return {name: leaf for name, (_, leaf) in found.items()}
+
+
+def _within(path: str, parent: str) -> bool:
+    return not parent or f"{path}/".startswith(f"{parent}/")
+
+
+class _Heads(NamedTuple):
+    """Where the heads of a module are in its parameters."""
+
+    layers: int  # number of leading axes
+    key_heads: int
+    head_dim: int
+
+    def factors(
+        self, largest: Float[Array, "*layers heads"], threshold: float, balance: float
+    ) -> tuple[Float[Array, "*layers heads"], Float[Array, "*layers key_heads"]]:
+        """Of the weights of each query head, and of each key head."""
+        above = (largest > threshold) & jnp.isfinite(largest)
+        # One where nothing is clipped, exactly, and so are its powers and quotients.
+        gamma = jnp.where(above, threshold / jnp.where(above, largest, 1), 1)
+        grouped = gamma.reshape(*gamma.shape[:-1], self.key_heads, -1)
+        kappa = jnp.min(grouped, axis=-1, keepdims=True) ** (1 - balance)
+        return (grouped / kappa).reshape(gamma.shape), kappa[..., 0]
+
+    def spread(
+        self, factor: Float[Array, "*layers heads"], path: str, shape: tuple[int, ...]
+    ) -> Float[Array, "..."]:
+        """A number for each head, broadcast against a parameter of this shape."""
+        factor = factor[..., None]
+        if not _apart(path, shape, self.layers):
+            heads = factor.shape[:-1]
+            factor = jnp.broadcast_to(factor, (*heads, self.head_dim))
+            factor = factor.reshape(*heads[:-1], -1)
+        return factor if _is_bias(path) else jnp.expand_dims(factor, self.layers)
+
+
+def _heads(
+    name: str,
+    module: _Module,
+    shapes: dict[str, tuple[int, ...]],
+    logits: tuple[int, ...],
+) -> _Heads:
+    """How parameters hold their heads, given the shape of the module's maxima."""
+
+    def refuse(path: str, valid: str) -> ValueError:
+        return ValueError(
+            f"clip_qk: parameter {path!r} of shape {shapes[path]} does not fit "
+            f"max_logits of {name!r} of shape {logits}; valid is {valid}"
+        )
+
+    if not logits:
+        raise refuse(module.query[0], "max_logits of shape (*layers, heads)")
+    layers, heads = logits[:-1], logits[-1]
+    for path in module.query + module.key:
+        inputs = 0 if _is_bias(path) else 1
+        rank = len(layers) + inputs
+        if (
+            len(shapes[path]) not in (rank + 1, rank + 2)
+            or shapes[path][: len(layers)] != layers
+            or 0 in shapes[path]
+        ):
+            kernel = ", ".join([*map(str, layers), *["embed"] * inputs])
+            kernel += ", " if kernel else ""
+            raise refuse(
+                path, f"({kernel}heads * head_dim) or ({kernel}heads, head_dim)"
+            )
+
+    def head_dim(path: str) -> int:
+        shape = shapes[path]
+        apart = _apart(path, shape, len(layers))
+        if not heads or (shape[-2] != heads if apart else shape[-1] % heads):
+            raise refuse(path, f"a query of {heads} heads")
+        return shape[-1] if apart else shape[-1] // heads
+
+    dim = head_dim(module.query[0])
+    for path in module.query:
+        if head_dim(path) != dim:
+            raise refuse(path, f"heads of {dim}, as in {module.query[0]!r}")
+
+    def heads_of_key(path: str) -> int:
+        shape = shapes[path]
+        apart = _apart(path, shape, len(layers))
+        if shape[-1] != dim if apart else shape[-1] % dim:
+            raise refuse(path, f"key heads of {dim}, as in {module.query[0]!r}")
+        return shape[-2] if apart else shape[-1] // dim
+
+    key_heads = heads_of_key(module.key[0])
+    for path in module.key:
+        if heads_of_key(path) != key_heads or heads % key_heads:
+            raise refuse(path, f"a number of key heads that divides {heads}")
+    return _Heads(len(layers), key_heads, dim)
+
+
+def _is_bias(path: str) -> bool:
+    name = path.rpartition("/")[2]
+    return name == "b" or "bias" in paths.words(name)
+
+
+def _apart(path: str, shape: tuple[int, ...], layers: int) -> bool:
+    """Whether heads have an axis of their own."""
+    return len(shape) == layers + (2 if _is_bias(path) else 3)
