@@ -1,7 +1,7 @@
 """A whole train step in one shard_map: local gradients, update, mean loss."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -71,6 +71,7 @@ def make_train_step(
     *,
     axis: AxisName = "data",
     has_aux: bool = False,
+    max_aux: str | Sequence[str] = (),
     weighted: bool = False,
     microbatches: int = 1,
     donate: bool = True,
@@ -86,6 +87,9 @@ def make_train_step(
       mesh: the mesh.
       axis: mesh axis, or axes, over which batches are divided along their leading axis.
       has_aux: whether loss_fn gives auxiliary output.
+      max_aux: with a dictionary as auxiliary output, the entries of which not the mean
+        counts but the maximum, over devices and microbatches. `tx` gets them as extra
+        arguments of these names: "max_logits" for `clip_qk`.
       weighted: whether loss_fn gives weights.
       microbatches: number of parts that a device's batch is taken in, one after
         another; the gradients are added up, and communicated once.
@@ -94,11 +98,12 @@ def make_train_step(
     Returns:
       `step(params, opt_state, batch) -> (params, opt_state, metrics)`, where metrics
       has "loss", the mean over the whole batch, and with `has_aux` "aux", its mean over
-      devices and microbatches.
+      devices and microbatches, or maximum where `max_aux` says so.
 
     Raises:
-      ValueError: microbatches below 1, an axis that the mesh does not have; at the
-        first call, a batch that microbatches or devices do not divide.
+      ValueError: microbatches below 1, an axis that the mesh does not have, max_aux
+        without has_aux; at the first call, a batch that microbatches or devices do not
+        divide, auxiliary output without an entry of max_aux.
     """
     names = axis_names(axis)
     for name in names:
@@ -108,6 +113,10 @@ def make_train_step(
             )
     if microbatches < 1:
         raise ValueError(f"microbatches={microbatches}: valid is at least 1")
+    largest_names = (max_aux,) if isinstance(max_aux, str) else tuple(max_aux)
+    if largest_names and not has_aux:
+        raise ValueError(f"max_aux={max_aux!r}: valid with has_aux=True")
+    tx = optax.with_extra_args_support(tx)
     batch_spec = PartitionSpec(names)
     devices = _size(mesh, axis)
 
@@ -117,33 +126,46 @@ def make_train_step(
         loss, weight = loss if weighted else (loss, 1.0)
         return loss, (wide(jnp.asarray(weight, jnp.result_type(float))), aux)
 
-    def sums(params: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
-        """Weight, and loss, gradients and aux times it, of which sums make sense.
+    def totals(params: Any, batch: Any) -> tuple[Any, Any]:
+        """What adds up over microbatches, and what takes the maximum.
 
-        In at least float32: weights may be more than float16 can hold.
+        Weight, loss and gradients times it, and aux; then the entries of max_aux. In at
+        least float32: weights may be more than float16 can hold.
         """
         gradient = jax.value_and_grad(split_loss, has_aux=True)
         (loss, (weight, aux)), grads = gradient(params, batch)
         weight = vary(weight.astype(wide(loss).dtype), axis)
         grads = jax.tree.map(lambda g: wide(g) * weight.astype(wide(g).dtype), grads)
-        return weight, vary(wide(loss), axis) * weight, grads, aux
+        largest = {}
+        if largest_names:
+            _check_entries(aux, largest_names)
+            largest = {name: aux[name] for name in largest_names}
+            aux = {name: x for name, x in aux.items() if name not in largest}
+        loss = vary(wide(loss), axis) * weight
+        # Marked here, since a scan wants the same marks on what goes in and comes out.
+        aux, largest = jax.tree.map(lambda x: vary(x, axis), (aux, largest))
+        return (weight, loss, grads, aux), largest
 
     def local_step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
         # Without this, jax.grad of a replicated input sums over devices by itself.
         local = jax.tree.map(lambda p: vary(p, axis), params)
         if microbatches == 1:
-            weight, loss, grads, aux = sums(local, batch)
+            (weight, loss, grads, aux), largest = totals(local, batch)
         else:
             parts = jax.tree.map(
                 lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch
             )
 
             def add(total: Any, part: Any) -> tuple[Any, None]:
-                return jax.tree.map(jnp.add, total, sums(local, part)), None
+                added, largest = totals(local, part)
+                return (
+                    jax.tree.map(jnp.add, total[0], added),
+                    jax.tree.map(jnp.maximum, total[1], largest),
+                ), None
 
-            first = sums(local, jax.tree.map(lambda x: x[0], parts))
+            first = totals(local, jax.tree.map(lambda x: x[0], parts))
             rest = jax.tree.map(lambda x: x[1:], parts)
-            (weight, loss, grads, aux), _ = jax.lax.scan(add, first, rest)
+            ((weight, loss, grads, aux), largest), _ = jax.lax.scan(add, first, rest)
 
         total = jax.lax.psum(weight, names)
         # A batch in which nothing counts has no gradient.
@@ -151,13 +173,13 @@ def make_train_step(
         grads = jax.tree.map(
             lambda g, p: (g * share.astype(g.dtype)).astype(p.dtype), grads, params
         )
-        updates, state = tx.update(grads, state, params)
+        largest = jax.tree.map(lambda x: jax.lax.pmax(x, names), largest)
+        updates, state = tx.update(grads, state, params, **largest)
         _check_same_everywhere(updates, names)
         metrics = {"loss": jax.lax.pmean(loss * share, names)}
         if has_aux:
-            metrics["aux"] = jax.tree.map(
-                lambda x: jax.lax.pmean(vary(x, axis) / microbatches, names), aux
-            )
+            mean = jax.tree.map(lambda x: jax.lax.pmean(x / microbatches, names), aux)
+            metrics["aux"] = {**mean, **largest} if largest_names else mean
         return optax.apply_updates(params, updates), state, metrics
 
     explicit = AxisType.Explicit in mesh.axis_types
@@ -194,6 +216,17 @@ def _check_state(state: Any, valid: Any) -> None:
             "parameters and this mesh; valid is what init_optimizer gives, or "
             "from_portable for a portable or single-device state. Given: "
             f"{jax.tree.structure(state)}; valid: {jax.tree.structure(valid)}"
+        )
+
+
+def _check_entries(aux: Any, names: tuple[str, ...]) -> None:
+    there = aux.keys() if isinstance(aux, Mapping) else ()
+    missing = set(names) - set(there)
+    if missing:
+        raise ValueError(
+            f"max_aux={names}: loss_fn gives auxiliary output without "
+            f"{sorted(missing)}; valid is a dictionary that has them, given was "
+            + (f"one of {sorted(there)}" if there else repr(type(aux)))
         )
 
 

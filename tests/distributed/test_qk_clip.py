@@ -1,0 +1,239 @@
+"""QK-clip on eight devices gives what it gives on one, however weights are divided."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_muon as jm
+from tests.distributed.problems import distance, single_device
+
+EMBED, HEADS, KEY_HEADS, HEAD_DIM = 16, 8, 4, 4
+TIME = 24  # more than EMBED, so that gradients have full rank
+WIDTHS = {"q": HEADS * HEAD_DIM, "k": KEY_HEADS * HEAD_DIM, "v": HEADS * HEAD_DIM}
+SLOPES = {
+    name: np.random.default_rng(3).normal(size=(TIME, width))
+    for name, width in WIDTHS.items()
+}
+THRESHOLD = 4.2
+KINDS = [AxisType.Auto, AxisType.Explicit]
+
+
+def model(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    attn = {
+        name: {
+            "kernel": jnp.asarray(rng.normal(size=(EMBED, width)) / 4, dtype),
+            "bias": jnp.asarray(rng.normal(size=width), dtype),
+        }
+        for name, width in WIDTHS.items()
+    }
+    return {"0": {"attn": attn}}
+
+
+def loss(params, batch):
+    """A loss with gradients that hardly depend on the weights, and what was seen."""
+    attn = params["0"]["attn"]
+    made = {n: batch @ p["kernel"] + p["bias"] for n, p in attn.items()}
+    q, k = (made[n].reshape(*batch.shape[:2], -1, HEAD_DIM) for n in "qk")
+    total = sum(jnp.mean(jnp.sum(x * SLOPES[n], (1, 2))) for n, x in made.items())
+    largest = jm.max_attention_logits(q, k, block_size=8)
+    return total, {"max_logits": {"0": largest}, "mean": jnp.mean(batch)}
+
+
+def batches(steps, dtype=jnp.float32):
+    rng = np.random.default_rng(1)
+    # Samples of different sizes: one device alone sees the largest logit.
+    size = np.linspace(0.2, 1, 16)[:, None, None]
+    return jnp.asarray(rng.normal(size=(steps, 16, TIME, EMBED)) * size, dtype)
+
+
+def recipe(dtype="float32", **settings):
+    tx = jm.nanochat(0.02, dtype=dtype, adamw_eps=1e-6, **settings)
+    return optax.chain(tx, jm.clip_qk(THRESHOLD))
+
+
+def one_device(params, data):
+    """Parameters after the run, and each step's largest logits."""
+    tx = recipe(dtype="float64")
+
+    @jax.jit
+    def step(params, state, batch):
+        (_, aux), grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
+        largest = aux["max_logits"]
+        updates, state = tx.update(grads, state, params, max_logits=largest)
+        return optax.apply_updates(params, updates), state, largest["0"]
+
+    state, seen = tx.init(params), []
+    for batch in data:
+        params, state, largest = step(params, state, batch)
+        seen.append(largest)
+    return params, np.array(seen)
+
+
+def mesh_of(*shape, names=("data",), kind=AxisType.Auto):
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_zero2_takes_the_maximum_over_devices_and_microbatches(microbatches, kind, x64):
+    """In double precision: rounding could move what depends on one logit."""
+    start, data = model(jnp.float64), batches(10, jnp.float64)
+    expected, seen = one_device(start, data)
+    assert (seen[0] > THRESHOLD).any() and (seen[0] <= THRESHOLD).any()
+    mesh, tx = mesh_of(8, kind=kind), recipe(dtype="float64", zero2_axis="data")
+    params = jax.device_put(start, NamedSharding(mesh, P()))
+    params = jax.tree.map(jnp.copy, params)
+    state = jm.init_optimizer(tx, params, mesh)
+    step = jm.make_train_step(
+        loss, tx, mesh, has_aux=True, max_aux="max_logits", microbatches=microbatches
+    )
+    for batch, largest in zip(data, seen, strict=True):
+        params, state, metrics = step(params, state, batch)
+        aux = metrics["aux"]
+        np.testing.assert_allclose(aux["max_logits"]["0"], largest, rtol=1e-7)
+        np.testing.assert_allclose(aux["mean"], jnp.mean(batch), atol=1e-12)
+    assert distance(params, expected, start) < 1e-12
+    for leaf in jax.tree.leaves(params):
+        first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
+        for other in others:
+            np.testing.assert_array_equal(first, other)
+
+
+def test_a_nan_on_one_device_leaves_all_weights_alone():
+    params, data = model(), np.array(batches(2))
+    data[0, 9, 3, 5] = np.nan
+    mesh = mesh_of(8)
+    tx = jm.skip_nonfinite(recipe(zero2_axis="data"), axis="data")
+    step = jm.make_train_step(
+        loss, tx, mesh, has_aux=True, max_aux=("max_logits",), donate=False
+    )
+    same, state, _ = step(params, jm.init_optimizer(tx, params, mesh), data[0])
+    jax.tree.map(np.testing.assert_array_equal, same, params)
+    assert state.skipped == 1
+    moved, state, _ = step(same, state, data[1])
+    assert state.skipped == 1
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: jnp.any(a != b), same, moved)))
+
+
+# Over heads, over embed, and both; the key's four heads over eight devices split heads.
+SPECS = {
+    "heads": (P(None, ("a", "b")), P(("a", "b"))),
+    "embed": (P(("a", "b"), None), P()),
+    "both": (P("a", "b"), P("b")),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("apart", [False, True])
+def test_global_view_with_divided_weights(name, kind, apart):
+    mesh = mesh_of(4, 2, names=("a", "b"), kind=kind)
+    params = model()
+    kernel_spec, bias_spec = SPECS[name]
+    if apart:  # (embed, heads, head_dim), of which four heads are too few for eight
+        params = jax.tree.map(lambda p: p.reshape(*p.shape[:-1], -1, HEAD_DIM), params)
+        if name == "heads":
+            kernel_spec, bias_spec = P(None, "a", "b"), P("a", "b")
+    rng = np.random.default_rng(2)
+    updates = jax.tree.map(
+        lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params
+    )
+    largest = {"0": jnp.asarray(THRESHOLD * np.array([1, 5, 0.5, 1, 9, 2, 0.1, 1.1]))}
+    tx = jm.clip_qk(THRESHOLD)
+
+    @jax.jit
+    def update(updates, params, largest):
+        return tx.update(updates, tx.init(params), params, max_logits=largest)[0]
+
+    expected = update(updates, params, largest)
+
+    def place(tree):
+        def put(path, x):
+            spec = bias_spec if path[-1].key == "bias" else kernel_spec
+            return jax.device_put(x, NamedSharding(mesh, spec))
+
+        return jax.tree_util.tree_map_with_path(put, tree)
+
+    divided = place(params)
+    spread = jax.device_put(largest, NamedSharding(mesh, P("a")))
+    with jax.set_mesh(mesh):
+        got = update(place(updates), divided, spread)
+
+    def compare(new, one, p):
+        if kind == AxisType.Explicit:
+            assert new.sharding.is_equivalent_to(p.sharding, p.ndim)
+        # The same arithmetic, contracted differently: a rounding at the size of w + u.
+        np.testing.assert_allclose(new, one, rtol=1e-6, atol=1e-6)
+
+    jax.tree.map(compare, got, expected, divided)
+    # Bit for bit where nothing is clipped: query heads 2 and 3 share key head 1.
+    for which, start, stop in (("q", 2, 4), ("k", 1, 2)):
+        for leaf in ("kernel", "bias"):
+            for tree in (got, expected):
+                new, old = (
+                    np.asarray(t["0"]["attn"][which][leaf]).reshape(EMBED, -1, HEAD_DIM)
+                    if leaf == "kernel"
+                    else np.asarray(t["0"]["attn"][which][leaf]).reshape(-1, HEAD_DIM)
+                    for t in (tree, updates)
+                )
+                np.testing.assert_array_equal(
+                    new[..., start:stop, :], old[..., start:stop, :]
+                )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_logit_of_divided_queries_and_keys(kind):
+    mesh = mesh_of(4, 2, names=("a", "b"), kind=kind)
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.normal(size=(4, 12, h, 5)), jnp.float32) for h in (8, 4))
+    expected = jm.max_attention_logits(q, k, block_size=5)
+    sharding = NamedSharding(mesh, P("a", None, "b"))
+    with jax.set_mesh(mesh):
+        got = jax.jit(jm.max_attention_logits, static_argnames="block_size")(
+            *jax.device_put((q, k), sharding), block_size=5
+        )
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_entries_that_are_not_there():
+    params, batch, mesh = model(), batches(1)[0], mesh_of(8)
+    tx = recipe(zero2_axis="data")
+    with pytest.raises(ValueError, match=r"max_aux='max_logits': valid with has_aux"):
+        jm.make_train_step(loss, tx, mesh, max_aux="max_logits")
+    state = jm.init_optimizer(tx, params, mesh)
+    for other, message in (
+        (loss, r"without \['s'\]; .* given was one of \['max_logits', 'mean'\]"),
+        (lambda p, b: (loss(p, b)[0], 1.0), r"without \['s'\]; .* given was .*float"),
+    ):
+        step = jm.make_train_step(other, tx, mesh, has_aux=True, max_aux=("s",))
+        with pytest.raises(ValueError, match=message):
+            step(params, state, batch)
+    step = jm.make_train_step(loss, tx, mesh, has_aux=True)
+    with pytest.raises(ValueError, match="got max_logits=None"):
+        step(params, state, batch)
+
+
+def test_a_transform_that_takes_no_extra_arguments():
+    mesh, params = mesh_of(8), {"w": jnp.ones((4, 4))}
+    plain = lambda p, b: jnp.mean(b @ p["w"])  # noqa: E731
+    tx = jm.zero2_rows(optax.sgd(0.1), "data")
+    data = jnp.ones((2, 8, 4))
+    expected, _, _ = single_device(optax.sgd(0.1), plain, params, data)
+    step = jm.make_train_step(
+        lambda p, b: (plain(p, b), {"s": jnp.max(b)}),
+        tx,
+        mesh,
+        has_aux=True,
+        max_aux="s",
+        donate=False,
+    )
+    state = jm.init_optimizer(tx, params, mesh)
+    for batch in data:
+        params, state, metrics = step(params, state, batch)
+    np.testing.assert_allclose(params["w"], expected["w"], rtol=1e-6)
+    assert metrics["aux"] == {"s": 1}
