@@ -54,24 +54,33 @@ def uniform(width: int):
 
 
 class Attention(nnx.Module):
-    """Causal attention over heads of 32."""
+    """Causal attention over heads of 32, and the largest logit of each.
 
-    def __init__(self, width: int, *, rngs: nnx.Rngs):
+    With normalized queries and keys no logit passes 32^0.5, whatever the weights;
+    without, it is for QK-clip to keep the weights small.
+    """
+
+    def __init__(self, width: int, qk_norm: bool = True, *, rngs: nnx.Rngs):
         self.q = matrix(width, width, uniform(width), rngs)
         self.k = matrix(width, width, uniform(width), rngs)
         self.v = matrix(width, width, uniform(width), rngs)
         self.out = matrix(width, width, nnx.initializers.zeros, rngs)
+        self.qk_norm = qk_norm
 
     def __call__(self, x: Float[Array, "batch time width"]):
         heads = (*x.shape[:2], -1, HEAD_WIDTH)  # (16, 128, 4, 32)
-        q = norm(rotate(self.q(x).reshape(heads)))
-        k = norm(rotate(self.k(x).reshape(heads)))
+        q = rotate(self.q(x).reshape(heads))
+        k = rotate(self.k(x).reshape(heads))
+        if self.qk_norm:
+            q, k = norm(q), norm(k)
         v = self.v(x).reshape(heads)
         logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(HEAD_WIDTH)
         causal = jnp.tri(x.shape[1], dtype=bool)  # (128, 128)
-        weights = jax.nn.softmax(jnp.where(causal, logits, -jnp.inf))
+        logits = jnp.where(causal, logits, -jnp.inf)
+        weights = jax.nn.softmax(logits)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)  # (16, 128, 4, 32)
-        return self.out(mixed.reshape(x.shape))
+        max_logits = jax.lax.stop_gradient(logits).max(axis=(0, 2, 3))  # (4,)
+        return self.out(mixed.reshape(x.shape)), max_logits
 
 
 class MLP(nnx.Module):
@@ -88,40 +97,57 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Attention, then the MLP, each added to the stream; both begin as zero."""
 
-    def __init__(self, width: int, *, rngs: nnx.Rngs):
-        self.attn = Attention(width, rngs=rngs)
+    def __init__(self, width: int, qk_norm: bool = True, *, rngs: nnx.Rngs):
+        self.attn = Attention(width, qk_norm, rngs=rngs)
         self.mlp = MLP(width, rngs=rngs)
 
     def __call__(self, x: Float[Array, "batch time width"]):
-        x = x + self.attn(norm(x))
-        return x + self.mlp(norm(x))
+        mixed, max_logits = self.attn(norm(x))
+        x = x + mixed
+        return x + self.mlp(norm(x)), max_logits
 
 
 class GPT(nnx.Module):
     """From characters (16, 128) to the logits (16, 128, 104) of each next one."""
 
-    def __init__(self, vocabulary: int, width: int, depth: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int,
+        depth: int,
+        qk_norm: bool = True,
+        *,
+        rngs: nnx.Rngs,
+    ):
         self.embed = nnx.Embed(
             vocabulary, width, embedding_init=nnx.initializers.normal(1.0), rngs=rngs
         )
-        self.blocks = nnx.List([Block(width, rngs=rngs) for _ in range(depth)])
+        self.blocks = nnx.List([Block(width, qk_norm, rngs=rngs) for _ in range(depth)])
         self.lm_head = matrix(width, vocabulary, nnx.initializers.zeros, rngs)
 
     def __call__(
         self, tokens: Int[Array, "batch time"]
     ) -> Float[Array, "batch time vocabulary"]:
+        return self.forward(tokens)[0]
+
+    def forward(self, tokens: Int[Array, "batch time"]):
+        """The logits, and the largest of each head: {"blocks/0/attn": (4,), ...}."""
         x = norm(self.embed(tokens))  # (16, 128, 128)
-        for block in self.blocks:
-            x = block(x)
+        max_logits = {}
+        for i, block in enumerate(self.blocks):
+            x, max_logits[f"blocks/{i}/attn"] = block(x)
         logits = self.lm_head(norm(x))
-        return 15.0 * jnp.tanh(logits / 15.0)  # no logit runs away
+        return 15.0 * jnp.tanh(logits / 15.0), max_logits  # no logit runs away
 
     def loss(self, windows: Int[Array, "batch time_plus_one"]) -> Float[Array, ""]:
         """Mean cross-entropy of each next character, in nats."""
-        logits = self(windows[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits, windows[:, 1:]
-        ).mean()
+        return self.loss_and_max_logits(windows)[0]
+
+    def loss_and_max_logits(self, windows: Int[Array, "batch time_plus_one"]):
+        """The loss, and the largest attention logits that `forward` gives."""
+        logits, max_logits = self.forward(windows[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+        return losses.mean(), max_logits
 
 
 def generate(

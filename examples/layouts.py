@@ -87,16 +87,27 @@ class Layout:
         return jm.init_optimizer(tx, params, self.mesh)
 
     def make_step(
-        self, loss: Callable[[Any, Any], jax.Array], tx: optax.GradientTransformation
-    ) -> Callable[[Any, Any, Any], tuple[Any, Any, dict[str, jax.Array]]]:
-        """A compiled step: (params, state, batch) to (params, state, metrics)."""
+        self,
+        loss: Callable[[Any, Any], tuple[jax.Array, dict[str, Any]]],
+        tx: optax.GradientTransformation,
+        max_aux: tuple[str, ...] = (),
+    ) -> Callable[[Any, Any, Any], tuple[Any, Any, dict[str, Any]]]:
+        """A compiled step: (params, state, batch) to (params, state, metrics).
+
+        Those entries beside the loss that max_aux names go to the optimizer, too.
+        """
         if self.mesh is not None:
-            return jm.make_train_step(loss, tx, self.mesh)
+            return jm.make_train_step(
+                loss, tx, self.mesh, has_aux=True, max_aux=max_aux
+            )
 
         def step(params, state, batch):
-            value, grads = jax.value_and_grad(loss)(params, batch)
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, {"loss": value}
+            gradient = jax.value_and_grad(loss, has_aux=True)
+            (value, aux), grads = gradient(params, batch)
+            extra = {name: aux[name] for name in max_aux}
+            updates, state = tx.update(grads, state, params, **extra)
+            metrics = {"loss": value, "aux": aux}
+            return optax.apply_updates(params, updates), state, metrics
 
         return jax.jit(step, donate_argnums=(0, 1))
 

@@ -98,12 +98,14 @@ def make_optimizer(
     *,
     learning_rate: float,
     adamw_learning_rate: float,
+    qk_clip: float | None = None,
 ) -> optax.GradientTransformation:
     """The optimizer for a run of so many steps with these highest learning rates.
 
-    With `axis`, it divides its state and its work over that axis of a mesh.
+    With `axis`, it divides its state and its work over that axis of a mesh. With
+    `qk_clip`, attention logits above that make their weights smaller.
     """
-    return OPTIMIZERS[name](
+    tx = OPTIMIZERS[name](
         Rates(
             trapezoid(learning_rate, steps),
             trapezoid(adamw_learning_rate, steps),
@@ -112,6 +114,7 @@ def make_optimizer(
         ),
         axis,
     )
+    return tx if qk_clip is None else optax.chain(tx, jm.clip_qk(qk_clip))
 
 
 def table(

@@ -6,6 +6,7 @@
     python examples/train_gpt.py --compare nanochat,adamw   both, in one picture
     python examples/train_gpt.py --data FILE                on a text of your own
     python examples/train_gpt.py --sharding zero2 --devices 8
+    python examples/train_gpt.py --qk-clip 30               in the place of QK-norm
 
 This file is the story of a run. The model is in gpt.py, the data in text.py, optimizers
 with their rates and schedules in optimizers.py, devices and processes in layouts.py,
@@ -92,14 +93,21 @@ def train(
     """One run, from the beginning or from the last checkpoint in its folder."""
     print(f"\n{folder}: {options.steps} steps of {optimizer} with {rates}")
     began = time.monotonic()
+    clip = options.qk_clip
     model = GPT(
-        len(text.vocabulary), options.width, options.depth, rngs=nnx.Rngs(options.seed)
+        len(text.vocabulary),
+        options.width,
+        options.depth,
+        qk_norm=clip is None,
+        rngs=nnx.Rngs(options.seed),
     )
     graph, params = nnx.split(model, nnx.Param)
     params = layout.place(params)
-    tx = make_optimizer(optimizer, options.steps, layout.zero2_axis, **rates)
-    loss, evaluate = make_losses(graph)
-    train_step = layout.make_step(loss, tx)
+    tx = make_optimizer(
+        optimizer, options.steps, layout.zero2_axis, qk_clip=clip, **rates
+    )
+    loss, evaluate = make_losses(graph, clip is not None)
+    train_step = layout.make_step(loss, tx, ("max_logits",) if clip else ())
 
     checkpoints = Checkpoints(folder / "checkpoints")
     done, saved = checkpoints.restore(layout.abstract(tx, params))
@@ -129,6 +137,8 @@ def train(
         batch = text.batch(options.seed, step, options.batch_size, options.context)
         batch = layout.batch(batch)
         params, opt_state, values = train_step(params, opt_state, batch)
+        if max_logits := values.pop("aux"):
+            values["max_logit"] = largest(max_logits)
         if step % options.evaluate_every == 0 or step == options.steps:
             values["validation_loss"] = evaluate(params, validation)
         metrics.add(step, **values)
@@ -141,7 +151,9 @@ def train(
             records = metrics.flush(keep=FETCH_EVERY)
         if records:
             bar.set_description(f"step {records[-1]['step']}", refresh=False)
-            bar.set_postfix(loss=f"{records[-1]['loss']:.3f}", refresh=False)
+            shown = ("loss", "max_logit") if clip else ("loss",)
+            last = {name: f"{records[-1][name]:.3f}" for name in shown}
+            bar.set_postfix(last, refresh=False)
             bar.update(len(records) * tokens)
     bar.close()
     checkpoints.close()
@@ -186,16 +198,23 @@ def report(
     print(f"In {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 
-def make_losses(graph: nnx.GraphDef):
+def make_losses(graph: nnx.GraphDef, with_max_logits: bool):
     """The loss of a batch, to learn from, and compiled that of many, to look at."""
 
     def loss(params, windows):  # windows: (16, 129)
-        return nnx.merge(graph, params).loss(windows)
+        value, max_logits = nnx.merge(graph, params).loss_and_max_logits(windows)
+        return value, {"max_logits": max_logits} if with_max_logits else {}
 
     def evaluate(params, batches):  # batches: (8, 16, 129)
-        return jax.lax.map(lambda batch: loss(params, batch), batches).mean()
+        return jax.lax.map(lambda batch: loss(params, batch)[0], batches).mean()
 
     return loss, jax.jit(evaluate)
+
+
+@jax.jit
+def largest(tree):
+    """The largest number in all arrays."""
+    return jnp.max(jnp.concatenate(jax.tree.leaves(tree)))
 
 
 def compare(optimizers: list[str], folder: pathlib.Path) -> None:
@@ -249,6 +268,7 @@ def rates_of(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 SETTINGS = (
     "optimizer", "compare", "steps", "width", "depth", "context", "batch_size", "seed",
     "data", "learning_rate", "adamw_learning_rate", "evaluate_every",
+    "qk_clip",
 )  # fmt: skip
 
 
@@ -268,6 +288,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--data", metavar="FILE", help="text in UTF-8; else Python's documentation")
     add("--learning-rate", type=float, help="of matrices; else the best of grid.json")
     add("--adamw-learning-rate", type=float, help="of all the rest; likewise")
+    add("--qk-clip", metavar="THRESHOLD", type=above_zero,
+        help="largest attention logit; in the place of QK-norm")  # fmt: skip
     add("--evaluate-every", type=positive, default=10, metavar="STEPS")
     add("--checkpoint-every", type=positive, default=50, metavar="STEPS")
     add("--sharding", choices=("none", "zero2"), default="none")
@@ -298,6 +320,12 @@ def positive(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: valid are positive whole numbers")
     return int(text)
+
+
+def above_zero(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text}: valid are numbers above 0")
+    return float(text)
 
 
 def optimizers(text: str) -> list[str]:

@@ -98,6 +98,34 @@ def test_zero2_trains_the_same_and_goes_on_in_another_layout(copied):
     np.testing.assert_allclose(losses, expected, atol=2e-3)
 
 
+def test_clipped_logits_stay_at_the_threshold(tmp_path):
+    """On one device and on four; a threshold that never clips shows how they grow."""
+    flags = ["--steps=30", "--learning-rate=0.4"]
+    zero2 = ["--sharding=zero2", "--devices=4"]
+    free, one, four = (
+        runs.read(train(tmp_path, name, *flags, *more) / "metrics.jsonl")
+        for name, more in (
+            ("free", ["--qk-clip=1e9"]),
+            ("one", ["--qk-clip=3"]),
+            ("four", ["--qk-clip=3", *zero2]),
+        )
+    )
+    assert runs.curve(free, "max_logit")[1][-1] > 50
+    _, logits = runs.curve(one, "max_logit")
+    assert len(logits) == 30
+    assert 3 < max(logits) < 8  # what a step adds, and another batch, before the clip
+    assert logits[0] > 3  # the first step clips already; 5e-6 a step grows later on
+    for name in ("loss", "max_logit"):
+        np.testing.assert_allclose(
+            runs.curve(four, name)[1][:5], runs.curve(one, name)[1][:5], rtol=1e-3
+        )
+    with pytest.raises(ValueError, match=r"began with qk_clip 3.0, not 6.0"):
+        train(tmp_path, "one", "--resume", *flags, "--qk-clip=6")
+    shutil.rmtree(tmp_path / "one" / "checkpoints" / "30")
+    train(tmp_path, "one", "--resume", *flags)
+    assert runs.read(tmp_path / "one" / "metrics.jsonl") == one
+
+
 def test_devices_that_are_not_there(tmp_path):
     zero2 = ["--steps=10", "--sharding=zero2"]
     with pytest.raises(ValueError, match="--devices 64: this process has 8"):
@@ -206,7 +234,14 @@ def test_data_that_cannot_be_read_is_refused(content, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--width=48"], ["--steps=0"], ["--compare=adamw"], ["--compare=a,b"]]
+    "flags",
+    [
+        ["--width=48"],
+        ["--steps=0"],
+        ["--qk-clip=0"],
+        ["--compare=adamw"],
+        ["--compare=a,b"],
+    ],
 )
 def test_impossible_options_are_refused(flags, tmp_path, capsys):
     with pytest.raises(SystemExit):
