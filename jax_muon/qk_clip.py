@@ -45,6 +45,7 @@ def clip_qk(
 
     A maximum that is not finite clips nothing: neither are the gradients of such a
     step finite, and `skip_nonfinite(optax.chain(..., clip_qk(...)))` skips it whole.
+    Inside `optax.MultiSteps` the maxima of the last of its steps count.
 
     Weights set the logits only where queries and keys are not normalized: with QK-norm
     between projection and logits, clipping changes nothing but the weights.
