@@ -200,17 +200,21 @@ def orthogonalize(
             local = functools.partial(_local_factors, polar, conditions, max_stack)
             leaves = factors_of(leaves, blocks, local)
         else:
-            placed = owners.joined_specs(view, blocks, all_axes, leaves)
-            shapes = [
-                owners.shard_shape(x.shape, spec, view.sizes)
-                for x, spec in zip(leaves, placed, strict=True)
-            ]
-            blocks = make_blocks(names, shapes, all_axes, joins)
-            factors = owners.factors(
-                polar, blocks, placed, all_axes, view.sizes, small, max_stack
+            shapes = [x.shape for x in leaves]
+            placed, blocks, placements = owners.local_blocks(
+                view, names, shapes, all_axes, joins
             )
+            sizes = view.sizes
+
+            def on_owners(batches: list[Array]) -> list[Array]:
+                pieces = [(x.shape, x.dtype) for x in batches]
+                pools = owners.make_pools(pieces, placements, sizes, small=small)
+                return owners.map_pools(
+                    polar, batches, pools, sizes, max_stack=max_stack
+                )
+
             leaves = view.map(
-                lambda pieces: factors_of(pieces, blocks, factors), leaves, placed
+                lambda pieces: factors_of(pieces, blocks, on_owners), leaves, placed
             )
         return jax.tree.unflatten(treedef, leaves), state
 

@@ -28,9 +28,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jax_muon import matrices
-from jax_muon.joins import Block, Factors
+from jax_muon.joins import Block, Joins, make_blocks
 from jax_muon.matrices import MatrixAxes
 from jax_muon.sharding.axes import vary
+from jax_muon.sharding.collectives import ring_bytes
 from jax_muon.sharding.global_view import GlobalView
 
 Sizes = Mapping[str, int]  # of mesh axes, by name
@@ -129,57 +130,27 @@ class Pool:
         """Slots of an owner."""
         return self.whole + any(self.extra)
 
+    def load(self, sizes: Sizes) -> np.ndarray:
+        """Work of each device, by its place along the axes of `_divided(sizes)`."""
+        names = _divided(sizes)
+        if not self.extra:
+            return np.full([sizes[name] for name in names], self.count * self.flops)
+        axes = self.replicas + self.pieces
+        by_owner = (self.whole + np.array(self.extra)) * self.flops
+        by_axis = by_owner.reshape([sizes[name] for name in axes])
+        by_axis = np.expand_dims(by_axis, tuple(range(len(axes), len(names))))
+        return by_axis.transpose([(axes + self.batch).index(name) for name in names])
 
-def joined_specs(
-    view: GlobalView,
-    blocks: Sequence[Block],
-    all_axes: Sequence[MatrixAxes],
-    leaves: Sequence[Array],
-) -> list[PartitionSpec]:
-    """The specs of a view, changed where a join would lie on several devices.
-
-    Leaves that are joined lie as the first of them. Scanned layers lie divided where
-    each device has whole joins, and otherwise undivided along the layers.
-    """
-    specs = list(view.specs)
-    for block in blocks:
-        if block.joined == 1:
-            continue
-        first, *others = block.leaves
-        for leaf in others:
-            specs[leaf] = specs[first]
-        if not others:
-            layers = all_axes[first].batch[0]
-            here = shard_shape(leaves[first].shape, specs[first], view.sizes)[layers]
-            if here % block.joined and here < leaves[first].shape[layers]:
-                entries = list(specs[first])
-                entries[layers] = None
-                specs[first] = PartitionSpec(*entries)
-    return specs
-
-
-def factors(
-    polar: Polar,
-    blocks: Sequence[Block],
-    specs: Sequence[PartitionSpec],
-    all_axes: Sequence[MatrixAxes],
-    sizes: Sizes,
-    small: int,
-    max_stack: int,
-) -> Factors:
-    """A function of this device's pieces of every block, for use inside shard_map."""
-    placements = []
-    for block in blocks:
-        leaf = block.leaves[0]
-        spec = specs[leaf]
-        placements.append(Placement.of(spec, all_axes[leaf], len(spec), sizes))
-
-    def run(batches: list[Array]) -> list[Array]:
-        pieces = [(x.shape, x.dtype) for x in batches]
-        pools = make_pools(pieces, placements, sizes, small=small)
-        return map_pools(polar, batches, pools, sizes, max_stack=max_stack)
-
-    return run
+    def sent_bytes(self, sizes: Sizes) -> float:
+        """Bytes that a device sends for one step, as `ring_bytes` counts them."""
+        matrix = math.prod(self.piece) * np.dtype(self.dtype).itemsize
+        pieces = _product(self.pieces, sizes)
+        if not self.extra:
+            return ring_bytes("all-gather", pieces, self.count * matrix)
+        repeats = _product(self.replicas, sizes)
+        slots = len(self.extra) * self.depth // repeats
+        there_and_back = 2 * ring_bytes("all-to-all", pieces, slots * matrix)
+        return there_and_back + ring_bytes("all-gather", repeats, slots * matrix)
 
 
 def make_pools(
@@ -212,7 +183,7 @@ def make_pools(
         key = (short, long, dtype, place.batch)
         found.setdefault(key, []).append(member)
 
-    names = tuple(name for name, size in sizes.items() if size > 1)
+    names = _divided(sizes)
     load = np.zeros([sizes[name] for name in names])
     pools = []
     for (short, long, dtype, batch_axes), members in sorted(
@@ -233,22 +204,67 @@ def make_pools(
         )
         owners = _product(pool.replicas + pool.pieces, sizes)
         shared = math.prod(pool.fan) >= small and owners > 1
-        if not shared:
-            load += pool.count * pool.flops
-            pools.append(pool)
-            continue
-        # (owners, devices with other matrices): a view, so that load is changed.
-        order = pool.replicas + pool.pieces + pool.batch
-        by_owner = load.transpose([names.index(name) for name in order])
-        busy = by_owner.reshape(owners, -1).max(axis=1)
-        whole, rest = divmod(pool.count, owners)
-        idlest = np.argsort(busy, kind="stable")[:rest]
-        extra = tuple(owner in idlest for owner in range(owners))
-        done = (whole + np.array(extra)) * pool.flops
-        lead = by_owner.ndim - len(pool.batch)
-        by_owner += done.reshape(by_owner.shape[:lead] + (1,) * len(pool.batch))
-        pools.append(dataclasses.replace(pool, whole=whole, extra=extra))
+        if shared:
+            # (owners, devices with other matrices)
+            order = [names.index(n) for n in pool.replicas + pool.pieces + pool.batch]
+            busy = load.transpose(order).reshape(owners, -1).max(axis=1)
+            whole, rest = divmod(pool.count, owners)
+            idlest = np.argsort(busy, kind="stable")[:rest]
+            extra = tuple(owner in idlest for owner in range(owners))
+            pool = dataclasses.replace(pool, whole=whole, extra=extra)
+        load += pool.load(sizes)
+        pools.append(pool)
     return pools
+
+
+def local_blocks(
+    view: GlobalView,
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    all_axes: Sequence[MatrixAxes],
+    joins: Joins | None,
+) -> tuple[list[PartitionSpec], list[Block], list[Placement]]:
+    """The blocks of each device's pieces, and where these lie.
+
+    Specs are those of the view, changed where a join would lie on several devices.
+    Leaves that are joined lie as the first of them. Scanned layers stay divided where
+    each device has whole joins, and are otherwise undivided along the layers.
+
+    Args:
+      view: of the parameters.
+      names: paths of all leaves.
+      shapes: of all leaves, whole.
+      all_axes: how each is read as matrices.
+      joins: see `make_blocks`.
+
+    Returns:
+      A spec for each leaf, the blocks of the pieces, a placement for each block.
+    """
+    sizes, specs = view.sizes, list(view.specs)
+    for block in make_blocks(names, shapes, all_axes, joins):
+        if block.joined == 1:
+            continue
+        first, *others = block.leaves
+        for leaf in others:
+            specs[leaf] = specs[first]
+        if not others:
+            layers = all_axes[first].batch[0]
+            here = shard_shape(shapes[first], specs[first], sizes)[layers]
+            if here % block.joined and here < shapes[first][layers]:
+                entries = list(specs[first])
+                entries[layers] = None
+                specs[first] = PartitionSpec(*entries)
+    pieces = [
+        shard_shape(x, spec, sizes) for x, spec in zip(shapes, specs, strict=True)
+    ]
+    blocks = make_blocks(names, pieces, all_axes, joins)
+    placements = []
+    for block in blocks:
+        leaf = block.leaves[0]
+        placements.append(
+            Placement.of(specs[leaf], all_axes[leaf], len(specs[leaf]), sizes)
+        )
+    return specs, blocks, placements
 
 
 def map_pools(
@@ -383,6 +399,11 @@ def _take_apart(whole: Array, pool: Pool, sizes: Sizes) -> Array:
     rows, cols = pool.piece
     grid = whole.reshape(-1, short, rows, long, cols).transpose(1, 3, 0, 2, 4)
     return grid.reshape(short * long, -1, rows, cols)
+
+
+def _divided(sizes: Sizes) -> tuple[str, ...]:
+    """Mesh axes with more than one device."""
+    return tuple(name for name, size in sizes.items() if size > 1)
 
 
 def _product(names: Sequence[str], sizes: Sizes) -> int:
