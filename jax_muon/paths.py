@@ -18,8 +18,7 @@ _BOX_ATTRIBUTES = ("value", "raw_value")
 def path_string(key_path: tuple[Any, ...]) -> str:
     """`a/b/0` for the key path of a leaf, without the attribute of a Flax box."""
     *parents, last = key_path or (None,)
-    in_box = isinstance(last, jax.tree_util.GetAttrKey) and last.name in _BOX_ATTRIBUTES
-    keys = tuple(parents) if in_box else key_path
+    keys = tuple(parents) if _is_box_key(last) else key_path
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
@@ -36,6 +35,27 @@ def leaves_with_paths(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
     """Leaves of a tree with their paths, in the order of `jax.tree.leaves`."""
     flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     return [(path_string(key_path), leaf) for key_path, leaf in flat]
+
+
+def unbox(tree: Any) -> Any:
+    """The tree with what its Flax boxes hold in their place, their metadata dropped."""
+
+    def content(node: Any) -> list[Any]:
+        children = jax.tree_util.tree_leaves_with_path(
+            node, is_leaf=lambda x: x is not node
+        )
+        keys = [key for key_path, _ in children for key in key_path]
+        is_box = len(keys) == 1 and _is_box_key(keys[0])
+        return [child for _, child in children] if is_box else []
+
+    def out_of_box(node: Any) -> Any:
+        return unbox(*inside) if (inside := content(node)) else node
+
+    return jax.tree.map(out_of_box, tree, is_leaf=lambda node: bool(content(node)))
+
+
+def _is_box_key(key: Any) -> bool:
+    return isinstance(key, jax.tree_util.GetAttrKey) and key.name in _BOX_ATTRIBUTES
 
 
 def words(name: str) -> list[str]:

@@ -357,9 +357,9 @@ def scale_by_normuon(
             one = jnp.sum(p, axis=averaged(axes, p.shape), keepdims=True)
             return jnp.zeros_like(one, dtype=jnp.promote_types(p.dtype, jnp.float32))
 
-        return ScaleByNorMuonState(
-            jnp.zeros([], jnp.int32), _map_axes(zeros, dimension_numbers, params)
-        )
+        # A box names the axes of the parameter, over which (1, out) cannot be sharded.
+        nu = _map_axes(zeros, dimension_numbers, paths.unbox(params))
+        return ScaleByNorMuonState(jnp.zeros([], jnp.int32), nu)
 
     def update_fn(
         updates: optax.Updates, state: ScaleByNorMuonState, params: Any = None
@@ -376,8 +376,12 @@ def scale_by_normuon(
             norm, new_norm = _norm(wide(x), axes.matrix), _norm(scaled, axes.matrix)
             return (scaled * (norm / jnp.maximum(new_norm, eps))).astype(x.dtype)
 
-        nu = _map_axes(mean_square, dimension_numbers, updates, state.nu)
-        updates = _map_axes(scale, dimension_numbers, updates, nu)
+        unboxed = paths.unbox(updates)
+        nu = _map_axes(mean_square, dimension_numbers, unboxed, state.nu)
+        scaled = _map_axes(scale, dimension_numbers, unboxed, nu)
+        updates = jax.tree.unflatten(
+            jax.tree.structure(updates), jax.tree.leaves(scaled)
+        )
         return updates, ScaleByNorMuonState(optax.safe_increment(state.count), nu)
 
     return optax.GradientTransformation(init_fn, update_fn)

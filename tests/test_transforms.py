@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
@@ -177,6 +178,19 @@ def test_normuon_state_follows_the_parameter_axes():
     )
     assert state.nu.shape == (1, 1, 1, 5)
     assert jm.scale_by_normuon().init(jnp.zeros((7, 4, 6))).nu.shape == (7, 1, 6)
+
+
+def test_normuon_state_leaves_boxes(rng):
+    """The axis names of a box would shard the axes of length one of the state."""
+    updates = {"w": jnp.asarray(rng.standard_normal((6, 9)))}
+    boxed = {"w": nn.Partitioned(updates["w"], ("model", None))}
+    tx = jm.scale_by_normuon(0.9)
+    expected, expected_state = run(tx, updates, updates)
+    new, state = run(tx, boxed, boxed)
+    chex.assert_trees_all_equal(state, expected_state)
+    for one, plain in zip(new, expected, strict=True):
+        assert jax.tree.structure(one) == jax.tree.structure(boxed)
+        np.testing.assert_array_equal(one["w"].value, plain["w"])
 
 
 @pytest.mark.parametrize(
