@@ -26,9 +26,20 @@ ROLES = [
     ("multi_head_attention/q_proj", (8, 8), "muon"),
     ("moe/experts/up", (8, 4, 16), "muon"),
     ("moe/router/kernel", (4, 8), "adamw"),
+    ("moe/router/dense/kernel", (4, 8), "adamw"),
+    ("TopKRouter_0/w", (4, 8), "adamw"),
+    ("router_free/kernel", (4, 8), "muon"),
+    ("mlp/gate/kernel", (4, 8), "muon"),
+    ("head/lora/lora_a", (8, 2), "adamw"),
+    ("query/lora/lora_a", (8, 2), "muon"),
     ("Einsum_0/kernel", (8, 2, 4), "muon"),
     ("Conv_0/kernel", (3, 3, 4, 8), "muon"),
     ("depthwise_conv/kernel", (3, 3, 1, 8), "adamw"),
+    ("depthwise/kernel", (3, 3, 2, 8), "adamw"),
+    ("GroupConv_0/kernel", (3, 3, 2, 8), "adamw"),
+    ("group_0/Conv_0/kernel", (3, 3, 2, 8), "muon"),
+    ("grouped_experts/up", (4, 8, 16), "muon"),
+    ("ConvTranspose_0/kernel", (3, 3, 4, 8), "muon"),
     ("Embed_0/embedding", (64, 8), "adamw"),
     ("embed/embedding", (64, 8), "adamw"),
     ("wte", (64, 8), "adamw"),
@@ -69,6 +80,27 @@ def test_roles(path, shape, label):
     for key in reversed(path.split("/")):
         tree = {key: tree}
     assert jax.tree.leaves(jm.label_params(tree)) == [label]
+
+
+GATES = [
+    # the gate, what stands beside it, label
+    ((4, 8), {"experts": {"up": {"kernel": (8, 4, 16)}}}, "adamw"),
+    ((4, 8), {"Expert_0": {"up": (4, 16)}, "Expert_1": {"up": (4, 16)}}, "adamw"),
+    ((4, 8), {"up": (8, 4, 16), "down": (8, 16, 4)}, "adamw"),
+    ((3, 4, 8), {"up": (3, 8, 4, 16)}, "adamw"),  # scanned
+    ((4, 16), {"up": (4, 16), "down": (16, 4)}, "muon"),  # a gated MLP
+    ((8, 4, 16), {"up": (8, 4, 16), "down": (8, 16, 4)}, "muon"),  # experts' own
+    ((3, 8, 4, 16), {"up": (3, 8, 4, 16)}, "muon"),
+]
+
+
+@pytest.mark.parametrize(("gate", "beside", "label"), GATES)
+def test_a_gate_beside_experts_is_a_router(gate, beside, label):
+    shapes = {"moe": {"gate": {"kernel": gate}, **beside}, "experts": (2, 3, 4)}
+    params = jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    labels = jm.label_params(params)
+    assert labels["moe"].pop("gate") == {"kernel": label}
+    assert set(jax.tree.leaves(labels)) == {"muon"}
 
 
 def test_integers_and_complex_go_to_adamw():
