@@ -70,7 +70,8 @@ def matrix_axes(
 
     Without dimension numbers, by what stands beside a parameter and by its name: a
     sibling `bias` has the shape of the batch and output axes; the kernel of a module
-    called conv is (*window, in, out), with the window and `in` summed over; attention
+    called conv is (*window, in, out), with the window and `in` summed over, behind as
+    many axes of layers as the `scale` of a norm beside it has; attention
     projections with a head axis, in a module that has both a query and an output
     projection, are (embed, heads, head_dim) and (heads, head_dim, embed); everything
     else is (*batch, in, out). `describe` shows the outcome.
@@ -89,9 +90,9 @@ def matrix_axes(
     Raises:
       ValueError: with path and shape, for a leaf with fewer than two axes or no
         elements, a dtype that is not real floating point, axes out of range, repeated
-        or overlapping, a convolution kernel of five axes or more without a bias to
-        tell its window from scanned layers; with a context, for dimension numbers at a
-        path that no parameter has.
+        or overlapping, a convolution kernel of five axes or more with neither a bias
+        nor a norm to tell its window from scanned layers; with a context, for dimension
+        numbers at a path that no parameter has.
     """
     flat = paths.leaves_with_paths(tree)
     if callable(dimension_numbers):
@@ -147,40 +148,73 @@ def _by_role(path: str, shapes: dict[str, tuple[int, ...]]) -> MuonDimensionNumb
     if found := _by_bias(path, shapes):
         return found
     if is_convolution(path):
-        if ndim > 4:
+        layers = _layers_by_scale(path, shapes)
+        if layers is None and ndim > 4:
             raise ValueError(
                 f"parameter {path!r} of shape {shapes[path]} is a convolution kernel "
                 "whose window cannot be told from scanned layers; valid are "
                 "dimension_numbers for it, such as MuonDimensionNumbers((1, 2, 3), 4)"
             )
-        return MuonDimensionNumbers(tuple(range(ndim - 1)), ndim - 1)
+        return MuonDimensionNumbers(tuple(range(layers or 0, ndim - 1)), ndim - 1)
     return _by_attention(path, shapes) or MuonDimensionNumbers(-2, -1)
 
 
 def is_convolution(path: str) -> bool:
-    """Whether a parameter, or the module that owns it, is called conv."""
+    """Whether a parameter, or the module that owns it, is called conv.
+
+    ConvLocal is none: it has a matrix (window and in, out) for each place.
+    """
     owner, name = f"/{path}".split("/")[-2:]
-    return "conv" in paths.words(owner) + paths.words(name)
+    words = paths.words(owner) + paths.words(name)
+    return "conv" in words and "local" not in words
+
+
+def _layers_by_scale(path: str, shapes: dict[str, tuple[int, ...]]) -> int | None:
+    """How many axes of layers a kernel has, by the scales of norms beside its module.
+
+    The scale of one norm has one axis; those before it are layers.
+    """
+    parts = path.split("/")
+    for depth in range(len(parts) - 2, -1, -1):
+        leads = {
+            shape[:-1]
+            for other, shape in shapes.items()
+            if (beside := other.split("/"))[:depth] == parts[:depth]
+            and len(beside) == depth + 2
+            and beside[-1] == "scale"
+        }
+        if leads:
+            lead = leads.pop()
+            fits = not leads and shapes[path][: len(lead)] == lead
+            return len(lead) if fits else None
+    return None
 
 
 def _by_bias(
     path: str, shapes: dict[str, tuple[int, ...]]
 ) -> MuonDimensionNumbers | None:
-    """The one reading in which the sibling bias is (*batch, *output), or None."""
+    """The one reading in which the sibling bias is (*batch, *output), or None.
+
+    The outputs are the last axes or, in a transposed convolution with
+    `transpose_kernel=True`, the one before the last.
+    """
     kernel = shapes[path]
     bias = shapes.get(f"{path.rpartition('/')[0]}/bias".lstrip("/"), ())
-    readings = []
-    for batch in range(len(bias)):
-        outputs = len(bias) - batch
-        if (
-            len(bias) < len(kernel)
-            and bias[:batch] == kernel[:batch]
-            and bias[batch:] == kernel[len(kernel) - outputs :]
-        ):
-            inputs = tuple(range(batch, len(kernel) - outputs))
-            output = tuple(range(len(kernel) - outputs, len(kernel)))
-            readings.append(MuonDimensionNumbers(inputs, output))
-    return readings[0] if len(readings) == 1 else None
+    ends = (len(kernel), len(kernel) - 1) if is_convolution(path) else (len(kernel),)
+    for end in ends:
+        readings = []
+        for batch in range(len(bias)):
+            output = tuple(range(end - len(bias) + batch, end))
+            inputs = tuple(i for i in range(batch, len(kernel)) if i not in output)
+            if (
+                len(bias) < len(kernel)
+                and bias == tuple(kernel[i] for i in (*range(batch), *output))
+                and (end == len(kernel) or len(output) == 1)
+            ):
+                readings.append(MuonDimensionNumbers(inputs, output))
+        if readings:
+            return readings[0] if len(readings) == 1 else None
+    return None
 
 
 def _by_attention(

@@ -84,6 +84,7 @@ def test_attention_that_changes_the_width():
         ((5, 4, 6), (5, 6), (0,), (4, 6)),  # a scanned Dense
         ((8, 2, 4), (2, 4), (), (8, 8)),  # a query, with its heads apart
         ((2, 4, 8), (8,), (), (8, 8)),  # and an output projection
+        ((8, 8, 36, 6), (8, 8, 6), (0, 1), (36, 6)),  # ConvLocal
     ],
 )
 def test_a_bias_tells_batch_and_output_axes(kernel, bias, batch, fan):
@@ -92,6 +93,52 @@ def test_a_bias_tells_batch_and_output_axes(kernel, bias, batch, fan):
     (axes,) = matrix_axes(masked, context=params)
     assert axes.batch == batch
     assert axes.fan(kernel) == fan
+
+
+@pytest.mark.parametrize(
+    ("kernel", "bias", "fan"),
+    [
+        ((3, 3, 4, 6), (6,), (36, 6)),
+        ((3, 3, 6, 4), (6,), (36, 6)),  # transpose_kernel=True
+        ((5, 3, 3, 6, 4), (5, 6), (36, 6)),  # and scanned
+        ((3, 3, 6, 6), (6,), (54, 6)),
+    ],
+)
+def test_a_bias_tells_the_outputs_of_a_transposed_convolution(kernel, bias, fan):
+    module = {"bias": jnp.zeros(bias), "kernel": jnp.zeros(kernel)}
+    masked = {"ConvTranspose_0": {"bias": None, "kernel": module["kernel"]}}
+    (axes,) = matrix_axes(masked, context={"ConvTranspose_0": module})
+    assert axes.fan(kernel) == fan
+    assert kernel[axes.output[0]] == bias[-1]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "scale", "batch", "fan"),
+    [
+        ((3, 3, 4, 6), (6,), (), (36, 6)),
+        ((5, 3, 3, 4, 6), (5, 6), (0,), (36, 6)),
+        ((5, 3, 4, 6), (5, 6), (0,), (12, 6)),  # one-dimensional, not two
+        ((3, 3, 3, 4, 6), (6,), (), (108, 6)),  # three-dimensional, not scanned
+    ],
+)
+def test_the_scale_of_a_norm_tells_layers_from_the_window(kernel, scale, batch, fan):
+    context = {
+        "stem": {"norm": {"scale": jnp.zeros(6)}},
+        "blocks": {
+            "Conv_0": {"kernel": jnp.zeros(kernel)},
+            "BatchNorm_0": {"scale": jnp.zeros(scale)},
+        },
+    }
+    masked = {"blocks": {"Conv_0": context["blocks"]["Conv_0"]}}
+    (axes,) = matrix_axes(masked, context=context)
+    assert axes.batch == batch
+    assert axes.fan(kernel) == fan
+
+
+def test_local_convolutions_have_a_matrix_for_each_place():
+    params = {"ConvLocal_0": {"kernel": jnp.zeros((8, 8, 36, 6))}}
+    (axes,) = matrix_axes(params)
+    assert axes == MatrixAxes((0, 1), (2,), (3,))
 
 
 def test_conv_in_the_name_of_a_parent_says_nothing():
