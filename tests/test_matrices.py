@@ -196,6 +196,36 @@ def test_view_is_undone_exactly(case):
     view = axes.view(x)
     assert view.shape[1:] == axes.fan(shape)
     np.testing.assert_array_equal(axes.undo(view, shape), x)
+    y = view[::-1, ::-1] + 1
+    np.testing.assert_array_equal(axes.view(axes.undo(y, shape)), y)
+
+
+@given(shapes_and_specs(), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_view_has_every_element_where_its_axes_say(case, random):
+    """Against indices written out: x[i...] is view[batch, in, out], in C order."""
+    shape, spec = case
+    axes = axes_of(shape, spec)
+    view = np.asarray(axes.view(jnp.arange(np.prod(shape)).reshape(shape)))
+    index = tuple(random.randrange(size) for size in shape)
+    places = []
+    for group in (axes.batch, axes.reduction, axes.output):
+        place = 0
+        for axis in group:
+            place = place * shape[axis] + index[axis]
+        places.append(place)
+    assert view[tuple(places)] == np.ravel_multi_index(index, shape)
+    assert sorted(view.ravel()) == list(range(np.prod(shape)))
+
+
+@given(shapes_and_specs(), st.sampled_from(["float32", "bfloat16", "float16"]))
+@settings(max_examples=20, deadline=None)
+def test_views_keep_dtype_and_trace(case, dtype):
+    shape, spec = case
+    axes = axes_of(shape, spec)
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    back = jax.eval_shape(lambda x: axes.undo(axes.view(x), shape), x)
+    assert (back.shape, back.dtype) == (x.shape, x.dtype)
 
 
 @given(
