@@ -1,0 +1,194 @@
+"""Every way to use Flax trains as the plain functional loop of optax does."""
+
+import importlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_muon as jm
+from jax_muon.paths import leaves_with_paths, unbox
+
+
+def mesh(*shape):
+    return jax.make_mesh(
+        shape,
+        ("data", "model"),
+        2 * (AxisType.Auto,),
+        devices=jax.devices()[: np.prod(shape)],
+    )
+
+
+@pytest.fixture
+def load(examples, monkeypatch):
+    """Imports a script of the folder flax, which is no package."""
+    monkeypatch.syspath_prepend(str(examples / "flax"))
+    yield importlib.import_module
+    for path in (examples / "flax").glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+def functional(digits, apply, params, tx):
+    """Plain JAX and optax: parameters in dicts, one device, one jitted step."""
+
+    @jax.jit
+    def step(params, state, images, labels):
+        loss, grads = jax.value_and_grad(
+            lambda params: digits.cross_entropy(apply(params, images), labels)
+        )(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    state = tx.init(params)
+    losses = []
+    for batch in digits.batches():
+        params, state, loss = step(params, state, *batch)
+        losses.append(float(loss))
+    return params, losses
+
+
+def pure(model):
+    """The parameters of an NNX model as dicts, and the function of them."""
+    graph, state = nnx.split(model, nnx.Param)
+
+    def apply(params, images):
+        filled = jax.tree.map(lambda x: x, state)
+        nnx.replace_by_pure_dict(filled, params)
+        return nnx.merge(graph, filled)(images)
+
+    return nnx.to_pure_dict(state), apply
+
+
+def assert_equal_trees(actual, expected, atol):
+    actual = dict(leaves_with_paths(actual))
+    expected = dict(leaves_with_paths(expected))
+    assert actual.keys() == expected.keys()
+    for path, leaf in actual.items():
+        leaf, other = np.asarray(leaf), np.asarray(expected[path])
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=atol, err_msg=path)
+
+
+NNX = {"nnx_optimizer": "MLP", "nnx_model_and_optimizer": "CNN", "nnx_scan": "Stack"}
+LINEN = {"linen_train_state": "Attention", "linen_scan": "Stack"}
+
+
+@pytest.mark.parametrize(("name", "cls"), NNX.items(), ids=NNX)
+def test_nnx(load, name, cls):
+    """To 1e-6: the same operations in float32, which a compiler may fuse otherwise."""
+    example, digits = load(name), load("digits")
+    model, losses = example.main()
+    assert losses[-1] < losses[0] / 4
+    params, apply = pure(getattr(example, cls)(rngs=nnx.Rngs(0)))
+    params, expected = functional(digits, apply, params, digits.TX)
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-6)
+    assert_equal_trees(pure(model)[0], params, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "cls"), LINEN.items(), ids=LINEN)
+def test_linen(load, name, cls):
+    example, digits = load(name), load("digits")
+    state, losses = example.main()
+    assert losses[-1] < losses[0] / 4
+    model = getattr(example, cls)()
+    params = model.init(jax.random.key(0), jnp.zeros((1, 64)))["params"]
+    params, expected = functional(
+        digits, lambda p, x: model.apply({"params": p}, x), params, digits.TX
+    )
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-6)
+    assert_equal_trees(state.params, params, atol=1e-6)
+
+
+def assert_divided(params, state):
+    """Matrices and their momentum: up (64, 128) and down (128, 64) over (4, 2)."""
+    weights, state = dict(leaves_with_paths(params)), dict(leaves_with_paths(state))
+    for name, shard in (("up/kernel", (16, 64)), ("down/kernel", (64, 16))):
+        (momentum,) = (
+            x for p, x in state.items() if p.endswith(f"muon/inner_state/0/mu/{name}")
+        )
+        for leaf in (weights[name], momentum):
+            assert leaf.sharding.shard_shape(leaf.shape) == shard
+
+
+def test_nnx_partitioned(load):
+    example = load("nnx_partitioned")
+    model, optimizer, losses = example.main()
+    assert losses[-1] < losses[0] / 4
+    assert_divided(nnx.state(model), nnx.state(optimizer))
+
+
+def test_linen_partitioned(load):
+    example = load("linen_partitioned")
+    state, losses = example.main()
+    assert losses[-1] < losses[0] / 4
+    assert isinstance(state.params["up"]["kernel"], nn.LogicallyPartitioned)
+    assert_divided(unbox(state.params), unbox(state.opt_state))
+
+
+# The order of the sums over devices shows in the last digits, and in float32 the polar
+# factor carries those of the smallest singular values up to the size of the others.
+
+
+@pytest.fixture
+def tx():
+    return jm.nanochat(0.02, adamw_learning_rate=0.003, dtype="float64")
+
+
+def wide(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.float64), tree)
+
+
+def test_nnx_partitioned_is_right(load, monkeypatch, x64, tx):
+    example, digits = load("nnx_partitioned"), load("digits")
+    monkeypatch.setattr(digits, "STEPS", 10)
+
+    def create():
+        model = example.MLP(rngs=nnx.Rngs(0))
+        nnx.update(model, wide(nnx.state(model, nnx.Param)))
+        return model
+
+    with jax.set_mesh(mesh(1, 1)):
+        params, apply = pure(create())
+        params, expected = functional(digits, apply, params, tx)
+    with jax.set_mesh(mesh(4, 2)):
+        model = create()
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        losses = [
+            float(example.train_step(model, optimizer, *jax.device_put(b, P("data"))))
+            for b in digits.batches()
+        ]
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-10)
+    assert_equal_trees(pure(model)[0], params, atol=1e-10)
+
+
+def test_linen_partitioned_is_right(load, monkeypatch, x64, tx):
+    example, digits = load("linen_partitioned"), load("digits")
+    monkeypatch.setattr(digits, "STEPS", 10)
+    model = example.MLP()
+    boxed = wide(model.init(jax.random.key(0), jnp.zeros((1, 64)))["params"])
+    params, expected = functional(
+        digits, lambda p, x: model.apply({"params": p}, x), unbox(boxed), tx
+    )
+
+    def create():
+        return TrainState.create(apply_fn=model.apply, params=boxed, tx=tx)
+
+    devices = mesh(4, 2)
+    with jax.set_mesh(devices), nn.logical_axis_rules(example.RULES):
+        axes = nn.get_partition_spec(jax.eval_shape(create))
+        shardings = nn.logical_to_mesh_sharding(axes, devices, example.RULES)
+        state = jax.jit(create, out_shardings=shardings)()
+        step = jax.jit(example.train_step, out_shardings=(shardings, None))
+        losses = []
+        for batch in digits.batches():
+            state, loss = step(state, *jax.device_put(batch, P("data")))
+            losses.append(float(loss))
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-10)
+    assert_equal_trees(unbox(state.params), params, atol=1e-10)
