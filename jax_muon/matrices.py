@@ -172,9 +172,9 @@ def is_convolution(path: str) -> bool:
 def _layers_by_scale(path: str, shapes: dict[str, tuple[int, ...]]) -> int | None:
     """How many axes of layers a kernel has, by the scales of norms beside its module.
 
-    The scale of one norm has one axis; those before it are layers.
+    The scale of one norm has one axis, inputs or outputs; those before are layers.
     """
-    parts = path.split("/")
+    parts, kernel = path.split("/"), shapes[path]
     for depth in range(len(parts) - 2, -1, -1):
         leads = {
             shape[:-1]
@@ -182,10 +182,11 @@ def _layers_by_scale(path: str, shapes: dict[str, tuple[int, ...]]) -> int | Non
             if (beside := other.split("/"))[:depth] == parts[:depth]
             and len(beside) == depth + 2
             and beside[-1] == "scale"
+            and shape[-1:] in (kernel[-2:-1], kernel[-1:])
         }
         if leads:
             lead = leads.pop()
-            fits = not leads and shapes[path][: len(lead)] == lead
+            fits = not leads and kernel[: len(lead)] == lead
             return len(lead) if fits else None
     return None
 

@@ -127,6 +127,7 @@ def test_the_scale_of_a_norm_tells_layers_from_the_window(kernel, scale, batch, 
         "blocks": {
             "Conv_0": {"kernel": jnp.zeros(kernel)},
             "BatchNorm_0": {"scale": jnp.zeros(scale)},
+            "Gate_0": {"scale": jnp.zeros(scale[:-1])},  # a scalar for each layer
         },
     }
     masked = {"blocks": {"Conv_0": context["blocks"]["Conv_0"]}}
