@@ -101,6 +101,8 @@ def test_a_gate_beside_experts_is_a_router(gate, beside, label):
     labels = jm.label_params(params)
     assert labels["moe"].pop("gate") == {"kernel": label}
     assert set(jax.tree.leaves(labels)) == {"muon"}
+    ruled = jm.label_params(params, {"moe/gate": "gates"})
+    assert ruled["moe"]["gate"] == {"kernel": "gates"}
 
 
 def test_integers_and_complex_go_to_adamw():

@@ -1,6 +1,7 @@
 """Every way to use Flax trains as the plain functional loop of optax does."""
 
 import importlib
+import re
 import sys
 
 import jax
@@ -117,18 +118,23 @@ def assert_divided(params, state):
             assert leaf.sharding.shard_shape(leaf.shape) == shard
 
 
-def test_nnx_partitioned(load):
+TABLE = r"up/kernel +64 x 128 +1 x \(64, 128\) +muon"
+
+
+def test_nnx_partitioned(load, capsys):
     example = load("nnx_partitioned")
     model, optimizer, losses = example.main()
     assert losses[-1] < losses[0] / 4
+    assert re.search(TABLE, capsys.readouterr().out)
     assert_divided(nnx.state(model), nnx.state(optimizer))
 
 
-def test_linen_partitioned(load):
+def test_linen_partitioned(load, capsys):
     example = load("linen_partitioned")
     state, losses = example.main()
     assert losses[-1] < losses[0] / 4
     assert isinstance(state.params["up"]["kernel"], nn.LogicallyPartitioned)
+    assert re.search(TABLE, capsys.readouterr().out)
     assert_divided(unbox(state.params), unbox(state.opt_state))
 
 
