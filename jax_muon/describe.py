@@ -1,20 +1,25 @@
 """A table of what a recipe will do with each parameter, to read before training."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jax_muon import matrices, paths
+from jax_muon.joins import Joins, make_blocks
 from jax_muon.labels import MUON, label_params
 from jax_muon.matrices import DimensionNumbers
 from jax_muon.recipes import nanochat
+from jax_muon.sharding import owners
 from jax_muon.sharding.axes import AxisName, axis_names
+from jax_muon.sharding.global_view import GlobalView, Specs
 from jax_muon.sharding.owned import MatrixLayout
+from jax_muon.sharding.owners import Pool
+from jax_muon.splits import Parts, Splits
 from jax_muon.transforms import shape_rule
 
 _HEADER = ("parameter", "shape", "as matrices", "label", "scale", "state")
@@ -27,7 +32,11 @@ def describe(
     tx: optax.GradientTransformation | None = None,
     rule: str = "max_ratio",
     dimension_numbers: DimensionNumbers = None,
+    splits: Splits | None = None,
+    joins: Joins | None = None,
     mesh: Mesh | None = None,
+    specs: Specs = None,
+    small: int = 65536,
     zero2_axis: AxisName | None = None,
 ) -> str:
     """How every parameter is read, labelled and scaled, and what its state costs.
@@ -38,9 +47,14 @@ def describe(
       tx: the optimizer whose state is measured; None: `nanochat` with these labels.
       rule: of `scale_by_shape`, for the column "scale".
       dimension_numbers: how parameters are read as matrices; see `matrix_axes`.
-      mesh: also show how ZeRO-2 divides the matrices over this mesh, and what the
-        division leaves empty.
-      zero2_axis: the mesh axis, or axes, that it divides them over; None for all.
+      splits: as the recipe has them; the table then has a row for each part.
+      joins: as the recipe has them.
+      mesh: also show how the matrices are divided over this mesh, how well, and what is
+        sent for it: between owners if `specs` or the parameters' own shardings divide
+        them, else by ZeRO-2.
+      specs: how parameters are sharded over the mesh; None: as `params` are.
+      small: as the recipe has it.
+      zero2_axis: the mesh axis, or axes, that ZeRO-2 divides over; None for all.
 
     Returns:
       A table in text. "as matrices" is batch x (in, out); "scale" multiplies the
@@ -58,6 +72,8 @@ def describe(
       wte         96 x 64    -               adamw       -   49.2 KB
       2 parameters: 22528 elements, 16384 of them muon; state 115.7 KB
     """
+    specs = _own_specs(params) if specs is None else specs
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     labels = label_params if labels is None else labels
     tree = labels(params) if callable(labels) else labels
     by_path = dict(paths.leaves_with_paths(tree))
@@ -66,30 +82,49 @@ def describe(
         tx = nanochat(
             labels=tree,
             dimension_numbers=dimension_numbers,
+            splits=splits,
             adamw_groups={label: optax.adamw(0.0) for label in others},
         )
     scale = shape_rule(rule)
-    state = _state_bytes(tx, params)
+    masked = _only_muon(params, by_path)
+    numbers = matrices.as_dimension_numbers(
+        dict(
+            zip(
+                (path for path, _ in paths.leaves_with_paths(masked)),
+                matrices.matrix_axes(masked, dimension_numbers, context=params),
+                strict=True,
+            )
+        )
+    )
+    if splits:
+        parts = Parts.of(params, splits)
+        numbers, specs = parts.numbers(numbers), parts.specs(params, specs)
+        state_of = tx.init
+        params = jax.eval_shape(parts.split, params)
+        state = _state_bytes(lambda p: state_of(parts.join(p)), params)
+        masked = _only_muon(params, by_path)
+    else:
+        state = _state_bytes(tx.init, params)
 
-    flat = paths.leaves_with_paths(params)
+    matrix_leaves = paths.leaves_with_paths(masked)
+    names = [path for path, _ in matrix_leaves]
+    shapes = [leaf.shape for _, leaf in matrix_leaves]
+    all_axes = matrices.matrix_axes(masked, numbers)
+    blocks = make_blocks(names, shapes, all_axes, joins)
+    joined = {names[leaf]: b.joined for b in reversed(blocks) for leaf in b.leaves}
+    axes_by_path = dict(zip(names, all_axes, strict=True))
+
     rows = []
     elements = {True: 0, False: 0}
-    is_muon = {path: paths.find_prefix(by_path, path) == MUON for path, _ in flat}
-    masked = jax.tree_util.tree_map_with_path(
-        lambda key_path, leaf: leaf if is_muon[paths.path_string(key_path)] else None,
-        params,
-    )
-    masked_paths = [path for path, _ in paths.leaves_with_paths(masked)]
-    all_axes = matrices.matrix_axes(masked, dimension_numbers, context=params)
-    axes_by_path = dict(zip(masked_paths, all_axes, strict=True))
-    for path, leaf in flat:
+    for path, leaf in paths.leaves_with_paths(params):
         read, factor = "-", "-"
         if path in axes_by_path:
             fan_in, fan_out = axes_by_path[path].fan(leaf.shape)
             batch = leaf.size // (fan_in * fan_out)
             read = f"{batch} x ({fan_in}, {fan_out})"
+            read += f", {joined[path]} as one" if joined[path] > 1 else ""
             factor = f"{scale(fan_in, fan_out):.4g}"
-        elements[is_muon[path]] += leaf.size
+        elements[path in axes_by_path] += leaf.size
         shape = " x ".join(map(str, leaf.shape)) or "scalar"
         label = str(paths.find_prefix(by_path, path))
         rows.append((path, shape, read, label, factor, _bytes(state.get(path, 0))))
@@ -99,13 +134,83 @@ def describe(
         f"{elements[True]} of them {MUON}; state {_bytes(sum(state.values()))}"
     )
     lines = [*_aligned([_HEADER, *rows]), total]
-    if mesh is not None:
+    if mesh is not None and specs is not None:
+        view = GlobalView.of(masked, mesh, specs)
+        local = owners.local_blocks(view, names, shapes, all_axes, joins)
+        pieces = owners.local_batches(view, matrix_leaves, all_axes, local)
+        pools = owners.make_pools(pieces, local[2], view.sizes, small=small)
+        lines += ["", *_owners(pools, view.sizes)]
+    elif mesh is not None:
         axes = axis_names(zero2_axis or mesh.axis_names)
         devices = math.prod(mesh.shape[name] for name in axes)
-        numbers = matrices.as_dimension_numbers(axes_by_path)
-        layout = MatrixLayout.of(masked, axes, devices, numbers)
+        layout = MatrixLayout.of(masked, axes, devices, numbers, joins)
         lines += ["", *_division(layout)]
     return "\n".join(lines)
+
+
+def _only_muon(params: Any, by_path: dict[str, str]) -> Any:
+    """The parameters that are labelled as matrices, None in the place of others."""
+
+    def keep(key_path: tuple[Any, ...], leaf: Any) -> Any:
+        label = paths.find_prefix(by_path, paths.path_string(key_path))
+        return leaf if label == MUON else None
+
+    return jax.tree_util.tree_map_with_path(keep, params)
+
+
+def _own_specs(params: Any) -> Specs:
+    """Specs by path of parameters that lie divided over a mesh, or None."""
+    shardings = {
+        path: getattr(leaf, "sharding", None)
+        for path, leaf in paths.leaves_with_paths(params)
+    }
+    specs = {
+        path: sharding.spec
+        for path, sharding in shardings.items()
+        if isinstance(sharding, NamedSharding)
+    }
+    return specs if any(any(spec) for spec in specs.values()) else None
+
+
+def _owners(pools: Sequence[Pool], sizes: dict[str, int]) -> list[str]:
+    """Who computes the matrices of each pool, and what travels for it."""
+    rows = [("pool", "over", "matrices", "owners", "each", "sent")]
+    work = np.zeros([size for size in sizes.values() if size > 1])
+    total = sent = 0.0
+    for pool in pools:
+        different = math.prod(sizes[name] for name in pool.batch)
+        count = pool.count * different
+        over = "; ".join(
+            f"{what} {', '.join(names)}"
+            for what, names in (
+                ("batch", pool.batch),
+                ("short", pool.short),
+                ("long", pool.long),
+            )
+            if names
+        )
+        least, most = pool.whole, pool.whole + any(pool.extra)
+        each = f"{least}" if least == most else f"{least} or {most}"
+        work = work + pool.load(sizes)
+        total += count * pool.flops
+        sent += pool.sent_bytes(sizes)
+        rows.append(
+            (
+                f"{pool.fan[0]}x{pool.fan[1]}_{np.dtype(pool.dtype).name}",
+                over or "-",
+                f"{count}",
+                f"{len(pool.extra) * different}" if pool.extra else "all",
+                each if pool.extra else f"{pool.count}",
+                _bytes(int(pool.sent_bytes(sizes))),
+            )
+        )
+    devices = math.prod(sizes.values())
+    balance = work.max() * devices / total if total else 1.0
+    return [
+        *_aligned(rows),
+        f"{devices} devices: the busiest does {balance:.2f} of an even share of the "
+        f"work; each sends {_bytes(int(sent))} a step",
+    ]
 
 
 def _division(layout: MatrixLayout) -> list[str]:
@@ -132,9 +237,9 @@ def _division(layout: MatrixLayout) -> list[str]:
     ]
 
 
-def _state_bytes(tx: optax.GradientTransformation, params: Any) -> dict[str, int]:
+def _state_bytes(init: Callable[[Any], Any], params: Any) -> dict[str, int]:
     """Bytes of optimizer state by the path of the parameter that they belong to."""
-    state = jax.eval_shape(tx.init, params)
+    state = jax.eval_shape(init, params)
     known = sorted((path for path, _ in paths.leaves_with_paths(params)), key=len)
     total: dict[str, int] = {}
     for state_path, leaf in paths.leaves_with_paths(state):

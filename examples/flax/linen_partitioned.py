@@ -8,12 +8,13 @@ parameter. Plain jit; eight CPU devices stand for accelerators.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
-from digits import TX, batches, cross_entropy, report
+from digits import batches, cross_entropy, report, sharded_tx
 from flax import linen as nn
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
@@ -34,10 +35,13 @@ class MLP(nn.Module):
         return nn.Dense(10, name="head")(x)
 
 
-def create(key: jax.Array) -> TrainState:
-    model = MLP()
-    params = model.init(key, jax.numpy.zeros((1, 64)))["params"]
-    return TrainState.create(apply_fn=model.apply, params=params, tx=TX)
+def init(key: jax.Array) -> dict:
+    return MLP().init(key, jax.numpy.zeros((1, 64)))["params"]
+
+
+def divided(tree: Any, mesh: Mesh) -> Any:
+    """A sharding for each parameter of a tree, by its logical axes."""
+    return nn.logical_to_mesh_sharding(nn.get_partition_spec(tree), mesh, RULES)
 
 
 def train_step(
@@ -54,8 +58,12 @@ def main() -> tuple[TrainState, list[float]]:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=2 * (AxisType.Auto,))
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
         key = jax.random.key(0)
-        axes = nn.get_partition_spec(jax.eval_shape(create, key))
-        shardings = nn.logical_to_mesh_sharding(axes, mesh, RULES)
+        tx = sharded_tx(divided(jax.eval_shape(init, key), mesh))
+
+        def create(key: jax.Array) -> TrainState:
+            return TrainState.create(apply_fn=MLP().apply, params=init(key), tx=tx)
+
+        shardings = divided(jax.eval_shape(create, key), mesh)
         state = jax.jit(create, out_shardings=shardings)(key)
         print(jm.describe(state.params))
         jitted = partial(jax.jit, out_shardings=(shardings, None))(train_step)

@@ -30,6 +30,18 @@ class GlobalView:
     mesh: Any  # Mesh or AbstractMesh
     specs: tuple[PartitionSpec, ...]
 
+    @classmethod
+    def of(cls, tree: Any, mesh: Any, specs: Specs) -> "GlobalView":
+        """The view of a tree of arrays, or of their shapes, with these specs."""
+        given = spec_by_path(specs)
+        return cls(
+            mesh,
+            tuple(
+                _full_rank(given(path), path, leaf.shape, mesh)
+                for path, leaf in paths.leaves_with_paths(tree)
+            ),
+        )
+
     @property
     def sizes(self) -> dict[str, int]:
         """Devices along each mesh axis."""
@@ -94,20 +106,21 @@ def find_view(tree: Any, mesh: Any, specs: Specs) -> GlobalView | None:
             "jax.tree.map(lambda p: p.sharding, params) or PartitionSpec() for "
             "parameters that are replicated, and a mesh with Explicit axes"
         )
-    given = None if specs is None else spec_by_path(specs)
-    found = []
-    for path, leaf in flat:
-        spec = types[path].spec if given is None else given(path)
-        spec = _full_rank(spec, path, leaf.shape, mesh)
-        if not automatic and given is not None:
-            own = _full_rank(types[path].spec, path, leaf.shape, mesh)
-            if types[path].mesh.axis_names and own != spec:
-                raise ValueError(
-                    f"parameter {path!r} has the type {jax.typeof(leaf)}, and specs "
-                    f"say {spec}; valid with Explicit axes are no specs"
-                )
-        found.append(spec)
-    return GlobalView(mesh, tuple(found))
+    if specs is None:
+        return GlobalView.of(
+            tree, mesh, {path: own.spec for path, own in types.items()}
+        )
+    view = GlobalView.of(tree, mesh, specs)
+    for (path, leaf), spec in zip(flat, view.specs, strict=True):
+        own = types[path]
+        if automatic or not own.mesh.axis_names:
+            continue
+        if spec != _full_rank(own.spec, path, leaf.shape, mesh):
+            raise ValueError(
+                f"parameter {path!r} has the type {jax.typeof(leaf)}, and specs say "
+                f"{spec}; valid with Explicit axes are no specs"
+            )
+    return view
 
 
 def spec_by_path(specs: Specs) -> Callable[[str], PartitionSpec]:

@@ -267,6 +267,24 @@ def local_blocks(
     return specs, blocks, placements
 
 
+def local_batches(
+    view: GlobalView,
+    leaves: Sequence[tuple[str, Any]],
+    all_axes: Sequence[MatrixAxes],
+    local: tuple[Sequence[PartitionSpec], Sequence[Block], Sequence[Placement]],
+) -> list[tuple[tuple[int, ...], Any]]:
+    """Shape (batch, K in, out) and dtype of each device's pieces of every block."""
+    specs, blocks, _ = local
+    batches: list[tuple[tuple[int, ...], Any]] = []
+    for block in blocks:
+        leaf = block.leaves[0]
+        shape = shard_shape(leaves[leaf][1].shape, specs[leaf], view.sizes)
+        fan_in, fan_out = all_axes[leaf].fan(shape)
+        batch = (block.batch, block.joined * fan_in, fan_out)
+        batches.append((batch, leaves[leaf][1].dtype))
+    return batches
+
+
 def map_pools(
     polar: Polar,
     batches: Sequence[Float[Array, "_ _ _"]],

@@ -1,8 +1,8 @@
 """Sharded parameters give what one device gives, and travel as they should."""
 
 import contextlib
-import os
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -95,8 +95,11 @@ def placing(mesh, specs):
     def spec(path, x):
         """As JAX writes it: with an entry for each axis, or none where it is Auto."""
         given = specs.get(path, P())
-        explicit = AxisType.Explicit in mesh.axis_types
-        return P(*given, *[None] * (x.ndim - len(given))) if explicit else given
+        if AxisType.Explicit in mesh.axis_types:
+            return P(*given, *[None] * (x.ndim - len(given)))
+        while given and given[-1] is None:
+            given = P(*given[:-1])
+        return given
 
     def place(tree):
         return {

@@ -142,16 +142,15 @@ def test_linen_partitioned(load, capsys):
 # factor carries those of the smallest singular values up to the size of the others.
 
 
-@pytest.fixture
-def tx():
-    return jm.nanochat(0.02, adamw_learning_rate=0.003, dtype="float64")
+def recipe(**placement):
+    return jm.nanochat(0.02, adamw_learning_rate=0.003, dtype="float64", **placement)
 
 
 def wide(tree):
     return jax.tree.map(lambda x: x.astype(jnp.float64), tree)
 
 
-def test_nnx_partitioned_is_right(load, monkeypatch, x64, tx):
+def test_nnx_partitioned_is_right(load, monkeypatch, x64):
     example, digits = load("nnx_partitioned"), load("digits")
     monkeypatch.setattr(digits, "STEPS", 10)
 
@@ -162,10 +161,11 @@ def test_nnx_partitioned_is_right(load, monkeypatch, x64, tx):
 
     with jax.set_mesh(mesh(1, 1)):
         params, apply = pure(create())
-        params, expected = functional(digits, apply, params, tx)
+        params, expected = functional(digits, apply, params, recipe())
     with jax.set_mesh(mesh(4, 2)):
         model = create()
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        specs = nnx.get_partition_spec(nnx.state(model, nnx.Param))
+        optimizer = nnx.Optimizer(model, recipe(specs=specs, small=0), wrt=nnx.Param)
         losses = [
             float(example.train_step(model, optimizer, *jax.device_put(b, P("data"))))
             for b in digits.batches()
@@ -174,22 +174,22 @@ def test_nnx_partitioned_is_right(load, monkeypatch, x64, tx):
     assert_equal_trees(pure(model)[0], params, atol=1e-10)
 
 
-def test_linen_partitioned_is_right(load, monkeypatch, x64, tx):
+def test_linen_partitioned_is_right(load, monkeypatch, x64):
     example, digits = load("linen_partitioned"), load("digits")
     monkeypatch.setattr(digits, "STEPS", 10)
     model = example.MLP()
     boxed = wide(model.init(jax.random.key(0), jnp.zeros((1, 64)))["params"])
     params, expected = functional(
-        digits, lambda p, x: model.apply({"params": p}, x), unbox(boxed), tx
+        digits, lambda p, x: model.apply({"params": p}, x), unbox(boxed), recipe()
     )
+    devices = mesh(4, 2)
 
     def create():
+        tx = recipe(specs=example.divided(boxed, devices), small=0)
         return TrainState.create(apply_fn=model.apply, params=boxed, tx=tx)
 
-    devices = mesh(4, 2)
     with jax.set_mesh(devices), nn.logical_axis_rules(example.RULES):
-        axes = nn.get_partition_spec(jax.eval_shape(create))
-        shardings = nn.logical_to_mesh_sharding(axes, devices, example.RULES)
+        shardings = example.divided(jax.eval_shape(create), devices)
         state = jax.jit(create, out_shardings=shardings)()
         step = jax.jit(example.train_step, out_shardings=(shardings, None))
         losses = []
