@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 
-.PHONY: train train-multiprocess test parity venv docs lint gpu-schedule clean
+.PHONY: train train-multiprocess test parity venv docs lint gpu-schedule \
+	symmetric-kernel clean
 
 train: $(VENV)/examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -37,6 +38,10 @@ lint: $(VENV)/dev
 # How XLA schedules the ZeRO-2 step for 8 and 64 H100s; no GPU is needed.
 gpu-schedule: $(VENV)/gpu-schedule
 	$(BIN)/python -m benchmarks.gpu_schedule $(ARGS)
+
+# What the compiler makes of the kernels for symmetric products; ARGS=--time on a GPU.
+symmetric-kernel: $(VENV)/gpu-schedule
+	$(BIN)/python -m benchmarks.symmetric_kernel $(ARGS)
 
 # The extra of that name, without the CUDA libraries that its packages depend on: 250 MB
 # for the compiler alone.
