@@ -24,6 +24,7 @@ _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([0-9",]*)[\]}]')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _GROUP = re.compile(r"replica_groups=(?:\{\{([0-9,]*)\}|\[\d+,(\d+)\]<=)")
+_MESH_GROUP = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 
 _COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
 _PRODUCT_TARGETS = ("cublas", "gemm", "matmul")
@@ -270,6 +271,11 @@ def _flops(line: Instruction, types: dict[str, str]) -> int:
 
 
 def _devices(text: str) -> int:
+    if named := _MESH_GROUP.search(text):
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", named[1]))
+        return math.prod(
+            int(sizes[axis]) for axis in re.findall(r"'([^']+)'", named[2])
+        )
     group = _GROUP.search(text)
     if group is None:
         raise ValueError(
