@@ -12,7 +12,8 @@ The iterations share one body, in two forms with m <= n:
             condition number, so X is refreshed once in three steps.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +38,19 @@ _GRAM_ASPECT = 1.5
 _GRAM_MIN_SIZE = 256
 
 # On a CPU, matrices are taken in chunks of about this many bytes, one after another: a
-# whole stack at once falls out of the cache (1.15 - 1.5 times slower).
+# whole stack at once falls out of the cache (1.15 - 1.5 times slower). Each chunk is
+# written over its input, so that a stack needs no second buffer.
 _CPU_CHUNK_BYTES = 2**21
+
+# On a CPU, symmetric products are computed by halves from this m on; below, the smaller
+# products lose what their number saves.
+_CPU_HALVES_MIN_SIZE = 512
 
 _NORMS = ("frobenius", "schatten4")
 _FORMS = ("auto", "standard", "gram")
+
+# Two (..., m, k) to a symmetric (..., m, m).
+Product = Callable[[Array, Array], Array]
 
 
 def polar_express(
@@ -225,27 +234,48 @@ def _iterate(
         form = "gram" if gram else "standard"
     body = _gram_form if form == "gram" else _standard_form
 
-    def factor(y: Array) -> Array:  # (..., m, n) with m <= n
-        y, gram = _normalize(y, norm, norm_factor, eps, dtype)
-        return body(y, gram, coefficients).astype(x.dtype)
+    def factor(y: Array, product: Product) -> Array:
+        y = y.mT if rows > cols else y  # (k, m, n) with m <= n
+        y, gram = _normalize(y, norm, norm_factor, eps, dtype, product)
+        y = body(y, gram, coefficients, product).astype(x.dtype)
+        return y.mT if rows > cols else y
 
-    y = x.mT if rows > cols else x
-    y = y.reshape(-1, m, n)
     chunk = max(1, _CPU_CHUNK_BYTES // (m * n * dtype.itemsize))
-    if len(y) > chunk:
-        y = jax.lax.platform_dependent(
-            y,
-            cpu=lambda y: jax.lax.map(factor, y, batch_size=chunk),
-            default=factor,
-        )
-    else:
-        y = factor(y)
-    y = y.reshape(*batch, m, n)
-    return y.mT if rows > cols else y
+    halves = m >= _CPU_HALVES_MIN_SIZE
+    on_cpu = functools.partial(factor, product=_in_halves if halves else _outer)
+    y = jax.lax.platform_dependent(
+        x.reshape(-1, rows, cols),
+        cpu=functools.partial(_one_after_another, on_cpu, chunk=chunk),
+        default=functools.partial(factor, product=_outer),
+    )
+    return y.reshape(*batch, rows, cols)
+
+
+def _one_after_another(
+    function: Callable[[Array], Array], x: Array, *, chunk: int
+) -> Array:
+    """The function of `chunk` matrices at a time, written over its input."""
+    count = len(x) // chunk
+
+    def body(index: Array, x: Array) -> Array:
+        part = jax.lax.dynamic_slice_in_dim(x, index * chunk, chunk)
+        return jax.lax.dynamic_update_slice_in_dim(x, function(part), index * chunk, 0)
+
+    if len(x) <= chunk:
+        return function(x)
+    x = jax.lax.fori_loop(0, count, body, x)
+    if rest := len(x) % chunk:
+        x = x.at[-rest:].set(function(x[-rest:]))
+    return x
 
 
 def _normalize(
-    x: Array, norm: str, norm_factor: float, eps: float, dtype: jnp.dtype
+    x: Array,
+    norm: str,
+    norm_factor: float,
+    eps: float,
+    dtype: jnp.dtype,
+    product: Product,
 ) -> tuple[Array, Array]:
     """X / (norm_factor * norm(X) + eps) in `dtype`, and its Gram matrix X X^T.
 
@@ -254,7 +284,7 @@ def _normalize(
     """
     x, unit = power_of_two_scaled(x)
     x = x.astype(dtype)
-    gram = _matmul(x, x.mT)
+    gram = product(x, x)
     if norm == "frobenius":
         squared = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
     else:
@@ -280,31 +310,52 @@ def power_of_two_scaled(
 
 
 def _standard_form(
-    x: Array, gram: Array, coefficients: Sequence[Coefficients]
+    x: Array, gram: Array, coefficients: Sequence[Coefficients], product: Product
 ) -> Array:
     # Sums of terms in at least float32, rounded once: with every term rounded by itself
     # the error of bfloat16 is three times larger (0.05 for 0.015 on a Gaussian matrix).
     for step, (a, b, c) in enumerate(coefficients):
         if step > 0:
-            gram = _matmul(x, x.mT).astype(x.dtype)
-        polynomial = (b * wide(gram) + c * _matmul(gram, gram)).astype(x.dtype)
+            gram = product(x, x).astype(x.dtype)
+        polynomial = (b * wide(gram) + c * product(gram, gram)).astype(x.dtype)
         x = (a * wide(x) + _matmul(polynomial, x)).astype(x.dtype)
     return x
 
 
-def _gram_form(x: Array, gram: Array, coefficients: Sequence[Coefficients]) -> Array:
+def _gram_form(
+    x: Array, gram: Array, coefficients: Sequence[Coefficients], product: Product
+) -> Array:
+    # R, every polynomial of it and their products are symmetric and commute.
     eye = jnp.eye(x.shape[-2], dtype=x.dtype)
     factor = eye  # Q, where X now is Q X
     for step, (a, b, c) in enumerate(coefficients):
         if step > 0 and step % _GRAM_REFRESH == 0:
             x, factor = _matmul(factor, x), eye
-            gram = _matmul(x, x.mT)
-        polynomial = a * eye + b * gram + c * _matmul(gram, gram)
-        factor = polynomial if factor is eye else _matmul(factor, polynomial)
+            gram = product(x, x)
+        polynomial = a * eye + b * gram + c * product(gram, gram)
+        factor = polynomial if factor is eye else product(factor, polynomial)
         last = step == len(coefficients) - 1 or (step + 1) % _GRAM_REFRESH == 0
         if not last:
-            gram = _matmul(_matmul(polynomial, gram), polynomial)
+            gram = product(product(polynomial, gram), polynomial)
     return _matmul(factor, x)
+
+
+def _outer(x: Array, y: Array) -> Array:
+    """X Y^T, which the caller knows to be symmetric, as one product."""
+    return _matmul(x, y.mT)
+
+
+def _in_halves(x: Array, y: Array) -> Array:
+    """X Y^T, which the caller knows to be symmetric, by three quarters of the work.
+
+    Of [[A, B^T], [B, C]] it computes A, B and C. At m = 768 on a CPU 1.25 times as fast
+    as one product in float32 and 1.15 times in bfloat16; more blocks gain no more.
+    """
+    half = x.shape[-2] // 2
+    top = _outer(x[..., :half, :], y[..., :half, :])
+    bottom = _outer(x[..., half:, :], y)
+    top = jnp.concatenate([top, bottom[..., :half].mT], axis=-1)
+    return jnp.concatenate([top, bottom], axis=-2)
 
 
 def _matmul(x: Array, y: Array) -> Array:
