@@ -1,5 +1,7 @@
 """Reading parameters as matrices, and pooling them."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -229,6 +231,14 @@ def test_views_keep_dtype_and_trace(case, dtype):
     assert (back.shape, back.dtype) == (x.shape, x.dtype)
 
 
+def depths_on(platform, function, *args):
+    """Depths of the stacks whose tangent is taken, when compiled for a platform."""
+    text = (
+        jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    )
+    return [int(k) for k in re.findall(r"stablehlo.tan .*tensor<(\d+)x", text)]
+
+
 @given(
     st.lists(
         st.tuples(st.integers(1, 4), st.sampled_from([(2, 3), (3, 2), (2, 2)])),
@@ -241,21 +251,24 @@ def test_views_keep_dtype_and_trace(case, dtype):
 def test_pooling_is_undone_exactly_and_bounded(members, max_stack):
     rng = np.random.default_rng(0)
     batches = [jnp.asarray(rng.standard_normal((k, *mn))) for k, mn in members]
-    depths = []
 
-    def function(stack):
-        depths.append(len(stack))
-        assert stack.shape[1] <= stack.shape[2]
-        return 2 * stack
+    def mapped(*batches):
+        return map_stacks(jnp.tan, batches, max_stack=max_stack)
 
-    results = map_stacks(function, batches, max_stack=max_stack)
-    for batch, result in zip(batches, results, strict=True):
-        np.testing.assert_array_equal(result, 2 * batch)
-    assert max(depths) <= max_stack
-    total = {}
-    for k, mn in members:
-        total[tuple(sorted(mn))] = total.get(tuple(sorted(mn)), 0) + k
-    assert len(depths) == sum(-(-count // max_stack) for count in total.values())
+    for batch, result in zip(batches, mapped(*batches), strict=True):
+        np.testing.assert_allclose(result, jnp.tan(batch), rtol=1e-6)
+
+    gpu = {}  # a shape and its transpose together
+    cpu = {}  # single matrices of exactly one shape together, and every other leaf
+    for index, (k, mn) in enumerate(members):
+        gpu[tuple(sorted(mn))] = gpu.get(tuple(sorted(mn)), 0) + k
+        pool = mn if k == 1 else index
+        cpu[pool] = cpu.get(pool, 0) + k
+    for platform, total in (("cuda", gpu), ("cpu", cpu)):
+        depths = depths_on(platform, mapped, *batches)
+        assert max(depths) <= max_stack
+        assert len(depths) == sum(-(-k // max_stack) for k in total.values())
+        assert sum(depths) == sum(total.values())
 
 
 @pytest.mark.parametrize(

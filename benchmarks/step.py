@@ -1,0 +1,320 @@
+"""The time of a whole optimizer step, ours and others', in runs that alternate.
+
+    python -m benchmarks.step                                 6x384 and GPT-2 124M
+    python -m benchmarks.step --models gpt2-350m --rounds 3
+    python -m benchmarks.step --pairs optax --json benchmarks/results
+
+Each pair runs ours, theirs, ours, theirs, ..., every one in a process of its own; the
+ratio is the median over rounds. Beside it stand the seconds, the temporaries and the
+time to compile. `docs/speed.md` says what the columns mean.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.parameters import MODELS, model_parameters
+
+SIZES = ("6x384", "gpt2-124m")
+ROUNDS = {"6x384": 15, "gpt2-124m": 3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """What runs, and how."""
+
+    name: str
+    layout: str = "scanned"
+    dtype: str = "float32"
+    malloc: str = "default"
+
+    def __str__(self) -> str:
+        words = [self.name, self.dtype]
+        if not self.name.startswith("torch"):
+            words.append(self.layout)
+        if self.malloc == "tuned":
+            words.append("tuned malloc")
+        return ", ".join(words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Ours and theirs, and the largest ratio of their times that we want, by model."""
+
+    ours: Contender
+    theirs: Contender
+    bars: dict[str, float] = dataclasses.field(default_factory=dict)
+    quick: bool = True  # part of `make bench`
+    gpu_bar: float | None = None
+
+
+def pairs() -> list[Pair]:
+    """All that is compared."""
+    gpt2 = "gpt2-124m"
+    ours, stacked16 = Contender("nanochat"), Contender("nanochat", dtype="bfloat16")
+    leaves = Contender("nanochat", "separate")
+    leaves16 = Contender("nanochat", "separate", "bfloat16")
+    both = {gpt2: 1.0, "6x384": 1.0}
+    reference = Contender("torch-nanochat", dtype="bfloat16")
+    tuned = dataclasses.replace(reference, malloc="tuned")
+    torch_muon = Contender("torch-muon", dtype="bfloat16")
+    recipes = ("muon", "moonlight", "normuon")
+    return [
+        Pair(ours, Contender("optax"), {gpt2: 0.30}, gpu_bar=0.5),
+        Pair(leaves, Contender("optax", "separate"), {gpt2: 0.35}, gpu_bar=0.5),
+        Pair(ours, Contender("optax-scan"), {gpt2: 0.75}),
+        Pair(stacked16, tuned, {gpt2: 0.9, "6x384": 1.0}, gpu_bar=0.9),
+        Pair(stacked16, reference, quick=False, gpu_bar=0.9),
+        Pair(stacked16, torch_muon, both),
+        Pair(leaves, ours, {gpt2: 1.15}),
+        Pair(leaves16, stacked16, {gpt2: 1.15}),
+        Pair(ours, Contender("fused"), {gpt2: 1.03}),
+        Pair(stacked16, Contender("fused", dtype="bfloat16"), {gpt2: 1.03}),
+        Pair(ours, Contender("torch-nanochat"), quick=False),
+        Pair(ours, Contender("torch-nanochat", malloc="tuned"), quick=False),
+        Pair(ours, Contender("adamw"), quick=False),
+        *(Pair(Contender(name), ours, quick=False) for name in recipes),
+        *(
+            Pair(Contender(name, dtype="bfloat16"), stacked16, quick=False)
+            for name in recipes
+        ),
+    ]
+
+
+class Worker:
+    """A contender in its process."""
+
+    def __init__(self, contender: Contender, model: str, device: str):
+        """Start it and wait until it is ready."""
+        settings = dataclasses.asdict(contender) | {"model": model, "device": device}
+        settings.pop("malloc")
+        environment = dict(os.environ)
+        if contender.malloc == "tuned":
+            environment |= machine.tuned_malloc()
+        if device == "cuda":  # two processes share the card
+            environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        self.contender = contender
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.worker", json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.info = json.loads(self._line())
+
+    def step(self) -> float:
+        """Seconds of one step."""
+        assert self.process.stdin is not None
+        print("step", file=self.process.stdin, flush=True)
+        return float(self._line())
+
+    def stop(self) -> None:
+        """End the process."""
+        self.process.communicate()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of {self.contender} ended: see above")
+        return line
+
+
+@contextlib.contextmanager
+def running(contender: Contender, model: str, device: str) -> Iterator[Worker]:
+    """A worker that is ended whatever happens."""
+    worker = Worker(contender, model, device)
+    try:
+        yield worker
+    finally:
+        worker.stop()
+
+
+def alternate(ours: Worker, theirs: Worker, rounds: int) -> dict[str, Any]:
+    """Times of both in turn, and the ratio."""
+    times = [(ours.step(), theirs.step()) for _ in range(rounds)]
+    return {
+        "ours_s": statistics.median(a for a, _ in times),
+        "theirs_s": statistics.median(b for _, b in times),
+        "ratio": statistics.median(a / b for a, b in times),
+        "ratios": [a / b for a, b in times],
+    }
+
+
+def nominal_flops(model: str) -> int:
+    """Of five quintics in the standard form, the same for every contender."""
+    total = 0
+    for leaf in model_leaves(model):
+        m, n = sorted(leaf.shape)
+        total += 5 * (4 * m * m * n + 2 * m**3)
+    return total
+
+
+def model_leaves(model: str) -> list[Any]:
+    """The matrices for Muon."""
+    blocks = model_parameters(model, "float32")["blocks"]
+    return [leaf for block in blocks.values() for leaf in block.values()]
+
+
+def compare(
+    model: str, chosen: list[Pair], rounds: int, device: str
+) -> list[dict[str, Any]]:
+    """All pairs on one model; ours stays up from one pair to the next."""
+    results = []
+    by_ours: dict[Contender, list[Pair]] = {}
+    for pair in chosen:
+        by_ours.setdefault(pair.ours, []).append(pair)
+    for ours, members in by_ours.items():
+        with running(ours, model, device) as us:
+            for pair in members:
+                with running(pair.theirs, model, device) as them:
+                    found = alternate(us, them, rounds)
+                bar = pair.gpu_bar if device == "cuda" else pair.bars.get(model)
+                results.append(
+                    {
+                        "model": model,
+                        "ours": str(ours),
+                        "theirs": str(pair.theirs),
+                        "bar": bar,
+                        **found,
+                        "ours_info": us.info,
+                        "theirs_info": them.info,
+                    }
+                )
+                print(row(results[-1]), flush=True)
+    return results
+
+
+HEADER = (
+    f"{'model':10} {'ours':28} {'theirs':40} {'ours s':>7} {'theirs':>7} {'ratio':>6} "
+    f"{'bar':>5} {'compile s':>12} {'temporary MB':>14} {'in a train step':>16}"
+)
+
+
+def row(result: dict[str, Any]) -> str:
+    """A line of the table."""
+
+    def both(key: str, unit: float, digits: int) -> str:
+        values = [result[f"{side}_info"].get(key) for side in ("ours", "theirs")]
+        words = ["-" if v is None else f"{v / unit:.{digits}f}" for v in values]
+        return " / ".join(words)
+
+    bar = "" if result["bar"] is None else f"{result['bar']:.2f}"
+    return (
+        f"{result['model']:10} {result['ours']:28} {result['theirs']:40} "
+        f"{result['ours_s']:7.3f} {result['theirs_s']:7.3f} {result['ratio']:6.3f} "
+        f"{bar:>5} {both('compile_s', 1, 1):>12} "
+        f"{both('temporary_bytes', 1e6, 0):>14} "
+        f"{both('train_step_temporary_bytes', 1e6, 0):>16}"
+    )
+
+
+def draw(results: list[dict[str, Any]], title: str, path: pathlib.Path) -> None:
+    """A bar for every pair: their time over ours, and where our goal is."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    models = sorted({r["model"] for r in results}, key=MODELS.index)
+    counts = [sum(r["model"] == m for r in results) for m in models]
+    figure, axes = plt.subplots(
+        len(models),
+        1,
+        figsize=(9, 1.2 + 0.42 * len(results)),
+        height_ratios=counts,
+        squeeze=False,
+        layout="constrained",
+    )
+    for model, ax in zip(models, axes[:, 0], strict=True):
+        rows = [r for r in results if r["model"] == model][::-1]
+        places = range(len(rows))
+        good = [r["bar"] is None or r["ratio"] <= r["bar"] for r in rows]
+        colors = ["#4c78a8" if ok else "#e45756" for ok in good]
+        ax.barh(places, [r["ratio"] for r in rows], color=colors, height=0.6)
+        for place, r in zip(places, rows, strict=True):
+            if r["bar"] is not None:
+                ends = (place - 0.42, place + 0.42)
+                ax.plot([r["bar"]] * 2, ends, color="black", linewidth=1.5)
+            text = f" {r['ratio']:.2f}  ({r['ours_s']:.2f} s for {r['theirs_s']:.2f} s)"
+            right = max(r["ratio"], r["bar"] or 0)
+            ax.text(right, place, text, va="center", fontsize=8)
+        labels = [f"{r['ours']}\nto {r['theirs']}" for r in rows]
+        ax.set_yticks(list(places), labels, fontsize=8)
+        top = max(max(r["ratio"], r["bar"] or 0) for r in rows)
+        ax.set_xlim(0, 1.45 * top)
+        ax.axvline(1, color="gray", linewidth=0.8, linestyle=":")
+        ax.set_title(f"{model}: time of ours / time of theirs", fontsize=10, loc="left")
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{title}; black: goal, red: missed", fontsize=9)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main(words: list[str]) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--models", choices=MODELS, nargs="+", default=SIZES)
+    parser.add_argument("--rounds", type=int, help="by default 15 for 6x384, else 3")
+    parser.add_argument("--pairs", help="only those whose text has this word")
+    parser.add_argument("--all", action="store_true", help="not only the quick pairs")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=pathlib.Path, help="folder to save results in")
+    args = parser.parse_args(words)
+    if args.rounds is not None and args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: valid is a number of at least 1")
+    chosen = [
+        pair
+        for pair in pairs()
+        if (args.all or pair.quick)
+        and (args.pairs is None or args.pairs in f"{pair.ours} to {pair.theirs}")
+    ]
+    if not chosen:
+        parser.error(f"--pairs {args.pairs}: no pair has it")
+
+    result = machine.describe("benchmarks.step", words)
+    result["peaks"] = machine.peaks(1024 if args.device == "cpu" else 8192)
+    print(f"{result['device']}, {result['cores']} cores, {result['versions']}")
+    for name, value in result["peaks"].items():
+        print(f"{name}: {value / 1e9:.0f} G/s")
+    print(HEADER)
+    result["pairs"] = []
+    for model in args.models:
+        rounds = args.rounds or ROUNDS.get(model, 3)
+        found = compare(model, chosen, rounds, args.device)
+        for r in found:
+            dtype = "bfloat16" if "bfloat16" in r["ours"] else "float32"
+            r["nominal_flops"] = nominal_flops(model)
+            peak = result["peaks"][f"{dtype}_flops"]
+            r["nominal_share_of_peak"] = nominal_flops(model) / r["ours_s"] / peak
+        result["pairs"] += found
+        share = {
+            r["ours"]: f"{r['nominal_share_of_peak']:.2f}"
+            for r in found
+            if "adamw" not in r["ours"]
+        }
+        print(f"{model}: nominal FLOPs as a share of the peak: {share}")
+    if args.json is not None:
+        name = f"step_{args.device}_{'_'.join(args.models)}"
+        text = json.dumps(result, indent=1) + "\n"
+        (args.json / f"{name}.json").write_text(text, encoding="utf-8")
+        title = f"{result['device']}, {result['date']}"
+        draw(result["pairs"], title, args.json / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
