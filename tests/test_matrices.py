@@ -1,7 +1,5 @@
 """Reading parameters as matrices, and pooling them."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +10,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from jax_muon.matrices import MatrixAxes, map_stacks, matrix_axes
+from tests.lowered import depths_on
 
 
 def axes_of(shape, spec=None, path="w"):
@@ -229,14 +228,6 @@ def test_views_keep_dtype_and_trace(case, dtype):
     x = jax.ShapeDtypeStruct(shape, dtype)
     back = jax.eval_shape(lambda x: axes.undo(axes.view(x), shape), x)
     assert (back.shape, back.dtype) == (x.shape, x.dtype)
-
-
-def depths_on(platform, function, *args):
-    """Depths of the stacks whose tangent is taken, when compiled for a platform."""
-    text = (
-        jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
-    )
-    return [int(k) for k in re.findall(r"stablehlo.tan .*tensor<(\d+)x", text)]
 
 
 @given(
