@@ -237,7 +237,7 @@ def draw(found: list[dict[str, Any]], title: str, path: pathlib.Path) -> None:
                     zorder=2,
                 )
             ax.set(xscale="log", yscale="log")
-            ax.set_title(f"{shape[0]} × {shape[1]}, {kind}", fontsize=9)
+            ax.set_title(f"{shape[0]} x {shape[1]}, {kind}", fontsize=9)
             ax.grid(alpha=0.25, which="both", linewidth=0.5)
             ax.tick_params(labelsize=7, which="both")
             if ax is line[0]:

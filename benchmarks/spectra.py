@@ -85,6 +85,8 @@ def record(steps: int, at: list[int], width: int, seed: int) -> list[dict[str, A
         for (path, leaf), label in zip(leaves, labels, strict=True):
             if label == "muon":
                 s = np.linalg.svd(np.asarray(leaf, np.float64), compute_uv=False)
+                if s.max() == 0:  # behind a projection that starts from zero
+                    continue
                 records.append(
                     {
                         "step": count,
@@ -152,7 +154,7 @@ def main(words: list[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--at", type=int, nargs="+", default=[1, 10, 50, 150, 300])
+    parser.add_argument("--at", type=int, nargs="+", default=[2, 10, 50, 150, 300])
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

@@ -245,26 +245,33 @@ def _iterate(
     on_cpu = functools.partial(factor, product=_in_halves if halves else _outer)
     y = jax.lax.platform_dependent(
         x.reshape(-1, rows, cols),
-        cpu=functools.partial(_one_after_another, on_cpu, chunk=chunk),
+        cpu=functools.partial(
+            _one_after_another, on_cpu, chunk=chunk, squeeze=not low_precision
+        ),
         default=functools.partial(factor, product=_outer),
     )
     return y.reshape(*batch, rows, cols)
 
 
 def _one_after_another(
-    function: Callable[[Array], Array], x: Array, *, chunk: int
+    function: Callable[[Array], Array], x: Array, *, chunk: int, squeeze: bool
 ) -> Array:
-    """The function of `chunk` matrices at a time, written over its input."""
-    count = len(x) // chunk
+    """The function of `chunk` matrices at a time, written over its input.
+
+    With `squeeze`, a chunk of one is (m, n) instead of (1, m, n): faster in float32 by
+    a tenth to a fifth. In bfloat16 it is the other way round, by a third: there XLA
+    multiplies (m, k) by (k, n) in float32 in places.
+    """
+    size = min(chunk, len(x))
+    shape = x.shape[1:] if squeeze and size == 1 else (size, *x.shape[1:])
 
     def body(index: Array, x: Array) -> Array:
-        part = jax.lax.dynamic_slice_in_dim(x, index * chunk, chunk)
-        return jax.lax.dynamic_update_slice_in_dim(x, function(part), index * chunk, 0)
+        part = jax.lax.dynamic_slice_in_dim(x, index * size, size).reshape(shape)
+        part = function(part).reshape(size, *x.shape[1:])
+        return jax.lax.dynamic_update_slice_in_dim(x, part, index * size, 0)
 
-    if len(x) <= chunk:
-        return function(x)
-    x = jax.lax.fori_loop(0, count, body, x)
-    if rest := len(x) % chunk:
+    x = jax.lax.fori_loop(0, len(x) // size, body, x)
+    if rest := len(x) % size:
         x = x.at[-rest:].set(function(x[-rest:]))
     return x
 
