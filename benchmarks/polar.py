@@ -48,7 +48,7 @@ FORMS = tuple(
 )
 STACK_BYTES = 2**25  # of float32: several matrices, unless they are large
 # Four steps from a lower bound fitted to the Schatten-4 norm: see docs/speed.md.
-FOUR_STEPS = {"steps": 4, "norm": "schatten4", "lower": 0.01}
+FOUR_STEPS = {"steps": 4, "norm": "schatten4", "lower": 5e-3}
 
 
 @dataclasses.dataclass(frozen=True)

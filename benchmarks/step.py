@@ -6,7 +6,8 @@
 
 Each pair runs ours, theirs, ours, theirs, ..., every one in a process of its own; the
 ratio is the median over rounds. Beside it stand the seconds, the temporaries and the
-time to compile. `docs/speed.md` says what the columns mean.
+time to compile. `docs/speed.md` says what the columns mean. A file of results that is
+there already keeps its other pairs.
 """
 
 import argparse
@@ -286,34 +287,47 @@ def main(words: list[str]) -> None:
     if not chosen:
         parser.error(f"--pairs {args.pairs}: no pair has it")
 
-    result = machine.describe("benchmarks.step", words)
-    result["peaks"] = machine.peaks(1024 if args.device == "cpu" else 8192)
-    print(f"{result['device']}, {result['cores']} cores, {result['versions']}")
-    for name, value in result["peaks"].items():
+    run = machine.describe("benchmarks.step", words)
+    run["peaks"] = machine.peaks(1024 if args.device == "cpu" else 8192)
+    print(f"{run['device']}, {run['cores']} cores, {run['versions']}")
+    for name, value in run["peaks"].items():
         print(f"{name}: {value / 1e9:.0f} G/s")
     print(HEADER)
-    result["pairs"] = []
+    results = []
     for model in args.models:
         rounds = args.rounds or ROUNDS.get(model, 3)
-        found = compare(model, chosen, rounds, args.device)
-        for r in found:
+        for r in compare(model, chosen, rounds, args.device):
             dtype = "bfloat16" if "bfloat16" in r["ours"] else "float32"
+            peak = run["peaks"][f"{dtype}_flops"]
             r["nominal_flops"] = nominal_flops(model)
-            peak = result["peaks"][f"{dtype}_flops"]
             r["nominal_share_of_peak"] = nominal_flops(model) / r["ours_s"] / peak
-        result["pairs"] += found
-        share = {
-            r["ours"]: f"{r['nominal_share_of_peak']:.2f}"
-            for r in found
-            if "adamw" not in r["ours"]
-        }
-        print(f"{model}: nominal FLOPs as a share of the peak: {share}")
+            results.append(r | {"run": run})
+    for r in results:
+        print(
+            f"{r['model']}, {r['ours']}: nominal FLOPs at "
+            f"{r['nominal_share_of_peak']:.2f} of the peak"
+        )
     if args.json is not None:
-        name = f"step_{args.device}_{'_'.join(args.models)}"
-        text = json.dumps(result, indent=1) + "\n"
-        (args.json / f"{name}.json").write_text(text, encoding="utf-8")
-        title = f"{result['device']}, {result['date']}"
-        draw(result["pairs"], title, args.json / f"{name}.png")
+        save(results, args.json / f"step_{args.device}.json")
+
+
+def save(results: list[dict[str, Any]], path: pathlib.Path) -> None:
+    """Write results, in place of older ones of the same pairs, and draw all of them."""
+
+    def key(r: dict[str, Any]) -> tuple[str, ...]:
+        return r["model"], r["ours"], r["theirs"]
+
+    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    merged = {key(r): r for r in old} | {key(r): r for r in results}
+    order = [(str(pair.ours), str(pair.theirs)) for pair in pairs()]
+    rows = sorted(
+        merged.values(),
+        key=lambda r: (MODELS.index(r["model"]), order.index(key(r)[1:])),
+    )
+    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    run = rows[0]["run"]
+    title = f"{run['device']}, {run['cores']} cores, {run['date']}"
+    draw(rows, title, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":
