@@ -7,8 +7,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
+RESULTS ?= benchmarks/results
+GPU ?= cuda --models gpt2-124m gpt2-350m gpt-1.3b --rounds 20
+SHAPES ?= 1024x1024 1024x4096 2048x2048 2048x8192
+FORMS ?= 256x256 256x1024 256x4096 512x2048 768x768 768x1536 768x3072 1024x1024 \
+	1024x2048 1024x4096 2048x2048 2048x4096 2048x8192 4096x4096 4096x8192 8192x8192
 
-.PHONY: train train-multiprocess test parity venv docs lint gpu-schedule \
+.PHONY: train train-multiprocess test parity venv docs lint bench bench-gpu gpu-schedule \
 	symmetric-kernel clean
 
 train: $(VENV)/examples
@@ -35,7 +40,20 @@ lint: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# How XLA schedules the ZeRO-2 step for 8 and 64 H100s; no GPU is needed.
+# The step and orthogonalization on this CPU, beside optax and torch; 10 minutes on two
+# cores. `make bench ARGS="--models gpt2-350m"` takes another model, without the second.
+bench: $(VENV)/parity
+	$(BIN)/python -m benchmarks.step --json $(RESULTS) $(ARGS)
+	$(if $(ARGS),,$(BIN)/python -m benchmarks.polar --json $(RESULTS))
+
+# The same on a GPU, with a 1.3B set and larger matrices; install jax and torch for it.
+# `make bench-gpu GPU="cpu --models tiny --rounds 1" SHAPES=32x64` tries it without one.
+bench-gpu: $(VENV)/parity
+	$(BIN)/python -m benchmarks.step --all --json $(RESULTS) --device $(GPU)
+	$(BIN)/python -m benchmarks.polar --json $(RESULTS) --shapes $(SHAPES) --forms $(FORMS)
+
+# How XLA schedules the step for 1 H100, and the ZeRO-2 step for 8 and 64 of them; no GPU
+# is needed.
 gpu-schedule: $(VENV)/gpu-schedule
 	$(BIN)/python -m benchmarks.gpu_schedule $(ARGS)
 

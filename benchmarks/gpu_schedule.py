@@ -1,7 +1,8 @@
-"""The optimizer step under ZeRO-2 as XLA schedules it for H100s, without any H100.
+"""The optimizer step as XLA schedules it for H100s, without any H100.
 
-    python -m benchmarks.gpu_schedule --gpus 8 64 --model gpt2-124m
+    python -m benchmarks.gpu_schedule --gpus 1 8 64 --model gpt2-124m
 
+One GPU takes the plain step, more of them that under ZeRO-2. The command
 compiles ahead of time for a described topology and reads the result: in which order
 collectives start and end, and which matrix products run meanwhile; the peak memory; the
 bytes that a device sends. Nothing runs, so there are no times. `docs/gpu_schedule.md`
@@ -11,6 +12,7 @@ says how to read it, `make gpu-schedule` installs what it needs.
 import argparse
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import json
 import math
@@ -20,6 +22,7 @@ import platform
 import shlex
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the plugin looks for a driver otherwise
@@ -117,17 +120,18 @@ class Step:
 
     function: Any
     args: tuple[Any, ...]
+    donated: tuple[int, ...] = (0, 1, 2)  # parameters, state and gradients
 
     def compile(self, options: dict[str, Any]) -> Any:
-        """The executable; parameters, state and gradients are donated."""
-        step = jax.jit(self.function, donate_argnums=(0, 1, 2))
+        """The executable."""
+        step = jax.jit(self.function, donate_argnums=self.donated)
         return step.lower(*self.args).compile(compiler_options=options)
 
 
 def optimizer_step(
     gpus: int, model: str, recipe: str, dtype: str, max_norm: float | None = None
 ) -> Step:
-    """Update and apply, in shard_map over all GPUs, from local gradients."""
+    """Update and apply: on one GPU as it is, on several under ZeRO-2."""
     hosts = max(1, gpus // GPUS_PER_HOST)
     topology = topologies.get_topology_desc(
         platform="cuda",
@@ -136,23 +140,50 @@ def optimizer_step(
     )
     mesh = Mesh(np.array(topology.devices), (AXIS,))
     params = model_parameters(model, dtype)
-    tx = getattr(jm, recipe)(zero2_axis=AXIS, max_norm=max_norm)
+    make = functools.partial(getattr(jm, recipe), max_norm=max_norm)
+    build = single_step if gpus == 1 else zero2_step
+    return build(make, params, mesh)
+
+
+def update_and_apply(
+    tx: optax.GradientTransformation, params: Any, state: Any, grads: Any
+) -> tuple[Any, Any]:
+    """What a train step does after its gradients."""
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def single_step(make: Callable[..., Any], params: Any, mesh: Mesh) -> Step:
+    """The step of one device."""
+    tx = make()
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def place(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+
+    state = jax.eval_shape(tx.init, params)
+    args = (place(params), place(state), place(params))
+    # No result has the place of a gradient here.
+    return Step(functools.partial(update_and_apply, tx), args, donated=(0, 1))
+
+
+def zero2_step(make: Callable[..., Any], params: Any, mesh: Mesh) -> Step:
+    """The step in shard_map over all devices, from local gradients."""
+    tx = make(zero2_axis=AXIS)
     state = abstract_state(tx, params, mesh)
     specs = state_specs(state)
 
-    def local_step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     def spread(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         """The global array of which every device holds `x`, joined where divided."""
-        shape = (x.shape[0] * gpus, *x.shape[1:]) if len(spec) else x.shape
+        shape = (x.shape[0] * mesh.size, *x.shape[1:]) if len(spec) else x.shape
         sharding = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
     everywhere, divided = PartitionSpec(), PartitionSpec(AXIS)
     step = jax.shard_map(
-        local_step,
+        functools.partial(update_and_apply, tx),
         mesh=mesh,
         in_specs=(everywhere, specs, divided),
         out_specs=(everywhere, specs),
@@ -309,9 +340,13 @@ def report(result: dict[str, Any]) -> str:
             f"of {counts['sent_bytes'] / 1e6:.1f} MB)"
         )
     branches, memory = result["branches"], result["memory"]
+    products = result["products"]
     lines += [
         f"branches: {branches['all']}, of which {branches['in_graphs']} inside CUDA "
         f"graphs; the host waits for the device {branches['host_waits']} times",
+        f"products of a device: {products['always']['count']} "
+        f"({products['always']['flops'] / 1e9:.0f} GFLOP), and "
+        f"{products['perhaps']['count']} in branches",
         f"peak memory: {memory['peak_bytes'] / 1e9:.2f} GB of "
         f"{memory['card_bytes'] / 1e9:.1f} GB",
     ]
@@ -342,7 +377,7 @@ def option(text: str) -> tuple[str, Any]:
 def main(words: list[str]) -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_schedule")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--model", choices=MODELS, default=MODELS[0])
     parser.add_argument("--recipe", choices=RECIPES, default=RECIPES[0])
     parser.add_argument(
