@@ -37,10 +37,15 @@ import jax_muon as jm
 from benchmarks.hlo import Module, Transfer
 from benchmarks.parameters import MODELS, model_parameters
 from jax_muon.sharding.collectives import Collective, collectives
+from jax_muon.sharding.global_view import GlobalView, state_shardings
 from jax_muon.sharding.owned import state_specs
 from jax_muon.sharding.train_step import abstract_state
 
 AXIS = "data"
+TENSOR_PARALLEL = 2
+# Smaller transfers, of means and norms, are counted and not listed.
+SHOWN_BYTES = 50_000
+SHARDINGS = ("zero2", "fsdp", "fsdp,tp")
 RECIPES = ("nanochat", "muon", "moonlight", "normuon")
 
 # An H100 SXM with 80 GB, as XLA describes a card that it finds. With the versions of
@@ -99,7 +104,7 @@ PACKAGES = (
 )
 
 
-def compiler_options(gpus: int, dtype: str) -> dict[str, Any]:
+def compiler_options(gpus: int, dtype: str, sharding: str) -> dict[str, Any]:
     """The options that we found for a number of GPUs."""
     one_host = gpus <= GPUS_PER_HOST
     elements = ONE_HOST_ELEMENTS if one_host else MORE_HOSTS_ELEMENTS
@@ -111,6 +116,8 @@ def compiler_options(gpus: int, dtype: str) -> dict[str, Any]:
         "xla_gpu_experimental_parallel_collective_overlap_limit": 10,
         "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     }
+    if sharding != "zero2":
+        return OPTIONS | in_flight
     return OPTIONS | combine | ({} if one_host else in_flight)
 
 
@@ -129,20 +136,31 @@ class Step:
 
 
 def optimizer_step(
-    gpus: int, model: str, recipe: str, dtype: str, max_norm: float | None = None
+    gpus: int,
+    model: str,
+    recipe: str,
+    dtype: str,
+    max_norm: float | None = None,
+    sharding: str = "zero2",
 ) -> Step:
-    """Update and apply: on one GPU as it is, on several under ZeRO-2."""
+    """Update and apply: on one GPU as it is, on several as `sharding` says."""
     hosts = max(1, gpus // GPUS_PER_HOST)
     topology = topologies.get_topology_desc(
         platform="cuda",
         target_config=H100,
         topology=f"1x{hosts}x{gpus // hosts}",  # partitions x hosts x GPUs of a host
     )
-    mesh = Mesh(np.array(topology.devices), (AXIS,))
     params = model_parameters(model, dtype)
     make = functools.partial(getattr(jm, recipe), max_norm=max_norm)
-    build = single_step if gpus == 1 else zero2_step
-    return build(make, params, mesh)
+    devices = np.array(topology.devices)
+    if sharding == "zero2" or gpus == 1:
+        build = single_step if gpus == 1 else zero2_step
+        return build(make, params, Mesh(devices, (AXIS,)))
+    if sharding == "fsdp":
+        return sharded_step(make, params, Mesh(devices, (AXIS,)), PartitionSpec(AXIS))
+    grid = devices.reshape(-1, TENSOR_PARALLEL)
+    both = PartitionSpec(AXIS, "tensor")
+    return sharded_step(make, params, Mesh(grid, (AXIS, "tensor")), both)
 
 
 def update_and_apply(
@@ -166,6 +184,22 @@ def single_step(make: Callable[..., Any], params: Any, mesh: Mesh) -> Step:
     state = jax.eval_shape(tx.init, params)
     args = (place(params), place(state), place(params))
     # No result has the place of a gradient here.
+    return Step(functools.partial(update_and_apply, tx), args, donated=(0, 1))
+
+
+def sharded_step(
+    make: Callable[..., Any], params: Any, mesh: Mesh, spec: PartitionSpec
+) -> Step:
+    """The step in global view, of parameters that are all divided alike."""
+    tx = make(mesh=mesh, specs=spec)
+
+    def place(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    placed = jax.tree.map(lambda x: place(x, NamedSharding(mesh, spec)), params)
+    state = jax.eval_shape(tx.init, params)
+    shardings = state_shardings(state, params, GlobalView.of(params, mesh, spec))
+    args = (placed, jax.tree.map(place, state, shardings), placed)
     return Step(functools.partial(update_and_apply, tx), args, donated=(0, 1))
 
 
@@ -236,7 +270,9 @@ def thunks(folder: pathlib.Path) -> dict[str, int]:
 
 def measure(gpus: int, args: argparse.Namespace, options: dict[str, Any]) -> Any:
     """Everything that is printed and saved, as plain data."""
-    step = optimizer_step(gpus, args.model, args.recipe, args.dtype, args.max_norm)
+    step = optimizer_step(
+        gpus, args.model, args.recipe, args.dtype, args.max_norm, args.sharding
+    )
     sent = collectives(step.function, *step.args)
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
@@ -251,6 +287,7 @@ def measure(gpus: int, args: argparse.Namespace, options: dict[str, Any]) -> Any
         "recipe": args.recipe,
         "dtype": args.dtype,
         "max_norm": args.max_norm,
+        "sharding": args.sharding if gpus > 1 else "none",
         "options": options,
         "command": shlex.join(["python", "-m", "benchmarks.gpu_schedule", *args.words]),
         "date": datetime.date.today().isoformat(),
@@ -307,13 +344,15 @@ def sent_by_kind(items: list[Transfer] | list[Collective]) -> dict[str, float]:
 def report(result: dict[str, Any]) -> str:
     """The text that is printed."""
     lines = [
-        f"{result['model']}, {result['recipe']}, {result['dtype']}, for "
-        f"{result['gpus']} H100s",
+        f"{result['model']}, {result['recipe']}, {result['dtype']}, "
+        f"{result['sharding']}, for {result['gpus']} H100s",
         "",
         "place  collective          MB in  MB sent  wait   products meanwhile (GFLOP)",
     ]
     events = []
     for t in result["timeline"]:
+        if t["sent_bytes"] < SHOWN_BYTES:
+            continue
         always, perhaps = t["hides"]["always"], t["hides"]["perhaps"]
         products = f"{always['count']:4} ({always['flops'] / 1e9:5.1f})"
         if perhaps["count"]:
@@ -334,6 +373,8 @@ def report(result: dict[str, Any]) -> str:
     for kind, counts in result["summary"].items():
         hidden = counts["all"] - len(counts["exposed"])
         exposed = ", ".join(f"number {i}" for i in counts["exposed"]) or "none"
+        if len(counts["exposed"]) > 4:
+            exposed = f"{len(counts['exposed'])}"
         lines.append(
             f"{kind}s: {hidden} of {counts['all']} asynchronous with products between "
             f"start and done; exposed: {exposed} ({counts['exposed_bytes'] / 1e6:.1f} "
@@ -356,10 +397,12 @@ def report(result: dict[str, Any]) -> str:
             f"{kind}s send {sent['jaxpr'][kind] / 1e6:.1f} MB a device and step "
             f"(jaxpr), {sent['hlo'].get(kind, 0) / 1e6:.1f} MB (HLO)"
         )
-    lines.append(
-        f"in theory, each way: (N-1)/N of the padded bytes {theory['padded'] / 1e6:.1f}"
-        f" MB; without padding {theory['unpadded'] / 1e6:.1f} MB"
-    )
+    if result["sharding"] == "zero2":
+        lines.append(
+            f"in theory, each way: (N-1)/N of the padded bytes "
+            f"{theory['padded'] / 1e6:.1f} MB; without padding "
+            f"{theory['unpadded'] / 1e6:.1f} MB"
+        )
     return "\n".join(lines)
 
 
@@ -386,6 +429,12 @@ def main(words: list[str]) -> None:
         default="bfloat16",
         help="of parameters, gradients and state, and so on the wire",
     )
+    parser.add_argument(
+        "--sharding",
+        choices=SHARDINGS,
+        default=SHARDINGS[0],
+        help=f"of several GPUs; tp is over {TENSOR_PARALLEL} of them",
+    )
     parser.add_argument("--max-norm", type=float, help="clip by the global norm")
     parser.add_argument(
         "--option",
@@ -401,11 +450,15 @@ def main(words: list[str]) -> None:
     for gpus in args.gpus:
         if gpus < 1 or (gpus > GPUS_PER_HOST and gpus % GPUS_PER_HOST):
             parser.error(f"--gpus {gpus}: valid are 1 to 8, and multiples of 8")
-        options = compiler_options(gpus, args.dtype) | dict(args.option)
+        options = compiler_options(gpus, args.dtype, args.sharding)
+        options |= dict(args.option)
         result = measure(gpus, args, options)
         print(report(result), end="\n\n")
         if args.json is not None:
-            case = f"{args.model}_{args.recipe}_{args.dtype}_{gpus}"
+            sharded = (
+                f"_{args.sharding}" if gpus > 1 and "fsdp" in args.sharding else ""
+            )
+            case = f"{args.model}_{args.recipe}_{args.dtype}{sharded}_{gpus}"
             path = args.json / f"gpu_schedule_{case}.json"
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

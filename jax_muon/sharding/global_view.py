@@ -197,37 +197,46 @@ def place_state(state: Any, params: Any, mesh: Any, specs: Specs) -> Any:
     view = find_view(params, mesh, specs)
     if view is None or not jax.tree.leaves(state):
         return state
-    flat = paths.leaves_with_paths(params)
-    known = {
-        path: (leaf.shape, spec)
-        for (path, leaf), spec in zip(flat, view.specs, strict=True)
-    }
     concrete = mesh or next(
         (
             leaf.sharding.mesh
-            for _, leaf in flat
+            for leaf in jax.tree.leaves(params)
             if not isinstance(leaf, jax.core.Tracer)
             and isinstance(leaf.sharding, NamedSharding)
         ),
-        None,
+        view.mesh,
     )
-    target = concrete or view.mesh
 
-    def place(key_path: tuple[Any, ...], x: Any) -> Any:
+    def place(x: Any, sharding: NamedSharding) -> Any:
+        if not isinstance(x, jax.core.Tracer):
+            return jax.device_put(x, sharding)
+        if AxisType.Explicit in concrete.axis_types:
+            return jax.reshard(x, sharding)
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    view = dataclasses.replace(view, mesh=concrete)
+    return jax.tree.map(place, state, state_shardings(state, params, view))
+
+
+def state_shardings(state: Any, params: Any, view: GlobalView) -> Any:
+    """Shardings of optimizer state, by the parameters to which its leaves belong."""
+    known = {
+        path: (leaf.shape, spec)
+        for (path, leaf), spec in zip(
+            paths.leaves_with_paths(params), view.specs, strict=True
+        )
+    }
+
+    def sharding(key_path: tuple[Any, ...], x: Any) -> NamedSharding:
         spec = _state_spec(paths.path_string(key_path), x.shape, known)
-        if AxisType.Auto in target.axis_types:
+        if AxisType.Auto in view.mesh.axis_types:
             # As JAX writes the specs of what comes out of jit: P("a", None) is another
             # to it than P("a"), and would compile the next step again.
             while len(spec) and spec[-1] is None:
                 spec = PartitionSpec(*spec[:-1])
-        sharding = NamedSharding(target, spec)
-        if not isinstance(x, jax.core.Tracer):
-            return jax.device_put(x, sharding)
-        if AxisType.Explicit in target.axis_types:
-            return jax.reshard(x, sharding)
-        return jax.lax.with_sharding_constraint(x, sharding)
+        return NamedSharding(view.mesh, spec)
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    return jax.tree_util.tree_map_with_path(sharding, state)
 
 
 def _state_spec(path: str, shape: tuple[int, ...], known: dict[str, Any]) -> Any:
