@@ -1,5 +1,6 @@
 """A table of what a recipe will do with each parameter, to read before training."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from jax_muon import matrices, paths
 from jax_muon.joins import Joins, make_blocks
 from jax_muon.labels import MUON, label_params
 from jax_muon.matrices import DimensionNumbers
+from jax_muon.polar import gram_exchanges, polar_express
 from jax_muon.recipes import nanochat
 from jax_muon.sharding import owners
 from jax_muon.sharding.axes import AxisName, axis_names
@@ -138,7 +140,13 @@ def describe(
         view = GlobalView.of(masked, mesh, specs)
         local = owners.local_blocks(view, names, shapes, all_axes, joins)
         pieces = owners.local_batches(view, matrix_leaves, all_axes, local)
-        pools = owners.make_pools(pieces, local[2], view.sizes, small=small)
+        pools = owners.make_pools(
+            pieces,
+            local[2],
+            view.sizes,
+            small=small,
+            exchanges=functools.partial(gram_exchanges, polar_express),
+        )
         lines += ["", *_owners(pools, view.sizes)]
     elif mesh is not None:
         axes = axis_names(zero2_axis or mesh.axis_names)
@@ -199,7 +207,11 @@ def _owners(pools: Sequence[Pool], sizes: dict[str, int]) -> list[str]:
                 f"{pool.fan[0]}x{pool.fan[1]}_{np.dtype(pool.dtype).name}",
                 over or "-",
                 f"{count}",
-                f"{len(pool.extra) * different}" if pool.extra else "all",
+                f"{len(pool.extra) * different}"
+                if pool.extra
+                else "Gram sums"
+                if pool.exchanges
+                else "all",
                 each if pool.extra else f"{pool.count}",
                 _bytes(int(pool.sent_bytes(sizes))),
             )

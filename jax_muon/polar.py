@@ -13,6 +13,7 @@ The iterations share one body, in two forms with m <= n:
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 
 import jax
@@ -25,6 +26,7 @@ from jax_muon.coefficients import (
     Coefficients,
     polar_express_coefficients,
 )
+from jax_muon.sharding.axes import AxisName, axis_names
 
 # Steps of the Gram form between two refreshes of X. Without a refresh singular values
 # reach 4 on inputs of condition 1e10, in float32; with one after step 3 the error stays
@@ -65,6 +67,7 @@ def polar_express(
     norm: str = "frobenius",
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     form: str = "auto",
+    axis_name: AxisName | None = None,
 ) -> Float[Array, "*batch m n"]:
     """Polar factor by the Polar Express: an optimal quintic for each step.
 
@@ -83,6 +86,9 @@ def polar_express(
         once), float32, float64; None for the dtype of x.
       form: "standard", "gram" (not in bfloat16, where it is useless: singular values
         reach 28), or "auto": "gram" where it is faster.
+      axis_name: inside shard_map, the mesh axis, or axes, over which the last axis of x
+        is divided, the longer one of the whole matrix. Gram matrices (m, m) are summed
+        over it, `gram_exchanges` times; each device computes its piece of the factor.
 
     Returns:
       An array with the shape and dtype of x. Zero matrices give zeros.
@@ -104,7 +110,7 @@ def polar_express(
     coefficients = polar_express_coefficients(
         steps, lower=lower, cushion=cushion, safety=safety
     )
-    return _iterate(x, coefficients, norm_factor, eps, norm, dtype, form)
+    return _iterate(x, coefficients, norm_factor, eps, norm, dtype, form, axis_name)
 
 
 def newton_schulz(
@@ -117,6 +123,7 @@ def newton_schulz(
     norm: str = "frobenius",
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     form: str = "auto",
+    axis_name: AxisName | None = None,
 ) -> Float[Array, "*batch m n"]:
     """Approximate polar factor by an iteration with the given quintics.
 
@@ -131,6 +138,7 @@ def newton_schulz(
       norm: "frobenius" or "schatten4".
       dtype: of the iteration.
       form: "standard", "gram" or "auto".
+      axis_name: see `polar_express`.
 
     Returns:
       An array with the shape and dtype of x. Zero matrices give zeros.
@@ -156,7 +164,7 @@ def newton_schulz(
             f"{len(table)} steps"
         )
     abcs = [(float(a), float(b), float(c)) for a, b, c in table[:steps]]
-    return _iterate(x, abcs, norm_factor, eps, norm, dtype, form)
+    return _iterate(x, abcs, norm_factor, eps, norm, dtype, form, axis_name)
 
 
 def svd_polar(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
@@ -208,6 +216,7 @@ def _iterate(
     norm: str,
     dtype: jax.typing.DTypeLike | None,
     form: str,
+    axis_name: AxisName | None,
 ) -> Array:
     """Run the quintics on a batch, in the order that suits the platform."""
     _check_matrices(x)
@@ -222,23 +231,29 @@ def _iterate(
         return x
 
     *batch, rows, cols = x.shape
-    m, n = sorted((rows, cols))
+    if axis_name is None:
+        m, n = sorted((rows, cols))
+    else:
+        m, n = rows, cols * jax.lax.axis_size(axis_names(axis_name))
+    turned = axis_name is None and rows > cols
     low_precision = jnp.finfo(dtype).bits < 32
     if form == "gram" and low_precision:
         raise ValueError(
             f"form='gram' with dtype={dtype}: singular values reach 28 there; valid "
             "are dtype=float32 or form='standard'"
         )
-    if form == "auto":
-        gram = not low_precision and m >= _GRAM_MIN_SIZE and n > _GRAM_ASPECT * m
-        form = "gram" if gram else "standard"
-    body = _gram_form if form == "gram" else _standard_form
+    body = _gram_form if _uses_gram(form, dtype, m, n) else _standard_form
 
     def factor(y: Array, product: Product) -> Array:
-        y = y.mT if rows > cols else y  # (k, m, n) with m <= n
-        y, gram = _normalize(y, norm, norm_factor, eps, dtype, product)
-        y = body(y, gram, coefficients, product).astype(x.dtype)
-        return y.mT if rows > cols else y
+        def gram_of(y: Array) -> Array:
+            gram = product(y, y)
+            return gram if axis_name is None else jax.lax.psum(gram, axis_name)
+
+        y = y.mT if turned else y  # (k, m, n) with m <= n
+        y, unit = power_of_two_scaled(y, axis_name=axis_name)
+        y, gram = _normalize(y, unit, norm, norm_factor, eps, dtype, gram_of)
+        y = body(y, gram, coefficients, product, gram_of).astype(x.dtype)
+        return y.mT if turned else y
 
     chunk = max(1, _CPU_CHUNK_BYTES // (m * n * dtype.itemsize))
     halves = m >= _CPU_HALVES_MIN_SIZE
@@ -251,6 +266,33 @@ def _iterate(
         default=functools.partial(factor, product=_outer),
     )
     return y.reshape(*batch, rows, cols)
+
+
+def _uses_gram(form: str, dtype: jnp.dtype, m: int, n: int) -> bool:
+    if form == "auto":
+        low_precision = jnp.finfo(dtype).bits < 32
+        return not low_precision and m >= _GRAM_MIN_SIZE and n > _GRAM_ASPECT * m
+    return form == "gram"
+
+
+def gram_exchanges(polar: Callable[..., Array], m: int, n: int) -> int | None:
+    """How often `polar` with an `axis_name` sums Gram matrices over it.
+
+    Args:
+      polar: `polar_express`, `newton_schulz`, or a `functools.partial` of one.
+      m: shorter side of the matrices.
+      n: longer side.
+
+    Returns:
+      The number, or None for a function that takes no `axis_name`.
+    """
+    settings = {k: v.default for k, v in inspect.signature(polar).parameters.items()}
+    if "axis_name" not in settings:
+        return None
+    steps = settings["steps"]
+    dtype = jnp.dtype(settings["dtype"] or jnp.float32)
+    gram = _uses_gram(settings["form"], dtype, m, n)
+    return -(-steps // _GRAM_REFRESH) if gram else steps
 
 
 def _one_after_another(
@@ -278,20 +320,20 @@ def _one_after_another(
 
 def _normalize(
     x: Array,
+    unit: Array,
     norm: str,
     norm_factor: float,
     eps: float,
     dtype: jnp.dtype,
-    product: Product,
+    gram_of: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
-    """X / (norm_factor * norm(X) + eps) in `dtype`, and its Gram matrix X X^T.
+    """X / (norm_factor * norm(X) + eps unit) in `dtype`, and its Gram matrix X X^T.
 
     Both norms are read off the Gram matrix of the first step, which is computed anyway:
     ||X||_F^2 is its trace, and the Schatten-4 norm to the fourth is ||X X^T||_F^2.
     """
-    x, unit = power_of_two_scaled(x)
     x = x.astype(dtype)
-    gram = product(x, x)
+    gram = gram_of(x)
     if norm == "frobenius":
         squared = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
     else:
@@ -301,15 +343,18 @@ def _normalize(
 
 
 def power_of_two_scaled(
-    x: Array, axes: tuple[int, ...] = (-2, -1)
+    x: Array, axes: tuple[int, ...] = (-2, -1), *, axis_name: AxisName | None = None
 ) -> tuple[Array, Array]:
     """X with its largest element in [0.5, 1) by an exact factor, and that factor.
 
     Squares of elements near the ends of the exponent range (1e30, 1e-30 in float32)
-    then neither overflow nor vanish. `axes` are those of one matrix.
+    then neither overflow nor vanish. `axes` are those of one matrix, which lies divided
+    over the mesh axes of `axis_name`.
     """
     x = wide(x)
     largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
+    if axis_name is not None:
+        largest = jax.lax.pmax(largest, axis_name)
     _, exponent = jnp.frexp(largest)
     limit = jnp.finfo(x.dtype).maxexp - 2
     unit = jnp.ldexp(jnp.ones_like(largest), -jnp.clip(exponent, -limit, limit))
@@ -317,20 +362,28 @@ def power_of_two_scaled(
 
 
 def _standard_form(
-    x: Array, gram: Array, coefficients: Sequence[Coefficients], product: Product
+    x: Array,
+    gram: Array,
+    coefficients: Sequence[Coefficients],
+    product: Product,
+    gram_of: Callable[[Array], Array],
 ) -> Array:
     # Sums of terms in at least float32, rounded once: with every term rounded by itself
     # the error of bfloat16 is three times larger (0.05 for 0.015 on a Gaussian matrix).
     for step, (a, b, c) in enumerate(coefficients):
         if step > 0:
-            gram = product(x, x).astype(x.dtype)
+            gram = gram_of(x).astype(x.dtype)
         polynomial = (b * wide(gram) + c * product(gram, gram)).astype(x.dtype)
         x = (a * wide(x) + _matmul(polynomial, x)).astype(x.dtype)
     return x
 
 
 def _gram_form(
-    x: Array, gram: Array, coefficients: Sequence[Coefficients], product: Product
+    x: Array,
+    gram: Array,
+    coefficients: Sequence[Coefficients],
+    product: Product,
+    gram_of: Callable[[Array], Array],
 ) -> Array:
     # R, every polynomial of it and their products are symmetric and commute.
     eye = jnp.eye(x.shape[-2], dtype=x.dtype)
@@ -338,7 +391,7 @@ def _gram_form(
     for step, (a, b, c) in enumerate(coefficients):
         if step > 0 and step % _GRAM_REFRESH == 0:
             x, factor = _matmul(factor, x), eye
-            gram = product(x, x)
+            gram = gram_of(x)
         polynomial = a * eye + b * gram + c * product(gram, gram)
         factor = polynomial if factor is eye else product(factor, polynomial)
         last = step == len(coefficients) - 1 or (step + 1) % _GRAM_REFRESH == 0

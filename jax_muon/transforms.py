@@ -21,7 +21,13 @@ from jaxtyping import Array, Float
 from jax_muon import matrices, paths
 from jax_muon.joins import Block, Factors, Joins, make_blocks, map_blocks
 from jax_muon.matrices import DimensionNumbers, MatrixAxes
-from jax_muon.polar import polar_express, positive_int, power_of_two_scaled, wide
+from jax_muon.polar import (
+    gram_exchanges,
+    polar_express,
+    positive_int,
+    power_of_two_scaled,
+    wide,
+)
 from jax_muon.sharding import owners
 from jax_muon.sharding.global_view import Specs, find_view
 
@@ -113,6 +119,7 @@ def orthogonalize(
     mesh: Mesh | None = None,
     specs: Specs = None,
     small: int = 65536,
+    travel: str = "auto",
     max_stack: int = 256,
 ) -> optax.GradientTransformationExtraArgs:
     """Replace every matrix by its polar factor: same directions, singular values one.
@@ -135,6 +142,10 @@ def orthogonalize(
         function of the path.
       small: sharded matrices with fewer elements are gathered and computed by all
         devices that hold them.
+      travel: what is sent of sharded matrices. "matrix": their pieces, to owners;
+        "gram": where only the longer side is divided, Gram matrices; "auto": what costs
+        less by a count of bytes and FLOPs. `polar` must take an `axis_name` for Gram
+        matrices, as `polar_express` and `newton_schulz` do.
       max_stack: most matrices in one call of `polar`, which bounds temporary memory.
 
     Returns:
@@ -154,6 +165,7 @@ def orthogonalize(
       2601.23261.
     """
     positive_int("max_stack", max_stack)
+    _check_choice("travel", travel, owners.TRAVELS)
 
     def read(tree: Any) -> tuple[list[str], list[MatrixAxes]]:
         names = [path for path, _ in paths.leaves_with_paths(tree)]
@@ -208,7 +220,14 @@ def orthogonalize(
 
             def on_owners(batches: list[Array]) -> list[Array]:
                 pieces = [(x.shape, x.dtype) for x in batches]
-                pools = owners.make_pools(pieces, placements, sizes, small=small)
+                pools = owners.make_pools(
+                    pieces,
+                    placements,
+                    sizes,
+                    small=small,
+                    exchanges=functools.partial(gram_exchanges, polar),
+                    travel=travel,
+                )
                 return owners.map_pools(
                     polar, batches, pools, sizes, max_stack=max_stack
                 )

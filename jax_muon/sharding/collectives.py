@@ -65,7 +65,8 @@ def collectives(function: Callable[..., Any], *args: Any) -> list[Collective]:
       *args: its arguments, or their shapes.
 
     Returns:
-      One `Collective` for each; those in a loop are counted once.
+      One `Collective` for each; those in a loop are counted once, and of branches, such
+      as those for different platforms, the one that sends the most.
     """
     return list(_visit(jax.make_jaxpr(function)(*args).jaxpr, {}))
 
@@ -87,6 +88,10 @@ def _visit(jaxpr: Any, sizes: dict[str, int]) -> Iterator[Collective]:
                 math.prod(sizes[axis] for axis in axes),
                 sum(aval.size * np.dtype(aval.dtype).itemsize for aval in avals),
             )
+        if equation.primitive.name == "cond":
+            branches = [list(_visit(b.jaxpr, inner_sizes)) for b in params["branches"]]
+            yield from max(branches, key=lambda found: sum(c.sent_bytes for c in found))
+            continue
         for value in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):

@@ -277,6 +277,62 @@ def test_small_matrices_are_gathered_once():
     assert (sent.kind, sent.input_bytes) == ("all-gather", 5 * 8 * 4)
 
 
+# --- Gram matrices instead of matrices ------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["standard", "gram"])
+@pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
+def test_gram_sums_equal_whole_matrices(rng, x64, form, norm):
+    """Long sides over the mesh: tall, wide, scanned and huge gradients."""
+    mesh = mesh_of(4, 2)
+    specs = {"wide": P(None, ("a", "b")), "tall": P("a"), "scan": P("b", None, "a")}
+    shapes = {"wide": (6, 160), "tall": (80, 4), "scan": (4, 5, 40)}
+    grads = {k: 1e60 * rng.standard_normal(shape) for k, shape in shapes.items()}
+    polar = functools.partial(jm.polar_express, dtype=None, form=form, norm=norm)
+    expected, _ = jm.orthogonalize(polar).update(grads, optax.EmptyState())
+    tx = jm.orthogonalize(polar, travel="gram", small=0)
+    placed = {
+        k: jax.device_put(g, NamedSharding(mesh, specs[k])) for k, g in grads.items()
+    }
+    update = jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])
+    result = update(placed)
+    assert {c.kind for c in collectives(update, placed)} == {"all-reduce"}
+    for name in grads:
+        np.testing.assert_allclose(result[name], expected[name], atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("shape", "small", "kind"),
+    [
+        ((64, 256), 0, "all-to-all"),  # 4 x as wide: matrices go to owners
+        ((64, 65536), 0, "all-reduce"),  # 1024 x: their Gram matrices
+        ((16, 64), 65536, "all-gather"),
+        ((4, 8192), 65536, "all-reduce"),  # factors of rank 4
+    ],
+)
+def test_what_travels_costs_less(shape, small, kind):
+    mesh = mesh_of(8, kind=AxisType.Auto)
+    params = {f"{i}": jax.ShapeDtypeStruct(shape, "float32") for i in range(8)}
+    specs = P(None, "a")
+    tx = jm.orthogonalize(mesh=mesh, specs=specs, small=small)
+    sent = collectives(lambda g: tx.update(g, optax.EmptyState())[0], params)
+    assert {c.kind for c in sent} == {kind}
+    table = jm.describe(params, mesh=mesh, specs=specs, small=small)
+    assert ("Gram sums" in table) == (kind == "all-reduce")
+    total = sum(c.sent_bytes for c in sent)
+    assert f"each sends {total / 1000:.1f} KB" in table or total > 1e6
+
+
+def test_gram_sums_only_where_the_polar_factor_can():
+    mesh = mesh_of(8, kind=AxisType.Auto)
+    params = {"w": jax.ShapeDtypeStruct((4, 65536), "float32")}
+    tx = jm.orthogonalize(jm.svd_polar, mesh=mesh, specs=P(None, "a"), travel="gram")
+    sent = collectives(lambda g: tx.update(g, optax.EmptyState())[0], params)
+    assert {c.kind for c in sent} == {"all-to-all"}
+    with pytest.raises(ValueError, match="travel='rows'"):
+        jm.orthogonalize(travel="rows")
+
+
 # --- errors ---------------------------------------------------------------------------
 
 
