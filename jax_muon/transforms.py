@@ -386,18 +386,26 @@ def scale_by_normuon(
         del params
         beta = _rate(decay, state.count)
 
-        def mean_square(x: Array, axes: MatrixAxes, v: Array) -> Array:
-            mean = jnp.mean(wide(x) ** 2, axis=averaged(axes, x.shape), keepdims=True)
+        def mean_square(x: Array, axes: MatrixAxes) -> Array:
+            return jnp.mean(wide(x) ** 2, axis=averaged(axes, x.shape), keepdims=True)
+
+        def accumulate(mean: Array, v: Array) -> Array:
             return (v + (1 - beta) * (mean - v)).astype(v.dtype)
 
-        def scale(x: Array, axes: MatrixAxes, v: Array) -> Array:
-            scaled = wide(x) * jax.lax.rsqrt(jnp.maximum(v, eps))
-            norm, new_norm = _norm(wide(x), axes.matrix), _norm(scaled, axes.matrix)
-            return (scaled * (norm / jnp.maximum(new_norm, eps))).astype(x.dtype)
+        def scale(x: Array, axes: MatrixAxes, mean: Array, v: Array) -> Array:
+            # Both norms from the means, of which every one stands for as many entries:
+            # on a CPU two passes over x less, a third of the time of this piece.
+            root = jax.lax.rsqrt(jnp.maximum(v, eps))
+            count = x.size / mean.size
+            norm = jnp.sqrt(count * _sum(mean, axes.matrix))
+            new_norm = jnp.sqrt(count * _sum(mean * root * root, axes.matrix))
+            factor = root * (norm / jnp.maximum(new_norm, eps))
+            return (wide(x) * factor).astype(x.dtype)
 
         unboxed = paths.unbox(updates)
-        nu = _map_axes(mean_square, dimension_numbers, unboxed, state.nu)
-        scaled = _map_axes(scale, dimension_numbers, unboxed, nu)
+        means = _map_axes(mean_square, dimension_numbers, unboxed)
+        nu = jax.tree.map(accumulate, means, state.nu)
+        scaled = _map_axes(scale, dimension_numbers, unboxed, means, nu)
         updates = jax.tree.unflatten(
             jax.tree.structure(updates), jax.tree.leaves(scaled)
         )
@@ -517,7 +525,11 @@ def _if(condition: Array, function: Callable[[Array], Array], x: Array) -> Array
 
 
 def _norm(x: Array, axes: tuple[int, ...]) -> Array:
-    return jnp.sqrt(jnp.sum(x * x, axis=axes, keepdims=True))
+    return jnp.sqrt(_sum(x * x, axes))
+
+
+def _sum(x: Array, axes: tuple[int, ...]) -> Array:
+    return jnp.sum(x, axis=axes, keepdims=True)
 
 
 def _map_axes(
