@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jax_muon as jm
+from jax_muon import polar
 from jax_muon.coefficients import NEWTON_SCHULZ
 from tests import oracle
 
@@ -91,6 +92,57 @@ def test_chunks_one_after_another_change_nothing(rng, function):
     for index in (0, 7, 24):
         one = function(x[index], dtype="float32")
         np.testing.assert_allclose(whole[index], one, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(7, 7), (5, 8, 13), (5, 13, 8), (4, 6)], ids=str)
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_symmetric_products_by_halves(rng, x64, monkeypatch, shape, form):
+    """What large matrices get on a CPU, here on small ones of odd and even size."""
+    monkeypatch.setattr(polar, "_CPU_HALVES_MIN_SIZE", 2)
+    x = rng.standard_normal(shape)
+    expected = oracle_batch(x, jm.polar_express_coefficients(5), 1.02, 1e-6)
+    y = jm.polar_express(jnp.asarray(x), dtype="float64", form=form)
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 2 * 8 * 6 * 9, 3 * 8 * 6 * 9])
+@pytest.mark.parametrize("shape", [(7, 6, 9), (7, 9, 6), (2, 3, 6, 9)], ids=str)
+def test_every_chunk_and_the_rest(rng, x64, monkeypatch, chunk_bytes, shape):
+    """Chunks of one, two and three matrices, of which the last may be short."""
+    monkeypatch.setattr(polar, "_CPU_CHUNK_BYTES", chunk_bytes)
+    x = rng.standard_normal(shape)
+    expected = oracle_batch(x, jm.polar_express_coefficients(5), 1.02, 1e-6)
+    run = functools.partial(jm.polar_express, dtype="float64")
+    for function in (run, jax.jit(run), jax.vmap(run)):
+        y = function(jnp.asarray(x))
+        np.testing.assert_allclose(y, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_order_of_execution_by_platform(dtype):
+    """On a CPU a loop over matrices, on a GPU one batched product after another."""
+    x = jnp.zeros((8, 640, 768))
+
+    def lowered(platform):
+        function = functools.partial(jm.polar_express, dtype=dtype)
+        trace = jax.jit(function).trace(x)
+        return trace.lower(lowering_platforms=(platform,)).as_text()
+
+    gpu, cpu = lowered("cuda"), lowered("cpu")
+    assert "stablehlo.while" not in gpu
+    assert gpu.count("stablehlo.dot_general") == 15
+    assert "tensor<8x640x640xf32>" in gpu
+    assert "stablehlo.while" in cpu
+    assert cpu.count("stablehlo.dot_general") == 5 * (2 + 2 + 1)  # two by halves
+    assert "tensor<8x640x640xf32>" not in cpu
+
+
+def test_a_stack_is_written_in_place():
+    """On a CPU a donated stack needs no second buffer: less than one stack of room."""
+    x = jax.ShapeDtypeStruct((16, 256, 512), jnp.float32)
+    function = functools.partial(jm.polar_express, dtype="float32")
+    compiled = jax.jit(function, donate_argnums=(0,)).lower(x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 16 * 256 * 512 * 4
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-44, 1e-30, 1e30, 3e38])
