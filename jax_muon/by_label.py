@@ -39,7 +39,7 @@ def by_label(
     joins: Joins | None,
     mesh: Mesh | None,
     specs: Specs,
-    small: int,
+    small: int | None,
     zero2_axis: AxisName | None,
 ) -> optax.GradientTransformationExtraArgs:
     """The pieces for "muon", AdamW for "adamw", and the user's groups.

@@ -38,7 +38,7 @@ def describe(
     joins: Joins | None = None,
     mesh: Mesh | None = None,
     specs: Specs = None,
-    small: int = 65536,
+    small: int | None = None,
     zero2_axis: AxisName | None = None,
 ) -> str:
     """How every parameter is read, labelled and scaled, and what its state costs.

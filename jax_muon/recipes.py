@@ -55,7 +55,7 @@ def nanochat(
     joins: Joins | None = None,
     mesh: Mesh | None = None,
     specs: Specs = None,
-    small: int = 65536,
+    small: int | None = None,
     zero2_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MuonAdamW of nanochat: Nesterov, Polar Express, NorMuon, cautious weight decay.
@@ -96,7 +96,7 @@ def nanochat(
       specs: how parameters are sharded, on a mesh with Auto axes, whose types do not
         tell; see `orthogonalize`. Not for ZeRO-2.
       small: sharded matrices with fewer elements are gathered and computed by all
-        devices that hold them, others by one.
+        devices that hold them, others by one; None for 65536.
       zero2_axis: mesh axis, or axes, over which state and work are divided (ZeRO-2),
         for use with `init_optimizer` and `make_train_step`; see `zero2_matrices`.
 
@@ -181,7 +181,7 @@ def muon(
     joins: Joins | None = None,
     mesh: Mesh | None = None,
     specs: Specs = None,
-    small: int = 65536,
+    small: int | None = None,
     zero2_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Jordan's Muon: Nesterov, Newton-Schulz, a factor for the shape, decoupled decay.
@@ -278,7 +278,7 @@ def moonlight(
     joins: Joins | None = None,
     mesh: Mesh | None = None,
     specs: Specs = None,
-    small: int = 65536,
+    small: int | None = None,
     zero2_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Moonlight's Muon: sum momentum, updates with AdamW's root mean square of 0.2.
@@ -368,7 +368,7 @@ def normuon(
     joins: Joins | None = None,
     mesh: Mesh | None = None,
     specs: Specs = None,
-    small: int = 65536,
+    small: int | None = None,
     zero2_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuon as in its paper: per output neuron, updates with root mean square 0.2.
@@ -463,10 +463,10 @@ def teon(
     labels: Labels = None,
     dimension_numbers: DimensionNumbers = None,
     splits: Splits | None = None,
-    joins: Joins = 2,
+    joins: Joins | None = None,
     mesh: Mesh | None = None,
     specs: Specs = None,
-    small: int = 65536,
+    small: int | None = None,
     zero2_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """TEON: queries, keys and values of neighbouring layers orthogonalized as one.
@@ -492,7 +492,8 @@ def teon(
       labels: a tree of labels or a function of the parameters; None: `label_params`.
       dimension_numbers: how parameters are read as matrices.
       splits: path pattern to `Split`, for parameters that hold several matrices.
-      joins: K, or path pattern to K, the matrices that are orthogonalized as one.
+      joins: path pattern to K, the matrices that are orthogonalized as one; None for
+        queries, keys and values two by two.
       mesh: of sharded parameters, where `specs` are needed.
       specs: how parameters are sharded, on a mesh with Auto axes.
       small: sharded matrices with fewer elements are computed by all devices.
@@ -549,7 +550,7 @@ def teon(
         labels,
         dimension_numbers,
         splits,
-        joins,
+        2 if joins is None else joins,
         mesh,
         specs,
         small,

@@ -118,7 +118,7 @@ def orthogonalize(
     joins: Joins | None = None,
     mesh: Mesh | None = None,
     specs: Specs = None,
-    small: int = 65536,
+    small: int | None = None,
     travel: str = "auto",
     max_stack: int = 256,
 ) -> optax.GradientTransformationExtraArgs:
@@ -141,7 +141,7 @@ def orthogonalize(
         tell: a `PartitionSpec` or `NamedSharding` for all, a tree of them, or a
         function of the path.
       small: sharded matrices with fewer elements are gathered and computed by all
-        devices that hold them.
+        devices that hold them; None for 65536.
       travel: what is sent of sharded matrices. "matrix": their pieces, to owners;
         "gram": where only the longer side is divided, Gram matrices; "auto": what costs
         less by a count of bytes and FLOPs. `polar` must take an `axis_name` for Gram

@@ -41,6 +41,9 @@ from jax_muon.sharding.global_view import GlobalView
 # figures those of an H100 with NVLink.
 _FLOPS_PER_BYTE = 1000
 
+# Elements of a matrix that is better gathered and computed everywhere.
+_SMALL = 65536
+
 TRAVELS = ("auto", "matrix", "gram")
 
 Sizes = Mapping[str, int]  # of mesh axes, by name
@@ -188,7 +191,7 @@ def make_pools(
     placements: Sequence[Placement],
     sizes: Sizes,
     *,
-    small: int,
+    small: int | None = None,
     exchanges: Callable[[int, int], int | None] = lambda m, n: None,
     travel: str = "auto",
 ) -> list[Pool]:
@@ -198,13 +201,15 @@ def make_pools(
       batches: shape (batch, in, out) of one device's pieces, and dtype, for each batch.
       placements: of each batch.
       sizes: of the mesh axes.
-      small: matrices with fewer elements are computed by all devices that hold them.
+      small: matrices with fewer elements are computed by all devices that hold them;
+        None for 65536.
       exchanges: for a matrix (m, n), how often its Gram matrix has to be summed where
         only n is divided; None where that cannot be done.
       travel: "matrix": matrices go to owners, or all devices; "gram": where it can be
         done, Gram matrices (m, m) are summed instead; "auto": what costs less, counting
         bytes and FLOPs.
     """
+    small = _SMALL if small is None else small
     if travel not in TRAVELS:
         raise ValueError(f"travel={travel!r}: valid are {', '.join(TRAVELS)}")
     found: dict[Any, list[Member]] = {}
