@@ -7,7 +7,7 @@ a comparison is one of matrices alone.
 
 import json
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
@@ -27,53 +27,53 @@ class Rates(NamedTuple):
     weight_decay: optax.Schedule
 
 
-def nanochat(rates: Rates, axis: str | None) -> optax.GradientTransformation:
+def nanochat(rates: Rates, **where: Any) -> optax.GradientTransformation:
     return jm.nanochat(
         rates.learning_rate,
         rates.momentum,
         rates.weight_decay,
         adamw_learning_rate=rates.adamw_learning_rate,
         dtype="float32",
-        zero2_axis=axis,
+        **where,
     )
 
 
-def muon(rates: Rates, axis: str | None) -> optax.GradientTransformation:
+def muon(rates: Rates, **where: Any) -> optax.GradientTransformation:
     return jm.muon(
         rates.learning_rate,
         adamw_learning_rate=rates.adamw_learning_rate,
         dtype="float32",
-        zero2_axis=axis,
+        **where,
     )
 
 
-def normuon(rates: Rates, axis: str | None) -> optax.GradientTransformation:
+def normuon(rates: Rates, **where: Any) -> optax.GradientTransformation:
     return jm.normuon(
         rates.learning_rate,
         adamw_learning_rate=rates.adamw_learning_rate,
         dtype="float32",
-        zero2_axis=axis,
+        **where,
     )
 
 
-def moonlight(rates: Rates, axis: str | None) -> optax.GradientTransformation:
+def moonlight(rates: Rates, **where: Any) -> optax.GradientTransformation:
     return jm.moonlight(
         rates.learning_rate,
         adamw_learning_rate=rates.adamw_learning_rate,
         adamw_weight_decay=0.0,
         dtype="float32",
-        zero2_axis=axis,
+        **where,
     )
 
 
-def adamw(rates: Rates, axis: str | None) -> optax.GradientTransformation:
+def adamw(rates: Rates, **where: Any) -> optax.GradientTransformation:
     transforms = {
         "muon": optax.adamw(rates.learning_rate, 0.9, 0.95, weight_decay=0.1),
         "adamw": optax.adamw(
             rates.adamw_learning_rate, 0.8, 0.95, 1e-10, weight_decay=0.0
         ),
     }
-    if axis is not None:
+    if axis := where.get("zero2_axis"):  # elementwise: other layouts need no care
         transforms = {k: jm.zero2_rows(tx, axis) for k, tx in transforms.items()}
     return optax.multi_transform(transforms, jm.label_params)
 
@@ -94,16 +94,16 @@ def best_rates(name: str) -> dict[str, float]:
 def make_optimizer(
     name: str,
     steps: int,
-    axis: str | None = None,
     *,
     learning_rate: float,
     adamw_learning_rate: float,
     qk_clip: float | None = None,
+    **where: Any,
 ) -> optax.GradientTransformation:
     """The optimizer for a run of so many steps with these highest learning rates.
 
-    With `axis`, it divides its state and its work over that axis of a mesh. With
-    `qk_clip`, attention logits above that make their weights smaller.
+    With `qk_clip`, attention logits above that make their weights smaller. `where` is
+    what a recipe has to know of a mesh.
     """
     tx = OPTIMIZERS[name](
         Rates(
@@ -112,7 +112,7 @@ def make_optimizer(
             optax.linear_schedule(0.85, 0.95, min(300, steps // 2)),
             optax.linear_schedule(0.1, 0.0, steps),
         ),
-        axis,
+        **where,
     )
     return tx if qk_clip is None else optax.chain(tx, jm.clip_qk(qk_clip))
 
@@ -123,8 +123,8 @@ def table(
     params: optax.Params,
     mesh: Mesh | None = None,
 ) -> str:
-    """What the optimizer does with each parameter, and ZeRO-2 with the matrices."""
-    mesh = mesh if name != "adamw" else None  # which divides rows alone
+    """What the optimizer does with each parameter, and which device with a matrix."""
+    mesh = mesh if name != "adamw" else None  # which computes no matrix whole
     rule = SHAPE_RULES.get(name, "max_ratio")
     return jm.describe(params, tx=tx, rule=rule, mesh=mesh)
 

@@ -6,6 +6,8 @@
     python examples/train_gpt.py --compare nanochat,adamw   both, in one picture
     python examples/train_gpt.py --data FILE                on a text of your own
     python examples/train_gpt.py --sharding zero2 --devices 8
+    python examples/train_gpt.py --sharding fsdp --devices 8
+    python examples/train_gpt.py --sharding fsdp,tp --mesh 4,2 --devices 8
     python examples/train_gpt.py --qk-clip 30               in the place of QK-norm
 
 This file is the story of a run. The model is in gpt.py, the data in text.py, optimizers
@@ -103,9 +105,8 @@ def train(
     )
     graph, params = nnx.split(model, nnx.Param)
     params = layout.place(params)
-    tx = make_optimizer(
-        optimizer, options.steps, layout.zero2_axis, qk_clip=clip, **rates
-    )
+    where = layout.settings(params)
+    tx = make_optimizer(optimizer, options.steps, qk_clip=clip, **rates, **where)
     loss, evaluate = make_losses(graph, clip is not None)
     train_step = layout.make_step(loss, tx, ("max_logits",) if clip else ())
 
@@ -122,7 +123,7 @@ def train(
         write(folder / "parameters.txt", shown + "\n")
     metrics = Metrics(folder / "metrics.jsonl" if layout.writes else None, done)
 
-    validation = jnp.asarray(
+    validation = layout.batch(
         text.validation_batches(options.batch_size, options.context)
     )
     tokens = options.batch_size * options.context  # in a step
@@ -158,9 +159,9 @@ def train(
     bar.close()
     checkpoints.close()
     print(f"{options.steps - done} steps in {time.monotonic() - began:.0f} s")
+    params = layout.gather(params)
     if layout.writes:
-        model = nnx.merge(graph, jax.device_get(params))
-        report(optimizer, model, options, text, folder)
+        report(optimizer, nnx.merge(graph, params), options, text, folder)
 
 
 def report(
@@ -292,8 +293,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="largest attention logit; in the place of QK-norm")  # fmt: skip
     add("--evaluate-every", type=positive, default=10, metavar="STEPS")
     add("--checkpoint-every", type=positive, default=50, metavar="STEPS")
-    add("--sharding", choices=("none", "zero2"), default="none")
-    add("--devices", type=positive, help="of each process; else all; for zero2")
+    add("--sharding", choices=("none", "zero2", "fsdp", "fsdp,tp"), default="none")
+    add("--devices", type=positive, help="of each process; else all")
+    add("--mesh", metavar="FSDP,TP", type=mesh_shape,
+        help="devices along each; else 2 along tp")  # fmt: skip
     add("--distributed", action="store_true", help="this is one of several processes")
     add("--coordinator", metavar="HOST:PORT", help="else the cluster tells")
     add("--processes", type=positive, help="how many there are; likewise")
@@ -309,9 +312,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if options.width % HEAD_WIDTH:
         parser.error(f"--width {options.width}: valid are multiples of {HEAD_WIDTH}")
     if options.sharding == "none" and (options.devices or 1) > 1:
-        parser.error("--devices: valid with --sharding zero2")
+        parser.error("--devices: valid with --sharding zero2, fsdp or fsdp,tp")
     if options.sharding == "none" and options.distributed:
-        parser.error("--distributed: valid with --sharding zero2")
+        parser.error("--distributed: valid with --sharding zero2, fsdp or fsdp,tp")
+    if options.sharding != "fsdp,tp" and options.mesh:
+        parser.error("--mesh: valid with --sharding fsdp,tp")
     options.name = name
     return options
 
@@ -320,6 +325,15 @@ def positive(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: valid are positive whole numbers")
     return int(text)
+
+
+def mesh_shape(text: str) -> tuple[int, int]:
+    fsdp, comma, tp = text.partition(",")
+    if not (comma and fsdp.isdecimal() and tp.isdecimal() and int(fsdp) and int(tp)):
+        raise argparse.ArgumentTypeError(
+            f"{text}: valid are two positive whole numbers with a comma, like 4,2"
+        )
+    return int(fsdp), int(tp)
 
 
 def above_zero(text: str) -> float:

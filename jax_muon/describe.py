@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jax_muon import matrices, paths
 from jax_muon.joins import Joins, make_blocks
@@ -18,7 +18,7 @@ from jax_muon.polar import gram_exchanges, polar_express
 from jax_muon.recipes import nanochat
 from jax_muon.sharding import owners
 from jax_muon.sharding.axes import AxisName, axis_names
-from jax_muon.sharding.global_view import GlobalView, Specs
+from jax_muon.sharding.global_view import GlobalView, Specs, own_specs
 from jax_muon.sharding.owned import MatrixLayout
 from jax_muon.sharding.owners import Pool
 from jax_muon.splits import Parts, Splits
@@ -74,7 +74,7 @@ def describe(
       wte         96 x 64    -               adamw       -   49.2 KB
       2 parameters: 22528 elements, 16384 of them muon; state 115.7 KB
     """
-    specs = _own_specs(params) if specs is None else specs
+    specs = own_specs(params) if specs is None else specs
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     labels = label_params if labels is None else labels
     tree = labels(params) if callable(labels) else labels
@@ -164,20 +164,6 @@ def _only_muon(params: Any, by_path: dict[str, str]) -> Any:
         return leaf if label == MUON else None
 
     return jax.tree_util.tree_map_with_path(keep, params)
-
-
-def _own_specs(params: Any) -> Specs:
-    """Specs by path of parameters that lie divided over a mesh, or None."""
-    shardings = {
-        path: getattr(leaf, "sharding", None)
-        for path, leaf in paths.leaves_with_paths(params)
-    }
-    specs = {
-        path: sharding.spec
-        for path, sharding in shardings.items()
-        if isinstance(sharding, NamedSharding)
-    }
-    return specs if any(any(spec) for spec in specs.values()) else None
 
 
 def _owners(pools: Sequence[Pool], sizes: dict[str, int]) -> list[str]:

@@ -140,6 +140,16 @@ def spec_by_path(specs: Specs) -> Callable[[str], PartitionSpec]:
     return lambda path: as_spec(paths.find_prefix(flat, path))
 
 
+def own_specs(params: Any) -> Specs:
+    """Specs by path of parameters that lie divided over a mesh, or None."""
+    specs = {
+        path: leaf.sharding.spec
+        for path, leaf in paths.leaves_with_paths(params)
+        if isinstance(getattr(leaf, "sharding", None), NamedSharding)
+    }
+    return specs if any(any(spec) for spec in specs.values()) else None
+
+
 def _full_rank(
     spec: PartitionSpec, path: str, shape: tuple[int, ...], mesh: Any
 ) -> PartitionSpec:

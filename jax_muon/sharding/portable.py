@@ -1,8 +1,9 @@
 """Optimizer state of any layout to the one portable state, and back.
 
-The portable state is what the same recipe without ZeRO-2 would hold on one device: a
-checkpoint of it resumes on any number of devices and in any layout. Its arrays are
-spread over the mesh, so that no device and no host holds all of them.
+The portable state is what the same recipe would hold on one device: a checkpoint of it
+resumes on any number of devices and in any layout. Its arrays are spread over the mesh,
+so that no device and no host holds all of them: where parameters are divided, it is the
+state itself, divided as they are.
 """
 
 from typing import Any
@@ -18,6 +19,7 @@ from jax.sharding import (
 from jaxtyping import Array
 
 from jax_muon.sharding.axes import axis_names, vary
+from jax_muon.sharding.global_view import GlobalView, own_specs, state_shardings
 from jax_muon.sharding.owned import Layout, Owned, is_owned, map_owned, state_specs
 from jax_muon.sharding.train_step import abstract_state
 
@@ -50,12 +52,15 @@ def from_portable(
 
     Args:
       tx: a recipe or chain with the settings that made the state, in any layout.
-      params: the parameters, or their shapes.
+      params: the parameters, or their shapes; if they are divided over the mesh, or
+        their shapes tell so, the state will be as well.
       portable: as `to_portable` gave it, or a checkpoint of that.
-      mesh: the mesh whose axes `tx` names; None for one device.
+      mesh: the mesh whose axes `tx` names, or that `params` lie on; None for one
+        device.
 
     Returns:
-      The state that `init_optimizer(tx, params, mesh)` builds, with these values.
+      The state that `init_optimizer(tx, params, mesh)` builds, or `tx.init(params)` for
+      divided parameters, with these values.
 
     Raises:
       ValueError: `portable` is not a state of `tx` on these parameters.
@@ -80,7 +85,9 @@ def from_portable(
     placed = jax.device_put(portable, jax.tree.map(lambda x: x.sharding, target))
     if mesh is None:
         return placed
-    template = abstract_state(tx, params, mesh)
+    template = abstract_state(tx, _shapes(params), mesh)
+    if not any(map(is_owned, jax.tree.leaves(template, is_leaf=is_owned))):
+        return placed
     return jax.jit(lambda portable: _own(template, portable, mesh))(placed)
 
 
@@ -91,8 +98,9 @@ def abstract_portable(
 
     Args:
       tx: the optimizer, in any layout.
-      params: the parameters, or their shapes.
-      mesh: the mesh whose axes `tx` names; None for one device.
+      params: the parameters, or their shapes, with shardings if they are divided.
+      mesh: the mesh whose axes `tx` names, or that `params` lie on; None for one
+        device.
 
     Returns:
       The portable state as `jax.ShapeDtypeStruct`s with shardings.
@@ -101,21 +109,29 @@ def abstract_portable(
         here = SingleDeviceSharding(jax.local_devices()[0])
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
-            jax.eval_shape(tx.init, params),
+            jax.eval_shape(tx.init, _shapes(params)),
         )
-    template = abstract_state(tx, params, mesh)
+    template = abstract_state(tx, _shapes(params), mesh)
 
-    def portable(x: Any) -> Any:
-        shapes = x.layout.plain(x) if is_owned(x) else x
+    def portable(x: Any, sharding: Any) -> Any:
+        if not is_owned(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         return jax.tree.map(
             lambda shape, spec: jax.ShapeDtypeStruct(
                 shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec)
             ),
-            shapes,
+            x.layout.plain(x),
             _spread(x),
         )
 
-    return jax.tree.map(portable, template, is_leaf=is_owned)
+    view = GlobalView.of(params, mesh, own_specs(params))
+    shardings = state_shardings(template, params, view)
+    return jax.tree.map(portable, template, shardings, is_leaf=is_owned)
+
+
+def _shapes(params: Any) -> Any:
+    """Shapes and dtypes without shardings, as one device has them."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
 
 # --- the two directions, inside shard_map ---------------------------------------------
