@@ -351,7 +351,7 @@ class MatrixLayout(Layout):
             self.all_axes[index].undo(view, self._shape(index, view.shape))
             for index, view in enumerate(scatter_blocks(self.blocks, stacks))
         ]
-        return jax.tree.unflatten(self.treedef, arrays)
+        return self._tree(arrays)
 
     def plain(self, owned: Owned) -> Any:
         """Shapes and dtypes of the whole tree."""
@@ -362,7 +362,13 @@ class MatrixLayout(Layout):
                 for leaf in () if run.block is None else self.blocks[run.block].leaves:
                     shape = self._shape(leaf, part.shape)
                     shapes[leaf] = jax.ShapeDtypeStruct(shape, part.dtype)
-        return jax.tree.unflatten(self.treedef, shapes)
+        return self._tree(shapes)
+
+    def _tree(self, leaves: Sequence[Any]) -> Any:
+        """The whole tree; means out of their Flax boxes, as `scale_by_normuon` does."""
+        tree = jax.tree.unflatten(self.treedef, leaves)
+        pairs = zip(leaves, self.leaves, strict=True)
+        return tree if all(x.shape == y.shape for x, y in pairs) else paths.unbox(tree)
 
     def _shape(self, index: int, view: Sequence[int]) -> tuple[int, ...]:
         """Shape of a leaf whose view ends in (in, out), or in 1 where it is a mean."""
