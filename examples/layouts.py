@@ -212,14 +212,12 @@ def shardings(params: Any, mesh: Mesh) -> Any:
         path = jax.tree_util.keystr(key_path, simple=True, separator="/")
         spec = next(SPECS[name] for name in path.split("/") if name in SPECS)
         sizes = [mesh.shape.get(name, 1) for name in spec]
-        return NamedSharding(
-            mesh,
-            PartitionSpec(
-                *(
-                    name if devices > 1 and size % devices == 0 else None
-                    for name, devices, size in zip(spec, sizes, x.shape, strict=True)
-                )
-            ),
-        )
+        entries = [
+            name if devices > 1 and size % devices == 0 else None
+            for name, devices, size in zip(spec, sizes, x.shape, strict=True)
+        ]
+        while entries and entries[-1] is None:
+            entries.pop()  # as jit writes it, or it would compile the second step again
+        return NamedSharding(mesh, PartitionSpec(*entries))
 
     return jax.tree_util.tree_map_with_path(sharding, params)

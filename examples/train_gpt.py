@@ -316,7 +316,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if options.sharding == "none" and options.distributed:
         parser.error("--distributed: valid with --sharding zero2, fsdp or fsdp,tp")
     if options.sharding != "fsdp,tp" and options.mesh:
-        parser.error("--mesh: valid with --sharding fsdp,tp")
+        parser.error("--mesh: valid are runs with --sharding fsdp,tp")
     options.name = name
     return options
 
