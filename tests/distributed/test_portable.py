@@ -1,12 +1,14 @@
 """One portable state: the same from every layout, and back on every other."""
 
+import contextlib
+
 import chex
 import jax
 import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_muon as jm
 from tests.distributed import problems
@@ -89,6 +91,88 @@ def test_a_checkpoint_resumes_on_another_layout(tmp_path, before, after):
         middle = jax.device_put(middle, NamedSharding(mesh, PartitionSpec()))
     result, _ = steps(tx, mesh, middle, state, loss, data[5:])
     assert problems.distance(result, expected, params) < 5e-6
+
+
+def divided(params, mesh):
+    """Shapes of parameters whose first axis that the devices divide lies over them."""
+
+    def shape(x):
+        axis = next((i for i, n in enumerate(x.shape) if n % mesh.size == 0), None)
+        entries = () if axis is None else (*[None] * axis, "data")
+        if AxisType.Explicit in mesh.axis_types:
+            entries = (*entries, *[None] * (x.ndim - len(entries)))
+        sharding = NamedSharding(mesh, PartitionSpec(*entries))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(shape, params)
+
+
+def places(tree):
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def test_from_zero2_to_fsdp_to_one_device(tmp_path):
+    """Every number survives both moves, and the run ends where one device does."""
+    params, weights = problems.draw("mixed")
+    loss, data = problems.loss_of(weights), problems.batches(9)
+    plain = recipe(steps=2)
+    expected, _ = steps(plain, None, params, plain.init(params), loss, data)
+
+    def move(name, params, state, target):
+        before = {"params": params, "opt_state": jm.to_portable(state)}
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / name, before)
+        with ocp.StandardCheckpointer() as checkpointer:
+            after = checkpointer.restore(tmp_path / name, target)
+        chex.assert_trees_all_equal(jax.device_get(after), jax.device_get(before))
+        assert jax.tree.all(
+            jax.tree.map(lambda x, y: x == y, *map(places, (after, target)))
+        )
+        return after["params"], after["opt_state"]
+
+    tx, mesh = recipe(steps=2, zero2_axis="data"), mesh_of(8)
+    middle, state = steps(tx, mesh, params, start(tx, mesh, params), loss, data[:3])
+
+    mesh = mesh_of(4)
+    shapes = divided(params, mesh)
+    tx = recipe(steps=2, small=0, mesh=mesh, specs=places(shapes))
+    target = {"params": shapes, "opt_state": jm.abstract_portable(tx, shapes, mesh)}
+    middle, portable = move("zero2", middle, state, target)
+    state = jm.from_portable(tx, middle, portable, mesh)
+    assert state.inner_states["muon"].inner_state[0].mu["h_0/q"].sharding.spec == (
+        PartitionSpec("data")
+    )
+    middle, state = steps(tx, None, middle, state, loss, data[3:6])
+
+    target = {"params": params, "opt_state": jm.abstract_portable(plain, params)}
+    middle, portable = move("fsdp", middle, state, target)
+    state = jm.from_portable(plain, middle, portable)
+    result, _ = steps(plain, None, middle, state, loss, data[6:])
+    assert problems.distance(result, expected, params) < 5e-6
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_state_of_divided_parameters_comes_where_init_lays_it(kind):
+    mesh = mesh_of(8, kind=kind)
+    params, _ = problems.draw("mixed")
+    params = jax.device_put(params, places(divided(params, mesh)))
+    given = {}
+    if kind == AxisType.Auto:
+        given = {"mesh": mesh, "specs": places(params)}
+    tx = recipe(small=0, **given)
+    explicit = kind == AxisType.Explicit
+    with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
+        state = jax.jit(tx.init)(params)
+    assert jm.to_portable(state) is state
+    whole = jax.device_get(state)  # as if another layout had left it
+    again = jm.from_portable(tx, params, whole, mesh)
+    abstract = jm.abstract_portable(tx, params, mesh)
+    for one, two, three in zip(
+        *map(jax.tree.leaves, (state, again, abstract)), strict=True
+    ):
+        assert one.sharding == two.sharding == three.sharding
+    mu = again.inner_states["muon"].inner_state[0].mu["scan/mlp"]
+    assert mu.addressable_shards[0].data.shape == (3, 3, 48)
 
 
 def test_portable_arrays_are_spread_over_the_devices():
