@@ -19,11 +19,11 @@ import jax_muon as jm
 from jax_muon.paths import leaves_with_paths, unbox
 
 
-def mesh(*shape):
+def mesh(*shape, kind=AxisType.Auto):
     return jax.make_mesh(
         shape,
         ("data", "model"),
-        2 * (AxisType.Auto,),
+        2 * (kind,),
         devices=jax.devices()[: np.prod(shape)],
     )
 
@@ -150,28 +150,38 @@ def wide(tree):
     return jax.tree.map(lambda x: x.astype(jnp.float64), tree)
 
 
-def test_nnx_partitioned_is_right(load, monkeypatch, x64):
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_nnx_partitioned_is_right(load, monkeypatch, x64, kind):
+    """Also with Explicit axes, if the model says where a sum over devices goes."""
     example, digits = load("nnx_partitioned"), load("digits")
     monkeypatch.setattr(digits, "STEPS", 10)
+    explicit = kind == AxisType.Explicit
+
+    class MLP(example.MLP):
+        def __call__(self, x):
+            to = {"out_sharding": P("data")} if explicit else {}
+            return self.head(x + self.down(nnx.relu(self.up(x)), **to))
 
     def create():
-        model = example.MLP(rngs=nnx.Rngs(0))
+        model = MLP(rngs=nnx.Rngs(0))
         nnx.update(model, wide(nnx.state(model, nnx.Param)))
         return model
 
-    with jax.set_mesh(mesh(1, 1)):
+    with jax.set_mesh(mesh(1, 1, kind=kind)):
         params, apply = pure(create())
         params, expected = functional(digits, apply, params, recipe())
-    with jax.set_mesh(mesh(4, 2)):
+    with jax.set_mesh(mesh(4, 2, kind=kind)):
         model = create()
         specs = nnx.get_partition_spec(nnx.state(model, nnx.Param))
-        optimizer = nnx.Optimizer(model, recipe(specs=specs, small=0), wrt=nnx.Param)
+        given = {} if explicit else {"specs": specs}
+        optimizer = nnx.Optimizer(model, recipe(small=0, **given), wrt=nnx.Param)
         losses = [
             float(example.train_step(model, optimizer, *jax.device_put(b, P("data"))))
             for b in digits.batches()
         ]
     np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-10)
     assert_equal_trees(pure(model)[0], params, atol=1e-10)
+    assert_divided(nnx.state(model), nnx.state(optimizer))
 
 
 def test_linen_partitioned_is_right(load, monkeypatch, x64):
