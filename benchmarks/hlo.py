@@ -24,7 +24,7 @@ _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([0-9",]*)[\]}]')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _GROUP = re.compile(r"replica_groups=(?:\{\{([0-9,]*)\}|\[\d+,(\d+)\]<=)")
-_MESH_GROUP = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_MESH_GROUP = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 
 _COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
 _PRODUCT_TARGETS = ("cublas", "gemm", "matmul")
