@@ -69,8 +69,8 @@ replica_groups={{0,1,2,3,4,5,6,7}}, backend_config={"is_sync":true}
 custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":\
 {"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"]}}}
   %ag.1.done = bf16[8,4,8]{2,1,0} all-gather-done(%ag.1)
-  %total = f32[64,4]{1,0} all-reduce(%b), replica_groups={{0,1,2,3,4,5,6,7}}, \
-to_apply=%add
+  %total = f32[64,4]{1,0} all-reduce(%b), replica_groups=mesh['axis_0'=2,'axis_1'=4,\
+'axis_2'=3], device_ids=([4,2]T(1,0)) {'axis_0','axis_1'}, to_apply=%add
   ROOT %last = bf16[8,4,8]{2,1,0} bitcast(%ag.1.done)
 }
 """
