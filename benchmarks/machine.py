@@ -24,6 +24,7 @@ def describe(module: str, words: list[str]) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "device": device_name(),
         "cores": len(os.sched_getaffinity(0)),
+        "load_before": os.getloadavg()[0],  # above 0.5, something else was running
         "platform": platform.platform(),
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in PACKAGES},

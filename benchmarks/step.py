@@ -290,6 +290,7 @@ def main(words: list[str]) -> None:
     run = machine.describe("benchmarks.step", words)
     run["peaks"] = machine.peaks(1024 if args.device == "cpu" else 8192)
     print(f"{run['device']}, {run['cores']} cores, {run['versions']}")
+    print(f"load average before: {run['load_before']:.1f}")
     for name, value in run["peaks"].items():
         print(f"{name}: {value / 1e9:.0f} G/s")
     print(HEADER)
