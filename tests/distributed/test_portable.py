@@ -93,20 +93,6 @@ def test_a_checkpoint_resumes_on_another_layout(tmp_path, before, after):
     assert problems.distance(result, expected, params) < 5e-6
 
 
-def divided(params, mesh):
-    """Shapes of parameters whose first axis that the devices divide lies over them."""
-
-    def shape(x):
-        axis = next((i for i, n in enumerate(x.shape) if n % mesh.size == 0), None)
-        entries = () if axis is None else (*[None] * axis, "data")
-        if AxisType.Explicit in mesh.axis_types:
-            entries = (*entries, *[None] * (x.ndim - len(entries)))
-        sharding = NamedSharding(mesh, PartitionSpec(*entries))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(shape, params)
-
-
 def places(tree):
     return jax.tree.map(lambda x: x.sharding, tree)
 
@@ -134,7 +120,11 @@ def test_from_zero2_to_fsdp_to_one_device(tmp_path):
     middle, state = steps(tx, mesh, params, start(tx, mesh, params), loss, data[:3])
 
     mesh = mesh_of(4)
-    shapes = divided(params, mesh)
+    shapes = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        params,
+        problems.divided(params, mesh),
+    )
     tx = recipe(steps=2, small=0, mesh=mesh, specs=places(shapes))
     target = {"params": shapes, "opt_state": jm.abstract_portable(tx, shapes, mesh)}
     middle, portable = move("zero2", middle, state, target)
@@ -155,7 +145,7 @@ def test_from_zero2_to_fsdp_to_one_device(tmp_path):
 def test_state_of_divided_parameters_comes_where_init_lays_it(kind):
     mesh = mesh_of(8, kind=kind)
     params, _ = problems.draw("mixed")
-    params = jax.device_put(params, places(divided(params, mesh)))
+    params = jax.device_put(params, problems.divided(params, mesh))
     given = {}
     if kind == AxisType.Auto:
         given = {"mesh": mesh, "specs": places(params)}

@@ -18,7 +18,7 @@ from tests.distributed import problems
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def launch(processes, devices, folder, *die_at):
+def launch(processes, devices, folder, layout, *die_at):
     """Run the workers to their end, and return their exit codes and errors."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -27,7 +27,10 @@ def launch(processes, devices, folder, *die_at):
     command = [sys.executable, "-m", "tests.distributed.worker"]
     workers = [
         subprocess.Popen(
-            [*command, *map(str, (i, processes, port, devices, folder, *die_at))],
+            [
+                *command,
+                *map(str, (i, processes, port, devices, folder, layout, *die_at)),
+            ],
             cwd=ROOT,
             env=environment,
             stderr=subprocess.PIPE,
@@ -63,19 +66,24 @@ def check(folder, one_device, first_step=1):
 
 @pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 1)])
 def test_several_processes_equal_one_device(tmp_path, one_device, processes, devices):
-    codes, errors = launch(processes, devices, tmp_path)
+    codes, errors = launch(processes, devices, tmp_path, "zero2")
     assert codes == [0] * processes, errors
     check(tmp_path, one_device)
 
 
-def test_a_killed_run_goes_on_with_another_number_of_processes(tmp_path, one_device):
+@pytest.mark.parametrize(
+    ("processes", "devices", "layout"), [(1, 8, "zero2"), (2, 4, "fsdp")]
+)
+def test_a_killed_run_goes_on_elsewhere(
+    tmp_path, one_device, processes, devices, layout
+):
     """Killed while it writes the checkpoint of step 10: that of step 8 is whole."""
-    codes, errors = launch(2, 2, tmp_path, 10)
+    codes, errors = launch(2, 2, tmp_path, "zero2", 10)
     assert all(code != 0 for code in codes), errors
     assert not (tmp_path / "result.npz").exists()
     names = [entry.name for entry in (tmp_path / "checkpoints").iterdir()]
     assert "8" in names
     whole = [name for name in names if name.isdigit()]
-    codes, errors = launch(1, 8, tmp_path)
-    assert codes == [0], errors
+    codes, errors = launch(processes, devices, tmp_path, layout)
+    assert codes == [0] * processes, errors
     check(tmp_path, one_device, first_step=max(map(int, whole)) + 1)

@@ -1,10 +1,11 @@
 """One process of a training run over several, for test_processes.py.
 
-    python -m tests.distributed.worker ID PROCESSES PORT DEVICES FOLDER [DIE_AT]
+    python -m tests.distributed.worker ID PROCESSES PORT DEVICES FOLDER LAYOUT [DIE_AT]
 
-Trains a problem with `nanochat(zero2_axis="data")`, writes an orbax checkpoint after
-every second step, goes on from the last one if there is one, and leaves losses.json
-and result.npz in FOLDER. With DIE_AT, it is killed while it writes that checkpoint.
+Trains a problem with `nanochat`, by ZeRO-2 or with divided parameters (LAYOUT zero2 or
+fsdp), writes an orbax checkpoint after every second step, goes on from the last one if
+there is one, and leaves losses.json and result.npz in FOLDER. With DIE_AT, it is killed
+while it writes that checkpoint.
 """
 
 import json
@@ -16,7 +17,7 @@ import sys
 import jax
 
 
-def main(process, processes, port, devices, folder, die_at=None):
+def main(process, processes, port, devices, folder, layout, die_at=None):
     """Train, from the last checkpoint in the folder if there is one."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
@@ -25,40 +26,52 @@ def main(process, processes, port, devices, folder, die_at=None):
     import numpy as np
     import optax
     import orbax.checkpoint as ocp
+    from jax.experimental import multihost_utils
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     import jax_muon as jm
     from tests.distributed import problems
 
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    replicated = NamedSharding(mesh, PartitionSpec())
     divided = NamedSharding(mesh, PartitionSpec("data"))
     start, weights = problems.draw("mixed")
-    data = np.asarray(problems.batches(20))
-    tx = jm.nanochat(
-        optax.linear_schedule(0.02, 0.01, 10),
-        dtype="float32",
-        adamw_eps=1e-6,
-        zero2_axis="data",
+    loss, data = problems.loss_of(weights), np.asarray(problems.batches(20))
+    where = {"zero2_axis": "data"}
+    places = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), start)
+    if layout == "fsdp":
+        places = problems.divided(start, mesh)
+        where = {"mesh": mesh, "specs": places, "small": 0}
+    rate = optax.linear_schedule(0.02, 0.01, 10)
+    tx = jm.nanochat(rate, dtype="float32", adamw_eps=1e-6, **where)
+    params = jax.device_put(start, places)
+    shapes = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        start,
+        places,
     )
-    params = jax.device_put(start, replicated)
-    step = jm.make_train_step(problems.loss_of(weights), tx, mesh, donate=False)
+    target = {"params": shapes, "opt_state": jm.abstract_portable(tx, shapes, mesh)}
+
+    @jax.jit
+    def plain_step(params, state, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, {"loss": value}
+
+    if layout == "fsdp":
+        step = plain_step
+    else:
+        step = jm.make_train_step(loss, tx, mesh, donate=False)
 
     folder = pathlib.Path(folder)
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     manager = ocp.CheckpointManager(folder / "checkpoints", options=options)
     done = manager.latest_step() or 0
     if done:
-        target = {
-            "params": jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
-                start,
-            ),
-            "opt_state": jm.abstract_portable(tx, start, mesh),
-        }
         restored = manager.restore(done, args=ocp.args.StandardRestore(target))
         params = restored["params"]
-        state = jm.from_portable(tx, start, restored["opt_state"], mesh)
+        state = jm.from_portable(tx, shapes, restored["opt_state"], mesh)
+    elif layout == "fsdp":
+        state = jax.jit(tx.init)(params)
     else:
         state = jm.init_optimizer(tx, params, mesh)
 
@@ -77,13 +90,14 @@ def main(process, processes, port, devices, folder, die_at=None):
                 os.kill(os.getpid(), signal.SIGKILL)
     manager.wait_until_finished()
     manager.close()
+    result = multihost_utils.process_allgather(params, tiled=True)
     if process == 0:
         (folder / "losses.json").write_text(json.dumps(losses))
-        np.savez(folder / "result.npz", **jax.device_get(params))
+        np.savez(folder / "result.npz", **result)
     jax.distributed.shutdown()
 
 
 if __name__ == "__main__":
-    *numbers, folder = sys.argv[1:6]
-    die_at = int(sys.argv[6]) if len(sys.argv) > 6 else None
-    main(*map(int, numbers), folder, die_at)
+    *numbers, folder, layout = sys.argv[1:7]
+    die_at = int(sys.argv[7]) if len(sys.argv) > 7 else None
+    main(*map(int, numbers), folder, layout, die_at)
