@@ -190,7 +190,7 @@ def shapes_and_specs(draw):
 
 
 @given(shapes_and_specs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_view_is_undone_exactly(case):
     shape, spec = case
     x = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
@@ -203,7 +203,7 @@ def test_view_is_undone_exactly(case):
 
 
 @given(shapes_and_specs(), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_view_has_every_element_where_its_axes_say(case, random):
     """Against indices written out: x[i...] is view[batch, in, out], in C order."""
     shape, spec = case
@@ -238,7 +238,7 @@ def test_views_keep_dtype_and_trace(case, dtype):
     ),
     st.integers(1, 5),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_pooling_is_undone_exactly_and_bounded(members, max_stack):
     rng = np.random.default_rng(0)
     batches = [jnp.asarray(rng.standard_normal((k, *mn))) for k, mn in members]

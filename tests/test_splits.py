@@ -168,7 +168,7 @@ def test_qk_clip_on_a_fused_kernel(rng):
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_splitting_and_joining_is_the_identity(data):
     """Over random shapes, axes, and parts of parts."""
     widths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
