@@ -87,7 +87,9 @@ def by_label(
             return divided(label_tree, numbers, specs)
         parts = Parts.of(tree, splits)
         inner = divided(
-            parts.spread(label_tree), parts.numbers(numbers), parts.specs(tree, specs)
+            parts.spread(label_tree),
+            parts.numbers(numbers),
+            parts.specs(tree, mesh, specs),
         )
         return with_splits(inner, splits)
 

@@ -100,7 +100,7 @@ def describe(
     )
     if splits:
         parts = Parts.of(params, splits)
-        numbers, specs = parts.numbers(numbers), parts.specs(params, specs)
+        numbers, specs = parts.numbers(numbers), parts.specs(params, mesh, specs)
         state_of = tx.init
         params = jax.eval_shape(parts.split, params)
         state = _state_bytes(lambda p: state_of(parts.join(p)), params)

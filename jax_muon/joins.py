@@ -10,6 +10,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -121,6 +122,8 @@ def make_blocks(
     shapes: Sequence[tuple[int, ...]],
     all_axes: Sequence[MatrixAxes],
     joins: Joins | None = None,
+    *,
+    dtypes: Sequence[Any] = (),
 ) -> list[Block]:
     """Which matrices are orthogonalized as one.
 
@@ -133,7 +136,10 @@ def make_blocks(
         taken K by K in the order of that number, as in {"blocks/{i}/attn/q": 2}. A
         pattern without it takes the matrices of each leaf K by K along its leading
         batch axis, that of scanned layers. What is left over is joined to nothing. K
-        alone joins the queries, the keys and the values of attention, each by itself.
+        alone joins the queries, the keys and the values of attention, each by itself,
+        over the innermost number in their paths that tells layers apart, or else along
+        the leading batch axis.
+      dtypes: of each leaf, where they are known, so that they are compared.
 
     Returns:
       Blocks that cover every matrix once.
@@ -145,41 +151,38 @@ def make_blocks(
     """
     blocks: list[Block] = []
     taken: dict[int, str] = {}
-    for pattern, size in _patterns(joins, names, all_axes).items():
-        positive_int(f"joins[{pattern!r}]", size)
-        found = _expression(pattern)
-        if names and not any(found.fullmatch(f"/{name}/") for name in names):
-            raise ValueError(
-                f"joins: the pattern {pattern!r} matches no matrix; there are "
-                + ", ".join(names)
-            )
-        groups: dict[str, list[tuple[int, int]]] = {}
-        for leaf, name in enumerate(names):
-            match = found.fullmatch(f"/{name}/")
-            if match is None:
-                continue
-            if leaf in taken:
-                raise ValueError(
-                    f"joins: parameter {name!r} matches {taken[leaf]!r} and "
-                    f"{pattern!r}; valid is one pattern for a parameter"
-                )
-            taken[leaf] = pattern
-            if _NUMBER in pattern:
-                start, stop = match.span("i")
-                rest = f"/{name}/"[:start] + _NUMBER + f"/{name}/"[stop:]
-                groups.setdefault(rest, []).append((int(match["i"]), leaf))
-            else:
+    for pattern, size, groups in _groups(joins, names, all_axes):
+        for members in groups:
+            for leaf in members:
+                if leaf in taken:
+                    raise ValueError(
+                        f"joins: parameter {names[leaf]!r} matches {taken[leaf]!r} and "
+                        f"{pattern!r}; valid is one pattern for a parameter"
+                    )
+                taken[leaf] = pattern
+            if len(members) == 1 and _NUMBER not in pattern:
+                (leaf,) = members
                 blocks += _along_batch(
                     leaf, names[leaf], shapes[leaf], all_axes[leaf], size, pattern
                 )
-        for members in groups.values():
-            order = [leaf for _, leaf in sorted(members)]
-            for first in range(0, len(order), size):
-                group = order[first : first + size]
+                continue
+            for first in range(0, len(members), size):
+                group = members[first : first + size]
                 if len(group) < size:
                     blocks += [_whole(leaf, shapes, all_axes) for leaf in group]
                     continue
-                _check_alike(pattern, group, names, shapes, all_axes)
+                alike = [(shapes[i], all_axes[i], *dtypes[i : i + 1]) for i in group]
+                if any(x != alike[0] for x in alike):
+                    listed = ", ".join(
+                        " ".join(
+                            map(str, (repr(names[i]), shapes[i], *dtypes[i : i + 1]))
+                        )
+                        for i in group
+                    )
+                    raise ValueError(
+                        f"joins: the pattern {pattern!r} joins matrices of different "
+                        f"shapes or dtypes: {listed}; valid are matrices of one shape"
+                    )
                 count = _batch(shapes[group[0]], all_axes[group[0]])
                 blocks.append(Block(tuple(group), size, 0, count))
     blocks += [
@@ -190,25 +193,78 @@ def make_blocks(
     return sorted(blocks, key=lambda block: (block.leaves, block.start))
 
 
-def _patterns(
+# Pattern, K, and lists of leaves that are joined K by K, in their order. A pattern
+# without a number has lists of one leaf, which is joined along its batch.
+_Groups = list[tuple[str, int, list[list[int]]]]
+
+
+def _groups(
     joins: Joins | None, names: Sequence[str], all_axes: Sequence[MatrixAxes]
-) -> Mapping[str, int]:
-    """Joins by pattern; for K alone, a pattern for each query, key and value."""
-    if joins is None or isinstance(joins, Mapping):
-        return joins or {}
-    patterns = {}
-    for name, axes in zip(names, all_axes, strict=True):
-        pattern = name if axes.batch else re.sub(r"\d+", _NUMBER, name, count=1)
-        attention = QUERY_LIKE.intersection(name.split("/"))
-        if attention and (axes.batch or _NUMBER in pattern):
-            patterns[pattern] = joins
-    if names and not patterns:
+) -> _Groups:
+    if joins is None:
+        return []
+    if not isinstance(joins, Mapping):
+        positive_int("joins", joins)
+        return _attention_groups(joins, names, all_axes)
+    found: _Groups = []
+    for pattern, size in joins.items():
+        positive_int(f"joins[{pattern!r}]", size)
+        expression = _expression(pattern)
+        matches = [expression.fullmatch(f"/{name}/") for name in names]
+        if names and not any(matches):
+            raise ValueError(
+                f"joins: the pattern {pattern!r} matches no matrix; there are "
+                + ", ".join(names)
+            )
+        leaves = [leaf for leaf, match in enumerate(matches) if match is not None]
+        if _NUMBER not in pattern:
+            found.append((pattern, size, [[leaf] for leaf in leaves]))
+            continue
+        by_rest: dict[str, list[tuple[int, int]]] = {}
+        for leaf in leaves:
+            match: Any = matches[leaf]
+            start, stop = match.span("i")
+            rest = match.string[:start] + _NUMBER + match.string[stop:]
+            by_rest.setdefault(rest, []).append((int(match["i"]), leaf))
+        ordered = [[leaf for _, leaf in sorted(group)] for group in by_rest.values()]
+        found.append((pattern, size, ordered))
+    return found
+
+
+def _attention_groups(
+    size: int, names: Sequence[str], all_axes: Sequence[MatrixAxes]
+) -> _Groups:
+    """Queries, keys and values: each kind over the innermost number that varies."""
+    by_rest: dict[str, list[tuple[int, int]]] = {}  # every number in turn left out
+    rests: dict[int, list[str]] = {}  # by leaf, innermost first
+    attention = [
+        leaf
+        for leaf, name in enumerate(names)
+        if QUERY_LIKE.intersection(name.split("/"))
+    ]
+    for leaf in attention:
+        name = names[leaf]
+        for match in reversed(list(re.finditer(r"\d+", name))):
+            rest = name[: match.start()] + _NUMBER + name[match.end() :]
+            by_rest.setdefault(rest, []).append((int(match[0]), leaf))
+            rests.setdefault(leaf, []).append(rest)
+    groups: dict[str, list[int]] = {}
+    for leaf in attention:
+        candidates = rests.get(leaf, [])
+        several = [rest for rest in candidates if len(by_rest[rest]) > 1]
+        if several:
+            groups[several[0]] = [i for _, i in sorted(by_rest[several[0]])]
+        elif all_axes[leaf].batch:
+            groups[names[leaf]] = [leaf]
+        elif candidates:  # the only layer
+            groups[candidates[0]] = [leaf]
+    if names and not groups:
         raise ValueError(
-            f"joins={joins}: no query, key or value of a numbered or scanned layer "
+            f"joins={size}: no query, key or value of a numbered or scanned layer "
             "among " + ", ".join(names) + "; valid is also a mapping, such as "
             "{'blocks/{i}/attn/q': 2}"
         )
-    return patterns
+    return [(rest, size, [leaves]) for rest, leaves in groups.items()]
 
 
 def _along_batch(
@@ -240,21 +296,6 @@ def _whole(
 
 def _batch(shape: tuple[int, ...], axes: MatrixAxes) -> int:
     return math.prod(shape[axis] for axis in axes.batch)
-
-
-def _check_alike(
-    pattern: str,
-    group: Sequence[int],
-    names: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-    all_axes: Sequence[MatrixAxes],
-) -> None:
-    if len({(shapes[leaf], all_axes[leaf]) for leaf in group}) > 1:
-        listed = ", ".join(f"{names[leaf]!r} {shapes[leaf]}" for leaf in group)
-        raise ValueError(
-            f"joins: the pattern {pattern!r} joins matrices of different shapes: "
-            f"{listed}; valid are matrices of one shape"
-        )
 
 
 def _expression(pattern: str) -> re.Pattern[str]:

@@ -255,7 +255,7 @@ def _iterate(
         y = body(y, gram, coefficients, product, gram_of).astype(x.dtype)
         return y.mT if turned else y
 
-    chunk = max(1, _CPU_CHUNK_BYTES // (m * n * dtype.itemsize))
+    chunk = max(1, _CPU_CHUNK_BYTES // (rows * cols * dtype.itemsize))
     halves = m >= _CPU_HALVES_MIN_SIZE
     on_cpu = functools.partial(factor, product=_in_halves if halves else _outer)
     y = jax.lax.platform_dependent(
@@ -284,10 +284,14 @@ def gram_exchanges(polar: Callable[..., Array], m: int, n: int) -> int | None:
       n: longer side.
 
     Returns:
-      The number, or None for a function that takes no `axis_name`.
+      The number, or None for any other function.
     """
-    settings = {k: v.default for k, v in inspect.signature(polar).parameters.items()}
-    if "axis_name" not in settings:
+    try:
+        parameters = inspect.signature(polar).parameters
+    except (TypeError, ValueError):  # a function that shows no signature
+        return None
+    settings = {name: parameter.default for name, parameter in parameters.items()}
+    if not settings.keys() >= {"axis_name", "steps", "dtype", "form"}:
         return None
     steps = settings["steps"]
     dtype = jnp.dtype(settings["dtype"] or jnp.float32)

@@ -7,18 +7,24 @@ and layout then works on parts as on parameters, and knows nothing of splits.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from optax.contrib import MuonDimensionNumbers
 
 from jax_muon import paths
-from jax_muon.sharding.global_view import Specs, spec_by_path
+from jax_muon.sharding.global_view import (
+    Specs,
+    find_mesh,
+    is_explicit,
+    spec_by_path,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Split:
     Attributes:
       parts: names of equal parts, `("query", "key", "value")`; names with their widths,
         `{"query": 768, "key": 256, "value": 256}`; or a number of equal parts, such as
-        heads, which become a batch: leading axis of one part.
+        heads, which become a batch: one part with an axis in front of the last two.
       axis: of the parameter; the default is the last, the outputs of a kernel.
       learning_rates: factor of the learning rate by name of a part; those not named
         have 1.
@@ -52,6 +58,11 @@ class Split:
                 f"{len(shape) - 1}"
             )
         size = shape[self.axis]
+        if isinstance(self.parts, (bool, str)):
+            raise ValueError(
+                f"{where}: parts={self.parts!r}; valid are names, names with their "
+                "widths, or a number"
+            )
         names = () if isinstance(self.parts, int) else tuple(self.parts)
         count = self.parts if isinstance(self.parts, int) else len(names)
         if count < 1 or len(set(names)) < len(names):
@@ -67,6 +78,11 @@ class Split:
             )
         if isinstance(self.parts, Mapping):
             widths = dict(self.parts)
+            for name, width in widths.items():
+                if not isinstance(width, int):
+                    raise ValueError(
+                        f"{where}: width {width!r} of {name!r}; valid is an int"
+                    )
             if sum(widths.values()) != size or min(widths.values()) < 1:
                 raise ValueError(
                     f"{where}: parts={widths} make up {sum(widths.values())} of axis "
@@ -163,24 +179,50 @@ class _Cut:
     count: int
     factors: Mapping[str, float]
 
+    def divides(self, devices: int) -> bool:
+        """Whether each of so many devices may hold its share of every part."""
+        if self.widths is None:
+            return self.count % devices == 0
+        return all(width % devices == 0 for width in self.widths.values())
+
     def split(self, x: Float[Array, "..."]) -> Any:
+        x = self._undivided(x)
         if self.widths is None:
             shape = (*x.shape[: self.axis], self.count, -1, *x.shape[self.axis + 1 :])
-            return jnp.moveaxis(x.reshape(shape), self.axis, 0)
+            return jnp.moveaxis(x.reshape(shape), self.axis, _batch_axis(x.ndim))
         parts, start = {}, 0
         for name, width in self.widths.items():
             parts[name] = jax.lax.slice_in_dim(x, start, start + width, axis=self.axis)
             start += width
         return NamedParts(parts)
 
-    def join(self, parts: Any) -> Float[Array, "..."]:
+    def join(self, parts: Any, like: Any) -> Float[Array, "..."]:
+        """The whole array, placed as `like`."""
         if self.widths is None:
-            x = jnp.moveaxis(parts, 0, self.axis)
-            return x.reshape(*x.shape[: self.axis], -1, *x.shape[self.axis + 2 :])
-        scaled = [
-            parts.parts[name] * self.factors.get(name, 1.0) for name in self.widths
-        ]
-        return jnp.concatenate(scaled, axis=self.axis)
+            x = jnp.moveaxis(parts, _batch_axis(parts.ndim - 1), self.axis)
+            x = x.reshape(*x.shape[: self.axis], -1, *x.shape[self.axis + 2 :])
+        else:
+            scaled = [
+                part
+                if (factor := float(self.factors.get(name, 1))) == 1
+                else part * factor
+                for name, part in ((name, parts.parts[name]) for name in self.widths)
+            ]
+            x = jnp.concatenate(scaled, axis=self.axis)
+        if isinstance(like, jax.Array) and is_explicit(like):
+            return jax.reshard(x, jax.typeof(like).sharding)
+        return x
+
+    def _undivided(self, x: Any) -> Any:
+        """With Explicit mesh axes taken off the axis where they do not divide parts."""
+        if not isinstance(x, jax.Array) or not is_explicit(x):
+            return x
+        sharding = jax.typeof(x).sharding
+        if self.divides(_devices(sharding.spec[self.axis], sharding.mesh.shape)):
+            return x
+        entries = list(sharding.spec)
+        entries[self.axis] = None
+        return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
 
     def spread(self, value: Any) -> Any:
         """The same for every part."""
@@ -189,26 +231,42 @@ class _Cut:
         return NamedParts(dict.fromkeys(self.widths, value))
 
     def numbers(
-        self, path: str, numbers: MuonDimensionNumbers
+        self, path: str, numbers: MuonDimensionNumbers, ndim: int
     ) -> dict[str, MuonDimensionNumbers]:
         """Dimension numbers of the parts, by path, from non-negative ones."""
         if self.widths is not None:
             return {f"{path}/{name}": numbers for name in self.widths}
+        batch = _batch_axis(ndim)
         inputs, outputs = (
-            tuple(axis + 1 for axis in axes)
+            tuple(axis + (axis >= batch) for axis in axes)
             for axes in (numbers.reduction_axis, numbers.output_axis)
         )
         return {path: MuonDimensionNumbers(inputs, outputs)}
 
     def specs(
-        self, path: str, spec: PartitionSpec, ndim: int
+        self, path: str, spec: PartitionSpec, ndim: int, sizes: Mapping[str, int]
     ) -> dict[str, PartitionSpec]:
-        """PartitionSpecs of the parts, by path."""
-        if self.widths is not None:
-            return {f"{path}/{name}": spec for name in self.widths}
+        """PartitionSpecs of the parts, by path: undivided where devices do not fit."""
         entries = [*spec, *[None] * (ndim - len(spec))]
+        if not self.divides(_devices(entries[self.axis], sizes)):
+            entries[self.axis] = None
+        if self.widths is not None:
+            part = PartitionSpec(*entries)
+            return {f"{path}/{name}": part for name in self.widths}
         heads, entries[self.axis] = entries[self.axis], None
-        return {path: PartitionSpec(heads, *entries)}
+        entries.insert(_batch_axis(ndim), heads)
+        return {path: PartitionSpec(*entries)}
+
+
+def _batch_axis(ndim: int) -> int:
+    """Where equal parts of an array become a batch: in front of (in, out)."""
+    return max(ndim - 2, 0)
+
+
+def _devices(entry: Any, sizes: Mapping[str, int]) -> int:
+    """Devices that an entry of a PartitionSpec divides an axis over."""
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return math.prod(sizes[name] for name in names if name is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,8 +313,7 @@ class Parts:
         """The tree of whole leaves, out of the updates of its parts."""
 
         def whole(cut: _Cut, leaf: Any, parts: Any) -> Any:
-            del leaf
-            return cut.join(parts)
+            return cut.join(parts, leaf)
 
         for before, cuts in reversed(self.stages):
             tree = _map_cuts(whole, cuts, before, tree, keep_boxes=True)
@@ -266,18 +323,23 @@ class Parts:
         self, numbers: Mapping[str, MuonDimensionNumbers]
     ) -> dict[str, MuonDimensionNumbers]:
         """Dimension numbers of the parts, from those of the whole leaves."""
-        for _, cuts in self.stages:
+        for before, cuts in self.stages:
+            ranks = {path: leaf.ndim for path, leaf in paths.leaves_with_paths(before)}
             parts: dict[str, MuonDimensionNumbers] = {}
             for path, spec in numbers.items():
                 cut = cuts.get(path)
-                parts |= {path: spec} if cut is None else cut.numbers(path, spec)
+                if cut is None:
+                    parts[path] = spec
+                else:
+                    parts |= cut.numbers(path, spec, ranks[path])
             numbers = parts
         return dict(numbers)
 
-    def specs(self, tree: Any, specs: Specs) -> Specs:
+    def specs(self, tree: Any, mesh: Mesh | None, specs: Specs) -> Specs:
         """PartitionSpecs of the parts of a tree, from those of the whole leaves."""
-        if specs is None:
-            return None
+        mesh = find_mesh(tree, mesh)
+        if specs is None or mesh is None:
+            return specs
         whole = spec_by_path(specs)
         found = {path: whole(path) for path, _ in paths.leaves_with_paths(tree)}
         for before, cuts in self.stages:
@@ -285,9 +347,10 @@ class Parts:
             for path, leaf in paths.leaves_with_paths(before):
                 cut = cuts.get(path)
                 spec = found[path]
-                parts |= (
-                    {path: spec} if cut is None else cut.specs(path, spec, leaf.ndim)
-                )
+                if cut is None:
+                    parts[path] = spec
+                else:
+                    parts |= cut.specs(path, spec, leaf.ndim, mesh.shape)
             found = parts
         return found
 

@@ -144,8 +144,8 @@ def orthogonalize(
         devices that hold them; None for 65536.
       travel: what is sent of sharded matrices. "matrix": their pieces, to owners;
         "gram": where only the longer side is divided, Gram matrices; "auto": what costs
-        less by a count of bytes and FLOPs. `polar` must take an `axis_name` for Gram
-        matrices, as `polar_express` and `newton_schulz` do.
+        less by a count of bytes and FLOPs. `polar_express` and `newton_schulz` can
+        do with Gram matrices, and a `functools.partial` of these.
       max_stack: most matrices in one call of `polar`, which bounds temporary memory.
 
     Returns:
@@ -166,6 +166,8 @@ def orthogonalize(
     """
     positive_int("max_stack", max_stack)
     _check_choice("travel", travel, owners.TRAVELS)
+    if small:
+        positive_int("small", small)
 
     def read(tree: Any) -> tuple[list[str], list[MatrixAxes]]:
         names = [path for path, _ in paths.leaves_with_paths(tree)]
@@ -173,7 +175,9 @@ def orthogonalize(
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
         names, all_axes = read(params)
-        make_blocks(names, [x.shape for x in jax.tree.leaves(params)], all_axes, joins)
+        leaves = jax.tree.leaves(params)
+        shapes, dtypes = [x.shape for x in leaves], [x.dtype for x in leaves]
+        make_blocks(names, shapes, all_axes, joins, dtypes=dtypes)
         return optax.EmptyState()
 
     def update_fn(
@@ -200,7 +204,8 @@ def orthogonalize(
             ]
 
         leaves, treedef = jax.tree.flatten(updates)
-        blocks = make_blocks(names, [x.shape for x in leaves], all_axes, joins)
+        shapes, dtypes = [x.shape for x in leaves], [x.dtype for x in leaves]
+        blocks = make_blocks(names, shapes, all_axes, joins, dtypes=dtypes)
         if joined:
             blocks = [
                 dataclasses.replace(block, joined=joined.get(name, 1))
@@ -212,7 +217,6 @@ def orthogonalize(
             local = functools.partial(_local_factors, polar, conditions, max_stack)
             leaves = factors_of(leaves, blocks, local)
         else:
-            shapes = [x.shape for x in leaves]
             placed, blocks, placements = owners.local_blocks(
                 view, names, shapes, all_axes, joins
             )
@@ -250,7 +254,7 @@ def _local_factors(
     results: list[Any] = [None] * len(batches)
     always = [i for i, condition in enumerate(conditions) if condition is None]
     calls = [(polar, always)] + [
-        (functools.partial(_if, condition, polar), [index])
+        (functools.partial(owners.compute_if, condition, polar), [index])
         for index, condition in enumerate(conditions)
         if condition is not None
     ]
@@ -517,11 +521,6 @@ def add_cautious_decayed_weights(
 
 def _rate(rate: optax.ScalarOrSchedule, count: Array) -> Any:
     return rate(count) if callable(rate) else rate
-
-
-def _if(condition: Array, function: Callable[[Array], Array], x: Array) -> Array:
-    """The function of x, or zeros without computing it."""
-    return jax.lax.cond(condition, function, jnp.zeros_like, x)
 
 
 def _norm(x: Array, axes: tuple[int, ...]) -> Array:

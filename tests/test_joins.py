@@ -62,6 +62,33 @@ def test_a_number_alone_joins_queries_keys_and_values(name):
     assert joined_names(shapes, 3) == [tuple(name.format(i=i) for i in range(3))]
 
 
+@pytest.mark.parametrize(
+    ("names", "pairs"),
+    [
+        # The number that varies, not the first: linen numbers every module.
+        ("Transformer_0/Block_{i}/attn/query/kernel", [(0, 1), (2, 3)]),
+        ("gpt2/h/{i}/attn/q2", []),
+        ("gpt2/h/{i}/q", [(0, 1), (2, 3)]),
+        ("h/{i}/attn_1/q", [(0, 1), (2, 3)]),
+    ],
+)
+def test_which_number_is_that_of_the_layer(names, pairs):
+    shapes = {names.format(i=i): (4, 6) for i in range(4)} | {"9/q": (4, 6)}
+    expected = [tuple(names.format(i=i) for i in pair) for pair in pairs]
+    assert joined_names(shapes, 2) == expected
+
+
+def test_two_stacks_are_joined_each_by_itself():
+    shapes = {f"{s}layers/{i}/q": (4, 6) for s in ("", "vision/") for i in range(2)}
+    shapes |= {f"stage{s}/block{i}/k": (4, 6) for s in range(2) for i in range(2)}
+    assert set(joined_names(shapes, 2)) == {
+        ("layers/0/q", "layers/1/q"),
+        ("vision/layers/0/q", "vision/layers/1/q"),
+        ("stage0/block0/k", "stage0/block1/k"),
+        ("stage1/block0/k", "stage1/block1/k"),
+    }
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("heads", [(), (2,)], ids=["plain", "heads"])
 def test_scanned_layers_equal_layers_of_their_own(rng, size, heads):
@@ -183,11 +210,17 @@ SHAPE = jax.ShapeDtypeStruct((4, 6), "float32")
         (
             {"0/q": SHAPE, "1/q": jax.ShapeDtypeStruct((4, 8), "float32")},
             {"{i}/q": 2},
-            r"different shapes: '0/q' \(4, 6\), '1/q' \(4, 8\)",
+            r"different shapes or dtypes: '0/q' \(4, 6\) float32, '1/q' \(4, 8\)",
         ),
         ({"a/q": SHAPE}, {"a/q": 2}, r"no layer number .* 'a/q' of shape \(4, 6\)"),
         ({"a/q": SHAPE}, {"{i}/q": 2}, "matches no matrix; there are a/q"),
         ({"0/q": SHAPE}, {"{i}/q": 0}, "at least 1"),
+        ({"0/q": SHAPE}, 0, "joins=0"),
+        (
+            {"0/q": SHAPE, "1/q": jax.ShapeDtypeStruct((4, 6), "bfloat16")},
+            {"{i}/q": 2},
+            "float32, '1/q' .* bfloat16",
+        ),
         ({"0/q": SHAPE}, {"{i}/q": 2, "0/{i}": 2}, "matches no matrix"),
         ({"0/q": SHAPE}, {"{i}/q": 2, "{i}/*": 2}, "matches '{i}/q' and"),
         ({"0/q": SHAPE}, {"{i}/{i}": 2}, "more than once"),

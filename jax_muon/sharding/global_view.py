@@ -89,12 +89,10 @@ def find_view(tree: Any, mesh: Any, specs: Specs) -> GlobalView | None:
         not divide evenly, specs that are not those of the types of Explicit axes.
     """
     flat = paths.leaves_with_paths(tree)
-    if jax.sharding.get_abstract_mesh().manual_axes:
+    if not flat or jax.sharding.get_abstract_mesh().manual_axes:
         return None
     types = {path: jax.typeof(leaf).sharding for path, leaf in flat}
-    meshes = [kind.mesh for kind in types.values() if kind.mesh.axis_names]
-    if mesh is None and meshes:
-        mesh = meshes[0]
+    mesh = find_mesh(tree, mesh)
     automatic = mesh is not None and AxisType.Auto in mesh.axis_types
     if mesh is None or (automatic and mesh.size == 1):
         return None
@@ -123,6 +121,21 @@ def find_view(tree: Any, mesh: Any, specs: Specs) -> GlobalView | None:
     return view
 
 
+def find_mesh(tree: Any, mesh: Any = None) -> Any:
+    """The given mesh, or that of the types of arrays, or None."""
+    if mesh is not None:
+        return mesh
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array) and jax.typeof(leaf).sharding.mesh.axis_names:
+            return jax.typeof(leaf).sharding.mesh
+    return None
+
+
+def is_explicit(x: Array) -> bool:
+    """Whether an array lies on a mesh whose axes its type shows."""
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
 def spec_by_path(specs: Specs) -> Callable[[str], PartitionSpec]:
     """Specs of any form as a function of the path."""
 
@@ -134,18 +147,35 @@ def spec_by_path(specs: Specs) -> Callable[[str], PartitionSpec]:
 
     if callable(specs) and not is_spec(specs):
         return lambda path: as_spec(specs(path))
-    flat = dict(paths.leaves_with_paths(specs, is_leaf=is_spec))
+    flat = dict(
+        paths.leaves_with_paths(specs, is_leaf=lambda x: x is None or is_spec(x))
+    )
     if "" in flat:
         return lambda path: as_spec(flat[""])
-    return lambda path: as_spec(paths.find_prefix(flat, path))
+
+    def find(path: str) -> PartitionSpec:
+        prefix = path
+        while prefix not in flat:
+            if not prefix:
+                raise ValueError(
+                    f"specs have nothing for parameter {path!r}; there are "
+                    + ", ".join(flat)
+                )
+            prefix = prefix.rpartition("/")[0]
+        return as_spec(flat[prefix])
+
+    return find
 
 
 def own_specs(params: Any) -> Specs:
     """Specs by path of parameters that lie divided over a mesh, or None."""
-    specs = {
-        path: leaf.sharding.spec
+    shardings = {
+        path: getattr(leaf, "sharding", None)
         for path, leaf in paths.leaves_with_paths(params)
-        if isinstance(getattr(leaf, "sharding", None), NamedSharding)
+    }
+    specs = {
+        path: own.spec if isinstance(own, NamedSharding) else _REPLICATED
+        for path, own in shardings.items()
     }
     return specs if any(any(spec) for spec in specs.values()) else None
 
@@ -252,7 +282,7 @@ def state_shardings(state: Any, params: Any, view: GlobalView) -> Any:
 def _state_spec(path: str, shape: tuple[int, ...], known: dict[str, Any]) -> Any:
     """Spec of state at `.../mu/blocks/0/kernel` by the parameter `blocks/0/kernel`."""
     parts = path.split("/")
-    for first in range(len(parts)):
+    for first in range(len(parts) + 1):  # the last is "", a parameter without a tree
         found = known.get("/".join(parts[first:]))
         if found is None or len(found[0]) != len(shape):
             continue

@@ -258,7 +258,8 @@ class MatrixLayout(Layout):
         all_axes = tuple(matrices.matrix_axes(tree, numbers))
         names = [leaf.path for leaf in leaves]
         shapes = [leaf.shape for leaf in leaves]
-        blocks = make_blocks(names, shapes, all_axes, joins)
+        dtypes = [leaf.dtype for leaf in leaves]
+        blocks = make_blocks(names, shapes, all_axes, joins, dtypes=dtypes)
         members: dict[Any, list[int]] = {}
         for index, block in enumerate(blocks):
             first = block.leaves[0]

@@ -210,8 +210,6 @@ def make_pools(
         bytes and FLOPs.
     """
     small = _SMALL if small is None else small
-    if travel not in TRAVELS:
-        raise ValueError(f"travel={travel!r}: valid are {', '.join(TRAVELS)}")
     found: dict[Any, list[Member]] = {}
     for index, ((shape, dtype), place) in enumerate(
         zip(batches, placements, strict=True)
@@ -418,7 +416,7 @@ def _on_owners(
     chunks = [(start, stop, polar) for start, stop in itertools.pairwise(cuts)]
     if any(pool.extra):
         has_one = jnp.asarray(pool.extra)[here]
-        polar_if = functools.partial(_if, has_one, polar)
+        polar_if = functools.partial(compute_if, has_one, polar)
         chunks.append((pool.whole, pool.depth, polar_if))
     done = []
     for start, stop, function in chunks:
@@ -480,6 +478,6 @@ def _product(names: Sequence[str], sizes: Sizes) -> int:
     return math.prod(sizes[name] for name in names)
 
 
-def _if(condition: Array, function: Polar, x: Array) -> Array:
+def compute_if(condition: Array, function: Polar, x: Array) -> Array:
     """The function of x, or zeros without computing it."""
     return jax.lax.cond(condition, function, jnp.zeros_like, x)

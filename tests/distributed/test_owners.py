@@ -364,6 +364,32 @@ def test_specs_that_do_not_fit(spec, match):
         jax.eval_shape(tx.init, params)
 
 
+def test_specs_without_an_entry():
+    """A name that is wrong, and so another that is missing."""
+    params = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
+    mesh = mesh_of(8, kind=AxisType.Auto)
+    tx = jm.nanochat(mesh=mesh, specs={"typo": P("a")})
+    with pytest.raises(ValueError, match="nothing for parameter 'w'; there are typo"):
+        jax.eval_shape(tx.init, params)
+    jax.eval_shape(jm.nanochat(mesh=mesh, specs={"w": None}).init, params)
+
+
+def test_small_corners():
+    mesh = mesh_of(8)
+    w = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("a", None)))
+    (mu,) = (x for x in jax.tree.leaves(jm.nanochat().init(w)) if x.shape == w.shape)
+    assert mu.sharding == w.sharding  # a parameter without a tree around it
+    assert jm.orthogonalize(mesh=mesh).update({}, optax.EmptyState())[0] == {}
+
+    def own(x, *, axis_name=None):
+        return jm.polar_express(x)
+
+    tx = jm.orthogonalize(own, small=1)
+    jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])({"w": w})
+    with pytest.raises(ValueError, match="small=-1"):
+        jm.orthogonalize(small=-1)
+
+
 def test_specs_against_explicit_types():
     mesh = mesh_of(8)
     params = jax.device_put({"w": jnp.ones((8, 8))}, NamedSharding(mesh, P("a")))
