@@ -78,11 +78,17 @@ def ways() -> list[Way]:
         ),
         "Polar Express, 8 steps": functools.partial(jm.polar_express, steps=8),
     }
-    kinds = (("bfloat16", "standard"), ("float32", "standard"), ("float32", "gram"))
+    kinds = {
+        ("bfloat16", "standard"): {"dtype": "bfloat16", "form": "standard"},
+        ("float32", "standard"): {"dtype": "float32", "form": "standard"},
+        ("float32", "gram"): {"dtype": "float32", "form": "gram"},
+    }
+    if jax.default_backend() == "gpu":
+        kinds["bfloat16", "kernels"] = {"dtype": "bfloat16", "symmetric": "kernel"}
     return [
-        Way(family, dtype, form, functools.partial(function, dtype=dtype, form=form))
+        Way(family, *kind, functools.partial(function, **settings))
         for family, function in families.items()
-        for dtype, form in kinds
+        for kind, settings in kinds.items()
     ]
 
 
@@ -207,12 +213,14 @@ def draw(found: list[dict[str, Any]], title: str, path: pathlib.Path) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
+    from matplotlib.ticker import LogFormatter
 
     shapes = sorted({tuple(r["shape"]) for r in found})
     families = list(dict.fromkeys(r["family"] for r in found))
     colors = dict(zip(families, plt.get_cmap("tab10").colors, strict=False))
     markers = {("bfloat16", "standard"): "s", ("float32", "standard"): "o"}
-    markers[("float32", "gram")] = "^"
+    markers |= {("float32", "gram"): "^", ("bfloat16", "kernels"): "D"}
+    present = {(r["dtype"], r["form"]) for r in found}
     figure, axes = plt.subplots(
         len(shapes),
         len(SPECTRA),
@@ -237,6 +245,8 @@ def draw(found: list[dict[str, Any]], title: str, path: pathlib.Path) -> None:
                     zorder=2,
                 )
             ax.set(xscale="log", yscale="log")
+            ax.xaxis.set_major_formatter("{x:g}")
+            ax.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.5)))
             ax.set_title(f"{shape[0]} x {shape[1]}, {kind}", fontsize=9)
             ax.grid(alpha=0.25, which="both", linewidth=0.5)
             ax.tick_params(labelsize=7, which="both")
@@ -251,6 +261,7 @@ def draw(found: list[dict[str, Any]], title: str, path: pathlib.Path) -> None:
     keys += [
         Line2D([], [], color="0.3", marker=marker, linestyle="", label=", ".join(kind))
         for kind, marker in markers.items()
+        if kind in present
     ]
     keys.append(Line2D([], [], color="0.75", label="no other is better in both"))
     figure.tight_layout(rect=(0, 0.75 / figure.get_figheight(), 1, 0.97))

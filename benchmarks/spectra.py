@@ -3,10 +3,16 @@
     python -m benchmarks.spectra --steps 300 --json benchmarks/results
 
 trains the model of `examples/train_gpt.py` with `jax_muon.nanochat` and takes, at a few
-steps, the singular values of what `orthogonalize` gets, matrix by matrix. On them it
-runs the quintics of several normalizations, numbers of steps and lower bounds, in
-float64 and on scalars: the root mean square of (singular value - 1) is the error. That
-says which lower bound to use with `norm="schatten4"` and one step less.
+steps, what `orthogonalize` gets, matrix by matrix. On it run the quintics of several
+normalizations, numbers of steps and lower bounds, in float64. The error is the distance
+to the polar factor, ||Y - U V^T||_F / ||U V^T||_F: where normalization is by a number,
+the root mean square of (singular value - 1), and scalars are enough. That says which
+lower bound to use with `norm="schatten4"` and one step less.
+
+"aol" divides every row of X (m, n), m <= n, by the root of the sum of |X X^T| over that
+row (Turbo-Muon, arXiv 2512.04632). Singular values then are at most 1 and nearer to it,
+but they are those of another matrix, with another polar factor. "spectral" divides by
+the largest singular value: what no division by a number can do better than.
 """
 
 import argparse
@@ -31,7 +37,7 @@ QUANTILES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 DEFAULT = ("frobenius", 5, 1e-3)
 CANDIDATES = [DEFAULT] + [
     (norm, steps, lower)
-    for norm in ("frobenius", "schatten4")
+    for norm in ("frobenius", "schatten4", "aol", "spectral")
     for steps in (4, 3)
     for lower in LOWERS
 ]
@@ -39,20 +45,35 @@ CANDIDATES = [DEFAULT] + [
 
 def after(s: np.ndarray, norm: str, steps: int, lower: float) -> np.ndarray:
     """Singular values after the Polar Express, in exact arithmetic."""
-    power = {"frobenius": 2, "schatten4": 4}[norm]
-    x = s / (NORM_FACTOR * np.sum(s**power) ** (1 / power))
+    power = {"frobenius": 2, "schatten4": 4, "spectral": np.inf}[norm]
+    x = s / (NORM_FACTOR * np.linalg.norm(s, power))
     for a, b, c in jm.polar_express_coefficients(steps, lower=lower):
         x = x * (a + x**2 * (b + c * x**2))
     return x
 
 
-def error(s: np.ndarray, candidate: tuple[str, int, float]) -> float:
-    """Root mean square of (singular value - 1)."""
-    return float(np.sqrt(np.mean((after(s, *candidate) - 1) ** 2)))
+def after_aol(x: np.ndarray, steps: int, lower: float) -> np.ndarray:
+    """X (m, n), m <= n, with its rows normalized, after the Polar Express."""
+    x = x / (NORM_FACTOR * np.sqrt(np.sum(np.abs(x @ x.T), axis=1, keepdims=True)))
+    for a, b, c in jm.polar_express_coefficients(steps, lower=lower):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def error(record: dict[str, Any], candidate: tuple[str, int, float]) -> float:
+    """The distance to the polar factor."""
+    norm, steps, lower = candidate
+    if norm == "aol":
+        factor = record["polar_factor"]
+        distance = after_aol(record["matrix"], steps, lower) - factor
+        return float(np.linalg.norm(distance) / np.linalg.norm(factor))
+    s = after(record["singular_values"], norm, steps, lower)
+    return float(np.sqrt(np.mean((s - 1) ** 2)))
 
 
 def record(steps: int, at: list[int], width: int, seed: int) -> list[dict[str, Any]]:
-    """Train, and take the singular values at some steps."""
+    """Train, and decompose the momentum at some steps."""
     sys.path.insert(0, str(EXAMPLES))
     from flax import nnx
     from gpt import GPT
@@ -62,7 +83,7 @@ def record(steps: int, at: list[int], width: int, seed: int) -> list[dict[str, A
     text = read_text(None, 128)
     model = GPT(len(text.vocabulary), width, 4, rngs=nnx.Rngs(seed))
     graph, params = nnx.split(model, nnx.Param)
-    tx = make_optimizer("nanochat", steps, None, **best_rates("nanochat"))
+    tx = make_optimizer("nanochat", steps, **best_rates("nanochat"))
     labels = jax.tree.leaves(jm.label_params(params))
     momentum = jm.nesterov(0.95)
 
@@ -84,7 +105,9 @@ def record(steps: int, at: list[int], width: int, seed: int) -> list[dict[str, A
         leaves = jax.tree_util.tree_leaves_with_path(matrices)
         for (path, leaf), label in zip(leaves, labels, strict=True):
             if label == "muon":
-                s = np.linalg.svd(np.asarray(leaf, np.float64), compute_uv=False)
+                x = np.asarray(leaf, np.float64)
+                x = x if x.shape[0] <= x.shape[1] else x.T
+                u, s, vt = np.linalg.svd(x, full_matrices=False)
                 if s.max() == 0:  # behind a projection that starts from zero
                     continue
                 records.append(
@@ -93,6 +116,8 @@ def record(steps: int, at: list[int], width: int, seed: int) -> list[dict[str, A
                         "parameter": jax.tree_util.keystr(path),
                         "shape": list(leaf.shape),
                         "singular_values": s,
+                        "matrix": x,
+                        "polar_factor": u @ vt,
                     }
                 )
         print(f"step {count}: {len(records)} spectra", flush=True)
@@ -102,8 +127,7 @@ def record(steps: int, at: list[int], width: int, seed: int) -> list[dict[str, A
 def summarize(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Each spectrum by quantiles and errors, and every candidate over all of them."""
     errors = {
-        candidate: [error(r["singular_values"], candidate) for r in records]
-        for candidate in CANDIDATES
+        candidate: [error(r, candidate) for r in records] for candidate in CANDIDATES
     }
     candidates = [
         {

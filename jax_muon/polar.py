@@ -15,6 +15,7 @@ The iterations share one body, in two forms with m <= n:
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,12 @@ from jax_muon.coefficients import (
     NEWTON_SCHULZ,
     Coefficients,
     polar_express_coefficients,
+)
+from jax_muon.kernels.symmetric import (
+    gram_kernel,
+    matmul,
+    quadratic,
+    quadratic_kernel,
 )
 from jax_muon.sharding.axes import AxisName, axis_names
 
@@ -45,9 +52,14 @@ _CPU_HALVES_MIN_SIZE = 512
 
 _NORMS = ("frobenius", "schatten4")
 _FORMS = ("auto", "standard", "gram")
+_SYMMETRIC = ("plain", "kernel")
 
-# Two (..., m, k) to a symmetric (..., m, m).
-Product = Callable[[Array, Array], Array]
+
+class Products(NamedTuple):
+    """How symmetric products are computed."""
+
+    outer: Callable[[Array, Array], Array]  # two (..., m, k): X Y^T, known symmetric
+    quadratic: Callable[[Array, float, float], Array]  # A, b, c: b A + c A A
 
 
 def polar_express(
@@ -62,6 +74,7 @@ def polar_express(
     norm: str = "frobenius",
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     form: str = "auto",
+    symmetric: str = "plain",
     axis_name: AxisName | None = None,
 ) -> Float[Array, "*batch m n"]:
     """Polar factor by the Polar Express: an optimal quintic for each step.
@@ -81,6 +94,9 @@ def polar_express(
         once), float32, float64; None for the dtype of x.
       form: "standard", "gram" (not in bfloat16, where it is useless: singular values
         reach 28), or "auto": "gram" where it is faster.
+      symmetric: "plain", or "kernel": on an NVIDIA GPU, kernels that compute one
+        triangle of symmetric products (`jax_muon.kernels.symmetric`); 16-bit dtypes and
+        the standard form. No card has run them yet.
       axis_name: inside shard_map, the mesh axis, or axes, over which the last axis of x
         is divided, the longer one of the whole matrix. Gram matrices (m, m) are summed
         over it, `gram_exchanges` times; each device computes its piece of the factor.
@@ -105,7 +121,9 @@ def polar_express(
     coefficients = polar_express_coefficients(
         steps, lower=lower, cushion=cushion, safety=safety
     )
-    return _iterate(x, coefficients, norm_factor, eps, norm, dtype, form, axis_name)
+    return _iterate(
+        x, coefficients, norm_factor, eps, norm, dtype, form, symmetric, axis_name
+    )
 
 
 def newton_schulz(
@@ -118,6 +136,7 @@ def newton_schulz(
     norm: str = "frobenius",
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     form: str = "auto",
+    symmetric: str = "plain",
     axis_name: AxisName | None = None,
 ) -> Float[Array, "*batch m n"]:
     """Approximate polar factor by an iteration with the given quintics.
@@ -133,6 +152,7 @@ def newton_schulz(
       norm: "frobenius" or "schatten4".
       dtype: of the iteration.
       form: "standard", "gram" or "auto".
+      symmetric: "plain" or "kernel".
       axis_name: see `polar_express`.
 
     Returns:
@@ -159,7 +179,7 @@ def newton_schulz(
             f"{len(table)} steps"
         )
     abcs = [(float(a), float(b), float(c)) for a, b, c in table[:steps]]
-    return _iterate(x, abcs, norm_factor, eps, norm, dtype, form, axis_name)
+    return _iterate(x, abcs, norm_factor, eps, norm, dtype, form, symmetric, axis_name)
 
 
 def svd_polar(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
@@ -182,7 +202,7 @@ def svd_polar(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
     u, s, vt = jnp.linalg.svd(y, full_matrices=False)
     rank_tol = max(x.shape[-2:]) * jnp.finfo(y.dtype).eps
     keep = s > rank_tol * s[..., :1]
-    return _matmul(u * keep[..., None, :], vt).astype(x.dtype)
+    return matmul(u * keep[..., None, :], vt).astype(x.dtype)
 
 
 def positive_int(name: str, value: int) -> None:
@@ -211,6 +231,7 @@ def _iterate(
     norm: str,
     dtype: jax.typing.DTypeLike | None,
     form: str,
+    symmetric: str,
     axis_name: AxisName | None,
 ) -> Array:
     """Run the quintics on a batch, in the order that suits the platform."""
@@ -219,9 +240,15 @@ def _iterate(
         raise ValueError(f"norm={norm!r}: valid are {', '.join(_NORMS)}")
     if form not in _FORMS:
         raise ValueError(f"form={form!r}: valid are {', '.join(_FORMS)}")
+    if symmetric not in _SYMMETRIC:
+        raise ValueError(f"symmetric={symmetric!r}: valid are {', '.join(_SYMMETRIC)}")
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype={dtype}: valid are floating-point types")
+    if symmetric == "kernel" and jnp.finfo(dtype).bits != 16:
+        raise ValueError(
+            f"symmetric='kernel' with dtype={dtype}: valid are bfloat16 and float16"
+        )
     if x.size == 0:
         return x
 
@@ -239,24 +266,27 @@ def _iterate(
         )
     body = _gram_form if _uses_gram(form, dtype, m, n) else _standard_form
 
-    def factor(y: Array, product: Product) -> Array:
+    def factor(y: Array, products: Products) -> Array:
         def gram_of(y: Array) -> Array:
-            gram = product(y, y)
+            gram = products.outer(y, y)
             return gram if axis_name is None else jax.lax.psum(gram, axis_name)
 
         y = y.mT if turned else y  # (k, m, n) with m <= n
         y, unit = power_of_two_scaled(y, axis_name=axis_name)
         y, gram = _normalize(y, unit, norm, norm_factor, eps, dtype, gram_of)
-        y = body(y, gram, coefficients, product, gram_of).astype(x.dtype)
+        y = body(y, gram, coefficients, products, gram_of).astype(x.dtype)
         return y.mT if turned else y
 
-    halves = m >= _CPU_HALVES_MIN_SIZE
-    on_cpu = functools.partial(factor, product=_in_halves if halves else _outer)
-    y = jax.lax.platform_dependent(
-        x.reshape(-1, rows, cols),
-        cpu=functools.partial(_one_after_another, on_cpu, squeeze=not low_precision),
-        default=functools.partial(factor, product=_outer),
+    on_cpu = functools.partial(
+        factor, products=_HALVES if m >= _CPU_HALVES_MIN_SIZE else _PLAIN
     )
+    branches = {
+        "cpu": functools.partial(_one_after_another, on_cpu, squeeze=not low_precision),
+        "default": functools.partial(factor, products=_PLAIN),
+    }
+    if symmetric == "kernel":
+        branches["cuda"] = functools.partial(factor, products=_KERNELS)
+    y = jax.lax.platform_dependent(x.reshape(-1, rows, cols), **branches)
     return y.reshape(*batch, rows, cols)
 
 
@@ -359,7 +389,7 @@ def _standard_form(
     x: Array,
     gram: Array,
     coefficients: Sequence[Coefficients],
-    product: Product,
+    products: Products,
     gram_of: Callable[[Array], Array],
 ) -> Array:
     # Sums of terms in at least float32, rounded once: with every term rounded by itself
@@ -367,8 +397,8 @@ def _standard_form(
     for step, (a, b, c) in enumerate(coefficients):
         if step > 0:
             gram = gram_of(x).astype(x.dtype)
-        polynomial = (b * wide(gram) + c * product(gram, gram)).astype(x.dtype)
-        x = (a * wide(x) + _matmul(polynomial, x)).astype(x.dtype)
+        polynomial = products.quadratic(gram, b, c)
+        x = (a * wide(x) + matmul(polynomial, x)).astype(x.dtype)
     return x
 
 
@@ -376,7 +406,7 @@ def _gram_form(
     x: Array,
     gram: Array,
     coefficients: Sequence[Coefficients],
-    product: Product,
+    products: Products,
     gram_of: Callable[[Array], Array],
 ) -> Array:
     # R, every polynomial of it and their products are symmetric and commute.
@@ -384,19 +414,19 @@ def _gram_form(
     factor = eye  # Q, where X now is Q X
     for step, (a, b, c) in enumerate(coefficients):
         if step > 0 and step % _GRAM_REFRESH == 0:
-            x, factor = _matmul(factor, x), eye
+            x, factor = matmul(factor, x), eye
             gram = gram_of(x)
-        polynomial = a * eye + b * gram + c * product(gram, gram)
-        factor = polynomial if factor is eye else product(factor, polynomial)
+        polynomial = a * eye + products.quadratic(gram, b, c)
+        factor = polynomial if factor is eye else products.outer(factor, polynomial)
         last = step == len(coefficients) - 1 or (step + 1) % _GRAM_REFRESH == 0
         if not last:
-            gram = product(product(polynomial, gram), polynomial)
-    return _matmul(factor, x)
+            gram = products.outer(products.outer(polynomial, gram), polynomial)
+    return matmul(factor, x)
 
 
 def _outer(x: Array, y: Array) -> Array:
     """X Y^T, which the caller knows to be symmetric, as one product."""
-    return _matmul(x, y.mT)
+    return matmul(x, y.mT)
 
 
 def _in_halves(x: Array, y: Array) -> Array:
@@ -412,14 +442,16 @@ def _in_halves(x: Array, y: Array) -> Array:
     return jnp.concatenate([top, bottom], axis=-2)
 
 
-def _matmul(x: Array, y: Array) -> Array:
-    """Product that accumulates in at least float32 and is not rounded below that."""
-    dtype = wide(x).dtype
-    # HIGHEST: on a GPU, float32 would otherwise run through TF32 with 10 bits.
-    precision = jax.lax.Precision.HIGHEST if x.dtype == dtype else None
-    return jnp.matmul(x, y, precision=precision, preferred_element_type=dtype)
-
-
 def wide(x: Array) -> Array:
     """In at least float32: for sums, means and small differences."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _quadratic_in_halves(a: Array, b: float, c: float) -> Array:
+    return (b * wide(a) + c * _in_halves(a, a)).astype(a.dtype)
+
+
+_PLAIN = Products(_outer, quadratic)
+_HALVES = Products(_in_halves, _quadratic_in_halves)
+# Only of X with itself: the kernel knows no other product.
+_KERNELS = Products(lambda x, _: gram_kernel(x, jnp.float32), quadratic_kernel)

@@ -78,7 +78,7 @@ def test_a_pair_of_processes(tmp_path, capsys):
     assert first["ours_info"]["temporary_bytes"] > 0
     assert first["run"]["versions"]["jax"] == jax.__version__
     assert (tmp_path / "step_cpu.png").stat().st_size > 10_000
-    assert "nominal FLOPs" in capsys.readouterr().out
+    assert "nanochat, float32, scanned   fused" in capsys.readouterr().out
 
 
 def test_torch_contender():
@@ -111,6 +111,19 @@ def params_of(optimizer):
 def test_bad_words(main, words):
     with pytest.raises(SystemExit):
         main(words)
+
+
+def test_quick_pairs():
+    """With a bar for the model, or any pair where the model has none."""
+    by_model = {
+        model: [str(pair.theirs) for pair in step.pairs() if pair.is_quick(model)]
+        for model in ("6x384", "gpt2-124m", "gpt2-350m")
+    }
+    assert (
+        {"torch-muon, bfloat16"} < set(by_model["6x384"]) < set(by_model["gpt2-124m"])
+    )
+    assert by_model["gpt2-124m"] == by_model["gpt2-350m"]
+    assert not any(name.startswith("adamw") for name in by_model["gpt2-350m"])
 
 
 def test_nominal_flops():
@@ -172,15 +185,37 @@ def test_quintics_on_scalars(rng, x64, norm, lower):
     found = np.sort(np.linalg.svd(y, compute_uv=False))
     # eps=1e-6 stands beside the norm, and the quintics are steep.
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    error = spectra.error(s, (norm, 4, lower))
+    error = spectra.error({"singular_values": s}, (norm, 4, lower))
     assert error == pytest.approx(np.sqrt(np.mean((found - 1) ** 2)), abs=1e-5)
 
 
+def test_normalized_rows(rng):
+    """Rows that are orthogonal are only scaled: that leaves the polar factor."""
+    u, _, vt = np.linalg.svd(rng.standard_normal((6, 10)), full_matrices=False)
+    x = np.geomspace(1, 1e-9, 6)[:, None] * (u @ vt)
+    np.testing.assert_allclose(spectra.after_aol(x, 9, 1e-3), u @ vt, atol=1e-9)
+    x = rng.standard_normal((6, 10))
+    y = spectra.after_aol(x, 9, 1e-3)
+    np.testing.assert_allclose(y @ y.T, np.eye(6), atol=1e-9)
+
+
+def test_recorded_spectra():
+    """Of the matrices that Muon gets, with the factor of each."""
+    records = spectra.record(2, [2], 32, 0)
+    assert len({r["parameter"] for r in records}) == len(records) > 0
+    for r in records:
+        x, s, factor = r["matrix"], r["singular_values"], r["polar_factor"]
+        assert sorted(r["shape"]) == list(x.shape)
+        np.testing.assert_allclose(np.sum(x * factor), s.sum(), rtol=1e-9)
+        assert spectra.error(r, ("spectral", 9, 1e-3)) < 1
+
+
 def test_summary_of_spectra(rng):
-    records = [
-        {"step": 1, "parameter": "w", "shape": [8, 8], "singular_values": s}
-        for s in (np.linspace(0.5, 1, 8), np.geomspace(1e-6, 1, 8))
-    ]
+    records = []
+    for s in (np.linspace(0.5, 1, 8), np.geomspace(1e-6, 1, 8)):
+        u, _, vt = np.linalg.svd(rng.standard_normal((8, 8)))
+        made = {"singular_values": s, "matrix": (u * s) @ vt, "polar_factor": u @ vt}
+        records.append({"step": 1, "parameter": "w", "shape": [8, 8], **made})
     summary = spectra.summarize(records)
     chosen = summary["chosen"]
     assert (chosen["norm"], chosen["steps"]) == ("schatten4", 4)

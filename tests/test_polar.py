@@ -10,6 +10,7 @@ import pytest
 import jax_muon as jm
 from jax_muon import polar
 from jax_muon.coefficients import NEWTON_SCHULZ
+from jax_muon.kernels.symmetric import gram_kernel, quadratic_kernel
 from tests import oracle
 
 SHAPES = [(8, 8), (6, 17), (17, 6), (1, 9), (9, 1), (2, 3, 5, 12), (4, 40, 24), (1, 1)]
@@ -135,6 +136,46 @@ def test_order_of_execution_by_platform(dtype):
     assert "stablehlo.while" in cpu
     assert cpu.count("stablehlo.dot_general") == 5 * (3 + 3 + 1)  # two by halves
     assert "tensor<8x640x640xf32>" not in cpu
+
+
+def test_kernels_on_a_gpu_alone(rng):
+    """They stand in the program for CUDA, two a step, and change nothing on a CPU."""
+    x = jnp.asarray(rng.standard_normal((2, 40, 24)), jnp.float32)
+    plain, kernel = (
+        jax.jit(functools.partial(jm.polar_express, symmetric=symmetric))
+        for symmetric in ("plain", "kernel")
+    )
+
+    def calls(function, platform):
+        lowered = function.trace(x).lower(lowering_platforms=(platform,))
+        return lowered.as_text().count("stablehlo.custom_call @__gpu$xla.gpu.triton")
+
+    assert calls(plain, "cuda") == calls(kernel, "cpu") == 0
+    assert calls(kernel, "cuda") == 10
+    np.testing.assert_array_equal(kernel(x), plain(x))
+
+
+@pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
+@pytest.mark.parametrize("shape", [(40, 24), (2, 24, 40), (30, 30)], ids=str)
+def test_the_iteration_on_kernels(rng, monkeypatch, shape, norm):
+    """In Pallas's interpreter, in place of what a CPU would run."""
+    x = jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    plain = jm.polar_express(x, norm=norm)
+    traced = []
+
+    def outer(x, _):
+        traced.append("gram")
+        return gram_kernel(x, jnp.float32, interpret=True)
+
+    def quadratic(a, b, c):
+        traced.append("quadratic")
+        return quadratic_kernel(a, b, c, interpret=True)
+
+    monkeypatch.setattr(polar, "_PLAIN", polar.Products(outer, quadratic))
+    found = jm.polar_express(x, norm=norm)
+    assert {"gram", "quadratic"} == set(traced)
+    # Where sums in another order differ, they do by a last bit of bfloat16.
+    assert np.linalg.norm(found - plain) < 2**-7 * np.linalg.norm(plain)
 
 
 def test_a_stack_is_written_in_place():

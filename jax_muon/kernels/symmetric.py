@@ -8,8 +8,9 @@ of the lower one and store each tile twice, the second time transposed: for s ro
 tiles s (s + 1) / 2 instead of s^2. They are written for Hopper (sm_90) in Triton, for
 16-bit floats, whose products accumulate in float32 and are rounded once.
 
-Nothing uses the kernels by default: they are compiled and checked in Pallas's
-interpreter, but no card has run them yet (docs/symmetric_kernel.md).
+`polar_express(symmetric="kernel")` uses them on NVIDIA GPUs. It is no default: they are
+compiled and checked in Pallas's interpreter, but no card has run them yet
+(docs/symmetric_kernel.md).
 """
 
 import functools
