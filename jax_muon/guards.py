@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jax_muon.polar import wide
+from jax_muon.products import wide
 from jax_muon.sharding.axes import AxisName, axis_names, varying_axes
 from jax_muon.sharding.owned import is_owned
 

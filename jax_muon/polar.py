@@ -6,7 +6,7 @@ with matrix products alone. Nothing here knows what a parameter or a mesh is.
 
 The iterations share one body, in two forms with m <= n:
 
-  standard: A = X X^T;  X <- a X + (b A + c A A) X
+  standard: A = X X^T;  X <- X + (b/a A + c/a A A) X, and all a together at the end
   gram:     R = X X^T;  Z = b R + c R R;  Q <- a Q + Q Z;  R <- (aI + Z) R (aI + Z),
             and X <- Q X at the end. Cheaper for n > 1.5 m, less accurate: R squares the
             condition number, so X is refreshed once in three steps.
@@ -15,7 +15,6 @@ The iterations share one body, in two forms with m <= n:
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +26,14 @@ from jax_muon.coefficients import (
     Coefficients,
     polar_express_coefficients,
 )
-from jax_muon.kernels.symmetric import (
-    gram_kernel,
-    matmul,
-    quadratic,
-    quadratic_kernel,
+from jax_muon.kernels.symmetric import matmul
+from jax_muon.products import (
+    FusedProducts,
+    KernelProducts,
+    Products,
+    exact_factors,
+    outer_in_halves,
+    wide,
 )
 from jax_muon.sharding.axes import AxisName, axis_names
 
@@ -46,6 +48,10 @@ _GRAM_ASPECT = 1.5
 # Below this m, products are too small for the Gram form to save time.
 _GRAM_MIN_SIZE = 256
 
+# Of matrices divided by more than this, products would come near the end of the range
+# of float32. It is the product of the a of 20 steps or more.
+_MAX_SCALE = 2.0**40
+
 # On a CPU, symmetric products are computed by halves from this m on; below, the smaller
 # products lose what their number saves.
 _CPU_HALVES_MIN_SIZE = 512
@@ -53,13 +59,7 @@ _CPU_HALVES_MIN_SIZE = 512
 _NORMS = ("frobenius", "schatten4")
 _FORMS = ("auto", "standard", "gram")
 _SYMMETRIC = ("plain", "kernel")
-
-
-class Products(NamedTuple):
-    """How symmetric products are computed."""
-
-    outer: Callable[[Array, Array], Array]  # two (..., m, k): X Y^T, known symmetric
-    quadratic: Callable[[Array, float, float], Array]  # A, b, c: b A + c A A
+_DTYPES = ("bfloat16", "float32", "float64")
 
 
 def polar_express(
@@ -95,8 +95,8 @@ def polar_express(
       form: "standard", "gram" (not in bfloat16, where it is useless: singular values
         reach 28), or "auto": "gram" where it is faster.
       symmetric: "plain", or "kernel": on an NVIDIA GPU, kernels that compute one
-        triangle of symmetric products (`jax_muon.kernels.symmetric`); 16-bit dtypes and
-        the standard form. No card has run them yet.
+        triangle of symmetric products (`jax_muon.kernels.symmetric`), for bfloat16. No
+        card has run them yet.
       axis_name: inside shard_map, the mesh axis, or axes, over which the last axis of x
         is divided, the longer one of the whole matrix. Gram matrices (m, m) are summed
         over it, `gram_exchanges` times; each device computes its piece of the factor.
@@ -178,6 +178,11 @@ def newton_schulz(
             f"steps={steps} with {len(table)} given coefficients: valid is 1 to "
             f"{len(table)} steps"
         )
+    if not np.isfinite(table[:steps]).all() or not table[:steps, :2].all():
+        raise ValueError(
+            f"coefficients={table[:steps].tolist()}: valid are finite numbers, a and b "
+            "of every quintic not 0"
+        )
     abcs = [(float(a), float(b), float(c)) for a, b, c in table[:steps]]
     return _iterate(x, abcs, norm_factor, eps, norm, dtype, form, symmetric, axis_name)
 
@@ -243,12 +248,10 @@ def _iterate(
     if symmetric not in _SYMMETRIC:
         raise ValueError(f"symmetric={symmetric!r}: valid are {', '.join(_SYMMETRIC)}")
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype={dtype}: valid are floating-point types")
-    if symmetric == "kernel" and jnp.finfo(dtype).bits != 16:
-        raise ValueError(
-            f"symmetric='kernel' with dtype={dtype}: valid are bfloat16 and float16"
-        )
+    if dtype.name not in _DTYPES:  # others have too small a range of exponents
+        raise ValueError(f"dtype={dtype}: valid are {', '.join(_DTYPES)}")
+    if symmetric == "kernel" and dtype != jnp.bfloat16:
+        raise ValueError(f"symmetric='kernel' with dtype={dtype}: valid is bfloat16")
     if x.size == 0:
         return x
 
@@ -258,7 +261,7 @@ def _iterate(
     else:
         m, n = rows, cols * jax.lax.axis_size(axis_names(axis_name))
     turned = axis_name is None and rows > cols
-    low_precision = jnp.finfo(dtype).bits < 32
+    low_precision = dtype == jnp.bfloat16
     if form == "gram" and low_precision:
         raise ValueError(
             f"form='gram' with dtype={dtype}: singular values reach 28 there; valid "
@@ -267,22 +270,27 @@ def _iterate(
     body = _gram_form if _uses_gram(form, dtype, m, n) else _standard_form
 
     def factor(y: Array, products: Products) -> Array:
-        def gram_of(y: Array) -> Array:
-            gram = products.outer(y, y)
+        def summed(gram: Array) -> Array:
             return gram if axis_name is None else jax.lax.psum(gram, axis_name)
 
-        y = y.mT if turned else y  # (k, m, n) with m <= n
+        def gram_of(y: Array, k: float) -> Array:
+            if axis_name is None:
+                return products.gram(y, k)
+            return (k * summed(products.outer(y, y))).astype(y.dtype)
+
+        y = y.mT if turned else y  # (..., m, n) with m <= n
         y, unit = power_of_two_scaled(y, axis_name=axis_name)
-        y, gram = _normalize(y, unit, norm, norm_factor, eps, dtype, gram_of)
+        y = y.astype(dtype)
+        gram = summed(products.outer(y, y))
+        y, gram = _normalize(y, gram, unit, norm, norm_factor, eps)
         y = body(y, gram, coefficients, products, gram_of).astype(x.dtype)
         return y.mT if turned else y
 
-    on_cpu = functools.partial(
-        factor, products=_HALVES if m >= _CPU_HALVES_MIN_SIZE else _PLAIN
-    )
+    halves = m >= _CPU_HALVES_MIN_SIZE
+    on_cpu = functools.partial(factor, products=_HALVES if halves else _WHOLE)
     branches = {
         "cpu": functools.partial(_one_after_another, on_cpu, squeeze=not low_precision),
-        "default": functools.partial(factor, products=_PLAIN),
+        "default": functools.partial(factor, products=_FUSED),
     }
     if symmetric == "kernel":
         branches["cuda"] = functools.partial(factor, products=_KERNELS)
@@ -343,27 +351,19 @@ def _one_after_another(
 
 
 def _normalize(
-    x: Array,
-    unit: Array,
-    norm: str,
-    norm_factor: float,
-    eps: float,
-    dtype: jnp.dtype,
-    gram_of: Callable[[Array], Array],
+    x: Array, gram: Array, unit: Array, norm: str, norm_factor: float, eps: float
 ) -> tuple[Array, Array]:
-    """X / (norm_factor * norm(X) + eps unit) in `dtype`, and its Gram matrix X X^T.
+    """X / (norm_factor * norm(X) + eps unit), and its Gram matrix X X^T.
 
     Both norms are read off the Gram matrix of the first step, which is computed anyway:
     ||X||_F^2 is its trace, and the Schatten-4 norm to the fourth is ||X X^T||_F^2.
     """
-    x = x.astype(dtype)
-    gram = gram_of(x)
     if norm == "frobenius":
         squared = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
     else:
         squared = jnp.sqrt(jnp.sum(gram * gram, axis=(-2, -1), keepdims=True))
     scale = 1 / (norm_factor * jnp.sqrt(squared) + eps * unit.astype(gram.dtype))
-    return (wide(x) * scale).astype(dtype), (gram * scale**2).astype(dtype)
+    return (wide(x) * scale).astype(x.dtype), gram * scale**2
 
 
 def power_of_two_scaled(
@@ -390,16 +390,19 @@ def _standard_form(
     gram: Array,
     coefficients: Sequence[Coefficients],
     products: Products,
-    gram_of: Callable[[Array], Array],
+    gram_of: Callable[[Array, float], Array],
 ) -> Array:
-    # Sums of terms in at least float32, rounded once: with every term rounded by itself
-    # the error of bfloat16 is three times larger (0.05 for 0.015 on a Gaussian matrix).
+    """Of X and its Gram matrix, which is in at least float32, as is the result."""
+    scale = 1.0  # x is X / scale, so that a step need not multiply it
     for step, (a, b, c) in enumerate(coefficients):
-        if step > 0:
-            gram = gram_of(x).astype(x.dtype)
-        polynomial = products.quadratic(gram, b, c)
-        x = (a * wide(x) + matmul(polynomial, x)).astype(x.dtype)
-    return x
+        g, p, q = exact_factors(b / a * scale**2, c / a * scale**4, x.dtype)
+        first = step == 0
+        gram = (g * gram).astype(x.dtype) if first else gram_of(x, g)
+        x = products.add_product(x, p, products.add_square(gram, q))
+        scale *= a
+        if abs(scale) > _MAX_SCALE:
+            x, scale = (wide(x) * scale).astype(x.dtype), 1.0
+    return wide(x) * scale
 
 
 def _gram_form(
@@ -407,7 +410,7 @@ def _gram_form(
     gram: Array,
     coefficients: Sequence[Coefficients],
     products: Products,
-    gram_of: Callable[[Array], Array],
+    gram_of: Callable[[Array, float], Array],
 ) -> Array:
     # R, every polynomial of it and their products are symmetric and commute.
     eye = jnp.eye(x.shape[-2], dtype=x.dtype)
@@ -415,8 +418,8 @@ def _gram_form(
     for step, (a, b, c) in enumerate(coefficients):
         if step > 0 and step % _GRAM_REFRESH == 0:
             x, factor = matmul(factor, x), eye
-            gram = gram_of(x)
-        polynomial = a * eye + products.quadratic(gram, b, c)
+            gram = gram_of(x, 1.0)
+        polynomial = a * eye + b * products.add_square(gram, c / b)
         factor = polynomial if factor is eye else products.outer(factor, polynomial)
         last = step == len(coefficients) - 1 or (step + 1) % _GRAM_REFRESH == 0
         if not last:
@@ -424,34 +427,7 @@ def _gram_form(
     return matmul(factor, x)
 
 
-def _outer(x: Array, y: Array) -> Array:
-    """X Y^T, which the caller knows to be symmetric, as one product."""
-    return matmul(x, y.mT)
-
-
-def _in_halves(x: Array, y: Array) -> Array:
-    """X Y^T, which the caller knows to be symmetric, by three quarters of the work.
-
-    Of [[A, B^T], [B, C]] it computes A, B and C. More blocks gain no more on a CPU.
-    """
-    half = x.shape[-2] // 2
-    (x0, x1), (y0, y1) = ((z[..., :half, :], z[..., half:, :]) for z in (x, y))
-    below = _outer(x1, y0)
-    top = jnp.concatenate([_outer(x0, y0), below.mT], axis=-1)
-    bottom = jnp.concatenate([below, _outer(x1, y1)], axis=-1)
-    return jnp.concatenate([top, bottom], axis=-2)
-
-
-def wide(x: Array) -> Array:
-    """In at least float32: for sums, means and small differences."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def _quadratic_in_halves(a: Array, b: float, c: float) -> Array:
-    return (b * wide(a) + c * _in_halves(a, a)).astype(a.dtype)
-
-
-_PLAIN = Products(_outer, quadratic)
-_HALVES = Products(_in_halves, _quadratic_in_halves)
-# Only of X with itself: the kernel knows no other product.
-_KERNELS = Products(lambda x, _: gram_kernel(x, jnp.float32), quadratic_kernel)
+_WHOLE = Products()
+_HALVES = Products(outer_in_halves)
+_FUSED = FusedProducts()
+_KERNELS = KernelProducts()

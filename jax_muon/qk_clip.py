@@ -16,7 +16,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jax_muon import paths
-from jax_muon.polar import wide
+from jax_muon.products import wide
 from jax_muon.sharding.axes import replicated
 
 

@@ -26,8 +26,8 @@ from jax_muon.polar import (
     polar_express,
     positive_int,
     power_of_two_scaled,
-    wide,
 )
+from jax_muon.products import wide
 from jax_muon.sharding import owners
 from jax_muon.sharding.global_view import Specs, find_view
 

@@ -88,6 +88,7 @@ def gram_kernel(
     x: Float[Array, "*batch m n"],
     dtype: jax.typing.DTypeLike | None = None,
     *,
+    factor: float | Float[Array, ""] = 1.0,
     tiling: Tiling = HOPPER,
     interpret: bool = False,
 ) -> Float[Array, "*batch m m"]:
@@ -97,6 +98,7 @@ def gram_kernel(
       x: matrices in the last two axes, bfloat16 or float16. float32 is refused: the
         tensor cores of a GPU do not multiply it without rounding.
       dtype: of the result, a floating dtype of at most 32 bits; None for that of x.
+      factor: of the product, before it is rounded.
       tiling: sizes of the kernel.
       interpret: run in Pallas's interpreter, on any platform; for tests.
 
@@ -112,7 +114,7 @@ def gram_kernel(
       [[5.0, 11.0], [11.0, 25.0]]
     """
     _check_matrices("x", x)
-    return _symmetric_product(x, dtype, (1.0,), tiling, interpret)
+    return _symmetric_product(x, dtype, (factor,), tiling, interpret)
 
 
 def quadratic_kernel(

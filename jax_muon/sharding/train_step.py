@@ -10,7 +10,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import paths
-from jax_muon.polar import wide
+from jax_muon.products import wide
 from jax_muon.sharding.axes import AxisName, axis_names, vary, varying_axes
 from jax_muon.sharding.owned import check_devices, is_owned, state_specs
 

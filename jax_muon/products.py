@@ -1,0 +1,138 @@
+"""The matrix products of an orthogonalization step: C + k X Y, rounded once.
+
+A quintic a X + (b A + c A A) X with A = X X^T takes three of them,
+
+  A <- g X X^T;  Q <- A + q A A;  X <- X + p Q X,
+
+where the factor a is left for the end (`exact_factors`). Each is what a GPU's library
+computes in one call, which reads and writes nothing beside its operands: sums of
+products and of C in float32, rounded once to the dtype of the matrices. On a CPU the
+sums are written out. A third way are kernels that compute one triangle of what is
+symmetric.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jax_muon.kernels.symmetric import gram_kernel, matmul, quadratic_kernel
+
+
+def wide(x: Array) -> Array:
+    """In at least float32: for sums, means and small differences."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def outer(
+    x: Float[Array, "*batch m k"], y: Float[Array, "*batch m k"]
+) -> Float[Array, "*batch m m"]:
+    """X Y^T, which the caller knows to be symmetric, as one product."""
+    return matmul(x, y.mT)
+
+
+def outer_in_halves(
+    x: Float[Array, "*batch m k"], y: Float[Array, "*batch m k"]
+) -> Float[Array, "*batch m m"]:
+    """The same by three quarters of the work.
+
+    Of [[A, B^T], [B, C]] it computes A, B and C. More blocks gain no more on a CPU.
+    """
+    half = x.shape[-2] // 2
+    (x0, x1), (y0, y1) = ((z[..., :half, :], z[..., half:, :]) for z in (x, y))
+    below = outer(x1, y0)
+    top = jnp.concatenate([outer(x0, y0), below.mT], axis=-1)
+    bottom = jnp.concatenate([below, outer(x1, y1)], axis=-1)
+    return jnp.concatenate([top, bottom], axis=-2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """Sums written out in at least float32, then rounded."""
+
+    outer: Callable[[Array, Array], Array] = outer
+
+    def gram(self, x: Array, k: float) -> Array:
+        """K X X^T."""
+        return (k * self.outer(x, x)).astype(x.dtype)
+
+    def add_square(self, a: Array, k: float) -> Array:
+        """A + k A A, for symmetric A."""
+        return (wide(a) + k * self.outer(a, a)).astype(a.dtype)
+
+    def add_product(self, x: Array, k: float, q: Array) -> Array:
+        """X + k Q X."""
+        return (wide(x) + k * matmul(q, x)).astype(x.dtype)
+
+
+class FusedProducts(Products):
+    """Sums in the form that XLA hands to cuBLASLt whole, with k and C as operands.
+
+    That is the sum in the dtype of C; cuBLASLt itself adds in float32. Where XLA takes
+    another way it may round every term, as plain bfloat16 code does. With sums written
+    out in float32 it would read and write X twice as often as the product does.
+    """
+
+    def gram(self, x: Array, k: float) -> Array:
+        """K X X^T."""
+        return k * _same_dtype(x, x.mT)
+
+    def add_square(self, a: Array, k: float) -> Array:
+        """A + k A A, for symmetric A."""
+        return a + k * _same_dtype(a, a)
+
+    def add_product(self, x: Array, k: float, q: Array) -> Array:
+        """X + k Q X."""
+        return x + k * _same_dtype(q, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelProducts(FusedProducts):
+    """Symmetric ones by the kernels, for NVIDIA GPUs: of X with itself alone."""
+
+    outer: Callable[[Array, Array], Array] = lambda x, _: gram_kernel(x, jnp.float32)
+
+    def gram(self, x: Array, k: float) -> Array:
+        """K X X^T."""
+        return gram_kernel(x, factor=k)
+
+    def add_square(self, a: Array, k: float) -> Array:
+        """A + k A A, for symmetric A."""
+        return quadratic_kernel(a, 1.0, k)
+
+
+def exact_factors(
+    cubic: float, quintic: float, dtype: jnp.dtype
+) -> tuple[float, float, float]:
+    """The g, p, q for X + cubic A X + quintic A A X, all of them numbers of a dtype.
+
+    With A' = g A this is X + p (A' + q A' A') X, where p g = cubic and p q g^2 =
+    quintic. In float32 g is 1. In bfloat16 rounding p and q would change the polynomial
+    by up to 2^-9 of each term; of the 128 values that g has in [1, 2), the best one
+    leaves 2^-12.5 on average, below the rounding of the matrices.
+
+    Args:
+      cubic: factor of A X, not 0.
+      quintic: factor of A A X.
+      dtype: of the matrices.
+
+    Returns:
+      (g, p, q).
+    """
+    ratio = quintic / cubic
+    if jnp.finfo(dtype).bits >= 32:
+        return 1.0, cubic, ratio
+    g = np.arange(1, 2, float(jnp.finfo(dtype).eps))
+    p, q = ((value / g).astype(dtype).astype(float) for value in (cubic, ratio))
+    error = np.maximum(abs(p * g / cubic - 1), abs(q * g - ratio) / abs(ratio or 1))
+    best = int(np.argmin(error))
+    return float(g[best]), float(p[best]), float(q[best])
+
+
+def _same_dtype(x: Array, y: Array) -> Array:
+    """Product in the dtype of its operands, summed in at least float32."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == wide(x).dtype else None
+    return jnp.matmul(x, y, precision=precision, preferred_element_type=x.dtype)
