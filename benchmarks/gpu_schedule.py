@@ -299,6 +299,7 @@ def measure(gpus: int, args: argparse.Namespace, options: dict[str, Any]) -> Any
             for kind in sorted({t.kind for t in transfers}, reverse=True)
         },
         "products": dataclasses.asdict(module.work()),
+        "traffic_bytes": dataclasses.asdict(module.traffic()),
         "branches": {"all": len(module.conditionals()), **branches},
         "memory": {
             "peak_bytes": memory.peak_memory_in_bytes,
@@ -388,6 +389,8 @@ def report(result: dict[str, Any]) -> str:
         f"products of a device: {products['always']['count']} "
         f"({products['always']['flops'] / 1e9:.0f} GFLOP), and "
         f"{products['perhaps']['count']} in branches",
+        f"read and written: {result['traffic_bytes']['products'] / 1e9:.2f} GB by "
+        f"products, {result['traffic_bytes']['rest'] / 1e9:.2f} GB by everything else",
         f"peak memory: {memory['peak_bytes'] / 1e9:.2f} GB of "
         f"{memory['card_bytes'] / 1e9:.1f} GB",
     ]

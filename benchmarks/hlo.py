@@ -28,6 +28,8 @@ _MESH_GROUP = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 
 _COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
 _PRODUCT_TARGETS = ("cublas", "gemm", "matmul")
+# What moves nothing: names, views, and the ends of what was counted at its start.
+_FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota")
 _BITS = re.compile(r"^[a-z]+(\d+)")
 
 
@@ -64,6 +66,23 @@ class Work:
     def flops(self) -> int:
         """FLOPs of them."""
         return self.always.flops + self.perhaps.flops
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes of operands and results: of products, and of everything else.
+
+    An upper bound where an instruction reads a part of an operand.
+    """
+
+    products: int = 0
+    rest: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.products + other.products, self.rest + other.rest)
+
+    def __mul__(self, times: int) -> "Traffic":
+        return Traffic(self.products * times, self.rest * times)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +224,10 @@ class Module:
         """All products of the module."""
         return self._work_of(self.entry)
 
+    def traffic(self) -> Traffic:
+        """What a device that takes every branch reads and writes, but to send it."""
+        return self._traffic_of(self.entry)
+
     def conditionals(self) -> list[Instruction]:
         """The conditionals of the entry computation."""
         return [
@@ -212,6 +235,26 @@ class Module:
             for line in self.computations[self.entry]
             if line.opcode == "conditional"
         ]
+
+    def _traffic_of(self, computation: str) -> Traffic:
+        lines = self.computations.get(computation, [])
+        types = {line.name: line.type for line in lines}
+        total = Traffic()
+        for line in lines:
+            kind = line.opcode.removesuffix("-start").removesuffix("-done")
+            if kind in (*_FREE, *_COLLECTIVES):
+                continue
+            if line.opcode in ("conditional", "while", "call"):
+                inner = [self._traffic_of(name) for name in line.called]
+                if line.opcode == "conditional":
+                    inner = [max(inner, key=lambda found: found.products)]
+                total = sum((t * _trips(line.text) for t in inner), start=total)
+                continue
+            moved = _bytes(line.type)
+            moved += sum(_bytes(types.get(name, "")) for name in line.operands)
+            is_product = self._work(line, types).count > 0
+            total += Traffic(moved, 0) if is_product else Traffic(0, moved)
+        return total
 
     def _work_of(self, computation: str) -> Work:
         lines = self.computations.get(computation, [])
@@ -232,7 +275,7 @@ class Module:
             # A device takes one branch: count the one that does most.
             most = max(inner, key=lambda work: work.count)
             return Work(perhaps=most.always + most.perhaps)
-        trips = int(found[1]) if (found := _TRIPS.search(line.text)) else 1
+        trips = _trips(line.text)
         total = Work()
         for work in inner:
             total = total + Work(work.always * trips, work.perhaps * trips)
@@ -241,6 +284,10 @@ class Module:
 
 def _difference(after: Products, before: Products) -> Products:
     return Products(after.count - before.count, after.flops - before.flops)
+
+
+def _trips(text: str) -> int:
+    return int(found[1]) if (found := _TRIPS.search(text)) else 1
 
 
 def _target(text: str) -> str:

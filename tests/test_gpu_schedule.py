@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.hlo import Module, Products, Work
+from benchmarks.hlo import Module, Products, Traffic, Work
 from benchmarks.parameters import model_parameters
 
 # Two reduce-scatters over 8 devices, of which one has products meanwhile: one for all
@@ -124,6 +124,15 @@ def test_only_asynchronous_transfers_with_products_are_hidden(module):
         False,
         False,
     ]
+
+
+def test_traffic(module):
+    """Operands and results by hand: two products, a branch of two, five in a loop."""
+    gemm = 2 * 16 * 4 * 8 * 2 + 2 * 4 * 4 * 4 + 4194304
+    branch = (2 * 64 + 64 + 4194304) + (2 * 64 + 128)
+    assert module.traffic() == Traffic(2 * gemm + branch + 5 * (2 * 64 + 128), 0)
+    copied = SCHEDULED.replace("bitcast(%ag.1.done)", "copy(%ag.1.done)")
+    assert Module.parse(copied).traffic().rest == 2 * 8 * 4 * 8 * 2
 
 
 def test_text_without_a_schedule_is_refused():
