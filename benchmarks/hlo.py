@@ -28,8 +28,9 @@ _MESH_GROUP = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 
 _COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
 _PRODUCT_TARGETS = ("cublas", "gemm", "matmul")
-# What moves nothing: names, views, and the ends of what was counted at its start.
+# What moves nothing.
 _FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota")
+_WORKSPACE = re.compile(r", s8\[\d+\]")
 _BITS = re.compile(r"^[a-z]+(\d+)")
 
 
@@ -72,7 +73,8 @@ class Work:
 class Traffic:
     """Bytes of operands and results: of products, and of everything else.
 
-    An upper bound where an instruction reads a part of an operand.
+    Each operand of an instruction counts once, and whole, also where a part is read.
+    The workspace of a product does not count.
     """
 
     products: int = 0
@@ -225,7 +227,10 @@ class Module:
         return self._work_of(self.entry)
 
     def traffic(self) -> Traffic:
-        """What a device that takes every branch reads and writes, but to send it."""
+        """What a device reads and writes, without collectives.
+
+        Of a conditional the branch counts whose products move most.
+        """
         return self._traffic_of(self.entry)
 
     def conditionals(self) -> list[Instruction]:
@@ -241,8 +246,8 @@ class Module:
         types = {line.name: line.type for line in lines}
         total = Traffic()
         for line in lines:
-            kind = line.opcode.removesuffix("-start").removesuffix("-done")
-            if kind in (*_FREE, *_COLLECTIVES):
+            kind = line.opcode.removesuffix("-start")
+            if kind in (*_FREE, *_COLLECTIVES) or kind.endswith("-done"):
                 continue
             if line.opcode in ("conditional", "while", "call"):
                 inner = [self._traffic_of(name) for name in line.called]
@@ -250,10 +255,13 @@ class Module:
                     inner = [max(inner, key=lambda found: found.products)]
                 total = sum((t * _trips(line.text) for t in inner), start=total)
                 continue
-            moved = _bytes(line.type)
-            moved += sum(_bytes(types.get(name, "")) for name in line.operands)
-            is_product = self._work(line, types).count > 0
-            total += Traffic(moved, 0) if is_product else Traffic(0, moved)
+            read = sum(_bytes(types.get(name, "")) for name in set(line.operands))
+            if kind != line.opcode:  # a start's type names operands too
+                total += Traffic(0, 2 * read)
+            elif self._work(line, types).count > 0:
+                total += Traffic(read + _bytes(_WORKSPACE.sub("", line.type)), 0)
+            else:
+                total += Traffic(0, read + _bytes(line.type))
         return total
 
     def _work_of(self, computation: str) -> Work:

@@ -284,8 +284,10 @@ def main(words: list[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--models", choices=MODELS, nargs="+", default=SIZES)
-    parser.add_argument("--rounds", type=int, help="by default 9, 2 and 3 by model")
-    parser.add_argument("--pairs", help="only those whose text has this word")
+    parser.add_argument(
+        "--rounds", type=int, help="default: 9 for 6x384, 2 for gpt2-124m, else 3"
+    )
+    parser.add_argument("--pairs", help="all whose text has this word, and no others")
     parser.add_argument("--all", action="store_true", help="not only those with a bar")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=pathlib.Path, help="folder to save results in")
@@ -309,7 +311,7 @@ def main(words: list[str]) -> None:
     print(HEADER)
     results = []
     for model in args.models:
-        chosen = [pair for pair in named if args.all or pair.is_quick(model)]
+        chosen = [p for p in named if args.all or args.pairs or p.is_quick(model)]
         rounds = args.rounds or ROUNDS.get(model, 3)
         found = compare(model, chosen, rounds, args.device, run["peaks"])
         results += [r | {"run": run} for r in found]

@@ -128,11 +128,17 @@ def test_only_asynchronous_transfers_with_products_are_hidden(module):
 
 def test_traffic(module):
     """Operands and results by hand: two products, a branch of two, five in a loop."""
-    gemm = 2 * 16 * 4 * 8 * 2 + 2 * 4 * 4 * 4 + 4194304
-    branch = (2 * 64 + 64 + 4194304) + (2 * 64 + 128)
-    assert module.traffic() == Traffic(2 * gemm + branch + 5 * (2 * 64 + 128), 0)
+    gemm = 16 * 4 * 8 * 2 + 2 * 4 * 4 * 4
+    branch = (64 + 64) + (64 + 128)
+    assert module.traffic() == Traffic(2 * gemm + branch + 5 * (64 + 128), 0)
     copied = SCHEDULED.replace("bitcast(%ag.1.done)", "copy(%ag.1.done)")
     assert Module.parse(copied).traffic().rest == 2 * 8 * 4 * 8 * 2
+    started = SCHEDULED.replace(
+        "  ROOT %last = bf16[8,4,8]{2,1,0} bitcast(%ag.1.done)",
+        "  %go = (bf16[8,4,8], bf16[8,4,8], u32[]) copy-start(%ag.1.done)\n"
+        "  ROOT %last = bf16[8,4,8]{2,1,0} copy-done(%go)",
+    )
+    assert Module.parse(started).traffic() == Module.parse(copied).traffic()
 
 
 def test_text_without_a_schedule_is_refused():

@@ -102,7 +102,10 @@ def test_sums_that_a_gpu_adds(rng, x64, monkeypatch, shape):
     y = jm.polar_express(jnp.asarray(x), dtype="float64")
     np.testing.assert_allclose(y, expected, rtol=0, atol=1e-12)
     y = jm.polar_express(jnp.asarray(x))
-    np.testing.assert_allclose(np.linalg.svd(y, compute_uv=False), 1, atol=0.2)
+    if min(shape[-2:]) == 1:
+        np.testing.assert_allclose(np.linalg.norm(y), 1, atol=0.16)
+    else:
+        assert np.linalg.norm(y - expected) < 0.1 * np.linalg.norm(expected)
 
 
 def test_products_of_a_gpu(rng):
@@ -124,8 +127,8 @@ def test_factors_that_bfloat16_holds(cubic, ratio):
     for number in (g, p, q):
         assert float(jnp.bfloat16(number)) == number
     assert 1 <= g < 2
-    assert p * g == pytest.approx(cubic, rel=2**-9.5)
-    assert q * g == pytest.approx(ratio, rel=2**-9.5)
+    assert p * g == pytest.approx(cubic, rel=2**-9)
+    assert q * g == pytest.approx(ratio, rel=2**-9)
 
 
 def test_factors_of_the_quintics_in_use():
@@ -140,13 +143,12 @@ def test_factors_of_the_quintics_in_use():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("function", [jm.polar_express, jm.newton_schulz])
-def test_any_number_of_steps(rng, function, dtype):
-    """The factors a of 120 steps together are out of the range of float32."""
-    x = jnp.asarray(rng.standard_normal((12, 20)), jnp.float32)
-    if function is jm.newton_schulz:
-        function = functools.partial(function, coefficients=(1.875, -1.25, 0.375))
-    s = np.linalg.svd(function(x, 120, dtype=dtype), compute_uv=False)
+@pytest.mark.parametrize("quintic", [(1.875, -1.25, 0.375), (0.5, 1.5, -1.0)])
+def test_any_number_of_steps(rng, quintic, dtype):
+    """The a of all steps together would leave the range of A A, at either end."""
+    x = jnp.asarray(np.linalg.qr(rng.standard_normal((20, 12)))[0], jnp.float32)
+    y = jm.newton_schulz(x, 36, coefficients=quintic, norm_factor=0.3, dtype=dtype)
+    s = np.linalg.svd(y, compute_uv=False)
     np.testing.assert_allclose(s, 1, atol=1e-5 if dtype == "float32" else 0.05)
 
 
@@ -313,8 +315,10 @@ def test_dtype_none_is_that_of_x(rng, x64):
             lambda x: jm.polar_express(x, symmetric="kernel", dtype="float32"),
             "valid is bfloat16",
         ),
-        (lambda x: jm.newton_schulz(x, coefficients=(2, 0, -1)), "not 0"),
-        (lambda x: jm.newton_schulz(x, coefficients=(2, np.nan, 1)), "finite"),
+        (lambda x: jm.newton_schulz(x, coefficients=(2, 0, -1)), "b not 0"),
+        (lambda x: jm.newton_schulz(x, coefficients=(2, np.nan, 1)), "nan"),
+        (lambda x: jm.newton_schulz(x, coefficients=(1e-40, 1, 1)), "1e-6"),
+        (lambda x: jm.newton_schulz(x, coefficients=(1, 1e-7, 1)), "c / b"),
         (lambda x: jm.polar_express(x, steps=0), "steps=0"),
         (lambda x: jm.polar_express(x, steps=jnp.asarray(5)), "static_args"),
         (lambda x: jm.newton_schulz(x, 3, coefficients=[(1, 2, 3)] * 2), "steps=3"),

@@ -182,6 +182,15 @@ def test_transformations_change_no_bit():
     np.testing.assert_array_equal(double(step(x[1])), expected[1])
 
 
+def test_gram_times_a_factor():
+    """Before it is rounded: 3 X X^T is not what three times the rounded one is."""
+    x = matrices((20, 17))
+    found = gram_kernel(x, factor=3.0, tiling=SMALL, interpret=True)
+    expected = (3 * gram(x, jnp.float32)).astype(x.dtype)
+    np.testing.assert_allclose(double(found), double(expected), rtol=2**-8, atol=2**-8)
+    assert (double(found) != double((3 * gram(x)).astype(x.dtype))).any()
+
+
 def test_factors_may_be_traced_and_mapped():
     """Schedules of coefficients need no new kernel."""
     a = symmetric((2, 20))

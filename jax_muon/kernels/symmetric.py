@@ -260,8 +260,8 @@ def _kernel(
 
     total = jnp.zeros((tile, tile), jnp.float32)
     total = jax.lax.fori_loop(0, pl.cdiv(x_ref.shape[1], depth), accumulate, total)
-    # By 1 for X X^T: where the sums are rounded right after the last product, ptxas
-    # 13.5 makes every product wait for the one before (its remark C7514).
+    # Also where that is 1: if the sums are rounded right after the last product, ptxas
+    # 13.5 would make every product wait for the one before (its remark C7514).
     total *= factors_ref[0]
     if factors_ref.shape == (2,):
         total += factors_ref[1] * load(top, left, tile).astype(jnp.float32)

@@ -148,7 +148,8 @@ def test_weights_that_differ_between_devices(microbatches):
         tx, mesh_of(4), params, loss, masked, weighted=True, microbatches=microbatches
     )
     assert problems.distance(result, expected, params) < 5e-6
-    np.testing.assert_allclose(got, losses, rtol=1e-5, atol=1e-5)
+    # They pass zero: rounding is that of their terms, of the size of the largest.
+    np.testing.assert_allclose(got, losses, rtol=0, atol=1e-6 * np.abs(losses).max())
 
 
 @pytest.mark.parametrize("devices", [2, 8])
