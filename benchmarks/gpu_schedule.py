@@ -88,6 +88,8 @@ OPTIONS: dict[str, Any] = {
     "xla_gpu_enable_triton_gemm": False,
     # Graphs of one command too: below 5, a branch that stands alone is not recorded.
     "xla_gpu_graph_min_graph_size": 1,
+    # Several collectives under way at once.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 10,
 }
 # Reduce-scatters are combined up to this many elements of output: with GPT-2 124M the
 # embedding (and the head, on more than one host) joins the smallest stack of matrices.
@@ -112,13 +114,10 @@ def compiler_options(gpus: int, dtype: str, sharding: str) -> dict[str, Any]:
         "xla_gpu_reduce_scatter_combine_threshold_bytes": elements
         * jax.numpy.dtype(dtype).itemsize
     }
-    in_flight = {
-        "xla_gpu_experimental_parallel_collective_overlap_limit": 10,
-        "xla_gpu_experimental_collective_start_as_early_as_possible": True,
-    }
+    early = {"xla_gpu_experimental_collective_start_as_early_as_possible": True}
     if sharding != "zero2":
-        return OPTIONS | in_flight
-    return OPTIONS | combine | ({} if one_host else in_flight)
+        return OPTIONS | early
+    return OPTIONS | combine | ({} if one_host else early)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -458,9 +457,8 @@ def main(words: list[str]) -> None:
         result = measure(gpus, args, options)
         print(report(result), end="\n\n")
         if args.json is not None:
-            sharded = (
-                f"_{args.sharding}" if gpus > 1 and "fsdp" in args.sharding else ""
-            )
+            fsdp = gpus > 1 and "fsdp" in args.sharding
+            sharded = f"_{args.sharding.replace(',', '_')}" if fsdp else ""
             case = f"{args.model}_{args.recipe}_{args.dtype}{sharded}_{gpus}"
             path = args.json / f"gpu_schedule_{case}.json"
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
