@@ -34,12 +34,12 @@ SPECTRA: dict[str, Callable[[int], np.ndarray] | None] = {
     "1/k²": lambda m: 1 / np.arange(1.0, m + 1) ** 2,
     "rank m/4": lambda m: (np.arange(m) < m // 4).astype(float),
 }
-SHAPES = ("768x768", "768x3072")
+SHAPES = ("768x3072",)
 FORMS = tuple(
     f"{m}x{int(m * aspect)}"
     for m, aspects in (
-        (256, (1, 1.5, 2, 4, 16)),
-        (512, (1, 1.5, 2, 4)),
+        (256, (1, 1.5, 2, 4, 8, 16)),
+        (512, (1, 1.5, 2, 4, 8)),
         (768, (1, 1.5, 2, 4)),
         (1024, (1, 1.5, 2)),
     )
@@ -294,7 +294,7 @@ def main(words: list[str]) -> None:
     add = parser.add_argument
     add("--shapes", type=shape_of, nargs="*", default=shapes, help="of the first part")
     add("--forms", type=shape_of, nargs="*", default=forms, help="of the second part")
-    add("--rounds", type=int, default=3)
+    add("--rounds", type=int, default=2)
     add("--json", type=pathlib.Path, help="folder to save results in")
     args = parser.parse_args(words)
     if args.rounds < 1:

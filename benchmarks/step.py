@@ -37,6 +37,7 @@ class Contender:
     layout: str = "scanned"
     dtype: str = "float32"
     malloc: str = "default"
+    cublas: bool = False  # instead of the Triton products that XLA would try
 
     def __str__(self) -> str:
         words = [self.name, self.dtype]
@@ -44,6 +45,8 @@ class Contender:
             words.append(self.layout)
         if self.malloc == "tuned":
             words.append("tuned malloc")
+        if self.cublas:
+            words.append("cuBLASLt")
         return ", ".join(words)
 
 
@@ -56,6 +59,7 @@ class Pair:
     bars: dict[str, float] = dataclasses.field(default_factory=dict)
     quick: bool = True  # part of `make bench`
     gpu_bar: float | None = None
+    gpu_only: bool = False
 
     def is_quick(self, model: str) -> bool:
         """Whether it is run unless all are asked for: of known models, with a bar."""
@@ -82,7 +86,7 @@ def pairs() -> list[Pair]:
         Pair(stacked16, torch_muon, both),
         Pair(leaves, ours, {gpt2: 1.15}),
         Pair(leaves16, stacked16, {gpt2: 1.15}, quick=False),
-        Pair(ours, Contender("fused"), {gpt2: 1.03}),
+        Pair(ours, Contender("fused"), {gpt2: 1.03}, quick=False),
         Pair(
             stacked16,
             Contender("fused", dtype="bfloat16"),
@@ -92,6 +96,7 @@ def pairs() -> list[Pair]:
         Pair(ours, Contender("torch-nanochat"), quick=False),
         Pair(ours, Contender("torch-nanochat", malloc="tuned"), quick=False),
         Pair(ours, Contender("adamw"), quick=False),
+        Pair(dataclasses.replace(stacked16, cublas=True), stacked16, gpu_only=True),
         *(Pair(Contender(name), ours, quick=False) for name in recipes),
         *(
             Pair(Contender(name, dtype="bfloat16"), stacked16, quick=False)
@@ -108,6 +113,9 @@ class Worker:
         settings = dataclasses.asdict(contender) | {"model": model, "device": device}
         settings.pop("malloc")
         environment = dict(os.environ)
+        if settings.pop("cublas"):
+            flags = environment.get("XLA_FLAGS", "")
+            environment["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_triton_gemm=false"
         if contender.malloc == "tuned":
             environment |= machine.tuned_malloc()
         if device == "cuda":  # two processes share the card
@@ -297,7 +305,8 @@ def main(words: list[str]) -> None:
     named = [
         pair
         for pair in pairs()
-        if args.pairs is None or args.pairs in f"{pair.ours} to {pair.theirs}"
+        if (args.pairs is None or args.pairs in f"{pair.ours} to {pair.theirs}")
+        and (args.device == "cuda" or not pair.gpu_only)
     ]
     if not named:
         parser.error(f"--pairs {args.pairs}: no pair has it")
