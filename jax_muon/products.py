@@ -12,7 +12,6 @@ library, which reads and writes nothing beside its operands. `Products` is for a
 import dataclasses
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -78,15 +77,15 @@ class FusedProducts(Products):
 
     def gram(self, x: Array, k: float) -> Array:
         """The matrices k X X^T."""
-        return k * _same_dtype(x, x.mT)
+        return k * matmul(x, x.mT, x.dtype)
 
     def add_square(self, a: Array, k: float) -> Array:
         """A + k A A, for symmetric A."""
-        return a + k * _same_dtype(a, a)
+        return a + k * matmul(a, a, a.dtype)
 
     def add_product(self, x: Array, k: float, b: Array) -> Array:
         """X + k B X."""
-        return x + k * _same_dtype(b, x)
+        return x + k * matmul(b, x, x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +129,3 @@ def exact_factors(
     error = np.maximum(abs(p * g / cubic - 1), abs(q * g - ratio) / abs(ratio or 1))
     best = int(np.argmin(error))
     return float(g[best]), float(p[best]), float(q[best])
-
-
-def _same_dtype(x: Array, y: Array) -> Array:
-    """Product in the dtype of its operands, summed in at least float32."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == wide(x).dtype else None
-    return jnp.matmul(x, y, precision=precision, preferred_element_type=x.dtype)

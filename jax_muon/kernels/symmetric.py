@@ -42,12 +42,21 @@ class Tiling(NamedTuple):
 HOPPER = Tiling()
 
 
-def matmul(x: Float[Array, "*batch m k"], y: Float[Array, "*batch k n"]) -> Array:
-    """Product that accumulates in at least float32 and is not rounded below that."""
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+def matmul(
+    x: Float[Array, "*batch m k"],
+    y: Float[Array, "*batch k n"],
+    dtype: jax.typing.DTypeLike | None = None,
+) -> Array:
+    """Product summed in at least float32, in a dtype; None: not rounded below that."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
     # HIGHEST: on a GPU, float32 would otherwise run through TF32 with 10 bits.
-    precision = jax.lax.Precision.HIGHEST if x.dtype == dtype else None
-    return jnp.matmul(x, y, precision=precision, preferred_element_type=dtype)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == wide else None
+    return jnp.matmul(
+        x,
+        y,
+        precision=precision,
+        preferred_element_type=wide if dtype is None else dtype,
+    )
 
 
 def gram(
