@@ -15,6 +15,7 @@ The iterations share one body, in two forms with m <= n:
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -246,7 +247,7 @@ def _iterate(
     symmetric: str,
     axis_name: AxisName | None,
 ) -> Array:
-    """Run the quintics on a batch, in the order that suits the platform."""
+    """The factors of a batch by these quintics, after a check of the arguments."""
     _check_matrices(x)
     if norm not in _NORMS:
         raise ValueError(f"norm={norm!r}: valid are {', '.join(_NORMS)}")
@@ -265,6 +266,49 @@ def _iterate(
     if x.size == 0:
         return x
 
+    if form == "gram" and dtype == jnp.bfloat16:
+        raise ValueError(
+            f"form='gram' with dtype={dtype}: singular values reach 28 there; valid "
+            "are dtype=float32 or form='standard'"
+        )
+    return _factors(
+        x,
+        norm_factor,
+        eps,
+        coefficients=tuple(coefficients),
+        norm=norm,
+        dtype=dtype,
+        form=form,
+        symmetric=symmetric,
+        axis_name=axis_name,
+    )
+
+
+# Traced once for matrices of a shape, however many parameters and calls have it.
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "coefficients",
+        "norm",
+        "dtype",
+        "form",
+        "symmetric",
+        "axis_name",
+    ),
+)
+def _factors(
+    x: Array,
+    norm_factor: Any,
+    eps: Any,
+    *,
+    coefficients: tuple[Coefficients, ...],
+    norm: str,
+    dtype: jnp.dtype,
+    form: str,
+    symmetric: str,
+    axis_name: AxisName | None,
+) -> Array:
+    """Of valid arguments, in the order that suits the platform."""
     *batch, rows, cols = x.shape
     if axis_name is None:
         m, n = sorted((rows, cols))
@@ -272,11 +316,6 @@ def _iterate(
         m, n = rows, cols * jax.lax.axis_size(axis_names(axis_name))
     turned = axis_name is None and rows > cols
     low_precision = dtype == jnp.bfloat16
-    if form == "gram" and low_precision:
-        raise ValueError(
-            f"form='gram' with dtype={dtype}: singular values reach 28 there; valid "
-            "are dtype=float32 or form='standard'"
-        )
     body = _gram_form if _uses_gram(form, dtype, m, n) else _standard_form
 
     def factor(y: Array, products: Products) -> Array:
