@@ -25,6 +25,20 @@ def compile_once(tmp_path_factory):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compile_quickly(request):
+    """LLVM optimizes nothing where programs are many and their numbers small.
+
+    XLA's own passes, which place collectives and divide the work, are as ever.
+    """
+    quickly = request.path.parent.name in ("distributed", "examples")
+    with pytest.MonkeyPatch.context() as patch:
+        if quickly:  # also in processes that the tests start
+            patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        jax.config.update("jax_disable_most_optimizations", quickly)
+        yield
+
+
 @pytest.fixture
 def rng():
     """A seeded NumPy generator."""

@@ -94,7 +94,7 @@ def test_clip_takes_the_norm_over_all_devices(devices, wrapper):
     assert problems.distance(result, expected, params) < 5e-6
 
 
-@pytest.mark.parametrize("devices", [None, 1, 4])
+@pytest.mark.parametrize("devices", [None, 4])
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_a_recipe_clips_the_norm_over_all_parameters(devices, max_norm):
     params, weights = problems.draw("mixed")

@@ -24,7 +24,6 @@ def launch(processes, devices, folder, layout, *die_at):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # as in conftest.py
     command = [sys.executable, "-m", "tests.distributed.worker"]
     workers = [
         subprocess.Popen(
