@@ -48,7 +48,8 @@ bench: $(VENV)/parity
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.polar --json $(RESULTS))
 
 # The same on a GPU, with a 1.3B set and larger matrices; install jax and torch for it.
-# `make bench-gpu GPU="cpu --models tiny --rounds 1" SHAPES=32x64` tries it without one.
+# `make bench-gpu GPU="cpu --models tiny --rounds 1" SHAPES=32x64 FORMS=32x64 RESULTS=/tmp`
+# tries it without one.
 bench-gpu: $(VENV)/parity
 	$(BIN)/python -m benchmarks.step --all --json $(RESULTS) --device $(GPU)
 	$(BIN)/python -m benchmarks.polar --json $(RESULTS) --shapes $(SHAPES) --forms $(FORMS)

@@ -22,6 +22,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from benchmarks import machine
 from benchmarks.parameters import MODELS, model_parameters
 
@@ -65,6 +67,11 @@ class Pair:
         """Whether it is run unless all are asked for: of known models, with a bar."""
         return self.quick and (model in self.bars or model not in SIZES)
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """What stands in the table and in files."""
+        return str(self.ours), str(self.theirs)
+
 
 def pairs() -> list[Pair]:
     """All that is compared."""
@@ -78,8 +85,18 @@ def pairs() -> list[Pair]:
     torch_muon = Contender("torch-muon", dtype="bfloat16")
     recipes = ("muon", "moonlight", "normuon")
     return [
-        Pair(ours, Contender("optax"), {gpt2: 0.30}, gpu_bar=0.5),
-        Pair(leaves, Contender("optax", "separate"), {gpt2: 0.35}, gpu_bar=0.5),
+        Pair(ours, Contender("optax"), {gpt2: 0.30}),
+        Pair(leaves, Contender("optax", "separate"), {gpt2: 0.35}),
+        # What users of either would run on a card: optax in JAX's default precision.
+        *(
+            Pair(
+                mine,
+                Contender("optax", mine.layout, "default"),
+                gpu_bar=0.5,
+                gpu_only=True,
+            )
+            for mine in (stacked16, leaves16)
+        ),
         Pair(ours, Contender("optax-scan"), {gpt2: 0.75}),
         Pair(stacked16, tuned, {gpt2: 0.9, "6x384": 1.0}, gpu_bar=0.9),
         Pair(stacked16, reference, quick=False, gpu_bar=0.9),
@@ -112,14 +129,12 @@ class Worker:
         """Start it and wait until it is ready."""
         settings = dataclasses.asdict(contender) | {"model": model, "device": device}
         settings.pop("malloc")
-        environment = dict(os.environ)
+        environment = {**os.environ, "JAX_PLATFORMS": device}
         if settings.pop("cublas"):
             flags = environment.get("XLA_FLAGS", "")
             environment["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_triton_gemm=false"
         if contender.malloc == "tuned":
             environment |= machine.tuned_malloc()
-        if device == "cuda":  # two processes share the card
-            environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         self.contender = contender
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.worker", json.dumps(settings)],
@@ -305,12 +320,17 @@ def main(words: list[str]) -> None:
     named = [
         pair
         for pair in pairs()
-        if (args.pairs is None or args.pairs in f"{pair.ours} to {pair.theirs}")
+        if (args.pairs is None or args.pairs in " to ".join(pair.names))
         and (args.device == "cuda" or not pair.gpu_only)
     ]
     if not named:
         parser.error(f"--pairs {args.pairs}: no pair has it")
+    if args.json is not None and not args.json.is_dir():
+        parser.error(f"--json {args.json}: valid is a folder that exists")
 
+    # This process measures the peaks, and its workers share the card with it.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    jax.config.update("jax_platforms", args.device)
     run = machine.describe("benchmarks.step", words)
     run["peaks"] = machine.peaks(1024 if args.device == "cpu" else 8192)
     print(f"{run['device']}, {run['cores']} cores, {run['versions']}")
@@ -330,17 +350,14 @@ def main(words: list[str]) -> None:
 
 def save(results: list[dict[str, Any]], path: pathlib.Path) -> None:
     """Write results, in place of older ones of the same pairs, and draw all of them."""
-
-    def key(r: dict[str, Any]) -> tuple[str, ...]:
-        return r["model"], r["ours"], r["theirs"]
-
     old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    merged = {key(r): r for r in old} | {key(r): r for r in results}
-    order = [(str(pair.ours), str(pair.theirs)) for pair in pairs()]
-    rows = sorted(
-        merged.values(),
-        key=lambda r: (MODELS.index(r["model"]), order.index(key(r)[1:])),
-    )
+    by_key = {(r["model"], r["ours"], r["theirs"]): r for r in (*old, *results)}
+    rows = [
+        by_key[model, *pair.names]
+        for model in MODELS
+        for pair in pairs()
+        if (model, *pair.names) in by_key
+    ]
     path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     run = rows[0]["run"]
     title = f"{run['device']}, {run['cores']} cores, {run['date']}"

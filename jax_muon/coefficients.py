@@ -52,7 +52,7 @@ def polar_express_coefficients(
       Amsel, Persson, Musco, Gower, The Polar Express, arXiv 2505.16932, Algorithm 1
       and section 4.4.
     """
-    if not isinstance(steps, int) or steps < 1:
+    if not isinstance(steps, (int, np.integer)) or steps < 1:
         raise ValueError(f"steps={steps}: valid is an integer of at least 1")
     if not 0 < lower <= 1:
         raise ValueError(f"lower={lower}: valid is a number in (0, 1]")

@@ -125,7 +125,7 @@ def polar_express(
     coefficients = polar_express_coefficients(
         steps, lower=lower, cushion=cushion, safety=safety
     )
-    return _iterate(
+    return _checked(
         x, coefficients, norm_factor, eps, norm, dtype, form, symmetric, axis_name
     )
 
@@ -192,7 +192,7 @@ def newton_schulz(
                 "0, and |b / a| and |c / b| up to 1e6"
             )
     abcs = [(float(a), float(b), float(c)) for a, b, c in table[:steps]]
-    return _iterate(x, abcs, norm_factor, eps, norm, dtype, form, symmetric, axis_name)
+    return _checked(x, abcs, norm_factor, eps, norm, dtype, form, symmetric, axis_name)
 
 
 def svd_polar(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
@@ -229,6 +229,12 @@ def positive_int(name: str, value: int) -> None:
         raise ValueError(f"{name}={value}: valid is an integer of at least 1")
 
 
+def check_positive(name: str, value: Any) -> None:
+    """Raise a ValueError unless a number that is known while tracing is above 0."""
+    if not isinstance(value, jax.core.Tracer) and not value > 0:
+        raise ValueError(f"{name}={value}: valid is a number above 0")
+
+
 def _check_matrices(x: Array) -> None:
     if x.ndim < 2:
         raise ValueError(f"shape {x.shape}: valid are arrays (..., m, n)")
@@ -236,7 +242,7 @@ def _check_matrices(x: Array) -> None:
         raise ValueError(f"dtype {x.dtype}: valid are real floating-point matrices")
 
 
-def _iterate(
+def _checked(
     x: Array,
     coefficients: Sequence[Coefficients],
     norm_factor: float,
@@ -247,7 +253,7 @@ def _iterate(
     symmetric: str,
     axis_name: AxisName | None,
 ) -> Array:
-    """The factors of a batch by these quintics, after a check of the arguments."""
+    """`_iterate` with arguments that are valid."""
     _check_matrices(x)
     if norm not in _NORMS:
         raise ValueError(f"norm={norm!r}: valid are {', '.join(_NORMS)}")
@@ -255,12 +261,9 @@ def _iterate(
         raise ValueError(f"form={form!r}: valid are {', '.join(_FORMS)}")
     if symmetric not in _SYMMETRIC:
         raise ValueError(f"symmetric={symmetric!r}: valid are {', '.join(_SYMMETRIC)}")
-    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-    if dtype.name not in _DTYPES:  # others have too small a range of exponents
-        raise ValueError(
-            f"dtype={dtype}: an iteration in it is not possible; valid are "
-            f"{', '.join(_DTYPES)}, or None where x has one of them"
-        )
+    check_positive("norm_factor", norm_factor)
+    check_positive("eps", eps)
+    dtype = _dtype_of_iteration(x.dtype if dtype is None else dtype)
     if symmetric == "kernel" and dtype != jnp.bfloat16:
         raise ValueError(f"symmetric='kernel' with dtype={dtype}: valid is bfloat16")
     if x.size == 0:
@@ -271,7 +274,7 @@ def _iterate(
             f"form='gram' with dtype={dtype}: singular values reach 28 there; valid "
             "are dtype=float32 or form='standard'"
         )
-    return _factors(
+    return _iterate(
         x,
         norm_factor,
         eps,
@@ -280,8 +283,27 @@ def _iterate(
         dtype=dtype,
         form=form,
         symmetric=symmetric,
-        axis_name=axis_name,
+        axis_name=None if axis_name is None else axis_names(axis_name),
     )
+
+
+def _dtype_of_iteration(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in _DTYPES:  # others have too few exponents
+        raise ValueError(
+            f"dtype={dtype}: an iteration in it is not possible; valid are "
+            f"{', '.join(_DTYPES)}, or None where x has one of them; under "
+            "optax.inject_hyperparams a string"
+        )
+    if found != jax.dtypes.canonicalize_dtype(found):
+        raise ValueError(
+            f"dtype={found} without jax.config.update('jax_enable_x64', True): valid "
+            "are float32 and bfloat16"
+        )
+    return found
 
 
 # Traced once for matrices of a shape, however many parameters and calls have it.
@@ -296,7 +318,7 @@ def _iterate(
         "axis_name",
     ),
 )
-def _factors(
+def _iterate(
     x: Array,
     norm_factor: Any,
     eps: Any,
@@ -306,14 +328,14 @@ def _factors(
     dtype: jnp.dtype,
     form: str,
     symmetric: str,
-    axis_name: AxisName | None,
+    axis_name: tuple[str, ...] | None,
 ) -> Array:
-    """Of valid arguments, in the order that suits the platform."""
+    """Run the quintics on a batch, in the order that suits the platform."""
     *batch, rows, cols = x.shape
     if axis_name is None:
         m, n = sorted((rows, cols))
     else:
-        m, n = rows, cols * jax.lax.axis_size(axis_names(axis_name))
+        m, n = rows, cols * jax.lax.axis_size(axis_name)
     turned = axis_name is None and rows > cols
     low_precision = dtype == jnp.bfloat16
     body = _gram_form if _uses_gram(form, dtype, m, n) else _standard_form
@@ -412,7 +434,7 @@ def _normalize(
     else:
         squared = jnp.sqrt(jnp.sum(gram * gram, axis=(-2, -1), keepdims=True))
     scale = 1 / (norm_factor * jnp.sqrt(squared) + eps * unit.astype(gram.dtype))
-    return (wide(x) * scale).astype(x.dtype), gram * scale**2
+    return (wide(x) * scale).astype(x.dtype), gram * scale * scale
 
 
 def power_of_two_scaled(

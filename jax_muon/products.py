@@ -110,7 +110,7 @@ def exact_factors(
 
     With A' = g A this is X + p (A' + q A' A') X, where p g = cubic and p q g^2 =
     quintic. In float32 g is 1. In bfloat16 rounding p and q would change the polynomial
-    by up to 2^-9 of each term; of the 128 values that g has in [1, 2), the best one
+    by up to 2^-8 of each term; of the 128 values that g has in [1, 2), the best one
     leaves 2^-12.5 on average, below the rounding of the matrices.
 
     Args:

@@ -22,6 +22,7 @@ from jax_muon import matrices, paths
 from jax_muon.joins import Block, Factors, Joins, make_blocks, map_blocks
 from jax_muon.matrices import DimensionNumbers, MatrixAxes
 from jax_muon.polar import (
+    check_positive,
     gram_exchanges,
     polar_express,
     positive_int,
@@ -166,7 +167,7 @@ def orthogonalize(
     """
     positive_int("max_stack", max_stack)
     _check_choice("travel", travel, owners.TRAVELS)
-    if small:
+    if small is not None and not (isinstance(small, int) and small == 0):
         positive_int("small", small)
 
     def read(tree: Any) -> tuple[list[str], list[MatrixAxes]]:
@@ -283,9 +284,13 @@ def equilibrate_rows(
     Returns:
       An `optax.GradientTransformation` without state.
 
+    Raises:
+      ValueError: eps not above 0.
+
     References:
       MuonEq, arXiv 2603.28254.
     """
+    check_positive("eps", eps)
 
     def scale(u: Array, axes: MatrixAxes) -> Array:
         _, fan_out = axes.fan(u.shape)
@@ -313,10 +318,14 @@ def normalize_frobenius(
     Returns:
       An `optax.GradientTransformation` without state.
 
+    Raises:
+      ValueError: eps not above 0.
+
     References:
       Muon+, arXiv 2602.21545. With rms=0.2 after `scale_by_normuon`, the step size of
       NorMuon's paper, arXiv 2510.05491.
     """
+    check_positive("eps", eps)
 
     def scale(u: Array, axes: MatrixAxes) -> Array:
         fan_in, fan_out = axes.fan(u.shape)
@@ -361,14 +370,15 @@ def scale_by_normuon(
       An `optax.GradientTransformation`. Its state is one float for each neuron.
 
     Raises:
-      ValueError: decay outside [0, 1), an unknown axis; at init, with path and shape, a
-        parameter that is no floating-point matrix.
+      ValueError: decay outside [0, 1), an unknown axis, eps not above 0; at init, with
+        path and shape, a parameter that is no floating-point matrix.
 
     References:
       NorMuon, arXiv 2510.05491, Algorithm 1.
     """
     _check_decay("decay", decay)
     _check_choice("axis", axis, ("longer", "output"))
+    check_positive("eps", eps)
 
     def averaged(axes: MatrixAxes, shape: tuple[int, ...]) -> tuple[int, ...]:
         fan_in, fan_out = axes.fan(shape)
@@ -398,7 +408,7 @@ def scale_by_normuon(
 
         def scale(x: Array, axes: MatrixAxes, mean: Array, v: Array) -> Array:
             # Both norms from the means, of which every one stands for as many entries:
-            # on a CPU two passes over x less, a third of the time of this piece.
+            # two passes over x less, most of the time of this piece on a CPU.
             root = jax.lax.rsqrt(jnp.maximum(v, eps))
             count = x.size / mean.size
             norm = jnp.sqrt(count * _sum(mean, axes.matrix))
