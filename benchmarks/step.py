@@ -112,9 +112,8 @@ def pairs() -> list[Pair]:
         ),
         Pair(ours, Contender("torch-nanochat"), quick=False),
         Pair(ours, Contender("torch-nanochat", malloc="tuned"), quick=False),
-        Pair(ours, Contender("adamw"), quick=False),
         Pair(dataclasses.replace(stacked16, cublas=True), stacked16, gpu_only=True),
-        *(Pair(Contender(name), ours, quick=False) for name in recipes),
+        *(Pair(Contender(name), ours, quick=False) for name in (*recipes, "adamw")),
         *(
             Pair(Contender(name, dtype="bfloat16"), stacked16, quick=False)
             for name in recipes

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jax_muon.polar import positive_int
+from jax_muon.checks import check_count
 
 
 def max_attention_logits(
@@ -39,7 +39,7 @@ def max_attention_logits(
       ValueError: shapes that do not fit, key heads that do not divide the heads,
         `causal` with times that differ, block_size below 1.
     """
-    positive_int("block_size", block_size)
+    check_count("block_size", block_size)
     shapes = f"q of shape {q.shape} and k of shape {k.shape}"
     if q.ndim != 4 or k.ndim != 4 or q.shape[::3] != k.shape[::3]:
         raise ValueError(

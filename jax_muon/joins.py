@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_muon import paths
+from jax_muon.checks import check_count
 from jax_muon.matrices import QUERY_LIKE, MatrixAxes
-from jax_muon.polar import positive_int
 
 # Path pattern to K: see `make_blocks`. K alone is for all queries, keys and values.
 Joins = Mapping[str, int] | int
@@ -204,11 +204,11 @@ def _groups(
     if joins is None:
         return []
     if not isinstance(joins, Mapping):
-        positive_int("joins", joins)
+        check_count("joins", joins)
         return _attention_groups(joins, names, all_axes)
     found: _Groups = []
     for pattern, size in joins.items():
-        positive_int(f"joins[{pattern!r}]", size)
+        check_count(f"joins[{pattern!r}]", size)
         expression = _expression(pattern)
         matches = [expression.fullmatch(f"/{name}/") for name in names]
         if names and not any(matches):

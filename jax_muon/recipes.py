@@ -13,10 +13,11 @@ import optax
 from jax.sharding import Mesh
 
 from jax_muon.by_label import Groups, Labels, Options, Pieces, by_label
+from jax_muon.checks import check_count
 from jax_muon.coefficients import polar_express_coefficients
 from jax_muon.joins import Joins
 from jax_muon.matrices import DimensionNumbers
-from jax_muon.polar import newton_schulz, positive_int
+from jax_muon.polar import newton_schulz
 from jax_muon.sharding.axes import AxisName
 from jax_muon.sharding.global_view import Specs
 from jax_muon.splits import Splits
@@ -111,7 +112,7 @@ def nanochat(
       https://github.com/karpathy/nanochat; Polar Express arXiv 2505.16932; NorMuon
       arXiv 2510.05491; MuonEq arXiv 2603.28254; Muon+ arXiv 2602.21545.
     """
-    positive_int("steps", steps)
+    check_count("steps", steps)
     # nanochat holds five quintics and takes the first: with fewer steps, the last has a
     # safety margin that polar_express(steps=steps) would leave out.
     polar = functools.partial(
@@ -223,7 +224,7 @@ def muon(
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/
     """
-    positive_int("steps", steps)
+    check_count("steps", steps)
     polar = functools.partial(newton_schulz, steps=steps, dtype=dtype)
 
     def pieces(view: Options, whole: Options) -> Pieces:
@@ -406,7 +407,7 @@ def normuon(
     References:
       NorMuon, arXiv 2510.05491, Algorithm 1.
     """
-    positive_int("steps", steps)
+    check_count("steps", steps)
     polar = functools.partial(newton_schulz, steps=steps, dtype=dtype)
 
     def pieces(view: Options, whole: Options) -> Pieces:
@@ -509,7 +510,7 @@ def teon(
     References:
       TEON, arXiv 2601.23261.
     """
-    positive_int("steps", steps)
+    check_count("steps", steps)
     # The table that the paper of the Polar Express prints, each step but the eighth,
     # its last, with a margin of 1 %.
     table = np.array(

@@ -19,15 +19,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from jax_muon import matrices, paths
+from jax_muon.checks import check_choice, check_count, check_positive
+from jax_muon.iteration import power_of_two_scaled
 from jax_muon.joins import Block, Factors, Joins, make_blocks, map_blocks
 from jax_muon.matrices import DimensionNumbers, MatrixAxes
-from jax_muon.polar import (
-    check_positive,
-    gram_exchanges,
-    polar_express,
-    positive_int,
-    power_of_two_scaled,
-)
+from jax_muon.polar import gram_exchanges, polar_express
 from jax_muon.products import wide
 from jax_muon.sharding import owners
 from jax_muon.sharding.global_view import Specs, find_view
@@ -78,7 +74,7 @@ def nesterov(
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/
     """
     _check_decay("decay", decay)
-    _check_choice("accumulation", accumulation, ("ema", "sum"))
+    check_choice("accumulation", accumulation, ("ema", "sum"))
 
     def init_fn(params: optax.Params) -> NesterovState:
         mu = optax.tree.zeros_like(params, dtype=accumulator_dtype)
@@ -165,10 +161,10 @@ def orthogonalize(
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; TEON, arXiv
       2601.23261.
     """
-    positive_int("max_stack", max_stack)
-    _check_choice("travel", travel, owners.TRAVELS)
+    check_count("max_stack", max_stack)
+    check_choice("travel", travel, owners.TRAVELS)
     if small is not None and not (isinstance(small, int) and small == 0):
-        positive_int("small", small)
+        check_count("small", small)
 
     def read(tree: Any) -> tuple[list[str], list[MatrixAxes]]:
         names = [path for path, _ in paths.leaves_with_paths(tree)]
@@ -377,7 +373,7 @@ def scale_by_normuon(
       NorMuon, arXiv 2510.05491, Algorithm 1.
     """
     _check_decay("decay", decay)
-    _check_choice("axis", axis, ("longer", "output"))
+    check_choice("axis", axis, ("longer", "output"))
     check_positive("eps", eps)
 
     def averaged(axes: MatrixAxes, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -464,7 +460,7 @@ def shape_rule(rule: str | Callable[[int, int], float]) -> Callable[[int, int], 
     """The function of (in, out) that a rule of `scale_by_shape` names."""
     if callable(rule):
         return rule
-    _check_choice("rule", rule, tuple(SHAPE_RULES))
+    check_choice("rule", rule, tuple(SHAPE_RULES))
     return SHAPE_RULES[rule]
 
 
@@ -579,8 +575,3 @@ def _check_decay(name: str, value: Any) -> None:
     concrete = isinstance(value, (int, float, np.number, jax.Array))
     if concrete and not isinstance(value, jax.core.Tracer) and not 0 <= value < 1:
         raise ValueError(f"{name}={value}: valid is a number in [0, 1) or a schedule")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: valid are {', '.join(map(repr, choices))}")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_muon as jm
-from jax_muon import polar, products
+from jax_muon import iteration, products
 from jax_muon.coefficients import NEWTON_SCHULZ
 from jax_muon.kernels.symmetric import gram_kernel, quadratic_kernel
 from jax_muon.products import exact_factors
@@ -92,10 +92,10 @@ def test_bfloat16_rounds_once_a_product(rng):
 
 @pytest.fixture
 def retrace():
-    """For tests that change what `polar` computes: nothing traced is kept."""
-    polar._iterate.clear_cache()
+    """For tests that change what `iteration` computes: nothing traced is kept."""
+    iteration.iterate.clear_cache()
     yield
-    polar._iterate.clear_cache()
+    iteration.iterate.clear_cache()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -104,7 +104,7 @@ def test_sums_that_a_gpu_adds(rng, x64, retrace, monkeypatch, shape):
 
     Five quintics leave singular values within 0.141 of 1.
     """
-    monkeypatch.setattr(polar, "_WHOLE", polar.FusedProducts())
+    monkeypatch.setattr(iteration, "_WHOLE", products.FusedProducts())
     x = rng.standard_normal(shape)
     expected = oracle_batch(x, jm.polar_express_coefficients(5), 1.02, 1e-6)
     y = jm.polar_express(jnp.asarray(x), dtype="float64")
@@ -175,7 +175,7 @@ def test_a_matrix_in_a_stack_is_as_alone(rng, function, dtype):
 @pytest.mark.parametrize("form", ["standard", "gram"])
 def test_symmetric_products_by_halves(rng, x64, retrace, monkeypatch, shape, form):
     """What large matrices get on a CPU, here on small ones of odd and even size."""
-    monkeypatch.setattr(polar, "_CPU_HALVES_MIN_SIZE", 2)
+    monkeypatch.setattr(iteration, "_CPU_HALVES_MIN_SIZE", 2)
     x = rng.standard_normal(shape)
     expected = oracle_batch(x, jm.polar_express_coefficients(5), 1.02, 1e-6)
     y = jm.polar_express(jnp.asarray(x), dtype="float64", form=form)
@@ -255,8 +255,8 @@ def test_the_iteration_on_kernels(rng, retrace, monkeypatch, shape, norm):
 
     for kernel in (gram_kernel, quadratic_kernel):
         monkeypatch.setattr(products, kernel.__name__, interpreted(kernel))
-    monkeypatch.setattr(polar, "_WHOLE", polar.KernelProducts())
-    polar._iterate.clear_cache()  # of what gave `plain`
+    monkeypatch.setattr(iteration, "_WHOLE", products.KernelProducts())
+    iteration.iterate.clear_cache()  # of what gave `plain`
     found = jm.polar_express(x, norm=norm)
     assert set(traced) == {gram_kernel, quadratic_kernel}
     # Sums that a GPU adds, of which the CPU rounds every term here.
