@@ -83,6 +83,10 @@ def iterate(
     else:
         m, n = rows, cols * jax.lax.axis_size(axis_name)
     turned = axis_name is None and rows > cols
+    if m == 1:
+        # Of one row, the only singular value begins where the quintics are steepest:
+        # in bfloat16 it ends 0.22 from where it should, whatever the row.
+        dtype = jnp.promote_types(dtype, jnp.float32)
     low_precision = dtype == jnp.bfloat16
     body = _gram_form if uses_gram(form, dtype, m, n) else _standard_form
 
@@ -109,7 +113,7 @@ def iterate(
         "cpu": functools.partial(_one_after_another, on_cpu, squeeze=not low_precision),
         "default": functools.partial(factor, products=_FUSED),
     }
-    if symmetric == "kernel":
+    if symmetric == "kernel" and low_precision:
         branches["cuda"] = functools.partial(factor, products=_KERNELS)
     y = jax.lax.platform_dependent(x.reshape(-1, rows, cols), **branches)
     return y.reshape(*batch, rows, cols)

@@ -58,7 +58,7 @@ def polar_express(
       dtype: of the iteration: bfloat16, float32, float64; None for the dtype of x. In
         bfloat16, sums are in float32 and rounded once on a CPU and where XLA takes
         cuBLASLt. Elsewhere every term is rounded: an error of 0.04 instead of 0.016 on
-        a Gaussian (64, 256).
+        a Gaussian (64, 256). Matrices of one row or column take at least float32.
       form: "standard", "gram" (not in bfloat16, where it is useless: singular values
         reach 28), or "auto": "gram" where it is faster.
       symmetric: "plain", or "kernel": on an NVIDIA GPU, kernels that compute one
