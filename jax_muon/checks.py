@@ -7,15 +7,15 @@ import jax
 import numpy as np
 
 
-def check_count(name: str, value: int) -> None:
-    """Raise a ValueError unless `value` is a Python integer of at least 1."""
+def check_count(name: str, value: int, *, least: int = 1) -> None:
+    """Raise a ValueError unless `value` is a Python integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise ValueError(
             f"{name}={value!r}: valid is a Python integer, known while tracing; under "
             f"optax.inject_hyperparams name it in static_args=({name!r},)"
         )
-    if value < 1:
-        raise ValueError(f"{name}={value}: valid is an integer of at least 1")
+    if value < least:
+        raise ValueError(f"{name}={value}: valid is an integer of at least {least}")
 
 
 def check_positive(name: str, value: Any) -> None:

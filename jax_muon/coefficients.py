@@ -8,6 +8,8 @@ import functools
 
 import numpy as np
 
+from jax_muon.checks import check_count
+
 # One odd quintic p(x) = a x + b x^3 + c x^5, written (a, b, c).
 Coefficients = tuple[float, float, float]
 
@@ -52,8 +54,7 @@ def polar_express_coefficients(
       Amsel, Persson, Musco, Gower, The Polar Express, arXiv 2505.16932, Algorithm 1
       and section 4.4.
     """
-    if not isinstance(steps, (int, np.integer)) or steps < 1:
-        raise ValueError(f"steps={steps}: valid is an integer of at least 1")
+    check_count("steps", steps)
     if not 0 < lower <= 1:
         raise ValueError(f"lower={lower}: valid is a number in (0, 1]")
     if not 0 <= cushion <= 1:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from jax_muon.checks import check_positive
 from jax_muon.products import wide
 from jax_muon.sharding.axes import AxisName, axis_names, varying_axes
 from jax_muon.sharding.owned import is_owned
@@ -100,8 +101,7 @@ def clip_by_global_norm(
       ValueError: max_norm not above 0; while tracing, local gradients that are not
         reduced yet, whose norm is not that of the mean gradient.
     """
-    if isinstance(max_norm, (int, float)) and not max_norm > 0:
-        raise ValueError(f"max_norm={max_norm}: valid is a number above 0")
+    check_positive("max_norm", max_norm)
 
     def update_fn(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None

@@ -16,6 +16,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jax_muon import paths
+from jax_muon.checks import check_positive
 from jax_muon.products import wide
 from jax_muon.sharding.axes import replicated
 
@@ -98,8 +99,7 @@ def clip_qk(
       `clip_qk(t, query="attn/q", key="attn/k")` and `clip_qk(t, query="attn/q_rotary",
       key="attn/k_rotary", balance=1.0)`, which take the same `max_logits`.
     """
-    if isinstance(threshold, (int, float)) and not threshold > 0:
-        raise ValueError(f"threshold={threshold}: valid is a number above 0")
+    check_positive("threshold", threshold)
     if isinstance(balance, (int, float)) and not 0 <= balance <= 1:
         raise ValueError(f"balance={balance}: valid is a number in [0, 1]")
     if query == key:

@@ -163,8 +163,8 @@ def orthogonalize(
     """
     check_count("max_stack", max_stack)
     check_choice("travel", travel, owners.TRAVELS)
-    if small is not None and not (isinstance(small, int) and small == 0):
-        check_count("small", small)
+    if small is not None:
+        check_count("small", small, least=0)
 
     def read(tree: Any) -> tuple[list[str], list[MatrixAxes]]:
         names = [path for path, _ in paths.leaves_with_paths(tree)]
