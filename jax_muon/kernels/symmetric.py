@@ -46,17 +46,29 @@ def matmul(
     x: Float[Array, "*batch m k"],
     y: Float[Array, "*batch k n"],
     dtype: jax.typing.DTypeLike | None = None,
-) -> Array:
-    """Product summed in at least float32, in a dtype; None: not rounded below that."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    # HIGHEST: on a GPU, float32 would otherwise run through TF32 with 10 bits.
-    precision = jax.lax.Precision.HIGHEST if x.dtype == wide else None
-    return jnp.matmul(
-        x,
-        y,
-        precision=precision,
-        preferred_element_type=wide if dtype is None else dtype,
-    )
+) -> Float[Array, "*batch m n"]:
+    """X Y summed in at least float32, in a dtype; None: not rounded below that."""
+    return jnp.matmul(x, y, **_accumulation(x.dtype, dtype))
+
+
+def outer(
+    x: Float[Array, "*batch m k"],
+    y: Float[Array, "*batch n k"],
+    dtype: jax.typing.DTypeLike | None = None,
+) -> Float[Array, "*batch m n"]:
+    """X Y^T, as `matmul`. With `y.mT` in place of y a CPU would copy the transpose."""
+    return jnp.einsum("...mk,...nk->...mn", x, y, **_accumulation(x.dtype, dtype))
+
+
+def _accumulation(
+    operands: jnp.dtype, dtype: jax.typing.DTypeLike | None
+) -> dict[str, Any]:
+    wide = jnp.promote_types(operands, jnp.float32)
+    return {
+        # HIGHEST: on a GPU, float32 would otherwise run through TF32 with 10 bits.
+        "precision": jax.lax.Precision.HIGHEST if operands == wide else None,
+        "preferred_element_type": wide if dtype is None else dtype,
+    }
 
 
 def gram(
@@ -71,7 +83,7 @@ def gram(
     Returns:
       The symmetric matrices.
     """
-    return matmul(x, x.mT).astype(x.dtype if dtype is None else dtype)
+    return outer(x, x).astype(x.dtype if dtype is None else dtype)
 
 
 def quadratic(
