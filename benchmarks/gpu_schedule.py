@@ -36,10 +36,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jax_muon as jm
 from benchmarks.hlo import Module, Transfer
 from benchmarks.parameters import MODELS, model_parameters
-from jax_muon.sharding.collectives import Collective, collectives
-from jax_muon.sharding.global_view import GlobalView, state_shardings
-from jax_muon.sharding.owned import state_specs
-from jax_muon.sharding.train_step import abstract_state
+from jax_muon.mesh.global_view import GlobalView, state_shardings
+from jax_muon.mesh.owned import state_specs
+from jax_muon.mesh.traffic import Collective, collectives
+from jax_muon.mesh.train_step import abstract_state
 
 AXIS = "data"
 TENSOR_PARALLEL = 2

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from jax_muon.sharding.collectives import ring_bytes
+from jax_muon.mesh.traffic import ring_bytes
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jax_muon as jm
 from benchmarks.hlo import Module
-from jax_muon.sharding.global_view import GlobalView, state_shardings
+from jax_muon.mesh.global_view import GlobalView, state_shardings
 
 P = PartitionSpec
 LAYOUTS: dict[str, tuple[tuple[int, ...], PartitionSpec]] = {

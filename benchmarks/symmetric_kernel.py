@@ -33,7 +33,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks.gpu_schedule import H100
-from jax_muon.kernels.symmetric import (
+from jax_muon.polar.kernels import (
     HOPPER,
     Tiling,
     gram,

@@ -7,19 +7,19 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jax_muon import paths
 from jax_muon.guards import clip_by_global_norm
-from jax_muon.joins import Joins
-from jax_muon.labels import ADAMW, MUON, label_params
-from jax_muon.matrices import DimensionNumbers, as_dimension_numbers, matrix_axes
-from jax_muon.sharding.axes import AxisName
-from jax_muon.sharding.global_view import Specs, with_placed_state
-from jax_muon.sharding.zero2 import (
+from jax_muon.mesh.axes import AxisName
+from jax_muon.mesh.global_view import Specs, with_placed_state
+from jax_muon.mesh.zero2 import (
     is_zero2,
     zero2_matrices,
     zero2_multi_transform,
     zero2_rows,
 )
+from jax_muon.reading import paths
+from jax_muon.reading.axes import DimensionNumbers, as_dimension_numbers, matrix_axes
+from jax_muon.reading.joins import Joins
+from jax_muon.reading.labels import ADAMW, MUON, label_params
 from jax_muon.splits import Parts, Splits, with_splits
 
 Labels = Any | Callable[[optax.Params], Any] | None

@@ -10,17 +10,18 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jax_muon import matrices, paths
-from jax_muon.joins import Joins, make_blocks
-from jax_muon.labels import MUON, label_params
-from jax_muon.matrices import DimensionNumbers
-from jax_muon.polar import gram_exchanges, polar_express
+from jax_muon.mesh import owners
+from jax_muon.mesh.axes import AxisName, axis_names
+from jax_muon.mesh.global_view import GlobalView, Specs, own_specs
+from jax_muon.mesh.owned import MatrixLayout
+from jax_muon.mesh.owners import Pool
+from jax_muon.polar.factors import gram_exchanges, polar_express
+from jax_muon.reading import axes as matrices
+from jax_muon.reading import paths
+from jax_muon.reading.axes import DimensionNumbers
+from jax_muon.reading.joins import Joins, make_blocks
+from jax_muon.reading.labels import MUON, label_params
 from jax_muon.recipes import nanochat
-from jax_muon.sharding import owners
-from jax_muon.sharding.axes import AxisName, axis_names
-from jax_muon.sharding.global_view import GlobalView, Specs, own_specs
-from jax_muon.sharding.owned import MatrixLayout
-from jax_muon.sharding.owners import Pool
 from jax_muon.splits import Parts, Splits
 from jax_muon.transforms import shape_rule
 

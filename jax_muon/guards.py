@@ -13,9 +13,9 @@ import optax
 from jaxtyping import Array
 
 from jax_muon.checks import check_positive
-from jax_muon.products import wide
-from jax_muon.sharding.axes import AxisName, axis_names, varying_axes
-from jax_muon.sharding.owned import is_owned
+from jax_muon.mesh.axes import AxisName, axis_names, varying_axes
+from jax_muon.mesh.owned import is_owned
+from jax_muon.polar.products import wide
 
 
 class SkipNonfiniteState(NamedTuple):

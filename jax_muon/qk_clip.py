@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from jax_muon import paths
 from jax_muon.checks import check_positive
-from jax_muon.products import wide
-from jax_muon.sharding.axes import replicated
+from jax_muon.mesh.axes import replicated
+from jax_muon.polar.products import wide
+from jax_muon.reading import paths
 
 
 def clip_qk(

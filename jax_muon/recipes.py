@@ -14,12 +14,12 @@ from jax.sharding import Mesh
 
 from jax_muon.by_label import Groups, Labels, Options, Pieces, by_label
 from jax_muon.checks import check_count
-from jax_muon.coefficients import polar_express_coefficients
-from jax_muon.joins import Joins
-from jax_muon.matrices import DimensionNumbers
-from jax_muon.polar import newton_schulz
-from jax_muon.sharding.axes import AxisName
-from jax_muon.sharding.global_view import Specs
+from jax_muon.mesh.axes import AxisName
+from jax_muon.mesh.global_view import Specs
+from jax_muon.polar.coefficients import polar_express_coefficients
+from jax_muon.polar.factors import newton_schulz
+from jax_muon.reading.axes import DimensionNumbers
+from jax_muon.reading.joins import Joins
 from jax_muon.splits import Splits
 from jax_muon.transforms import (
     add_cautious_decayed_weights,

@@ -18,13 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from optax.contrib import MuonDimensionNumbers
 
-from jax_muon import paths
-from jax_muon.sharding.global_view import (
+from jax_muon.mesh.global_view import (
     Specs,
     find_mesh,
     is_explicit,
     spec_by_path,
 )
+from jax_muon.reading import paths
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The optax pieces of the Muon family, each one idea, made to be chained.
 
-Leaves are parameters as Flax holds them; `matrices.py` says which axes are in and out.
+Leaves are parameters as Flax holds them; `reading/` says which axes are in and out.
 Every piece keeps the dtype of the updates, and every rate takes a float, an array or
 an optax schedule. All but `orthogonalize` are elementwise or small reductions, so that
 they work however parameters are sharded.
@@ -18,15 +18,17 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from jax_muon import matrices, paths
 from jax_muon.checks import check_choice, check_count, check_positive
-from jax_muon.iteration import power_of_two_scaled
-from jax_muon.joins import Block, Factors, Joins, make_blocks, map_blocks
-from jax_muon.matrices import DimensionNumbers, MatrixAxes
-from jax_muon.polar import gram_exchanges, polar_express
-from jax_muon.products import wide
-from jax_muon.sharding import owners
-from jax_muon.sharding.global_view import Specs, find_view
+from jax_muon.mesh import owners
+from jax_muon.mesh.global_view import Specs, find_view
+from jax_muon.polar.factors import gram_exchanges, polar_express
+from jax_muon.polar.iteration import power_of_two_scaled
+from jax_muon.polar.products import wide
+from jax_muon.polar.stacks import map_stacks
+from jax_muon.reading import axes as matrices
+from jax_muon.reading import paths
+from jax_muon.reading.axes import DimensionNumbers, MatrixAxes
+from jax_muon.reading.joins import Block, Factors, Joins, make_blocks, map_blocks
 
 # Factor of the update, by the size (in, out) of the matrix.
 SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
@@ -123,7 +125,7 @@ def orthogonalize(
 
     Matrices of one shape, and those of the transposed shape, go into one stack. Under
     jit with parameters that are sharded over a mesh, each matrix is computed on one of
-    its devices, to which the others send their pieces; see `sharding/owners.py`.
+    its devices, to which the others send their pieces; see `mesh/owners.py`.
 
     Args:
       polar: any function of (..., m, n) that treats matrices independently and commutes
@@ -256,9 +258,7 @@ def _local_factors(
         if condition is not None
     ]
     for function, members in calls:
-        done = matrices.map_stacks(
-            function, [batches[i] for i in members], max_stack=max_stack
-        )
+        done = map_stacks(function, [batches[i] for i in members], max_stack=max_stack)
         for index, result in zip(members, done, strict=True):
             results[index] = result
     return results

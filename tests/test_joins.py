@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from jax_muon.joins import make_blocks, map_blocks
-from jax_muon.matrices import matrix_axes
+from jax_muon.reading.axes import matrix_axes
+from jax_muon.reading.joins import make_blocks, map_blocks
 from tests import oracle
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 from flax.core import FrozenDict
 
 import jax_muon as jm
-from jax_muon.paths import leaves_with_paths
+from jax_muon.reading.paths import leaves_with_paths
 
 ROLES = [
     # path, shape, label

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from jax_muon.matrices import MatrixAxes, map_stacks, matrix_axes
+from jax_muon.polar.stacks import map_stacks
+from jax_muon.reading.axes import MatrixAxes, matrix_axes
 from tests.lowered import depths_on
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_muon as jm
-from jax_muon import iteration, products
-from jax_muon.coefficients import NEWTON_SCHULZ
-from jax_muon.kernels.symmetric import gram_kernel, quadratic_kernel
-from jax_muon.products import exact_factors
+from jax_muon.polar import iteration, products
+from jax_muon.polar.coefficients import NEWTON_SCHULZ
+from jax_muon.polar.kernels import gram_kernel, quadratic_kernel
+from jax_muon.polar.products import exact_factors
 from tests import oracle
 
 SHAPES = [(8, 8), (6, 17), (17, 6), (1, 9), (9, 1), (2, 3, 5, 12), (4, 40, 24), (1, 1)]

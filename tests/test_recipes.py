@@ -12,7 +12,7 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from jax_muon.coefficients import NEWTON_SCHULZ
+from jax_muon.polar.coefficients import NEWTON_SCHULZ
 from tests import oracle
 
 RECIPES = {

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_muon.kernels.symmetric import (
+from jax_muon.polar.kernels import (
     Tiling,
     gram,
     gram_kernel,

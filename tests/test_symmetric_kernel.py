@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import symmetric_kernel as benchmark
-from jax_muon.kernels.symmetric import HOPPER, Tiling
+from jax_muon.polar.kernels import HOPPER, Tiling
 
 # As ptxas 13.5 and XLA of jax 0.10.2 print them.
 PTXAS = """\

@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
-from jax_muon.sharding.collectives import collectives
+from jax_muon.mesh.traffic import collectives
 from tests.distributed import problems
 from tests.distributed.test_owners import BOTH, mesh_of, placing
 

@@ -14,8 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_muon as jm
 from benchmarks.hlo import Module
-from jax_muon.sharding.collectives import collectives
-from jax_muon.sharding.owners import Placement, make_pools
+from jax_muon.mesh.owners import Placement, make_pools
+from jax_muon.mesh.traffic import collectives
 from tests.distributed import problems
 
 P = PartitionSpec

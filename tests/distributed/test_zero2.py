@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_muon as jm
-from jax_muon.sharding.collectives import collectives
-from jax_muon.sharding.owned import MatrixLayout
+from jax_muon.mesh.owned import MatrixLayout
+from jax_muon.mesh.traffic import collectives
 from tests.distributed import problems
 
 # adamw_eps 1e-6: at 1e-10, Adam turns rounding noise on near-zero gradients into steps.

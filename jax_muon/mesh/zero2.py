@@ -18,17 +18,14 @@ from typing import Any
 import jax
 import optax
 
-from jax_muon import paths
-from jax_muon.joins import Joins
-from jax_muon.matrices import DimensionNumbers
-from jax_muon.sharding.axes import (
+from jax_muon.mesh.axes import (
     AxisName,
     axis_names,
     manual_axis_size,
     vary,
     varying_axes,
 )
-from jax_muon.sharding.owned import (
+from jax_muon.mesh.owned import (
     Layout,
     MatrixLayout,
     Owned,
@@ -37,6 +34,9 @@ from jax_muon.sharding.owned import (
     is_owned,
     map_owned,
 )
+from jax_muon.reading import paths
+from jax_muon.reading.axes import DimensionNumbers
+from jax_muon.reading.joins import Joins
 
 
 def zero2_matrices(

@@ -15,9 +15,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_muon import paths
 from jax_muon.checks import check_count
-from jax_muon.matrices import QUERY_LIKE, MatrixAxes
+from jax_muon.reading import paths
+from jax_muon.reading.axes import QUERY_LIKE, MatrixAxes
 
 # Path pattern to K: see `make_blocks`. K alone is for all queries, keys and values.
 Joins = Mapping[str, int] | int

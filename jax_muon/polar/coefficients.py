@@ -1,7 +1,7 @@
 """Numbers: the coefficients of the polynomial iterations that orthogonalize.
 
 Everything here runs on the host in float64, once, while a program is traced; nothing
-here touches an array of the model. `polar.py` applies what this file computes.
+here touches an array of the model. `iteration.py` applies what this file computes.
 """
 
 import functools

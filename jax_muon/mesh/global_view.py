@@ -14,7 +14,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jax_muon import paths
+from jax_muon.reading import paths
 
 # A PartitionSpec or NamedSharding for all parameters, a tree (or a prefix of one) of
 # them, or a function of a parameter's path. None in a tree: replicated.

@@ -18,10 +18,10 @@ from jax.sharding import (
 )
 from jaxtyping import Array
 
-from jax_muon.sharding.axes import axis_names, vary
-from jax_muon.sharding.global_view import GlobalView, own_specs, state_shardings
-from jax_muon.sharding.owned import Layout, Owned, is_owned, map_owned, state_specs
-from jax_muon.sharding.train_step import abstract_state
+from jax_muon.mesh.axes import axis_names, vary
+from jax_muon.mesh.global_view import GlobalView, own_specs, state_shardings
+from jax_muon.mesh.owned import Layout, Owned, is_owned, map_owned, state_specs
+from jax_muon.mesh.train_step import abstract_state
 
 
 def to_portable(state: optax.OptState) -> optax.OptState:

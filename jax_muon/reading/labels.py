@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_muon import paths
+from jax_muon.reading import paths
 
 MUON = "muon"
 ADAMW = "adamw"

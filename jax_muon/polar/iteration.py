@@ -8,7 +8,7 @@ In two forms with m <= n:
             condition number, so X is refreshed once in three steps.
 
 On a CPU matrices are taken one after another, elsewhere a whole stack at once; what is
-computed is the same. Arguments are valid here: `polar.py` checks them.
+computed is the same. Arguments are valid here: `factors.py` checks them.
 """
 
 import functools
@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jax_muon.coefficients import Coefficients
-from jax_muon.kernels.symmetric import matmul
-from jax_muon.products import (
+from jax_muon.mesh.axes import AxisName
+from jax_muon.polar.coefficients import Coefficients
+from jax_muon.polar.kernels import matmul
+from jax_muon.polar.products import (
     FusedProducts,
     KernelProducts,
     Products,
@@ -29,7 +30,6 @@ from jax_muon.products import (
     outer_in_halves,
     wide,
 )
-from jax_muon.sharding.axes import AxisName
 
 # Steps of the Gram form between two refreshes of X. Without a refresh singular values
 # reach 4 on inputs of condition 1e10, in float32; with one after step 3 the error stays

@@ -15,14 +15,19 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jax_muon.checks import check_choice, check_count, check_positive
-from jax_muon.coefficients import (
+from jax_muon.mesh.axes import AxisName, axis_names
+from jax_muon.polar.coefficients import (
     NEWTON_SCHULZ,
     Coefficients,
     polar_express_coefficients,
 )
-from jax_muon.iteration import GRAM_REFRESH, iterate, power_of_two_scaled, uses_gram
-from jax_muon.kernels.symmetric import matmul
-from jax_muon.sharding.axes import AxisName, axis_names
+from jax_muon.polar.iteration import (
+    GRAM_REFRESH,
+    iterate,
+    power_of_two_scaled,
+    uses_gram,
+)
+from jax_muon.polar.kernels import matmul
 
 _DTYPES = ("bfloat16", "float32", "float64")
 
@@ -62,7 +67,7 @@ def polar_express(
       form: "standard", "gram" (not in bfloat16, where it is useless: singular values
         reach 28), or "auto": "gram" where it is faster.
       symmetric: "plain", or "kernel": on an NVIDIA GPU, kernels that compute one
-        triangle of symmetric products (`jax_muon.kernels.symmetric`), for bfloat16. No
+        triangle of symmetric products (`jax_muon.polar.kernels`), for bfloat16. No
         card has run them yet.
       axis_name: inside shard_map, the mesh axis, or axes, over which the last axis of x
         is divided, the longer one of the whole matrix. Gram matrices (m, m) are summed

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jax_muon.kernels.symmetric import gram_kernel, matmul, outer, quadratic_kernel
+from jax_muon.polar.kernels import gram_kernel, matmul, outer, quadratic_kernel
 
 
 def wide(x: Array) -> Array:

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from jax_muon import matrices, paths
-from jax_muon.joins import Block, Joins, make_blocks, scatter_blocks
-from jax_muon.matrices import DimensionNumbers, MatrixAxes
-from jax_muon.sharding.axes import AxisName, axis_names, vary
+from jax_muon.mesh.axes import AxisName, axis_names, vary
+from jax_muon.reading import axes as matrices
+from jax_muon.reading import paths
+from jax_muon.reading.axes import DimensionNumbers, MatrixAxes
+from jax_muon.reading.joins import Block, Joins, make_blocks, scatter_blocks
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -30,12 +30,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jax_muon import matrices
-from jax_muon.joins import Block, Joins, make_blocks
-from jax_muon.matrices import MatrixAxes
-from jax_muon.sharding.axes import vary
-from jax_muon.sharding.collectives import ring_bytes
-from jax_muon.sharding.global_view import GlobalView
+from jax_muon.mesh.axes import vary
+from jax_muon.mesh.global_view import GlobalView
+from jax_muon.mesh.traffic import ring_bytes
+from jax_muon.polar.stacks import map_stacks
+from jax_muon.reading.axes import MatrixAxes
+from jax_muon.reading.joins import Block, Joins, make_blocks
 
 # What a device does while it sends one byte: 400 TFLOP/s beside 400 GB/s, in round
 # figures those of an H100 with NVLink.
@@ -363,7 +363,7 @@ def map_pools(
         )
         if pool.exchanges:
             summed = functools.partial(polar, axis_name=pool.long)
-            (stack,) = matrices.map_stacks(summed, [stack], max_stack=max_stack)
+            (stack,) = map_stacks(summed, [stack], max_stack=max_stack)
         elif pool.extra:
             stack = _on_owners(polar, stack, pool, sizes, max_stack)
         else:
@@ -383,7 +383,7 @@ def _everywhere(
     if pool.pieces:
         gathered = jax.lax.all_gather(stack, pool.pieces)
         stack = _put_together(gathered, pool, sizes)
-    (factors,) = matrices.map_stacks(polar, [stack], max_stack=max_stack)
+    (factors,) = map_stacks(polar, [stack], max_stack=max_stack)
     if pool.pieces:
         here = jax.lax.axis_index(pool.pieces)
         pieces = _take_apart(factors, pool, sizes)

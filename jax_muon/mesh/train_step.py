@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import paths
-from jax_muon.products import wide
-from jax_muon.sharding.axes import AxisName, axis_names, vary, varying_axes
-from jax_muon.sharding.owned import check_devices, is_owned, state_specs
+from jax_muon.mesh.axes import AxisName, axis_names, vary, varying_axes
+from jax_muon.mesh.owned import check_devices, is_owned, state_specs
+from jax_muon.polar.products import wide
+from jax_muon.reading import paths
 
 
 def init_optimizer(

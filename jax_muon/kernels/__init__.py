@@ -1,1 +1,0 @@
-"""Pallas kernels for GPUs, each beside the plain-JAX function that it replaces."""

@@ -1,0 +1,1 @@
+"""Where does an array lie? Meshes, specs, owners, and what travels."""

@@ -1,0 +1,1 @@
+"""How is a parameter read? Paths, roles, labels, axes, joins."""

@@ -1,1 +1,0 @@
-"""Where optimizer state and work live on a mesh: wrappers around the pieces."""
