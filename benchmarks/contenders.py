@@ -194,13 +194,7 @@ def _fused_matrices(p: Any, m: Any, v: Any, g: Any, *, dtype: str) -> Any:
             return jax.lax.dynamic_update_slice_in_dim(x, new, index * chunk, 0)
 
         u = part(g) + RATES["momentum"] * (part(m) - part(g))
-        x = jm.newton_schulz(
-            u,
-            coefficients=jm.polar_express_coefficients(5),
-            norm_factor=1.02,
-            eps=1e-6,
-            dtype=dtype,
-        )
+        x = jm.PolarExpress(dtype=dtype)(u)
         square = jnp.mean(x * x, axis, keepdims=True)
         second = part(v) + (1 - RATES["beta2"]) * (square - part(v))
         scale = jax.lax.rsqrt(jnp.maximum(second, 1e-10))

@@ -12,7 +12,6 @@ shape: what `form="auto"` goes by.
 
 import argparse
 import dataclasses
-import functools
 import json
 import pathlib
 import statistics
@@ -65,17 +64,14 @@ class Way:
 
 def ways() -> list[Way]:
     """All that is compared."""
-    five = functools.partial(jm.polar_express, steps=5)
     families = {
-        "Newton-Schulz, 5 steps": functools.partial(jm.newton_schulz, steps=5),
-        "Polar Express, 4 steps, Schatten-4": functools.partial(
-            jm.polar_express, **FOUR_STEPS
+        "Newton-Schulz, 5 steps": jm.NewtonSchulz(),
+        "Polar Express, 4 steps, Schatten-4": jm.PolarExpress(**FOUR_STEPS),
+        "Polar Express, 5 steps": jm.PolarExpress(),
+        "Polar Express, 5 steps, Schatten-4": jm.PolarExpress(
+            norm="schatten4", lower=5e-3
         ),
-        "Polar Express, 5 steps": five,
-        "Polar Express, 5 steps, Schatten-4": functools.partial(
-            five, norm="schatten4", lower=5e-3
-        ),
-        "Polar Express, 8 steps": functools.partial(jm.polar_express, steps=8),
+        "Polar Express, 8 steps": jm.PolarExpress(8),
     }
     kinds = {
         ("bfloat16", "standard"): {"dtype": "bfloat16", "form": "standard"},
@@ -85,8 +81,8 @@ def ways() -> list[Way]:
     if jax.default_backend() == "gpu":
         kinds["bfloat16", "kernels"] = {"dtype": "bfloat16", "symmetric": "kernel"}
     return [
-        Way(family, *kind, functools.partial(function, **settings))
-        for family, function in families.items()
+        Way(family, *kind, dataclasses.replace(polar, **settings))
+        for family, polar in families.items()
         for kind, settings in kinds.items()
     ]
 
@@ -178,10 +174,7 @@ def measure_forms(m: int, n: int, rounds: int) -> dict[str, Any]:
     """Five float32 steps in both forms, and five in bfloat16."""
     x = jax.random.normal(jax.random.key(0), (depth(m, n), m, n))
     kinds = (("float32", "standard"), ("float32", "gram"), ("bfloat16", "standard"))
-    functions = [
-        functools.partial(jm.polar_express, dtype=dtype, form=form)
-        for dtype, form in kinds
-    ]
+    functions = [jm.PolarExpress(dtype=dtype, form=form) for dtype, form in kinds]
     standard, gram, bfloat16 = timed(functions, x, rounds)
     return {
         "shape": [m, n],

@@ -7,7 +7,6 @@ and their outputs are compared, relative to the size of the output.
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -103,17 +102,16 @@ PIECES = (
         _EXTREME,
     ),
     Piece(
-        "polar_express",
-        lambda dtype: jm.orthogonalize(partial(jm.polar_express, dtype=dtype)),
+        "PolarExpress",
+        lambda dtype: jm.orthogonalize(jm.PolarExpress(dtype=dtype)),
         _polar(polar.polar_express),
         _EXTREME,
     ),
     Piece(
-        "polar_express, 8 steps",
+        "PolarExpress, 8 steps",
         lambda dtype: jm.orthogonalize(
-            partial(
-                jm.polar_express,
-                steps=8,
+            jm.PolarExpress(
+                8,
                 cushion=0.02407327424182761,
                 safety=0.0,
                 norm_factor=1.01,
@@ -131,16 +129,16 @@ PIECES = (
         _EASY,
     ),
     Piece(
-        "newton_schulz",
-        lambda dtype: jm.orthogonalize(partial(jm.newton_schulz, dtype=dtype)),
+        "NewtonSchulz",
+        lambda dtype: jm.orthogonalize(jm.NewtonSchulz(dtype=dtype)),
         _polar(polar.newton_schulz),
         _EXTREME,
     ),
     # The exact polar factor depends on the smallest singular value as 1 / it: only
     # well-conditioned matrices have one that float32 can tell.
     Piece(
-        "svd_polar",
-        lambda _: jm.orthogonalize(jm.svd_polar),
+        "ExactPolar",
+        lambda _: jm.orthogonalize(jm.ExactPolar()),
         _stateless(polar.svd_polar),
         ("gaussian",),
     ),

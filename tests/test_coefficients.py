@@ -1,9 +1,10 @@
-"""The Polar Express tables against published ones and against their definition."""
+"""Tables of coefficients against published ones and against their definition."""
 
 import numpy as np
 import pytest
 
 from jax_muon import polar_express_coefficients
+from jax_muon.polar.coefficients import TABLES, quintics
 
 # nanochat's table (github.com/karpathy/nanochat).
 NANOCHAT = [
@@ -22,6 +23,44 @@ PAPER = [
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
     (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
 ]
+JORDAN = (3.4445, -4.7750, 2.0315)
+# As published; `coefficients.py` names the sources.
+PUBLISHED = {
+    "jordan": [JORDAN] * 5,
+    "you": [
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ],
+    "cans": [
+        (8.4703, -25.1081, 18.6293),
+        (4.1828, -3.1087, 0.5806),
+        (3.9619, -2.9541, 0.5630),
+        (3.2866, -2.4647, 0.5074),
+        (2.2737, -1.6447, 0.4162),
+    ],
+    "deepseek": [JORDAN] * 8 + [(2, -1.5, 0.5)] * 2,
+    "cubic5": [
+        (3.3656576, -3.3420992, 0),
+        (2.5744352, -1.4957376, 0),
+        (2.5368962, -1.4312570, 0),
+        (2.4418906, -1.2764040, 0),
+        (2.2230472, -0.9630650, 0),
+    ],
+    "nanochat": NANOCHAT,
+}
+# (lowest, low, high): singular values that begin in [lowest, 1] end in [low, high].
+BANDS = {
+    "jordan": (0.01, 0.68, 1.14),
+    "you": (0.01, 0.97, 1.04),
+    "cans": (0.002, 0.88, 1.12),
+    "deepseek": (0.001, 0.999, 1.001),
+    "cubic5": (0.007, 0.77, 1.31),
+    "nanochat": (0.002, 0.85, 1.15),
+    "polar_express_paper": (0.001, 0.9999, 1.0001),
+}
 
 
 def evaluate(abc, x):
@@ -38,6 +77,43 @@ def test_equals_the_paper():
     table = polar_express_coefficients(8, cushion=0.02407327424182761, safety=0)
     np.testing.assert_allclose(table[:6], PAPER, rtol=0, atol=1e-12)
     np.testing.assert_allclose(table[7], (1.875, -1.25, 0.375), atol=1e-8)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_named_tables_are_the_published_ones(name):
+    published = PUBLISHED[name]
+    atol = 1e-12 if name == "nanochat" else 0
+    for steps in (None, len(published), 1):
+        found = quintics(name, steps)
+        np.testing.assert_allclose(found, published[:steps], rtol=0, atol=atol)
+
+
+def test_the_papers_table_has_a_margin_in_all_steps_but_the_eighth():
+    table = np.array(quintics("polar_express_paper", None))
+    assert len(table) == 8
+    expected = np.array(PAPER) / 1.01 ** np.array([1, 3, 5])
+    np.testing.assert_allclose(table[:6], expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(table[7], (1.875, -1.25, 0.375), atol=1e-8)
+    assert quintics("polar_express_paper", 3) == quintics("polar_express_paper", 8)[:3]
+
+
+def test_tables_that_go_on():
+    assert quintics("jordan", 7) == (JORDAN,) * 7
+    assert quintics("nanochat", 7) == polar_express_coefficients(7)
+    nine = np.array(quintics("polar_express_paper", 9))
+    limit = np.array([1.875, -1.25, 0.375])
+    margin = 1.01 ** np.array([1, 3, 5])
+    np.testing.assert_allclose(nine[7:], [limit / margin, limit], atol=1e-8)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_named_tables_bring_singular_values_near_one(name):
+    lowest, low, high = BANDS[name]
+    x = np.geomspace(lowest, 1, 10_000)
+    for abc in quintics(name, None):
+        x = evaluate(abc, x)
+    assert low < x.min()
+    assert x.max() < high
 
 
 @pytest.mark.parametrize("lower", [1e-6, 1e-3, 0.3, 0.9])
@@ -70,6 +146,7 @@ def test_long_schedules_converge_where_the_interval_says(lower, cushion, safety)
     ("arguments", "word"),
     [
         ({"steps": 0}, "steps=0"),
+        ({"steps": 1001}, "from 1 to 1000"),
         ({"steps": 5, "lower": 0}, "lower=0"),
         ({"steps": 5, "lower": 2.0}, r"lower=2\.0"),
         ({"steps": 5, "cushion": -1.0}, "cushion"),

@@ -232,6 +232,6 @@ def test_lowering_for_a_gpu_under_shard_map():
     ],
 )
 def test_bad_input(call, message):
-    """Refused with what was given and what is valid."""
-    with pytest.raises(ValueError, match=f"{message}.*valid"):
+    """Each error says what was given and what is expected."""
+    with pytest.raises(ValueError, match=f"{message}.*expected"):
         call()

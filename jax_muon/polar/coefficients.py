@@ -1,28 +1,196 @@
-"""Numbers: the coefficients of the polynomial iterations that orthogonalize.
+"""The coefficients of the polynomial iterations that orthogonalize: numbers alone.
 
 Everything here runs on the host in float64, once, while a program is traced; nothing
 here touches an array of the model. `iteration.py` applies what this file computes.
+
+Each published table stands below its source.
 """
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_muon.checks import check_count
+from jax_muon.checks import check_choice, check_count, checked_float
 
 # One odd quintic p(x) = a x + b x^3 + c x^5, written (a, b, c).
 Coefficients = tuple[float, float, float]
 
+# Far more steps than any iteration needs: what is meant is hardly a number of steps.
+MAX_STEPS = 1000
+
 # Jordan's Newton-Schulz quintic, used on every step. It maximizes the slope at zero and
 # leaves singular values near 0.7 .. 1.2. https://kellerjordan.github.io/posts/muon/
 NEWTON_SCHULZ: Coefficients = (3.4445, -4.7750, 2.0315)
+
+# J. You's five steps. https://github.com/KellerJordan/modded-nanogpt
+_YOU: tuple[Coefficients, ...] = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
+# Chebyshev-optimized Newton-Schulz, arXiv 2506.10935.
+_CANS: tuple[Coefficients, ...] = (
+    (8.4703, -25.1081, 18.6293),
+    (4.1828, -3.1087, 0.5806),
+    (3.9619, -2.9541, 0.5630),
+    (3.2866, -2.4647, 0.5074),
+    (2.2737, -1.6447, 0.4162),
+)
+
+# DeepSeek-V4's technical report: Jordan's quintic until singular values are near 1,
+# then two steps that bring them to 1.
+_DEEPSEEK: tuple[Coefficients, ...] = 8 * (NEWTON_SCHULZ,) + 2 * ((2.0, -1.5, 0.5),)
+
+# Five cubics, arXiv 2606.00371: no A A, two products a step instead of three. Its band
+# is relaxed: singular values that begin above 7e-3 end in 0.77 .. 1.3.
+_CUBIC5: tuple[Coefficients, ...] = (
+    (3.3656576, -3.3420992, 0.0),
+    (2.5744352, -1.4957376, 0.0),
+    (2.5368962, -1.4312570, 0.0),
+    (2.4418906, -1.2764040, 0.0),
+    (2.2230472, -0.9630650, 0.0),
+)
 
 # Where lower / upper is closer to 1 than this the Remez system is singular in float64,
 # and its limit (a Taylor expansion at `upper`) is exact to rounding.
 _NEARLY_ONE = 1 - 5e-6
 
 
-@functools.cache
+class _Table(NamedTuple):
+    """A published table: how long it is, and its first `steps` quintics."""
+
+    length: int
+    first: Callable[[int], tuple[Coefficients, ...]]
+    goes_on: bool = True  # whether there are more than `length`
+
+
+def _nanochat(steps: int) -> tuple[Coefficients, ...]:
+    """The five quintics of https://github.com/karpathy/nanochat, and what follows.
+
+    nanochat keeps the five and takes the first of them, so that with fewer steps the
+    last one has the safety margin that `polar_express_coefficients(steps)` omits.
+    """
+    return polar_express_coefficients(max(steps, 5))[:steps]
+
+
+def _polar_express_paper(steps: int) -> tuple[Coefficients, ...]:
+    """The eight quintics that arXiv 2505.16932 prints, with a margin of 1 %.
+
+    TEON (arXiv 2601.23261) uses them so: every step but the last of the table is
+    evaluated at x / 1.01, also where fewer steps are taken.
+    """
+    table = np.array(
+        polar_express_coefficients(
+            max(steps, 8), lower=1e-3, cushion=0.02407327424182761, safety=0.0
+        )
+    )
+    table[:-1] /= 1.01 ** np.array([1, 3, 5])
+    return _as_tuples(table[:steps])
+
+
+def _fixed(table: tuple[Coefficients, ...]) -> _Table:
+    return _Table(len(table), lambda steps: table[:steps], goes_on=False)
+
+
+_TABLES: dict[str, _Table] = {
+    "jordan": _Table(5, lambda steps: steps * (NEWTON_SCHULZ,)),
+    "you": _fixed(_YOU),
+    "cans": _fixed(_CANS),
+    "deepseek": _fixed(_DEEPSEEK),
+    "cubic5": _fixed(_CUBIC5),
+    "nanochat": _Table(5, _nanochat),
+    "polar_express_paper": _Table(8, _polar_express_paper),
+}
+
+# Names of the published tables.
+TABLES = tuple(_TABLES)
+
+
+def quintics(
+    coefficients: str | Coefficients | Sequence[Coefficients], steps: int | None
+) -> tuple[Coefficients, ...]:
+    """The quintics of an iteration, one for each step.
+
+    Args:
+      coefficients: the name of a published table, one of `TABLES`; one (a, b, c) for
+        every step; or a sequence of them, of which the first `steps` are used.
+      steps: number of quintics; None for all that are published or given, and five
+        where one quintic serves every step.
+
+    Returns:
+      Triples (a, b, c) of Python floats.
+
+    Raises:
+      ValueError: an unknown name; coefficients that are neither one triple nor a
+        sequence of triples; more steps than there are quintics; |a| outside 1e-6 to
+        1e6, b = 0, or |b / a| or |c / b| above 1e6, which an iteration divides by.
+
+    Examples:
+      >>> quintics("deepseek", None)[-1]
+      (2.0, -1.5, 0.5)
+      >>> quintics((2, -1.5, 0.5), 1)
+      ((2.0, -1.5, 0.5),)
+    """
+    if steps is not None:
+        check_count("steps", steps, most=MAX_STEPS)
+    if isinstance(coefficients, str):
+        check_choice("coefficients", coefficients, TABLES)
+        table = _TABLES[coefficients]
+    else:
+        given = normal_coefficients(coefficients)
+        if isinstance(given[0], tuple):
+            table = _fixed(given)
+        else:
+            table = _Table(5, lambda steps: steps * (given,))
+    steps = table.length if steps is None else int(steps)
+    if steps > table.length and not table.goes_on:
+        what = repr(coefficients) if isinstance(coefficients, str) else "those given"
+        raise ValueError(
+            f"steps={steps} with coefficients={what}; expected an integer from 1 to "
+            f"{table.length}, as many as there are quintics"
+        )
+    found = table.first(steps)
+    for a, b, c in found:
+        if not (1e-6 <= abs(a) <= 1e6 and 0 < abs(b) <= 1e6 * abs(a)) or not (
+            abs(c) <= 1e6 * abs(b)
+        ):
+            raise ValueError(
+                f"coefficients ({a}, {b}, {c}); expected |a| from 1e-6 to 1e6, b not "
+                "0, and |b / a| and |c / b| up to 1e6"
+            )
+    return found
+
+
+def normal_coefficients(coefficients: Any) -> Any:
+    """One triple of floats, or a tuple of such triples, from anything like it.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    try:
+        table = np.asarray(coefficients, dtype=np.float64)
+        shape = str(table.shape)
+    except (TypeError, ValueError):
+        table, shape = np.empty(0), "unknown"
+    if table.shape == (3,):
+        return _as_tuples(table[None])[0]
+    if table.ndim != 2 or table.shape[1] != 3 or len(table) == 0:
+        raise ValueError(
+            f"coefficients={coefficients!r} of shape {shape}; expected one (a, b, c), "
+            f"a sequence of them, or one of {', '.join(map(repr, TABLES))}"
+        )
+    return _as_tuples(table)
+
+
+def _as_tuples(table: np.ndarray) -> tuple[Coefficients, ...]:
+    return tuple((float(a), float(b), float(c)) for a, b, c in table)
+
+
 def polar_express_coefficients(
     steps: int, *, lower: float = 1e-3, cushion: float = 0.02, safety: float = 0.02
 ) -> tuple[Coefficients, ...]:
@@ -32,19 +200,19 @@ def polar_express_coefficients(
     [l, u] that holds the singular values, after which the interval is mapped by p.
 
     Args:
-      steps: number of quintics, at least 1.
+      steps: number of quintics, a Python integer from 1 to 1000.
       lower: smallest singular value that is to reach 1, relative to the largest; in
         (0, 1].
       cushion: the interval of each step begins at no less than `cushion * u`, so that
         small singular values do not pay for the very smallest; in [0, 1].
       safety: every polynomial but the last is evaluated at x / (1 + safety), so that
-        rounding does not push singular values out of the interval; at least 0.
+        rounding does not push singular values out of the interval; in [0, 1].
 
     Returns:
       `steps` triples (a, b, c) of Python floats.
 
     Raises:
-      ValueError: an argument is outside its range.
+      ValueError: an argument is outside its range, or not a number.
 
     Examples:
       >>> [round(a, 4) for a, b, c in polar_express_coefficients(5)]
@@ -54,14 +222,23 @@ def polar_express_coefficients(
       Amsel, Persson, Musco, Gower, The Polar Express, arXiv 2505.16932, Algorithm 1
       and section 4.4.
     """
-    check_count("steps", steps)
-    if not 0 < lower <= 1:
-        raise ValueError(f"lower={lower}: valid is a number in (0, 1]")
-    if not 0 <= cushion <= 1:
-        raise ValueError(f"cushion={cushion}: valid is a number in [0, 1]")
-    if safety < 0:
-        raise ValueError(f"safety={safety}: valid is a number of at least 0")
+    check_count("steps", steps, most=MAX_STEPS)
+    lower = checked_float(
+        "lower", lower, "a number in (0, 1]", lambda value: 0 < value <= 1
+    )
+    cushion = checked_float(
+        "cushion", cushion, "a number in [0, 1]", lambda value: 0 <= value <= 1
+    )
+    safety = checked_float(
+        "safety", safety, "a number in [0, 1]", lambda value: 0 <= value <= 1
+    )
+    return _optimal_quintics(int(steps), lower, cushion, safety)
 
+
+@functools.cache
+def _optimal_quintics(
+    steps: int, lower: float, cushion: float, safety: float
+) -> tuple[Coefficients, ...]:
     schedule = []
     low, high = lower, 1.0
     for step in range(steps):

@@ -1,28 +1,31 @@
 """Arrays (..., m, n) to arrays: the orthogonal factor of every matrix in a batch.
 
 A matrix X = U S V^T has the polar factor U V^T: the same directions, every singular
-value 1. `svd_polar` computes it exactly; `polar_express` and `newton_schulz` come close
-with matrix products alone, in `iteration.py`. Nothing here knows what a parameter or a
-mesh is.
+value 1. `ExactPolar` computes it by the SVD; `PolarExpress` and `NewtonSchulz` come
+close with matrix products alone, in `iteration.py`. Each is an object that holds its
+settings, checked when it is made, and is called on arrays. Nothing here knows what a
+parameter or a mesh is.
 """
 
-import inspect
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
-from jax_muon.checks import check_choice, check_count, check_positive
-from jax_muon.mesh.axes import AxisName, axis_names
+from jax_muon.checks import check_choice, check_count, checked_float
 from jax_muon.polar.coefficients import (
-    NEWTON_SCHULZ,
+    MAX_STEPS,
     Coefficients,
+    normal_coefficients,
     polar_express_coefficients,
+    quintics,
 )
 from jax_muon.polar.iteration import (
     GRAM_REFRESH,
+    Settings,
     iterate,
     power_of_two_scaled,
     uses_gram,
@@ -31,32 +34,168 @@ from jax_muon.polar.kernels import matmul
 
 _DTYPES = ("bfloat16", "float32", "float64")
 
+_Class = TypeVar("_Class", bound=type)
 
-def polar_express(
-    x: Float[Array, "*batch m n"],
-    steps: int = 5,
-    *,
-    lower: float = 1e-3,
-    cushion: float = 0.02,
-    safety: float = 0.02,
-    norm_factor: float = 1.02,
-    eps: float = 1e-6,
-    norm: str = "frobenius",
-    dtype: jax.typing.DTypeLike | None = "bfloat16",
-    form: str = "auto",
-    symmetric: str = "plain",
-    axis_name: AxisName | None = None,
-) -> Float[Array, "*batch m n"]:
-    """Polar factor by the Polar Express: an optimal quintic for each step.
+
+def _register(cls: _Class) -> _Class:
+    """Make a dataclass a pytree whose leaves are `norm_factor` and `eps`.
+
+    Unlike `jax.tree_util.register_dataclass`, it rebuilds objects without `__init__`:
+    JAX puts placeholders in the place of leaves, which the checks would refuse.
+    """
+    names = [field.name for field in dataclasses.fields(cls)]
+    data = [name for name in names if name in ("norm_factor", "eps")]
+    meta = [name for name in names if name not in data]
+
+    def flatten_with_keys(polar: Any) -> Any:
+        keys = map(jax.tree_util.GetAttrKey, data)
+        leaves = [getattr(polar, name) for name in data]
+        return list(zip(keys, leaves, strict=True)), tuple(
+            getattr(polar, name) for name in meta
+        )
+
+    def unflatten(static: Any, leaves: Any) -> Any:
+        polar: Any = object.__new__(cls)
+        for name, value in zip(data + meta, (*leaves, *static), strict=True):
+            object.__setattr__(polar, name, value)
+        return polar
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
+    return cls
+
+
+# With slots, since `jax.jit` copies the `__dict__` of the function that it wraps: the
+# setting `lower` would hide the method `lower` of what `jax.jit` returns.
+@dataclasses.dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class _Iteration:
+    """What `PolarExpress` and `NewtonSchulz` share: all but their quintics."""
+
+    steps: int | None = 5
+    _: dataclasses.KW_ONLY
+    norm_factor: float | Array = 1.0
+    eps: float | Array = 1e-7
+    norm: str = "frobenius"
+    dtype: jax.typing.DTypeLike | None = "bfloat16"
+    form: str = "auto"
+    symmetric: str = "plain"
+
+    def __post_init__(self) -> None:
+        self._set(
+            norm_factor=_checked_positive("norm_factor", self.norm_factor),
+            eps=_checked_positive("eps", self.eps),
+            dtype=_checked_dtype(self.dtype),
+        )
+        check_choice("norm", self.norm, ("frobenius", "schatten4"))
+        check_choice("form", self.form, ("auto", "standard", "gram"))
+        check_choice("symmetric", self.symmetric, ("plain", "kernel"))
+        if self.dtype is not None:
+            self._check_dtype(jnp.dtype(self.dtype))
+
+    def table(self) -> tuple[Coefficients, ...]:
+        """The quintics (a, b, c), one for each step, as Python floats."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch m n"],
+        *,
+        axis_name: str | Sequence[str] | None = None,
+    ) -> Float[Array, "*batch m n"]:
+        """Approximate polar factors.
+
+        Args:
+          x: matrices in the last two axes, tall or wide, any real floating dtype.
+          axis_name: inside shard_map, the mesh axis, or axes, over which the last axis
+            of x is divided, the longer one of the whole matrix. Gram matrices (m, m)
+            are summed over it, `gram_sums` times; each device computes its piece.
+
+        Returns:
+          An array with the shape and dtype of x. Zero matrices give zeros.
+
+        Raises:
+          ValueError: x has fewer than two axes or is not real floating point, or with
+            dtype=None the iteration is not possible in its dtype; float64 without
+            jax_enable_x64.
+        """
+        _check_matrices(x)
+        dtype = jnp.dtype(_checked_dtype(x.dtype if self.dtype is None else self.dtype))
+        self._check_dtype(dtype)
+        if dtype != jax.dtypes.canonicalize_dtype(dtype):
+            raise ValueError(
+                f"dtype={dtype} without jax.config.update('jax_enable_x64', True); "
+                "expected float32 or bfloat16"
+            )
+        if x.size == 0:
+            return x
+        axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+        settings = Settings(
+            self.table(),
+            self.norm,
+            dtype,
+            self.form,
+            self.symmetric,
+            None if axes is None else tuple(axes),
+        )
+        return iterate(x, self.norm_factor, self.eps, settings)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Iteration) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def gram_sums(self, m: int, n: int) -> int | None:
+        """How often Gram matrices are summed over the mesh for a matrix (m, n).
+
+        Args:
+          m: shorter side of the whole matrix.
+          n: longer side, which is divided over the axes of `axis_name`.
+
+        Returns:
+          The number of sums; for dtype=None, that of float32.
+        """
+        steps = len(self.table())
+        gram = uses_gram(self.form, jnp.dtype(self.dtype or "float32"), m, n)
+        return -(-steps // GRAM_REFRESH) if gram else steps
+
+    def _key(self) -> tuple[Any, ...]:
+        """Equal for equal settings, where a traced number is equal to itself alone."""
+        values = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        hashable = (int, float, str, tuple, type(None))
+        known = [v if isinstance(v, hashable) else id(v) for v in values]
+        return (type(self), *known)
+
+    def _set(self, **normal: Any) -> None:
+        """Replace settings by their normal form, while the object is being made."""
+        for name, value in normal.items():
+            object.__setattr__(self, name, value)
+
+    def _check_dtype(self, dtype: jnp.dtype) -> None:
+        if self.symmetric == "kernel" and dtype != jnp.bfloat16:
+            raise ValueError(
+                f"symmetric='kernel' with dtype={dtype}; expected dtype=bfloat16 or "
+                "symmetric='plain'"
+            )
+        if self.form == "gram" and dtype == jnp.bfloat16:
+            raise ValueError(
+                f"form='gram' with dtype={dtype}, where singular values reach 28; "
+                "expected dtype=float32 or form='standard'"
+            )
+
+
+@_register
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class PolarExpress(_Iteration):
+    """Polar factors by the Polar Express: an optimal quintic for each step.
 
     Args:
-      x: matrices in the last two axes, tall or wide, any floating dtype.
-      steps: number of quintics.
+      steps: number of quintics, a Python integer from 1 to 1000.
       lower: smallest relative singular value that is brought to 1; see
         `polar_express_coefficients`, also for `cushion` and `safety`.
       cushion: lower end of each step's interval, relative to its upper end.
       safety: margin for rounding in every step but the last.
       norm_factor: x is divided by `norm_factor * norm(x) + eps` before the first step.
+        It and `eps` may be traced: they are the leaves of this object as a pytree.
       eps: see `norm_factor`. Matrices with a much smaller norm stay small.
       norm: "frobenius", or "schatten4", (sum of s^4)^(1/4): never larger, so that small
         singular values start nearer to 1.
@@ -67,213 +206,169 @@ def polar_express(
       form: "standard", "gram" (not in bfloat16, where it is useless: singular values
         reach 28), or "auto": "gram" where it is faster.
       symmetric: "plain", or "kernel": on an NVIDIA GPU, kernels that compute one
-        triangle of symmetric products (`jax_muon.polar.kernels`), for bfloat16. No
-        card has run them yet.
-      axis_name: inside shard_map, the mesh axis, or axes, over which the last axis of x
-        is divided, the longer one of the whole matrix. Gram matrices (m, m) are summed
-        over it, `gram_exchanges` times; each device computes its piece of the factor.
-
-    Returns:
-      An array with the shape and dtype of x. Zero matrices give zeros.
+        triangle of symmetric products (`jax_muon.polar.kernels`), for bfloat16. Not yet
+        run on a GPU.
 
     Raises:
-      ValueError: x has fewer than two axes or is not real floating point, or an
-        argument is none of the values above.
+      ValueError: a setting is none of these, or is not known while tracing.
 
     Examples:
       >>> x = jax.random.normal(jax.random.key(0), (3, 8, 16))
-      >>> y = polar_express(x, steps=8, dtype="float32")
+      >>> y = PolarExpress(8, dtype="float32")(x)
       >>> bool(jnp.allclose(y @ y.mT, jnp.eye(8), atol=1e-4))
       True
 
     References:
       Amsel, Persson, Musco, Gower, The Polar Express, arXiv 2505.16932.
     """
-    check_count("steps", steps)
-    coefficients = polar_express_coefficients(
-        steps, lower=lower, cushion=cushion, safety=safety
-    )
-    return _checked_factors(
-        x, coefficients, norm_factor, eps, norm, dtype, form, symmetric, axis_name
-    )
+
+    steps: int = dataclasses.field(default=5, kw_only=False)
+    lower: float = 1e-3
+    cushion: float = 0.02
+    safety: float = 0.02
+    norm_factor: float | Array = 1.02
+    eps: float | Array = 1e-6
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps, most=MAX_STEPS)
+        self.table()  # which checks the settings of the schedule
+        self._set(
+            steps=int(self.steps),
+            lower=float(self.lower),
+            cushion=float(self.cushion),
+            safety=float(self.safety),
+        )
+        _Iteration.__post_init__(self)  # super() would name the class without slots
+
+    def table(self) -> tuple[Coefficients, ...]:
+        """The quintics (a, b, c), one for each step, as Python floats."""
+        return polar_express_coefficients(
+            self.steps, lower=self.lower, cushion=self.cushion, safety=self.safety
+        )
 
 
-def newton_schulz(
-    x: Float[Array, "*batch m n"],
-    steps: int = 5,
-    *,
-    coefficients: Coefficients | Sequence[Coefficients] = NEWTON_SCHULZ,
-    norm_factor: float = 1.0,
-    eps: float = 1e-7,
-    norm: str = "frobenius",
-    dtype: jax.typing.DTypeLike | None = "bfloat16",
-    form: str = "auto",
-    symmetric: str = "plain",
-    axis_name: AxisName | None = None,
-) -> Float[Array, "*batch m n"]:
-    """Approximate polar factor by an iteration with the given quintics.
+@_register
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class NewtonSchulz(_Iteration):
+    """Approximate polar factors by an iteration with given quintics.
 
     Args:
-      x: matrices in the last two axes, tall or wide, any floating dtype.
-      steps: number of quintics.
-      coefficients: one (a, b, c) for every step, or a sequence of at least `steps`, of
-        which the first `steps` are used. Default: Jordan's, which leaves singular
-        values near 0.7 .. 1.2. A step divides by a and b, which must not be 0.
-      norm_factor: see `polar_express`, also for `eps`, `norm`, `dtype` and `form`.
+      steps: number of quintics, a Python integer from 1 to 1000, at most as many as
+        there are. None takes all of a table: ten of "deepseek", whose last two differ
+        from the others; five where one quintic serves every step.
+      coefficients: one (a, b, c) for every step; a sequence of at least `steps`, of
+        which the first are used; or the name of a published table: "jordan", which
+        leaves singular values near 0.7 .. 1.2, "you", "cans", "deepseek", "cubic5" (c
+        is 0: two products a step instead of three), "nanochat" or
+        "polar_express_paper". `jax_muon.polar.coefficients` names their sources. A step
+        divides by a and b, which must not be 0.
+      norm_factor: see `PolarExpress`, also for all settings below.
       eps: added to the norm.
       norm: "frobenius" or "schatten4".
       dtype: of the iteration.
       form: "standard", "gram" or "auto".
       symmetric: "plain" or "kernel".
-      axis_name: see `polar_express`.
-
-    Returns:
-      An array with the shape and dtype of x. Zero matrices give zeros.
 
     Raises:
-      ValueError: as `polar_express`, more steps than coefficients, |a| outside 1e-6 to
-        1e6, b = 0, or |b / a| or |c / b| above 1e6.
+      ValueError: as `PolarExpress`; more steps than quintics, |a| outside 1e-6 to 1e6,
+        b = 0, or |b / a| or |c / b| above 1e6.
+
+    Examples:
+      >>> x = jax.random.normal(jax.random.key(0), (3, 8, 16))
+      >>> y = NewtonSchulz(coefficients="deepseek", dtype="float32")(x)
+      >>> bool(jnp.allclose(y @ y.mT, jnp.eye(8), atol=0.05))
+      True
 
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/
     """
-    check_count("steps", steps)
-    table = np.asarray(coefficients, dtype=np.float64)
-    if table.shape == (3,):
-        table = np.tile(table, (steps, 1))
-    if table.ndim != 2 or table.shape[1] != 3:
-        raise ValueError(
-            f"coefficients of shape {table.shape}: valid is one (a, b, c) or a "
-            "sequence of them"
-        )
-    if not 1 <= steps <= len(table):
-        raise ValueError(
-            f"steps={steps} with {len(table)} given coefficients: valid is 1 to "
-            f"{len(table)} steps"
-        )
-    for a, b, c in table[:steps]:
-        if not (1e-6 <= abs(a) <= 1e6 and 0 < abs(b) <= 1e6 * abs(a)) or not (
-            abs(c) <= 1e6 * abs(b)
-        ):
-            raise ValueError(
-                f"coefficients ({a}, {b}, {c}): valid are |a| from 1e-6 to 1e6, b not "
-                "0, and |b / a| and |c / b| up to 1e6"
-            )
-    abcs = [(float(a), float(b), float(c)) for a, b, c in table[:steps]]
-    return _checked_factors(
-        x, abcs, norm_factor, eps, norm, dtype, form, symmetric, axis_name
-    )
+
+    steps: int | None = dataclasses.field(default=None, kw_only=False)
+    coefficients: str | Coefficients | Sequence[Coefficients] = "jordan"
+
+    def __post_init__(self) -> None:
+        steps = len(self.table())
+        coefficients = self.coefficients
+        if not isinstance(coefficients, str):
+            coefficients = normal_coefficients(coefficients)
+        self._set(steps=steps, coefficients=coefficients)
+        _Iteration.__post_init__(self)  # super() would name the class without slots
+
+    def table(self) -> tuple[Coefficients, ...]:
+        """The quintics (a, b, c), one for each step, as Python floats."""
+        return quintics(self.coefficients, self.steps)
 
 
-def svd_polar(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
-    """Exact polar factor U V^T by the singular value decomposition.
+@_register
+@dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True)
+class ExactPolar:
+    """Exact polar factors U V^T by the singular value decomposition.
 
-    Args:
-      x: matrices in the last two axes, any floating dtype. bfloat16 and float16 are
-        decomposed in float32.
-
-    Returns:
-      An array with the shape and dtype of x. For a matrix of rank r it has r singular
-      values 1 and the others 0, where the rank counts singular values above
-      `max(m, n) * eps(dtype)` of the largest. Zero matrices give zeros.
-
-    Raises:
-      ValueError: x has fewer than two axes or is not real floating point.
+    Examples:
+      >>> x = jnp.array([[3.0, 0.0, 0.0], [0.0, 0.0, -2.0]])
+      >>> bool(jnp.allclose(ExactPolar()(x), jnp.sign(x)))
+      True
     """
-    _check_matrices(x)
-    y, _ = power_of_two_scaled(x)
-    u, s, vt = jnp.linalg.svd(y, full_matrices=False)
-    rank_tol = max(x.shape[-2:]) * jnp.finfo(y.dtype).eps
-    keep = s > rank_tol * s[..., :1]
-    return matmul(u * keep[..., None, :], vt).astype(x.dtype)
+
+    def __call__(self, x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
+        """Exact polar factors.
+
+        Args:
+          x: matrices in the last two axes, any real floating dtype. bfloat16 and
+            float16 are decomposed in float32.
+
+        Returns:
+          An array with the shape and dtype of x. For a matrix of rank r it has r
+          singular values 1 and the others 0, where the rank counts singular values
+          above `max(m, n) * eps(dtype)` of the largest. Zero matrices give zeros.
+
+        Raises:
+          ValueError: x has fewer than two axes or is not real floating point.
+        """
+        _check_matrices(x)
+        y, _ = power_of_two_scaled(x)
+        u, s, vt = jnp.linalg.svd(y, full_matrices=False)
+        rank_tol = max(x.shape[-2:]) * jnp.finfo(y.dtype).eps
+        keep = s > rank_tol * s[..., :1]
+        return matmul(u * keep[..., None, :], vt).astype(x.dtype)
+
+    def gram_sums(self, m: int, n: int) -> int | None:
+        """None: an SVD cannot work from summed Gram matrices."""
+        del m, n
+        return None
 
 
 def _check_matrices(x: Array) -> None:
     if x.ndim < 2:
-        raise ValueError(f"shape {x.shape}: valid are arrays (..., m, n)")
+        raise ValueError(f"shape {x.shape}; expected an array (..., m, n)")
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"dtype {x.dtype}: valid are real floating-point matrices")
+        raise ValueError(f"dtype {x.dtype}; expected real floating-point matrices")
 
 
-def _checked_factors(
-    x: Array,
-    coefficients: Sequence[Coefficients],
-    norm_factor: float,
-    eps: float,
-    norm: str,
-    dtype: jax.typing.DTypeLike | None,
-    form: str,
-    symmetric: str,
-    axis_name: AxisName | None,
-) -> Array:
-    """`iterate`, once it is known that all arguments are valid."""
-    _check_matrices(x)
-    check_choice("norm", norm, ("frobenius", "schatten4"))
-    check_choice("form", form, ("auto", "standard", "gram"))
-    check_choice("symmetric", symmetric, ("plain", "kernel"))
-    check_positive("norm_factor", norm_factor)
-    check_positive("eps", eps)
-    dtype = _dtype_of_iteration(x.dtype if dtype is None else dtype)
-    if symmetric == "kernel" and dtype != jnp.bfloat16:
-        raise ValueError(f"symmetric='kernel' with dtype={dtype}: valid is bfloat16")
-    if form == "gram" and dtype == jnp.bfloat16:
-        raise ValueError(
-            f"form='gram' with dtype={dtype}: singular values reach 28 there; valid "
-            "are dtype=float32 or form='standard'"
-        )
-    if x.size == 0:
-        return x
-    return iterate(
-        x,
-        norm_factor,
-        eps,
-        coefficients=tuple(coefficients),
-        norm=norm,
-        dtype=dtype,
-        form=form,
-        symmetric=symmetric,
-        axis_name=None if axis_name is None else axis_names(axis_name),
+def _checked_positive(name: str, value: Any) -> Any:
+    """A positive number: a tracer as it is, anything concrete as a Python float."""
+    if isinstance(value, jax.core.Tracer):
+        real = jnp.isrealobj(value) and value.dtype != jnp.bool_
+        if value.shape != () or not real:
+            raise ValueError(f"{name}={value}; expected a real scalar")
+        return value
+    return checked_float(
+        name, value, "a finite number above 0", lambda number: number > 0
     )
 
 
-def _dtype_of_iteration(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+def _checked_dtype(dtype: Any) -> str | None:
+    """The name of a dtype in which an iteration is possible; None stays None."""
+    if dtype is None:
+        return None
     try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or found.name not in _DTYPES:  # others have too few exponents
+        name = jnp.dtype(dtype).name
+    except (TypeError, ValueError):
+        name = ""
+    if name not in _DTYPES:  # others have too few exponents
         raise ValueError(
-            f"dtype={dtype}: an iteration in it is not possible; valid are "
+            f"dtype={dtype}: an iteration in it is not possible; expected "
             f"{', '.join(_DTYPES)}, or None where x has one of them; under "
             "optax.inject_hyperparams a string"
         )
-    if found != jax.dtypes.canonicalize_dtype(found):
-        raise ValueError(
-            f"dtype={found} without jax.config.update('jax_enable_x64', True): valid "
-            "are float32 and bfloat16"
-        )
-    return found
-
-
-def gram_exchanges(polar: Callable[..., Array], m: int, n: int) -> int | None:
-    """How often `polar` with an `axis_name` sums Gram matrices over it.
-
-    Args:
-      polar: `polar_express`, `newton_schulz`, or a `functools.partial` of one.
-      m: shorter side of the matrices.
-      n: longer side.
-
-    Returns:
-      The number, or None for any other function.
-    """
-    try:
-        parameters = inspect.signature(polar).parameters
-    except (TypeError, ValueError):  # a function that shows no signature
-        return None
-    settings = {name: parameter.default for name, parameter in parameters.items()}
-    if not settings.keys() >= {"axis_name", "steps", "dtype", "form"}:
-        return None
-    steps = settings["steps"]
-    dtype = jnp.dtype(settings["dtype"] or jnp.float32)
-    gram = uses_gram(settings["form"], dtype, m, n)
-    return -(-steps // GRAM_REFRESH) if gram else steps
+    return name

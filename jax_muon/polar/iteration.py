@@ -7,10 +7,12 @@ In two forms with m <= n:
             and X <- Q X at the end. Cheaper for n > 1.5 m, less accurate: R squares the
             condition number, so X is refreshed once in three steps.
 
-On a CPU matrices are taken one after another, elsewhere a whole stack at once; what is
-computed is the same. Arguments are valid here: `factors.py` checks them.
+Neither form computes A A, or R R, where c = 0. On a CPU matrices are taken one after
+another, elsewhere a whole stack at once; what is computed is the same. Settings are
+valid here: `factors.py` checks them.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +21,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jax_muon.mesh.axes import AxisName
 from jax_muon.polar.coefficients import Coefficients
 from jax_muon.polar.kernels import matmul
 from jax_muon.polar.products import (
@@ -52,31 +53,23 @@ _MAX_SCALE = 2.0**20
 _CPU_HALVES_MIN_SIZE = 384
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is known of an iteration while it is traced; see `factors.PolarExpress`."""
+
+    coefficients: tuple[Coefficients, ...]
+    norm: str
+    dtype: jnp.dtype
+    form: str
+    symmetric: str
+    axis_name: tuple[str, ...] | None = None
+
+
 # Traced once for matrices of a shape, however many parameters and calls have it.
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "coefficients",
-        "norm",
-        "dtype",
-        "form",
-        "symmetric",
-        "axis_name",
-    ),
-)
-def iterate(
-    x: Array,
-    norm_factor: Any,
-    eps: Any,
-    *,
-    coefficients: tuple[Coefficients, ...],
-    norm: str,
-    dtype: jnp.dtype,
-    form: str,
-    symmetric: str,
-    axis_name: tuple[str, ...] | None,
-) -> Array:
+@functools.partial(jax.jit, static_argnames="settings")
+def iterate(x: Array, norm_factor: Any, eps: Any, settings: Settings) -> Array:
     """Run the quintics on a batch, in the order that suits the platform."""
+    dtype, axis_name = settings.dtype, settings.axis_name
     *batch, rows, cols = x.shape
     if axis_name is None:
         m, n = sorted((rows, cols))
@@ -88,10 +81,10 @@ def iterate(
         # in bfloat16 it ends 0.22 from where it should, whatever the row.
         dtype = jnp.promote_types(dtype, jnp.float32)
     low_precision = dtype == jnp.bfloat16
-    body = _gram_form if uses_gram(form, dtype, m, n) else _standard_form
+    body = _gram_form if uses_gram(settings.form, dtype, m, n) else _standard_form
 
     def factor(y: Array, products: Products) -> Array:
-        """Of matrices (m, n) with m <= n."""
+        """Polar factors of wide matrices, m <= n."""
 
         def summed(gram: Array) -> Array:
             return gram if axis_name is None else jax.lax.psum(gram, axis_name)
@@ -104,8 +97,9 @@ def iterate(
         y, unit = power_of_two_scaled(y, axis_name=axis_name)
         y = y.astype(dtype)
         gram = summed(products.outer(y, y))
-        y, gram = _normalize(y, gram, unit, norm, norm_factor, eps)
-        return body(y, gram, coefficients, products, gram_of).astype(x.dtype)
+        y, gram = _normalize(y, gram, unit, settings.norm, norm_factor, eps)
+        y = body(y, gram, settings.coefficients, products, gram_of)
+        return y.astype(x.dtype)
 
     def at_once(x: Array, products: Products) -> Array:
         return factor(x.mT, products).mT if turned else factor(x, products)
@@ -118,7 +112,7 @@ def iterate(
         ),
         "default": functools.partial(at_once, products=_FUSED),
     }
-    if symmetric == "kernel" and low_precision:
+    if settings.symmetric == "kernel" and low_precision:
         branches["cuda"] = functools.partial(at_once, products=_KERNELS)
     y = jax.lax.platform_dependent(x.reshape(-1, rows, cols), **branches)
     return y.reshape(*batch, rows, cols)
@@ -173,12 +167,15 @@ def _normalize(
 
 
 def power_of_two_scaled(
-    x: Array, axes: tuple[int, ...] = (-2, -1), *, axis_name: AxisName | None = None
+    x: Array,
+    axes: tuple[int, ...] = (-2, -1),
+    *,
+    axis_name: str | tuple[str, ...] | None = None,
 ) -> tuple[Array, Array]:
     """X with its largest element in [0.5, 1) by an exact factor, and that factor.
 
     Squares of elements near the ends of the exponent range (1e30, 1e-30 in float32)
-    then neither overflow nor vanish. `axes` are those of one matrix, which lies divided
+    then neither overflow nor vanish. `axes` are those of one matrix, which is divided
     over the mesh axes of `axis_name`.
     """
     x = wide(x)
@@ -198,13 +195,17 @@ def _standard_form(
     products: Products,
     gram_of: Callable[[Array, float], Array],
 ) -> Array:
-    """Of X and its Gram matrix, which is in at least float32, as is the result."""
+    """The standard form, from X and its Gram matrix.
+
+    The Gram matrix is in at least float32, and so is the result.
+    """
     scale = 1.0  # x is X / scale, so that a step need not multiply it
     for step, (a, b, c) in enumerate(coefficients):
         g, p, q = exact_factors(b / a * scale**2, c / a * scale**4, x.dtype)
         first = step == 0
         gram = (g * gram).astype(x.dtype) if first else gram_of(x, g)
-        x = products.add_product(x, p, products.add_square(gram, q))
+        polynomial = products.add_square(gram, q) if q else gram
+        x = products.add_product(x, p, polynomial)
         scale *= a
         if not 1 / _MAX_SCALE <= abs(scale) <= _MAX_SCALE:
             x, scale = (wide(x) * scale).astype(x.dtype), 1.0
@@ -218,6 +219,7 @@ def _gram_form(
     products: Products,
     gram_of: Callable[[Array, float], Array],
 ) -> Array:
+    """The Gram form, from X and its Gram matrix."""
     # R, every polynomial of it and their products are symmetric and commute.
     eye = jnp.eye(x.shape[-2], dtype=x.dtype)
     factor = eye  # Q, where X now is Q X
@@ -225,7 +227,8 @@ def _gram_form(
         if step > 0 and step % GRAM_REFRESH == 0:
             x, factor = matmul(factor, x), eye
             gram = gram_of(x, 1.0)
-        polynomial = a * eye + b * products.add_square(gram, c / b)
+        square = products.add_square(gram, c / b) if c else gram
+        polynomial = a * eye + b * square
         factor = polynomial if factor is eye else products.outer(factor, polynomial)
         last = step == len(coefficients) - 1 or (step + 1) % GRAM_REFRESH == 0
         if not last:

@@ -8,8 +8,8 @@ of the lower one and store each tile twice, the second time transposed: for s ro
 tiles s (s + 1) / 2 instead of s^2. They are written for Hopper (sm_90) in Triton, for
 16-bit floats, whose products accumulate in float32 and are rounded once.
 
-`polar_express(symmetric="kernel")` uses them on NVIDIA GPUs. It is no default: they are
-compiled and checked in Pallas's interpreter, but no card has run them yet
+`PolarExpress(symmetric="kernel")` uses them on NVIDIA GPUs. It is no default: they are
+compiled and checked in Pallas's interpreter, but not yet run on a GPU
 (docs/symmetric_kernel.md).
 """
 
@@ -170,7 +170,7 @@ def quadratic_kernel(
     """
     _check_matrices("a", a)
     if a.shape[-2] != a.shape[-1]:
-        raise ValueError(f"a of shape {a.shape}: valid are square matrices (..., m, m)")
+        raise ValueError(f"a of shape {a.shape}; expected square matrices (..., m, m)")
     return _symmetric_product(a, None, (c, b), tiling, interpret)
 
 
@@ -208,9 +208,7 @@ def _symmetric_product(
     # The plain function's type, with the mesh axes over which the result varies.
     result = jax.eval_shape(functools.partial(gram, dtype=dtype), stack)
     if result.dtype not in (*_INPUTS, jnp.float32):
-        raise ValueError(
-            f"dtype={result.dtype}: valid are bfloat16, float16 and float32"
-        )
+        raise ValueError(f"dtype={result.dtype}; expected bfloat16, float16 or float32")
     if x.size == 0:
         return gram(x, dtype)
     rows = pl.cdiv(m, tiling.tile)
@@ -307,9 +305,9 @@ def _kernel(
 
 def _check_matrices(name: str, x: Array) -> None:
     if x.ndim < 2:
-        raise ValueError(f"{name} of shape {x.shape}: valid are arrays (..., m, n)")
+        raise ValueError(f"{name} of shape {x.shape}; expected an array (..., m, n)")
     if x.dtype not in _INPUTS:
-        raise ValueError(f"{name} of dtype {x.dtype}: valid are bfloat16 and float16")
+        raise ValueError(f"{name} of dtype {x.dtype}; expected bfloat16 or float16")
 
 
 def _check_tiling(tiling: Tiling) -> None:
@@ -317,5 +315,5 @@ def _check_tiling(tiling: Tiling) -> None:
         size = getattr(tiling, field)
         if size < 16 or size & (size - 1):
             raise ValueError(
-                f"tiling.{field}={size}: valid are powers of two from 16 on"
+                f"tiling.{field}={size}; expected a power of two, at least 16"
             )
