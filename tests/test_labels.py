@@ -181,7 +181,9 @@ def test_nnx_state_pure_dict_and_update_agree():
         return labels
 
     optimizer = nnx.Optimizer(
-        model, jm.nanochat(labels=recording, dtype="float32"), wrt=nnx.Param
+        model,
+        jm.nanochat(reading=jm.Reading(recording), dtype="float32"),
+        wrt=nnx.Param,
     )
 
     def loss(model):
@@ -199,7 +201,7 @@ def test_nnx_state_pure_dict_and_update_agree():
 
 def test_attention_kernels_of_flax_are_read_with_their_heads_together():
     model = NnxBlock(nnx.Rngs(0))
-    table = jm.describe(nnx.state(model, nnx.Param))
+    table = jm.describe(jm.nanochat(), nnx.state(model, nnx.Param))
     rows = {line.split()[0]: line for line in table.splitlines()}
     assert "1 x (8, 8)" in rows["attn/query/kernel"]
     assert "1 x (8, 8)" in rows["attn/out/kernel"]
@@ -228,11 +230,17 @@ def test_describe_shows_what_the_optimizer_does():
         "Conv_0": {"kernel": jnp.zeros((3, 3, 4, 72)), "bias": jnp.zeros(72)},
         "layers": {"mlp": jnp.zeros((5, 8, 32))},
     }
-    lines = jm.describe(params).splitlines()
-    assert len({len(line) for line in lines[:-1]}) == 1  # columns are aligned
+    lines = jm.describe(jm.nanochat(), params).splitlines()
+    ends = {
+        line.index(unit)
+        for line in lines[1:-1]
+        for unit in (" KB ", " B ")
+        if unit in line
+    }
+    assert max(ends) - min(ends) <= 1  # columns are aligned
     rows = {line.split()[0]: line for line in lines}
     # momentum (36 x 72) and one mean for each of 72 outputs, in float32
-    assert rows["Conv_0/kernel"].split("   ")[-1].strip() == "10.7 KB"
+    assert " 10.7 KB " in rows["Conv_0/kernel"]
     assert "1 x (36, 72)" in rows["Conv_0/kernel"]
     assert "1.414" in rows["Conv_0/kernel"]
     assert "5 x (8, 32)" in rows["layers/mlp"]
@@ -244,21 +252,41 @@ def test_describe_shows_what_the_optimizer_does():
     assert f"{total / 1e3:.1f} KB" in lines[-1]
 
 
-def test_describe_measures_the_given_optimizer():
+def test_describe_observes_the_given_optimizer():
+    """Another optimizer than ours too, and whatever stands around it."""
     params = {"a": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
-    table = jm.describe(params, tx=optax.sgd(0.1, momentum=0.9))
+    table = jm.describe(optax.sgd(0.1, momentum=0.9), params)
     assert "256 B" in table.splitlines()[1]
-    labels = {"a": "frozen"}
-    assert "frozen" in jm.describe(params, labels)
+    frozen = jm.nanochat(
+        groups={"frozen": optax.set_to_zero()},
+        reading=jm.Reading({"a": "frozen", "b": "muon"}),
+    )
+    both = {**params, "b": params["a"]}
+    assert "frozen" in jm.describe(frozen, both).splitlines()[1]
+    alone = jm.plan(jm.nanochat(), params).parameters
+    for around in (
+        optax.chain(optax.clip_by_global_norm(1.0), jm.nanochat()),
+        optax.MultiSteps(jm.nanochat(), 2).gradient_transformation(),
+        optax.inject_hyperparams(jm.nanochat, static_args="steps")(),
+        jm.skip_nonfinite(jm.nanochat()),
+    ):
+        assert jm.plan(around, params).parameters == alone
+    muon = jm.muon(shape_rule="rms_0.2")
+    assert jm.plan(muon, params).parameters[0].scale == pytest.approx(0.2 * 8**0.5)
 
 
-def test_describe_shows_how_matrices_are_divided():
+def test_describe_shows_what_lies_where():
     params = {f"{i}/w": jax.ShapeDtypeStruct((8, 16), jnp.float32) for i in range(5)}
     params["wte"] = jax.ShapeDtypeStruct((64, 8), jnp.float32)
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    *_, stack, last = jm.describe(params, mesh=mesh).splitlines()
-    assert stack.split() == ["8x16_float32", "5", "4", "x", "2", "3", "1.5", "KB"]
+    tx = jm.on_mesh(jm.nanochat(), mesh, divide="data", min_size=200)
+    planned = jm.plan(tx, params)
+    assert [leaf.repeated for leaf in planned.parameters] == [True] * 5 + [False]
+    assert planned.parameters[-1].state_bytes == 2 * 64 * 8 * 4 // 4
+    assert planned.sent_bytes["gathers"] == 64 * 8 * 4 * 3 / 4
+    *_, work, last = jm.describe(tx, params).splitlines()
+    assert work.startswith("4 devices: the busiest does ")
     assert last == (
-        "4 devices: the busiest does 1.60 of the mean work; padding is 37.5 % of what "
-        "is sent and of the momentum"
+        "summed over data: 5.4 KB for gradients, 1.5 KB for gathers; 5 parameters of "
+        "2.6 KB are repeated"
     )

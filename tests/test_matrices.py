@@ -10,8 +10,15 @@ from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from jax_muon.polar.stacks import map_stacks
-from jax_muon.reading.axes import MatrixAxes, matrix_axes
+from jax_muon.reading.axes import MatrixAxes
+from jax_muon.reading.paths import leaves_with_paths
 from tests.lowered import depths_on
+
+
+def matrix_axes(tree, numbers=None, *, context=None):
+    """How each leaf of a tree is read, as a part of the whole model."""
+    matrices = jm.Reading(dimension_numbers=numbers).read(context or tree)
+    return [matrices.axes(path) for path, _ in leaves_with_paths(tree)]
 
 
 def axes_of(shape, spec=None, path="w"):
@@ -282,4 +289,5 @@ def test_pooling_is_undone_exactly_and_bounded(members, max_stack):
 def test_bad_input(leaf, spec, words):
     for word in words:
         with pytest.raises(ValueError, match=word):
-            jm.orthogonalize(dimension_numbers=spec).init({"a": {"w": leaf}})
+            reading = jm.Reading(dimension_numbers=spec)
+            jm.orthogonalize(matrices=reading).init({"a": {"w": leaf}})

@@ -60,10 +60,13 @@ def test_documented_row(row):
     name = path.split("/")[0]
     if source.startswith("nn."):
         assert name == re.match(r"nn\.(\w+)", source)[1] + "_0"
-    table = jm.describe({name: parameters(source)}).splitlines()
-    (line,) = [line for line in table if line.split()[0] == path]
-    _, shape, read, label, *_ = re.split(r"\s{2,}", line)
-    assert [shape, read, label] == columns
+    found = jm.Reading().read({name: parameters(source)})[path]
+    shape = " x ".join(map(str, found.shape)) or "scalar"
+    read = "-"
+    if found.label == "muon":
+        count, fan_in, fan_out = found.sizes
+        read = f"{count} x ({fan_in}, {fan_out})"
+    assert [shape, read, found.label] == columns
 
 
 def test_the_table_is_there():
@@ -190,7 +193,8 @@ def test_one_step(case, rng, x64):
         return jax.tree.map(jnp.asarray, leaf)
 
     others = {key: np.ones(size) for key, size in beside.items()}
-    tx = jm.nanochat(dtype="float64", dimension_numbers=numbers)
+    reading = jm.Reading(dimension_numbers=numbers)
+    tx = jm.nanochat(dtype="float64", reading=reading)
     params = tree(w, others)
     state = tx.init(params)
     updates, state = jax.jit(tx.update)(tree(g, others), state, params)
@@ -227,8 +231,8 @@ LORA_RULES = {"lora_a": "muon", "lora_b": "muon", "*": "frozen"}
 def test_lora_on_a_frozen_base(rng):
     model = nnx.LoRALinear(6, 8, lora_rank=2, rngs=nnx.Rngs(0))
     tx = jm.nanochat(
-        labels=functools.partial(jm.label_params, rules=LORA_RULES),
-        adamw_groups={"frozen": optax.set_to_zero()},
+        reading=jm.Reading(functools.partial(jm.label_params, rules=LORA_RULES)),
+        groups={"frozen": optax.set_to_zero()},
         dtype="float32",
     )
     before = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
@@ -305,9 +309,9 @@ def test_shared_parameters_appear_once(first, second, kept, rules):
     params = nnx.state(Tied(first, second, nnx.Rngs(0)), nnx.Param)
     labels = dict(leaves_with_paths(jm.label_params(params, rules)))
     assert labels == {kept: "adamw", "mlp/kernel": "muon", "mlp/bias": "adamw"}
-    table = jm.describe(params, functools.partial(jm.label_params, rules=rules))
-    assert "3 parameters" in table
-    tx = jm.nanochat(labels=functools.partial(jm.label_params, rules=rules))
+    labels = functools.partial(jm.label_params, rules=rules)
+    tx = jm.nanochat(reading=jm.Reading(labels))
+    assert "3 parameters" in jm.describe(tx, params)
     assert muon_paths(tx, params) == {"mlp/kernel"}
 
 
@@ -327,8 +331,10 @@ def test_linen_attend_has_one_leaf():
 def test_frozen_parameters_keep_no_state():
     params = {"encoder": {"up": jnp.ones((4, 8))}, "decoder": {"up": jnp.ones((4, 8))}}
     tx = jm.nanochat(
-        labels=functools.partial(jm.label_params, rules={"encoder": "frozen"}),
-        adamw_groups={"frozen": optax.set_to_zero()},
+        reading=jm.Reading(
+            functools.partial(jm.label_params, rules={"encoder": "frozen"})
+        ),
+        groups={"frozen": optax.set_to_zero()},
     )
     assert muon_paths(tx, params) == {"decoder/up"}
     updates, _ = tx.update(params, tx.init(params), params)

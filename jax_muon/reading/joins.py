@@ -19,7 +19,7 @@ from jax_muon.checks import check_count
 from jax_muon.reading import paths
 from jax_muon.reading.axes import QUERY_LIKE, MatrixAxes
 
-# Path pattern to K: see `make_blocks`. K alone is for all queries, keys and values.
+# Path pattern to K: see `find_joins`. K alone is for all queries, keys and values.
 Joins = Mapping[str, int] | int
 
 # Joined matrices (batch, K in, out) of every block to their factors.
@@ -117,20 +117,29 @@ def scatter_blocks(
     return views
 
 
-def make_blocks(
-    names: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-    all_axes: Sequence[MatrixAxes],
-    joins: Joins | None = None,
-    *,
-    dtypes: Sequence[Any] = (),
-) -> list[Block]:
-    """Which matrices are orthogonalized as one.
+@dataclasses.dataclass(frozen=True)
+class Join:
+    """Leaves whose matrices are joined `size` by `size`, in their order.
+
+    A pattern without a number has one leaf, which is joined along its batch.
+    """
+
+    pattern: str
+    size: int
+    paths: tuple[str, ...]
+
+    @property
+    def along_batch(self) -> bool:
+        """Whether the matrices of one leaf are joined, not those of several."""
+        return len(self.paths) == 1 and _NUMBER not in self.pattern
+
+
+def find_joins(
+    joins: Joins | None, all_axes: Mapping[str, MatrixAxes]
+) -> tuple[Join, ...]:
+    """Which parameters are joined, by their paths.
 
     Args:
-      names: path of each leaf.
-      shapes: of each leaf.
-      all_axes: how each leaf is read as matrices.
       joins: pattern of paths to K, the number of matrices that are joined. `{i}` in a
         pattern stands for the number of a layer: leaves that differ in nothing else are
         taken K by K in the order of that number, as in {"blocks/{i}/attn/q": 2}. A
@@ -139,148 +148,152 @@ def make_blocks(
         alone joins the queries, the keys and the values of attention, each by itself,
         over the innermost number in their paths that tells layers apart, or else along
         the leading batch axis.
+      all_axes: how each parameter that is a matrix is read, by path.
+
+    Returns:
+      One `Join` for all leaves that differ in the number of a layer alone.
+
+    Raises:
+      ValueError: with paths, for a pattern that matches nothing, or has no number and
+        matches a leaf without a batch axis; a leaf that two patterns match; K below 1.
+    """
+    if joins is None or not all_axes:
+        return ()
+    if isinstance(joins, Mapping):
+        found = _joins_by_pattern(joins, list(all_axes))
+    else:
+        check_count("joins", joins)
+        found = _joins_of_attention(joins, all_axes)
+    taken: dict[str, str] = {}
+    for join in found:
+        for path in join.paths:
+            if path in taken:
+                raise ValueError(
+                    f"joins: parameter {path!r} matches {taken[path]!r} and "
+                    f"{join.pattern!r}; expected one pattern for a parameter"
+                )
+            taken[path] = join.pattern
+            if join.along_batch and not all_axes[path].batch:
+                raise ValueError(
+                    f"joins: the pattern {join.pattern!r} has no layer number and "
+                    f"matches parameter {path!r}, which has no layer axis; expected a "
+                    "pattern such as 'blocks/{i}/attn/q', or scanned layers"
+                )
+    return tuple(found)
+
+
+def make_blocks(
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    all_axes: Sequence[MatrixAxes],
+    joins: Sequence[Join] = (),
+    *,
+    dtypes: Sequence[Any] = (),
+) -> list[Block]:
+    """Which matrices are orthogonalized as one.
+
+    Args:
+      names: path of each leaf.
+      shapes: of each leaf, or of one device's piece of it.
+      all_axes: how each leaf is read as matrices.
+      joins: as `find_joins` gives them; leaves that are not among `names` are left out.
       dtypes: of each leaf, where they are known, so that they are compared.
 
     Returns:
       Blocks that cover every matrix once.
 
     Raises:
-      ValueError: with paths and shapes, for a pattern that matches nothing, or has no
-        number and matches a leaf without a batch axis; a leaf that two patterns match;
-        leaves of different shapes in one join; K below 1.
+      ValueError: with paths and shapes, for leaves of different shapes in one join.
     """
+    index = {name: leaf for leaf, name in enumerate(names)}
     blocks: list[Block] = []
-    taken: dict[int, str] = {}
-    for pattern, size, groups in _groups(joins, names, all_axes):
-        for members in groups:
+    for join in joins:
+        members = [index.pop(path) for path in join.paths if path in index]
+        if join.along_batch:
             for leaf in members:
-                if leaf in taken:
-                    raise ValueError(
-                        f"joins: parameter {names[leaf]!r} matches {taken[leaf]!r} and "
-                        f"{pattern!r}; valid is one pattern for a parameter"
-                    )
-                taken[leaf] = pattern
-            if len(members) == 1 and _NUMBER not in pattern:
-                (leaf,) = members
-                blocks += _along_batch(
-                    leaf, names[leaf], shapes[leaf], all_axes[leaf], size, pattern
-                )
+                blocks += _along_batch(leaf, shapes[leaf], all_axes[leaf], join.size)
+            continue
+        for first in range(0, len(members), join.size):
+            group = members[first : first + join.size]
+            if len(group) < join.size:
+                blocks += [_whole(leaf, shapes, all_axes) for leaf in group]
                 continue
-            for first in range(0, len(members), size):
-                group = members[first : first + size]
-                if len(group) < size:
-                    blocks += [_whole(leaf, shapes, all_axes) for leaf in group]
-                    continue
-                alike = [(shapes[i], all_axes[i], *dtypes[i : i + 1]) for i in group]
-                if any(x != alike[0] for x in alike):
-                    listed = ", ".join(
-                        " ".join(
-                            map(str, (repr(names[i]), shapes[i], *dtypes[i : i + 1]))
-                        )
-                        for i in group
-                    )
-                    raise ValueError(
-                        f"joins: the pattern {pattern!r} joins matrices of different "
-                        f"shapes or dtypes: {listed}; valid are matrices of one shape"
-                    )
-                count = _batch(shapes[group[0]], all_axes[group[0]])
-                blocks.append(Block(tuple(group), size, 0, count))
-    blocks += [
-        _whole(leaf, shapes, all_axes)
-        for leaf in range(len(names))
-        if leaf not in taken
-    ]
+            alike = [(shapes[i], all_axes[i], *dtypes[i : i + 1]) for i in group]
+            if any(x != alike[0] for x in alike):
+                listed = ", ".join(
+                    " ".join(map(str, (repr(names[i]), shapes[i], *dtypes[i : i + 1])))
+                    for i in group
+                )
+                raise ValueError(
+                    f"joins: the pattern {join.pattern!r} joins matrices of different "
+                    f"shapes or dtypes: {listed}; expected matrices of one shape"
+                )
+            count = _batch(shapes[group[0]], all_axes[group[0]])
+            blocks.append(Block(tuple(group), join.size, 0, count))
+    blocks += [_whole(leaf, shapes, all_axes) for leaf in index.values()]
     return sorted(blocks, key=lambda block: (block.leaves, block.start))
 
 
-# Pattern, K, and lists of leaves that are joined K by K, in their order. A pattern
-# without a number has lists of one leaf, which is joined along its batch.
-_Groups = list[tuple[str, int, list[list[int]]]]
-
-
-def _groups(
-    joins: Joins | None, names: Sequence[str], all_axes: Sequence[MatrixAxes]
-) -> _Groups:
-    if joins is None:
-        return []
-    if not isinstance(joins, Mapping):
-        check_count("joins", joins)
-        return _attention_groups(joins, names, all_axes)
-    found: _Groups = []
+def _joins_by_pattern(joins: Mapping[str, int], names: Sequence[str]) -> list[Join]:
+    found = []
     for pattern, size in joins.items():
         check_count(f"joins[{pattern!r}]", size)
         expression = _expression(pattern)
-        matches = [expression.fullmatch(f"/{name}/") for name in names]
-        if names and not any(matches):
+        matches = {name: expression.fullmatch(f"/{name}/") for name in names}
+        if not any(matches.values()):
             raise ValueError(
                 f"joins: the pattern {pattern!r} matches no matrix; there are "
                 + ", ".join(names)
             )
-        leaves = [leaf for leaf, match in enumerate(matches) if match is not None]
-        if _NUMBER not in pattern:
-            found.append((pattern, size, [[leaf] for leaf in leaves]))
-            continue
-        by_rest: dict[str, list[tuple[int, int]]] = {}
-        for leaf in leaves:
-            match: Any = matches[leaf]
+        groups: dict[str, list[tuple[int, str]]] = {}
+        for name, match in matches.items():
+            if match is None:
+                continue
+            if _NUMBER not in pattern:
+                groups[name] = [(0, name)]
+                continue
             start, stop = match.span("i")
             rest = match.string[:start] + _NUMBER + match.string[stop:]
-            by_rest.setdefault(rest, []).append((int(match["i"]), leaf))
-        ordered = [[leaf for _, leaf in sorted(group)] for group in by_rest.values()]
-        found.append((pattern, size, ordered))
+            groups.setdefault(rest, []).append((int(match["i"]), name))
+        found += [
+            Join(pattern, size, tuple(name for _, name in sorted(group)))
+            for group in groups.values()
+        ]
     return found
 
 
-def _attention_groups(
-    size: int, names: Sequence[str], all_axes: Sequence[MatrixAxes]
-) -> _Groups:
+def _joins_of_attention(size: int, all_axes: Mapping[str, MatrixAxes]) -> list[Join]:
     """Queries, keys and values: each kind over the innermost number that varies."""
-    by_rest: dict[str, list[tuple[int, int]]] = {}  # every number in turn left out
-    rests: dict[int, list[str]] = {}  # by leaf, innermost first
-    attention = [
-        leaf
-        for leaf, name in enumerate(names)
-        if QUERY_LIKE.intersection(name.split("/"))
-    ]
-    for leaf in attention:
-        name = names[leaf]
+    by_rest: dict[str, list[tuple[int, str]]] = {}  # every number in turn left out
+    rests: dict[str, list[str]] = {}  # by path, innermost first
+    attention = [name for name in all_axes if QUERY_LIKE.intersection(name.split("/"))]
+    for name in attention:
         for match in reversed(list(re.finditer(r"\d+", name))):
             rest = name[: match.start()] + _NUMBER + name[match.end() :]
-            by_rest.setdefault(rest, []).append((int(match[0]), leaf))
-            rests.setdefault(leaf, []).append(rest)
-    groups: dict[str, list[int]] = {}
-    for leaf in attention:
-        candidates = rests.get(leaf, [])
+            by_rest.setdefault(rest, []).append((int(match[0]), name))
+            rests.setdefault(name, []).append(rest)
+    groups: dict[str, tuple[str, ...]] = {}
+    for name in attention:
+        candidates = rests.get(name, [])
         several = [rest for rest in candidates if len(by_rest[rest]) > 1]
         if several:
-            groups[several[0]] = [i for _, i in sorted(by_rest[several[0]])]
-        elif all_axes[leaf].batch:
-            groups[names[leaf]] = [leaf]
+            groups[several[0]] = tuple(n for _, n in sorted(by_rest[several[0]]))
+        elif all_axes[name].batch:
+            groups[name] = (name,)
         elif candidates:  # the only layer
-            groups[candidates[0]] = [leaf]
-    if names and not groups:
+            groups[candidates[0]] = (name,)
+    if not groups:
         raise ValueError(
             f"joins={size}: no query, key or value of a numbered or scanned layer "
-            "among " + ", ".join(names) + "; valid is also a mapping, such as "
+            "among " + ", ".join(all_axes) + "; expected also a mapping, such as "
             "{'blocks/{i}/attn/q': 2}"
         )
-    return [(rest, size, [leaves]) for rest, leaves in groups.items()]
+    return [Join(rest, size, names) for rest, names in groups.items()]
 
 
 def _along_batch(
-    leaf: int,
-    name: str,
-    shape: tuple[int, ...],
-    axes: MatrixAxes,
-    size: int,
-    pattern: str,
+    leaf: int, shape: tuple[int, ...], axes: MatrixAxes, size: int
 ) -> list[Block]:
-    if not axes.batch:
-        raise ValueError(
-            f"joins: the pattern {pattern!r} has no layer number and matches parameter "
-            f"{name!r} of shape {shape}, which has no layer axis; valid is a pattern "
-            "such as 'blocks/{i}/attn/q', or scanned layers"
-        )
     count = _batch(shape, axes)
     inner = count // shape[axes.batch[0]]
     stop = shape[axes.batch[0]] // size * size * inner

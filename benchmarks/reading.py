@@ -1,0 +1,132 @@
+"""How the parameters of real models are read: right, refused or wrong.
+
+    python -m benchmarks.reading FOLDER [--no-names] [--models 'hf_*']
+
+A folder holds one file `MODEL.json` a model: `{"params": [{"path", "shape", "dtype",
+"names", "expect"}]}`, where `expect` has the label ("muon", "adamw" or "either") and,
+if that is not "adamw", the axes as `batch`, `in` and `out`, with further good readings
+in `also`; `"knowable": false` marks leaves of which nothing in the tree tells. Axes of
+size 1 are not compared: they change no matrix. A model has one line, and each wrong or
+refused kind of leaf one line below it. The exit status is 1 if a knowable leaf is
+wrong.
+"""
+
+import argparse
+import collections
+import fnmatch
+import json
+import pathlib
+import re
+import sys
+from typing import Any
+
+from jax_muon.reading.roles import Leaf, Read, read_leaves
+
+RIGHT, REFUSED, WRONG, UNKNOWABLE = "right", "refused", "wrong", "unknowable"
+
+
+# Layer numbers: `layers/3/mlp`, `Dense_0/kernel`.
+_NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?=/|$)|(?<=_)\d+(?=/)")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Score all models of a folder and print the lines; the exit status."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--no-names", action="store_true", help="hide axis names")
+    parser.add_argument("--models", default="*", help="pattern of the models to score")
+    options = parser.parse_args(arguments)
+    total: collections.Counter[str] = collections.Counter()
+    files = sorted(options.folder.glob("*.json"))
+    files = [file for file in files if fnmatch.fnmatch(file.stem, options.models)]
+    for file in files:
+        params = json.loads(file.read_text())["params"]
+        counts, kinds = score(params, with_names=not options.no_names)
+        total += counts
+        print(f"{file.stem:42s} {line(counts)}")
+        for kind, count in kinds.items():
+            print(f"  {count:4d} x {kind}")
+    print(f"TOTAL of {len(files)} models: {line(total)}")
+    return 1 if total[WRONG] else 0
+
+
+def line(counts: collections.Counter[str]) -> str:
+    """The counts of one model, or of all, in words."""
+    leaves = sum(counts.values())
+    share = 100 / max(leaves, 1)
+    text = (
+        f"{leaves} leaves, {counts[RIGHT]} right, {counts[REFUSED]} refused "
+        f"({counts[REFUSED] * share:.1f} %), {counts[WRONG]} wrong"
+    )
+    unknowable = counts[UNKNOWABLE]
+    return f"{text}, {unknowable} wrong but not knowable" if unknowable else text
+
+
+def score(
+    params: list[dict[str, Any]], with_names: bool
+) -> tuple[collections.Counter[str], collections.Counter[str]]:
+    """How many leaves of a model are read how, and the kinds that are not right."""
+    reads = read_leaves(
+        [
+            Leaf(
+                param["path"],
+                tuple(param["shape"]),
+                param["dtype"],
+                tuple(param["names"]) if with_names and param.get("names") else None,
+            )
+            for param in params
+        ]
+    )
+    counts: collections.Counter[str] = collections.Counter()
+    kinds: collections.Counter[str] = collections.Counter()
+    for param, read in zip(params, reads, strict=True):
+        outcome, text = judge(param, read)
+        counts[outcome] += 1
+        if outcome != RIGHT:
+            kind = _NUMBER.sub("N", param["path"])
+            kinds[f"{outcome} {kind} {tuple(param['shape'])}: {text}"] += 1
+    return counts, kinds
+
+
+def judge(param: dict[str, Any], read: Read) -> tuple[str, str]:
+    """What a reading is, against the right answer, and both of them as text."""
+    expect, shape = param["expect"], param["shape"]
+    answers = [one for one in (expect, *expect.get("also", ())) if "in" in one]
+    good = [_sides(one, shape) for one in answers]
+    shown = " or ".join(_show(one, shape) for one in good)
+    right = f"right is {expect['label']} {shown}".rstrip()
+    if read.doubt is not None:
+        return REFUSED, f"{right} ({read.role})"
+    mine = f"{read.role}, {read.label}"
+    is_right = expect["label"] in ("either", read.label)
+    if is_right and read.label == "muon" and good:
+        assert read.axes is not None
+        axes = {
+            "batch": read.axes.batch,
+            "in": read.axes.reduction,
+            "out": read.axes.output,
+        }
+        is_right = _sides(axes, shape) in good
+        mine += f" {_show(_sides(axes, shape), shape)}"
+    if is_right:
+        return RIGHT, ""
+    wrong = WRONG if expect.get("knowable", True) else UNKNOWABLE
+    return wrong, f"{mine}; {right} ({read.reason})"
+
+
+def _sides(axes: Any, shape: list[int]) -> tuple[frozenset[int], ...]:
+    return tuple(
+        frozenset(axis for axis in axes[side] if shape[axis] != 1)
+        for side in ("batch", "in", "out")
+    )
+
+
+def _show(sides: tuple[frozenset[int], ...], shape: list[int]) -> str:
+    """One letter an axis: b(atch), i(n), o(ut), and a dot for size 1."""
+    letters = zip("bio", sides, strict=True)
+    by_axis = {axis: letter for letter, axes in letters for axis in axes}
+    return "".join(by_axis.get(axis, ".") for axis in range(len(shape)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,335 @@
+"""One reading of a whole tree: which parameters are matrices, and along which axes.
+
+`Reading` is what a user says about parameters; `Matrices` is what came of it for one
+tree. A tree is read once, as a whole and before anything in it is masked, since what a
+parameter is depends on what stands beside it. The pieces look parameters up by path.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from optax.contrib import MuonDimensionNumbers
+
+from jax_muon.reading import paths
+from jax_muon.reading.axes import (
+    DimensionNumbers,
+    MatrixAxes,
+    leaf_axes,
+    not_a_matrix,
+)
+from jax_muon.reading.joins import Block, Join, Joins, find_joins, make_blocks
+from jax_muon.reading.names import Table, names_of
+from jax_muon.reading.roles import ADAMW, MUON, Leaf, OutIn, Read, read_leaves
+
+# A tree (or a prefix of one) of labels, or a function of the parameters that gives one.
+Labels = Any | Callable[[Any], Any] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """How one parameter is read.
+
+    Attributes:
+      path: where it stands in its tree.
+      shape: its whole shape, whatever a device holds of it.
+      dtype: of its elements.
+      label: of the group that it belongs to.
+      role: what it was taken for, such as "embedding" or "query".
+      reason: why, in a few words.
+      axes: which of its axes are batch, in and out; None where it is no matrix.
+      doubt: why it cannot be read as a matrix, or not without being told how.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    label: str
+    role: str
+    reason: str
+    axes: MatrixAxes | None
+    doubt: str | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int] | None:
+        """Number of matrices, their inputs and outputs; None where it is no matrix."""
+        if self.axes is None:
+            return None
+        fan_in, fan_out = self.axes.fan(self.shape)
+        return math.prod(self.shape[axis] for axis in self.axes.batch), fan_in, fan_out
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrices(Mapping[str, Parameter]):
+    """The parameters of a tree by path, and which of their matrices are joined."""
+
+    parameters: Mapping[str, Parameter]
+    joins: tuple[Join, ...] = ()
+    # Work of each device in this trace so far; all groups of one tree share it.
+    load: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False)
+
+    def __getitem__(self, path: str) -> Parameter:
+        """The parameter at a path."""
+        if path not in self.parameters:
+            raise ValueError(
+                f"parameter {path!r} was not read; there are "
+                + (", ".join(self.parameters) or "none")
+                + "; expected the tree that `matrices` was read from"
+            )
+        return self.parameters[path]
+
+    def __iter__(self) -> Iterator[str]:
+        """All paths."""
+        return iter(self.parameters)
+
+    def __len__(self) -> int:
+        """Number of parameters."""
+        return len(self.parameters)
+
+    def axes(self, path: str) -> MatrixAxes:
+        """Axes of a parameter that has to be a matrix.
+
+        Raises:
+          ValueError: with path and shape, where it is none or nothing tells how.
+        """
+        found = self[path]
+        if found.doubt is not None:
+            raise ValueError(found.doubt)
+        assert found.axes is not None
+        return found.axes
+
+    def select(self, labels: Iterable[str]) -> "Matrices":
+        """Those with one of these labels, each of which has to be a matrix."""
+        labels = tuple(labels)
+        chosen = {p: found for p, found in self.items() if found.label in labels}
+        for path in chosen:
+            self.axes(path)
+        return dataclasses.replace(self, parameters=chosen)
+
+    def with_joins(self, joins: Joins | None) -> "Matrices":
+        """The same, with some matrices joined; see `find_joins`."""
+        found = find_joins(joins, {path: self.axes(path) for path in self})
+        matrices = dataclasses.replace(self, joins=found)
+        matrices.blocks(list(self))
+        return matrices
+
+    def blocks(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]] | None = None,
+    ) -> list[Block]:
+        """Which matrices of these parameters are orthogonalized as one.
+
+        Args:
+          names: their paths.
+          shapes: of one device's piece of each; None for whole parameters.
+        """
+        return make_blocks(
+            names,
+            [self[name].shape for name in names] if shapes is None else shapes,
+            [self.axes(name) for name in names],
+            self.joins,
+            dtypes=[self[name].dtype for name in names],
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How parameters are to be read, where path and shape alone do not tell it rightly.
+
+    Attributes:
+      labels: a tree of labels (a prefix of the parameters' tree will do) or a function
+        of the parameters that gives one; None for `label_params`.
+      dimension_numbers: `optax.contrib.MuonDimensionNumbers` for all matrices, or a
+        tree of them (a prefix will do, and None leaves a parameter as it is read
+        otherwise), or a function of the parameters that gives one.
+      splits: path pattern to `Split`, for parameters that hold several matrices side by
+        side, such as a fused QKV kernel. Labels and dimension numbers speak of whole
+        parameters, joins of parts.
+      joins: path pattern to K: that many matrices of consecutive layers are
+        orthogonalized as one; K alone joins queries, keys and values. See `find_joins`.
+      names: logical axis names by path, which then decide; `axis_names(params)` gets
+        them out of boxes and sharding metadata. Flax takes these off before an update,
+        so that they are said here and not looked for in the tree.
+      table: what axis names of your own mean, such as {"d_model": "embed"}; those of
+        Flax, MaxText and haliax are known. See `reading/names.py` for the kinds.
+      out_in: True for kernels (out, in), as in PyTorch and equinox, False for (in,
+        out), a function of the path for both; None looks at biases and neighbours.
+    """
+
+    labels: Labels = None
+    dimension_numbers: DimensionNumbers = None
+    splits: Mapping[str, Any] | None = None
+    joins: Joins | None = None
+    names: Mapping[str, tuple[str | None, ...]] | None = None
+    table: Table | None = None
+    out_in: OutIn = None
+
+    def read(self, tree: Any, valid: Sequence[str] | None = None) -> Matrices:
+        """Read every parameter of a tree, which is the whole model.
+
+        Args:
+          tree: parameters in any Flax form, or updates, or their shapes.
+          valid: the labels that there may be; None for any.
+
+        Returns:
+          All parameters, without joins: `Matrices.with_joins` adds them to those that
+          are matrices.
+
+        Raises:
+          ValueError: with the path, for two parameters of one path, labels and
+            dimension numbers at paths that no parameter has or out of range.
+        """
+        given = self.names or {}
+        leaves = [
+            _leaf(path, leaf, given.get(path))
+            for path, leaf in paths.leaves_with_paths(tree)
+        ]
+        names = [leaf.path for leaf in leaves]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(
+                f"two parameters have the path {twice!r}; expected paths that differ, "
+                "since labels and patterns go by them"
+            )
+        _check_known("names", given, names)
+        label_of = self._labels(tree, names, valid)
+        numbers_of = self._numbers(tree, names)
+        reads = read_leaves(leaves, out_in=self.out_in, table=self.table)
+        if self.names is None:
+            self._check_carried_names(tree, leaves, reads)
+        found = {
+            leaf.path: _parameter(
+                leaf, read, label_of(leaf.path), *numbers_of(leaf.path)
+            )
+            for leaf, read in zip(leaves, reads, strict=True)
+        }
+        for path, parameter in found.items():
+            if valid is not None and parameter.label not in valid:
+                raise ValueError(
+                    f"parameter {path!r} of shape {parameter.shape} has the label "
+                    f"{parameter.label!r}; expected one of "
+                    + ", ".join(map(repr, valid))
+                )
+        return Matrices(found)
+
+    def _check_carried_names(
+        self, tree: Any, leaves: Sequence[Leaf], reads: Sequence[Read]
+    ) -> None:
+        """Refuse names in the tree that say something else, as updates lack them."""
+        carried = names_of(tree)
+        if not carried or self.labels is not None or self.dimension_numbers is not None:
+            return
+        named = [dataclasses.replace(x, names=carried.get(x.path)) for x in leaves]
+        others = read_leaves(named, out_in=self.out_in, table=self.table)
+        for leaf, read, other in zip(leaves, reads, others, strict=True):
+            if leaf.path not in carried or other.doubt is not None:
+                continue
+            if (read.label, read.axes) != (other.label, other.axes):
+                raise ValueError(
+                    f"parameter {leaf.path!r} of shape {leaf.shape} carries the axis "
+                    f"names {carried[leaf.path]}, by which it is {other.label} "
+                    f"{other.axes}, and without which it would be {read.label} "
+                    f"{read.axes}; expected names in the reading, such as "
+                    "jax_muon.Reading(names=jax_muon.axis_names(params))"
+                )
+
+    def _labels(
+        self, tree: Any, names: Sequence[str], valid: Sequence[str] | None
+    ) -> Callable[[str], str | None]:
+        given = self.labels(tree) if callable(self.labels) else self.labels
+        if given is None:
+            return lambda path: None
+        flat = paths.leaves_with_paths(given)
+        by_path = dict(flat)
+        _check_known("labels", by_path, names)
+        if len(by_path) < len(flat):
+            listed = ", ".join(f"{path!r}: {label!r}" for path, label in flat)
+            raise ValueError(f"two labels for one path among {listed}; expected one")
+
+        def label(path: str) -> str:
+            found = paths.find_prefix(by_path, path)
+            if found is None:
+                raise ValueError(
+                    f"parameter {path!r} has no label, or None; expected one of "
+                    + ", ".join(map(repr, valid or (MUON, ADAMW)))
+                )
+            return found
+
+        return label
+
+    def _numbers(
+        self, tree: Any, names: Sequence[str]
+    ) -> Callable[[str], tuple[MuonDimensionNumbers | None, bool]]:
+        given = self.dimension_numbers
+        given = given(tree) if callable(given) else given
+        by_path = {
+            path: spec
+            for path, spec in paths.leaves_with_paths(
+                given, is_leaf=lambda x: isinstance(x, MuonDimensionNumbers)
+            )
+            if spec is not None
+        }
+        for path, spec in by_path.items():
+            if not isinstance(spec, MuonDimensionNumbers):
+                raise ValueError(
+                    f"dimension_numbers at {path!r}: {spec!r}; expected "
+                    "optax.contrib.MuonDimensionNumbers or None"
+                )
+        _check_known("dimension_numbers", by_path, names)
+        return lambda path: (paths.find_prefix(by_path, path), path in by_path)
+
+
+def read_bare(matrices: "Matrices | Reading | None", tree: Any) -> Matrices:
+    """The reading that a piece was given, or, used bare, that of its own tree."""
+    if isinstance(matrices, Matrices):
+        return matrices
+    reading = Reading() if matrices is None else matrices
+    if reading.labels is None:  # what a piece is given is to be matrices
+        reading = dataclasses.replace(reading, labels=MUON)
+    return reading.read(tree).with_joins(reading.joins)
+
+
+def _leaf(path: str, leaf: Any, names: tuple[str | None, ...] | None) -> Leaf:
+    shape = tuple(getattr(leaf, "shape", ()))
+    return Leaf(path, shape, jnp.result_type(leaf), names)
+
+
+def _parameter(
+    leaf: Leaf,
+    read: Read,
+    label: str | None,
+    numbers: MuonDimensionNumbers | None,
+    exactly: bool,
+) -> Parameter:
+    """One parameter, by what a user says of it, else as it was read.
+
+    Dimension numbers for exactly this path make it a matrix, whatever its role.
+    """
+    role, axes, doubt, reason = read.role, read.axes, read.doubt, read.reason
+    if label is None:
+        label = MUON if exactly and read.label == ADAMW else read.label
+    elif axes is not None:
+        doubt = None  # such as a single row, which the user says is a matrix
+    if axes is None and doubt is None:
+        doubt = not_a_matrix(leaf.path, leaf.shape, leaf.dtype)
+    if numbers is not None:
+        reason = "dimension numbers"
+        try:
+            axes, doubt = leaf_axes(leaf.path, leaf.shape, leaf.dtype, numbers), None
+        except ValueError as error:
+            axes, doubt = None, str(error)
+    return Parameter(
+        leaf.path, leaf.shape, leaf.dtype, label, role, reason, axes, doubt
+    )
+
+
+def _check_known(what: str, given: Iterable[str], names: Sequence[str]) -> None:
+    for path in given:
+        if names and path and not any(f"{n}/".startswith(f"{path}/") for n in names):
+            raise ValueError(
+                f"{what} at {path!r}, which no parameter has; there are "
+                + ", ".join(names)
+            )

@@ -1,0 +1,239 @@
+"""Logical axis names: where a tree carries them, and what each name says of an axis.
+
+Names come before all evidence. An axis is a batch (layers, experts), the residual
+stream, a part of attention heads, hidden, a latent (the rank of a factored projection)
+or a vocabulary. Which of the sides is in and which is out does not follow from their
+order, but from what the module does: `wi` and `query` read the residual stream, `wo`
+and `out` write it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jax_muon.reading import paths, words
+from jax_muon.reading.evidence import Node, Tree
+from jax_muon.reading.shapes import Places
+
+# Name of an axis to its kind.
+Table = Mapping[str, str]
+
+BATCH, STREAM, HEADS, HIDDEN = "batch", "stream", "heads", "hidden"
+LATENT, VOCAB, NORM, POSITION = "latent", "vocab", "norm", "position"
+KINDS = (BATCH, STREAM, HEADS, HIDDEN, LATENT, VOCAB, NORM, POSITION)
+
+FLAX: Table = {
+    "layers": BATCH,
+    "layer": BATCH,
+    "stack": BATCH,
+    "stage": BATCH,
+    "expert": BATCH,
+    "experts": BATCH,
+    "expert_replicas": BATCH,
+    "embed": STREAM,
+    "mlp": HIDDEN,
+    "expert_mlp": HIDDEN,
+    "hidden": HIDDEN,
+    "heads": HEADS,
+    "kv": HEADS,
+    "joined_kv": HEADS,
+    "head_dim": HEADS,
+    "qkv": HEADS,
+    "vocab": VOCAB,
+    "norm": NORM,
+    "relpos_buckets": POSITION,
+    "abspos_buckets": POSITION,
+    "length": POSITION,
+}
+MAXTEXT: Table = {
+    "dense_layers": BATCH,
+    "moe_layers": BATCH,
+    "layers_outside_pipeline": BATCH,
+    "circular_repeats": BATCH,
+    "exp": BATCH,
+    "exp_with_fsdp": BATCH,
+    "o_groups": BATCH,
+    "embed_vocab": STREAM,
+    "embed_moe": STREAM,
+    "embed_no_exp": STREAM,
+    "embed_no_exp_moe": STREAM,
+    "embed_tensor_transpose": STREAM,
+    "activation_embed": STREAM,
+    "mlp_moe": HIDDEN,
+    "mlp_no_fsdp": HIDDEN,
+    "activation_mlp": HIDDEN,
+    "q_heads": HEADS,
+    "kv_heads": HEADS,
+    "kv_head_dim": HEADS,
+    "gdn_head": HEADS,
+    "q_lora": LATENT,
+    "kv_lora": LATENT,
+    "q_lora_up_proj": LATENT,
+    "kv_lora_up_proj": LATENT,
+    "o_lora_up_proj": LATENT,
+    "indexer_q": HEADS,
+    "indexer_weights": HEADS,
+    "num_activations": HIDDEN,
+}
+HALIAX: Table = {
+    "Layers": BATCH,
+    "blocks": BATCH,
+    "head_size": HEADS,
+    "q_heads_per_group": HEADS,
+    "intermediate": HIDDEN,
+    "position": POSITION,
+    "Pos": POSITION,
+    "Embed": STREAM,
+    "Vocab": VOCAB,
+    "Mlp": HIDDEN,
+    "Heads": HEADS,
+    "HeadSize": HEADS,
+}
+ALL: Table = {**FLAX, **MAXTEXT, **HALIAX}
+
+
+def check_table(table: Table | None) -> Table:
+    """The built-in names with those of a user, who comes first.
+
+    Raises:
+      ValueError: for a kind that is none of `KINDS`.
+    """
+    for name, kind in (table or {}).items():
+        if kind not in KINDS:
+            raise ValueError(
+                f"axis names: {name!r} is {kind!r}; expected one of {', '.join(KINDS)}"
+            )
+    return {**ALL, **(table or {})}
+
+
+def names_of(tree: Any) -> dict[str, tuple[str | None, ...]]:
+    """Logical axis names of the leaves that carry them, by path.
+
+    They are read from Flax boxes (`nn.Partitioned`, `nn.LogicallyPartitioned`), from
+    the sharding metadata of NNX variables, and from arrays of haliax.
+
+    Args:
+      tree: parameters, before their boxes are taken off.
+
+    Returns:
+      Path, as `path_string` has it, to one name or None for every axis.
+    """
+    found = {}
+    boxes = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda node: _names_on(node) is not None
+    )
+    for key_path, node in boxes:
+        names = _names_on(node)
+        if names is None:
+            continue
+        inside = jax.tree_util.tree_leaves_with_path(node)
+        if len(inside) == 1:
+            found[paths.path_string((*key_path, *inside[0][0]))] = names
+    return found
+
+
+def _names_on(node: Any) -> tuple[str | None, ...] | None:
+    """The names that a box or a haliax array has for its axes, or None."""
+    axes = getattr(node, "axes", None)
+    if isinstance(axes, tuple) and axes and all(hasattr(a, "name") for a in axes):
+        return tuple(axis.name for axis in axes)
+    for attribute in ("names", "sharding_names", "out_sharding", "sharding"):
+        names = _metadata(node, attribute)
+        if isinstance(names, jax.sharding.PartitionSpec):
+            names = tuple(names)
+        if isinstance(names, tuple) and names and all(_is_name(n) for n in names):
+            return tuple(_first(name) for name in names)
+    return None
+
+
+def _metadata(node: Any, attribute: str) -> Any:
+    get = getattr(node, "get_metadata", None)
+    if callable(get):
+        return get().get(attribute)
+    return getattr(node, attribute, None) if hasattr(node, "unbox") else None
+
+
+def _is_name(name: Any) -> bool:
+    if isinstance(name, tuple):
+        return all(isinstance(one, str) for one in name)
+    return name is None or isinstance(name, str)
+
+
+def _first(name: Any) -> str | None:
+    return (name[0] if name else None) if isinstance(name, tuple) else name
+
+
+def kinds_of(node: Node, table: Table) -> list[str | None] | None:
+    """The kind of every axis by its name; None where the names say nothing.
+
+    Names such as `("fsdp", "tp")` are those of a mesh and in no table.
+    """
+    if node.names is None or len(node.names) != len(node.shape):
+        return None
+    if not any(node.names) or any(n and n not in table for n in node.names):
+        return None
+    return [table[name] if name else None for name in node.names]
+
+
+def places_by_name(tree: Tree, node: Node, table: Table) -> Places | str | None:
+    """Where in and out are among the native axes of a leaf; a doubt as text.
+
+    None where the names do not tell, as where all of them are of one kind.
+    """
+    kinds = kinds_of(node, table)
+    if kinds is None or len(node.sizes) < 2:
+        return None
+    native = [kinds[axis] for axis in node.native]
+    sides: dict[str, tuple[int, ...]] = {}
+    for place, kind in enumerate(native):
+        side = kind if kind in (STREAM, LATENT) else "inner"
+        sides[side] = (*sides.get(side, ()), place)
+    if len(sides) != 2:
+        return None
+    writes = node.role_title in words.OUT | words.DOWN | words.FIRST_FACTOR_OUT
+    reading = words.UP | words.QUERY | words.KEY_VALUE | words.FUSED
+    reading |= words.FIRST_FACTOR
+    reads = node.role_title in reading or node.role_title.startswith("in_proj")
+    # The stream is an input, or else the latent, unless the module writes.
+    first = STREAM if STREAM in sides else LATENT
+    (second,) = sides.keys() - {first}
+    beside = _named_outputs(tree, node, table)
+    if beside in sides:
+        fan_out = beside
+    elif writes or reads:
+        fan_out = first if writes else second
+    else:
+        fan_out = next(side for side in reversed(sides) if side in sides)
+    (fan_in,) = sides.keys() - {fan_out}
+    named = tuple(node.names[axis] for axis in node.native) if node.names else ()
+    reason = f"its axes are named {', '.join(map(str, named))}"
+    return Places((), sides[fan_in], sides[fan_out], reason)
+
+
+def _named_outputs(tree: Tree, node: Node, table: Table) -> str | None:
+    """The side that the bias beside a kernel has, by the names of its axes."""
+    bias = tree.bias_of(node)
+    kinds = kinds_of(bias, table) if bias else None
+    if bias is None or kinds is None:
+        return None
+    sides = {
+        kind if kind in (STREAM, LATENT) else "inner"
+        for axis in bias.native
+        if (kind := kinds[axis])
+    }
+    return sides.pop() if len(sides) == 1 else None
+
+
+def contradiction(tree: Tree, node: Node, places: Places) -> str | None:
+    """A doubt, where the bias beside a kernel has not the size of its outputs."""
+    bias = tree.bias_of(node)
+    if bias is None or not bias.sizes:
+        return None
+    output = tuple(node.sizes[place] for place in places.output)
+    if all(size in bias.shape for size in output):
+        return None
+    return (
+        f"its axis names {node.names} make {output} its outputs, and the bias "
+        f"{bias.path!r} beside it has shape {bias.shape}"
+    )

@@ -1,0 +1,268 @@
+"""The reading of a whole tree: role, label and axes of every leaf, and why.
+
+`read_leaves` is pure: it sees paths, shapes, dtypes and axis names, and no arrays. It
+goes from what is certain to what is likely: axis names, then axes of layers, then
+experts, then the role by words and neighbours, then the axes by role. Where nothing
+tells, it says so in `Read.doubt` and does not guess.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jax_muon.reading import names as axis_names
+from jax_muon.reading import paths, shapes
+from jax_muon.reading.axes import MatrixAxes
+from jax_muon.reading.evidence import Node, Tree, node_of
+from jax_muon.reading.experts import find_experts
+from jax_muon.reading.kinds import is_bare, role_of
+from jax_muon.reading.layers import find_layers
+from jax_muon.reading.orientation import Orientation
+from jax_muon.reading.shapes import Places
+
+MUON = "muon"
+ADAMW = "adamw"
+
+# Role to label; every other role is a matrix and goes to Muon.
+LABELS: Mapping[str, str] = {
+    "embedding": ADAMW,
+    "head": ADAMW,
+    "norm": ADAMW,
+    "bias": ADAMW,
+    "vector": ADAMW,
+    "router": ADAMW,
+    "depthwise": ADAMW,
+}
+
+# True for kernels (out, in), False for (in, out), None to look at the tree; or a
+# function of the path that gives one of these.
+OutIn = bool | None | Callable[[str], bool | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One parameter, as it stands in the tree."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    names: tuple[str | None, ...] | None = None  # logical axis names
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """What is made of one parameter."""
+
+    role: str
+    reason: str
+    label: str
+    axes: MatrixAxes | None  # as matrices; None where it cannot be read so
+    doubt: str | None = None  # why it is not read, and what a user writes
+
+
+def leaves_of(tree: Any) -> list[Leaf]:
+    """The leaves of a tree of parameters, with the axis names it carries."""
+    named = axis_names.names_of(tree)
+    return [
+        Leaf(
+            path,
+            tuple(getattr(leaf, "shape", ())),
+            jnp.result_type(leaf),
+            named.get(path),
+        )
+        for path, leaf in paths.leaves_with_paths(tree)
+    ]
+
+
+def read_leaves(
+    leaves: Sequence[Leaf],
+    *,
+    out_in: OutIn = None,
+    table: axis_names.Table | None = None,
+    strict_names: bool = False,
+) -> list[Read]:
+    """Read all leaves of a model, each in view of all others.
+
+    Args:
+      leaves: every parameter of the model, in any order.
+      out_in: whether kernels of two axes are (out, in), as in PyTorch and equinox.
+        None looks at biases and at names of projections.
+      table: the user's axis names, to one of `names.KINDS`; they are added to those of
+        Flax, MaxText and haliax, and come before them.
+      strict_names: whether a name that is in no table is an error.
+
+    Returns:
+      One `Read` a leaf, in their order.
+
+    Raises:
+      ValueError: for a table with kinds that there are not, and for unknown names where
+        `strict_names`.
+    """
+    known = axis_names.check_table(table)
+    nodes = [node_of(index, leaf) for index, leaf in enumerate(leaves)]
+    if strict_names:
+        _check_names(nodes, known)
+    tree = Tree(nodes)
+    unnamed = []
+    for node in nodes:
+        kinds = axis_names.kinds_of(node, known)
+        if kinds is None:
+            unnamed.append(node)
+            continue
+        node.batch = tuple(i for i, kind in enumerate(kinds) if kind == "batch")
+        node.batch_reason = ", ".join(str(node.names[i]) for i in node.batch)  # type: ignore[index]
+    if unnamed:
+        named = {node.index: node.batch for node in nodes if node not in unnamed}
+        _find_layers_of(tree, unnamed, named)
+    find_experts(tree)
+    tree.forget_widths()
+    roles = [_role(tree, node, known) for node in nodes]
+    silent = {i for i, (role, _) in enumerate(roles) if LABELS.get(role) == ADAMW}
+    reader = _Reader(tree, known, out_in, Orientation(tree, silent))
+    return [reader.read(node, *roles[node.index]) for node in nodes]
+
+
+def _check_names(nodes: list[Node], known: axis_names.Table) -> None:
+    for node in nodes:
+        unknown = [name for name in node.names or () if name and name not in known]
+        if unknown:
+            raise ValueError(
+                f"parameter {node.path!r} of shape {node.shape} has axis names "
+                f"{node.names}, of which {', '.join(map(repr, unknown))} are in no "
+                f"table; expected a table such as {{{unknown[0]!r}: 'hidden'}}"
+            )
+
+
+def _find_layers_of(
+    tree: Tree, unnamed: list[Node], named: dict[int, tuple[int, ...]]
+) -> None:
+    """Axes of layers of the leaves without names, in view of those with names."""
+    before = {node.index: (node.batch, node.batch_reason) for node in tree.nodes}
+    for node in tree.nodes:
+        node.batch, node.batch_reason = (), ""
+    find_layers(tree)
+    for node in tree.nodes:
+        if node.index in named:
+            node.batch, node.batch_reason = before[node.index]
+
+
+def _role(tree: Tree, node: Node, known: axis_names.Table) -> tuple[str, str]:
+    kinds = axis_names.kinds_of(node, known) or []
+    named = f"its axes are named {node.names}"
+    if axis_names.NORM in kinds:
+        return "norm", named
+    if axis_names.POSITION in kinds:
+        return "embedding", named
+    if axis_names.VOCAB in kinds and len(node.sizes) == 2:
+        table = role_of(tree, node)[0] == "embedding"
+        return ("embedding" if table else "head"), named
+    return role_of(tree, node)
+
+
+class _Reader:
+    """Gives the axes of one leaf after the other."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        known: axis_names.Table,
+        out_in: OutIn,
+        orientation: Orientation,
+    ):
+        self.tree = tree
+        self.known = known
+        self.out_in = out_in
+        self.orientation = orientation
+
+    def read(self, node: Node, role: str, reason: str) -> Read:
+        label = LABELS.get(role, MUON)
+        if len(node.shape) < 2 or 0 in node.shape or not _is_real(node):
+            return Read(role, reason, ADAMW, None)
+        if node.names and len(node.names) != len(node.shape) and label == MUON:
+            text = f"its {len(node.names)} axis names {node.names} are too few or many"
+            return Read(role, reason, label, None, _doubt(node, text))
+        if len(node.sizes) < 2:
+            end = len(node.shape)
+            axes = MatrixAxes(tuple(range(end - 2)), (end - 2,), (end - 1,))
+            return Read(role, reason, label, axes)
+        places = self._places(node, role, label)
+        if isinstance(places, str):
+            return Read(role, reason, label, None, _doubt(node, places))
+        if places.role and label == MUON:
+            role, reason = places.role, places.reason
+        elif places.reason:
+            reason = f"{reason}; {places.reason}" if reason else places.reason
+        label, axes, doubt = LABELS.get(role, MUON), _axes(node, places), None
+        single = label == MUON and role != "lora" and 1 in axes.fan(node.shape)
+        if single and is_bare(self.tree, node):
+            doubt = _doubt(node, "a matrix with one row or column is a vector")
+        return Read(role, reason, label, axes, doubt)
+
+    def _places(self, node: Node, role: str, label: str) -> Places | str:
+        by_name = axis_names.places_by_name(self.tree, node, self.known)
+        if isinstance(by_name, Places):
+            text = axis_names.contradiction(self.tree, node, by_name)
+            return text if text and label == MUON else by_name
+        if len(node.sizes) == 2:
+            return self._two_axes(node, role, label)
+        found = shapes.places_of(self.tree, node, role)
+        if found is not None:
+            return found
+        if label == ADAMW:
+            end = len(node.sizes)
+            return Places(tuple(range(end - 2)), (end - 2,), (end - 1,), "")
+        if role == "convolution":
+            return "its window cannot be told from scanned layers"
+        return "nothing around it tells which of its axes are batch, in and out"
+
+    def _two_axes(self, node: Node, role: str, label: str) -> Places | str:
+        flipped = self.out_in(node.path) if callable(self.out_in) else self.out_in
+        reason = ""
+        if flipped is None and role not in ("embedding", "vector", "lora"):
+            flipped, reason = self.orientation.of(node)
+            if flipped is None and label == MUON:
+                return "nothing tells whether it is (in, out) or (out, in)"
+        fan_in, fan_out = (1, 0) if flipped else (0, 1)
+        return Places((), (fan_in,), (fan_out,), reason)
+
+
+def _is_real(node: Node) -> bool:
+    return bool(jnp.issubdtype(node.dtype, jnp.floating))
+
+
+def _axes(node: Node, places: Places) -> MatrixAxes:
+    native = node.native
+    matrix = [native[place] for place in (*places.reduction, *places.output)]
+    batch = tuple(i for i in range(len(node.shape)) if i not in matrix)
+    count = len(places.reduction)
+    return MatrixAxes(batch, tuple(matrix[:count]), tuple(matrix[count:]))
+
+
+def _doubt(node: Node, text: str) -> str:
+    """The readings there are, and the line that chooses the first of them."""
+    shape, end = node.shape, len(node.shape)
+    readings = []
+    for batch in range(end - 1):
+        for cut in {batch + 1, end - 1}:
+            fan_in, fan_out = math.prod(shape[batch:cut]), math.prod(shape[cut:])
+            count = math.prod(shape[:batch])
+            numbers = (
+                f"MuonDimensionNumbers({_numbers(batch, cut)}, {_numbers(cut, end)})"
+            )
+            readings.append(f"{count} x ({fan_in}, {fan_out}) by {numbers}")
+    if end == 2:
+        readings.append(f"1 x ({shape[1]}, {shape[0]}) by MuonDimensionNumbers(1, 0)")
+    last = readings[0].split(" by ")[1]
+    return (
+        f"parameter {node.path!r} of shape {shape}: {text}; it could be read as "
+        f"{', or as '.join(readings)}; expected dimension_numbers for it, such as "
+        f"{{{node.path!r}: {last}}}, or a label other than 'muon'"
+    )
+
+
+def _numbers(start: int, stop: int) -> str:
+    places = tuple(range(start, stop))
+    return str(places[0]) if len(places) == 1 else str(places)

@@ -1,0 +1,329 @@
+"""Reading whole trees: models of many code bases, one class of leaf after the other."""
+
+import json
+import pathlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks import reading
+from jax_muon.reading.names import names_of
+from jax_muon.reading.roles import Leaf, leaves_of, read_leaves
+
+FIXTURES = sorted((pathlib.Path(__file__).parent / "fixtures/reading").glob("*.json"))
+
+
+def read(shapes, names=None, **options):
+    """Reads by path, of a model given as path to shape."""
+    leaves = [
+        Leaf(path, shape, jnp.float32, (names or {}).get(path))
+        for path, shape in shapes.items()
+    ]
+    return dict(zip(shapes, read_leaves(leaves, **options), strict=True))
+
+
+def letters(read):
+    """Label and axes of one reading: "muon bio" is (batch, in, out)."""
+    if read.doubt:
+        return "doubt"
+    if read.label == "adamw":
+        return "adamw"
+    roles = {axis: "b" for axis in read.axes.batch}
+    roles |= {axis: "i" for axis in read.axes.reduction}
+    roles |= {axis: "o" for axis in read.axes.output}
+    return "muon " + "".join(roles[axis] for axis in sorted(roles))
+
+
+@pytest.mark.parametrize("with_names", [True, False], ids=["names", "no names"])
+@pytest.mark.parametrize("file", FIXTURES, ids=lambda file: file.stem)
+def test_models(file, with_names):
+    counts, kinds = reading.score(json.loads(file.read_text())["params"], with_names)
+    assert not counts[reading.WRONG], kinds
+    assert not counts[reading.REFUSED], kinds
+
+
+def test_the_benchmark_says_what_is_wrong(tmp_path, capsys):
+    wrong = {"path": "wte/embedding", "shape": [9, 4], "dtype": "float32"}
+    wrong |= {"expect": {"label": "muon", "batch": [], "in": [0], "out": [1]}}
+    (tmp_path / "toy.json").write_text(json.dumps({"params": [wrong]}))
+    assert reading.main([str(tmp_path), "--no-names"]) == 1
+    shown = capsys.readouterr().out
+    assert "wte/embedding" in shown
+    assert "TOTAL of 1 models: 1 leaves, 0 right" in shown
+
+
+NORM = {"norm/scale": (64,)}
+# What is asked, what stands around it, the answer.
+CLASSES = {
+    "values narrower than queries": (
+        ("attn/query/kernel", (64, 4, 24)),
+        {"attn/out/kernel": (4, 16, 64)},
+        "muon ioo",
+    ),
+    "their output": (
+        ("attn/out/kernel", (4, 16, 64)),
+        {"attn/query/kernel": (64, 4, 24)},
+        "muon iio",
+    ),
+    "the second factor of a query": (
+        ("attn/wq_b/kernel", (32, 4, 24)),
+        {"attn/q_norm/scale": (32,), "attn/out/kernel": (4, 16, 64), **NORM},
+        "muon ioo",
+    ),
+    "layers on axis 1": (
+        ("layers/mlp/wi/kernel", (64, 6, 256)),
+        {"layers/norm/scale": (64, 6), "layers/mlp/wo/kernel": (256, 6, 64), **NORM},
+        "muon ibo",
+    ),
+    "one layer on axis 1": (
+        ("layers/mlp/wi/kernel", (64, 1, 256)),
+        {"layers/norm/scale": (64, 1), "layers/mlp/wo/kernel": (256, 1, 64), **NORM},
+        "muon ibo",
+    ),
+    "a single key head": (
+        ("attn/key/kernel", (64, 1, 16)),
+        {"attn/query/kernel": (64, 4, 16), "attn/out/kernel": (4, 16, 64), **NORM},
+        "muon ioo",
+    ),
+    "a convolution in a list": (
+        ("conv_layers/3/kernel", (3, 3, 64, 64)),
+        {"bn_layers/3/scale": (64,)},
+        "muon iiio",
+    ),
+    "a convolution by its window": (
+        ("neck/2/kernel", (3, 3, 64, 64)),
+        NORM,
+        "muon iiio",
+    ),
+    "heads in front": (
+        ("attn/q_einsum/w", (4, 64, 16)),
+        NORM,
+        "muon oio",
+    ),
+    "keys and values in one": (
+        ("attn/kv_einsum/w", (2, 1, 64, 16)),
+        {"attn/q_einsum/w": (4, 64, 16), **NORM},
+        "muon boio",
+    ),
+    "the output of such heads": (
+        ("attn/attn_vec_einsum/w", (4, 16, 64)),
+        NORM,
+        "muon iio",
+    ),
+    "(out, in) by the bias": (
+        ("mlp/c_fc/kernel", (256, 64)),
+        {"mlp/c_fc/bias": (256,)},
+        "muon oi",
+    ),
+    "a square kernel as those around it": (
+        ("mlp/square/weight", (64, 64)),
+        {"mlp/up/weight": (256, 64), "mlp/up/bias": (256,)},
+        "muon oi",
+    ),
+    "equinox's convolution": (
+        ("layers/0/weight", (8, 4, 3, 3)),
+        {"layers/0/bias": (8, 1, 1)},
+        "muon oiii",
+    ),
+    "paths that end in an index": (
+        ("blocks/stacked/ln_1/weight/0", (12, 64)),
+        {"blocks/stacked/mlp/weight/0": (12, 64, 256)},
+        "adamw",
+    ),
+    "stacked sinks": (
+        ("layers/attn/sinks", (6, 8)),
+        {"layers/norm/scale": (6, 64), "layers/mlp/kernel": (6, 64, 256)},
+        "adamw",
+    ),
+    "A_log of one layer": (("mixer/A_log", (128, 16)), NORM, "adamw"),
+    "a head among layers of its own": (
+        ("classifier/layers/6/kernel", (64, 10)),
+        {"classifier/layers/0/kernel": (128, 64)},
+        "adamw",
+    ),
+    "a hidden layer of a head": (
+        ("classifier/layers/0/kernel", (128, 64)),
+        {"classifier/layers/6/kernel": (64, 10)},
+        "muon io",
+    ),
+    "a head at the top": (
+        ("fc/kernel", (64, 10)),
+        {"blocks/0/kernel": (64, 64), **NORM},
+        "adamw",
+    ),
+    "a head by the rows of the table": (
+        ("ff_out/kernel", (64, 1000)),
+        {"wte/embedding": (1000, 64), "blocks/0/ff_out/kernel": (256, 64)},
+        "adamw",
+    ),
+    "a value head": (("value/kernel", (64, 1)), {"value/bias": (1,)}, "adamw"),
+    "the projection of a time embedding": (
+        ("resnet/time_emb_proj/kernel", (64, 32)),
+        {"resnet/time_emb_proj/bias": (32,)},
+        "muon io",
+    ),
+    "more matrices than either side": (("stem/w", (7, 4, 6)), {}, "doubt"),
+    "no evidence in a tree with norms": (
+        ("mixing/kernel", (4, 64, 96)),
+        NORM,
+        "doubt",
+    ),
+    "some (in, out), others (out, in)": (
+        ("mlp/square/kernel", (64, 64)),
+        {
+            "mlp/up/kernel": (64, 256),
+            "mlp/up/bias": (256,),
+            "mlp/down/kernel": (64, 256),
+            "mlp/down/bias": (64,),
+        },
+        "doubt",
+    ),
+    "a bare row": (("w", (1, 8)), {}, "doubt"),
+}
+
+
+@pytest.mark.parametrize("case", CLASSES.values(), ids=CLASSES)
+def test_classes(case):
+    (path, shape), around, answer = case
+    assert letters(read({path: shape, **around})[path]) == answer
+
+
+def test_a_doubt_shows_the_readings_and_what_to_write():
+    one = read({"a/proj/kernel": (6, 2, 4)})["a/proj/kernel"]
+    assert one.axes is None
+    for words in ("'a/proj/kernel'", "(6, 2, 4)", "1 x (6, 8)", "6 x (2, 4)"):
+        assert words in one.doubt
+    assert "{'a/proj/kernel': MuonDimensionNumbers(0, (1, 2))}" in one.doubt
+
+
+def test_the_order_of_leaves_changes_nothing():
+    for file in FIXTURES[:6]:
+        params = json.loads(file.read_text())["params"]
+        leaves = [Leaf(p["path"], tuple(p["shape"]), p["dtype"]) for p in params]
+        forward, backward = read_leaves(leaves), read_leaves(leaves[::-1])[::-1]
+        assert [letters(r) for r in forward] == [letters(r) for r in backward]
+
+
+def test_out_in_of_the_user():
+    shapes = {"mlp/weight": (8, 4)}
+    assert letters(read(shapes)["mlp/weight"]) == "doubt"
+    assert letters(read(shapes, out_in=False)["mlp/weight"]) == "muon io"
+    assert letters(read(shapes, out_in=True)["mlp/weight"]) == "muon oi"
+    by_path = read(shapes, out_in=lambda path: path.startswith("mlp"))
+    assert letters(by_path["mlp/weight"]) == "muon oi"
+
+
+# --- logical axis names ---------------------------------------------------------------
+
+NAMED = [
+    ("attn/query/kernel", ("embed", "layers", "q_heads", "kv"), "iboo"),
+    ("attn/out/kernel", ("heads", "layers", "kv", "embed"), "ibio"),
+    ("attn/wq_a/kernel", ("embed", "layers", "q_lora"), "ibo"),
+    ("attn/wq_b/kernel", ("q_lora", "layers", "q_heads", "kv"), "iboo"),
+    ("mlp/wi/kernel", ("embed", "layers", "mlp"), "ibo"),
+    ("mlp/wo/kernel", ("mlp", "layers", "embed"), "ibo"),
+    ("moe/wo", ("exp", "layers", "mlp_moe", "embed_moe"), "bbio"),
+]
+
+
+@given(st.sampled_from(NAMED), st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_axes_permuted_with_their_names_change_nothing(case, random):
+    path, names, answer = case
+    sizes = (64, 3, 8, 16)[: len(names)]
+    order = random.sample(range(len(names)), len(names))
+    one = read(
+        {path: tuple(sizes[i] for i in order)}, {path: tuple(names[i] for i in order)}
+    )
+    assert letters(one[path]) == "muon " + "".join(answer[i] for i in order)
+
+
+def test_names_of_a_mesh_say_nothing():
+    shapes = {"mlp/up/kernel": (4, 8)}
+    assert letters(
+        read(shapes, {"mlp/up/kernel": ("fsdp", "tp")})["mlp/up/kernel"]
+    ) == ("muon io")
+
+
+def test_a_table_of_the_user():
+    shapes, names = {"mix/wo/kernel": (4, 8)}, {"mix/wo/kernel": ("depth", "swirl")}
+    table = {"depth": "stream", "swirl": "hidden"}
+    assert letters(read(shapes, names)["mix/wo/kernel"]) == "muon io"
+    by_table = read(shapes, names, table=table, strict_names=True)
+    assert letters(by_table["mix/wo/kernel"]) == "muon oi"
+    with pytest.raises(ValueError, match=r"'mix/wo/kernel'.*'depth', 'swirl'"):
+        read(shapes, names, strict_names=True)
+    with pytest.raises(ValueError, match=r"'depth' is 'wide'; expected one of batch"):
+        read(shapes, names, table={"depth": "wide"})
+
+
+def test_names_of_another_rank_are_a_doubt():
+    one = read({"q/kernel": (4, 2, 8)}, {"q/kernel": ("embed", "kv")})["q/kernel"]
+    assert "(4, 2, 8)" in one.doubt
+    assert "('embed', 'kv')" in one.doubt
+
+
+def test_names_against_the_bias_are_a_doubt():
+    shapes = {"mlp/wi/kernel": (4, 8), "mlp/wi/bias": (4,)}
+    one = read(shapes, {"mlp/wi/kernel": ("embed", "mlp")})["mlp/wi/kernel"]
+    assert "('embed', 'mlp')" in one.doubt
+    assert "'mlp/wi/bias'" in one.doubt
+
+
+def test_names_of_linen_boxes():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.initializers.lecun_normal()
+            logical = nn.with_logical_partitioning(init, ("embed", "mlp"))
+            x = nn.Dense(8, kernel_init=logical)(x)
+            return nn.Dense(
+                4, kernel_init=nn.with_partitioning(init, ("mlp", None)), name="wo"
+            )(x)
+
+    boxed = Model().init(jax.random.key(0), jnp.zeros((1, 4)))["params"]
+    expected = {"Dense_0/kernel": ("embed", "mlp"), "wo/kernel": ("mlp", None)}
+    assert names_of(boxed) == expected
+    assert names_of(nn.meta.unbox(boxed)) == {}
+    assert {
+        leaf.path: leaf.names for leaf in leaves_of(boxed) if leaf.names
+    } == expected
+
+
+def test_names_of_nnx_variables():
+    with nnx.use_eager_sharding(False):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+        model = nnx.Linear(4, 8, kernel_init=init, rngs=nnx.Rngs(0))
+    assert names_of(nnx.state(model, nnx.Param)) == {"kernel": ("embed", "mlp")}
+
+
+def test_names_of_haliax_arrays():
+    """Any leaf that holds an array and `axes` with names."""
+
+    class Axis:
+        def __init__(self, name):
+            self.name = name
+
+    @jax.tree_util.register_pytree_with_keys_class
+    class NamedArray:
+        def __init__(self, array, axes):
+            self.array, self.axes = array, axes
+
+        def tree_flatten_with_keys(self):
+            return [(jax.tree_util.SequenceKey(0), self.array)], self.axes
+
+        @classmethod
+        def tree_unflatten(cls, axes, children):
+            return cls(children[0], axes)
+
+    tree = {
+        "up": {"weight": NamedArray(jnp.zeros((8, 4)), (Axis("mlp"), Axis("embed")))}
+    }
+    assert names_of(tree) == {"up/weight/0": ("mlp", "embed")}
+    (leaf,) = leaves_of(tree)
+    assert letters(read_leaves([leaf])[0]) == "muon oi"
