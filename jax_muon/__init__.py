@@ -1,28 +1,31 @@
 """jax_muon: the Muon family of optimizers for JAX, as small optax pieces."""
 
 from jax_muon.describe import describe
-from jax_muon.guards import clip_by_global_norm, skip_nonfinite
-from jax_muon.max_logits import max_attention_logits
-from jax_muon.mesh.portable import (
-    abstract_portable,
-    from_portable,
-    to_portable,
+from jax_muon.elementwise import (
+    add_cautious_decayed_weights,
+    nesterov,
+    scale_by_path,
 )
-from jax_muon.mesh.train_step import init_optimizer, make_train_step
-from jax_muon.mesh.zero2 import zero2_matrices, zero2_multi_transform, zero2_rows
+from jax_muon.guards import skip_nonfinite
+from jax_muon.max_logits import max_attention_logits
+from jax_muon.mesh.on_mesh import abstract_state, on_mesh
+from jax_muon.mesh.train_step import TrainStep, make_train_step
+from jax_muon.mesh.xla_options import gpu_options
+from jax_muon.orthogonalize import orthogonalize
+from jax_muon.partition import partition
+from jax_muon.plan import Plan, PlannedParameter, plan
 from jax_muon.polar.coefficients import polar_express_coefficients
-from jax_muon.polar.factors import newton_schulz, polar_express, svd_polar
+from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
 from jax_muon.qk_clip import clip_qk
-from jax_muon.reading.axes import MatrixAxes, matrix_axes
+from jax_muon.reading.axes import MatrixAxes
 from jax_muon.reading.labels import label_params
+from jax_muon.reading.matrices import Matrices, Parameter, Reading
+from jax_muon.reading.names import names_of as axis_names
 from jax_muon.recipes import moonlight, muon, nanochat, normuon, teon
 from jax_muon.splits import Split, with_splits
 from jax_muon.transforms import (
-    add_cautious_decayed_weights,
     equilibrate_rows,
-    nesterov,
     normalize_frobenius,
-    orthogonalize,
     scale_by_normuon,
     scale_by_shape,
 )
@@ -30,38 +33,42 @@ from jax_muon.transforms import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "ExactPolar",
+    "Matrices",
     "MatrixAxes",
+    "NewtonSchulz",
+    "Parameter",
+    "Plan",
+    "PlannedParameter",
+    "PolarExpress",
+    "Reading",
     "Split",
-    "abstract_portable",
+    "TrainStep",
+    "abstract_state",
     "add_cautious_decayed_weights",
-    "clip_by_global_norm",
+    "axis_names",
     "clip_qk",
     "describe",
     "equilibrate_rows",
-    "from_portable",
-    "init_optimizer",
+    "gpu_options",
     "label_params",
     "make_train_step",
-    "matrix_axes",
     "max_attention_logits",
     "moonlight",
     "muon",
     "nanochat",
     "nesterov",
-    "newton_schulz",
     "normalize_frobenius",
     "normuon",
+    "on_mesh",
     "orthogonalize",
-    "polar_express",
+    "partition",
+    "plan",
     "polar_express_coefficients",
     "scale_by_normuon",
+    "scale_by_path",
     "scale_by_shape",
     "skip_nonfinite",
-    "svd_polar",
     "teon",
-    "to_portable",
     "with_splits",
-    "zero2_matrices",
-    "zero2_multi_transform",
-    "zero2_rows",
 ]

@@ -2,7 +2,7 @@
 
 Muon's updates have full rank, and with them the logits of single attention heads may
 grow without bound. `clip_qk` scales the query and key projections of such a head after
-the step. It is told the logits; `attention.py` measures them.
+the step. It is told the logits; `max_logits.py` measures them.
 """
 
 import functools
@@ -16,7 +16,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jax_muon.checks import check_positive
-from jax_muon.mesh.axes import replicated
+from jax_muon.mesh.specs import replicated
 from jax_muon.polar.products import wide
 from jax_muon.reading import paths
 

@@ -1,35 +1,56 @@
 """Whole optimizers, each a chain of the pieces for matrices beside AdamW for the rest.
 
-Every recipe is `optax.multi_transform` by label; what it does can be written out from
-`transforms.py` in ten lines, and changed there. All rates take a float or a schedule.
+Every recipe is one call of `partition`; what it does can be written out in ten lines,
+and changed there. Their arguments mean the same in all of them:
+
+  learning_rate, momentum, weight_decay: of the matrices, a float or an optax schedule.
+  steps: of the polar iteration; a Python integer.
+  dtype: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
+  polar: another polar factor, any function of (..., m, n), instead of the recipe's;
+    `steps` and `dtype` are then its own.
+  momentum_dtype: of the momentum; None for the parameters'.
+  learning_rates: path pattern to a factor of the learning rate of these matrices.
+  weight_decay_mask: which matrices decay: a tree of booleans, or a function of the
+    matrices that gives one, as in `optax.masked`; None for all.
+  adamw_learning_rate, adamw_b1, adamw_b2, adamw_eps, adamw_weight_decay: of
+    `optax.adamw`, for the parameters labelled "adamw".
+  groups: further labels and what they get, as in `partition`: `{"embedding":
+    optax.adamw(0.2), "frozen": optax.set_to_zero()}`.
+  reading: how parameters are read; see `Reading`.
+
+All give an `optax.GradientTransformation` whose updates are added to the parameters,
+and raise a ValueError for a number out of range, at once, and what `partition` raises
+at init. Under `optax.inject_hyperparams` all numbers may change from step to step but
+`steps`, which has to be named in `static_args`, as has a `polar` that is given.
 """
 
-import functools
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 import optax
-from jax.sharding import Mesh
 
-from jax_muon.by_label import Groups, Labels, Options, Pieces, by_label
-from jax_muon.checks import check_count
-from jax_muon.mesh.axes import AxisName
-from jax_muon.mesh.global_view import Specs
-from jax_muon.polar.coefficients import polar_express_coefficients
-from jax_muon.polar.factors import newton_schulz
-from jax_muon.reading.axes import DimensionNumbers
-from jax_muon.reading.joins import Joins
-from jax_muon.splits import Splits
-from jax_muon.transforms import (
+from jax_muon.checks import check_rate
+from jax_muon.elementwise import (
     add_cautious_decayed_weights,
-    equilibrate_rows,
+    check_decay,
     nesterov,
+    scale_by_path,
+)
+from jax_muon.orthogonalize import Polar, orthogonalize
+from jax_muon.partition import Group, partition
+from jax_muon.polar.factors import NewtonSchulz
+from jax_muon.reading.labels import ADAMW, MUON
+from jax_muon.reading.matrices import Matrices, Reading
+from jax_muon.transforms import (
+    equilibrate_rows,
     normalize_frobenius,
-    orthogonalize,
     scale_by_normuon,
     scale_by_shape,
 )
+
+Pieces = list[optax.GradientTransformation]
 
 
 def nanochat(
@@ -42,22 +63,18 @@ def nanochat(
     norm_factor: float = 1.02,
     row_equilibration: bool = False,
     renormalize: bool = False,
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    polar: Polar | None = None,
+    momentum_dtype: jax.typing.DTypeLike | None = None,
+    learning_rates: Mapping[str, float] | None = None,
+    weight_decay_mask: Any = None,
     adamw_learning_rate: optax.ScalarOrSchedule = 3e-4,
     adamw_b1: float = 0.8,
     adamw_b2: float = 0.95,
     adamw_eps: float = 1e-10,
     adamw_weight_decay: optax.ScalarOrSchedule = 0.0,
-    adamw_groups: Groups = None,
-    max_norm: float | None = None,
-    dtype: jax.typing.DTypeLike | None = "bfloat16",
-    labels: Labels = None,
-    dimension_numbers: DimensionNumbers = None,
-    splits: Splits | None = None,
-    joins: Joins | None = None,
-    mesh: Mesh | None = None,
-    specs: Specs = None,
-    small: int | None = None,
-    zero2_axis: AxisName | None = None,
+    groups: Mapping[str, Group] | None = None,
+    reading: Reading | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MuonAdamW of nanochat: Nesterov, Polar Express, NorMuon, cautious weight decay.
 
@@ -65,98 +82,44 @@ def nanochat(
     `row_equilibration=True, renormalize=True, norm_factor=1.01, beta2=0.9`.
 
     Args:
-      learning_rate: of the matrices, before the factor max(1, out/in)^0.5.
-      momentum: Nesterov momentum in [0, 1).
+      learning_rate: of the matrices, before the factor max(1, out/in)^0.5. For all
+        arguments that are not listed here see the top of `jax_muon.recipes`.
+      momentum: Nesterov momentum in [0, 1), as an exponential average.
       weight_decay: cautious, times the learning rate and the factor of the shape.
       beta2: decay of NorMuon's mean squares, in [0, 1).
       steps: of the Polar Express: the first of its five quintics, or all of a longer
-        table; a Python integer.
+        table.
       norm_factor: margin of its first normalization.
       row_equilibration: whether to equilibrate the rows before it (MuonEq).
       renormalize: whether to set the Frobenius norm after it (Muon+).
-      adamw_learning_rate: of the parameters labelled "adamw".
-      adamw_b1: decay of AdamW's first moment.
-      adamw_b2: decay of AdamW's second moment.
-      adamw_eps: added to the root of AdamW's second moment.
-      adamw_weight_decay: of AdamW.
-      adamw_groups: further labels and their transforms, each with its learning rate:
-        `{"embedding": optax.adamw(0.2), "frozen": optax.set_to_zero()}`. Under ZeRO-2
-        they are divided by rows and must be elementwise, unless `zero2_matrices` or
-        `zero2_rows` wraps them already.
-      max_norm: clip gradients to this global norm before everything else, over all
-        parameters and devices; None does not clip.
-      dtype: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
-      labels: a tree of labels or a function of the parameters; None: `label_params`.
-      dimension_numbers: how parameters are read as matrices; see `matrix_axes`.
-      splits: path pattern to `Split`, for parameters that hold several matrices side by
-        side, such as a fused QKV kernel; see `with_splits`. Labels, dimension numbers
-        and `adamw_groups` speak of whole parameters, joins of parts.
-      joins: path pattern to K: that many matrices of consecutive layers are
-        orthogonalized as one; see `make_blocks`. K alone joins queries, keys, values.
-      mesh: of sharded parameters, where `specs` are needed.
-      specs: how parameters are sharded, on a mesh with Auto axes, whose types do not
-        tell; see `orthogonalize`. Not for ZeRO-2.
-      small: sharded matrices with fewer elements are gathered and computed by all
-        devices that hold them, others by one; None for 65536.
-      zero2_axis: mesh axis, or axes, over which state and work are divided (ZeRO-2),
-        for use with `init_optimizer` and `make_train_step`; see `zero2_matrices`.
-
-    Returns:
-      An `optax.GradientTransformation` whose updates are added to the parameters.
-
-    Raises:
-      ValueError: a rate out of range; at init, with path and shape, a label without a
-        transform or a "muon" label on a parameter that is no floating-point matrix.
 
     References:
       https://github.com/karpathy/nanochat; Polar Express arXiv 2505.16932; NorMuon
       arXiv 2510.05491; MuonEq arXiv 2603.28254; Muon+ arXiv 2602.21545.
     """
-    check_count("steps", steps)
-    # nanochat holds five quintics and takes the first: with fewer steps, the last has a
-    # safety margin that polar_express(steps=steps) would leave out.
-    polar = functools.partial(
-        newton_schulz,
-        steps=steps,
-        coefficients=polar_express_coefficients(max(steps, 5)),
+    own = NewtonSchulz(
+        steps,
+        coefficients="nanochat",
         norm_factor=norm_factor,
         eps=1e-6,
         dtype=dtype,
     )
 
-    def pieces(view: Options, whole: Options) -> Pieces:
+    def pieces(matrices: Matrices) -> Pieces:
         return [
-            nesterov(momentum),
-            *([equilibrate_rows(**view)] if row_equilibration else []),
-            orthogonalize(polar, **view, **whole),
-            *([normalize_frobenius(**view)] if renormalize else []),
-            scale_by_normuon(beta2, **view),
-            add_cautious_decayed_weights(weight_decay),
-            scale_by_shape(**view),
-            optax.scale_by_learning_rate(learning_rate),
+            nesterov(momentum, accumulator_dtype=momentum_dtype),
+            *([equilibrate_rows(matrices=matrices)] if row_equilibration else []),
+            orthogonalize(_first(polar, own), matrices=matrices),
+            *([normalize_frobenius(matrices=matrices)] if renormalize else []),
+            scale_by_normuon(beta2, matrices=matrices),
+            add_cautious_decayed_weights(weight_decay, weight_decay_mask),
+            scale_by_shape(matrices=matrices),
+            *_rates(learning_rate, learning_rates),
         ]
 
-    adamw = optax.adamw(
-        adamw_learning_rate,
-        adamw_b1,
-        adamw_b2,
-        adamw_eps,
-        weight_decay=adamw_weight_decay,
-    )
-    return by_label(
-        pieces,
-        adamw,
-        adamw_groups,
-        max_norm,
-        labels,
-        dimension_numbers,
-        splits,
-        joins,
-        mesh,
-        specs,
-        small,
-        zero2_axis,
-    )
+    betas = (adamw_b1, adamw_b2)
+    adamw = _adamw(adamw_learning_rate, betas, adamw_eps, adamw_weight_decay)
+    return _recipe(pieces, adamw, groups, reading)
 
 
 def muon(
@@ -166,24 +129,20 @@ def muon(
     *,
     accumulation: str = "ema",
     lookahead: bool = True,
+    shape_rule: str | Callable[[int, int], float] = "max_ratio",
     steps: int = 5,
-    shape_rule: str = "max_ratio",
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    polar: Polar | None = None,
+    momentum_dtype: jax.typing.DTypeLike | None = None,
+    learning_rates: Mapping[str, float] | None = None,
+    weight_decay_mask: Any = None,
     adamw_learning_rate: optax.ScalarOrSchedule = 3e-4,
     adamw_b1: float = 0.9,
     adamw_b2: float = 0.95,
     adamw_eps: float = 1e-10,
     adamw_weight_decay: optax.ScalarOrSchedule = 0.0,
-    adamw_groups: Groups = None,
-    max_norm: float | None = None,
-    dtype: jax.typing.DTypeLike | None = "bfloat16",
-    labels: Labels = None,
-    dimension_numbers: DimensionNumbers = None,
-    splits: Splits | None = None,
-    joins: Joins | None = None,
-    mesh: Mesh | None = None,
-    specs: Specs = None,
-    small: int | None = None,
-    zero2_axis: AxisName | None = None,
+    groups: Mapping[str, Group] | None = None,
+    reading: Reading | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Jordan's Muon: Nesterov, Newton-Schulz, a factor for the shape, decoupled decay.
 
@@ -191,72 +150,36 @@ def muon(
     its adjust_lr_fn="match_rms_adamw".
 
     Args:
-      learning_rate: of the matrices, before the factor of the shape.
+      learning_rate: of the matrices, before the factor of the shape. For all arguments
+        that are not listed here see the top of `jax_muon.recipes`.
       momentum: in [0, 1).
       weight_decay: decoupled, times the learning rate alone.
       accumulation: "ema" or "sum"; see `nesterov`.
       lookahead: Nesterov's; see `nesterov`.
-      steps: of Newton-Schulz; a Python integer.
       shape_rule: see `scale_by_shape`.
-      adamw_learning_rate: see `nanochat`, also for all arguments below.
-      adamw_b1: decay of AdamW's first moment.
-      adamw_b2: decay of AdamW's second moment.
-      adamw_eps: added to the root of AdamW's second moment.
-      adamw_weight_decay: of AdamW.
-      adamw_groups: further labels and their transforms.
-      max_norm: largest global norm of the gradients.
-      dtype: of the iteration.
-      labels: a tree of labels or a function of the parameters; None: `label_params`.
-      dimension_numbers: how parameters are read as matrices.
-      splits: path pattern to `Split`, for parameters that hold several matrices.
-      joins: path pattern to K, the matrices that are orthogonalized as one.
-      mesh: of sharded parameters, where `specs` are needed.
-      specs: how parameters are sharded, on a mesh with Auto axes.
-      small: sharded matrices with fewer elements are computed by all devices.
-      zero2_axis: mesh axis over which state and work are divided.
-
-    Returns:
-      An `optax.GradientTransformation` whose updates are added to the parameters.
-
-    Raises:
-      ValueError: as `nanochat`.
 
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/
     """
-    check_count("steps", steps)
-    polar = functools.partial(newton_schulz, steps=steps, dtype=dtype)
+    own = NewtonSchulz(steps, dtype=dtype)
 
-    def pieces(view: Options, whole: Options) -> Pieces:
+    def pieces(matrices: Matrices) -> Pieces:
         return [
-            nesterov(momentum, accumulation=accumulation, lookahead=lookahead),
-            orthogonalize(polar, **view, **whole),
-            scale_by_shape(shape_rule, **view),
-            optax.add_decayed_weights(weight_decay),
-            optax.scale_by_learning_rate(learning_rate),
+            nesterov(
+                momentum,
+                accumulation=accumulation,
+                lookahead=lookahead,
+                accumulator_dtype=momentum_dtype,
+            ),
+            orthogonalize(_first(polar, own), matrices=matrices),
+            scale_by_shape(shape_rule, matrices=matrices),
+            _decay(weight_decay, weight_decay_mask),
+            *_rates(learning_rate, learning_rates),
         ]
 
-    adamw = optax.adamw(
-        adamw_learning_rate,
-        adamw_b1,
-        adamw_b2,
-        adamw_eps,
-        weight_decay=adamw_weight_decay,
-    )
-    return by_label(
-        pieces,
-        adamw,
-        adamw_groups,
-        max_norm,
-        labels,
-        dimension_numbers,
-        splits,
-        joins,
-        mesh,
-        specs,
-        small,
-        zero2_axis,
-    )
+    betas = (adamw_b1, adamw_b2)
+    adamw = _adamw(adamw_learning_rate, betas, adamw_eps, adamw_weight_decay)
+    return _recipe(pieces, adamw, groups, reading)
 
 
 def moonlight(
@@ -265,85 +188,53 @@ def moonlight(
     weight_decay: optax.ScalarOrSchedule = 0.1,
     *,
     steps: int = 5,
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    polar: Polar | None = None,
+    momentum_dtype: jax.typing.DTypeLike | None = None,
+    learning_rates: Mapping[str, float] | None = None,
+    weight_decay_mask: Any = None,
     adamw_learning_rate: optax.ScalarOrSchedule | None = None,
     adamw_b1: float = 0.9,
     adamw_b2: float = 0.95,
     adamw_eps: float = 1e-8,
     adamw_weight_decay: optax.ScalarOrSchedule | None = None,
-    adamw_groups: Groups = None,
-    max_norm: float | None = None,
-    dtype: jax.typing.DTypeLike | None = "bfloat16",
-    labels: Labels = None,
-    dimension_numbers: DimensionNumbers = None,
-    splits: Splits | None = None,
-    joins: Joins | None = None,
-    mesh: Mesh | None = None,
-    specs: Specs = None,
-    small: int | None = None,
-    zero2_axis: AxisName | None = None,
+    groups: Mapping[str, Group] | None = None,
+    reading: Reading | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Moonlight's Muon: sum momentum, updates with AdamW's root mean square of 0.2.
 
     One learning rate and one weight decay serve matrices and AdamW alike.
 
     Args:
-      learning_rate: of the matrices, before the factor 0.2 max(in, out)^0.5.
-      momentum: Nesterov momentum in [0, 1).
+      learning_rate: of the matrices, before the factor 0.2 max(in, out)^0.5. For all
+        arguments that are not listed here see the top of `jax_muon.recipes`.
+      momentum: Nesterov momentum in [0, 1), as a sum.
       weight_decay: decoupled, times the learning rate alone.
-      steps: of Newton-Schulz; a Python integer.
       adamw_learning_rate: None for `learning_rate`.
-      adamw_b1: see `nanochat`, also for all arguments below.
-      adamw_b2: decay of AdamW's second moment.
-      adamw_eps: added to the root of AdamW's second moment.
       adamw_weight_decay: None for `weight_decay`.
-      adamw_groups: further labels and their transforms.
-      max_norm: largest global norm of the gradients.
-      dtype: of the iteration.
-      labels: a tree of labels or a function of the parameters; None: `label_params`.
-      dimension_numbers: how parameters are read as matrices.
-      splits: path pattern to `Split`, for parameters that hold several matrices.
-      joins: path pattern to K, the matrices that are orthogonalized as one.
-      mesh: of sharded parameters, where `specs` are needed.
-      specs: how parameters are sharded, on a mesh with Auto axes.
-      small: sharded matrices with fewer elements are computed by all devices.
-      zero2_axis: mesh axis over which state and work are divided.
-
-    Returns:
-      An `optax.GradientTransformation` whose updates are added to the parameters.
-
-    Raises:
-      ValueError: as `nanochat`.
 
     References:
       Liu et al., Muon is scalable for LLM training, arXiv 2502.16982.
     """
-
-    def first(value: Any, otherwise: Any) -> Any:
-        return otherwise if value is None else value
-
     return muon(
         learning_rate,
         momentum,
         weight_decay,
         accumulation="sum",
-        steps=steps,
         shape_rule="rms_0.2",
-        adamw_learning_rate=first(adamw_learning_rate, learning_rate),
+        steps=steps,
+        dtype=dtype,
+        polar=polar,
+        momentum_dtype=momentum_dtype,
+        learning_rates=learning_rates,
+        weight_decay_mask=weight_decay_mask,
+        adamw_learning_rate=_first(adamw_learning_rate, learning_rate),
         adamw_b1=adamw_b1,
         adamw_b2=adamw_b2,
         adamw_eps=adamw_eps,
-        adamw_weight_decay=first(adamw_weight_decay, weight_decay),
-        adamw_groups=adamw_groups,
-        max_norm=max_norm,
-        dtype=dtype,
-        labels=labels,
-        dimension_numbers=dimension_numbers,
-        splits=splits,
-        joins=joins,
-        mesh=mesh,
-        specs=specs,
-        small=small,
-        zero2_axis=zero2_axis,
+        adamw_weight_decay=_first(adamw_weight_decay, weight_decay),
+        groups=groups,
+        reading=reading,
     )
 
 
@@ -355,94 +246,49 @@ def normuon(
     beta2: optax.ScalarOrSchedule = 0.95,
     lookahead: bool = False,
     steps: int = 5,
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    polar: Polar | None = None,
+    momentum_dtype: jax.typing.DTypeLike | None = None,
+    learning_rates: Mapping[str, float] | None = None,
+    weight_decay_mask: Any = None,
     adamw_learning_rate: optax.ScalarOrSchedule = 3e-4,
     adamw_b1: float = 0.9,
     adamw_b2: float = 0.95,
     adamw_eps: float = 1e-8,
     adamw_weight_decay: optax.ScalarOrSchedule = 0.0,
-    adamw_groups: Groups = None,
-    max_norm: float | None = None,
-    dtype: jax.typing.DTypeLike | None = "bfloat16",
-    labels: Labels = None,
-    dimension_numbers: DimensionNumbers = None,
-    splits: Splits | None = None,
-    joins: Joins | None = None,
-    mesh: Mesh | None = None,
-    specs: Specs = None,
-    small: int | None = None,
-    zero2_axis: AxisName | None = None,
+    groups: Mapping[str, Group] | None = None,
+    reading: Reading | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuon as in its paper: per output neuron, updates with root mean square 0.2.
 
     Args:
       learning_rate: of the matrices, before the factor 0.2 (in out)^0.5 / ||update||_F.
+        For all arguments that are not listed here see the top of `jax_muon.recipes`.
       momentum: in [0, 1), as an exponential average.
       weight_decay: decoupled, times the learning rate alone.
       beta2: decay of the mean squares, in [0, 1).
       lookahead: whether to use Nesterov's look-ahead, which the paper does not.
-      steps: of Newton-Schulz; a Python integer.
-      adamw_learning_rate: see `nanochat`, also for all arguments below.
-      adamw_b1: decay of AdamW's first moment.
-      adamw_b2: decay of AdamW's second moment.
-      adamw_eps: added to the root of AdamW's second moment.
-      adamw_weight_decay: of AdamW.
-      adamw_groups: further labels and their transforms.
-      max_norm: largest global norm of the gradients.
-      dtype: of the iteration.
-      labels: a tree of labels or a function of the parameters; None: `label_params`.
-      dimension_numbers: how parameters are read as matrices.
-      splits: path pattern to `Split`, for parameters that hold several matrices.
-      joins: path pattern to K, the matrices that are orthogonalized as one.
-      mesh: of sharded parameters, where `specs` are needed.
-      specs: how parameters are sharded, on a mesh with Auto axes.
-      small: sharded matrices with fewer elements are computed by all devices.
-      zero2_axis: mesh axis over which state and work are divided.
-
-    Returns:
-      An `optax.GradientTransformation` whose updates are added to the parameters.
-
-    Raises:
-      ValueError: as `nanochat`.
 
     References:
       NorMuon, arXiv 2510.05491, Algorithm 1.
     """
-    check_count("steps", steps)
-    polar = functools.partial(newton_schulz, steps=steps, dtype=dtype)
+    own = NewtonSchulz(steps, dtype=dtype)
 
-    def pieces(view: Options, whole: Options) -> Pieces:
+    def pieces(matrices: Matrices) -> Pieces:
         return [
-            nesterov(momentum, lookahead=lookahead),
-            orthogonalize(polar, **view, **whole),
+            nesterov(momentum, lookahead=lookahead, accumulator_dtype=momentum_dtype),
+            orthogonalize(_first(polar, own), matrices=matrices),
             # The paper adds 1e-8 to the root; here the root is at least 1e-8. The
             # default, 1e-5, would hold back neurons whose first updates are small.
-            scale_by_normuon(beta2, axis="output", eps=1e-16, **view),
-            normalize_frobenius(0.2, **view),
-            optax.add_decayed_weights(weight_decay),
-            optax.scale_by_learning_rate(learning_rate),
+            scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=matrices),
+            normalize_frobenius(0.2, matrices=matrices),
+            _decay(weight_decay, weight_decay_mask),
+            *_rates(learning_rate, learning_rates),
         ]
 
-    adamw = optax.adamw(
-        adamw_learning_rate,
-        adamw_b1,
-        adamw_b2,
-        adamw_eps,
-        weight_decay=adamw_weight_decay,
-    )
-    return by_label(
-        pieces,
-        adamw,
-        adamw_groups,
-        max_norm,
-        labels,
-        dimension_numbers,
-        splits,
-        joins,
-        mesh,
-        specs,
-        small,
-        zero2_axis,
-    )
+    betas = (adamw_b1, adamw_b2)
+    adamw = _adamw(adamw_learning_rate, betas, adamw_eps, adamw_weight_decay)
+    return _recipe(pieces, adamw, groups, reading)
 
 
 def teon(
@@ -451,24 +297,20 @@ def teon(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     *,
     lookahead: bool = False,
+    shape_rule: str | Callable[[int, int], float] = "sqrt_ratio",
     steps: int = 5,
-    shape_rule: str = "sqrt_ratio",
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    polar: Polar | None = None,
+    momentum_dtype: jax.typing.DTypeLike | None = None,
+    learning_rates: Mapping[str, float] | None = None,
+    weight_decay_mask: Any = None,
     adamw_learning_rate: optax.ScalarOrSchedule = 3e-4,
     adamw_b1: float = 0.9,
     adamw_b2: float = 0.95,
     adamw_eps: float = 1e-8,
     adamw_weight_decay: optax.ScalarOrSchedule = 0.0,
-    adamw_groups: Groups = None,
-    max_norm: float | None = None,
-    dtype: jax.typing.DTypeLike | None = "bfloat16",
-    labels: Labels = None,
-    dimension_numbers: DimensionNumbers = None,
-    splits: Splits | None = None,
-    joins: Joins | None = None,
-    mesh: Mesh | None = None,
-    specs: Specs = None,
-    small: int | None = None,
-    zero2_axis: AxisName | None = None,
+    groups: Mapping[str, Group] | None = None,
+    reading: Reading | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """TEON: queries, keys and values of neighbouring layers orthogonalized as one.
 
@@ -476,84 +318,94 @@ def teon(
     is a last layer without a partner.
 
     Args:
-      learning_rate: of the matrices, before the factor (out/in)^0.5.
+      learning_rate: of the matrices, before the factor (out/in)^0.5. For all arguments
+        that are not listed here see the top of `jax_muon.recipes`.
       momentum: in [0, 1), as an exponential average.
       weight_decay: decoupled, times the learning rate alone.
       lookahead: whether to use Nesterov's look-ahead, which the paper does not.
-      steps: of the Polar Express with the coefficients of its paper; a Python integer.
       shape_rule: see `scale_by_shape`.
-      adamw_learning_rate: see `nanochat`, also for all arguments below.
-      adamw_b1: decay of AdamW's first moment.
-      adamw_b2: decay of AdamW's second moment.
-      adamw_eps: added to the root of AdamW's second moment.
-      adamw_weight_decay: of AdamW.
-      adamw_groups: further labels and their transforms.
-      max_norm: largest global norm of the gradients.
-      dtype: of the iteration.
-      labels: a tree of labels or a function of the parameters; None: `label_params`.
-      dimension_numbers: how parameters are read as matrices.
-      splits: path pattern to `Split`, for parameters that hold several matrices.
-      joins: path pattern to K, the matrices that are orthogonalized as one; None for
-        queries, keys and values two by two.
-      mesh: of sharded parameters, where `specs` are needed.
-      specs: how parameters are sharded, on a mesh with Auto axes.
-      small: sharded matrices with fewer elements are computed by all devices.
-      zero2_axis: mesh axis over which state and work are divided.
-
-    Returns:
-      An `optax.GradientTransformation` whose updates are added to the parameters.
+      steps: of the Polar Express with the coefficients of its paper.
+      reading: without `joins`, it joins queries, keys and values two by two.
 
     Raises:
-      ValueError: as `nanochat`; at init, a model without numbered or scanned layers to
-        join, and as `make_blocks`.
+      ValueError: at init, a model without numbered or scanned layers to join.
 
     References:
       TEON, arXiv 2601.23261.
     """
-    check_count("steps", steps)
-    # The table that the paper of the Polar Express prints, each step but the eighth,
-    # its last, with a margin of 1 %.
-    table = np.array(
-        polar_express_coefficients(
-            max(steps, 8), lower=1e-3, cushion=0.02407327424182761, safety=0.0
-        )
-    )
-    table[:-1] /= 1.01 ** np.array([1, 3, 5])
-    polar = functools.partial(
-        newton_schulz,
-        steps=steps,
-        coefficients=tuple(map(tuple, table)),
+    own = NewtonSchulz(
+        steps,
+        coefficients="polar_express_paper",
         norm_factor=1.01,
         dtype=dtype,
     )
+    reading = Reading() if reading is None else reading
+    if reading.joins is None:
+        reading = dataclasses.replace(reading, joins=2)
 
-    def pieces(view: Options, whole: Options) -> Pieces:
+    def pieces(matrices: Matrices) -> Pieces:
         return [
-            nesterov(momentum, lookahead=lookahead),
-            orthogonalize(polar, **view, **whole),
-            scale_by_shape(shape_rule, **view),
-            optax.add_decayed_weights(weight_decay),
-            optax.scale_by_learning_rate(learning_rate),
+            nesterov(momentum, lookahead=lookahead, accumulator_dtype=momentum_dtype),
+            orthogonalize(_first(polar, own), matrices=matrices),
+            scale_by_shape(shape_rule, matrices=matrices),
+            _decay(weight_decay, weight_decay_mask),
+            *_rates(learning_rate, learning_rates),
         ]
 
-    adamw = optax.adamw(
-        adamw_learning_rate,
-        adamw_b1,
-        adamw_b2,
-        adamw_eps,
-        weight_decay=adamw_weight_decay,
+    betas = (adamw_b1, adamw_b2)
+    adamw = _adamw(adamw_learning_rate, betas, adamw_eps, adamw_weight_decay)
+    return _recipe(pieces, adamw, groups, reading)
+
+
+def _recipe(
+    pieces: Callable[[Matrices], Pieces],
+    adamw: optax.GradientTransformation,
+    groups: Mapping[str, Group] | None,
+    reading: Reading | None,
+) -> optax.GradientTransformationExtraArgs:
+    """The pieces for "muon", AdamW for "adamw", and the user's groups."""
+    groups = {} if groups is None else groups
+    if MUON in groups or ADAMW in groups:
+        raise ValueError(
+            f"groups has the labels {list(groups)}; expected others than {MUON!r} and "
+            f"{ADAMW!r}, which the recipe holds itself"
+        )
+    pieces(Matrices({}))  # a rate out of range is an error now
+    return partition(
+        {MUON: lambda found: optax.chain(*pieces(found)), ADAMW: adamw, **groups},
+        reading,
     )
-    return by_label(
-        pieces,
-        adamw,
-        adamw_groups,
-        max_norm,
-        labels,
-        dimension_numbers,
-        splits,
-        2 if joins is None else joins,
-        mesh,
-        specs,
-        small,
-        zero2_axis,
-    )
+
+
+def _adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    betas: tuple[Any, Any],
+    eps: Any,
+    weight_decay: optax.ScalarOrSchedule,
+) -> optax.GradientTransformation:
+    check_rate("adamw_learning_rate", learning_rate)
+    check_rate("adamw_weight_decay", weight_decay)
+    check_decay("adamw_b1", betas[0])
+    check_decay("adamw_b2", betas[1])
+    check_rate("adamw_eps", eps)
+    return optax.adamw(learning_rate, *betas, eps, weight_decay=weight_decay)
+
+
+def _decay(
+    weight_decay: optax.ScalarOrSchedule, mask: Any
+) -> optax.GradientTransformation:
+    check_rate("weight_decay", weight_decay)
+    return optax.add_decayed_weights(weight_decay, mask)
+
+
+def _first(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
+
+
+def _rates(
+    learning_rate: optax.ScalarOrSchedule, learning_rates: Mapping[str, float] | None
+) -> Pieces:
+    """The learning rate, and factors of it for some matrices."""
+    check_rate("learning_rate", learning_rate)
+    factors = [scale_by_path(learning_rates)] if learning_rates else []
+    return [*factors, optax.scale_by_learning_rate(learning_rate)]

@@ -7,24 +7,20 @@ and layout then works on parts as on parameters, and knows nothing of splits.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
-from optax.contrib import MuonDimensionNumbers
 
-from jax_muon.mesh.global_view import (
-    Specs,
-    find_mesh,
-    is_explicit,
-    spec_by_path,
-)
+from jax_muon.checks import as_transform
+from jax_muon.mesh.specs import devices_over, is_explicit
 from jax_muon.reading import paths
+from jax_muon.reading.axes import MatrixAxes
+from jax_muon.reading.matrices import Matrices, Parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,26 +50,26 @@ class Split:
         where = f"splits: parameter {path!r} of shape {shape}"
         if not -len(shape) <= self.axis < len(shape):
             raise ValueError(
-                f"{where} has no axis {self.axis}; valid are {-len(shape)} to "
+                f"{where} has no axis {self.axis}; expected {-len(shape)} to "
                 f"{len(shape) - 1}"
             )
         size = shape[self.axis]
         if isinstance(self.parts, (bool, str)):
             raise ValueError(
-                f"{where}: parts={self.parts!r}; valid are names, names with their "
+                f"{where}: parts={self.parts!r}; expected names, names with their "
                 "widths, or a number"
             )
         names = () if isinstance(self.parts, int) else tuple(self.parts)
         count = self.parts if isinstance(self.parts, int) else len(names)
         if count < 1 or len(set(names)) < len(names):
             raise ValueError(
-                f"{where}: parts={self.parts!r}; valid are names, each once, or a "
+                f"{where}: parts={self.parts!r}; expected names, each once, or a "
                 "number of at least 1"
             )
         unknown = set(self.learning_rates) - set(names)
         if unknown:
             raise ValueError(
-                f"{where}: learning_rates of {sorted(unknown)}; valid are the parts "
+                f"{where}: learning_rates of {sorted(unknown)}; expected the parts "
                 f"{list(names)}"
             )
         if isinstance(self.parts, Mapping):
@@ -81,18 +77,18 @@ class Split:
             for name, width in widths.items():
                 if not isinstance(width, int):
                     raise ValueError(
-                        f"{where}: width {width!r} of {name!r}; valid is an int"
+                        f"{where}: width {width!r} of {name!r}; expected an int"
                     )
             if sum(widths.values()) != size or min(widths.values()) < 1:
                 raise ValueError(
                     f"{where}: parts={widths} make up {sum(widths.values())} of axis "
-                    f"{self.axis}; valid are positive widths with the sum {size}"
+                    f"{self.axis}; expected positive widths with the sum {size}"
                 )
             return widths
         if size % count:
             raise ValueError(
                 f"{where}: axis {self.axis} of size {size} does not divide into "
-                f"{count} equal parts; valid are divisors of {size}, or a width for "
+                f"{count} equal parts; expected divisors of {size}, or a width for "
                 "each part"
             )
         return dict.fromkeys(names, size // count) if names else None
@@ -112,8 +108,8 @@ def with_splits(
     gives one, with a leading batch axis.
 
     Args:
-      inner: any transform, such as a chain of pieces; the recipes take `splits=`
-        themselves.
+      inner: any transform, such as a chain of pieces; recipes and `partition` take
+        `Reading(splits=...)`.
       splits: path pattern to `Split`.
 
     Returns:
@@ -129,7 +125,7 @@ def with_splits(
       >>> tx.update({"qkv": jnp.arange(4.0)}, state)[0]["qkv"].tolist()
       [-0.0, -1.0, -2.0, -3.0]
     """
-    inner = optax.with_extra_args_support(inner)
+    inner = as_transform(inner)
 
     def init_fn(params: optax.Params) -> Any:
         return inner.init(Parts.of(params, splits).split(params))
@@ -214,14 +210,19 @@ class _Cut:
         return x
 
     def _undivided(self, x: Any) -> Any:
-        """With Explicit mesh axes taken off the axis where they do not divide parts."""
+        """With Explicit mesh axes off the axis, where they do not divide its parts."""
         if not isinstance(x, jax.Array) or not is_explicit(x):
             return x
         sharding = jax.typeof(x).sharding
-        if self.divides(_devices(sharding.spec[self.axis], sharding.mesh.shape)):
+        if self.divides(devices_over(sharding.spec[self.axis], sharding.mesh.shape)):
             return x
-        entries = list(sharding.spec)
-        entries[self.axis] = None
+        entries = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+        moved, entries[self.axis] = entries[self.axis], None
+        devices = devices_over(moved, sharding.mesh.shape)
+        for axis, entry in enumerate(entries):  # another axis, so that state is divided
+            if entry is None and axis != self.axis and x.shape[axis] % devices == 0:
+                entries[axis] = moved
+                break
         return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
 
     def spread(self, value: Any) -> Any:
@@ -230,43 +231,36 @@ class _Cut:
             return value
         return NamedParts(dict.fromkeys(self.widths, value))
 
-    def numbers(
-        self, path: str, numbers: MuonDimensionNumbers, ndim: int
-    ) -> dict[str, MuonDimensionNumbers]:
-        """Dimension numbers of the parts, by path, from non-negative ones."""
+    def read(self, parameter: Parameter) -> list[Parameter]:
+        """How the parts of a parameter are read, which it is as a whole."""
+        shape = list(parameter.shape)
         if self.widths is not None:
-            return {f"{path}/{name}": numbers for name in self.widths}
-        batch = _batch_axis(ndim)
-        inputs, outputs = (
-            tuple(axis + (axis >= batch) for axis in axes)
-            for axes in (numbers.reduction_axis, numbers.output_axis)
-        )
-        return {path: MuonDimensionNumbers(inputs, outputs)}
-
-    def specs(
-        self, path: str, spec: PartitionSpec, ndim: int, sizes: Mapping[str, int]
-    ) -> dict[str, PartitionSpec]:
-        """PartitionSpecs of the parts, by path: undivided where devices do not fit."""
-        entries = [*spec, *[None] * (ndim - len(spec))]
-        if not self.divides(_devices(entries[self.axis], sizes)):
-            entries[self.axis] = None
-        if self.widths is not None:
-            part = PartitionSpec(*entries)
-            return {f"{path}/{name}": part for name in self.widths}
-        heads, entries[self.axis] = entries[self.axis], None
-        entries.insert(_batch_axis(ndim), heads)
-        return {path: PartitionSpec(*entries)}
+            parts = []
+            for name, width in self.widths.items():
+                shape[self.axis] = width
+                path = f"{parameter.path}/{name}"
+                parts.append(
+                    dataclasses.replace(parameter, path=path, shape=tuple(shape))
+                )
+            return parts
+        batch = _batch_axis(len(shape))
+        shape[self.axis] //= self.count
+        shape.insert(batch, self.count)
+        axes = parameter.axes
+        if axes is not None:
+            inputs, outputs = (
+                tuple(axis + (axis >= batch) for axis in group)
+                for group in (axes.reduction, axes.output)
+            )
+            used = inputs + outputs
+            rest = tuple(axis for axis in range(len(shape)) if axis not in used)
+            axes = MatrixAxes(rest, inputs, outputs)
+        return [dataclasses.replace(parameter, shape=tuple(shape), axes=axes)]
 
 
 def _batch_axis(ndim: int) -> int:
     """Where equal parts of an array become a batch: in front of (in, out)."""
     return max(ndim - 2, 0)
-
-
-def _devices(entry: Any, sizes: Mapping[str, int]) -> int:
-    """Devices that an entry of a PartitionSpec divides an axis over."""
-    names = entry if isinstance(entry, tuple) else (entry,)
-    return math.prod(sizes[name] for name in names if name is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,6 +278,10 @@ class Parts:
         """The cuts of a tree of arrays, or of their shapes."""
         stages = []
         for pattern, split in splits.items():
+            if not isinstance(split, Split):
+                raise ValueError(
+                    f"splits: {pattern!r} is {split!r}; expected a jax_muon.Split"
+                )
             flat = paths.leaves_with_paths(tree)
             paths.check_patterns_match("splits", [pattern], [path for path, _ in flat])
             cuts = {}
@@ -319,40 +317,18 @@ class Parts:
             tree = _map_cuts(whole, cuts, before, tree, keep_boxes=True)
         return tree
 
-    def numbers(
-        self, numbers: Mapping[str, MuonDimensionNumbers]
-    ) -> dict[str, MuonDimensionNumbers]:
-        """Dimension numbers of the parts, from those of the whole leaves."""
-        for before, cuts in self.stages:
-            ranks = {path: leaf.ndim for path, leaf in paths.leaves_with_paths(before)}
-            parts: dict[str, MuonDimensionNumbers] = {}
-            for path, spec in numbers.items():
-                cut = cuts.get(path)
-                if cut is None:
-                    parts[path] = spec
-                else:
-                    parts |= cut.numbers(path, spec, ranks[path])
-            numbers = parts
-        return dict(numbers)
-
-    def specs(self, tree: Any, mesh: Mesh | None, specs: Specs) -> Specs:
-        """PartitionSpecs of the parts of a tree, from those of the whole leaves."""
-        mesh = find_mesh(tree, mesh)
-        if specs is None or mesh is None:
-            return specs
-        whole = spec_by_path(specs)
-        found = {path: whole(path) for path, _ in paths.leaves_with_paths(tree)}
-        for before, cuts in self.stages:
-            parts: dict[str, PartitionSpec] = {}
-            for path, leaf in paths.leaves_with_paths(before):
-                cut = cuts.get(path)
-                spec = found[path]
-                if cut is None:
-                    parts[path] = spec
-                else:
-                    parts |= cut.specs(path, spec, leaf.ndim, mesh.shape)
-            found = parts
-        return found
+    def read(self, matrices: Matrices) -> Matrices:
+        """How the parts are read, from how the whole leaves are."""
+        parameters = dict(matrices)
+        for _, cuts in self.stages:
+            parameters = {
+                part.path: part
+                for path, parameter in parameters.items()
+                for part in (
+                    cuts[path].read(parameter) if path in cuts else [parameter]
+                )
+            }
+        return Matrices(parameters)
 
 
 def _map_cuts(

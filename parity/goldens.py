@@ -59,8 +59,10 @@ def our_teon(recording: Recording) -> optax.GradientTransformation:
         meta["weight_decay"],
         steps=meta["ns_steps"],
         dtype=_dtype(recording),
-        labels="muon",
-        joins={name.rstrip("0123456789") + "{i}": 2 for name in joined},
+        reading=jm.Reading(
+            labels="muon",
+            joins={name.rstrip("0123456789") + "{i}": 2 for name in joined},
+        ),
     )
 
 
@@ -93,9 +95,11 @@ def our_nanochat(recording: Recording) -> optax.GradientTransformation:
         adamw_eps=adamw["eps"],
         adamw_weight_decay=adamw["weight_decay"],
         dtype=_dtype(recording),
-        labels=lambda params: {
-            name: "muon" if name in meta["muon"] else "adamw" for name in params
-        },
+        reading=jm.Reading(
+            labels=lambda params: {
+                name: "muon" if name in meta["muon"] else "adamw" for name in params
+            }
+        ),
     )
 
 

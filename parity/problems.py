@@ -260,7 +260,7 @@ _OUR_ADAMW = {
     "adamw_b2": 0.95,
     "adamw_eps": 1e-10,
     "adamw_weight_decay": 0.0,
-    "labels": labels,
+    "reading": jm.Reading(labels=labels),
 }
 
 
@@ -330,7 +330,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "teon",
-            _ours(jm.teon, joins={"pool/{i}": 2}),
+            _ours(jm.teon, reading=jm.Reading(labels, joins={"pool/{i}": 2})),
             Teon,
             {},
             _MUON_RATES,

@@ -215,7 +215,7 @@ def _muon_with(momentum: optax.GradientTransformation) -> optax.GradientTransfor
     """`jm.muon` with another momentum, written out."""
     return optax.chain(
         momentum,
-        jm.orthogonalize(partial(jm.newton_schulz, dtype="float32")),
+        jm.orthogonalize(jm.NewtonSchulz(dtype="float32")),
         jm.scale_by_shape("max_ratio"),
         optax.add_decayed_weights(DECAY),
         optax.scale_by_learning_rate(LR),
@@ -235,7 +235,7 @@ def _ours(factory: Callable, dtype: str, **settings) -> optax.GradientTransforma
         MOMENTUM,
         settings.pop("weight_decay", DECAY),
         dtype=dtype,
-        labels=lambda params: jax.tree.map(lambda _: "muon", params),
+        reading=jm.Reading(labels="muon"),
         **settings,
     )
 

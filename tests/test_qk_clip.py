@@ -381,7 +381,7 @@ def test_a_run_whose_logits_grow_stays_bounded():
 
 @pytest.mark.parametrize("threshold", [0, -1.0, float("nan")])
 def test_thresholds(threshold):
-    with pytest.raises(ValueError, match="valid is a number above 0"):
+    with pytest.raises(ValueError, match="expected a number above 0"):
         jm.clip_qk(threshold)
 
 

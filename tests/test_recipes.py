@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
@@ -27,7 +27,7 @@ RECIPES = {
     "muon": jm.muon,
     "normuon": jm.normuon,
     "moonlight": jm.moonlight,
-    "teon": functools.partial(jm.teon, joins={"blocks/{i}/up": 2}),
+    "teon": functools.partial(jm.teon, reading=jm.Reading(joins={"blocks/{i}/up": 2})),
 }
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
@@ -86,6 +86,7 @@ def test_nanochat_matrices(rng, x64, later, shape):
         lambda t: 0.02 / (1 + t),
         lambda t: 0.85 + 0.01 * t,
         lambda t: 0.1 / (1 + t),
+        reading=jm.Reading("muon"),  # rows too
         dtype="float64",
     )
     w = rng.standard_normal(shape)
@@ -175,7 +176,7 @@ def test_normuon_lifts_neurons_whose_first_updates_are_small():
     """Each neuron of (1, n) has one weight: the paper brings all to the same size."""
     params = {"w": jnp.zeros((1, 8))}
     grads = {"w": jnp.ones((1, 8)).at[0, 3].set(1e-5)}
-    tx = jm.normuon(1.0, weight_decay=0.0, dtype="float32")
+    tx = jm.normuon(1.0, weight_decay=0.0, dtype="float32", reading=jm.Reading("muon"))
     updates, _ = tx.update(grads, tx.init(params), params)
     # sqrt(V) + 1e-8 in the paper, where V is 0.05 times a mean square of (3.5e-6)^2
     np.testing.assert_allclose(updates["w"], -0.2 * np.ones((1, 8)), rtol=0.02)
@@ -281,8 +282,8 @@ def test_groups_of_the_user():
     params = model()
     rules = {"wte": "embedding", "q": "frozen"}
     tx = jm.nanochat(
-        labels=functools.partial(jm.label_params, rules=rules),
-        adamw_groups={
+        reading=jm.Reading(functools.partial(jm.label_params, rules=rules)),
+        groups={
             "embedding": optax.sgd(0.5),
             "frozen": optax.set_to_zero(),
         },
@@ -306,7 +307,7 @@ def test_labels_do_not_change_how_a_neighbour_is_read():
     results = []
     for rules in (None, {"out": "adamw"}):
         labels = functools.partial(jm.label_params, rules=rules)
-        tx = jm.muon(labels=labels, dtype="float32")
+        tx = jm.muon(reading=jm.Reading(labels), dtype="float32")
         updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
         results.append(updates["query"]["kernel"])
     np.testing.assert_array_equal(*results)
@@ -316,7 +317,7 @@ def test_a_fixed_tree_of_labels_in_another_form():
     """Labels of an nnx.State serve for the arrays that an update sees."""
     model = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
     labels = jm.label_params(nnx.state(model, nnx.Param))
-    tx = jm.nanochat(labels=labels, dtype="float32")
+    tx = jm.nanochat(reading=jm.Reading(labels), dtype="float32")
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     before = jnp.copy(model.kernel[...])
     optimizer.update(model, nnx.grad(lambda m: jnp.sum(m(jnp.ones((1, 4)))))(model))
@@ -332,19 +333,31 @@ def test_empty_parameters():
     tx = jm.nanochat(dtype="float32")
     updates, _ = tx.update(params, tx.init(params), params)
     chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
-    assert "0 x 3" in jm.describe(params)
+    assert "0 x 3" in jm.describe(tx, params)
+
+
+def labelled(**labels):
+    return {"reading": jm.Reading(labels)}
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"labels": {"w": "muon", "v": "adamw", "z": "muon"}}, ["'z'", "w, v|v, w"]),
+        (labelled(w="muon", v="adamw", z="muon"), ["'z'", "w, v|v, w"]),
         ({"momentum": np.float32(1.5)}, [r"1\.5"]),
-        ({"dimension_numbers": {"z": MuonDimensionNumbers(0, 1)}}, ["'z'"]),
-        ({"labels": {"w": "moun", "v": "adamw"}}, ["'w'", "'moun'", "'muon', 'adamw'"]),
-        ({"labels": {"w": "muon", "v": "muon"}}, ["'v'", r"\(3,\)"]),
-        ({"labels": {"w": "muon", "v": None}}, ["'v'", "None"]),
-        ({"adamw_groups": {"muon": optax.sgd(1.0)}}, ["'muon'"]),
+        (
+            {"reading": jm.Reading(None, {"z": MuonDimensionNumbers(0, 1)})},
+            ["'z', which no parameter has"],
+        ),
+        (labelled(w="moun", v="adamw"), ["'w'", "'moun'", "'muon', 'adamw'"]),
+        (labelled(w="muon", v="muon"), ["'v'", r"\(3,\)"]),
+        (labelled(w="muon", v=None), ["'v'", "None"]),
+        (labelled(w="adamw", v="adamw"), ["'muon' .* no parameter .* there are adamw"]),
+        ({"groups": {"muon": optax.sgd(1.0)}}, ["'muon'"]),
+        ({"groups": {"other": 3}}, ["the group 'other' is 3; expected"]),
+        ({"reading": {"w": "muon"}}, ["reading=.*; expected a jax_muon.Reading"]),
+        ({"learning_rates": {"w": -1.0}}, [r"learning_rates\['w'\]=-1.0"]),
+        ({"learning_rates": {"z": 1.0}}, ["'z' matches no parameter; there are w"]),
         ({"momentum": 1.0}, [r"1\.0"]),
         ({"weight_decay": -1.0}, [r"-1\.0"]),
         ({"steps": 0}, ["steps=0"]),
@@ -364,3 +377,107 @@ def test_params_are_needed():
     tx = jm.nanochat()
     with pytest.raises(ValueError, match="params"):
         tx.update(params, tx.init(params))
+
+
+# --- what recipes take besides --------------------------------------------------------
+
+
+def one_step(tx, params):
+    grads = jax.tree.map(
+        lambda p: jax.random.normal(jax.random.key(p.size), p.shape), params
+    )
+    return jax.jit(tx.update)(grads, tx.init(params), params)
+
+
+def test_a_polar_factor_of_the_users():
+    params = {"w": jnp.ones((4, 6))}
+    settings = {"weight_decay": 0.0, "momentum": 0.0}
+    updates, _ = one_step(jm.nanochat(1.0, polar=jm.ExactPolar(), **settings), params)
+    np.testing.assert_allclose(jnp.linalg.norm(updates["w"]), 4**0.5 * 1.5**0.5, 1e-5)
+    with pytest.raises(ValueError, match="polar=3; expected a function"):
+        jm.nanochat(polar=3).init(params)
+
+
+def test_learning_rates_of_some_matrices():
+    params = {"a": {"w": jnp.ones((4, 6))}, "b": {"w": jnp.ones((4, 6))}}
+    plain, _ = one_step(jm.muon(dtype="float32"), params)
+    tx = jm.muon(dtype="float32", learning_rates={"b/w": 0.5, "b": 3.0})
+    scaled, _ = one_step(tx, params)
+    np.testing.assert_array_equal(scaled["a"]["w"], plain["a"]["w"])
+    np.testing.assert_array_equal(scaled["b"]["w"], 0.5 * plain["b"]["w"])
+
+
+@pytest.mark.parametrize("recipe", [jm.nanochat, jm.muon], ids=["nanochat", "muon"])
+def test_a_mask_of_what_decays(recipe):
+    params = {"a": jnp.ones((4, 6)), "b": jnp.ones((4, 6)), "norm": jnp.ones(6)}
+    mask = {"a": True, "b": False, "norm": False}
+    some, _ = one_step(recipe(weight_decay=0.5, weight_decay_mask=mask), params)
+    none, _ = one_step(recipe(weight_decay=0.0), params)
+    assert jnp.any(some["a"] != none["a"])
+    np.testing.assert_array_equal(some["b"], none["b"])
+
+
+def test_momentum_in_bfloat16():
+    params = {"w": jnp.ones((4, 6)), "norm": jnp.ones(6)}
+    _, state = one_step(jm.nanochat(momentum_dtype="bfloat16"), params)
+    mu = state.inner_states["muon"].inner_state[0].mu["w"]
+    assert mu.dtype == jnp.bfloat16
+    assert state.inner_states["adamw"].inner_state[0].mu["norm"].dtype == jnp.float32
+
+
+def test_several_groups_of_matrices_and_one_reading(monkeypatch):
+    """Each with rates of its own; the tree is read once a trace."""
+    params = {
+        "early": {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(6)},
+        "late": {"kernel": jnp.ones((3, 4, 2, 3)), "bias": jnp.ones((3, 2, 3))},
+    }
+    rules = {"early/kernel": "early"}
+    read = []
+    original = jm.Reading.read
+
+    def counted(self, *args):
+        read.append(1)
+        return original(self, *args)
+
+    monkeypatch.setattr(jm.Reading, "read", counted)
+
+    def group(rate):
+        return lambda matrices: optax.chain(
+            jm.nesterov(),
+            jm.orthogonalize(jm.PolarExpress(dtype="float32"), matrices=matrices),
+            jm.scale_by_shape(matrices=matrices),
+            optax.scale_by_learning_rate(rate),
+        )
+
+    tx = jm.partition(
+        {"muon": group(0.5), "early": group(0.25), "adamw": optax.sgd(1.0)},
+        jm.Reading(functools.partial(jm.label_params, rules=rules)),
+    )
+    state = jax.eval_shape(tx.init, params)
+    assert len(read) == 1
+    updates, _ = jax.eval_shape(tx.update, params, state, params)
+    assert len(read) == 2
+    updates, _ = one_step(tx, params)
+    norms = [jnp.linalg.norm(updates[k]["kernel"]) for k in ("early", "late")]
+    # (4, 6) with factor 1.5^0.5, and three of (4, 6), read by the bias beside them.
+    expected = [0.25 * 4**0.5 * 1.5**0.5, 0.5 * 12**0.5 * 1.5**0.5]
+    np.testing.assert_allclose(norms, expected, rtol=0.15)
+
+
+def test_two_parameters_of_one_path():
+    params = {"a/b": jnp.ones((4, 6)), "a": {"b": jnp.ones((4, 6))}}
+    with pytest.raises(ValueError, match="two parameters have the path 'a/b'"):
+        jm.nanochat().init(params)
+
+
+def test_axis_names_that_updates_lack_have_to_be_said():
+    """Boxes that name (layers, in, out) where the shape suggests heads."""
+    box = functools.partial(
+        linen.LogicallyPartitioned, names=("embed", "layers", "mlp")
+    )
+    params = {"mlp": {"wi": {"kernel": box(jnp.ones((8, 2, 16)))}}}
+    with pytest.raises(ValueError, match=r"'mlp/wi/kernel' .* carries .*axis_names"):
+        jm.nanochat().init(params)
+    reading = jm.Reading(names=jm.axis_names(params))
+    tx = jm.nanochat(reading=reading)
+    assert jm.plan(tx, params).parameters[0].matrices == (2, 8, 16)

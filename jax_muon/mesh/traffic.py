@@ -68,7 +68,12 @@ def collectives(function: Callable[..., Any], *args: Any) -> list[Collective]:
       One `Collective` for each; those in a loop are counted once, and of branches, such
       as those for different platforms, the one that sends the most.
     """
-    return list(_visit(jax.make_jaxpr(function)(*args).jaxpr, {}))
+    return collectives_of(jax.make_jaxpr(function)(*args))
+
+
+def collectives_of(jaxpr: Any) -> list[Collective]:
+    """Every collective of a traced function, as `collectives` gives them."""
+    return list(_visit(jaxpr.jaxpr, {}))
 
 
 def _visit(jaxpr: Any, sizes: dict[str, int]) -> Iterator[Collective]:

@@ -1,4 +1,17 @@
-"""A whole train step in one shard_map: local gradients, update, mean loss."""
+"""A whole train step on a mesh: local gradients, scattered; owners; gathered updates.
+
+In these phases, in the same words as in the code:
+
+  gather:  each device gathers the parameters that lie divided, leaf by leaf, at the
+           beginning of the step, where gathers hide under the forward pass;
+  scatter: gradients of a device's own batch are summed leaf by leaf, each sum arriving
+           where its part of the state lies, under the backward pass;
+  update:  the optimizer, in global view, on gradients and state that lie so;
+  place:   updates go where the parameters lie.
+
+The first two run inside shard_map over the axes that divide the batch, since plain jit
+cannot promise reduce-scatters on every backend.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,59 +22,21 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon.mesh.axes import AxisName, axis_names, vary, varying_axes
-from jax_muon.mesh.owned import check_devices, is_owned, state_specs
-from jax_muon.polar.products import wide
-from jax_muon.reading import paths
+from jax_muon.checks import check_choice, check_count, check_float_dtype
+from jax_muon.mesh.gradients import MeanGradients
+from jax_muon.mesh.layout import Layout
+from jax_muon.mesh.on_mesh import OnMesh
+from jax_muon.mesh.specs import (
+    AxisName,
+    Specs,
+    axis_names,
+    entry_names,
+    is_spec,
+    spec_names,
+)
+from jax_muon.mesh.xla_options import gpu_options
 
-
-def init_optimizer(
-    tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh
-) -> optax.OptState:
-    """Optimizer state on a mesh: divided where `tx` divides it, else replicated.
-
-    Args:
-      tx: a transform, such as a recipe with `zero2_axis=`, or plain.
-      params: parameters, on one device or replicated over the mesh.
-      mesh: the mesh whose axes `tx` names.
-
-    Returns:
-      The state, as global arrays.
-
-    Raises:
-      ValueError: `tx` names an axis that the mesh does not have.
-    """
-    specs = state_specs(abstract_state(tx, params, mesh))
-    init = jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
-    return jax.jit(init)(replicate(params, mesh))
-
-
-def abstract_state(
-    tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh
-) -> optax.OptState:
-    """The state as one device holds it: shapes and dtypes, nothing computed."""
-    seen: list[Any] = []
-
-    def probe(params: optax.Params) -> None:
-        state = tx.init(params)
-        seen.append(
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-        )
-
-    empty = PartitionSpec()
-    jax.eval_shape(
-        jax.shard_map(probe, mesh=mesh, in_specs=empty, out_specs=empty), params
-    )
-    return seen[0]
-
-
-def replicate(tree: Any, mesh: Mesh) -> Any:
-    """The tree on every device of the mesh."""
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
-
-
-def _size(mesh: Mesh, axis: AxisName) -> int:
-    return math.prod(mesh.shape[name] for name in axis_names(axis))
+Step = tuple[Any, Any, dict[str, Any]]
 
 
 def make_train_step(
@@ -70,173 +45,256 @@ def make_train_step(
     mesh: Mesh,
     *,
     axis: AxisName = "data",
+    specs: Specs = None,
+    divide: AxisName | None = None,
+    parameters: str = "as specs",
+    min_size: int = 1024,
     has_aux: bool = False,
     max_aux: str | Sequence[str] = (),
     weighted: bool = False,
     microbatches: int = 1,
+    accumulate: str = "local",
+    reduce_dtype: jax.typing.DTypeLike | None = None,
+    gather_dtype: jax.typing.DTypeLike | None = None,
     donate: bool = True,
-) -> Callable[[Any, Any, Any], tuple[Any, Any, dict[str, Any]]]:
+    compiler_options: Mapping[str, Any] | None = None,
+) -> "TrainStep":
     """A jitted train step over a batch that is divided between devices.
 
     Args:
       loss_fn: `loss_fn(params, batch)` gives the mean loss of its batch, a scalar;
         with `weighted`, the pair (mean loss, weight), where the weight says how much
         the mean counts: the number of unmasked tokens, for example. With `has_aux`, a
-        pair of that and a tree of arrays.
-      tx: an optimizer that takes local gradients, such as a recipe with `zero2_axis=`.
+        pair of that and a tree of arrays. It sees whole parameters, but for mesh axes
+        beside `axis`, such as those of tensor parallelism.
+      tx: an optimizer in global view, such as a recipe; not wrapped in `on_mesh`, which
+        this does.
       mesh: the mesh.
       axis: mesh axis, or axes, over which batches are divided along their leading axis.
+      specs: where parameters lie between steps; see `on_mesh`. None: replicated.
+      divide: mesh axes over which gradients and state are divided besides; None for
+        those of `axis`, as far as a parameter's spec does not use them. () for none.
+      parameters: "as specs", or "divided": between steps parameters lie as finely as
+        gradients and state, and are gathered leaf by leaf at the beginning of a step.
+      min_size: leaves of fewer elements are repeated and all-reduced.
       has_aux: whether loss_fn gives auxiliary output.
       max_aux: with a dictionary as auxiliary output, the entries of which not the mean
         counts but the maximum, over devices and microbatches. `tx` gets them as extra
         arguments of these names: "max_logits" for `clip_qk`.
       weighted: whether loss_fn gives weights.
       microbatches: number of parts that a device's batch is taken in, one after
-        another; the gradients are added up, and communicated once.
+        another.
+      accumulate: of microbatches, "local": each device adds its gradients up and sends
+        them once; "scattered": each microbatch's gradients are scattered at once, so
+        that no device holds a sum of all.
+      reduce_dtype: of gradients on the wire; None for the parameters'.
+      gather_dtype: of parameters and updates on the wire; None for their own.
       donate: whether parameters and state are updated in place.
+      compiler_options: for XLA; None for `gpu_options` on GPUs, and none elsewhere.
 
     Returns:
-      `step(params, opt_state, batch) -> (params, opt_state, metrics)`, where metrics
-      has "loss", the mean over the whole batch, and with `has_aux` "aux", its mean over
-      devices and microbatches, or maximum where `max_aux` says so.
+      A `TrainStep`.
 
     Raises:
-      ValueError: microbatches below 1, an axis that the mesh does not have, max_aux
-        without has_aux; at the first call, a batch that microbatches or devices do not
-        divide, auxiliary output without an entry of max_aux.
+      ValueError: microbatches below 1, an axis that the mesh has not, max_aux without
+        has_aux, unknown choices; at the first call, a batch that microbatches or
+        devices do not divide, auxiliary output without an entry of max_aux, a state of
+        other parameters, and what `on_mesh` raises.
+
+    References:
+      Rajbhandari et al., ZeRO, arXiv 1910.02054.
     """
-    names = axis_names(axis)
-    for name in names:
-        if name not in mesh.axis_names:
-            raise ValueError(
-                f"axis={name!r}: valid are the mesh axes {mesh.axis_names}"
-            )
-    if microbatches < 1:
-        raise ValueError(f"microbatches={microbatches}: valid is at least 1")
-    largest_names = (max_aux,) if isinstance(max_aux, str) else tuple(max_aux)
-    if largest_names and not has_aux:
-        raise ValueError(f"max_aux={max_aux!r}: valid with has_aux=True")
-    tx = optax.with_extra_args_support(tx)
-    batch_spec = PartitionSpec(names)
-    devices = _size(mesh, axis)
+    axis, max_aux = axis_names(axis), _names(max_aux)
+    divided = None if divide is None else axis_names(divide)
+    _check_axes(mesh, axis, divided or ())
+    check_count("microbatches", microbatches)
+    check_choice("accumulate", accumulate, ("local", "scattered"))
+    check_choice("parameters", parameters, ("as specs", "divided"))
+    check_float_dtype("reduce_dtype", reduce_dtype)
+    check_float_dtype("gather_dtype", gather_dtype)
+    if max_aux and not has_aux:
+        raise ValueError(f"max_aux={max_aux!r}; expected has_aux=True with it")
+    layout = Layout(
+        mesh,
+        PartitionSpec() if specs is None else specs,
+        axis if divided is None else divided,
+        axis,
+        min_size,
+        skip_used=divided is None,
+        params_divided=parameters == "divided",
+    )
+    gradients = MeanGradients(
+        loss_fn,
+        axis,
+        math.prod(mesh.shape[name] for name in axis),
+        has_aux,
+        max_aux,
+        weighted,
+        microbatches,
+        accumulate,
+        reduce_dtype,
+        gather_dtype,
+    )
+    check_count("min_size", min_size, least=0)
+    optimizer = OnMesh(tx, layout, gather_dtype)
+    return TrainStep(gradients, optimizer, donate, compiler_options)
 
-    def split_loss(params: Any, batch: Any) -> tuple[Any, Any]:
-        loss = loss_fn(params, batch)
-        loss, aux = loss if has_aux else (loss, ())
-        loss, weight = loss if weighted else (loss, 1.0)
-        return loss, (wide(jnp.asarray(weight, jnp.result_type(float))), aux)
 
-    def totals(params: Any, batch: Any) -> tuple[Any, Any]:
-        """What adds up over microbatches, and what takes the maximum.
+class TrainStep:
+    """What `make_train_step` gives: a step, and where everything lies for it.
 
-        Weight, loss and gradients times it, and aux; then the entries of max_aux. In at
-        least float32: weights may be more than float16 can hold.
+    `step.init(params)` gives parameters and state as they lie between steps;
+    `step(params, state, batch)` gives both anew, and metrics: "loss", the mean over the
+    whole batch, and with `has_aux` "aux", its mean over devices and microbatches, or
+    maximum where `max_aux` says so. `step.abstract(params)` is what a checkpoint is
+    restored into. `step.tx` is the optimizer on its mesh, for `describe` and `plan`.
+    """
+
+    def __init__(
+        self,
+        gradients: MeanGradients,
+        optimizer: OnMesh,
+        donate: bool,
+        options: Mapping[str, Any] | None,
+    ) -> None:
+        """`make_train_step` calls this."""
+        self._options = options
+        self._gradients, self._optimizer = gradients, optimizer
+        self._layout = optimizer.layout
+        self._donate = (0, 1) if donate else ()
+        self._jitted: dict[Any, Any] = {}
+        self.tx = optimizer.transform()
+
+    def init(self, params: optax.Params) -> tuple[Any, Any]:
+        """Parameters and state of the optimizer, placed as they lie between steps."""
+        shardings = self._param_shardings(params)
+        placed = jax.tree.map(jax.device_put, params, shardings)
+        both = (placed, self._optimizer.init(placed))
+        places = (shardings, self._optimizer.state_shardings(params))
+        # A copy, since the first step is donated it: device_put alone may alias.
+        copy = jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=places)
+        copied: tuple[Any, Any] = copy(both)
+        return copied
+
+    def abstract(self, params: optax.Params) -> tuple[Any, Any]:
+        """Shapes, dtypes and shardings of parameters and state between steps.
+
+        Args:
+          params: the parameters, or their shapes.
         """
-        gradient = jax.value_and_grad(split_loss, has_aux=True)
-        (loss, (weight, aux)), grads = gradient(params, batch)
-        weight = vary(weight.astype(wide(loss).dtype), axis)
-        grads = jax.tree.map(lambda g: wide(g) * weight.astype(wide(g).dtype), grads)
-        largest = {}
-        if largest_names:
-            _check_entries(aux, largest_names)
-            largest = {name: aux[name] for name in largest_names}
-            aux = {name: x for name, x in aux.items() if name not in largest}
-        loss = vary(wide(loss), axis) * weight
-        # Marked here, since a scan wants the same marks on what goes in and comes out.
-        aux, largest = jax.tree.map(lambda x: vary(x, axis), (aux, largest))
-        return (weight, loss, grads, aux), largest
-
-    def local_step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
-        # Without this, jax.grad of a replicated input sums over devices by itself.
-        local = jax.tree.map(lambda p: vary(p, axis), params)
-        if microbatches == 1:
-            (weight, loss, grads, aux), largest = totals(local, batch)
-        else:
-            parts = jax.tree.map(
-                lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch
-            )
-
-            def add(total: Any, part: Any) -> tuple[Any, None]:
-                added, largest = totals(local, part)
-                return (
-                    jax.tree.map(jnp.add, total[0], added),
-                    jax.tree.map(jnp.maximum, total[1], largest),
-                ), None
-
-            first = totals(local, jax.tree.map(lambda x: x[0], parts))
-            rest = jax.tree.map(lambda x: x[1:], parts)
-            ((weight, loss, grads, aux), largest), _ = jax.lax.scan(add, first, rest)
-
-        total = jax.lax.psum(weight, names)
-        # A batch in which nothing counts has no gradient.
-        share = jnp.where(total > 0, devices / jnp.where(total > 0, total, 1), 0)
-        grads = jax.tree.map(
-            lambda g, p: (g * share.astype(g.dtype)).astype(p.dtype), grads, params
+        places = (
+            self._param_shardings(params),
+            self._optimizer.state_shardings(params),
         )
-        largest = jax.tree.map(lambda x: jax.lax.pmax(x, names), largest)
-        updates, state = tx.update(grads, state, params, **largest)
-        _check_same_everywhere(updates, names)
-        metrics = {"loss": jax.lax.pmean(loss * share, names)}
-        if has_aux:
-            mean = jax.tree.map(lambda x: jax.lax.pmean(x / microbatches, names), aux)
-            metrics["aux"] = {**mean, **largest} if largest_names else mean
-        return optax.apply_updates(params, updates), state, metrics
+        leaves = (params, self._optimizer.state_leaves(params))
+        return jax.tree.map(
+            lambda place, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            places,
+            leaves,
+            is_leaf=lambda x: isinstance(x, NamedSharding),
+        )
 
-    explicit = AxisType.Explicit in mesh.axis_types
+    def __call__(self, params: Any, state: Any, batch: Any) -> Step:
+        """One step; see the class."""
+        return self._jit(params)(params, state, batch)
 
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
+    def lower(self, params: Any, state: Any, batch: Any) -> Any:
+        """The step lowered for these arguments, or their shapes with shardings."""
+        return self._jit(params).lower(params, state, batch)
+
+    def cache_size(self) -> int:
+        """How many programs have been compiled."""
+        return sum(jitted._cache_size() for jitted in self._jitted.values())
+
+    def compiler_options(self, params: Any) -> dict[str, Any]:
+        """What XLA is told for these parameters, or their shapes; see `gpu_options`."""
+        if self._options is not None:
+            return dict(self._options)
+        axis = self._gradients.axis
+        specs = jax.tree.leaves(self._layout.of_params(params), is_leaf=is_spec)
+        return gpu_options(
+            params,
+            self._layout.mesh,
+            axis=axis,
+            gathers_first=any(set(spec_names(spec)) & set(axis) for spec in specs),
+        )
+
+    def _jit(self, params: Any) -> Any:
+        """The jitted step, with the compiler's options for these parameters."""
+        options = self.compiler_options(params)
+        key = tuple(options.items())
+        if key not in self._jitted:
+            self._jitted[key] = jax.jit(
+                self._step,
+                donate_argnums=self._donate,
+                compiler_options=options or None,
+            )
+        return self._jitted[key]
+
+    def _param_shardings(self, params: Any) -> Any:
+        return jax.tree.map(
+            self._optimizer.sharding, self._layout.of_params(params), is_leaf=is_spec
+        )
+
+    def _step(self, params: Any, state: Any, batch: Any) -> Step:
+        devices, microbatches = self._gradients.devices, self._gradients.microbatches
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             if not leaf.shape or leaf.shape[0] % (devices * microbatches):
                 raise ValueError(
-                    f"batch{jax.tree_util.keystr(path)} of shape {leaf.shape}: valid "
-                    f"is a leading axis that {devices} devices x {microbatches} "
+                    f"batch{jax.tree_util.keystr(path)} of shape {leaf.shape}; "
+                    f"expected a leading axis that {devices} devices x {microbatches} "
                     "microbatches divide"
                 )
-        for node in jax.tree.leaves(state, is_leaf=is_owned):
-            if is_owned(node):
-                check_devices(node, _size(mesh, node.layout.axis))
-        _check_state(state, abstract_state(tx, params, mesh))
-        specs = state_specs(state)
-        if explicit:
-            batch = jax.reshard(batch, NamedSharding(mesh, batch_spec))
-        return jax.shard_map(
-            local_step,
-            mesh=mesh,
-            in_specs=(PartitionSpec(), specs, batch_spec),
-            out_specs=(PartitionSpec(), specs, PartitionSpec()),
-        )(params, state, batch)
-
-    return jax.jit(step, donate_argnums=(0, 1) if donate else ())
-
-
-def _check_state(state: Any, valid: Any) -> None:
-    if jax.tree.structure(state) != jax.tree.structure(valid):  # type: ignore[operator]
-        raise ValueError(
-            "the state given to the train step is not one of its optimizer on these "
-            "parameters and this mesh; valid is what init_optimizer gives, or "
-            "from_portable for a portable or single-device state. Given: "
-            f"{jax.tree.structure(state)}; valid: {jax.tree.structure(valid)}"
+        here, scattered = (
+            jax.tree.map(self._manual, specs, is_leaf=is_spec)
+            for specs in (self._layout.of_params(params), self._layout.of_state(params))
         )
+        batch_spec = PartitionSpec(self._gradients.axis)
+        if AxisType.Explicit in self._layout.mesh.axis_types:
+            batch = jax.reshard(batch, NamedSharding(self._layout.mesh, batch_spec))
+
+        def local(params: Any, batch: Any) -> Any:
+            return self._gradients(params, batch, here, scattered)
+
+        grads, largest, metrics = jax.shard_map(
+            local,
+            mesh=self._layout.mesh,
+            in_specs=(here, batch_spec),
+            out_specs=(scattered, PartitionSpec(), PartitionSpec()),
+            axis_names=set(self._gradients.axis),
+        )(params, batch)
+        updates, state = self._optimizer.update(grads, state, params, **largest)
+        return optax.apply_updates(params, updates), state, metrics
+
+    def _manual(self, spec: PartitionSpec) -> PartitionSpec:
+        """What of a spec shard_map over the axes of the batch is told."""
+        entries = []
+        for entry in spec:
+            names = tuple(n for n in entry_names(entry) if n in self._gradients.axis)
+            entries.append(names if len(names) > 1 else names[0] if names else None)
+        return PartitionSpec(*entries)
 
 
-def _check_entries(aux: Any, names: tuple[str, ...]) -> None:
-    there = aux.keys() if isinstance(aux, Mapping) else ()
-    missing = set(names) - set(there)
-    if missing:
+def _names(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _check_axes(mesh: Mesh, axis: tuple[str, ...], divide: tuple[str, ...]) -> None:
+    for what, names in (("axis", axis), ("divide", divide)):
+        for name in names:
+            if name not in mesh.axis_names:
+                raise ValueError(
+                    f"{what}={name!r}; expected axes of the mesh, {mesh.axis_names}"
+                )
+    for name in set(divide) - set(axis):
         raise ValueError(
-            f"max_aux={names}: loss_fn gives auxiliary output without "
-            f"{sorted(missing)}; valid is a dictionary that has them, given was "
-            + (f"one of {sorted(there)}" if there else repr(type(aux)))
+            f"divide={divide}: gradients are not summed over {name!r}; expected mesh "
+            f"axes of axis={axis}"
         )
-
-
-def _check_same_everywhere(updates: Any, names: tuple[str, ...]) -> None:
-    for path, leaf in paths.leaves_with_paths(updates):
-        differing = varying_axes(leaf) & set(names)
-        if differing:
+    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        # JAX 0.10 cannot scatter arrays there whose types show other axes.
+        if name not in axis and kind == AxisType.Explicit and mesh.shape[name] > 1:
             raise ValueError(
-                f"the update of {path!r} differs between the devices of the mesh axis "
-                f"{sorted(differing)}; valid is an optimizer that reduces over "
-                f"{names}: a recipe with zero2_axis={names}, and guards with "
-                f"axis={names}"
+                f"the mesh axis {name!r} has Explicit axes; expected a mesh with Auto "
+                f"axes, where there are others than those of the batch, axis={axis}"
             )

@@ -1,185 +1,18 @@
-"""Sharded parameters give what one device gives, and travel as they should."""
-
-import contextlib
-import functools
+"""Divided matrices are computed once each, by even shares, and nothing is gathered."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from benchmarks.hlo import Module
 from jax_muon.mesh.owners import Placement, make_pools
 from jax_muon.mesh.traffic import collectives
-from tests.distributed import problems
-
-P = PartitionSpec
-BOTH = pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-
-RECIPES = {
-    "nanochat": jm.nanochat,
-    "nanochat later": functools.partial(
-        jm.nanochat, row_equilibration=True, renormalize=True, norm_factor=1.01
-    ),
-    "muon": functools.partial(jm.muon, max_norm=1.0),
-    "normuon": jm.normuon,
-    "moonlight": jm.moonlight,
-    "teon": functools.partial(jm.teon, joins={"h_{i}/q": 2, "scan": 2}),
-}
-SHAPES = {
-    "wte": (16, 24),
-    "norm/scale": (24,),
-    "h_0/q": (24, 24),
-    "h_1/q": (24, 24),
-    "h_2/q": (24, 24),
-    "h_0/up": (24, 48),
-    "h_0/down": (48, 24),
-    "scan": (4, 24, 48),
-    "experts/up": (8, 16, 8),
-    "conv/kernel": (3, 3, 8, 16),
-}
-
-
-def mesh_of(*shape, kind=AxisType.Explicit):
-    names = ("a", "b", "c")[: len(shape)]
-    count = int(np.prod(shape))
-    return jax.make_mesh(
-        shape, names, axis_types=(kind,) * len(shape), devices=jax.devices()[:count]
-    )
-
-
-@functools.cache
-def problem():
-    """Parameters, and gradients for five steps."""
-    rng = np.random.default_rng(0)
-
-    def draw(scale):
-        return {
-            path: np.float32(scale * rng.standard_normal(shape))
-            for path, shape in SHAPES.items()
-        }
-
-    return draw(0.1), [draw(1.0) for _ in range(5)]
-
-
-def train(tx, params, grads, place=lambda tree: tree, mesh=None):
-    params = place(params)
-    explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
-    # JAX asks for the mesh of what it makes from shapes alone, if axes are Explicit.
-    with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
-        state = jax.jit(tx.init)(params)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    for g in grads:
-        params, state = step(params, state, place(g))
-    if mesh is None or mesh.size > 1:  # JAX rewrites specs on a mesh of one device
-        assert step._cache_size() == 1
-    return params, state
-
-
-@functools.cache
-def expected(name):
-    tx = RECIPES[name](0.02, steps=2, dtype="float32", adamw_eps=1e-6)
-    params, grads = problem()
-    return train(tx, jax.tree.map(jnp.asarray, params), grads)[0]
-
-
-def placing(mesh, specs):
-    def spec(path, x):
-        """As JAX writes it: with an entry for each axis, or none where it is Auto."""
-        given = specs.get(path, P())
-        if AxisType.Explicit in mesh.axis_types:
-            return P(*given, *[None] * (x.ndim - len(given)))
-        while given and given[-1] is None:
-            given = P(*given[:-1])
-        return given
-
-    def place(tree):
-        return {
-            path: jax.device_put(x, NamedSharding(mesh, spec(path, x)))
-            for path, x in tree.items()
-        }
-
-    return place
-
-
-def check(name, mesh, specs, small=0):
-    """Every recipe, placed like this, ends where one device does."""
-    params, grads = problem()
-    given = {}
-    if AxisType.Auto in mesh.axis_types:
-        given = {"mesh": mesh, "specs": lambda path: specs.get(path, P())}
-    tx = RECIPES[name](
-        0.02, steps=2, dtype="float32", adamw_eps=1e-6, small=small, **given
-    )
-    result, state = train(tx, params, grads, placing(mesh, specs), mesh)
-    start = problem()[0]
-    assert problems.distance(result, expected(name), start) < 5e-6
-    return result, state
-
-
-FSDP = {
-    path: P(*[None] * (len(shape) - 2), "a") if len(shape) > 1 else P("a")
-    for path, shape in SHAPES.items()
-} | {"conv/kernel": P(None, None, "a")}
-
-
-@pytest.mark.parametrize(
-    ("kind", "devices"),
-    [*((AxisType.Explicit, n) for n in (1, 2, 4, 8)), (AxisType.Auto, 8)],
-)
-def test_fsdp(kind, devices):
-    check("nanochat", mesh_of(devices, kind=kind), FSDP)
-
-
-@BOTH
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_with_both_axes_divided(kind, name):
-    """(2, 2) over in and out, repeated over 2: each matrix is computed once."""
-    specs = {
-        path: P(*[None] * (len(shape) - 2), "a", "b") if len(shape) > 1 else P("a")
-        for path, shape in SHAPES.items()
-    }
-    check(name, mesh_of(2, 2, 2, kind=kind), specs)
-
-
-MESHES = [(8,), (4, 2), (2, 2, 2)]
-
-
-@st.composite
-def placements(draw):
-    """A mesh, and for each parameter mesh axes drawn onto its axes, where they fit."""
-    shape = draw(st.sampled_from(MESHES))
-    sizes = dict(zip("abc", shape, strict=False))
-    specs = {}
-    for path, leaf in SHAPES.items():
-        entries = [()] * len(leaf)
-        for name in draw(st.permutations(list(sizes))):
-            axis = draw(st.integers(-1, len(leaf) - 1))
-            devices = sizes[name] * int(np.prod([sizes[n] for n in entries[axis]]))
-            if axis >= 0 and leaf[axis] % devices == 0:
-                entries[axis] = (*entries[axis], name)
-        specs[path] = P(*(entry or None for entry in entries))
-    return shape, specs, draw(st.sampled_from([0, 500, 65536]))
-
-
-@BOTH
-@given(drawn=placements(), name=st.sampled_from(list(RECIPES)))
-@settings(max_examples=3, deadline=None, derandomize=True)
-def test_any_placement(kind, drawn, name):
-    """All placements of all parameters, on all meshes, for every recipe."""
-    shape, specs, small = drawn
-    check(name, mesh_of(*shape, kind=kind), specs, small)
-
+from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of
 
 # --- what travels, and who computes ---------------------------------------------------
 
@@ -193,23 +26,19 @@ def gpt(layers=8, width=32):
     }
 
 
-def placed_gpt(mesh, spec, **settings):
-    """A compiled step of nanochat, its jaxpr's collectives, and the pools."""
-    shapes = gpt()
-    params = {
+def abstract(shapes, mesh, spec):
+    """Shapes of parameters that lie on a mesh."""
+    return {
         path: jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
         for path, shape in shapes.items()
     }
-    tx = jm.nanochat(dtype="float32", mesh=mesh, specs=spec, small=0, **settings)
-    with jax.set_mesh(mesh):
-        state = jax.jit(tx.init).lower(params).compile().output_shardings
-        state = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=sharding
-            ),
-            jax.eval_shape(tx.init, params),
-            state,
-        )
+
+
+def compiled(mesh, spec):
+    """The text of a compiled step of nanochat, and its jaxpr's collectives."""
+    shapes, tx = gpt(), jm.on_mesh(jm.nanochat(dtype="float32"), mesh, spec)
+    params = abstract(shapes, mesh, spec)
+    state = jm.abstract_state(tx, params, mesh)
 
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
@@ -219,14 +48,14 @@ def placed_gpt(mesh, spec, **settings):
     return jax.jit(step).lower(params, state, params).compile().as_text(), sent
 
 
-LAYOUTS = [((8,), P("a")), ((8,), P(None, "a")), ((4, 2), P("a", "b"))]
+LAYOUTS = [((8,), P("data")), ((8,), P(None, "data")), ((4, 2), P("data", "fsdp"))]
 
 
 @pytest.mark.parametrize(("shape", "spec"), LAYOUTS)
 def test_only_all_to_alls_and_an_even_share_of_the_work(shape, spec):
     """No matrix is gathered, and no product computed twice."""
-    mesh = mesh_of(*shape, kind=AxisType.Auto)
-    text, sent = placed_gpt(mesh, spec)
+    mesh = mesh_of(*shape)
+    text, sent = compiled(mesh, spec)
     # Two shapes, each in two chunks, each there and back.
     assert [c.kind for c in sent] == ["all-to-all"] * 8
     module = Module.parse(text)
@@ -242,22 +71,29 @@ def test_only_all_to_alls_and_an_even_share_of_the_work(shape, spec):
     assert whole / 8 <= module.work().flops <= 1.1 * whole / 8
 
 
-@pytest.mark.parametrize(("shape", "spec"), [*LAYOUTS, ((2, 4), P("a"))])
+@pytest.mark.parametrize(("shape", "spec"), [*LAYOUTS, ((2, 4), P("data"))])
 def test_describe_tells_what_is_sent(shape, spec):
-    mesh = mesh_of(*shape, kind=AxisType.Auto)
-    _, sent = placed_gpt(mesh, spec)
+    mesh = mesh_of(*shape)
+    _, sent = compiled(mesh, spec)
     total = sum(c.sent_bytes for c in sent)
     params = {path: jax.ShapeDtypeStruct(s, "float32") for path, s in gpt().items()}
-    table = jm.describe(params, mesh=mesh, specs=spec, small=0)
+    tx = jm.on_mesh(jm.nanochat(dtype="float32"), mesh, spec)
+    planned = jm.plan(tx, params)
+    assert planned.imbalance == 1
+    assert planned.sent_bytes["orthogonalize"] == total
+    assert [c.kind for c in planned.collectives] == [c.kind for c in sent]
+    assert sum(pool.sent_bytes(planned.sizes) for pool in planned.pools) == total
+    table = jm.describe(tx, params)
     assert "the busiest does 1.00 of an even share" in table
     assert f"each sends {total / 1000:.1f} KB a step" in table
 
 
 def test_replicas_send_their_shares_to_each_other():
     """Over (2, 4) with one axis divided: an all-gather of pieces over the other."""
-    _, sent = placed_gpt(mesh_of(2, 4, kind=AxisType.Auto), P("a"))
+    mesh, spec = mesh_of(2, 4), P("data")
+    _, sent = compiled(mesh, spec)
     gathers = [c for c in sent if c.kind == "all-gather"]
-    assert {c.axes for c in gathers} == {("b",)}
+    assert {c.axes for c in gathers} == {("fsdp",)}
     pieces = sum(np.prod(shape) for shape in gpt().values()) * 4 // 2
     assert sum(c.input_bytes for c in gathers) * 4 == pieces
 
@@ -265,17 +101,17 @@ def test_replicas_send_their_shares_to_each_other():
 def test_odd_matrices_go_to_different_devices():
     """5 + 3 matrices of one work on 8 devices: one each."""
     shapes = [((5, 16, 64), np.float32), ((3, 16, 64), np.float64)]
-    places = [Placement((), ("a",), ())] * 2
-    pools = make_pools(shapes, places, {"a": 8}, small=0)
-    load = sum(pool.load({"a": 8}) for pool in pools)
+    places = [Placement((), ("data",), ())] * 2
+    pools = make_pools(shapes, places, {"data": 8}, small=0)
+    load = sum(pool.load({"data": 8}) for pool in pools)
     assert load.tolist() == [pools[0].flops] * 8
 
 
 def test_small_matrices_are_gathered_once():
-    mesh = mesh_of(8, kind=AxisType.Auto)
+    mesh = mesh_of(8)
     params = {f"{i}": jax.ShapeDtypeStruct((8, 8), "float32") for i in range(5)}
-    tx = jm.orthogonalize(mesh=mesh, specs=P("a"))
-    (sent,) = collectives(lambda g: tx.update(g, optax.EmptyState())[0], params)
+    tx = jm.on_mesh(jm.orthogonalize(), mesh, P("data"))
+    (sent,) = collectives(lambda g: tx.update(g, tx.init(g))[0], params)
     assert (sent.kind, sent.input_bytes) == ("all-gather", 5 * 8 * 4)
 
 
@@ -286,13 +122,13 @@ def test_small_matrices_are_gathered_once():
 @pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
 def test_gram_sums_equal_whole_matrices(rng, x64, form, norm):
     """Long sides over the mesh: tall, wide, scanned and huge gradients."""
-    mesh = mesh_of(4, 2)
+    mesh = mesh_of(4, 2, names=("a", "b"), kind=EXPLICIT)
     specs = {"wide": P(None, ("a", "b")), "tall": P("a"), "scan": P("b", None, "a")}
     shapes = {"wide": (6, 160), "tall": (80, 4), "scan": (4, 5, 40)}
     grads = {k: 1e60 * rng.standard_normal(shape) for k, shape in shapes.items()}
-    polar = functools.partial(jm.polar_express, dtype=None, form=form, norm=norm)
+    polar = jm.PolarExpress(dtype=None, form=form, norm=norm)
     expected, _ = jm.orthogonalize(polar).update(grads, optax.EmptyState())
-    tx = jm.orthogonalize(polar, travel="gram", small=0)
+    tx = jm.orthogonalize(polar, send="gram", small=0)
     placed = {
         k: jax.device_put(g, NamedSharding(mesh, specs[k])) for k, g in grads.items()
     }
@@ -313,90 +149,69 @@ def test_gram_sums_equal_whole_matrices(rng, x64, form, norm):
     ],
 )
 def test_what_travels_costs_less(shape, small, kind):
-    mesh = mesh_of(8, kind=AxisType.Auto)
+    mesh = mesh_of(8)
     params = {f"{i}": jax.ShapeDtypeStruct(shape, "float32") for i in range(8)}
-    specs = P(None, "a")
-    tx = jm.orthogonalize(mesh=mesh, specs=specs, small=small)
-    sent = collectives(lambda g: tx.update(g, optax.EmptyState())[0], params)
-    assert {c.kind for c in sent} == {kind}
-    table = jm.describe(params, mesh=mesh, specs=specs, small=small)
-    assert ("Gram sums" in table) == (kind == "all-reduce")
-    total = sum(c.sent_bytes for c in sent)
-    assert f"each sends {total / 1000:.1f} KB" in table or total > 1e6
+    specs = P(None, "data")
+    tx = jm.on_mesh(
+        jm.partition(
+            {"muon": lambda found: jm.orthogonalize(matrices=found, small=small)}
+        ),
+        mesh,
+        specs,
+    )
+    planned = jm.plan(tx, params)
+    assert {c.kind for c in planned.collectives} == {kind}
+    assert ("Gram sums" in jm.describe(tx, params)) == (kind == "all-reduce")
+    total = planned.sent_bytes["orthogonalize"]
+    assert sum(pool.sent_bytes(planned.sizes) for pool in planned.pools) == total
 
 
 def test_gram_sums_only_where_the_polar_factor_can():
-    mesh = mesh_of(8, kind=AxisType.Auto)
-    params = {"w": jax.ShapeDtypeStruct((4, 65536), "float32")}
-    tx = jm.orthogonalize(jm.svd_polar, mesh=mesh, specs=P(None, "a"), travel="gram")
-    sent = collectives(lambda g: tx.update(g, optax.EmptyState())[0], params)
-    assert {c.kind for c in sent} == {"all-to-all"}
-    with pytest.raises(ValueError, match="travel='rows'"):
-        jm.orthogonalize(travel="rows")
-
-
-# --- errors ---------------------------------------------------------------------------
-
-
-def test_auto_axes_without_specs():
-    mesh = mesh_of(8, kind=AxisType.Auto)
-    params = jax.device_put({"w": jnp.ones((8, 8))}, NamedSharding(mesh, P("a")))
-    tx = jm.nanochat()
-    for call in (tx.init, jax.jit(tx.init)):
-        with pytest.raises(ValueError, match=r"'w' .* Auto axes.*valid are specs"):
-            call(params)
-    specs = jax.tree.map(lambda p: p.sharding, params)
-    jm.nanochat(specs=specs).init(params)
-
-
-@pytest.mark.parametrize(
-    ("spec", "match"),
-    [
-        (P("b"), r"'w' of shape \(8, 12\) .* valid are the mesh axes \('a',\)"),
-        (P(None, "a"), r"'w' of shape \(8, 12\) .* 8 devices do not divide 12"),
-        (P(None, None, "a"), "at most 2 entries"),
-    ],
-)
-def test_specs_that_do_not_fit(spec, match):
-    params = {"w": jax.ShapeDtypeStruct((8, 12), "float32")}
-    tx = jm.nanochat(mesh=mesh_of(8, kind=AxisType.Auto), specs=spec)
-    with pytest.raises(ValueError, match=match):
-        jax.eval_shape(tx.init, params)
-
-
-def test_specs_without_an_entry():
-    """A name that is wrong, and so another that is missing."""
-    params = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
-    mesh = mesh_of(8, kind=AxisType.Auto)
-    tx = jm.nanochat(mesh=mesh, specs={"typo": P("a")})
-    with pytest.raises(ValueError, match="nothing for parameter 'w'; there are typo"):
-        jax.eval_shape(tx.init, params)
-    jax.eval_shape(jm.nanochat(mesh=mesh, specs={"w": None}).init, params)
-
-
-def test_small_corners():
     mesh = mesh_of(8)
-    w = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("a", None)))
-    (mu,) = (x for x in jax.tree.leaves(jm.nanochat().init(w)) if x.shape == w.shape)
-    assert mu.sharding == w.sharding  # a parameter without a tree around it
-    assert jm.orthogonalize(mesh=mesh).update({}, optax.EmptyState())[0] == {}
-
-    def own(x, *, axis_name=None):
-        return jm.polar_express(x)
-
-    tx = jm.orthogonalize(own, small=1)
-    jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])({"w": w})
+    params = {"w": jax.ShapeDtypeStruct((4, 65536), "float32")}
+    tx = jm.orthogonalize(jm.ExactPolar(), send="gram")
+    tx = jm.on_mesh(tx, mesh, P(None, "data"))
+    sent = collectives(lambda g: tx.update(g, tx.init(g))[0], params)
+    assert {c.kind for c in sent} == {"all-to-all"}
+    with pytest.raises(ValueError, match="send='rows'"):
+        jm.orthogonalize(send="rows")
     with pytest.raises(ValueError, match="small=-1"):
         jm.orthogonalize(small=-1)
 
 
-def test_specs_against_explicit_types():
-    mesh = mesh_of(8)
-    params = jax.device_put({"w": jnp.ones((8, 8))}, NamedSharding(mesh, P("a")))
-    with pytest.raises(ValueError, match="valid with Explicit axes are no specs"):
-        jm.nanochat(specs=P(None, "a")).init(params)
+def test_a_polar_factor_of_the_users_own():
+    """Any function; what it holds of arrays is its own affair."""
+
+    def own(x, *, axis_name=None):
+        return jm.PolarExpress()(x)
+
+    mesh = mesh_of(8, kind=EXPLICIT)
+    w = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data", None)))
+    tx = jm.orthogonalize(own, small=1)
+    result = jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])({"w": w})["w"]
+    assert result.sharding == w.sharding
+    assert jm.orthogonalize().update({}, optax.EmptyState())[0] == {}
 
 
-def test_sharded_or_zero2():
-    with pytest.raises(ValueError, match="valid is one of the two"):
-        jm.nanochat(zero2_axis="a", specs=P("a"))
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_experts_on_devices_of_their_own_send_nothing(kind):
+    """(8, 16, 24) over 8 devices: by experts no collective, by rows two all-to-alls."""
+    mesh = mesh_of(8, kind=kind)
+    params = {"experts/up": np.ones((8, 16, 24), np.float32)}
+    for spec, sent in (
+        (P("data", None, None), []),
+        (P(None, "data", None), [np.ones((8, 1, 2, 24)).size * 4] * 2),
+    ):
+        tx = jm.on_mesh(jm.nanochat(0.02, steps=2, dtype="float32"), mesh, spec)
+        placed = jax.device_put(params, NamedSharding(mesh, spec))
+        args = (placed, jax.jit(tx.init)(placed), placed)
+
+        def step(params, state, grads, tx=tx):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        with jax.set_mesh(mesh):
+            found = [(c.kind, c.input_bytes) for c in collectives(step, *args)]
+            program = Module.parse(jax.jit(step).lower(*args).compile().as_text())
+        assert found == [("all-to-all", size) for size in sent]
+        assert bool(program.transfers()) == bool(sent)

@@ -39,7 +39,8 @@ def loss(params, batch):
     attn = params["0"]["attn"]
     made = {n: batch @ p["kernel"] + p["bias"] for n, p in attn.items()}
     q, k = (made[n].reshape(*batch.shape[:2], -1, HEAD_DIM) for n in "qk")
-    total = sum(jnp.mean(jnp.sum(x * SLOPES[n], (1, 2))) for n, x in made.items())
+    slopes = {n: jnp.asarray(SLOPES[n], x.dtype) for n, x in made.items()}
+    total = sum(jnp.mean(jnp.sum(x * slopes[n], (1, 2))) for n, x in made.items())
     largest = jm.max_attention_logits(q, k, block_size=8)
     return total, {"max_logits": {"0": largest}, "mean": jnp.mean(batch)}
 
@@ -85,13 +86,17 @@ def test_zero2_takes_the_maximum_over_devices_and_microbatches(microbatches, kin
     start, data = model(jnp.float64), batches(10, jnp.float64)
     expected, seen = one_device(start, data)
     assert (seen[0] > THRESHOLD).any() and (seen[0] <= THRESHOLD).any()
-    mesh, tx = mesh_of(8, kind=kind), recipe(dtype="float64", zero2_axis="data")
-    params = jax.device_put(start, NamedSharding(mesh, P()))
-    params = jax.tree.map(jnp.copy, params)
-    state = jm.init_optimizer(tx, params, mesh)
+    mesh, tx = mesh_of(8, kind=kind), recipe(dtype="float64")
     step = jm.make_train_step(
-        loss, tx, mesh, has_aux=True, max_aux="max_logits", microbatches=microbatches
+        loss,
+        tx,
+        mesh,
+        has_aux=True,
+        max_aux="max_logits",
+        microbatches=microbatches,
+        min_size=1,
     )
+    params, state = step.init(start)
     for batch, largest in zip(data, seen, strict=True):
         params, state, metrics = step(params, state, batch)
         aux = metrics["aux"]
@@ -108,11 +113,11 @@ def test_a_nan_on_one_device_leaves_all_weights_alone():
     params, data = model(), np.array(batches(2))
     data[0, 9, 3, 5] = np.nan
     mesh = mesh_of(8)
-    tx = jm.skip_nonfinite(recipe(zero2_axis="data"), axis="data")
+    tx = jm.skip_nonfinite(recipe())
     step = jm.make_train_step(
         loss, tx, mesh, has_aux=True, max_aux=("max_logits",), donate=False
     )
-    same, state, _ = step(params, jm.init_optimizer(tx, params, mesh), data[0])
+    same, state, _ = step(*step.init(params), data[0])
     jax.tree.map(np.testing.assert_array_equal, same, params)
     assert state.skipped == 1
     moved, state, _ = step(same, state, data[1])
@@ -187,6 +192,55 @@ def test_global_view_with_divided_weights(name, kind, apart):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_guards_around_a_divided_recipe(kind):
+    """Clipped norm, clipped logits, and a step with a NaN on one device, as on one."""
+    mesh = mesh_of(4, 2, names=("a", "b"), kind=kind)
+    specs = {"attn/q": P("a", "b"), "attn/k": P("a", "b"), "norm": P("a")}
+    rng = np.random.default_rng(0)
+    shapes = {"attn/q": (24, 48), "attn/k": (24, 48), "norm": (24,)}
+    start, *grads = (
+        {path: np.float32(rng.standard_normal(shape)) for path, shape in shapes.items()}
+        for _ in range(4)
+    )
+    grads[1]["attn/q"][13, 29] = np.nan
+    largest = {"attn": np.float32([1, 5, 0.5, 1, 9, 2, 0.1, 1.1])}
+    tx = jm.skip_nonfinite(
+        optax.chain(
+            optax.clip_by_global_norm(1.0),
+            jm.nanochat(0.02, steps=2, dtype="float32", adamw_eps=1e-6),
+            jm.clip_qk(2.0),
+        )
+    )
+
+    def run(tx, place):
+        @jax.jit
+        def step(params, state, grads):
+            updates, state = tx.update(grads, state, params, max_logits=largest)
+            return optax.apply_updates(params, updates), state
+
+        params = place(start)
+        state = jax.jit(tx.init)(params)
+        seen = []
+        for g in grads:
+            params, state = step(params, state, place(g))
+            seen.append(jax.device_get(params))
+        assert state.skipped == 1
+        return seen
+
+    def place(tree):
+        return {
+            k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in tree.items()
+        }
+
+    expected = run(tx, lambda tree: tree)
+    with jax.set_mesh(mesh):
+        got = run(jm.on_mesh(tx, mesh, specs), place)
+    for have, want in zip(got, expected, strict=True):
+        assert distance(have, want, start) < 5e-6
+    jax.tree.map(np.testing.assert_array_equal, got[1], got[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_largest_logit_of_divided_queries_and_keys(kind):
     mesh = mesh_of(4, 2, names=("a", "b"), kind=kind)
     rng = np.random.default_rng(0)
@@ -201,38 +255,32 @@ def test_the_largest_logit_of_divided_queries_and_keys(kind):
 
 
 def test_entries_that_are_not_there():
-    params, batch, mesh = model(), batches(1)[0], mesh_of(8)
-    tx = recipe(zero2_axis="data")
-    with pytest.raises(ValueError, match=r"max_aux='max_logits': valid with has_aux"):
-        jm.make_train_step(loss, tx, mesh, max_aux="max_logits")
-    state = jm.init_optimizer(tx, params, mesh)
+    params, batch, mesh, tx = model(), batches(1)[0], mesh_of(8), recipe()
     for other, message in (
         (loss, r"without \['s'\]; .* given was one of \['max_logits', 'mean'\]"),
         (lambda p, b: (loss(p, b)[0], 1.0), r"without \['s'\]; .* given was .*float"),
     ):
         step = jm.make_train_step(other, tx, mesh, has_aux=True, max_aux=("s",))
         with pytest.raises(ValueError, match=message):
-            step(params, state, batch)
+            step(*step.init(params), batch)
     step = jm.make_train_step(loss, tx, mesh, has_aux=True)
     with pytest.raises(ValueError, match="got max_logits=None"):
-        step(params, state, batch)
+        step(*step.init(params), batch)
 
 
 def test_a_transform_that_takes_no_extra_arguments():
     mesh, params = mesh_of(8), {"w": jnp.ones((4, 4))}
     plain = lambda p, b: jnp.mean(b @ p["w"])  # noqa: E731
-    tx = jm.zero2_rows(optax.sgd(0.1), "data")
     data = jnp.ones((2, 8, 4))
     expected, _, _ = single_device(optax.sgd(0.1), plain, params, data)
     step = jm.make_train_step(
         lambda p, b: (plain(p, b), {"s": jnp.max(b)}),
-        tx,
+        optax.sgd(0.1),
         mesh,
         has_aux=True,
         max_aux="s",
-        donate=False,
     )
-    state = jm.init_optimizer(tx, params, mesh)
+    params, state = step.init(params)
     for batch in data:
         params, state, metrics = step(params, state, batch)
     np.testing.assert_allclose(params["w"], expected["w"], rtol=1e-6)

@@ -8,7 +8,7 @@ import torch
 import jax_muon as jm
 from parity.reference.distributed import Run, run_distributed
 from tests.distributed import problems
-from tests.distributed.test_zero2 import mesh_of
+from tests.distributed.layouts import mesh_of
 
 RANKS, STEPS = 4, 10
 SHAPES = {  # (out, in) for matrices, as PyTorch holds them
@@ -67,13 +67,11 @@ def test_same_trajectory(rng):
         adamw_learning_rate=lambda t: 0.01 / (1 + t),
         adamw_eps=1e-6,
         dtype="float32",
-        labels={k: "muon" if k in MATRICES else "adamw" for k in SHAPES},
-        zero2_axis="data",
+        reading=jm.Reading({k: "muon" if k in MATRICES else "adamw" for k in SHAPES}),
     )
-    mesh = mesh_of(RANKS)
     first = {k: jnp.asarray(flax(k, v), jnp.float32) for k, v in start.items()}
-    params, state = first, jm.init_optimizer(tx, first, mesh)
-    step = jm.make_train_step(loss, tx, mesh, donate=False)
+    step = jm.make_train_step(loss, tx, mesh_of(RANKS), min_size=100)
+    params, state = step.init(first)
     for t in range(STEPS):
         batch = {
             k: jnp.asarray([flax(k, grads[rank][t][k]) for rank in range(RANKS)])
@@ -86,10 +84,10 @@ def test_same_trajectory(rng):
     for name in SHAPES:  # and each by itself
         one = [{name: tree[name]} for tree in (params, expected, first)]
         assert problems.distance(*one) < 2e-5, name
-    # What each rank keeps is what each device keeps, up to step counts.
+    # Rows need none of the padding that whole matrices on four ranks do.
     kept = sum(
         leaf.addressable_shards[0].data.size
         for leaf in jax.tree.leaves(state)
         if leaf.ndim
     )
-    assert kept == reference.state_elements
+    assert kept < reference.state_elements

@@ -36,31 +36,11 @@ def main(process, processes, port, devices, folder, layout, die_at=None):
     divided = NamedSharding(mesh, PartitionSpec("data"))
     start, weights = problems.draw("mixed")
     loss, data = problems.loss_of(weights), np.asarray(problems.batches(20))
-    where = {"zero2_axis": "data"}
-    places = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), start)
-    if layout == "fsdp":
-        places = problems.divided(start, mesh)
-        where = {"mesh": mesh, "specs": places, "small": 0}
     rate = optax.linear_schedule(0.02, 0.01, 10)
-    tx = jm.nanochat(rate, dtype="float32", adamw_eps=1e-6, **where)
-    params = jax.device_put(start, places)
-    shapes = jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        start,
-        places,
-    )
-    target = {"params": shapes, "opt_state": jm.abstract_portable(tx, shapes, mesh)}
-
-    @jax.jit
-    def plain_step(params, state, batch):
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, {"loss": value}
-
-    if layout == "fsdp":
-        step = plain_step
-    else:
-        step = jm.make_train_step(loss, tx, mesh, donate=False)
+    tx = jm.nanochat(rate, dtype="float32", adamw_eps=1e-6)
+    specs = problems.divided(start, mesh) if layout == "fsdp" else None
+    step = jm.make_train_step(loss, tx, mesh, specs=specs, min_size=1)
+    target = dict(zip(("params", "opt_state"), step.abstract(start), strict=True))
 
     folder = pathlib.Path(folder)
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
@@ -68,12 +48,9 @@ def main(process, processes, port, devices, folder, layout, die_at=None):
     done = manager.latest_step() or 0
     if done:
         restored = manager.restore(done, args=ocp.args.StandardRestore(target))
-        params = restored["params"]
-        state = jm.from_portable(tx, shapes, restored["opt_state"], mesh)
-    elif layout == "fsdp":
-        state = jax.jit(tx.init)(params)
+        params, state = restored["params"], restored["opt_state"]
     else:
-        state = jm.init_optimizer(tx, params, mesh)
+        params, state = step.init(start)
 
     losses = {}
     for number in range(done + 1, len(data) + 1):
@@ -84,7 +61,7 @@ def main(process, processes, port, devices, folder, layout, die_at=None):
         params, state, metrics = step(params, state, batch)
         losses[number] = float(metrics["loss"])
         if number % 2 == 0:
-            saved = {"params": params, "opt_state": jm.to_portable(state)}
+            saved = {"params": params, "opt_state": state}
             manager.save(number, args=ocp.args.StandardSave(saved))
             if number == die_at:
                 os.kill(os.getpid(), signal.SIGKILL)

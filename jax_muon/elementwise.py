@@ -1,0 +1,204 @@
+"""The optax pieces that treat elements alone: momentum, decay, factors by path.
+
+Every piece keeps the dtype of the updates, and every rate takes a float, an array or an
+optax schedule. They see no matrices, and work however parameters are divided.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array
+
+from jax_muon.checks import check_choice, check_float_dtype
+from jax_muon.polar.products import wide
+from jax_muon.reading import paths
+
+
+class NesterovState(NamedTuple):
+    """State of `nesterov`."""
+
+    count: Array  # type: ignore[assignment]  # shape=(), dtype=int32
+    mu: optax.Updates
+
+
+def nesterov(
+    decay: optax.ScalarOrSchedule = 0.95,
+    *,
+    accumulation: str = "ema",
+    lookahead: bool = True,
+    accumulator_dtype: jax.typing.DTypeLike | None = None,
+) -> optax.GradientTransformation:
+    r"""Momentum with Nesterov's look-ahead, and no bias correction.
+
+    With gradient :math:`G`, momentum :math:`M` and decay :math:`\mu`, "ema" is
+    :math:`M \leftarrow M + (1 - \mu)(G - M)` and gives :math:`G + \mu (M - G)`;
+    "sum" is :math:`M \leftarrow \mu M + G` and gives :math:`G + \mu M`.
+
+    Args:
+      decay: momentum in [0, 1), or a schedule of it.
+      accumulation: "ema" (nanochat, torch.optim.Muon) or "sum" (SGD).
+      lookahead: False gives M itself: plain momentum.
+      accumulator_dtype: of M; None for the dtype of the parameters.
+
+    Returns:
+      An `optax.GradientTransformation` for arrays of any shape.
+
+    Raises:
+      ValueError: decay outside [0, 1), an unknown accumulation.
+
+    References:
+      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/
+    """
+    check_decay("decay", decay)
+    check_choice("accumulation", accumulation, ("ema", "sum"))
+    check_float_dtype("accumulator_dtype", accumulator_dtype)
+
+    def init_fn(params: optax.Params) -> NesterovState:
+        mu = optax.tree.zeros_like(params, dtype=accumulator_dtype)
+        return NesterovState(jnp.zeros([], jnp.int32), mu)
+
+    def update_fn(
+        updates: optax.Updates, state: NesterovState, params: Any = None
+    ) -> tuple[optax.Updates, NesterovState]:
+        del params
+        mu_t = rate_at(decay, state.count)
+
+        def accumulate(g: Array, m: Array) -> Array:
+            wide_g, wide_m = wide(g), wide(m)
+            if accumulation == "ema":
+                new = wide_m + (1 - mu_t) * (wide_g - wide_m)
+            else:
+                new = mu_t * wide_m + wide_g
+            return new.astype(m.dtype)
+
+        def look_ahead(g: Array, m: Array) -> Array:
+            wide_g, wide_m = wide(g), wide(m)
+            if not lookahead:
+                return m.astype(g.dtype)
+            ahead = wide_m - wide_g if accumulation == "ema" else wide_m
+            return (wide_g + mu_t * ahead).astype(g.dtype)
+
+        mu = jax.tree.map(accumulate, updates, state.mu)
+        updates = jax.tree.map(look_ahead, updates, mu)
+        return updates, NesterovState(optax.safe_increment(state.count), mu)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
+    """Scale parameters by factors of their own: a learning rate for each pattern.
+
+    Args:
+      factors: path pattern to factor; see `label_params` for patterns. The first that
+        matches counts, and a parameter that none matches is left alone.
+
+    Returns:
+      An `optax.GradientTransformation` without state.
+
+    Raises:
+      ValueError: a factor that is no finite number of at least 0; at init, with all
+        paths, a pattern that matches no parameter.
+    """
+    for pattern, factor in factors.items():
+        if not isinstance(factor, (int, float)) or not 0 <= factor < float("inf"):
+            raise ValueError(
+                f"learning_rates[{pattern!r}]={factor!r}; expected a factor, a finite "
+                "number of at least 0"
+            )
+
+    def init_fn(params: optax.Params) -> optax.EmptyState:
+        names = [path for path, _ in paths.leaves_with_paths(params)]
+        paths.check_patterns_match("learning_rates", factors, names)
+        return optax.EmptyState()
+
+    def update_fn(
+        updates: optax.Updates, state: optax.EmptyState, params: Any = None
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        del params
+
+        def scale(key_path: tuple[Any, ...], u: Array) -> Array:
+            path = paths.path_string(key_path)
+            found = (f for p, f in factors.items() if paths.matches(p, path))
+            factor = next(found, 1.0)
+            return u if factor == 1 else (wide(u) * factor).astype(u.dtype)
+
+        return jax.tree_util.tree_map_with_path(scale, updates), state
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+class AddCautiousDecayedWeightsState(NamedTuple):
+    """State of `add_cautious_decayed_weights`."""
+
+    count: Array  # type: ignore[assignment]  # shape=(), dtype=int32
+
+
+def add_cautious_decayed_weights(
+    weight_decay: optax.ScalarOrSchedule = 0.0, mask: Any = None
+) -> optax.GradientTransformation:
+    r"""Add decayed weights where the step moves the weight towards zero anyway.
+
+    The update :math:`U` becomes :math:`U + \lambda W [U W \ge 0]`, elementwise. Stands
+    before the learning rate, as `optax.add_decayed_weights`.
+
+    Args:
+      weight_decay: :math:`\lambda`, at least 0, or a schedule of it.
+      mask: as in `optax.masked`: which parameters to decay; None for all.
+
+    Returns:
+      An `optax.GradientTransformation` that needs the parameters at update.
+
+    Raises:
+      ValueError: weight_decay below 0; at update, params=None.
+
+    References:
+      Cautious weight decay, arXiv 2510.12402.
+    """
+    if isinstance(weight_decay, (int, float)) and not weight_decay >= 0:
+        raise ValueError(
+            f"weight_decay={weight_decay}: expected a number of at least 0"
+        )
+
+    def init_fn(params: optax.Params) -> AddCautiousDecayedWeightsState:
+        del params
+        return AddCautiousDecayedWeightsState(jnp.zeros([], jnp.int32))
+
+    def update_fn(
+        updates: optax.Updates,
+        state: AddCautiousDecayedWeightsState,
+        params: optax.Params | None = None,
+    ) -> tuple[optax.Updates, AddCautiousDecayedWeightsState]:
+        if params is None:
+            raise ValueError(
+                "add_cautious_decayed_weights needs the parameters: "
+                "tx.update(updates, state, params), got params=None"
+            )
+        rate = rate_at(weight_decay, state.count)
+
+        def decay(u: Array, w: Array) -> Array:
+            decayed = jnp.where(wide(u) * w >= 0, rate * wide(w), 0)
+            return (wide(u) + decayed).astype(u.dtype)
+
+        updates = jax.tree.map(decay, updates, params)
+        return updates, AddCautiousDecayedWeightsState(
+            optax.safe_increment(state.count)
+        )
+
+    tx = optax.GradientTransformation(init_fn, update_fn)
+    return tx if mask is None else optax.masked(tx, mask)
+
+
+def rate_at(rate: optax.ScalarOrSchedule, count: Array) -> Any:
+    """The number of this step, of a float or a schedule."""
+    return rate(count) if callable(rate) else rate
+
+
+def check_decay(name: str, value: Any) -> None:
+    """Raise a ValueError unless a decay that is known while tracing is in [0, 1)."""
+    concrete = isinstance(value, (int, float, np.number, jax.Array))
+    if concrete and not isinstance(value, jax.core.Tracer) and not 0 <= value < 1:
+        raise ValueError(f"{name}={value}: expected a number in [0, 1) or a schedule")

@@ -1,0 +1,182 @@
+"""Gradients of a device's own batch, summed so that each part arrives where it lies.
+
+Inside shard_map over the axes that divide the batch: parameters that lie divided are
+gathered leaf by leaf, gradients scattered leaf by leaf. `train_step.py` stands around.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jax_muon.mesh.specs import entry_names, is_spec, vary
+from jax_muon.polar.products import wide
+
+
+@dataclasses.dataclass(frozen=True)
+class MeanGradients:
+    """The mean gradient over a batch that is divided between devices.
+
+    Attributes are those of `make_train_step`; `devices` is their number over `axis`.
+    """
+
+    loss_fn: Callable[..., Any]
+    axis: tuple[str, ...]
+    devices: int
+    has_aux: bool
+    max_aux: tuple[str, ...]
+    weighted: bool
+    microbatches: int
+    accumulate: str
+    reduce_dtype: Any
+    gather_dtype: Any
+
+    def __call__(
+        self, params: Any, batch: Any, here: Any, scattered: Any
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """The mean gradient's part of this device, maxima, and metrics.
+
+        Args:
+          params: this device's pieces.
+          batch: its share of the batch.
+          here: how params lie over the axes of the batch, a spec for each.
+          scattered: how gradients are to lie over them.
+        """
+        full = jax.tree.map(self._gather, here, params, is_leaf=is_spec)
+
+        def scatter(grads: Any) -> Any:
+            return jax.tree.map(
+                lambda spec, g, p: self._scatter(g, spec, p.dtype),
+                scattered,
+                grads,
+                full,
+                is_leaf=is_spec,
+            )
+
+        def mean(weight: Any, grads: Any, microbatches: int) -> tuple[Any, Any]:
+            """The weight on all devices, and this device's part of the mean gradient.
+
+            Divided before it is summed: eight gradients of 9000 overflow float16.
+            """
+            total = jnp.asarray(self.devices * microbatches, weight.dtype)
+            if self.weighted:
+                total = jax.lax.psum(weight, self.axis)
+            return total, scatter(_times(grads, _inverse(total)))
+
+        at_once = self.accumulate == "scattered"
+
+        def one(part: Any) -> Any:
+            (weight, loss, grads, aux), largest = self._totals(full, part)
+            if at_once:
+                total, grads = mean(weight, grads, 1)
+                grads = _times(grads, total)
+            return (weight, loss, grads, aux), largest
+
+        if self.microbatches == 1:
+            totals, largest = one(batch)
+        else:
+            parts = jax.tree.map(
+                lambda x: x.reshape(self.microbatches, -1, *x.shape[1:]), batch
+            )
+
+            def add(total: Any, part: Any) -> tuple[Any, None]:
+                added, largest = one(part)
+                return (
+                    jax.tree.map(jnp.add, total[0], added),
+                    jax.tree.map(jnp.maximum, total[1], largest),
+                ), None
+
+            first = one(jax.tree.map(lambda x: x[0], parts))
+            rest = jax.tree.map(lambda x: x[1:], parts)
+            (totals, largest), _ = jax.lax.scan(add, first, rest)
+
+        weight, loss, grads, aux = totals
+        if at_once:
+            total = jax.lax.psum(weight, self.axis)
+            grads = _times(grads, _inverse(total))
+        else:
+            total, grads = mean(weight, grads, self.microbatches)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, full)
+        largest = jax.tree.map(lambda x: jax.lax.pmax(x, self.axis), largest)
+        metrics = {"loss": jax.lax.psum(loss * _inverse(total), self.axis)}
+        if self.has_aux:
+            means = jax.tree.map(
+                lambda x: jax.lax.pmean(x / self.microbatches, self.axis), aux
+            )
+            metrics["aux"] = {**means, **largest} if self.max_aux else means
+        return grads, largest, metrics
+
+    def _gather(self, spec: PartitionSpec, x: Any) -> Any:
+        """A whole parameter, as this device's own: its gradient is not summed."""
+        for dimension, entry in enumerate(spec):
+            names = entry_names(entry)
+            if names:
+                sent = x.astype(self.gather_dtype or x.dtype)
+                sent = jax.lax.all_gather(sent, names, axis=dimension, tiled=True)
+                x = sent.astype(x.dtype)
+        return vary(x, self.axis)
+
+    def _scatter(self, g: Any, spec: PartitionSpec, dtype: Any) -> Any:
+        """This device's part of the sum of local gradients, in at least float32."""
+        sent = g.astype(self.reduce_dtype or dtype)
+        summed = set(self.axis)
+        for dimension, entry in enumerate(spec):
+            names = entry_names(entry)
+            if names:
+                sent = jax.lax.psum_scatter(
+                    sent, names, scatter_dimension=dimension, tiled=True
+                )
+                summed -= set(names)
+        rest = tuple(name for name in self.axis if name in summed)
+        sent = jax.lax.psum(sent, rest) if rest else sent
+        return wide(sent)
+
+    def _totals(self, params: Any, batch: Any) -> tuple[Any, Any]:
+        """What adds up over microbatches, and what takes the maximum.
+
+        Weight, loss and gradients times it, and aux; then the entries of max_aux. In at
+        least float32: weights may be more than float16 can hold.
+        """
+
+        def split_loss(params: Any, batch: Any) -> tuple[Any, Any]:
+            loss = self.loss_fn(params, batch)
+            loss, aux = loss if self.has_aux else (loss, ())
+            loss, weight = loss if self.weighted else (loss, 1.0)
+            return loss, (wide(jnp.asarray(weight, jnp.result_type(float))), aux)
+
+        gradient = jax.value_and_grad(split_loss, has_aux=True)
+        (loss, (weight, aux)), grads = gradient(params, batch)
+        weight = vary(weight.astype(wide(loss).dtype), self.axis)
+        grads = jax.tree.map(lambda g: wide(g) * weight.astype(wide(g).dtype), grads)
+        largest = {}
+        if self.max_aux:
+            _check_entries(aux, self.max_aux)
+            largest = {name: aux[name] for name in self.max_aux}
+            aux = {name: x for name, x in aux.items() if name not in largest}
+        loss = vary(wide(loss), self.axis) * weight
+        # Marked here, since a scan wants the same marks on what goes in and comes out.
+        aux, largest = jax.tree.map(lambda x: vary(x, self.axis), (aux, largest))
+        return (weight, loss, grads, aux), largest
+
+
+def _inverse(total: Any) -> Any:
+    """One over it, or 0: a batch in which nothing counts has no gradient."""
+    return jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
+
+
+def _times(tree: Any, factor: Any) -> Any:
+    return jax.tree.map(lambda x: x * factor.astype(x.dtype), tree)
+
+
+def _check_entries(aux: Any, names: tuple[str, ...]) -> None:
+    there = aux.keys() if isinstance(aux, Mapping) else ()
+    missing = set(names) - set(there)
+    if missing:
+        raise ValueError(
+            f"max_aux={names}: loss_fn gives auxiliary output without "
+            f"{sorted(missing)}; expected a dictionary that has them, given was "
+            + (f"one of {sorted(there)}" if there else repr(type(aux)))
+        )

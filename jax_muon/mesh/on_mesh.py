@@ -1,0 +1,403 @@
+"""An optimizer on a mesh: arrays lie as their types say, state finer than parameters.
+
+Everything inside `on_mesh` sees arrays on Explicit mesh axes, whose types tell how they
+are divided: zeros, sums and means take the type along, and `orthogonalize` reads it.
+ZeRO-2 is no world of its own there. Gradients and state are divided over mesh axes that
+repeat the parameters, and updates come back lying as the parameters do.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_muon.checks import as_transform, check_count, check_float_dtype
+from jax_muon.mesh.layout import Layout
+from jax_muon.mesh.specs import (
+    AxisName,
+    Sizes,
+    Specs,
+    arrays_and_others,
+    as_jit_writes,
+    axis_names,
+    full_rank,
+    is_spec,
+    shard_shape,
+)
+from jax_muon.notes import note
+from jax_muon.reading import paths
+
+
+def on_mesh(
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    specs: Specs = None,
+    divide: AxisName = (),
+    *,
+    min_size: int = 1024,
+    gather_dtype: jax.typing.DTypeLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer whose parameters lie on a mesh, and its state on as much of it.
+
+    Works within plain jit, on Auto and Explicit axes, with and without `jax.set_mesh`;
+    eager calls are jitted. The updates are those of one device, to rounding.
+
+    Args:
+      tx: any optax transform in global view: a recipe, a chain of pieces around one.
+      mesh: the mesh.
+      specs: how parameters lie: a `PartitionSpec` or `NamedSharding` for all, a tree of
+        them (a prefix will do), or a function of the path. None: as their types say,
+        which on Auto axes is replicated.
+      divide: mesh axes that repeat the parameters, over which gradients and state are
+        divided besides (ZeRO-2): along the first axis of a leaf that all of them
+        divide evenly. Leaves that have none are repeated; `describe` shows them.
+      min_size: leaves of fewer elements are repeated too, and all-reduced.
+      gather_dtype: of updates on their way to where parameters lie; None for their own.
+
+    Returns:
+      A transform whose state has the shapes of `tx`'s own, so that a checkpoint of it
+      is restored on any mesh: see `abstract_state`.
+
+    Raises:
+      ValueError: `divide` names an axis that the mesh has not; at init and update, with
+        path and shape, specs that do not fit, or that use an axis of `divide`; state
+        that is not one of `tx` on these parameters.
+
+    References:
+      Rajbhandari et al., ZeRO, arXiv 1910.02054.
+    """
+    divided = axis_names(divide)
+    check_count("min_size", min_size, least=0)
+    check_float_dtype("gather_dtype", gather_dtype)
+    if len(set(divided)) < len(divided):
+        raise ValueError(f"divide={divide!r}; expected each mesh axis once")
+    layout = Layout(mesh, specs, divided, divided, min_size)
+    for name in divided:
+        if name not in mesh.axis_names:
+            raise ValueError(
+                f"divide={divide!r}; expected axes of the mesh, {mesh.axis_names}"
+            )
+    return OnMesh(tx, layout, gather_dtype).transform()
+
+
+class OnMesh:
+    """An optimizer and its layout."""
+
+    def __init__(
+        self,
+        tx: optax.GradientTransformation,
+        layout: Layout,
+        gather_dtype: jax.typing.DTypeLike | None = None,
+    ) -> None:
+        """Nothing is traced yet."""
+        self.tx = as_transform(tx)
+        self.layout = layout
+        if len(set(layout.mesh.axis_types)) > 1:
+            raise ValueError(
+                f"a mesh whose axes {layout.mesh.axis_names} are of the types "
+                f"{layout.mesh.axis_types}; expected Auto for all, or Explicit for all"
+            )
+        self.gather_dtype = gather_dtype
+        # By the parameters it was traced for, so that a step need not trace `init`.
+        self._known_state: dict[Any, Any] = {}
+        self._jitted_update = jax.jit(self._update)
+
+    def transform(self) -> optax.GradientTransformationExtraArgs:
+        """As one optax transform."""
+        return optax.GradientTransformationExtraArgs(self.init, self.update)
+
+    def init(self, params: optax.Params) -> Any:
+        """State of these parameters, laid finer than they are."""
+        leaves = jax.tree.leaves(self.state_leaves(params), is_leaf=_is_state_leaf)
+        note(
+            "placed_state",
+            whole=sum(leaf.bytes_over({}) for leaf in leaves),
+            on_a_device=sum(leaf.bytes_over(self.layout.mesh.shape) for leaf in leaves),
+        )
+        if self._is_typed():
+            return self._init(params)
+        # jitted where it stands in a trace already too: out_shardings tell the devices.
+        init = jax.jit(self._init, out_shardings=self.state_shardings(params))
+        if _is_traced(params):
+            return init(params)
+        self.layout.check_concrete(params)
+        return init(self._at_home(params))
+
+    def _init(self, params: optax.Params) -> Any:
+        return self._typed(self.tx.init, (self.layout.of_state(params),), params)
+
+    def update(
+        self,
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, Any]:
+        """Updates that lie as the parameters do, and the new state."""
+        if not _is_traced((updates, state, params, extra_args)):
+            self.layout.check_concrete(updates if params is None else params)
+            return self._jitted_update(updates, state, params, **extra_args)
+        return self._update(updates, state, params, **extra_args)
+
+    def _update(
+        self,
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, Any]:
+        like = updates if params is None else params
+        coarse, fine = self.layout.of_params(like), self.layout.of_state(like)
+        self._check_types(like, coarse)
+        note("on_mesh", layout=self.layout, params=like, coarse=coarse, fine=fine)
+        arrays, others = arrays_and_others(extra_args)
+
+        def inner(updates: Any, state: Any, params: Any, arrays: Any) -> Any:
+            return self.tx.update(updates, state, params, **others, **arrays)
+
+        state_specs = self._checked_state_specs(state, like)
+        specs = (
+            _like(fine, updates),
+            state_specs,
+            None if params is None else fine,
+            jax.tree.map(lambda x: PartitionSpec(*[None] * jnp.ndim(x)), arrays),
+        )
+        updates, state = self._typed(inner, specs, updates, state, params, arrays)
+        updates = self._place(updates, _like(coarse, updates), _like(fine, updates))
+        return updates, self._place(state, state_specs)
+
+    def state_leaves(self, params: optax.Params) -> Any:
+        """Shape, dtype and spec of all state arrays, by an abstract init."""
+        flat, treedef = jax.tree.flatten(params)
+        specs = self.layout.of_state(params)
+        key = (
+            treedef,
+            tuple((tuple(x.shape), jnp.dtype(x.dtype)) for x in flat),
+            tuple(jax.tree.leaves(specs, is_leaf=is_spec)),
+        )
+        if key not in self._known_state:
+            seen: list[Any] = []
+
+            def probe(params: optax.Params) -> Any:
+                state = self.tx.init(params)
+                seen.append(jax.tree.map(_state_leaf, state))
+                return state
+
+            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat]
+            jax.eval_shape(
+                lambda params: self._typed(probe, (specs,), params),
+                jax.tree.unflatten(treedef, shapes),
+            )
+            (self._known_state[key],) = seen
+        return self._known_state[key]
+
+    def state_shardings(self, params: optax.Params) -> Any:
+        """NamedShardings of the state."""
+        return jax.tree.map(
+            lambda leaf: self.sharding(leaf.spec),
+            self.state_leaves(params),
+            is_leaf=_is_state_leaf,
+        )
+
+    def _checked_state_specs(self, state: Any, params: optax.Params) -> Any:
+        """PartitionSpecs of a state, which has to be one of these parameters."""
+        leaves = self.state_leaves(params)
+        have: Any = jax.tree.structure(state)
+        want: Any = jax.tree.structure(leaves, is_leaf=_is_state_leaf)
+        if have != want:
+            raise ValueError(
+                "the state is not one of this optimizer on these parameters. Given: "
+                f"{have}; expected {want}"
+            )
+
+        def spec(key_path: tuple[Any, ...], want: Any, have: Any) -> PartitionSpec:
+            if tuple(have.shape) != want.shape:
+                raise ValueError(
+                    f"state{jax.tree_util.keystr(key_path)} has shape "
+                    f"{tuple(have.shape)}; expected {want.shape}, that of this "
+                    "optimizer on these parameters"
+                )
+            return want.spec
+
+        return jax.tree_util.tree_map_with_path(
+            spec, leaves, state, is_leaf=_is_state_leaf
+        )
+
+    def _typed(self, function: Callable[..., Any], specs: Any, *args: Any) -> Any:
+        """A function of arrays whose types show that they lie as `specs` say."""
+        context = jax.sharding.get_abstract_mesh()
+        automatic = [
+            name
+            for name, kind in zip(
+                self.layout.mesh.axis_names, self.layout.mesh.axis_types, strict=True
+            )
+            if kind == AxisType.Auto and not _is_explicit_in(context, name)
+        ]
+        if automatic:
+            with jax.sharding.use_abstract_mesh(self.layout.mesh.abstract_mesh):
+                return jax.sharding.explicit_axes(
+                    function, axes=tuple(automatic), in_sharding=specs
+                )(*args)
+        mesh = context if not context.empty else self.layout.mesh.abstract_mesh
+        with jax.sharding.use_abstract_mesh(mesh):
+            placed = jax.tree.map(
+                lambda spec, x: jax.reshard(x, NamedSharding(mesh, spec)),
+                specs,
+                args,
+                is_leaf=is_spec,
+            )
+            return function(*placed)
+
+    def _check_types(self, params: Any, specs: Any) -> None:
+        """On Explicit axes, types that say something else than the user's specs."""
+        if AxisType.Explicit not in self.layout.mesh.axis_types:
+            return
+        pairs = zip(
+            paths.leaves_with_paths(params),
+            jax.tree.leaves(specs, is_leaf=is_spec),
+            strict=True,
+        )
+        for (path, leaf), spec in pairs:
+            kind = jax.typeof(leaf)
+            if kind.sharding.mesh.empty:
+                continue
+            own = full_rank(
+                kind.sharding.spec, path, leaf.shape, self.layout.mesh.shape
+            )
+            if own != spec:
+                raise ValueError(
+                    f"parameter {path!r} has the type {kind}, and specs say {spec}; "
+                    "expected no specs with Explicit axes, whose types tell"
+                )
+
+    def _is_typed(self) -> bool:
+        """Whether all axes of the mesh are Explicit in the trace at hand."""
+        context = jax.sharding.get_abstract_mesh()
+        kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
+        names = self.layout.mesh.axis_names
+        return all(kinds.get(name) == AxisType.Explicit for name in names)
+
+    def _place(self, tree: Any, specs: Any, before: Any = None) -> Any:
+        """Arrays that lie as these specs say, on the user's own kind of axes.
+
+        Those that lay otherwise `before` travel, in `gather_dtype`.
+        """
+        context = jax.sharding.get_abstract_mesh()
+        explicit = any(
+            kind == AxisType.Explicit or _is_explicit_in(context, name)
+            for name, kind in zip(
+                self.layout.mesh.axis_names, self.layout.mesh.axis_types, strict=True
+            )
+        )
+
+        def place(spec: PartitionSpec, x: Any, own: PartitionSpec) -> Any:
+            travels = self.gather_dtype is not None and own != spec
+            sent = x.astype(self.gather_dtype) if travels else x
+            if explicit:
+                mesh = context if not context.empty else self.layout.mesh
+                sent = jax.reshard(sent, NamedSharding(mesh, spec))
+            else:
+                sent = jax.lax.with_sharding_constraint(sent, self.sharding(spec))
+            return sent.astype(x.dtype)
+
+        before = specs if before is None else before
+        return jax.tree.map(place, specs, tree, before, is_leaf=is_spec)
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """As JAX writes those of what comes out of jit."""
+        if AxisType.Auto in self.layout.mesh.axis_types:
+            spec = as_jit_writes(spec, self.layout.mesh.shape)
+        return NamedSharding(self.layout.mesh, spec)
+
+    def _at_home(self, params: optax.Params) -> Any:
+        """Parameters on the devices of the mesh, where they lie already or will."""
+        specs = self.layout.of_params(params)
+        return jax.tree.map(
+            lambda spec, x: jax.device_put(x, self.sharding(spec)),
+            specs,
+            params,
+            is_leaf=is_spec,
+        )
+
+
+def abstract_state(
+    tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | None = None
+) -> optax.OptState:
+    """Shapes, dtypes and shardings of an optimizer's state: to restore a checkpoint.
+
+    State arrays have the parameters' shapes in every layout, so that what one layout
+    saved another restores: give this to orbax as the target.
+
+    Args:
+      tx: the optimizer; on a mesh, `on_mesh(...)`, or a chain around it.
+      params: the parameters, or their shapes.
+      mesh: the mesh; None for one device.
+
+    Returns:
+      The state as `jax.ShapeDtypeStruct`s with shardings.
+    """
+    if mesh is None:
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
+            jax.eval_shape(tx.init, shapes),
+        )
+    specs = {
+        path: found.spec
+        for path, leaf in paths.leaves_with_paths(params)
+        if isinstance(found := getattr(leaf, "sharding", None), NamedSharding)
+    }
+    outer = OnMesh(tx, Layout(mesh, lambda path: specs.get(path)))
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=outer.sharding(leaf.spec)
+        ),
+        outer.state_leaves(params),
+        is_leaf=_is_state_leaf,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _StateLeaf:
+    """One array of a state, as its type shows it."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+
+    def bytes_over(self, sizes: Sizes) -> int:
+        """Size of one device's piece; of the whole, where there are no mesh axes."""
+        spec = self.spec if sizes else PartitionSpec()
+        return math.prod(shard_shape(self.shape, spec, sizes)) * self.dtype.itemsize
+
+
+def _state_leaf(x: Any) -> _StateLeaf:
+    spec = jax.typeof(x).sharding.spec
+    entries = [*spec, *[None] * (jnp.ndim(x) - len(spec))]
+    return _StateLeaf(tuple(x.shape), x.dtype, PartitionSpec(*entries))
+
+
+def _is_state_leaf(x: Any) -> bool:
+    return isinstance(x, _StateLeaf)
+
+
+def _like(specs: Any, tree: Any) -> Any:
+    """Specs on the structure of another tree of the same leaves, out of their boxes."""
+    return jax.tree.unflatten(
+        jax.tree.structure(tree), jax.tree.leaves(specs, is_leaf=is_spec)
+    )
+
+
+def _is_traced(tree: Any) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
+def _is_explicit_in(mesh: Any, name: str) -> bool:
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return kinds.get(name) == AxisType.Explicit

@@ -1,0 +1,268 @@
+"""Where the arrays of a tree lie: a PartitionSpec for each, from types or from a user.
+
+A less stable corner of JAX, what a trace knows about meshes and types, is read here.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_muon.reading import paths
+
+AxisName = str | tuple[str, ...]
+
+# A PartitionSpec or NamedSharding for all parameters, a tree (or a prefix of one) of
+# them, or a function of a parameter's path. None in a tree: replicated.
+Specs = Any
+
+Sizes = Mapping[str, int]  # of mesh axes, by name
+
+
+def is_spec(x: Any) -> bool:
+    """Whether x is a PartitionSpec, which JAX takes for a tuple of leaves."""
+    return isinstance(x, PartitionSpec)
+
+
+def axis_names(axis: AxisName) -> tuple[str, ...]:
+    """One or several mesh axes as a tuple."""
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Mesh axes over which a value differs between devices, inside shard_map."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def vary(x: Any, axis: AxisName) -> Any:
+    """The same value, marked as different on every device of the axis."""
+    missing = tuple(name for name in axis_names(axis) if name not in varying_axes(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def is_explicit(x: Any) -> bool:
+    """Whether an array lies on a mesh whose axes its type shows."""
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def replicated(x: Any) -> Any:
+    """The same value whole on every device, where its type says that it is divided."""
+    sharding = jax.typeof(x).sharding
+    if not any(sharding.spec):
+        return x
+    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
+
+
+def entry_names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def spec_names(spec: PartitionSpec) -> tuple[str, ...]:
+    """All mesh axes of a PartitionSpec."""
+    return tuple(name for entry in spec for name in entry_names(entry))
+
+
+def devices_over(entry: Any, sizes: Sizes) -> int:
+    """Devices that an entry of a PartitionSpec divides an axis over."""
+    return math.prod(sizes[name] for name in entry_names(entry))
+
+
+def shard_shape(
+    shape: Sequence[int], spec: PartitionSpec, sizes: Sizes
+) -> tuple[int, ...]:
+    """Shape of one device's piece of an array that the mesh divides evenly."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    return tuple(
+        size // devices_over(entry, sizes)
+        for size, entry in zip(shape, entries, strict=True)
+    )
+
+
+def arrays_and_others(extra_args: dict[str, Any]) -> tuple[dict, dict]:
+    """Extra arguments that are trees of arrays, and all others."""
+    arrays = {
+        name: value
+        for name, value in extra_args.items()
+        if all(hasattr(x, "shape") for x in jax.tree.leaves(value))
+        and jax.tree.leaves(value)
+    }
+    return arrays, {k: v for k, v in extra_args.items() if k not in arrays}
+
+
+def bytes_on_a_device(x: Any) -> int:
+    """Size of one device's piece of an array, as far as its type shows how it lies."""
+    sharding = jax.typeof(x).sharding
+    shape = shard_shape(x.shape, sharding.spec, dict(sharding.mesh.shape))
+    return math.prod(shape) * x.dtype.itemsize
+
+
+def bytes_by_path(state: Any, params: Any) -> dict[str, int]:
+    """Bytes of state on a device, by the parameter that they belong to.
+
+    A tree within the state that has the structure of the parameters, out of their boxes
+    or in them, holds one array for each.
+    """
+    names = [path for path, _ in paths.leaves_with_paths(params)]
+    alike = (jax.tree.structure(params), jax.tree.structure(paths.unbox(params)))
+
+    def is_like_params(x: Any) -> bool:
+        return jax.tree.structure(x) in alike
+
+    total = dict.fromkeys(names, 0)
+    for node in jax.tree.leaves(state, is_leaf=is_like_params):
+        if names and is_like_params(node):
+            for path, leaf in zip(names, jax.tree.leaves(node), strict=True):
+                total[path] += bytes_on_a_device(leaf)
+    return total
+
+
+def spec_by_path(specs: Specs) -> Callable[[str], PartitionSpec]:
+    """Specs of any form as a function of the path."""
+
+    def is_place(x: Any) -> bool:
+        return isinstance(x, (PartitionSpec, NamedSharding))
+
+    def as_spec(x: Any, path: str) -> PartitionSpec:
+        if x is not None and not is_place(x):
+            raise ValueError(
+                f"specs have {x!r} for parameter {path!r}; expected a PartitionSpec, a "
+                "NamedSharding, or None"
+            )
+        return x.spec if isinstance(x, NamedSharding) else x or PartitionSpec()
+
+    if callable(specs) and not is_place(specs):
+        return lambda path: as_spec(specs(path), path)
+    flat = dict(
+        paths.leaves_with_paths(specs, is_leaf=lambda x: x is None or is_place(x))
+    )
+    if "" in flat:
+        return lambda path: as_spec(flat[""], path)
+
+    def find(path: str) -> PartitionSpec:
+        prefix = path
+        while prefix not in flat:
+            if not prefix:
+                raise ValueError(
+                    f"specs have nothing for parameter {path!r}; there are "
+                    + ", ".join(flat)
+                )
+            prefix = prefix.rpartition("/")[0]
+        return as_spec(flat[prefix], path)
+
+    return find
+
+
+def full_rank(
+    spec: PartitionSpec, path: str, shape: tuple[int, ...], sizes: Sizes
+) -> PartitionSpec:
+    """The spec with an entry for each axis, after a look whether it fits.
+
+    Raises:
+      ValueError: with path and shape, for too many entries, unknown mesh axes, and axes
+        that the devices do not divide evenly.
+    """
+    where = f"parameter {path!r} of shape {shape} with {spec}"
+    if len(spec) > len(shape):
+        raise ValueError(f"{where}: expected at most {len(shape)} entries")
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    for size, entry in zip(shape, entries, strict=True):
+        for name in entry_names(entry):
+            if name not in sizes:
+                raise ValueError(
+                    f"{where}: expected the mesh axes {tuple(sizes)} or None"
+                )
+        devices = devices_over(entry, sizes)
+        if size % devices:
+            raise ValueError(
+                f"{where}: {devices} devices do not divide {size}; expected axes that "
+                "they do, or None"
+            )
+    return PartitionSpec(*entries)
+
+
+def dividing(spec: PartitionSpec, sizes: Sizes) -> PartitionSpec:
+    """The spec without mesh axes of one device, which divide nothing."""
+    entries = []
+    for entry in spec:
+        names = tuple(name for name in entry_names(entry) if sizes[name] > 1)
+        entries.append(names if len(names) > 1 else names[0] if names else None)
+    return PartitionSpec(*entries)
+
+
+def as_jit_writes(spec: PartitionSpec, sizes: Sizes) -> PartitionSpec:
+    """The spec as JAX writes those of what comes out of jit on Auto axes.
+
+    P("a", None) is another to it than P("a"), and would compile the next step again.
+    """
+    spec = dividing(spec, sizes)
+    while len(spec) and spec[-1] is None:
+        spec = PartitionSpec(*spec[:-1])
+    return spec
+
+
+def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
+    """Refuse, inside shard_map, arrays that differ between devices.
+
+    Raises:
+      ValueError: with the path; also where JAX does not track whether they do.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if manual and flat and not _tracks_varying():
+        raise ValueError(
+            f"{what}: parameter {flat[0][0]!r} and others are inside shard_map over "
+            f"{manual} with check_vma=False, where nothing tells whether they differ "
+            "between devices; expected check_vma=True"
+        )
+    for path, leaf in flat if manual else ():
+        if differing := sorted(varying_axes(leaf)):
+            raise ValueError(
+                f"{what}: parameter {path!r} differs between the devices of the mesh "
+                f"axis {differing}, inside shard_map, and would be treated block by "
+                "block. Expected a call outside shard_map, on global arrays: give the "
+                "gradients out of shard_map with out_specs, and call the update of "
+                "jax_muon.on_mesh(tx, mesh) on them; make_train_step does so"
+            )
+
+
+def _tracks_varying() -> bool:
+    """Whether the types of arrays inside shard_map tell over which axes they vary."""
+    from jax._src import config  # JAX 0.10 shows it nowhere else
+
+    return bool(config._check_vma.value)
+
+
+def local_types(flat: Sequence[tuple[str, Any]]) -> Any:
+    """The mesh on whose Explicit axes these arrays lie, or None.
+
+    Args:
+      flat: arrays with their paths, as `orthogonalize` sees them.
+
+    Returns:
+      The abstract mesh, if any array's type shows that it lies on one of several
+      devices; None on one device, and for what is whole inside shard_map.
+
+    Raises:
+      ValueError: with the path, for an array whose type cannot tell: on a mesh with
+        Auto axes, or one that differs between devices inside shard_map.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    check_same_everywhere("orthogonalize", flat)
+    for path, leaf in flat:
+        mesh = jax.typeof(leaf).sharding.mesh
+        if AxisType.Auto in mesh.axis_types and mesh.size > 1 and not manual:
+            raise ValueError(
+                f"parameter {path!r} and others lie on a mesh {dict(mesh.shape)} with "
+                "Auto axes, on which types do not show how; expected the optimizer "
+                "within jax_muon.on_mesh(tx, mesh, specs), where specs are, say, "
+                "jax.tree.map(lambda p: p.sharding, params), or none for parameters "
+                "that are replicated; or a mesh with Explicit axes"
+            )
+    if manual:
+        return None
+    return next(
+        (jax.typeof(x).sharding.mesh for _, x in flat if is_explicit(x)),
+        None,
+    )

@@ -1,0 +1,139 @@
+"""The one piece that needs whole matrices: every matrix to its polar factor."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+from jaxtyping import Array, Float
+
+from jax_muon.checks import check_choice, check_count
+from jax_muon.mesh import owners, travel
+from jax_muon.mesh.specs import Sizes, dividing, full_rank, local_types
+from jax_muon.notes import note
+from jax_muon.polar.factors import PolarExpress
+from jax_muon.polar.stacks import map_stacks
+from jax_muon.reading import paths
+from jax_muon.reading.joins import Block, Factors, map_blocks
+from jax_muon.reading.matrices import Matrices, Reading, read_bare
+
+Polar = Callable[[Float[Array, "*b m n"]], Float[Array, "*b m n"]]
+
+
+def orthogonalize(
+    polar: Polar = PolarExpress(),
+    *,
+    matrices: Matrices | Reading | None = None,
+    small: int = 65536,
+    send: str = "auto",
+    max_stack: int = 256,
+) -> optax.GradientTransformation:
+    """Replace every matrix by its polar factor: same directions, singular values one.
+
+    Matrices of one shape, and those of the transposed shape, go into one stack. Where
+    the types of arrays show that they lie divided over a mesh, each matrix is computed
+    on one of its devices, to which the others send their pieces; see `mesh/owners.py`.
+
+    Args:
+      polar: any function of (..., m, n) that treats matrices independently and commutes
+        with transposition: `PolarExpress()`, `NewtonSchulz()`, `ExactPolar()`, each
+        with settings of its own, or your own.
+      matrices: how parameters are read, which `partition` gives; None reads them anew.
+        Joined matrices are orthogonalized as one (TEON).
+      small: divided matrices with fewer elements are gathered and computed by all
+        devices that hold them.
+      send: what is sent of divided matrices. "matrix": their pieces, to owners; "gram":
+        where only the longer side is divided, Gram matrices; "auto": what costs less by
+        a count of bytes and FLOPs. Only a polar factor with a method `gram_sums` can
+        work from Gram matrices, as ours do but for `ExactPolar`.
+      max_stack: most matrices in one call of `polar`, which bounds temporary memory.
+
+    Returns:
+      An `optax.GradientTransformation` without state.
+
+    Raises:
+      ValueError: at init and update, with path and shape, for a parameter that is no
+        floating-point matrix, or lies on a mesh whose axes are Auto or manual, so that
+        its type does not tell how it is divided: see `on_mesh`. At once for small below
+        0, an unknown `send`, max_stack below 1.
+
+    References:
+      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; TEON, arXiv
+      2601.23261.
+    """
+    if not callable(polar):
+        raise ValueError(f"polar={polar!r}; expected a function of arrays (..., m, n)")
+    check_count("max_stack", max_stack)
+    check_choice("send", send, owners.SENDS)
+    check_count("small", small, least=0)
+
+    def init_fn(params: optax.Params) -> optax.EmptyState:
+        found = read_bare(matrices, params)
+        found.blocks([path for path, _ in paths.leaves_with_paths(params)])
+        return optax.EmptyState()
+
+    def update_fn(
+        updates: optax.Updates, state: optax.EmptyState, params: Any = None
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        del params
+        found = read_bare(matrices, updates)
+        if not isinstance(matrices, Matrices):
+            note("matrices", all=found, joined=found)
+        flat = paths.leaves_with_paths(updates)
+        names = [path for path, _ in flat]
+        all_axes = [found.axes(path) for path in names]
+
+        def factors_of(
+            leaves: Sequence[Array], blocks: Sequence[Block], factors: Factors
+        ) -> list[Array]:
+            views = [axes.view(x) for axes, x in zip(all_axes, leaves, strict=True)]
+            return [
+                axes.undo(view, x.shape).astype(x.dtype)
+                for axes, view, x in zip(
+                    all_axes, map_blocks(factors, blocks, views), leaves, strict=True
+                )
+            ]
+
+        leaves, treedef = jax.tree.flatten(updates)
+        mesh = local_types(flat)
+        if mesh is None:
+            here = functools.partial(map_stacks, polar, max_stack=max_stack)
+            leaves = factors_of(leaves, found.blocks(names), here)
+            return jax.tree.unflatten(treedef, leaves), state
+
+        sizes: Sizes = dict(mesh.shape)
+        typed = [jax.typeof(x).sharding.spec for x in leaves]
+        specs = [
+            dividing(full_rank(spec, path, x.shape, sizes), sizes)
+            for (path, x), spec in zip(flat, typed, strict=True)
+        ]
+        layout = owners.lay_out(found, names, specs, sizes)
+        pools = owners.make_pools(
+            layout.pieces,
+            layout.placements,
+            sizes,
+            small=small,
+            gram_sums=getattr(polar, "gram_sums", None),
+            send=send,
+            load=found.load,
+        )
+        note("pools", names=tuple(names), pools=pools, sizes=sizes)
+
+        def local(polar: Polar, leaves: list[Array]) -> list[Array]:
+            return factors_of(
+                leaves,
+                layout.blocks,
+                functools.partial(
+                    travel.map_pools,
+                    polar,
+                    pools=pools,
+                    sizes=sizes,
+                    max_stack=max_stack,
+                ),
+            )
+
+        leaves = travel.on_pieces(local, polar, leaves, layout.specs, mesh)
+        return jax.tree.unflatten(treedef, leaves), state
+
+    return optax.GradientTransformation(init_fn, update_fn)

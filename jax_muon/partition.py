@@ -1,0 +1,150 @@
+"""Optimizers put together by label, for a tree that is read once, as a whole."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import optax
+
+from jax_muon.mesh.specs import bytes_by_path
+from jax_muon.notes import is_listening, note
+from jax_muon.reading import paths
+from jax_muon.reading.matrices import Matrices, Reading
+from jax_muon.splits import Parts, with_splits
+
+# An optax transform, or a function that gives one for the matrices of its group.
+Group: TypeAlias = (
+    optax.GradientTransformation | Callable[[Matrices], optax.GradientTransformation]
+)
+
+
+def partition(
+    groups: Mapping[str, Group], reading: Reading | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.partition` with one reading of the tree: a transform for every label.
+
+    A group's value is an optax transform, for parameters that need no reading, or a
+    function of `Matrices`, which says how the parameters of that group are read and is
+    handed on to the pieces. Several groups may be matrices.
+
+    The optimizer is put together for the tree at hand, since a parameter's label and
+    axes depend on what stands beside it. Both depend on paths and shapes alone, so that
+    they are the same at every step.
+
+    Args:
+      groups: label to transform, or to a function of `Matrices` that gives one.
+      reading: labels, dimension numbers, splits and joins; None reads all parameters by
+        path and shape.
+
+    Returns:
+      A transform whose state is that of `optax.partition`.
+
+    Raises:
+      ValueError: no groups, or one that is neither a transform nor a function; at init
+        and update, with path and shape, a label without a group, a parameter in a group
+        of matrices that is none, a function for a group without matrices, and what
+        `Reading.read` raises.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> def muon(matrices):
+      ...     return optax.chain(
+      ...         jm.orthogonalize(jm.ExactPolar(), matrices=matrices),
+      ...         optax.scale_by_learning_rate(0.5),
+      ...     )
+      >>> tx = partition({"muon": muon, "adamw": optax.sgd(1.0)})
+      >>> params = {"mlp": 3 * jnp.eye(2), "bias": jnp.ones(2)}
+      >>> updates, _ = tx.update(params, tx.init(params), params)
+      >>> updates["mlp"].tolist(), updates["bias"].tolist()
+      ([[-0.5, -0.0], [-0.0, -0.5]], [-1.0, -1.0])
+    """
+    reading = Reading() if reading is None else reading
+    if not isinstance(reading, Reading):
+        raise ValueError(f"reading={reading!r}; expected a jax_muon.Reading")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ValueError(f"groups={groups!r}; expected a mapping of label to transform")
+    for label, group in groups.items():
+        if not isinstance(group, optax.GradientTransformation) and not callable(group):
+            raise ValueError(
+                f"the group {label!r} is {group!r}; expected an optax transform, or a "
+                "function of Matrices that gives one"
+            )
+    functions = [
+        label
+        for label, group in groups.items()
+        if not isinstance(group, optax.GradientTransformation)
+    ]
+
+    def build(tree: Any) -> optax.GradientTransformationExtraArgs:
+        matrices = reading.read(tree, tuple(groups))
+        if not reading.splits:
+            return _for_tree(matrices, _label_tree(matrices, tree))
+        parts = Parts.of(tree, reading.splits)
+        labels = parts.spread(_label_tree(matrices, tree))
+        return with_splits(_for_tree(parts.read(matrices), labels), reading.splits)
+
+    def _for_tree(
+        matrices: Matrices, labels: Any
+    ) -> optax.GradientTransformationExtraArgs:
+        joined = matrices.select(functions).with_joins(reading.joins)
+        note("matrices", all=matrices, joined=joined)
+        transforms = {}
+        for label, group in groups.items():
+            if isinstance(group, optax.GradientTransformation):
+                transforms[label] = group
+                continue
+            own = joined.select([label])
+            if matrices and not own:
+                present = sorted({found.label for found in matrices.values()})
+                raise ValueError(
+                    f"the group {label!r} is a function of its matrices, and no "
+                    f"parameter has that label; there are {', '.join(present)}; "
+                    "expected labels or rules that name one, or an optax transform"
+                )
+            transforms[label] = group(own)
+            if not isinstance(transforms[label], optax.GradientTransformation):
+                raise ValueError(
+                    f"the function of the group {label!r} gave {transforms[label]!r}; "
+                    "expected an optax transform"
+                )
+        tx = optax.partition(transforms, labels)
+
+        def init_fn(params: optax.Params) -> Any:
+            state = tx.init(params)
+            _note_state(state, labels, params)
+            return state
+
+        return optax.GradientTransformationExtraArgs(init_fn, tx.update)
+
+    def init_fn(params: optax.Params) -> Any:
+        return build(params).init(params)
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        return build(updates).update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _note_state(state: Any, labels: Any, params: Any) -> None:
+    """Tell `describe` how many bytes of state each parameter has on a device."""
+    if not is_listening():
+        return
+    total: dict[str, int] = {}
+    for label, group in state.inner_states.items():
+        own = jax.tree.map(
+            lambda x, p, label=label: p if x == label else optax.MaskedNode(),
+            labels,
+            params,
+        )
+        total |= bytes_by_path(group.inner_state, own)
+    note("state", bytes=total)
+
+
+def _label_tree(matrices: Matrices, tree: Any) -> Any:
+    """The label of every leaf, on the structure of the tree."""
+    return jax.tree_util.tree_map_with_path(
+        lambda key_path, _: matrices[paths.path_string(key_path)].label, tree
+    )

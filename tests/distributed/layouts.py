@@ -1,0 +1,192 @@
+"""Recipes, layouts and runs that the tests on several devices share.
+
+The run on one device that a layout is compared with is made once for a recipe, a
+problem and a dtype, whatever number of layouts are.
+"""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_muon as jm
+from tests.distributed import problems
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+RECIPES = {
+    "nanochat": jm.nanochat,
+    "nanochat later": functools.partial(
+        jm.nanochat, row_equilibration=True, renormalize=True, norm_factor=1.01
+    ),
+    "muon": jm.muon,
+    "normuon": jm.normuon,
+    "moonlight": jm.moonlight,
+    "teon": functools.partial(
+        jm.teon,
+        reading=jm.Reading(
+            joins={"*_{i}/q": 2, "scan/mlp": 2}, splits={"*/up": jm.Split(2)}
+        ),
+    ),
+    "clipped": lambda *args, **settings: optax.chain(
+        optax.clip_by_global_norm(10.0), jm.nanochat(*args, **settings)
+    ),
+}
+
+
+def recipe(name="nanochat", **settings):
+    """A recipe in float32, whose AdamW does not turn rounding noise into steps.
+
+    At adamw_eps=1e-10 it would; and one flip of a cautious mask is 1e-3 by itself.
+    """
+    given = {"dtype": "float32", "adamw_eps": 1e-6, "weight_decay": 0.0, "steps": 2}
+    rate = optax.linear_schedule(0.02, 0.01, 10)
+    return RECIPES[name](rate, **given | settings)
+
+
+def mesh_of(*shape, names=("data", "fsdp", "tp"), kind=AUTO):
+    """A mesh of as many devices as its axes ask for."""
+    count = int(np.prod(shape))
+    return jax.make_mesh(
+        shape,
+        names[: len(shape)],
+        axis_types=(kind,) * len(shape),
+        devices=jax.devices()[:count],
+    )
+
+
+def fitting(mesh, *axes):
+    """Specs by path of "mixed": mesh axes on the last axes of a leaf that they fit."""
+
+    def spec(path):
+        shape = problems.PROBLEMS["mixed"][path]
+        entries = [None] * len(shape)
+        for axis, name in zip(range(-len(axes), 0), axes, strict=True):
+            if len(shape) >= -axis and name and shape[axis] % mesh.shape[name] == 0:
+                entries[axis] = name
+        return P(*entries)
+
+    return spec
+
+
+# Mesh, specs as arguments of `fitting`, mesh axes that divide besides.
+LAYOUTS = {
+    "ZeRO-2 on 2": ((2,), (), "data"),
+    "ZeRO-2 on 4": ((4,), (), "data"),
+    "ZeRO-2 on 8": ((8,), (), "data"),
+    "ZeRO-2 over two axes": ((2, 4), (), ("data", "fsdp")),
+    "FSDP": ((1, 4), ("fsdp", None), ()),
+    "HSDP": ((2, 4), ("fsdp", None), "data"),
+    "TP": ((1, 1, 4), (None, "tp"), ()),
+    "FSDP x TP": ((1, 4, 2), ("fsdp", "tp"), ()),
+    "ZeRO-2 x FSDP x TP": ((2, 2, 2), ("fsdp", "tp"), "data"),
+    "columns of FSDP": ((1, 8), (None, "fsdp"), ()),
+}
+
+
+def layout(name, kind=AUTO):
+    """Mesh, specs and `divide` of a layout, for `on_mesh`."""
+    shape, axes, divide = LAYOUTS[name]
+    mesh = mesh_of(*shape, kind=kind)
+    return mesh, fitting(mesh, *axes), divide
+
+
+def place(tree, mesh, specs):
+    """Arrays on the mesh, with specs as JAX writes them."""
+
+    def put(path, x):
+        spec = specs(path)
+        if AxisType.Auto in mesh.axis_types:
+            while len(spec) and spec[-1] is None:
+                spec = P(*spec[:-1])
+        return jax.device_put(np.array(x), NamedSharding(mesh, spec))
+
+    return {path: put(path, x) for path, x in tree.items()}
+
+
+@functools.cache
+def one_device(name, problem="mixed", steps=20, dtype="float32", **settings):
+    """Start, end and losses of a recipe on one device."""
+    params, weights = problems.draw(problem, dtype)
+    loss, data = problems.loss_of(weights), problems.batches(steps, dtype=dtype)
+    tx = recipe(name, dtype=dtype, **settings)
+    result, _, losses = problems.single_device(tx, loss, params, data)
+    return params, jax.device_get(result), losses
+
+
+def plain_step(tx, loss):
+    """A jitted step of a user who knows nothing but optax."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def train_on_mesh(
+    name, where, *, kind=AUTO, steps=20, dtype="float32", eager=False, **kw
+):
+    """Train "mixed" by `on_mesh` in plain jit; parameters, state and losses."""
+    mesh, specs, divide = layout(where, kind)
+    params, weights = problems.draw("mixed", dtype)
+    given = None if kind == EXPLICIT else specs
+    tx = jm.on_mesh(recipe(name, dtype=dtype, **kw), mesh, given, divide, min_size=1)
+    # The user's own loss names no axes of the mesh; JAX would ask for them.
+    context = jax.set_mesh(mesh) if kind == EXPLICIT else contextlib.nullcontext()
+    step = plain_step(tx, problems.loss_of(weights))
+    params, losses = place(params, mesh, specs), []
+    with context:
+        state = tx.init(params) if eager else jax.jit(tx.init)(params)
+        for batch in problems.batches(steps, dtype=dtype):
+            params, state, value = step(params, state, batch)
+            losses.append(float(value))
+    assert step._cache_size() == 1
+    assert_lies(params, mesh, specs)
+    assert_bit_identical_on_devices((params, state))
+    return params, state, losses
+
+
+def assert_lies(params, mesh, specs):
+    """Parameters lie where they did at the start."""
+    for path, x in params.items():
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, specs(path)), x.ndim)
+
+
+def assert_bit_identical_on_devices(tree):
+    """Devices that repeat a piece have the same bits."""
+    for leaf in jax.tree.leaves(tree):
+        seen = {}
+        for shard in leaf.addressable_shards:
+            piece = np.asarray(shard.data)
+            first = seen.setdefault(str(shard.index), piece)
+            np.testing.assert_array_equal(first, piece)
+
+
+def on_a_device(tree):
+    """Bytes that the first device of a mesh holds of a tree."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+def train_step_run(step, params, data):
+    """Train by a `TrainStep`; parameters, state and losses."""
+    params, state = step.init(params)
+    losses = []
+    for batch in data:
+        params, state, metrics = step(params, state, batch)
+        losses.append(float(metrics["loss"]))
+    assert step.cache_size() == 1
+    assert_bit_identical_on_devices((params, state))
+    return params, state, losses
+
+
+def copy(tree):
+    """Arrays that may be donated."""
+    return jax.tree.map(jnp.copy, tree)

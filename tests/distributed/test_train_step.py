@@ -1,0 +1,284 @@
+"""`make_train_step`: what one device gives, in every form, sent as it says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jax_muon as jm
+from jax_muon.mesh.traffic import collectives
+from tests.distributed import layouts, problems
+from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of, recipe
+from tests.distributed.test_layouts import BOUND
+
+
+def make(where="ZeRO-2 on 4", tx=None, kind=AUTO, loss=None, problem="mixed", **given):
+    """A step for a layout, whose batches go over the axes that repeat parameters."""
+    shape, axes, divide = layouts.LAYOUTS[where]
+    mesh = mesh_of(*shape, kind=kind)
+    batch_axes = {"FSDP": "fsdp", "HSDP": ("data", "fsdp")}.get(where, divide or "data")
+    if loss is None:
+        loss = problems.loss_of(problems.draw(problem)[1])
+    return jm.make_train_step(
+        loss,
+        recipe() if tx is None else tx,
+        mesh,
+        axis=batch_axes,
+        specs=layouts.fitting(mesh, *axes) if axes else None,
+        min_size=given.pop("min_size", 1),
+        **given,
+    )
+
+
+FORMS = {
+    "ZeRO-2": ("ZeRO-2 on 8", {}),
+    "ZeRO-2, Explicit": ("ZeRO-2 on 8", {"kind": EXPLICIT}),
+    "ZeRO-2, gathered first": ("ZeRO-2 on 8", {"parameters": "divided"}),
+    "two axes, gathered first": ("ZeRO-2 over two axes", {"parameters": "divided"}),
+    "FSDP": ("FSDP", {}),
+    "HSDP": ("HSDP", {}),
+    "HSDP, gathered first": ("HSDP", {"parameters": "divided"}),
+    "ZeRO-2 x TP": ("ZeRO-2 x FSDP x TP", {}),
+    "microbatches": ("ZeRO-2 on 4", {"microbatches": 4}),
+    "scattered": ("ZeRO-2 on 4", {"microbatches": 4, "accumulate": "scattered"}),
+    "scattered, gathered first": (
+        "HSDP",
+        {"microbatches": 2, "accumulate": "scattered", "parameters": "divided"},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_equals_one_device(form):
+    where, given = FORMS[form]
+    start, expected, losses = layouts.one_device("nanochat", steps=10)
+    result, _, got = layouts.train_step_run(
+        make(where, **given), start, problems.batches(10)
+    )
+    assert problems.distance(result, expected, start) < BOUND
+    np.testing.assert_allclose(got, losses, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("problem", [p for p in problems.PROBLEMS if p != "mixed"])
+def test_every_problem(problem):
+    """Few matrices for many devices, shapes that nothing divides."""
+    if problem == "no matrices":
+        params, _ = problems.draw(problem)
+        with pytest.raises(ValueError, match="no parameter has that label"):
+            make(problem=problem).init(params)
+        return
+    start, expected, _ = layouts.one_device("nanochat", problem, steps=5)
+    step = make("ZeRO-2 on 8", problem=problem)
+    result, _, _ = layouts.train_step_run(step, start, problems.batches(5))
+    assert problems.distance(result, expected, start) < BOUND
+
+
+def test_a_state_goes_on_in_another_form(tmp_path):
+    """Saved by ZeRO-2, restored divided between steps: what `abstract` is for."""
+    start, expected, _ = layouts.one_device("nanochat", steps=10)
+    data = problems.batches(10)
+    params, state, _ = layouts.train_step_run(make(), start, data[:5])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "5", {"params": params, "state": state})
+    step = make("ZeRO-2 on 8", parameters="divided")
+    target = dict(zip(("params", "state"), step.abstract(start), strict=True))
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "5", target)
+    params, state = restored["params"], restored["state"]
+    for batch in data[5:]:
+        params, state, _ = step(params, state, batch)
+    assert step.cache_size() == 1
+    assert problems.distance(params, expected, start) < BOUND
+
+
+def test_buffers_are_donated_and_the_users_own_stay():
+    params, _ = problems.draw("mixed")
+    step = make()
+    placed, state = step.init(params)
+    old = placed
+    step(placed, state, problems.batches(1)[0])
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+
+# --- gradients: weights, aux, dtypes --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"microbatches": 2}, {"microbatches": 2, "accumulate": "scattered"}],
+    ids=["whole", "microbatches", "scattered"],
+)
+def test_weights_that_differ_between_devices(given):
+    """A masked mean: the devices' batches have 0 to 4 samples that count."""
+    params, weights = problems.draw("mixed")
+    plain, data = problems.loss_of(weights), problems.batches(5)
+    mask = np.array([1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0], np.float32)
+    masked = [(batch, jnp.asarray(mask)) for batch in data]
+
+    def loss(params, batch):
+        samples, mask = batch
+        count = jnp.sum(mask)
+        scaled = samples * mask[:, None] * (len(mask) / jnp.maximum(count, 1))[None]
+        return plain(params, scaled), count
+
+    kept = [batch[mask == 1] for batch in data]
+    expected, _, losses = problems.single_device(recipe(), plain, params, kept)
+    step = make(loss=loss, weighted=True, **given)
+    result, _, got = layouts.train_step_run(step, params, masked)
+    assert problems.distance(result, expected, params) < BOUND
+    # They pass zero: rounding is that of their terms, of the size of the largest.
+    np.testing.assert_allclose(got, losses, rtol=0, atol=1e-6 * np.abs(losses).max())
+
+
+def test_a_batch_in_which_nothing_counts_moves_little():
+    """No gradient at all: finite, and no more than decay and rounding."""
+    params, weights = problems.draw("one matrix only")
+    plain = problems.loss_of(weights)
+    step = make(loss=lambda p, b: (plain(p, b), 0.0), weighted=True)
+    placed, state = step.init(params)
+    after, _, metrics = step(placed, state, problems.batches(1)[0])
+    assert metrics["loss"] == 0
+    assert jnp.max(jnp.abs(after["w"] - params["w"])) < 0.02 * 0.1
+
+
+def test_float16_means_and_weights_do_not_overflow():
+    """Gradients of 9000 on eight devices: float16 cannot hold the sum, nor weights."""
+    params = {"w": jnp.zeros((8, 16), jnp.float16)}
+    batch = jnp.ones((8, 1), jnp.float16)
+
+    def loss(p, b):
+        return jnp.mean(b) * jnp.sum(p["w"]) * jnp.float16(9000), 1e5
+
+    step = make("ZeRO-2 on 8", optax.sgd(1e-3), loss=loss, weighted=True)
+    after, _, metrics = step(*step.init(params), batch)
+    np.testing.assert_allclose(after["w"], -9.0, rtol=1e-2)
+    assert metrics["loss"] == 0
+
+
+def test_aux_is_averaged():
+    params, weights = problems.draw("one matrix only")
+    plain, batch = problems.loss_of(weights), problems.batches(1)[0]
+
+    def loss(params, batch):
+        return plain(params, batch), {"mean": jnp.mean(batch)}
+
+    step = make(loss=loss, has_aux=True, microbatches=2)
+    _, _, metrics = step(*step.init(params), batch)
+    np.testing.assert_allclose(metrics["aux"]["mean"], jnp.mean(batch), rtol=1e-5)
+
+
+@pytest.mark.parametrize("parameters", ["as specs", "divided"])
+@pytest.mark.parametrize("wire", ["reduce_dtype", "gather_dtype"])
+def test_dtypes_on_the_wire(wire, parameters):
+    params, _ = problems.draw("five of one shape")
+    data = problems.batches(3)
+    tx = optax.sgd(0.1, momentum=0.9)
+    given = {"tx": tx, "problem": "five of one shape", "parameters": parameters}
+    exact, _, _ = layouts.train_step_run(make(**given), params, data)
+    coarse, _, _ = layouts.train_step_run(
+        make(**given, **{wire: jnp.bfloat16}), params, data
+    )
+    assert 1e-6 < problems.distance(coarse, exact, params) < 2e-2  # roundings of 2^-9
+
+
+# --- what is sent ---------------------------------------------------------------------
+
+
+def test_zero2_scatters_each_leaf_and_nothing_twice():
+    """A device sends (N-1)/N of all bytes in reduce-scatters, but for small leaves."""
+    params, _ = problems.draw("mixed")
+    step = make("ZeRO-2 on 8", optax.adam(1e-3), min_size=200)
+    sent = collectives(step._step, *step.abstract(params), problems.batches(1)[0])
+    by_kind = {}
+    for one in sent:
+        by_kind.setdefault(one.kind, []).append(one)
+    divided = {  # the others are small, or 8 does not divide them
+        k: x.nbytes
+        for k, x in params.items()
+        if x.size >= 200 and any(n % 8 == 0 for n in x.shape)
+    }
+    assert sorted(one.sent_bytes for one in by_kind["reduce-scatter"]) == sorted(
+        size * 7 / 8 for size in divided.values()
+    )
+    summed = {k for k in params if k not in divided}
+    sizes = sorted(one.input_bytes for one in by_kind["all-reduce"])
+    assert sizes == sorted([4, *(params[k].nbytes for k in summed)])  # and the loss
+
+
+@pytest.mark.parametrize("form", ["ZeRO-2", "FSDP", "HSDP, gathered first"])
+def test_plan_counts_what_a_step_sends(form):
+    where, given = FORMS[form]
+    params, _ = problems.draw("mixed")
+    step = make(where, min_size=200, **given)
+    shapes, state = step.abstract(params)
+    planned = jm.plan(step.tx, shapes)
+    sent = collectives(step._step, shapes, state, problems.batches(1)[0])
+    scalars = sum(one.sent_bytes for one in sent if one.shapes == ((),))
+    total = sum(one.sent_bytes for one in sent) - scalars
+    # What is gathered at the end, outside shard_map, is XLA's to place.
+    late = 0
+    for leaf in planned.parameters:
+        if leaf.spec != leaf.state_spec:
+            count = planned.sizes["data"] if where == "HSDP" else planned.devices
+            late += params[leaf.parameter.path].nbytes * (count - 1) / count
+    assert total == pytest.approx(sum(planned.sent_bytes.values()) - late)
+
+
+def test_parameters_divided_between_steps_are_gathered_once():
+    params, _ = problems.draw("mixed")
+    step = make("ZeRO-2 on 8", parameters="divided")
+    abstract, state = step.abstract(params)
+    divided = [x for x in jax.tree.leaves(abstract) if any(x.sharding.spec)]
+    sent = collectives(step._step, abstract, state, problems.batches(1)[0])
+    gathers = [one for one in sent if one.kind == "all-gather"]
+    # Beside those of parameters, small matrices are gathered to be orthogonalized.
+    sizes = [one.input_bytes for one in gathers[: len(divided)]]
+    assert sorted(sizes) == sorted(x.size * 4 // 8 for x in divided)
+
+
+# --- errors ---------------------------------------------------------------------------
+
+
+def test_batches_that_do_not_divide():
+    params, _ = problems.draw("one matrix only")
+    step = make(problem="one matrix only", microbatches=3)
+    placed, state = step.init(params)
+    with pytest.raises(ValueError, match="4 devices x 3 microbatches"):
+        step(placed, state, problems.batches(1)[0])
+    assert not placed["w"].is_deleted()
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"axis": "model"}, "axis='model'; expected axes of the mesh"),
+        ({"divide": "model"}, "divide='model'; expected axes of the mesh"),
+        ({"microbatches": 0}, "microbatches=0"),
+        ({"accumulate": "never"}, "accumulate='never'"),
+        ({"parameters": "everywhere"}, "parameters='everywhere'"),
+        ({"max_aux": "logits"}, "max_aux=.*has_aux=True"),
+        ({"reduce_dtype": "int8"}, "reduce_dtype='int8'; expected"),
+    ],
+)
+def test_arguments(given, match):
+    with pytest.raises(ValueError, match=match):
+        jm.make_train_step(lambda p, b: 0.0, jm.nanochat(), mesh_of(2), **given)
+
+
+def test_explicit_axes_beside_those_of_the_batch():
+    mesh = mesh_of(2, 2, kind=EXPLICIT)
+    with pytest.raises(ValueError, match="'fsdp' has Explicit axes; expected a mesh with Auto"):
+        jm.make_train_step(lambda p, b: 0.0, jm.nanochat(), mesh, specs=P("fsdp"))
+
+
+def test_a_state_of_something_else():
+    params, _ = problems.draw("one matrix only")
+    step = make(problem="one matrix only")
+    placed, _ = step.init(params)
+    with pytest.raises(ValueError, match="state is not one of this optimizer"):
+        step(placed, jm.muon().init(params), problems.batches(1)[0])
+    assert not placed["w"].is_deleted()
