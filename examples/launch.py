@@ -2,9 +2,12 @@
 
     python examples/launch.py 2 examples/train_gpt.py --sharding zero2 --devices 4
 
-What a cluster does for real: see docs/zero2.md. If one process fails, all are stopped.
+What a cluster does for real: see docs/many_devices.md. If one process fails, all are
+stopped.
+Ctrl-C reaches all of them, and they end by themselves.
 """
 
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +24,7 @@ def main() -> None:
         subprocess.Popen([sys.executable, *command, *flags, f"--process-id={number}"])
         for number in range(count)
     ]
+    signal.signal(signal.SIGINT, lambda number, frame: None)
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
             for process in processes:

@@ -1,38 +1,47 @@
-"""Where a run lives: on one device, or on the devices of a mesh in one of three ways.
+"""Where a run lives: on one device, or on a mesh of many. The mesh alone tells how.
 
-  zero2:    every device holds the parameters, and a part of the optimizer's state.
-  fsdp:     every device holds a part of each, and its part of the batch.
+  none:     one device.
+  zero2:    every device holds all parameters, and a part of the optimizer's state.
+  fsdp:     every device holds a part of each parameter, too.
   fsdp,tp:  heads and the inside of the MLP are divided as well, over a second axis of
             the mesh, along which the batch is the same.
+  hsdp:     fsdp within groups of devices that repeat one another, but for the state,
+            of which every device holds a part.
 
-What a checkpoint holds is the same in all of them, so that a run may go on in another.
+One `jax_muon.make_train_step` serves them all. What a checkpoint holds is the same in
+all of them, so that a run may go on in another.
 """
 
 import argparse
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import jax_muon as jm
+# Axes of the mesh. They are Auto, so that the model says nothing of them.
+AXES = {
+    "none": ("data",),
+    "zero2": ("data",),
+    "fsdp": ("fsdp",),
+    "fsdp,tp": ("fsdp", "tp"),
+    "hsdp": ("data", "fsdp"),
+}
 
 # For kernels (in, out): what a block reads from its stream, and what it adds to it.
-COLUMNS = PartitionSpec("fsdp", "tp")
-ROWS = PartitionSpec("tp", "fsdp")
+COLUMNS = ("fsdp", "tp")
+ROWS = ("tp", "fsdp")
 SPECS = {
     **dict.fromkeys(("q", "k", "v", "up", "lm_head"), COLUMNS),
     **dict.fromkeys(("out", "down", "embed"), ROWS),  # embed: (vocabulary, width)
 }
 
 
-def connect(options: argparse.Namespace) -> "Layout":
+def connect(options: argparse.Namespace) -> Mesh:
     """Joins the other processes, if there are any, and lays out the devices of all.
 
     Raises:
@@ -46,178 +55,98 @@ def connect(options: argparse.Namespace) -> "Layout":
     if options.distributed:
         given = (options.coordinator, options.processes, options.process_id)
         jax.distributed.initialize(*given)  # None: the cluster tells
-    if options.sharding == "none":
-        return Layout()
     here = jax.local_device_count()
-    if options.devices and options.devices > here:
+    used = 1 if options.sharding == "none" else options.devices
+    if used and used > here:
         raise ValueError(
-            f"--devices {options.devices}: this process has {here} "
-            f"{jax.default_backend()} devices; valid are 1 to {here}"
+            f"--devices {used}: this process has {here} {jax.default_backend()} "
+            f"devices; expected 1 to {here}"
         )
     devices = [
         device
         for process in range(jax.process_count())
-        for device in jax.local_devices(process)[: options.devices]
+        for device in jax.local_devices(process)[:used]
     ]
     count = len(devices)
-    if options.sharding == "fsdp,tp":
-        shape = options.mesh or (count // 2, 2)
-        if math.prod(shape) != count:
-            raise ValueError(
-                f"a mesh of {' x '.join(map(str, shape))} for {count} devices; valid "
-                f"with --mesh FSDP,TP are two numbers whose product is {count}"
-            )
-        layout = Layout(Mesh(np.array(devices).reshape(shape), ("fsdp", "tp")))
-    elif options.sharding == "fsdp":
-        layout = Layout(Mesh(np.array(devices), ("fsdp",)))
-    else:
-        layout = Zero2(Mesh(np.array(devices), ("data",)))
-    parts = layout.mesh.shape[layout.batch_axis]
+    # By default 2 groups that repeat one another, and 2 devices along tp.
+    pair = {"hsdp": (2, count // 2), "fsdp,tp": (count // 2, 2)}
+    shape = options.mesh or pair.get(options.sharding, (count,))
+    if math.prod(shape) != count:
+        raise ValueError(
+            f"a mesh of {' x '.join(map(str, shape))} for {count} devices; expected "
+            f"with --mesh A,B two numbers whose product is {count}"
+        )
+    mesh = Mesh(np.array(devices).reshape(shape), AXES[options.sharding])
+    parts = math.prod(mesh.shape[name] for name in batch_axes(mesh))
     if options.batch_size % parts:
         raise ValueError(
             f"--batch-size {options.batch_size} does not divide over {parts} "
-            f"devices; valid are multiples of {parts}"
+            f"devices; expected a multiple of {parts}"
         )
-    return layout
+    return mesh
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """One device, or parameters that are divided over a mesh: plain jit either way.
-
-    The axes of the mesh are Auto, so that the model says nothing of them: the compiler
-    divides its work as parameters and batches lie.
-    """
-
-    mesh: Mesh | None = None
-    batch_axis = "fsdp"
-
-    @property
-    def writes(self) -> bool:
-        """Whether this process is the one that writes files and shows progress."""
-        return jax.process_index() == 0
-
-    def wait(self, what: str) -> None:
-        """Until all processes are here."""
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(what)
-
-    def place(self, params: Any) -> Any:
-        """The parameters where the run needs them."""
-        if self.mesh is None:
-            return params
-        return jax.device_put(params, shardings(params, self.mesh))
-
-    def settings(self, params: Any) -> dict[str, Any]:
-        """What the optimizers of jax_muon have to know: more arguments of a recipe."""
-        if self.mesh is None:
-            return {}
-        return {"mesh": self.mesh, "specs": places(params)}
-
-    def init(self, tx: optax.GradientTransformation, params: Any) -> Any:
-        """The state of an optimizer at the beginning."""
-        there = places(jm.abstract_portable(tx, params, self.mesh))
-        return jax.jit(tx.init, out_shardings=there)(params)
-
-    def make_step(
-        self,
-        loss: Callable[[Any, Any], tuple[jax.Array, dict[str, Any]]],
-        tx: optax.GradientTransformation,
-        max_aux: tuple[str, ...] = (),
-    ) -> Callable[[Any, Any, Any], tuple[Any, Any, dict[str, Any]]]:
-        """A compiled step: (params, state, batch) to (params, state, metrics).
-
-        Those entries beside the loss that max_aux names go to the optimizer, too.
-        """
-
-        def step(params, state, batch):
-            gradient = jax.value_and_grad(loss, has_aux=True)
-            (value, aux), grads = gradient(params, batch)
-            extra = {name: aux[name] for name in max_aux}
-            updates, state = tx.update(grads, state, params, **extra)
-            metrics = {"loss": value, "aux": aux}
-            return optax.apply_updates(params, updates), state, metrics
-
-        return jax.jit(step, donate_argnums=(0, 1))
-
-    def batch(self, windows: np.ndarray) -> Any:
-        """Batches (16, 129) or (8, 16, 129), their windows spread over the devices."""
-        if self.mesh is None:
-            return windows
-        spec = PartitionSpec(*[None] * (windows.ndim - 2), self.batch_axis)
-        sharding = NamedSharding(self.mesh, spec)
-        return jax.make_array_from_callback(
-            windows.shape, sharding, windows.__getitem__
-        )
-
-    def gather(self, params: Any) -> Any:
-        """The parameters whole, in the memory of every process."""
-        if self.mesh is not None:
-            whole = NamedSharding(self.mesh, PartitionSpec())
-            params = jax.jit(lambda params: params, out_shardings=whole)(params)
-        return jax.device_get(params)
-
-    def abstract(self, tx: optax.GradientTransformation, params: Any) -> dict[str, Any]:
-        """Shapes and places of what a checkpoint of this run holds."""
-        return {
-            "params": jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-                params,
-            ),
-            "opt_state": jm.abstract_portable(tx, params, self.mesh),
-        }
-
-    def save(self, params: Any, state: Any) -> dict[str, Any]:
-        """What a checkpoint holds."""
-        return {"params": params, "opt_state": jm.to_portable(state)}
-
-    def restore(
-        self, tx: optax.GradientTransformation, saved: dict[str, Any]
-    ) -> tuple[Any, Any]:
-        """Parameters and state from a checkpoint of any layout."""
-        params = saved["params"]
-        return params, jm.from_portable(tx, params, saved["opt_state"], self.mesh)
+def batch_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes of the mesh that divide batches."""
+    return tuple(name for name in mesh.axis_names if name != "tp")
 
 
-class Zero2(Layout):
-    """Parameters that every device holds, and optimizers that divide their own work."""
-
-    batch_axis = "data"
-
-    def place(self, params: Any) -> Any:
-        return jax.device_put(params, NamedSharding(self.mesh, PartitionSpec()))
-
-    def settings(self, params: Any) -> dict[str, Any]:
-        return {"zero2_axis": "data"}
-
-    def init(self, tx: optax.GradientTransformation, params: Any) -> Any:
-        return jm.init_optimizer(tx, params, self.mesh)
-
-    def make_step(self, loss, tx, max_aux=()):
-        return jm.make_train_step(loss, tx, self.mesh, has_aux=True, max_aux=max_aux)
-
-
-def places(tree: Any) -> Any:
-    """Where the arrays of a tree lie."""
-    return jax.tree.map(lambda x: x.sharding, tree)
-
-
-def shardings(params: Any, mesh: Mesh) -> Any:
-    """Where parameters go: `SPECS` by the last name that is in it.
+def specs(params: Any, mesh: Mesh) -> Any:
+    """How parameters lie between steps: `SPECS` by the last name that is in it.
 
     An axis that the devices do not divide stays whole.
     """
 
-    def sharding(key_path: tuple[Any, ...], x: jax.Array) -> NamedSharding:
+    def spec(key_path: tuple[Any, ...], x: jax.Array) -> PartitionSpec:
         path = jax.tree_util.keystr(key_path, simple=True, separator="/")
-        spec = next(SPECS[name] for name in path.split("/") if name in SPECS)
-        sizes = [mesh.shape.get(name, 1) for name in spec]
-        entries = [
-            name if devices > 1 and size % devices == 0 else None
-            for name, devices, size in zip(spec, sizes, x.shape, strict=True)
-        ]
-        while entries and entries[-1] is None:
-            entries.pop()  # as jit writes it, or it would compile the second step again
-        return NamedSharding(mesh, PartitionSpec(*entries))
+        names = next(SPECS[name] for name in path.split("/") if name in SPECS)
+        return PartitionSpec(
+            *(
+                name if name in mesh.shape and size % mesh.shape[name] == 0 else None
+                for name, size in zip(names, x.shape, strict=True)
+            )
+        )
 
-    return jax.tree_util.tree_map_with_path(sharding, params)
+    return jax.tree_util.tree_map_with_path(spec, params)
+
+
+def put(windows: np.ndarray, mesh: Mesh) -> jax.Array:
+    """Batches (16, 129) or (8, 16, 129), their windows spread over the devices."""
+    spec = PartitionSpec(*[None] * (windows.ndim - 2), batch_axes(mesh))
+    return jax.make_array_from_callback(
+        windows.shape, NamedSharding(mesh, spec), windows.__getitem__
+    )
+
+
+def gather(params: Any, mesh: Mesh) -> Any:
+    """The parameters whole, in the memory of every process."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.device_get(jax.jit(lambda x: x, out_shardings=whole)(params))
+
+
+def writes() -> bool:
+    """Whether this process is the one that writes files and shows progress."""
+    return jax.process_index() == 0
+
+
+def in_any(flag: bool) -> bool:
+    """Whether a flag is up in any of the processes, all of which ask at this point."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.array(flag)).any())
+
+
+def once(function: Callable[..., Any], *args: Any) -> None:
+    """Calls a function in the process that writes, while all others wait for it.
+
+    Raises:
+        Exception: what the function raises, in every process, so that none waits on.
+    """
+    error = None
+    if writes():
+        try:
+            function(*args)
+        except Exception as raised:
+            error = raised
+    if in_any(error is not None):
+        raise error or ValueError("the first process could not go on; it says why")

@@ -7,11 +7,10 @@ a comparison is one of matrices alone.
 
 import json
 import pathlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
 import jax_muon as jm
 
@@ -27,62 +26,53 @@ class Rates(NamedTuple):
     weight_decay: optax.Schedule
 
 
-def nanochat(rates: Rates, **where: Any) -> optax.GradientTransformation:
+def nanochat(rates: Rates) -> optax.GradientTransformation:
     return jm.nanochat(
         rates.learning_rate,
         rates.momentum,
         rates.weight_decay,
         adamw_learning_rate=rates.adamw_learning_rate,
         dtype="float32",
-        **where,
     )
 
 
-def muon(rates: Rates, **where: Any) -> optax.GradientTransformation:
+def muon(rates: Rates) -> optax.GradientTransformation:
     return jm.muon(
         rates.learning_rate,
         adamw_learning_rate=rates.adamw_learning_rate,
         dtype="float32",
-        **where,
     )
 
 
-def normuon(rates: Rates, **where: Any) -> optax.GradientTransformation:
+def normuon(rates: Rates) -> optax.GradientTransformation:
     return jm.normuon(
         rates.learning_rate,
         adamw_learning_rate=rates.adamw_learning_rate,
         dtype="float32",
-        **where,
     )
 
 
-def moonlight(rates: Rates, **where: Any) -> optax.GradientTransformation:
+def moonlight(rates: Rates) -> optax.GradientTransformation:
     return jm.moonlight(
         rates.learning_rate,
         adamw_learning_rate=rates.adamw_learning_rate,
         adamw_weight_decay=0.0,
         dtype="float32",
-        **where,
     )
 
 
-def adamw(rates: Rates, **where: Any) -> optax.GradientTransformation:
-    transforms = {
-        "muon": optax.adamw(rates.learning_rate, 0.9, 0.95, weight_decay=0.1),
-        "adamw": optax.adamw(
-            rates.adamw_learning_rate, 0.8, 0.95, 1e-10, weight_decay=0.0
-        ),
-    }
-    if axis := where.get("zero2_axis"):  # elementwise: other layouts need no care
-        transforms = {k: jm.zero2_rows(tx, axis) for k, tx in transforms.items()}
-    return optax.multi_transform(transforms, jm.label_params)
+def adamw(rates: Rates) -> optax.GradientTransformation:
+    return jm.partition(
+        {
+            "muon": optax.adamw(rates.learning_rate, 0.9, 0.95, weight_decay=0.1),
+            "adamw": optax.adamw(
+                rates.adamw_learning_rate, 0.8, 0.95, 1e-10, weight_decay=0.0
+            ),
+        }
+    )
 
 
 OPTIMIZERS = {f.__name__: f for f in (nanochat, muon, normuon, moonlight, adamw)}
-
-
-# The factor of scale_by_shape that each of them amounts to, for the table.
-SHAPE_RULES = {"normuon": "rms_0.2", "moonlight": "rms_0.2", "adamw": "none"}
 
 
 def best_rates(name: str) -> dict[str, float]:
@@ -98,12 +88,10 @@ def make_optimizer(
     learning_rate: float,
     adamw_learning_rate: float,
     qk_clip: float | None = None,
-    **where: Any,
 ) -> optax.GradientTransformation:
     """The optimizer for a run of so many steps with these highest learning rates.
 
-    With `qk_clip`, attention logits above that make their weights smaller. `where` is
-    what a recipe has to know of a mesh.
+    With `qk_clip`, attention logits above that make their weights smaller.
     """
     tx = OPTIMIZERS[name](
         Rates(
@@ -111,22 +99,9 @@ def make_optimizer(
             trapezoid(adamw_learning_rate, steps),
             optax.linear_schedule(0.85, 0.95, min(300, steps // 2)),
             optax.linear_schedule(0.1, 0.0, steps),
-        ),
-        **where,
+        )
     )
     return tx if qk_clip is None else optax.chain(tx, jm.clip_qk(qk_clip))
-
-
-def table(
-    name: str,
-    tx: optax.GradientTransformation,
-    params: optax.Params,
-    mesh: Mesh | None = None,
-) -> str:
-    """What the optimizer does with each parameter, and which device with a matrix."""
-    mesh = mesh if name != "adamw" else None  # which computes no matrix whole
-    rule = SHAPE_RULES.get(name, "max_ratio")
-    return jm.describe(params, tx=tx, rule=rule, mesh=mesh)
 
 
 def trapezoid(peak: float, steps: int) -> optax.Schedule:

@@ -1,30 +1,102 @@
 """The folder of a training run: its metrics, checkpoints and pictures.
 
 A run may be killed at any moment and go on from its last checkpoint. Checkpoints appear
-whole or not at all (orbax sees to that). The metrics of every step before a checkpoint
-are in the file before the checkpoint is; those of later steps are dropped when the run
-goes on, since these steps are taken again.
+whole or not at all (orbax sees to that), and one that was damaged later is passed over
+for the one before. The metrics of every step before a checkpoint are in the file before
+the checkpoint is; those of later steps are dropped when the run goes on, since these
+steps are taken again.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import pathlib
+import signal
+import socket
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from layouts import in_any, once
 from matplotlib.figure import Figure
 
 
-def set_aside(folder: pathlib.Path) -> None:
-    """Makes place for a new run: renames an old runs/NAME to runs/NAME.1, .2, ..."""
-    if folder.exists():
+@contextlib.contextmanager
+def locked(folder: pathlib.Path) -> Iterator[None]:
+    """Keeps a folder to one run, until it ends or its process dies.
+
+    Raises:
+        ValueError: another run has it.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f".{folder.name}.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise ValueError(
+                f"{folder} is in use by {file.read()}; expected another --name, or to "
+                "wait until that run has ended"
+            ) from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+class Stop:
+    """Whether Ctrl-C, or the SIGTERM of a cluster, has asked the run to end.
+
+    It does so when it has saved its state, and at once when it is asked again.
+    """
+
+    asked = False
+
+    def __call__(self, number: int, frame: Any) -> None:
+        del number, frame
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[Stop]:
+    """Signals set a flag, so that no step ends between two of its arrays."""
+    stop = Stop()
+    before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def set_aside(path: pathlib.Path) -> None:
+    """Makes place for a new one: renames an old runs/NAME to runs/NAME.1, .2, ..."""
+    if path.exists():
         number = 1
-        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+        while (aside := path.with_name(f"{path.name}.{number}")).exists():
             number += 1
-        folder.rename(aside)
-        print(f"{folder} was there: it is {aside} now")
+        path.rename(aside)
+        print(f"{path} was there: it is {aside} now")
+
+
+def parse_json(text: str, where: str) -> dict[str, Any]:
+    """An object in JSON.
+
+    Raises:
+        ValueError: it is none, or only the beginning of one.
+    """
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is damaged: {error}; expected JSON") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} is {text:.40}; expected an object in JSON")
+    return found
 
 
 def write(path: pathlib.Path, text: str) -> None:
@@ -35,6 +107,10 @@ def write(path: pathlib.Path, text: str) -> None:
     os.replace(part, path)
 
 
+class OtherModelError(ValueError):
+    """A checkpoint holds other parameters than those of this run."""
+
+
 class Checkpoints:
     """The last two checkpoints of a run, written while it trains on."""
 
@@ -43,35 +119,74 @@ class Checkpoints:
         self.manager = ocp.CheckpointManager(
             folder.absolute(),
             item_handlers=ocp.StandardCheckpointHandler(),
-            options=ocp.CheckpointManagerOptions(max_to_keep=2),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=2, cleanup_tmp_directories=True
+            ),
         )
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        self.manager.save(step, args=ocp.args.StandardSave(state))
+    def save(self, step: int, params: Any, state: Any) -> None:
+        saved = {"params": params, "opt_state": state}
+        self.manager.save(step, args=ocp.args.StandardSave(saved))
 
-    def restore(self, abstract: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
-        """Returns the last step and its state, or 0 and None.
+    def restore(self, params: Any, state: Any) -> tuple[int, Any, Any]:
+        """The last step whose checkpoint can be read, and what it holds.
+
+        Newer ones, which are damaged, are set aside with a warning.
 
         Args:
-            abstract: shapes, dtypes and places of the state.
+            params: shapes, dtypes and places of the parameters.
+            state: those of the optimizer's state.
+
+        Returns:
+            The step, parameters and state; 0 and None where there is no checkpoint.
 
         Raises:
-            ValueError: the checkpoint's parameters are those of another model.
+            OtherModelError: the checkpoint's parameters are those of another model.
+            ValueError: none of the checkpoints can be read.
         """
-        step = self.manager.latest_step()
-        if step is None:
-            return 0, None
+        errors: dict[int, Exception | None] = {}
+        for step in sorted(self.manager.all_steps(), reverse=True):
+            errors[step] = None
+            try:
+                found = self._read(step, {"params": params, "opt_state": state})
+            except OtherModelError:
+                raise
+            except Exception as error:  # orbax has many kinds of them
+                errors[step] = error
+            if not in_any(errors[step] is not None):
+                break
+        else:
+            if not errors:
+                return 0, None, None
+            raise ValueError(
+                f"none of the checkpoints in {self.folder} can be read: "
+                f"{sorted(errors)}; expected another --name, or a new run without "
+                "--resume"
+            ) from next(iter(errors.values()))
+        del errors[step]
+        for damaged, error in errors.items():
+            path = self.folder / str(damaged)
+            reason = str(error or "in another process").partition("\n")[0]
+            print(f"warning: {path} is damaged and passed over for {step}: {reason}")
+            once(set_aside, path)
+        self.manager.reload()
+        # A run that was killed between writing one and deleting another left three.
+        for old in sorted(self.manager.all_steps())[:-2]:
+            self.manager.delete(old)
+        return step, found["params"], found["opt_state"]
+
+    def _read(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
         saved = shapes(self.manager.item_metadata(step)["params"])
-        wanted = shapes(abstract["params"])
-        for path in sorted(saved | wanted):
-            if saved.get(path) != wanted.get(path):
-                raise ValueError(
+        here = shapes(wanted["params"])
+        for path in sorted(saved | here):
+            if saved.get(path) != here.get(path):
+                raise OtherModelError(
                     f"{self.folder / str(step)} is of another model: {path} is "
                     f"{saved.get(path, 'missing')} there and "
-                    f"{wanted.get(path, 'missing')} in this one. Valid are the --width "
-                    f"and --depth that the run began with, or another --name"
+                    f"{here.get(path, 'missing')} in this one; expected the --width "
+                    "and --depth that the run began with, or another --name"
                 )
-        return step, self.manager.restore(step, args=ocp.args.StandardRestore(abstract))
+        return self.manager.restore(step, args=ocp.args.StandardRestore(wanted))
 
     def close(self) -> None:
         self.manager.close()  # waits for what is being written
@@ -89,8 +204,8 @@ def shapes(params: Any) -> dict[str, tuple[int, ...]]:
 class Metrics:
     """metrics.jsonl, one line a step.
 
-    The numbers stay on the device until they are flushed. Who keeps the newest ones
-    back does not wait for steps that still run.
+    The numbers stay on the device until they are flushed. Holding the newest ones back
+    avoids waiting for steps that still run.
     """
 
     def __init__(self, path: pathlib.Path | None, last_step: int):
@@ -118,9 +233,17 @@ class Metrics:
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl, less a last line that a kill cut short."""
+    """The records of metrics.jsonl, less a last line that a kill cut short.
+
+    Raises:
+        ValueError: another line is damaged.
+    """
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [
+        parse_json(line, f"{path}, line {number},")
+        for number, line in enumerate(lines, start=1)
+        if line.endswith("\n")
+    ]
 
 
 Curve = tuple[list[int], list[float]]  # steps and values

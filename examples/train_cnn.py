@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> float:
     )
     model = CNN()
     params = model.init(jax.random.key(options.seed), x[:1])["params"]
-    print(jm.describe(params))
+    print(jm.describe(tx, params))
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
     random = np.random.default_rng(options.seed)

@@ -8,89 +8,113 @@
     python examples/train_gpt.py --sharding zero2 --devices 8
     python examples/train_gpt.py --sharding fsdp --devices 8
     python examples/train_gpt.py --sharding fsdp,tp --mesh 4,2 --devices 8
-    python examples/train_gpt.py --qk-clip 30               in the place of QK-norm
+    python examples/train_gpt.py --sharding hsdp --mesh 2,4 --devices 8
+    python examples/train_gpt.py --qk-clip 30               instead of QK-norm
+
+Ctrl-C saves the state before the run ends, and --resume goes on from there, also under
+another --sharding.
 
 This file is the story of a run. The model is in gpt.py, the data in text.py, optimizers
 with their rates and schedules in optimizers.py, devices and processes in layouts.py,
-and what lies in runs/NAME in runs.py.
+what lies in runs/NAME in runs.py, and what may be asked for in options.py.
 """
 
 import argparse
 import contextlib
 import json
 import pathlib
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from gpt import GPT, HEAD_WIDTH, generate
-from layouts import Layout, connect
-from optimizers import OPTIMIZERS, best_rates, make_optimizer, table
+from gpt import GPT, generate
+from jax.sharding import Mesh
+from layouts import batch_axes, connect, gather, in_any, once, put, specs, writes
+from optimizers import best_rates, make_optimizer
+from options import SETTINGS, check_same, parse, read_settings
 from runs import (
     Checkpoints,
     Metrics,
+    Stop,
     curve,
     draw,
     first_step_at,
+    locked,
     read,
     set_aside,
+    stoppable,
     write,
 )
 from text import Text, read_text
 from tqdm import tqdm
 
+import jax_muon as jm
+
 FETCH_EVERY = 10  # steps between two looks at the device's metrics
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parse(argv)
-    layout = connect(options)
+    options = parse(argv, __doc__)
     folder = pathlib.Path(options.runs, options.name)
-    text = read_text(options.data, options.context)
-    if not layout.writes:
-        with contextlib.redirect_stdout(None):
-            return run(options, layout, text, folder)
-    run(options, layout, text, folder)
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(stoppable())
+        try:
+            mesh = connect(options)
+            text = read_text(options.data, options.context)
+            if not writes():
+                stack.enter_context(contextlib.redirect_stdout(None))
+            once(stack.enter_context, locked(folder))
+            run(options, mesh, text, folder, stop)
+        except KeyboardInterrupt:
+            sys.exit(f"{folder}: ended at once; --resume goes on from a checkpoint")
 
 
 def run(
-    options: argparse.Namespace, layout: Layout, text: Text, folder: pathlib.Path
+    options: argparse.Namespace,
+    mesh: Mesh,
+    text: Text,
+    folder: pathlib.Path,
+    stop: Stop,
 ) -> None:
     """All that was asked for. Every process does the same, and the first one writes."""
     print(text)
     settings = {name: vars(options)[name] for name in SETTINGS}
     settings["sha256"] = text.sha256
-    there = any(p.name.isdigit() for p in folder.rglob("checkpoints/*"))
-    layout.wait("looked for checkpoints")
+    there = in_any(any(p.name.isdigit() for p in folder.rglob("checkpoints/*")))
     if options.resume and there:
         saved = read_settings(folder)
         check_same(settings, saved, folder)
         rates = saved["rates"]
     else:
         rates = settings["rates"] = rates_of(options)
-        if layout.writes:
-            set_aside(folder)
-            write(folder / "settings.json", json.dumps(settings, indent=2) + "\n")
-        layout.wait("made the folder")
+        once(begin, folder, settings)
 
     if options.compare:
         for name in options.compare:
-            train(name, rates[name], options, layout, text, folder / name)
-        if layout.writes:
+            train(name, rates[name], options, mesh, text, folder / name, stop)
+        if writes():
             compare(options.compare, folder)
     else:
         name = options.optimizer
-        train(name, rates[name], options, layout, text, folder)
+        train(name, rates[name], options, mesh, text, folder, stop)
+
+
+def begin(folder: pathlib.Path, settings: dict) -> None:
+    """A new folder with the settings of a run."""
+    set_aside(folder)
+    write(folder / "settings.json", json.dumps(settings, indent=2) + "\n")
 
 
 def train(
     optimizer: str,
     rates: dict[str, float],
     options: argparse.Namespace,
-    layout: Layout,
+    mesh: Mesh,
     text: Text,
     folder: pathlib.Path,
+    stop: Stop,
 ) -> None:
     """One run, from the beginning or from the last checkpoint in its folder."""
     print(f"\n{folder}: {options.steps} steps of {optimizer} with {rates}")
@@ -104,63 +128,77 @@ def train(
         rngs=nnx.Rngs(options.seed),
     )
     graph, params = nnx.split(model, nnx.Param)
-    params = layout.place(params)
-    where = layout.settings(params)
-    tx = make_optimizer(optimizer, options.steps, qk_clip=clip, **rates, **where)
+    tx = make_optimizer(optimizer, options.steps, qk_clip=clip, **rates)
     loss, evaluate = make_losses(graph, clip is not None)
-    train_step = layout.make_step(loss, tx, ("max_logits",) if clip else ())
+    train_step = jm.make_train_step(
+        loss,
+        tx,
+        mesh,
+        axis=batch_axes(mesh),
+        specs=specs(params, mesh),
+        parameters=options.parameters,
+        has_aux=True,
+        max_aux="max_logits" if clip else (),
+    )
+    validation = text.validation_batches(options.batch_size, options.context)
 
     checkpoints = Checkpoints(folder / "checkpoints")
-    done, saved = checkpoints.restore(layout.abstract(tx, params))
+    done, *saved = checkpoints.restore(*train_step.abstract(params))
     if done:
         print(f"going on after step {done}")
-        params, opt_state = layout.restore(tx, saved)
-    else:
-        opt_state = layout.init(tx, params)
-    if layout.writes:
-        plain = make_optimizer(optimizer, options.steps, **rates)
-        shown = table(optimizer, plain, params, layout.mesh)
-        write(folder / "parameters.txt", shown + "\n")
-    metrics = Metrics(folder / "metrics.jsonl" if layout.writes else None, done)
+    params, state = saved if done else train_step.init(params)
+    if writes():
+        _, aux = jax.eval_shape(loss, params, validation[0])
+        aux = jax.tree.map(lambda x: jnp.zeros(x.shape), aux)  # what clip_qk asks for
+        table = jm.describe(tx if mesh.size == 1 else train_step.tx, params, **aux)
+        write(folder / "parameters.txt", table + "\n")
+    metrics = Metrics(folder / "metrics.jsonl" if writes() else None, done)
 
-    validation = layout.batch(
-        text.validation_batches(options.batch_size, options.context)
-    )
+    validation = put(validation, mesh)
     tokens = options.batch_size * options.context  # in a step
     bar = tqdm(
         initial=done * tokens,
         total=options.steps * tokens,
         unit="tok",
         unit_scale=True,
-        disable=not layout.writes,
+        disable=not writes(),
     )
-    for step in range(done + 1, options.steps + 1):
+    # Processes have to agree on the step at which they stop.
+    ask_every = 1 if jax.process_count() == 1 else FETCH_EVERY
+    step, last = done, options.steps
+    while step < last:
+        step += 1
         batch = text.batch(options.seed, step, options.batch_size, options.context)
-        batch = layout.batch(batch)
-        params, opt_state, values = train_step(params, opt_state, batch)
+        params, state, values = train_step(params, state, put(batch, mesh))
         if max_logits := values.pop("aux"):
             values["max_logit"] = largest(max_logits)
-        if step % options.evaluate_every == 0 or step == options.steps:
+        if step % options.evaluate_every == 0 or step == last:
             values["validation_loss"] = evaluate(params, validation)
         metrics.add(step, **values)
+        if step % ask_every == 0 and in_any(stop.asked):
+            last = step
 
         records = []
-        if step % options.checkpoint_every == 0 or step == options.steps:
+        if step % options.checkpoint_every == 0 or step == last:
             records = metrics.flush()
-            checkpoints.save(step, layout.save(params, opt_state))
+            checkpoints.save(step, params, state)
         elif step % FETCH_EVERY == 0:
             records = metrics.flush(keep=FETCH_EVERY)
         if records:
             bar.set_description(f"step {records[-1]['step']}", refresh=False)
             shown = ("loss", "max_logit") if clip else ("loss",)
-            last = {name: f"{records[-1][name]:.3f}" for name in shown}
-            bar.set_postfix(last, refresh=False)
+            newest = {name: f"{records[-1][name]:.3f}" for name in shown}
+            bar.set_postfix(newest, refresh=False)
             bar.update(len(records) * tokens)
     bar.close()
     checkpoints.close()
-    print(f"{options.steps - done} steps in {time.monotonic() - began:.0f} s")
-    params = layout.gather(params)
-    if layout.writes:
+    if last < options.steps:
+        saved_in = checkpoints.folder / str(last)
+        print(f"stopped after step {last}: saved in {saved_in}, go on with --resume")
+        sys.exit(130)  # as shells write Ctrl-C
+    print(f"{last - done} steps in {time.monotonic() - began:.0f} s")
+    params = gather(params, mesh)
+    if writes():
         report(optimizer, nnx.merge(graph, params), options, text, folder)
 
 
@@ -261,118 +299,6 @@ def rates_of(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         name: given if len(given) == 2 else best_rates(name) | given
         for name in options.compare or [options.optimizer]
     }
-
-
-# What may be asked for. Settings are what a run keeps from its beginning to its end;
-# they lie in runs/NAME/settings.json and need not be given again to resume.
-
-SETTINGS = (
-    "optimizer", "compare", "steps", "width", "depth", "context", "batch_size", "seed",
-    "data", "learning_rate", "adamw_learning_rate", "evaluate_every",
-    "qk_clip",
-)  # fmt: skip
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--optimizer", choices=OPTIMIZERS, default="nanochat")
-    add("--compare", metavar="A,B", type=optimizers, help="train and draw all of these")
-    add("--steps", type=positive, default=300, help="default 300")
-    add("--width", type=positive, default=128, help="a multiple of 32, default 128")
-    add("--depth", type=positive, default=4, help="blocks, default 4")
-    add("--context", type=positive, default=128, help="characters seen, default 128")
-    add("--batch-size", type=positive, default=16, help="windows in a step, default 16")
-    add("--seed", type=int, default=0, help="of weights and batches, default 0")
-    add("--data", metavar="FILE", help="text in UTF-8; else Python's documentation")
-    add("--learning-rate", type=float, help="of matrices; else the best of grid.json")
-    add("--adamw-learning-rate", type=float, help="of all the rest; likewise")
-    add("--qk-clip", metavar="THRESHOLD", type=above_zero,
-        help="largest attention logit; in the place of QK-norm")  # fmt: skip
-    add("--evaluate-every", type=positive, default=10, metavar="STEPS")
-    add("--checkpoint-every", type=positive, default=50, metavar="STEPS")
-    add("--sharding", choices=("none", "zero2", "fsdp", "fsdp,tp"), default="none")
-    add("--devices", type=positive, help="of each process; else all")
-    add("--mesh", metavar="FSDP,TP", type=mesh_shape,
-        help="devices along each; else 2 along tp")  # fmt: skip
-    add("--distributed", action="store_true", help="this is one of several processes")
-    add("--coordinator", metavar="HOST:PORT", help="else the cluster tells")
-    add("--processes", type=positive, help="how many there are; likewise")
-    add("--process-id", type=int, help="which of them this is; likewise")
-    add("--runs", default="runs", metavar="FOLDER", help="where all runs are")
-    add("--name", help="the run's folder there; else the optimizer's name")
-    add("--resume", action="store_true", help="go on from the last checkpoint")
-    options = parser.parse_args(argv)
-    name = options.name or "-".join(options.compare or [options.optimizer])
-    if options.resume:
-        parser.set_defaults(**read_settings(pathlib.Path(options.runs, name)))
-        options = parser.parse_args(argv)
-    if options.width % HEAD_WIDTH:
-        parser.error(f"--width {options.width}: valid are multiples of {HEAD_WIDTH}")
-    if options.sharding == "none" and (options.devices or 1) > 1:
-        parser.error("--devices: valid with --sharding zero2, fsdp or fsdp,tp")
-    if options.sharding == "none" and options.distributed:
-        parser.error("--distributed: valid with --sharding zero2, fsdp or fsdp,tp")
-    if options.sharding != "fsdp,tp" and options.mesh:
-        parser.error("--mesh: valid are runs with --sharding fsdp,tp")
-    options.name = name
-    return options
-
-
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: valid are positive whole numbers")
-    return int(text)
-
-
-def mesh_shape(text: str) -> tuple[int, int]:
-    fsdp, comma, tp = text.partition(",")
-    if not (comma and fsdp.isdecimal() and tp.isdecimal() and int(fsdp) and int(tp)):
-        raise argparse.ArgumentTypeError(
-            f"{text}: valid are two positive whole numbers with a comma, like 4,2"
-        )
-    return int(fsdp), int(tp)
-
-
-def above_zero(text: str) -> float:
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"{text}: valid are numbers above 0")
-    return float(text)
-
-
-def optimizers(text: str) -> list[str]:
-    names = text.split(",")
-    if not set(names) <= set(OPTIMIZERS) or len(names) < 2:
-        raise argparse.ArgumentTypeError(
-            f"{text}: valid are two or more of {', '.join(OPTIMIZERS)}, with commas"
-        )
-    return names
-
-
-def read_settings(folder: pathlib.Path) -> dict:
-    path = folder / "settings.json"
-    if not path.exists():
-        there = sorted(p.parent.name for p in folder.parent.glob("*/settings.json"))
-        raise ValueError(
-            f"{folder} holds no run to resume; {folder.parent} has "
-            f"{', '.join(there) or 'none'}"
-        )
-    return json.loads(path.read_text())
-
-
-def check_same(settings: dict, saved: dict, folder: pathlib.Path) -> None:
-    """A run whose settings change on the way would no longer be that run.
-
-    The model's size is checked against the checkpoint itself.
-    """
-    for name in settings.keys() - {"width", "depth"}:
-        if settings[name] != saved.get(name):
-            raise ValueError(
-                f"{folder} began with {name} {saved.get(name)}, not {settings[name]}: "
-                f"resume it with that, or begin another run with --name"
-            )
 
 
 if __name__ == "__main__":

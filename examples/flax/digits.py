@@ -1,7 +1,6 @@
 """What the examples beside it share: handwritten digits, the loss, the optimizer."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,11 +12,6 @@ import jax_muon as jm
 
 STEPS = 40
 TX = jm.nanochat(0.02, adamw_learning_rate=0.003, dtype="float32")
-
-
-def sharded_tx(specs: Any) -> optax.GradientTransformation:
-    """The same for parameters that are divided as these specs say."""
-    return jm.nanochat(0.02, adamw_learning_rate=0.003, dtype="float32", specs=specs)
 
 
 def batches(size: int = 256) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from digits import batches, cross_entropy, report, sharded_tx
+from digits import TX, batches, cross_entropy, report
 from flax import linen as nn
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh
@@ -58,14 +58,15 @@ def main() -> tuple[TrainState, list[float]]:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=2 * (AxisType.Auto,))
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
         key = jax.random.key(0)
-        tx = sharded_tx(divided(jax.eval_shape(init, key), mesh))
+        params = jax.eval_shape(init, key)
+        tx = jm.on_mesh(TX, mesh, specs=divided(params, mesh))
+        print(jm.describe(tx, params))
 
         def create(key: jax.Array) -> TrainState:
             return TrainState.create(apply_fn=MLP().apply, params=init(key), tx=tx)
 
         shardings = divided(jax.eval_shape(create, key), mesh)
         state = jax.jit(create, out_shardings=shardings)(key)
-        print(jm.describe(state.params))
         jitted = partial(jax.jit, out_shardings=(shardings, None))(train_step)
         losses = []
         for batch in batches():

@@ -3,7 +3,7 @@
 Every parameter of a block has a leading axis of layers, (4, 64, 64), (4, 64). Kernels
 are read as four matrices each; biases and norm scales stay with AdamW. With
 `variable_axes={"params": 1}` a kernel is (64, 4, 64), which is to be said:
-`dimension_numbers={"blocks": MuonDimensionNumbers(0, 2)}`.
+`reading=jm.Reading(dimension_numbers={"blocks": MuonDimensionNumbers(0, 2)})`.
 
     python examples/flax/linen_scan.py
 """
@@ -55,7 +55,7 @@ def main() -> tuple[TrainState, list[float]]:
     """Trains; returns the state and the loss at each step."""
     model = Stack()
     params = model.init(jax.random.key(0), jax.numpy.zeros((1, 64)))["params"]
-    print(jm.describe(params))  # 4 x (64, 64)
+    print(jm.describe(TX, params))  # 4 x (64, 64)
     state = TrainState.create(apply_fn=model.apply, params=params, tx=TX)
     losses = []
     for batch in batches():

@@ -37,7 +37,7 @@ def main() -> tuple[TrainState, list[float]]:
     """Trains; returns the state and the loss at each step."""
     model = Attention()
     params = model.init(jax.random.key(0), jax.numpy.zeros((1, 64)))["params"]
-    print(jm.describe(params))
+    print(jm.describe(TX, params))
     state = TrainState.create(apply_fn=model.apply, params=params, tx=TX)
     losses = []
     for batch in batches():

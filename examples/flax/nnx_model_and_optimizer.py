@@ -38,7 +38,7 @@ def train_step(
 def main() -> tuple[CNN, list[float]]:
     """Trains; returns the model and the loss at each step."""
     model = CNN(rngs=nnx.Rngs(0))
-    print(jm.describe(nnx.state(model, nnx.Param)))
+    print(jm.describe(TX, nnx.state(model, nnx.Param)))
     state = nnx.ModelAndOptimizer(model, TX)
     losses = [train_step(state, *batch) for batch in batches()]
     return state.model, report(losses)

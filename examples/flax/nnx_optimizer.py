@@ -38,7 +38,7 @@ def train_step(
 def main() -> tuple[MLP, list[float]]:
     """Trains; returns the model and the loss at each step."""
     model = MLP(rngs=nnx.Rngs(0))
-    print(jm.describe(nnx.state(model, nnx.Param)))
+    print(jm.describe(TX, nnx.state(model, nnx.Param)))
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
     losses = [train_step(model, optimizer, *batch) for batch in batches()]
     return model, report(losses)

@@ -1,6 +1,6 @@
 """Flax NNX with parameters divided over a mesh by their partitioning metadata.
 
-The momentum is divided as its parameter. All runs in plain jit; the optimizer takes the
+The momentum is divided as its parameter. All runs in plain jit; `on_mesh` takes the
 specs, since the types of arrays do not show them on a mesh with Auto axes. Eight CPU
 devices stand for accelerators.
 
@@ -8,7 +8,7 @@ devices stand for accelerators.
 """
 
 import jax
-from digits import batches, cross_entropy, report, sharded_tx
+from digits import TX, batches, cross_entropy, report
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -48,8 +48,8 @@ def main() -> tuple[MLP, nnx.Optimizer, list[float]]:
     with jax.set_mesh(mesh):
         model = MLP(rngs=nnx.Rngs(0))
         params = nnx.state(model, nnx.Param)
-        print(jm.describe(params))
-        tx = sharded_tx(nnx.get_partition_spec(params))
+        tx = jm.on_mesh(TX, mesh, specs=nnx.get_partition_spec(params))
+        print(jm.describe(tx, params))
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         losses = [
             train_step(model, optimizer, *jax.device_put(batch, P("data")))

@@ -60,7 +60,7 @@ def train_step(
 def main() -> tuple[Stack, list[float]]:
     """Trains; returns the model and the loss at each step."""
     model = Stack(rngs=nnx.Rngs(0))
-    print(jm.describe(nnx.state(model, nnx.Param)))  # 4 x (64, 64)
+    print(jm.describe(TX, nnx.state(model, nnx.Param)))  # 4 x (64, 64)
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
     losses = [train_step(model, optimizer, *batch) for batch in batches()]
     return model, report(losses)

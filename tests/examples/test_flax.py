@@ -118,7 +118,7 @@ def assert_divided(params, state):
             assert leaf.sharding.shard_shape(leaf.shape) == shard
 
 
-TABLE = r"up/kernel +64 x 128 +1 x \(64, 128\) +muon"
+TABLE = r"up/kernel +64 x 128 +kernel +1 x \(64, 128\) +muon +data x model"
 
 
 def test_nnx_partitioned(load, capsys):
@@ -142,8 +142,8 @@ def test_linen_partitioned(load, capsys):
 # factor carries those of the smallest singular values up to the size of the others.
 
 
-def recipe(**placement):
-    return jm.nanochat(0.02, adamw_learning_rate=0.003, dtype="float64", **placement)
+def recipe():
+    return jm.nanochat(0.02, adamw_learning_rate=0.003, dtype="float64")
 
 
 def wide(tree):
@@ -170,11 +170,14 @@ def test_nnx_partitioned_is_right(load, monkeypatch, x64, kind):
     with jax.set_mesh(mesh(1, 1, kind=kind)):
         params, apply = pure(create())
         params, expected = functional(digits, apply, params, recipe())
-    with jax.set_mesh(mesh(4, 2, kind=kind)):
+    devices = mesh(4, 2, kind=kind)
+    with jax.set_mesh(devices):
         model = create()
-        specs = nnx.get_partition_spec(nnx.state(model, nnx.Param))
-        given = {} if explicit else {"specs": specs}
-        optimizer = nnx.Optimizer(model, recipe(small=0, **given), wrt=nnx.Param)
+        tx = recipe()
+        if not explicit:
+            specs = nnx.get_partition_spec(nnx.state(model, nnx.Param))
+            tx = jm.on_mesh(tx, devices, specs=specs)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         losses = [
             float(example.train_step(model, optimizer, *jax.device_put(b, P("data"))))
             for b in digits.batches()
@@ -195,7 +198,7 @@ def test_linen_partitioned_is_right(load, monkeypatch, x64):
     devices = mesh(4, 2)
 
     def create():
-        tx = recipe(specs=example.divided(boxed, devices), small=0)
+        tx = jm.on_mesh(recipe(), devices, specs=example.divided(boxed, devices))
         return TrainState.create(apply_fn=model.apply, params=boxed, tx=tx)
 
     with jax.set_mesh(devices), nn.logical_axis_rules(example.RULES):

@@ -1,0 +1,134 @@
+"""What train_gpt.py may be asked for, and which of it a run keeps.
+
+Settings are what a run keeps from its beginning to its end; they lie in
+runs/NAME/settings.json and need not be given again to resume.
+"""
+
+import argparse
+import pathlib
+
+from gpt import HEAD_WIDTH
+from layouts import AXES
+from optimizers import OPTIMIZERS
+from runs import parse_json
+
+SETTINGS = (
+    "optimizer", "compare", "steps", "width", "depth", "context", "batch_size", "seed",
+    "data", "learning_rate", "adamw_learning_rate", "evaluate_every",
+    "qk_clip",
+)  # fmt: skip
+
+
+def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace:
+    """The options of a run; with --resume, those that it began with."""
+    parser = argparse.ArgumentParser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--optimizer", choices=OPTIMIZERS, default="nanochat")
+    add("--compare", metavar="A,B", type=optimizers, help="train and draw all of these")
+    add("--steps", type=positive, default=300, help="default 300")
+    add("--width", type=positive, default=128, help="a multiple of 32, default 128")
+    add("--depth", type=positive, default=4, help="blocks, default 4")
+    add("--context", type=positive, default=128, help="characters seen, default 128")
+    add("--batch-size", type=positive, default=16, help="windows in a step, default 16")
+    add("--seed", type=int, default=0, help="of weights and batches, default 0")
+    add("--data", metavar="FILE", help="text in UTF-8; else Python's documentation")
+    add("--learning-rate", type=float, help="of matrices; else the best of grid.json")
+    add("--adamw-learning-rate", type=float, help="of all the rest; likewise")
+    add("--qk-clip", metavar="THRESHOLD", type=above_zero,
+        help="largest attention logit; instead of QK-norm")  # fmt: skip
+    add("--evaluate-every", type=positive, default=10, metavar="STEPS")
+    add("--checkpoint-every", type=positive, default=50, metavar="STEPS")
+    add("--sharding", choices=AXES, default="none")
+    add("--devices", type=positive, help="of each process; else all")
+    add(
+        "--mesh",
+        metavar="A,B",
+        type=mesh_shape,
+        help="devices along fsdp and tp, or replicas and fsdp; else 2 of the one",
+    )
+    add("--parameters", choices=("as specs", "divided"), default="as specs",
+        help="how they lie between steps; divided: as finely as the state")  # fmt: skip
+    add("--distributed", action="store_true", help="this is one of several processes")
+    add("--coordinator", metavar="HOST:PORT", help="else the cluster tells")
+    add("--processes", type=positive, help="how many there are; likewise")
+    add("--process-id", type=int, help="which of them this is; likewise")
+    add("--runs", default="runs", metavar="FOLDER", help="where all runs are")
+    add("--name", help="the run's folder there; else the optimizer's name")
+    add("--resume", action="store_true", help="go on from the last checkpoint")
+    options = parser.parse_args(argv)
+    name = options.name or "-".join(options.compare or [options.optimizer])
+    if options.resume:
+        parser.set_defaults(**read_settings(pathlib.Path(options.runs, name)))
+        options = parser.parse_args(argv)
+    if options.width % HEAD_WIDTH:
+        parser.error(f"--width {options.width}: expected a multiple of {HEAD_WIDTH}")
+    many = "expected with --sharding zero2, fsdp, fsdp,tp or hsdp"
+    if options.sharding == "none" and (options.devices or 1) > 1:
+        parser.error(f"--devices {options.devices}: {many}")
+    if options.sharding == "none" and options.distributed:
+        parser.error(f"--distributed: {many}")
+    if options.mesh and len(AXES[options.sharding]) < 2:
+        parser.error("--mesh: expected with --sharding fsdp,tp or hsdp")
+    options.name = name
+    return options
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a positive whole number")
+    return int(text)
+
+
+def mesh_shape(text: str) -> tuple[int, int]:
+    a, _, b = text.partition(",")
+    if not (a.isdecimal() and b.isdecimal() and int(a) and int(b)):
+        raise argparse.ArgumentTypeError(
+            f"{text}: expected two positive whole numbers with a comma, like 4,2"
+        )
+    return int(a), int(b)
+
+
+def above_zero(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
+    return float(text)
+
+
+def optimizers(text: str) -> list[str]:
+    names = text.split(",")
+    if not set(names) <= set(OPTIMIZERS) or len(names) < 2:
+        raise argparse.ArgumentTypeError(
+            f"{text}: expected two or more of {', '.join(OPTIMIZERS)}, with commas"
+        )
+    return names
+
+
+def read_settings(folder: pathlib.Path) -> dict:
+    path = folder / "settings.json"
+    if not path.exists():
+        there = sorted(p.parent.name for p in folder.parent.glob("*/settings.json"))
+        raise ValueError(
+            f"{folder} holds no run to resume; {folder.parent} has "
+            f"{', '.join(there) or 'none'}"
+        )
+    settings = parse_json(path.read_text(), str(path))
+    missing = {*SETTINGS, "sha256", "rates"} - settings.keys()
+    if missing:
+        raise ValueError(f"{path} is damaged; expected it to have {sorted(missing)}")
+    return settings
+
+
+def check_same(settings: dict, saved: dict, folder: pathlib.Path) -> None:
+    """A run whose settings change on the way would no longer be that run.
+
+    The model's size is checked against the checkpoint itself.
+    """
+    for name in settings.keys() - {"width", "depth"}:
+        if settings[name] != saved.get(name):
+            raise ValueError(
+                f"{folder} began with {name} {saved.get(name)}, not {settings[name]}: "
+                f"resume it with that, or begin another run with --name"
+            )
