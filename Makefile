@@ -7,7 +7,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
-COMMA := ,
 RESULTS ?= benchmarks/results
 GPU ?= cuda --models gpt2-124m gpt2-350m gpt-1.3b --rounds 20
 SHAPES ?= 1024x1024 1024x4096 2048x2048 2048x8192
@@ -54,12 +53,10 @@ bench-gpu: $(VENV)/parity
 	$(BIN)/python -m benchmarks.step --all --json $(RESULTS) --device $(GPU)
 	$(BIN)/python -m benchmarks.polar --json $(RESULTS) --shapes $(SHAPES) --forms $(FORMS)
 
-# How XLA schedules the step for 1 H100, and for 8 and 64 of them under ZeRO-2 and with
-# sharded parameters; no GPU is needed.
+# How XLA schedules whole train steps for 8 to 1024 H100s, in every layout; no GPU is
+# needed. `make gpu-schedule ARGS="--models gpt2-124m --gpus 8 --timeline"` lists it all.
 gpu-schedule: $(VENV)/gpu-schedule
-	$(BIN)/python -m benchmarks.gpu_schedule $(ARGS)
-	$(if $(ARGS),,$(BIN)/python -m benchmarks.gpu_schedule --gpus 8 64 --sharding fsdp)
-	$(if $(ARGS),,$(BIN)/python -m benchmarks.gpu_schedule --gpus 8 64 --sharding fsdp$(COMMA)tp)
+	$(BIN)/python -m benchmarks.gpu_schedule $(or $(ARGS),--json $(RESULTS)/gpu_schedule.json)
 
 # What the compiler makes of the kernels for symmetric products; ARGS=--time on a GPU.
 symmetric-kernel: $(VENV)/gpu-schedule

@@ -1,101 +1,81 @@
-"""The optimizer step as XLA schedules it for H100s, without any H100.
+"""Whole train steps as XLA schedules them for H100s, without any H100.
 
-    python -m benchmarks.gpu_schedule --gpus 1 8 64 --model gpt2-124m
+    python -m benchmarks.gpu_schedule
+    python -m benchmarks.gpu_schedule --models gpt2-124m --gpus 8 --timeline
 
-One GPU takes the plain step, more of them that under ZeRO-2. The command
-compiles ahead of time for a described topology and reads the result: in which order
-collectives start and end, and which matrix products run meanwhile; the peak memory; the
-bytes that a device sends. Nothing runs, so there are no times. `docs/gpu_schedule.md`
-says how to read it, `make gpu-schedule` installs what it needs.
+compiles forward and backward pass and optimizer ahead of time for a described topology,
+and reads the result: in which order collectives start and end, which matrix products
+run meanwhile, what a device sends, and its peak memory. Nothing runs; times are an
+estimate by stated rates. `docs/gpu_schedule.md` says how to read it, and
+`make gpu-schedule` installs what it needs.
 """
 
 import argparse
 import dataclasses
 import datetime
-import functools
+import hashlib
 import importlib.metadata
 import json
-import math
 import os
 import pathlib
 import platform
 import shlex
 import sys
-import tempfile
-from collections.abc import Callable
+import time
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the plugin looks for a driver otherwise
+# JAX cannot read what was compiled for GPUs that are not here back from its cache.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import jax
 import numpy as np
-import optax
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import jax_muon as jm
+from benchmarks.h100s import (
+    CARD_BYTES,
+    GPUS_PER_HOST,
+    LAYOUTS,
+    WORKLOADS,
+    WholeStep,
+    h100s,
+    whole_step,
+)
 from benchmarks.hlo import Module, Transfer
-from benchmarks.parameters import MODELS, model_parameters
-from jax_muon.mesh.global_view import GlobalView, state_shardings
-from jax_muon.mesh.owned import state_specs
-from jax_muon.mesh.traffic import Collective, collectives
-from jax_muon.mesh.train_step import abstract_state
+from benchmarks.step_time import Rates, estimate
 
-AXIS = "data"
-TENSOR_PARALLEL = 2
-# Smaller transfers, of means and norms, are counted and not listed.
-SHOWN_BYTES = 50_000
-SHARDINGS = ("zero2", "fsdp", "fsdp,tp")
+CASES = (
+    ("gpt2-124m", 8),
+    ("gpt2-124m", 64),
+    ("gpt-1.3b", 64),
+    ("gpt-6.7b", 256),
+    ("gpt-6.7b", 1024),
+)
 RECIPES = ("nanochat", "muon", "moonlight", "normuon")
 
-# An H100 SXM with 80 GB, as XLA describes a card that it finds. With the versions of
-# driver and toolkit it knows that branches can be recorded in CUDA graphs.
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  threads_per_core_limit: 2048
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
-  core_count: 132
-  fpus_per_core: 128
-  clock_rate_ghz: 1.98
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800
-  device_memory_size: 84942979072
-  cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  driver_version: "13.0.0"
-  runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0"
+# Goals. Where parameters are divided between steps: exposed bytes as a share of all.
+# Where they are replicated: what the design before this one exposed, stacks on owners.
+EXPOSED_SHARE = {
+    ("gpt2-124m", 8): 0.20,
+    ("gpt2-124m", 64): 0.15,
+    ("gpt-1.3b", 64): 0.05,
+    ("gpt-6.7b", 256): 0.03,
+    ("gpt-6.7b", 1024): 0.03,
 }
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 28 patch: 0 }
-runtime_version { major: 13 minor: 0 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
-CARD_BYTES = 84_942_979_072
-GPUS_PER_HOST = 8
-
-# docs/gpu_schedule.md says what each does and how it was found.
-OPTIONS: dict[str, Any] = {
-    # cuBLASLt calls: without a card, Triton's products would be untuned.
+EXPOSED_BYTES = {
+    ("gpt2-124m", 8): 251e6,
+    ("gpt2-124m", 64): 226e6,
+    ("gpt-1.3b", 64): 1463e6,
+    ("gpt-6.7b", 256): 43.9e9,
+}
+# Products are calls of cuBLASLt: without a card, Triton's would be untuned. The second
+# spares LLVM's work on small kernels, a third or more of the time to compile; for GPT-2
+# 124M on 8 it changes neither the schedule nor the peak memory.
+TOOL_OPTIONS = {
     "xla_gpu_enable_triton_gemm": False,
-    # Graphs of one command too: below 5, a branch that stands alone is not recorded.
-    "xla_gpu_graph_min_graph_size": 1,
-    # Several collectives under way at once.
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 10,
+    "xla_backend_optimization_level": 0,
 }
-# Reduce-scatters are combined up to this many elements of output: with GPT-2 124M the
-# embedding (and the head, on more than one host) joins the smallest stack of matrices.
-ONE_HOST_ELEMENTS = 10_000_000
-MORE_HOSTS_ELEMENTS = 1_850_000
-
+# Smaller transfers, of means and norms, are counted and not listed.
+SHOWN_BYTES = 50_000
 PACKAGES = (
     "jax",
     "jaxlib",
@@ -106,255 +86,119 @@ PACKAGES = (
 )
 
 
-def compiler_options(gpus: int, dtype: str, sharding: str) -> dict[str, Any]:
-    """The options that we found for a number of GPUs."""
-    one_host = gpus <= GPUS_PER_HOST
-    elements = ONE_HOST_ELEMENTS if one_host else MORE_HOSTS_ELEMENTS
-    combine = {
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": elements
-        * jax.numpy.dtype(dtype).itemsize
-    }
-    early = {"xla_gpu_experimental_collective_start_as_early_as_possible": True}
-    if sharding != "zero2":
-        return OPTIONS | early
-    return OPTIONS | combine | ({} if one_host else early)
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """A traceable step, with its arguments as shapes with shardings."""
-
-    function: Any
-    args: tuple[Any, ...]
-    donated: tuple[int, ...] = (0, 1, 2)  # parameters, state and gradients
-
-    def compile(self, options: dict[str, Any]) -> Any:
-        """The executable."""
-        step = jax.jit(self.function, donate_argnums=self.donated)
-        return step.lower(*self.args).compile(compiler_options=options)
-
-
-def optimizer_step(
-    gpus: int,
-    model: str,
-    recipe: str,
-    dtype: str,
-    max_norm: float | None = None,
-    sharding: str = "zero2",
-) -> Step:
-    """Update and apply: on one GPU as it is, on several as `sharding` says."""
-    hosts = max(1, gpus // GPUS_PER_HOST)
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=H100,
-        topology=f"1x{hosts}x{gpus // hosts}",  # partitions x hosts x GPUs of a host
-    )
-    params = model_parameters(model, dtype)
-    make = functools.partial(getattr(jm, recipe), max_norm=max_norm)
-    devices = np.array(topology.devices)
-    if sharding == "zero2" or gpus == 1:
-        build = single_step if gpus == 1 else zero2_step
-        return build(make, params, Mesh(devices, (AXIS,)))
-    if sharding == "fsdp":
-        return sharded_step(make, params, Mesh(devices, (AXIS,)), PartitionSpec(AXIS))
-    grid = devices.reshape(-1, TENSOR_PARALLEL)
-    both = PartitionSpec(AXIS, "tensor")
-    return sharded_step(make, params, Mesh(grid, (AXIS, "tensor")), both)
-
-
-def update_and_apply(
-    tx: optax.GradientTransformation, params: Any, state: Any, grads: Any
-) -> tuple[Any, Any]:
-    """What a train step does after its gradients."""
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-
-def single_step(make: Callable[..., Any], params: Any, mesh: Mesh) -> Step:
-    """The step of one device."""
-    tx = make()
-    sharding = NamedSharding(mesh, PartitionSpec())
-
-    def place(tree: Any) -> Any:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-        )
-
-    state = jax.eval_shape(tx.init, params)
-    args = (place(params), place(state), place(params))
-    # No result has the place of a gradient here.
-    return Step(functools.partial(update_and_apply, tx), args, donated=(0, 1))
-
-
-def sharded_step(
-    make: Callable[..., Any], params: Any, mesh: Mesh, spec: PartitionSpec
-) -> Step:
-    """The step in global view, of parameters that are all divided alike."""
-    tx = make(mesh=mesh, specs=spec)
-
-    def place(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    placed = jax.tree.map(lambda x: place(x, NamedSharding(mesh, spec)), params)
-    state = jax.eval_shape(tx.init, params)
-    shardings = state_shardings(state, params, GlobalView.of(params, mesh, spec))
-    args = (placed, jax.tree.map(place, state, shardings), placed)
-    return Step(functools.partial(update_and_apply, tx), args, donated=(0, 1))
-
-
-def zero2_step(make: Callable[..., Any], params: Any, mesh: Mesh) -> Step:
-    """The step in shard_map over all devices, from local gradients."""
-    tx = make(zero2_axis=AXIS)
-    state = abstract_state(tx, params, mesh)
-    specs = state_specs(state)
-
-    def spread(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        """The global array of which every device holds `x`, joined where divided."""
-        shape = (x.shape[0] * mesh.size, *x.shape[1:]) if len(spec) else x.shape
-        sharding = NamedSharding(mesh, spec)
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
-
-    everywhere, divided = PartitionSpec(), PartitionSpec(AXIS)
-    step = jax.shard_map(
-        functools.partial(update_and_apply, tx),
-        mesh=mesh,
-        in_specs=(everywhere, specs, divided),
-        out_specs=(everywhere, specs),
-    )
-    return Step(
-        step,
-        (
-            jax.tree.map(lambda x: spread(x, everywhere), params),
-            jax.tree.map(spread, state, specs),
-            jax.tree.map(lambda x: spread(x, divided), params),
-        ),
-    )
-
-
-def theoretical_bytes(gpus: int, model: str, dtype: str) -> dict[str, float]:
-    """(N-1)/N of what each way carries, padded and unpadded, from the shapes alone."""
-    counts: dict[tuple[int, ...], int] = {}
-    plain = padded = 0
-    size = jax.numpy.dtype(dtype).itemsize
-    for path, leaf in jax.tree_util.tree_leaves_with_path(
-        model_parameters(model, dtype)
-    ):
-        plain += leaf.size * size
-        if "blocks" in jax.tree_util.keystr(path):
-            counts[leaf.shape] = counts.get(leaf.shape, 0) + 1
-        else:  # rows of the leading axis
-            rows, *rest = leaf.shape
-            padded += -(-rows // gpus) * gpus * math.prod(rest) * size
-    for shape, count in counts.items():
-        padded += -(-count // gpus) * gpus * math.prod(shape) * size
-    others = (gpus - 1) / gpus
-    return {"padded": others * padded, "unpadded": others * plain}
-
-
-def thunks(folder: pathlib.Path) -> dict[str, int]:
-    """How the GPU's program does its branches, from the dump of the last compilation.
-
-    A branch that is no part of a CUDA graph makes the host wait for the device, to read
-    the predicate, before it sends any further work.
-    """
-    (path,) = folder.glob("*thunk_sequence_after_thunk_passes.txt")
-    graphs = waits = recorded = 0
-    for line in path.read_text().splitlines():
-        indented = line.startswith(" ")
-        graphs += "kCommandBuffer" in line and not indented
-        waits += "kConditional" in line and not indented
-        recorded += "kConditional" in line and indented
-    return {"graphs": graphs, "in_graphs": recorded, "host_waits": waits}
-
-
-def measure(gpus: int, args: argparse.Namespace, options: dict[str, Any]) -> Any:
-    """Everything that is printed and saved, as plain data."""
-    step = optimizer_step(
-        gpus, args.model, args.recipe, args.dtype, args.max_norm, args.sharding
-    )
-    sent = collectives(step.function, *step.args)
-    with tempfile.TemporaryDirectory() as folder:
-        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        compiled = step.compile(options | dump)
-        branches = thunks(pathlib.Path(folder))
+def measure(
+    whole: WholeStep, lowered: Any, options: dict[str, Any], rates: Rates
+) -> dict[str, Any]:
+    """What the compiled program tells, as plain data."""
+    started = time.perf_counter()
+    compiled = lowered.compile(compiler_options=TOOL_OPTIONS | options)
+    seconds = time.perf_counter() - started
     module = Module.parse(compiled.as_text())
     transfers = module.transfers()
     memory = compiled.memory_analysis()
+    kinds = sorted({t.kind for t in transfers})
+    leaves = jax.tree.leaves(whole.params)
     return {
-        "gpus": gpus,
-        "model": args.model,
-        "recipe": args.recipe,
-        "dtype": args.dtype,
-        "max_norm": args.max_norm,
-        "sharding": args.sharding if gpus > 1 else "none",
-        "options": options,
-        "command": shlex.join(["python", "-m", "benchmarks.gpu_schedule", *args.words]),
-        "date": datetime.date.today().isoformat(),
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in PACKAGES},
-        "timeline": [describe(transfer) for transfer in transfers],
-        "summary": {
-            kind: summarize([t for t in transfers if t.kind == kind])
-            for kind in sorted({t.kind for t in transfers}, reverse=True)
+        "options": whole.step.compiler_options(whole.params) | options,
+        "parameter_bytes": sum(x.size * np.dtype(x.dtype).itemsize for x in leaves),
+        "sent": {
+            kind: summarize([t for t in transfers if t.kind == kind]) for kind in kinds
         },
+        "all": summarize(transfers),
         "products": dataclasses.asdict(module.work()),
-        "traffic_bytes": dataclasses.asdict(module.traffic()),
-        "branches": {"all": len(module.conditionals()), **branches},
-        "memory": {
-            "peak_bytes": memory.peak_memory_in_bytes,
-            "argument_bytes": memory.argument_size_in_bytes,
-            "temporary_bytes": memory.temp_size_in_bytes,
-            "card_bytes": CARD_BYTES,
-        },
-        "sent_bytes": {
-            "hlo": sent_by_kind(transfers),
-            "jaxpr": sent_by_kind(sent),
-            "theory_each_way": theoretical_bytes(gpus, args.model, args.dtype),
-        },
-    }
-
-
-def describe(transfer: Transfer) -> dict[str, Any]:
-    """A transfer of the timeline, as plain data."""
-    return dataclasses.asdict(transfer) | {
-        "sent_bytes": transfer.sent_bytes,
-        "is_hidden": transfer.is_hidden,
+        "peak_bytes": memory.peak_memory_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "card_bytes": CARD_BYTES,
+        "seconds": dataclasses.asdict(estimate(module, rates))
+        | {"compile": seconds, "rates": dataclasses.asdict(rates)},
+        "timeline": [
+            dataclasses.asdict(t)
+            | {
+                "group": t.devices,
+                "sent_bytes": t.sent_bytes,
+                "is_hidden": t.is_hidden,
+            }
+            for t in transfers
+        ],
     }
 
 
 def summarize(transfers: list[Transfer]) -> dict[str, Any]:
-    """How many transfers are hidden, and the places of those that are not."""
-    exposed = [i for i, t in enumerate(transfers, start=1) if not t.is_hidden]
+    """How much is sent, how much of it exposed, and the FLOPs beside the rest.
+
+    The same products may stand beside several transfers, and count for each.
+    """
+    hidden = [t for t in transfers if t.is_hidden]
+    sent = sum(t.sent_bytes for t in transfers)
     return {
-        "all": len(transfers),
-        "exposed": exposed,
-        "sent_bytes": sum(t.sent_bytes for t in transfers),
-        "exposed_bytes": sum(t.sent_bytes for t in transfers if not t.is_hidden),
+        "transfers": len(transfers),
+        "exposed_transfers": len(transfers) - len(hidden),
+        "bytes": sent,
+        "exposed_bytes": sent - sum(t.sent_bytes for t in hidden),
+        "flops_beside": sum(t.hides.flops for t in hidden),
     }
 
 
-def sent_by_kind(items: list[Transfer] | list[Collective]) -> dict[str, float]:
-    """Bytes that a device sends, by kind of collective."""
-    total: dict[str, float] = {}
-    for item in items:
-        total[item.kind] = total.get(item.kind, 0) + item.sent_bytes
-    return total
+def goals(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """What was measured and the most that it may be, for each goal of this case."""
+    case = (result["model"], result["gpus"])
+    if case not in CASES or result["layout"] == "hsdp":
+        return {}
+    # Gradients there and parameters back, and matrices to owners and back.
+    once, gpus = result["parameter_bytes"], result["gpus"]
+    most = 1.05 * 2 * (gpus - 1) / gpus * once + 2 / gpus * once
+    sent, exposed = result["all"]["bytes"], result["all"]["exposed_bytes"]
+    found = {"sent, MB": (sent / 1e6, most / 1e6)}
+    if result["layout"] != "zero2":
+        found["exposed, %"] = (100 * exposed / sent, 100 * EXPOSED_SHARE[case])
+    elif case in EXPOSED_BYTES:
+        found["exposed, MB"] = (exposed / 1e6, EXPOSED_BYTES[case] / 1e6)
+    return found
 
 
-def report(result: dict[str, Any]) -> str:
-    """The text that is printed."""
+def report(result: dict[str, Any], *, timeline: bool) -> str:
+    """The text that is printed for one step."""
     lines = [
-        f"{result['model']}, {result['recipe']}, {result['dtype']}, "
-        f"{result['sharding']}, for {result['gpus']} H100s",
-        "",
-        "place  collective          MB in  MB sent  wait   products meanwhile (GFLOP)",
+        f"{result['model']}, {result['recipe']}, {result['layout']}, "
+        f"for {result['gpus']} H100s"
     ]
+    if timeline:
+        lines += ["", *_timeline(result["timeline"]), ""]
+    lines.append(
+        "collectives         number  exposed   MB sent  MB exposed  TFLOP beside"
+    )
+    for kind, found in [*result["sent"].items(), ("all", result["all"])]:
+        beside = "" if kind == "all" else f"{found['flops_beside'] / 1e12:12.1f}"
+        lines.append(
+            f"{kind:18}{found['transfers']:8}{found['exposed_transfers']:9}"
+            f"{found['bytes'] / 1e6:10.1f}{found['exposed_bytes'] / 1e6:12.1f}"
+            f"  {beside}".rstrip()
+        )
+    share = result["all"]["exposed_bytes"] / max(1, result["all"]["bytes"])
+    seconds, products = result["seconds"], result["products"]
+    flops = products["always"]["flops"] + products["perhaps"]["flops"]
+    lines += [
+        f"exposed: {100 * share:.1f} % of the bytes; products of the busiest device: "
+        f"{flops / 1e12:.2f} TFLOP; peak memory {result['peak_bytes'] / 1e9:.2f} of "
+        f"{result['card_bytes'] / 1e9:.1f} GB",
+        f"estimate: step {1e3 * seconds['step']:.1f} ms, products "
+        f"{1e3 * seconds['products']:.1f} ms, transfers on their own "
+        f"{1e3 * seconds['transfers']:.1f} ms; compiled in {seconds['compile']:.0f} s",
+    ]
+    for what, (value, most) in goals(result).items():
+        verdict = "met" if value <= most else "MISSED"
+        lines.append(f"goal: {what}: {value:.1f}, at most {most:.1f}: {verdict}")
+    return "\n".join(lines)
+
+
+def _timeline(transfers: list[dict[str, Any]]) -> list[str]:
+    """Starts and ends of the larger transfers, in the order of the schedule."""
     events = []
-    for t in result["timeline"]:
+    for t in transfers:
         if t["sent_bytes"] < SHOWN_BYTES:
             continue
         always, perhaps = t["hides"]["always"], t["hides"]["perhaps"]
-        products = f"{always['count']:4} ({always['flops'] / 1e9:5.1f})"
+        products = f"{always['count']:4} ({always['flops'] / 1e9:7.1f})"
         if perhaps["count"]:
             branch = f"{perhaps['count']} ({perhaps['flops'] / 1e9:.1f})"
             products += f"  + {branch} in branches"
@@ -362,106 +206,95 @@ def report(result: dict[str, Any]) -> str:
             (
                 t["start"],
                 f"{t['kind']:15}start {t['input_bytes'] / 1e6:6.1f}"
-                f"  {t['sent_bytes'] / 1e6:6.1f}  {'sync' if t['is_sync'] else 'async'}"
+                f"  {t['sent_bytes'] / 1e6:7.1f}  {'sync' if t['is_sync'] else 'async'}"
                 f"  {products}",
             )
         )
         if t["done"] > t["start"]:
             events.append((t["done"], f"{t['kind']:15}done"))
-    lines += [f"{place:5}  {text}" for place, text in sorted(events)]
-    lines.append("")
-    for kind, counts in result["summary"].items():
-        hidden = counts["all"] - len(counts["exposed"])
-        exposed = ", ".join(f"number {i}" for i in counts["exposed"]) or "none"
-        if len(counts["exposed"]) > 4:
-            exposed = f"{len(counts['exposed'])}"
-        lines.append(
-            f"{kind}s: {hidden} of {counts['all']} asynchronous with products between "
-            f"start and done; exposed: {exposed} ({counts['exposed_bytes'] / 1e6:.1f} "
-            f"of {counts['sent_bytes'] / 1e6:.1f} MB)"
-        )
-    branches, memory = result["branches"], result["memory"]
-    products = result["products"]
-    lines += [
-        f"branches: {branches['all']}, of which {branches['in_graphs']} inside CUDA "
-        f"graphs; the host waits for the device {branches['host_waits']} times",
-        f"products of a device: {products['always']['count']} "
-        f"({products['always']['flops'] / 1e9:.0f} GFLOP), and "
-        f"{products['perhaps']['count']} in branches",
-        f"read and written: {result['traffic_bytes']['products'] / 1e9:.2f} GB by "
-        f"products, {result['traffic_bytes']['rest'] / 1e9:.2f} GB by everything else",
-        f"peak memory: {memory['peak_bytes'] / 1e9:.2f} GB of "
-        f"{memory['card_bytes'] / 1e9:.1f} GB",
-    ]
-    sent, theory = result["sent_bytes"], result["sent_bytes"]["theory_each_way"]
-    for kind in sent["jaxpr"]:
-        lines.append(
-            f"{kind}s send {sent['jaxpr'][kind] / 1e6:.1f} MB a device and step "
-            f"(jaxpr), {sent['hlo'].get(kind, 0) / 1e6:.1f} MB (HLO)"
-        )
-    if result["sharding"] == "zero2":
-        lines.append(
-            f"in theory, each way: (N-1)/N of the padded bytes "
-            f"{theory['padded'] / 1e6:.1f} MB; without padding "
-            f"{theory['unpadded'] / 1e6:.1f} MB"
-        )
-    return "\n".join(lines)
+    heading = (
+        "place  collective          MB in  MB sent  wait   products meanwhile (GFLOP)"
+    )
+    return [heading, *(f"{place:5}  {text}" for place, text in sorted(events))]
+
+
+def save(result: dict[str, Any], path: pathlib.Path) -> None:
+    """Put a result, without its timeline, in the place of an older one of its case."""
+    keys = ("model", "gpus", "layout", "recipe")
+    case = [result[key] for key in keys]
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    rows = [row for row in rows if [row[key] for key in keys] != case]
+    rows.append({key: x for key, x in result.items() if key != "timeline"})
+    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def option(text: str) -> tuple[str, Any]:
     """KEY=VALUE of the command line, where VALUE is JSON or else text."""
     key, separator, value = text.partition("=")
     if not separator:
-        raise argparse.ArgumentTypeError(f"{text!r}: valid is KEY=VALUE")
+        raise argparse.ArgumentTypeError(f"{text!r}; expected KEY=VALUE")
     try:
         return key, json.loads(value)
     except json.JSONDecodeError:
         return key, value
 
 
+def cases(models: list[str] | None, gpus: list[int] | None) -> list[tuple[str, int]]:
+    """Models and numbers of GPUs: those of `CASES`, unless others are asked for."""
+    if models is not None and gpus is not None:
+        return [(model, count) for model in models for count in gpus]
+    return [
+        (model, count)
+        for model, count in CASES
+        if model in (models or WORKLOADS) and count in (gpus or [count])
+    ]
+
+
 def main(words: list[str]) -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_schedule")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--model", choices=MODELS, default=MODELS[0])
+    parser.add_argument("--models", nargs="+", choices=WORKLOADS)
+    parser.add_argument("--gpus", type=int, nargs="+")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--recipe", choices=RECIPES, default=RECIPES[0])
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        default="bfloat16",
-        help="of parameters, gradients and state, and so on the wire",
-    )
-    parser.add_argument(
-        "--sharding",
-        choices=SHARDINGS,
-        default=SHARDINGS[0],
-        help=f"of several GPUs; tp is over {TENSOR_PARALLEL} of them",
-    )
-    parser.add_argument("--max-norm", type=float, help="clip by the global norm")
+    parser.add_argument("--timeline", action="store_true", help="list all transfers")
     parser.add_argument(
         "--option",
         type=option,
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="a compiler option beside or in place of ours; may be repeated",
+        help="a compiler option beside or instead of ours; may be repeated",
     )
-    parser.add_argument("--json", type=pathlib.Path, help="folder to save results in")
+    parser.add_argument("--json", type=pathlib.Path, help="file to put results into")
     args = parser.parse_args(words)
-    args.words = words
-    for gpus in args.gpus:
+    for gpus in args.gpus or []:
         if gpus < 1 or (gpus > GPUS_PER_HOST and gpus % GPUS_PER_HOST):
-            parser.error(f"--gpus {gpus}: valid are 1 to 8, and multiples of 8")
-        options = compiler_options(gpus, args.dtype, args.sharding)
-        options |= dict(args.option)
-        result = measure(gpus, args, options)
-        print(report(result), end="\n\n")
-        if args.json is not None:
-            fsdp = gpus > 1 and "fsdp" in args.sharding
-            sharded = f"_{args.sharding.replace(',', '_')}" if fsdp else ""
-            case = f"{args.model}_{args.recipe}_{args.dtype}{sharded}_{gpus}"
-            path = args.json / f"gpu_schedule_{case}.json"
-            path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            parser.error(f"--gpus {gpus}; expected 1 to 8, or a multiple of 8")
+    chosen = cases(args.models, args.gpus)
+    if not chosen:
+        parser.error(f"expected both --models and --gpus, or a case of {CASES}")
+    about = {
+        "command": shlex.join(["python", "-m", "benchmarks.gpu_schedule", *words]),
+        "date": datetime.date.today().isoformat(),
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+    for model, gpus in chosen:
+        devices = h100s(gpus)
+        measured: dict[str, Any] = {}  # by program: two layouts may be one
+        for layout in args.layouts:
+            whole = whole_step(model, devices, layout, args.recipe)
+            lowered = whole.step.lower(*whole.args)
+            program = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+            if program not in measured:
+                options = dict(args.option)
+                measured[program] = measure(whole, lowered, options, Rates())
+            case = {"model": model, "gpus": gpus, "layout": layout}
+            result = case | {"recipe": args.recipe} | measured[program] | about
+            print(report(result, timeline=args.timeline), end="\n\n", flush=True)
+            if args.json is not None:
+                save(result, args.json)
 
 
 if __name__ == "__main__":

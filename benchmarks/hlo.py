@@ -10,6 +10,8 @@ import math
 import re
 from collections.abc import Iterator
 
+import numpy as np
+
 from jax_muon.mesh.traffic import ring_bytes
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
@@ -23,8 +25,15 @@ _CALLED = re.compile(
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([0-9",]*)[\]}]')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_GROUP = re.compile(r"replica_groups=(?:\{\{([0-9,]*)\}|\[\d+,(\d+)\]<=)")
-_MESH_GROUP = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
+# Groups of devices are listed, {{0,1},{2,3}}, or rows of a range that may have been
+# transposed, [2,4]<=[4,2]T(1,0), or axes of a mesh of such a range:
+# mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}.
+_RANGE = r"\[([0-9,]+)\](?:T\(([0-9,]+)\))?"
+_LISTED = re.compile(r"replica_groups=\{\{([0-9,]*)\}")
+_ROWS = re.compile(r"replica_groups=\[\d+,(\d+)\]<=" + _RANGE)
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(" + _RANGE + r"\))? \{([^}]*)\}"
+)
 
 _COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
 _PRODUCT_TARGETS = ("cublas", "gemm", "matmul")
@@ -118,7 +127,7 @@ class Transfer:
       start: place in the schedule.
       done: place of its end; that of the start for a synchronous collective.
       input_bytes: of one device.
-      devices: that take part in it.
+      group: devices that take part in it, of which there may be several such groups.
       is_sync: whether the device waits for it, be it a pair of start and done or not.
       hides: products between start and done.
     """
@@ -128,9 +137,14 @@ class Transfer:
     start: int
     done: int
     input_bytes: int
-    devices: int
+    group: tuple[int, ...]
     is_sync: bool
     hides: Work
+
+    @property
+    def devices(self) -> int:
+        """How many devices take part."""
+        return len(self.group)
 
     @property
     def sent_bytes(self) -> float:
@@ -188,9 +202,7 @@ class Module:
         """Collectives of the entry computation, in the order of their starts."""
         schedule = self.computations[self.entry]
         types = {line.name: line.type for line in schedule}
-        before = [Work()]  # products in front of each place
-        for line in schedule:
-            before.append(before[-1] + self._work(line, types))
+        before = self.work_before()
         place = {line.name: index for index, line in enumerate(schedule)}
         done = {
             line.operands[0]: place[line.name]
@@ -215,12 +227,21 @@ class Module:
                     start,
                     end,
                     sum(_bytes(types[name]) for name in line.operands),
-                    _devices(line.text),
+                    _group(line.text),
                     not paired or '"is_sync":true' in line.text,
                     between if paired else Work(),
                 )
             )
         return found
+
+    def work_before(self) -> list[Work]:
+        """Products in front of each place of the schedule, and last of all of them."""
+        schedule = self.computations[self.entry]
+        types = {line.name: line.type for line in schedule}
+        before = [Work()]
+        for line in schedule:
+            before.append(before[-1] + self._work(line, types))
+        return before
 
     def work(self) -> Work:
         """All products of the module."""
@@ -325,15 +346,25 @@ def _flops(line: Instruction, types: dict[str, str]) -> int:
     return 2 * math.prod(product) * math.prod(left[int(axis)] for axis in axes)
 
 
-def _devices(text: str) -> int:
-    if named := _MESH_GROUP.search(text):
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", named[1]))
-        return math.prod(
-            int(sizes[axis]) for axis in re.findall(r"'([^']+)'", named[2])
-        )
-    group = _GROUP.search(text)
-    if group is None:
-        raise ValueError(
-            f"a collective without replica_groups that we can read: {text}"
-        )
-    return int(group[2]) if group[2] else group[1].count(",") + 1
+def _group(text: str) -> tuple[int, ...]:
+    """The first group of devices that a collective runs over."""
+    if listed := _LISTED.search(text):
+        return tuple(int(device) for device in listed[1].split(","))
+    if rows := _ROWS.search(text):
+        return tuple(_range(rows[2], rows[3])[: int(rows[1])].tolist())
+    if mesh := _MESH.search(text):
+        sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+        names = re.findall(r"'([^']+)'", mesh[4])
+        all_devices = ",".join(str(size) for size in sizes.values())
+        devices = _range(mesh[2] or all_devices, mesh[3]).reshape(*sizes.values())
+        here = tuple(slice(None) if name in names else 0 for name in sizes)
+        return tuple(devices[here].flat)
+    raise ValueError(f"a collective without replica_groups that we can read: {text}")
+
+
+def _range(shape: str, axes: str | None) -> np.ndarray:
+    """0, 1, 2 ... in this shape, transposed to these axes, in one row."""
+    sizes = [int(size) for size in shape.split(",")]
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    order = None if axes is None else [int(axis) for axis in axes.split(",")]
+    return (numbers if order is None else numbers.transpose(order)).reshape(-1)

@@ -3,13 +3,16 @@
     python -m benchmarks.state_memory           GPT-2 124M on 1, 2, 4 and 8 devices
     python -m benchmarks.state_memory --model gpt2-350m --devices 4
 
-The state is built for real, by `init_optimizer`, and its shards are counted.
+The state is built for real, by `init` of `on_mesh`, and its shards are counted.
+Leaves below `min_size` elements and step counts are whole on every device.
 """
 
 import argparse
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType
 
 import jax_muon as jm
 from benchmarks.parameters import MODELS, model_parameters
@@ -32,14 +35,24 @@ def main() -> None:
     elements = sum(x.size for x in jax.tree.leaves(params))
     print(f"{options.model}: {elements / 1e6:.0f} M parameters, nanochat, float32")
     for count in options.devices:
-        mesh = jax.make_mesh((count,), ("data",), devices=jax.devices()[:count])
-        state = jm.init_optimizer(jm.nanochat(zero2_axis="data"), params, mesh)
-        held = dict.fromkeys(mesh.devices.flat, 0)
-        for leaf in jax.tree.leaves(state):
-            for shard in leaf.addressable_shards:
-                held[shard.device] += shard.data.nbytes
-        print(f"{count} devices: {max(held.values()) / 1e6:.1f} MB on each")
-        del state
+        held, whole = state_bytes(params, count)
+        share = held / (whole / count)
+        print(f"{count} devices: {held / 1e6:.1f} MB on each, {share:.3f} even shares")
+
+
+def state_bytes(params: optax.Params, devices: int) -> tuple[int, int]:
+    """Bytes of state on the fullest of so many devices, and of all state once."""
+    here = jax.devices()[:devices]
+    mesh = jax.make_mesh(
+        (devices,), ("data",), axis_types=(AxisType.Auto,), devices=here
+    )
+    tx = jm.on_mesh(jm.nanochat(), mesh, divide="data")
+    leaves = jax.tree.leaves(tx.init(params))
+    held = dict.fromkeys(here, 0)
+    for leaf in leaves:
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    return max(held.values()), sum(leaf.nbytes for leaf in leaves)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks.gpu_schedule import H100
+from benchmarks.h100s import H100
 from jax_muon.polar.kernels import (
     HOPPER,
     Tiling,

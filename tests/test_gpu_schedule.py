@@ -1,9 +1,24 @@
 """Reading scheduled HLO: a recorded form, shortened by hand; no compiler is needed."""
 
+import dataclasses
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+import types
+
+import jax
+import numpy as np
 import pytest
 
-from benchmarks.hlo import Module, Products, Traffic, Work
+from benchmarks import gpu_schedule
+from benchmarks.h100s import WORKLOADS, whole_step
+from benchmarks.hlo import Module, Products, Traffic, Transfer, Work
 from benchmarks.parameters import model_parameters
+from benchmarks.step_time import Rates, bytes_between_hosts, estimate, transfer_seconds
+from jax_muon.mesh.traffic import collectives
+from jax_muon.mesh.xla_options import gpu_options
 
 # Two reduce-scatters over 8 devices, of which one has products meanwhile: one for all
 # devices, and a branch with two (4 x 4 x 8 and 8 x 8 x 4) that a device may skip. Then
@@ -70,7 +85,7 @@ custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":\
 {"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"]}}}
   %ag.1.done = bf16[8,4,8]{2,1,0} all-gather-done(%ag.1)
   %total = f32[64,4]{1,0} all-reduce(%b), replica_groups=mesh['axis_0'=2,'axis_1'=4,\
-'axis_2'=3], device_ids=([4,2]T(1,0)) {'axis_0','axis_1'}, to_apply=%add
+'axis_2'=3], device_ids=([4,6]T(1,0)) {'axis_0','axis_1'}, to_apply=%add
   ROOT %last = bf16[8,4,8]{2,1,0} bitcast(%ag.1.done)
 }
 """
@@ -164,3 +179,196 @@ def _leaves(tree):
             yield from _leaves(value)
         else:
             yield value
+
+
+@pytest.mark.parametrize(
+    ("groups", "group"),
+    [
+        ("{{0,1,2},{3,4,5}}", (0, 1, 2)),
+        ("[2,3]<=[6]", (0, 1, 2)),
+        ("[2,3]<=[3,2]T(1,0)", (0, 2, 4)),
+        ("mesh['a'=2,'b'=4] {'b'}", (0, 1, 2, 3)),
+        ("mesh['a'=2,'b'=4] {'a'}", (0, 4)),
+        ("mesh['a'=2,'b'=3], device_ids=([3,2]T(1,0)) {'b'}", (0, 2, 4)),
+    ],
+)
+def test_forms_of_groups(groups, group):
+    """The first group of devices, in each form in which XLA writes them."""
+    changed = SCHEDULED.replace("{{0,1,2,3,4,5,6,7}}", groups, 1)
+    assert Module.parse(changed).transfers()[0].group == group
+
+
+def test_groups_that_cannot_be_read():
+    changed = SCHEDULED.replace("{{0,1,2,3,4,5,6,7}}", "everyone", 1)
+    with pytest.raises(ValueError, match="replica_groups"):
+        Module.parse(changed).transfers()
+
+
+def transfer(kind, group, sent=0):
+    """A transfer of which a device sends so many bytes."""
+    given = Transfer("t", kind, 0, 0, 1 << 20, tuple(group), True, Work())
+    scale = sent / given.sent_bytes if sent else 1
+    return dataclasses.replace(given, input_bytes=given.input_bytes * scale)
+
+
+def test_bytes_between_hosts():
+    """Two hosts of 8: an eighth of a ring, or every piece for the other host."""
+    both, one = range(16), range(8)
+    assert bytes_between_hosts(transfer("all-gather", one, 800), 8) == 0
+    assert bytes_between_hosts(transfer("all-gather", both, 800), 8) == 100
+    assert bytes_between_hosts(transfer("all-reduce", (3, 11), 800), 8) == 800
+    sent = bytes_between_hosts(transfer("all-to-all", both, 1500), 8)
+    assert sent == pytest.approx(800)
+    rates = Rates(within=100, between=10)
+    # By its slower part; one GPU a host uses its network card only.
+    assert transfer_seconds(transfer("all-gather", both, 800), rates) == 10
+    assert transfer_seconds(transfer("all-gather", one, 800), rates) == 8
+    assert transfer_seconds(transfer("all-reduce", (3, 11), 800), rates) == 80
+
+
+def test_estimate_of_a_step(module):
+    """By hand, for rates that make every product and transfer above last a while."""
+    rates = Rates(flops=1, within=1)
+    transfers = module.transfers()
+    first, second, third, fourth, last = (t.sent_bytes for t in transfers)
+    gemm, branch, loop = 512, 256 + 512, 5 * 512
+    clock = first  # nothing beside it
+    clock += max(gemm + branch, second)
+    clock += max(loop, third)
+    clock += fourth + gemm  # synchronous
+    clock += last
+    found = estimate(module, rates)
+    assert found.step == clock
+    assert found.products == 2 * gemm + branch + loop
+    assert found.waiting == clock - found.products
+    assert found.transfers == first + second + third + fourth + last
+
+
+def test_options_by_bytes_and_platform():
+    """Buckets by all bytes, on GPUs; nothing anywhere else, or on one GPU."""
+    params = {"w": jax.ShapeDtypeStruct((64, 8_000_000), "bfloat16")}
+
+    def mesh(platform, *shape):
+        device = types.SimpleNamespace(platform=platform)
+        sizes = dict(zip("ab", shape, strict=False))
+        return types.SimpleNamespace(
+            size=math.prod(shape),
+            devices=np.full(shape, device),
+            shape=sizes,
+            axis_names=tuple(sizes),
+        )
+
+    def thresholds(options):
+        return [
+            options[f"xla_gpu_{kind}_combine_threshold_bytes"]
+            for kind in ("all_gather", "reduce_scatter")
+        ]
+
+    size = 2 * 64 * 8_000_000
+    options = gpu_options(params, mesh("cuda", 8))
+    assert options == gpu_options(params, mesh("gpu", 8))
+    assert thresholds(options) == [size / 64, size / 32 / 8]
+    last = gpu_options(params, mesh("gpu", 8), gathers_first=False)
+    assert thresholds(last) == [size / 16, size / 32 / 8]
+    # Over two of 16 devices each holds one half.
+    halves = gpu_options(params, mesh("gpu", 8, 2), axis="a")
+    assert thresholds(halves) == [size / 64 / 2, size / 32 / 16]
+    small = gpu_options({"w": jax.ShapeDtypeStruct((8,), "float32")}, mesh("gpu", 8))
+    assert thresholds(small) == [4_000_000, 500_000]
+    assert gpu_options(params, mesh("cpu", 8)) == {}
+    assert gpu_options(params, mesh("gpu", 1)) == {}
+
+
+def whole(layout):
+    return whole_step("tiny", np.array(jax.devices()[:8]), layout, "nanochat")
+
+
+def test_parameters_divided_and_fsdp_are_one_program():
+    texts = [
+        step.step.lower(*step.args).as_text()
+        for step in map(whole, ("zero2", "zero2-divided", "fsdp"))
+    ]
+    assert texts[0] != texts[1] == texts[2]
+
+
+@pytest.mark.parametrize(("layout", "groups"), [("zero2-divided", {8}), ("hsdp", {8})])
+def test_whole_step_sends_every_parameter_there_and_back(layout, groups):
+    """Each is gathered once and its gradient scattered once; matrices go to owners."""
+    step = whole(layout)
+    found = collectives(step.step, *step.args)
+    everything = sum(x.size * 2 for x in jax.tree.leaves(step.params))
+    for kind in ("all-gather", "reduce-scatter"):
+        ours = [c for c in found if c.kind == kind and "data" in c.axes]
+        large = sum(c.sent_bytes for c in ours if c.sent_bytes > 100)
+        assert large >= 7 / 8 * everything
+        assert {c.devices for c in ours} == groups
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
+    reason="the compiler for GPUs is not installed: make .venv/gpu-schedule",
+)
+def test_compiled_for_gpus(tmp_path):
+    """The command, for 16 GPUs: bytes there and back, and what is printed and saved.
+
+    In a process of its own, since JAX cannot read such a program back from a cache.
+    """
+    path = tmp_path / "results.json"
+    words = ["--models", "tiny", "--gpus", "16", "--layouts", "zero2", "hsdp"]
+    words += ["--json", str(path), "--timeline"]
+    found = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_schedule", *words],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    zero2, hsdp = json.loads(path.read_text())
+    size = 15 / 16 * zero2["parameter_bytes"]
+    # All matrices are small here: what is no parameter is gathered for every device.
+    assert zero2["sent"]["all-gather"]["bytes"] >= size
+    assert zero2["sent"]["reduce-scatter"]["bytes"] == pytest.approx(size, rel=0.01)
+    assert hsdp["layout"] == "hsdp"
+    assert hsdp["options"]["xla_gpu_graph_min_graph_size"] == 1
+    assert hsdp["seconds"]["step"] >= hsdp["seconds"]["products"] > 0
+    assert "estimate: step" in found.stdout
+    gpu_schedule.save(hsdp, path)
+    assert json.loads(path.read_text()) == [zero2, hsdp]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--gpus", "12"],
+        ["--models", "gpt9"],
+        ["--models", "tiny"],
+        ["--layouts", "tp"],
+        ["--option", "key"],
+    ],
+)
+def test_bad_words(words):
+    with pytest.raises(SystemExit):
+        gpu_schedule.main(words)
+
+
+def test_cases():
+    assert gpu_schedule.cases(None, None) == list(gpu_schedule.CASES)
+    assert gpu_schedule.cases(["gpt2-124m"], None) == [
+        ("gpt2-124m", 8),
+        ("gpt2-124m", 64),
+    ]
+    assert gpu_schedule.cases(None, [64]) == [("gpt2-124m", 64), ("gpt-1.3b", 64)]
+    assert gpu_schedule.cases(["tiny"], [16]) == [("tiny", 16)]
+    assert {model for model, _ in gpu_schedule.CASES} < set(WORKLOADS)
+
+
+def test_goals():
+    """At the goal it is met; a case without goals has none."""
+    case = {"model": "gpt2-124m", "gpus": 8, "parameter_bytes": 100e6}
+    sent = {"bytes": 200e6, "exposed_bytes": 50e6}
+    found = gpu_schedule.goals(case | {"layout": "fsdp", "all": sent})
+    assert found["exposed, %"] == (25, 20)
+    assert found["sent, MB"] == (200, pytest.approx(1.05 * 175 + 25))
+    found = gpu_schedule.goals(case | {"layout": "zero2", "all": sent})
+    assert found["exposed, MB"] == (50, 251)
+    assert gpu_schedule.goals(case | {"layout": "hsdp", "all": sent}) == {}
+    assert gpu_schedule.goals(case | {"layout": "zero2", "all": sent, "gpus": 16}) == {}
