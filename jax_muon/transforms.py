@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from jax_muon.checks import check_choice, check_positive
 from jax_muon.elementwise import check_decay, rate_at
-from jax_muon.notes import note
+from jax_muon.notes import is_listening, note
 from jax_muon.polar.iteration import power_of_two_scaled
 from jax_muon.polar.products import wide
 from jax_muon.reading import paths
@@ -230,15 +230,11 @@ def scale_by_shape(
     def update_fn(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
-        found = read_bare(matrices, updates)
-        shapes = dict(paths.leaves_with_paths(updates))
-        note(
-            "scale",
-            factors={
-                path: factor(*found.axes(path).fan(leaf.shape))
-                for path, leaf in shapes.items()
-            },
-        )
+        if is_listening():
+            found = read_bare(matrices, updates)
+            shapes = {p: x.shape for p, x in paths.leaves_with_paths(updates)}
+            fans = {path: found.axes(path).fan(shape) for path, shape in shapes.items()}
+            note("scale", factors={path: factor(*fan) for path, fan in fans.items()})
         return tx.update(updates, state, params)
 
     return optax.GradientTransformation(tx.init, update_fn)

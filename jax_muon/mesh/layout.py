@@ -9,6 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon.mesh.specs import (
     Specs,
+    as_entry,
     devices_over,
     dividing,
     entry_names,
@@ -115,7 +116,6 @@ def _finer(
         if shape[axis] and shape[axis] % (devices_over(entry, mesh.shape) * devices):
             continue
         entries = list(own)
-        names = (*entry_names(entry), *axes)
-        entries[axis] = names if len(names) > 1 else names[0]
+        entries[axis] = as_entry((*entry_names(entry), *axes))
         return PartitionSpec(*entries)
     return own

@@ -230,23 +230,17 @@ class OnMesh:
 
     def _typed(self, function: Callable[..., Any], specs: Any, *args: Any) -> Any:
         """A function of arrays whose types show that they lie as `specs` say."""
-        context = jax.sharding.get_abstract_mesh()
-        automatic = [
-            name
-            for name, kind in zip(
-                self.layout.mesh.axis_names, self.layout.mesh.axis_types, strict=True
-            )
-            if kind == AxisType.Auto and not _is_explicit_in(context, name)
-        ]
-        if automatic:
-            with jax.sharding.use_abstract_mesh(self.layout.mesh.abstract_mesh):
+        mesh = self.layout.mesh
+        if not self._is_explicit():
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 return jax.sharding.explicit_axes(
-                    function, axes=tuple(automatic), in_sharding=specs
+                    function, axes=mesh.axis_names, in_sharding=specs
                 )(*args)
-        mesh = context if not context.empty else self.layout.mesh.abstract_mesh
-        with jax.sharding.use_abstract_mesh(mesh):
+        context = jax.sharding.get_abstract_mesh()
+        here = context if not context.empty else mesh.abstract_mesh
+        with jax.sharding.use_abstract_mesh(here):
             placed = jax.tree.map(
-                lambda spec, x: jax.reshard(x, NamedSharding(mesh, spec)),
+                lambda spec, x: jax.reshard(x, NamedSharding(here, spec)),
                 specs,
                 args,
                 is_leaf=is_spec,
@@ -282,18 +276,16 @@ class OnMesh:
         names = self.layout.mesh.axis_names
         return all(kinds.get(name) == AxisType.Explicit for name in names)
 
+    def _is_explicit(self) -> bool:
+        """Whether types tell here: by the user's mesh, or since this is nested."""
+        return AxisType.Explicit in self.layout.mesh.axis_types or self._is_typed()
+
     def _place(self, tree: Any, specs: Any, before: Any = None) -> Any:
         """Arrays that lie as these specs say, on the user's own kind of axes.
 
         Those that lay otherwise `before` travel, in `gather_dtype`.
         """
-        context = jax.sharding.get_abstract_mesh()
-        explicit = any(
-            kind == AxisType.Explicit or _is_explicit_in(context, name)
-            for name, kind in zip(
-                self.layout.mesh.axis_names, self.layout.mesh.axis_types, strict=True
-            )
-        )
+        context, explicit = jax.sharding.get_abstract_mesh(), self._is_explicit()
 
         def place(spec: PartitionSpec, x: Any, own: PartitionSpec) -> Any:
             travels = self.gather_dtype is not None and own != spec
@@ -396,8 +388,3 @@ def _like(specs: Any, tree: Any) -> Any:
 
 def _is_traced(tree: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
-
-
-def _is_explicit_in(mesh: Any, name: str) -> bool:
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return kinds.get(name) == AxisType.Explicit

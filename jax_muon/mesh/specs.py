@@ -4,7 +4,7 @@ A less stable corner of JAX, what a trace knows about meshes and types, is read 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -183,13 +183,21 @@ def full_rank(
     return PartitionSpec(*entries)
 
 
+def as_entry(names: Sequence[str]) -> Any:
+    """One entry of a PartitionSpec, of these mesh axes."""
+    return tuple(names) if len(names) > 1 else names[0] if names else None
+
+
+def only(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
+    """What a spec says of some mesh axes."""
+    return PartitionSpec(
+        *(as_entry([n for n in entry_names(entry) if n in axes]) for entry in spec)
+    )
+
+
 def dividing(spec: PartitionSpec, sizes: Sizes) -> PartitionSpec:
     """The spec without mesh axes of one device, which divide nothing."""
-    entries = []
-    for entry in spec:
-        names = tuple(name for name in entry_names(entry) if sizes[name] > 1)
-        entries.append(names if len(names) > 1 else names[0] if names else None)
-    return PartitionSpec(*entries)
+    return only(spec, {name for name, size in sizes.items() if size > 1})
 
 
 def as_jit_writes(spec: PartitionSpec, sizes: Sizes) -> PartitionSpec:

@@ -30,8 +30,8 @@ from jax_muon.mesh.specs import (
     AxisName,
     Specs,
     axis_names,
-    entry_names,
     is_spec,
+    only,
     spec_names,
 )
 from jax_muon.mesh.xla_options import gpu_options
@@ -246,7 +246,9 @@ class TrainStep:
                     "microbatches divide"
                 )
         here, scattered = (
-            jax.tree.map(self._manual, specs, is_leaf=is_spec)
+            jax.tree.map(
+                lambda x: only(x, self._gradients.axis), specs, is_leaf=is_spec
+            )
             for specs in (self._layout.of_params(params), self._layout.of_state(params))
         )
         batch_spec = PartitionSpec(self._gradients.axis)
@@ -265,14 +267,6 @@ class TrainStep:
         )(params, batch)
         updates, state = self._optimizer.update(grads, state, params, **largest)
         return optax.apply_updates(params, updates), state, metrics
-
-    def _manual(self, spec: PartitionSpec) -> PartitionSpec:
-        """What of a spec shard_map over the axes of the batch is told."""
-        entries = []
-        for entry in spec:
-            names = tuple(n for n in entry_names(entry) if n in self._gradients.axis)
-            entries.append(names if len(names) > 1 else names[0] if names else None)
-        return PartitionSpec(*entries)
 
 
 def _names(names: str | Sequence[str]) -> tuple[str, ...]:
