@@ -7,6 +7,7 @@ from jax_muon.elementwise import (
     scale_by_path,
 )
 from jax_muon.guards import skip_nonfinite
+from jax_muon.hyperball import hyperball
 from jax_muon.max_logits import max_attention_logits
 from jax_muon.mesh.on_mesh import abstract_state, on_mesh
 from jax_muon.mesh.train_step import TrainStep, make_train_step
@@ -21,7 +22,15 @@ from jax_muon.reading.axes import MatrixAxes
 from jax_muon.reading.labels import label_params
 from jax_muon.reading.matrices import Matrices, Parameter, Reading
 from jax_muon.reading.names import names_of as axis_names
-from jax_muon.recipes import moonlight, muon, nanochat, normuon, teon
+from jax_muon.recipes import (
+    moonlight,
+    muon,
+    muonh,
+    nanochat,
+    normuon,
+    normuonh,
+    teon,
+)
 from jax_muon.splits import Split, with_splits
 from jax_muon.transforms import (
     equilibrate_rows,
@@ -51,15 +60,18 @@ __all__ = [
     "describe",
     "equilibrate_rows",
     "gpu_options",
+    "hyperball",
     "label_params",
     "make_train_step",
     "max_attention_logits",
     "moonlight",
     "muon",
+    "muonh",
     "nanochat",
     "nesterov",
     "normalize_frobenius",
     "normuon",
+    "normuonh",
     "on_mesh",
     "orthogonalize",
     "partition",

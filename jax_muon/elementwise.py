@@ -103,16 +103,10 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
       ValueError: a factor that is no finite number of at least 0; at init, with all
         paths, a pattern that matches no parameter.
     """
-    for pattern, factor in factors.items():
-        if not isinstance(factor, (int, float)) or not 0 <= factor < float("inf"):
-            raise ValueError(
-                f"learning_rates[{pattern!r}]={factor!r}; expected a factor, a finite "
-                "number of at least 0"
-            )
+    found = PathFactors(factors)
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
-        names = [path for path, _ in paths.leaves_with_paths(params)]
-        paths.check_patterns_match("learning_rates", factors, names)
+        found.check(params)
         return optax.EmptyState()
 
     def update_fn(
@@ -121,14 +115,36 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
         del params
 
         def scale(key_path: tuple[Any, ...], u: Array) -> Array:
-            path = paths.path_string(key_path)
-            found = (f for p, f in factors.items() if paths.matches(p, path))
-            factor = next(found, 1.0)
+            factor = found.of(paths.path_string(key_path))
             return u if factor == 1 else (wide(u) * factor).astype(u.dtype)
 
         return jax.tree_util.tree_map_with_path(scale, updates), state
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+class PathFactors:
+    """Factors of the learning rate by path pattern, as `scale_by_path` takes them."""
+
+    def __init__(self, factors: Mapping[str, float]) -> None:
+        """Raise a ValueError for a factor that is no finite number of at least 0."""
+        for pattern, factor in factors.items():
+            if not isinstance(factor, (int, float)) or not 0 <= factor < float("inf"):
+                raise ValueError(
+                    f"learning_rates[{pattern!r}]={factor!r}; expected a factor, a "
+                    "finite number of at least 0"
+                )
+        self._factors = factors
+
+    def check(self, params: optax.Params) -> None:
+        """Raise a ValueError, with all paths, for a pattern that matches none."""
+        names = [path for path, _ in paths.leaves_with_paths(params)]
+        paths.check_patterns_match("learning_rates", self._factors, names)
+
+    def of(self, path: str) -> float:
+        """The factor of the first pattern that matches, or 1."""
+        found = (f for p, f in self._factors.items() if paths.matches(p, path))
+        return next(found, 1.0)
 
 
 class AddCautiousDecayedWeightsState(NamedTuple):

@@ -156,7 +156,7 @@ def scale_by_normuon(
             return jnp.zeros_like(one, dtype=jnp.promote_types(p.dtype, jnp.float32))
 
         # A box names the axes of the parameter, over which (1, out) cannot be sharded.
-        nu = _map_axes(zeros, matrices, paths.unbox(params))
+        nu = map_axes(zeros, matrices, paths.unbox(params))
         return ScaleByNorMuonState(jnp.zeros([], jnp.int32), nu)
 
     def update_fn(
@@ -176,16 +176,16 @@ def scale_by_normuon(
             # two passes over x less, most of the time of this piece on a CPU.
             root = jax.lax.rsqrt(jnp.maximum(v, eps))
             count = x.size / mean.size
-            norm = jnp.sqrt(count * _sum(mean, axes.matrix))
-            new_norm = jnp.sqrt(count * _sum(mean * root * root, axes.matrix))
+            norm = jnp.sqrt(count * sum_over(mean, axes.matrix))
+            new_norm = jnp.sqrt(count * sum_over(mean * root * root, axes.matrix))
             factor = root * (norm / jnp.maximum(new_norm, eps))
             return (wide(x) * factor).astype(x.dtype)
 
         unboxed = paths.unbox(updates)
         found = read_bare(matrices, unboxed)
-        means = _map_axes(mean_square, found, unboxed)
+        means = map_axes(mean_square, found, unboxed)
         nu = jax.tree.map(accumulate, means, state.nu)
-        scaled = _map_axes(scale, found, unboxed, means, nu)
+        scaled = map_axes(scale, found, unboxed, means, nu)
         updates = jax.tree.unflatten(
             jax.tree.structure(updates), jax.tree.leaves(scaled)
         )
@@ -241,14 +241,15 @@ def scale_by_shape(
 
 
 def _norm(x: Array, axes: tuple[int, ...]) -> Array:
-    return jnp.sqrt(_sum(x * x, axes))
+    return jnp.sqrt(sum_over(x * x, axes))
 
 
-def _sum(x: Array, axes: tuple[int, ...]) -> Array:
+def sum_over(x: Array, axes: tuple[int, ...]) -> Array:
+    """The sum over some axes, which stay with size 1; over devices where they lie."""
     return jnp.sum(x, axis=axes, keepdims=True)
 
 
-def _map_axes(
+def map_axes(
     function: Callable[..., Array],
     matrices: Matrices | Reading | None,
     tree: Any,
@@ -282,6 +283,6 @@ def _stateless(
         def scale_leaf(u: Array, axes: MatrixAxes) -> Array:
             return scale(wide(u), axes).astype(u.dtype)
 
-        return _map_axes(scale_leaf, matrices, updates), state
+        return map_axes(scale_leaf, matrices, updates), state
 
     return optax.GradientTransformation(init_fn, update_fn)

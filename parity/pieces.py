@@ -18,7 +18,7 @@ import jax_muon as jm
 from parity import problems, weights
 from parity.problems import Arrays
 from parity.reference import nanochat, polar
-from parity.reference.muon import accumulate, shape_scale
+from parity.reference.muon import accumulate, shape_scale, sphere_step
 
 MATRICES = {name: problems.SHAPES[name] for name in problems.MATRIX_NAMES}
 FLAX_MATRICES = {
@@ -66,6 +66,12 @@ def _cautious(u, w, state):
     new, one = w.clone(), nanochat.rate(1.0, w)
     nanochat.cautious_step(new, u, one, nanochat.rate(0.1, w))
     return w - new
+
+
+def _hyperball(u, w, state):
+    new = w.clone()
+    sphere_step(new, u, 0.02, state)
+    return new - w
 
 
 def _shape(rule: str) -> Reference:
@@ -153,6 +159,7 @@ PIECES = (
         lambda _: jm.add_cautious_decayed_weights(0.1),
         _cautious,
     ),
+    Piece("hyperball", lambda _: jm.hyperball(0.02), _hyperball),
     *(
         Piece(
             f"scale_by_shape, {rule}",

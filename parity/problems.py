@@ -26,7 +26,15 @@ import optax
 import torch
 
 import jax_muon as jm
-from parity.reference.muon import JORDAN, JORDAN_SUM, MOONLIGHT, Muon, NorMuon
+from parity.reference.muon import (
+    JORDAN,
+    JORDAN_SUM,
+    MOONLIGHT,
+    Muon,
+    MuonH,
+    NorMuon,
+    NorMuonH,
+)
 from parity.reference.nanochat import AUGUST, JANUARY, MuonAdamW
 from parity.reference.replay import replay
 from parity.reference.teon import Teon
@@ -264,14 +272,16 @@ _OUR_ADAMW = {
 }
 
 
-def _ours(factory: Callable, beta2: bool = False, **settings: Any) -> Callable:
+def _ours(
+    factory: Callable, beta2: bool = False, decays: bool = True, **settings: Any
+) -> Callable:
     def make(
         rates: dict[str, Any], dtype: str, **changed: Any
     ) -> optax.GradientTransformation:
         arguments = {
             "learning_rate": rates["lr"],
             "momentum": rates["momentum"],
-            "weight_decay": rates["weight_decay"],
+            **({"weight_decay": rates["weight_decay"]} if decays else {}),
             "adamw_learning_rate": rates["adamw_lr"],
             "dtype": dtype,
             **({"beta2": rates["beta2"]} if beta2 else {}),
@@ -327,6 +337,14 @@ RECIPES: dict[str, Recipe] = {
             # goes to zero these agree wherever V > 1e-16, and where X and V are zero.
             {"eps": 1e-30},
             (*_MUON_RATES, "beta2"),
+        ),
+        Recipe("muonh", _ours(jm.muonh, decays=False), MuonH, {}, ("lr", "momentum")),
+        Recipe(
+            "normuonh",
+            _ours(jm.normuonh, beta2=True, decays=False),
+            NorMuonH,
+            {"eps": 1e-30},  # as normuon's
+            ("lr", "momentum", "beta2"),
         ),
         Recipe(
             "teon",

@@ -29,3 +29,12 @@ def normuon(x, v, beta2, axis, eps=1e-10):
     scaled = x / np.sqrt(np.maximum(v, eps))
     size = np.linalg.norm(x) / max(np.linalg.norm(scaled), eps)
     return scaled * size, v
+
+
+def hyperball(w, u, lr, radius):
+    """One step on the sphere: the new w and radius, 0 inside a zero start's sphere."""
+    target = radius or np.sqrt(len(w))
+    w = w - lr * target * u / max(np.linalg.norm(u), 1e-10)
+    if not radius and np.linalg.norm(w) < target:
+        return w, 0.0
+    return w * target / np.linalg.norm(w), target

@@ -4,6 +4,7 @@ Every recipe is one call of `partition`; what it does can be written out in ten 
 and changed there. Their arguments mean the same in all of them:
 
   learning_rate, momentum, weight_decay: of the matrices, a float or an optax schedule.
+    Recipes that keep the norms of matrices have no weight_decay and no mask of it.
   steps: of the polar iteration; a Python integer.
   dtype: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
   polar: another polar factor, any function of (..., m, n), instead of the recipe's;
@@ -27,5 +28,14 @@ at init. Under `optax.inject_hyperparams` all numbers may change from step to st
 from jax_muon.recipes.joined import teon
 from jax_muon.recipes.neurons import nanochat, normuon
 from jax_muon.recipes.plain import moonlight, muon
+from jax_muon.recipes.sphere import muonh, normuonh
 
-__all__ = ["moonlight", "muon", "nanochat", "normuon", "teon"]
+__all__ = [
+    "moonlight",
+    "muon",
+    "muonh",
+    "nanochat",
+    "normuon",
+    "normuonh",
+    "teon",
+]

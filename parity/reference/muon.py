@@ -1,8 +1,8 @@
-"""Muon as Jordan, PyTorch and Moonlight run it, and NorMuon as its paper has it.
+"""Muon as Jordan, PyTorch and Moonlight run it, NorMuon, and both on a sphere.
 
 Matrices only; other parameters need an optimizer of their own. Weight decay is
 decoupled, W <- W (1 - lr wd), and comes before the step; the shape factor scales the
-step alone, not the decay.
+step alone, not the decay. On a sphere there is neither.
 """
 
 import math
@@ -139,13 +139,61 @@ class NorMuon(Muon):
     }
 
     def _update(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> None:
+        y = self._normalized(w, grad, state, group)
+        norm = torch.linalg.matrix_norm(y, keepdim=True).clamp_min(1e-10)
+        m, n = w.shape[-2:]
+        y = y * (0.2 * math.sqrt(m * n) / norm)
+        decayed_step(w, y, group["lr"], 1.0, group["weight_decay"])
+
+    def _normalized(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> Tensor:
         x = self._orthogonalized(w, grad, state, group)  # (1, m, n)
         if "second_moment" not in state:
             state["second_moment"] = torch.zeros_like(w[..., :1])  # (1, m, 1)
         v, beta2 = state["second_moment"], group["beta2"]
         v.mul_(beta2).add_(x.square().mean(-1, keepdim=True), alpha=1 - beta2)
-        y = x / (v.sqrt() + group["eps"])
-        norm = torch.linalg.matrix_norm(y, keepdim=True).clamp_min(1e-10)
-        m, n = w.shape[-2:]
-        y = y * (0.2 * math.sqrt(m * n) / norm)
-        decayed_step(w, y, group["lr"], 1.0, group["weight_decay"])
+        return x / (v.sqrt() + group["eps"])
+
+
+def sphere_step(w: Tensor, u: Tensor, lr: float, state: dict) -> None:
+    """W <- R n(W - lr R n(U)), in place; n(X) = X / ||X||_F, and R is ||W||_F at first.
+
+    A W that starts at zero moves by -lr R n(U) with R = sqrt(m), as if its entries had
+    the variance 1/n, until its norm reaches R. Norms of U are clamped at 1e-10.
+
+    Source: arXiv 2606.16899; what a zero W does is a choice of this project.
+    """
+    norm = torch.linalg.matrix_norm
+    if "radius" not in state:
+        start = norm(w)
+        state["inside"] = bool(start == 0)
+        state["radius"] = math.sqrt(w.shape[-2]) if state["inside"] else start
+    radius = state["radius"]
+    w.sub_(lr * radius * u / norm(u).clamp_min(1e-10))
+    if state["inside"] and norm(w) < radius:
+        return
+    state["inside"] = False
+    w.mul_(radius / norm(w))
+
+
+class MuonH(Muon):
+    """Muon with sum momentum on the sphere of `sphere_step`.
+
+    Source: Hyperball, arXiv 2606.16899.
+    """
+
+    DEFAULTS: ClassVar[dict[str, Any]] = {**Muon.DEFAULTS, **JORDAN_SUM}
+
+    def _update(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> None:
+        x = self._orthogonalized(w, grad, state, group)
+        sphere_step(w, x, group["lr"], state)
+
+
+class NorMuonH(NorMuon):
+    """NorMuon's direction on the sphere of `sphere_step`.
+
+    Source: Hyperball, arXiv 2606.16899.
+    """
+
+    def _update(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> None:
+        y = self._normalized(w, grad, state, group)
+        sphere_step(w, y, group["lr"], state)

