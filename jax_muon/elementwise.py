@@ -1,7 +1,9 @@
 """The optax pieces that treat elements alone: momentum, decay, factors by path.
 
-Every piece keeps the dtype of the updates, and every rate takes a float, an array or an
-optax schedule. They see no matrices, and work however parameters are divided.
+Pieces that are given the parameters at update widen gradients that are narrower to the
+parameters' dtype, and otherwise keep the dtype of the updates. Every rate takes a
+float, an array or an optax schedule. They see no matrices, and work however parameters
+are divided.
 """
 
 from collections.abc import Mapping
@@ -16,6 +18,26 @@ from jaxtyping import Array
 from jax_muon.checks import check_choice, check_float_dtype
 from jax_muon.polar.products import wide
 from jax_muon.reading import paths
+
+
+def as_wide_as_params(updates: Any, params: Any) -> Any:
+    """Updates in the dtype of their parameters, where that is the wider one.
+
+    Gradients in bfloat16 of float32 parameters would have their steps, and the decay
+    that is added to them, rounded to 8 bits. Other dtypes stay as they are.
+    """
+    if params is None:
+        return updates
+
+    def widen(u: Any, p: Any) -> Any:
+        narrow, dtype = (getattr(x, "dtype", None) for x in (u, p))
+        if narrow is None or dtype is None or narrow == dtype:
+            return u
+        if not all(jnp.issubdtype(d, jnp.floating) for d in (narrow, dtype)):
+            return u
+        return u.astype(dtype) if jnp.promote_types(narrow, dtype) == dtype else u
+
+    return jax.tree.map(widen, updates, params, is_leaf=lambda x: x is None)
 
 
 class NesterovState(NamedTuple):
@@ -45,7 +67,9 @@ def nesterov(
       accumulator_dtype: of M; None for the dtype of the parameters.
 
     Returns:
-      An `optax.GradientTransformation` for arrays of any shape.
+      An `optax.GradientTransformation` for arrays of any shape. Its updates have the
+      dtype of the gradients, or that of the parameters where these are given at update
+      and are wider.
 
     Raises:
       ValueError: decay outside [0, 1), an unknown accumulation.
@@ -64,7 +88,7 @@ def nesterov(
     def update_fn(
         updates: optax.Updates, state: NesterovState, params: Any = None
     ) -> tuple[optax.Updates, NesterovState]:
-        del params
+        updates = as_wide_as_params(updates, params)
         mu_t = rate_at(decay, state.count)
 
         def accumulate(g: Array, m: Array) -> Array:
@@ -166,7 +190,8 @@ def add_cautious_decayed_weights(
       mask: as in `optax.masked`: which parameters to decay; None for all.
 
     Returns:
-      An `optax.GradientTransformation` that needs the parameters at update.
+      An `optax.GradientTransformation` that needs the parameters at update, and gives
+      updates at least as wide as they are.
 
     Raises:
       ValueError: weight_decay below 0; at update, params=None.
@@ -199,7 +224,7 @@ def add_cautious_decayed_weights(
             decayed = jnp.where(wide(u) * w >= 0, rate * wide(w), 0)
             return (wide(u) + decayed).astype(u.dtype)
 
-        updates = jax.tree.map(decay, updates, params)
+        updates = jax.tree.map(decay, as_wide_as_params(updates, params), params)
         return updates, AddCautiousDecayedWeightsState(
             optax.safe_increment(state.count)
         )

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
+from jax_muon.elementwise import as_wide_as_params
 from jax_muon.mesh.specs import bytes_by_path
 from jax_muon.notes import is_listening, note
 from jax_muon.reading import paths
@@ -37,7 +38,10 @@ def partition(
         path and shape.
 
     Returns:
-      A transform whose state is that of `optax.partition`.
+      A transform whose state is that of `optax.partition`. Gradients that are narrower
+      than their parameters, such as bfloat16 for float32, are widened before anything
+      is computed with them, so that updates have the dtype of the parameters; without
+      parameters at update they keep their own.
 
     Raises:
       ValueError: no groups, or one that is neither a transform nor a function; at init
@@ -123,6 +127,7 @@ def partition(
     def update_fn(
         updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
+        updates = as_wide_as_params(updates, params)
         return build(updates).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -225,6 +225,29 @@ def test_dtypes_and_state_are_stable(recipe, dtype):
 
 
 @every_recipe
+@pytest.mark.parametrize("narrow", [jnp.bfloat16, jnp.float16])
+def test_narrow_gradients_are_widened_before_anything_is_computed(recipe, narrow):
+    """As float32 gradients of the same values: decay and steps lose no bits."""
+    tx = recipe(weight_decay=0.3, adamw_weight_decay=0.2)
+    params = model()
+    grads = jax.tree.map(lambda p: p.astype(narrow), params)
+    wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    update = jax.jit(tx.update)
+    updates, state = update(grads, tx.init(params), params)
+    chex.assert_trees_all_equal_dtypes(updates, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, tx.init(params))
+    expected, expected_state = update(wide, tx.init(params), params)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6, atol=1e-9)
+    chex.assert_trees_all_close(state, expected_state, rtol=1e-6, atol=1e-9)
+
+
+def test_wide_gradients_stay_wide():
+    params = model(jnp.bfloat16)
+    updates, _ = one_step(jm.nanochat(), params)
+    chex.assert_trees_all_equal_dtypes(updates, model())
+
+
+@every_recipe
 def test_inject_hyperparams(recipe):
     """A learning rate as data; only the count of steps must stay static."""
     params = model()

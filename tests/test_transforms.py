@@ -230,6 +230,27 @@ def test_cautious_decay():
     np.testing.assert_allclose(updates, [1.4, -1.0, 1.0, -1.4, 0.4], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "factory",
+    [jm.nesterov, functools.partial(jm.add_cautious_decayed_weights, 0.1)],
+    ids=["nesterov", "decay"],
+)
+def test_pieces_that_see_the_parameters_are_as_wide_as_they(factory):
+    tx, params = factory(), {"w": jnp.full((2, 3), 1 + 2**-12), "frozen": None}
+    narrow = {"w": jnp.ones((2, 3), jnp.bfloat16), "frozen": None}
+    updates, _ = tx.update(narrow, tx.init(params), params)
+    wide, _ = tx.update({**narrow, "w": jnp.ones((2, 3))}, tx.init(params), params)
+    chex.assert_trees_all_equal(updates, wide)
+    assert updates["w"].dtype == jnp.float32
+
+
+def test_without_parameters_momentum_keeps_the_dtype_of_the_gradients():
+    tx, grads = jm.nesterov(), jnp.ones(3, jnp.bfloat16)
+    updates, state = tx.update(grads, tx.init(jnp.ones(3)))
+    assert updates.dtype == jnp.bfloat16
+    assert state.mu.dtype == jnp.float32
+
+
 def test_cautious_decay_mask():
     params = {"a": jnp.ones(2), "b": jnp.ones(2)}
     tx = jm.add_cautious_decayed_weights(0.5, mask={"a": True, "b": False})
