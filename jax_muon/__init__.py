@@ -1,6 +1,7 @@
 """jax_muon: the Muon family of optimizers for JAX, as small optax pieces."""
 
 from jax_muon.describe import describe
+from jax_muon.doubts import Doubts, check
 from jax_muon.elementwise import (
     add_cautious_decayed_weights,
     nesterov,
@@ -42,6 +43,7 @@ from jax_muon.transforms import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Doubts",
     "ExactPolar",
     "Matrices",
     "MatrixAxes",
@@ -56,6 +58,7 @@ __all__ = [
     "abstract_state",
     "add_cautious_decayed_weights",
     "axis_names",
+    "check",
     "clip_qk",
     "describe",
     "equilibrate_rows",

@@ -20,6 +20,10 @@ _listener: contextvars.ContextVar[list[Note] | None] = contextvars.ContextVar(
     "jax_muon_notes", default=None
 )
 
+_collecting: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "jax_muon_collecting_doubts", default=False
+)
+
 
 def note(kind: str, **facts: Any) -> None:
     """Tell a fact to whoever listens."""
@@ -42,3 +46,18 @@ def listening() -> Iterator[list[Note]]:
         yield notes
     finally:
         _listener.reset(token)
+
+
+def is_collecting_doubts() -> bool:
+    """Whether parameters in doubt are only told, and no error."""
+    return _collecting.get()
+
+
+@contextlib.contextmanager
+def collecting_doubts() -> Iterator[None]:
+    """Have parameters in doubt told, and not raised, inside the `with` block."""
+    token = _collecting.set(True)
+    try:
+        yield
+    finally:
+        _collecting.reset(token)

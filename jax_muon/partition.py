@@ -1,6 +1,8 @@
 """Optimizers put together by label, for a tree that is read once, as a whole."""
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -8,9 +10,10 @@ import optax
 
 from jax_muon.elementwise import as_wide_as_params
 from jax_muon.mesh.specs import bytes_by_path
-from jax_muon.notes import is_listening, note
+from jax_muon.notes import is_collecting_doubts, is_listening, note
 from jax_muon.reading import paths
-from jax_muon.reading.matrices import Matrices, Reading
+from jax_muon.reading.labels import ADAMW
+from jax_muon.reading.matrices import Matrices, Parameter, Reading
 from jax_muon.splits import Parts, with_splits
 
 # An optax transform, or a function that gives one for the matrices of its group.
@@ -80,8 +83,14 @@ def partition(
         if not isinstance(group, optax.GradientTransformation)
     ]
 
-    def build(tree: Any) -> optax.GradientTransformationExtraArgs:
+    def build(
+        tree: Any, *, warn: bool = False
+    ) -> optax.GradientTransformationExtraArgs:
         matrices = reading.read(tree, tuple(groups))
+        if doubts := matrices.doubts(functions):
+            _tell_doubts(doubts, reading.strict, warn, list(groups))
+            moved = {x.path: dataclasses.replace(x, label=ADAMW) for x in doubts}
+            matrices = Matrices({**matrices, **moved})
         if not reading.splits:
             return _for_tree(matrices, _label_tree(matrices, tree))
         parts = Parts.of(tree, reading.splits)
@@ -122,7 +131,7 @@ def partition(
         return optax.GradientTransformationExtraArgs(init_fn, tx.update)
 
     def init_fn(params: optax.Params) -> Any:
-        return build(params).init(params)
+        return build(params, warn=True).init(params)
 
     def update_fn(
         updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
@@ -131,6 +140,25 @@ def partition(
         return build(updates).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _tell_doubts(
+    doubts: Sequence[Parameter], strict: bool, warn: bool, groups: list[str]
+) -> None:
+    """Refuse parameters in doubt, or say that they go to AdamW."""
+    note("doubts", doubts=doubts)
+    if strict and not is_collecting_doubts():
+        more = len(doubts) - 1
+        hint = f"; jax_muon.check lists {more} more in doubt" if more else ""
+        raise ValueError(f"{doubts[0].doubt}{hint}")
+    if ADAMW not in groups:
+        raise ValueError(
+            f"strict=False gives parameters in doubt to {ADAMW!r}, and the groups are "
+            f"{groups}; expected a group {ADAMW!r}"
+        )
+    if warn and not strict:
+        for found in doubts:
+            warnings.warn(f"{found.doubt}; it goes to {ADAMW!r}", stacklevel=2)
 
 
 def _note_state(state: Any, labels: Any, params: Any) -> None:

@@ -167,7 +167,7 @@ def test_a_scanned_convolution_without_bias_is_an_error():
 
 def test_dimension_numbers_for_nothing_are_an_error():
     params = {"a": jnp.zeros((2, 3))}
-    with pytest.raises(ValueError, match="'zzz', which no parameter has"):
+    with pytest.raises(ValueError, match="'zzz' matches no parameter"):
         matrix_axes(params, {"zzz": MuonDimensionNumbers(0, 1)}, context=params)
 
 

@@ -14,10 +14,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from optax.contrib import MuonDimensionNumbers
 
-# One for all parameters, a tree (or a prefix of one) of them, or a function that gives
-# such a tree. None, at any place, reads the parameter by its path and rank.
-DimensionNumbers = Any
-
 # Names of attention projections in Flax and in models written by hand, for joins.
 QUERY_LIKE = {"q", "k", "v", "query", "key", "value", "wq", "wk", "wv"}
 QUERY_LIKE |= {"q_proj", "k_proj", "v_proj"}

@@ -6,6 +6,7 @@ parameter is depends on what stands beside it. The pieces look parameters up by 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,15 +14,13 @@ from typing import Any
 import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
+from jax_muon.notes import note
+from jax_muon.reading import numbers as given_numbers
 from jax_muon.reading import paths
-from jax_muon.reading.axes import (
-    DimensionNumbers,
-    MatrixAxes,
-    leaf_axes,
-    not_a_matrix,
-)
+from jax_muon.reading.axes import MatrixAxes, leaf_axes, not_a_matrix
 from jax_muon.reading.joins import Block, Join, Joins, find_joins, make_blocks
 from jax_muon.reading.names import Table, names_of
+from jax_muon.reading.numbers import DimensionNumbers
 from jax_muon.reading.roles import ADAMW, MUON, Leaf, OutIn, Read, read_leaves
 
 # A tree (or a prefix of one) of labels, or a function of the parameters that gives one.
@@ -100,6 +99,15 @@ class Matrices(Mapping[str, Parameter]):
         assert found.axes is not None
         return found.axes
 
+    def doubts(self, labels: Iterable[str]) -> tuple[Parameter, ...]:
+        """Those with one of these labels that cannot be read as matrices."""
+        labels = tuple(labels)
+        return tuple(
+            found
+            for found in self.values()
+            if found.label in labels and found.doubt is not None
+        )
+
     def select(self, labels: Iterable[str]) -> "Matrices":
         """Those with one of these labels, each of which has to be a matrix."""
         labels = tuple(labels)
@@ -142,9 +150,12 @@ class Reading:
     Attributes:
       labels: a tree of labels (a prefix of the parameters' tree will do) or a function
         of the parameters that gives one; None for `label_params`.
-      dimension_numbers: `optax.contrib.MuonDimensionNumbers` for all matrices, or a
-        tree of them (a prefix will do, and None leaves a parameter as it is read
-        otherwise), or a function of the parameters that gives one.
+      dimension_numbers: `optax.contrib.MuonDimensionNumbers` for all matrices; or path
+        pattern to one, of which the first that matches counts; or a tree of them (a
+        prefix will do), or a function of the parameters that gives one. Numbers that
+        name a parameter make it a matrix; those of a module say how its matrices are
+        read. None leaves a parameter as it is read otherwise; where it is to mean
+        AdamW, as in `optax.contrib.muon`, use `Reading.from_optax`.
       splits: path pattern to `Split`, for parameters that hold several matrices side by
         side, such as a fused QKV kernel. Labels and dimension numbers speak of whole
         parameters, joins of parts.
@@ -157,6 +168,8 @@ class Reading:
         Flax, MaxText and haliax are known. See `reading/names.py` for the kinds.
       out_in: True for kernels (out, in), as in PyTorch and equinox, False for (in,
         out), a function of the path for both; None looks at biases and neighbours.
+      strict: whether a parameter that can be read in several ways is an error. False
+        makes it a warning at init, and gives the parameter to "adamw".
     """
 
     labels: Labels = None
@@ -166,6 +179,34 @@ class Reading:
     names: Mapping[str, tuple[str | None, ...]] | None = None
     table: Table | None = None
     out_in: OutIn = None
+    strict: bool = True
+
+    @classmethod
+    def from_optax(cls, numbers: DimensionNumbers, **settings: Any) -> "Reading":
+        """The reading that `optax.contrib.muon` makes of its dimension numbers.
+
+        Args:
+          numbers: what `optax.contrib.muon` takes as `muon_weight_dimension_numbers`: a
+            tree (or a prefix of one) of `MuonDimensionNumbers` for matrices and None
+            for AdamW; a function of the parameters that gives one; or None for all
+            parameters of two axes.
+          **settings: other attributes of the reading, such as `splits`.
+
+        Returns:
+          A `Reading` in which the tree decides alone.
+
+        Examples:
+          >>> tree = {"up": MuonDimensionNumbers(0, 1), "wte": None}
+          >>> shapes = {"up": jnp.zeros((4, 8)), "wte": jnp.zeros((9, 4))}
+          >>> found = Reading.from_optax(tree).read(shapes)
+          >>> found["up"].label, found["wte"].label
+          ('muon', 'adamw')
+        """
+        return cls(
+            labels=functools.partial(given_numbers.optax_labels, numbers),
+            dimension_numbers=functools.partial(given_numbers.optax_numbers, numbers),
+            **settings,
+        )
 
     def read(self, tree: Any, valid: Sequence[str] | None = None) -> Matrices:
         """Read every parameter of a tree, which is the whole model.
@@ -179,8 +220,9 @@ class Reading:
           are matrices.
 
         Raises:
-          ValueError: with the path, for two parameters of one path, labels and
-            dimension numbers at paths that no parameter has or out of range.
+          ValueError: with the path, for two parameters of one path; labels, dimension
+            numbers and names at paths that no parameter has; numbers for a parameter
+            that the labels give to AdamW; axis names that are in no table.
         """
         given = self.names or {}
         leaves = [
@@ -194,10 +236,12 @@ class Reading:
                 f"two parameters have the path {twice!r}; expected paths that differ, "
                 "since labels and patterns go by them"
             )
-        _check_known("names", given, names)
+        given_numbers.check_known("names", given, names)
         label_of = self._labels(tree, names, valid)
-        numbers_of = self._numbers(tree, names)
-        reads = read_leaves(leaves, out_in=self.out_in, table=self.table)
+        numbers_of = given_numbers.lookup(self.dimension_numbers, tree, names)
+        reads = read_leaves(
+            leaves, out_in=self.out_in, table=self.table, strict_names=True
+        )
         if self.names is None:
             self._check_carried_names(tree, leaves, reads)
         found = {
@@ -213,6 +257,8 @@ class Reading:
                     f"{parameter.label!r}; expected one of "
                     + ", ".join(map(repr, valid))
                 )
+        labels = {path: parameter.label for path, parameter in found.items()}
+        given_numbers.check_used(self.dimension_numbers, labels)
         return Matrices(found)
 
     def _check_carried_names(
@@ -244,7 +290,7 @@ class Reading:
             return lambda path: None
         flat = paths.leaves_with_paths(given)
         by_path = dict(flat)
-        _check_known("labels", by_path, names)
+        given_numbers.check_known("labels", by_path, names)
         if len(by_path) < len(flat):
             listed = ", ".join(f"{path!r}: {label!r}" for path, label in flat)
             raise ValueError(f"two labels for one path among {listed}; expected one")
@@ -260,27 +306,6 @@ class Reading:
 
         return label
 
-    def _numbers(
-        self, tree: Any, names: Sequence[str]
-    ) -> Callable[[str], tuple[MuonDimensionNumbers | None, bool]]:
-        given = self.dimension_numbers
-        given = given(tree) if callable(given) else given
-        by_path = {
-            path: spec
-            for path, spec in paths.leaves_with_paths(
-                given, is_leaf=lambda x: isinstance(x, MuonDimensionNumbers)
-            )
-            if spec is not None
-        }
-        for path, spec in by_path.items():
-            if not isinstance(spec, MuonDimensionNumbers):
-                raise ValueError(
-                    f"dimension_numbers at {path!r}: {spec!r}; expected "
-                    "optax.contrib.MuonDimensionNumbers or None"
-                )
-        _check_known("dimension_numbers", by_path, names)
-        return lambda path: (paths.find_prefix(by_path, path), path in by_path)
-
 
 def read_bare(matrices: "Matrices | Reading | None", tree: Any) -> Matrices:
     """The reading that a piece was given, or, used bare, that of its own tree."""
@@ -289,7 +314,9 @@ def read_bare(matrices: "Matrices | Reading | None", tree: Any) -> Matrices:
     reading = Reading() if matrices is None else matrices
     if reading.labels is None:  # what a piece is given is to be matrices
         reading = dataclasses.replace(reading, labels=MUON)
-    return reading.read(tree).with_joins(reading.joins)
+    found = reading.read(tree)
+    note("doubts", doubts=found.doubts([MUON]))
+    return found.with_joins(reading.joins)
 
 
 def _leaf(path: str, leaf: Any, names: tuple[str | None, ...] | None) -> Leaf:
@@ -309,8 +336,14 @@ def _parameter(
     Dimension numbers for exactly this path make it a matrix, whatever its role.
     """
     role, axes, doubt, reason = read.role, read.axes, read.doubt, read.reason
+    if label == ADAMW and exactly:
+        raise ValueError(
+            f"parameter {leaf.path!r} of shape {leaf.shape} is labelled {label!r}, and "
+            f"dimension_numbers say how it is a matrix, {numbers}; expected no numbers "
+            f"for it, or a label such as {MUON!r}"
+        )
     if label is None:
-        label = MUON if exactly and read.label == ADAMW else read.label
+        label = MUON if exactly else read.label
     elif axes is not None:
         doubt = None  # such as a single row, which the user says is a matrix
     if axes is None and doubt is None:
@@ -324,12 +357,3 @@ def _parameter(
     return Parameter(
         leaf.path, leaf.shape, leaf.dtype, label, role, reason, axes, doubt
     )
-
-
-def _check_known(what: str, given: Iterable[str], names: Sequence[str]) -> None:
-    for path in given:
-        if names and path and not any(f"{n}/".startswith(f"{path}/") for n in names):
-            raise ValueError(
-                f"{what} at {path!r}, which no parameter has; there are "
-                + ", ".join(names)
-            )

@@ -93,6 +93,11 @@ HALIAX: Table = {
 ALL: Table = {**FLAX, **MAXTEXT, **HALIAX}
 
 
+# Names that people give to the axes of a mesh; they say nothing of a parameter.
+MESH = {"data", "model", "fsdp", "tensor", "replica", "pipeline", "sequence"}
+MESH |= {"context", "dp", "tp", "pp", "sp", "cp", "ep"}
+
+
 def check_table(table: Table | None) -> Table:
     """The built-in names with those of a user, who comes first.
 

@@ -91,6 +91,19 @@ def matches(pattern: str, path: str) -> bool:
     return re.fullmatch(as_expression(pattern), f"/{path}/") is not None
 
 
+def names_leaf(pattern: str, path: str) -> bool:
+    """Whether a pattern ends with the name of the leaf, and not before it or with `*`.
+
+    Examples:
+      >>> names_leaf("q/kernel", "attn/q/kernel"), names_leaf("q", "attn/q/kernel")
+      (True, False)
+      >>> names_leaf("attn/*", "attn/q/kernel"), names_leaf("*/k*", "attn/q/kernel")
+      (False, True)
+    """
+    wildcard = not pattern.rpartition("/")[2].strip("*")
+    return not wildcard and fnmatch.fnmatchcase(f"/{path}", f"*/{pattern}")
+
+
 def as_expression(pattern: str) -> str:
     """The regular expression that `/path/` fulfils where `matches` holds."""
     return fnmatch.translate(f"*/{pattern}/*")

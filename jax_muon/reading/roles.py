@@ -8,6 +8,7 @@ tells, it says so in `Read.doubt` and does not guess.
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -92,7 +93,8 @@ def read_leaves(
         None looks at biases and at names of projections.
       table: the user's axis names, to one of `names.KINDS`; they are added to those of
         Flax, MaxText and haliax, and come before them.
-      strict_names: whether a name that is in no table is an error.
+      strict_names: whether a name that is in no table is an error; those of a mesh,
+        such as "fsdp", are none.
 
     Returns:
       One `Read` a leaf, in their order.
@@ -122,12 +124,48 @@ def read_leaves(
     roles = [_role(tree, node, known) for node in nodes]
     silent = {i for i, (role, _) in enumerate(roles) if LABELS.get(role) == ADAMW}
     reader = _Reader(tree, known, out_in, Orientation(tree, silent))
-    return [reader.read(node, *roles[node.index]) for node in nodes]
+    return _agreeing(nodes, [reader.read(node, *roles[node.index]) for node in nodes])
+
+
+def _agreeing(nodes: list[Node], reads: list[Read]) -> list[Read]:
+    """The same, with a doubt for leaves of several layers that are read differently.
+
+    Leaves are of one kind where their paths differ by numbers alone and their shapes
+    not at all, as `blocks/0/up` and `blocks/1/up` of one width.
+    """
+    first: dict[Any, int] = {}
+    doubts: dict[int, Read] = {}
+    for node, read in zip(nodes, reads, strict=True):
+        if read.doubt is not None:
+            continue
+        kind = (re.sub(r"\d+", "0", node.path), node.shape)
+        other = first.setdefault(kind, node.index)
+        if _reading(read) == _reading(reads[other]):
+            continue
+        for one, beside in ((node.index, other), (other, node.index)):
+            text = (
+                f"it would be {_reading(reads[one])} ({reads[one].reason}), and "
+                f"{nodes[beside].path!r} of the same shape "
+                f"{_reading(reads[beside])} ({reads[beside].reason})"
+            )
+            doubts[one] = dataclasses.replace(
+                reads[one], label=MUON, axes=None, doubt=_doubt(nodes[one], text)
+            )
+    return [doubts.get(index, read) for index, read in enumerate(reads)]
+
+
+def _reading(read: Read) -> str:
+    """Label and axes, of which those of AdamW do not matter."""
+    return f"{read.label} {read.axes}" if read.label == MUON else read.label
 
 
 def _check_names(nodes: list[Node], known: axis_names.Table) -> None:
     for node in nodes:
-        unknown = [name for name in node.names or () if name and name not in known]
+        unknown = [
+            name
+            for name in node.names or ()
+            if name and name not in known and name not in axis_names.MESH
+        ]
         if unknown:
             raise ValueError(
                 f"parameter {node.path!r} of shape {node.shape} has axis names "
