@@ -7,9 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import linen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import jax_muon as jm
+from jax_muon.mesh.specs import entry_names
 from jax_muon.reading.axes import MatrixAxes
 from jax_muon.reading.paths import leaves_with_paths
 
@@ -261,3 +266,51 @@ def test_names_of_another_rank_and_names_against_the_bias_are_refused_with_both(
         (found,) = jm.check(jm.nanochat(reading=reading), tree)
         for word in words:
             assert word in found.doubt
+
+
+# --- specs by names -------------------------------------------------------------------
+
+NAMES = ("layers", "embed", "mlp", "heads", "kv", None)
+MESH_AXES = (None, "fsdp", "tp", ("fsdp", "tp"), ("tp",))
+
+
+@given(
+    names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=4).filter(
+        lambda names: len({*names} - {None}) == len(names) - names.count(None)
+    ),
+    rules=st.lists(
+        st.tuples(st.sampled_from(NAMES[:-1]), st.sampled_from(MESH_AXES)), max_size=6
+    ),
+    random=st.randoms(use_true_random=False),
+)
+@settings(max_examples=200, deadline=None)
+def test_specs_are_those_of_flax_and_follow_permuted_names(names, rules, random):
+    def entries(names):
+        reading = jm.Reading(names={"w": tuple(names)})
+        found = reading.specs(rules)("w")
+        assert reading.specs(rules)("other") == PartitionSpec()
+        return [entry_names(entry) for entry in found]
+
+    theirs = linen.logical_to_mesh_axes(tuple(names), rules)
+    assert entries(names) == [entry_names(entry) for entry in theirs]
+    order = random.sample(range(len(names)), len(names))
+    expected = [entries(names)[i] for i in order]
+    assert entries([names[i] for i in order]) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "rules", "words"),
+    [
+        (None, [], "Reading without names"),
+        (
+            {"w": ("embed", "embed")},
+            [("embed", "tp")],
+            r"'w' has the axis names .*once",
+        ),
+        ({"w": ("embed",)}, ["embed"], "rules: 'embed'; expected a pair"),
+        ({"w": ("embed",)}, [("embed", 3)], "'embed', 3"),
+    ],
+)
+def test_bad_rules(names, rules, words):
+    with pytest.raises(ValueError, match=words):
+        jm.Reading(names=names).specs(rules)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 from jax_muon.notes import note
@@ -22,6 +23,7 @@ from jax_muon.reading.joins import Block, Join, Joins, find_joins, make_blocks
 from jax_muon.reading.names import Table, names_of
 from jax_muon.reading.numbers import DimensionNumbers
 from jax_muon.reading.roles import ADAMW, MUON, Leaf, OutIn, Read, read_leaves
+from jax_muon.reading.rules import Rules, specs_by_names
 
 # A tree (or a prefix of one) of labels, or a function of the parameters that gives one.
 Labels = Any | Callable[[Any], Any] | None
@@ -260,6 +262,36 @@ class Reading:
         labels = {path: parameter.label for path, parameter in found.items()}
         given_numbers.check_used(self.dimension_numbers, labels)
         return Matrices(found)
+
+    def specs(self, rules: Rules) -> Callable[[str], PartitionSpec]:
+        """Where parameters lie on a mesh, by the names that say how they are read.
+
+        Args:
+          rules: pairs of an axis name and an axis of the mesh, several, or None for
+            replicated, as Flax has them. They are tried in their order; one counts
+            where its name has no mesh axis yet and its mesh axes divide no other axis
+            of that parameter. A name without a rule is replicated.
+
+        Returns:
+          A function of the path, for `on_mesh(specs=...)`; a parameter without names is
+          replicated.
+
+        Raises:
+          ValueError: no `names`; rules that are no pairs; with the path, a name that
+            stands twice.
+
+        Examples:
+          >>> reading = Reading(names={"wi/kernel": ("embed", "layers", "mlp")})
+          >>> specs = reading.specs([("mlp", "tp"), ("embed", "fsdp")])
+          >>> tuple(specs("wi/kernel"))
+          ('fsdp', None, 'tp')
+        """
+        if self.names is None:
+            raise ValueError(
+                "specs by names of a Reading without names; expected "
+                "jax_muon.Reading(names=jax_muon.axis_names(params))"
+            )
+        return specs_by_names(self.names, rules)
 
     def _check_carried_names(
         self, tree: Any, leaves: Sequence[Leaf], reads: Sequence[Read]

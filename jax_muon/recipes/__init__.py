@@ -21,8 +21,10 @@ and changed there. Their arguments mean the same in all of them:
 
 All give an `optax.GradientTransformation` whose updates are added to the parameters,
 and raise a ValueError for a number out of range, at once, and what `partition` raises
-at init. Under `optax.inject_hyperparams` all numbers may change from step to step but
-`steps`, which has to be named in `static_args`, as has a `polar` that is given.
+at init. Updates have the dtype of the parameters: narrower gradients, such as bfloat16
+for float32 parameters, are widened before anything is computed. Under
+`optax.inject_hyperparams` all numbers may change from step to step but `steps`, which
+has to be named in `static_args`, as has a `polar` that is given.
 """
 
 from jax_muon.recipes.joined import teon
