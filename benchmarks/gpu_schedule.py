@@ -40,8 +40,8 @@ from benchmarks.h100s import (
     h100s,
     whole_step,
 )
-from benchmarks.hlo import Module, Transfer
 from benchmarks.step_time import Rates, estimate
+from jax_muon.mesh.hlo import Module, Transfer
 
 CASES = (
     ("gpt2-124m", 8),

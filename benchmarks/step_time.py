@@ -8,7 +8,7 @@ here, nor do launches and latencies: a bound from below, to compare layouts by.
 
 import dataclasses
 
-from benchmarks.hlo import Module, Transfer
+from jax_muon.mesh.hlo import Module, Transfer
 
 
 @dataclasses.dataclass(frozen=True)

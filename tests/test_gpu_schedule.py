@@ -14,9 +14,9 @@ import pytest
 
 from benchmarks import gpu_schedule
 from benchmarks.h100s import WORKLOADS, whole_step
-from benchmarks.hlo import Module, Products, Traffic, Transfer, Work
 from benchmarks.parameters import model_parameters
 from benchmarks.step_time import Rates, bytes_between_hosts, estimate, transfer_seconds
+from jax_muon.mesh.hlo import Module, Products, Traffic, Transfer, Work
 from jax_muon.mesh.traffic import collectives
 from jax_muon.mesh.xla_options import gpu_options
 

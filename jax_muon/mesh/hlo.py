@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jax_muon.mesh.traffic import ring_bytes
+from jax_muon.mesh.traffic import Collective, ring_bytes
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")
@@ -232,6 +232,30 @@ class Module:
                     between if paired else Work(),
                 )
             )
+        return found
+
+    def collectives(self) -> list[Collective]:
+        """Every collective of the module, once each, also those in loops and branches.
+
+        Their mesh axes are left empty, since a module knows groups of devices alone.
+        """
+        found = []
+        for lines in self.computations.values():
+            types = {line.name: line.type for line in lines}
+            for line in lines:
+                kind = line.opcode.removesuffix("-start").removeprefix("collective-")
+                if kind not in (*_COLLECTIVES, "permute"):
+                    continue
+                given = [types[name] for name in line.operands]
+                found.append(
+                    Collective(
+                        kind,
+                        (),
+                        tuple(shape for text in given for _, shape in _arrays(text)),
+                        2 if kind == "permute" else len(_group(line.text)),
+                        sum(map(_bytes, given)),
+                    )
+                )
         return found
 
     def work_before(self) -> list[Work]:
