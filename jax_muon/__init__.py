@@ -1,5 +1,6 @@
 """jax_muon: the Muon family of optimizers for JAX, as small optax pieces."""
 
+from jax_muon.certificate import Certificate, VerifiedArray
 from jax_muon.describe import describe
 from jax_muon.doubts import Doubts, check
 from jax_muon.elementwise import (
@@ -39,10 +40,12 @@ from jax_muon.transforms import (
     scale_by_normuon,
     scale_by_shape,
 )
+from jax_muon.verify import verify
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Certificate",
     "Doubts",
     "ExactPolar",
     "Matrices",
@@ -55,6 +58,7 @@ __all__ = [
     "Reading",
     "Split",
     "TrainStep",
+    "VerifiedArray",
     "abstract_state",
     "add_cautious_decayed_weights",
     "axis_names",
@@ -85,5 +89,6 @@ __all__ = [
     "scale_by_shape",
     "skip_nonfinite",
     "teon",
+    "verify",
     "with_splits",
 ]

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from jax_muon.mesh.specs import entry_names
-from jax_muon.plan import Plan, PlannedParameter, plan
+from jax_muon.plan import Plan, plan
 
 
 def describe(tx: optax.GradientTransformation, params: Any, **extra_args: Any) -> str:
@@ -59,9 +60,9 @@ def _text(found: Plan) -> str:
                 parameter.role,
                 read,
                 parameter.label,
-                *([_lies(leaf)] if found.sizes else []),
+                *([lies(leaf.spec, leaf.state_spec)] if found.sizes else []),
                 "-" if leaf.scale is None else f"{leaf.scale:.4g}",
-                "-" if leaf.state_bytes is None else _bytes(leaf.state_bytes),
+                "-" if leaf.state_bytes is None else bytes_text(leaf.state_bytes),
             )
         )
         reasons.append(parameter.reason)
@@ -70,9 +71,9 @@ def _text(found: Plan) -> str:
         elements[leaf.matrices is not None] += math.prod(leaf.parameter.shape)
     total = (
         f"{len(found.parameters)} parameters: {sum(elements.values())} elements, "
-        f"{elements[True]} of them in matrices; state {_bytes(found.state_bytes)}"
+        f"{elements[True]} of them in matrices; state {bytes_text(found.state_bytes)}"
     )
-    table = zip(_aligned(rows), reasons, strict=True)
+    table = zip(aligned(rows), reasons, strict=True)
     lines = [f"{row}   {why}".rstrip() for row, why in table]
     lines.append(total + (" on a device" if found.sizes else ""))
     if found.sizes:
@@ -80,14 +81,14 @@ def _text(found: Plan) -> str:
     return "\n".join(lines)
 
 
-def _lies(leaf: PlannedParameter) -> str:
-    def spec(entries: Any) -> str:
-        names = [",".join(entry_names(entry)) or "-" for entry in entries or ()]
+def lies(own: PartitionSpec | None, state: PartitionSpec | None) -> str:
+    """Where a parameter lies, and its state where that is somewhere else."""
+
+    def text(spec: PartitionSpec | None) -> str:
+        names = [",".join(entry_names(entry)) or "-" for entry in spec or ()]
         return " x ".join(names) if any(n != "-" for n in names) else "whole"
 
-    if leaf.state_spec is None or leaf.state_spec == leaf.spec:
-        return spec(leaf.spec)
-    return f"{spec(leaf.spec)}; state {spec(leaf.state_spec)}"
+    return text(own) if state in (None, own) else f"{text(own)}; state {text(state)}"
 
 
 def _work(found: Plan) -> list[str]:
@@ -114,15 +115,15 @@ def _work(found: Plan) -> list[str]:
                 f"{pool.count * different}",
                 f"{len(pool.extra) * different}" if pool.extra else everywhere,
                 each if pool.extra else f"{pool.count}",
-                _bytes(int(pool.sent_bytes(found.sizes))),
+                bytes_text(int(pool.sent_bytes(found.sizes))),
             )
         )
     sent = found.sent_bytes
     lines = [
-        *(_aligned(rows) if found.pools else []),
+        *(aligned(rows) if found.pools else []),
         f"{found.devices} devices: the busiest does {found.imbalance:.2f} of an even "
-        f"share of the work; each sends {_bytes(int(sent['orthogonalize']))} a step to "
-        "orthogonalize",
+        "share of the work; each sends "
+        f"{bytes_text(int(sent['orthogonalize']))} a step to orthogonalize",
     ]
     if found.summed:
         repeated = [x for x in found.parameters if x.repeated]
@@ -131,21 +132,23 @@ def _work(found: Plan) -> list[str]:
             for x in repeated
         )
         lines.append(
-            f"summed over {', '.join(found.summed)}: {_bytes(int(sent['gradients']))} "
-            f"for gradients, {_bytes(int(sent['gathers']))} for gathers; "
-            f"{len(repeated)} parameters of {_bytes(size)} are repeated"
+            f"summed over {', '.join(found.summed)}: "
+            f"{bytes_text(int(sent['gradients']))} for gradients, "
+            f"{bytes_text(int(sent['gathers']))} for gathers; "
+            f"{len(repeated)} parameters of {bytes_text(size)} are repeated"
         )
     return lines
 
 
-def _bytes(count: int) -> str:
+def bytes_text(count: int) -> str:
+    """A number of bytes to read, such as 1.2 MB."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} B"
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Columns of equal width: text to the left, the last two, numbers, to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     numeric = len(widths) - 2

@@ -1,0 +1,191 @@
+"""A layout that is right is certified, one that is wrong is named with its numbers."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_muon as jm
+from jax_muon import __main__ as command
+from jax_muon.verify import _compared, certify
+from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of
+
+SHAPES = {
+    "q": jax.ShapeDtypeStruct((16, 24), "float32"),
+    "stack/up": jax.ShapeDtypeStruct((2, 16, 32), "float32"),
+    "bias": jax.ShapeDtypeStruct((7,), "float32"),
+}
+SPECS = {"q": P("fsdp"), "stack/up": P(None, "fsdp"), "bias": P()}
+FAST = {"dtype": "float32", "steps": 2}
+
+
+def on_axes(mesh):
+    """The shapes, with types where the mesh has them."""
+    return {
+        path: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, SPECS[path])
+        )
+        for path, x in SHAPES.items()
+    }
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_a_right_layout(kind):
+    mesh = mesh_of(2, 4, kind=kind)
+    tx, specs = jm.skip_nonfinite(jm.nanochat(**FAST)), SPECS
+    if kind == EXPLICIT:
+        specs = None
+    with jax.set_mesh(mesh):
+        found = jm.verify(tx, on_axes(mesh), mesh, specs, "data", min_size=1)
+    assert found.raise_if_wrong() is found
+    assert [x.path for x in found.updates] == ["bias", "q", "stack/up"]
+    # The same array, the same gradients: something was compared.
+    assert 0 < max(x.difference for x in found.updates) < 2e-6
+    assert all(2e-5 <= x.bound < 1e-4 for x in found.updates)
+    assert len(found.state) == len(jax.tree.leaves(tx.init(SHAPES_AS_ZEROS)))
+    planned = jm.plan(jm.on_mesh(tx, mesh, SPECS, "data", min_size=1), on_axes(mesh))
+    there_and_back = [
+        sum(c.sent_bytes for c in these if c.kind == "all-to-all")
+        for these in (found.collectives, planned.collectives)
+    ]
+    assert there_and_back[0] == there_and_back[1] > 0
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["parameter", "shape", "lies", "difference", "bound"]
+    assert lines[2].startswith("q           16 x 24       fsdp x -")
+    assert "mesh data 2 x fsdp 4" in lines[-3]
+    assert "all-to-all of" in lines[-2]
+    assert lines[-1] == "right"
+
+
+SHAPES_AS_ZEROS = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), SHAPES)
+
+
+def draw(steps=1):
+    random = np.random.default_rng(0)
+    return [
+        {k: np.float32(random.standard_normal(x.shape)) for k, x in SHAPES.items()}
+        for _ in range(steps)
+    ]
+
+
+def test_a_wrong_layout_is_named_with_number_and_bound():
+    """One matrix learns 1 % faster on the mesh, and another is no number there."""
+    mesh = mesh_of(4)
+    even, faster = (jm.muon(**FAST, learning_rates={"q": x}) for x in (1.0, 1.01))
+    found = certify(
+        even,
+        jm.on_mesh(faster, mesh),
+        SHAPES_AS_ZEROS,
+        draw(2),
+        mesh,
+        None,
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"mesh \(data 4\) .* 'q' of shape \(16, 24\) differs .* by 0.01 of its "
+        r"length; expected at most 2e-05$",
+    ):
+        found.raise_if_wrong()
+    assert not found.ok
+    assert "WRONG: the update of 'q'" in str(found)
+
+    bad = optax.stateless(lambda g, p: {**g, "bias": g["bias"] / jnp.sum(p["bias"])})
+    found = certify(
+        optax.identity(), jm.on_mesh(bad, mesh), SHAPES_AS_ZEROS, draw(), mesh, None
+    )
+    assert [x.difference for x in found.updates] == [np.inf, 0, 0]
+    assert "'bias' of shape (7,) has elements that are not finite" in str(found)
+
+
+def test_devices_that_hold_the_same_piece_hold_the_same_bits():
+    mesh = mesh_of(2)
+    pieces = [
+        jax.device_put(np.float32([1, 2 + 1e-6 * i]), d)
+        for i, d in enumerate(mesh.devices)
+    ]
+    x = jax.make_array_from_single_device_arrays((2,), NamedSharding(mesh, P()), pieces)
+    want = (np.float32([1, 2]),)
+    found = _compared(2e-5, (x,), want, want)
+    assert not found.same_bits
+    assert found.difference == 0
+    assert "between devices that hold the same piece" in found.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [("float32", 2e-5), ("bfloat16", 0.1), ("float16", 0.1)]
+)
+def test_bounds_are_those_of_the_narrowest_dtype(dtype, bound):
+    shapes = {"w": jax.ShapeDtypeStruct((4, 8), dtype)}
+    found = jm.verify(optax.sgd(0.1), shapes, mesh_of(2), divide="data")
+    assert found.updates[0].bound == bound
+    assert found.ok
+
+
+def test_a_gather_in_another_dtype_widens_the_bound():
+    shapes = {"w": jax.ShapeDtypeStruct((4, 8), "float32")}
+    given = {"divide": "data", "min_size": 1, "gather_dtype": "bfloat16"}
+    found = jm.verify(optax.sgd(0.1), shapes, mesh_of(2), **given)
+    assert 1e-3 < found.updates[0].difference < 2**-8
+    assert found.updates[0].bound == 2e-5 + 2**-8
+    assert found.ok
+    found = jm.verify(optax.sgd(0.1), shapes, mesh_of(2), bound=1e-7)
+    assert found.updates[0].bound == 1e-7
+
+
+def test_float64(x64):
+    shapes = {"w": jax.ShapeDtypeStruct((4, 8), "float64")}
+    tx = jm.muon(dtype="float64", steps=2)
+    found = jm.verify(tx, shapes, mesh_of(2), divide="data", min_size=1)
+    assert found.ok
+    assert found.updates[0].bound == 1e-10
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"steps": 0}, "steps=0; expected"),
+        ({"seed": -1}, "seed=-1; expected"),
+        ({"bound": 0.0}, "bound=0.0; expected a number above 0"),
+        ({"divide": "model"}, "divide='model'; expected axes of the mesh"),
+    ],
+)
+def test_refusals(given, match):
+    with pytest.raises(ValueError, match=match):
+        jm.verify(optax.sgd(0.1), SHAPES, mesh_of(2), **given)
+
+
+# --- the command ----------------------------------------------------------------------
+
+
+def test_the_command(tmp_path, capsys):
+    file = tmp_path / "shapes.json"
+    shapes = [("mlp/up/kernel", [512, 1536]), ("mlp/up/bias", [1536])]
+    params = [{"path": k, "shape": s, "dtype": "float32"} for k, s in shapes]
+    file.write_text(json.dumps({"params": params}))
+    words = ["verify", str(file), "--mesh", "data=2,fsdp=4", "--divide=data"]
+    words += ["--specs=fsdp,-", "--largest=64", "--recipe=muon", "--steps=1"]
+    assert command.main(words) == 0
+    said = capsys.readouterr().out
+    assert "mlp/up/kernel   64 x 48   fsdp x -" in said
+    assert said.endswith("\nright\n")
+    file.write_text('{"params": [1]}')
+    for more in ([], ["--mesh=data=16"]):
+        assert command.main([*words, *more]) == 1
+    said = capsys.readouterr().err
+    assert 'expected {"params": [{"path":' in said
+    assert "for 8 devices; expected at most as many" in said
+    with pytest.raises(SystemExit):
+        command.main([*words, "--mesh=data"])
+
+
+def test_alone_the_command_tests_the_installation(capsys):
+    assert command.main([]) == 0
+    said = capsys.readouterr().out
+    assert f"jax_muon {jm.__version__}, Python" in said
+    assert f"jax {jax.__version__}" in said
+    assert "8 x cpu" in said
