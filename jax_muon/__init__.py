@@ -34,6 +34,7 @@ from jax_muon.recipes import (
     teon,
 )
 from jax_muon.splits import Split, with_splits
+from jax_muon.takeover import Moments, take_over
 from jax_muon.transforms import (
     equilibrate_rows,
     normalize_frobenius,
@@ -50,6 +51,7 @@ __all__ = [
     "ExactPolar",
     "Matrices",
     "MatrixAxes",
+    "Moments",
     "NewtonSchulz",
     "Parameter",
     "Plan",
@@ -88,6 +90,7 @@ __all__ = [
     "scale_by_path",
     "scale_by_shape",
     "skip_nonfinite",
+    "take_over",
     "teon",
     "verify",
     "with_splits",

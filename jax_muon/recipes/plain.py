@@ -30,6 +30,7 @@ def muon(
     *,
     accumulation: str = "ema",
     lookahead: bool = True,
+    bias_correction: bool = False,
     shape_rule: str | Callable[[int, int], float] = "max_ratio",
     steps: int = 5,
     dtype: jax.typing.DTypeLike | None = "bfloat16",
@@ -57,6 +58,7 @@ def muon(
       weight_decay: decoupled, times the learning rate alone.
       accumulation: "ema" or "sum"; see `nesterov`.
       lookahead: Nesterov's; see `nesterov`.
+      bias_correction: of the momentum, as in `optax.contrib.muon`; see `nesterov`.
       shape_rule: see `scale_by_shape`.
 
     References:
@@ -70,6 +72,7 @@ def muon(
                 momentum,
                 accumulation=accumulation,
                 lookahead=lookahead,
+                bias_correction=bias_correction,
                 accumulator_dtype=momentum_dtype,
             ),
             polar_factor(own, polar, matrices),

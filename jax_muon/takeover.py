@@ -1,0 +1,360 @@
+"""Going on with a run of another optimizer: its momentum, moments and counts as ours.
+
+`Moments` is what a run remembers, by our paths and in one convention; each `from_*`
+reads one format. `take_over` puts it into the state of an optimizer of this package.
+PyTorch is not imported: its state dicts hold tensors that NumPy can read.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jax_muon.checks import as_transform, check_choice
+from jax_muon.elementwise import NesterovState, rate_at
+from jax_muon.notes import listening
+from jax_muon.reading import paths
+from jax_muon.transforms import ScaleByNorMuonState
+
+# A state dict of PyTorch, and the names of its parameters in the order of its indices.
+Named = tuple[Mapping[str, Any], Sequence[str]]
+Arrays = Mapping[str, Any]
+ToParams = Callable[[dict[str, np.ndarray]], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """What a run remembers of its gradients, by the paths of the parameters.
+
+    Attributes:
+      count: steps that were made.
+      first: averages of gradients: the momentum of Muon as an exponential average, and
+        Adam's first moment. A momentum that is a sum is (1 - momentum) times that sum.
+      second: averages of squares: Adam's second moment.
+      means: averages of NorMuon's mean squares, with the parameter's shape: the same
+        for all elements that one of them is the mean of.
+    """
+
+    count: int
+    first: Arrays
+    second: Arrays = dataclasses.field(default_factory=dict)
+    means: Arrays = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def from_optax(cls, state: Any) -> "Moments":
+        """Those of `optax.contrib.muon`, `optax.adamw`, and what is made of them.
+
+        Args:
+          state: of the optimizer, chained, masked or partitioned.
+
+        Raises:
+          ValueError: a state without moments, or whose parts differ in their counts.
+        """
+        first: dict[str, Any] = {}
+        second: dict[str, Any] = {}
+        counts = []
+        for node in jax.tree.leaves(state, is_leaf=_has_moments):
+            if _has_moments(node):
+                first |= dict(paths.leaves_with_paths(node.mu))
+                second |= dict(paths.leaves_with_paths(getattr(node, "nu", ())))
+                counts.append(int(node.count))
+        return cls(_one_count(counts, None), first, second)
+
+    @classmethod
+    def from_torch(
+        cls,
+        optimizers: Sequence[Named],
+        weights: Arrays,
+        to_params: ToParams,
+        *,
+        accumulation: str = "ema",
+        count: int | None = None,
+    ) -> "Moments":
+        """Those of `torch.optim.Muon`, `torch.optim.AdamW` and optimizers like them.
+
+        Args:
+          optimizers: for each its `state_dict()`, and the names of its parameters in
+            the order that it was given them.
+          weights: all weights of the model by name, of which the shapes count.
+          to_params: the function that turns PyTorch's weights by name, as NumPy arrays,
+            into parameters. It may transpose, reshape and stack them.
+          accumulation: of the momentum: "ema" as in `torch.optim.Muon`, or "sum".
+          count: steps made; None looks for it in the states. Muon's have none.
+
+        Raises:
+          ValueError: no count, or several; names that are not in `weights`.
+        """
+        check_choice("accumulation", accumulation, ("ema", "sum"))
+        found = _Found(weights)
+        for group, states in _groups(optimizers):
+            for name, state in states.items():
+                if "momentum_buffer" in state:
+                    unit = 1 - group["momentum"] if accumulation == "sum" else 1
+                    found.add(name, "first", unit * _numpy(state["momentum_buffer"]))
+                found.add_rows(name, [state])
+        return found.moments(to_params, count)
+
+    @classmethod
+    def from_nanochat(
+        cls,
+        ranks: Sequence[Mapping[str, Any]],
+        names: Sequence[str],
+        weights: Arrays,
+        to_params: ToParams,
+    ) -> "Moments":
+        """Those of nanochat's optimizer files, one for each rank.
+
+        A group of matrices is a stack that the ranks divide, padded to a multiple of
+        their number; AdamW's moments of at least 1024 elements are divided by rows.
+
+        Args:
+          ranks: the state dicts of `optim_STEP_rank0.pt` and so on, in their order;
+            one, for a run on one device.
+          names: of the parameters, in the order that the optimizer was given them.
+          weights: all weights of the model by name, of which the shapes count.
+          to_params: as for `from_torch`.
+
+        Raises:
+          ValueError: no count, or several; shapes that do not make up the weights'.
+        """
+        found = _Found(weights)
+        read = [list(_groups([(state, names)])) for state in ranks]
+        for same in zip(*read, strict=True):
+            states = [of_rank for _, of_rank in same]
+            if same[0][0]["kind"] == "muon":
+                found.add_stack(list(states[0]), states)
+                continue
+            for name in states[0]:
+                found.add_rows(name, [state[name] for state in states])
+        return found.moments(to_params, None)
+
+    @classmethod
+    def from_dion(
+        cls, optimizers: Sequence[Named], weights: Arrays, to_params: ToParams
+    ) -> "Moments":
+        """Those of `dion.Muon` and `dion.NorMuon`, whose momentum is a sum.
+
+        Args:
+          optimizers: as for `from_torch`; tensors that are whole, not DTensors.
+          weights: as for `from_torch`.
+          to_params: as for `from_torch`.
+
+        Raises:
+          ValueError: another algorithm; no count, or several.
+        """
+        found = _Found(weights)
+        for group, states in _groups(optimizers):
+            algorithm = group["algorithm"]
+            check_choice("algorithm", algorithm, ("muon", "normuon", "adamw"))
+            unit = 1 if algorithm == "adamw" else 1 - group["mu"]
+            for name, state in states.items():
+                if "momentum" in state:
+                    found.add(name, "first", unit * _numpy(state["momentum"]))
+                if "variance" in state:
+                    found.add(name, "second", _numpy(state["variance"]))
+                if "variance_neuron" in state:
+                    found.add(name, "means", _numpy(state["variance_neuron"]))
+            found.counts.append(int(group["step"]))
+        return found.moments(to_params, None)
+
+
+def take_over(
+    tx: optax.GradientTransformation, params: optax.Params, moments: Moments
+) -> Any:
+    """The state of an optimizer that goes on with another one's run.
+
+    Momentum, Adam's moments, NorMuon's means and all counts, those of schedules too,
+    are the run's; everything else is as `tx.init` makes it, laid as it lays it.
+
+    Args:
+      tx: a recipe, or any composition of this package's pieces with optax's.
+      params: the parameters that the run has come to.
+      moments: of the run.
+
+    Returns:
+      A state for `tx.update`. Momentum that is a sum here is 1 / (1 - momentum) times
+      the average, exactly so where the momentum is constant.
+
+    Raises:
+      ValueError: with the path, a parameter of which the run remembers nothing, or
+        something of another shape; one that AdamW has here, and had not there.
+    """
+    tx = as_transform(tx)
+    with listening() as notes:
+        state = tx.init(params)
+    factors: dict[str, Any] = {}
+    for note in notes:
+        if note.kind == "momentum":
+            decay = rate_at(note.facts["decay"], jnp.asarray(moments.count))
+            factor = 1 if note.facts["accumulation"] == "ema" else 1 / (1 - decay)
+            factors |= dict.fromkeys(note.facts["paths"], factor)
+
+    def fill(node: Any) -> Any:
+        if isinstance(node, NesterovState):
+            return node._replace(mu=_filled(node.mu, moments.first, "mean", factors))
+        if isinstance(node, optax.ScaleByAdamState):
+            return node._replace(
+                mu=_filled(node.mu, moments.first, "mean"),
+                nu=_filled(node.nu, moments.second, "mean square"),
+            )
+        if isinstance(node, ScaleByNorMuonState) and moments.means:
+            return node._replace(nu=_filled(node.nu, moments.means, "NorMuon mean"))
+        return node
+
+    def count(key_path: tuple[Any, ...], leaf: Any) -> Any:
+        last = key_path[-1] if key_path else None
+        if not isinstance(last, jax.tree_util.GetAttrKey) or last.name != "count":
+            return leaf
+        return _placed(np.asarray(moments.count), leaf)
+
+    state = jax.tree.map(fill, state, is_leaf=_is_ours)
+    return jax.tree_util.tree_map_with_path(count, state)
+
+
+class _Found:
+    """Moments of PyTorch's parameters by name, as they are collected."""
+
+    def __init__(self, weights: Arrays):
+        self.weights = weights
+        self.first: dict[str, np.ndarray] = {}
+        self.second: dict[str, np.ndarray] = {}
+        self.means: dict[str, np.ndarray] = {}
+        self.counts: list[int] = []
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self.weights:
+            raise ValueError(
+                f"the optimizer has a parameter {name!r}, and the weights are "
+                f"{', '.join(self.weights)}; expected its names in its own order"
+            )
+        return tuple(self.weights[name].shape)
+
+    def add(self, name: str, moment: str, value: np.ndarray) -> None:
+        """One array, of the weight's shape, or with 1 for the axes of a mean."""
+        shape = self.shape(name)
+        fits = value.ndim == len(shape) and all(
+            size in (1, whole) for size, whole in zip(value.shape, shape, strict=True)
+        )
+        if not fits:
+            raise ValueError(
+                f"the {moment} moment of {name!r} has shape {value.shape}, and the "
+                f"weight {shape}; expected the same, or names in another order"
+            )
+        getattr(self, moment)[name] = np.broadcast_to(value, shape)
+
+    def add_rows(self, name: str, ranks: Sequence[Arrays]) -> None:
+        """Adam's moments, whole on every rank or divided by rows."""
+        for moment, key in (("first", "exp_avg"), ("second", "exp_avg_sq")):
+            if key in ranks[0]:
+                rows = [_numpy(state[key]) for state in ranks]
+                whole = rows[0].shape == self.shape(name)
+                self.add(name, moment, rows[0] if whole else np.concatenate(rows))
+        self.counts += [int(state["step"]) for state in ranks if "step" in state]
+
+    def add_stack(self, names: list[str], ranks: Sequence[Mapping[str, Any]]) -> None:
+        """A group of nanochat: its state is under its first parameter, divided."""
+        states = [rank[names[0]] for rank in ranks]
+        for moment, key in (
+            ("first", "momentum_buffer"),
+            ("means", "second_momentum_buffer"),
+        ):
+            if key in states[0]:
+                stack = np.concatenate([_numpy(state[key]) for state in states])
+                for name, value in zip(names, stack, strict=False):  # not the padding
+                    self.add(name, moment, value)
+
+    def moments(self, to_params: ToParams, count: int | None) -> Moments:
+        """By our paths. A path has a moment if all that it is made of have one."""
+
+        def converted(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+            def full(known: bool, name: str) -> np.ndarray:
+                return np.full(self.shape(name), float(known), np.float32)
+
+            zeros = {name: full(False, name) for name in self.weights}
+            known = to_params({name: full(name in arrays, name) for name in zeros})
+            whole = {p for p, x in paths.leaves_with_paths(known) if np.all(x == 1)}
+            values = to_params({name: arrays.get(name, zeros[name]) for name in zeros})
+            return {p: x for p, x in paths.leaves_with_paths(values) if p in whole}
+
+        count = _one_count(self.counts, count)
+        return Moments(count, *map(converted, (self.first, self.second, self.means)))
+
+
+def _groups(optimizers: Sequence[Named]) -> Any:
+    """Every parameter group, and the states of its parameters by name."""
+    for state_dict, names in optimizers:
+        states = state_dict["state"]
+        for group in state_dict["param_groups"]:
+            if max(group["params"], default=-1) >= len(names):
+                raise ValueError(
+                    f"the optimizer has a parameter {max(group['params'])}, and there "
+                    f"are {len(names)} names: {', '.join(names)}"
+                )
+            yield group, {names[i]: states.get(i, {}) for i in group["params"]}
+
+
+def _numpy(x: Any) -> np.ndarray:
+    """A tensor or array as NumPy has it; bfloat16 of PyTorch becomes float32."""
+    if hasattr(x, "detach"):
+        x = x.detach().cpu()
+        x = x.float() if str(x.dtype).endswith(("bfloat16", "float16")) else x
+    return np.asarray(x)
+
+
+def _one_count(counts: Sequence[int], given: int | None) -> int:
+    if given is not None:
+        return given
+    if len(set(counts)) != 1:
+        listed = ", ".join(map(str, sorted(set(counts)))) or "none"
+        raise ValueError(
+            f"counts of steps in the state: {listed}; expected one, or the state of an "
+            "optimizer with moments, and count= where it has no count"
+        )
+    return counts[0]
+
+
+def _has_moments(node: Any) -> bool:
+    return hasattr(node, "_fields") and {"count", "mu"} <= {*node._fields}
+
+
+def _is_ours(node: Any) -> bool:
+    known = (NesterovState, optax.ScaleByAdamState, ScaleByNorMuonState)
+    return isinstance(node, known)
+
+
+def _filled(
+    tree: Any, found: Arrays, what: str, factors: Mapping[str, Any] | None = None
+) -> Any:
+    """A tree of state with what was found for each of its parameters."""
+
+    def value(key_path: tuple[Any, ...], old: Any) -> Any:
+        path = paths.path_string(key_path)
+        if path not in found:
+            raise ValueError(
+                f"the run has no {what} of the gradients of {path!r}; it has those of "
+                + (", ".join(found) or "none")
+                + "; expected the labels that the run had, and no splits"
+            )
+        new = found[path]
+        if what == "NorMuon mean" and np.ndim(new) == old.ndim:
+            new = new[tuple(slice(0, size) for size in old.shape)]  # all are the same
+        if np.shape(new) != old.shape:
+            raise ValueError(
+                f"the run's {what} of the gradients of {path!r} has shape "
+                f"{np.shape(found[path])}, and the state {old.shape}; expected the same"
+            )
+        factor = 1 if factors is None else factors[path]
+        return _placed(new if isinstance(factor, int) else new * factor, old)
+
+    return jax.tree_util.tree_map_with_path(value, tree)
+
+
+def _placed(new: Any, old: Any) -> Any:
+    """An array with the dtype and the place of another."""
+    new = jnp.asarray(new, dtype=old.dtype)
+    concrete = isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer)
+    return jax.device_put(new, old.sharding) if concrete else new

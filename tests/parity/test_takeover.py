@@ -1,0 +1,425 @@
+"""Going on with other optimizers' runs: the same trajectory, to rounding.
+
+Each case runs the other optimizer for some steps, takes it over, and goes on with both.
+The bar is that of the parity suite, 2e-5 of the distance travelled after the takeover.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+import jax_muon as jm
+from jax_muon.reading import paths
+from parity import weights
+from parity.reference.muon import JORDAN_SUM, Muon, NorMuon
+from parity.reference.nanochat import MuonAdamW
+from parity.reference.polar import newton_schulz
+
+BEFORE, AFTER, BAR = 7, 6, 2e-5
+# By PyTorch's name; three of one shape, so that two ranks need padding.
+SHAPES = {
+    "wte.weight": (40, 32),
+    "blocks.0.up.weight": (24, 6),
+    "blocks.1.up.weight": (24, 6),
+    "blocks.2.up.weight": (24, 6),
+    "blocks.0.down.weight": (6, 24),
+    "norm.weight": (6,),
+}
+MATRICES = [name for name in SHAPES if "blocks" in name]
+OTHERS = [name for name in SHAPES if "blocks" not in name]
+KERNELS = {name: shape[::-1] for name, shape in SHAPES.items() if "blocks" in name}
+LIKE = {
+    "wte": {"embedding": jax.ShapeDtypeStruct((40, 32), jnp.float32)},
+    "blocks": {
+        str(i): {"up": {"kernel": jax.ShapeDtypeStruct((6, 24), jnp.float32)}}
+        for i in range(3)
+    },
+    "norm": {"scale": jax.ShapeDtypeStruct((6,), jnp.float32)},
+}
+LIKE["blocks"]["0"]["down"] = {"kernel": jax.ShapeDtypeStruct((24, 6), jnp.float32)}
+F32 = {"dtype": "float32"}
+
+
+def to_params(arrays):
+    return weights.to_flax(arrays, LIKE)
+
+
+def draws(seed, count):
+    rng = np.random.default_rng(seed)
+    return [
+        {n: rng.standard_normal(s).astype(np.float32) for n, s in SHAPES.items()}
+        for _ in range(count)
+    ]
+
+
+(START,) = draws(0, 1)
+GRADS = draws(1, BEFORE + AFTER)
+
+
+class Theirs:
+    """PyTorch's parameters, and the optimizers that move them."""
+
+    def __init__(self, *optimizers):
+        """Each is a function of the parameters by name."""
+        self.params = {
+            name: torch.nn.Parameter(torch.tensor(x)) for name, x in START.items()
+        }
+        self.optimizers = [make(self.params) for make in optimizers]
+
+    def run(self, grads):
+        for grad in grads:
+            for name, p in self.params.items():
+                p.grad = torch.tensor(grad[name])
+            for optimizer in self.optimizers:
+                optimizer.step()
+        return {name: p.detach().numpy().copy() for name, p in self.params.items()}
+
+
+def go_on(tx, params, moments, grads):
+    """Our parameters after more steps."""
+    state = jm.take_over(tx, params, moments)
+    update = jax.jit(tx.update)
+    for grad in grads:
+        updates, state = update(to_params(grad), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def assert_continued(tx, theirs, read):
+    """Both from here on; `read` gives the moments of their state."""
+    middle = to_params(theirs.run(GRADS[:BEFORE]))
+    moments = read()
+    ours, state = go_on(tx, middle, moments, GRADS[BEFORE:])
+    end = to_params(theirs.run(GRADS[BEFORE:]))
+    for (path, a), (_, b), (_, c) in zip(
+        *map(paths.leaves_with_paths, (ours, end, middle)), strict=True
+    ):
+        travelled = np.linalg.norm(b - c)
+        assert travelled > 1e-2, path
+        assert np.linalg.norm(a - b) / travelled < BAR, path
+    return moments, state
+
+
+def params_of(params, names):
+    return [params[name] for name in names]
+
+
+def adamw(params, names=OTHERS, lr=0.01):
+    return torch.optim.AdamW(
+        params_of(params, names), lr, (0.9, 0.95), 1e-10, weight_decay=0.1
+    )
+
+
+def ours_beside_adamw(**settings):
+    return jm.muon(
+        0.02,
+        0.95,
+        0.1,
+        adamw_learning_rate=0.01,
+        adamw_weight_decay=0.1,
+        **F32,
+        **settings,
+    )
+
+
+# --- optax ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lookahead", [True, False], ids=["nesterov", "plain"])
+def test_optax_contrib_muon(lookahead):
+    """Seven steps in, its bias correction still turns the direction."""
+    theirs = optax.contrib.muon(
+        optax.linear_schedule(0.1, 0.01, 20),
+        weight_decay=0.1,
+        nesterov=lookahead,
+        muon_weight_dimension_numbers=None,
+    )
+    rate = optax.linear_schedule(0.1, 0.01, 20)
+    tx = jm.muon(
+        rate,
+        0.95,
+        0.1,
+        lookahead=lookahead,
+        bias_correction=True,
+        polar=jm.NewtonSchulz(eps=1e-8, **F32),
+        groups={"adam": optax.adamw(rate, weight_decay=0.0, nesterov=lookahead)},
+        reading=jm.Reading(
+            labels=lambda params: jax.tree.map(
+                lambda p: "muon" if p.ndim == 2 else "adam", params
+            ),
+            dimension_numbers=optax.contrib.MuonDimensionNumbers(0, 1),
+        ),
+    )
+    params = to_params(START)
+    state, update = theirs.init(params), jax.jit(theirs.update)
+    for grad in GRADS[:BEFORE]:
+        updates, state = update(to_params(grad), state, params)
+        params = optax.apply_updates(params, updates)
+    middle = params
+    ours, _ = go_on(tx, middle, jm.Moments.from_optax(state), GRADS[BEFORE:])
+    for grad in GRADS[BEFORE:]:
+        updates, state = update(to_params(grad), state, params)
+        params = optax.apply_updates(params, updates)
+    distance, travelled = (
+        optax.tree.norm(optax.tree.sub(a, b))
+        for a, b in ((ours, params), (middle, params))
+    )
+    assert distance / travelled < BAR
+
+
+def test_optax_adamw_for_all():
+    """AdamW as before, and its first moment as the momentum of matrices from now on."""
+    params = to_params(START)
+    adam = optax.adamw(0.01)
+    state = adam.init(params)
+    for grad in GRADS[:3]:
+        _, state = adam.update(to_params(grad), state, params)
+    moments = jm.Moments.from_optax(state)
+    assert moments.count == 3
+    taken = jm.take_over(jm.nanochat(), params, moments)
+    muon, adamw = taken.inner_states["muon"], taken.inner_states["adamw"]
+    np.testing.assert_array_equal(
+        muon.inner_state[0].mu["blocks"]["1"]["up"]["kernel"],
+        state[0].mu["blocks"]["1"]["up"]["kernel"],
+    )
+    np.testing.assert_array_equal(
+        adamw.inner_state[0].nu["norm"]["scale"], state[0].nu["norm"]["scale"]
+    )
+    means = muon.inner_state[2].nu["blocks"]["1"]["up"]["kernel"]
+    assert not np.any(means)  # Adam's squares are none of NorMuon's
+
+
+# --- PyTorch --------------------------------------------------------------------------
+
+
+def in_float32(monkeypatch):
+    """torch.optim.Muon has its polar factor in bfloat16 only; the rest is as it is."""
+
+    def polar(update, coefficients, steps, eps):
+        del coefficients, eps
+        return newton_schulz(update[None], steps, dtype=torch.float32)[0]
+
+    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", polar)
+
+
+def state_dicts(theirs, *names):
+    return [
+        (optimizer.state_dict(), own)
+        for optimizer, own in zip(theirs.optimizers, names, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("accumulation", ["ema", "sum"])
+def test_torch_optim_muon(monkeypatch, accumulation):
+    """Also into a momentum that is a sum, as of Moonlight: 1 / (1 - 0.95) times it."""
+    in_float32(monkeypatch)
+    theirs = Theirs(
+        lambda p: torch.optim.Muon(
+            params_of(p, MATRICES), 0.02, weight_decay=0.1, momentum=0.95
+        ),
+        adamw,
+    )
+    moments, state = assert_continued(
+        ours_beside_adamw(accumulation=accumulation),
+        theirs,
+        lambda: jm.Moments.from_torch(
+            state_dicts(theirs, MATRICES, OTHERS), START, to_params
+        ),
+    )
+    assert moments.count == BEFORE
+    assert state.inner_states["muon"].inner_state[0].count == BEFORE + AFTER
+
+
+def test_torch_momentum_as_a_sum():
+    def muon(params):
+        settings = {**JORDAN_SUM, "weight_decay": 0.1, "dtype": torch.float32}
+        return Muon(params_of(params, MATRICES), **settings)
+
+    theirs = Theirs(muon, adamw)
+
+    def read():
+        (muon, names), rest = state_dicts(theirs, MATRICES, OTHERS)
+        states = {
+            i: {"momentum_buffer": one["momentum"][0]}
+            for i, one in muon["state"].items()
+        }
+        optimizers = [({**muon, "state": states}, names), rest]
+        return jm.Moments.from_torch(optimizers, START, to_params, accumulation="sum")
+
+    assert_continued(ours_beside_adamw(), theirs, read)
+
+
+# --- nanochat's files -----------------------------------------------------------------
+
+ORDER = ["wte.weight", "norm.weight", *MATRICES]
+GROUPS = [
+    {"kind": "adamw", "params": ["wte.weight"], "lr": 0.01},
+    {"kind": "adamw", "params": ["norm.weight"], "lr": 0.01},
+    {"kind": "muon", "params": MATRICES[:3], "dtype": torch.float32},
+    {"kind": "muon", "params": MATRICES[3:], "dtype": torch.float32},
+]
+
+
+def nanochat(params):
+    return MuonAdamW([{**g, "params": params_of(params, g["params"])} for g in GROUPS])
+
+
+def files(optimizer, params, ranks):
+    """What each rank of nanochat saves, from the state of one process."""
+    index = {name: i for i, name in enumerate(ORDER)}
+    saved = [{"state": {}, "param_groups": []} for _ in range(ranks)]
+    for group in GROUPS:
+        names = group["params"]
+        states = [optimizer.state[params[name]] for name in names]
+        for rank, file in enumerate(saved):
+            file["param_groups"].append(
+                {"kind": group["kind"], "params": [index[name] for name in names]}
+            )
+            if group["kind"] == "muon":
+                chunk = -(-len(names) // ranks)
+                stacks = {}
+                for key, own in (
+                    ("momentum_buffer", "momentum"),
+                    ("second_momentum_buffer", "second_moment"),
+                ):
+                    stack = torch.cat([state[own] for state in states])
+                    padding = torch.zeros(chunk * ranks - len(names), *stack.shape[1:])
+                    stack = torch.cat([stack, padding])
+                    stacks[key] = stack[rank * chunk : (rank + 1) * chunk]
+                file["state"][index[names[0]]] = stacks
+                continue
+            (state,) = states
+            whole = params[names[0]].numel() < 1024
+            moments = {
+                key: state[own] if whole else state[own].chunk(ranks)[rank]
+                for key, own in (("exp_avg", "mean"), ("exp_avg_sq", "square"))
+            }
+            file["state"][index[names[0]]] = {"step": state["count"], **moments}
+    return saved
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nanochat(ranks):
+    theirs = Theirs(nanochat)
+    tx = jm.nanochat(adamw_learning_rate=0.01, **F32)
+    moments, _ = assert_continued(
+        tx,
+        theirs,
+        lambda: jm.Moments.from_nanochat(
+            files(theirs.optimizers[0], theirs.params, ranks), ORDER, START, to_params
+        ),
+    )
+    assert set(moments.means) == {p for p in moments.first if "blocks" in p}
+
+
+# --- dion -----------------------------------------------------------------------------
+
+
+def dion_state(optimizer, algorithm, mu):
+    """As dion saves it: whole tensors, a count for each group, momentum as a sum."""
+    saved = optimizer.state_dict()
+    keys = {"momentum": "momentum", "second_moment": "variance_neuron"}
+    keys |= {"exp_avg": "momentum", "exp_avg_sq": "variance"}
+    states = {
+        i: {
+            keys[k]: x.reshape(x.shape[-2:]) if algorithm != "adamw" else x
+            for k, x in one.items()
+            if k in keys
+        }
+        for i, one in saved["state"].items()
+    }
+    groups = [
+        {"params": group["params"], "algorithm": algorithm, "mu": mu, "step": BEFORE}
+        for group in saved["param_groups"]
+    ]
+    return {"state": states, "param_groups": groups}
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "normuon"])
+def test_dion(algorithm):
+    kind = {"muon": Muon, "normuon": NorMuon}[algorithm]
+    settings = {"accumulation": "sum", "weight_decay": 0.1, "dtype": torch.float32}
+
+    def muon(params):
+        return kind(params_of(params, MATRICES), **settings)
+
+    tx = ours_beside_adamw()
+    if algorithm == "normuon":
+        tx = jm.normuon(
+            0.02,
+            0.95,
+            0.1,
+            adamw_learning_rate=0.01,
+            adamw_weight_decay=0.1,
+            adamw_eps=1e-10,
+            adamw_b1=0.9,
+            **F32,
+        )
+    theirs = Theirs(muon, adamw)
+
+    def read():
+        muon, rest = theirs.optimizers
+        optimizers = [
+            (dion_state(muon, algorithm, 0.95), MATRICES),
+            (dion_state(rest, "adamw", 0.95), OTHERS),
+        ]
+        return jm.Moments.from_dion(optimizers, START, to_params)
+
+    assert_continued(tx, theirs, read)
+
+
+# --- many devices ---------------------------------------------------------------------
+
+
+def test_state_lies_as_the_optimizer_lays_it():
+    mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,))
+    tx = jm.on_mesh(jm.moonlight(momentum=0.75), mesh, divide="data", min_size=1)
+    params = {"up": jnp.ones((4, 8))}
+    taken = jm.take_over(tx, params, moments_of([("up", (4, 8))]))
+    mu = taken.inner_states["muon"].inner_state[0].mu["up"]
+    empty = tx.init(params).inner_states["muon"].inner_state[0].mu["up"]
+    assert mu.sharding == empty.sharding
+    assert not mu.sharding.is_fully_replicated
+    np.testing.assert_array_equal(mu, np.full((4, 8), 4.0))  # a sum: 1 / (1 - 0.75)
+
+
+# --- bad input ------------------------------------------------------------------------
+
+
+def moments_of(first, second=()):
+    return jm.Moments(1, *({p: np.ones(s) for p, s in x} for x in (first, second)))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ({}, {}, "no mean of the gradients of 'b'; it has those of none"),
+        (
+            {"up": (8, 4), "b": (8,)},
+            {"b": (8,)},
+            r"of 'up' has shape \(8, 4\), and the state \(4, 8\)",
+        ),
+        ({"up": (4, 8), "b": (8,)}, {}, "no mean square of the gradients of 'b'"),
+    ],
+)
+def test_a_run_that_is_not_of_these_parameters(first, second, words):
+    params = {"up": jnp.ones((4, 8)), "b": jnp.ones(8)}
+    with pytest.raises(ValueError, match=words):
+        jm.take_over(jm.nanochat(), params, moments_of(first.items(), second.items()))
+
+
+def test_counts_and_names_that_do_not_fit():
+    muon = {"state": {}, "param_groups": [{"params": [0, 1]}]}
+    with pytest.raises(
+        ValueError, match=r"has a parameter 1, and there are 1 names: a"
+    ):
+        jm.Moments.from_torch([(muon, ["a"])], {"a": np.ones(2)}, dict)
+    with pytest.raises(ValueError, match="counts of steps in the state: none"):
+        jm.Moments.from_torch([(muon, ["a", "b"])], {"a": np.ones(2)}, dict)
+    with pytest.raises(ValueError, match="counts of steps in the state: none"):
+        jm.Moments.from_optax(optax.sgd(0.1).init({"w": jnp.ones(2)}))
+    with pytest.raises(ValueError, match="'ema', of which"):
+        jm.nesterov(accumulation="sum", bias_correction=True)
