@@ -11,6 +11,7 @@ import optax
 
 from jax_muon.checks import as_transform
 from jax_muon.notes import collecting_doubts, listening
+from jax_muon.reading import paths
 from jax_muon.reading.matrices import Parameter
 
 
@@ -52,6 +53,7 @@ def check(tx: optax.GradientTransformation, params: Any) -> Doubts:
       no parameter is in doubt
     """
     tx = as_transform(tx)
+    paths.check_arrays(params)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     error = None
     with listening() as notes, collecting_doubts():

@@ -121,7 +121,8 @@ def partition(
                     f"the function of the group {label!r} gave {transforms[label]!r}; "
                     "expected an optax transform"
                 )
-        tx = optax.partition(transforms, labels)
+        # A function, since a tree of labels may be callable: an equinox module.
+        tx = optax.partition(transforms, lambda params: labels)
 
         def init_fn(params: optax.Params) -> Any:
             state = tx.init(params)

@@ -162,8 +162,9 @@ def plan(tx: optax.GradientTransformation, params: Any, **extra_args: Any) -> Pl
       A `Plan`.
 
     Raises:
-      ValueError: what `tx` raises at init and update.
+      ValueError: a leaf that is no array; what `tx` raises at init and update.
     """
+    paths.check_arrays(params)
     shapes = jax.tree.map(_shape, params)
     update = as_transform(tx).update
     arrays, others = arrays_and_others(extra_args)

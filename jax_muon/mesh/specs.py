@@ -133,7 +133,7 @@ def spec_by_path(specs: Specs) -> Callable[[str], PartitionSpec]:
             )
         return x.spec if isinstance(x, NamedSharding) else x or PartitionSpec()
 
-    if callable(specs) and not is_place(specs):
+    if paths.is_function(specs) and not is_place(specs):
         return lambda path: as_spec(specs(path), path)
     flat = dict(
         paths.leaves_with_paths(specs, is_leaf=lambda x: x is None or is_place(x))

@@ -226,6 +226,7 @@ class Reading:
             numbers and names at paths that no parameter has; numbers for a parameter
             that the labels give to AdamW; axis names that are in no table.
         """
+        paths.check_arrays(tree)
         given = self.names or {}
         leaves = [
             _leaf(path, leaf, given.get(path))
@@ -317,7 +318,7 @@ class Reading:
     def _labels(
         self, tree: Any, names: Sequence[str], valid: Sequence[str] | None
     ) -> Callable[[str], str | None]:
-        given = self.labels(tree) if callable(self.labels) else self.labels
+        given = self.labels(tree) if paths.is_function(self.labels) else self.labels
         if given is None:
             return lambda path: None
         flat = paths.leaves_with_paths(given)

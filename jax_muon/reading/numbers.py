@@ -38,7 +38,7 @@ def lookup(given: DimensionNumbers, tree: Any, names: Sequence[str]) -> Lookup:
         _check_numbers(given)
         paths.check_patterns_match("dimension_numbers", given, list(names))
         return lambda path: _by_pattern(given, path)
-    flat = _flat(given(tree) if callable(given) else given)
+    flat = _flat(given(tree) if paths.is_function(given) else given)
     by_path = {path: numbers for path, numbers in flat if numbers is not None}
     _check_numbers(by_path)
     check_known("dimension_numbers", by_path, names)
@@ -74,7 +74,7 @@ def optax_labels(numbers: DimensionNumbers, params: Any) -> Any:
     """Labels by a tree of `optax.contrib.muon`: AdamW where it has None."""
     if numbers is None:  # optax's own default
         return jax.tree.map(lambda x: MUON if len(x.shape) == 2 else ADAMW, params)
-    flat = _flat(numbers(params) if callable(numbers) else numbers)
+    flat = _flat(numbers(params) if paths.is_function(numbers) else numbers)
     return {path: ADAMW if found is None else MUON for path, found in flat}
 
 
@@ -82,7 +82,7 @@ def optax_numbers(numbers: DimensionNumbers, params: Any) -> Any:
     """The same numbers as a tree; for optax None at the root are all of two axes."""
     if numbers is None:
         return MuonDimensionNumbers(0, 1)
-    return numbers(params) if callable(numbers) else numbers
+    return numbers(params) if paths.is_function(numbers) else numbers
 
 
 def _is_patterns(given: DimensionNumbers) -> bool:

@@ -66,6 +66,7 @@ class Read:
 
 def leaves_of(tree: Any) -> list[Leaf]:
     """The leaves of a tree of parameters, with the axis names it carries."""
+    paths.check_arrays(tree)
     named = axis_names.names_of(tree)
     return [
         Leaf(
@@ -262,7 +263,10 @@ class _Reader:
         if flipped is None and role not in ("embedding", "vector", "lora"):
             flipped, reason = self.orientation.of(node)
             if flipped is None and label == MUON:
-                return "nothing tells whether it is (in, out) or (out, in)"
+                return (
+                    "nothing tells whether it is (in, out) or (out, in), which out_in "
+                    "of the Reading says for all"
+                )
         fan_in, fan_out = (1, 0) if flipped else (0, 1)
         return Places((), (fan_in,), (fan_out,), reason)
 

@@ -1,0 +1,231 @@
+"""The code of docs/frameworks.md runs as it stands there, and does what it says."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen
+from jax.sharding import AxisType
+
+import jax_muon as jm
+from jax_muon.reading.paths import leaves_with_paths
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs/frameworks.md"
+
+
+def snippets(heading):
+    """What each code block under a heading defines, run in a namespace of its own."""
+    (section,) = re.findall(
+        rf"\n## {heading}\n(.*?)(?=\n## |\Z)", PAGE.read_text(), re.S
+    )
+    found = []
+    for block in re.findall(r"```python\n(.*?)```", section, re.S):
+        found.append({})
+        exec(block, found[-1])
+    return found
+
+
+def relative(a, b):
+    """Distance of two trees, relative to the second."""
+    return float(optax.tree.norm(optax.tree.sub(a, b)) / optax.tree.norm(b))
+
+
+# --- MaxText --------------------------------------------------------------------------
+
+# Logical axes of MaxText's Llama 2, unscanned, and sizes of a small one.
+LLAMA = {
+    "decoder/decoder_norm/scale": ("norm",),
+    "decoder/layers/mlp/wi_0/kernel": ("embed", "mlp"),
+    "decoder/layers/mlp/wi_1/kernel": ("embed", "mlp"),
+    "decoder/layers/mlp/wo/kernel": ("mlp", "embed"),
+    "decoder/layers/pre_self_attention_layer_norm/scale": ("norm",),
+    "decoder/layers/self_attention/query/kernel": ("embed", "q_heads", "kv"),
+    "decoder/layers/self_attention/key/kernel": ("embed", "kv_heads", "kv_head_dim"),
+    "decoder/layers/self_attention/out/kernel": ("heads", "kv", "embed"),
+    "decoder/logits_dense/kernel": ("embed_vocab", "vocab"),
+    "token_embedder/embedding": ("vocab", "embed_vocab"),
+}
+SIZES = {
+    "embed": 16,
+    "embed_vocab": 16,
+    "norm": 16,
+    "mlp": 32,
+    "vocab": 24,
+    "layers": 6,
+}
+SIZES |= {"q_heads": 4, "heads": 4, "kv_heads": 2, "kv": 4, "kv_head_dim": 4}
+RULES = [("mlp", "tensor"), ("q_heads", "tensor"), ("heads", "tensor")]
+RULES += [("vocab", "tensor"), ("kv_heads", "tensor"), ("embed", "fsdp")]
+CONFIG = {
+    "opt_type": "jax_muon",
+    "muon_beta": 0.95,
+    "muon_weight_decay": 0.1,
+    "ns_dtype": "float64",
+    "mu_dtype": None,
+    "logical_axis_rules": RULES,
+    "shard_optimizer_over_data": True,
+}
+
+
+def llama(scan_axis, seed=0):
+    """Boxed parameters, with the axis of layers where `param_scan_axis` puts it."""
+    rng, tree = np.random.default_rng(seed), {}
+    for path, names in LLAMA.items():
+        if "/layers/" in path:
+            names = (*names[:scan_axis], "layers", *names[scan_axis:])
+        value = rng.standard_normal([SIZES[name] for name in names])
+        box = linen.LogicallyPartitioned(jnp.asarray(value), names=names)
+        *modules, last = ["params", *path.split("/")]
+        inside = tree
+        for module in modules:
+            inside = inside.setdefault(module, {})
+        inside[last] = box
+    return tree
+
+
+def skip_step_on_spikes(inner, threshold):
+    """As MaxText's, with a fixed threshold: the inner optimizer under `lax.cond`."""
+
+    def update(updates, state, params, *, loss):
+        zeros = jax.tree.map(jnp.zeros_like, updates)
+        return jax.lax.cond(
+            loss <= threshold,
+            lambda: inner.update(updates, state, params),
+            lambda: (zeros, state),
+        )
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+@pytest.mark.parametrize("scan_axis", [0, 1])
+def test_maxtext(scan_axis, x64):
+    """On a mesh as on one device, and a spike changes nothing."""
+    (names,) = snippets("MaxText")
+    boxed = llama(scan_axis)
+    params, grads = (linen.unbox(llama(scan_axis, seed)) for seed in (0, 1))
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), 3 * (AxisType.Auto,))
+    one = jm.muon(0.02, 0.95, 0.1, adamw_learning_rate=0.02, dtype="float64")
+    read = {p.parameter.path: p for p in jm.plan(one, params).parameters}
+    with jax.set_mesh(mesh):
+        tx = names["get_optimizer"](CONFIG, 0.02, boxed, mesh)
+        planned = jm.plan(tx, params)
+        for leaf in planned.parameters:
+            path = leaf.parameter.path
+            assert leaf.parameter.axes == read[path].parameter.axes, path
+            assert leaf.parameter.label == read[path].parameter.label, path
+        wi = next(p for p in planned.parameters if "wi_0" in p.parameter.path)
+        batch = (scan_axis,)
+        assert wi.parameter.axes.batch == batch
+        entries = ["fsdp", "tensor"]
+        entries.insert(scan_axis, None)
+        assert tuple(wi.spec) == tuple(entries)
+        assert "data" in str(wi.state_spec)
+
+        guarded = skip_step_on_spikes(tx, 1.0)
+        state = jax.jit(guarded.init)(params)
+        update = jax.jit(guarded.update)
+        updates, after = update(grads, state, params, loss=0.5)
+        skipped, same = update(grads, state, params, loss=2.0)
+    assert float(optax.tree.norm(skipped)) == 0
+    jax.tree.map(np.testing.assert_array_equal, same, state)
+    expected, state = jax.jit(one.update)(grads, one.init(params), params)
+    assert relative(updates, expected) < 1e-10
+    for (_, a), (_, b) in zip(*map(leaves_with_paths, (after, state)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
+
+
+# --- equinox --------------------------------------------------------------------------
+
+
+def test_equinox(capsys):
+    (found,) = snippets("Equinox")
+    assert found["values"][-1] < found["values"][0] / 4
+    table = capsys.readouterr().out.splitlines()
+    first = next(line for line in table if line.startswith("layers/0/weight"))
+    assert re.search(r"24 x 6 +kernel +1 x \(6, 24\) +muon", first)
+    last = next(line for line in table if line.startswith("layers/2/weight"))
+    assert "adamw" in last
+
+
+def test_an_unfiltered_module_is_refused_with_the_leaf():
+    (found,) = snippets("Equinox")
+    for call in (
+        lambda tx, model: jm.describe(tx, model),
+        lambda tx, model: jm.check(tx, model),
+        lambda tx, model: tx.init(model),
+    ):
+        with pytest.raises(ValueError, match=r"leaf 'activation' is .*eqx\.filter"):
+            call(found["tx"], found["model"])
+
+
+# --- DiLoCo ---------------------------------------------------------------------------
+
+
+def stacked(seed, workers):
+    def one(key):
+        keys = jax.random.split(key, 3)
+        return {
+            "wte": {"embedding": jax.random.normal(keys[0], (64, 16))},
+            "mlp": {
+                "norm": {"scale": jax.random.normal(keys[1], (16,))},
+                "up": {"kernel": jax.random.normal(keys[2], (16, 64))},
+                "down": {"kernel": jax.random.normal(keys[0], (64, 16))},
+            },
+        }
+
+    return jax.vmap(one)(jax.random.split(jax.random.key(seed), workers))
+
+
+def test_diloco():
+    """Every worker as if it were alone, and on devices of its own."""
+    (found,) = snippets("DiLoCo")
+    workers, mesh = found["WORKERS"], found["mesh"]
+    grads = stacked(1, workers)
+    shared = jax.tree.map(lambda x: x[0], stacked(0, workers))
+    params = jax.tree.map(lambda x: jnp.stack(workers * [x]), shared)
+    with jax.set_mesh(mesh):
+        plan = jm.plan(found["inner"], params)
+        assert {pool.batch for pool in plan.pools} == {("worker",)}
+        start, state = params, found["inner"].init(params)
+        for _ in range(2):
+            params, state = found["inner_step"](params, state, grads)
+        outer = found["outer"].init(shared)
+        _, again, _ = found["outer_step"](shared, params, outer)
+    alone = jm.nanochat()
+
+    @jax.jit
+    def steps(params, grads):
+        state = alone.init(params)
+        for _ in range(2):
+            updates, state = alone.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    for worker in range(workers):
+        own, begin, gradient = (
+            jax.tree.map(lambda x, w=worker: np.asarray(x)[w], tree)
+            for tree in (params, start, grads)
+        )
+        moved = optax.tree.sub(steps(begin, gradient), begin)
+        # The polar factor runs in bfloat16, which has eight bits.
+        assert relative(optax.tree.sub(own, begin), moved) < 2**-7
+    for _, leaf in leaves_with_paths(again):
+        np.testing.assert_array_equal(leaf[0], leaf[-1])
+
+
+# --- other runs -----------------------------------------------------------------------
+
+
+def test_going_on_with_another_run():
+    of_optax, of_torch = snippets("Going on with another optimizer's run")
+    for found in (of_optax, of_torch):
+        params, state = found["params"], found["state"]
+        updates, _ = jax.eval_shape(found["tx"].update, params, state, params)
+        assert jax.tree.structure(updates) == jax.tree.structure(params)
+    mu = of_torch["state"].inner_states["muon"].inner_state[0].mu["kernel"]
+    gradient = np.ones((8, 4))
+    np.testing.assert_allclose(mu, 0.05 * gradient.T, rtol=1e-6)
