@@ -7,6 +7,7 @@ a comparison is one of matrices alone.
 
 import json
 import pathlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -14,94 +15,104 @@ import optax
 
 import jax_muon as jm
 
-GRID = pathlib.Path(__file__).with_name("grid.json")
+BEST = pathlib.Path(__file__).with_name("best.json")
 
 
 class Rates(NamedTuple):
-    """What changes during a run, each a function of the steps done."""
+    """What changes during a run, each a number or a function of the steps done."""
 
-    learning_rate: optax.Schedule  # of the matrices
-    adamw_learning_rate: optax.Schedule  # of the embedding and the head
-    momentum: optax.Schedule
-    weight_decay: optax.Schedule
-
-
-def nanochat(rates: Rates) -> optax.GradientTransformation:
-    return jm.nanochat(
-        rates.learning_rate,
-        rates.momentum,
-        rates.weight_decay,
-        adamw_learning_rate=rates.adamw_learning_rate,
-        dtype="float32",
-    )
-
-
-def muon(rates: Rates) -> optax.GradientTransformation:
-    return jm.muon(
-        rates.learning_rate,
-        adamw_learning_rate=rates.adamw_learning_rate,
-        dtype="float32",
-    )
-
-
-def normuon(rates: Rates) -> optax.GradientTransformation:
-    return jm.normuon(
-        rates.learning_rate,
-        adamw_learning_rate=rates.adamw_learning_rate,
-        dtype="float32",
-    )
-
-
-def moonlight(rates: Rates) -> optax.GradientTransformation:
-    return jm.moonlight(
-        rates.learning_rate,
-        adamw_learning_rate=rates.adamw_learning_rate,
-        adamw_weight_decay=0.0,
-        dtype="float32",
-    )
+    learning_rate: optax.ScalarOrSchedule  # of the matrices
+    adamw_learning_rate: optax.ScalarOrSchedule  # of the embedding and the head
+    momentum: optax.ScalarOrSchedule
+    weight_decay: optax.ScalarOrSchedule
 
 
 def adamw(rates: Rates) -> optax.GradientTransformation:
+    learning_rate, adamw_learning_rate, b1, weight_decay = rates
     return jm.partition(
         {
-            "muon": optax.adamw(rates.learning_rate, 0.9, 0.95, weight_decay=0.1),
+            "muon": optax.adamw(learning_rate, b1, 0.95, weight_decay=weight_decay),
             "adamw": optax.adamw(
-                rates.adamw_learning_rate, 0.8, 0.95, 1e-10, weight_decay=0.0
+                adamw_learning_rate, 0.8, 0.95, 1e-10, weight_decay=0.0
             ),
         }
     )
 
 
-OPTIMIZERS = {f.__name__: f for f in (nanochat, muon, normuon, moonlight, adamw)}
+def recipe(
+    function: Callable, **own
+) -> Callable[[Rates], optax.GradientTransformation]:
+    """A recipe of jax_muon, in float32, beside the same AdamW as in all others."""
+    return lambda rates: function(
+        **rates._asdict(),
+        adamw_b1=0.8,
+        adamw_b2=0.95,
+        adamw_eps=1e-10,
+        adamw_weight_decay=0.0,
+        dtype="float32",
+        **own,
+    )
 
 
-def best_rates(name: str) -> dict[str, float]:
-    """The highest learning rates of a run, as grid.py found them."""
-    best = json.loads(GRID.read_text())["best"][name]
-    return {key: best[key] for key in ("learning_rate", "adamw_learning_rate")}
+OPTIMIZERS = {
+    "nanochat": recipe(jm.nanochat),
+    "nanochat-august": recipe(
+        jm.nanochat,
+        row_equilibration=True,
+        renormalize=True,
+        norm_factor=1.01,
+        beta2=0.9,
+    ),
+    "muon": recipe(jm.muon),
+    "normuon": recipe(jm.normuon),
+    "moonlight": recipe(jm.moonlight),
+    "teon": recipe(jm.teon),
+    "adamw": adamw,
+}
+
+
+def best_rates(name: str) -> dict[str, float | list[float]]:
+    """What `python -m benchmarks.learning` found best for `schedules`."""
+    return json.loads(BEST.read_text())[name]
 
 
 def make_optimizer(
-    name: str,
+    name: str, steps: int, *, qk_clip: float | None = None, **rates
+) -> optax.GradientTransformation:
+    """The optimizer for a run of so many steps; see `schedules` for its rates.
+
+    With `qk_clip`, attention logits above that make their weights smaller.
+    """
+    tx = OPTIMIZERS[name](schedules(steps, **rates))
+    return tx if qk_clip is None else optax.chain(tx, jm.clip_qk(qk_clip))
+
+
+def schedules(
     steps: int,
     *,
     learning_rate: float,
     adamw_learning_rate: float,
-    qk_clip: float | None = None,
-) -> optax.GradientTransformation:
-    """The optimizer for a run of so many steps with these highest learning rates.
+    momentum: float | list[float],
+    weight_decay: float,
+) -> Rates:
+    """How a run of so many steps goes, for all optimizers alike.
 
-    With `qk_clip`, attention logits above that make their weights smaller.
+    Args:
+        steps: length of the run.
+        learning_rate: the highest of the matrices.
+        adamw_learning_rate: the highest of the embedding and the head.
+        momentum: constant, or the first and last of nanochat's rise over 300 steps, or
+            half of a shorter run; not for "adamw".
+        weight_decay: the first; it falls to zero.
     """
-    tx = OPTIMIZERS[name](
-        Rates(
-            trapezoid(learning_rate, steps),
-            trapezoid(adamw_learning_rate, steps),
-            optax.linear_schedule(0.85, 0.95, min(300, steps // 2)),
-            optax.linear_schedule(0.1, 0.0, steps),
-        )
+    if isinstance(momentum, list):
+        momentum = optax.linear_schedule(*momentum, min(300, steps // 2))
+    return Rates(
+        trapezoid(learning_rate, steps),
+        trapezoid(adamw_learning_rate, steps),
+        momentum,
+        optax.linear_schedule(weight_decay, 0.0, steps),
     )
-    return tx if qk_clip is None else optax.chain(tx, jm.clip_qk(qk_clip))
 
 
 def trapezoid(peak: float, steps: int) -> optax.Schedule:

@@ -14,8 +14,8 @@ from runs import parse_json
 
 SETTINGS = (
     "optimizer", "compare", "steps", "width", "depth", "context", "batch_size", "seed",
-    "data", "learning_rate", "adamw_learning_rate", "evaluate_every",
-    "qk_clip",
+    "data", "learning_rate", "adamw_learning_rate", "momentum", "weight_decay",
+    "evaluate_every", "qk_clip",
 )  # fmt: skip
 
 
@@ -35,8 +35,10 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--batch-size", type=positive, default=16, help="windows in a step, default 16")
     add("--seed", type=int, default=0, help="of weights and batches, default 0")
     add("--data", metavar="FILE", help="text in UTF-8; else Python's documentation")
-    add("--learning-rate", type=float, help="of matrices; else the best of grid.json")
+    add("--learning-rate", type=float, help="of matrices; else the best of best.json")
     add("--adamw-learning-rate", type=float, help="of all the rest; likewise")
+    add("--momentum", type=float, help="of matrices; likewise")
+    add("--weight-decay", type=float, help="of matrices, at the beginning; likewise")
     add("--qk-clip", metavar="THRESHOLD", type=above_zero,
         help="largest attention logit; instead of QK-norm")  # fmt: skip
     add("--evaluate-every", type=positive, default=10, metavar="STEPS")

@@ -32,7 +32,7 @@ from flax import nnx
 from gpt import GPT, generate
 from jax.sharding import Mesh
 from layouts import batch_axes, connect, gather, in_any, once, put, specs, writes
-from optimizers import best_rates, make_optimizer
+from optimizers import Rates, best_rates, make_optimizer
 from options import SETTINGS, check_same, parse, read_settings
 from runs import (
     Checkpoints,
@@ -109,7 +109,7 @@ def begin(folder: pathlib.Path, settings: dict) -> None:
 
 def train(
     optimizer: str,
-    rates: dict[str, float],
+    rates: dict[str, float | list[float]],
     options: argparse.Namespace,
     mesh: Mesh,
     text: Text,
@@ -288,15 +288,12 @@ def compare(optimizers: list[str], folder: pathlib.Path) -> None:
     print(f"In {folder}: compare.json, compare.png")
 
 
-def rates_of(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """The learning rates of each optimizer: as given, or else the best of the grid."""
-    given = {
-        "learning_rate": options.learning_rate,
-        "adamw_learning_rate": options.adamw_learning_rate,
-    }
-    given = {key: rate for key, rate in given.items() if rate is not None}
+def rates_of(options: argparse.Namespace) -> dict[str, dict]:
+    """The rates of each optimizer: as given, or else the best of the grid."""
+    given = {name: getattr(options, name) for name in Rates._fields}
+    given = {name: rate for name, rate in given.items() if rate is not None}
     return {
-        name: given if len(given) == 2 else best_rates(name) | given
+        name: best_rates(name) | given
         for name in options.compare or [options.optimizer]
     }
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 
-import grid
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -405,12 +404,3 @@ def test_generate_looks_at_the_last_characters_only(model):
     likeliest = jax.jit(GPT.__call__)(model, windows).argmax(axis=-1)
     np.testing.assert_array_equal(likeliest[:, -1], tokens[context:])
     np.testing.assert_array_equal(likeliest[0, 2:], tokens[3 : context + 1])
-
-
-def test_rates_are_the_best_of_a_fair_grid():
-    results = json.loads(optimizers.GRID.read_text())["results"]
-    for name in optimizers.OPTIMIZERS:
-        own = [result for result in results if result["optimizer"] == name]
-        assert len(own) == len(grid.LEARNING_RATES[name]) + len(grid.OTHER_ADAMW)
-        best = min(own, key=lambda result: result["validation_loss"])
-        assert optimizers.best_rates(name).items() <= best.items()

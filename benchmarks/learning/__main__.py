@@ -1,0 +1,43 @@
+"""The command."""
+
+import argparse
+import pathlib
+import shlex
+import sys
+
+from benchmarks import learning
+from benchmarks.learning import plan, report
+from benchmarks.learning.grid import BASELINE, BEGINNINGS
+from benchmarks.learning.records import FOLDER, Records
+
+
+def main(words: list[str]) -> None:
+    """Runs what is asked for, or writes what came of it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.learning",
+        description=learning.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--optimizers", nargs="+", choices=BEGINNINGS, default=list(BEGINNINGS))
+    add("--stages", nargs="+", choices=plan.STAGES, default=list(plan.STAGES))
+    add("--steps", type=int, default=300, help="of AdamW")
+    add("--width", type=int, default=128)
+    add("--results", type=pathlib.Path, default=FOLDER, metavar="FOLDER")
+    add("--report", action="store_true", help="table and pictures of the runs so far")
+    args = parser.parse_args(words)
+    command = shlex.join(["python", "-m", "benchmarks.learning", *words])
+    records = Records(args.results, command)
+    if args.report:
+        report.write_all(records)
+        return
+    for stage in args.stages:
+        for optimizer in args.optimizers:
+            if (stage, optimizer) != ("shortest", BASELINE):
+                found = plan.STAGES[stage](records, optimizer, args.steps, args.width)
+                shown = found if stage != "seeds" else round(plan.mean(found), 4)
+                print(f"{stage} of {optimizer}: {shown}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

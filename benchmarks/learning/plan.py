@@ -1,0 +1,106 @@
+"""In which order runs are made: a grid, then several seeds, then ever shorter runs."""
+
+import math
+import statistics
+from collections.abc import Callable
+
+from benchmarks.learning.grid import BASELINE, BEGINNINGS, search
+from benchmarks.learning.records import Record, Records
+from benchmarks.learning.training import Point
+
+SEEDS = (0, 1, 2)
+
+
+def grid(records: Records, optimizer: str, steps: int, width: int) -> Point:
+    """The best run of a search at one seed, at its full length.
+
+    The search is at the full length for AdamW, and at half of it for all others, which
+    is nearer to where they end.
+    """
+    length = steps if optimizer == BASELINE else steps // 2
+    point = Point(optimizer, BEGINNINGS[optimizer], steps=length, width=width)
+    best = search(
+        point.settings,
+        lambda settings: last(records.measure(point._replace(settings=settings))),
+    )
+    return point._replace(settings=best, steps=steps)
+
+
+def seeds(records: Records, optimizer: str, steps: int, width: int) -> list[Record]:
+    """The best run of the grid at its full length, with several seeds."""
+    best = grid(records, optimizer, steps, width)
+    return [records.measure(best._replace(seed=seed)) for seed in SEEDS]
+
+
+def shortest(records: Records, optimizer: str, steps: int, width: int) -> int | None:
+    """The length of the shortest run that ends at or below AdamW's loss.
+
+    It is found by one seed first, and from there by the mean of all.
+    """
+    target = mean(seeds(records, BASELINE, steps, width))
+    best = grid(records, optimizer, steps, width)
+    grain = max(1, steps // 60)
+    longest = (steps - 1) // grain * grain
+
+    def enough(length: int, seeds: tuple[int, ...]) -> bool:
+        points = [best._replace(steps=length, seed=seed) for seed in seeds]
+        return mean([records.measure(point) for point in points]) <= target
+
+    half = steps // 2 // grain * grain
+    near = bisect(lambda n: enough(n, SEEDS[:1]), longest, grain, half)
+    return bisect(lambda n: enough(n, SEEDS), longest, grain, near or longest)
+
+
+STAGES = {"grid": grid, "seeds": seeds, "shortest": shortest}
+
+
+def last(record: Record) -> float:
+    """The last validation loss; infinite for a run that was stopped."""
+    loss = record["validation_loss"]
+    return math.inf if loss is None else loss
+
+
+def mean(records: list[Record]) -> float:
+    """The mean of the last validation losses."""
+    return statistics.fmean(map(last, records))
+
+
+def bisect(
+    reached: Callable[[int], bool], longest: int, grain: int, near: int | None = None
+) -> int | None:
+    """The smallest multiple of `grain` at which `reached` holds, by bisection.
+
+    Args:
+        reached: false up to some length, and true from there on.
+        longest: the largest length that is asked for, a multiple of `grain`.
+        grain: how finely the length is found.
+        near: a multiple of `grain` that is likely: one, two, four ... grains from it
+            bound the bisection.
+
+    Returns:
+        The length, or None if it is above `longest`.
+
+    Raises:
+        ValueError: `longest` or `near` is no positive multiple of `grain`.
+    """
+    for name, value in {"longest": longest, "near": near}.items():
+        if value is not None and (grain < 1 or value < grain or value % grain):
+            raise ValueError(
+                f"{name}={value} and grain={grain}; expected positive whole numbers, "
+                "the first a multiple of the second"
+            )
+    too_short, enough = 0, longest // grain + 1
+    probe, stride = (too_short + enough) // 2 if near is None else near // grain, 1
+    while enough - too_short > 1:
+        if reached(probe * grain):
+            enough = probe
+        else:
+            too_short = probe
+        middle = (too_short + enough) // 2
+        if near is None:
+            probe = middle
+        elif enough == probe:
+            probe, stride = max(enough - stride, middle), 2 * stride
+        else:
+            probe, stride = min(too_short + stride, middle), 2 * stride
+    return enough * grain if enough * grain <= longest else None

@@ -1,0 +1,196 @@
+"""Table and picture of the runs so far, and the settings that the example takes."""
+
+import json
+import pathlib
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+from optimizers import BEST
+from runs import write  # that of the example
+
+from benchmarks.learning import plan
+from benchmarks.learning.grid import BASELINE, BEGINNINGS
+from benchmarks.learning.records import Record, Records
+from benchmarks.learning.training import Point
+
+DATA = ("data", "context", "batch_size", "width", "depth")
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+SIZES = ((300, 128), (1200, 128), (300, 256), (1200, 256))  # AdamW's steps, width
+
+
+class MissingError(LookupError):
+    """A run has not been made."""
+
+
+class Lookup(NamedTuple):
+    """Records that make no run, with which the plan tells what is there."""
+
+    records: Records
+    used: list[Record]
+
+    def measure(self, point: Point) -> Record:
+        """The record of a run, which has to be there."""
+        if found := self.records.find(point):
+            self.used.append(found)
+            return found
+        raise MissingError(str(point))
+
+    def result(self, stage: Callable, *arguments: Any) -> Any:
+        """What a stage of the plan finds, or None where runs of it are missing."""
+        try:
+            return stage(self, *arguments)
+        except MissingError:
+            return None
+
+
+class Row(NamedTuple):
+    """What came of an optimizer; None where runs are missing."""
+
+    best: Point
+    runs: list[Record] | None  # over all steps, one of each seed
+    length: int | None  # of the shortest run to the loss of the baseline
+    seconds: float | None  # of processor time, in a step on one core
+
+
+def rows(records: Records, steps: int, width: int) -> dict[str, Row]:
+    """What came of every optimizer whose grid is done."""
+    lookup, found = Lookup(records, []), {}
+    for optimizer in BEGINNINGS:
+        size = (optimizer, steps, width)
+        best = lookup.result(plan.grid, *size)
+        if best is None:
+            continue
+        seconds = [
+            record["cpu_seconds_a_step"]
+            for record in records.all(optimizer)
+            if record["width"] == width and "cpu_seconds_a_step" in record
+        ]
+        found[optimizer] = Row(
+            best,
+            lookup.result(plan.seeds, *size),
+            steps if optimizer == BASELINE else lookup.result(plan.shortest, *size),
+            statistics.median(seconds) if seconds else None,
+        )
+    check_same(lookup.used, *DATA)
+    check_same([run for row in found.values() for run in row.runs or []], "steps")
+    return found
+
+
+def check_same(records: list[Record], *names: str) -> None:
+    """Raise a ValueError if runs that are compared differ in one of these."""
+    for name in names:
+        values = {json.dumps(record[name]): record["optimizer"] for record in records}
+        if len(values) > 1:
+            told = " and ".join(f"{value} of {who}" for value, who in values.items())
+            raise ValueError(
+                f"{name} of the runs that are compared differs, {told}; expected the "
+                "same in all of them"
+            )
+
+
+def table(found: dict[str, Row], steps: int) -> str:
+    """A line for each optimizer, the fewest steps first."""
+    lines = [
+        f"| | matrices | momentum | decay | AdamW's part | loss after {steps} steps "
+        "| steps to AdamW's | of its steps | of its time |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    baseline = found.get(BASELINE)
+    for name, row in sorted(found.items(), key=lambda item: item[1].length or steps):
+        settings = row.best.settings
+        of_time = (
+            f"{row.length * row.seconds / (steps * baseline.seconds):.2f}"
+            if baseline and baseline.seconds and row.length and row.seconds
+            else "-"
+        )
+        cells = [
+            f"`{name}`",
+            f"{settings['learning_rate']:g}",
+            " to ".join(map(str, momentum))
+            if isinstance(momentum := settings["momentum"], list)
+            else f"{momentum:g}",
+            f"{settings['weight_decay']:g}",
+            f"{settings['adamw_learning_rate']:g}",
+            spread(row.runs) if row.runs else "-",
+            str(row.length) if row.length else "-",
+            f"{row.length / steps:.2f}" if row.length else "-",
+            of_time,
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def spread(runs: list[Record]) -> str:
+    """The mean of the last losses and how far the seeds lie from it."""
+    losses = [plan.last(run) for run in runs]
+    middle = statistics.fmean(losses)
+    return f"{middle:.4f} ± {max(abs(loss - middle) for loss in losses):.4f}"
+
+
+def draw(records: Records, found: dict[str, Row], steps: int, path: pathlib.Path):
+    """Loss during runs, and at the end of runs by their length, with bands."""
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    during, by_length = figure.subplots(1, 2)
+    for name, row in found.items():
+        if row.runs:
+            band(during, name, [run["validation_losses"] for run in row.runs])
+        lengths: dict[int, dict[int, float]] = {}
+        for record in records.all(name):
+            same = record["settings"] == row.best.settings
+            if same and record["width"] == row.best.width:
+                lengths.setdefault(record["steps"], {})[record["seed"]] = plan.last(
+                    record
+                )
+        whole = {n: v for n, v in sorted(lengths.items()) if len(v) == len(plan.SEEDS)}
+        if whole and name != BASELINE:
+            by_seed = [[[n, v[seed]] for n, v in whole.items()] for seed in plan.SEEDS]
+            band(by_length, name, by_seed, marker=".")
+    if (baseline := found.get(BASELINE)) and baseline.runs:
+        target = plan.mean(baseline.runs)
+        label = f"AdamW after {steps} steps"
+        by_length.axhline(
+            target, color="grey", linestyle="--", linewidth=1, label=label
+        )
+    during.set(title=f"Validation loss in runs of {steps} steps", xlabel="step")
+    by_length.set(title="Last validation loss of whole runs", xlabel="steps of the run")
+    for axes in (during, by_length):
+        axes.set(ylabel="nats per character")
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def band(axes: Any, name: str, curves: list[list[list[float]]], **style: Any) -> None:
+    """The mean of curves, and between the lowest and the highest of them a band."""
+    steps = [step for step, _ in curves[0]]
+    values = list(
+        zip(*([value for _, value in curve] for curve in curves), strict=True)
+    )
+    (line,) = axes.plot(steps, list(map(statistics.fmean, values)), label=name, **style)
+    axes.fill_between(
+        steps,
+        list(map(min, values)),
+        list(map(max, values)),
+        color=line.get_color(),
+        alpha=0.25,
+        linewidth=0,
+    )
+
+
+def write_all(records: Records, docs: pathlib.Path = DOCS, best: pathlib.Path = BEST):
+    """Writes and prints what is there, of every size that has an optimizer's grid."""
+    for steps, width in SIZES:
+        if not (found := rows(records, steps, width)):
+            continue
+        name = f"learning_{steps}_{width}"
+        text = table(found, steps)
+        print(f"AdamW's steps: {steps}, width: {width}\n\n{text}")
+        write(records.folder / f"{name}.md", text)
+        draw(records, found, steps, docs / f"{name}.png")
+        if (steps, width) == SIZES[0]:
+            settings = json.loads(best.read_text()) if best.exists() else BEGINNINGS
+            settings = settings | {name: r.best.settings for name, r in found.items()}
+            write(best, json.dumps(settings, indent=1) + "\n")

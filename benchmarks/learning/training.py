@@ -1,0 +1,135 @@
+"""One run of the example's model on its text, and the record that it leaves."""
+
+import datetime
+import functools
+import math
+import platform
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from gpt import GPT
+from optimizers import OPTIMIZERS, Rates, schedules
+from text import Text, read_text
+
+from benchmarks import machine
+
+CONTEXT = 128
+BATCH_SIZE = 16
+EVALUATIONS = 15  # in a run, evenly,
+EVERY = 20  # but at least so many steps apart
+PACKAGES = ("jax_muon", "jax", "flax", "optax", "numpy")
+
+Settings = dict[str, float | list[float]]
+
+
+class Point(NamedTuple):
+    """What a run is, and all that its losses depend on."""
+
+    optimizer: str
+    settings: Settings
+    seed: int = 0
+    steps: int = 300
+    width: int = 128
+    depth: int = 4
+
+
+def train(point: Point) -> dict[str, Any]:
+    """The record of a run: its losses, and what stopped it if it did not end.
+
+    All runs of one optimizer and size share a compiled step, which takes the rates of
+    the step as arguments.
+    """
+    began = time.monotonic()
+    text = data()
+    params, state = beginning(point)
+    step, evaluate = functions(point.optimizer, point.width, point.depth)
+    validation = text.validation_batches(BATCH_SIZE, CONTEXT)
+    hopeless = math.log(len(text.vocabulary))  # what a model that knows nothing has
+
+    every = max(EVERY, point.steps // EVALUATIONS)
+    losses, validation_losses, stopped, cpu = [], [], None, 0.0
+    for done, rates in enumerate(rates_of(point), start=1):
+        batch = text.batch(point.seed, done, BATCH_SIZE, CONTEXT)
+        clock = time.process_time()
+        params, state, loss = step(params, state, batch, rates)
+        losses.append(float(loss))
+        if done > 1:  # the first may compile
+            cpu += time.process_time() - clock
+        if done % every == 0 or done == point.steps:
+            value = float(evaluate(params, validation))
+            validation_losses.append([done, value])
+            if not value < hopeless:
+                stopped = f"hopeless: validation loss {value:.4g} after step {done}"
+                break
+    return point._asdict() | {
+        "context": CONTEXT,
+        "batch_size": BATCH_SIZE,
+        "data": {"name": text.name, "sha256": text.sha256},
+        "training_losses": [
+            [end, float(np.mean(losses[max(0, end - 10) : end]))]
+            for end in range(every, len(losses) + 1, every)
+        ],
+        "validation_losses": validation_losses,
+        "validation_loss": None if stopped else validation_losses[-1][1],
+        "stopped": stopped,
+        "seconds": round(time.monotonic() - began, 1),
+        "cpu_seconds_a_step": round(cpu / max(1, len(losses) - 1), 4),
+        "date": datetime.date.today().isoformat(),
+        "device": machine.device_name(),
+        "versions": {"python": platform.python_version()}
+        | {name: machine.version(name) for name in PACKAGES},
+    }
+
+
+@functools.cache
+def data() -> Text:
+    """The text of the example."""
+    return read_text(None, CONTEXT)
+
+
+def rates_of(point: Point) -> Iterator[Rates]:
+    """The rates of every step."""
+    rates = schedules(point.steps, **point.settings)
+    done = np.arange(point.steps)
+    columns = [
+        np.broadcast_to(rate(done) if callable(rate) else rate, done.shape)
+        for rate in rates
+    ]
+    yield from map(Rates, *(np.asarray(column, np.float32) for column in columns))
+
+
+@functools.cache
+def functions(optimizer: str, width: int, depth: int):
+    """A compiled step, and the compiled mean loss of batches."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: model(width, depth, 0)), nnx.Param)
+
+    def loss(params, windows):  # windows: (16, 129)
+        return nnx.merge(graph, params).loss(windows)
+
+    def step(params, state, windows, rates):
+        value, grads = jax.value_and_grad(loss)(params, windows)
+        tx = OPTIMIZERS[optimizer](rates)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    def evaluate(params, batches):  # batches: (8, 16, 129)
+        return jax.lax.map(lambda windows: loss(params, windows), batches).mean()
+
+    return jax.jit(step, donate_argnums=(0, 1)), jax.jit(evaluate)
+
+
+def beginning(point: Point):
+    """Parameters, the same for all optimizers, and the state of one."""
+    params = nnx.state(model(point.width, point.depth, point.seed), nnx.Param)
+    tx = OPTIMIZERS[point.optimizer](next(rates_of(point)))
+    return params, jax.jit(tx.init)(params)
+
+
+def model(width: int, depth: int, seed: int) -> GPT:
+    """The example's model for the text's vocabulary."""
+    return GPT(len(data().vocabulary), width, depth, rngs=nnx.Rngs(seed))
