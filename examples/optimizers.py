@@ -40,18 +40,25 @@ def adamw(rates: Rates) -> optax.GradientTransformation:
 
 
 def recipe(
-    function: Callable, **own
+    function: Callable, *, decays: bool = True, **own
 ) -> Callable[[Rates], optax.GradientTransformation]:
     """A recipe of jax_muon, in float32, beside the same AdamW as in all others."""
-    return lambda rates: function(
-        **rates._asdict(),
-        adamw_b1=0.8,
-        adamw_b2=0.95,
-        adamw_eps=1e-10,
-        adamw_weight_decay=0.0,
-        dtype="float32",
-        **own,
-    )
+
+    def make(rates: Rates) -> optax.GradientTransformation:
+        taken = rates._asdict()
+        if not decays:
+            del taken["weight_decay"]
+        return function(
+            **taken,
+            **own,
+            adamw_b1=0.8,
+            adamw_b2=0.95,
+            adamw_eps=1e-10,
+            adamw_weight_decay=0.0,
+            dtype="float32",
+        )
+
+    return make
 
 
 OPTIMIZERS = {
@@ -67,6 +74,8 @@ OPTIMIZERS = {
     "normuon": recipe(jm.normuon),
     "moonlight": recipe(jm.moonlight),
     "teon": recipe(jm.teon),
+    "muonh": recipe(jm.muonh, decays=False),
+    "normuonh": recipe(jm.normuonh, decays=False),
     "adamw": adamw,
 }
 
@@ -93,7 +102,7 @@ def schedules(
     learning_rate: float,
     adamw_learning_rate: float,
     momentum: float | list[float],
-    weight_decay: float,
+    weight_decay: float = 0.0,
 ) -> Rates:
     """How a run of so many steps goes, for all optimizers alike.
 
@@ -103,7 +112,7 @@ def schedules(
         adamw_learning_rate: the highest of the embedding and the head.
         momentum: constant, or the first and last of nanochat's rise over 300 steps, or
             half of a shorter run; not for "adamw".
-        weight_decay: the first; it falls to zero.
+        weight_decay: the first; it falls to zero. "muonh" and "normuonh" have none.
     """
     if isinstance(momentum, list):
         momentum = optax.linear_schedule(*momentum, min(300, steps // 2))

@@ -14,9 +14,3 @@ which come after which, report.py what came of it. A run that is stopped costs i
 alone: all others are in benchmarks/results/learning/, a line each, and are not made
 again. Start it twice, with other optimizers, to use two cores.
 """
-
-import pathlib
-import sys
-
-# The scripts of the example import each other by name, and so does what uses them.
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))

@@ -1,4 +1,4 @@
-"""The settings that are tried: the same number for every optimizer.
+"""The settings that are tried: for no optimizer more than for AdamW.
 
 A full product would be too many runs, so the search goes along one setting after
 another, from where it is best so far. It begins at the best of an earlier grid of
@@ -26,37 +26,54 @@ class Line(NamedTuple):
         return [value for value in values if value != here][:2]
 
 
-LINES = (
+FIRST = (
     Line("learning_rate", factors=(0.5, 2.0)),
     Line("momentum", values=(0.8, 0.9, 0.95)),
     Line("adamw_learning_rate", factors=(0.5, 2.0)),
     Line("weight_decay", factors=(0.0, 3.0)),
 )
-RUNS = 1 + 2 * len(LINES)
+WITHOUT_DECAY = (*FIRST[:-1], Line("learning_rate", factors=(0.7, 1.4)))
+# A second look, for the baseline and those that it is worth the time for.
+SECOND = (
+    Line("momentum", values=(0.7, 0.85, 0.75)),
+    Line("learning_rate", factors=(0.7, 1.4)),
+)
+LOOKED_AT_TWICE = ("adamw", "nanochat")
+
+DECAY: Settings = {"weight_decay": 0.1}
 
 BEGINNINGS: dict[str, Settings] = {
     name: {
         "learning_rate": learning_rate,
         "momentum": momentum,
         "adamw_learning_rate": adamw_learning_rate,
-        "weight_decay": 0.1,
     }
-    for name, learning_rate, momentum, adamw_learning_rate in (
-        ("adamw", 0.004, 0.9, 0.02),
-        ("nanochat", 0.04, [0.85, 0.95], 0.01),
-        ("nanochat-august", 0.04, [0.85, 0.95], 0.01),
-        ("muon", 0.04, 0.95, 0.02),
-        ("normuon", 0.01, 0.95, 0.02),
-        ("moonlight", 0.01, 0.95, 0.02),
-        ("teon", 0.04, 0.95, 0.02),
+    | decay
+    for name, learning_rate, momentum, adamw_learning_rate, decay in (
+        ("adamw", 0.004, 0.9, 0.02, DECAY),
+        ("nanochat", 0.04, [0.85, 0.95], 0.01, DECAY),
+        ("nanochat-august", 0.04, [0.85, 0.95], 0.01, DECAY),
+        ("muon", 0.04, 0.95, 0.02, DECAY),
+        ("normuon", 0.01, 0.95, 0.02, DECAY),
+        ("moonlight", 0.01, 0.95, 0.02, DECAY),
+        ("teon", 0.04, 0.95, 0.02, DECAY),
+        ("muonh", 0.04, 0.95, 0.02, {}),
+        ("normuonh", 0.04, 0.95, 0.02, {}),
     )
 }
 
 
-def search(beginning: Settings, loss: Callable[[Settings], float]) -> Settings:
+def lines(optimizer: str) -> tuple[Line, ...]:
+    """What is tried for an optimizer: eight runs, or twelve, beside the beginning."""
+    first = FIRST if "weight_decay" in BEGINNINGS[optimizer] else WITHOUT_DECAY
+    return first + SECOND if optimizer in LOOKED_AT_TWICE else first
+
+
+def search(optimizer: str, loss: Callable[[Settings], float]) -> Settings:
     """The best settings, and every setting that is tried passes through `loss`."""
-    best, lowest = beginning, loss(beginning)
-    for line in LINES:
+    best = BEGINNINGS[optimizer]
+    lowest = loss(best)
+    for line in lines(optimizer):
         for value in line.beside(best[line.name]):
             tried = best | {line.name: value}
             found = loss(tried)

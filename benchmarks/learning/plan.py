@@ -20,7 +20,7 @@ def grid(records: Records, optimizer: str, steps: int, width: int) -> Point:
     length = steps if optimizer == BASELINE else steps // 2
     point = Point(optimizer, BEGINNINGS[optimizer], steps=length, width=width)
     best = search(
-        point.settings,
+        optimizer,
         lambda settings: last(records.measure(point._replace(settings=settings))),
     )
     return point._replace(settings=best, steps=steps)

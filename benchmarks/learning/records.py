@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from runs import locked, read, write  # those of the example
@@ -15,8 +16,13 @@ FOLDER = pathlib.Path("benchmarks/results/learning")
 class Records:
     """A folder with a file for each optimizer."""
 
-    def __init__(self, folder: pathlib.Path = FOLDER, command: str = ""):
-        self.folder, self.command = folder, command
+    def __init__(
+        self,
+        folder: pathlib.Path = FOLDER,
+        command: str = "",
+        make: Callable[[Any], Record] | None = None,
+    ):
+        self.folder, self.command, self.make = folder, command, make
 
     def path(self, optimizer: str) -> pathlib.Path:
         """The file with the runs of an optimizer."""
@@ -41,7 +47,7 @@ class Records:
             return found
         path = self.path(point.optimizer)
         with locked(path):
-            record = train(point) | {"command": self.command}
+            record = (self.make or train)(point) | {"command": self.command}
             kept = "".join(json.dumps(r) + "\n" for r in self.all(point.optimizer))
             write(path, kept + json.dumps(record) + "\n")
         shown = record["stopped"] or f"{record['validation_loss']:.4f}"

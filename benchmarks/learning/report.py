@@ -111,7 +111,7 @@ def table(found: dict[str, Row], steps: int) -> str:
             " to ".join(map(str, momentum))
             if isinstance(momentum := settings["momentum"], list)
             else f"{momentum:g}",
-            f"{settings['weight_decay']:g}",
+            f"{settings['weight_decay']:g}" if "weight_decay" in settings else "-",
             f"{settings['adamw_learning_rate']:g}",
             spread(row.runs) if row.runs else "-",
             str(row.length) if row.length else "-",

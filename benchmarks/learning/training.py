@@ -5,7 +5,7 @@ import functools
 import math
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,16 +13,21 @@ import numpy as np
 import optax
 from flax import nnx
 from gpt import GPT
-from optimizers import OPTIMIZERS, Rates, schedules
+from optimizers import OPTIMIZERS, Rates, recipe, schedules
 from text import Text, read_text
 
+import jax_muon as jm
 from benchmarks import machine
 
-CONTEXT = 128
-BATCH_SIZE = 16
 EVALUATIONS = 15  # in a run, evenly,
 EVERY = 20  # but at least so many steps apart
 PACKAGES = ("jax_muon", "jax", "flax", "optax", "numpy")
+
+# The recipes, and Muon by each rule for the shape.
+CONTENDERS = OPTIMIZERS | {
+    f"muon-{rule}": recipe(jm.muon, shape_rule=rule)
+    for rule in ("sqrt_ratio", "rms_0.2", "none")
+}
 
 Settings = dict[str, float | list[float]]
 
@@ -36,30 +41,40 @@ class Point(NamedTuple):
     steps: int = 300
     width: int = 128
     depth: int = 4
+    context: int = 128
+    batch_size: int = 16
 
 
-def train(point: Point) -> dict[str, Any]:
+def train(
+    point: Point, look: Callable[[int, Any], None] = lambda done, params: None
+) -> dict[str, Any]:
     """The record of a run: its losses, and what stopped it if it did not end.
 
     All runs of one optimizer and size share a compiled step, which takes the rates of
     the step as arguments.
+
+    Args:
+        point: what to run.
+        look: is shown the parameters after every step, and at the beginning.
     """
     began = time.monotonic()
     text = data()
     params, state = beginning(point)
     step, evaluate = functions(point.optimizer, point.width, point.depth)
-    validation = text.validation_batches(BATCH_SIZE, CONTEXT)
+    validation = text.validation_batches(point.batch_size, point.context)
     hopeless = math.log(len(text.vocabulary))  # what a model that knows nothing has
 
     every = max(EVERY, point.steps // EVALUATIONS)
     losses, validation_losses, stopped, cpu = [], [], None, 0.0
+    look(0, params)
     for done, rates in enumerate(rates_of(point), start=1):
-        batch = text.batch(point.seed, done, BATCH_SIZE, CONTEXT)
+        batch = text.batch(point.seed, done, point.batch_size, point.context)
         clock = time.process_time()
         params, state, loss = step(params, state, batch, rates)
         losses.append(float(loss))
         if done > 1:  # the first may compile
             cpu += time.process_time() - clock
+        look(done, params)
         if done % every == 0 or done == point.steps:
             value = float(evaluate(params, validation))
             validation_losses.append([done, value])
@@ -67,8 +82,6 @@ def train(point: Point) -> dict[str, Any]:
                 stopped = f"hopeless: validation loss {value:.4g} after step {done}"
                 break
     return point._asdict() | {
-        "context": CONTEXT,
-        "batch_size": BATCH_SIZE,
         "data": {"name": text.name, "sha256": text.sha256},
         "training_losses": [
             [end, float(np.mean(losses[max(0, end - 10) : end]))]
@@ -89,7 +102,7 @@ def train(point: Point) -> dict[str, Any]:
 @functools.cache
 def data() -> Text:
     """The text of the example."""
-    return read_text(None, CONTEXT)
+    return read_text(None, Point("", {}).context)
 
 
 def rates_of(point: Point) -> Iterator[Rates]:
@@ -113,7 +126,7 @@ def functions(optimizer: str, width: int, depth: int):
 
     def step(params, state, windows, rates):
         value, grads = jax.value_and_grad(loss)(params, windows)
-        tx = OPTIMIZERS[optimizer](rates)
+        tx = CONTENDERS[optimizer](rates)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
@@ -126,7 +139,7 @@ def functions(optimizer: str, width: int, depth: int):
 def beginning(point: Point):
     """Parameters, the same for all optimizers, and the state of one."""
     params = nnx.state(model(point.width, point.depth, point.seed), nnx.Param)
-    tx = OPTIMIZERS[point.optimizer](next(rates_of(point)))
+    tx = CONTENDERS[point.optimizer](next(rates_of(point)))
     return params, jax.jit(tx.init)(params)
 
 

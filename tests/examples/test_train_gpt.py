@@ -12,7 +12,6 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optimizers
 import pytest
 import runs
 import text
@@ -296,8 +295,8 @@ def test_resuming_as_another_run_is_refused_and_nothing_lost(copied, flags, mess
     assert contents(copied / "whole") == before
 
 
-def test_all_optimizers_learn_and_are_drawn_with_their_steps(tmp_path):
-    names = list(optimizers.OPTIMIZERS)
+def test_optimizers_learn_and_are_drawn_with_their_steps(tmp_path):
+    names = ["nanochat-august", "muonh", "adamw"]
     folder = train(tmp_path, "all", f"--compare={','.join(names)}", "--steps=30")
     result = json.loads((folder / "compare.json").read_text())
     assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
