@@ -1,0 +1,181 @@
+"""Rates of other optimizers, taken over by docs/rates.md, give equal first updates.
+
+Float64, but for torch.optim.Muon, which orthogonalizes in bfloat16.
+"""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+import jax_muon as jm
+from parity.reference.muon import JORDAN_SUM, MOONLIGHT, Muon
+from parity.reference.nanochat import AUGUST, JANUARY, MuonAdamW
+
+LR = 0.01
+SAME = {"dtype": "float64", "adamw_learning_rate": 0.0}
+
+
+Problems = list[tuple[np.ndarray, np.ndarray]]  # weights and gradients, (in, out)
+
+
+def by_torch(make):
+    """What an optimizer of PyTorch adds to matrices (in, out)."""
+
+    def update(w, g):
+        p = torch.nn.Parameter(torch.tensor(w.T.copy()))
+        p.grad = torch.tensor(g.T.copy())
+        make(p).step()
+        return p.detach().numpy().T - w
+
+    return lambda problems: [update(w, g) for w, g in problems]
+
+
+def by_optax(make):
+    """What the transforms make(in, out) add to matrices."""
+
+    def update(w, g):
+        tx, w = make(*w.shape), {"kernel": w}
+        return tx.update({"kernel": g}, tx.init(w), w)[0]["kernel"]
+
+    return jax.jit(lambda problems: [update(w, g) for w, g in problems])
+
+
+def torch_muon(**more):
+    return by_torch(lambda p: torch.optim.Muon([p], LR, weight_decay=0.0, **more))
+
+
+def reference(**settings):
+    settings = {"lr": LR, "dtype": torch.float64} | settings
+    return by_torch(lambda p: Muon([p], **settings))
+
+
+def nanochat(version):
+    group = {"kind": "muon", "lr": LR, "weight_decay": 0.0, "dtype": torch.float64}
+    return by_torch(lambda p: MuonAdamW([group | version | {"params": [p]}]))
+
+
+def optax_muon(**more):
+    dimensions = {"kernel": optax.contrib.MuonDimensionNumbers(0, 1)}
+    more |= {"muon_weight_dimension_numbers": dimensions}
+    return by_optax(lambda m, n: optax.contrib.muon(LR, **more))
+
+
+AUGUSTS = {
+    "row_equilibration": True,
+    "renormalize": True,
+    "norm_factor": 1.01,
+    "beta2": 0.9,
+}
+
+# What the table's first column says: their update, ours at a rate for (in, out), and
+# how far apart they may be, as a part of the norm: 1e-6 where an eps stands beside
+# another norm, since momentum is a sum in the one and an average in the other.
+ROWS = {
+    "torch.optim.Muon(lr)": (
+        torch_muon(),
+        lambda m, n: jm.muon(LR, **SAME),
+        2e-2,
+    ),
+    'torch.optim.Muon(lr, adjust_lr_fn="match_rms_adamw")': (
+        torch_muon(adjust_lr_fn="match_rms_adamw"),
+        lambda m, n: jm.moonlight(LR, weight_decay=0.0, **SAME),
+        2e-2,
+    ),
+    "Muon(lr) of Keller Jordan": (
+        reference(**JORDAN_SUM),
+        lambda m, n: jm.muon(LR, **SAME),
+        1e-6,
+    ),
+    "Moonlight's Muon(lr)": (
+        reference(**MOONLIGHT),
+        lambda m, n: jm.moonlight(LR, weight_decay=0.0, **SAME),
+        1e-6,
+    ),
+    "nanochat's matrix_lr": (
+        nanochat(JANUARY),
+        lambda m, n: jm.nanochat(LR, weight_decay=0.0, **SAME),
+        1e-11,
+    ),
+    "nanochat's matrix_lr, August 2026": (
+        nanochat(AUGUST),
+        lambda m, n: jm.nanochat(LR, weight_decay=0.0, **AUGUSTS, **SAME),
+        1e-11,
+    ),
+    "optax.contrib.muon(lr)": (
+        optax_muon(),
+        lambda m, n: jm.muon(LR, **SAME),
+        1e-6,
+    ),
+    "optax.contrib.muon(lr, consistent_rms=0.2)": (
+        optax_muon(consistent_rms=0.2),
+        lambda m, n: jm.moonlight(LR, weight_decay=0.0, **SAME),
+        1e-6,
+    ),
+    "jm.moonlight(lr)": (
+        by_optax(lambda m, n: jm.moonlight(LR, weight_decay=0.0, **SAME)),
+        lambda m, n: jm.muon(0.2 * m**0.5 * LR, **SAME),
+        1e-6,
+    ),
+    'jm.muon(lr, shape_rule="sqrt_ratio")': (
+        by_optax(lambda m, n: jm.muon(LR, shape_rule="sqrt_ratio", **SAME)),
+        lambda m, n: jm.muon(LR * min(1, n / m) ** 0.5, **SAME),
+        1e-11,
+    ),
+}
+
+
+@pytest.fixture
+def problems(rng) -> Problems:
+    """Weights as they start, of the norm that variance 1 / in has, and gradients."""
+    found = []
+    for fan_in, fan_out in ((16, 40), (40, 16)):
+        w, g = rng.normal(size=(2, fan_in, fan_out))
+        found.append((w * fan_out**0.5 / np.linalg.norm(w), g))
+    return found
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_rate_that_is_taken_over_gives_the_same_first_update(row, problems, x64):
+    theirs, ours, tolerance = ROWS[row]
+    found = by_optax(ours)(problems)
+    for x, wanted in zip(found, theirs(problems), strict=True):
+        assert np.linalg.norm(x - wanted) < tolerance * np.linalg.norm(wanted)
+
+
+def test_normalized_recipes_step_as_far_as_those_that_they_come_from(problems, x64):
+    """NorMuon moves entries by other amounts; a sphere takes the radial part away."""
+
+    def norms(recipe, **more):
+        tx = recipe(LR, polar=jm.ExactPolar(), **SAME, **more)
+        return [np.linalg.norm(x) for x in by_optax(lambda m, n: tx)(problems)]
+
+    plain, moonlight = norms(jm.muon), norms(jm.moonlight, weight_decay=0.0)
+    np.testing.assert_allclose(norms(jm.nanochat, weight_decay=0.0), plain)
+    np.testing.assert_allclose(norms(jm.normuon, weight_decay=0.0), moonlight)
+    np.testing.assert_allclose(norms(jm.muonh), plain, rtol=1e-2)
+
+
+def test_adamw_under_noise_steps_as_far_as_moonlight(rng):
+    """Root mean square ((1 - b1) / (1 + b1))^0.5 = 0.23 of its rate; Moonlight: 0.2."""
+    tx = optax.adamw(LR, 0.9, 0.95, weight_decay=0.0)
+    grads = jnp.asarray(rng.normal(size=(300, 64, 64)), jnp.float32)
+    _, updates = jax.lax.scan(
+        lambda state, g: tx.update(g, state, g)[::-1], tx.init(grads[0]), grads
+    )
+    size = float(jnp.sqrt(jnp.mean(updates[-1] ** 2)))
+    np.testing.assert_allclose(size / LR, (0.1 / 1.9) ** 0.5, rtol=0.05)
+    tx = jm.moonlight(LR, polar=jm.ExactPolar(), adamw_learning_rate=0.0)
+    (update,) = by_optax(lambda m, n: tx)([(jnp.zeros((64, 64)), grads[0])])
+    np.testing.assert_allclose(np.sqrt(np.mean(update**2)), 0.2 * LR, rtol=1e-3)
+
+
+def test_the_docs_have_these_rows():
+    path = pathlib.Path(__file__).parents[2] / "docs" / "rates.md"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    first = [line.split("|")[1].strip() for line in lines if line.startswith("| `")]
+    assert set(ROWS) <= {cell.strip("`") for cell in first}
