@@ -5,7 +5,6 @@ from jax_muon.describe import describe
 from jax_muon.doubts import Doubts, check
 from jax_muon.elementwise import (
     add_cautious_decayed_weights,
-    nesterov,
     scale_by_path,
 )
 from jax_muon.guards import skip_nonfinite
@@ -14,6 +13,7 @@ from jax_muon.max_logits import max_attention_logits
 from jax_muon.mesh.on_mesh import abstract_state, on_mesh
 from jax_muon.mesh.train_step import TrainStep, make_train_step
 from jax_muon.mesh.xla_options import gpu_options
+from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import orthogonalize
 from jax_muon.partition import partition
 from jax_muon.plan import Plan, PlannedParameter, plan

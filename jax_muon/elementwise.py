@@ -1,4 +1,4 @@
-"""The optax pieces that treat elements alone: momentum, decay, factors by path.
+"""The optax pieces that treat elements alone: decay, factors by path.
 
 Pieces that are given the parameters at update widen gradients that are narrower to the
 parameters' dtype, and otherwise keep the dtype of the updates. Every rate takes a
@@ -15,8 +15,6 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
-from jax_muon.checks import check_choice, check_float_dtype
-from jax_muon.notes import is_listening, note
 from jax_muon.polar.products import wide
 from jax_muon.reading import paths
 
@@ -39,99 +37,6 @@ def as_wide_as_params(updates: Any, params: Any) -> Any:
         return u.astype(dtype) if jnp.promote_types(narrow, dtype) == dtype else u
 
     return jax.tree.map(widen, updates, params, is_leaf=lambda x: x is None)
-
-
-class NesterovState(NamedTuple):
-    """State of `nesterov`."""
-
-    count: Array  # type: ignore[assignment]  # shape=(), dtype=int32
-    mu: optax.Updates
-
-
-def nesterov(
-    decay: optax.ScalarOrSchedule = 0.95,
-    *,
-    accumulation: str = "ema",
-    lookahead: bool = True,
-    bias_correction: bool = False,
-    accumulator_dtype: jax.typing.DTypeLike | None = None,
-) -> optax.GradientTransformation:
-    r"""Momentum with Nesterov's look-ahead.
-
-    With gradient :math:`G`, momentum :math:`M` and decay :math:`\mu`, "ema" is
-    :math:`M \leftarrow M + (1 - \mu)(G - M)` and gives :math:`G + \mu (M - G)`;
-    "sum" is :math:`M \leftarrow \mu M + G` and gives :math:`G + \mu M`.
-
-    Args:
-      decay: momentum in [0, 1), or a schedule of it.
-      accumulation: "ema" (nanochat, torch.optim.Muon) or "sum" (SGD).
-      lookahead: False gives M itself: plain momentum.
-      bias_correction: in step t, :math:`(1 - \mu) G / (1 - \mu^t) + \mu M / (1 -
-        \mu^{t+1})` instead, as in `optax.contrib.muon`; without look-ahead :math:`M /
-        (1 - \mu^t)`. It changes the direction of the first hundred steps or so.
-      accumulator_dtype: of M; None for the dtype of the parameters.
-
-    Returns:
-      An `optax.GradientTransformation` for arrays of any shape. Its updates have the
-      dtype of the gradients, or that of the parameters where these are given at update
-      and are wider.
-
-    Raises:
-      ValueError: decay outside [0, 1), an unknown accumulation, bias correction of a
-        sum.
-
-    References:
-      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; Dozat,
-      Incorporating Nesterov momentum into Adam, 2016, for the bias correction.
-    """
-    check_decay("decay", decay)
-    check_choice("accumulation", accumulation, ("ema", "sum"))
-    if bias_correction and accumulation == "sum":
-        raise ValueError(
-            "bias_correction=True with accumulation='sum'; expected 'ema', of which a "
-            "new run underestimates the average"
-        )
-    check_float_dtype("accumulator_dtype", accumulator_dtype)
-
-    def init_fn(params: optax.Params) -> NesterovState:
-        mu = optax.tree.zeros_like(params, dtype=accumulator_dtype)
-        if is_listening():
-            own = [path for path, _ in paths.leaves_with_paths(params)]
-            note("momentum", paths=own, accumulation=accumulation, decay=decay)
-        return NesterovState(jnp.zeros([], jnp.int32), mu)
-
-    def update_fn(
-        updates: optax.Updates, state: NesterovState, params: Any = None
-    ) -> tuple[optax.Updates, NesterovState]:
-        updates = as_wide_as_params(updates, params)
-        mu_t = rate_at(decay, state.count)
-        now = then = 1  # what the averages of t and t + 1 steps are divided by
-        if bias_correction:
-            now, then = (1 - mu_t ** (state.count + steps) for steps in (1, 2))
-
-        def accumulate(g: Array, m: Array) -> Array:
-            wide_g, wide_m = wide(g), wide(m)
-            if accumulation == "ema":
-                new = wide_m + (1 - mu_t) * (wide_g - wide_m)
-            else:
-                new = mu_t * wide_m + wide_g
-            return new.astype(m.dtype)
-
-        def look_ahead(g: Array, m: Array) -> Array:
-            wide_g, wide_m = wide(g), wide(m)
-            if not lookahead:
-                return (m if not bias_correction else wide_m / now).astype(g.dtype)
-            if bias_correction:
-                ahead = (1 - mu_t) / now * wide_g + mu_t / then * wide_m
-                return ahead.astype(g.dtype)
-            ahead = wide_m - wide_g if accumulation == "ema" else wide_m
-            return (wide_g + mu_t * ahead).astype(g.dtype)
-
-        mu = jax.tree.map(accumulate, updates, state.mu)
-        updates = jax.tree.map(look_ahead, updates, mu)
-        return updates, NesterovState(optax.safe_increment(state.count), mu)
-
-    return optax.GradientTransformation(init_fn, update_fn)
 
 
 def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:

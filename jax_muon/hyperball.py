@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array
 
 from jax_muon.checks import check_positive, check_rate
-from jax_muon.elementwise import PathFactors, rate_at
+from jax_muon.elementwise import PathFactors, as_wide_as_params, rate_at
 from jax_muon.polar.products import wide
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes
@@ -67,8 +67,8 @@ def hyperball(
       matrices: how parameters are read, which `partition` gives; None reads them anew.
 
     Returns:
-      An `optax.GradientTransformation` that needs the parameters at update. Its state
-      is one float for each matrix.
+      An `optax.GradientTransformation` that needs the parameters at update, and gives
+      updates at least as wide as they are. Its state is one float for each matrix.
 
     Raises:
       ValueError: a learning rate below 0, factors as `scale_by_path` refuses them, eps
@@ -114,6 +114,7 @@ def hyperball(
                 "got params=None"
             )
         rate = rate_at(learning_rate, state.count)
+        updates = as_wide_as_params(updates, params)
         plain = paths.unbox(updates)
         found = read_bare(matrices, plain)
         radii, treedef = jax.tree.flatten(state.radius)

@@ -15,7 +15,8 @@ import numpy as np
 import optax
 
 from jax_muon.checks import as_transform, check_choice
-from jax_muon.elementwise import NesterovState, rate_at
+from jax_muon.elementwise import rate_at
+from jax_muon.momentum import NesterovState
 from jax_muon.notes import listening
 from jax_muon.reading import paths
 from jax_muon.transforms import ScaleByNorMuonState

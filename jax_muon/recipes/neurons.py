@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import optax
 
-from jax_muon.elementwise import add_cautious_decayed_weights, nesterov
+from jax_muon.elementwise import add_cautious_decayed_weights
+from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import Polar
 from jax_muon.partition import Group
 from jax_muon.polar.factors import NewtonSchulz

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from jax_muon.elementwise import nesterov
+from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import Polar
 from jax_muon.partition import Group
 from jax_muon.polar.factors import NewtonSchulz

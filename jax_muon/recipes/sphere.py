@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import jax
 import optax
 
-from jax_muon.elementwise import nesterov
 from jax_muon.hyperball import hyperball
+from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import Polar
 from jax_muon.partition import Group
 from jax_muon.polar.factors import NewtonSchulz

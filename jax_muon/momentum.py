@@ -1,0 +1,131 @@
+"""Momentum, in the parameters' dtype or in fewer bits."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from jax_muon.checks import check_choice
+from jax_muon.elementwise import as_wide_as_params, check_decay, rate_at
+from jax_muon.notes import is_listening, note
+from jax_muon.polar.products import wide
+from jax_muon.reading import paths
+from jax_muon.storage import Quantized, storage
+
+
+class NesterovState(NamedTuple):
+    """State of `nesterov`."""
+
+    count: Array  # type: ignore[assignment]  # shape=(), dtype=int32
+    mu: optax.Updates
+
+
+class QuantizedNesterovState(NamedTuple):
+    """State of `nesterov` with `accumulator_dtype="int8"`."""
+
+    count: Array  # type: ignore[assignment]  # shape=(), dtype=int32
+    mu: optax.Updates  # int8
+    scale: optax.Updates  # parameters' shape with 1 in the last axis, at least float32
+
+
+def nesterov(
+    decay: optax.ScalarOrSchedule = 0.95,
+    *,
+    accumulation: str = "ema",
+    lookahead: bool = True,
+    bias_correction: bool = False,
+    accumulator_dtype: jax.typing.DTypeLike | None = None,
+) -> optax.GradientTransformation:
+    r"""Momentum with Nesterov's look-ahead.
+
+    With gradient :math:`G`, momentum :math:`M` and decay :math:`\mu`, "ema" is
+    :math:`M \leftarrow M + (1 - \mu)(G - M)` and gives :math:`G + \mu (M - G)`;
+    "sum" is :math:`M \leftarrow \mu M + G` and gives :math:`G + \mu M`.
+
+    The momentum may be stored in fewer bits than it is computed with. What a step gives
+    comes from the momentum before it is rounded.
+
+    Args:
+      decay: momentum in [0, 1), or a schedule of it.
+      accumulation: "ema" (nanochat, torch.optim.Muon) or "sum" (SGD).
+      lookahead: False gives M itself: plain momentum.
+      bias_correction: in step t, :math:`(1 - \mu) G / (1 - \mu^t) + \mu M / (1 -
+        \mu^{t+1})` instead, as in `optax.contrib.muon`; without look-ahead :math:`M /
+        (1 - \mu^t)`. It changes the direction of the first hundred steps or so.
+      accumulator_dtype: of M. None: the dtype of the parameters, rounded to nearest;
+        "float32" or "float64"; "bfloat16", rounded stochastically; "int8", rounded
+        stochastically to 255 even steps, with one scale, a float32, for each row, which
+        is the last axis of a parameter as it is held.
+
+    Returns:
+      An `optax.GradientTransformation` for arrays of any shape. Its updates have the
+      dtype of the gradients, or that of the parameters where these are given at update
+      and are wider.
+
+    Raises:
+      ValueError: decay outside [0, 1), an unknown accumulation, bias correction of a
+        sum, any other dtype.
+
+    References:
+      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; momentum of Muon
+      in eight bits: arXiv 2509.23106; Dozat, Incorporating Nesterov momentum into Adam,
+      2016, for the bias correction.
+    """
+    check_decay("decay", decay)
+    check_choice("accumulation", accumulation, ("ema", "sum"))
+    if bias_correction and accumulation == "sum":
+        raise ValueError(
+            "bias_correction=True with accumulation='sum'; expected 'ema', of which a "
+            "new run underestimates the average"
+        )
+    kept = storage("accumulator_dtype (momentum_dtype of a recipe)", accumulator_dtype)
+    kind = QuantizedNesterovState if isinstance(kept, Quantized) else NesterovState
+
+    def init_fn(params: optax.Params) -> Any:
+        if is_listening():
+            own = [path for path, _ in paths.leaves_with_paths(params)]
+            note("momentum", paths=own, accumulation=accumulation, decay=decay)
+        return kind(jnp.zeros([], jnp.int32), *kept.zeros(params))
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: Any = None
+    ) -> tuple[optax.Updates, Any]:
+        updates = as_wide_as_params(updates, params)
+        count, *trees = state
+        mu_t = rate_at(decay, count)
+        now = then = 1  # what the averages of t and t + 1 steps are divided by
+        if bias_correction:
+            now, then = (1 - mu_t ** (count + steps) for steps in (1, 2))
+
+        def accumulate(g: Array, m: Array) -> Array:
+            if accumulation == "ema":
+                return m + (1 - mu_t) * (wide(g) - m)
+            return mu_t * m + wide(g)
+
+        def look_ahead(g: Array, m: Array) -> Array:
+            if not lookahead:
+                return (m if not bias_correction else m / now).astype(g.dtype)
+            if bias_correction:
+                ahead = (1 - mu_t) / now * wide(g) + mu_t / then * m
+                return ahead.astype(g.dtype)
+            ahead = m - wide(g) if accumulation == "ema" else m
+            return (wide(g) + mu_t * ahead).astype(g.dtype)
+
+        given, stored = [], []
+        columns = zip(*map(jax.tree.leaves, trees), strict=True)
+        for (path, g), old in zip(
+            paths.leaves_with_paths(updates), columns, strict=True
+        ):
+            m = accumulate(g, kept.read(*old))
+            given.append(look_ahead(g, m))
+            stored.append(kept.store(m, old, path, count))
+        trees = [
+            jax.tree.unflatten(jax.tree.structure(tree), [parts[i] for parts in stored])
+            for i, tree in enumerate(trees)
+        ]
+        updates = jax.tree.unflatten(jax.tree.structure(updates), given)
+        return updates, kind(optax.safe_increment(count), *trees)
+
+    return optax.GradientTransformation(init_fn, update_fn)

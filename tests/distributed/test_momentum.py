@@ -1,0 +1,100 @@
+"""Momentum in few bits has the same bits however arrays lie."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import jax_muon as jm
+from tests.distributed import layouts, problems
+from tests.distributed.layouts import AUTO, EXPLICIT
+
+
+def whole_numbers(seed):
+    """Gradients of "mixed" whose sums are exact in any order."""
+    rng = np.random.default_rng(seed)
+    shapes = problems.PROBLEMS["mixed"].items()
+    return {k: rng.integers(-9, 10, s).astype("float32") for k, s in shapes}
+
+
+def run(tx, grads, state, params):
+    update = jax.jit(tx.update)
+    for grad in grads:
+        _, state = update(grad, state, params)
+    return state
+
+
+def assert_same_bits(state, expected):
+    pairs = zip(*map(jax.tree.leaves, (state, expected)), strict=True)
+    for one, other in pairs:
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+def assert_rows_lie_together(state):
+    for whole, scale in zip(*map(jax.tree.leaves, state[1:]), strict=True):
+        pieces = (x.sharding.shard_shape(x.shape) for x in (whole, scale))
+        rows, scales = (piece[:-1] for piece in pieces)
+        assert rows == scales
+
+
+# Rows whole and divided, over the axis of a stack, state divided over replicas besides.
+JOURNEYS = [
+    ("int8", AUTO, ["HSDP", None]),
+    ("int8", EXPLICIT, ["columns of FSDP"]),
+    ("bfloat16", AUTO, ["FSDP x TP"]),
+]
+
+
+@pytest.mark.parametrize(("dtype", "kind", "journey"), JOURNEYS)
+def test_a_checkpoint_travels_bit_for_bit(tmp_path, dtype, kind, journey):
+    """Two steps in each layout give what all of them give on one device."""
+    tx = jm.nesterov(0.5, accumulator_dtype=dtype)
+    params, _ = problems.draw("mixed")
+    grads = [whole_numbers(seed) for seed in range(2 * len(journey))]
+    saved, expected = None, tx.init(params)
+    for leg, where in enumerate(journey):
+        mesh, on, placed = None, tx, params
+        mine = grads[2 * leg : 2 * leg + 2]
+        expected = run(tx, mine, expected, params)
+        if where is not None:
+            mesh, specs, divide = layouts.layout(where, kind)
+            given = None if kind == EXPLICIT else specs
+            on = jm.on_mesh(tx, mesh, given, divide, min_size=1)
+            placed = layouts.place(params, mesh, specs)
+            mine = [layouts.place(grad, mesh, specs) for grad in mine]
+        state = on.init(placed)
+        if saved is not None:
+            with ocp.StandardCheckpointer() as checkpointer:
+                state = checkpointer.restore(saved, jm.abstract_state(on, placed, mesh))
+        state = run(on, mine, state, placed)
+        assert_same_bits(state, expected)
+        if dtype == "int8":
+            assert_rows_lie_together(state)
+        saved = tmp_path / str(leg)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(saved, state)
+
+
+def test_a_train_step_with_int8_momentum():
+    """Gradients that are exact make momentum so: what is left is orthogonalization."""
+    weights = whole_numbers(0)
+
+    def loss(params, batch):
+        slopes = {k: jnp.mean(batch) * weights[k] for k in params}
+        return sum(jnp.sum(slopes[k] * params[k]) for k in params)
+
+    tx = layouts.recipe("muon", momentum_dtype="int8")
+    start, _ = problems.draw("mixed")
+    data = np.random.default_rng(1).integers(-4, 5, (4, 16, 8)).astype("float32")
+    expected, state, _ = problems.single_device(tx, loss, start, data)
+    mesh = layouts.mesh_of(8)
+    step = jm.make_train_step(loss, tx, mesh, min_size=1)
+    params, got, _ = layouts.train_step_run(step, start, data)
+    assert problems.distance(params, expected, start) < 5e-6
+    for name in ("mu", "scale"):
+        one, other = (
+            getattr(s.inner_states["muon"].inner_state[0], name) for s in (got, state)
+        )
+        assert_same_bits(one, other)

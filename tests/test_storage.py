@@ -1,0 +1,132 @@
+"""Momentum in bfloat16 and int8: what is stored, without bias, and how it fails."""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_muon as jm
+from jax_muon.storage import random_bits
+
+NARROW = pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+
+
+def mixed(x):
+    """The hash of one word, in Python's integers."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D % 2**32
+    x = (x ^ (x >> 15)) * 0x846CA68B % 2**32
+    return x ^ (x >> 16)
+
+
+def test_random_bits_are_the_hash_of_path_step_and_place():
+    shape, path, step = (3, 4, 5), "blocks/0/q", 7
+    bits = random_bits(jnp.zeros(shape), path, jnp.asarray(step))
+    first = mixed(zlib.crc32(path.encode()) ^ step)
+    second = mixed((first + 0x9E3779B9) % 2**32)
+    expected = [mixed((mixed(i ^ first) + second) % 2**32) for i in range(60)]
+    np.testing.assert_array_equal(bits, np.reshape(expected, shape))
+
+
+def test_random_bits_look_random():
+    """Uniform, and unrelated between neighbours, steps and parameters."""
+    n = 1 << 14
+    draws = [
+        random_bits(jnp.zeros((n, 1)), path, jnp.asarray(step))[:, 0]
+        for path in "ab"
+        for step in (0, 1, 2**20)
+    ]
+    u = np.stack([np.asarray(bits, np.float64) / 2**32 for bits in draws])
+    # Five standard deviations of each statistic, of so many independent draws.
+    assert np.abs(u.mean(1) - 0.5).max() < 5 * (1 / 12 / n) ** 0.5
+    correlation = np.corrcoef(np.concatenate([u, u[:, np.arange(n) - 1]]))
+    assert np.abs(correlation - np.eye(len(correlation))).max() < 5 / n**0.5
+    for bit in range(32):
+        share = np.mean((np.stack(draws) >> np.uint32(bit)) & 1)
+        assert abs(share - 0.5) < 5 * (0.25 / u.size) ** 0.5
+
+
+def stored(state):
+    """The momentum that a state stands for, in float64."""
+    m = np.asarray(state.mu["w"].astype(jnp.float32), np.float64)
+    return m * np.asarray(state.scale["w"], np.float64) if len(state) == 3 else m
+
+
+def spacing(x, dtype):
+    """The distance of the two neighbours of x in the dtype."""
+    if dtype == "int8":
+        return np.abs(x).max(-1, keepdims=True) / 127 * np.ones_like(x)
+    return 2.0 ** (np.floor(np.log2(np.abs(x) + 1e-300)) - 7)
+
+
+@NARROW
+@pytest.mark.parametrize("accumulation", ["ema", "sum"])
+def test_what_is_stored_is_a_neighbour_and_right_on_average(rng, dtype, accumulation):
+    """With one gradient again and again, from a momentum in float64."""
+    tx = jm.nesterov(0.9, accumulation=accumulation, accumulator_dtype=dtype)
+    g = rng.standard_normal((6, 50)) * np.logspace(-3, 3, 6)[:, None]
+    params = {"w": jnp.asarray(g, jnp.float32)}
+    g = np.asarray(params["w"], np.float64)
+    state, update, m, errors = tx.init(params), jax.jit(tx.update), 0.0, []
+    for _ in range(200):
+        weight = 0.1 if accumulation == "ema" else 1.0
+        new = 0.9 * stored(state) + weight * g
+        updates, state = update(params, state)
+        np.testing.assert_allclose(
+            updates["w"], 0.9 * new + weight * g, rtol=2e-5, atol=1e-6 * np.abs(g).max()
+        )
+        error = (stored(state) - new) / spacing(new, dtype)
+        assert np.abs(error).max() < 1 + 1e-4
+        m = 0.9 * m + weight * g
+        errors.append((stored(state) - m) / spacing(m, dtype))
+    assert state.count == 200
+    # No bias, where nearest would stay up to (1/2) / (1 - 0.9) = 5 steps away: of 300
+    # entries the mean over 100 rounds, each with an error of 0.4 / (1 - 0.9^2)^0.5.
+    settled = np.mean(errors[100:], axis=0)
+    assert np.abs(settled).max() < 2.5
+    assert np.abs(np.mean(settled)) < 0.1
+
+
+@NARROW
+def test_zeros_extremes_and_nan(dtype):
+    """Zero rows stay zero, 1e30 and 1e-30 lie in one array, a nan shows."""
+    tx = jm.nesterov(0.0, accumulator_dtype=dtype)
+    rows = jnp.array([[0.0, 0.0], [1e30, -3e29], [1e-30, 1e-31], [jnp.inf, jnp.nan]])
+    params = {"w": rows, "scalar": jnp.asarray(3.0), "empty": jnp.ones((2, 0))}
+    _, state = jax.jit(tx.update)(params, tx.init(params))
+    np.testing.assert_array_equal(stored(state)[0], 0)
+    np.testing.assert_allclose(stored(state)[1:3], rows[1:3], rtol=0.06)
+    assert not np.isfinite(stored(state)[3]).any()
+    guarded = jm.skip_nonfinite(tx)
+    finite = jax.tree.map(jnp.zeros_like, params)
+    _, after = guarded.update(params, guarded.init(finite), finite)
+    assert after.skipped == 1
+    assert not np.any(stored(after.inner_state))
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", *NARROW.args[1]])
+def test_recipes_store_what_was_asked_for_and_plan_says_so(dtype):
+    params = {"up": {"kernel": jnp.ones((8, 24)), "bias": jnp.ones(24)}}
+    tx = jm.muon(momentum_dtype=dtype)
+    state = tx.init(params)
+    mu = optax.tree.get(state.inner_states["muon"], "mu")["up"]["kernel"]
+    assert mu.dtype == (dtype or "float32")
+    expected = 8 * 24 * mu.dtype.itemsize + (8 * 4 if dtype == "int8" else 0)
+    (found,) = (x for x in jm.plan(tx, params).parameters if x.matrices)
+    assert found.state_bytes == expected
+    # optax's wrappers meet the state as any other.
+    assert optax.tree.map_params(tx, lambda v: v, state) is not None
+    injected = optax.inject_hyperparams(
+        jm.muon, static_args=("steps", "momentum_dtype")
+    )(0.1, momentum_dtype=dtype)
+    jax.eval_shape(injected.init, params)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "float16", "int32", "float8_e4m3fn", 8])
+def test_unknown_dtypes(dtype):
+    with pytest.raises(
+        ValueError, match=r"momentum_dtype.*; expected one of .*'bfloat16', 'int8', or"
+    ):
+        jm.nanochat(momentum_dtype=dtype)
