@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import optax
 
-from jax_muon.checks import as_transform
+from jax_muon.checks import as_transform, check_arrays
 from jax_muon.notes import collecting_doubts, listening
-from jax_muon.reading import paths
 from jax_muon.reading.matrices import Parameter
 
 
@@ -52,8 +51,8 @@ def check(tx: optax.GradientTransformation, params: Any) -> Doubts:
       >>> check(jm.nanochat(reading=jm.Reading(dimension_numbers=numbers)), shapes)
       no parameter is in doubt
     """
-    tx = as_transform(tx)
-    paths.check_arrays(params)
+    tx = as_transform("tx", tx)
+    check_arrays("params", params)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     error = None
     with listening() as notes, collecting_doubts():

@@ -11,10 +11,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array
 
+from jax_muon.checks import (
+    check_arrays,
+    check_flag,
+    check_gradients,
+    check_mapping,
+    check_state,
+    number,
+    rate,
+)
 from jax_muon.polar.products import wide
 from jax_muon.reading import paths
 
@@ -53,16 +61,18 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
       ValueError: a factor that is no finite number of at least 0; at init, with all
         paths, a pattern that matches no parameter.
     """
+    check_factors("factors", factors)
     found = PathFactors(factors)
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
+        check_arrays("params", params)
         found.check(params)
         return optax.EmptyState()
 
     def update_fn(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
-        del params
+        check_gradients(updates, params)
 
         def scale(key_path: tuple[Any, ...], u: Array) -> Array:
             factor = found.of(paths.path_string(key_path))
@@ -77,13 +87,7 @@ class PathFactors:
     """Factors of the learning rate by path pattern, as `scale_by_path` takes them."""
 
     def __init__(self, factors: Mapping[str, float]) -> None:
-        """Raise a ValueError for a factor that is no finite number of at least 0."""
-        for pattern, factor in factors.items():
-            if not isinstance(factor, (int, float)) or not 0 <= factor < float("inf"):
-                raise ValueError(
-                    f"learning_rates[{pattern!r}]={factor!r}; expected a factor, a "
-                    "finite number of at least 0"
-                )
+        """Of factors that `check_factors` has seen."""
         self._factors = factors
 
     def check(self, params: optax.Params) -> None:
@@ -125,10 +129,8 @@ def add_cautious_decayed_weights(
     References:
       Cautious weight decay, arXiv 2510.12402.
     """
-    if isinstance(weight_decay, (int, float)) and not weight_decay >= 0:
-        raise ValueError(
-            f"weight_decay={weight_decay}: expected a number of at least 0"
-        )
+    weight_decay = rate("weight_decay", weight_decay)
+    check_mask("mask", mask)
 
     def init_fn(params: optax.Params) -> AddCautiousDecayedWeightsState:
         del params
@@ -144,11 +146,18 @@ def add_cautious_decayed_weights(
                 "add_cautious_decayed_weights needs the parameters: "
                 "tx.update(updates, state, params), got params=None"
             )
-        rate = rate_at(weight_decay, state.count)
+        check_state(
+            "add_cautious_decayed_weights", state, AddCautiousDecayedWeightsState
+        )
+        check_gradients(updates, params)
+        now = rate_at(weight_decay, state.count)
 
         def decay(u: Array, w: Array) -> Array:
-            decayed = jnp.where(wide(u) * w >= 0, rate * wide(w), 0)
-            return (wide(u) + decayed).astype(u.dtype)
+            wide_u = wide(u)
+            wide_w = w.astype(wide_u.dtype)
+            decayed = in_dtype_of(wide_w, now) * wide_w
+            decayed = jnp.where(wide_u * wide_w >= 0, decayed, 0)
+            return (wide_u + decayed).astype(u.dtype)
 
         updates = jax.tree.map(decay, as_wide_as_params(updates, params), params)
         return updates, AddCautiousDecayedWeightsState(
@@ -159,13 +168,49 @@ def add_cautious_decayed_weights(
     return tx if mask is None else optax.masked(tx, mask)
 
 
+def check_factors(name: str, factors: Any) -> None:
+    """Refuse what is no mapping of path patterns to factors of a learning rate."""
+    check_mapping(
+        name,
+        factors,
+        "a mapping of path patterns to factors",
+        lambda where, factor: number(where, factor, "of at least 0", traced=False),
+    )
+
+
+def check_mask(name: str, mask: Any) -> None:
+    """Refuse what `optax.masked` cannot take: neither None, booleans nor a function."""
+    for path, leaf in [] if paths.is_function(mask) else paths.leaves_with_paths(mask):
+        check_flag(f"{name} at {path!r}" if path else name, leaf)
+
+
 def rate_at(rate: optax.ScalarOrSchedule, count: Array) -> Any:
     """The number of this step, of a float or a schedule."""
     return rate(count) if callable(rate) else rate
 
 
-def check_decay(name: str, value: Any) -> None:
-    """Raise a ValueError unless a decay that is known while tracing is in [0, 1)."""
-    concrete = isinstance(value, (int, float, np.number, jax.Array))
-    if concrete and not isinstance(value, jax.core.Tracer) and not 0 <= value < 1:
-        raise ValueError(f"{name}={value}: expected a number in [0, 1) or a schedule")
+def in_dtype_of(x: Array, rate: Any) -> Any:
+    """A rate that can be multiplied with x also where JAX promotes no dtypes."""
+    return rate if isinstance(rate, float) else jnp.asarray(rate, x.dtype)
+
+
+def limited(x: Array, dtype: Any, source: Array) -> Array:
+    """x, where it is more than a dtype can hold the largest number of that.
+
+    Where the source, a gradient, is not finite itself, x stays as it is.
+    """
+    dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else x.dtype
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return x
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isfinite(source), jnp.clip(x, -largest, largest), x)
+
+
+def saturated(x: Array, dtype: Any, source: Array) -> Array:
+    """x in a dtype, with its largest number instead of infinity; see `limited`."""
+    return limited(x, dtype, source).astype(dtype)
+
+
+def between(a: Array, b: Array, t: Any) -> Array:
+    """a + t (b - a), by halves, since 3e38 - (-3e38) would overflow."""
+    return a + 2 * t * (b / 2 - a / 2)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jax_muon.checks import as_transform
+from jax_muon.checks import as_transform, check_gradients, check_state
 from jax_muon.mesh.specs import check_same_everywhere
 from jax_muon.reading import paths
 
@@ -36,8 +36,11 @@ def skip_nonfinite(
 
     Returns:
       An `optax.GradientTransformation`; its state counts skipped steps in `skipped`.
+
+    Raises:
+      ValueError: inner is no optax transform; at update, a state of another.
     """
-    inner = as_transform(inner)
+    inner = as_transform("inner", inner)
 
     def init_fn(params: optax.Params) -> SkipNonfiniteState:
         return SkipNonfiniteState(jnp.zeros([], jnp.int32), inner.init(params))
@@ -48,6 +51,8 @@ def skip_nonfinite(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, SkipNonfiniteState]:
+        check_state("skip_nonfinite", state, SkipNonfiniteState)
+        check_gradients(updates, params)
         check_same_everywhere("skip_nonfinite", paths.leaves_with_paths(updates))
         new_updates, new_inner = inner.update(
             updates, state.inner_state, params, **extra_args

@@ -12,12 +12,25 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jax_muon.checks import check_positive, check_rate
-from jax_muon.elementwise import PathFactors, as_wide_as_params, rate_at
+from jax_muon.checks import (
+    check_arrays,
+    check_gradients,
+    check_state,
+    number,
+    rate,
+)
+from jax_muon.elementwise import (
+    PathFactors,
+    as_wide_as_params,
+    check_factors,
+    in_dtype_of,
+    rate_at,
+)
 from jax_muon.polar.products import wide
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes
-from jax_muon.reading.matrices import Matrices, Reading, read_bare
+from jax_muon.reading.bare import check_matrices, read_bare
+from jax_muon.reading.matrices import Matrices, Reading
 from jax_muon.transforms import map_axes, sum_over
 
 
@@ -89,14 +102,18 @@ def hyperball(
     References:
       Hyperball optimization, arXiv 2606.16899.
     """
-    check_rate("learning_rate", learning_rate)
-    check_positive("eps", eps)
-    factors = PathFactors(learning_rates or {})
+    learning_rate = rate("learning_rate", learning_rate)
+    learning_rates = {} if learning_rates is None else learning_rates
+    check_factors("learning_rates", learning_rates)
+    eps = number("eps", eps, "above 0")
+    check_matrices(matrices)
+    factors = PathFactors(learning_rates)
 
     def init_fn(params: optax.Params) -> HyperballState:
         def norm(p: Array, axes: MatrixAxes) -> Array:
             return jnp.sqrt(sum_over(wide(p) ** 2, axes.matrix))
 
+        check_arrays("params", params)
         # A box names the axes of the parameter, over which (1, 1) cannot be sharded.
         plain = paths.unbox(params)
         factors.check(plain)
@@ -113,13 +130,15 @@ def hyperball(
                 "hyperball needs the parameters: tx.update(updates, state, params), "
                 "got params=None"
             )
-        rate = rate_at(learning_rate, state.count)
+        check_gradients(updates, params)
+        check_state("hyperball", state, HyperballState)
+        now = rate_at(learning_rate, state.count)
         updates = as_wide_as_params(updates, params)
         plain = paths.unbox(updates)
         found = read_bare(matrices, plain)
         radii, treedef = jax.tree.flatten(state.radius)
         moved = [
-            _move(u, w, radius, found.axes(path), rate * factors.of(path), eps)
+            _move(u, w, radius, found.axes(path), now * factors.of(path), eps)
             for (path, u), w, radius in zip(
                 paths.leaves_with_paths(plain),
                 jax.tree.leaves(params),
@@ -147,7 +166,8 @@ def _move(
         sum_over(x, axes.matrix)
         for x in (wide_u * wide_u, wide_w * wide_u, wide_w * wide_w)
     )
-    step = rate * target / jnp.maximum(jnp.sqrt(uu), eps)
+    least = in_dtype_of(uu, eps)
+    step = in_dtype_of(uu, rate) * target / jnp.maximum(jnp.sqrt(uu), least)
     # |W - step U|, from sums that devices may add up at the same time.
     norm = jnp.sqrt(jnp.maximum(ww - 2 * step * wu + step * step * uu, 0))
     arrived = ((radius > 0) | (norm >= target)) & (norm > 0)

@@ -1,12 +1,13 @@
 """The largest attention logits, for attention that does not keep its logits."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jax_muon.checks import check_count
+from jax_muon.checks import check_count, check_flag, number, refuse
 
 
 def max_attention_logits(
@@ -36,32 +37,37 @@ def max_attention_logits(
       that sees nothing.
 
     Raises:
-      ValueError: shapes that do not fit, key heads that do not divide the heads,
-        `causal` with times that differ, block_size below 1.
+      ValueError: arguments of another kind, shapes that do not fit, key heads that do
+        not divide the heads, `causal` with times that differ, block_size below 1.
     """
     check_count("block_size", block_size)
+    check_flag("causal", causal)
+    for name, x in (("q", q), ("k", k)):
+        _check_array(name, x, jnp.floating, "an array of real floating point")
+    if mask is not None:
+        _check_array("mask", mask, jnp.bool_, "an array of booleans, or None")
     shapes = f"q of shape {q.shape} and k of shape {k.shape}"
     if q.ndim != 4 or k.ndim != 4 or q.shape[::3] != k.shape[::3]:
         raise ValueError(
-            f"{shapes}: valid are (batch, time, heads, d) and (batch, key_time, "
+            f"{shapes}; expected (batch, time, heads, d) and (batch, key_time, "
             "key_heads, d)"
         )
     batch, time, heads, d = q.shape
+    scale = d**-0.5 if scale is None else number("scale", scale, "")
     key_time, key_heads = k.shape[1:3]
     if 0 in q.shape + k.shape or heads % key_heads:
         raise ValueError(
-            f"{shapes}: valid are no empty axes, and key heads that divide {heads}"
+            f"{shapes}; expected no empty axes, and key heads that divide {heads}"
         )
     if causal and time != key_time:
-        raise ValueError(f"causal with {shapes}: valid are equal times, or a mask")
+        raise ValueError(f"causal with {shapes}; expected equal times, or a mask")
     full = (batch, heads, time, key_time)
     if mask is not None and (
         mask.ndim != 4
         or any(m not in (1, n) for m, n in zip(mask.shape, full, strict=True))
     ):
-        raise ValueError(f"mask of shape {mask.shape}: valid is {full}, or 1 for any")
+        raise ValueError(f"mask of shape {mask.shape}; expected {full}, or 1 for any")
 
-    scale = d**-0.5 if scale is None else scale
     grouped = q.reshape(batch, time, key_heads, heads // key_heads, d)
     grouped, k = jax.lax.stop_gradient((grouped, k))
     rows, columns = min(block_size, time), min(block_size, key_time)
@@ -90,7 +96,7 @@ def max_attention_logits(
         logits = logits.reshape(batch, heads, rows, columns)
         if causal:
             ahead = (j + jnp.arange(columns)) > (i + jnp.arange(rows))[:, None]
-            logits = jnp.where(ahead, -jnp.inf, logits)
+            logits = jnp.where(ahead[None, None], -jnp.inf, logits)
         if mask is not None:
             seen = mask
             for axis, start, size in ((2, i, rows), (3, j, columns)):
@@ -100,3 +106,8 @@ def max_attention_logits(
         return jnp.max(logits, axis=(0, 2, 3)).astype(jnp.float32)
 
     return jnp.max(jax.lax.map(largest, jnp.array(blocks)), axis=0)
+
+
+def _check_array(name: str, x: Any, kind: Any, expected: str) -> None:
+    if not hasattr(x, "shape") or not jnp.issubdtype(jnp.result_type(x), kind):
+        refuse(name, x, expected)

@@ -7,8 +7,23 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jax_muon.checks import check_choice
-from jax_muon.elementwise import as_wide_as_params, check_decay, rate_at
+from jax_muon.checks import (
+    check_alike,
+    check_arrays,
+    check_choice,
+    check_flag,
+    check_gradients,
+    check_state,
+    rate,
+)
+from jax_muon.elementwise import (
+    as_wide_as_params,
+    between,
+    in_dtype_of,
+    limited,
+    rate_at,
+    saturated,
+)
 from jax_muon.notes import is_listening, note
 from jax_muon.polar.products import wide
 from jax_muon.reading import paths
@@ -62,19 +77,23 @@ def nesterov(
     Returns:
       An `optax.GradientTransformation` for arrays of any shape. Its updates have the
       dtype of the gradients, or that of the parameters where these are given at update
-      and are wider.
+      and are wider. What a dtype cannot hold, such as a sum of gradients of 2e38,
+      becomes its largest number.
 
     Raises:
       ValueError: decay outside [0, 1), an unknown accumulation, bias correction of a
-        sum, any other dtype.
+        sum, any other dtype; at update, with the path, gradients of other shapes than
+        M, and a state of another transform.
 
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; momentum of Muon
       in eight bits: arXiv 2509.23106; Dozat, Incorporating Nesterov momentum into Adam,
       2016, for the bias correction.
     """
-    check_decay("decay", decay)
+    decay = rate("decay", decay, "in [0, 1)")
     check_choice("accumulation", accumulation, ("ema", "sum"))
+    check_flag("lookahead", lookahead)
+    check_flag("bias_correction", bias_correction)
     if bias_correction and accumulation == "sum":
         raise ValueError(
             "bias_correction=True with accumulation='sum'; expected 'ema', of which a "
@@ -84,6 +103,7 @@ def nesterov(
     kind = QuantizedNesterovState if isinstance(kept, Quantized) else NesterovState
 
     def init_fn(params: optax.Params) -> Any:
+        check_arrays("params", params)
         if is_listening():
             own = [path for path, _ in paths.leaves_with_paths(params)]
             note("momentum", paths=own, accumulation=accumulation, decay=decay)
@@ -92,6 +112,9 @@ def nesterov(
     def update_fn(
         updates: optax.Updates, state: Any, params: Any = None
     ) -> tuple[optax.Updates, Any]:
+        check_gradients(updates, params)
+        check_state("nesterov", state, kind)
+        check_alike("gradient", updates, "momentum", state.mu)
         updates = as_wide_as_params(updates, params)
         count, *trees = state
         mu_t = rate_at(decay, count)
@@ -100,26 +123,28 @@ def nesterov(
             now, then = (1 - mu_t ** (count + steps) for steps in (1, 2))
 
         def accumulate(g: Array, m: Array) -> Array:
+            part = in_dtype_of(m, mu_t)
             if accumulation == "ema":
-                return m + (1 - mu_t) * (wide(g) - m)
-            return mu_t * m + wide(g)
+                return between(m, wide(g), 1 - part)
+            return part * m + wide(g)
 
         def look_ahead(g: Array, m: Array) -> Array:
+            part = in_dtype_of(m, mu_t)
             if not lookahead:
-                return (m if not bias_correction else m / now).astype(g.dtype)
+                return m if not bias_correction else m / now
             if bias_correction:
-                ahead = (1 - mu_t) / now * wide(g) + mu_t / then * m
-                return ahead.astype(g.dtype)
-            ahead = m - wide(g) if accumulation == "ema" else m
-            return (wide(g) + mu_t * ahead).astype(g.dtype)
+                return (1 - part) / now * wide(g) + part / then * m
+            if accumulation == "ema":
+                return between(wide(g), m, part)
+            return wide(g) + part * m
 
         given, stored = [], []
         columns = zip(*map(jax.tree.leaves, trees), strict=True)
         for (path, g), old in zip(
             paths.leaves_with_paths(updates), columns, strict=True
         ):
-            m = accumulate(g, kept.read(*old))
-            given.append(look_ahead(g, m))
+            m = limited(accumulate(g, kept.read(*old)), old[0].dtype, g)
+            given.append(saturated(look_ahead(g, m), g.dtype, g))
             stored.append(kept.store(m, old, path, count))
         trees = [
             jax.tree.unflatten(jax.tree.structure(tree), [parts[i] for parts in stored])

@@ -5,18 +5,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from jax_muon.checks import check_choice, check_count
+from jax_muon.checks import (
+    check_arrays,
+    check_choice,
+    check_count,
+    check_function,
+    check_gradients,
+)
 from jax_muon.mesh import owners, travel
 from jax_muon.mesh.specs import Sizes, dividing, full_rank, local_types
 from jax_muon.notes import note
 from jax_muon.polar.factors import PolarExpress
 from jax_muon.polar.stacks import map_stacks
 from jax_muon.reading import paths
+from jax_muon.reading.bare import check_matrices, read_bare
 from jax_muon.reading.joins import Block, Factors, map_blocks
-from jax_muon.reading.matrices import Matrices, Reading, read_bare
+from jax_muon.reading.matrices import Matrices, Reading
 
 Polar = Callable[[Float[Array, "*b m n"]], Float[Array, "*b m n"]]
 
@@ -55,20 +63,22 @@ def orthogonalize(
     Raises:
       ValueError: at init and update, with path and shape, for a parameter that is no
         floating-point matrix, or lies on a mesh whose axes are Auto or manual, so that
-        its type does not tell how it is divided: see `on_mesh`. At once for small below
-        0, an unknown `send`, max_stack below 1.
+        its type does not tell how it is divided: see `on_mesh`; at update, for a polar
+        factor of another shape than its matrices. At once for a `polar` that is no
+        function, small below 0, an unknown `send`, max_stack below 1.
 
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; TEON, arXiv
       2601.23261.
     """
-    if not callable(polar):
-        raise ValueError(f"polar={polar!r}; expected a function of arrays (..., m, n)")
+    check_function("polar", polar, "a function of arrays (..., m, n)")
+    check_matrices(matrices)
     check_count("max_stack", max_stack)
     check_choice("send", send, owners.SENDS)
     check_count("small", small, least=0)
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
+        check_arrays("params", params)
         found = read_bare(matrices, params)
         found.blocks([path for path, _ in paths.leaves_with_paths(params)])
         return optax.EmptyState()
@@ -76,7 +86,7 @@ def orthogonalize(
     def update_fn(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
-        del params
+        check_gradients(updates, params)
         found = read_bare(matrices, updates)
         if not isinstance(matrices, Matrices):
             note("matrices", all=found, joined=found)
@@ -98,7 +108,8 @@ def orthogonalize(
         leaves, treedef = jax.tree.flatten(updates)
         mesh = local_types(flat)
         if mesh is None:
-            here = functools.partial(map_stacks, polar, max_stack=max_stack)
+            alike = functools.partial(_alike, polar)
+            here = functools.partial(map_stacks, alike, max_stack=max_stack)
             leaves = factors_of(leaves, found.blocks(names), here)
             return jax.tree.unflatten(treedef, leaves), state
 
@@ -126,7 +137,7 @@ def orthogonalize(
                 layout.blocks,
                 functools.partial(
                     travel.map_pools,
-                    polar,
+                    functools.partial(_alike, polar),
                     pools=pools,
                     sizes=sizes,
                     max_stack=max_stack,
@@ -137,3 +148,14 @@ def orthogonalize(
         return jax.tree.unflatten(treedef, leaves), state
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _alike(polar: Polar, x: Array, **axes: Any) -> Array:
+    """The factors, after a look at their shape."""
+    y = polar(x, **axes)
+    if jnp.shape(y) != x.shape:
+        raise ValueError(
+            f"polar={polar!r} made shape {jnp.shape(y)} out of {x.shape}; expected a "
+            "function whose result has the shape of its argument"
+        )
+    return y

@@ -8,10 +8,19 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
+from jax_muon.checks import (
+    check_arrays,
+    check_gradients,
+    check_mapping,
+    check_state,
+    check_trained,
+    refuse,
+)
 from jax_muon.elementwise import as_wide_as_params
 from jax_muon.mesh.specs import bytes_by_path
 from jax_muon.notes import is_collecting_doubts, is_listening, note
 from jax_muon.reading import paths
+from jax_muon.reading.bare import check_reading
 from jax_muon.reading.labels import ADAMW
 from jax_muon.reading.matrices import Matrices, Parameter, Reading
 from jax_muon.splits import Parts, with_splits
@@ -66,17 +75,10 @@ def partition(
       >>> updates["mlp"].tolist(), updates["bias"].tolist()
       ([[-0.5, -0.0], [-0.0, -0.5]], [-1.0, -1.0])
     """
+    check_reading("reading", reading)
     reading = Reading() if reading is None else reading
-    if not isinstance(reading, Reading):
-        raise ValueError(f"reading={reading!r}; expected a jax_muon.Reading")
-    if not isinstance(groups, Mapping) or not groups:
-        raise ValueError(f"groups={groups!r}; expected a mapping of label to transform")
-    for label, group in groups.items():
-        if not isinstance(group, optax.GradientTransformation) and not callable(group):
-            raise ValueError(
-                f"the group {label!r} is {group!r}; expected an optax transform, or a "
-                "function of Matrices that gives one"
-            )
+    if not check_groups(groups):
+        refuse("groups", groups, "at least one")
     functions = [
         label
         for label, group in groups.items()
@@ -91,6 +93,9 @@ def partition(
             _tell_doubts(doubts, reading.strict, warn, list(groups))
             moved = {x.path: dataclasses.replace(x, label=ADAMW) for x in doubts}
             matrices = Matrices({**matrices, **moved})
+        for path, parameter in matrices.items():
+            if parameter.label == ADAMW:
+                check_trained(path, parameter.dtype)
         if not reading.splits:
             return _for_tree(matrices, _label_tree(matrices, tree))
         parts = Parts.of(tree, reading.splits)
@@ -132,15 +137,34 @@ def partition(
         return optax.GradientTransformationExtraArgs(init_fn, tx.update)
 
     def init_fn(params: optax.Params) -> Any:
+        check_arrays("params", params)
         return build(params, warn=True).init(params)
 
     def update_fn(
         updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
+        check_gradients(updates, params)
+        check_state("partition", state, optax.transforms.PartitionState)
+        if set(state.inner_states) != set(groups):
+            raise ValueError(
+                f"the state has the groups {sorted(state.inner_states)}; expected "
+                f"{sorted(groups)}, as init gives it"
+            )
         updates = as_wide_as_params(updates, params)
         return build(updates).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def check_groups(groups: Any) -> Mapping[str, Group]:
+    """The groups, if each is an optax transform, or a function that may give one."""
+
+    def check(name: str, group: Any) -> None:
+        if not isinstance(group, optax.GradientTransformation) and not callable(group):
+            refuse(name, group, "an optax transform, or a function of Matrices")
+
+    check_mapping("groups", groups, "a mapping of label to transform", check)
+    return groups
 
 
 def _tell_doubts(

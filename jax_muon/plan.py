@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_muon.checks import as_transform
+from jax_muon.checks import as_transform, check_arrays
 from jax_muon.mesh.owners import Pool
 from jax_muon.mesh.specs import (
     arrays_and_others,
@@ -164,9 +164,9 @@ def plan(tx: optax.GradientTransformation, params: Any, **extra_args: Any) -> Pl
     Raises:
       ValueError: a leaf that is no array; what `tx` raises at init and update.
     """
-    paths.check_arrays(params)
+    update = as_transform("tx", tx).update
+    check_arrays("params", params)
     shapes = jax.tree.map(_shape, params)
-    update = as_transform(tx).update
     arrays, others = arrays_and_others(extra_args)
     with _mesh_of(params):
         with listening() as at_init:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from jax_muon.checks import check_positive
+from jax_muon.checks import check_arrays, check_gradients, check_type, number, refuse
 from jax_muon.mesh.specs import replicated
 from jax_muon.polar.products import wide
 from jax_muon.reading import paths
@@ -99,13 +99,15 @@ def clip_qk(
       `clip_qk(t, query="attn/q", key="attn/k")` and `clip_qk(t, query="attn/q_rotary",
       key="attn/k_rotary", balance=1.0)`, which take the same `max_logits`.
     """
-    check_positive("threshold", threshold)
-    if isinstance(balance, (int, float)) and not 0 <= balance <= 1:
-        raise ValueError(f"balance={balance}: valid is a number in [0, 1]")
+    threshold = number("threshold", threshold, "above 0")
+    balance = number("balance", balance, "in [0, 1]")
+    check_type("query", query, str, "a path pattern")
+    check_type("key", key, str, "a path pattern")
     if query == key:
-        raise ValueError(f"query={query!r} and key={key!r}: valid are two patterns")
+        refuse("key", key, "another pattern than that of the query")
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
+        check_arrays("params", params)
         _modules([path for path, _ in paths.leaves_with_paths(params)], query, key)
         return optax.EmptyState()
 
@@ -125,6 +127,7 @@ def clip_qk(
                 "tx.update(updates, state, params, max_logits=max_logits), got "
                 f"{missing}=None"
             )
+        check_gradients(updates, params)
         weights = dict(paths.leaves_with_paths(params))
         modules = _modules([p for p, _ in paths.leaves_with_paths(updates)], query, key)
         factors: dict[str, Array] = {}
@@ -185,7 +188,7 @@ def _modules(names: list[str], query: str, key: str) -> dict[str, _Module]:
         if len(found) > 1:
             raise ValueError(
                 f"clip_qk: parameter {path!r} matches both query={query!r} and "
-                f"key={key!r}; valid are patterns of separate projections"
+                f"key={key!r}; expected patterns of separate projections"
             )
         for members in found:
             members.append(path)
@@ -194,8 +197,9 @@ def _modules(names: list[str], query: str, key: str) -> dict[str, _Module]:
             here, pattern = ("key", key) if module.query else ("query", query)
             raise ValueError(
                 f"clip_qk: module {name!r} has {(module.query + module.key)[0]!r} but "
-                f"nothing that {here}={pattern!r} matches; valid are patterns that "
-                "match a query and a key in each module; there are " + ", ".join(names)
+                f"nothing that {here}={pattern!r} matches; expected patterns "
+                "that match a query and a key in each module; there are "
+                + ", ".join(names)
             )
     return modules
 
@@ -211,7 +215,7 @@ def _by_module(max_logits: Any, modules: Iterable[str]) -> dict[str, Array]:
                 f"max_logits has an entry at {path!r} of shape {jnp.shape(leaf)} for "
                 + (", ".join(map(repr, names)) or "no attention module")
                 + (f", as has {found[names[0]][0]!r}" if len(names) == 1 else "")
-                + "; valid is one entry for each of "
+                + "; expected one entry for each of "
                 + ", ".join(map(repr, modules))
             )
         found[names[0]] = path, jnp.asarray(leaf)
@@ -266,14 +270,14 @@ def _heads(
 ) -> _Heads:
     """How parameters hold their heads, given the shape of the module's maxima."""
 
-    def refuse(path: str, valid: str) -> ValueError:
+    def misfit(path: str, expected: str) -> ValueError:
         return ValueError(
             f"clip_qk: parameter {path!r} of shape {shapes[path]} does not fit "
-            f"max_logits of {name!r} of shape {logits}; valid is {valid}"
+            f"max_logits of {name!r} of shape {logits}; expected {expected}"
         )
 
     if not logits:
-        raise refuse(module.query[0], "max_logits of shape (*layers, heads)")
+        raise misfit(module.query[0], "max_logits of shape (*layers, heads)")
     layers, heads = logits[:-1], logits[-1]
     for path in module.query + module.key:
         inputs = 0 if _is_bias(path) else 1
@@ -285,7 +289,7 @@ def _heads(
         ):
             kernel = ", ".join([*map(str, layers), *["embed"] * inputs])
             kernel += ", " if kernel else ""
-            raise refuse(
+            raise misfit(
                 path, f"({kernel}heads * head_dim) or ({kernel}heads, head_dim)"
             )
 
@@ -293,25 +297,25 @@ def _heads(
         shape = shapes[path]
         apart = _apart(path, shape, len(layers))
         if not heads or (shape[-2] != heads if apart else shape[-1] % heads):
-            raise refuse(path, f"a query of {heads} heads")
+            raise misfit(path, f"a query of {heads} heads")
         return shape[-1] if apart else shape[-1] // heads
 
     dim = head_dim(module.query[0])
     for path in module.query:
         if head_dim(path) != dim:
-            raise refuse(path, f"heads of {dim}, as in {module.query[0]!r}")
+            raise misfit(path, f"heads of {dim}, as in {module.query[0]!r}")
 
     def heads_of_key(path: str) -> int:
         shape = shapes[path]
         apart = _apart(path, shape, len(layers))
         if shape[-1] != dim if apart else shape[-1] % dim:
-            raise refuse(path, f"key heads of {dim}, as in {module.query[0]!r}")
+            raise misfit(path, f"key heads of {dim}, as in {module.query[0]!r}")
         return shape[-2] if apart else shape[-1] // dim
 
     key_heads = heads_of_key(module.key[0])
     for path in module.key:
         if heads_of_key(path) != key_heads or heads % key_heads:
-            raise refuse(path, f"a number of key heads that divides {heads}")
+            raise misfit(path, f"a number of key heads that divides {heads}")
     return _Heads(len(layers), key_heads, dim)
 
 

@@ -16,7 +16,17 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jax_muon.checks import as_transform
+from jax_muon.checks import (
+    as_transform,
+    check_arrays,
+    check_count,
+    check_gradients,
+    check_integer,
+    check_mapping,
+    check_type,
+    refuse,
+)
+from jax_muon.elementwise import check_factors
 from jax_muon.mesh.specs import devices_over, is_explicit
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes
@@ -40,6 +50,22 @@ class Split:
     axis: int = -1
     learning_rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        parts = self.parts
+        expected = "a number of at least 1, names, each once, or names with widths"
+        if isinstance(parts, int):
+            check_count("parts", parts)
+        elif isinstance(parts, Mapping):
+            check_mapping("parts", parts, expected, check_count)
+        elif not isinstance(parts, (tuple, list)) or any(
+            not isinstance(name, str) or parts.count(name) > 1 for name in parts
+        ):
+            refuse("parts", parts, expected)
+        if not parts:
+            refuse("parts", parts, expected)
+        check_integer("axis", self.axis)
+        check_factors("learning_rates", self.learning_rates)
+
     def widths(self, path: str, shape: tuple[int, ...]) -> dict[str, int] | None:
         """Width of each named part of a parameter, or None where they are a batch.
 
@@ -54,18 +80,8 @@ class Split:
                 f"{len(shape) - 1}"
             )
         size = shape[self.axis]
-        if isinstance(self.parts, (bool, str)):
-            raise ValueError(
-                f"{where}: parts={self.parts!r}; expected names, names with their "
-                "widths, or a number"
-            )
         names = () if isinstance(self.parts, int) else tuple(self.parts)
         count = self.parts if isinstance(self.parts, int) else len(names)
-        if count < 1 or len(set(names)) < len(names):
-            raise ValueError(
-                f"{where}: parts={self.parts!r}; expected names, each once, or a "
-                "number of at least 1"
-            )
         unknown = set(self.learning_rates) - set(names)
         if unknown:
             raise ValueError(
@@ -74,15 +90,10 @@ class Split:
             )
         if isinstance(self.parts, Mapping):
             widths = dict(self.parts)
-            for name, width in widths.items():
-                if not isinstance(width, int):
-                    raise ValueError(
-                        f"{where}: width {width!r} of {name!r}; expected an int"
-                    )
-            if sum(widths.values()) != size or min(widths.values()) < 1:
+            if sum(widths.values()) != size:
                 raise ValueError(
                     f"{where}: parts={widths} make up {sum(widths.values())} of axis "
-                    f"{self.axis}; expected positive widths with the sum {size}"
+                    f"{self.axis}; expected widths with the sum {size}"
                 )
             return widths
         if size % count:
@@ -92,6 +103,15 @@ class Split:
                 "each part"
             )
         return dict.fromkeys(names, size // count) if names else None
+
+
+def check_splits(name: str, splits: Any) -> None:
+    """Refuse what is no mapping of path patterns to splits."""
+
+    def check(where: str, split: Any) -> None:
+        check_type(where, split, Split, "a jax_muon.Split")
+
+    check_mapping(name, splits, "a mapping of path patterns to Split", check)
 
 
 # Path pattern to split. Patterns apply one after another, to parts of parts too.
@@ -125,9 +145,11 @@ def with_splits(
       >>> tx.update({"qkv": jnp.arange(4.0)}, state)[0]["qkv"].tolist()
       [-0.0, -1.0, -2.0, -3.0]
     """
-    inner = as_transform(inner)
+    inner = as_transform("inner", inner)
+    check_splits("splits", splits)
 
     def init_fn(params: optax.Params) -> Any:
+        check_arrays("params", params)
         return inner.init(Parts.of(params, splits).split(params))
 
     def update_fn(
@@ -136,6 +158,7 @@ def with_splits(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
+        check_gradients(updates, params)
         parts = Parts.of(updates, splits)
         if params is not None:
             params = parts.split(params)
@@ -276,12 +299,9 @@ class Parts:
     @classmethod
     def of(cls, tree: Any, splits: Splits) -> "Parts":
         """The cuts of a tree of arrays, or of their shapes."""
+        check_splits("splits", splits)
         stages = []
         for pattern, split in splits.items():
-            if not isinstance(split, Split):
-                raise ValueError(
-                    f"splits: {pattern!r} is {split!r}; expected a jax_muon.Split"
-                )
             flat = paths.leaves_with_paths(tree)
             paths.check_patterns_match("splits", [pattern], [path for path, _ in flat])
             cuts = {}

@@ -184,7 +184,7 @@ def take_over(
       ValueError: with the path, a parameter of which the run remembers nothing, or
         something of another shape; one that AdamW has here, and had not there.
     """
-    tx = as_transform(tx)
+    tx = as_transform("tx", tx)
     with listening() as notes:
         state = tx.init(params)
     factors: dict[str, Any] = {}

@@ -14,14 +14,23 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jax_muon.checks import check_choice, check_positive
-from jax_muon.elementwise import check_decay, rate_at
+from jax_muon.checks import (
+    check_alike,
+    check_arrays,
+    check_choice,
+    check_gradients,
+    check_state,
+    number,
+    rate,
+)
+from jax_muon.elementwise import in_dtype_of, rate_at, saturated
 from jax_muon.notes import is_listening, note
 from jax_muon.polar.iteration import power_of_two_scaled
 from jax_muon.polar.products import wide
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes
-from jax_muon.reading.matrices import Matrices, Reading, read_bare
+from jax_muon.reading.bare import check_matrices, read_bare
+from jax_muon.reading.matrices import Matrices, Reading
 
 # Factor of the update, by the size (in, out) of the matrix.
 SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
@@ -47,7 +56,8 @@ def equilibrate_rows(
       matrices: how parameters are read, which `partition` gives; None reads them anew.
 
     Returns:
-      An `optax.GradientTransformation` without state.
+      An `optax.GradientTransformation` without state. What a dtype cannot hold becomes
+      its largest number.
 
     Raises:
       ValueError: eps not above 0.
@@ -55,13 +65,17 @@ def equilibrate_rows(
     References:
       MuonEq, arXiv 2603.28254.
     """
-    check_positive("eps", eps)
+    eps = number("eps", eps, "above 0")
+    check_matrices(matrices)
 
     def scale(u: Array, axes: MatrixAxes) -> Array:
         _, fan_out = axes.fan(u.shape)
-        scaled, unit = power_of_two_scaled(u, axes.matrix)  # gradients may be 1e30
+        # Gradients may be 1e30, and rows 1e30 times smaller than the largest.
+        scaled, unit = power_of_two_scaled(u, axes.matrix)
         mean = _norm(scaled, axes.matrix) / fan_out**0.5
-        return u * (mean / jnp.maximum(_norm(scaled, axes.reduction), eps * unit))
+        row, row_unit = power_of_two_scaled(u, axes.reduction)
+        smallest = jnp.clip(in_dtype_of(u, eps) * row_unit, jnp.finfo(u.dtype).tiny)
+        return row * (mean / jnp.maximum(_norm(row, axes.reduction), smallest)) / unit
 
     return _stateless(scale, matrices)
 
@@ -84,21 +98,24 @@ def normalize_frobenius(
       An `optax.GradientTransformation` without state.
 
     Raises:
-      ValueError: eps not above 0.
+      ValueError: rms or eps not above 0.
 
     References:
       Muon+, arXiv 2602.21545. With rms=0.2 after `scale_by_normuon`, the step size of
       NorMuon's paper, arXiv 2510.05491.
     """
-    check_positive("eps", eps)
+    rms = None if rms is None else number("rms", rms, "above 0", others=", or None")
+    eps = number("eps", eps, "above 0")
+    check_matrices(matrices)
 
     def scale(u: Array, axes: MatrixAxes) -> Array:
         fan_in, fan_out = axes.fan(u.shape)
         if rms is None:
             target: Any = min(fan_in, fan_out) ** 0.5
         else:
-            target = rms * (fan_in * fan_out) ** 0.5
-        return u * (target / jnp.maximum(_norm(u, axes.matrix), eps))
+            target = in_dtype_of(u, rms) * (fan_in * fan_out) ** 0.5
+        norm = jnp.maximum(_norm(u, axes.matrix), in_dtype_of(u, eps))
+        return u * (target / norm)
 
     return _stateless(scale, matrices)
 
@@ -141,9 +158,10 @@ def scale_by_normuon(
     References:
       NorMuon, arXiv 2510.05491, Algorithm 1.
     """
-    check_decay("decay", decay)
+    decay = rate("decay", decay, "in [0, 1)")
     check_choice("axis", axis, ("longer", "output"))
-    check_positive("eps", eps)
+    eps = number("eps", eps, "above 0")
+    check_matrices(matrices)
 
     def averaged(axes: MatrixAxes, shape: tuple[int, ...]) -> tuple[int, ...]:
         fan_in, fan_out = axes.fan(shape)
@@ -156,34 +174,38 @@ def scale_by_normuon(
             return jnp.zeros_like(one, dtype=jnp.promote_types(p.dtype, jnp.float32))
 
         # A box names the axes of the parameter, over which (1, out) cannot be sharded.
+        check_arrays("params", params)
         nu = map_axes(zeros, matrices, paths.unbox(params))
         return ScaleByNorMuonState(jnp.zeros([], jnp.int32), nu)
 
     def update_fn(
         updates: optax.Updates, state: ScaleByNorMuonState, params: Any = None
     ) -> tuple[optax.Updates, ScaleByNorMuonState]:
-        del params
+        check_gradients(updates, params)
+        check_state("scale_by_normuon", state, ScaleByNorMuonState)
         beta = rate_at(decay, state.count)
 
         def mean_square(x: Array, axes: MatrixAxes) -> Array:
             return jnp.mean(wide(x) ** 2, axis=averaged(axes, x.shape), keepdims=True)
 
         def accumulate(mean: Array, v: Array) -> Array:
-            return (v + (1 - beta) * (mean - v)).astype(v.dtype)
+            return (v + (1 - in_dtype_of(v, beta)) * (mean - v)).astype(v.dtype)
 
         def scale(x: Array, axes: MatrixAxes, mean: Array, v: Array) -> Array:
             # Both norms from the means, of which every one stands for as many entries:
             # two passes over x less, most of the time of this piece on a CPU.
-            root = jax.lax.rsqrt(jnp.maximum(v, eps))
+            least = in_dtype_of(v, eps)
+            root = jax.lax.rsqrt(jnp.maximum(v, least))
             count = x.size / mean.size
             norm = jnp.sqrt(count * sum_over(mean, axes.matrix))
             new_norm = jnp.sqrt(count * sum_over(mean * root * root, axes.matrix))
-            factor = root * (norm / jnp.maximum(new_norm, eps))
+            factor = root * (norm / jnp.maximum(new_norm, least))
             return (wide(x) * factor).astype(x.dtype)
 
         unboxed = paths.unbox(updates)
         found = read_bare(matrices, unboxed)
         means = map_axes(mean_square, found, unboxed)
+        check_alike("mean square of the update", means, "state", state.nu)
         nu = jax.tree.map(accumulate, means, state.nu)
         scaled = map_axes(scale, found, unboxed, means, nu)
         updates = jax.tree.unflatten(
@@ -218,12 +240,15 @@ def scale_by_shape(
       Jordan et al., https://kellerjordan.github.io/posts/muon/; Moonlight, arXiv
       2502.16982; TEON, arXiv 2601.23261.
     """
-    if not callable(rule):
-        check_choice("rule", rule, tuple(SHAPE_RULES))
-    factor = rule if callable(rule) else SHAPE_RULES[rule]
+    check_shape_rule("rule", rule)
+    check_matrices(matrices)
+    chosen = rule if callable(rule) else SHAPE_RULES[rule]
+
+    def factor(*fan: int) -> Any:
+        return number(f"rule{fan}", chosen(*fan), "of at least 0")
 
     def scale(u: Array, axes: MatrixAxes) -> Array:
-        return u * factor(*axes.fan(u.shape))
+        return u * in_dtype_of(u, factor(*axes.fan(u.shape)))
 
     tx = _stateless(scale, matrices)
 
@@ -238,6 +263,12 @@ def scale_by_shape(
         return tx.update(updates, state, params)
 
     return optax.GradientTransformation(tx.init, update_fn)
+
+
+def check_shape_rule(name: str, rule: Any) -> None:
+    """Refuse what `scale_by_shape` does not take."""
+    if not callable(rule):
+        check_choice(name, rule, tuple(SHAPE_RULES))
 
 
 def _norm(x: Array, axes: tuple[int, ...]) -> Array:
@@ -270,6 +301,7 @@ def _stateless(
     """A transform that applies `scale` to every leaf, in at least float32."""
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
+        check_arrays("params", params)
         found = read_bare(matrices, params)
         for path, _ in paths.leaves_with_paths(params):
             found.axes(path)
@@ -278,10 +310,10 @@ def _stateless(
     def update_fn(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
-        del params
+        check_gradients(updates, params)
 
         def scale_leaf(u: Array, axes: MatrixAxes) -> Array:
-            return scale(wide(u), axes).astype(u.dtype)
+            return saturated(scale(wide(u), axes), u.dtype, u)
 
         return map_axes(scale_leaf, matrices, updates), state
 

@@ -23,11 +23,16 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon.certificate import Certificate, VerifiedArray
-from jax_muon.checks import as_transform, check_count, checked_float
+from jax_muon.checks import as_transform, check_arrays, check_count, number
 from jax_muon.mesh.hlo import Module
 from jax_muon.mesh.layout import Layout
 from jax_muon.mesh.on_mesh import on_mesh
-from jax_muon.mesh.specs import AxisName, Specs, arrays_and_others, is_spec
+from jax_muon.mesh.specs import (
+    AxisName,
+    Specs,
+    arrays_and_others,
+    is_spec,
+)
 from jax_muon.reading import paths
 
 # By bytes of the narrowest floating-point dtype in the program. In float32, 3e-6 is the
@@ -97,6 +102,8 @@ def verify(
       >>> found.raise_if_wrong().ok
       True
     """
+    as_transform("tx", tx)
+    check_arrays("params", params)
     check_count("steps", steps)
     check_count("seed", seed, least=0)
     random = np.random.default_rng(seed)
@@ -141,7 +148,7 @@ def certify(
       **extra_args: of both updates.
     """
     if bound is not None:
-        checked_float("bound", bound, "a number above 0", lambda x: x > 0)
+        number("bound", bound, "above 0", traced=False, others=", or None")
     arrays, others = arrays_and_others(extra_args)
     lie = Layout(mesh, specs).of_params(start)
     here = jax.make_mesh(
@@ -156,7 +163,7 @@ def certify(
             is_leaf=is_spec,
         )
 
-    alone, many = as_transform(alone), as_transform(many)
+    alone, many = as_transform("alone", alone), as_transform("many", many)
     with jax.set_mesh(here):  # whatever mesh is set around
         params = jax.device_put(start, NamedSharding(here, PartitionSpec()))
         state = alone.init(params)

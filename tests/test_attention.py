@@ -71,18 +71,18 @@ def test_memory_is_that_of_a_block():
 @pytest.mark.parametrize(
     ("q", "k", "options", "message"),
     [
-        ((2, 5, 4), (2, 5, 4, 8), {}, "valid are .batch, time, heads, d."),
-        ((2, 5, 4, 8), (2, 5, 4, 6), {}, "valid are .batch, time, heads, d."),
-        ((2, 5, 4, 8), (1, 5, 4, 8), {}, "valid are .batch, time, heads, d."),
+        ((2, 5, 4), (2, 5, 4, 8), {}, "expected .batch, time, heads, d."),
+        ((2, 5, 4, 8), (2, 5, 4, 6), {}, "expected .batch, time, heads, d."),
+        ((2, 5, 4, 8), (1, 5, 4, 8), {}, "expected .batch, time, heads, d."),
         ((2, 5, 4, 8), (2, 5, 3, 8), {}, "key heads that divide 4"),
         ((2, 0, 4, 8), (2, 0, 4, 8), {}, "no empty axes"),
-        ((2, 5, 4, 8), (2, 6, 4, 8), {}, "causal .* valid are equal times"),
+        ((2, 5, 4, 8), (2, 6, 4, 8), {}, "causal .* expected equal times"),
         ((2, 5, 4, 8), (2, 5, 4, 8), {"block_size": 0}, "block_size=0"),
         (
             (2, 5, 4, 8),
             (2, 5, 4, 8),
             {"mask": jnp.ones((5, 5)) > 0},
-            r"valid is \(2, 4, 5, 5",
+            r"expected \(2, 4, 5, 5",
         ),
         (
             (2, 5, 4, 8),

@@ -98,8 +98,8 @@ def test_the_scale_of_the_chain_is_nothing_and_no_gradient_no_step(rng):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ((-0.1,), "learning_rate=-0.1; expected a number of at least 0"),
-        ((0.1, {"w": -1.0}), r"learning_rates\['w'\]=-1.0; expected a factor"),
+        ((-0.1,), "learning_rate=-0.1; expected a finite number of at least 0"),
+        ((0.1, {"w": -1.0}), r"learning_rates\['w'\]=-1.0; expected a finite number"),
         ((0.1, {"z": 2.0}), "'z' matches no parameter; there are w"),
         ((0.1,), "hyperball needs the parameters"),
     ],
@@ -111,5 +111,5 @@ def test_bad_input(arguments, match):
         tx.update(params, tx.init(params))
     with pytest.raises(ValueError, match=r"'b' of shape \(3,\)"):
         jm.hyperball(0.1).init({"b": jnp.ones(3)})
-    with pytest.raises(ValueError, match="eps=0; expected a number above 0"):
+    with pytest.raises(ValueError, match="eps=0; expected a finite number above 0"):
         jm.hyperball(0.1, eps=0)

@@ -245,7 +245,7 @@ def test_unknown_choices(make, name, value):
 @pytest.mark.parametrize("make", ITERATIONS)
 @pytest.mark.parametrize("value", NOT_DTYPES, ids=repr)
 def test_dtypes_of_no_iteration(make, value):
-    text = re.escape(f"dtype={value}: ") + ".*expected bfloat16, float32, float64"
+    text = re.escape(f"dtype={value!r}; expected bfloat16, float32, float64")
     with pytest.raises(ValueError, match=text):
         make(dtype=value)
 
@@ -301,11 +301,11 @@ def test_dtypes_that_are_known_with_the_array(make):
     x = jnp.eye(4)
     with pytest.raises(ValueError, match="jax_enable_x64"):
         make(dtype="float64")(x)
-    with pytest.raises(ValueError, match="dtype=float16"):
+    with pytest.raises(ValueError, match="float16"):
         make(dtype=None)(x.astype(jnp.float16))
     with pytest.raises(ValueError, match="form='gram'"):
         make(dtype=None, form="gram")(x.astype(jnp.bfloat16))
     with pytest.raises(ValueError, match="symmetric='kernel'"):
         make(dtype=None, symmetric="kernel")(x)
-    with pytest.raises(ValueError, match=r"eps=.*expected a real scalar"):
+    with pytest.raises(ValueError, match=r"eps is .*expected a finite number"):
         jax.jit(lambda eps: make(eps=eps)(x))(jnp.ones(3))

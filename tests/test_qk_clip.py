@@ -381,14 +381,14 @@ def test_a_run_whose_logits_grow_stays_bounded():
 
 @pytest.mark.parametrize("threshold", [0, -1.0, float("nan")])
 def test_thresholds(threshold):
-    with pytest.raises(ValueError, match="expected a number above 0"):
+    with pytest.raises(ValueError, match="expected a finite number above 0"):
         jm.clip_qk(threshold)
 
 
 def test_other_settings():
-    with pytest.raises(ValueError, match=r"balance=1.5: valid is a number in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"balance=1.5; expected a number in \[0, 1\]"):
         jm.clip_qk(1.0, balance=1.5)
-    with pytest.raises(ValueError, match="query='q' and key='q': valid are two"):
+    with pytest.raises(ValueError, match="key='q'; expected another pattern"):
         jm.clip_qk(1.0, query="q", key="q")
 
 
@@ -431,18 +431,18 @@ KERNEL = {"q": S((8, 12)), "k": S((8, 12))}
             {"attn": {"x": S(2), "y": S(2)}},
             "entry at 'attn/y' .* for 'attn', as has 'attn/x'",
         ),
-        (KERNEL, S(()), r"valid is max_logits of shape \(\*layers, heads\)"),
-        (KERNEL, S(5), r"'attn/q' of shape \(8, 12\) .* \(5,\); valid is a query of 5"),
-        (KERNEL, S(0), "valid is a query of 0 heads"),
+        (KERNEL, S(()), r"expected max_logits of shape \(\*layers, heads\)"),
+        (KERNEL, S(5), r"'attn/q' of shape \(8, 12\) .* \(5,\); expected a query of 5"),
+        (KERNEL, S(0), "expected a query of 0 heads"),
         (
             KERNEL,
             S((3, 2)),
-            r"valid is \(3, embed, heads \* head_dim\) or \(3, embed, ",
+            r"expected \(3, embed, heads \* head_dim\) or \(3, embed, ",
         ),
         (
             {"q": S((8, 4, 3)), "k": S((8, 4, 3))},
             S(3),
-            r"'attn/q' of shape \(8, 4, 3\) .* valid is a query of 3 heads",
+            r"'attn/q' of shape \(8, 4, 3\) .* expected a query of 3 heads",
         ),
         (
             {"q": S((8, 4, 3)), "k": S((8, 2, 4))},
@@ -452,23 +452,23 @@ KERNEL = {"q": S((8, 12)), "k": S((8, 12))}
         (
             {"q": S((8, 4, 3)), "k": S((8, 3, 3))},
             S(4),
-            "valid is a number of key heads that divides 4",
+            "expected a number of key heads that divides 4",
         ),
         ({"q": S((8, 12)), "k": S((8, 10))}, S(4), "key heads of 3"),
         (
             {"q": {"kernel": S((8, 12)), "bias": S(8)}, "k": S((8, 12))},
             S(4),
-            "'attn/q/kernel' .* valid is heads of 2, as in 'attn/q/bias'",
+            "'attn/q/kernel' .* expected heads of 2, as in 'attn/q/bias'",
         ),
         (
             {"q": S((8, 12)), "k": {"kernel": S((8, 6)), "bias": S(12)}},
             S(4),
-            "'attn/k/kernel' .* valid is a number of key heads that divides 4",
+            "'attn/k/kernel' .* expected a number of key heads that divides 4",
         ),
         (
             {"q": {"kernel": S((8, 12)), "bias": S(())}, "k": S((8, 12))},
             S(4),
-            r"valid is \(heads \* head_dim\) or \(heads, head_dim\)",
+            r"expected \(heads \* head_dim\) or \(heads, head_dim\)",
         ),
     ],
 )
@@ -486,7 +486,7 @@ def test_params_are_needed_and_an_entry_serves_one_module():
     with pytest.raises(ValueError, match="got params=None"):
         tx.update(params, tx.init(params), max_logits=jnp.ones(4))
     with pytest.raises(
-        ValueError, match=r"entry at '' .* for '0/attn', '1/attn'; valid"
+        ValueError, match=r"entry at '' .* for '0/attn', '1/attn'; expected"
     ):
         tx.update(params, tx.init(params), params, max_logits=jnp.ones(4))
     with pytest.raises(ValueError, match="no entry for '1/attn'; there are '0'"):

@@ -258,7 +258,7 @@ def test_a_table_of_the_user():
     assert letters(by_table["mix/wo/kernel"]) == "muon oi"
     with pytest.raises(ValueError, match=r"'mix/wo/kernel'.*'depth', 'swirl'"):
         read(shapes, names, strict_names=True)
-    with pytest.raises(ValueError, match=r"'depth' is 'wide'; expected one of batch"):
+    with pytest.raises(ValueError, match=r"table\['depth'\]='wide'; expected one"):
         read(shapes, names, table={"depth": "wide"})
 
 

@@ -377,7 +377,7 @@ def labelled(**labels):
         (labelled(w="muon", v=None), ["'v'", "None"]),
         (labelled(w="adamw", v="adamw"), ["'muon' .* no parameter .* there are adamw"]),
         ({"groups": {"muon": optax.sgd(1.0)}}, ["'muon'"]),
-        ({"groups": {"other": 3}}, ["the group 'other' is 3; expected"]),
+        ({"groups": {"other": 3}}, [r"groups\['other'\]=3; expected"]),
         ({"reading": {"w": "muon"}}, ["reading=.*; expected a jax_muon.Reading"]),
         ({"learning_rates": {"w": -1.0}}, [r"learning_rates\['w'\]=-1.0"]),
         ({"learning_rates": {"z": 1.0}}, ["'z' matches no parameter; there are w"]),

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jax_muon.checks import scalar
 from jax_muon.mesh.specs import entry_names, is_spec, vary
 from jax_muon.polar.products import wide
 
@@ -143,8 +144,10 @@ class MeanGradients:
 
         def split_loss(params: Any, batch: Any) -> tuple[Any, Any]:
             loss = self.loss_fn(params, batch)
-            loss, aux = loss if self.has_aux else (loss, ())
-            loss, weight = loss if self.weighted else (loss, 1.0)
+            loss, aux = _pair("has_aux", loss) if self.has_aux else (loss, ())
+            loss, weight = _pair("weighted", loss) if self.weighted else (loss, 1.0)
+            loss = scalar("the loss of loss_fn", loss, "a real scalar")
+            weight = scalar("the weight of loss_fn", weight, "a real scalar")
             return loss, (wide(jnp.asarray(weight, jnp.result_type(float))), aux)
 
         gradient = jax.value_and_grad(split_loss, has_aux=True)
@@ -160,6 +163,16 @@ class MeanGradients:
         # Marked here, since a scan wants the same marks on what goes in and comes out.
         aux, largest = jax.tree.map(lambda x: vary(x, self.axis), (aux, largest))
         return (weight, loss, grads, aux), largest
+
+
+def _pair(flag: str, given: Any) -> Any:
+    """What loss_fn gave, if it is the pair that a flag promises."""
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise ValueError(
+            f"{flag}=True, and loss_fn gave {given!r}; expected a pair: with weighted "
+            "(loss, weight), with has_aux that or the loss, and auxiliary output"
+        )
+    return given
 
 
 def _inverse(total: Any) -> Any:

@@ -7,9 +7,12 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_muon.checks import check_count
 from jax_muon.mesh.specs import (
     Specs,
     as_entry,
+    check_mesh,
+    check_specs,
     devices_over,
     dividing,
     entry_names,
@@ -42,6 +45,11 @@ class Layout:
     min_size: int = 1024
     skip_used: bool = False
     params_divided: bool = False
+
+    def __post_init__(self) -> None:
+        check_mesh("mesh", self.mesh)
+        check_specs("specs", self.specs)
+        check_count("min_size", self.min_size, least=0)
 
     def of_params(self, tree: Any) -> Any:
         """PartitionSpecs of parameters, with an entry for each axis."""

@@ -16,7 +16,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon.checks import as_transform, check_count, check_float_dtype
+from jax_muon.checks import (
+    as_transform,
+    check_arrays,
+    check_float_dtype,
+    check_gradients,
+)
 from jax_muon.mesh.layout import Layout
 from jax_muon.mesh.specs import (
     AxisName,
@@ -24,7 +29,7 @@ from jax_muon.mesh.specs import (
     Specs,
     arrays_and_others,
     as_jit_writes,
-    axis_names,
+    checked_axes,
     full_rank,
     is_spec,
     shard_shape,
@@ -71,17 +76,9 @@ def on_mesh(
     References:
       Rajbhandari et al., ZeRO, arXiv 1910.02054.
     """
-    divided = axis_names(divide)
-    check_count("min_size", min_size, least=0)
+    divided = checked_axes("divide", divide, mesh)
     check_float_dtype("gather_dtype", gather_dtype)
-    if len(set(divided)) < len(divided):
-        raise ValueError(f"divide={divide!r}; expected each mesh axis once")
     layout = Layout(mesh, specs, divided, divided, min_size)
-    for name in divided:
-        if name not in mesh.axis_names:
-            raise ValueError(
-                f"divide={divide!r}; expected axes of the mesh, {mesh.axis_names}"
-            )
     return OnMesh(tx, layout, gather_dtype).transform()
 
 
@@ -95,7 +92,7 @@ class OnMesh:
         gather_dtype: jax.typing.DTypeLike | None = None,
     ) -> None:
         """Nothing is traced yet."""
-        self.tx = as_transform(tx)
+        self.tx = as_transform("tx", tx)
         self.layout = layout
         if len(set(layout.mesh.axis_types)) > 1:
             raise ValueError(
@@ -113,6 +110,7 @@ class OnMesh:
 
     def init(self, params: optax.Params) -> Any:
         """State of these parameters, laid finer than they are."""
+        check_arrays("params", params)
         leaves = jax.tree.leaves(self.state_leaves(params), is_leaf=_is_state_leaf)
         note(
             "placed_state",
@@ -152,6 +150,7 @@ class OnMesh:
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
         like = updates if params is None else params
+        check_gradients(updates, params)
         coarse, fine = self.layout.of_params(like), self.layout.of_state(like)
         self._check_types(like, coarse)
         note("on_mesh", layout=self.layout, params=like, coarse=coarse, fine=fine)
@@ -332,7 +331,12 @@ def abstract_state(
 
     Returns:
       The state as `jax.ShapeDtypeStruct`s with shardings.
+
+    Raises:
+      ValueError: an argument of another type, and what `tx` raises at init.
     """
+    as_transform("tx", tx)
+    check_arrays("params", params)
     if mesh is None:
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)

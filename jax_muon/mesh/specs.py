@@ -8,8 +8,9 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_muon.checks import check_type, refuse
 from jax_muon.reading import paths
 
 AxisName = str | tuple[str, ...]
@@ -21,6 +22,9 @@ Specs = Any
 Sizes = Mapping[str, int]  # of mesh axes, by name
 
 
+_PLACES = (PartitionSpec, NamedSharding)
+
+
 def is_spec(x: Any) -> bool:
     """Whether x is a PartitionSpec, which JAX takes for a tuple of leaves."""
     return isinstance(x, PartitionSpec)
@@ -29,6 +33,35 @@ def is_spec(x: Any) -> bool:
 def axis_names(axis: AxisName) -> tuple[str, ...]:
     """One or several mesh axes as a tuple."""
     return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def check_mesh(name: str, mesh: Any) -> None:
+    """Refuse what is no mesh of devices."""
+    check_type(name, mesh, Mesh, "a jax.sharding.Mesh")
+
+
+def checked_axes(name: str, axis: Any, mesh: Mesh) -> tuple[str, ...]:
+    """One or several axes of a mesh as a tuple, each once."""
+    check_mesh("mesh", mesh)
+    names = (axis,) if isinstance(axis, str) else axis
+    if (
+        not isinstance(names, (tuple, list))
+        or any(one not in mesh.axis_names for one in names)
+        or len(set(names)) < len(names)
+    ):
+        refuse(name, axis, f"axes of the mesh, {mesh.axis_names}, each once")
+    return tuple(names)
+
+
+def check_specs(name: str, specs: Specs) -> None:
+    """Refuse what does not say where parameters lie; see `on_mesh`."""
+    if paths.is_function(specs) and not _is_place(specs):
+        return
+    for path, leaf in paths.leaves_with_paths(specs, is_leaf=_is_place):
+        where = f"{name} at {path!r}" if path else name
+        check_type(
+            where, leaf, _PLACES, "a PartitionSpec, a NamedSharding, None, or a tree"
+        )
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -122,21 +155,18 @@ def bytes_by_path(state: Any, params: Any) -> dict[str, int]:
 def spec_by_path(specs: Specs) -> Callable[[str], PartitionSpec]:
     """Specs of any form as a function of the path."""
 
-    def is_place(x: Any) -> bool:
-        return isinstance(x, (PartitionSpec, NamedSharding))
-
     def as_spec(x: Any, path: str) -> PartitionSpec:
-        if x is not None and not is_place(x):
+        if x is not None and not _is_place(x):
             raise ValueError(
                 f"specs have {x!r} for parameter {path!r}; expected a PartitionSpec, a "
                 "NamedSharding, or None"
             )
         return x.spec if isinstance(x, NamedSharding) else x or PartitionSpec()
 
-    if paths.is_function(specs) and not is_place(specs):
+    if paths.is_function(specs) and not _is_place(specs):
         return lambda path: as_spec(specs(path), path)
     flat = dict(
-        paths.leaves_with_paths(specs, is_leaf=lambda x: x is None or is_place(x))
+        paths.leaves_with_paths(specs, is_leaf=lambda x: x is None or _is_place(x))
     )
     if "" in flat:
         return lambda path: as_spec(flat[""], path)
@@ -153,6 +183,10 @@ def spec_by_path(specs: Specs) -> Callable[[str], PartitionSpec]:
         return as_spec(flat[prefix], path)
 
     return find
+
+
+def _is_place(x: Any) -> bool:
+    return isinstance(x, _PLACES)
 
 
 def full_rank(

@@ -22,14 +22,23 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon.checks import check_choice, check_count, check_float_dtype
+from jax_muon.checks import (
+    check_arrays,
+    check_choice,
+    check_count,
+    check_flag,
+    check_float_dtype,
+    check_function,
+    check_mapping,
+    refuse,
+)
 from jax_muon.mesh.gradients import MeanGradients
 from jax_muon.mesh.layout import Layout
 from jax_muon.mesh.on_mesh import OnMesh
 from jax_muon.mesh.specs import (
     AxisName,
     Specs,
-    axis_names,
+    checked_axes,
     is_spec,
     only,
     spec_names,
@@ -104,16 +113,27 @@ def make_train_step(
     References:
       Rajbhandari et al., ZeRO, arXiv 1910.02054.
     """
-    axis, max_aux = axis_names(axis), _names(max_aux)
-    divided = None if divide is None else axis_names(divide)
+    check_function("loss_fn", loss_fn, "a function of (params, batch)")
+    axis = checked_axes("axis", axis, mesh) or refuse("axis", axis, "at least one")
+    divided = None if divide is None else checked_axes("divide", divide, mesh)
     _check_axes(mesh, axis, divided or ())
+    check_choice("parameters", parameters, ("as specs", "divided"))
     check_count("microbatches", microbatches)
     check_choice("accumulate", accumulate, ("local", "scattered"))
-    check_choice("parameters", parameters, ("as specs", "divided"))
     check_float_dtype("reduce_dtype", reduce_dtype)
     check_float_dtype("gather_dtype", gather_dtype)
+    for name, flag in (
+        ("has_aux", has_aux),
+        ("weighted", weighted),
+        ("donate", donate),
+    ):
+        check_flag(name, flag)
+    max_aux = _names(max_aux)
     if max_aux and not has_aux:
         raise ValueError(f"max_aux={max_aux!r}; expected has_aux=True with it")
+    if compiler_options is not None:
+        options = "a mapping of XLA's options, or None"
+        check_mapping("compiler_options", compiler_options, options)
     layout = Layout(
         mesh,
         PartitionSpec() if specs is None else specs,
@@ -135,7 +155,6 @@ def make_train_step(
         reduce_dtype,
         gather_dtype,
     )
-    check_count("min_size", min_size, least=0)
     optimizer = OnMesh(tx, layout, gather_dtype)
     return TrainStep(gradients, optimizer, donate, compiler_options)
 
@@ -167,6 +186,7 @@ class TrainStep:
 
     def init(self, params: optax.Params) -> tuple[Any, Any]:
         """Parameters and state of the optimizer, placed as they lie between steps."""
+        check_arrays("params", params)
         shardings = self._param_shardings(params)
         placed = jax.tree.map(jax.device_put, params, shardings)
         both = (placed, self._optimizer.init(placed))
@@ -182,6 +202,7 @@ class TrainStep:
         Args:
           params: the parameters, or their shapes.
         """
+        check_arrays("params", params)
         places = (
             self._param_shardings(params),
             self._optimizer.state_shardings(params),
@@ -269,17 +290,17 @@ class TrainStep:
         return optax.apply_updates(params, updates), state, metrics
 
 
-def _names(names: str | Sequence[str]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
+def _names(names: Any) -> tuple[str, ...]:
+    """The entries of max_aux as a tuple."""
+    found = (names,) if isinstance(names, str) else names
+    if not isinstance(found, (tuple, list)) or any(
+        not isinstance(x, str) for x in found
+    ):
+        refuse("max_aux", names, "names of auxiliary output")
+    return tuple(found)
 
 
 def _check_axes(mesh: Mesh, axis: tuple[str, ...], divide: tuple[str, ...]) -> None:
-    for what, names in (("axis", axis), ("divide", divide)):
-        for name in names:
-            if name not in mesh.axis_names:
-                raise ValueError(
-                    f"{what}={name!r}; expected axes of the mesh, {mesh.axis_names}"
-                )
     for name in set(divide) - set(axis):
         raise ValueError(
             f"divide={divide}: gradients are not summed over {name!r}; expected mesh "

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_muon.mesh.specs import AxisName, axis_names
+from jax_muon.checks import check_arrays, check_flag
+from jax_muon.mesh.specs import AxisName, check_mesh, checked_axes
 
 # In how many buckets all parameters are sent. What comes before the first product has
 # nothing to hide under, so that gathers at the beginning of a step go in small buckets:
@@ -52,10 +53,16 @@ def gpu_options(
 
     Returns:
       Options for `jax.jit`; {} on one device, and where devices are no GPUs.
+
+    Raises:
+      ValueError: an argument of another type, an axis that the mesh has not.
     """
+    check_mesh("mesh", mesh)
+    names = mesh.axis_names if axis is None else checked_axes("axis", axis, mesh)
+    check_arrays("params", params)
+    check_flag("gathers_first", gathers_first)
     if mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return {}
-    names = mesh.axis_names if axis is None else axis_names(axis)
     parts = mesh.size // math.prod(mesh.shape[name] for name in names)
     total = sum(x.size * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(params))
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_muon.checks import check_choice, check_count, checked_float
+from jax_muon.checks import check_choice, check_count, number
 
 # One odd quintic p(x) = a x + b x^3 + c x^5, written (a, b, c).
 Coefficients = tuple[float, float, float]
@@ -223,15 +223,9 @@ def polar_express_coefficients(
       and section 4.4.
     """
     check_count("steps", steps, most=MAX_STEPS)
-    lower = checked_float(
-        "lower", lower, "a number in (0, 1]", lambda value: 0 < value <= 1
-    )
-    cushion = checked_float(
-        "cushion", cushion, "a number in [0, 1]", lambda value: 0 <= value <= 1
-    )
-    safety = checked_float(
-        "safety", safety, "a number in [0, 1]", lambda value: 0 <= value <= 1
-    )
+    lower = number("lower", lower, "in (0, 1]", traced=False)
+    cushion = number("cushion", cushion, "in [0, 1]", traced=False)
+    safety = number("safety", safety, "in [0, 1]", traced=False)
     return _optimal_quintics(int(steps), lower, cushion, safety)
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_muon.checks import check_choice, check_count, checked_float
+from jax_muon.checks import check_choice, check_count, number, refuse
 from jax_muon.polar.coefficients import (
     MAX_STEPS,
     Coefficients,
@@ -81,8 +81,8 @@ class _Iteration:
 
     def __post_init__(self) -> None:
         self._set(
-            norm_factor=_checked_positive("norm_factor", self.norm_factor),
-            eps=_checked_positive("eps", self.eps),
+            norm_factor=number("norm_factor", self.norm_factor, "above 0"),
+            eps=number("eps", self.eps, "above 0"),
             dtype=_checked_dtype(self.dtype),
         )
         check_choice("norm", self.norm, ("frobenius", "schatten4"))
@@ -345,18 +345,6 @@ def _check_matrices(x: Array) -> None:
         raise ValueError(f"dtype {x.dtype}; expected real floating-point matrices")
 
 
-def _checked_positive(name: str, value: Any) -> Any:
-    """A positive number: a tracer as it is, anything concrete as a Python float."""
-    if isinstance(value, jax.core.Tracer):
-        real = jnp.isrealobj(value) and value.dtype != jnp.bool_
-        if value.shape != () or not real:
-            raise ValueError(f"{name}={value}; expected a real scalar")
-        return value
-    return checked_float(
-        name, value, "a finite number above 0", lambda number: number > 0
-    )
-
-
 def _checked_dtype(dtype: Any) -> str | None:
     """The name of a dtype in which an iteration is possible; None stays None."""
     if dtype is None:
@@ -366,9 +354,10 @@ def _checked_dtype(dtype: Any) -> str | None:
     except (TypeError, ValueError):
         name = ""
     if name not in _DTYPES:  # others have too few exponents
-        raise ValueError(
-            f"dtype={dtype}: an iteration in it is not possible; expected "
-            f"{', '.join(_DTYPES)}, or None where x has one of them; under "
-            "optax.inject_hyperparams a string"
+        refuse(
+            "dtype",
+            dtype,
+            f"{', '.join(_DTYPES)}, in which an iteration is possible, or None where x "
+            "has one of them; under optax.inject_hyperparams a string",
         )
     return name

@@ -89,13 +89,18 @@ def leaf_axes(
     return MatrixAxes(batch, reduction, output)
 
 
+def is_real(dtype: Any) -> bool:
+    """Whether a dtype is real floating point in which sums can be computed."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits >= 16
+
+
 def not_a_matrix(path: str, shape: tuple[int, ...], dtype: Any) -> str | None:
     """Why a leaf cannot be read as matrices at all, or None where it can."""
     where = f"parameter {path!r} of shape {shape}"
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if not is_real(dtype):
         return (
-            f"{where} and dtype {dtype} cannot be read as matrices: expected a real "
-            "floating-point parameter; label it for another optimizer"
+            f"{where} and dtype {dtype} cannot be read as matrices: expected real "
+            "floating point of at least 16 bits; label it for another optimizer"
         )
     if len(shape) < 2 or 0 in shape:
         return (

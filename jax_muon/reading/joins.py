@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_muon.checks import check_count
+from jax_muon.checks import check_count, check_mapping
 from jax_muon.reading import paths
 from jax_muon.reading.axes import QUERY_LIKE, MatrixAxes
 
@@ -134,6 +134,14 @@ class Join:
         return len(self.paths) == 1 and _NUMBER not in self.pattern
 
 
+def check_joins(joins: Any) -> None:
+    """Refuse what is neither K nor a mapping of path patterns to it."""
+    if isinstance(joins, Mapping):
+        check_mapping("joins", joins, "a mapping of path patterns to K", check_count)
+    elif joins is not None:
+        check_count("joins", joins)
+
+
 def find_joins(
     joins: Joins | None, all_axes: Mapping[str, MatrixAxes]
 ) -> tuple[Join, ...]:
@@ -157,12 +165,12 @@ def find_joins(
       ValueError: with paths, for a pattern that matches nothing, or has no number and
         matches a leaf without a batch axis; a leaf that two patterns match; K below 1.
     """
+    check_joins(joins)
     if joins is None or not all_axes:
         return ()
     if isinstance(joins, Mapping):
         found = _joins_by_pattern(joins, list(all_axes))
     else:
-        check_count("joins", joins)
         found = _joins_of_attention(joins, all_axes)
     taken: dict[str, str] = {}
     for join in found:
@@ -237,7 +245,6 @@ def make_blocks(
 def _joins_by_pattern(joins: Mapping[str, int], names: Sequence[str]) -> list[Join]:
     found = []
     for pattern, size in joins.items():
-        check_count(f"joins[{pattern!r}]", size)
         expression = _expression(pattern)
         matches = {name: expression.fullmatch(f"/{name}/") for name in names}
         if not any(matches.values()):
@@ -315,7 +322,7 @@ def _expression(pattern: str) -> re.Pattern[str]:
     """`paths.matches` with {i} for a number: whole components, * for any text."""
     if pattern.count(_NUMBER) > 1:
         raise ValueError(
-            f"joins: the pattern {pattern!r} has {_NUMBER} more than once; valid is "
+            f"joins: the pattern {pattern!r} has {_NUMBER} more than once; expected "
             "once, for the number of the layer"
         )
     expression = paths.as_expression(pattern)

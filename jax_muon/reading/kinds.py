@@ -4,9 +4,8 @@ The tests are made in the order of `role_of`; the first that holds decides. Each
 the role with the reason that users are shown.
 """
 
-import jax.numpy as jnp
-
 from jax_muon.reading import heads, paths, words
+from jax_muon.reading.axes import is_real
 from jax_muon.reading.evidence import Node, Tree
 
 Role = tuple[str, str]
@@ -51,7 +50,7 @@ def role_of(tree: Tree, node: Node) -> Role:
 
 
 def _not_a_matrix(node: Node) -> Role | None:
-    if not jnp.issubdtype(node.dtype, jnp.floating) or 0 in node.shape:
+    if not is_real(node.dtype) or 0 in node.shape:
         return "vector", "it is empty or not of real numbers"
     if node.is_bias and "embedding" not in node.name:
         return "bias", "a bias"

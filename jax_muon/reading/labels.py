@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jax_muon.checks import check_arrays, check_mapping, check_type
 from jax_muon.reading import paths
 from jax_muon.reading.roles import ADAMW, MUON, leaves_of, read_leaves
 
@@ -51,7 +52,9 @@ def label_params(params: Any, rules: Mapping[str, str] | None = None) -> Any:
       >>> label_params(params, {"wte": "embedding"})
       {'mlp': {'kernel': 'muon'}, 'wte': 'embedding'}
     """
-    rules = dict(rules or {})
+    check_arrays("params", params)
+    rules = {} if rules is None else rules
+    check_mapping("rules", rules, "a mapping of path patterns to labels", _check_label)
     leaves = leaves_of(params)
     known = [leaf.path for leaf in leaves]
     paths.check_patterns_match("rules of label_params", rules, known)
@@ -66,3 +69,15 @@ def label_params(params: Any, rules: Mapping[str, str] | None = None) -> Any:
         return reads[path].label
 
     return jax.tree_util.tree_map_with_path(label, params)
+
+
+def check_labels(labels: Any) -> None:
+    """Refuse what is neither None, nor a tree of labels, nor a function of a tree."""
+    for path, label in (
+        [] if paths.is_function(labels) else paths.leaves_with_paths(labels)
+    ):
+        _check_label(f"labels at {path!r}", label)
+
+
+def _check_label(name: str, label: Any) -> None:
+    check_type(name, label, str, "a label, a text")

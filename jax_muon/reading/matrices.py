@@ -15,12 +15,20 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
-from jax_muon.notes import note
+from jax_muon.checks import check_arrays, check_flag, check_mapping
 from jax_muon.reading import numbers as given_numbers
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes, leaf_axes, not_a_matrix
-from jax_muon.reading.joins import Block, Join, Joins, find_joins, make_blocks
-from jax_muon.reading.names import Table, names_of
+from jax_muon.reading.joins import (
+    Block,
+    Join,
+    Joins,
+    check_joins,
+    find_joins,
+    make_blocks,
+)
+from jax_muon.reading.labels import check_labels
+from jax_muon.reading.names import Table, check_names, check_table, names_of
 from jax_muon.reading.numbers import DimensionNumbers
 from jax_muon.reading.roles import ADAMW, MUON, Leaf, OutIn, Read, read_leaves
 from jax_muon.reading.rules import Rules, specs_by_names
@@ -166,7 +174,7 @@ class Reading:
       names: logical axis names by path, which then decide; `axis_names(params)` gets
         them out of boxes and sharding metadata. Flax takes these off before an update,
         so that they are said here and not looked for in the tree.
-      table: what axis names of your own mean, such as {"d_model": "embed"}; those of
+      table: what axis names of your own mean, such as {"d_model": "stream"}; those of
         Flax, MaxText and haliax are known. See `reading/names.py` for the kinds.
       out_in: True for kernels (out, in), as in PyTorch and equinox, False for (in,
         out), a function of the path for both; None looks at biases and neighbours.
@@ -182,6 +190,17 @@ class Reading:
     table: Table | None = None
     out_in: OutIn = None
     strict: bool = True
+
+    def __post_init__(self) -> None:
+        check_labels(self.labels)
+        if self.splits is not None:
+            check_mapping("splits", self.splits, "a mapping of path patterns to Split")
+        check_joins(self.joins)
+        check_names(self.names)
+        check_table(self.table)
+        if not callable(self.out_in) and self.out_in is not None:
+            check_flag("out_in", self.out_in)
+        check_flag("strict", self.strict)
 
     @classmethod
     def from_optax(cls, numbers: DimensionNumbers, **settings: Any) -> "Reading":
@@ -226,7 +245,7 @@ class Reading:
             numbers and names at paths that no parameter has; numbers for a parameter
             that the labels give to AdamW; axis names that are in no table.
         """
-        paths.check_arrays(tree)
+        check_arrays("params", tree)
         given = self.names or {}
         leaves = [
             _leaf(path, leaf, given.get(path))
@@ -338,18 +357,6 @@ class Reading:
             return found
 
         return label
-
-
-def read_bare(matrices: "Matrices | Reading | None", tree: Any) -> Matrices:
-    """The reading that a piece was given, or, used bare, that of its own tree."""
-    if isinstance(matrices, Matrices):
-        return matrices
-    reading = Reading() if matrices is None else matrices
-    if reading.labels is None:  # what a piece is given is to be matrices
-        reading = dataclasses.replace(reading, labels=MUON)
-    found = reading.read(tree)
-    note("doubts", doubts=found.doubts([MUON]))
-    return found.with_joins(reading.joins)
 
 
 def _leaf(path: str, leaf: Any, names: tuple[str | None, ...] | None) -> Leaf:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jax_muon.checks import check_arrays, check_choice, check_mapping, refuse
 from jax_muon.reading import paths, words
 from jax_muon.reading.evidence import Node, Tree
 from jax_muon.reading.shapes import Places
@@ -104,12 +105,25 @@ def check_table(table: Table | None) -> Table:
     Raises:
       ValueError: for a kind that is none of `KINDS`.
     """
-    for name, kind in (table or {}).items():
-        if kind not in KINDS:
-            raise ValueError(
-                f"axis names: {name!r} is {kind!r}; expected one of {', '.join(KINDS)}"
-            )
-    return {**ALL, **(table or {})}
+    table = {} if table is None else table
+    check_mapping("table", table, "a mapping of axis names to kinds, or None")
+    for name, kind in table.items():
+        check_choice(f"table[{name!r}]", kind, KINDS)
+    return {**ALL, **table}
+
+
+def check_names(names: Any) -> None:
+    """Refuse what is neither None nor names of axes by path."""
+
+    def check(where: str, axes: Any) -> None:
+        known = isinstance(axes, tuple) and all(
+            isinstance(axis, (str, type(None))) for axis in axes
+        )
+        if not known:
+            refuse(where, axes, "a tuple of names or None, one an axis")
+
+    if names is not None:
+        check_mapping("names", names, "a mapping of path to axis names, or None", check)
 
 
 def names_of(tree: Any) -> dict[str, tuple[str | None, ...]]:
@@ -123,7 +137,11 @@ def names_of(tree: Any) -> dict[str, tuple[str | None, ...]]:
 
     Returns:
       Path, as `path_string` has it, to one name or None for every axis.
+
+    Raises:
+      ValueError: a leaf that is no array.
     """
+    check_arrays("tree", tree)
     found = {}
     boxes = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: _names_on(node) is not None

@@ -37,22 +37,6 @@ def leaves_with_paths(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
     return [(path_string(key_path), leaf) for key_path, leaf in flat]
 
 
-def check_arrays(tree: Any) -> None:
-    """Raise a ValueError for a leaf that is neither an array nor a number.
-
-    An equinox module holds its activation function, and an NNX graph its random keys.
-    """
-    for path, leaf in leaves_with_paths(tree):
-        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-            continue
-        if not isinstance(leaf, (bool, int, float, complex)):
-            raise ValueError(
-                f"the leaf {path!r} is {leaf!r}; expected arrays alone, such as "
-                "eqx.filter(model, eqx.is_inexact_array) of an equinox module, or "
-                "nnx.state(model, nnx.Param)"
-            )
-
-
 def is_function(x: Any) -> TypeGuard[Callable[..., Any]]:
     """Whether this is a function, and no tree that can be called: a module, say."""
     return callable(x) and jax.tree_util.all_leaves([x])

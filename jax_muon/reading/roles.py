@@ -14,9 +14,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jax_muon.checks import check_arrays
 from jax_muon.reading import names as axis_names
 from jax_muon.reading import paths, shapes
-from jax_muon.reading.axes import MatrixAxes
+from jax_muon.reading.axes import MatrixAxes, is_real
 from jax_muon.reading.evidence import Node, Tree, node_of
 from jax_muon.reading.experts import find_experts
 from jax_muon.reading.kinds import is_bare, role_of
@@ -66,7 +67,7 @@ class Read:
 
 def leaves_of(tree: Any) -> list[Leaf]:
     """The leaves of a tree of parameters, with the axis names it carries."""
-    paths.check_arrays(tree)
+    check_arrays("params", tree)
     named = axis_names.names_of(tree)
     return [
         Leaf(
@@ -218,7 +219,7 @@ class _Reader:
 
     def read(self, node: Node, role: str, reason: str) -> Read:
         label = LABELS.get(role, MUON)
-        if len(node.shape) < 2 or 0 in node.shape or not _is_real(node):
+        if len(node.shape) < 2 or 0 in node.shape or not is_real(node.dtype):
             return Read(role, reason, ADAMW, None)
         if node.names and len(node.names) != len(node.shape) and label == MUON:
             text = f"its {len(node.names)} axis names {node.names} are too few or many"
@@ -269,10 +270,6 @@ class _Reader:
                 )
         fan_in, fan_out = (1, 0) if flipped else (0, 1)
         return Places((), (fan_in,), (fan_out,), reason)
-
-
-def _is_real(node: Node) -> bool:
-    return bool(jnp.issubdtype(node.dtype, jnp.floating))
 
 
 def _axes(node: Node, places: Places) -> MatrixAxes:

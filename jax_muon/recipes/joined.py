@@ -15,6 +15,7 @@ from jax_muon.reading.matrices import Matrices, Reading
 from jax_muon.recipes.common import (
     Pieces,
     adamw_part,
+    checked,
     decoupled_decay,
     polar_factor,
     rates,
@@ -23,6 +24,7 @@ from jax_muon.recipes.common import (
 from jax_muon.transforms import scale_by_shape
 
 
+@checked
 def teon(
     learning_rate: optax.ScalarOrSchedule = 0.02,
     momentum: optax.ScalarOrSchedule = 0.95,

@@ -15,6 +15,7 @@ from jax_muon.reading.matrices import Matrices, Reading
 from jax_muon.recipes.common import (
     Pieces,
     adamw_part,
+    checked,
     decoupled_decay,
     polar_factor,
     rates,
@@ -28,6 +29,7 @@ from jax_muon.transforms import (
 )
 
 
+@checked
 def nanochat(
     learning_rate: optax.ScalarOrSchedule = 0.02,
     momentum: optax.ScalarOrSchedule = 0.95,
@@ -97,6 +99,7 @@ def nanochat(
     return recipe(pieces, adamw, groups, reading)
 
 
+@checked
 def normuon(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     momentum: optax.ScalarOrSchedule = 0.95,

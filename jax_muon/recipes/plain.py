@@ -14,6 +14,7 @@ from jax_muon.reading.matrices import Matrices, Reading
 from jax_muon.recipes.common import (
     Pieces,
     adamw_part,
+    checked,
     decoupled_decay,
     first,
     polar_factor,
@@ -23,6 +24,7 @@ from jax_muon.recipes.common import (
 from jax_muon.transforms import scale_by_shape
 
 
+@checked
 def muon(
     learning_rate: optax.ScalarOrSchedule = 0.02,
     momentum: optax.ScalarOrSchedule = 0.95,
@@ -86,6 +88,7 @@ def muon(
     return recipe(pieces, adamw, groups, reading)
 
 
+@checked
 def moonlight(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     momentum: optax.ScalarOrSchedule = 0.95,

@@ -11,10 +11,11 @@ from jax_muon.orthogonalize import Polar
 from jax_muon.partition import Group
 from jax_muon.polar.factors import NewtonSchulz
 from jax_muon.reading.matrices import Matrices, Reading
-from jax_muon.recipes.common import Pieces, adamw_part, polar_factor, recipe
+from jax_muon.recipes.common import Pieces, adamw_part, checked, polar_factor, recipe
 from jax_muon.transforms import scale_by_normuon
 
 
+@checked
 def muonh(
     learning_rate: optax.ScalarOrSchedule = 0.02,
     momentum: optax.ScalarOrSchedule = 0.95,
@@ -61,6 +62,7 @@ def muonh(
     return recipe(pieces, adamw, groups, reading)
 
 
+@checked
 def normuonh(
     learning_rate: optax.ScalarOrSchedule = 0.02,
     momentum: optax.ScalarOrSchedule = 0.95,
