@@ -28,6 +28,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from gpt import GPT, generate
 from jax.sharding import Mesh
@@ -129,6 +130,8 @@ def train(
     )
     graph, params = nnx.split(model, nnx.Param)
     tx = make_optimizer(optimizer, options.steps, qk_clip=clip, **rates)
+    if options.observe:
+        tx = jm.observe(tx)
     loss, evaluate = make_losses(graph, clip is not None)
     train_step = jm.make_train_step(
         loss,
@@ -172,6 +175,8 @@ def train(
         params, state, values = train_step(params, state, put(batch, mesh))
         if max_logits := values.pop("aux"):
             values["max_logit"] = largest(max_logits)
+        if options.observe:  # copied, since the next step is donated the state
+            values |= copied(optax.tree.get(state, "observed"))
         if step % options.evaluate_every == 0 or step == last:
             values["validation_loss"] = evaluate(params, validation)
         metrics.add(step, **values)
@@ -248,6 +253,11 @@ def make_losses(graph: nnx.GraphDef, with_max_logits: bool):
         return jax.lax.map(lambda batch: loss(params, batch)[0], batches).mean()
 
     return loss, jax.jit(evaluate)
+
+
+@jax.jit
+def copied(tree):
+    return jax.tree.map(jnp.copy, tree)
 
 
 @jax.jit

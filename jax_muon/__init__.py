@@ -14,6 +14,7 @@ from jax_muon.mesh.on_mesh import abstract_state, on_mesh
 from jax_muon.mesh.train_step import TrainStep, make_train_step
 from jax_muon.mesh.xla_options import gpu_options
 from jax_muon.momentum import nesterov
+from jax_muon.observe import observe
 from jax_muon.orthogonalize import orthogonalize
 from jax_muon.partition import partition
 from jax_muon.plan import Plan, PlannedParameter, plan
@@ -81,6 +82,7 @@ __all__ = [
     "normalize_frobenius",
     "normuon",
     "normuonh",
+    "observe",
     "on_mesh",
     "orthogonalize",
     "partition",

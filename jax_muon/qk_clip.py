@@ -21,6 +21,12 @@ from jax_muon.polar.products import wide
 from jax_muon.reading import paths
 
 
+class ClipQkState(NamedTuple):
+    """State of `clip_qk`."""
+
+    clipped: Array  # shape=(), dtype=int32: heads whose weights shrank in the last step
+
+
 def clip_qk(
     threshold: float,
     *,
@@ -62,8 +68,9 @@ def clip_qk(
         that no head changes but those above the threshold.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` without state. Its update needs the
-      parameters, as they are before the step, and the extra argument `max_logits`: a
+      An `optax.GradientTransformationExtraArgs` whose state counts the heads that it
+      clipped in the last step. Its update needs the parameters, as they are before the
+      step, and the extra argument `max_logits`: a
       tree of arrays (\*layers, heads), one for each attention module, with the largest
       logit of every query head. The path of an array is that of its module, or the
       beginning of it, or goes on below it: `{"blocks/0/attn": s0, "blocks/1/attn": s1}`
@@ -106,20 +113,20 @@ def clip_qk(
     if query == key:
         refuse("key", key, "another pattern than that of the query")
 
-    def init_fn(params: optax.Params) -> optax.EmptyState:
+    def init_fn(params: optax.Params) -> ClipQkState:
         check_arrays("params", params)
         _modules([path for path, _ in paths.leaves_with_paths(params)], query, key)
-        return optax.EmptyState()
+        return ClipQkState(jnp.zeros([], jnp.int32))
 
     def update_fn(
         updates: optax.Updates,
-        state: optax.EmptyState,
+        state: ClipQkState,
         params: optax.Params | None = None,
         *,
         max_logits: Any = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        del extra_args
+    ) -> tuple[optax.Updates, ClipQkState]:
+        del state, extra_args
         if params is None or max_logits is None:
             missing = "params" if params is None else "max_logits"
             raise ValueError(
@@ -131,6 +138,7 @@ def clip_qk(
         weights = dict(paths.leaves_with_paths(params))
         modules = _modules([p for p, _ in paths.leaves_with_paths(updates)], query, key)
         factors: dict[str, Array] = {}
+        clipped = jnp.zeros([], jnp.int32)
         for name, largest in _by_module(max_logits, modules).items():
             shapes = {
                 path: tuple(weights[path].shape)
@@ -141,6 +149,7 @@ def clip_qk(
             largest = replicated(largest).astype(
                 functools.reduce(jnp.promote_types, dtypes, jnp.float32)
             )
+            clipped += jnp.sum(_is_above(largest, threshold), dtype=jnp.int32)
             per_query, per_key = heads.factors(largest, threshold, balance)
             for path in modules[name].query:
                 factors[path] = heads.spread(per_query, path, shapes[path])
@@ -156,7 +165,8 @@ def clip_qk(
             clipped = factor * (w + wide(u)) - w
             return jnp.where(factor == 1, u, clipped.astype(u.dtype))
 
-        return jax.tree_util.tree_map_with_path(clip, updates), state
+        updates = jax.tree_util.tree_map_with_path(clip, updates)
+        return updates, ClipQkState(clipped)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -243,7 +253,7 @@ class _Heads(NamedTuple):
         self, largest: Float[Array, "*layers heads"], threshold: float, balance: float
     ) -> tuple[Float[Array, "*layers heads"], Float[Array, "*layers key_heads"]]:
         """Of the weights of each query head, and of each key head."""
-        above = (largest > threshold) & jnp.isfinite(largest)
+        above = _is_above(largest, threshold)
         # One where nothing is clipped, exactly, and so are its powers and quotients.
         gamma = jnp.where(above, threshold / jnp.where(above, largest, 1), 1)
         grouped = gamma.reshape(*gamma.shape[:-1], self.key_heads, -1)
@@ -317,6 +327,11 @@ def _heads(
         if heads_of_key(path) != key_heads or heads % key_heads:
             raise misfit(path, f"a number of key heads that divides {heads}")
     return _Heads(len(layers), key_heads, dim)
+
+
+def _is_above(largest: Array, threshold: float) -> Array:
+    """Which heads are clipped."""
+    return (largest > threshold) & jnp.isfinite(largest)
 
 
 def _is_bias(path: str) -> bool:

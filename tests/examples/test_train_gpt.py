@@ -149,8 +149,8 @@ def test_clipped_logits_stay_at_the_threshold(tmp_path):
         train(tmp_path, name, *flags, *more)
         for name, more in (
             ("free", ["--steps=12", "--qk-clip=1e9"]),
-            ("one", ["--steps=12", "--qk-clip=3"]),
-            ("many", ["--steps=12", "--qk-clip=3", *sharded]),
+            ("one", ["--steps=12", "--qk-clip=3", "--observe"]),
+            ("many", ["--steps=12", "--qk-clip=3", "--observe", *sharded]),
         )
     )
     logits = losses_of(one, "max_logit")
@@ -167,6 +167,11 @@ def test_clipped_logits_stay_at_the_threshold(tmp_path):
         )
     with pytest.raises(ValueError, match=r"began with qk_clip 3.0, not 6.0"):
         train(tmp_path, "one", "--resume", *flags, "--steps=12", "--qk-clip=6")
+    for name in ("muon/stable_rank", "muon/towards_zero", "adamw/ratio"):
+        np.testing.assert_allclose(
+            losses_of(many, name)[:5], losses_of(one, name)[:5], rtol=0.02
+        )
+    assert losses_of(one, "clipped_heads")[0] > 0
 
 
 def test_devices_that_are_not_there(tmp_path):

@@ -1,8 +1,9 @@
-"""Momentum in few bits has the same bits however arrays lie."""
+"""State that is not like parameters has the same bits or numbers in every layout."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 
@@ -98,3 +99,31 @@ def test_a_train_step_with_int8_momentum():
             getattr(s.inner_states["muon"].inner_state[0], name) for s in (got, state)
         )
         assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [("HSDP", AUTO), ("FSDP x TP", EXPLICIT)],
+    ids=["hsdp", "fsdp_tp"],
+)
+def test_what_is_observed_is_that_of_one_device(where, kind):
+    """Groups, divided matrices, random vectors and the power method."""
+
+    def group(matrices):
+        return optax.chain(jm.nesterov(), jm.normalize_frobenius(matrices=matrices))
+
+    tx = jm.observe(jm.partition({"muon": group, "adamw": optax.sgd(0.1)}))
+    params, _ = problems.draw("mixed")
+    mesh, specs, divide = layouts.layout(where, kind)
+    on = jm.on_mesh(tx, mesh, None if kind == EXPLICIT else specs, divide, min_size=1)
+    placed = layouts.place(params, mesh, specs)
+    grads = [whole_numbers(seed) for seed in range(3)]
+    expected, got = tx.init(params), jax.jit(on.init)(placed)
+    update, on_update = jax.jit(tx.update), jax.jit(on.update)
+    for grad in grads:
+        _, expected = update(grad, expected, params)
+        _, got = on_update(layouts.place(grad, mesh, specs), got, placed)
+    numbers, same = (optax.tree.get(s, "observed") for s in (expected, got))
+    assert {"muon/stable_rank", "adamw/ratio"} < set(numbers)
+    for name, x in numbers.items():
+        np.testing.assert_allclose(same[name], x, rtol=1e-5, err_msg=name)
