@@ -196,8 +196,10 @@ def test_fewer_steps_are_the_first_of_five_quintics(rng, x64):
 
 
 @every_recipe
-def test_loss_falls_and_nothing_recompiles(recipe):
-    tx = recipe(optax.linear_schedule(0.05, 0.0, 300), adamw_learning_rate=0.05)
+def test_it_ends_at_the_minimum_and_nothing_recompiles(recipe):
+    """Within 3e-2 of it, as optax asks of contributed optimizers."""
+    rate = optax.linear_schedule(0.2, 0.0, 300)
+    tx = recipe(rate, weight_decay=0.0, adamw_learning_rate=rate)
     params = model()
 
     @jax.jit
@@ -207,10 +209,9 @@ def test_loss_falls_and_nothing_recompiles(recipe):
         return optax.apply_updates(params, updates), state
 
     state = jax.jit(tx.init)(params)
-    start = loss(params)
     for _ in range(300):
         params, state = step(params, state)
-    assert loss(params) < 0.1 * start
+    chex.assert_trees_all_close(params, TARGETS, atol=3e-2, rtol=3e-2)
 
 
 @every_recipe
