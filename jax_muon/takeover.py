@@ -16,9 +16,10 @@ import optax
 
 from jax_muon.checks import as_transform, check_choice
 from jax_muon.elementwise import rate_at
-from jax_muon.momentum import NesterovState
+from jax_muon.momentum import NesterovState, QuantizedNesterovState
 from jax_muon.notes import listening
 from jax_muon.reading import paths
+from jax_muon.storage import Quantized
 from jax_muon.transforms import ScaleByNorMuonState
 
 # A state dict of PyTorch, and the names of its parameters in the order of its indices.
@@ -58,8 +59,8 @@ class Moments:
         first: dict[str, Any] = {}
         second: dict[str, Any] = {}
         counts = []
-        for node in jax.tree.leaves(state, is_leaf=_has_moments):
-            if _has_moments(node):
+        for node in jax.tree.leaves(state, is_leaf=_is_theirs):
+            if _is_theirs(node):
                 first |= dict(paths.leaves_with_paths(node.mu))
                 second |= dict(paths.leaves_with_paths(getattr(node, "nu", ())))
                 counts.append(int(node.count))
@@ -197,6 +198,8 @@ def take_over(
     def fill(node: Any) -> Any:
         if isinstance(node, NesterovState):
             return node._replace(mu=_filled(node.mu, moments.first, "mean", factors))
+        if isinstance(node, QuantizedNesterovState):
+            return _quantized(node, moments, factors)
         if isinstance(node, optax.ScaleByAdamState):
             return node._replace(
                 mu=_filled(node.mu, moments.first, "mean"),
@@ -318,13 +321,13 @@ def _one_count(counts: Sequence[int], given: int | None) -> int:
     return counts[0]
 
 
-def _has_moments(node: Any) -> bool:
-    return hasattr(node, "_fields") and {"count", "mu"} <= {*node._fields}
+def _is_theirs(node: Any) -> bool:
+    return isinstance(node, (optax.contrib.MuonState, optax.ScaleByAdamState))
 
 
 def _is_ours(node: Any) -> bool:
-    known = (NesterovState, optax.ScaleByAdamState, ScaleByNorMuonState)
-    return isinstance(node, known)
+    nesterov = (NesterovState, QuantizedNesterovState)
+    return isinstance(node, (*nesterov, optax.ScaleByAdamState, ScaleByNorMuonState))
 
 
 def _filled(
@@ -352,6 +355,26 @@ def _filled(
         return _placed(new if isinstance(factor, int) else new * factor, old)
 
     return jax.tree_util.tree_map_with_path(value, tree)
+
+
+def _quantized(
+    node: QuantizedNesterovState, moments: Moments, factors: Mapping[str, Any]
+) -> QuantizedNesterovState:
+    """Momentum as `nesterov` stores it in int8, rounded as its last step would have."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), node.mu)
+    means = _filled(shapes, moments.first, "mean", factors)
+    count, stored = jnp.asarray(moments.count), (node.mu, node.scale)
+    rows = [
+        Quantized().store(mean, old, path, count)
+        for (path, mean), *old in zip(
+            paths.leaves_with_paths(means), *map(jax.tree.leaves, stored), strict=True
+        )
+    ]
+    mu, scale = (
+        jax.tree.map(_placed, jax.tree.unflatten(jax.tree.structure(old), new), old)
+        for old, new in zip(stored, zip(*rows, strict=True), strict=True)
+    )
+    return node._replace(mu=mu, scale=scale)
 
 
 def _placed(new: Any, old: Any) -> Any:

@@ -371,6 +371,17 @@ def test_dion(algorithm):
     assert_continued(tx, theirs, read)
 
 
+def test_momentum_in_few_bits():
+    tx = jm.muon(momentum=0.75, accumulation="sum", momentum_dtype="int8")
+    mean = np.random.default_rng(0).standard_normal((4, 8))
+    taken = jm.take_over(tx, {"up": jnp.ones((4, 8))}, jm.Moments(3, {"up": mean}))
+    state = taken.inner_states["muon"].inner_state[0]
+    assert state.mu["up"].dtype == jnp.int8
+    read = state.mu["up"] * state.scale["up"]
+    largest = np.abs(4 * mean).max(axis=1, keepdims=True)
+    assert np.all(np.abs(read - 4 * mean) <= 1.001 * largest / 127)  # one step of 127
+
+
 # --- many devices ---------------------------------------------------------------------
 
 
@@ -421,5 +432,7 @@ def test_counts_and_names_that_do_not_fit():
         jm.Moments.from_torch([(muon, ["a", "b"])], {"a": np.ones(2)}, dict)
     with pytest.raises(ValueError, match="counts of steps in the state: none"):
         jm.Moments.from_optax(optax.sgd(0.1).init({"w": jnp.ones(2)}))
+    with pytest.raises(ValueError, match="counts of steps in the state: none"):
+        jm.Moments.from_optax(jm.nesterov().init({"w": jnp.ones(2)}))  # ours
     with pytest.raises(ValueError, match="'ema', of which"):
         jm.nesterov(accumulation="sum", bias_correction=True)
