@@ -29,6 +29,7 @@ from jax_muon.mesh.specs import (
     Specs,
     arrays_and_others,
     as_jit_writes,
+    check_not_in_spmd_vmap,
     checked_axes,
     full_rank,
     is_spec,
@@ -230,6 +231,7 @@ class OnMesh:
     def _typed(self, function: Callable[..., Any], specs: Any, *args: Any) -> Any:
         """A function of arrays whose types show that they lie as `specs` say."""
         mesh = self.layout.mesh
+        check_not_in_spmd_vmap(mesh.axis_names)
         if not self._is_explicit():
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 return jax.sharding.explicit_axes(

@@ -269,6 +269,23 @@ def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
             )
 
 
+def check_not_in_spmd_vmap(names: Sequence[str]) -> None:
+    """Refuse a `jax.vmap` whose spmd_axis_name is an axis of the mesh.
+
+    Arrays look there as if that axis repeated them, and matrices would get owners on
+    other workers' devices; JAX ends in an error of its own that does not say so.
+    """
+    from jax._src import core  # JAX 0.10 shows it nowhere else
+
+    mapped = getattr(core.get_axis_env(), "spmd_axis_names", ())
+    if found := [name for name in names if name in mapped]:
+        raise ValueError(
+            f"on_mesh inside jax.vmap(spmd_axis_name={found[0]!r}), an axis of its "
+            "mesh; expected a call outside the vmap, on the stacked arrays with "
+            f"{found[0]!r} first in their specs: the axis of a stack is a batch"
+        )
+
+
 def _tracks_varying() -> bool:
     """Whether the types of arrays inside shard_map tell over which axes they vary."""
     from jax._src import config  # JAX 0.10 shows it nowhere else
