@@ -12,5 +12,5 @@ number of tries in the search for its settings.
 grid.py holds what is tried, training.py is one run, records.py keeps them, plan.py says
 which come after which, report.py what came of it. A run that is stopped costs itself
 alone: all others are in benchmarks/results/learning/, a line each, and are not made
-again. Start it twice, with other optimizers, to use two cores.
+again. Start it twice to use two cores: a run that the other is at is waited for.
 """
