@@ -69,6 +69,11 @@ def lines(optimizer: str) -> tuple[Line, ...]:
     return first + SECOND if optimizer in LOOKED_AT_TWICE else first
 
 
+def tries(optimizer: str) -> int:
+    """How many runs a search makes."""
+    return 1 + 2 * len(lines(optimizer))
+
+
 def search(optimizer: str, loss: Callable[[Settings], float]) -> Settings:
     """The best settings, and every setting that is tried passes through `loss`."""
     best = BEGINNINGS[optimizer]

@@ -58,7 +58,8 @@ class Records:
         if found := self.find(point, data().sha256):
             return found
         path = self.path(point.optimizer)
-        run = hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()[:16]
+        text = json.dumps(point, sort_keys=True)
+        run = hashlib.sha256(text.encode()).hexdigest()
         with alone(self.folder / ".locks" / run):
             if found := self.find(point, data().sha256):  # by another process
                 return found

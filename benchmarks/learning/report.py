@@ -11,7 +11,7 @@ from optimizers import BEST
 from runs import write  # that of the example
 
 from benchmarks.learning import plan
-from benchmarks.learning.grid import BASELINE, BEGINNINGS
+from benchmarks.learning.grid import BASELINE, BEGINNINGS, tries
 from benchmarks.learning.records import Record, Records
 from benchmarks.learning.training import Point
 
@@ -93,9 +93,9 @@ def check_same(records: list[Record], *names: str) -> None:
 def table(found: dict[str, Row], steps: int) -> str:
     """A line for each optimizer, the fewest steps first."""
     lines = [
-        f"| | matrices | momentum | decay | AdamW's part | loss after {steps} steps "
-        "| steps to AdamW's | of its steps | of its time |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| | tries | matrices | momentum | decay | AdamW's part "
+        f"| loss after {steps} steps | steps to AdamW's | of its steps | of its time |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     baseline = found.get(BASELINE)
     for name, row in sorted(found.items(), key=lambda item: item[1].length or steps):
@@ -107,6 +107,7 @@ def table(found: dict[str, Row], steps: int) -> str:
         )
         cells = [
             f"`{name}`",
+            str(tries(name)),
             f"{settings['learning_rate']:g}",
             " to ".join(map(str, momentum))
             if isinstance(momentum := settings["momentum"], list)
