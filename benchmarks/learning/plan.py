@@ -12,18 +12,19 @@ SEEDS = (0, 1, 2)
 
 
 def grid(records: Records, optimizer: str, steps: int, width: int) -> Point:
-    """The best run of a search at one seed, at its full length.
-
-    The search is at the full length for AdamW, and at half of it for all others, which
-    is nearer to where they end.
-    """
-    length = steps if optimizer == BASELINE else steps // 2
+    """The best run of a search at one seed, at its full length."""
+    length = searched(optimizer, steps)
     point = Point(optimizer, BEGINNINGS[optimizer], steps=length, width=width)
     best = search(
         optimizer,
         lambda settings: last(records.measure(point._replace(settings=settings))),
     )
     return point._replace(settings=best, steps=steps)
+
+
+def searched(optimizer: str, steps: int) -> int:
+    """The length of a search: half for all but AdamW, which is where they may end."""
+    return steps if optimizer == BASELINE else steps // 2
 
 
 def seeds(records: Records, optimizer: str, steps: int, width: int) -> list[Record]:
@@ -37,18 +38,35 @@ def shortest(records: Records, optimizer: str, steps: int, width: int) -> int | 
 
     It is found by one seed first, and from there by the mean of all.
     """
+    near = shortest_of_one(records, optimizer, steps, width)
+    return _shortest(records, optimizer, steps, width, SEEDS, near or steps)
+
+
+def shortest_of_one(
+    records: Records, optimizer: str, steps: int, width: int
+) -> int | None:
+    """The same by the first seed alone."""
+    return _shortest(records, optimizer, steps, width, SEEDS[:1], steps // 2)
+
+
+def _shortest(
+    records: Records,
+    optimizer: str,
+    steps: int,
+    width: int,
+    of: tuple[int, ...],
+    near: int,
+) -> int | None:
     target = mean(seeds(records, BASELINE, steps, width))
     best = grid(records, optimizer, steps, width)
     grain = max(1, steps // 60)
     longest = (steps - 1) // grain * grain
 
-    def enough(length: int, seeds: tuple[int, ...]) -> bool:
-        points = [best._replace(steps=length, seed=seed) for seed in seeds]
+    def reached(length: int) -> bool:
+        points = [best._replace(steps=length, seed=seed) for seed in of]
         return mean([records.measure(point) for point in points]) <= target
 
-    half = steps // 2 // grain * grain
-    near = bisect(lambda n: enough(n, SEEDS[:1]), longest, grain, half)
-    return bisect(lambda n: enough(n, SEEDS), longest, grain, near or longest)
+    return bisect(reached, longest, grain, min(near, longest) // grain * grain)
 
 
 STAGES = {"grid": grid, "seeds": seeds, "shortest": shortest}

@@ -1,7 +1,9 @@
 """Table and picture of the runs so far, and the settings that the example takes."""
 
 import json
+import math
 import pathlib
+import re
 import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -49,8 +51,10 @@ class Row(NamedTuple):
     """What came of an optimizer; None where runs are missing."""
 
     best: Point
+    found: Record  # the best run of the search
     runs: list[Record] | None  # over all steps, one of each seed
     length: int | None  # of the shortest run to the loss of the baseline
+    length_of_one: int | None  # by one seed
     seconds: float | None  # of processor time, in a step on one core
 
 
@@ -67,10 +71,13 @@ def rows(records: Records, steps: int, width: int) -> dict[str, Row]:
             for record in records.all(optimizer)
             if record["width"] == width and "cpu_seconds_a_step" in record
         ]
+        base = optimizer == BASELINE
         found[optimizer] = Row(
             best,
+            lookup.measure(best._replace(steps=plan.searched(optimizer, steps))),
             lookup.result(plan.seeds, *size),
-            steps if optimizer == BASELINE else lookup.result(plan.shortest, *size),
+            steps if base else lookup.result(plan.shortest, *size),
+            steps if base else lookup.result(plan.shortest_of_one, *size),
             statistics.median(seconds) if seconds else None,
         )
     check_same(lookup.used, *DATA)
@@ -93,18 +100,14 @@ def check_same(records: list[Record], *names: str) -> None:
 def table(found: dict[str, Row], steps: int) -> str:
     """A line for each optimizer, the fewest steps first."""
     lines = [
-        "| | tries | matrices | momentum | decay | AdamW's part "
-        f"| loss after {steps} steps | steps to AdamW's | of its steps | of its time |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| | tries | matrices | momentum | decay | AdamW's part | best of the search "
+        f"| after {steps} steps | steps to AdamW's loss | of its steps | of its time |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     baseline = found.get(BASELINE)
-    for name, row in sorted(found.items(), key=lambda item: item[1].length or steps):
+    for name, row in sorted(found.items(), key=lambda item: order(item[1])):
         settings = row.best.settings
-        of_time = (
-            f"{row.length * row.seconds / (steps * baseline.seconds):.2f}"
-            if baseline and baseline.seconds and row.length and row.seconds
-            else "-"
-        )
+        length = row.length or row.length_of_one
         cells = [
             f"`{name}`",
             str(tries(name)),
@@ -114,13 +117,21 @@ def table(found: dict[str, Row], steps: int) -> str:
             else f"{momentum:g}",
             f"{settings['weight_decay']:g}" if "weight_decay" in settings else "-",
             f"{settings['adamw_learning_rate']:g}",
+            f"{plan.last(row.found):.4f} ({row.found['steps']} steps)",
             spread(row.runs) if row.runs else "-",
-            str(row.length) if row.length else "-",
-            f"{row.length / steps:.2f}" if row.length else "-",
-            of_time,
+            "-" if not length else str(length) + ("" if row.length else ", one seed"),
+            f"{length / steps:.2f}" if length else "-",
+            f"{length * row.seconds / (steps * baseline.seconds):.2f}"
+            if baseline and baseline.seconds and length and row.seconds
+            else "-",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def order(row: Row) -> tuple[float, float]:
+    """Fewest steps first, then the lowest loss of the search."""
+    return row.length or row.length_of_one or math.inf, plan.last(row.found)
 
 
 def spread(runs: list[Record]) -> str:
@@ -181,6 +192,15 @@ def band(axes: Any, name: str, curves: list[list[list[float]]], **style: Any) ->
     )
 
 
+def fill(path: pathlib.Path, name: str, text: str) -> None:
+    """Puts a table behind the comment of its name in a page that has one."""
+    page = path.read_text(encoding="utf-8") if path.exists() else ""
+    mark = f"<!-- {name} -->"
+    if mark in page:
+        old = re.escape(mark) + r"\n\n(\|.*\n)*"
+        write(path, re.sub(old, lambda _: f"{mark}\n\n{text}", page))
+
+
 def write_all(records: Records, docs: pathlib.Path = DOCS, best: pathlib.Path = BEST):
     """Writes and prints what is there, of every size that has an optimizer's grid."""
     for steps, width in SIZES:
@@ -189,7 +209,7 @@ def write_all(records: Records, docs: pathlib.Path = DOCS, best: pathlib.Path = 
         name = f"learning_{steps}_{width}"
         text = table(found, steps)
         print(f"AdamW's steps: {steps}, width: {width}\n\n{text}")
-        write(records.folder / f"{name}.md", text)
+        fill(docs / "learning.md", name, text)
         draw(records, found, steps, docs / f"{name}.png")
         if (steps, width) == SIZES[0]:
             settings = json.loads(best.read_text()) if best.exists() else BEGINNINGS

@@ -115,13 +115,16 @@ def test_the_plan_from_grid_to_report(tmp_path, made, capsys):
     command.main(words)
     assert len(made) == count  # all are there
     kept = records.Records(tmp_path / "results")
+    page = tmp_path / "learning.md"
+    page.write_text("a\n\n<!-- learning_300_128 -->\n\n| old |\n\nb\n")
     report.write_all(kept, docs=tmp_path, best=tmp_path / "best.json")
-    lines = (tmp_path / "results" / "learning_300_128.md").read_text().splitlines()
-    assert lines[2].startswith(
-        "| `muon` | 9 | 0.08 | 0.95 | 0.1 | 0.02 | 1.1667 ± 0.0100 |"
+    lines = page.read_text().splitlines()
+    assert [lines[0], lines[-1], len(lines)] == ["a", "b", 10]
+    assert lines[6] == (
+        "| `muon` | 9 | 0.08 | 0.95 | 0.1 | 0.02 | 1.3233 (150 steps) "
+        "| 1.1667 ± 0.0100 | 150 | 0.50 | 0.67 |"
     )
-    assert lines[2].endswith("| 150 | 0.50 | 0.67 |")
-    assert lines[3].endswith("| 1.3333 ± 0.0100 | 300 | 1.00 | 1.00 |")
+    assert lines[7].endswith("| 1.3333 ± 0.0100 | 300 | 1.00 | 1.00 |")
     assert (tmp_path / "learning_300_128.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "best.json").read_text())["muon"] == (
         grid.BEGINNINGS["muon"] | {"learning_rate": 0.08}
