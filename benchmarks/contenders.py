@@ -26,15 +26,25 @@ Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 class JaxContender:
     """A compiled step and the arrays that it runs on."""
 
-    def __init__(self, name: str, model: str, layout: str, dtype: str):
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        layout: str,
+        dtype: str,
+        *,
+        in_train_step: bool = True,
+    ):
         """Compile.
 
         Args:
-          name: one of `NAMES`.
+          name: one of `NAMES`, or "orthogonalize", that part of a step alone.
           model: one of `benchmarks.parameters.MODELS`.
           layout: "separate" leaves of every layer, or "scanned" ones of all layers.
           dtype: of the polar iteration, where the contender has a choice. "float32" is
             for products of float32 without TF32, which a GPU would take by "default".
+          in_train_step: whether to compile the step inside a train step too, and say
+            what temporaries it has there.
         """
         shapes = model_parameters(model, jnp.float32, scanned=layout == "scanned")
         self.params, self.grads = random_like(shapes, 0), random_like(shapes, 1)
@@ -49,8 +59,10 @@ class JaxContender:
             self.info = {
                 "compile_s": time.perf_counter() - began,
                 "temporary_bytes": temporaries(compiled),
-                "train_step_temporary_bytes": temporaries_in_train_step(step, args),
             }
+            if in_train_step:
+                found = temporaries_in_train_step(step, args)
+                self.info["train_step_temporary_bytes"] = found
         self.compiled = compiled
 
     def step(self) -> float:
@@ -59,6 +71,11 @@ class JaxContender:
         self.params, self.state = self.compiled(self.params, self.state, self.grads)
         jax.block_until_ready((self.params, self.state))
         return time.perf_counter() - began
+
+    def peak_bytes(self) -> int | None:
+        """The most of the device's memory that was in use so far, if it says."""
+        stats = jax.devices()[0].memory_stats()
+        return None if stats is None else stats.get("peak_bytes_in_use")
 
 
 def random_like(shapes: Any, seed: int) -> Any:
@@ -100,6 +117,8 @@ def make_step(name: str, dtype: str, shapes: Any) -> tuple[Callable[[Any], Any],
     """The functions that give the state of parameters, and that do a step."""
     if name == "fused":
         return fused_init, functools.partial(fused_step, dtype=dtype)
+    if name == "orthogonalize":
+        return lambda _: (), functools.partial(orthogonalize_step, dtype=dtype)
     tx = transform(name, dtype, shapes)
 
     def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
@@ -107,6 +126,14 @@ def make_step(name: str, dtype: str, shapes: Any) -> tuple[Callable[[Any], Any],
         return optax.apply_updates(params, updates), state
 
     return tx.init, step
+
+
+def orthogonalize_step(params: Any, state: Any, grads: Any, dtype: str) -> Any:
+    """Polar factors of the matrices' gradients, and nothing else of a step."""
+    tx = jm.orthogonalize(jm.PolarExpress(dtype=dtype))
+    blocks = grads["blocks"]
+    blocks, _ = tx.update(blocks, tx.init(blocks))
+    return params | {"blocks": blocks}, state
 
 
 def transform(name: str, dtype: str, shapes: Any) -> optax.GradientTransformation:

@@ -35,6 +35,7 @@ from benchmarks.h100s import (
     CARD_BYTES,
     GPUS_PER_HOST,
     LAYOUTS,
+    SCALE_LAYOUTS,
     WORKLOADS,
     WholeStep,
     h100s,
@@ -50,6 +51,7 @@ CASES = (
     ("gpt-6.7b", 256),
     ("gpt-6.7b", 1024),
 )
+ALL_LAYOUTS = tuple(dict.fromkeys(LAYOUTS + SCALE_LAYOUTS))
 RECIPES = ("nanochat", "muon", "moonlight", "normuon")
 
 # Goals. Where parameters are divided between steps: exposed bytes as a share of all.
@@ -255,7 +257,7 @@ def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_schedule")
     parser.add_argument("--models", nargs="+", choices=WORKLOADS)
     parser.add_argument("--gpus", type=int, nargs="+")
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
+    parser.add_argument("--layouts", nargs="+", choices=ALL_LAYOUTS, default=LAYOUTS)
     parser.add_argument("--recipe", choices=RECIPES, default=RECIPES[0])
     parser.add_argument("--timeline", action="store_true", help="list all transfers")
     parser.add_argument(

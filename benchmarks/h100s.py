@@ -8,6 +8,7 @@ shardings: what `gpu_schedule` compiles. Nothing runs.
 import dataclasses
 import functools
 import os
+from contextlib import AbstractContextManager
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the plugin looks for a driver otherwise
@@ -15,12 +16,18 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the plugin looks for a driver o
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+)
 
 import jax_muon as jm
-from benchmarks.parameters import model_parameters
+from benchmarks.gpt import loss
+from benchmarks.parameters import LLAMAS, llama_parameters, model_parameters
 
 # An H100 SXM with 80 GB, as XLA describes a card that it finds. With the versions of
 # driver and toolkit it knows that branches can be recorded in CUDA graphs.
@@ -71,8 +78,15 @@ WORKLOADS = {
     "gpt2-124m": Workload(head=64, sequences=8, length=1024),
     "gpt-1.3b": Workload(head=128, sequences=2, length=2048),
     "gpt-6.7b": Workload(head=128, sequences=1, length=4096),
+    "llama-1.3b": Workload(head=128, sequences=2, length=2048),
+    "llama-7b": Workload(head=128, sequences=1, length=4096),
+    "experts-7b": Workload(head=128, sequences=1, length=4096),
+    "llama-tiny": Workload(head=16, sequences=2, length=32),
+    "experts-tiny": Workload(head=16, sequences=2, length=32),
 }
 LAYOUTS = ("zero2", "zero2-divided", "fsdp", "hsdp")
+# Of larger models too; GPT-2 has too few heads and too small a vocabulary for the last.
+SCALE_LAYOUTS = ("zero2-hosts", "zero2-divided", "hsdp", "fsdp-tp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +100,16 @@ class WholeStep:
     def params(self) -> Any:
         """Shapes of the parameters."""
         return self.args[0]
+
+
+def lowering_for_h100() -> AbstractContextManager[Any]:
+    """In it Pallas lowers kernels for an H100, though no card is here.
+
+    Up to jax 0.10 it took any card for granted; since then it asks which one.
+    """
+    card = AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((), (), (), abstract_device=card)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def h100s(gpus: int) -> np.ndarray:
@@ -108,33 +132,59 @@ def whole_step(model: str, devices: np.ndarray, layout: str, recipe: str) -> Who
       layout: "zero2": parameters replicated between steps, gradients and state divided
         over all devices; "zero2-divided": parameters divided so too; "fsdp": the same,
         said by specs; "hsdp": parameters divided over the 8 GPUs of a host and repeated
-        on every host, gradients and state divided over all.
+        on every host, gradients and state divided over all; "zero2-hosts": gradients
+        and state divided within a host alone; "fsdp-tp": tensor parallelism, or experts
+        divided, within a host, and everything divided over hosts besides.
       recipe: a name of `jax_muon`.
     """
     work, size = WORKLOADS[model], devices.size
-    params = model_parameters(model, jnp.bfloat16)
+    if model in LLAMAS:
+        params = llama_parameters(model, jnp.bfloat16)
+    else:
+        params = model_parameters(model, jnp.bfloat16)
     mesh = Mesh(devices, ("data",))
-    if layout == "hsdp":
+    if layout in ("hsdp", "zero2-hosts", "fsdp-tp"):
         grid = devices.reshape(-1, min(size, GPUS_PER_HOST))
-        mesh = Mesh(grid, ("hosts", "data"))
-    specs = None
-    if layout in ("fsdp", "hsdp"):
-        over = mesh.shape["data"]
-        specs = jax.tree.map(lambda x: first_axis(x.shape, "data", over), params)
+        mesh = Mesh(grid, ("hosts", "data") if layout != "fsdp-tp" else ("data", "tp"))
+    batch = tuple(name for name in mesh.axis_names if name != "tp")
     step = jm.make_train_step(
         functools.partial(loss, head=work.head),
         getattr(jm, recipe)(),
         mesh,
-        axis=tuple(mesh.axis_names),
-        specs=specs,
+        axis=batch,
+        specs=specs_of(params, mesh, layout),
+        divide="data" if layout == "zero2-hosts" else None,
         parameters="divided" if layout == "zero2-divided" else "as specs",
     )
     tokens = jax.ShapeDtypeStruct(
         (work.sequences * size, work.length + 1),
         jnp.int32,
-        sharding=NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names))),
+        sharding=NamedSharding(mesh, PartitionSpec(batch)),
     )
     return WholeStep(step, (*step.abstract(params), tokens))
+
+
+def specs_of(params: Any, mesh: Mesh, layout: str) -> Any:
+    """Where parameters lie: None where they are replicated, or divided by the step."""
+    if layout.startswith("zero2"):
+        return None
+    over = mesh.shape["data"]
+    if layout != "fsdp-tp":
+        return jax.tree.map(lambda x: first_axis(x.shape, "data", over), params)
+
+    def spec(path: Any, x: Any) -> PartitionSpec:
+        """Experts, rows of embeddings, and inner axes of a block over `tp`."""
+        names = [key.key for key in path]
+        batch = (None,) * (x.ndim - 2)
+        if "experts" in names:
+            return PartitionSpec(None, "tp", "data")
+        if "router" in names:
+            return PartitionSpec(None, "data")
+        if names[-1] in ("wte", "lm_head", "out", "down"):
+            return PartitionSpec(*batch, "tp", "data")
+        return PartitionSpec(*batch, "data", "tp")
+
+    return jax.tree_util.tree_map_with_path(spec, params)
 
 
 def first_axis(shape: tuple[int, ...], name: str, devices: int) -> PartitionSpec:
@@ -143,28 +193,3 @@ def first_axis(shape: tuple[int, ...], name: str, devices: int) -> PartitionSpec
         if length % devices == 0:
             return PartitionSpec(*[None] * axis, name)
     return PartitionSpec()
-
-
-def loss(params: Any, tokens: jax.Array, *, head: int) -> jax.Array:
-    """Mean cross-entropy of the next token, from a GPT without biases and positions."""
-    x = _norm(params["wte"][tokens[:, :-1]])
-    for name in sorted(params["blocks"]):
-        x = _block(x, params["blocks"][name], head)
-    logits = (_norm(x) @ params["lm_head"].T).astype(jnp.float32)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    return losses.mean()
-
-
-def _norm(x: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
-
-
-@functools.partial(jax.checkpoint, static_argnums=2)
-def _block(x: jax.Array, block: dict[str, jax.Array], head: int) -> jax.Array:
-    """Attention and MLP, recomputed in the backward pass."""
-    h = _norm(x)
-    heads = (*x.shape[:2], -1, head)
-    q, k, v = ((h @ block[name]).reshape(heads) for name in ("q", "k", "v"))
-    attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    x = x + attended.reshape(x.shape) @ block["out"]
-    return x + jnp.square(jax.nn.relu(_norm(x) @ block["up"])) @ block["down"]

@@ -8,13 +8,13 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-PACKAGES = ("jax", "jaxlib", "optax", "torch", "numpy")
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "optax", "torch", "numpy")
 
 
 def describe(module: str, words: list[str]) -> dict[str, Any]:
@@ -53,36 +53,55 @@ def device_name() -> str:
     return ", ".join(sorted(names)) or platform.processor()
 
 
-def peaks(size: int) -> dict[str, float]:
-    """FLOP/s of the product of two square matrices, and bytes/s of a copy."""
+def peaks(
+    size: int, dtypes: Sequence[str] = ("float32", "bfloat16"), *, calls: int = 1
+) -> dict[str, float]:
+    """FLOP/s of the product of two square matrices, and bytes/s of a copy.
+
+    Args:
+      size: of the matrices.
+      dtypes: of which a product is measured.
+      calls: how many are sent at once: on an accelerator several, so that it never
+        waits for the host.
+    """
     found = {}
-    for dtype in ("float32", "bfloat16"):
-        x = jax.random.normal(jax.random.key(0), (size, size), dtype)
-        scale = jnp.asarray(size**-0.5, dtype)
+    for dtype in dtypes:
+        # Of norm near 2, so that the result can be multiplied again.
+        x = jax.random.normal(jax.random.key(0), (size, size)) * size**-0.5
+        x = x.astype(dtype)
+        # A CPU multiplies in bfloat16 only where the result is float32.
+        wide = jnp.float32 if jax.default_backend() == "cpu" else dtype
 
-        def product(x: Any, scale: Any = scale) -> Any:
-            y = jnp.matmul(
-                x, x, precision="highest", preferred_element_type=jnp.float32
-            )
-            return (y * scale).astype(x.dtype)
+        def product(y: Any, x: Any, wide: Any = wide) -> Any:
+            z = jnp.matmul(x, y, precision="highest", preferred_element_type=wide)
+            return z.astype(x.dtype)
 
-        found[f"{dtype}_flops"] = 2 * size**3 / seconds(product, x)
+        taken = seconds(product, x, x, calls=calls)
+        found[f"{dtype}_flops"] = 2 * size**3 / taken
     x = jnp.ones((2**26,), jnp.float32)  # 256 MB, more than any cache
-    found["copy_bytes"] = 2 * x.nbytes / seconds(lambda x: x + 1, x, donate=True)
+    taken = seconds(lambda x: x + 1, x, donate=True, calls=calls)
+    found["copy_bytes"] = 2 * x.nbytes / taken
     return found
 
 
 def seconds(
-    function: Callable[[Any], Any], x: Any, *, repeat: int = 7, donate: bool = False
+    function: Callable[..., Any],
+    x: Any,
+    *operands: Any,
+    repeat: int = 7,
+    donate: bool = False,
+    calls: int = 1,
 ) -> float:
-    """The median time of a compiled function that is fed its own result."""
+    """The median time of a compiled function of x that is fed its own result."""
     compiled = jax.jit(function, donate_argnums=(0,) if donate else ())
-    x = jax.block_until_ready(compiled(x))
+    x = jax.block_until_ready(compiled(x, *operands))
     times = []
     for _ in range(repeat):
         began = time.perf_counter()
-        x = jax.block_until_ready(compiled(x))
-        times.append(time.perf_counter() - began)
+        for _ in range(calls):
+            x = compiled(x, *operands)
+        jax.block_until_ready(x)
+        times.append((time.perf_counter() - began) / calls)
     return statistics.median(times)
 
 

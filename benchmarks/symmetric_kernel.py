@@ -32,7 +32,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks.h100s import H100
+from benchmarks.h100s import H100, lowering_for_h100
 from jax_muon.polar.kernels import (
     HOPPER,
     Tiling,
@@ -164,7 +164,9 @@ def compile_kernel(product: Product, tiling: Tiling) -> Resources:
     )
     kernel = jax.jit(functools.partial(product.kernel, tiling=tiling))
     with tempfile.TemporaryDirectory() as name:
-        kernel.lower(x).compile(compiler_options={"xla_dump_to": name})
+        with lowering_for_h100():
+            lowered = kernel.lower(x)
+        lowered.compile(compiler_options={"xla_dump_to": name})
         folder = pathlib.Path(name)
         (ptx,) = (p for p in folder.glob("*.ptx") if ".entry" in p.read_text())
         (thunks,) = folder.glob("*thunk_sequence.txt")

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 
 from benchmarks.parameters import model_parameters
@@ -30,16 +29,16 @@ class TorchContender:
           device: "cpu" or "cuda".
         """
         self.device = device
-        rng = np.random.default_rng(0)
+        generator = torch.Generator(device).manual_seed(0)
         groups: dict[str, list[torch.nn.Parameter]] = {"muon": [], "adamw": []}
         leaves = jax.tree_util.tree_leaves_with_path(model_parameters(model, "float32"))
         for path, leaf in leaves:
             drawn = [
-                torch.from_numpy(rng.standard_normal(leaf.shape[::-1], np.float32))
+                torch.randn(leaf.shape[::-1], generator=generator, device=device)
                 for _ in range(2)
             ]
-            p = torch.nn.Parameter(0.02 * drawn[0].to(device))
-            p.grad = 0.02 * drawn[1].to(device)
+            p = torch.nn.Parameter(0.02 * drawn[0])
+            p.grad = 0.02 * drawn[1]
             groups["muon" if path[0].key == "blocks" else "adamw"].append(p)
         self.optimizers: list[Any] = []
         if name == "torch-nanochat":
@@ -68,3 +67,7 @@ class TorchContender:
         if self.device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - began
+
+    def peak_bytes(self) -> int | None:
+        """The most of a GPU's memory that was allocated so far."""
+        return torch.cuda.max_memory_allocated() if self.device == "cuda" else None

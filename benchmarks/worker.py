@@ -25,9 +25,14 @@ def main(settings: dict[str, Any]) -> None:
         from benchmarks.contenders import JaxContender
 
         contender = JaxContender(
-            settings["name"], settings["model"], settings["layout"], settings["dtype"]
+            settings["name"],
+            settings["model"],
+            settings["layout"],
+            settings["dtype"],
+            in_train_step=settings.get("in_train_step", True),
         )
     contender.step()  # the first touch of all memory
+    contender.info["peak_bytes"] = contender.peak_bytes()
     print(json.dumps(contender.info), flush=True)
     for _ in sys.stdin:
         print(contender.step(), flush=True)

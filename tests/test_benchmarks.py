@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 import jax_muon as jm
 from benchmarks import (
     contenders,
+    flops,
     machine,
     polar,
     sharded_step,
@@ -141,7 +142,10 @@ def test_nominal_flops():
     """12 x (4 square, 2 of aspect 4): 5 (4 m m n + 2 m^3) each."""
     m = 768
     square, long = 30 * m**3, (20 * 4 + 10) * m**3
-    assert step.nominal_flops("gpt2-124m") == 12 * (4 * square + 2 * long)
+    assert flops.nominal_flops("gpt2-124m") == 12 * (4 * square + 2 * long)
+    # One triangle of symmetric products; the Gram form for those of aspect 4.
+    square, long = 20 * m**3, (6 * 4 + 14) * m**3
+    assert flops.least_flops("gpt2-124m") == 12 * (4 * square + 2 * long)
 
 
 def test_orthogonalization(tmp_path, capsys, monkeypatch):

@@ -129,6 +129,43 @@ def test_products_between_start_and_done(module):
     assert [line.name for line in module.conditionals()] == ["maybe"]
 
 
+# A layer's gather under its product, in a loop of three trips.
+LOOPED = """\
+HloModule jit_step, is_scheduled=true
+
+%body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %p = (s32[], f32[8,4]{1,0}) parameter(0)
+  %x = f32[8,4]{1,0} get-tuple-element(%p), index=1
+  %ag = (f32[8,4]{1,0}, f32[16,4]{1,0}) all-gather-start(%x), \
+replica_groups={{0,1}}, backend_config={"is_sync":false}
+  %dot.1 = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+  %ag.done = f32[16,4]{1,0} all-gather-done(%ag)
+  ROOT %tuple = (s32[], f32[8,4]{1,0}) tuple(%x)
+}
+
+ENTRY %main (a: f32[8,4]) -> f32[8,4] {
+  %a = f32[8,4]{1,0} parameter(0)
+  %loop = (s32[], f32[8,4]{1,0}) while(%a), condition=%less, body=%body, \
+backend_config={"known_trip_count":{"n":"3"}}
+  %y = f32[8,4]{1,0} get-tuple-element(%loop), index=1
+  ROOT %total = f32[8,4]{1,0} all-reduce(%y), replica_groups={{0,1}}, to_apply=%add
+}
+"""
+
+
+def test_transfers_in_a_loop_count_as_often_as_it_runs():
+    """Each with the products beside it in its own trip."""
+    looped = Module.parse(LOOPED)
+    *gathers, total = looped.transfers()
+    assert [t.kind for t in gathers] == 3 * ["all-gather"]
+    assert len({t.name for t in gathers}) == 3
+    assert {t.input_bytes for t in gathers} == {128}
+    product = Products(1, 2 * 8 * 8 * 4)
+    assert [t.hides for t in gathers] == 3 * [Work(always=product)]
+    assert total.kind == "all-reduce"
+    assert looped.work_before()[-1] == looped.work() == Work(always=product * 3)
+
+
 def test_only_asynchronous_transfers_with_products_are_hidden(module):
     """A pair alone proves nothing, nor do products beside a synchronous collective."""
     assert [t.is_sync for t in module.transfers()] == [False, False, False, True, True]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_muon as jm
+from benchmarks.h100s import lowering_for_h100
 from jax_muon.polar import iteration, products
 from jax_muon.polar.coefficients import NEWTON_SCHULZ
 from jax_muon.polar.kernels import gram_kernel, quadratic_kernel
@@ -239,7 +240,8 @@ def test_kernels_on_a_gpu_alone(rng):
     )
 
     def calls(function, platform):
-        lowered = function.trace(x).lower(lowering_platforms=(platform,))
+        with lowering_for_h100():
+            lowered = function.trace(x).lower(lowering_platforms=(platform,))
         return lowered.as_text().count("stablehlo.custom_call @__gpu$xla.gpu.triton")
 
     assert calls(plain, "cuda") == calls(kernel, "cpu") == 0

@@ -6,6 +6,7 @@ two runs while data travels. This reads text alone, and needs no compiler and no
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ _NAME = re.compile(r"%([\w.-]+)")
 _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.-]+)"
 )
+_BODY = re.compile(r"\bbody=%?([\w.-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([0-9",]*)[\]}]')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -198,9 +200,37 @@ class Module:
             raise ValueError("HLO text without ENTRY")
         return cls(computations, entry)
 
+    @functools.cached_property
+    def schedule(self) -> list[Instruction]:
+        """The entry computation, with loops that hold collectives written out."""
+        return self._written_out(self.entry, "")
+
+    def _written_out(self, computation: str, suffix: str) -> list[Instruction]:
+        """The lines of a computation, under names of their own for each trip."""
+        lines = []
+        for line in self.computations[computation]:
+            body = _BODY.search(line.text) if line.opcode == "while" else None
+            if body is not None and self._sends(body[1]):
+                for trip in range(_trips(line.text)):
+                    inner = f"{suffix}/{line.name}.{trip}"
+                    lines += self._written_out(body[1], inner)
+            else:
+                operands = tuple(name + suffix for name in line.operands)
+                name = line.name + suffix
+                lines.append(dataclasses.replace(line, name=name, operands=operands))
+        return lines
+
+    def _sends(self, computation: str) -> bool:
+        """Whether a computation has collectives, itself or in a loop."""
+        return any(
+            line.opcode.removesuffix("-start") in _COLLECTIVES
+            or (line.opcode == "while" and any(map(self._sends, line.called)))
+            for line in self.computations.get(computation, [])
+        )
+
     def transfers(self) -> list[Transfer]:
-        """Collectives of the entry computation, in the order of their starts."""
-        schedule = self.computations[self.entry]
+        """Collectives of the entry and its loops, in the order of their starts."""
+        schedule = self.schedule
         types = {line.name: line.type for line in schedule}
         before = self.work_before()
         place = {line.name: index for index, line in enumerate(schedule)}
@@ -260,7 +290,7 @@ class Module:
 
     def work_before(self) -> list[Work]:
         """Products in front of each place of the schedule, and last of all of them."""
-        schedule = self.computations[self.entry]
+        schedule = self.schedule
         types = {line.name: line.type for line in schedule}
         before = [Work()]
         for line in schedule:

@@ -1,0 +1,99 @@
+"""The loss of a GPT whose parameters are a plain tree, for benchmarks of train steps.
+
+Attention and MLP without biases and positions. What a block is, its leaves say: heads
+of keys and values may be fewer than those of queries, an MLP with a `gate` is gated as
+in Llama, and leaves of all layers in one, (layers, in, out), run in a scan.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+EXPERTS_PER_TOKEN = 8
+
+
+def loss(
+    params: Any,
+    tokens: jax.Array,
+    *,
+    head: int,
+    attention: str | None = None,
+    rematerialize: bool = True,
+) -> jax.Array:
+    """Mean cross-entropy of the next token.
+
+    Args:
+      params: as `benchmarks.parameters.model_parameters` has them, in the dtype to
+        compute in.
+      tokens: (batch, length + 1), of which the first `length` are the input.
+      head: width of a head of attention.
+      attention: implementation of `jax.nn.dot_product_attention`.
+      rematerialize: whether blocks are computed again in the backward pass.
+    """
+    block = functools.partial(_block, head=head, attention=attention)
+    if rematerialize:
+        block = jax.checkpoint(block)
+    x = _norm(params["wte"][tokens[:, :-1]])
+    blocks = params["blocks"]
+    if "q" in blocks:
+        x, _ = jax.lax.scan(lambda x, leaves: (block(x, leaves), None), x, blocks)
+    else:
+        for name in sorted(blocks):
+            x = block(x, blocks[name])
+    logits = (_norm(x) @ params["lm_head"].T).astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.mean()
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+def _block(
+    x: jax.Array, block: dict[str, jax.Array], *, head: int, attention: str | None
+) -> jax.Array:
+    """Attention and MLP, each added to the stream."""
+    h = _norm(x)
+    heads = (*x.shape[:2], -1, head)
+    q, k, v = ((h @ block[name]).reshape(heads) for name in ("q", "k", "v"))
+    mixed = jax.nn.dot_product_attention(
+        q, k, v, is_causal=True, implementation=attention
+    )
+    x = x + mixed.reshape(*x.shape[:2], -1) @ block["out"]
+    h = _norm(x)
+    if "router" in block:
+        return x + _experts(h, block["router"], block["experts"])
+    return x + _mlp(h, block)
+
+
+def _mlp(x: jax.Array, block: dict[str, jax.Array]) -> jax.Array:
+    """Squared ReLU, or gated by SiLU; also of many MLPs on inputs of their own."""
+    up = x @ block["up"]
+    if "gate" in block:
+        up *= jax.nn.silu(x @ block["gate"])
+    else:
+        up = jnp.square(jax.nn.relu(up))
+    return up @ block["down"]
+
+
+def _experts(
+    x: jax.Array, router: jax.Array, experts: dict[str, jax.Array]
+) -> jax.Array:
+    """Each expert takes the tokens of a sequence that score highest with it.
+
+    Expert choice (arXiv 2202.09368): work is even, and shapes are known. A token goes
+    to `EXPERTS_PER_TOKEN` experts on average.
+    """
+    _, length, _ = x.shape
+    scores = jax.nn.softmax((x @ router).astype(jnp.float32)).mT  # (batch, experts, t)
+    most = max(1, length * EXPERTS_PER_TOKEN // router.shape[-1])
+    weights, places = jax.lax.top_k(scores, most)  # (batch, experts, most)
+
+    def of_sequence(x: jax.Array, weights: jax.Array, places: jax.Array) -> jax.Array:
+        y = _mlp(x[places], experts) * weights[..., None].astype(x.dtype)
+        return jnp.zeros_like(x).at[places].add(y)
+
+    return jax.vmap(of_sequence)(x, weights, places)
