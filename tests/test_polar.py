@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_muon as jm
@@ -109,7 +109,7 @@ def retrace():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sums_that_a_gpu_adds(rng, x64, retrace, monkeypatch, shape):
     """As a GPU is told, on a CPU: float64 alike, and bfloat16 rounds every term."""
-    monkeypatch.setattr(iteration, "_WHOLE", products.FusedProducts())
+    monkeypatch.setattr(iteration, "_ON_CPU", products.FusedProducts())
     x = rng.standard_normal(shape)
     expected = oracle_batch(x, jm.polar_express_coefficients(5), 1.02, 1e-6)
     y = jm.PolarExpress(dtype="float64")(jnp.asarray(x))
@@ -127,6 +127,7 @@ def test_products_of_a_gpu(rng):
     assert results == ["f32"] + 14 * ["bf16"]  # the first one gives the norm
 
 
+@settings(deadline=None)
 @given(
     cubic=st.floats(1e-6, 1e6).flatmap(lambda x: st.sampled_from([x, -x])),
     ratio=st.floats(1e-3, 1e3).flatmap(lambda x: st.sampled_from([x, -x, 0.0])),
@@ -185,7 +186,7 @@ def test_a_transpose_gets_the_same_products(rng, shape):
 @pytest.mark.parametrize("form", ["standard", "gram"])
 def test_symmetric_products_by_halves(rng, x64, retrace, monkeypatch, shape, form):
     """What large matrices get on a CPU, here on small ones of odd and even size."""
-    monkeypatch.setattr(iteration, "_CPU_HALVES_MIN_SIZE", 2)
+    monkeypatch.setattr(products, "_HALVES_FROM", 2)
     x = rng.standard_normal(shape)
     expected = oracle_batch(x, jm.polar_express_coefficients(5), 1.02, 1e-6)
     y = jm.PolarExpress(dtype="float64", form=form)(jnp.asarray(x))
@@ -212,9 +213,28 @@ def test_every_batch_under_every_transform(rng, x64, shape):
         np.testing.assert_allclose(y, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "n", "amx", "halved"),
+    [
+        ("float32", 640, False, 2),
+        ("bfloat16", 640, False, 2),
+        ("float32", 640, True, 2),
+        ("bfloat16", 640, True, 0),
+        ("bfloat16", 2048, True, 1),  # X X^T, and not A A
+    ],
+)
+def test_halves_by_processor(retrace, monkeypatch, dtype, n, amx, halved):
+    """How many of a step's three products are three smaller ones on a CPU."""
+    monkeypatch.setattr(products, "has_amx", lambda: amx)
+    function = jax.jit(jm.PolarExpress(1, dtype=dtype, form="standard"))
+    lowered = function.trace(jnp.zeros((640, n))).lower(lowering_platforms=("cpu",))
+    assert lowered.as_text().count("stablehlo.dot_general") == 3 + 2 * halved
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_order_of_execution_by_platform(dtype):
+def test_order_of_execution_by_platform(retrace, monkeypatch, dtype):
     """On a CPU a loop over matrices, on a GPU one batched product after another."""
+    monkeypatch.setattr(products, "has_amx", lambda: False)
     x = jnp.zeros((8, 640, 768))
 
     def lowered(platform):
@@ -266,7 +286,7 @@ def test_the_iteration_on_kernels(rng, retrace, monkeypatch, shape, norm):
 
     for kernel in (gram_kernel, quadratic_kernel):
         monkeypatch.setattr(products, kernel.__name__, interpreted(kernel))
-    monkeypatch.setattr(iteration, "_WHOLE", products.KernelProducts())
+    monkeypatch.setattr(iteration, "_ON_CPU", products.KernelProducts())
     iteration.iterate.clear_cache()  # of what gave `plain`
     found = jm.PolarExpress(norm=norm)(x)
     assert set(traced) == {gram_kernel, quadratic_kernel}

@@ -28,7 +28,7 @@ from jax_muon.polar.products import (
     KernelProducts,
     Products,
     exact_factors,
-    outer_in_halves,
+    outer_on_cpu,
     wide,
 )
 
@@ -47,10 +47,6 @@ _GRAM_MIN_SIZE = 256
 # this s, or less than its inverse, they would leave the range of float32 (2^126). s is
 # the product of the a of all steps so far, 2^13 after eight of the Polar Express.
 _MAX_SCALE = 2.0**20
-
-# On a CPU, symmetric products are computed by halves from this m on; below, the smaller
-# products lose what their number saves.
-_CPU_HALVES_MIN_SIZE = 384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +100,7 @@ def iterate(x: Array, norm_factor: Any, eps: Any, settings: Settings) -> Array:
     def at_once(x: Array, products: Products) -> Array:
         return factor(x.mT, products).mT if turned else factor(x, products)
 
-    halves = m >= _CPU_HALVES_MIN_SIZE
-    on_cpu = functools.partial(factor, products=_HALVES if halves else _WHOLE)
+    on_cpu = functools.partial(factor, products=_ON_CPU)
     branches = {
         "cpu": functools.partial(
             _one_after_another, on_cpu, turned=turned, squeeze=not low_precision
@@ -236,7 +231,6 @@ def _gram_form(
     return matmul(factor, x)
 
 
-_WHOLE = Products()
-_HALVES = Products(outer_in_halves)
+_ON_CPU = Products(outer_on_cpu)
 _FUSED = FusedProducts()
 _KERNELS = KernelProducts()
