@@ -17,6 +17,7 @@ from jax_muon.checks import as_transform
 from jax_muon.polar.products import wide
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes
+from jax_muon.reading.bare import check_reading
 from jax_muon.reading.labels import ADAMW
 from jax_muon.reading.matrices import Matrices, Reading
 from jax_muon.splits import Parts
@@ -102,7 +103,8 @@ def observe(
     References:
       Stable rank: Rudelson and Vershynin, arXiv math/0503442.
     """
-    inner = as_transform(inner)
+    inner = as_transform("inner", inner)
+    check_reading("reading", reading)
     reading = Reading() if reading is None else reading
 
     def init_fn(params: optax.Params) -> ObserveState:

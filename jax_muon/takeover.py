@@ -14,7 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_muon.checks import as_transform, check_choice
+from jax_muon.checks import (
+    as_transform,
+    check_arrays,
+    check_choice,
+    check_count,
+    check_mapping,
+    check_type,
+)
 from jax_muon.elementwise import rate_at
 from jax_muon.momentum import NesterovState, QuantizedNesterovState
 from jax_muon.notes import listening
@@ -45,6 +52,13 @@ class Moments:
     first: Arrays
     second: Arrays = dataclasses.field(default_factory=dict)
     means: Arrays = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError for a count below 0, and what is no mapping."""
+        check_count("count", self.count, least=0)
+        for name in ("first", "second", "means"):
+            value = getattr(self, name)
+            check_mapping(name, value, "a mapping of paths to arrays")
 
     @classmethod
     def from_optax(cls, state: Any) -> "Moments":
@@ -186,6 +200,8 @@ def take_over(
         something of another shape; one that AdamW has here, and had not there.
     """
     tx = as_transform("tx", tx)
+    check_arrays("params", params)
+    check_type("moments", moments, Moments, "jax_muon.Moments")
     with listening() as notes:
         state = tx.init(params)
     factors: dict[str, Any] = {}

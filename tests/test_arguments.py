@@ -45,6 +45,8 @@ WRONG = {
     "pattern": [None, 3, ("q",)],
     "dtype": ["int8", "nonsense", 3, jnp.int32],
     "momentum dtype": ["float16", "nonsense", 3, jnp.int32],
+    "arrays": [None, "x", 3, {3: PARAMS["w"]}],
+    "moments": [None, "x", 3],
     "transform": ["adam", None, 3, optax.adam],
     "function": ["f", None, 3],
     "function or None": ["f", 3],
@@ -114,6 +116,10 @@ PIECE = {"eps": "above 0", "matrices": "reading"}
 # What a function is given else, and of which kind each of its arguments is.
 TABLE = {
     "ExactPolar": ({}, {}),
+    "Moments": (
+        {"count": 0, "first": {}},
+        {"count": "size", "first": "arrays", "second": "arrays", "means": "arrays"},
+    ),
     "NewtonSchulz": (
         {},
         {"steps": "steps or None", "coefficients": "coefficients", **POLAR},
@@ -214,7 +220,12 @@ TABLE = {
     "muon": (
         {},
         RECIPE
-        | {"accumulation": "choice", "lookahead": "flag", "shape_rule": "choice"},
+        | {
+            "accumulation": "choice",
+            "lookahead": "flag",
+            "bias_correction": "flag",
+            "shape_rule": "choice",
+        },
     ),
     "muonh": ({}, SPHERE),
     "nanochat": (
@@ -240,6 +251,10 @@ TABLE = {
     "normalize_frobenius": ({}, {"rms": "above 0, or None", **PIECE}),
     "normuon": ({}, RECIPE | {"beta2": "decay", "lookahead": "flag"}),
     "normuonh": ({}, SPHERE | {"beta2": "decay", "lookahead": "flag"}),
+    "observe": (
+        {"inner": optax.sgd(1.0)},
+        {"inner": "transform", "reading": "reading"},
+    ),
     "on_mesh": (
         {"tx": optax.sgd(1.0), "mesh": MESH},
         {
@@ -274,6 +289,10 @@ TABLE = {
     "scale_by_path": ({"factors": {}}, {"factors": "factors"}),
     "scale_by_shape": ({}, {"rule": "choice", "matrices": "reading"}),
     "skip_nonfinite": ({"inner": optax.sgd(1.0)}, {"inner": "transform"}),
+    "take_over": (
+        {"tx": optax.sgd(1.0), "params": PARAMS, "moments": jm.Moments(0, {})},
+        {"tx": "transform", "params": "tree", "moments": "moments"},
+    ),
     "teon": ({}, RECIPE | {"lookahead": "flag", "shape_rule": "choice"}),
     "verify": (
         {"tx": optax.sgd(1.0), "params": PARAMS, "mesh": MESH},
