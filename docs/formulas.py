@@ -1,0 +1,44 @@
+"""Formulas of docstrings and pages as MathML, which browsers draw without a script.
+
+Docstrings write them as Sphinx does; `Formulas` gives them the brackets that Markdown's
+arithmatex keeps from being read as emphasis, and `on_page_content` draws what it kept.
+"""
+
+import html
+import re
+from typing import Any
+
+import griffe
+from latex2mathml import converter
+
+INLINE = re.compile(r":math:`([^`]+)`")
+DISPLAY = re.compile(r"^( *)\.\. math:: (.*(?:\n\1 +\S.*)*)", re.M)
+KEPT = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.S)
+
+
+class Formulas(griffe.Extension):
+    """Brackets around the formulas of every docstring."""
+
+    def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Called by griffe for each object that it has read."""
+        del kwargs
+        if obj.docstring is None:
+            return
+        text = DISPLAY.sub(
+            lambda found: found[1] + r"\[ " + " ".join(found[2].split()) + r" \]",
+            obj.docstring.value,
+        )
+        obj.docstring.value = INLINE.sub(
+            lambda found: r"\(" + " ".join(found[1].split()) + r"\)", text
+        )
+
+
+def on_page_content(content: str, **kwargs: Any) -> str:
+    """Called by MkDocs with the HTML of each page."""
+    del kwargs
+
+    def draw(found: re.Match[str]) -> str:
+        display = "inline" if found[2] == "(" else "block"
+        return converter.convert(html.unescape(found[3]), display=display)
+
+    return KEPT.sub(draw, content)

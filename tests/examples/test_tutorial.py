@@ -1,0 +1,25 @@
+"""The tutorial's cells run in order, and end as its text says."""
+
+import json
+
+import matplotlib.pyplot as plt
+import pytest
+
+
+@pytest.mark.parametrize("steps", [3])
+def test_cells_run(examples, monkeypatch, capsys, steps):
+    monkeypatch.setenv("TUTORIAL_STEPS", str(steps))
+    monkeypatch.setattr(plt, "show", plt.close)
+    notebook = json.loads((examples / "tutorial.ipynb").read_text())
+    names = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    printed = capsys.readouterr().out.splitlines()
+    assert set(names["curves"]) == {"AdamW", "nanochat", "nanochat, 3 steps"}
+    assert all(curve[steps] < curve[0] for curve in names["curves"].values())
+    whole, divided = printed[-2:]
+    loss = {line: float(line.split("loss ")[1].split(",")[0]) for line in printed[-2:]}
+    held = {line: float(line.split(", ")[1].split()[0]) for line in printed[-2:]}
+    assert loss[whole] == pytest.approx(loss[divided], abs=2e-4)
+    assert held[divided] < held[whole] / 2

@@ -1,0 +1,66 @@
+"""The code in the documentation runs as it stands there, page by page, in order.
+
+A page may use what stands in `stage` besides its own imports: a small model, its
+gradients, a mesh of eight devices, a loss, and a folder.
+"""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jax_muon as jm
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
+# tests/examples/test_frameworks.py runs that page, and looks at what comes of it.
+PAGES = sorted(
+    page.name
+    for page in DOCS.glob("*.md")
+    if BLOCK.search(page.read_text()) and page.name != "frameworks.md"
+)
+
+
+def stage(folder):
+    """What pages use without saying it again."""
+    params = {
+        "attn": {"qkv": jnp.ones((64, 128)), "out": jnp.ones((64, 64))},
+        "mlp": {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))},
+    }
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
+
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params["mlp"]["up"] @ params["mlp"]["down"]) ** 2)
+
+    return {
+        "jax": jax,
+        "jnp": jnp,
+        "optax": optax,
+        "jm": jm,
+        "params": params,
+        "grads": jax.tree.map(jnp.ones_like, params),
+        "mesh": mesh,
+        "specs": None,
+        "loss_fn": loss_fn,
+        "batch": jnp.ones((8, 64)),
+        "folder": folder,
+    }
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs_in_order(page, tmp_path, capsys):
+    names = stage(tmp_path)
+    text = (DOCS / page).read_text()
+    for found in BLOCK.finditer(text):
+        line = text[: found.start()].count("\n") + 2
+        code = compile("\n" * (line - 1) + found[1], page, "exec")
+        exec(code, names)
+
+
+def test_every_link_between_pages_leads_somewhere():
+    for page in DOCS.glob("*.md"):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
