@@ -185,7 +185,7 @@ def certify(
     got = _steps(compiled, placed, state, params, arrays)
 
     updates, states = (
-        jax.tree.map(functools.partial(_compared, least), *trees)
+        jax.tree.map(functools.partial(compared, least), *trees)
         for trees in zip(got, want, other, strict=True)
     )
     return Certificate(
@@ -244,7 +244,7 @@ def _steps(
     )
 
 
-def _compared(least: float, got: Any, want: Any, other: Any) -> VerifiedArray:
+def compared(least: float, got: Any, want: Any, other: Any) -> VerifiedArray:
     """An array of a mesh beside that of one device, at each step.
 
     Args:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from jax_muon import __main__ as command
-from jax_muon.verify import _compared, certify
+from jax_muon.verify import certify, compared
 from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of
 
 SHAPES = {
@@ -110,7 +110,7 @@ def test_devices_that_hold_the_same_piece_hold_the_same_bits():
     ]
     x = jax.make_array_from_single_device_arrays((2,), NamedSharding(mesh, P()), pieces)
     want = (np.float32([1, 2]),)
-    found = _compared(2e-5, (x,), want, want)
+    found = compared(2e-5, (x,), want, want)
     assert not found.same_bits
     assert found.difference == 0
     assert "between devices that hold the same piece" in found.problems[0]

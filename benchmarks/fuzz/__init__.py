@@ -1,0 +1,1 @@
+"""Random optimizers, trees, layouts and numbers, each checked against one device."""
