@@ -268,6 +268,21 @@ def test_names_of_another_rank_and_names_against_the_bias_are_refused_with_both(
             assert word in found.doubt
 
 
+def test_names_against_those_that_the_tree_carries():
+    tree = {"w": linen.LogicallyPartitioned(shape(4, 8), names=("embed", "mlp"))}
+    jm.Reading(names={"w": ("embed", "mlp")}).read(tree)
+    with pytest.raises(ValueError, match=r"\('embed', 'mlp'\), and .*\('mlp', 'embed'"):
+        jm.Reading(names={"w": ("mlp", "embed")}).read(tree)
+
+
+def test_the_side_of_the_outputs_against_the_bias():
+    tree = {"up": {"weight": shape(4, 8), "bias": shape(8)}}
+    assert not jm.check(jm.nanochat(reading=jm.Reading(out_in=False)), tree)
+    (found,) = jm.check(jm.nanochat(reading=jm.Reading(out_in=True)), tree)
+    assert "out_in=True of the Reading makes its outputs 4" in found.doubt
+    assert "'up/bias'" in found.doubt
+
+
 # --- specs by names -------------------------------------------------------------------
 
 NAMES = ("layers", "embed", "mlp", "heads", "kv", None)

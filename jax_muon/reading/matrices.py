@@ -266,6 +266,12 @@ class Reading:
         )
         if self.names is None:
             self._check_carried_names(tree, leaves, reads)
+        for path, own in names_of(tree).items():
+            if path in given and tuple(given[path]) != own:
+                raise ValueError(
+                    f"parameter {path!r} carries the axis names {own}, and the names "
+                    f"of the reading are {tuple(given[path])}; expected the same"
+                )
         found = {
             leaf.path: _parameter(
                 leaf, read, label_of(leaf.path), *numbers_of(leaf.path)

@@ -24,7 +24,7 @@ class Orientation:
 
     def of(self, node: Node) -> tuple[bool | None, str]:
         """Whether a kernel is (out, in), and why; None where votes are divided."""
-        own = self._by_bias(node)
+        own = self.by_bias(node)
         if own is not None:
             return own, "the bias beside it has the size of the outputs"
         for votes, reason in (
@@ -46,7 +46,8 @@ class Orientation:
         # PyTorch's name, which some libraries have with (in, out).
         return (None if node.name == "weight" else False), ""
 
-    def _by_bias(self, node: Node) -> bool | None:
+    def by_bias(self, node: Node) -> bool | None:
+        """Whether a kernel is (out, in) by its bias; None where that does not tell."""
         bias = self.tree.bias_of(node)
         if bias is None or len(node.sizes) != 2 or len(bias.sizes) != 1:
             return None
@@ -77,7 +78,7 @@ class Orientation:
 
     @functools.cached_property
     def _bias_votes(self) -> _Votes:
-        return self._count(self._by_bias)
+        return self._count(self.by_bias)
 
     @functools.cached_property
     def _width_votes(self) -> _Votes:

@@ -261,6 +261,14 @@ class _Reader:
     def _two_axes(self, node: Node, role: str, label: str) -> Places | str:
         flipped = self.out_in(node.path) if callable(self.out_in) else self.out_in
         reason = ""
+        if label == MUON and flipped is not None:
+            beside, bias = self.orientation.by_bias(node), self.tree.bias_of(node)
+            if bias is not None and beside not in (None, flipped):
+                return (
+                    f"out_in={flipped} of the Reading makes its outputs "
+                    f"{node.sizes[0 if flipped else 1]}, and the bias {bias.path!r} "
+                    f"beside it has shape {bias.shape}"
+                )
         if flipped is None and role not in ("embedding", "vector", "lora"):
             flipped, reason = self.orientation.of(node)
             if flipped is None and label == MUON:
