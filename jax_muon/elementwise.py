@@ -23,6 +23,7 @@ from jax_muon.checks import (
     number,
     rate,
 )
+from jax_muon.polar.kernels import wider
 from jax_muon.polar.products import wide
 from jax_muon.reading import paths
 
@@ -42,7 +43,7 @@ def as_wide_as_params(updates: Any, params: Any) -> Any:
             return u
         if not all(jnp.issubdtype(d, jnp.floating) for d in (narrow, dtype)):
             return u
-        return u.astype(dtype) if jnp.promote_types(narrow, dtype) == dtype else u
+        return u.astype(dtype) if wider(narrow, dtype) == dtype else u
 
     return jax.tree.map(widen, updates, params, is_leaf=lambda x: x is None)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jax_muon.checks import check_count, check_flag, number, refuse
+from jax_muon.polar.kernels import wider
 
 
 def max_attention_logits(
@@ -91,11 +92,11 @@ def max_attention_logits(
             "bqngd,bknd->bngqk",
             some_q,
             some_k,
-            preferred_element_type=jnp.promote_types(q.dtype, jnp.float32),
+            preferred_element_type=wider(q.dtype, jnp.float32),
         )
         logits = logits.reshape(batch, heads, rows, columns)
         if causal:
-            ahead = (j + jnp.arange(columns)) > (i + jnp.arange(rows))[:, None]
+            ahead = (j + jnp.arange(columns))[None] > (i + jnp.arange(rows))[:, None]
             logits = jnp.where(ahead[None, None], -jnp.inf, logits)
         if mask is not None:
             seen = mask

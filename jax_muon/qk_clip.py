@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from jax_muon.checks import check_arrays, check_gradients, check_type, number, refuse
 from jax_muon.mesh.specs import replicated
+from jax_muon.polar.kernels import wider
 from jax_muon.polar.products import wide
 from jax_muon.reading import paths
 
@@ -147,7 +148,7 @@ def clip_qk(
             heads = _heads(name, modules[name], shapes, largest.shape)
             dtypes = [weights[path].dtype for path in shapes]
             largest = replicated(largest).astype(
-                functools.reduce(jnp.promote_types, dtypes, jnp.float32)
+                functools.reduce(wider, dtypes, jnp.float32)
             )
             clipped += jnp.sum(_is_above(largest, threshold), dtype=jnp.int32)
             per_query, per_key = heads.factors(largest, threshold, balance)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int8, UInt32
 
+from jax_muon.polar.kernels import wider
 from jax_muon.polar.products import wide
 from jax_muon.reading import paths
 
@@ -98,7 +99,7 @@ class Quantized:
         def scales(p: Array) -> Array:
             # A sum, so that the state lies on the mesh as the rows do.
             rows = jnp.sum(p, axis=_row(p), keepdims=True)
-            wide_dtype = jnp.promote_types(p.dtype, jnp.float32)
+            wide_dtype = wider(p.dtype, jnp.float32)
             return jnp.zeros_like(rows, dtype=wide_dtype)
 
         # A box names the axes of the parameter, over which (out, 1) is not divided.

@@ -26,6 +26,7 @@ from jax_muon.checks import (
 from jax_muon.elementwise import in_dtype_of, rate_at, saturated
 from jax_muon.notes import is_listening, note
 from jax_muon.polar.iteration import power_of_two_scaled
+from jax_muon.polar.kernels import wider
 from jax_muon.polar.products import wide
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes
@@ -171,7 +172,7 @@ def scale_by_normuon(
         def zeros(p: Array, axes: MatrixAxes) -> Array:
             # A sum, so that the state lies on the mesh as the parameter does.
             one = jnp.sum(p, axis=averaged(axes, p.shape), keepdims=True)
-            return jnp.zeros_like(one, dtype=jnp.promote_types(p.dtype, jnp.float32))
+            return jnp.zeros_like(one, dtype=wider(p.dtype, jnp.float32))
 
         # A box names the axes of the parameter, over which (1, out) cannot be sharded.
         check_arrays("params", params)

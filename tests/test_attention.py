@@ -95,3 +95,11 @@ def test_memory_is_that_of_a_block():
 def test_shapes_of_queries_and_keys(q, k, options, message):
     with pytest.raises(ValueError, match=message):
         jm.max_attention_logits(jnp.ones(q), jnp.ones(k), **options)
+
+
+def test_without_promotion_of_dtypes_and_ranks():
+    q = jax.ShapeDtypeStruct((2, 5, 4, 8), "bfloat16")
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        for causal in (True, False):
+            measure = functools.partial(jm.max_attention_logits, causal=causal)
+            assert jax.eval_shape(measure, q, q).shape == (4,)

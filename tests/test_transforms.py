@@ -431,6 +431,38 @@ def test_no_matrix_is_an_error_with_its_path(factory, leaf):
         factory().init({"block": {"w": leaf}})
 
 
+def orthogonalized(matrices):
+    return optax.chain(
+        jm.orthogonalize(jm.NewtonSchulz(form="standard"), matrices=matrices),
+        optax.scale_by_learning_rate(lambda count: 0.1 / (1 + count.astype("float32"))),
+    )
+
+
+STRICT = {
+    **PIECES,
+    "partition": lambda: jm.partition(
+        {"muon": orthogonalized, "adamw": optax.sgd(1.0)}
+    ),
+    "hyperball": lambda: jm.hyperball(
+        lambda count: 0.1 / (1 + count.astype("float32"))
+    ),
+    "skip_nonfinite": lambda: jm.skip_nonfinite(jm.scale_by_shape()),
+    "splits": lambda: jm.with_splits(optax.sgd(0.1), {"a": jm.Split(("q", "k", "v"))}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", STRICT)
+def test_without_promotion_of_dtypes_and_ranks(name, dtype):
+    """Of what is ours: optax.adamw itself cannot be traced so with leaves."""
+    params, grads = trees(dtype)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        tx = STRICT[name]()
+        state = jax.eval_shape(tx.init, params)
+        updates, _ = jax.eval_shape(tx.update, grads, state, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, grads)
+
+
 def test_cautious_decay_needs_params():
     tx = jm.add_cautious_decayed_weights(0.1)
     with pytest.raises(ValueError, match="params=None"):

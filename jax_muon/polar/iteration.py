@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jax_muon.polar.coefficients import Coefficients
-from jax_muon.polar.kernels import matmul
+from jax_muon.polar.kernels import matmul, wider
 from jax_muon.polar.products import (
     FusedProducts,
     KernelProducts,
@@ -75,7 +75,7 @@ def iterate(x: Array, norm_factor: Any, eps: Any, settings: Settings) -> Array:
     if m == 1:
         # Of one row, the only singular value begins where the quintics are steepest:
         # in bfloat16 it ends 0.22 from where it should, whatever the row.
-        dtype = jnp.promote_types(dtype, jnp.float32)
+        dtype = wider(dtype, jnp.float32)
     low_precision = dtype == jnp.bfloat16
     body = _gram_form if uses_gram(settings.form, dtype, m, n) else _standard_form
 

@@ -42,6 +42,12 @@ class Tiling(NamedTuple):
 HOPPER = Tiling()
 
 
+def wider(dtype: Any, other: Any) -> Any:
+    """`jnp.promote_types`, also where JAX promotes nothing by itself ("strict")."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(dtype, other)
+
+
 def matmul(
     x: Float[Array, "*batch m k"],
     y: Float[Array, "*batch k n"],
@@ -63,7 +69,7 @@ def outer(
 def _accumulation(
     operands: jnp.dtype, dtype: jax.typing.DTypeLike | None
 ) -> dict[str, Any]:
-    wide = jnp.promote_types(operands, jnp.float32)
+    wide = wider(operands, jnp.float32)
     return {
         # HIGHEST: on a GPU, float32 would otherwise run through TF32 with 10 bits.
         "precision": jax.lax.Precision.HIGHEST if operands == wide else None,

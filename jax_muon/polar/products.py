@@ -17,12 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jax_muon.polar.kernels import gram_kernel, matmul, outer, quadratic_kernel
+from jax_muon.polar.kernels import (
+    gram_kernel,
+    matmul,
+    outer,
+    quadratic_kernel,
+    wider,
+)
 
 
 def wide(x: Array) -> Array:
     """In at least float32: for sums, means and small differences."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(wider(x.dtype, jnp.float32))
 
 
 # Symmetric products are computed by halves from so many rows and columns on; below, the

@@ -269,6 +269,42 @@ def test_arguments(given, match):
         jm.make_train_step(lambda p, b: 0.0, jm.nanochat(), mesh_of(2), **given)
 
 
+@pytest.mark.parametrize(
+    ("loss", "flags", "match"),
+    [
+        (0.0, {"has_aux": True}, "has_aux=True, and loss_fn gave .*; expected a pair"),
+        ((0.0, 1.0, 2.0), {"weighted": True}, "weighted=True, .*; expected a pair"),
+        ((0.0, {}), {}, "the loss of loss_fn=.*; expected a real scalar"),
+        (jnp.ones(3), {}, r"the loss of loss_fn is float32 of shape \(3,\); expected"),
+        ((0.0, "1"), {"weighted": True}, "the weight of loss_fn='1'; expected"),
+    ],
+)
+def test_loss_functions_without_what_they_promise(loss, flags, match):
+    params = {"w": jnp.ones((4, 6))}
+    step = jm.make_train_step(lambda p, b: loss, jm.muon(), mesh_of(2), **flags)
+    with pytest.raises(ValueError, match=match):
+        step(*step.init(params), jnp.ones((2, 3)))
+
+
+def test_counts_of_groups_without_leaves_under_zero2():
+    """Clipping changes nothing about them: each step counts, as on one device."""
+    params = {"w": jnp.ones((8, 6))}
+    tx = optax.chain(optax.clip_by_global_norm(1.0), jm.muon(dtype="float32"))
+    step = jm.make_train_step(
+        lambda p, b: jnp.sum(p["w"] * b.mean()), tx, mesh_of(2), min_size=1
+    )
+    state = step(*step.init(params), jnp.ones((2, 3)))[1]
+    _, alone = tx.update(params, tx.init(params), params)
+
+    def counts(state):
+        leaves = jax.tree_util.tree_leaves_with_path(state)
+        named = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+        return {path: int(leaf) for path, leaf in named if path.endswith(".count")}
+
+    assert counts(state) == counts(alone)
+    assert set(counts(state).values()) == {1}
+
+
 def test_explicit_axes_beside_those_of_the_batch():
     mesh = mesh_of(2, 2, kind=EXPLICIT)
     with pytest.raises(
