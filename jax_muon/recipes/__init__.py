@@ -25,6 +25,9 @@ at init. Updates have the dtype of the parameters: narrower gradients, such as b
 for float32 parameters, are widened before anything is computed. Under
 `optax.inject_hyperparams` all numbers may change from step to step but `steps`, which
 has to be named in `static_args`, as has a `polar` that is given.
+
+With `jax_numpy_dtype_promotion="strict"` recipes cannot be traced, since `optax.adamw`
+cannot. `partition` with the pieces, and with another optimizer for the rest, can.
 """
 
 from jax_muon.recipes.joined import teon

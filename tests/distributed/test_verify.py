@@ -150,7 +150,7 @@ def test_float64(x64):
     [
         ({"steps": 0}, "steps=0; expected"),
         ({"seed": -1}, "seed=-1; expected"),
-        ({"bound": 0.0}, "bound=0.0; expected a number above 0"),
+        ({"bound": 0.0}, "bound=0.0; expected a finite number above 0"),
         ({"divide": "model"}, "divide='model'; expected axes of the mesh"),
     ],
 )
