@@ -35,6 +35,7 @@ from jax_muon.recipes import (
     teon,
 )
 from jax_muon.splits import Split, with_splits
+from jax_muon.suggest_steps import SuggestedSteps, suggest_steps
 from jax_muon.takeover import Moments, take_over
 from jax_muon.transforms import (
     equilibrate_rows,
@@ -60,6 +61,7 @@ __all__ = [
     "PolarExpress",
     "Reading",
     "Split",
+    "SuggestedSteps",
     "TrainStep",
     "VerifiedArray",
     "abstract_state",
@@ -92,6 +94,7 @@ __all__ = [
     "scale_by_path",
     "scale_by_shape",
     "skip_nonfinite",
+    "suggest_steps",
     "take_over",
     "teon",
     "verify",

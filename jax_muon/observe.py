@@ -109,7 +109,7 @@ def observe(
 
     def init_fn(params: optax.Params) -> ObserveState:
         state = inner.init(params)
-        matrices, leaves = _read(reading, params), _leaves(reading, params)
+        matrices, leaves = read_parts(reading, params), float_parts(reading, params)
         if not leaves:
             raise ValueError(
                 "observe: there are no parameters of floating point; expected at least "
@@ -144,8 +144,8 @@ def observe(
         updates, inner_state = inner.update(
             updates, state.inner_state, params, **extra_args
         )
-        matrices, weights = _read(reading, params), _leaves(reading, params)
-        steps, momenta = _leaves(reading, updates), _momenta(inner_state, weights)
+        matrices, weights = read_parts(reading, params), float_parts(reading, params)
+        steps, momenta = float_parts(reading, updates), _momenta(inner_state, weights)
         observed: dict[str, Array] = {}
         largest: dict[str, Array] = {}
         for label, own in _by_label(matrices, weights).items():
@@ -236,7 +236,7 @@ class _Sides(NamedTuple):
         return jnp.minimum(rank, self.short_size), nearer.astype(v.dtype)
 
 
-def _read(reading: Reading, params: Any) -> Matrices:
+def read_parts(reading: Reading, params: Any) -> Matrices:
     """How the parameters are read, or their parts."""
     tree = paths.unbox(params)
     matrices = reading.read(tree)
@@ -245,7 +245,7 @@ def _read(reading: Reading, params: Any) -> Matrices:
     return matrices
 
 
-def _leaves(reading: Reading, tree: Any) -> dict[str, Array]:
+def float_parts(reading: Reading, tree: Any) -> dict[str, Array]:
     """Arrays of floating point, or their parts, by path."""
     tree = paths.unbox(tree)
     if reading.splits:

@@ -248,7 +248,14 @@ def _optimal_quintics(
     return tuple(schedule)
 
 
-def _evaluate(abc: np.ndarray, x: float) -> float:
+def evaluate(table: Sequence[Coefficients], x: np.ndarray) -> np.ndarray:
+    """Singular values after all steps of an iteration, in exact arithmetic."""
+    for abc in table:
+        x = _evaluate(abc, x)
+    return x
+
+
+def _evaluate(abc: Any, x: Any) -> Any:
     a, b, c = abc
     return a * x + b * x**3 + c * x**5
 
