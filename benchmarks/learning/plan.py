@@ -59,7 +59,7 @@ def _shortest(
 ) -> int | None:
     target = mean(seeds(records, BASELINE, steps, width))
     best = grid(records, optimizer, steps, width)
-    grain = max(1, steps // 60)
+    grain = max(1, steps // 30)
     longest = (steps - 1) // grain * grain
 
     def reached(length: int) -> bool:
