@@ -20,6 +20,7 @@ class Line(NamedTuple):
     name: str
     factors: tuple[float, ...] = ()  # of the present value
     values: tuple[float, ...] = ()  # or the first two of these that it is not
+    goes_on: bool = False  # by the same factor, while it gets better
 
     def beside(self, here: float | list[float]) -> list[float]:
         values = self.values or [round(here * factor, 6) for factor in self.factors]
@@ -36,7 +37,7 @@ WITHOUT_DECAY = (*FIRST[:-1], Line("learning_rate", factors=(0.7, 1.4)))
 # A second look, for the baseline and those that it is worth the time for.
 SECOND = (
     Line("momentum", values=(0.7, 0.85, 0.75)),
-    Line("learning_rate", factors=(0.7, 1.4)),
+    Line("learning_rate", factors=(0.7, 1.4), goes_on=True),
 )
 LOOKED_AT_TWICE = ("adamw", "nanochat")
 
@@ -64,24 +65,29 @@ BEGINNINGS: dict[str, Settings] = {
 
 
 def lines(optimizer: str) -> tuple[Line, ...]:
-    """What is tried for an optimizer: eight runs, or twelve, beside the beginning."""
+    """What is tried for an optimizer beside the beginning."""
     first = FIRST if "weight_decay" in BEGINNINGS[optimizer] else WITHOUT_DECAY
     return first + SECOND if optimizer in LOOKED_AT_TWICE else first
-
-
-def tries(optimizer: str) -> int:
-    """How many runs a search makes."""
-    return 1 + 2 * len(lines(optimizer))
 
 
 def search(optimizer: str, loss: Callable[[Settings], float]) -> Settings:
     """The best settings, and every setting that is tried passes through `loss`."""
     best = BEGINNINGS[optimizer]
     lowest = loss(best)
+
+    def better(name: str, value: float) -> bool:
+        nonlocal best, lowest
+        tried = best | {name: value}
+        found = loss(tried)
+        if found < lowest:
+            best, lowest = tried, found
+            return True
+        return False
+
     for line in lines(optimizer):
-        for value in line.beside(best[line.name]):
-            tried = best | {line.name: value}
-            found = loss(tried)
-            if found < lowest:
-                best, lowest = tried, found
+        here = best[line.name]
+        won = [value for value in line.beside(here) if better(line.name, value)]
+        while line.goes_on and won:
+            value = round(won[-1] * won[-1] / here, 6)
+            here, won = won[-1], [value] if better(line.name, value) else []
     return best

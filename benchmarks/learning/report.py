@@ -13,7 +13,7 @@ from optimizers import BEST
 from runs import write  # that of the example
 
 from benchmarks.learning import plan
-from benchmarks.learning.grid import BASELINE, BEGINNINGS, tries
+from benchmarks.learning.grid import BASELINE, BEGINNINGS
 from benchmarks.learning.records import Record, Records
 from benchmarks.learning.training import Point
 
@@ -50,6 +50,7 @@ class Lookup(NamedTuple):
 class Row(NamedTuple):
     """What came of an optimizer; None where runs are missing."""
 
+    tries: int  # runs of the search
     best: Point
     found: Record  # the best run of the search
     runs: list[Record] | None  # over all steps, one of each seed
@@ -63,6 +64,7 @@ def rows(records: Records, steps: int, width: int) -> dict[str, Row]:
     lookup, found = Lookup(records, []), {}
     for optimizer in BEGINNINGS:
         size = (optimizer, steps, width)
+        before = len(lookup.used)
         best = lookup.result(plan.grid, *size)
         if best is None:
             continue
@@ -71,8 +73,10 @@ def rows(records: Records, steps: int, width: int) -> dict[str, Row]:
             for record in records.all(optimizer)
             if record["width"] == width and "cpu_seconds_a_step" in record
         ]
+        tries = len(lookup.used) - before
         base = optimizer == BASELINE
         found[optimizer] = Row(
+            tries,
             best,
             lookup.measure(best._replace(steps=plan.searched(optimizer, steps))),
             lookup.result(plan.seeds, *size),
@@ -110,7 +114,7 @@ def table(found: dict[str, Row], steps: int) -> str:
         length = row.length or row.length_of_one
         cells = [
             f"`{name}`",
-            str(tries(name)),
+            str(row.tries),
             f"{settings['learning_rate']:g}",
             " to ".join(map(str, momentum))
             if isinstance(momentum := settings["momentum"], list)

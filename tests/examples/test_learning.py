@@ -70,7 +70,7 @@ def test_a_bisection_between_two_grains_is_refused(longest, grain, near):
 
 
 @pytest.mark.parametrize("optimizer", grid.BEGINNINGS)
-def test_no_optimizer_gets_more_tries_than_the_baseline(optimizer):
+def test_no_optimizer_is_looked_at_more_than_the_baseline(optimizer):
     tried = []
     beginning = grid.BEGINNINGS[optimizer]
     twice = 2 * beginning["learning_rate"]
@@ -79,7 +79,8 @@ def test_no_optimizer_gets_more_tries_than_the_baseline(optimizer):
         lambda s: tried.append(s) or abs(math.log(s["learning_rate"] / twice)),
     )
     assert len({json.dumps(s, sort_keys=True) for s in tried}) == len(tried)
-    assert len(tried) == grid.tries(optimizer) <= grid.tries(grid.BASELINE)
+    assert len(tried) == (13 if optimizer in grid.LOOKED_AT_TWICE else 9)
+    assert grid.BASELINE in grid.LOOKED_AT_TWICE
     assert best == beginning | {"learning_rate": twice}
 
 
