@@ -39,7 +39,7 @@ SECOND = (
     Line("momentum", values=(0.7, 0.85, 0.75)),
     Line("learning_rate", factors=(0.7, 1.4), goes_on=True),
 )
-LOOKED_AT_TWICE = ("adamw", "nanochat")
+LOOKED_AT_TWICE = ("adamw", "nanochat", "nanochat-august")
 
 DECAY: Settings = {"weight_decay": 0.1}
 
