@@ -20,6 +20,7 @@ from jax.experimental import topologies
 from jax.sharding import (
     AbstractDevice,
     AbstractMesh,
+    AxisType,
     Mesh,
     NamedSharding,
     PartitionSpec,
@@ -102,13 +103,22 @@ class WholeStep:
         return self.args[0]
 
 
-def lowering_for_h100() -> AbstractContextManager[Any]:
+def lowering_for_h100(**axes: int) -> AbstractContextManager[Any]:
     """In it Pallas lowers kernels for an H100, though no card is here.
 
     Up to jax 0.10 it took any card for granted; since then it asks which one.
+
+    Args:
+      **axes: names and sizes of a mesh of such cards, over which `jax.shard_map`
+        without a mesh of its own runs.
     """
     card = AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
-    mesh = AbstractMesh((), (), (), abstract_device=card)
+    mesh = AbstractMesh(
+        tuple(axes.values()),
+        tuple(axes),
+        axis_types=len(axes) * (AxisType.Auto,),
+        abstract_device=card,
+    )
     return jax.sharding.use_abstract_mesh(mesh)
 
 

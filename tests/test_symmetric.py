@@ -205,16 +205,14 @@ def test_factors_may_be_traced_and_mapped():
 
 def test_lowering_for_a_gpu_under_shard_map():
     """One triangle of tiles is launched for each matrix that a device holds."""
-    mesh = Mesh(np.array(jax.devices()), ("data",))
     axis = PartitionSpec("data")
-    function = jax.shard_map(
-        lambda x: quadratic_kernel(gram_kernel(x), B, C),
-        mesh=mesh,
-        in_specs=axis,
-        out_specs=axis,
-    )
     x = jax.ShapeDtypeStruct((24, 700, 3000), jnp.bfloat16)
-    with lowering_for_h100():
+    with lowering_for_h100(data=8):
+        function = jax.shard_map(
+            lambda x: quadratic_kernel(gram_kernel(x), B, C),
+            in_specs=axis,
+            out_specs=axis,
+        )
         lowered = jax.jit(function).trace(x).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 2
