@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from jax_muon.checks import check_count, checked_float
+from jax_muon.checks import check_arrays, check_count, check_float_dtype, number
 from jax_muon.observe import float_parts, read_parts
 from jax_muon.polar.coefficients import Coefficients, evaluate
 from jax_muon.polar.factors import NewtonSchulz, PolarExpress
+from jax_muon.reading.bare import check_reading
 from jax_muon.reading.labels import ADAMW
 from jax_muon.reading.matrices import Matrices, Reading
 
@@ -55,7 +56,7 @@ def suggest_steps(
     target: float,
     *,
     reading: Reading | None = None,
-    dtype: jax.typing.DTypeLike = "bfloat16",
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
     most: int = 16,
 ) -> dict[str, SuggestedSteps]:
     """The steps and lower bound that reach an error on the momentum that a run has.
@@ -73,7 +74,7 @@ def suggest_steps(
       target: the error to reach, between 0 and 1. On the momentum of the example's
         model nanochat's five steps end at 0.28, mean over matrices and steps.
       reading: how parameters are read; its labels make the groups.
-      dtype: of the iteration that is suggested and measured.
+      dtype: of the iteration that is suggested and measured; None for the momentum's.
       most: matrices of a label that are decomposed, evenly spread over all.
 
     Returns:
@@ -92,9 +93,10 @@ def suggest_steps(
     References:
       The Polar Express, arXiv 2505.16932; spectra by layer, arXiv 2606.04058.
     """
-    target = checked_float(
-        "target", target, "a number between 0 and 1", lambda value: 0 < value < 1
-    )
+    check_arrays("momentum", momentum)
+    target = number("target", target, "in (0, 1)", traced=False)
+    check_reading("reading", reading)
+    check_float_dtype("dtype", dtype)
     check_count("most", most)
     reading = Reading() if reading is None else reading
     groups = _groups(

@@ -447,7 +447,7 @@ def test_refusals():
     divided = jax.device_put({"w": jnp.ones((8, 8))}, NamedSharding(mesh, P("data")))
     with pytest.raises(ValueError, match=r"'w' lies divided .* expected specs"):
         jm.on_mesh(optax.sgd(1.0), mesh).init(divided)
-    with pytest.raises(ValueError, match="axes of the mesh, .* each once"):
+    with pytest.raises(ValueError, match=r"axes of the mesh, .* each once"):
         jm.on_mesh(optax.sgd(1.0), mesh, divide=("data", "data"))
     with pytest.raises(ValueError, match="min_size=-5"):
         jm.on_mesh(optax.sgd(1.0), mesh, min_size=-5)
