@@ -371,7 +371,7 @@ def labelled(**labels):
         ({"momentum": np.float32(1.5)}, [r"1\.5"]),
         (
             {"reading": jm.Reading(None, {"z": MuonDimensionNumbers(0, 1)})},
-            ["'z', which no parameter has"],
+            ["'z' matches no parameter"],
         ),
         (labelled(w="moun", v="adamw"), ["'w'", "'moun'", "'muon', 'adamw'"]),
         (labelled(w="muon", v="muon"), ["'v'", r"\(3,\)"]),
