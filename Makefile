@@ -10,10 +10,13 @@ ARGS ?=
 RESULTS ?= benchmarks/results
 GPU ?= cuda --models gpt2-124m gpt2-350m gpt-1.3b --rounds 20
 SHAPES ?= 1024x1024 1024x4096 2048x2048 2048x8192
+VERSIONS ?= 3.11_0.10.1_0.2.6 3.12_0.11.0_0.2.6 3.13_0.12.0.1_0.2.8
+VERSION_TESTS ?= tests/test_transforms.py tests/test_recipes.py tests/test_numbers.py \
+	tests/test_reading.py tests/test_matrices.py tests/test_polar.py tests/test_splits.py
 FORMS ?= 256x256 256x1024 256x4096 512x2048 768x768 768x1536 768x3072 1024x1024 \
 	1024x2048 1024x4096 2048x2048 2048x4096 2048x8192 4096x4096 4096x8192 8192x8192
 
-.PHONY: train train-multiprocess test parity venv docs lint bench bench-gpu gpu-schedule \
+.PHONY: train train-multiprocess test test-versions parity venv docs lint bench bench-gpu gpu-schedule \
 	symmetric-kernel clean
 
 train: $(VENV)/examples
@@ -26,6 +29,20 @@ train-multiprocess: $(VENV)/examples
 
 test: venv
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# The oldest, some middle and the newest versions of Python, jax and optax, each in an
+# environment of its own; the tests that need neither PyTorch nor several processes.
+test-versions: $(VERSIONS:%=runs/versions/%)
+	for version in $^; do \
+		PYTHONPATH=. $$version/bin/python -m pytest -q $(VERSION_TESTS) $(ARGS) || exit 1; \
+	done
+
+runs/versions/%: constraints.txt
+	python$(word 1,$(subst _, ,$*)) -m venv $@
+	$@/bin/pip install --quiet --disable-pip-version-check \
+		jax==$(word 2,$(subst _, ,$*)) optax==$(word 3,$(subst _, ,$*)) \
+		jaxtyping chex equinox flax hypothesis pytest
+	touch $@
 
 parity: $(VENV)/parity
 	$(BIN)/python -m parity.run $(ARGS)
