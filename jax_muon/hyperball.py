@@ -75,8 +75,8 @@ def hyperball(
       learning_rate: :math:`\eta`, the step as a part of the norm: an angle in radians.
       learning_rates: path pattern to a factor of the learning rate, as in
         `scale_by_path`.
-      eps: smallest norm of a direction that is divided by, so that a matrix without a
-        gradient does not move.
+      eps: smallest norm of a direction; with a smaller one, as without a gradient, a
+        matrix stays as it is.
       matrices: how parameters are read, which `partition` gives; None reads them anew.
 
     Returns:
@@ -166,13 +166,14 @@ def _move(
         sum_over(x, axes.matrix)
         for x in (wide_u * wide_u, wide_w * wide_u, wide_w * wide_w)
     )
-    least = in_dtype_of(uu, eps)
-    step = in_dtype_of(uu, rate) * target / jnp.maximum(jnp.sqrt(uu), least)
+    size = jnp.sqrt(uu)
+    moves = size >= in_dtype_of(uu, eps)
+    step = in_dtype_of(uu, rate) * target / jnp.where(moves, size, 1)
     # |W - step U|, from sums that devices may add up at the same time.
     norm = jnp.sqrt(jnp.maximum(ww - 2 * step * wu + step * step * uu, 0))
-    arrived = ((radius > 0) | (norm >= target)) & (norm > 0)
+    arrived = moves & ((radius > 0) | (norm >= target)) & (norm > 0)
     back = jnp.where(arrived, target / jnp.where(arrived, norm, 1), 1)
     # Not as a difference of weights, of which bfloat16 would leave nothing.
-    update = (back - 1) * wide_w - back * step * wide_u
+    update = jnp.where(moves, (back - 1) * wide_w - back * step * wide_u, 0)
     new = jnp.where(arrived, target, radius).astype(radius.dtype)
     return update.astype(u.dtype), new

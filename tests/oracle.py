@@ -34,7 +34,7 @@ def normuon(x, v, beta2, axis, eps=1e-10):
 def hyperball(w, u, lr, radius):
     """One step on the sphere: the new w and radius, 0 inside a zero start's sphere."""
     target = radius or np.sqrt(len(w))
-    w = w - lr * target * u / max(np.linalg.norm(u), 1e-10)
+    w = w - lr * target * u / np.linalg.norm(u)
     if not radius and np.linalg.norm(w) < target:
         return w, 0.0
     return w * target / np.linalg.norm(w), target

@@ -158,7 +158,7 @@ def sphere_step(w: Tensor, u: Tensor, lr: float, state: dict) -> None:
     """W <- R n(W - lr R n(U)), in place; n(X) = X / ||X||_F, and R is ||W||_F at first.
 
     A W that starts at zero moves by -lr R n(U) with R = sqrt(m), as if its entries had
-    the variance 1/n, until its norm reaches R. Norms of U are clamped at 1e-10.
+    the variance 1/n, until its norm reaches R. A U below 1e-10 moves nothing.
 
     Source: arXiv 2606.16899; what a zero W does is a choice of this project.
     """
@@ -168,7 +168,9 @@ def sphere_step(w: Tensor, u: Tensor, lr: float, state: dict) -> None:
         state["inside"] = bool(start == 0)
         state["radius"] = math.sqrt(w.shape[-2]) if state["inside"] else start
     radius = state["radius"]
-    w.sub_(lr * radius * u / norm(u).clamp_min(1e-10))
+    if norm(u) < 1e-10:
+        return
+    w.sub_(lr * radius * u / norm(u))
     if state["inside"] and norm(w) < radius:
         return
     state["inside"] = False
