@@ -98,7 +98,8 @@ def tests(record: Record, tiny: bool) -> None:
 
         del pytest  # that it can be imported is all
         words = [sys.executable, "-m", "pytest", "-m", "card", "-q"]
-        words += ["-p", "no:cacheprovider", "tests/test_card.py"]
+        # Versions are the card's own: what warns there must not hide what fails.
+        words += ["-W", "default", "-p", "no:cacheprovider", "tests/test_card.py"]
         left = max(10.0, record.deadline - time.monotonic())
         environment = os.environ | {"JAX_PLATFORMS": jax.default_backend()}
         if environment["JAX_PLATFORMS"] == "gpu":
@@ -159,17 +160,22 @@ def steps(record: Record, tiny: bool) -> None:
         make("optax"),
     ]
     models = ["tiny"] if tiny else ["gpt2-124m", "gpt-1.3b", "gpt2-350m"]
-    order = [(model, c) for model in models for c in first]
-    order += [(model, c) for c in rest for model in models]
     found: dict[tuple[str, str], float] = {}
-    for model, contender in order:
+
+    def measure(model: str, contender: Contender) -> None:
         left = record.deadline - time.monotonic()
-        measure = functools.partial(one_contender, model, contender, min(120, left))
-        result = record.measure(f"{model} {contender}", measure)
+        run = functools.partial(one_contender, model, contender, min(120, left))
+        result = record.measure(f"{model} {contender}", run)
         if result is not None:
             found[model, str(contender)] = result["seconds"]
+
     for model in models:
-        record.measure(f"{model} shares", lambda m=model: shares(m, found, peak))
+        for contender in first:
+            measure(model, contender)
+        record.measure(f"{model} shares", functools.partial(shares, model, found, peak))
+    for contender in rest:
+        for model in models:
+            measure(model, contender)
 
 
 def one_contender(model: str, contender: Any, timeout: float) -> dict[str, Any]:

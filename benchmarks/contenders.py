@@ -34,6 +34,7 @@ class JaxContender:
         dtype: str,
         *,
         in_train_step: bool = True,
+        cublas: bool = False,
     ):
         """Compile.
 
@@ -45,6 +46,8 @@ class JaxContender:
             for products of float32 without TF32, which a GPU would take by "default".
           in_train_step: whether to compile the step inside a train step too, and say
             what temporaries it has there.
+          cublas: on a GPU, products by cuBLASLt alone. An option of this program: a
+            flag of the process would be unknown to the compiler for CPUs.
         """
         shapes = model_parameters(model, jnp.float32, scanned=layout == "scanned")
         self.params, self.grads = random_like(shapes, 0), random_like(shapes, 1)
@@ -52,10 +55,13 @@ class JaxContender:
         self.state = jax.jit(init)(self.params)
         args = (self.params, self.state, self.grads)
         jax.block_until_ready(args)  # so that nothing runs beside the compiler
+        gpu = jax.default_backend() == "gpu"
+        options = {"xla_gpu_enable_triton_gemm": False} if cublas and gpu else None
         precision = "highest" if dtype == "float32" else "default"
         with jax.default_matmul_precision(precision):
             began = time.perf_counter()
-            compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
+            lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
+            compiled = lowered.compile(compiler_options=options)
             self.info = {
                 "compile_s": time.perf_counter() - began,
                 "temporary_bytes": temporaries(compiled),

@@ -140,9 +140,6 @@ class Worker:
         settings = dataclasses.asdict(contender) | {"model": model, "device": device}
         settings.pop("malloc")
         environment = {**os.environ, "JAX_PLATFORMS": device}
-        if settings.pop("cublas"):
-            flags = environment.get("XLA_FLAGS", "")
-            environment["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_triton_gemm=false"
         if contender.malloc == "tuned":
             environment |= machine.tuned_malloc()
         self.contender = contender

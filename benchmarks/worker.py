@@ -30,6 +30,7 @@ def main(settings: dict[str, Any]) -> None:
             settings["layout"],
             settings["dtype"],
             in_train_step=settings.get("in_train_step", True),
+            cublas=settings.get("cublas", False),
         )
     contender.step()  # the first touch of all memory
     contender.info["peak_bytes"] = contender.peak_bytes()
