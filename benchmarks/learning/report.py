@@ -101,36 +101,51 @@ def check_same(records: list[Record], *names: str) -> None:
             )
 
 
-def table(found: dict[str, Row], steps: int) -> str:
+def table(found: dict[str, Row], steps: int, short: bool = False) -> str:
     """A line for each optimizer, the fewest steps first."""
     lines = [
-        "| | tries | matrices | momentum | decay | AdamW's part | best of the search "
-        f"| after {steps} steps | steps to AdamW's loss | of its steps | of its time |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        cells(name, row, found.get(BASELINE), steps)
+        for name, row in sorted(found.items(), key=lambda item: order(item[1]))
     ]
-    baseline = found.get(BASELINE)
-    for name, row in sorted(found.items(), key=lambda item: order(item[1])):
-        settings = row.best.settings
-        length = row.length or row.length_of_one
-        cells = [
-            f"`{name}`",
-            str(row.tries),
-            f"{settings['learning_rate']:g}",
-            " to ".join(map(str, momentum))
-            if isinstance(momentum := settings["momentum"], list)
-            else f"{momentum:g}",
-            f"{settings['weight_decay']:g}" if "weight_decay" in settings else "-",
-            f"{settings['adamw_learning_rate']:g}",
-            f"{plan.last(row.found):.4f} ({row.found['steps']} steps)",
-            spread(row.runs) if row.runs else "-",
-            "-" if not length else str(length) + ("" if row.length else ", one seed"),
-            f"{length / steps:.2f}" if length else "-",
-            f"{length * row.seconds / (steps * baseline.seconds):.2f}"
-            if baseline and baseline.seconds and length and row.seconds
-            else "-",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    titles = [title for title in lines[0] if not (short and title in LONG)]
+    texts = [
+        titles,
+        ["---"] * len(titles),
+        *([line[title] for title in titles] for line in lines),
+    ]
+    return "".join("| " + " | ".join(text) + " |\n" for text in texts)
+
+
+LONG = ("tries", "matrices", "momentum", "decay", "AdamW's part", "of its time")
+
+
+def cells(name: str, row: Row, baseline: Row | None, steps: int) -> dict[str, str]:
+    """A line of the table, by the titles of its columns."""
+    settings, length = row.best.settings, row.length or row.length_of_one
+    momentum, decay = settings["momentum"], settings.get("weight_decay")
+    of_time = (
+        f"{length * row.seconds / (steps * baseline.seconds):.2f}"
+        if baseline and baseline.seconds and length and row.seconds
+        else "-"
+    )
+    return {
+        "": f"`{name}`",
+        "tries": str(row.tries),
+        "matrices": f"{settings['learning_rate']:g}",
+        "momentum": " to ".join(map(str, momentum))
+        if isinstance(momentum, list)
+        else f"{momentum:g}",
+        "decay": "-" if decay is None else f"{decay:g}",
+        "AdamW's part": f"{settings['adamw_learning_rate']:g}",
+        "best of the search": f"{plan.last(row.found):.4f} "
+        f"({row.found['steps']} steps)",
+        f"after {steps} steps": spread(row.runs) if row.runs else "-",
+        "steps to AdamW's loss": "-"
+        if not length
+        else str(length) + ("" if row.length else ", one seed"),
+        "of its steps": f"{length / steps:.2f}" if length else "-",
+        "of its time": of_time,
+    }
 
 
 def order(row: Row) -> tuple[float, float]:
@@ -214,6 +229,7 @@ def write_all(records: Records, docs: pathlib.Path = DOCS, best: pathlib.Path = 
         text = table(found, steps)
         print(f"AdamW's steps: {steps}, width: {width}\n\n{text}")
         fill(docs / "learning.md", name, text)
+        fill(docs.parent / "README.md", name, table(found, steps, short=True))
         draw(records, found, steps, docs / f"{name}.png")
         if (steps, width) == SIZES[0]:
             settings = json.loads(best.read_text()) if best.exists() else BEGINNINGS
