@@ -10,7 +10,7 @@ tiles s (s + 1) / 2 instead of s^2. They are written for Hopper (sm_90) in Trito
 
 `PolarExpress(symmetric="kernel")` uses them on NVIDIA GPUs. It is no default: they are
 compiled and checked in Pallas's interpreter, but not yet run on a GPU
-(docs/symmetric_kernel.md).
+(docs/speed.md).
 """
 
 import functools
@@ -27,7 +27,7 @@ _INPUTS = (jnp.bfloat16, jnp.float16)
 
 
 class Tiling(NamedTuple):
-    """How a kernel cuts its work; docs/symmetric_kernel.md has the reasons.
+    """How a kernel cuts its work; docs/speed.md has the reasons.
 
     Each program computes a tile of `tile` x `tile` elements with `warps` warps, `depth`
     columns at a time, while the next `stages` - 1 pieces of that depth are loaded.
