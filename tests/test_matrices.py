@@ -277,7 +277,7 @@ def test_pooling_is_undone_exactly_and_bounded(members, max_stack):
         (jnp.zeros(()), None, ["'a/w'", r"\(\)"]),
         (jnp.zeros((0, 4)), None, ["'a/w'", r"\(0, 4\)", "empty"]),
         (jnp.zeros((2, 2)), MuonDimensionNumbers(None, 1), ["at least one"]),
-        (jnp.zeros((2, 2), int), None, ["'a/w'", "int32", "floating-point"]),
+        (jnp.zeros((2, 2), int), None, ["'a/w'", "int32", "real floating point"]),
         (jnp.zeros((2, 2), complex), None, ["'a/w'", "complex64"]),
         (jnp.zeros((2, 2)), MuonDimensionNumbers(0, 0), ["no axis twice"]),
         (jnp.zeros((2, 2)), MuonDimensionNumbers(0, -2), ["no axis twice"]),
