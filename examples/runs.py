@@ -125,8 +125,14 @@ class Checkpoints:
         )
 
     def save(self, step: int, params: Any, state: Any) -> None:
+        """Begins to write a checkpoint, when the one before is written.
+
+        Raises:
+            OSError: either could not be.
+        """
         saved = {"params": params, "opt_state": state}
-        self.manager.save(step, args=ocp.args.StandardSave(saved))
+        with self._writing():
+            self.manager.save(step, args=ocp.args.StandardSave(saved))
 
     def restore(self, params: Any, state: Any) -> tuple[int, Any, Any]:
         """The last step whose checkpoint can be read, and what it holds.
@@ -189,7 +195,23 @@ class Checkpoints:
         return self.manager.restore(step, args=ocp.args.StandardRestore(wanted))
 
     def close(self) -> None:
-        self.manager.close()  # waits for what is being written
+        """Waits for what is being written.
+
+        Raises:
+            OSError: it could not be.
+        """
+        with self._writing():
+            self.manager.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # orbax has many kinds of them
+            reason = str(error).partition("\n")[0]
+            raise OSError(
+                f"no checkpoint written to {self.folder}: {reason}"
+            ) from error
 
 
 def shapes(params: Any) -> dict[str, tuple[int, ...]]:

@@ -70,6 +70,11 @@ def main(argv: list[str] | None = None) -> None:
             run(options, mesh, text, folder, stop)
         except KeyboardInterrupt:
             sys.exit(f"{folder}: ended at once; --resume goes on from a checkpoint")
+        except OSError as error:  # a full disk, one that may only be read
+            sys.exit(
+                f"{folder}: {error}; expected a disk with room that can be written to; "
+                "--resume then goes on from the last checkpoint"
+            )
 
 
 def run(

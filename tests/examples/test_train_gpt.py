@@ -1,8 +1,10 @@
 """The main example, at a small size: it learns, resumes exactly, refuses bad input."""
 
+import errno
 import json
 import os
 import pathlib
+import pickle
 import re
 import shutil
 import signal
@@ -12,6 +14,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import runs
 import text
@@ -268,6 +271,75 @@ def test_damaged_files_are_named(copied):
     os.truncate(settings, 20)
     with pytest.raises(ValueError, match=r"whole/settings.json is damaged: .* JSON"):
         train(copied, "whole", "--resume")
+
+
+def test_a_full_disk_ends_a_run_and_loses_nothing(copied, monkeypatch):
+    """The checkpoint at step 30 cannot be written; that of 20 stays, and serves."""
+    folder = copied / "whole"
+    before, kept = contents(folder), contents(folder / "checkpoints" / "20")
+    shutil.rmtree(folder / "checkpoints" / "30")
+
+    def refuse(self, step, args):
+        # As it is when the disk is full in the middle of it.
+        part = folder / "checkpoints" / f"{step}.orbax-checkpoint-tmp"
+        part.mkdir()
+        (part / "half").write_bytes(b"\0" * 99)
+        raise ValueError("RESOURCE_EXHAUSTED: No space left on device [OS error 28]")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "save", refuse)
+        with pytest.raises(SystemExit, match=r"no checkpoint .*/checkpoints: .* space"):
+            train(copied, "whole", "--resume")
+    assert contents(folder / "checkpoints" / "20") == kept
+    train(copied, "whole", "--resume")
+    for name in ("metrics.jsonl", "sample.txt", "settings.json"):
+        assert (folder / name).read_bytes() == before[name]
+    there = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert there == {"20", "30"}
+
+
+class Pickled:
+    """What would write a file, were it loaded."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.marker,)
+
+
+def test_nothing_in_a_checkpoint_is_run(copied, tmp_path):
+    """Pickles beside its files, and as its files, with names that one may look for."""
+    marker = tmp_path / "was loaded"
+    hostile = pickle.dumps(Pickled(marker))
+    pickle.loads(hostile)
+    assert marker.exists()  # so it would be seen
+    marker.unlink()
+    folder = copied / "whole" / "checkpoints" / "30"
+    for name in ("default/params.pkl", "state.pickle", "__init__.py", "tree.pt"):
+        (folder / name).write_bytes(hostile)
+    train(copied, "whole", "--resume")
+    for path in folder.rglob("*"):  # now in the place of what is read
+        if path.is_file():
+            path.write_bytes(hostile)
+    train(copied, "whole", "--resume")  # from the one before
+    assert not marker.exists()
+
+
+def test_a_disk_that_may_only_be_read_is_named(copied, monkeypatch):
+    before = contents(copied / "whole")
+
+    def refuse(*args, **given):
+        raise OSError(errno.EROFS, "Read-only file system", str(args[0]))
+
+    for name in ("rename", "write_text"):
+        monkeypatch.setattr(pathlib.Path, name, refuse)
+    for more in (["--resume"], ["--steps=2"]):
+        with pytest.raises(
+            SystemExit, match=r"whole: .* Read-only .*; expected a disk"
+        ):
+            train(copied, "whole", *more)
+    assert contents(copied / "whole") == before
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(copied):
