@@ -185,9 +185,11 @@ def _train_step(case: Case) -> list[VerifiedArray]:
         return sum(jax.tree.leaves(each))
 
     def batch_of(grad: Any) -> Any:
-        return jax.tree.map(
-            lambda g: (g * weights.reshape(-1, *[1] * g.ndim)).astype(g.dtype), grad
-        )
+        def each(g: np.ndarray) -> np.ndarray:
+            with np.errstate(over="ignore"):  # numbers that are to overflow
+                return (g * weights.reshape(-1, *[1] * g.ndim)).astype(g.dtype)
+
+        return jax.tree.map(each, grad)
 
     def run(step: Any, params: Any, state: Any, each: Any) -> list[np.ndarray]:
         for x in each:
