@@ -64,3 +64,10 @@ def test_every_link_between_pages_leads_somewhere():
     for page in DOCS.glob("*.md"):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_public_name_is_in_the_reference():
+    named = re.findall(
+        r"^::: jax_muon\.(\w+)$", (DOCS / "reference.md").read_text(), re.M
+    )
+    assert sorted(set(named) & set(jm.__all__)) == sorted(jm.__all__)
