@@ -201,12 +201,14 @@ def draw(records: Records, path: pathlib.Path) -> None:
         for width, sweep in by_width.items():
             rates = [record["settings"]["learning_rate"] for record in sweep]
             by_rate.plot(rates, list(map(last, sweep)), ".-", label=f"width {width}")
-        for step in AT[1:]:
+        for step in AT[2:]:  # the first moves no block: the head was zero
             values = [at(sweep, step)["blocks"] for sweep in by_width.values()]
             check.plot(list(by_width), values, ".-", label=f"after {step}")
         by_rate.set(title=optimizer, xscale="log", xlabel="learning rate")
-        check.set(xscale="log", yscale="log", xlabel="width")
-        for axis in (by_rate, check):
+        check.set(xscale="log", yscale="log", ylim=(0.1, 100), xlabel="width")
+        for axis, ticks in ((by_rate, rates), (check, list(by_width))):
+            axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axis.minorticks_off()
             axis.grid(alpha=0.3)
             axis.legend(fontsize=7)
     axes[0, 0].set(ylabel="nats per character")
