@@ -30,15 +30,15 @@ import numpy as np
 from flax import nnx
 from gpt import norm
 from matplotlib.figure import Figure
-from runs import write  # that of the example
 
 from benchmarks.learning import training
 from benchmarks.learning.plan import last
 from benchmarks.learning.records import Record, Records
+from benchmarks.learning.report import fill
 from benchmarks.learning.training import Point, Settings
 
 FOLDER = pathlib.Path("benchmarks/results/transfer")
-PICTURE = pathlib.Path("docs/transfer.png")
+DOCS = pathlib.Path("docs")
 STEPS, CONTEXT, BATCH_SIZE = 100, 64, 8
 AT = (0, 1, 10, 100)  # steps after which activations are measured
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -228,15 +228,15 @@ def main(words: list[str]) -> None:
     add("--widths", nargs="+", type=int, choices=WIDTHS, default=WIDTHS)
     add("--depths", nargs="+", type=int, choices=DEPTHS, default=DEPTHS)
     add("--results", type=pathlib.Path, default=FOLDER, metavar="FOLDER")
-    add("--picture", type=pathlib.Path, default=PICTURE, metavar="FILE")
+    add("--docs", type=pathlib.Path, default=DOCS, metavar="FOLDER")
     add("--report", action="store_true", help="table and picture of the runs so far")
     args = parser.parse_args(words)
     command = shlex.join(["python", "-m", "benchmarks.transfer", *words])
     records = Records(args.results, command, make)
     if args.report:
         print(table(records))
-        write(args.results / "table.md", table(records))
-        draw(records, args.picture)
+        fill(args.docs / "rates.md", "transfer", table(records))
+        draw(records, args.docs / "transfer.png")
         return
     for depth in args.depths:
         for width in args.widths:

@@ -46,17 +46,18 @@ def test_sweeps_are_kept_and_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         transfer, "make", lambda point: points.append(point) or made_up(point)
     )
-    words = [f"--results={tmp_path}", f"--picture={tmp_path / 'picture.png'}"]
+    words = [f"--results={tmp_path}", f"--docs={tmp_path}"]
     some = ["--optimizers", "muon", "--widths", "64", "128", "256", "--depths", "2"]
     transfer.main(words + some)
     transfer.main(words + some)
     assert len(points) == 3 * len(transfer.FACTORS)
     capsys.readouterr()
+    (tmp_path / "rates.md").write_text("<!-- transfer -->\n\n| old |\n")
     transfer.main([*words, "--report"])
     row = "| `muon` | 2 | 64: 0.0424, 128: 0.03, 256: 0.0212 | -0.50 |"
     assert row in capsys.readouterr().out
-    assert row in (tmp_path / "table.md").read_text()
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    assert row in (tmp_path / "rates.md").read_text()
+    assert (tmp_path / "transfer.png").read_bytes().startswith(b"\x89PNG")
     assert not list(transfer.sweeps(Records(tmp_path / "none")))
 
 
