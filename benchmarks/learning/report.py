@@ -228,7 +228,7 @@ def write_all(records: Records, docs: pathlib.Path = DOCS, best: pathlib.Path = 
         name = f"learning_{steps}_{width}"
         text = table(found, steps)
         print(f"AdamW's steps: {steps}, width: {width}\n\n{text}")
-        fill(docs / "learning.md", name, text)
+        fill(docs / "rates.md", name, text)
         fill(docs.parent / "README.md", name, table(found, steps, short=True))
         draw(records, found, steps, docs / f"{name}.png")
         if (steps, width) == SIZES[0]:

@@ -116,7 +116,7 @@ def test_the_plan_from_grid_to_report(tmp_path, made, capsys):
     command.main(words)
     assert len(made) == count  # all are there
     kept = records.Records(tmp_path / "results")
-    page = tmp_path / "learning.md"
+    page = tmp_path / "rates.md"
     page.write_text("a\n\n<!-- learning_300_128 -->\n\n| old |\n\nb\n")
     report.write_all(kept, docs=tmp_path, best=tmp_path / "best.json")
     lines = page.read_text().splitlines()
