@@ -161,30 +161,28 @@ def spread(runs: list[Record]) -> str:
 
 
 def draw(records: Records, found: dict[str, Row], steps: int, path: pathlib.Path):
-    """Loss during runs, and at the end of runs by their length, with bands."""
+    """Loss in the shortest runs, and at the end of runs by their length, with bands."""
     figure = Figure(figsize=(11, 5), layout="constrained")
     during, by_length = figure.subplots(1, 2)
     for name, row in found.items():
-        if row.runs:
-            band(during, name, [run["validation_losses"] for run in row.runs])
-        lengths: dict[int, dict[int, float]] = {}
-        for record in records.all(name):
-            same = record["settings"] == row.best.settings
-            if same and record["width"] == row.best.width:
-                lengths.setdefault(record["steps"], {})[record["seed"]] = plan.last(
-                    record
-                )
-        whole = {n: v for n, v in sorted(lengths.items()) if len(v) == len(plan.SEEDS)}
+        whole = by_steps(records.all(name), row.best)
+        color = f"C{list(BEGINNINGS).index(name)}"
+        if row.length in whole:
+            runs = whole[row.length]
+            band(during, name, [run["validation_losses"] for run in runs], color=color)
         if whole and name != BASELINE:
-            by_seed = [[[n, v[seed]] for n, v in whole.items()] for seed in plan.SEEDS]
-            band(by_length, name, by_seed, marker=".")
+            ends = [
+                [[n, plan.last(runs[i])] for n, runs in whole.items()]
+                for i in range(len(plan.SEEDS))
+            ]
+            band(by_length, name, ends, marker=".", color=color)
     if (baseline := found.get(BASELINE)) and baseline.runs:
         target = plan.mean(baseline.runs)
         label = f"AdamW after {steps} steps"
         by_length.axhline(
             target, color="grey", linestyle="--", linewidth=1, label=label
         )
-    during.set(title=f"Validation loss in runs of {steps} steps", xlabel="step")
+    during.set(title=f"Shortest runs to AdamW's loss after {steps}", xlabel="step")
     by_length.set(title="Last validation loss of whole runs", xlabel="steps of the run")
     for axes in (during, by_length):
         axes.set(ylabel="nats per character")
@@ -192,6 +190,19 @@ def draw(records: Records, found: dict[str, Row], steps: int, path: pathlib.Path
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def by_steps(records: list[Record], best: Point) -> dict[int, list[Record]]:
+    """The runs with the best settings of which there are all seeds, by length."""
+    found: dict[int, dict[int, Record]] = {}
+    for record in records:
+        if (record["settings"], record["width"]) == (best.settings, best.width):
+            found.setdefault(record["steps"], {})[record["seed"]] = record
+    return {
+        steps: [by_seed[seed] for seed in plan.SEEDS]
+        for steps, by_seed in sorted(found.items())
+        if set(by_seed) >= set(plan.SEEDS)
+    }
 
 
 def band(axes: Any, name: str, curves: list[list[list[float]]], **style: Any) -> None:
