@@ -5,7 +5,7 @@ only: a lookup touches single rows. The output head, biases, norm scales and oth
 vectors go to AdamW too, also where scanned layers stack them to two axes and more.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,9 @@ import jax
 from jax_muon.checks import check_arrays, check_mapping, check_type
 from jax_muon.reading import paths
 from jax_muon.reading.roles import ADAMW, MUON, leaves_of, read_leaves
+
+# A tree (or a prefix of one) of labels, or a function of the parameters that gives one.
+Labels = Any | Callable[[Any], Any] | None
 
 __all__ = ["ADAMW", "MUON", "label_params"]
 
@@ -81,3 +84,40 @@ def check_labels(labels: Any) -> None:
 
 def _check_label(name: str, label: Any) -> None:
     check_type(name, label, str, "a label, a text")
+
+
+def lookup(
+    given: Labels, tree: Any, names: Sequence[str], valid: Sequence[str] | None
+) -> Callable[[str], str | None]:
+    """Find the label of every parameter that the user gave; None where none was given.
+
+    Args:
+      given: what the user said: a tree, a prefix of one, or a function of the tree.
+      tree: the parameters.
+      names: their paths.
+      valid: labels for the error.
+
+    Raises:
+      ValueError: for paths that no parameter has, two labels of one path, and, when
+        it is looked up, a parameter without a label.
+    """
+    given = given(tree) if paths.is_function(given) else given
+    if given is None:
+        return lambda path: None
+    flat = paths.leaves_with_paths(given)
+    by_path = dict(flat)
+    paths.check_known("labels", by_path, names)
+    if len(by_path) < len(flat):
+        listed = ", ".join(f"{path!r}: {label!r}" for path, label in flat)
+        raise ValueError(f"two labels for one path among {listed}; expected one")
+
+    def label(path: str) -> str:
+        found = paths.find_prefix(by_path, path)
+        if found is None:
+            raise ValueError(
+                f"parameter {path!r} has no label, or None; expected one of "
+                + ", ".join(map(repr, valid or (MUON, ADAMW)))
+            )
+        return found
+
+    return label

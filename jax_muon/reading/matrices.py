@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 from jax_muon.checks import check_arrays, check_flag, check_mapping
+from jax_muon.reading import labels as given_labels
 from jax_muon.reading import numbers as given_numbers
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes, leaf_axes, not_a_matrix
@@ -27,14 +28,11 @@ from jax_muon.reading.joins import (
     find_joins,
     make_blocks,
 )
-from jax_muon.reading.labels import check_labels
+from jax_muon.reading.labels import Labels, check_labels
 from jax_muon.reading.names import Table, check_names, check_table, names_of
 from jax_muon.reading.numbers import DimensionNumbers
 from jax_muon.reading.roles import ADAMW, MUON, Leaf, OutIn, Read, read_leaves
 from jax_muon.reading.rules import Rules, specs_by_names
-
-# A tree (or a prefix of one) of labels, or a function of the parameters that gives one.
-Labels = Any | Callable[[Any], Any] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,8 +256,8 @@ class Reading:
                 f"two parameters have the path {twice!r}; expected paths that differ, "
                 "since labels and patterns go by them"
             )
-        given_numbers.check_known("names", given, names)
-        label_of = self._labels(tree, names, valid)
+        paths.check_known("names", given, names)
+        label_of = given_labels.lookup(self.labels, tree, names, valid)
         numbers_of = given_numbers.lookup(self.dimension_numbers, tree, names)
         reads = read_leaves(
             leaves, out_in=self.out_in, table=self.table, strict_names=True
@@ -339,30 +337,6 @@ class Reading:
                     f"{read.axes}; expected names in the reading, such as "
                     "jax_muon.Reading(names=jax_muon.axis_names(params))"
                 )
-
-    def _labels(
-        self, tree: Any, names: Sequence[str], valid: Sequence[str] | None
-    ) -> Callable[[str], str | None]:
-        given = self.labels(tree) if paths.is_function(self.labels) else self.labels
-        if given is None:
-            return lambda path: None
-        flat = paths.leaves_with_paths(given)
-        by_path = dict(flat)
-        given_numbers.check_known("labels", by_path, names)
-        if len(by_path) < len(flat):
-            listed = ", ".join(f"{path!r}: {label!r}" for path, label in flat)
-            raise ValueError(f"two labels for one path among {listed}; expected one")
-
-        def label(path: str) -> str:
-            found = paths.find_prefix(by_path, path)
-            if found is None:
-                raise ValueError(
-                    f"parameter {path!r} has no label, or None; expected one of "
-                    + ", ".join(map(repr, valid or (MUON, ADAMW)))
-                )
-            return found
-
-        return label
 
 
 def _leaf(path: str, leaf: Any, names: tuple[str | None, ...] | None) -> Leaf:

@@ -4,7 +4,7 @@ Numbers that name a parameter make it a matrix. Those for a module, or for the w
 model, say how the matrices in it are read, and leave its biases and norms alone.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ def lookup(given: DimensionNumbers, tree: Any, names: Sequence[str]) -> Lookup:
     flat = _flat(given(tree) if paths.is_function(given) else given)
     by_path = {path: numbers for path, numbers in flat if numbers is not None}
     _check_numbers(by_path)
-    check_known("dimension_numbers", by_path, names)
+    paths.check_known("dimension_numbers", by_path, names)
     return lambda path: (paths.find_prefix(by_path, path), path in by_path)
 
 
@@ -57,16 +57,6 @@ def check_used(given: DimensionNumbers, labels: Mapping[str, str]) -> None:
                 f"dimension_numbers at {pattern!r}: every parameter there is labelled "
                 f"{ADAMW!r}: {', '.join(covered)}; expected the path of a parameter, "
                 f"which makes it a matrix, or labels that say {MUON!r}"
-            )
-
-
-def check_known(what: str, given: Iterable[str], names: Sequence[str]) -> None:
-    """Raise a ValueError for a path that is neither a parameter's nor a module's."""
-    for path in given:
-        if names and path and not any(f"{n}/".startswith(f"{path}/") for n in names):
-            raise ValueError(
-                f"{what} at {path!r}, which no parameter has; there are "
-                + ", ".join(names)
             )
 
 

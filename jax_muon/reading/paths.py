@@ -7,7 +7,7 @@ parameters at init only, which shows as a trailing `.value` that is dropped here
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -126,6 +126,16 @@ def matched_prefix(pattern: str, path: str) -> str | None:
     return next(
         (p for p in prefixes if fnmatch.fnmatchcase(f"/{p}", f"*/{pattern}")), None
     )
+
+
+def check_known(what: str, given: Iterable[str], names: Sequence[str]) -> None:
+    """Raise a ValueError for a path that is neither a parameter's nor a module's."""
+    for path in given:
+        if names and path and not any(f"{n}/".startswith(f"{path}/") for n in names):
+            raise ValueError(
+                f"{what} at {path!r}, which no parameter has; there are "
+                + ", ".join(names)
+            )
 
 
 def check_patterns_match(what: str, patterns: Iterable[str], paths: list[str]) -> None:
