@@ -41,6 +41,7 @@ FOLDER = pathlib.Path("benchmarks/results/transfer")
 DOCS = pathlib.Path("docs")
 STEPS, CONTEXT, BATCH_SIZE = 100, 64, 8
 AT = (0, 1, 10, 100)  # steps after which activations are measured
+ACROSS = 4  # optimizers beside each other in the picture
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 WIDTHS, DEPTHS = (64, 128, 256, 512), (2, 4, 8)
 
@@ -194,10 +195,12 @@ def at(sweep: list[Record], step: int) -> dict[str, float]:
 def draw(records: Records, path: pathlib.Path) -> None:
     """Loss by rate, and what blocks add by width, for every optimizer."""
     found = {name: g for (name, depth), g in grouped(records).items() if depth == 2}
-    figure = Figure(figsize=(3 * max(1, len(found)), 6), layout="constrained")
-    axes = figure.subplots(2, max(1, len(found)), squeeze=False)
-    for column, (optimizer, by_width) in enumerate(found.items()):
-        by_rate, check = axes[:, column]
+    rows = max(1, -(-len(found) // ACROSS))
+    figure = Figure(figsize=(3 * ACROSS, 5.4 * rows), layout="constrained")
+    axes = figure.subplots(2 * rows, ACROSS, squeeze=False)
+    for place, (optimizer, by_width) in enumerate(found.items()):
+        row, column = divmod(place, ACROSS)
+        by_rate, check = axes[2 * row : 2 * row + 2, column]
         for width, sweep in by_width.items():
             rates = [record["settings"]["learning_rate"] for record in sweep]
             by_rate.plot(rates, list(map(last, sweep)), ".-", label=f"width {width}")
@@ -211,8 +214,13 @@ def draw(records: Records, path: pathlib.Path) -> None:
             axis.minorticks_off()
             axis.grid(alpha=0.3)
             axis.legend(fontsize=7)
-    axes[0, 0].set(ylabel="nats per character")
-    axes[1, 0].set(ylabel="RMS that a block adds")
+    for row in range(rows):
+        axes[2 * row, 0].set(ylabel="nats per character")
+        axes[2 * row + 1, 0].set(ylabel="RMS that a block adds")
+    for place in range(len(found), rows * ACROSS):
+        row, column = divmod(place, ACROSS)
+        axes[2 * row, column].set_axis_off()
+        axes[2 * row + 1, column].set_axis_off()
     figure.savefig(path, dpi=110)
 
 
