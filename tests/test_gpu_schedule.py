@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-import types
 
 import jax
 import numpy as np
@@ -281,19 +280,23 @@ def test_estimate_of_a_step(module):
     assert found.transfers == first + second + third + fourth + last
 
 
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """As much of a device as a mesh asks for."""
+
+    platform: str
+    id: int
+    process_index: int = 0
+    device_kind: str = "described"
+
+
 def test_options_by_bytes_and_platform():
     """Buckets by all bytes, on GPUs; nothing anywhere else, or on one GPU."""
     params = {"w": jax.ShapeDtypeStruct((64, 8_000_000), "bfloat16")}
 
     def mesh(platform, *shape):
-        device = types.SimpleNamespace(platform=platform)
-        sizes = dict(zip("ab", shape, strict=False))
-        return types.SimpleNamespace(
-            size=math.prod(shape),
-            devices=np.full(shape, device),
-            shape=sizes,
-            axis_names=tuple(sizes),
-        )
+        devices = [Described(platform, i) for i in range(math.prod(shape))]
+        return jax.sharding.Mesh(np.reshape(devices, shape), tuple("ab"[: len(shape)]))
 
     def thresholds(options):
         return [
