@@ -191,6 +191,15 @@ def check_state(what: str, state: Any, kind: type) -> None:
         )
 
 
+def check_params(what: str, params: Any) -> None:
+    """Refuse an update without the parameters, of a transform that needs them."""
+    if params is None:
+        raise ValueError(
+            f"{what} needs the parameters: tx.update(updates, state, params), got "
+            "params=None"
+        )
+
+
 def check_gradients(updates: Any, params: Any) -> None:
     """Refuse gradients, or updates on their way, that are not those of parameters."""
     if params is not None:

@@ -19,6 +19,7 @@ from jax_muon.checks import (
     check_flag,
     check_gradients,
     check_mapping,
+    check_params,
     check_state,
     number,
     rate,
@@ -142,11 +143,7 @@ def add_cautious_decayed_weights(
         state: AddCautiousDecayedWeightsState,
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, AddCautiousDecayedWeightsState]:
-        if params is None:
-            raise ValueError(
-                "add_cautious_decayed_weights needs the parameters: "
-                "tx.update(updates, state, params), got params=None"
-            )
+        check_params("add_cautious_decayed_weights", params)
         check_state(
             "add_cautious_decayed_weights", state, AddCautiousDecayedWeightsState
         )

@@ -15,6 +15,7 @@ from jaxtyping import Array
 from jax_muon.checks import (
     check_arrays,
     check_gradients,
+    check_params,
     check_state,
     number,
     rate,
@@ -125,11 +126,7 @@ def hyperball(
         state: HyperballState,
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, HyperballState]:
-        if params is None:
-            raise ValueError(
-                "hyperball needs the parameters: tx.update(updates, state, params), "
-                "got params=None"
-            )
+        check_params("hyperball", params)
         check_gradients(updates, params)
         check_state("hyperball", state, HyperballState)
         now = rate_at(learning_rate, state.count)

@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array, Float
 from optax.tree_utils import NamedTupleKey, tree_get_all_with_path
 
-from jax_muon.checks import as_transform
+from jax_muon.checks import as_transform, check_params
 from jax_muon.polar.products import wide
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes
@@ -136,11 +136,7 @@ def observe(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ObserveState]:
-        if params is None:
-            raise ValueError(
-                "observe needs the parameters: tx.update(updates, state, params), got "
-                "params=None"
-            )
+        check_params("observe", params)
         updates, inner_state = inner.update(
             updates, state.inner_state, params, **extra_args
         )

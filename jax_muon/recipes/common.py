@@ -127,13 +127,6 @@ def adamw_part(
     )
 
 
-def decoupled_decay(
-    weight_decay: optax.ScalarOrSchedule, mask: Any
-) -> optax.GradientTransformation:
-    """Decay of the matrices that `mask` names; see `weight_decay_mask`."""
-    return optax.add_decayed_weights(weight_decay, mask)
-
-
 def polar_factor(
     own: Polar, polar: Polar | None, matrices: Matrices
 ) -> optax.GradientTransformation:

@@ -16,7 +16,6 @@ from jax_muon.recipes.common import (
     Pieces,
     adamw_part,
     checked,
-    decoupled_decay,
     polar_factor,
     rates,
     recipe,
@@ -82,7 +81,7 @@ def teon(
             nesterov(momentum, lookahead=lookahead, accumulator_dtype=momentum_dtype),
             polar_factor(own, polar, matrices),
             scale_by_shape(shape_rule, matrices=matrices),
-            decoupled_decay(weight_decay, weight_decay_mask),
+            optax.add_decayed_weights(weight_decay, weight_decay_mask),
             *rates(learning_rate, learning_rates),
         ]
 

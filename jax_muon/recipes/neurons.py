@@ -16,7 +16,6 @@ from jax_muon.recipes.common import (
     Pieces,
     adamw_part,
     checked,
-    decoupled_decay,
     polar_factor,
     rates,
     recipe,
@@ -144,7 +143,7 @@ def normuon(
             # default, 1e-5, would hold back neurons whose first updates are small.
             scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=matrices),
             normalize_frobenius(0.2, matrices=matrices),
-            decoupled_decay(weight_decay, weight_decay_mask),
+            optax.add_decayed_weights(weight_decay, weight_decay_mask),
             *rates(learning_rate, learning_rates),
         ]
 

@@ -15,7 +15,6 @@ from jax_muon.recipes.common import (
     Pieces,
     adamw_part,
     checked,
-    decoupled_decay,
     first,
     polar_factor,
     rates,
@@ -79,7 +78,7 @@ def muon(
             ),
             polar_factor(own, polar, matrices),
             scale_by_shape(shape_rule, matrices=matrices),
-            decoupled_decay(weight_decay, weight_decay_mask),
+            optax.add_decayed_weights(weight_decay, weight_decay_mask),
             *rates(learning_rate, learning_rates),
         ]
 
