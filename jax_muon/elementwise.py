@@ -210,5 +210,15 @@ def saturated(x: Array, dtype: Any, source: Array) -> Array:
 
 
 def between(a: Array, b: Array, t: Any) -> Array:
-    """a + t (b - a), by halves, since 3e38 - (-3e38) would overflow."""
+    """a + t (b - a) for t in [0, 1], never larger than both.
+
+    From the nearer of the two and by half their distance, since neither
+    3e38 - (-3e38) nor twice that has a float32.
+    """
+    if isinstance(t, float):
+        a, b, t = (a, b, t) if t <= 0.5 else (b, a, 1 - t)
+    else:
+        near = t <= 0.5
+        a, b = jnp.where(near, a, b), jnp.where(near, b, a)
+        t = jnp.minimum(t, 1 - t)
     return a + 2 * t * (b / 2 - a / 2)

@@ -22,7 +22,6 @@ from jax_muon.elementwise import (
     in_dtype_of,
     limited,
     rate_at,
-    saturated,
 )
 from jax_muon.notes import is_listening, note
 from jax_muon.polar.products import wide
@@ -138,13 +137,18 @@ def nesterov(
                 return between(wide(g), m, part)
             return wide(g) + part * m
 
+        def held(x: Array, dtype: Any, g: Array) -> Array:
+            # What lies between two numbers of a dtype is one of that.
+            average = accumulation == "ema" and not bias_correction
+            return x if average and x.dtype == dtype else limited(x, dtype, g)
+
         given, stored = [], []
         columns = zip(*map(jax.tree.leaves, trees), strict=True)
         for (path, g), old in zip(
             paths.leaves_with_paths(updates), columns, strict=True
         ):
-            m = limited(accumulate(g, kept.read(*old)), old[0].dtype, g)
-            given.append(saturated(look_ahead(g, m), g.dtype, g))
+            m = held(accumulate(g, kept.read(*old)), old[0].dtype, g)
+            given.append(held(look_ahead(g, m), g.dtype, g).astype(g.dtype))
             stored.append(kept.store(m, old, path, count))
         trees = [
             jax.tree.unflatten(jax.tree.structure(tree), [parts[i] for parts in stored])
