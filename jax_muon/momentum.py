@@ -117,9 +117,6 @@ def nesterov(
         updates = as_wide_as_params(updates, params)
         count, *trees = state
         mu_t = rate_at(decay, count)
-        now = then = 1  # what the averages of t and t + 1 steps are divided by
-        if bias_correction:
-            now, then = (1 - mu_t ** (count + steps) for steps in (1, 2))
 
         def accumulate(g: Array, m: Array) -> Array:
             part = in_dtype_of(m, mu_t)
@@ -129,10 +126,13 @@ def nesterov(
 
         def look_ahead(g: Array, m: Array) -> Array:
             part = in_dtype_of(m, mu_t)
-            if not lookahead:
-                return m if not bias_correction else m / now
             if bias_correction:
+                now, then = (_weight(mu_t, count + steps, m.dtype) for steps in (1, 2))
+                if not lookahead:
+                    return m / now
                 return (1 - part) / now * wide(g) + part / then * m
+            if not lookahead:
+                return m
             if accumulation == "ema":
                 return between(wide(g), m, part)
             return wide(g) + part * m
@@ -158,3 +158,8 @@ def nesterov(
         return updates, kind(optax.safe_increment(count), *trees)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _weight(decay: Any, steps: Array, dtype: Any) -> Array:
+    """The sum of the weights in an average, started at zero, of so many steps."""
+    return 1 - jnp.asarray(decay, dtype) ** steps.astype(dtype)

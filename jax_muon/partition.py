@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jax_muon.checks import (
+    check_alike,
     check_arrays,
     check_gradients,
     check_mapping,
@@ -151,7 +153,10 @@ def partition(
                 f"{sorted(groups)}, as init gives it"
             )
         updates = as_wide_as_params(updates, params)
-        return build(updates).update(updates, state, params, **extra_args)
+        given, new = build(updates).update(updates, state, params, **extra_args)
+        _check_shapes_kept(state, new)
+        check_alike("update", given, "gradient", updates)
+        return given, new
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -184,6 +189,18 @@ def _tell_doubts(
     if warn and not strict:
         for found in doubts:
             warnings.warn(f"{found.doubt}; it goes to {ADAMW!r}", stacklevel=2)
+
+
+def _check_shapes_kept(old: Any, new: Any) -> None:
+    """Refuse a state of other parameters, which a foreign transform broadcasts."""
+    leaves = jax.tree_util.tree_leaves_with_path
+    for (where, before), (_, after) in zip(leaves(old), leaves(new), strict=False):
+        if jnp.shape(before) != jnp.shape(after):
+            raise ValueError(
+                f"state{jax.tree_util.keystr(where)} has shape "
+                f"{jnp.shape(before)}; expected {jnp.shape(after)}, as init "
+                "gives it for these parameters"
+            )
 
 
 def _note_state(state: Any, labels: Any, params: Any) -> None:

@@ -453,6 +453,20 @@ def test_states_of_others(factory):
             tx.update(params, tx.init(others), params)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [(1, 4, r"state.*\['w'\]"), (4, 1, "update 'w'")],
+)
+def test_foreign_states_of_others(old, new, what):
+    """optax.adamw would broadcast a state of (1, 6) against gradients of (4, 6)."""
+    tx = jm.partition({"adamw": optax.adamw(0.1)}, jm.Reading(labels="adamw"))
+    state, grads = tx.init({"w": jnp.ones((old, 6))}), {"w": jnp.ones((new, 6))}
+    with pytest.raises(
+        ValueError, match=rf"{what} has shape .*; expected \({new}, 6\)"
+    ):
+        tx.update(grads, state, grads)
+
+
 def test_a_polar_factor_that_turns_its_matrices():
     with pytest.raises(ValueError, match=r"shape \(1, 6, 4\) out of \(1, 4, 6\)"):
         tx = jm.orthogonalize(lambda x: x.mT)

@@ -195,9 +195,11 @@ def test_two_parts_of_a_logit_of_which_one_key_is_shared():
 
 
 def test_bfloat16_keeps_its_dtype_and_rounds_once():
+    """Without any promotion of dtypes and ranks."""
     params, updates = (draw("GQA", seed, jnp.bfloat16) for seed in (0, 1))
     maxima = jnp.array([1000.0, 40.0, 5.0, 10.0, 9.0, -3.0])
-    got = clip(updates, params, maxima)["blocks"]["attn"]["k"]["kernel"]
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        got = clip(updates, params, maxima)["blocks"]["attn"]["k"]["kernel"]
     w, u = (t["blocks"]["attn"]["k"]["kernel"].astype(float) for t in (params, updates))
     factor = np.repeat([0.1, 1], HEAD_DIM)
     assert got.dtype == jnp.bfloat16

@@ -446,6 +446,7 @@ STRICT = {
     "hyperball": lambda: jm.hyperball(
         lambda count: 0.1 / (1 + count.astype("float32"))
     ),
+    "bias_correction": lambda: jm.nesterov(bias_correction=True),
     "skip_nonfinite": lambda: jm.skip_nonfinite(jm.scale_by_shape()),
     "splits": lambda: jm.with_splits(optax.sgd(0.1), {"a": jm.Split(("q", "k", "v"))}),
 }
