@@ -3,7 +3,14 @@
 import gc
 import os
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# Most of the suite's time is compilation, of programs that run once or twice: LLVM
+# optimizes nothing, and fusions are written by XLA's older emitter, which is quick.
+# XLA's own passes, which place collectives and divide the work, are as ever.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
+)
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import chex
@@ -30,25 +37,10 @@ def count_traces_from_zero():
 
 @pytest.fixture(scope="session", autouse=True)
 def compile_once(tmp_path_factory):
-    """Most of the suite's time is compilation, of programs that many tests share."""
+    """Tests share programs, also between the processes that they start."""
     folder = tmp_path_factory.getbasetemp().parent / "jax_cache"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly(request):
-    """LLVM optimizes nothing where programs are many and their numbers small.
-
-    XLA's own passes, which place collectives and divide the work, are as ever.
-    """
-    quickly = request.path.parent.name in ("distributed", "examples")
-    quickly = quickly or request.path.stem == "test_hostile_numbers"
-    with pytest.MonkeyPatch.context() as patch:
-        if quickly:  # also in processes that the tests start
-            patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        jax.config.update("jax_disable_most_optimizations", quickly)
-        yield
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Several processes: the parameters of one device, and runs that survive a kill."""
 
 import json
-import os
 import pathlib
 import socket
 import subprocess
@@ -23,7 +22,6 @@ def launch(processes, devices, folder, layout, *die_at):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     command = [sys.executable, "-m", "tests.distributed.worker"]
     workers = [
         subprocess.Popen(
@@ -32,7 +30,6 @@ def launch(processes, devices, folder, layout, *die_at):
                 *map(str, (i, processes, port, devices, folder, layout, *die_at)),
             ],
             cwd=ROOT,
-            env=environment,
             stderr=subprocess.PIPE,
             text=True,
         )

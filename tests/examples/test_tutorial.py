@@ -1,6 +1,7 @@
 """The tutorial's cells run in order, and end as its text says."""
 
 import json
+import os
 
 import matplotlib.pyplot as plt
 import pytest
@@ -9,6 +10,7 @@ import pytest
 @pytest.mark.parametrize("steps", [3])
 def test_cells_run(examples, monkeypatch, capsys, steps):
     monkeypatch.setenv("TUTORIAL_STEPS", str(steps))
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # which it sets
     monkeypatch.setattr(plt, "show", plt.close)
     notebook = json.loads((examples / "tutorial.ipynb").read_text())
     names = {}
