@@ -45,7 +45,8 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         help="keep jax_muon.observe's numbers in metrics.jsonl too")  # fmt: skip
     add("--evaluate-every", type=positive, default=10, metavar="STEPS")
     add("--checkpoint-every", type=positive, default=50, metavar="STEPS")
-    add("--sharding", choices=AXES, default="none")
+    add("--sharding", choices=AXES, default="none", metavar="LAYOUT",
+        help="none (default); zero2; fsdp; fsdp,tp; or hsdp")  # fmt: skip
     add("--devices", type=positive, help="of each process; else all")
     add(
         "--mesh",

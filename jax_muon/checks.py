@@ -191,6 +191,22 @@ def check_state(what: str, state: Any, kind: type) -> None:
         )
 
 
+def first_difference(state: Any, like: Any) -> str:
+    """The first array that only one of two trees of different structure has."""
+    found, wanted = (
+        [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
+        for tree in (state, like)
+    )
+    for path in wanted:
+        if path not in found:
+            return f"it has no array at state{path}"
+    for path in found:
+        if path not in wanted:
+            return f"it has an array at state{path}; expected none there"
+    structures = jax.tree.structure(state), jax.tree.structure(like)
+    return f"it is {structures[0]}; expected {structures[1]}"
+
+
 def check_params(what: str, params: Any) -> None:
     """Refuse an update without the parameters, of a transform that needs them."""
     if params is None:

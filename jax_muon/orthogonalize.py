@@ -71,7 +71,9 @@ def orthogonalize(
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; TEON, arXiv
       2601.23261.
     """
-    check_function("polar", polar, "a function of arrays (..., m, n)")
+    check_function(
+        "polar", polar, "a function of arrays (..., m, n) such as PolarExpress()"
+    )
     check_matrices(matrices)
     check_count("max_stack", max_stack)
     check_choice("send", send, owners.SENDS)

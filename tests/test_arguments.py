@@ -394,6 +394,12 @@ def test_wrong_arguments(name):
     assert not any(complaints), "\n".join(filter(None, complaints))
 
 
+def test_an_argument_that_a_recipe_has_not():
+    message = r"muonh\(\) .* 'lr'; expected some of learning_rate, momentum"
+    with pytest.raises(TypeError, match=message):
+        jm.muonh(lr=0.02)
+
+
 # --- trees ----------------------------------------------------------------------------
 
 KEY = jax.random.key(0)

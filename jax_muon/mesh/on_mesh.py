@@ -21,6 +21,7 @@ from jax_muon.checks import (
     check_arrays,
     check_float_dtype,
     check_gradients,
+    first_difference,
 )
 from jax_muon.mesh.layout import Layout
 from jax_muon.mesh.specs import (
@@ -207,12 +208,11 @@ class OnMesh:
     def _checked_state_specs(self, state: Any, params: optax.Params) -> Any:
         """PartitionSpecs of a state, which has to be one of these parameters."""
         leaves = self.state_leaves(params)
-        have: Any = jax.tree.structure(state)
-        want: Any = jax.tree.structure(leaves, is_leaf=_is_state_leaf)
-        if have != want:
+        want: Any = jax.tree.structure(leaves)
+        if jax.tree.structure(state) != want:
             raise ValueError(
-                "the state is not one of this optimizer on these parameters. Given: "
-                f"{have}; expected {want}"
+                "the state is not one of this optimizer on these parameters: "
+                f"{first_difference(state, leaves)}"
             )
 
         def spec(key_path: tuple[Any, ...], want: Any, have: Any) -> PartitionSpec:

@@ -46,7 +46,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "renormalize": check_flag,
     "shape_rule": check_shape_rule,
     "polar": lambda name, value: check_function(
-        name, value, "a function of arrays (..., m, n), or None"
+        name, value, "a function of arrays (..., m, n) such as PolarExpress(), or None"
     ),
     "learning_rates": check_factors,
     "weight_decay_mask": check_mask,
@@ -65,7 +65,13 @@ def checked(recipe: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(recipe)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            known = ", ".join(signature.parameters)
+            raise TypeError(
+                f"{recipe.__name__}() {error}; expected some of {known}"
+            ) from None
         for name, value in bound.arguments.items():
             if name in _CHECKS and value is not signature.parameters[name].default:
                 found = _CHECKS[name](name, value)

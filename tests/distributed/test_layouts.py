@@ -334,7 +334,9 @@ def test_state_of_something_else():
     params, _ = problems.draw("mixed")
     tx = jm.on_mesh(recipe(), mesh_of(4), divide="data")
     update = jax.jit(tx.update)
-    with pytest.raises(ValueError, match="state is not one of this optimizer"):
+    with pytest.raises(
+        ValueError, match=r"not one of this optimizer .* no array at .*\['muon'\]"
+    ):
         update(params, jm.muon().init(params), params)
     other = {**params, "wte": jnp.zeros((3, 24))}
     with pytest.raises(ValueError, match=r"wte.* \(3, 24\); expected \(67, 24\)"):
