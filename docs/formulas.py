@@ -2,6 +2,7 @@
 
 Docstrings write them as Sphinx does; `Formulas` gives them the brackets that Markdown's
 arithmatex keeps from being read as emphasis, and `on_page_content` draws what it kept.
+Papers by their arXiv number, and addresses, become links.
 """
 
 import html
@@ -13,11 +14,13 @@ from latex2mathml import converter
 
 INLINE = re.compile(r":math:`([^`]+)`")
 DISPLAY = re.compile(r"^( *)\.\. math:: (.*(?:\n\1 +\S.*)*)", re.M)
+PAPER = re.compile(r"\barXiv\s+(\d{4}\.\d{5})")
+ADDRESS = re.compile(r"(?<![(<])https://[^\s;,)]+[^\s;,.)]")
 KEPT = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.S)
 
 
 class Formulas(griffe.Extension):
-    """Brackets around the formulas of every docstring."""
+    """Brackets around the formulas of every docstring, and links."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Called by griffe for each object that it has read."""
@@ -28,9 +31,12 @@ class Formulas(griffe.Extension):
             lambda found: found[1] + r"\[ " + " ".join(found[2].split()) + r" \]",
             obj.docstring.value,
         )
-        obj.docstring.value = INLINE.sub(
+        text = INLINE.sub(
             lambda found: r"\(" + " ".join(found[1].split()) + r"\)", text
         )
+        text = ADDRESS.sub(r"<\g<0>>", text)
+        text = PAPER.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", text)
+        obj.docstring.value = text
 
 
 def on_page_content(content: str, **kwargs: Any) -> str:
