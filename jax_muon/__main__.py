@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _self_test() -> jm.Certificate:
-    """Updates of a small model, state divided over all devices, beside one device."""
+    """Compare a small model's updates, its state divided, with those of one device."""
     print(f"jax_muon {jm.__version__}, Python {platform.python_version()}", end="")
     for name in ("jax", "jaxlib", "optax", "numpy"):
         print(f", {name} {importlib.metadata.version(name)}", end="")
@@ -134,8 +134,8 @@ def small_model(file: pathlib.Path, largest: int) -> tuple[Any, jm.Reading]:
       Shapes by path, and a `Reading` of them.
 
     Raises:
-      ValueError: the file is not of that form; a matrix of which nothing tells how it
-        is to be read.
+      ValueError: the file is not of that form; a matrix that can be read in several
+        ways.
     """
     try:
         listed = json.loads(file.read_text(encoding="utf-8"))["params"]
@@ -177,7 +177,9 @@ def _mesh(text: str) -> dict[str, int]:
     """Sizes of mesh axes by name."""
     pairs = [part.split("=") for part in text.split(",")]
     if any(len(p) != 2 or not p[1].isdecimal() or p[1] == "0" for p in pairs):
-        raise argparse.ArgumentTypeError(f"{text}: expected such as data=2,fsdp=4")
+        raise argparse.ArgumentTypeError(
+            f"{text}: expected axes with sizes, such as data=2,fsdp=4"
+        )
     return {name: int(size) for name, size in pairs}
 
 

@@ -11,7 +11,7 @@ from jax_muon.mesh.traffic import Collective
 
 @dataclasses.dataclass(frozen=True)
 class VerifiedArray:
-    """One array of updates or state, on a mesh beside one device.
+    """One array of updates or state: a mesh compared with one device.
 
     Attributes:
       path: of the parameter, or of the array within the state.
@@ -85,7 +85,7 @@ class Certificate:
         return sum(found.sent_bytes for found in self.collectives)
 
     def raise_if_wrong(self) -> "Certificate":
-        """The certificate itself, where it is `ok`.
+        """The certificate itself, if it is `ok`.
 
         Raises:
           ValueError: with path, number and bound of every array that is wrong.
@@ -113,7 +113,9 @@ class Certificate:
                 f"{worst.difference:.1e} of at most {worst.bound:.0e}, in {worst.path}"
             )
         devices = " x ".join(f"{name} {size}" for name, size in self.sizes.items())
-        lines.append(f"{self.steps} updates on the mesh {devices}, beside one device")
+        lines.append(
+            f"{self.steps} updates on the mesh {devices}, compared with one device"
+        )
         by_kind = [
             f"{len(found)} {kind} of {bytes_text(round(sum(found)))}"
             for kind in dict.fromkeys(c.kind for c in self.collectives)

@@ -35,30 +35,30 @@ def refuse(name: str, value: Any, expected: str) -> NoReturn:
 
 
 def check_type(name: str, value: Any, kind: Any, expected: str) -> None:
-    """Refuse what is no instance of a type, or of one of several."""
+    """Refuse a value that is not an instance of a type, or of one of several."""
     if not isinstance(value, kind):
         refuse(name, value, expected)
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuse what is neither True nor False, such as a name that is always true."""
+    """Refuse what is neither True nor False, such as a string, which is always true."""
     check_type(name, value, (bool, np.bool_), "True or False")
 
 
 def check_function(name: str, value: Any, expected: str) -> None:
-    """Refuse what cannot be called, and what can as a class only."""
+    """Refuse what cannot be called, and classes."""
     if not callable(value) or isinstance(value, type):
         refuse(name, value, expected)
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Refuse what is none of the choices."""
+    """Refuse a value that is not one of the choices."""
     if not isinstance(value, str) or value not in choices:
         refuse(name, value, f"one of {', '.join(map(repr, choices))}")
 
 
 def check_integer(name: str, value: Any) -> None:
-    """Refuse what is no Python integer."""
+    """Refuse what is not a Python integer."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         refuse(name, value, f"a Python integer{_known(name)}")
 
@@ -66,7 +66,7 @@ def check_integer(name: str, value: Any) -> None:
 def check_count(
     name: str, value: Any, *, least: int = 1, most: int | None = None
 ) -> None:
-    """Refuse what is no Python integer from `least` to `most`."""
+    """Refuse what is not a Python integer from `least` to `most`."""
     check_integer(name, value)
     if value < least or (most is not None and value > most):
         limits = f"of at least {least}" if most is None else f"from {least} to {most}"
@@ -83,7 +83,7 @@ def number(
       value: a Python or NumPy number, a JAX scalar, or, with `traced`, a tracer.
       limits: one of the texts of `_HOLDS`.
       traced: whether it need not be known while tracing.
-      others: what is valid besides, for the error.
+      others: what else is allowed, for the error.
     """
     finite = "" if limits.startswith("in") else "finite "
     expected = f"a {finite}number {limits}".rstrip() + others
@@ -127,7 +127,7 @@ def check_mapping(
     expected: str,
     check: Callable[[str, Any], Any] = lambda name, value: None,
 ) -> None:
-    """Refuse what is no mapping of texts to values that pass a check.
+    """Refuse what is not a mapping of strings to values that pass a check.
 
     Args:
       name: of the argument; its value at "w" is `name['w']` in errors.
@@ -142,9 +142,9 @@ def check_mapping(
 
 
 def as_transform(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:
-    """An optax transform that takes extra arguments, out of any that there are.
+    """Any optax transform, as one that takes extra arguments.
 
-    An `optax.MultiSteps` is none by its type, and optax would drop its arguments.
+    An `optax.MultiSteps` is not one by its type, and optax would drop its arguments.
     """
     if isinstance(tx, optax.MultiSteps):
         return optax.GradientTransformationExtraArgs(tx.init, tx.update)
@@ -171,7 +171,7 @@ def check_arrays(name: str, tree: Any) -> None:
 
 
 def check_trained(path: str, dtype: Any) -> None:
-    """Refuse PRNG keys, 8-bit floats and what else AdamW cannot compute with."""
+    """Refuse PRNG keys, 8-bit floats and whatever else AdamW cannot compute with."""
     floating = jnp.issubdtype(dtype, jnp.floating)
     if not jnp.issubdtype(dtype, np.number) or (
         floating and jnp.finfo(dtype).bits < 16
@@ -225,7 +225,7 @@ def check_gradients(updates: Any, params: Any) -> None:
 def check_alike(
     what: str, tree: Any, whose: str, like: Any, *, kinds: bool = False
 ) -> None:
-    """Refuse a tree whose leaves have not the paths and shapes of another's.
+    """Refuse a tree whose leaves differ from another's in paths or shapes.
 
     Args:
       what: a leaf of the tree, such as "gradient".
@@ -254,7 +254,7 @@ def check_alike(
         floating = [jnp.issubdtype(x, jnp.floating) for x in (kind, dtype)]
         if kinds and floating[0] != floating[1]:
             raise ValueError(
-                f"{what} {path!r} has dtype {kind}; expected one as that of its "
+                f"{what} {path!r} has dtype {kind}; expected one like that of its "
                 f"{whose}, {dtype}"
             )
 

@@ -1,4 +1,4 @@
-"""The optax pieces that treat elements alone: decay, factors by path.
+"""Optax pieces that work element by element: decay, factors by path.
 
 Pieces that are given the parameters at update widen gradients that are narrower to the
 parameters' dtype, and otherwise keep the dtype of the updates. Every rate takes a
@@ -60,7 +60,7 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
       An `optax.GradientTransformation` without state.
 
     Raises:
-      ValueError: a factor that is no finite number of at least 0; at init, with all
+      ValueError: a factor that is not a finite number of at least 0; at init, with all
         paths, a pattern that matches no parameter.
     """
     check_factors("factors", factors)
@@ -89,7 +89,7 @@ class PathFactors:
     """Factors of the learning rate by path pattern, as `scale_by_path` takes them."""
 
     def __init__(self, factors: Mapping[str, float]) -> None:
-        """Of factors that `check_factors` has seen."""
+        """Take factors that `check_factors` has seen."""
         self._factors = factors
 
     def check(self, params: optax.Params) -> None:
@@ -167,7 +167,7 @@ def add_cautious_decayed_weights(
 
 
 def check_factors(name: str, factors: Any) -> None:
-    """Refuse what is no mapping of path patterns to factors of a learning rate."""
+    """Refuse what is not a mapping of path patterns to factors of a learning rate."""
     check_mapping(
         name,
         factors,
@@ -183,17 +183,17 @@ def check_mask(name: str, mask: Any) -> None:
 
 
 def rate_at(rate: optax.ScalarOrSchedule, count: Array) -> Any:
-    """The number of this step, of a float or a schedule."""
+    """The value at this step of a float or a schedule."""
     return rate(count) if callable(rate) else rate
 
 
 def in_dtype_of(x: Array, rate: Any) -> Any:
-    """A rate that can be multiplied with x also where JAX promotes no dtypes."""
+    """A rate that can be multiplied by x even where JAX promotes no dtypes."""
     return rate if isinstance(rate, float) else jnp.asarray(rate, x.dtype)
 
 
 def limited(x: Array, dtype: Any, source: Array) -> Array:
-    """x, where it is more than a dtype can hold the largest number of that.
+    """x, with the largest number of a dtype in place of what it cannot hold.
 
     Where the source, a gradient, is not finite itself, x stays as it is.
     """

@@ -38,7 +38,7 @@ def skip_nonfinite(
       An `optax.GradientTransformation`; its state counts skipped steps in `skipped`.
 
     Raises:
-      ValueError: inner is no optax transform; at update, a state of another.
+      ValueError: `inner` is not an optax transform; at update, another's state.
     """
     inner = as_transform("inner", inner)
 

@@ -86,8 +86,8 @@ def hyperball(
 
     Raises:
       ValueError: a learning rate below 0, factors as `scale_by_path` refuses them, eps
-        not above 0; at init, with path and shape, a parameter that is no floating-point
-        matrix; at update, params=None.
+        not above 0; at init, with path and shape, a parameter that is not a
+        floating-point matrix; at update, params=None.
 
     Examples:
       >>> params = {"w": jnp.array([[3.0, 0.0], [0.0, 4.0]])}

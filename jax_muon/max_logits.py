@@ -22,8 +22,8 @@ def max_attention_logits(
 ) -> Float[Array, " heads"]:
     """Largest attention logit of every head, for `clip_qk`, in blocks.
 
-    Only the logits of one block of queries and one of keys are there at a time. Causal
-    attention leaves out the blocks of which it sees nothing. No gradient flows.
+    Only the logits of one block of queries and one of keys exist at a time. Causal
+    attention leaves out the blocks that it cannot see. No gradient flows.
 
     Args:
       q: queries, as they meet the keys: after rotary positions.

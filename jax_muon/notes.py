@@ -49,13 +49,13 @@ def listening() -> Iterator[list[Note]]:
 
 
 def is_collecting_doubts() -> bool:
-    """Whether parameters in doubt are only told, and no error."""
+    """Whether parameters in doubt are reported instead of raised."""
     return _collecting.get()
 
 
 @contextlib.contextmanager
 def collecting_doubts() -> Iterator[None]:
-    """Have parameters in doubt told, and not raised, inside the `with` block."""
+    """Report parameters in doubt instead of raising, inside the `with` block."""
     token = _collecting.set(True)
     try:
         yield

@@ -46,7 +46,7 @@ class ObserveState(NamedTuple):
 def observe(
     inner: optax.GradientTransformation, reading: Reading | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keep numbers about every step in the state, with no look from the host.
+    r"""Keep numbers about every step in the state, without waiting for the device.
 
     `optax.tree.get(state, "observed")` is a dictionary of scalars. For every label of
     the parameters, such as "muon":
@@ -89,7 +89,7 @@ def observe(
       and path, `optax.tree.map_params` takes `inner`, and not this.
 
     Raises:
-      ValueError: `inner` is no optax transform; at init, no parameters of floating
+      ValueError: `inner` is not an optax transform; at init, no parameters of floating
         point; at update, params=None.
 
     Examples:
@@ -205,7 +205,7 @@ class _Sides(NamedTuple):
         return cls(short, long, min(fan_in, fan_out))
 
     def random(self, x: Array, path: str, count: Array) -> Array:
-        """Signs at random along the shorter side, which lie as the array does."""
+        """Random signs along the shorter side, which lie as the array does."""
         like = sum_over(wide(x), self.long)
         return jnp.where(random_bits(like, path, count) >> 31, 1, -1).astype(like.dtype)
 
@@ -216,14 +216,14 @@ class _Sides(NamedTuple):
         return sum_over(x * (y / jnp.where(total > 0, total, 1)), self.long)
 
     def squared_sine(self, x: Array, z: Array) -> Float[Array, "..."]:
-        """Of the angle between signs z and X X^T z; 0 where that is zero."""
+        """Squared sine of the angle between signs z and X X^T z; 0 if that is zero."""
         y = self.square(x, z)
         zy, yy = sum_over(z * y, self.short), sum_over(y * y, self.short)
         cosine = zy**2 / jnp.where(yy > 0, self.short_size * yy, 1)
         return jnp.where(yy > 0, jnp.clip(1 - cosine, 0, 1), 0)
 
     def stable_rank(self, m: Array, v: Array) -> tuple[Float[Array, "..."], Array]:
-        """Of each matrix, and a vector that is nearer to its largest singular one."""
+        """Stable rank of each matrix, and v moved to its largest singular vector."""
         y = self.square(m, v)
         vy, yy = sum_over(v * y, self.short), sum_over(y * y, self.short)
         # v y is at most the square of the 2-norm, in terms of the Frobenius norm's.
@@ -233,7 +233,7 @@ class _Sides(NamedTuple):
 
 
 def read_parts(reading: Reading, params: Any) -> Matrices:
-    """How the parameters are read, or their parts."""
+    """How the parameters, or their parts, are read."""
     tree = paths.unbox(params)
     matrices = reading.read(tree)
     if reading.splits:
@@ -291,7 +291,7 @@ def _counts(state: Any) -> dict[str, Array]:
 
 
 def _fields(state: Any, names: tuple[str, ...]) -> list[tuple[Any, Any]]:
-    """All fields of these names of states within a state."""
+    """All fields with these names in the states within a state."""
     return [
         (path, value)
         for name in names

@@ -61,11 +61,11 @@ def orthogonalize(
       An `optax.GradientTransformation` without state.
 
     Raises:
-      ValueError: at init and update, with path and shape, for a parameter that is no
-        floating-point matrix, or lies on a mesh whose axes are Auto or manual, so that
-        its type does not tell how it is divided: see `on_mesh`; at update, for a polar
-        factor of another shape than its matrices. At once for a `polar` that is no
-        function, small below 0, an unknown `send`, max_stack below 1.
+      ValueError: at init and update, with path and shape, for a parameter that is not
+        a floating-point matrix, or that lies on a mesh whose axes are Auto or manual,
+        so that its type does not tell how it is divided: see `on_mesh`; at update, for
+        a polar factor of another shape than its matrices. At once for a `polar` that is
+        not a function, small below 0, an unknown `send`, max_stack below 1.
 
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; TEON, arXiv
@@ -153,7 +153,7 @@ def orthogonalize(
 
 
 def _alike(polar: Polar, x: Array, **axes: Any) -> Array:
-    """The factors, after a look at their shape."""
+    """The factors, if they have the shape of their matrices."""
     y = polar(x, **axes)
     if jnp.shape(y) != x.shape:
         raise ValueError(

@@ -59,8 +59,8 @@ def partition(
 
     Raises:
       ValueError: no groups, or one that is neither a transform nor a function; at init
-        and update, with path and shape, a label without a group, a parameter in a group
-        of matrices that is none, a function for a group without matrices, and what
+        and update, with path and shape, a label without a group, in a group of matrices
+        a parameter that is not one, a function for a group without matrices, and what
         `Reading.read` raises.
 
     Examples:

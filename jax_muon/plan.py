@@ -162,7 +162,7 @@ def plan(tx: optax.GradientTransformation, params: Any, **extra_args: Any) -> Pl
       A `Plan`.
 
     Raises:
-      ValueError: a leaf that is no array; what `tx` raises at init and update.
+      ValueError: a leaf that is not an array; what `tx` raises at init and update.
     """
     update = as_transform("tx", tx).update
     check_arrays("params", params)

@@ -48,11 +48,11 @@ def clip_qk(
     where :math:`g` is the group of query heads that share a key head. With one query
     head to a key head both are :math:`\sqrt{\gamma_h}` for :math:`\alpha = 1/2`. In a
     group the key head takes the largest logit and each query head what remains, so that
-    the logits of a head below the threshold stay as they are also where its key
+    the logits of a head below the threshold stay as they are even where its key
     shrinks. In groups without a head above the threshold the updates stay bit for bit.
 
-    A maximum that is not finite clips nothing: neither are the gradients of such a
-    step finite, and `skip_nonfinite(optax.chain(..., clip_qk(...)))` skips it whole.
+    A maximum that is not finite clips nothing: the gradients of such a step are not
+    finite either, and `skip_nonfinite(optax.chain(..., clip_qk(...)))` skips it whole.
     Inside `optax.MultiSteps` the maxima of the last of its steps count.
 
     Weights set the logits only where queries and keys are not normalized: with QK-norm
@@ -71,12 +71,12 @@ def clip_qk(
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state counts the heads that it
       clipped in the last step. Its update needs the parameters, as they are before the
-      step, and the extra argument `max_logits`: a
-      tree of arrays (\*layers, heads), one for each attention module, with the largest
-      logit of every query head. The path of an array is that of its module, or the
-      beginning of it, or goes on below it: `{"blocks/0/attn": s0, "blocks/1/attn": s1}`
-      as well as `{"blocks/0": ...}` and what linen's `sow` collects. A lone array will
-      do for one module, such as scanned layers.
+      step, and the extra argument `max_logits`: a tree of arrays (\*layers, heads), one
+      for each attention module, with the largest logit of every query head. The path of
+      an array is that of its module, or the beginning of it, or goes on below it:
+      `{"blocks/0/attn": s0, "blocks/1/attn": s1}` as well as `{"blocks/0": ...}` and
+      what linen's `sow` collects. A lone array will do for one module, such as scanned
+      layers.
 
       The number of axes tells how a kernel holds its heads: (\*layers, embed, heads *
       head_dim), or (\*layers, embed, heads, head_dim); a parameter called bias has no
@@ -253,7 +253,7 @@ class _Heads(NamedTuple):
     def factors(
         self, largest: Float[Array, "*layers heads"], threshold: float, balance: float
     ) -> tuple[Float[Array, "*layers heads"], Float[Array, "*layers key_heads"]]:
-        """Of the weights of each query head, and of each key head."""
+        """Factors of the weights of each query head, and of each key head."""
         above = _is_above(largest, threshold)
         # One where nothing is clipped, exactly, and so are its powers and quotients.
         gamma = jnp.where(above, threshold / jnp.where(above, largest, 1), 1)

@@ -71,7 +71,7 @@ class Split:
 
         Raises:
           ValueError: with path and shape, for an axis that the parameter does not have,
-            parts that do not make it up, factors of parts that there are not.
+            parts that do not make it up, factors of parts that do not exist.
         """
         where = f"splits: parameter {path!r} of shape {shape}"
         if not -len(shape) <= self.axis < len(shape):
@@ -106,7 +106,7 @@ class Split:
 
 
 def check_splits(name: str, splits: Any) -> None:
-    """Refuse what is no mapping of path patterns to splits."""
+    """Refuse what is not a mapping of path patterns to splits."""
 
     def check(where: str, split: Any) -> None:
         check_type(where, split, Split, "a jax_muon.Split")
@@ -185,7 +185,7 @@ class NamedParts:
 
     @classmethod
     def tree_unflatten(cls, names: Any, children: Any) -> "NamedParts":
-        """From names and children."""
+        """Rebuild the parts from names and children."""
         return cls(dict(zip(names, children, strict=True)))
 
 
@@ -233,7 +233,7 @@ class _Cut:
         return x
 
     def _undivided(self, x: Any) -> Any:
-        """With Explicit mesh axes off the axis, where they do not divide its parts."""
+        """x without Explicit mesh axes on the axis whose parts they do not divide."""
         if not isinstance(x, jax.Array) or not is_explicit(x):
             return x
         sharding = jax.typeof(x).sharding
@@ -249,13 +249,13 @@ class _Cut:
         return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
 
     def spread(self, value: Any) -> Any:
-        """The same for every part."""
+        """The same value for every part."""
         if self.widths is None:
             return value
         return NamedParts(dict.fromkeys(self.widths, value))
 
     def read(self, parameter: Parameter) -> list[Parameter]:
-        """How the parts of a parameter are read, which it is as a whole."""
+        """How the parts of a parameter are read, given how the whole is."""
         shape = list(parameter.shape)
         if self.widths is not None:
             parts = []
@@ -338,7 +338,7 @@ class Parts:
         return tree
 
     def read(self, matrices: Matrices) -> Matrices:
-        """How the parts are read, from how the whole leaves are."""
+        """How the parts are read, given how the whole leaves are."""
         parameters = dict(matrices)
         for _, cuts in self.stages:
             parameters = {
@@ -358,7 +358,7 @@ def _map_cuts(
     *rest: Any,
     keep_boxes: bool = False,
 ) -> Any:
-    """Map over the leaves that are cut; of the others, the last tree's stay."""
+    """Map over the leaves that are cut; other leaves are those of the last tree."""
 
     def apply(key_path: tuple[Any, ...], node: Any, *others: Any) -> Any:
         cut = cuts.get(paths.path_string(key_path))

@@ -1,10 +1,11 @@
 """Momentum in few bits: how state is stored between steps, and read again.
 
 bfloat16 and int8 are rounded stochastically, up or down at random with the odds that
-keep the mean. Rounding to nearest loses every change that is small beside what is
-there: int8 momentum of a gradient that turns slowly and has no noise is 0.12 off then,
-and 0.03 so. With as much noise as there is in training, which makes up for that,
-nearest would be better by a factor of 0.7 (0.015 for 0.021 on the example's model).
+keep the mean. Rounding to nearest loses every change that is small compared with what
+is there: int8 momentum of a gradient that turns slowly and has no noise is then 0.12
+off, and 0.03 with random rounding. With as much noise as there is in training, which
+makes up for that, nearest would be better by a factor of 0.7 (0.015 for 0.021 on the
+example's model).
 
 The random bits are a hash of the step, the parameter's path and the element's place in
 the whole array. So they need no key in the state, are the same however arrays lie on a
@@ -34,7 +35,7 @@ def storage(name: str, dtype: Any) -> "Floating | Quantized":
     """How a state is stored in a dtype; None stands for the parameters' own.
 
     Raises:
-      ValueError: for any other than `DTYPES` and None.
+      ValueError: for anything other than `DTYPES` and None.
     """
     if dtype is None:
         return Floating(None)
@@ -52,22 +53,22 @@ def storage(name: str, dtype: Any) -> "Floating | Quantized":
 
 @dataclasses.dataclass(frozen=True)
 class Floating:
-    """In a dtype of floating point; None for the parameters', rounded to nearest."""
+    """Stored in a floating-point dtype; None: the parameters', rounded to nearest."""
 
     dtype: Any
 
     def zeros(self, params: optax.Params) -> tuple[optax.Params]:
-        """One tree, like the parameters."""
+        """Stored zeros: one tree, like the parameters."""
         return (optax.tree.zeros_like(params, dtype=self.dtype),)
 
     def read(self, stored: Float[Array, "..."]) -> Float[Array, "..."]:
-        """In at least float32."""
+        """The stored numbers in at least float32."""
         return wide(stored)
 
     def store(
         self, x: Float[Array, "..."], old: tuple[Array], path: str, count: Array
     ) -> tuple[Float[Array, "..."]]:
-        """In the dtype of what was there; stochastically where bfloat16 was asked for.
+        """Rounded to the dtype of `old`, stochastically if bfloat16 was asked for.
 
         Args:
           x: in at least float32.
@@ -94,7 +95,7 @@ class Quantized:
     """
 
     def zeros(self, params: optax.Params) -> tuple[optax.Params, optax.Params]:
-        """A tree of int8, and one of scales in at least float32."""
+        """Stored zeros: a tree of int8, and one of scales in at least float32."""
 
         def scales(p: Array) -> Array:
             # A sum, so that the state lies on the mesh as the rows do.
@@ -110,7 +111,7 @@ class Quantized:
     def read(
         self, whole: Int8[Array, "*rows n"], scale: Float[Array, "*rows 1"]
     ) -> Float[Array, "*rows n"]:
-        """The numbers, in the scale's dtype."""
+        """The stored numbers, in the scale's dtype."""
         return whole.astype(scale.dtype) * scale
 
     def store(
@@ -164,5 +165,5 @@ def _mixed(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
 
 
 def _row(x: Array) -> Sequence[int]:
-    """The last axis, of a scalar none."""
+    """The last axis; none for a scalar."""
     return (-1,) if x.ndim else ()

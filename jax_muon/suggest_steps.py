@@ -1,7 +1,7 @@
 """How many steps the momentum of a run needs, from its singular values.
 
 A tool for the host, between runs: it decomposes matrices in float64 with NumPy, and is
-no part of a training step.
+not part of a training step.
 """
 
 import dataclasses
@@ -81,8 +81,8 @@ def suggest_steps(
       A suggestion for each label.
 
     Raises:
-      ValueError: a target outside (0, 1), or that nothing tried reaches for the
-        matrices of a label; no matrices that are not zero; most below 1.
+      ValueError: a target outside (0, 1), or one that nothing tried reaches for
+        the matrices of a label; no matrices that are not zero; most below 1.
 
     Examples:
       >>> momentum = {"up": jnp.diag(jnp.linspace(0.2, 1.0, 16))}
@@ -91,7 +91,8 @@ def suggest_steps(
       (2, 6, True)
 
     References:
-      The Polar Express, arXiv 2505.16932; spectra by layer, arXiv 2606.04058.
+      The Polar Express, arXiv 2505.16932; Spectral Scaling Laws of Muon, arXiv
+      2606.04058.
     """
     check_arrays("momentum", momentum)
     target = number("target", target, "in (0, 1)", traced=False)
@@ -104,8 +105,8 @@ def suggest_steps(
     )
     if not groups:
         raise ValueError(
-            "momentum has no matrices of floating point but those of zeros; expected "
-            "one, such as mu of a state after some steps"
+            "momentum has no matrices of floating point other than zeros; expected at "
+            "least one, such as mu of a state after some steps"
         )
     return {
         label: _suggest(label, _spread(group, most), target, dtype)
@@ -199,6 +200,6 @@ def _groups(
 
 
 def _spread(group: Sequence[np.ndarray], most: int) -> list[_Matrix]:
-    """Up to so many matrices, evenly spread, decomposed."""
+    """Decompose at most `most` matrices, evenly spread."""
     at = np.linspace(0, len(group) - 1, min(most, len(group))).round().astype(int)
     return [_Matrix.of(group[i]) for i in at]

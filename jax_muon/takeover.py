@@ -54,7 +54,7 @@ class Moments:
     means: Arrays = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise a ValueError for a count below 0, and what is no mapping."""
+        """Raise a ValueError for a count below 0, and for what is not a mapping."""
         check_count("count", self.count, least=0)
         for name in ("first", "second", "means"):
             value = getattr(self, name)
@@ -62,7 +62,7 @@ class Moments:
 
     @classmethod
     def from_optax(cls, state: Any) -> "Moments":
-        """Those of `optax.contrib.muon`, `optax.adamw`, and what is made of them.
+        """Read the state of `optax.contrib.muon`, `optax.adamw`, or chains of them.
 
         Args:
           state: of the optimizer, chained, masked or partitioned.
@@ -90,12 +90,12 @@ class Moments:
         accumulation: str = "ema",
         count: int | None = None,
     ) -> "Moments":
-        """Those of `torch.optim.Muon`, `torch.optim.AdamW` and optimizers like them.
+        """Read `torch.optim.Muon`, `torch.optim.AdamW` and optimizers like them.
 
         Args:
           optimizers: for each its `state_dict()`, and the names of its parameters in
             the order that it was given them.
-          weights: all weights of the model by name, of which the shapes count.
+          weights: all weights of the model by name; only their shapes are used.
           to_params: the function that turns PyTorch's weights by name, as NumPy arrays,
             into parameters. It may transpose, reshape and stack them.
           accumulation: of the momentum: "ema" as in `torch.optim.Muon`, or "sum".
@@ -122,7 +122,7 @@ class Moments:
         weights: Arrays,
         to_params: ToParams,
     ) -> "Moments":
-        """Those of nanochat's optimizer files, one for each rank.
+        """Read nanochat's optimizer files, one for each rank.
 
         A group of matrices is a stack that the ranks divide, padded to a multiple of
         their number; AdamW's moments of at least 1024 elements are divided by rows.
@@ -131,7 +131,7 @@ class Moments:
           ranks: the state dicts of `optim_STEP_rank0.pt` and so on, in their order;
             one, for a run on one device.
           names: of the parameters, in the order that the optimizer was given them.
-          weights: all weights of the model by name, of which the shapes count.
+          weights: all weights of the model by name; only their shapes are used.
           to_params: as for `from_torch`.
 
         Raises:
@@ -152,7 +152,7 @@ class Moments:
     def from_dion(
         cls, optimizers: Sequence[Named], weights: Arrays, to_params: ToParams
     ) -> "Moments":
-        """Those of `dion.Muon` and `dion.NorMuon`, whose momentum is a sum.
+        """Read `dion.Muon` and `dion.NorMuon`, whose momentum is a sum.
 
         Args:
           optimizers: as for `from_torch`; tensors that are whole, not DTensors.
@@ -197,7 +197,7 @@ def take_over(
 
     Raises:
       ValueError: with the path, a parameter of which the run remembers nothing, or
-        something of another shape; one that AdamW has here, and had not there.
+        something of another shape; one that AdamW has here, and did not have there.
     """
     tx = as_transform("tx", tx)
     check_arrays("params", params)
@@ -355,8 +355,8 @@ def _filled(
         path = paths.path_string(key_path)
         if path not in found:
             raise ValueError(
-                f"the run has no {what} of the gradients of {path!r}; it has those of "
-                + (", ".join(found) or "none")
+                f"the run has no {what} of the gradients of {path!r}; it has them of "
+                + (", ".join(found) or "no parameter")
                 + "; expected the labels that the run had, and no splits"
             )
         new = found[path]

@@ -154,7 +154,7 @@ def scale_by_normuon(
 
     Raises:
       ValueError: decay outside [0, 1), an unknown axis, eps not above 0; at init, with
-        path and shape, a parameter that is no floating-point matrix.
+        path and shape, a parameter that is not a floating-point matrix.
 
     References:
       NorMuon, arXiv 2510.05491, Algorithm 1.

@@ -1,4 +1,4 @@
-"""A layout proves itself: updates on a mesh beside those of one device.
+"""A layout proves itself: updates on a mesh compared with those of one device.
 
 `verify` is for a user's own mesh, before a long run or in CI. It draws parameters and
 gradients of the shapes at hand, lets the optimizer make updates of them on one device
@@ -64,7 +64,7 @@ def verify(
     """Whether an optimizer on a mesh does what it does on one device.
 
     Parameters and gradients are drawn from a normal distribution; of `params` only
-    paths, shapes, dtypes and, on Explicit axes, types count. One device has to hold
+    paths, shapes, dtypes and, on Explicit axes, types are used. One device has to hold
     them all, and three times their gradients and state: give smaller shapes of the same
     layout for a model that is too large for that.
 
@@ -244,7 +244,7 @@ def _steps(
 
 
 def compared(least: float, got: Any, want: Any, other: Any) -> VerifiedArray:
-    """An array of a mesh beside that of one device, at each step.
+    """Compare an array on a mesh with that of one device, at each step.
 
     Args:
       least: the least that the bound is.
@@ -295,7 +295,7 @@ def _is_finite(x: np.ndarray) -> bool:
 def _difference(pieces: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
     """Length of the difference over that of the second of each pair, in float64.
 
-    What is infinite, or no number, in both at once does not differ.
+    What is infinite, or NaN, in both at once does not differ.
     """
     apart = length = 0.0
     for x, y in pieces:

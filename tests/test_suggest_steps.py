@@ -70,7 +70,7 @@ def test_published_tables_joins_splits_and_rank(rng):
     ("momentum", "target", "match"),
     [
         ({"w": np.eye(4)}, 1.5, r"target=1.5; expected a number in \(0, 1\)"),
-        ({"w": np.zeros((4, 4))}, 0.1, "no matrices .* but those of zeros"),
+        ({"w": np.zeros((4, 4))}, 0.1, "no matrices .* other than zeros"),
         ({"wte": np.eye(4), "b": np.ones(3)}, 0.1, "no matrices"),
         (
             {"w": np.diag([1.0, 1e-6])},

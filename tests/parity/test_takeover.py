@@ -407,7 +407,7 @@ def moments_of(first, second=()):
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
-        ({}, {}, "no mean of the gradients of 'b'; it has those of none"),
+        ({}, {}, "no mean of the gradients of 'b'; it has them of no parameter"),
         (
             {"up": (8, 4), "b": (8,)},
             {"b": (8,)},
