@@ -72,7 +72,7 @@ class Plan:
       parameters: one entry for each.
       pools: divided matrices of one shape and placement, and who computes them.
       sizes: devices along each mesh axis; empty on one device.
-      divide: mesh axes that divide gradients and state besides.
+      divide: mesh axes that further divide gradients and state.
       summed: mesh axes that gradients are summed over, as far as is known: those of the
         batch of a train step, else `divide`.
       collectives: what `update` itself sends to orthogonalize, in order.

@@ -75,7 +75,7 @@ def verify(
       params: the parameters, or their shapes (`jax.ShapeDtypeStruct`).
       mesh: the mesh. With several processes, each looks at the devices that it has.
       specs: where parameters lie; see `on_mesh`.
-      divide: mesh axes that divide gradients and state besides; see `on_mesh`.
+      divide: mesh axes that further divide gradients and state; see `on_mesh`.
       min_size: least elements of a leaf that is divided so.
       gather_dtype: of updates on their way to where parameters lie; see `on_mesh`.
       steps: updates to make, one after another.

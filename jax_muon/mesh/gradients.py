@@ -1,7 +1,7 @@
 """Gradients of a device's own batch, summed so that each part arrives where it lies.
 
 Inside shard_map over the axes that divide the batch: parameters that lie divided are
-gathered leaf by leaf, gradients scattered leaf by leaf. `train_step.py` stands around.
+gathered leaf by leaf, gradients scattered leaf by leaf. `train_step.py` is around it.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class MeanGradients:
     def __call__(
         self, params: Any, batch: Any, here: Any, scattered: Any
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """The mean gradient's part of this device, maxima, and metrics.
+        """This device's part of the mean gradient, maxima, and metrics.
 
         Args:
           params: this device's pieces.
@@ -136,7 +136,7 @@ class MeanGradients:
         return wide(sent)
 
     def _totals(self, params: Any, batch: Any) -> tuple[Any, Any]:
-        """What adds up over microbatches, and what takes the maximum.
+        """What is summed over microbatches, and what is maximized.
 
         Weight, loss and gradients times it, and aux; then the entries of max_aux. In at
         least float32: weights may be more than float16 can hold.
@@ -176,7 +176,7 @@ def _pair(flag: str, given: Any) -> Any:
 
 
 def _inverse(total: Any) -> Any:
-    """One over it, or 0: a batch in which nothing counts has no gradient."""
+    """One over the weight, or 0: a batch in which nothing counts has no gradient."""
     return jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
 
 
@@ -190,6 +190,6 @@ def _check_entries(aux: Any, names: tuple[str, ...]) -> None:
     if missing:
         raise ValueError(
             f"max_aux={names}: loss_fn gives auxiliary output without "
-            f"{sorted(missing)}; expected a dictionary that has them, given was "
+            f"{sorted(missing)}; expected a dictionary that has them, got "
             + (f"one of {sorted(there)}" if there else repr(type(aux)))
         )

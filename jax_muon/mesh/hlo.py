@@ -2,7 +2,7 @@
 
 A scheduled module lists instructions in the order in which the GPU's stream gets them.
 An asynchronous collective is a pair, `-start` and `-done`: whatever stands between the
-two runs while data travels. This reads text alone, and needs no compiler and no GPU.
+two runs while data travels. Only text is read: no compiler and no GPU is needed.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 _COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
 _PRODUCT_TARGETS = ("cublas", "gemm", "matmul")
-# What moves nothing.
+# Instructions that move nothing.
 _FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota")
 _WORKSPACE = re.compile(r", s8\[\d+\]")
 _BITS = re.compile(r"^[a-z]+(\d+)")
@@ -66,7 +66,7 @@ class Work:
 
     @property
     def flops(self) -> int:
-        """FLOPs of them."""
+        """Their FLOPs."""
         return self.always.flops + self.perhaps.flops
 
 
@@ -255,9 +255,9 @@ class Module:
         return found
 
     def collectives(self) -> list[Collective]:
-        """Every collective of the module, once each, also those in loops and branches.
+        """Every collective of the module once, including those in loops and branches.
 
-        Their mesh axes are left empty, since a module knows groups of devices alone.
+        Their mesh axes are left empty, since a module only knows groups of devices.
         """
         found = []
         for lines in self.computations.values():
@@ -279,7 +279,7 @@ class Module:
         return found
 
     def work_before(self) -> list[Work]:
-        """Products in front of each place of the schedule, and last of all of them."""
+        """Products before each place of the schedule; the last entry has all."""
         schedule = self.schedule
         types = {line.name: line.type for line in schedule}
         before = [Work()]

@@ -30,7 +30,7 @@ class Layout:
     Attributes:
       mesh: the mesh.
       specs: of the parameters; see `on_mesh`.
-      divide: mesh axes that divide gradients and state besides.
+      divide: mesh axes that further divide gradients and state.
       summed: mesh axes that gradients are summed over, for `plan`.
       min_size: least elements of a leaf that is divided so.
       skip_used: whether an axis of `divide` that a leaf's spec uses is passed over for
@@ -66,7 +66,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(spec, tree)
 
     def check_concrete(self, tree: Any) -> None:
-        """Refuse arrays that lie divided on Auto axes where specs say nothing of it."""
+        """Refuse arrays that lie divided on Auto axes where specs do not say so."""
         if self.specs is not None or AxisType.Auto not in self.mesh.axis_types:
             return
         for path, leaf in paths.leaves_with_paths(tree):

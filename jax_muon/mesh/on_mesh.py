@@ -2,7 +2,7 @@
 
 Everything inside `on_mesh` sees arrays on Explicit mesh axes, whose types tell how they
 are divided: zeros, sums and means take the type along, and `orthogonalize` reads it.
-ZeRO-2 is no world of its own there. Gradients and state are divided over mesh axes that
+ZeRO-2 is not a special case there: gradients and state are divided over mesh axes that
 repeat the parameters, and updates come back lying as the parameters do.
 """
 
@@ -61,7 +61,7 @@ def on_mesh(
         them (a prefix will do), or a function of the path. None: as their types say,
         which on Auto axes is replicated.
       divide: mesh axes that repeat the parameters, over which gradients and state are
-        divided besides (ZeRO-2): along the first axis of a leaf that all of them
+        further divided (ZeRO-2): along the first axis of a leaf that all of them
         divide evenly. Leaves that have none are repeated; `describe` shows them.
       min_size: leaves of fewer elements are repeated too, and all-reduced.
       gather_dtype: of updates on their way to where parameters lie; None for their own.
@@ -71,9 +71,9 @@ def on_mesh(
       is restored on any mesh: see `abstract_state`.
 
     Raises:
-      ValueError: `divide` names an axis that the mesh has not; at init and update, with
-        path and shape, specs that do not fit, or that use an axis of `divide`; state
-        that is not one of `tx` on these parameters.
+      ValueError: `divide` names an axis that the mesh lacks; at init and update,
+        with path and shape, specs that do not fit, or that use an axis of `divide`;
+        state that is not one of `tx` on these parameters.
 
     References:
       Rajbhandari et al., ZeRO, arXiv 1910.02054.
@@ -121,7 +121,7 @@ class OnMesh:
         )
         if self._is_typed():
             return self._init(params)
-        # jitted where it stands in a trace already too: out_shardings tell the devices.
+        # Jitted inside a trace too: out_shardings tell the devices.
         init = jax.jit(self._init, out_shardings=self.state_shardings(params))
         if _is_traced(params):
             return init(params)
@@ -249,7 +249,7 @@ class OnMesh:
             return function(*placed)
 
     def _check_types(self, params: Any, specs: Any) -> None:
-        """On Explicit axes, types that say something else than the user's specs."""
+        """Refuse, on Explicit axes, types that disagree with the user's specs."""
         if AxisType.Explicit not in self.layout.mesh.axis_types:
             return
         pairs = zip(
@@ -302,7 +302,7 @@ class OnMesh:
         return jax.tree.map(place, specs, tree, before, is_leaf=is_spec)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """As JAX writes those of what comes out of jit."""
+        """The sharding as JAX writes it for results of jit."""
         if AxisType.Auto in self.layout.mesh.axis_types:
             spec = as_jit_writes(spec, self.layout.mesh.shape)
         return NamedSharding(self.layout.mesh, spec)

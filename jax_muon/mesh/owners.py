@@ -23,7 +23,7 @@ from jax_muon.reading.axes import MatrixAxes
 from jax_muon.reading.joins import Block
 from jax_muon.reading.matrices import Matrices
 
-# What a device does while it sends one byte: 400 TFLOP/s beside 400 GB/s, in round
+# What a device does while it sends one byte: 400 TFLOP/s at 400 GB/s, in round
 # figures those of an H100 with NVLink.
 _FLOPS_PER_BYTE = 1000
 
@@ -117,7 +117,7 @@ class Pool:
         return by_axis.transpose([(axes + self.batch).index(name) for name in names])
 
     def cost(self, sizes: Sizes) -> float:
-        """Of the busiest device, in FLOPs, as if nothing were hidden.
+        """Cost of the busiest device in FLOPs, as if nothing were hidden.
 
         Five quintics of a whole matrix are 20 m^2 n + 10 m^3 FLOPs. With summed Gram
         matrices a device does its share of the first, and all of the second.
@@ -218,7 +218,7 @@ def make_pools(
     send: str = "auto",
     load: dict[Any, np.ndarray] | None = None,
 ) -> list[Pool]:
-    """Pools of matrices, and owners so that the busiest device has least to do.
+    """Pools of matrices, and owners so that the busiest device has the least to do.
 
     Args:
       batches: shape (batch, in, out) of one device's pieces, and dtype, for each batch.

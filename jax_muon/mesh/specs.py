@@ -36,7 +36,7 @@ def axis_names(axis: AxisName) -> tuple[str, ...]:
 
 
 def check_mesh(name: str, mesh: Any) -> None:
-    """Refuse what is no mesh of devices."""
+    """Refuse what is not a mesh of devices."""
     check_type(name, mesh, Mesh, "a jax.sharding.Mesh")
 
 
@@ -192,7 +192,7 @@ def _is_place(x: Any) -> bool:
 def full_rank(
     spec: PartitionSpec, path: str, shape: tuple[int, ...], sizes: Sizes
 ) -> PartitionSpec:
-    """The spec with an entry for each axis, after a look whether it fits.
+    """The spec with an entry for each axis, if it fits.
 
     Raises:
       ValueError: with path and shape, for too many entries, unknown mesh axes, and axes
@@ -237,7 +237,7 @@ def dividing(spec: PartitionSpec, sizes: Sizes) -> PartitionSpec:
 def as_jit_writes(spec: PartitionSpec, sizes: Sizes) -> PartitionSpec:
     """The spec as JAX writes those of what comes out of jit on Auto axes.
 
-    P("a", None) is another to it than P("a"), and would compile the next step again.
+    JAX takes P("a", None) and P("a") for two specs, and would compile again.
     """
     spec = dividing(spec, sizes)
     while len(spec) and spec[-1] is None:

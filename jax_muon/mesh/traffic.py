@@ -1,7 +1,7 @@
 """What a program sends: its collectives and their bytes, counted from the jaxpr.
 
 The jaxpr has the true dtypes. XLA on a CPU promotes bfloat16 collectives to float32 and
-leaves all-reduces where the GPU compiler makes reduce-scatters: its HLO is no measure.
+leaves all-reduces where the GPU compiler makes reduce-scatters: its HLO tells nothing.
 """
 
 import dataclasses

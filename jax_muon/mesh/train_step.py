@@ -74,21 +74,21 @@ def make_train_step(
       loss_fn: `loss_fn(params, batch)` gives the mean loss of its batch, a scalar;
         with `weighted`, the pair (mean loss, weight), where the weight says how much
         the mean counts: the number of unmasked tokens, for example. With `has_aux`, a
-        pair of that and a tree of arrays. It sees whole parameters, but for mesh axes
-        beside `axis`, such as those of tensor parallelism.
+        pair of that and a tree of arrays. It sees whole parameters, except for mesh
+        axes other than `axis`, such as those of tensor parallelism.
       tx: an optimizer in global view, such as a recipe; not wrapped in `on_mesh`, which
         this does.
       mesh: the mesh.
       axis: mesh axis, or axes, over which batches are divided along their leading axis.
       specs: where parameters lie between steps; see `on_mesh`. None: replicated.
-      divide: mesh axes over which gradients and state are divided besides; None for
+      divide: mesh axes over which gradients and state are further divided; None for
         those of `axis`, as far as a parameter's spec does not use them. () for none.
       parameters: "as specs", or "divided": between steps parameters lie as finely as
         gradients and state, and are gathered leaf by leaf at the beginning of a step.
       min_size: leaves of fewer elements are repeated and all-reduced.
       has_aux: whether loss_fn gives auxiliary output.
-      max_aux: with a dictionary as auxiliary output, the entries of which not the mean
-        counts but the maximum, over devices and microbatches. `tx` gets them as extra
+      max_aux: with a dictionary as auxiliary output, the entries whose maximum counts
+        instead of the mean, over devices and microbatches. `tx` gets them as extra
         arguments of these names: "max_logits" for `clip_qk`.
       weighted: whether loss_fn gives weights.
       microbatches: number of parts that a device's batch is taken in, one after
@@ -105,7 +105,7 @@ def make_train_step(
       A `TrainStep`.
 
     Raises:
-      ValueError: microbatches below 1, an axis that the mesh has not, max_aux without
+      ValueError: microbatches below 1, an axis that the mesh lacks, max_aux without
         has_aux, unknown choices; at the first call, a batch that microbatches or
         devices do not divide, auxiliary output without an entry of max_aux, a state of
         other parameters, and what `on_mesh` raises.
@@ -191,7 +191,7 @@ class TrainStep:
         placed = jax.tree.map(jax.device_put, params, shardings)
         both = (placed, self._optimizer.init(placed))
         places = (shardings, self._optimizer.state_shardings(params))
-        # A copy, since the first step is donated it: device_put alone may alias.
+        # A copy, since the first step donates its arguments: device_put may alias.
         copy = jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=places)
         copied: tuple[Any, Any] = copy(both)
         return copied
@@ -311,5 +311,5 @@ def _check_axes(mesh: Mesh, axis: tuple[str, ...], divide: tuple[str, ...]) -> N
         if name not in axis and kind == AxisType.Explicit and mesh.shape[name] > 1:
             raise ValueError(
                 f"the mesh axis {name!r} has Explicit axes; expected a mesh with Auto "
-                f"axes, where there are others than those of the batch, axis={axis}"
+                f"axes, since there are others than those of the batch, axis={axis}"
             )

@@ -6,8 +6,8 @@ In three phases, for the plan that `owners.py` makes:
   compute:   the owner takes the polar factor of whole matrices;
   back:      the pieces return, and go to the devices that repeat them.
 
-In which order the pieces are put together does not matter, if they are taken apart in
-the same one: a polar factor moves with the rows and columns of its matrix.
+The order in which the pieces are put together does not matter if they are taken apart
+in the same one: a polar factor moves with the rows and columns of its matrix.
 """
 
 import functools
@@ -40,11 +40,11 @@ def on_pieces(
 
     Args:
       function: of `polar` and the pieces, inside shard_map.
-      polar: the polar factor. What it holds of traced numbers, such as those of
-        `optax.inject_hyperparams`, goes into shard_map as an argument.
+      polar: the polar factor. Traced numbers that it holds, such as those of
+        `optax.inject_hyperparams`, go into shard_map as arguments.
       leaves: global arrays, which lie as their types say.
       specs: how they have to lie for the function.
-      mesh: theirs.
+      mesh: the one that they lie on.
 
     Returns:
       The results, lying as `leaves`.
@@ -191,7 +191,7 @@ def _slots(pool: Pool) -> tuple[list[int], list[int]]:
 
 
 def _exchange(pieces: Array, pool: Pool) -> Array:
-    """(pieces, k, ...): what is meant for each of the devices, to what each sent."""
+    """(pieces, k, ...): what each device sends, exchanged for what it is sent."""
     if not pool.pieces:
         return pieces
     return jax.lax.all_to_all(pieces, pool.pieces, 0, 0, tiled=True)

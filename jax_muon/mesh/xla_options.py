@@ -1,4 +1,4 @@
-"""Options of XLA's compiler for GPUs, so that transfers run beside the model's work."""
+"""Options of XLA's compiler for GPUs, so that transfers hide under the model's work."""
 
 import math
 from typing import Any
@@ -35,7 +35,7 @@ def gpu_options(
     - `xla_gpu_all_gather_combine_threshold_bytes` and
       `xla_gpu_reduce_scatter_combine_threshold_bytes`: XLA sends leaves together while
       what arrives of them on a device is no larger. Its own 30 MB are a tenth of a
-      small model, so that much has no product beside it, and one leaf of a large one.
+      small model, so much has no product to hide under, and one leaf of a large one.
     - `xla_gpu_experimental_collective_start_as_early_as_possible`: a transfer starts
       when its input is there, and not as late as a model of its speed allows.
     - `xla_gpu_experimental_parallel_collective_overlap_limit`: transfers under way at
@@ -52,10 +52,10 @@ def gpu_options(
         the beginning of a step; otherwise updates are gathered at its end.
 
     Returns:
-      Options for `jax.jit`; {} on one device, and where devices are no GPUs.
+      Options for `jax.jit`; {} on one device, and where devices are not GPUs.
 
     Raises:
-      ValueError: an argument of another type, an axis that the mesh has not.
+      ValueError: an argument of another type, an axis that the mesh lacks.
     """
     check_mesh("mesh", mesh)
     names = mesh.axis_names if axis is None else checked_axes("axis", axis, mesh)
