@@ -1,4 +1,4 @@
-"""The coefficients of the polynomial iterations that orthogonalize: numbers alone.
+"""The coefficients of the polynomial iterations that orthogonalize: only numbers.
 
 Everything here runs on the host in float64, once, while a program is traced; nothing
 here touches an array of the model. `iteration.py` applies what this file computes.
@@ -17,7 +17,7 @@ from jax_muon.checks import check_choice, check_count, number
 # One odd quintic p(x) = a x + b x^3 + c x^5, written (a, b, c).
 Coefficients = tuple[float, float, float]
 
-# Far more steps than any iteration needs: what is meant is hardly a number of steps.
+# Far more steps than any iteration needs: what is larger is hardly a number of steps.
 MAX_STEPS = 1000
 
 # Jordan's Newton-Schulz quintic, used on every step. It maximizes the slope at zero and
@@ -82,7 +82,7 @@ def _polar_express_paper(steps: int) -> tuple[Coefficients, ...]:
     """The eight quintics that arXiv 2505.16932 prints, with a margin of 1 %.
 
     TEON (arXiv 2601.23261) uses them so: every step but the last of the table is
-    evaluated at x / 1.01, also where fewer steps are taken.
+    evaluated at x / 1.01, even where fewer steps are taken.
     """
     table = np.array(
         polar_express_coefficients(

@@ -8,8 +8,8 @@ In two forms with m <= n:
             condition number, so X is refreshed once in three steps.
 
 Neither form computes A A, or R R, where c = 0. On a CPU matrices are taken one after
-another, elsewhere a whole stack at once; what is computed is the same. Settings are
-valid here: `factors.py` checks them.
+another, elsewhere a whole stack at once; what is computed is the same. Settings
+arrive checked: `factors.py` does that.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ def iterate(x: Array, norm_factor: Any, eps: Any, settings: Settings) -> Array:
         m, n = rows, cols * jax.lax.axis_size(axis_name)
     turned = axis_name is None and rows > cols
     if m == 1:
-        # Of one row, the only singular value begins where the quintics are steepest:
+        # The only singular value of one row begins where the quintics are steepest:
         # in bfloat16 it ends 0.22 from where it should, whatever the row.
         dtype = wider(dtype, jnp.float32)
     low_precision = dtype == jnp.bfloat16

@@ -8,8 +8,8 @@ of the lower one and store each tile twice, the second time transposed: for s ro
 tiles s (s + 1) / 2 instead of s^2. They are written for Hopper (sm_90) in Triton, for
 16-bit floats, whose products accumulate in float32 and are rounded once.
 
-`PolarExpress(symmetric="kernel")` uses them on NVIDIA GPUs. It is no default: they are
-compiled and checked in Pallas's interpreter, but not yet run on a GPU
+`PolarExpress(symmetric="kernel")` uses them on NVIDIA GPUs. It is not the default: they
+are compiled and checked in Pallas's interpreter, but not yet run on a GPU
 (docs/speed.md).
 """
 
@@ -43,7 +43,7 @@ HOPPER = Tiling()
 
 
 def wider(dtype: Any, other: Any) -> Any:
-    """`jnp.promote_types`, also where JAX promotes nothing by itself ("strict")."""
+    """`jnp.promote_types`, even where JAX promotes nothing by itself ("strict")."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(dtype, other)
 
@@ -133,7 +133,8 @@ def gram_kernel(
       The matrices, equal to their transposes bit by bit.
 
     Raises:
-      ValueError: x has fewer than two axes, or a dtype or a size is not valid.
+      ValueError: x has fewer than two axes or another dtype, or a size of the kernel
+        is not a power of two of at least 16.
 
     Examples:
       >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0]], jnp.bfloat16)
@@ -166,8 +167,8 @@ def quadratic_kernel(
       An array with the shape and dtype of a, equal to its transpose bit by bit.
 
     Raises:
-      ValueError: a has fewer than two axes or is not square, or a dtype or a size is
-        not valid.
+      ValueError: a has fewer than two axes or is not square, or another dtype, or
+        a size of the kernel is not a power of two of at least 16.
 
     Examples:
       >>> a = jnp.array([[1.0, 2.0], [2.0, 0.0]], jnp.bfloat16)
@@ -235,7 +236,7 @@ def _symmetric_product(
         interpret=interpret,
         name="gram" if len(factors) == 1 else "quadratic",
     )
-    # Factors are an operand, no constants of the kernel: all steps share one kernel.
+    # Factors are an operand, not constants of the kernel: all steps share one kernel.
     operand = jnp.stack([jnp.asarray(factor, jnp.float32) for factor in factors])
     return product(stack, operand).reshape(*batch, m, m)
 

@@ -5,7 +5,7 @@ A quintic a X + (b A + c A A) X with A = X X^T takes three of them,
   A <- g X X^T;  B <- A + q A A;  X <- X + p B X,
 
 and its factor a, which is left for the end of all steps. Each is one call of a GPU's
-library, which reads and writes nothing beside its operands. `Products` is for a CPU,
+library, which reads and writes nothing besides its operands. `Products` is for a CPU,
 `FusedProducts` for everything else, `KernelProducts` an option on NVIDIA GPUs.
 """
 
@@ -27,7 +27,7 @@ from jax_muon.polar.kernels import (
 
 
 def wide(x: Array) -> Array:
-    """In at least float32: for sums, means and small differences."""
+    """x in at least float32, for sums, means and small differences."""
     return x.astype(wider(x.dtype, jnp.float32))
 
 
@@ -103,7 +103,7 @@ class Products:
 class FusedProducts(Products):
     """Sums in the form that XLA hands to cuBLASLt whole, with k and C as operands.
 
-    They are sums in the dtype of C, of which cuBLASLt rounds the result alone. Where
+    They are sums in the dtype of C, of which cuBLASLt rounds only the result. Where
     XLA multiplies otherwise every term is rounded, as in plain bfloat16 code: 0.04
     instead of 0.016 from the exact result on a Gaussian (64, 256). Sums written out in
     float32 would cost more than the products do (docs/speed.md).
@@ -124,7 +124,7 @@ class FusedProducts(Products):
 
 @dataclasses.dataclass(frozen=True)
 class KernelProducts(FusedProducts):
-    """Symmetric ones by the kernels, for NVIDIA GPUs: of X with itself alone."""
+    """Symmetric products by the kernels, for NVIDIA GPUs: only of X with itself."""
 
     outer: Callable[[Array, Array], Array] = lambda x, _: gram_kernel(x, jnp.float32)
 

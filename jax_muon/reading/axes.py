@@ -60,8 +60,8 @@ def leaf_axes(
     """The axes that dimension numbers name.
 
     Raises:
-      ValueError: with path and shape, for a leaf that is no floating-point matrix, and
-        axes out of range, repeated or overlapping.
+      ValueError: with path and shape, for a leaf that is not a floating-point matrix,
+        and axes out of range, repeated or overlapping.
     """
     where = f"parameter {path!r} of shape {shape}"
     if problem := not_a_matrix(path, shape, dtype):

@@ -96,7 +96,7 @@ class Node:
         named = {*self.own_words[-1:], *last, *first} & words.NORM
         is_scale = self.name.lower() in words.SCALE
         if self.name.lower() == "g" and len(self.shape) > 1:
-            is_scale = False  # a gate, if its module is no norm
+            is_scale = False  # a gate, if its module is not a norm
         return is_scale or bool(named)
 
 
@@ -110,7 +110,7 @@ def node_of(index: int, leaf: Any) -> Node:
 
 
 class Tree:
-    """All leaves of a model, and who is beside whom."""
+    """All leaves of a model, and which stand beside which."""
 
     def __init__(self, nodes: Sequence[Node]):
         self.nodes = list(nodes)

@@ -33,7 +33,7 @@ def find_experts(tree: Tree) -> None:
 
 
 def _is_output(tree: Tree, node: Node) -> bool:
-    """Whether a kernel (heads, head_dim, width) has a query of its heads beside it."""
+    """Whether a kernel (heads, head_dim, width) stands beside a query of its heads."""
     if attention_part(node) != "out":
         return False
     return any(

@@ -28,7 +28,7 @@ def attention_part(node: Node) -> str | None:
 def is_convolution(node: Node) -> bool:
     """Whether the module is called a convolution.
 
-    ConvLocal is none: it has a matrix (window and in, out) for each place.
+    ConvLocal is not one: it has a matrix (window and in, out) for each place.
     """
     named = {*node.title_words, *node.own_words}
     return bool(words.CONVOLUTION & named) and "local" not in named
@@ -73,13 +73,13 @@ def _lora(tree: Tree, node: Node) -> Role | None:
 def _by_own_name(node: Node) -> Role | None:
     name, own = node.name.lower(), {*node.own_words}
     if "_".join(node.own_words) in words.STATE_SPACE or node.name in ("D", "Ds"):
-        return "vector", f"{node.name!r} of a state-space layer is no matrix"
+        return "vector", f"{node.name!r} of a state-space layer is not a matrix"
     if name == "weight_g" or own & (words.SCALE | words.BIAS) - {"b", "g"}:
         return "vector", f"{node.name!r} scales or shifts, it does not multiply"
     generic = node.owner_parts != node.parts
     projects = node.own_words[-1:] and node.own_words[-1] in words.PROJECTION
     if own & words.VECTOR and not generic and not projects:
-        return "vector", f"{node.name!r} is no kernel, by its name"
+        return "vector", f"{node.name!r} is not a kernel, by its name"
     return None
 
 

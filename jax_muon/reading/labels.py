@@ -2,7 +2,7 @@
 
 Muon is for matrices that a model multiplies by. An embedding table is a matrix in shape
 only: a lookup touches single rows. The output head, biases, norm scales and other
-vectors go to AdamW too, also where scanned layers stack them to two axes and more.
+vectors go to AdamW too, even where scanned layers stack them to two axes and more.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ __all__ = ["ADAMW", "MUON", "label_params"]
 def label_params(params: Any, rules: Mapping[str, str] | None = None) -> Any:
     """Label every parameter "muon" or "adamw", or as the rules say.
 
-    To AdamW: vectors and scalars; biases and norm scales, also stacked by scanned
+    To AdamW: vectors and scalars; biases and norm scales, even stacked by scanned
     layers; embeddings, output heads (`lm_head`, `head`, `logits`, `classifier`) and
     routers (`router`, or a `gate` with experts beside it); depthwise convolutions;
     matrices with a single row or column; whatever is empty or not real floating point.

@@ -30,7 +30,7 @@ def _search(tree: Tree, module: tuple[str, ...], inherited: set[_Axis]) -> None:
         for place in range(2)
     }
     reason = "the norms around it have an axis of {} layers too"
-    # A width that several kernels share is no number of layers, seen from elsewhere.
+    # A width that several kernels share is not a number of layers, seen from outside.
     inherited = {axis for axis in inherited if axis[1] not in tree.streams}
     found = _shared(nodes, inherited | candidates, tree)
     if found is None and (found := _by_container(module, nodes)):
@@ -51,7 +51,7 @@ def _search(tree: Tree, module: tuple[str, ...], inherited: set[_Axis]) -> None:
 def _is_stacked_vector(node: Node) -> bool:
     """Whether a norm has exactly one axis, or more than one, beyond its width.
 
-    (1, 1, 1, 64) is how some write a scale for images, and no stack.
+    (1, 1, 1, 64) is how some write a scale for images, and not a stack.
     """
     sizes = node.sizes
     return len(sizes) == 2 or (len(sizes) > 2 and sum(size > 1 for size in sizes) > 1)

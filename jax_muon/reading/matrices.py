@@ -46,7 +46,7 @@ class Parameter:
       label: of the group that it belongs to.
       role: what it was taken for, such as "embedding" or "query".
       reason: why, in a few words.
-      axes: which of its axes are batch, in and out; None where it is no matrix.
+      axes: which of its axes are batch, in and out; None if it is not a matrix.
       doubt: why it cannot be read as a matrix, or not without being told how.
     """
 
@@ -61,7 +61,7 @@ class Parameter:
 
     @property
     def sizes(self) -> tuple[int, int, int] | None:
-        """Number of matrices, their inputs and outputs; None where it is no matrix."""
+        """Number of matrices, their inputs and outputs; None if it is not a matrix."""
         if self.axes is None:
             return None
         fan_in, fan_out = self.axes.fan(self.shape)
@@ -99,7 +99,7 @@ class Matrices(Mapping[str, Parameter]):
         """Axes of a parameter that has to be a matrix.
 
         Raises:
-          ValueError: with path and shape, where it is none or nothing tells how.
+          ValueError: with path and shape, where it is not one or in doubt.
         """
         found = self[path]
         if found.doubt is not None:
@@ -108,7 +108,7 @@ class Matrices(Mapping[str, Parameter]):
         return found.axes
 
     def doubts(self, labels: Iterable[str]) -> tuple[Parameter, ...]:
-        """Those with one of these labels that cannot be read as matrices."""
+        """Parameters with one of these labels that cannot be read as matrices."""
         labels = tuple(labels)
         return tuple(
             found
@@ -117,7 +117,7 @@ class Matrices(Mapping[str, Parameter]):
         )
 
     def select(self, labels: Iterable[str]) -> "Matrices":
-        """Those with one of these labels, each of which has to be a matrix."""
+        """Parameters with one of these labels, each of which has to be a matrix."""
         labels = tuple(labels)
         chosen = {p: found for p, found in self.items() if found.label in labels}
         for path in chosen:
@@ -153,7 +153,7 @@ class Matrices(Mapping[str, Parameter]):
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """How parameters are to be read, where path and shape alone do not tell it rightly.
+    """How parameters are to be read, where path and shape alone would mislead.
 
     Attributes:
       labels: a tree of labels (a prefix of the parameters' tree will do) or a function
@@ -301,8 +301,8 @@ class Reading:
           replicated.
 
         Raises:
-          ValueError: no `names`; rules that are no pairs; with the path, a name that
-            stands twice.
+          ValueError: no `names`; rules that are not pairs; with the path, a name that
+            occurs twice.
 
         Examples:
           >>> reading = Reading(names={"wi/kernel": ("embed", "layers", "mlp")})

@@ -103,7 +103,7 @@ def check_table(table: Table | None) -> Table:
     """The built-in names with those of a user, who comes first.
 
     Raises:
-      ValueError: for a kind that is none of `KINDS`.
+      ValueError: for a kind that is not one of `KINDS`.
     """
     table = {} if table is None else table
     check_mapping("table", table, "a mapping of axis names to kinds, or None")
@@ -139,7 +139,7 @@ def names_of(tree: Any) -> dict[str, tuple[str | None, ...]]:
       Path, as `path_string` has it, to one name or None for every axis.
 
     Raises:
-      ValueError: a leaf that is no array.
+      ValueError: a leaf that is not an array.
     """
     check_arrays("tree", tree)
     found = {}
@@ -249,7 +249,7 @@ def _named_outputs(tree: Tree, node: Node, table: Table) -> str | None:
 
 
 def contradiction(tree: Tree, node: Node, places: Places) -> str | None:
-    """A doubt, where the bias beside a kernel has not the size of its outputs."""
+    """A doubt, where the bias beside a kernel does not have the size of its outputs."""
     bias = tree.bias_of(node)
     if bias is None or not bias.sizes:
         return None

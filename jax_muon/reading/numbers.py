@@ -31,7 +31,7 @@ def lookup(given: DimensionNumbers, tree: Any, names: Sequence[str]) -> Lookup:
       names: their paths.
 
     Raises:
-      ValueError: for what are no dimension numbers, and for paths and patterns that no
+      ValueError: for anything but dimension numbers, and for paths and patterns that no
         parameter has.
     """
     if _is_patterns(given):
@@ -69,7 +69,7 @@ def optax_labels(numbers: DimensionNumbers, params: Any) -> Any:
 
 
 def optax_numbers(numbers: DimensionNumbers, params: Any) -> Any:
-    """The same numbers as a tree; for optax None at the root are all of two axes."""
+    """The same numbers as a tree; None at its root means all of two axes to optax."""
     if numbers is None:
         return MuonDimensionNumbers(0, 1)
     return numbers(params) if paths.is_function(numbers) else numbers
@@ -94,7 +94,7 @@ def _by_pattern(
 
 
 def _flat(tree: Any) -> list[tuple[str, Any]]:
-    """Paths of numbers and of None, which is no leaf otherwise."""
+    """Paths of numbers and of None, which otherwise is not a leaf."""
     return paths.leaves_with_paths(tree, is_leaf=lambda x: x is None or _is_numbers(x))
 
 

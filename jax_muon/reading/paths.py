@@ -38,7 +38,7 @@ def leaves_with_paths(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
 
 
 def is_function(x: Any) -> TypeGuard[Callable[..., Any]]:
-    """Whether this is a function, and no tree that can be called: a module, say."""
+    """Whether this is a function, and not a tree that can be called, like a module."""
     return callable(x) and jax.tree_util.all_leaves([x])
 
 

@@ -96,13 +96,13 @@ def read_leaves(
       table: the user's axis names, to one of `names.KINDS`; they are added to those of
         Flax, MaxText and haliax, and come before them.
       strict_names: whether a name that is in no table is an error; those of a mesh,
-        such as "fsdp", are none.
+        such as "fsdp", are not.
 
     Returns:
       One `Read` a leaf, in their order.
 
     Raises:
-      ValueError: for a table with kinds that there are not, and for unknown names where
+      ValueError: for a table with unknown kinds, and for unknown names where
         `strict_names`.
     """
     known = axis_names.check_table(table)
@@ -222,7 +222,9 @@ class _Reader:
         if len(node.shape) < 2 or 0 in node.shape or not is_real(node.dtype):
             return Read(role, reason, ADAMW, None)
         if node.names and len(node.names) != len(node.shape) and label == MUON:
-            text = f"its {len(node.names)} axis names {node.names} are too few or many"
+            text = (
+                f"its {len(node.names)} axis names {node.names} are too few or too many"
+            )
             return Read(role, reason, label, None, _doubt(node, text))
         if len(node.sizes) < 2:
             end = len(node.shape)

@@ -26,7 +26,7 @@ def specs_by_names(
       A function of the path. A parameter without names is replicated.
 
     Raises:
-      ValueError: rules that are no pairs; with the path, a name that stands twice.
+      ValueError: rules that are not pairs; with the path, a name that occurs twice.
     """
     pairs = [_checked(rule) for rule in rules]
     found = {path: _spec(path, own, pairs) for path, own in names.items()}

@@ -240,7 +240,7 @@ def gates(tree: Tree, node: Node) -> Places | None:
 
 
 def depthwise(tree: Tree, node: Node) -> Places | None:
-    """A filter for each channel, (*window, 1, channels); no matrix."""
+    """A filter for each channel, (*window, 1, channels): not a matrix."""
     del tree
     sizes, end = node.sizes, len(node.sizes)
     if sizes[-2] != 1:

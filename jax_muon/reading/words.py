@@ -13,7 +13,7 @@ VECTOR = {"beta", "alpha", "lambda", "lambdas", "scalar", "scalars", "token", "t
 VECTOR |= {"slope", "slopes", "sink", "sinks", "temperature", "variance", "eps", "mean"}
 VECTOR |= {"gaussian", "fourier"}  # buffers of random projections
 VECTOR |= {"var", "freqs", "freq", "cos", "sin", "probe", "mask", "tau", "decay", "dt"}
-# Whole names of leaves that are no matrices in any rank: state-space models, buffers.
+# Whole names of leaves that are not matrices of any rank: state-space models, buffers.
 STATE_SPACE = {"a_log", "log_a", "a_logs", "dt_bias"}
 
 # Containers: components that say nothing of what is in them.
@@ -57,7 +57,7 @@ POSITION |= {"relative"}
 
 HEAD = {"logit", "logits", "readout", "lmhead", "classifier", "unembed", "unembedding"}
 HEAD |= {"unembedder", "logitdense", "logitsdense"}
-# Heads by their last word: `head_mixer` is none.
+# Heads by their last word: `head_mixer` is not one.
 HEAD_LAST = {"head", "heads"} | HEAD
 # Names of heads, if they stand at the top of a model, outside its layers.
 WEAK_HEADS = {"fc", "output_layer", "output_proj", "prediction", "predictions"}

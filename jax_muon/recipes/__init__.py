@@ -1,4 +1,4 @@
-"""Whole optimizers, each a chain of the pieces for matrices beside AdamW for the rest.
+"""Whole optimizers: each a chain of pieces for matrices, and AdamW for the rest.
 
 Every recipe is one call of `partition`; what it does can be written out in ten lines,
 and changed there. Their arguments mean the same in all of them:
@@ -24,8 +24,8 @@ All give an `optax.GradientTransformation` whose updates are added to the parame
 and raise a ValueError for a number out of range, at once, and what `partition` raises
 at init. Updates have the dtype of the parameters: narrower gradients, such as bfloat16
 for float32 parameters, are widened before anything is computed. Under
-`optax.inject_hyperparams` all numbers may change from step to step but `steps`, which
-has to be named in `static_args`, as has a `polar` that is given.
+`optax.inject_hyperparams` all numbers may change from step to step except `steps`,
+which has to be named in `static_args`, as has a `polar` that is given.
 
 With `jax_numpy_dtype_promotion="strict"` recipes cannot be traced, since `optax.adamw`
 cannot. `partition` with the pieces, and with another optimizer for the rest, can.

@@ -1,4 +1,4 @@
-"""What recipes are put together from: the parts that they have in common."""
+"""The parts that recipes have in common."""
 
 import functools
 import inspect
@@ -107,7 +107,7 @@ def adamw_part(
     eps: Any,
     weight_decay: optax.ScalarOrSchedule,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW; of float16 in float32, where neither eps nor small squares become 0."""
+    """AdamW; float16 is computed in float32, where eps and small squares are not 0."""
     tx = optax.with_extra_args_support(
         optax.adamw(learning_rate, *betas, eps, weight_decay=weight_decay)
     )
