@@ -1,4 +1,4 @@
-"""Measurements of jax_muon, each a command with its results beside it."""
+"""Measurements of jax_muon, each a command with its results next to it."""
 
 import pathlib
 import sys

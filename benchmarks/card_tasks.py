@@ -22,7 +22,7 @@ import jax_muon as jm
 from benchmarks import card_checks, machine, polar
 from benchmarks.on_a_card import Record
 
-# Of an H200: square, and wide as an MLP's; stacks are as deep as `polar.depth` says.
+# For an H200: square, and wide as an MLP's; stacks are as deep as `polar.depth` says.
 SHAPES = (
     *((m, m) for m in (256, 512, 768, 1024, 2048, 4096, 8192)),
     *((m, 4 * m) for m in (256, 512, 768, 1024, 2048)),
@@ -226,7 +226,7 @@ def shares(
 
 
 def tree_bytes(tree: Any) -> int:
-    """Of all arrays."""
+    """Bytes of all arrays."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 

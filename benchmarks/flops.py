@@ -6,7 +6,7 @@ from benchmarks.parameters import model_parameters
 
 
 def nominal_flops(model: str) -> int:
-    """Of five quintics in the standard form, the same for every contender."""
+    """FLOPs of five quintics in the standard form, the same for every contender."""
     total = 0
     for leaf in model_leaves(model):
         m, n = sorted(leaf.shape)
@@ -15,7 +15,7 @@ def nominal_flops(model: str) -> int:
 
 
 def least_flops(model: str) -> int:
-    """Of five quintics where symmetric products are computed by one triangle.
+    """FLOPs of five quintics with one triangle of each symmetric product.
 
     In the form that needs fewer: standard, or Gram with one restart.
     """

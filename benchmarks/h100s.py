@@ -104,7 +104,7 @@ class WholeStep:
 
 
 def lowering_for_h100(**axes: int) -> AbstractContextManager[Any]:
-    """In it Pallas lowers kernels for an H100, though no card is here.
+    """A context in which Pallas lowers kernels for an H100, though no card is here.
 
     Up to jax 0.10 it took any card for granted; since then it asks which one.
 

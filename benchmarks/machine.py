@@ -18,7 +18,7 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "optax", "torch", "numpy")
 
 
 def describe(module: str, words: list[str]) -> dict[str, Any]:
-    """What a result is worth nothing without: machine, versions, date, command."""
+    """What a result is worthless without: machine, versions, date, command."""
     return {
         "command": shlex.join(["python", "-m", module, *words]),
         "date": datetime.date.today().isoformat(),
@@ -32,7 +32,7 @@ def describe(module: str, words: list[str]) -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """Of an installed package, else None."""
+    """The version of an installed package, else None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -40,7 +40,7 @@ def version(package: str) -> str | None:
 
 
 def device_name() -> str:
-    """Of the accelerator, or of the processor."""
+    """The name of the accelerator, or of the processor."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind

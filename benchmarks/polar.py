@@ -286,9 +286,11 @@ def shape_of(text: str) -> tuple[int, int]:
     try:
         m, n = sorted(int(word) for word in text.split("x"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: valid is MxN") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; expected MxN, such as 768x3072"
+        ) from None
     if m < 2:
-        raise argparse.ArgumentTypeError(f"{text!r}: valid are sizes of at least 2")
+        raise argparse.ArgumentTypeError(f"{text!r}; expected sizes of at least 2")
     return m, n
 
 
@@ -307,7 +309,7 @@ def main(words: list[str]) -> None:
     add("--json", type=pathlib.Path, help="folder to save results in")
     args = parser.parse_args(words)
     if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: valid is a number of at least 1")
+        parser.error(f"--rounds {args.rounds}; expected a number of at least 1")
 
     result = machine.describe("benchmarks.polar", words)
     print(f"{result['device']}, {result['cores']} cores, {result['versions']}")

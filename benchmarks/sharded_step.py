@@ -1,4 +1,4 @@
-"""What each device computes and sends when parameters are sharded, ours beside optax's.
+"""What each device computes and sends when parameters are sharded, by ours and optax's.
 
     python -m benchmarks.sharded_step
 

@@ -30,7 +30,7 @@ from benchmarks.flops import least_flops, nominal_flops
 from benchmarks.parameters import MODELS
 
 SIZES = ("6x384", "gpt2-124m")
-FLOOR_BAR = 1.25  # of float32 steps; a fifth for what is no product
+FLOOR_BAR = 1.25  # of float32 steps; a fifth for what is not a product
 ROUNDS = {"6x384": 9, "gpt2-124m": 2}
 
 
@@ -321,7 +321,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--json", type=pathlib.Path, help="folder to save results in")
     args = parser.parse_args(words)
     if args.rounds is not None and args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: valid is a number of at least 1")
+        parser.error(f"--rounds {args.rounds}; expected a number of at least 1")
     named = [
         pair
         for pair in pairs()
@@ -331,7 +331,7 @@ def main(words: list[str]) -> None:
     if not named:
         parser.error(f"--pairs {args.pairs}: no pair has it")
     if args.json is not None and not args.json.is_dir():
-        parser.error(f"--json {args.json}: valid is a folder that exists")
+        parser.error(f"--json {args.json}; expected a folder that exists")
 
     # This process measures the peaks, and its workers share the card with it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -52,7 +52,7 @@ def bytes_between_hosts(transfer: Transfer, gpus_per_host: int) -> float:
 
 
 def transfer_seconds(transfer: Transfer, rates: Rates) -> float:
-    """By its slower part: bytes between hosts, or all of them over NVLink."""
+    """Seconds of the slower part: bytes between hosts, or all of them over NVLink."""
     between = bytes_between_hosts(transfer, rates.gpus_per_host)
     alone = between == transfer.sent_bytes  # no other GPU of the host takes part
     within = 0 if alone else transfer.sent_bytes / rates.within

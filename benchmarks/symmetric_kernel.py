@@ -75,7 +75,7 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Of the plain product."""
+        """FLOPs of the plain product."""
         batch, m, n = self.shape
         return 2 * batch * m * m * n
 
@@ -252,7 +252,7 @@ def check(product: Product, tiling: Tiling, x: jax.Array) -> float:
 
 
 def seconds(function: Callable[..., Any], x: jax.Array) -> float:
-    """Of a call, many of them sent at once; the median of several such runs."""
+    """Seconds of a call, many sent at once; the median of several such runs."""
     function = jax.jit(function)
     jax.block_until_ready([function(x) for _ in range(CALLS)])
     times = []
@@ -296,12 +296,14 @@ def shape_of(text: str) -> tuple[int, ...]:
     """BATCHxMxN of the command line, with m <= n as a step has it."""
     sizes = tuple(int(size) for size in text.split("x") if size.isdigit())
     if len(sizes) != 3 or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: valid is BATCHxMxN, 24x768x3072")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; expected BATCHxMxN, such as 24x768x3072"
+        )
     return sizes
 
 
 def versions() -> dict[str, str]:
-    """Of what is installed: to time, the compiler of the driver or toolkit will do."""
+    """Versions of what is installed; to time, that of driver or toolkit will do."""
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
     return {"python": platform.python_version()} | {
         name: installed[name] for name in PACKAGES if name in installed

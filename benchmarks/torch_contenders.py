@@ -56,7 +56,7 @@ class TorchContender:
                 torch.optim.AdamW(groups["adamw"], lr=3e-4, fused=True)
             )
         else:
-            raise ValueError(f"contender {name!r}: valid are {', '.join(NAMES)}")
+            raise ValueError(f"contender {name!r}; expected one of {', '.join(NAMES)}")
         self.info = {"compile_s": self.step()}
 
     def step(self) -> float:

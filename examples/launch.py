@@ -2,9 +2,8 @@
 
     python examples/launch.py 2 examples/train_gpt.py --sharding zero2 --devices 4
 
-What a cluster does for real: see docs/many_devices.md. If one process fails, all are
-stopped.
-Ctrl-C reaches all of them, and they end by themselves.
+A cluster does the same for real: see docs/many_devices.md. If one process fails, all
+are stopped. Ctrl-C reaches all of them, and they end by themselves.
 """
 
 import signal

@@ -42,7 +42,7 @@ def adamw(rates: Rates) -> optax.GradientTransformation:
 def recipe(
     function: Callable, *, decays: bool = True, **own
 ) -> Callable[[Rates], optax.GradientTransformation]:
-    """A recipe of jax_muon, in float32, beside the same AdamW as in all others."""
+    """A recipe of jax_muon, in float32, with the same AdamW as all others."""
 
     def make(rates: Rates) -> optax.GradientTransformation:
         taken = rates._asdict()

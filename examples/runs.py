@@ -75,7 +75,7 @@ def stoppable() -> Iterator[Stop]:
 
 
 def set_aside(path: pathlib.Path) -> None:
-    """Makes place for a new one: renames an old runs/NAME to runs/NAME.1, .2, ..."""
+    """Makes room for a new run: renames an old runs/NAME to runs/NAME.1, .2, ..."""
     if path.exists():
         number = 1
         while (aside := path.with_name(f"{path.name}.{number}")).exists():
@@ -88,7 +88,7 @@ def parse_json(text: str, where: str) -> dict[str, Any]:
     """An object in JSON.
 
     Raises:
-        ValueError: it is none, or only the beginning of one.
+        ValueError: it is not one, or only the beginning of one.
     """
     try:
         found = json.loads(text)

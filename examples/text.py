@@ -114,13 +114,13 @@ def read_file(path: str) -> str:
         content = pathlib.Path(path).read_bytes()
     except OSError as error:
         raise ValueError(
-            f"{path} cannot be read: {error.strerror}. Valid is a text file in UTF-8"
+            f"{path} cannot be read: {error.strerror}; expected a text file in UTF-8"
         ) from error
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} ({len(content):,} bytes) is not text in UTF-8: byte "
-            f"{error.start:,} is {content[error.start]:#04x}. Valid is a text "
+            f"{error.start:,} is {content[error.start]:#04x}; expected a text "
             f"file in UTF-8"
         ) from error

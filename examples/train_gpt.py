@@ -274,8 +274,8 @@ def largest(tree):
 def compare(optimizers: list[str], folder: pathlib.Path) -> None:
     """Draws the runs in one picture, with the steps that each needs to one loss.
 
-    That loss is AdamW's final one, or that of the last optimizer where AdamW is none of
-    them. A run reaches it at the first evaluation that is not above it.
+    That loss is AdamW's final one, or that of the last optimizer where AdamW is not one
+    of them. A run reaches it at the first evaluation that is not above it.
     """
     curves = {
         name: curve(read(folder / name / "metrics.jsonl"), "validation_loss")

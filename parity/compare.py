@@ -28,7 +28,7 @@ class Check:
     case: str
     error: float
     bar: float
-    why: str = ""  # why a case above the bar is no defect, with the number
+    why: str = ""  # why a case above the bar is not a defect, with the number
 
     @property
     def state(self) -> str:

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def note(text: str, began: float) -> None:
-    """Progress, beside the tables."""
+    """Progress, apart from the tables."""
     print(f"[{time.monotonic() - began:3.0f} s] {text}", file=sys.stderr, flush=True)
 
 

@@ -107,7 +107,7 @@ def compare(package: Package, compiled_end: Arrays | None = None) -> Result:
 
 
 def gradients() -> list[Arrays]:
-    """Of the matrices in NAMES, at each step."""
+    """Gradients of the matrices in NAMES, at each step."""
     return [
         {name: grad[name] for name in NAMES}
         for grad in problems.gradients("gaussian", STEPS)

@@ -43,7 +43,7 @@ class Case:
       out_in: of the reading.
       mesh: sizes of the mesh axes by name.
       explicit: whether these are Explicit.
-      divide: mesh axes that divide gradients and state besides.
+      divide: mesh axes that further divide gradients and state.
       min_size: least elements of a leaf that is divided so.
       small: matrices of fewer elements are gathered, not sent to owners.
       train_step: of `make_train_step`, which then runs instead of `on_mesh`.

@@ -2,8 +2,8 @@
 
 A full product would be too many runs, so the search goes along one setting after
 another, from where it is best so far. It begins at the best of an earlier grid of
-eight runs each, over both rates at 150 steps; what that had not, begins at the values
-of its nearest relative.
+eight runs each, over both rates at 150 steps; what is not in that grid begins at the
+values of its nearest relative.
 """
 
 from collections.abc import Callable

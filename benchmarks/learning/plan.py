@@ -99,7 +99,7 @@ def bisect(
         The length, or None if it is above `longest`.
 
     Raises:
-        ValueError: `longest` or `near` is no positive multiple of `grain`.
+        ValueError: `longest` or `near` is not a positive multiple of `grain`.
     """
     for name, value in {"longest": longest, "near": near}.items():
         if value is not None and (grain < 1 or value < grain or value % grain):

@@ -1,4 +1,4 @@
-"""What the examples beside it share: handwritten digits, the loss, the optimizer."""
+"""What these examples share: handwritten digits, the loss, the optimizer."""
 
 from collections.abc import Iterator, Sequence
 
