@@ -37,15 +37,15 @@ RECIPES = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; the exit status is 1 where something is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jax_muon",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    told: dict[str, Any] = {
+        "description": __doc__,
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+    }
+    parser = argparse.ArgumentParser(prog="python -m jax_muon", **told)
     commands = parser.add_subparsers(dest="command", metavar="verify")
-    options = commands.add_parser("verify", help="a layout of a model's shapes")
+    options = commands.add_parser("verify", help="a layout of a model's shapes", **told)
     add = options.add_argument
-    add("shapes", type=pathlib.Path, help="the file")
+    add("shapes", type=pathlib.Path, help="the file SHAPES")
     add("--devices", type=int, help="simulated; else as many as the mesh has")
     add("--mesh", type=_mesh, default={"data": 8}, metavar="data=2,fsdp=4")
     add("--explicit", action="store_true", help="a mesh with Explicit axes")
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--divide", default="", metavar="data", help="mesh axes that divide state")
     add("--recipe", choices=RECIPES, default="nanochat")
     add("--dtype", default="float32", help="of the polar iteration")
-    add("--largest", type=int, default=256, help="sizes above are halved until below")
+    add("--largest", type=int, default=512, help="sizes above are halved until below")
     add("--steps", type=int, default=2)
     add("--seed", type=int, default=0)
     given = parser.parse_args(argv)
