@@ -49,7 +49,7 @@ def on_mesh(
     min_size: int = 1024,
     gather_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer whose parameters lie on a mesh, and its state on as much of it.
+    """An optimizer whose parameters lie on a mesh, and its state divided further.
 
     Works within plain jit, on Auto and Explicit axes, with and without `jax.set_mesh`;
     eager calls are jitted. The updates are those of one device, to rounding.

@@ -210,7 +210,7 @@ class PolarExpress(_Iteration):
         run on a GPU.
 
     Raises:
-      ValueError: a setting is none of these, or is not known while tracing.
+      ValueError: a setting is not one of these, or is not known while tracing.
 
     Examples:
       >>> x = jax.random.normal(jax.random.key(0), (3, 8, 16))
