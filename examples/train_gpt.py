@@ -25,6 +25,7 @@ import json
 import pathlib
 import sys
 import time
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -313,5 +314,20 @@ def rates_of(options: argparse.Namespace) -> dict[str, dict]:
     }
 
 
+def program() -> None:
+    """`main`, where a wrong option, file or setting ends it with one line.
+
+    These are the ValueErrors that the example or jax_muon raises itself.
+    """
+    try:
+        main()
+    except ValueError as error:
+        where = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        ours = {pathlib.Path(file).parent for file in (__file__, jm.__file__)}
+        if ours.isdisjoint(where.parents):
+            raise
+        sys.exit(f"error: {error}")
+
+
 if __name__ == "__main__":
-    main()
+    program()

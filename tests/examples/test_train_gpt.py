@@ -423,6 +423,28 @@ def test_impossible_options_are_refused(flags, tmp_path, capsys):
     assert "expected" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--resume"], "error: .*none holds no run to resume"),
+        (["--momentum=2", "--steps=1"], r"error: momentum=2.0; expected a number"),
+    ],
+)
+def test_the_program_ends_with_one_line_on_a_wrong_setting(
+    flags, message, tmp_path, monkeypatch
+):
+    words = ["train_gpt.py", *SMALL, f"--runs={tmp_path}", "--name=none", *flags]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match=message):
+        train_gpt.program()
+
+
+def test_the_program_keeps_the_traceback_of_other_errors(monkeypatch):
+    monkeypatch.setattr(train_gpt, "main", lambda: int("no number"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        train_gpt.program()
+
+
 def test_any_text_can_be_trained_on_and_a_new_run_keeps_the_old_one(copied, tmp_path):
     path = tmp_path / "süß.txt"
     path.write_text("äöü ßé\n" * 300 + "東京" * 20, encoding="utf-8")
