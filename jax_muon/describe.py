@@ -105,7 +105,7 @@ def _work(found: Plan) -> list[str]:
             )
             if names
         )
-        least, most = pool.whole, pool.whole + any(pool.extra)
+        least, most = pool.per_owner, pool.per_owner + any(pool.extra)
         each = f"{least}" if least == most else f"{least} or {most}"
         everywhere = "Gram sums" if pool.gram_sums else "all"
         rows.append(

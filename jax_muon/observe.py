@@ -275,8 +275,8 @@ def _momenta(state: Any, leaves: Mapping[str, Array]) -> dict[str, Array]:
     for _, tree in _fields(state, _MOMENTA):
         for path, m in paths.leaves_with_paths(tree):
             if path in leaves and m.shape == leaves[path].shape:
-                whole = jnp.issubdtype(m.dtype, jnp.integer)
-                found[path] = m * scales[path] if whole else m
+                is_integer = jnp.issubdtype(m.dtype, jnp.integer)
+                found[path] = m * scales[path] if is_integer else m
     return found
 
 

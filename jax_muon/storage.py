@@ -105,14 +105,14 @@ class Quantized:
 
         # A box names the axes of the parameter, over which (out, 1) is not divided.
         plain = paths.unbox(params)
-        whole = optax.tree.zeros_like(params, dtype=jnp.int8)
-        return whole, jax.tree.map(scales, plain)
+        integers = optax.tree.zeros_like(params, dtype=jnp.int8)
+        return integers, jax.tree.map(scales, plain)
 
     def read(
-        self, whole: Int8[Array, "*rows n"], scale: Float[Array, "*rows 1"]
+        self, integers: Int8[Array, "*rows n"], scale: Float[Array, "*rows 1"]
     ) -> Float[Array, "*rows n"]:
         """The stored numbers, in the scale's dtype."""
-        return whole.astype(scale.dtype) * scale
+        return integers.astype(scale.dtype) * scale
 
     def store(
         self,
@@ -127,8 +127,8 @@ class Quantized:
         scale = largest / _LARGEST
         steps = x / jnp.where(scale > 0, scale, 1)
         uniform = (random_bits(x, path, count) >> 8).astype(x.dtype) * 2.0**-24
-        whole = jnp.clip(jnp.floor(steps + uniform), -_LARGEST, _LARGEST)
-        return whole.astype(jnp.int8), scale
+        integers = jnp.clip(jnp.floor(steps + uniform), -_LARGEST, _LARGEST)
+        return integers.astype(jnp.int8), scale
 
 
 def random_bits(like: Array, path: str, count: Array) -> UInt32[Array, "..."]:

@@ -66,7 +66,7 @@ class Member:
 class Pool:
     """Matrices of one shape and placement, m <= n, and who computes them.
 
-    Every owner has `whole` matrices, and those in `extra` one more. Where `extra` is
+    Every owner has `per_owner` matrices, those in `extra` one more. Where `extra` is
     empty all devices that hold a matrix compute it: each its piece, with `gram_sums`
     sums of Gram matrices, or where that is zero, each the whole.
     """
@@ -79,7 +79,7 @@ class Pool:
     long: tuple[str, ...]  # mesh axes over n
     replicas: tuple[str, ...]  # mesh axes that repeat the pieces
     fan: tuple[int, int]  # (m, n)
-    whole: int
+    per_owner: int
     extra: tuple[bool, ...]  # by owner, replicas before pieces; () if all compute
     gram_sums: int = 0
 
@@ -101,7 +101,7 @@ class Pool:
     @property
     def depth(self) -> int:
         """Slots of an owner."""
-        return self.whole + any(self.extra)
+        return self.per_owner + any(self.extra)
 
     def load(self, sizes: Sizes) -> np.ndarray:
         """Work of each device, by its place along the axes of `divided_axes(sizes)`."""
@@ -111,7 +111,7 @@ class Pool:
             work = self.count * self.flops / share
             return np.full([sizes[name] for name in names], work)
         axes = self.replicas + self.pieces
-        by_owner = (self.whole + np.array(self.extra)) * self.flops
+        by_owner = (self.per_owner + np.array(self.extra)) * self.flops
         by_axis = by_owner.reshape([sizes[name] for name in axes])
         by_axis = np.expand_dims(by_axis, tuple(range(len(axes), len(names))))
         return by_axis.transpose([(axes + self.batch).index(name) for name in names])
@@ -266,7 +266,7 @@ def make_pools(
             long=long[1],
             replicas=tuple(name for name in names if name not in used),
             fan=(short[0], long[0]),
-            whole=0,
+            per_owner=0,
             extra=(),
         )
         owners = product(pool.replicas + pool.pieces, sizes)
@@ -275,15 +275,15 @@ def make_pools(
             # (owners, devices with other matrices)
             order = [names.index(n) for n in pool.replicas + pool.pieces + pool.batch]
             busy = busy_so_far.transpose(order).reshape(owners, -1).max(axis=1)
-            whole, rest = divmod(pool.count, owners)
+            per_owner, rest = divmod(pool.count, owners)
             idlest = np.argsort(busy, kind="stable")[:rest]
             extra = tuple(owner in idlest for owner in range(owners))
-            pool = dataclasses.replace(pool, whole=whole, extra=extra)
+            pool = dataclasses.replace(pool, per_owner=per_owner, extra=extra)
         sums = None
         if gram_sums is not None and pool.long and not pool.short:
             sums = gram_sums(*pool.fan)
         if sums and send != "matrix":
-            grams = dataclasses.replace(pool, whole=0, extra=(), gram_sums=sums)
+            grams = dataclasses.replace(pool, per_owner=0, extra=(), gram_sums=sums)
             if send == "gram" or grams.cost(sizes) < pool.cost(sizes):
                 pool = grams
         busy_so_far = busy_so_far + pool.load(sizes)

@@ -154,13 +154,13 @@ def _on_owners(
         stack = jax.lax.dynamic_slice_in_dim(stack, start, mine)
 
     # At least two chunks, so that one can travel while the other is computed.
-    depth = min(max_stack, max(1, math.ceil(pool.whole / 2)))
-    cuts = [*range(0, pool.whole, depth), pool.whole]
+    depth = min(max_stack, max(1, math.ceil(pool.per_owner / 2)))
+    cuts = [*range(0, pool.per_owner, depth), pool.per_owner]
     chunks = [(start, stop, polar) for start, stop in itertools.pairwise(cuts)]
     if any(pool.extra):
         has_one = jnp.asarray(pool.extra)[here]
         polar_if = functools.partial(_compute_if, has_one, polar)
-        chunks.append((pool.whole, pool.depth, polar_if))
+        chunks.append((pool.per_owner, pool.depth, polar_if))
     done = []
     for start, stop, function in chunks:
         pieces = stack[:, start:stop]
@@ -181,7 +181,7 @@ def _slots(pool: Pool) -> tuple[list[int], list[int]]:
     matrix = 0
     for more in pool.extra:
         for slot in range(pool.depth):
-            if slot < pool.whole + more:
+            if slot < pool.per_owner + more:
                 places.append(len(slots))
                 slots.append(matrix)
                 matrix += 1
