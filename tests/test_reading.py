@@ -167,6 +167,27 @@ CLASSES = {
         {"resnet/time_emb_proj/bias": (32,)},
         "muon io",
     ),
+    "LoRA of queries, whose outputs are heads": (
+        ("0/q_einsum/w_lora_b", (4, 4, 16)),
+        {"0/q_einsum/w_lora_a": (64, 4)},
+        "muon ioo",
+    ),
+    "LoRA of out, whose inputs are heads": (
+        ("0/o_proj/lora_A/weight/0", (4, 16, 3)),
+        {"0/o_proj/lora_B/weight/0": (3, 64)},
+        "muon iio",
+    ),
+    "LoRA of as many layers as its rank": (
+        ("up/lora/lora_b", (4, 4, 16)),
+        {"up/lora/lora_a": (4, 64, 4)},
+        "muon bio",
+    ),
+    "LoRA (out, in)": (
+        ("up/lora_A/weight", (2, 16)),
+        {"up/lora_B/weight": (16, 2)},
+        "muon oi",
+    ),
+    "a factor of LoRA alone": (("up/lora_b", (4, 4, 16)), {}, "doubt"),
     "more matrices than either side": (("stem/w", (7, 4, 6)), {}, "doubt"),
     "no evidence in a tree with norms": (
         ("mixing/kernel", (4, 64, 96)),
@@ -228,6 +249,8 @@ NAMED = [
     ("mlp/wi/kernel", ("embed", "layers", "mlp"), "ibo"),
     ("mlp/wo/kernel", ("mlp", "layers", "embed"), "ibo"),
     ("moe/wo", ("exp", "layers", "mlp_moe", "embed_moe"), "bbio"),
+    ("mlp/c_fc/lora_A/weight", ("LORA_R", "layers", "embed"), "obi"),
+    ("mlp/c_fc/lora_B/weight", ("mlp", "layers", "LORA_R"), "obi"),
 ]
 
 

@@ -124,6 +124,11 @@ class Tree:
                     inside[node.parts[depth]] = None
 
     @functools.cached_property
+    def by_path(self) -> dict[str, Node]:
+        """All nodes by the path of their leaf."""
+        return {node.path: node for node in self.nodes}
+
+    @functools.cached_property
     def root(self) -> tuple[str, ...]:
         """The modules around the whole model, such as ("params",)."""
         root: tuple[str, ...] = ()

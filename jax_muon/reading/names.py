@@ -90,6 +90,7 @@ HALIAX: Table = {
     "Mlp": HIDDEN,
     "Heads": HEADS,
     "HeadSize": HEADS,
+    "LORA_R": LATENT,
 }
 ALL: Table = {**FLAX, **MAXTEXT, **HALIAX}
 
@@ -215,6 +216,7 @@ def places_by_name(tree: Tree, node: Node, table: Table) -> Places | str | None:
     if len(sides) != 2:
         return None
     writes = node.role_title in words.OUT | words.DOWN | words.FIRST_FACTOR_OUT
+    factor = words.LORA_FACTOR.fullmatch(node.path)
     reading = words.UP | words.QUERY | words.KEY_VALUE | words.FUSED
     reading |= words.FIRST_FACTOR
     reads = node.role_title in reading or node.role_title.startswith("in_proj")
@@ -224,6 +226,8 @@ def places_by_name(tree: Tree, node: Node, table: Table) -> Places | str | None:
     beside = _named_outputs(tree, node, table)
     if beside in sides:
         fan_out = beside
+    elif factor is not None and LATENT in sides:
+        fan_out = LATENT if factor[2] in "aA" else (sides.keys() - {LATENT}).pop()
     elif writes or reads:
         fan_out = first if writes else second
     else:

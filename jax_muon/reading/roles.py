@@ -271,7 +271,11 @@ class _Reader:
                     f"{node.sizes[0 if flipped else 1]}, and the bias {bias.path!r} "
                     f"beside it has shape {bias.shape}"
                 )
-        if flipped is None and role not in ("embedding", "vector", "lora"):
+        if flipped is None and role == "lora":
+            found = shapes.lora(self.tree, node)
+            if found is not None:
+                return found
+        elif flipped is None and role not in ("embedding", "vector"):
             flipped, reason = self.orientation.of(node)
             if flipped is None and label == MUON:
                 return (

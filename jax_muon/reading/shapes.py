@@ -30,6 +30,8 @@ class Places:
 
 def places_of(tree: Tree, node: Node, role: str) -> Places | None:
     """Where batch, in and out of a kernel of three native axes and more are."""
+    if role == "lora":
+        return lora(tree, node)
     if role == "convolution":
         return convolution(tree, node)
     readers = [attention] if role in ("query", "key", "value", "qkv", "out") else []
@@ -207,6 +209,38 @@ def _query(tree: Tree, node: Node, outs: list[tuple[int, ...]]) -> Places | None
         return Places((0,), (place,), rest, reason)
     rest = tuple(axis for axis in range(end) if axis != place)
     return Places((), (place,), rest, reason)
+
+
+def lora(tree: Tree, node: Node) -> Places | None:
+    """A factor of LoRA, by the rank that it shares with the other one beside it.
+
+    They are (*batch, *in, rank) and (*batch, rank, *out), such as (N, H, rank) and
+    (rank, D), or (rank, in) and (out, rank).
+    """
+    found = words.LORA_FACTOR.fullmatch(node.path)
+    if found is None:
+        return None
+    before, letter, after = found.groups()
+    other = tree.by_path.get(before + words.OTHER_FACTOR[letter] + after)
+    if other is None:
+        return None
+    is_first, end = letter in "aA", len(node.sizes)
+    a, b = (node, other) if is_first else (other, node)
+    shared = [
+        axis
+        for axis in range(min(len(a.sizes), len(b.sizes)) - 1)
+        if a.sizes[:axis] == b.sizes[:axis] and b.sizes[axis] == a.sizes[-1]
+    ]
+    reason = f"the rank is that of {other.sizes} beside it"
+    transposed = len(a.sizes) == len(b.sizes) == 2 and a.sizes[0] == b.sizes[1]
+    if transposed and (not shared or a.sizes[0] < a.sizes[1]):
+        return Places((), (1,), (0,), reason)
+    if not shared:
+        return None
+    start = shared[-1]  # layers as many as the rank is large come first
+    cut = end - 1 if is_first else start + 1
+    axes = tuple(range(end))
+    return Places(axes[:start], axes[start:cut], axes[cut:], reason)
 
 
 def groups(tree: Tree, node: Node) -> Places | None:

@@ -4,6 +4,8 @@ A word alone decides little here: `evidence`, `kinds` and `shapes` weigh it agai
 neighbours and the shape of a parameter.
 """
 
+import re
+
 # Names that say only that a leaf is what its module multiplies by.
 GENERIC = {"kernel", "weight", "weights", "w", "weight_v", "weight_ih", "weight_hh"}
 # Names of leaves that are vectors, possibly stacked, as single words.
@@ -123,3 +125,7 @@ UP |= {
 DOWN = {"down", "down_proj", "fc_out", "w_down", "proj_down", "ffw_down", "w_out"}
 DOWN |= {"linear_out", "mlp_out", "out_proj", "down_einsum", "wo"}
 DOWN |= {"c_proj", "per_layer_projection", "output_linear"}
+
+# A path of a factor of LoRA, the first or the second.
+LORA_FACTOR = re.compile(r"(.*lora_)([abAB])\b(.*)")
+OTHER_FACTOR = {"a": "b", "b": "a", "A": "B", "B": "A"}
