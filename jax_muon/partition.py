@@ -219,7 +219,9 @@ def _note_state(state: Any, labels: Any, params: Any) -> None:
 
 
 def _label_tree(matrices: Matrices, tree: Any) -> Any:
-    """The label of every leaf, on the structure of the tree."""
+    """The label of every leaf; of a whole Flax box, which is then masked with it."""
     return jax.tree_util.tree_map_with_path(
-        lambda key_path, _: matrices[paths.path_string(key_path)].label, tree
+        lambda key_path, _: matrices[paths.path_string(key_path)].label,
+        tree,
+        is_leaf=paths.is_box,
     )

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen
-from jax.sharding import AxisType
+from flax import linen, nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from jax_muon.reading.paths import leaves_with_paths
@@ -160,6 +161,38 @@ def test_an_unfiltered_module_is_refused_with_the_leaf():
     ):
         with pytest.raises(ValueError, match=r"at 'activation'.*eqx\.filter"):
             call(found["tx"], found["model"])
+
+
+# --- tunix ----------------------------------------------------------------------------
+
+
+def test_tunix():
+    """The factors of LoRA learn, and nothing else moves."""
+    (found,) = snippets("tunix")
+    model, step = found["model"], found["train_step"]
+    before = jax.tree.map(jnp.copy, nnx.state(model, nnx.Not(nnx.LoRAParam)))
+    x = jax.random.normal(jax.random.key(1), (32, 8))
+    values = [float(step(model, found["optimizer"], x)) for _ in range(30)]
+    assert values[-1] < values[0] / 2
+    after = nnx.state(model, nnx.Not(nnx.LoRAParam))
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+def test_state_lies_as_the_metadata_of_nnx_says():
+    """PeftTrainer lays the state so before its first step."""
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), 2 * (AxisType.Auto,))
+    divided = nnx.with_partitioning(nnx.initializers.ones, ("fsdp", "tp"))
+    with jax.set_mesh(mesh):
+        model = nnx.Linear(8, 16, kernel_init=divided, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, jm.nanochat(), wrt=nnx.Param)
+        state = nnx.state(optimizer, nnx.optimizer.OptState)
+        laid = jax.tree.map(
+            lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec or P())),
+            state,
+            nnx.get_partition_spec(state),
+        )
+    specs = {x.sharding.spec for x in jax.tree.leaves(laid) if x.shape == (8, 16)}
+    assert specs == {P("fsdp", "tp")}
 
 
 # --- DiLoCo ---------------------------------------------------------------------------
