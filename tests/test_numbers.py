@@ -275,6 +275,16 @@ def test_names_against_those_that_the_tree_carries():
         jm.Reading(names={"w": ("mlp", "embed")}).read(tree)
 
 
+def test_names_of_parameters_that_a_mask_hides():
+    """As where optax.multi_transform freezes a part of the model, outside of ours."""
+    names = {path: ("embed", "mlp") for path in ("a/wi", "b/wi", "c/wi")}
+    tree = {"a": {"wi": shape(4, 8)}, "b": {"wi": optax.MaskedNode()}}
+    reading = jm.Reading(names=names)
+    assert list(reading.read(tree | {"c": optax.MaskedNode()})) == ["a/wi"]
+    with pytest.raises(ValueError, match="names at 'c/wi', which no parameter has"):
+        reading.read(tree)
+
+
 def test_the_side_of_the_outputs_against_the_bias():
     tree = {"up": {"weight": shape(4, 8), "bias": shape(8)}}
     assert not jm.check(jm.nanochat(reading=jm.Reading(out_in=False)), tree)

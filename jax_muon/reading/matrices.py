@@ -17,6 +17,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from jax_muon.checks import check_arrays, check_flag, check_mapping
 from jax_muon.reading import labels as given_labels
+from jax_muon.reading import names as axis_names
 from jax_muon.reading import numbers as given_numbers
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes, leaf_axes, not_a_matrix
@@ -29,7 +30,7 @@ from jax_muon.reading.joins import (
     make_blocks,
 )
 from jax_muon.reading.labels import Labels, check_labels
-from jax_muon.reading.names import Table, check_names, check_table, names_of
+from jax_muon.reading.names import Names, Table, check_names, check_table, names_of
 from jax_muon.reading.numbers import DimensionNumbers
 from jax_muon.reading.roles import ADAMW, MUON, Leaf, OutIn, Read, read_leaves
 from jax_muon.reading.rules import Rules, specs_by_names
@@ -171,7 +172,9 @@ class Reading:
         orthogonalized as one; K alone joins queries, keys and values. See `find_joins`.
       names: logical axis names by path, which then decide; `axis_names(params)` gets
         them out of boxes and sharding metadata. Flax takes these off before an update,
-        so that they are said here and not looked for in the tree.
+        so that they are said here and not looked for in the tree; or a function of
+        the tree that finds them, where gradients carry them too: `axis_names` for
+        arrays of haliax.
       table: what axis names of your own mean, such as {"d_model": "stream"}; those of
         Flax, MaxText and haliax are known. See `reading/names.py` for the kinds.
       out_in: True for kernels (out, in), as in PyTorch and equinox, False for (in,
@@ -184,7 +187,7 @@ class Reading:
     dimension_numbers: DimensionNumbers = None
     splits: Mapping[str, Any] | None = None
     joins: Joins | None = None
-    names: Mapping[str, tuple[str | None, ...]] | None = None
+    names: Names = None
     table: Table | None = None
     out_in: OutIn = None
     strict: bool = True
@@ -244,7 +247,7 @@ class Reading:
             that the labels give to AdamW; axis names that are in no table.
         """
         check_arrays("params", tree)
-        given = self.names or {}
+        given = axis_names.lookup(self.names, tree)
         leaves = [
             _leaf(path, leaf, given.get(path))
             for path, leaf in paths.leaves_with_paths(tree)
@@ -256,7 +259,6 @@ class Reading:
                 f"two parameters have the path {twice!r}; expected paths that differ, "
                 "since labels and patterns go by them"
             )
-        paths.check_known("names", given, names)
         label_of = given_labels.lookup(self.labels, tree, names, valid)
         numbers_of = given_numbers.lookup(self.dimension_numbers, tree, names)
         reads = read_leaves(
@@ -301,8 +303,8 @@ class Reading:
           replicated.
 
         Raises:
-          ValueError: no `names`; rules that are not pairs; with the path, a name that
-            occurs twice.
+          ValueError: no `names` by path; rules that are not pairs; with the path, a
+            name that occurs twice.
 
         Examples:
           >>> reading = Reading(names={"wi/kernel": ("embed", "layers", "mlp")})
@@ -310,9 +312,9 @@ class Reading:
           >>> tuple(specs("wi/kernel"))
           ('fsdp', None, 'tp')
         """
-        if self.names is None:
+        if not isinstance(self.names, Mapping):
             raise ValueError(
-                "specs by names of a Reading without names; expected "
+                "specs by names of a Reading without names by path; expected "
                 "jax_muon.Reading(names=jax_muon.axis_names(params))"
             )
         return specs_by_names(self.names, rules)

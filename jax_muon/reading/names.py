@@ -7,10 +7,11 @@ order, but from what the module does: `wi` and `query` read the residual stream,
 and `out` write it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import optax
 
 from jax_muon.checks import check_arrays, check_choice, check_mapping, refuse
 from jax_muon.reading import paths, words
@@ -19,6 +20,9 @@ from jax_muon.reading.shapes import Places
 
 # Name of an axis to its kind.
 Table = Mapping[str, str]
+# Names by path, or a function of the tree that finds them in it.
+ByPath = Mapping[str, tuple[str | None, ...]]
+Names = ByPath | Callable[[Any], ByPath] | None
 
 BATCH, STREAM, HEADS, HIDDEN = "batch", "stream", "heads", "hidden"
 LATENT, VOCAB, NORM, POSITION = "latent", "vocab", "norm", "position"
@@ -114,7 +118,7 @@ def check_table(table: Table | None) -> Table:
 
 
 def check_names(names: Any) -> None:
-    """Refuse what is neither None nor names of axes by path."""
+    """Refuse what is neither None, names of axes by path, nor a function."""
 
     def check(where: str, axes: Any) -> None:
         known = isinstance(axes, tuple) and all(
@@ -123,8 +127,37 @@ def check_names(names: Any) -> None:
         if not known:
             refuse(where, axes, "a tuple of names or None, one an axis")
 
-    if names is not None:
-        check_mapping("names", names, "a mapping of path to axis names, or None", check)
+    if names is not None and not paths.is_function(names):
+        expected = "a mapping of path to axis names, a function that gives one, or None"
+        check_mapping("names", names, expected, check)
+
+
+def lookup(names: Any, tree: Any) -> ByPath:
+    """The names of a tree by path.
+
+    Raises:
+      ValueError: for paths that no parameter has, masked or not, and for a function
+        that finds no name at all.
+    """
+    flat = paths.leaves_with_paths(tree, is_leaf=_is_masked)
+    own = [path for path, leaf in flat if not _is_masked(leaf)]
+    hidden = {path: True for path, leaf in flat if _is_masked(leaf)}
+    given = names(tree) if paths.is_function(names) else names or {}
+    check_names(given)
+    given = {p: axes for p, axes in given.items() if not paths.find_prefix(hidden, p)}
+    paths.check_known("names", given, own)
+    if paths.is_function(names) and own and not given:
+        raise ValueError(
+            f"names={names!r} found no axis names in a tree with the parameters "
+            f"{', '.join(own)}; expected a function of gradients too, which carry "
+            "names in haliax alone, or names found once, such as "
+            "jax_muon.Reading(names=jax_muon.axis_names(params))"
+        )
+    return given
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
 
 
 def names_of(tree: Any) -> dict[str, tuple[str | None, ...]]:
