@@ -42,7 +42,8 @@ class PlannedParameter:
       scale: factor of `scale_by_shape`, or None.
       state_bytes: of its optimizer state, on one device; None where that is neither
         ours nor the only one.
-      spec: where it lies on the mesh of `on_mesh`, or None.
+      spec: where it lies on the mesh of `on_mesh`, or by its type; None where neither
+        tells.
       state_spec: where its gradient and state lie, or None.
       summed: mesh axes that its gradient is summed over, as far as is known.
     """
@@ -181,7 +182,12 @@ def plan(tx: optax.GradientTransformation, params: Any, **extra_args: Any) -> Pl
     }
     if not any(note.kind == "state" for note in at_init):
         at_init.append(Note("state", {"bytes": bytes_by_path(state, shapes)}))
-    return _gathered(unread, state, at_init, at_update, collectives_of(jaxpr))
+    typed: dict[str, tuple[PartitionSpec, PartitionSpec | None]] = {
+        path: (x.sharding.spec, None)
+        for path, x in paths.leaves_with_paths(shapes)
+        if x.sharding is not None
+    }
+    return _gathered(unread, typed, state, at_init, at_update, collectives_of(jaxpr))
 
 
 def _shape(x: Any) -> Any:
@@ -206,6 +212,7 @@ def _mesh_of(params: Any) -> Any:
 
 def _gathered(
     unread: dict[str, Parameter],
+    specs: dict[str, tuple[PartitionSpec, PartitionSpec | None]],
     state: Any,
     at_init: Sequence[Note],
     at_update: Sequence[Note],
@@ -219,7 +226,6 @@ def _gathered(
     sizes: dict[str, int] = {}
     divide: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
-    specs: dict[str, tuple[PartitionSpec, PartitionSpec]] = {}
     for kind, facts in at_update:
         if kind == "matrices":
             read |= facts["all"]

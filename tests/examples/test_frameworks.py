@@ -207,6 +207,7 @@ def test_levanter_with_raw_arrays():
         "attn/w_o": "muon",
         "output_proj": "adamw",
     }
+    assert labels["attn/w_q"].spec == P("data", "model")
     mu = found["state"].inner_states["muon"].inner_state[0].mu.attn.w_q
     assert mu.sharding.spec == params.attn.w_q.sharding.spec == P("data", "model")
     alone = jax.device_get(params)
@@ -237,6 +238,22 @@ def test_an_unfiltered_module_is_refused_with_the_leaf():
     ):
         with pytest.raises(ValueError, match=r"at 'activation'.*eqx\.filter"):
             call(found["tx"], found["model"])
+
+
+# --- haiku ----------------------------------------------------------------------------
+
+
+def test_haiku():
+    (found,) = snippets("haiku")
+    read = {
+        p.parameter.path: p
+        for p in jm.plan(*map(found.get, ("tx", "params"))).parameters
+    }
+    assert read["mlp/~/linear_0/w"].matrices == (1, 8, 32)
+    labels = {path: leaf.parameter.label for path, leaf in read.items()}
+    assert [path for path, label in labels.items() if label == "muon"] == [
+        "mlp/~/linear_0/w"
+    ]
 
 
 # --- tunix ----------------------------------------------------------------------------
