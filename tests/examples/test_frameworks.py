@@ -128,6 +128,10 @@ def test_maxtext(scan_axis, x64):
         assert tuple(wi.spec) == tuple(entries)
         assert "data" in str(wi.state_spec)
 
+        parts = {"params": {"decoder": "on", "token_embedder": "off"}}
+        frozen = {"on": tx, "off": optax.set_to_zero()}
+        jax.eval_shape(optax.multi_transform(frozen, parts).init, params)
+
         guarded = skip_step_on_spikes(tx, 1.0)
         state = jax.jit(guarded.init)(params)
         update = jax.jit(guarded.update)
@@ -139,6 +143,46 @@ def test_maxtext(scan_axis, x64):
     assert relative(updates, expected) < 1e-10
     for (_, a), (_, b) in zip(*map(leaves_with_paths, (after, state)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("tx", [jm.muon(), optax.adamw(0.1)], ids=["muon", "adamw"])
+def test_the_skipping_branch_has_to_be_as_wide_as_the_parameters(tx):
+    params = {"wi": {"kernel": jnp.ones((4, 8))}}
+    narrow = optax.tree.cast(params, jnp.bfloat16)
+    update = functools.partial(skip_step_on_spikes(tx, 1.0).update, loss=0.5)
+    state = jax.eval_shape(tx.init, params)
+    with pytest.raises(TypeError, match=r"has type float32.* has type bfloat16"):
+        jax.eval_shape(update, narrow, state, params)
+    jax.eval_shape(update, params, state, params)
+
+
+# --- state in the host's memory -------------------------------------------------------
+
+
+def test_state_in_the_hosts_memory():
+    """Two steps, to the same numbers as with a state on the devices."""
+    (found,) = snippets("State in the host's memory")
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    tx = jm.on_mesh(jm.muon(steps=2), mesh, divide="data")
+    params = {"up": jax.random.normal(jax.random.key(0), (16, 64)), "b": jnp.ones(16)}
+    there, state = params, tx.init(params)
+    kept, step = found["offloaded"](tx, params, mesh)
+
+    @jax.jit
+    def beside(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(2):
+        there, state = beside(there, state, there)
+        params, kept = step(params, kept, params)
+    for (path, a), (_, b) in zip(
+        *map(leaves_with_paths, ((params, kept), (there, state))), strict=True
+    ):
+        np.testing.assert_array_equal(a, b, err_msg=path)
+    for leaf, other in zip(*map(jax.tree.leaves, (kept, state)), strict=True):
+        assert leaf.sharding.memory_kind == "pinned_host"
+        assert leaf.sharding.spec == other.sharding.spec
 
 
 # --- levanter -------------------------------------------------------------------------
