@@ -15,7 +15,14 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from jax_muon.checks import check_arrays, check_gradients, check_type, number, refuse
+from jax_muon.checks import (
+    check_arrays,
+    check_count,
+    check_gradients,
+    check_type,
+    number,
+    refuse,
+)
 from jax_muon.mesh.specs import replicated
 from jax_muon.polar.kernels import wider
 from jax_muon.polar.products import wide
@@ -34,6 +41,7 @@ def clip_qk(
     query: str = "attn/q",
     key: str = "attn/k",
     balance: float = 0.5,
+    layers_axis: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scale query and key weights of heads whose attention logits are too large.
 
@@ -67,6 +75,8 @@ def clip_qk(
         `blocks/0/attn`.
       balance: :math:`\alpha` in [0, 1], the share of the query. 1 leaves keys alone, so
         that no head changes but those above the threshold.
+      layers_axis: where axes of scanned layers begin in every parameter that the
+        patterns match; 1 for MaxText's default.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state counts the heads that it
@@ -79,8 +89,9 @@ def clip_qk(
       layers.
 
       The number of axes tells how a kernel holds its heads: (\*layers, embed, heads *
-      head_dim), or (\*layers, embed, heads, head_dim); a parameter called bias has no
-      embed. The number of key heads follows, and divides that of query heads.
+      head_dim), or (\*layers, embed, heads, head_dim), with layers where `layers_axis`
+      says; a parameter called bias has no embed. The number of key heads follows, and
+      divides that of query heads.
 
       Inside shard_map `max_logits` is the maximum over all devices: see `max_aux` of
       `make_train_step`.
@@ -105,10 +116,12 @@ def clip_qk(
       Kimi K2, arXiv 2507.20534, Section 2.1. There a query has a part for a key of its
       own and one for a key that all heads share and that is left alone: chain
       `clip_qk(t, query="attn/q", key="attn/k")` and `clip_qk(t, query="attn/q_rotary",
-      key="attn/k_rotary", balance=1.0)`, which take the same `max_logits`.
+      key="attn/k_rotary", balance=1.0)`, which take the same `max_logits`. Where both
+      parts are in one kernel, `with_splits` takes them apart; see docs/frameworks.md.
     """
     threshold = number("threshold", threshold, "above 0")
     balance = number("balance", balance, "in [0, 1]")
+    check_count("layers_axis", layers_axis, least=0)
     check_type("query", query, str, "a path pattern")
     check_type("key", key, str, "a path pattern")
     if query == key:
@@ -145,7 +158,7 @@ def clip_qk(
                 path: tuple(weights[path].shape)
                 for path in modules[name].query + modules[name].key
             }
-            heads = _heads(name, modules[name], shapes, largest.shape)
+            heads = _heads(name, modules[name], shapes, largest.shape, layers_axis)
             dtypes = [weights[path].dtype for path in shapes]
             largest = replicated(largest).astype(
                 functools.reduce(wider, dtypes, jnp.float32)
@@ -246,7 +259,8 @@ def _within(path: str, parent: str) -> bool:
 class _Heads(NamedTuple):
     """Where the heads of a module are in its parameters."""
 
-    layers: int  # number of leading axes
+    layers: int  # number of axes of layers
+    start: int  # the first of them
     key_heads: int
     head_dim: int
 
@@ -270,7 +284,11 @@ class _Heads(NamedTuple):
             heads = factor.shape[:-1]
             factor = jnp.broadcast_to(factor, (*heads, self.head_dim))
             factor = factor.reshape(*heads[:-1], -1)
-        return factor if _is_bias(path) else jnp.expand_dims(factor, self.layers)
+        if not _is_bias(path):
+            factor = jnp.expand_dims(factor, self.layers)
+        return jnp.moveaxis(
+            factor, range(self.layers), range(self.start, self.start + self.layers)
+        )
 
 
 def _heads(
@@ -278,8 +296,15 @@ def _heads(
     module: _Module,
     shapes: dict[str, tuple[int, ...]],
     logits: tuple[int, ...],
+    start: int,
 ) -> _Heads:
     """How parameters hold their heads, given the shape of the module's maxima."""
+    end = start + len(logits) - 1
+    # Shapes with layers in front.
+    front = {
+        path: (*shape[start:end], *shape[:start], *shape[end:])
+        for path, shape in shapes.items()
+    }
 
     def misfit(path: str, expected: str) -> ValueError:
         return ValueError(
@@ -295,17 +320,18 @@ def _heads(
         rank = len(layers) + inputs
         if (
             len(shapes[path]) not in (rank + 1, rank + 2)
-            or shapes[path][: len(layers)] != layers
+            or front[path][: len(layers)] != layers
             or 0 in shapes[path]
         ):
-            kernel = ", ".join([*map(str, layers), *["embed"] * inputs])
-            kernel += ", " if kernel else ""
-            raise misfit(
-                path, f"({kernel}heads * head_dim) or ({kernel}heads, head_dim)"
-            )
+            ways = []
+            for heads_apart in (["heads * head_dim"], ["heads", "head_dim"]):
+                axes = ["embed"] * inputs + heads_apart
+                axes[start:start] = map(str, layers)
+                ways.append(f"({', '.join(axes)})")
+            raise misfit(path, " or ".join(ways))
 
     def head_dim(path: str) -> int:
-        shape = shapes[path]
+        shape = front[path]
         apart = _apart(path, shape, len(layers))
         if not heads or (shape[-2] != heads if apart else shape[-1] % heads):
             raise misfit(path, f"a query of {heads} heads")
@@ -317,7 +343,7 @@ def _heads(
             raise misfit(path, f"heads of {dim}, as in {module.query[0]!r}")
 
     def heads_of_key(path: str) -> int:
-        shape = shapes[path]
+        shape = front[path]
         apart = _apart(path, shape, len(layers))
         if shape[-1] != dim if apart else shape[-1] % dim:
             raise misfit(path, f"key heads of {dim}, as in {module.query[0]!r}")
@@ -327,7 +353,7 @@ def _heads(
     for path in module.key:
         if heads_of_key(path) != key_heads or heads % key_heads:
             raise misfit(path, f"a number of key heads that divides {heads}")
-    return _Heads(len(layers), key_heads, dim)
+    return _Heads(len(layers), start, key_heads, dim)
 
 
 def _is_above(largest: Array, threshold: float) -> Array:

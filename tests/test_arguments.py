@@ -160,6 +160,7 @@ TABLE = {
             "query": "pattern",
             "key": "pattern",
             "balance": "share",
+            "layers_axis": "size",
         },
     ),
     "describe": (

@@ -1,7 +1,9 @@
 """QK-clip: logits fall by threshold / maximum, head by head, and nothing else moves."""
 
 import functools
+import re
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -155,6 +157,30 @@ def test_a_group_takes_its_largest_logit_and_queries_what_remains():
         for kind in ("kernel", "bias"):
             expected = old[which][kind] * np.repeat(factors, HEAD_DIM)
             np.testing.assert_allclose(new[which][kind], expected, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["scanned twice", "DenseGeneral scanned"])
+def test_layers_on_another_axis_change_nothing(name):
+    heads, _, layers, _, _ = LAYOUTS[name]
+    count = len(layers)
+    maxima = jnp.arange(np.prod(layers) * heads).reshape(*layers, heads) * 3.0
+
+    def moved(tree):
+        def move(x):
+            return jnp.moveaxis(x, range(count), range(1, count + 1))
+
+        return {"blocks": jax.tree.map(move, tree["blocks"]), "head": tree["head"]}
+
+    params, updates = (draw(name, seed) for seed in (0, 1))
+    tx = jm.clip_qk(THRESHOLD, layers_axis=1)
+    state = tx.init(params)
+    got, _ = tx.update(moved(updates), state, moved(params), max_logits=maxima)
+    expected = moved(clip(updates, params, maxima))
+    assert any(map(np.any, jax.tree.leaves(optax.tree.sub(expected, moved(updates)))))
+    chex.assert_trees_all_close(got, expected, rtol=1e-6, atol=1e-6)
+    wrong = re.escape(f"(heads, {', '.join(map(str, layers))}, head_dim)")
+    with pytest.raises(ValueError, match=wrong):
+        tx.update(updates, state, params, max_logits=maxima)
 
 
 def test_two_parts_of_a_logit_of_which_one_key_is_shared():

@@ -156,6 +156,66 @@ def test_the_skipping_branch_has_to_be_as_wide_as_the_parameters(tx):
     jax.eval_shape(update, params, state, params)
 
 
+# --- QK-clip of latent attention ------------------------------------------------------
+
+LAYERS, HEADS, WIDTH, TIME = 3, 4, 8, 5
+PARTS = {"nope": 4, "rope": 2, "value": 3, "latent": 6}
+
+
+def latent_attention(rng, axis):
+    """The kernels of MLA with layers on an axis, as MaxText has them."""
+    nope, rope, value, latent = PARTS.values()
+    shapes = {
+        "wq_a": (WIDTH, 7),
+        "wq_b": (7, HEADS, nope + rope),
+        "wkv_a": (WIDTH, latent + rope),
+        "wkv_b": (latent, HEADS, nope + value),
+        "out": (HEADS, value, WIDTH),
+    }
+    return {
+        name: {"kernel": rng.normal(size=(*shape[:axis], LAYERS, *shape[axis:]))}
+        for name, shape in shapes.items()
+    }
+
+
+def latent_logits(attn, x, axis):
+    """(layers, heads, time, time) in float64, and what the values are made of."""
+    w = {n: np.moveaxis(np.asarray(p["kernel"]), axis, 0) for n, p in attn.items()}
+    nope, latent = PARTS["nope"], PARTS["latent"]
+    q = np.einsum("td,ldr,lrhn->lthn", x, w["wq_a"], w["wq_b"])
+    compressed = np.einsum("td,ldr->ltr", x, w["wkv_a"])
+    kv = np.einsum("ltr,lrhn->lthn", compressed[..., :latent], w["wkv_b"])
+    own = np.einsum("lqhn,lkhn->lhqk", q[..., :nope], kv[..., :nope])
+    shared = np.einsum("lqhn,lkn->lhqk", q[..., nope:], compressed[..., latent:])
+    return own + shared, kv[..., nope:]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_qk_clip_of_latent_attention(axis, rng, x64):
+    """Logits of each head fall by threshold / maximum; values and shared keys stay."""
+    (found,) = snippets("QK-clip of latent attention")
+    attn, grads = (latent_attention(rng, axis) for _ in range(2))
+    params, grads = ({"layers": {"self_attention": x}} for x in (attn, grads))
+    maxima = np.array([[40.0, 9, 10, 80], [1, 2, 3, 4], [11, 1000, -5, 10]])
+    sgd = optax.sgd(0.1)
+    tx = found["with_qk_clip"](sgd, 10.0, **PARTS, axis=axis)
+    updates, _ = tx.update(grads, tx.init(params), params, max_logits=maxima)
+    plain, _ = sgd.update(grads, sgd.init(params), params)
+    before, after = (
+        optax.apply_updates(params, u)["layers"]["self_attention"]
+        for u in (plain, updates)
+    )
+    for name in ("wq_a", "wkv_a", "out"):
+        np.testing.assert_array_equal(after[name]["kernel"], before[name]["kernel"])
+    x = rng.normal(size=(TIME, WIDTH))
+    (old, values), (new, same) = (latent_logits(a, x, axis) for a in (before, after))
+    np.testing.assert_array_equal(same, values)
+    gamma = np.minimum(1, 10 / np.maximum(maxima, 10))
+    # Some ten roundings of 1e-16, in sums that may cancel by a hundred.
+    expected = gamma[..., None, None] * old
+    np.testing.assert_allclose(new, expected, rtol=1e-12, atol=1e-12)
+
+
 # --- state in the host's memory -------------------------------------------------------
 
 
