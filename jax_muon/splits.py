@@ -28,6 +28,7 @@ from jax_muon.checks import (
 )
 from jax_muon.elementwise import check_factors
 from jax_muon.mesh.specs import devices_over, is_explicit
+from jax_muon.notes import note
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes
 from jax_muon.reading.matrices import Matrices, Parameter
@@ -150,7 +151,9 @@ def with_splits(
 
     def init_fn(params: optax.Params) -> Any:
         check_arrays("params", params)
-        return inner.init(Parts.of(params, splits).split(params))
+        parts = Parts.of(params, splits)
+        note("splits", stages=[cuts for _, cuts in parts.stages])
+        return inner.init(parts.split(params))
 
     def update_fn(
         updates: optax.Updates,
@@ -279,6 +282,19 @@ class _Cut:
             rest = tuple(axis for axis in range(len(shape)) if axis not in used)
             axes = MatrixAxes(rest, inputs, outputs)
         return [dataclasses.replace(parameter, shape=tuple(shape), axes=axes)]
+
+
+def with_parts(
+    arrays: Mapping[str, Any], stages: Sequence[Mapping[str, _Cut]]
+) -> dict[str, Any]:
+    """Arrays by path, those of named parts beside those of the whole parameters."""
+    found = dict(arrays)
+    for cuts in stages:
+        for path in cuts.keys() & found.keys():
+            parts = cuts[path].split(jnp.asarray(found[path]))
+            for name, part in paths.leaves_with_paths(parts):
+                found[f"{path}/{name}" if name else path] = part
+    return found
 
 
 def _batch_axis(ndim: int) -> int:

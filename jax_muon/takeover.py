@@ -2,11 +2,11 @@
 
 `Moments` is what a run remembers, by our paths and in one convention; each `from_*`
 reads one format. `take_over` puts it into the state of an optimizer of this package.
-PyTorch is not imported: its state dicts hold tensors that NumPy can read.
+What PyTorch's optimizers save is read in torch_states.py.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,13 +26,10 @@ from jax_muon.elementwise import rate_at
 from jax_muon.momentum import NesterovState, QuantizedNesterovState
 from jax_muon.notes import listening
 from jax_muon.reading import paths
+from jax_muon.splits import with_parts
 from jax_muon.storage import Quantized
+from jax_muon.torch_states import Arrays, Found, Named, ToParams, as_numpy, groups_of
 from jax_muon.transforms import ScaleByNorMuonState
-
-# A state dict of PyTorch, and the names of its parameters in the order of its indices.
-Named = tuple[Mapping[str, Any], Sequence[str]]
-Arrays = Mapping[str, Any]
-ToParams = Callable[[dict[str, np.ndarray]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,14 +102,14 @@ class Moments:
           ValueError: no count, or several; names that are not in `weights`.
         """
         check_choice("accumulation", accumulation, ("ema", "sum"))
-        found = _Found(weights)
-        for group, states in _groups(optimizers):
+        found = Found(weights)
+        for group, states in groups_of(optimizers):
             for name, state in states.items():
                 if "momentum_buffer" in state:
                     unit = 1 - group["momentum"] if accumulation == "sum" else 1
-                    found.add(name, "first", unit * _numpy(state["momentum_buffer"]))
+                    found.add(name, "first", unit * as_numpy(state["momentum_buffer"]))
                 found.add_rows(name, [state])
-        return found.moments(to_params, count)
+        return cls(_one_count(found.counts, count), *found.by_path(to_params))
 
     @classmethod
     def from_nanochat(
@@ -137,8 +134,8 @@ class Moments:
         Raises:
           ValueError: no count, or several; shapes that do not make up the weights'.
         """
-        found = _Found(weights)
-        read = [list(_groups([(state, names)])) for state in ranks]
+        found = Found(weights)
+        read = [list(groups_of([(state, names)])) for state in ranks]
         for same in zip(*read, strict=True):
             states = [of_rank for _, of_rank in same]
             if same[0][0]["kind"] == "muon":
@@ -146,7 +143,7 @@ class Moments:
                 continue
             for name in states[0]:
                 found.add_rows(name, [state[name] for state in states])
-        return found.moments(to_params, None)
+        return cls(_one_count(found.counts, None), *found.by_path(to_params))
 
     @classmethod
     def from_dion(
@@ -162,20 +159,20 @@ class Moments:
         Raises:
           ValueError: another algorithm; no count, or several.
         """
-        found = _Found(weights)
-        for group, states in _groups(optimizers):
+        found = Found(weights)
+        for group, states in groups_of(optimizers):
             algorithm = group["algorithm"]
             check_choice("algorithm", algorithm, ("muon", "normuon", "adamw"))
             unit = 1 if algorithm == "adamw" else 1 - group["mu"]
             for name, state in states.items():
                 if "momentum" in state:
-                    found.add(name, "first", unit * _numpy(state["momentum"]))
+                    found.add(name, "first", unit * as_numpy(state["momentum"]))
                 if "variance" in state:
-                    found.add(name, "second", _numpy(state["variance"]))
+                    found.add(name, "second", as_numpy(state["variance"]))
                 if "variance_neuron" in state:
-                    found.add(name, "means", _numpy(state["variance_neuron"]))
+                    found.add(name, "means", as_numpy(state["variance_neuron"]))
             found.counts.append(int(group["step"]))
-        return found.moments(to_params, None)
+        return cls(_one_count(found.counts, None), *found.by_path(to_params))
 
 
 def take_over(
@@ -184,7 +181,8 @@ def take_over(
     """The state of an optimizer that goes on with another one's run.
 
     Momentum, Adam's moments, NorMuon's means and all counts, those of schedules too,
-    are the run's; everything else is as `tx.init` makes it, laid as it lays it.
+    are the run's; everything else is as `tx.init` makes it, laid as it lays it. Moments
+    of a parameter with splits are taken apart as it is.
 
     Args:
       tx: a recipe, or any composition of this package's pieces with optax's.
@@ -210,6 +208,10 @@ def take_over(
             decay = rate_at(note.facts["decay"], jnp.asarray(moments.count))
             factor = 1 if note.facts["accumulation"] == "ema" else 1 / (1 - decay)
             factors |= dict.fromkeys(note.facts["paths"], factor)
+        elif note.kind == "splits":
+            whole = (moments.first, moments.second, moments.means)
+            parts = [with_parts(arrays, note.facts["stages"]) for arrays in whole]
+            moments = Moments(moments.count, *parts)
 
     def fill(node: Any) -> Any:
         if isinstance(node, NesterovState):
@@ -233,96 +235,6 @@ def take_over(
 
     state = jax.tree.map(fill, state, is_leaf=_is_ours)
     return jax.tree_util.tree_map_with_path(count, state)
-
-
-class _Found:
-    """Moments of PyTorch's parameters by name, as they are collected."""
-
-    def __init__(self, weights: Arrays):
-        self.weights = weights
-        self.first: dict[str, np.ndarray] = {}
-        self.second: dict[str, np.ndarray] = {}
-        self.means: dict[str, np.ndarray] = {}
-        self.counts: list[int] = []
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        if name not in self.weights:
-            raise ValueError(
-                f"the optimizer has a parameter {name!r}, and the weights are "
-                f"{', '.join(self.weights)}; expected its names in its own order"
-            )
-        return tuple(self.weights[name].shape)
-
-    def add(self, name: str, moment: str, value: np.ndarray) -> None:
-        """One array, of the weight's shape, or with 1 for the axes of a mean."""
-        shape = self.shape(name)
-        fits = value.ndim == len(shape) and all(
-            size in (1, whole) for size, whole in zip(value.shape, shape, strict=True)
-        )
-        if not fits:
-            raise ValueError(
-                f"the {moment} moment of {name!r} has shape {value.shape}, and the "
-                f"weight {shape}; expected the same, or names in another order"
-            )
-        getattr(self, moment)[name] = np.broadcast_to(value, shape)
-
-    def add_rows(self, name: str, ranks: Sequence[Arrays]) -> None:
-        """Adam's moments, whole on every rank or divided by rows."""
-        for moment, key in (("first", "exp_avg"), ("second", "exp_avg_sq")):
-            if key in ranks[0]:
-                rows = [_numpy(state[key]) for state in ranks]
-                whole = rows[0].shape == self.shape(name)
-                self.add(name, moment, rows[0] if whole else np.concatenate(rows))
-        self.counts += [int(state["step"]) for state in ranks if "step" in state]
-
-    def add_stack(self, names: list[str], ranks: Sequence[Mapping[str, Any]]) -> None:
-        """A group of nanochat: its state is under its first parameter, divided."""
-        states = [rank[names[0]] for rank in ranks]
-        for moment, key in (
-            ("first", "momentum_buffer"),
-            ("means", "second_momentum_buffer"),
-        ):
-            if key in states[0]:
-                stack = np.concatenate([_numpy(state[key]) for state in states])
-                for name, value in zip(names, stack, strict=False):  # not the padding
-                    self.add(name, moment, value)
-
-    def moments(self, to_params: ToParams, count: int | None) -> Moments:
-        """By our paths. A path has a moment if all that it is made of have one."""
-
-        def converted(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-            def full(known: bool, name: str) -> np.ndarray:
-                return np.full(self.shape(name), float(known), np.float32)
-
-            zeros = {name: full(False, name) for name in self.weights}
-            known = to_params({name: full(name in arrays, name) for name in zeros})
-            whole = {p for p, x in paths.leaves_with_paths(known) if np.all(x == 1)}
-            values = to_params({name: arrays.get(name, zeros[name]) for name in zeros})
-            return {p: x for p, x in paths.leaves_with_paths(values) if p in whole}
-
-        count = _one_count(self.counts, count)
-        return Moments(count, *map(converted, (self.first, self.second, self.means)))
-
-
-def _groups(optimizers: Sequence[Named]) -> Any:
-    """Every parameter group, and the states of its parameters by name."""
-    for state_dict, names in optimizers:
-        states = state_dict["state"]
-        for group in state_dict["param_groups"]:
-            if max(group["params"], default=-1) >= len(names):
-                raise ValueError(
-                    f"the optimizer has a parameter {max(group['params'])}, and there "
-                    f"are {len(names)} names: {', '.join(names)}"
-                )
-            yield group, {names[i]: states.get(i, {}) for i in group["params"]}
-
-
-def _numpy(x: Any) -> np.ndarray:
-    """A tensor or array as NumPy has it; bfloat16 of PyTorch becomes float32."""
-    if hasattr(x, "detach"):
-        x = x.detach().cpu()
-        x = x.float() if str(x.dtype).endswith(("bfloat16", "float16")) else x
-    return np.asarray(x)
 
 
 def _one_count(counts: Sequence[int], given: int | None) -> int:
@@ -357,7 +269,7 @@ def _filled(
             raise ValueError(
                 f"the run has no {what} of the gradients of {path!r}; it has them of "
                 + (", ".join(found) or "no parameter")
-                + "; expected the labels that the run had, and no splits"
+                + "; expected the labels that the run had"
             )
         new = found[path]
         if what == "NorMuon mean" and np.ndim(new) == old.ndim:

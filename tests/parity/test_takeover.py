@@ -78,7 +78,7 @@ class Theirs:
         return {name: p.detach().numpy().copy() for name, p in self.params.items()}
 
 
-def go_on(tx, params, moments, grads):
+def go_on(tx, params, moments, grads, to_params=to_params):
     """Our parameters after more steps."""
     state = jm.take_over(tx, params, moments)
     update = jax.jit(tx.update)
@@ -88,11 +88,11 @@ def go_on(tx, params, moments, grads):
     return params, state
 
 
-def assert_continued(tx, theirs, read):
+def assert_continued(tx, theirs, read, to_params=to_params):
     """Both from here on; `read` gives the moments of their state."""
     middle = to_params(theirs.run(GRADS[:BEFORE]))
     moments = read()
-    ours, state = go_on(tx, middle, moments, GRADS[BEFORE:])
+    ours, state = go_on(tx, middle, moments, GRADS[BEFORE:], to_params)
     end = to_params(theirs.run(GRADS[BEFORE:]))
     for (path, a), (_, b), (_, c) in zip(
         *map(paths.leaves_with_paths, (ours, end, middle)), strict=True
@@ -313,6 +313,36 @@ def test_nanochat(ranks):
         ),
     )
     assert set(moments.means) == {p for p in moments.first if "blocks" in p}
+
+
+# --- splits ---------------------------------------------------------------------------
+
+
+def test_parts_of_a_fused_parameter():
+    """Three matrices there, one parameter with three parts here: NorMuon's means too."""
+    theirs = Theirs(nanochat)
+
+    def fused(arrays):
+        tree = to_params(arrays)
+        ups = [tree["blocks"][str(i)].pop("up")["kernel"] for i in range(3)]
+        return {**tree, "ups": {"kernel": np.concatenate(ups, axis=1)}}
+
+    def read():
+        saved = files(theirs.optimizers[0], theirs.params, 1)
+        return jm.Moments.from_nanochat(saved, ORDER, START, fused)
+
+    splits = {"ups": jm.Split(("q", "k", "v"))}
+    tx = jm.nanochat(adamw_learning_rate=0.01, reading=jm.Reading(splits=splits), **F32)
+    assert_continued(tx, theirs, read, fused)
+
+
+def test_parts_that_are_a_batch():
+    """As with the splits themselves from the start: optax's momentum, part by part."""
+    tx = jm.muon(reading=jm.Reading(splits={"up": jm.Split(2, axis=0)}))
+    mean = np.arange(32.0).reshape(4, 8)
+    taken = jm.take_over(tx, {"up": jnp.ones((4, 8))}, jm.Moments(3, {"up": mean}))
+    mu = taken.inner_states["muon"].inner_state[0].mu["up"]
+    np.testing.assert_array_equal(mu, mean.reshape(2, 2, 8))
 
 
 # --- dion -----------------------------------------------------------------------------
