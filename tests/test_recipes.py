@@ -30,6 +30,7 @@ RECIPES = {
     "teon": functools.partial(jm.teon, reading=jm.Reading(joins={"blocks/{i}/up": 2})),
 }
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+ON_SPHERES = {"muonh": jm.muonh, "normuonh": jm.normuonh}  # without weight decay
 
 
 def model(dtype=jnp.float32):
@@ -225,11 +226,12 @@ def test_dtypes_and_state_are_stable(recipe, dtype):
     chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
 
 
-@every_recipe
+@pytest.mark.parametrize("name", RECIPES | ON_SPHERES)
 @pytest.mark.parametrize("narrow", [jnp.bfloat16, jnp.float16])
-def test_narrow_gradients_are_widened_before_anything_is_computed(recipe, narrow):
+def test_narrow_gradients_are_widened_before_anything_is_computed(name, narrow):
     """As float32 gradients of the same values: decay and steps lose no bits."""
-    tx = recipe(weight_decay=0.3, adamw_weight_decay=0.2)
+    decay = {} if name in ON_SPHERES else {"weight_decay": 0.3}
+    tx = (RECIPES | ON_SPHERES)[name](adamw_weight_decay=0.2, **decay)
     params = model()
     grads = jax.tree.map(lambda p: p.astype(narrow), params)
     wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)

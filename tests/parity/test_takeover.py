@@ -319,7 +319,7 @@ def test_nanochat(ranks):
 
 
 def test_parts_of_a_fused_parameter():
-    """Three matrices there, one parameter with three parts here: NorMuon's means too."""
+    """Three matrices there, three parts of one here, with NorMuon's means."""
     theirs = Theirs(nanochat)
 
     def fused(arrays):
@@ -337,7 +337,7 @@ def test_parts_of_a_fused_parameter():
 
 
 def test_parts_that_are_a_batch():
-    """As with the splits themselves from the start: optax's momentum, part by part."""
+    """Heads, say: the momentum gets the batch axis that the parameter gets."""
     tx = jm.muon(reading=jm.Reading(splits={"up": jm.Split(2, axis=0)}))
     mean = np.arange(32.0).reshape(4, 8)
     taken = jm.take_over(tx, {"up": jnp.ones((4, 8))}, jm.Moments(3, {"up": mean}))
