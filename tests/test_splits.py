@@ -36,12 +36,11 @@ def transformer(kernels, x):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_fused_kernel_takes_the_path_of_three(name, rng):
+def test_fused_kernel_takes_the_path_of_three(name, rng, x64):
     kernels = [
-        jnp.asarray(rng.standard_normal((16, width)) / 4, jnp.float32)
-        for width in (16, 8, 8)
+        jnp.asarray(rng.standard_normal((16, width)) / 4) for width in (16, 8, 8)
     ]
-    x, y = rng.standard_normal((2, 4, 5, 16)).astype(np.float32)
+    x, y = rng.standard_normal((2, 4, 5, 16))
     apart = {"attn": dict(zip("qkv", ({"kernel": k} for k in kernels), strict=True))}
     fused = {"attn": {"qkv": {"kernel": jnp.concatenate(kernels, axis=1)}}}
 
@@ -65,7 +64,7 @@ def test_fused_kernel_takes_the_path_of_three(name, rng):
             params, state = step(params, state)
         return params
 
-    recipe = functools.partial(RECIPES[name], 0.01, dtype="float32")
+    recipe = functools.partial(RECIPES[name], 0.01, dtype="float64")
     expected = train(recipe(), loss_apart, apart)["attn"]
     expected = jnp.concatenate([expected[n]["kernel"] for n in "qkv"], axis=1)
     result = train(recipe(reading=jm.Reading(splits=QKV)), loss_fused, fused)["attn"][
@@ -73,7 +72,8 @@ def test_fused_kernel_takes_the_path_of_three(name, rng):
     ]["kernel"]
     start = fused["attn"]["qkv"]["kernel"]
     off, moved = jnp.linalg.norm(result - expected), jnp.linalg.norm(expected - start)
-    assert off / moved < 1e-6
+    # Roundings of 1e-16 grow some twenty times in ten steps, more or less by version.
+    assert off / moved < 1e-13
 
 
 def test_not_splitting_is_something_else(rng):
