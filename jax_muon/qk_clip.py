@@ -207,7 +207,10 @@ def _modules(names: list[str], query: str, key: str) -> dict[str, _Module]:
             projection = paths.matched_prefix(pattern, path)
             if projection is not None:
                 inside = len(parts) - common
-                name = "/".join(projection.split("/")[: -inside or None])
+                above = projection.split("/")[: -inside or None]
+                if above[-1:] in (["kernel"], ["bias"]):  # of which this is a part
+                    above.pop()
+                name = "/".join(above)
                 found.append(modules.setdefault(name, _Module([], []))[field])
         if len(found) > 1:
             raise ValueError(
@@ -362,8 +365,10 @@ def _is_above(largest: Array, threshold: float) -> Array:
 
 
 def _is_bias(path: str) -> bool:
-    name = path.rpartition("/")[2]
-    return name == "b" or "bias" in paths.words(name)
+    """Whether a parameter is a bias, or a part of one that `with_splits` cut out."""
+    parent, _, name = path.rpartition("/")
+    is_part = f"/{parent}".endswith("/bias")
+    return is_part or name == "b" or "bias" in paths.words(name)
 
 
 def _apart(path: str, shape: tuple[int, ...], layers: int) -> bool:

@@ -202,21 +202,26 @@ def test_labels_and_dimension_numbers_speak_of_whole_parameters(rng):
 
 
 def test_qk_clip_on_a_fused_kernel(rng):
-    """The same as on three kernels, bit for bit."""
-    kernels = [jnp.asarray(rng.standard_normal((6, 8)), jnp.float32) for _ in range(3)]
-    apart = {"attn": dict(zip("qkv", kernels, strict=True))}
-    fused = {"attn": {"qkv": jnp.concatenate(kernels, axis=1)}}
+    """The same as on three kernels and their biases, bit for bit."""
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    three = [{"kernel": normal(6, 8), "bias": normal(8)} for _ in range(3)]
+    apart = {"attn": dict(zip("qkv", three, strict=True))}
+    fused = {"attn": {"qkv": jax.tree.map(lambda *x: jnp.concatenate(x, -1), *three)}}
     logits = {"attn": jnp.array([50.0, 5.0])}
     plain = jm.clip_qk(10.0)
-    clip = jm.clip_qk(10.0, query="qkv/q", key="qkv/k")
-    split = jm.with_splits(clip, {"qkv": jm.Split(("q", "k", "v"))})
+    clip = jm.clip_qk(10.0, query="attn/qkv/*/q", key="attn/qkv/*/k")
+    split = jm.with_splits(clip, {"attn/qkv": jm.Split(("q", "k", "v"))})
     expected, result = (
         tx.update(x, tx.init(x), x, max_logits=logits)[0]["attn"]
         for tx, x in ((plain, apart), (split, fused))
     )
-    expected = jnp.concatenate([expected[name] for name in "qkv"], axis=1)
-    np.testing.assert_array_equal(result["qkv"], expected)
-    assert jnp.any(expected != fused["attn"]["qkv"])
+    for kind, before in fused["attn"]["qkv"].items():
+        whole = jnp.concatenate([expected[name][kind] for name in "qkv"], axis=-1)
+        np.testing.assert_array_equal(result["qkv"][kind], whole)
+        assert jnp.any(whole != before)
 
 
 @given(data=st.data())
