@@ -5,6 +5,7 @@ gathered leaf by leaf, gradients scattered leaf by leaf. `train_step.py` is arou
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ class MeanGradients:
     """The mean gradient over a batch that is divided between devices.
 
     Attributes are those of `make_train_step`; `devices` is their number over `axis`.
+    With `reduce_wide`, what has 16 bits is summed in float32: XLA on a CPU promotes it
+    anyway, and fails at that, ending the process, where the mesh has other axes.
     """
 
     loss_fn: Callable[..., Any]
@@ -34,6 +37,7 @@ class MeanGradients:
     accumulate: str
     reduce_dtype: Any
     gather_dtype: Any
+    reduce_wide: bool
 
     def __call__(
         self, params: Any, batch: Any, here: Any, scattered: Any
@@ -101,11 +105,11 @@ class MeanGradients:
         else:
             total, grads = mean(weight, grads, self.microbatches)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, full)
-        largest = jax.tree.map(lambda x: jax.lax.pmax(x, self.axis), largest)
+        largest = jax.tree.map(functools.partial(self._reduce, jax.lax.pmax), largest)
         metrics = {"loss": jax.lax.psum(loss * _inverse(total), self.axis)}
         if self.has_aux:
             means = jax.tree.map(
-                lambda x: jax.lax.pmean(x / self.microbatches, self.axis), aux
+                lambda x: self._reduce(jax.lax.pmean, x / self.microbatches), aux
             )
             metrics["aux"] = {**means, **largest} if self.max_aux else means
         return grads, largest, metrics
@@ -122,7 +126,7 @@ class MeanGradients:
 
     def _scatter(self, g: Any, spec: PartitionSpec, dtype: Any) -> Any:
         """This device's part of the sum of local gradients, in at least float32."""
-        sent = g.astype(self.reduce_dtype or dtype)
+        sent = self._to_reduce(g.astype(self.reduce_dtype or dtype))
         summed = set(self.axis)
         for dimension, entry in enumerate(spec):
             names = entry_names(entry)
@@ -134,6 +138,15 @@ class MeanGradients:
         rest = tuple(name for name in self.axis if name in summed)
         sent = jax.lax.psum(sent, rest) if rest else sent
         return wide(sent)
+
+    def _to_reduce(self, x: Any) -> Any:
+        """In the dtype in which sums and maxima over devices are computed."""
+        narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+        return wide(x) if narrow and self.reduce_wide else x
+
+    def _reduce(self, collective: Callable[..., Any], x: Any) -> Any:
+        """A sum or maximum over the devices, in the dtype of x."""
+        return collective(self._to_reduce(x), self.axis).astype(x.dtype)
 
     def _totals(self, params: Any, batch: Any) -> tuple[Any, Any]:
         """What is summed over microbatches, and what is maximized.

@@ -154,6 +154,7 @@ def make_train_step(
         accumulate,
         reduce_dtype,
         gather_dtype,
+        reduce_wide=mesh.devices.flat[0].platform == "cpu",
     )
     optimizer = OnMesh(tx, layout, gather_dtype)
     return TrainStep(gradients, optimizer, donate, compiler_options)

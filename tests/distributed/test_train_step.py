@@ -171,13 +171,24 @@ def test_aux_is_averaged():
     np.testing.assert_allclose(metrics["aux"]["mean"], jnp.mean(batch), rtol=1e-5)
 
 
-@pytest.mark.parametrize("parameters", ["as specs", "divided"])
+@pytest.mark.parametrize(
+    ("where", "parameters"),
+    [("ZeRO-2 x FSDP x TP", "as specs"), ("ZeRO-2 on 4", "divided")],
+)
 @pytest.mark.parametrize("wire", ["reduce_dtype", "gather_dtype"])
-def test_dtypes_on_the_wire(wire, parameters):
-    params, _ = problems.draw("five of one shape")
+def test_dtypes_on_the_wire(wire, where, parameters):
+    """A CPU cannot sum 16 bits over some axes of a mesh, nor take the maximum."""
+    params, weights = problems.draw("mixed")
     data = problems.batches(3)
-    tx = optax.sgd(0.1, momentum=0.9)
-    given = {"tx": tx, "problem": "five of one shape", "parameters": parameters}
+    plain = problems.loss_of(weights)
+
+    def loss(params, batch):
+        aux = {"mean": batch.mean(), "largest": batch.max()}
+        return plain(params, batch), jax.tree.map(lambda x: x.astype("bfloat16"), aux)
+
+    given = {"where": where, "loss": loss, "parameters": parameters}
+    given |= {"has_aux": True, "max_aux": "largest"}
+    given |= {"tx": optax.sgd(0.1, momentum=0.9)}
     exact, _, _ = layouts.train_step_run(make(**given), params, data)
     coarse, _, _ = layouts.train_step_run(
         make(**given, **{wire: jnp.bfloat16}), params, data
