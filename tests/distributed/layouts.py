@@ -46,8 +46,16 @@ def recipe(name="nanochat", **settings):
     At adamw_eps=1e-10 it would; and one flip of a cautious mask is 1e-3 by itself.
     """
     given = {"dtype": "float32", "adamw_eps": 1e-6, "weight_decay": 0.0, "steps": 2}
-    rate = optax.linear_schedule(0.02, 0.01, 10)
-    return RECIPES[name](rate, **given | settings)
+    return RECIPES[name](falling_rate, **given | settings)
+
+
+def falling_rate(count):
+    """From 0.02 to 0.01 in 10 steps, in float64 where that is on.
+
+    `optax.linear_schedule` is float32 always, of which programs round the last bit
+    differently.
+    """
+    return 0.02 - 0.001 * jnp.minimum(count, 10).astype(float)
 
 
 def mesh_of(*shape, names=("data", "fsdp", "tp"), kind=AUTO):
