@@ -23,7 +23,7 @@ from jax_muon.checks import (
     number,
     rate,
 )
-from jax_muon.elementwise import in_dtype_of, rate_at, saturated
+from jax_muon.elementwise import in_dtype_of, least, rate_at, saturated
 from jax_muon.notes import is_listening, note
 from jax_muon.polar.iteration import power_of_two_scaled
 from jax_muon.polar.kernels import wider
@@ -115,7 +115,7 @@ def normalize_frobenius(
             target: Any = min(fan_in, fan_out) ** 0.5
         else:
             target = in_dtype_of(u, rms) * (fan_in * fan_out) ** 0.5
-        norm = jnp.maximum(_norm(u, axes.matrix), in_dtype_of(u, eps))
+        norm = jnp.maximum(_norm(u, axes.matrix), least(u, eps))
         return u * (target / norm)
 
     return _stateless(scale, matrices)
@@ -195,12 +195,12 @@ def scale_by_normuon(
         def scale(x: Array, axes: MatrixAxes, mean: Array, v: Array) -> Array:
             # Both norms from the means, of which every one stands for as many entries:
             # two passes over x less, most of the time of this piece on a CPU.
-            least = in_dtype_of(v, eps)
-            root = jax.lax.rsqrt(jnp.maximum(v, least))
+            floor = least(v, eps)
+            root = jax.lax.rsqrt(jnp.maximum(v, floor))
             count = x.size / mean.size
             norm = jnp.sqrt(count * sum_over(mean, axes.matrix))
             new_norm = jnp.sqrt(count * sum_over(mean * root * root, axes.matrix))
-            factor = root * (norm / jnp.maximum(new_norm, least))
+            factor = root * (norm / jnp.maximum(new_norm, floor))
             return (wide(x) * factor).astype(x.dtype)
 
         unboxed = paths.unbox(updates)

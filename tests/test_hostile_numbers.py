@@ -150,6 +150,14 @@ def test_adamw_of_float16_is_that_of_float32():
     assert state.skipped == 0
 
 
+def test_an_injected_eps_is_more_than_zero():
+    """`optax.inject_hyperparams` rounds 1e-10 to float16, which is 0."""
+    params = {"bias": jnp.zeros(4, "float16"), "w": jnp.zeros((2, 3), "float16")}
+    tx = optax.inject_hyperparams(jm.nanochat, static_args=("steps",))(steps=2)
+    updates, state = jax.jit(tx.update)(params, tx.init(params), params)
+    assert is_finite(updates, state)
+
+
 @pytest.mark.parametrize("max_norm", [float("inf"), 1.0])
 def test_optax_clips_by_any_norm(max_norm):
     params = {"w": jnp.ones((4, 6)), "wte": jnp.ones((5, 4))}

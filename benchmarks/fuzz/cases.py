@@ -168,6 +168,8 @@ class _Draw:
         around = self.one(AROUND)
         if train_step is not None and around == "clip outside":
             around = "clip"
+        if any(leaf.dtype == "int32" for leaf in leaves) and "clip" in around:
+            around = "nothing"  # optax clips no integers
         hostile = HOSTILE + (UNBOUNDED if around == "skip" else ())
         return Case(
             leaves,

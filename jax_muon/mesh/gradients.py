@@ -136,8 +136,7 @@ class MeanGradients:
                 )
                 summed -= set(names)
         rest = tuple(name for name in self.axis if name in summed)
-        sent = jax.lax.psum(sent, rest) if rest else sent
-        return wide(sent)
+        return wide(_over(jax.lax.psum, sent, rest))
 
     def _to_reduce(self, x: Any) -> Any:
         """In the dtype in which sums and maxima over devices are computed."""
@@ -146,7 +145,7 @@ class MeanGradients:
 
     def _reduce(self, collective: Callable[..., Any], x: Any) -> Any:
         """A sum or maximum over the devices, in the dtype of x."""
-        return collective(self._to_reduce(x), self.axis).astype(x.dtype)
+        return _over(collective, self._to_reduce(x), self.axis).astype(x.dtype)
 
     def _totals(self, params: Any, batch: Any) -> tuple[Any, Any]:
         """What is summed over microbatches, and what is maximized.
@@ -176,6 +175,20 @@ class MeanGradients:
         # Marked here, since a scan wants the same marks on what goes in and comes out.
         aux, largest = jax.tree.map(lambda x: vary(x, self.axis), (aux, largest))
         return (weight, loss, grads, aux), largest
+
+
+def _over(collective: Callable[..., Any], x: Any, names: tuple[str, ...]) -> Any:
+    """A sum or maximum over mesh axes.
+
+    Over an axis of one device it is a gather: XLA cannot reduce over it what lies
+    divided over other axes.
+    """
+    alone = tuple(name for name in names if jax.lax.axis_size(name) == 1)
+    others = tuple(name for name in names if name not in alone)
+    x = collective(x, others) if others else x
+    if alone:
+        x = jax.lax.all_gather(x[None], alone, tiled=True, to="invarying")[0]
+    return x
 
 
 def _pair(flag: str, given: Any) -> Any:

@@ -26,6 +26,24 @@ def test_two_shapes_gathered_in_bfloat16():
     assert check(case).kind == "right"
 
 
+def test_a_batch_over_one_device_and_parameters_over_others():
+    """XLA cannot sum over an axis of one device what lies divided over another."""
+    case = Case(
+        (Leaf("a", (16, 2), spec=("fsdp", None)),),
+        mesh={"data": 1, "fsdp": 4},
+        min_size=64,
+        settings={"steps": 1, "dtype": "float32"},
+        train_step={
+            "axis": ("data",),
+            "parameters": "as specs",
+            "microbatches": 1,
+            "accumulate": "local",
+        },
+        steps=1,
+    )
+    assert check(case).kind == "right"
+
+
 def test_a_wrong_case_is_made_smaller_and_printed(monkeypatch, capsys, tmp_path):
     """Where every matrix of six rows learns faster on a mesh."""
     wrong = Leaf("blocks/0/attn/qkv/kernel", (6, 8), spec=(None, "data"))
