@@ -43,6 +43,13 @@ def compile_once(tmp_path_factory):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """Few programs serve several files of tests; all of them together take 5 GB."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def rng():
     """A seeded NumPy generator."""
