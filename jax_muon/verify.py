@@ -172,7 +172,7 @@ def certify(
         want = _steps(one, grads, state, params, arrays)
         other, least = want, bound
         if least is None:
-            noisy = [jax.tree.map(_last_bit, step) for step in grads]
+            noisy = [jax.tree.map(last_bits, step) for step in grads]
             other = _steps(one, noisy, state, params, arrays)
             least = _bound(str(traced.jaxpr))
 
@@ -213,7 +213,7 @@ def _drawn(x: Any, random: np.random.Generator, size: float = 1.0) -> np.ndarray
     return np.asarray(size * random.standard_normal(x.shape), x.dtype)
 
 
-def _last_bit(x: np.ndarray) -> np.ndarray:
+def last_bits(x: np.ndarray) -> np.ndarray:
     """The same numbers with other last bits of float32, or of their own dtype."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x

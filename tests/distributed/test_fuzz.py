@@ -11,11 +11,12 @@ from benchmarks.fuzz.minimize import as_test, minimize
 from benchmarks.fuzz.run import check
 
 
-def test_cases_are_right_or_refused_in_our_words():
-    """More by the command; of these a third has hostile numbers."""
-    found = {number: check(draw(1, number)) for number in range(8)}
+@pytest.mark.parametrize("first", range(0, 100, 25))
+def test_cases_are_right_or_refused_in_our_words(first):
+    """More by the command; of these two in five have hostile numbers."""
+    found = {number: check(draw(1, number)) for number in range(first, first + 25)}
     assert not [(n, x) for n, x in found.items() if x.is_wrong]
-    assert sum(x.kind == "right" for x in found.values()) > 4
+    assert sum(x.kind == "right" for x in found.values()) > 15
 
 
 def test_two_shapes_gathered_in_bfloat16():
