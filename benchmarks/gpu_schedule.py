@@ -41,7 +41,7 @@ from benchmarks.h100s import (
     h100s,
     whole_step,
 )
-from benchmarks.step_time import Rates, estimate
+from benchmarks.step_time import Rates, bytes_between_hosts, estimate
 from jax_muon.mesh.hlo import Module, Transfer
 
 CASES = (
@@ -104,9 +104,10 @@ def measure(
         "options": whole.step.compiler_options(whole.params) | options,
         "parameter_bytes": sum(x.size * np.dtype(x.dtype).itemsize for x in leaves),
         "sent": {
-            kind: summarize([t for t in transfers if t.kind == kind]) for kind in kinds
+            kind: summarize([t for t in transfers if t.kind == kind], rates)
+            for kind in kinds
         },
-        "all": summarize(transfers),
+        "all": summarize(transfers, rates),
         "products": dataclasses.asdict(module.work()),
         "peak_bytes": memory.peak_memory_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
@@ -125,17 +126,20 @@ def measure(
     }
 
 
-def summarize(transfers: list[Transfer]) -> dict[str, Any]:
-    """How much is sent, how much of it exposed, and the FLOPs beside the rest.
+def summarize(transfers: list[Transfer], rates: Rates) -> dict[str, Any]:
+    """How much is sent and where to, how much of it exposed, FLOPs beside the rest.
 
     The same products may stand beside several transfers, and count for each.
     """
     hidden = [t for t in transfers if t.is_hidden]
     sent = sum(t.sent_bytes for t in transfers)
+    between = sum(bytes_between_hosts(t, rates.gpus_per_host) for t in transfers)
     return {
         "transfers": len(transfers),
         "exposed_transfers": len(transfers) - len(hidden),
         "bytes": sent,
+        "bytes_within_hosts": sent - between,
+        "bytes_between_hosts": between,
         "exposed_bytes": sent - sum(t.sent_bytes for t in hidden),
         "flops_beside": sum(t.hides.flops for t in hidden),
     }
@@ -167,13 +171,16 @@ def report(result: dict[str, Any], *, timeline: bool) -> str:
     if timeline:
         lines += ["", *_timeline(result["timeline"]), ""]
     lines.append(
-        "collectives         number  exposed   MB sent  MB exposed  TFLOP beside"
+        "collectives         number  exposed   MB sent    within   between"
+        "  MB exposed  TFLOP beside"
     )
     for kind, found in [*result["sent"].items(), ("all", result["all"])]:
         beside = "" if kind == "all" else f"{found['flops_beside'] / 1e12:12.1f}"
         lines.append(
             f"{kind:18}{found['transfers']:8}{found['exposed_transfers']:9}"
-            f"{found['bytes'] / 1e6:10.1f}{found['exposed_bytes'] / 1e6:12.1f}"
+            f"{found['bytes'] / 1e6:10.1f}{found['bytes_within_hosts'] / 1e6:10.1f}"
+            f"{found['bytes_between_hosts'] / 1e6:10.1f}"
+            f"{found['exposed_bytes'] / 1e6:12.1f}"
             f"  {beside}".rstrip()
         )
     share = result["all"]["exposed_bytes"] / max(1, result["all"]["bytes"])

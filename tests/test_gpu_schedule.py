@@ -373,6 +373,16 @@ def test_compiled_for_gpus(tmp_path):
     # All matrices are small here: what is no parameter is gathered for every device.
     assert zero2["sent"]["all-gather"]["bytes"] >= size
     assert zero2["sent"]["reduce-scatter"]["bytes"] == pytest.approx(size, rel=0.01)
+    for rows in (zero2, hsdp):
+        for sent in (*rows["sent"].values(), rows["all"]):
+            within, between = sent["bytes_within_hosts"], sent["bytes_between_hosts"]
+            assert within + between == pytest.approx(sent["bytes"])
+    # Two hosts: an eighth of every ring over all, and nothing of parameters in a host.
+    assert zero2["all"]["bytes_between_hosts"] == pytest.approx(
+        zero2["all"]["bytes"] / 8, rel=0.01
+    )
+    gathers = hsdp["sent"]["all-gather"]
+    assert gathers["bytes_between_hosts"] < gathers["bytes"] / 8
     assert hsdp["layout"] == "hsdp"
     assert hsdp["options"]["xla_gpu_graph_min_graph_size"] == 1
     assert hsdp["seconds"]["step"] >= hsdp["seconds"]["products"] > 0
