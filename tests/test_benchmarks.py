@@ -19,6 +19,7 @@ from benchmarks import (
     spectra,
     state_memory,
     step,
+    tpu_schedule,
 )
 from benchmarks.parameters import model_parameters
 
@@ -290,3 +291,18 @@ def test_sharded_step(layout, monkeypatch):
     assert float(work) == pytest.approx(1, abs=0.01)
     assert int(exchanged) > 0
     assert (int(gathered) > 0) == ("replicas" in layout)
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_scattered_sums_of_a_torus(in_turn):
+    """Over all dimensions at once or in turn: the sum of x + 0 to x + 7, in order."""
+    rows = np.arange(tpu_schedule.GRADIENT[0])[:, None] % 16
+    given = jnp.broadcast_to(jnp.asarray(rows, jnp.bfloat16), tpu_schedule.GRADIENT)
+    grid = np.array(jax.devices()[:8]).reshape(2, 2, 2)
+    lowered = tpu_schedule.scatter(grid, tpu_schedule.TORUS, in_turn=in_turn)
+    mesh = jax.sharding.Mesh(grid, tpu_schedule.TORUS)
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    found = lowered.compile()(jax.device_put(given, everywhere))
+    assert found.sharding.shard_shape(found.shape) == (384, 768)
+    wanted = np.broadcast_to(8 * rows + 28, tpu_schedule.GRADIENT)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), wanted)
