@@ -74,7 +74,8 @@ def connect(options: argparse.Namespace) -> Mesh:
     if math.prod(shape) != count:
         raise ValueError(
             f"a mesh of {' x '.join(map(str, shape))} for {count} devices; expected "
-            f"with --mesh A,B two numbers whose product is {count}"
+            f"with --mesh A,B two numbers whose product is {count}, or --devices "
+            f"{math.prod(shape)}"
         )
     mesh = Mesh(np.array(devices).reshape(shape), AXES[options.sharding])
     parts = math.prod(mesh.shape[name] for name in batch_axes(mesh))
