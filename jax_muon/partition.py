@@ -193,8 +193,11 @@ def _tell_doubts(
 
 def _check_shapes_kept(old: Any, new: Any) -> None:
     """Refuse a state of other parameters, which a foreign transform broadcasts."""
-    leaves = jax.tree_util.tree_leaves_with_path
-    for (where, before), (_, after) in zip(leaves(old), leaves(new), strict=False):
+    structure: Any = jax.tree.structure(old)
+    if structure != jax.tree.structure(new):
+        return  # a transform that makes its state as it goes
+    leaves = jax.tree_util.tree_leaves_with_path(old)
+    for (where, before), after in zip(leaves, jax.tree.leaves(new), strict=True):
         if jnp.shape(before) != jnp.shape(after):
             raise ValueError(
                 f"state{jax.tree_util.keystr(where)} has shape "
