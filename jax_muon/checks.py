@@ -207,6 +207,23 @@ def first_difference(state: Any, like: Any) -> str:
     return f"it is {structures[0]}; expected {structures[1]}"
 
 
+def check_state_shapes(state: Any, like: Any) -> None:
+    """Refuse a state whose arrays differ in shape from those of one that is right.
+
+    Args:
+      state: what was given.
+      like: arrays, or their shapes, on the same structure.
+    """
+    leaves = jax.tree.leaves_with_path(state)
+    for (path, leaf), right in zip(leaves, jax.tree.leaves(like), strict=True):
+        have, want = (tuple(getattr(x, "shape", ())) for x in (leaf, right))
+        if have != want:
+            raise ValueError(
+                f"state{jax.tree_util.keystr(path)} has shape {have}; expected {want}, "
+                "as init gives it for these parameters"
+            )
+
+
 def check_params(what: str, params: Any) -> None:
     """Refuse an update without the parameters, of a transform that needs them."""
     if params is None:

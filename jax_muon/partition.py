@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from jax_muon.checks import (
@@ -15,6 +14,7 @@ from jax_muon.checks import (
     check_gradients,
     check_mapping,
     check_state,
+    check_state_shapes,
     check_trained,
     refuse,
 )
@@ -154,7 +154,9 @@ def partition(
             )
         updates = as_wide_as_params(updates, params)
         given, new = build(updates).update(updates, state, params, **extra_args)
-        _check_shapes_kept(state, new)
+        structure: Any = jax.tree.structure(state)
+        if structure == jax.tree.structure(new):
+            check_state_shapes(state, new)  # which foreign transforms broadcast
         check_alike("update", given, "gradient", updates)
         return given, new
 
@@ -189,21 +191,6 @@ def _tell_doubts(
     if warn and not strict:
         for found in doubts:
             warnings.warn(f"{found.doubt}; it goes to {ADAMW!r}", stacklevel=2)
-
-
-def _check_shapes_kept(old: Any, new: Any) -> None:
-    """Refuse a state of other parameters, which a foreign transform broadcasts."""
-    structure: Any = jax.tree.structure(old)
-    if structure != jax.tree.structure(new):
-        return  # a transform that makes its state as it goes
-    leaves = jax.tree_util.tree_leaves_with_path(old)
-    for (where, before), after in zip(leaves, jax.tree.leaves(new), strict=True):
-        if jnp.shape(before) != jnp.shape(after):
-            raise ValueError(
-                f"state{jax.tree_util.keystr(where)} has shape "
-                f"{jnp.shape(before)}; expected {jnp.shape(after)}, as init "
-                "gives it for these parameters"
-            )
 
 
 def _note_state(state: Any, labels: Any, params: Any) -> None:

@@ -115,7 +115,7 @@ def normalize_frobenius(
             target: Any = min(fan_in, fan_out) ** 0.5
         else:
             target = in_dtype_of(u, rms) * (fan_in * fan_out) ** 0.5
-        norm = jnp.maximum(_norm(u, axes.matrix), least(u, eps))
+        norm = jnp.maximum(_norm(u, axes.matrix), least(eps, u.dtype))
         return u * (target / norm)
 
     return _stateless(scale, matrices)
@@ -195,7 +195,7 @@ def scale_by_normuon(
         def scale(x: Array, axes: MatrixAxes, mean: Array, v: Array) -> Array:
             # Both norms from the means, of which every one stands for as many entries:
             # two passes over x less, most of the time of this piece on a CPU.
-            floor = least(v, eps)
+            floor = least(eps, v.dtype)
             root = jax.lax.rsqrt(jnp.maximum(v, floor))
             count = x.size / mean.size
             norm = jnp.sqrt(count * sum_over(mean, axes.matrix))

@@ -38,7 +38,7 @@ def count_traces_from_zero():
 
 @pytest.fixture(scope="session", autouse=True)
 def compile_once(tmp_path_factory):
-    """Tests share programs, also between the processes that they start."""
+    """Tests share programs, also between the workers of pytest-xdist."""
     folder = tmp_path_factory.getbasetemp().parent / "jax_cache"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

@@ -227,10 +227,8 @@ def _train_step(case: Case) -> list[VerifiedArray]:
     least = 0.1 if narrow else 2e-5
     names = [name for name, _ in paths.leaves_with_paths(start)]
     found = []
-    for name, s, *each in zip(
-        names, jax.tree.leaves(start), got, want, other, strict=False
-    ):
-        x, y, z = each
+    columns = zip(names, jax.tree.leaves(start), got, want, other, strict=False)
+    for name, s, x, y, z in columns:
         # Every step rounds a parameter, which may be far longer than its way.
         far = np.linalg.norm(s.astype(np.float64)) / max(np.linalg.norm(y), 1e-300)
         bound = least + case.steps * float(np.finfo(np.float32).eps) * far

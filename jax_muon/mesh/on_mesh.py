@@ -21,6 +21,7 @@ from jax_muon.checks import (
     check_arrays,
     check_float_dtype,
     check_gradients,
+    check_state_shapes,
     first_difference,
 )
 from jax_muon.mesh.layout import Layout
@@ -214,19 +215,8 @@ class OnMesh:
                 "the state is not one of this optimizer on these parameters: "
                 f"{first_difference(state, leaves)}"
             )
-
-        def spec(key_path: tuple[Any, ...], want: Any, have: Any) -> PartitionSpec:
-            if tuple(have.shape) != want.shape:
-                raise ValueError(
-                    f"state{jax.tree_util.keystr(key_path)} has shape "
-                    f"{tuple(have.shape)}; expected {want.shape}, that of this "
-                    "optimizer on these parameters"
-                )
-            return want.spec
-
-        return jax.tree_util.tree_map_with_path(
-            spec, leaves, state, is_leaf=_is_state_leaf
-        )
+        check_state_shapes(state, leaves)
+        return jax.tree.map(lambda leaf: leaf.spec, leaves, is_leaf=_is_state_leaf)
 
     def _typed(self, function: Callable[..., Any], specs: Any, *args: Any) -> Any:
         """A function of arrays whose types show that they lie as `specs` say."""

@@ -21,7 +21,7 @@ from jax_muon.elementwise import check_factors, check_mask, least, scale_by_path
 from jax_muon.orthogonalize import Polar, orthogonalize
 from jax_muon.partition import Group, check_groups, partition
 from jax_muon.polar.coefficients import MAX_STEPS
-from jax_muon.polar.products import wide
+from jax_muon.polar.kernels import wider
 from jax_muon.reading.bare import check_reading
 from jax_muon.reading.labels import ADAMW, MUON
 from jax_muon.reading.matrices import Matrices, Reading
@@ -109,8 +109,7 @@ def adamw_part(
     weight_decay: optax.ScalarOrSchedule,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW; float16 is computed in float32, where eps and small squares are not 0."""
-    if not isinstance(eps, float):
-        eps = least(wide(eps), eps)
+    eps = least(eps, wider(jnp.result_type(eps), jnp.float32))
     tx = optax.with_extra_args_support(
         optax.adamw(learning_rate, *betas, eps, weight_decay=weight_decay)
     )
