@@ -25,6 +25,7 @@ from jax_muon.elementwise import (
     as_wide_as_params,
     check_factors,
     in_dtype_of,
+    least,
     rate_at,
 )
 from jax_muon.polar.products import wide
@@ -164,7 +165,7 @@ def _move(
         for x in (wide_u * wide_u, wide_w * wide_u, wide_w * wide_w)
     )
     size = jnp.sqrt(uu)
-    moves = size >= in_dtype_of(uu, eps)
+    moves = size >= least(eps, uu.dtype)
     step = in_dtype_of(uu, rate) * target / jnp.where(moves, size, 1)
     # |W - step U|, from sums that devices may add up at the same time.
     norm = jnp.sqrt(jnp.maximum(ww - 2 * step * wu + step * step * uu, 0))
