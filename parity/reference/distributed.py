@@ -12,6 +12,7 @@ generator that yields between phases, so that each phase is launched for all uni
 before the next begins. gloo of torch 2.13 has reduce_scatter_single and its mean.
 """
 
+import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -192,6 +193,10 @@ def _rank(rank: int, world_size: int, folder: str) -> None:
     finally:
         dist.destroy_process_group()
     torch.save(results, Path(folder, f"rank{rank}"))
+    # A thread of gloo may still hold tensors of finished work. If it lets go of them
+    # while the interpreter shuts down, the process aborts (pytorch/pytorch#190489), so
+    # this one ends without shutting its interpreter down.
+    os._exit(0)
 
 
 def _run_here(run: Run, rank: int) -> RankResult:
