@@ -111,7 +111,8 @@ def polar(shape: tuple[int, ...], **settings: Any) -> dict[str, Any]:
 
     Returns:
       The relative distance. The most that it may be: 5e-5 in float32; in bfloat16
-      0.06, where plain bfloat16 code, which rounds every term, has 0.04.
+      0.06, where plain bfloat16 code, which rounds every term, has 0.04; in float16,
+      whose rounding is an eighth of that, a quarter, for the sake of the Gram form.
     """
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     found = np.asarray(jax.jit(jm.PolarExpress(**settings))(jnp.asarray(x)), np.float64)
@@ -121,5 +122,5 @@ def polar(shape: tuple[int, ...], **settings: Any) -> dict[str, Any]:
         gram = exact @ exact.swapaxes(-1, -2)
         exact = a * exact + (b * gram + c * gram @ gram) @ exact
     error = float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
-    bar = {"float32": 5e-5, "bfloat16": 0.06}[settings["dtype"]]
+    bar = {"float32": 5e-5, "float16": 0.015, "bfloat16": 0.06}[settings["dtype"]]
     return {"ok": error <= bar, "error": error, "bar": bar}

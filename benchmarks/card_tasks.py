@@ -68,6 +68,8 @@ def kernels(record: Record, tiny: bool) -> None:
         record.measure(f"kernels {times(shape)}", check)
     forms: list[dict[str, Any]] = [
         {"dtype": "bfloat16"},
+        {"dtype": "float16"},
+        {"dtype": "float16", "form": "gram"},
         {"dtype": "float32", "form": "standard"},
         {"dtype": "float32", "form": "gram"},
     ]
@@ -238,6 +240,8 @@ def orthogonalization(record: Record, tiny: bool) -> None:
     shapes = ((32, 32), (32, 64)) if tiny else SHAPES
     kinds: list[dict[str, Any]] = [
         {"dtype": "bfloat16"},
+        {"dtype": "float16"},
+        {"dtype": "float16", "form": "gram"},
         {"dtype": "float32", "form": "standard"},
         {"dtype": "float32", "form": "gram"},
     ]

@@ -55,6 +55,15 @@ def test_polar_express_converges_to_the_exact_factor(rng, x64):
     np.testing.assert_allclose(y, jm.ExactPolar()(x), rtol=0, atol=1e-12)
 
 
+def with_spectrum(rng, kind, shape):
+    """A matrix with such singular values."""
+    u, s, vt = np.linalg.svd(rng.standard_normal(shape), full_matrices=False)
+    k = np.arange(1, len(s) + 1)
+    return (
+        u * {"gaussian": s, "1/k": 1 / k, "1/k^2": 1 / k**2, "rank 1": k == 1}[kind]
+    ) @ vt
+
+
 @pytest.mark.parametrize("kind", ["gaussian", "1/k", "1/k^2", "rank 1"])
 @pytest.mark.parametrize("form", ["standard", "gram"])
 def test_float32_error(rng, kind, form):
@@ -64,15 +73,54 @@ def test_float32_error(rng, kind, form):
     condition number into rounding; 2e-5 in the standard form. Five quintics multiply
     what is near zero by 900, and so the rounding (6e-8) of a rank-1 matrix too.
     """
-    u, s, vt = np.linalg.svd(rng.standard_normal((64, 160)), full_matrices=False)
-    k = np.arange(1, 65)
-    s = {"gaussian": s, "1/k": 1 / k, "1/k^2": 1 / k**2, "rank 1": k == 1}[kind]
-    x = ((u * s) @ vt).astype(np.float32)
+    x = with_spectrum(rng, kind, (64, 160)).astype(np.float32)
     table = jm.polar_express_coefficients(5)
     expected = oracle.polar(x.astype(np.float64), table, 1.02, 1e-6)
     y = jm.PolarExpress(dtype="float32", form=form)(jnp.asarray(x))
     error = np.linalg.norm(y - expected) / np.linalg.norm(expected)
     assert error < (2e-4 if form == "gram" or kind == "rank 1" else 2e-5)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "1/k", "1/k^2", "rank 1"])
+def test_float16_error(rng, kind):
+    """Beside bfloat16: an eighth, as its eps, in the standard form, or in the other.
+
+    On matrices far out in the range of float32, of whose elements most are small beside
+    the largest.
+    """
+    x = 1e-30 * with_spectrum(rng, kind, (64, 160)) * rng.lognormal(size=(64, 1))
+    expected = oracle.polar(x * 1e30, jm.polar_express_coefficients(5), 1.02, 1e-36)
+
+    def error(dtype, form):
+        y = jm.PolarExpress(dtype=dtype, form=form, eps=1e-36)(jnp.asarray(x))
+        return np.linalg.norm(y - expected) / np.linalg.norm(expected)
+
+    least = error("bfloat16", "standard")
+    assert error("float16", "standard") < least / 5
+    assert error("float16", "gram") < least / 2
+
+
+@pytest.mark.parametrize("form", ["standard", "gram"])
+@pytest.mark.parametrize("kind", ["gaussian", "flat", "one element", "identity"])
+def test_float16_stays_in_range(rng, retrace, monkeypatch, kind, form):
+    """Also where products are rounded before they meet their factors, as on a GPU.
+
+    Eight steps, after which s would be 2^13; the largest singular value of a flat
+    matrix lies in no row, that of the last two in one.
+    """
+    monkeypatch.setattr(iteration, "_ON_CPU", products.FusedProducts())
+    x = {
+        "gaussian": rng.standard_normal((300, 700)),
+        "flat": np.ones((300, 700)),
+        "one element": np.eye(300, 700) * (np.arange(300) == 7)[:, None],
+        "identity": np.eye(300, 700),
+    }[kind]
+    y = jm.PolarExpress(8, dtype="float16", form=form)(jnp.asarray(x, jnp.float32))
+    u, s, vt = np.linalg.svd(x, full_matrices=False)
+    expected = (u * (s > 1e-9)) @ vt
+    kept = np.sum(y * expected) / np.sum(expected**2)
+    assert kept == pytest.approx(1, abs=0.03)
+    assert np.linalg.norm(y, 2) < 1.1
 
 
 def test_bfloat16_rounds_once_a_product(rng):
@@ -153,7 +201,24 @@ def test_factors_of_the_quintics_in_use():
     assert exact_factors(3.1, 0.7, jnp.dtype("float32")) == (1.0, 3.1, 0.7 / 3.1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_no_two_steps_share_a_factor(dtype):
+    """XLA would not hand it to cuBLASLt then, and add in passes of their own."""
+    used = set()
+    for step in range(10):
+        found = exact_factors(-0.7, 0.12, jnp.dtype(dtype), 2.0**-4, used)
+        assert used.isdisjoint(found)
+        g, p, q = found
+        assert 2.0**-4 <= g < 2.0**-3
+        assert p * g == pytest.approx(-0.7, rel=2**-9)
+        assert p * q * g**2 == pytest.approx(0.12, rel=2**-8)
+        used |= {*found}
+        assert len(used) == 3 * (step + 1)
+    everything = {float(g) for g in np.arange(1, 2, 2.0**-7)}
+    assert exact_factors(-0.7, 0.12, jnp.dtype("bfloat16"), 1.0, everything)[0] >= 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("quintic", [(1.875, -1.25, 0.375), (0.5, 1.5, -1.0)])
 def test_any_number_of_steps(rng, quintic, dtype):
     """The a of all steps together would leave the range of A A, at either end."""

@@ -173,6 +173,10 @@ def test_a_traced_schedule_says_what_to_do():
         (jm.PolarExpress(7, dtype=None), 7, 3),
         (jm.PolarExpress(7, dtype="float32", form="standard"), 7, 7),
         (jm.NewtonSchulz(6, dtype="float32", form="gram"), 2, 2),
+        (jm.PolarExpress(5, dtype="float16", form="gram"), 3, 3),
+        (jm.PolarExpress(5, dtype="float16"), 5, 5),
+        # Every a is 1e-6: X / s would leave the range after two steps.
+        (jm.NewtonSchulz(6, coefficients=(1e-6, 1.0, 0.0), dtype=None), 6, 3),
         (jm.NewtonSchulz(None, coefficients="deepseek"), 10, 10),
         (jm.ExactPolar(), None, None),
     ],
@@ -213,7 +217,7 @@ def test_cubics_compute_no_square(form, dots):
 NOT_POSITIVE = [0, 0.0, -1.0, float("nan"), float("inf"), None, "1.0", True, [1.0]]
 NOT_COUNTS = [0, -3, 1001, 5.0, True, "5", float("nan"), jnp.asarray(5)]
 NOT_CHOICES = ["l2", None, 1, ["plain"], np.zeros(2)]
-NOT_DTYPES = ["int8", "float16", "bf16", 5, [], jnp.int32, "f4,f4"]
+NOT_DTYPES = ["int8", "float8_e4m3fn", "bf16", 5, [], jnp.int32, "f4,f4"]
 
 
 @pytest.mark.parametrize("make", ITERATIONS)
@@ -245,7 +249,7 @@ def test_unknown_choices(make, name, value):
 @pytest.mark.parametrize("make", ITERATIONS)
 @pytest.mark.parametrize("value", NOT_DTYPES, ids=repr)
 def test_dtypes_of_no_iteration(make, value):
-    text = re.escape(f"dtype={value!r}; expected bfloat16, float32, float64")
+    text = re.escape(f"dtype={value!r}; expected bfloat16, float16, float32, float64")
     with pytest.raises(ValueError, match=text):
         make(dtype=value)
 
@@ -261,7 +265,7 @@ def test_settings_of_the_schedule(name, value):
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"form": "gram"}, "expected dtype=float32 or form='standard'"),
+        ({"form": "gram"}, "expected dtype=float16 or float32, or form="),
         ({"symmetric": "kernel", "dtype": "float32"}, "expected dtype=bfloat16"),
         ({"coefficients": (2, 0, -1)}, "b not 0"),
         ({"coefficients": (2, np.nan, 1)}, "nan"),
@@ -301,8 +305,8 @@ def test_dtypes_that_are_known_with_the_array(make):
     x = jnp.eye(4)
     with pytest.raises(ValueError, match="jax_enable_x64"):
         make(dtype="float64")(x)
-    with pytest.raises(ValueError, match="float16"):
-        make(dtype=None)(x.astype(jnp.float16))
+    with pytest.raises(ValueError, match="float8_e4m3fn"):
+        make(dtype=None)(x.astype(jnp.float8_e4m3fn))
     with pytest.raises(ValueError, match="form='gram'"):
         make(dtype=None, form="gram")(x.astype(jnp.bfloat16))
     with pytest.raises(ValueError, match="symmetric='kernel'"):

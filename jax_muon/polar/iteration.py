@@ -3,19 +3,22 @@
 In two forms with m <= n:
 
   standard: A = X X^T;  X <- X + (b/a A + c/a A A) X, and all a together at the end
-  gram:     R = X X^T;  Z = b R + c R R;  Q <- a Q + Q Z;  R <- (aI + Z) R (aI + Z),
-            and X <- Q X at the end. Cheaper for n > 1.5 m, less accurate: R squares the
-            condition number, so X is refreshed once in three steps.
+  gram:     R = X X^T;  B = R + c/b R R;  P = I + b/a B;  Q <- P Q;  R <- P R P, and
+            X <- Q X at the end. Cheaper for n > 1.5 m, less accurate: R squares the
+            condition number, so X is refreshed after some steps.
 
-Neither form computes A A, or R R, where c = 0. On a CPU matrices are taken one after
-another, elsewhere a whole stack at once; what is computed is the same. Settings
-arrive checked: `factors.py` does that.
+Both leave all a for later: what is held is X / s, A / s^2 and Q / s, where s is the
+product of the a so far. Neither computes A A, or R R, where c = 0. On a CPU matrices
+are taken one after another, elsewhere a whole stack at once; what is computed is the
+same. Settings arrive checked: `factors.py` does that.
 """
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,21 +35,49 @@ from jax_muon.polar.products import (
     wide,
 )
 
-# Steps of the Gram form between two refreshes of X. Without a refresh singular values
-# reach 4 on inputs of condition 1e10, in float32; with one after step 3 the error stays
-# below 5e-5.
-GRAM_REFRESH = 3
-
 # FLOPs of five steps are 20 m^2 n + 10 m^3 (standard) and 8 m^2 n + 28 m^3 (Gram).
 _GRAM_ASPECT = 1.5
 
 # Below this m, products are too small for the Gram form to save time.
 _GRAM_MIN_SIZE = 256
 
-# X is held as X / s, its Gram matrix A as A / s^2 and A A as A A / s^4: with more than
-# this s, or less than its inverse, they would leave the range of float32 (2^126). s is
-# the product of the a of all steps so far, 2^13 after eight of the Polar Express.
-_MAX_SCALE = 2.0**20
+
+class _Limits(NamedTuple):
+    """What the digits and the range of a dtype ask for.
+
+    X is held as X / s, its Gram matrix A as g A / s^2 and A A as its square. s is the
+    product of the a of all steps so far, 2^9 after five of the Polar Express and 2^13
+    after eight.
+    """
+
+    refresh: int  # steps of the Gram form from one Gram matrix to the next
+    first: float  # s at the beginning, and where it would not be in the bounds below
+    least: float
+    most: float
+    gram: float | None  # g / s^2, up to a factor of two; None: g is from 1 to 2
+
+    def unit(self, scale: float) -> float:
+        """The power of two near which g is chosen where s is `scale`."""
+        if self.gram is None:
+            return 1.0
+        return 2.0 ** math.floor(math.log2(self.gram * scale**2))
+
+
+# Without a refresh singular values reach 4 on inputs of condition 1e10, in float32;
+# with one after step 3 the error stays below 5e-5. The range ends at 2^126.
+_WIDE = _Limits(refresh=3, first=1.0, least=2.0**-20, most=2.0**20, gram=None)
+
+# Two refreshes make the Gram form as accurate as the standard one. float16 goes from
+# 2^-14, below which it loses digits, to 2^16. Elements of X begin at 1 / sqrt(m n)
+# where they are alike, those of A beside its diagonal at 1 / (m sqrt(n)), and no
+# element is above the largest singular value, or its square, which are below 1.5. With
+# these powers of two both stay in between up to m = n = 8192, also where a product is
+# rounded before it meets its factor.
+_HALF = _Limits(refresh=2, first=2.0**-7, least=2.0**-7, most=2.0**3, gram=2.0**5)
+
+
+def _limits(dtype: jnp.dtype) -> _Limits:
+    return _HALF if dtype == jnp.float16 else _WIDE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +107,7 @@ def iterate(x: Array, norm_factor: Any, eps: Any, settings: Settings) -> Array:
         # The only singular value of one row begins where the quintics are steepest:
         # in bfloat16 it ends 0.22 from where it should, whatever the row.
         dtype = wider(dtype, jnp.float32)
-    low_precision = dtype == jnp.bfloat16
+    first = _limits(dtype).first
     body = _gram_form if uses_gram(settings.form, dtype, m, n) else _standard_form
 
     def factor(y: Array, products: Products) -> Array:
@@ -91,9 +122,9 @@ def iterate(x: Array, norm_factor: Any, eps: Any, settings: Settings) -> Array:
             return (k * summed(products.outer(y, y))).astype(y.dtype)
 
         y, unit = power_of_two_scaled(y, axis_name=axis_name)
-        y = y.astype(dtype)
+        y, unit = (y / first).astype(dtype), unit / first
         gram = summed(products.outer(y, y))
-        y, gram = _normalize(y, gram, unit, settings.norm, norm_factor, eps)
+        y, gram = _normalize(y, gram, unit, settings.norm, norm_factor, eps, first)
         y = body(y, gram, settings.coefficients, products, gram_of)
         return y.astype(x.dtype)
 
@@ -103,11 +134,11 @@ def iterate(x: Array, norm_factor: Any, eps: Any, settings: Settings) -> Array:
     on_cpu = functools.partial(factor, products=_ON_CPU)
     branches = {
         "cpu": functools.partial(
-            _one_after_another, on_cpu, turned=turned, squeeze=not low_precision
+            _one_after_another, on_cpu, turned=turned, squeeze=dtype != jnp.bfloat16
         ),
         "default": functools.partial(at_once, products=_FUSED),
     }
-    if settings.symmetric == "kernel" and low_precision:
+    if settings.symmetric == "kernel" and dtype == jnp.bfloat16:
         branches["cuda"] = functools.partial(at_once, products=_KERNELS)
     y = jax.lax.platform_dependent(x.reshape(-1, rows, cols), **branches)
     return y.reshape(*batch, rows, cols)
@@ -119,6 +150,19 @@ def uses_gram(form: str, dtype: jnp.dtype, m: int, n: int) -> bool:
         low_precision = jnp.finfo(dtype).bits < 32
         return not low_precision and m >= _GRAM_MIN_SIZE and n > _GRAM_ASPECT * m
     return form == "gram"
+
+
+def refreshes(coefficients: Sequence[Coefficients], dtype: jnp.dtype) -> list[int]:
+    """The steps at which the Gram form computes X X^T, the first among them."""
+    limits = _limits(dtype)
+    steps, scale = [0], limits.first
+    for step, (a, _, _) in enumerate(coefficients[:-1], start=1):
+        scale *= a
+        inside = limits.least <= abs(scale) <= limits.most
+        if step == steps[-1] + limits.refresh or not inside:
+            steps.append(step)
+            scale = limits.first
+    return steps
 
 
 def _one_after_another(
@@ -149,9 +193,15 @@ def _one_after_another(
 
 
 def _normalize(
-    x: Array, gram: Array, unit: Array, norm: str, norm_factor: float, eps: float
+    x: Array,
+    gram: Array,
+    unit: Array,
+    norm: str,
+    norm_factor: float,
+    eps: float,
+    first: float,
 ) -> tuple[Array, Array]:
-    """X / (norm_factor * norm(X) + eps unit), and its Gram matrix X X^T.
+    """X / (norm_factor * norm(X) + eps unit) / first, and its Gram matrix X X^T.
 
     Both norms are read off the Gram matrix of the first step, which is computed anyway:
     ||X||_F^2 is its trace, and the Schatten-4 norm to the fourth is ||X X^T||_F^2.
@@ -160,7 +210,8 @@ def _normalize(
         squared = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
     else:
         squared = jnp.sqrt(jnp.sum(gram * gram, axis=(-2, -1), keepdims=True))
-    scale = 1 / (norm_factor * jnp.sqrt(squared) + eps * unit.astype(gram.dtype))
+    length = norm_factor * jnp.sqrt(squared) + eps * unit.astype(gram.dtype)
+    scale = 1 / (first * length)
     return (wide(x) * scale).astype(x.dtype), gram * scale * scale
 
 
@@ -197,16 +248,20 @@ def _standard_form(
 
     The Gram matrix is in at least float32, and so is the result.
     """
-    scale = 1.0  # x is X / scale, so that a step need not multiply it
+    limits = _limits(x.dtype)
+    scale = limits.first  # x is X / scale, so that a step need not multiply it
+    used: set[float] = set()
     for step, (a, b, c) in enumerate(coefficients):
-        g, p, q = exact_factors(b / a * scale**2, c / a * scale**4, x.dtype)
-        first = step == 0
-        gram = (g * gram).astype(x.dtype) if first else gram_of(x, g)
+        cubic, quintic = b / a * scale**2, c / a * scale**4
+        g, p, q = exact_factors(cubic, quintic, x.dtype, limits.unit(scale), used)
+        used |= {g, p, q}
+        gram = (g * gram).astype(x.dtype) if step == 0 else gram_of(x, g)
         polynomial = products.add_square(gram, q) if q else gram
         x = products.add_product(x, p, polynomial)
         scale *= a
-        if not 1 / _MAX_SCALE <= abs(scale) <= _MAX_SCALE:
-            x, scale = (wide(x) * scale).astype(x.dtype), 1.0
+        if not limits.least <= abs(scale) <= limits.most:
+            x = (wide(x) * (scale / limits.first)).astype(x.dtype)
+            scale = limits.first
     return wide(x) * scale
 
 
@@ -219,19 +274,36 @@ def _gram_form(
 ) -> Array:
     """The Gram form, from X and its Gram matrix."""
     # R, every polynomial of it and their products are symmetric and commute.
-    eye = jnp.eye(x.shape[-2], dtype=x.dtype)
-    factor = eye  # Q, where X now is Q X
-    for step, (a, b, c) in enumerate(coefficients):
-        if step > 0 and step % GRAM_REFRESH == 0:
-            x, factor = matmul(factor, x), eye
-            gram = gram_of(x, 1.0)
-        square = products.add_square(gram, c / b) if c else gram
-        polynomial = a * eye + b * square
-        factor = polynomial if factor is eye else products.outer(factor, polynomial)
-        last = step == len(coefficients) - 1 or (step + 1) % GRAM_REFRESH == 0
-        if not last:
-            gram = products.outer(products.outer(polynomial, gram), polynomial)
-    return matmul(factor, x)
+    limits = _limits(x.dtype)
+    first = scale = limits.first  # x is X / first
+    factor = eye = jnp.eye(x.shape[-2], dtype=x.dtype)  # Q first / scale
+    used: set[float] = set()
+    ends = [*refreshes(coefficients, x.dtype), len(coefficients)]
+    for begin, end in itertools.pairwise(ends):
+        a, b, c = coefficients[begin]
+        cubic, quintic = b / a * first**2, c / a * first**4
+        g, p, q = exact_factors(cubic, quintic, x.dtype, limits.unit(first), used)
+        used |= {g, p, q}
+        if begin == 0:
+            gram = (g * gram).astype(x.dtype)
+        else:
+            x = (scale / first) * matmul(factor, x, x.dtype)
+            gram = gram_of(x, g)
+        factor, scale = eye, first
+        for step in range(begin, end):
+            a, b, c = coefficients[step]
+            square = products.add_square(gram, c / b * scale**2 / g) if c else gram
+            p = b / a * scale**2 / g
+            polynomial = (wide(eye) + p * wide(square)).astype(x.dtype)
+            if factor is eye:
+                factor = polynomial
+            else:
+                factor = products.symmetric(factor, polynomial)
+            if step + 1 < end:
+                gram = products.symmetric(polynomial, gram)
+                gram = products.symmetric(gram, polynomial)
+            scale *= a
+    return scale * matmul(factor, x)
 
 
 _ON_CPU = Products(outer_on_cpu)

@@ -11,7 +11,7 @@ library, which reads and writes nothing besides its operands. `Products` is for 
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import jax.numpy as jnp
 import numpy as np
@@ -99,6 +99,10 @@ class Products:
         """X + k B X."""
         return (wide(x) + k * matmul(b, x)).astype(x.dtype)
 
+    def symmetric(self, x: Array, y: Array) -> Array:
+        """X Y, for symmetric matrices that commute."""
+        return self.outer(x, y).astype(x.dtype)
+
 
 class FusedProducts(Products):
     """Sums in the form that XLA hands to cuBLASLt whole, with k and C as operands.
@@ -121,6 +125,10 @@ class FusedProducts(Products):
         """X + k B X."""
         return x + k * matmul(b, x, x.dtype)
 
+    def symmetric(self, x: Array, y: Array) -> Array:
+        """X Y, for symmetric matrices that commute."""
+        return matmul(x, y, x.dtype)
+
 
 @dataclasses.dataclass(frozen=True)
 class KernelProducts(FusedProducts):
@@ -138,19 +146,26 @@ class KernelProducts(FusedProducts):
 
 
 def exact_factors(
-    cubic: float, quintic: float, dtype: jnp.dtype
+    cubic: float,
+    quintic: float,
+    dtype: jnp.dtype,
+    unit: float = 1.0,
+    used: Collection[float] = (),
 ) -> tuple[float, float, float]:
     """The g, p, q for X + cubic A X + quintic A A X, all of them numbers of a dtype.
 
     With A' = g A this is X + p (A' + q A' A') X, where p g = cubic and p q g^2 =
     quintic. In float32 g is 1. In bfloat16 rounding p and q would change the polynomial
-    by up to 2^-8 of each term; of the 128 values that g has in [1, 2), the best one
-    leaves 2^-12.5 on average, below the rounding of the matrices.
+    by up to 2^-8 of each term; of the 128 values that g has in [1, 2) unit, the best
+    one leaves 2^-12.5 on average, below the rounding of the matrices.
 
     Args:
       cubic: factor of A X, not 0.
       quintic: factor of A A X.
       dtype: of the matrices.
+      unit: a power of two, near which g is looked for.
+      used: numbers of other steps, which are avoided: XLA hands a factor to cuBLASLt
+        only where no other sum has the same.
 
     Returns:
       (g, p, q).
@@ -158,8 +173,9 @@ def exact_factors(
     ratio = quintic / cubic
     if jnp.finfo(dtype).bits >= 32:
         return 1.0, cubic, ratio
-    g = np.arange(1, 2, float(jnp.finfo(dtype).eps))
+    g = unit * np.arange(1, 2, float(jnp.finfo(dtype).eps))
     p, q = ((value / g).astype(dtype).astype(float) for value in (cubic, ratio))
     error = np.maximum(abs(p * g / cubic - 1), abs(q * g - ratio) / abs(ratio or 1))
-    best = int(np.argmin(error))
+    taken = np.isin([g, p, q], [x for x in used if x]).any(axis=0)
+    best = int(np.argmin(np.where(taken & ~taken.all(), np.inf, error)))
     return float(g[best]), float(p[best]), float(q[best])
