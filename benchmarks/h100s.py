@@ -133,7 +133,13 @@ def h100s(gpus: int) -> np.ndarray:
     return np.array(topology.devices)
 
 
-def whole_step(model: str, devices: np.ndarray, layout: str, recipe: str) -> WholeStep:
+def whole_step(
+    model: str,
+    devices: np.ndarray,
+    layout: str,
+    recipe: str,
+    **settings: Any,
+) -> WholeStep:
     """The train step of a model on these devices, and its arguments.
 
     Args:
@@ -146,6 +152,7 @@ def whole_step(model: str, devices: np.ndarray, layout: str, recipe: str) -> Who
         and state divided within a host alone; "fsdp-tp": tensor parallelism, or experts
         divided, within a host, and everything divided over hosts besides.
       recipe: a name of `jax_muon`.
+      **settings: of the recipe.
     """
     work, size = WORKLOADS[model], devices.size
     if model in LLAMAS:
@@ -159,7 +166,7 @@ def whole_step(model: str, devices: np.ndarray, layout: str, recipe: str) -> Who
     batch = tuple(name for name in mesh.axis_names if name != "tp")
     step = jm.make_train_step(
         functools.partial(loss, head=work.head),
-        getattr(jm, recipe)(),
+        getattr(jm, recipe)(**settings),
         mesh,
         axis=batch,
         specs=specs_of(params, mesh, layout),

@@ -4,11 +4,14 @@ import argparse
 import pathlib
 import shlex
 import sys
+from typing import Any
 
 from benchmarks import learning
-from benchmarks.learning import plan, report
+from benchmarks.learning import pace, plan, report
 from benchmarks.learning.grid import BASELINE, BEGINNINGS
 from benchmarks.learning.records import FOLDER, Records
+
+STAGES = plan.STAGES | {"pace": pace.pace}
 
 
 def main(words: list[str]) -> None:
@@ -20,7 +23,7 @@ def main(words: list[str]) -> None:
     )
     add = parser.add_argument
     add("--optimizers", nargs="+", choices=BEGINNINGS, default=list(BEGINNINGS))
-    add("--stages", nargs="+", choices=plan.STAGES, default=list(plan.STAGES))
+    add("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     add("--steps", type=int, default=300, help="of AdamW")
     add("--width", type=int, default=128)
     add("--results", type=pathlib.Path, default=FOLDER, metavar="FOLDER")
@@ -33,10 +36,16 @@ def main(words: list[str]) -> None:
         return
     for stage in args.stages:
         for optimizer in args.optimizers:
-            if (stage, optimizer) != ("shortest", BASELINE):
-                found = plan.STAGES[stage](records, optimizer, args.steps, args.width)
-                shown = found if stage != "seeds" else round(plan.mean(found), 4)
-                print(f"{stage} of {optimizer}: {shown}", flush=True)
+            if optimizer != BASELINE or stage not in ("shortest", "pace"):
+                found = STAGES[stage](records, optimizer, args.steps, args.width)
+                print(f"{stage} of {optimizer}: {shown(found)}", flush=True)
+
+
+def shown(found: Any) -> Any:
+    """What a stage found, with the mean loss in place of records."""
+    if isinstance(found, dict):
+        return {name: shown(records) for name, records in found.items()}
+    return round(plan.mean(found), 4) if isinstance(found, list) else found
 
 
 if __name__ == "__main__":

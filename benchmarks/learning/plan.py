@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from benchmarks.learning.grid import BASELINE, BEGINNINGS, search
 from benchmarks.learning.records import Record, Records
-from benchmarks.learning.training import Point
+from benchmarks.learning.training import VARIANTS, Point
 
 SEEDS = (0, 1, 2)
 
@@ -69,7 +69,21 @@ def _shortest(
     return bisect(reached, longest, grain, min(near, longest) // grain * grain)
 
 
-STAGES = {"grid": grid, "seeds": seeds, "shortest": shortest}
+def variants(
+    records: Records, optimizer: str, steps: int, width: int
+) -> dict[str, list[Record]]:
+    """An optimizer and its variants, all with its settings, at the search's length."""
+    best = grid(records, optimizer, steps, width)
+    point = best._replace(steps=searched(optimizer, steps))
+    return {
+        name: [
+            records.measure(point._replace(optimizer=name, seed=seed)) for seed in SEEDS
+        ]
+        for name in (optimizer, *VARIANTS.get(optimizer, ()))
+    }
+
+
+STAGES = {"grid": grid, "seeds": seeds, "shortest": shortest, "variants": variants}
 
 
 def last(record: Record) -> float:

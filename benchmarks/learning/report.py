@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from optimizers import BEST
 from runs import write  # that of the example
 
-from benchmarks.learning import plan
+from benchmarks.learning import pace, plan
 from benchmarks.learning.grid import BASELINE, BEGINNINGS
 from benchmarks.learning.records import Record, Records
-from benchmarks.learning.training import Point
+from benchmarks.learning.training import VARIANTS, Point
 
 DATA = ("data", "context", "batch_size", "width", "depth")
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -56,7 +56,7 @@ class Row(NamedTuple):
     runs: list[Record] | None  # over all steps, one of each seed
     length: int | None  # of the shortest run to the loss of the baseline
     length_of_one: int | None  # by one seed
-    seconds: float | None  # of processor time, in a step on one core
+    pace: float | None  # processor time of a step on one core, beside the baseline's
 
 
 def rows(records: Records, steps: int, width: int) -> dict[str, Row]:
@@ -68,11 +68,6 @@ def rows(records: Records, steps: int, width: int) -> dict[str, Row]:
         best = lookup.result(plan.grid, *size)
         if best is None:
             continue
-        seconds = [
-            record["cpu_seconds_a_step"]
-            for record in records.all(optimizer)
-            if record["width"] == width and "cpu_seconds_a_step" in record
-        ]
         tries = len(lookup.used) - before
         base = optimizer == BASELINE
         found[optimizer] = Row(
@@ -82,7 +77,7 @@ def rows(records: Records, steps: int, width: int) -> dict[str, Row]:
             lookup.result(plan.seeds, *size),
             steps if base else lookup.result(plan.shortest, *size),
             steps if base else lookup.result(plan.shortest_of_one, *size),
-            statistics.median(seconds) if seconds else None,
+            1.0 if base else pace.known(records, optimizer, width),
         )
     check_same(lookup.used, *DATA)
     check_same([run for row in found.values() for run in row.runs or []], "steps")
@@ -104,7 +99,7 @@ def check_same(records: list[Record], *names: str) -> None:
 def table(found: dict[str, Row], steps: int, short: bool = False) -> str:
     """A line for each optimizer, the fewest steps first."""
     lines = [
-        cells(name, row, found.get(BASELINE), steps)
+        cells(name, row, steps)
         for name, row in sorted(found.items(), key=lambda item: order(item[1]))
     ]
     titles = [title for title in lines[0] if not (short and title in LONG)]
@@ -119,15 +114,11 @@ def table(found: dict[str, Row], steps: int, short: bool = False) -> str:
 LONG = ("tries", "matrices", "momentum", "decay", "AdamW's part", "of its time")
 
 
-def cells(name: str, row: Row, baseline: Row | None, steps: int) -> dict[str, str]:
+def cells(name: str, row: Row, steps: int) -> dict[str, str]:
     """A line of the table, by the titles of its columns."""
     settings, length = row.best.settings, row.length or row.length_of_one
     momentum, decay = settings["momentum"], settings.get("weight_decay")
-    of_time = (
-        f"{length * row.seconds / (steps * baseline.seconds):.2f}"
-        if baseline and baseline.seconds and length and row.seconds
-        else "-"
-    )
+    of_time = f"{length * row.pace / steps:.2f}" if length and row.pace else "-"
     return {
         "": f"`{name}`",
         "tries": str(row.tries),
@@ -222,6 +213,21 @@ def band(axes: Any, name: str, curves: list[list[list[float]]], **style: Any) ->
     )
 
 
+def variants_table(found: dict[str, list[Record]]) -> str:
+    """A line for an optimizer, and for each of its variants beside it."""
+    name, *_ = found
+    base = [plan.last(run) for run in found[name]]
+    lines = [
+        f"| | after {found[name][0]['steps']} steps | beside `{name}`, by seed |",
+        "|---|---|---|",
+    ]
+    for name, runs in found.items():
+        apart = [plan.last(run) - loss for run, loss in zip(runs, base, strict=True)]
+        shown = ", ".join(f"{x:+.4f}" for x in apart) if any(apart) else "-"
+        lines.append(f"| `{name}` | {spread(runs)} | {shown} |")
+    return "".join(line + "\n" for line in lines)
+
+
 def fill(path: pathlib.Path, name: str, text: str) -> None:
     """Puts a table behind the comment of its name in a page that has one."""
     page = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -243,6 +249,12 @@ def write_all(records: Records, docs: pathlib.Path = DOCS, best: pathlib.Path = 
         fill(docs.parent / "README.md", name, table(found, steps, short=True))
         draw(records, found, steps, docs / f"{name}.png")
         if (steps, width) == SIZES[0]:
+            for optimizer in found.keys() & VARIANTS.keys():
+                tried = Lookup(records, []).result(
+                    plan.variants, optimizer, steps, width
+                )
+                if tried is not None:
+                    fill(docs / "rates.md", "variants", variants_table(tried))
             settings = json.loads(best.read_text()) if best.exists() else BEGINNINGS
             settings = settings | {name: r.best.settings for name, r in found.items()}
             write(best, json.dumps(settings, indent=1) + "\n")

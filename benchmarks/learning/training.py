@@ -23,11 +23,31 @@ EVALUATIONS = 15  # in a run, evenly,
 EVERY = 20  # but at least so many steps apart
 PACKAGES = ("jax_muon", "jax", "flax", "optax", "numpy")
 
+
+def with_table(name: str) -> Callable[[Rates], optax.GradientTransformation]:
+    """nanochat with a published table of coefficients instead of its own."""
+    return recipe(
+        jm.nanochat, polar=jm.NewtonSchulz(coefficients=name, dtype="float32")
+    )
+
+
 # The recipes, and Muon by each rule for the shape.
 CONTENDERS = OPTIMIZERS | {
     f"muon-{rule}": recipe(jm.muon, shape_rule=rule)
     for rule in ("sqrt_ratio", "rms_0.2", "none")
 }
+
+# Optimizers with one thing changed.
+VARIANTS = {
+    "nanochat": {
+        "nanochat-bfloat16-momentum": recipe(jm.nanochat, momentum_dtype="bfloat16"),
+        "nanochat-int8-momentum": recipe(jm.nanochat, momentum_dtype="int8"),
+        "nanochat-cubic5": with_table("cubic5"),
+        "nanochat-jordan": with_table("jordan"),
+        "nanochat-deepseek": with_table("deepseek"),
+    }
+}
+CONTENDERS |= {name: make for of in VARIANTS.values() for name, make in of.items()}
 
 Settings = dict[str, float | list[float]]
 

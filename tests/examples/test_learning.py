@@ -11,7 +11,7 @@ from flax import nnx
 from optimizers import best_rates, make_optimizer
 
 from benchmarks.learning import __main__ as command
-from benchmarks.learning import grid, plan, records, report, training
+from benchmarks.learning import grid, pace, plan, records, report, training
 from benchmarks.learning.training import OPTIMIZERS, Point
 
 RATES = {
@@ -26,19 +26,21 @@ TINY = Point("nanochat", RATES, steps=3, width=32, depth=1)
 def made_up(point: Point) -> dict:
     """A record without a run: best at twice the first learning rate, less with steps.
 
-    All but AdamW need half of its steps.
+    All but AdamW need half of its steps. A variant ends a bit above what it is one of.
     """
-    first = grid.BEGINNINGS[point.optimizer]["learning_rate"]
+    variant = point.optimizer not in grid.BEGINNINGS
+    name = point.optimizer.split("-")[0] if variant else point.optimizer
+    first = grid.BEGINNINGS[name]["learning_rate"]
     off = math.log2(point.settings["learning_rate"] / first) - 1
     pace = 1.0 if point.optimizer == "adamw" else 0.5
     loss = 1 + 100 * pace / point.steps + off**2 + 0.01 * (point.seed - 1)
+    loss += 0.001 * variant
     return point._asdict() | {
         "data": {"name": "made up", "sha256": training.data().sha256},
         "validation_losses": [[point.steps // 2, loss + 1], [point.steps, loss]],
         "validation_loss": loss,
         "stopped": None,
         "seconds": 1.0,
-        "cpu_seconds_a_step": 0.3 if point.optimizer == "adamw" else 0.4,
     }
 
 
@@ -49,6 +51,7 @@ def made(monkeypatch) -> list[Point]:
     monkeypatch.setattr(
         records, "train", lambda point: points.append(point) or made_up(point)
     )
+    monkeypatch.setattr(pace, "measure", lambda optimizer, width: {"ratio": 1.34})
     return points
 
 
@@ -130,6 +133,34 @@ def test_the_plan_from_grid_to_report(tmp_path, made, capsys):
     assert json.loads((tmp_path / "best.json").read_text())["muon"] == (
         grid.BEGINNINGS["muon"] | {"learning_rate": 0.08}
     )
+
+
+def test_the_pace_is_that_beside_adamw(monkeypatch):
+    monkeypatch.setattr(pace, "ROUNDS", 1)
+    monkeypatch.setattr(pace, "STEPS", 1)
+    found = pace.measure("muon", 32)
+    assert found["seconds"] > 0
+    ratio = found["seconds"] / found["baseline_seconds"]
+    assert found["ratio"] == pytest.approx(ratio, rel=0.05)  # of rounded numbers
+
+
+def test_variants_stand_beside_what_they_are_of(tmp_path, made, capsys):
+    words = ["--stages", "variants", "--optimizers", "nanochat"]
+    command.main([*words, f"--results={tmp_path}"])
+    names = ["nanochat", *training.VARIANTS["nanochat"]]
+    shown = capsys.readouterr().out
+    assert all(f"'{name}': 1.33" in shown for name in names)
+    kept = records.Records(tmp_path)
+    found = plan.variants(kept, "nanochat", 300, 128)
+    assert list(found) == names
+    settings = [run["settings"] for runs in found.values() for run in runs]
+    assert all(s == settings[0] for s in settings)
+    lines = report.variants_table(found).splitlines()
+    assert lines[2] == "| `nanochat` | 1.3333 ± 0.0100 | - |"
+    assert lines[3] == (
+        f"| `{names[1]}` | 1.3343 ± 0.0100 | +0.0010, +0.0010, +0.0010 |"
+    )
+    assert len(lines) == 2 + len(names)
 
 
 @pytest.mark.parametrize(
