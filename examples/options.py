@@ -42,7 +42,7 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--qk-clip", metavar="THRESHOLD", type=above_zero,
         help="largest attention logit; instead of QK-norm")  # fmt: skip
     add("--observe", action="store_true",
-        help="keep jax_muon.observe's numbers in metrics.jsonl too")  # fmt: skip
+        help="keep and draw jax_muon.observe's numbers, too")  # fmt: skip
     add("--evaluate-every", type=positive, default=10, metavar="STEPS")
     add("--checkpoint-every", type=positive, default=50, metavar="STEPS")
     add("--sharding", choices=AXES, default="none", metavar="LAYOUT",

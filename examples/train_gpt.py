@@ -42,6 +42,7 @@ from runs import (
     Stop,
     curve,
     draw,
+    draw_observed,
     first_step_at,
     locked,
     read,
@@ -55,6 +56,7 @@ from tqdm import tqdm
 import jax_muon as jm
 
 FETCH_EVERY = 10  # steps between two looks at the device's metrics
+OTHER_METRICS = ("step", "loss", "max_logit", "validation_loss")  # than --observe's
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -230,6 +232,9 @@ def report(
         f"Loss with {optimizer}",
         folder / "loss.png",
     )
+    if options.observe:
+        observed = [name for name in records[-1] if name not in OTHER_METRICS]
+        draw_observed(records, observed, folder / "observed.png")
     prompt = text.validation[: max(1, options.context // 4)]
     written = jax.jit(generate, static_argnames=("length", "context"))(
         model,

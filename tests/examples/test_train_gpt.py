@@ -176,6 +176,8 @@ def test_clipped_logits_stay_at_the_threshold(tmp_path):
             losses_of(many, name)[:5], losses_of(one, name)[:5], rtol=0.02
         )
     assert losses_of(one, "clipped_heads")[0] > 0
+    assert (many / "observed.png").read_bytes().startswith(b"\x89PNG")
+    assert not (free / "observed.png").exists()
 
 
 def test_devices_that_are_not_there(tmp_path):
