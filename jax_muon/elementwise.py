@@ -192,17 +192,6 @@ def in_dtype_of(x: Array, rate: Any) -> Any:
     return rate if isinstance(rate, float) else jnp.asarray(rate, x.dtype)
 
 
-def least(eps: Any, dtype: Any) -> Any:
-    """An eps that can be compared with arrays of a dtype, and is above 0.
-
-    `optax.inject_hyperparams` makes it a float16 where parameters are, of which 1e-10
-    is 0.
-    """
-    if isinstance(eps, float):
-        return eps
-    return jnp.maximum(jnp.asarray(eps, dtype), jnp.finfo(dtype).tiny)
-
-
 def limited(x: Array, dtype: Any, source: Array) -> Array:
     """x, with the largest number of a dtype in place of what it cannot hold.
 

@@ -25,10 +25,9 @@ from jax_muon.elementwise import (
     as_wide_as_params,
     check_factors,
     in_dtype_of,
-    least,
     rate_at,
 )
-from jax_muon.polar.products import wide
+from jax_muon.polar.products import least, wide
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes
 from jax_muon.reading.bare import check_matrices, read_bare

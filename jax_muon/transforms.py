@@ -23,11 +23,11 @@ from jax_muon.checks import (
     number,
     rate,
 )
-from jax_muon.elementwise import in_dtype_of, least, rate_at, saturated
+from jax_muon.elementwise import in_dtype_of, rate_at, saturated
 from jax_muon.notes import is_listening, note
 from jax_muon.polar.iteration import power_of_two_scaled
 from jax_muon.polar.kernels import wider
-from jax_muon.polar.products import wide
+from jax_muon.polar.products import least, wide
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes
 from jax_muon.reading.bare import check_matrices, read_bare

@@ -162,6 +162,14 @@ def test_a_traced_schedule_says_what_to_do():
         jax.jit(lambda lower: jm.PolarExpress(lower=lower)(jnp.eye(3)))(0.1)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_an_eps_that_is_zero_in_float16(dtype):
+    """As `optax.inject_hyperparams` makes it: zero matrices still give zeros."""
+    run = jax.jit(lambda x, eps: jm.PolarExpress(eps=eps, dtype=dtype)(x))
+    y = run(jnp.zeros((2, 3, 5)), jnp.float16(1e-9))
+    np.testing.assert_array_equal(y, 0)
+
+
 # --- what a planner asks --------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ from jax_muon.polar.products import (
     KernelProducts,
     Products,
     exact_factors,
+    least,
     outer_on_cpu,
     wide,
 )
@@ -210,7 +211,8 @@ def _normalize(
         squared = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
     else:
         squared = jnp.sqrt(jnp.sum(gram * gram, axis=(-2, -1), keepdims=True))
-    length = norm_factor * jnp.sqrt(squared) + eps * unit.astype(gram.dtype)
+    floor = least(eps, gram.dtype) * unit.astype(gram.dtype)
+    length = norm_factor * jnp.sqrt(squared) + floor
     scale = 1 / (first * length)
     return (wide(x) * scale).astype(x.dtype), gram * scale * scale
 

@@ -12,6 +12,7 @@ library, which reads and writes nothing besides its operands. `Products` is for 
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +30,17 @@ from jax_muon.polar.kernels import (
 def wide(x: Array) -> Array:
     """x in at least float32, for sums, means and small differences."""
     return x.astype(wider(x.dtype, jnp.float32))
+
+
+def least(eps: Any, dtype: Any) -> Any:
+    """An eps that can be compared with arrays of a dtype, and is above 0.
+
+    `optax.inject_hyperparams` makes it a float16 where parameters are, of which 1e-10
+    is 0.
+    """
+    if isinstance(eps, float):
+        return eps
+    return jnp.maximum(jnp.asarray(eps, dtype), jnp.finfo(dtype).tiny)
 
 
 # Symmetric products are computed by halves from so many rows and columns on; below, the

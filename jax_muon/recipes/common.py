@@ -17,11 +17,12 @@ from jax_muon.checks import (
     number,
     rate,
 )
-from jax_muon.elementwise import check_factors, check_mask, least, scale_by_path
+from jax_muon.elementwise import check_factors, check_mask, scale_by_path
 from jax_muon.orthogonalize import Polar, orthogonalize
 from jax_muon.partition import Group, check_groups, partition
 from jax_muon.polar.coefficients import MAX_STEPS
 from jax_muon.polar.kernels import wider
+from jax_muon.polar.products import least
 from jax_muon.reading.bare import check_reading
 from jax_muon.reading.labels import ADAMW, MUON
 from jax_muon.reading.matrices import Matrices, Reading
