@@ -8,8 +8,8 @@ import os
 # optimizes nothing, and fusions are written by XLA's older emitter, which is quick.
 # XLA's own passes, which place collectives and divide the work, are as ever.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-if importlib.metadata.version("jaxlib").startswith(("0.10.", "0.11.")):
-    # jax 0.12 does not know it, and an unknown flag ends the process.
+if importlib.metadata.version("jaxlib").startswith(("0.10.", "0.11.0")):
+    # jaxlib 0.11.2 does not know it, and an unknown flag ends the process.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
