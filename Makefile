@@ -12,7 +12,8 @@ GPU ?= cuda --models gpt2-124m gpt2-350m gpt-1.3b --rounds 20
 SHAPES ?= 1024x1024 1024x4096 2048x2048 2048x8192
 VERSIONS ?= 3.11_0.10.1_0.2.6 3.12_0.11.0_0.2.6 3.13_0.12.0.1_0.2.8
 VERSION_TESTS ?= tests/test_transforms.py tests/test_recipes.py tests/test_numbers.py \
-	tests/test_reading.py tests/test_matrices.py tests/test_polar.py tests/test_splits.py
+	tests/test_reading.py tests/test_matrices.py tests/test_polar.py tests/test_splits.py \
+	tests/test_symmetric.py
 FORMS ?= 256x256 256x1024 256x4096 512x2048 768x768 768x1536 768x3072 1024x1024 \
 	1024x2048 1024x4096 2048x2048 2048x4096 2048x8192 4096x4096 4096x8192 8192x8192
 

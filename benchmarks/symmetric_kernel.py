@@ -14,17 +14,18 @@ import datetime
 import functools
 import importlib.metadata
 import json
+import os
 import pathlib
 import platform
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks.h100s import H100, lowering_for_h100
+from jax_muon.polar import hopper
 from jax_muon.polar.kernels import (
     HOPPER,
     Tiling,
@@ -122,24 +124,24 @@ class Resources:
     shared_bytes: int
 
     @classmethod
-    def parse(cls, ptxas: str, thunks: str) -> "Resources":
-        """From `ptxas -v` and from XLA's list of commands, of one kernel each."""
+    def parse(cls, ptxas: str, module: str) -> "Resources":
+        """From `ptxas -v` and from the module that Mosaic compiles, of one kernel."""
         launch = re.search(
-            r"grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), 1, 1\] "
-            r"+shared_memory: (\d+) bytes",
-            thunks,
+            r"gpu\.launch .* in \(\S+ = %c(\d+),.* threads.* in \(\S+ = %c(\d+),.*"
+            r"dynamic_shared_memory_size %c(\d+)",
+            module,
         )
         registers = re.search(r"Used (\d+) registers", ptxas)
         spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", ptxas)
         if launch is None or registers is None or spills is None:
-            raise ValueError(f"not the text of a kernel:\n{ptxas}\n{thunks}")
-        x, y, z, threads, shared = map(int, launch.groups())
+            raise ValueError(f"not the text of a kernel:\n{ptxas}\n{module[:2000]}")
+        programs, threads, shared = map(int, launch.groups())
         return cls(
             registers=int(registers[1]),
             spilled_bytes=int(spills[1]) + int(spills[2]),
             serialized="wgmma.mma_async instructions are serialized" in ptxas,
             threads=threads,
-            programs=x * y * z,
+            programs=programs,
             shared_bytes=shared,
         )
 
@@ -164,45 +166,50 @@ def compile_kernel(product: Product, tiling: Tiling) -> Resources:
     )
     kernel = jax.jit(functools.partial(product.kernel, tiling=tiling))
     with tempfile.TemporaryDirectory() as name:
-        with lowering_for_h100():
-            lowered = kernel.lower(x)
-        lowered.compile(compiler_options={"xla_dump_to": name})
+        # Mosaic writes what it compiles there, and what ptxas says.
+        with mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=name):
+            with lowering_for_h100():
+                lowered = kernel.lower(x)
+            lowered.compile()
         folder = pathlib.Path(name)
-        (ptx,) = (p for p in folder.glob("*.ptx") if ".entry" in p.read_text())
-        (thunks,) = folder.glob("*thunk_sequence.txt")
-        ptxas = subprocess.run(
-            [find_ptxas(), "-v", "-arch=sm_90a", ptx, "-o", folder / "cubin"],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        return Resources.parse(ptxas.stdout + ptxas.stderr, thunks.read_text())
+        (ptxas,) = folder.glob("*.ptxas")
+        # jax 0.10 writes no other file; all passes are 50 MB.
+        before = [*folder.glob("*.before_layout_inference.txt"), *folder.glob("*.log")]
+        with before[0].open(encoding="utf-8") as module:
+            return Resources.parse(ptxas.read_text(), module.read(1_000_000))
 
 
-def find_ptxas() -> pathlib.Path:
-    """The assembler of the package nvidia-cuda-nvcc."""
-    files = importlib.metadata.files("nvidia-cuda-nvcc") or []
-    return pathlib.Path(next(f for f in files if f.name == "ptxas").locate())
+def padded(size: int) -> int:
+    """The size that a kernel works on."""
+    return -(-size // hopper.SQUARE) * hopper.SQUARE
 
 
 def saved(product: Product, tiling: Tiling) -> float:
     """The part of the plain product's FLOPs that the kernel leaves out."""
     _, m, _ = product.shape
-    rows = -(-m // tiling.tile)
-    return 1 - rows * (rows + 1) / 2 * tiling.tile**2 / m**2
+    tiles = np.arange(hopper.tiles_of(padded(m), tiling.columns), dtype=np.int32)
+    rows, _ = hopper.corner(tiles, padded(m), tiling.columns)
+    computed = np.count_nonzero(np.asarray(rows) < m)
+    return 1 - computed * hopper.ROWS * tiling.columns / m**2
 
 
 def report_compiled(tiling: Tiling, shapes: list[Any]) -> list[dict[str, Any]]:
     """Print the table of all shapes; no card is needed."""
     print(
-        f"tiles of {tiling.tile} x {tiling.tile}, {tiling.depth} deep, "
-        f"{tiling.warps} warps, {tiling.stages} stages; for an H100\n\n"
+        f"tiles of {hopper.ROWS} x {tiling.columns}, {hopper.SQUARE} deep, "
+        f"at most {tiling.stages} stages; for an H100\n\n"
         "product        shape           programs  registers  spilled  shared KiB"
         "  per SM  FLOPs saved  products wait"
     )
     rows = []
+    compiled: dict[Any, Resources] = {}
     for product in products(shapes):
-        used = compile_kernel(product, tiling)
+        # Shapes that are padded to the same one have one kernel, compiled once.
+        batch, m, n = product.shape
+        key = product.name, batch, padded(m), padded(n)
+        if key not in compiled:
+            compiled[key] = compile_kernel(product, tiling)
+        used = compiled[key]
         rows.append(
             {"product": product.name, "shape": product.shape}
             | dataclasses.asdict(used)
