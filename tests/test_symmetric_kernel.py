@@ -1,7 +1,9 @@
 """The benchmark of the symmetric kernels: its parser, and its check on small shapes."""
 
 import dataclasses
+import importlib.util
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -47,6 +49,31 @@ def test_saved_counts_whole_tiles():
     assert benchmark.saved(gram, Tiling(columns=128)) == pytest.approx(1 - 21 / 36)
     small = benchmark.products([(24, 64, 768)])[0]
     assert benchmark.saved(small, HOPPER) == 1 - 8
+
+
+@pytest.fixture
+def keeps_no_program():
+    """JAX cannot read a program for a GPU that is not there back from a cache."""
+    seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e6)
+    yield
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="the compiler for GPUs is not installed: make .venv/gpu-schedule",
+)
+@pytest.mark.parametrize("index", [1, 2], ids=["gram, float32", "quadratic"])
+def test_compiled_for_an_h100(index, keeps_no_program):
+    """A program for each tile; registers and shared memory are enough."""
+    product = benchmark.products([(24, 768, 3072)])[index]
+    found = benchmark.compile_kernel(product, HOPPER)
+    assert found.programs == 24 * 12
+    assert found.spilled_bytes == 0
+    assert not found.serialized
+    assert found.threads == 384
+    assert found.programs_at_once == 1
 
 
 @needs_interpreter
