@@ -225,6 +225,15 @@ def test_lowering_for_a_gpu_under_shard_map():
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 2
 
 
+def test_lowering_where_integers_have_64_bits(x64):
+    """The kernel counts with 32 everywhere."""
+    x = jax.ShapeDtypeStruct((300, 300), jnp.float16)
+    with lowering_for_h100():
+        lowered = jax.jit(lambda a: quadratic_kernel(gram_kernel(a), B, C)).trace(x)
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2
+
+
 def test_without_the_backend(monkeypatch):
     """A version of JAX that has none: plain products go on, kernels say what lacks."""
     name = "mosaic_gpu"

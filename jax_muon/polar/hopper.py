@@ -191,7 +191,7 @@ class _Pieces(NamedTuple):
 
     def place(self, step: Any) -> Any:
         """Where the pieces of a step lie."""
-        return lax.rem(step, jnp.int32(self.stages))
+        return lax.rem(jnp.int32(step), jnp.int32(self.stages))
 
     def take(self, step: Any, group: Any) -> Array:
         """A group's part of the rows' piece, which is free again."""
@@ -217,6 +217,7 @@ def _load(
 
     @pl.loop(0, steps)
     def _(step: Any) -> None:
+        step = jnp.int32(step)  # of 64 bits where JAX has them
         place = pieces.place(step)
 
         def fetch(row: Any, column: Any, target: Any) -> None:
