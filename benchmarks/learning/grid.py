@@ -39,6 +39,11 @@ SECOND = (
     Line("momentum", values=(0.7, 0.85, 0.75)),
     Line("learning_rate", factors=(0.7, 1.4), goes_on=True),
 )
+# Of a longer run, from the best of a shorter one.
+LONGER = (
+    Line("learning_rate", factors=(0.5,)),
+    Line("weight_decay", values=(0.1, 0.3)),
+)
 LOOKED_AT_TWICE = ("adamw", "nanochat", "nanochat-august")
 
 DECAY: Settings = {"weight_decay": 0.1}
@@ -70,9 +75,11 @@ def lines(optimizer: str) -> tuple[Line, ...]:
     return first + SECOND if optimizer in LOOKED_AT_TWICE else first
 
 
-def search(optimizer: str, loss: Callable[[Settings], float]) -> Settings:
+def search(
+    beginning: Settings, along: tuple[Line, ...], loss: Callable[[Settings], float]
+) -> Settings:
     """The best settings, and every setting that is tried passes through `loss`."""
-    best = BEGINNINGS[optimizer]
+    best = beginning
     lowest = loss(best)
 
     def better(name: str, value: float) -> bool:
@@ -84,7 +91,7 @@ def search(optimizer: str, loss: Callable[[Settings], float]) -> Settings:
             return True
         return False
 
-    for line in lines(optimizer):
+    for line in along:
         here = best[line.name]
         won = [value for value in line.beside(here) if better(line.name, value)]
         while line.goes_on and won:

@@ -4,20 +4,24 @@ import math
 import statistics
 from collections.abc import Callable
 
-from benchmarks.learning.grid import BASELINE, BEGINNINGS, search
+from benchmarks.learning.grid import BASELINE, BEGINNINGS, LONGER, lines, search
 from benchmarks.learning.records import Record, Records
 from benchmarks.learning.training import VARIANTS, Point
 
 SEEDS = (0, 1, 2)
-LONGEST_SEARCH = 300  # of AdamW; longer runs take the settings that it found
+SEARCHED = 300  # steps of AdamW; a longer comparison goes on from what was found there
 
 
 def grid(records: Records, optimizer: str, steps: int, width: int) -> Point:
     """The best run of a search at one seed, at its full length."""
-    length = searched(optimizer, steps)
-    point = Point(optimizer, BEGINNINGS[optimizer], steps=length, width=width)
+    beginning, along = BEGINNINGS[optimizer], lines(optimizer)
+    if steps > SEARCHED:
+        beginning = grid(records, optimizer, SEARCHED, width).settings
+        along = tuple(line for line in LONGER if line.name in beginning)
+    point = Point(optimizer, beginning, steps=searched(optimizer, steps), width=width)
     best = search(
-        optimizer,
+        beginning,
+        along,
         lambda settings: last(records.measure(point._replace(settings=settings))),
     )
     return point._replace(settings=best, steps=steps)
@@ -25,7 +29,6 @@ def grid(records: Records, optimizer: str, steps: int, width: int) -> Point:
 
 def searched(optimizer: str, steps: int) -> int:
     """The length of a search: half for all but AdamW, which is where they may end."""
-    steps = min(steps, LONGEST_SEARCH)
     return steps if optimizer == BASELINE else steps // 2
 
 

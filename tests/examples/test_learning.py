@@ -78,13 +78,27 @@ def test_no_optimizer_is_looked_at_more_than_the_baseline(optimizer):
     beginning = grid.BEGINNINGS[optimizer]
     twice = 2 * beginning["learning_rate"]
     best = grid.search(
-        optimizer,
+        beginning,
+        grid.lines(optimizer),
         lambda s: tried.append(s) or abs(math.log(s["learning_rate"] / twice)),
     )
     assert len({json.dumps(s, sort_keys=True) for s in tried}) == len(tried)
     assert len(tried) == (13 if optimizer in grid.LOOKED_AT_TWICE else 9)
     assert grid.BASELINE in grid.LOOKED_AT_TWICE
     assert best == beginning | {"learning_rate": twice}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muonh", "nanochat"])
+def test_a_longer_search_goes_on_from_the_shorter_one(tmp_path, made, optimizer):
+    kept = records.Records(tmp_path)
+    short = plan.grid(kept, optimizer, 300, 128)
+    count = len(made)
+    best = plan.grid(kept, optimizer, 1200, 128)
+    tried = made[count:]
+    assert {p.steps for p in tried} == {plan.searched(optimizer, 1200)}
+    assert tried[0].settings == short.settings
+    assert len(tried) <= (4 if "weight_decay" in short.settings else 2)
+    assert best == short._replace(steps=1200)  # which is where `made_up` is best
 
 
 def test_nothing_is_run_again_and_a_run_that_is_killed_costs_itself(
