@@ -74,7 +74,7 @@ def kernels(record: Record, tiny: bool) -> None:
         {"dtype": "float32", "form": "gram"},
     ]
     if card_checks.on_a_gpu():
-        forms.insert(0, {"dtype": "bfloat16", "symmetric": "kernel"})
+        forms += [{"dtype": t, "symmetric": "kernel"} for t in ("bfloat16", "float16")]
     for shape in [(2, 16, 48)] if tiny else [(3, 768, 3072), (2, 1000, 520)]:
         for form in forms:
             check = functools.partial(card_checks.polar, shape, **form)
@@ -246,7 +246,7 @@ def orthogonalization(record: Record, tiny: bool) -> None:
         {"dtype": "float32", "form": "gram"},
     ]
     if card_checks.on_a_gpu():
-        kinds.insert(1, {"dtype": "bfloat16", "symmetric": "kernel"})
+        kinds += [{"dtype": t, "symmetric": "kernel"} for t in ("bfloat16", "float16")]
     for m, n in sorted(
         shapes, key=lambda shape: shape not in ((768, 768), (768, 3072))
     ):

@@ -333,12 +333,13 @@ def test_kernels_on_a_gpu_alone(rng):
     np.testing.assert_array_equal(kernel(x), plain(x))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
 @pytest.mark.parametrize("shape", [(40, 24), (2, 24, 40), (30, 30)], ids=str)
-def test_the_iteration_on_kernels(rng, retrace, monkeypatch, shape, norm):
+def test_the_iteration_on_kernels(rng, retrace, monkeypatch, shape, norm, dtype):
     """The algebra around them: plain products in their place, on a CPU."""
     x = jnp.asarray(rng.standard_normal(shape), jnp.float32)
-    plain = jm.PolarExpress(norm=norm)(x)
+    plain = jm.PolarExpress(norm=norm, dtype=dtype)(x)
     called = set()
 
     def gram_kernel(x, dtype=None, *, factor=1.0):
@@ -353,10 +354,11 @@ def test_the_iteration_on_kernels(rng, retrace, monkeypatch, shape, norm):
     monkeypatch.setattr(products, "quadratic_kernel", quadratic_kernel)
     monkeypatch.setattr(iteration, "_ON_CPU", products.KernelProducts())
     iteration.iterate.clear_cache()  # of what gave `plain`
-    found = jm.PolarExpress(norm=norm)(x)
+    found = jm.PolarExpress(norm=norm, dtype=dtype)(x)
     assert called == {"gram", "quadratic"}
     # Sums that a GPU adds, of which the CPU rounds every term here.
-    assert np.linalg.norm(found - plain) < 0.06 * np.linalg.norm(plain)
+    bound = {"bfloat16": 0.06, "float16": 0.06 / 8}[dtype]
+    assert np.linalg.norm(found - plain) < bound * np.linalg.norm(plain)
 
 
 def test_a_stack_is_written_in_place():

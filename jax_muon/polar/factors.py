@@ -171,10 +171,10 @@ class _Iteration:
             object.__setattr__(self, name, value)
 
     def _check_dtype(self, dtype: jnp.dtype) -> None:
-        if self.symmetric == "kernel" and dtype != jnp.bfloat16:
+        if self.symmetric == "kernel" and jnp.finfo(dtype).bits != 16:
             raise ValueError(
                 f"symmetric='kernel' with dtype={dtype}; expected dtype=bfloat16 or "
-                "symmetric='plain'"
+                "float16, or symmetric='plain'"
             )
         if self.form == "gram" and dtype == jnp.bfloat16:
             raise ValueError(
@@ -208,9 +208,9 @@ class PolarExpress(_Iteration):
       form: "standard", "gram" (not in bfloat16, where it is useless: singular values
         reach 28), or "auto": "gram" where it is faster, which in float16 no GPU has
         shown yet.
-      symmetric: "plain", or "kernel": on an NVIDIA GPU, kernels that compute one
-        triangle of symmetric products (`jax_muon.polar.kernels`), for bfloat16. Not yet
-        run on a GPU.
+      symmetric: "plain", or "kernel": on an H100 or H200, kernels that compute one
+        triangle of symmetric products (`jax_muon.polar.kernels`), in 16 bits; other
+        NVIDIA GPUs are refused. Not yet run on a GPU.
 
     Raises:
       ValueError: a setting is not one of these, or is not known while tracing.

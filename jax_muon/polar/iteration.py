@@ -139,7 +139,7 @@ def iterate(x: Array, norm_factor: Any, eps: Any, settings: Settings) -> Array:
         ),
         "default": functools.partial(at_once, products=_FUSED),
     }
-    if settings.symmetric == "kernel" and dtype == jnp.bfloat16:
+    if settings.symmetric == "kernel" and jnp.finfo(dtype).bits == 16:
         branches["cuda"] = functools.partial(at_once, products=_KERNELS)
     y = jax.lax.platform_dependent(x.reshape(-1, rows, cols), **branches)
     return y.reshape(*batch, rows, cols)
