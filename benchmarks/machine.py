@@ -25,7 +25,7 @@ def describe(module: str, words: list[str]) -> dict[str, Any]:
         "device": device_name(),
         "cores": len(os.sched_getaffinity(0)),
         "load_before": os.getloadavg()[0],  # above 0.5, something else was running
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in PACKAGES},
     }

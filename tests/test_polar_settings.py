@@ -194,6 +194,11 @@ def test_gram_sums(polar, small, large):
     assert polar.gram_sums(640, 6400) == large
 
 
+def test_gram_sums_of_one_row():
+    """It is computed in float32, whose Gram form takes one sum less."""
+    assert jm.PolarExpress(5, dtype="float16", form="gram").gram_sums(1, 96) == 2
+
+
 # --- published tables -----------------------------------------------------------------
 
 
@@ -279,6 +284,8 @@ def test_settings_of_the_schedule(name, value):
         ({"coefficients": (2, np.nan, 1)}, "nan"),
         ({"coefficients": (1e-40, 1, 1)}, "1e-6"),
         ({"coefficients": (1, 1e-7, 1)}, "c / b"),
+        ({"coefficients": (1.5, 1e-4, -0.5), "dtype": "float16"}, "dtype=bfloat16"),
+        ({"coefficients": (0.01, 1.0, -0.2), "dtype": "float16"}, "0.1 to 100"),
         ({"coefficients": [(1, 2, 3)] * 2, "steps": 3}, "steps=3 .* from 1 to 2"),
         ({"coefficients": "you", "steps": 6}, "steps=6 .*'you'.* from 1 to 5"),
         ({"coefficients": "kimi"}, "coefficients='kimi'; expected one of 'jordan', "),

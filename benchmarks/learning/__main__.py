@@ -10,6 +10,7 @@ from benchmarks import learning
 from benchmarks.learning import pace, plan, report
 from benchmarks.learning.grid import BASELINE, BEGINNINGS
 from benchmarks.learning.records import FOLDER, Records
+from benchmarks.learning.training import VARIANTS
 
 STAGES = plan.STAGES | {"pace": pace.pace}
 
@@ -36,9 +37,16 @@ def main(words: list[str]) -> None:
         return
     for stage in args.stages:
         for optimizer in args.optimizers:
-            if optimizer != BASELINE or stage not in ("shortest", "pace"):
+            if has(stage, optimizer, args.steps):
                 found = STAGES[stage](records, optimizer, args.steps, args.width)
                 print(f"{stage} of {optimizer}: {shown(found)}", flush=True)
+
+
+def has(stage: str, optimizer: str, steps: int) -> bool:
+    """Whether there is anything to do at a stage for an optimizer."""
+    if stage == "variants":
+        return optimizer in VARIANTS and steps <= plan.SEARCHED
+    return optimizer != BASELINE or stage not in ("shortest", "pace")
 
 
 def shown(found: Any) -> Any:

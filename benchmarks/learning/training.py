@@ -85,15 +85,12 @@ def train(
     hopeless = math.log(len(text.vocabulary))  # what a model that knows nothing has
 
     every = max(EVERY, point.steps // EVALUATIONS)
-    losses, validation_losses, stopped, cpu = [], [], None, 0.0
+    losses, validation_losses, stopped = [], [], None
     look(0, params)
     for done, rates in enumerate(rates_of(point), start=1):
         batch = text.batch(point.seed, done, point.batch_size, point.context)
-        clock = time.process_time()
         params, state, loss = step(params, state, batch, rates)
         losses.append(float(loss))
-        if done > 1:  # the first may compile
-            cpu += time.process_time() - clock
         look(done, params)
         if done % every == 0 or done == point.steps:
             value = float(evaluate(params, validation))
@@ -111,7 +108,6 @@ def train(
         "validation_loss": None if stopped else validation_losses[-1][1],
         "stopped": stopped,
         "seconds": round(time.monotonic() - began, 1),
-        "cpu_seconds_a_step": round(cpu / max(1, len(losses) - 1), 4),
         "date": datetime.date.today().isoformat(),
         "device": machine.device_name(),
         "versions": {"python": platform.python_version()}

@@ -25,6 +25,7 @@ from jax_muon.polar.coefficients import (
 )
 from jax_muon.polar.iteration import (
     Settings,
+    dtype_of,
     iterate,
     power_of_two_scaled,
     refreshes,
@@ -154,7 +155,8 @@ class _Iteration:
         Returns:
           The number of sums; for dtype=None, that of float32.
         """
-        table, dtype = self.table(), jnp.dtype(self.dtype or "float32")
+        table = self.table()
+        dtype = dtype_of(jnp.dtype(self.dtype or "float32"), m)
         gram = uses_gram(self.form, dtype, m, n)
         return len(refreshes(table, dtype)) if gram else len(table)
 
@@ -181,6 +183,14 @@ class _Iteration:
                 f"form='gram' with dtype={dtype}, where singular values reach 28; "
                 "expected dtype=float16 or float32, or form='standard'"
             )
+        for a, b, c in self.table() if dtype == jnp.float16 else ():
+            inside = 0.1 <= abs(a) <= 100 and 0.01 <= abs(b / a) <= 100
+            if not (inside and abs(c / b) <= 100):
+                raise ValueError(
+                    f"coefficients ({a}, {b}, {c}) with dtype=float16, whose range is "
+                    "short; expected |a| from 0.1 to 100, |b / a| from 0.01 to 100 and "
+                    "|c / b| up to 100, or dtype=bfloat16"
+                )
 
 
 @_register
@@ -202,9 +212,10 @@ class PolarExpress(_Iteration):
       dtype: of the iteration: bfloat16, float16, float32, float64; None for the dtype
         of x. In 16 bits, sums are in float32 and rounded once on a CPU and where XLA
         takes cuBLASLt. Elsewhere every term is rounded: an error of 0.04 instead of
-        0.016 on a Gaussian (64, 256) in bfloat16. float16 is eight times as accurate at
-        the same rate on a GPU, and slow on a CPU; powers of two keep all that it holds
-        in its range. Matrices of one row or column take at least float32.
+        0.016 on a Gaussian (64, 256) in bfloat16. float16 is eight times as accurate;
+        GPUs multiply both at one rate, which none has shown here yet, and CPUs convert
+        it. Powers of two keep what it holds in its range, for singular values up to 1.2
+        on their way. Matrices of one row or column take at least float32.
       form: "standard", "gram" (not in bfloat16, where it is useless: singular values
         reach 28), or "auto": "gram" where it is faster, which in float16 no GPU has
         shown yet.
@@ -213,7 +224,8 @@ class PolarExpress(_Iteration):
         NVIDIA GPUs are refused. Not yet run on a GPU.
 
     Raises:
-      ValueError: a setting is not one of these, or is not known while tracing.
+      ValueError: a setting is not one of these, or is not known while tracing, or
+        coefficients are too far apart for float16.
 
     Examples:
       >>> x = jax.random.normal(jax.random.key(0), (3, 8, 16))

@@ -57,11 +57,14 @@ class _Limits(NamedTuple):
     most: float
     gram: float | None  # g / s^2, up to a factor of two; None: g is from 1 to 2
 
-    def unit(self, scale: float) -> float:
-        """The power of two near which g is chosen where s is `scale`."""
+    def unit(self, scale: float, ratio: float) -> float:
+        """The power of two near which g is chosen where s is `scale`.
+
+        Less where A A outweighs A in A + ratio A A, the next factor of a product.
+        """
         if self.gram is None:
             return 1.0
-        return 2.0 ** math.floor(math.log2(self.gram * scale**2))
+        return 2.0 ** math.floor(math.log2(self.gram / max(1, ratio) * scale**2))
 
 
 # Without a refresh singular values reach 4 on inputs of condition 1e10, in float32;
@@ -69,16 +72,26 @@ class _Limits(NamedTuple):
 _WIDE = _Limits(refresh=3, first=1.0, least=2.0**-20, most=2.0**20, gram=None)
 
 # Two refreshes make the Gram form as accurate as the standard one. float16 goes from
-# 2^-14, below which it loses digits, to 2^16. Elements of X begin at 1 / sqrt(m n)
-# where they are alike, those of A beside its diagonal at 1 / (m sqrt(n)), and no
-# element is above the largest singular value, or its square, which are below 1.5. With
-# these powers of two both stay in between up to m = n = 8192, also where a product is
-# rounded before it meets its factor.
+# 2^-14, below which it loses digits, to 2^16. With these powers of two nothing leaves
+# it above, also where a product is rounded before it meets its factor, for singular
+# values up to 1.2 on their way. Below, elements of X begin at 1 / sqrt(m n) where they
+# are alike, those of A beside its diagonal at 1 / (m sqrt(n)): both are held with all
+# digits at the beginning up to m = n = 8192, and what is lost later is small beside
+# what it is added to.
 _HALF = _Limits(refresh=2, first=2.0**-7, least=2.0**-7, most=2.0**3, gram=2.0**5)
 
 
 def _limits(dtype: jnp.dtype) -> _Limits:
     return _HALF if dtype == jnp.float16 else _WIDE
+
+
+def dtype_of(dtype: jnp.dtype, m: int) -> jnp.dtype:
+    """The dtype in which matrices of m rows, m <= n, are computed where one is asked.
+
+    The only singular value of one row begins where the quintics are steepest: in
+    bfloat16 it ends 0.22 from where it should, whatever the row.
+    """
+    return wider(dtype, jnp.float32) if m == 1 else dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +117,7 @@ def iterate(x: Array, norm_factor: Any, eps: Any, settings: Settings) -> Array:
     else:
         m, n = rows, cols * jax.lax.axis_size(axis_name)
     turned = axis_name is None and rows > cols
-    if m == 1:
-        # The only singular value of one row begins where the quintics are steepest:
-        # in bfloat16 it ends 0.22 from where it should, whatever the row.
-        dtype = wider(dtype, jnp.float32)
+    dtype = dtype_of(dtype, m)
     first = _limits(dtype).first
     body = _gram_form if uses_gram(settings.form, dtype, m, n) else _standard_form
 
@@ -123,7 +133,7 @@ def iterate(x: Array, norm_factor: Any, eps: Any, settings: Settings) -> Array:
             return (k * summed(products.outer(y, y))).astype(y.dtype)
 
         y, unit = power_of_two_scaled(y, axis_name=axis_name)
-        y, unit = (y / first).astype(dtype), unit / first
+        y = (y / first).astype(dtype)
         gram = summed(products.outer(y, y))
         y, gram = _normalize(y, gram, unit, settings.norm, norm_factor, eps, first)
         y = body(y, gram, settings.coefficients, products, gram_of)
@@ -202,7 +212,7 @@ def _normalize(
     eps: float,
     first: float,
 ) -> tuple[Array, Array]:
-    """X / (norm_factor * norm(X) + eps unit) / first, and its Gram matrix X X^T.
+    """X / (norm_factor * first * norm(X) + eps unit), and its Gram matrix X X^T.
 
     Both norms are read off the Gram matrix of the first step, which is computed anyway:
     ||X||_F^2 is its trace, and the Schatten-4 norm to the fourth is ||X X^T||_F^2.
@@ -212,8 +222,7 @@ def _normalize(
     else:
         squared = jnp.sqrt(jnp.sum(gram * gram, axis=(-2, -1), keepdims=True))
     floor = least(eps, gram.dtype) * unit.astype(gram.dtype)
-    length = norm_factor * jnp.sqrt(squared) + floor
-    scale = 1 / (first * length)
+    scale = 1 / (norm_factor * first * jnp.sqrt(squared) + floor)
     return (wide(x) * scale).astype(x.dtype), gram * scale * scale
 
 
@@ -255,7 +264,8 @@ def _standard_form(
     used: set[float] = set()
     for step, (a, b, c) in enumerate(coefficients):
         cubic, quintic = b / a * scale**2, c / a * scale**4
-        g, p, q = exact_factors(cubic, quintic, x.dtype, limits.unit(scale), used)
+        unit = limits.unit(scale, abs(c / b))
+        g, p, q = exact_factors(cubic, quintic, x.dtype, unit, used)
         used |= {g, p, q}
         gram = (g * gram).astype(x.dtype) if step == 0 else gram_of(x, g)
         polynomial = products.add_square(gram, q) if q else gram
@@ -284,7 +294,10 @@ def _gram_form(
     for begin, end in itertools.pairwise(ends):
         a, b, c = coefficients[begin]
         cubic, quintic = b / a * first**2, c / a * first**4
-        g, p, q = exact_factors(cubic, quintic, x.dtype, limits.unit(first), used)
+        unit = limits.unit(
+            first, max(abs(c / b) for _, b, c in coefficients[begin:end])
+        )
+        g, p, q = exact_factors(cubic, quintic, x.dtype, unit, used)
         used |= {g, p, q}
         if begin == 0:
             gram = (g * gram).astype(x.dtype)

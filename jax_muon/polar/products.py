@@ -168,8 +168,9 @@ def exact_factors(
 
     With A' = g A this is X + p (A' + q A' A') X, where p g = cubic and p q g^2 =
     quintic. In float32 g is 1. In bfloat16 rounding p and q would change the polynomial
-    by up to 2^-8 of each term; of the 128 values that g has in [1, 2) unit, the best
-    one leaves 2^-12.5 on average, below the rounding of the matrices.
+    by up to 2^-8 of each term, in float16 by 2^-11; of the 128 values, or 1024, that g
+    has in [1, 2) unit, the best one leaves less than the rounding of the matrices,
+    2^-12.5 on average in bfloat16.
 
     Args:
       cubic: factor of A X, not 0.
