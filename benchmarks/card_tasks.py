@@ -66,7 +66,15 @@ def kernels(record: Record, tiny: bool) -> None:
     for shape in card_checks.KERNEL_SHAPES[: 1 if tiny else None]:
         check = functools.partial(card_checks.kernels, shape)
         record.measure(f"kernels {times(shape)}", check)
-    forms: list[dict[str, Any]] = [
+    for shape in [(2, 16, 48)] if tiny else [(3, 768, 3072), (2, 1000, 520)]:
+        for form in forms():
+            check = functools.partial(card_checks.polar, shape, **form)
+            record.measure(f"polar {times(shape)} {words_of(form)}", check)
+
+
+def forms() -> list[dict[str, Any]]:
+    """Settings of a polar factor: every dtype and form, and on a GPU the kernels."""
+    found: list[dict[str, Any]] = [
         {"dtype": "bfloat16"},
         {"dtype": "float16"},
         {"dtype": "float16", "form": "gram"},
@@ -74,11 +82,8 @@ def kernels(record: Record, tiny: bool) -> None:
         {"dtype": "float32", "form": "gram"},
     ]
     if card_checks.on_a_gpu():
-        forms += [{"dtype": t, "symmetric": "kernel"} for t in ("bfloat16", "float16")]
-    for shape in [(2, 16, 48)] if tiny else [(3, 768, 3072), (2, 1000, 520)]:
-        for form in forms:
-            check = functools.partial(card_checks.polar, shape, **form)
-            record.measure(f"polar {times(shape)} {words_of(form)}", check)
+        found += [{"dtype": t, "symmetric": "kernel"} for t in ("bfloat16", "float16")]
+    return found
 
 
 def parity(record: Record, tiny: bool) -> None:
@@ -238,19 +243,10 @@ def tree_bytes(tree: Any) -> int:
 def orthogonalization(record: Record, tiny: bool) -> None:
     """Five steps in every form on every shape; then time against error."""
     shapes = ((32, 32), (32, 64)) if tiny else SHAPES
-    kinds: list[dict[str, Any]] = [
-        {"dtype": "bfloat16"},
-        {"dtype": "float16"},
-        {"dtype": "float16", "form": "gram"},
-        {"dtype": "float32", "form": "standard"},
-        {"dtype": "float32", "form": "gram"},
-    ]
-    if card_checks.on_a_gpu():
-        kinds += [{"dtype": t, "symmetric": "kernel"} for t in ("bfloat16", "float16")]
     for m, n in sorted(
         shapes, key=lambda shape: shape not in ((768, 768), (768, 3072))
     ):
-        for kind in kinds:
+        for kind in forms():
             for name, options in OPTIONS.items() if len(kind) == 1 else [("", {})]:
                 polar_factor = jm.PolarExpress(**kind)
                 measure = functools.partial(one_form, polar_factor, m, n, options)

@@ -48,11 +48,7 @@ def rows(
 def rounding(x: np.ndarray, dtype: str, form: str) -> float:
     """What rounding changes in the polar factor of a matrix (m, n), m <= n."""
     y = jm.PolarExpress(dtype=dtype, form=form)(jnp.asarray(x, jnp.float32))
-    exact = x / (1.02 * np.linalg.norm(x) + 1e-6)
-    for a, b, c in jm.PolarExpress().table():
-        gram = exact @ exact.T
-        exact = a * exact + (b * gram + c * gram @ gram) @ exact
-    return float(np.linalg.norm(y - exact) / np.linalg.norm(exact))
+    return polar.rounding(y, x)
 
 
 def of_spectra(shape: tuple[int, int]) -> Iterator[str]:

@@ -107,6 +107,17 @@ def polar_factor(x: np.ndarray) -> np.ndarray:
     return (u * keep[..., None, :]) @ vt
 
 
+def rounding(y: Any, x: np.ndarray) -> float:
+    """How far Y is from the five quintics of X (..., m, n) in float64, relatively."""
+    exact = x.astype(np.float64)
+    exact /= 1.02 * np.linalg.norm(exact, axis=(-2, -1), keepdims=True) + 1e-6
+    for a, b, c in jm.polar_express_coefficients(5):
+        gram = exact @ exact.swapaxes(-1, -2)
+        exact = a * exact + (b * gram + c * gram @ gram) @ exact
+    apart = np.asarray(y, np.float64) - exact
+    return float(np.linalg.norm(apart) / np.linalg.norm(exact))
+
+
 def depth(m: int, n: int) -> int:
     """How many matrices of a shape a stack holds here."""
     return max(1, min(8, STACK_BYTES // (4 * m * n)))

@@ -29,19 +29,25 @@ def pace(records: Records, optimizer: str, steps: int, width: int) -> float:
         width: of the model.
     """
     del steps
+    if (ratio := known(records, optimizer, width)) is not None:
+        return ratio
+    found = measure(optimizer, width) | {"command": records.command}
     path = records.folder / NAME
-    key = f"{optimizer}, width {width}"
-    if key not in read(path):
-        found = measure(optimizer, width) | {"command": records.command}
-        with alone(records.folder / ".locks" / NAME):
-            write(path, json.dumps(read(path) | {key: found}, indent=1) + "\n")
-    return read(path)[key]["ratio"]
+    with alone(records.folder / ".locks" / NAME):
+        kept = read(path) | {key(optimizer, width): found}
+        write(path, json.dumps(kept, indent=1) + "\n")
+    return found["ratio"]
 
 
 def known(records: Records, optimizer: str, width: int) -> float | None:
     """The ratio, where it is on record."""
-    found = read(records.folder / NAME).get(f"{optimizer}, width {width}")
+    found = read(records.folder / NAME).get(key(optimizer, width))
     return None if found is None else found["ratio"]
+
+
+def key(optimizer: str, width: int) -> str:
+    """Under which it is on record."""
+    return f"{optimizer}, width {width}"
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
