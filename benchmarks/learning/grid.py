@@ -44,6 +44,11 @@ LONGER = (
     Line("learning_rate", factors=(0.5,)),
     Line("weight_decay", values=(0.1, 0.3)),
 )
+# Of another width, from the best of the width that was searched.
+WIDER = (
+    Line("learning_rate", factors=(0.7, 1.4), goes_on=True),
+    Line("adamw_learning_rate", factors=(0.7, 1.4)),
+)
 LOOKED_AT_TWICE = ("adamw", "nanochat", "nanochat-august")
 
 DECAY: Settings = {"weight_decay": 0.1}

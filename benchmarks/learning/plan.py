@@ -4,20 +4,28 @@ import math
 import statistics
 from collections.abc import Callable
 
-from benchmarks.learning.grid import BASELINE, BEGINNINGS, LONGER, lines, search
+from benchmarks.learning.grid import (
+    BASELINE,
+    BEGINNINGS,
+    LONGER,
+    WIDER,
+    Line,
+    lines,
+    search,
+)
 from benchmarks.learning.records import Record, Records
-from benchmarks.learning.training import VARIANTS, Point
+from benchmarks.learning.training import VARIANTS, Point, Settings
 
 SEEDS = (0, 1, 2)
-SEARCHED = 300  # steps of AdamW; a longer comparison goes on from what was found there
+# What is searched from nothing, by steps of AdamW and width; the search of a longer
+# comparison, or of another width, goes on from what was found there.
+SEARCHED = 300
+WIDTH = 128
 
 
 def grid(records: Records, optimizer: str, steps: int, width: int) -> Point:
     """The best run of a search at one seed, at its full length."""
-    beginning, along = BEGINNINGS[optimizer], lines(optimizer)
-    if steps > SEARCHED:
-        beginning = grid(records, optimizer, SEARCHED, width).settings
-        along = tuple(line for line in LONGER if line.name in beginning)
+    beginning, along = search_of(records, optimizer, steps, width)
     point = Point(optimizer, beginning, steps=searched(optimizer, steps), width=width)
     best = search(
         beginning,
@@ -25,6 +33,20 @@ def grid(records: Records, optimizer: str, steps: int, width: int) -> Point:
         lambda settings: last(records.measure(point._replace(settings=settings))),
     )
     return point._replace(settings=best, steps=steps)
+
+
+def search_of(
+    records: Records, optimizer: str, steps: int, width: int
+) -> tuple[Settings, tuple[Line, ...]]:
+    """Where the search of a grid begins, and what it tries."""
+    if steps > SEARCHED:
+        nearer, along = grid(records, optimizer, SEARCHED, width), LONGER
+    elif width != WIDTH:
+        nearer, along = grid(records, optimizer, steps, WIDTH), WIDER
+    else:
+        return BEGINNINGS[optimizer], lines(optimizer)
+    found = nearer.settings
+    return found, tuple(line for line in along if line.name in found)
 
 
 def searched(optimizer: str, steps: int) -> int:

@@ -17,7 +17,7 @@ from benchmarks.learning.grid import BASELINE, BEGINNINGS
 from benchmarks.learning.records import Record, Records
 from benchmarks.learning.training import VARIANTS, Point
 
-DATA = ("data", "context", "batch_size", "width", "depth")
+DATA = ("data", "context", "batch_size", "depth")
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 SIZES = ((300, 128), (1200, 128), (300, 256), (1200, 256))  # AdamW's steps, width
 
@@ -80,6 +80,7 @@ def rows(records: Records, steps: int, width: int) -> dict[str, Row]:
             1.0 if base else pace.known(records, optimizer, width),
         )
     check_same(lookup.used, *DATA)
+    check_same([row.found for row in found.values()], "width")
     check_same([run for row in found.values() for run in row.runs or []], "steps")
     return found
 

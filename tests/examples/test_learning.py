@@ -101,6 +101,22 @@ def test_a_longer_search_goes_on_from_the_shorter_one(tmp_path, made, optimizer)
     assert best == short._replace(steps=1200)  # which is where `made_up` is best
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muonh", "nanochat"])
+def test_a_wider_search_goes_on_from_the_width_that_was_searched(
+    tmp_path, made, optimizer
+):
+    kept = records.Records(tmp_path)
+    found = plan.grid(kept, optimizer, 300, 128)
+    count = len(made)
+    assert plan.grid(kept, optimizer, 300, 256) == found._replace(width=256)
+    tried = made[count:]
+    assert {(p.steps, p.width) for p in tried} == {(plan.searched(optimizer, 300), 256)}
+    assert tried[0].settings == found.settings
+    assert len(tried) == 5
+    plan.grid(kept, optimizer, 1200, 256)
+    assert {p.width for p in made[count:]} == {256}
+
+
 def test_nothing_is_run_again_and_a_run_that_is_killed_costs_itself(
     tmp_path, made, monkeypatch
 ):
@@ -133,6 +149,8 @@ def test_the_plan_from_grid_to_report(tmp_path, made, capsys):
     command.main(words)
     assert len(made) == count  # all are there
     kept = records.Records(tmp_path / "results")
+    plan.grid(kept, "adamw", 300, 256)  # whose searches began at width 128
+    assert set(report.rows(kept, 300, 256)) == {"adamw"}
     page = tmp_path / "rates.md"
     page.write_text("a\n\n<!-- learning_300_128 -->\n\n| old |\n\nb\n")
     report.write_all(kept, docs=tmp_path, best=tmp_path / "best.json")
