@@ -6,8 +6,10 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
+from jax_muon.mesh.hlo import Module
 from tests.distributed import layouts, problems
 from tests.distributed.layouts import AUTO, EXPLICIT
 
@@ -127,3 +129,18 @@ def test_what_is_observed_is_that_of_one_device(where, kind):
     assert {"muon/stable_rank", "adamw/ratio"} < set(numbers)
     for name, x in numbers.items():
         np.testing.assert_allclose(same[name], x, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("spec", "rounds"), [(P(None, "fsdp"), 1), (P("fsdp", None), 2)]
+)
+def test_what_is_observed_is_summed_in_few_rounds(spec, rounds):
+    """One where its longer side is divided, two where the shorter one is."""
+    mesh = jax.make_mesh((8,), ("fsdp",), (AUTO,))
+    params = layouts.place({"up": jnp.ones((64, 128))}, mesh, {"up": spec}.get)
+    tx = jm.observe(optax.trace(0.9))
+    state = jax.jit(tx.init)(params)
+    compiled = jax.jit(tx.update).lower(params, state, params).compile()
+    sent = Module.parse(compiled.as_text()).collectives()
+    assert {c.kind for c in sent} == {"all-reduce"}
+    assert len(sent) == rounds
