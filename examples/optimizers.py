@@ -27,6 +27,9 @@ class Rates(NamedTuple):
     weight_decay: optax.ScalarOrSchedule
 
 
+RATES = (*Rates._fields, "embedding_factor")  # what `make_optimizer` takes
+
+
 def adamw(rates: Rates) -> optax.GradientTransformation:
     learning_rate, adamw_learning_rate, b1, weight_decay = rates
     return jm.partition(
@@ -86,14 +89,27 @@ def best_rates(name: str) -> dict[str, float | list[float]]:
 
 
 def make_optimizer(
-    name: str, steps: int, *, qk_clip: float | None = None, **rates
+    name: str,
+    steps: int,
+    *,
+    qk_clip: float | None = None,
+    embedding_factor: float = 1.0,
+    **rates,
 ) -> optax.GradientTransformation:
     """The optimizer for a run of so many steps; see `schedules` for its rates.
 
     With `qk_clip`, attention logits above that make their weights smaller.
     """
     tx = OPTIMIZERS[name](schedules(steps, **rates))
+    tx = with_embedding_factor(tx, embedding_factor)
     return tx if qk_clip is None else optax.chain(tx, jm.clip_qk(qk_clip))
+
+
+def with_embedding_factor(
+    tx: optax.GradientTransformation, factor: float
+) -> optax.GradientTransformation:
+    """An optimizer whose rate for the embedding is so many times that for the head."""
+    return optax.chain(tx, jm.scale_by_path({"embed*": factor}))
 
 
 def schedules(

@@ -14,8 +14,8 @@ from runs import parse_json
 
 SETTINGS = (
     "optimizer", "compare", "steps", "width", "depth", "context", "batch_size", "seed",
-    "data", "learning_rate", "adamw_learning_rate", "momentum", "weight_decay",
-    "evaluate_every", "qk_clip", "observe",
+    "data", "learning_rate", "adamw_learning_rate", "embedding_factor", "momentum",
+    "weight_decay", "evaluate_every", "qk_clip", "observe",
 )  # fmt: skip
 
 
@@ -37,6 +37,8 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--data", metavar="FILE", help="text in UTF-8; else Python's documentation")
     add("--learning-rate", type=float, help="of matrices; else the best of best.json")
     add("--adamw-learning-rate", type=float, help="of all the rest; likewise")
+    add("--embedding-factor", type=float,
+        help="of that rate, for the embedding; likewise")  # fmt: skip
     add("--momentum", type=float, help="of matrices; likewise")
     add("--weight-decay", type=float, help="of matrices, at the beginning; likewise")
     add("--qk-clip", metavar="THRESHOLD", type=above_zero,

@@ -34,7 +34,7 @@ from flax import nnx
 from gpt import GPT, generate
 from jax.sharding import Mesh
 from layouts import batch_axes, connect, gather, in_any, once, put, specs, writes
-from optimizers import Rates, best_rates, make_optimizer
+from optimizers import RATES, best_rates, make_optimizer
 from options import SETTINGS, check_same, parse, read_settings
 from runs import (
     Checkpoints,
@@ -311,7 +311,7 @@ def compare(optimizers: list[str], folder: pathlib.Path) -> None:
 
 def rates_of(options: argparse.Namespace) -> dict[str, dict]:
     """The rates of each optimizer: as given, or else the best of the grid."""
-    given = {name: getattr(options, name) for name in Rates._fields}
+    given = {name: getattr(options, name) for name in RATES}
     given = {name: rate for name, rate in given.items() if rate is not None}
     return {
         name: best_rates(name) | given

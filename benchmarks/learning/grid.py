@@ -9,7 +9,7 @@ values of its nearest relative.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from benchmarks.learning.training import Settings
+from benchmarks.learning.training import FACTOR, Settings
 
 BASELINE = "adamw"
 
@@ -21,6 +21,7 @@ class Line(NamedTuple):
     factors: tuple[float, ...] = ()  # of the present value
     values: tuple[float, ...] = ()  # or the first two of these that it is not
     goes_on: bool = False  # by the same factor, while it gets better
+    default: float = 0.0  # where the settings do not have it
 
     def beside(self, here: float | list[float]) -> list[float]:
         values = self.values or [round(here * factor, 6) for factor in self.factors]
@@ -33,6 +34,7 @@ FIRST = (
     Line("adamw_learning_rate", factors=(0.5, 2.0)),
     Line("weight_decay", factors=(0.0, 3.0)),
 )
+EMBEDDING = Line(FACTOR, factors=(4.0, 0.25), goes_on=True, default=1.0)
 WITHOUT_DECAY = (*FIRST[:-1], Line("learning_rate", factors=(0.7, 1.4)))
 # A second look, for the baseline and those that it is worth the time for.
 SECOND = (
@@ -77,7 +79,8 @@ BEGINNINGS: dict[str, Settings] = {
 def lines(optimizer: str) -> tuple[Line, ...]:
     """What is tried for an optimizer beside the beginning."""
     first = FIRST if "weight_decay" in BEGINNINGS[optimizer] else WITHOUT_DECAY
-    return first + SECOND if optimizer in LOOKED_AT_TWICE else first
+    second = SECOND if optimizer in LOOKED_AT_TWICE else ()
+    return (*first, *second, EMBEDDING)
 
 
 def search(
@@ -97,7 +100,7 @@ def search(
         return False
 
     for line in along:
-        here = best[line.name]
+        here = best.get(line.name, line.default)
         won = [value for value in line.beside(here) if better(line.name, value)]
         while line.goes_on and won:
             value = round(won[-1] * won[-1] / here, 6)

@@ -13,7 +13,13 @@ import numpy as np
 import optax
 from flax import nnx
 from gpt import GPT
-from optimizers import OPTIMIZERS, Rates, recipe, schedules
+from optimizers import (
+    OPTIMIZERS,
+    Rates,
+    recipe,
+    schedules,
+    with_embedding_factor,
+)
 from text import Text, read_text
 
 import jax_muon as jm
@@ -49,6 +55,7 @@ VARIANTS = {
 }
 CONTENDERS |= {name: make for of in VARIANTS.values() for name, make in of.items()}
 
+FACTOR = "embedding_factor"  # a setting that is 1 where it is not there
 Settings = dict[str, float | list[float]]
 
 
@@ -80,7 +87,9 @@ def train(
     began = time.monotonic()
     text = data()
     params, state = beginning(point)
-    step, evaluate = functions(point.optimizer, point.width, point.depth)
+    step, evaluate = functions(
+        point.optimizer, point.width, point.depth, embedding_factor(point)
+    )
     validation = text.validation_batches(point.batch_size, point.context)
     hopeless = math.log(len(text.vocabulary))  # what a model that knows nothing has
 
@@ -123,7 +132,8 @@ def data() -> Text:
 
 def rates_of(point: Point) -> Iterator[Rates]:
     """The rates of every step."""
-    rates = schedules(point.steps, **point.settings)
+    changing = {name: x for name, x in point.settings.items() if name != FACTOR}
+    rates = schedules(point.steps, **changing)
     done = np.arange(point.steps)
     columns = [
         np.broadcast_to(rate(done) if callable(rate) else rate, done.shape)
@@ -132,8 +142,13 @@ def rates_of(point: Point) -> Iterator[Rates]:
     yield from map(Rates, *(np.asarray(column, np.float32) for column in columns))
 
 
+def embedding_factor(point: Point) -> float:
+    """AdamW's rate for the embedding beside that for the head."""
+    return point.settings.get(FACTOR, 1.0)
+
+
 @functools.cache
-def functions(optimizer: str, width: int, depth: int):
+def functions(optimizer: str, width: int, depth: int, factor: float = 1.0):
     """A compiled step, and the compiled mean loss of batches."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: model(width, depth, 0)), nnx.Param)
 
@@ -142,7 +157,7 @@ def functions(optimizer: str, width: int, depth: int):
 
     def step(params, state, windows, rates):
         value, grads = jax.value_and_grad(loss)(params, windows)
-        tx = CONTENDERS[optimizer](rates)
+        tx = with_embedding_factor(CONTENDERS[optimizer](rates), factor)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
@@ -156,6 +171,7 @@ def beginning(point: Point):
     """Parameters, the same for all optimizers, and the state of one."""
     params = nnx.state(model(point.width, point.depth, point.seed), nnx.Param)
     tx = CONTENDERS[point.optimizer](next(rates_of(point)))
+    tx = with_embedding_factor(tx, embedding_factor(point))
     return params, jax.jit(tx.init)(params)
 
 

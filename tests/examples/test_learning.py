@@ -4,6 +4,7 @@ import json
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -83,7 +84,7 @@ def test_no_optimizer_is_looked_at_more_than_the_baseline(optimizer):
         lambda s: tried.append(s) or abs(math.log(s["learning_rate"] / twice)),
     )
     assert len({json.dumps(s, sort_keys=True) for s in tried}) == len(tried)
-    assert len(tried) == (13 if optimizer in grid.LOOKED_AT_TWICE else 9)
+    assert len(tried) == (15 if optimizer in grid.LOOKED_AT_TWICE else 11)
     assert grid.BASELINE in grid.LOOKED_AT_TWICE
     assert best == beginning | {"learning_rate": twice}
 
@@ -157,7 +158,7 @@ def test_the_plan_from_grid_to_report(tmp_path, made, capsys):
     lines = page.read_text().splitlines()
     assert [lines[0], lines[-1], len(lines)] == ["a", "b", 10]
     assert lines[6] == (
-        "| `muon` | 9 | 0.08 | 0.95 | 0.1 | 0.02 | 1.3233 (150 steps) "
+        "| `muon` | 11 | 0.08 | 0.95 | 0.1 | 0.02 | 1.3233 (150 steps) "
         "| 1.1667 ± 0.0100 | 150 | 0.50 | 0.67 |"
     )
     assert lines[7].endswith("| 1.3333 ± 0.0100 | 300 | 1.00 | 1.00 |")
@@ -207,10 +208,11 @@ def test_runs_of_another_text_or_length_are_not_compared(name, value):
 
 def test_a_run_is_the_examples_own():
     """To rounding: the rates are arguments here, and functions of the count there."""
-    found = training.train(TINY)
+    settings = RATES | {"embedding_factor": 4.0}
+    found = training.train(TINY._replace(settings=settings))
     params = nnx.state(training.model(32, 1, 0), nnx.Param)
     graph = nnx.graphdef(nnx.eval_shape(lambda: training.model(32, 1, 0)))
-    tx = make_optimizer("nanochat", 3, **RATES)
+    tx = make_optimizer("nanochat", 3, **settings)
     _, evaluate = training.functions("nanochat", 32, 1)
 
     @jax.jit
@@ -226,6 +228,20 @@ def test_a_run_is_the_examples_own():
     wanted = evaluate(params, training.data().validation_batches(16, 128))
     assert found["validation_losses"] == [[3, found["validation_loss"]]]
     np.testing.assert_allclose(found["validation_loss"], wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muonh"])
+def test_the_embedding_has_a_rate_of_its_own(name):
+    rates = RATES if name == "adamw" else RATES | {"weight_decay": 0.0}
+    params = nnx.state(training.model(32, 1, 0), nnx.Param)
+    ones = jax.tree.map(jnp.ones_like, params)
+    txs = [make_optimizer(name, 3, **rates, embedding_factor=f) for f in (1.0, 4.0)]
+    once, fourfold = (
+        nnx.to_flat_state(tx.update(ones, tx.init(params), params)[0]) for tx in txs
+    )
+    for (path, step), (_, other) in zip(once, fourfold, strict=True):
+        factor = 4 if path[0] == "embed" else 1
+        np.testing.assert_array_equal(other[...], factor * step[...])
 
 
 def test_a_hopeless_run_is_stopped_and_says_so(monkeypatch):
