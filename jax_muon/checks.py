@@ -191,7 +191,17 @@ def check_state(what: str, state: Any, kind: type) -> None:
         )
 
 
-def first_difference(state: Any, like: Any) -> str:
+def check_state_structure(state: Any, like: Any) -> None:
+    """Refuse a state of another structure than one that is right has."""
+    want: Any = jax.tree.structure(like)
+    if jax.tree.structure(state) != want:
+        raise ValueError(
+            "the state is not one of this optimizer on these parameters: "
+            f"{_first_difference(state, like)}"
+        )
+
+
+def _first_difference(state: Any, like: Any) -> str:
     """The first array that only one of two trees of different structure has."""
     found, wanted = (
         [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float
 from optax.tree_utils import NamedTupleKey, tree_get_all_with_path
 
-from jax_muon.checks import as_transform, check_params
+from jax_muon.checks import as_transform, check_params, check_state
 from jax_muon.polar.products import wide
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes
@@ -139,6 +139,7 @@ def observe(
         **extra_args: Any,
     ) -> tuple[optax.Updates, ObserveState]:
         check_params("observe", params)
+        check_state("observe", state, ObserveState)
         updates, inner_state = inner.update(
             updates, state.inner_state, params, **extra_args
         )

@@ -15,6 +15,7 @@ from jax_muon.checks import (
     check_mapping,
     check_state,
     check_state_shapes,
+    check_state_structure,
     check_trained,
     refuse,
 )
@@ -153,7 +154,16 @@ def partition(
                 f"{sorted(groups)}, as init gives it"
             )
         updates = as_wide_as_params(updates, params)
-        given, new = build(updates).update(updates, state, params, **extra_args)
+        tx = build(updates)
+        try:
+            given, new = tx.update(updates, state, params, **extra_args)
+        except (AttributeError, TypeError, ValueError) as error:
+            right = jax.eval_shape(tx.init, updates if params is None else params)
+            try:
+                check_state_structure(state, right)
+            except ValueError as better:
+                raise better from error
+            raise
         structure: Any = jax.tree.structure(state)
         if structure == jax.tree.structure(new):
             check_state_shapes(state, new)  # which foreign transforms broadcast

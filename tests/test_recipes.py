@@ -398,6 +398,26 @@ def test_bad_input(settings, words):
             tx.update(params, tx.init(params), params)
 
 
+@pytest.mark.parametrize(
+    ("tx", "other", "words"),
+    [
+        (
+            jm.nanochat(0.1),
+            jm.muon(0.1),
+            r"it has no array at state.*muon.*\[2\].count",
+        ),
+        (jm.muon(0.1), jm.nanochat(0.1), r"it has an array at state.*; expected none"),
+        (jm.nanochat(0.1), optax.sgd(0.1), "expected the PartitionState that init"),
+        (jm.observe(jm.muon(0.1)), jm.muon(0.1), "expected the ObserveState that init"),
+    ],
+    ids=["less", "more", "optax", "observe"],
+)
+def test_a_state_of_another_optimizer_is_refused(tx, other, words):
+    params = {"up": jnp.ones((4, 8)), "bias": jnp.ones(4)}
+    with pytest.raises(ValueError, match=words):
+        tx.update(params, other.init(params), params)
+
+
 def test_params_are_needed():
     params = model()
     tx = jm.nanochat()

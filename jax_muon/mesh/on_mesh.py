@@ -22,7 +22,7 @@ from jax_muon.checks import (
     check_float_dtype,
     check_gradients,
     check_state_shapes,
-    first_difference,
+    check_state_structure,
 )
 from jax_muon.mesh.layout import Layout
 from jax_muon.mesh.specs import (
@@ -209,12 +209,7 @@ class OnMesh:
     def _checked_state_specs(self, state: Any, params: optax.Params) -> Any:
         """PartitionSpecs of a state, which has to be one of these parameters."""
         leaves = self.state_leaves(params)
-        want: Any = jax.tree.structure(leaves)
-        if jax.tree.structure(state) != want:
-            raise ValueError(
-                "the state is not one of this optimizer on these parameters: "
-                f"{first_difference(state, leaves)}"
-            )
+        check_state_structure(state, leaves)
         check_state_shapes(state, leaves)
         return jax.tree.map(lambda leaf: leaf.spec, leaves, is_leaf=_is_state_leaf)
 
