@@ -74,9 +74,9 @@ def observe(
 
     Random vectors are a hash of step, path and place, so that the numbers are those of
     any layout. They take 20 FLOPs an element: of the products of a `nanochat` step
-    0.6 % at width 128, 0.3 % at 256 and 0.1 % at 768. Sums over devices are one round
-    of small all-reduces where stacks or the longer sides of matrices are divided, two
-    where shorter sides are, four where both are.
+    0.6 % at width 128 and 0.1 % at 768, of a whole train step of the example 0.3 %.
+    Sums over devices are one round of small all-reduces where stacks or the longer
+    sides of matrices are divided, two where shorter sides are, four where both are.
 
     Args:
       inner: the optimizer: a recipe, a chain, a guard around one. Wrapped in `on_mesh`,

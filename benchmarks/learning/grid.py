@@ -34,7 +34,7 @@ FIRST = (
     Line("adamw_learning_rate", factors=(0.5, 2.0)),
     Line("weight_decay", factors=(0.0, 3.0)),
 )
-EMBEDDING = Line(FACTOR, factors=(4.0, 0.25), goes_on=True, default=1.0)
+EMBEDDING = Line(FACTOR, values=(4.0, 16.0), default=1.0)
 WITHOUT_DECAY = (*FIRST[:-1], Line("learning_rate", factors=(0.7, 1.4)))
 # A second look, for the baseline and those that it is worth the time for.
 SECOND = (
