@@ -57,7 +57,9 @@ def check(tx: optax.GradientTransformation, params: Any) -> Doubts:
     error = None
     with listening() as notes, collecting_doubts():
         try:
-            jax.eval_shape(tx.init, shapes)
+            # A new function: JAX does not trace again what it has traced before, and
+            # would take this trace, in which nothing is refused, for one of `tx.init`.
+            jax.eval_shape(lambda params: tx.init(params), shapes)
         except ValueError as raised:
             error = raised
     found = {

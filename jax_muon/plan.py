@@ -171,7 +171,8 @@ def plan(tx: optax.GradientTransformation, params: Any, **extra_args: Any) -> Pl
     arrays, others = arrays_and_others(extra_args)
     with _mesh_of(params):
         with listening() as at_init:
-            state = jax.eval_shape(tx.init, shapes)
+            # A new function: JAX does not trace again what it has traced before.
+            state = jax.eval_shape(lambda params: tx.init(params), shapes)
         with listening() as at_update:
             jaxpr = jax.make_jaxpr(
                 lambda g, s, p, arrays: update(g, s, p, **others, **arrays)

@@ -230,7 +230,9 @@ def test_describe_shows_what_the_optimizer_does():
         "Conv_0": {"kernel": jnp.zeros((3, 3, 4, 72)), "bias": jnp.zeros(72)},
         "layers": {"mlp": jnp.zeros((5, 8, 32))},
     }
-    lines = jm.describe(jm.nanochat(), params).splitlines()
+    tx = jm.nanochat()
+    lines = jm.describe(tx, params).splitlines()
+    assert jm.describe(tx, params).splitlines() == lines  # a second time
     ends = {
         line.index(unit)
         for line in lines[1:-1]

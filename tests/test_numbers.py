@@ -200,6 +200,14 @@ def test_check_sees_through_compositions(tx):
     assert {"mixing/kernel", "proj/kernel"} <= paths
 
 
+def test_a_second_check_and_an_init_after_it_see_the_same_doubts():
+    """JAX keeps traces by function: that of `check` is not one of `tx.init`."""
+    tx, params = jm.nanochat(), doubtful()
+    assert len(jm.check(tx, params)) == len(jm.check(tx, params)) == 2
+    with pytest.raises(ValueError, match="'mixing/kernel'"):
+        jax.eval_shape(tx.init, params)
+
+
 def test_check_raises_what_is_no_doubt():
     reading = jm.Reading(dimension_numbers={"nowhere": Numbers(0, 1)})
     with pytest.raises(ValueError, match="'nowhere'"):
