@@ -203,12 +203,14 @@ def take_over(
     with listening() as notes:
         state = tx.init(params)
     factors: dict[str, Any] = {}
+    applied: list[Any] = []  # `on_mesh` traces an init twice, which tells all twice
     for note in notes:
         if note.kind == "momentum":
             decay = rate_at(note.facts["decay"], jnp.asarray(moments.count))
             factor = 1 if note.facts["accumulation"] == "ema" else 1 / (1 - decay)
             factors |= dict.fromkeys(note.facts["paths"], factor)
-        elif note.kind == "splits":
+        elif note.kind == "splits" and note.facts["stages"] not in applied:
+            applied.append(note.facts["stages"])
             whole = (moments.first, moments.second, moments.means)
             parts = [with_parts(arrays, note.facts["stages"]) for arrays in whole]
             moments = Moments(moments.count, *parts)

@@ -427,6 +427,16 @@ def test_state_lies_as_the_optimizer_lays_it():
     np.testing.assert_array_equal(mu, np.full((4, 8), 4.0))  # a sum: 1 / (1 - 0.75)
 
 
+def test_parts_that_are_a_batch_on_a_mesh():
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
+    tx = jm.muon(reading=jm.Reading(splits={"up": jm.Split(2, axis=0)}))
+    tx = jm.on_mesh(tx, mesh, divide="data", min_size=1)
+    mean = np.arange(32.0).reshape(4, 8)
+    taken = jm.take_over(tx, {"up": jnp.ones((4, 8))}, jm.Moments(3, {"up": mean}))
+    mu = taken.inner_states["muon"].inner_state[0].mu["up"]
+    np.testing.assert_array_equal(mu, mean.reshape(2, 2, 8))
+
+
 # --- bad input ------------------------------------------------------------------------
 
 
