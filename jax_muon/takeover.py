@@ -195,7 +195,8 @@ def take_over(
 
     Raises:
       ValueError: with the path, a parameter of which the run remembers nothing, or
-        something of another shape; one that AdamW has here, and did not have there.
+        something of another shape, or NorMuon's means over another axis; one that AdamW
+        has here, and did not have there.
     """
     tx = as_transform("tx", tx)
     check_arrays("params", params)
@@ -280,6 +281,13 @@ def _filled(
             raise ValueError(
                 f"the run's {what} of the gradients of {path!r} has shape "
                 f"{np.shape(found[path])}, and the state {old.shape}; expected the same"
+            )
+        known = not isinstance(new, jax.core.Tracer)
+        if what == "NorMuon mean" and known and np.any(new != found[path]):
+            raise ValueError(
+                f"the run's NorMuon means of {path!r} differ along axes for which the "
+                f"state, of shape {old.shape}, has one mean; expected means over the "
+                "same axes: 'output' of normuon, 'longer' of nanochat"
             )
         factor = 1 if factors is None else factors[path]
         return _placed(new if isinstance(factor, int) else new * factor, old)

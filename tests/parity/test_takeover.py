@@ -462,6 +462,16 @@ def test_a_run_that_is_not_of_these_parameters(first, second, words):
         jm.take_over(jm.nanochat(), params, moments_of(first.items(), second.items()))
 
 
+def test_means_over_another_axis():
+    """Of a kernel with more inputs nanochat has means by input, normuon by output."""
+    means = np.broadcast_to(np.arange(8.0)[:, None], (8, 4))
+    moments = jm.Moments(1, {"down": np.ones((8, 4))}, means={"down": means})
+    params = {"down": jnp.ones((8, 4))}
+    jm.take_over(jm.nanochat(), params, moments)
+    with pytest.raises(ValueError, match=r"means of 'down' differ .* shape \(1, 4\)"):
+        jm.take_over(jm.normuon(), params, moments)
+
+
 def test_counts_and_names_that_do_not_fit():
     muon = {"state": {}, "param_groups": [{"params": [0, 1]}]}
     with pytest.raises(
