@@ -62,7 +62,7 @@ def observe(
     - "muon/stable_rank": of the momentum, :math:`\|M\|_F^2 / \|M\|_2^2`, mean over
       matrices. The norm below is found by one step of the power method in each update,
       from where the last one ended: it is too small, and the rank too large, until some
-      steps are done.
+      steps are done. 0 where float32 does not hold the squares of a momentum.
     - "muon/orthogonality_error": the sine of the angle between a random vector
       :math:`z` and :math:`U U^T z`, root mean square over matrices, for the update
       :math:`U`. It is 0 if all singular values are equal, and about the spread of their
@@ -232,8 +232,8 @@ class _Square(NamedTuple):
     """What X X^T tells of z."""
 
     pair: _Pair
-    uu: Array  # |X^T z|^2
-    y: Array  # X X^T z / |X^T z|^2, so that z y is 1; 0 if X^T z is
+    uu: Array  # |X^T z|^2; 0 if that, or its reciprocal, is out of range
+    y: Array  # X X^T z / |X^T z|^2, so that z y is 1; 0 if |X^T z|^2 is
     zz: Array
 
     def squared_sine(self) -> Float[Array, "..."]:
@@ -267,7 +267,11 @@ def _squares(pairs: list[_Pair]) -> list[_Square]:
     for pair, u in zip(pairs, us, strict=True):
         (short, long, _), x, z = pair
         uu = sum_over(u * u, long)
+        # With a reciprocal of its dtype, too, else a vector would be 0 or NaN for good.
+        tiny = jnp.finfo(uu.dtype).tiny
+        uu = jnp.where((uu > tiny) & (uu < 1 / tiny), uu, 0)
         y = sum_over(x * u, long) / jnp.where(uu > 0, uu, 1)
+        y = jnp.where(uu > 0, y, 0)
         found.append(_Square(pair, uu, y, sum_over(z * z, short)))
     return found
 

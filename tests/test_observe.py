@@ -122,6 +122,21 @@ def test_splits_and_zeros_and_multi_steps(rng):
     chex.assert_trees_all_equal_shapes_and_dtypes(after.inner_opt_state, state)
 
 
+@pytest.mark.parametrize("spike", [1e20, 1e25])
+def test_the_rank_is_back_after_a_momentum_without_one(rng, spike):
+    """Its squares are infinite for a step, and the vector of the power method stays."""
+    params = {"up": jnp.asarray(rng.standard_normal((6, 16)), "float32")}
+    tx = jm.observe(optax.trace(0.5))  # which passes every scale on its way down
+    update, state = jax.jit(tx.update), tx.init(params)
+    for step in range(150):
+        scale = spike if step == 1 else 1.0
+        grads = jax.tree.map(lambda p, scale=scale: scale * p, params)
+        _, state = update(grads, state, params)
+        assert step != 1 or observed(state)["muon/stable_rank"] == 0
+    expected = (singular_values(params["up"]) ** 2).sum()
+    assert observed(state)["muon/stable_rank"] == pytest.approx(expected, rel=1e-3)
+
+
 def test_an_observe_of_nothing():
     with pytest.raises(ValueError, match="None; expected an optax transform"):
         jm.observe(None)
