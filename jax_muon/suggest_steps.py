@@ -82,7 +82,8 @@ def suggest_steps(
 
     Raises:
       ValueError: a target outside (0, 1), or one that nothing tried reaches for
-        the matrices of a label; no matrices that are not zero; most below 1.
+        the matrices of a label; no matrices that are not zero, or, with the path, one
+        that is not finite; most below 1.
 
     Examples:
       >>> momentum = {"up": jnp.diag(jnp.linspace(0.2, 1.0, 16))}
@@ -125,9 +126,8 @@ class _Matrix:
 
     @classmethod
     def of(cls, x: np.ndarray) -> "_Matrix":
-        x = np.asarray(x, np.float64)
         x = x if x.shape[0] <= x.shape[1] else x.T
-        u, s, vt = np.linalg.svd(x, full_matrices=False)
+        u, s, vt = np.linalg.svd(x.astype(np.float64), full_matrices=False)
         cutoff = max(x.shape) * np.finfo(np.float32).eps * s.max()
         there = (s > cutoff).astype(np.float64)
         return cls(x, s, there, (u * there) @ vt)
@@ -190,10 +190,16 @@ def _groups(
     for label in sorted(labels):
         own = matrices.select([label])
         names = [path for path in own if path in leaves]
+        for path in names:
+            if not jnp.isfinite(leaves[path]).all():
+                raise ValueError(
+                    f"momentum at {path!r} has elements that are infinite or NaN; "
+                    "expected finite ones"
+                )
         blocks = own.with_joins(reading.joins).blocks(names)
         views = [own.axes(path).view(leaves[path]) for path in names]
         for block in blocks:
-            stack = np.asarray(block.view(views), np.float64)
+            stack = np.asarray(block.view(views))
             stack = stack.reshape(len(stack), -1, stack.shape[-1])
             groups.setdefault(label, []).extend(x for x in stack if x.any())
     return {label: group for label, group in groups.items() if group}

@@ -66,9 +66,23 @@ def test_published_tables_joins_splits_and_rank(rng):
     assert joined["muon"].measured < 0.25
 
 
+def test_no_dtype_is_that_of_the_momentum(rng):
+    x = matrix(rng, np.geomspace(0.02, 1, 16), (16, 32)).astype("bfloat16")
+    measured = [
+        jm.suggest_steps({"up": momentum}, 0.1, dtype=dtype)["muon"].measured
+        for momentum, dtype in (
+            (x, None),
+            (x, "bfloat16"),
+            (x.astype("float32"), None),
+        )
+    ]
+    assert measured[0] == measured[1] != measured[2]
+
+
 @pytest.mark.parametrize(
     ("momentum", "target", "match"),
     [
+        ({"w": np.diag([1.0, np.nan])}, 0.1, "momentum at 'w' has elements that are"),
         ({"w": np.eye(4)}, 1.5, r"target=1.5; expected a number in \(0, 1\)"),
         ({"w": np.zeros((4, 4))}, 0.1, "no matrices .* other than zeros"),
         ({"wte": np.eye(4), "b": np.ones(3)}, 0.1, "no matrices"),
