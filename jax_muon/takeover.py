@@ -232,7 +232,8 @@ def take_over(
 
     def count(key_path: tuple[Any, ...], leaf: Any) -> Any:
         last = key_path[-1] if key_path else None
-        if not isinstance(last, jax.tree_util.GetAttrKey) or last.name != "count":
+        name = last.name if isinstance(last, jax.tree_util.GetAttrKey) else None
+        if name not in ("count", "gradient_step"):  # the latter of optax.MultiSteps
             return leaf
         return _placed(np.asarray(moments.count), leaf)
 

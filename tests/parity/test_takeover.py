@@ -412,6 +412,14 @@ def test_momentum_in_few_bits():
     assert np.all(np.abs(read - 4 * mean) <= 1.001 * largest / 127)  # one step of 127
 
 
+def test_counts_inside_multi_steps():
+    """Also its own, by which `every_k_schedule` goes."""
+    tx = optax.MultiSteps(jm.muon(), lambda step: 1 + step)
+    taken = jm.take_over(tx, {"up": jnp.ones((4, 8))}, moments_of([("up", (4, 8))]))
+    assert taken.gradient_step == 1
+    assert taken.inner_opt_state.inner_states["muon"].inner_state[0].count == 1
+
+
 # --- many devices ---------------------------------------------------------------------
 
 
