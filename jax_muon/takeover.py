@@ -302,7 +302,7 @@ def _quantized(
     """Momentum as `nesterov` stores it in int8, rounded as its last step would have."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), node.mu)
     means = _filled(shapes, moments.first, "mean", factors)
-    count, stored = jnp.asarray(moments.count), (node.mu, node.scale)
+    count, stored = jnp.asarray(moments.count - 1), (node.mu, node.scale)
     rows = [
         Quantized().store(mean, old, path, count)
         for (path, mean), *old in zip(

@@ -412,6 +412,17 @@ def test_momentum_in_few_bits():
     assert np.all(np.abs(read - 4 * mean) <= 1.001 * largest / 127)  # one step of 127
 
 
+def test_momentum_in_few_bits_is_rounded_as_by_the_last_step():
+    params = {"up": jnp.ones((4, 8))}
+    grads = {"up": jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)))}
+    tx = jm.nesterov(0.75, accumulator_dtype="int8")
+    _, state = tx.update(grads, tx.init(params), params)
+    moments = jm.Moments(1, {"up": 0.25 * grads["up"]})
+    np.testing.assert_array_equal(
+        jm.take_over(tx, params, moments).mu["up"], state.mu["up"]
+    )
+
+
 def test_counts_inside_multi_steps():
     """Also its own, by which `every_k_schedule` goes."""
     tx = optax.MultiSteps(jm.muon(), lambda step: 1 + step)
