@@ -5,6 +5,7 @@ runs/NAME/settings.json and need not be given again to resume.
 """
 
 import argparse
+import math
 import pathlib
 
 from gpt import HEAD_WIDTH
@@ -33,14 +34,14 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--depth", type=positive, default=4, help="blocks, default 4")
     add("--context", type=positive, default=128, help="characters seen, default 128")
     add("--batch-size", type=positive, default=16, help="windows in a step, default 16")
-    add("--seed", type=int, default=0, help="of weights and batches, default 0")
+    add("--seed", type=seed, default=0, help="of weights and batches, default 0")
     add("--data", metavar="FILE", help="text in UTF-8; else Python's documentation")
-    add("--learning-rate", type=float, help="of matrices; else the best of best.json")
-    add("--adamw-learning-rate", type=float, help="of all the rest; likewise")
-    add("--embedding-factor", type=float,
+    add("--learning-rate", type=rate, help="of matrices; else the best of best.json")
+    add("--adamw-learning-rate", type=rate, help="of all the rest; likewise")
+    add("--embedding-factor", type=rate,
         help="of that rate, for the embedding; likewise")  # fmt: skip
     add("--momentum", type=float, help="of matrices; likewise")
-    add("--weight-decay", type=float, help="of matrices, at the beginning; likewise")
+    add("--weight-decay", type=rate, help="of matrices, at the beginning; likewise")
     add("--qk-clip", metavar="THRESHOLD", type=above_zero,
         help="largest attention logit; instead of QK-norm")  # fmt: skip
     add("--observe", action="store_true",
@@ -89,6 +90,18 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def seed(text: str) -> int:
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number from 0 on")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of at least 0")
+    return float(text)
+
+
 def mesh_shape(text: str) -> tuple[int, int]:
     a, _, b = text.partition(",")
     if not (a.isdecimal() and b.isdecimal() and int(a) and int(b)):
@@ -106,9 +119,11 @@ def above_zero(text: str) -> float:
 
 def optimizers(text: str) -> list[str]:
     names = text.split(",")
-    if not set(names) <= set(OPTIMIZERS) or len(names) < 2:
+    different = set(names)
+    if not different <= set(OPTIMIZERS) or not 2 <= len(names) == len(different):
         raise argparse.ArgumentTypeError(
-            f"{text}: expected two or more of {', '.join(OPTIMIZERS)}, with commas"
+            f"{text}: expected two or more of {', '.join(OPTIMIZERS)}, each once, with "
+            "commas"
         )
     return names
 
