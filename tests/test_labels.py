@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.core import FrozenDict
+from jax.sharding import AxisType
 
 import jax_muon as jm
 from jax_muon.reading.paths import leaves_with_paths
@@ -277,12 +278,15 @@ def test_describe_observes_the_given_optimizer():
     assert jm.plan(muon, params).parameters[0].scale == pytest.approx(0.2 * 8**0.5)
 
 
-def test_describe_shows_what_lies_where():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_describe_shows_what_lies_where(kind):
     params = {f"{i}/w": jax.ShapeDtypeStruct((8, 16), jnp.float32) for i in range(5)}
     params["wte"] = jax.ShapeDtypeStruct((64, 8), jnp.float32)
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
     tx = jm.on_mesh(jm.nanochat(), mesh, divide="data", min_size=200)
     planned = jm.plan(tx, params)
+    rows = sum(leaf.state_bytes for leaf in planned.parameters)
+    assert rows <= planned.state_bytes <= rows + 16  # and counts
     assert [leaf.repeated for leaf in planned.parameters] == [True] * 5 + [False]
     assert planned.parameters[-1].state_bytes == 2 * 64 * 8 * 4 // 4
     assert planned.sent_bytes["gathers"] == 64 * 8 * 4 * 3 / 4

@@ -114,12 +114,14 @@ class OnMesh:
     def init(self, params: optax.Params) -> Any:
         """State of these parameters, laid finer than they are."""
         check_arrays("params", params)
-        leaves = jax.tree.leaves(self.state_leaves(params), is_leaf=_is_state_leaf)
-        note(
-            "placed_state",
-            whole=sum(leaf.bytes_over({}) for leaf in leaves),
-            on_a_device=sum(leaf.bytes_over(self.layout.mesh.shape) for leaf in leaves),
-        )
+        if not self._is_explicit():  # where the types of the state do not tell
+            leaves = jax.tree.leaves(self.state_leaves(params), is_leaf=_is_state_leaf)
+            sizes = self.layout.mesh.shape
+            note(
+                "placed_state",
+                whole=sum(leaf.bytes_over({}) for leaf in leaves),
+                on_a_device=sum(leaf.bytes_over(sizes) for leaf in leaves),
+            )
         if self._is_typed():
             return self._init(params)
         # Jitted inside a trace too: out_shardings tell the devices.
