@@ -190,7 +190,7 @@ def _of_all(pairs: list[tuple[Array, Array]]) -> dict[str, Any]:
     update = jnp.sqrt(sum(jnp.sum(u * u) for u, _ in pairs) / size)
     weight = jnp.sqrt(sum(jnp.sum(w * w) for _, w in pairs) / size)
     towards = sum(
-        jnp.sum(jnp.sign(u) * jnp.sign(w) <= 0, dtype=jnp.float32) for u, w in pairs
+        jnp.sum(jnp.sign(u) * jnp.sign(w) < 0, dtype=jnp.float32) for u, w in pairs
     )
     return {
         "update_rms": update,
