@@ -26,7 +26,7 @@ from jax_muon.certificate import Certificate, VerifiedArray
 from jax_muon.checks import as_transform, check_arrays, check_count, number
 from jax_muon.mesh.hlo import Module
 from jax_muon.mesh.layout import Layout
-from jax_muon.mesh.on_mesh import on_mesh
+from jax_muon.mesh.on_mesh import OnMesh, on_mesh
 from jax_muon.mesh.specs import (
     AxisName,
     Specs,
@@ -90,8 +90,8 @@ def verify(
       A `Certificate`: `.ok`, `.raise_if_wrong()`; `print` shows it.
 
     Raises:
-      ValueError: steps below 1, a bound that is not above 0, and what `on_mesh` and
-        `tx` raise.
+      ValueError: steps below 1, a bound that is not above 0, an optimizer that is
+        wrapped in `on_mesh`, and what `on_mesh` and `tx` raise.
 
     Examples:
       >>> import jax_muon as jm
@@ -101,7 +101,11 @@ def verify(
       >>> found.raise_if_wrong().ok
       True
     """
-    as_transform("tx", tx)
+    if isinstance(getattr(as_transform("tx", tx).init, "__self__", None), OnMesh):
+        raise ValueError(
+            "tx is wrapped in on_mesh; expected the optimizer inside, which verify "
+            "wraps itself"
+        )
     check_arrays("params", params)
     check_count("steps", steps)
     check_count("seed", seed, least=0)

@@ -159,6 +159,12 @@ def test_refusals(given, match):
         jm.verify(optax.sgd(0.1), SHAPES, mesh_of(2), **given)
 
 
+def test_an_optimizer_that_is_on_a_mesh_already():
+    mesh = mesh_of(2)
+    with pytest.raises(ValueError, match="wrapped in on_mesh; expected the optimizer"):
+        jm.verify(jm.on_mesh(jm.muon(), mesh, divide="data"), SHAPES, mesh)
+
+
 # --- the command ----------------------------------------------------------------------
 
 
