@@ -218,7 +218,7 @@ def _drawn(x: Any, random: np.random.Generator, size: float = 1.0) -> np.ndarray
 
 
 def last_bits(x: np.ndarray) -> np.ndarray:
-    """The same numbers with other last bits of float32, or of their own dtype."""
+    """The same numbers but for their last bits, if of float32 or float64."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     eps = np.finfo(np.float64 if x.dtype == np.float64 else np.float32).eps
