@@ -206,6 +206,11 @@ def test_a_second_check_and_an_init_after_it_see_the_same_doubts():
     assert len(jm.check(tx, params)) == len(jm.check(tx, params)) == 2
     with pytest.raises(ValueError, match="'mixing/kernel'"):
         jax.eval_shape(tx.init, params)
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    step = jm.make_train_step(lambda params, batch: 0.0, tx, mesh)
+    assert len(jm.check(step.tx, params)) == len(jm.check(step.tx, params)) == 2
+    with pytest.raises(ValueError, match="'mixing/kernel'"):
+        step.abstract(params)
 
 
 def test_check_raises_what_is_no_doubt():
