@@ -64,6 +64,7 @@ def recipe(
     return make
 
 
+WITHOUT_DECAY = ("muonh", "normuonh")  # they keep the norms of weights
 OPTIMIZERS = {
     "nanochat": recipe(jm.nanochat),
     "nanochat-august": recipe(
@@ -77,8 +78,7 @@ OPTIMIZERS = {
     "normuon": recipe(jm.normuon),
     "moonlight": recipe(jm.moonlight),
     "teon": recipe(jm.teon),
-    "muonh": recipe(jm.muonh, decays=False),
-    "normuonh": recipe(jm.normuonh, decays=False),
+    **{name: recipe(getattr(jm, name), decays=False) for name in WITHOUT_DECAY},
     "adamw": adamw,
 }
 
@@ -100,6 +100,11 @@ def make_optimizer(
 
     With `qk_clip`, attention logits above that make their weights smaller.
     """
+    if name in WITHOUT_DECAY and rates.get("weight_decay"):
+        raise ValueError(
+            f"weight_decay={rates['weight_decay']}: {name} keeps the norms of weights; "
+            "expected none"
+        )
     tx = OPTIMIZERS[name](schedules(steps, **rates))
     tx = with_embedding_factor(tx, embedding_factor)
     return tx if qk_clip is None else optax.chain(tx, jm.clip_qk(qk_clip))

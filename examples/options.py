@@ -40,7 +40,7 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--adamw-learning-rate", type=rate, help="of all the rest; likewise")
     add("--embedding-factor", type=rate,
         help="of that rate, for the embedding; likewise")  # fmt: skip
-    add("--momentum", type=float, help="of matrices; likewise")
+    add("--momentum", type=momentum, help="of matrices; likewise")
     add("--weight-decay", type=rate, help="of matrices, at the beginning; likewise")
     add("--qk-clip", metavar="THRESHOLD", type=above_zero,
         help="largest attention logit; instead of QK-norm")  # fmt: skip
@@ -99,6 +99,12 @@ def seed(text: str) -> int:
 def rate(text: str) -> float:
     if not 0 <= float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: expected a number of at least 0")
+    return float(text)
+
+
+def momentum(text: str) -> float:
+    if not 0 <= float(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number in [0, 1)")
     return float(text)
 
 

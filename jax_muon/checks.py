@@ -153,15 +153,15 @@ def as_transform(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def check_arrays(name: str, tree: Any) -> None:
-    """Refuse None, and a tree with a leaf that is neither an array nor a number.
+    """Refuse None, and a tree with a leaf that is no array.
 
-    An equinox module holds its activation function, and an NNX graph its random keys.
+    An equinox module holds its activation function and numbers, and an NNX graph its
+    random keys.
     """
     if tree is None:
         refuse(name, tree, "a tree of arrays")
     for path, leaf in paths.leaves_with_paths(tree):
-        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-        if not is_array and not isinstance(leaf, numbers.Number):
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             refuse(
                 f"{name} at {path!r}",
                 leaf,

@@ -95,7 +95,7 @@ class PathFactors:
     def check(self, params: optax.Params) -> None:
         """Raise a ValueError, with all paths, for a pattern that matches none."""
         names = [path for path, _ in paths.leaves_with_paths(params)]
-        paths.check_patterns_match("learning_rates", self._factors, names)
+        paths.check_patterns_match("factors of the learning rate", self._factors, names)
 
     def of(self, path: str) -> float:
         """The factor of the first pattern that matches, or 1."""

@@ -82,7 +82,8 @@ def observe(
       inner: the optimizer: a recipe, a chain, a guard around one. Wrapped in `on_mesh`,
         `observe` stands inside: `on_mesh(observe(tx), mesh)`; `make_train_step` takes
         `observe(tx)` as it is.
-      reading: how parameters are read: that of the recipe, where it has one.
+      reading: how parameters are read: that of the recipe, where it has one. A
+        parameter in doubt counts under the label that it is read with.
 
     Returns:
       An `optax.GradientTransformation` whose update needs the parameters, and whose

@@ -70,7 +70,8 @@ def suggest_steps(
     Args:
       momentum: a tree of matrices as parameters are held, such as `mu` of the state of
         `nesterov`, times `scale` where it is int8. Parameters that are labelled "adamw"
-        are left out, as are matrices that are zero.
+        are left out, as are matrices that are zero; with other labels all have to be
+        matrices.
       target: the error to reach, between 0 and 1. On the momentum of the example's
         model nanochat's five steps end at 0.28, mean over matrices and steps.
       reading: how parameters are read; its labels make the groups.

@@ -105,9 +105,9 @@ class Moments:
         found = Found(weights)
         for group, states in groups_of(optimizers):
             for name, state in states.items():
-                if "momentum_buffer" in state:
+                if (buffer := state.get("momentum_buffer")) is not None:
                     unit = 1 - group["momentum"] if accumulation == "sum" else 1
-                    found.add(name, "first", unit * as_numpy(state["momentum_buffer"]))
+                    found.add(name, "first", unit * as_numpy(buffer))
                 found.add_rows(name, [state])
         return cls(_one_count(found.counts, count), *found.by_path(to_params))
 
@@ -132,10 +132,11 @@ class Moments:
           to_params: as for `from_torch`.
 
         Raises:
-          ValueError: no count, or several; shapes that do not make up the weights'.
+          ValueError: files of another optimizer; no count, or several; shapes that do
+            not make up the weights'.
         """
         found = Found(weights)
-        read = [list(groups_of([(state, names)])) for state in ranks]
+        read = [list(groups_of([(state, names)], "kind")) for state in ranks]
         for same in zip(*read, strict=True):
             states = [of_rank for _, of_rank in same]
             if same[0][0]["kind"] == "muon":
@@ -157,10 +158,11 @@ class Moments:
           to_params: as for `from_torch`.
 
         Raises:
-          ValueError: another algorithm; no count, or several.
+          ValueError: states of another optimizer, or another algorithm; no count, or
+            several.
         """
         found = Found(weights)
-        for group, states in groups_of(optimizers):
+        for group, states in groups_of(optimizers, "algorithm"):
             algorithm = group["algorithm"]
             check_choice("algorithm", algorithm, ("muon", "normuon", "adamw"))
             unit = 1 if algorithm == "adamw" else 1 - group["mu"]

@@ -87,11 +87,16 @@ class Found:
         return [converted(arrays) for arrays in (self.first, self.second, self.means)]
 
 
-def groups_of(optimizers: Sequence[Named]) -> Any:
-    """Every parameter group, and the states of its parameters by name."""
+def groups_of(optimizers: Sequence[Named], has: str = "params") -> Any:
+    """Every parameter group, which has this setting, and states of its parameters."""
     for state_dict, names in optimizers:
         states = state_dict["state"]
         for group in state_dict["param_groups"]:
+            if has not in group:
+                raise ValueError(
+                    f"a parameter group has {', '.join(sorted(group))}; expected "
+                    f"{has!r} too, as the groups of that optimizer have it"
+                )
             if max(group["params"], default=-1) >= len(names):
                 raise ValueError(
                     f"the optimizer has a parameter {max(group['params'])}, and there "

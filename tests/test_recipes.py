@@ -418,6 +418,14 @@ def test_a_state_of_another_optimizer_is_refused(tx, other, words):
         tx.update(params, other.init(params), params)
 
 
+@pytest.mark.parametrize("function", ["init", "describe", "check"])
+def test_a_number_of_python_is_no_parameter(function):
+    params = {"up": jnp.ones((4, 8)), "scale": 1.0}
+    tx = jm.muon(0.1)
+    with pytest.raises(ValueError, match=r"params at 'scale'=1\.0; expected arrays"):
+        tx.init(params) if function == "init" else getattr(jm, function)(tx, params)
+
+
 def test_params_are_needed():
     params = model()
     tx = jm.nanochat()

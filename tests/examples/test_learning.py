@@ -244,6 +244,11 @@ def test_the_embedding_has_a_rate_of_its_own(name):
         np.testing.assert_array_equal(other[...], factor * step[...])
 
 
+def test_a_decay_of_weights_whose_norms_stay_is_refused():
+    with pytest.raises(ValueError, match=r"weight_decay=0.1: muonh keeps the norms"):
+        make_optimizer("muonh", 3, **RATES)
+
+
 def test_a_hopeless_run_is_stopped_and_says_so(monkeypatch):
     monkeypatch.setattr(training, "EVERY", 2)
     found = training.train(

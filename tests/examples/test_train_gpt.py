@@ -419,6 +419,7 @@ def test_data_that_cannot_be_read_is_refused(content, message, tmp_path):
         ["--learning-rate=-1"],
         ["--adamw-learning-rate=nan"],
         ["--weight-decay=inf"],
+        ["--optimizer=adamw", "--momentum=1.5"],
         ["--embedding-factor=-1"],
         ["--sharding=fsdp,tp", "--mesh=8"],
         ["--sharding=fsdp", "--mesh=4,2"],

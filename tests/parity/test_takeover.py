@@ -499,6 +499,10 @@ def test_counts_and_names_that_do_not_fit():
         jm.Moments.from_torch([(muon, ["a"])], {"a": np.ones(2)}, dict)
     with pytest.raises(ValueError, match="counts of steps in the state: none"):
         jm.Moments.from_torch([(muon, ["a", "b"])], {"a": np.ones(2)}, dict)
+    with pytest.raises(ValueError, match="a parameter group has params; expected 'ki"):
+        jm.Moments.from_nanochat([muon], ["a", "b"], {"a": np.ones(2)}, dict)
+    with pytest.raises(ValueError, match="has params; expected 'algorithm' too"):
+        jm.Moments.from_dion([(muon, ["a", "b"])], {"a": np.ones(2)}, dict)
     with pytest.raises(ValueError, match="counts of steps in the state: none"):
         jm.Moments.from_optax(optax.sgd(0.1).init({"w": jnp.ones(2)}))
     with pytest.raises(ValueError, match="counts of steps in the state: none"):
