@@ -15,7 +15,7 @@ from runs import write  # that of the example
 from benchmarks.learning import pace, plan
 from benchmarks.learning.grid import BASELINE, BEGINNINGS
 from benchmarks.learning.records import Record, Records
-from benchmarks.learning.training import VARIANTS, Point
+from benchmarks.learning.training import FACTOR, VARIANTS, Point
 
 DATA = ("data", "context", "batch_size", "depth")
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -112,7 +112,10 @@ def table(found: dict[str, Row], steps: int, short: bool = False) -> str:
     return "".join("| " + " | ".join(text) + " |\n" for text in texts)
 
 
-LONG = ("tries", "matrices", "momentum", "decay", "AdamW's part", "of its time")
+LONG = (
+    "tries", "matrices", "momentum", "decay", "AdamW's part", "embedding",
+    "of its time",
+)  # fmt: skip
 
 
 def cells(name: str, row: Row, steps: int) -> dict[str, str]:
@@ -129,6 +132,7 @@ def cells(name: str, row: Row, steps: int) -> dict[str, str]:
         else f"{momentum:g}",
         "decay": "-" if decay is None else f"{decay:g}",
         "AdamW's part": f"{settings['adamw_learning_rate']:g}",
+        "embedding": f"{settings.get(FACTOR, 1):g} x",
         "best of the search": f"{plan.last(row.found):.4f} "
         f"({row.found['steps']} steps)",
         f"after {steps} steps": spread(row.runs) if row.runs else "-",
