@@ -32,6 +32,7 @@ ROLES = [
     ("router_free/kernel", (4, 8), "muon"),
     ("mlp/gate/kernel", (4, 8), "muon"),
     ("head/lora/lora_a", (8, 2), "adamw"),
+    ("head/lora/a", (8, 2), "adamw"),
     ("query/lora/lora_a", (8, 2), "muon"),
     ("Einsum_0/kernel", (8, 2, 4), "muon"),
     ("Conv_0/kernel", (3, 3, 4, 8), "muon"),

@@ -187,6 +187,16 @@ CLASSES = {
         {"up/lora_B/weight": (16, 2)},
         "muon oi",
     ),
+    "LoRA in a module of its own": (
+        ("0/q_einsum/lora/b", (4, 4, 16)),
+        {"0/q_einsum/lora/a": (64, 4), "0/q_einsum/w": (4, 64, 16)},
+        "muon ioo",
+    ),
+    "its first factor": (
+        ("0/attn_vec_einsum/lora/a", (4, 16, 3)),
+        {"0/attn_vec_einsum/lora/b": (3, 64)},
+        "muon iio",
+    ),
     "a factor of LoRA alone": (("up/lora_b", (4, 4, 16)), {}, "doubt"),
     "more matrices than either side": (("stem/w", (7, 4, 6)), {}, "doubt"),
     "no evidence in a tree with norms": (

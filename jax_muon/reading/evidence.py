@@ -101,10 +101,15 @@ class Node:
 
 
 def node_of(index: int, leaf: Any) -> Node:
-    """The node of a leaf; an index that a box around it adds is left out."""
+    """The node of a leaf; an index that a box around it adds is left out.
+
+    Factors `lora/a` and `lora/b` are called as `lora/lora_a` is: a `b` is a bias.
+    """
     parts = leaf.path.split("/")
     while len(parts) > 1 and parts[-1].isdigit():
         parts = parts[:-1]
+    if parts[-2:-1] == ["lora"] and parts[-1] in words.OTHER_FACTOR:
+        parts[-1] = f"lora_{parts[-1]}"
     names = None if leaf.names is None else tuple(leaf.names)
     return Node(index, leaf.path, tuple(leaf.shape), leaf.dtype, names, tuple(parts))
 

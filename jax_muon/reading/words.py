@@ -126,6 +126,6 @@ DOWN = {"down", "down_proj", "fc_out", "w_down", "proj_down", "ffw_down", "w_out
 DOWN |= {"linear_out", "mlp_out", "out_proj", "down_einsum", "wo"}
 DOWN |= {"c_proj", "per_layer_projection", "output_linear"}
 
-# A path of a factor of LoRA, the first or the second.
-LORA_FACTOR = re.compile(r"(.*lora_)([abAB])\b(.*)")
+# A path of a factor of LoRA, the first or the second: `lora_a`, or `lora/a`.
+LORA_FACTOR = re.compile(r"(.*lora[_/])([abAB])\b(.*)")
 OTHER_FACTOR = {"a": "b", "b": "a", "A": "B", "B": "A"}
