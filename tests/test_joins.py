@@ -66,12 +66,23 @@ def test_a_number_alone_joins_queries_keys_and_values(name):
         ("gpt2/h/{i}/attn/q2", []),
         ("gpt2/h/{i}/q", [(0, 1), (2, 3)]),
         ("h/{i}/attn_1/q", [(0, 1), (2, 3)]),
+        ("SelfAttention_{i}/query/kernel", [(0, 1), (2, 3)]),
     ],
 )
 def test_which_number_is_that_of_the_layer(names, pairs):
     shapes = {names.format(i=i): (4, 6) for i in range(4)} | {"9/q": (4, 6)}
     expected = [tuple(names.format(i=i) for i in pair) for pair in pairs]
     assert joined_names(shapes, 2) == expected
+
+
+def test_two_attentions_of_a_layer_are_joined_each_by_itself():
+    names = [f"block_{i}/Attention_{k}/query" for k in range(2) for i in range(2)]
+    assert joined_names(dict.fromkeys(names, (4, 6)), 2) == [
+        tuple(names[:2]),
+        tuple(names[2:]),
+    ]
+    scanned = dict.fromkeys(["layers/Attention_0/q", "layers/Attention_1/q"], (4, 6, 6))
+    assert joined_names(scanned, 2) == [(name,) for name in scanned]
 
 
 def test_two_stacks_are_joined_each_by_itself():

@@ -154,8 +154,8 @@ def find_joins(
         pattern without it takes the matrices of each leaf K by K along its leading
         batch axis, that of scanned layers. What is left over is joined to nothing. K
         alone joins the queries, the keys and the values of attention, each by itself,
-        over the innermost number in their paths that tells layers apart, or else along
-        the leading batch axis.
+        over the innermost number in their paths that tells layers apart, and not two
+        attentions of one layer, or else along the leading batch axis.
       all_axes: how each parameter that is a matrix is read, by path.
 
     Returns:
@@ -270,12 +270,19 @@ def _joins_by_pattern(joins: Mapping[str, int], names: Sequence[str]) -> list[Jo
 
 
 def _joins_of_attention(size: int, all_axes: Mapping[str, MatrixAxes]) -> list[Join]:
-    """Queries, keys and values: each kind over the innermost number that varies."""
+    """Queries, keys and values: each kind over the innermost number that varies.
+
+    The number of a module of attention comes last, and after an axis of layers: one
+    layer may have two of them.
+    """
     by_rest: dict[str, list[tuple[int, str]]] = {}  # every number in turn left out
-    rests: dict[str, list[str]] = {}  # by path, innermost first
+    rests: dict[str, list[str]] = {}  # by path, the likeliest first
     attention = [name for name in all_axes if QUERY_LIKE.intersection(name.split("/"))]
     for name in attention:
-        for match in reversed(list(re.finditer(r"\d+", name))):
+        numbers = reversed(list(re.finditer(r"\d+", name)))
+        for match in sorted(numbers, key=_is_of_attention):
+            if _is_of_attention(match) and all_axes[name].batch:
+                continue
             rest = name[: match.start()] + _NUMBER + name[match.end() :]
             by_rest.setdefault(rest, []).append((int(match[0]), name))
             rests.setdefault(name, []).append(rest)
@@ -296,6 +303,12 @@ def _joins_of_attention(size: int, all_axes: Mapping[str, MatrixAxes]) -> list[J
             "{'blocks/{i}/attn/q': 2}"
         )
     return [Join(rest, size, names) for rest, names in groups.items()]
+
+
+def _is_of_attention(number: re.Match[str]) -> bool:
+    """Whether a number in a path tells modules such as `SelfAttention_0` apart."""
+    before = number.string[: number.start()].rpartition("/")[2]
+    return paths.words(before)[-1:] in (["attention"], ["attn"])
 
 
 def _along_batch(
