@@ -288,6 +288,15 @@ def test_names_against_those_that_the_tree_carries():
         jm.Reading(names={"w": ("mlp", "embed")}).read(tree)
 
 
+def test_names_count_where_rules_are_given_too():
+    tree = {"shared": shape(32, 8), "up": shape(8, 16), "stem": shape(8, 4)}
+    names = {"shared": ("tokens", "embed"), "up": ("embed", "mlp")}
+    labels = functools.partial(jm.label_params, rules={"stem": "adamw"})
+    reading = jm.Reading(labels, names=names, table={"tokens": "vocab"})
+    found = {path: one.label for path, one in reading.read(tree).items()}
+    assert found == {"shared": "adamw", "up": "muon", "stem": "adamw"}
+
+
 def test_names_of_parameters_that_a_mask_hides():
     """As where optax.multi_transform freezes a part of the model, outside of ours."""
     names = {path: ("embed", "mlp") for path in ("a/wi", "b/wi", "c/wi")}

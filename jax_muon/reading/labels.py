@@ -5,19 +5,25 @@ only: a lookup touches single rows. The output head, biases, norm scales and oth
 vectors go to AdamW too, even where scanned layers stack them to two axes and more.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jax_muon.checks import check_arrays, check_mapping, check_type
 from jax_muon.reading import paths
-from jax_muon.reading.roles import ADAMW, MUON, leaves_of, read_leaves
+from jax_muon.reading.roles import ADAMW, MUON, Leaf, Read, leaves_of, read_leaves
 
 # A tree (or a prefix of one) of labels, or a function of the parameters that gives one.
 Labels = Any | Callable[[Any], Any] | None
 
 __all__ = ["ADAMW", "MUON", "label_params"]
+
+# What a `Reading` with axis names makes of the leaves whose labels it asks for.
+_known: contextvars.ContextVar[tuple[Sequence[Leaf], Sequence[Read]] | None]
+_known = contextvars.ContextVar("jax_muon_known_reads", default=None)
 
 
 def label_params(params: Any, rules: Mapping[str, str] | None = None) -> Any:
@@ -32,7 +38,8 @@ def label_params(params: Any, rules: Mapping[str, str] | None = None) -> Any:
     the outcome.
 
     What neither name nor shape tells, rules have to: a grouped convolution under
-    another name, an embedding tied to a weight whose name the tree has.
+    another name, an embedding tied to a weight whose name the tree has. Within a
+    `Reading` its axis names count too.
 
     Args:
       params: parameters in any Flax form: linen dict, FrozenDict, boxed, nnx.State. The
@@ -61,7 +68,7 @@ def label_params(params: Any, rules: Mapping[str, str] | None = None) -> Any:
     leaves = leaves_of(params)
     known = [leaf.path for leaf in leaves]
     paths.check_patterns_match("rules of label_params", rules, known)
-    reads = dict(zip(known, read_leaves(leaves), strict=True))
+    reads = dict(zip(known, _reads_of(leaves), strict=True))
 
     def label(key_path: tuple[Any, ...], leaf: Any) -> str:
         del leaf
@@ -72,6 +79,29 @@ def label_params(params: Any, rules: Mapping[str, str] | None = None) -> Any:
         return reads[path].label
 
     return jax.tree_util.tree_map_with_path(label, params)
+
+
+@contextlib.contextmanager
+def knowing(leaves: Sequence[Leaf], reads: Sequence[Read]) -> Iterator[None]:
+    """Have `label_params` take these reads for these leaves, inside the `with` block.
+
+    The names of a `Reading` are not in its tree, where `label_params` would look.
+    """
+    token = _known.set((leaves, reads))
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+def _reads_of(leaves: Sequence[Leaf]) -> Sequence[Read]:
+    if (known := _known.get()) is not None:
+        mine, those = (
+            [(x.path, x.shape, x.dtype) for x in y] for y in (leaves, known[0])
+        )
+        if mine == those:
+            return known[1]
+    return read_leaves(leaves)
 
 
 def check_labels(labels: Any) -> None:

@@ -5,6 +5,7 @@ tree. A tree is read once, as a whole and before anything in it is masked, since
 parameter is depends on what stands beside it. The pieces look parameters up by path.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -259,11 +260,13 @@ class Reading:
                 f"two parameters have the path {twice!r}; expected paths that differ, "
                 "since labels and patterns go by them"
             )
-        label_of = given_labels.lookup(self.labels, tree, names, valid)
         numbers_of = given_numbers.lookup(self.dimension_numbers, tree, names)
         reads = read_leaves(
             leaves, out_in=self.out_in, table=self.table, strict_names=True
         )
+        told = self.names is not None
+        with given_labels.knowing(leaves, reads) if told else contextlib.nullcontext():
+            label_of = given_labels.lookup(self.labels, tree, names, valid)
         if self.names is None:
             self._check_carried_names(tree, leaves, reads)
         for path, own in names_of(tree).items():
