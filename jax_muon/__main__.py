@@ -150,14 +150,16 @@ def small_model(file: pathlib.Path, largest: int) -> tuple[Any, jm.Reading]:
             '"shape": [768, 3072], "dtype": "float32"}]}'
         ) from error
     read = jm.Reading(names=names or None).read(whole)
+    numbers = {
+        path: MuonDimensionNumbers(axes.reduction, axes.output)
+        for path, found in read.items()
+        if found.label == MUON
+        for axes in [read.axes(path)]
+    }
     reading = jm.Reading(
         labels={path: found.label for path, found in read.items()},
-        dimension_numbers={
-            path: MuonDimensionNumbers(axes.reduction, axes.output)
-            for path, found in read.items()
-            if found.label == MUON
-            for axes in [read.axes(path)]
-        },
+        # A function gives paths; a mapping would be patterns, which match others too.
+        dimension_numbers=lambda tree: numbers,
     )
     small = {
         path: jax.ShapeDtypeStruct([_halved(n, largest) for n in x.shape], x.dtype)

@@ -189,6 +189,20 @@ def test_the_command(tmp_path, capsys):
         command.main([*words, "--mesh=data"])
 
 
+def test_the_command_reads_each_path_by_itself(tmp_path):
+    """`proj/kernel` is no pattern that the path of the head matches too."""
+    file = tmp_path / "shapes.json"
+    shapes = [("proj/kernel", [64, 64]), ("head/proj/kernel", [64, 100])]
+    params = [{"path": k, "shape": s, "dtype": "float32"} for k, s in shapes]
+    file.write_text(json.dumps({"params": params}))
+    small, reading = command.small_model(file, 32)
+    found = {path: (x.label, x.shape) for path, x in reading.read(small).items()}
+    assert found == {
+        "head/proj/kernel": ("adamw", (32, 25)),
+        "proj/kernel": ("muon", (32, 32)),
+    }
+
+
 def test_alone_the_command_tests_the_installation(capsys):
     assert command.main([]) == 0
     said = capsys.readouterr().out
