@@ -107,6 +107,21 @@ def test_a_gate_beside_experts_is_a_router(gate, beside, label):
     assert ruled["moe"]["gate"] == {"kernel": "gates"}
 
 
+@pytest.mark.parametrize(
+    ("gate", "experts"),
+    [
+        ("gating/kernel", {"up": (8, 4, 16)}),
+        ("gating/kernel", {"experts/0/up": (4, 16), "experts/1/up": (4, 16)}),
+        ("w_gate", {"up": (8, 4, 16)}),
+    ],
+)
+def test_a_gate_by_which_experts_are_told_is_a_router(gate, experts):
+    shapes = {f"moe/{path}": shape for path, shape in {gate: (4, 8), **experts}.items()}
+    shapes = {path: jax.ShapeDtypeStruct(x, "float32") for path, x in shapes.items()}
+    expected = dict.fromkeys(shapes, "muon") | {f"moe/{gate}": "adamw"}
+    assert jm.label_params(shapes) == expected
+
+
 def test_integers_and_complex_go_to_adamw():
     params = {"a": jnp.zeros((2, 2), int), "b": jnp.zeros((2, 2), complex)}
     assert jm.label_params(params) == {"a": "adamw", "b": "adamw"}

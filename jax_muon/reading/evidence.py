@@ -26,6 +26,7 @@ class Node:
     parts: tuple[str, ...]  # the path, without the index of a box around the leaf
     batch: tuple[int, ...] = ()
     batch_reason: str = ""
+    chooses: bool = False  # whether experts beside it were told by it
 
     @property
     def name(self) -> str:

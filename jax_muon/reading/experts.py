@@ -24,6 +24,7 @@ def find_experts(tree: Tree) -> None:
         named = any(_is_expert_module(part) for part in node.parts)
         if router is not None:
             reason = f"{router.path!r} beside it chooses among {count} experts"
+            router.chooses = True
         elif named and not is_convolution(node) and count not in tree.streams:
             reason = f"{count} experts, by the name of its module"
         else:

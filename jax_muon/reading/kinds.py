@@ -128,10 +128,12 @@ def _router(tree: Tree, node: Node) -> Role | None:
     for part in node.parts:
         if paths.words(part)[-1:] == ["router"]:
             return "router", "everything in a router chooses experts"
+    if node.chooses:
+        return "router", "it has an output for each expert beside it"
     *_, fan_in, fan_out = node.sizes
     ways = [(fan_in, fan_out), (fan_out, fan_in)] if node.names else [(fan_in, fan_out)]
     for depth, part in enumerate(node.parts):
-        if paths.words(part) != ["gate"]:
+        if paths.words(part) not in (["gate"], ["gating"]):
             continue
         for other in tree.under[node.parts[:depth]]:
             name = other.parts[depth] if len(other.parts) > depth else part
