@@ -14,9 +14,12 @@ SCALE = {"scale", "scales", "gain", "gains", "gamma", "g"}
 VECTOR = {"beta", "alpha", "lambda", "lambdas", "scalar", "scalars", "token", "tokens"}
 VECTOR |= {"slope", "slopes", "sink", "sinks", "temperature", "variance", "eps", "mean"}
 VECTOR |= {"gaussian", "fourier"}  # buffers of random projections
+# Arrays that stand among a model's activations, as class tokens do.
+VECTOR |= {"latents", "registers", "register", "prompt", "prompts", "slots", "inducing"}
 VECTOR |= {"var", "freqs", "freq", "cos", "sin", "probe", "mask", "tau", "decay", "dt"}
 # Whole names of leaves that are not matrices of any rank: state-space models, buffers.
-STATE_SPACE = {"a_log", "log_a", "a_logs", "dt_bias"}
+STATE_SPACE = {"a_log", "log_a", "a_logs", "dt_bias", "a_real", "a_imag", "log_a_real"}
+STATE_SPACE |= {"time_first", "time_faaaa"}  # of RWKV, (heads, head_dim)
 
 # Containers: components that say nothing of what is in them.
 CONTAINERS = {"params", "~", "layers", "layer", "blocks", "block", "modules", "module"}
