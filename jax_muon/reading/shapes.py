@@ -25,7 +25,6 @@ class Places:
     output: tuple[int, ...]
     reason: str
     role: str | None = None  # where the shape tells another role than the words
-    doubt: bool = False
 
 
 def places_of(tree: Tree, node: Node, role: str) -> Places | None:

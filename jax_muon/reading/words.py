@@ -117,7 +117,6 @@ UP = {"wi", "up", "up_proj", "gate_proj", "gate", "c_fc", "fc_in", "intermediate
 UP |= {"gating_einsum", "gate_up_proj", "gate_up", "weights_proj"}
 UP |= {"w_up", "w_gate", "wi_up", "wi_gate", "proj_up", "ffw_up", "ffw_gate", "w_in"}
 UP |= {
-    "weights_proj",
     "in_proj",
     "linear_in",
     "mlp_in",
