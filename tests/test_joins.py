@@ -66,6 +66,7 @@ def test_a_number_alone_joins_queries_keys_and_values(name):
         ("gpt2/h/{i}/attn/q2", []),
         ("gpt2/h/{i}/q", [(0, 1), (2, 3)]),
         ("h/{i}/attn_1/q", [(0, 1), (2, 3)]),
+        ("h/{i}/attn/q_einsum/w", [(0, 1), (2, 3)]),
         ("SelfAttention_{i}/query/kernel", [(0, 1), (2, 3)]),
     ],
 )

@@ -14,10 +14,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from optax.contrib import MuonDimensionNumbers
 
-# Names of attention projections in Flax and in models written by hand, for joins.
-QUERY_LIKE = {"q", "k", "v", "query", "key", "value", "wq", "wk", "wv"}
-QUERY_LIKE |= {"q_proj", "k_proj", "v_proj"}
-
 
 @dataclasses.dataclass(frozen=True)
 class MatrixAxes:

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_muon.checks import check_count, check_mapping
-from jax_muon.reading import paths
-from jax_muon.reading.axes import QUERY_LIKE, MatrixAxes
+from jax_muon.reading import paths, words
+from jax_muon.reading.axes import MatrixAxes
 
 # Path pattern to K: see `find_joins`. K alone is for all queries, keys and values.
 Joins = Mapping[str, int] | int
@@ -277,7 +277,8 @@ def _joins_of_attention(size: int, all_axes: Mapping[str, MatrixAxes]) -> list[J
     """
     by_rest: dict[str, list[tuple[int, str]]] = {}  # every number in turn left out
     rests: dict[str, list[str]] = {}  # by path, the likeliest first
-    attention = [name for name in all_axes if QUERY_LIKE.intersection(name.split("/"))]
+    known = words.QUERY | words.KEY_VALUE
+    attention = [name for name in all_axes if known.intersection(name.split("/"))]
     for name in attention:
         numbers = reversed(list(re.finditer(r"\d+", name)))
         for match in sorted(numbers, key=_is_of_attention):
