@@ -60,6 +60,8 @@ ROLES = [
     ("head_mixer/kernel", (8, 8), "muon"),
     ("RMSNorm_0/weight", (12, 4), "adamw"),
     ("ln_1/g", (12, 4), "adamw"),
+    ("adaLN/weight", (48, 8), "muon"),
+    ("AdaLN_0/scale", (12, 8), "adamw"),
     ("resid_lambdas", (12, 2), "adamw"),
     ("temperature", (), "adamw"),
     ("Dense_0/lora_a", (8, 2), "muon"),

@@ -95,6 +95,8 @@ class Node:
         last = self.title_words[-1:] if self.owner_parts != self.parts else []
         first = self.title_words[:1] if len(self.shape) == 1 else []
         named = {*self.own_words[-1:], *last, *first} & words.NORM
+        if len(self.shape) > 1 and words.ADAPTIVE & {*self.title_words}:
+            named = set()  # the kernel that makes the scales of a norm: adaLN/weight
         is_scale = self.name.lower() in words.SCALE
         if self.name.lower() == "g" and len(self.shape) > 1:
             is_scale = False  # a gate, if its module is not a norm

@@ -40,6 +40,7 @@ PLAIN = {"dense", "linear", "einsum", "fc", "proj", "projection", "densegeneral"
 
 NORM = {"norm", "layernorm", "rmsnorm", "batchnorm", "groupnorm", "ln", "bn", "gn"}
 NORM |= {"normalization", "layrnorm", "normalisation", "rms", "norms"}
+ADAPTIVE = {"ada", "adaptive"}
 
 EMBEDDING = {"embed", "embeds", "embedding", "embeddings", "embedder", "emb", "wte"}
 EMBEDDING |= {"wpe", "codebook", "codebooks", "codevectors", "embs"}
