@@ -313,6 +313,8 @@ def test_the_side_of_the_outputs_against_the_bias():
     (found,) = jm.check(jm.nanochat(reading=jm.Reading(out_in=True)), tree)
     assert "out_in=True of the Reading makes its outputs 4" in found.doubt
     assert "'up/bias'" in found.doubt
+    with pytest.raises(ValueError, match=r"out_in\('up/weight'\)='in'; expected True"):
+        jm.Reading(out_in=lambda path: "in").read(tree)
 
 
 # --- specs by names -------------------------------------------------------------------

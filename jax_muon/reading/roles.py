@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_muon.checks import check_arrays
+from jax_muon.checks import check_arrays, check_flag
 from jax_muon.reading import names as axis_names
 from jax_muon.reading import paths, shapes
 from jax_muon.reading.axes import MatrixAxes, is_real
@@ -262,6 +262,8 @@ class _Reader:
 
     def _two_axes(self, node: Node, role: str, label: str) -> Places | str:
         flipped = self.out_in(node.path) if callable(self.out_in) else self.out_in
+        if flipped is not None:
+            check_flag(f"out_in({node.path!r})", flipped)
         reason = ""
         if label == MUON and flipped is not None:
             beside, bias = self.orientation.by_bias(node), self.tree.bias_of(node)
