@@ -76,6 +76,8 @@ ROLES = [
     ("s4/log_A_real", (8, 16), "adamw"),
     ("att/time_faaaa", (2, 4), "adamw"),
     ("dw/kernel", (3, 3, 1, 8), "adamw"),
+    ("recurrent_block/conv_1d/w", (4, 64), "adamw"),
+    ("pointwise_conv/kernel", (64, 128), "muon"),
     ("QKNorm_0/weight", (4, 8), "adamw"),
     ("norm_mlp/kernel", (8, 8), "muon"),
     ("empty/kernel", (0, 8), "adamw"),

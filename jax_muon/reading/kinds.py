@@ -10,6 +10,9 @@ from jax_muon.reading.evidence import Node, Tree
 
 Role = tuple[str, str]
 
+# Windows of the depthwise convolutions of recurrent layers are not longer than this.
+LONGEST_FILTER = 8
+
 
 def attention_part(node: Node) -> str | None:
     """Which projection of attention a title names: query, key, qkv or out."""
@@ -161,6 +164,10 @@ def _by_module(node: Node) -> Role | None:
         return "depthwise", "a filter for each channel, by its name"
     if len(node.sizes) > 2 and is_convolution(node) and grouped:
         return "depthwise", "a convolution in groups, by its name"
+    if len(node.sizes) == 2 and is_convolution(node):
+        window, channels = node.sizes
+        if window <= LONGEST_FILTER < channels:
+            return "depthwise", f"a filter of {window} for each channel, by its name"
     if node.name == "weight_v":
         return "depthwise", "the direction of a kernel under weight normalization"
     if len(node.sizes) > 2 and is_convolution(node):
