@@ -27,12 +27,10 @@ from jax.sharding import AxisType, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
+from jax_muon import recipes
 from jax_muon.reading.labels import MUON
 
-RECIPES = {
-    recipe.__name__: recipe
-    for recipe in (jm.nanochat, jm.muon, jm.normuon, jm.moonlight, jm.teon)
-}
+RECIPES = {name: getattr(recipes, name) for name in recipes.__all__}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -178,7 +176,8 @@ def _halved(size: int, largest: int) -> int:
 def _mesh(text: str) -> dict[str, int]:
     """Sizes of mesh axes by name."""
     pairs = [part.split("=") for part in text.split(",")]
-    if any(len(p) != 2 or not p[1].isdecimal() or p[1] == "0" for p in pairs):
+    wrong = any(len(p) != 2 or not p[1].isdecimal() or int(p[1]) == 0 for p in pairs)
+    if wrong or len({p[0] for p in pairs}) < len(pairs):
         raise argparse.ArgumentTypeError(
             f"{text}: expected axes with sizes, such as data=2,fsdp=4"
         )

@@ -185,8 +185,10 @@ def test_the_command(tmp_path, capsys):
     said = capsys.readouterr().err
     assert 'expected {"params": [{"path":' in said
     assert "for 8 devices; expected at most as many" in said
-    with pytest.raises(SystemExit):
-        command.main([*words, "--mesh=data"])
+    for more in ("--mesh=data", "--mesh=data=2,data=4", "--mesh=data=00"):
+        with pytest.raises(SystemExit):
+            command.main([*words, more])
+    assert set(command.RECIPES) >= {"nanochat", "teon", "muonh", "normuonh"}
 
 
 def test_the_command_reads_each_path_by_itself(tmp_path):
