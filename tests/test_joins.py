@@ -82,6 +82,8 @@ def test_two_attentions_of_a_layer_are_joined_each_by_itself():
         tuple(names[:2]),
         tuple(names[2:]),
     ]
+    unet = {f"down_{i}/attn_{k}/q": (i + 4,) * 2 for i in range(2) for k in range(2)}
+    assert joined_names(unet, 2) == [tuple(list(unet)[:2]), tuple(list(unet)[2:])]
     scanned = dict.fromkeys(["layers/Attention_0/q", "layers/Attention_1/q"], (4, 6, 6))
     assert joined_names(scanned, 2) == [(name,) for name in scanned]
 

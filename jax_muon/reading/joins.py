@@ -143,7 +143,9 @@ def check_joins(joins: Any) -> None:
 
 
 def find_joins(
-    joins: Joins | None, all_axes: Mapping[str, MatrixAxes]
+    joins: Joins | None,
+    all_axes: Mapping[str, MatrixAxes],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[Join, ...]:
     """Which parameters are joined, by their paths.
 
@@ -157,6 +159,7 @@ def find_joins(
         over the innermost number in their paths that tells layers apart, and not two
         attentions of one layer, or else along the leading batch axis.
       all_axes: how each parameter that is a matrix is read, by path.
+      shapes: of the same parameters.
 
     Returns:
       One `Join` for all leaves that differ in the number of a layer alone.
@@ -171,7 +174,7 @@ def find_joins(
     if isinstance(joins, Mapping):
         found = _joins_by_pattern(joins, list(all_axes))
     else:
-        found = _joins_of_attention(joins, all_axes)
+        found = _joins_of_attention(joins, all_axes, shapes)
     taken: dict[str, str] = {}
     for join in found:
         for path in join.paths:
@@ -269,11 +272,15 @@ def _joins_by_pattern(joins: Mapping[str, int], names: Sequence[str]) -> list[Jo
     return found
 
 
-def _joins_of_attention(size: int, all_axes: Mapping[str, MatrixAxes]) -> list[Join]:
+def _joins_of_attention(
+    size: int,
+    all_axes: Mapping[str, MatrixAxes],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> list[Join]:
     """Queries, keys and values: each kind over the innermost number that varies.
 
     The number of a module of attention comes last, and after an axis of layers: one
-    layer may have two of them.
+    layer may have two of them. A number by which shapes vary comes after all others.
     """
     by_rest: dict[str, list[tuple[int, str]]] = {}  # every number in turn left out
     rests: dict[str, list[str]] = {}  # by path, the likeliest first
@@ -291,6 +298,7 @@ def _joins_of_attention(size: int, all_axes: Mapping[str, MatrixAxes]) -> list[J
     for name in attention:
         candidates = rests.get(name, [])
         several = [rest for rest in candidates if len(by_rest[rest]) > 1]
+        several.sort(key=lambda rest: len({shapes[n] for _, n in by_rest[rest]}) > 1)
         if several:
             groups[several[0]] = tuple(n for _, n in sorted(by_rest[several[0]]))
         elif all_axes[name].batch:

@@ -128,7 +128,8 @@ class Matrices(Mapping[str, Parameter]):
 
     def with_joins(self, joins: Joins | None) -> "Matrices":
         """The same, with some matrices joined; see `find_joins`."""
-        found = find_joins(joins, {path: self.axes(path) for path in self})
+        shapes = {path: found.shape for path, found in self.items()}
+        found = find_joins(joins, {path: self.axes(path) for path in self}, shapes)
         matrices = dataclasses.replace(self, joins=found)
         matrices.blocks(list(self))
         return matrices
