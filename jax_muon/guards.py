@@ -29,6 +29,7 @@ def skip_nonfinite(
     """Skip a step whose gradients, updates or new state are not all finite.
 
     State too: a finite gradient of 2e19 makes AdamW's second moment infinite for good.
+    Only what was finite before counts there: a best loss may begin infinite.
     A skipped step leaves parameters, momentum and counts as they were, and is counted.
 
     Args:
@@ -57,7 +58,9 @@ def skip_nonfinite(
         new_updates, new_inner = inner.update(
             updates, state.inner_state, params, **extra_args
         )
-        good = _all_finite((updates, new_updates, new_inner))
+        good = _all_finite((updates, new_updates)) & _stays_finite(
+            new_inner, state.inner_state
+        )
 
         def choose(new: Array, old: Array) -> Array:
             return jnp.where(good, new, old)
@@ -78,4 +81,16 @@ def _all_finite(tree: Any) -> Array:
     for leaf in jax.tree.leaves(tree):
         if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             good = good & jnp.all(jnp.isfinite(leaf))
+    return good
+
+
+def _stays_finite(new: Any, old: Any) -> Array:
+    """Whether no element of a state was finite and no longer is.
+
+    `optax.contrib.reduce_on_plateau` begins with an infinite best value.
+    """
+    good = jnp.asarray(True)
+    for leaf, before in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            good = good & jnp.all(jnp.isfinite(leaf) | ~jnp.isfinite(before))
     return good

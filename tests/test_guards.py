@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import jax_muon as jm
 from tests.distributed import problems
@@ -57,3 +58,16 @@ def test_a_finite_gradient_that_would_poison_the_state_is_skipped():
     assert state.skipped == 1
     chex.assert_trees_all_equal(state.inner_state, tx.init(params).inner_state)
     assert not np.any(updates["wte"])
+
+
+def test_a_state_that_begins_infinite_does_not_skip():
+    """A best loss is infinite until there is one, here after the second step."""
+    params = {"w": jnp.ones((4, 6))}
+    plateau = optax.contrib.reduce_on_plateau(accumulation_size=2)
+    tx = jm.skip_nonfinite(optax.chain(optax.sgd(1.0), plateau))
+    state = tx.init(params)
+    for _ in range(3):
+        updates, state = tx.update(params, state, params, value=jnp.float32(2.0))
+        chex.assert_trees_all_equal(updates, {"w": -params["w"]})
+    assert state.skipped == 0
+    assert optax.tree.get(state, "best_value") == 2
