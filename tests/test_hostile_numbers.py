@@ -169,6 +169,14 @@ def test_an_injected_eps_is_more_than_zero(name):
     assert is_finite(updates, state)
 
 
+@pytest.mark.parametrize("piece", [jm.normalize_frobenius, jm.scale_by_normuon])
+def test_an_eps_that_its_dtype_cannot_hold_is_more_than_zero(piece):
+    params = {"w": jnp.zeros((2, 3))}
+    tx = piece(eps=1e-46)
+    updates, state = tx.update(params, tx.init(params), params)
+    assert is_finite(updates, state)
+
+
 @pytest.mark.parametrize("max_norm", [float("inf"), 1.0])
 def test_optax_clips_by_any_norm(max_norm):
     params = {"w": jnp.ones((4, 6)), "wte": jnp.ones((5, 4))}

@@ -33,14 +33,15 @@ def wide(x: Array) -> Array:
 
 
 def least(eps: Any, dtype: Any) -> Any:
-    """An eps that can be compared with arrays of a dtype, and is above 0.
+    """An eps that can be compared with arrays of a dtype, and is above 0 in it.
 
-    `optax.inject_hyperparams` makes it a float16 where parameters are, of which 1e-10
-    is 0.
+    1e-46 is 0 in float32, and 1e-10 in float16, which `optax.inject_hyperparams` makes
+    it where parameters are.
     """
+    tiny = float(jnp.finfo(dtype).tiny)
     if isinstance(eps, float):
-        return eps
-    return jnp.maximum(jnp.asarray(eps, dtype), jnp.finfo(dtype).tiny)
+        return max(eps, tiny)
+    return jnp.maximum(jnp.asarray(eps, dtype), tiny)
 
 
 # Symmetric products are computed by halves from so many rows and columns on; below, the
