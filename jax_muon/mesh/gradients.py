@@ -108,9 +108,7 @@ class MeanGradients:
         largest = jax.tree.map(functools.partial(self._reduce, jax.lax.pmax), largest)
         metrics = {"loss": jax.lax.psum(loss * _inverse(total), self.axis)}
         if self.has_aux:
-            means = jax.tree.map(
-                lambda x: self._reduce(jax.lax.pmean, x / self.microbatches), aux
-            )
+            means = jax.tree.map(functools.partial(self._reduce, jax.lax.psum), aux)
             metrics["aux"] = {**means, **largest} if self.max_aux else means
         return grads, largest, metrics
 
@@ -150,8 +148,9 @@ class MeanGradients:
     def _totals(self, params: Any, batch: Any) -> tuple[Any, Any]:
         """What is summed over microbatches, and what is maximized.
 
-        Weight, loss and gradients times it, and aux; then the entries of max_aux. In at
-        least float32: weights may be more than float16 can hold.
+        Weight, loss and gradients times it, and this device's part of the mean aux;
+        then the entries of max_aux. But for aux in at least float32: weights may be
+        more than float16 can hold.
         """
 
         def split_loss(params: Any, batch: Any) -> tuple[Any, Any]:
@@ -171,6 +170,8 @@ class MeanGradients:
             _check_entries(aux, self.max_aux)
             largest = {name: aux[name] for name in self.max_aux}
             aux = {name: x for name, x in aux.items() if name not in largest}
+        # Divided before it is summed: booleans and int8 have no sum.
+        aux = jax.tree.map(lambda x: x / (self.devices * self.microbatches), aux)
         loss = vary(wide(loss), self.axis) * weight
         # Marked here, since a scan wants the same marks on what goes in and comes out.
         aux, largest = jax.tree.map(lambda x: vary(x, self.axis), (aux, largest))

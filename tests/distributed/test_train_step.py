@@ -171,6 +171,18 @@ def test_aux_is_averaged():
     np.testing.assert_allclose(metrics["aux"]["mean"], jnp.mean(batch), rtol=1e-5)
 
 
+@pytest.mark.parametrize("aux", [True, np.int8(100), np.float16(60000)], ids=type)
+def test_aux_is_averaged_whatever_its_dtype(aux):
+    """The sum of two is True, -56 and infinite."""
+    params, weights = problems.draw("one matrix only")
+    plain, batch = problems.loss_of(weights), problems.batches(1)[0]
+    step = make(
+        loss=lambda p, b: (plain(p, b), jnp.asarray(aux)), has_aux=True, microbatches=2
+    )
+    _, _, metrics = step(*step.init(params), batch)
+    assert metrics["aux"] == aux
+
+
 @pytest.mark.parametrize(
     ("where", "parameters"),
     [("ZeRO-2 x FSDP x TP", "as specs"), ("ZeRO-2 on 4", "divided")],
