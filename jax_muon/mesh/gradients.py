@@ -164,7 +164,9 @@ class MeanGradients:
         gradient = jax.value_and_grad(split_loss, has_aux=True)
         (loss, (weight, aux)), grads = gradient(params, batch)
         weight = vary(weight.astype(wide(loss).dtype), self.axis)
-        grads = jax.tree.map(lambda g: wide(g) * weight.astype(wide(g).dtype), grads)
+        loss, grads = jax.tree.map(
+            lambda x: self._counted(vary(wide(x), self.axis), weight), (loss, grads)
+        )
         largest = {}
         if self.max_aux:
             _check_entries(aux, self.max_aux)
@@ -172,10 +174,14 @@ class MeanGradients:
             aux = {name: x for name, x in aux.items() if name not in largest}
         # Divided before it is summed: booleans and int8 have no sum.
         aux = jax.tree.map(lambda x: x / (self.devices * self.microbatches), aux)
-        loss = vary(wide(loss), self.axis) * weight
         # Marked here, since a scan wants the same marks on what goes in and comes out.
         aux, largest = jax.tree.map(lambda x: vary(x, self.axis), (aux, largest))
         return (weight, loss, grads, aux), largest
+
+    def _counted(self, x: Any, weight: Any) -> Any:
+        """Times its weight; the mean of nothing, 0 / 0, does not count."""
+        product = x * weight.astype(x.dtype)
+        return jnp.where(weight == 0, 0, product) if self.weighted else product
 
 
 def _over(collective: Callable[..., Any], x: Any, names: tuple[str, ...]) -> Any:

@@ -73,9 +73,10 @@ def make_train_step(
     Args:
       loss_fn: `loss_fn(params, batch)` gives the mean loss of its batch, a scalar;
         with `weighted`, the pair (mean loss, weight), where the weight says how much
-        the mean counts: the number of unmasked tokens, for example. With `has_aux`, a
-        pair of that and a tree of arrays. It sees whole parameters, except for mesh
-        axes other than `axis`, such as those of tensor parallelism.
+        the mean counts: the number of unmasked tokens, for example; a mean of weight 0
+        does not count, even where it is NaN. With `has_aux`, a pair of that and a tree
+        of arrays. It sees whole parameters, except for mesh axes other than `axis`,
+        such as those of tensor parallelism.
       tx: an optimizer in global view, such as a recipe; not wrapped in `on_mesh`, which
         this does.
       mesh: the mesh.

@@ -145,6 +145,20 @@ def test_a_batch_in_which_nothing_counts_moves_little():
     assert jnp.max(jnp.abs(after["w"] - params["w"])) < 0.02 * 0.1
 
 
+@pytest.mark.parametrize("given", [{}, {"microbatches": 2, "accumulate": "scattered"}])
+def test_a_mean_of_nothing_does_not_count(given):
+    """One device's samples are all masked, and their mean is 0 / 0."""
+    params, mask = {"w": jnp.ones((8, 16))}, jnp.ones(16).at[:2].set(0)
+
+    def loss(params, mask):
+        return jnp.sum(mask * jnp.mean(params["w"])) / jnp.sum(mask), jnp.sum(mask)
+
+    step = make("ZeRO-2 on 8", optax.sgd(1.0), loss=loss, weighted=True, **given)
+    after, _, metrics = step(*step.init(params), mask)
+    np.testing.assert_allclose(after["w"], 1 - 1 / 128, rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], 1, rtol=1e-6)
+
+
 def test_float16_means_and_weights_do_not_overflow():
     """Gradients of 9000 on eight devices: float16 cannot hold the sum, nor weights."""
     params = {"w": jnp.zeros((8, 16), jnp.float16)}
