@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_muon.checks import scalar
-from jax_muon.mesh.specs import entry_names, is_spec, vary
+from jax_muon.mesh.specs import entry_names, is_spec, vary, wire_dtype
 from jax_muon.polar.products import wide
 
 
@@ -117,14 +117,14 @@ class MeanGradients:
         for dimension, entry in enumerate(spec):
             names = entry_names(entry)
             if names:
-                sent = x.astype(self.gather_dtype or x.dtype)
+                sent = x.astype(wire_dtype(x.dtype, self.gather_dtype))
                 sent = jax.lax.all_gather(sent, names, axis=dimension, tiled=True)
                 x = sent.astype(x.dtype)
         return vary(x, self.axis)
 
     def _scatter(self, g: Any, spec: PartitionSpec, dtype: Any) -> Any:
         """This device's part of the sum of local gradients, in at least float32."""
-        sent = self._to_reduce(g.astype(self.reduce_dtype or dtype))
+        sent = self._to_reduce(g.astype(wire_dtype(dtype, self.reduce_dtype)))
         summed = set(self.axis)
         for dimension, entry in enumerate(spec):
             names = entry_names(entry)

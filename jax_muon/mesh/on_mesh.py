@@ -36,6 +36,7 @@ from jax_muon.mesh.specs import (
     full_rank,
     is_spec,
     shard_shape,
+    wire_dtype,
 )
 from jax_muon.notes import is_collecting_doubts, note
 from jax_muon.reading import paths
@@ -278,8 +279,8 @@ class OnMesh:
         context, explicit = jax.sharding.get_abstract_mesh(), self._is_explicit()
 
         def place(spec: PartitionSpec, x: Any, own: PartitionSpec) -> Any:
-            travels = self.gather_dtype is not None and own != spec
-            sent = x.astype(self.gather_dtype) if travels else x
+            travels = own != spec
+            sent = x.astype(wire_dtype(x.dtype, self.gather_dtype)) if travels else x
             if explicit:
                 mesh = context if not context.empty else self.layout.mesh
                 sent = jax.reshard(sent, NamedSharding(mesh, spec))

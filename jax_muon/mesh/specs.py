@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon.checks import check_type, refuse
@@ -112,6 +113,12 @@ def shard_shape(
         size // devices_over(entry, sizes)
         for size, entry in zip(shape, entries, strict=True)
     )
+
+
+def wire_dtype(dtype: Any, asked: Any) -> Any:
+    """The dtype that arrays of one travel in: the one asked for, if they are real."""
+    real = jnp.issubdtype(dtype, jnp.floating)
+    return dtype if asked is None or not real else asked
 
 
 def arrays_and_others(extra_args: dict[str, Any]) -> tuple[dict, dict]:

@@ -222,6 +222,19 @@ def test_dtypes_on_the_wire(wire, where, parameters):
     assert 1e-6 < problems.distance(coarse, exact, params) < 2e-2  # roundings of 2^-9
 
 
+def test_complex_numbers_keep_their_imaginary_parts_on_the_wire():
+    def loss(params, batch):
+        return jnp.mean(jnp.abs(params["w"]) ** 2) * jnp.mean(batch)
+
+    params = {"w": jnp.full((8, 16), 1 + 2j)}
+    given = {"tx": optax.sgd(64.0), "loss": loss}
+    given |= {"reduce_dtype": "bfloat16", "gather_dtype": "bfloat16"}
+    for parameters in ("as specs", "divided"):
+        step = make("ZeRO-2 on 8", parameters=parameters, **given)
+        after, _, _ = step(*step.init(params), jnp.ones(8))
+        np.testing.assert_allclose(after["w"], 0 + 4j, atol=1e-6)
+
+
 # --- what is sent ---------------------------------------------------------------------
 
 
