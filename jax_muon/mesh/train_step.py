@@ -268,14 +268,13 @@ class TrainStep:
                     f"expected a leading axis that {devices} devices x {microbatches} "
                     "microbatches divide"
                 )
-        here, scattered = (
-            jax.tree.map(
-                lambda x: only(x, self._gradients.axis), specs, is_leaf=is_spec
-            )
-            for specs in (self._layout.of_params(params), self._layout.of_state(params))
+        specs = self._layout.of_params(params), self._layout.of_state(params)
+        here, scattered = jax.tree.map(
+            lambda x: only(x, self._gradients.axis), specs, is_leaf=is_spec
         )
         batch_spec = PartitionSpec(self._gradients.axis)
         if AxisType.Explicit in self._layout.mesh.axis_types:
+            _check_named(specs, self._gradients.axis)
             batch = jax.reshard(batch, NamedSharding(self._layout.mesh, batch_spec))
 
         def local(params: Any, batch: Any) -> Any:
@@ -314,4 +313,15 @@ def _check_axes(mesh: Mesh, axis: tuple[str, ...], divide: tuple[str, ...]) -> N
             raise ValueError(
                 f"the mesh axis {name!r} has Explicit axes; expected a mesh with Auto "
                 f"axes, since there are others than those of the batch, axis={axis}"
+            )
+
+
+def _check_named(specs: Any, axis: tuple[str, ...]) -> None:
+    """Refuse specs on Explicit axes that `_check_axes` lets pass, of one device."""
+    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
+        for name in set(spec_names(spec)) - set(axis):
+            raise ValueError(
+                f"specs name the mesh axis {name!r}, an Explicit one of one device, "
+                f"which is not among those of the batch, axis={axis}; expected specs "
+                "without it, or it in axis"
             )

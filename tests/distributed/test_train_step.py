@@ -363,6 +363,15 @@ def test_explicit_axes_beside_those_of_the_batch():
         jm.make_train_step(lambda p, b: 0.0, jm.nanochat(), mesh, specs=P("fsdp"))
 
 
+def test_an_explicit_axis_of_one_device_beside_those_of_the_batch():
+    params, mesh = {"w": jnp.ones((4, 6))}, mesh_of(2, 1, kind=EXPLICIT)
+    step = jm.make_train_step(
+        lambda p, b: jnp.sum(p["w"]) * b.mean(), optax.sgd(0.1), mesh, specs=P("fsdp")
+    )
+    with pytest.raises(ValueError, match="'fsdp', an Explicit one of one device"):
+        step(*step.init(params), jnp.ones(2))
+
+
 def test_a_state_of_something_else():
     params, _ = problems.draw("one matrix only")
     step = make(problem="one matrix only")
