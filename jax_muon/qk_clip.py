@@ -273,7 +273,9 @@ class _Heads(NamedTuple):
         """Factors of the weights of each query head, and of each key head."""
         above = _is_above(largest, threshold)
         # One where nothing is clipped, exactly, and so are its powers and quotients.
-        gamma = jnp.where(above, threshold / jnp.where(above, largest, 1), 1)
+        gamma = threshold / jnp.where(above, largest, 1)
+        # 1e-2 of 1e38 is 0 in float32, and its quotient with itself NaN.
+        gamma = jnp.where(above, jnp.maximum(gamma, jnp.finfo(gamma.dtype).tiny), 1)
         grouped = gamma.reshape(*gamma.shape[:-1], self.key_heads, -1)
         kappa = jnp.min(grouped, axis=-1, keepdims=True) ** (1 - balance)
         return (grouped / kappa).reshape(gamma.shape), kappa[..., 0]
