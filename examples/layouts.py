@@ -69,13 +69,14 @@ def connect(options: argparse.Namespace) -> Mesh:
     ]
     count = len(devices)
     # By default 2 groups that repeat one another, and 2 devices along tp.
-    pair = {"hsdp": (2, count // 2), "fsdp,tp": (count // 2, 2)}
+    half = max(1, count // 2)
+    pair = {"hsdp": (2, half), "fsdp,tp": (half, 2)}
     shape = options.mesh or pair.get(options.sharding, (count,))
     if math.prod(shape) != count:
         raise ValueError(
             f"a mesh of {' x '.join(map(str, shape))} for {count} devices; expected "
             f"with --mesh A,B two numbers whose product is {count}, or --devices "
-            f"{math.prod(shape)}"
+            f"{math.ceil(math.prod(shape) / jax.process_count())}"
         )
     mesh = Mesh(np.array(devices).reshape(shape), AXES[options.sharding])
     parts = math.prod(mesh.shape[name] for name in batch_axes(mesh))

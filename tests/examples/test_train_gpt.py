@@ -188,6 +188,8 @@ def test_devices_that_are_not_there(tmp_path):
         train(tmp_path, "run", *zero2, "--devices=3")
     with pytest.raises(ValueError, match=r"3 x 2 for 8 devices; expected .* is 8"):
         train(tmp_path, "run", "--sharding=hsdp", "--mesh=3,2", "--devices=8")
+    with pytest.raises(ValueError, match=r"1 x 2 for 1 devices; .* --devices 2$"):
+        train(tmp_path, "run", "--sharding=fsdp,tp", "--devices=1")
     assert not (tmp_path / "run").exists()
 
 
