@@ -182,6 +182,7 @@ def test_clipped_logits_stay_at_the_threshold(tmp_path):
 
 def test_devices_that_are_not_there(tmp_path):
     zero2 = ["--steps=10", "--sharding=zero2"]
+    assert jax.device_count() == 8  # from here on their number cannot change
     with pytest.raises(ValueError, match="--devices 64: this process has 8"):
         train(tmp_path, "run", *zero2, "--devices=64")
     with pytest.raises(ValueError, match="expected a multiple of 3"):
