@@ -1,0 +1,36 @@
+"""Several processes of one machine: how they are asked for, and how they end."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["2"], ["0", "script.py"], ["script.py"]])
+def test_arguments(arguments, examples):
+    command = [sys.executable, examples / "launch.py", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "expected a number of processes, a script" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_sigterm_ends_all_processes(tmp_path, examples):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, examples / "launch.py", "2", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        for _ in range(2):
+            assert launcher.stdout.readline() == "ready\n"
+        launcher.send_signal(signal.SIGTERM)
+        # Their end of the pipe is closed when both are gone.
+        assert launcher.communicate(timeout=30) == ("", None)
+    assert launcher.returncode == 7
