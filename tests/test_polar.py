@@ -422,9 +422,10 @@ def test_rank_deficient(rng, x64):
     np.testing.assert_allclose(s, [1] * 3 + [0] * 9, atol=1e-9)
 
 
-def test_empty_batch_and_empty_matrix():
-    assert jm.PolarExpress()(jnp.zeros((0, 3, 4))).shape == (0, 3, 4)
-    assert jm.PolarExpress()(jnp.zeros((2, 0, 4))).shape == (2, 0, 4)
+@pytest.mark.parametrize("polar", [jm.PolarExpress(), jm.ExactPolar()])
+def test_empty_batch_and_empty_matrix(polar):
+    assert polar(jnp.zeros((0, 3, 4))).shape == (0, 3, 4)
+    assert polar(jnp.zeros((2, 0, 4))).shape == (2, 0, 4)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])

@@ -341,6 +341,8 @@ class ExactPolar:
           ValueError: x has fewer than two axes or is not real floating point.
         """
         _check_matrices(x)
+        if x.size == 0:
+            return x
         y, _ = power_of_two_scaled(x)
         u, s, vt = jnp.linalg.svd(y, full_matrices=False)
         rank_tol = max(x.shape[-2:]) * jnp.finfo(y.dtype).eps
