@@ -88,6 +88,11 @@ def test_two_attentions_of_a_layer_are_joined_each_by_itself():
     assert joined_names(scanned, 2) == [(name,) for name in scanned]
 
 
+def test_keys_are_not_joined_with_the_values_beside_them():
+    shapes = {"attn/kv_einsum/w": (2, 4, 64, 16), "attn/q_einsum/w": (4, 64, 16)}
+    assert joined_names(shapes, 2) == [("attn/q_einsum/w",)]
+
+
 def test_two_stacks_are_joined_each_by_itself():
     shapes = {f"{s}layers/{i}/q": (4, 6) for s in ("", "vision/") for i in range(2)}
     shapes |= {f"stage{s}/block{i}/k": (4, 6) for s in range(2) for i in range(2)}

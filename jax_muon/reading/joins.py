@@ -284,7 +284,7 @@ def _joins_of_attention(
     """
     by_rest: dict[str, list[tuple[int, str]]] = {}  # every number in turn left out
     rests: dict[str, list[str]] = {}  # by path, the likeliest first
-    known = words.QUERY | words.KEY_VALUE
+    known = words.QUERY | words.KEY_VALUE - words.FUSED_KEY_VALUE
     attention = [name for name in all_axes if known.intersection(name.split("/"))]
     for name in attention:
         numbers = reversed(list(re.finditer(r"\d+", name)))
