@@ -439,7 +439,7 @@ def test_impossible_options_are_refused(flags, tmp_path, capsys):
     ("flags", "message"),
     [
         (["--resume"], "error: .*none holds no run to resume"),
-        (["--momentum=2", "--steps=1"], r"error: momentum=2.0; expected a number"),
+        (["--qk-clip=inf", "--steps=1"], r"error: threshold=inf; expected a finite"),
     ],
 )
 def test_the_program_ends_with_one_line_on_a_wrong_setting(
