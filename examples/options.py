@@ -91,8 +91,10 @@ def positive(text: str) -> int:
 
 
 def seed(text: str) -> int:
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected a whole number from 0 on")
+    if not 0 <= int(text) < 2**32:  # of a larger one, JAX's keys drop bits
+        raise argparse.ArgumentTypeError(
+            f"{text}: expected a whole number from 0 to {2**32 - 1}"
+        )
     return int(text)
 
 

@@ -419,6 +419,7 @@ def test_data_that_cannot_be_read_is_refused(content, message, tmp_path):
         ["--compare=a,b"],
         ["--compare=adamw,adamw"],
         ["--seed=-1"],
+        ["--seed=4294967296"],
         ["--learning-rate=-1"],
         ["--adamw-learning-rate=nan"],
         ["--weight-decay=inf"],
