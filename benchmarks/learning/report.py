@@ -183,6 +183,7 @@ def draw(records: Records, found: dict[str, Row], steps: int, path: pathlib.Path
     for axes in (during, by_length):
         axes.set(ylabel="nats per character")
         axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
     figure.savefig(path, dpi=120)
