@@ -113,8 +113,7 @@ def table(found: dict[str, Row], steps: int, short: bool = False) -> str:
 
 
 LONG = (
-    "tries", "matrices", "momentum", "decay", "AdamW's part", "embedding",
-    "of its time",
+    "tries", "matrices", "momentum", "decay", "head, embedding", "of its time",
 )  # fmt: skip
 
 
@@ -122,6 +121,7 @@ def cells(name: str, row: Row, steps: int) -> dict[str, str]:
     """A line of the table, by the titles of its columns."""
     settings, length = row.best.settings, row.length or row.length_of_one
     momentum, decay = settings["momentum"], settings.get("weight_decay")
+    head = settings["adamw_learning_rate"]
     of_time = f"{length * row.pace / steps:.2f}" if length and row.pace else "-"
     return {
         "": f"`{name}`",
@@ -131,8 +131,7 @@ def cells(name: str, row: Row, steps: int) -> dict[str, str]:
         if isinstance(momentum, list)
         else f"{momentum:g}",
         "decay": "-" if decay is None else f"{decay:g}",
-        "AdamW's part": f"{settings['adamw_learning_rate']:g}",
-        "embedding": f"{settings.get(FACTOR, 1):g} x",
+        "head, embedding": f"{head:g}, {head * settings.get(FACTOR, 1):g}",
         "best of the search": f"{plan.last(row.found):.4f} "
         f"({row.found['steps']} steps)",
         f"after {steps} steps": spread(row.runs) if row.runs else "-",

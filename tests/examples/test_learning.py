@@ -158,7 +158,7 @@ def test_the_plan_from_grid_to_report(tmp_path, made, capsys):
     lines = page.read_text().splitlines()
     assert [lines[0], lines[-1], len(lines)] == ["a", "b", 10]
     assert lines[6] == (
-        "| `muon` | 11 | 0.08 | 0.95 | 0.1 | 0.02 | 1 x | 1.3233 (150 steps) "
+        "| `muon` | 11 | 0.08 | 0.95 | 0.1 | 0.02, 0.02 | 1.3233 (150 steps) "
         "| 1.1667 ± 0.0100 | 150 | 0.50 | 0.67 |"
     )
     assert lines[7].endswith("| 1.3333 ± 0.0100 | 300 | 1.00 | 1.00 |")
