@@ -15,7 +15,7 @@ from runs import write  # that of the example
 from benchmarks.learning import pace, plan
 from benchmarks.learning.grid import BASELINE, BEGINNINGS
 from benchmarks.learning.records import Record, Records
-from benchmarks.learning.training import FACTOR, VARIANTS, Point
+from benchmarks.learning.training import VARIANTS, Point, embedding_factor
 
 DATA = ("data", "context", "batch_size", "depth")
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -131,7 +131,7 @@ def cells(name: str, row: Row, steps: int) -> dict[str, str]:
         if isinstance(momentum, list)
         else f"{momentum:g}",
         "decay": "-" if decay is None else f"{decay:g}",
-        "head, embedding": f"{head:g}, {head * settings.get(FACTOR, 1):g}",
+        "head, embedding": f"{head:g}, {head * embedding_factor(row.best):g}",
         "best of the search": f"{plan.last(row.found):.4f} "
         f"({row.found['steps']} steps)",
         f"after {steps} steps": spread(row.runs) if row.runs else "-",
