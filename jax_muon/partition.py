@@ -157,12 +157,9 @@ def partition(
         tx = build(updates)
         try:
             given, new = tx.update(updates, state, params, **extra_args)
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError):  # in words of optax, maybe
             right = jax.eval_shape(tx.init, updates if params is None else params)
-            try:
-                check_state_structure(state, right)
-            except ValueError as better:
-                raise better from error
+            check_state_structure(state, right)
             raise
         structure: Any = jax.tree.structure(state)
         if structure == jax.tree.structure(new):
