@@ -4,6 +4,7 @@ They decide on global arrays, once for all devices. Inside shard_map they refuse
 differs between devices, where optax's own would skip on some of them without an error.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -58,8 +59,12 @@ def skip_nonfinite(
         new_updates, new_inner = inner.update(
             updates, state.inner_state, params, **extra_args
         )
-        good = _all_finite((updates, new_updates)) & _stays_finite(
-            new_inner, state.inner_state
+        finite = [_finite(x) for x in jax.tree.leaves((updates, new_updates))]
+        states = map(jax.tree.leaves, (new_inner, state.inner_state))
+        # `optax.contrib.reduce_on_plateau` begins with an infinite best value.
+        finite += [_finite(x) | ~_finite(old) for x, old in zip(*states, strict=True)]
+        good = functools.reduce(
+            jnp.logical_and, map(jnp.all, finite), jnp.asarray(True)
         )
 
         def choose(new: Array, old: Array) -> Array:
@@ -75,22 +80,7 @@ def skip_nonfinite(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _all_finite(tree: Any) -> Array:
-    """Whether every element of floating point is finite."""
-    good = jnp.asarray(True)
-    for leaf in jax.tree.leaves(tree):
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            good = good & jnp.all(jnp.isfinite(leaf))
-    return good
-
-
-def _stays_finite(new: Any, old: Any) -> Array:
-    """Whether no element of a state was finite and no longer is.
-
-    `optax.contrib.reduce_on_plateau` begins with an infinite best value.
-    """
-    good = jnp.asarray(True)
-    for leaf, before in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            good = good & jnp.all(jnp.isfinite(leaf) | ~jnp.isfinite(before))
-    return good
+def _finite(x: Array) -> Array:
+    """Which elements are finite; all of what is not floating point."""
+    inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return jnp.isfinite(x) if inexact else jnp.asarray(True)
