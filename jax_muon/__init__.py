@@ -1,6 +1,5 @@
 """jax_muon: the Muon family of optimizers for JAX, as small optax pieces."""
 
-from jax_muon.certificate import Certificate, VerifiedArray
 from jax_muon.describe import describe
 from jax_muon.doubts import Doubts, check
 from jax_muon.elementwise import (
@@ -37,18 +36,17 @@ from jax_muon.recipes import (
 from jax_muon.splits import Split, with_splits
 from jax_muon.suggest_steps import SuggestedSteps, suggest_steps
 from jax_muon.takeover import Moments, take_over
+from jax_muon.tools.verify import verify
 from jax_muon.transforms import (
     equilibrate_rows,
     normalize_frobenius,
     scale_by_normuon,
     scale_by_shape,
 )
-from jax_muon.verify import verify
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Certificate",
     "Doubts",
     "ExactPolar",
     "Matrices",
@@ -63,7 +61,6 @@ __all__ = [
     "Split",
     "SuggestedSteps",
     "TrainStep",
-    "VerifiedArray",
     "abstract_state",
     "add_cautious_decayed_weights",
     "axis_names",

@@ -330,7 +330,6 @@ WRONG["rate or None"] = [x for x in WRONG["rate"] if x is not None]
 
 # Made by functions, with nothing for a user to say.
 RESULTS = {
-    "Certificate",
     "Doubts",
     "Matrices",
     "MatrixAxes",
@@ -339,7 +338,6 @@ RESULTS = {
     "PlannedParameter",
     "SuggestedSteps",
     "TrainStep",
-    "VerifiedArray",
 }
 
 

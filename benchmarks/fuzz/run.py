@@ -18,9 +18,8 @@ from optax.contrib import MuonDimensionNumbers
 import jax_muon as jm
 from benchmarks.fuzz.cases import Case
 from benchmarks.fuzz.numbers import gradients, parameters, tree_of
-from jax_muon.certificate import VerifiedArray
 from jax_muon.reading import paths
-from jax_muon.verify import certify, compared, last_bits
+from jax_muon.tools.verify import Comparison, compare, compared, last_bits
 
 POLARS: dict[str, Callable[[], Any]] = {
     "exact": jm.ExactPolar,
@@ -145,8 +144,8 @@ def _outside(case: Case, tx: Any) -> Any:
     return clipped if case.around == "clip outside" else tx
 
 
-def _on_mesh(case: Case) -> list[VerifiedArray]:
-    found = certify(
+def _on_mesh(case: Case) -> list[Comparison]:
+    found = compare(
         _outside(case, optimizer(case)),
         _many(case),
         parameters(case),
@@ -160,7 +159,7 @@ def _on_mesh(case: Case) -> list[VerifiedArray]:
 # --- train steps ----------------------------------------------------------------------
 
 
-def _train_step(case: Case) -> list[VerifiedArray]:
+def _train_step(case: Case) -> list[Comparison]:
     """The distance that parameters travel, beside that of one device.
 
     The loss is linear: a device's gradient is the mean of its part of the batch.

@@ -1,0 +1,415 @@
+"""Check a layout: compare updates on a mesh with those of one device.
+
+`verify` is for your own mesh, before a long run or in CI. It draws random parameters
+and gradients of the given shapes, runs the optimizer on one device and through
+`on_mesh`, and compares updates and state, array by array.
+
+The two cannot agree exactly: sums run in another order, and the polar iteration
+amplifies rounding, the more so the smaller a singular value is. So the bound for each
+array is that of the narrowest dtype in the program, or ten times the change that one
+device shows when the last bits of float32 gradients change, whichever is larger.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_muon import checks
+from jax_muon.describe import aligned, lies
+from jax_muon.mesh.layout import Layout
+from jax_muon.mesh.on_mesh import OnMesh, on_mesh
+from jax_muon.mesh.specs import AxisName, Specs, arrays_and_others, is_spec
+from jax_muon.reading import paths
+
+# By bytes of the narrowest floating-point dtype in the program. On Gaussian matrices of
+# 24 x 24 and those of the tests, float32 differed by 3e-6 and bfloat16 by 2.5e-2.
+BOUNDS = {8: 1e-10, 4: 2e-5, 2: 0.1, 1: 0.3}
+AMPLIFIED = 10
+
+# A sign that rounding flips in cautious decay then changes less than any bound, and a
+# decay that a layout forgot changes more.
+_SIZE_OF_PARAMS = 1e-4
+
+_NARROW = re.compile(r"\b(?:b?f(16)|f(8)_?\w*)\[")
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One array of updates or state on a mesh, compared with that of one device.
+
+    Attributes:
+      path: of the parameter, or of the array within the state.
+      shape: of the whole array.
+      difference: norm of the difference over the norm of one device's array, at the
+        step where it is largest; infinite if an element is finite in only one of them.
+      bound: the largest `difference` that passes.
+      finite: True if all elements are finite on the mesh and on one device.
+      same_bits: True if devices that hold the same shard hold the same bits.
+      spec: the parameter's sharding; None for state.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    difference: float
+    bound: float
+    finite: bool
+    same_bits: bool
+    spec: PartitionSpec | None = None
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong with this array, as sentences."""
+        what = "the update of" if self.spec is not None else "state"
+        where = f"{what} {self.path!r} of shape {self.shape}"
+        wrong = []
+        if not self.difference <= self.bound:
+            wrong.append(
+                f"{where} differs from that of one device by {self.difference:.2g} of "
+                f"its norm; expected at most {self.bound:.2g}"
+            )
+        if not self.finite:
+            wrong.append(f"{where} has elements that are not finite")
+        if not self.same_bits:
+            wrong.append(f"{where} differs between devices that hold the same shard")
+        return tuple(wrong)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """The result of `verify`: differences and bounds. `print` shows them as a table.
+
+    Attributes:
+      updates: one entry per parameter.
+      state: one entry per array of the optimizer's state, after the last step.
+      steps: number of updates that were compared.
+      sizes: number of devices along each mesh axis.
+    """
+
+    updates: tuple[Comparison, ...]
+    state: tuple[Comparison, ...]
+    steps: int
+    sizes: Mapping[str, int]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong, as sentences; empty if the layout is right."""
+        return tuple(text for x in (*self.updates, *self.state) for text in x.problems)
+
+    @property
+    def ok(self) -> bool:
+        """True if there are no problems."""
+        return not self.problems
+
+    def raise_if_wrong(self) -> "Verification":
+        """Return self.
+
+        Raises:
+          ValueError: if not `ok`, with path, difference and bound of each wrong array.
+        """
+        if not self.ok:
+            mesh = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
+            raise ValueError(
+                f"the layout on the mesh ({mesh}) is not that of one device: "
+                + "; ".join(self.problems)
+            )
+        return self
+
+    def __str__(self) -> str:
+        """A table of all parameters, and a line each about state and devices."""
+        rows = [("parameter", "shape", "sharding", "difference", "bound")]
+        for x in self.updates:
+            shape = " x ".join(map(str, x.shape)) or "scalar"
+            numbers = (f"{x.difference:.1e}", f"{x.bound:.0e}")
+            rows.append((x.path, shape, lies(x.spec, None), *numbers))
+        lines = aligned(rows)
+        if self.state:
+            worst = max(self.state, key=lambda x: x.difference / x.bound)
+            lines.append(
+                f"{len(self.state)} arrays of state: the largest difference is "
+                f"{worst.difference:.1e} of at most {worst.bound:.0e}, in {worst.path}"
+            )
+        devices = " x ".join(f"{name} {size}" for name, size in self.sizes.items())
+        lines.append(
+            f"{self.steps} updates on the mesh {devices}, compared with one device"
+        )
+        lines += [f"WRONG: {text}" for text in self.problems] or ["right"]
+        return "\n".join(lines)
+
+
+def verify(
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    mesh: Mesh,
+    specs: Specs = None,
+    divide: AxisName = (),
+    *,
+    min_size: int = 1024,
+    gather_dtype: jax.typing.DTypeLike | None = None,
+    steps: int = 2,
+    seed: int = 0,
+    bound: float | None = None,
+    **extra_args: Any,
+) -> Verification:
+    """Compare an optimizer on a mesh with the same optimizer on one device.
+
+    Parameters and gradients are drawn from a normal distribution; only the paths,
+    shapes and dtypes of `params` matter (and their shardings on Explicit axes). One
+    device has to hold all of them, with three times their gradients and state: use
+    smaller shapes with the same layout if your model is too large for that.
+
+    Args:
+      tx: an optimizer such as a recipe, not wrapped in `on_mesh`, which this does. The
+        bound is wide in bfloat16; a recipe's `dtype="float32"` makes it sharp.
+      params: the parameters, or their shapes (`jax.ShapeDtypeStruct`).
+      mesh: the mesh. Each process of several compares the shards that it holds.
+      specs: how parameters are sharded; see `on_mesh`.
+      divide: mesh axes that shard gradients and state further; see `on_mesh`.
+      min_size: smallest number of elements of a leaf that is sharded further.
+      gather_dtype: dtype in which updates are all-gathered; see `on_mesh`.
+      steps: number of updates, one after another.
+      seed: seed of the random numbers.
+      bound: largest relative difference that passes. None: 2e-5 in float32, 1e-10 in
+        float64, 0.1 if a 16-bit dtype occurs in the program; at least ten times what
+        the last bits of the gradients change on one device, and for updates the
+        rounding of `gather_dtype` on top.
+      **extra_args: passed to `tx.update`.
+
+    Returns:
+      A `Verification` with `.ok` and `.raise_if_wrong()`; `print` shows it as a table.
+
+    Raises:
+      ValueError: steps below 1, a bound that is not above 0, an optimizer that is
+        already wrapped in `on_mesh`, and whatever `on_mesh` and `tx` raise.
+
+    Examples:
+      >>> import jax_muon as jm
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> shapes = {"mlp": jax.ShapeDtypeStruct((64, 256), "float32")}
+      >>> found = verify(jm.muon(dtype="float32"), shapes, mesh, divide="data")
+      >>> found.raise_if_wrong().ok
+      True
+    """
+    tx = checks.as_transform("tx", tx)
+    if isinstance(getattr(tx.init, "__self__", None), OnMesh):
+        raise ValueError(
+            "tx is wrapped in on_mesh; expected the optimizer inside, which verify "
+            "wraps itself"
+        )
+    checks.check_arrays("params", params)
+    checks.check_count("steps", steps)
+    checks.check_count("seed", seed, least=0)
+    random = np.random.default_rng(seed)
+    sharded = Layout(mesh, specs).of_params(params)
+    start = jax.tree.map(lambda x: _drawn(x, random, _SIZE_OF_PARAMS), params)
+    grads = [jax.tree.map(lambda x: _drawn(x, random), params) for _ in range(steps)]
+    on = functools.partial(
+        on_mesh, divide=divide, min_size=min_size, gather_dtype=gather_dtype
+    )
+    found = compare(
+        tx,
+        on(tx, mesh, sharded),
+        start,
+        grads,
+        mesh,
+        sharded,
+        bound=bound,
+        **extra_args,
+    )
+    if gather_dtype is None:
+        return found
+    rounding = float(jnp.finfo(gather_dtype).eps) / 2
+    wider = [dataclasses.replace(x, bound=x.bound + rounding) for x in found.updates]
+    return dataclasses.replace(found, updates=tuple(wider))
+
+
+def compare(
+    alone: optax.GradientTransformation,
+    many: optax.GradientTransformation,
+    start: optax.Params,
+    grads: Sequence[optax.Updates],
+    mesh: Mesh,
+    specs: Specs,
+    *,
+    bound: float | None = None,
+    **extra_args: Any,
+) -> Verification:
+    """Compare two optimizers on given parameters and gradients.
+
+    Args:
+      alone: the optimizer for one device.
+      many: the optimizer for the mesh.
+      start: the parameters, as NumPy arrays.
+      grads: the gradients of each step, as NumPy arrays.
+      mesh: the mesh.
+      specs: how parameters are sharded; see `on_mesh`.
+      bound: see `verify`.
+      **extra_args: passed to both updates.
+    """
+    if bound is not None:
+        checks.number("bound", bound, "above 0", traced=False, others=", or None")
+    arrays, others = arrays_and_others(extra_args)
+    sharded = Layout(mesh, specs).of_params(start)
+    here = jax.make_mesh(
+        (1,), ("alone",), (AxisType.Auto,), devices=mesh.local_devices[:1]
+    )
+
+    def put(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec)),
+            sharded,
+            tree,
+            is_leaf=is_spec,
+        )
+
+    alone, many = checks.as_transform("alone", alone), checks.as_transform("many", many)
+    with jax.set_mesh(here):  # even inside a user's set_mesh
+        params = jax.device_put(start, NamedSharding(here, PartitionSpec()))
+        state = alone.init(params)
+        update = jax.jit(functools.partial(alone.update, **others))
+        traced = update.trace(grads[0], state, params, **arrays)
+        one = traced.lower().compile()
+        want = _steps(one, grads, state, params, arrays)
+        other, least = want, bound
+        if least is None:
+            noisy = [jax.tree.map(last_bits, step) for step in grads]
+            other = _steps(one, noisy, state, params, arrays)
+            least = _bound(str(traced.jaxpr))
+
+    # Gradients are sharded like the parameters, as plain jit leaves them.
+    params, placed = put(start), [put(step) for step in grads]
+    state = many.init(params)
+    update = jax.jit(functools.partial(many.update, **others))
+    compiled = update.lower(placed[0], state, params, **arrays).compile()
+    got = _steps(compiled, placed, state, params, arrays)
+
+    updates, states = (
+        jax.tree.map(functools.partial(compared, least), *trees)
+        for trees in zip(got, want, other, strict=True)
+    )
+    return Verification(
+        tuple(
+            dataclasses.replace(found, path=path, spec=spec)
+            for (path, found), spec in zip(
+                paths.leaves_with_paths(updates),
+                jax.tree.leaves(sharded, is_leaf=is_spec),
+                strict=True,
+            )
+        ),
+        tuple(
+            dataclasses.replace(found, path=jax.tree_util.keystr(key_path))
+            for key_path, found in jax.tree_util.tree_leaves_with_path(states)
+        ),
+        len(grads),
+        dict(mesh.shape),
+    )
+
+
+def _drawn(x: Any, random: np.random.Generator, size: float = 1.0) -> np.ndarray:
+    """An array like x with normally distributed elements; zeros for integers."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return np.zeros(x.shape, x.dtype)
+    return np.asarray(size * random.standard_normal(x.shape), x.dtype)
+
+
+def last_bits(x: np.ndarray) -> np.ndarray:
+    """The array with its last float32 or float64 bits changed."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    eps = np.finfo(np.float64 if x.dtype == np.float64 else np.float32).eps
+    signs = np.resize([1, -1, -1, 1, 1], x.shape)  # few sizes are multiples of 5
+    return (x * (1 + eps * signs)).astype(x.dtype)
+
+
+def _bound(jaxpr: str) -> float:
+    """The bound for the narrowest floating-point dtype of a program."""
+    bits = [int(a or b) for a, b in _NARROW.findall(jaxpr)]
+    if not bits and re.search(r"\bf64\[", jaxpr) and not re.search(r"\bf32\[", jaxpr):
+        return BOUNDS[8]
+    return BOUNDS[min(bits, default=32) // 8]
+
+
+def _steps(
+    update: Any, grads: Sequence[Any], state: Any, params: Any, arrays: dict[str, Any]
+) -> tuple[Any, Any]:
+    """The updates of each parameter at every step, and the last state."""
+    made = []
+    for step in grads:
+        updates, state = update(step, state, params, **arrays)
+        made.append(updates)
+    return jax.tree.map(lambda *each: _Each(each), *made), jax.tree.map(
+        lambda x: _Each((x,)), state
+    )
+
+
+def compared(least: float, got: Any, want: Any, other: Any) -> Comparison:
+    """Compare one array on a mesh with that of one device, at every step.
+
+    Args:
+      least: smallest bound.
+      got: the arrays on the mesh.
+      want: the arrays of one device.
+      other: the arrays of one device for gradients with other last bits.
+    """
+    differences, noise = [0.0], [0.0]
+    finite = same_bits = True
+    for x, y, z in zip(got, want, other, strict=True):
+        whole, near = _numbers(y), _numbers(z)
+        noise.append(_difference([(near, whole)]))
+        pieces = []
+        seen: dict[str, np.ndarray] = {}
+        for shard in x.addressable_shards:
+            piece = _numbers(shard.data)
+            first = seen.setdefault(str(shard.index), piece)
+            same_bits &= first.tobytes() == piece.tobytes()
+            if first is piece:
+                pieces.append((piece, whole[shard.index]))
+        differences.append(_difference(pieces))
+        finite &= all(_is_finite(a) and _is_finite(b) for a, b in pieces)
+    amplified = AMPLIFIED * max(x for x in noise if np.isfinite(x))
+    return Comparison(
+        "",
+        tuple(want[0].shape),
+        max(differences),
+        max(least, amplified),
+        finite,
+        same_bits,
+    )
+
+
+class _Each(tuple):  # JAX treats a subclass of tuple as a leaf
+    """One array at every step."""
+
+
+def _numbers(x: Any) -> np.ndarray:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
+
+
+def _is_finite(x: np.ndarray) -> bool:
+    return bool(np.isfinite(x.astype(np.float64)).all())
+
+
+def _difference(pieces: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
+    """Norm of the difference over the norm of the second arrays, in float64.
+
+    Elements that are infinite or NaN in both do not differ.
+    """
+    apart = length = 0.0
+    for x, y in pieces:
+        a, b = x.astype(np.float64), y.astype(np.float64)
+        same = (a == b) | (np.isnan(a) & np.isnan(b))
+        with np.errstate(all="ignore"):
+            apart = np.hypot(apart, np.linalg.norm((a - b)[~same]))
+            length = np.hypot(length, np.linalg.norm(b[np.isfinite(b)]))
+    if apart == 0:
+        return 0.0
+    return float(apart / length) if apart < np.inf and length else np.inf
