@@ -75,7 +75,7 @@ bench-gpu: $(VENV)/parity
 # How XLA schedules whole train steps for 8 to 1024 H100s, in every layout; no GPU is
 # needed. `make gpu-schedule ARGS="--models gpt2-124m --gpus 8 --timeline"` lists it all.
 gpu-schedule: $(VENV)/gpu-schedule
-	$(BIN)/python -m benchmarks.gpu_schedule $(or $(ARGS),--json $(RESULTS)/gpu_schedule.json)
+	$(BIN)/python -m benchmarks.schedule.gpu_schedule $(or $(ARGS),--json $(RESULTS)/gpu_schedule.json)
 
 # What the compiler makes of the kernels for symmetric products; ARGS=--time on a GPU.
 symmetric-kernel: $(VENV)/gpu-schedule

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_muon as jm
-from jax_muon.mesh.hlo import Module
+from benchmarks.schedule.hlo import Module
 
 P = PartitionSpec
 LAYOUTS: dict[str, tuple[tuple[int, ...], PartitionSpec]] = {

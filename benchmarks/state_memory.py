@@ -5,7 +5,7 @@
     python -m benchmarks.state_memory --layouts by layout and dtype of the momentum
 
 The state is built for real, by `init` of `on_mesh`, and its shards are counted; for
-`--layouts`, which are those of `benchmarks.h100s`, it is `nanochat`'s in shapes with
+`--layouts`, those of `benchmarks.schedule.h100s`, it is `nanochat`'s in shapes with
 shardings, as `make_train_step` makes it. Leaves below `min_size` elements and step
 counts are whole on every device.
 """
@@ -20,8 +20,8 @@ import optax
 from jax.sharding import AxisType
 
 import jax_muon as jm
-from benchmarks.h100s import whole_step
 from benchmarks.parameters import MODELS, model_parameters
+from benchmarks.schedule.h100s import whole_step
 
 PLANNED = (
     ("gpt2-124m", 8, ("zero2", "fsdp")),

@@ -33,7 +33,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks.h100s import H100, lowering_for_h100
+from benchmarks.schedule.h100s import H100, lowering_for_h100
 from jax_muon.polar import hopper
 from jax_muon.polar.kernels import (
     HOPPER,

@@ -13,16 +13,15 @@ import jax_muon as jm
 from benchmarks import (
     contenders,
     flops,
-    half,
     machine,
     polar,
     sharded_step,
     spectra,
     state_memory,
     step,
-    tpu_schedule,
 )
 from benchmarks.parameters import model_parameters
+from benchmarks.schedule import tpu_schedule
 
 
 def arrays(shapes, seed):
@@ -307,16 +306,3 @@ def test_scattered_sums_of_a_torus(in_turn):
     assert found.sharding.shard_shape(found.shape) == (384, 768)
     wanted = np.broadcast_to(8 * rows + 28, tpu_schedule.GRADIENT)
     np.testing.assert_array_equal(np.asarray(found, np.float32), wanted)
-
-
-def test_what_rounding_loses():
-    """A line for each way; float32 loses least and bfloat16 most, on every spectrum."""
-    head, _, *lines = half.of_spectra((16, 40))
-    assert head == "| | Gaussian | 1/k | 1/k² | rank m/4 |"
-    errors = {
-        cells[0].strip(): [float(cell) for cell in cells[1:]]
-        for cells in (line.strip("|").split("|") for line in lines)
-    }
-    assert list(errors) == [", ".join(kind) for kind in half.KINDS]
-    order = ("float32, standard", "float16, standard", "bfloat16, standard")
-    assert (np.diff([errors[name] for name in order], axis=0) > 0).all()

@@ -11,11 +11,16 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import gpu_schedule
-from benchmarks.h100s import WORKLOADS, whole_step
 from benchmarks.parameters import model_parameters
-from benchmarks.step_time import Rates, bytes_between_hosts, estimate, transfer_seconds
-from jax_muon.mesh.hlo import Module, Products, Traffic, Transfer, Work
+from benchmarks.schedule import gpu_schedule
+from benchmarks.schedule.h100s import WORKLOADS, whole_step
+from benchmarks.schedule.hlo import Module, Products, Traffic, Transfer, Work
+from benchmarks.schedule.step_time import (
+    Rates,
+    bytes_between_hosts,
+    estimate,
+    transfer_seconds,
+)
 from jax_muon.mesh.traffic import collectives
 from jax_muon.mesh.xla_options import gpu_options
 
@@ -363,7 +368,7 @@ def test_compiled_for_gpus(tmp_path):
     words = ["--models", "tiny", "--gpus", "16", "--layouts", "zero2", "hsdp"]
     words += ["--json", str(path), "--timeline"]
     found = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_schedule", *words],
+        [sys.executable, "-m", "benchmarks.schedule.gpu_schedule", *words],
         check=True,
         capture_output=True,
         text=True,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_muon as jm
-from benchmarks.h100s import lowering_for_h100
+from benchmarks.schedule.h100s import lowering_for_h100
 from jax_muon.polar import iteration, kernels, products
 from jax_muon.polar.coefficients import NEWTON_SCHULZ
 from jax_muon.polar.products import exact_factors

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_muon as jm
-from benchmarks.h100s import lowering_for_h100
+from benchmarks.schedule.h100s import lowering_for_h100
 from jax_muon import polar
 from jax_muon.polar import hopper
 from jax_muon.polar.kernels import (

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
-from jax_muon.mesh.hlo import Module
+from benchmarks.schedule.hlo import Module
 from jax_muon.mesh.owners import Placement, make_pools
 from jax_muon.mesh.traffic import collectives
 from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of

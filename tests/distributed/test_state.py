@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
-from jax_muon.mesh.hlo import Module
+from benchmarks.schedule.hlo import Module
 from tests.distributed import layouts, problems
 from tests.distributed.layouts import AUTO, EXPLICIT
 

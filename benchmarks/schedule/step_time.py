@@ -8,7 +8,7 @@ here, nor do launches and latencies: a bound from below, to compare layouts by.
 
 import dataclasses
 
-from jax_muon.mesh.hlo import Module, Transfer
+from benchmarks.schedule.hlo import Module, Transfer
 
 
 @dataclasses.dataclass(frozen=True)

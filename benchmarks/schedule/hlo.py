@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from jax_muon.mesh.replica_groups import first_group
+from benchmarks.schedule.replica_groups import first_group
 from jax_muon.mesh.traffic import Collective, ring_bytes
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")

@@ -1,7 +1,7 @@
 """What XLA makes of gradients' sums on a described pod of TPUs, without any TPU.
 
-    python -m benchmarks.tpu_schedule v5p:2x2x2
-    python -m benchmarks.tpu_schedule v5p:4x4x4 --model gpt2-124m
+    python -m benchmarks.schedule.tpu_schedule v5p:2x2x2
+    python -m benchmarks.schedule.tpu_schedule v5p:4x4x4 --model gpt2-124m
 
 compiles `psum_scatter` of one gradient over one, two and three dimensions of the torus,
 or a whole train step, and prints collectives with what a chip sends, and peak memory.
@@ -28,9 +28,9 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.gpu_schedule import option
-from benchmarks.h100s import WORKLOADS, whole_step
-from jax_muon.mesh.hlo import Module
+from benchmarks.schedule.gpu_schedule import option
+from benchmarks.schedule.h100s import WORKLOADS, whole_step
+from benchmarks.schedule.hlo import Module
 
 GRADIENT = (3072, 768)
 TORUS = ("x", "y", "z")
@@ -96,7 +96,7 @@ def report(title: str, lowered: Any, options: dict[str, Any]) -> str:
 
 def main(words: list[str]) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu_schedule")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.schedule.tpu_schedule")
     parser.add_argument("topology", help='such as "v5p:2x2x2" or "v5e:4x4"')
     parser.add_argument("--model", choices=WORKLOADS, help="its whole train step")
     parser.add_argument("--layout", default="zero2", choices=("zero2", "zero2-divided"))

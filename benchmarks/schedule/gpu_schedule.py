@@ -1,7 +1,7 @@
 """Whole train steps as XLA schedules them for H100s, without any H100.
 
-    python -m benchmarks.gpu_schedule
-    python -m benchmarks.gpu_schedule --models gpt2-124m --gpus 8 --timeline
+    python -m benchmarks.schedule.gpu_schedule
+    python -m benchmarks.schedule.gpu_schedule --models gpt2-124m --gpus 8 --timeline
 
 compiles forward and backward pass and optimizer ahead of time for a described topology,
 and reads the result: in which order collectives start and end, which matrix products
@@ -31,7 +31,7 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 import jax
 import numpy as np
 
-from benchmarks.h100s import (
+from benchmarks.schedule.h100s import (
     CARD_BYTES,
     GPUS_PER_HOST,
     LAYOUTS,
@@ -41,8 +41,8 @@ from benchmarks.h100s import (
     h100s,
     whole_step,
 )
-from benchmarks.step_time import Rates, bytes_between_hosts, estimate
-from jax_muon.mesh.hlo import Module, Transfer
+from benchmarks.schedule.hlo import Module, Transfer
+from benchmarks.schedule.step_time import Rates, bytes_between_hosts, estimate
 
 CASES = (
     ("gpt2-124m", 8),
@@ -261,7 +261,7 @@ def cases(models: list[str] | None, gpus: list[int] | None) -> list[tuple[str, i
 
 def main(words: list[str]) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_schedule")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.schedule.gpu_schedule")
     parser.add_argument("--models", nargs="+", choices=WORKLOADS)
     parser.add_argument("--gpus", type=int, nargs="+")
     parser.add_argument("--layouts", nargs="+", choices=ALL_LAYOUTS, default=LAYOUTS)
@@ -284,7 +284,9 @@ def main(words: list[str]) -> None:
     if not chosen:
         parser.error(f"expected both --models and --gpus, or a case of {CASES}")
     about = {
-        "command": shlex.join(["python", "-m", "benchmarks.gpu_schedule", *words]),
+        "command": shlex.join(
+            ["python", "-m", "benchmarks.schedule.gpu_schedule", *words]
+        ),
         "date": datetime.date.today().isoformat(),
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in PACKAGES},
