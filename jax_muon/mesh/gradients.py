@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_muon.checks import scalar
-from jax_muon.mesh.specs import entry_names, is_spec, vary, wire_dtype
+from jax_muon.mesh.specs import entry_names, is_spec, wire_dtype
 from jax_muon.polar.products import wide
 
 
@@ -87,16 +87,14 @@ class MeanGradients:
                 lambda x: x.reshape(self.microbatches, -1, *x.shape[1:]), batch
             )
 
-            def add(total: Any, part: Any) -> tuple[Any, None]:
+            def add(total: Any, part: Any) -> tuple[Any, Any]:
                 added, largest = one(part)
-                return (
-                    jax.tree.map(jnp.add, total[0], added),
-                    jax.tree.map(jnp.maximum, total[1], largest),
-                ), None
+                return jax.tree.map(jnp.add, total, added), largest
 
-            first = one(jax.tree.map(lambda x: x[0], parts))
-            rest = jax.tree.map(lambda x: x[1:], parts)
-            (totals, largest), _ = jax.lax.scan(add, first, rest)
+            first, _ = jax.eval_shape(one, jax.tree.map(lambda x: x[0], parts))
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
+            totals, largest = jax.lax.scan(add, zeros, parts)
+            largest = jax.tree.map(lambda x: jnp.max(x, axis=0), largest)
 
         weight, loss, grads, aux = totals
         if at_once:
@@ -113,14 +111,14 @@ class MeanGradients:
         return grads, largest, metrics
 
     def _gather(self, spec: PartitionSpec, x: Any) -> Any:
-        """A whole parameter, as this device's own: its gradient is not summed."""
+        """A whole parameter."""
         for dimension, entry in enumerate(spec):
             names = entry_names(entry)
             if names:
                 sent = x.astype(wire_dtype(x.dtype, self.gather_dtype))
                 sent = jax.lax.all_gather(sent, names, axis=dimension, tiled=True)
                 x = sent.astype(x.dtype)
-        return vary(x, self.axis)
+        return x
 
     def _scatter(self, g: Any, spec: PartitionSpec, dtype: Any) -> Any:
         """This device's part of the sum of local gradients, in at least float32."""
@@ -163,9 +161,9 @@ class MeanGradients:
 
         gradient = jax.value_and_grad(split_loss, has_aux=True)
         (loss, (weight, aux)), grads = gradient(params, batch)
-        weight = vary(weight.astype(wide(loss).dtype), self.axis)
+        weight = weight.astype(wide(loss).dtype)
         loss, grads = jax.tree.map(
-            lambda x: self._counted(vary(wide(x), self.axis), weight), (loss, grads)
+            lambda x: self._counted(wide(x), weight), (loss, grads)
         )
         largest = {}
         if self.max_aux:
@@ -174,8 +172,6 @@ class MeanGradients:
             aux = {name: x for name, x in aux.items() if name not in largest}
         # Divided before it is summed: booleans and int8 have no sum.
         aux = jax.tree.map(lambda x: x / (self.devices * self.microbatches), aux)
-        # Marked here, since a scan wants the same marks on what goes in and comes out.
-        aux, largest = jax.tree.map(lambda x: vary(x, self.axis), (aux, largest))
         return (weight, loss, grads, aux), largest
 
     def _counted(self, x: Any, weight: Any) -> Any:
@@ -194,7 +190,7 @@ def _over(collective: Callable[..., Any], x: Any, names: tuple[str, ...]) -> Any
     others = tuple(name for name in names if name not in alone)
     x = collective(x, others) if others else x
     if alone:
-        x = jax.lax.all_gather(x[None], alone, tiled=True, to="invarying")[0]
+        x = jax.lax.all_gather(x[None], alone, tiled=True)[0]
     return x
 
 

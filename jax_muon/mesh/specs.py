@@ -31,11 +31,6 @@ def is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def axis_names(axis: AxisName) -> tuple[str, ...]:
-    """One or several mesh axes as a tuple."""
-    return (axis,) if isinstance(axis, str) else tuple(axis)
-
-
 def check_mesh(name: str, mesh: Any) -> None:
     """Refuse what is not a mesh of devices."""
     check_type(name, mesh, Mesh, "a jax.sharding.Mesh")
@@ -68,12 +63,6 @@ def check_specs(name: str, specs: Specs) -> None:
 def varying_axes(x: Any) -> frozenset[str]:
     """Mesh axes over which a value differs between devices, inside shard_map."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
-
-
-def vary(x: Any, axis: AxisName) -> Any:
-    """The same value, marked as different on every device of the axis."""
-    missing = tuple(name for name in axis_names(axis) if name not in varying_axes(x))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def is_explicit(x: Any) -> bool:

@@ -71,7 +71,8 @@ def make_train_step(
     """A jitted train step over a batch that is divided between devices.
 
     Args:
-      loss_fn: `loss_fn(params, batch)` gives the mean loss of its batch, a scalar;
+      loss_fn: `loss_fn(params, batch)` gives the mean loss of its batch, a scalar; or
+        the mean over all devices, by collectives of its own over `axis`;
         with `weighted`, the pair (mean loss, weight), where the weight says how much
         the mean counts: the number of unmasked tokens, for example; a mean of weight 0
         does not count, even where it is NaN. With `has_aux`, a pair of that and a tree
@@ -115,6 +116,12 @@ def make_train_step(
       Rajbhandari et al., ZeRO, arXiv 1910.02054.
     """
     check_function("loss_fn", loss_fn, "a function of (params, batch)")
+    if isinstance(getattr(getattr(tx, "update", None), "__self__", None), OnMesh):
+        raise ValueError(
+            "tx is an optimizer on a mesh already, and make_train_step puts it there; "
+            "expected the optimizer itself: make_train_step(loss_fn, tx, mesh, "
+            "specs=..., divide=...) instead of on_mesh(tx, mesh, ...)"
+        )
     axis = checked_axes("axis", axis, mesh) or refuse("axis", axis, "at least one")
     divided = None if divide is None else checked_axes("divide", divide, mesh)
     _check_axes(mesh, axis, divided or ())
@@ -219,6 +226,7 @@ class TrainStep:
 
     def __call__(self, params: Any, state: Any, batch: Any) -> Step:
         """One step; see the class."""
+        _check_alive(params, state)
         return self._jit(params)(params, state, batch)
 
     def lower(self, params: Any, state: Any, batch: Any) -> Any:
@@ -280,15 +288,32 @@ class TrainStep:
         def local(params: Any, batch: Any) -> Any:
             return self._gradients(params, batch, here, scattered)
 
+        # With check_vma=True, the gradient of a parameter that devices share would be
+        # summed already, loops could not start from constants, and a loss that ends in
+        # a pmean would have a gradient that is too small by the number of devices.
         grads, largest, metrics = jax.shard_map(
             local,
             mesh=self._layout.mesh,
             in_specs=(here, batch_spec),
             out_specs=(scattered, PartitionSpec(), PartitionSpec()),
             axis_names=set(self._gradients.axis),
+            check_vma=False,
         )(params, batch)
         updates, state = self._optimizer.update(grads, state, params, **largest)
         return optax.apply_updates(params, updates), state, metrics
+
+
+def _check_alive(params: Any, state: Any) -> None:
+    """Refuse deleted arrays: JAX ends the process when several devices get them."""
+    for path, x in jax.tree_util.tree_leaves_with_path((params, state)):
+        traced = isinstance(x, jax.core.Tracer)
+        if isinstance(x, jax.Array) and not traced and x.is_deleted():
+            name = ("params", "state")[path[0].idx] + jax.tree_util.keystr(path[1:])
+            raise ValueError(
+                f"{name} of shape {x.shape} is deleted: an earlier call updated it in "
+                "place; expected params, state, metrics = step(params, state, batch), "
+                "or make_train_step(donate=False)"
+            )
 
 
 def _names(names: Any) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jax_muon.mesh.owners import Pool, product
-from jax_muon.mesh.specs import Sizes, vary
+from jax_muon.mesh.specs import Sizes
 from jax_muon.polar.stacks import map_stacks
 
 Polar = Callable[..., Array]
@@ -150,7 +150,7 @@ def _on_owners(
     if repeats > 1:
         mine = owners // repeats
         start = jax.lax.axis_index(pool.replicas) * mine
-        stack = vary(stack, pool.replicas)
+        stack = jax.lax.pcast(stack, pool.replicas, to="varying")
         stack = jax.lax.dynamic_slice_in_dim(stack, start, mine)
 
     # At least two chunks, so that one can travel while the other is computed.

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from jax_muon.mesh.traffic import collectives
-from tests.distributed import layouts, problems
+from tests.distributed import layouts, losses, problems
 from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of, recipe
 from tests.distributed.test_layouts import BOUND
 
@@ -102,6 +102,35 @@ def test_buffers_are_donated_and_the_users_own_stay():
     step(placed, state, problems.batches(1)[0])
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    with pytest.raises(ValueError, match=r"params.* is deleted: an earlier call"):
+        step(placed, state, problems.batches(1)[0])
+
+
+# --- losses ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("parameters", ["as specs", "divided"])
+@pytest.mark.parametrize("name", losses.LOSSES)
+def test_gradients_of_any_loss(name, parameters, microbatches):
+    """A step of plain SGD moves parameters by the gradient of the whole batch."""
+    loss, alone = losses.LOSSES[name]
+    params, samples = losses.draw(), losses.samples()
+    value, expected = jax.value_and_grad(alone)(params, samples)
+    step = make(
+        loss=loss,
+        tx=optax.sgd(1.0),
+        parameters=parameters,
+        microbatches=microbatches,
+    )
+    after, _, metrics = step(*step.init(params), samples)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    moved = jax.tree.map(lambda p, q: p - np.array(q), params, after)
+    jax.tree.map(
+        lambda g, w: np.testing.assert_allclose(g, w, rtol=0, atol=2e-6),
+        moved,
+        expected,
+    )
 
 
 # --- gradients: weights, aux, dtypes --------------------------------------------------
@@ -353,6 +382,12 @@ def test_counts_of_groups_without_leaves_under_zero2():
 
     assert counts(state) == counts(alone)
     assert set(counts(state).values()) == {1}
+
+
+def test_an_optimizer_that_is_on_a_mesh_already():
+    mesh = mesh_of(2)
+    with pytest.raises(ValueError, match=r"tx is .* on a mesh already.* instead of"):
+        jm.make_train_step(lambda p, b: 0.0, jm.on_mesh(jm.muon(), mesh), mesh)
 
 
 def test_explicit_axes_beside_those_of_the_batch():

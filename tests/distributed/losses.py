@@ -1,0 +1,152 @@
+"""Losses as models write them: loops that start from constants, and own collectives.
+
+Each is a mean over its samples (batch, 8), and takes the parameters of `draw`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LAYERS, WIDTH, CLASSES = 4, 8, 24
+
+
+def draw(dtype=jnp.float32):
+    """Scanned layers, and leaves that are used outside of the scan."""
+    rng = np.random.default_rng(3)
+    shapes = {
+        "layers": {"w": (LAYERS, WIDTH, WIDTH), "b": (LAYERS, WIDTH)},
+        "head": (WIDTH, CLASSES),
+        "scale": (WIDTH,),
+    }
+    return jax.tree.map(
+        lambda shape: jnp.asarray(0.5 * rng.standard_normal(shape), dtype),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def samples(count=16, dtype=jnp.float32):
+    """Inputs (count, 8)."""
+    return jnp.asarray(np.random.default_rng(4).standard_normal((count, WIDTH)), dtype)
+
+
+def _layer(x, layer):
+    return x + jnp.tanh(x @ layer["w"] + layer["b"])
+
+
+def _classes(x):
+    """A class for each sample, out of its first numbers."""
+    return (jnp.abs(x[:, 0]) * 100).astype(int) % CLASSES
+
+
+def python_loop(params, x):
+    y = x * params["scale"]
+    for i in range(LAYERS):
+        y = _layer(y, jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]))
+    logits = jax.nn.log_softmax(y @ params["head"])
+    return -jnp.mean(jnp.take_along_axis(logits, _classes(x)[:, None], axis=1))
+
+
+def scan_with_aux_in_the_carry(params, x):
+    """What a mixture of experts has: each layer adds to an auxiliary loss."""
+
+    def body(carry, layer):
+        y, aux = carry
+        y = _layer(y, layer)
+        return (y, aux + jnp.mean(y**2)), None
+
+    start = (x * params["scale"], jnp.zeros((), x.dtype))
+    (y, aux), _ = jax.lax.scan(body, start, params["layers"])
+    return jnp.mean(y @ params["head"]) + aux
+
+
+def chunked_cross_entropy(params, x):
+    """Logits of a part of the classes at a time, as large vocabularies want it."""
+    chunks = params["head"].reshape(WIDTH, 3, -1).transpose(1, 0, 2)
+
+    def body(carry, chunk):
+        largest, total = carry
+        logits = (x * params["scale"]) @ chunk
+        new = jnp.maximum(largest, logits.max(axis=1))
+        total = total * jnp.exp(largest - new)
+        return (new, total + jnp.exp(logits - new[:, None]).sum(axis=1)), None
+
+    start = (jnp.full(len(x), -1e9, x.dtype), jnp.zeros(len(x), x.dtype))
+    (largest, total), _ = jax.lax.scan(jax.checkpoint(body), start, chunks)
+    right = params["head"].T[_classes(x)]
+    own = jnp.sum(x * params["scale"] * right, axis=1)
+    return jnp.mean(largest + jnp.log(total) - own)
+
+
+def fori_loop(params, x):
+    def body(i, total):
+        layer = jax.tree.map(lambda leaf: leaf[i], params["layers"])
+        return total + jnp.mean(_layer(x * params["scale"], layer))
+
+    return jax.lax.fori_loop(0, LAYERS, body, jnp.zeros((), x.dtype))
+
+
+def while_loop(params, x):
+    """A number of rounds that each device finds by its own samples."""
+    rounds = jax.lax.while_loop(
+        lambda n: (n < 3) & (n < jnp.abs(x).max() * 10), lambda n: n + 1, 0
+    )
+    return jnp.mean(x @ params["head"]) * rounds.astype(x.dtype)
+
+
+def cond(params, x):
+    chosen = jax.lax.cond(
+        x.shape[0] > 0 * jnp.sum(x),
+        lambda: params["scale"],
+        lambda: jnp.zeros(WIDTH, x.dtype),
+    )
+    return jnp.mean(jnp.sin(x * chosen))
+
+
+def rnn(params, x):
+    """The state of a recurrent network starts at zero."""
+    w = params["layers"]["w"][0]
+
+    def body(state, token):
+        state = jnp.tanh(token * params["scale"] + state @ w)
+        return state, jnp.mean(state)
+
+    sequence = jnp.stack([x, jnp.roll(x, 1, axis=1), -x])
+    _, means = jax.lax.scan(body, jnp.zeros(x.shape, x.dtype), sequence)
+    return means.sum()
+
+
+def ends_in_pmean(params, x):
+    return jax.lax.pmean(python_loop(params, x), "data")
+
+
+def ends_in_psum(params, x):
+    total = jax.lax.psum(python_loop(params, x) * len(x), "data")
+    return total / (len(x) * jax.lax.axis_size("data"))
+
+
+def marks_of_vma(params, x):
+    """What a scan from a constant asks for where JAX checks the types."""
+    start = jax.lax.pcast(jnp.zeros((), x.dtype), "data", to="varying")
+    body = lambda total, row: (total + jnp.mean(row * params["scale"]), None)  # noqa: E731
+    return jax.lax.scan(body, start, x)[0] / len(x)
+
+
+def of_rows(params, x):
+    """`marks_of_vma` on one device."""
+    return jnp.mean(x * params["scale"])
+
+
+# Each with the same on one device.
+LOSSES = {
+    "Python loop": (python_loop, python_loop),
+    "aux in the carry": (scan_with_aux_in_the_carry, scan_with_aux_in_the_carry),
+    "chunked cross-entropy": (chunked_cross_entropy, chunked_cross_entropy),
+    "fori_loop": (fori_loop, fori_loop),
+    "while_loop": (while_loop, while_loop),
+    "cond": (cond, cond),
+    "RNN": (rnn, rnn),
+    "pmean": (ends_in_pmean, python_loop),
+    "psum": (ends_in_psum, python_loop),
+    "pcast": (marks_of_vma, of_rows),
+}
