@@ -24,7 +24,7 @@ from jax_muon.mesh.specs import bytes_by_path
 from jax_muon.notes import is_collecting_doubts, is_listening, note
 from jax_muon.reading import paths
 from jax_muon.reading.bare import check_reading
-from jax_muon.reading.labels import ADAMW
+from jax_muon.reading.labels import ADAMW, MUON
 from jax_muon.reading.matrices import Matrices, Parameter, Reading
 from jax_muon.splits import Parts, with_splits
 
@@ -61,8 +61,8 @@ def partition(
     Raises:
       ValueError: no groups, or one that is neither a transform nor a function; at init
         and update, with path and shape, a label without a group, in a group of matrices
-        a parameter that is not one, a function for a group without matrices, and what
-        `Reading.read` raises.
+        a parameter that is not one, a label of the user's own whose group is a function
+        and which no parameter has, and what `Reading.read` raises.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -116,7 +116,7 @@ def partition(
                 transforms[label] = group
                 continue
             own = joined.select([label])
-            if matrices and not own:
+            if matrices and not own and label not in (MUON, ADAMW):
                 present = sorted({found.label for found in matrices.values()})
                 raise ValueError(
                     f"the group {label!r} is a function of its matrices, and no "

@@ -301,6 +301,42 @@ def test_zero_and_huge_gradients_stay_finite(recipe):
         chex.assert_tree_all_finite(state.inner_states["muon"])
 
 
+WITHOUT_MATRICES = {
+    "a linear probe's bias": {"b": jnp.ones(3)},
+    "prompts": {"prompt_embedding": jnp.ones((5, 4))},
+    "a bare vector": jnp.ones(3),
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("name", RECIPES | ON_SPHERES)
+@pytest.mark.parametrize("tree", WITHOUT_MATRICES)
+def test_trees_without_matrices(name, tree):
+    """As in fine-tuning of a few parameters: AdamW has all of them."""
+    params = WITHOUT_MATRICES[tree]
+    tx = (RECIPES | ON_SPHERES)[name](adamw_learning_rate=0.5, adamw_weight_decay=0.0)
+    updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
+    chex.assert_trees_all_close(updates, jax.tree.map(lambda p: -0.5 * p, params))
+
+
+def test_labels_that_leave_no_matrices():
+    """A second recipe, for the embeddings of a model alone."""
+    params = model()
+    tx = jm.nanochat(adamw_learning_rate=0.5, reading=jm.Reading("adamw"))
+    grads = jax.tree.map(jnp.ones_like, params)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    chex.assert_trees_all_close(updates, jax.tree.map(lambda g: -0.5 * g, grads))
+
+
+def test_optax_flatten():
+    """One vector, which has no matrices: AdamW for all, as optax documents it."""
+    params = model()
+    tx = optax.flatten(jm.nanochat(adamw_learning_rate=0.5))
+    grads = jax.tree.map(jnp.ones_like, params)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    chex.assert_trees_all_close(updates, jax.tree.map(lambda g: -0.5 * g, grads))
+
+
 # --- groups and labels ----------------------------------------------------------------
 
 
@@ -378,7 +414,10 @@ def labelled(**labels):
         (labelled(w="moun", v="adamw"), ["'w'", "'moun'", "'muon', 'adamw'"]),
         (labelled(w="muon", v="muon"), ["'v'", r"\(3,\)"]),
         (labelled(w="muon", v=None), ["'v'", "None"]),
-        (labelled(w="adamw", v="adamw"), ["'muon' .* no parameter .* there are adamw"]),
+        (
+            {"groups": {"experts": lambda matrices: optax.sgd(1.0)}},
+            ["'experts' .* no parameter .* there are adamw, muon"],
+        ),
         ({"groups": {"muon": optax.sgd(1.0)}}, ["'muon'"]),
         ({"groups": {"other": 3}}, [r"groups\['other'\]=3; expected"]),
         ({"reading": {"w": "muon"}}, ["reading=.*; expected a jax_muon.Reading"]),
