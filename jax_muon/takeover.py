@@ -23,13 +23,36 @@ from jax_muon.checks import (
     check_type,
 )
 from jax_muon.elementwise import rate_at
+from jax_muon.hyperball import HyperballState
 from jax_muon.momentum import NesterovState, QuantizedNesterovState
 from jax_muon.notes import listening
+from jax_muon.observe import ObserveState
 from jax_muon.reading import paths
 from jax_muon.splits import with_parts
 from jax_muon.storage import Quantized
 from jax_muon.torch_states import Arrays, Found, Named, ToParams, as_numpy, groups_of
 from jax_muon.transforms import ScaleByNorMuonState
+
+# Fields of states that hold the state of another transform.
+_INNER = ("inner_state", "inner_states", "inner_opt_state", "hyperparams_states")
+
+# Types of state whose moments, if they have any, are the run's, by the field that
+# counts its steps. A state that is nothing but a count counts steps too.
+_COUNTERS = {
+    "count": (
+        NesterovState,
+        QuantizedNesterovState,
+        ScaleByNorMuonState,
+        HyperballState,
+        ObserveState,
+        optax.ScaleByAdamState,
+        optax.AddNoiseState,
+        optax.InjectHyperparamsState,
+        optax.InjectStatefulHyperparamsState,
+    ),
+    "gradient_step": (optax.MultiStepsState,),
+    "step": (optax.ConditionallyTransformState, optax.ConditionallyMaskState),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,9 +205,9 @@ def take_over(
 ) -> Any:
     """The state of an optimizer that goes on with another one's run.
 
-    Momentum, Adam's moments, NorMuon's means and all counts, those of schedules too,
-    are the run's; everything else is as `tx.init` makes it, laid as it lays it. Moments
-    of a parameter with splits are taken apart as it is.
+    Momentum, Adam's moments, NorMuon's means, their counts and those of schedules are
+    the run's; everything else is as `tx.init` makes it, laid as it lays it. Moments of
+    a parameter with splits are taken apart as it is.
 
     Args:
       tx: a recipe, or any composition of this package's pieces with optax's.
@@ -198,7 +221,8 @@ def take_over(
     Raises:
       ValueError: with the path, a parameter of which the run remembers nothing, or
         something of another shape, or NorMuon's means over another axis; one that AdamW
-        has here, and did not have there.
+        has here, and did not have there; a type of state with moments that a run cannot
+        fill, such as that of `optax.ema` or `optax.amsgrad`.
     """
     tx = as_transform("tx", tx)
     check_arrays("params", params)
@@ -218,29 +242,56 @@ def take_over(
             parts = [with_parts(arrays, note.facts["stages"]) for arrays in whole]
             moments = Moments(moments.count, *parts)
 
-    def fill(node: Any) -> Any:
+    def moments_of(node: Any) -> dict[str, Any]:
         if isinstance(node, NesterovState):
-            return node._replace(mu=_filled(node.mu, moments.first, "mean", factors))
+            return {"mu": _filled(node.mu, moments.first, "mean", factors)}
         if isinstance(node, QuantizedNesterovState):
             return _quantized(node, moments, factors)
         if isinstance(node, optax.ScaleByAdamState):
-            return node._replace(
-                mu=_filled(node.mu, moments.first, "mean"),
-                nu=_filled(node.nu, moments.second, "mean square"),
-            )
+            return {
+                "mu": _filled(node.mu, moments.first, "mean"),
+                "nu": _filled(node.nu, moments.second, "mean square"),
+            }
         if isinstance(node, ScaleByNorMuonState) and moments.means:
-            return node._replace(nu=_filled(node.nu, moments.means, "NorMuon mean"))
-        return node
+            return {"nu": _filled(node.nu, moments.means, "NorMuon mean")}
+        return {}
 
-    def count(key_path: tuple[Any, ...], leaf: Any) -> Any:
-        last = key_path[-1] if key_path else None
-        name = last.name if isinstance(last, jax.tree_util.GetAttrKey) else None
-        if name not in ("count", "gradient_step"):  # the latter of optax.MultiSteps
-            return leaf
-        return _placed(np.asarray(moments.count), leaf)
+    def fill(node: Any) -> Any:
+        if node is None or type(node) in (tuple, list, dict):
+            return jax.tree.map(fill, node, is_leaf=lambda x: x is not node)
+        names = getattr(node, "_fields", ())
+        new = {name: fill(getattr(node, name)) for name in names if name in _INNER}
+        if counter := _counter(node):
+            count = _placed(np.asarray(moments.count), getattr(node, counter))
+            new |= {counter: count, **moments_of(node)}
+        else:
+            rest = set(names) - set(_INNER)
+            _check_no_moments(node, [getattr(node, x) for x in rest] if names else node)
+        return node._replace(**new) if new else node
 
-    state = jax.tree.map(fill, state, is_leaf=_is_ours)
-    return jax.tree_util.tree_map_with_path(count, state)
+    return fill(state)
+
+
+def _counter(node: Any) -> str | None:
+    """The field of a state that counts the steps of the run."""
+    if getattr(node, "_fields", ()) == ("count",):
+        return "count"
+    found = (name for name, kinds in _COUNTERS.items() if isinstance(node, kinds))
+    return next(found, None)
+
+
+def _check_no_moments(node: Any, own: Any) -> None:
+    """Refuse a state that would go on with new moments as if they were the run's.
+
+    One of scalars alone, such as that of `optax.contrib.reduce_on_plateau`, may start
+    anew: its counts belong to what it has seen itself.
+    """
+    arrays = [x for x in jax.tree.leaves(own) if x.ndim]
+    if any(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
+        raise ValueError(
+            f"take_over cannot fill the arrays of {type(node).__name__}; expected no "
+            "moments but those of nesterov, scale_by_normuon and optax.scale_by_adam"
+        )
 
 
 def _one_count(counts: Sequence[int], given: int | None) -> int:
@@ -257,11 +308,6 @@ def _one_count(counts: Sequence[int], given: int | None) -> int:
 
 def _is_theirs(node: Any) -> bool:
     return isinstance(node, (optax.contrib.MuonState, optax.ScaleByAdamState))
-
-
-def _is_ours(node: Any) -> bool:
-    nesterov = (NesterovState, QuantizedNesterovState)
-    return isinstance(node, (*nesterov, optax.ScaleByAdamState, ScaleByNorMuonState))
 
 
 def _filled(
@@ -300,7 +346,7 @@ def _filled(
 
 def _quantized(
     node: QuantizedNesterovState, moments: Moments, factors: Mapping[str, Any]
-) -> QuantizedNesterovState:
+) -> dict[str, Any]:
     """Momentum as `nesterov` stores it in int8, rounded as its last step would have."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), node.mu)
     means = _filled(shapes, moments.first, "mean", factors)
@@ -315,7 +361,7 @@ def _quantized(
         jax.tree.map(_placed, jax.tree.unflatten(jax.tree.structure(old), new), old)
         for old, new in zip(stored, zip(*rows, strict=True), strict=True)
     )
-    return node._replace(mu=mu, scale=scale)
+    return {"mu": mu, "scale": scale}
 
 
 def _placed(new: Any, old: Any) -> Any:

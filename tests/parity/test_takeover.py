@@ -431,6 +431,62 @@ def test_counts_inside_multi_steps():
     assert taken.inner_opt_state.inner_states["muon"].inner_state[0].count == 1
 
 
+@pytest.mark.parametrize(
+    ("wrap", "counter"),
+    [
+        (lambda tx: optax.chain(tx, optax.scale_by_schedule(lambda n: 1.0)), "count"),
+        (lambda tx: optax.conditionally_mask(tx, lambda n: n < 9), "step"),
+        (lambda tx: optax.chain(optax.add_noise(0.1, 0.5, 0), tx), "count"),
+        (jm.observe, "count"),
+    ],
+    ids=["schedule", "condition", "noise", "observe"],
+)
+def test_counts_of_steps(wrap, counter):
+    params = {"up": jnp.ones((4, 8)), "b": jnp.ones(8)}
+    moments = moments_of([("up", (4, 8)), ("b", (8,))], [("b", (8,))])
+    taken = jm.take_over(wrap(jm.nanochat()), params, moments)
+    counts = optax.tree.get_all_with_path(taken, counter)
+    assert counts
+    assert all(count == 1 for _, count in counts)
+
+
+def test_counts_of_injected_schedules():
+    tx = optax.inject_hyperparams(jm.muon, static_args=("steps",))(lambda n: 0.1 + n)
+    params = {"up": jnp.ones((4, 8))}
+    taken = jm.take_over(tx, params, moments_of([("up", (4, 8))]))
+    _, state = tx.update(params, taken, params)
+    assert taken.count == 1
+    np.testing.assert_allclose(state.hyperparams["learning_rate"], 1.1)
+
+
+def test_what_counts_for_itself_starts_anew():
+    """It lowers the rate by losses that it has seen, and by how many they were."""
+    plateau = optax.contrib.reduce_on_plateau(accumulation_size=10)
+    params = {"up": jnp.ones((4, 8))}
+    tx = optax.chain(jm.muon(), plateau)
+    taken = jm.take_over(tx, params, moments_of([("up", (4, 8))]))
+    assert taken[1] == plateau.init(params)
+
+
+@pytest.mark.parametrize(
+    ("other", "kind"),
+    [
+        (optax.ema(0.9), "EmaState"),
+        (optax.amsgrad(0.1), "ScaleByAmsgradState"),
+        (optax.adabelief(0.1), "ScaleByBeliefState"),
+        (optax.sgd(0.1, momentum=0.9), "TraceState"),
+        (optax.lion(0.1), "ScaleByLionState"),
+        (optax.masked(optax.adafactor(0.1), {"up": True}), "FactoredState"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_moments_that_a_run_cannot_fill(other, kind):
+    params = {"up": jnp.ones((4, 8))}
+    tx = optax.chain(jm.muon(), other)
+    with pytest.raises(ValueError, match=f"cannot fill the arrays of {kind}; expected"):
+        jm.take_over(tx, params, moments_of([("up", (4, 8))]))
+
+
 # --- many devices ---------------------------------------------------------------------
 
 
