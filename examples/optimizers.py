@@ -31,15 +31,14 @@ RATES = (*Rates._fields, "embedding_factor")  # what `make_optimizer` takes
 
 
 def adamw(rates: Rates) -> optax.GradientTransformation:
-    learning_rate, adamw_learning_rate, b1, weight_decay = rates
-    return jm.partition(
-        {
-            "muon": optax.adamw(learning_rate, b1, 0.95, weight_decay=weight_decay),
-            "adamw": optax.adamw(
-                adamw_learning_rate, 0.8, 0.95, 1e-10, weight_decay=0.0
-            ),
-        }
-    )
+    learning_rate, _, b1, weight_decay = rates
+    muon = optax.adamw(learning_rate, b1, 0.95, weight_decay=weight_decay)
+    return jm.partition({"muon": muon, "adamw": of_the_rest(rates)})
+
+
+def of_the_rest(rates: Rates) -> optax.GradientTransformation:
+    """AdamW as nanochat has it, for the embedding and the head."""
+    return optax.adamw(rates.adamw_learning_rate, 0.8, 0.95, 1e-10, weight_decay=0.0)
 
 
 def recipe(
@@ -48,16 +47,13 @@ def recipe(
     """A recipe of jax_muon, in float32, with the same AdamW as all others."""
 
     def make(rates: Rates) -> optax.GradientTransformation:
-        taken = rates._asdict()
-        if not decays:
-            del taken["weight_decay"]
+        decay = {"weight_decay": rates.weight_decay} if decays else {}
         return function(
-            **taken,
+            rates.learning_rate,
+            rates.momentum,
+            **decay,
             **own,
-            adamw_b1=0.8,
-            adamw_b2=0.95,
-            adamw_eps=1e-10,
-            adamw_weight_decay=0.0,
+            adamw=of_the_rest(rates),
             dtype="float32",
         )
 

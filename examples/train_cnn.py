@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> float:
     recipe = jm.nanochat if options.optimizer == "nanochat" else jm.muon
     tx = recipe(
         optax.linear_schedule(0.02, 0.0, steps),
-        adamw_learning_rate=optax.linear_schedule(0.003, 0.0, steps),
+        adamw=optax.adamw(optax.linear_schedule(0.003, 0.0, steps)),
         dtype="float32",
     )
     model = CNN()

@@ -160,6 +160,7 @@ def partition(
         except (AttributeError, TypeError, ValueError):  # in words of optax, maybe
             right = jax.eval_shape(tx.init, updates if params is None else params)
             check_state_structure(state, right)
+            check_state_shapes(state, right)
             raise
         structure: Any = jax.tree.structure(state)
         if structure == jax.tree.structure(new):

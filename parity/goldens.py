@@ -89,11 +89,12 @@ def our_nanochat(recording: Recording) -> optax.GradientTransformation:
         norm_factor=group["norm_factor"],
         row_equilibration=group["row_equilibration"],
         renormalize=group["renormalize"],
-        adamw_learning_rate=rates["adamw_lr"],
-        adamw_b1=adamw["betas"][0],
-        adamw_b2=adamw["betas"][1],
-        adamw_eps=adamw["eps"],
-        adamw_weight_decay=adamw["weight_decay"],
+        adamw=optax.adamw(
+            rates["adamw_lr"],
+            *adamw["betas"],
+            adamw["eps"],
+            weight_decay=adamw["weight_decay"],
+        ),
         dtype=_dtype(recording),
         reading=jm.Reading(
             labels=lambda params: {

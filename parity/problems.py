@@ -263,13 +263,6 @@ def labels(params: Any) -> Any:
 
 
 _ADAMW = {"betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}
-_OUR_ADAMW = {
-    "adamw_b1": 0.8,
-    "adamw_b2": 0.95,
-    "adamw_eps": 1e-10,
-    "adamw_weight_decay": 0.0,
-    "reading": jm.Reading(labels=labels),
-}
 
 
 def _ours(
@@ -282,10 +275,12 @@ def _ours(
             "learning_rate": rates["lr"],
             "momentum": rates["momentum"],
             **({"weight_decay": rates["weight_decay"]} if decays else {}),
-            "adamw_learning_rate": rates["adamw_lr"],
+            "adamw": optax.adamw(
+                rates["adamw_lr"], *_ADAMW["betas"], _ADAMW["eps"], weight_decay=0.0
+            ),
+            "reading": jm.Reading(labels=labels),
             "dtype": dtype,
             **({"beta2": rates["beta2"]} if beta2 else {}),
-            **_OUR_ADAMW,
             **settings,
             **changed,
         }

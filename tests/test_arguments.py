@@ -27,7 +27,6 @@ NO_TREES = ["x", None, {"w": "x"}]
 WRONG = {
     "rate": [*NO_RATES, -1.0, np.float32(-1)],
     "decay": [*NO_RATES, -0.1, 1, jnp.float32(1.5)],
-    "decay of adamw": [*NO_NUMBERS, -0.1, 1.0],
     "number": NO_NUMBERS,
     "number or None": [x for x in NO_NUMBERS if x is not None],
     "at least 0": [*NO_NUMBERS, -1.0],
@@ -49,6 +48,7 @@ WRONG = {
     "arrays": [None, "x", 3, {3: PARAMS["w"]}],
     "moments": [None, "x", 3],
     "transform": ["adam", None, 3, optax.adam],
+    "transform or None": ["adam", 3, optax.adam],
     "function": ["f", None, 3],
     "function or None": ["f", 3],
     "mesh": ["x", None, 3, (1,)],
@@ -81,24 +81,17 @@ WRONG = {
     "options": ["x", 3, {3: 1}],
 }
 
-ADAMW = {
-    "adamw_learning_rate": "rate",
-    "adamw_b1": "decay of adamw",
-    "adamw_b2": "decay of adamw",
-    "adamw_eps": "at least 0",
-    "adamw_weight_decay": "rate",
-}
 RECIPE = {
     "learning_rate": "rate",
     "momentum": "decay",
     "weight_decay": "rate",
-    "steps": "steps",
+    "steps": "steps or None",
     "dtype": "dtype",
     "polar": "function or None",
     "momentum_dtype": "momentum dtype",
     "learning_rates": "factors or None",
     "weight_decay_mask": "mask",
-    **ADAMW,
+    "adamw": "transform",
     "groups": "groups or None",
     "reading": "reading",
 }
@@ -217,7 +210,7 @@ TABLE = {
     ),
     "moonlight": (
         {},
-        RECIPE | {x: "rate or None" for x in ADAMW if ADAMW[x] == "rate"},
+        RECIPE | {"adamw": "transform or None"},
     ),
     "muon": (
         {},
@@ -326,8 +319,6 @@ TABLE = {
         {"inner": "transform", "splits": "splits"},
     ),
 }
-WRONG["rate or None"] = [x for x in WRONG["rate"] if x is not None]
-
 # Made by functions, with nothing for a user to say.
 RESULTS = {
     "Doubts",
@@ -393,12 +384,6 @@ def test_wrong_arguments(name):
     assert not any(complaints), "\n".join(filter(None, complaints))
 
 
-def test_an_argument_that_a_recipe_has_not():
-    message = r"muonh\(\) .* 'lr'; expected some of learning_rate, momentum"
-    with pytest.raises(TypeError, match=message):
-        jm.muonh(lr=0.02)
-
-
 # --- trees ----------------------------------------------------------------------------
 
 KEY = jax.random.key(0)
@@ -454,7 +439,7 @@ def test_states_of_others(factory):
         tx.update(params, optax.EmptyState(), params)
     for path in params:
         others = {**params, path: jnp.concatenate([params[path], params[path]])}
-        with pytest.raises(ValueError, match=f"'{path}' has shape .*; expected"):
+        with pytest.raises(ValueError, match=f"'{path}'.* has shape .*; expected"):
             tx.update(params, tx.init(others), params)
 
 

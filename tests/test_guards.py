@@ -8,7 +8,7 @@ import optax
 
 import jax_muon as jm
 from tests.distributed import problems
-from tests.distributed.layouts import mesh_of
+from tests.distributed.layouts import ADAMW, mesh_of
 
 
 def test_skip_leaves_everything_as_it_was_and_counts():
@@ -36,7 +36,7 @@ def test_one_device_with_a_nan_makes_all_skip():
     plain = problems.loss_of(weights)
     data = np.array(problems.batches(3))
     data[1, 9, 5] = np.nan  # one sample, on the third of four devices
-    tx = jm.skip_nonfinite(jm.nanochat(dtype="float32", adamw_eps=1e-6))
+    tx = jm.skip_nonfinite(jm.nanochat(dtype="float32", adamw=ADAMW))
     step = jm.make_train_step(plain, tx, mesh_of(4), min_size=1, donate=False)
     first, state, _ = step(*step.init(params), data[0])
     second, skipped, _ = step(first, state, data[1])
@@ -44,7 +44,7 @@ def test_one_device_with_a_nan_makes_all_skip():
     chex.assert_trees_all_equal(skipped.inner_state, state.inner_state)
     assert skipped.skipped == 1
     third, _, _ = step(second, skipped, data[2])
-    plain_tx = jm.nanochat(dtype="float32", adamw_eps=1e-6)
+    plain_tx = jm.nanochat(dtype="float32", adamw=ADAMW)
     expected, _, _ = problems.single_device(plain_tx, plain, params, data[[0, 2]])
     assert problems.distance(third, expected, params) < 5e-6
 

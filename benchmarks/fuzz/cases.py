@@ -123,9 +123,6 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "shape_rule": ("max_ratio", "sqrt_ratio", "rms_0.2"),
     "momentum_dtype": ("float32", "bfloat16"),
     "learning_rates": ({"*": 0.5},),
-    "adamw_eps": (1e-10, 1e-8, 1e-3),
-    "adamw_weight_decay": (0.0, 0.1),
-    "adamw_b1": (0.0, 0.9),
 }
 AROUND = ("nothing",) * 5 + (
     "skip", "skip", "clip", "clip outside", "if finite", "every two", "injected",

@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 import jax_muon as jm
 
 STEPS = 40
-TX = jm.nanochat(0.02, adamw_learning_rate=0.003, dtype="float32")
+TX = jm.nanochat(0.02, adamw=optax.adamw(0.003), dtype="float32")
 
 
 def batches(size: int = 256) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -11,4 +11,4 @@ import jax_muon as jm
 def owners_for_small_matrices(monkeypatch):
     """Recipes send matrices of any size to owners, as they do large ones."""
     owned = functools.partial(jm.orthogonalize, small=0)
-    monkeypatch.setattr("jax_muon.recipes.common.orthogonalize", owned)
+    monkeypatch.setattr("jax_muon.recipes.orthogonalize", owned)

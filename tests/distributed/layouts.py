@@ -40,12 +40,15 @@ RECIPES = {
 }
 
 
+ADAMW = optax.adamw(3e-4, 0.8, 0.95, 1e-6, weight_decay=0.0)
+
+
 def recipe(name="nanochat", **settings):
     """A recipe in float32, whose AdamW does not turn rounding noise into steps.
 
-    At adamw_eps=1e-10 it would; and one flip of a cautious mask is 1e-3 by itself.
+    At eps=1e-10 it would; and one flip of a cautious mask is 1e-3 by itself.
     """
-    given = {"dtype": "float32", "adamw_eps": 1e-6, "weight_decay": 0.0, "steps": 2}
+    given = {"dtype": "float32", "adamw": ADAMW, "weight_decay": 0.0, "steps": 2}
     return RECIPES[name](falling_rate, **given | settings)
 
 

@@ -100,9 +100,9 @@ def test_any_placement(kind, drawn, name):
 # --- around and inside other transforms -----------------------------------------------
 
 
-def rates_injected(**kw):
-    given = {"dtype": "float32", "adamw_eps": 1e-6, "weight_decay": 0.0, "steps": 2}
-    return optax.inject_hyperparams(jm.nanochat, static_args="steps")(**given, **kw)
+def rates_injected(adamw=layouts.ADAMW):
+    given = {"dtype": "float32", "adamw": adamw, "weight_decay": 0.0, "steps": 2}
+    return optax.inject_hyperparams(jm.nanochat, static_args="steps")(**given)
 
 
 COMPOSITIONS = {
@@ -153,7 +153,7 @@ def test_injected_rates_change_without_a_new_program():
     """On Explicit axes without a wrapper, with a norm factor that is traced."""
     mesh, specs, _ = layouts.layout("FSDP", EXPLICIT)
     params, weights = problems.draw("mixed")
-    tx = rates_injected(adamw_learning_rate=1e-3)
+    tx = rates_injected(optax.inject_hyperparams(optax.adamw)(1e-3))
     step = layouts.plain_step(tx, problems.loss_of(weights))
     batch = problems.batches(1)[0]
     with jax.set_mesh(mesh):
@@ -161,9 +161,9 @@ def test_injected_rates_change_without_a_new_program():
         state = jax.jit(tx.init)(placed)
         placed, state, _ = step(placed, state, batch)
         before = layouts.copy(placed)
-        state.hyperparams["adamw_learning_rate"] = jnp.zeros_like(
-            state.hyperparams["adamw_learning_rate"]
-        )
+        of_adamw = state.inner_state.inner_states["adamw"].inner_state.hyperparams
+        for name in ("learning_rate", "weight_decay"):
+            of_adamw[name] = jnp.zeros_like(of_adamw[name])
         placed, state, _ = step(placed, state, batch)
     assert step._cache_size() == 1
     np.testing.assert_array_equal(placed["wte"], before["wte"])

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jax_muon as jm
-from tests.distributed import problems
+from tests.distributed import layouts, problems
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -44,7 +44,7 @@ def one_device():
     """Start, end and losses of the recipe on one device."""
     params, weights = problems.draw("mixed")
     tx = jm.nanochat(
-        optax.linear_schedule(0.02, 0.01, 10), dtype="float32", adamw_eps=1e-6
+        optax.linear_schedule(0.02, 0.01, 10), dtype="float32", adamw=layouts.ADAMW
     )
     loss, data = problems.loss_of(weights), problems.batches(20)
     result, _, losses = problems.single_device(tx, loss, params, data)

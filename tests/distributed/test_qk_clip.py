@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
+from tests.distributed import layouts
 from tests.distributed.problems import distance, single_device
 
 EMBED, HEADS, KEY_HEADS, HEAD_DIM = 16, 8, 4, 4
@@ -53,7 +54,7 @@ def batches(steps, dtype=jnp.float32):
 
 
 def recipe(dtype="float32", **settings):
-    tx = jm.nanochat(0.02, dtype=dtype, adamw_eps=1e-6, **settings)
+    tx = jm.nanochat(0.02, dtype=dtype, adamw=layouts.ADAMW, **settings)
     return optax.chain(tx, jm.clip_qk(THRESHOLD))
 
 
@@ -207,7 +208,7 @@ def test_guards_around_a_divided_recipe(kind):
     tx = jm.skip_nonfinite(
         optax.chain(
             optax.clip_by_global_norm(1.0),
-            jm.nanochat(0.02, steps=2, dtype="float32", adamw_eps=1e-6),
+            jm.nanochat(0.02, steps=2, dtype="float32", adamw=layouts.ADAMW),
             jm.clip_qk(2.0),
         )
     )

@@ -64,8 +64,7 @@ def test_same_trajectory(rng):
         lambda t: 0.02 / (1 + t),
         lambda t: 0.85 + 0.01 * t,
         0.1,
-        adamw_learning_rate=lambda t: 0.01 / (1 + t),
-        adamw_eps=1e-6,
+        adamw=optax.adamw(lambda t: 0.01 / (1 + t), 0.8, 0.95, 1e-6, weight_decay=0.0),
         dtype="float32",
         reading=jm.Reading({k: "muon" if k in MATRICES else "adamw" for k in SHAPES}),
     )

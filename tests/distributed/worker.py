@@ -30,14 +30,14 @@ def main(process, processes, port, devices, folder, layout, die_at=None):
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     import jax_muon as jm
-    from tests.distributed import problems
+    from tests.distributed import layouts, problems
 
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     divided = NamedSharding(mesh, PartitionSpec("data"))
     start, weights = problems.draw("mixed")
     loss, data = problems.loss_of(weights), np.asarray(problems.batches(20))
     rate = optax.linear_schedule(0.02, 0.01, 10)
-    tx = jm.nanochat(rate, dtype="float32", adamw_eps=1e-6)
+    tx = jm.nanochat(rate, dtype="float32", adamw=layouts.ADAMW)
     specs = problems.divided(start, mesh) if layout == "fsdp" else None
     step = jm.make_train_step(loss, tx, mesh, specs=specs, min_size=1)
     target = dict(zip(("params", "opt_state"), step.abstract(start), strict=True))

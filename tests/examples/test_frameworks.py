@@ -111,7 +111,7 @@ def test_maxtext(scan_axis, x64):
     boxed = llama(scan_axis)
     params, grads = (linen.unbox(llama(scan_axis, seed)) for seed in (0, 1))
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), 3 * (AxisType.Auto,))
-    one = jm.muon(0.02, 0.95, 0.1, adamw_learning_rate=0.02, dtype="float64")
+    one = jm.muon(0.02, 0.95, 0.1, adamw=optax.adamw(0.02), dtype="float64")
     read = {p.parameter.path: p for p in jm.plan(one, params).parameters}
     with jax.set_mesh(mesh):
         tx = names["get_optimizer"](CONFIG, 0.02, boxed, mesh)

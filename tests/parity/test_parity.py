@@ -139,7 +139,7 @@ def test_a_wrong_constant_turns_red(name, changed):
 
 def test_normuon_on_the_wrong_axis_turns_red(monkeypatch):
     per_output = partial(jm.scale_by_normuon, axis="output")
-    monkeypatch.setattr("jax_muon.recipes.neurons.scale_by_normuon", per_output)
+    monkeypatch.setattr("jax_muon.recipes.scale_by_normuon", per_output)
     check = checked("nanochat, January", "gaussian", "float32", CONSTANT)
     assert check.state == "FAIL", check
 

@@ -17,7 +17,7 @@ from parity.reference.muon import JORDAN_SUM, MOONLIGHT, Muon
 from parity.reference.nanochat import AUGUST, JANUARY, MuonAdamW
 
 LR = 0.01
-SAME = {"dtype": "float64", "adamw_learning_rate": 0.0}
+SAME = {"dtype": "float64", "adamw": optax.set_to_zero()}
 
 
 Problems = list[tuple[np.ndarray, np.ndarray]]  # weights and gradients, (in, out)
@@ -169,7 +169,7 @@ def test_adamw_under_noise_steps_as_far_as_moonlight(rng):
     )
     size = float(jnp.sqrt(jnp.mean(updates[-1] ** 2)))
     np.testing.assert_allclose(size / LR, (0.1 / 1.9) ** 0.5, rtol=0.05)
-    tx = jm.moonlight(LR, polar=jm.ExactPolar(), adamw_learning_rate=0.0)
+    tx = jm.moonlight(LR, polar=jm.ExactPolar(), adamw=optax.set_to_zero())
     (update,) = by_optax(lambda m, n: tx)([(jnp.zeros((64, 64)), grads[0])])
     np.testing.assert_allclose(np.sqrt(np.mean(update**2)), 0.2 * LR, rtol=1e-3)
 

@@ -41,6 +41,7 @@ LIKE = {
 }
 LIKE["blocks"]["0"]["down"] = {"kernel": jax.ShapeDtypeStruct((24, 6), jnp.float32)}
 F32 = {"dtype": "float32"}
+ADAMW = optax.adamw(0.01, 0.8, 0.95, 1e-10, weight_decay=0.0)  # nanochat's
 
 
 def to_params(arrays):
@@ -118,8 +119,7 @@ def ours_beside_adamw(**settings):
         0.02,
         0.95,
         0.1,
-        adamw_learning_rate=0.01,
-        adamw_weight_decay=0.1,
+        adamw=optax.adamw(0.01, 0.9, 0.95, 1e-10, weight_decay=0.1),
         **F32,
         **settings,
     )
@@ -304,7 +304,7 @@ def files(optimizer, params, ranks):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nanochat(ranks):
     theirs = Theirs(nanochat)
-    tx = jm.nanochat(adamw_learning_rate=0.01, **F32)
+    tx = jm.nanochat(adamw=ADAMW, **F32)
     moments, _ = assert_continued(
         tx,
         theirs,
@@ -332,7 +332,7 @@ def test_parts_of_a_fused_parameter():
         return jm.Moments.from_nanochat(saved, ORDER, START, fused)
 
     splits = {"ups": jm.Split(("q", "k", "v"))}
-    tx = jm.nanochat(adamw_learning_rate=0.01, reading=jm.Reading(splits=splits), **F32)
+    tx = jm.nanochat(adamw=ADAMW, reading=jm.Reading(splits=splits), **F32)
     assert_continued(tx, theirs, read, fused)
 
 
@@ -382,10 +382,7 @@ def test_dion(algorithm):
             0.02,
             0.95,
             0.1,
-            adamw_learning_rate=0.01,
-            adamw_weight_decay=0.1,
-            adamw_eps=1e-10,
-            adamw_b1=0.9,
+            adamw=optax.adamw(0.01, 0.9, 0.95, 1e-10, weight_decay=0.1),
             **F32,
         )
     theirs = Theirs(muon, adamw)

@@ -1,0 +1,515 @@
+"""Whole optimizers: each a chain of pieces for matrices, and AdamW for the rest.
+
+Every recipe is one call of `partition`; what it does can be written out in ten lines,
+and changed there. Their arguments mean the same in all of them:
+
+- `learning_rate`, `momentum`, `weight_decay`: of the matrices, a float or an optax
+  schedule. Recipes that keep the norms of matrices have no weight_decay and no mask of
+  it.
+- `steps`: of the polar iteration; a Python integer.
+- `dtype`: of the polar iteration; "bfloat16" is fast on a GPU, "float16" for GPUs eight
+  times as exact (and slow on a CPU), "float32" exact.
+- `polar`: another polar factor, any function of (..., m, n), instead of the recipe's;
+  `steps` and `dtype` are then its own.
+- `momentum_dtype`: of the momentum; None for the parameters'.
+- `learning_rates`: path pattern to a factor of the learning rate of these matrices.
+- `weight_decay_mask`: which matrices decay: a tree of booleans, or a function of the
+  matrices that gives one, as in `optax.masked`; None for all.
+- `adamw`: what all other parameters get: `optax.adamw` with a rate of your own, or any
+  other optax transform, such as `optax.lion(1e-4)`.
+- `groups`: further labels and what they get, as in `partition`: `{"embedding":
+  optax.adamw(0.2), "frozen": optax.set_to_zero()}`.
+- `reading`: how parameters are read; see `Reading`.
+
+All give an `optax.GradientTransformation` whose updates are added to the parameters,
+and raise a ValueError for a number out of range, at once, and what `partition` raises
+at init. Updates have the dtype of the parameters: narrower gradients, such as bfloat16
+for float32 parameters, are widened before anything is computed. Under
+`optax.inject_hyperparams` all numbers may change from step to step except `steps`,
+which has to be named in `static_args`, as has a `polar` that is given; `adamw` may be
+`optax.inject_hyperparams(optax.adamw)(3e-4)`.
+
+With `jax_numpy_dtype_promotion="strict"` recipes cannot be traced, since `optax.adamw`
+cannot. With another transform for `adamw` they can.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from jax_muon.checks import as_transform, check_flag, rate
+from jax_muon.elementwise import (
+    add_cautious_decayed_weights,
+    check_factors,
+    check_mask,
+    scale_by_path,
+)
+from jax_muon.hyperball import hyperball
+from jax_muon.momentum import nesterov
+from jax_muon.orthogonalize import Polar, orthogonalize
+from jax_muon.partition import Group, check_groups, partition
+from jax_muon.polar.factors import NewtonSchulz
+from jax_muon.reading.bare import check_reading
+from jax_muon.reading.labels import ADAMW, MUON
+from jax_muon.reading.matrices import Matrices, Reading
+from jax_muon.transforms import (
+    check_shape_rule,
+    equilibrate_rows,
+    normalize_frobenius,
+    scale_by_normuon,
+    scale_by_shape,
+)
+
+__all__ = ["moonlight", "muon", "muonh", "nanochat", "normuon", "normuonh", "teon"]
+
+Pieces = list[optax.GradientTransformation]
+
+
+def nanochat(
+    learning_rate: optax.ScalarOrSchedule = 0.02,
+    momentum: optax.ScalarOrSchedule = 0.95,
+    weight_decay: optax.ScalarOrSchedule = 0.1,
+    *,
+    beta2: optax.ScalarOrSchedule = 0.95,
+    steps: int = 5,
+    norm_factor: float = 1.02,
+    row_equilibration: bool = False,
+    renormalize: bool = False,
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    polar: Polar | None = None,
+    momentum_dtype: jax.typing.DTypeLike | None = None,
+    learning_rates: Mapping[str, float] | None = None,
+    weight_decay_mask: Any = None,
+    adamw: optax.GradientTransformation = optax.adamw(
+        3e-4, b1=0.8, b2=0.95, eps=1e-10, weight_decay=0.0
+    ),
+    groups: Mapping[str, Group] | None = None,
+    reading: Reading | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """MuonAdamW of nanochat: Nesterov, Polar Express, NorMuon, cautious weight decay.
+
+    The step of January 2026 by default; that of August 2026 with
+    `row_equilibration=True, renormalize=True, norm_factor=1.01, beta2=0.9`.
+
+    Args:
+      learning_rate: of the matrices, before the factor max(1, out/in)^0.5. For all
+        arguments that are not listed here see the top of `jax_muon.recipes`.
+      momentum: Nesterov momentum in [0, 1), as an exponential average.
+      weight_decay: cautious, times the learning rate and the factor of the shape.
+      beta2: decay of NorMuon's mean squares, in [0, 1).
+      steps: of the Polar Express: the first of its five quintics, or all of a longer
+        table.
+      norm_factor: margin of its first normalization.
+      row_equilibration: whether to equilibrate the rows before it (MuonEq).
+      renormalize: whether to set the Frobenius norm after it (Muon+).
+
+    References:
+      https://github.com/karpathy/nanochat; Polar Express arXiv 2505.16932; NorMuon
+      arXiv 2510.05491; MuonEq arXiv 2603.28254; Muon+ arXiv 2602.21545.
+    """
+    if polar is None:
+        polar = NewtonSchulz(
+            steps,
+            coefficients="nanochat",
+            norm_factor=norm_factor,
+            eps=1e-6,
+            dtype=dtype,
+        )
+    check_flag("row_equilibration", row_equilibration)
+    check_flag("renormalize", renormalize)
+    check_mask("weight_decay_mask", weight_decay_mask)
+
+    def pieces(matrices: Matrices) -> Pieces:
+        return [
+            nesterov(_decay(momentum=momentum), accumulator_dtype=momentum_dtype),
+            *([equilibrate_rows(matrices=matrices)] if row_equilibration else []),
+            orthogonalize(polar, matrices=matrices),
+            *([normalize_frobenius(matrices=matrices)] if renormalize else []),
+            scale_by_normuon(_decay(beta2=beta2), matrices=matrices),
+            add_cautious_decayed_weights(weight_decay, weight_decay_mask),
+            scale_by_shape(matrices=matrices),
+            *_rates(learning_rate, learning_rates),
+        ]
+
+    return _recipe(pieces, adamw, groups, reading)
+
+
+def normuon(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    momentum: optax.ScalarOrSchedule = 0.95,
+    weight_decay: optax.ScalarOrSchedule = 0.1,
+    *,
+    beta2: optax.ScalarOrSchedule = 0.95,
+    lookahead: bool = False,
+    steps: int = 5,
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    polar: Polar | None = None,
+    momentum_dtype: jax.typing.DTypeLike | None = None,
+    learning_rates: Mapping[str, float] | None = None,
+    weight_decay_mask: Any = None,
+    adamw: optax.GradientTransformation = optax.adamw(
+        3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0
+    ),
+    groups: Mapping[str, Group] | None = None,
+    reading: Reading | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """NorMuon as in its paper: per output neuron, updates with root mean square 0.2.
+
+    Args:
+      learning_rate: of the matrices, before the factor 0.2 (in out)^0.5 / ||update||_F.
+        For all arguments that are not listed here see the top of `jax_muon.recipes`.
+      momentum: in [0, 1), as an exponential average.
+      weight_decay: decoupled, times the learning rate alone.
+      beta2: decay of the mean squares, in [0, 1).
+      lookahead: whether to use Nesterov's look-ahead, which the paper does not.
+
+    References:
+      NorMuon, arXiv 2510.05491, Algorithm 1.
+    """
+    polar = NewtonSchulz(steps, dtype=dtype) if polar is None else polar
+
+    def pieces(matrices: Matrices) -> Pieces:
+        return [
+            nesterov(
+                _decay(momentum=momentum),
+                lookahead=lookahead,
+                accumulator_dtype=momentum_dtype,
+            ),
+            orthogonalize(polar, matrices=matrices),
+            _normuon_of_the_paper(beta2, matrices),
+            normalize_frobenius(0.2, matrices=matrices),
+            *_decays(weight_decay, weight_decay_mask),
+            *_rates(learning_rate, learning_rates),
+        ]
+
+    return _recipe(pieces, adamw, groups, reading)
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule = 0.02,
+    momentum: optax.ScalarOrSchedule = 0.95,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    *,
+    accumulation: str = "ema",
+    lookahead: bool = True,
+    bias_correction: bool = False,
+    shape_rule: str | Callable[[int, int], float] = "max_ratio",
+    steps: int = 5,
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    polar: Polar | None = None,
+    momentum_dtype: jax.typing.DTypeLike | None = None,
+    learning_rates: Mapping[str, float] | None = None,
+    weight_decay_mask: Any = None,
+    adamw: optax.GradientTransformation = optax.adamw(
+        3e-4, b1=0.9, b2=0.95, eps=1e-10, weight_decay=0.0
+    ),
+    groups: Mapping[str, Group] | None = None,
+    reading: Reading | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Jordan's Muon: Nesterov, Newton-Schulz, a factor for the shape, decoupled decay.
+
+    With the defaults, the mathematics of torch.optim.Muon; `shape_rule="rms_0.2"` is
+    its adjust_lr_fn="match_rms_adamw".
+
+    Args:
+      learning_rate: of the matrices, before the factor of the shape. For all arguments
+        that are not listed here see the top of `jax_muon.recipes`.
+      momentum: in [0, 1).
+      weight_decay: decoupled, times the learning rate alone.
+      accumulation: "ema" or "sum"; see `nesterov`.
+      lookahead: Nesterov's; see `nesterov`.
+      bias_correction: of the momentum, as in `optax.contrib.muon`; see `nesterov`.
+      shape_rule: see `scale_by_shape`.
+
+    References:
+      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/
+    """
+    polar = NewtonSchulz(steps, dtype=dtype) if polar is None else polar
+    check_shape_rule("shape_rule", shape_rule)
+
+    def pieces(matrices: Matrices) -> Pieces:
+        return [
+            nesterov(
+                _decay(momentum=momentum),
+                accumulation=accumulation,
+                lookahead=lookahead,
+                bias_correction=bias_correction,
+                accumulator_dtype=momentum_dtype,
+            ),
+            orthogonalize(polar, matrices=matrices),
+            scale_by_shape(shape_rule, matrices=matrices),
+            *_decays(weight_decay, weight_decay_mask),
+            *_rates(learning_rate, learning_rates),
+        ]
+
+    return _recipe(pieces, adamw, groups, reading)
+
+
+def moonlight(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    momentum: optax.ScalarOrSchedule = 0.95,
+    weight_decay: optax.ScalarOrSchedule = 0.1,
+    *,
+    steps: int = 5,
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    polar: Polar | None = None,
+    momentum_dtype: jax.typing.DTypeLike | None = None,
+    learning_rates: Mapping[str, float] | None = None,
+    weight_decay_mask: Any = None,
+    adamw: optax.GradientTransformation | None = None,
+    groups: Mapping[str, Group] | None = None,
+    reading: Reading | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Moonlight's Muon: sum momentum, updates with AdamW's root mean square of 0.2.
+
+    One learning rate and one weight decay serve matrices and AdamW alike.
+
+    Args:
+      learning_rate: of the matrices, before the factor 0.2 max(in, out)^0.5. For all
+        arguments that are not listed here see the top of `jax_muon.recipes`.
+      momentum: Nesterov momentum in [0, 1), as a sum.
+      weight_decay: decoupled, times the learning rate alone.
+      adamw: None for AdamW with this learning rate and this weight decay.
+
+    References:
+      Liu et al., Muon is scalable for LLM training, arXiv 2502.16982.
+    """
+    if adamw is None:
+        adamw = optax.adamw(
+            rate("learning_rate", learning_rate),
+            b1=0.9,
+            b2=0.95,
+            weight_decay=rate("weight_decay", weight_decay),
+        )
+    return muon(
+        learning_rate,
+        momentum,
+        weight_decay,
+        accumulation="sum",
+        shape_rule="rms_0.2",
+        steps=steps,
+        dtype=dtype,
+        polar=polar,
+        momentum_dtype=momentum_dtype,
+        learning_rates=learning_rates,
+        weight_decay_mask=weight_decay_mask,
+        adamw=adamw,
+        groups=groups,
+        reading=reading,
+    )
+
+
+def teon(
+    learning_rate: optax.ScalarOrSchedule = 0.02,
+    momentum: optax.ScalarOrSchedule = 0.95,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    *,
+    lookahead: bool = False,
+    shape_rule: str | Callable[[int, int], float] = "sqrt_ratio",
+    steps: int = 5,
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    polar: Polar | None = None,
+    momentum_dtype: jax.typing.DTypeLike | None = None,
+    learning_rates: Mapping[str, float] | None = None,
+    weight_decay_mask: Any = None,
+    adamw: optax.GradientTransformation = optax.adamw(
+        3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0
+    ),
+    groups: Mapping[str, Group] | None = None,
+    reading: Reading | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """TEON: queries, keys and values of neighbouring layers orthogonalized as one.
+
+    The scale is that of the single matrix; all other matrices are ordinary Muon, and so
+    is a last layer without a partner.
+
+    Args:
+      learning_rate: of the matrices, before the factor (out/in)^0.5. For all arguments
+        that are not listed here see the top of `jax_muon.recipes`.
+      momentum: in [0, 1), as an exponential average.
+      weight_decay: decoupled, times the learning rate alone.
+      lookahead: whether to use Nesterov's look-ahead, which the paper does not.
+      shape_rule: see `scale_by_shape`.
+      steps: of the Polar Express with the coefficients of its paper.
+      reading: without `joins`, it joins queries, keys and values two by two.
+
+    Raises:
+      ValueError: at init, a model without numbered or scanned layers to join.
+
+    References:
+      TEON, arXiv 2601.23261.
+    """
+    if polar is None:
+        polar = NewtonSchulz(
+            steps, coefficients="polar_express_paper", norm_factor=1.01, dtype=dtype
+        )
+    check_reading("reading", reading)
+    reading = Reading() if reading is None else reading
+    if reading.joins is None:
+        reading = dataclasses.replace(reading, joins=2)
+    return muon(
+        learning_rate,
+        momentum,
+        weight_decay,
+        lookahead=lookahead,
+        shape_rule=shape_rule,
+        polar=polar,
+        momentum_dtype=momentum_dtype,
+        learning_rates=learning_rates,
+        weight_decay_mask=weight_decay_mask,
+        adamw=adamw,
+        groups=groups,
+        reading=reading,
+    )
+
+
+def muonh(
+    learning_rate: optax.ScalarOrSchedule = 0.02,
+    momentum: optax.ScalarOrSchedule = 0.95,
+    *,
+    steps: int = 5,
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    polar: Polar | None = None,
+    momentum_dtype: jax.typing.DTypeLike | None = None,
+    learning_rates: Mapping[str, float] | None = None,
+    adamw: optax.GradientTransformation = optax.adamw(
+        3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0
+    ),
+    groups: Mapping[str, Group] | None = None,
+    reading: Reading | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """MuonH: Jordan's Muon with sum momentum, in steps of a fixed angle.
+
+    Matrices neither grow nor decay, so that there is no weight decay and no factor for
+    their shapes.
+
+    Args:
+      learning_rate: of the matrices, as a part of their norm; see `hyperball`, also for
+        matrices that start at zero. A first guess is the root of learning rate times
+        weight decay of `muon`. For all arguments that are not listed here see the top
+        of `jax_muon.recipes`.
+      momentum: Nesterov momentum in [0, 1), as a sum.
+
+    References:
+      Hyperball optimization, arXiv 2606.16899.
+    """
+    polar = NewtonSchulz(steps, dtype=dtype) if polar is None else polar
+
+    def pieces(matrices: Matrices) -> Pieces:
+        return [
+            nesterov(
+                _decay(momentum=momentum),
+                accumulation="sum",
+                accumulator_dtype=momentum_dtype,
+            ),
+            orthogonalize(polar, matrices=matrices),
+            hyperball(learning_rate, learning_rates, matrices=matrices),
+        ]
+
+    return _recipe(pieces, adamw, groups, reading)
+
+
+def normuonh(
+    learning_rate: optax.ScalarOrSchedule = 0.02,
+    momentum: optax.ScalarOrSchedule = 0.95,
+    *,
+    beta2: optax.ScalarOrSchedule = 0.95,
+    lookahead: bool = False,
+    steps: int = 5,
+    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    polar: Polar | None = None,
+    momentum_dtype: jax.typing.DTypeLike | None = None,
+    learning_rates: Mapping[str, float] | None = None,
+    adamw: optax.GradientTransformation = optax.adamw(
+        3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0
+    ),
+    groups: Mapping[str, Group] | None = None,
+    reading: Reading | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """NorMuonH: the direction of `normuon`, in steps of a fixed angle.
+
+    Args:
+      learning_rate: of the matrices, as a part of their norm; see `hyperball`, also for
+        matrices that start at zero. For all arguments that are not listed here see the
+        top of `jax_muon.recipes`.
+      momentum: in [0, 1), as an exponential average.
+      beta2: decay of the mean squares, in [0, 1).
+      lookahead: whether to use Nesterov's look-ahead, which NorMuon's paper does not.
+
+    References:
+      Hyperball optimization, arXiv 2606.16899; NorMuon, arXiv 2510.05491.
+    """
+    polar = NewtonSchulz(steps, dtype=dtype) if polar is None else polar
+
+    def pieces(matrices: Matrices) -> Pieces:
+        return [
+            nesterov(
+                _decay(momentum=momentum),
+                lookahead=lookahead,
+                accumulator_dtype=momentum_dtype,
+            ),
+            orthogonalize(polar, matrices=matrices),
+            _normuon_of_the_paper(beta2, matrices),
+            hyperball(learning_rate, learning_rates, matrices=matrices),
+        ]
+
+    return _recipe(pieces, adamw, groups, reading)
+
+
+def _recipe(
+    pieces: Callable[[Matrices], Pieces],
+    adamw: optax.GradientTransformation,
+    groups: Mapping[str, Group] | None,
+    reading: Reading | None,
+) -> optax.GradientTransformationExtraArgs:
+    """The pieces for "muon", a transform for "adamw", and the user's groups."""
+    groups = check_groups({} if groups is None else groups)
+    if MUON in groups or ADAMW in groups:
+        raise ValueError(
+            f"groups has the labels {list(groups)}; expected others than {MUON!r}, "
+            f"which the recipe holds itself, and {ADAMW!r}, whose transform is adamw="
+        )
+    pieces(Matrices({}))  # a wrong setting of a piece is an error now
+    return partition(
+        {
+            MUON: lambda found: optax.chain(*pieces(found)),
+            ADAMW: as_transform("adamw", adamw),
+            **groups,
+        },
+        reading,
+    )
+
+
+def _decay(**named: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
+    """A decay in [0, 1), refused under the name that the recipe has for it."""
+    ((name, value),) = named.items()
+    return rate(name, value, "in [0, 1)")
+
+
+def _normuon_of_the_paper(
+    beta2: optax.ScalarOrSchedule, matrices: Matrices
+) -> optax.GradientTransformation:
+    # The paper adds 1e-8 to the root; here the root is at least 1e-8. The default,
+    # 1e-5, would hold back neurons whose first updates are small.
+    beta2 = _decay(beta2=beta2)
+    return scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=matrices)
+
+
+def _decays(weight_decay: optax.ScalarOrSchedule, mask: Any) -> Pieces:
+    """Decoupled weight decay, before the learning rate."""
+    check_mask("weight_decay_mask", mask)
+    return [optax.add_decayed_weights(rate("weight_decay", weight_decay), mask)]
+
+
+def _rates(
+    learning_rate: optax.ScalarOrSchedule, learning_rates: Mapping[str, float] | None
+) -> Pieces:
+    """The learning rate, and factors of it for some matrices."""
+    if learning_rates is not None:
+        check_factors("learning_rates", learning_rates)
+    factors = [scale_by_path(learning_rates)] if learning_rates else []
+    learning_rate = rate("learning_rate", learning_rate)
+    return [*factors, optax.scale_by_learning_rate(learning_rate)]
