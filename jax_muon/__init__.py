@@ -34,7 +34,6 @@ from jax_muon.recipes import (
     teon,
 )
 from jax_muon.splits import Split, with_splits
-from jax_muon.suggest_steps import SuggestedSteps, suggest_steps
 from jax_muon.takeover import Moments, take_over
 from jax_muon.tools.verify import verify
 from jax_muon.transforms import (
@@ -59,7 +58,6 @@ __all__ = [
     "PolarExpress",
     "Reading",
     "Split",
-    "SuggestedSteps",
     "TrainStep",
     "abstract_state",
     "add_cautious_decayed_weights",
@@ -91,7 +89,6 @@ __all__ = [
     "scale_by_path",
     "scale_by_shape",
     "skip_nonfinite",
-    "suggest_steps",
     "take_over",
     "teon",
     "verify",

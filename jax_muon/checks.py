@@ -22,7 +22,6 @@ _HOLDS: dict[str, Callable[[float], bool]] = {
     "of at least 0": lambda x: x >= 0,
     "in [0, 1)": lambda x: 0 <= x < 1,
     "in [0, 1]": lambda x: 0 <= x <= 1,
-    "in (0, 1)": lambda x: 0 < x < 1,
     "in (0, 1]": lambda x: 0 < x <= 1,
 }
 

@@ -33,7 +33,6 @@ WRONG = {
     "above 0": [*NO_NUMBERS, 0, -1.0],
     "above 0, or None": [*(x for x in NO_NUMBERS if x is not None), 0, -1.0],
     "share": [*NO_NUMBERS, -0.1, 1.1],
-    "inner share": [*NO_NUMBERS, 0.0, 1.0],
     "lower": [*NO_NUMBERS, 0.0, 1.1],
     "integer": NO_COUNTS,
     "count": [*NO_COUNTS, 0],
@@ -284,16 +283,6 @@ TABLE = {
     "scale_by_path": ({"factors": {}}, {"factors": "factors"}),
     "scale_by_shape": ({}, {"rule": "choice", "matrices": "reading"}),
     "skip_nonfinite": ({"inner": optax.sgd(1.0)}, {"inner": "transform"}),
-    "suggest_steps": (
-        {"momentum": {"w": jnp.eye(4)}, "target": 0.5},
-        {
-            "momentum": "tree",
-            "target": "inner share",
-            "reading": "reading",
-            "dtype": "dtype",
-            "most": "count",
-        },
-    ),
     "take_over": (
         {"tx": optax.sgd(1.0), "params": PARAMS, "moments": jm.Moments(0, {})},
         {"tx": "transform", "params": "tree", "moments": "moments"},
@@ -327,7 +316,6 @@ RESULTS = {
     "Parameter",
     "Plan",
     "PlannedParameter",
-    "SuggestedSteps",
     "TrainStep",
 }
 

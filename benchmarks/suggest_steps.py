@@ -1,0 +1,145 @@
+"""How many steps the momentum of a run needs, from its singular values.
+
+    python -m benchmarks.suggest_steps --target 0.3
+
+trains the model of `examples/train_gpt.py` (see `spectra.py`), takes the momentum of
+every matrix after the last step, and prints the cheapest polar factor that brings it
+within the target. For a run of your own, call `suggest` with its momentum, one matrix
+after another: `mu` of the state of `nesterov`, times `scale` where it is int8. Late
+layers may need more steps than early ones, so that a label for each group of layers may
+pay: call it once for each group.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+import jax_muon as jm
+from benchmarks import spectra
+from jax_muon.polar.coefficients import evaluate
+
+# Lower bounds that are tried: singular values of a momentum spread over three decades.
+LOWERS = (1e-3, 2e-3, 3e-3, 5e-3, 7e-3, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2)
+MAX_STEPS = 8
+TABLES = ("jordan", "you", "cans", "cubic5", "deepseek")
+
+
+@dataclasses.dataclass(frozen=True)
+class Suggestion:
+    """The cheapest polar factor that brings some matrices near enough.
+
+    Errors are distances to the exact polar factor, relative to it: where Y has the
+    singular values y, the root mean square of y - 1.
+    """
+
+    polar: Any  # with these steps and lower bound, for `polar=` of a recipe
+    lower: float | None  # of the Polar Express; None for a published table
+    products: int  # matrix products that it takes: three a quintic, two a cubic
+    predicted: float  # mean error in exact arithmetic, by the singular values
+    worst: float  # the largest of these errors
+    measured: float  # mean error of `polar` on the matrices themselves, in its dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class _Matrix:
+    """A matrix (m, n), m <= n, its singular values and its polar factor."""
+
+    x: Float[np.ndarray, "m n"]
+    s: Float[np.ndarray, " m"]
+    nonzero: Float[np.ndarray, " m"]  # 1, or 0 for values that are rounding alone
+    factor: Float[np.ndarray, "m n"]
+
+    @classmethod
+    def of(cls, x: np.ndarray) -> "_Matrix":
+        x = x if x.shape[0] <= x.shape[1] else x.T
+        u, s, vt = np.linalg.svd(x.astype(np.float64), full_matrices=False)
+        cutoff = max(x.shape) * np.finfo(np.float32).eps * s.max()
+        nonzero = (s > cutoff).astype(np.float64)
+        return cls(x, s, nonzero, (u * nonzero) @ vt)
+
+    def predicted(self, polar: Any) -> float:
+        """The error of a polar factor in exact arithmetic."""
+        power = {"frobenius": 2, "schatten4": 4}[polar.norm]
+        size = float(polar.norm_factor) * np.linalg.norm(self.s, power)
+        after = evaluate(polar.table(), self.s / (size + float(polar.eps)))
+        return float(
+            np.linalg.norm(after - self.nonzero) / np.linalg.norm(self.nonzero)
+        )
+
+    def measured(self, polar: Any) -> float:
+        """The error of a polar factor as it is computed."""
+        y = np.asarray(polar(jnp.asarray(self.x)).astype(jnp.float32), np.float64)
+        return float(np.linalg.norm(y - self.factor) / np.linalg.norm(self.factor))
+
+
+def suggest(
+    matrices: Sequence[np.ndarray], target: float, dtype: Any = "bfloat16"
+) -> Suggestion:
+    """The polar factor with the fewest products whose mean error is at most a target.
+
+    Tried are `PolarExpress` with up to 8 steps, lower bounds from 1e-3 to 0.2 and both
+    norms, and `NewtonSchulz` with the published tables.
+
+    Args:
+      matrices: the momentum, each (m, n); those that are zero are left out.
+      target: the error to reach, between 0 and 1. nanochat's five steps end at 0.28 on
+        the momentum of the example's model.
+      dtype: of the iteration that is suggested and measured; None for that of a matrix.
+
+    Raises:
+      ValueError: nothing that is tried reaches the target, or all matrices are zero.
+    """
+    decomposed = [_Matrix.of(np.asarray(x)) for x in matrices if np.any(x)]
+    if not decomposed:
+        raise ValueError("the matrices are all zero; expected momentum of some steps")
+    found = []
+    for lower, polar in _candidates(dtype):
+        errors = [matrix.predicted(polar) for matrix in decomposed]
+        products = sum(3 if c else 2 for _, _, c in polar.table())
+        found.append((products, float(np.mean(errors)), max(errors), lower, polar))
+    enough = [one for one in found if one[1] <= target]
+    if not enough:
+        products, error, _, _, polar = min(found, key=lambda one: one[1])
+        raise ValueError(
+            f"target={target} is not reached; expected at least {error:.2g}, which "
+            f"{polar} reaches in {products} products"
+        )
+    products, error, worst, lower, polar = min(enough, key=lambda one: one[:2])
+    measured = float(np.mean([matrix.measured(polar) for matrix in decomposed]))
+    return Suggestion(polar, lower, products, error, worst, measured)
+
+
+def _candidates(dtype: Any) -> list[tuple[float | None, Any]]:
+    express = [
+        (lower, jm.PolarExpress(steps, lower=lower, norm=norm, dtype=dtype))
+        for norm in ("frobenius", "schatten4")
+        for steps in range(1, MAX_STEPS + 1)
+        for lower in LOWERS
+    ]
+    tables = [(None, jm.NewtonSchulz(coefficients=t, dtype=dtype)) for t in TABLES]
+    return [*express, *tables]
+
+
+def main(words: list[str]) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.suggest_steps",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--target", type=float, default=0.3)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--width", type=int, default=128)
+    args = parser.parse_args(words)
+    records = spectra.record(args.steps, [args.steps], args.width, seed=0)
+    print(suggest([r["matrix"].astype(np.float32) for r in records], args.target))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
