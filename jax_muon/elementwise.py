@@ -24,29 +24,8 @@ from jax_muon.checks import (
     number,
     rate,
 )
-from jax_muon.polar.kernels import wider
-from jax_muon.polar.products import wide
+from jax_muon.dtypes import as_wide_as_params, in_dtype_of, wide
 from jax_muon.reading import paths
-
-
-def as_wide_as_params(updates: Any, params: Any) -> Any:
-    """Updates in the dtype of their parameters, where that is the wider one.
-
-    Gradients in bfloat16 of float32 parameters would have their steps, and the decay
-    that is added to them, rounded to 8 bits. Other dtypes stay as they are.
-    """
-    if params is None:
-        return updates
-
-    def widen(u: Any, p: Any) -> Any:
-        narrow, dtype = (getattr(x, "dtype", None) for x in (u, p))
-        if narrow is None or dtype is None or narrow == dtype:
-            return u
-        if not all(jnp.issubdtype(d, jnp.floating) for d in (narrow, dtype)):
-            return u
-        return u.astype(dtype) if wider(narrow, dtype) == dtype else u
-
-    return jax.tree.map(widen, updates, params, is_leaf=lambda x: x is None)
 
 
 def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
@@ -185,11 +164,6 @@ def check_mask(name: str, mask: Any) -> None:
 def rate_at(rate: optax.ScalarOrSchedule, count: Array) -> Any:
     """The value at this step of a float or a schedule."""
     return rate(count) if callable(rate) else rate
-
-
-def in_dtype_of(x: Array, rate: Any) -> Any:
-    """A rate that can be multiplied by x even where JAX promotes no dtypes."""
-    return rate if isinstance(rate, float) else jnp.asarray(rate, x.dtype)
 
 
 def limited(x: Array, dtype: Any, source: Array) -> Array:

@@ -20,14 +20,12 @@ from jax_muon.checks import (
     number,
     rate,
 )
+from jax_muon.dtypes import as_wide_as_params, in_dtype_of, positive, wide
 from jax_muon.elementwise import (
     PathFactors,
-    as_wide_as_params,
     check_factors,
-    in_dtype_of,
     rate_at,
 )
-from jax_muon.polar.products import least, wide
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes
 from jax_muon.reading.bare import check_matrices, read_bare
@@ -164,7 +162,7 @@ def _move(
         for x in (wide_u * wide_u, wide_w * wide_u, wide_w * wide_w)
     )
     size = jnp.sqrt(uu)
-    moves = size >= least(eps, uu.dtype)
+    moves = size >= positive(eps, uu.dtype)
     step = in_dtype_of(uu, rate) * target / jnp.where(moves, size, 1)
     # |W - step U|, from sums that devices may add up at the same time.
     norm = jnp.sqrt(jnp.maximum(ww - 2 * step * wu + step * step * uu, 0))

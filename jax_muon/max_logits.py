@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jax_muon.checks import check_count, check_flag, number, refuse
-from jax_muon.polar.kernels import wider
+from jax_muon.dtypes import wider
 
 
 def max_attention_logits(

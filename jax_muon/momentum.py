@@ -16,15 +16,9 @@ from jax_muon.checks import (
     check_state,
     rate,
 )
-from jax_muon.elementwise import (
-    as_wide_as_params,
-    between,
-    in_dtype_of,
-    limited,
-    rate_at,
-)
+from jax_muon.dtypes import as_wide_as_params, in_dtype_of, wide
+from jax_muon.elementwise import between, limited, rate_at
 from jax_muon.notes import is_listening, note
-from jax_muon.polar.products import wide
 from jax_muon.reading import paths
 from jax_muon.storage import Quantized, storage
 

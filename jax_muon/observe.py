@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from optax.tree_utils import NamedTupleKey, tree_get_all_with_path
 
 from jax_muon.checks import as_transform, check_params, check_state
-from jax_muon.polar.products import wide
+from jax_muon.dtypes import wide
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes
 from jax_muon.reading.bare import check_reading

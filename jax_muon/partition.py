@@ -19,7 +19,7 @@ from jax_muon.checks import (
     check_trained,
     refuse,
 )
-from jax_muon.elementwise import as_wide_as_params
+from jax_muon.dtypes import as_wide_as_params
 from jax_muon.mesh.specs import bytes_by_path
 from jax_muon.notes import is_collecting_doubts, is_listening, note
 from jax_muon.reading import paths

@@ -23,9 +23,8 @@ from jax_muon.checks import (
     number,
     refuse,
 )
+from jax_muon.dtypes import wide, wider
 from jax_muon.mesh.specs import replicated
-from jax_muon.polar.kernels import wider
-from jax_muon.polar.products import wide
 from jax_muon.reading import paths
 
 

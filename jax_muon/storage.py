@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int8, UInt32
 
-from jax_muon.polar.kernels import wider
-from jax_muon.polar.products import wide
+from jax_muon.dtypes import wide, wider
 from jax_muon.reading import paths
 
 DTYPES = ("float64", "float32", "bfloat16", "int8")

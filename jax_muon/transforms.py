@@ -23,11 +23,10 @@ from jax_muon.checks import (
     number,
     rate,
 )
-from jax_muon.elementwise import in_dtype_of, rate_at, saturated
+from jax_muon.dtypes import in_dtype_of, positive, wide, wider
+from jax_muon.elementwise import rate_at, saturated
 from jax_muon.notes import is_listening, note
 from jax_muon.polar.iteration import power_of_two_scaled
-from jax_muon.polar.kernels import wider
-from jax_muon.polar.products import least, wide
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes
 from jax_muon.reading.bare import check_matrices, read_bare
@@ -115,7 +114,7 @@ def normalize_frobenius(
             target: Any = min(fan_in, fan_out) ** 0.5
         else:
             target = in_dtype_of(u, rms) * (fan_in * fan_out) ** 0.5
-        norm = jnp.maximum(_norm(u, axes.matrix), least(eps, u.dtype))
+        norm = jnp.maximum(_norm(u, axes.matrix), positive(eps, u.dtype))
         return u * (target / norm)
 
     return _stateless(scale, matrices)
@@ -195,7 +194,7 @@ def scale_by_normuon(
         def scale(x: Array, axes: MatrixAxes, mean: Array, v: Array) -> Array:
             # Both norms from the means, of which every one stands for as many entries:
             # two passes over x less, most of the time of this piece on a CPU.
-            floor = least(eps, v.dtype)
+            floor = positive(eps, v.dtype)
             root = jax.lax.rsqrt(jnp.maximum(v, floor))
             count = x.size / mean.size
             norm = jnp.sqrt(count * sum_over(mean, axes.matrix))

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_muon.checks import scalar
+from jax_muon.dtypes import wide
 from jax_muon.mesh.specs import entry_names, is_spec, wire_dtype
-from jax_muon.polar.products import wide
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,16 +24,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jax_muon.dtypes import positive, wide, wider
 from jax_muon.polar.coefficients import Coefficients
-from jax_muon.polar.kernels import matmul, wider
+from jax_muon.polar.kernels import matmul
 from jax_muon.polar.products import (
     FusedProducts,
     KernelProducts,
     Products,
     exact_factors,
-    least,
     outer_on_cpu,
-    wide,
 )
 
 # FLOPs of five steps are 20 m^2 n + 10 m^3 (standard) and 8 m^2 n + 28 m^3 (Gram).
@@ -221,7 +220,7 @@ def _normalize(
         squared = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
     else:
         squared = jnp.sqrt(jnp.sum(gram * gram, axis=(-2, -1), keepdims=True))
-    floor = least(eps, gram.dtype) * unit.astype(gram.dtype)
+    floor = positive(eps, gram.dtype) * unit.astype(gram.dtype)
     scale = 1 / (norm_factor * first * jnp.sqrt(squared) + floor)
     return (wide(x) * scale).astype(x.dtype), gram * scale * scale
 

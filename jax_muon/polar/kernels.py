@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_muon.dtypes import wider
+
 _INPUTS = (jnp.bfloat16, jnp.float16)
 
 
@@ -38,12 +40,6 @@ class Tiling(NamedTuple):
 
 
 HOPPER = Tiling()
-
-
-def wider(dtype: Any, other: Any) -> Any:
-    """`jnp.promote_types`, even where JAX promotes nothing by itself ("strict")."""
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.promote_types(dtype, other)
 
 
 def matmul(

@@ -12,37 +12,13 @@ library, which reads and writes nothing besides its operands. `Products` is for 
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jax_muon.polar.kernels import (
-    gram_kernel,
-    matmul,
-    outer,
-    quadratic_kernel,
-    wider,
-)
-
-
-def wide(x: Array) -> Array:
-    """x in at least float32, for sums, means and small differences."""
-    return x.astype(wider(x.dtype, jnp.float32))
-
-
-def least(eps: Any, dtype: Any) -> Any:
-    """An eps that can be compared with arrays of a dtype, and is above 0 in it.
-
-    1e-46 is 0 in float32, and 1e-10 in float16, which `optax.inject_hyperparams` makes
-    it where parameters are.
-    """
-    tiny = float(jnp.finfo(dtype).tiny)
-    if isinstance(eps, float):
-        return max(eps, tiny)
-    return jnp.maximum(jnp.asarray(eps, dtype), tiny)
-
+from jax_muon.dtypes import wide
+from jax_muon.polar.kernels import gram_kernel, matmul, outer, quadratic_kernel
 
 # Symmetric products are computed by halves from so many rows and columns on; below, the
 # smaller products lose what their number saves.
