@@ -10,15 +10,13 @@ from jaxtyping import Array
 from jax_muon.checks import (
     check_alike,
     check_arrays,
-    check_choice,
     check_flag,
     check_gradients,
     check_state,
     rate,
 )
 from jax_muon.dtypes import as_wide_as_params, in_dtype_of, wide
-from jax_muon.elementwise import between, limited, rate_at
-from jax_muon.notes import is_listening, note
+from jax_muon.elementwise import rate_at
 from jax_muon.reading import paths
 from jax_muon.storage import Quantized, storage
 
@@ -41,42 +39,45 @@ class QuantizedNesterovState(NamedTuple):
 def nesterov(
     decay: optax.ScalarOrSchedule = 0.95,
     *,
-    accumulation: str = "ema",
     lookahead: bool = True,
     bias_correction: bool = False,
     accumulator_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformation:
-    r"""Momentum with Nesterov's look-ahead.
+    r"""An exponential average of the gradients, with Nesterov's look-ahead.
 
-    With gradient :math:`G`, momentum :math:`M` and decay :math:`\mu`, "ema" is
-    :math:`M \leftarrow M + (1 - \mu)(G - M)` and gives :math:`G + \mu (M - G)`;
-    "sum" is :math:`M \leftarrow \mu M + G` and gives :math:`G + \mu M`.
+    With gradient :math:`G`, momentum :math:`M` and decay :math:`\mu`,
 
-    The momentum may be stored in fewer bits than it is computed with. What a step gives
-    comes from the momentum before it is rounded.
+    .. math::
+       M \leftarrow M + (1 - \mu)(G - M), \qquad U = M + (1 - \mu)(G - M)
+
+    The look-ahead :math:`U`, which is :math:`G + \mu (M - G)`, takes the step of the
+    average once more.
+
+    Muon is often written with a sum, :math:`M \leftarrow \mu M + G`. At constant
+    momentum the sum is the average times :math:`1 / (1 - \mu)`, and a polar factor
+    does not depend on that. Under a schedule of the momentum the two differ: use
+    `optax.trace(mu, nesterov=True)` for the sum.
 
     Args:
       decay: momentum in [0, 1), or a schedule of it.
-      accumulation: "ema" (nanochat, torch.optim.Muon) or "sum" (SGD).
       lookahead: False gives M itself: plain momentum.
       bias_correction: in step t, :math:`(1 - \mu) G / (1 - \mu^t) + \mu M / (1 -
         \mu^{t+1})` instead, as in `optax.contrib.muon`; without look-ahead :math:`M /
         (1 - \mu^t)`. It changes the direction of the first hundred steps or so.
-      accumulator_dtype: of M. None: the dtype of the parameters, rounded to nearest;
-        "float32" or "float64"; "bfloat16", rounded stochastically; "int8", rounded
-        stochastically to 255 even steps, with one scale, a float32, for each row, which
-        is the last axis of a parameter as it is held.
+      accumulator_dtype: of M between steps; it is computed in at least float32, and the
+        updates of a step come from M before it is rounded. None: the dtype of the
+        parameters, rounded to nearest; "float32" or "float64"; "bfloat16", rounded
+        stochastically; "int8", rounded stochastically to 255 even steps, with one
+        float32 scale for each row, the last axis of a parameter.
 
     Returns:
       An `optax.GradientTransformation` for arrays of any shape. Its updates have the
-      dtype of the gradients, or that of the parameters where these are given at update
-      and are wider. What a dtype cannot hold, such as a sum of gradients of 2e38,
-      becomes its largest number.
+      dtype of the gradients, or that of the parameters if these are passed to update
+      and are wider.
 
     Raises:
-      ValueError: decay outside [0, 1), an unknown accumulation, bias correction of a
-        sum, any other dtype; at update, with the path, gradients of other shapes than
-        M, and a state of another transform.
+      ValueError: decay outside [0, 1), or any other dtype; at update, with the path,
+        gradients whose shapes differ from M's, and a state of another transform.
 
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; momentum of Muon
@@ -84,22 +85,13 @@ def nesterov(
       2016, for the bias correction.
     """
     decay = rate("decay", decay, "in [0, 1)")
-    check_choice("accumulation", accumulation, ("ema", "sum"))
     check_flag("lookahead", lookahead)
     check_flag("bias_correction", bias_correction)
-    if bias_correction and accumulation == "sum":
-        raise ValueError(
-            "bias_correction=True with accumulation='sum'; expected 'ema', of which a "
-            "new run underestimates the average"
-        )
     kept = storage("accumulator_dtype (momentum_dtype of a recipe)", accumulator_dtype)
     kind = QuantizedNesterovState if isinstance(kept, Quantized) else NesterovState
 
     def init_fn(params: optax.Params) -> Any:
         check_arrays("params", params)
-        if is_listening():
-            own = [path for path, _ in paths.leaves_with_paths(params)]
-            note("momentum", paths=own, accumulation=accumulation, decay=decay)
         return kind(jnp.zeros([], jnp.int32), *kept.zeros(params))
 
     def update_fn(
@@ -110,50 +102,35 @@ def nesterov(
         check_alike("gradient", updates, "momentum", state.mu)
         updates = as_wide_as_params(updates, params)
         count, *trees = state
-        mu_t = rate_at(decay, count)
+        mu = rate_at(decay, count)
 
-        def accumulate(g: Array, m: Array) -> Array:
-            part = in_dtype_of(m, mu_t)
-            if accumulation == "ema":
-                return between(m, wide(g), 1 - part)
-            return part * m + wide(g)
-
-        def look_ahead(g: Array, m: Array) -> Array:
-            part = in_dtype_of(m, mu_t)
-            if bias_correction:
-                now, then = (_weight(mu_t, count + steps, m.dtype) for steps in (1, 2))
-                if not lookahead:
-                    return m / now
-                return (1 - part) / now * wide(g) + part / then * m
+        def step(g: Array, m: Array) -> tuple[Array, Array]:
+            """The update and the new momentum, both in at least float32."""
+            part = in_dtype_of(m, mu)
+            m = m + (1 - part) * (g - m)
+            if not bias_correction:
+                return (m + (1 - part) * (g - m) if lookahead else m), m
+            # An average that starts at zero has weights that add up to these.
+            now, next_step = (1 - part ** in_dtype_of(m, count + i) for i in (1, 2))
             if not lookahead:
-                return m
-            if accumulation == "ema":
-                return between(wide(g), m, part)
-            return wide(g) + part * m
-
-        def held(x: Array, dtype: Any, g: Array) -> Array:
-            # What lies between two numbers of a dtype is one of that.
-            average = accumulation == "ema" and not bias_correction
-            return x if average and x.dtype == dtype else limited(x, dtype, g)
+                return m / now, m
+            return (1 - part) / now * g + part / next_step * m, m
 
         given, stored = [], []
         columns = zip(*map(jax.tree.leaves, trees), strict=True)
         for (path, g), old in zip(
             paths.leaves_with_paths(updates), columns, strict=True
         ):
-            m = held(accumulate(g, kept.read(*old)), old[0].dtype, g)
-            given.append(held(look_ahead(g, m), g.dtype, g).astype(g.dtype))
+            update, m = step(wide(g), kept.read(*old))
+            given.append(update.astype(g.dtype))
             stored.append(kept.store(m, old, path, count))
-        trees = [
-            jax.tree.unflatten(jax.tree.structure(tree), [parts[i] for parts in stored])
+        new = [
+            jax.tree.unflatten(
+                jax.tree.structure(tree), [arrays[i] for arrays in stored]
+            )
             for i, tree in enumerate(trees)
         ]
         updates = jax.tree.unflatten(jax.tree.structure(updates), given)
-        return updates, kind(optax.safe_increment(count), *trees)
+        return updates, kind(optax.safe_increment(count), *new)
 
     return optax.GradientTransformation(init_fn, update_fn)
-
-
-def _weight(decay: Any, steps: Array, dtype: Any) -> Array:
-    """The sum of the weights in an average, started at zero, of so many steps."""
-    return 1 - jnp.asarray(decay, dtype) ** steps.astype(dtype)

@@ -193,7 +193,6 @@ def muon(
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     *,
-    accumulation: str = "ema",
     lookahead: bool = True,
     bias_correction: bool = False,
     shape_rule: str | Callable[[int, int], float] = "max_ratio",
@@ -219,7 +218,6 @@ def muon(
         that are not listed here see the top of `jax_muon.recipes`.
       momentum: in [0, 1).
       weight_decay: decoupled, times the learning rate alone.
-      accumulation: "ema" or "sum"; see `nesterov`.
       lookahead: Nesterov's; see `nesterov`.
       bias_correction: of the momentum, as in `optax.contrib.muon`; see `nesterov`.
       shape_rule: see `scale_by_shape`.
@@ -234,7 +232,6 @@ def muon(
         return [
             nesterov(
                 _decay(momentum=momentum),
-                accumulation=accumulation,
                 lookahead=lookahead,
                 bias_correction=bias_correction,
                 accumulator_dtype=momentum_dtype,
@@ -263,14 +260,14 @@ def moonlight(
     groups: Mapping[str, Group] | None = None,
     reading: Reading | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Moonlight's Muon: sum momentum, updates with AdamW's root mean square of 0.2.
+    """Moonlight's Muon: updates with AdamW's root mean square of 0.2.
 
     One learning rate and one weight decay serve matrices and AdamW alike.
 
     Args:
       learning_rate: of the matrices, before the factor 0.2 max(in, out)^0.5. For all
         arguments that are not listed here see the top of `jax_muon.recipes`.
-      momentum: Nesterov momentum in [0, 1), as a sum.
+      momentum: Nesterov momentum in [0, 1).
       weight_decay: decoupled, times the learning rate alone.
       adamw: None for AdamW with this learning rate and this weight decay.
 
@@ -288,7 +285,6 @@ def moonlight(
         learning_rate,
         momentum,
         weight_decay,
-        accumulation="sum",
         shape_rule="rms_0.2",
         steps=steps,
         dtype=dtype,
@@ -381,7 +377,7 @@ def muonh(
     groups: Mapping[str, Group] | None = None,
     reading: Reading | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """MuonH: Jordan's Muon with sum momentum, in steps of a fixed angle.
+    """MuonH: Jordan's Muon in steps of a fixed angle.
 
     Matrices neither grow nor decay, so that there is no weight decay and no factor for
     their shapes.
@@ -391,7 +387,7 @@ def muonh(
         matrices that start at zero. A first guess is the root of learning rate times
         weight decay of `muon`. For all arguments that are not listed here see the top
         of `jax_muon.recipes`.
-      momentum: Nesterov momentum in [0, 1), as a sum.
+      momentum: Nesterov momentum in [0, 1).
 
     References:
       Hyperball optimization, arXiv 2606.16899.
@@ -402,7 +398,6 @@ def muonh(
         return [
             nesterov(
                 _decay(momentum=momentum),
-                accumulation="sum",
                 accumulator_dtype=momentum_dtype,
             ),
             orthogonalize(polar, matrices=matrices),

@@ -22,7 +22,6 @@ from jax_muon.checks import (
     check_mapping,
     check_type,
 )
-from jax_muon.elementwise import rate_at
 from jax_muon.hyperball import HyperballState
 from jax_muon.momentum import NesterovState, QuantizedNesterovState
 from jax_muon.notes import listening
@@ -215,8 +214,7 @@ def take_over(
       moments: of the run.
 
     Returns:
-      A state for `tx.update`. Momentum that is a sum here is 1 / (1 - momentum) times
-      the average, exactly so where the momentum is constant.
+      A state for `tx.update`.
 
     Raises:
       ValueError: with the path, a parameter of which the run remembers nothing, or
@@ -229,14 +227,9 @@ def take_over(
     check_type("moments", moments, Moments, "jax_muon.Moments")
     with listening() as notes:
         state = tx.init(params)
-    factors: dict[str, Any] = {}
     applied: list[Any] = []  # `on_mesh` traces an init twice, which tells all twice
     for note in notes:
-        if note.kind == "momentum":
-            decay = rate_at(note.facts["decay"], jnp.asarray(moments.count))
-            factor = 1 if note.facts["accumulation"] == "ema" else 1 / (1 - decay)
-            factors |= dict.fromkeys(note.facts["paths"], factor)
-        elif note.kind == "splits" and note.facts["stages"] not in applied:
+        if note.kind == "splits" and note.facts["stages"] not in applied:
             applied.append(note.facts["stages"])
             whole = (moments.first, moments.second, moments.means)
             parts = [with_parts(arrays, note.facts["stages"]) for arrays in whole]
@@ -244,9 +237,9 @@ def take_over(
 
     def moments_of(node: Any) -> dict[str, Any]:
         if isinstance(node, NesterovState):
-            return {"mu": _filled(node.mu, moments.first, "mean", factors)}
+            return {"mu": _filled(node.mu, moments.first, "mean")}
         if isinstance(node, QuantizedNesterovState):
-            return _quantized(node, moments, factors)
+            return _quantized(node, moments)
         if isinstance(node, optax.ScaleByAdamState):
             return {
                 "mu": _filled(node.mu, moments.first, "mean"),
@@ -310,9 +303,7 @@ def _is_theirs(node: Any) -> bool:
     return isinstance(node, (optax.contrib.MuonState, optax.ScaleByAdamState))
 
 
-def _filled(
-    tree: Any, found: Arrays, what: str, factors: Mapping[str, Any] | None = None
-) -> Any:
+def _filled(tree: Any, found: Arrays, what: str) -> Any:
     """A tree of state with what was found for each of its parameters."""
 
     def value(key_path: tuple[Any, ...], old: Any) -> Any:
@@ -338,18 +329,15 @@ def _filled(
                 f"state, of shape {old.shape}, has one mean; expected means over the "
                 "same axes: 'output' of normuon, 'longer' of nanochat"
             )
-        factor = 1 if factors is None else factors[path]
-        return _placed(new if isinstance(factor, int) else new * factor, old)
+        return _placed(new, old)
 
     return jax.tree_util.tree_map_with_path(value, tree)
 
 
-def _quantized(
-    node: QuantizedNesterovState, moments: Moments, factors: Mapping[str, Any]
-) -> dict[str, Any]:
+def _quantized(node: QuantizedNesterovState, moments: Moments) -> dict[str, Any]:
     """Momentum as `nesterov` stores it in int8, rounded as its last step would have."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), node.mu)
-    means = _filled(shapes, moments.first, "mean", factors)
+    means = _filled(shapes, moments.first, "mean")
     count, stored = jnp.asarray(moments.count - 1), (node.mu, node.scale)
     rows = [
         Quantized().store(mean, old, path, count)

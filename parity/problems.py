@@ -289,6 +289,41 @@ def _ours(
     return make
 
 
+def _muon_of_a_sum(
+    learning_rate: Any,
+    momentum: Any,
+    weight_decay: Any,
+    *,
+    dtype: str,
+    reading: jm.Reading,
+    adamw_learning_rate: Any,
+    adamw_b1: float,
+    adamw_b2: float,
+    adamw_eps: float,
+    adamw_weight_decay: float,
+) -> optax.GradientTransformation:
+    """Muon as first published, with a sum for its momentum."""
+    trace = optax.inject_hyperparams(optax.trace, static_args=("nesterov",))
+
+    def matrices(found: jm.Matrices) -> optax.GradientTransformation:
+        return optax.chain(
+            trace(decay=momentum, nesterov=True),
+            jm.orthogonalize(jm.NewtonSchulz(dtype=dtype), matrices=found),
+            jm.scale_by_shape(matrices=found),
+            optax.add_decayed_weights(weight_decay),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
+    adamw = optax.adamw(
+        adamw_learning_rate,
+        adamw_b1,
+        adamw_b2,
+        adamw_eps,
+        weight_decay=adamw_weight_decay,
+    )
+    return jm.partition({"muon": matrices, "adamw": adamw}, reading)
+
+
 _MUON_RATES = ("lr", "momentum", "weight_decay")
 
 
@@ -309,13 +344,7 @@ RECIPES: dict[str, Recipe] = {
         _nanochat("nanochat, January", JANUARY),
         _nanochat("nanochat, August", AUGUST),
         Recipe("muon", _ours(jm.muon), Muon, JORDAN, _MUON_RATES),
-        Recipe(
-            "muon, sum",
-            _ours(jm.muon, accumulation="sum"),
-            Muon,
-            JORDAN_SUM,
-            _MUON_RATES,
-        ),
+        Recipe("muon, sum", _ours(_muon_of_a_sum), Muon, JORDAN_SUM, _MUON_RATES),
         Recipe(
             "muon, rms 0.2",
             _ours(jm.muon, shape_rule="rms_0.2"),
@@ -323,7 +352,15 @@ RECIPES: dict[str, Recipe] = {
             {**JORDAN, "scale": "rms_0.2"},
             _MUON_RATES,
         ),
-        Recipe("moonlight", _ours(jm.moonlight), Muon, MOONLIGHT, _MUON_RATES),
+        # These two are published with a sum too. At constant momentum that is the same;
+        # here momentum changes, so that the references take the average as well.
+        Recipe(
+            "moonlight",
+            _ours(jm.moonlight),
+            Muon,
+            {**MOONLIGHT, "accumulation": "ema"},
+            _MUON_RATES,
+        ),
         Recipe(
             "normuon",
             _ours(jm.normuon, beta2=True),
@@ -333,7 +370,13 @@ RECIPES: dict[str, Recipe] = {
             {"eps": 1e-30},
             (*_MUON_RATES, "beta2"),
         ),
-        Recipe("muonh", _ours(jm.muonh, decays=False), MuonH, {}, ("lr", "momentum")),
+        Recipe(
+            "muonh",
+            _ours(jm.muonh, decays=False),
+            MuonH,
+            {"accumulation": "ema"},
+            ("lr", "momentum"),
+        ),
         Recipe(
             "normuonh",
             _ours(jm.normuonh, beta2=True, decays=False),

@@ -215,7 +215,6 @@ TABLE = {
         {},
         RECIPE
         | {
-            "accumulation": "choice",
             "lookahead": "flag",
             "bias_correction": "flag",
             "shape_rule": "choice",
@@ -236,7 +235,6 @@ TABLE = {
         {},
         {
             "decay": "decay",
-            "accumulation": "choice",
             "lookahead": "flag",
             "bias_correction": "flag",
             "accumulator_dtype": "momentum dtype",

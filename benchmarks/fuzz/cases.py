@@ -119,7 +119,6 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "row_equilibration": (True,),
     "renormalize": (True,),
     "lookahead": (True, False),
-    "accumulation": ("ema", "sum"),
     "shape_rule": ("max_ratio", "sqrt_ratio", "rms_0.2"),
     "momentum_dtype": ("float32", "bfloat16"),
     "learning_rates": ({"*": 0.5},),
