@@ -164,35 +164,3 @@ def check_mask(name: str, mask: Any) -> None:
 def rate_at(rate: optax.ScalarOrSchedule, count: Array) -> Any:
     """The value at this step of a float or a schedule."""
     return rate(count) if callable(rate) else rate
-
-
-def limited(x: Array, dtype: Any, source: Array) -> Array:
-    """x, with the largest number of a dtype in place of what it cannot hold.
-
-    Where the source, a gradient, is not finite itself, x stays as it is.
-    """
-    dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else x.dtype
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return x
-    largest = float(jnp.finfo(dtype).max)
-    return jnp.where(jnp.isfinite(source), jnp.clip(x, -largest, largest), x)
-
-
-def saturated(x: Array, dtype: Any, source: Array) -> Array:
-    """x in a dtype, with its largest number instead of infinity; see `limited`."""
-    return limited(x, dtype, source).astype(dtype)
-
-
-def between(a: Array, b: Array, t: Any) -> Array:
-    """a + t (b - a) for t in [0, 1], never larger than both.
-
-    From the nearer of the two and by half their distance, since neither
-    3e38 - (-3e38) nor twice that has a float32.
-    """
-    if isinstance(t, float):
-        a, b, t = (a, b, t) if t <= 0.5 else (b, a, 1 - t)
-    else:
-        near = t <= 0.5
-        a, b = jnp.where(near, a, b), jnp.where(near, b, a)
-        t = jnp.minimum(t, 1 - t)
-    return a + 2 * t * (b / 2 - a / 2)

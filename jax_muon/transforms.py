@@ -24,9 +24,8 @@ from jax_muon.checks import (
     rate,
 )
 from jax_muon.dtypes import in_dtype_of, positive, wide, wider
-from jax_muon.elementwise import rate_at, saturated
+from jax_muon.elementwise import rate_at
 from jax_muon.notes import is_listening, note
-from jax_muon.polar.iteration import power_of_two_scaled
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes
 from jax_muon.reading.bare import check_matrices, read_bare
@@ -56,8 +55,7 @@ def equilibrate_rows(
       matrices: how parameters are read, which `partition` gives; None reads them anew.
 
     Returns:
-      An `optax.GradientTransformation` without state. What a dtype cannot hold becomes
-      its largest number.
+      An `optax.GradientTransformation` without state.
 
     Raises:
       ValueError: eps not above 0.
@@ -70,12 +68,9 @@ def equilibrate_rows(
 
     def scale(u: Array, axes: MatrixAxes) -> Array:
         _, fan_out = axes.fan(u.shape)
-        # Gradients may be 1e30, and rows 1e30 times smaller than the largest.
-        scaled, unit = power_of_two_scaled(u, axes.matrix)
-        mean = _norm(scaled, axes.matrix) / fan_out**0.5
-        row, row_unit = power_of_two_scaled(u, axes.reduction)
-        smallest = jnp.clip(in_dtype_of(u, eps) * row_unit, jnp.finfo(u.dtype).tiny)
-        return row * (mean / jnp.maximum(_norm(row, axes.reduction), smallest)) / unit
+        mean = _norm(u, axes.matrix) / fan_out**0.5
+        row = jnp.maximum(_norm(u, axes.reduction), positive(eps, u.dtype))
+        return u * (mean / row)
 
     return _stateless(scale, matrices)
 
@@ -313,7 +308,7 @@ def _stateless(
         check_gradients(updates, params)
 
         def scale_leaf(u: Array, axes: MatrixAxes) -> Array:
-            return saturated(scale(wide(u), axes), u.dtype, u)
+            return scale(wide(u), axes).astype(u.dtype)
 
         return map_axes(scale_leaf, matrices, updates), state
 

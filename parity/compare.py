@@ -189,8 +189,6 @@ def check(
 ) -> tuple[Check, dict[str, Difference]]:
     """Compare a run of ours with the reference; explain what is above the bar.
 
-    At "huge", where PyTorch's float32 overflows, the reference runs in float64.
-
     Args:
         recipe: whose reference is run.
         kind: of the gradients.
@@ -208,7 +206,7 @@ def check(
         precision = getattr(torch, precision)
         return problems.reference_run(recipe, grads, rates, precision, **changes)
 
-    theirs = reference("float64" if kind == "huge" else dtype)
+    theirs = reference(dtype)
     found = differences(recipe, ours, theirs, rates, dtype)
     error, bar, why = worst(found), BARS[dtype], ""
     if error > bar:

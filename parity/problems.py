@@ -144,11 +144,6 @@ def tiny(m, n, random, fixed):
     return 1e-30 * gaussian(m, n, random, fixed)
 
 
-def huge(m, n, random, fixed):
-    """Gaussian times 1e30, whose square overflows in float32."""
-    return 1e30 * gaussian(m, n, random, fixed)
-
-
 def sparse(m, n, random, fixed):
     """Every second row zero at every step, and half of the other entries at random."""
     del fixed
@@ -166,7 +161,6 @@ GRADIENTS: dict[str, Callable[..., np.ndarray]] = {
         ill_conditioned,
         zero,
         tiny,
-        huge,
         sparse,
     )
 }

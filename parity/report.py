@@ -154,11 +154,7 @@ Learning rate, momentum, decay and beta2 change at every step. Largest error ove
 
 {of("float64")}
 
-{of("float32")}
-
-At 1e30 ("huge") PyTorch's float32 overflows: the norm becomes infinite, X zero, and
-nothing moves, or, in the August version, turns into NaN. Ours scales by a power of two
-first. So the reference of that column is PyTorch in float64, in both tables."""
+{of("float32")}"""
 
 
 def _shapes(results: Results) -> str:

@@ -147,17 +147,6 @@ def test_equilibrate_rows(rng, x64, shape):
     np.testing.assert_allclose(updates, oracle.equilibrate_rows(g.T).T, atol=1e-12)
 
 
-def test_equilibrate_rows_at_the_ends_of_the_range(rng):
-    g = rng.standard_normal((4, 6)).astype(np.float32)
-    expected, _ = jm.equilibrate_rows().update(jnp.asarray(g), None)
-    huge, _ = jm.equilibrate_rows().update(jnp.asarray(g * 1e30), None)
-    np.testing.assert_allclose(huge / 1e30, expected, rtol=1e-5)
-    tiny, _ = jm.equilibrate_rows().update(jnp.asarray(g * 1e-30), None)
-    assert jnp.isfinite(tiny).all()
-    zero, _ = jm.equilibrate_rows().update(jnp.zeros((4, 6)), None)
-    np.testing.assert_array_equal(zero, 0)
-
-
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (2, 5, 3)])
 def test_normalize_frobenius(rng, x64, shape):
     g = jnp.asarray(rng.standard_normal(shape))

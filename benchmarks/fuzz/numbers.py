@@ -57,8 +57,8 @@ def _gradient(
     smallest = float(finfo(leaf.dtype).smallest_normal)
     if kind == "zeros" or (kind == "one leaf zero" and number == 0):
         x = np.zeros_like(x)
-    elif kind == "huge":  # whose squares are finite, if not their sums
-        x = np.clip(x, -1, 1) * 0.5 * largest**0.5
+    elif kind == "huge":  # sums of their squares are finite
+        x = np.clip(x, -1, 1) * min(0.5 * largest**0.5, 1e15)
     elif kind == "overflow":
         x = np.clip(x, -1, 1) * 0.9 * largest
     elif kind == "tiny":

@@ -106,7 +106,7 @@ def test_piece(piece):
     ("name", "kind", "dtype"),
     [
         ("nanochat, January", "gaussian", "float64"),
-        ("nanochat, August", "huge", "float32"),
+        ("nanochat, August", "sparse", "float32"),
         ("normuon", "gaussian", "float64"),
         ("muonh", "gaussian", "float64"),
         ("normuonh", "low_rank", "float32"),
