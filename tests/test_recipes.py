@@ -112,12 +112,8 @@ def test_other_recipes_matrices(rng, x64, name):
     w, m, v = w.T, 0.0, 0.0
     for _ in range(4):
         g = rng.standard_normal(shape)
-        if name == "moonlight":
-            m = 0.9 * m + g.T
-            u = g.T + 0.9 * m
-        else:
-            m = 0.9 * m + 0.1 * g.T
-            u = 0.1 * g.T + 0.9 * m if name == "muon" else m
+        m = 0.9 * m + 0.1 * g.T
+        u = m if name == "normuon" else 0.1 * g.T + 0.9 * m
         x = oracle.polar(u, [NEWTON_SCHULZ] * 5, 1.0, 1e-7)
         if name == "normuon":
             x, v = oracle.normuon(x, v, 0.95, axis=1)
