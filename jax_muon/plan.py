@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jax_muon.checks import as_transform, check_arrays
 from jax_muon.mesh.owners import Pool
@@ -23,6 +23,7 @@ from jax_muon.mesh.specs import (
     arrays_and_others,
     bytes_by_path,
     is_spec,
+    own_sharding,
     spec_names,
 )
 from jax_muon.mesh.traffic import Collective, collectives_of, ring_bytes
@@ -192,9 +193,8 @@ def plan(tx: optax.GradientTransformation, params: Any, **extra_args: Any) -> Pl
 
 
 def _shape(x: Any) -> Any:
-    sharding = getattr(x, "sharding", None)
-    explicit = isinstance(sharding, NamedSharding) and _explicit(sharding.mesh)
-    kind = {"sharding": sharding} if explicit else {}
+    sharding = own_sharding(x)
+    kind = {"sharding": sharding} if sharding and _explicit(sharding.mesh) else {}
     return jax.ShapeDtypeStruct(x.shape, x.dtype, **kind)
 
 
@@ -205,8 +205,8 @@ def _explicit(mesh: Any) -> bool:
 def _mesh_of(params: Any) -> Any:
     """The mesh on whose Explicit axes parameters lie, as a context."""
     for leaf in jax.tree.leaves(params):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and _explicit(sharding.mesh):
+        sharding = own_sharding(leaf)
+        if sharding and _explicit(sharding.mesh):
             return jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh)
     return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
 

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jax_muon.checks import check_count
 from jax_muon.mesh.specs import (
@@ -17,6 +17,7 @@ from jax_muon.mesh.specs import (
     dividing,
     entry_names,
     full_rank,
+    own_sharding,
     spec_by_path,
     spec_names,
 )
@@ -70,10 +71,8 @@ class Layout:
         if self.specs is not None or AxisType.Auto not in self.mesh.axis_types:
             return
         for path, leaf in paths.leaves_with_paths(tree):
-            sharding = getattr(leaf, "sharding", None)
-            if not isinstance(sharding, NamedSharding):
-                continue
-            if any(dividing(sharding.spec, sharding.mesh.shape)):
+            sharding = own_sharding(leaf)
+            if sharding and any(dividing(sharding.spec, sharding.mesh.shape)):
                 raise ValueError(
                     f"parameter {path!r} lies divided by {sharding.spec} on a mesh "
                     "with Auto axes, which types do not show; expected specs, such as "
@@ -99,12 +98,8 @@ class Layout:
 
 def _own_spec(leaf: Any) -> PartitionSpec:
     """The spec that a leaf's type shows, or, for a shape, its sharding."""
-    sharding = getattr(leaf, "sharding", None)
-    if isinstance(leaf, jax.core.Tracer):
-        sharding = jax.typeof(leaf).sharding
-    if not isinstance(sharding, NamedSharding):
-        return PartitionSpec()
-    if AxisType.Explicit not in sharding.mesh.axis_types:
+    sharding = own_sharding(leaf)
+    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
         return PartitionSpec()
     return sharding.spec
 

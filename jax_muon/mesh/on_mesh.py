@@ -35,6 +35,7 @@ from jax_muon.mesh.specs import (
     checked_axes,
     full_rank,
     is_spec,
+    own_sharding,
     shard_shape,
     wire_dtype,
 )
@@ -339,7 +340,7 @@ def abstract_state(
     specs = {
         path: found.spec
         for path, leaf in paths.leaves_with_paths(params)
-        if isinstance(found := getattr(leaf, "sharding", None), NamedSharding)
+        if (found := own_sharding(leaf))
     }
     outer = OnMesh(tx, Layout(mesh, lambda path: specs.get(path)))
     return jax.tree.map(

@@ -65,6 +65,17 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
+def own_sharding(x: Any) -> NamedSharding | None:
+    """The NamedSharding of an array, a tracer or a shape; None if it has none.
+
+    A tracer is asked for its type. Its attribute `sharding` raises an error, and JAX
+    reads every equation traced so far to write the message: 68 s for 400 leaves.
+    """
+    tracer = isinstance(x, jax.core.Tracer)
+    found = jax.typeof(x).sharding if tracer else getattr(x, "sharding", None)
+    return found if isinstance(found, NamedSharding) else None
+
+
 def is_explicit(x: Any) -> bool:
     """Whether an array lies on a mesh whose axes its type shows."""
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
