@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from jax_muon.mesh.specs import entry_names
+from jax_muon.mesh.specs import Sizes, dividing, entry_names
 from jax_muon.plan import Plan, plan
 
 
@@ -60,7 +60,11 @@ def _text(found: Plan) -> str:
                 parameter.role,
                 read,
                 parameter.label,
-                *([lies(leaf.spec, leaf.state_spec)] if found.sizes else []),
+                *(
+                    [lies(leaf.spec, leaf.state_spec, found.sizes)]
+                    if found.sizes
+                    else []
+                ),
                 "-" if leaf.scale is None else f"{leaf.scale:.4g}",
                 "-" if leaf.state_bytes is None else bytes_text(leaf.state_bytes),
             )
@@ -81,14 +85,19 @@ def _text(found: Plan) -> str:
     return "\n".join(lines)
 
 
-def lies(own: PartitionSpec | None, state: PartitionSpec | None) -> str:
-    """Where a parameter lies, and its state where that is somewhere else."""
+def lies(own: PartitionSpec | None, state: PartitionSpec | None, sizes: Sizes) -> str:
+    """The mesh axes that shard a parameter, and its state if by others.
+
+    Without mesh axes of one device, which frameworks name by the dozen.
+    """
 
     def text(spec: PartitionSpec | None) -> str:
-        names = [",".join(entry_names(entry)) or "-" for entry in spec or ()]
+        kept = dividing(spec or PartitionSpec(), sizes)
+        names = [",".join(entry_names(entry)) or "-" for entry in kept]
         return " x ".join(names) if any(n != "-" for n in names) else "whole"
 
-    return text(own) if state in (None, own) else f"{text(own)}; state {text(state)}"
+    where, of_state = text(own), text(own if state is None else state)
+    return where if of_state == where else f"{where}; state {of_state}"
 
 
 def _work(found: Plan) -> list[str]:
@@ -119,10 +128,13 @@ def _work(found: Plan) -> list[str]:
             )
         )
     sent = found.sent_bytes
+    work = f"the busiest does {found.imbalance:.2f} of an even share of the work"
+    kept = not any(pool.extra or pool.gram_sums for pool in found.pools)
+    if kept and found.imbalance > 1:
+        work = "matrices too small for owners, computed by all that hold them"
     lines = [
         *(aligned(rows) if found.pools else []),
-        f"{found.devices} devices: the busiest does {found.imbalance:.2f} of an even "
-        "share of the work; each sends "
+        f"{found.devices} devices: {work}; each sends "
         f"{bytes_text(int(sent['orthogonalize']))} a step to orthogonalize",
     ]
     if found.summed:

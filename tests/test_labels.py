@@ -315,7 +315,7 @@ def test_describe_shows_what_lies_where(kind):
     assert planned.parameters[-1].state_bytes == 2 * 64 * 8 * 4 // 4
     assert planned.sent_bytes["gathers"] == 64 * 8 * 4 * 3 / 4
     *_, work, last = jm.describe(tx, params).splitlines()
-    assert work.startswith("4 devices: the busiest does ")
+    assert work.startswith("4 devices: matrices too small for owners, computed by all")
     assert last == (
         "summed over data: 5.4 KB for gradients, 1.5 KB for gathers; 5 parameters of "
         "2.6 KB are repeated"

@@ -128,7 +128,7 @@ class Verification:
         for x in self.updates:
             shape = " x ".join(map(str, x.shape)) or "scalar"
             numbers = (f"{x.difference:.1e}", f"{x.bound:.0e}")
-            rows.append((x.path, shape, lies(x.spec, None), *numbers))
+            rows.append((x.path, shape, lies(x.spec, None, self.sizes), *numbers))
         lines = aligned(rows)
         if self.state:
             worst = max(self.state, key=lambda x: x.difference / x.bound)

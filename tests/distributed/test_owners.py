@@ -88,6 +88,29 @@ def test_describe_tells_what_is_sent(shape, spec):
     assert f"each sends {total / 1000:.1f} KB a step" in table
 
 
+def test_describe_leaves_out_mesh_axes_of_one_device():
+    names = ("data", "fsdp", *(f"axis_{i}" for i in range(9)))
+    mesh = mesh_of(1, 8, *[1] * 9, names=names)
+    spec = P(("data", *names[3:], "fsdp"), names[2])
+    tx = jm.on_mesh(jm.muon(), mesh, spec)
+    table = jm.describe(tx, {"up": jax.ShapeDtypeStruct((64, 256), "float32")})
+    assert "fsdp x -" in table.splitlines()[1]
+    assert "axis_" not in table
+
+
+@pytest.mark.parametrize(
+    ("small", "work"),
+    [
+        (65536, "8 devices: matrices too small for owners, computed by all that hold"),
+        (0, "8 devices: the busiest does 8.00 of an even share"),
+    ],
+)
+def test_describe_says_why_work_is_repeated(small, work):
+    shapes = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
+    tx = jm.on_mesh(jm.orthogonalize(small=small, send="matrix"), mesh_of(8), P("data"))
+    assert work in jm.describe(tx, shapes)
+
+
 def test_replicas_send_their_shares_to_each_other():
     """Over (2, 4) with one axis divided: an all-gather of pieces over the other."""
     mesh, spec = mesh_of(2, 4), P("data")
