@@ -259,11 +259,14 @@ def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
       ValueError: with the path; also where JAX does not track whether they do.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    if manual and flat and not _tracks_varying():
+    # A device's index differs between devices; without check_vma its type is like any.
+    if manual and flat and not varying_axes(jax.lax.axis_index(manual[0])):
         raise ValueError(
-            f"{what}: parameter {flat[0][0]!r} and others are inside shard_map over "
-            f"{manual} with check_vma=False, where nothing tells whether they differ "
-            "between devices; expected check_vma=True"
+            f"{what}: parameter {flat[0][0]!r} and others are inside jax.pmap, or "
+            f"shard_map with check_vma=False, over {manual}, where JAX does not track "
+            "whether they differ between devices; expected the update outside, on "
+            "global arrays, as in jax_muon.make_train_step, or in shard_map with "
+            "check_vma=True"
         )
     for path, leaf in flat if manual else ():
         if differing := sorted(varying_axes(leaf)):
@@ -291,13 +294,6 @@ def check_not_in_spmd_vmap(names: Sequence[str]) -> None:
             "mesh; expected a call outside the vmap, on the stacked arrays with "
             f"{found[0]!r} first in their specs: the axis of a stack is a batch"
         )
-
-
-def _tracks_varying() -> bool:
-    """Whether the types of arrays inside shard_map tell over which axes they vary."""
-    from jax._src import config  # JAX 0.10 shows it nowhere else
-
-    return bool(config._check_vma.value)
 
 
 def local_types(flat: Sequence[tuple[str, Any]]) -> Any:
