@@ -9,6 +9,7 @@ from jax_muon.elementwise import (
 from jax_muon.guards import skip_nonfinite
 from jax_muon.hyperball import hyperball
 from jax_muon.max_logits import max_attention_logits
+from jax_muon.mesh.auto_axes import on_auto_axes
 from jax_muon.mesh.on_mesh import abstract_state, on_mesh
 from jax_muon.mesh.train_step import TrainStep, make_train_step
 from jax_muon.mesh.xla_options import gpu_options
@@ -80,6 +81,7 @@ __all__ = [
     "normuon",
     "normuonh",
     "observe",
+    "on_auto_axes",
     "on_mesh",
     "orthogonalize",
     "partition",

@@ -247,6 +247,7 @@ TABLE = {
         {"inner": optax.sgd(1.0)},
         {"inner": "transform", "reading": "reading"},
     ),
+    "on_auto_axes": ({"tx": optax.sgd(1.0)}, {"tx": "transform"}),
     "on_mesh": (
         {"tx": optax.sgd(1.0), "mesh": MESH},
         {

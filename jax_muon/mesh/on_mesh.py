@@ -8,6 +8,7 @@ repeat the parameters, and updates come back lying as the parameters do.
 
 import dataclasses
 import math
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,8 @@ class OnMesh:
                 f"{layout.mesh.axis_types}; expected Auto for all, or Explicit for all"
             )
         self.gather_dtype = gather_dtype
+        if AxisType.Auto in layout.mesh.axis_types:
+            _check_not_injected(layout.mesh)
         # By the parameters it was traced for, so that a step need not trace `init`.
         self._known_state: dict[Any, Any] = {}
         self._jitted_update = jax.jit(self._update)
@@ -131,7 +134,8 @@ class OnMesh:
         if _is_traced(params):
             return init(params)
         self.layout.check_concrete(params)
-        return init(self._at_home(params))
+        with jax.disable_jit(False):
+            return init(self._at_home(params))
 
     def _init(self, params: optax.Params) -> Any:
         return self._typed(self.tx.init, (self.layout.of_state(params),), params)
@@ -144,10 +148,17 @@ class OnMesh:
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
         """Updates that lie as the parameters do, and the new state."""
-        if not _is_traced((updates, state, params, extra_args)):
-            self.layout.check_concrete(updates if params is None else params)
+        if _is_traced((updates, state, params, extra_args)):
+            # Under jit alone every new array is a tracer.
+            if not self._is_explicit() and not _is_traced(jnp.zeros(())):
+                raise ValueError(
+                    "the update of on_mesh inside jax.grad, jax.jvp or jax.vmap that "
+                    "is not jitted; expected jax.jit around it: jax.jit(jax.grad(f))"
+                )
+            return self._update(updates, state, params, **extra_args)
+        self.layout.check_concrete(updates if params is None else params)
+        with jax.disable_jit(False):
             return self._jitted_update(updates, state, params, **extra_args)
-        return self._update(updates, state, params, **extra_args)
 
     def _update(
         self,
@@ -221,6 +232,15 @@ class OnMesh:
 
     def _typed(self, function: Callable[..., Any], specs: Any, *args: Any) -> Any:
         """A function of arrays whose types show that they lie as `specs` say."""
+        try:
+            return self._on_explicit_axes(function, specs, *args)
+        except Exception as error:
+            _check_typed(error)
+            raise
+
+    def _on_explicit_axes(
+        self, function: Callable[..., Any], specs: Any, *args: Any
+    ) -> Any:
         mesh = self.layout.mesh
         check_not_in_spmd_vmap(mesh.axis_names)
         if not self._is_explicit():
@@ -381,6 +401,35 @@ def _like(specs: Any, tree: Any) -> Any:
     return jax.tree.unflatten(
         jax.tree.structure(tree), jax.tree.leaves(specs, is_leaf=is_spec)
     )
+
+
+def _check_not_injected(mesh: Mesh) -> None:
+    """Refuse Auto axes inside `optax.inject_hyperparams`.
+
+    Its numbers would be used in here without having come in as arguments, and JAX
+    refuses them at the second step, when they come from the mesh.
+    """
+    for frame, _ in traceback.walk_stack(None):
+        if frame.f_code.co_qualname.startswith("inject_hyperparams."):
+            raise ValueError(
+                f"on_mesh inside optax.inject_hyperparams, on a mesh {mesh.axis_names} "
+                "with Auto axes; expected it outside: "
+                "on_mesh(optax.inject_hyperparams(...)(...), mesh)"
+            )
+
+
+def _check_typed(error: Exception) -> None:
+    """Name the transform that JAX refuses on Explicit axes, if that is the error."""
+    if type(error).__name__ != "ShardingTypeError":
+        return
+    frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    calls = [x.co_qualname for x in frames if x.co_name in ("init_fn", "update_fn")]
+    name = calls[-1].partition(".")[0] if calls else "a transform"
+    raise ValueError(
+        f"{name} inside on_mesh does something with sharded arrays that JAX refuses on "
+        f"Explicit axes ({error}); expected it wrapped, as "
+        f"jax_muon.on_auto_axes({name}(...)): XLA then chooses the sharding"
+    ) from error
 
 
 def _is_traced(tree: Any) -> bool:

@@ -1,6 +1,7 @@
 """Every layout gives what one device gives, and lies and sends as it says."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -168,6 +169,130 @@ def test_injected_rates_change_without_a_new_program():
     assert step._cache_size() == 1
     np.testing.assert_array_equal(placed["wte"], before["wte"])
     assert not np.array_equal(placed["h_0/q"], before["h_0/q"])
+
+
+FOREIGN = {
+    "adaptive_grad_clip": optax.adaptive_grad_clip(0.1),
+    "scale_by_lbfgs": optax.scale_by_lbfgs(2),
+    "prodigy": optax.contrib.prodigy(1.0, estim_lr0=1e-2),
+    "dadapt_adamw": optax.contrib.dadapt_adamw(1.0, estim_lr0=1e-2),
+    "scale_by_galore": optax.contrib.scale_by_galore(rank=4),
+}
+
+
+def assert_like_one_device(on, tx, steps=3):
+    """Updates and state of a few steps on 8 devices, and their shardings."""
+    rng = np.random.default_rng(0)
+    shapes = {"w": (16, 24), "b": (16,)}
+
+    def draw():
+        return {k: rng.standard_normal(s).astype("float32") for k, s in shapes.items()}
+
+    params = draw()
+    ours, own = on.init(params), tx.init(params)
+    places = jax.tree.map(lambda x: x.sharding, ours)
+    for _ in range(steps):
+        grads = draw()
+        got, ours = jax.jit(on.update)(grads, ours, params)
+        expected, own = jax.jit(tx.update)(grads, own, params)
+        pairs = zip(*map(jax.tree.leaves, ((got, ours), (expected, own))), strict=True)
+        for one, other in pairs:
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert jax.tree.map(lambda x: x.sharding, ours) == places
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_has_no_sharding_type_is_named_and_runs_on_auto_axes(name):
+    mesh, tx = mesh_of(8), FOREIGN[name]
+    params = {"w": jnp.ones((16, 24))}
+    on = jm.on_mesh(tx, mesh, P("data"), min_size=1)
+    with pytest.raises(ValueError, match=rf"^{name} inside .*on_auto_axes\({name}"):
+        on.update(params, on.init(params), params)
+    wrapped = jm.on_mesh(jm.on_auto_axes(tx), mesh, P("data"), min_size=1)
+    assert_like_one_device(wrapped, tx)
+
+
+@pytest.mark.parametrize("place", ["group", "chain"])
+def test_auto_axes_beside_orthogonalization(place):
+    def make(wrap):
+        def muon(matrices):
+            return jm.orthogonalize(jm.ExactPolar(), matrices=matrices, small=0)
+
+        if place == "group":
+            prodigy = FOREIGN["prodigy"]
+            return jm.partition({"muon": muon, "adamw": wrap(prodigy)})
+        tx = jm.partition({"muon": muon, "adamw": optax.sgd(0.1)})
+        return optax.chain(wrap(optax.adaptive_grad_clip(0.1)), tx)
+
+    on = jm.on_mesh(make(jm.on_auto_axes), mesh_of(8), P("data"), min_size=1)
+    assert_like_one_device(on, make(lambda tx: tx))
+
+
+def test_on_mesh_inside_injected_rates_is_refused_at_once():
+    params = {"w": jnp.ones((8, 8))}
+
+    def make(learning_rate, mesh):
+        return jm.on_mesh(jm.muon(learning_rate), mesh, divide="data")
+
+    injected = optax.inject_hyperparams(make, static_args="mesh")
+    with pytest.raises(ValueError, match=r"expected it outside: on_mesh\(optax"):
+        injected(learning_rate=0.1, mesh=mesh_of(8)).init(params)
+    # Types of Explicit axes are the same outside.
+    mesh = mesh_of(8, kind=EXPLICIT)
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    tx = injected(learning_rate=0.1, mesh=mesh)
+    with jax.set_mesh(mesh):
+        state = jax.jit(tx.init)(params)
+        for _ in range(2):
+            updates, state = jax.jit(tx.update)(params, state, params)
+    expected, _ = jm.muon(0.1).update(params, jm.muon(0.1).init(params), params)
+    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-2)
+
+
+def test_eager_gradients_are_refused_and_jitted_ones_right():
+    params = {"w": jnp.sin(jnp.arange(16.0 * 24)).reshape(16, 24)}
+    plain = jm.muon(0.1, dtype="float32")
+
+    def after(params, tx, state):
+        updates, _ = tx.update(params, state, params)
+        return jnp.sum(jnp.sin(updates["w"]))
+
+    on = jm.on_mesh(plain, mesh_of(8), divide="data", min_size=1)
+    gradient = jax.grad(functools.partial(after, tx=on, state=on.init(params)))
+    with pytest.raises(ValueError, match=r"expected jax.jit around it"):
+        gradient(params)
+    expected = jax.grad(after)(params, plain, plain.init(params))
+    np.testing.assert_allclose(
+        jax.jit(gradient)(params)["w"], expected["w"], rtol=1e-4, atol=1e-6
+    )
+    with jax.disable_jit():
+        eager = on.update(params, on.init(params), params)
+    jitted = on.update(params, on.init(params), params)
+    for one, other in zip(*map(jax.tree.leaves, (eager, jitted)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("divide", ["data", ()])
+def test_a_trace_asks_no_tracer_for_its_sharding(monkeypatch, divide):
+    """JAX reads the whole trace to say that there is none."""
+    asked = []
+
+    def sharding(self):
+        asked.append(sys._getframe(1).f_globals["__name__"])
+        raise AttributeError
+
+    monkeypatch.setattr(jax.core.Tracer, "sharding", property(sharding))
+    mesh = mesh_of(8)
+    tx = jm.on_mesh(jm.muon(), mesh, divide=divide)
+
+    def step(params):
+        state = tx.init(params)
+        jm.abstract_state(tx, params, mesh)
+        jm.describe(tx, params)
+        return tx.update(params, state, params)
+
+    jax.eval_shape(step, {"w": jnp.ones((64, 64)), "b": jnp.ones(64)})
+    assert not [name for name in asked if name.startswith("jax_muon")]
 
 
 def test_boxes_none_and_empty_groups():
@@ -476,5 +601,7 @@ def test_what_differs_between_devices_is_refused(piece):
 
     with pytest.raises(ValueError, match=r"'w' differs"):
         run()
-    with pytest.raises(ValueError, match="expected check_vma=True"):
+    with pytest.raises(ValueError, match=r"or in shard_map with check_vma=True"):
         run(check_vma=False)
+    with pytest.raises(ValueError, match=r"inside jax.pmap, .*make_train_step"):
+        jax.pmap(update)({"w": jnp.ones((8, 4, 8))})

@@ -1,0 +1,54 @@
+"""Transforms that JAX gives no sharding types to, inside `on_mesh`."""
+
+from typing import Any
+
+import jax
+import optax
+
+from jax_muon.checks import as_transform
+from jax_muon.mesh.specs import arrays_and_others, is_explicit
+
+
+def on_auto_axes(
+    tx: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Run a transform on Auto mesh axes, inside `on_mesh` or on Explicit axes.
+
+    On Explicit axes, which `on_mesh` makes of all axes, JAX refuses operations whose
+    result it can give no sharding: dot products over sharded axes, for example, as in
+    `optax.contrib.prodigy`, `optax.contrib.dadapt_adamw` and `optax.scale_by_lbfgs`,
+    selections as in `optax.adaptive_grad_clip`, and the SVD of `optax.contrib.galore`.
+    On Auto axes XLA chooses the sharding of intermediate arrays. Updates and state are
+    sharded as they come in. The result is that of one device, to rounding.
+
+    Args:
+      tx: an optax transform, such as a group of `partition` or a member of a chain. Not
+        one that orthogonalizes: `orthogonalize` needs the types.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with the state of `tx`. Where no array
+      is on Explicit axes, as on one device, it is `tx`.
+
+    Raises:
+      ValueError: `tx` is not an optax transform.
+    """
+    tx = as_transform("tx", tx)
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        arrays, others = arrays_and_others(extra_args)
+
+        def update(updates: Any, state: Any, params: Any, arrays: Any) -> Any:
+            return tx.update(updates, state, params, **others, **arrays)
+
+        if any(map(is_explicit, jax.tree.leaves(updates))):
+            update = jax.sharding.auto_axes(
+                update,
+                out_sharding=jax.tree.map(
+                    lambda x: jax.typeof(x).sharding.spec, (updates, state)
+                ),
+            )
+        return update(updates, state, params, arrays)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update_fn)
