@@ -287,7 +287,8 @@ def check_not_in_spmd_vmap(names: Sequence[str]) -> None:
     """
     from jax._src import core  # JAX 0.10 shows it nowhere else
 
-    mapped = getattr(core.get_axis_env(), "spmd_axis_names", ())
+    env = getattr(core, "get_axis_env", lambda: None)()
+    mapped = getattr(env, "spmd_axis_names", ())
     if found := [name for name in names if name in mapped]:
         raise ValueError(
             f"on_mesh inside jax.vmap(spmd_axis_name={found[0]!r}), an axis of its "
