@@ -1,0 +1,79 @@
+"""`keras.optimizers.Muon` on JAX is `jm.moonlight`, and its golden values are ours."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers
+
+import jax_muon as jm
+
+# Of keras/src/optimizers/muon_test.py, with the bars that it has there.
+FACTOR = ([[0.2499, 0.9105], [0.2655, 0.8824]], [[-0.4422, 0.6457], [0.7285, 0.2968]])
+STEP = (
+    [[1.0, 2.0], [3.0, 4.0]],
+    [[1.0, 6.0], [7.0, 2.0]],
+    [[0.988775, 1.887053], [2.873428, 3.97035]],
+)
+SQUARE = jm.Reading("muon", MuonDimensionNumbers(0, 1))
+
+
+@pytest.fixture(scope="module")
+def keras(tmp_path_factory):
+    """With JAX behind it, which it reads from the environment when it is imported."""
+    home = str(tmp_path_factory.mktemp("keras"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KERAS_BACKEND", "jax")
+        patch.setenv("KERAS_HOME", home)
+        import keras
+
+        yield keras
+
+
+def test_golden_polar_factor():
+    x, expected = map(jnp.asarray, FACTOR)
+    factor = jm.NewtonSchulz(5, dtype="float32")(x)
+    np.testing.assert_allclose(factor, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_golden_step():
+    w, g, expected = ({"w": jnp.asarray(x)} for x in STEP)
+    tx = jm.moonlight(0.5, weight_decay=0.0, dtype="float32", reading=SQUARE)
+    updates, _ = tx.update(g, tx.init(w), w)
+    w = optax.apply_updates(w, updates)
+    np.testing.assert_allclose(w["w"], expected["w"], rtol=1e-2, atol=1e-2)
+
+
+def test_trajectory(keras, rng):
+    """Tall, wide and square matrices, an embedding and a bias, for twenty steps."""
+    shapes = {
+        "tall": (24, 6),
+        "wide": (6, 24),
+        "square": (12, 12),
+        "embedding": (10, 6),
+        "bias": (6,),
+    }
+    steps, rate, decay = 20, 0.02, 0.1
+    start = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    start = {name: x.astype(np.float32) for name, x in start.items()}
+    grads = [
+        {k: rng.standard_normal(s).astype(np.float32) for k, s in shapes.items()}
+        for _ in range(steps)
+    ]
+    theirs = {name: keras.Variable(x, name=name) for name, x in start.items()}
+    optimizer = keras.optimizers.Muon(
+        rate, adam_weight_decay=decay, weight_decay=decay, epsilon=1e-12
+    )
+    adamw = optax.adamw(rate, 0.9, 0.999, 1e-12, weight_decay=decay)
+    tx = jm.moonlight(rate, 0.95, decay, dtype="float32", adamw=adamw)
+    params = {name: jnp.asarray(x) for name, x in start.items()}
+    state, update = tx.init(params), jax.jit(tx.update)
+    for grad in grads:
+        optimizer.apply([jnp.asarray(grad[k]) for k in shapes], list(theirs.values()))
+        updates, state = update(grad, state, params)
+        params = optax.apply_updates(params, updates)
+    for name, x in params.items():
+        travelled = np.linalg.norm(x - start[name])
+        distance = np.linalg.norm(x - np.asarray(theirs[name].value))
+        assert distance < 2e-5 * travelled, name

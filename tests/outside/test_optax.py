@@ -1,0 +1,115 @@
+"""optax's own tests of contributed optimizers, with our recipes where they ask for Muon.
+
+The tests are those of the installed optax; a case of `optax.contrib.muon` looks the
+factory up when it runs, and finds one of ours instead.
+"""
+
+import inspect
+
+import jax
+import optax
+import pytest
+from optax.contrib import _common_test, _muon_test
+
+import jax_muon as jm
+
+RECIPES = ("moonlight", "muon", "muonh", "nanochat", "normuon", "normuonh", "teon")
+
+
+def methods(tests, words=""):
+    """Names of tests, whose parameters have the words."""
+    return [
+        name
+        for name in dir(tests)
+        if name.startswith("test_")
+        and words in getattr(getattr(tests, name), "__x_params_repr__", "")
+    ]
+
+
+def run(tests, name):
+    """As unittest does, but for errors, which are raised."""
+    tests(name).debug()
+
+
+# --- what every optimizer has to do ---------------------------------------------------
+
+CASES = methods(_common_test.ContribTest, "opt_name='muon'")
+# Why a case cannot pass, by recipe and words of the parameters.
+EXCEPTIONS = {
+    (name, target): "keeps the norm of a matrix, and a zero one grows to its first step"
+    for name in ("muonh", "normuonh")
+    for target in ("_setup_matrix_parabola", "_setup_mixed_tensor_target")
+}
+
+
+def by_rank(params):
+    return jax.tree.map(lambda p: "muon" if p.ndim == 2 else "adamw", params)
+
+
+def factory(name):
+    """The recipe as optax's Muon: matrices of two axes, no decay, one rate for all."""
+    recipe = getattr(jm, name)
+    decays = "weight_decay" in inspect.signature(recipe).parameters
+
+    def make(learning_rate: optax.ScalarOrSchedule):
+        return recipe(
+            learning_rate,
+            **({"weight_decay": 0.0} if decays else {}),
+            adamw=optax.adam(learning_rate),
+            reading=jm.Reading(by_rank, joins={}),
+        )
+
+    return make
+
+
+def test_there_are_cases():
+    assert len(CASES) >= 15
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("case", CASES)
+def test_common(monkeypatch, recipe, case):
+    given = getattr(_common_test.ContribTest, case).__x_params_repr__
+    for (name, words), reason in EXCEPTIONS.items():
+        if name == recipe and words in given:
+            pytest.skip(reason)
+    monkeypatch.setattr(_common_test.contrib, "muon", factory(recipe))
+    run(_common_test.ContribTest, case)
+
+
+# --- what optax's Muon has to do ------------------------------------------------------
+
+NOT_OURS = {
+    "test_reshape_inverse": "calls a function that is private to optax",
+    "test_newton_schulz": "calls optax's function, also for complex matrices",
+    "test_complex": "complex parameters go to AdamW here",
+    "aol": "AOL's normalization is not here",
+}
+
+
+def ours(
+    learning_rate,
+    *,
+    weight_decay=0.0,
+    preconditioning="frobenius",
+    muon_weight_dimension_numbers=None,
+):
+    """`jm.muon` with the arguments of optax's."""
+    norm = {"frobenius": "frobenius", "schatten": "schatten4"}[preconditioning]
+    return jm.muon(
+        learning_rate,
+        weight_decay=weight_decay,
+        bias_correction=True,
+        polar=jm.NewtonSchulz(norm=norm, eps=1e-8, dtype="float32"),
+        adamw=optax.adamw(learning_rate, weight_decay=0.0, nesterov=True),
+        reading=jm.Reading.from_optax(muon_weight_dimension_numbers),
+    )
+
+
+@pytest.mark.parametrize("case", methods(_muon_test.MuonTest))
+def test_muon(monkeypatch, case):
+    for words, reason in NOT_OURS.items():
+        if words in case:
+            pytest.skip(reason)
+    monkeypatch.setattr(_muon_test._muon, "muon", ours)
+    run(_muon_test.MuonTest, case)
