@@ -1,4 +1,4 @@
-"""optax's own tests of contributed optimizers, with our recipes where they ask for Muon.
+"""optax's own tests of contributed optimizers, with our recipes as its Muon.
 
 The tests are those of the installed optax; a case of `optax.contrib.muon` looks the
 factory up when it runs, and finds one of ours instead.
