@@ -63,13 +63,7 @@ def recipe(
 WITHOUT_DECAY = ("muonh", "normuonh")  # they keep the norms of weights
 OPTIMIZERS = {
     "nanochat": recipe(jm.nanochat),
-    "nanochat-august": recipe(
-        jm.nanochat,
-        row_equilibration=True,
-        renormalize=True,
-        norm_factor=1.01,
-        beta2=0.9,
-    ),
+    "nanochat-august": recipe(jm.nanochat, edition="2026-08"),
     "muon": recipe(jm.muon),
     "normuon": recipe(jm.normuon),
     "moonlight": recipe(jm.moonlight),

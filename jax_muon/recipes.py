@@ -12,7 +12,8 @@ and changed there. Their arguments mean the same in all of them:
 - `polar`: another polar factor, any function of (..., m, n), instead of the recipe's;
   `steps` and `dtype` are then its own.
 - `momentum_dtype`: of the momentum; None for the parameters'.
-- `learning_rates`: path pattern to a factor of the learning rate of these matrices.
+- `learning_rates`: path pattern to a factor of the learning rate of these matrices, in
+  recipes that keep norms. Elsewhere `optax.chain(recipe, scale_by_path({"wq": 0.5}))`.
 - `weight_decay_mask`: which matrices decay: a tree of booleans, or a function of the
   matrices that gives one, as in `optax.masked`; None for all.
 - `adamw`: what all other parameters get: `optax.adamw` with a rate of your own, or any
@@ -40,13 +41,8 @@ from typing import Any
 import jax
 import optax
 
-from jax_muon.checks import as_transform, check_flag, rate
-from jax_muon.elementwise import (
-    add_cautious_decayed_weights,
-    check_factors,
-    check_mask,
-    scale_by_path,
-)
+from jax_muon.checks import as_transform, check_choice, rate
+from jax_muon.elementwise import add_cautious_decayed_weights, check_mask
 from jax_muon.hyperball import hyperball
 from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import Polar, orthogonalize
@@ -73,15 +69,12 @@ def nanochat(
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.1,
     *,
-    beta2: optax.ScalarOrSchedule = 0.95,
+    edition: str = "2026-01",
+    beta2: optax.ScalarOrSchedule | None = None,
     steps: int = 5,
-    norm_factor: float = 1.02,
-    row_equilibration: bool = False,
-    renormalize: bool = False,
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    learning_rates: Mapping[str, float] | None = None,
     weight_decay_mask: Any = None,
     adamw: optax.GradientTransformation = optax.adamw(
         3e-4, b1=0.8, b2=0.95, eps=1e-10, weight_decay=0.0
@@ -91,47 +84,44 @@ def nanochat(
 ) -> optax.GradientTransformationExtraArgs:
     """MuonAdamW of nanochat: Nesterov, Polar Express, NorMuon, cautious weight decay.
 
-    The step of January 2026 by default; that of August 2026 with
-    `row_equilibration=True, renormalize=True, norm_factor=1.01, beta2=0.9`.
-
     Args:
       learning_rate: of the matrices, before the factor max(1, out/in)^0.5. For all
         arguments that are not listed here see the top of `jax_muon.recipes`.
       momentum: Nesterov momentum in [0, 1), as an exponential average.
       weight_decay: cautious, times the learning rate and the factor of the shape.
-      beta2: decay of NorMuon's mean squares, in [0, 1).
+      edition: "2026-01", or "2026-08", which equilibrates the rows before the polar
+        factor (MuonEq), sets its Frobenius norm (Muon+), and has another margin of the
+        first normalization, 1.01 instead of 1.02.
+      beta2: decay of NorMuon's mean squares, in [0, 1); None for 0.95, and for 0.9 in
+        the later edition.
       steps: of the Polar Express: the first of its five quintics, or all of a longer
         table.
-      norm_factor: margin of its first normalization.
-      row_equilibration: whether to equilibrate the rows before it (MuonEq).
-      renormalize: whether to set the Frobenius norm after it (Muon+).
 
     References:
       https://github.com/karpathy/nanochat; Polar Express arXiv 2505.16932; NorMuon
       arXiv 2510.05491; MuonEq arXiv 2603.28254; Muon+ arXiv 2602.21545.
     """
-    if polar is None:
-        polar = NewtonSchulz(
-            steps,
-            coefficients="nanochat",
-            norm_factor=norm_factor,
-            eps=1e-6,
-            dtype=dtype,
-        )
-    check_flag("row_equilibration", row_equilibration)
-    check_flag("renormalize", renormalize)
+    check_choice("edition", edition, ("2026-01", "2026-08"))
     check_mask("weight_decay_mask", weight_decay_mask)
+    later = edition == "2026-08"
+    if beta2 is None:
+        beta2 = 0.9 if later else 0.95
+    if polar is None:
+        factor = 1.01 if later else 1.02
+        polar = NewtonSchulz(
+            steps, coefficients="nanochat", norm_factor=factor, eps=1e-6, dtype=dtype
+        )
 
     def pieces(matrices: Matrices) -> Pieces:
         return [
             nesterov(_decay(momentum=momentum), accumulator_dtype=momentum_dtype),
-            *([equilibrate_rows(matrices=matrices)] if row_equilibration else []),
+            *([equilibrate_rows(matrices=matrices)] if later else []),
             orthogonalize(polar, matrices=matrices),
-            *([normalize_frobenius(matrices=matrices)] if renormalize else []),
+            *([normalize_frobenius(matrices=matrices)] if later else []),
             scale_by_normuon(_decay(beta2=beta2), matrices=matrices),
             add_cautious_decayed_weights(weight_decay, weight_decay_mask),
             scale_by_shape(matrices=matrices),
-            *_rates(learning_rate, learning_rates),
+            _learning_rate(learning_rate),
         ]
 
     return _recipe(pieces, adamw, groups, reading)
@@ -148,7 +138,6 @@ def normuon(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    learning_rates: Mapping[str, float] | None = None,
     weight_decay_mask: Any = None,
     adamw: optax.GradientTransformation = optax.adamw(
         3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0
@@ -181,8 +170,8 @@ def normuon(
             orthogonalize(polar, matrices=matrices),
             _normuon_of_the_paper(beta2, matrices),
             normalize_frobenius(0.2, matrices=matrices),
-            *_decays(weight_decay, weight_decay_mask),
-            *_rates(learning_rate, learning_rates),
+            _decays(weight_decay, weight_decay_mask),
+            _learning_rate(learning_rate),
         ]
 
     return _recipe(pieces, adamw, groups, reading)
@@ -200,7 +189,6 @@ def muon(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    learning_rates: Mapping[str, float] | None = None,
     weight_decay_mask: Any = None,
     adamw: optax.GradientTransformation = optax.adamw(
         3e-4, b1=0.9, b2=0.95, eps=1e-10, weight_decay=0.0
@@ -238,8 +226,8 @@ def muon(
             ),
             orthogonalize(polar, matrices=matrices),
             scale_by_shape(shape_rule, matrices=matrices),
-            *_decays(weight_decay, weight_decay_mask),
-            *_rates(learning_rate, learning_rates),
+            _decays(weight_decay, weight_decay_mask),
+            _learning_rate(learning_rate),
         ]
 
     return _recipe(pieces, adamw, groups, reading)
@@ -254,7 +242,6 @@ def moonlight(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    learning_rates: Mapping[str, float] | None = None,
     weight_decay_mask: Any = None,
     adamw: optax.GradientTransformation | None = None,
     groups: Mapping[str, Group] | None = None,
@@ -290,7 +277,6 @@ def moonlight(
         dtype=dtype,
         polar=polar,
         momentum_dtype=momentum_dtype,
-        learning_rates=learning_rates,
         weight_decay_mask=weight_decay_mask,
         adamw=adamw,
         groups=groups,
@@ -309,7 +295,6 @@ def teon(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    learning_rates: Mapping[str, float] | None = None,
     weight_decay_mask: Any = None,
     adamw: optax.GradientTransformation = optax.adamw(
         3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0
@@ -354,7 +339,6 @@ def teon(
         shape_rule=shape_rule,
         polar=polar,
         momentum_dtype=momentum_dtype,
-        learning_rates=learning_rates,
         weight_decay_mask=weight_decay_mask,
         adamw=adamw,
         groups=groups,
@@ -493,18 +477,15 @@ def _normuon_of_the_paper(
     return scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=matrices)
 
 
-def _decays(weight_decay: optax.ScalarOrSchedule, mask: Any) -> Pieces:
+def _decays(
+    weight_decay: optax.ScalarOrSchedule, mask: Any
+) -> optax.GradientTransformation:
     """Decoupled weight decay, before the learning rate."""
     check_mask("weight_decay_mask", mask)
-    return [optax.add_decayed_weights(rate("weight_decay", weight_decay), mask)]
+    return optax.add_decayed_weights(rate("weight_decay", weight_decay), mask)
 
 
-def _rates(
-    learning_rate: optax.ScalarOrSchedule, learning_rates: Mapping[str, float] | None
-) -> Pieces:
-    """The learning rate, and factors of it for some matrices."""
-    if learning_rates is not None:
-        check_factors("learning_rates", learning_rates)
-    factors = [scale_by_path(learning_rates)] if learning_rates else []
-    learning_rate = rate("learning_rate", learning_rate)
-    return [*factors, optax.scale_by_learning_rate(learning_rate)]
+def _learning_rate(
+    learning_rate: optax.ScalarOrSchedule,
+) -> optax.GradientTransformation:
+    return optax.scale_by_learning_rate(rate("learning_rate", learning_rate))

@@ -86,9 +86,7 @@ def our_nanochat(recording: Recording) -> optax.GradientTransformation:
         rates["weight_decay"],
         beta2=group["beta2"],
         steps=group["ns_steps"],
-        norm_factor=group["norm_factor"],
-        row_equilibration=group["row_equilibration"],
-        renormalize=group["renormalize"],
+        edition="2026-08" if group["renormalize"] else "2026-01",
         adamw=optax.adamw(
             rates["adamw_lr"],
             *adamw["betas"],

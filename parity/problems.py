@@ -321,10 +321,10 @@ def _muon_of_a_sum(
 _MUON_RATES = ("lr", "momentum", "weight_decay")
 
 
-def _nanochat(name: str, version: dict) -> Recipe:
+def _nanochat(name: str, edition: str, version: dict) -> Recipe:
     return Recipe(
         name,
-        _ours(jm.nanochat, beta2=True, **version),
+        _ours(jm.nanochat, beta2=True, edition=edition),
         lambda groups: MuonAdamW([{"kind": "muon", **group} for group in groups]),
         version,
         (*_MUON_RATES, "beta2"),
@@ -335,8 +335,8 @@ def _nanochat(name: str, version: dict) -> Recipe:
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        _nanochat("nanochat, January", JANUARY),
-        _nanochat("nanochat, August", AUGUST),
+        _nanochat("nanochat, January", "2026-01", JANUARY),
+        _nanochat("nanochat, August", "2026-08", AUGUST),
         Recipe("muon", _ours(jm.muon), Muon, JORDAN, _MUON_RATES),
         Recipe("muon, sum", _ours(_muon_of_a_sum), Muon, JORDAN_SUM, _MUON_RATES),
         Recipe(

@@ -27,6 +27,7 @@ NO_TREES = ["x", None, {"w": "x"}]
 WRONG = {
     "rate": [*NO_RATES, -1.0, np.float32(-1)],
     "decay": [*NO_RATES, -0.1, 1, jnp.float32(1.5)],
+    "decay or None": ["1", NAN, True, jnp.ones(2), -0.1, 1, jnp.float32(1.5)],
     "number": NO_NUMBERS,
     "number or None": [x for x in NO_NUMBERS if x is not None],
     "at least 0": [*NO_NUMBERS, -1.0],
@@ -88,13 +89,13 @@ RECIPE = {
     "dtype": "dtype",
     "polar": "function or None",
     "momentum_dtype": "momentum dtype",
-    "learning_rates": "factors or None",
     "weight_decay_mask": "mask",
     "adamw": "transform",
     "groups": "groups or None",
     "reading": "reading",
 }
 SPHERE = {x: RECIPE[x] for x in RECIPE if not x.startswith("weight_decay")}
+SPHERE["learning_rates"] = "factors or None"
 POLAR = {
     "norm_factor": "above 0",
     "eps": "above 0",
@@ -225,10 +226,8 @@ TABLE = {
         {},
         RECIPE
         | {
-            "beta2": "decay",
-            "norm_factor": "above 0",
-            "row_equilibration": "flag",
-            "renormalize": "flag",
+            "beta2": "decay or None",
+            "edition": "choice",
         },
     ),
     "nesterov": (

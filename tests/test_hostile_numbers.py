@@ -15,9 +15,7 @@ import pytest
 import jax_muon as jm
 
 RECIPES = {
-    "nanochat": functools.partial(
-        jm.nanochat, row_equilibration=True, renormalize=True
-    ),
+    "nanochat": functools.partial(jm.nanochat, edition="2026-08"),
     "muon": jm.muon,
     "moonlight": jm.moonlight,
     "normuon": jm.normuon,

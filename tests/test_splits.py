@@ -18,9 +18,7 @@ from jax_muon.splits import Parts
 
 QKV = {"attn/qkv/kernel": jm.Split({"q": 16, "k": 8, "v": 8})}
 RECIPES = {
-    "nanochat": functools.partial(
-        jm.nanochat, row_equilibration=True, renormalize=True
-    ),
+    "nanochat": functools.partial(jm.nanochat, edition="2026-08"),
     "muon": jm.muon,
     "normuon": jm.normuon,
     "moonlight": jm.moonlight,

@@ -21,9 +21,7 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 RECIPES = {
     "nanochat": jm.nanochat,
-    "nanochat later": functools.partial(
-        jm.nanochat, row_equilibration=True, renormalize=True, norm_factor=1.01
-    ),
+    "nanochat later": functools.partial(jm.nanochat, edition="2026-08"),
     "muon": jm.muon,
     "normuon": jm.normuon,
     "moonlight": jm.moonlight,

@@ -67,7 +67,9 @@ def draw(steps=1):
 def test_a_wrong_layout_is_named_with_number_and_bound():
     """One matrix learns 1 % faster on the mesh, and another is no number there."""
     mesh = mesh_of(4)
-    even, faster = (jm.muon(**FAST, learning_rates={"q": x}) for x in (1.0, 1.01))
+    even, faster = (
+        optax.chain(jm.muon(**FAST), jm.scale_by_path({"q": x})) for x in (1.0, 1.01)
+    )
     found = compare(
         even,
         jm.on_mesh(faster, mesh),

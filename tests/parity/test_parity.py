@@ -130,7 +130,7 @@ def test_training_begins_alike():
 
 @pytest.mark.parametrize(
     ("name", "changed"),
-    [("muon", {"momentum": 0.94}), ("nanochat, January", {"norm_factor": 1.01})],
+    [("muon", {"momentum": 0.94}), ("nanochat, January", {"beta2": 0.94})],
 )
 def test_a_wrong_constant_turns_red(name, changed):
     check = checked(name, "gaussian", "float32", CONSTANT, **changed)

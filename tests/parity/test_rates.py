@@ -65,13 +65,6 @@ def optax_muon(**more):
     return by_optax(lambda m, n: optax.contrib.muon(LR, **more))
 
 
-AUGUSTS = {
-    "row_equilibration": True,
-    "renormalize": True,
-    "norm_factor": 1.01,
-    "beta2": 0.9,
-}
-
 # What the table's first column says: their update, ours at a rate for (in, out), and
 # how far apart they may be, as a part of the norm: 1e-6 where an eps stands beside
 # another norm, since momentum is a sum in the one and an average in the other.
@@ -103,7 +96,7 @@ ROWS = {
     ),
     "nanochat's matrix_lr, August 2026": (
         nanochat(AUGUST),
-        lambda m, n: jm.nanochat(LR, weight_decay=0.0, **AUGUSTS, **SAME),
+        lambda m, n: jm.nanochat(LR, weight_decay=0.0, edition="2026-08", **SAME),
         1e-11,
     ),
     "optax.contrib.muon(lr)": (
