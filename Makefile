@@ -14,11 +14,12 @@ VERSIONS ?= 3.11_0.10.1_0.2.6 3.12_0.11.0_0.2.6 3.13_0.12.0.1_0.2.8
 VERSION_TESTS ?= tests/test_transforms.py tests/test_recipes.py tests/test_numbers.py \
 	tests/test_reading.py tests/test_matrices.py tests/test_polar.py tests/test_splits.py \
 	tests/test_symmetric.py
+OUTSIDE ?= $(patsubst outside/%/requirements.txt,%,$(wildcard outside/*/requirements.txt))
 FORMS ?= 256x256 256x1024 256x4096 512x2048 768x768 768x1536 768x3072 1024x1024 \
 	1024x2048 1024x4096 2048x2048 2048x4096 2048x8192 4096x4096 4096x8192 8192x8192
 
-.PHONY: train train-multiprocess test test-versions parity venv docs lint bench bench-gpu gpu-schedule \
-	symmetric-kernel clean
+.PHONY: train train-multiprocess test test-versions test-outside parity venv docs lint \
+	bench bench-gpu gpu-schedule symmetric-kernel clean
 
 train: $(VENV)/examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -43,6 +44,20 @@ runs/versions/%: constraints.txt
 	$@/bin/pip install --quiet --disable-pip-version-check \
 		jax==$(word 2,$(subst _, ,$*)) optax==$(word 3,$(subst _, ,$*)) \
 		jaxtyping chex equinox flax hypothesis pytest
+	touch $@
+
+# Frameworks and other implementations as they are published: each folder of outside/ has
+# tests and the whole environment that they need, every version pinned. Needs Python 3.12.
+test-outside: $(OUTSIDE:%=runs/outside/%)
+	for name in $(OUTSIDE); do \
+		PYTHONPATH=. runs/outside/$$name/bin/python -m pytest outside/$$name $(ARGS) || exit 1; \
+	done
+
+# Without dependencies: several of these packages ask for CUDA libraries or TensorFlow,
+# which their optimizers and models never import.
+runs/outside/%: outside/%/requirements.txt
+	python3.12 -m venv $@
+	$@/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
 	touch $@
 
 parity: $(VENV)/parity
