@@ -1,7 +1,7 @@
 """Settings of the tests in other people's packages: eight CPU devices, one seed.
 
-`make test` does not collect this folder. `make test-outside` runs each folder of it in an
-environment of its own, with the versions that its `requirements.txt` pins.
+`make test` does not collect this folder. `make test-outside` runs each folder of it in
+an environment of its own, with the versions that its `requirements.txt` pins.
 """
 
 import os
