@@ -10,7 +10,7 @@ ARGS ?=
 RESULTS ?= benchmarks/results
 GPU ?= cuda --models gpt2-124m gpt2-350m gpt-1.3b --rounds 20
 SHAPES ?= 1024x1024 1024x4096 2048x2048 2048x8192
-VERSIONS ?= 3.11_0.10.1_0.2.6 3.12_0.11.0_0.2.6 3.13_0.12.0.1_0.2.8
+VERSIONS ?= 3.11_0.10.1_0.2.6 3.12_0.11.0_0.2.6 3.12_0.11.1_0.2.6 3.12_0.11.1_0.2.8 3.13_0.12.0.1_0.2.8
 VERSION_TESTS ?= tests/test_transforms.py tests/test_recipes.py tests/test_numbers.py \
 	tests/test_reading.py tests/test_matrices.py tests/test_polar.py tests/test_splits.py \
 	tests/test_symmetric.py
