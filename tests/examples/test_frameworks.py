@@ -3,6 +3,7 @@
 import functools
 import pathlib
 import re
+import types
 from typing import NamedTuple
 
 import jax
@@ -63,15 +64,18 @@ SIZES = {
 SIZES |= {"q_heads": 4, "heads": 4, "kv_heads": 2, "kv": 4, "kv_head_dim": 4}
 RULES = [("mlp", "tensor"), ("q_heads", "tensor"), ("heads", "tensor")]
 RULES += [("vocab", "tensor"), ("kv_heads", "tensor"), ("embed", "fsdp")]
-CONFIG = {
-    "opt_type": "jax_muon",
-    "muon_beta": 0.95,
-    "muon_weight_decay": 0.1,
-    "ns_dtype": "float64",
-    "mu_dtype": None,
-    "logical_axis_rules": RULES,
-    "shard_optimizer_over_data": True,
-}
+CONFIG = types.SimpleNamespace(
+    muon_beta=0.95,
+    muon_weight_decay=0.1,
+    muon_consistent_rms=None,
+    mu_dtype=None,
+    adam_b1=0.9,
+    adam_b2=0.999,
+    adam_eps=1e-8,
+    adam_weight_decay=1e-4,
+    logical_axis_rules=RULES,
+    shard_optimizer_over_data=True,
+)
 
 
 def llama(scan_axis, seed=0):
@@ -114,7 +118,7 @@ def test_maxtext(scan_axis, x64):
     one = jm.muon(0.02, 0.95, 0.1, adamw=optax.adamw(0.02), dtype="float64")
     read = {p.parameter.path: p for p in jm.plan(one, params).parameters}
     with jax.set_mesh(mesh):
-        tx = names["get_optimizer"](CONFIG, 0.02, boxed, mesh)
+        tx = names["jax_muon_optimizer"](CONFIG, 0.02, boxed, mesh)
         planned = jm.plan(tx, params)
         for leaf in planned.parameters:
             path = leaf.parameter.path

@@ -1,0 +1,80 @@
+"""MaxText's own train loop with the optimizer of docs/frameworks.md, edits and all."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import maxtext
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = (ROOT / "docs/frameworks.md").read_text()
+SMALL = """
+run_name=test enable_checkpointing=False dataset_type=synthetic steps=4
+base_emb_dim=64 base_num_query_heads=4 base_num_kv_heads=2 head_dim=16
+base_mlp_dim=128 base_num_decoder_layers=2 vocab_size=128 max_target_length=32
+per_device_batch_size=1 attention=dot_product hardware=cpu opt_type=jax_muon
+skip_jax_distributed_system=True enable_goodput_recording=False
+monitor_goodput=False learning_rate=0.02
+"""
+LAYOUTS = {
+    "fsdp": "ici_fsdp_parallelism=8",
+}
+
+
+@pytest.fixture(scope="module")
+def edited(tmp_path_factory):
+    """A copy of MaxText, of links, with the page's two edits and its code."""
+    section = re.search(r"\n## MaxText\n(.*?)(?=\n## )", PAGE, re.S)[1]
+    edits = re.findall(r"```diff\n(.*?)```", section, re.S)
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
+    installed = pathlib.Path(maxtext.__file__).parent
+    root = tmp_path_factory.mktemp("edited")
+    shutil.copytree(installed, root / "maxtext", copy_function=os.symlink)
+    files = ("configs/types.py", "optimizers/optimizers.py")
+    for name, edit in zip(files, edits, strict=True):
+        kept = "".join(x[1:] + "\n" for x in edit.splitlines() if x[0] == " ")
+        text = (installed / name).read_text()
+        assert text.count(kept) == 1
+        changed = "".join(x[1:] + "\n" for x in edit.splitlines())
+        text = text.replace(kept, changed)
+        if name == files[1]:
+            text = f"{code}\nfrom flax import nnx\n{text}"
+        (root / "maxtext" / name).unlink()
+        (root / "maxtext" / name).write_text(text)
+    return root
+
+
+@pytest.fixture(scope="module")
+def losses(edited, tmp_path_factory):
+    """A function from a layout to the losses that MaxText's command prints."""
+    found = {}
+
+    def losses_of(layout):
+        if layout not in found:
+            output = tmp_path_factory.mktemp(layout)
+            command = [sys.executable, "-m", "maxtext.trainers.pre_train.train"]
+            base = edited / "maxtext/configs/base.yml"
+            settings = f"{SMALL} {LAYOUTS[layout]} base_output_directory={output}"
+            run = subprocess.run(
+                [*command, base, *settings.split()],
+                env=os.environ | {"PYTHONPATH": f"{edited}:{ROOT}"},
+                capture_output=True,
+                text=True,
+            )
+            assert run.returncode == 0, run.stderr[-4000:]
+            printed = re.findall(r"\bloss: ([\d.]+)", run.stdout + run.stderr)
+            found[layout] = [float(x) for x in printed]
+        return found[layout]
+
+    return losses_of
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_loss_falls(layout, losses):
+    found = losses(layout)
+    assert len(found) == 4
+    assert found[-1] < found[0] - 0.1
