@@ -2,8 +2,8 @@
 
     python -m benchmarks.maxtext_muon [--json FILE]
 
-prints a Markdown table for Llama 7B with scanned layers. MaxText's rows follow the rule
-of its 0.2.5 (`optimizers/reshape_utils.py`) leaf by leaf: the mesh axes of matrices move
+prints a Markdown table for Llama 7B, layers scanned. MaxText's rows follow the rule of
+its 0.2.5 (`optimizers/reshape_utils.py`) leaf by leaf: mesh axes of matrices move
 to their layers, padded to a multiple of the devices; a leaf without layers stays in
 pieces; replicas repeat the work. Ours is what `jax_muon.plan` says. Nothing
 runs, and bytes are those of all-to-alls, which XLA does not always make of a reshard.
