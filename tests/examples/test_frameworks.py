@@ -115,7 +115,7 @@ def test_maxtext(scan_axis, x64):
     boxed = llama(scan_axis)
     params, grads = (linen.unbox(llama(scan_axis, seed)) for seed in (0, 1))
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), 3 * (AxisType.Auto,))
-    one = jm.muon(0.02, 0.95, 0.1, adamw=optax.adamw(0.02), dtype="float64")
+    one = jm.muon(0.02, 0.95, 0.1, adamw=optax.adamw(0.02))
     read = {p.parameter.path: p for p in jm.plan(one, params).parameters}
     with jax.set_mesh(mesh):
         tx = names["jax_muon_optimizer"](CONFIG, 0.02, boxed, mesh)
@@ -144,7 +144,8 @@ def test_maxtext(scan_axis, x64):
     assert float(optax.tree.norm(skipped)) == 0
     jax.tree.map(np.testing.assert_array_equal, same, state)
     expected, state = jax.jit(one.update)(grads, one.init(params), params)
-    assert relative(updates, expected) < 1e-10
+    # The polar factor runs in bfloat16, which has eight bits.
+    assert relative(updates, expected) < 2**-6
     for (_, a), (_, b) in zip(*map(leaves_with_paths, (after, state)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
 
