@@ -262,7 +262,10 @@ def test_names_in_no_table_are_an_error_and_those_of_a_mesh_are_not():
     mesh = jm.Reading(names={"mix/wo/kernel": ("fsdp", "tp")})
     assert axes(mesh.read(tree), "mix/wo/kernel") == MatrixAxes((), (0,), (1,))
     names = {"mix/wo/kernel": ("d_model", "d_ff")}
-    with pytest.raises(ValueError, match=r"'mix/wo/kernel'.*'d_model', 'd_ff' are in"):
+    with pytest.raises(
+        ValueError,
+        match=r"'d_model'.*'mix/wo/kernel'.*'d_model': 'stream', 'd_ff': 'hidden'",
+    ):
         jm.Reading(names=names).read(tree)
     table = {"d_model": "stream", "d_ff": "hidden"}
     found = jm.Reading(names=names, table=table).read(tree)
@@ -272,7 +275,7 @@ def test_names_in_no_table_are_an_error_and_those_of_a_mesh_are_not():
 def test_names_of_another_rank_and_names_against_the_bias_are_refused_with_both():
     tree = {"wi": {"kernel": shape(4, 8), "bias": shape(4)}}
     for names, words in {
-        ("embed", "mlp"): ("('embed', 'mlp')", "'wi/bias'", "(4,)"),
+        ("embed", "mlp"): ("embed, mlp", "'wi/bias'", "(4,)"),
         ("embed", "layers", "mlp"): ("3 axis names", "(4, 8)"),
     }.items():
         reading = jm.Reading(names={"wi/kernel": names})
@@ -286,6 +289,17 @@ def test_names_against_those_that_the_tree_carries():
     jm.Reading(names={"w": ("embed", "mlp")}).read(tree)
     with pytest.raises(ValueError, match=r"\('embed', 'mlp'\), and .*\('mlp', 'embed'"):
         jm.Reading(names={"w": ("mlp", "embed")}).read(tree)
+
+
+def test_names_that_the_tree_carries_matter_for_matrices_alone():
+    def named(names):
+        return linen.LogicallyPartitioned(shape(8, 32), names=names)
+
+    found = jm.Reading().read({"lm_head": {"weight": named(("vocab", "embed"))}})
+    assert found["lm_head/weight"].label == "adamw"
+    numbers = r"MuonDimensionNumbers\(1, 0\), and .*MuonDimensionNumbers\(0, 1\)"
+    with pytest.raises(ValueError, match=numbers):
+        jm.Reading().read({"up": {"kernel": named(("mlp", "embed"))}})
 
 
 def test_names_count_where_rules_are_given_too():

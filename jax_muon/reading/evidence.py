@@ -6,7 +6,7 @@ the bias beside a node, the modules beside its module, the norms around it.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax_muon.reading import paths, words
@@ -24,6 +24,7 @@ class Node:
     dtype: Any
     names: tuple[str | None, ...] | None
     parts: tuple[str, ...]  # the path, without the index of a box around the leaf
+    is_bias: bool  # by its name, or by that of a kernel beside it
     batch: tuple[int, ...] = ()
     batch_reason: str = ""
     chooses: bool = False  # whether experts beside it were told by it
@@ -75,17 +76,14 @@ class Node:
         return self.title
 
     @functools.cached_property
+    def core(self) -> str:
+        """`role_title` without the words around the name of a projection."""
+        return words.core(self.role_title)
+
+    @functools.cached_property
     def title_words(self) -> list[str]:
         """Words of `title`."""
         return self.title.split("_")
-
-    @property
-    def is_bias(self) -> bool:
-        """Whether the name is that of a bias."""
-        return self.name.lower() in words.BIAS or self.own_words[-1:] in (
-            ["bias"],
-            ["biases"],
-        )
 
     @property
     def is_norm(self) -> bool:
@@ -103,18 +101,44 @@ class Node:
         return is_scale or bool(named)
 
 
-def node_of(index: int, leaf: Any) -> Node:
-    """The node of a leaf; an index that a box around it adds is left out.
+def nodes_of(leaves: Sequence[Any]) -> list[Node]:
+    """The nodes of all leaves, under names that say more.
 
-    Factors `lora/a` and `lora/b` are called as `lora/lora_a` is: a `b` is a bias.
+    The index of a box around a leaf is left out. `in_proj_weight` beside a bias, and
+    `query_w` in a module that has pairs `gate_w` and `gate_b`, are read as
+    `in_proj/weight` and `query/w` are. Factors `lora/a` are read as `lora/lora_a`,
+    since a `b` is a bias.
     """
+    ranks = {leaf.path: len(leaf.shape) for leaf in leaves}
+    # `rel_pos_w` elsewhere is the table of a width.
+    haiku = {path.rpartition("/")[0] for path in ranks if _is_beside_w(path, ranks)}
+    return [_node(index, leaf, ranks, haiku) for index, leaf in enumerate(leaves)]
+
+
+def _is_beside_w(path: str, ranks: Mapping[str, int]) -> bool:
+    """Whether this is the `gate_b` of a `gate_w`, or the `bq` of a `wq`."""
+    around, slash, name = path.rpartition("/")
+    kernel = name[:-1] + "w" if name.endswith("_b") else "w" + name[1:]
+    is_b = name.endswith("_b") or name.startswith("b")
+    return is_b and ranks[path] < ranks.get(f"{around}{slash}{kernel}", 0)
+
+
+def _node(index: int, leaf: Any, ranks: Mapping[str, int], haiku: set[str]) -> Node:
     parts = leaf.path.split("/")
     while len(parts) > 1 and parts[-1].isdigit():
         parts = parts[:-1]
-    if parts[-2:-1] == ["lora"] and parts[-1] in words.OTHER_FACTOR:
-        parts[-1] = f"lora_{parts[-1]}"
+    *around, name = parts
+    stem, _, end = name.rpartition("_")
+    is_b = _is_beside_w(leaf.path, ranks)
+    written = (end == "w" or is_b) and "/".join(around) in haiku
+    if around[-1:] == ["lora"] and name in words.OTHER_FACTOR:
+        parts = [*around, f"lora_{name}"]
+    elif stem and (written or f"{leaf.path[: -len(end)]}bias" in ranks):
+        parts = [*around, stem, end]
+    is_bias = is_b or parts[-1].lower() in words.BIAS or end in ("bias", "biases")
     names = None if leaf.names is None else tuple(leaf.names)
-    return Node(index, leaf.path, tuple(leaf.shape), leaf.dtype, names, tuple(parts))
+    shape = tuple(leaf.shape)
+    return Node(index, leaf.path, shape, leaf.dtype, names, tuple(parts), is_bias)
 
 
 class Tree:
@@ -161,14 +185,17 @@ class Tree:
 
     def bias_of(self, node: Node) -> Node | None:
         """The bias beside a kernel: `bias` or `b`, or `wi_0_bias` beside `wi_0`."""
-        if node.is_bias or node.is_norm:
-            return None
-        generic = node.owner_parts != node.parts
-        found = None
-        for name in ("bias", "b") if generic else (f"{node.name}_bias",):
-            for other in self.under.get((*node.parts[:-1], name), ()):
-                found = other if len(other.parts) == len(node.parts) else found
-        return found
+        *around, name = node.parts
+        beside = [(*around, "bias"), (*around, "b")]
+        if node.owner_parts == node.parts:
+            beside = [(*around, f"{name}_bias"), (*around, f"b{name[1:]}")]
+        elif around:
+            beside += [(*around[:-1], f"{around[-1]}_bias")]
+        for parts in beside:
+            for other in self.under.get(parts, ()):
+                if other.is_bias and other.parts == parts:
+                    return other
+        return None
 
     def beside(self, node: Node) -> Iterator[Node]:
         """Kernels of the modules that stand beside the node's module, it included."""

@@ -6,8 +6,7 @@ of a module.
 
 from jax_muon.reading import paths, words
 from jax_muon.reading.evidence import Node, Tree
-from jax_muon.reading.kinds import attention_part, is_convolution
-from jax_muon.reading.shapes import fits
+from jax_muon.reading.kinds import attention_part, in_attention, is_convolution
 
 
 def find_experts(tree: Tree) -> None:
@@ -15,7 +14,7 @@ def find_experts(tree: Tree) -> None:
     for node in tree.nodes:
         if len(node.sizes) < 3 or node.is_bias or node.is_norm:
             continue
-        if attention_part(node) not in (None, "out") or _is_output(tree, node):
+        if attention_part(node) and in_attention(tree, node):
             continue
         count = node.sizes[0]
         router = next(
@@ -31,17 +30,6 @@ def find_experts(tree: Tree) -> None:
             continue
         node.batch = (*node.batch, node.native[0])
         node.batch_reason = reason
-
-
-def _is_output(tree: Tree, node: Node) -> bool:
-    """Whether a kernel (heads, head_dim, width) stands beside a query of its heads."""
-    if attention_part(node) != "out":
-        return False
-    return any(
-        attention_part(other) == "query" and fits(other.sizes, node.sizes)
-        for other in tree.beside(node)
-        if len(other.sizes) == len(node.sizes) == 3
-    )
 
 
 def _is_expert_module(part: str) -> bool:

@@ -104,7 +104,7 @@ def _is_at_the_top(tree: Tree, node: Node) -> bool:
         return False
     attention = words.QUERY | words.FUSED | words.KEY_VALUE
     for other in tree.beside(node):
-        title = "_".join(paths.words(tree.module(other)[-1]))
+        title = words.core(tree.module(other)[-1])
         if other is not node and title in attention:
             return False
         beside = other.owner_parts[-1].lower()

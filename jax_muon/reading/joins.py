@@ -284,8 +284,12 @@ def _joins_of_attention(
     """
     by_rest: dict[str, list[tuple[int, str]]] = {}  # every number in turn left out
     rests: dict[str, list[str]] = {}  # by path, the likeliest first
-    known = words.QUERY | words.KEY_VALUE - words.FUSED_KEY_VALUE
-    attention = [name for name in all_axes if known.intersection(name.split("/"))]
+    known = words.QUERY | words.KEY_VALUE - {"kv"}
+    attention = [
+        name
+        for name in all_axes
+        if any(words.core(p) in known for p in name.split("/") if not p[-1:].isdigit())
+    ]
     for name in attention:
         numbers = reversed(list(re.finditer(r"\d+", name)))
         for match in sorted(numbers, key=_is_of_attention):

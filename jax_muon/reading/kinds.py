@@ -16,7 +16,7 @@ LONGEST_FILTER = 8
 
 def attention_part(node: Node) -> str | None:
     """Which projection of attention a title names: query, key, qkv or out."""
-    for title in (node.title, node.role_title):
+    for title in (words.core(node.title), node.core):
         if title in words.FUSED:
             return "qkv"
         if title in words.QUERY:
@@ -26,6 +26,14 @@ def attention_part(node: Node) -> str | None:
         if title in words.OUT:
             return "out"
     return None
+
+
+def in_attention(tree: Tree, node: Node) -> bool:
+    """Whether attention is in the path, or a query beside: MLPs have a `wo` too."""
+    named = any(words.ATTENTION & {*paths.words(part)} for part in node.parts)
+    return named or any(
+        attention_part(other) not in ("out", None) for other in tree.beside(node)
+    )
 
 
 def is_convolution(node: Node) -> bool:
@@ -42,12 +50,12 @@ def role_of(tree: Tree, node: Node) -> Role:
     return (
         _not_a_matrix(node)
         or _lora(tree, node)
-        or _by_own_name(node)
+        or _by_own_name(tree, node)
         or _single_line(tree, node)
         or _table(node)
         or heads.head(tree, node)
         or _router(tree, node)
-        or _by_module(node)
+        or _by_module(tree, node)
         or ("kernel", "a matrix (in, out)")
     )
 
@@ -73,9 +81,13 @@ def _lora(tree: Tree, node: Node) -> Role | None:
     return adapted or ("lora", "a factor of LoRA")
 
 
-def _by_own_name(node: Node) -> Role | None:
+def _by_own_name(tree: Tree, node: Node) -> Role | None:
     name, own = node.name.lower(), {*node.own_words}
-    if "_".join(node.own_words) in words.STATE_SPACE or node.name in ("D", "Ds"):
+    skips = [
+        n for n in tree.under.get((*node.parts[:-1], "D"), ()) if len(n.sizes) == 1
+    ]
+    of_state = name.rstrip("0123456789s") in ("b", "c") and skips  # S4, S5, Mamba
+    if of_state or "_".join(node.own_words) in words.STATE_SPACE or name in ("d", "ds"):
         return "vector", f"{node.name!r} of a state-space layer is not a matrix"
     if name == "weight_g" or own & (words.SCALE | words.BIAS) - {"b", "g"}:
         return "vector", f"{node.name!r} scales or shifts, it does not multiply"
@@ -103,28 +115,18 @@ def is_bare(tree: Tree, node: Node) -> bool:
 
 
 def _table(node: Node) -> Role | None:
-    name, title = node.name.lower(), node.title_words
-    if name.split("_")[-1] in ("embedding", "embeddings", "table"):
+    title, raw = {*node.title_words}, node.owner_parts == node.parts
+    if node.name.lower().split("_")[-1] in ("embedding", "embeddings", "table"):
         return "embedding", "a lookup touches rows, it does not multiply"
     kernel = node.name == "kernel"
-    raw = node.owner_parts == node.parts
-    if {*title} & words.POSITION and (raw or "embed" in node.title) and not kernel:
+    if title & words.POSITION and (raw or "embed" in node.title) and not kernel:
         return "embedding", "positions are looked up, they do not multiply"
-    if raw and len(node.parts) > 1 and len(node.sizes) == 2:
-        above = {*paths.words(node.parts[-2])}
-        if above & words.EMBEDDING and above <= words.EMBEDDING | words.EMBEDDED:
-            return "embedding", f"an embedding, in a module called {node.parts[-2]!r}"
-    if not {*title} & words.EMBEDDING:
-        return None
-    if title[-1] in words.PROJECTION or "time" in title or "timestep" in title:
-        return None
-    if len(title) > 1 and {*title} & words.PROJECTION and not kernel:
-        return None
-    if kernel and not {*title} <= words.EMBEDDING | words.EMBEDDED:
-        return None
-    if name in ("weight_v", "weight_g"):
-        return None
-    return "embedding", "an embedding, by its name"
+    # `embed_linear` and `patch_embed/kernel` are, `time_embed_proj` is not.
+    whole = title <= words.EMBEDDING | words.EMBEDDED | {"linear"}
+    named = title & words.EMBEDDING and not title & {"time", "timestep"}
+    if named and (whole or not (kernel or title & words.PROJECTION)):
+        return "embedding", "an embedding, by its name"
+    return None
 
 
 def _router(tree: Tree, node: Node) -> Role | None:
@@ -157,7 +159,7 @@ def _counts(other: Node, fan_in: int, fan_out: int) -> bool:
     return (experts or unread) and fan_in in other.sizes[-2:]
 
 
-def _by_module(node: Node) -> Role | None:
+def _by_module(tree: Tree, node: Node) -> Role | None:
     both = {*node.title_words, *node.own_words}
     grouped = words.GROUPED & both
     if len(node.sizes) > 2 and words.DEPTHWISE & both:
@@ -172,7 +174,8 @@ def _by_module(node: Node) -> Role | None:
         return "depthwise", "the direction of a kernel under weight normalization"
     if len(node.sizes) > 2 and is_convolution(node):
         return "convolution", f"a convolution, by the name {node.title!r}"
-    if part := attention_part(node):
+    part = attention_part(node)
+    if part and (part != "out" or in_attention(tree, node)):
         return part, f"a projection of attention, by the name {node.role_title!r}"
     if node.batch and "expert" in node.batch_reason:
         return "expert", node.batch_reason

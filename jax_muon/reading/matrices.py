@@ -34,6 +34,7 @@ from jax_muon.reading.labels import Labels, check_labels
 from jax_muon.reading.names import Names, Table, check_names, check_table, names_of
 from jax_muon.reading.numbers import DimensionNumbers
 from jax_muon.reading.roles import ADAMW, MUON, Leaf, OutIn, Read, read_leaves
+from jax_muon.reading.roles import reading as reading_of
 from jax_muon.reading.rules import Rules, specs_by_names
 
 
@@ -177,8 +178,9 @@ class Reading:
         so that they are said here and not looked for in the tree; or a function of
         the tree that finds them, where gradients carry them too: `axis_names` for
         arrays of haliax.
-      table: what axis names of your own mean, such as {"d_model": "stream"}; those of
-        Flax, MaxText and haliax are known. See `reading/names.py` for the kinds.
+      table: what axis names of your own mean, such as {"d_model": "stream"}; names
+        made of common words, such as "kv_heads" or "moe_layers", are known. See
+        `reading/names.py` for the kinds.
       out_in: True for kernels (out, in), as in PyTorch and equinox, False for (in,
         out), a function of the path for both; None looks at biases and neighbours.
       strict: whether a parameter that can be read in several ways is an error. False
@@ -335,12 +337,12 @@ class Reading:
         for leaf, read, other in zip(leaves, reads, others, strict=True):
             if leaf.path not in carried or other.doubt is not None:
                 continue
-            if (read.label, read.axes) != (other.label, other.axes):
+            if reading_of(read) != reading_of(other):
                 raise ValueError(
                     f"parameter {leaf.path!r} of shape {leaf.shape} carries the axis "
-                    f"names {carried[leaf.path]}, by which it is {other.label} "
-                    f"{other.axes}, and without which it would be {read.label} "
-                    f"{read.axes}; expected names in the reading, such as "
+                    f"names {carried[leaf.path]}, by which it is {reading_of(other)}, "
+                    f"and without which it would be {reading_of(read)}; expected names "
+                    "in the reading, such as "
                     "jax_muon.Reading(names=jax_muon.axis_names(params))"
                 )
 

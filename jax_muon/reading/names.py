@@ -7,7 +7,7 @@ order, but from what the module does: `wi` and `query` read the residual stream,
 and `out` write it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,89 +26,40 @@ Names = ByPath | Callable[[Any], ByPath] | None
 
 BATCH, STREAM, HEADS, HIDDEN = "batch", "stream", "heads", "hidden"
 LATENT, VOCAB, NORM, POSITION = "latent", "vocab", "norm", "position"
-KINDS = (BATCH, STREAM, HEADS, HIDDEN, LATENT, VOCAB, NORM, POSITION)
+IN, OUT = "in", "out"
+KINDS = (BATCH, STREAM, HEADS, HIDDEN, LATENT, VOCAB, NORM, POSITION, IN, OUT)
 
-FLAX: Table = {
-    "layers": BATCH,
-    "layer": BATCH,
-    "stack": BATCH,
-    "stage": BATCH,
-    "expert": BATCH,
-    "experts": BATCH,
-    "expert_replicas": BATCH,
-    "embed": STREAM,
-    "mlp": HIDDEN,
-    "expert_mlp": HIDDEN,
-    "hidden": HIDDEN,
-    "heads": HEADS,
-    "kv": HEADS,
-    "joined_kv": HEADS,
-    "head_dim": HEADS,
-    "qkv": HEADS,
-    "vocab": VOCAB,
-    "norm": NORM,
-    "relpos_buckets": POSITION,
-    "abspos_buckets": POSITION,
-    "length": POSITION,
-}
-MAXTEXT: Table = {
-    "dense_layers": BATCH,
-    "moe_layers": BATCH,
-    "layers_outside_pipeline": BATCH,
+# Names whose words are not enough: MaxText's, and the letters of Simply's annotations.
+NAMES: Table = {
     "circular_repeats": BATCH,
-    "exp": BATCH,
-    "exp_with_fsdp": BATCH,
     "o_groups": BATCH,
-    "embed_vocab": STREAM,
-    "local_layers": BATCH,
-    "embed_attn": STREAM,
-    "embed_moe": STREAM,
-    "embed_router": STREAM,
-    "embed_no_exp": STREAM,
-    "embed_no_exp_moe": STREAM,
-    "embed_tensor_transpose": STREAM,
-    "activation_embed": STREAM,
-    "mlp_moe": HIDDEN,
-    "mlp_no_fsdp": HIDDEN,
-    "activation_mlp": HIDDEN,
-    "q_heads": HEADS,
-    "kv_heads": HEADS,
-    "kv_head_dim": HEADS,
-    "gdn_head": HEADS,
-    "q_lora": LATENT,
-    "kv_lora": LATENT,
-    "q_lora_up_proj": LATENT,
-    "kv_lora_up_proj": LATENT,
-    "o_lora_up_proj": LATENT,
-    "indexer_q": HEADS,
     "indexer_weights": HEADS,
     "num_activations": HIDDEN,
+    "i": IN,
+    "o": OUT,
+    ".": BATCH,
+    "h": HIDDEN,
 }
-HALIAX: Table = {
-    "Layers": BATCH,
-    "blocks": BATCH,
-    "head_size": HEADS,
-    "q_heads_per_group": HEADS,
-    "intermediate": HIDDEN,
-    "position": POSITION,
-    "Pos": POSITION,
-    "Embed": STREAM,
-    "Vocab": VOCAB,
-    "Mlp": HIDDEN,
-    "Heads": HEADS,
-    "HeadSize": HEADS,
-    "LORA_R": LATENT,
+# The words of a name and its kind; the first kind counts where several are named, as
+# in `expert_mlp`, which is hidden, and `kv_lora`, which is latent.
+WORDS: Mapping[str, set[str]] = {
+    LATENT: {"lora", "latent", "rank"},
+    STREAM: {"embed"},
+    HIDDEN: {"mlp", "hidden", "intermediate"},
+    HEADS: {"head", "heads", "q", "kv", "qkv"},
+    VOCAB: {"vocab"},
+    NORM: {"norm"},
+    POSITION: {"pos", "position", "length", "relpos", "abspos"},
+    BATCH: {"layer", "layers", "block", "blocks", "stack", "stage", "exp", "expert"}
+    | {"experts"},
 }
-ALL: Table = {**FLAX, **MAXTEXT, **HALIAX}
-
-
 # Names that people give to the axes of a mesh; they say nothing of a parameter.
 MESH = {"data", "model", "fsdp", "tensor", "replica", "pipeline", "sequence"}
 MESH |= {"context", "dp", "tp", "pp", "sp", "cp", "ep"}
 
 
 def check_table(table: Table | None) -> Table:
-    """The built-in names with those of a user, who comes first.
+    """The built-in names with those of a user, which come first.
 
     Raises:
       ValueError: for a kind that is not one of `KINDS`.
@@ -117,7 +68,36 @@ def check_table(table: Table | None) -> Table:
     check_mapping("table", table, "a mapping of axis names to kinds, or None")
     for name, kind in table.items():
         check_choice(f"table[{name!r}]", kind, KINDS)
-    return {**ALL, **table}
+    return {**NAMES, **table}
+
+
+def kind_of(name: str, table: Table) -> str | None:
+    """The kind of an axis by its name, or by the words of it; None where unknown."""
+    words = {*paths.words(name)}
+    by_word = (kind for kind, known in WORDS.items() if known & words)
+    return table.get(name) or next(by_word, None)
+
+
+def check_kinds(nodes: Sequence[Node], table: Table) -> None:
+    """Raise a ValueError that lists all names of unknown kind, but for a mesh's."""
+    unknown = {
+        name: node
+        for node in nodes
+        for name in node.names or ()
+        if name and not kind_of(name, table) and name not in MESH
+    }
+    if unknown:
+        where = "; ".join(
+            f"{name!r} among the axis names {node.names} of parameter {node.path!r} of "
+            f"shape {node.shape}"
+            for name, node in unknown.items()
+        )
+        width = {"model", "dim", "width", "channels", "features"}
+        likely = {n: STREAM if width & {*paths.words(n)} else HIDDEN for n in unknown}
+        raise ValueError(
+            f"nothing is known of {where}; expected a table that says what each is, "
+            f"such as jax_muon.Reading(table={likely}), with one of {', '.join(KINDS)}"
+        )
 
 
 def check_names(names: Any) -> None:
@@ -231,31 +211,33 @@ def kinds_of(node: Node, table: Table) -> list[str | None] | None:
     """
     if node.names is None or len(node.names) != len(node.shape):
         return None
-    if not any(node.names) or any(n and n not in table for n in node.names):
-        return None
-    return [table[name] if name else None for name in node.names]
+    kinds = [kind_of(name, table) if name else None for name in node.names]
+    known = all(kind or not name for kind, name in zip(kinds, node.names, strict=True))
+    return kinds if known and any(kinds) else None
 
 
-def places_by_name(tree: Tree, node: Node, table: Table) -> Places | str | None:
-    """Where in and out are among the native axes of a leaf; a doubt as text.
+def places_by_name(tree: Tree, node: Node, table: Table) -> Places | None:
+    """Where in and out are among the native axes of a leaf.
 
     None where the names do not tell, as where all of them are of one kind.
     """
     kinds = kinds_of(node, table)
-    if kinds is None or len(node.sizes) < 2:
+    if kinds is None or node.names is None or len(node.sizes) < 2:
         return None
     native = [kinds[axis] for axis in node.native]
     sides: dict[str, tuple[int, ...]] = {}
     for place, kind in enumerate(native):
-        side = kind if kind in (STREAM, LATENT) else "inner"
+        side = kind if kind in (STREAM, LATENT, IN, OUT) else "inner"
         sides[side] = (*sides.get(side, ()), place)
     if len(sides) != 2:
         return None
-    writes = node.role_title in words.OUT | words.DOWN | words.FIRST_FACTOR_OUT
+    reason = f"its axes are named {', '.join(str(node.names[i]) for i in node.native)}"
+    if IN in sides and OUT in sides:
+        return Places((), sides[IN], sides[OUT], reason)
+    writes = node.core in words.OUT | words.DOWN | words.FIRST_FACTOR_OUT
     factor = words.LORA_FACTOR.fullmatch(node.path)
-    reading = words.UP | words.QUERY | words.KEY_VALUE | words.FUSED
-    reading |= words.FIRST_FACTOR
-    reads = node.role_title in reading or node.role_title.startswith("in_proj")
+    known = words.UP | words.QUERY | words.KEY_VALUE | words.FUSED | words.FIRST_FACTOR
+    reads = node.core in known or node.role_title.startswith("in_proj")
     # The stream is an input, or else the latent, unless the module writes.
     first = STREAM if STREAM in sides else LATENT
     (second,) = sides.keys() - {first}
@@ -269,8 +251,6 @@ def places_by_name(tree: Tree, node: Node, table: Table) -> Places | str | None:
     else:
         fan_out = next(side for side in reversed(sides) if side in sides)
     (fan_in,) = sides.keys() - {fan_out}
-    named = tuple(node.names[axis] for axis in node.native) if node.names else ()
-    reason = f"its axes are named {', '.join(map(str, named))}"
     return Places((), sides[fan_in], sides[fan_out], reason)
 
 
@@ -286,17 +266,3 @@ def _named_outputs(tree: Tree, node: Node, table: Table) -> str | None:
         if (kind := kinds[axis])
     }
     return sides.pop() if len(sides) == 1 else None
-
-
-def contradiction(tree: Tree, node: Node, places: Places) -> str | None:
-    """A doubt, where the bias beside a kernel does not have the size of its outputs."""
-    bias = tree.bias_of(node)
-    if bias is None or not bias.sizes:
-        return None
-    output = tuple(node.sizes[place] for place in places.output)
-    if all(size in bias.shape for size in output):
-        return None
-    return (
-        f"its axis names {node.names} make {output} its outputs, and the bias "
-        f"{bias.path!r} beside it has shape {bias.shape}"
-    )

@@ -6,6 +6,7 @@ the width of the model: `up` and `query` take it in, `down` and `out` give it.
 """
 
 import functools
+import re
 from collections.abc import Callable
 
 from jax_muon.reading import words
@@ -13,6 +14,10 @@ from jax_muon.reading.evidence import Node, Tree
 
 # Module and name of its kernels, to the votes for (in, out) and for (out, in).
 _Votes = dict[tuple[tuple[str, ...], str], list[int]]
+
+
+# The two layers of an MLP, such as `fc1` and `linear1_0`: the second gives the width.
+_NUMBERED = re.compile(r"(?:linear|dense|fc|w)_?([12])(?:_\d+)?")
 
 
 class Orientation:
@@ -68,11 +73,14 @@ class Orientation:
             node.sizes[1] in widths
         ):
             return None
-        title = node.role_title
+        number = _NUMBERED.fullmatch(node.owner_parts[-1].lower())
         second_is_width = node.sizes[1] in widths
-        if title in words.UP | words.QUERY | words.FUSED:
+        if number:
+            return second_is_width == (number[1] == "1")
+        second_factors = {"q_b", "q_up"}  # from a latent, not from the width
+        if node.core in (words.UP | words.QUERY | words.FUSED) - second_factors:
             return second_is_width
-        if title in words.DOWN | words.OUT:
+        if node.core in words.DOWN | words.OUT:
             return not second_is_width
         return None
 

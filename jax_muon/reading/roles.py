@@ -9,7 +9,7 @@ tells, it says so in `Read.doubt` and does not guess.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax_muon.checks import check_arrays, check_flag
 from jax_muon.reading import names as axis_names
 from jax_muon.reading import paths, shapes
 from jax_muon.reading.axes import MatrixAxes, is_real
-from jax_muon.reading.evidence import Node, Tree, node_of
+from jax_muon.reading.evidence import Node, Tree, nodes_of
 from jax_muon.reading.experts import find_experts
 from jax_muon.reading.kinds import is_bare, role_of
 from jax_muon.reading.layers import find_layers
@@ -93,10 +93,10 @@ def read_leaves(
       leaves: every parameter of the model, in any order.
       out_in: whether kernels of two axes are (out, in), as in PyTorch and equinox.
         None looks at biases and at names of projections.
-      table: the user's axis names, to one of `names.KINDS`; they are added to those of
-        Flax, MaxText and haliax, and come before them.
-      strict_names: whether a name that is in no table is an error; those of a mesh,
-        such as "fsdp", are not.
+      table: the user's axis names, to one of `names.KINDS`; they come before what the
+        words of a name say.
+      strict_names: whether a name of unknown kind is an error; those of a mesh, such
+        as "fsdp", are not.
 
     Returns:
       One `Read` a leaf, in their order.
@@ -106,9 +106,9 @@ def read_leaves(
         `strict_names`.
     """
     known = axis_names.check_table(table)
-    nodes = [node_of(index, leaf) for index, leaf in enumerate(leaves)]
+    nodes = nodes_of(leaves)
     if strict_names:
-        _check_names(nodes, known)
+        axis_names.check_kinds(nodes, known)
     tree = Tree(nodes)
     unnamed = []
     for node in nodes:
@@ -142,13 +142,13 @@ def _agreeing(nodes: list[Node], reads: list[Read]) -> list[Read]:
             continue
         kind = (re.sub(r"\d+", "0", node.path), node.shape)
         other = first.setdefault(kind, node.index)
-        if _reading(read) == _reading(reads[other]):
+        if reading(read) == reading(reads[other]):
             continue
         for one, beside in ((node.index, other), (other, node.index)):
             text = (
-                f"it would be {_reading(reads[one])} ({reads[one].reason}), and "
+                f"it would be {reading(reads[one])} ({reads[one].reason}), and "
                 f"{nodes[beside].path!r} of the same shape "
-                f"{_reading(reads[beside])} ({reads[beside].reason})"
+                f"{reading(reads[beside])} ({reads[beside].reason})"
             )
             doubts[one] = dataclasses.replace(
                 reads[one], label=MUON, axes=None, doubt=_doubt(nodes[one], text)
@@ -156,24 +156,11 @@ def _agreeing(nodes: list[Node], reads: list[Read]) -> list[Read]:
     return [doubts.get(index, read) for index, read in enumerate(reads)]
 
 
-def _reading(read: Read) -> str:
-    """Label and axes, of which those of AdamW do not matter."""
-    return f"{read.label} {read.axes}" if read.label == MUON else read.label
-
-
-def _check_names(nodes: list[Node], known: axis_names.Table) -> None:
-    for node in nodes:
-        unknown = [
-            name
-            for name in node.names or ()
-            if name and name not in known and name not in axis_names.MESH
-        ]
-        if unknown:
-            raise ValueError(
-                f"parameter {node.path!r} of shape {node.shape} has axis names "
-                f"{node.names}, of which {', '.join(map(repr, unknown))} are in no "
-                f"table; expected a table such as {{{unknown[0]!r}: 'hidden'}}"
-            )
+def reading(read: Read) -> str:
+    """The label, and the axes of a matrix as a user would write them."""
+    if read.label == ADAMW or read.axes is None:
+        return repr(read.label)
+    return f"{read.label!r} by {_written(read.axes.reduction, read.axes.output)}"
 
 
 def _find_layers_of(
@@ -244,21 +231,30 @@ class _Reader:
         return Read(role, reason, label, axes, doubt)
 
     def _places(self, node: Node, role: str, label: str) -> Places | str:
-        by_name = axis_names.places_by_name(self.tree, node, self.known)
-        if isinstance(by_name, Places):
-            text = axis_names.contradiction(self.tree, node, by_name)
-            return text if text and label == MUON else by_name
-        if len(node.sizes) == 2:
+        found = axis_names.places_by_name(self.tree, node, self.known)
+        if found is None and len(node.sizes) == 2:
             return self._two_axes(node, role, label)
-        found = shapes.places_of(self.tree, node, role)
+        found = found or shapes.places_of(self.tree, node, role)
         if found is not None:
-            return found
+            text = self._contradiction(node, found) if label == MUON else None
+            return text or found
         if label == ADAMW:
             end = len(node.sizes)
             return Places(tuple(range(end - 2)), (end - 2,), (end - 1,), "")
         if role == "convolution":
             return "its window cannot be told from scanned layers"
         return "nothing around it tells which of its axes are batch, in and out"
+
+    def _contradiction(self, node: Node, places: Places) -> str | None:
+        """A doubt, where the bias beside a kernel has another size than its outputs."""
+        bias = self.tree.bias_of(node)
+        output = tuple(node.sizes[place] for place in places.output)
+        if bias is None or not bias.sizes or {*output} <= {*bias.shape}:
+            return None
+        return (
+            f"{places.reason}, which makes {output} its outputs, and the bias "
+            f"{bias.path!r} beside it has shape {bias.shape}"
+        )
 
     def _two_axes(self, node: Node, role: str, label: str) -> Places | str:
         flipped = self.out_in(node.path) if callable(self.out_in) else self.out_in
@@ -304,12 +300,10 @@ def _doubt(node: Node, text: str) -> str:
         for cut in {batch + 1, end - 1}:
             fan_in, fan_out = math.prod(shape[batch:cut]), math.prod(shape[cut:])
             count = math.prod(shape[:batch])
-            numbers = (
-                f"MuonDimensionNumbers({_numbers(batch, cut)}, {_numbers(cut, end)})"
-            )
+            numbers = _written(range(batch, cut), range(cut, end))
             readings.append(f"{count} x ({fan_in}, {fan_out}) by {numbers}")
     if end == 2:
-        readings.append(f"1 x ({shape[1]}, {shape[0]}) by MuonDimensionNumbers(1, 0)")
+        readings.append(f"1 x ({shape[1]}, {shape[0]}) by {_written([1], [0])}")
     last = readings[0].split(" by ")[1]
     return (
         f"parameter {node.path!r} of shape {shape}: {text}; it could be read as "
@@ -318,6 +312,9 @@ def _doubt(node: Node, text: str) -> str:
     )
 
 
-def _numbers(start: int, stop: int) -> str:
-    places = tuple(range(start, stop))
-    return str(places[0]) if len(places) == 1 else str(places)
+def _written(reduction: Iterable[int], output: Iterable[int]) -> str:
+    """Dimension numbers as a user writes them."""
+    sides = [
+        axes if len(axes) > 1 else axes[0] for axes in map(tuple, (reduction, output))
+    ]
+    return f"MuonDimensionNumbers({sides[0]}, {sides[1]})"

@@ -33,7 +33,10 @@ def places_of(tree: Tree, node: Node, role: str) -> Places | None:
         return lora(tree, node)
     if role == "convolution":
         return convolution(tree, node)
-    readers = [attention] if role in ("query", "key", "value", "qkv", "out") else []
+    beside = (n for n in tree.beside(node) if attention_part(n) in ("query", "key"))
+    projects = role in ("query", "key", "value", "qkv", "out")
+    projects = projects or any(n.sizes == node.sizes for n in beside)
+    readers = [attention] if projects else []
     for reader in (by_bias, *readers, groups, gates, depthwise, by_window, stack):
         if found := reader(tree, node):
             return found
@@ -54,6 +57,10 @@ def by_bias(tree: Tree, node: Node) -> Places | None:
         fits = bias == tuple(sizes[i] for i in (*range(batch), *output))
         if len(bias) < end and fits:
             found.append((tuple(range(batch)), inputs, output))
+    if not found and len(bias) == 1:  # (D, N, H) to D, or a transposed convolution
+        for axis in (i for i in range(end) if sizes[i] == bias[0]):
+            inputs = tuple(i for i in range(end) if i != axis)
+            found.append(((), inputs, (axis,)))
     if len(found) != 1:
         return None
     return Places(*found[0], f"the bias {bias} beside it names the outputs")
@@ -146,13 +153,11 @@ def _out(tree: Tree, node: Node, queries: list[tuple[int, ...]]) -> Places | Non
     apart = Places((), tuple(range(end - 1)), (end - 1,), "")
     whole = [query for query in queries if len(query) == end == 3]
     for query in whole:
-        # query (D, N, H) and out (N, H, D); the heads of values may have another width.
-        if query[1:] == sizes[:2] or (query[0], query[1]) == (sizes[2], sizes[0]):
+        if fits(query, sizes):
             reason = f"heads are summed over, as the query {query} beside it tells"
             return dataclasses.replace(apart, reason=reason)
     in_width = sizes[-1] in _widths(tree, node)
     named = "einsum" in node.title or "attn" in node.title
-    stacked = [query for query in whole if query[0] == sizes[0]]
     heads_apart = any(
         query[1:] == sizes[:-1]
         or (end == 3 and query[1] == sizes[0])  # a query from a latent
@@ -164,34 +169,28 @@ def _out(tree: Tree, node: Node, queries: list[tuple[int, ...]]) -> Places | Non
         reason = f"heads are summed over to the width {sizes[-1]} of the norms"
         return dataclasses.replace(apart, reason=reason)
     elsewhere = {*sizes[1:]} & tree.streams
-    if sizes[0] in tree.streams and not elsewhere and (queries or named):
+    if sizes[0] in tree.streams and not elsewhere:
         reason = f"heads are summed over to the width {sizes[0]} of the norms"
         return Places((), tuple(range(1, end)), (0,), reason)
-    if named and stacked:
-        return dataclasses.replace(apart, reason="heads are summed over, by its name")
     return None
 
 
 def _query(tree: Tree, node: Node, outs: list[tuple[int, ...]]) -> Places | None:
     sizes, end = node.sizes, len(node.sizes)
     for out in outs:
-        # query (D, N, H) and out (N, H, D)
-        if end == 3 == len(out) and (
-            sizes[1:] == out[:2] or (sizes[0], sizes[1]) == (out[2], out[0])
-        ):
+        if end == 3 == len(out) and fits(sizes, out):
             reason = f"heads and their width, as out {out} beside it tells"
             return Places((), (0,), (1, 2), reason)
     widths = {out[-1] for out in outs} & _widths(tree, node)
     widths = widths or _widths(tree, node) or {out[-1] for out in outs}
+    # The last axis, as in (N, H, D), is an input only where it is the model's width:
+    # norms of queries and keys have the width H of heads.
+    inputs = [place for place in range(end) if sizes[place] in tree.streams]
     for known in (widths, _widths(tree, node), *tree.widths_around(node)):
-        inputs = [place for place in range(end - 1) if sizes[place] in known]
-        if inputs:
-            break
+        inputs = inputs or [p for p in range(end - 1) if sizes[p] in known]
     if len(inputs) > 1:  # the heads that are left have to be those of out
         heads = {out[0] for out in outs if len(out) == 3}
         inputs = [p for p in inputs if end == 3 and sizes[1 if p == 0 else 0] in heads]
-    if not inputs and sizes[-1] in tree.streams:
-        inputs = [end - 1]  # (N, H, D), as kernels (out, in) are
     if len(inputs) != 1:
         return None
     (place,) = inputs
@@ -199,9 +198,9 @@ def _query(tree: Tree, node: Node, outs: list[tuple[int, ...]]) -> Places | None
     if not is_width and place and "einsum" not in node.title:
         return None  # (layers, in, out), as far as anything here tells
     reason = f"the axis of {sizes[place]} is the width of the model, the others heads"
-    fused = node.role_title in words.FUSED | words.FUSED_KEY_VALUE
+    fused = node.core in words.FUSED | {"kv"}
     grouped = any(out[:-1] == sizes[1:] for out in outs) or place == end - 1
-    if not grouped and not {2, 3} & {*sizes[:2]} and (end > 3 or fused):
+    if not grouped and not {2, 3} & {*sizes[:2]} and (end > 3 or (fused and place)):
         return None  # one axis too many for heads: layers, perhaps
     if fused and end > 3 and place and sizes[0] in (2, 3):
         rest = tuple(axis for axis in range(1, end) if axis != place)
@@ -248,7 +247,7 @@ def groups(tree: Tree, node: Node) -> Places | None:
     (groups, in, rank), where the second factor beside it is (groups * rank, D).
     """
     sizes = node.sizes
-    if len(sizes) != 3 or node.role_title not in words.FIRST_FACTOR_OUT:
+    if len(sizes) != 3 or node.core not in words.FIRST_FACTOR_OUT:
         return None
     for other in tree.beside(node):
         if len(other.sizes) == 2 and other.sizes[0] == sizes[0] * sizes[2]:
@@ -260,7 +259,7 @@ def groups(tree: Tree, node: Node) -> Places | None:
 def gates(tree: Tree, node: Node) -> Places | None:
     """Gate and up projection in one: (2, D, hidden), or (2, hidden, D)."""
     sizes = node.sizes
-    gated = node.role_title in words.UP or "gating" in node.role_title
+    gated = node.core in words.UP
     if len(sizes) != 3 or sizes[0] != 2 or not gated:
         return None
     widths = _widths(tree, node)
@@ -287,21 +286,15 @@ def depthwise(tree: Tree, node: Node) -> Places | None:
 
 def by_window(tree: Tree, node: Node) -> Places | None:
     """A convolution that only its window shows: (3, 3, in, out), or (out, in, 3, 3)."""
-    sizes = node.sizes
-    if len(sizes) != 4:
+    if len(node.sizes) != 4:
         return None
-    front, back = sizes[:2], sizes[2:]
-    if node.name != "weight" and _is_window(front, back):
-        reason = f"a convolution, by its window {front}"
-        return Places((), (0, 1, 2), (3,), reason, "convolution")
-    if node.name == "weight" and (_is_window(front, back) or _is_window(back, front)):
-        found = convolution(tree, node)
-        return found and dataclasses.replace(
-            found,
-            role=found.role or "convolution",
-            reason="a convolution, by its window",
-        )
-    return None
+    front, back = node.sizes[:2], node.sizes[2:]
+    out_in = node.name == "weight" and _is_window(back, front)
+    found = convolution(tree, node)
+    if found is None or not (out_in or _is_window(front, back)):
+        return None
+    reason = "a convolution, by its window"
+    return dataclasses.replace(found, role=found.role or "convolution", reason=reason)
 
 
 def _is_window(window: tuple[int, ...], channels: tuple[int, ...]) -> bool:

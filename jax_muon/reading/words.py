@@ -6,6 +6,8 @@ neighbours and the shape of a parameter.
 
 import re
 
+from jax_muon.reading import paths
+
 # Names that say only that a leaf is what its module multiplies by.
 GENERIC = {"kernel", "weight", "weights", "w", "weight_v", "weight_ih", "weight_hh"}
 # Names of leaves that are vectors, possibly stacked, as single words.
@@ -16,7 +18,19 @@ VECTOR |= {"slope", "slopes", "sink", "sinks", "temperature", "variance", "eps",
 VECTOR |= {"gaussian", "fourier"}  # buffers of random projections
 # Arrays that stand among a model's activations, as class tokens do.
 VECTOR |= {"latents", "registers", "register", "prompt", "prompts", "slots", "inducing"}
-VECTOR |= {"var", "freqs", "freq", "cos", "sin", "probe", "mask", "tau", "decay", "dt"}
+VECTOR |= {
+    "var",
+    "freqs",
+    "freq",
+    "cos",
+    "sin",
+    "probe",
+    "mask",
+    "masks",
+    "tau",
+    "decay",
+    "dt",
+}
 # Whole names of leaves that are not matrices of any rank: state-space models, buffers.
 STATE_SPACE = {"a_log", "log_a", "a_logs", "dt_bias", "a_real", "a_imag", "log_a_real"}
 STATE_SPACE |= {"time_first", "time_faaaa"}  # of RWKV, (heads, head_dim)
@@ -46,7 +60,17 @@ EMBEDDING = {"embed", "embeds", "embedding", "embeddings", "embedder", "emb", "w
 EMBEDDING |= {"wpe", "codebook", "codebooks", "codevectors", "embs"}
 # An `embedding` of these kinds is a projection that is called so.
 EMBEDDED = {"patch", "token", "tokens", "tok", "word", "input", "inputs", "pos"}
-EMBEDDED |= {"position", "positions", "positional", "type", "vocab", "text", "image"}
+EMBEDDED |= {
+    "class",
+    "label",
+    "position",
+    "positions",
+    "positional",
+    "type",
+    "vocab",
+    "text",
+    "image",
+}
 # Words behind which an embedding's name is that of a projection of it.
 PROJECTION = {
     "proj",
@@ -59,7 +83,7 @@ PROJECTION = {
     "project",
 }
 POSITION = {"pos", "position", "positions", "positional", "relpos", "abspos", "rel"}
-POSITION |= {"relative"}
+POSITION |= {"relative", "encoding", "encodings", "posemb", "posembed"}
 
 HEAD = {"logit", "logits", "readout", "lmhead", "classifier", "unembed", "unembedding"}
 HEAD |= {"unembedder", "logitdense", "logitsdense"}
@@ -94,40 +118,38 @@ TRANSPOSED = {"transpose", "transposed", "deconv", "convtranspose"}
 DEPTHWISE = {"depthwise", "dwconv"}
 GROUPED = {"group", "grouped", "groups", "dw"}
 
-# Modules of attention. Each entry is a whole name in lower case without numbers, or its
-# words joined by "_".
-QUERY = {"q", "query", "wq", "q_proj", "query_proj", "to_q", "q_einsum", "wq_b", "q_b"}
-QUERY |= {"q_b_proj", "q_up_proj", "wq_up", "queries"}
-KEY_VALUE = {"k", "v", "key", "value", "wk", "wv", "k_proj", "v_proj", "key_proj"}
-KEY_VALUE |= {"value_proj", "to_k", "to_v", "wkv_b", "kv_b", "kv_b_proj", "kv_einsum"}
-KEY_VALUE |= {"k_einsum", "v_einsum", "kv", "wkv", "kv_proj", "to_kv", "wk_b", "wv_b"}
-KEY_VALUE |= {"k_up_proj", "v_up_proj", "kv_up_proj", "keys", "values"}
-FUSED = {"qkv", "qkv_proj", "wqkv", "to_qkv", "qkv_einsum", "c_attn", "query_key_value"}
-FUSED |= {"in_proj_qkvz", "in_proj_qkv", "attn_qkv"}
-FUSED_KEY_VALUE = {"kv", "wkv", "kv_proj", "kv_einsum", "to_kv"}
-OUT = {"o", "out", "wo", "o_proj", "out_proj", "to_out", "attn_vec_einsum", "output"}
-OUT |= {"output_proj", "attn_out", "o_einsum", "out_einsum", "wo_b", "o_b_proj", "o_b"}
-OUT |= {"c_proj", "attn_vec"}
+# Projections of attention and MLPs by their `core`, which leaves out the words around:
+# `q`, not `q_proj`, `to_q` or `wq`.
+ATTENTION = {"attn", "attention"}
+AROUND = ATTENTION | {"self", "cross", "proj", "projection", "einsum", "to", "w"}
+AROUND |= {"linear", "mlp", "ffw"}
+QUERY = {"q", "query", "queries", "q_b", "q_up"}
+KEY_VALUE = {"k", "v", "key", "value", "keys", "values", "kv"}
+KEY_VALUE |= {"kv_b", "k_b", "v_b", "k_up", "v_up", "kv_up"}
+FUSED = {"qkv", "query_key_value", "in_qkvz", "in_qkv"}
+OUT = {"o", "out", "output", "vec", "o_b"}
 # The first of two factors of a projection: (embed, rank), or (heads, rank) for outputs.
-FIRST_FACTOR = {"wq_a", "wkv_a", "q_a_proj", "kv_a_proj", "q_down_proj", "kv_down_proj"}
-FIRST_FACTOR |= {"kv_a_proj_with_mqa"}
-FIRST_FACTOR_OUT = {"wo_a", "o_a_proj"}
+FIRST_FACTOR = {"q_a", "kv_a", "q_down", "kv_down", "kv_a_with_mqa"}
+FIRST_FACTOR_OUT = {"o_a"}
+# Into and out of a wider or narrower space than the width of the model.
+UP = {"i", "up", "gate", "gating", "gate_up", "up_gate", "i_up", "i_gate", "weights"}
+UP |= {"c_fc", "fc_in", "in", "input", "intermediate"}
+DOWN = {"down", "fc_out", "per_layer"}
 
-# Projections into and out of a wider or narrower space than the width of the model.
-UP = {"wi", "up", "up_proj", "gate_proj", "gate", "c_fc", "fc_in", "intermediate"}
-UP |= {"gating_einsum", "gate_up_proj", "gate_up", "weights_proj"}
-UP |= {"w_up", "w_gate", "wi_up", "wi_gate", "proj_up", "ffw_up", "ffw_gate", "w_in"}
-UP |= {
-    "in_proj",
-    "linear_in",
-    "mlp_in",
-    "up_einsum",
-    "gate_einsum",
-    "input_linear",
-}
-DOWN = {"down", "down_proj", "fc_out", "w_down", "proj_down", "ffw_down", "w_out"}
-DOWN |= {"linear_out", "mlp_out", "out_proj", "down_einsum", "wo"}
-DOWN |= {"c_proj", "per_layer_projection", "output_linear"}
+
+def core(name: str) -> str:
+    """The words of a name but for those around the name of a projection.
+
+    Examples:
+      >>> core("q_proj"), core("to_kv"), core("attention_output"), core("wo")
+      ('q', 'kv', 'output', 'o')
+    """
+    found = [_W.sub("", word) for word in paths.words(name)]
+    named = {"c_attn": "qkv", "c_proj": "out"}.get("_".join(found))  # of GPT-2
+    return named or "_".join(word for word in found if word not in AROUND)
+
+
+_W = re.compile("^w(?=(q|k|v|kv|qkv|o|i)$)")
 
 # A path of a factor of LoRA, the first or the second: `lora_a`, or `lora/a`.
 LORA_FACTOR = re.compile(r"(.*lora[_/])([abAB])\b(.*)")
