@@ -55,9 +55,12 @@ test-outside: $(OUTSIDE:%=runs/outside/%)
 
 # Without dependencies: several of these packages ask for CUDA libraries or TensorFlow,
 # which their optimizers and models never import.
+runs/outside/%: OUTSIDE_PYTHON = python3.12
+runs/outside/emerging_optimizers: OUTSIDE_PYTHON = python3.11
 runs/outside/%: outside/%/requirements.txt
-	python3.12 -m venv $@
-	$@/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	$(OUTSIDE_PYTHON) -m venv $@
+	$@/bin/pip install --quiet --disable-pip-version-check --no-deps \
+		--ignore-requires-python -r $<
 	touch $@
 
 parity: $(VENV)/parity
