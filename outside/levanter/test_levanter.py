@@ -1,0 +1,222 @@
+"""levanter: its MuonH as an oracle for ours, and ours in its models and train state."""
+
+import dataclasses
+import functools
+import pathlib
+import re
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from levanter.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig
+from levanter.models.gpt2 import Gpt2Config
+from levanter.models.llama import LlamaConfig
+from levanter.models.lm_model import LmExample
+from levanter.models.mistral import MistralConfig
+from levanter.models.mixtral import MixtralConfig
+from levanter.models.olmo import Olmo2Config
+from levanter.models.qwen import Qwen3Config, QwenConfig
+from levanter.optim.config import OptimizerConfig
+from levanter.optim.muonh import scale_with_muonh
+from levanter.trainer_state import TrainerState
+from levanter.utils.mesh import MeshConfig, create_mesh_from_axis_specs
+
+import jax_muon as jm
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs/frameworks.md"
+VOCAB = hax.Axis("vocab", 64)
+SMALL = {"max_seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4}
+LLAMA = {**SMALL, "intermediate_dim": 48, "num_kv_heads": 2}
+MODELS = {
+    "gpt2": Gpt2Config(**SMALL),
+    "llama": LlamaConfig(**LLAMA),
+    "llama without scan": LlamaConfig(**LLAMA, scan_layers=False),
+    "llama with qk-norm": LlamaConfig(**LLAMA, use_qk_norm=True),
+    "mistral": MistralConfig(**LLAMA),
+    "mixtral": MixtralConfig(**LLAMA),
+    "qwen": QwenConfig(**LLAMA),
+    "qwen3": Qwen3Config(**LLAMA),
+    "gemma": GemmaConfig(**LLAMA),
+    "gemma2": Gemma2Config(**LLAMA),
+    "gemma3": Gemma3Config(**LLAMA),
+    "olmo2": Olmo2Config(**LLAMA),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def page():
+    """What the page's config class defines; registered once."""
+    (section,) = re.findall(
+        r"\n## levanter\n(.*?)(?=\n## |\Z)", PAGE.read_text(), re.S
+    )
+    found = {"__name__": __name__}
+    exec(re.findall(r"```python\n(.*?)```", section, re.S)[0], found)
+    return found
+
+
+# --- MuonH ----------------------------------------------------------------------------
+
+
+class Model(eqx.Module):
+    up: hax.nn.Linear
+    down: hax.nn.Linear
+
+
+def two_layers(key, bias=False):
+    """A wide and a tall matrix, one of them stored (out, in) as levanter can."""
+    width, hidden = hax.Axis("embed", 16), hax.Axis("mlp", 40)
+    keys = jax.random.split(key)
+    return Model(
+        hax.nn.Linear.init(width, hidden, key=keys[0], use_bias=bias, out_first=True),
+        hax.nn.Linear.init(hidden, width, key=keys[1], use_bias=bias, out_first=False),
+    )
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(("theirs", "ours"), [("simple", "jordan"), ("quintic", "you")])
+def test_hyperball_against_muonh(theirs, ours, nesterov):
+    """Six steps in float32, to 1e-5 of the distance travelled.
+
+    Both sum the momentum, and both steps are a part of the norm. Theirs keeps the norm
+    that a matrix has before each step, ours that of `init`; theirs adds 1e-8 to the
+    norm in Newton-Schulz, ours 1e-7; a zero matrix becomes NaN in theirs.
+    """
+    rate, momentum = 0.05, 0.9
+    their = scale_with_muonh(momentum, nesterov, 5, 1e-8, rate, theirs)
+    polar = jm.NewtonSchulz(5, coefficients=ours, dtype="float32")
+    reading = jm.Reading(names=jm.axis_names)
+    our = optax.chain(
+        jm.nesterov(momentum, accumulation="sum", lookahead=nesterov),
+        jm.orthogonalize(polar, matrices=reading),
+        jm.hyperball(rate, matrices=reading),
+    )
+    start = two_layers(jax.random.key(0))
+    steps = {"theirs": their, "ours": our}
+    ends = {}
+    for name, tx in steps.items():
+        params, state, update = start, tx.init(start), jax.jit(tx.update)
+        for step in range(6):
+            grads = two_layers(jax.random.key(step + 1))
+            updates, state = update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        ends[name] = params
+    moved = optax.tree.norm(optax.tree.sub(ends["theirs"], start))
+    apart = optax.tree.norm(optax.tree.sub(ends["ours"], ends["theirs"]))
+    assert float(apart) < 1e-5 * float(moved)
+    for layer in ("up", "down"):
+        before, after = (
+            float(optax.tree.norm(getattr(tree, layer))) for tree in (start, params)
+        )
+        assert after == pytest.approx(before, rel=1e-5)
+
+
+# --- models ---------------------------------------------------------------------------
+
+
+def trainable(x):
+    return eqx.is_inexact_array(x)
+
+
+def shapes(config):
+    model = eqx.filter_eval_shape(lambda: config.build(VOCAB, key=jax.random.key(0)))
+    return eqx.filter(
+        model, lambda x: hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+    )
+
+
+def linears(tree):
+    """The Linear layers of a model by path: whose weights its own Muon takes."""
+    flat = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: isinstance(x, hax.nn.Linear)
+    )
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): layer
+        for path, layer in flat
+        if isinstance(layer, hax.nn.Linear)
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_readings(name):
+    """As each Linear says itself: its axes In and Out, and batch is what is left."""
+    params = shapes(MODELS[name])
+    found = jm.Reading(names=jm.axis_names).read(params)
+    layers = linears(params)
+    assert {
+        path.removesuffix("/weight/0") for path, p in found.items() if p.label == "muon"
+    } == {path for path in layers if "lm_head" not in path and not path.endswith("gate")}
+    for path, layer in layers.items():
+        parameter = found[f"{path}/weight/0"]
+        names = [axis.name for axis in layer.weight.axes]
+        fan_in, fan_out = (
+            tuple(sorted(names.index(axis.name) for axis in hax.axis.ensure_tuple(side)))
+            for side in (layer.In, layer.Out)
+        )
+        if parameter.label == "muon":
+            read = parameter.axes
+            assert (read.reduction, read.output) == (fan_in, fan_out), path
+
+
+def example():
+    position = hax.Axis("position", 16)
+    batch = hax.Axis("batch", 8)
+    tokens = hax.random.randint(jax.random.key(3), (batch, position), 0, VOCAB.size)
+    return LmExample.causal(tokens)
+
+
+def train(config, optimizer, steps=3, mapping=None):
+    """Losses and the last state of levanter's own train state."""
+    mapping = mapping or {}
+
+    def init(key):
+        model = hax.shard(config.build(VOCAB, key=key), mapping)
+        return TrainerState.init(optimizer, model, key=key, is_trainable=True)
+
+    def step(state, example):
+        loss, grads = eqx.filter_value_and_grad(
+            lambda model: model.compute_next_token_loss(example).scalar()
+        )(state.model)
+        state, _ = state.take_step(grads, loss=loss, key=state.training_key)
+        return hax.shard(state, mapping), loss
+
+    jit = functools.partial(hax.named_jit, axis_resources=mapping)
+    init, step = map(jit if mapping else eqx.filter_jit, (init, step))
+    state, losses = init(jax.random.key(0)), []
+    for _ in range(steps):
+        state, loss = step(state, example())
+        losses.append(float(loss))
+    return losses, state
+
+
+def build(**settings):
+    """By its name, as draccus does from a file."""
+    config = OptimizerConfig.get_choice_class("jax_muonh")
+    return config(
+        learning_rate=0.05, warmup=0, ns_dtype="float32", **settings
+    ).build(10)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_training_on_a_mesh(name):
+    """As on one device: losses and norms of matrices, and state sharded as parameters."""
+    config = dataclasses.replace(MODELS[name], gradient_checkpointing=False)
+    alone, _ = train(config, build())
+    assert alone[-1] < alone[0] - 0.1
+    mesh_config = MeshConfig(axes={"data": 4, "model": 2})
+    mapping = mesh_config.resolved_param_mapping
+    ici, dcn = mesh_config.axis_shapes(8, 1)
+    mesh = create_mesh_from_axis_specs(ici_axes=ici, dcn_axes=dcn)
+    with hax.partitioning.set_mesh(mesh):
+        losses, state = train(config, build(), mapping=mapping)
+    np.testing.assert_allclose(losses, alone, rtol=1e-4)
+    found = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
+    }
+    momenta = [x for path, x in found.items() if ".mu" in path and x.ndim > 2]
+    assert momenta
+    assert all("data" in str(x.sharding.spec) for x in momenta), found

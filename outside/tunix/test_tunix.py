@@ -1,0 +1,128 @@
+"""tunix: its PeftTrainer on a mesh of eight devices, as on one."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import qwix
+from flax import nnx
+from jax.sharding import AxisType
+from tunix.models.llama3 import model as llama3
+from tunix.sft import utils
+from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig, TrainingInput
+
+import jax_muon as jm
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs/frameworks.md"
+CONFIG = llama3.ModelConfig(
+    num_layers=2,
+    vocab_size=64,
+    embed_dim=32,
+    hidden_dim=64,
+    num_heads=4,
+    head_dim=8,
+    num_kv_heads=2,
+    rope_theta=10_000,
+    norm_eps=1e-5,
+)
+STEPS = 4
+
+
+@pytest.fixture
+def page():
+    """What the section of the page defines."""
+    (section,) = re.findall(r"\n## tunix\n(.*?)(?=\n## |\Z)", PAGE.read_text(), re.S)
+    found = {}
+    exec(re.findall(r"```python\n(.*?)```", section, re.S)[0], found)
+    return found
+
+
+def mesh_of(*sizes):
+    devices = jax.devices()[: int(np.prod(sizes))]
+    return jax.make_mesh(sizes, ("fsdp", "tp"), 2 * (AxisType.Auto,), devices=devices)
+
+
+def make_model(mesh, lora):
+    """tunix's Llama 3, sharded as its own metadata say."""
+
+    @nnx.jit
+    def make():
+        model = llama3.Llama3(CONFIG, rngs=nnx.Rngs(params=0))
+        state = nnx.state(model)
+        specs = nnx.get_partition_spec(state)
+        nnx.update(model, jax.lax.with_sharding_constraint(state, specs))
+        return model
+
+    with mesh:
+        model = make()
+        if not lora:
+            return model
+        provider = qwix.LoraProvider(
+            module_path=".*q_proj|.*v_proj|.*gate_proj", rank=4, alpha=8.0
+        )
+        model = qwix.apply_lora_to_model(
+            model, provider, rngs=nnx.Rngs(1), **model.get_model_input()
+        )
+        state = nnx.state(model)
+        specs = nnx.get_partition_spec(state)
+        nnx.update(
+            model,
+            jax.jit(lambda x: jax.lax.with_sharding_constraint(x, specs))(state),
+        )
+        return model
+
+
+def batches():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, CONFIG.vocab_size, (8, 16))
+    return STEPS * [TrainingInput(input_tokens=tokens, input_mask=np.ones((8, 16), bool))]
+
+
+def model_input(batch):
+    mask = batch.input_mask
+    return {
+        "input_tokens": batch.input_tokens,
+        "input_mask": mask,
+        "positions": utils.build_positions_from_mask(mask),
+        "attention_mask": utils.make_causal_attn_mask(mask),
+    }
+
+
+def train(model, optimizer, mesh):
+    """Parameters that its trainer ends with, and the momentum's specs."""
+    trainer = PeftTrainer(model, optimizer, TrainingConfig(eval_every_n_steps=100))
+    trainer = trainer.with_gen_model_input_fn(model_input)
+    with mesh:
+        trainer.train(batches())
+    specs = {
+        leaf.sharding.spec
+        for leaf in jax.tree.leaves(nnx.state(trainer.optimizer, nnx.optimizer.OptState))
+        if leaf.ndim > 1
+    }
+    return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model))), specs
+
+
+def norm(tree):
+    return float(np.sqrt(sum(np.sum(x**2.0) for x in jax.tree.leaves(tree))))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_peft_trainer(page, lora):
+    """Four steps on (4, 2) devices and on one, to 1e-4 of the distance travelled."""
+    wrt = nnx.LoRAParam if lora else nnx.Param
+    ends, start = {}, None
+    for sizes in ((1, 1), (4, 2)):
+        mesh = mesh_of(*sizes)
+        model = make_model(mesh, lora)
+        start = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+        tx = jm.moonlight(0.02, dtype="float32")
+        ends[sizes], specs = train(model, page["on_its_mesh"](tx, model, mesh, wrt), mesh)
+    assert any("fsdp" in str(spec) for spec in specs), specs
+    one, many = ends.values()
+    moved = jax.tree.map(np.subtract, one, start)
+    assert norm(moved) > 0
+    assert norm(jax.tree.map(np.subtract, many, one)) < 1e-4 * norm(moved)
+    print(jm.describe(jm.moonlight(0.02), nnx.state(model, wrt)))
