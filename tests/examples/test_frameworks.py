@@ -3,8 +3,8 @@
 import functools
 import pathlib
 import re
+import sys
 import types
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,16 @@ from jax_muon.reading.paths import leaves_with_paths
 PAGE = pathlib.Path(__file__).parents[2] / "docs/frameworks.md"
 
 
-def snippets(heading):
-    """What each code block under a heading defines, run in a namespace of its own."""
+def snippets(heading, after=0):
+    """What each code block under a heading defines, run in a namespace of its own.
+
+    The first blocks may need a package that this environment lacks.
+    """
     (section,) = re.findall(
         rf"\n## {heading}\n(.*?)(?=\n## |\Z)", PAGE.read_text(), re.S
     )
     found = []
-    for block in re.findall(r"```python\n(.*?)```", section, re.S):
+    for block in re.findall(r"```python\n(.*?)```", section, re.S)[after:]:
         found.append({})
         exec(block, found[-1])
     return found
@@ -251,64 +254,11 @@ def test_state_in_the_hosts_memory():
         assert leaf.sharding.spec == other.sharding.spec
 
 
-# --- levanter -------------------------------------------------------------------------
-
-
-class Axis(NamedTuple):
-    name: str
-    size: int
-
-
-@jax.tree_util.register_pytree_node_class
-class NamedArray:
-    """As haliax registers its arrays: axes beside the one child, which has no key."""
-
-    def __init__(self, array, axes):
-        self.array, self.axes = array, axes
-
-    def tree_flatten(self):
-        return (self.array,), self.axes
-
-    @classmethod
-    def tree_unflatten(cls, axes, children):
-        return cls(children[0], axes)
-
-
-def named(key, **sizes):
-    array = jax.random.normal(jax.random.key(key), tuple(sizes.values()))
-    return NamedArray(array, tuple(map(Axis, sizes, sizes.values())))
-
-
-def haliax_model(key=0):
-    """Without biases and norms, so that nothing but the names of axes tells."""
-    return {
-        "blocks": {
-            "c_proj": {"weight": named(key, layers=3, embed=8, heads=2, head_size=4)},
-            "up_proj": {"weight": named(key, layers=3, Bottleneck=2, embed=8)},
-        },
-        "lm_head": {"weight": named(key, vocab=20, embed=8)},
-    }
-
-
-def test_levanter_with_haliax():
-    """As the trainer calls it, with arguments of other optimizers beside ours."""
-    build, _ = (found.get("build") for found in snippets("levanter"))
-    tx, params, grads = build(0.1), haliax_model(), haliax_model(1)
-    read = {p.parameter.path: p.parameter for p in jm.plan(tx, params).parameters}
-    assert read["blocks/c_proj/weight/0"].sizes == (3, 8, 8)
-    assert read["blocks/c_proj/weight/0"].axes.output == (1,)
-    assert read["blocks/up_proj/weight/0"].sizes == (3, 8, 2)
-    assert read["lm_head/weight/0"].label == "adamw"
-    update = functools.partial(tx.update, obj_fn=None, loss=1.0)
-    state = jax.eval_shape(tx.init, params)
-    updates, _ = jax.eval_shape(update, grads, state, params)
-    assert jax.tree.structure(updates) == jax.tree.structure(params)
-    with pytest.raises(ValueError, match="found no axis names in a tree with the par"):
-        tx.init({"up": jnp.ones((4, 8))})
+# --- levanter: what needs its package is in outside/levanter -------------------------
 
 
 def test_levanter_with_raw_arrays():
-    _, found = snippets("levanter")
+    (found,) = snippets("levanter", after=1)
     params, tx = found["params"], found["tx"]
     labels = {p.parameter.path: p for p in jm.plan(tx, params).parameters}
     assert {p: x.parameter.label for p, x in labels.items()} == {
@@ -366,19 +316,7 @@ def test_haiku():
     ]
 
 
-# --- tunix ----------------------------------------------------------------------------
-
-
-def test_tunix():
-    """The factors of LoRA learn, and nothing else moves."""
-    (found,) = snippets("tunix")
-    model, step = found["model"], found["train_step"]
-    before = jax.tree.map(jnp.copy, nnx.state(model, nnx.Not(nnx.LoRAParam)))
-    x = jax.random.normal(jax.random.key(1), (32, 8))
-    values = [float(step(model, found["optimizer"], x)) for _ in range(30)]
-    assert values[-1] < values[0] / 2
-    after = nnx.state(model, nnx.Not(nnx.LoRAParam))
-    jax.tree.map(np.testing.assert_array_equal, after, before)
+# --- tunix: its trainer is in outside/tunix ------------------------------------------
 
 
 def test_state_lies_as_the_metadata_of_nnx_says():
@@ -396,6 +334,77 @@ def test_state_lies_as_the_metadata_of_nnx_says():
         )
     specs = {x.sharding.spec for x in jax.tree.leaves(laid) if x.shape == (8, 16)}
     assert specs == {P("fsdp", "tp")}
+
+
+# --- Simply, which is on no index: the parts of its interface that the page uses -----
+
+
+@jax.tree_util.register_pytree_node_class
+class AnnotatedArray:
+    """As Simply registers its arrays."""
+
+    def __init__(self, array, metadata):
+        self.array, self.metadata = array, metadata
+
+    def tree_flatten(self):
+        return (self.array,), self.metadata
+
+    @classmethod
+    def tree_unflatten(cls, metadata, children):
+        return cls(children[0], metadata)
+
+
+class Metadata(dict):
+    """Hashable, as auxiliary data of a pytree have to be."""
+
+    def __hash__(self):
+        return hash(tuple(self.items()))
+
+
+def test_simply(monkeypatch, rng):
+    """Its annotations decide, against names; a step is the update of `moonlight`."""
+    module = types.ModuleType("simply.utils.optimizers")
+    module.Optimizer = object
+    module.OptimizerRegistry = types.SimpleNamespace(register=lambda cls: cls)
+    for name in ("simply", "simply.utils"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    (found,) = snippets("Simply")
+    shapes = {
+        "k_proj": ("ioo", (12, 3, 4)),
+        "o_proj": ("oii", (12, 3, 4)),
+        "experts": (".io", (2, 12, 20)),
+        "embed_linear": (".i", (30, 12)),
+        "scale": ("h", (12,)),
+    }
+
+    def tree():
+        return {
+            name: {
+                "w": AnnotatedArray(
+                    jnp.asarray(rng.standard_normal(shape), jnp.float32),
+                    Metadata(dim_annotation=marks),
+                )
+            }
+            for name, (marks, shape) in shapes.items()
+        }
+
+    params, grads = tree(), tree()
+    optimizer = found["JaxMuon"](ns_dtype="float32")
+    plan = jm.plan(optimizer.transform(), params)
+    assert {p.parameter.path: p.matrices for p in plan.parameters if p.matrices} == {
+        "k_proj/w/0": (1, 12, 12),
+        "o_proj/w/0": (1, 12, 12),
+        "experts/w/0": (2, 12, 20),
+    }
+    state = jax.eval_shape(optimizer.init, params)
+    update, after = jax.jit(optimizer.apply)(optimizer.init(params), grads)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    # Subtracted: it goes against the gradient, and is as large as an update of AdamW.
+    for name in ("k_proj", "o_proj"):
+        u, g = (np.asarray(t[name]["w"].array) for t in (update, grads))
+        assert np.sum(u * g) > 0
+        assert np.sqrt(np.mean(u**2)) == pytest.approx(0.2, rel=0.2)
 
 
 # --- DiLoCo ---------------------------------------------------------------------------
