@@ -82,8 +82,8 @@ def two_layers(key, bias=False):
 def test_hyperball_against_muonh(theirs, ours, nesterov):
     """Six steps in float32, to 1e-5 of the distance travelled.
 
-    Both sum the momentum, and both steps are a part of the norm. Theirs keeps the norm
-    that a matrix has before each step, ours that of `init`; theirs adds 1e-8 to the
+    Its momentum is a sum and ours an average, whose polar factors are the same, and
+    both steps are a part of the norm. Theirs keeps the norm that a matrix has before each step, ours that of `init`; theirs adds 1e-8 to the
     norm in Newton-Schulz, ours 1e-7; a zero matrix becomes NaN in theirs.
     """
     rate, momentum = 0.05, 0.9
@@ -91,7 +91,7 @@ def test_hyperball_against_muonh(theirs, ours, nesterov):
     polar = jm.NewtonSchulz(5, coefficients=ours, dtype="float32")
     reading = jm.Reading(names=jm.axis_names)
     our = optax.chain(
-        jm.nesterov(momentum, accumulation="sum", lookahead=nesterov),
+        jm.nesterov(momentum, lookahead=nesterov),
         jm.orthogonalize(polar, matrices=reading),
         jm.hyperball(rate, matrices=reading),
     )
@@ -199,8 +199,8 @@ def train(config, optimizer, steps=2, mapping=None):
 
 def build(mesh=None):
     """By its name, as draccus does from a file."""
-    config = OptimizerConfig.get_choice_class("jax_muonh")
-    settings = {"learning_rate": 0.05, "warmup": 0, "ns_dtype": "float32"}
+    config = OptimizerConfig.get_choice_class("jax_muon")
+    settings = {"learning_rate": 0.02, "warmup": 0, "ns_dtype": "float32"}
     return config(**settings, table=TABLE, mesh=mesh).build(10)
 
 
