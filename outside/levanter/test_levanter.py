@@ -83,8 +83,9 @@ def test_hyperball_against_muonh(theirs, ours, nesterov):
     """Six steps in float32, to 1e-5 of the distance travelled.
 
     Its momentum is a sum and ours an average, whose polar factors are the same, and
-    both steps are a part of the norm. Theirs keeps the norm that a matrix has before each step, ours that of `init`; theirs adds 1e-8 to the
-    norm in Newton-Schulz, ours 1e-7; a zero matrix becomes NaN in theirs.
+    both steps are a part of the norm. Theirs keeps the norm that a matrix has before
+    each step, ours that of `init`; theirs adds 1e-8 to the norm in Newton-Schulz, ours
+    1e-7; a zero matrix becomes NaN in theirs.
     """
     rate, momentum = 0.05, 0.9
     their = scale_with_muonh(momentum, nesterov, 5, 1e-8, rate, theirs)
@@ -200,7 +201,7 @@ def train(config, optimizer, steps=2, mapping=None):
 def build(mesh=None):
     """By its name, as draccus does from a file."""
     config = OptimizerConfig.get_choice_class("jax_muon")
-    settings = {"learning_rate": 0.02, "warmup": 0, "ns_dtype": "float32"}
+    settings = {"learning_rate": 1e-3, "warmup": 0, "ns_dtype": "float32"}
     return config(**settings, table=TABLE, mesh=mesh).build(10)
 
 
