@@ -174,7 +174,7 @@ def example():
     return hax.vmap(LmExample.causal, batch)(tokens)
 
 
-def train(config, optimizer, steps=2, mapping=None):
+def train(config, optimizer, steps=2, mapping=None, compute=None):
     """Losses and the last state of levanter's own train state."""
     mapping = mapping or {}
 
@@ -183,9 +183,11 @@ def train(config, optimizer, steps=2, mapping=None):
         return TrainerState.init(optimizer, model, key=key, is_trainable=True)
 
     def step(state, example):
-        loss, grads = eqx.filter_value_and_grad(
-            lambda model: model.compute_next_token_loss(example).scalar()
-        )(state.model)
+        with hax.axis_mapping(compute or {}):
+            loss, grads = eqx.filter_value_and_grad(
+                lambda model: model.compute_next_token_loss(example).scalar()
+            )(hax.shard(state.model, compute or {}))
+        grads = hax.shard(grads, mapping)
         state, _ = state.take_step(grads, loss=loss, key=state.training_key)
         return hax.shard(state, mapping), loss
 
@@ -216,12 +218,17 @@ def test_training_on_a_mesh(name):
     ici, dcn = mesh_config.axis_shapes(8, 1)
     mesh = create_mesh_from_axis_specs(ici_axes=ici, dcn_axes=dcn)
     with hax.partitioning.set_mesh(mesh):
-        losses, state = train(config, build(mesh_config), mapping=mapping)
+        losses, state = train(
+            config,
+            build(mesh_config),
+            mapping=mapping,
+            compute=mesh_config.resolved_compute_mapping,
+        )
     np.testing.assert_allclose(losses, alone, rtol=1e-4)
     found = {
         jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
     }
-    momenta = [x for path, x in found.items() if ".mu" in path and x.ndim > 2]
+    momenta = [x for path, x in found.items() if "'muon'" in path and x.ndim > 2]
     assert momenta
     assert all("data" in str(x.sharding.spec) for x in momenta), found
