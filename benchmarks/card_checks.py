@@ -12,7 +12,6 @@ import numpy as np
 
 import jax_muon as jm
 from benchmarks import polar as benchmark
-from jax_muon.polar.kernels import HOPPER
 
 RECIPES = (
     "nanochat, January",
@@ -83,13 +82,14 @@ def kernels(shape: tuple[int, int, int]) -> dict[str, Any]:
     As a share of the bound that `symmetric_kernel.check` derives.
     """
     from benchmarks import symmetric_kernel
+    from jax_muon.polar.hopper.kernel import TILING
 
     if not on_a_gpu():
         raise ImportError("kernels need a GPU; their tests interpret them")
     found = {}
     for product in symmetric_kernel.products([shape]):
         operand = symmetric_kernel.operand(product)
-        found[product.name] = symmetric_kernel.check(product, HOPPER, operand)
+        found[product.name] = symmetric_kernel.check(product, TILING, operand)
     return {"ok": True, "bar": 1.0, **found}  # the check raises where it is above 1
 
 
@@ -102,11 +102,10 @@ def polar(shape: tuple[int, ...], **settings: Any) -> dict[str, Any]:
 
     Returns:
       The relative distance. The most that it may be: 5e-5 in float32; in bfloat16
-      0.06, where plain bfloat16 code, which rounds every term, has 0.04; in float16,
-      whose rounding is an eighth of that, a quarter, for the sake of the Gram form.
+      0.06, where plain bfloat16 code, which rounds every term, has 0.04.
     """
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     found = jax.jit(jm.PolarExpress(**settings))(jnp.asarray(x))
     error = benchmark.rounding(found, x)
-    bar = {"float32": 5e-5, "float16": 0.015, "bfloat16": 0.06}[settings["dtype"]]
+    bar = {"float32": 5e-5, "bfloat16": 0.06}[settings["dtype"]]
     return {"ok": error <= bar, "error": error, "bar": bar}

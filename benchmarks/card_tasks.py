@@ -76,13 +76,11 @@ def forms() -> list[dict[str, Any]]:
     """Settings of a polar factor: every dtype and form, and on a GPU the kernels."""
     found: list[dict[str, Any]] = [
         {"dtype": "bfloat16"},
-        {"dtype": "float16"},
-        {"dtype": "float16", "form": "gram"},
         {"dtype": "float32", "form": "standard"},
         {"dtype": "float32", "form": "gram"},
     ]
     if card_checks.on_a_gpu():
-        found += [{"dtype": t, "symmetric": "kernel"} for t in ("bfloat16", "float16")]
+        found += [{"dtype": "bfloat16", "symmetric": "kernel"}]
     return found
 
 

@@ -80,8 +80,6 @@ def ways() -> list[Way]:
     }
     if jax.default_backend() == "gpu":
         kinds["bfloat16", "kernels"] = {"dtype": "bfloat16", "symmetric": "kernel"}
-        kinds["float16", "standard"] = {"dtype": "float16", "form": "standard"}
-        kinds["float16", "gram"] = {"dtype": "float16", "form": "gram"}
     return [
         Way(family, *kind, dataclasses.replace(polar, **settings))
         for family, polar in families.items()
@@ -241,7 +239,6 @@ def draw(found: list[dict[str, Any]], title: str, path: pathlib.Path) -> None:
     colors = dict(zip(families, plt.get_cmap("tab10").colors, strict=False))
     markers = {("bfloat16", "standard"): "s", ("float32", "standard"): "o"}
     markers |= {("float32", "gram"): "^", ("bfloat16", "kernels"): "D"}
-    markers |= {("float16", "standard"): "P", ("float16", "gram"): "v"}
     present = {(r["dtype"], r["form"]) for r in found}
     figure, axes = plt.subplots(
         len(shapes),

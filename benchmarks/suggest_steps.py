@@ -67,7 +67,7 @@ class _Matrix:
         """The error of a polar factor in exact arithmetic."""
         power = {"frobenius": 2, "schatten4": 4}[polar.norm]
         size = float(polar.norm_factor) * np.linalg.norm(self.s, power)
-        after = evaluate(polar.table(), self.s / (size + float(polar.eps)))
+        after = evaluate(polar.coefficients, self.s / (size + float(polar.eps)))
         return float(
             np.linalg.norm(after - self.nonzero) / np.linalg.norm(self.nonzero)
         )
@@ -101,7 +101,7 @@ def suggest(
     found = []
     for lower, polar in _candidates(dtype):
         errors = [matrix.predicted(polar) for matrix in decomposed]
-        products = sum(3 if c else 2 for _, _, c in polar.table())
+        products = sum(3 if c else 2 for _, _, c in polar.coefficients)
         found.append((products, float(np.mean(errors)), max(errors), lower, polar))
     enough = [one for one in found if one[1] <= target]
     if not enough:

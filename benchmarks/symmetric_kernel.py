@@ -35,14 +35,9 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks.schedule.h100s import H100, lowering_for_h100
 from jax_muon.polar import hopper
-from jax_muon.polar.kernels import (
-    HOPPER,
-    Tiling,
-    gram,
-    gram_kernel,
-    quadratic,
-    quadratic_kernel,
-)
+from jax_muon.polar.hopper import kernel as tiles
+from jax_muon.polar.hopper.kernel import TILING, Tiling
+from jax_muon.polar.products import matmul, outer
 
 SHAPES = (
     (24, 768, 768),
@@ -64,6 +59,17 @@ SM_REGISTERS, SM_SHARED_BYTES, BLOCK_SHARED_BYTES, SM_THREADS = (
     2048,
 )
 REPEATS, CALLS = 7, 50  # timing: the median of REPEATS means over CALLS
+
+
+def gram(x: jax.Array, dtype: Any = None) -> jax.Array:
+    """The plain product X X^T."""
+    return outer(x, x).astype(x.dtype if dtype is None else dtype)
+
+
+def quadratic(a: jax.Array, b: float, c: float) -> jax.Array:
+    """The plain b A + c A A."""
+    square = matmul(a, a)
+    return (b * a.astype(square.dtype) + c * square).astype(a.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +98,11 @@ def products(shapes: list[Any]) -> list[Product]:
         Product(name, shape, plain, kernel)
         for shape in shapes
         for name, plain, kernel in (
-            ("gram", gram, gram_kernel),
+            ("gram", gram, hopper.gram),
             (
                 "gram, float32",
                 functools.partial(gram, dtype="float32"),
-                functools.partial(gram_kernel, dtype="float32"),
+                functools.partial(hopper.gram, dtype="float32"),
             ),
         )
     ]
@@ -105,7 +111,7 @@ def products(shapes: list[Any]) -> list[Product]:
             "quadratic",
             shape,
             lambda a: quadratic(a, b, c),
-            lambda a, **options: quadratic_kernel(a, b, c, **options),
+            lambda a, **options: hopper.quadratic(a, b, c, **options),
         )
         for shape in dict.fromkeys((batch, m, m) for batch, m, _ in shapes)
     ]
@@ -181,22 +187,22 @@ def compile_kernel(product: Product, tiling: Tiling) -> Resources:
 
 def padded(size: int) -> int:
     """The size that a kernel works on."""
-    return -(-size // hopper.SQUARE) * hopper.SQUARE
+    return -(-size // tiles.SQUARE) * tiles.SQUARE
 
 
 def saved(product: Product, tiling: Tiling) -> float:
     """The part of the plain product's FLOPs that the kernel leaves out."""
     _, m, _ = product.shape
-    tiles = np.arange(hopper.tiles_of(padded(m), tiling.columns), dtype=np.int32)
-    rows, _ = hopper.corner(tiles, padded(m), tiling.columns)
+    every = np.arange(tiles.tiles_of(padded(m), tiling.columns), dtype=np.int32)
+    rows, _ = tiles.corner(every, padded(m), tiling.columns)
     computed = np.count_nonzero(np.asarray(rows) < m)
-    return 1 - computed * hopper.ROWS * tiling.columns / m**2
+    return 1 - computed * tiles.ROWS * tiling.columns / m**2
 
 
 def report_compiled(tiling: Tiling, shapes: list[Any]) -> list[dict[str, Any]]:
     """Print the table of all shapes; no card is needed."""
     print(
-        f"tiles of {hopper.ROWS} x {tiling.columns}, {hopper.SQUARE} deep, "
+        f"tiles of {tiles.ROWS} x {tiling.columns}, {tiles.SQUARE} deep, "
         f"at most {tiling.stages} stages; for an H100\n\n"
         "product        shape           programs  registers  spilled  shared KiB"
         "  per SM  FLOPs saved  products wait"
@@ -322,7 +328,7 @@ def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.symmetric_kernel")
     parser.add_argument("--time", action="store_true", help="on a GPU")
     parser.add_argument("--shape", type=shape_of, nargs="+", default=SHAPES)
-    for field, value in HOPPER._asdict().items():
+    for field, value in TILING._asdict().items():
         parser.add_argument(f"--{field}", type=int, default=value)
     parser.add_argument("--json", type=pathlib.Path, help="folder to save results in")
     args = parser.parse_args(words)

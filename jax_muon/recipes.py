@@ -7,8 +7,7 @@ and changed there. Their arguments mean the same in all of them:
   schedule. Recipes that keep the norms of matrices have no weight_decay and no mask of
   it.
 - `steps`: of the polar iteration; a Python integer.
-- `dtype`: of the polar iteration; "bfloat16" is fast on a GPU, "float16" for GPUs eight
-  times as exact (and slow on a CPU), "float32" exact.
+- `dtype`: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
 - `polar`: another polar factor, any function of (..., m, n), instead of the recipe's;
   `steps` and `dtype` are then its own.
 - `momentum_dtype`: of the momentum; None for the parameters'.

@@ -35,10 +35,7 @@ def test_kernels(shape):
     "settings",
     [
         {"dtype": "bfloat16"},
-        {"dtype": "float16"},
-        {"dtype": "float16", "form": "gram"},
         {"dtype": "bfloat16", "symmetric": "kernel"},
-        {"dtype": "float16", "symmetric": "kernel"},
         {"dtype": "float32", "form": "standard"},
         {"dtype": "float32", "form": "gram"},
     ],

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 import jax_muon as jm
 from benchmarks.schedule.h100s import lowering_for_h100
-from jax_muon.polar import iteration, kernels, products
+from jax_muon.polar import iteration, products
 from jax_muon.polar.coefficients import NEWTON_SCHULZ
+from jax_muon.polar.hopper import products as hopper_products
 from jax_muon.polar.products import exact_factors
 from tests import oracle
 
@@ -80,70 +81,6 @@ def test_float32_error(rng, kind, form):
     assert error < (2e-4 if form == "gram" or kind == "rank 1" else 2e-5)
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "1/k", "1/k^2", "rank 1"])
-def test_float16_error(rng, kind):
-    """Beside bfloat16: an eighth, as its eps, in the standard form, or in the other.
-
-    On matrices far out in the range of float32, of whose elements most are small beside
-    the largest.
-    """
-    x = 1e-30 * with_spectrum(rng, kind, (64, 160)) * rng.lognormal(size=(64, 1))
-    expected = oracle.polar(x * 1e30, jm.polar_express_coefficients(5), 1.02, 1e-6)
-
-    def error(dtype, form):
-        y = jm.PolarExpress(dtype=dtype, form=form, eps=1e-36)(jnp.asarray(x))
-        return np.linalg.norm(y - expected) / np.linalg.norm(expected)
-
-    least = error("bfloat16", "standard")
-    assert error("float16", "standard") < least / 5
-    assert error("float16", "gram") < least / 2
-
-
-@pytest.mark.parametrize("form", ["standard", "gram"])
-@pytest.mark.parametrize(
-    "coefficients", [(1.5, 0.02, -0.5), (1.5, -0.02, -0.4), (10.0, -50.0, 40.0)]
-)
-def test_float16_of_coefficients_far_apart(retrace, monkeypatch, coefficients, form):
-    """Where A A outweighs A, for a matrix whose one singular value is one element."""
-    monkeypatch.setattr(iteration, "_ON_CPU", products.FusedProducts())
-    x = jnp.zeros((48, 96)).at[3, 5].set(2.0)
-    polar = jm.NewtonSchulz(1, coefficients=coefficients, dtype="float16", form=form)
-    terms = sum(map(abs, coefficients))
-    np.testing.assert_allclose(polar(x)[3, 5], sum(coefficients), atol=2e-3 * terms)
-
-
-@pytest.mark.parametrize("size", [3e-38, 1e38])
-def test_float16_at_the_ends_of_float32(rng, size):
-    x = jnp.asarray(size * rng.choice([-1, 1], (24, 40)), jnp.float32)
-    plain, half = (
-        jm.PolarExpress(dtype=dtype, eps=2e-38)(x) for dtype in ("float32", "float16")
-    )
-    assert np.linalg.norm(half - plain) < 5e-3 * np.linalg.norm(plain)
-
-
-@pytest.mark.parametrize("form", ["standard", "gram"])
-@pytest.mark.parametrize("kind", ["gaussian", "flat", "one element", "identity"])
-def test_float16_stays_in_range(rng, retrace, monkeypatch, kind, form):
-    """Also where products are rounded before they meet their factors, as on a GPU.
-
-    Eight steps, after which s would be 2^13; the largest singular value of a flat
-    matrix lies in no row, that of the last two in one.
-    """
-    monkeypatch.setattr(iteration, "_ON_CPU", products.FusedProducts())
-    x = {
-        "gaussian": rng.standard_normal((300, 700)),
-        "flat": np.ones((300, 700)),
-        "one element": np.eye(300, 700) * (np.arange(300) == 7)[:, None],
-        "identity": np.eye(300, 700),
-    }[kind]
-    y = jm.PolarExpress(8, dtype="float16", form=form)(jnp.asarray(x, jnp.float32))
-    u, s, vt = np.linalg.svd(x, full_matrices=False)
-    expected = (u * (s > 1e-9)) @ vt
-    kept = np.sum(y * expected) / np.sum(expected**2)
-    assert kept == pytest.approx(1, abs=0.03)
-    assert np.linalg.norm(y, 2) < 1.1
-
-
 def test_bfloat16_rounds_once_a_product(rng):
     """Within a few roundings (2^-8 each) of float64 on a well-conditioned matrix."""
     x = jnp.asarray(rng.standard_normal((4, 64, 256)), jnp.float32)
@@ -170,9 +107,9 @@ def test_a_single_row_is_not_rounded(rng, shape):
 @pytest.fixture
 def retrace():
     """For tests that change what `iteration` computes: no trace is kept."""
-    iteration.iterate.clear_cache()
+    jax.clear_caches()  # equal polar factors share their traces
     yield
-    iteration.iterate.clear_cache()
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -222,24 +159,23 @@ def test_factors_of_the_quintics_in_use():
     assert exact_factors(3.1, 0.7, jnp.dtype("float32")) == (1.0, 3.1, 0.7 / 3.1)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_no_two_steps_share_a_factor(dtype):
+def test_no_two_steps_share_a_factor():
     """XLA would not hand it to cuBLASLt then, and add in passes of their own."""
     used = set()
     for step in range(10):
-        found = exact_factors(-0.7, 0.12, jnp.dtype(dtype), 2.0**-4, used)
+        found = exact_factors(-0.7, 0.12, jnp.dtype("bfloat16"), used)
         assert used.isdisjoint(found)
         g, p, q = found
-        assert 2.0**-4 <= g < 2.0**-3
+        assert 1 <= g < 2
         assert p * g == pytest.approx(-0.7, rel=2**-9)
         assert p * q * g**2 == pytest.approx(0.12, rel=2**-8)
         used |= {*found}
         assert len(used) == 3 * (step + 1)
     everything = {float(g) for g in np.arange(1, 2, 2.0**-7)}
-    assert exact_factors(-0.7, 0.12, jnp.dtype("bfloat16"), 1.0, everything)[0] >= 1
+    assert exact_factors(-0.7, 0.12, jnp.dtype("bfloat16"), everything)[0] >= 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quintic", [(1.875, -1.25, 0.375), (0.5, 1.5, -1.0)])
 def test_any_number_of_steps(rng, quintic, dtype):
     """The a of all steps together would leave the range of A A, at either end."""
@@ -337,8 +273,11 @@ def test_order_of_execution_by_platform(retrace, monkeypatch, dtype):
     assert "tensor<8x640x640xf32>" not in cpu
 
 
-def test_kernels_on_a_gpu_alone(rng):
-    """They stand in the program for CUDA, two a step, and change nothing on a CPU."""
+def test_kernels_on_a_gpu_alone(rng, retrace, monkeypatch):
+    """They stand in the program for CUDA, two a step, and change nothing on a CPU.
+
+    Matrices with few rows take plain products there, too.
+    """
     x = jnp.asarray(rng.standard_normal((2, 40, 24)), jnp.float32)
     plain, kernel = (
         jax.jit(jm.PolarExpress(symmetric=symmetric))
@@ -350,41 +289,40 @@ def test_kernels_on_a_gpu_alone(rng):
             lowered = function.trace(x).lower(lowering_platforms=(platform,))
         return lowered.as_text().count("call @symmetric_product")
 
+    assert calls(kernel, "cuda") == 0
+    monkeypatch.setattr(hopper_products, "MIN_ROWS", 24)
+    jax.clear_caches()
     assert calls(plain, "cuda") == calls(kernel, "cpu") == 0
     assert calls(kernel, "cuda") == 10
     np.testing.assert_array_equal(kernel(x), plain(x))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "form"),
-    [("bfloat16", "auto"), ("float16", "auto"), ("float16", "gram")],
-)
 @pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
 @pytest.mark.parametrize("shape", [(40, 24), (2, 24, 40), (30, 30)], ids=str)
-def test_the_iteration_on_kernels(rng, retrace, monkeypatch, shape, norm, dtype, form):
+def test_the_iteration_on_kernels(rng, retrace, monkeypatch, shape, norm):
     """The algebra around them: plain products in their place, on a CPU."""
     x = jnp.asarray(rng.standard_normal(shape), jnp.float32)
-    polar = jm.PolarExpress(norm=norm, dtype=dtype, form=form)
+    polar = jm.PolarExpress(norm=norm)
     plain = polar(x)
     called = set()
 
-    def gram_kernel(x, dtype=None, *, factor=1.0):
+    def gram(x, dtype=jnp.bfloat16, *, factor=1.0):
         called.add("gram")
-        return (factor * kernels.gram(x, jnp.float32)).astype(dtype or x.dtype)
+        return (factor * products.outer(x, x)).astype(dtype)
 
-    def quadratic_kernel(a, b, c):
+    def quadratic(a, b, c):
         called.add("quadratic")
-        return kernels.quadratic(a, b, c)
+        return (b * a + c * products.matmul(a, a)).astype(a.dtype)
 
-    monkeypatch.setattr(products, "gram_kernel", gram_kernel)
-    monkeypatch.setattr(products, "quadratic_kernel", quadratic_kernel)
-    monkeypatch.setattr(iteration, "_ON_CPU", products.KernelProducts())
-    iteration.iterate.clear_cache()  # of what gave `plain`
+    monkeypatch.setattr(hopper_products, "MIN_ROWS", 24)
+    monkeypatch.setattr(hopper_products, "gram", gram)
+    monkeypatch.setattr(hopper_products, "quadratic", quadratic)
+    monkeypatch.setattr(iteration, "_ON_CPU", hopper_products.HopperProducts())
+    jax.clear_caches()  # of what gave `plain`
     found = polar(x)
     assert called == {"gram", "quadratic"}
     # Sums that a GPU adds, of which the CPU rounds every term here.
-    bound = {"bfloat16": 0.06, "float16": 0.06 / 8}[dtype] * (1 + (form == "gram"))
-    assert np.linalg.norm(found - plain) < bound * np.linalg.norm(plain)
+    assert np.linalg.norm(found - plain) < 0.06 * np.linalg.norm(plain)
 
 
 def test_a_stack_is_written_in_place():
@@ -395,11 +333,11 @@ def test_a_stack_is_written_in_place():
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * 256 * 512 * 4
 
 
-@pytest.mark.parametrize("value", [0.0, 1e-44, 1e-30, 1e30, 3e38])
+@pytest.mark.parametrize("value", [0.0, 1e-44, 1e-30, 1e-8, 1.0, 1e15])
 @pytest.mark.parametrize("shape", [(1, 7), (7, 1), (5, 5), (3, 8)], ids=str)
 @pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_ends_of_the_range_are_finite(value, shape, norm, dtype):
+def test_numbers_of_any_size_are_finite(value, shape, norm, dtype):
     x = jnp.full(shape, value, jnp.float32)
     y = jm.PolarExpress(norm=norm, dtype=dtype)(x)
     assert jnp.isfinite(y).all()
@@ -409,9 +347,12 @@ def test_ends_of_the_range_are_finite(value, shape, norm, dtype):
         assert abs(jnp.linalg.norm(y.astype(jnp.float32)) - 1) < 0.15
 
 
-def test_nan_is_not_hidden():
-    x = jnp.full((4, 4), jnp.nan)
-    assert jnp.isnan(jm.PolarExpress()(x)).all()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+def test_what_overflows_is_not_hidden(value, dtype):
+    """A square that float32 cannot hold gives NaN, never a factor that looks right."""
+    x = jnp.full((4, 4), value)
+    assert jnp.isnan(jm.PolarExpress(dtype=dtype)(x)).all()
 
 
 def test_rank_deficient(rng, x64):

@@ -1,7 +1,6 @@
-"""Polar factors as objects: what they accept, that they are values and pytrees."""
+"""Polar factors as objects: what they accept, and that they are values."""
 
 import copy
-import dataclasses
 import pickle
 import re
 
@@ -53,10 +52,12 @@ def test_coefficients_are_normal():
     b = jm.NewtonSchulz(2, coefficients=[list(triple)] * 3)
     assert a == b
     assert hash(a) == hash(b)
-    assert a.table() == (triple, triple)
+    assert a.coefficients == (triple, triple)
     one = jm.NewtonSchulz(2, coefficients=jnp.array(triple))
-    assert one.coefficients == triple
-    assert one.table() == a.table()
+    assert one == a
+    assert jm.PolarExpress() == jm.NewtonSchulz(
+        coefficients=jm.polar_express_coefficients(5), norm_factor=1.02, eps=1e-6
+    )
 
 
 def test_exact_polar_is_one_value():
@@ -64,110 +65,68 @@ def test_exact_polar_is_one_value():
     assert hash(jm.ExactPolar()) == hash(jm.ExactPolar())
 
 
-# --- pytrees --------------------------------------------------------------------------
+# --- under transformations ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", POLARS)
-def test_pytree_of_numbers(make):
-    """Rebuilding runs no check: JAX puts anything in the place of leaves."""
-    polar = make()
-    leaves, treedef = jax.tree.flatten(polar)
-    assert len(leaves) == (0 if make is jm.ExactPolar else 2)
-    assert jax.tree.unflatten(treedef, leaves) == polar
-    for placeholder in (None, object(), "x", -1.0, float("nan")):
-        rebuilt = jax.tree.unflatten(treedef, [placeholder] * len(leaves))
-        assert type(rebuilt) is make
-        for field in dataclasses.fields(polar):
-            assert hasattr(rebuilt, field.name)
-    assert hash(treedef) == hash(jax.tree.structure(make()))
-    names = [str(path) for path, _ in jax.tree.leaves_with_path(polar)]
-    assert all(re.search("norm_factor|eps", name) for name in names)
-
-
-@pytest.mark.parametrize("make", POLARS)
-def test_as_an_argument_of_jit(rng, make):
+def test_equal_objects_share_a_trace(rng, make):
     x = jnp.asarray(rng.standard_normal((5, 7)), jnp.float32)
-    run = jax.jit(lambda polar, x: polar(x))
+    run = jax.jit(lambda polar, x: polar(x), static_argnums=0)
     np.testing.assert_array_equal(run(make(), x), make()(x))
-    if make is not jm.ExactPolar:
-        found = run(make(eps=10.0), x)  # no new trace
-        np.testing.assert_array_equal(found, make(eps=10.0)(x))
-        assert run._cache_size() == 1
+    run(make(), x)
+    assert run._cache_size() == 1
 
 
 @pytest.mark.parametrize("make", POLARS)
 def test_jit_keeps_its_methods(make):
-    """It copies the `__dict__` of what it wraps; PolarExpress has a setting `lower`."""
+    """It copies the `__dict__` of what it wraps."""
     jitted = jax.jit(make(), donate_argnums=(0,))
     assert jitted.lower(jnp.ones((3, 4))).compile() is not None
 
 
 @pytest.mark.parametrize("make", ITERATIONS)
-def test_traced_settings_as_a_branch(make):
+def test_as_a_branch(make):
     """JAX keeps traces of branches by the functions: these must be hashable."""
     x = jnp.eye(4, 6)
-
-    @jax.jit
-    def run(eps, x):
-        first, second = make(eps=eps), make(eps=2 * eps)
-        assert first != second
-        assert first == dataclasses.replace(first)
-        return jax.lax.cond(eps > 1, first, second, x)
-
-    np.testing.assert_array_equal(run(2.0, x), make(eps=2.0)(x))
-    np.testing.assert_array_equal(run(0.5, x), make(eps=1.0)(x))
+    run = jax.jit(lambda p, x: jax.lax.cond(p, make(eps=1.0), make(eps=2.0), x))
+    np.testing.assert_array_equal(run(True, x), make(eps=1.0)(x))
+    np.testing.assert_array_equal(run(False, x), make(eps=2.0)(x))
 
 
 @pytest.mark.parametrize("make", ITERATIONS)
-def test_as_an_argument_of_shard_map(rng, x64, make):
-    """The pieces of the factor, from summed Gram matrices, with traced settings."""
+def test_in_shard_map(rng, x64, make):
+    """The pieces of the factor, from summed Gram matrices."""
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
     x = jnp.asarray(rng.standard_normal((2, 6, 40)))
-    pieces, whole = PartitionSpec(None, None, "a"), PartitionSpec()
-
-    @jax.jit
-    def run(norm_factor, x):
-        polar = make(norm_factor=norm_factor, dtype=None)
-        return jax.shard_map(
-            lambda polar, x: polar(x, axis_name=["a"]),
-            mesh=mesh,
-            in_specs=(whole, pieces),
-            out_specs=pieces,
-        )(polar, x)
-
-    expected = make(norm_factor=1.5, dtype=None)(x)
-    np.testing.assert_allclose(run(1.5, x), expected, rtol=0, atol=1e-12)
+    pieces, polar = PartitionSpec(None, None, "a"), make(dtype=None)
+    run = jax.shard_map(
+        lambda x: polar(x, axis_name=["a"]),
+        mesh=mesh,
+        in_specs=pieces,
+        out_specs=pieces,
+    )
+    np.testing.assert_allclose(jax.jit(run)(x), polar(x), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("make", ITERATIONS)
-def test_inject_hyperparams(rng, make):
-    """It makes tracers of all floats; the numbers may be, the settings may not."""
+@pytest.mark.parametrize("name", ["norm_factor", "eps", "steps"])
+def test_a_traced_setting_says_what_to_do(make, name):
+    """As `optax.inject_hyperparams` makes one of every number."""
+    with pytest.raises(ValueError, match=rf"{name}=.*static_args=\('{name}',\)"):
+        jax.jit(lambda value: make(**{name: value})(jnp.eye(3)))(2)
+
+
+def test_inject_hyperparams(rng):
     params = {"w": jnp.asarray(rng.standard_normal((5, 7)), jnp.float32)}
 
-    def factory(norm_factor, eps, steps=5):
-        return jm.orthogonalize(make(steps, norm_factor=norm_factor, eps=eps))
+    def factory(scale, eps):
+        polar = jm.PolarExpress(eps=eps)
+        return optax.chain(jm.orthogonalize(polar), optax.scale(scale))
 
-    tx = optax.inject_hyperparams(factory, static_args=("steps",))(2.0, 0.5)
-    state = tx.init(params)
-    updates, _ = jax.jit(tx.update)(params, state)
-    expected = make(norm_factor=2.0, eps=0.5)(params["w"].T).T
-    np.testing.assert_allclose(updates["w"], expected, rtol=0, atol=2**-7)
-    tx = optax.inject_hyperparams(factory)(2.0, 0.5)
-    with pytest.raises(ValueError, match=r"static_args=\('steps',\)"):
-        jax.jit(tx.update)(params, tx.init(params))
-
-
-def test_a_traced_schedule_says_what_to_do():
-    with pytest.raises(ValueError, match=r"lower=.*static_args=\('lower',\)"):
-        jax.jit(lambda lower: jm.PolarExpress(lower=lower)(jnp.eye(3)))(0.1)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_an_eps_that_is_zero_in_float16(dtype):
-    """As `optax.inject_hyperparams` makes it: zero matrices still give zeros."""
-    run = jax.jit(lambda x, eps: jm.PolarExpress(eps=eps, dtype=dtype)(x))
-    y = run(jnp.zeros((2, 3, 5)), jnp.float16(1e-9))
-    np.testing.assert_array_equal(y, 0)
+    tx = optax.inject_hyperparams(factory, static_args=("eps",))(2.0, 0.5)
+    updates, _ = jax.jit(tx.update)(params, tx.init(params))
+    expected = 2 * jm.PolarExpress(eps=0.5)(params["w"].T).T
+    np.testing.assert_allclose(updates["w"], expected, rtol=0, atol=2**-6)
 
 
 # --- what a planner asks --------------------------------------------------------------
@@ -181,12 +140,7 @@ def test_an_eps_that_is_zero_in_float16(dtype):
         (jm.PolarExpress(7, dtype=None), 7, 3),
         (jm.PolarExpress(7, dtype="float32", form="standard"), 7, 7),
         (jm.NewtonSchulz(6, dtype="float32", form="gram"), 2, 2),
-        (jm.PolarExpress(5, dtype="float16", form="gram"), 3, 3),
-        (jm.PolarExpress(5, dtype="float16"), 5, 5),
-        # Every a is 1e-6: X / s would leave the range after two steps.
-        (jm.NewtonSchulz(6, coefficients=(1e-6, 1.0, 0.0), dtype=None), 6, 3),
         (jm.NewtonSchulz(None, coefficients="deepseek"), 10, 10),
-        (jm.ExactPolar(), None, None),
     ],
 )
 def test_gram_sums(polar, small, large):
@@ -195,8 +149,8 @@ def test_gram_sums(polar, small, large):
 
 
 def test_gram_sums_of_one_row():
-    """It is computed in float32, whose Gram form takes one sum less."""
-    assert jm.PolarExpress(5, dtype="float16", form="gram").gram_sums(1, 96) == 2
+    """It is computed in float32, which does not make its Gram form pay."""
+    assert jm.PolarExpress(5).gram_sums(1, 96) == 5
 
 
 # --- published tables -----------------------------------------------------------------
@@ -207,8 +161,8 @@ def test_gram_sums_of_one_row():
 def test_named_tables_equal_the_oracle(rng, x64, name, form):
     x = rng.standard_normal((9, 14))
     polar = jm.NewtonSchulz(None, coefficients=name, dtype="float64", form=form)
-    assert polar.steps == len(polar.table())
-    expected = oracle.polar(x, polar.table(), 1.0, 1e-7)
+    assert polar.steps == len(polar.coefficients)
+    expected = oracle.polar(x, polar.coefficients, 1.0, 1e-7)
     np.testing.assert_allclose(polar(jnp.asarray(x)), expected, rtol=0, atol=1e-12)
 
 
@@ -230,7 +184,7 @@ def test_cubics_compute_no_square(form, dots):
 NOT_POSITIVE = [0, 0.0, -1.0, float("nan"), float("inf"), None, "1.0", True, [1.0]]
 NOT_COUNTS = [0, -3, 1001, 5.0, True, "5", float("nan"), jnp.asarray(5)]
 NOT_CHOICES = ["l2", None, 1, ["plain"], np.zeros(2)]
-NOT_DTYPES = ["int8", "float8_e4m3fn", "bf16", 5, [], jnp.int32, "f4,f4"]
+NOT_DTYPES = ["int8", "float16", "float8_e4m3fn", "bf16", 5, jnp.int32, "f4,f4"]
 
 
 @pytest.mark.parametrize("make", ITERATIONS)
@@ -262,7 +216,7 @@ def test_unknown_choices(make, name, value):
 @pytest.mark.parametrize("make", ITERATIONS)
 @pytest.mark.parametrize("value", NOT_DTYPES, ids=repr)
 def test_dtypes_of_no_iteration(make, value):
-    text = re.escape(f"dtype={value!r}; expected bfloat16, float16, float32, float64")
+    text = re.escape(f"dtype={value!r}; expected bfloat16, float32, float64")
     with pytest.raises(ValueError, match=text):
         make(dtype=value)
 
@@ -278,25 +232,23 @@ def test_settings_of_the_schedule(name, value):
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"form": "gram"}, "expected dtype=float16 or float32, or form="),
+        ({"form": "gram"}, "expected dtype=float32, or form="),
         ({"symmetric": "kernel", "dtype": "float32"}, "expected dtype=bfloat16"),
         ({"coefficients": (2, 0, -1)}, "b not 0"),
         ({"coefficients": (2, np.nan, 1)}, "nan"),
-        ({"coefficients": (1e-40, 1, 1)}, "1e-6"),
+        ({"coefficients": (1e-3, 1, 1)}, "from 0.01"),
         ({"coefficients": (1, 1e-7, 1)}, "c / b"),
-        ({"coefficients": (1.5, 1e-4, -0.5), "dtype": "float16"}, "dtype=bfloat16"),
-        ({"coefficients": (0.01, 1.0, -0.2), "dtype": "float16"}, "0.1 to 100"),
         ({"coefficients": [(1, 2, 3)] * 2, "steps": 3}, "steps=3 .* from 1 to 2"),
         ({"coefficients": "you", "steps": 6}, "steps=6 .*'you'.* from 1 to 5"),
         ({"coefficients": "kimi"}, "coefficients='kimi'; expected one of 'jordan', "),
         (
             {"coefficients": [(1.0, 2.0)]},
-            r"of shape \(1, 2\); expected one \(",
+            r"coefficients=\[\(1.0, 2.0\)\]; expected one",
         ),
         ({"coefficients": []}, "expected one"),
         ({"coefficients": None}, "coefficients=None"),
-        ({"coefficients": [("a", 1, 2)]}, "of shape unknown"),
-        ({"coefficients": [(1, 2, 3), (1, 2)]}, "of shape unknown"),
+        ({"coefficients": [("a", 1, 2)]}, "expected one"),
+        ({"coefficients": [(1, 2, 3), (1, 2)]}, "expected one"),
     ],
 )
 def test_settings_that_do_not_fit(settings, word):
@@ -326,5 +278,6 @@ def test_dtypes_that_are_known_with_the_array(make):
         make(dtype=None, form="gram")(x.astype(jnp.bfloat16))
     with pytest.raises(ValueError, match="symmetric='kernel'"):
         make(dtype=None, symmetric="kernel")(x)
-    with pytest.raises(ValueError, match=r"eps is .*expected a finite number"):
-        jax.jit(lambda eps: make(eps=eps)(x))(jnp.ones(3))
+    half = make(dtype=None)(x.astype(jnp.float16))
+    assert half.dtype == jnp.float16
+    np.testing.assert_allclose(half, make(dtype="float32")(x), atol=2e-3)

@@ -24,7 +24,7 @@ def test_errors_and_the_cheapest(rng, x64):
         found[name] = got = suggest(group, 0.1, dtype="float64")
         power = 2 if got.polar.norm == "frobenius" else 4
         x = s / (got.polar.norm_factor * np.sum(s**power) ** (1 / power) + 1e-6)
-        for a, b, c in got.polar.table():
+        for a, b, c in got.polar.coefficients:
             x = a * x + b * x**3 + c * x**5
         error = np.sqrt(np.mean((x - 1) ** 2))
         assert got.predicted == pytest.approx(error, rel=1e-10)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import symmetric_kernel as benchmark
-from jax_muon.polar.kernels import HOPPER, Tiling
+from jax_muon.polar.hopper.kernel import TILING, Tiling
 from tests.interpreter import interpreted, needs_interpreter
 
 # As ptxas 13.5 and Mosaic of jax 0.10.2 print them.
@@ -45,10 +45,10 @@ def test_resources_are_read_from_the_compilers_text():
 def test_saved_counts_whole_tiles():
     """12 tiles of 128 x 256 of 18; of a matrix smaller than a tile more than all."""
     gram = benchmark.products([(24, 768, 768)])[0]
-    assert benchmark.saved(gram, HOPPER) == pytest.approx(1 - 12 / 18)
+    assert benchmark.saved(gram, TILING) == pytest.approx(1 - 12 / 18)
     assert benchmark.saved(gram, Tiling(columns=128)) == pytest.approx(1 - 21 / 36)
     small = benchmark.products([(24, 64, 768)])[0]
-    assert benchmark.saved(small, HOPPER) == 1 - 8
+    assert benchmark.saved(small, TILING) == 1 - 8
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def keeps_no_program():
 def test_compiled_for_an_h100(index, keeps_no_program):
     """A program for each tile; registers and shared memory are enough."""
     product = benchmark.products([(24, 768, 3072)])[index]
-    found = benchmark.compile_kernel(product, HOPPER)
+    found = benchmark.compile_kernel(product, TILING)
     assert found.programs == 24 * 12
     assert found.spilled_bytes == 0
     assert not found.serialized

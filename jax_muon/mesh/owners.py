@@ -135,8 +135,7 @@ class Pool:
         if self.gram_sums:
             gram = self.fan[0] ** 2 * max(4, np.dtype(self.dtype).itemsize)
             sums = self.gram_sums * self.count * gram
-            largest = self.count * 4
-            return ring_bytes("all-reduce", pieces, sums + largest)
+            return ring_bytes("all-reduce", pieces, sums)
         if not self.extra:
             return ring_bytes("all-gather", pieces, self.count * matrix)
         repeats = product(self.replicas, sizes)

@@ -1,14 +1,11 @@
-"""The coefficients of the polynomial iterations that orthogonalize: only numbers.
+"""The coefficients of the iterations: tables with their sources, and Remez.
 
-Everything here runs on the host in float64, once, while a program is traced; nothing
-here touches an array of the model. `iteration.py` applies what this file computes.
-
-Each published table stands below its source.
+Only numbers: everything here runs on the host in float64, before a program is traced.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +14,7 @@ from jax_muon.checks import check_choice, check_count, number
 # One odd quintic p(x) = a x + b x^3 + c x^5, written (a, b, c).
 Coefficients = tuple[float, float, float]
 
-# Far more steps than any iteration needs: what is larger is hardly a number of steps.
+# Far more than any iteration needs.
 MAX_STEPS = 1000
 
 # Jordan's Newton-Schulz quintic, used on every step. It maximizes the slope at zero and
@@ -61,15 +58,11 @@ _CUBIC5: tuple[Coefficients, ...] = (
 _NEARLY_ONE = 1 - 5e-6
 
 
-class _Table(NamedTuple):
-    """A published table: how long it is, and its first `steps` quintics."""
-
-    length: int
-    first: Callable[[int], tuple[Coefficients, ...]]
-    goes_on: bool = True  # whether there are more than `length`
+def _jordan(steps: int = 5) -> tuple[Coefficients, ...]:
+    return steps * (NEWTON_SCHULZ,)
 
 
-def _nanochat(steps: int) -> tuple[Coefficients, ...]:
+def _nanochat(steps: int = 5) -> tuple[Coefficients, ...]:
     """The five quintics of https://github.com/karpathy/nanochat, and what follows.
 
     nanochat keeps the five and takes the first of them, so that with fewer steps the
@@ -78,11 +71,11 @@ def _nanochat(steps: int) -> tuple[Coefficients, ...]:
     return polar_express_coefficients(max(steps, 5))[:steps]
 
 
-def _polar_express_paper(steps: int) -> tuple[Coefficients, ...]:
+def _polar_express_paper(steps: int = 8) -> tuple[Coefficients, ...]:
     """The eight quintics that arXiv 2505.16932 prints, with a margin of 1 %.
 
     TEON (arXiv 2601.23261) uses them so: every step but the last of the table is
-    evaluated at x / 1.01, even where fewer steps are taken.
+    evaluated at x / 1.01, even if fewer steps are taken.
     """
     table = np.array(
         polar_express_coefficients(
@@ -93,18 +86,15 @@ def _polar_express_paper(steps: int) -> tuple[Coefficients, ...]:
     return _as_tuples(table[:steps])
 
 
-def _fixed(table: tuple[Coefficients, ...]) -> _Table:
-    return _Table(len(table), lambda steps: table[:steps], goes_on=False)
-
-
-_TABLES: dict[str, _Table] = {
-    "jordan": _Table(5, lambda steps: steps * (NEWTON_SCHULZ,)),
-    "you": _fixed(_YOU),
-    "cans": _fixed(_CANS),
-    "deepseek": _fixed(_DEEPSEEK),
-    "cubic5": _fixed(_CUBIC5),
-    "nanochat": _Table(5, _nanochat),
-    "polar_express_paper": _Table(8, _polar_express_paper),
+# A table, or a function of the number of steps.
+_TABLES: dict[str, Any] = {
+    "jordan": _jordan,
+    "you": _YOU,
+    "cans": _CANS,
+    "deepseek": _DEEPSEEK,
+    "cubic5": _CUBIC5,
+    "nanochat": _nanochat,
+    "polar_express_paper": _polar_express_paper,
 }
 
 # Names of the published tables.
@@ -118,7 +108,7 @@ def quintics(
 
     Args:
       coefficients: the name of a published table, one of `TABLES`; one (a, b, c) for
-        every step; or a sequence of them, of which the first `steps` are used.
+        every step; or a sequence of them, whose first `steps` are used.
       steps: number of quintics; None for all that are published or given, and five
         where one quintic serves every step.
 
@@ -127,8 +117,8 @@ def quintics(
 
     Raises:
       ValueError: an unknown name; coefficients that are neither one triple nor a
-        sequence of triples; more steps than there are quintics; |a| outside 1e-6 to
-        1e6, b = 0, or |b / a| or |c / b| above 1e6, which an iteration divides by.
+        sequence of triples; more steps than there are quintics; |a| outside 0.01 to
+        100, b = 0, or |b / a| or |c / b| above 1e6: the iteration divides by a and b.
 
     Examples:
       >>> quintics("deepseek", None)[-1]
@@ -142,47 +132,39 @@ def quintics(
         check_choice("coefficients", coefficients, TABLES)
         table = _TABLES[coefficients]
     else:
-        given = normal_coefficients(coefficients)
-        if isinstance(given[0], tuple):
-            table = _fixed(given)
-        else:
-            table = _Table(5, lambda steps: steps * (given,))
-    steps = table.length if steps is None else int(steps)
-    if steps > table.length and not table.goes_on:
+        table = _given(coefficients)
+    if callable(table):
+        found = table() if steps is None else table(int(steps))
+    else:
+        found = table[:steps]
+    if steps is not None and len(found) < steps:
         what = repr(coefficients) if isinstance(coefficients, str) else "those given"
         raise ValueError(
             f"steps={steps} with coefficients={what}; expected an integer from 1 to "
-            f"{table.length}, as many as there are quintics"
+            f"{len(found)}, as many as there are quintics"
         )
-    found = table.first(steps)
     for a, b, c in found:
-        if not (1e-6 <= abs(a) <= 1e6 and 0 < abs(b) <= 1e6 * abs(a)) or not (
-            abs(c) <= 1e6 * abs(b)
-        ):
+        in_range = 0.01 <= abs(a) <= 100 and 0 < abs(b) <= 1e6 * abs(a)
+        if not (in_range and abs(c) <= 1e6 * abs(b)):
             raise ValueError(
-                f"coefficients ({a}, {b}, {c}); expected |a| from 1e-6 to 1e6, b not "
+                f"coefficients ({a}, {b}, {c}); expected |a| from 0.01 to 100, b not "
                 "0, and |b / a| and |c / b| up to 1e6"
             )
     return found
 
 
-def normal_coefficients(coefficients: Any) -> Any:
-    """One triple of floats, or a tuple of such triples, from anything like it.
-
-    Raises:
-      ValueError: for anything else.
-    """
+def _given(coefficients: Any) -> Any:
+    """One triple for any number of steps, or a table, from whatever a user gives."""
     try:
         table = np.asarray(coefficients, dtype=np.float64)
-        shape = str(table.shape)
     except (TypeError, ValueError):
-        table, shape = np.empty(0), "unknown"
+        table = np.empty(0)
     if table.shape == (3,):
-        return _as_tuples(table[None])[0]
+        return lambda steps=5: steps * _as_tuples(table[None])
     if table.ndim != 2 or table.shape[1] != 3 or len(table) == 0:
         raise ValueError(
-            f"coefficients={coefficients!r} of shape {shape}; expected one (a, b, c), "
-            f"a sequence of them, or one of {', '.join(map(repr, TABLES))}"
+            f"coefficients={coefficients!r}; expected one (a, b, c), a sequence of "
+            f"them, or one of {', '.join(map(repr, TABLES))}"
         )
     return _as_tuples(table)
 

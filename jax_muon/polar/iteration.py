@@ -1,87 +1,69 @@
-"""Quintics of matrices: X <- a X + b (X X^T) X + c (X X^T)^2 X, step after step.
+"""The iteration: a quintic in X for each (a, b, c), which brings singular values to 1.
 
-In two forms with m <= n:
+nanochat writes a step in three lines, for X (m, n) with m <= n, divided by its norm:
 
-  standard: A = X X^T;  X <- X + (b/a A + c/a A A) X, and all a together at the end
-  gram:     R = X X^T;  B = R + c/b R R;  P = I + b/a B;  Q <- P Q;  R <- P R P, and
-            X <- Q X at the end. Cheaper for n > 1.5 m, less accurate: R squares the
-            condition number, so X is refreshed after some steps.
+    A = X @ X.mT
+    B = b * A + c * A @ A
+    X = a * X + B @ X
 
-Both leave all a for later: what is held is X / s, A / s^2 and Q / s, where s is the
-product of the a so far. Neither computes A A, or R R, where c = 0. On a CPU matrices
-are taken one after another, elsewhere a whole stack at once; what is computed is the
-same. Settings arrive checked: `factors.py` does that.
+The same polynomials are computed here. What differs, and what it is worth:
+
+- The norm is read off the first A, which saves a pass over X, and makes the Schatten-4
+  norm, the root of ||X X^T||_F, as cheap as Frobenius'.
+- The factors a wait until the end: what is held is X / s, where s is the product of the
+  a so far. Each line then is a sum C + k X Y, one call of cuBLASLt: whatever else moves
+  in a step of GPT-2 124M on an H100 shrinks from 20.0 to 6.5 GB (`products.py`).
+- In bfloat16 the factors k are numbers that bfloat16 holds exactly (`exact_factors`).
+- No A A where c = 0, as in cubics: two products a step instead of three.
+- A CPU takes one matrix after another, and symmetric products by halves: 1.15 to 1.5
+  times faster than a stack at once, and 0.87 of the time. A GPU takes whole stacks.
+- In float32, long matrices (n > 1.5 m) are iterated as their Gram matrices,
+
+    R = X X^T;  B = R + c/b R R;  P = I + b/a B;  Q <- P Q;  R <- P R P
+
+  and X <- Q X at the end: five steps take 8 m^2 n + 28 m^3 FLOPs instead of
+  20 m^2 n + 10 m^3. R squares the condition number, so X is refreshed after three
+  steps; in bfloat16 this form is useless.
+
+Settings arrive checked: `factors.py` does that.
 """
 
-import dataclasses
 import functools
-import itertools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jax_muon.dtypes import positive, wide, wider
-from jax_muon.polar.coefficients import Coefficients
-from jax_muon.polar.kernels import matmul
+from jax_muon.dtypes import wide, wider
+from jax_muon.polar.coefficients import Coefficients, quintics
 from jax_muon.polar.products import (
     FusedProducts,
-    KernelProducts,
     Products,
     exact_factors,
+    matmul,
     outer_on_cpu,
 )
 
-# FLOPs of five steps are 20 m^2 n + 10 m^3 (standard) and 8 m^2 n + 28 m^3 (Gram).
-_GRAM_ASPECT = 1.5
+if TYPE_CHECKING:
+    from jax_muon.polar.factors import NewtonSchulz
 
-# Below this m, products are too small for the Gram form to save time.
+# Steps of the Gram form from one Gram matrix of X to the next. Without a refresh
+# singular values reach 4 on inputs of condition 1e10, in float32; with one after step 3
+# the error stays below 5e-5.
+REFRESH = 3
+
+# The Gram form from this n / m and this m up; smaller products do not save time.
+_GRAM_ASPECT = 1.5
 _GRAM_MIN_SIZE = 256
 
+# s stays between 1 / this and this, so that its fourth power has a float32. It is 2^9
+# after five steps of the Polar Express, and 2^13 after eight.
+_MAX_SCALE = 2.0**20
 
-class _Limits(NamedTuple):
-    """What the digits and the range of a dtype ask for.
-
-    X is held as X / s, its Gram matrix A as g A / s^2 and A A as its square. s is the
-    product of the a of all steps so far, 2^9 after five of the Polar Express and 2^13
-    after eight.
-    """
-
-    refresh: int  # steps of the Gram form from one Gram matrix to the next
-    first: float  # s at the beginning, and where it would not be in the bounds below
-    least: float
-    most: float
-    gram: float | None  # g / s^2, up to a factor of two; None: g is from 1 to 2
-
-    def unit(self, scale: float, ratio: float) -> float:
-        """The power of two near which g is chosen where s is `scale`.
-
-        Less where A A outweighs A in A + ratio A A, the next factor of a product.
-        """
-        if self.gram is None:
-            return 1.0
-        return 2.0 ** math.floor(math.log2(self.gram / max(1, ratio) * scale**2))
-
-
-# Without a refresh singular values reach 4 on inputs of condition 1e10, in float32;
-# with one after step 3 the error stays below 5e-5. The range ends at 2^126.
-_WIDE = _Limits(refresh=3, first=1.0, least=2.0**-20, most=2.0**20, gram=None)
-
-# Two refreshes make the Gram form as accurate as the standard one. float16 goes from
-# 2^-14, below which it loses digits, to 2^16. With these powers of two nothing leaves
-# it above, also where a product is rounded before it meets its factor, for singular
-# values up to 1.2 on their way. Below, elements of X begin at 1 / sqrt(m n) where they
-# are alike, those of A beside its diagonal at 1 / (m sqrt(n)): both are held with all
-# digits at the beginning up to m = n = 8192, and what is lost later is small beside
-# what it is added to.
-_HALF = _Limits(refresh=2, first=2.0**-7, least=2.0**-7, most=2.0**3, gram=2.0**5)
-
-
-def _limits(dtype: jnp.dtype) -> _Limits:
-    return _HALF if dtype == jnp.float16 else _WIDE
+_ON_CPU = Products(outer_on_cpu)
+_FUSED = FusedProducts()
 
 
 def dtype_of(dtype: jnp.dtype, m: int) -> jnp.dtype:
@@ -93,23 +75,23 @@ def dtype_of(dtype: jnp.dtype, m: int) -> jnp.dtype:
     return wider(dtype, jnp.float32) if m == 1 else dtype
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What is known of an iteration while it is traced; see `factors.PolarExpress`."""
-
-    coefficients: tuple[Coefficients, ...]
-    norm: str
-    dtype: jnp.dtype
-    form: str
-    symmetric: str
-    axis_name: tuple[str, ...] | None = None
+def uses_gram(form: str, dtype: jnp.dtype, m: int, n: int) -> bool:
+    """True if matrices (m, n), m <= n, take the Gram form."""
+    if form == "auto":
+        low_precision = jnp.finfo(dtype).bits < 32
+        return not low_precision and m >= _GRAM_MIN_SIZE and n > _GRAM_ASPECT * m
+    return form == "gram"
 
 
 # Traced once for matrices of a shape, however many parameters and calls have it.
-@functools.partial(jax.jit, static_argnames="settings")
-def iterate(x: Array, norm_factor: Any, eps: Any, settings: Settings) -> Array:
+@functools.partial(jax.jit, static_argnames=("polar", "dtype", "axis_name"))
+def iterate(
+    x: Array,
+    polar: "NewtonSchulz",
+    dtype: jnp.dtype,
+    axis_name: tuple[str, ...] | None = None,
+) -> Array:
     """Run the quintics on a batch, in the order that suits the platform."""
-    dtype, axis_name = settings.dtype, settings.axis_name
     *batch, rows, cols = x.shape
     if axis_name is None:
         m, n = sorted((rows, cols))
@@ -117,8 +99,8 @@ def iterate(x: Array, norm_factor: Any, eps: Any, settings: Settings) -> Array:
         m, n = rows, cols * jax.lax.axis_size(axis_name)
     turned = axis_name is None and rows > cols
     dtype = dtype_of(dtype, m)
-    first = _limits(dtype).first
-    body = _gram_form if uses_gram(settings.form, dtype, m, n) else _standard_form
+    table = quintics(polar.coefficients, polar.steps)
+    form = _gram_form if uses_gram(polar.form, dtype, m, n) else _standard_form
 
     def factor(y: Array, products: Products) -> Array:
         """Polar factors of wide matrices, m <= n."""
@@ -131,11 +113,9 @@ def iterate(x: Array, norm_factor: Any, eps: Any, settings: Settings) -> Array:
                 return products.gram(y, k)
             return (k * summed(products.outer(y, y))).astype(y.dtype)
 
-        y, unit = power_of_two_scaled(y, axis_name=axis_name)
-        y = (y / first).astype(dtype)
-        gram = summed(products.outer(y, y))
-        y, gram = _normalize(y, gram, unit, settings.norm, norm_factor, eps, first)
-        y = body(y, gram, settings.coefficients, products, gram_of)
+        y = y.astype(dtype)
+        y, gram = _normalize(y, summed(products.outer(y, y)), polar)
+        y = form(y, gram, table, products, gram_of)
         return y.astype(x.dtype)
 
     def at_once(x: Array, products: Products) -> Array:
@@ -148,31 +128,12 @@ def iterate(x: Array, norm_factor: Any, eps: Any, settings: Settings) -> Array:
         ),
         "default": functools.partial(at_once, products=_FUSED),
     }
-    if settings.symmetric == "kernel" and jnp.finfo(dtype).bits == 16:
-        branches["cuda"] = functools.partial(at_once, products=_KERNELS)
+    if polar.symmetric == "kernel" and dtype == jnp.bfloat16:
+        from jax_muon.polar.hopper import HopperProducts
+
+        branches["cuda"] = functools.partial(at_once, products=HopperProducts())
     y = jax.lax.platform_dependent(x.reshape(-1, rows, cols), **branches)
     return y.reshape(*batch, rows, cols)
-
-
-def uses_gram(form: str, dtype: jnp.dtype, m: int, n: int) -> bool:
-    """Whether matrices (m, n), m <= n, take the Gram form."""
-    if form == "auto":
-        low_precision = jnp.finfo(dtype).bits < 32
-        return not low_precision and m >= _GRAM_MIN_SIZE and n > _GRAM_ASPECT * m
-    return form == "gram"
-
-
-def refreshes(coefficients: Sequence[Coefficients], dtype: jnp.dtype) -> list[int]:
-    """The steps at which the Gram form computes X X^T, the first among them."""
-    limits = _limits(dtype)
-    steps, scale = [0], limits.first
-    for step, (a, _, _) in enumerate(coefficients[:-1], start=1):
-        scale *= a
-        inside = limits.least <= abs(scale) <= limits.most
-        if step == steps[-1] + limits.refresh or not inside:
-            steps.append(step)
-            scale = limits.first
-    return steps
 
 
 def _one_after_another(
@@ -202,49 +163,19 @@ def _one_after_another(
     return jax.lax.fori_loop(0, len(x), body, x)
 
 
-def _normalize(
-    x: Array,
-    gram: Array,
-    unit: Array,
-    norm: str,
-    norm_factor: float,
-    eps: float,
-    first: float,
-) -> tuple[Array, Array]:
-    """X / (norm_factor * first * norm(X) + eps unit), and its Gram matrix X X^T.
+def _normalize(x: Array, gram: Array, polar: "NewtonSchulz") -> tuple[Array, Array]:
+    """X / (norm_factor * norm(X) + eps), and its Gram matrix.
 
-    Both norms are read off the Gram matrix of the first step, which is computed anyway:
-    ||X||_F^2 is its trace, and the Schatten-4 norm to the fourth is ||X X^T||_F^2.
+    ||X||_F^2 is the trace of X X^T, and the Schatten-4 norm to the fourth is
+    ||X X^T||_F^2.
     """
-    if norm == "frobenius":
-        squared = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
-    else:
-        squared = jnp.sqrt(jnp.sum(gram * gram, axis=(-2, -1), keepdims=True))
-    floor = positive(eps, gram.dtype) * unit.astype(gram.dtype)
-    scale = 1 / (norm_factor * first * jnp.sqrt(squared) + floor)
+    squared = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
+    if polar.norm == "schatten4":
+        # Fourth powers overflow, or vanish, where squares do not.
+        part = gram / jnp.where(squared > 0, squared, 1)
+        squared *= jnp.sqrt(jnp.sum(part * part, axis=(-2, -1), keepdims=True))
+    scale = 1 / (polar.norm_factor * jnp.sqrt(squared) + polar.eps)
     return (wide(x) * scale).astype(x.dtype), gram * scale * scale
-
-
-def power_of_two_scaled(
-    x: Array,
-    axes: tuple[int, ...] = (-2, -1),
-    *,
-    axis_name: str | tuple[str, ...] | None = None,
-) -> tuple[Array, Array]:
-    """X with its largest element in [0.5, 1) by an exact factor, and that factor.
-
-    Squares of elements near the ends of the exponent range (1e30, 1e-30 in float32)
-    then neither overflow nor vanish. `axes` are those of one matrix, which is divided
-    over the mesh axes of `axis_name`.
-    """
-    x = wide(x)
-    largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
-    if axis_name is not None:
-        largest = jax.lax.pmax(largest, axis_name)
-    _, exponent = jnp.frexp(largest)
-    limit = jnp.finfo(x.dtype).maxexp - 2
-    unit = jnp.ldexp(jnp.ones_like(largest), -jnp.clip(exponent, -limit, limit))
-    return x * unit, unit
 
 
 def _standard_form(
@@ -254,25 +185,22 @@ def _standard_form(
     products: Products,
     gram_of: Callable[[Array, float], Array],
 ) -> Array:
-    """The standard form, from X and its Gram matrix.
+    """The three lines, from X and its Gram matrix in at least float32, like the result.
 
-    The Gram matrix is in at least float32, and so is the result.
+    The order of factors and roundings is chosen: each product is one C + k X Y.
     """
-    limits = _limits(x.dtype)
-    scale = limits.first  # x is X / scale, so that a step need not multiply it
+    scale = 1.0  # x is X / scale, so that a step need not multiply it
     used: set[float] = set()
     for step, (a, b, c) in enumerate(coefficients):
-        cubic, quintic = b / a * scale**2, c / a * scale**4
-        unit = limits.unit(scale, abs(c / b))
-        g, p, q = exact_factors(cubic, quintic, x.dtype, unit, used)
+        g, p, q = exact_factors(b / a * scale**2, c / a * scale**4, x.dtype, used)
         used |= {g, p, q}
         gram = (g * gram).astype(x.dtype) if step == 0 else gram_of(x, g)
         polynomial = products.add_square(gram, q) if q else gram
         x = products.add_product(x, p, polynomial)
         scale *= a
-        if not limits.least <= abs(scale) <= limits.most:
-            x = (wide(x) * (scale / limits.first)).astype(x.dtype)
-            scale = limits.first
+        if not 1 / _MAX_SCALE <= abs(scale) <= _MAX_SCALE:
+            x = (wide(x) * scale).astype(x.dtype)
+            scale = 1.0
     return wide(x) * scale
 
 
@@ -283,43 +211,19 @@ def _gram_form(
     products: Products,
     gram_of: Callable[[Array, float], Array],
 ) -> Array:
-    """The Gram form, from X and its Gram matrix."""
+    """The Gram form, from X and its Gram matrix. Q and R hold no factor a either."""
     # R, every polynomial of it and their products are symmetric and commute.
-    limits = _limits(x.dtype)
-    first = scale = limits.first  # x is X / first
-    factor = eye = jnp.eye(x.shape[-2], dtype=x.dtype)  # Q first / scale
-    used: set[float] = set()
-    ends = [*refreshes(coefficients, x.dtype), len(coefficients)]
-    for begin, end in itertools.pairwise(ends):
-        a, b, c = coefficients[begin]
-        cubic, quintic = b / a * first**2, c / a * first**4
-        unit = limits.unit(
-            first, max(abs(c / b) for _, b, c in coefficients[begin:end])
-        )
-        g, p, q = exact_factors(cubic, quintic, x.dtype, unit, used)
-        used |= {g, p, q}
-        if begin == 0:
-            gram = (g * gram).astype(x.dtype)
-        else:
-            x = (scale / first) * matmul(factor, x, x.dtype)
-            gram = gram_of(x, g)
-        factor, scale = eye, first
-        for step in range(begin, end):
-            a, b, c = coefficients[step]
-            square = products.add_square(gram, c / b * scale**2 / g) if c else gram
-            p = b / a * scale**2 / g
-            polynomial = (wide(eye) + p * wide(square)).astype(x.dtype)
-            if factor is eye:
-                factor = polynomial
-            else:
-                factor = products.symmetric(factor, polynomial)
-            if step + 1 < end:
-                gram = products.symmetric(polynomial, gram)
-                gram = products.symmetric(gram, polynomial)
-            scale *= a
+    eye = jnp.eye(x.shape[-2], dtype=x.dtype)
+    gram, factor, scale = gram.astype(x.dtype), eye, 1.0  # factor is Q / scale
+    for step, (a, b, c) in enumerate(coefficients):
+        if step and step % REFRESH == 0:
+            x = scale * matmul(factor, x, x.dtype)
+            gram, factor, scale = gram_of(x, 1.0), eye, 1.0
+        square = products.add_square(gram, c / b * scale**2) if c else gram
+        polynomial = eye + b / a * scale**2 * square
+        factor = polynomial if factor is eye else products.symmetric(factor, polynomial)
+        if step + 1 < len(coefficients) and (step + 1) % REFRESH:
+            gram = products.symmetric(polynomial, gram)
+            gram = products.symmetric(gram, polynomial)
+        scale *= a
     return scale * matmul(factor, x)
-
-
-_ON_CPU = Products(outer_on_cpu)
-_FUSED = FusedProducts()
-_KERNELS = KernelProducts()

@@ -1,27 +1,58 @@
-"""The matrix products of an orthogonalization step, in the form C + k X Y.
+"""The matrix products of an iteration, in the form C + k X Y.
 
 A quintic a X + (b A + c A A) X with A = X X^T takes three of them,
 
   A <- g X X^T;  B <- A + q A A;  X <- X + p B X,
 
-and its factor a, which is left for the end of all steps. Each is one call of a GPU's
+and its factor a, which waits until the end of all steps. Each is one call of a GPU's
 library, which reads and writes nothing besides its operands. `Products` is for a CPU,
-`FusedProducts` for everything else, `KernelProducts` an option on NVIDIA GPUs.
+`FusedProducts` for everything else; `hopper/` has kernels for NVIDIA's H100 and H200.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jax_muon.dtypes import wide
-from jax_muon.polar.kernels import gram_kernel, matmul, outer, quadratic_kernel
+from jax_muon.dtypes import wide, wider
 
-# Symmetric products are computed by halves from so many rows and columns on; below, the
-# smaller products lose what their number saves.
+
+def matmul(
+    x: Float[Array, "*batch m k"],
+    y: Float[Array, "*batch k n"],
+    dtype: jax.typing.DTypeLike | None = None,
+) -> Float[Array, "*batch m n"]:
+    """X Y summed in at least float32, in a dtype; None: not rounded below that."""
+    return jnp.matmul(x, y, **_accumulation(x.dtype, dtype))
+
+
+def outer(
+    x: Float[Array, "*batch m k"],
+    y: Float[Array, "*batch n k"],
+    dtype: jax.typing.DTypeLike | None = None,
+) -> Float[Array, "*batch m n"]:
+    """X Y^T, as `matmul`. With `y.mT` instead of y a CPU would copy the transpose."""
+    return jnp.einsum("...mk,...nk->...mn", x, y, **_accumulation(x.dtype, dtype))
+
+
+def _accumulation(
+    operands: jnp.dtype, dtype: jax.typing.DTypeLike | None
+) -> dict[str, Any]:
+    wide_dtype = wider(operands, jnp.float32)
+    return {
+        # HIGHEST: on a GPU, float32 would otherwise run through TF32 with 10 bits.
+        "precision": jax.lax.Precision.HIGHEST if operands == wide_dtype else None,
+        "preferred_element_type": wide_dtype if dtype is None else dtype,
+    }
+
+
+# Symmetric products are computed by halves from this size up; below it the overhead of
+# smaller products outweighs the saving.
 _HALVES_FROM = 384
 
 # Joining the halves takes 0.75 ns an element on a Xeon with AMX, whatever the number of
@@ -44,11 +75,15 @@ def outer_on_cpu(
 
 @functools.cache
 def has_amx() -> bool:
-    """Whether this machine's processor multiplies bfloat16 in tiles (AMX)."""
+    """True if the processor that traces multiplies bfloat16 in tiles (AMX).
+
+    A program that is compiled here for another processor gives the same results, by
+    products that may be the slower choice there.
+    """
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             flags = next((line for line in lines if line.startswith("flags")), "")
-    except OSError:  # no Linux: no such processor is known to be fast there
+    except OSError:  # not Linux
         return False
     return "amx_bf16" in flags.split()
 
@@ -119,41 +154,20 @@ class FusedProducts(Products):
         return matmul(x, y, x.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelProducts(FusedProducts):
-    """Symmetric products by the kernels, for NVIDIA GPUs: only of X with itself."""
-
-    outer: Callable[[Array, Array], Array] = lambda x, _: gram_kernel(x, jnp.float32)
-
-    def gram(self, x: Array, k: float) -> Array:
-        """The matrices k X X^T."""
-        return gram_kernel(x, factor=k)
-
-    def add_square(self, a: Array, k: float) -> Array:
-        """A + k A A, for symmetric A."""
-        return quadratic_kernel(a, 1.0, k)
-
-
 def exact_factors(
-    cubic: float,
-    quintic: float,
-    dtype: jnp.dtype,
-    unit: float = 1.0,
-    used: Collection[float] = (),
+    cubic: float, quintic: float, dtype: jnp.dtype, used: Collection[float] = ()
 ) -> tuple[float, float, float]:
     """The g, p, q for X + cubic A X + quintic A A X, all of them numbers of a dtype.
 
-    With A' = g A this is X + p (A' + q A' A') X, where p g = cubic and p q g^2 =
-    quintic. In float32 g is 1. In bfloat16 rounding p and q would change the polynomial
-    by up to 2^-8 of each term, in float16 by 2^-11; of the 128 values, or 1024, that g
-    has in [1, 2) unit, the best one leaves less than the rounding of the matrices,
-    2^-12.5 on average in bfloat16.
+    With A' = g A this is X + p (A' + q A' A') X, where p g = cubic and
+    p q g^2 = quintic. In float32 g is 1. In bfloat16 rounding p and q would change the
+    polynomial by up to 2^-8 of each term; of the 128 values that g has in [1, 2), the
+    best one leaves 2^-12.5 on average, less than the rounding of the matrices.
 
     Args:
       cubic: factor of A X, not 0.
       quintic: factor of A A X.
       dtype: of the matrices.
-      unit: a power of two, near which g is looked for.
       used: numbers of other steps, which are avoided: XLA hands a factor to cuBLASLt
         only where no other sum has the same.
 
@@ -163,7 +177,7 @@ def exact_factors(
     ratio = quintic / cubic
     if jnp.finfo(dtype).bits >= 32:
         return 1.0, cubic, ratio
-    g = unit * np.arange(1, 2, float(jnp.finfo(dtype).eps))
+    g = np.arange(1, 2, float(jnp.finfo(dtype).eps))
     p, q = ((value / g).astype(dtype).astype(float) for value in (cubic, ratio))
     error = np.maximum(abs(p * g / cubic - 1), abs(q * g - ratio) / abs(ratio or 1))
     taken = np.isin([g, p, q], [x for x in used if x]).any(axis=0)

@@ -1,7 +1,6 @@
 """c X X^T + b X for symmetric results, as one kernel for Hopper GPUs (sm_90).
 
-It is written for Pallas's Mosaic GPU backend, which is imported here and nowhere else:
-`kernels` imports this file when a kernel is called for.
+It is written for Pallas's Mosaic GPU backend, which is imported here and nowhere else.
 
 A program computes a tile of 128 rows of the lower triangle with three groups of four
 warps. One group loads pieces of X, several ahead of those in use, through the tensor
@@ -18,8 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
+
+try:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        f"jax {jax.__version__} without Pallas's Mosaic GPU backend, which the kernels "
+        f"need ({error}); expected jax 0.10.1 to 0.12, or symmetric='plain'"
+    ) from error
 
 # Rows that one instruction multiplies; what swizzled memory holds of 16 bits in a row.
 SQUARE = 64
@@ -28,6 +34,20 @@ ROWS = COMPUTING * SQUARE
 SHARED_BYTES = 227 * 1024 - 1024  # of a program, less its barriers
 # 64 Ki registers for 3 groups of 128 threads are 168 each. Loading needs few.
 LOADING_REGISTERS, COMPUTING_REGISTERS = 40, 232
+
+
+class Tiling(NamedTuple):
+    """How the kernel cuts its work; docs/speed.md has the reasons.
+
+    Each program computes a tile of 128 x `columns` elements, 64 columns of the matrices
+    at a time, while the next `stages` - 1 pieces of that depth are loaded.
+    """
+
+    columns: int = 256  # or 128
+    stages: int = 4  # at least 2; fewer where they do not fit
+
+
+TILING = Tiling()
 
 
 # One function in the program for all calls of a kind: tracing takes half a second.
@@ -42,11 +62,11 @@ def symmetric_product(
     """c X X^T for one factor (c,), or c X X^T + b X for (c, b).
 
     Args:
-      x: bfloat16 or float16; m and n multiples of 64.
+      x: bfloat16; m and n multiples of 64.
       factors: float32.
       result: shape and dtype.
-      columns: of a tile, 128 or 256.
-      stages: pieces of X in shared memory, fewer where they do not fit.
+      columns: of a tile.
+      stages: pieces of X in shared memory.
     """
     count, m, _ = x.shape
     with_x = factors.shape == (2,)
