@@ -1,7 +1,7 @@
-"""Guards around an optimizer: a step that is skipped leaves everything as it was.
+"""A guard around an optimizer: a step that is skipped leaves everything as it was.
 
-They decide on global arrays, once for all devices. Inside shard_map they refuse what
-differs between devices, where optax's own would skip on some of them without an error.
+It decides on global arrays, once for all devices. Inside shard_map it refuses gradients
+that differ between devices, where optax's own would silently skip on some of them.
 """
 
 import functools
@@ -29,9 +29,10 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip a step whose gradients, updates or new state are not all finite.
 
-    State too: a finite gradient of 2e19 makes AdamW's second moment infinite for good.
-    Only what was finite before counts there: a best loss may begin infinite.
     A skipped step leaves parameters, momentum and counts as they were, and is counted.
+    The state matters, since a finite gradient of 2e19 makes AdamW's second moment
+    infinite for good. There only what was finite before counts: a best loss may begin
+    infinite.
 
     Args:
       inner: the optimizer, such as a recipe.
@@ -59,13 +60,13 @@ def skip_nonfinite(
         new_updates, new_inner = inner.update(
             updates, state.inner_state, params, **extra_args
         )
-        finite = [_finite(x) for x in jax.tree.leaves((updates, new_updates))]
-        states = map(jax.tree.leaves, (new_inner, state.inner_state))
+        steps = map(_finite, jax.tree.leaves((updates, new_updates)))
         # `optax.contrib.reduce_on_plateau` begins with an infinite best value.
-        finite += [_finite(x) | ~_finite(old) for x, old in zip(*states, strict=True)]
-        good = functools.reduce(
-            jnp.logical_and, map(jnp.all, finite), jnp.asarray(True)
+        states = jax.tree.map(
+            lambda new, old: _finite(new) | ~_finite(old), new_inner, state.inner_state
         )
+        finite = [jnp.all(x) for x in (*steps, *jax.tree.leaves(states))]
+        good = functools.reduce(jnp.logical_and, finite, jnp.asarray(True))
 
         def choose(new: Array, old: Array) -> Array:
             return jnp.where(good, new, old)

@@ -1,20 +1,18 @@
-"""Momentum in few bits: how state is stored between steps, and read again.
+"""How momentum is stored between steps: in a floating-point dtype, or in eight bits.
 
 bfloat16 and int8 are rounded stochastically, up or down at random with the odds that
 keep the mean. Rounding to nearest loses every change that is small compared with what
-is there: int8 momentum of a gradient that turns slowly and has no noise is then 0.12
-off, and 0.03 with random rounding. With as much noise as there is in training, which
-makes up for that, nearest would be better by a factor of 0.7 (0.015 for 0.021 on the
-example's model).
+is stored: int8 momentum of a gradient that turns slowly and has no noise is then 0.12
+off, and 0.03 with random rounding. With realistic gradient noise, rounding to nearest
+is slightly better (0.015 against 0.021 on the example's model).
 
-The random bits are a hash of the step, the parameter's path and the element's place in
-the whole array. So they need no key in the state, are the same however arrays lie on a
-mesh, and a run that is resumed goes on bit for bit.
+The random bits are a hash of the step, the parameter's path and the element's position
+in the whole array. So they need no key in the state and do not depend on the sharding,
+and a resumed run continues bit for bit.
 """
 
 import dataclasses
 import zlib
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,25 +34,23 @@ def storage(name: str, dtype: Any) -> "Floating | Quantized":
     Raises:
       ValueError: for anything other than `DTYPES` and None.
     """
-    if dtype is None:
-        return Floating(None)
     try:
-        found = jnp.dtype(dtype)
+        found = None if dtype is None else jnp.dtype(dtype).name
     except TypeError:
-        found = None
-    if found is None or found.name not in DTYPES:
+        found = "no dtype"
+    if found not in (None, *DTYPES):
         raise ValueError(
             f"{name}={dtype!r}; expected one of {', '.join(map(repr, DTYPES))}, or "
             "None for the parameters' dtype"
         )
-    return Quantized() if found == jnp.int8 else Floating(found)
+    return Quantized() if found == "int8" else Floating(found)
 
 
 @dataclasses.dataclass(frozen=True)
 class Floating:
     """Stored in a floating-point dtype; None: the parameters', rounded to nearest."""
 
-    dtype: Any
+    dtype: str | None
 
     def zeros(self, params: optax.Params) -> tuple[optax.Params]:
         """Stored zeros: one tree, like the parameters."""
@@ -75,37 +71,35 @@ class Floating:
           path: of the parameter.
           count: steps done, a scalar.
         """
-        if self.dtype != jnp.bfloat16:
+        if self.dtype != "bfloat16":
             return (x.astype(old[0].dtype),)
         single = x.astype(jnp.float32)
         bits = jax.lax.bitcast_convert_type(single, jnp.uint32)
         # bfloat16 is the upper half of float32: a carry from the lower one rounds up.
         up = bits + (random_bits(x, path, count) >> 16)
         kept = jax.lax.bitcast_convert_type(up & jnp.uint32(0xFFFF0000), jnp.float32)
+        # Of the NaN that GPUs make, 0x7FFFFFFF, a carry would make 0.
         return (jnp.where(jnp.isfinite(single), kept, single).astype(jnp.bfloat16),)
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """Integers from -127 to 127, and for each row the scale that multiplies them.
+    """Integers from -127 to 127, with one scale for each row, the last axis.
 
-    A row is the last axis of a parameter as it is held. Its scale is a maximum, which
-    is exact however the row is divided over devices.
+    A scale is a maximum, which is exact however the row is sharded.
     """
 
     def zeros(self, params: optax.Params) -> tuple[optax.Params, optax.Params]:
         """Stored zeros: a tree of int8, and one of scales in at least float32."""
 
         def scales(p: Array) -> Array:
-            # A sum, so that the state lies on the mesh as the rows do.
+            # A sum has the sharding of the rows.
             rows = jnp.sum(p, axis=_row(p), keepdims=True)
-            wide_dtype = wider(p.dtype, jnp.float32)
-            return jnp.zeros_like(rows, dtype=wide_dtype)
+            return jnp.zeros_like(rows, dtype=wider(p.dtype, jnp.float32))
 
-        # A box names the axes of the parameter, over which (out, 1) is not divided.
-        plain = paths.unbox(params)
+        # A box names the axes of the parameter, over which (out, 1) cannot be sharded.
         integers = optax.tree.zeros_like(params, dtype=jnp.int8)
-        return integers, jax.tree.map(scales, plain)
+        return integers, jax.tree.map(scales, paths.unbox(params))
 
     def read(
         self, integers: Int8[Array, "*rows n"], scale: Float[Array, "*rows 1"]
@@ -122,8 +116,7 @@ class Quantized:
     ) -> tuple[Int8[Array, "*rows n"], Float[Array, "*rows 1"]]:
         """Rounded stochastically; arguments as for `Floating`."""
         x = x.astype(old[1].dtype)
-        largest = jnp.max(jnp.abs(x), axis=_row(x), keepdims=True, initial=0)
-        scale = largest / _LARGEST
+        scale = jnp.max(jnp.abs(x), axis=_row(x), keepdims=True, initial=0) / _LARGEST
         steps = x / jnp.where(scale > 0, scale, 1)
         uniform = (random_bits(x, path, count) >> 8).astype(x.dtype) * 2.0**-24
         integers = jnp.clip(jnp.floor(steps + uniform), -_LARGEST, _LARGEST)
@@ -131,26 +124,26 @@ class Quantized:
 
 
 def random_bits(like: Array, path: str, count: Array) -> UInt32[Array, "..."]:
-    """32 random bits for each element, lying as the array does.
+    """32 random bits for each element, with the sharding of the array.
 
-    A hash in two rounds of the element's place, each with a word that depends on path
-    and step.
+    A hash in two rounds of the element's position, each with a word that depends on
+    path and step.
     """
     first = _mixed(jnp.uint32(zlib.crc32(path.encode())) ^ count.astype(jnp.uint32))
     second = _mixed(first + jnp.uint32(0x9E3779B9))
-    return _mixed(_mixed(_places(like) ^ first) + second)
+    return _mixed(_mixed(_positions(like) ^ first) + second)
 
 
-def _places(like: Array) -> UInt32[Array, "..."]:
-    """The place of every element in the whole array, in rows, modulo 2^32."""
-    place = jnp.zeros_like(like, dtype=jnp.uint32)
+def _positions(like: Array) -> UInt32[Array, "..."]:
+    """The index of every element in the flattened array, modulo 2^32."""
+    position = jnp.zeros_like(like, dtype=jnp.uint32)
     stride = 1
     for axis in reversed(range(like.ndim)):
-        size = like.shape[axis]
-        along = jnp.arange(size, dtype=jnp.uint32) * jnp.uint32(stride % 2**32)
-        place = place + along.reshape([-1, *[1] * (like.ndim - 1 - axis)])
-        stride *= size
-    return place
+        along = jnp.arange(like.shape[axis], dtype=jnp.uint32)
+        along = along * jnp.uint32(stride % 2**32)
+        position = position + along.reshape([-1, *[1] * (like.ndim - 1 - axis)])
+        stride *= like.shape[axis]
+    return position
 
 
 def _mixed(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
@@ -163,6 +156,6 @@ def _mixed(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     return x ^ (x >> 16)
 
 
-def _row(x: Array) -> Sequence[int]:
+def _row(x: Array) -> tuple[int, ...]:
     """The last axis; none for a scalar."""
     return (-1,) if x.ndim else ()
