@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from jax_muon.mesh.specs import (
     spec_names,
 )
 from jax_muon.reading import paths
+from jax_muon.reading.roles import axes_of_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Layout:
       skip_used: whether an axis of `divide` that a leaf's spec uses is passed over for
         that leaf, instead of being an error.
       params_divided: whether parameters lie as finely as gradients and state.
+      by_layers: whether axes of layers, which a scan goes along, are divided only where
+        no other axis can be.
     """
 
     mesh: Mesh
@@ -46,6 +50,7 @@ class Layout:
     min_size: int = 1024
     skip_used: bool = False
     params_divided: bool = False
+    by_layers: bool = False
 
     def __post_init__(self) -> None:
         check_mesh("mesh", self.mesh)
@@ -81,17 +86,20 @@ class Layout:
 
     def of_state(self, tree: Any) -> Any:
         """PartitionSpecs of gradients, and of state with a parameter's shape."""
+        layers = axes_of_layers(tree) if self.by_layers else {}
 
         def spec(key_path: tuple[Any, ...], leaf: Any, own: PartitionSpec) -> Any:
+            path = paths.path_string(key_path)
             used = set(spec_names(own)) & set(self.divide)
             if used and not self.skip_used:
                 raise ValueError(
-                    f"parameter {paths.path_string(key_path)!r} of shape {leaf.shape} "
+                    f"parameter {path!r} of shape {leaf.shape} "
                     f"with {own} is divided over {sorted(used)} already; expected "
                     f"other axes in divide={self.divide}, which repeat it"
                 )
             axes = tuple(name for name in self.divide if name not in used)
-            return _finer(tuple(leaf.shape), own, axes, self.mesh, self.min_size)
+            last = layers.get(path, ())
+            return _finer(tuple(leaf.shape), own, axes, self.mesh, self.min_size, last)
 
         return jax.tree_util.tree_map_with_path(spec, tree, self._given(tree))
 
@@ -110,12 +118,17 @@ def _finer(
     axes: tuple[str, ...],
     mesh: Mesh,
     min_size: int,
+    last: Collection[int],
 ) -> PartitionSpec:
-    """A spec with mesh axes added where the first axis takes all of them."""
+    """A spec with mesh axes added where the first axis takes all of them.
+
+    Axes in `last` come after all others.
+    """
     devices = math.prod(mesh.shape[name] for name in axes)
     if not axes or math.prod(shape) < min_size:
         return own
-    for axis, entry in enumerate(own):
+    for axis in sorted(range(len(own)), key=lambda axis: axis in last):
+        entry = own[axis]
         if shape[axis] and shape[axis] % (devices_over(entry, mesh.shape) * devices):
             continue
         entries = list(own)

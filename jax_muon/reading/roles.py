@@ -129,6 +129,18 @@ def read_leaves(
     return _agreeing(nodes, [reader.read(node, *roles[node.index]) for node in nodes])
 
 
+def axes_of_layers(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Axes of layers by path, as names of modules and shapes show them."""
+    nodes = nodes_of(
+        [
+            Leaf(path, tuple(leaf.shape), leaf.dtype)
+            for path, leaf in paths.leaves_with_paths(tree)
+        ]
+    )
+    find_layers(Tree(nodes))
+    return {node.path: node.batch for node in nodes}
+
+
 def _agreeing(nodes: list[Node], reads: list[Read]) -> list[Read]:
     """The same, with a doubt for leaves of several layers that are read differently.
 
