@@ -6,7 +6,7 @@ gathered leaf by leaf, gradients scattered leaf by leaf. `train_step.py` is arou
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,10 @@ from jax.sharding import PartitionSpec
 
 from jax_muon.checks import scalar
 from jax_muon.dtypes import wide
-from jax_muon.mesh.specs import entry_names, is_spec, wire_dtype
+from jax_muon.mesh.layers import ByLayers
+from jax_muon.mesh.specs import entry_names, is_spec, spec_names, wire_dtype
+from jax_muon.notes import note
+from jax_muon.reading import paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,8 @@ class MeanGradients:
     reduce_dtype: Any
     gather_dtype: Any
     reduce_wide: bool
+    how: str
+    keep_gathered: bool
 
     def __call__(
         self, params: Any, batch: Any, here: Any, scattered: Any
@@ -50,15 +55,30 @@ class MeanGradients:
           here: how params lie over the axes of the batch, a spec for each.
           scattered: how gradients are to lie over them.
         """
-        full = jax.tree.map(self._gather, here, params, is_leaf=is_spec)
+        traced = self._by_layers(params, batch, here)
+        places = range(len(jax.tree.leaves(params)))
+        held = jax.tree.unflatten(
+            jax.tree.structure(params),
+            [traced is not None and place in traced.held for place in places],
+        )
+        full = jax.tree.map(
+            lambda spec, x, is_held: x if is_held else self.gather(x, spec),
+            here,
+            params,
+            held,
+            is_leaf=is_spec,
+        )
 
         def scatter(grads: Any) -> Any:
+            def one(
+                spec: PartitionSpec, own: PartitionSpec, g: Any, p: Any, h: bool
+            ) -> Any:
+                summed = set(spec_names(own)) if h else set()
+                over = [name for name in self.axis if name not in summed]
+                return self._scatter(g, spec, p.dtype, over)
+
             return jax.tree.map(
-                lambda spec, g, p: self._scatter(g, spec, p.dtype),
-                scattered,
-                grads,
-                full,
-                is_leaf=is_spec,
+                one, scattered, here, grads, full, held, is_leaf=is_spec
             )
 
         def mean(weight: Any, grads: Any, microbatches: int) -> tuple[Any, Any]:
@@ -74,7 +94,7 @@ class MeanGradients:
         at_once = self.accumulate == "scattered"
 
         def one(part: Any) -> Any:
-            (weight, loss, grads, aux), largest = self._totals(full, part)
+            (weight, loss, grads, aux), largest = self._totals(traced, held, full, part)
             if at_once:
                 total, grads = mean(weight, grads, 1)
                 grads = _times(grads, total)
@@ -110,7 +130,7 @@ class MeanGradients:
             metrics["aux"] = {**means, **largest} if self.max_aux else means
         return grads, largest, metrics
 
-    def _gather(self, spec: PartitionSpec, x: Any) -> Any:
+    def gather(self, x: Any, spec: PartitionSpec) -> Any:
         """A whole parameter."""
         for dimension, entry in enumerate(spec):
             names = entry_names(entry)
@@ -120,19 +140,29 @@ class MeanGradients:
                 x = sent.astype(x.dtype)
         return x
 
-    def _scatter(self, g: Any, spec: PartitionSpec, dtype: Any) -> Any:
-        """This device's part of the sum of local gradients, in at least float32."""
+    def scatter(self, g: Any, spec: PartitionSpec, dtype: Any, extra: Any) -> Any:
+        """This device's piece of the gradient of a layer, a part of the mean.
+
+        It is divided over all devices, and summed over those that have pieces.
+        """
+        weight, total = extra
+        g = _times(self._counted(wide(g), weight), _inverse(total))
+        return self._scatter(g, spec, dtype, spec_names(spec)).astype(dtype)
+
+    def _scatter(
+        self, g: Any, spec: PartitionSpec, dtype: Any, over: Sequence[str]
+    ) -> Any:
+        """This device's part of the sum over mesh axes, in at least float32."""
         sent = self._to_reduce(g.astype(wire_dtype(dtype, self.reduce_dtype)))
-        summed = set(self.axis)
+        rest = list(over)
         for dimension, entry in enumerate(spec):
-            names = entry_names(entry)
+            names = tuple(name for name in entry_names(entry) if name in over)
             if names:
                 sent = jax.lax.psum_scatter(
                     sent, names, scatter_dimension=dimension, tiled=True
                 )
-                summed -= set(names)
-        rest = tuple(name for name in self.axis if name in summed)
-        return wide(_over(jax.lax.psum, sent, rest))
+                rest = [name for name in rest if name not in names]
+        return wide(_over(jax.lax.psum, sent, tuple(rest)))
 
     def _to_reduce(self, x: Any) -> Any:
         """In the dtype in which sums and maxima over devices are computed."""
@@ -143,27 +173,80 @@ class MeanGradients:
         """A sum or maximum over the devices, in the dtype of x."""
         return _over(collective, self._to_reduce(x), self.axis).astype(x.dtype)
 
-    def _totals(self, params: Any, batch: Any) -> tuple[Any, Any]:
+    def _by_layers(self, params: Any, batch: Any, here: Any) -> ByLayers | None:
+        """The loss, if it is to be looked into, traced on whole parameters."""
+        specs = jax.tree.leaves(here, is_leaf=is_spec)
+        if self.how == "leaves" or not any(map(any, specs)):
+            return None
+        whole = jax.tree.map(
+            lambda spec, x: jax.eval_shape(lambda x: self.gather(x, spec), x),
+            here,
+            params,
+            is_leaf=is_spec,
+        )
+        part = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                (x.shape[0] // self.microbatches, *x.shape[1:]), x.dtype
+            ),
+            batch,
+        )
+        traced = ByLayers(self._split_loss, (whole, part), specs)
+        names = [path for path, _ in paths.leaves_with_paths(params)]
+        note(
+            "gathered",
+            by_layers=[names[place] for place in sorted(traced.held)],
+            whole={names[place]: op for place, op in traced.others.items()},
+        )
+        for place, operation in traced.others.items():
+            if self.how == "layers" and len(specs[place]) > 2:
+                raise ValueError(
+                    f"gather='layers': {operation} uses the parameter {names[place]!r} "
+                    f"with {specs[place]} outside of a scan over layers; expected a "
+                    "jax.lax.scan that takes it as xs, with an axis of layers that no "
+                    "device divides, or gather='auto'"
+                )
+        return traced
+
+    def _split_loss(self, params: Any, batch: Any) -> tuple[Any, Any]:
+        """The loss, its weight and auxiliary output."""
+        loss = self.loss_fn(params, batch)
+        loss, aux = _pair("has_aux", loss) if self.has_aux else (loss, ())
+        loss, weight = _pair("weighted", loss) if self.weighted else (loss, 1.0)
+        loss = scalar("the loss of loss_fn", loss, "a real scalar")
+        weight = scalar("the weight of loss_fn", weight, "a real scalar")
+        return loss, (wide(jnp.asarray(weight, jnp.result_type(float))), aux)
+
+    def _totals(
+        self, traced: ByLayers | None, held: Any, params: Any, batch: Any
+    ) -> tuple[Any, Any]:
         """What is summed over microbatches, and what is maximized.
 
         Weight, loss and gradients times it, and this device's part of the mean aux;
         then the entries of max_aux. But for aux in at least float32: weights may be
         more than float16 can hold.
         """
-
-        def split_loss(params: Any, batch: Any) -> tuple[Any, Any]:
-            loss = self.loss_fn(params, batch)
-            loss, aux = _pair("has_aux", loss) if self.has_aux else (loss, ())
-            loss, weight = _pair("weighted", loss) if self.weighted else (loss, 1.0)
-            loss = scalar("the loss of loss_fn", loss, "a real scalar")
-            weight = scalar("the weight of loss_fn", weight, "a real scalar")
-            return loss, (wide(jnp.asarray(weight, jnp.result_type(float))), aux)
-
-        gradient = jax.value_and_grad(split_loss, has_aux=True)
+        loss_fn, total = self._split_loss, jnp.asarray(float(self.devices))
+        if traced is not None and traced.held:
+            weight = jnp.ones_like(total)
+            if self.weighted:  # what `scatter` has to know before the loss is there
+                weight = traced.result(1, self, params, batch)
+                total = jax.lax.psum(weight, self.axis)
+            loss_fn = functools.partial(
+                traced,
+                self,
+                extra=(weight, total),
+                keep_gathered=self.keep_gathered,
+            )
+        gradient = jax.value_and_grad(loss_fn, has_aux=True)
         (loss, (weight, aux)), grads = gradient(params, batch)
         weight = weight.astype(wide(loss).dtype)
-        loss, grads = jax.tree.map(
-            lambda x: self._counted(wide(x), weight), (loss, grads)
+        loss = self._counted(wide(loss), weight)
+        grads = jax.tree.map(
+            lambda x, h: (
+                _times(wide(x), total) if h else self._counted(wide(x), weight)
+            ),
+            grads,
+            held,
         )
         largest = {}
         if self.max_aux:

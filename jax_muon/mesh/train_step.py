@@ -3,7 +3,8 @@
 In these phases, in the same words as in the code:
 
   gather:  each device gathers the parameters that lie divided, leaf by leaf, at the
-           beginning of the step, where gathers hide under the forward pass;
+           beginning of the step, where gathers hide under the forward pass; those of
+           scanned layers a layer at a time, while another one runs;
   scatter: gradients of a device's own batch are summed leaf by leaf, each sum arriving
            where its part of the state lies, under the backward pass;
   update:  the optimizer, in global view, on gradients and state that lie so;
@@ -44,6 +45,7 @@ from jax_muon.mesh.specs import (
     spec_names,
 )
 from jax_muon.mesh.xla_options import gpu_options
+from jax_muon.notes import listening
 
 Step = tuple[Any, Any, dict[str, Any]]
 
@@ -65,6 +67,8 @@ def make_train_step(
     accumulate: str = "local",
     reduce_dtype: jax.typing.DTypeLike | None = None,
     gather_dtype: jax.typing.DTypeLike | None = None,
+    gather: str = "auto",
+    keep_gathered: bool = False,
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> "TrainStep":
@@ -100,6 +104,14 @@ def make_train_step(
         that no device holds a sum of all.
       reduce_dtype: of gradients on the wire; None for the parameters'.
       gather_dtype: of parameters and updates on the wire; None for their own.
+      gather: of parameters that lie divided over `axis`. "auto": those that a scan in
+        loss_fn takes a layer at a time are gathered so, in the forward pass and again
+        in the backward one, while another layer runs; their gradients are summed so
+        too, for each microbatch, whatever `accumulate` says. All others are gathered
+        leaf by leaf at the beginning of a step. "layers": the same, and an error for
+        one of three or more axes that has to be whole. "leaves": all at the beginning.
+      keep_gathered: whether gathered layers are kept for the backward pass, in all the
+        memory that they take.
       donate: whether parameters and state are updated in place.
       compiler_options: for XLA; None for `gpu_options` on GPUs, and none elsewhere.
 
@@ -128,12 +140,14 @@ def make_train_step(
     check_choice("parameters", parameters, ("as specs", "divided"))
     check_count("microbatches", microbatches)
     check_choice("accumulate", accumulate, ("local", "scattered"))
+    check_choice("gather", gather, ("auto", "layers", "leaves"))
     check_float_dtype("reduce_dtype", reduce_dtype)
     check_float_dtype("gather_dtype", gather_dtype)
     for name, flag in (
         ("has_aux", has_aux),
         ("weighted", weighted),
         ("donate", donate),
+        ("keep_gathered", keep_gathered),
     ):
         check_flag(name, flag)
     max_aux = _names(max_aux)
@@ -150,6 +164,7 @@ def make_train_step(
         min_size,
         skip_used=divided is None,
         params_divided=parameters == "divided",
+        by_layers=parameters == "divided" and gather != "leaves",
     )
     gradients = MeanGradients(
         loss_fn,
@@ -163,6 +178,8 @@ def make_train_step(
         reduce_dtype,
         gather_dtype,
         reduce_wide=mesh.devices.flat[0].platform == "cpu",
+        how=gather,
+        keep_gathered=keep_gathered,
     )
     optimizer = OnMesh(tx, layout, gather_dtype)
     return TrainStep(gradients, optimizer, donate, compiler_options)
@@ -232,6 +249,25 @@ class TrainStep:
     def lower(self, params: Any, state: Any, batch: Any) -> Any:
         """The step lowered for these arguments, or their shapes with shardings."""
         return self._jit(params).lower(params, state, batch)
+
+    def gathers(self, params: Any, batch: Any) -> dict[str, str]:
+        """How each parameter that lies divided over `axis` is gathered, by its path.
+
+        Args:
+          params: the parameters, or their shapes.
+          batch: a batch, or its shapes.
+
+        Returns:
+          "a layer at a time", or "whole" with the operation of the loss that needs it.
+        """
+        with listening() as notes:
+            jax.eval_shape(self._step, *self.abstract(params), batch)
+        found: dict[str, str] = {}
+        for kind, facts in notes:
+            if kind == "gathered":
+                found |= dict.fromkeys(facts["by_layers"], "a layer at a time")
+                found |= {k: f"whole, for {v}" for k, v in facts["whole"].items()}
+        return found
 
     def cache_size(self) -> int:
         """How many programs have been compiled."""

@@ -150,3 +150,131 @@ LOSSES = {
     "psum": (ends_in_psum, python_loop),
     "pcast": (marks_of_vma, of_rows),
 }
+
+
+# --- scans over layers, as models write them ------------------------------------------
+
+
+def _stack(params, x, layers, body=_layer, *, around=lambda f: f, xs=None, **given):
+    """What layers make of x, in a scan with outputs whose body closes over a scale."""
+    scale = params["scale"]
+
+    def step(carry, layer_and_x):
+        y, count = carry
+        layer, extra = layer_and_x
+        y = body(y * scale, layer)
+        y = y if extra is None else y * jax.random.bernoulli(extra, 0.9, y.shape[1:])
+        return (y, count + 1), (jnp.mean(y**2), count)
+
+    start = (x, jnp.zeros((), int))
+    scan = around(
+        lambda start, layers: jax.lax.scan(step, start, (layers, xs), **given)
+    )
+    (y, _), (means, counts) = scan(start, layers)
+    weights = 1 + jnp.arange(means.size).reshape(means.shape) / 4
+    assert counts.shape == means.shape
+    return jnp.mean(jnp.sin(y) @ params["head"]) + 0.1 * jnp.sum(means * weights)
+
+
+def scan(params, x):
+    return _stack(params, x, params["layers"])
+
+
+def scan_in_reverse(params, x):
+    return _stack(params, x, params["layers"], reverse=True, unroll=2)
+
+
+def scan_of_checkpoints(params, x):
+    body = jax.checkpoint(_layer, prevent_cse=False)
+    return _stack(params, x, params["layers"], body)
+
+
+def scan_with_a_policy(params, x):
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return _stack(params, x, params["layers"], jax.checkpoint(_layer, policy=policy))
+
+
+def checkpoint_of_a_scan(params, x):
+    return _stack(params, x, params["layers"], around=jax.checkpoint)
+
+
+def scan_within_jit(params, x):
+    return _stack(params, x, params["layers"], jax.jit(_layer), around=jax.jit)
+
+
+def scan_with_keys(params, x):
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    return _stack(params, x, params["layers"], xs=keys)
+
+
+def scan_of_the_second_axis(params, x):
+    """Layers on axis 1, as MaxText has them."""
+    stored = {"w": params["layers"]["w"].swapaxes(0, 1), "b": params["layers"]["b"]}
+    layers = {"w": jnp.moveaxis(stored["w"], 1, 0), "b": stored["b"]}
+    return _stack(params, x, layers)
+
+
+def scan_of_casts(params, x):
+    """Masters are cast before the scan, and once more within it."""
+    layers = jax.tree.map(lambda w: w.astype(jnp.float32), params["layers"])
+
+    def body(x, layer):
+        return _layer(x, jax.tree.map(lambda w: w.astype(x.dtype), layer))
+
+    return _stack(params, x, layers, body)
+
+
+def scan_of_scans(params, x):
+    """Checkpoints of blocks of layers, as levanter has them."""
+    blocks = jax.tree.map(lambda w: w.reshape(2, 2, *w.shape[1:]), params["layers"])
+
+    @jax.checkpoint
+    def body(x, block):
+        inner = jax.checkpoint(lambda x, layer: (_layer(x, layer), None))
+        return jax.lax.scan(inner, x, block)[0]
+
+    return _stack(params, x, blocks, body)
+
+
+def scan_of_scans_of_others(params, x):
+    """An inner scan takes some of a layer's arrays, the outer one the others."""
+    layers = {"b": params["layers"]["b"]}
+    blocks = jax.tree.map(
+        lambda w: w.reshape(2, 2, *w.shape[1:]), params["layers"]["w"]
+    )
+    pairs = {"b": layers["b"].reshape(2, 2, -1), "w": blocks}
+
+    def body(x, block):
+        x = x + block["b"][1]
+        inner = lambda x, w: (x + jnp.tanh(x @ w), None)  # noqa: E731
+        return jax.lax.scan(inner, x, block["w"])[0]
+
+    return _stack(params, x, pairs, body)
+
+
+def loop_of_checkpoints(params, x):
+    """A Python loop over slices."""
+    y = x * params["scale"]
+    for i in range(LAYERS):
+        layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
+        y = jax.checkpoint(_layer)(y, layer)
+    return jnp.mean(y @ params["head"])
+
+
+# Each with what has to be whole, beside the head.
+SCANS = {
+    scan: (),
+    scan_in_reverse: (),
+    scan_of_checkpoints: (),
+    scan_with_a_policy: (),
+    checkpoint_of_a_scan: (),
+    scan_within_jit: (),
+    scan_with_keys: (),
+    scan_of_the_second_axis: (),
+    scan_of_casts: (),
+    scan_of_scans: (),
+    scan_of_scans_of_others: (),
+    loop_of_checkpoints: (),
+    scan_with_aux_in_the_carry: (),
+    fori_loop: ("layers/b", "layers/w"),
+}

@@ -1,0 +1,296 @@
+"""Scanned layers that are gathered one at a time: gradients, what is sent and kept."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec as P
+
+import jax_muon as jm
+from jax_muon.notes import listening
+from tests.distributed import losses
+from tests.distributed.layouts import EXPLICIT, mesh_of
+
+SPECS = {
+    "layers": {"w": P(None, None, "data"), "b": P(None, "data")},
+    "head": P("data"),
+    "scale": P(),
+}
+
+
+def make(loss, *shape, specs=SPECS, names=("data", "fsdp"), **given):
+    """A step of plain SGD, which moves parameters by their gradients."""
+    kind = {"kind": given.pop("kind")} if "kind" in given else {}
+    mesh = mesh_of(*(shape or (4,)), names=names, **kind)
+    given = {"axis": mesh.axis_names, "min_size": 1, "donate": False} | given
+    return jm.make_train_step(loss, optax.sgd(1.0), mesh, specs=specs, **given)
+
+
+def gradients(step, params, batch):
+    """Those that a step used, its metrics, and which leaves had to be whole."""
+    with listening() as notes:
+        after, _, metrics = step(*step.init(params), batch)
+    (whole,) = [note.facts["whole"] for note in notes if note.kind == "gathered"]
+    moved = jax.tree.map(lambda p, q: np.array(p) - np.array(q), params, after)
+    return moved, metrics, whole
+
+
+def assert_close(found, expected, bound):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=bound),
+        found,
+        expected,
+    )
+
+
+@pytest.mark.parametrize("loss", losses.SCANS, ids=lambda loss: loss.__name__)
+def test_gradients_in_float64(loss, x64):
+    params, batch = losses.draw(jnp.float64), losses.samples(dtype=jnp.float64)
+    value, expected = jax.value_and_grad(loss)(params, batch)
+    found, metrics, whole = gradients(make(loss), params, batch)
+    bound = 1e-7 if loss is losses.scan_of_casts else 1e-12  # it casts to float32
+    assert_close(found, expected, bound)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=bound)
+    assert set(whole) - {"head"} == set(losses.SCANS[loss])
+
+
+FORMS = {
+    "microbatches": {"microbatches": 2},
+    "scattered": {"microbatches": 2, "accumulate": "scattered"},
+    "kept": {"keep_gathered": True},
+    "Explicit": {"kind": EXPLICIT},
+    "divided": {"parameters": "divided", "specs": {**SPECS, "head": P()}},
+    "leaves": {"gather": "leaves"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("loss", [losses.scan, losses.scan_of_scans])
+def test_forms(loss, form):
+    params, batch = losses.draw(), losses.samples()
+    expected = jax.grad(loss)(params, batch)
+    step = make(loss, **FORMS[form])
+    with listening() as notes:
+        after, _, _ = step(*step.init(params), batch)
+    assert any(note.kind == "gathered" for note in notes) == (form != "leaves")
+    moved = jax.tree.map(lambda p, q: np.array(p) - np.array(q), params, after)
+    assert_close(moved, expected, 5e-6)
+    assert step.cache_size() == 1
+
+
+@pytest.mark.parametrize("parameters", ["as specs", "divided"])
+def test_layers_that_some_axes_of_the_batch_divide(parameters):
+    """HSDP: gradients are scattered over one axis by layers, over the other after."""
+    specs = {**SPECS, "layers": {"w": P(None, "fsdp"), "b": P(None, "fsdp")}}
+    specs["head"] = P("fsdp")
+    params, batch = losses.draw(), losses.samples()
+    expected = jax.grad(losses.scan)(params, batch)
+    step = make(losses.scan, 2, 2, specs=specs, parameters=parameters)
+    found, _, whole = gradients(step, params, batch)
+    assert_close(found, expected, 5e-6)
+    assert not {"layers/w", "layers/b"} & set(whole)
+
+
+def test_layers_that_tensor_parallelism_divides_too():
+    specs = {**SPECS, "layers": {"w": P(None, "data", "tp"), "b": P(None, "tp")}}
+    params, batch = losses.draw(), losses.samples()
+    expected = jax.grad(losses.scan_of_checkpoints)(params, batch)
+    step = make(
+        losses.scan_of_checkpoints, 2, 2, specs=specs, names=("data", "tp"), axis="data"
+    )
+    found, _, whole = gradients(step, params, batch)
+    assert_close(found, expected, 5e-6)
+    assert set(whole) == {"head"}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_weights_that_differ_between_devices(microbatches):
+    """The samples of one device do not count: the mean of none of them is NaN."""
+    mask = jnp.ones(16).at[:4].set(0).at[9].set(0)
+    params, samples = losses.draw(), losses.samples()
+
+    def loss(params, batch):
+        x, mask = batch
+        count = jnp.sum(mask)
+        y, _ = jax.lax.scan(
+            lambda y, w: (losses._layer(y, w), None), x, params["layers"]
+        )
+        terms = jnp.mean(jnp.sin(y * params["scale"]) @ params["head"], axis=1)
+        return jnp.sum(terms * mask) / count, count
+
+    expected = jax.grad(lambda p: loss(p, (samples, mask))[0])(params)
+    step = make(loss, weighted=True, microbatches=microbatches)
+    found, _, whole = gradients(step, params, (samples, mask))
+    assert_close(found, expected, 5e-6)
+    assert set(whole) == {"head"}
+
+
+def shapes_within(jaxpr, found=None):
+    """Shapes and dtypes of all values of a program, and those that are gathered."""
+    found = ([], []) if found is None else found
+    for eqn in jaxpr.eqns:
+        kinds = [(v.aval.shape, str(v.aval.dtype)) for v in eqn.outvars]
+        found[0].extend(kinds)
+        found[1].extend(kinds if eqn.primitive.name == "all_gather" else [])
+        for inner in jaxprs_in_params(eqn.params):
+            shapes_within(inner, found)
+    return found
+
+
+def program_of(step, batch):
+    """The shapes of the part of a step that computes gradients."""
+    params = losses.draw()
+    jaxpr = jax.make_jaxpr(step._step)(*step.init(params), batch).jaxpr
+    (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"][:1]
+    return shapes_within(eqn.params["jaxpr"])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [loss for loss in losses.SCANS if not losses.SCANS[loss]],
+    ids=lambda loss: loss.__name__,
+)
+def test_no_device_has_all_layers(loss):
+    """Neither gathered at once, nor kept for the backward pass one by one."""
+    values, _ = program_of(make(loss), losses.samples())
+    whole = {(4, 8, 8), (2, 2, 8, 8), (2, 2, 8), (8, 4, 8)}
+    assert not [shape for shape, _ in values if shape in whole]
+    values, _ = program_of(make(loss, gather="leaves"), losses.samples())
+    assert [shape for shape, _ in values if shape in whole]
+
+
+def test_kept_layers_are_gathered_once():
+    values, sent = program_of(make(losses.scan, keep_gathered=True), losses.samples())
+    assert ((4, 8, 8), "float32") in values
+    _, more = program_of(make(losses.scan), losses.samples())
+    assert len(more) > len(sent)
+
+
+def test_masters_are_cast_before_they_are_gathered():
+    """And the sum of their gradients is in their own dtype."""
+
+    def loss(params, x):
+        layers = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params["layers"])
+        x, _ = jax.lax.scan(lambda y, w: (losses._layer(y, w), None), x, layers)
+        return jnp.mean(x.astype(jnp.float32) * params["scale"])
+
+    batch = losses.samples().astype(jnp.bfloat16)
+    step = make(loss)
+    _, sent = program_of(step, batch)
+    assert {dtype for shape, dtype in sent if shape in ((8, 8), (8,))} == {"bfloat16"}
+    params = losses.draw()
+    found, _, _ = gradients(step, params, batch)
+    assert_close(found, jax.grad(loss)(params, batch), 1e-3)
+
+
+@pytest.mark.parametrize("wire", ["gather_dtype", "reduce_dtype"])
+def test_dtypes_on_the_wire(wire):
+    params, batch = losses.draw(), losses.samples()
+    expected = jax.grad(losses.scan)(params, batch)
+    found, _, _ = gradients(make(losses.scan, **{wire: "bfloat16"}), params, batch)
+    error = optax.tree.norm(jax.tree.map(jnp.subtract, found, expected))
+    assert 1e-5 < error / optax.tree.norm(expected) < 2e-2
+
+
+# --- frameworks -----------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A layer for `nn.scan`."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(8)(nn.tanh(nn.Dense(16)(x))), None
+
+
+class Linen(nn.Module):
+    """Rematerialized, scanned blocks."""
+
+    @nn.compact
+    def __call__(self, x):
+        layers = nn.scan(
+            nn.remat(Block, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=4,
+        )
+        x, _ = layers(name="layers")(x, None)
+        return nn.Dense(1)(x)
+
+
+class NnxBlock(nnx.Module):
+    """A layer for `nnx.scan`."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.down = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.tanh(self.up(x)))
+
+
+def linen():
+    model = Linen()
+    params = model.init(jax.random.key(0), jnp.ones((1, 8)))
+    return params, lambda params, x: jnp.mean(jnp.sin(model.apply(params, x)))
+
+
+def nnx_model():
+    blocks = nnx.vmap(NnxBlock)(nnx.Rngs(0).split(4))
+    graph, params = nnx.split(blocks)
+
+    def loss(params, x):
+        model = nnx.merge(graph, params)
+        forward = nnx.scan(
+            lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+        )
+        return jnp.mean(jnp.sin(forward(x, model)))
+
+    return params, loss
+
+
+@pytest.mark.parametrize("model", [linen, nnx_model])
+def test_scans_of_flax(model):
+    params, loss = model()
+    batch = losses.samples()
+    expected = jax.grad(loss)(params, batch)
+    stacked = jax.tree.map(lambda x: x.ndim > 1 and x.shape[0] == 4, params)
+    specs = jax.tree.map(lambda scan: P(None, "data") if scan else P(), stacked)
+    step = make(loss, specs=specs)
+    found, _, whole = gradients(step, params, batch)
+    assert_close(found, expected, 5e-6)
+    assert not whole
+
+
+# --- errors ---------------------------------------------------------------------------
+
+
+def test_layers_that_no_scan_takes():
+    params, batch = losses.draw(), losses.samples()
+    step = make(losses.fori_loop, gather="layers")
+    with pytest.raises(
+        ValueError, match=r"scan uses the parameter 'layers/w'.* outside"
+    ):
+        step(*step.init(params), batch)
+    step = make(losses.scan, gather="layers")
+    step(*step.init(params), batch)
+
+
+def test_how_parameters_are_gathered():
+    params = jax.eval_shape(losses.draw)
+    batch = jax.ShapeDtypeStruct((16, 8), "float32")
+    assert make(losses.scan).gathers(params, batch) == {
+        "layers/w": "a layer at a time",
+        "layers/b": "a layer at a time",
+        "head": "whole, for dot_general",
+    }
+    assert make(losses.scan, gather="leaves").gathers(params, batch) == {}
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="gather='always'; expected one of 'auto'"):
+        make(losses.scan, gather="always")
