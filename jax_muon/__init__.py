@@ -11,6 +11,7 @@ from jax_muon.hyperball import hyperball
 from jax_muon.max_logits import max_attention_logits
 from jax_muon.mesh.auto_axes import on_auto_axes
 from jax_muon.mesh.on_mesh import abstract_state, on_mesh
+from jax_muon.mesh.scan_layers import scan_layers
 from jax_muon.mesh.train_step import TrainStep, make_train_step
 from jax_muon.mesh.xla_options import gpu_options
 from jax_muon.momentum import nesterov
@@ -90,6 +91,7 @@ __all__ = [
     "scale_by_normuon",
     "scale_by_path",
     "scale_by_shape",
+    "scan_layers",
     "skip_nonfinite",
     "take_over",
     "teon",

@@ -1,5 +1,7 @@
 """Scanned layers that are gathered one at a time: gradients, what is sent and kept."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -8,12 +10,13 @@ import optax
 import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from jax_muon.notes import listening
 from tests.distributed import losses
-from tests.distributed.layouts import EXPLICIT, mesh_of
+from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of
 
 SPECS = {
     "layers": {"w": P(None, None, "data"), "b": P(None, "data")},
@@ -264,6 +267,75 @@ def test_scans_of_flax(model):
     found, _, whole = gradients(step, params, batch)
     assert_close(found, expected, 5e-6)
     assert not whole
+
+
+# --- in plain jit ---------------------------------------------------------------------
+
+
+def plain_loss(params, x, scan):
+    """Outputs, a closure with a gradient, a key for each layer, an integer carry."""
+    scale, keys = params["scale"], jax.random.split(jax.random.key(0), losses.LAYERS)
+
+    @jax.checkpoint
+    def block(carry, layer):
+        y, count = carry
+        layer, key = layer
+        y = losses._layer(y * scale, layer) * jax.random.bernoulli(key, 0.9, (8,))
+        return (y, count + 1), jnp.mean(y**2)
+
+    carry, means = scan(block, (x, jnp.zeros((), int)), (params["layers"], keys))
+    return jnp.mean(jnp.sin(carry[0]) @ params["head"]) + 0.1 * jnp.sum(means)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_scan_layers(kind, keep, x64):
+    """On Auto axes by specs, on Explicit ones by types; "tp" stays where it is."""
+    mesh = mesh_of(4, 2, names=("data", "tp"), kind=kind)
+    params, batch = losses.draw(jnp.float64), losses.samples(dtype=jnp.float64)
+    expected = jax.grad(plain_loss)(params, batch, jax.lax.scan)
+    specs = {"w": P(None, "data"), "b": P(None, "data")}
+    if kind == AUTO:
+        specs["w"] = P(None, "data", "tp")
+    places = {"layers": specs, "head": P(), "scale": P()}
+    put = lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    is_spec = lambda x: isinstance(x, P)  # noqa: E731
+    params = jax.tree.map(put, places, params, is_leaf=is_spec)
+    scan = functools.partial(jm.scan_layers, mesh=mesh, axis="data", keep_gathered=keep)
+    if kind == AUTO:
+        scan = functools.partial(scan, specs=lambda path: specs.get(path[-1], P()))
+
+    def gradient(params, x):
+        grads = jax.grad(plain_loss)(params, x, scan)
+        if kind == AUTO:
+            shardings = jax.tree.map(lambda x: x.sharding, placed)
+            grads = jax.lax.with_sharding_constraint(grads, shardings)
+        return grads
+
+    placed = params
+    with jax.set_mesh(mesh):
+        found = jax.jit(gradient)(params, put(P("data"), batch))
+    assert_close(found, expected, 1e-12)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+
+def test_scan_layers_within_a_train_step():
+    """A plain scan, which the step looks into: the same model does for both."""
+    mesh = mesh_of(4, names=("data",))
+    scan = functools.partial(jm.scan_layers, mesh=mesh)
+    params, batch = losses.draw(), losses.samples()
+    expected = jax.grad(plain_loss)(params, batch, jax.lax.scan)
+    step = make(lambda params, x: plain_loss(params, x, scan))
+    found, _, whole = gradients(step, params, batch)
+    assert_close(found, expected, 5e-6)
+    assert set(whole) == {"head"}
+
+
+def test_layers_divided_along_their_own_axis():
+    layers, mesh = {"w": jnp.ones((4, 8, 8))}, mesh_of(2, names=("data",))
+    with pytest.raises(ValueError, match=r"layers at 'w' .* along the axis of layers"):
+        jm.scan_layers(losses._layer, jnp.ones(8), layers, mesh, P("data"))
 
 
 # --- errors ---------------------------------------------------------------------------
