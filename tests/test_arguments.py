@@ -41,6 +41,7 @@ WRONG = {
     "steps": [*NO_COUNTS, 0, 10**6],
     "steps or None": ["3", 1.5, True, NAN, 0, 10**6],
     "flag": ["yes", None, 1],
+    "flag or None": ["yes", 1],
     "choice": ["nonsense", None, 3],
     "anything": [],
     "stacked arrays": [None, "x", 3],
@@ -170,6 +171,7 @@ TABLE = {
             "mesh": "mesh",
             "axis": "axes or None",
             "gathers_first": "flag",
+            "layers": "flag or None",
         },
     ),
     "hyperball": (

@@ -21,6 +21,7 @@ from benchmarks.schedule.step_time import (
     estimate,
     transfer_seconds,
 )
+from jax_muon.mesh import xla_options
 from jax_muon.mesh.traffic import collectives
 from jax_muon.mesh.xla_options import gpu_options
 
@@ -322,6 +323,28 @@ def test_options_by_bytes_and_platform():
     assert thresholds(small) == [4_000_000, 500_000]
     assert gpu_options(params, mesh("cpu", 8)) == {}
     assert gpu_options(params, mesh("gpu", 1)) == {}
+
+
+def test_options_for_layers_that_a_loop_gathers():
+    """Two buffers for the loop, and buckets no larger than half a layer."""
+    mesh = jax.sharding.Mesh([Described("gpu", i) for i in range(8)], "a")
+    stack = {"layers": {"w": jax.ShapeDtypeStruct((4, 4096, 4096), "bfloat16")}}
+    stack["layers"]["up"] = jax.ShapeDtypeStruct((4, 4096, 8192), "bfloat16")
+    double = "xla_gpu_enable_while_loop_double_buffering"
+    options = gpu_options(stack, mesh)
+    assert options[double] and not options["xla_gpu_enable_pipelined_reduce_scatter"]
+    layer = 3 * 4096 * 4096 * 2
+    assert options["xla_gpu_all_gather_combine_threshold_bytes"] <= layer / 2
+    assert options["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 500_000
+    for given in ({"layers": False}, {"gathers_first": False}):
+        assert double not in gpu_options(stack, mesh, **given)
+    assert double in gpu_options({"w": stack["layers"]["w"]}, mesh, layers=True)
+
+
+def test_options_that_xla_does_not_know_are_left_out():
+    known = {"xla_gpu_graph_min_graph_size": 1}
+    unknown = {"xla_gpu_of_another_version": True, "xla_gpu_nor_this": 3}
+    assert xla_options._known({**unknown, **known}) == known
 
 
 def whole(layout):

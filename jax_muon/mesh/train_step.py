@@ -284,13 +284,15 @@ class TrainStep:
             self._layout.mesh,
             axis=axis,
             gathers_first=any(set(spec_names(spec)) & set(axis) for spec in specs),
+            layers=None if self._gradients.how != "leaves" else False,
         )
 
     def _jit(self, params: Any) -> Any:
         """The jitted step, with the compiler's options for these parameters."""
-        options = self.compiler_options(params)
-        key = tuple(options.items())
+        leaves, treedef = jax.tree.flatten(params)
+        key = treedef, tuple((x.shape, x.dtype) for x in leaves)
         if key not in self._jitted:
+            options = self.compiler_options(params)
             self._jitted[key] = jax.jit(
                 self._step,
                 donate_argnums=self._donate,
