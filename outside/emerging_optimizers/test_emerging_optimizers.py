@@ -58,7 +58,7 @@ def quintics(name, steps):
 @pytest.mark.parametrize(("theirs", "ours", "steps"), TABLES)
 def test_coefficients(theirs, ours, steps):
     """Theirs have four digits, some of them cut off and not rounded."""
-    found = our_polar(ours, steps).table()
+    found = our_polar(ours, steps).coefficients
     np.testing.assert_allclose(found, quintics(theirs, steps), rtol=0, atol=1.01e-4)
 
 
