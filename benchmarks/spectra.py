@@ -83,7 +83,7 @@ def record(steps: int, at: list[int], width: int, seed: int) -> list[dict[str, A
     model = GPT(len(text.vocabulary), width, 4, rngs=nnx.Rngs(seed))
     graph, params = nnx.split(model, nnx.Param)
     tx = make_optimizer("nanochat", steps, **best_rates("nanochat"))
-    labels = jax.tree.leaves(jm.label_params(params))
+    labels = [found.label for found in jm.read(params).values()]
     momentum = jm.nesterov(0.95)
 
     @jax.jit

@@ -1,13 +1,13 @@
 """jax_muon: the Muon family of optimizers for JAX, as small optax pieces."""
 
 from jax_muon.describe import describe
-from jax_muon.doubts import Doubts, check
 from jax_muon.elementwise import (
     add_cautious_decayed_weights,
     scale_by_path,
 )
 from jax_muon.guards import skip_nonfinite
 from jax_muon.hyperball import hyperball
+from jax_muon.matrices import Matrices, Parameter
 from jax_muon.max_logits import max_attention_logits
 from jax_muon.mesh.auto_axes import on_auto_axes
 from jax_muon.mesh.on_mesh import abstract_state, on_mesh
@@ -15,7 +15,6 @@ from jax_muon.mesh.scan_layers import scan_layers
 from jax_muon.mesh.train_step import TrainStep, make_train_step
 from jax_muon.mesh.xla_options import gpu_options
 from jax_muon.momentum import nesterov
-from jax_muon.observe import observe
 from jax_muon.orthogonalize import orthogonalize
 from jax_muon.partition import partition
 from jax_muon.plan import Plan, PlannedParameter, plan
@@ -23,9 +22,7 @@ from jax_muon.polar.coefficients import polar_express_coefficients
 from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
 from jax_muon.qk_clip import clip_qk
 from jax_muon.reading.axes import MatrixAxes
-from jax_muon.reading.labels import label_params
-from jax_muon.reading.matrices import Matrices, Parameter, Reading
-from jax_muon.reading.names import names_of as axis_names
+from jax_muon.reading.read import read
 from jax_muon.recipes import (
     moonlight,
     muon,
@@ -37,6 +34,7 @@ from jax_muon.recipes import (
 )
 from jax_muon.splits import Split, with_splits
 from jax_muon.takeover import Moments, take_over
+from jax_muon.tools.observe import observe
 from jax_muon.tools.verify import verify
 from jax_muon.transforms import (
     equilibrate_rows,
@@ -48,7 +46,6 @@ from jax_muon.transforms import (
 __version__ = "0.1.0"
 
 __all__ = [
-    "Doubts",
     "ExactPolar",
     "Matrices",
     "MatrixAxes",
@@ -58,19 +55,15 @@ __all__ = [
     "Plan",
     "PlannedParameter",
     "PolarExpress",
-    "Reading",
     "Split",
     "TrainStep",
     "abstract_state",
     "add_cautious_decayed_weights",
-    "axis_names",
-    "check",
     "clip_qk",
     "describe",
     "equilibrate_rows",
     "gpu_options",
     "hyperball",
-    "label_params",
     "make_train_step",
     "max_attention_logits",
     "moonlight",
@@ -88,6 +81,7 @@ __all__ = [
     "partition",
     "plan",
     "polar_express_coefficients",
+    "read",
     "scale_by_normuon",
     "scale_by_path",
     "scale_by_shape",

@@ -32,7 +32,7 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
     """Scale parameters by factors of their own: a learning rate for each pattern.
 
     Args:
-      factors: path pattern to factor; see `label_params` for patterns. The first that
+      factors: path pattern to factor; see `read` for patterns. The first that
         matches counts, and a parameter that none matches is left alone.
 
     Returns:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from jax_muon import matrices as reading
 from jax_muon.checks import (
     check_arrays,
     check_gradients,
@@ -26,10 +27,9 @@ from jax_muon.elementwise import (
     check_factors,
     rate_at,
 )
+from jax_muon.matrices import Matrices
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes
-from jax_muon.reading.bare import check_matrices, read_bare
-from jax_muon.reading.matrices import Matrices, Reading
 from jax_muon.transforms import map_axes, sum_over
 
 
@@ -47,7 +47,7 @@ def hyperball(
     learning_rates: Mapping[str, float] | None = None,
     *,
     eps: float = 1e-10,
-    matrices: Matrices | Reading | None = None,
+    matrices: Matrices | None = None,
 ) -> optax.GradientTransformation:
     r"""Move every matrix on the sphere of the Frobenius norm that it starts with.
 
@@ -76,7 +76,8 @@ def hyperball(
         `scale_by_path`.
       eps: smallest norm of a direction; with a smaller one, as without a gradient, a
         matrix stays as it is.
-      matrices: how parameters are read, which `partition` gives; None reads them anew.
+      matrices: the reading passed in by `partition`, or `jax_muon.read(params)`; None
+        treats every leaf as one matrix (in, out).
 
     Returns:
       An `optax.GradientTransformation` that needs the parameters at update, and gives
@@ -105,7 +106,7 @@ def hyperball(
     learning_rates = {} if learning_rates is None else learning_rates
     check_factors("learning_rates", learning_rates)
     eps = number("eps", eps, "above 0")
-    check_matrices(matrices)
+    reading.check(matrices)
     factors = PathFactors(learning_rates)
 
     def init_fn(params: optax.Params) -> HyperballState:
@@ -130,7 +131,7 @@ def hyperball(
         now = rate_at(learning_rate, state.count)
         updates = as_wide_as_params(updates, params)
         plain = paths.unbox(updates)
-        found = read_bare(matrices, plain)
+        found = reading.of_tree(matrices, plain)
         radii, treedef = jax.tree.flatten(state.radius)
         moved = [
             _move(u, w, radius, found.axes(path), now * factors.of(path), eps)

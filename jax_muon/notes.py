@@ -20,10 +20,6 @@ _listener: contextvars.ContextVar[list[Note] | None] = contextvars.ContextVar(
     "jax_muon_notes", default=None
 )
 
-_collecting: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "jax_muon_collecting_doubts", default=False
-)
-
 
 def note(kind: str, **facts: Any) -> None:
     """Tell a fact to whoever listens."""
@@ -46,18 +42,3 @@ def listening() -> Iterator[list[Note]]:
         yield notes
     finally:
         _listener.reset(token)
-
-
-def is_collecting_doubts() -> bool:
-    """Whether parameters in doubt are reported instead of raised."""
-    return _collecting.get()
-
-
-@contextlib.contextmanager
-def collecting_doubts() -> Iterator[None]:
-    """Report parameters in doubt instead of raising, inside the `with` block."""
-    token = _collecting.set(True)
-    try:
-        yield
-    finally:
-        _collecting.reset(token)

@@ -1,6 +1,7 @@
 """The one piece that needs whole matrices: every matrix to its polar factor."""
 
 import functools
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from jax_muon import matrices as reading
 from jax_muon.checks import (
     check_arrays,
     check_choice,
@@ -16,15 +18,14 @@ from jax_muon.checks import (
     check_function,
     check_gradients,
 )
+from jax_muon.matrices import Matrices
 from jax_muon.mesh import owners, travel
 from jax_muon.mesh.specs import Sizes, dividing, full_rank, local_types
 from jax_muon.notes import note
 from jax_muon.polar.factors import PolarExpress
 from jax_muon.polar.stacks import map_stacks
 from jax_muon.reading import paths
-from jax_muon.reading.bare import check_matrices, read_bare
 from jax_muon.reading.joins import Block, Factors, map_blocks
-from jax_muon.reading.matrices import Matrices, Reading
 
 Polar = Callable[[Float[Array, "*b m n"]], Float[Array, "*b m n"]]
 
@@ -32,7 +33,7 @@ Polar = Callable[[Float[Array, "*b m n"]], Float[Array, "*b m n"]]
 def orthogonalize(
     polar: Polar = PolarExpress(),
     *,
-    matrices: Matrices | Reading | None = None,
+    matrices: Matrices | None = None,
     small: int = 65536,
     send: str = "auto",
     max_stack: int = 256,
@@ -47,7 +48,8 @@ def orthogonalize(
       polar: any function of (..., m, n) that treats matrices independently and commutes
         with transposition: `PolarExpress()`, `NewtonSchulz()`, `ExactPolar()`, each
         with settings of its own, or your own.
-      matrices: how parameters are read, which `partition` gives; None reads them anew.
+      matrices: the reading passed in by `partition`, or `jax_muon.read(params)`; None
+        treats every leaf as one matrix (in, out).
         Joined matrices are orthogonalized as one (TEON).
       small: divided matrices with fewer elements are gathered and computed by all
         devices that hold them.
@@ -74,14 +76,14 @@ def orthogonalize(
     check_function(
         "polar", polar, "a function of arrays (..., m, n) such as PolarExpress()"
     )
-    check_matrices(matrices)
+    reading.check(matrices)
     check_count("max_stack", max_stack)
     check_choice("send", send, owners.SENDS)
     check_count("small", small, least=0)
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
         check_arrays("params", params)
-        found = read_bare(matrices, params)
+        found = reading.of_tree(matrices, params)
         found.blocks([path for path, _ in paths.leaves_with_paths(params)])
         return optax.EmptyState()
 
@@ -89,9 +91,7 @@ def orthogonalize(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         check_gradients(updates, params)
-        found = read_bare(matrices, updates)
-        if not isinstance(matrices, Matrices):
-            note("matrices", all=found, joined=found)
+        found = reading.of_tree(matrices, updates)
         flat = paths.leaves_with_paths(updates)
         names = [path for path, _ in flat]
         all_axes = [found.axes(path) for path in names]
@@ -122,6 +122,8 @@ def orthogonalize(
             for (path, x), spec in zip(flat, typed, strict=True)
         ]
         layout = owners.lay_out(found, names, specs, sizes)
+        # Sorted, since all processes have to build one program.
+        labels = {parameter.label for parameter in found.values()}
         pools = owners.make_pools(
             layout.pieces,
             layout.placements,
@@ -129,7 +131,7 @@ def orthogonalize(
             small=small,
             gram_sums=getattr(polar, "gram_sums", None),
             send=send,
-            load=found.load,
+            start=zlib.crc32(" ".join(sorted(labels)).encode()),
         )
         note("pools", names=tuple(names), pools=pools, sizes=sizes)
 

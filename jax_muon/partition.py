@@ -1,68 +1,53 @@
-"""Optimizers put together by label, for a tree that is read once, as a whole."""
+"""`optax.partition` with one reading of the tree: a transform for every label."""
 
 import dataclasses
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import optax
 
-from jax_muon.checks import (
-    check_alike,
-    check_arrays,
-    check_gradients,
-    check_mapping,
-    check_state,
-    check_state_shapes,
-    check_state_structure,
-    check_trained,
-    refuse,
-)
-from jax_muon.dtypes import as_wide_as_params
+from jax_muon import checks
+from jax_muon.elementwise import as_wide_as_params
+from jax_muon.matrices import Matrices
 from jax_muon.mesh.specs import bytes_by_path
-from jax_muon.notes import is_collecting_doubts, is_listening, note
+from jax_muon.notes import is_listening, note
 from jax_muon.reading import paths
-from jax_muon.reading.bare import check_reading
-from jax_muon.reading.labels import ADAMW, MUON
-from jax_muon.reading.matrices import Matrices, Parameter, Reading
+from jax_muon.reading.names import names_of
+from jax_muon.reading.read import read
+from jax_muon.reading.roles import ADAMW, MUON
 from jax_muon.splits import Parts, with_splits
 
 # An optax transform, or a function that gives one for the matrices of its group.
 Group: TypeAlias = (
     optax.GradientTransformation | Callable[[Matrices], optax.GradientTransformation]
 )
+# How parameters are read: the value itself, or a function of the tree that gives one.
+Reader: TypeAlias = Matrices | Callable[[Any], Matrices] | None
 
 
 def partition(
-    groups: Mapping[str, Group], reading: Reading | None = None
+    groups: Mapping[str, Group], matrices: Reader = None
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.partition` with one reading of the tree: a transform for every label.
-
-    A group's value is an optax transform, for parameters that need no reading, or a
-    function of `Matrices`, which says how the parameters of that group are read and is
-    handed on to the pieces. Several groups may be matrices.
-
-    The optimizer is put together for the tree at hand, since a parameter's label and
-    axes depend on what stands beside it. Both depend on paths and shapes alone, so that
-    they are the same at every step.
+    """Put an optimizer together by the labels of one reading of the tree.
 
     Args:
-      groups: label to transform, or to a function of `Matrices` that gives one.
-      reading: labels, dimension numbers, splits and joins; None reads all parameters by
-        path and shape.
+      groups: label to an optax transform, or to a function that gives one for the
+        `Matrices` of its parameters, to be passed on to the pieces.
+      matrices: `jax_muon.read(params)`, or a function of the tree that returns such a
+        value, for optimizers that are built before there are parameters. None: `read`.
 
     Returns:
-      A transform whose state is that of `optax.partition`. Gradients that are narrower
-      than their parameters, such as bfloat16 for float32, are widened before anything
-      is computed with them, so that updates have the dtype of the parameters; without
-      parameters at update they keep their own.
+      A transform with the state of `optax.partition`. Gradients that are narrower than
+      their parameters, such as bfloat16 for float32, are widened first, so that updates
+      have the dtype of the parameters.
 
     Raises:
-      ValueError: no groups, or one that is neither a transform nor a function; at init
-        and update, with path and shape, a label without a group, in a group of matrices
-        a parameter that is not one, a label of the user's own whose group is a function
-        and which no parameter has, and what `Reading.read` raises.
+      ValueError: no groups, or a group that is neither a transform nor a function; at
+        init and update, with path and shape, a parameter whose label has no group, one
+        in a group of matrices that is not a matrix, a label of your own that no
+        parameter has, parameters other than those that were read, and what `read`
+        raises.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -78,57 +63,32 @@ def partition(
       >>> updates["mlp"].tolist(), updates["bias"].tolist()
       ([[-0.5, -0.0], [-0.0, -0.5]], [-1.0, -1.0])
     """
-    check_reading("reading", reading)
-    reading = Reading() if reading is None else reading
     if not check_groups(groups):
-        refuse("groups", groups, "at least one")
-    functions = [
-        label
-        for label, group in groups.items()
-        if not isinstance(group, optax.GradientTransformation)
-    ]
+        checks.refuse("groups", groups, "at least one")
+    check_reader(matrices)
+    read_tree = read if matrices is None else matrices
+    functions = [x for x, group in groups.items() if not _is_transform(group)]
 
-    def build(
-        tree: Any, *, warn: bool = False
-    ) -> optax.GradientTransformationExtraArgs:
-        matrices = reading.read(tree, tuple(groups))
-        if doubts := matrices.doubts(functions):
-            _tell_doubts(doubts, reading.strict, warn, list(groups))
-            moved = {x.path: dataclasses.replace(x, label=ADAMW) for x in doubts}
-            matrices = Matrices({**matrices, **moved})
-        for path, parameter in matrices.items():
-            if parameter.label == ADAMW:
-                check_trained(path, parameter.dtype)
-        if not reading.splits:
-            return _for_tree(matrices, _label_tree(matrices, tree))
-        parts = Parts.of(tree, reading.splits)
-        labels = parts.spread(_label_tree(matrices, tree))
-        return with_splits(_for_tree(parts.read(matrices), labels), reading.splits)
+    def build(tree: Any) -> optax.GradientTransformationExtraArgs:
+        found = read_tree if isinstance(read_tree, Matrices) else read_tree(tree)
+        found = _of_tree(found, tree, groups)
+        labels = found.labels(tree)
+        if not found.splits:
+            return _for_tree(found, labels)
+        parts = Parts.of(tree, found.splits)
+        return with_splits(
+            _for_tree(parts.read(found), parts.spread(labels)), found.splits
+        )
 
     def _for_tree(
-        matrices: Matrices, labels: Any
+        found: Matrices, labels: Any
     ) -> optax.GradientTransformationExtraArgs:
-        joined = matrices.select(functions).with_joins(reading.joins)
-        note("matrices", all=matrices, joined=joined)
-        transforms = {}
-        for label, group in groups.items():
-            if isinstance(group, optax.GradientTransformation):
-                transforms[label] = group
-                continue
-            own = joined.select([label])
-            if matrices and not own and label not in (MUON, ADAMW):
-                present = sorted({found.label for found in matrices.values()})
-                raise ValueError(
-                    f"the group {label!r} is a function of its matrices, and no "
-                    f"parameter has that label; there are {', '.join(present)}; "
-                    "expected labels or rules that name one, or an optax transform"
-                )
-            transforms[label] = group(own)
-            if not isinstance(transforms[label], optax.GradientTransformation):
-                raise ValueError(
-                    f"the function of the group {label!r} gave {transforms[label]!r}; "
-                    "expected an optax transform"
-                )
+        joined = found.group(functions)
+        note("matrices", all=found, joined=joined)
+        transforms = {
+            label: _made(label, group, joined.group([label]))
+            for label, group in groups.items()
+        }
         # A function, since a tree of labels may be callable: an equinox module.
         tx = optax.partition(transforms, lambda params: labels)
 
@@ -140,65 +100,140 @@ def partition(
         return optax.GradientTransformationExtraArgs(init_fn, tx.update)
 
     def init_fn(params: optax.Params) -> Any:
-        check_arrays("params", params)
-        return build(params, warn=True).init(params)
+        checks.check_arrays("params", params)
+        if not isinstance(read_tree, Matrices):
+            _check_carried_names(read_tree, params)
+        return build(params).init(params)
 
     def update_fn(
         updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
-        check_gradients(updates, params)
-        check_state("partition", state, optax.transforms.PartitionState)
+        checks.check_gradients(updates, params)
+        checks.check_state("partition", state, optax.transforms.PartitionState)
         if set(state.inner_states) != set(groups):
             raise ValueError(
                 f"the state has the groups {sorted(state.inner_states)}; expected "
-                f"{sorted(groups)}, as init gives it"
+                f"{sorted(groups)}, as init returns it"
             )
         updates = as_wide_as_params(updates, params)
         tx = build(updates)
         try:
             given, new = tx.update(updates, state, params, **extra_args)
-        except (AttributeError, TypeError, ValueError):  # in words of optax, maybe
+        except (AttributeError, TypeError, ValueError):  # optax's words, maybe
             right = jax.eval_shape(tx.init, updates if params is None else params)
-            check_state_structure(state, right)
-            check_state_shapes(state, right)
+            checks.check_state_structure(state, right)
+            checks.check_state_shapes(state, right)
             raise
         structure: Any = jax.tree.structure(state)
         if structure == jax.tree.structure(new):
-            check_state_shapes(state, new)  # which foreign transforms broadcast
-        check_alike("update", given, "gradient", updates)
+            checks.check_state_shapes(state, new)  # foreign transforms may broadcast
+        checks.check_alike("update", given, "gradient", updates)
         return given, new
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def check_groups(groups: Any) -> Mapping[str, Group]:
-    """The groups, if each is an optax transform, or a function that may give one."""
+    """Raise a ValueError unless every group is a transform or a function."""
 
     def check(name: str, group: Any) -> None:
-        if not isinstance(group, optax.GradientTransformation) and not callable(group):
-            refuse(name, group, "an optax transform, or a function of Matrices")
+        if not _is_transform(group) and not callable(group):
+            checks.refuse(name, group, "an optax transform, or a function of Matrices")
 
-    check_mapping("groups", groups, "a mapping of label to transform", check)
+    checks.check_mapping("groups", groups, "a mapping of label to transform", check)
     return groups
 
 
-def _tell_doubts(
-    doubts: Sequence[Parameter], strict: bool, warn: bool, groups: list[str]
-) -> None:
-    """Refuse parameters in doubt, or say that they go to AdamW."""
-    note("doubts", doubts=doubts)
-    if strict and not is_collecting_doubts():
-        more = len(doubts) - 1
-        hint = f"; jax_muon.check lists {more} more in doubt" if more else ""
-        raise ValueError(f"{doubts[0].doubt}{hint}")
-    if ADAMW not in groups:
-        raise ValueError(
-            f"strict=False gives parameters in doubt to {ADAMW!r}, and the groups are "
-            f"{groups}; expected a group {ADAMW!r}"
+def check_reader(matrices: Any) -> None:
+    """Raise a ValueError for what is neither `Matrices`, a function nor None."""
+    if not isinstance(matrices, Matrices | None) and not callable(matrices):
+        checks.refuse(
+            "matrices",
+            matrices,
+            "jax_muon.read(params), a function of the parameters that returns it, or "
+            "None",
         )
-    if warn and not strict:
-        for found in doubts:
-            warnings.warn(f"{found.doubt}; it goes to {ADAMW!r}", stacklevel=2)
+
+
+def _of_tree(found: Any, tree: Any, groups: Mapping[str, Group]) -> Matrices:
+    """The parameters of a tree, which may hide some that were read.
+
+    Raises:
+      ValueError: for a parameter that was not read, or of another shape, or without a
+        group, and for a group of matrices without any.
+    """
+    if not isinstance(found, Matrices):
+        raise ValueError(
+            f"the function matrices= returned {found!r}; expected what jax_muon.read "
+            "returns"
+        )
+    flat = paths.leaves_with_paths(tree)
+    for path, leaf in flat:
+        parameter = found[path]
+        if parameter.shape != tuple(leaf.shape):
+            raise ValueError(
+                f"parameter {path!r} has shape {tuple(leaf.shape)}, and was read with "
+                f"{parameter.shape}; expected jax_muon.read of these parameters"
+            )
+        if parameter.label not in groups:
+            raise ValueError(
+                f"parameter {path!r} of shape {parameter.shape} has the label "
+                f"{parameter.label!r}; expected one of " + ", ".join(map(repr, groups))
+            )
+        if parameter.label == ADAMW:
+            checks.check_trained(path, parameter.dtype)
+    own = {path: found[path] for path, _ in flat}
+    present = {parameter.label for parameter in own.values()}
+    for label, group in groups.items():
+        known = label in (MUON, ADAMW) or label in present or not flat
+        if not known and not _is_transform(group):
+            raise ValueError(
+                f"the group {label!r} is a function of its matrices, and no parameter "
+                f"has that label; there are {', '.join(sorted(present))}; expected "
+                "rules that give it to one, or an optax transform"
+            )
+    return dataclasses.replace(found, parameters=own)
+
+
+def _check_carried_names(read_tree: Callable[[Any], Matrices], params: Any) -> None:
+    """Raise a ValueError if axis names that gradients lack change the reading."""
+    bare = paths.unbox(params)
+    if names_of(bare) == names_of(params):
+        return
+    boxed = read_tree(params)
+    try:
+        plain = read_tree(bare)
+        changed = [
+            path
+            for path, found in boxed.items()
+            if found.label != plain[path].label
+            or (found.axes != plain[path].axes and found.label != ADAMW)
+        ]
+    except ValueError:  # ambiguous without names
+        changed = [path for path, found in boxed.items() if found.names]
+    if changed:
+        raise ValueError(
+            f"parameter {changed[0]!r} is read by the axis names that it carries, "
+            f"{boxed[changed[0]].names}, and gradients carry none; expected the value: "
+            "matrices=jax_muon.read(params)"
+        )
+
+
+def _made(label: str, group: Group, own: Matrices) -> optax.GradientTransformation:
+    """The transform of a group."""
+    if _is_transform(group):
+        return group
+    made = group(own)
+    if not _is_transform(made):
+        raise ValueError(
+            f"the function of the group {label!r} returned {made!r}; expected an optax "
+            "transform"
+        )
+    return made
+
+
+def _is_transform(group: Any) -> TypeGuard[optax.GradientTransformation]:
+    return isinstance(group, optax.GradientTransformation)
 
 
 def _note_state(state: Any, labels: Any, params: Any) -> None:
@@ -214,12 +249,3 @@ def _note_state(state: Any, labels: Any, params: Any) -> None:
         )
         total |= bytes_by_path(group.inner_state, own)
     note("state", bytes=total)
-
-
-def _label_tree(matrices: Matrices, tree: Any) -> Any:
-    """The label of every leaf; of a whole Flax box, which is then masked with it."""
-    return jax.tree_util.tree_map_with_path(
-        lambda key_path, _: matrices[paths.path_string(key_path)].label,
-        tree,
-        is_leaf=paths.is_box,
-    )

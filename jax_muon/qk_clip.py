@@ -67,7 +67,7 @@ def clip_qk(
 
     Args:
       threshold: largest logit that is left alone, above 0.
-      query: pattern of the query projections, as in `label_params`: kernels, with their
+      query: pattern of the query projections, as in `read`: kernels, with their
         biases. `attn/q` matches `blocks/0/attn/q/kernel` and `blocks/0/attn/q/bias`.
       key: pattern of the key projections. It differs from `query` in its last
         components, which are left out of the name of the attention module:

@@ -19,7 +19,9 @@ and changed there. Their arguments mean the same in all of them:
   other optax transform, such as `optax.lion(1e-4)`.
 - `groups`: further labels and what they get, as in `partition`: `{"embedding":
   optax.adamw(0.2), "frozen": optax.set_to_zero()}`.
-- `reading`: how parameters are read; see `Reading`.
+- `matrices`: `jax_muon.read(params)`, with what you know better; or a function of the
+  parameters that returns it, for an optimizer that is built before there are any. None:
+  `jax_muon.read`.
 
 All give an `optax.GradientTransformation` whose updates are added to the parameters,
 and raise a ValueError for a number out of range, at once, and what `partition` raises
@@ -33,7 +35,6 @@ With `jax_numpy_dtype_promotion="strict"` recipes cannot be traced, since `optax
 cannot. With another transform for `adamw` they can.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,13 +44,13 @@ import optax
 from jax_muon.checks import as_transform, check_choice, rate
 from jax_muon.elementwise import add_cautious_decayed_weights, check_mask
 from jax_muon.hyperball import hyperball
+from jax_muon.matrices import Matrices
 from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import Polar, orthogonalize
-from jax_muon.partition import Group, check_groups, partition
+from jax_muon.partition import Group, Reader, check_groups, check_reader, partition
 from jax_muon.polar.factors import NewtonSchulz
-from jax_muon.reading.bare import check_reading
-from jax_muon.reading.labels import ADAMW, MUON
-from jax_muon.reading.matrices import Matrices, Reading
+from jax_muon.reading.read import read
+from jax_muon.reading.roles import ADAMW, MUON
 from jax_muon.transforms import (
     check_shape_rule,
     equilibrate_rows,
@@ -79,7 +80,7 @@ def nanochat(
         3e-4, b1=0.8, b2=0.95, eps=1e-10, weight_decay=0.0
     ),
     groups: Mapping[str, Group] | None = None,
-    reading: Reading | None = None,
+    matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MuonAdamW of nanochat: Nesterov, Polar Express, NorMuon, cautious weight decay.
 
@@ -111,19 +112,19 @@ def nanochat(
             steps, coefficients="nanochat", norm_factor=factor, eps=1e-6, dtype=dtype
         )
 
-    def pieces(matrices: Matrices) -> Pieces:
+    def pieces(found: Matrices) -> Pieces:
         return [
             nesterov(_decay(momentum=momentum), accumulator_dtype=momentum_dtype),
-            *([equilibrate_rows(matrices=matrices)] if later else []),
-            orthogonalize(polar, matrices=matrices),
-            *([normalize_frobenius(matrices=matrices)] if later else []),
-            scale_by_normuon(_decay(beta2=beta2), matrices=matrices),
+            *([equilibrate_rows(matrices=found)] if later else []),
+            orthogonalize(polar, matrices=found),
+            *([normalize_frobenius(matrices=found)] if later else []),
+            scale_by_normuon(_decay(beta2=beta2), matrices=found),
             add_cautious_decayed_weights(weight_decay, weight_decay_mask),
-            scale_by_shape(matrices=matrices),
+            scale_by_shape(matrices=found),
             _learning_rate(learning_rate),
         ]
 
-    return _recipe(pieces, adamw, groups, reading)
+    return _recipe(pieces, adamw, groups, matrices)
 
 
 def normuon(
@@ -142,7 +143,7 @@ def normuon(
         3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0
     ),
     groups: Mapping[str, Group] | None = None,
-    reading: Reading | None = None,
+    matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuon as in its paper: per output neuron, updates with root mean square 0.2.
 
@@ -159,21 +160,21 @@ def normuon(
     """
     polar = NewtonSchulz(steps, dtype=dtype) if polar is None else polar
 
-    def pieces(matrices: Matrices) -> Pieces:
+    def pieces(found: Matrices) -> Pieces:
         return [
             nesterov(
                 _decay(momentum=momentum),
                 lookahead=lookahead,
                 accumulator_dtype=momentum_dtype,
             ),
-            orthogonalize(polar, matrices=matrices),
-            _normuon_of_the_paper(beta2, matrices),
-            normalize_frobenius(0.2, matrices=matrices),
+            orthogonalize(polar, matrices=found),
+            _normuon_of_the_paper(beta2, found),
+            normalize_frobenius(0.2, matrices=found),
             _decays(weight_decay, weight_decay_mask),
             _learning_rate(learning_rate),
         ]
 
-    return _recipe(pieces, adamw, groups, reading)
+    return _recipe(pieces, adamw, groups, matrices)
 
 
 def muon(
@@ -193,7 +194,7 @@ def muon(
         3e-4, b1=0.9, b2=0.95, eps=1e-10, weight_decay=0.0
     ),
     groups: Mapping[str, Group] | None = None,
-    reading: Reading | None = None,
+    matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Jordan's Muon: Nesterov, Newton-Schulz, a factor for the shape, decoupled decay.
 
@@ -215,7 +216,7 @@ def muon(
     polar = NewtonSchulz(steps, dtype=dtype) if polar is None else polar
     check_shape_rule("shape_rule", shape_rule)
 
-    def pieces(matrices: Matrices) -> Pieces:
+    def pieces(found: Matrices) -> Pieces:
         return [
             nesterov(
                 _decay(momentum=momentum),
@@ -223,13 +224,13 @@ def muon(
                 bias_correction=bias_correction,
                 accumulator_dtype=momentum_dtype,
             ),
-            orthogonalize(polar, matrices=matrices),
-            scale_by_shape(shape_rule, matrices=matrices),
+            orthogonalize(polar, matrices=found),
+            scale_by_shape(shape_rule, matrices=found),
             _decays(weight_decay, weight_decay_mask),
             _learning_rate(learning_rate),
         ]
 
-    return _recipe(pieces, adamw, groups, reading)
+    return _recipe(pieces, adamw, groups, matrices)
 
 
 def moonlight(
@@ -244,7 +245,7 @@ def moonlight(
     weight_decay_mask: Any = None,
     adamw: optax.GradientTransformation | None = None,
     groups: Mapping[str, Group] | None = None,
-    reading: Reading | None = None,
+    matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Moonlight's Muon: updates with AdamW's root mean square of 0.2.
 
@@ -279,7 +280,7 @@ def moonlight(
         weight_decay_mask=weight_decay_mask,
         adamw=adamw,
         groups=groups,
-        reading=reading,
+        matrices=matrices,
     )
 
 
@@ -299,7 +300,7 @@ def teon(
         3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0
     ),
     groups: Mapping[str, Group] | None = None,
-    reading: Reading | None = None,
+    matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
     """TEON: queries, keys and values of neighbouring layers orthogonalized as one.
 
@@ -314,7 +315,7 @@ def teon(
       lookahead: whether to use Nesterov's look-ahead, which the paper does not.
       shape_rule: see `scale_by_shape`.
       steps: of the Polar Express with the coefficients of its paper.
-      reading: without `joins`, it joins queries, keys and values two by two.
+      matrices: without `joins`, it joins queries, keys and values two by two.
 
     Raises:
       ValueError: at init, a model without numbered or scanned layers to join.
@@ -326,10 +327,13 @@ def teon(
         polar = NewtonSchulz(
             steps, coefficients="polar_express_paper", norm_factor=1.01, dtype=dtype
         )
-    check_reading("reading", reading)
-    reading = Reading() if reading is None else reading
-    if reading.joins is None:
-        reading = dataclasses.replace(reading, joins=2)
+    check_reader(matrices)
+    given = read if matrices is None else matrices
+
+    def in_pairs(params: Any) -> Matrices:
+        found = given if isinstance(given, Matrices) else given(params)
+        return found.with_joins(2) if found.joins is None else found
+
     return muon(
         learning_rate,
         momentum,
@@ -341,7 +345,7 @@ def teon(
         weight_decay_mask=weight_decay_mask,
         adamw=adamw,
         groups=groups,
-        reading=reading,
+        matrices=in_pairs,
     )
 
 
@@ -358,7 +362,7 @@ def muonh(
         3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0
     ),
     groups: Mapping[str, Group] | None = None,
-    reading: Reading | None = None,
+    matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MuonH: Jordan's Muon in steps of a fixed angle.
 
@@ -377,17 +381,17 @@ def muonh(
     """
     polar = NewtonSchulz(steps, dtype=dtype) if polar is None else polar
 
-    def pieces(matrices: Matrices) -> Pieces:
+    def pieces(found: Matrices) -> Pieces:
         return [
             nesterov(
                 _decay(momentum=momentum),
                 accumulator_dtype=momentum_dtype,
             ),
-            orthogonalize(polar, matrices=matrices),
-            hyperball(learning_rate, learning_rates, matrices=matrices),
+            orthogonalize(polar, matrices=found),
+            hyperball(learning_rate, learning_rates, matrices=found),
         ]
 
-    return _recipe(pieces, adamw, groups, reading)
+    return _recipe(pieces, adamw, groups, matrices)
 
 
 def normuonh(
@@ -405,7 +409,7 @@ def normuonh(
         3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0
     ),
     groups: Mapping[str, Group] | None = None,
-    reading: Reading | None = None,
+    matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuonH: the direction of `normuon`, in steps of a fixed angle.
 
@@ -422,26 +426,26 @@ def normuonh(
     """
     polar = NewtonSchulz(steps, dtype=dtype) if polar is None else polar
 
-    def pieces(matrices: Matrices) -> Pieces:
+    def pieces(found: Matrices) -> Pieces:
         return [
             nesterov(
                 _decay(momentum=momentum),
                 lookahead=lookahead,
                 accumulator_dtype=momentum_dtype,
             ),
-            orthogonalize(polar, matrices=matrices),
-            _normuon_of_the_paper(beta2, matrices),
-            hyperball(learning_rate, learning_rates, matrices=matrices),
+            orthogonalize(polar, matrices=found),
+            _normuon_of_the_paper(beta2, found),
+            hyperball(learning_rate, learning_rates, matrices=found),
         ]
 
-    return _recipe(pieces, adamw, groups, reading)
+    return _recipe(pieces, adamw, groups, matrices)
 
 
 def _recipe(
     pieces: Callable[[Matrices], Pieces],
     adamw: optax.GradientTransformation,
     groups: Mapping[str, Group] | None,
-    reading: Reading | None,
+    matrices: Reader,
 ) -> optax.GradientTransformationExtraArgs:
     """The pieces for "muon", a transform for "adamw", and the user's groups."""
     groups = check_groups({} if groups is None else groups)
@@ -457,7 +461,7 @@ def _recipe(
             ADAMW: as_transform("adamw", adamw),
             **groups,
         },
-        reading,
+        matrices,
     )
 
 

@@ -27,11 +27,11 @@ from jax_muon.checks import (
     refuse,
 )
 from jax_muon.elementwise import check_factors
+from jax_muon.matrices import Matrices, Parameter
 from jax_muon.mesh.specs import devices_over, is_explicit
 from jax_muon.notes import note
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes
-from jax_muon.reading.matrices import Matrices, Parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ def with_splits(
 
     Args:
       inner: any transform, such as a chain of pieces; recipes and `partition` take
-        `Reading(splits=...)`.
+        `matrices=jax_muon.read(params, splits=...)`.
       splits: path pattern to `Split`.
 
     Returns:
@@ -364,7 +364,7 @@ class Parts:
                     cuts[path].read(parameter) if path in cuts else [parameter]
                 )
             }
-        return Matrices(parameters)
+        return dataclasses.replace(matrices, parameters=parameters, splits={})
 
 
 def _map_cuts(

@@ -25,7 +25,6 @@ from jax_muon.checks import (
 from jax_muon.hyperball import HyperballState
 from jax_muon.momentum import NesterovState, QuantizedNesterovState
 from jax_muon.notes import listening
-from jax_muon.observe import ObserveState
 from jax_muon.reading import paths
 from jax_muon.splits import with_parts
 from jax_muon.storage import Quantized
@@ -43,7 +42,6 @@ _COUNTERS = {
         QuantizedNesterovState,
         ScaleByNorMuonState,
         HyperballState,
-        ObserveState,
         optax.ScaleByAdamState,
         optax.AddNoiseState,
         optax.InjectHyperparamsState,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from jax_muon import matrices as reading
 from jax_muon.checks import (
     check_alike,
     check_arrays,
@@ -25,11 +26,10 @@ from jax_muon.checks import (
 )
 from jax_muon.dtypes import in_dtype_of, positive, wide, wider
 from jax_muon.elementwise import rate_at
+from jax_muon.matrices import Matrices
 from jax_muon.notes import is_listening, note
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes
-from jax_muon.reading.bare import check_matrices, read_bare
-from jax_muon.reading.matrices import Matrices, Reading
 
 # Factor of the update, by the size (in, out) of the matrix.
 SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
@@ -42,7 +42,7 @@ SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
 
 
 def equilibrate_rows(
-    *, eps: float = 1e-6, matrices: Matrices | Reading | None = None
+    *, eps: float = 1e-6, matrices: Matrices | None = None
 ) -> optax.GradientTransformation:
     r"""Scale the weights of every output neuron to the mean norm (MuonEq).
 
@@ -52,7 +52,8 @@ def equilibrate_rows(
 
     Args:
       eps: smallest row norm that is divided by.
-      matrices: how parameters are read, which `partition` gives; None reads them anew.
+      matrices: the reading passed in by `partition`, or `jax_muon.read(params)`; None
+        treats every leaf as one matrix (in, out).
 
     Returns:
       An `optax.GradientTransformation` without state.
@@ -64,7 +65,7 @@ def equilibrate_rows(
       MuonEq, arXiv 2603.28254.
     """
     eps = number("eps", eps, "above 0")
-    check_matrices(matrices)
+    reading.check(matrices)
 
     def scale(u: Array, axes: MatrixAxes) -> Array:
         _, fan_out = axes.fan(u.shape)
@@ -79,7 +80,7 @@ def normalize_frobenius(
     rms: float | None = None,
     *,
     eps: float = 1e-6,
-    matrices: Matrices | Reading | None = None,
+    matrices: Matrices | None = None,
 ) -> optax.GradientTransformation:
     r"""Set the Frobenius norm of every matrix, after `orthogonalize` (Muon+).
 
@@ -87,7 +88,8 @@ def normalize_frobenius(
       rms: root mean square of the elements to set; None sets the Frobenius norm to
         :math:`\sqrt{\min(m, n)}`, that of an orthogonal matrix.
       eps: smallest Frobenius norm that is divided by.
-      matrices: how parameters are read, which `partition` gives; None reads them anew.
+      matrices: the reading passed in by `partition`, or `jax_muon.read(params)`; None
+        treats every leaf as one matrix (in, out).
 
     Returns:
       An `optax.GradientTransformation` without state.
@@ -101,7 +103,7 @@ def normalize_frobenius(
     """
     rms = None if rms is None else number("rms", rms, "above 0", others=", or None")
     eps = number("eps", eps, "above 0")
-    check_matrices(matrices)
+    reading.check(matrices)
 
     def scale(u: Array, axes: MatrixAxes) -> Array:
         fan_in, fan_out = axes.fan(u.shape)
@@ -127,7 +129,7 @@ def scale_by_normuon(
     *,
     axis: str = "longer",
     eps: float = 1e-10,
-    matrices: Matrices | Reading | None = None,
+    matrices: Matrices | None = None,
 ) -> optax.GradientTransformation:
     r"""Divide neurons by a running root mean square, keeping the norm (NorMuon).
 
@@ -141,7 +143,8 @@ def scale_by_normuon(
         each output if there are at least as many as inputs, else for each input, as in
         nanochat.
       eps: smallest mean square, and smallest norm, that is divided by.
-      matrices: how parameters are read, which `partition` gives; None reads them anew.
+      matrices: the reading passed in by `partition`, or `jax_muon.read(params)`; None
+        treats every leaf as one matrix (in, out).
 
     Returns:
       An `optax.GradientTransformation`. Its state is one float for each neuron.
@@ -156,7 +159,7 @@ def scale_by_normuon(
     decay = rate("decay", decay, "in [0, 1)")
     check_choice("axis", axis, ("longer", "output"))
     eps = number("eps", eps, "above 0")
-    check_matrices(matrices)
+    reading.check(matrices)
 
     def averaged(axes: MatrixAxes, shape: tuple[int, ...]) -> tuple[int, ...]:
         fan_in, fan_out = axes.fan(shape)
@@ -198,7 +201,7 @@ def scale_by_normuon(
             return (wide(x) * factor).astype(x.dtype)
 
         unboxed = paths.unbox(updates)
-        found = read_bare(matrices, unboxed)
+        found = reading.of_tree(matrices, unboxed)
         means = map_axes(mean_square, found, unboxed)
         check_alike("mean square of the update", means, "state", state.nu)
         nu = jax.tree.map(accumulate, means, state.nu)
@@ -214,7 +217,7 @@ def scale_by_normuon(
 def scale_by_shape(
     rule: str | Callable[[int, int], float] = "max_ratio",
     *,
-    matrices: Matrices | Reading | None = None,
+    matrices: Matrices | None = None,
 ) -> optax.GradientTransformation:
     """Scale every matrix by a factor of its shape (in, out).
 
@@ -223,7 +226,8 @@ def scale_by_shape(
         0.2 max(in, out)^0.5 (Moonlight: the size of AdamW's updates); "spectral"
         max(in, out)^0.5; "sqrt_ratio" (out/in)^0.5 (TEON); "none" 1; or a function of
         (in, out).
-      matrices: how parameters are read, which `partition` gives; None reads them anew.
+      matrices: the reading passed in by `partition`, or `jax_muon.read(params)`; None
+        treats every leaf as one matrix (in, out).
 
     Returns:
       An `optax.GradientTransformation` without state.
@@ -236,7 +240,7 @@ def scale_by_shape(
       2502.16982; TEON, arXiv 2601.23261.
     """
     check_shape_rule("rule", rule)
-    check_matrices(matrices)
+    reading.check(matrices)
     chosen = rule if callable(rule) else SHAPE_RULES[rule]
 
     def factor(*fan: int) -> Any:
@@ -251,7 +255,7 @@ def scale_by_shape(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         if is_listening():
-            found = read_bare(matrices, updates)
+            found = reading.of_tree(matrices, updates)
             shapes = {p: x.shape for p, x in paths.leaves_with_paths(updates)}
             fans = {path: found.axes(path).fan(shape) for path, shape in shapes.items()}
             note("scale", factors={path: factor(*fan) for path, fan in fans.items()})
@@ -277,12 +281,12 @@ def sum_over(x: Array, axes: tuple[int, ...]) -> Array:
 
 def map_axes(
     function: Callable[..., Array],
-    matrices: Matrices | Reading | None,
+    matrices: Matrices | None,
     tree: Any,
     *rest: Any,
 ) -> Any:
     """Map over leaves and their `MatrixAxes`."""
-    found = read_bare(matrices, tree)
+    found = reading.of_tree(matrices, tree)
 
     def apply(key_path: tuple[Any, ...], leaf: Array, *others: Any) -> Array:
         return function(leaf, found.axes(paths.path_string(key_path)), *others)
@@ -291,13 +295,13 @@ def map_axes(
 
 
 def _stateless(
-    scale: Callable[[Array, MatrixAxes], Array], matrices: Matrices | Reading | None
+    scale: Callable[[Array, MatrixAxes], Array], matrices: Matrices | None
 ) -> optax.GradientTransformation:
     """A transform that applies `scale` to every leaf, in at least float32."""
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
         check_arrays("params", params)
-        found = read_bare(matrices, params)
+        found = reading.of_tree(matrices, params)
         for path, _ in paths.leaves_with_paths(params):
             found.axes(path)
         return optax.EmptyState()

@@ -13,6 +13,7 @@ spread. The recordings are not part of this project.
 """
 
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 
@@ -59,8 +60,9 @@ def our_teon(recording: Recording) -> optax.GradientTransformation:
         meta["weight_decay"],
         steps=meta["ns_steps"],
         dtype=_dtype(recording),
-        reading=jm.Reading(
-            labels="muon",
+        matrices=functools.partial(
+            jm.read,
+            rules="muon",
             joins={name.rstrip("0123456789") + "{i}": 2 for name in joined},
         ),
     )
@@ -94,10 +96,9 @@ def our_nanochat(recording: Recording) -> optax.GradientTransformation:
             weight_decay=adamw["weight_decay"],
         ),
         dtype=_dtype(recording),
-        reading=jm.Reading(
-            labels=lambda params: {
-                name: "muon" if name in meta["muon"] else "adamw" for name in params
-            }
+        matrices=lambda params: jm.read(
+            params,
+            rules={x: "muon" if x in meta["muon"] else "adamw" for x in params},
         ),
     )
 

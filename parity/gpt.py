@@ -171,7 +171,7 @@ def _value_and_grad():
 def train_flax(recipe: Recipe, steps: int = STEPS) -> list[float]:
     """Losses of our recipe, float32, one a step."""
     _, params = flax_model()
-    tx = recipe.ours(problems.jax_rates(RATES, "float32"), "float32", reading=None)
+    tx = recipe.ours(problems.jax_rates(RATES, "float32"), "float32", matrices=None)
     state = tx.init(params)
 
     @jax.jit

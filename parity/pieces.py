@@ -26,6 +26,7 @@ FLAX_MATRICES = {
     for name, tree in problems.FLAX_SHAPES.items()
     if name not in ("embed", "norm")
 }
+READ = jm.read(FLAX_MATRICES, rules="muon")
 STEPS = 3
 
 # (update (1, m, n), weight (1, m, n), state that the piece may fill) -> update
@@ -103,12 +104,12 @@ PIECES = (
     ),
     Piece(
         "equilibrate_rows",
-        lambda _: jm.equilibrate_rows(),
+        lambda _: jm.equilibrate_rows(matrices=READ),
         _stateless(nanochat.equilibrate_rows),
     ),
     Piece(
         "PolarExpress",
-        lambda dtype: jm.orthogonalize(jm.PolarExpress(dtype=dtype)),
+        lambda dtype: jm.orthogonalize(jm.PolarExpress(dtype=dtype), matrices=READ),
         _polar(polar.polar_express),
     ),
     Piece(
@@ -121,7 +122,8 @@ PIECES = (
                 norm_factor=1.01,
                 eps=1e-7,
                 dtype=dtype,
-            )
+            ),
+            matrices=READ,
         ),
         _polar(
             polar.polar_express,
@@ -134,33 +136,35 @@ PIECES = (
     ),
     Piece(
         "NewtonSchulz",
-        lambda dtype: jm.orthogonalize(jm.NewtonSchulz(dtype=dtype)),
+        lambda dtype: jm.orthogonalize(jm.NewtonSchulz(dtype=dtype), matrices=READ),
         _polar(polar.newton_schulz),
     ),
     # The exact polar factor depends on the smallest singular value as 1 / it: only
     # well-conditioned matrices have one that float32 can tell.
     Piece(
         "ExactPolar",
-        lambda _: jm.orthogonalize(jm.ExactPolar()),
+        lambda _: jm.orthogonalize(jm.ExactPolar(), matrices=READ),
         _stateless(polar.svd_polar),
         ("gaussian",),
     ),
     Piece(
         "normalize_frobenius",
-        lambda _: jm.normalize_frobenius(),
+        lambda _: jm.normalize_frobenius(matrices=READ),
         _stateless(nanochat.renormalize),
     ),
-    Piece("scale_by_normuon", lambda _: jm.scale_by_normuon(0.95), _normuon),
+    Piece(
+        "scale_by_normuon", lambda _: jm.scale_by_normuon(0.95, matrices=READ), _normuon
+    ),
     Piece(
         "add_cautious_decayed_weights",
         lambda _: jm.add_cautious_decayed_weights(0.1),
         _cautious,
     ),
-    Piece("hyperball", lambda _: jm.hyperball(0.02), _hyperball),
+    Piece("hyperball", lambda _: jm.hyperball(0.02, matrices=READ), _hyperball),
     *(
         Piece(
             f"scale_by_shape, {rule}",
-            lambda _, rule=rule: jm.scale_by_shape(rule),
+            lambda _, rule=rule: jm.scale_by_shape(rule, matrices=READ),
             _shape(rule),
             ("gaussian",),
         )

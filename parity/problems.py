@@ -247,15 +247,8 @@ class Recipe:
     joint: tuple[str, ...] = ()  # matrices that the reference takes as one
 
 
-def labels(params: Any) -> Any:
-    """Labels of this file's tree, by the names above."""
-
-    def of_module(name: str) -> str:
-        return "adamw" if name in ("embed", "norm") else "muon"
-
-    return {name: of_module(name) for name in params}
-
-
+# Labels of this file's tree, by the names above.
+RULES = {"embed": "adamw", "norm": "adamw", "*": "muon"}
 _ADAMW = {"betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}
 
 
@@ -272,7 +265,7 @@ def _ours(
             "adamw": optax.adamw(
                 rates["adamw_lr"], *_ADAMW["betas"], _ADAMW["eps"], weight_decay=0.0
             ),
-            "reading": jm.Reading(labels=labels),
+            "matrices": functools.partial(jm.read, rules=RULES),
             "dtype": dtype,
             **({"beta2": rates["beta2"]} if beta2 else {}),
             **settings,
@@ -289,17 +282,13 @@ def _muon_of_a_sum(
     weight_decay: Any,
     *,
     dtype: str,
-    reading: jm.Reading,
-    adamw_learning_rate: Any,
-    adamw_b1: float,
-    adamw_b2: float,
-    adamw_eps: float,
-    adamw_weight_decay: float,
+    matrices: Any,
+    adamw: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
     """Muon as first published, with a sum for its momentum."""
     trace = optax.inject_hyperparams(optax.trace, static_args=("nesterov",))
 
-    def matrices(found: jm.Matrices) -> optax.GradientTransformation:
+    def muon(found: jm.Matrices) -> optax.GradientTransformation:
         return optax.chain(
             trace(decay=momentum, nesterov=True),
             jm.orthogonalize(jm.NewtonSchulz(dtype=dtype), matrices=found),
@@ -308,14 +297,7 @@ def _muon_of_a_sum(
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    adamw = optax.adamw(
-        adamw_learning_rate,
-        adamw_b1,
-        adamw_b2,
-        adamw_eps,
-        weight_decay=adamw_weight_decay,
-    )
-    return jm.partition({"muon": matrices, "adamw": adamw}, reading)
+    return jm.partition({"muon": muon, "adamw": adamw}, matrices)
 
 
 _MUON_RATES = ("lr", "momentum", "weight_decay")
@@ -380,7 +362,10 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "teon",
-            _ours(jm.teon, reading=jm.Reading(labels, joins={"pool/{i}": 2})),
+            _ours(
+                jm.teon,
+                matrices=functools.partial(jm.read, rules=RULES, joins={"pool/{i}": 2}),
+            ),
             Teon,
             {},
             _MUON_RATES,

@@ -7,6 +7,7 @@ between the package and us is rounding.
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -235,7 +236,7 @@ def _ours(factory: Callable, dtype: str, **settings) -> optax.GradientTransforma
         MOMENTUM,
         settings.pop("weight_decay", DECAY),
         dtype=dtype,
-        reading=jm.Reading(labels="muon"),
+        matrices=functools.partial(jm.read, rules="muon"),
         **settings,
     )
 

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import jax_muon as jm
+from tests.reading import reader
 
 NAN, INF = float("nan"), float("inf")
 PARAMS = {"wte": jnp.ones((5, 4)), "w": jnp.ones((4, 6))}
@@ -65,15 +66,14 @@ WRONG = {
     "mask": ["w", 3, {"w": "yes"}],
     "groups": ["x", 3, None, {}, {"x": 3}, {3: optax.sgd(1.0)}],
     "groups or None": ["x", 3, {"x": 3}, {3: optax.sgd(1.0)}],
-    "reading": ["x", 3, {"w": "muon"}],
+    "matrices": ["x", 3, {"w": "muon"}, jm.read],
+    "reader": ["x", 3, {"w": "muon"}],
     "tree": NO_TREES,
-    "rules": ["x", 3, {"w": 3}, {3: "muon"}],
+    "rules": [3, {"w": 3}, {3: "muon"}],
     "splits": [None, "x", 3, {"w": 3}, {3: jm.Split(2)}],
     "splits or None": ["x", 3, {"w": 3}, {3: jm.Split(2)}],
     "parts": [None, 2.0, "qk", 0, True, {}, (), ("q", "q"), {"q": 1.5}, {"q": -1}],
     "joins": ["x", 0, 1.5, {"x": "2"}, {"x": 0}, {3: 2}],
-    "labels": [3, {"w": 3}],
-    "dimension numbers": ["x", 3, {"w": 3}],
     "names": ["x", 3, {"w": "in"}, {"w": (3, 4)}, {3: ("in", "out")}],
     "table": ["x", 3, {"d_model": 3}, {3: "embed"}],
     "out_in": ["x", 3],
@@ -95,7 +95,7 @@ RECIPE = {
     "weight_decay_mask": "mask",
     "adamw": "transform",
     "groups": "groups or None",
-    "reading": "reading",
+    "matrices": "reader",
 }
 SPHERE = {x: RECIPE[x] for x in RECIPE if not x.startswith("weight_decay")}
 SPHERE["learning_rates"] = "factors or None"
@@ -108,7 +108,7 @@ POLAR = {
     "symmetric": "choice",
 }
 SCHEDULE = {"lower": "lower", "cushion": "share", "safety": "share"}
-PIECE = {"eps": "above 0", "matrices": "reading"}
+PIECE = {"eps": "above 0", "matrices": "matrices"}
 
 # What a function is given else, and of which kind each of its arguments is.
 TABLE = {
@@ -122,19 +122,6 @@ TABLE = {
         {"steps": "steps or None", "coefficients": "coefficients", **POLAR},
     ),
     "PolarExpress": ({}, {"steps": "steps", **SCHEDULE, **POLAR}),
-    "Reading": (
-        {},
-        {
-            "labels": "labels",
-            "dimension_numbers": "dimension numbers",
-            "splits": "splits or None",
-            "joins": "joins",
-            "names": "names",
-            "table": "table",
-            "out_in": "out_in",
-            "strict": "flag",
-        },
-    ),
     "Split": (
         {"parts": 2},
         {"parts": "parts", "axis": "integer", "learning_rates": "factors"},
@@ -144,11 +131,6 @@ TABLE = {
         {"tx": "transform", "params": "tree", "mesh": "mesh or None"},
     ),
     "add_cautious_decayed_weights": ({}, {"weight_decay": "rate", "mask": "mask"}),
-    "axis_names": ({"tree": PARAMS}, {"tree": "tree"}),
-    "check": (
-        {"tx": optax.sgd(1.0), "params": PARAMS},
-        {"tx": "transform", "params": "tree"},
-    ),
     "clip_qk": (
         {"threshold": 1.0},
         {
@@ -178,7 +160,6 @@ TABLE = {
         {"learning_rate": 0.1},
         {"learning_rate": "rate", "learning_rates": "factors or None", **PIECE},
     ),
-    "label_params": ({"params": PARAMS}, {"params": "tree", "rules": "rules"}),
     "make_train_step": (
         {"loss_fn": lambda p, b: 0.0, "tx": optax.sgd(1.0), "mesh": MESH},
         {
@@ -250,7 +231,7 @@ TABLE = {
     "normuonh": ({}, SPHERE | {"beta2": "decay", "lookahead": "flag"}),
     "observe": (
         {"inner": optax.sgd(1.0)},
-        {"inner": "transform", "reading": "reading"},
+        {"inner": "transform", "matrices": "reader"},
     ),
     "on_auto_axes": ({"tx": optax.sgd(1.0)}, {"tx": "transform"}),
     "on_mesh": (
@@ -268,7 +249,7 @@ TABLE = {
         {},
         {
             "polar": "function",
-            "matrices": "reading",
+            "matrices": "matrices",
             "small": "size",
             "send": "choice",
             "max_stack": "count",
@@ -276,13 +257,26 @@ TABLE = {
     ),
     "partition": (
         {"groups": {"muon": optax.sgd(1.0), "adamw": optax.sgd(1.0)}},
-        {"groups": "groups", "reading": "reading"},
+        {"groups": "groups", "matrices": "reader"},
     ),
     "plan": (
         {"tx": optax.sgd(1.0), "params": PARAMS},
         {"tx": "transform", "params": "tree"},
     ),
     "polar_express_coefficients": ({"steps": 5}, {"steps": "steps", **SCHEDULE}),
+    "read": (
+        {"params": PARAMS},
+        {
+            "params": "tree",
+            "rules": "rules",
+            "names": "names",
+            "table": "table",
+            "out_in": "out_in",
+            "splits": "splits or None",
+            "joins": "joins",
+            "strict": "flag",
+        },
+    ),
     "scale_by_normuon": ({}, {"decay": "decay", "axis": "choice", **PIECE}),
     "scale_by_path": ({"factors": {}}, {"factors": "factors"}),
     "scan_layers": (
@@ -304,7 +298,7 @@ TABLE = {
             "unroll": "count",
         },
     ),
-    "scale_by_shape": ({}, {"rule": "choice", "matrices": "reading"}),
+    "scale_by_shape": ({}, {"rule": "choice", "matrices": "matrices"}),
     "skip_nonfinite": ({"inner": optax.sgd(1.0)}, {"inner": "transform"}),
     "take_over": (
         {"tx": optax.sgd(1.0), "params": PARAMS, "moments": jm.Moments(0, {})},
@@ -333,7 +327,6 @@ TABLE = {
 }
 # Made by functions, with nothing for a user to say.
 RESULTS = {
-    "Doubts",
     "Matrices",
     "MatrixAxes",
     "Parameter",
@@ -354,8 +347,6 @@ def use(name, made):
         extra = {"max_logits": jnp.ones(2)} if name == "clip_qk" else {}
         state = made.init(params)
         jax.eval_shape(lambda s: made.update(params, s, params, **extra), state)
-    elif isinstance(made, jm.Reading):
-        jm.nanochat(reading=made).init(params)
 
 
 def shown(wrong):
@@ -460,7 +451,7 @@ def test_states_of_others(factory):
 )
 def test_foreign_states_of_others(old, new, what):
     """optax.adamw would broadcast a state of (1, 6) against gradients of (4, 6)."""
-    tx = jm.partition({"adamw": optax.adamw(0.1)}, jm.Reading(labels="adamw"))
+    tx = jm.partition({"adamw": optax.adamw(0.1)}, reader("adamw"))
     state, grads = tx.init({"w": jnp.ones((old, 6))}), {"w": jnp.ones((new, 6))}
     with pytest.raises(
         ValueError, match=rf"{what} has shape .*; expected \({new}, 6\)"

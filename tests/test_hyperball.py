@@ -34,8 +34,8 @@ def test_trajectories_by_hand(rng, x64, name):
         grads = {k: g + rng.standard_normal(g.shape) for k, g in grads.items()}
         for key, (w, m, v, radius) in theirs.items():
             g, mu = grads[key].T, momentum(t)
-            m = mu * m + g if name == "muonh" else mu * m + (1 - mu) * g
-            u = g + mu * m if name == "muonh" else m
+            m = mu * m + (1 - mu) * g
+            u = mu * m + (1 - mu) * g if name == "muonh" else m
             x = oracle.polar(u, [NEWTON_SCHULZ] * 5, 1.0, 1e-7)
             if name == "normuonh":
                 x, v = oracle.normuon(x, v, 0.95, axis=1, eps=1e-16)

@@ -12,14 +12,14 @@ from optax.contrib import MuonDimensionNumbers
 import jax_muon as jm
 from jax_muon.reading.joins import map_blocks
 from tests import oracle
+from tests.reading import reader
 
 
-def blocks_of(shapes, joins, numbers=None):
+def blocks_of(shapes, joins):
     tree = {
         name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()
     }
-    matrices = jm.Reading(dimension_numbers=numbers).read(tree).with_joins(joins)
-    return matrices.blocks(sorted(shapes))
+    return jm.read(tree, joins=joins).blocks(sorted(shapes))
 
 
 def layers(count, shape=(4, 6), kind="q"):
@@ -111,13 +111,14 @@ def test_scanned_layers_equal_layers_of_their_own(rng, size, heads):
     stack = jnp.asarray(rng.standard_normal((7, *heads, 4, 6)), jnp.float32)
     polar = jm.PolarExpress(dtype="float32")
     numbers = MuonDimensionNumbers(-2, -1)  # 7 matrices are more than 4 or 6
-    reading = jm.Reading(dimension_numbers=numbers, joins={"q": size})
-    scanned = jm.orthogonalize(polar, matrices=reading)
-    apart = jm.orthogonalize(polar, matrices=jm.Reading(joins={"{i}/q": size}))
     one = {"q": stack}
     many = {f"{i}/q": layer for i, layer in enumerate(stack)}
-    result, _ = scanned.update(one, scanned.init(one))
-    expected, _ = apart.update(many, apart.init(many))
+    scanned = jm.read(one, rules=numbers, joins={"q": size})
+    apart = jm.read(many, rules=numbers, joins={"{i}/q": size})
+    result, expected = (
+        jm.orthogonalize(polar, matrices=matrices).update(grads, None)[0]
+        for matrices, grads in ((scanned, one), (apart, many))
+    )
     expected = jnp.stack([expected[f"{i}/q"] for i in range(7)])
     np.testing.assert_allclose(result["q"], expected, atol=2e-6)
 
@@ -126,7 +127,7 @@ def test_scanned_layers_equal_layers_of_their_own(rng, size, heads):
 def test_polar_factor_of_the_matrices_side_by_side(rng, x64, shape):
     """Along `in`: PyTorch's (out, K in)."""
     grads = {f"{i}/q": rng.standard_normal(shape) for i in range(3)}
-    tx = jm.orthogonalize(jm.ExactPolar(), matrices=jm.Reading(joins={"{i}/q": 2}))
+    tx = jm.orthogonalize(jm.ExactPolar(), matrices=jm.read(grads, joins={"{i}/q": 2}))
     result, _ = tx.update(grads, tx.init(grads))
     wide = np.concatenate([grads["0/q"].T, grads["1/q"].T], axis=1)
     first, second = np.split(oracle_polar(wide), 2, axis=1)
@@ -160,8 +161,7 @@ def test_blocks_hold_every_matrix_once(data):
         for index, (name, shape) in enumerate(shapes.items())
     }
     names = sorted(arrays)
-    reading = jm.Reading(dimension_numbers=MuonDimensionNumbers(-2, -1))
-    matrices = reading.read(arrays).with_joins(joins)
+    matrices = jm.read(arrays, rules=MuonDimensionNumbers(-2, -1), joins=joins)
     blocks = matrices.blocks(names)
     views = [matrices.axes(n).view(jnp.asarray(arrays[n])) for n in names]
     for block in blocks:
@@ -247,9 +247,9 @@ SHAPE = jax.ShapeDtypeStruct((4, 6), "float32")
 )
 def test_bad_joins(params, joins, match):
     with pytest.raises(ValueError, match=match):
-        jm.orthogonalize(matrices=jm.Reading(joins=joins)).init(params)
+        jm.orthogonalize(matrices=jm.read(params, joins=joins)).init(params)
     with pytest.raises(ValueError, match=match):
-        jm.nanochat(reading=jm.Reading(joins=joins)).init(params)
+        jm.nanochat(matrices=reader(joins=joins)).init(params)
 
 
 def test_dimension_numbers_and_joins(rng):
@@ -257,12 +257,11 @@ def test_dimension_numbers_and_joins(rng):
     numbers = MuonDimensionNumbers(0, (1, 2))
     grads = {f"{i}/q": jnp.asarray(rng.standard_normal((5, 2, 3))) for i in range(2)}
     flat = {name: x.reshape(5, 6) for name, x in grads.items()}
-    apart = jm.orthogonalize(
-        jm.ExactPolar(),
-        matrices=jm.Reading(dimension_numbers=numbers, joins={"{i}/q": 2}),
+    apart = jm.read(grads, rules=numbers, joins={"{i}/q": 2})
+    whole = jm.read(flat, joins={"{i}/q": 2})
+    result, expected = (
+        jm.orthogonalize(jm.ExactPolar(), matrices=matrices).update(tree, None)[0]
+        for matrices, tree in ((apart, grads), (whole, flat))
     )
-    whole = jm.orthogonalize(jm.ExactPolar(), matrices=jm.Reading(joins={"{i}/q": 2}))
-    result, _ = apart.update(grads, apart.init(grads))
-    expected, _ = whole.update(flat, whole.init(flat))
     for name, x in result.items():
         np.testing.assert_array_equal(x.reshape(5, 6), expected[name])

@@ -10,7 +10,14 @@ from flax.core import FrozenDict
 from jax.sharding import AxisType
 
 import jax_muon as jm
-from jax_muon.reading.paths import leaves_with_paths
+from jax_muon.reading.paths import is_box, leaves_with_paths
+from jax_muon.reading.roles import Leaf, read_leaves
+from tests.reading import reader
+
+
+def labels_of(params, rules=None):
+    return jm.read(params, rules=rules).labels(params)
+
 
 ROLES = [
     # path, shape, label
@@ -86,10 +93,8 @@ ROLES = [
 
 @pytest.mark.parametrize(("path", "shape", "label"), ROLES, ids=[r[0] for r in ROLES])
 def test_roles(path, shape, label):
-    tree = jnp.zeros(shape)
-    for key in reversed(path.split("/")):
-        tree = {key: tree}
-    assert jax.tree.leaves(jm.label_params(tree)) == [label]
+    (read,) = read_leaves([Leaf(path, shape, jnp.float32)])
+    assert read.label == label
 
 
 GATES = [
@@ -108,10 +113,10 @@ GATES = [
 def test_a_gate_beside_experts_is_a_router(gate, beside, label):
     shapes = {"moe": {"gate": {"kernel": gate}, **beside}, "experts": (2, 3, 4)}
     params = jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
-    labels = jm.label_params(params)
+    labels = labels_of(params)
     assert labels["moe"].pop("gate") == {"kernel": label}
     assert set(jax.tree.leaves(labels)) == {"muon"}
-    ruled = jm.label_params(params, {"moe/gate": "gates"})
+    ruled = labels_of(params, {"moe/gate": "gates"})
     assert ruled["moe"]["gate"] == {"kernel": "gates"}
 
 
@@ -127,12 +132,12 @@ def test_a_gate_by_which_experts_are_told_is_a_router(gate, experts):
     shapes = {f"moe/{path}": shape for path, shape in {gate: (4, 8), **experts}.items()}
     shapes = {path: jax.ShapeDtypeStruct(x, "float32") for path, x in shapes.items()}
     expected = dict.fromkeys(shapes, "muon") | {f"moe/{gate}": "adamw"}
-    assert jm.label_params(shapes) == expected
+    assert labels_of(shapes) == expected
 
 
 def test_integers_and_complex_go_to_adamw():
     params = {"a": jnp.zeros((2, 2), int), "b": jnp.zeros((2, 2), complex)}
-    assert jm.label_params(params) == {"a": "adamw", "b": "adamw"}
+    assert labels_of(params) == {"a": "adamw", "b": "adamw"}
 
 
 class LinenBlock(nn.Module):
@@ -166,9 +171,10 @@ EXPECTED = {
 def test_linen_boxed_unboxed_and_frozen_agree():
     boxed = LinenBlock().init(jax.random.key(0), jnp.zeros((1, 4), int))["params"]
     for tree in (boxed, nn.meta.unbox(boxed), FrozenDict(boxed)):
-        labels = jm.label_params(tree)
+        labels = labels_of(tree)
         assert dict(leaves_with_paths(labels)) == EXPECTED
-        assert jax.tree.structure(labels) == jax.tree.structure(tree)
+        whole = jax.tree.structure(tree, is_leaf=is_box)  # a box gets one label
+        assert jax.tree.structure(labels) == whole
 
 
 class NnxBlock(nnx.Module):
@@ -189,8 +195,8 @@ class NnxBlock(nnx.Module):
 def test_nnx_state_pure_dict_and_update_agree():
     model = NnxBlock(nnx.Rngs(0))
     state = nnx.state(model, nnx.Param)
-    labels = dict(leaves_with_paths(jm.label_params(state)))
-    assert labels == dict(leaves_with_paths(jm.label_params(nnx.to_pure_dict(state))))
+    labels = dict(leaves_with_paths(labels_of(state)))
+    assert labels == dict(leaves_with_paths(labels_of(nnx.to_pure_dict(state))))
     assert labels["layers/0/kernel"] == "muon"
     assert labels["attn/value/kernel"] == "muon"
     assert labels["attn/out/kernel"] == "muon"
@@ -201,14 +207,12 @@ def test_nnx_state_pure_dict_and_update_agree():
     seen = []
 
     def recording(params):
-        labels = jm.label_params(params)
-        seen.append(dict(leaves_with_paths(labels)))
-        return labels
+        matrices = jm.read(params)
+        seen.append(dict(leaves_with_paths(matrices.labels(params))))
+        return matrices
 
     optimizer = nnx.Optimizer(
-        model,
-        jm.nanochat(reading=jm.Reading(recording), dtype="float32"),
-        wrt=nnx.Param,
+        model, jm.nanochat(matrices=recording, dtype="float32"), wrt=nnx.Param
     )
 
     def loss(model):
@@ -235,7 +239,7 @@ def test_attention_kernels_of_flax_are_read_with_their_heads_together():
 def test_rules_come_first_and_in_order():
     params = {"blocks": [{"q": jnp.zeros((2, 2)), "k": jnp.zeros((2, 2))}] * 2}
     rules = {"blocks/0/q": "frozen", "q": "slow"}
-    labels = dict(leaves_with_paths(jm.label_params(params, rules)))
+    labels = dict(leaves_with_paths(labels_of(params, rules)))
     assert labels == {
         "blocks/0/q": "frozen",
         "blocks/0/k": "muon",
@@ -246,7 +250,7 @@ def test_rules_come_first_and_in_order():
 
 def test_a_rule_that_matches_nothing_is_an_error():
     with pytest.raises(ValueError, match=r"'ruoter'.*moe/router"):
-        jm.label_params({"moe": {"router": jnp.zeros((2, 2))}}, {"ruoter": "adamw"})
+        labels_of({"moe": {"router": jnp.zeros((2, 2))}}, {"ruoter": "adamw"})
 
 
 def test_describe_shows_what_the_optimizer_does():
@@ -286,7 +290,7 @@ def test_describe_observes_the_given_optimizer():
     assert "256 B" in table.splitlines()[1]
     frozen = jm.nanochat(
         groups={"frozen": optax.set_to_zero()},
-        reading=jm.Reading({"a": "frozen", "b": "muon"}),
+        matrices=reader({"a": "frozen", "b": "muon"}),
     )
     both = {**params, "b": params["a"]}
     assert "frozen" in jm.describe(frozen, both).splitlines()[1]

@@ -17,7 +17,7 @@ from tests.lowered import depths_on
 
 def matrix_axes(tree, numbers=None, *, context=None):
     """How each leaf of a tree is read, as a part of the whole model."""
-    matrices = jm.Reading(dimension_numbers=numbers).read(context or tree)
+    matrices = jm.read(context or tree, rules=numbers)
     return [matrices.axes(path) for path, _ in leaves_with_paths(tree)]
 
 
@@ -171,16 +171,17 @@ def test_dimension_numbers_for_nothing_are_an_error():
         matrix_axes(params, {"zzz": MuonDimensionNumbers(0, 1)}, context=params)
 
 
-def test_specs_as_one_as_tree_as_prefix_and_as_function():
-    spec = MuonDimensionNumbers((0, 1), 2)
-    params = {"a": {"b": jnp.zeros((2, 3, 4)), "c": jnp.zeros((2, 3, 4))}}
-    expected = MatrixAxes((), (0, 1), (2,))
-    assert matrix_axes(params, spec) == [expected, expected]
-    assert matrix_axes(params, {"a": spec}) == [expected, expected]
-    only_b, other = matrix_axes(params, {"a": {"b": spec, "c": None}})
-    assert only_b == expected
-    assert other == MatrixAxes((0,), (1,), (2,))
-    assert matrix_axes(params, lambda p: {"a": spec}) == [expected, expected]
+SPEC = MuonDimensionNumbers((0, 1), 2)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [SPEC, {"a": SPEC}, {"a": {"u": SPEC, "v": SPEC}}, {"a/u": SPEC, "*": SPEC}],
+    ids=["one", "prefix", "tree", "patterns"],
+)
+def test_specs_as_one_as_tree_and_as_patterns(rules):
+    params = {"a": {"u": jnp.zeros((2, 3, 4)), "v": jnp.zeros((2, 3, 4))}}
+    assert matrix_axes(params, rules) == 2 * [MatrixAxes((), (0, 1), (2,))]
 
 
 @st.composite
@@ -271,23 +272,22 @@ def test_pooling_is_undone_exactly_and_bounded(members, max_stack):
 
 
 @pytest.mark.parametrize(
-    ("leaf", "spec", "words"),
+    ("leaf", "rules", "words"),
     [
-        (jnp.zeros(3), None, ["'a/w'", r"\(3,\)", "two axes"]),
-        (jnp.zeros(()), None, ["'a/w'", r"\(\)"]),
-        (jnp.zeros((0, 4)), None, ["'a/w'", r"\(0, 4\)", "empty"]),
+        (jnp.zeros(3), "muon", ["'a/w'", r"\(3,\)", "two axes"]),
+        (jnp.zeros(()), "muon", ["'a/w'", r"\(\)"]),
+        (jnp.zeros((0, 4)), "muon", ["'a/w'", r"\(0, 4\)", "empty"]),
         (jnp.zeros((2, 2)), MuonDimensionNumbers(None, 1), ["at least one"]),
-        (jnp.zeros((2, 2), int), None, ["'a/w'", "int32", "real floating point"]),
-        (jnp.zeros((2, 2), complex), None, ["'a/w'", "complex64"]),
+        (jnp.zeros((2, 2), int), "muon", ["'a/w'", "int32", "real floating point"]),
+        (jnp.zeros((2, 2), complex), "muon", ["'a/w'", "complex64"]),
         (jnp.zeros((2, 2)), MuonDimensionNumbers(0, 0), ["no axis twice"]),
         (jnp.zeros((2, 2)), MuonDimensionNumbers(0, -2), ["no axis twice"]),
         (jnp.zeros((2, 2)), MuonDimensionNumbers(0, 2), ["output_axis", "-2 to 1"]),
         (jnp.zeros((2, 2)), MuonDimensionNumbers((), 1), ["at least one"]),
-        (jnp.zeros((2, 2)), {"a": "rows"}, ["'a'", "'rows'"]),
+        (jnp.zeros((2, 2)), {"a": ["rows"]}, ["'a/0'", "which no parameter has"]),
     ],
 )
-def test_bad_input(leaf, spec, words):
+def test_bad_input(leaf, rules, words):
     for word in words:
         with pytest.raises(ValueError, match=word):
-            reading = jm.Reading(dimension_numbers=spec)
-            jm.orthogonalize(matrices=reading).init({"a": {"w": leaf}})
+            jm.read({"a": {"w": leaf}}, rules=rules)

@@ -124,6 +124,6 @@ def test_llama_shapes_are_trained_whole(model):
     value, grads = jax.value_and_grad(lambda p: loss(p, tokens, head=16))(params)
     assert float(value) == pytest.approx(math.log(64), abs=1)
     assert all(jnp.any(g != 0) for g in jax.tree.leaves(grads))
-    labels = jm.label_params(params)
+    labels = jm.read(params).labels(params)
     other = ["router"] if "router" in params["blocks"] else []
     assert [k for k, label in labels["blocks"].items() if label == "adamw"] == other

@@ -16,6 +16,7 @@ from optax.contrib import MuonDimensionNumbers
 import jax_muon as jm
 from jax_muon.reading.paths import leaves_with_paths
 from tests import oracle
+from tests.reading import reader
 
 # --- the table in the documentation ---------------------------------------------------
 
@@ -60,7 +61,7 @@ def test_documented_row(row):
     name = path.split("/")[0]
     if source.startswith("nn."):
         assert name == re.match(r"nn\.(\w+)", source)[1] + "_0"
-    found = jm.Reading().read({name: parameters(source)})[path]
+    found = jm.read({name: parameters(source)})[path]
     shape = " x ".join(map(str, found.shape)) or "scalar"
     read = "-"
     if found.label == "muon":
@@ -193,8 +194,7 @@ def test_one_step(case, rng, x64):
         return jax.tree.map(jnp.asarray, leaf)
 
     others = {key: np.ones(size) for key, size in beside.items()}
-    reading = jm.Reading(dimension_numbers=numbers)
-    tx = jm.nanochat(dtype="float64", reading=reading)
+    tx = jm.nanochat(dtype="float64", matrices=reader(numbers))
     params = tree(w, others)
     state = tx.init(params)
     updates, state = jax.jit(tx.update)(tree(g, others), state, params)
@@ -231,7 +231,7 @@ LORA_RULES = {"lora_a": "muon", "lora_b": "muon", "*": "frozen"}
 def test_lora_on_a_frozen_base(rng):
     model = nnx.LoRALinear(6, 8, lora_rank=2, rngs=nnx.Rngs(0))
     tx = jm.nanochat(
-        reading=jm.Reading(functools.partial(jm.label_params, rules=LORA_RULES)),
+        matrices=reader(LORA_RULES),
         groups={"frozen": optax.set_to_zero()},
         dtype="float32",
     )
@@ -307,10 +307,10 @@ class Tied(nnx.Module):
 )
 def test_shared_parameters_appear_once(first, second, kept, rules):
     params = nnx.state(Tied(first, second, nnx.Rngs(0)), nnx.Param)
-    labels = dict(leaves_with_paths(jm.label_params(params, rules)))
+    matrices = jm.read(params, rules=rules)
+    labels = dict(leaves_with_paths(matrices.labels(params)))
     assert labels == {kept: "adamw", "mlp/kernel": "muon", "mlp/bias": "adamw"}
-    labels = functools.partial(jm.label_params, rules=rules)
-    tx = jm.nanochat(reading=jm.Reading(labels))
+    tx = jm.nanochat(matrices=matrices)
     assert "3 parameters" in jm.describe(tx, params)
     assert muon_paths(tx, params) == {"mlp/kernel"}
 
@@ -323,7 +323,7 @@ def test_linen_attend_has_one_leaf():
             return embed.attend(nn.Dense(6)(embed(tokens)))
 
     params = Model().init(jax.random.key(0), jnp.zeros((1, 3), int))["params"]
-    labels = jm.label_params(params)
+    labels = jm.read(params).labels(params)
     assert labels["Embed_0"] == {"embedding": "adamw"}
     assert labels["Dense_0"]["kernel"] == "muon"
 
@@ -331,9 +331,7 @@ def test_linen_attend_has_one_leaf():
 def test_frozen_parameters_keep_no_state():
     params = {"encoder": {"up": jnp.ones((4, 8))}, "decoder": {"up": jnp.ones((4, 8))}}
     tx = jm.nanochat(
-        reading=jm.Reading(
-            functools.partial(jm.label_params, rules={"encoder": "frozen"})
-        ),
+        matrices=reader({"encoder": "frozen"}),
         groups={"frozen": optax.set_to_zero()},
     )
     assert muon_paths(tx, params) == {"decoder/up"}

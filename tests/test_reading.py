@@ -11,9 +11,10 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jax_muon as jm
 from benchmarks import reading
 from jax_muon.reading.names import check_table, kind_of, names_of
-from jax_muon.reading.roles import Leaf, leaves_of, read_leaves
+from jax_muon.reading.roles import Leaf, read_leaves
 
 FIXTURES = sorted((pathlib.Path(__file__).parent / "fixtures/reading").glob("*.json"))
 
@@ -471,9 +472,8 @@ def test_names_of_linen_boxes():
     expected = {"Dense_0/kernel": ("embed", "mlp"), "wo/kernel": ("mlp", None)}
     assert names_of(boxed) == expected
     assert names_of(nn.meta.unbox(boxed)) == {}
-    assert {
-        leaf.path: leaf.names for leaf in leaves_of(boxed) if leaf.names
-    } == expected
+    found = {path: one.names for path, one in jm.read(boxed).items()}
+    assert {path: names for path, names in found.items() if names} == expected
 
 
 def test_names_of_nnx_variables():
@@ -506,5 +506,4 @@ def test_names_of_haliax_arrays():
         "up": {"weight": NamedArray(jnp.zeros((8, 4)), (Axis("mlp"), Axis("embed")))}
     }
     assert names_of(tree) == {"up/weight/0": ("mlp", "embed")}
-    (leaf,) = leaves_of(tree)
-    assert letters(read_leaves([leaf])[0]) == "muon oi"
+    assert letters(jm.read(tree)["up/weight/0"]) == "muon oi"

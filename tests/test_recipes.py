@@ -14,6 +14,7 @@ from optax.contrib import MuonDimensionNumbers
 import jax_muon as jm
 from jax_muon.polar.coefficients import NEWTON_SCHULZ
 from tests import oracle
+from tests.reading import reader
 
 RECIPES = {
     "nanochat": jm.nanochat,
@@ -21,7 +22,7 @@ RECIPES = {
     "muon": jm.muon,
     "normuon": jm.normuon,
     "moonlight": jm.moonlight,
-    "teon": functools.partial(jm.teon, reading=jm.Reading(joins={"blocks/{i}/up": 2})),
+    "teon": functools.partial(jm.teon, matrices=reader(joins={"blocks/{i}/up": 2})),
 }
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 ON_SPHERES = {"muonh": jm.muonh, "normuonh": jm.normuonh}  # without weight decay
@@ -81,7 +82,7 @@ def test_nanochat_matrices(rng, x64, later, shape):
         lambda t: 0.02 / (1 + t),
         lambda t: 0.85 + 0.01 * t,
         lambda t: 0.1 / (1 + t),
-        reading=jm.Reading("muon"),  # rows too
+        matrices=reader("muon"),  # rows too
         dtype="float64",
     )
     w = rng.standard_normal(shape)
@@ -156,7 +157,7 @@ def test_nanochat_is_the_chain_that_the_docs_write():
             ),
             "adamw": optax.adamw(3e-4, b1=0.8, b2=0.95, eps=1e-10, weight_decay=0.0),
         },
-        jm.label_params,
+        jm.read(params).labels(params),
     )
     grads = jax.grad(loss)(params)
     expected, state = written.update(grads, written.init(params), params)
@@ -170,7 +171,7 @@ def test_normuon_lifts_neurons_whose_first_updates_are_small():
     """Each neuron of (1, n) has one weight: the paper brings all to the same size."""
     params = {"w": jnp.zeros((1, 8))}
     grads = {"w": jnp.ones((1, 8)).at[0, 3].set(1e-5)}
-    tx = jm.normuon(1.0, weight_decay=0.0, dtype="float32", reading=jm.Reading("muon"))
+    tx = jm.normuon(1.0, weight_decay=0.0, dtype="float32", matrices=reader("muon"))
     updates, _ = tx.update(grads, tx.init(params), params)
     # sqrt(V) + 1e-8 in the paper, where V is 0.05 times a mean square of (3.5e-6)^2
     np.testing.assert_allclose(updates["w"], -0.2 * np.ones((1, 8)), rtol=0.02)
@@ -315,7 +316,7 @@ def test_trees_without_matrices(name, tree):
 def test_labels_that_leave_no_matrices():
     """A second recipe, for the embeddings of a model alone."""
     params = model()
-    tx = jm.nanochat(adamw=optax.sgd(0.5), reading=jm.Reading("adamw"))
+    tx = jm.nanochat(adamw=optax.sgd(0.5), matrices=reader("adamw"))
     grads = jax.tree.map(jnp.ones_like, params)
     updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
     chex.assert_trees_all_close(updates, jax.tree.map(lambda g: -0.5 * g, grads))
@@ -337,7 +338,7 @@ def test_groups_of_the_user():
     params = model()
     rules = {"wte": "embedding", "q": "frozen"}
     tx = jm.nanochat(
-        reading=jm.Reading(functools.partial(jm.label_params, rules=rules)),
+        matrices=reader(rules),
         groups={
             "embedding": optax.sgd(0.5),
             "frozen": optax.set_to_zero(),
@@ -361,8 +362,7 @@ def test_labels_do_not_change_how_a_neighbour_is_read():
     )
     results = []
     for rules in (None, {"out": "adamw"}):
-        labels = functools.partial(jm.label_params, rules=rules)
-        tx = jm.muon(reading=jm.Reading(labels), dtype="float32")
+        tx = jm.muon(matrices=reader(rules), dtype="float32")
         updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
         results.append(updates["query"]["kernel"])
     np.testing.assert_array_equal(*results)
@@ -371,8 +371,9 @@ def test_labels_do_not_change_how_a_neighbour_is_read():
 def test_a_fixed_tree_of_labels_in_another_form():
     """Labels of an nnx.State serve for the arrays that an update sees."""
     model = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
-    labels = jm.label_params(nnx.state(model, nnx.Param))
-    tx = jm.nanochat(reading=jm.Reading(labels), dtype="float32")
+    state = nnx.state(model, nnx.Param)
+    labels = jm.read(state).labels(state)
+    tx = jm.nanochat(matrices=reader(labels), dtype="float32")
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     before = jnp.copy(model.kernel[...])
     optimizer.update(model, nnx.grad(lambda m: jnp.sum(m(jnp.ones((1, 4)))))(model))
@@ -392,7 +393,7 @@ def test_empty_parameters():
 
 
 def labelled(**labels):
-    return {"reading": jm.Reading(labels)}
+    return {"matrices": reader(labels)}
 
 
 @pytest.mark.parametrize(
@@ -400,20 +401,28 @@ def labelled(**labels):
     [
         (labelled(w="muon", v="adamw", z="muon"), ["'z'", "w, v|v, w"]),
         ({"momentum": np.float32(1.5)}, [r"1\.5"]),
-        (
-            {"reading": jm.Reading(None, {"z": MuonDimensionNumbers(0, 1)})},
-            ["'z' matches no parameter"],
-        ),
+        (labelled(z=MuonDimensionNumbers(0, 1)), ["'z' matches no parameter"]),
         (labelled(w="moun", v="adamw"), ["'w'", "'moun'", "'muon', 'adamw'"]),
         (labelled(w="muon", v="muon"), ["'v'", r"\(3,\)"]),
-        (labelled(w="muon", v=None), ["'v'", "None"]),
+        (
+            {"matrices": lambda params: {"w": "muon"}},
+            ["matrices= returned {'w': 'muon'}; expected what jax_muon.read"],
+        ),
+        (
+            {"matrices": jm.read({"w": jnp.ones((2, 3))})},
+            ["'v' was not read; there are w; expected the tree"],
+        ),
+        (
+            {"matrices": jm.read({"w": jnp.ones((3, 2)), "v": jnp.ones(3)})},
+            [r"'w' has shape \(2, 3\), and was read with \(3, 2\)"],
+        ),
         (
             {"groups": {"experts": lambda matrices: optax.sgd(1.0)}},
             ["'experts' .* no parameter .* there are adamw, muon"],
         ),
         ({"groups": {"muon": optax.sgd(1.0)}}, ["'muon'"]),
         ({"groups": {"other": 3}}, [r"groups\['other'\]=3; expected"]),
-        ({"reading": {"w": "muon"}}, ["reading=.*; expected a jax_muon.Reading"]),
+        ({"matrices": {"w": "muon"}}, ["matrices=.*; expected jax_muon.read"]),
         ({"momentum": 1.0}, [r"1\.0"]),
         ({"weight_decay": -1.0}, [r"-1\.0"]),
         ({"steps": 0}, ["steps=0"]),
@@ -448,12 +457,17 @@ def test_a_state_of_another_optimizer_is_refused(tx, other, words):
         tx.update(params, other.init(params), params)
 
 
-@pytest.mark.parametrize("function", ["init", "describe", "check"])
+@pytest.mark.parametrize("function", ["init", "describe", "read"])
 def test_a_number_of_python_is_no_parameter(function):
     params = {"up": jnp.ones((4, 8)), "scale": 1.0}
     tx = jm.muon(0.1)
+    uses = {
+        "init": tx.init,
+        "read": jm.read,
+        "describe": functools.partial(jm.describe, tx),
+    }
     with pytest.raises(ValueError, match=r"params at 'scale'=1\.0; expected arrays"):
-        tx.init(params) if function == "init" else getattr(jm, function)(tx, params)
+        uses[function](params)
 
 
 def test_params_are_needed():
@@ -509,21 +523,17 @@ def test_momentum_in_bfloat16():
     assert state.inner_states["adamw"].inner_state[0].mu["norm"].dtype == jnp.float32
 
 
-def test_several_groups_of_matrices_and_one_reading(monkeypatch):
+def test_several_groups_of_matrices_and_one_reading():
     """Each with rates of its own; the tree is read once a trace."""
     params = {
         "early": {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(6)},
         "late": {"kernel": jnp.ones((3, 4, 2, 3)), "bias": jnp.ones((3, 2, 3))},
     }
-    rules = {"early/kernel": "early"}
-    read = []
-    original = jm.Reading.read
+    seen = []
 
-    def counted(self, *args):
-        read.append(1)
-        return original(self, *args)
-
-    monkeypatch.setattr(jm.Reading, "read", counted)
+    def read(params):
+        seen.append(1)
+        return jm.read(params, rules={"early/kernel": "early"})
 
     def group(rate):
         return lambda matrices: optax.chain(
@@ -534,13 +544,12 @@ def test_several_groups_of_matrices_and_one_reading(monkeypatch):
         )
 
     tx = jm.partition(
-        {"muon": group(0.5), "early": group(0.25), "adamw": optax.sgd(1.0)},
-        jm.Reading(functools.partial(jm.label_params, rules=rules)),
+        {"muon": group(0.5), "early": group(0.25), "adamw": optax.sgd(1.0)}, read
     )
     state = jax.eval_shape(tx.init, params)
-    assert len(read) == 1
+    assert len(seen) == 1
     updates, _ = jax.eval_shape(tx.update, params, state, params)
-    assert len(read) == 2
+    assert len(seen) == 2
     updates, _ = one_step(tx, params)
     norms = [jnp.linalg.norm(updates[k]["kernel"]) for k in ("early", "late")]
     # (4, 6) with factor 1.5^0.5, and three of (4, 6), read by the bias beside them.
@@ -560,8 +569,7 @@ def test_axis_names_that_updates_lack_have_to_be_said():
         linen.LogicallyPartitioned, names=("embed", "layers", "mlp")
     )
     params = {"mlp": {"wi": {"kernel": box(jnp.ones((8, 2, 16)))}}}
-    with pytest.raises(ValueError, match=r"'mlp/wi/kernel' .* carries .*axis_names"):
+    with pytest.raises(ValueError, match=r"'mlp/wi/kernel' .* carries.*=jax_muon.read"):
         jm.nanochat().init(params)
-    reading = jm.Reading(names=jm.axis_names(params))
-    tx = jm.nanochat(reading=reading)
+    tx = jm.nanochat(matrices=jm.read(params))
     assert jm.plan(tx, params).parameters[0].matrices == (2, 8, 16)

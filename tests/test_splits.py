@@ -15,6 +15,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from jax_muon.splits import Parts
+from tests.reading import reader
 
 QKV = {"attn/qkv/kernel": jm.Split({"q": 16, "k": 8, "v": 8})}
 RECIPES = {
@@ -65,7 +66,7 @@ def test_fused_kernel_takes_the_path_of_three(name, rng, x64):
     recipe = functools.partial(RECIPES[name], 0.01, dtype="float64")
     expected = train(recipe(), loss_apart, apart)["attn"]
     expected = jnp.concatenate([expected[n]["kernel"] for n in "qkv"], axis=1)
-    result = train(recipe(reading=jm.Reading(splits=QKV)), loss_fused, fused)["attn"][
+    result = train(recipe(matrices=reader(splits=QKV)), loss_fused, fused)["attn"][
         "qkv"
     ]["kernel"]
     start = fused["attn"]["qkv"]["kernel"]
@@ -77,7 +78,7 @@ def test_fused_kernel_takes_the_path_of_three(name, rng, x64):
 def test_not_splitting_is_something_else(rng):
     """The test above could fail."""
     g = {"qkv": jnp.asarray(rng.standard_normal((8, 24)), jnp.float32)}
-    split = jm.nanochat(reading=jm.Reading(splits={"qkv": jm.Split(("q", "k", "v"))}))
+    split = jm.nanochat(matrices=reader(splits={"qkv": jm.Split(("q", "k", "v"))}))
     (a, _), (b, _) = (tx.update(g, tx.init(g), g) for tx in (split, jm.nanochat()))
     assert jnp.linalg.norm(a["qkv"] - b["qkv"]) > 0.1 * jnp.linalg.norm(b["qkv"])
 
@@ -87,7 +88,7 @@ def test_learning_rate_of_a_part(rng):
 
     def updates(**settings):
         split = jm.Split(("gate", "up"), **settings)
-        tx = jm.nanochat(reading=jm.Reading(splits={"up": split}), dtype="float32")
+        tx = jm.nanochat(matrices=reader(splits={"up": split}), dtype="float32")
         return tx.update(g, tx.init(g), g)[0]["up"]
 
     plain, scaled = updates(), updates(learning_rates={"gate": 0.5})
@@ -100,8 +101,9 @@ def test_each_head_is_a_matrix_of_its_own(rng, x64, axis):
     """(embed, heads * 4), or the output projection (heads * 4, embed)."""
     shape = (6, 12) if axis else (12, 6)
     g = {"q": rng.standard_normal(shape)}
-    tx = jm.with_splits(
-        jm.orthogonalize(jm.ExactPolar()), {"q": jm.Split(3, axis=axis)}
+    matrices = jm.read(g, splits={"q": jm.Split(3, axis=axis)})
+    tx = jm.partition(
+        {"muon": lambda own: jm.orthogonalize(jm.ExactPolar(), matrices=own)}, matrices
     )
     result, _ = tx.update(g, tx.init(g))
     for got, head in zip(
@@ -115,7 +117,7 @@ def test_heads_of_a_part_and_scanned_layers(rng):
     """Splits apply in order: to parts of parts, behind a layer axis."""
     g = {"qkv": jnp.asarray(rng.standard_normal((3, 6, 24)), jnp.float32)}
     splits = {"qkv": jm.Split(("q", "k", "v")), "qkv/q": jm.Split(2)}
-    tx = jm.nanochat(reading=jm.Reading(splits=splits), dtype="float32")
+    tx = jm.nanochat(matrices=reader(splits=splits), dtype="float32")
     state = tx.init(g)
     shapes = {tuple(x.shape) for x in jax.tree.leaves(state) if x.ndim > 2}
     # q (layers, heads, in, 4), k and v (layers, in, 8); and NorMuon's means of each
@@ -131,8 +133,8 @@ def test_heads_are_joined_over_layers(rng, x64, scanned):
     one = {"layers": {"q": kernel}}
     many = {"layers": {str(i): {"q": layer} for i, layer in enumerate(kernel)}}
     params = one if scanned else many
-    reading = jm.Reading(splits={"q": jm.Split(3)}, joins=2)
-    tx = jm.muon(1.0, 0.0, dtype="float64", reading=reading)
+    reading = reader(splits={"q": jm.Split(3)}, joins=2)
+    tx = jm.muon(1.0, 0.0, dtype="float64", matrices=reading)
     updates, _ = tx.update(params, tx.init(params), params)
     heads = kernel.reshape(4, 8, 3, 4)
     pairs = np.concatenate([heads[0::2], heads[1::2]], axis=1)  # (2, 16, 3, 4)
@@ -150,9 +152,7 @@ def test_parts_that_devices_do_not_divide(rng, kind, parts):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])
     w = jnp.asarray(rng.standard_normal((16, 48)), jnp.float32)
     placed = {"w": jax.device_put(w, NamedSharding(mesh, PartitionSpec(None, "x")))}
-    plain = jm.nanochat(
-        reading=jm.Reading(splits={"w": jm.Split(parts)}), dtype="float32"
-    )
+    plain = jm.nanochat(matrices=reader(splits={"w": jm.Split(parts)}), dtype="float32")
     tx = jm.on_mesh(plain, mesh, PartitionSpec(None, "x"))
     expected, _ = plain.update({"w": w}, plain.init({"w": w}), {"w": w})
     result, _ = jax.jit(tx.update)(placed, tx.init(placed), placed)
@@ -167,7 +167,7 @@ def test_a_factor_keeps_the_dtype():
     assert tx.update(w, tx.init(w))[0]["w"].dtype == jnp.bfloat16
 
 
-def test_labels_and_dimension_numbers_speak_of_whole_parameters(rng):
+def test_rules_speak_of_whole_parameters(rng):
     """(embed, 3 heads, 4) of 1 query head and 2 others, under a name of its own."""
     params = {
         "w": jnp.asarray(rng.standard_normal((6, 3, 4)), jnp.float32),
@@ -178,10 +178,8 @@ def test_labels_and_dimension_numbers_speak_of_whole_parameters(rng):
         "b": jm.Split(("x", "y"), axis=0),
     }
     tx = jm.nanochat(
-        reading=jm.Reading(
-            labels={"w": "muon", "b": "adamw"},
-            dimension_numbers={"w": MuonDimensionNumbers(0, (1, 2))},
-            splits=splits,
+        matrices=reader(
+            rules={"w": MuonDimensionNumbers(0, (1, 2)), "b": "adamw"}, splits=splits
         ),
         dtype="float32",
     )
@@ -262,9 +260,7 @@ def test_nnx_model():
             return jnp.sum(self.qkv(x) ** 2)
 
     model = Fused(nnx.Rngs(0))
-    tx = jm.nanochat(
-        reading=jm.Reading(splits={"qkv/kernel": jm.Split(("q", "k", "v"))})
-    )
+    tx = jm.nanochat(matrices=reader(splits={"qkv/kernel": jm.Split(("q", "k", "v"))}))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     x = jnp.ones((2, 6))
     before = model(x)
@@ -289,11 +285,11 @@ def test_nnx_model():
 def test_bad_splits(split, match):
     params = {"qkv": jnp.zeros((6, 24))}
     with pytest.raises(ValueError, match=match):
-        jm.nanochat(reading=jm.Reading(splits={"qkv": split})).init(params)
+        jm.nanochat(matrices=reader(splits={"qkv": split})).init(params)
 
 
 def test_a_pattern_that_matches_nothing():
     with pytest.raises(ValueError, match="'q' matches no parameter; there are qkv"):
-        jm.nanochat(reading=jm.Reading(splits={"q": jm.Split(2)})).init(
+        jm.nanochat(matrices=reader(splits={"q": jm.Split(2)})).init(
             {"qkv": jnp.zeros((6, 24))}
         )

@@ -17,14 +17,31 @@ from tests.lowered import depths_on
 
 exact_polar = jm.PolarExpress(dtype=None)
 
+# Wide, tall, square, a stack.
+SHAPES = {"a": (6, 9), "b": {"c": (9, 6), "d": (6, 6)}, "e": (2, 6, 9)}
+is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+CONVOLUTION = MuonDimensionNumbers((0, 1, 2), 3)
+LAST_TWO = MuonDimensionNumbers(-2, -1)
+MATRICES = jm.read(
+    jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x, "float32"), SHAPES, is_leaf=is_shape
+    ),
+    rules={"e": LAST_TWO},
+)
+
+
+def of_matrices(piece, **settings):
+    return functools.partial(piece, matrices=MATRICES, **settings)
+
+
 PIECES = {
     "nesterov": jm.nesterov,
-    "orthogonalize": jm.orthogonalize,
-    "equilibrate_rows": jm.equilibrate_rows,
-    "normalize_frobenius": jm.normalize_frobenius,
-    "scale_by_normuon": jm.scale_by_normuon,
-    "scale_by_normuon output": functools.partial(jm.scale_by_normuon, axis="output"),
-    "scale_by_shape": jm.scale_by_shape,
+    "orthogonalize": of_matrices(jm.orthogonalize),
+    "equilibrate_rows": of_matrices(jm.equilibrate_rows),
+    "normalize_frobenius": of_matrices(jm.normalize_frobenius),
+    "scale_by_normuon": of_matrices(jm.scale_by_normuon),
+    "scale_by_normuon output": of_matrices(jm.scale_by_normuon, axis="output"),
+    "scale_by_shape": of_matrices(jm.scale_by_shape),
     "add_cautious_decayed_weights": functools.partial(
         jm.add_cautious_decayed_weights, 0.1
     ),
@@ -33,16 +50,14 @@ every_piece = pytest.mark.parametrize("factory", PIECES.values(), ids=PIECES)
 
 
 def trees(dtype=jnp.float32):
-    """Parameters and gradients: wide, tall, the same transposed, a stack."""
-    shapes = {"a": (6, 9), "b": {"c": (9, 6), "d": (6, 6)}, "e": (2, 6, 9)}
+    """Parameters and gradients."""
     keys = iter(jax.random.split(jax.random.key(0), 8))
 
     def draw(shape):
         return jax.random.normal(next(keys), shape).astype(dtype)
 
-    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
-    params = jax.tree.map(draw, shapes, is_leaf=is_shape)
-    grads = jax.tree.map(draw, shapes, is_leaf=is_shape)
+    params = jax.tree.map(draw, SHAPES, is_leaf=is_shape)
+    grads = jax.tree.map(draw, SHAPES, is_leaf=is_shape)
     return params, grads
 
 
@@ -98,13 +113,17 @@ def test_nesterov_of_one_gradient_stays_there():
 
 def test_orthogonalize_is_the_polar_factor_of_each_leaf(x64):
     _, grads = trees(jnp.float64)
-    updates, _ = jm.orthogonalize(exact_polar).update(grads, optax.EmptyState())
+    updates, _ = jm.orthogonalize(exact_polar, matrices=MATRICES).update(
+        grads, optax.EmptyState()
+    )
     chex.assert_trees_all_close(updates, jax.tree.map(exact_polar, grads), atol=1e-12)
 
 
 def test_orthogonalize_takes_any_callable(x64):
     _, grads = trees(jnp.float64)
-    updates, _ = jm.orthogonalize(jm.ExactPolar(), max_stack=1).update(grads, None)
+    updates, _ = jm.orthogonalize(
+        jm.ExactPolar(), max_stack=1, matrices=MATRICES
+    ).update(grads, None)
     chex.assert_trees_all_close(
         updates, jax.tree.map(jm.ExactPolar(), grads), atol=1e-12
     )
@@ -113,10 +132,7 @@ def test_orthogonalize_takes_any_callable(x64):
 def test_orthogonalize_reads_dimension_numbers(rng, x64):
     """A convolution kernel (kh, kw, in, out) is one matrix (kh kw in, out)."""
     kernel = jnp.asarray(rng.standard_normal((3, 3, 4, 5)))
-    tx = jm.orthogonalize(
-        jm.ExactPolar(),
-        matrices=jm.Reading(dimension_numbers=MuonDimensionNumbers((0, 1, 2), 3)),
-    )
+    tx = jm.orthogonalize(jm.ExactPolar(), matrices=jm.read(kernel, rules=CONVOLUTION))
     updates, _ = tx.update(kernel, tx.init(kernel))
     expected = jm.ExactPolar()(kernel.reshape(36, 5)).reshape(3, 3, 4, 5)
     np.testing.assert_allclose(updates, expected, rtol=0, atol=1e-12)
@@ -134,7 +150,7 @@ def test_orthogonalize_pools(platform, expected):
     _, grads = trees()
 
     def update(grads):
-        return jm.orthogonalize(jnp.tan).update(grads, None)[0]
+        return jm.orthogonalize(jnp.tan, matrices=MATRICES).update(grads, None)[0]
 
     assert sorted(depths_on(platform, update, grads)) == expected
 
@@ -150,10 +166,11 @@ def test_equilibrate_rows(rng, x64, shape):
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (2, 5, 3)])
 def test_normalize_frobenius(rng, x64, shape):
     g = jnp.asarray(rng.standard_normal(shape))
-    updates, _ = jm.normalize_frobenius().update(g, None)
+    matrices = jm.read(g, rules=LAST_TWO)
+    updates, _ = jm.normalize_frobenius(matrices=matrices).update(g, None)
     norms = jnp.linalg.norm(updates, axis=(-2, -1))
     np.testing.assert_allclose(norms, min(shape[-2:]) ** 0.5, atol=1e-12)
-    updates, _ = jm.normalize_frobenius(0.2).update(g, None)
+    updates, _ = jm.normalize_frobenius(0.2, matrices=matrices).update(g, None)
     np.testing.assert_allclose(
         jnp.sqrt(jnp.mean(updates**2, axis=(-2, -1))), 0.2, atol=1e-12
     )
@@ -176,14 +193,18 @@ def test_normuon(rng, x64, shape, axis):
         np.testing.assert_allclose(state.nu, v.T, rtol=0, atol=1e-12)
 
 
-def test_normuon_state_follows_the_parameter_axes():
+@pytest.mark.parametrize(
+    ("numbers", "axis", "shape", "expected"),
+    [
+        (CONVOLUTION, "output", (3, 3, 4, 5), (1, 1, 1, 5)),
+        (LAST_TWO, "longer", (3, 4, 6), (3, 1, 6)),
+    ],
+)
+def test_normuon_state_follows_the_parameter_axes(numbers, axis, shape, expected):
     """nu has the rank of the parameter, with 1 where it is averaged."""
-    spec = MuonDimensionNumbers((0, 1, 2), 3)
-    state = jm.scale_by_normuon(
-        axis="output", matrices=jm.Reading(dimension_numbers=spec)
-    ).init(jnp.zeros((3, 3, 4, 5)))
-    assert state.nu.shape == (1, 1, 1, 5)
-    assert jm.scale_by_normuon().init(jnp.zeros((3, 4, 6))).nu.shape == (3, 1, 6)
+    x = jnp.zeros(shape)
+    tx = jm.scale_by_normuon(axis=axis, matrices=jm.read(x, rules=numbers))
+    assert tx.init(x).nu.shape == expected
 
 
 def test_normuon_state_leaves_boxes(rng):
@@ -212,10 +233,12 @@ def test_normuon_state_leaves_boxes(rng):
 )
 def test_scale_by_shape(rule, factor):
     x = jnp.ones((3, 4, 16))
-    updates, _ = jm.scale_by_shape(rule).update(x, None)
+    matrices = jm.read(x, rules=LAST_TWO)
+    updates, _ = jm.scale_by_shape(rule, matrices=matrices).update(x, None)
     np.testing.assert_allclose(updates, factor, rtol=1e-6)
     if rule == "max_ratio":  # in > out: no factor
-        np.testing.assert_array_equal(jm.scale_by_shape().update(x.mT, None)[0], 1)
+        updates, _ = jm.scale_by_shape().update(x[0].T, None)
+        np.testing.assert_array_equal(updates, 1)
 
 
 def test_cautious_decay():
@@ -349,7 +372,7 @@ def test_tree_map_params(factory):
     ("factory", "name"),
     [
         (jm.nesterov, "decay"),
-        (jm.scale_by_normuon, "decay"),
+        (PIECES["scale_by_normuon"], "decay"),
         (jm.add_cautious_decayed_weights, "weight_decay"),
     ],
 )
@@ -367,7 +390,8 @@ def test_inject_hyperparams_changes_a_rate_without_recompiling(factory, name):
 
 
 @pytest.mark.parametrize(
-    "factory", [jm.nesterov, jm.scale_by_normuon, jm.add_cautious_decayed_weights]
+    "factory",
+    [jm.nesterov, PIECES["scale_by_normuon"], jm.add_cautious_decayed_weights],
 )
 def test_schedules_do_not_recompile(factory):
     params, grads = trees()
@@ -401,7 +425,14 @@ def test_empty_trees_and_none_leaves(factory):
         (lambda: jm.scale_by_normuon(1.5), r"decay=1\.5"),
         (lambda: jm.scale_by_normuon(axis="rows"), "'rows'"),
         (lambda: jm.scale_by_shape("max"), "'max'"),
+        (
+            lambda: jm.scale_by_shape(
+                matrices=jm.read({"w": jnp.ones((2, 4))}, splits={"w": jm.Split(2)})
+            ),
+            "splits w, .* within jax_muon.partition",
+        ),
         (lambda: jm.orthogonalize(max_stack=0), "max_stack=0"),
+        (lambda: jm.orthogonalize(matrices=jm.read), r"expected jax_muon\.read\(par"),
         (lambda: jm.add_cautious_decayed_weights(-1.0), r"weight_decay=-1\.0"),
     ],
 )
@@ -421,10 +452,12 @@ def test_bad_settings(call, word):
     ],
 )
 @pytest.mark.parametrize(
-    "leaf", [jnp.zeros(3), jnp.zeros(()), jnp.zeros((2, 2), int)], ids=str
+    "leaf",
+    [jnp.zeros(3), jnp.zeros(()), jnp.zeros((2, 2), int), jnp.zeros((2, 3, 4))],
+    ids=lambda x: f"{x.dtype}{x.shape}",
 )
-def test_no_matrix_is_an_error_with_its_path(factory, leaf):
-    with pytest.raises(ValueError, match="'block/w'"):
+def test_not_one_matrix_is_an_error_that_says_what_to_pass(factory, leaf):
+    with pytest.raises(ValueError, match=r"'block/w' .* expected matrices=jax_muon\.r"):
         factory().init({"block": {"w": leaf}})
 
 
@@ -441,10 +474,10 @@ STRICT = {
         {"muon": orthogonalized, "adamw": optax.sgd(1.0)}
     ),
     "hyperball": lambda: jm.hyperball(
-        lambda count: 0.1 / (1 + count.astype("float32"))
+        lambda count: 0.1 / (1 + count.astype("float32")), matrices=MATRICES
     ),
     "bias_correction": lambda: jm.nesterov(bias_correction=True),
-    "skip_nonfinite": lambda: jm.skip_nonfinite(jm.scale_by_shape()),
+    "skip_nonfinite": lambda: jm.skip_nonfinite(PIECES["scale_by_shape"]()),
     "splits": lambda: jm.with_splits(optax.sgd(0.1), {"a": jm.Split(("q", "k", "v"))}),
 }
 

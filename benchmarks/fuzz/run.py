@@ -1,6 +1,7 @@
 """Runs a case and says what is wrong with it, if anything is."""
 
 import dataclasses
+import functools
 import math
 import pathlib
 import traceback
@@ -76,23 +77,16 @@ def check(case: Case) -> Outcome:
 
 def optimizer(case: Case) -> Any:
     """The optimizer of one device."""
-    reading = jm.Reading(
+    matrices = functools.partial(
+        jm.read,
         joins=case.joins,
         splits={path: jm.Split(parts) for path, parts in case.splits.items()} or None,
         out_in=case.out_in,
-        # A function, since a tree of labels has to name all.
-        labels=(lambda params: _labels(case, params)) if case.labels else None,
-        dimension_numbers=tree_of(
-            case,
-            [
-                MuonDimensionNumbers(*case.axes[x.path])
-                if x.path in case.axes
-                else None
-                for x in case.leaves
-            ],
-        ),
+        # One rule for a path: dimension numbers already make a matrix of it.
+        rules={path: MuonDimensionNumbers(*axes) for path, axes in case.axes.items()}
+        | {p: x for p, x in case.labels.items() if x != "muon" or p not in case.axes},
     )
-    given = {**case.settings, "reading": reading}
+    given = {**case.settings, "matrices": matrices}
     if any(leaf.dtype == "float16" for leaf in case.leaves):
         given["adamw"] = optax.sgd(1e-3)  # AdamW's squares are 0 or infinite there
     if "frozen" in case.labels.values():
@@ -104,13 +98,6 @@ def optimizer(case: Case) -> Any:
         static = tuple(k for k, v in given.items() if not isinstance(v, float))
         recipe = optax.inject_hyperparams(recipe, static_args=static)
     return AROUND[case.around](recipe(**given))
-
-
-def _labels(case: Case, params: Any) -> Any:
-    own = jm.label_params(params)
-    return jax.tree_util.tree_map_with_path(
-        lambda key, label: case.labels.get(paths.path_string(key), label), own
-    )
 
 
 def mesh_of(case: Case) -> Mesh:

@@ -2,8 +2,9 @@
 
 Every parameter of a block has a leading axis of layers, (4, 64, 64), (4, 64). Kernels
 are read as four matrices each; biases and norm scales stay with AdamW. With
-`variable_axes={"params": 1}` a kernel is (64, 4, 64), which is to be said:
-`reading=jm.Reading(dimension_numbers={"blocks": MuonDimensionNumbers(0, 2)})`.
+`variable_axes={"params": 1}` a kernel is (64, 4, 64), as the norms beside
+it show; without norms: `matrices=jm.read(params,
+rules={"blocks": MuonDimensionNumbers(0, 2)})`.
 
     python examples/flax/linen_scan.py
 """

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jax_muon.matrices import Matrices
 from jax_muon.mesh.specs import Sizes, entry_names, shard_shape
 from jax_muon.mesh.traffic import ring_bytes
 from jax_muon.reading.axes import MatrixAxes
 from jax_muon.reading.joins import Block
-from jax_muon.reading.matrices import Matrices
 
 # What a device does while it sends one byte: 400 TFLOP/s at 400 GB/s, in round
 # figures those of an H100 with NVLink.
@@ -215,7 +215,7 @@ def make_pools(
     small: int = 0,
     gram_sums: Callable[[int, int], int | None] | None = None,
     send: str = "auto",
-    load: dict[Any, np.ndarray] | None = None,
+    start: int = 0,
 ) -> list[Pool]:
     """Pools of matrices, and owners so that the busiest device has the least to do.
 
@@ -229,8 +229,8 @@ def make_pools(
       send: "matrix": matrices go to owners, or all devices; "gram": where it can be
         done, Gram matrices (m, m) are summed instead; "auto": what costs less, counting
         bytes and FLOPs.
-      load: work of each device so far, by the sizes of the mesh; it is added to, so
-        that several groups of matrices find different owners.
+      start: the owner that comes first among equally busy ones, modulo their number,
+        so that several groups of matrices find different owners.
     """
     found: dict[Any, list[Member]] = {}
     for index, ((shape, dtype), place) in enumerate(
@@ -248,9 +248,7 @@ def make_pools(
         found.setdefault(key, []).append(member)
 
     names = divided_axes(sizes)
-    mesh = tuple(sizes.items())
-    loads = {} if load is None else load
-    busy_so_far = loads.get(mesh, np.zeros([sizes[name] for name in names]))
+    busy_so_far = np.zeros([sizes[name] for name in names])
     pools = []
     for (short, long, dtype, batch_axes), members in sorted(
         found.items(), key=lambda item: item[0][0][0] ** 2 * item[0][1][0], reverse=True
@@ -275,8 +273,9 @@ def make_pools(
             order = [names.index(n) for n in pool.replicas + pool.pieces + pool.batch]
             busy = busy_so_far.transpose(order).reshape(owners, -1).max(axis=1)
             per_owner, rest = divmod(pool.count, owners)
-            idlest = np.argsort(busy, kind="stable")[:rest]
-            extra = tuple(owner in idlest for owner in range(owners))
+            first = start % owners
+            idlest = (np.argsort(np.roll(busy, -first), kind="stable") + first) % owners
+            extra = tuple(owner in idlest[:rest] for owner in range(owners))
             pool = dataclasses.replace(pool, per_owner=per_owner, extra=extra)
         sums = None
         if gram_sums is not None and pool.long and not pool.short:
@@ -287,7 +286,6 @@ def make_pools(
                 pool = grams
         busy_so_far = busy_so_far + pool.load(sizes)
         pools.append(pool)
-    loads[mesh] = busy_so_far
     return pools
 
 

@@ -7,11 +7,10 @@ order, but from what the module does: `wi` and `query` read the residual stream,
 and `out` write it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import optax
 
 from jax_muon.checks import check_arrays, check_choice, check_mapping, refuse
 from jax_muon.reading import paths, words
@@ -20,9 +19,8 @@ from jax_muon.reading.shapes import Places
 
 # Name of an axis to its kind.
 Table = Mapping[str, str]
-# Names by path, or a function of the tree that finds them in it.
+# Names by path.
 ByPath = Mapping[str, tuple[str | None, ...]]
-Names = ByPath | Callable[[Any], ByPath] | None
 
 BATCH, STREAM, HEADS, HIDDEN = "batch", "stream", "heads", "hidden"
 LATENT, VOCAB, NORM, POSITION = "latent", "vocab", "norm", "position"
@@ -96,51 +94,19 @@ def check_kinds(nodes: Sequence[Node], table: Table) -> None:
         likely = {n: STREAM if width & {*paths.words(n)} else HIDDEN for n in unknown}
         raise ValueError(
             f"nothing is known of {where}; expected a table that says what each is, "
-            f"such as jax_muon.Reading(table={likely}), with one of {', '.join(KINDS)}"
+            f"such as jax_muon.read(params, table={likely}); the kinds are "
+            + ", ".join(KINDS)
         )
 
 
-def check_names(names: Any) -> None:
-    """Refuse what is neither None, names of axes by path, nor a function."""
+def check_names(names: ByPath | None) -> None:
+    """Refuse what is neither None nor a tuple of names, or None, for every path."""
 
     def check(where: str, axes: Any) -> None:
-        known = isinstance(axes, tuple) and all(
-            isinstance(axis, (str, type(None))) for axis in axes
-        )
-        if not known:
-            refuse(where, axes, "a tuple of names or None, one an axis")
+        if not isinstance(axes, tuple) or not all(map(_is_name, axes)):
+            refuse(where, axes, "a tuple with a name or None for every axis")
 
-    if names is not None and not paths.is_function(names):
-        expected = "a mapping of path to axis names, a function that gives one, or None"
-        check_mapping("names", names, expected, check)
-
-
-def lookup(names: Any, tree: Any) -> ByPath:
-    """The names of a tree by path.
-
-    Raises:
-      ValueError: for paths that no parameter has, masked or not, and for a function
-        that finds no name at all.
-    """
-    flat = paths.leaves_with_paths(tree, is_leaf=_is_masked)
-    own = [path for path, leaf in flat if not _is_masked(leaf)]
-    hidden = {path: True for path, leaf in flat if _is_masked(leaf)}
-    given = names(tree) if paths.is_function(names) else names or {}
-    check_names(given)
-    given = {p: axes for p, axes in given.items() if not paths.find_prefix(hidden, p)}
-    paths.check_known("names", given, own)
-    if paths.is_function(names) and own and not given:
-        raise ValueError(
-            f"names={names!r} found no axis names in a tree with the parameters "
-            f"{', '.join(own)}; expected a function of gradients too, which carry "
-            "names in haliax alone, or names found once, such as "
-            "jax_muon.Reading(names=jax_muon.axis_names(params))"
-        )
-    return given
-
-
-def _is_masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)
+    check_mapping("names", names or {}, "a mapping of path to axis names", check)
 
 
 def names_of(tree: Any) -> dict[str, tuple[str | None, ...]]:

@@ -73,11 +73,17 @@ def words(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
 
 
-def find_prefix(entries: Mapping[str, Any], path: str) -> Any:
-    """The entry at `path`, or at the nearest prefix of it, or None."""
+def nearest_prefix(entries: Mapping[str, Any], path: str) -> str | None:
+    """`path`, or the nearest prefix of it, that has an entry; None without one."""
     while path and path not in entries:
         path = path.rpartition("/")[0]
-    return entries.get(path)
+    return path if path in entries else None
+
+
+def find_prefix(entries: Mapping[str, Any], path: str) -> Any:
+    """The entry at `path`, or at the nearest prefix of it, or None."""
+    prefix = nearest_prefix(entries, path)
+    return None if prefix is None else entries[prefix]
 
 
 def matches(pattern: str, path: str) -> bool:
@@ -133,7 +139,7 @@ def check_known(what: str, given: Iterable[str], names: Sequence[str]) -> None:
     for path in given:
         if names and path and not any(f"{n}/".startswith(f"{path}/") for n in names):
             raise ValueError(
-                f"{what} at {path!r}, which no parameter has; there are "
+                f"{what} at {path!r}, which no parameter has; expected some of "
                 + ", ".join(names)
             )
 

@@ -12,9 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
-from jax_muon.checks import check_arrays, check_flag
+from jax_muon.checks import check_flag
 from jax_muon.reading import names as axis_names
 from jax_muon.reading import paths, shapes
 from jax_muon.reading.axes import MatrixAxes, is_real
@@ -63,21 +61,6 @@ class Read:
     label: str
     axes: MatrixAxes | None  # as matrices; None where it cannot be read so
     doubt: str | None = None  # why it is not read, and what a user writes
-
-
-def leaves_of(tree: Any) -> list[Leaf]:
-    """The leaves of a tree of parameters, with the axis names it carries."""
-    check_arrays("params", tree)
-    named = axis_names.names_of(tree)
-    return [
-        Leaf(
-            path,
-            tuple(getattr(leaf, "shape", ())),
-            jnp.result_type(leaf),
-            named.get(path),
-        )
-        for path, leaf in paths.leaves_with_paths(tree)
-    ]
 
 
 def read_leaves(
@@ -277,7 +260,7 @@ class _Reader:
             beside, bias = self.orientation.by_bias(node), self.tree.bias_of(node)
             if bias is not None and beside not in (None, flipped):
                 return (
-                    f"out_in={flipped} of the Reading makes its outputs "
+                    f"out_in={flipped} makes its outputs "
                     f"{node.sizes[0 if flipped else 1]}, and the bias {bias.path!r} "
                     f"beside it has shape {bias.shape}"
                 )
@@ -290,7 +273,7 @@ class _Reader:
             if flipped is None and label == MUON:
                 return (
                     "nothing tells whether it is (in, out) or (out, in), which out_in "
-                    "of the Reading says for all"
+                    "says for all"
                 )
         fan_in, fan_out = (1, 0) if flipped else (0, 1)
         return Places((), (fan_in,), (fan_out,), reason)
@@ -319,8 +302,8 @@ def _doubt(node: Node, text: str) -> str:
     last = readings[0].split(" by ")[1]
     return (
         f"parameter {node.path!r} of shape {shape}: {text}; it could be read as "
-        f"{', or as '.join(readings)}; expected dimension_numbers for it, such as "
-        f"{{{node.path!r}: {last}}}, or a label other than 'muon'"
+        f"{', or as '.join(readings)}; expected rules such as "
+        f"{{{node.path!r}: {last}}} or {{{node.path!r}: 'adamw'}}"
     )
 
 

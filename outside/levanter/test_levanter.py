@@ -32,8 +32,6 @@ LINEAR = (hax.nn.Linear, hax.nn.MoELinear)
 VOCAB = hax.Axis("vocab", 64)
 SMALL = {"max_seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4}
 LLAMA = {**SMALL, "intermediate_dim": 48, "num_kv_heads": 2}
-# Of grouped queries in Llama and its kin.
-TABLE = {"kv_head": "heads"}
 MODELS = {
     "gpt2": Gpt2Config(**SMALL),
     "llama": LlamaConfig(**LLAMA),
@@ -90,13 +88,13 @@ def test_hyperball_against_muonh(theirs, ours, nesterov):
     rate, momentum = 0.05, 0.9
     their = scale_with_muonh(momentum, nesterov, 5, 1e-8, rate, theirs)
     polar = jm.NewtonSchulz(5, coefficients=ours, dtype="float32")
-    reading = jm.Reading(names=jm.axis_names)
+    start = two_layers(jax.random.key(0))
+    matrices = jm.read(start)
     our = optax.chain(
         jm.nesterov(momentum, lookahead=nesterov),
-        jm.orthogonalize(polar, matrices=reading),
-        jm.hyperball(rate, matrices=reading),
+        jm.orthogonalize(polar, matrices=matrices),
+        jm.hyperball(rate, matrices=matrices),
     )
-    start = two_layers(jax.random.key(0))
     steps = {"theirs": their, "ours": our}
     ends = {}
     for name, tx in steps.items():
@@ -146,7 +144,7 @@ def linears(tree):
 def test_readings(name):
     """As each Linear says itself: its axes In and Out, and batch is what is left."""
     params = shapes(MODELS[name])
-    found = jm.Reading(names=jm.axis_names, table=TABLE).read(params)
+    found = jm.read(params)
     layers = linears(params)
     assert {
         path.removesuffix("/weight/0") for path, p in found.items() if p.label == "muon"
@@ -204,7 +202,7 @@ def build(mesh=None):
     """By its name, as draccus does from a file."""
     config = OptimizerConfig.get_choice_class("jax_muon")
     settings = {"learning_rate": 1e-3, "warmup": 0, "ns_dtype": "float32"}
-    return config(**settings, table=TABLE, mesh=mesh).build(10)
+    return config(**settings, mesh=mesh).build(10)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

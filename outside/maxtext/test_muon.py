@@ -1,5 +1,7 @@
 """MaxText's own sharded Muon as an oracle for `jm.muon`, on eight devices."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -74,7 +76,7 @@ def ours(nesterov=True, weight_decay=0.0, consistent_rms=None, adam_weight_decay
         polar=jm.NewtonSchulz(dtype="float64", eps=1e-8),
         # Theirs, like optax's, hands Muon's `nesterov` to its Adam.
         adamw=optax.adamw(0.02, weight_decay=adam_weight_decay, nesterov=nesterov),
-        reading=jm.Reading(names=NAMES),
+        matrices=functools.partial(jm.read, names=NAMES),
     )
 
 

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from tests.distributed import problems
+from tests.reading import reader
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
@@ -27,7 +28,7 @@ RECIPES = {
     "moonlight": jm.moonlight,
     "teon": functools.partial(
         jm.teon,
-        reading=jm.Reading(
+        matrices=reader(
             joins={"*_{i}/q": 2, "scan/mlp": 2}, splits={"*/up": jm.Split(2)}
         ),
     ),

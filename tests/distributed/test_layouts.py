@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jax_muon as jm
 from tests.distributed import layouts, problems
 from tests.distributed.layouts import AUTO, EXPLICIT, LAYOUTS, RECIPES, mesh_of, recipe
+from tests.reading import reader
 
 BOTH = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 
@@ -530,7 +531,7 @@ def test_groups_of_matrices_find_different_owners():
     def group(matrices):
         return jm.orthogonalize(matrices=matrices)
 
-    tx = jm.partition(dict.fromkeys("abcd", group), jm.Reading({k: k for k in "abcd"}))
+    tx = jm.partition(dict.fromkeys("abcd", group), reader({k: k for k in "abcd"}))
     planned = jm.plan(jm.on_mesh(tx, mesh, None, "data"), params)
     assert len(planned.pools) == 4
     assert sorted(planned.flops) == [0] * 4 + [planned.flops.max()] * 4
@@ -541,7 +542,7 @@ def test_split_parts_that_devices_do_not_divide_are_divided_elsewhere():
     params = {"qkv": jnp.ones((72, 64))}
     splits = {"qkv": jm.Split({"q": 64, "k": 4, "v": 4}, axis=0)}
     tx = jm.on_mesh(
-        jm.nanochat(reading=jm.Reading(splits=splits)), mesh_of(8), None, "data"
+        jm.nanochat(matrices=reader(splits=splits)), mesh_of(8), None, "data"
     )
     for leaf in jax.tree.leaves(tx.init(params)):
         assert leaf.ndim < 2 or any(leaf.sharding.spec) or 1 in leaf.shape

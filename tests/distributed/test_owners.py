@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from benchmarks.schedule.hlo import Module
@@ -150,8 +151,10 @@ def test_gram_sums_equal_whole_matrices(rng, x64, form, norm):
     shapes = {"wide": (6, 160), "tall": (80, 4), "scan": (4, 5, 40)}
     grads = {k: 1e60 * rng.standard_normal(shape) for k, shape in shapes.items()}
     polar = jm.PolarExpress(dtype=None, form=form, norm=norm)
-    expected, _ = jm.orthogonalize(polar).update(grads, optax.EmptyState())
-    tx = jm.orthogonalize(polar, send="gram", small=0)
+    matrices = jm.read(grads, rules=MuonDimensionNumbers(-2, -1))
+    plain = jm.orthogonalize(polar, matrices=matrices)
+    expected, _ = plain.update(grads, optax.EmptyState())
+    tx = jm.orthogonalize(polar, send="gram", small=0, matrices=matrices)
     placed = {
         k: jax.device_put(g, NamedSharding(mesh, specs[k])) for k, g in grads.items()
     }

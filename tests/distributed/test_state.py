@@ -109,8 +109,6 @@ def test_a_train_step_with_int8_momentum():
     ids=["hsdp", "fsdp_tp"],
 )
 def test_what_is_observed_is_that_of_one_device(where, kind):
-    """Groups, divided matrices, random vectors and the power method."""
-
     def group(matrices):
         return optax.chain(jm.nesterov(), jm.normalize_frobenius(matrices=matrices))
 
@@ -126,21 +124,17 @@ def test_what_is_observed_is_that_of_one_device(where, kind):
         _, expected = update(grad, expected, params)
         _, got = on_update(layouts.place(grad, mesh, specs), got, placed)
     numbers, same = (optax.tree.get(s, "observed") for s in (expected, got))
-    assert {"muon/stable_rank", "adamw/ratio"} < set(numbers)
+    assert {"muon/towards_zero", "adamw/ratio"} < set(numbers)
     for name, x in numbers.items():
         np.testing.assert_allclose(same[name], x, rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("spec", "rounds"), [(P(None, "fsdp"), 1), (P("fsdp", None), 2)]
-)
-def test_what_is_observed_is_summed_in_few_rounds(spec, rounds):
-    """One where its longer side is divided, two where the shorter one is."""
+@pytest.mark.parametrize("spec", [P(None, "fsdp"), P("fsdp", None)], ids=str)
+def test_what_is_observed_is_summed_in_one_round(spec):
     mesh = jax.make_mesh((8,), ("fsdp",), (AUTO,))
     params = layouts.place({"up": jnp.ones((64, 128))}, mesh, {"up": spec}.get)
     tx = jm.observe(optax.trace(0.9))
     state = jax.jit(tx.init)(params)
     compiled = jax.jit(tx.update).lower(params, state, params).compile()
     sent = Module.parse(compiled.as_text()).collectives()
-    assert {c.kind for c in sent} == {"all-reduce"}
-    assert len(sent) == rounds
+    assert [c.kind for c in sent] == ["all-reduce"]

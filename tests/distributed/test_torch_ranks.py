@@ -10,6 +10,7 @@ import jax_muon as jm
 from parity.reference.distributed import Run, run_distributed
 from tests.distributed import problems
 from tests.distributed.layouts import mesh_of
+from tests.reading import reader
 
 RANKS, STEPS = 4, 10
 SHAPES = {  # (out, in) for matrices, as PyTorch holds them
@@ -67,7 +68,7 @@ def test_same_trajectory(rng):
         0.1,
         adamw=optax.adamw(lambda t: 0.01 / (1 + t), 0.8, 0.95, 1e-6, weight_decay=0.0),
         dtype="float32",
-        reading=jm.Reading({k: "muon" if k in MATRICES else "adamw" for k in SHAPES}),
+        matrices=reader({k: "muon" if k in MATRICES else "adamw" for k in SHAPES}),
     )
     first = {k: jnp.asarray(flax(k, v), jnp.float32) for k, v in start.items()}
     step = jm.make_train_step(loss, tx, mesh_of(RANKS), min_size=100)

@@ -171,7 +171,7 @@ def test_clipped_logits_stay_at_the_threshold(tmp_path):
         )
     with pytest.raises(ValueError, match=r"began with qk_clip 3.0, not 6.0"):
         train(tmp_path, "one", "--resume", *flags, "--steps=12", "--qk-clip=6")
-    for name in ("muon/stable_rank", "muon/towards_zero", "adamw/ratio"):
+    for name in ("muon/update_rms", "muon/towards_zero", "adamw/ratio"):
         np.testing.assert_allclose(
             losses_of(many, name)[:5], losses_of(one, name)[:5], rtol=0.02
         )

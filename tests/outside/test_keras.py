@@ -16,7 +16,6 @@ STEP = (
     [[1.0, 6.0], [7.0, 2.0]],
     [[0.988775, 1.887053], [2.873428, 3.97035]],
 )
-SQUARE = jm.Reading("muon", MuonDimensionNumbers(0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +38,8 @@ def test_golden_polar_factor():
 
 def test_golden_step():
     w, g, expected = ({"w": jnp.asarray(x)} for x in STEP)
-    tx = jm.moonlight(0.5, weight_decay=0.0, dtype="float32", reading=SQUARE)
+    matrices = jm.read(w, rules=MuonDimensionNumbers(0, 1))
+    tx = jm.moonlight(0.5, weight_decay=0.0, dtype="float32", matrices=matrices)
     updates, _ = tx.update(g, tx.init(w), w)
     w = optax.apply_updates(w, updates)
     np.testing.assert_allclose(w["w"], expected["w"], rtol=1e-2, atol=1e-2)

@@ -9,7 +9,7 @@ import inspect
 import jax
 import optax
 import pytest
-from optax.contrib import _common_test, _muon_test
+from optax.contrib import MuonDimensionNumbers, _common_test, _muon_test
 
 import jax_muon as jm
 
@@ -43,7 +43,14 @@ EXCEPTIONS = {
 
 
 def by_rank(params):
-    return jax.tree.map(lambda p: "muon" if p.ndim == 2 else "adamw", params)
+    """As optax reads: every parameter of two axes is a matrix (in, out)."""
+    return jax.tree.map(
+        lambda p: MuonDimensionNumbers() if p.ndim == 2 else None, params
+    )
+
+
+def is_rule(x):
+    return x is None or isinstance(x, MuonDimensionNumbers)
 
 
 def factory(name):
@@ -56,7 +63,7 @@ def factory(name):
             learning_rate,
             **({"weight_decay": 0.0} if decays else {}),
             adamw=optax.adam(learning_rate),
-            reading=jm.Reading(by_rank, joins={}),
+            matrices=lambda params: jm.read(params, rules=by_rank(params), joins={}),
         )
 
     return make
@@ -95,6 +102,14 @@ def ours(
     muon_weight_dimension_numbers=None,
 ):
     """`jm.muon` with the arguments of optax's."""
+
+    def read(params):
+        rules = muon_weight_dimension_numbers or by_rank
+        rules = rules(params) if callable(rules) else rules
+        # A value for each parameter, since a flat prefix would be path patterns.
+        rules = jax.tree.broadcast(rules, params, is_leaf=is_rule)
+        return jm.read(params, rules=rules)
+
     norm = {"frobenius": "frobenius", "schatten": "schatten4"}[preconditioning]
     return jm.muon(
         learning_rate,
@@ -102,7 +117,7 @@ def ours(
         bias_correction=True,
         polar=jm.NewtonSchulz(norm=norm, eps=1e-8, dtype="float32"),
         adamw=optax.adamw(learning_rate, weight_decay=0.0, nesterov=True),
-        reading=jm.Reading.from_optax(muon_weight_dimension_numbers),
+        matrices=read,
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from jax_muon.reading import paths
@@ -17,6 +18,7 @@ from parity import weights
 from parity.reference.muon import JORDAN_SUM, Muon, NorMuon
 from parity.reference.nanochat import MuonAdamW
 from parity.reference.polar import newton_schulz
+from tests.reading import reader
 
 BEFORE, AFTER, BAR = 7, 6, 2e-5
 # By PyTorch's name; three of one shape, so that two ranks need padding.
@@ -146,11 +148,11 @@ def test_optax_contrib_muon(lookahead):
         bias_correction=True,
         polar=jm.NewtonSchulz(eps=1e-8, **F32),
         groups={"adam": optax.adamw(rate, weight_decay=0.0, nesterov=lookahead)},
-        reading=jm.Reading(
-            labels=lambda params: jax.tree.map(
-                lambda p: "muon" if p.ndim == 2 else "adam", params
+        matrices=lambda params: jm.read(
+            params,
+            rules=jax.tree.map(
+                lambda p: MuonDimensionNumbers() if p.ndim == 2 else "adam", params
             ),
-            dimension_numbers=optax.contrib.MuonDimensionNumbers(0, 1),
         ),
     )
     params = to_params(START)
@@ -330,13 +332,13 @@ def test_parts_of_a_fused_parameter():
         return jm.Moments.from_nanochat(saved, ORDER, START, fused)
 
     splits = {"ups": jm.Split(("q", "k", "v"))}
-    tx = jm.nanochat(adamw=ADAMW, reading=jm.Reading(splits=splits), **F32)
+    tx = jm.nanochat(adamw=ADAMW, matrices=reader(splits=splits), **F32)
     assert_continued(tx, theirs, read, fused)
 
 
 def test_parts_that_are_a_batch():
     """Heads, say: the momentum gets the batch axis that the parameter gets."""
-    tx = jm.muon(reading=jm.Reading(splits={"up": jm.Split(2, axis=0)}))
+    tx = jm.muon(matrices=reader(splits={"up": jm.Split(2, axis=0)}))
     mean = np.arange(32.0).reshape(4, 8)
     taken = jm.take_over(tx, {"up": jnp.ones((4, 8))}, jm.Moments(3, {"up": mean}))
     mu = taken.inner_states["muon"].inner_state[0].mu["up"]
@@ -499,7 +501,7 @@ def test_state_lies_as_the_optimizer_lays_it():
 
 def test_parts_that_are_a_batch_on_a_mesh():
     mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
-    tx = jm.muon(reading=jm.Reading(splits={"up": jm.Split(2, axis=0)}))
+    tx = jm.muon(matrices=reader(splits={"up": jm.Split(2, axis=0)}))
     tx = jm.on_mesh(tx, mesh, divide="data", min_size=1)
     mean = np.arange(32.0).reshape(4, 8)
     taken = jm.take_over(tx, {"up": jnp.ones((4, 8))}, jm.Moments(3, {"up": mean}))

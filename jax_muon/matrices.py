@@ -1,0 +1,277 @@
+"""How the parameters of one tree are read as matrices: a value to print, keep and test.
+
+`jax_muon.read` makes a `Matrices` of a tree of parameters. Recipes, `partition` and the
+pieces look parameters up in it by path. It holds no arrays, so one value serves every
+step, every mesh and every trace.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jax_muon.reading import axes as matrix_axes
+from jax_muon.reading import paths
+from jax_muon.reading.axes import MatrixAxes
+from jax_muon.reading.joins import Block, Join, Joins, find_joins, make_blocks
+from jax_muon.reading.roles import ADAMW, MUON
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """How one parameter is read.
+
+    Attributes:
+      path: its path, such as "blocks/0/attn/q/kernel".
+      shape: its global shape.
+      dtype: its dtype.
+      label: the group that it belongs to, such as "muon" or "adamw".
+      role: what it is, such as "embedding" or "query".
+      reason: why, in a few words.
+      axes: which of its axes are batch, in and out; None if it is not a matrix.
+      doubt: why it cannot be read as a matrix, or how to resolve an ambiguity.
+      names: its logical axis names, if it has any.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    label: str
+    role: str
+    reason: str
+    axes: MatrixAxes | None
+    doubt: str | None = None
+    names: tuple[str | None, ...] | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int] | None:
+        """Number of matrices, their inputs and outputs; None if it is not a matrix."""
+        if self.axes is None:
+            return None
+        fan_in, fan_out = self.axes.fan(self.shape)
+        return math.prod(self.shape[axis] for axis in self.axes.batch), fan_in, fan_out
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrices(Mapping[str, Parameter]):
+    """The parameters of a tree by path, with their splits and joins; see `read`.
+
+    `print` shows which parameter goes where and why.
+    """
+
+    parameters: Mapping[str, Parameter]
+    splits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    joins: Joins | None = None
+    # The joins among the matrices of some groups, once `group` has chosen these.
+    joined: tuple[Join, ...] | None = None
+
+    def __getitem__(self, path: str) -> Parameter:
+        """The parameter at a path."""
+        if path not in self.parameters:
+            raise ValueError(
+                f"parameter {path!r} was not read; there are "
+                + (", ".join(self.parameters) or "none")
+                + "; expected the tree that `matrices` was read from"
+            )
+        return self.parameters[path]
+
+    def __iter__(self) -> Iterator[str]:
+        """All paths."""
+        return iter(self.parameters)
+
+    def __len__(self) -> int:
+        """Number of parameters."""
+        return len(self.parameters)
+
+    def __str__(self) -> str:
+        """One line per parameter: what it is, how it is read, its label and why."""
+        rows = [("parameter", "shape", "role", "as matrices", "label", "why")]
+        rows += [
+            (
+                found.path,
+                shape_text(found.shape),
+                found.role,
+                sizes_text(found.sizes) if found.label != ADAMW else "-",
+                found.label,
+                found.reason if found.label == ADAMW else found.doubt or found.reason,
+            )
+            for found in self.values()
+        ]
+        return "\n".join(aligned(rows))
+
+    def axes(self, path: str) -> MatrixAxes:
+        """Axes of a parameter that has to be a matrix.
+
+        Raises:
+          ValueError: with path and shape, if it is not one, or is ambiguous.
+        """
+        found = self[path]
+        if found.doubt is not None:
+            raise ValueError(found.doubt)
+        assert found.axes is not None
+        return found.axes
+
+    def labels(self, params: Any) -> Any:
+        """The label of every parameter, for `optax.multi_transform`.
+
+        A Flax box gets one label, so that it is masked as a whole.
+        """
+        return jax.tree_util.tree_map_with_path(
+            lambda key_path, _: self[paths.path_string(key_path)].label,
+            params,
+            is_leaf=paths.is_box,
+        )
+
+    def specs(self, rules: Sequence[tuple[str, Any]]) -> Callable[[str], PartitionSpec]:
+        """How parameters are sharded, by the axis names that they are read by.
+
+        Args:
+          rules: pairs of an axis name and a mesh axis, several, or None for replicated,
+            as in Flax. They are tried in order. One applies if its name has no mesh
+            axis yet and its mesh axes shard no other axis of that parameter. A name
+            without a rule is replicated.
+
+        Returns:
+          A function of the path, for `on_mesh(specs=...)`; parameters without names are
+          replicated.
+
+        Raises:
+          ValueError: with the path, for a parameter that has one name twice.
+
+        Examples:
+          >>> import jax_muon as jm
+          >>> params = {"wi": {"kernel": jnp.zeros((4, 2, 8))}}
+          >>> names = {"wi/kernel": ("embed", "layers", "mlp")}
+          >>> matrices = jm.read(params, names=names)
+          >>> tuple(matrices.specs([("mlp", "tp"), ("embed", "fsdp")])("wi/kernel"))
+          ('fsdp', None, 'tp')
+        """
+        return lambda path: _spec(path, self[path].names or (), rules)
+
+    def with_joins(self, joins: Joins | None) -> "Matrices":
+        """The same with other joins; see `read`."""
+        return dataclasses.replace(self, joins=joins)
+
+    def group(self, labels: Iterable[str]) -> "Matrices":
+        """The parameters with one of these labels, each a matrix, and their joins.
+
+        Raises:
+          ValueError: with path and shape, for a parameter that is not a matrix, and for
+            joins that match nothing or matrices of different shapes.
+        """
+        labels = tuple(labels)
+        chosen = {p: found for p, found in self.items() if found.label in labels}
+        for path in chosen:
+            self.axes(path)
+        found = dataclasses.replace(self, parameters=chosen)
+        joined = found._joined(list(chosen)) if self.joined is None else self.joined
+        return dataclasses.replace(found, joined=joined)
+
+    def blocks(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]] | None = None,
+    ) -> list[Block]:
+        """Which matrices of these parameters are orthogonalized as one.
+
+        Args:
+          names: their paths.
+          shapes: of one device's shard of each; None for whole parameters.
+        """
+        return make_blocks(
+            names,
+            [self[name].shape for name in names] if shapes is None else shapes,
+            [self.axes(name) for name in names],
+            self._joined(names) if self.joined is None else self.joined,
+            dtypes=[self[name].dtype for name in names],
+        )
+
+    def _joined(self, names: Sequence[str]) -> tuple[Join, ...]:
+        shapes = {name: self[name].shape for name in names}
+        return find_joins(self.joins, {name: self.axes(name) for name in names}, shapes)
+
+
+def check(matrices: Any) -> None:
+    """Raise a ValueError for what a piece cannot use as `matrices`."""
+    if not isinstance(matrices, Matrices | None):
+        raise ValueError(
+            f"matrices={matrices!r}; expected jax_muon.read(params), or None, which "
+            "treats every leaf as one matrix (in, out)"
+        )
+    if matrices is not None and matrices.splits:
+        raise ValueError(
+            f"matrices= splits {', '.join(matrices.splits)}, which a piece would "
+            "not apply; expected the piece within jax_muon.partition, which does"
+        )
+
+
+def of_tree(matrices: Matrices | None, tree: Any) -> Matrices:
+    """The given reading; without one, every leaf of the tree as one matrix (in, out).
+
+    Raises:
+      ValueError: with path and shape, for a leaf that is not one matrix.
+    """
+    if matrices is not None:
+        return matrices
+    found = {}
+    for path, leaf in paths.leaves_with_paths(tree):
+        problem = matrix_axes.not_a_matrix(path, tuple(leaf.shape), leaf.dtype)
+        if problem or len(leaf.shape) != 2:
+            raise ValueError(
+                f"parameter {path!r} of shape {tuple(leaf.shape)}: without `matrices` "
+                "a piece treats every leaf as one matrix (in, out); expected "
+                "matrices=jax_muon.read(params), or the piece within "
+                "jax_muon.partition, which gives other parameters to another optimizer"
+            )
+        found[path] = Parameter(
+            path, tuple(leaf.shape), leaf.dtype, MUON, "kernel", "", ONE_MATRIX
+        )
+    return Matrices(found)
+
+
+ONE_MATRIX = MatrixAxes((), (0,), (1,))
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as text, such as `4 x 8`."""
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def sizes_text(sizes: tuple[int, int, int] | None) -> str:
+    """The sizes of matrices as text, such as `2 x (4, 8)`."""
+    return "-" if sizes is None else f"{sizes[0]} x ({sizes[1]}, {sizes[2]})"
+
+
+def aligned(rows: Sequence[tuple[str, ...]], *, numbers: int = 0) -> list[str]:
+    """Lines with columns of equal width; the last `numbers` columns to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = len(widths) - numbers
+    return [
+        "   ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _spec(
+    path: str, names: Sequence[str | None], rules: Sequence[tuple[str, Any]]
+) -> PartitionSpec:
+    named = [name for name in names if name is not None]
+    if len(set(named)) < len(named):
+        raise ValueError(
+            f"parameter {path!r} has the axis names {tuple(names)}; expected each name "
+            "once, since rules go by them"
+        )
+    entries: dict[str, tuple[str, ...]] = {}
+    for name, mesh_axes in rules:
+        wanted = (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes or ())
+        used = {axis for entry in entries.values() for axis in entry}
+        if name in named and name not in entries and used.isdisjoint(wanted):
+            entries[name] = wanted
+    found = [entries.get(name or "", ()) for name in names]
+    return PartitionSpec(*(e if len(e) > 1 else e[0] if e else None for e in found))

@@ -1,0 +1,153 @@
+"""A few numbers about every step, kept in the optimizer's state."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+from optax.tree_utils import NamedTupleKey, tree_get_all_with_path
+
+from jax_muon import checks
+from jax_muon.dtypes import wide
+from jax_muon.matrices import Matrices
+from jax_muon.partition import Reader, check_reader
+from jax_muon.reading import paths
+from jax_muon.reading.read import read
+
+# Fields of states that count what `observe` shows under a name of its own.
+_COUNTS = {
+    "skipped_steps": ("skipped", "total_notfinite"),
+    "clipped_heads": ("clipped",),
+}
+
+
+class ObserveState(NamedTuple):
+    """State of `observe`."""
+
+    inner_state: optax.OptState
+    observed: dict[str, Array]  # float32 scalars by name; counts are int32
+
+
+def observe(
+    inner: optax.GradientTransformation, matrices: Reader = None
+) -> optax.GradientTransformationExtraArgs:
+    r"""Keep numbers about every step in the state, without waiting for the device.
+
+    `optax.tree.get(state, "observed")` is a dictionary of scalars. For every label of
+    the parameters, such as "muon":
+
+    - "muon/update_rms", "muon/weight_rms": root mean squares of the update and of the
+      parameters before it; "muon/ratio": their quotient.
+    - "muon/towards_zero": the fraction of entries that the update moves towards zero.
+      With cautious weight decay these are the entries that decay.
+
+    "skipped_steps" is present if `skip_nonfinite` or `optax.apply_if_finite` is inside,
+    and "clipped_heads", the number in the last step, if `clip_qk` is.
+
+    Args:
+      inner: the optimizer: a recipe, a chain, a guard around one. With `on_mesh`,
+        `observe` goes inside: `on_mesh(observe(tx), mesh)`; `make_train_step` takes
+        `observe(tx)` as it is.
+      matrices: the reading whose labels group the parameters; see `partition`.
+
+    Returns:
+      An `optax.GradientTransformation` whose update needs the parameters, and whose
+      updates are those of `inner`. Copy the numbers before the state is donated to the
+      next step.
+
+    Raises:
+      ValueError: `inner` is not an optax transform; at init, no floating-point
+        parameters; at update, params=None.
+
+    Examples:
+      >>> import jax_muon as jm
+      >>> params = {"up": jnp.eye(4), "bias": jnp.ones(4)}
+      >>> tx = observe(jm.muon(0.1, dtype="float32"))
+      >>> _, state = tx.update(params, tx.init(params), params)
+      >>> round(float(optax.tree.get(state, "observed")["muon/weight_rms"]), 3)
+      0.5
+    """
+    inner = checks.as_transform("inner", inner)
+    check_reader(matrices)
+    read_tree = read if matrices is None else matrices
+
+    def by_label(params: Any) -> dict[str, list[int]]:
+        """The label of every floating-point leaf, with the leaves' numbers."""
+        found = read_tree if isinstance(read_tree, Matrices) else read_tree(params)
+        labels: dict[str, list[int]] = {}
+        for number, (path, leaf) in enumerate(paths.leaves_with_paths(params)):
+            if jnp.issubdtype(leaf.dtype, jnp.floating) and math.prod(leaf.shape):
+                labels.setdefault(found[path].label, []).append(number)
+        return labels
+
+    def init_fn(params: optax.Params) -> ObserveState:
+        state = inner.init(params)
+        labels = by_label(params)
+        if not labels:
+            raise ValueError(
+                "observe: there are no parameters of floating point; expected at least "
+                "one"
+            )
+        zeros = {
+            f"{label}/{name}": jnp.zeros([], jnp.float32)
+            for label in labels
+            for name in ("update_rms", "weight_rms", "ratio", "towards_zero")
+        }
+        return ObserveState(state, zeros | _counts(state))
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ObserveState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, ObserveState]:
+        checks.check_params("observe", params)
+        checks.check_state("observe", state, ObserveState)
+        updates, new = inner.update(updates, state.inner_state, params, **extra_args)
+        pairs = [
+            (wide(u), wide(w))
+            for u, w in zip(
+                jax.tree.leaves(updates), jax.tree.leaves(params), strict=True
+            )
+        ]
+        observed: dict[str, Array] = {}
+        for label, numbers in by_label(params).items():
+            of_label = _measure([pairs[number] for number in numbers])
+            observed |= {f"{label}/{name}": x for name, x in of_label.items()}
+        return updates, ObserveState(new, observed | _counts(new))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _measure(pairs: list[tuple[Array, Array]]) -> dict[str, Array]:
+    """The numbers about the updates and parameters of one label."""
+    size = sum(w.size for _, w in pairs)
+    update = jnp.sqrt(sum(jnp.sum(u * u) for u, _ in pairs) / size)
+    weight = jnp.sqrt(sum(jnp.sum(w * w) for _, w in pairs) / size)
+    towards = sum(
+        jnp.sum(jnp.sign(u) * jnp.sign(w) < 0, dtype=jnp.float32) for u, w in pairs
+    )
+    measured = {
+        "update_rms": update,
+        "weight_rms": weight,
+        "ratio": jnp.where(weight > 0, update / jnp.where(weight > 0, weight, 1), 0),
+        "towards_zero": towards / size,
+    }
+    return {name: jnp.asarray(x, jnp.float32) for name, x in measured.items()}
+
+
+def _counts(state: Any) -> dict[str, Array]:
+    """What guards and `clip_qk` inside have counted."""
+    found = {}
+    for name, fields in _COUNTS.items():
+        counts = [
+            value
+            for field in fields
+            for path, value in tree_get_all_with_path(state, field)
+            if isinstance(path[-1], NamedTupleKey)
+        ]
+        if counts:
+            found[name] = sum(counts[1:], counts[0])
+    return found
