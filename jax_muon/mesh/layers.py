@@ -16,6 +16,7 @@ How a layer is gathered and its gradient scattered is up to the caller (`Exchang
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -471,7 +472,11 @@ class _Kept:
         extra, consts, carry, layer, xs = (len(jax.tree.leaves(x)) for x in given)
         known = [True] * (extra + consts) + [False] * carry
         known += [not scan.keep_gathered] * layer + [False] * xs
-        inputs = jaxpr.invars[len(jaxpr.invars) - xs :]
+        there = {
+            var: place
+            for place, var in enumerate(jaxpr.invars)
+            if known[place] or place >= len(known) - xs
+        }
 
         def needed(outputs: set[int]) -> tuple[Jaxpr, list[bool]]:
             used = [place in outputs for place in range(len(jaxpr.outvars))]
@@ -481,11 +486,9 @@ class _Kept:
         again: set[int] = set()
         kept: list[int] = []
         for place, var in enumerate(jaxpr.outvars[results:], start=results):
-            if any(var is x for x in inputs):
-                source = ("xs", [var is x for x in inputs].index(True))
-            elif not any(
-                use > know for use, know in zip(needed({place})[1], known, strict=True)
-            ):
+            if not isinstance(var, Literal) and var in there:
+                source = ("given", there[var])
+            elif all(map(operator.le, needed({place})[1], known)):
                 source = ("again", len(again))
                 again.add(place)
             else:
@@ -493,7 +496,9 @@ class _Kept:
                 kept.append(place)
             self.sources.append(source)
         less, self.needed = needed(again)
-        self.again = jaxpr_as_fun(ClosedJaxpr(less, closed.consts))
+        self.again: Any = lambda *x: []
+        if again:  # otherwise what has effects would be left, and run once more
+            self.again = jaxpr_as_fun(ClosedJaxpr(less, closed.consts))
         outs = jaxpr_as_fun(closed)(*jax.tree.leaves(given))
         treedef = jax.tree.structure(self.types)
         return jax.tree.unflatten(treedef, outs[:results]), [outs[i] for i in kept]
@@ -503,7 +508,7 @@ class _Kept:
         carry = [None] * len(self.types[0])
         given = [*jax.tree.leaves(extra), *consts, *carry, *layer, *xs]
         again = self.again(*itertools.compress(given, self.needed))
-        found = {"kept": kept, "xs": xs, "again": again}
+        found = {"kept": kept, "given": given, "again": again}
         residuals = [found[source][place] for source, place in self.sources]
         return jax.tree.unflatten(self.treedef, residuals)
 

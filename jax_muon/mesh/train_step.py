@@ -261,7 +261,8 @@ class TrainStep:
           "a layer at a time", or "whole" with the operation of the loss that needs it.
         """
         with listening() as notes:
-            jax.eval_shape(self._step, *self.abstract(params), batch)
+            # A function of its own, which has not been traced yet.
+            jax.eval_shape(lambda *x: self._step(*x), *self.abstract(params), batch)
         found: dict[str, str] = {}
         for kind, facts in notes:
             if kind == "gathered":

@@ -252,6 +252,38 @@ def scan_of_scans_of_others(params, x):
     return _stack(params, x, pairs, body)
 
 
+@jax.custom_vjp
+def _sine(x):
+    return jnp.sin(x)
+
+
+_sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
+
+
+def scan_of_all_kinds(params, x):
+    """Gradients by hand, branches, loops and effects."""
+
+    @jax.checkpoint
+    def body(x, layer):
+        y = x + _sine(jax.nn.relu(x @ layer["w"] + layer["b"]))
+        y = jax.lax.cond(jnp.sum(y) > 1e9, jnp.negative, jnp.tanh, y)
+        jax.debug.callback(lambda total: None, jnp.sum(y))
+        return jax.lax.fori_loop(0, 2, lambda i, y: jnp.sin(y @ layer["w"]), y)
+
+    return _stack(params, x, params["layers"], body)
+
+
+def gradient_within_a_loss(params, x):
+    """The layers' scan, and that of its gradient, both of which take the layers."""
+
+    def inner(row):
+        y, _ = jax.lax.scan(lambda y, w: (_layer(y, w), None), row, params["layers"])
+        return jnp.sum(jnp.sin(y * params["scale"]))
+
+    penalties = jax.vmap(lambda row: jnp.sum(jax.grad(inner)(row) ** 2))(x)
+    return jnp.mean(x @ params["head"]) + jnp.mean(penalties)
+
+
 def loop_of_checkpoints(params, x):
     """A Python loop over slices."""
     y = x * params["scale"]
@@ -274,6 +306,8 @@ SCANS = {
     scan_of_casts: (),
     scan_of_scans: (),
     scan_of_scans_of_others: (),
+    scan_of_all_kinds: (),
+    gradient_within_a_loss: (),
     loop_of_checkpoints: (),
     scan_with_aux_in_the_carry: (),
     fori_loop: ("layers/b", "layers/w"),
