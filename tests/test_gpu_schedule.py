@@ -14,14 +14,23 @@ import pytest
 from benchmarks.parameters import model_parameters
 from benchmarks.schedule import gpu_schedule
 from benchmarks.schedule.h100s import WORKLOADS, whole_step
-from benchmarks.schedule.hlo import Module, Products, Traffic, Transfer, Work
+from benchmarks.schedule.hlo import (
+    Instruction,
+    Module,
+    Products,
+    Traffic,
+    Transfer,
+    Work,
+)
 from benchmarks.schedule.step_time import (
     Rates,
     bytes_between_hosts,
     estimate,
+    kinds_of_devices,
     transfer_seconds,
 )
 from jax_muon.mesh import xla_options
+from jax_muon.mesh.owners import Pool
 from jax_muon.mesh.traffic import collectives
 from jax_muon.mesh.xla_options import gpu_options
 
@@ -284,6 +293,38 @@ def test_estimate_of_a_step(module):
     assert found.products == 2 * gemm + branch + loop
     assert found.waiting == clock - found.products
     assert found.transfers == first + second + third + fourth + last
+    # On two kinds of devices, one of which runs the branch: all wait for the later one,
+    # and the busiest does it.
+    kinds = [lambda line: True, lambda line: False]
+    assert estimate(module, rates, kinds) == found
+    idle = estimate(module, rates, kinds[1:])
+    assert idle.products == found.products - branch
+    assert idle.step == clock - max(gemm + branch, second) + max(gemm, second)
+
+
+def test_kinds_of_devices():
+    """Of four owners one has a matrix more, which is a branch of its shape."""
+    pool = Pool(
+        members=(),
+        piece=(8, 4),
+        dtype="float32",
+        batch=(),
+        short=(),
+        long=("data",),
+        replicas=(),
+        fan=(8, 16),
+        per_owner=1,
+        extra=(True, False, False, False),
+    )
+    kinds = kinds_of_devices([pool], {"data": 4})
+    lines = [
+        Instruction("c", "conditional", text, (), "")
+        for text in ("f32[1,8,16]", "f32[2,3]")
+    ]
+    assert sorted([takes(line) for line in lines] for takes in kinds) == [
+        [False, True],
+        [True, True],
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,13 @@ from benchmarks.schedule.h100s import (
     whole_step,
 )
 from benchmarks.schedule.hlo import Module, Transfer
-from benchmarks.schedule.step_time import Rates, bytes_between_hosts, estimate
+from benchmarks.schedule.step_time import (
+    Rates,
+    bytes_between_hosts,
+    estimate,
+    kinds_of_devices,
+)
+from jax_muon.plan import plan
 
 CASES = (
     ("gpt2-124m", 8),
@@ -100,6 +106,8 @@ def measure(
     memory = compiled.memory_analysis()
     kinds = sorted({t.kind for t in transfers})
     leaves = jax.tree.leaves(whole.params)
+    planned = plan(whole.step.tx, whole.params)
+    found = estimate(module, rates, kinds_of_devices(planned.pools, planned.sizes))
     return {
         "options": whole.step.compiler_options(whole.params) | options,
         "parameter_bytes": sum(x.size * np.dtype(x.dtype).itemsize for x in leaves),
@@ -112,7 +120,8 @@ def measure(
         "peak_bytes": memory.peak_memory_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
         "card_bytes": CARD_BYTES,
-        "seconds": dataclasses.asdict(estimate(module, rates))
+        "bytes_copied_in_loops": module.bytes_copied_in_loops(),
+        "seconds": dataclasses.asdict(found)
         | {"compile": seconds, "rates": dataclasses.asdict(rates)},
         "timeline": [
             dataclasses.asdict(t)
@@ -184,12 +193,13 @@ def report(result: dict[str, Any], *, timeline: bool) -> str:
             f"  {beside}".rstrip()
         )
     share = result["all"]["exposed_bytes"] / max(1, result["all"]["bytes"])
-    seconds, products = result["seconds"], result["products"]
-    flops = products["always"]["flops"] + products["perhaps"]["flops"]
+    seconds = result["seconds"]
+    flops = seconds["products"] * seconds["rates"]["flops"]
     lines += [
         f"exposed: {100 * share:.1f} % of the bytes; products of the busiest device: "
         f"{flops / 1e12:.2f} TFLOP; peak memory {result['peak_bytes'] / 1e9:.2f} of "
-        f"{result['card_bytes'] / 1e9:.1f} GB",
+        f"{result['card_bytes'] / 1e9:.1f} GB; copied in loops: "
+        f"{result['bytes_copied_in_loops'] / 1e9:.2f} GB",
         f"estimate: step {1e3 * seconds['step']:.1f} ms, products "
         f"{1e3 * seconds['products']:.1f} ms, transfers on their own "
         f"{1e3 * seconds['transfers']:.1f} ms; compiled in {seconds['compile']:.0f} s",

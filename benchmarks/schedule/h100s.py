@@ -187,7 +187,12 @@ def specs_of(params: Any, mesh: Mesh, layout: str) -> Any:
         return None
     over = mesh.shape["data"]
     if layout != "fsdp-tp":
-        return jax.tree.map(lambda x: first_axis(x.shape, "data", over), params)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: first_axis(
+                x.shape, "data", over, layers=path[0].key == "blocks" and x.ndim > 2
+            ),
+            params,
+        )
 
     def spec(path: Any, x: Any) -> PartitionSpec:
         """Experts, rows of embeddings, and inner axes of a block over `tp`."""
@@ -204,9 +209,14 @@ def specs_of(params: Any, mesh: Mesh, layout: str) -> Any:
     return jax.tree_util.tree_map_with_path(spec, params)
 
 
-def first_axis(shape: tuple[int, ...], name: str, devices: int) -> PartitionSpec:
-    """The spec that divides the first axis that can be, as FSDP does."""
+def first_axis(
+    shape: tuple[int, ...], name: str, devices: int, layers: bool = False
+) -> PartitionSpec:
+    """The spec that divides the first axis that can be, as FSDP does.
+
+    An axis of layers, the first, is left to the scan over it.
+    """
     for axis, length in enumerate(shape):
-        if length % devices == 0:
+        if length % devices == 0 and (axis or not layers):
             return PartitionSpec(*[None] * axis, name)
     return PartitionSpec()

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from benchmarks.schedule.replica_groups import first_group
 from jax_muon.mesh.traffic import Collective, ring_bytes
@@ -278,14 +278,31 @@ class Module:
                 )
         return found
 
-    def work_before(self) -> list[Work]:
-        """Products before each place of the schedule; the last entry has all."""
+    def work_before(
+        self, takes: Callable[[Instruction], bool] = lambda line: True
+    ) -> list[Work]:
+        """Products before each place of the schedule; the last entry has all.
+
+        Args:
+          takes: whether a device takes the longest branch of a conditional.
+        """
         schedule = self.schedule
         types = {line.name: line.type for line in schedule}
         before = [Work()]
         for line in schedule:
-            before.append(before[-1] + self._work(line, types))
+            work = self._work(line, types)
+            if line.opcode == "conditional" and not takes(line):
+                work = Work(work.always)
+            before.append(before[-1] + work)
         return before
+
+    def bytes_copied_in_loops(self) -> int:
+        """Bytes of copies in loops that hold collectives, in all of their trips."""
+        return sum(
+            _bytes(line.type)
+            for line in self.schedule
+            if line.opcode in ("copy", "copy-start") and "/" in line.name
+        )
 
     def work(self) -> Work:
         """All products of the module."""

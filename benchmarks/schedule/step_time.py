@@ -7,8 +7,13 @@ here, nor do launches and latencies: a bound from below, to compare layouts by.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
-from benchmarks.schedule.hlo import Module, Transfer
+from benchmarks.schedule.hlo import Instruction, Module, Transfer
+from jax_muon.mesh.owners import Pool
+from jax_muon.mesh.specs import Sizes
+
+Takes = Callable[[Instruction], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,27 +64,62 @@ def transfer_seconds(transfer: Transfer, rates: Rates) -> float:
     return max(between / rates.between, within)
 
 
-def estimate(module: Module, rates: Rates) -> Estimate:
-    """The time of a step by these rates."""
+def kinds_of_devices(pools: Sequence[Pool], sizes: Sizes) -> list[Takes]:
+    """For each kind of device the branches that it takes.
+
+    Where owners have different numbers of matrices, some run one more, in a branch that
+    has its shape.
+    """
+    uneven = [pool for pool in pools if any(pool.extra)]
+    more = [pool.load(sizes) > pool.per_owner * pool.flops for pool in uneven]
+
+    def takes(kind: tuple[bool, ...]) -> Takes:
+        texts = {f",{m},{n}]": x for (m, n), x in zip(fans, kind, strict=True)}
+        return lambda line: all(x for text, x in texts.items() if text in line.type)
+
+    fans = [pool.fan for pool in uneven]
+    return [takes(kind) for kind in {*zip(*(x.ravel() for x in more), strict=True)}]
+
+
+def estimate(
+    module: Module, rates: Rates, kinds: Sequence[Takes] | None = None
+) -> Estimate:
+    """The time of a step by these rates.
+
+    Args:
+      module: the step.
+      rates: of products and transfers.
+      kinds: for each kind of device whether it takes the longest branch of a
+        conditional; None for one kind that takes all. A transfer starts when the last
+        of them is there. Products are those of the busiest.
+    """
     transfers = module.transfers()
-    before = [work.flops / rates.flops for work in module.work_before()]
+    before = [
+        [work.flops / rates.flops for work in module.work_before(takes)]
+        for takes in kinds or [lambda line: True]
+    ]
     events = sorted(
         [(t.start, True, t) for t in transfers]
         + [(t.done, False, t) for t in transfers if t.done > t.start],
         key=lambda event: event[:2],
     )
-    clock = wire = reached = 0.0
+    clocks = [0.0] * len(before)
+    wire, reached = 0.0, 0
     ends: dict[str, float] = {}
     for place, is_start, transfer in events:
-        clock += before[place] - reached
-        reached = before[place]
+        for kind, work in enumerate(before):
+            clocks[kind] += work[place] - work[reached]
+        reached = place
         if is_start:
-            wire = max(wire, clock) + transfer_seconds(transfer, rates)
+            wire = max(wire, *clocks) + transfer_seconds(transfer, rates)
             ends[transfer.name] = wire
         if transfer.is_sync or not is_start:
-            clock = max(clock, ends[transfer.name])
+            clocks = [max(clock, ends[transfer.name]) for clock in clocks]
     return Estimate(
-        step=clock + before[-1] - reached,
-        products=before[-1],
+        step=max(
+            clock + work[-1] - work[reached]
+            for clock, work in zip(clocks, before, strict=True)
+        ),
+        products=max(work[-1] for work in before),
         transfers=sum(transfer_seconds(t, rates) for t in transfers),
     )
