@@ -39,7 +39,8 @@ def test_equals_one_device(name, where, kind):
     start, expected, losses = layouts.one_device(name)
     result, _, got = layouts.train_on_mesh(name, where, kind=kind)
     assert problems.distance(result, expected, start) < BOUND
-    np.testing.assert_allclose(got, losses, rtol=1e-5, atol=1e-5)
+    # Losses fall to nearly zero; rounding is a part of where they came from.
+    np.testing.assert_allclose(got, losses, rtol=1e-5, atol=1e-6 * max(losses))
 
 
 @pytest.mark.parametrize("where", ["ZeRO-2 on 8", "HSDP"])
@@ -392,7 +393,8 @@ def test_a_checkpoint_travels(tmp_path):
         saved = tmp_path / str(leg)
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(saved, {"params": params, "opt_state": state})
-    np.testing.assert_allclose(got, losses, rtol=1e-5, atol=1e-5)
+    # Losses fall to nearly zero; rounding is a part of where they came from.
+    np.testing.assert_allclose(got, losses, rtol=1e-5, atol=1e-6 * max(losses))
     assert problems.distance(params, expected, start) < BOUND
 
 
