@@ -142,6 +142,7 @@ class Matrices(Mapping[str, Parameter]):
           ValueError: with the path, for a parameter that has one name twice.
 
         Examples:
+          >>> import jax.numpy as jnp
           >>> import jax_muon as jm
           >>> params = {"wi": {"kernel": jnp.zeros((4, 2, 8))}}
           >>> names = {"wi/kernel": ("embed", "layers", "mlp")}
