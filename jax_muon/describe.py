@@ -1,13 +1,13 @@
 """A table of what an optimizer will do with each parameter: `plan` as text."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from jax_muon.matrices import aligned, shape_text, sizes_text
 from jax_muon.mesh.specs import Sizes, dividing, entry_names
 from jax_muon.plan import Plan, plan
 
@@ -48,15 +48,12 @@ def _text(found: Plan) -> str:
     reasons = ["why"]
     for leaf in found.parameters:
         parameter = leaf.parameter
-        read = "-"
-        if leaf.matrices is not None:
-            count, fan_in, fan_out = leaf.matrices
-            read = f"{count} x ({fan_in}, {fan_out})"
-            read += f", {leaf.joined} as one" if leaf.joined > 1 else ""
+        read = sizes_text(leaf.matrices)
+        read += f", {leaf.joined} as one" if leaf.joined > 1 else ""
         rows.append(
             (
                 parameter.path,
-                " x ".join(map(str, parameter.shape)) or "scalar",
+                shape_text(parameter.shape),
                 parameter.role,
                 read,
                 parameter.label,
@@ -77,7 +74,7 @@ def _text(found: Plan) -> str:
         f"{len(found.parameters)} parameters: {sum(elements.values())} elements, "
         f"{elements[True]} of them in matrices; state {bytes_text(found.state_bytes)}"
     )
-    table = zip(aligned(rows), reasons, strict=True)
+    table = zip(aligned(rows, numbers=2), reasons, strict=True)
     lines = [f"{row}   {why}".rstrip() for row, why in table]
     lines.append(total + (" on a device" if found.sizes else ""))
     if found.sizes:
@@ -133,7 +130,7 @@ def _work(found: Plan) -> list[str]:
     if kept and found.imbalance > 1:
         work = "matrices too small for owners, computed by all that hold them"
     lines = [
-        *(aligned(rows) if found.pools else []),
+        *(aligned(rows, numbers=2) if found.pools else []),
         f"{found.devices} devices: {work}; each sends "
         f"{bytes_text(int(sent['orthogonalize']))} a step to orthogonalize",
     ]
@@ -158,16 +155,3 @@ def bytes_text(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} B"
-
-
-def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Columns of equal width: text to the left, the last two, numbers, to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    numeric = len(widths) - 2
-    return [
-        "   ".join(
-            cell.ljust(width) if column < numeric else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

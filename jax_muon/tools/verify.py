@@ -23,7 +23,8 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks
-from jax_muon.describe import aligned, lies
+from jax_muon.describe import lies
+from jax_muon.matrices import aligned, shape_text
 from jax_muon.mesh.layout import Layout
 from jax_muon.mesh.on_mesh import OnMesh, on_mesh
 from jax_muon.mesh.specs import AxisName, Specs, arrays_and_others, is_spec
@@ -126,10 +127,11 @@ class Verification:
         """A table of all parameters, and a line each about state and devices."""
         rows = [("parameter", "shape", "sharding", "difference", "bound")]
         for x in self.updates:
-            shape = " x ".join(map(str, x.shape)) or "scalar"
             numbers = (f"{x.difference:.1e}", f"{x.bound:.0e}")
-            rows.append((x.path, shape, lies(x.spec, None, self.sizes), *numbers))
-        lines = aligned(rows)
+            rows.append(
+                (x.path, shape_text(x.shape), lies(x.spec, None, self.sizes), *numbers)
+            )
+        lines = aligned(rows, numbers=2)
         if self.state:
             worst = max(self.state, key=lambda x: x.difference / x.bound)
             lines.append(
