@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from jax_muon.mesh.specs import as_entry
 from jax_muon.reading import axes as matrix_axes
 from jax_muon.reading import paths
 from jax_muon.reading.axes import MatrixAxes
@@ -274,5 +275,4 @@ def _spec(
         used = {axis for entry in entries.values() for axis in entry}
         if name in named and name not in entries and used.isdisjoint(wanted):
             entries[name] = wanted
-    found = [entries.get(name or "", ()) for name in names]
-    return PartitionSpec(*(e if len(e) > 1 else e[0] if e else None for e in found))
+    return PartitionSpec(*(as_entry(entries.get(name or "", ())) for name in names))
