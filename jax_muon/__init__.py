@@ -1,5 +1,6 @@
 """jax_muon: the Muon family of optimizers for JAX, as small optax pieces."""
 
+from jax_muon.axes import MatrixAxes
 from jax_muon.describe import describe
 from jax_muon.elementwise import (
     add_cautious_decayed_weights,
@@ -21,7 +22,6 @@ from jax_muon.plan import Plan, PlannedParameter, plan
 from jax_muon.polar.coefficients import polar_express_coefficients
 from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
 from jax_muon.qk_clip import clip_qk
-from jax_muon.reading.axes import MatrixAxes
 from jax_muon.reading.read import read
 from jax_muon.recipes import (
     moonlight,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_muon.reading import paths
+from jax_muon import paths
 
 _HOLDS: dict[str, Callable[[float], bool]] = {
     "": lambda x: True,

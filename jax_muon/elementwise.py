@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from jax_muon import paths
 from jax_muon.checks import (
     check_arrays,
     check_flag,
@@ -25,7 +26,6 @@ from jax_muon.checks import (
     rate,
 )
 from jax_muon.dtypes import as_wide_as_params, in_dtype_of, wide
-from jax_muon.reading import paths
 
 
 def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:

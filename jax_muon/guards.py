@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from jax_muon import paths
 from jax_muon.checks import as_transform, check_gradients, check_state
 from jax_muon.mesh.specs import check_same_everywhere
-from jax_muon.reading import paths
 
 
 class SkipNonfiniteState(NamedTuple):

@@ -13,6 +13,8 @@ import optax
 from jaxtyping import Array
 
 from jax_muon import matrices as reading
+from jax_muon import paths
+from jax_muon.axes import MatrixAxes
 from jax_muon.checks import (
     check_arrays,
     check_gradients,
@@ -28,8 +30,6 @@ from jax_muon.elementwise import (
     rate_at,
 )
 from jax_muon.matrices import Matrices
-from jax_muon.reading import paths
-from jax_muon.reading.axes import MatrixAxes
 from jax_muon.transforms import map_axes, sum_over
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from jax_muon import axes as matrix_axes
+from jax_muon import paths
+from jax_muon.axes import MatrixAxes
+from jax_muon.joins import Block, Join, Joins, find_joins, make_blocks
 from jax_muon.mesh.specs import as_entry
-from jax_muon.reading import axes as matrix_axes
-from jax_muon.reading import paths
-from jax_muon.reading.axes import MatrixAxes
-from jax_muon.reading.joins import Block, Join, Joins, find_joins, make_blocks
 from jax_muon.reading.roles import ADAMW, MUON
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from jax_muon import paths
 from jax_muon.checks import (
     check_alike,
     check_arrays,
@@ -17,7 +18,6 @@ from jax_muon.checks import (
 )
 from jax_muon.dtypes import as_wide_as_params, in_dtype_of, wide
 from jax_muon.elementwise import rate_at
-from jax_muon.reading import paths
 from jax_muon.storage import Quantized, storage
 
 

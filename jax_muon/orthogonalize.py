@@ -11,6 +11,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jax_muon import matrices as reading
+from jax_muon import paths
 from jax_muon.checks import (
     check_arrays,
     check_choice,
@@ -18,14 +19,13 @@ from jax_muon.checks import (
     check_function,
     check_gradients,
 )
+from jax_muon.joins import Block, Factors, map_blocks
 from jax_muon.matrices import Matrices
 from jax_muon.mesh import owners, travel
 from jax_muon.mesh.specs import Sizes, dividing, full_rank, local_types
 from jax_muon.notes import note
 from jax_muon.polar.factors import PolarExpress
 from jax_muon.polar.stacks import map_stacks
-from jax_muon.reading import paths
-from jax_muon.reading.joins import Block, Factors, map_blocks
 
 Polar = Callable[[Float[Array, "*b m n"]], Float[Array, "*b m n"]]
 

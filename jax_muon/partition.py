@@ -7,12 +7,11 @@ from typing import Any, TypeAlias, TypeGuard
 import jax
 import optax
 
-from jax_muon import checks
+from jax_muon import checks, paths
 from jax_muon.elementwise import as_wide_as_params
 from jax_muon.matrices import Matrices
 from jax_muon.mesh.specs import bytes_by_path
 from jax_muon.notes import is_listening, note
-from jax_muon.reading import paths
 from jax_muon.reading.names import names_of
 from jax_muon.reading.read import read
 from jax_muon.reading.roles import ADAMW, MUON

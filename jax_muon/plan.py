@@ -17,6 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from jax_muon import paths
 from jax_muon.checks import as_transform, check_arrays
 from jax_muon.matrices import Parameter
 from jax_muon.mesh.owners import Pool
@@ -29,7 +30,6 @@ from jax_muon.mesh.specs import (
 )
 from jax_muon.mesh.traffic import Collective, collectives_of, ring_bytes
 from jax_muon.notes import Note, listening
-from jax_muon.reading import paths
 
 
 @dataclasses.dataclass(frozen=True)

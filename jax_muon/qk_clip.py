@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from jax_muon import paths
 from jax_muon.checks import (
     check_arrays,
     check_count,
@@ -25,7 +26,6 @@ from jax_muon.checks import (
 )
 from jax_muon.dtypes import wide, wider
 from jax_muon.mesh.specs import replicated
-from jax_muon.reading import paths
 
 
 class ClipQkState(NamedTuple):

@@ -16,6 +16,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from jax_muon import paths
+from jax_muon.axes import MatrixAxes
 from jax_muon.checks import (
     as_transform,
     check_arrays,
@@ -30,8 +32,6 @@ from jax_muon.elementwise import check_factors
 from jax_muon.matrices import Matrices, Parameter
 from jax_muon.mesh.specs import devices_over, is_explicit
 from jax_muon.notes import note
-from jax_muon.reading import paths
-from jax_muon.reading.axes import MatrixAxes
 
 
 @dataclasses.dataclass(frozen=True)

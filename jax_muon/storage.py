@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int8, UInt32
 
+from jax_muon import paths
 from jax_muon.dtypes import wide, wider
-from jax_muon.reading import paths
 
 DTYPES = ("float64", "float32", "bfloat16", "int8")
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jax_muon import paths
 from jax_muon.checks import (
     as_transform,
     check_arrays,
@@ -25,7 +26,6 @@ from jax_muon.checks import (
 from jax_muon.hyperball import HyperballState
 from jax_muon.momentum import NesterovState, QuantizedNesterovState
 from jax_muon.notes import listening
-from jax_muon.reading import paths
 from jax_muon.splits import with_parts
 from jax_muon.storage import Quantized
 from jax_muon.torch_states import Arrays, Found, Named, ToParams, as_numpy, groups_of

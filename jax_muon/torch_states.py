@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_muon.reading import paths
+from jax_muon import paths
 
 # A state dict of PyTorch, and the names of its parameters in the order of its indices.
 Named = tuple[Mapping[str, Any], Sequence[str]]

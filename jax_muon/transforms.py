@@ -15,6 +15,8 @@ import optax
 from jaxtyping import Array
 
 from jax_muon import matrices as reading
+from jax_muon import paths
+from jax_muon.axes import MatrixAxes
 from jax_muon.checks import (
     check_alike,
     check_arrays,
@@ -28,8 +30,6 @@ from jax_muon.dtypes import in_dtype_of, positive, wide, wider
 from jax_muon.elementwise import rate_at
 from jax_muon.matrices import Matrices
 from jax_muon.notes import is_listening, note
-from jax_muon.reading import paths
-from jax_muon.reading.axes import MatrixAxes
 
 # Factor of the update, by the size (in, out) of the matrix.
 SHAPE_RULES: dict[str, Callable[[int, int], float]] = {

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_muon.reading import paths
+from jax_muon import paths
 
 Shape = tuple[int, ...]
 

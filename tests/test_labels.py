@@ -10,7 +10,7 @@ from flax.core import FrozenDict
 from jax.sharding import AxisType
 
 import jax_muon as jm
-from jax_muon.reading.paths import is_box, leaves_with_paths
+from jax_muon.paths import is_box, leaves_with_paths
 from jax_muon.reading.roles import Leaf, read_leaves
 from tests.reading import reader
 

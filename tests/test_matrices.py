@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
+from jax_muon.axes import MatrixAxes
+from jax_muon.paths import leaves_with_paths
 from jax_muon.polar.stacks import map_stacks
-from jax_muon.reading.axes import MatrixAxes
-from jax_muon.reading.paths import leaves_with_paths
 from tests.lowered import depths_on
 
 

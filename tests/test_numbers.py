@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import jax_muon as jm
+from jax_muon.axes import MatrixAxes
 from jax_muon.mesh.specs import entry_names
-from jax_muon.reading.axes import MatrixAxes
-from jax_muon.reading.paths import leaves_with_paths
+from jax_muon.paths import leaves_with_paths
 
 
 def shape(*sizes):

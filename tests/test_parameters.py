@@ -14,7 +14,7 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from jax_muon.reading.paths import leaves_with_paths
+from jax_muon.paths import leaves_with_paths
 from tests import oracle
 from tests.reading import reader
 

@@ -19,7 +19,7 @@ from optax.contrib import MuonDimensionNumbers
 import jax_muon as jm
 from benchmarks.fuzz.cases import Case
 from benchmarks.fuzz.numbers import gradients, parameters, tree_of
-from jax_muon.reading import paths
+from jax_muon import paths
 from jax_muon.tools.verify import Comparison, compare, compared, last_bits
 
 POLARS: dict[str, Callable[[], Any]] = {

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jax_muon import paths
 from jax_muon.checks import scalar
 from jax_muon.dtypes import wide
 from jax_muon.mesh.layers import ByLayers
 from jax_muon.mesh.specs import entry_names, is_spec, spec_names, wire_dtype
 from jax_muon.notes import note
-from jax_muon.reading import paths
 
 
 @dataclasses.dataclass(frozen=True)

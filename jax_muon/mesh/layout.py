@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from jax_muon import paths
 from jax_muon.checks import check_count
 from jax_muon.mesh.specs import (
     Specs,
@@ -22,7 +23,6 @@ from jax_muon.mesh.specs import (
     spec_by_path,
     spec_names,
 )
-from jax_muon.reading import paths
 from jax_muon.reading.roles import axes_of_layers
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_muon import paths
 from jax_muon.checks import (
     as_transform,
     check_arrays,
@@ -41,7 +42,6 @@ from jax_muon.mesh.specs import (
     wire_dtype,
 )
 from jax_muon.notes import note
-from jax_muon.reading import paths
 
 
 def on_mesh(

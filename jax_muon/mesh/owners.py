@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jax_muon.axes import MatrixAxes
+from jax_muon.joins import Block
 from jax_muon.matrices import Matrices
 from jax_muon.mesh.specs import Sizes, entry_names, shard_shape
 from jax_muon.mesh.traffic import ring_bytes
-from jax_muon.reading.axes import MatrixAxes
-from jax_muon.reading.joins import Block
 
 # What a device does while it sends one byte: 400 TFLOP/s at 400 GB/s, in round
 # figures those of an H100 with NVLink.

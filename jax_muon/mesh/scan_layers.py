@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_muon import paths
 from jax_muon.checks import check_arrays, check_count, check_flag, check_function
 from jax_muon.mesh.layers import ByLayers
 from jax_muon.mesh.specs import (
@@ -21,7 +22,6 @@ from jax_muon.mesh.specs import (
     spec_by_path,
     spec_names,
 )
-from jax_muon.reading import paths
 
 
 def scan_layers(

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_muon import paths
 from jax_muon.checks import check_type, refuse
-from jax_muon.reading import paths
 
 AxisName = str | tuple[str, ...]
 

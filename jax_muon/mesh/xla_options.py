@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_muon import paths
 from jax_muon.checks import check_arrays, check_flag
 from jax_muon.mesh.specs import AxisName, check_mesh, checked_axes
-from jax_muon.reading import paths
 from jax_muon.reading.roles import axes_of_layers
 
 # In how many buckets all parameters are sent. What comes before the first product has

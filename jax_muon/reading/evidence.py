@@ -9,7 +9,8 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jax_muon.reading import paths, words
+from jax_muon import paths
+from jax_muon.reading import words
 
 Shape = tuple[int, ...]
 

@@ -4,7 +4,8 @@ The batch of experts is known by a router beside it with as many outputs, or by 
 of a module.
 """
 
-from jax_muon.reading import paths, words
+from jax_muon import paths
+from jax_muon.reading import words
 from jax_muon.reading.evidence import Node, Tree
 from jax_muon.reading.kinds import attention_part, in_attention, is_convolution
 

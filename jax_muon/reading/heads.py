@@ -1,6 +1,7 @@
 """Output heads: the last layer of a model or of a small network on top of it."""
 
-from jax_muon.reading import paths, words
+from jax_muon import paths
+from jax_muon.reading import words
 from jax_muon.reading.evidence import Node, Tree
 
 

@@ -4,8 +4,9 @@ The tests are made in the order of `role_of`; the first that holds decides. Each
 the role with the reason that users are shown.
 """
 
-from jax_muon.reading import heads, paths, words
-from jax_muon.reading.axes import is_real
+from jax_muon import paths
+from jax_muon.axes import is_real
+from jax_muon.reading import heads, words
 from jax_muon.reading.evidence import Node, Tree
 
 Role = tuple[str, str]

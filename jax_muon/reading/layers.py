@@ -8,7 +8,8 @@ loses that axis, and the search goes on inside.
 
 from collections.abc import Iterable
 
-from jax_muon.reading import paths, words
+from jax_muon import paths
+from jax_muon.reading import words
 from jax_muon.reading.evidence import Node, Tree
 
 # Place among the native axes, and size.

@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 
+from jax_muon import paths
 from jax_muon.checks import check_arrays, check_choice, check_mapping, refuse
-from jax_muon.reading import paths, words
+from jax_muon.reading import words
 from jax_muon.reading.evidence import Node, Tree
 from jax_muon.reading.shapes import Places
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from optax.contrib import MuonDimensionNumbers
 
-from jax_muon.reading import paths
+from jax_muon import paths
 from jax_muon.reading.roles import ADAMW, MUON
 
 # Path pattern to a label or dimension numbers; or a tree of them (a prefix will do).

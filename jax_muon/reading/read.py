@@ -9,12 +9,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_muon import checks
+from jax_muon import checks, paths
+from jax_muon.axes import leaf_axes, not_a_matrix
+from jax_muon.joins import Joins, check_joins
 from jax_muon.matrices import Matrices, Parameter
 from jax_muon.reading import names as axis_names
-from jax_muon.reading import overrides, paths
-from jax_muon.reading.axes import leaf_axes, not_a_matrix
-from jax_muon.reading.joins import Joins, check_joins
+from jax_muon.reading import overrides
 from jax_muon.reading.overrides import Override
 from jax_muon.reading.roles import ADAMW, MUON, Leaf, OutIn, Read, read_leaves
 from jax_muon.splits import Parts, Splits

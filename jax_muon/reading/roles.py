@@ -12,10 +12,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from jax_muon import paths
+from jax_muon.axes import MatrixAxes, is_real
 from jax_muon.checks import check_flag
 from jax_muon.reading import names as axis_names
-from jax_muon.reading import paths, shapes
-from jax_muon.reading.axes import MatrixAxes, is_real
+from jax_muon.reading import shapes
 from jax_muon.reading.evidence import Node, Tree, nodes_of
 from jax_muon.reading.experts import find_experts
 from jax_muon.reading.kinds import is_bare, role_of

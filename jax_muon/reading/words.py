@@ -6,7 +6,7 @@ neighbours and the shape of a parameter.
 
 import re
 
-from jax_muon.reading import paths
+from jax_muon import paths
 
 # Names that say only that a leaf is what its module multiplies by.
 GENERIC = {"kernel", "weight", "weights", "w", "weight_v", "weight_ih", "weight_hh"}

@@ -22,13 +22,12 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import checks
+from jax_muon import checks, paths
 from jax_muon.describe import lies
 from jax_muon.matrices import aligned, shape_text
 from jax_muon.mesh.layout import Layout
 from jax_muon.mesh.on_mesh import OnMesh, on_mesh
 from jax_muon.mesh.specs import AxisName, Specs, arrays_and_others, is_spec
-from jax_muon.reading import paths
 
 # By bytes of the narrowest floating-point dtype in the program. On Gaussian matrices of
 # 24 x 24 and those of the tests, float32 differed by 3e-6 and bfloat16 by 2.5e-2.

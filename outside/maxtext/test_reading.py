@@ -7,7 +7,7 @@ from maxtext.utils.muon_utils import get_muon_weight_dimension_numbers
 from models import model_of, parameters_of
 
 import jax_muon as jm
-from jax_muon.reading.paths import path_string
+from jax_muon.paths import path_string
 
 # One for each family that MaxText allows for `opt_type: muon`, with its routers.
 MODELS = {

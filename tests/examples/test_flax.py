@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
-from jax_muon.reading.paths import leaves_with_paths, unbox
+from jax_muon.paths import leaves_with_paths, unbox
 
 
 def mesh(*shape, kind=AxisType.Auto):

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
-from jax_muon.reading.paths import leaves_with_paths
+from jax_muon.paths import leaves_with_paths
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/frameworks.md"
 

@@ -13,7 +13,7 @@ import torch
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from jax_muon.reading import paths
+from jax_muon import paths
 from parity import weights
 from parity.reference.muon import JORDAN_SUM, Muon, NorMuon
 from parity.reference.nanochat import MuonAdamW

@@ -15,9 +15,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_muon import paths
+from jax_muon.axes import MatrixAxes
 from jax_muon.checks import check_count, check_mapping
-from jax_muon.reading import paths, words
-from jax_muon.reading.axes import MatrixAxes
+from jax_muon.reading import words
 
 # Path pattern to K: see `find_joins`. K alone is for all queries, keys and values.
 Joins = Mapping[str, int] | int
