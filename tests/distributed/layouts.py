@@ -71,11 +71,11 @@ def mesh_of(*shape, names=("data", "fsdp", "tp"), kind=AUTO):
     )
 
 
-def fitting(mesh, *axes):
-    """Specs by path of "mixed": mesh axes on the last axes of a leaf that they fit."""
+def fitting(mesh, *axes, shapes=problems.PROBLEMS["mixed"]):
+    """Specs by path: mesh axes on the last axes of a leaf that they divide."""
 
     def spec(path):
-        shape = problems.PROBLEMS["mixed"][path]
+        shape = shapes[path]
         entries = [None] * len(shape)
         for axis, name in zip(range(-len(axes), 0), axes, strict=True):
             if len(shape) >= -axis and name and shape[axis] % mesh.shape[name] == 0:
@@ -100,11 +100,11 @@ LAYOUTS = {
 }
 
 
-def layout(name, kind=AUTO):
+def layout(name, kind=AUTO, shapes=problems.PROBLEMS["mixed"]):
     """Mesh, specs and `divide` of a layout, for `on_mesh`."""
     shape, axes, divide = LAYOUTS[name]
     mesh = mesh_of(*shape, kind=kind)
-    return mesh, fitting(mesh, *axes), divide
+    return mesh, fitting(mesh, *axes, shapes=shapes), divide
 
 
 def place(tree, mesh, specs):

@@ -1,0 +1,17 @@
+"""Every recipe, for tests that hold for all of them."""
+
+import functools
+
+import jax_muon as jm
+
+RECIPES = {
+    "nanochat": jm.nanochat,
+    "nanochat later": functools.partial(jm.nanochat, edition="2026-08"),
+    "muon": jm.muon,
+    "normuon": jm.normuon,
+    "moonlight": jm.moonlight,
+    "teon": jm.teon,
+    "muonh": jm.muonh,
+    "normuonh": jm.normuonh,
+}
+ON_SPHERES = ("muonh", "normuonh")  # they take no weight decay

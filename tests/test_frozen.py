@@ -1,0 +1,144 @@
+"""What every recipe does in every layout, compared with what is committed.
+
+`tests/fixtures/frozen/RECIPE.txt` holds the arrays of the state with their shardings,
+and the table of `describe`, for each layout. `states_0.1.0.npz` holds states of version
+0.1.0 after two steps, and the updates of the third step: later versions have to load
+the states and return these updates.
+
+To change the text on purpose, run
+
+    FREEZE=1 python -m pytest -n 0 tests/test_frozen.py
+
+look at `git diff`, and say in CHANGELOG.md what changed for users. FREEZE=1 never
+overwrites the states of a version.
+"""
+
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_muon as jm
+from jax_muon.matrices import aligned, shape_text
+from tests.distributed import layouts
+from tests.recipes import RECIPES
+
+FOLDER = pathlib.Path(__file__).parent / "fixtures" / "frozen"
+FREEZE = "FREEZE" in os.environ
+STATES = FOLDER / "states_0.1.0.npz"
+EXAMPLES = ["ZeRO-2 on 4", "HSDP", "ZeRO-2 x FSDP x TP"]
+SHAPES = {
+    "wte": (50304, 768),
+    "h_0/q": (768, 768),
+    "h_1/q": (768, 768),
+    "h_2/q": (768, 768),
+    "h_0/up": (768, 3072),
+    "scan/down": (4, 3072, 768),
+    "conv/kernel": (3, 3, 64, 128),
+    "norm/scale": (768,),
+    "bias": (6,),
+}
+PARAMS = {path: jax.ShapeDtypeStruct(x, "float32") for path, x in SHAPES.items()}
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+
+
+def state_path(key_path):
+    return jax.tree_util.keystr(key_path, simple=True, separator="/")
+
+
+def table(tx):
+    """The table of `describe` without its last column, the reasons in words."""
+    first, *rest = jm.describe(tx, PARAMS).splitlines()
+    width = first.index("why")
+    of_parameters = [line[:width].rstrip() for line in (first, *rest[: len(SHAPES)])]
+    return "\n".join([*of_parameters, *rest[len(SHAPES) :]])
+
+
+def frozen(recipe):
+    """The text about a recipe: its state in every layout, and its tables."""
+    tx = recipe()
+    rows = {
+        state_path(path): [shape_text(x.shape), str(x.dtype)]
+        for path, x in jax.tree.leaves_with_path(jm.abstract_state(tx, PARAMS))
+    }
+    tables = [f"one device\n\n{table(tx)}"]
+    for where in EXAMPLES:
+        mesh, specs, divide = layouts.layout(where, shapes=SHAPES)
+        on = jm.on_mesh(tx, mesh, specs, divide)
+        state = jm.abstract_state(on, PARAMS, mesh)
+        for path, x in jax.tree.leaves_with_path(state):
+            rows[state_path(path)].append(str(tuple(x.sharding.spec)))
+        tables.append(f"{where}\n\n{table(on)}")
+    header = ("state", "shape", "dtype", *EXAMPLES)
+    states = aligned([header, *((path, *row) for path, row in rows.items())])
+    return "\n\n\n".join(["\n".join(states), *tables]) + "\n"
+
+
+@every_recipe
+def test_tables_and_states_are_those_that_are_committed(name):
+    path = FOLDER / f"{name.replace(' ', '_')}.txt"
+    text = frozen(RECIPES[name])
+    if FREEZE:
+        path.write_text(text)
+    assert text == path.read_text(), f"to change it, read {__file__}"
+
+
+# --- states of a release --------------------------------------------------------------
+
+SMALL = {"wte": (5, 4), "0": {"q": (4, 6)}, "1": {"q": (4, 6)}, "bias": (6,)}
+
+
+def draw(seed):
+    random = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: jnp.asarray(random.standard_normal(shape), "float32"),
+        SMALL,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def by_path(tree):
+    return {state_path(path): x for path, x in jax.tree.leaves_with_path(tree)}
+
+
+def saved_states():
+    """By recipe and path, the state after two steps and the updates of the third."""
+    found = {}
+    for name, recipe in RECIPES.items():
+        tx, params = recipe(dtype="float32", steps=3), draw(0)
+        state = tx.init(params)
+        for seed in (1, 2, 3):
+            before = state
+            updates, state = tx.update(draw(seed), state, params)
+        for what, tree in {"state": before, "updates": updates}.items():
+            found |= {f"{name}/{what}/{path}": x for path, x in by_path(tree).items()}
+    return found
+
+
+@every_recipe
+def test_a_state_of_version_0_1_0_goes_on(name):
+    """Every array has its place, and the next update is the one it led to then."""
+    if FREEZE and not STATES.exists():
+        np.savez_compressed(STATES, **saved_states())
+    with np.load(STATES) as arrays:
+        saved = {
+            path: x
+            for key, x in arrays.items()
+            if (path := key.removeprefix(f"{name}/")) != key
+        }
+    tx, params = RECIPES[name](dtype="float32", steps=3), draw(0)
+    start = by_path(tx.init(params))
+    state = {path: saved.pop(f"state/{path}") for path in start}
+    loaded = jax.tree.unflatten(
+        jax.tree.structure(tx.init(params)), map(jnp.asarray, state.values())
+    )
+    updates, _ = tx.update(draw(3), loaded, params)
+    for path, x in by_path(updates).items():
+        expected = saved.pop(f"updates/{path}")
+        np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-7, err_msg=path)
+    assert not saved  # nothing that a state had then is dropped
+    assert optax.tree.get_all_with_path(loaded, "count")
