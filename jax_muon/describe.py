@@ -113,20 +113,19 @@ def _work(found: Plan) -> list[str]:
         )
         least, most = pool.per_owner, pool.per_owner + any(pool.extra)
         each = f"{least}" if least == most else f"{least} or {most}"
-        everywhere = "Gram sums" if pool.gram_sums else "all"
         rows.append(
             (
                 f"{pool.fan[0]}x{pool.fan[1]}_{np.dtype(pool.dtype).name}",
                 over or "-",
                 f"{pool.count * different}",
-                f"{len(pool.extra) * different}" if pool.extra else everywhere,
+                f"{len(pool.extra) * different}" if pool.extra else "all",
                 each if pool.extra else f"{pool.count}",
                 bytes_text(int(pool.sent_bytes(found.sizes))),
             )
         )
     sent = found.sent_bytes
     work = f"the busiest does {found.imbalance:.2f} of an even share of the work"
-    kept = not any(pool.extra or pool.gram_sums for pool in found.pools)
+    kept = not any(pool.extra for pool in found.pools)
     if kept and found.imbalance > 1:
         work = "matrices too small for owners, computed by all that hold them"
     lines = [

@@ -14,7 +14,6 @@ from jax_muon import matrices as reading
 from jax_muon import paths
 from jax_muon.checks import (
     check_arrays,
-    check_choice,
     check_count,
     check_function,
     check_gradients,
@@ -35,7 +34,6 @@ def orthogonalize(
     *,
     matrices: Matrices | None = None,
     small: int = 65536,
-    send: str = "auto",
     max_stack: int = 256,
 ) -> optax.GradientTransformation:
     """Replace every matrix by its polar factor: same directions, singular values one.
@@ -53,10 +51,6 @@ def orthogonalize(
         Joined matrices are orthogonalized as one (TEON).
       small: divided matrices with fewer elements are gathered and computed by all
         devices that hold them.
-      send: what is sent of divided matrices. "matrix": their pieces, to owners; "gram":
-        where only the longer side is divided, Gram matrices; "auto": what costs less by
-        a count of bytes and FLOPs. Only a polar factor with a method `gram_sums` can
-        work from Gram matrices, as ours do but for `ExactPolar`.
       max_stack: most matrices in one call of `polar`, which bounds temporary memory.
 
     Returns:
@@ -67,7 +61,7 @@ def orthogonalize(
         a floating-point matrix, or that lies on a mesh whose axes are Auto or manual,
         so that its type does not tell how it is divided: see `on_mesh`; at update, for
         a polar factor of another shape than its matrices. At once for a `polar` that is
-        not a function, small below 0, an unknown `send`, max_stack below 1.
+        not a function, small below 0 or max_stack below 1.
 
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; TEON, arXiv
@@ -78,7 +72,6 @@ def orthogonalize(
     )
     reading.check(matrices)
     check_count("max_stack", max_stack)
-    check_choice("send", send, owners.SENDS)
     check_count("small", small, least=0)
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
@@ -129,13 +122,11 @@ def orthogonalize(
             layout.placements,
             sizes,
             small=small,
-            gram_sums=getattr(polar, "gram_sums", None),
-            send=send,
             start=zlib.crc32(" ".join(sorted(labels)).encode()),
         )
         note("pools", names=tuple(names), pools=pools, sizes=sizes)
 
-        def local(polar: Polar, leaves: list[Array]) -> list[Array]:
+        def local(leaves: list[Array]) -> list[Array]:
             return factors_of(
                 leaves,
                 layout.blocks,
@@ -148,15 +139,15 @@ def orthogonalize(
                 ),
             )
 
-        leaves = travel.on_pieces(local, polar, leaves, layout.specs, mesh)
+        leaves = travel.on_pieces(local, leaves, layout.specs, mesh)
         return jax.tree.unflatten(treedef, leaves), state
 
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _alike(polar: Polar, x: Array, **axes: Any) -> Array:
+def _alike(polar: Polar, x: Array) -> Array:
     """The factors, if they have the shape of their matrices."""
-    y = polar(x, **axes)
+    y = polar(x)
     if jnp.shape(y) != x.shape:
         raise ValueError(
             f"polar={polar!r} made shape {jnp.shape(y)} out of {x.shape}; expected a "

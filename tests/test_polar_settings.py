@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec
 
 import jax_muon as jm
 from jax_muon.polar import coefficients
@@ -94,21 +93,6 @@ def test_as_a_branch(make):
 
 
 @pytest.mark.parametrize("make", ITERATIONS)
-def test_in_shard_map(rng, x64, make):
-    """The pieces of the factor, from summed Gram matrices."""
-    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
-    x = jnp.asarray(rng.standard_normal((2, 6, 40)))
-    pieces, polar = PartitionSpec(None, None, "a"), make(dtype=None)
-    run = jax.shard_map(
-        lambda x: polar(x, axis_name=["a"]),
-        mesh=mesh,
-        in_specs=pieces,
-        out_specs=pieces,
-    )
-    np.testing.assert_allclose(jax.jit(run)(x), polar(x), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("make", ITERATIONS)
 @pytest.mark.parametrize("name", ["norm_factor", "eps", "steps"])
 def test_a_traced_setting_says_what_to_do(make, name):
     """As `optax.inject_hyperparams` makes one of every number."""
@@ -127,30 +111,6 @@ def test_inject_hyperparams(rng):
     updates, _ = jax.jit(tx.update)(params, tx.init(params))
     expected = 2 * jm.PolarExpress(eps=0.5)(params["w"].T).T
     np.testing.assert_allclose(updates["w"], expected, rtol=0, atol=2**-6)
-
-
-# --- what a planner asks --------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("polar", "small", "large"),
-    [
-        (jm.PolarExpress(), 5, 5),
-        (jm.PolarExpress(7, dtype="float32"), 7, 3),
-        (jm.PolarExpress(7, dtype=None), 7, 3),
-        (jm.PolarExpress(7, dtype="float32", form="standard"), 7, 7),
-        (jm.NewtonSchulz(6, dtype="float32", form="gram"), 2, 2),
-        (jm.NewtonSchulz(None, coefficients="deepseek"), 10, 10),
-    ],
-)
-def test_gram_sums(polar, small, large):
-    assert polar.gram_sums(64, 640) == small
-    assert polar.gram_sums(640, 6400) == large
-
-
-def test_gram_sums_of_one_row():
-    """It is computed in float32, which does not make its Gram form pay."""
-    assert jm.PolarExpress(5).gram_sums(1, 96) == 5
 
 
 # --- published tables -----------------------------------------------------------------

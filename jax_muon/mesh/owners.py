@@ -4,14 +4,12 @@ A parameter may be divided in any way over a mesh: over its batch, in and out ax
 repeated over the mesh axes that are left. Everything but orthogonalization is
 elementwise, or a mean, and stays as it lies. Here matrices of one shape and placement
 form a pool, and each gets one owner among the devices that hold it: those that share
-its pieces, and those that repeat them. Where only the longer side is divided, and it is
-much longer, less is sent if devices sum the Gram matrices of their pieces and compute
-the factor piece by piece. `travel.py` carries the plan out.
+its pieces, and those that repeat them. `travel.py` carries the plan out.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,12 +20,6 @@ from jax_muon.joins import Block
 from jax_muon.matrices import Matrices
 from jax_muon.mesh.specs import Sizes, entry_names, shard_shape
 from jax_muon.mesh.traffic import ring_bytes
-
-# What a device does while it sends one byte: 400 TFLOP/s at 400 GB/s, in round
-# figures those of an H100 with NVLink.
-_FLOPS_PER_BYTE = 1000
-
-SENDS = ("auto", "matrix", "gram")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +59,7 @@ class Pool:
     """Matrices of one shape and placement, m <= n, and who computes them.
 
     Every owner has `per_owner` matrices, those in `extra` one more. Where `extra` is
-    empty all devices that hold a matrix compute it: each its piece, with `gram_sums`
-    sums of Gram matrices, or where that is zero, each the whole.
+    empty all devices that hold a matrix compute it.
     """
 
     members: tuple[Member, ...]
@@ -81,7 +72,6 @@ class Pool:
     fan: tuple[int, int]  # (m, n)
     per_owner: int
     extra: tuple[bool, ...]  # by owner, replicas before pieces; () if all compute
-    gram_sums: int = 0
 
     @property
     def pieces(self) -> tuple[str, ...]:
@@ -107,35 +97,17 @@ class Pool:
         """Work of each device, by its place along the axes of `divided_axes(sizes)`."""
         names = divided_axes(sizes)
         if not self.extra:
-            share = product(self.long, sizes) if self.gram_sums else 1
-            work = self.count * self.flops / share
-            return np.full([sizes[name] for name in names], work)
+            return np.full([sizes[name] for name in names], self.count * self.flops)
         axes = self.replicas + self.pieces
         by_owner = (self.per_owner + np.array(self.extra)) * self.flops
         by_axis = by_owner.reshape([sizes[name] for name in axes])
         by_axis = np.expand_dims(by_axis, tuple(range(len(axes), len(names))))
         return by_axis.transpose([(axes + self.batch).index(name) for name in names])
 
-    def cost(self, sizes: Sizes) -> float:
-        """Cost of the busiest device in FLOPs, as if nothing were hidden.
-
-        Five quintics of a whole matrix are 20 m^2 n + 10 m^3 FLOPs. With summed Gram
-        matrices a device does its share of the first, and all of the second.
-        """
-        m, n = self.fan
-        share = product(self.long, sizes) if self.gram_sums else 1
-        count = self.depth if self.extra else self.count
-        flops = count * (20 * m * m * n / share + 10 * m**3)
-        return flops + self.sent_bytes(sizes) * _FLOPS_PER_BYTE
-
     def sent_bytes(self, sizes: Sizes) -> float:
         """Bytes that a device sends for one step, as `ring_bytes` counts them."""
         matrix = math.prod(self.piece) * np.dtype(self.dtype).itemsize
         pieces = product(self.pieces, sizes)
-        if self.gram_sums:
-            gram = self.fan[0] ** 2 * max(4, np.dtype(self.dtype).itemsize)
-            sums = self.gram_sums * self.count * gram
-            return ring_bytes("all-reduce", pieces, sums)
         if not self.extra:
             return ring_bytes("all-gather", pieces, self.count * matrix)
         repeats = product(self.replicas, sizes)
@@ -213,8 +185,6 @@ def make_pools(
     sizes: Sizes,
     *,
     small: int = 0,
-    gram_sums: Callable[[int, int], int | None] | None = None,
-    send: str = "auto",
     start: int = 0,
 ) -> list[Pool]:
     """Pools of matrices, and owners so that the busiest device has the least to do.
@@ -224,11 +194,6 @@ def make_pools(
       placements: of each batch.
       sizes: of the mesh axes.
       small: matrices with fewer elements are computed by all devices that hold them.
-      gram_sums: for a matrix (m, n), how often its Gram matrix has to be summed where
-        only n is divided; None where that cannot be done.
-      send: "matrix": matrices go to owners, or all devices; "gram": where it can be
-        done, Gram matrices (m, m) are summed instead; "auto": what costs less, counting
-        bytes and FLOPs.
       start: the owner that comes first among equally busy ones, modulo their number,
         so that several groups of matrices find different owners.
     """
@@ -277,13 +242,6 @@ def make_pools(
             idlest = (np.argsort(np.roll(busy, -first), kind="stable") + first) % owners
             extra = tuple(owner in idlest[:rest] for owner in range(owners))
             pool = dataclasses.replace(pool, per_owner=per_owner, extra=extra)
-        sums = None
-        if gram_sums is not None and pool.long and not pool.short:
-            sums = gram_sums(*pool.fan)
-        if sums and send != "matrix":
-            grams = dataclasses.replace(pool, per_owner=0, extra=(), gram_sums=sums)
-            if send == "gram" or grams.cost(sizes) < pool.cost(sizes):
-                pool = grams
         busy_so_far = busy_so_far + pool.load(sizes)
         pools.append(pool)
     return pools

@@ -30,8 +30,7 @@ Polar = Callable[..., Array]
 
 
 def on_pieces(
-    function: Callable[[Polar, list[Array]], list[Array]],
-    polar: Polar,
+    function: Callable[[list[Array]], list[Array]],
     leaves: Sequence[Array],
     specs: Sequence[PartitionSpec],
     mesh: Any,
@@ -39,9 +38,7 @@ def on_pieces(
     """Apply a function of each device's pieces to arrays on Explicit axes.
 
     Args:
-      function: of `polar` and the pieces, inside shard_map.
-      polar: the polar factor. Traced numbers that it holds, such as those of
-        `optax.inject_hyperparams`, go into shard_map as arguments.
+      function: of the pieces, inside shard_map.
       leaves: global arrays, which lie as their types say.
       specs: how they have to lie for the function.
       mesh: the one that they lie on.
@@ -54,21 +51,9 @@ def on_pieces(
         x if spec == have else jax.reshard(x, NamedSharding(mesh, spec))
         for x, spec, have in zip(leaves, specs, own, strict=True)
     ]
-    settings, treedef = jax.tree.flatten(polar)
-    traced = [i for i, x in enumerate(settings) if isinstance(x, jax.Array)]
-
-    def local(numbers: list[Array], pieces: list[Array]) -> list[Array]:
-        full = list(settings)
-        for i, number in zip(traced, numbers, strict=True):
-            full[i] = number
-        return function(jax.tree.unflatten(treedef, full), pieces)
-
     results = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(PartitionSpec(), list(specs)),
-        out_specs=list(specs),
-    )([settings[i] for i in traced], moved)
+        function, mesh=mesh, in_specs=(list(specs),), out_specs=list(specs)
+    )(moved)
     return [
         x if spec == have else jax.reshard(x, NamedSharding(mesh, have))
         for x, spec, have in zip(results, specs, own, strict=True)
@@ -104,10 +89,7 @@ def map_pools(
                 for member in pool.members
             ]
         )
-        if pool.gram_sums:
-            summed = functools.partial(polar, axis_name=pool.long)
-            (stack,) = map_stacks(summed, [stack], max_stack=max_stack)
-        elif pool.extra:
+        if pool.extra:
             stack = _on_owners(polar, stack, pool, sizes, max_stack)
         else:
             stack = _everywhere(polar, stack, pool, sizes, max_stack)

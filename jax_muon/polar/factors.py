@@ -103,19 +103,11 @@ class NewtonSchulz:
         if self.dtype is not None:
             self._check_dtype(jnp.dtype(self.dtype))
 
-    def __call__(
-        self,
-        x: Float[Array, "*batch m n"],
-        *,
-        axis_name: str | Sequence[str] | None = None,
-    ) -> Float[Array, "*batch m n"]:
+    def __call__(self, x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
         """Approximate polar factors.
 
         Args:
           x: matrices in the last two axes, tall or wide, any real floating dtype.
-          axis_name: inside shard_map, the mesh axis, or axes, over which the last axis
-            of x is sharded, the longer one of the whole matrix. Gram matrices (m, m)
-            are summed over it, `gram_sums` times; each device computes its piece.
 
         Returns:
           An array with the shape and dtype of x. Zero matrices give zeros. A matrix
@@ -138,23 +130,7 @@ class NewtonSchulz:
             )
         if x.size == 0:
             return x
-        axes = (axis_name,) if isinstance(axis_name, str) else axis_name
-        return iteration.iterate(x, self, dtype, None if axes is None else tuple(axes))
-
-    def gram_sums(self, m: int, n: int) -> int | None:
-        """How often Gram matrices are summed over the mesh for a matrix (m, n).
-
-        Args:
-          m: shorter side of the whole matrix.
-          n: longer side, which is sharded over the axes of `axis_name`.
-
-        Returns:
-          The number of sums; for dtype=None, that of float32.
-        """
-        dtype = iteration.dtype_of(jnp.dtype(self.dtype or "float32"), m)
-        steps = len(self.coefficients)
-        gram = iteration.uses_gram(self.form, dtype, m, n)
-        return len(range(0, steps, iteration.REFRESH)) if gram else steps
+        return iteration.iterate(x, self, dtype)
 
     def _check_dtype(self, dtype: jnp.dtype) -> None:
         if self.symmetric == "kernel" and dtype != jnp.bfloat16:

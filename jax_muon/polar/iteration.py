@@ -84,39 +84,21 @@ def uses_gram(form: str, dtype: jnp.dtype, m: int, n: int) -> bool:
 
 
 # Traced once for matrices of a shape, however many parameters and calls have it.
-@functools.partial(jax.jit, static_argnames=("polar", "dtype", "axis_name"))
-def iterate(
-    x: Array,
-    polar: "NewtonSchulz",
-    dtype: jnp.dtype,
-    axis_name: tuple[str, ...] | None = None,
-) -> Array:
+@functools.partial(jax.jit, static_argnames=("polar", "dtype"))
+def iterate(x: Array, polar: "NewtonSchulz", dtype: jnp.dtype) -> Array:
     """Run the quintics on a batch, in the order that suits the platform."""
     *batch, rows, cols = x.shape
-    if axis_name is None:
-        m, n = sorted((rows, cols))
-    else:
-        m, n = rows, cols * jax.lax.axis_size(axis_name)
-    turned = axis_name is None and rows > cols
+    m, n = sorted((rows, cols))
+    turned = rows > cols
     dtype = dtype_of(dtype, m)
     table = quintics(polar.coefficients, polar.steps)
     form = _gram_form if uses_gram(polar.form, dtype, m, n) else _standard_form
 
     def factor(y: Array, products: Products) -> Array:
         """Polar factors of wide matrices, m <= n."""
-
-        def summed(gram: Array) -> Array:
-            return gram if axis_name is None else jax.lax.psum(gram, axis_name)
-
-        def gram_of(y: Array, k: float) -> Array:
-            if axis_name is None:
-                return products.gram(y, k)
-            return (k * summed(products.outer(y, y))).astype(y.dtype)
-
         y = y.astype(dtype)
-        y, gram = _normalize(y, summed(products.outer(y, y)), polar)
-        y = form(y, gram, table, products, gram_of)
-        return y.astype(x.dtype)
+        y, gram = _normalize(y, products.outer(y, y), polar)
+        return form(y, gram, table, products).astype(x.dtype)
 
     def at_once(x: Array, products: Products) -> Array:
         return factor(x.mT, products).mT if turned else factor(x, products)
@@ -183,7 +165,6 @@ def _standard_form(
     gram: Array,
     coefficients: Sequence[Coefficients],
     products: Products,
-    gram_of: Callable[[Array, float], Array],
 ) -> Array:
     """The three lines, from X and its Gram matrix in at least float32, like the result.
 
@@ -194,7 +175,7 @@ def _standard_form(
     for step, (a, b, c) in enumerate(coefficients):
         g, p, q = exact_factors(b / a * scale**2, c / a * scale**4, x.dtype, used)
         used |= {g, p, q}
-        gram = (g * gram).astype(x.dtype) if step == 0 else gram_of(x, g)
+        gram = (g * gram).astype(x.dtype) if step == 0 else products.gram(x, g)
         polynomial = products.add_square(gram, q) if q else gram
         x = products.add_product(x, p, polynomial)
         scale *= a
@@ -209,7 +190,6 @@ def _gram_form(
     gram: Array,
     coefficients: Sequence[Coefficients],
     products: Products,
-    gram_of: Callable[[Array, float], Array],
 ) -> Array:
     """The Gram form, from X and its Gram matrix. Q and R hold no factor a either."""
     # R, every polynomial of it and their products are symmetric and commute.
@@ -218,7 +198,7 @@ def _gram_form(
     for step, (a, b, c) in enumerate(coefficients):
         if step and step % REFRESH == 0:
             x = scale * matmul(factor, x, x.dtype)
-            gram, factor, scale = gram_of(x, 1.0), eye, 1.0
+            gram, factor, scale = products.gram(x, 1.0), eye, 1.0
         square = products.add_square(gram, c / b * scale**2) if c else gram
         polynomial = eye + b / a * scale**2 * square
         factor = polynomial if factor is eye else products.symmetric(factor, polynomial)

@@ -7,7 +7,6 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from benchmarks.schedule.hlo import Module
@@ -108,7 +107,7 @@ def test_describe_leaves_out_mesh_axes_of_one_device():
 )
 def test_describe_says_why_work_is_repeated(small, work):
     shapes = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
-    tx = jm.on_mesh(jm.orthogonalize(small=small, send="matrix"), mesh_of(8), P("data"))
+    tx = jm.on_mesh(jm.orthogonalize(small=small), mesh_of(8), P("data"))
     assert work in jm.describe(tx, shapes)
 
 
@@ -139,76 +138,10 @@ def test_small_matrices_are_gathered_once():
     assert (sent.kind, sent.input_bytes) == ("all-gather", 5 * 8 * 4)
 
 
-# --- Gram matrices instead of matrices ------------------------------------------------
-
-
-@pytest.mark.parametrize("form", ["standard", "gram"])
-@pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
-def test_gram_sums_equal_whole_matrices(rng, x64, form, norm):
-    """Long sides over the mesh: tall, wide, scanned and huge gradients."""
-    mesh = mesh_of(4, 2, names=("a", "b"), kind=EXPLICIT)
-    specs = {"wide": P(None, ("a", "b")), "tall": P("a"), "scan": P("b", None, "a")}
-    shapes = {"wide": (6, 160), "tall": (80, 4), "scan": (4, 5, 40)}
-    grads = {k: 1e60 * rng.standard_normal(shape) for k, shape in shapes.items()}
-    polar = jm.PolarExpress(dtype=None, form=form, norm=norm)
-    matrices = jm.read(grads, rules=MuonDimensionNumbers(-2, -1))
-    plain = jm.orthogonalize(polar, matrices=matrices)
-    expected, _ = plain.update(grads, optax.EmptyState())
-    tx = jm.orthogonalize(polar, send="gram", small=0, matrices=matrices)
-    placed = {
-        k: jax.device_put(g, NamedSharding(mesh, specs[k])) for k, g in grads.items()
-    }
-    update = jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])
-    result = update(placed)
-    assert {c.kind for c in collectives(update, placed)} == {"all-reduce"}
-    for name in grads:
-        np.testing.assert_allclose(result[name], expected[name], atol=1e-11)
-
-
-@pytest.mark.parametrize(
-    ("shape", "small", "kind"),
-    [
-        ((64, 256), 0, "all-to-all"),  # 4 x as wide: matrices go to owners
-        ((64, 65536), 0, "all-reduce"),  # 1024 x: their Gram matrices
-        ((16, 64), 65536, "all-gather"),
-        ((4, 8192), 65536, "all-reduce"),  # factors of rank 4
-    ],
-)
-def test_what_travels_costs_less(shape, small, kind):
-    mesh = mesh_of(8)
-    params = {f"{i}": jax.ShapeDtypeStruct(shape, "float32") for i in range(8)}
-    specs = P(None, "data")
-    tx = jm.on_mesh(
-        jm.partition(
-            {"muon": lambda found: jm.orthogonalize(matrices=found, small=small)}
-        ),
-        mesh,
-        specs,
-    )
-    planned = jm.plan(tx, params)
-    assert {c.kind for c in planned.collectives} == {kind}
-    assert ("Gram sums" in jm.describe(tx, params)) == (kind == "all-reduce")
-    total = planned.sent_bytes["orthogonalize"]
-    assert sum(pool.sent_bytes(planned.sizes) for pool in planned.pools) == total
-
-
-def test_gram_sums_only_where_the_polar_factor_can():
-    mesh = mesh_of(8)
-    params = {"w": jax.ShapeDtypeStruct((4, 65536), "float32")}
-    tx = jm.orthogonalize(jm.ExactPolar(), send="gram")
-    tx = jm.on_mesh(tx, mesh, P(None, "data"))
-    sent = collectives(lambda g: tx.update(g, tx.init(g))[0], params)
-    assert {c.kind for c in sent} == {"all-to-all"}
-    with pytest.raises(ValueError, match="send='rows'"):
-        jm.orthogonalize(send="rows")
-    with pytest.raises(ValueError, match="small=-1"):
-        jm.orthogonalize(small=-1)
-
-
 def test_a_polar_factor_of_the_users_own():
     """Any function; what it holds of arrays is its own affair."""
 
-    def own(x, *, axis_name=None):
+    def own(x):
         return jm.PolarExpress()(x)
 
     mesh = mesh_of(8, kind=EXPLICIT)
