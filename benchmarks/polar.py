@@ -45,7 +45,7 @@ FORMS = tuple(
     for aspect in aspects
 )
 STACK_BYTES = 2**25  # of float32: several matrices, unless they are large
-# Four steps from a lower bound fitted to the Schatten-4 norm: see docs/speed.md.
+# Four steps from a lower bound fitted to the Schatten-4 norm: see benchmarks/NOTES.md.
 FOUR_STEPS = {"steps": 4, "norm": "schatten4", "lower": 5e-3}
 
 

@@ -6,8 +6,8 @@
 
 Each pair runs ours, theirs, ours, theirs, ..., every one in a process of its own; the
 ratio is the median over rounds. Beside it stand the seconds, the temporaries and the
-time to compile. `docs/speed.md` says what the columns mean. A file of results that is
-there already keeps its other pairs.
+time to compile. `benchmarks/NOTES.md` says what the columns mean. A file of results
+that is there already keeps its other pairs.
 """
 
 import argparse

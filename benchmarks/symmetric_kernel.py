@@ -4,7 +4,7 @@
     python -m benchmarks.symmetric_kernel --time    # against plain products, on a GPU
 
 The first reads out what the compiler made of each kernel, and fails where registers are
-spilled or tensor-core instructions wait for each other. `docs/speed.md` says
+spilled or tensor-core instructions wait for each other. `benchmarks/NOTES.md` says
 what follows from the numbers, `make gpu-schedule` installs what the compiler needs.
 """
 

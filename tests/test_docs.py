@@ -6,6 +6,7 @@ gradients, a mesh of eight devices, a loss, and a folder.
 
 import pathlib
 import re
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -70,3 +71,13 @@ def test_every_public_name_is_in_the_reference():
     reference = (DOCS / "reference.md").read_text()
     named = re.findall(r"^::: jax_muon\.(?:\w+\.)*(\w+)$", reference, re.M)
     assert sorted(set(named) & set(jm.__all__)) == sorted(jm.__all__)
+
+
+def test_the_charts_and_the_table_of_speed_are_those_of_the_results():
+    """`python docs/charts.py` would change nothing."""
+    drawn = runpy.run_path(str(DOCS / "charts.py"))
+    for name, chart in drawn["charts"]().items():
+        assert (DOCS / "pictures" / name).read_text() == chart, name
+    page = (DOCS / "speed.md").read_text()
+    assert drawn["filled"](page) == page
+    assert "| 8 x 1 |" in page

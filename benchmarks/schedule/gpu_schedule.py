@@ -6,7 +6,7 @@
 compiles forward and backward pass and optimizer ahead of time for a described topology,
 and reads the result: in which order collectives start and end, which matrix products
 run meanwhile, what a device sends, and its peak memory. Nothing runs; times are an
-estimate by stated rates. `docs/speed.md` says how to read it, and
+estimate by stated rates. `benchmarks/NOTES.md` says how to read it, and
 `make gpu-schedule` installs what it needs.
 """
 

@@ -5,7 +5,7 @@
 
 compiles `psum_scatter` of one gradient over one, two and three dimensions of the torus,
 or a whole train step, and prints collectives with what a chip sends, and peak memory.
-It needs `pip install "jax[tpu]"`. `docs/speed.md` says what was found.
+It needs `pip install "jax[tpu]"`. `benchmarks/NOTES.md` says what was found.
 """
 
 import argparse

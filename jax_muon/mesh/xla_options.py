@@ -17,7 +17,7 @@ from jax_muon.reading.roles import axes_of_layers
 # In how many buckets all parameters are sent. What comes before the first product has
 # nothing to hide under, so that gathers at the beginning of a step go in small buckets:
 # 5 MB for GPT-2 124M, 214 MB for 6.7B. At the end most have nothing to hide under, and
-# fewer and larger ones save latency. docs/speed.md has the measurements.
+# fewer and larger ones save latency. benchmarks/NOTES.md has the measurements.
 GATHERS_FIRST = 64
 GATHERS_LAST = 16
 SCATTERS = 32

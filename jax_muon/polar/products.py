@@ -134,7 +134,7 @@ class FusedProducts(Products):
     They are sums in the dtype of C, of which cuBLASLt rounds only the result. Where
     XLA multiplies otherwise every term is rounded, as in plain bfloat16 code: 0.04
     instead of 0.016 from the exact result on a Gaussian (64, 256). Sums written out in
-    float32 would cost more than the products do (docs/speed.md).
+    float32 would cost more than the products do (benchmarks/NOTES.md).
     """
 
     def gram(self, x: Array, k: float) -> Array:

@@ -37,7 +37,7 @@ LOADING_REGISTERS, COMPUTING_REGISTERS = 40, 232
 
 
 class Tiling(NamedTuple):
-    """How the kernel cuts its work; docs/speed.md has the reasons.
+    """How the kernel cuts its work; benchmarks/NOTES.md has the reasons.
 
     Each program computes a tile of 128 x `columns` elements, 64 columns of the matrices
     at a time, while the next `stages` - 1 pieces of that depth are loaded.

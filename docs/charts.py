@@ -1,0 +1,183 @@
+"""Draws the charts of docs/speed.md, and fills its tables, from benchmarks/results.
+
+    python docs/charts.py
+
+A test draws them again and compares, so the page cannot disagree with the results.
+Charts are plain SVG, which follows a reader's light or dark theme.
+"""
+
+import html
+import json
+import pathlib
+import re
+from typing import Any, NamedTuple
+
+DOCS = pathlib.Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
+STYLE = """\
+.t{fill:#24292f} .s{fill:#57606a;font-size:12px}
+.blue{fill:#4c8eda} .grey{fill:#8c959f} .orange{fill:#e8a33d} .green{fill:#5aa469}
+@media (prefers-color-scheme:dark){.t{fill:#e6edf3} .s{fill:#9aa4af}}"""
+CPUS = {"step_cpu.json": "Zen 4", "step_cpu_zen5.json": "Zen 5"}
+OPTAX = {
+    "optax, float32, scanned": "optax.contrib.muon",
+    "optax, float32, separate": "optax.contrib.muon",
+}
+TORCH = {
+    "torch-nanochat, bfloat16, tuned malloc": "nanochat, torch.compile",
+    "torch-muon, bfloat16": "torch.optim.Muon",
+}
+MODELS = ["llama-1.3b", "llama-7b", "experts-7b"]
+LAYOUTS = {
+    "zero2-divided": "blue",
+    "hsdp": "green",
+    "zero2-hosts": "grey",
+    "fsdp-tp": "orange",
+}
+
+
+class Bar(NamedTuple):
+    """One bar: its name, its length, the text at its end and its colour."""
+
+    name: str
+    value: float
+    text: str
+    color: str
+
+
+Groups = dict[str, list[Bar]]  # by heading
+
+
+def results(name: str) -> list[dict[str, Any]]:
+    """A committed file of results."""
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def step_times(others: dict[str, str]) -> Groups:
+    """Seconds of a step of GPT-2 124M, theirs and ours, for each pair measured."""
+    groups: Groups = {}
+    for file, cpu in CPUS.items():
+        for row in results(file):
+            recipe, dtype, layout = row["ours"].split(", ")
+            name = others.get(row["theirs"])
+            if row["model"] == "gpt2-124m" and recipe == "nanochat" and name:
+                theirs, ours = row["theirs_s"], row["ours_s"]
+                text = f"{ours:.1f} s (ratio {row['ratio']:.2f})"
+                groups.setdefault(f"{cpu}, {layout} layers, {dtype}", []).extend(
+                    [
+                        Bar(name, theirs, f"{theirs:.1f} s", "grey"),
+                        Bar("jax_muon", ours, text, "blue"),
+                    ]
+                )
+    return groups
+
+
+def beside_maxtext() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """MaxText's numbers and ours, by the mesh."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in results("maxtext_muon.json"):
+        mesh = f"{row['shards']} x {row['replicas']}"
+        rows.setdefault(mesh, {})[row["muon"]] = row
+    return {mesh: (row["maxtext"], row["jax_muon"]) for mesh, row in rows.items()}
+
+
+def busiest() -> Groups:
+    """The busiest device's work beside MaxText's Muon."""
+
+    def bar(name: str, flops: float, color: str) -> Bar:
+        return Bar(name, flops, f"{flops / 1e12:.1f} TFLOP", color)
+
+    return {
+        f"shards x replicas: {mesh}": [
+            bar("MaxText, all-to-all", theirs["flops"], "grey"),
+            bar("jax_muon", ours["flops"], "blue"),
+            bar("an even share", ours["even_flops"], "green"),
+        ]
+        for mesh, (theirs, ours) in beside_maxtext().items()
+    }
+
+
+def maxtext_table() -> str:
+    """The same as a table, with the bytes that a device sends."""
+    lines = [
+        "| shards x replicas | even share, TFLOP | MaxText, TFLOP | GB sent "
+        "| jax_muon, TFLOP | GB sent |",
+        "|---|---|---|---|---|---|",
+    ]
+    for mesh, pair in beside_maxtext().items():
+        even = f"{pair[0]['even_flops'] / 1e12:.1f}"
+        cells = [f"{r['flops'] / 1e12:.1f} | {r['sent_bytes'] / 1e9:.1f}" for r in pair]
+        lines.append(f"| {mesh} | {even} | {' | '.join(cells)} |")
+    return "".join(line + "\n" for line in lines)
+
+
+def waiting() -> Groups:
+    """The share of a train step that waits for transfers, by layout."""
+    rows = results("gpu_schedule_scale.json")
+    order = [*LAYOUTS]
+    rows.sort(
+        key=lambda r: (MODELS.index(r["model"]), r["gpus"], order.index(r["layout"]))
+    )
+    groups: Groups = {}
+    for row in rows:
+        seconds, layout = row["seconds"], row["layout"]
+        wait = seconds["step"] - seconds["products"]
+        share = 100 * wait / seconds["step"]
+        text = f"{share:.0f} %, {1000 * wait:.0f} ms; {row['peak_bytes'] / 1e9:.0f} GB"
+        case = f"{row['model']}, {row['gpus']} GPUs"
+        bar = Bar(layout, share, text, LAYOUTS[layout])
+        groups.setdefault(case, []).append(bar)
+    return groups
+
+
+def draw(title: str, groups: Groups) -> str:
+    """Horizontal bars in groups: the name before each, the text behind it."""
+    left, width = 165, 640
+    longest = max(bar.value for bars in groups.values() for bar in bars)
+    scale = (width - left - 150) / longest
+    y, lines = 20, [f'<text class="t" y="16" font-weight="bold">{title}</text>']
+    for heading, bars in groups.items():
+        y += 28
+        lines.append(f'<text class="t" y="{y}">{html.escape(heading)}</text>')
+        for bar in bars:
+            y += 21
+            length = round(scale * bar.value, 1)
+            end = round(left + length + 6, 1)
+            lines += [
+                f'<text class="s" x="{left - 8}" y="{y}" text-anchor="end">'
+                f"{html.escape(bar.name)}</text>",
+                f'<rect class="{bar.color}" x="{left}" y="{y - 12}" '
+                f'width="{length}" height="15" rx="2"/>',
+                f'<text class="s" x="{end}" y="{y}">{bar.text}</text>',
+            ]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y + 12}" '
+        'font-family="sans-serif" font-size="13">'
+    )
+    return "\n".join([head, f"<style>\n{STYLE}\n</style>", *lines, "</svg>\n"])
+
+
+def charts() -> dict[str, str]:
+    """All charts, by the names of their files in docs/pictures."""
+    step = "Seconds of a step, GPT-2 124M on two CPU cores"
+    return {
+        "step_optax.svg": draw(step, step_times(OPTAX)),
+        "step_torch.svg": draw(step, step_times(TORCH)),
+        "maxtext.svg": draw("Llama 7B: the busiest device orthogonalizes", busiest()),
+        "layout_wait.svg": draw(
+            "Estimated share of a step that waits, the wait, and peak memory", waiting()
+        ),
+    }
+
+
+def filled(page: str) -> str:
+    """speed.md with its table as the results have it."""
+    mark = "<!-- maxtext -->\n\n"
+    return re.sub(mark + r"(\|.*\n)*", lambda _: mark + maxtext_table(), page)
+
+
+if __name__ == "__main__":
+    for name, chart in charts().items():
+        (DOCS / "pictures" / name).write_text(chart, encoding="utf-8")
+    speed = DOCS / "speed.md"
+    speed.write_text(filled(speed.read_text(encoding="utf-8")), encoding="utf-8")
