@@ -5,7 +5,7 @@
 prints a Markdown table for Llama 7B, layers scanned. MaxText's rows follow the rule of
 its 0.2.5 (`optimizers/reshape_utils.py`) leaf by leaf: mesh axes of matrices move
 to their layers, padded to a multiple of the devices; a leaf without layers stays in
-pieces; replicas repeat the work. Ours is what `jax_muon.plan` says. Nothing
+pieces; replicas repeat the work. Ours is what `jax_muon.describe` says. Nothing
 runs, and bytes are those of all-to-alls, which XLA does not always make of a reshard.
 """
 
@@ -49,15 +49,15 @@ def theirs(leaves: list[Any], shards: int) -> tuple[float, float, int]:
 
 
 def ours(params: Any, shards: int, replicas: int) -> tuple[float, float, int]:
-    """The same of `jm.muon` with `on_mesh`, by its plan."""
+    """The same of `jm.muon` with `on_mesh`, by its description."""
     axes = ("replica", "fsdp")
     devices = jax.devices()[: shards * replicas]
     auto = (AxisType.Auto,) * 2
     mesh = jax.make_mesh((replicas, shards), axes, auto, devices=devices)
     tx = jm.on_mesh(jm.muon(), mesh, PartitionSpec(None, "fsdp"))
-    plan = jm.plan(tx, params)
-    sent = plan.sent_bytes["orthogonalize"]
-    return float(plan.flops.max()), sent, len(plan.collectives)
+    found = jm.describe(tx, params)
+    sent = found.sent_bytes["orthogonalize"]
+    return float(found.flops.max()), sent, len(found.collectives)
 
 
 def main() -> None:

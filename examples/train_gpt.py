@@ -162,7 +162,7 @@ def train(
         _, aux = jax.eval_shape(loss, params, validation[0])
         aux = jax.tree.map(lambda x: jnp.zeros(x.shape), aux)  # what clip_qk asks for
         table = jm.describe(tx if mesh.size == 1 else train_step.tx, params, **aux)
-        write(folder / "parameters.txt", table + "\n")
+        write(folder / "parameters.txt", f"{table}\n")
     metrics = Metrics(folder / "metrics.jsonl" if writes() else None, done)
 
     validation = put(validation, mesh)

@@ -1,7 +1,6 @@
 """jax_muon: the Muon family of optimizers for JAX, as small optax pieces."""
 
 from jax_muon.axes import MatrixAxes
-from jax_muon.describe import describe
 from jax_muon.elementwise import (
     add_cautious_decayed_weights,
     scale_by_path,
@@ -18,7 +17,6 @@ from jax_muon.mesh.xla_options import gpu_options
 from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import orthogonalize
 from jax_muon.partition import partition
-from jax_muon.plan import Plan, PlannedParameter, plan
 from jax_muon.polar.coefficients import polar_express_coefficients
 from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
 from jax_muon.qk_clip import clip_qk
@@ -34,6 +32,7 @@ from jax_muon.recipes import (
 )
 from jax_muon.splits import Split, with_splits
 from jax_muon.takeover import Moments, take_over
+from jax_muon.tools.describe import describe
 from jax_muon.tools.observe import observe
 from jax_muon.tools.verify import verify
 from jax_muon.transforms import (
@@ -52,8 +51,6 @@ __all__ = [
     "Moments",
     "NewtonSchulz",
     "Parameter",
-    "Plan",
-    "PlannedParameter",
     "PolarExpress",
     "Split",
     "TrainStep",
@@ -79,7 +76,6 @@ __all__ = [
     "on_mesh",
     "orthogonalize",
     "partition",
-    "plan",
     "polar_express_coefficients",
     "read",
     "scale_by_normuon",

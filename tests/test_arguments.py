@@ -259,10 +259,6 @@ TABLE = {
         {"groups": {"muon": optax.sgd(1.0), "adamw": optax.sgd(1.0)}},
         {"groups": "groups", "matrices": "reader"},
     ),
-    "plan": (
-        {"tx": optax.sgd(1.0), "params": PARAMS},
-        {"tx": "transform", "params": "tree"},
-    ),
     "polar_express_coefficients": ({"steps": 5}, {"steps": "steps", **SCHEDULE}),
     "read": (
         {"params": PARAMS},
@@ -330,8 +326,6 @@ RESULTS = {
     "Matrices",
     "MatrixAxes",
     "Parameter",
-    "Plan",
-    "PlannedParameter",
     "TrainStep",
 }
 

@@ -52,7 +52,7 @@ def state_path(key_path):
 
 def table(tx):
     """The table of `describe` without its last column, the reasons in words."""
-    first, *rest = jm.describe(tx, PARAMS).splitlines()
+    first, *rest = str(jm.describe(tx, PARAMS)).splitlines()
     width = first.index("why")
     of_parameters = [line[:width].rstrip() for line in (first, *rest[: len(SHAPES)])]
     return "\n".join([*of_parameters, *rest[len(SHAPES) :]])

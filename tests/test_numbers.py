@@ -304,7 +304,7 @@ def test_names_of_parameters_that_a_mask_hides():
     tree = {"a": {"wi": shape(4, 8)}, "b": {"wi": shape(4, 8)}}
     tx = jm.muon(matrices=jm.read(tree, names=names))
     masked = tree | {"b": {"wi": optax.MaskedNode()}}
-    (seen,) = jm.plan(tx, masked).parameters
+    (seen,) = jm.describe(tx, masked).parameters
     assert seen.matrices == (1, 8, 4)
     with pytest.raises(ValueError, match="names at 'b/wi', which no parameter has"):
         jm.read(masked, names=names)

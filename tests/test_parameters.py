@@ -311,7 +311,7 @@ def test_shared_parameters_appear_once(first, second, kept, rules):
     labels = dict(leaves_with_paths(matrices.labels(params)))
     assert labels == {kept: "adamw", "mlp/kernel": "muon", "mlp/bias": "adamw"}
     tx = jm.nanochat(matrices=matrices)
-    assert "3 parameters" in jm.describe(tx, params)
+    assert "3 parameters" in str(jm.describe(tx, params))
     assert muon_paths(tx, params) == {"mlp/kernel"}
 
 

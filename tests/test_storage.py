@@ -112,7 +112,7 @@ def test_recipes_store_what_was_asked_for_and_plan_says_so(dtype):
     mu = optax.tree.get(state.inner_states["muon"], "mu")["up"]["kernel"]
     assert mu.dtype == (dtype or "float32")
     expected = 8 * 24 * mu.dtype.itemsize + (8 * 4 if dtype == "int8" else 0)
-    (found,) = (x for x in jm.plan(tx, params).parameters if x.matrices)
+    (found,) = (x for x in jm.describe(tx, params).parameters if x.matrices)
     assert found.state_bytes == expected
     # optax's wrappers meet the state as any other.
     assert optax.tree.map_params(tx, lambda v: v, state) is not None

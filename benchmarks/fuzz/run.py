@@ -253,7 +253,7 @@ def _refusal(make: Callable[[], Any], case: Case) -> str | None:
         if not case.explicit:
             jax.eval_shape(tx.update, shapes, jax.eval_shape(tx.init, shapes), shapes)
         else:
-            jm.plan(tx, shapes)
+            jm.describe(tx, shapes)
     except Exception as error:
         return str(error)
     return None

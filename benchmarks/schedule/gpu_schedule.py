@@ -48,7 +48,7 @@ from benchmarks.schedule.step_time import (
     estimate,
     kinds_of_devices,
 )
-from jax_muon.plan import plan
+from jax_muon.tools.describe import describe
 
 CASES = (
     ("gpt2-124m", 8),
@@ -106,7 +106,7 @@ def measure(
     memory = compiled.memory_analysis()
     kinds = sorted({t.kind for t in transfers})
     leaves = jax.tree.leaves(whole.params)
-    planned = plan(whole.step.tx, whole.params)
+    planned = describe(whole.step.tx, whole.params)
     found = estimate(module, rates, kinds_of_devices(planned.pools, planned.sizes))
     return {
         "options": whole.step.compiler_options(whole.params) | options,

@@ -23,11 +23,11 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks, paths
-from jax_muon.describe import lies
 from jax_muon.matrices import aligned, shape_text
 from jax_muon.mesh.layout import Layout
 from jax_muon.mesh.on_mesh import OnMesh, on_mesh
 from jax_muon.mesh.specs import AxisName, Specs, arrays_and_others, is_spec
+from jax_muon.tools.describe import sharding_text
 
 # By bytes of the narrowest floating-point dtype in the program. On Gaussian matrices of
 # 24 x 24 and those of the tests, float32 differed by 3e-6 and bfloat16 by 2.5e-2.
@@ -128,7 +128,12 @@ class Verification:
         for x in self.updates:
             numbers = (f"{x.difference:.1e}", f"{x.bound:.0e}")
             rows.append(
-                (x.path, shape_text(x.shape), lies(x.spec, None, self.sizes), *numbers)
+                (
+                    x.path,
+                    shape_text(x.shape),
+                    sharding_text(x.spec, None, self.sizes),
+                    *numbers,
+                )
             )
         lines = aligned(rows, numbers=2)
         if self.state:

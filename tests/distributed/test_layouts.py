@@ -327,9 +327,9 @@ def test_state_of_gpt2_is_an_even_share(devices):
         **{f"{i}/norm": (width,) for i in range(layers)},
     }
     params = {k: jax.ShapeDtypeStruct(v, "float32") for k, v in shapes.items()}
-    alone = jm.plan(jm.nanochat(), params)
+    alone = jm.describe(jm.nanochat(), params)
     tx = jm.on_mesh(jm.nanochat(), mesh_of(devices), divide="data")
-    divided = jm.plan(tx, params)
+    divided = jm.describe(tx, params)
     assert divided.state_bytes < 1.01 * alone.state_bytes / devices
     state = jm.abstract_state(tx, params, mesh_of(devices))
     local = [
@@ -534,7 +534,7 @@ def test_groups_of_matrices_find_different_owners():
         return jm.orthogonalize(matrices=matrices)
 
     tx = jm.partition(dict.fromkeys("abcd", group), reader({k: k for k in "abcd"}))
-    planned = jm.plan(jm.on_mesh(tx, mesh, None, "data"), params)
+    planned = jm.describe(jm.on_mesh(tx, mesh, None, "data"), params)
     assert len(planned.pools) == 4
     assert sorted(planned.flops) == [0] * 4 + [planned.flops.max()] * 4
 
@@ -548,7 +548,7 @@ def test_split_parts_that_devices_do_not_divide_are_divided_elsewhere():
     )
     for leaf in jax.tree.leaves(tx.init(params)):
         assert leaf.ndim < 2 or any(leaf.sharding.spec) or 1 in leaf.shape
-    planned = jm.plan(tx, params)
+    planned = jm.describe(tx, params)
     assert planned.sent_bytes["gathers"] > 0
     assert not any(leaf.repeated for leaf in planned.parameters)
 

@@ -289,7 +289,7 @@ def test_plan_counts_what_a_step_sends(form):
     params, _ = problems.draw("mixed")
     step = make(where, min_size=200, **given)
     shapes, state = step.abstract(params)
-    planned = jm.plan(step.tx, shapes)
+    planned = jm.describe(step.tx, shapes)
     sent = collectives(step._step, shapes, state, problems.batches(1)[0])
     scalars = sum(one.sent_bytes for one in sent if one.shapes == ((),))
     total = sum(one.sent_bytes for one in sent) - scalars

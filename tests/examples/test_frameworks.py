@@ -121,10 +121,10 @@ def test_maxtext(scan_axis, x64, monkeypatch):
     # The page leaves the dtype as it is; in float64 a wrong layout shows.
     monkeypatch.setattr(jm, "muon", functools.partial(jm.muon, dtype="float64"))
     one = jm.muon(0.02, 0.95, 0.1, adamw=optax.adamw(0.02))
-    read = {p.parameter.path: p for p in jm.plan(one, params).parameters}
+    read = {p.parameter.path: p for p in jm.describe(one, params).parameters}
     with jax.set_mesh(mesh):
         tx = names["jax_muon_optimizer"](CONFIG, 0.02, boxed, mesh)
-        planned = jm.plan(tx, params)
+        planned = jm.describe(tx, params)
         for leaf in planned.parameters:
             path = leaf.parameter.path
             assert leaf.parameter.axes == read[path].parameter.axes, path
@@ -260,7 +260,7 @@ def test_state_in_the_hosts_memory():
 def test_levanter_with_raw_arrays():
     (found,) = snippets("levanter", after=1)
     params, tx = found["params"], found["tx"]
-    labels = {p.parameter.path: p for p in jm.plan(tx, params).parameters}
+    labels = {p.parameter.path: p for p in jm.describe(tx, params).parameters}
     assert {p: x.parameter.label for p, x in labels.items()} == {
         "token_embed": "adamw",
         "attn/w_q": "muon",
@@ -307,7 +307,7 @@ def test_haiku():
     (found,) = snippets("haiku")
     read = {
         p.parameter.path: p
-        for p in jm.plan(*map(found.get, ("tx", "params"))).parameters
+        for p in jm.describe(*map(found.get, ("tx", "params"))).parameters
     }
     assert read["mlp/~/linear_0/w"].matrices == (1, 8, 32)
     labels = {path: leaf.parameter.label for path, leaf in read.items()}
@@ -391,7 +391,7 @@ def test_simply(monkeypatch, rng):
 
     params, grads = tree(), tree()
     optimizer = found["JaxMuon"](ns_dtype="float32")
-    plan = jm.plan(optimizer.transform(), params)
+    plan = jm.describe(optimizer.transform(), params)
     assert {p.parameter.path: p.matrices for p in plan.parameters if p.matrices} == {
         "k_proj/w/0": (1, 12, 12),
         "o_proj/w/0": (1, 12, 12),
@@ -433,7 +433,7 @@ def test_diloco():
     shared = jax.tree.map(lambda x: x[0], stacked(0, workers))
     params = jax.tree.map(lambda x: jnp.stack(workers * [x]), shared)
     with jax.set_mesh(mesh):
-        plan = jm.plan(found["inner"], params)
+        plan = jm.describe(found["inner"], params)
         assert {pool.batch for pool in plan.pools} == {("worker",)}
         start, state = params, found["inner"].init(params)
         for _ in range(2):
