@@ -251,7 +251,6 @@ TABLE = {
             "polar": "function",
             "matrices": "matrices",
             "small": "size",
-            "send": "choice",
             "max_stack": "count",
         },
     ),
