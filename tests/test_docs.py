@@ -67,6 +67,12 @@ def test_every_link_between_pages_leads_somewhere():
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_the_tests_that_pages_name_are_there():
+    for page in DOCS.glob("*.md"):
+        for name in re.findall(r"`((?:tests|outside|parity)/[^` ]+)`", page.read_text()):
+            assert (DOCS.parent / name).exists(), f"{page.name}: {name}"
+
+
 def test_every_public_name_is_in_the_reference():
     reference = (DOCS / "reference.md").read_text()
     named = re.findall(r"^::: jax_muon\.(?:\w+\.)*(\w+)$", reference, re.M)
