@@ -68,8 +68,9 @@ def test_every_link_between_pages_leads_somewhere():
 
 
 def test_the_tests_that_pages_name_are_there():
+    named = re.compile(r"`((?:tests|outside|parity)/[^` ]+)`")
     for page in DOCS.glob("*.md"):
-        for name in re.findall(r"`((?:tests|outside|parity)/[^` ]+)`", page.read_text()):
+        for name in named.findall(page.read_text()):
             assert (DOCS.parent / name).exists(), f"{page.name}: {name}"
 
 
