@@ -310,11 +310,10 @@ class _Evaluation:
         uses = Uses()
         uses.look(body.jaxpr, _layers(given, taken))
         # Those that a scan within this one takes stay divided here.
-        first = params["num_consts"] + params["num_carry"]
+        constants, first = _before_layers(eqn)
         ours = [i for i in taken if given[i].leaf not in uses.scanned]
         others = [i for i in range(first, len(given)) if i not in ours]
-        consts = given[: params["num_consts"]]
-        carry = given[params["num_consts"] : first]
+        consts, carry = given[:constants], given[constants:first]
         xs = _pieces([given[i] for i in others])
 
         def run(consts: Any, carry: Any, layer: Any, xs: Any, extra: Any) -> Any:
@@ -559,12 +558,22 @@ def _is_rematerialized(eqn: JaxprEqn) -> bool:
 
 def _scanned(eqn: JaxprEqn, given: Sequence[Any]) -> list[int]:
     """The inputs of a scan that it takes a layer of at a time, and that are held."""
-    first = eqn.params["num_consts"] + eqn.params["num_carry"]
+    _, first = _before_layers(eqn)
     return [
         place
         for place, x in enumerate(given)
         if place >= first and isinstance(x, Held) and x.spec[0] is None
     ]
+
+
+def _before_layers(eqn: JaxprEqn) -> tuple[int, int]:
+    """Where the carry of a scan begins among its inputs, and where its slices do."""
+    if "ft_in" in eqn.params:  # newer than JAX 0.11.0
+        inputs = eqn.params["ft_in"].update(eqn.invars)
+        consts, carry, _ = map(list, inputs.unpack())
+        return len(consts), len(consts) + len(carry)
+    first = eqn.params["num_consts"]
+    return first, first + eqn.params["num_carry"]
 
 
 def _if_held(x: Any) -> Held | None:
