@@ -11,15 +11,19 @@ RESULTS ?= benchmarks/results
 GPU ?= cuda --models gpt2-124m gpt2-350m gpt-1.3b --rounds 20
 SHAPES ?= 1024x1024 1024x4096 2048x2048 2048x8192
 VERSIONS ?= 3.11_0.10.1_0.2.6 3.12_0.11.0_0.2.6 3.12_0.11.1_0.2.6 3.12_0.11.1_0.2.8 3.13_0.12.0.1_0.2.8
-VERSION_TESTS ?= tests/test_transforms.py tests/test_recipes.py tests/test_numbers.py \
-	tests/test_reading.py tests/test_matrices.py tests/test_polar.py tests/test_splits.py \
-	tests/test_symmetric.py
+# All tests but those that need PyTorch or several processes.
+VERSION_TESTS ?= tests jax_muon --ignore=tests/parity \
+	--ignore=tests/distributed/test_torch_ranks.py \
+	--ignore=tests/distributed/test_processes.py \
+	--ignore=tests/examples/test_launch.py \
+	--deselect=tests/test_benchmarks.py::test_torch_contender \
+	--deselect=tests/examples/test_frameworks.py::test_going_on_with_another_run
 OUTSIDE ?= $(patsubst outside/%/requirements.txt,%,$(wildcard outside/*/requirements.txt))
 FORMS ?= 256x256 256x1024 256x4096 512x2048 768x768 768x1536 768x3072 1024x1024 \
 	1024x2048 1024x4096 2048x2048 2048x4096 2048x8192 4096x4096 4096x8192 8192x8192
 
-.PHONY: train train-multiprocess test test-versions test-outside parity venv docs lint \
-	bench bench-gpu gpu-schedule symmetric-kernel clean
+.PHONY: train train-multiprocess test test-versions test-outside wheel parity venv docs \
+	lint bench bench-gpu gpu-schedule symmetric-kernel clean
 
 train: $(VENV)/examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -32,18 +36,18 @@ train-multiprocess: $(VENV)/examples
 test: venv
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-# The oldest, some middle and the newest versions of Python, jax and optax, each in an
-# environment of its own; the tests that need neither PyTorch nor several processes.
+# Versions of Python, jax and optax, each in an environment of its own: the oldest,
+# levanter's pins, MaxText's floor, and the newest.
 test-versions: $(VERSIONS:%=runs/versions/%)
 	for version in $^; do \
-		PYTHONPATH=. $$version/bin/python -m pytest -q $(VERSION_TESTS) $(ARGS) || exit 1; \
+		PYTHONPATH=. $$version/bin/python -m pytest -n 2 $(VERSION_TESTS) $(ARGS) || exit 1; \
 	done
 
-runs/versions/%: constraints.txt
+runs/versions/%: pyproject.toml
 	python$(word 1,$(subst _, ,$*)) -m venv $@
 	$@/bin/pip install --quiet --disable-pip-version-check \
 		jax==$(word 2,$(subst _, ,$*)) optax==$(word 3,$(subst _, ,$*)) \
-		jaxtyping chex equinox flax hypothesis pytest
+		-e '.[examples]' chex equinox hypothesis keras pytest pytest-xdist
 	touch $@
 
 # Frameworks and other implementations as they are published: each folder of outside/ has
@@ -62,6 +66,16 @@ runs/outside/%: outside/%/requirements.txt
 	$@/bin/pip install --quiet --disable-pip-version-check --no-deps \
 		--ignore-requires-python -r $<
 	touch $@
+
+# Builds the wheel and runs the self-test with nothing but it and what it depends on.
+wheel:
+	rm -rf dist runs/wheel
+	$(PYTHON) -m venv runs/wheel/build
+	runs/wheel/build/bin/pip install --quiet --disable-pip-version-check build
+	runs/wheel/build/bin/python -m build
+	$(PYTHON) -m venv runs/wheel/bare
+	runs/wheel/bare/bin/pip install --quiet --disable-pip-version-check dist/*.whl
+	cd runs/wheel && JAX_NUM_CPU_DEVICES=8 bare/bin/python -m jax_muon
 
 parity: $(VENV)/parity
 	$(BIN)/python -m parity.run $(ARGS)
@@ -115,4 +129,4 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) runs dist .pytest_cache .mypy_cache .ruff_cache
