@@ -1,12 +1,13 @@
-"""Orthogonalization on a mesh: MaxText's all-to-all Muon and ours, counted.
+"""Orthogonalization on a mesh by MaxText's all-to-all Muon, optax's and ours, counted.
 
     python -m benchmarks.maxtext_muon [--json FILE]
 
-prints a Markdown table for Llama 7B, layers scanned. MaxText's rows follow the rule of
-its 0.2.5 (`optimizers/reshape_utils.py`) leaf by leaf: mesh axes of matrices move
-to their layers, padded to a multiple of the devices; a leaf without layers stays in
-pieces; replicas repeat the work. Ours is what `jax_muon.describe` says. Nothing
-runs, and bytes are those of all-to-alls, which XLA does not always make of a reshard.
+prints a Markdown table for Llama 7B with scanned layers; nothing runs. MaxText's rows
+follow the rule of its 0.2.5 (`optimizers/reshape_utils.py`): each leaf's matrices go to
+devices by their layer, padded with zeros to a multiple of the devices, and replicas
+repeat the work. Their bytes are those of all-to-alls, which XLA does not always make of
+a reshard. Rows of `optax.contrib.muon` count what XLA compiles for CPUs; ours are what
+`jax_muon.describe` says.
 """
 
 import argparse
@@ -20,14 +21,19 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "256")
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_muon as jm
 from benchmarks.parameters import llama_parameters
+from benchmarks.schedule.hlo import Module
 from jax_muon.mesh.traffic import ring_bytes
 
 # Devices that parameters are sharded over, and replicas of them.
 MESHES = ((8, 1), (64, 1), (256, 1), (8, 8), (8, 32))
+SPEC = PartitionSpec(None, "fsdp")
+# Whether a matrix that is a leaf of its own is whole on the device that works on it.
+WHOLE_2D = {"optax.contrib.muon": False, "maxtext_muon": False, "jax_muon": True}
 
 
 def flops_of(m: int, n: int) -> int:
@@ -48,14 +54,28 @@ def theirs(leaves: list[Any], shards: int) -> tuple[float, float, int]:
     return flops, sent, 2 * len(leaves)
 
 
-def ours(params: Any, shards: int, replicas: int) -> tuple[float, float, int]:
+def of_optax(params: Any, mesh: Mesh) -> tuple[float, float, int]:
+    """The same of optax's, by the program that XLA makes of it for sharded leaves."""
+    own = NamedSharding(mesh, SPEC)
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), params
+    )
+    numbers = jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(1, 2), params)
+    tx = optax.contrib.scale_by_muon(weight_dimension_numbers=numbers)
+
+    def orthogonalize(updates: Any) -> Any:
+        return tx.update(updates, tx.init(updates))[0]
+
+    step = jax.jit(orthogonalize, out_shardings=own)
+    module = Module.parse(step.lower(placed).compile().as_text())
+    transfers = module.transfers()
+    sent = sum(transfer.sent_bytes for transfer in transfers)
+    return module.work().flops, sent, len(transfers)
+
+
+def ours(params: Any, mesh: Mesh) -> tuple[float, float, int]:
     """The same of `jm.muon` with `on_mesh`, by its description."""
-    axes = ("replica", "fsdp")
-    devices = jax.devices()[: shards * replicas]
-    auto = (AxisType.Auto,) * 2
-    mesh = jax.make_mesh((replicas, shards), axes, auto, devices=devices)
-    tx = jm.on_mesh(jm.muon(), mesh, PartitionSpec(None, "fsdp"))
-    found = jm.describe(tx, params)
+    found = jm.describe(jm.on_mesh(jm.muon(), mesh, SPEC), params)
     sent = found.sent_bytes["orthogonalize"]
     return float(found.flops.max()), sent, len(found.collectives)
 
@@ -69,22 +89,33 @@ def main() -> None:
     leaves = jax.tree.leaves(params)
     whole = sum(leaf.shape[0] * flops_of(*leaf.shape[1:]) for leaf in leaves)
     rows = []
-    print("| sharded x replicas | Muon | TFLOP | even share | GB sent | collectives |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| sharded x replicas | Muon | TFLOP, busiest device | even share | GB sent "
+        "| collectives | 2-D leaves whole |\n|---|---|---|---|---|---|---|"
+    )
     for shards, replicas in MESHES:
+        mesh = jax.make_mesh(
+            (replicas, shards),
+            ("replica", "fsdp"),
+            (AxisType.Auto,) * 2,
+            devices=jax.devices()[: shards * replicas],
+        )
         found = {
-            "maxtext": theirs(leaves, shards),
-            "jax_muon": ours(params, shards, replicas),
+            "optax.contrib.muon": of_optax(params, mesh),
+            "maxtext_muon": theirs(leaves, shards),
+            "jax_muon": ours(params, mesh),
         }
         even = whole / shards / replicas
         for name, (flops, sent, number) in found.items():
+            covered = "yes" if WHOLE_2D[name] else "no"
             print(
                 f"| {shards} x {replicas} | {name} | {flops / 1e12:.1f} "
-                f"| {even / 1e12:.1f} | {sent / 1e9:.2f} | {number} |"
+                f"| {even / 1e12:.1f} | {sent / 1e9:.2f} | {number} | {covered} |"
             )
             row = {"shards": shards, "replicas": replicas, "muon": name}
             row |= {"flops": flops, "sent_bytes": sent, "collectives": number}
-            rows.append(row | {"even_flops": even})
+            row |= {"even_flops": even, "whole_2d_leaves": WHOLE_2D[name]}
+            rows.append(row)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
