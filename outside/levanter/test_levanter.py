@@ -205,23 +205,27 @@ def build(mesh=None):
     return config(**settings, mesh=mesh).build(10)
 
 
+def train_on_a_mesh(config, make):
+    """Losses and the last state on (4, 2) devices; `make` gets the `MeshConfig`."""
+    mesh_config = MeshConfig(axes={"data": 4, "model": 2})
+    ici, dcn = mesh_config.axis_shapes(8, 1)
+    mesh = create_mesh_from_axis_specs(ici_axes=ici, dcn_axes=dcn)
+    with hax.partitioning.set_mesh(mesh):
+        return train(
+            config,
+            make(mesh_config),
+            mapping=mesh_config.resolved_param_mapping,
+            compute=mesh_config.resolved_compute_mapping,
+        )
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_training_on_a_mesh(name):
     """Losses as on one device, and momentum sharded as the parameters."""
     config = dataclasses.replace(MODELS[name], gradient_checkpointing=False)
     alone, _ = train(config, build())
     assert alone[-1] < alone[0]
-    mesh_config = MeshConfig(axes={"data": 4, "model": 2})
-    mapping = mesh_config.resolved_param_mapping
-    ici, dcn = mesh_config.axis_shapes(8, 1)
-    mesh = create_mesh_from_axis_specs(ici_axes=ici, dcn_axes=dcn)
-    with hax.partitioning.set_mesh(mesh):
-        losses, state = train(
-            config,
-            build(mesh_config),
-            mapping=mapping,
-            compute=mesh_config.resolved_compute_mapping,
-        )
+    losses, state = train_on_a_mesh(config, build)
     np.testing.assert_allclose(losses, alone, rtol=1e-4)
     found = {
         jax.tree_util.keystr(path): leaf
@@ -230,3 +234,13 @@ def test_training_on_a_mesh(name):
     momenta = [x for path, x in found.items() if "'muon'" in path and x.ndim > 2]
     assert momenta
     assert all("data" in str(x.sharding.spec) for x in momenta), found
+
+
+@pytest.mark.parametrize("recipe", [jm.muonh, jm.nanochat])
+def test_state_without_the_sizes_of_its_axes(page, recipe):
+    """Norms (layers, 1, 1), which `named_jit` would divide by the names of axes."""
+    config = dataclasses.replace(MODELS["llama"], gradient_checkpointing=False)
+    tx = recipe(1e-3, dtype="float32")
+    alone, _ = train(config, tx)
+    losses, _ = train_on_a_mesh(config, functools.partial(page["with_specs"], tx))
+    np.testing.assert_allclose(losses, alone, rtol=1e-4)
