@@ -31,9 +31,9 @@ from jax_muon.recipes import (
     teon,
 )
 from jax_muon.splits import Split, with_splits
-from jax_muon.takeover import Moments, take_over
 from jax_muon.tools.describe import describe
 from jax_muon.tools.observe import observe
+from jax_muon.tools.takeover import Moments, take_over
 from jax_muon.tools.verify import verify
 from jax_muon.transforms import (
     equilibrate_rows,

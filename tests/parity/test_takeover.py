@@ -4,6 +4,8 @@ Each case runs the other optimizer for some steps, takes it over, and goes on wi
 The bar is that of the parity suite, 2e-5 of the distance travelled after the takeover.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
+from examples.from_torch import from_dion, from_nanochat, from_torch
 from jax_muon import paths
 from parity import weights
 from parity.reference.muon import JORDAN_SUM, Muon, NorMuon
@@ -81,14 +84,19 @@ class Theirs:
         return {name: p.detach().numpy().copy() for name, p in self.params.items()}
 
 
-def go_on(tx, params, moments, grads, to_params=to_params):
-    """Our parameters after more steps."""
-    state = jm.take_over(tx, params, moments)
+def steps(tx, params, state, grads, to_params=to_params):
+    """Parameters and state after these gradients."""
+    state = tx.init(params) if state is None else state
     update = jax.jit(tx.update)
     for grad in grads:
         updates, state = update(to_params(grad), state, params)
         params = optax.apply_updates(params, updates)
     return params, state
+
+
+def go_on(tx, params, moments, grads, to_params=to_params):
+    """Our parameters after more steps."""
+    return steps(tx, params, jm.take_over(tx, params, moments), grads, to_params)
 
 
 def assert_continued(tx, theirs, read, to_params=to_params):
@@ -130,17 +138,18 @@ def ours_beside_adamw(**settings):
 # --- optax ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("there", [True, False], ids=["to ours", "back"])
 @pytest.mark.parametrize("lookahead", [True, False], ids=["nesterov", "plain"])
-def test_optax_contrib_muon(lookahead):
+def test_optax_contrib_muon(lookahead, there):
     """Seven steps in, its bias correction still turns the direction."""
+    rate = optax.linear_schedule(0.1, 0.01, 20)
     theirs = optax.contrib.muon(
-        optax.linear_schedule(0.1, 0.01, 20),
+        rate,
         weight_decay=0.1,
         nesterov=lookahead,
         muon_weight_dimension_numbers=None,
     )
-    rate = optax.linear_schedule(0.1, 0.01, 20)
-    tx = jm.muon(
+    ours = jm.muon(
         rate,
         0.95,
         0.1,
@@ -155,21 +164,34 @@ def test_optax_contrib_muon(lookahead):
             ),
         ),
     )
-    params = to_params(START)
-    state, update = theirs.init(params), jax.jit(theirs.update)
-    for grad in GRADS[:BEFORE]:
-        updates, state = update(to_params(grad), state, params)
-        params = optax.apply_updates(params, updates)
-    middle = params
-    ours, _ = go_on(tx, middle, jm.Moments.from_optax(state), GRADS[BEFORE:])
-    for grad in GRADS[BEFORE:]:
-        updates, state = update(to_params(grad), state, params)
-        params = optax.apply_updates(params, updates)
+    before, after = (theirs, ours) if there else (ours, theirs)
+    middle, state = steps(before, to_params(START), None, GRADS[:BEFORE])
+    moved, _ = go_on(after, middle, jm.Moments.of(state), GRADS[BEFORE:])
+    end, _ = steps(before, middle, state, GRADS[BEFORE:])
     distance, travelled = (
-        optax.tree.norm(optax.tree.sub(a, b))
-        for a, b in ((ours, params), (middle, params))
+        optax.tree.norm(optax.tree.sub(a, b)) for a, b in ((moved, end), (middle, end))
     )
     assert distance / travelled < BAR
+
+
+def test_int8_momentum_and_means_go_on_in_another_recipe_of_ours():
+    """NorMuon's means and both moments of Adam are carried over bit for bit."""
+    params = to_params(START)
+    tx = jm.nanochat(adamw=ADAMW, momentum_dtype="int8", **F32)
+    params, state = steps(tx, params, None, GRADS[:3])
+    taken = jm.take_over(tx, params, jm.Moments.of(state))
+    for (path, a), (_, b) in zip(
+        *map(paths.leaves_with_paths, (taken, state)), strict=True
+    ):
+        if path.startswith("inner_states/muon/inner_state/0/"):  # rounded again
+            continue
+        np.testing.assert_array_equal(a, b, err_msg=path)
+    mu, again = (
+        jax.tree.map(lambda x, y: x * y, *s.inner_states["muon"].inner_state[0][1:])
+        for s in (state, taken)
+    )
+    for a, b in zip(*map(jax.tree.leaves, (mu, again)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1.001 * float(jnp.abs(a).max()) / 127)
 
 
 def test_optax_adamw_for_all():
@@ -179,7 +201,7 @@ def test_optax_adamw_for_all():
     state = adam.init(params)
     for grad in GRADS[:3]:
         _, state = adam.update(to_params(grad), state, params)
-    moments = jm.Moments.from_optax(state)
+    moments = jm.Moments.of(state)
     assert moments.count == 3
     taken = jm.take_over(jm.nanochat(), params, moments)
     muon, adamw = taken.inner_states["muon"], taken.inner_states["adamw"]
@@ -225,9 +247,7 @@ def test_torch_optim_muon(monkeypatch):
     moments, state = assert_continued(
         ours_beside_adamw(),
         theirs,
-        lambda: jm.Moments.from_torch(
-            state_dicts(theirs, MATRICES, OTHERS), START, to_params
-        ),
+        lambda: from_torch(state_dicts(theirs, MATRICES, OTHERS), START, to_params),
     )
     assert moments.count == BEFORE
     assert state.inner_states["muon"].inner_state[0].count == BEFORE + AFTER
@@ -247,7 +267,7 @@ def test_torch_momentum_as_a_sum():
             for i, one in muon["state"].items()
         }
         optimizers = [({**muon, "state": states}, names), rest]
-        return jm.Moments.from_torch(optimizers, START, to_params, accumulation="sum")
+        return from_torch(optimizers, START, to_params, accumulation="sum")
 
     assert_continued(ours_beside_adamw(), theirs, read)
 
@@ -308,7 +328,7 @@ def test_nanochat(ranks):
     moments, _ = assert_continued(
         tx,
         theirs,
-        lambda: jm.Moments.from_nanochat(
+        lambda: from_nanochat(
             files(theirs.optimizers[0], theirs.params, ranks), ORDER, START, to_params
         ),
     )
@@ -329,7 +349,7 @@ def test_parts_of_a_fused_parameter():
 
     def read():
         saved = files(theirs.optimizers[0], theirs.params, 1)
-        return jm.Moments.from_nanochat(saved, ORDER, START, fused)
+        return from_nanochat(saved, ORDER, START, fused)
 
     splits = {"ups": jm.Split(("q", "k", "v"))}
     tx = jm.nanochat(adamw=ADAMW, matrices=reader(splits=splits), **F32)
@@ -393,7 +413,7 @@ def test_dion(algorithm):
             (dion_state(muon, algorithm, 0.95), MATRICES),
             (dion_state(rest, "adamw", 0.95), OTHERS),
         ]
-        return jm.Moments.from_dion(optimizers, START, to_params)
+        return from_dion(optimizers, START, to_params)
 
     assert_continued(tx, theirs, read)
 
@@ -546,17 +566,21 @@ def test_means_over_another_axis():
 
 def test_counts_and_names_that_do_not_fit():
     muon = {"state": {}, "param_groups": [{"params": [0, 1]}]}
-    with pytest.raises(
-        ValueError, match=r"has a parameter 1, and there are 1 names: a"
-    ):
-        jm.Moments.from_torch([(muon, ["a"])], {"a": np.ones(2)}, dict)
-    with pytest.raises(ValueError, match="counts of steps in the state: none"):
-        jm.Moments.from_torch([(muon, ["a", "b"])], {"a": np.ones(2)}, dict)
-    with pytest.raises(ValueError, match="a parameter group has params; expected 'ki"):
-        jm.Moments.from_nanochat([muon], ["a", "b"], {"a": np.ones(2)}, dict)
-    with pytest.raises(ValueError, match="has params; expected 'algorithm' too"):
-        jm.Moments.from_dion([(muon, ["a", "b"])], {"a": np.ones(2)}, dict)
-    with pytest.raises(ValueError, match="counts of steps in the state: none"):
-        jm.Moments.from_optax(optax.sgd(0.1).init({"w": jnp.ones(2)}))
-    with pytest.raises(ValueError, match="counts of steps in the state: none"):
-        jm.Moments.from_optax(jm.nesterov().init({"w": jnp.ones(2)}))  # ours
+    weights, names = {"a": np.ones(2)}, ["a", "b"]
+    for words, read in {
+        "has a parameter 1, and there are 1 names: a": lambda: from_torch(
+            [(muon, ["a"])], weights, dict
+        ),
+        "states: []; expected one": lambda: from_torch([(muon, names)], weights, dict),
+        "a parameter group has params; expected 'kind'": lambda: from_nanochat(
+            [muon], names, weights, dict
+        ),
+        "has params; expected 'algorithm' too": lambda: from_dion(
+            [(muon, names)], weights, dict
+        ),
+        "state: []; expected one count": lambda: jm.Moments.of(
+            optax.sgd(0.1).init({"w": jnp.ones(2)})
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(words)):
+            read()
