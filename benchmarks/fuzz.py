@@ -1,0 +1,383 @@
+"""Optimizers, trees, layouts and numbers at random, each compared with one device.
+
+    python -m benchmarks.fuzz --cases 200
+    python -m benchmarks.fuzz --cases 2000 --seed 1
+
+A case takes one value of each feature in `FEATURES`; its seed draws the sizes, specs,
+settings and numbers. `jax_muon.tools.verify.compare` judges updates and state: 2e-5 of
+an array's norm in float32, equal bits on devices that hold the same shard, and finite
+numbers. Hypothesis prints the smallest case that fails. The tests run `covering()`, in
+which every value of a feature meets every value of every other one.
+"""
+
+import argparse
+import dataclasses
+import functools
+import inspect
+import itertools
+import math
+import sys
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from ml_dtypes import finfo
+from optax.contrib import MuonDimensionNumbers
+
+import jax_muon as jm
+from jax_muon.tools.verify import Verification, compare
+
+RECIPES = ("muon", "nanochat", "normuon", "moonlight", "teon", "muonh", "normuonh")
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "learning_rate": (0.02, 0.9),  # at 1, a step from 0 ends on the very sphere
+    "momentum": (0.95, 0.0, 0.5),
+    "weight_decay": (0.0, 0.1),
+    "beta2": (0.95, 0.0),
+    "edition": ("2026-01", "2026-08"),
+    "lookahead": (True, False),
+    "shape_rule": ("max_ratio", "sqrt_ratio", "rms_0.2"),
+    "momentum_dtype": ("float32", "bfloat16"),
+}
+POLARS: dict[str, Any] = {
+    "recipe's": lambda: None,
+    "exact": jm.ExactPolar,
+    "gram": lambda: jm.PolarExpress(2, form="gram", dtype="float32"),
+    "schatten": lambda: jm.PolarExpress(2, norm="schatten4", dtype="float32"),
+}
+MESHES = {
+    "pair": {"data": 2},
+    "three": {"data": 3},
+    "eight": {"data": 8},
+    "flat": {"data": 1, "fsdp": 4},
+    "two": {"data": 4, "fsdp": 2},
+    "cube": {"data": 2, "fsdp": 2, "tp": 2},
+}
+# What the gradients of each step are; see `gradient`.
+NUMBERS = {
+    "normal": ("normal", "normal"),
+    "zeros": ("zeros", "one leaf zero", "normal"),
+    "small": ("denormal", "tiny"),
+    "large": ("leaves apart", "huge"),
+    "of low rank": ("rank one", "one element", "equal"),
+    "rows apart": ("rows apart", "normal"),
+}
+# The first value of each is the plainest: Hypothesis shrinks towards it.
+FEATURES: dict[str, tuple[str, ...]] = {
+    "recipe": RECIPES,
+    "around": (
+        "nothing", "clip", "clip outside", "skip", "if finite", "every two", "injected",
+    ),
+    "run": ("auto", "explicit", "step, local", "step, scattered", "step, divided"),
+    "mesh": tuple(MESHES),
+    "divide": ("nothing", "first axis", "last axis", "all axes"),
+    "numbers": tuple(NUMBERS),
+    "dtype": ("float32", "bfloat16", "float16", "bfloat16 products"),
+    "polar": tuple(POLARS),
+    "reading": ("as it is", "splits", "joins", "labels"),
+    "small": ("0", "65536"),
+}  # fmt: skip
+LEAVES = (
+    "blocks_0/attn/q", "blocks_1/attn/q", "blocks_0/mlp/up", "blocks_1/mlp/up",
+    "wte", "blocks_0/norm/scale", "scan/mlp", "Conv_0/kernel",
+)  # fmt: skip
+RANKS = {"scale": 1, "scan/mlp": 3, "kernel": 4}
+SIZES = (2, 4, 6, 8, 12, 24, 3, 5, 7, 1)
+START = 1e-4  # of parameters, so that a decay or a step that a layout forgot shows
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One check: a value of each feature, and the seed of all else."""
+
+    features: dict[str, str]
+    seed: int
+
+    def __getitem__(self, feature: str) -> str:
+        return self.features[feature]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of the axes of the mesh."""
+        return MESHES[self["mesh"]]
+
+    @property
+    def is_step(self) -> bool:
+        """True for `make_train_step`, which takes the place of `on_mesh`."""
+        return self["run"].startswith("step")
+
+    @property
+    def divide(self) -> tuple[str, ...]:
+        """Mesh axes that divide gradients and state further, or a step's batch."""
+        names = tuple(self.sizes)
+        chosen = {"first axis": names[:1], "last axis": names[-1:], "all axes": names}
+        return chosen.get(self["divide"], names[:1] if self.is_step else ())
+
+
+def covering(seed: int = 0) -> list[Case]:
+    """Few cases in which every two values of two features meet.
+
+    Each begins with a pair that has not met yet, and takes one feature after another
+    the value that meets most others for the first time.
+    """
+    left = {
+        frozenset(pair)
+        for one, other in itertools.combinations(FEATURES, 2)
+        for pair in itertools.product(
+            [(one, value) for value in FEATURES[one]],
+            [(other, value) for value in FEATURES[other]],
+        )
+    }
+    rng = np.random.default_rng(seed)
+    cases: list[Case] = []
+    while left:
+        chosen = dict(min(left, key=sorted))
+        for name in rng.permutation([name for name in FEATURES if name not in chosen]):
+            news = [
+                sum(frozenset([(name, value), x]) in left for x in chosen.items())
+                for value in FEATURES[name]
+            ]
+            chosen[str(name)] = FEATURES[name][int(np.argmax(news))]
+        left -= set(map(frozenset, itertools.combinations(chosen.items(), 2)))
+        cases.append(Case({name: chosen[name] for name in FEATURES}, len(cases)))
+    return cases
+
+
+def check(case: Case) -> Verification:
+    """Compare a case with one device."""
+    rng = np.random.default_rng(case.seed)
+    shapes = draw_shapes(case, rng)
+    specs = {path: draw_spec(case, shape, rng) for path, shape in shapes.items()}
+    dtype = case["dtype"] if "products" not in case["dtype"] else "float32"
+    params = {
+        path: np.asarray(START * rng.standard_normal(shape), dtype)
+        for path, shape in shapes.items()
+    }
+    kinds = list(NUMBERS[case["numbers"]])
+    if case["around"] == "skip":
+        kinds.insert(1, "infinite")
+    grads = [
+        {
+            path: gradient(kind, shape, dtype, path == LEAVES[0], rng)
+            for path, shape in shapes.items()
+        }
+        for kind in kinds
+    ]
+    tx = optimizer(case, params, rng)
+    mesh = mesh_of(case)
+    outside = case["around"] == "clip outside" and not case.is_step
+    small = functools.partial(jm.orthogonalize, small=int(case["small"]))
+    with mock.patch("jax_muon.recipes.orthogonalize", small):
+        if case.is_step:
+            tx, many = train_steps(case, tx, mesh, specs)
+        else:
+            many = jm.on_mesh(tx, mesh, specs, case.divide, min_size=1)
+        if outside:
+            clip = optax.clip_by_global_norm(1.0)
+            tx, many = optax.chain(clip, tx), optax.chain(clip, many)
+        return compare(tx, many, params, grads, mesh, specs)
+
+
+def draw_shapes(case: Case, rng: np.random.Generator) -> dict[str, tuple[int, ...]]:
+    """Two matrices of one shape, and some other leaves."""
+    both = tuple(int(n) for n in rng.choice(SIZES[:6], 2))  # which devices divide
+    shapes = dict.fromkeys(LEAVES[:2], both)
+    for path in rng.choice(LEAVES[2:], rng.integers(1, 4), replace=False):
+        rank = next((r for end, r in RANKS.items() if path.endswith(end)), 2)
+        shapes[str(path)] = tuple(int(n) for n in rng.choice(SIZES, rank))
+    return shapes
+
+
+def draw_spec(
+    case: Case, shape: tuple[int, ...], rng: np.random.Generator
+) -> PartitionSpec:
+    """Mesh axes on random axes of a leaf that they divide."""
+    entries: list[tuple[str, ...]] = [()] * len(shape)
+    for name in case.sizes:
+        axis = int(rng.integers(-1, len(shape)))
+        if axis < 0 or name in case.divide:
+            continue
+        devices = math.prod(case.sizes[n] for n in (*entries[axis], name))
+        if shape[axis] % devices == 0:
+            entries[axis] = (*entries[axis], name)
+    return PartitionSpec(*(e if len(e) > 1 else e[0] if e else None for e in entries))
+
+
+def mesh_of(case: Case) -> Mesh:
+    """The mesh."""
+    kind = AxisType.Explicit if case["run"] == "explicit" else AxisType.Auto
+    sizes = tuple(case.sizes.values())
+    devices = jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(
+        sizes, tuple(case.sizes), (kind,) * len(sizes), devices=devices
+    )
+
+
+def optimizer(case: Case, params: Any, rng: np.random.Generator) -> Any:
+    """The optimizer of one device."""
+    recipe = getattr(jm, case["recipe"])
+    known = inspect.signature(recipe).parameters
+    given: dict[str, Any] = {
+        name: values[rng.integers(len(values))]
+        for name, values in SETTINGS.items()
+        if name in known and rng.random() < 0.25
+    }
+    products = "bfloat16" if "products" in case["dtype"] else "float32"
+    given |= {"dtype": products, "steps": 2, "groups": {"frozen": optax.set_to_zero()}}
+    given |= {"matrices": reading(case, params), "polar": POLARS[case["polar"]]()}
+    if case["dtype"] == "float16":
+        given["adamw"] = optax.sgd(1e-3)  # AdamW's squares are 0 or infinite there
+    around = case["around"]
+    if around == "injected":
+        static = tuple(k for k, v in given.items() if not isinstance(v, float))
+        return optax.inject_hyperparams(recipe, static_args=static)(**given)
+    tx = recipe(**given)
+    if around == "clip" or (around == "clip outside" and case.is_step):
+        return optax.chain(optax.clip_by_global_norm(1.0), tx)
+    if around == "every two":
+        return optax.MultiSteps(tx, 2).gradient_transformation()
+    guards = {
+        "skip": jm.skip_nonfinite,
+        "if finite": lambda x: optax.apply_if_finite(x, 3),
+    }
+    return guards.get(around, lambda x: x)(tx)
+
+
+def reading(case: Case, params: Any) -> Any:
+    """How the tree is read."""
+    rules: dict[str, Any] = {  # names and shapes are not enough for these
+        "blocks_0/mlp/up": MuonDimensionNumbers(0, 1),
+        "blocks_1/mlp/up": MuonDimensionNumbers(0, 1),
+        "scan/mlp": MuonDimensionNumbers(1, 2),
+        "Conv_0/kernel": MuonDimensionNumbers((0, 1, 2), 3),
+    }
+    rules = {path: rule for path, rule in rules.items() if path in params}
+    given: dict[str, Any] = {}
+    how, (first, second) = case["reading"], LEAVES[:2]
+    if how == "labels":
+        rules |= {first: "frozen"}
+    if how == "splits" and params[first].shape[-1] % 2 == 0:
+        given["splits"] = {first: jm.Split(2), second: jm.Split(2)}
+    if how == "joins":
+        given["joins"] = 2
+    return functools.partial(jm.read, rules=rules, **given)
+
+
+def train_steps(case: Case, tx: Any, mesh: Mesh, specs: Any) -> tuple[Any, Any]:
+    """Train steps on one device and on the mesh, as transforms.
+
+    The mean gradient of their loss is the one that they are given, and every part of
+    the batch has another one.
+    """
+    parts = 2 * math.prod(mesh.shape[name] for name in case.divide)
+    weights = np.resize(np.float32([0, 2]), parts)
+
+    def loss(params: Any, batch: Any) -> Any:
+        each = jax.tree.map(
+            lambda p, g: jnp.sum(p * jnp.mean(g, 0).astype(p.dtype), dtype="float32"),
+            params,
+            batch,
+        )
+        return sum(jax.tree.leaves(each))
+
+    def batch(grads: Any) -> Any:
+        return jax.tree.map(
+            lambda g: g * weights.reshape(-1, *[1] * g.ndim).astype(g.dtype), grads
+        )
+
+    def update_alone(grads: Any, state: Any, params: Any) -> Any:
+        grads = jax.grad(loss)(params, batch(grads))
+        updates, state = tx.update(grads, state, params)
+        after = optax.apply_updates(params, updates)
+        return jax.tree.map(jnp.subtract, after, params), state
+
+    how = case["run"].partition(", ")[2]
+    step = jm.make_train_step(
+        loss,
+        tx,
+        mesh,
+        axis=case.divide,
+        specs=specs,
+        min_size=1,
+        microbatches=1 if how == "divided" else 2,
+        accumulate="scattered" if how == "scattered" else "local",
+        parameters="divided" if how == "divided" else "as specs",
+        donate=False,
+    )
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        after, state, _ = step(params, state, batch(grads))
+        return jax.tree.map(jnp.subtract, after, params), state
+
+    alone = optax.GradientTransformation(tx.init, update_alone)
+    return alone, optax.GradientTransformation(lambda x: step.init(x)[1], update)
+
+
+def gradient(
+    kind: str, shape: tuple[int, ...], dtype: str, first: bool, rng: np.random.Generator
+) -> np.ndarray:
+    """The gradient of a leaf: Gaussian, or hostile in one of several ways."""
+    x = rng.standard_normal(shape)
+    largest, smallest = (
+        float(n) for n in (finfo(dtype).max, finfo(dtype).smallest_normal)
+    )
+    if kind == "zeros" or (kind == "one leaf zero" and first):
+        x = np.zeros_like(x)
+    elif kind == "huge":  # sums of their squares are finite
+        x = np.clip(x, -1, 1) * min(0.5 * largest**0.5, 1e15)
+    elif kind == "tiny":
+        x = x * smallest**0.8
+    elif kind == "denormal":
+        # float16 keeps none of its bits there when devices take their mean.
+        x = x * smallest / (1 if dtype == "float16" else 64)
+    elif kind == "rank one":
+        x = np.ones_like(x) * x[(..., slice(1))]
+    elif kind == "one element":
+        x = np.zeros_like(x)
+        x.flat[x.size // 2] = 1
+    elif kind == "equal":
+        x = np.ones_like(x)
+    elif kind == "rows apart":
+        x = x * 10.0 ** rng.uniform(-9, 0, (*shape[:-1], 1))
+    elif kind == "leaves apart":
+        x = x * 10.0 ** rng.uniform(-10, 4)
+    elif kind == "infinite":
+        x.flat[0] = np.inf
+    return np.asarray(x, dtype)
+
+
+def main(words: list[str]) -> None:
+    """The command."""
+    import hypothesis
+    from hypothesis import strategies
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fuzz",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(words)
+    features = strategies.fixed_dictionaries(
+        {name: strategies.sampled_from(values) for name, values in FEATURES.items()}
+    )
+
+    @hypothesis.seed(args.seed)
+    @hypothesis.settings(max_examples=args.cases, deadline=None, database=None)
+    @hypothesis.given(strategies.builds(Case, features, strategies.integers(0, 10**6)))
+    def campaign(case: Case) -> None:
+        check(case).raise_if_wrong()
+
+    campaign()
+    print(f"{args.cases} cases of seed {args.seed} are right")
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_disable_most_optimizations", True)
+    main(sys.argv[1:])

@@ -1,1 +1,0 @@
-"""Random optimizers, trees, layouts and numbers, each checked against one device."""
