@@ -16,8 +16,7 @@ VERSION_TESTS ?= tests jax_muon --ignore=tests/parity \
 	--ignore=tests/distributed/test_torch_ranks.py \
 	--ignore=tests/distributed/test_processes.py \
 	--ignore=tests/examples/test_launch.py \
-	--deselect=tests/test_benchmarks.py::test_torch_contender \
-	--deselect=tests/examples/test_frameworks.py::test_going_on_with_another_run
+	--deselect=tests/test_benchmarks.py::test_torch_contender
 OUTSIDE ?= $(patsubst outside/%/requirements.txt,%,$(wildcard outside/*/requirements.txt))
 FORMS ?= 256x256 256x1024 256x4096 512x2048 768x768 768x1536 768x3072 1024x1024 \
 	1024x2048 1024x4096 2048x2048 2048x4096 2048x8192 4096x4096 4096x8192 8192x8192

@@ -33,7 +33,7 @@ from jax_muon.mesh.traffic import ring_bytes
 MESHES = ((8, 1), (64, 1), (256, 1), (8, 8), (8, 32))
 SPEC = PartitionSpec(None, "fsdp")
 # Whether a matrix that is a leaf of its own is whole on the device that works on it.
-WHOLE_2D = {"optax.contrib.muon": False, "maxtext_muon": False, "jax_muon": True}
+WHOLE_2D = {"optax.contrib.muon": False, "maxtext": False, "jax_muon": True}
 
 
 def flops_of(m: int, n: int) -> int:
@@ -102,7 +102,7 @@ def main() -> None:
         )
         found = {
             "optax.contrib.muon": of_optax(params, mesh),
-            "maxtext_muon": theirs(leaves, shards),
+            "maxtext": theirs(leaves, shards),
             "jax_muon": ours(params, mesh),
         }
         even = whole / shards / replicas
