@@ -1,7 +1,6 @@
-"""Gradients of a device's own batch, summed so that each part arrives where it lies.
+"""Gradients of each device's own batch, summed so that each shard arrives in its place.
 
-Inside shard_map over the axes that divide the batch: parameters that lie divided are
-gathered leaf by leaf, gradients scattered leaf by leaf. `train_step.py` is around it.
+This runs inside shard_map over the mesh axes that divide the batch; see `train_step`.
 """
 
 import dataclasses
@@ -13,21 +12,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jax_muon import paths
-from jax_muon.checks import scalar
+from jax_muon import checks, notes, paths
 from jax_muon.dtypes import wide
-from jax_muon.mesh.layers import ByLayers
-from jax_muon.mesh.specs import entry_names, is_spec, spec_names, wire_dtype
-from jax_muon.notes import note
+from jax_muon.mesh import layers, specs
 
 
 @dataclasses.dataclass(frozen=True)
 class MeanGradients:
     """The mean gradient over a batch that is divided between devices.
 
-    Attributes are those of `make_train_step`; `devices` is their number over `axis`.
-    With `reduce_wide`, what has 16 bits is summed in float32: XLA on a CPU promotes it
-    anyway, and fails at that, ending the process, where the mesh has other axes.
+    The attributes are those of `make_train_step`; `devices` is their number over
+    `axis`. With `reduce_wide`, 16-bit numbers are summed in float32: XLA:CPU promotes
+    them anyway, and crashes if the mesh has other axes.
     """
 
     loss_fn: Callable[..., Any]
@@ -47,116 +43,124 @@ class MeanGradients:
     def __call__(
         self, params: Any, batch: Any, here: Any, scattered: Any
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """This device's part of the mean gradient, maxima, and metrics.
+        """This device's shard of the mean gradient, maxima, and metrics.
 
         Args:
-          params: this device's pieces.
+          params: this device's shards.
           batch: its share of the batch.
-          here: how params lie over the axes of the batch, a spec for each.
-          scattered: how gradients are to lie over them.
+          here: how params are sharded over the axes of the batch, a spec for each.
+          scattered: how gradients are to be sharded over them.
         """
-        traced = self._by_layers(params, batch, here)
-        places = range(len(jax.tree.leaves(params)))
+        devices, traced = self.devices, self._by_layers(params, batch, here)
+        treedef: Any = jax.tree.structure(params)
         held = jax.tree.unflatten(
-            jax.tree.structure(params),
-            [traced is not None and place in traced.held for place in places],
+            treedef,
+            [
+                traced is not None and i in traced.held
+                for i in range(treedef.num_leaves)
+            ],
         )
-        full = jax.tree.map(
-            lambda spec, x, is_held: x if is_held else self.gather(x, spec),
-            here,
-            params,
-            held,
-            is_leaf=is_spec,
+        full = _map(
+            lambda spec, x, h: x if h else self.gather(x, spec), here, params, held
         )
 
         def scatter(grads: Any) -> Any:
-            def one(
-                spec: PartitionSpec, own: PartitionSpec, g: Any, p: Any, h: bool
-            ) -> Any:
-                summed = set(spec_names(own)) if h else set()
-                over = [name for name in self.axis if name not in summed]
-                return self._scatter(g, spec, p.dtype, over)
+            """Sum over devices; over some axes, a scan over layers has done so."""
 
-            return jax.tree.map(
-                one, scattered, here, grads, full, held, is_leaf=is_spec
+            def one(spec: Any, own: Any, g: Any, x: Any, h: bool) -> Any:
+                done = specs.spec_names(own) if h else ()
+                over = [name for name in self.axis if name not in done]
+                return self._scatter(g, spec, x.dtype, over)
+
+            return _map(one, scattered, here, grads, params, held)
+
+        def sums(part: Any) -> Any:
+            """What is added up over microbatches: weights, and means times weights."""
+
+            def scatter_layer(g: Any, spec: Any, dtype: Any, extra: Any) -> Any:
+                g = self._share(g, *extra) if extra else self._share(g, 1.0, devices)
+                summed = self._scatter(g, spec, dtype, specs.spec_names(spec))
+                return summed.astype(dtype)
+
+            loss_fn: Any = self._split_loss
+            extra: Any = ()  # for `scatter_layer`, before the loss is computed
+            if traced is not None and traced.held:
+                exchange = layers.Exchange(self.gather, scatter_layer)
+                if self.weighted:
+                    weight = traced.result(1, exchange, full, part)
+                    extra = (weight, jax.lax.psum(weight, self.axis))
+                loss_fn = functools.partial(
+                    traced, exchange, extra=extra, keep_gathered=self.keep_gathered
+                )
+            loss, pull, (weight, aux) = jax.vjp(
+                lambda full: loss_fn(full, part), full, has_aux=True
             )
-
-        def mean(weight: Any, grads: Any, microbatches: int) -> tuple[Any, Any]:
-            """The weight on all devices, and this device's part of the mean gradient.
-
-            Divided before it is summed: eight gradients of 9000 overflow float16.
-            """
-            total = jnp.asarray(self.devices * microbatches, weight.dtype)
+            total = jnp.asarray(devices, weight.dtype)
             if self.weighted:
-                total = jax.lax.psum(weight, self.axis)
-            return total, scatter(_times(grads, _inverse(total)))
-
-        at_once = self.accumulate == "scattered"
-
-        def one(part: Any) -> Any:
-            (weight, loss, grads, aux), largest = self._totals(traced, held, full, part)
-            if at_once:
-                total, grads = mean(weight, grads, 1)
-                grads = _times(grads, total)
-            return (weight, loss, grads, aux), largest
+                total = extra[1] if extra else jax.lax.psum(weight, self.axis)
+            (grads,) = pull(jnp.ones_like(loss))
+            grads = jax.tree.map(
+                lambda g, h: wide(g) if h else self._share(g, weight, total),
+                grads,
+                held,
+            )
+            if self.accumulate == "scattered":
+                grads = scatter(grads)
+            means = (self._share(loss, weight, total), grads)
+            largest = {}
+            if self.max_aux:
+                _check_entries(aux, self.max_aux)
+                largest = {name: aux[name] for name in self.max_aux}
+                aux = {name: x for name, x in aux.items() if name not in largest}
+            # Divided before it is summed: booleans and int8 have no sum.
+            aux = jax.tree.map(lambda x: x / (devices * self.microbatches), aux)
+            return (total, _times(means, total), aux), largest
 
         if self.microbatches == 1:
-            totals, largest = one(batch)
+            summed, largest = sums(batch)
         else:
             parts = jax.tree.map(
                 lambda x: x.reshape(self.microbatches, -1, *x.shape[1:]), batch
             )
 
-            def add(total: Any, part: Any) -> tuple[Any, Any]:
-                added, largest = one(part)
-                return jax.tree.map(jnp.add, total, added), largest
+            def add(so_far: Any, part: Any) -> Any:
+                more, largest = sums(part)
+                return jax.tree.map(jnp.add, so_far, more), largest
 
-            first, _ = jax.eval_shape(one, jax.tree.map(lambda x: x[0], parts))
+            first, _ = jax.eval_shape(sums, jax.tree.map(lambda x: x[0], parts))
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
-            totals, largest = jax.lax.scan(add, zeros, parts)
+            summed, largest = jax.lax.scan(add, zeros, parts)
             largest = jax.tree.map(lambda x: jnp.max(x, axis=0), largest)
 
-        weight, loss, grads, aux = totals
-        if at_once:
-            total = jax.lax.psum(weight, self.axis)
-            grads = _times(grads, _inverse(total))
-        else:
-            total, grads = mean(weight, grads, self.microbatches)
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, full)
+        total, means, aux = summed
+        loss, grads = _times(means, _inverse(total))
+        if self.accumulate == "local":
+            grads = scatter(grads)
+        grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
         largest = jax.tree.map(functools.partial(self._reduce, jax.lax.pmax), largest)
-        metrics = {"loss": jax.lax.psum(loss * _inverse(total), self.axis)}
+        metrics = {"loss": jax.lax.psum(loss, self.axis)}
         if self.has_aux:
-            means = jax.tree.map(functools.partial(self._reduce, jax.lax.psum), aux)
-            metrics["aux"] = {**means, **largest} if self.max_aux else means
+            aux = jax.tree.map(functools.partial(self._reduce, jax.lax.psum), aux)
+            metrics["aux"] = {**aux, **largest} if self.max_aux else aux
         return grads, largest, metrics
 
     def gather(self, x: Any, spec: PartitionSpec) -> Any:
         """A whole parameter."""
         for dimension, entry in enumerate(spec):
-            names = entry_names(entry)
-            if names:
-                sent = x.astype(wire_dtype(x.dtype, self.gather_dtype))
+            if names := specs.entry_names(entry):
+                sent = x.astype(specs.wire_dtype(x.dtype, self.gather_dtype))
                 sent = jax.lax.all_gather(sent, names, axis=dimension, tiled=True)
                 x = sent.astype(x.dtype)
         return x
 
-    def scatter(self, g: Any, spec: PartitionSpec, dtype: Any, extra: Any) -> Any:
-        """This device's piece of the gradient of a layer, a part of the mean.
-
-        It is divided over all devices, and summed over those that have pieces.
-        """
-        weight, total = extra
-        g = _times(self._counted(wide(g), weight), _inverse(total))
-        return self._scatter(g, spec, dtype, spec_names(spec)).astype(dtype)
-
     def _scatter(
         self, g: Any, spec: PartitionSpec, dtype: Any, over: Sequence[str]
     ) -> Any:
-        """This device's part of the sum over mesh axes, in at least float32."""
-        sent = self._to_reduce(g.astype(wire_dtype(dtype, self.reduce_dtype)))
+        """This device's shard of the sum over mesh axes, in at least float32."""
+        sent = self._to_reduce(g.astype(specs.wire_dtype(dtype, self.reduce_dtype)))
         rest = list(over)
         for dimension, entry in enumerate(spec):
-            names = tuple(name for name in entry_names(entry) if name in over)
+            names = tuple(name for name in specs.entry_names(entry) if name in over)
             if names:
                 sent = jax.lax.psum_scatter(
                     sent, names, scatter_dimension=dimension, tiled=True
@@ -173,16 +177,23 @@ class MeanGradients:
         """A sum or maximum over the devices, in the dtype of x."""
         return _over(collective, self._to_reduce(x), self.axis).astype(x.dtype)
 
-    def _by_layers(self, params: Any, batch: Any, here: Any) -> ByLayers | None:
-        """The loss, if it is to be looked into, traced on whole parameters."""
-        specs = jax.tree.leaves(here, is_leaf=is_spec)
-        if self.how == "leaves" or not any(map(any, specs)):
+    def _share(self, x: Any, weight: Any, total: Any) -> Any:
+        """What a device adds to a mean over devices; nothing, if its weight is 0.
+
+        Divided before it is summed: eight gradients of 9000 overflow float16. The mean
+        of no samples at all may be 0 / 0.
+        """
+        x = _times(wide(x), weight * _inverse(total))
+        return jnp.where(weight == 0, 0, x) if self.weighted else x
+
+    def _by_layers(self, params: Any, batch: Any, here: Any) -> layers.ByLayers | None:
+        """The loss, traced on whole parameters, if some of them are sharded."""
+        flat = jax.tree.leaves(here, is_leaf=specs.is_spec)
+        if self.how == "leaves" or not any(map(any, flat)):
             return None
-        whole = jax.tree.map(
-            lambda spec, x: jax.eval_shape(lambda x: self.gather(x, spec), x),
-            here,
+        whole = jax.eval_shape(
+            lambda params: _map(lambda spec, x: self.gather(x, spec), here, params),
             params,
-            is_leaf=is_spec,
         )
         part = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
@@ -190,18 +201,18 @@ class MeanGradients:
             ),
             batch,
         )
-        traced = ByLayers(self._split_loss, (whole, part), specs)
+        traced = layers.ByLayers(self._split_loss, (whole, part), flat)
         names = [path for path, _ in paths.leaves_with_paths(params)]
-        note(
+        notes.note(
             "gathered",
-            by_layers=[names[place] for place in sorted(traced.held)],
-            whole={names[place]: op for place, op in traced.others.items()},
+            by_layers=[names[i] for i in sorted(traced.held)],
+            whole={names[i]: operation for i, operation in traced.others.items()},
         )
-        for place, operation in traced.others.items():
-            if self.how == "layers" and len(specs[place]) > 2:
+        for i, operation in traced.others.items():
+            if self.how == "layers" and len(flat[i]) > 2:
                 raise ValueError(
-                    f"gather='layers': {operation} uses the parameter {names[place]!r} "
-                    f"with {specs[place]} outside of a scan over layers; expected a "
+                    f"gather='layers': {operation} uses the parameter {names[i]!r} "
+                    f"with {flat[i]} outside of a scan over layers; expected a "
                     "jax.lax.scan that takes it as xs, with an axis of layers that no "
                     "device divides, or gather='auto'"
                 )
@@ -212,73 +223,30 @@ class MeanGradients:
         loss = self.loss_fn(params, batch)
         loss, aux = _pair("has_aux", loss) if self.has_aux else (loss, ())
         loss, weight = _pair("weighted", loss) if self.weighted else (loss, 1.0)
-        loss = scalar("the loss of loss_fn", loss, "a real scalar")
-        weight = scalar("the weight of loss_fn", weight, "a real scalar")
+        loss = checks.scalar("the loss of loss_fn", loss, "a real scalar")
+        weight = checks.scalar("the weight of loss_fn", weight, "a real scalar")
         return loss, (wide(jnp.asarray(weight, jnp.result_type(float))), aux)
 
-    def _totals(
-        self, traced: ByLayers | None, held: Any, params: Any, batch: Any
-    ) -> tuple[Any, Any]:
-        """What is summed over microbatches, and what is maximized.
 
-        Weight, loss and gradients times it, and this device's part of the mean aux;
-        then the entries of max_aux. But for aux in at least float32: weights may be
-        more than float16 can hold.
-        """
-        loss_fn, total = self._split_loss, jnp.asarray(float(self.devices))
-        if traced is not None and traced.held:
-            weight = jnp.ones_like(total)
-            if self.weighted:  # what `scatter` has to know before the loss is there
-                weight = traced.result(1, self, params, batch)
-                total = jax.lax.psum(weight, self.axis)
-            loss_fn = functools.partial(
-                traced,
-                self,
-                extra=(weight, total),
-                keep_gathered=self.keep_gathered,
-            )
-        gradient = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, (weight, aux)), grads = gradient(params, batch)
-        weight = weight.astype(wide(loss).dtype)
-        loss = self._counted(wide(loss), weight)
-        grads = jax.tree.map(
-            lambda x, h: (
-                _times(wide(x), total) if h else self._counted(wide(x), weight)
-            ),
-            grads,
-            held,
-        )
-        largest = {}
-        if self.max_aux:
-            _check_entries(aux, self.max_aux)
-            largest = {name: aux[name] for name in self.max_aux}
-            aux = {name: x for name, x in aux.items() if name not in largest}
-        # Divided before it is summed: booleans and int8 have no sum.
-        aux = jax.tree.map(lambda x: x / (self.devices * self.microbatches), aux)
-        return (weight, loss, grads, aux), largest
-
-    def _counted(self, x: Any, weight: Any) -> Any:
-        """Times its weight; the mean of nothing, 0 / 0, does not count."""
-        product = x * weight.astype(x.dtype)
-        return jnp.where(weight == 0, 0, product) if self.weighted else product
+def _map(function: Callable[..., Any], *trees: Any) -> Any:
+    """`jax.tree.map` over trees of which the first has PartitionSpecs as leaves."""
+    return jax.tree.map(function, *trees, is_leaf=specs.is_spec)
 
 
 def _over(collective: Callable[..., Any], x: Any, names: tuple[str, ...]) -> Any:
     """A sum or maximum over mesh axes.
 
-    Over an axis of one device it is a gather: XLA cannot reduce over it what lies
-    divided over other axes.
+    Over an axis of one device it is a gather: XLA cannot reduce over it what is sharded
+    over other axes.
     """
     alone = tuple(name for name in names if jax.lax.axis_size(name) == 1)
     others = tuple(name for name in names if name not in alone)
     x = collective(x, others) if others else x
-    if alone:
-        x = jax.lax.all_gather(x[None], alone, tiled=True)[0]
-    return x
+    return jax.lax.all_gather(x[None], alone, tiled=True)[0] if alone else x
 
 
 def _pair(flag: str, given: Any) -> Any:
-    """What loss_fn gave, if it is the pair that a flag promises."""
+    """The output of loss_fn, if it is the pair that a flag promises."""
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise ValueError(
             f"{flag}=True, and loss_fn gave {given!r}; expected a pair: with weighted "
@@ -298,8 +266,7 @@ def _times(tree: Any, factor: Any) -> Any:
 
 def _check_entries(aux: Any, names: tuple[str, ...]) -> None:
     there = aux.keys() if isinstance(aux, Mapping) else ()
-    missing = set(names) - set(there)
-    if missing:
+    if missing := set(names) - set(there):
         raise ValueError(
             f"max_aux={names}: loss_fn gives auxiliary output without "
             f"{sorted(missing)}; expected a dictionary that has them, got "

@@ -1,15 +1,13 @@
-"""`scan_layers`: a scan over layers that lie divided, in plain jit."""
+"""`scan_layers`: a scan over sharded layers, in plain jit."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import paths
-from jax_muon.checks import check_arrays, check_count, check_flag, check_function
-from jax_muon.mesh.layers import ByLayers
+from jax_muon import checks, paths
+from jax_muon.mesh.layers import ByLayers, Exchange
 from jax_muon.mesh.specs import (
     AxisName,
     Specs,
@@ -36,42 +34,43 @@ def scan_layers(
     reverse: bool = False,
     unroll: int = 1,
 ) -> Any:
-    """`jax.lax.scan(block, carry, layers)`, each layer gathered while another one runs.
+    """`jax.lax.scan(block, carry, layers)` that gathers each layer while another runs.
 
-    For models in plain jit, on Auto and Explicit axes. In the backward pass layers are
-    gathered again, and each one's gradient goes to where its part lies while the next
-    one is computed; neither gathered layers nor copies of them in another dtype are
-    kept. What `jax.checkpoint` around `block` keeps is kept. Within `make_train_step`,
-    which does so for any scan, it is a plain scan.
+    For models in plain jit, on Auto and Explicit axes. The backward pass gathers layers
+    again and scatters each layer's gradient while the next one is computed. It keeps
+    neither gathered layers nor copies of them in another dtype; what `jax.checkpoint`
+    around `block` keeps is kept. Within `make_train_step`, which does all this for any
+    scan, it is a plain scan. Like any function with a gradient of its own, it has
+    reverse-mode derivatives only.
 
     Args:
-      block: `block(carry, layer)` gives the next carry and an output, as for a scan.
+      block: `block(carry, layer)` returns the next carry and an output, as for a scan.
       carry: the carry of the first layer.
       layers: a tree of arrays with a leading axis of layers, (layers, ...): weights,
         and whatever else differs between layers, such as keys.
       mesh: the mesh.
-      specs: how `layers` lie: see `on_mesh`. None: as their types say, which on Auto
-        axes is replicated: nothing is gathered then.
+      specs: how `layers` are sharded: see `on_mesh`. None: as their types say, which on
+        Auto axes means replicated, so that nothing is gathered.
       axis: mesh axes over which layers are gathered; None for all. Name those of FSDP
-        where there are others, such as "tp", over which a layer stays divided.
-      keep_gathered: whether gathered layers are kept for the backward pass.
+        if there are others, such as "tp", over which a layer stays sharded.
+      keep_gathered: keep gathered layers for the backward pass.
       reverse: whether the last layer comes first.
       unroll: layers in one turn of the loop.
 
     Returns:
-      The last carry, and the outputs, stacked.
+      The last carry, and the stacked outputs.
 
     Raises:
       ValueError: an argument of another type, an axis that the mesh lacks; with the
-        path, a spec that does not fit, or that divides the axis of layers over `axis`.
+        path, a spec that does not fit, or that shards the axis of layers over `axis`.
     """
-    check_function("block", block, "a function of (carry, layer)")
-    check_arrays("layers", layers)
-    check_flag("keep_gathered", keep_gathered)
-    check_flag("reverse", reverse)
-    check_count("unroll", unroll)
-    check_mesh("mesh", mesh)
+    checks.check_function("block", block, "a function of (carry, layer)")
+    checks.check_arrays("layers", layers)
+    checks.check_flag("keep_gathered", keep_gathered)
+    checks.check_flag("reverse", reverse)
+    checks.check_count("unroll", unroll)
     check_specs("specs", specs)
+    check_mesh("mesh", mesh)
     names = mesh.axis_names if axis is None else checked_axes("axis", axis, mesh)
 
     def scan(layers: Any, carry: Any) -> Any:
@@ -95,35 +94,24 @@ def scan_layers(
         divided.append(spec if is_gathered else PartitionSpec())
     if not any(map(any, divided)):
         return scan(layers, carry)
-    explicit = AxisType.Explicit in mesh.axis_types
-    exchange = _Placed(mesh if context.empty else context, names, explicit)
+    place = jax.lax.with_sharding_constraint
+    if AxisType.Explicit in mesh.axis_types:
+        place = jax.reshard
+    on = mesh if context.empty else context
+    others = set(mesh.axis_names) - set(names)
+
+    def gather(x: Any, spec: PartitionSpec) -> Any:
+        return place(x, NamedSharding(on, only(spec, others)))
+
+    def scatter(g: Any, spec: PartitionSpec, dtype: Any, extra: Any) -> Any:
+        del extra
+        return place(g.astype(dtype), NamedSharding(on, spec))
+
     flat, treedef = jax.tree.flatten(layers)
     whole = [
-        jax.eval_shape(lambda x, spec=spec: exchange.gather(x, spec), x)
+        jax.eval_shape(lambda x, spec=spec: gather(x, spec) if any(spec) else x, x)
         for x, spec in zip(flat, divided, strict=True)
     ]
     traced = ByLayers(scan, (jax.tree.unflatten(treedef, whole), carry), divided)
+    exchange = Exchange(gather, scatter)
     return traced(exchange, layers, carry, keep_gathered=keep_gathered)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Placed:
-    """Gathers and scatters by saying how arrays lie; XLA sends what that takes."""
-
-    mesh: Any
-    names: tuple[str, ...]
-    explicit: bool
-
-    def gather(self, x: Any, spec: PartitionSpec) -> Any:
-        """The array, divided over no axis of `names`."""
-        others = set(self.mesh.axis_names) - set(self.names)
-        return self._place(x, only(spec, others)) if any(spec) else x
-
-    def scatter(self, g: Any, spec: PartitionSpec, dtype: Any, extra: Any) -> Any:
-        """A gradient where its array lies."""
-        del extra
-        return self._place(g.astype(dtype), spec)
-
-    def _place(self, x: Any, spec: PartitionSpec) -> Any:
-        place = jax.reshard if self.explicit else jax.lax.with_sharding_constraint
-        return place(x, NamedSharding(self.mesh, spec))

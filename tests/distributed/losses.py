@@ -6,6 +6,8 @@ Each is a mean over its samples (batch, 8), and takes the parameters of `draw`.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback, pallas
 
 LAYERS, WIDTH, CLASSES = 4, 8, 24
 
@@ -273,6 +275,117 @@ def scan_of_all_kinds(params, x):
     return _stack(params, x, params["layers"], body)
 
 
+@jax.custom_vjp
+def _kernel(x):
+    def kernel(x, y):
+        y[...] = jnp.sin(x[...])
+
+    kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pallas.pallas_call(kernel, out_shape=kind, interpret=True)(x)
+
+
+_kernel.defvjp(lambda x: (_kernel(x), x), lambda x, g: (g * jnp.cos(x),))
+
+
+def scan_of_kernels(params, x):
+    """A kernel with a gradient by hand, as flash attention is."""
+    body = lambda x, layer: _kernel(_layer(x, layer))  # noqa: E731
+    return _stack(params, x, params["layers"], body, unroll=3, _split_transpose=True)
+
+
+def scan_of_effects(params, x):
+    """Prints, callbacks whose results are used, and memory of its own."""
+
+    def body(x, layer):
+        jax.debug.callback(lambda total: None, jnp.sum(x))
+        kind, first = (
+            jax.ShapeDtypeStruct((), jnp.int32),
+            jax.lax.stop_gradient(x[0, 0]),
+        )
+        one = io_callback(lambda x: np.ones((), np.int32), kind, first)
+        ref = jax.new_ref(x)
+        ref[...] += one.astype(x.dtype)
+        return _layer(ref[...], jax.tree.map(jnp.sin, layer))
+
+    return _stack(params, x, params["layers"], body)
+
+
+def scan_with_memory_of_the_loss(params, x):
+    """Each turn of the scan writes to a reference from outside of it."""
+    total = jax.new_ref(jnp.zeros((), x.dtype))
+
+    def body(x, layer):
+        total[...] += jax.lax.stop_gradient(jnp.sum(x))
+        return _layer(x, layer)
+
+    return _stack(params, x, params["layers"], body)
+
+
+def scan_with_names(params, x):
+    """Values are kept by name, some of them on the host, in nested checkpoints."""
+    names = {"names_which_can_be_saved": ["a"], "names_which_can_be_offloaded": ["b"]}
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        **names, offload_src="device", offload_dst="pinned_host"
+    )
+
+    def body(x, layer):
+        x = checkpoint_name(jax.checkpoint(_layer)(x, layer), "a")
+        return checkpoint_name(_layer(x, layer), "b")
+
+    return _stack(params, x, params["layers"], jax.checkpoint(body, policy=policy))
+
+
+def scans_of_parts(params, x):
+    """The first layers, and then the others."""
+    first = jax.tree.map(lambda w: w[:1], params["layers"])
+    others = jax.tree.map(lambda w: w[1:], params["layers"])
+    return _stack(params, x, first) + _stack(params, x, others)
+
+
+def scan_with_layers_in_its_results(params, x):
+    """A layer is also in the outputs, and in branches."""
+
+    def step(x, layer):
+        x = jax.lax.cond(x.size > 0, _layer, lambda x, layer: x, x, layer)
+        return x, jnp.sum(layer["b"]) + layer["w"][0]
+
+    x, rows = jax.lax.scan(step, x * params["scale"], params["layers"])
+    return jnp.mean(x @ params["head"]) + jnp.mean(rows**2)
+
+
+def derivative_within_a_loss(params, x):
+    """Forward over reverse."""
+
+    def inner(x):
+        step = lambda x, layer: (_layer(x, layer), None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(step, x, params["layers"])[0] ** 2)
+
+    start = x * params["scale"]
+    _, product = jax.jvp(jax.grad(inner), (start,), (x,))
+    return jnp.mean(product @ params["head"])
+
+
+def gradient_by_hand_around_a_scan(params, x):
+    def run(x, layers):
+        step = lambda x, layer: (_layer(x, layer), None)  # noqa: E731
+        return jax.lax.scan(step, x, layers)[0]
+
+    by_hand = jax.custom_vjp(run)
+    by_hand.defvjp(lambda *given: jax.vjp(run, *given), lambda pull, g: pull(g))
+    return jnp.mean(by_hand(x * params["scale"], params["layers"]) @ params["head"])
+
+
+def scan_within_a_branch(params, x):
+    step = lambda x, layer: (_layer(x, layer), None)  # noqa: E731
+    run = lambda x: jax.lax.scan(step, x, params["layers"])[0]  # noqa: E731
+    y = jax.lax.cond(jnp.sum(x**2) > 0, run, lambda x: x, x * params["scale"])
+    return jnp.mean(y @ params["head"])
+
+
+def scan_of_scaled_layers(params, x):
+    return _stack(params, x, jax.tree.map(lambda w: 2 * w, params["layers"]))
+
+
 def gradient_within_a_loss(params, x):
     """The layers' scan, and that of its gradient, both of which take the layers."""
 
@@ -293,7 +406,8 @@ def loop_of_checkpoints(params, x):
     return jnp.mean(y @ params["head"])
 
 
-# Each with what has to be whole, beside the head.
+LEAVES = ("layers/b", "layers/w")
+# Each with what has to be whole, besides the head.
 SCANS = {
     scan: (),
     scan_in_reverse: (),
@@ -307,8 +421,18 @@ SCANS = {
     scan_of_scans: (),
     scan_of_scans_of_others: (),
     scan_of_all_kinds: (),
+    scan_of_kernels: (),
+    scan_of_effects: (),
+    scan_with_names: (),
+    scans_of_parts: (),
+    scan_with_layers_in_its_results: (),
     gradient_within_a_loss: (),
+    derivative_within_a_loss: (),
     loop_of_checkpoints: (),
     scan_with_aux_in_the_carry: (),
-    fori_loop: ("layers/b", "layers/w"),
+    fori_loop: LEAVES,
+    scan_with_memory_of_the_loss: LEAVES,
+    gradient_by_hand_around_a_scan: LEAVES,
+    scan_within_a_branch: LEAVES,
+    scan_of_scaled_layers: LEAVES,
 }

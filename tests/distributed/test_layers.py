@@ -199,6 +199,21 @@ def test_dtypes_on_the_wire(wire):
     assert 1e-5 < error / optax.tree.norm(expected) < 2e-2
 
 
+def test_prints_happen_once_for_each_layer(capfd):
+    def loss(params, x):
+        def step(x, layer):
+            jax.debug.print("a layer of {}", x.size)
+            return losses._layer(x, layer), None
+
+        return jnp.mean(jax.lax.scan(step, x, params["layers"])[0])
+
+    step = make(loss)
+    jax.block_until_ready(step(*step.init(losses.draw()), losses.samples()))
+    jax.effects_barrier()
+    lines = capfd.readouterr().out.splitlines()
+    assert lines.count("a layer of 32") == 4 * losses.LAYERS  # on each of 4 devices
+
+
 # --- frameworks -----------------------------------------------------------------------
 
 
