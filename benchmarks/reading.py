@@ -20,7 +20,9 @@ import re
 import sys
 from typing import Any
 
-from jax_muon.reading.roles import Leaf, Read, read_leaves
+from jax_muon.reading.decide import Parameter
+from jax_muon.reading.read import read_leaves
+from jax_muon.reading.tree import Leaf
 
 RIGHT, REFUSED, WRONG, UNKNOWABLE = "right", "refused", "wrong", "unknowable"
 
@@ -88,7 +90,7 @@ def score(
     return counts, kinds
 
 
-def judge(param: dict[str, Any], read: Read) -> tuple[str, str]:
+def judge(param: dict[str, Any], read: Parameter) -> tuple[str, str]:
     """What a reading is, against the right answer, and both of them as text."""
     expect, shape = param["expect"], param["shape"]
     answers = [one for one in (expect, *expect.get("also", ())) if "in" in one]

@@ -7,7 +7,7 @@ from jax_muon.elementwise import (
 )
 from jax_muon.guards import skip_nonfinite
 from jax_muon.hyperball import hyperball
-from jax_muon.matrices import Matrices, Parameter
+from jax_muon.matrices import Matrices, read
 from jax_muon.max_logits import max_attention_logits
 from jax_muon.mesh.auto_axes import on_auto_axes
 from jax_muon.mesh.on_mesh import abstract_state, on_mesh
@@ -20,7 +20,7 @@ from jax_muon.partition import partition
 from jax_muon.polar.coefficients import polar_express_coefficients
 from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
 from jax_muon.qk_clip import clip_qk
-from jax_muon.reading.read import read
+from jax_muon.reading.decide import Parameter
 from jax_muon.recipes import (
     moonlight,
     muon,

@@ -15,10 +15,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_muon import paths
+from jax_muon import checks, paths
 from jax_muon.axes import MatrixAxes
-from jax_muon.checks import check_count, check_mapping
-from jax_muon.reading import words
+from jax_muon.reading import tree
+from jax_muon.reading.decide import Parameter
 
 # Path pattern to K: see `find_joins`. K alone is for all queries, keys and values.
 Joins = Mapping[str, int] | int
@@ -135,32 +135,27 @@ class Join:
         return len(self.paths) == 1 and _NUMBER not in self.pattern
 
 
-def check_joins(joins: Any) -> None:
-    """Refuse what is neither K nor a mapping of path patterns to it."""
+def check(joins: Any) -> None:
+    """Raise a ValueError for what is neither K nor a mapping of path patterns to it."""
     if isinstance(joins, Mapping):
-        check_mapping("joins", joins, "a mapping of path patterns to K", check_count)
+        expected = "a mapping of path patterns to K"
+        checks.check_mapping("joins", joins, expected, checks.check_count)
     elif joins is not None:
-        check_count("joins", joins)
+        checks.check_count("joins", joins)
 
 
 def find_joins(
-    joins: Joins | None,
-    all_axes: Mapping[str, MatrixAxes],
-    shapes: Mapping[str, tuple[int, ...]],
+    joins: Joins | None, parameters: Mapping[str, Parameter]
 ) -> tuple[Join, ...]:
     """Which parameters are joined, by their paths.
 
     Args:
-      joins: pattern of paths to K, the number of matrices that are joined. `{i}` in a
-        pattern stands for the number of a layer: leaves that differ in nothing else are
-        taken K by K in the order of that number, as in {"blocks/{i}/attn/q": 2}. A
-        pattern without it takes the matrices of each leaf K by K along its leading
-        batch axis, that of scanned layers. What is left over is joined to nothing. K
-        alone joins the queries, the keys and the values of attention, each by itself,
-        over the innermost number in their paths that tells layers apart, and not two
-        attentions of one layer, or else along the leading batch axis.
-      all_axes: how each parameter that is a matrix is read, by path.
-      shapes: of the same parameters.
+      joins: pattern of paths to K, or K alone; see `jax_muon.read`. `{i}` in a pattern
+        stands for the number of a layer: leaves that differ in nothing else are taken
+        K by K in the order of that number. A pattern without it takes the matrices of
+        each leaf K by K along its leading batch axis, that of scanned layers. What is
+        left over is joined to nothing.
+      parameters: those that are matrices, by path.
 
     Returns:
       One `Join` for all leaves that differ in the number of a layer alone.
@@ -169,13 +164,13 @@ def find_joins(
       ValueError: with paths, for a pattern that matches nothing, or has no number and
         matches a leaf without a batch axis; a leaf that two patterns match; K below 1.
     """
-    check_joins(joins)
-    if joins is None or not all_axes:
+    check(joins)
+    if joins is None or not parameters:
         return ()
     if isinstance(joins, Mapping):
-        found = _joins_by_pattern(joins, list(all_axes))
+        found = _joins_by_pattern(joins, list(parameters))
     else:
-        found = _joins_of_attention(joins, all_axes, shapes)
+        found = _joins_of_attention(joins, parameters)
     taken: dict[str, str] = {}
     for join in found:
         for path in join.paths:
@@ -185,7 +180,7 @@ def find_joins(
                     f"{join.pattern!r}; expected one pattern for a parameter"
                 )
             taken[path] = join.pattern
-            if join.along_batch and not all_axes[path].batch:
+            if join.along_batch and not _axes(parameters[path]).batch:
                 raise ValueError(
                     f"joins: the pattern {join.pattern!r} has no layer number and "
                     f"matches parameter {path!r}, which has no layer axis; expected a "
@@ -194,155 +189,30 @@ def find_joins(
     return tuple(found)
 
 
-def make_blocks(
-    names: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-    all_axes: Sequence[MatrixAxes],
-    joins: Sequence[Join] = (),
-    *,
-    dtypes: Sequence[Any] = (),
-) -> list[Block]:
-    """Which matrices are orthogonalized as one.
-
-    Args:
-      names: path of each leaf.
-      shapes: of each leaf, or of one device's piece of it.
-      all_axes: how each leaf is read as matrices.
-      joins: as `find_joins` gives them; leaves that are not among `names` are left out.
-      dtypes: of each leaf, where they are known, so that they are compared.
-
-    Returns:
-      Blocks that cover every matrix once.
-
-    Raises:
-      ValueError: with paths and shapes, for leaves of different shapes in one join.
-    """
-    index = {name: leaf for leaf, name in enumerate(names)}
-    blocks: list[Block] = []
-    for join in joins:
-        members = [index.pop(path) for path in join.paths if path in index]
-        if join.along_batch:
-            for leaf in members:
-                blocks += _along_batch(leaf, shapes[leaf], all_axes[leaf], join.size)
-            continue
-        for first in range(0, len(members), join.size):
-            group = members[first : first + join.size]
-            if len(group) < join.size:
-                blocks += [_whole(leaf, shapes, all_axes) for leaf in group]
-                continue
-            alike = [(shapes[i], all_axes[i], *dtypes[i : i + 1]) for i in group]
-            if any(x != alike[0] for x in alike):
-                listed = ", ".join(
-                    " ".join(map(str, (repr(names[i]), shapes[i], *dtypes[i : i + 1])))
-                    for i in group
-                )
-                raise ValueError(
-                    f"joins: the pattern {join.pattern!r} joins matrices of different "
-                    f"shapes or dtypes: {listed}; expected matrices of one shape"
-                )
-            count = _batch(shapes[group[0]], all_axes[group[0]])
-            blocks.append(Block(tuple(group), join.size, 0, count))
-    blocks += [_whole(leaf, shapes, all_axes) for leaf in index.values()]
-    return sorted(blocks, key=lambda block: (block.leaves, block.start))
-
-
 def _joins_by_pattern(joins: Mapping[str, int], names: Sequence[str]) -> list[Join]:
     found = []
     for pattern, size in joins.items():
         expression = _expression(pattern)
-        matches = {name: expression.fullmatch(f"/{name}/") for name in names}
-        if not any(matches.values()):
+        groups: dict[str, list[tuple[int, str]]] = {}
+        for name in names:
+            match = expression.fullmatch(f"/{name}/")
+            if match and _NUMBER in pattern:
+                start, stop = match.span("i")
+                rest = match.string[:start] + _NUMBER + match.string[stop:]
+                groups.setdefault(rest, []).append((int(match["i"]), name))
+            elif match:
+                groups[name] = [(0, name)]
+        if not groups:
             raise ValueError(
                 f"joins: the pattern {pattern!r} matches no matrix; there are "
                 + ", ".join(names)
             )
-        groups: dict[str, list[tuple[int, str]]] = {}
-        for name, match in matches.items():
-            if match is None:
-                continue
-            if _NUMBER not in pattern:
-                groups[name] = [(0, name)]
-                continue
-            start, stop = match.span("i")
-            rest = match.string[:start] + _NUMBER + match.string[stop:]
-            groups.setdefault(rest, []).append((int(match["i"]), name))
-        found += [
-            Join(pattern, size, tuple(name for _, name in sorted(group)))
-            for group in groups.values()
-        ]
+        found += [Join(pattern, size, _ordered(group)) for group in groups.values()]
     return found
 
 
-def _joins_of_attention(
-    size: int,
-    all_axes: Mapping[str, MatrixAxes],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> list[Join]:
-    """Queries, keys and values: each kind over the innermost number that varies.
-
-    The number of a module of attention comes last, and after an axis of layers: one
-    layer may have two of them. A number by which shapes vary comes after all others.
-    """
-    by_rest: dict[str, list[tuple[int, str]]] = {}  # every number in turn left out
-    rests: dict[str, list[str]] = {}  # by path, the likeliest first
-    known = words.QUERY | words.KEY_VALUE - {"kv"}
-    attention = [
-        name
-        for name in all_axes
-        if any(words.core(p) in known for p in name.split("/") if not p[-1:].isdigit())
-    ]
-    for name in attention:
-        numbers = reversed(list(re.finditer(r"\d+", name)))
-        for match in sorted(numbers, key=_is_of_attention):
-            if _is_of_attention(match) and all_axes[name].batch:
-                continue
-            rest = name[: match.start()] + _NUMBER + name[match.end() :]
-            by_rest.setdefault(rest, []).append((int(match[0]), name))
-            rests.setdefault(name, []).append(rest)
-    groups: dict[str, tuple[str, ...]] = {}
-    for name in attention:
-        candidates = rests.get(name, [])
-        several = [rest for rest in candidates if len(by_rest[rest]) > 1]
-        several.sort(key=lambda rest: len({shapes[n] for _, n in by_rest[rest]}) > 1)
-        if several:
-            groups[several[0]] = tuple(n for _, n in sorted(by_rest[several[0]]))
-        elif all_axes[name].batch:
-            groups[name] = (name,)
-        elif candidates:  # the only layer
-            groups[candidates[0]] = (name,)
-    if not groups:
-        raise ValueError(
-            f"joins={size}: no query, key or value of a numbered or scanned layer "
-            "among " + ", ".join(all_axes) + "; expected also a mapping, such as "
-            "{'blocks/{i}/attn/q': 2}"
-        )
-    return [Join(rest, size, names) for rest, names in groups.items()]
-
-
-def _is_of_attention(number: re.Match[str]) -> bool:
-    """Whether a number in a path tells modules such as `SelfAttention_0` apart."""
-    before = number.string[: number.start()].rpartition("/")[2]
-    return paths.words(before)[-1:] in (["attention"], ["attn"])
-
-
-def _along_batch(
-    leaf: int, shape: tuple[int, ...], axes: MatrixAxes, size: int
-) -> list[Block]:
-    count = _batch(shape, axes)
-    inner = count // shape[axes.batch[0]]
-    stop = shape[axes.batch[0]] // size * size * inner
-    parts = [Block((leaf,), size, 0, stop, inner), Block((leaf,), 1, stop, count)]
-    return [block for block in parts if block.batch]
-
-
-def _whole(
-    leaf: int, shapes: Sequence[tuple[int, ...]], all_axes: Sequence[MatrixAxes]
-) -> Block:
-    return Block((leaf,), 1, 0, _batch(shapes[leaf], all_axes[leaf]))
-
-
-def _batch(shape: tuple[int, ...], axes: MatrixAxes) -> int:
-    return math.prod(shape[axis] for axis in axes.batch)
+def _ordered(numbered: list[tuple[int, str]]) -> tuple[str, ...]:
+    return tuple(name for _, name in sorted(numbered))
 
 
 def _expression(pattern: str) -> re.Pattern[str]:
@@ -354,3 +224,111 @@ def _expression(pattern: str) -> re.Pattern[str]:
         )
     expression = paths.as_expression(pattern)
     return re.compile(expression.replace(re.escape(_NUMBER), r"(?P<i>\d+)"))
+
+
+def _joins_of_attention(size: int, parameters: Mapping[str, Parameter]) -> list[Join]:
+    """Queries, keys and values: each kind over the innermost number that varies.
+
+    The number of a module of attention comes last, and after an axis of layers: one
+    layer may have two of them. A number by which shapes vary comes after all others,
+    and that of a projection such as `q2` is no layer.
+    """
+    groups: dict[str, list[tuple[int, str]]] = {}  # by the path without one number
+    candidates: dict[str, list[str]] = {}  # the likeliest first
+    for path, parameter in parameters.items():
+        if parameter.role not in ("query", "key", "value"):
+            continue
+        layers = candidates.setdefault(path, [])
+        numbers = reversed(list(re.finditer(r"\d+", path)))
+        for match in sorted(numbers, key=_is_of_attention):
+            own = tree.projection(path[: match.end()].rpartition("/")[2])
+            if not own and not (_is_of_attention(match) and _axes(parameter).batch):
+                rest = path[: match.start()] + _NUMBER + path[match.end() :]
+                groups.setdefault(rest, []).append((int(match[0]), path))
+                layers.append(rest)
+    found: dict[str, tuple[str, ...]] = {}
+    for path, layers in candidates.items():
+        several = [rest for rest in layers if len(groups[rest]) > 1]
+        several.sort(key=lambda x: len({parameters[p].shape for _, p in groups[x]}) > 1)
+        if several:
+            found[several[0]] = _ordered(groups[several[0]])
+        elif _axes(parameters[path]).batch:
+            found[path] = (path,)
+        elif layers:  # the only layer
+            found[layers[0]] = (path,)
+    if not found:
+        raise ValueError(
+            f"joins={size}: no query, key or value of a numbered or scanned layer "
+            "among " + ", ".join(parameters) + "; expected also a mapping, such as "
+            "{'blocks/{i}/attn/q': 2}"
+        )
+    return [Join(rest, size, names) for rest, names in found.items()]
+
+
+def _is_of_attention(number: re.Match[str]) -> bool:
+    """Whether a number in a path tells modules such as `SelfAttention_0` apart."""
+    before = number.string[: number.start()].rpartition("/")[2]
+    return paths.words(before)[-1:] in (["attention"], ["attn"])
+
+
+def make_blocks(
+    parameters: Sequence[Parameter],
+    shapes: Sequence[tuple[int, ...]],
+    joins: Sequence[Join] = (),
+) -> list[Block]:
+    """Which matrices are orthogonalized as one.
+
+    Args:
+      parameters: the leaves, in their order.
+      shapes: of each leaf, or of one device's shard of it.
+      joins: as `find_joins` returns them; leaves that are not among `parameters` are
+        left out.
+
+    Returns:
+      Blocks that cover every matrix once.
+
+    Raises:
+      ValueError: with paths and shapes, for leaves of different shapes in one join.
+    """
+    counts = [
+        [shape[axis] for axis in _axes(parameter).batch]
+        for parameter, shape in zip(parameters, shapes, strict=True)
+    ]
+    index = {parameter.path: leaf for leaf, parameter in enumerate(parameters)}
+    blocks: list[Block] = []
+    for join in joins:
+        members = [index.pop(path) for path in join.paths if path in index]
+        if join.along_batch:
+            for leaf in members:
+                layers, *rest = counts[leaf]
+                inner = math.prod(rest)
+                stop, end = layers // join.size * join.size * inner, layers * inner
+                blocks.append(Block((leaf,), join.size, 0, stop, inner))
+                blocks.append(Block((leaf,), 1, stop, end))
+            continue
+        for first in range(0, len(members), join.size):
+            group = members[first : first + join.size]
+            count = math.prod(counts[group[0]])
+            if len(group) == join.size:
+                _check_alike(join.pattern, [parameters[leaf] for leaf in group])
+                blocks.append(Block(tuple(group), join.size, 0, count))
+            else:
+                index |= {parameters[leaf].path: leaf for leaf in group}
+    alone = [Block((leaf,), 1, 0, math.prod(counts[leaf])) for leaf in index.values()]
+    blocks = [block for block in (*blocks, *alone) if block.batch]
+    return sorted(blocks, key=lambda block: (block.leaves, block.start))
+
+
+def _check_alike(pattern: str, group: Sequence[Parameter]) -> None:
+    """Raise a ValueError for matrices that cannot be joined."""
+    if len({(one.shape, one.axes, one.dtype) for one in group}) > 1:
+        listed = ", ".join(f"{one.path!r} {one.shape} {one.dtype}" for one in group)
+        raise ValueError(
+            f"joins: the pattern {pattern!r} joins matrices of different "
+            f"shapes or dtypes: {listed}; expected matrices of one shape"
+        )
+
+
+def _axes(parameter: Parameter) -> MatrixAxes:
+    assert parameter.axes is not None
+    return parameter.axes

@@ -6,7 +6,6 @@ step, every mesh and every trace.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,46 +13,16 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jax_muon import axes as matrix_axes
-from jax_muon import paths
+from jax_muon import checks, paths
+from jax_muon import joins as joining
+from jax_muon import splits as splitting
 from jax_muon.axes import MatrixAxes
-from jax_muon.joins import Block, Join, Joins, find_joins, make_blocks
 from jax_muon.mesh.specs import as_entry
-from jax_muon.reading.roles import ADAMW, MUON
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """How one parameter is read.
-
-    Attributes:
-      path: its path, such as "blocks/0/attn/q/kernel".
-      shape: its global shape.
-      dtype: its dtype.
-      label: the group that it belongs to, such as "muon" or "adamw".
-      role: what it is, such as "embedding" or "query".
-      reason: why, in a few words.
-      axes: which of its axes are batch, in and out; None if it is not a matrix.
-      doubt: why it cannot be read as a matrix, or how to resolve an ambiguity.
-      names: its logical axis names, if it has any.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    label: str
-    role: str
-    reason: str
-    axes: MatrixAxes | None
-    doubt: str | None = None
-    names: tuple[str | None, ...] | None = None
-
-    @property
-    def sizes(self) -> tuple[int, int, int] | None:
-        """Number of matrices, their inputs and outputs; None if it is not a matrix."""
-        if self.axes is None:
-            return None
-        fan_in, fan_out = self.axes.fan(self.shape)
-        return math.prod(self.shape[axis] for axis in self.axes.batch), fan_in, fan_out
+from jax_muon.reading import decide, overrides
+from jax_muon.reading import names as axis_names
+from jax_muon.reading import read as reading
+from jax_muon.reading.decide import Parameter
+from jax_muon.reading.vocabulary import ADAMW, MUON
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +34,9 @@ class Matrices(Mapping[str, Parameter]):
 
     parameters: Mapping[str, Parameter]
     splits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    joins: Joins | None = None
+    joins: joining.Joins | None = None
     # The joins among the matrices of some groups, once `group` has chosen these.
-    joined: tuple[Join, ...] | None = None
+    joined: tuple[joining.Join, ...] | None = None
 
     def __getitem__(self, path: str) -> Parameter:
         """The parameter at a path."""
@@ -153,7 +122,7 @@ class Matrices(Mapping[str, Parameter]):
         """
         return lambda path: _spec(path, self[path].names or (), rules)
 
-    def with_joins(self, joins: Joins | None) -> "Matrices":
+    def with_joins(self, joins: joining.Joins | None) -> "Matrices":
         """The same with other joins; see `read`."""
         return dataclasses.replace(self, joins=joins)
 
@@ -176,24 +145,103 @@ class Matrices(Mapping[str, Parameter]):
         self,
         names: Sequence[str],
         shapes: Sequence[tuple[int, ...]] | None = None,
-    ) -> list[Block]:
+    ) -> list[joining.Block]:
         """Which matrices of these parameters are orthogonalized as one.
 
         Args:
           names: their paths.
           shapes: of one device's shard of each; None for whole parameters.
         """
-        return make_blocks(
-            names,
-            [self[name].shape for name in names] if shapes is None else shapes,
-            [self.axes(name) for name in names],
-            self._joined(names) if self.joined is None else self.joined,
-            dtypes=[self[name].dtype for name in names],
-        )
+        own = [self[name] for name in names]
+        shapes = [one.shape for one in own] if shapes is None else shapes
+        joined = self._joined(names) if self.joined is None else self.joined
+        return joining.make_blocks(own, shapes, joined)
 
-    def _joined(self, names: Sequence[str]) -> tuple[Join, ...]:
-        shapes = {name: self[name].shape for name in names}
-        return find_joins(self.joins, {name: self.axes(name) for name in names}, shapes)
+    def _joined(self, names: Sequence[str]) -> tuple[joining.Join, ...]:
+        for name in names:
+            self.axes(name)
+        return joining.find_joins(self.joins, {name: self[name] for name in names})
+
+
+def read(
+    params: Any,
+    *,
+    rules: overrides.Rules = None,
+    names: axis_names.ByPath | None = None,
+    table: axis_names.Table | None = None,
+    out_in: decide.OutIn = None,
+    splits: splitting.Splits | None = None,
+    joins: joining.Joins | None = None,
+    strict: bool = True,
+) -> Matrices:
+    """Find out which parameters are matrices, and along which axes.
+
+    Embeddings, output heads, routers, biases, norms and other vectors get the label
+    "adamw", stacked by scanned layers or not; so do depthwise convolutions, matrices
+    with a single row or column, and whatever is empty or not real floating point. Every
+    other parameter gets "muon", such as the kernels of Dense, DenseGeneral, Conv and
+    Einsum and the factors of LoRA. `print` shows the result.
+
+    Args:
+      params: the whole model, or the shapes of its parameters, in any Flax form: linen
+        dict, FrozenDict, boxed, nnx.State; or another pytree of arrays. Boxes, sharding
+        metadata and haliax arrays that carry logical axis names are read by them.
+      rules: what you know better. Path pattern to a label, or to
+        `optax.contrib.MuonDimensionNumbers`, such as {"stem": "adamw"}; the first
+        pattern that matches wins, and the whole path of a parameter means that one
+        alone. Numbers that name a parameter make it a matrix; those of a module say how
+        its matrices are read. Or a tree of labels or of dimension
+        numbers (a prefix will do), as `optax.contrib.muon` takes one. None means AdamW.
+      names: logical axis names by path, for a tree that does not carry them. A name or
+        None for every axis.
+      table: what axis names of your own mean, such as {"d_model": "stream"}; those of
+        Flax, MaxText and haliax are known. The kinds are in `reading/vocabulary.py`.
+      out_in: True if kernels are (out, in), as in PyTorch and equinox, False if they
+        are (in, out), or a function of the path; None looks at biases and neighbours.
+      splits: path pattern to `Split`, for parameters that hold several matrices side by
+        side, such as a fused QKV kernel. Rules are about whole parameters, joins about
+        the parts.
+      joins: path pattern to K: K matrices of consecutive layers are orthogonalized as
+        one. `{i}` in a pattern stands for the number of a layer, as in
+        {"blocks/{i}/attn/q": 2}; a pattern without it joins along the scanned axis. An
+        integer K joins queries, keys and values (separately) across K consecutive
+        layers.
+      strict: False warns about ambiguous parameters and gives them the label "adamw".
+
+    Returns:
+      A `Matrices`. It depends on paths, shapes, dtypes and axis names alone.
+
+    Raises:
+      ValueError: one error that lists every ambiguous parameter with its possible
+        readings and the rule that chooses one; with the path, for rules and names at
+        paths that no parameter has, dimension numbers that do not fit, and axis names
+        that are in no table.
+
+    Examples:
+      >>> import jax_muon as jm
+      >>> params = {"wte": jnp.zeros((9, 4)), "up": {"kernel": jnp.zeros((4, 8))}}
+      >>> print(jm.read(params))
+      parameter   shape   role        as matrices   label   why
+      up/kernel   4 x 8   kernel      1 x (4, 8)    muon    a matrix (in, out)
+      wte         9 x 4   embedding   -             adamw   an embedding, by its name
+      >>> jm.read(params, rules={"up": "frozen"})["up/kernel"].label
+      'frozen'
+    """
+    checks.check_arrays("params", params)
+    axis_names.check(names)
+    joining.check(joins)
+    checks.check_flag("strict", strict)
+    found = reading.read_tree(
+        params,
+        rules=rules,
+        names_by_path=names,
+        table=table,
+        out_in=out_in,
+        strict=strict,
+    )
+    if splits:
+        splitting.Parts.of(params, splits)  # raises if patterns or widths do not fit
+    return Matrices(found, dict(splits or {}), joins)
 
 
 def check(matrices: Any) -> None:

@@ -8,13 +8,13 @@ import jax
 import optax
 
 from jax_muon import checks, paths
+from jax_muon import matrices as reading
 from jax_muon.elementwise import as_wide_as_params
 from jax_muon.matrices import Matrices
 from jax_muon.mesh.specs import bytes_by_path
 from jax_muon.notes import is_listening, note
-from jax_muon.reading.names import names_of
-from jax_muon.reading.read import read
-from jax_muon.reading.roles import ADAMW, MUON
+from jax_muon.reading import names
+from jax_muon.reading.vocabulary import ADAMW, MUON
 from jax_muon.splits import Parts, with_splits
 
 # An optax transform, or a function that gives one for the matrices of its group.
@@ -65,7 +65,7 @@ def partition(
     if not check_groups(groups):
         checks.refuse("groups", groups, "at least one")
     check_reader(matrices)
-    read_tree = read if matrices is None else matrices
+    read_tree = reading.read if matrices is None else matrices
     functions = [x for x, group in groups.items() if not _is_transform(group)]
 
     def build(tree: Any) -> optax.GradientTransformationExtraArgs:
@@ -75,9 +75,8 @@ def partition(
         if not found.splits:
             return _for_tree(found, labels)
         parts = Parts.of(tree, found.splits)
-        return with_splits(
-            _for_tree(parts.read(found), parts.spread(labels)), found.splits
-        )
+        of_parts = dataclasses.replace(found, parameters=parts.read(found), splits={})
+        return with_splits(_for_tree(of_parts, parts.spread(labels)), found.splits)
 
     def _for_tree(
         found: Matrices, labels: Any
@@ -197,7 +196,7 @@ def _of_tree(found: Any, tree: Any, groups: Mapping[str, Group]) -> Matrices:
 def _check_carried_names(read_tree: Callable[[Any], Matrices], params: Any) -> None:
     """Raise a ValueError if axis names that gradients lack change the reading."""
     bare = paths.unbox(params)
-    if names_of(bare) == names_of(params):
+    if names.of_tree(bare) == names.of_tree(params):
         return
     boxed = read_tree(params)
     try:

@@ -44,13 +44,12 @@ import optax
 from jax_muon.checks import as_transform, check_choice, rate
 from jax_muon.elementwise import add_cautious_decayed_weights, check_mask
 from jax_muon.hyperball import hyperball
-from jax_muon.matrices import Matrices
+from jax_muon.matrices import Matrices, read
 from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import Polar, orthogonalize
 from jax_muon.partition import Group, Reader, check_groups, check_reader, partition
 from jax_muon.polar.factors import NewtonSchulz
-from jax_muon.reading.read import read
-from jax_muon.reading.roles import ADAMW, MUON
+from jax_muon.reading.vocabulary import ADAMW, MUON
 from jax_muon.transforms import (
     check_shape_rule,
     equilibrate_rows,

@@ -29,9 +29,10 @@ from jax_muon.checks import (
     refuse,
 )
 from jax_muon.elementwise import check_factors
-from jax_muon.matrices import Matrices, Parameter
 from jax_muon.mesh.specs import devices_over, is_explicit
 from jax_muon.notes import note
+from jax_muon.reading import tree as names
+from jax_muon.reading.decide import Parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,10 +265,13 @@ class _Cut:
             parts = []
             for name, width in self.widths.items():
                 shape[self.axis] = width
-                path = f"{parameter.path}/{name}"
-                parts.append(
-                    dataclasses.replace(parameter, path=path, shape=tuple(shape))
+                part = dataclasses.replace(
+                    parameter,
+                    path=f"{parameter.path}/{name}",
+                    shape=tuple(shape),
+                    role=names.projection(name) or parameter.role,
                 )
+                parts.append(part)
             return parts
         batch = _batch_axis(len(shape))
         shape[self.axis] //= self.count
@@ -353,9 +357,9 @@ class Parts:
             tree = _map_cuts(whole, cuts, before, tree, keep_boxes=True)
         return tree
 
-    def read(self, matrices: Matrices) -> Matrices:
+    def read(self, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
         """How the parts are read, given how the whole leaves are."""
-        parameters = dict(matrices)
+        parameters = dict(parameters)
         for _, cuts in self.stages:
             parameters = {
                 part.path: part
@@ -364,7 +368,7 @@ class Parts:
                     cuts[path].read(parameter) if path in cuts else [parameter]
                 )
             }
-        return dataclasses.replace(matrices, parameters=parameters, splits={})
+        return parameters
 
 
 def _map_cuts(

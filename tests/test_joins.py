@@ -63,7 +63,7 @@ def test_a_number_alone_joins_queries_keys_and_values(name):
     [
         # The number that varies, not the first: linen numbers every module.
         ("Transformer_0/Block_{i}/attn/query/kernel", [(0, 1), (2, 3)]),
-        ("gpt2/h/{i}/attn/q2", []),
+        ("gpt2/h/{i}/attn/q2", [(0, 1), (2, 3)]),
         ("gpt2/h/{i}/q", [(0, 1), (2, 3)]),
         ("h/{i}/attn_1/q", [(0, 1), (2, 3)]),
         ("h/{i}/attn/q_einsum/w", [(0, 1), (2, 3)]),
@@ -86,6 +86,12 @@ def test_two_attentions_of_a_layer_are_joined_each_by_itself():
     assert joined_names(unet, 2) == [tuple(list(unet)[:2]), tuple(list(unet)[2:])]
     scanned = dict.fromkeys(["layers/Attention_0/q", "layers/Attention_1/q"], (4, 6, 6))
     assert joined_names(scanned, 2) == [(name,) for name in scanned]
+
+
+def test_two_queries_of_a_layer_are_joined_each_by_itself():
+    names = [f"h/{i}/attn/q{k}" for k in range(2) for i in range(2)]
+    expected = [tuple(names[:2]), tuple(names[2:])]
+    assert joined_names(dict.fromkeys(names, (4, 6)), 2) == expected
 
 
 def test_keys_are_not_joined_with_the_values_beside_them():

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import jax_muon as jm
 from benchmarks import reading
-from jax_muon.reading.names import check_table, kind_of, names_of
-from jax_muon.reading.roles import Leaf, read_leaves
+from jax_muon.reading import names as axis_names
+from jax_muon.reading.read import read_leaves
+from jax_muon.reading.tree import Leaf
 
 FIXTURES = sorted((pathlib.Path(__file__).parent / "fixtures/reading").glob("*.json"))
 
@@ -387,7 +388,7 @@ def test_axes_permuted_with_their_names_change_nothing(case, random):
     ],
 )
 def test_kinds_by_the_words_of_a_name(name, kind):
-    assert kind_of(name, check_table(None)) == kind
+    assert axis_names.kind_of(name, axis_names.table_with(None)) == kind
 
 
 @pytest.mark.parametrize(
@@ -470,8 +471,8 @@ def test_names_of_linen_boxes():
 
     boxed = Model().init(jax.random.key(0), jnp.zeros((1, 4)))["params"]
     expected = {"Dense_0/kernel": ("embed", "mlp"), "wo/kernel": ("mlp", None)}
-    assert names_of(boxed) == expected
-    assert names_of(nn.meta.unbox(boxed)) == {}
+    assert axis_names.of_tree(boxed) == expected
+    assert axis_names.of_tree(nn.meta.unbox(boxed)) == {}
     found = {path: one.names for path, one in jm.read(boxed).items()}
     assert {path: names for path, names in found.items() if names} == expected
 
@@ -480,7 +481,9 @@ def test_names_of_nnx_variables():
     with nnx.use_eager_sharding(False):
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
         model = nnx.Linear(4, 8, kernel_init=init, rngs=nnx.Rngs(0))
-    assert names_of(nnx.state(model, nnx.Param)) == {"kernel": ("embed", "mlp")}
+    assert axis_names.of_tree(nnx.state(model, nnx.Param)) == {
+        "kernel": ("embed", "mlp")
+    }
 
 
 def test_names_of_haliax_arrays():
@@ -505,5 +508,5 @@ def test_names_of_haliax_arrays():
     tree = {
         "up": {"weight": NamedArray(jnp.zeros((8, 4)), (Axis("mlp"), Axis("embed")))}
     }
-    assert names_of(tree) == {"up/weight/0": ("mlp", "embed")}
+    assert axis_names.of_tree(tree) == {"up/weight/0": ("mlp", "embed")}
     assert letters(jm.read(tree)["up/weight/0"]) == "muon oi"

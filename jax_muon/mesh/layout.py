@@ -23,7 +23,7 @@ from jax_muon.mesh.specs import (
     spec_by_path,
     spec_names,
 )
-from jax_muon.reading.roles import axes_of_layers
+from jax_muon.reading import layers as layer_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Layout:
 
     def of_state(self, tree: Any) -> Any:
         """PartitionSpecs of gradients, and of state with a parameter's shape."""
-        layers = axes_of_layers(tree) if self.by_layers else {}
+        layers = layer_axes.axes_of_layers(tree) if self.by_layers else {}
 
         def spec(key_path: tuple[Any, ...], leaf: Any, own: PartitionSpec) -> Any:
             path = paths.path_string(key_path)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax_muon import paths
 from jax_muon.checks import check_arrays, check_flag
 from jax_muon.mesh.specs import AxisName, check_mesh, checked_axes
-from jax_muon.reading.roles import axes_of_layers
+from jax_muon.reading import layers as layer_axes
 
 # In how many buckets all parameters are sent. What comes before the first product has
 # nothing to hide under, so that gathers at the beginning of a step go in small buckets:
@@ -98,7 +98,7 @@ def gpu_options(
         "xla_gpu_graph_min_graph_size": 1,
     }
     # Bytes of one layer, where leaves are stacks of layers.
-    stacks = axes_of_layers(params)
+    stacks = layer_axes.axes_of_layers(params)
     layer = sum(
         sizes[path] / math.prod(x.shape[axis] for axis in stacks[path])
         for path, x in paths.leaves_with_paths(params)

@@ -1,19 +1,29 @@
-"""Which axes of the leaves are layers: where a model is scanned over its blocks.
+"""Which axes of the leaves are layers or experts: batches of matrices.
 
 A scan stacks every leaf of a block on the same axis, norms and biases too. So one axis
 (the first, or the second, as MaxText has it) has the same size in all leaves below a
 module, and a norm there has two axes instead of one. Both must hold; then every leaf
-loses that axis, and the search goes on inside.
+loses that axis, and the search goes on inside. Experts are counted by a router beside
+them with as many outputs, or by the name of their module.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 from jax_muon import paths
-from jax_muon.reading import words
-from jax_muon.reading.evidence import Node, Tree
+from jax_muon.reading import vocabulary
+from jax_muon.reading.tree import Leaf, Module, Node, Tree
 
 # Place among the native axes, and size.
 _Axis = tuple[int, int]
+
+
+def axes_of_layers(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Axes of layers by path, as names of modules and shapes show them."""
+    leaves = paths.leaves_with_paths(tree)
+    found = Tree([Leaf(path, tuple(x.shape), x.dtype) for path, x in leaves])
+    find_layers(found)
+    return {node.path: node.batch for node in found.nodes}
 
 
 def find_layers(tree: Tree) -> None:
@@ -22,78 +32,100 @@ def find_layers(tree: Tree) -> None:
     tree.forget_widths()
 
 
-def _search(tree: Tree, module: tuple[str, ...], inherited: set[_Axis]) -> None:
+def _search(tree: Tree, module: Module, inherited: set[_Axis]) -> None:
     nodes = tree.under[module]
-    candidates = {
-        (place, node.sizes[place])
-        for node in nodes
-        if node.is_norm and _is_stacked_vector(node)
-        for place in range(2)
-    }
-    reason = "the norms around it have an axis of {} layers too"
     # A width that several kernels share is not a number of layers, seen from outside.
-    inherited = {axis for axis in inherited if axis[1] not in tree.streams}
-    found = _shared(nodes, inherited | candidates, tree)
-    if found is None and (found := _by_container(module, nodes)):
-        reason = f"every leaf below {module[-1] if module else ''!r} has {{}} layers"
-    if found is not None:
-        place, size = found
-        for node in nodes:
-            node.batch = (*node.batch, node.native[place])
-            node.batch_reason = reason.format(size)
-        _search(tree, module, set())
+    candidates = {axis for axis in inherited if axis[1] not in tree.streams}
+    for node in nodes:
+        if node.is_norm and _is_stacked(node):
+            candidates |= {(place, node.sizes[place]) for place in range(2)}
+    reason = "the norms around it have an axis of {} layers too"
+    found = _shared(tree, nodes, candidates)
+    if found is None and (found := _by_container(tree, module)):
+        reason = f"every leaf below {module[-1]!r} has {{}} layers"
+    if found is None:
+        for child in tree.children(module):
+            _search(tree, (*module, child), candidates)
         return
-    for child in tree.children.get(module, {}):
-        if all(len(node.sizes) <= 1 for node in tree.under[(*module, child)]):
-            continue
-        _search(tree, (*module, child), inherited | candidates)
+    place, size = found
+    for node in nodes:
+        node.batch = (*node.batch, node.native[place])
+        node.batch_reason = reason.format(size)
+    _search(tree, module, set())
 
 
-def _is_stacked_vector(node: Node) -> bool:
-    """Whether a norm has exactly one axis, or more than one, beyond its width.
+def _is_stacked(norm: Node) -> bool:
+    """True if a norm has axes beyond its width.
 
     (1, 1, 1, 64) is how some write a scale for images, and not a stack.
     """
-    sizes = node.sizes
-    return len(sizes) == 2 or (len(sizes) > 2 and sum(size > 1 for size in sizes) > 1)
+    return len(norm.sizes) == 2 or sum(size > 1 for size in norm.sizes) > 1
 
 
-def _shared(nodes: list[Node], candidates: Iterable[_Axis], tree: Tree) -> _Axis | None:
+def _shared(tree: Tree, nodes: list[Node], candidates: Iterable[_Axis]) -> _Axis | None:
     """The candidate axis that all leaves have, the likeliest if there are several."""
-    fitting = []
-    for place, size in candidates:
-        fits = all(
-            len(node.sizes) > place and node.sizes[place] == size for node in nodes
-        )
-        # One leaf, or leaves of one shape, agree with themselves by nature.
-        if fits and len({node.sizes for node in nodes}) > 1:
-            fitting.append((size in tree.streams, size, place))
+    if len({node.sizes for node in nodes}) == 1:
+        return None  # leaves of one shape agree with themselves by nature
+    fitting = [
+        (size in tree.streams, size, place)
+        for place, size in candidates
+        if all(node.sizes[place : place + 1] == (size,) for node in nodes)
+    ]
     if not fitting:
         return None
     _, size, place = min(fitting)
     return place, size
 
 
-def _by_container(module: tuple[str, ...], nodes: list[Node]) -> _Axis | None:
+def _by_container(tree: Tree, module: Module) -> _Axis | None:
     """Axis 0 of everything in a module called "layers" or "blocks", without numbers."""
-    if not module or "_".join(paths.words(module[-1])) not in words.STACKS:
+    name = "_".join(paths.words(module[-1])) if module else ""
+    if name not in vocabulary.STACKS or module[-1][-1].isdigit():
         return None
-    if module[-1][-1].isdigit() or any(node.batch for node in nodes):
+    if any(part.isdigit() for part in tree.children(module)):
         return None
-    if any(not node.sizes for node in nodes):
+    nodes = tree.under[module]
+    kernels = [node.sizes for node in nodes if len(node.sizes) > 2]
+    counts = {node.sizes[:1] for node in nodes}
+    if not kernels or len(counts) > 1 or nodes[0].batch:
         return None
-    below = {node.parts[len(module)] for node in nodes if node.parts != module}
-    size = nodes[0].sizes[0]
-    stacked = (
-        not any(
-            part[-1].isdigit() and part.rstrip("0123456789") == "" for part in below
-        )
-        and {node.sizes[0] for node in nodes} == {size}
-        and any(len(node.sizes) > 2 for node in nodes)
-        and all(
-            size <= min((n for n in node.sizes[1:] if n > 1), default=size)
-            for node in nodes
-            if len(node.sizes) > 2
-        )
-    )
-    return (0, size) if stacked else None
+    ((count,),) = counts
+    least = min(size for sizes in kernels for size in sizes[1:] if size > 1)
+    return (0, count) if count <= least else None
+
+
+def find_experts(tree: Tree) -> None:
+    """Give the stacked kernels of experts their axis of experts, as a batch."""
+    for node in tree.nodes:
+        if node.is_bias or len(node.sizes) < 3:
+            continue
+        count = node.sizes[0]
+        if router := _router_of(tree, node):
+            reason = f"{router.path!r} beside it chooses among {count} experts"
+            router.chooses = True
+        elif any(map(_is_of_experts, node.parts)) and count not in tree.streams:
+            reason = f"{count} experts, by the name of its module"
+        else:
+            continue
+        node.batch = (*node.batch, node.native[0])
+        node.batch_reason = reason
+    tree.forget_widths()
+
+
+def _is_of_experts(part: str) -> bool:
+    words = paths.words(part)
+    named = "_".join(words) in vocabulary.EXPERT_MODULES
+    return named or (words[-1:] in (["expert"], ["experts"]) and "shared" not in words)
+
+
+def _router_of(tree: Tree, node: Node) -> Node | None:
+    """A kernel (in, experts) called gate or router in the modules around a node."""
+    for depth in {len(node.parts) - 1, len(tree.module(node)) - 1}:
+        for other in tree.under[node.parts[:depth]]:
+            fits = (
+                other.sizes[1:] == node.sizes[:1] and other.sizes[0] in node.sizes[1:]
+            )
+            named = (vocabulary.ROUTER | vocabulary.GATE) & {*other.title_words}
+            if fits and named:
+                return other
+    return None

@@ -6,8 +6,10 @@ from typing import Any
 
 from optax.contrib import MuonDimensionNumbers
 
+from jax_muon import axes as matrix_axes
 from jax_muon import paths
-from jax_muon.reading.roles import ADAMW, MUON
+from jax_muon.reading.decide import Parameter
+from jax_muon.reading.vocabulary import ADAMW, MUON
 
 # Path pattern to a label or dimension numbers; or a tree of them (a prefix will do).
 # None means AdamW, as in optax.
@@ -37,17 +39,20 @@ def lookup(rules: Rules, names: Sequence[str]) -> Callable[[str], Override]:
     """
     if rules is None:
         return lambda path: Override()
-    flat = paths.leaves_with_paths(rules, is_leaf=_is_value)
-    for path, value in flat:
+    by_path = dict(paths.leaves_with_paths(rules, is_leaf=_is_value))
+    for path, value in by_path.items():
         if not _is_value(value):
             raise ValueError(
                 f"rules at {path!r}: {value!r}; expected a label, None for {ADAMW!r}, "
                 "or optax.contrib.MuonDimensionNumbers"
             )
-    if _is_patterns(rules, names):
+    # A flat mapping has patterns, unless it names every parameter: that is a tree.
+    flat = isinstance(rules, Mapping) and all(
+        isinstance(key, str) and _is_value(value) for key, value in rules.items()
+    )
+    if flat and not {*rules} >= {*names}:
         paths.check_patterns_match("rules", rules, list(names))
         return lambda path: _by_pattern(rules, path, names)
-    by_path = dict(flat)
     paths.check_known("rules", by_path, names)
 
     def find(path: str) -> Override:
@@ -63,6 +68,37 @@ def lookup(rules: Rules, names: Sequence[str]) -> Callable[[str], Override]:
         return Override(value or ADAMW)
 
     return find
+
+
+def apply(given: Override, found: Parameter) -> Parameter:
+    """A parameter as the user says, or else as it was read.
+
+    Raises:
+      ValueError: with path and shape, for dimension numbers that do not fit, or that
+        come with the label "adamw".
+    """
+    leaf = (found.path, found.shape, found.dtype)
+    label, numbers = given.label, given.numbers
+    axes, reason, doubt = found.axes, found.reason, found.doubt
+    if label == ADAMW and given.exact:
+        raise ValueError(
+            f"rules give parameter {found.path!r} of shape {found.shape} the label "
+            f"{label!r} and the dimension numbers {numbers}; expected one of them"
+        )
+    if label not in (None, found.label):
+        reason = "by your rules"
+    if label is not None and axes is not None:
+        doubt = None  # such as a single row, which the user says is a matrix
+    if label is None:
+        label = MUON if given.exact else found.label
+    if numbers is not None and label != ADAMW:
+        axes, doubt = matrix_axes.leaf_axes(*leaf, numbers), None
+        reason = "dimension numbers"
+    if axes is None:
+        doubt = doubt or matrix_axes.not_a_matrix(*leaf)
+    return dataclasses.replace(
+        found, label=label, axes=axes, reason=reason, doubt=doubt
+    )
 
 
 def check_used(rules: Rules, labels: Mapping[str, str]) -> None:
@@ -82,14 +118,6 @@ def _is_value(x: Any) -> bool:
     return x is None or isinstance(x, str | MuonDimensionNumbers)
 
 
-def _is_patterns(rules: Rules, names: Sequence[str]) -> bool:
-    """True for a flat mapping, unless it names every parameter: that is a tree."""
-    flat = isinstance(rules, Mapping) and all(
-        isinstance(k, str) and _is_value(v) for k, v in rules.items()
-    )
-    return flat and not {*rules} >= {*names}
-
-
 def _names(pattern: str, path: str, names: Container[str]) -> bool:
     """True if a pattern means a parameter; the path of one means that one alone."""
     return pattern == path if pattern in names else paths.matches(pattern, path)
@@ -97,13 +125,13 @@ def _names(pattern: str, path: str, names: Container[str]) -> bool:
 
 def _by_pattern(rules: Mapping[str, Any], path: str, names: Container[str]) -> Override:
     """The first label and the first dimension numbers whose patterns match."""
-    label, numbers, exact = None, None, False
+    found = Override()
     for pattern, value in rules.items():
         if not _names(pattern, path, names):
             continue
-        if isinstance(value, MuonDimensionNumbers):
-            if numbers is None:
-                numbers, exact = value, paths.names_leaf(pattern, path)
-        elif label is None:
-            label = value or ADAMW
-    return Override(label, numbers, exact)
+        if not isinstance(value, MuonDimensionNumbers):
+            found = dataclasses.replace(found, label=found.label or value or ADAMW)
+        elif found.numbers is None:
+            exact = paths.names_leaf(pattern, path)
+            found = dataclasses.replace(found, numbers=value, exact=exact)
+    return found

@@ -1,316 +1,299 @@
-"""The reading of a whole tree: role, label and axes of every leaf, and why.
+"""What a parameter is for: its role, from the words of its path and its neighbours.
 
-`read_leaves` is pure: it sees paths, shapes, dtypes and axis names, and no arrays. It
-goes from what is certain to what is likely: axis names, then axes of layers, then
-experts, then the role by words and neighbours, then the axes by role. Where nothing
-tells, it says so in `Read.doubt` and does not guess.
+`RULES` are asked in their order, and the first that gives a role decides. Each gives
+the role with the reason that users are shown.
 """
 
-import dataclasses
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
-from jax_muon import paths
-from jax_muon.axes import MatrixAxes, is_real
-from jax_muon.checks import check_flag
-from jax_muon.reading import names as axis_names
-from jax_muon.reading import shapes
-from jax_muon.reading.evidence import Node, Tree, nodes_of
-from jax_muon.reading.experts import find_experts
-from jax_muon.reading.kinds import is_bare, role_of
-from jax_muon.reading.layers import find_layers
-from jax_muon.reading.orientation import Orientation
-from jax_muon.reading.shapes import Places
+from jax_muon import axes, paths
+from jax_muon.reading import vocabulary
+from jax_muon.reading.tree import Module, Node, Tree
 
-MUON = "muon"
-ADAMW = "adamw"
+Role = tuple[str, str]
+Rule = Callable[[Tree, Node], Role | None]
 
-# Role to label; every other role is a matrix and goes to Muon.
-LABELS: Mapping[str, str] = {
-    "embedding": ADAMW,
-    "head": ADAMW,
-    "norm": ADAMW,
-    "bias": ADAMW,
-    "vector": ADAMW,
-    "router": ADAMW,
-    "depthwise": ADAMW,
-}
-
-# True for kernels (out, in), False for (in, out), None to look at the tree; or a
-# function of the path that gives one of these.
-OutIn = bool | None | Callable[[str], bool | None]
+# Windows of the depthwise convolutions of recurrent layers are not longer than this.
+LONGEST_FILTER = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One parameter, as it stands in the tree."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    names: tuple[str | None, ...] | None = None  # logical axis names
+def role_of(tree: Tree, node: Node) -> Role:
+    """The role of a leaf whose axes of layers are known, and why."""
+    found = (rule(tree, node) for rule in RULES)
+    return next(filter(None, found), ("kernel", "a matrix (in, out)"))
 
 
-@dataclasses.dataclass(frozen=True)
-class Read:
-    """What is made of one parameter."""
-
-    role: str
-    reason: str
-    label: str
-    axes: MatrixAxes | None  # as matrices; None where it cannot be read so
-    doubt: str | None = None  # why it is not read, and what a user writes
+# --- words that several rules ask for -------------------------------------------------
 
 
-def read_leaves(
-    leaves: Sequence[Leaf],
-    *,
-    out_in: OutIn = None,
-    table: axis_names.Table | None = None,
-    strict_names: bool = False,
-) -> list[Read]:
-    """Read all leaves of a model, each in view of all others.
-
-    Args:
-      leaves: every parameter of the model, in any order.
-      out_in: whether kernels of two axes are (out, in), as in PyTorch and equinox.
-        None looks at biases and at names of projections.
-      table: the user's axis names, to one of `names.KINDS`; they come before what the
-        words of a name say.
-      strict_names: whether a name of unknown kind is an error; those of a mesh, such
-        as "fsdp", are not.
-
-    Returns:
-      One `Read` a leaf, in their order.
-
-    Raises:
-      ValueError: for a table with unknown kinds, and for unknown names where
-        `strict_names`.
-    """
-    known = axis_names.check_table(table)
-    nodes = nodes_of(leaves)
-    if strict_names:
-        axis_names.check_kinds(nodes, known)
-    tree = Tree(nodes)
-    unnamed = []
-    for node in nodes:
-        kinds = axis_names.kinds_of(node, known)
-        if kinds is None:
-            unnamed.append(node)
-            continue
-        node.batch = tuple(i for i, kind in enumerate(kinds) if kind == "batch")
-        node.batch_reason = ", ".join(str(node.names[i]) for i in node.batch)  # type: ignore[index]
-    if unnamed:
-        named = {node.index: node.batch for node in nodes if node not in unnamed}
-        _find_layers_of(tree, unnamed, named)
-    find_experts(tree)
-    tree.forget_widths()
-    roles = [_role(tree, node, known) for node in nodes]
-    silent = {i for i, (role, _) in enumerate(roles) if LABELS.get(role) == ADAMW}
-    reader = _Reader(tree, known, out_in, Orientation(tree, silent))
-    return _agreeing(nodes, [reader.read(node, *roles[node.index]) for node in nodes])
-
-
-def axes_of_layers(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Axes of layers by path, as names of modules and shapes show them."""
-    nodes = nodes_of(
-        [
-            Leaf(path, tuple(leaf.shape), leaf.dtype)
-            for path, leaf in paths.leaves_with_paths(tree)
-        ]
-    )
-    find_layers(Tree(nodes))
-    return {node.path: node.batch for node in nodes}
-
-
-def _agreeing(nodes: list[Node], reads: list[Read]) -> list[Read]:
-    """The same, with a doubt for leaves of several layers that are read differently.
-
-    Leaves are of one kind where their paths differ by numbers alone and their shapes
-    not at all, as `blocks/0/up` and `blocks/1/up` of one width.
-    """
-    first: dict[Any, int] = {}
-    doubts: dict[int, Read] = {}
-    for node, read in zip(nodes, reads, strict=True):
-        if read.doubt is not None:
-            continue
-        kind = (re.sub(r"\d+", "0", node.path), node.shape)
-        other = first.setdefault(kind, node.index)
-        if reading(read) == reading(reads[other]):
-            continue
-        for one, beside in ((node.index, other), (other, node.index)):
-            text = (
-                f"it would be {reading(reads[one])} ({reads[one].reason}), and "
-                f"{nodes[beside].path!r} of the same shape "
-                f"{reading(reads[beside])} ({reads[beside].reason})"
-            )
-            doubts[one] = dataclasses.replace(
-                reads[one], label=MUON, axes=None, doubt=_doubt(nodes[one], text)
-            )
-    return [doubts.get(index, read) for index, read in enumerate(reads)]
-
-
-def reading(read: Read) -> str:
-    """The label, and the axes of a matrix as a user would write them."""
-    if read.label == ADAMW or read.axes is None:
-        return repr(read.label)
-    return f"{read.label!r} by {_written(read.axes.reduction, read.axes.output)}"
-
-
-def _find_layers_of(
-    tree: Tree, unnamed: list[Node], named: dict[int, tuple[int, ...]]
-) -> None:
-    """Axes of layers of the leaves without names, in view of those with names."""
-    before = {node.index: (node.batch, node.batch_reason) for node in tree.nodes}
-    for node in tree.nodes:
-        node.batch, node.batch_reason = (), ""
-    find_layers(tree)
-    for node in tree.nodes:
-        if node.index in named:
-            node.batch, node.batch_reason = before[node.index]
-
-
-def _role(tree: Tree, node: Node, known: axis_names.Table) -> tuple[str, str]:
-    kinds = axis_names.kinds_of(node, known) or []
-    named = f"its axes are named {node.names}"
-    if axis_names.NORM in kinds:
-        return "norm", named
-    if axis_names.POSITION in kinds:
-        return "embedding", named
-    if axis_names.VOCAB in kinds and len(node.sizes) == 2:
-        table = role_of(tree, node)[0] == "embedding"
-        return ("embedding" if table else "head"), named
-    return role_of(tree, node)
-
-
-class _Reader:
-    """Gives the axes of one leaf after the other."""
-
-    def __init__(
-        self,
-        tree: Tree,
-        known: axis_names.Table,
-        out_in: OutIn,
-        orientation: Orientation,
-    ):
-        self.tree = tree
-        self.known = known
-        self.out_in = out_in
-        self.orientation = orientation
-
-    def read(self, node: Node, role: str, reason: str) -> Read:
-        label = LABELS.get(role, MUON)
-        if len(node.shape) < 2 or 0 in node.shape or not is_real(node.dtype):
-            return Read(role, reason, ADAMW, None)
-        if node.names and len(node.names) != len(node.shape) and label == MUON:
-            text = (
-                f"its {len(node.names)} axis names {node.names} are too few or too many"
-            )
-            return Read(role, reason, label, None, _doubt(node, text))
-        if len(node.sizes) < 2:
-            end = len(node.shape)
-            axes = MatrixAxes(tuple(range(end - 2)), (end - 2,), (end - 1,))
-            return Read(role, reason, label, axes)
-        places = self._places(node, role, label)
-        if isinstance(places, str):
-            return Read(role, reason, label, None, _doubt(node, places))
-        if places.role and label == MUON:
-            role, reason = places.role, places.reason
-        elif places.reason:
-            reason = f"{reason}; {places.reason}" if reason else places.reason
-        label, axes, doubt = LABELS.get(role, MUON), _axes(node, places), None
-        single = label == MUON and role != "lora" and 1 in axes.fan(node.shape)
-        if single and is_bare(self.tree, node):
-            doubt = _doubt(node, "a matrix with one row or column is a vector")
-        return Read(role, reason, label, axes, doubt)
-
-    def _places(self, node: Node, role: str, label: str) -> Places | str:
-        found = axis_names.places_by_name(self.tree, node, self.known)
-        if found is None and len(node.sizes) == 2:
-            return self._two_axes(node, role, label)
-        found = found or shapes.places_of(self.tree, node, role)
-        if found is not None:
-            text = self._contradiction(node, found) if label == MUON else None
-            return text or found
-        if label == ADAMW:
-            end = len(node.sizes)
-            return Places(tuple(range(end - 2)), (end - 2,), (end - 1,), "")
-        if role == "convolution":
-            return "its window cannot be told from scanned layers"
-        return "nothing around it tells which of its axes are batch, in and out"
-
-    def _contradiction(self, node: Node, places: Places) -> str | None:
-        """A doubt, where the bias beside a kernel has another size than its outputs."""
-        bias = self.tree.bias_of(node)
-        output = tuple(node.sizes[place] for place in places.output)
-        if bias is None or not bias.sizes or {*output} <= {*bias.shape}:
-            return None
-        return (
-            f"{places.reason}, which makes {output} its outputs, and the bias "
-            f"{bias.path!r} beside it has shape {bias.shape}"
-        )
-
-    def _two_axes(self, node: Node, role: str, label: str) -> Places | str:
-        flipped = self.out_in(node.path) if callable(self.out_in) else self.out_in
-        if flipped is not None:
-            check_flag(f"out_in({node.path!r})", flipped)
-        reason = ""
-        if label == MUON and flipped is not None:
-            beside, bias = self.orientation.by_bias(node), self.tree.bias_of(node)
-            if bias is not None and beside not in (None, flipped):
-                return (
-                    f"out_in={flipped} makes its outputs "
-                    f"{node.sizes[0 if flipped else 1]}, and the bias {bias.path!r} "
-                    f"beside it has shape {bias.shape}"
-                )
-        if flipped is None and role == "lora":
-            found = shapes.lora(self.tree, node)
-            if found is not None:
-                return found
-        elif flipped is None and role not in ("embedding", "vector"):
-            flipped, reason = self.orientation.of(node)
-            if flipped is None and label == MUON:
-                return (
-                    "nothing tells whether it is (in, out) or (out, in), which out_in "
-                    "says for all"
-                )
-        fan_in, fan_out = (1, 0) if flipped else (0, 1)
-        return Places((), (fan_in,), (fan_out,), reason)
-
-
-def _axes(node: Node, places: Places) -> MatrixAxes:
-    native = node.native
-    matrix = [native[place] for place in (*places.reduction, *places.output)]
-    batch = tuple(i for i in range(len(node.shape)) if i not in matrix)
-    count = len(places.reduction)
-    return MatrixAxes(batch, tuple(matrix[:count]), tuple(matrix[count:]))
-
-
-def _doubt(node: Node, text: str) -> str:
-    """The readings there are, and the line that chooses the first of them."""
-    shape, end = node.shape, len(node.shape)
-    readings = []
-    for batch in range(end - 1):
-        for cut in {batch + 1, end - 1}:
-            fan_in, fan_out = math.prod(shape[batch:cut]), math.prod(shape[cut:])
-            count = math.prod(shape[:batch])
-            numbers = _written(range(batch, cut), range(cut, end))
-            readings.append(f"{count} x ({fan_in}, {fan_out}) by {numbers}")
-    if end == 2:
-        readings.append(f"1 x ({shape[1]}, {shape[0]}) by {_written([1], [0])}")
-    last = readings[0].split(" by ")[1]
-    return (
-        f"parameter {node.path!r} of shape {shape}: {text}; it could be read as "
-        f"{', or as '.join(readings)}; expected rules such as "
-        f"{{{node.path!r}: {last}}} or {{{node.path!r}: 'adamw'}}"
+def in_attention(tree: Tree, node: Node) -> bool:
+    """True with attention in the path, or a query beside: MLPs have a `wo` too."""
+    named = any(vocabulary.ATTENTION & {*paths.words(part)} for part in node.parts)
+    return named or any(
+        other.projection not in ("out", None) for other in tree.beside(node)
     )
 
 
-def _written(reduction: Iterable[int], output: Iterable[int]) -> str:
-    """Dimension numbers as a user writes them."""
-    sides = [
-        axes if len(axes) > 1 else axes[0] for axes in map(tuple, (reduction, output))
+def is_convolution(node: Node) -> bool:
+    """True if the module is called a convolution.
+
+    ConvLocal is not one: it has a matrix (window and in, out) for each place.
+    """
+    named = {*node.title_words, *node.own_words}
+    return bool(vocabulary.CONVOLUTION & named) and "local" not in named
+
+
+# --- vectors --------------------------------------------------------------------------
+
+
+def _not_real(tree: Tree, node: Node) -> Role | None:
+    if axes.is_real(node.leaf.dtype) and 0 not in node.leaf.shape:
+        return None
+    return "vector", "it is empty or not of real numbers"
+
+
+def _bias(tree: Tree, node: Node) -> Role | None:
+    is_bias = node.is_bias and "embedding" not in node.name
+    return ("bias", "a bias") if is_bias else None
+
+
+def _norm(tree: Tree, node: Node) -> Role | None:
+    return ("norm", "a norm") if node.is_norm else None
+
+
+def _vector(tree: Tree, node: Node) -> Role | None:
+    stacked = f"; {node.batch_reason}" if node.batch else ""
+    return ("vector", f"a vector{stacked}") if node.is_vector else None
+
+
+def _lora(tree: Tree, node: Node) -> Role | None:
+    """Factors of LoRA, which have the role of what they adapt."""
+    if not any("lora" in paths.words(part) for part in node.parts[-2:]):
+        return None
+    return _head(tree, node) or _table(tree, node) or ("lora", "a factor of LoRA")
+
+
+def _state_space(tree: Tree, node: Node) -> Role | None:
+    """The matrices of S4, S5 and Mamba, whose products are no matrix products."""
+    name = node.name.lower()
+    skip = tree.under.get((*node.parts[:-1], "D"), ())
+    beside_a_skip = any(other.is_vector for other in skip)
+    named = "_".join(node.own_words) in vocabulary.STATE_SPACE or name in ("d", "ds")
+    if named or (name.rstrip("0123456789s") in ("b", "c") and beside_a_skip):
+        return "vector", f"{node.name!r} of a state-space layer is not a matrix"
+    return None
+
+
+def _scale(tree: Tree, node: Node) -> Role | None:
+    words = (vocabulary.SCALE | vocabulary.BIAS) - {"b", "g"}
+    if node.name != "weight_g" and words.isdisjoint(node.own_words):
+        return None
+    return "vector", f"{node.name!r} scales or shifts, it does not multiply"
+
+
+def _named_vector(tree: Tree, node: Node) -> Role | None:
+    projects = vocabulary.PROJECTION & {*node.own_words[-1:]}
+    if node.is_generic or projects or vocabulary.VECTOR.isdisjoint(node.own_words):
+        return None
+    return "vector", f"{node.name!r} is not a kernel, by its name"
+
+
+def _single_line(tree: Tree, node: Node) -> Role | None:
+    """A matrix with one row or column has no more directions than a vector."""
+    heads = node.projection and len(node.sizes) > 2
+    if sum(size > 1 for size in node.sizes) > 1 or heads or is_bare(tree, node):
+        return None
+    return "vector", "all axes but one have size 1"
+
+
+def is_bare(tree: Tree, node: Node) -> bool:
+    """True for an array of two axes in no module, in a tree without norms."""
+    return not tree.widths and len(node.sizes) == 2 and not node.is_generic
+
+
+# --- tables, heads and routers --------------------------------------------------------
+
+
+def _table(tree: Tree, node: Node) -> Role | None:
+    title, is_kernel = {*node.title_words}, node.name == "kernel"
+    if node.own_words[-1:] and node.own_words[-1] in vocabulary.TABLE | {"table"}:
+        return "embedding", "a lookup touches rows, it does not multiply"
+    raw = not node.is_generic or "embed" in node.title
+    if title & vocabulary.POSITION and raw and not is_kernel:
+        return "embedding", "positions are looked up, they do not multiply"
+    # `embed_linear` and `patch_embed/kernel` are, `time_embed_proj` is not.
+    whole = title <= vocabulary.EMBEDDING | vocabulary.EMBEDDED
+    named = title & vocabulary.EMBEDDING and not title & vocabulary.TIME
+    if named and (whole or not (is_kernel or title & vocabulary.PROJECTION)):
+        return "embedding", "an embedding, by its name"
+    return None
+
+
+def _head(tree: Tree, node: Node) -> Role | None:
+    """The kernel that gives the outputs of a model, or of a small network on top."""
+    for depth, part in enumerate(node.owner):
+        inside = node.owner[depth + 1 :]
+        if _is_head(part) and all(map(_is_transparent, inside)):
+            return _last_of(tree, node, node.parts[: depth + 1])
+    if _is_at_the_top(tree, node):
+        return "head", f"{node.title!r} outside the layers gives the outputs"
+    if (rows := _rows_of_a_table(tree, node)) is not None:
+        return "head", f"its {rows} outputs are the rows of the embedding table"
+    return None
+
+
+def _is_head(part: str) -> bool:
+    words = paths.words(part)
+    if not words or words[0] in vocabulary.NO_HEAD:
+        return False
+    return words[-1] in vocabulary.HEAD_LAST or bool({*words} & vocabulary.HEAD)
+
+
+def _is_transparent(part: str) -> bool:
+    """True if a module inside a head is one of its own layers."""
+    words = {*paths.words(part)}
+    return "lora" in words or words <= vocabulary.HEAD_PARTS
+
+
+def _last_of(tree: Tree, node: Node, module: Module) -> Role | None:
+    """The head, if no other kernel below its module comes after this one."""
+    inside = tree.under[module]
+    norms = {n.sizes for n in inside if n.is_norm}
+    if node.sizes[:1] == node.sizes[1:] and node.sizes[:1] in norms:
+        return None  # a norm follows: the head proper is a table that is used twice
+    kernels = [
+        n
+        for n in inside
+        if not n.is_vector
+        and "lora" not in n.path.lower()
+        and all(map(_is_transparent, n.owner[len(module) :]))
     ]
-    return f"MuonDimensionNumbers({sides[0]}, {sides[1]})"
+    last = _comes_last(kernels)
+    leads_on = any(
+        node.sizes[-1] == n.sizes[-2] or node.sizes[-2] == n.sizes[-1]
+        for n in kernels
+        if n is not node
+    )
+    if node in kernels and node is not last and leads_on:
+        return None  # heads side by side do not lead on to each other
+    return "head", f"the output layer, by the name {module[-1]!r}"
+
+
+def _comes_last(kernels: list[Node]) -> Node | None:
+    """The kernel with the name of an output, or else with the highest number."""
+
+    def place(node: Node) -> tuple[bool, list[int]]:
+        named = bool(vocabulary.HEAD_ENDS & {*paths.words(node.owner[-1])})
+        return named, [int(x) for x in re.findall(r"\d+", node.path)]
+
+    return max(reversed(kernels), key=place, default=None)
+
+
+def _is_at_the_top(tree: Tree, node: Node) -> bool:
+    """True for a module with a name such as "fc" outside all layers.
+
+    It has no numbered sibling, and no query stands beside it.
+    """
+    *around, last = [part for part in node.owner if part != "params"]
+    name, outermost = last.lower(), node.owner[:-1] == tree.root
+    known = vocabulary.WEAK_HEADS | (vocabulary.OUTERMOST_HEADS if outermost else set())
+    if name not in known or node.batch or len(node.sizes) != 2:
+        return False
+    if any(
+        part.isdigit() or vocabulary.INSIDE & {*paths.words(part)[-1:]}
+        for part in around
+    ):
+        return False
+    for other in tree.beside(node):
+        if other is not node and other.projection not in ("out", None):
+            return False
+        sibling = other.owner[-1].lower()
+        if sibling != name == sibling.rstrip("0123456789_"):
+            return False
+    return not (node.sizes[0] == node.sizes[1] or node.sizes[1] in tree.streams)
+
+
+def _rows_of_a_table(tree: Tree, node: Node) -> int | None:
+    """The vocabulary, if a kernel outside the layers leads to it from its table."""
+    if len(node.sizes) != 2 or node.batch or any(part.isdigit() for part in node.parts):
+        return None
+    for other in tree.tables:
+        rows, *width = other.sizes or (0,)
+        if len(width) == 1 and rows > 4 * width[0] and {*node.sizes} == {rows, *width}:
+            return rows
+    return None
+
+
+def _router(tree: Tree, node: Node) -> Role | None:
+    if any(paths.words(part)[-1:] == ["router"] for part in node.parts):
+        return "router", "part of a router"
+    if node.chooses:
+        return "router", "it has an output for each expert beside it"
+    for depth, part in enumerate(node.parts):
+        if paths.words(part) not in (["gate"], ["gating"]):
+            continue
+        for other in tree.under[node.parts[:depth]]:
+            name = other.parts[depth] if len(other.parts) > depth else part
+            if name != part and vocabulary.EXPERTS & {*paths.words(name)}:
+                return "router", f"a gate, and {name!r} stands beside it"
+            counts = {other.leaf.shape[axis] for axis in other.batch}
+            fits = counts & {*node.sizes} and {*other.sizes} & {*node.sizes}
+            if fits and len(node.sizes) == 2:
+                return "router", f"a gate, and {name!r} beside it is for each expert"
+    return None
+
+
+# --- by the name of the module --------------------------------------------------------
+
+
+def _depthwise(tree: Tree, node: Node) -> Role | None:
+    named, is_array = {*node.title_words, *node.own_words}, len(node.sizes) > 2
+    if is_array and vocabulary.DEPTHWISE & named:
+        return "depthwise", "a filter for each channel, by its name"
+    if is_array and vocabulary.GROUPED & named and is_convolution(node):
+        return "depthwise", "a convolution in groups, by its name"
+    if node.name == "weight_v":
+        return "depthwise", "the direction of a kernel under weight normalization"
+    if not is_array and is_convolution(node):
+        window, channels = node.sizes
+        if window <= LONGEST_FILTER < channels:
+            return "depthwise", f"a filter of {window} for each channel, by its name"
+    return None
+
+
+def _convolution(tree: Tree, node: Node) -> Role | None:
+    if len(node.sizes) > 2 and is_convolution(node):
+        return "convolution", f"a convolution, by the name {node.title!r}"
+    return None
+
+
+def _attention(tree: Tree, node: Node) -> Role | None:
+    part = node.projection
+    if part is None or (part == "out" and not in_attention(tree, node)):
+        return None
+    return part, f"a projection of attention, by the name {node.role_title!r}"
+
+
+def _expert(tree: Tree, node: Node) -> Role | None:
+    return ("expert", node.batch_reason) if "expert" in node.batch_reason else None
+
+
+RULES: list[Rule] = [
+    _not_real,
+    _bias,
+    _norm,
+    _vector,
+    _lora,
+    _state_space,
+    _scale,
+    _named_vector,
+    _single_line,
+    _table,
+    _head,
+    _router,
+    _depthwise,
+    _convolution,
+    _attention,
+    _expert,
+]

@@ -11,9 +11,8 @@ from optax.tree_utils import NamedTupleKey, tree_get_all_with_path
 
 from jax_muon import checks, paths
 from jax_muon.dtypes import wide
-from jax_muon.matrices import Matrices
+from jax_muon.matrices import Matrices, read
 from jax_muon.partition import Reader, check_reader
-from jax_muon.reading.read import read
 
 # Fields of states that count what `observe` shows under a name of its own.
 _COUNTS = {

@@ -1,0 +1,295 @@
+"""The decision about one parameter: its label, its axes and why, or a doubt.
+
+Where nothing in the tree tells, `Parameter.doubt` says so and lists the readings there
+are, with the rule that chooses one. Nothing is guessed.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jax_muon import axes as matrix_axes
+from jax_muon import checks
+from jax_muon.axes import MatrixAxes
+from jax_muon.reading import names, roles, shapes, vocabulary
+from jax_muon.reading.shapes import Places
+from jax_muon.reading.tree import Module, Node, Tree
+from jax_muon.reading.vocabulary import ADAMW, MUON
+
+# True for kernels (out, in), False for (in, out), None to look at the tree; or a
+# function of the path that gives one of these.
+OutIn = bool | None | Callable[[str], bool | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """How one parameter is read.
+
+    Attributes:
+      path: its path, such as "blocks/0/attn/q/kernel".
+      shape: its global shape.
+      dtype: its dtype.
+      label: the group that it belongs to, such as "muon" or "adamw".
+      role: what it is, such as "embedding" or "query".
+      reason: why, in a few words.
+      axes: which of its axes are batch, in and out; None if it is not a matrix.
+      doubt: why it cannot be read as a matrix, or how to resolve an ambiguity.
+      names: its logical axis names, if it has any.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    label: str
+    role: str
+    reason: str
+    axes: MatrixAxes | None
+    doubt: str | None = None
+    names: tuple[str | None, ...] | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int] | None:
+        """Number of matrices, their inputs and outputs; None if it is not a matrix."""
+        if self.axes is None:
+            return None
+        fan_in, fan_out = self.axes.fan(self.shape)
+        return math.prod(self.shape[axis] for axis in self.axes.batch), fan_in, fan_out
+
+    def reading(self) -> str:
+        """The label, and the axes of a matrix as a user would write them."""
+        if self.label == ADAMW or self.axes is None:
+            return repr(self.label)
+        numbers = _written(self.axes.reduction, self.axes.output)
+        return f"{self.label!r} by {numbers}"
+
+
+@dataclasses.dataclass
+class Decider:
+    """What all decisions about one tree share."""
+
+    tree: Tree
+    roles: Mapping[Node, roles.Role]
+    table: names.Table
+    out_in: OutIn
+
+    def parameter(self, node: Node) -> Parameter:
+        """The decision about one leaf."""
+        leaf, (role, reason) = node.leaf, self.roles[node]
+        label, axes, doubt = _label(role), None, None
+        if matrix_axes.not_a_matrix(leaf.path, leaf.shape, leaf.dtype):
+            label = ADAMW
+        elif isinstance(places := self._places(node, role), str):
+            doubt = _doubt(leaf, places)
+        else:
+            axes = _axes(node, places)
+            if label == MUON:
+                reason = "; ".join(filter(None, (reason, places.reason)))
+                role, label = places.role or role, _label(places.role or role)
+            single = role != "lora" and 1 in axes.fan(leaf.shape)
+            if label == MUON and single and roles.is_bare(self.tree, node):
+                doubt = _doubt(leaf, "a matrix with one row or column is a vector")
+        found = label, role, reason, axes, doubt
+        return Parameter(leaf.path, leaf.shape, leaf.dtype, *found, leaf.names)
+
+    def _places(self, node: Node, role: str) -> Places | str:
+        """Where batch, in and out are, or why nobody can tell."""
+        end, is_matrix = len(node.sizes), _label(role) == MUON
+        given = node.leaf.names
+        if is_matrix and given and len(given) != len(node.leaf.shape):
+            return f"its {len(given)} axis names {given} are too few or too many"
+        found = names.places_of(self.tree, node, self.table)
+        if found is None and end == 2:
+            return self._two_axes(node, role)
+        if found is None and end > 2:
+            found = shapes.places_of(self.tree, node, role)
+        if found is None and not is_matrix:
+            return Places.between(end, max(end - 2, 0), max(end - 1, 0), "")
+        if found is None and role == "convolution":
+            return "its window cannot be told from scanned layers"
+        if found is None:
+            return "nothing around it tells which of its axes are batch, in and out"
+        return (is_matrix and self._contradiction(node, found)) or found
+
+    def _contradiction(self, node: Node, places: Places) -> str | None:
+        """A doubt, where the bias beside a kernel has another size than its outputs."""
+        bias = self.tree.bias_of(node)
+        output = tuple(node.sizes[place] for place in places.output)
+        if bias is None or not bias.sizes or {*output} <= {*bias.leaf.shape}:
+            return None
+        return (
+            f"{places.reason}, which makes {output} its outputs, and the bias "
+            f"{bias.path!r} beside it has shape {bias.leaf.shape}"
+        )
+
+    def _two_axes(self, node: Node, role: str) -> Places | str:
+        """(in, out) or (out, in), by the user, or else by what stands around."""
+        is_matrix, reason = _label(role) == MUON, ""
+        flipped = self.out_in(node.path) if callable(self.out_in) else self.out_in
+        if flipped is not None:
+            checks.check_flag(f"out_in({node.path!r})", flipped)
+            bias = self.tree.bias_of(node)
+            if is_matrix and bias and self._by_bias(node) not in (None, flipped):
+                return (
+                    f"out_in={flipped} makes its outputs "
+                    f"{node.sizes[0 if flipped else 1]}, and the bias {bias.path!r} "
+                    f"beside it has shape {bias.leaf.shape}"
+                )
+        elif role == "lora" and (found := shapes.lora(self.tree, node)):
+            return found
+        elif is_matrix:
+            flipped, reason = self._orientation(node)
+            if flipped is None:
+                return (
+                    "nothing tells whether it is (in, out) or (out, in), which out_in "
+                    "says for all"
+                )
+        return Places.out_of(2, [0 if flipped else 1], reason)
+
+    # --- (in, out) or (out, in) -------------------------------------------------------
+
+    def _orientation(self, node: Node) -> tuple[bool | None, str]:
+        """Whether a kernel is (out, in), and why; None where votes are divided.
+
+        A bias has the size of the outputs, so a kernel that is not square votes by the
+        bias beside it. Where no kernel has a bias, projections vote whose name says
+        which side is the width of the model: `up` and `query` take it in, `down` and
+        `out` give it.
+        """
+        own = self._by_bias(node)
+        if own is not None:
+            return own, "the bias beside it has the size of the outputs"
+        for votes, reason in (
+            (self._bias_votes, "as the kernels around it whose biases tell"),
+            (self._width_votes, "as kernels whose sides are the model's width tell"),
+        ):
+            for depth in range(len(node.parts) - 1, -1, -1):
+                found = votes.get((node.parts[:depth], _kind(node)))
+                if found is not None:
+                    clear = 10 * min(found) < max(found)
+                    return (found[1] > found[0] if clear else None), reason
+        # PyTorch's name, which some libraries have with (in, out).
+        return (None if node.name == "weight" else False), ""
+
+    def _by_bias(self, node: Node) -> bool | None:
+        """Whether a kernel is (out, in) by its bias; None where that does not tell."""
+        bias = self.tree.bias_of(node)
+        fits = [bias is not None and bias.sizes == (size,) for size in node.sizes]
+        return fits[0] if len(fits) == 2 and fits[0] != fits[1] else None
+
+    def _by_width(self, node: Node) -> bool | None:
+        """By the side that is the width of the model: in for "up", out for "down".
+
+        Keys and values are not asked: in cross-attention their input has another width.
+        "kernel" and haiku's "w" are (in, out), unless a bias says otherwise, as for the
+        Conv1D of Hugging Face's GPT-2.
+        """
+        sides = [size in self.tree.streams for size in node.sizes]
+        if node.name in ("kernel", "w") or len(sides) != 2 or sides[0] == sides[1]:
+            return None
+        number = vocabulary.NUMBERED.fullmatch(node.owner[-1].lower())
+        up = vocabulary.UP | vocabulary.QUERY | vocabulary.FUSED
+        if number is not None:
+            reads = number[1] == "1"
+        elif node.core in up - vocabulary.SECOND_FACTOR:
+            reads = True
+        elif node.core in vocabulary.DOWN | vocabulary.OUT:
+            reads = False
+        else:
+            return None
+        return sides[1] == reads
+
+    @functools.cached_property
+    def _bias_votes(self) -> "_Votes":
+        return self._count(self._by_bias)
+
+    @functools.cached_property
+    def _width_votes(self) -> "_Votes":
+        return self._count(self._by_width)
+
+    def _count(self, vote_of: Callable[[Node], bool | None]) -> "_Votes":
+        votes: _Votes = {}
+        for node in self.tree.nodes:
+            vote = vote_of(node) if _label(self.roles[node][0]) == MUON else None
+            if vote is not None:
+                for depth in range(len(node.parts)):
+                    key = (node.parts[:depth], _kind(node))
+                    votes.setdefault(key, [0, 0])[vote] += 1
+        return votes
+
+
+# Module and name of its kernels, to the votes for (in, out) and for (out, in).
+_Votes = dict[tuple[Module, str], list[int]]
+
+
+def _kind(node: Node) -> str:
+    """What the kernels of one code base share: "kernel", "weight", or a name each."""
+    return node.name if node.is_generic else ""
+
+
+def _label(role: str) -> str:
+    return ADAMW if role in vocabulary.NOT_MATRICES else MUON
+
+
+def _axes(node: Node, places: Places) -> MatrixAxes:
+    native, shape = node.native, node.leaf.shape
+    fan_in, fan_out = (
+        tuple(native[place] for place in side)
+        for side in (places.reduction, places.output)
+    )
+    batch = tuple(i for i in range(len(shape)) if i not in (*fan_in, *fan_out))
+    return MatrixAxes(batch, fan_in, fan_out)
+
+
+def agreeing(found: Sequence[Parameter]) -> list[Parameter]:
+    """The same, with a doubt for leaves of several layers that are read differently.
+
+    Leaves are of one kind where their paths differ by numbers alone and their shapes
+    not at all, as `blocks/0/up` and `blocks/1/up` of one width.
+    """
+    first: dict[Any, Parameter] = {}
+    doubts: dict[str, Parameter] = {}
+    for one in found:
+        kind = (re.sub(r"\d+", "0", one.path), one.shape)
+        other = first.setdefault(kind, one) if one.doubt is None else one
+        if one.reading() == other.reading():
+            continue
+        for this, that in ((one, other), (other, one)):
+            text = (
+                f"it would be {this.reading()} ({this.reason}), and {that.path!r} of "
+                f"the same shape {that.reading()} ({that.reason})"
+            )
+            doubts[this.path] = dataclasses.replace(
+                this, label=MUON, axes=None, doubt=_doubt(this, text)
+            )
+    return [doubts.get(one.path, one) for one in found]
+
+
+def _doubt(leaf: Any, text: str) -> str:
+    """The readings there are, and the line that chooses the first of them."""
+    shape, end = leaf.shape, len(leaf.shape)
+    readings = []
+    for batch in range(end - 1):
+        for cut in {batch + 1, end - 1}:
+            fan_in, fan_out = math.prod(shape[batch:cut]), math.prod(shape[cut:])
+            count = math.prod(shape[:batch])
+            numbers = _written(range(batch, cut), range(cut, end))
+            readings.append(f"{count} x ({fan_in}, {fan_out}) by {numbers}")
+    if end == 2:
+        readings.append(f"1 x ({shape[1]}, {shape[0]}) by {_written([1], [0])}")
+    last = readings[0].split(" by ")[1]
+    return (
+        f"parameter {leaf.path!r} of shape {shape}: {text}; it could be read as "
+        f"{', or as '.join(readings)}; expected rules such as "
+        f"{{{leaf.path!r}: {last}}} or {{{leaf.path!r}: 'adamw'}}"
+    )
+
+
+def _written(reduction: Iterable[int], output: Iterable[int]) -> str:
+    """Dimension numbers as a user writes them."""
+    sides = [
+        axes if len(axes) > 1 else axes[0] for axes in map(tuple, (reduction, output))
+    ]
+    return f"MuonDimensionNumbers({sides[0]}, {sides[1]})"

@@ -1,0 +1,271 @@
+"""The model as a tree of nodes that can look up their neighbours. Decides nothing.
+
+A `Node` is one leaf with the words of its path; a `Tree` finds the bias beside a node,
+the modules beside its module, and the norms around it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jax_muon import paths
+from jax_muon.reading import vocabulary
+
+Shape = tuple[int, ...]
+Module = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One parameter, as it stands in the tree."""
+
+    path: str
+    shape: Shape
+    dtype: Any
+    names: tuple[str | None, ...] | None = None  # logical axis names
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """One leaf: what its path says, and which of its axes are layers or experts."""
+
+    leaf: Leaf
+    parts: tuple[str, ...]  # the path, under a name that says more
+    is_bias: bool  # by its name, or by that of a kernel beside it
+    batch: tuple[int, ...] = ()
+    batch_reason: str = ""
+    chooses: bool = False  # experts beside it were found by its outputs
+
+    @property
+    def path(self) -> str:
+        """The path of the leaf."""
+        return self.leaf.path
+
+    @property
+    def name(self) -> str:
+        """The last component: "kernel", "bias", "wi_0"."""
+        return self.parts[-1]
+
+    @property
+    def native(self) -> tuple[int, ...]:
+        """The axes that are neither layers nor experts."""
+        return tuple(i for i in range(len(self.leaf.shape)) if i not in self.batch)
+
+    @property
+    def sizes(self) -> Shape:
+        """The sizes of the native axes."""
+        return tuple(self.leaf.shape[axis] for axis in self.native)
+
+    @functools.cached_property
+    def own_words(self) -> list[str]:
+        """Words of the leaf's name."""
+        return paths.words(self.name)
+
+    @functools.cached_property
+    def is_generic(self) -> bool:
+        """True if the leaf's name says only "kernel" or "bias"."""
+        plain = vocabulary.GENERIC | vocabulary.BIAS | vocabulary.SCALE
+        plain = plain | {"embedding", "embeddings"}
+        return self.name.lower() in plain and len(self.parts) > 1
+
+    @property
+    def owner(self) -> Module:
+        """The module; a leaf with a name of its own is one."""
+        return self.parts[:-1] if self.is_generic else self.parts
+
+    @functools.cached_property
+    def title(self) -> str:
+        """The module's name in lower case, without numbers and containers around it."""
+        return self._title(vocabulary.CONTAINERS)
+
+    @functools.cached_property
+    def role_title(self) -> str:
+        """`title`, or that of the module above if it says only "dense"."""
+        return self._title(vocabulary.CONTAINERS | vocabulary.PLAIN) or self.title
+
+    def _title(self, skipped: set[str]) -> str:
+        titles = ("_".join(paths.words(part)) for part in reversed(self.owner))
+        return next((title for title in titles if title and title not in skipped), "")
+
+    @functools.cached_property
+    def core(self) -> str:
+        """`role_title` without the words around the name of a projection."""
+        return core(self.role_title)
+
+    @functools.cached_property
+    def projection(self) -> str | None:
+        """Which projection of attention it is: query, key, value, kv, qkv or out."""
+        return projection(self.title) or projection(self.role_title)
+
+    @functools.cached_property
+    def title_words(self) -> list[str]:
+        """Words of `title`."""
+        return self.title.split("_")
+
+    @property
+    def is_vector(self) -> bool:
+        """True for at most one native axis."""
+        return len(self.sizes) < 2
+
+    @property
+    def is_norm(self) -> bool:
+        """True for the scale or bias of a norm, by its name and module."""
+        name, is_array = self.name.lower(), len(self.leaf.shape) > 1
+        if name == "kernel":
+            return False
+        if name in vocabulary.SCALE and not (name == "g" and is_array):  # or a gate
+            return True
+        if is_array and vocabulary.ADAPTIVE & {*self.title_words}:
+            return False  # the kernel that makes the scales of a norm: adaLN/weight
+        last = self.title_words[-1:] if self.is_generic else []
+        first = [] if is_array else self.title_words[:1]
+        return bool({*self.own_words[-1:], *last, *first} & vocabulary.NORM)
+
+
+def core(name: str) -> str:
+    """The words of a name but for those around the name of a projection.
+
+    Examples:
+      >>> core("q_proj"), core("to_kv"), core("attention_output"), core("wo")
+      ('q', 'kv', 'output', 'o')
+    """
+    found = [vocabulary.W_IN_FRONT.sub("", word) for word in paths.words(name)]
+    whole = vocabulary.GPT2.get("_".join(found))
+    return whole or "_".join(word for word in found if word not in vocabulary.AROUND)
+
+
+def projection(name: str) -> str | None:
+    """Which projection of attention a name means, as in `Node.projection`."""
+    found = core(name)
+    named = (part for part, known in vocabulary.PROJECTIONS.items() if found in known)
+    return next(named, None)
+
+
+class Tree:
+    """All leaves of a model, and which stand beside which."""
+
+    def __init__(self, leaves: Sequence[Leaf]):
+        ranks = {leaf.path: len(leaf.shape) for leaf in leaves}
+        paired = {path.rpartition("/")[0] for path in ranks if _is_beside(path, ranks)}
+        self.nodes = [_node(leaf, ranks, paired) for leaf in leaves]
+        self.by_path = {node.path: node for node in self.nodes}
+        self.under: dict[Module, list[Node]] = {(): []}
+        for node in self.nodes:
+            for depth in range(len(node.parts) + 1):
+                self.under.setdefault(node.parts[:depth], []).append(node)
+
+    def children(self, module: Module) -> list[str]:
+        """Names of what is directly inside a module."""
+        end = len(module)
+        inside = (n.parts[end] for n in self.under[module] if len(n.parts) > end)
+        return list(dict.fromkeys(inside))
+
+    @functools.cached_property
+    def root(self) -> Module:
+        """The modules around the whole model, such as ("params",)."""
+        root: Module = ()
+        while len(inside := self.children(root)) == 1:
+            root = (*root, *inside)
+        return root
+
+    @functools.cached_property
+    def tables(self) -> list[Node]:
+        """Embedding tables, by the name of the leaf or of the module above it."""
+
+        def is_table(node: Node) -> bool:
+            around = {*paths.words(node.parts[-2])} if len(node.parts) > 1 else set()
+            by_module = node.name != "kernel" and around & vocabulary.EMBEDDING
+            return node.name in vocabulary.TABLE or bool(by_module)
+
+        return [node for node in self.nodes if is_table(node)]
+
+    def bias_of(self, node: Node) -> Node | None:
+        """The bias beside a kernel: `bias` or `b`, or `b1` beside `w1`."""
+        *around, name = node.parts
+        beside = [(*around, "bias"), (*around, "b")]
+        if not node.is_generic:
+            beside = [(*node.parts, "bias"), (*around, f"b{name[1:]}")]
+        found = (n for parts in beside for n in self.under.get(parts, ()))
+        return next((n for n in found if n.is_bias and n is not node), None)
+
+    def beside(self, node: Node) -> Iterator[Node]:
+        """Kernels of the modules that stand beside the node's module, it included."""
+        module = self.module(node)
+        for other in self.under[module[:-1]]:
+            is_kernel = not other.is_bias and not other.is_norm
+            if is_kernel and len(self.module(other)) == len(module):
+                yield other
+
+    def module(self, node: Node) -> Module:
+        """The module of a node, without the plain modules and numbers below it."""
+        parts, plain = node.owner, vocabulary.PLAIN | {"lora", ""}
+        while len(parts) > 1 and "_".join(paths.words(parts[-1])) in plain:
+            parts = parts[:-1]
+        return parts
+
+    @functools.cached_property
+    def widths(self) -> dict[Module, set[int]]:
+        """Widths of the norms below every module, by path."""
+        found: dict[Module, set[int]] = {}
+        for node in self._norms:
+            for depth in range(len(node.parts)):
+                found.setdefault(node.parts[:depth], set()).add(node.sizes[0])
+        return found
+
+    @property
+    def _norms(self) -> list[Node]:
+        return [n for n in self.nodes if n.is_norm and len(n.sizes) == 1]
+
+    def widths_around(self, node: Node) -> Iterator[set[int]]:
+        """Widths of the norms in every module around a node, from the inside out."""
+        for depth in range(len(node.parts) - 1, -1, -1):
+            yield self.widths.get(node.parts[:depth], set())
+
+    def widths_near(self, node: Node) -> set[int]:
+        """Widths of the model, and of the norms nearest to a node."""
+        return next(filter(None, self.widths_around(node)), set()) | self.streams
+
+    @functools.cached_property
+    def streams(self) -> set[int]:
+        """Widths of the model: those of its embedding tables and outermost norms."""
+        tables = {node.sizes[1] for node in self.tables if len(node.sizes) == 2}
+        least = min((len(node.parts) for node in self._norms), default=0)
+        return tables | {n.sizes[0] for n in self._norms if len(n.parts) == least}
+
+    def forget_widths(self) -> None:
+        """Clear the cached widths, after nodes were given axes of layers."""
+        for name in ("widths", "streams"):
+            self.__dict__.pop(name, None)
+
+
+def _is_beside(path: str, ranks: Mapping[str, int]) -> bool:
+    """True for the `gate_b` of a `gate_w`, or the `bq` of a `wq`."""
+    around, slash, name = path.rpartition("/")
+    kernel = f"{name[:-1]}w" if name.endswith("_b") else f"w{name[1:]}"
+    is_b = name.endswith("_b") or name.startswith("b")
+    return is_b and ranks[path] < ranks.get(f"{around}{slash}{kernel}", 0)
+
+
+def _node(leaf: Leaf, ranks: Mapping[str, int], paired: set[str]) -> Node:
+    """A node under a name that says more.
+
+    The index of a box around a leaf is left out. `in_proj_weight` beside a bias, and
+    `query_w` in a module that has pairs `gate_w` and `gate_b`, are read as
+    `in_proj/weight` and `query/w` are. Factors `lora/a` are read as `lora/lora_a`,
+    since a `b` is a bias.
+    """
+    parts = leaf.path.split("/")
+    while len(parts) > 1 and parts[-1].isdigit():
+        parts = parts[:-1]
+    *around, name = parts
+    stem, _, end = name.rpartition("_")
+    is_b = _is_beside(leaf.path, ranks)
+    # `rel_pos_w` in another module is the table of a width.
+    written = (end == "w" or is_b) and "/".join(around) in paired
+    if around[-1:] == ["lora"] and name in vocabulary.OTHER_FACTOR:
+        parts = [*around, f"lora_{name}"]
+    elif stem and (written or f"{leaf.path[: -len(end)]}bias" in ranks):
+        parts = [*around, stem, end]
+    is_bias = is_b or end in ("bias", "biases") or parts[-1].lower() in vocabulary.BIAS
+    return Node(leaf, tuple(parts), is_bias)

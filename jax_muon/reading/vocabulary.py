@@ -1,0 +1,218 @@
+"""The words that the paths and axis names of models are made of. Data only.
+
+A word alone decides little: the rules weigh it against the neighbours and the shape of
+a parameter. Words cost nothing and help with models that nobody has tried yet.
+"""
+
+import re
+from collections.abc import Mapping
+
+
+def _words(text: str) -> set[str]:
+    return set(text.split())
+
+
+# --- labels ---------------------------------------------------------------------------
+
+MUON, ADAMW = "muon", "adamw"
+# Roles that go to AdamW; every other role is a matrix and goes to Muon.
+NOT_MATRICES = {"embedding", "head", "norm", "bias", "vector", "router", "depthwise"}
+
+# --- names of leaves ------------------------------------------------------------------
+
+# These say only that a leaf is what its module multiplies by.
+GENERIC = _words("kernel weight weights w weight_v weight_ih weight_hh")
+BIAS = _words("bias biases b offset offsets")
+SCALE = _words("scale scales gain gains gamma g")
+# Leaves that are vectors, stacked or not: scalars of a model, buffers, and arrays that
+# stand among its activations, as class tokens do.
+VECTOR = _words(
+    """
+    beta alpha lambda lambdas scalar scalars token tokens slope slopes sink sinks
+    temperature variance var mean eps tau decay dt mask masks probe cos sin freq freqs
+    gaussian fourier latents register registers prompt prompts slots inducing
+    """
+)
+# Whole names of leaves of state-space models and RWKV.
+STATE_SPACE = _words(
+    """
+    a_log log_a a_logs dt_bias a_real a_imag log_a_real time_first time_faaaa
+    """
+)
+TABLE = _words("embedding embeddings input_embedding input_embeddings token_embeddings")
+
+# --- names of modules -----------------------------------------------------------------
+
+# Containers say nothing of what is in them.
+CONTAINERS = _words(
+    """
+    params layer layers block blocks module modules sequential list net nets stack
+    stacked layer_instance lora inner base features
+    """
+)
+# Containers whose leaves have a leading axis of layers, if all of them share one.
+STACKS = _words("layers blocks stacked stack scan scanned h")
+# Modules that say nothing: the module above them is asked.
+PLAIN = _words("dense linear einsum fc proj projection densegeneral")
+
+NORM = _words(
+    """
+    norm norms layernorm rmsnorm batchnorm groupnorm ln bn gn rms normalization
+    normalisation layrnorm
+    """
+)
+ADAPTIVE = {"ada", "adaptive"}
+
+EMBEDDING = _words(
+    """
+    embed embeds embedding embeddings embedder emb embs wte wpe codebook codebooks
+    codevectors
+    """
+)
+# An `embedding` of these kinds is a projection that is called so.
+EMBEDDED = _words(
+    """
+    patch token tokens tok word input inputs pos class label position positions
+    positional type vocab text image linear
+    """
+)
+TIME = {"time", "timestep"}
+# Words behind which an embedding's name is that of a projection of it.
+PROJECTION = _words("proj projection project linear dense mapping in out")
+POSITION = _words(
+    """
+    pos position positions positional relpos abspos rel relative encoding encodings
+    posemb posembed
+    """
+)
+
+HEAD = _words(
+    """
+    logit logits readout lmhead classifier unembed unembedding unembedder logitdense
+    logitsdense
+    """
+)
+# Heads by their last word: `head_mixer` is not one, nor is `multi_head`.
+HEAD_LAST = {"head", "heads"} | HEAD
+NO_HEAD = {"pre", "multi"}
+# Names of heads, if they stand at the top of a model, outside its layers.
+WEAK_HEADS = _words(
+    """
+    fc output_layer output_proj prediction predictions qa_outputs seq_relationship
+    to_logits final_layer output_dense final_dense out_layer dense_out
+    """
+)
+# Names of heads, if they are modules of the model itself and not of a part of it.
+OUTERMOST_HEADS = _words(
+    """
+    linear output outputs score scores value policy decoder final
+    """
+)
+# The leaves of a head that is a small network: the last one gives the outputs.
+HEAD_PARTS = _words(
+    """
+    layer layers dense linear out proj output decoder fc mlp final logits conv convs in
+    hidden
+    """
+)
+HEAD_ENDS = _words("out output decoder logits final")
+# Modules inside of which nothing is a head by a weak name.
+INSIDE = _words("layer layers block blocks attention mlp")
+
+ROUTER = {"router", "routers"}
+GATE = {"gate", "gating"}
+EXPERTS = {"expert", "experts", "moe"}
+# Modules whose kernels are those of experts.
+EXPERT_MODULES = {"moe", "moe_block", "moe_mlp", "sparse_moe"}
+
+CONVOLUTION = _words(
+    """
+    conv convs convolution convolutional deconv convtranspose patchify downsampler
+    downsamplers upsampler upsamplers
+    """
+)
+TRANSPOSED = _words("transpose transposed deconv convtranspose")
+DEPTHWISE = {"depthwise", "dwconv"}
+GROUPED = _words("group grouped groups dw")
+
+# --- projections of attention and MLPs ------------------------------------------------
+
+# By their core, which leaves out the words around: `q`, not `q_proj`, `to_q` or `wq`.
+ATTENTION = {"attn", "attention"}
+AROUND = ATTENTION | _words("self cross proj projection einsum to w linear mlp ffw")
+W_IN_FRONT = re.compile("^w(?=(q|k|v|kv|qkv|o|i)$)")
+GPT2 = {"c_attn": "qkv", "c_proj": "out"}
+QUERY = _words("q query queries q_b q_up")
+KEY = _words("k key keys k_b k_up")
+VALUE = _words("v value values v_b v_up")
+KEY_VALUE = _words("kv kv_b kv_up")
+FUSED = _words("qkv query_key_value in_qkvz in_qkv")
+OUT = _words("o out output vec o_b")
+PROJECTIONS: Mapping[str, set[str]] = {
+    "qkv": FUSED,
+    "query": QUERY,
+    "kv": KEY_VALUE,
+    "key": KEY,
+    "value": VALUE,
+    "out": OUT,
+}
+# The first of two factors of a projection, (embed, rank), and the second of a query.
+FIRST_FACTOR = _words("q_a kv_a q_down kv_down kv_a_with_mqa")
+SECOND_FACTOR = {"q_b", "q_up"}
+# (heads, rank), the first factor of an output projection.
+FIRST_FACTOR_OUT = {"o_a"}
+# Into and out of a wider or narrower space than the width of the model.
+UP = _words(
+    """
+    i up gate gating gate_up up_gate i_up i_gate weights c_fc fc_in in input
+    intermediate
+    """
+)
+DOWN = _words("down fc_out per_layer")
+# Modules that read the width of the model, and modules that write it.
+READS = UP | QUERY | KEY | VALUE | KEY_VALUE | FUSED | FIRST_FACTOR
+WRITES = OUT | DOWN | FIRST_FACTOR_OUT
+# The layers of an MLP by their number, such as `fc1` and `linear1_0`.
+NUMBERED = re.compile(r"(?:linear|dense|fc|w)_?([12])(?:_\d+)?")
+
+# A path of a factor of LoRA, the first or the second: `lora_a`, or `lora/a`.
+LORA_FACTOR = re.compile(r"(.*lora[_/])([abAB])\b(.*)")
+OTHER_FACTOR = {"a": "b", "b": "a", "A": "B", "B": "A"}
+
+# --- logical axis names ---------------------------------------------------------------
+
+BATCH, STREAM, HEADS, HIDDEN = "batch", "stream", "heads", "hidden"
+LATENT, VOCAB, NORMED, POSITIONS = "latent", "vocab", "norm", "position"
+IN, OUTPUT = "in", "out"
+KINDS = (BATCH, STREAM, HEADS, HIDDEN, LATENT, VOCAB, NORMED, POSITIONS, IN, OUTPUT)
+# Names whose words are not enough: MaxText's, and the letters of Simply's annotations.
+AXIS_NAMES: Mapping[str, str] = {
+    "circular_repeats": BATCH,
+    "o_groups": BATCH,
+    "indexer_weights": HEADS,
+    "num_activations": HIDDEN,
+    "i": IN,
+    "o": OUTPUT,
+    ".": BATCH,
+    "h": HIDDEN,
+}
+# The words of a name and its kind; the first kind counts where several are named, as
+# in `expert_mlp`, which is hidden, and `kv_lora`, which is latent.
+AXIS_WORDS: Mapping[str, set[str]] = {
+    LATENT: _words("lora latent rank"),
+    STREAM: {"embed"},
+    HIDDEN: _words("mlp hidden intermediate"),
+    HEADS: _words("head heads q kv qkv"),
+    VOCAB: {"vocab"},
+    NORMED: {"norm"},
+    POSITIONS: _words("pos position length relpos abspos"),
+    BATCH: _words("layer layers block blocks stack stage exp expert experts"),
+}
+# Names of mesh axes, which say nothing of a parameter.
+MESH = _words(
+    """
+    data model fsdp tensor replica pipeline sequence context dp tp pp sp cp ep
+    """
+)
+# Names that are likely to be the width of the model, for the text of an error.
+WIDTH = _words("model dim width channels features")
