@@ -16,21 +16,10 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jax_muon import paths
+from jax_muon import checks, notes, paths
 from jax_muon.axes import MatrixAxes
-from jax_muon.checks import (
-    as_transform,
-    check_arrays,
-    check_count,
-    check_gradients,
-    check_integer,
-    check_mapping,
-    check_type,
-    refuse,
-)
 from jax_muon.elementwise import check_factors
-from jax_muon.mesh.specs import devices_over, is_explicit
-from jax_muon.notes import note
+from jax_muon.mesh import specs
 from jax_muon.reading import tree as names
 from jax_muon.reading.decide import Parameter
 
@@ -56,20 +45,20 @@ class Split:
         parts = self.parts
         expected = "a number of at least 1, names, each once, or names with widths"
         if isinstance(parts, int):
-            check_count("parts", parts)
+            checks.check_count("parts", parts)
         elif isinstance(parts, Mapping):
-            check_mapping("parts", parts, expected, check_count)
+            checks.check_mapping("parts", parts, expected, checks.check_count)
         elif not isinstance(parts, (tuple, list)) or any(
             not isinstance(name, str) or parts.count(name) > 1 for name in parts
         ):
-            refuse("parts", parts, expected)
+            checks.refuse("parts", parts, expected)
         if not parts:
-            refuse("parts", parts, expected)
-        check_integer("axis", self.axis)
+            checks.refuse("parts", parts, expected)
+        checks.check_integer("axis", self.axis)
         check_factors("learning_rates", self.learning_rates)
 
-    def widths(self, path: str, shape: tuple[int, ...]) -> dict[str, int] | None:
-        """Width of each named part of a parameter, or None where they are a batch.
+    def cut(self, path: str, shape: tuple[int, ...]) -> "_Cut":
+        """The split of one parameter.
 
         Raises:
           ValueError: with path and shape, for an axis that the parameter does not have,
@@ -81,14 +70,13 @@ class Split:
                 f"{where} has no axis {self.axis}; expected {-len(shape)} to "
                 f"{len(shape) - 1}"
             )
+        named = () if isinstance(self.parts, int) else tuple(self.parts)
+        count = self.parts if isinstance(self.parts, int) else len(named)
         size = shape[self.axis]
-        names = () if isinstance(self.parts, int) else tuple(self.parts)
-        count = self.parts if isinstance(self.parts, int) else len(names)
-        unknown = set(self.learning_rates) - set(names)
-        if unknown:
+        if unknown := {*self.learning_rates} - {*named}:
             raise ValueError(
                 f"{where}: learning_rates of {sorted(unknown)}; expected the parts "
-                f"{list(names)}"
+                f"{list(named)}"
             )
         if isinstance(self.parts, Mapping):
             widths = dict(self.parts)
@@ -97,27 +85,29 @@ class Split:
                     f"{where}: parts={widths} make up {sum(widths.values())} of axis "
                     f"{self.axis}; expected widths with the sum {size}"
                 )
-            return widths
-        if size % count:
+        elif size % count:
             raise ValueError(
                 f"{where}: axis {self.axis} of size {size} does not divide into "
                 f"{count} equal parts; expected divisors of {size}, or a width for "
                 "each part"
             )
-        return dict.fromkeys(names, size // count) if names else None
-
-
-def check_splits(name: str, splits: Any) -> None:
-    """Refuse what is not a mapping of path patterns to splits."""
-
-    def check(where: str, split: Any) -> None:
-        check_type(where, split, Split, "a jax_muon.Split")
-
-    check_mapping(name, splits, "a mapping of path patterns to Split", check)
+        else:
+            widths = dict.fromkeys(named, size // count)
+        return _Cut(self.axis % len(shape), widths, count, self.learning_rates)
 
 
 # Path pattern to split. Patterns apply one after another, to parts of parts too.
 Splits = Mapping[str, Split]
+
+
+def check(splits: Any) -> None:
+    """Raise a ValueError for what is not a mapping of path patterns to splits."""
+
+    def check_one(where: str, split: Any) -> None:
+        checks.check_type(where, split, Split, "a jax_muon.Split")
+
+    expected = "a mapping of path patterns to Split"
+    checks.check_mapping("splits", splits, expected, check_one)
 
 
 def with_splits(
@@ -147,13 +137,13 @@ def with_splits(
       >>> tx.update({"qkv": jnp.arange(4.0)}, state)[0]["qkv"].tolist()
       [-0.0, -1.0, -2.0, -3.0]
     """
-    inner = as_transform("inner", inner)
-    check_splits("splits", splits)
+    inner = checks.as_transform("inner", inner)
+    check(splits)
 
     def init_fn(params: optax.Params) -> Any:
-        check_arrays("params", params)
+        checks.check_arrays("params", params)
         parts = Parts.of(params, splits)
-        note("splits", stages=[cuts for _, cuts in parts.stages])
+        notes.note("splits", stages=[cuts for _, cuts in parts.stages])
         return inner.init(parts.split(params))
 
     def update_fn(
@@ -162,7 +152,7 @@ def with_splits(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
-        check_gradients(updates, params)
+        checks.check_gradients(updates, params)
         parts = Parts.of(updates, splits)
         if params is not None:
             params = parts.split(params)
@@ -175,7 +165,7 @@ def with_splits(
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class NamedParts:
-    """The parts of a parameter, where the parameter stood in its tree.
+    """The parts of a parameter, in its place in the tree.
 
     As a dictionary, but nnx.State would turn a dictionary into a State.
     """
@@ -198,19 +188,13 @@ class _Cut:
     """The parts of one array, and what to multiply their updates by."""
 
     axis: int  # non-negative
-    widths: Mapping[str, int] | None  # None: `count` parts as a leading batch axis
+    widths: Mapping[str, int]  # none: `count` parts as a leading batch axis
     count: int
     factors: Mapping[str, float]
 
-    def divides(self, devices: int) -> bool:
-        """Whether each of so many devices may hold its share of every part."""
-        if self.widths is None:
-            return self.count % devices == 0
-        return all(width % devices == 0 for width in self.widths.values())
-
     def split(self, x: Float[Array, "..."]) -> Any:
         x = self._undivided(x)
-        if self.widths is None:
+        if not self.widths:
             shape = (*x.shape[: self.axis], self.count, -1, *x.shape[self.axis + 1 :])
             return jnp.moveaxis(x.reshape(shape), self.axis, _batch_axis(x.ndim))
         parts, start = {}, 0
@@ -221,71 +205,72 @@ class _Cut:
 
     def join(self, parts: Any, like: Any) -> Float[Array, "..."]:
         """The whole array, placed as `like`."""
-        if self.widths is None:
+        if not self.widths:
             x = jnp.moveaxis(parts, _batch_axis(parts.ndim - 1), self.axis)
             x = x.reshape(*x.shape[: self.axis], -1, *x.shape[self.axis + 2 :])
         else:
+            factors = [float(self.factors.get(name, 1)) for name in self.widths]
             scaled = [
-                part
-                if (factor := float(self.factors.get(name, 1))) == 1
-                else part * factor
-                for name, part in ((name, parts.parts[name]) for name in self.widths)
+                parts.parts[name] if factor == 1 else parts.parts[name] * factor
+                for name, factor in zip(self.widths, factors, strict=True)
             ]
             x = jnp.concatenate(scaled, axis=self.axis)
-        if isinstance(like, jax.Array) and is_explicit(like):
+        if isinstance(like, jax.Array) and specs.is_explicit(like):
             return jax.reshard(x, jax.typeof(like).sharding)
         return x
 
     def _undivided(self, x: Any) -> Any:
-        """x without Explicit mesh axes on the axis whose parts they do not divide."""
-        if not isinstance(x, jax.Array) or not is_explicit(x):
+        """x without Explicit mesh axes on the axis whose parts they do not divide.
+
+        They move to another axis if one is free, so that state stays divided.
+        """
+        if not isinstance(x, jax.Array) or not specs.is_explicit(x):
             return x
         sharding = jax.typeof(x).sharding
-        if self.divides(devices_over(sharding.spec[self.axis], sharding.mesh.shape)):
-            return x
         entries = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
         moved, entries[self.axis] = entries[self.axis], None
-        devices = devices_over(moved, sharding.mesh.shape)
-        for axis, entry in enumerate(entries):  # another axis, so that state is divided
-            if entry is None and axis != self.axis and x.shape[axis] % devices == 0:
-                entries[axis] = moved
-                break
+        devices = specs.devices_over(moved, sharding.mesh.shape)
+        if all(size % devices == 0 for size in self.widths.values() or [self.count]):
+            return x
+        free = (
+            axis
+            for axis, entry in enumerate(entries)
+            if entry is None and axis != self.axis and x.shape[axis] % devices == 0
+        )
+        if (axis := next(free, None)) is not None:
+            entries[axis] = moved
         return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
 
     def spread(self, value: Any) -> Any:
         """The same value for every part."""
-        if self.widths is None:
-            return value
-        return NamedParts(dict.fromkeys(self.widths, value))
+        return NamedParts(dict.fromkeys(self.widths, value)) if self.widths else value
 
-    def read(self, parameter: Parameter) -> list[Parameter]:
+    def read(self, whole: Parameter) -> list[Parameter]:
         """How the parts of a parameter are read, given how the whole is."""
-        shape = list(parameter.shape)
-        if self.widths is not None:
-            parts = []
-            for name, width in self.widths.items():
-                shape[self.axis] = width
-                part = dataclasses.replace(
-                    parameter,
-                    path=f"{parameter.path}/{name}",
-                    shape=tuple(shape),
-                    role=names.projection(name) or parameter.role,
-                )
-                parts.append(part)
+        shape = list(whole.shape)
+        parts = []
+        for name, width in self.widths.items():
+            shape[self.axis] = width
+            role = names.projection(name) or whole.role
+            path, sizes = f"{whole.path}/{name}", tuple(shape)
+            parts.append(dataclasses.replace(whole, path=path, shape=sizes, role=role))
+        if parts:
             return parts
-        batch = _batch_axis(len(shape))
+        batch, axes = _batch_axis(len(shape)), whole.axes
         shape[self.axis] //= self.count
         shape.insert(batch, self.count)
-        axes = parameter.axes
         if axes is not None:
-            inputs, outputs = (
-                tuple(axis + (axis >= batch) for axis in group)
-                for group in (axes.reduction, axes.output)
+            before, fan_in, fan_out = (
+                tuple(axis + (axis >= batch) for axis in side)
+                for side in (axes.batch, axes.reduction, axes.output)
             )
-            used = inputs + outputs
-            rest = tuple(axis for axis in range(len(shape)) if axis not in used)
-            axes = MatrixAxes(rest, inputs, outputs)
-        return [dataclasses.replace(parameter, shape=tuple(shape), axes=axes)]
+            axes = MatrixAxes(tuple(sorted((*before, batch))), fan_in, fan_out)
+        return [dataclasses.replace(whole, shape=tuple(shape), axes=axes)]
+
+
+def _batch_axis(ndim: int) -> int:
+    """Where equal parts of an array become a batch: in front of (in, out)."""
+    return max(ndim - 2, 0)
 
 
 def with_parts(
@@ -301,11 +286,6 @@ def with_parts(
     return found
 
 
-def _batch_axis(ndim: int) -> int:
-    """Where equal parts of an array become a batch: in front of (in, out)."""
-    return max(ndim - 2, 0)
-
-
 @dataclasses.dataclass(frozen=True)
 class Parts:
     """What splits do to one tree: cuts by path, in stages, and the tree before each.
@@ -319,18 +299,16 @@ class Parts:
     @classmethod
     def of(cls, tree: Any, splits: Splits) -> "Parts":
         """The cuts of a tree of arrays, or of their shapes."""
-        check_splits("splits", splits)
+        check(splits)
         stages = []
         for pattern, split in splits.items():
-            flat = paths.leaves_with_paths(tree)
-            paths.check_patterns_match("splits", [pattern], [path for path, _ in flat])
-            cuts = {}
-            for path, leaf in flat:
-                if paths.matches(pattern, path):
-                    widths = split.widths(path, tuple(leaf.shape))
-                    count = split.parts if isinstance(split.parts, int) else 0
-                    axis = split.axis % len(leaf.shape)
-                    cuts[path] = _Cut(axis, widths, count, split.learning_rates)
+            shapes = {p: tuple(x.shape) for p, x in paths.leaves_with_paths(tree)}
+            paths.check_patterns_match("splits", [pattern], list(shapes))
+            cuts = {
+                path: split.cut(path, shape)
+                for path, shape in shapes.items()
+                if paths.matches(pattern, path)
+            }
             stages.append((tree, cuts))
             tree = _map_cuts(lambda cut, x: jax.eval_shape(cut.split, x), cuts, tree)
         return cls(tuple(stages))
@@ -359,16 +337,11 @@ class Parts:
 
     def read(self, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
         """How the parts are read, given how the whole leaves are."""
-        parameters = dict(parameters)
+        found = list(parameters.values())
         for _, cuts in self.stages:
-            parameters = {
-                part.path: part
-                for path, parameter in parameters.items()
-                for part in (
-                    cuts[path].read(parameter) if path in cuts else [parameter]
-                )
-            }
-        return parameters
+            parts = (cuts[x.path].read(x) if x.path in cuts else [x] for x in found)
+            found = [part for group in parts for part in group]
+        return {parameter.path: parameter for parameter in found}
 
 
 def _map_cuts(
