@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jax_muon.checks import check_count, check_flag, number, refuse
+from jax_muon import checks
 from jax_muon.dtypes import wider
 
 
@@ -23,7 +23,7 @@ def max_attention_logits(
     """Largest attention logit of every head, for `clip_qk`, in blocks.
 
     Only the logits of one block of queries and one of keys exist at a time. Causal
-    attention leaves out the blocks that it cannot see. No gradient flows.
+    attention skips the blocks that it cannot see. No gradient flows.
 
     Args:
       q: queries, as they meet the keys: after rotary positions.
@@ -41,8 +41,8 @@ def max_attention_logits(
       ValueError: arguments of another kind, shapes that do not fit, key heads that do
         not divide the heads, `causal` with times that differ, block_size below 1.
     """
-    check_count("block_size", block_size)
-    check_flag("causal", causal)
+    checks.check_count("block_size", block_size)
+    checks.check_flag("causal", causal)
     for name, x in (("q", q), ("k", k)):
         _check_array(name, x, jnp.floating, "an array of real floating point")
     if mask is not None:
@@ -54,7 +54,7 @@ def max_attention_logits(
             "key_heads, d)"
         )
     batch, time, heads, d = q.shape
-    scale = d**-0.5 if scale is None else number("scale", scale, "")
+    scale = d**-0.5 if scale is None else checks.number("scale", scale, "")
     key_time, key_heads = k.shape[1:3]
     if 0 in q.shape + k.shape or heads % key_heads:
         raise ValueError(
@@ -111,4 +111,4 @@ def max_attention_logits(
 
 def _check_array(name: str, x: Any, kind: Any, expected: str) -> None:
     if not hasattr(x, "shape") or not jnp.issubdtype(jnp.result_type(x), kind):
-        refuse(name, x, expected)
+        checks.refuse(name, x, expected)

@@ -5,7 +5,6 @@ grow without bound. `clip_qk` scales the query and key projections of such a hea
 the step. It is told the logits; `max_logits.py` measures them.
 """
 
-import functools
 import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -15,17 +14,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from jax_muon import paths
-from jax_muon.checks import (
-    check_arrays,
-    check_count,
-    check_gradients,
-    check_type,
-    number,
-    refuse,
-)
-from jax_muon.dtypes import wide, wider
-from jax_muon.mesh.specs import replicated
+from jax_muon import checks, paths
+from jax_muon.dtypes import wide
+from jax_muon.mesh import specs
 
 
 class ClipQkState(NamedTuple):
@@ -44,53 +35,48 @@ def clip_qk(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scale query and key weights of heads whose attention logits are too large.
 
-    Stands last in a chain. With :math:`S_h` the largest logit of head :math:`h` in this
-    step's forward pass and the threshold :math:`t`, the logits of the head fall by
-    :math:`\gamma_h = \min(1, t / S_h)`, no more and no less: its weights, as they will
-    be after the update, are scaled by
+    The last transform of a chain. With :math:`S_h` the largest logit of head :math:`h`
+    in this step's forward pass and the threshold :math:`t`, the logits of the head are
+    scaled by :math:`\gamma_h = \min(1, t / S_h)`. Its weights after the update are
+    scaled by
 
     .. math:: \kappa_g = \min_{h \in g} \gamma_h^{1 - \alpha} \quad (W_k)
        \qquad \gamma_h / \kappa_g \quad (W_q)
 
     where :math:`g` is the group of query heads that share a key head. With one query
     head to a key head both are :math:`\sqrt{\gamma_h}` for :math:`\alpha = 1/2`. In a
-    group the key head takes the largest logit and each query head what remains, so that
-    the logits of a head below the threshold stay as they are even where its key
-    shrinks. In groups without a head above the threshold the updates stay bit for bit.
+    group the key head takes the largest logit and each query head what remains, so the
+    logits of heads below the threshold do not change. The updates of groups without a
+    head above the threshold stay the same bit for bit.
 
     A maximum that is not finite clips nothing: the gradients of such a step are not
     finite either, and `skip_nonfinite(optax.chain(..., clip_qk(...)))` skips it whole.
-    Inside `optax.MultiSteps` the maxima of the last of its steps count.
-
-    Weights set the logits only where queries and keys are not normalized: with QK-norm
-    between projection and logits, clipping changes nothing but the weights.
+    Inside `optax.MultiSteps` the maxima of its last step count. With QK-norm between
+    projection and logits, clipping changes the weights and not the logits.
 
     Args:
       threshold: largest logit that is left alone, above 0.
       query: pattern of the query projections, as in `read`: kernels, with their
         biases. `attn/q` matches `blocks/0/attn/q/kernel` and `blocks/0/attn/q/bias`.
-      key: pattern of the key projections. It differs from `query` in its last
-        components, which are left out of the name of the attention module:
-        `blocks/0/attn`.
+      key: pattern of the key projections. The components that it shares with `query`
+        end the path of the attention module: `blocks/0/attn`.
       balance: :math:`\alpha` in [0, 1], the share of the query. 1 leaves keys alone, so
-        that no head changes but those above the threshold.
-      layers_axis: where axes of scanned layers begin in every parameter that the
-        patterns match; 1 for MaxText's default.
+        only heads above the threshold change.
+      layers_axis: first axis of scanned layers in every parameter that the patterns
+        match; 1 for MaxText's default.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` whose state counts the heads that it
-      clipped in the last step. Its update needs the parameters, as they are before the
-      step, and the extra argument `max_logits`: a tree of arrays (\*layers, heads), one
-      for each attention module, with the largest logit of every query head. The path of
-      an array is that of its module, or the beginning of it, or goes on below it:
-      `{"blocks/0/attn": s0, "blocks/1/attn": s1}` as well as `{"blocks/0": ...}` and
-      what linen's `sow` collects. A lone array will do for one module, such as scanned
-      layers.
+      An `optax.GradientTransformationExtraArgs` whose state counts the heads clipped in
+      the last step. Its update needs the parameters before the step, and the extra
+      argument `max_logits`: a tree of arrays (\*layers, heads), one for each attention
+      module, with the largest logit of every query head. The path of an array is that
+      of its module, or a prefix of it, or goes on below it: `{"blocks/0/attn": s0,
+      "blocks/1/attn": s1}`, `{"blocks/0": ...}` or what linen's `sow` collects. A
+      single array is enough for one module, such as scanned layers.
 
-      The number of axes tells how a kernel holds its heads: (\*layers, embed, heads *
-      head_dim), or (\*layers, embed, heads, head_dim), with layers where `layers_axis`
-      says; a parameter called bias has no embed. The number of key heads follows, and
-      divides that of query heads.
+      Kernels have the shape (\*layers, embed, heads * head_dim), or (\*layers, embed,
+      heads, head_dim), with layers at `layers_axis`; a parameter called bias has no
+      embed. The number of key heads follows, and divides that of query heads.
 
       Inside shard_map `max_logits` is the maximum over all devices: see `max_aux` of
       `make_train_step`.
@@ -115,19 +101,19 @@ def clip_qk(
       Kimi K2, arXiv 2507.20534, Section 2.1. There a query has a part for a key of its
       own and one for a key that all heads share and that is left alone: chain
       `clip_qk(t, query="attn/q", key="attn/k")` and `clip_qk(t, query="attn/q_rotary",
-      key="attn/k_rotary", balance=1.0)`, which take the same `max_logits`. Where both
+      key="attn/k_rotary", balance=1.0)`, which take the same `max_logits`. If both
       parts are in one kernel, `with_splits` takes them apart; see docs/frameworks.md.
     """
-    threshold = number("threshold", threshold, "above 0")
-    balance = number("balance", balance, "in [0, 1]")
-    check_count("layers_axis", layers_axis, least=0)
-    check_type("query", query, str, "a path pattern")
-    check_type("key", key, str, "a path pattern")
+    threshold = checks.number("threshold", threshold, "above 0")
+    balance = checks.number("balance", balance, "in [0, 1]")
+    checks.check_count("layers_axis", layers_axis, least=0)
+    checks.check_type("query", query, str, "a path pattern")
+    checks.check_type("key", key, str, "a path pattern")
     if query == key:
-        refuse("key", key, "another pattern than that of the query")
+        checks.refuse("key", key, "another pattern than that of the query")
 
     def init_fn(params: optax.Params) -> ClipQkState:
-        check_arrays("params", params)
+        checks.check_arrays("params", params)
         _modules([path for path, _ in paths.leaves_with_paths(params)], query, key)
         return ClipQkState(jnp.zeros([], jnp.int32))
 
@@ -147,36 +133,35 @@ def clip_qk(
                 "tx.update(updates, state, params, max_logits=max_logits), got "
                 f"{missing}=None"
             )
-        check_gradients(updates, params)
+        checks.check_gradients(updates, params)
         weights = dict(paths.leaves_with_paths(params))
         modules = _modules([p for p, _ in paths.leaves_with_paths(updates)], query, key)
         factors: dict[str, Array] = {}
         clipped = jnp.zeros([], jnp.int32)
         for name, largest in _by_module(max_logits, modules).items():
-            shapes = {
-                path: tuple(weights[path].shape)
-                for path in modules[name].query + modules[name].key
-            }
-            heads = _heads(name, modules[name], shapes, largest.shape, layers_axis)
-            dtypes = [weights[path].dtype for path in shapes]
-            largest = replicated(largest).astype(
-                functools.reduce(wider, dtypes, jnp.float32)
-            )
-            clipped += jnp.sum(_is_above(largest, threshold), dtype=jnp.int32)
-            per_query, per_key = heads.factors(largest, threshold, balance)
-            for path in modules[name].query:
-                factors[path] = heads.spread(per_query, path, shapes[path])
-            for path in modules[name].key:
-                factors[path] = heads.spread(per_key, path, shapes[path])
+            module, largest = modules[name], wide(specs.replicated(largest))
+            shapes = {p: weights[p].shape for p in module.query + module.key}
+            heads = _heads(name, module, shapes, largest.shape, layers_axis)
+            above = (largest > threshold) & jnp.isfinite(largest)
+            clipped += jnp.sum(above, dtype=jnp.int32)
+            # Exactly one if nothing is clipped, and so are its powers and quotients.
+            gamma = threshold / jnp.where(above, largest, threshold)
+            grouped = gamma.reshape(*gamma.shape[:-1], heads.key_heads, -1)
+            kappa = jnp.min(grouped, axis=-1, keepdims=True) ** (1 - balance)
+            per_query = (grouped / kappa).reshape(gamma.shape)
+            for path in module.query:
+                factors[path] = heads.spread(per_query, path)
+            for path in module.key:
+                factors[path] = heads.spread(kappa[..., 0], path)
 
         def clip(key_path: tuple[Any, ...], u: Array) -> Array:
             path = paths.path_string(key_path)
             if path not in factors:
                 return u
             w = wide(weights[path])
-            factor = factors[path] * jnp.ones_like(w)  # divided over devices as w is
-            clipped = factor * (w + wide(u)) - w
-            return jnp.where(factor == 1, u, clipped.astype(u.dtype))
+            factor = factors[path].astype(w.dtype) * jnp.ones_like(w)  # sharded as w is
+            new = factor * (w + wide(u)) - w
+            return jnp.where(factor == 1, u, new.astype(u.dtype))
 
         updates = jax.tree_util.tree_map_with_path(clip, updates)
         return updates, ClipQkState(clipped)
@@ -194,30 +179,24 @@ class _Module(NamedTuple):
 def _modules(names: list[str], query: str, key: str) -> dict[str, _Module]:
     """Attention modules by their path, with what the patterns match in each."""
     paths.check_patterns_match("clip_qk", (query, key), names)
-    q_parts, k_parts = query.split("/"), key.split("/")
-    shared = itertools.takewhile(
-        lambda pair: pair[0] == pair[1], zip(q_parts, k_parts, strict=False)
-    )
-    common = len(list(shared))
+    pairs = zip(query.split("/"), key.split("/"), strict=False)
+    common = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
     modules: dict[str, _Module] = {}
     for path in names:
-        found = []
-        for field, pattern, parts in ((0, query, q_parts), (1, key, k_parts)):
-            projection = paths.matched_prefix(pattern, path)
-            if projection is not None:
-                inside = len(parts) - common
-                above = projection.split("/")[: -inside or None]
-                if above[-1:] in (["kernel"], ["bias"]):  # of which this is a part
-                    above.pop()
-                name = "/".join(above)
-                found.append(modules.setdefault(name, _Module([], []))[field])
-        if len(found) > 1:
+        found = [paths.matched_prefix(pattern, path) for pattern in (query, key)]
+        if None not in found:
             raise ValueError(
                 f"clip_qk: parameter {path!r} matches both query={query!r} and "
                 f"key={key!r}; expected patterns of separate projections"
             )
-        for members in found:
-            members.append(path)
+        for field, pattern, projection in zip((0, 1), (query, key), found, strict=True):
+            if projection is not None:
+                inside = len(pattern.split("/")) - common
+                above = projection.split("/")[: -inside or None]
+                if above[-1:] in (["kernel"], ["bias"]):  # of which this is a part
+                    above.pop()
+                module = modules.setdefault("/".join(above), _Module([], []))
+                module[field].append(path)
     for name, module in modules.items():
         if not module.query or not module.key:
             here, pattern = ("key", key) if module.query else ("query", query)
@@ -265,34 +244,20 @@ class _Heads(NamedTuple):
     start: int  # the first of them
     key_heads: int
     head_dim: int
-
-    def factors(
-        self, largest: Float[Array, "*layers heads"], threshold: float, balance: float
-    ) -> tuple[Float[Array, "*layers heads"], Float[Array, "*layers key_heads"]]:
-        """Factors of the weights of each query head, and of each key head."""
-        above = _is_above(largest, threshold)
-        # One where nothing is clipped, exactly, and so are its powers and quotients.
-        gamma = threshold / jnp.where(above, largest, 1)
-        # 1e-2 of 1e38 is 0 in float32, and its quotient with itself NaN.
-        gamma = jnp.where(above, jnp.maximum(gamma, jnp.finfo(gamma.dtype).tiny), 1)
-        grouped = gamma.reshape(*gamma.shape[:-1], self.key_heads, -1)
-        kappa = jnp.min(grouped, axis=-1, keepdims=True) ** (1 - balance)
-        return (grouped / kappa).reshape(gamma.shape), kappa[..., 0]
+    outputs: dict[str, tuple[int, ...]]  # by path, (heads * head_dim,) or both apart
 
     def spread(
-        self, factor: Float[Array, "*layers heads"], path: str, shape: tuple[int, ...]
+        self, factor: Float[Array, "*layers heads"], path: str
     ) -> Float[Array, "..."]:
-        """A number for each head, broadcast against a parameter of this shape."""
-        factor = factor[..., None]
-        if not _apart(path, shape, self.layers):
-            heads = factor.shape[:-1]
-            factor = jnp.broadcast_to(factor, (*heads, self.head_dim))
-            factor = factor.reshape(*heads[:-1], -1)
+        """A number for each head, broadcast against a parameter."""
+        if len(self.outputs[path]) == 2:
+            factor = factor[..., None]
+        else:
+            factor = jnp.repeat(factor, self.head_dim, axis=-1)
         if not _is_bias(path):
             factor = jnp.expand_dims(factor, self.layers)
-        return jnp.moveaxis(
-            factor, range(self.layers), range(self.start, self.start + self.layers)
-        )
+        layers = range(self.layers)
+        return jnp.moveaxis(factor, layers, [self.start + axis for axis in layers])
 
 
 def _heads(
@@ -303,12 +268,6 @@ def _heads(
     start: int,
 ) -> _Heads:
     """How parameters hold their heads, given the shape of the module's maxima."""
-    end = start + len(logits) - 1
-    # Shapes with layers in front.
-    front = {
-        path: (*shape[start:end], *shape[:start], *shape[end:])
-        for path, shape in shapes.items()
-    }
 
     def misfit(path: str, expected: str) -> ValueError:
         return ValueError(
@@ -319,59 +278,40 @@ def _heads(
     if not logits:
         raise misfit(module.query[0], "max_logits of shape (*layers, heads)")
     layers, heads = logits[:-1], logits[-1]
-    for path in module.query + module.key:
-        inputs = 0 if _is_bias(path) else 1
-        rank = len(layers) + inputs
-        if (
-            len(shapes[path]) not in (rank + 1, rank + 2)
-            or front[path][: len(layers)] != layers
-            or 0 in shapes[path]
-        ):
+    end = start + len(layers)
+    outputs = {}
+    for path, shape in shapes.items():
+        inputs = [] if _is_bias(path) else ["embed"]
+        outputs[path] = (*shape[:start], *shape[end:])[len(inputs) :]
+        fits = shape[start:end] == layers and len(outputs[path]) in (1, 2)
+        if not fits or 0 in shape:
             ways = []
-            for heads_apart in (["heads * head_dim"], ["heads", "head_dim"]):
-                axes = ["embed"] * inputs + heads_apart
+            for apart in (["heads * head_dim"], ["heads", "head_dim"]):
+                axes = inputs + apart
                 axes[start:start] = map(str, layers)
                 ways.append(f"({', '.join(axes)})")
             raise misfit(path, " or ".join(ways))
-
-    def head_dim(path: str) -> int:
-        shape = front[path]
-        apart = _apart(path, shape, len(layers))
-        if not heads or (shape[-2] != heads if apart else shape[-1] % heads):
-            raise misfit(path, f"a query of {heads} heads")
-        return shape[-1] if apart else shape[-1] // heads
-
-    dim = head_dim(module.query[0])
+    dims: list[int] = []
     for path in module.query:
-        if head_dim(path) != dim:
-            raise misfit(path, f"heads of {dim}, as in {module.query[0]!r}")
-
-    def heads_of_key(path: str) -> int:
-        shape = front[path]
-        apart = _apart(path, shape, len(layers))
-        if shape[-1] != dim if apart else shape[-1] % dim:
-            raise misfit(path, f"key heads of {dim}, as in {module.query[0]!r}")
-        return shape[-2] if apart else shape[-1] // dim
-
-    key_heads = heads_of_key(module.key[0])
+        first, *head_dim = outputs[path]
+        if not heads or (first != heads if head_dim else first % heads):
+            raise misfit(path, f"a query of {heads} heads")
+        dims += head_dim or [first // heads]
+        if dims[-1] != dims[0]:
+            raise misfit(path, f"heads of {dims[0]}, as in {module.query[0]!r}")
+    counts: list[int] = []
     for path in module.key:
-        if heads_of_key(path) != key_heads or heads % key_heads:
+        first, *head_dim = outputs[path]
+        if head_dim != dims[:1] if head_dim else first % dims[0]:
+            raise misfit(path, f"key heads of {dims[0]}, as in {module.query[0]!r}")
+        counts.append(first if head_dim else first // dims[0])
+        if counts[-1] != counts[0] or heads % counts[0]:
             raise misfit(path, f"a number of key heads that divides {heads}")
-    return _Heads(len(layers), start, key_heads, dim)
-
-
-def _is_above(largest: Array, threshold: float) -> Array:
-    """Which heads are clipped."""
-    return (largest > threshold) & jnp.isfinite(largest)
+    return _Heads(len(layers), start, counts[0], dims[0], outputs)
 
 
 def _is_bias(path: str) -> bool:
-    """Whether a parameter is a bias, or a part of one that `with_splits` cut out."""
+    """True for a bias, or a part of one that `with_splits` cut out."""
     parent, _, name = path.rpartition("/")
     is_part = f"/{parent}".endswith("/bias")
     return is_part or name == "b" or "bias" in paths.words(name)
-
-
-def _apart(path: str, shape: tuple[int, ...], layers: int) -> bool:
-    """Whether heads have an axis of their own."""
-    return len(shape) == layers + (2 if _is_bias(path) else 3)
