@@ -24,12 +24,6 @@ import pytest
 gc.set_threshold(50_000, 50, 100)
 
 
-def pytest_runtest_setup(item):
-    """Tests marked `card` run on a GPU, and are skipped where JAX has none."""
-    if item.get_closest_marker("card") and jax.default_backend() != "gpu":
-        pytest.skip("needs a GPU: JAX_PLATFORMS=cuda python -m pytest -m card")
-
-
 @pytest.fixture(autouse=True)
 def count_traces_from_zero():
     """chex counts traces by the name of a function, over all tests."""

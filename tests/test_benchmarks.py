@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 
 import jax_muon as jm
 from benchmarks import (
@@ -15,9 +14,7 @@ from benchmarks import (
     flops,
     machine,
     polar,
-    sharded_step,
     spectra,
-    state_memory,
     step,
 )
 from benchmarks.parameters import model_parameters
@@ -253,46 +250,6 @@ def test_the_machine_says_what_it_is():
     assert found["command"] == "python -m benchmarks.step --models tiny"
     assert found["device"] and found["cores"] >= 1
     assert machine.version("no-such-package") is None
-
-
-@pytest.mark.parametrize("devices", [2, 4, 8])
-def test_state_lies_in_even_shares(devices):
-    """Of GPT-2 124M under ZeRO-2; what is whole everywhere are counts and norms."""
-    mesh = jax.make_mesh(
-        (devices,),
-        ("data",),
-        axis_types=(AxisType.Auto,),
-        devices=jax.devices()[:devices],
-    )
-    tx = jm.on_mesh(jm.nanochat(), mesh, divide="data")
-    state = jm.abstract_state(tx, model_parameters("gpt2-124m", jnp.float32), mesh)
-    leaves = jax.tree.leaves(state)
-    held = sum(
-        np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves
-    )
-    everything = sum(x.size * x.dtype.itemsize for x in leaves)
-    assert held <= 1.01 * everything / devices
-
-
-def test_bytes_of_state():
-    """Built for real: an eighth, and small leaves on each device."""
-    shapes = model_parameters("6x384", jnp.float32)
-    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    held, everything = state_memory.state_bytes(params, 8)
-    assert everything / 8 <= held <= 1.03 * everything / 8
-
-
-@pytest.mark.parametrize("layout", ["fsdp 4 x tp 2", "fsdp 2 x tp 2 x replicas 2"])
-def test_sharded_step(layout, monkeypatch):
-    """Even work, and no gathered matrix but over replicas."""
-    ours = {"jax_muon.muon": jm.muon(dtype="float32")}
-    monkeypatch.setattr(sharded_step, "contenders", lambda: ours)
-    ((_, _, work, exchanged, gathered, *_),) = sharded_step.count(
-        sharded_step.matrices(8, 256), layout
-    )
-    assert float(work) == pytest.approx(1, abs=0.01)
-    assert int(exchanged) > 0
-    assert (int(gathered) > 0) == ("replicas" in layout)
 
 
 @pytest.mark.parametrize("in_turn", [False, True])

@@ -1,0 +1,344 @@
+"""How many steps each optimizer needs: every one at its best, on the example's model.
+
+    python -m benchmarks.learning --optimizers muon   runs it anew, beside its record
+    python -m benchmarks.learning --report            tables and pictures
+
+The measure is that of speed runs: the length of the shortest run, with a schedule of
+its own, that ends at or below AdamW's loss after 300 steps, as the mean of three seeds.
+Every optimizer has the same model, initial weights, batches, form of the schedules and
+number of tries in the search for its settings. benchmarks/results/learning/ has a line
+for every run of that search, and in best.json what it found; benchmarks/NOTES.md says
+how it went.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import re
+import statistics
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from gpt import GPT
+from matplotlib.figure import Figure
+from optimizers import OPTIMIZERS, Rates, schedules, with_embedding_factor
+from runs import read, write
+from text import Text, read_text
+
+ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results/learning"
+BASELINE = "adamw"
+SIZES = ((300, 128), (1200, 128), (300, 256))  # AdamW's steps, width
+SEEDS = (0, 1, 2)
+EVERY = 20  # steps between two evaluations, at least
+FACTOR = "embedding_factor"  # a setting that is 1 where it is not there
+Settings = dict[str, float | list[float]]
+Record = dict[str, Any]
+
+
+class Point(NamedTuple):
+    """What a run is, and all that its losses depend on."""
+
+    optimizer: str
+    settings: Settings
+    seed: int = 0
+    steps: int = 300
+    width: int = 128
+    depth: int = 4
+    context: int = 128
+    batch_size: int = 16
+
+
+# ---- One run
+
+
+def train(point: Point) -> list[tuple[int, float]]:
+    """Steps and validation losses of a run, to its end.
+
+    Runs of one optimizer and size share a compiled step, which takes the rates of the
+    step as arguments.
+    """
+    text = data()
+    params = nnx.state(model(point.width, point.depth, point.seed), nnx.Param)
+    factor = float(point.settings.get(FACTOR, 1.0))  # type: ignore[arg-type]
+    init, step, evaluate = functions(point.optimizer, point.width, point.depth, factor)
+    state = init(params, next(rates_of(point)))
+    validation = text.validation_batches(point.batch_size, point.context)
+    every = max(EVERY, point.steps // 15)
+    losses = []
+    for done, rates in enumerate(rates_of(point), start=1):
+        batch = text.batch(point.seed, done, point.batch_size, point.context)
+        params, state = step(params, state, batch, rates)
+        if done % every == 0 or done == point.steps:
+            losses.append((done, float(evaluate(params, validation))))
+    return losses
+
+
+@functools.cache
+def data() -> Text:
+    """The text of the example."""
+    return read_text(None, Point("", {}).context)
+
+
+def rates_of(point: Point) -> Iterator[Rates]:
+    """The rates of every step."""
+    changing = {name: x for name, x in point.settings.items() if name != FACTOR}
+    rates: Any = schedules(point.steps, **changing)  # type: ignore[arg-type]
+    done = np.arange(point.steps)
+    columns = [
+        np.broadcast_to(rate(done) if callable(rate) else rate, done.shape)
+        for rate in rates
+    ]
+    yield from map(Rates, *(np.asarray(column, np.float32) for column in columns))
+
+
+@functools.cache
+def functions(optimizer: str, width: int, depth: int, factor: float = 1.0) -> Any:
+    """Compiled: the first state, a step, and the mean loss of batches."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: model(width, depth, 0)), nnx.Param)
+
+    def loss(params: Any, windows: Any) -> Any:  # windows: (16, 129)
+        return nnx.merge(graph, params).loss(windows)
+
+    def transform(rates: Rates) -> Any:
+        return with_embedding_factor(OPTIMIZERS[optimizer](rates), factor)
+
+    def init(params: Any, rates: Rates) -> Any:
+        return transform(rates).init(params)
+
+    def step(params: Any, state: Any, windows: Any, rates: Rates) -> Any:
+        grads = jax.grad(loss)(params, windows)
+        updates, state = transform(rates).update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def evaluate(params: Any, batches: Any) -> Any:  # batches: (8, 16, 129)
+        return jax.lax.map(lambda windows: loss(params, windows), batches).mean()
+
+    return jax.jit(init), jax.jit(step, donate_argnums=(0, 1)), jax.jit(evaluate)
+
+
+def model(width: int, depth: int, seed: int) -> GPT:
+    """The example's model for the text's vocabulary."""
+    return GPT(len(data().vocabulary), width, depth, rngs=nnx.Rngs(seed))
+
+
+# ---- What is on record
+
+
+class Row(NamedTuple):
+    """What came of an optimizer; None where no runs say."""
+
+    tries: int  # settings that the search tried
+    best: Record  # the best run of the search
+    by_length: dict[int, list[Record]]  # runs with these settings, one of each seed
+    pace: float | None  # processor time of a step on one core, beside AdamW's
+
+    def length(self, target: float) -> int | None:
+        """The length of the shortest runs whose mean is at or below a loss."""
+        return next((n for n, x in self.by_length.items() if mean(x) <= target), None)
+
+
+def rows(folder: pathlib.Path, steps: int, width: int) -> dict[str, Row]:
+    """What came of every optimizer that was searched at a size."""
+    paces = _json(folder / "pace.json")
+    found = {}
+    for optimizer, won in _json(folder / "best.json")[_size(steps, width)].items():
+        records = [
+            r for r in read(folder / f"{optimizer}.jsonl") if r["width"] == width
+        ]
+        runs: dict[int, dict[int, Record]] = {}
+        for record in records:
+            if record["settings"] == won["settings"]:
+                runs.setdefault(record["steps"], {})[record["seed"]] = record
+        searched = steps if optimizer == BASELINE else steps // 2
+        by_length = {
+            length: [by_seed[seed] for seed in SEEDS]
+            for length, by_seed in sorted(runs.items())
+            if set(by_seed) >= set(SEEDS)
+        }
+        pace = paces.get(f"{optimizer}, width {width}", {}).get("ratio")
+        ratio = 1.0 if optimizer == BASELINE else pace
+        found[optimizer] = Row(won["tries"], runs[searched][0], by_length, ratio)
+    return found
+
+
+def _json(path: pathlib.Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _size(steps: int, width: int) -> str:
+    return f"{steps} steps, width {width}"
+
+
+def last(record: Record) -> float:
+    """The last validation loss; infinite for a run that was stopped as hopeless."""
+    loss = record["validation_loss"]
+    return float("inf") if loss is None else loss
+
+
+def mean(records: list[Record]) -> float:
+    """The mean of the last validation losses."""
+    return statistics.fmean(map(last, records))
+
+
+# ---- Tables and pictures
+
+
+def table(found: dict[str, Row], steps: int, short: bool = False) -> str:
+    """A line for each optimizer, the fewest steps first."""
+    target = mean(found[BASELINE].by_length[steps])
+    ordered = sorted(
+        found.items(),
+        key=lambda item: (item[1].length(target) or steps, last(item[1].best)),
+    )
+    lines = [cells(name, row, steps, target) for name, row in ordered]
+    titles = [title for title in lines[0] if not (short and title in LONG)]
+    texts = [titles, ["---"] * len(titles)]
+    texts += [[line[title] for title in titles] for line in lines]
+    return "".join("| " + " | ".join(text) + " |\n" for text in texts)
+
+
+LONG = (
+    "tries", "matrices", "momentum", "decay", "head, embedding", "of its time",
+)  # fmt: skip
+
+
+def cells(name: str, row: Row, steps: int, target: float) -> dict[str, str]:
+    """A line of the table, by the titles of its columns."""
+    settings, length = row.best["settings"], row.length(target)
+    momentum, decay = settings["momentum"], settings.get("weight_decay")
+    rise = isinstance(momentum, list)
+    head = settings["adamw_learning_rate"]
+    runs = row.by_length.get(steps)
+    return {
+        "": f"`{name}`",
+        "tries": str(row.tries),
+        "matrices": f"{settings['learning_rate']:g}",
+        "momentum": " to ".join(map(str, momentum)) if rise else f"{momentum:g}",
+        "decay": "-" if decay is None else f"{decay:g}",
+        "head, embedding": f"{head:g}, {head * settings.get(FACTOR, 1.0):g}",
+        "best of the search": f"{last(row.best):.4f} ({row.best['steps']} steps)",
+        f"after {steps} steps": spread(runs) if runs else "-",
+        "steps to AdamW's loss": str(length or "-"),
+        "of its steps": f"{length / steps:.2f}" if length else "-",
+        "of its time": f"{length * row.pace / steps:.2f}"
+        if length and row.pace
+        else "-",
+    }
+
+
+def spread(runs: list[Record]) -> str:
+    """The mean of the last losses, and how far from it the seeds end."""
+    middle = mean(runs)
+    return f"{middle:.4f} ± {max(abs(last(run) - middle) for run in runs):.4f}"
+
+
+def draw(found: dict[str, Row], steps: int, path: pathlib.Path) -> None:
+    """Loss in the shortest runs, and at the end of runs by their length, with bands."""
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    during, by_length = figure.subplots(1, 2)
+    target = mean(found[BASELINE].by_length[steps])
+    for name, row in found.items():
+        color = f"C{list(OPTIMIZERS).index(name)}"
+        if length := row.length(target):
+            shortest = row.by_length[length]
+            curves = [run["validation_losses"] for run in shortest]
+            band(during, name, curves, color=color)
+        if row.by_length and name != BASELINE:
+            ends = [
+                [[n, last(runs[seed])] for n, runs in row.by_length.items()]
+                for seed in SEEDS
+            ]
+            band(by_length, name, ends, marker=".", color=color)
+    label = f"AdamW after {steps} steps"
+    by_length.axhline(target, color="grey", linestyle="--", linewidth=1, label=label)
+    during.set(title=f"Shortest runs to AdamW's loss after {steps}", xlabel="step")
+    by_length.set(title="Last validation loss of whole runs", xlabel="steps of the run")
+    for axes in (during, by_length):
+        axes.set(ylabel="nats per character")
+        axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def band(axes: Any, name: str, curves: list[list[list[float]]], **style: Any) -> None:
+    """The mean of curves, and a band between the lowest and the highest of them."""
+    steps = [step for step, _ in curves[0]]
+    values = np.array([[value for _, value in curve] for curve in curves])
+    (line,) = axes.plot(steps, values.mean(axis=0), label=name, **style)
+    axes.fill_between(
+        steps,
+        values.min(axis=0),
+        values.max(axis=0),
+        color=line.get_color(),
+        alpha=0.25,
+        linewidth=0,
+    )
+
+
+def fill(path: pathlib.Path, name: str, text: str) -> None:
+    """Put a table behind the comment of its name in a page that has one."""
+    page = path.read_text(encoding="utf-8") if path.exists() else ""
+    mark = f"<!-- {name} -->"
+    if mark in page:
+        old = re.escape(mark) + r"\n\n(\|.*\n)*"
+        write(path, re.sub(old, lambda _: f"{mark}\n\n{text}", page))
+
+
+def report(folder: pathlib.Path, root: pathlib.Path) -> None:
+    """Print and write the tables and pictures of every size."""
+    for steps, width in SIZES:
+        found = rows(folder, steps, width)
+        name = f"learning_{steps}_{width}"
+        text = table(found, steps)
+        print(f"AdamW's steps: {steps}, width: {width}\n\n{text}")
+        for page in ("docs/rates.md", "benchmarks/NOTES.md"):
+            fill(root / page, name, text)
+        fill(root / "README.md", name, table(found, steps, short=True))
+        draw(found, steps, root / "docs" / f"{name}.png")
+
+
+def main(words: list[str]) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.learning",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    add("--steps", type=int, help="default: the length of the shortest run on record")
+    add("--report", action="store_true")
+    args = parser.parse_args(words)
+    if args.report:
+        report(RESULTS, ROOT)
+        return
+    steps, width = SIZES[0]
+    found = rows(RESULTS, steps, width)
+    target = mean(found[BASELINE].by_length[steps])
+    for optimizer in args.optimizers:
+        row = found[optimizer]
+        length = args.steps or row.length(target) or steps
+        point = Point(optimizer, row.best["settings"], steps=length, width=width)
+        losses = [train(point._replace(seed=seed))[-1][1] for seed in SEEDS]
+        before = [last(run) for run in row.by_length.get(length, [])]
+        print(
+            f"{optimizer}, {length} steps: {_shown(losses)}; on record: "
+            f"{_shown(before)}; AdamW's after {steps} steps: {target:.4f}",
+            flush=True,
+        )
+
+
+def _shown(losses: list[float]) -> str:
+    return ", ".join(f"{loss:.4f}" for loss in losses) or "none"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
