@@ -372,7 +372,7 @@ def test_options_for_layers_that_a_loop_gathers():
     stack = {"layers": {"w": jax.ShapeDtypeStruct((4, 4096, 4096), "bfloat16")}}
     stack["layers"]["up"] = jax.ShapeDtypeStruct((4, 4096, 8192), "bfloat16")
     double = "xla_gpu_enable_while_loop_double_buffering"
-    options = gpu_options(stack, mesh)
+    options = gpu_options(stack, mesh, layers=True)
     assert options[double] and not options["xla_gpu_enable_pipelined_reduce_scatter"]
     layer = 3 * 4096 * 4096 * 2
     assert options["xla_gpu_all_gather_combine_threshold_bytes"] <= layer / 2
@@ -380,6 +380,25 @@ def test_options_for_layers_that_a_loop_gathers():
     for given in ({"layers": False}, {"gathers_first": False}):
         assert double not in gpu_options(stack, mesh, **given)
     assert double in gpu_options({"w": stack["layers"]["w"]}, mesh, layers=True)
+
+
+def test_options_for_a_scan_in_plain_jit():
+    """XLA gathers layers there by itself: its own pipelining does most."""
+    mesh = jax.sharding.Mesh([Described("gpu", i) for i in range(8)], "a")
+    stack = {"layers": {"w": jax.ShapeDtypeStruct((4, 64, 64), "bfloat16")}}
+    assert gpu_options(stack, mesh) == xla_options.XLA_GATHERS_LAYERS
+
+
+def test_options_for_layers_on_many_devices():
+    """One bucket for all of a layer, there and back."""
+    mesh = jax.sharding.Mesh([Described("gpu", i) for i in range(256)], "a")
+    stack = {"w": jax.ShapeDtypeStruct((32, 4096, 8192), "bfloat16")}
+    stack["v"] = jax.ShapeDtypeStruct((32, 8192, 4096), "bfloat16")
+    options = gpu_options({"layers": stack}, mesh, layers=True)
+    layer = 2 * 2 * 4096 * 8192
+    for kind, received in (("all_gather", layer), ("reduce_scatter", layer / 256)):
+        threshold = options[f"xla_gpu_{kind}_combine_threshold_bytes"]
+        assert received < threshold < 2 * received
 
 
 def test_options_that_xla_does_not_know_are_left_out():

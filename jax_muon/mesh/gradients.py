@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jax_muon import checks, notes, paths
 from jax_muon.dtypes import wide
-from jax_muon.mesh import layers, specs
+from jax_muon.mesh import layers, specs, xla_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,8 @@ class MeanGradients:
             loss_fn: Any = self._split_loss
             extra: Any = ()  # for `scatter_layer`, before the loss is computed
             if traced is not None and traced.held:
-                exchange = layers.Exchange(self.gather, scatter_layer)
+                late = xla_options.scatters_late(devices)
+                exchange = layers.Exchange(self.gather, scatter_layer, late)
                 if self.weighted:
                     weight = traced.result(1, exchange, full, part)
                     extra = (weight, jax.lax.psum(weight, self.axis))

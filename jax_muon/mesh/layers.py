@@ -30,10 +30,12 @@ class Exchange(NamedTuple):
     Attributes:
       gather: of (shard, spec), the whole array.
       scatter: of (gradient of the whole, spec, dtype, extra), the shard's gradient.
+      late: whether a scan scatters a layer's gradient all at once, one layer later.
     """
 
     gather: Callable[[Any, PartitionSpec], Any]
     scatter: Callable[[Any, PartitionSpec, Any, Any], Any]
+    late: bool = False
 
 
 @functools.partial(
@@ -282,7 +284,8 @@ class _Evaluation:
         consts, rows = [*given[:constants], self._extra], given[first:]
         carry = given[constants:first]
         look = _Look()
-        look.run(body, _layers([*[None] * first, *rows]))
+        shapes = [isinstance(x, Held) and dataclasses.replace(x, x=None) for x in rows]
+        look.run(body, _layers([*[None] * first, *shapes]))
         # Arrays that a scan within this one takes stay sharded here.
         ours = [isinstance(x, Held) and x.leaf not in look.scanned for x in rows]
         layers = list(itertools.compress(rows, ours))
@@ -316,7 +319,9 @@ class _Evaluation:
             step = lambda carry, xs: run(consts, carry, [], xs)  # noqa: E731
             carry, ys = jax.lax.scan(step, carry, xs, **loop)
         else:
-            scan = prefetch.scan(run, gather, scatter, self._keep_gathered, **loop)
+            scan = prefetch.scan(
+                run, gather, scatter, self._keep_gathered, self._exchange.late, **loop
+            )
             carry, ys = scan(consts, carry, layers, xs)
         return [*carry, *ys]
 

@@ -26,6 +26,7 @@ def scan(
     gather: Callable[[Any], Any],
     scatter: Callable[[Any, Any, Any], Any],
     keep_gathered: bool,
+    late: bool,
     *,
     length: int,
     reverse: bool,
@@ -38,6 +39,8 @@ def scan(
       gather: of the shards of a layer to the layer.
       scatter: of (gradient of a layer, shards, consts) to the gradient of its shards.
       keep_gathered: whether layers are kept for the backward pass.
+      late: whether a layer's gradient is scattered all at once while the next one runs,
+        instead of array by array while it runs itself.
       length: number of layers.
       reverse: whether the last layer comes first.
       unroll: layers in one turn of the loop.
@@ -85,22 +88,32 @@ def scan(
         d_carry, d_ys = _partition(cotangents)[0]
 
         def step(state: Any, inputs: Any) -> Any:
-            d_carry, total, layer = state
+            d_carry, total, layer, d_layer = state
             i, pull_of, x, d_ys = inputs
             before = layer if keep_gathered else layer_at(shards, i - on)
+            d_shards = scatter(d_layer, shards, consts) if late else None
             pull = pull_of(consts, layer, x)
             ((d_consts, d_carry, d_layer, d_x),) = pull((d_carry, d_ys))
             total = jax.tree.map(jnp.add, total, d_consts)
+            if late:
+                return (d_carry, total, before, d_layer), (d_shards, d_x)
             d_shards = scatter(d_layer, shards, consts)
-            return (d_carry, total, before), (d_shards, d_x)
+            return (d_carry, total, before, None), (d_shards, d_x)
 
         zeros = jax.tree.map(jnp.zeros_like, _partition(consts)[0])
-        (d_carry, d_consts, _), (d_shards, d_xs) = loop(
+        nothing = jax.tree.map(jnp.zeros_like, last) if late else None
+        (d_carry, d_consts, _, d_layer), (d_shards, d_xs) = loop(
             step,
-            (d_carry, zeros, last),
+            (d_carry, zeros, last, nothing),
             (numbers, saved, xs, d_ys),
             reverse=not reverse,
         )
+        if late:  # those of a layer are where those of the one before should be
+            d_shards = jax.tree.map(
+                lambda ds, d: jnp.roll(ds, on, axis=0).at[-1 if reverse else 0].set(d),
+                d_shards,
+                scatter(d_layer, shards, consts),
+            )
         return d_consts, d_carry, d_shards, d_xs
 
     prefetching.defvjp(save, backward)

@@ -1,5 +1,6 @@
 """`scan_layers`: a scan over sharded layers, in plain jit."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from jax_muon.mesh.specs import (
     spec_by_path,
     spec_names,
 )
+from jax_muon.mesh.xla_options import scatters_late
 
 
 def scan_layers(
@@ -113,5 +115,6 @@ def scan_layers(
         for x, spec in zip(flat, divided, strict=True)
     ]
     traced = ByLayers(scan, (jax.tree.unflatten(treedef, whole), carry), divided)
-    exchange = Exchange(gather, scatter)
+    devices = math.prod(mesh.shape[name] for name in names)
+    exchange = Exchange(gather, scatter, scatters_late(devices))
     return traced(exchange, layers, carry, keep_gathered=keep_gathered)

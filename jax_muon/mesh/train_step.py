@@ -34,6 +34,7 @@ from jax_muon.mesh.specs import (
     only,
     spec_names,
 )
+from jax_muon.reading.layers import axes_of_layers
 
 Step = tuple[Any, Any, dict[str, Any]]
 
@@ -260,12 +261,14 @@ class TrainStep:
             return dict(self._options)
         axis = self._gradients.axis
         specs = jax.tree.leaves(self._layout.of_params(params), is_leaf=is_spec)
+        first = any(set(spec_names(spec)) & set(axis) for spec in specs)
+        stacked = any(axes_of_layers(params).values())
         return xla_options.gpu_options(
             params,
             self._layout.mesh,
             axis=axis,
-            gathers_first=any(set(spec_names(spec)) & set(axis) for spec in specs),
-            layers=None if self._gradients.how != "leaves" else False,
+            gathers_first=first,
+            layers=first and stacked and self._gradients.how != "leaves",
         )
 
     def _jit(self, params: Any) -> Any:

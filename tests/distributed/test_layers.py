@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
+from jax_muon.mesh import xla_options
 from jax_muon.notes import listening
 from tests.distributed import losses
 from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of
@@ -59,6 +60,18 @@ def test_gradients_in_float64(loss, x64):
     assert_close(found, expected, bound)
     np.testing.assert_allclose(metrics["loss"], value, rtol=bound)
     assert set(whole) - {"head"} == set(losses.SCANS[loss])
+
+
+LATE = [losses.scan, losses.scan_in_reverse, losses.scan_of_scans_of_others]
+
+
+@pytest.mark.parametrize("loss", LATE)
+def test_gradients_that_many_devices_scatter_late(loss, x64, monkeypatch):
+    """All of a layer's in one go, while the next layer runs."""
+    params, batch = losses.draw(jnp.float64), losses.samples(dtype=jnp.float64)
+    monkeypatch.setattr(xla_options, "MANY_DEVICES", 3)
+    found, _, _ = gradients(make(loss), params, batch)
+    assert_close(found, jax.grad(loss)(params, batch), 1e-12)
 
 
 FORMS = {
@@ -241,14 +254,36 @@ class Linen(nn.Module):
 
 
 class NnxBlock(nnx.Module):
-    """A layer for `nnx.scan`."""
+    """Attention and MLP."""
 
     def __init__(self, rngs):
-        self.up = nnx.Linear(8, 16, rngs=rngs)
-        self.down = nnx.Linear(16, 8, rngs=rngs)
+        self.norms = nnx.List([nnx.RMSNorm(16, rngs=rngs) for _ in range(2)])
+        self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.down = nnx.Linear(32, 16, rngs=rngs)
 
     def __call__(self, x):
-        return x + self.down(nnx.tanh(self.up(x)))
+        mask = nnx.make_causal_mask(x[..., 0])
+        x = x + self.attention(self.norms[0](x), mask=mask)
+        return x + self.down(nnx.gelu(self.up(self.norms[1](x))))
+
+
+class Gpt(nnx.Module):
+    """A GPT whose blocks are stacked by `nnx.vmap` and run by `nnx.scan`."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(64, 16, rngs=rngs)
+        self.blocks = nnx.vmap(NnxBlock)(rngs.split(4))
+        self.norm = nnx.RMSNorm(16, rngs=rngs)
+        self.head = nnx.Linear(16, 64, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        forward = nnx.scan(
+            nnx.remat(lambda x, block: block(x)),
+            in_axes=(nnx.Carry, 0),
+            out_axes=nnx.Carry,
+        )
+        return self.head(self.norm(forward(self.embed(tokens), self.blocks)))
 
 
 def linen():
@@ -257,23 +292,8 @@ def linen():
     return params, lambda params, x: jnp.mean(jnp.sin(model.apply(params, x)))
 
 
-def nnx_model():
-    blocks = nnx.vmap(NnxBlock)(nnx.Rngs(0).split(4))
-    graph, params = nnx.split(blocks)
-
-    def loss(params, x):
-        model = nnx.merge(graph, params)
-        forward = nnx.scan(
-            lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
-        )
-        return jnp.mean(jnp.sin(forward(x, model)))
-
-    return params, loss
-
-
-@pytest.mark.parametrize("model", [linen, nnx_model])
-def test_scans_of_flax(model):
-    params, loss = model()
+def test_scans_of_linen():
+    params, loss = linen()
     batch = losses.samples()
     expected = jax.grad(loss)(params, batch)
     stacked = jax.tree.map(lambda x: x.ndim > 1 and x.shape[0] == 4, params)
@@ -282,6 +302,27 @@ def test_scans_of_flax(model):
     found, _, whole = gradients(step, params, batch)
     assert_close(found, expected, 5e-6)
     assert not whole
+
+
+def test_a_gpt_of_nnx():
+    """Its blocks, and no other parameters, are gathered a layer at a time."""
+    graph, params, others = nnx.split(Gpt(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss(params, tokens):
+        logits = nnx.merge(graph, params, others)(tokens[:, :-1])
+        terms = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return terms.mean()
+
+    tokens = jax.random.randint(jax.random.key(1), (16, 9), 0, 64)
+    expected = jax.grad(loss)(params, tokens)
+    step = make(loss, 8, specs=None, parameters="divided")
+    found, _, whole = gradients(step, params, tokens)
+    assert_close(found, expected, 5e-6)
+    assert {path.partition("/")[0] for path in whole} == {"embed", "norm", "head"}
+    ways = step.gathers(params, tokens)
+    blocks = {path: how for path, how in ways.items() if path.startswith("blocks/")}
+    assert len(blocks) == 14
+    assert set(blocks.values()) == {"a layer at a time"}
 
 
 # --- in plain jit ---------------------------------------------------------------------
