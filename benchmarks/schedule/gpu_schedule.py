@@ -35,6 +35,7 @@ from benchmarks.schedule.h100s import (
     CARD_BYTES,
     GPUS_PER_HOST,
     LAYOUTS,
+    PLAIN_LAYOUTS,
     SCALE_LAYOUTS,
     WORKLOADS,
     WholeStep,
@@ -57,7 +58,7 @@ CASES = (
     ("gpt-6.7b", 256),
     ("gpt-6.7b", 1024),
 )
-ALL_LAYOUTS = tuple(dict.fromkeys(LAYOUTS + SCALE_LAYOUTS))
+ALL_LAYOUTS = tuple(dict.fromkeys(LAYOUTS + SCALE_LAYOUTS + PLAIN_LAYOUTS))
 RECIPES = ("nanochat", "muon", "moonlight", "normuon")
 
 # Goals. Where parameters are divided between steps: exposed bytes as a share of all.

@@ -16,6 +16,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the plugin looks for a driver o
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.experimental import topologies
 from jax.sharding import (
     AbstractDevice,
@@ -87,14 +88,78 @@ WORKLOADS = {
 }
 LAYOUTS = ("zero2", "zero2-divided", "fsdp", "hsdp")
 # Of larger models too; GPT-2 has too few heads and too small a vocabulary for the last.
+PLAIN_LAYOUTS = ("plain", "plain-layers")
 SCALE_LAYOUTS = ("zero2-hosts", "zero2-divided", "hsdp", "fsdp-tp")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainStep:
+    """FSDP in plain jit, around `on_mesh`, with the interface of a `TrainStep`.
+
+    Attributes:
+      tx: the optimizer on its mesh.
+      mesh: a mesh with one axis, "data".
+      specs: how parameters are sharded.
+      head: width of a head of attention.
+      by_layers: whether the model calls `scan_layers` instead of `jax.lax.scan`.
+    """
+
+    tx: Any
+    mesh: Mesh
+    specs: Any
+    head: int
+    by_layers: bool
+
+    def lower(self, *args: Any) -> Any:
+        """The step lowered for shapes with shardings."""
+        options = self.compiler_options(args[0])
+        jitted = jax.jit(self._step, donate_argnums=(0, 1), compiler_options=options)
+        return jitted.lower(*args)
+
+    def abstract(self, params: Any) -> tuple[Any, Any]:
+        """Shapes with shardings of parameters and state."""
+        placed = jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)
+            ),
+            params,
+            self.specs,
+        )
+        return placed, jm.abstract_state(self.tx, placed, self.mesh)
+
+    def compiler_options(self, params: Any) -> dict[str, Any]:
+        """Ours for XLA."""
+        return jm.gpu_options(params, self.mesh, layers=self.by_layers or None)
+
+    def _step(self, params: Any, state: Any, tokens: Any) -> Any:
+        value, grads = jax.value_and_grad(self._loss)(params, tokens)
+        shardings = jax.tree.map(lambda s: NamedSharding(self.mesh, s), self.specs)
+        grads = jax.lax.with_sharding_constraint(grads, shardings)
+        updates, state = self.tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    def _loss(self, params: Any, tokens: Any) -> Any:
+        batch = NamedSharding(self.mesh, PartitionSpec("data"))
+
+        def scan(block: Any, x: Any, layers: Any) -> Any:
+            def constrained(x: Any, layer: Any) -> Any:
+                x, y = block(x, layer)
+                return jax.lax.with_sharding_constraint(x, batch), y
+
+            x = jax.lax.with_sharding_constraint(x, batch)
+            if not self.by_layers:
+                return jax.lax.scan(constrained, x, layers)
+            specs = self.specs["blocks"]
+            return jm.scan_layers(constrained, x, layers, self.mesh, specs)
+
+        return loss(params, tokens, head=self.head, scan=scan)
 
 
 @dataclasses.dataclass(frozen=True)
 class WholeStep:
     """A step, and shapes with shardings of its parameters, state and batch."""
 
-    step: jm.TrainStep
+    step: jm.TrainStep | PlainStep
     args: tuple[Any, Any, Any]
 
     @property
@@ -150,7 +215,8 @@ def whole_step(
         said by specs; "hsdp": parameters divided over the 8 GPUs of a host and repeated
         on every host, gradients and state divided over all; "zero2-hosts": gradients
         and state divided within a host alone; "fsdp-tp": tensor parallelism, or experts
-        divided, within a host, and everything divided over hosts besides.
+        divided, within a host, and everything divided over hosts besides; "plain":
+        "fsdp" in plain jit; "plain-layers": the same with `scan_layers`.
       recipe: a name of `jax_muon`.
       **settings: of the recipe.
     """
@@ -164,15 +230,21 @@ def whole_step(
         grid = devices.reshape(-1, min(size, GPUS_PER_HOST))
         mesh = Mesh(grid, ("hosts", "data") if layout != "fsdp-tp" else ("data", "tp"))
     batch = tuple(name for name in mesh.axis_names if name != "tp")
-    step = jm.make_train_step(
-        functools.partial(loss, head=work.head),
-        getattr(jm, recipe)(**settings),
-        mesh,
-        axis=batch,
-        specs=specs_of(params, mesh, layout),
-        divide="data" if layout == "zero2-hosts" else None,
-        parameters="divided" if layout == "zero2-divided" else "as specs",
-    )
+    specs, tx = specs_of(params, mesh, layout), getattr(jm, recipe)(**settings)
+    step: Any
+    if layout in PLAIN_LAYOUTS:
+        by_layers = layout == "plain-layers"
+        step = PlainStep(jm.on_mesh(tx, mesh, specs), mesh, specs, work.head, by_layers)
+    else:
+        step = jm.make_train_step(
+            functools.partial(loss, head=work.head),
+            tx,
+            mesh,
+            axis=batch,
+            specs=specs,
+            divide="data" if layout == "zero2-hosts" else None,
+            parameters="divided" if layout == "zero2-divided" else "as specs",
+        )
     tokens = jax.ShapeDtypeStruct(
         (work.sequences * size, work.length + 1),
         jnp.int32,
