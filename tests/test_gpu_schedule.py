@@ -18,7 +18,6 @@ from benchmarks.schedule.hlo import (
     Instruction,
     Module,
     Products,
-    Traffic,
     Transfer,
     Work,
 )
@@ -140,7 +139,6 @@ def test_products_between_start_and_done(module):
     assert third.hides == Work(always=fusion * 5)
     assert fourth.hides == Work(always=gemm)
     assert module.work() == Work(always=gemm + gemm + fusion * 5, perhaps=branch)
-    assert [line.name for line in module.conditionals()] == ["maybe"]
 
 
 # A layer's gather under its product, in a loop of three trips.
@@ -190,21 +188,6 @@ def test_only_asynchronous_transfers_with_products_are_hidden(module):
         False,
         False,
     ]
-
-
-def test_traffic(module):
-    """Operands and results by hand: two products, a branch of two, five in a loop."""
-    gemm = 16 * 4 * 8 * 2 + 2 * 4 * 4 * 4
-    branch = (64 + 64) + (64 + 128)
-    assert module.traffic() == Traffic(2 * gemm + branch + 5 * (64 + 128), 0)
-    copied = SCHEDULED.replace("bitcast(%ag.1.done)", "copy(%ag.1.done)")
-    assert Module.parse(copied).traffic().rest == 2 * 8 * 4 * 8 * 2
-    started = SCHEDULED.replace(
-        "  ROOT %last = bf16[8,4,8]{2,1,0} bitcast(%ag.1.done)",
-        "  %go = (bf16[8,4,8], bf16[8,4,8], u32[]) copy-start(%ag.1.done)\n"
-        "  ROOT %last = bf16[8,4,8]{2,1,0} copy-done(%go)",
-    )
-    assert Module.parse(started).traffic() == Module.parse(copied).traffic()
 
 
 def test_text_without_a_schedule_is_refused():
@@ -503,16 +486,3 @@ def test_cases():
     assert gpu_schedule.cases(None, [64]) == [("gpt2-124m", 64), ("gpt-1.3b", 64)]
     assert gpu_schedule.cases(["tiny"], [16]) == [("tiny", 16)]
     assert {model for model, _ in gpu_schedule.CASES} < set(WORKLOADS)
-
-
-def test_goals():
-    """At the goal it is met; a case without goals has none."""
-    case = {"model": "gpt2-124m", "gpus": 8, "parameter_bytes": 100e6}
-    sent = {"bytes": 200e6, "exposed_bytes": 50e6}
-    found = gpu_schedule.goals(case | {"layout": "fsdp", "all": sent})
-    assert found["exposed, %"] == (25, 20)
-    assert found["sent, MB"] == (200, pytest.approx(1.05 * 175 + 25))
-    found = gpu_schedule.goals(case | {"layout": "zero2", "all": sent})
-    assert found["exposed, MB"] == (50, 251)
-    assert gpu_schedule.goals(case | {"layout": "hsdp", "all": sent}) == {}
-    assert gpu_schedule.goals(case | {"layout": "zero2", "all": sent, "gpus": 16}) == {}

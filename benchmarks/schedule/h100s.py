@@ -87,7 +87,7 @@ WORKLOADS = {
     "experts-tiny": Workload(head=16, sequences=2, length=32),
 }
 LAYOUTS = ("zero2", "zero2-divided", "fsdp", "hsdp")
-# Of larger models too; GPT-2 has too few heads and too small a vocabulary for the last.
+# For larger models; GPT-2 has too few heads and too few words for the last.
 PLAIN_LAYOUTS = ("plain", "plain-layers")
 SCALE_LAYOUTS = ("zero2-hosts", "zero2-divided", "hsdp", "fsdp-tp")
 
@@ -174,8 +174,8 @@ def lowering_for_h100(**axes: int) -> AbstractContextManager[Any]:
     Up to jax 0.10 it took any card for granted; since then it asks which one.
 
     Args:
-      **axes: names and sizes of a mesh of such cards, over which `jax.shard_map`
-        without a mesh of its own runs.
+      **axes: names and sizes of a mesh of such cards, on which `jax.shard_map`
+        runs if it is given none.
     """
     card = AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
     mesh = AbstractMesh(
@@ -211,11 +211,11 @@ def whole_step(
       model: of `WORKLOADS`.
       devices: of `h100s`, or others.
       layout: "zero2": parameters replicated between steps, gradients and state divided
-        over all devices; "zero2-divided": parameters divided so too; "fsdp": the same,
-        said by specs; "hsdp": parameters divided over the 8 GPUs of a host and repeated
+        over all devices; "zero2-divided": parameters also; "fsdp": the same, by
+        specs; "hsdp": parameters divided over the 8 GPUs of a host and repeated
         on every host, gradients and state divided over all; "zero2-hosts": gradients
         and state divided within a host alone; "fsdp-tp": tensor parallelism, or experts
-        divided, within a host, and everything divided over hosts besides; "plain":
+        divided, within a host, and everything also divided over hosts; "plain":
         "fsdp" in plain jit; "plain-layers": the same with `scan_layers`.
       recipe: a name of `jax_muon`.
       **settings: of the recipe.
@@ -254,7 +254,7 @@ def whole_step(
 
 
 def specs_of(params: Any, mesh: Mesh, layout: str) -> Any:
-    """Where parameters lie: None where they are replicated, or divided by the step."""
+    """Specs of the parameters; None if they are replicated, or sharded by the step."""
     if layout.startswith("zero2"):
         return None
     over = mesh.shape["data"]

@@ -1,8 +1,8 @@
 """Read the text of a scheduled HLO module: what runs while a collective is under way.
 
 A scheduled module lists instructions in the order in which the GPU's stream gets them.
-An asynchronous collective is a pair, `-start` and `-done`: whatever stands between the
-two runs while data travels. Only text is read: no compiler and no GPU is needed.
+An asynchronous collective is a pair, `-start` and `-done`: whatever is listed between
+the two runs while data travels. Only text is read: no compiler and no GPU is needed.
 """
 
 import dataclasses
@@ -29,9 +29,6 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 _COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
 _PRODUCT_TARGETS = ("cublas", "gemm", "matmul")
-# Instructions that move nothing.
-_FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota")
-_WORKSPACE = re.compile(r", s8\[\d+\]")
 _BITS = re.compile(r"^[a-z]+(\d+)")
 
 
@@ -71,24 +68,6 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
-    """Bytes of operands and results: of products, and of everything else.
-
-    Each operand of an instruction counts once, and whole, also where a part is read.
-    The workspace of a product does not count.
-    """
-
-    products: int = 0
-    rest: int = 0
-
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(self.products + other.products, self.rest + other.rest)
-
-    def __mul__(self, times: int) -> "Traffic":
-        return Traffic(self.products * times, self.rest * times)
-
-
-@dataclasses.dataclass(frozen=True)
 class Instruction:
     """One line of a computation."""
 
@@ -117,9 +96,9 @@ class Transfer:
       name: of its instruction.
       kind: "reduce-scatter", "all-gather", "all-reduce" or "all-to-all".
       start: place in the schedule.
-      done: place of its end; that of the start for a synchronous collective.
+      done: place of its end; equal to start for a synchronous collective.
       input_bytes: of one device.
-      group: devices that take part in it, of which there may be several such groups.
+      group: devices that take part in it; other groups may do the same.
       is_sync: whether the device waits for it, be it a pair of start and done or not.
       hides: products between start and done.
     """
@@ -196,7 +175,7 @@ class Module:
         return self._written_out(self.entry, "")
 
     def _written_out(self, computation: str, suffix: str) -> list[Instruction]:
-        """The lines of a computation, under names of their own for each trip."""
+        """The lines of a computation; the name of each says in which trip it runs."""
         lines = []
         for line in self.computations[computation]:
             body = _BODY.search(line.text) if line.opcode == "while" else None
@@ -308,51 +287,10 @@ class Module:
         """All products of the module."""
         return self._work_of(self.entry)
 
-    def traffic(self) -> Traffic:
-        """What a device reads and writes, without collectives.
-
-        Of a conditional the branch counts whose products move most.
-        """
-        return self._traffic_of(self.entry)
-
-    def conditionals(self) -> list[Instruction]:
-        """The conditionals of the entry computation."""
-        return [
-            line
-            for line in self.computations[self.entry]
-            if line.opcode == "conditional"
-        ]
-
-    def _traffic_of(self, computation: str) -> Traffic:
-        lines = self.computations.get(computation, [])
-        types = {line.name: line.type for line in lines}
-        total = Traffic()
-        for line in lines:
-            kind = line.opcode.removesuffix("-start")
-            if kind in (*_FREE, *_COLLECTIVES) or kind.endswith("-done"):
-                continue
-            if line.opcode in ("conditional", "while", "call"):
-                inner = [self._traffic_of(name) for name in line.called]
-                if line.opcode == "conditional":
-                    inner = [max(inner, key=lambda found: found.products)]
-                total = sum((t * _trips(line.text) for t in inner), start=total)
-                continue
-            read = sum(_bytes(types.get(name, "")) for name in set(line.operands))
-            if kind != line.opcode:  # a start's type names operands too
-                total += Traffic(0, 2 * read)
-            elif self._work(line, types).count > 0:
-                total += Traffic(read + _bytes(_WORKSPACE.sub("", line.type)), 0)
-            else:
-                total += Traffic(0, read + _bytes(line.type))
-        return total
-
     def _work_of(self, computation: str) -> Work:
         lines = self.computations.get(computation, [])
         types = {line.name: line.type for line in lines}
-        total = Work()
-        for line in lines:
-            total = total + self._work(line, types)
-        return total
+        return sum((self._work(line, types) for line in lines), start=Work())
 
     def _work(self, line: Instruction, types: dict[str, str]) -> Work:
         if line.opcode == "dot" or (
@@ -365,11 +303,8 @@ class Module:
             # A device takes one branch: count the one that does most.
             most = max(inner, key=lambda work: work.count)
             return Work(perhaps=most.always + most.perhaps)
-        trips = _trips(line.text)
-        total = Work()
-        for work in inner:
-            total = total + Work(work.always * trips, work.perhaps * trips)
-        return total
+        total, trips = sum(inner, start=Work()), _trips(line.text)
+        return Work(total.always * trips, total.perhaps * trips)
 
 
 def _difference(after: Products, before: Products) -> Products:

@@ -41,7 +41,7 @@ class Estimate:
 
 
 def bytes_between_hosts(transfer: Transfer, gpus_per_host: int) -> float:
-    """What a GPU sends through its own network card.
+    """Bytes that a GPU sends through its network card.
 
     A ring over several hosts crosses to the next host once, and the GPUs of a host each
     carry one of as many rings. An all-to-all sends every other GPU its own piece.
@@ -91,7 +91,7 @@ def estimate(
       rates: of products and transfers.
       kinds: for each kind of device whether it takes the longest branch of a
         conditional; None for one kind that takes all. A transfer starts when the last
-        of them is there. Products are those of the busiest.
+        of them reaches it. Products are counted on the busiest.
     """
     transfers = module.transfers()
     before = [

@@ -4,8 +4,8 @@
     python -m benchmarks.schedule.tpu_schedule v5p:4x4x4 --model gpt2-124m
 
 compiles `psum_scatter` of one gradient over one, two and three dimensions of the torus,
-or a whole train step, and prints collectives with what a chip sends, and peak memory.
-It needs `pip install "jax[tpu]"`. `benchmarks/NOTES.md` says what was found.
+or a whole train step, and prints collectives, bytes sent by a chip, and peak memory.
+It needs `pip install "jax[tpu]"`. `benchmarks/NOTES.md` has the results.
 """
 
 import argparse
@@ -19,7 +19,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault(
     "TPU_SKIP_MDS_QUERY", "1"
 )  # no metadata server to ask which pod this is
-# JAX cannot read what was compiled for TPUs that are not here back from its cache.
+# JAX cannot read programs for TPUs that this machine lacks back from its cache.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import jax
@@ -78,7 +78,7 @@ def scatter(grid: np.ndarray, axes: tuple[str, ...], *, in_turn: bool) -> Any:
 
 
 def report(title: str, lowered: Any, options: dict[str, Any]) -> str:
-    """One line: collectives with what a chip sends, and peak memory."""
+    """One line: collectives, bytes sent by a chip, and peak memory."""
     started = time.perf_counter()
     compiled = lowered.compile(compiler_options=options)
     seconds = time.perf_counter() - started

@@ -75,7 +75,7 @@ class MeanGradients:
             return _map(one, scattered, here, grads, params, held)
 
         def sums(part: Any) -> Any:
-            """What is added up over microbatches: weights, and means times weights."""
+            """Sums over microbatches: weights, and means times weights."""
 
             def scatter_layer(g: Any, spec: Any, dtype: Any, extra: Any) -> Any:
                 g = self._share(g, *extra) if extra else self._share(g, 1.0, devices)
@@ -179,7 +179,7 @@ class MeanGradients:
         return _over(collective, self._to_reduce(x), self.axis).astype(x.dtype)
 
     def _share(self, x: Any, weight: Any, total: Any) -> Any:
-        """What a device adds to a mean over devices; nothing, if its weight is 0.
+        """A device's share of a mean over devices; nothing, if its weight is 0.
 
         Divided before it is summed: eight gradients of 9000 overflow float16. The mean
         of no samples at all may be 0 / 0.
@@ -230,15 +230,15 @@ class MeanGradients:
 
 
 def _map(function: Callable[..., Any], *trees: Any) -> Any:
-    """`jax.tree.map` over trees of which the first has PartitionSpecs as leaves."""
+    """`jax.tree.map`, where the leaves of the first tree are PartitionSpecs."""
     return jax.tree.map(function, *trees, is_leaf=specs.is_spec)
 
 
 def _over(collective: Callable[..., Any], x: Any, names: tuple[str, ...]) -> Any:
     """A sum or maximum over mesh axes.
 
-    Over an axis of one device it is a gather: XLA cannot reduce over it what is sharded
-    over other axes.
+    Over an axis of one device it is a gather: XLA cannot reduce arrays that are sharded
+    over other axes over it.
     """
     alone = tuple(name for name in names if jax.lax.axis_size(name) == 1)
     others = tuple(name for name in names if name not in alone)

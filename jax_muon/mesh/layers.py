@@ -1,8 +1,8 @@
-"""A function of whole arrays, run on shards: each scanned layer is gathered by itself.
+"""A function of whole arrays, run on shards: scanned layers are gathered one by one.
 
 `ByLayers` traces the function with whole shapes. In its jaxpr a sharded array stays
 sharded (`Held`) through casts and transposes until a scan, or a slice, takes one layer
-of it. Such a scan becomes one that gathers each layer while another one runs; see
+of it. The scan becomes one that gathers each layer while another one runs; see
 `prefetch`. All other operations get the whole array.
 """
 
@@ -188,7 +188,7 @@ class ByLayers:
 
 
 class _Evaluation:
-    """Computes functions of arrays, some of which are `Held`."""
+    """Computes functions of arrays, some of them `Held`."""
 
     def __init__(self, exchange: Exchange, extra: Any, keep_gathered: bool) -> None:
         self._exchange, self._extra = exchange, extra

@@ -42,8 +42,8 @@ def scan_layers(
     again and scatters each layer's gradient while the next one is computed. It keeps
     neither gathered layers nor copies of them in another dtype; what `jax.checkpoint`
     around `block` keeps is kept. Within `make_train_step`, which does all this for any
-    scan, it is a plain scan. Like any function with a gradient of its own, it has
-    reverse-mode derivatives only.
+    scan, it is a plain scan. Like any `jax.custom_vjp`, it has reverse-mode
+    derivatives only.
 
     Args:
       block: `block(carry, layer)` returns the next carry and an output, as for a scan.
@@ -53,8 +53,8 @@ def scan_layers(
       mesh: the mesh.
       specs: how `layers` are sharded: see `on_mesh`. None: as their types say, which on
         Auto axes means replicated, so that nothing is gathered.
-      axis: mesh axes over which layers are gathered; None for all. Name those of FSDP
-        if there are others, such as "tp", over which a layer stays sharded.
+      axis: mesh axes over which layers are gathered; None for all. With other axes in
+        the mesh, such as "tp", over which a layer stays sharded, name the FSDP axes.
       keep_gathered: keep gathered layers for the backward pass.
       reverse: whether the last layer comes first.
       unroll: layers in one turn of the loop.

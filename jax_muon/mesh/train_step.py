@@ -70,7 +70,7 @@ def make_train_step(
         mean counts for, such as the number of unmasked tokens. A mean of weight 0 does
         not count, even if it is NaN. With `has_aux`, it returns a pair of that and a
         tree of arrays. It sees whole parameters, except along mesh axes other than
-        `axis`, such as those of tensor parallelism.
+        `axis`, such as tensor parallelism's.
       tx: an optimizer, such as a recipe; do not wrap it in `on_mesh`.
       mesh: the mesh.
       axis: mesh axis, or axes, that divide the leading axis of batches.
@@ -81,13 +81,13 @@ def make_train_step(
         steps and gather them for each step (ZeRO-3).
       min_size: leaves of fewer elements are replicated, their gradients all-reduced.
       has_aux: whether loss_fn returns auxiliary output.
-      max_aux: names of entries of the auxiliary output, a dictionary, of which the
-        maximum over devices and microbatches counts instead of the mean. `tx` gets them
+      max_aux: names of entries of the auxiliary output, a dictionary. Their maximum
+        over devices and microbatches counts instead of the mean. `tx` gets them
         as extra arguments of these names: "max_logits" for `clip_qk`.
       weighted: whether loss_fn returns weights.
       microbatches: number of parts in which a device takes its batch, one by one.
       accumulate: "local": each device adds up the gradients of its microbatches and
-        sends the sum once; "scattered": it sends those of each microbatch, so that no
+        sends the sum once; "scattered": it sends every microbatch's gradients, so no
         device holds a sum of whole gradients.
       reduce_dtype: dtype in which gradients are sent; None for the parameters'.
       gather_dtype: dtype in which parameters and updates are sent; None for their own.
@@ -242,7 +242,7 @@ class TrainStep:
           "a layer at a time", or "whole" with the operation of the loss that needs it.
         """
         with notes.listening() as heard:
-            # A function of its own, which has not been traced yet.
+            # A new function, so that JAX traces it.
             jax.eval_shape(lambda *x: self._step(*x), *self.abstract(params), batch)
         found: dict[str, str] = {}
         for kind, facts in heard:

@@ -21,8 +21,8 @@ GATHERS_FIRST = 64
 GATHERS_LAST = 16
 SCATTERS = 32
 LEAST_BUCKET = 4_000_000  # bytes; a smaller one takes as long
-# The latency of a collective grows with the devices. From here on, each layer's
-# gradient is scattered in one collective, and not in one for each array.
+# The latency of a collective grows with the devices. Above this number,
+# each layer's gradient is scattered in one collective, not one for each array.
 MANY_DEVICES = 128
 # For a scan in plain jit, whose gathers are XLA's own: MaxText's options for GPUs. For
 # llama-7b on 256 H100s products wait 23 ms, by the estimate of benchmarks/schedule,
@@ -48,7 +48,7 @@ def gpu_options(
 ) -> dict[str, Any]:
     """Compiler options for a train step with these parameters on this mesh.
 
-    `make_train_step` uses them already. For a step of your own, around `on_mesh`:
+    `make_train_step` uses them already. For your own step around `on_mesh`:
     `jax.jit(step, compiler_options=gpu_options(params, mesh))`. They set
 
     - `xla_gpu_all_gather_combine_threshold_bytes` and
@@ -133,7 +133,7 @@ def gpu_options(
 
 
 def scatters_late(devices: int) -> bool:
-    """Whether so many devices scatter a layer's gradient at once, a layer later."""
+    """Whether a layer's gradient is scattered in one collective, a layer later."""
     return devices > MANY_DEVICES
 
 
