@@ -1,4 +1,4 @@
-"""Draws the charts of docs/speed.md and fills tables from benchmarks/results.
+"""Draws the charts of the pages and fills tables from benchmarks/results.
 
     python docs/charts.py
 
@@ -154,11 +154,56 @@ def draw(title: str, groups: Groups) -> str:
                 f'width="{length}" height="15" rx="2"/>',
                 f'<text class="s" x="{end}" y="{y}">{bar.text}</text>',
             ]
+    return svg(width, y + 12, lines)
+
+
+def svg(width: int, height: int, lines: list[str]) -> str:
+    """A picture of these lines."""
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y + 12}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="13">'
     )
     return "\n".join([head, f"<style>\n{STYLE}\n</style>", *lines, "</svg>\n"])
+
+
+LANES = {"products": "blue", "all-gather": "green", "reduce-scatter": "orange"}
+
+
+def timeline() -> str:
+    """One turn of the loops over layers, of two layers each: what is busy when."""
+    result: Any = results("layer_timeline.json")
+    left, width, y = 110, 640, 24
+    scale = (width - left - 10) / max(loop["length"] for loop in result["loops"])
+    title = f"Two layers of {result['model']} on {result['gpus']} H100s, estimated"
+    lines = [f'<text class="t" y="16" font-weight="bold">{title}</text>']
+    names = {"Forward": ("layer i", "layer i + 1"), "Backward": ("layer i", "layer i - 1")}
+    for (name, layers), loop in zip(names.items(), result["loops"], strict=True):
+        y += 24
+        text = f"{name}: {loop['length'] / 1000:.1f} ms"
+        lines.append(f'<text class="t" y="{y}">{text}</text>')
+        for lane, color in LANES.items():
+            busy = [x[1:3] for x in loop["transfers"] if x[0] == lane]
+            if lane == "products":  # they leave no gaps
+                (bar,) = loop["products"]
+                half = sum(bar) / 2
+                busy = [[bar[0], half], [half, bar[1]]]
+            if not busy:
+                continue
+            y += 21
+            place = f'x="{left - 8}" y="{y}" text-anchor="end"'
+            lines.append(f'<text class="s" {place}>{lane}</text>')
+            for start, end in busy:
+                x, length = left + scale * start, max(1, scale * (end - start) - 1)
+                lines.append(
+                    f'<rect class="{color}" x="{x:.1f}" y="{y - 12}" '
+                    f'width="{length:.1f}" height="15"/>'
+                )
+            if lane == "products":
+                for text, (start, _) in zip(layers, busy, strict=True):
+                    x = left + scale * start + 6
+                    lines.append(f'<text fill="#fff" x="{x:.1f}" y="{y}">{text}</text>')
+        y += 8
+    return svg(width, y + 8, lines)
 
 
 def charts() -> dict[str, str]:
@@ -168,6 +213,7 @@ def charts() -> dict[str, str]:
         "step_optax.svg": draw(step, step_times(OPTAX)),
         "step_torch.svg": draw(step, step_times(TORCH)),
         "maxtext.svg": draw("Llama 7B: work of the busiest device", busiest()),
+        "layer_timeline.svg": timeline(),
         "layout_wait.svg": draw(
             "Estimated share of a step that waits, the wait, and peak memory", waiting()
         ),
