@@ -176,8 +176,8 @@ def timeline() -> str:
     scale = (width - left - 10) / max(loop["length"] for loop in result["loops"])
     title = f"Two layers of {result['model']} on {result['gpus']} H100s, estimated"
     lines = [f'<text class="t" y="16" font-weight="bold">{title}</text>']
-    names = {"Forward": ("layer i", "layer i + 1"), "Backward": ("layer i", "layer i - 1")}
-    for (name, layers), loop in zip(names.items(), result["loops"], strict=True):
+    names = {"Forward": "layer i + 1", "Backward": "layer i - 1"}
+    for (name, second), loop in zip(names.items(), result["loops"], strict=True):
         y += 24
         text = f"{name}: {loop['length'] / 1000:.1f} ms"
         lines.append(f'<text class="t" y="{y}">{text}</text>')
@@ -199,7 +199,7 @@ def timeline() -> str:
                     f'width="{length:.1f}" height="15"/>'
                 )
             if lane == "products":
-                for text, (start, _) in zip(layers, busy, strict=True):
+                for text, (start, _) in zip(("layer i", second), busy, strict=True):
                     x = left + scale * start + 6
                     lines.append(f'<text fill="#fff" x="{x:.1f}" y="{y}">{text}</text>')
         y += 8
