@@ -134,7 +134,6 @@ def model(width: int, depth: int, seed: int) -> GPT:
 class Row(NamedTuple):
     """What came of an optimizer; None where no runs say."""
 
-    tries: int  # settings that the search tried
     best: Record  # the best run of the search
     by_length: dict[int, list[Record]]  # runs with these settings, one of each seed
     pace: float | None  # processor time of a step on one core, beside AdamW's
@@ -164,7 +163,7 @@ def rows(folder: pathlib.Path, steps: int, width: int) -> dict[str, Row]:
         }
         pace = paces.get(f"{optimizer}, width {width}", {}).get("ratio")
         ratio = 1.0 if optimizer == BASELINE else pace
-        found[optimizer] = Row(won["tries"], runs[searched][0], by_length, ratio)
+        found[optimizer] = Row(runs[searched][0], by_length, ratio)
     return found
 
 
@@ -190,7 +189,7 @@ def mean(records: list[Record]) -> float:
 # ---- Tables and pictures
 
 
-def table(found: dict[str, Row], steps: int, short: bool = False) -> str:
+def table(found: dict[str, Row], steps: int) -> str:
     """A line for each optimizer, the fewest steps first."""
     target = mean(found[BASELINE].by_length[steps])
     ordered = sorted(
@@ -198,15 +197,10 @@ def table(found: dict[str, Row], steps: int, short: bool = False) -> str:
         key=lambda item: (item[1].length(target) or steps, last(item[1].best)),
     )
     lines = [cells(name, row, steps, target) for name, row in ordered]
-    titles = [title for title in lines[0] if not (short and title in LONG)]
+    titles = list(lines[0])
     texts = [titles, ["---"] * len(titles)]
     texts += [[line[title] for title in titles] for line in lines]
     return "".join("| " + " | ".join(text) + " |\n" for text in texts)
-
-
-LONG = (
-    "tries", "matrices", "momentum", "decay", "head, embedding", "of its time",
-)  # fmt: skip
 
 
 def cells(name: str, row: Row, steps: int, target: float) -> dict[str, str]:
@@ -218,12 +212,10 @@ def cells(name: str, row: Row, steps: int, target: float) -> dict[str, str]:
     runs = row.by_length.get(steps)
     return {
         "": f"`{name}`",
-        "tries": str(row.tries),
         "matrices": f"{settings['learning_rate']:g}",
         "momentum": " to ".join(map(str, momentum)) if rise else f"{momentum:g}",
         "decay": "-" if decay is None else f"{decay:g}",
         "head, embedding": f"{head:g}, {head * settings.get(FACTOR, 1.0):g}",
-        "best of the search": f"{last(row.best):.4f} ({row.best['steps']} steps)",
         f"after {steps} steps": spread(runs) if runs else "-",
         "steps to AdamW's loss": str(length or "-"),
         "of its steps": f"{length / steps:.2f}" if length else "-",
@@ -299,9 +291,7 @@ def report(folder: pathlib.Path, root: pathlib.Path) -> None:
         name = f"learning_{steps}_{width}"
         text = table(found, steps)
         print(f"AdamW's steps: {steps}, width: {width}\n\n{text}")
-        for page in ("docs/rates.md", "benchmarks/NOTES.md"):
-            fill(root / page, name, text)
-        fill(root / "README.md", name, table(found, steps, short=True))
+        fill(root / "docs" / "rates.md", name, text)
         draw(found, steps, root / "docs" / f"{name}.png")
 
 

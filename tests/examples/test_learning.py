@@ -56,7 +56,7 @@ def test_tables_and_pictures_from_records(folder, capsys):
     lines = page.read_text().splitlines()
     assert [lines[0], lines[-1], len(lines)] == ["a", "b", 10]
     assert lines[6] == (
-        "| `muon` | 11 | 0.02 | 0.9 | 0.1 | 0.01, 0.01 | 1.3233 (150 steps) "
+        "| `muon` | 0.02 | 0.9 | 0.1 | 0.01, 0.01 "
         "| 1.1667 ± 0.0100 | 150 | 0.50 | 0.67 |"
     )
     assert lines[7].endswith("| 1.3333 ± 0.0100 | 300 | 1.00 | 1.00 |")
