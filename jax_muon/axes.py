@@ -17,7 +17,15 @@ from optax.contrib import MuonDimensionNumbers
 
 @dataclasses.dataclass(frozen=True)
 class MatrixAxes:
-    """Which axes of a parameter are batch, in and out; indices are non-negative."""
+    """Which axes of a parameter are batch, in and out; indices are non-negative.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> layers = {"up": jnp.ones((3, 4, 8)), "norm": jnp.ones((3, 4))}
+      >>> jm.read({"layers": layers})["layers/up"].axes
+      MatrixAxes(batch=(0,), reduction=(1,), output=(2,))
+    """
 
     batch: tuple[int, ...]
     reduction: tuple[int, ...]

@@ -41,6 +41,14 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
     Raises:
       ValueError: a factor that is not a finite number of at least 0; at init, with all
         paths, a pattern that matches no parameter.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> updates = {"embed": jnp.ones(2), "head": jnp.ones(2)}
+      >>> tx = jm.scale_by_path({"embed*": 16.0})
+      >>> tx.update(updates, tx.init(updates))[0]["embed"].tolist()
+      [16.0, 16.0]
     """
     check_factors("factors", factors)
     found = PathFactors(factors)
@@ -106,6 +114,14 @@ def add_cautious_decayed_weights(
 
     Raises:
       ValueError: weight_decay below 0; at update, params=None.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> params, updates = jnp.array([2.0, -2.0]), jnp.array([1.0, 1.0])
+      >>> tx = jm.add_cautious_decayed_weights(0.5)
+      >>> tx.update(updates, tx.init(params), params)[0].tolist()
+      [2.0, 1.0]
 
     References:
       Cautious weight decay, arXiv 2510.12402.

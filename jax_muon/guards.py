@@ -42,6 +42,17 @@ def skip_nonfinite(
 
     Raises:
       ValueError: `inner` is not an optax transform; at update, another's state.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import jax_muon as jm
+      >>> params = jnp.ones(2)
+      >>> tx = jm.skip_nonfinite(optax.sgd(0.5))
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(jnp.array([1.0, jnp.nan]), state, params)
+      >>> updates.tolist(), int(state.skipped)
+      ([0.0, 0.0], 1)
     """
     inner = as_transform("inner", inner)
 

@@ -30,6 +30,13 @@ class Matrices(Mapping[str, Parameter]):
     """The parameters of a tree by path, with their splits and joins; see `read`.
 
     `print` shows which parameter goes where and why.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> matrices = jm.read({"embed": jnp.ones((9, 4)), "up": jnp.ones((4, 8))})
+      >>> matrices["up"].label, matrices["embed"].label
+      ('muon', 'adamw')
     """
 
     parameters: Mapping[str, Parameter]
@@ -218,6 +225,7 @@ def read(
         that are in no table.
 
     Examples:
+      >>> import jax.numpy as jnp
       >>> import jax_muon as jm
       >>> params = {"wte": jnp.zeros((9, 4)), "up": {"kernel": jnp.zeros((4, 8))}}
       >>> print(jm.read(params))

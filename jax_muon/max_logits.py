@@ -40,6 +40,13 @@ def max_attention_logits(
     Raises:
       ValueError: arguments of another kind, shapes that do not fit, key heads that do
         not divide the heads, `causal` with times that differ, block_size below 1.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> q = jnp.ones((1, 5, 2, 4))  # batch, time, heads, head_dim
+      >>> jm.max_attention_logits(q, 3.0 * q).tolist()
+      [6.0, 6.0]
     """
     checks.check_count("block_size", block_size)
     checks.check_flag("causal", causal)

@@ -79,6 +79,14 @@ def nesterov(
       ValueError: decay outside [0, 1), or any other dtype; at update, with the path,
         gradients whose shapes differ from M's, and a state of another transform.
 
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> grads = jnp.array([1.0, -4.0])
+      >>> tx = jm.nesterov(0.5)
+      >>> tx.update(grads, tx.init(grads))[0].tolist()
+      [0.75, -3.0]
+
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; momentum of Muon
       in eight bits: arXiv 2509.23106; Dozat, Incorporating Nesterov momentum into Adam,

@@ -63,6 +63,14 @@ def orthogonalize(
         a polar factor of another shape than its matrices. At once for a `polar` that is
         not a function, small below 0 or max_stack below 1.
 
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> updates = {"up": jnp.array([[3.0, 0.0], [0.0, -4.0]])}
+      >>> tx = jm.orthogonalize(jm.ExactPolar())
+      >>> tx.update(updates, tx.init(updates))[0]["up"].tolist()
+      [[1.0, 0.0], [0.0, -1.0]]
+
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; TEON, arXiv
       2601.23261.

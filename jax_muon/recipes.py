@@ -96,6 +96,17 @@ def nanochat(
       steps: of the Polar Express: the first of its five quintics, or all of a longer
         table.
 
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import jax_muon as jm
+      >>> params = {"embed": jnp.ones((9, 4)), "mlp": {"up": jnp.ones((4, 8))}}
+      >>> tx = jm.nanochat(0.02, adamw=optax.adamw(3e-3))
+      >>> state = jax.jit(tx.init)(params)
+      >>> jm.read(params).labels(params)
+      {'embed': 'adamw', 'mlp': {'up': 'muon'}}
+
     References:
       https://github.com/karpathy/nanochat; Polar Express arXiv 2505.16932; NorMuon
       arXiv 2510.05491; MuonEq arXiv 2603.28254; Muon+ arXiv 2602.21545.
@@ -154,6 +165,15 @@ def normuon(
       beta2: decay of the mean squares, in [0, 1).
       lookahead: whether to use Nesterov's look-ahead, which the paper does not.
 
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> params = {"mlp": jnp.arange(8.0).reshape(2, 4)}
+      >>> tx = jm.normuon(1.0, weight_decay=0.0, dtype="float32")
+      >>> updates, _ = tx.update(params, tx.init(params), params)
+      >>> round(float(jnp.sqrt(jnp.mean(updates["mlp"] ** 2))), 4)
+      0.2
+
     References:
       NorMuon, arXiv 2510.05491, Algorithm 1.
     """
@@ -209,6 +229,15 @@ def muon(
       bias_correction: of the momentum, as in `optax.contrib.muon`; see `nesterov`.
       shape_rule: see `scale_by_shape`.
 
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> params = {"mlp": 3.0 * jnp.eye(2), "bias": jnp.ones(2)}
+      >>> tx = jm.muon(0.5, polar=jm.ExactPolar())
+      >>> updates, _ = tx.update(params, tx.init(params), params)
+      >>> updates["mlp"].tolist()
+      [[-0.5, -0.0], [-0.0, -0.5]]
+
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/
     """
@@ -256,6 +285,15 @@ def moonlight(
       momentum: Nesterov momentum in [0, 1).
       weight_decay: decoupled, times the learning rate alone.
       adamw: None for AdamW with this learning rate and this weight decay.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> params = {"mlp": jnp.eye(25)}
+      >>> tx = jm.moonlight(1e-3, weight_decay=0.0, polar=jm.ExactPolar())
+      >>> updates, _ = tx.update(params, tx.init(params), params)
+      >>> round(float(updates["mlp"][0, 0]), 6)  # 0.2 * 25**0.5 times the rate
+      -0.001
 
     References:
       Liu et al., Muon is scalable for LLM training, arXiv 2502.16982.
@@ -319,6 +357,17 @@ def teon(
     Raises:
       ValueError: at init, a model without numbered or scanned layers to join.
 
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> layer = {"attn": {name: jnp.eye(4) for name in "qkvo"}}
+      >>> params = {"layers": [layer, layer]}
+      >>> tx = jm.teon(1.0, polar=jm.ExactPolar())
+      >>> updates, _ = tx.update(params, tx.init(params), params)
+      >>> attn = updates["layers"][0]["attn"]
+      >>> [round(float(attn[name][0, 0]), 3) for name in "qkvo"]
+      [-0.707, -0.707, -0.707, -1.0]
+
     References:
       TEON, arXiv 2601.23261.
     """
@@ -375,6 +424,17 @@ def muonh(
         of `jax_muon.recipes`.
       momentum: Nesterov momentum in [0, 1).
 
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import jax_muon as jm
+      >>> params = {"mlp": jnp.arange(8.0).reshape(2, 4)}
+      >>> tx = jm.muonh(0.02)
+      >>> updates, _ = tx.update(params, tx.init(params), params)
+      >>> moved = optax.apply_updates(params, updates)
+      >>> bool(jnp.allclose(optax.tree.norm(moved), optax.tree.norm(params)))
+      True
+
     References:
       Hyperball optimization, arXiv 2606.16899.
     """
@@ -419,6 +479,17 @@ def normuonh(
       momentum: in [0, 1), as an exponential average.
       beta2: decay of the mean squares, in [0, 1).
       lookahead: whether to use Nesterov's look-ahead, which NorMuon's paper does not.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import jax_muon as jm
+      >>> params = {"mlp": jnp.arange(8.0).reshape(2, 4)}
+      >>> tx = jm.normuonh(0.02)
+      >>> updates, _ = tx.update(params, tx.init(params), params)
+      >>> moved = optax.apply_updates(params, updates)
+      >>> bool(jnp.allclose(optax.tree.norm(moved), optax.tree.norm(params)))
+      True
 
     References:
       Hyperball optimization, arXiv 2606.16899; NorMuon, arXiv 2510.05491.

@@ -35,6 +35,16 @@ class Split:
       axis: of the parameter; the default is the last, the outputs of a kernel.
       learning_rates: factor of the learning rate by name of a part; those not named
         have 1.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> params = {"attn": {"qkv": jnp.ones((4, 12))}}
+      >>> splits = {"qkv": jm.Split(("query", "key", "value"))}
+      >>> tx = jm.nanochat(matrices=jm.read(params, splits=splits))
+      >>> lines = str(jm.describe(tx, params)).splitlines()
+      >>> [line.split()[0] for line in lines[1:4]]
+      ['attn/qkv/query', 'attn/qkv/key', 'attn/qkv/value']
     """
 
     parts: int | Sequence[str] | Mapping[str, int]

@@ -61,6 +61,14 @@ def equilibrate_rows(
     Raises:
       ValueError: eps not above 0.
 
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> updates = jnp.array([[7.0, 0.0], [0.0, 1.0]])
+      >>> tx = jm.equilibrate_rows()
+      >>> tx.update(updates, tx.init(updates))[0].tolist()
+      [[5.0, 0.0], [0.0, 5.0]]
+
     References:
       MuonEq, arXiv 2603.28254.
     """
@@ -96,6 +104,14 @@ def normalize_frobenius(
 
     Raises:
       ValueError: rms or eps not above 0.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> updates = jnp.array([[3.0, 0.0], [0.0, 4.0]])
+      >>> tx = jm.normalize_frobenius(rms=5.0)
+      >>> tx.update(updates, tx.init(updates))[0].tolist()
+      [[6.0, 0.0], [0.0, 8.0]]
 
     References:
       Muon+, arXiv 2602.21545. With rms=0.2 after `scale_by_normuon`, the step size of
@@ -152,6 +168,14 @@ def scale_by_normuon(
     Raises:
       ValueError: decay outside [0, 1), an unknown axis, eps not above 0; at init, with
         path and shape, a parameter that is not a floating-point matrix.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> updates = jnp.array([[1.0, 0.0], [0.0, 7.0]])
+      >>> tx = jm.scale_by_normuon()
+      >>> tx.update(updates, tx.init(updates))[0].round(3).tolist()
+      [[5.0, 0.0], [0.0, 5.0]]
 
     References:
       NorMuon, arXiv 2510.05491, Algorithm 1.
@@ -234,6 +258,14 @@ def scale_by_shape(
 
     Raises:
       ValueError: an unknown rule.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> updates = jnp.ones((2, 8))  # (in, out)
+      >>> tx = jm.scale_by_shape("max_ratio")
+      >>> tx.update(updates, tx.init(updates))[0][0, 0].item()
+      2.0
 
     References:
       Jordan et al., https://kellerjordan.github.io/posts/muon/; Moonlight, arXiv

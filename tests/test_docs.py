@@ -4,6 +4,7 @@ A page may use what stands in `stage` besides its own imports: a small model, it
 gradients, a mesh of eight devices, a loss, and a folder.
 """
 
+import inspect
 import pathlib
 import re
 import runpy
@@ -78,6 +79,12 @@ def test_every_public_name_is_in_the_reference():
     reference = (DOCS / "reference.md").read_text()
     named = re.findall(r"^::: jax_muon\.(?:\w+\.)*(\w+)$", reference, re.M)
     assert sorted(set(named) & set(jm.__all__)) == sorted(jm.__all__)
+
+
+@pytest.mark.parametrize("name", jm.__all__)
+def test_every_public_name_has_an_example(name):
+    """Doctest runs them."""
+    assert ">>> " in inspect.getdoc(getattr(jm, name))
 
 
 def test_charts_and_tables_are_those_of_the_results():

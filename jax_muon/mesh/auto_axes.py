@@ -31,6 +31,19 @@ def on_auto_axes(
 
     Raises:
       ValueError: `tx` is not an optax transform.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import jax_muon as jm
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> adaptive = jm.on_auto_axes(optax.adaptive_grad_clip(0.1))
+      >>> tx = jm.on_mesh(optax.chain(adaptive, jm.nanochat()), mesh, divide="data")
+      >>> params = {"mlp": {"up": jnp.ones((64, 256))}}
+      >>> updates, state = jax.jit(tx.update)(params, tx.init(params), params)
+      >>> updates["mlp"]["up"].shape
+      (64, 256)
     """
     tx = as_transform("tx", tx)
 

@@ -79,6 +79,18 @@ def on_mesh(
         with path and shape, specs that do not fit, or that use an axis of `divide`;
         state that is not one of `tx` on these parameters.
 
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> params = {"mlp": {"up": jnp.ones((64, 256))}}
+      >>> tx = jm.on_mesh(jm.nanochat(), mesh, divide="data")
+      >>> state = jax.jit(tx.init)(params)
+      >>> updates, state = jax.jit(tx.update)(params, state, params)
+      >>> updates["mlp"]["up"].shape
+      (64, 256)
+
     References:
       Rajbhandari et al., ZeRO, arXiv 1910.02054.
     """
@@ -345,6 +357,17 @@ def abstract_state(
 
     Raises:
       ValueError: an argument of another type, and what `tx` raises at init.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> params = {"mlp": {"up": jnp.ones((64, 256))}}
+      >>> tx = jm.on_mesh(jm.nanochat(), mesh, divide="data")
+      >>> target = jm.abstract_state(tx, params, mesh)  # for orbax
+      >>> all(x.sharding.mesh == mesh for x in jax.tree.leaves(target))
+      True
     """
     as_transform("tx", tx)
     check_arrays("params", params)

@@ -65,6 +65,18 @@ def scan_layers(
     Raises:
       ValueError: an argument of another type, an axis that the mesh lacks; with the
         path, a spec that does not fit, or that shards the axis of layers over `axis`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> layers = 2.0 * jnp.ones((3, 8))
+      >>> def block(x, layer):
+      ...     return x * layer, None
+      >>> x, _ = jm.scan_layers(block, jnp.ones(8), layers, mesh)
+      >>> float(x[0])
+      8.0
     """
     checks.check_function("block", block, "a function of (carry, layer)")
     checks.check_arrays("layers", layers)

@@ -111,6 +111,20 @@ def make_train_step(
         devices do not divide, auxiliary output without an entry of max_aux, a state of
         other parameters, and what `on_mesh` raises.
 
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> def loss_fn(params, batch):
+      ...     return jnp.mean((batch @ params["mlp"]) ** 2)
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> step = jm.make_train_step(loss_fn, jm.nanochat(), mesh)
+      >>> params, state = step.init({"mlp": jnp.eye(64)})
+      >>> batch = jnp.ones((jax.device_count(), 64))
+      >>> params, state, metrics = step(params, state, batch)
+      >>> float(metrics["loss"])
+      1.0
+
     References:
       Rajbhandari et al., ZeRO, arXiv 1910.02054.
     """
@@ -183,6 +197,18 @@ class TrainStep:
     over devices and microbatches, or the maximum for entries in `max_aux`.
     `step.abstract(params)` is what a checkpoint is restored into. `step.tx` is the
     optimizer on its mesh, for `describe`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> def loss_fn(params, batch):
+      ...     return jnp.mean((batch @ params["mlp"]) ** 2)
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> step = jm.make_train_step(loss_fn, jm.nanochat(), mesh)
+      >>> params, state = step.abstract({"mlp": jnp.eye(64)})
+      >>> params["mlp"].shape
+      (64, 64)
     """
 
     def __init__(

@@ -85,6 +85,15 @@ def gpu_options(
 
     Raises:
       ValueError: an argument of another type, an axis that the mesh lacks.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> options = jm.gpu_options({"mlp": jnp.ones((64, 256))}, mesh)
+      >>> options if jax.default_backend() == "cpu" else {}
+      {}
     """
     specs.check_mesh("mesh", mesh)
     names = mesh.axis_names if axis is None else specs.checked_axes("axis", axis, mesh)

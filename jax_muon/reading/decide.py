@@ -38,6 +38,13 @@ class Parameter:
       axes: which of its axes are batch, in and out; None if it is not a matrix.
       doubt: why it cannot be read as a matrix, or how to resolve an ambiguity.
       names: its logical axis names, if it has any.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> up = jm.read({"up": jnp.ones((4, 8))})["up"]
+      >>> up.role, up.axes.reduction, up.axes.output
+      ('kernel', (0,), (1,))
     """
 
     path: str

@@ -40,6 +40,12 @@ class Moments:
       second: averages of squares: Adam's second moment.
       means: averages of NorMuon's mean squares, of the parameter's shape or with 1 in
         the axes of the mean.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> jm.Moments(count=100, first={"mlp": jnp.zeros((4, 8))}).count
+      100
     """
 
     count: int
