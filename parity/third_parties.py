@@ -39,7 +39,10 @@ NOT_USED = (
         "it needs torchvision, whose build on the registry is for CUDA and does not "
         "load beside the CPU build of torch",
     ),
-    ("emerging-optimizers 0.3.0", "it needs Python 3.12 or later, and triton"),
+    (
+        "emerging-optimizers 0.3.0",
+        "it needs an environment of its own: `make test-outside` compares it",
+    ),
     ("dion", "it is not on the registry"),
     (
         "heavyball 3.2.1",
