@@ -5,8 +5,8 @@
 prints a Markdown table for Llama 7B with scanned layers; nothing runs. MaxText's rows
 follow the rule of its 0.2.5 (`optimizers/reshape_utils.py`): each leaf's matrices go to
 devices by their layer, padded with zeros to a multiple of the devices, and replicas
-repeat the work. Their bytes are those of all-to-alls, which XLA does not always make of
-a reshard. Rows of `optax.contrib.muon` count what XLA compiles for CPUs; ours are what
+repeat the work. Bytes assume all-to-alls; XLA does not always turn a reshard into one.
+Rows of `optax.contrib.muon` count what XLA compiles for CPUs; ours are what
 `jax_muon.describe` says.
 """
 
@@ -32,7 +32,7 @@ from jax_muon.mesh.traffic import ring_bytes
 # Devices that parameters are sharded over, and replicas of them.
 MESHES = ((8, 1), (64, 1), (256, 1), (8, 8), (8, 32))
 SPEC = PartitionSpec(None, "fsdp")
-# Whether a matrix that is a leaf of its own is whole on the device that works on it.
+# True where one device works on the whole matrix of a 2-D leaf.
 WHOLE_2D = {"optax.contrib.muon": False, "maxtext": False, "jax_muon": True}
 
 

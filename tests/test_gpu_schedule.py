@@ -356,7 +356,9 @@ def test_options_for_layers_that_a_loop_gathers():
     stack["layers"]["up"] = jax.ShapeDtypeStruct((4, 4096, 8192), "bfloat16")
     double = "xla_gpu_enable_while_loop_double_buffering"
     options = gpu_options(stack, mesh, layers=True)
-    assert options[double] and not options["xla_gpu_enable_pipelined_reduce_scatter"]
+    assert options[double]
+    # jaxlib 0.12 has no such option.
+    assert not options.get("xla_gpu_enable_pipelined_reduce_scatter", False)
     layer = 3 * 4096 * 4096 * 2
     assert options["xla_gpu_all_gather_combine_threshold_bytes"] <= layer / 2
     assert options["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 500_000

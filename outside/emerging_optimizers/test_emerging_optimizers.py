@@ -3,7 +3,7 @@
 Conventions that differ, beside the names: its weights are (out, in), its momentum is an
 average and without Nesterov by default, its default iteration is J. You's in bfloat16,
 and its hyperball takes the norm of the weights before each step for the radius, where
-ours keeps that of `init`, which is the same up to rounding.
+ours keeps the norm at `init`, which is equal up to rounding.
 """
 
 import jax
@@ -22,8 +22,8 @@ from emerging_optimizers.utils import fp32_matmul_precision
 
 import jax_muon as jm
 
-# Its name of a table, ours, and how many steps are compared. After the eighth step of
-# the Polar Express it repeats that one, and ours goes on with the sequence.
+# Its name of a table, ours, and how many steps are compared. From the ninth step on it
+# repeats the eighth of the Polar Express; ours continues the sequence.
 TABLES = [
     ("simple", "jordan", 7),
     ("quintic", "you", 5),

@@ -82,10 +82,9 @@ def two_layers(key, bias=False):
 def test_hyperball_against_muonh(theirs, ours, nesterov):
     """Six steps in float32, to 1e-5 of the distance travelled.
 
-    Its momentum is a sum and ours an average, whose polar factors are the same, and
-    both steps are a part of the norm. Theirs keeps the norm that a matrix has before
-    each step, ours that of `init`; theirs adds 1e-8 to the norm in Newton-Schulz, ours
-    1e-7; a zero matrix becomes NaN in theirs.
+    Its momentum is a sum and ours an average; their polar factors are equal. Theirs
+    keeps the norm before each step, ours the norm at `init`. Theirs adds 1e-8 to the
+    norm in Newton-Schulz, ours 1e-7. Zero matrices become NaN in theirs.
     """
     rate, momentum = 0.05, 0.9
     their = scale_with_muonh(momentum, nesterov, 5, 1e-8, rate, theirs)
@@ -144,7 +143,7 @@ def linears(tree):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_readings(name):
-    """As each Linear says itself: its axes In and Out, and batch is what is left."""
+    """As each Linear names its axes: In, Out, and batch for all others."""
     params = shapes(MODELS[name])
     found = jm.read(params)
     layers = linears(params)

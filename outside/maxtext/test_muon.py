@@ -13,8 +13,8 @@ from maxtext.optimizers.muon import muon as maxtext_muon
 
 import jax_muon as jm
 
-# Shape, reduction and output axes, spec: scanned layers on axis 1, as MaxText has them,
-# here None. `dense` has no layers: theirs orthogonalizes it in pieces.
+# Shape, reduction and output axes, spec. Scanned layers are on axis 1, None here.
+# `dense` has no layers: theirs orthogonalizes it in pieces.
 LEAVES = {
     "layers/mlp/wi_0/kernel": ((16, None, 32), (0,), (-1,), P("fsdp", None, "tensor")),
     "layers/mlp/wo/kernel": ((32, None, 16), (0,), (-1,), P("tensor", None, "fsdp")),

@@ -460,7 +460,7 @@ def test_diloco():
 
 
 def test_going_on_with_another_run():
-    (found,) = snippets("Going on with another optimizer's run")
+    (found,) = snippets("Continuing another optimizer's run")
     params, state = found["params"], found["state"]
     updates, _ = jax.eval_shape(found["tx"].update, params, state, params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)

@@ -1,7 +1,7 @@
 """optax's own tests of contributed optimizers, with our recipes as its Muon.
 
-The tests are those of the installed optax; a case of `optax.contrib.muon` looks the
-factory up when it runs, and finds one of ours instead.
+They come from the installed optax. Each case looks `optax.contrib.muon` up when it runs
+and finds one of our recipes instead.
 """
 
 import inspect
