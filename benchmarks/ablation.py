@@ -1,181 +1,105 @@
-"""Which conditions of the reading do real models need?
+"""Which rules of the reading do real models need?
 
-    python -m benchmarks.ablation FOLDER... [--modules shapes,kinds] [--lines]
+    python -m benchmarks.ablation FOLDER...
 
-Every `if` of jax_muon/reading and every operand of `and` and `or` is switched off in
-turn: an `if` is never taken, an operand of `and` is true and one of `or` is false. A
-condition is needed where a model of the folders (as `benchmarks.reading` has them) is
-then read otherwise, or not at all. The table has a row for each function; `--lines`
-adds the conditions that no model needs. They may be needed all the same, by the tests
-of single leaves or by models that are not in the folders.
+Every rule of jax_muon/reading is removed in turn, and all models of the folders (see
+`benchmarks.reading`) are read again, with their axis names and without. A rule is a
+function that answers a question about a leaf with None or False if it does not apply;
+without it, the answer is always None. The table has the number of leaves whose label or
+axes change (axes of size 1 change no matrix), and the smallest of their models.
 """
 
 import argparse
-import ast
-import collections
 import importlib
 import json
 import pathlib
 import sys
 import types
-from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+import typing
+from collections.abc import Iterator
+from typing import Any
 
-from benchmarks import reading
+from jax_muon.reading.read import read_leaves
+from jax_muon.reading.tree import Leaf
 
-MODULES = "layers,experts,names,kinds,heads,orientation,shapes,evidence,roles"
-Model = tuple[str, list[dict[str, Any]], bool]  # name, parameters, by axis names
-Functions = dict[str, types.FunctionType]
-
-
-class Condition(NamedTuple):
-    """A condition in a source file, and where it is in the tree of its syntax."""
-
-    function: str
-    line: int
-    text: str
-    off: bool  # its value when it is switched off
-    node: Any
-    operand: int | None  # None for a whole `if`
+MODULES = ("tree", "layers", "names", "roles", "shapes", "decide")
+Readings = list[Any]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table, one row for each function."""
+    """Print the table, one row for each rule."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("folders", type=pathlib.Path, nargs="+")
-    parser.add_argument("--modules", default=MODULES, help="of jax_muon.reading")
-    parser.add_argument("--lines", action="store_true", help="show what is not needed")
-    options = parser.parse_args(arguments)
-    models = [model for folder in options.folders for model in models_of(folder)]
-    models.sort(key=lambda model: len(model[1]))
-    print("| function | conditions | needed | by, for example |\n|---|---|---|---|")
-    idle = []
-    for name in options.modules.split(","):
-        module = importlib.import_module(f"jax_muon.reading.{name}")
-        rows: dict[str, list[str | None]] = collections.defaultdict(list)
-        for condition, model in ablate(module, models):
-            rows[condition.function].append(model)
-            if model is None:
-                idle.append(f"{name}.py:{condition.line} {condition.text}")
-        for function, found in rows.items():
-            needed = [model for model in found if model is not None]
-            example = needed[0] if needed else "-"
-            where = f"`{name}.{function}`"
-            print(f"| {where} | {len(found)} | {len(needed)} | {example} |", flush=True)
-    if options.lines:
-        print("\nNeeded by no model:", *idle, sep="\n")
+    folders = parser.parse_args(arguments).folders
+    models = dict(model for folder in folders for model in models_of(folder))
+    before = {name: readings(leaves) for name, leaves in models.items()}
+    print(
+        "| without the rule | leaves change | in models | such as |\n|---|---|---|---|"
+    )
+    for rule, function in rules():
+        code, function.__code__ = function.__code__, _silent.__code__
+        changed = {
+            name: changes(leaves, before[name]) for name, leaves in models.items()
+        }
+        function.__code__ = code
+        needed = [name for name, count in changed.items() if count]
+        example = min(needed, key=lambda name: len(models[name]), default="-")
+        total = sum(changed.values())
+        print(f"| `{rule}` | {total} | {len(needed)} | {example} |", flush=True)
     return 0
 
 
-def models_of(folder: pathlib.Path) -> list[Model]:
-    """All models of a folder, those with axis names twice."""
-    found: list[Model] = []
+def models_of(folder: pathlib.Path) -> Iterator[tuple[str, list[Leaf]]]:
+    """All models of a folder, those with axis names also without."""
     for file in sorted(folder.glob("*.json")):
         params = json.loads(file.read_text())["params"]
-        found.append((file.stem, params, False))
-        if any(param.get("names") for param in params):
-            found.append((f"{file.stem} by names", params, True))
-    return found
+        names = [tuple(param.get("names") or ()) or None for param in params]
+        known = [(p["path"], tuple(p["shape"]), p["dtype"]) for p in params]
+        yield file.stem, [Leaf(*leaf) for leaf in known]
+        if any(names):
+            named = zip(known, names, strict=True)
+            yield f"{file.stem} by names", [Leaf(*leaf, own) for leaf, own in named]
 
 
-def ablate(
-    module: types.ModuleType, models: list[Model]
-) -> Iterator[tuple[Condition, str | None]]:
-    """Every condition of a module, with a model that is read otherwise without it."""
-    file = pathlib.Path(str(module.__file__))
-    functions = functions_of(module)
-    conditions = conditions_of(ast.parse(file.read_text()))
-    seen: set[int] = set()
-
-    def watch(index: int, value: Any) -> Any:
-        if bool(value) != conditions[index].off:
-            seen.add(index)
-        return value
-
-    # Only models in which a condition is ever "on" can change when it is switched off.
-    vars(module)["_watch"] = watch
-    replace(functions, compiled(file, range(len(conditions)), watched=True))
-    before, at_work = [], collections.defaultdict(list)
-    for index, (_, params, by_names) in enumerate(models):
-        seen.clear()
-        before.append(outcome(params, by_names))
-        for condition in seen:
-            at_work[condition].append(index)
-    for place, condition in enumerate(conditions):
-        replace(functions, compiled(file, [place], watched=False))
-        changed = (i for i in at_work[place] if outcome(*models[i][1:]) != before[i])
-        first = next(changed, None)
-        yield condition, None if first is None else models[first][0]
-    replace(functions, compiled(file, [], watched=False))
+def rules() -> Iterator[tuple[str, types.FunctionType]]:
+    """All functions and methods that may answer None or False."""
+    for name in MODULES:
+        module = importlib.import_module(f"jax_muon.reading.{name}")
+        classes = [x for x in vars(module).values() if isinstance(x, type)]
+        for holder in (module, *classes):
+            for value in vars(holder).values():
+                function = getattr(value, "fget", getattr(value, "func", value))
+                own = getattr(function, "__module__", None) == module.__name__
+                if own and isinstance(function, types.FunctionType):
+                    answer = function.__annotations__.get("return")
+                    if answer is bool or type(None) in typing.get_args(answer):
+                        yield f"{name}.{function.__qualname__}", function
 
 
-def conditions_of(tree: ast.Module) -> list[Condition]:
-    """All conditions of a source file, in a fixed order."""
+def _silent(*args: Any, **options: Any) -> None:
+    """The answer of a rule that is not there."""
+
+
+def readings(leaves: list[Leaf]) -> Readings:
+    """The label of each leaf, and the axes of each matrix."""
     found = []
-    functions = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)]
-    for function in functions:
-        for node in ast.walk(function):
-            where = function.name
-            if isinstance(node, ast.If):
-                text = f"if {ast.unparse(node.test)}"
-                found.append(Condition(where, node.lineno, text, False, node, None))
-            elif isinstance(node, ast.BoolOp):
-                is_and = isinstance(node.op, ast.And)
-                for index, operand in enumerate(node.values):
-                    text = f"{'and' if is_and else 'or'} {ast.unparse(operand)}"
-                    line = operand.lineno
-                    found.append(Condition(where, line, text, is_and, node, index))
+    for one in read_leaves(leaves):
+        is_matrix = one.axes is not None and one.label != "adamw"
+        sides = (
+            (one.axes.batch, one.axes.reduction, one.axes.output) if is_matrix else ()
+        )
+        axes = [{axis for axis in side if one.shape[axis] > 1} for side in sides]
+        found.append((one.label, one.doubt is None, axes))
     return found
 
 
-def compiled(
-    file: pathlib.Path, places: Collection[int], *, watched: bool
-) -> types.CodeType:
-    """A module's code with some conditions switched off, or under watch."""
-    tree = ast.parse(file.read_text())
-    conditions = conditions_of(tree)
-    for place in places:
-        _, _, _, off, node, operand = conditions[place]
-        old = node.test if operand is None else node.values[operand]
-        new: ast.expr = ast.Constant(off)
-        if watched:
-            new = ast.Call(
-                ast.Name("_watch", ast.Load()), [ast.Constant(place), old], []
-            )
-        if operand is None:
-            node.test = new
-        else:
-            node.values[operand] = new
-    return compile(ast.fix_missing_locations(tree), str(file), "exec")
-
-
-def functions_of(module: types.ModuleType) -> Functions:
-    """Functions and methods of a module, by the qualified names of their code."""
-    found = {}
-    holders = [module, *(x for x in vars(module).values() if isinstance(x, type))]
-    for value in [x for holder in holders for x in vars(holder).values()]:
-        function = getattr(value, "func", getattr(value, "fget", value))
-        own = getattr(function, "__module__", None) == module.__name__
-        if own and isinstance(function, types.FunctionType):
-            found[function.__code__.co_qualname] = function
-    return found
-
-
-def replace(functions: Functions, code: types.CodeType) -> None:
-    """Give the functions of a module the code that they have in another version."""
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            if inner.co_qualname in functions:
-                functions[inner.co_qualname].__code__ = inner
-            replace(functions, inner)
-
-
-def outcome(params: list[dict[str, Any]], by_names: bool) -> Any:
-    """The score of one model, or the error that it ends in."""
+def changes(leaves: list[Leaf], before: Readings) -> int:
+    """How many leaves are read otherwise: all of them if the reading fails."""
     try:
-        return reading.score(params, by_names)
-    except Exception as error:  # whatever a condition guards against
-        return repr(error)
+        after = readings(leaves)
+    except Exception:  # whatever a rule guards against
+        return len(leaves)
+    return sum(x != y for x, y in zip(before, after, strict=True))
 
 
 if __name__ == "__main__":

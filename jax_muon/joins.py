@@ -1,8 +1,8 @@
 """Joins: matrices of several layers that are orthogonalized as one (TEON).
 
-K matrices (in, out) side by side along `in` are one matrix (K in, out). A `Block` says
-which matrices of which leaves those are, and holds them as (batch, K, in, out), so that
-everything but the polar factor still sees single matrices. A matrix that is joined to
+K matrices (in, out) side by side along `in` are one matrix (K in, out). A `Block` names
+the leaves and their matrices, and holds them as (batch, K, in, out), so everything but
+the polar factor still sees single matrices. A matrix that is joined to
 nothing is a block with K = 1: there is no second path for it.
 """
 
@@ -31,11 +31,11 @@ _NUMBER = "{i}"
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Matrices of one or several leaves, `joined` of which make one.
+    """Matrices of one or several leaves; `joined` of them make one.
 
     Several leaves give one matrix each, all of their batch. One leaf gives the matrices
-    from `start` to `stop` of its batch, in which `inner` lie between one matrix and the
-    next of the same join: scanned layers (layers, heads, in, out) have inner = heads.
+    from `start` to `stop` of its batch; the next matrix of the same join is `inner`
+    places further: scanned layers (layers, heads, in, out) have inner = heads.
     """
 
     leaves: tuple[int, ...]
@@ -55,7 +55,7 @@ class Block:
     ) -> Float[Array, "batch joined fan_in fan_out"]:
         """The matrices of this block, out of the views (batch, in, out) of all leaves.
 
-        The last two axes are passed through, so that means (batch, 1, out) go too.
+        The last two axes pass through, so means (batch, 1, out) work as well.
         """
         if len(self.leaves) > 1:
             return jnp.stack([views[leaf] for leaf in self.leaves], axis=1)
@@ -98,24 +98,14 @@ def map_blocks(
     """
     stacks = [block.view(views) for block in blocks]
     results = function([x.reshape(len(x), -1, x.shape[-1]) for x in stacks])
-    return scatter_blocks(
-        blocks, [y.reshape(x.shape) for x, y in zip(stacks, results, strict=True)]
-    )
-
-
-def scatter_blocks(
-    blocks: Sequence[Block], stacks: Sequence[Float[Array, "_ _ _ _"]]
-) -> list[Float[Array, "_ _ _"]]:
-    """The views (batch, in, out) of all leaves, out of all blocks."""
-    parts: dict[int, list[tuple[int, Array]]] = {}
-    for block, stack in zip(blocks, stacks, strict=True):
-        for leaf, part in block.undo(stack).items():
-            parts.setdefault(leaf, []).append((block.start, part))
-    views = []
-    for leaf in range(len(parts)):
-        ordered = [part for _, part in sorted(parts[leaf], key=lambda item: item[0])]
-        views.append(jnp.concatenate(ordered) if len(ordered) > 1 else ordered[0])
-    return views
+    parts: dict[int, list[Array]] = {}  # by leaf, in the order of its batch
+    for block, stack, result in zip(blocks, stacks, results, strict=True):
+        for leaf, part in block.undo(result.reshape(stack.shape)).items():
+            parts.setdefault(leaf, []).append(part)
+    return [
+        jnp.concatenate(found) if len(found) > 1 else found[0]
+        for _, found in sorted(parts.items())
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,12 +121,12 @@ class Join:
 
     @property
     def along_batch(self) -> bool:
-        """Whether the matrices of one leaf are joined, not those of several."""
+        """True if the matrices of one leaf are joined with each other."""
         return len(self.paths) == 1 and _NUMBER not in self.pattern
 
 
 def check(joins: Any) -> None:
-    """Raise a ValueError for what is neither K nor a mapping of path patterns to it."""
+    """Raise a ValueError unless joins are K or a mapping of path patterns to K."""
     if isinstance(joins, Mapping):
         expected = "a mapping of path patterns to K"
         checks.check_mapping("joins", joins, expected, checks.check_count)
@@ -153,8 +143,8 @@ def find_joins(
       joins: pattern of paths to K, or K alone; see `jax_muon.read`. `{i}` in a pattern
         stands for the number of a layer: leaves that differ in nothing else are taken
         K by K in the order of that number. A pattern without it takes the matrices of
-        each leaf K by K along its leading batch axis, that of scanned layers. What is
-        left over is joined to nothing.
+        each leaf K by K along its leading batch axis, the axis of scanned layers. A
+        remainder stays unjoined.
       parameters: those that are matrices, by path.
 
     Returns:
@@ -231,7 +221,7 @@ def _joins_of_attention(size: int, parameters: Mapping[str, Parameter]) -> list[
 
     The number of a module of attention comes last, and after an axis of layers: one
     layer may have two of them. A number by which shapes vary comes after all others,
-    and that of a projection such as `q2` is no layer.
+    and the number of a projection such as `q2` is no layer.
     """
     groups: dict[str, list[tuple[int, str]]] = {}  # by the path without one number
     candidates: dict[str, list[str]] = {}  # the likeliest first
@@ -266,7 +256,7 @@ def _joins_of_attention(size: int, parameters: Mapping[str, Parameter]) -> list[
 
 
 def _is_of_attention(number: re.Match[str]) -> bool:
-    """Whether a number in a path tells modules such as `SelfAttention_0` apart."""
+    """True for the number of a module of attention, such as `SelfAttention_0`."""
     before = number.string[: number.start()].rpartition("/")[2]
     return paths.words(before)[-1:] in (["attention"], ["attn"])
 

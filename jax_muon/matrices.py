@@ -64,7 +64,7 @@ class Matrices(Mapping[str, Parameter]):
         return len(self.parameters)
 
     def __str__(self) -> str:
-        """One line per parameter: what it is, how it is read, its label and why."""
+        """One line per parameter: its role, how it is read, its label and why."""
         rows = [("parameter", "shape", "role", "as matrices", "label", "why")]
         rows += [
             (
@@ -80,7 +80,7 @@ class Matrices(Mapping[str, Parameter]):
         return "\n".join(aligned(rows))
 
     def axes(self, path: str) -> MatrixAxes:
-        """Axes of a parameter that has to be a matrix.
+        """Axes of a parameter that must be a matrix.
 
         Raises:
           ValueError: with path and shape, if it is not one, or is ambiguous.
@@ -196,12 +196,12 @@ def read(
       rules: what you know better. Path pattern to a label, or to
         `optax.contrib.MuonDimensionNumbers`, such as {"stem": "adamw"}; the first
         pattern that matches wins, and the whole path of a parameter means that one
-        alone. Numbers that name a parameter make it a matrix; those of a module say how
-        its matrices are read. Or a tree of labels or of dimension
+        alone. Numbers that name a parameter make it a matrix; numbers for a module say
+        how its matrices are read. Or a tree of labels or of dimension
         numbers (a prefix will do), as `optax.contrib.muon` takes one. None means AdamW.
       names: logical axis names by path, for a tree that does not carry them. A name or
         None for every axis.
-      table: what axis names of your own mean, such as {"d_model": "stream"}; those of
+      table: the meaning of your axis names, such as {"d_model": "stream"}; names of
         Flax, MaxText and haliax are known. The kinds are in `reading/vocabulary.py`.
       out_in: True if kernels are (out, in), as in PyTorch and equinox, False if they
         are (in, out), or a function of the path; None looks at biases and neighbours.
@@ -209,7 +209,7 @@ def read(
         side, such as a fused QKV kernel. Rules are about whole parameters, joins about
         the parts.
       joins: path pattern to K: K matrices of consecutive layers are orthogonalized as
-        one. `{i}` in a pattern stands for the number of a layer, as in
+        one. `{i}` in a pattern is the number of a layer, as in
         {"blocks/{i}/attn/q": 2}; a pattern without it joins along the scanned axis. An
         integer K joins queries, keys and values (separately) across K consecutive
         layers.
@@ -253,7 +253,7 @@ def read(
 
 
 def check(matrices: Any) -> None:
-    """Raise a ValueError for what a piece cannot use as `matrices`."""
+    """Raise a ValueError unless a piece can use these `matrices`."""
     if not isinstance(matrices, Matrices | None):
         raise ValueError(
             f"matrices={matrices!r}; expected jax_muon.read(params), or None, which "

@@ -89,7 +89,7 @@ def find_prefix(entries: Mapping[str, Any], path: str) -> Any:
 def matches(pattern: str, path: str) -> bool:
     """Whether whole components of `path` match a shell-style pattern.
 
-    `*` stands for any text, `/` included, `?` for one character, `[ab]` for either.
+    `*` matches any text, `/` included, `?` one character, `[ab]` either.
 
     Examples:
       >>> matches("attn/q", "blocks/0/attn/q/kernel")
@@ -145,7 +145,7 @@ def check_known(what: str, given: Iterable[str], names: Sequence[str]) -> None:
 
 
 def check_patterns_match(what: str, patterns: Iterable[str], paths: list[str]) -> None:
-    """Raise a ValueError for a pattern that matches none of the paths."""
+    """Raise a ValueError for a pattern that matches no path."""
     for pattern in patterns:
         if paths and not any(matches(pattern, path) for path in paths):
             raise ValueError(

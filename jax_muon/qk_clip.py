@@ -1,8 +1,8 @@
 """QK-clip: attention logits above a threshold shrink the weights that made them.
 
 Muon's updates have full rank, and with them the logits of single attention heads may
-grow without bound. `clip_qk` scales the query and key projections of such a head after
-the step. It is told the logits; `max_logits.py` measures them.
+grow without bound. `clip_qk` scales the query and key projections of these heads after
+the step. `max_logits.py` measures the logits.
 """
 
 import itertools
@@ -70,13 +70,13 @@ def clip_qk(
       the last step. Its update needs the parameters before the step, and the extra
       argument `max_logits`: a tree of arrays (\*layers, heads), one for each attention
       module, with the largest logit of every query head. The path of an array is that
-      of its module, or a prefix of it, or goes on below it: `{"blocks/0/attn": s0,
+      of its module, or a prefix of it, or continues below it: `{"blocks/0/attn": s0,
       "blocks/1/attn": s1}`, `{"blocks/0": ...}` or what linen's `sow` collects. A
       single array is enough for one module, such as scanned layers.
 
       Kernels have the shape (\*layers, embed, heads * head_dim), or (\*layers, embed,
       heads, head_dim), with layers at `layers_axis`; a parameter called bias has no
-      embed. The number of key heads follows, and divides that of query heads.
+      embed. The number of key heads follows, and divides the number of query heads.
 
       Inside shard_map `max_logits` is the maximum over all devices: see `max_aux` of
       `make_train_step`.

@@ -1,8 +1,8 @@
-"""Splits: one parameter that holds several matrices, seen as so many parameters.
+"""Splits: one parameter that holds several matrices, seen as several parameters.
 
 A kernel with query, key and value side by side is three matrices: each has its own
 polar factor, its own NorMuon means, its own scale. `with_splits` shows the inner
-transform a tree in which such a leaf is a node with its parts. Every piece, recipe
+transform a tree in which this leaf is a node with its parts. Every piece, recipe
 and layout then works on parts as on parameters, and knows nothing of splits.
 """
 
@@ -106,12 +106,12 @@ class Split:
         return _Cut(self.axis % len(shape), widths, count, self.learning_rates)
 
 
-# Path pattern to split. Patterns apply one after another, to parts of parts too.
+# Path pattern to split. Patterns apply in order, also to parts of parts.
 Splits = Mapping[str, Split]
 
 
 def check(splits: Any) -> None:
-    """Raise a ValueError for what is not a mapping of path patterns to splits."""
+    """Raise a ValueError unless splits are a mapping of path patterns to Split."""
 
     def check_one(where: str, split: Any) -> None:
         checks.check_type(where, split, Split, "a jax_muon.Split")
@@ -135,7 +135,7 @@ def with_splits(
       splits: path pattern to `Split`.
 
     Returns:
-      A transform of the whole parameters, whose state is that of the parts.
+      A transform of the whole parameters, with the state of the parts.
 
     Raises:
       ValueError: at init and update, with path and shape: a pattern that matches no
@@ -286,7 +286,7 @@ def _batch_axis(ndim: int) -> int:
 def with_parts(
     arrays: Mapping[str, Any], stages: Sequence[Mapping[str, _Cut]]
 ) -> dict[str, Any]:
-    """Arrays by path, those of named parts beside those of the whole parameters."""
+    """Arrays by path, of the named parts and of the whole parameters."""
     found = dict(arrays)
     for cuts in stages:
         for path in cuts.keys() & found.keys():
@@ -361,7 +361,7 @@ def _map_cuts(
     *rest: Any,
     keep_boxes: bool = False,
 ) -> Any:
-    """Map over the leaves that are cut; other leaves are those of the last tree."""
+    """Map over the leaves that are cut; other leaves come from the last tree."""
 
     def apply(key_path: tuple[Any, ...], node: Any, *others: Any) -> Any:
         cut = cuts.get(paths.path_string(key_path))

@@ -18,6 +18,7 @@ from jax_muon.reading.read import read_leaves
 from jax_muon.reading.tree import Leaf
 
 FIXTURES = sorted((pathlib.Path(__file__).parent / "fixtures/reading").glob("*.json"))
+FROZEN = pathlib.Path(__file__).parent / "fixtures/frozen/readings.txt"
 
 
 def read(shapes, names=None, **options):
@@ -47,6 +48,31 @@ def test_models(file, with_names):
     counts, kinds = reading.score(json.loads(file.read_text())["params"], with_names)
     assert not counts[reading.WRONG], kinds
     assert not counts[reading.REFUSED], kinds
+
+
+def test_no_reading_changes_unseen():
+    """Label and axes of every leaf are those of a file, which a diff shows.
+
+    `python -m tests.test_reading` writes it.
+    """
+    assert FROZEN.read_text().splitlines() == readings()
+
+
+def readings():
+    """One line per leaf of all models: without axis names, and with them."""
+    lines = []
+    for file in FIXTURES:
+        params = json.loads(file.read_text())["params"]
+        shapes = {param["path"]: tuple(param["shape"]) for param in params}
+        names = {p["path"]: tuple(p["names"]) for p in params if p.get("names")}
+        plain, named = read(shapes), read(shapes, names)
+        lines.append(file.stem)
+        lines += [
+            f"  {path}: {letters(plain[path])}"
+            + (f", by names {letters(named[path])}" if names else "")
+            for path in shapes
+        ]
+    return lines
 
 
 def test_the_benchmark_says_what_is_wrong(tmp_path, capsys):
@@ -153,6 +179,11 @@ CLASSES = {
         {"classifier/layers/6/kernel": (64, 10)},
         "muon io",
     ),
+    "the projection before a tied table": (
+        ("lm_head/dense/kernel", (64, 64)),
+        {"lm_head/layer_norm/scale": (64,), "lm_head/dense/bias": (64,)},
+        "muon io",
+    ),
     "a head at the top": (
         ("fc/kernel", (64, 10)),
         {"blocks/0/kernel": (64, 64), **NORM},
@@ -216,7 +247,7 @@ CLASSES = {
         },
         "doubt",
     ),
-    "a bare row": (("w", (1, 8)), {}, "doubt"),
+    "a bare row": (("w", (1, 8)), {}, "adamw"),
     "heads beside norms of their width": (
         ("attn/q_proj/weight", (2, 3, 16, 64)),
         {
@@ -510,3 +541,7 @@ def test_names_of_haliax_arrays():
     }
     assert axis_names.of_tree(tree) == {"up/weight/0": ("mlp", "embed")}
     assert letters(jm.read(tree)["up/weight/0"]) == "muon oi"
+
+
+if __name__ == "__main__":
+    FROZEN.write_text("".join(f"{line}\n" for line in readings()))

@@ -1,7 +1,7 @@
 """The decision about one parameter: its label, its axes and why, or a doubt.
 
-Where nothing in the tree tells, `Parameter.doubt` says so and lists the readings there
-are, with the rule that chooses one. Nothing is guessed.
+If nothing in the tree decides, `Parameter.doubt` says so and lists the possible
+readings, with the rule that chooses one. Nothing is guessed.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Parameter:
       shape: its global shape.
       dtype: its dtype.
       label: the group that it belongs to, such as "muon" or "adamw".
-      role: what it is, such as "embedding" or "query".
+      role: its purpose, such as "embedding" or "query".
       reason: why, in a few words.
       axes: which of its axes are batch, in and out; None if it is not a matrix.
       doubt: why it cannot be read as a matrix, or how to resolve an ambiguity.
@@ -95,14 +95,11 @@ class Decider:
             if label == MUON:
                 reason = "; ".join(filter(None, (reason, places.reason)))
                 role, label = places.role or role, _label(places.role or role)
-            single = role != "lora" and 1 in axes.fan(leaf.shape)
-            if label == MUON and single and roles.is_bare(self.tree, node):
-                doubt = _doubt(leaf, "a matrix with one row or column is a vector")
         found = label, role, reason, axes, doubt
         return Parameter(leaf.path, leaf.shape, leaf.dtype, *found, leaf.names)
 
     def _places(self, node: Node, role: str) -> Places | str:
-        """Where batch, in and out are, or why nobody can tell."""
+        """The axes of batch, in and out, or why they are unknown."""
         end, is_matrix = len(node.sizes), _label(role) == MUON
         given = node.leaf.names
         if is_matrix and given and len(given) != len(node.leaf.shape):
@@ -121,7 +118,7 @@ class Decider:
         return (is_matrix and self._contradiction(node, found)) or found
 
     def _contradiction(self, node: Node, places: Places) -> str | None:
-        """A doubt, where the bias beside a kernel has another size than its outputs."""
+        """A doubt, if the bias beside a kernel has another size than its outputs."""
         bias = self.tree.bias_of(node)
         output = tuple(node.sizes[place] for place in places.output)
         if bias is None or not bias.sizes or {*output} <= {*bias.leaf.shape}:
@@ -132,7 +129,7 @@ class Decider:
         )
 
     def _two_axes(self, node: Node, role: str) -> Places | str:
-        """(in, out) or (out, in), by the user, or else by what stands around."""
+        """(in, out) or (out, in), as the user says, or else as the neighbours show."""
         is_matrix, reason = _label(role) == MUON, ""
         flipped = self.out_in(node.path) if callable(self.out_in) else self.out_in
         if flipped is not None:
@@ -158,7 +155,7 @@ class Decider:
     # --- (in, out) or (out, in) -------------------------------------------------------
 
     def _orientation(self, node: Node) -> tuple[bool | None, str]:
-        """Whether a kernel is (out, in), and why; None where votes are divided.
+        """True for (out, in), None where votes are divided; and why.
 
         A bias has the size of the outputs, so a kernel that is not square votes by the
         bias beside it. Where no kernel has a bias, projections vote whose name says
@@ -181,7 +178,7 @@ class Decider:
         return (None if node.name == "weight" else False), ""
 
     def _by_bias(self, node: Node) -> bool | None:
-        """Whether a kernel is (out, in) by its bias; None where that does not tell."""
+        """True if the bias says (out, in); None without one, or for a square kernel."""
         bias = self.tree.bias_of(node)
         fits = [bias is not None and bias.sizes == (size,) for size in node.sizes]
         return fits[0] if len(fits) == 2 and fits[0] != fits[1] else None
@@ -275,7 +272,7 @@ def agreeing(found: Sequence[Parameter]) -> list[Parameter]:
 
 
 def _doubt(leaf: Any, text: str) -> str:
-    """The readings there are, and the line that chooses the first of them."""
+    """The possible readings, and the line that chooses the first of them."""
     shape, end = leaf.shape, len(leaf.shape)
     readings = []
     for batch in range(end - 1):

@@ -1,9 +1,9 @@
 """Which axes of the leaves are layers or experts: batches of matrices.
 
-A scan stacks every leaf of a block on the same axis, norms and biases too. So one axis
-(the first, or the second, as MaxText has it) has the same size in all leaves below a
+A scan stacks every leaf of a block on the same axis, including norms and biases. So one
+axis (the first, or the second in MaxText) has the same size in all leaves below a
 module, and a norm there has two axes instead of one. Both must hold; then every leaf
-loses that axis, and the search goes on inside. Experts are counted by a router beside
+loses that axis, and the search continues inside. Experts are counted by a router beside
 them with as many outputs, or by the name of their module.
 """
 
@@ -63,7 +63,7 @@ def _is_stacked(norm: Node) -> bool:
 
 
 def _shared(tree: Tree, nodes: list[Node], candidates: Iterable[_Axis]) -> _Axis | None:
-    """The candidate axis that all leaves have, the likeliest if there are several."""
+    """The candidate axis that all leaves have; the likeliest of several."""
     if len({node.sizes for node in nodes}) == 1:
         return None  # leaves of one shape agree with themselves by nature
     fitting = [

@@ -25,11 +25,11 @@ Names = tuple[str | None, ...]
 ByPath = Mapping[str, Names]
 
 
-# --- what a tree carries --------------------------------------------------------------
+# --- names that a tree carries --------------------------------------------------------
 
 
 def check(names: ByPath | None) -> None:
-    """Refuse what is neither None nor a tuple of names, or None, for every path."""
+    """Raise a ValueError unless each path has a tuple of names and None."""
 
     def check_one(where: str, axes: Any) -> None:
         if not _is_names(axes):
@@ -49,7 +49,7 @@ def of_tree(tree: Any) -> dict[str, Names]:
       tree: parameters, before their boxes are taken off.
 
     Returns:
-      Path, as `path_string` has it, to one name or None for every axis.
+      Path, as `path_string` writes it, to one name or None for every axis.
 
     Raises:
       ValueError: a leaf that is not an array.
@@ -94,11 +94,11 @@ def _is_names(names: Any) -> bool:
     )
 
 
-# --- what a name says -----------------------------------------------------------------
+# --- meanings of names ----------------------------------------------------------------
 
 
 def table_with(table: Table | None) -> Table:
-    """The built-in names with those of a user, which come first.
+    """The built-in names and the user's, which come first.
 
     Raises:
       ValueError: for a kind that is not one of `vocabulary.KINDS`.
@@ -146,7 +146,7 @@ def check_known(nodes: Sequence[Node], table: Table) -> None:
 def kinds_of(node: Node, table: Table) -> list[str | None] | None:
     """The kind of every axis by its name; None where the names say nothing.
 
-    Names such as `("fsdp", "tp")` are those of a mesh and in no table.
+    Names of mesh axes, such as `("fsdp", "tp")`, are in no table.
     """
     names = node.leaf.names
     if names is None or len(names) != len(node.leaf.shape):
@@ -157,9 +157,9 @@ def kinds_of(node: Node, table: Table) -> list[str | None] | None:
 
 
 def places_of(tree: Tree, node: Node, table: Table) -> Places | None:
-    """Where in and out are among the native axes of a leaf.
+    """In and out among the native axes of a leaf.
 
-    None where the names do not tell, as where all of them are of one kind.
+    None where the names do not decide, for example if all are of one kind.
     """
     kinds = kinds_of(node, table)
     if kinds is None or node.leaf.names is None:

@@ -1,4 +1,4 @@
-"""What a user says about parameters: labels and dimension numbers."""
+"""Rules of the user: labels and dimension numbers of parameters."""
 
 import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -87,8 +87,6 @@ def apply(given: Override, found: Parameter) -> Parameter:
         )
     if label not in (None, found.label):
         reason = "by your rules"
-    if label is not None and axes is not None:
-        doubt = None  # such as a single row, which the user says is a matrix
     if label is None:
         label = MUON if given.exact else found.label
     if numbers is not None and label != ADAMW:

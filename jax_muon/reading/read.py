@@ -1,9 +1,9 @@
 """Read a whole tree of parameters: which are matrices, along which axes, and why.
 
-A tree is read once and as a whole, since what a parameter is depends on its neighbours.
-The reading goes from what is certain to what is likely: axis names, then axes of
-layers, then experts, then the role by words and neighbours, then the axes by role, and
-last what the user says.
+A tree is read once and as a whole, since the role of a parameter depends on its
+neighbours. `read_leaves` goes from certain to likely evidence: axes of layers, axis
+names, experts, the role by words and neighbours, the axes by role. The user's rules
+come last and override the rest.
 """
 
 import dataclasses
@@ -63,8 +63,8 @@ def read_leaves(
       leaves: every parameter of the model, in any order.
       out_in: see `jax_muon.read`.
       table: the user's axis names; they come before what the words of a name say.
-      strict_names: whether a name of unknown kind is an error; those of a mesh, such
-        as "fsdp", are not.
+      strict_names: whether a name of unknown kind is an error; names of mesh axes,
+        such as "fsdp", are not.
 
     Returns:
       One `Parameter` a leaf, in their order.

@@ -1,4 +1,4 @@
-"""What a parameter is for: its role, from the words of its path and its neighbours.
+"""The role of a parameter, from the words of its path and its neighbours.
 
 `RULES` are asked in their order, and the first that gives a role decides. Each gives
 the role with the reason that users are shown.
@@ -28,7 +28,7 @@ def role_of(tree: Tree, node: Node) -> Role:
 
 
 def in_attention(tree: Tree, node: Node) -> bool:
-    """True with attention in the path, or a query beside: MLPs have a `wo` too."""
+    """True with attention in the path, or a query beside: MLPs also have a `wo`."""
     named = any(vocabulary.ATTENTION & {*paths.words(part)} for part in node.parts)
     return named or any(
         other.projection not in ("out", None) for other in tree.beside(node)
@@ -68,7 +68,7 @@ def _vector(tree: Tree, node: Node) -> Role | None:
 
 
 def _lora(tree: Tree, node: Node) -> Role | None:
-    """Factors of LoRA, which have the role of what they adapt."""
+    """Factors of LoRA, which take the role of the adapted kernel."""
     if not any("lora" in paths.words(part) for part in node.parts[-2:]):
         return None
     return _head(tree, node) or _table(tree, node) or ("lora", "a factor of LoRA")
@@ -85,13 +85,6 @@ def _state_space(tree: Tree, node: Node) -> Role | None:
     return None
 
 
-def _scale(tree: Tree, node: Node) -> Role | None:
-    words = (vocabulary.SCALE | vocabulary.BIAS) - {"b", "g"}
-    if node.name != "weight_g" and words.isdisjoint(node.own_words):
-        return None
-    return "vector", f"{node.name!r} scales or shifts, it does not multiply"
-
-
 def _named_vector(tree: Tree, node: Node) -> Role | None:
     projects = vocabulary.PROJECTION & {*node.own_words[-1:]}
     if node.is_generic or projects or vocabulary.VECTOR.isdisjoint(node.own_words):
@@ -102,14 +95,9 @@ def _named_vector(tree: Tree, node: Node) -> Role | None:
 def _single_line(tree: Tree, node: Node) -> Role | None:
     """A matrix with one row or column has no more directions than a vector."""
     heads = node.projection and len(node.sizes) > 2
-    if sum(size > 1 for size in node.sizes) > 1 or heads or is_bare(tree, node):
+    if heads or sum(size > 1 for size in node.sizes) > 1:
         return None
     return "vector", "all axes but one have size 1"
-
-
-def is_bare(tree: Tree, node: Node) -> bool:
-    """True for an array of two axes in no module, in a tree without norms."""
-    return not tree.widths and len(node.sizes) == 2 and not node.is_generic
 
 
 # --- tables, heads and routers --------------------------------------------------------
@@ -151,7 +139,7 @@ def _is_head(part: str) -> bool:
 
 
 def _is_transparent(part: str) -> bool:
-    """True if a module inside a head is one of its own layers."""
+    """True if a module inside a head is one of its layers."""
     words = {*paths.words(part)}
     return "lora" in words or words <= vocabulary.HEAD_PARTS
 
@@ -193,7 +181,7 @@ def _comes_last(kernels: list[Node]) -> Node | None:
 def _is_at_the_top(tree: Tree, node: Node) -> bool:
     """True for a module with a name such as "fc" outside all layers.
 
-    It has no numbered sibling, and no query stands beside it.
+    It has no numbered sibling, and no query beside it.
     """
     *around, last = [part for part in node.owner if part != "params"]
     name, outermost = last.lower(), node.owner[:-1] == tree.root
@@ -216,12 +204,11 @@ def _is_at_the_top(tree: Tree, node: Node) -> bool:
 
 def _rows_of_a_table(tree: Tree, node: Node) -> int | None:
     """The vocabulary, if a kernel outside the layers leads to it from its table."""
-    if len(node.sizes) != 2 or node.batch or any(part.isdigit() for part in node.parts):
-        return None
-    for other in tree.tables:
-        rows, *width = other.sizes or (0,)
-        if len(width) == 1 and rows > 4 * width[0] and {*node.sizes} == {rows, *width}:
-            return rows
+    for table in tree.tables:
+        if sorted(node.sizes) == sorted(table.sizes) and len(table.sizes) == 2:
+            rows, width = table.sizes
+            if rows > 4 * width and not node.batch:
+                return rows
     return None
 
 
@@ -236,11 +223,11 @@ def _router(tree: Tree, node: Node) -> Role | None:
         for other in tree.under[node.parts[:depth]]:
             name = other.parts[depth] if len(other.parts) > depth else part
             if name != part and vocabulary.EXPERTS & {*paths.words(name)}:
-                return "router", f"a gate, and {name!r} stands beside it"
+                return "router", f"a gate beside {name!r}"
             counts = {other.leaf.shape[axis] for axis in other.batch}
             fits = counts & {*node.sizes} and {*other.sizes} & {*node.sizes}
             if fits and len(node.sizes) == 2:
-                return "router", f"a gate, and {name!r} beside it is for each expert"
+                return "router", f"a gate with an output for each expert of {name!r}"
     return None
 
 
@@ -286,7 +273,6 @@ RULES: list[Rule] = [
     _vector,
     _lora,
     _state_space,
-    _scale,
     _named_vector,
     _single_line,
     _table,

@@ -12,9 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from jax_muon.reading import roles, vocabulary
 from jax_muon.reading.tree import Node, Shape, Tree
 
-# Windows of convolutions are not longer than this.
-LONGEST_WINDOW = 31
-
 
 @dataclasses.dataclass(frozen=True)
 class Places:
@@ -107,8 +104,6 @@ def _layout(
     layouts = [last, transposed]
     if node.name in ("weight", "weight_v"):  # equinox has (out, in, *window)
         layouts = sorted([last, first], key=lambda one: max(sizes[i] for i in one[0]))
-    elif node.name == "w" and {*node.title_words} & vocabulary.TRANSPOSED:
-        layouts = [transposed, last]  # haiku has (*window, out, in)
     fitting = [one for one in layouts if sizes[one[2]] in outputs]
     return (fitting or layouts)[0]
 
@@ -129,18 +124,7 @@ def _by_window(tree: Tree, node: Node) -> Places | None:
 def _is_window(window: Shape, channels: Shape) -> bool:
     """Square and odd, or square before the one to four channels of an image."""
     (first, second), few = window, min(channels) <= 4
-    square = first == second and first <= LONGEST_WINDOW
-    return square and (first % 2 == 1 or few) and max(channels) >= first
-
-
-def _depthwise(tree: Tree, node: Node) -> Places | None:
-    """A filter for each channel, (*window, 1, channels): not a matrix."""
-    *window, inputs, _ = node.sizes
-    if inputs != 1 or max(window) > LONGEST_WINDOW:
-        return None
-    reason = "one input channel a filter: depthwise, or the first layer"
-    found = Places.out_of(len(node.sizes), [len(node.sizes) - 1], reason)
-    return dataclasses.replace(found, role="depthwise")
+    return first == second <= max(channels) and (first % 2 == 1 or few)
 
 
 # --- by the projections beside it -----------------------------------------------------
@@ -164,8 +148,8 @@ def _attention(tree: Tree, node: Node) -> Places | None:
 def _by_partner(node: Node, others: Sequence[Shape]) -> Places | None:
     """(*layers, D, N, H) and (*layers, N, H, D), of one attention.
 
-    The heads of values may be wider than those of queries, or out may give another
-    width than query takes: then the other two sizes have to agree.
+    Two of the three sizes agree at least: values may have wider heads than queries,
+    keys fewer, and out may give another width than query takes.
     """
     lead, is_out = len(node.sizes) - 3, node.projection == "out"
     for other in others:
@@ -173,7 +157,7 @@ def _by_partner(node: Node, others: Sequence[Shape]) -> Places | None:
         if len(query) != len(out) or query[:lead] != out[:lead]:
             continue
         (d, n, h), (m, g, e) = query[lead:], out[lead:]
-        if (n, h) == (m, g) or (d, n) == (e, m):
+        if (d == e) + (n == m) + (h == g) > 1:
             cut = lead + (2 if is_out else 1)
             reason = f"heads and their width, as {other} beside it tells"
             return Places.between(lead + 3, lead, cut, reason)
@@ -196,10 +180,7 @@ def _query(tree: Tree, node: Node, outs: Sequence[Shape]) -> Places | None:
     # The last axis, as in (N, H, D), is an input only where it is the model's width:
     # norms of queries and keys have the width H of heads.
     inputs = [place for place in range(end) if sizes[place] in tree.streams]
-    for known in (
-        tree.widths_near(node),
-        *tree.widths_around(node),
-    ):
+    for known in tree.widths_around(node):
         inputs = inputs or [p for p in range(end - 1) if sizes[p] in known]
     if len(inputs) > 1:  # the heads that are left have to be those of out
         heads = {out[0] for out in outs if len(out) == 3}
@@ -275,7 +256,7 @@ def _gates(tree: Tree, node: Node) -> Places | None:
 
 
 def _stack(tree: Tree, node: Node) -> Places | None:
-    """(*batch, in, out): plausible, if there are fewer matrices than either side."""
+    """(*batch, in, out): plausible with fewer matrices than either side has rows."""
     sizes, end = node.sizes, len(node.sizes)
     count = math.prod(sizes[:-2])
     named = "local" in node.title_words or "expert" in node.batch_reason
@@ -291,7 +272,6 @@ RULES: list[Rule] = [
     _attention,
     _groups,
     _gates,
-    _depthwise,
     _by_window,
     _stack,
 ]

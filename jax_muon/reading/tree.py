@@ -18,7 +18,7 @@ Module = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One parameter, as it stands in the tree."""
+    """One parameter of the tree."""
 
     path: str
     shape: Shape
@@ -31,7 +31,7 @@ class Node:
     """One leaf: what its path says, and which of its axes are layers or experts."""
 
     leaf: Leaf
-    parts: tuple[str, ...]  # the path, under a name that says more
+    parts: tuple[str, ...]  # the path, normalized by `_node`
     is_bias: bool  # by its name, or by that of a kernel beside it
     batch: tuple[int, ...] = ()
     batch_reason: str = ""
@@ -71,7 +71,7 @@ class Node:
 
     @property
     def owner(self) -> Module:
-        """The module; a leaf with a name of its own is one."""
+        """The module; a leaf with a name beyond "kernel" is one."""
         return self.parts[:-1] if self.is_generic else self.parts
 
     @functools.cached_property
@@ -81,7 +81,7 @@ class Node:
 
     @functools.cached_property
     def role_title(self) -> str:
-        """`title`, or that of the module above if it says only "dense"."""
+        """`title`, or the title of the module above if it says only "dense"."""
         return self._title(vocabulary.CONTAINERS | vocabulary.PLAIN) or self.title
 
     def _title(self, skipped: set[str]) -> str:
@@ -143,7 +143,7 @@ def projection(name: str) -> str | None:
 
 
 class Tree:
-    """All leaves of a model, and which stand beside which."""
+    """All leaves of a model, and their neighbours."""
 
     def __init__(self, leaves: Sequence[Leaf]):
         ranks = {leaf.path: len(leaf.shape) for leaf in leaves}
@@ -156,7 +156,7 @@ class Tree:
                 self.under.setdefault(node.parts[:depth], []).append(node)
 
     def children(self, module: Module) -> list[str]:
-        """Names of what is directly inside a module."""
+        """Names of the modules and leaves directly inside a module."""
         end = len(module)
         inside = (n.parts[end] for n in self.under[module] if len(n.parts) > end)
         return list(dict.fromkeys(inside))
@@ -190,7 +190,7 @@ class Tree:
         return next((n for n in found if n.is_bias and n is not node), None)
 
     def beside(self, node: Node) -> Iterator[Node]:
-        """Kernels of the modules that stand beside the node's module, it included."""
+        """Kernels of the modules beside the node's module, its own included."""
         module = self.module(node)
         for other in self.under[module[:-1]]:
             is_kernel = not other.is_bias and not other.is_norm
@@ -228,7 +228,7 @@ class Tree:
 
     @functools.cached_property
     def streams(self) -> set[int]:
-        """Widths of the model: those of its embedding tables and outermost norms."""
+        """Widths of the model, from its embedding tables and outermost norms."""
         tables = {node.sizes[1] for node in self.tables if len(node.sizes) == 2}
         least = min((len(node.parts) for node in self._norms), default=0)
         return tables | {n.sizes[0] for n in self._norms if len(n.parts) == least}
@@ -248,7 +248,7 @@ def _is_beside(path: str, ranks: Mapping[str, int]) -> bool:
 
 
 def _node(leaf: Leaf, ranks: Mapping[str, int], paired: set[str]) -> Node:
-    """A node under a name that says more.
+    """A node, with the parts of its path normalized.
 
     The index of a box around a leaf is left out. `in_proj_weight` beside a bias, and
     `query_w` in a module that has pairs `gate_w` and `gate_b`, are read as

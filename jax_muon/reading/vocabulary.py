@@ -24,26 +24,27 @@ NOT_MATRICES = {"embedding", "head", "norm", "bias", "vector", "router", "depthw
 GENERIC = _words("kernel weight weights w weight_v weight_ih weight_hh")
 BIAS = _words("bias biases b offset offsets")
 SCALE = _words("scale scales gain gains gamma g")
-# Leaves that are vectors, stacked or not: scalars of a model, buffers, and arrays that
-# stand among its activations, as class tokens do.
+# Leaves that are vectors, stacked or not: scalars of a model, buffers, and arrays used
+# like activations, such as class tokens.
 VECTOR = _words(
     """
     beta alpha lambda lambdas scalar scalars token tokens slope slopes sink sinks
     temperature variance var mean eps tau decay dt mask masks probe cos sin freq freqs
     gaussian fourier latents register registers prompt prompts slots inducing
+    scale scales gain gains gamma bias biases offset offsets
     """
 )
-# Whole names of leaves of state-space models and RWKV.
+# Whole names of leaves, of state-space models, RWKV and weight normalization.
 STATE_SPACE = _words(
     """
-    a_log log_a a_logs dt_bias a_real a_imag log_a_real time_first time_faaaa
+    a_log log_a a_logs dt_bias a_real a_imag log_a_real time_first time_faaaa weight_g
     """
 )
 TABLE = _words("embedding embeddings input_embedding input_embeddings token_embeddings")
 
 # --- names of modules -----------------------------------------------------------------
 
-# Containers say nothing of what is in them.
+# Containers say nothing of their contents.
 CONTAINERS = _words(
     """
     params layer layers block blocks module modules sequential list net nets stack
@@ -77,7 +78,7 @@ EMBEDDED = _words(
     """
 )
 TIME = {"time", "timestep"}
-# Words behind which an embedding's name is that of a projection of it.
+# After these words an embedding's name means a projection of it.
 PROJECTION = _words("proj projection project linear dense mapping in out")
 POSITION = _words(
     """
@@ -95,7 +96,7 @@ HEAD = _words(
 # Heads by their last word: `head_mixer` is not one, nor is `multi_head`.
 HEAD_LAST = {"head", "heads"} | HEAD
 NO_HEAD = {"pre", "multi"}
-# Names of heads, if they stand at the top of a model, outside its layers.
+# Names of heads at the top of a model, outside its layers.
 WEAK_HEADS = _words(
     """
     fc output_layer output_proj prediction predictions qa_outputs seq_relationship
@@ -116,13 +117,13 @@ HEAD_PARTS = _words(
     """
 )
 HEAD_ENDS = _words("out output decoder logits final")
-# Modules inside of which nothing is a head by a weak name.
+# Inside these modules nothing is a head by a weak name.
 INSIDE = _words("layer layers block blocks attention mlp")
 
 ROUTER = {"router", "routers"}
 GATE = {"gate", "gating"}
 EXPERTS = {"expert", "experts", "moe"}
-# Modules whose kernels are those of experts.
+# Modules whose kernels belong to experts.
 EXPERT_MODULES = {"moe", "moe_block", "moe_mlp", "sparse_moe"}
 
 CONVOLUTION = _words(
@@ -131,7 +132,6 @@ CONVOLUTION = _words(
     downsamplers upsampler upsamplers
     """
 )
-TRANSPOSED = _words("transpose transposed deconv convtranspose")
 DEPTHWISE = {"depthwise", "dwconv"}
 GROUPED = _words("group grouped groups dw")
 
