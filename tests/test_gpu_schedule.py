@@ -379,7 +379,9 @@ def test_options_for_layers_on_many_devices():
     mesh = jax.sharding.Mesh([Described("gpu", i) for i in range(256)], "a")
     stack = {"w": jax.ShapeDtypeStruct((32, 4096, 8192), "bfloat16")}
     stack["v"] = jax.ShapeDtypeStruct((32, 8192, 4096), "bfloat16")
-    options = gpu_options({"layers": stack}, mesh, layers=True)
+    options = xla_options.options_of(
+        {"layers": stack}, mesh, "a", True, True, late=True
+    )
     layer = 2 * 2 * 4096 * 8192
     for kind, received in (("all_gather", layer), ("reduce_scatter", layer / 256)):
         threshold = options[f"xla_gpu_{kind}_combine_threshold_bytes"]

@@ -85,7 +85,9 @@ class MeanGradients:
             loss_fn: Any = self._split_loss
             extra: Any = ()  # for `scatter_layer`, before the loss is computed
             if traced is not None and traced.held:
-                late = xla_options.scatters_late(devices)
+                sizes = {name: jax.lax.axis_size(name) for name in self.axis}
+                sharded = jax.tree.leaves(here, is_leaf=specs.is_spec)
+                late = xla_options.scatters_late(sharded, sizes)
                 exchange = layers.Exchange(self.gather, scatter_layer, late)
                 if self.weighted:
                     weight = traced.result(1, exchange, full, part)

@@ -1,6 +1,5 @@
 """`scan_layers`: a scan over sharded layers, in plain jit."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,6 @@ from jax_muon.mesh.specs import (
     spec_by_path,
     spec_names,
 )
-from jax_muon.mesh.xla_options import scatters_late
 
 
 def scan_layers(
@@ -127,6 +125,5 @@ def scan_layers(
         for x, spec in zip(flat, divided, strict=True)
     ]
     traced = ByLayers(scan, (jax.tree.unflatten(treedef, whole), carry), divided)
-    devices = math.prod(mesh.shape[name] for name in names)
-    exchange = Exchange(gather, scatter, scatters_late(devices))
+    exchange = Exchange(gather, scatter)
     return traced(exchange, layers, carry, keep_gathered=keep_gathered)

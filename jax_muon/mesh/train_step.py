@@ -285,17 +285,13 @@ class TrainStep:
         """XLA's options for these parameters, or their shapes; see `gpu_options`."""
         if self._options is not None:
             return dict(self._options)
-        axis = self._gradients.axis
+        axis, mesh = self._gradients.axis, self._layout.mesh
         specs = jax.tree.leaves(self._layout.of_params(params), is_leaf=is_spec)
-        first = any(set(spec_names(spec)) & set(axis) for spec in specs)
-        stacked = any(axes_of_layers(params).values())
-        return xla_options.gpu_options(
-            params,
-            self._layout.mesh,
-            axis=axis,
-            gathers_first=first,
-            layers=first and stacked and self._gradients.how != "leaves",
-        )
+        sharded = [only(spec, axis) for spec in specs]
+        first, stacked = any(map(any, sharded)), any(axes_of_layers(params).values())
+        layers = first and stacked and self._gradients.how != "leaves"
+        late = xla_options.scatters_late(sharded, mesh.shape)
+        return xla_options.options_of(params, mesh, axis, first, layers, late)
 
     def _jit(self, params: Any) -> Any:
         """The jitted step, with the compiler's options for these parameters."""

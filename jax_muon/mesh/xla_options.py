@@ -2,12 +2,13 @@
 
 import math
 import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from jax_muon import checks, paths
 from jax_muon.mesh import specs
@@ -64,7 +65,7 @@ def gpu_options(
     - if `make_train_step` or `scan_layers` gathers layers in a loop,
       `xla_gpu_enable_while_loop_double_buffering`, without which each turn copies the
       gathered layer, no `xla_gpu_enable_pipelined_reduce_scatter`, and buckets smaller
-      than a layer; above 128 devices, one bucket per layer.
+      than a layer; for `make_train_step` above 128 devices, one bucket per layer.
     - if XLA does so itself, for a `jax.lax.scan` in plain jit, MaxText's options.
 
     Options that this jaxlib does not know are left out; it would refuse to compile.
@@ -101,17 +102,28 @@ def gpu_options(
     checks.check_flag("gathers_first", gathers_first)
     if layers is not None:
         checks.check_flag("layers", layers)
+    return options_of(params, mesh, names, gathers_first, layers)
+
+
+def options_of(
+    params: Any,
+    mesh: Mesh,
+    axis: Sequence[str],
+    gathers_first: bool,
+    layers: bool | None,
+    late: bool = False,
+) -> dict[str, Any]:
+    """`gpu_options` for checked arguments, and for `scatters_late`."""
     if mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return {}
-    devices = math.prod(mesh.shape[name] for name in names)
-    parts = mesh.size // devices
+    parts = mesh.size // math.prod(mesh.shape[name] for name in axis)
     stacks = axes_of_layers(params)
     total, layer = 0, 0.0  # bytes of all parameters, and of one layer in stacks of them
     for path, x in paths.leaves_with_paths(params):
         size = x.size * np.dtype(x.dtype).itemsize
         total += size
         if stacks[path]:
-            layer += size / math.prod(x.shape[axis] for axis in stacks[path])
+            layer += size / math.prod(x.shape[i] for i in stacks[path])
     if layers is None and layer and gathers_first:
         return _known(XLA_GATHERS_LAYERS)
     # Bytes received: a whole leaf by a gather, one shard of it by a scatter.
@@ -119,7 +131,7 @@ def gpu_options(
         LEAST_BUCKET, total / (GATHERS_FIRST if gathers_first else GATHERS_LAST)
     )
     scatter = max(LEAST_BUCKET, total / SCATTERS)
-    if layers and scatters_late(devices):
+    if layers and late:
         gather = scatter = max(LEAST_BUCKET, 1.1 * (layer or total))
     elif layers:
         gather = min(gather, max(LEAST_BUCKET, (layer or 2 * total) / 2))
@@ -141,9 +153,17 @@ def gpu_options(
     return _known(options)
 
 
-def scatters_late(devices: int) -> bool:
-    """Whether a layer's gradient is scattered in one collective, a layer later."""
-    return devices > MANY_DEVICES
+def scatters_late(sharded: Iterable[PartitionSpec], sizes: specs.Sizes) -> bool:
+    """Whether a layer's gradient is scattered in one collective, a layer later.
+
+    Args:
+      sharded: how its parameters are sharded over the axes of the batch.
+      sizes: of the mesh axes.
+    """
+    return any(
+        math.prod(sizes[name] for name in specs.spec_names(spec)) > MANY_DEVICES
+        for spec in sharded
+    )
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:
