@@ -376,7 +376,7 @@ def _inner(eqn: JaxprEqn) -> ClosedJaxpr:
 
 def _before_layers(eqn: JaxprEqn) -> tuple[int, int]:
     """Where the carry of a scan begins among its inputs, and where its layers do."""
-    if "ft_in" in eqn.params:  # newer than JAX 0.11.0
+    if "ft_in" in eqn.params:  # from JAX 0.11 on
         inputs = eqn.params["ft_in"].update(eqn.invars)
         consts, carry, _ = map(list, inputs.unpack())
         return len(consts), len(consts) + len(carry)
