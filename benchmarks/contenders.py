@@ -1,4 +1,4 @@
-"""Optimizer steps in JAX that `benchmarks.step` times: ours, optax's, one by hand.
+"""Optimizer steps in JAX that `benchmarks.step` times: ours and optax's.
 
 Each is a function (params, state, grads) -> (params, state), compiled with parameters
 and state donated, on random parameters of a model in `benchmarks.parameters`.
@@ -17,8 +17,7 @@ import jax_muon as jm
 from benchmarks.parameters import model_parameters
 
 RECIPES = ("nanochat", "muon", "moonlight", "normuon")
-NAMES = (*RECIPES, "fused", "optax", "optax-scan", "adamw")
-RATES = {"learning_rate": 0.02, "momentum": 0.95, "weight_decay": 0.1, "beta2": 0.95}
+NAMES = (*RECIPES, "optax", "optax-scan", "adamw")
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
@@ -121,8 +120,6 @@ def temporaries_in_train_step(step: Step, args: tuple[Any, Any, Any]) -> int | N
 
 def make_step(name: str, dtype: str, shapes: Any) -> tuple[Callable[[Any], Any], Step]:
     """The functions that give the state of parameters, and that do a step."""
-    if name == "fused":
-        return fused_init, functools.partial(fused_step, dtype=dtype)
     if name == "orthogonalize":
         return lambda _: (), functools.partial(orthogonalize_step, dtype=dtype)
     tx = transform(name, dtype, shapes)
@@ -158,87 +155,8 @@ def transform(name: str, dtype: str, shapes: Any) -> optax.GradientTransformatio
     if name == "optax-scan":  # one for each step, which optax runs as a scan
         coefficients = jm.polar_express_coefficients(5)
     return optax.contrib.muon(
-        RATES["learning_rate"],
+        0.02,
         coefficients,
-        weight_decay=RATES["weight_decay"],
+        weight_decay=0.1,
         muon_weight_dimension_numbers=numbers,
     )
-
-
-# ---- nanochat's step for scanned parameters, written out in one function
-
-
-def fused_init(params: Any) -> Any:
-    """Momentum and mean squares, of matrices or of AdamW, and the count of steps."""
-
-    def second(path: Any, p: Any) -> Any:
-        if path[0].key != "blocks":
-            return jnp.zeros_like(p)
-        tall = p.shape[-1] < p.shape[-2]  # the means of nanochat: along the shorter
-        return jnp.zeros_like(p[..., :1] if tall else p[..., :1, :])
-
-    mu = jax.tree.map(jnp.zeros_like, params)
-    return mu, jax.tree_util.tree_map_with_path(second, params), jnp.int32(0)
-
-
-def fused_step(params: Any, state: Any, grads: Any, dtype: str) -> tuple[Any, Any]:
-    """What a chain of transforms does, with nothing of it held in between."""
-    mu, nu, count = state
-    count += 1
-    matrices = functools.partial(_fused_matrices, dtype=dtype)
-    blocks = [
-        matrices(*leaves)
-        for leaves in zip(
-            *(jax.tree.leaves(tree["blocks"]) for tree in (params, mu, nu, grads)),
-            strict=True,
-        )
-    ]
-    treedef = jax.tree.structure(params["blocks"])
-    new = [
-        {"blocks": jax.tree.unflatten(treedef, parts)}
-        for parts in zip(*blocks, strict=True)
-    ]
-    for name in ("wte", "lm_head"):
-        g = grads[name]
-        m = 0.8 * mu[name] + 0.2 * g
-        v = 0.95 * nu[name] + 0.05 * g * g
-        root = jnp.sqrt(v / (1 - 0.95**count)) + 1e-10
-        p = params[name] - 3e-4 * (m / (1 - 0.8**count)) / root
-        for tree, leaf in zip(new, (p, m, v), strict=True):
-            tree[name] = leaf
-    params, mu, nu = new
-    return params, (mu, nu, count)
-
-
-def _fused_matrices(p: Any, m: Any, v: Any, g: Any, *, dtype: str) -> Any:
-    rows, cols = p.shape[-2:]
-    axis = -1 if cols < rows else -2
-    lr = RATES["learning_rate"] * max(1, cols / rows) ** 0.5
-    m = m + (1 - RATES["momentum"]) * (g - m)
-    chunk = max(1, 2**21 // (rows * cols * jnp.dtype(dtype).itemsize))
-    chunk = max(c for c in range(1, chunk + 1) if len(p) % c == 0)
-
-    def body(index: Any, carry: Any) -> Any:
-        p, v = carry
-
-        def part(x: Any) -> Any:
-            return jax.lax.dynamic_slice_in_dim(x, index * chunk, chunk)
-
-        def put(x: Any, new: Any) -> Any:
-            return jax.lax.dynamic_update_slice_in_dim(x, new, index * chunk, 0)
-
-        u = part(g) + RATES["momentum"] * (part(m) - part(g))
-        x = jm.PolarExpress(dtype=dtype)(u)
-        square = jnp.mean(x * x, axis, keepdims=True)
-        second = part(v) + (1 - RATES["beta2"]) * (square - part(v))
-        scale = jax.lax.rsqrt(jnp.maximum(second, 1e-10))
-        sums = [
-            jnp.sum(s, (-2, -1), keepdims=True) for s in (square, square * scale**2)
-        ]
-        x = x * (scale * jnp.sqrt(sums[0] / jnp.maximum(sums[1], 1e-20)))
-        w = part(p)
-        decay = jnp.where(x * w >= 0, RATES["weight_decay"] * w, 0)
-        return put(p, w - lr * (x + decay)), put(v, second)
-
-    p, v = jax.lax.fori_loop(0, len(p) // chunk, body, (p, v))
-    return p, m, v

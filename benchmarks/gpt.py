@@ -1,8 +1,8 @@
 """The loss of a GPT whose parameters are a plain tree, for benchmarks of train steps.
 
-Attention and MLP without biases and positions. What a block is, its leaves say: heads
-of keys and values may be fewer than those of queries, an MLP with a `gate` is gated as
-in Llama, and leaves of all layers in one, (layers, in, out), run in a scan.
+Attention and MLP without biases and positions. The leaves of a block determine its
+kind: there may be fewer heads of keys and values than of queries, an MLP with a `gate`
+is gated as in Llama, and leaves with a layer axis, (layers, in, out), run in a scan.
 """
 
 import functools
@@ -28,9 +28,9 @@ def loss(
     """Mean cross-entropy of the next token.
 
     Args:
-      params: as `benchmarks.parameters.model_parameters` has them, in the dtype to
+      params: a tree like `benchmarks.parameters.model_parameters`, in the dtype to
         compute in.
-      tokens: (batch, length + 1), of which the first `length` are the input.
+      tokens: (batch, length + 1); the first `length` are the input.
       head: width of a head of attention.
       attention: implementation of `jax.nn.dot_product_attention`.
       rematerialize: whether blocks are computed again in the backward pass.
@@ -73,7 +73,7 @@ def _block(
 
 
 def _mlp(x: jax.Array, block: dict[str, jax.Array]) -> jax.Array:
-    """Squared ReLU, or gated by SiLU; also of many MLPs on inputs of their own."""
+    """Squared ReLU, or gated by SiLU; one MLP, or a stack with a stack of inputs."""
     up = x @ block["up"]
     if "gate" in block:
         up *= jax.nn.silu(x @ block["gate"])

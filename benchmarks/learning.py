@@ -1,14 +1,14 @@
 """How many steps each optimizer needs: every one at its best, on the example's model.
 
-    python -m benchmarks.learning --optimizers muon   runs it anew, beside its record
+    python -m benchmarks.learning --optimizers muon   repeats its runs
     python -m benchmarks.learning --report            tables and pictures
 
 The measure is that of speed runs: the length of the shortest run, with a schedule of
 its own, that ends at or below AdamW's loss after 300 steps, as the mean of three seeds.
-Every optimizer has the same model, initial weights, batches, form of the schedules and
+Every optimizer has the same model, initial weights, batches, shape of the schedules and
 number of tries in the search for its settings. benchmarks/results/learning/ has a line
-for every run of that search, and in best.json what it found; benchmarks/NOTES.md says
-how it went.
+for every run of that search, and its result in best.json; benchmarks/NOTES.md describes
+the search.
 """
 
 import argparse
@@ -37,13 +37,13 @@ BASELINE = "adamw"
 SIZES = ((300, 128), (1200, 128), (300, 256))  # AdamW's steps, width
 SEEDS = (0, 1, 2)
 EVERY = 20  # steps between two evaluations, at least
-FACTOR = "embedding_factor"  # a setting that is 1 where it is not there
+FACTOR = "embedding_factor"  # a setting; 1 by default
 Settings = dict[str, float | list[float]]
 Record = dict[str, Any]
 
 
 class Point(NamedTuple):
-    """What a run is, and all that its losses depend on."""
+    """The description of a run: everything that its losses depend on."""
 
     optimizer: str
     settings: Settings
@@ -128,23 +128,23 @@ def model(width: int, depth: int, seed: int) -> GPT:
     return GPT(len(data().vocabulary), width, depth, rngs=nnx.Rngs(seed))
 
 
-# ---- What is on record
+# ---- The records
 
 
 class Row(NamedTuple):
-    """What came of an optimizer; None where no runs say."""
+    """The results of an optimizer at one size."""
 
     best: Record  # the best run of the search
     by_length: dict[int, list[Record]]  # runs with these settings, one of each seed
     pace: float | None  # processor time of a step on one core, beside AdamW's
 
     def length(self, target: float) -> int | None:
-        """The length of the shortest runs whose mean is at or below a loss."""
+        """Length of the shortest runs whose mean loss is at or below the target."""
         return next((n for n, x in self.by_length.items() if mean(x) <= target), None)
 
 
 def rows(folder: pathlib.Path, steps: int, width: int) -> dict[str, Row]:
-    """What came of every optimizer that was searched at a size."""
+    """The results of every optimizer that was searched at a size."""
     paces = _json(folder / "pace.json")
     found = {}
     for optimizer, won in _json(folder / "best.json")[_size(steps, width)].items():
@@ -176,7 +176,7 @@ def _size(steps: int, width: int) -> str:
 
 
 def last(record: Record) -> float:
-    """The last validation loss; infinite for a run that was stopped as hopeless."""
+    """The last validation loss; infinite for a run that was stopped."""
     loss = record["validation_loss"]
     return float("inf") if loss is None else loss
 

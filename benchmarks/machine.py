@@ -1,4 +1,4 @@
-"""The machine: what it is, how fast it multiplies and copies, and what runs on it."""
+"""The machine: its name, how fast it multiplies and copies, and its packages."""
 
 import datetime
 import importlib.metadata
@@ -18,7 +18,7 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "optax", "torch", "numpy")
 
 
 def describe(module: str, words: list[str]) -> dict[str, Any]:
-    """What a result is worthless without: machine, versions, date, command."""
+    """Machine, versions, date and command, kept with every result."""
     return {
         "command": shlex.join(["python", "-m", module, *words]),
         "date": datetime.date.today().isoformat(),

@@ -1,9 +1,9 @@
 """Parameters of known models as shapes: nothing is allocated.
 
-GPTs have one leaf for each layer, as Flax modules without scan hold them, or one leaf
-for all layers, as scanned ones do; Llama's shapes only the latter. The token embedding
-of a GPT is padded to a multiple of 128 rows. The head is its own, as nanochat has it;
-there are no biases, norm scales or positions, which are small and go to AdamW.
+GPTs have one leaf per layer, as in Flax modules without scan, or one leaf for all
+layers, as in scanned ones; Llamas only the latter. The token embedding of a GPT is
+padded to a multiple of 128 rows, and the head is not tied to it, as in nanochat.
+Biases, norm scales and positions are left out: they are small and go to AdamW.
 """
 
 import dataclasses

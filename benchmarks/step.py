@@ -4,8 +4,8 @@
     python -m benchmarks.step --models gpt2-350m --rounds 3
     python -m benchmarks.step --pairs optax --json benchmarks/results
 
-Each pair runs ours, theirs, ours, theirs, ..., every one in a process of its own; the
-ratio is the median over rounds. Beside it stand the seconds, the temporaries and the
+Each pair runs ours, theirs, ours, theirs, ..., each in a separate process; the
+ratio is the median over rounds. Beside it are the seconds, the temporaries and the
 time to compile. `benchmarks/NOTES.md` says what the columns mean. A file of results
 that is there already keeps its other pairs.
 """
@@ -78,7 +78,7 @@ class Pair:
 
     @property
     def names(self) -> tuple[str, str]:
-        """What stands in the table and in files."""
+        """The two names in the table and in files."""
         return str(self.ours), str(self.theirs)
 
 
@@ -112,13 +112,6 @@ def pairs() -> list[Pair]:
         Pair(stacked16, torch_muon, both),
         Pair(leaves, ours, {gpt2: 1.15}),
         Pair(leaves16, stacked16, {gpt2: 1.15}, quick=False),
-        Pair(ours, Contender("fused"), {gpt2: 1.03}, quick=False),
-        Pair(
-            stacked16,
-            Contender("fused", dtype="bfloat16"),
-            {gpt2: 1.03},
-            quick=False,
-        ),
         Pair(ours, Contender("torch-nanochat"), quick=False),
         Pair(ours, Contender("torch-nanochat", malloc="tuned"), quick=False),
         Pair(dataclasses.replace(stacked16, cublas=True), stacked16, gpu_only=True),

@@ -316,7 +316,7 @@ def shape_of(text: str) -> tuple[int, ...]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what is installed; to time, that of driver or toolkit will do."""
+    """Versions of the installed packages."""
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
     return {"python": platform.python_version()} | {
         name: installed[name] for name in PACKAGES if name in installed

@@ -1,7 +1,7 @@
 """Time to trace and lower a train step, by the number of leaves, beside optax's Muon.
 
-A step is a gradient and an update in one trace. Time is that of the process, so that
-other programs on the machine count little. Run `python -m benchmarks.trace`; `--leaves`
+A step is a gradient and an update in one trace. Process time is measured, so other
+programs on the machine matter little. Run `python -m benchmarks.trace`; `--leaves`
 takes other sizes, `--json FILE` writes the result.
 """
 

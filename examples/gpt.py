@@ -1,7 +1,7 @@
 """A small GPT in Flax NNX, in nanochat's shape (https://github.com/karpathy/nanochat).
 
 Normalization without parameters, rotary positions, normalized queries and keys, a
-squared-ReLU MLP, and an output head of its own. So nearly every parameter is a matrix
+squared-ReLU MLP, and an untied output head. So nearly every parameter is a matrix
 (in, out) without a bias, which is what Muon is for; the rest are the embedding and the
 head. Parameters are named so that their paths read well: `blocks/0/attn/q/kernel`.
 
@@ -56,8 +56,8 @@ def uniform(width: int):
 class Attention(nnx.Module):
     """Causal attention over heads of 32, and the largest logit of each.
 
-    With normalized queries and keys no logit passes 32^0.5, whatever the weights;
-    without, it is for QK-clip to keep the weights small.
+    With normalized queries and keys no logit exceeds 32^0.5, whatever the weights;
+    without, QK-clip has to keep the weights small.
     """
 
     def __init__(self, width: int, qk_norm: bool = True, *, rngs: nnx.Rngs):

@@ -1,15 +1,15 @@
-"""Where a run lives: on one device, or on a mesh of many. The mesh alone tells how.
+"""How a run uses devices: one of them, or a mesh of many.
 
   none:     one device.
-  zero2:    every device holds all parameters, and a part of the optimizer's state.
-  fsdp:     every device holds a part of each parameter, too.
-  fsdp,tp:  heads and the inside of the MLP are divided as well, over a second axis of
-            the mesh, along which the batch is the same.
-  hsdp:     fsdp within groups of devices that repeat one another, but for the state,
-            of which every device holds a part.
+  zero2:    every device holds all parameters and a shard of the optimizer's state.
+  fsdp:     parameters are sharded as well.
+  fsdp,tp:  attention heads and the hidden units of the MLP are also sharded, over a
+            second mesh axis along which the batch is the same.
+  hsdp:     fsdp within groups of devices; the groups hold the same parameters, and the
+            state is sharded over all devices.
 
-One `jax_muon.make_train_step` serves them all. What a checkpoint holds is the same in
-all of them, so that a run may go on in another.
+One `jax_muon.make_train_step` serves them all. Checkpoints are the same in every
+layout, so a run may resume in another.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# Axes of the mesh. They are Auto, so that the model says nothing of them.
+# Mesh axes. They are Auto axes, so the model need not mention them.
 AXES = {
     "none": ("data",),
     "zero2": ("data",),
@@ -42,19 +42,20 @@ SPECS = {
 
 
 def connect(options: argparse.Namespace) -> Mesh:
-    """Joins the other processes, if there are any, and lays out the devices of all.
+    """Connects to the other processes, if any, and makes a mesh of all devices.
 
     Raises:
-        ValueError: there are fewer devices than asked for, or they do not fit the mesh
-            or the batch.
+        ValueError: too few devices, or they do not fit the mesh or the batch.
     """
     if options.devices and options.devices > 1:
-        # A CPU shows as many devices as one likes, if it is told before the first use.
+        # A CPU can pose as any number of devices, if JAX is told before its first use.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", options.devices)
     if options.distributed:
         given = (options.coordinator, options.processes, options.process_id)
-        jax.distributed.initialize(*given)  # None: the cluster tells
+        jax.distributed.initialize(
+            *given
+        )  # None: found by JAX in the cluster's variables
     here = jax.local_device_count()
     used = 1 if options.sharding == "none" else options.devices
     if used and used > here:
@@ -68,7 +69,7 @@ def connect(options: argparse.Namespace) -> Mesh:
         for device in jax.local_devices(process)[:used]
     ]
     count = len(devices)
-    # By default 2 groups that repeat one another, and 2 devices along tp.
+    # By default two groups for hsdp, and two devices along tp.
     half = max(1, count // 2)
     pair = {"hsdp": (2, half), "fsdp,tp": (half, 2)}
     shape = options.mesh or pair.get(options.sharding, (count,))
@@ -89,14 +90,14 @@ def connect(options: argparse.Namespace) -> Mesh:
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes of the mesh that divide batches."""
+    """Mesh axes that shard the batch."""
     return tuple(name for name in mesh.axis_names if name != "tp")
 
 
 def specs(params: Any, mesh: Mesh) -> Any:
-    """How parameters lie between steps: `SPECS` by the last name that is in it.
+    """Shardings of parameters between steps, from `SPECS` by the name of the module.
 
-    An axis that the devices do not divide stays whole.
+    An axis that the devices do not divide is not sharded.
     """
 
     def spec(key_path: tuple[Any, ...], x: jax.Array) -> PartitionSpec:
@@ -113,7 +114,7 @@ def specs(params: Any, mesh: Mesh) -> Any:
 
 
 def put(windows: np.ndarray, mesh: Mesh) -> jax.Array:
-    """Batches (16, 129) or (8, 16, 129), their windows spread over the devices."""
+    """Shard the windows of a batch (16, 129), or of batches (8, 16, 129)."""
     spec = PartitionSpec(*[None] * (windows.ndim - 2), batch_axes(mesh))
     return jax.make_array_from_callback(
         windows.shape, NamedSharding(mesh, spec), windows.__getitem__
@@ -121,28 +122,28 @@ def put(windows: np.ndarray, mesh: Mesh) -> jax.Array:
 
 
 def gather(params: Any, mesh: Mesh) -> Any:
-    """The parameters whole, in the memory of every process."""
+    """All-gather the parameters to the host memory of every process."""
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.device_get(jax.jit(lambda x: x, out_shardings=whole)(params))
 
 
 def writes() -> bool:
-    """Whether this process is the one that writes files and shows progress."""
+    """True in the process that writes files and shows progress."""
     return jax.process_index() == 0
 
 
 def in_any(flag: bool) -> bool:
-    """Whether a flag is up in any of the processes, all of which ask at this point."""
+    """True in every process if the flag is set in any; all processes must call this."""
     if jax.process_count() == 1:
         return flag
     return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
 def once(function: Callable[..., Any], *args: Any) -> None:
-    """Calls a function in the process that writes, while all others wait for it.
+    """Calls a function in the process that writes; the others wait.
 
     Raises:
-        Exception: what the function raises, in every process, so that none waits on.
+        Exception: raised by the function, in every process, so that all of them stop.
     """
     error = None
     if writes():

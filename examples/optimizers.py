@@ -1,8 +1,7 @@
 """The optimizers that train_gpt.py can be asked for, with their rates and schedules.
 
-All of them leave the embedding and the head to the same AdamW, with a learning rate of
-its own. They differ in what happens to the matrices of the blocks, and so does "adamw":
-a comparison is one of matrices alone.
+The embedding and the head always have the same AdamW, with a separate learning rate.
+Only the optimizer of the blocks' matrices differs, so a comparison compares just that.
 """
 
 import json
@@ -19,7 +18,7 @@ BEST = pathlib.Path(__file__).with_name("best.json")
 
 
 class Rates(NamedTuple):
-    """What changes during a run, each a number or a function of the steps done."""
+    """Rates of a run, each a number or a function of the steps done."""
 
     learning_rate: optax.ScalarOrSchedule  # of the matrices
     adamw_learning_rate: optax.ScalarOrSchedule  # of the embedding and the head
@@ -37,14 +36,14 @@ def adamw(rates: Rates) -> optax.GradientTransformation:
 
 
 def of_the_rest(rates: Rates) -> optax.GradientTransformation:
-    """AdamW as nanochat has it, for the embedding and the head."""
+    """nanochat's AdamW, for the embedding and the head."""
     return optax.adamw(rates.adamw_learning_rate, 0.8, 0.95, 1e-10, weight_decay=0.0)
 
 
 def recipe(
     function: Callable, *, decays: bool = True, **own
 ) -> Callable[[Rates], optax.GradientTransformation]:
-    """A recipe of jax_muon, in float32, with the same AdamW as all others."""
+    """A recipe of jax_muon, in float32, with the AdamW that all share."""
 
     def make(rates: Rates) -> optax.GradientTransformation:
         decay = {"weight_decay": rates.weight_decay} if decays else {}
@@ -74,7 +73,7 @@ OPTIMIZERS = {
 
 
 def best_rates(name: str) -> dict[str, float | list[float]]:
-    """What `python -m benchmarks.learning` found best for `schedules`."""
+    """The best settings found for `schedules`; see benchmarks/learning.py."""
     return json.loads(BEST.read_text())[name]
 
 
@@ -86,9 +85,9 @@ def make_optimizer(
     embedding_factor: float = 1.0,
     **rates,
 ) -> optax.GradientTransformation:
-    """The optimizer for a run of so many steps; see `schedules` for its rates.
+    """The optimizer for a run of `steps` steps; see `schedules` for its rates.
 
-    With `qk_clip`, attention logits above that make their weights smaller.
+    With `qk_clip`, heads whose attention logits exceed it are scaled down.
     """
     if name in WITHOUT_DECAY and rates.get("weight_decay"):
         raise ValueError(
@@ -103,7 +102,7 @@ def make_optimizer(
 def with_embedding_factor(
     tx: optax.GradientTransformation, factor: float
 ) -> optax.GradientTransformation:
-    """An optimizer whose rate for the embedding is so many times that for the head."""
+    """Multiply the learning rate of the embedding by a factor."""
     return optax.chain(tx, jm.scale_by_path({"embed*": factor}))
 
 
@@ -115,7 +114,7 @@ def schedules(
     momentum: float | list[float],
     weight_decay: float = 0.0,
 ) -> Rates:
-    """How a run of so many steps goes, for all optimizers alike.
+    """The schedules of a run, the same for all optimizers.
 
     Args:
         steps: length of the run.

@@ -1,7 +1,7 @@
-"""What train_gpt.py may be asked for, and which of it a run keeps.
+"""The command line of train_gpt.py, and the settings that a run keeps.
 
-Settings are what a run keeps from its beginning to its end; they lie in
-runs/NAME/settings.json and need not be given again to resume.
+Settings do not change during a run. They are stored in runs/NAME/settings.json and need
+not be given again to resume it.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--parameters", choices=("as specs", "divided"), default="as specs",
         help="how they lie between steps; divided: as finely as the state")  # fmt: skip
     add("--distributed", action="store_true", help="this is one of several processes")
-    add("--coordinator", metavar="HOST:PORT", help="else the cluster tells")
+    add("--coordinator", metavar="HOST:PORT", help="else found by JAX")
     add("--processes", type=positive, help="how many there are; likewise")
     add("--process-id", type=int, help="which of them this is; likewise")
     add("--runs", default="runs", metavar="FOLDER", help="where all runs are")
@@ -152,7 +152,7 @@ def read_settings(folder: pathlib.Path) -> dict:
 
 
 def check_same(settings: dict, saved: dict, folder: pathlib.Path) -> None:
-    """A run whose settings change on the way would no longer be that run.
+    """Raise a ValueError if settings differ from those the run began with.
 
     The model's size is checked against the checkpoint itself.
     """

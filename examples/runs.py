@@ -1,10 +1,9 @@
 """The folder of a training run: its metrics, checkpoints and pictures.
 
-A run may be killed at any moment and go on from its last checkpoint. Checkpoints appear
-whole or not at all (orbax sees to that), and one that was damaged later is passed over
-for the one before. The metrics of every step before a checkpoint are in the file before
-the checkpoint is; those of later steps are dropped when the run goes on, since these
-steps are taken again.
+A run may be killed at any moment and resumed from its last checkpoint. orbax writes a
+checkpoint completely or not at all; if it was damaged later, the one before is used.
+The metrics of all steps up to a checkpoint are written before it. When a run is
+resumed, metrics of later steps are dropped, since those steps are repeated.
 """
 
 import contextlib
@@ -26,10 +25,10 @@ from matplotlib.figure import Figure
 
 @contextlib.contextmanager
 def locked(folder: pathlib.Path) -> Iterator[None]:
-    """Keeps a folder to one run, until it ends or its process dies.
+    """Locks a folder until the run ends or its process dies.
 
     Raises:
-        ValueError: another run has it.
+        ValueError: another run holds the lock.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f".{folder.name}.lock").open("a+") as file:
@@ -48,9 +47,9 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
 
 
 class Stop:
-    """Whether Ctrl-C, or the SIGTERM of a cluster, has asked the run to end.
+    """Notes Ctrl-C, or a cluster's SIGTERM: the run saves its state and ends.
 
-    It does so when it has saved its state, and at once when it is asked again.
+    A second signal ends it at once.
     """
 
     asked = False
@@ -64,7 +63,7 @@ class Stop:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Signals set a flag, so that no step ends between two of its arrays."""
+    """Signals set a flag, so that no step is interrupted halfway."""
     stop = Stop()
     before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -125,29 +124,29 @@ class Checkpoints:
         )
 
     def save(self, step: int, params: Any, state: Any) -> None:
-        """Begins to write a checkpoint, when the one before is written.
+        """Starts to write a checkpoint, once the previous one is written.
 
         Raises:
-            OSError: either could not be.
+            OSError: one of the two could not be written.
         """
         saved = {"params": params, "opt_state": state}
         with self._writing():
             self.manager.save(step, args=ocp.args.StandardSave(saved))
 
     def restore(self, params: Any, state: Any) -> tuple[int, Any, Any]:
-        """The last step whose checkpoint can be read, and what it holds.
+        """Restores the newest checkpoint that can be read.
 
-        Newer ones, which are damaged, are set aside with a warning.
+        Damaged ones are renamed, with a warning.
 
         Args:
-            params: shapes, dtypes and places of the parameters.
-            state: those of the optimizer's state.
+            params: shapes, dtypes and shardings of the parameters.
+            state: the same for the optimizer's state.
 
         Returns:
-            The step, parameters and state; 0 and None where there is no checkpoint.
+            The step, parameters and state; 0, None and None without a checkpoint.
 
         Raises:
-            OtherModelError: the checkpoint's parameters are those of another model.
+            OtherModelError: the checkpoint belongs to another model.
             ValueError: none of the checkpoints can be read.
         """
         errors: dict[int, Exception | None] = {}
@@ -195,10 +194,10 @@ class Checkpoints:
         return self.manager.restore(step, args=ocp.args.StandardRestore(wanted))
 
     def close(self) -> None:
-        """Waits for what is being written.
+        """Waits until the last checkpoint is written.
 
         Raises:
-            OSError: it could not be.
+            OSError: it could not be written.
         """
         with self._writing():
             self.manager.close()
@@ -224,7 +223,7 @@ def shapes(params: Any) -> dict[str, tuple[int, ...]]:
 
 
 class Metrics:
-    """metrics.jsonl, one line a step.
+    """Writes metrics.jsonl, one line per step.
 
     The numbers stay on the device until they are flushed. Holding the newest ones back
     avoids waiting for steps that still run.
@@ -255,7 +254,7 @@ class Metrics:
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl, less a last line that a kill cut short.
+    """The records of metrics.jsonl, without a last line that a kill cut short.
 
     Raises:
         ValueError: another line is damaged.
@@ -272,7 +271,7 @@ Curve = tuple[list[int], list[float]]  # steps and values
 
 
 def curve(records: list[dict[str, Any]], name: str) -> Curve:
-    """One of the metrics, at the steps at which it was measured."""
+    """One of the metrics, at the steps where it was measured."""
     found = [record for record in records if name in record]
     return [record["step"] for record in found], [record[name] for record in found]
 
@@ -289,7 +288,7 @@ def draw(
     path: pathlib.Path,
     target: tuple[str, float] | None = None,
 ) -> None:
-    """Draws curves of loss, and where each first comes down to a target."""
+    """Draws loss curves, and marks where each first reaches a target."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for name, points in curves.items():
@@ -319,7 +318,7 @@ def draw(
 
 
 def draw_observed(records: list[dict[str, Any]], names: list[str], path: pathlib.Path):
-    """Draws what jax_muon.observe kept: a panel for a quantity, a line for a label."""
+    """Draws jax_muon.observe's numbers: a panel per quantity, a line per label."""
     panels: dict[str, dict[str, Curve]] = {}
     for name in sorted(names):
         label, _, quantity = name.rpartition("/")  # a count has no label

@@ -1,11 +1,10 @@
 """Text as characters: the standard library's documentation, or any file of yours.
 
-The last tenth is validation. The vocabulary is what the other nine tenths hold; token 0
-stands for every character that they do not.
+The last tenth is for validation. The vocabulary consists of the characters in the other
+nine tenths; token 0 means any other character.
 
-A batch of training windows is a pure function of (seed, step). So a run that was
-stopped reads on with the batch that it would have read, and two optimizers that are
-compared read the same ones.
+A batch of training windows is a pure function of (seed, step). So a resumed run reads
+the same batches as one that was never stopped, and so do optimizers that are compared.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Training and validation text as tokens, with what turns them back."""
+    """Training and validation text as tokens, with the vocabulary to decode them."""
 
     name: str
     sha256: str  # of the whole text in UTF-8
@@ -85,7 +84,7 @@ def read_text(path: str | None, context: int) -> Text:
     if len(text) < needed:
         raise ValueError(
             f"{name} is too short: {len(text):,} characters. A context of {context} "
-            f"needs {needed:,}, for the last tenth is validation and has to hold "
+            f"needs {needed:,}: the last tenth is for validation and must hold "
             f"{context + 1}"
         )
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
@@ -103,7 +102,7 @@ def read_text(path: str | None, context: int) -> Text:
 
 
 def read_documentation() -> str:
-    """What Python's `help()` says of the language: 465,126 characters in 3.11.7."""
+    """The texts of Python's `help()`: 465,126 characters in 3.11.7."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))

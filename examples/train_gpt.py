@@ -2,7 +2,7 @@
 
     python examples/train_gpt.py                            jax_muon.nanochat()
     python examples/train_gpt.py --optimizer adamw
-    python examples/train_gpt.py --resume                   goes on where it was stopped
+    python examples/train_gpt.py --resume                   resumes a stopped run
     python examples/train_gpt.py --compare nanochat,adamw   both, in one picture
     python examples/train_gpt.py --data FILE                on a text of your own
     python examples/train_gpt.py --sharding zero2 --devices 8
@@ -11,12 +11,12 @@
     python examples/train_gpt.py --sharding hsdp --mesh 2,4 --devices 8
     python examples/train_gpt.py --qk-clip 30               instead of QK-norm
 
-Ctrl-C saves the state before the run ends, and --resume goes on from there, also under
-another --sharding.
+Ctrl-C saves the state before the run ends, and --resume continues it, under another
+--sharding if you like.
 
 This file is the story of a run. The model is in gpt.py, the data in text.py, optimizers
 with their rates and schedules in optimizers.py, devices and processes in layouts.py,
-what lies in runs/NAME in runs.py, and what may be asked for in options.py.
+the files in runs/NAME in runs.py, and the command line in options.py.
 """
 
 import argparse
@@ -55,7 +55,7 @@ from tqdm import tqdm
 
 import jax_muon as jm
 
-FETCH_EVERY = 10  # steps between two looks at the device's metrics
+FETCH_EVERY = 10  # steps between two transfers of metrics from the device
 OTHER_METRICS = ("step", "loss", "max_logit", "validation_loss")  # than --observe's
 
 
@@ -87,7 +87,7 @@ def run(
     folder: pathlib.Path,
     stop: Stop,
 ) -> None:
-    """All that was asked for. Every process does the same, and the first one writes."""
+    """Train one optimizer or compare several; the first process writes the files."""
     print(text)
     settings = {name: vars(options)[name] for name in SETTINGS}
     settings["sha256"] = text.sha256
@@ -111,7 +111,7 @@ def run(
 
 
 def begin(folder: pathlib.Path, settings: dict) -> None:
-    """A new folder with the settings of a run."""
+    """Start a new folder, with the settings of the run."""
     set_aside(folder)
     write(folder / "settings.json", json.dumps(settings, indent=2) + "\n")
 
@@ -125,7 +125,7 @@ def train(
     folder: pathlib.Path,
     stop: Stop,
 ) -> None:
-    """One run, from the beginning or from the last checkpoint in its folder."""
+    """One run, from step 1 or from the last checkpoint in its folder."""
     print(f"\n{folder}: {options.steps} steps of {optimizer} with {rates}")
     began = time.monotonic()
     clip = options.qk_clip
@@ -160,7 +160,7 @@ def train(
     params, state = saved if done else train_step.init(params)
     if writes():
         _, aux = jax.eval_shape(loss, params, validation[0])
-        aux = jax.tree.map(lambda x: jnp.zeros(x.shape), aux)  # what clip_qk asks for
+        aux = jax.tree.map(lambda x: jnp.zeros(x.shape), aux)  # for clip_qk
         table = jm.describe(tx if mesh.size == 1 else train_step.tx, params, **aux)
         write(folder / "parameters.txt", f"{table}\n")
     metrics = Metrics(folder / "metrics.jsonl" if writes() else None, done)
@@ -183,7 +183,7 @@ def train(
         params, state, values = train_step(params, state, put(batch, mesh))
         if max_logits := values.pop("aux"):
             values["max_logit"] = largest(max_logits)
-        if options.observe:  # copied, since the next step is donated the state
+        if options.observe:  # copied, since the next step overwrites the state
             values |= copied(optax.tree.get(state, "observed"))
         if step % options.evaluate_every == 0 or step == last:
             values["validation_loss"] = evaluate(params, validation)
@@ -222,7 +222,7 @@ def report(
     text: Text,
     folder: pathlib.Path,
 ) -> None:
-    """What a run ends with: its picture, a text that the model writes, its loss."""
+    """The end of a run: a picture of the loss, and a text that the model writes."""
     records = read(folder / "metrics.jsonl")
     draw(
         {
@@ -254,7 +254,7 @@ def report(
 
 
 def make_losses(graph: nnx.GraphDef, with_max_logits: bool):
-    """The loss of a batch, to learn from, and compiled that of many, to look at."""
+    """The loss of a batch, for training; the compiled mean loss of many batches."""
 
     def loss(params, windows):  # windows: (16, 129)
         value, max_logits = nnx.merge(graph, params).loss_and_max_logits(windows)
@@ -273,15 +273,15 @@ def copied(tree):
 
 @jax.jit
 def largest(tree):
-    """The largest number in all arrays."""
+    """The largest element of all arrays."""
     return jnp.max(jnp.concatenate(jax.tree.leaves(tree)))
 
 
 def compare(optimizers: list[str], folder: pathlib.Path) -> None:
-    """Draws the runs in one picture, with the steps that each needs to one loss.
+    """Draws the runs in one picture, with the steps that each takes to reach one loss.
 
-    That loss is AdamW's final one, or that of the last optimizer where AdamW is not one
-    of them. A run reaches it at the first evaluation that is not above it.
+    That is AdamW's final loss, or the last optimizer's if AdamW is not compared. A run
+    reaches it at the first evaluation that is not above it.
     """
     curves = {
         name: curve(read(folder / name / "metrics.jsonl"), "validation_loss")
@@ -310,7 +310,7 @@ def compare(optimizers: list[str], folder: pathlib.Path) -> None:
 
 
 def rates_of(options: argparse.Namespace) -> dict[str, dict]:
-    """The rates of each optimizer: as given, or else the best of the grid."""
+    """The rates of each optimizer: those given, else the best found in a search."""
     given = {name: getattr(options, name) for name in RATES}
     given = {name: rate for name, rate in given.items() if rate is not None}
     return {
@@ -320,9 +320,9 @@ def rates_of(options: argparse.Namespace) -> dict[str, dict]:
 
 
 def program() -> None:
-    """`main`, where a wrong option, file or setting ends it with one line.
+    """Runs `main`, and ends with one line on a wrong option, file or setting.
 
-    These are the ValueErrors that the example or jax_muon raises itself.
+    Those are the ValueErrors that the example or jax_muon raises itself.
     """
     try:
         main()

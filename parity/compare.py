@@ -1,7 +1,7 @@
 """Two trajectories, and how far apart they are.
 
-Everything is relative to the distance that the reference travelled since the start: a
-weight that hardly moves must not hide an error in its movement.
+Errors are relative to the distance that the reference travelled since the start, so
+that a weight which hardly moves cannot hide an error in its movement.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Check:
     case: str
     error: float
     bar: float
-    why: str = ""  # why a case above the bar is not a defect, with the number
+    why: str = ""  # why an error above the bar is not a defect, with the number
 
     @property
     def state(self) -> str:
@@ -43,8 +43,6 @@ class Difference:
     """How far a parameter ended from the reference."""
 
     error: float  # ||W - ref|| / ||ref - W_0||
-    worst: float  # largest |W - ref| / root mean square of ref - W_0
-    turned: float  # 1 - cosine of W - W_0 and ref - W_0
     flips: int = 0  # entries whose cautious mask differed at some step
     unflipped: float = 0.0  # the error over all other entries
 
@@ -59,7 +57,7 @@ def runner(
         dtype: "float64" runs in double precision, everything else in float32.
 
     Returns:
-        A function; what it takes and gives has PyTorch's names and orientation.
+        A function; its arguments and results have PyTorch's names and orientation.
     """
     wide = "float64" if dtype == "float64" else "float32"
 
@@ -96,16 +94,12 @@ def difference(
     moved = np.asarray(reference, np.float64) - start
     distance = np.linalg.norm(moved)
     if not np.any(off):
-        return Difference(0.0, 0.0, 0.0)
+        return Difference(0.0)
     if distance == 0 or not np.all(np.isfinite(off)):
-        return Difference(math.inf, math.inf, math.inf, unflipped=math.inf)
-    direction = np.asarray(ours, np.float64) - start
-    cosine = np.vdot(direction, moved) / (np.linalg.norm(direction) * distance)
+        return Difference(math.inf, unflipped=math.inf)
     flipped = np.zeros(off.shape, bool) if flipped is None else flipped
     return Difference(
         float(np.linalg.norm(off) / distance),
-        float(np.max(np.abs(off)) / (distance / math.sqrt(off.size))),
-        float(1 - cosine),
         int(np.count_nonzero(flipped)),
         float(np.linalg.norm(off[~flipped]) / distance),
     )
@@ -147,11 +141,12 @@ def differences(
     """Compare the end of two trajectories, parameter by parameter.
 
     Args:
-        recipe: tells whether there is a cautious mask that may flip.
+        recipe: says whether a cautious mask may flip.
         ours: parameters after every step.
-        reference: likewise.
-        rates: those that both ran with.
-        dtype: where flips can be told from rounding: "float64" or "float32".
+        reference: the same of the reference.
+        rates: the rates of both.
+        dtype: flips are looked for in "float64" and "float32", where rounding is
+            small enough.
     """
     rounded = np.float64 if dtype == "float64" else np.float32
     result = {}
@@ -187,15 +182,15 @@ def check(
     grads: Sequence[Arrays],
     rates: dict,
 ) -> tuple[Check, dict[str, Difference]]:
-    """Compare a run of ours with the reference; explain what is above the bar.
+    """Compare our run with the reference; explain an error above the bar.
 
     Args:
         recipe: whose reference is run.
         kind: of the gradients.
         dtype: "float64" or "float32".
         ours: parameters after every step.
-        grads: the gradients that they come from.
-        rates: likewise.
+        grads: the gradients of each step.
+        rates: the rates of each step.
 
     Returns:
         The verdict, and the difference of each parameter.
@@ -223,7 +218,7 @@ def check(
 
 
 def _below_every_eps(recipe: Recipe, kind: str, ours: Arrays, theirs: Arrays) -> str:
-    """Whether the problem table foresees this, and how little it is."""
+    """The reason in the table of problems, with the size of the difference."""
     why = problems.EXPLAINED.get((recipe.name, kind), "")
     if not why:
         return ""
@@ -235,7 +230,7 @@ def _below_every_eps(recipe: Recipe, kind: str, ours: Arrays, theirs: Arrays) ->
 
 
 def _flips(found: dict[str, Difference], bar: float) -> str:
-    """Whether the flips of cautious masks are all that is above the bar."""
+    """The reason, if only entries with a flipped cautious mask are above the bar."""
     flips, unflipped = sum(d.flips for d in found.values()), worst(found, "unflipped")
     if not flips or unflipped > bar:
         return ""
@@ -246,7 +241,7 @@ def _flips(found: dict[str, Difference], bar: float) -> str:
 
 
 def _rounding(ours_exact: float, theirs_exact: float) -> str:
-    """Whether the reference in float32 is as far from itself in float64 as we are."""
+    """The reason, if PyTorch in float32 is about as far from float64 as we are."""
     if ours_exact > 2 * theirs_exact:
         return ""
     return (

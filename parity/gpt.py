@@ -5,7 +5,6 @@ and are trained in float32 by our recipe and by its reference. The modules here 
 names of the Flax ones, so that `weights.py` can carry a whole model across.
 """
 
-import dataclasses
 import functools
 import math
 
@@ -22,8 +21,7 @@ from examples import gpt as flax_gpt
 from examples.text import Text, read_text
 from parity import problems, spread, weights
 from parity.problems import Recipe
-from parity.reference.nanochat import MuonAdamW
-from parity.reference.replay import groups_over
+from parity.references import MuonAdamW, groups_over
 
 WIDTH, DEPTH, CONTEXT, BATCH, SEED = 64, 2, 64, 8, 0
 STEPS = 200
@@ -220,26 +218,6 @@ def reference_losses(name: str) -> tuple[list[float], list[float]]:
     recipe = problems.RECIPES[name]
     transposed = spread.variants(recipe)["transposed"]
     return train_torch(recipe), train_torch(recipe, polar=transposed)
-
-
-@dataclasses.dataclass(frozen=True)
-class Training:
-    """Loss curves of one recipe."""
-
-    recipe: str
-    flax: list[float]
-    torch: list[float]
-    torch_again: list[float]  # PyTorch with its matrices transposed: its own spread
-
-    @property
-    def apart(self) -> float:
-        """Largest difference at any step; nan counts as infinite."""
-        return largest_difference(self.flax, self.torch)
-
-    @property
-    def spread(self) -> float:
-        """The same of PyTorch against itself."""
-        return largest_difference(self.torch_again, self.torch)
 
 
 def largest_difference(a: list[float], b: list[float]) -> float:

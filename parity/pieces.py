@@ -15,10 +15,9 @@ import optax
 import torch
 
 import jax_muon as jm
-from parity import problems, weights
+from parity import problems, references, weights
 from parity.problems import Arrays
-from parity.reference import nanochat, polar
-from parity.reference.muon import accumulate, shape_scale, sphere_step
+from parity.references import accumulate, shape_scale, sphere_step
 
 MATRICES = {name: problems.SHAPES[name] for name in problems.MATRIX_NAMES}
 FLAX_MATRICES = {
@@ -35,7 +34,7 @@ Reference = Callable[[torch.Tensor, torch.Tensor, dict], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A transform of ours, and what it is compared with."""
+    """One of our transforms, and its reference."""
 
     name: str
     ours: Callable[[str], optax.GradientTransformation]  # dtype -> transform
@@ -53,19 +52,19 @@ def _momentum(accumulation: str, nesterov: bool) -> Reference:
 
 def _nesterov_ema(u, w, state):
     momentum = state.setdefault("momentum", torch.zeros_like(w))
-    return nanochat.nesterov_ema(u, momentum, nanochat.rate(0.95, w))
+    return references.nesterov_ema(u, momentum, references.rate(0.95, w))
 
 
 def _normuon(u, w, state):
     if "second_moment" not in state:
-        state["second_moment"] = nanochat.muon_state(w)["second_moment"]
-    return nanochat.normuon(u, state["second_moment"], nanochat.rate(0.95, w))
+        state["second_moment"] = references.muon_state(w)["second_moment"]
+    return references.normuon(u, state["second_moment"], references.rate(0.95, w))
 
 
 def _cautious(u, w, state):
     del state
-    new, one = w.clone(), nanochat.rate(1.0, w)
-    nanochat.cautious_step(new, u, one, nanochat.rate(0.1, w))
+    new, one = w.clone(), references.rate(1.0, w)
+    references.cautious_step(new, u, one, references.rate(0.1, w))
     return w - new
 
 
@@ -105,12 +104,12 @@ PIECES = (
     Piece(
         "equilibrate_rows",
         lambda _: jm.equilibrate_rows(matrices=READ),
-        _stateless(nanochat.equilibrate_rows),
+        _stateless(references.equilibrate_rows),
     ),
     Piece(
         "PolarExpress",
         lambda dtype: jm.orthogonalize(jm.PolarExpress(dtype=dtype), matrices=READ),
-        _polar(polar.polar_express),
+        _polar(references.polar_express),
     ),
     Piece(
         "PolarExpress, 8 steps",
@@ -126,9 +125,9 @@ PIECES = (
             matrices=READ,
         ),
         _polar(
-            polar.polar_express,
+            references.polar_express,
             steps=8,
-            coefficients=polar.POLAR_EXPRESS_PAPER,
+            coefficients=references.POLAR_EXPRESS_PAPER,
             norm_factor=1.01,
             eps=1e-7,
         ),
@@ -137,20 +136,20 @@ PIECES = (
     Piece(
         "NewtonSchulz",
         lambda dtype: jm.orthogonalize(jm.NewtonSchulz(dtype=dtype), matrices=READ),
-        _polar(polar.newton_schulz),
+        _polar(references.newton_schulz),
     ),
     # The exact polar factor depends on the smallest singular value as 1 / it: only
     # well-conditioned matrices have one that float32 can tell.
     Piece(
         "ExactPolar",
         lambda _: jm.orthogonalize(jm.ExactPolar(), matrices=READ),
-        _stateless(polar.svd_polar),
+        _stateless(references.svd_polar),
         ("gaussian",),
     ),
     Piece(
         "normalize_frobenius",
         lambda _: jm.normalize_frobenius(matrices=READ),
-        _stateless(nanochat.renormalize),
+        _stateless(references.renormalize),
     ),
     Piece(
         "scale_by_normuon", lambda _: jm.scale_by_normuon(0.95, matrices=READ), _normuon
@@ -218,7 +217,7 @@ def rounding(piece: Piece, kind: str, ours: Callable[[list[Arrays]], Arrays]) ->
 
 
 def relative(found: np.ndarray, expected: np.ndarray) -> float:
-    """Size of the difference, relative to what is expected; nan counts as infinite."""
+    """Size of the difference, relative to the reference; nan counts as infinite."""
     expected = expected.astype(np.float64)
     size = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
     return math.inf if math.isnan(size) else size
@@ -252,6 +251,6 @@ def _theirs(piece: Piece, updates: list[Arrays], dtype: str) -> Arrays:
         w = torch.from_numpy(start[name]).to(getattr(torch, dtype))
         for update in updates:
             u = torch.from_numpy(update[name]).to(w.dtype)
-            out = piece.reference(polar.as_stack(u), polar.as_stack(w), state)
+            out = piece.reference(references.as_stack(u), references.as_stack(w), state)
         result[name] = out.reshape(shape).numpy()
     return result

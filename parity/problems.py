@@ -26,18 +26,20 @@ import optax
 import torch
 
 import jax_muon as jm
-from parity.reference.muon import (
+from parity.references import (
+    AUGUST,
+    JANUARY,
     JORDAN,
     JORDAN_SUM,
     MOONLIGHT,
     Muon,
+    MuonAdamW,
     MuonH,
     NorMuon,
     NorMuonH,
+    Teon,
+    replay,
 )
-from parity.reference.nanochat import AUGUST, JANUARY, MuonAdamW
-from parity.reference.replay import replay
-from parity.reference.teon import Teon
 
 Arrays = dict[str, np.ndarray]  # by PyTorch's names
 

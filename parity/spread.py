@@ -1,4 +1,4 @@
-"""bfloat16: how far PyTorch is from itself, and where we stand beside that.
+"""bfloat16: how far PyTorch is from itself, and how far we are from it.
 
 In bfloat16 every way to write the same step rounds otherwise. The variants here are the
 reference itself, changed in nothing but rounding:
@@ -6,7 +6,7 @@ reference itself, changed in nothing but rounding:
 - transposed: the polar factor of the transpose, transposed back;
 - compiled: the step through torch.compile, which keeps sums in float32 for longer.
 
-Compiling takes a minute, so the runner leaves it to a process of its own.
+Compiling takes a minute, so `parity.run` does it in another process.
 """
 
 import dataclasses
@@ -18,11 +18,9 @@ import numpy as np
 import torch
 import torch._dynamo
 
-from parity import compare, problems
+from parity import compare, problems, references
 from parity.problems import Arrays, Recipe
-from parity.reference import nanochat
-from parity.reference.polar import newton_schulz, polar_express
-from parity.reference.replay import groups_over
+from parity.references import groups_over, newton_schulz, polar_express
 
 NAMES = ("square.weight", "tall.weight", "wide.weight")
 STEPS = 10
@@ -63,22 +61,22 @@ def compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
-class CompiledMuonAdamW(nanochat.MuonAdamW):
+class CompiledMuonAdamW(references.MuonAdamW):
     """`MuonAdamW` whose matrices go through a compiled update.
 
     Rates are tensors there, as in nanochat: each new number would compile again.
     """
 
     def _muon(self, p, group):
-        w, state = nanochat.as_stack(p), self.state[p]
+        w, state = references.as_stack(p), self.state[p]
         if not state:
-            state.update(nanochat.muon_state(w))
+            state.update(references.muon_state(w))
         rates = ("lr", "momentum", "weight_decay", "beta2")
         as_tensors = {k: torch.tensor(group[k], dtype=torch.float32) for k in rates}
         settings = {k: v for k, v in group.items() if k not in ("params", "kind")}
-        compiled(nanochat.muon_update)(
+        compiled(references.muon_update)(
             w,
-            nanochat.as_stack(p.grad),
+            references.as_stack(p.grad),
             state["momentum"],
             state["second_moment"],
             {**settings, **as_tensors},

@@ -23,9 +23,7 @@ import torch
 import jax_muon as jm
 from parity import problems, weights
 from parity.problems import Arrays
-from parity.reference.muon import JORDAN, Muon, NorMuon
-from parity.reference.polar import newton_schulz
-from parity.reference.replay import replay
+from parity.references import JORDAN, Muon, NorMuon, newton_schulz, replay
 from parity.spread import compiled
 
 # Two axes, since torch.optim.Muon takes no others.
@@ -54,7 +52,7 @@ NOT_USED = (
 
 @dataclasses.dataclass(frozen=True)
 class Package:
-    """A package's optimizer, and what it is compared with."""
+    """A package's optimizer, our recipe and the reference for it."""
 
     name: str
     dtype: str  # of the polar iteration: bfloat16, float32 or float64
@@ -83,7 +81,7 @@ def compare(package: Package, compiled_end: Arrays | None = None) -> Result:
     """Run the three and measure.
 
     Args:
-        package: what is compared with.
+        package: the package.
         compiled_end: where `compiled_end` says that a compiled Muon ends, which widens
             the spread of packages that round in its order.
     """
@@ -150,7 +148,7 @@ def _torch_run(make: Callable, dtype: str) -> Callable[[Sequence[Arrays]], Array
 def _jax_run(
     tx: optax.GradientTransformation, dtype: str
 ) -> Callable[[Sequence[Arrays]], Arrays]:
-    """An optax optimizer likewise; the tree is flat, {name: (in, out)}."""
+    """An optax optimizer on the same matrices, as a flat tree {name: (in, out)}."""
 
     def run(grads: Sequence[Arrays]) -> Arrays:
         def cross(arrays: Arrays):

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def one_device():
     return params, jax.device_get(result), losses
 
 
-def check(folder, one_device, first_step=1):
+def check(folder, one_device, first_step):
     start, expected, losses = one_device
     result = dict(np.load(folder / "result.npz"))
     assert problems.distance(result, expected, start) < 5e-6
@@ -61,26 +62,30 @@ def check(folder, one_device, first_step=1):
         np.testing.assert_allclose(value, losses[int(number) - 1], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("processes", "devices"), [(2, 4)])
-def test_several_processes_equal_one_device(tmp_path, one_device, processes, devices):
-    codes, errors = launch(processes, devices, tmp_path, "zero2")
-    assert codes == [0] * processes, errors
-    check(tmp_path, one_device)
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A ZeRO-2 run of two processes, killed while it writes the checkpoint of step 10.
+
+    That of step 8 is whole.
+    """
+    folder = tmp_path_factory.mktemp("killed")
+    codes, errors = launch(2, 2, folder, "zero2", 10)
+    assert all(code != 0 for code in codes), errors
+    assert not (folder / "result.npz").exists()
+    names = [entry.name for entry in (folder / "checkpoints").iterdir()]
+    assert "8" in names
+    return folder, max(int(name) for name in names if name.isdigit())
 
 
 @pytest.mark.parametrize(
     ("processes", "devices", "layout"), [(1, 8, "zero2"), (2, 4, "fsdp")]
 )
 def test_a_killed_run_goes_on_elsewhere(
-    tmp_path, one_device, processes, devices, layout
+    tmp_path, one_device, killed, processes, devices, layout
 ):
-    """Killed while it writes the checkpoint of step 10: that of step 8 is whole."""
-    codes, errors = launch(2, 2, tmp_path, "zero2", 10)
-    assert all(code != 0 for code in codes), errors
-    assert not (tmp_path / "result.npz").exists()
-    names = [entry.name for entry in (tmp_path / "checkpoints").iterdir()]
-    assert "8" in names
-    whole = [name for name in names if name.isdigit()]
+    """Steps on both sides of the kill, in one process and in two, are one device's."""
+    folder, last = killed
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     codes, errors = launch(processes, devices, tmp_path, layout)
     assert codes == [0] * processes, errors
-    check(tmp_path, one_device, first_step=max(map(int, whole)) + 1)
+    check(tmp_path, one_device, first_step=last + 1)

@@ -143,7 +143,7 @@ def test_linen_partitioned(load, capsys):
 
 
 def recipe():
-    return jm.nanochat(0.02, adamw=optax.adamw(0.003), dtype="float64")
+    return jm.nanochat(0.02, adamw=optax.adamw(0.003), dtype="float64", steps=2)
 
 
 def wide(tree):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import jax_muon as jm
-from parity import compare, gpt, pieces, problems, report, third_parties, weights
+from parity import compare, gpt, pieces, problems, run, third_parties, weights
 from parity.compare import Check
 from parity.problems import CONSTANT, MOVING, RECIPES
 
@@ -146,7 +146,7 @@ def test_normuon_on_the_wrong_axis_turns_red(monkeypatch):
 
 def test_nothing_is_explained_by_flips_or_rounding_alone():
     """An error above the bar stays one if neither accounts for it."""
-    found = {"w": compare.Difference(1e-3, 0.0, 0.0, flips=1, unflipped=1e-4)}
+    found = {"w": compare.Difference(1e-3, flips=1, unflipped=1e-4)}
     assert not compare._flips(found, 2e-5)
     assert compare._flips(found, 2e-4)
     assert not compare._rounding(3e-5, 1e-5)
@@ -183,7 +183,7 @@ def test_optax_muon_is_ours_but_for_the_bias_correction():
 
 
 def test_report_marks_failures():
-    assert report.marked(Check("", "", 1e-6, 2e-5)) == "1.0e-06"
-    assert report.marked(Check("", "", 1e-4, 2e-5, "why")) == "1.0e-04 *"
-    assert report.marked(Check("", "", 1e-4, 2e-5)) == "1.0e-04 FAIL"
-    assert report.table(["a", "b"], [["x", "1"]]).splitlines()[0] == "| a | b |"
+    assert run.marked(Check("", "", 1e-6, 2e-5)) == "1.0e-06"
+    assert run.marked(Check("", "", 1e-4, 2e-5, "why")) == "1.0e-04 *"
+    assert run.marked(Check("", "", 1e-4, 2e-5)) == "1.0e-04 FAIL"
+    assert run.table(["a", "b"], [["x", "1"]]).splitlines()[0] == "| a | b |"

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import jax_muon as jm
-from parity.reference.muon import JORDAN_SUM, MOONLIGHT, Muon
-from parity.reference.nanochat import AUGUST, JANUARY, MuonAdamW
+from parity.references import AUGUST, JANUARY, JORDAN_SUM, MOONLIGHT, Muon, MuonAdamW
 
 LR = 0.01
 SAME = {"dtype": "float64", "adamw": optax.set_to_zero()}

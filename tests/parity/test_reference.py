@@ -2,7 +2,7 @@
 
 Singular value decompositions, single steps worked out by hand, torch's own optimizers,
 and identities between the recipes. The recorded trajectories are replayed by
-`python -m parity.reference.goldens`, since they are not part of the project.
+`python -m parity.goldens`, since they are not part of the project.
 """
 
 import math
@@ -11,32 +11,32 @@ import numpy as np
 import pytest
 import torch
 
-from parity.reference import nanochat
-from parity.reference.distributed import RankResult, Run, run_distributed
-from parity.reference.muon import (
+from parity import references
+from parity.references import (
+    AUGUST,
+    JANUARY,
     JORDAN,
     JORDAN_SUM,
     MOONLIGHT,
-    TORCH,
-    TORCH_MATCH_RMS,
-    Muon,
-    MuonH,
-    NorMuon,
-    NorMuonH,
-    shape_scale,
-)
-from parity.reference.nanochat import AUGUST, JANUARY, MuonAdamW
-from parity.reference.polar import (
     NEWTON_SCHULZ,
     POLAR_EXPRESS,
     POLAR_EXPRESS_PAPER,
     POLAR_EXPRESS_PAPER_SAFE,
+    TORCH,
+    TORCH_MATCH_RMS,
+    Muon,
+    MuonAdamW,
+    MuonH,
+    Named,
+    NorMuon,
+    NorMuonH,
+    Teon,
     newton_schulz,
     polar_express,
+    replay,
+    shape_scale,
     svd_polar,
 )
-from parity.reference.replay import Named, replay
-from parity.reference.teon import Teon
 
 torch.set_num_threads(1)
 F64 = torch.float64
@@ -218,14 +218,14 @@ def test_nanochat_trajectory_by_hand(version, shape):
 
 def test_normuon_averages_over_the_longer_side():
     for shape, kept in [((6, 4), (6, 1)), ((4, 4), (4, 1)), ((4, 6), (1, 6))]:
-        assert nanochat.muon_state(torch.zeros(shape))["second_moment"].shape == kept
+        assert references.muon_state(torch.zeros(shape))["second_moment"].shape == kept
 
 
 def test_cautious_decay_touches_only_entries_that_agree_with_the_update():
     w = torch.tensor([[1.0, 1.0, -1.0, 0.0]], dtype=F64)
     x = torch.tensor([[1.0, -1.0, 0.0, 1.0]], dtype=F64)
     half = torch.tensor(0.5, dtype=F64)
-    nanochat.cautious_step(w, x, half, half)
+    references.cautious_step(w, x, half, half)
     # 1 - 0.5 - 0.25; 1 + 0.5, no decay; -1 + 0.25, a zero agrees; 0 - 0.5.
     assert w.tolist() == [[0.25, 1.5, -0.75, -0.5]]
 
@@ -246,12 +246,6 @@ def test_adamw_is_torch_adamw(dtype):
     torch.testing.assert_close(
         ours[-1]["w"], theirs[-1]["w"], rtol=tolerance, atol=tolerance
     )
-
-
-def test_unknown_setting_is_refused():
-    p = torch.nn.Parameter(torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="no \\['betas'\\]"):
-        MuonAdamW([{"kind": "muon", "params": [p], "betas": (0.9, 0.99)}])
 
 
 def test_convolution_kernel_is_a_matrix():
@@ -470,95 +464,3 @@ def test_zero_gradient_only_decays(recipe):
     scale = math.sqrt(6 / 4) if recipe in ("january", "august") else 1.0
     expected = start * (1 - 0.1 * 0.5 * scale)
     torch.testing.assert_close(p.detach(), expected, atol=1e-15, rtol=0)
-
-
-# ---- Distributed
-
-
-RANKS = 4
-# 5 of one shape: not divisible by 4. 2 of another and one alone: fewer than the ranks.
-DISTRIBUTED_SHAPES = {
-    **{f"wide{i}": (6, 10) for i in range(5)},
-    **{f"tall{i}": (9, 4) for i in range(2)},
-    "kernel": (5, 2, 3, 3),
-    "embedding": (66, 16),  # 1056 elements: sliced; 66 rows do not divide by 4
-    "head": (16, 64),  # 1024: sliced
-    "table": (33, 31),  # 1023: replicated
-    "scale": (7,),
-}
-MUON_NAMES = [k for k in DISTRIBUTED_SHAPES if k.startswith(("wide", "tall", "kernel"))]
-ADAMW_NAMES = [k for k in DISTRIBUTED_SHAPES if k not in MUON_NAMES]
-
-
-def distributed_run(dtype: torch.dtype, version: dict, zero: tuple = ()) -> Run:
-    """Five steps with gradients that differ between ranks, and moving rates."""
-    steps = 5
-
-    def tensors(seed: int) -> Named:
-        return {
-            k: gaussian(*shape, seed=100 * seed + i, dtype=dtype)
-            for i, (k, shape) in enumerate(DISTRIBUTED_SHAPES.items())
-        }
-
-    grads = [[tensors(1 + steps * r + t) for t in range(steps)] for r in range(RANKS)]
-    for of_rank in grads:
-        for grad in of_rank:
-            grad.update({k: torch.zeros_like(grad[k]) for k in zero})
-    groups = [
-        {"kind": "muon", "params": MUON_NAMES, "dtype": dtype, **version},
-        {"kind": "adamw", "params": ADAMW_NAMES, "weight_decay": 0.01},
-    ]
-    rates = [
-        [{"lr": 0.02 * (t + 1), "momentum": 0.85 + 0.02 * t}, {"lr": 0.01 / (t + 1)}]
-        for t in range(steps)
-    ]
-    return Run(tensors(0), groups, grads, rates)
-
-
-DISTRIBUTED_RUNS = [
-    distributed_run(F64, JANUARY),
-    distributed_run(F64, AUGUST),
-    distributed_run(torch.float32, JANUARY),
-    distributed_run(F64, AUGUST, zero=("wide1", "tall0", "head")),
-]
-
-
-def check_one_process_with_the_mean_gradient(run: Run, results: list[RankResult]):
-    """Compare with `MuonAdamW`, which has no notion of ranks, stacks or padding."""
-    mean = [
-        {k: torch.stack([g[k] for g in of_step]).mean(0) for k in run.params}
-        for of_step in zip(*run.grads, strict=True)
-    ]
-    single = replay(MuonAdamW, run.params, run.groups, mean, run.rates)[-1]
-    limit = 1e-12 if run.params["scale"].dtype == F64 else 2e-6
-    for k, expected in single.items():
-        ours = results[0].params[k]
-        assert ours.isfinite().all(), k
-        travelled = (expected - run.params[k]).norm()
-        assert (ours - expected).norm() / travelled < limit, k
-
-
-def check_ranks_end_with_the_same_bits(results: list[RankResult]):
-    """A replicated parameter that differs in one bit drifts apart for ever."""
-    for k, value in results[0].params.items():
-        for other in results[1:]:
-            assert torch.equal(value, other.params[k]), k
-
-
-def check_each_rank_holds_the_state_of_what_it_owns(results: list[RankResult]):
-    """Count momentum, second moments and Adam's two moments."""
-    # ceil(5/4) wide, ceil(2/4) tall, ceil(1/4) kernels; ceil(66/4) and 16/4 rows; the
-    # small ones whole.
-    muon = 2 * (60 + 10) + (36 + 9) + (90 + 18)
-    adamw = 2 * (17 * 16 + 4 * 64 + 1023 + 7)
-    for result in results:
-        assert result.state_elements == muon + adamw
-
-
-def test_distributed():
-    """One test, since starting the processes takes seconds: they start once."""
-    all_results = run_distributed(RANKS, DISTRIBUTED_RUNS)
-    for run, results in zip(DISTRIBUTED_RUNS, all_results, strict=True):
-        check_one_process_with_the_mean_gradient(run, results)
-        check_ranks_end_with_the_same_bits(results)
-        check_each_rank_holds_the_state_of_what_it_owns(results)

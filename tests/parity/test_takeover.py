@@ -18,9 +18,7 @@ import jax_muon as jm
 from examples.from_torch import from_dion, from_nanochat, from_torch
 from jax_muon import paths
 from parity import weights
-from parity.reference.muon import JORDAN_SUM, Muon, NorMuon
-from parity.reference.nanochat import MuonAdamW
-from parity.reference.polar import newton_schulz
+from parity.references import JORDAN_SUM, Muon, MuonAdamW, NorMuon, newton_schulz
 from tests.reading import reader
 
 BEFORE, AFTER, BAR = 7, 6, 2e-5

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import jax_muon as jm
-from benchmarks.suggest_steps import suggest
+from benchmarks.spectra import momentum, suggest
 
 
 def matrix(rng, s, shape):
@@ -61,3 +61,10 @@ def test_published_tables_and_rank(rng):
 def test_bad_input(matrices, target, match):
     with pytest.raises(ValueError, match=match):
         suggest(matrices, target)
+
+
+def test_the_momentum_is_that_of_the_matrices():
+    found = momentum(2, 32)
+    assert len(found) == 4 * 6  # of four blocks
+    assert {x.shape for x in found.values()} == {(32, 32), (32, 128), (128, 32)}
+    assert sum(bool(np.any(x)) for x in found.values()) > 12  # some begin at zero

@@ -1,0 +1,597 @@
+"""PyTorch references: the Muon family from its equations, in the plainest way.
+
+Every matrix is a PyTorch weight, (out, in) = (m, n). Nothing here is fast: a reference
+is read, believed, and then compared with. It follows the dtype of the parameters
+(float64 too); only the polar iteration has a dtype of its own. In this order: how
+recorded gradients are fed to an optimizer; polar factors; Muon as Jordan, PyTorch and
+Moonlight run it, NorMuon, both on a sphere, TEON; nanochat's MuonAdamW.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+Named = dict[str, Tensor]  # by parameter name
+
+
+def groups_over(params: Named, groups: Iterable[dict]) -> list[dict]:
+    """Turn groups whose "params" are names into groups whose "params" are tensors."""
+    return [
+        {**group, "params": [params[k] for k in group["params"]]} for group in groups
+    ]
+
+
+def replay(
+    make_optimizer: Callable[[list[dict]], torch.optim.Optimizer],
+    params: Named,
+    groups: Sequence[dict],
+    grads: Sequence[Named],
+    rates: Sequence[Sequence[dict]] | None = None,
+) -> list[Named]:
+    """Run one step for each entry of `grads`, on copies of `params`.
+
+    Args:
+        make_optimizer: takes the groups, with tensors for names.
+        params: the parameters before the first step.
+        groups: the optimizer's groups, each with names under "params".
+        grads: for each step, the gradient of every parameter.
+        rates: for each step, for each group, the settings that change before it.
+
+    Returns:
+        The parameters after each step.
+    """
+    params = {k: torch.nn.Parameter(v.clone()) for k, v in params.items()}
+    optimizer = make_optimizer(groups_over(params, groups))
+    after = []
+    for step, grad in enumerate(grads):
+        changes = rates[step] if rates else [{}] * len(groups)
+        for group, changed in zip(optimizer.param_groups, changes, strict=True):
+            group.update(changed)
+        for name, p in params.items():
+            p.grad = grad[name].to(p.dtype, copy=True)
+        optimizer.step()
+        after.append({k: p.detach().clone() for k, p in params.items()})
+    return after
+
+
+# ---- Polar factors. For X = U S V^T with S > 0 the polar factor is U V^T: the nearest
+# matrix with orthonormal rows (wide) or columns (tall). An odd quintic acts on the
+# singular values alone, so a few that drive [l, 1] to 1 give it by matrix products.
+
+Coefficients = Sequence[tuple[float, float, float]]  # one (a, b, c) for each step
+
+# Amsel, Persson, Musco, Gower, "The Polar Express", arXiv 2505.16932, Algorithm 1.
+# Singular values from 1e-3, 5 steps, cushion 0.02, safety 0.02: nanochat's table.
+POLAR_EXPRESS: Coefficients = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+# The same algorithm from 1e-3 with cushion 0.02407327424182761 and without safety: the
+# table that the paper prints. The eighth step is the limit of all that follow.
+POLAR_EXPRESS_PAPER: Coefficients = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542204, -2.947849916737912, 0.5448431082926606),
+    (3.948690853482289, -2.908902115962943, 0.5518191394370123),
+    (3.3184196573706037, -2.4884880243148757, 0.5100489401237204),
+    (2.3006520199548186, -1.6689039845747504, 0.4188073119525674),
+    (1.8913014077873995, -1.2679958271945901, 0.3768040894852499),
+    (1.875001480814373, -1.2500016453218594, 0.3750001645084104),
+    (1.875, -1.25, 0.375),
+)
+
+
+def with_safety(coefficients: Coefficients, safety: float) -> Coefficients:
+    """Shrink the argument of each step but the last: p(x) becomes p(x / safety).
+
+    Rounding may carry a singular value past the upper end that the step was made for,
+    where the quintic grows fast; the last step has no successor to protect.
+    """
+    *steps, last = coefficients
+    shrunk = [(a / safety, b / safety**3, c / safety**5) for a, b, c in steps]
+    return (*shrunk, last)
+
+
+POLAR_EXPRESS_PAPER_SAFE = with_safety(POLAR_EXPRESS_PAPER, 1.01)
+
+# K. Jordan, "Muon", 2024: one quintic for all steps. It trades convergence for a steep
+# start: singular values end in about [0.7, 1.2], not at 1.
+NEWTON_SCHULZ: Coefficients = ((3.4445, -4.7750, 2.0315),)
+
+
+def as_stack(x: Tensor) -> Tensor:
+    """View (out, ...) as (1, out, rest): nanochat multiplies stacks, never one matrix.
+
+    It matters to the last bit: the product of a (1, n) matrix rounds otherwise than
+    that of a (1, 1, n) stack. A convolution kernel becomes a matrix, too.
+    """
+    return x.view(1, x.shape[0], -1)
+
+
+def polar_express(
+    x: Tensor,
+    steps: int = 5,
+    *,
+    coefficients: Coefficients = POLAR_EXPRESS,
+    norm_factor: float = 1.02,
+    eps: float = 1e-6,
+    dtype: torch.dtype = torch.bfloat16,
+    order: Literal["nanochat", "jordan", "addmm"] = "nanochat",
+) -> Tensor:
+    """Polar factor of each matrix by quintic steps, rounding in `dtype` throughout.
+
+    X_0 = X / (norm_factor ||X||_F + eps); then for each (a, b, c)
+    X <- a X + (b A + c A^2) X with A = X X^T (wide or square), or
+    X <- a X + X (b A + c A^2) with A = X^T X (tall), A being the smaller Gram matrix.
+    Steps past the end of `coefficients` repeat its last entry.
+
+    Args:
+        x: (..., m, n) matrices of any floating dtype.
+        steps: number of quintic steps.
+        coefficients: (a, b, c) of each step.
+        norm_factor: head room above the Frobenius norm, against rounding past 1.
+        eps: added to the norm, so that a zero matrix stays zero.
+        dtype: dtype of the iteration and of the result.
+        order: where bfloat16 rounds; a few per cent of the result there, nothing in
+            float64. "nanochat" forms c (A A). "jordan" turns a tall matrix wide first
+            and forms (c A) A. "addmm" turns it, too, and rounds each sum of the step
+            once, as torch.optim.Muon does.
+
+    Returns:
+        (..., m, n) in `dtype`.
+
+    Source: arXiv 2505.16932, Algorithm 1.
+    """
+    if order != "nanochat" and x.shape[-2] > x.shape[-1]:
+        given = {"norm_factor": norm_factor, "eps": eps, "dtype": dtype, "order": order}
+        return polar_express(x.mT, steps, coefficients=coefficients, **given).mT
+    x = x.to(dtype)
+    norm = torch.linalg.matrix_norm(x, keepdim=True)  # (..., 1, 1), Frobenius
+    x = x / (norm * norm_factor + eps)
+    tall = x.shape[-2] > x.shape[-1]
+    for step in range(steps):
+        a, b, c = coefficients[min(step, len(coefficients) - 1)]
+        gram = x.mT @ x if tall else x @ x.mT  # (..., k, k), k = min(m, n)
+        if order == "addmm":
+            shape, k = x.shape, gram.shape[-1]
+            x, gram = x.reshape(-1, *shape[-2:]), gram.reshape(-1, k, k)
+            poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.baddbmm(x, poly, x, beta=a).reshape(shape)
+        else:
+            square = (c * gram) @ gram if order == "jordan" else c * (gram @ gram)
+            poly = b * gram + square
+            x = a * x + (x @ poly if tall else poly @ x)
+    return x
+
+
+def newton_schulz(
+    x: Tensor,
+    steps: int = 5,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    order: Literal["nanochat", "jordan", "addmm"] = "jordan",
+) -> Tensor:
+    """Jordan's Newton-Schulz: `polar_express` with his constants, eps 1e-7.
+
+    Source: K. Jordan et al., "Muon: An optimizer for hidden layers", 2024.
+    """
+    given = {"norm_factor": 1.0, "eps": 1e-7, "dtype": dtype, "order": order}
+    return polar_express(x, steps, coefficients=NEWTON_SCHULZ, **given)
+
+
+def svd_polar(x: Tensor) -> Tensor:
+    """Polar factor U V^T by the SVD, in the dtype of `x`, which is (..., m, n).
+
+    Singular values at rounding level (below max(m, n) eps times the largest) count as
+    zero, and their directions are left out, as every odd polynomial leaves them out:
+    the polar factor of zero is zero.
+    """
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)  # (m, k), (k), (k, n)
+    cutoff = max(x.shape[-2:]) * torch.finfo(x.dtype).eps * s.amax(-1, keepdim=True)
+    return (u * (s > cutoff).unsqueeze(-2)) @ vh
+
+
+# ---- Muon, NorMuon, both on a sphere, TEON: matrices only. Weight decay is decoupled,
+# W <- W (1 - lr wd), and comes before the step; the shape factor scales the step alone.
+
+JORDAN = {"accumulation": "ema", "nesterov": True, "scale": "max_ratio"}
+JORDAN_SUM = {**JORDAN, "accumulation": "sum"}  # as first published
+MOONLIGHT = {"accumulation": "sum", "nesterov": True, "scale": "rms_0.2"}
+# torch.optim.Muon, adjust_lr_fn "original" and "match_rms_adamw".
+TORCH = {**JORDAN, "polar": partial(newton_schulz, order="addmm")}
+TORCH_MATCH_RMS = {**TORCH, "scale": "rms_0.2"}
+
+
+def accumulate(
+    grad: Tensor, momentum: Tensor, mu: float, accumulation: str, nesterov: bool
+) -> Tensor:
+    """Update the momentum in place; return what is to be orthogonalized.
+
+    "ema": M <- mu M + (1 - mu) G, Nesterov mu M + (1 - mu) G.
+    "sum": M <- mu M + G, Nesterov mu M + G.
+    With a constant mu the two differ by the factor 1 - mu, which the polar factor
+    ignores; with a changing mu they are different optimizers.
+    """
+    weight = {"ema": 1 - mu, "sum": 1.0}[accumulation]
+    momentum.mul_(mu).add_(grad, alpha=weight)
+    return mu * momentum + weight * grad if nesterov else momentum.clone()
+
+
+def shape_scale(rule: str, m: int, n: int) -> float:
+    """Factor on the polar factor of an (out, in) = (m, n) matrix.
+
+    "max_ratio": max(1, m / n)^0.5, Jordan. "rms_0.2": 0.2 max(m, n)^0.5, Moonlight
+    (arXiv 2502.16982, section 2.2). "sqrt_ratio": (m / n)^0.5, TEON. "none": 1.
+    """
+    return {
+        "max_ratio": math.sqrt(max(1.0, m / n)),
+        "rms_0.2": 0.2 * math.sqrt(max(m, n)),
+        "sqrt_ratio": math.sqrt(m / n),
+        "none": 1.0,
+    }[rule]
+
+
+def decayed_step(w: Tensor, x: Tensor, lr: float, scale: float, decay: float) -> None:
+    """W <- W (1 - lr wd) - lr scale X, in place."""
+    w.mul_(1 - lr * decay)
+    w.sub_(lr * scale * x)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon: momentum, polar factor, shape factor, decoupled decay.
+
+    JORDAN, JORDAN_SUM, MOONLIGHT, TORCH and TORCH_MATCH_RMS hold the settings of each.
+
+    Args:
+        params: matrices or convolution kernels, or groups of them.
+        settings: what differs from `DEFAULTS`; "polar" is called as
+            polar(u, ns_steps, dtype=dtype) on a (1, m, n) stack.
+
+    Source: K. Jordan et al., "Muon: An optimizer for hidden layers", 2024; for
+    MOONLIGHT Liu et al., arXiv 2502.16982, equation 4 (with Nesterov, as they run it).
+    """
+
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        "lr": 0.02,
+        "momentum": 0.95,
+        "weight_decay": 0.0,
+        "polar": newton_schulz,
+        "ns_steps": 5,
+        "dtype": torch.bfloat16,
+        **JORDAN,
+    }
+
+    def __init__(self, params: Iterable, **settings: Any):
+        """See the class."""
+        super().__init__(params, {**self.DEFAULTS, **settings})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter from its `grad`."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._update(as_stack(p), as_stack(p.grad), self.state[p], group)
+
+    def _update(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> None:
+        u = self._accumulated(w, grad, state, group)
+        x = self._orthogonalized(u, group).to(w.dtype)
+        scale = shape_scale(group["scale"], *w.shape[-2:])
+        decayed_step(w, x, group["lr"], scale, group["weight_decay"])
+
+    def _accumulated(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> Tensor:
+        momentum = state.setdefault("momentum", torch.zeros_like(w))
+        how = group["accumulation"], group["nesterov"]
+        return accumulate(grad, momentum, group["momentum"], *how)
+
+    def _orthogonalized(self, u: Tensor, group: dict) -> Tensor:
+        return group["polar"](u, group["ns_steps"], dtype=group["dtype"])
+
+
+class NorMuon(Muon):
+    """NorMuon as its paper states it: every output neuron has a second moment.
+
+    v <- beta2 v + (1 - beta2) mean(X^2 over the row), Y = X / (sqrt(v) + eps), and the
+    step lr 0.2 sqrt(m n) / ||Y||_F Y, whose root mean square is 0.2 lr. The norm is
+    clamped at 1e-10, so that a zero gradient moves nothing.
+
+    Source: Li et al., arXiv 2510.05491, Algorithm 1.
+    """
+
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        **Muon.DEFAULTS,
+        "nesterov": False,
+        "scale": "none",
+        "beta2": 0.95,
+        "eps": 1e-8,
+    }
+
+    def _update(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> None:
+        y = self._normalized(w, grad, state, group)
+        norm = torch.linalg.matrix_norm(y, keepdim=True).clamp_min(1e-10)
+        y = y * (0.2 * math.sqrt(w.shape[-2] * w.shape[-1]) / norm)
+        decayed_step(w, y, group["lr"], 1.0, group["weight_decay"])
+
+    def _normalized(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> Tensor:
+        u = self._accumulated(w, grad, state, group)
+        x = self._orthogonalized(u, group).to(w.dtype)  # (1, m, n)
+        v = state.setdefault("second_moment", torch.zeros_like(w[..., :1]))  # (1, m, 1)
+        beta2 = group["beta2"]
+        v.mul_(beta2).add_(x.square().mean(-1, keepdim=True), alpha=1 - beta2)
+        return x / (v.sqrt() + group["eps"])
+
+
+def sphere_step(w: Tensor, u: Tensor, lr: float, state: dict) -> None:
+    """W <- R n(W - lr R n(U)), in place; n(X) = X / ||X||_F, and R is ||W||_F at first.
+
+    A W that starts at zero moves by -lr R n(U) with R = sqrt(m), as if its entries had
+    the variance 1/n, until its norm reaches R. A U below 1e-10 moves nothing.
+
+    Source: Hyperball, arXiv 2606.16899; what a zero W does is a choice of this project.
+    """
+    norm = torch.linalg.matrix_norm
+    if "radius" not in state:
+        start = norm(w)
+        state["inside"] = bool(start == 0)
+        state["radius"] = math.sqrt(w.shape[-2]) if state["inside"] else start
+    radius = state["radius"]
+    if norm(u) < 1e-10:
+        return
+    w.sub_(lr * radius * u / norm(u))
+    if state["inside"] and norm(w) < radius:
+        return
+    state["inside"] = False
+    w.mul_(radius / norm(w))
+
+
+class MuonH(Muon):
+    """Muon with sum momentum on the sphere of `sphere_step`."""
+
+    DEFAULTS: ClassVar[dict[str, Any]] = {**Muon.DEFAULTS, **JORDAN_SUM}
+
+    def _update(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> None:
+        u = self._accumulated(w, grad, state, group)
+        x = self._orthogonalized(u, group).to(w.dtype)
+        sphere_step(w, x, group["lr"], state)
+
+
+class NorMuonH(NorMuon):
+    """NorMuon's direction on the sphere of `sphere_step`."""
+
+    def _update(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> None:
+        y = self._normalized(w, grad, state, group)
+        sphere_step(w, y, group["lr"], state)
+
+
+paper_polar_express = partial(
+    polar_express,
+    coefficients=POLAR_EXPRESS_PAPER_SAFE,
+    norm_factor=1.01,
+    eps=1e-7,
+    order="jordan",
+)
+
+
+class Teon(Muon):
+    """TEON: the matrices of a group with joint=True, side by side along `in`, as one.
+
+    The polar factor of (m, K n) is taken and cut into K again; m and n of the scale are
+    those of a single matrix. With K = 1 this is Muon.
+
+    Source: arXiv 2601.23261, with K = 2 for Q, K and V of neighbouring blocks.
+    """
+
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        **Muon.DEFAULTS,
+        "polar": paper_polar_express,
+        "nesterov": False,
+        "scale": "sqrt_ratio",
+        "joint": False,
+    }
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter from its `grad`."""
+        for group in self.param_groups:
+            params = group["params"]
+            for joined in [params] if group["joint"] else [[p] for p in params]:
+                ws = [as_stack(p) for p in joined]  # K of (1, m, n)
+                us = [
+                    self._accumulated(w, as_stack(p.grad), self.state[p], group)
+                    for w, p in zip(ws, joined, strict=True)
+                ]
+                x = self._orthogonalized(torch.cat(us, dim=-1), group)  # (1, m, K n)
+                m, n = ws[0].shape[-2:]
+                scale = shape_scale(group["scale"], m, n)
+                for w, part in zip(ws, x.split(n, dim=-1), strict=True):
+                    part = part.to(w.dtype)
+                    decayed_step(w, part, group["lr"], scale, group["weight_decay"])
+
+
+# ---- nanochat's MuonAdamW: Muon for the matrices, AdamW for the rest. One Muon step of
+# one matrix, in the order of `muon_update`: Nesterov momentum (EMA form); rows
+# equilibrated, in the later version only (MuonEq); polar factor by Polar Express;
+# Frobenius norm renewed, in the later version only (Muon+); second moments of rows or
+# columns (NorMuon); cautious weight decay, shape-scaled learning rate, step.
+# JANUARY and AUGUST hold what tells the two versions apart.
+
+JANUARY = {"norm_factor": 1.02, "row_equilibration": False, "renormalize": False}
+AUGUST = {"norm_factor": 1.01, "row_equilibration": True, "renormalize": True}
+
+MUON_DEFAULTS: dict[str, Any] = {
+    "lr": 0.02,
+    "momentum": 0.95,
+    "beta2": 0.95,
+    "weight_decay": 0.1,
+    "ns_steps": 5,
+    "polar": polar_express,  # or a variant of it, to see what rounding does
+    "dtype": torch.bfloat16,  # of the polar iteration
+    **JANUARY,
+}
+ADAMW_DEFAULTS: dict[str, Any] = {
+    "lr": 3e-4,
+    "betas": (0.8, 0.95),
+    "eps": 1e-10,
+    "weight_decay": 0.0,
+}
+
+
+def rate(value: float | Tensor, like: Tensor) -> Tensor:
+    """Round a rate to the dtype of what it multiplies, as eager nanochat does.
+
+    The sums and products of rates round there too. In float32 that is the last bit, but
+    in bfloat16 1 - beta2 is 0.0508 instead of 0.05, and lr is off by up to 0.2 %.
+    """
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Widen bfloat16 to float32; keep float32 and float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def reduced_dim(m: int, n: int) -> int:
+    """Axis that NorMuon averages over: the columns if m >= n, else the rows."""
+    return -1 if m >= n else -2
+
+
+def nesterov_ema(grad: Tensor, momentum: Tensor, mu: Tensor) -> Tensor:
+    """M <- M + (1 - mu)(G - M), in place; returns G + mu (M - G)."""
+    momentum.lerp_(grad, 1 - mu)
+    return grad.lerp(momentum, mu)
+
+
+def equilibrate_rows(u: Tensor) -> Tensor:
+    """Scale each row of (..., m, n) to the same norm, ||U||_F / sqrt(m).
+
+    That is the root mean square of the row norms, which are clamped at 1e-6.
+    Source: MuonEq, arXiv 2603.28254.
+    """
+    wide = at_least_float32(u)
+    row_norm = wide.norm(dim=-1, keepdim=True)  # (..., m, 1)
+    target = wide.norm(dim=(-2, -1), keepdim=True) / math.sqrt(u.shape[-2])
+    return u * (target / row_norm.clamp_min(1e-6)).to(u.dtype)
+
+
+def renormalize(x: Tensor) -> Tensor:
+    """Set the Frobenius norm of (..., m, n) to sqrt(min(m, n)), that of a polar factor.
+
+    The norm is clamped at 1e-6. Source: Muon+, arXiv 2602.21545.
+    """
+    x = at_least_float32(x)
+    norm = x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-6)
+    return x / norm * math.sqrt(min(x.shape[-2:]))
+
+
+def normuon(x: Tensor, second_moment: Tensor, beta2: Tensor) -> Tensor:
+    """Divide rows (or columns) by their root mean square over time; keep ||X||_F.
+
+    V <- V + (1 - beta2)(mean(X^2) - V), in place; s = rsqrt(max(V, 1e-10));
+    returns X s ||X||_F / max(||X s||_F, 1e-10). `second_moment` is (..., m, 1) or
+    (..., 1, n). Source: arXiv 2510.05491, with nanochat's choice of axis and norm.
+    """
+    dim = reduced_dim(*x.shape[-2:])
+    count = x.shape[dim]  # entries behind each mean
+    mean_square = at_least_float32(x).square().mean(dim=dim, keepdim=True)
+    # Both norms from the means, as nanochat does: sum over all = count * sum of means.
+    norm = (mean_square.sum(dim=(-2, -1), keepdim=True) * count).sqrt()
+    state_dtype = second_moment.dtype
+    second_moment.lerp_(mean_square.to(state_dtype), (1 - beta2).to(state_dtype))
+    scale = second_moment.clamp_min(1e-10).rsqrt()
+    scaled_square = mean_square * count * scale.square()
+    scaled_norm = scaled_square.sum(dim=(-2, -1), keepdim=True).sqrt()
+    return x * (scale * (norm / scaled_norm.clamp_min(1e-10))).to(x.dtype)
+
+
+def cautious_step(w: Tensor, x: Tensor, lr: Tensor, weight_decay: Tensor) -> None:
+    """W <- W - lr X - lr wd W [X W >= 0], in place: decay only where both shrink W."""
+    mask = (x * w) >= 0
+    w.sub_(lr * x + lr * weight_decay * w * mask)
+
+
+def muon_state(w: Tensor) -> dict[str, Tensor]:
+    """Zero momentum and second moments for w (1, m, n)."""
+    means = w.sum(reduced_dim(*w.shape[-2:]), keepdim=True)
+    return {"momentum": torch.zeros_like(w), "second_moment": torch.zeros_like(means)}
+
+
+def muon_update(
+    w: Tensor, grad: Tensor, momentum: Tensor, second_moment: Tensor, group: dict
+) -> None:
+    """One Muon step of w (1, m, n) and its state, in place."""
+    m, n = w.shape[-2:]
+    u = nesterov_ema(grad, momentum, rate(group["momentum"], w)).to(group["dtype"])
+    if group["row_equilibration"]:
+        u = equilibrate_rows(u)
+    x = group["polar"](
+        u, group["ns_steps"], norm_factor=group["norm_factor"], dtype=group["dtype"]
+    )
+    if group["renormalize"]:
+        x = renormalize(x)
+    x = normuon(x, second_moment, rate(group["beta2"], x))
+    lr = rate(group["lr"] * max(1.0, m / n) ** 0.5, x)
+    cautious_step(w, x, lr, rate(group["weight_decay"], x))
+
+
+def adamw_update(
+    w: Tensor, grad: Tensor, mean: Tensor, square: Tensor, count: int, group: dict
+) -> None:
+    """One AdamW step of w, any shape, and its moments, in place; count is 1 at first.
+
+    W <- W (1 - lr wd) - lr mhat / (sqrt(vhat) + eps), both moments bias-corrected.
+    Source: Loshchilov and Hutter, arXiv 1711.05101, Algorithm 2.
+    """
+    lr, decay = rate(group["lr"], w), rate(group["weight_decay"], w)
+    beta1, beta2 = (rate(beta, w) for beta in group["betas"])
+    w.mul_(1 - lr * decay)
+    mean.lerp_(grad, 1 - beta1)
+    square.lerp_(grad.square(), 1 - beta2)
+    mean_hat = mean / (1 - beta1**count)
+    square_hat = square / (1 - beta2**count)
+    w.sub_(lr * mean_hat / (square_hat.sqrt() + group["eps"]))
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """nanochat's optimizer on one process.
+
+    Args:
+        groups: dicts with "params", "kind" ("muon" or "adamw") and whatever differs
+            from MUON_DEFAULTS or ADAMW_DEFAULTS. Every rate in `param_groups` may be
+            changed before any step.
+    """
+
+    def __init__(self, groups: Iterable[dict]):
+        """See the class."""
+        kinds = {"muon": MUON_DEFAULTS, "adamw": ADAMW_DEFAULTS}
+        completed = [{**kinds[group["kind"]], **group} for group in groups]
+        super().__init__(completed, defaults={})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter from its `grad`."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group["kind"] == "muon":
+                    self._muon(p, group)
+                else:
+                    self._adamw(p, group)
+
+    def _muon(self, p: Tensor, group: dict) -> None:
+        w, state = as_stack(p), self.state[p]
+        if not state:
+            state.update(muon_state(w))
+        both = state["momentum"], state["second_moment"]
+        muon_update(w, as_stack(p.grad), *both, group)
+
+    def _adamw(self, p: Tensor, group: dict) -> None:
+        state = self.state[p]
+        if not state:
+            state.update(mean=torch.zeros_like(p), square=torch.zeros_like(p), count=0)
+        state["count"] += 1
+        adamw_update(p, p.grad, state["mean"], state["square"], state["count"], group)
