@@ -64,7 +64,7 @@ def test_bad_input(matrices, target, match):
 
 
 def test_the_momentum_is_that_of_the_matrices():
-    found = momentum(2, 32)
+    found = momentum(3, 32)
     assert len(found) == 4 * 6  # of four blocks
     assert {x.shape for x in found.values()} == {(32, 32), (32, 128), (128, 32)}
-    assert sum(bool(np.any(x)) for x in found.values()) > 12  # some begin at zero
+    assert all(np.any(x) for x in found.values())
