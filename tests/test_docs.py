@@ -72,7 +72,7 @@ def test_the_tests_that_pages_name_are_there():
     named = re.compile(r"`((?:tests|outside|parity)/[^` ]+)`")
     for page in DOCS.glob("*.md"):
         for name in named.findall(page.read_text()):
-            assert (DOCS.parent / name).exists(), f"{page.name}: {name}"
+            assert any(DOCS.parent.glob(name)), f"{page.name}: {name}"
 
 
 def test_every_public_name_is_in_the_reference():
