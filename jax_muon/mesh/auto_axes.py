@@ -14,7 +14,7 @@ def on_auto_axes(
 ) -> optax.GradientTransformationExtraArgs:
     """Run a transform on Auto mesh axes, inside `on_mesh` or on Explicit axes.
 
-    On Explicit axes, which `on_mesh` makes of all axes, JAX refuses operations whose
+    `on_mesh` makes all axes Explicit. There JAX rejects operations whose
     result it can give no sharding: dot products over sharded axes, for example, as in
     `optax.contrib.prodigy`, `optax.contrib.dadapt_adamw` and `optax.scale_by_lbfgs`,
     selections as in `optax.adaptive_grad_clip`, and the SVD of `optax.contrib.galore`.

@@ -1,9 +1,9 @@
-"""An optimizer on a mesh: arrays lie as their types say, state finer than parameters.
+"""Run an optimizer on a mesh, with state sharded more finely than the parameters.
 
-Everything inside `on_mesh` sees arrays on Explicit mesh axes, whose types tell how they
-are divided: zeros, sums and means take the type along, and `orthogonalize` reads it.
-ZeRO-2 is not a special case there: gradients and state are divided over mesh axes that
-repeat the parameters, and updates come back lying as the parameters do.
+Inside `on_mesh` all arrays are on Explicit mesh axes, whose types show how they are
+sharded: zeros, sums and means keep the type, and `orthogonalize` reads it. So ZeRO-2
+needs no code of its own: gradients and state are divided over mesh axes that repeat the
+parameters, and updates are sharded like the parameters when they come out.
 """
 
 import dataclasses
@@ -17,67 +17,46 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import paths
-from jax_muon.checks import (
-    as_transform,
-    check_arrays,
-    check_float_dtype,
-    check_gradients,
-    check_state_shapes,
-    check_state_structure,
-)
+from jax_muon import checks, notes, paths
+from jax_muon.mesh import specs as mesh_specs
 from jax_muon.mesh.layout import Layout
-from jax_muon.mesh.specs import (
-    AxisName,
-    Sizes,
-    Specs,
-    arrays_and_others,
-    as_jit_writes,
-    check_not_in_spmd_vmap,
-    checked_axes,
-    full_rank,
-    is_spec,
-    own_sharding,
-    shard_shape,
-    wire_dtype,
-)
-from jax_muon.notes import note
+from jax_muon.mesh.specs import is_spec
 
 
 def on_mesh(
     tx: optax.GradientTransformation,
     mesh: Mesh,
-    specs: Specs = None,
-    divide: AxisName = (),
+    specs: mesh_specs.Specs = None,
+    divide: mesh_specs.AxisName = (),
     *,
     min_size: int = 1024,
     gather_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer whose parameters lie on a mesh, and its state divided further.
+    """Run an optimizer on a mesh, with gradients and state divided further.
 
-    Works within plain jit, on Auto and Explicit axes, with and without `jax.set_mesh`;
-    eager calls are jitted. The updates are those of one device, to rounding.
+    Works in plain jit, on Auto and Explicit axes, with and without `jax.set_mesh`;
+    eager calls are jitted. The updates equal those of one device, to rounding.
 
     Args:
-      tx: any optax transform in global view: a recipe, a chain of pieces around one.
+      tx: any optax transform of global arrays: a recipe, or a chain around one.
       mesh: the mesh.
-      specs: how parameters lie: a `PartitionSpec` or `NamedSharding` for all, a tree of
-        them (a prefix will do), or a function of the path. None: as their types say,
-        which on Auto axes is replicated.
+      specs: how parameters are sharded: a `PartitionSpec` or `NamedSharding` for all, a
+        tree of them (a prefix will do), or a function of the path. None: as their types
+        show, which on Auto axes is replicated.
       divide: mesh axes that repeat the parameters, over which gradients and state are
-        further divided (ZeRO-2): along the first axis of a leaf that all of them
-        divide evenly. Leaves that have none are repeated; `describe` shows them.
+        further divided (ZeRO-2), along the first axis of a leaf that all of them
+        divide evenly. Leaves without such an axis are repeated; `describe` shows them.
       min_size: leaves of fewer elements are repeated too, and all-reduced.
-      gather_dtype: of updates on their way to where parameters lie; None for their own.
+      gather_dtype: dtype in which updates are gathered; None for their own.
 
     Returns:
-      A transform whose state has the shapes of `tx`'s own, so that a checkpoint of it
-      is restored on any mesh: see `abstract_state`.
+      A transform whose state has the same shapes as that of `tx`, so that a checkpoint
+      can be restored on any mesh: see `abstract_state`.
 
     Raises:
-      ValueError: `divide` names an axis that the mesh lacks; at init and update,
-        with path and shape, specs that do not fit, or that use an axis of `divide`;
-        state that is not one of `tx` on these parameters.
+      ValueError: `divide` names an axis that the mesh lacks; at init and update, with
+        path and shape, specs that do not fit, or that use an axis of `divide`; state
+        that does not belong to `tx` and these parameters.
 
     Examples:
       >>> import jax
@@ -94,8 +73,8 @@ def on_mesh(
     References:
       Rajbhandari et al., ZeRO, arXiv 1910.02054.
     """
-    divided = checked_axes("divide", divide, mesh)
-    check_float_dtype("gather_dtype", gather_dtype)
+    divided = mesh_specs.checked_axes("divide", divide, mesh)
+    checks.check_float_dtype("gather_dtype", gather_dtype)
     layout = Layout(mesh, specs, divided, divided, min_size)
     return OnMesh(tx, layout, gather_dtype).transform()
 
@@ -109,18 +88,18 @@ class OnMesh:
         layout: Layout,
         gather_dtype: jax.typing.DTypeLike | None = None,
     ) -> None:
-        """Nothing is traced yet."""
-        self.tx = as_transform("tx", tx)
+        """Check the mesh; nothing is traced yet."""
+        self.tx = checks.as_transform("tx", tx)
         self.layout = layout
         if len(set(layout.mesh.axis_types)) > 1:
             raise ValueError(
-                f"a mesh whose axes {layout.mesh.axis_names} are of the types "
+                f"a mesh whose axes {layout.mesh.axis_names} have the types "
                 f"{layout.mesh.axis_types}; expected Auto for all, or Explicit for all"
             )
         self.gather_dtype = gather_dtype
         if AxisType.Auto in layout.mesh.axis_types:
             _check_not_injected(layout.mesh)
-        # By the parameters it was traced for, so that a step need not trace `init`.
+        # By shapes and specs of the parameters, so that a step does not trace `init`.
         self._known_state: dict[Any, Any] = {}
         self._jitted_update = jax.jit(self._update)
 
@@ -129,19 +108,19 @@ class OnMesh:
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
     def init(self, params: optax.Params) -> Any:
-        """State of these parameters, laid finer than they are."""
-        check_arrays("params", params)
-        if not self._is_explicit():  # where the types of the state do not tell
+        """State of these parameters, divided further than they are."""
+        checks.check_arrays("params", params)
+        if not self._is_explicit():  # types of the state show nothing
             leaves = jax.tree.leaves(self.state_leaves(params), is_leaf=_is_state_leaf)
             sizes = self.layout.mesh.shape
-            note(
+            notes.note(
                 "placed_state",
                 whole=sum(leaf.bytes_over({}) for leaf in leaves),
                 on_a_device=sum(leaf.bytes_over(sizes) for leaf in leaves),
             )
         if self._is_typed():
             return self._init(params)
-        # Jitted inside a trace too: out_shardings tell the devices.
+        # Jitted inside a trace too: out_shardings name the devices.
         init = jax.jit(self._init, out_shardings=self.state_shardings(params))
         if _is_traced(params):
             return init(params)
@@ -159,7 +138,7 @@ class OnMesh:
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
-        """Updates that lie as the parameters do, and the new state."""
+        """Updates sharded like the parameters, and the new state."""
         if _is_traced((updates, state, params, extra_args)):
             # Under jit alone every new array is a tracer.
             if not self._is_explicit() and not _is_traced(jnp.zeros(())):
@@ -180,16 +159,19 @@ class OnMesh:
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
         like = updates if params is None else params
-        check_gradients(updates, params)
-        coarse, fine = self.layout.of_params(like), self.layout.of_state(like)
+        checks.check_gradients(updates, params)
+        coarse, fine = self.layout.of_both(like)
         self._check_types(like, coarse)
-        note("on_mesh", layout=self.layout, params=like, coarse=coarse, fine=fine)
-        arrays, others = arrays_and_others(extra_args)
+        notes.note("on_mesh", layout=self.layout, params=like, coarse=coarse, fine=fine)
+        arrays, others = mesh_specs.arrays_and_others(extra_args)
 
         def inner(updates: Any, state: Any, params: Any, arrays: Any) -> Any:
             return self.tx.update(updates, state, params, **others, **arrays)
 
-        state_specs = self._checked_state_specs(state, like)
+        leaves = self.state_leaves(like, fine)
+        checks.check_state_structure(state, leaves)
+        checks.check_state_shapes(state, leaves)
+        state_specs = jax.tree.map(lambda x: x.spec, leaves, is_leaf=_is_state_leaf)
         specs = (
             _like(fine, updates),
             state_specs,
@@ -200,10 +182,10 @@ class OnMesh:
         updates = self._place(updates, _like(coarse, updates), _like(fine, updates))
         return updates, self._place(state, state_specs)
 
-    def state_leaves(self, params: optax.Params) -> Any:
+    def state_leaves(self, params: optax.Params, specs: Any = None) -> Any:
         """Shape, dtype and spec of all state arrays, by an abstract init."""
         flat, treedef = jax.tree.flatten(params)
-        specs = self.layout.of_state(params)
+        specs = self.layout.of_state(params) if specs is None else specs
         key = (
             treedef,
             tuple((tuple(x.shape), jnp.dtype(x.dtype)) for x in flat),
@@ -233,15 +215,8 @@ class OnMesh:
             is_leaf=_is_state_leaf,
         )
 
-    def _checked_state_specs(self, state: Any, params: optax.Params) -> Any:
-        """PartitionSpecs of a state, which has to be one of these parameters."""
-        leaves = self.state_leaves(params)
-        check_state_structure(state, leaves)
-        check_state_shapes(state, leaves)
-        return jax.tree.map(lambda leaf: leaf.spec, leaves, is_leaf=_is_state_leaf)
-
     def _typed(self, function: Callable[..., Any], specs: Any, *args: Any) -> Any:
-        """A function of arrays whose types show that they lie as `specs` say."""
+        """Call a function with arrays of these specs, on Explicit axes."""
         try:
             return self._on_explicit_axes(function, specs, *args)
         except Exception as error:
@@ -252,7 +227,7 @@ class OnMesh:
         self, function: Callable[..., Any], specs: Any, *args: Any
     ) -> Any:
         mesh = self.layout.mesh
-        check_not_in_spmd_vmap(mesh.axis_names)
+        mesh_specs.check_not_in_spmd_vmap(mesh.axis_names)
         if not self._is_explicit():
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 return jax.sharding.explicit_axes(
@@ -270,7 +245,7 @@ class OnMesh:
             return function(*placed)
 
     def _check_types(self, params: Any, specs: Any) -> None:
-        """Refuse, on Explicit axes, types that disagree with the user's specs."""
+        """Raise a ValueError for types on Explicit axes that contradict the specs."""
         if AxisType.Explicit not in self.layout.mesh.axis_types:
             return
         pairs = zip(
@@ -282,36 +257,40 @@ class OnMesh:
             kind = jax.typeof(leaf)
             if kind.sharding.mesh.empty:
                 continue
-            own = full_rank(
+            own = mesh_specs.full_rank(
                 kind.sharding.spec, path, leaf.shape, self.layout.mesh.shape
             )
             if own != spec:
                 raise ValueError(
                     f"parameter {path!r} has the type {kind}, and specs say {spec}; "
-                    "expected no specs with Explicit axes, whose types tell"
+                    "expected no specs with Explicit axes, whose types show them"
                 )
 
     def _is_typed(self) -> bool:
-        """Whether all axes of the mesh are Explicit in the trace at hand."""
+        """Return True if all axes of the mesh are Explicit in the current trace."""
         context = jax.sharding.get_abstract_mesh()
         kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
         names = self.layout.mesh.axis_names
         return all(kinds.get(name) == AxisType.Explicit for name in names)
 
     def _is_explicit(self) -> bool:
-        """Whether types tell here: by the user's mesh, or since this is nested."""
+        """Return True if types show shardings, on the user's mesh or in a trace."""
         return AxisType.Explicit in self.layout.mesh.axis_types or self._is_typed()
 
     def _place(self, tree: Any, specs: Any, before: Any = None) -> Any:
-        """Arrays that lie as these specs say, on the user's own kind of axes.
+        """Reshard arrays to these specs, on the user's own kind of axes.
 
-        Those that lay otherwise `before` travel, in `gather_dtype`.
+        Arrays whose specs were others `before` are sent in `gather_dtype`.
         """
         context, explicit = jax.sharding.get_abstract_mesh(), self._is_explicit()
 
         def place(spec: PartitionSpec, x: Any, own: PartitionSpec) -> Any:
             travels = own != spec
-            sent = x.astype(wire_dtype(x.dtype, self.gather_dtype)) if travels else x
+            sent = (
+                x.astype(mesh_specs.wire_dtype(x.dtype, self.gather_dtype))
+                if travels
+                else x
+            )
             if explicit:
                 mesh = context if not context.empty else self.layout.mesh
                 sent = jax.reshard(sent, NamedSharding(mesh, spec))
@@ -323,13 +302,13 @@ class OnMesh:
         return jax.tree.map(place, specs, tree, before, is_leaf=is_spec)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """The sharding as JAX writes it for results of jit."""
+        """The sharding, spelled as JAX spells it for results of jit."""
         if AxisType.Auto in self.layout.mesh.axis_types:
-            spec = as_jit_writes(spec, self.layout.mesh.shape)
+            spec = mesh_specs.as_jit_writes(spec, self.layout.mesh.shape)
         return NamedSharding(self.layout.mesh, spec)
 
     def _at_home(self, params: optax.Params) -> Any:
-        """Parameters on the devices of the mesh, where they lie already or will."""
+        """Move the parameters to the mesh, if they are not there yet."""
         specs = self.layout.of_params(params)
         return jax.tree.map(
             lambda spec, x: jax.device_put(x, self.sharding(spec)),
@@ -342,10 +321,10 @@ class OnMesh:
 def abstract_state(
     tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | None = None
 ) -> optax.OptState:
-    """Shapes, dtypes and shardings of an optimizer's state: to restore a checkpoint.
+    """Shapes, dtypes and shardings of an optimizer's state, to restore a checkpoint.
 
-    State arrays have the parameters' shapes in every layout, so that what one layout
-    saved another restores: give this to orbax as the target.
+    State arrays have the parameters' shapes in every layout, so one layout can restore
+    what another saved: give this to orbax as the target.
 
     Args:
       tx: the optimizer; on a mesh, `on_mesh(...)`, or a chain around it.
@@ -369,8 +348,8 @@ def abstract_state(
       >>> all(x.sharding.mesh == mesh for x in jax.tree.leaves(target))
       True
     """
-    as_transform("tx", tx)
-    check_arrays("params", params)
+    checks.as_transform("tx", tx)
+    checks.check_arrays("params", params)
     if mesh is None:
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -381,7 +360,7 @@ def abstract_state(
     specs = {
         path: found.spec
         for path, leaf in paths.leaves_with_paths(params)
-        if (found := own_sharding(leaf))
+        if (found := mesh_specs.own_sharding(leaf))
     }
     outer = OnMesh(tx, Layout(mesh, lambda path: specs.get(path)))
     return jax.tree.map(
@@ -395,16 +374,19 @@ def abstract_state(
 
 @dataclasses.dataclass(frozen=True)
 class _StateLeaf:
-    """One array of a state, as its type shows it."""
+    """Shape, dtype and spec of one array of a state."""
 
     shape: tuple[int, ...]
     dtype: Any
     spec: PartitionSpec
 
-    def bytes_over(self, sizes: Sizes) -> int:
-        """Size of one device's piece; of the whole, where there are no mesh axes."""
+    def bytes_over(self, sizes: mesh_specs.Sizes) -> int:
+        """Bytes of one device's shard, or of the whole array without mesh axes."""
         spec = self.spec if sizes else PartitionSpec()
-        return math.prod(shard_shape(self.shape, spec, sizes)) * self.dtype.itemsize
+        return (
+            math.prod(mesh_specs.shard_shape(self.shape, spec, sizes))
+            * self.dtype.itemsize
+        )
 
 
 def _state_leaf(x: Any) -> _StateLeaf:
@@ -418,17 +400,17 @@ def _is_state_leaf(x: Any) -> bool:
 
 
 def _like(specs: Any, tree: Any) -> Any:
-    """Specs on the structure of another tree of the same leaves, out of their boxes."""
+    """The specs in the structure of a tree that has its leaves in boxes, or not."""
     return jax.tree.unflatten(
         jax.tree.structure(tree), jax.tree.leaves(specs, is_leaf=is_spec)
     )
 
 
 def _check_not_injected(mesh: Mesh) -> None:
-    """Refuse Auto axes inside `optax.inject_hyperparams`.
+    """Raise a ValueError for Auto axes inside `optax.inject_hyperparams`.
 
-    Its numbers would be used in here without having come in as arguments, and JAX
-    refuses them at the second step, when they come from the mesh.
+    Its numbers would be used here without being arguments, which JAX only rejects at
+    the second step, when they are on the mesh.
     """
     for frame, _ in traceback.walk_stack(None):
         if frame.f_code.co_qualname.startswith("inject_hyperparams."):
@@ -440,7 +422,7 @@ def _check_not_injected(mesh: Mesh) -> None:
 
 
 def _check_typed(error: Exception) -> None:
-    """Name the transform that JAX refuses on Explicit axes, if that is the error."""
+    """Name the transform that JAX rejects on Explicit axes, if that is the error."""
     if type(error).__name__ != "ShardingTypeError":
         return
     frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -1,6 +1,6 @@
-"""Where the arrays of a tree lie: a PartitionSpec for each, from types or from a user.
+"""How the arrays of a tree are sharded: PartitionSpecs from types, or from a user.
 
-A less stable corner of JAX, what a trace knows about meshes and types, is read here.
+JAX's less stable APIs, about meshes and types in a trace, are used only here.
 """
 
 import math
@@ -27,12 +27,12 @@ _PLACES = (PartitionSpec, NamedSharding)
 
 
 def is_spec(x: Any) -> bool:
-    """Whether x is a PartitionSpec, which JAX takes for a tuple of leaves."""
+    """Return True for a PartitionSpec, which JAX takes for a tuple of leaves."""
     return isinstance(x, PartitionSpec)
 
 
 def check_mesh(name: str, mesh: Any) -> None:
-    """Refuse what is not a mesh of devices."""
+    """Raise a ValueError for anything but a mesh of devices."""
     check_type(name, mesh, Mesh, "a jax.sharding.Mesh")
 
 
@@ -50,7 +50,7 @@ def checked_axes(name: str, axis: Any, mesh: Mesh) -> tuple[str, ...]:
 
 
 def check_specs(name: str, specs: Specs) -> None:
-    """Refuse what does not say where parameters lie; see `on_mesh`."""
+    """Raise a ValueError for anything but specs; see `on_mesh`."""
     if paths.is_function(specs) and not _is_place(specs):
         return
     for path, leaf in paths.leaves_with_paths(specs, is_leaf=_is_place):
@@ -68,8 +68,8 @@ def varying_axes(x: Any) -> frozenset[str]:
 def own_sharding(x: Any) -> NamedSharding | None:
     """The NamedSharding of an array, a tracer or a shape; None if it has none.
 
-    A tracer is asked for its type. Its attribute `sharding` raises an error, and JAX
-    reads every equation traced so far to write the message: 68 s for 400 leaves.
+    For a tracer this reads the type. Its attribute `sharding` raises an error, and JAX
+    walks every equation traced so far to write the message: 68 s for 400 leaves.
     """
     tracer = isinstance(x, jax.core.Tracer)
     found = jax.typeof(x).sharding if tracer else getattr(x, "sharding", None)
@@ -77,12 +77,12 @@ def own_sharding(x: Any) -> NamedSharding | None:
 
 
 def is_explicit(x: Any) -> bool:
-    """Whether an array lies on a mesh whose axes its type shows."""
+    """Return True for an array on Explicit mesh axes, whose type shows its spec."""
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
 def replicated(x: Any) -> Any:
-    """The same value whole on every device, where its type says that it is divided."""
+    """The same value, whole on every device if its type shows that it is sharded."""
     sharding = jax.typeof(x).sharding
     if not any(sharding.spec):
         return x
@@ -107,7 +107,7 @@ def devices_over(entry: Any, sizes: Sizes) -> int:
 def shard_shape(
     shape: Sequence[int], spec: PartitionSpec, sizes: Sizes
 ) -> tuple[int, ...]:
-    """Shape of one device's piece of an array that the mesh divides evenly."""
+    """Shape of one device's shard of an array that the mesh divides evenly."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     return tuple(
         size // devices_over(entry, sizes)
@@ -116,7 +116,7 @@ def shard_shape(
 
 
 def wire_dtype(dtype: Any, asked: Any) -> Any:
-    """The dtype that arrays of one travel in: the one asked for, if they are real."""
+    """The dtype in which arrays are sent: the one asked for, if they are real."""
     real = jnp.issubdtype(dtype, jnp.floating)
     return dtype if asked is None or not real else asked
 
@@ -133,17 +133,17 @@ def arrays_and_others(extra_args: dict[str, Any]) -> tuple[dict, dict]:
 
 
 def bytes_on_a_device(x: Any) -> int:
-    """Size of one device's piece of an array, as far as its type shows how it lies."""
+    """Bytes of one device's shard of an array, as far as its type shows the spec."""
     sharding = jax.typeof(x).sharding
     shape = shard_shape(x.shape, sharding.spec, dict(sharding.mesh.shape))
     return math.prod(shape) * x.dtype.itemsize
 
 
 def bytes_by_path(state: Any, params: Any) -> dict[str, int]:
-    """Bytes of state on a device, by the parameter that they belong to.
+    """Bytes of state on a device, by parameter.
 
-    A tree within the state that has the structure of the parameters, out of their boxes
-    or in them, holds one array for each.
+    A tree within the state with the structure of the parameters, in boxes or not, holds
+    one array for each.
     """
     names = [path for path, _ in paths.leaves_with_paths(params)]
     alike = (jax.tree.structure(params), jax.tree.structure(paths.unbox(params)))
@@ -160,7 +160,7 @@ def bytes_by_path(state: Any, params: Any) -> dict[str, int]:
 
 
 def spec_by_path(specs: Specs) -> Callable[[str], PartitionSpec]:
-    """Specs of any form as a function of the path."""
+    """Specs in any form, as a function of the path."""
 
     def as_spec(x: Any, path: str) -> PartitionSpec:
         if x is not None and not _is_place(x):
@@ -230,7 +230,7 @@ def as_entry(names: Sequence[str]) -> Any:
 
 
 def only(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
-    """What a spec says of some mesh axes."""
+    """The spec with these mesh axes only."""
     return PartitionSpec(
         *(as_entry([n for n in entry_names(entry) if n in axes]) for entry in spec)
     )
@@ -242,9 +242,9 @@ def dividing(spec: PartitionSpec, sizes: Sizes) -> PartitionSpec:
 
 
 def as_jit_writes(spec: PartitionSpec, sizes: Sizes) -> PartitionSpec:
-    """The spec as JAX writes those of what comes out of jit on Auto axes.
+    """The spec, spelled as JAX spells it for results of jit on Auto axes.
 
-    JAX takes P("a", None) and P("a") for two specs, and would compile again.
+    P("a", None) and P("a") are different specs to JAX, which would compile again.
     """
     spec = dividing(spec, sizes)
     while len(spec) and spec[-1] is None:
@@ -253,10 +253,10 @@ def as_jit_writes(spec: PartitionSpec, sizes: Sizes) -> PartitionSpec:
 
 
 def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
-    """Refuse, inside shard_map, arrays that differ between devices.
+    """Check that arrays inside shard_map are the same on all devices.
 
     Raises:
-      ValueError: with the path; also where JAX does not track whether they do.
+      ValueError: with the path, if they differ or JAX does not track it.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     # A device's index differs between devices; without check_vma its type is like any.
@@ -280,10 +280,10 @@ def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
 
 
 def check_not_in_spmd_vmap(names: Sequence[str]) -> None:
-    """Refuse a `jax.vmap` whose spmd_axis_name is an axis of the mesh.
+    """Raise a ValueError in a `jax.vmap` whose spmd_axis_name is one of these axes.
 
-    Arrays look there as if that axis repeated them, and matrices would get owners on
-    other workers' devices; JAX ends in an error of its own that does not say so.
+    Types there look as if that axis repeated the arrays, so matrices would get owners
+    on other workers' devices. JAX fails later, with an error that does not say so.
     """
     from jax._src import core  # JAX 0.10 shows it nowhere else
 
@@ -298,18 +298,18 @@ def check_not_in_spmd_vmap(names: Sequence[str]) -> None:
 
 
 def local_types(flat: Sequence[tuple[str, Any]]) -> Any:
-    """The mesh on whose Explicit axes these arrays lie, or None.
+    """The mesh with Explicit axes that these arrays are on, or None.
 
     Args:
       flat: arrays with their paths, as `orthogonalize` sees them.
 
     Returns:
-      The abstract mesh, if any array's type shows that it lies on one of several
-      devices; None on one device, and for what is whole inside shard_map.
+      The abstract mesh, if an array's type shows one with several devices; None on one
+      device, and for arrays that are whole inside shard_map.
 
     Raises:
-      ValueError: with the path, for an array whose type cannot tell: on a mesh with
-        Auto axes, or one that differs between devices inside shard_map.
+      ValueError: with the path, for an array whose type does not show how it is
+        sharded: on a mesh with Auto axes, or different on the devices of a shard_map.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     check_same_everywhere("orthogonalize", flat)
@@ -317,8 +317,8 @@ def local_types(flat: Sequence[tuple[str, Any]]) -> Any:
         mesh = jax.typeof(leaf).sharding.mesh
         if AxisType.Auto in mesh.axis_types and mesh.size > 1 and not manual:
             raise ValueError(
-                f"parameter {path!r} and others lie on a mesh {dict(mesh.shape)} with "
-                "Auto axes, on which types do not show how; expected the optimizer "
+                f"parameter {path!r} and others are on a mesh {dict(mesh.shape)} with "
+                "Auto axes, where types show no sharding; expected the optimizer "
                 "within jax_muon.on_mesh(tx, mesh, specs), where specs are, say, "
                 "jax.tree.map(lambda p: p.sharding, params), or none for parameters "
                 "that are replicated; or a mesh with Explicit axes"

@@ -1,7 +1,8 @@
-"""What a program sends: its collectives and their bytes, counted from the jaxpr.
+"""Collectives of a program and the bytes they send, counted from the jaxpr.
 
-The jaxpr has the true dtypes. XLA on a CPU promotes bfloat16 collectives to float32 and
-leaves all-reduces where the GPU compiler makes reduce-scatters: its HLO tells nothing.
+The jaxpr has the true dtypes. The HLO of XLA:CPU does not help: it promotes bfloat16
+collectives to float32, and keeps all-reduces that the GPU compiler replaces by
+reduce-scatters.
 """
 
 import dataclasses
@@ -65,8 +66,8 @@ def collectives(function: Callable[..., Any], *args: Any) -> list[Collective]:
       *args: its arguments, or their shapes.
 
     Returns:
-      One `Collective` for each; those in a loop are counted once, and of branches, such
-      as those for different platforms, the one that sends the most.
+      One `Collective` for each. Loops count once, and of several branches, such as
+      those for different platforms, only the one that sends the most.
     """
     return collectives_of(jax.make_jaxpr(function)(*args))
 

@@ -575,7 +575,7 @@ def test_refusals():
         jm.on_mesh(optax.sgd(1.0), mixed)
     mesh = mesh_of(8)
     divided = jax.device_put({"w": jnp.ones((8, 8))}, NamedSharding(mesh, P("data")))
-    with pytest.raises(ValueError, match=r"'w' lies divided .* expected specs"):
+    with pytest.raises(ValueError, match=r"'w' is sharded .* expected specs"):
         jm.on_mesh(optax.sgd(1.0), mesh).init(divided)
     with pytest.raises(ValueError, match=r"axes of the mesh, .* each once"):
         jm.on_mesh(optax.sgd(1.0), mesh, divide=("data", "data"))
