@@ -1,9 +1,8 @@
 """Joins: matrices of several layers that are orthogonalized as one (TEON).
 
 K matrices (in, out) side by side along `in` are one matrix (K in, out). A `Block` names
-the leaves and their matrices, and holds them as (batch, K, in, out), so everything but
-the polar factor still sees single matrices. A matrix that is joined to
-nothing is a block with K = 1: there is no second path for it.
+the leaves and their matrices, and stacks them for the polar factor alone. A matrix that
+is joined to nothing is a block with K = 1.
 """
 
 import dataclasses
@@ -52,27 +51,30 @@ class Block:
 
     def view(
         self, views: Sequence[Float[Array, "_ _ _"]]
-    ) -> Float[Array, "batch joined fan_in fan_out"]:
-        """The matrices of this block, out of the views (batch, in, out) of all leaves.
-
-        The last two axes pass through, so means (batch, 1, out) work as well.
-        """
+    ) -> Float[Array, "batch joined_in out"]:
+        """Its joined matrices, from the views (batch, in, out) of all leaves."""
         if len(self.leaves) > 1:
-            return jnp.stack([views[leaf] for leaf in self.leaves], axis=1)
+            return jnp.concatenate([views[leaf] for leaf in self.leaves], axis=1)
         view = views[self.leaves[0]]
         part = view if self.batch * self.joined == len(view) else view[self.slice]
-        shape = (-1, self.joined, self.inner, *view.shape[1:])
-        return part.reshape(shape).swapaxes(1, 2).reshape(-1, *shape[1:2], *shape[3:])
+        if self.joined == 1:
+            return part
+        fan_in, fan_out = part.shape[1:]
+        grid = part.reshape(-1, self.joined, self.inner, fan_in, fan_out)
+        return grid.swapaxes(1, 2).reshape(self.batch, -1, fan_out)
 
     def undo(
-        self, block: Float[Array, "batch joined fan_in fan_out"]
+        self, block: Float[Array, "batch joined_in out"]
     ) -> dict[int, Float[Array, "_ _ _"]]:
         """By leaf, its part of the batch (stop - start, in, out)."""
         if len(self.leaves) > 1:
-            return {leaf: block[:, k] for k, leaf in enumerate(self.leaves)}
-        shape = (-1, self.inner, self.joined, *block.shape[2:])
-        part = block.reshape(shape).swapaxes(1, 2).reshape(-1, *shape[3:])
-        return {self.leaves[0]: part}
+            parts = jnp.split(block, len(self.leaves), axis=1)
+            return dict(zip(self.leaves, parts, strict=True))
+        if self.joined == 1:
+            return {self.leaves[0]: block}
+        fan_in, fan_out = block.shape[1] // self.joined, block.shape[2]
+        grid = block.reshape(-1, self.inner, self.joined, fan_in, fan_out)
+        return {self.leaves[0]: grid.swapaxes(1, 2).reshape(-1, fan_in, fan_out)}
 
     @property
     def slice(self) -> slice:
@@ -96,11 +98,10 @@ def map_blocks(
     Returns:
       The results, in the order and shapes of `views`.
     """
-    stacks = [block.view(views) for block in blocks]
-    results = function([x.reshape(len(x), -1, x.shape[-1]) for x in stacks])
+    results = function([block.view(views) for block in blocks])
     parts: dict[int, list[Array]] = {}  # by leaf, in the order of its batch
-    for block, stack, result in zip(blocks, stacks, results, strict=True):
-        for leaf, part in block.undo(result.reshape(stack.shape)).items():
+    for block, result in zip(blocks, results, strict=True):
+        for leaf, part in block.undo(result).items():
             parts.setdefault(leaf, []).append(part)
     return [
         jnp.concatenate(found) if len(found) > 1 else found[0]

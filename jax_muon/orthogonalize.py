@@ -6,23 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from jax_muon import checks, notes, paths
 from jax_muon import matrices as reading
-from jax_muon import paths
-from jax_muon.checks import (
-    check_arrays,
-    check_count,
-    check_function,
-    check_gradients,
-)
 from jax_muon.joins import Block, Factors, map_blocks
-from jax_muon.matrices import Matrices
 from jax_muon.mesh import owners, travel
-from jax_muon.mesh.specs import Sizes, dividing, full_rank, local_types
-from jax_muon.notes import note
+from jax_muon.mesh import specs as mesh_specs
 from jax_muon.polar.factors import PolarExpress
 from jax_muon.polar.stacks import map_stacks
 
@@ -32,25 +23,31 @@ Polar = Callable[[Float[Array, "*b m n"]], Float[Array, "*b m n"]]
 def orthogonalize(
     polar: Polar = PolarExpress(),
     *,
-    matrices: Matrices | None = None,
+    matrices: reading.Matrices | None = None,
     small: int = 65536,
+    group: int = 8,
     max_stack: int = 256,
 ) -> optax.GradientTransformation:
     """Replace every matrix by its polar factor: same directions, singular values one.
 
     Matrices of one shape, and those of the transposed shape, go into one stack. Where
-    the types of arrays show that they lie divided over a mesh, each matrix is computed
-    on one of its devices, to which the others send their pieces; see `mesh/owners.py`.
+    the types of arrays show that they are sharded over a mesh, each matrix is computed
+    by one of its devices, or by a group of them, to which the others send their shards;
+    see `mesh/owners.py`.
 
     Args:
       polar: any function of (..., m, n) that treats matrices independently and commutes
         with transposition: `PolarExpress()`, `NewtonSchulz()`, `ExactPolar()`, each
         with settings of its own, or your own.
       matrices: the reading passed in by `partition`, or `jax_muon.read(params)`; None
-        treats every leaf as one matrix (in, out).
-        Joined matrices are orthogonalized as one (TEON).
-      small: divided matrices with fewer elements are gathered and computed by all
+        treats every leaf as one matrix (in, out). Joined matrices are orthogonalized as
+        one (TEON).
+      small: sharded matrices with fewer elements are gathered and computed by all
         devices that hold them.
+      group: most devices that share the work on one matrix, next to each other on the
+        mesh, such as the GPUs of a host. Where it takes less time by a count of bytes
+        and FLOPs, each sends and receives part of a matrix; that needs a polar factor
+        with a method `shares`, such as `NewtonSchulz`. 1: one owner for each matrix.
       max_stack: most matrices in one call of `polar`, which bounds temporary memory.
 
     Returns:
@@ -58,10 +55,10 @@ def orthogonalize(
 
     Raises:
       ValueError: at init and update, with path and shape, for a parameter that is not
-        a floating-point matrix, or that lies on a mesh whose axes are Auto or manual,
-        so that its type does not tell how it is divided: see `on_mesh`; at update, for
-        a polar factor of another shape than its matrices. At once for a `polar` that is
-        not a function, small below 0 or max_stack below 1.
+        a floating-point matrix, or that is on a mesh whose axes are Auto or manual, so
+        that its type does not show how it is sharded: see `on_mesh`; at update, for a
+        polar factor of another shape than its matrices. At once for a `polar` that is
+        not a function, small below 0, or group or max_stack below 1.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -75,15 +72,16 @@ def orthogonalize(
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; TEON, arXiv
       2601.23261.
     """
-    check_function(
+    checks.check_function(
         "polar", polar, "a function of arrays (..., m, n) such as PolarExpress()"
     )
     reading.check(matrices)
-    check_count("max_stack", max_stack)
-    check_count("small", small, least=0)
+    checks.check_count("max_stack", max_stack)
+    checks.check_count("small", small, least=0)
+    checks.check_count("group", group)
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
-        check_arrays("params", params)
+        checks.check_arrays("params", params)
         found = reading.of_tree(matrices, params)
         found.blocks([path for path, _ in paths.leaves_with_paths(params)])
         return optax.EmptyState()
@@ -91,74 +89,56 @@ def orthogonalize(
     def update_fn(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
-        check_gradients(updates, params)
+        checks.check_gradients(updates, params)
         found = reading.of_tree(matrices, updates)
         flat = paths.leaves_with_paths(updates)
-        names = [path for path, _ in flat]
-        all_axes = [found.axes(path) for path in names]
-
-        def factors_of(
-            leaves: Sequence[Array], blocks: Sequence[Block], factors: Factors
-        ) -> list[Array]:
-            views = [axes.view(x) for axes, x in zip(all_axes, leaves, strict=True)]
-            return [
-                axes.undo(view, x.shape).astype(x.dtype)
-                for axes, view, x in zip(
-                    all_axes, map_blocks(factors, blocks, views), leaves, strict=True
-                )
-            ]
-
-        leaves, treedef = jax.tree.flatten(updates)
-        mesh = local_types(flat)
+        names, leaves = [path for path, _ in flat], [x for _, x in flat]
+        mesh = mesh_specs.local_types(flat)
         if mesh is None:
-            alike = functools.partial(_alike, polar)
-            here = functools.partial(map_stacks, alike, max_stack=max_stack)
-            leaves = factors_of(leaves, found.blocks(names), here)
-            return jax.tree.unflatten(treedef, leaves), state
+            factors = functools.partial(map_stacks, polar, max_stack=max_stack)
+            leaves = _map_matrices(factors, found, names, found.blocks(names), leaves)
+            return jax.tree.unflatten(jax.tree.structure(updates), leaves), state
 
-        sizes: Sizes = dict(mesh.shape)
-        typed = [jax.typeof(x).sharding.spec for x in leaves]
+        sizes: mesh_specs.Sizes = dict(mesh.shape)
         specs = [
-            dividing(full_rank(spec, path, x.shape, sizes), sizes)
-            for (path, x), spec in zip(flat, typed, strict=True)
+            mesh_specs.full_rank(jax.typeof(x).sharding.spec, path, x.shape, sizes)
+            for path, x in flat
         ]
-        layout = owners.lay_out(found, names, specs, sizes)
+        specs = [mesh_specs.dividing(spec, sizes) for spec in specs]
+        specs, blocks, shards = owners.lay_out(found, names, specs, sizes)
         # Sorted, since all processes have to build one program.
-        labels = {parameter.label for parameter in found.values()}
+        labels = sorted({parameter.label for parameter in found.values()})
         pools = owners.make_pools(
-            layout.pieces,
-            layout.placements,
+            shards,
             sizes,
             small=small,
-            start=zlib.crc32(" ".join(sorted(labels)).encode()),
+            group=group,
+            shares=getattr(polar, "shares", None),
+            start=zlib.crc32(" ".join(labels).encode()),
         )
-        note("pools", names=tuple(names), pools=pools, sizes=sizes)
-
-        def local(leaves: list[Array]) -> list[Array]:
-            return factors_of(
-                leaves,
-                layout.blocks,
-                functools.partial(
-                    travel.map_pools,
-                    functools.partial(_alike, polar),
-                    pools=pools,
-                    sizes=sizes,
-                    max_stack=max_stack,
-                ),
-            )
-
-        leaves = travel.on_pieces(local, leaves, layout.specs, mesh)
-        return jax.tree.unflatten(treedef, leaves), state
+        notes.note("pools", names=tuple(names), pools=pools, sizes=sizes)
+        factors = functools.partial(
+            travel.map_pools, polar, pools=pools, sizes=sizes, max_stack=max_stack
+        )
+        local = functools.partial(_map_matrices, factors, found, names, blocks)
+        leaves = travel.on_shards(local, leaves, specs, mesh)
+        return jax.tree.unflatten(jax.tree.structure(updates), leaves), state
 
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _alike(polar: Polar, x: Array) -> Array:
-    """The factors, if they have the shape of their matrices."""
-    y = polar(x)
-    if jnp.shape(y) != x.shape:
-        raise ValueError(
-            f"polar={polar!r} made shape {jnp.shape(y)} out of {x.shape}; expected a "
-            "function whose result has the shape of its argument"
-        )
-    return y
+def _map_matrices(
+    factors: Factors,
+    matrices: reading.Matrices,
+    names: Sequence[str],
+    blocks: Sequence[Block],
+    leaves: Sequence[Array],
+) -> list[Array]:
+    """Factors of the joined matrices of leaves, or of one device's shards of them."""
+    all_axes = [matrices.axes(name) for name in names]
+    views = [axes.view(x) for axes, x in zip(all_axes, leaves, strict=True)]
+    views = map_blocks(factors, blocks, views)
+    return [
+        axes.undo(view, x.shape).astype(x.dtype)
+        for axes, view, x in zip(all_axes, views, leaves, strict=True)
+    ]

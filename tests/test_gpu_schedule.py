@@ -278,7 +278,7 @@ def test_estimate_of_a_step(module):
     assert found.transfers == first + second + third + fourth + last
     # On two kinds of devices, one of which runs the branch: all wait for the later one,
     # and the busiest does it.
-    kinds = [lambda line: True, lambda line: False]
+    kinds = [lambda line: 0, lambda line: 1]
     assert estimate(module, rates, kinds) == found
     idle = estimate(module, rates, kinds[1:])
     assert idle.products == found.products - branch
@@ -286,28 +286,24 @@ def test_estimate_of_a_step(module):
 
 
 def test_kinds_of_devices():
-    """Of four owners one has a matrix more, which is a branch of its shape."""
+    """Of four owners one has a matrix more: the longer branch of what they receive."""
     pool = Pool(
         members=(),
-        piece=(8, 4),
+        shard=(8, 4),
         dtype="float32",
         batch=(),
         short=(),
         long=("data",),
         replicas=(),
         fan=(8, 16),
-        per_owner=1,
-        extra=(True, False, False, False),
+        counts=(1, 0, 0, 0),
     )
     kinds = kinds_of_devices([pool], {"data": 4})
     lines = [
         Instruction("c", "conditional", text, (), "")
-        for text in ("f32[1,8,16]", "f32[2,3]")
+        for text in ("f32[4,32]", "f32[2,3]")
     ]
-    assert sorted([takes(line) for line in lines] for takes in kinds) == [
-        [False, True],
-        [True, True],
-    ]
+    assert [[takes(line) for line in lines] for takes in kinds] == [[0, 0], [1, 0]]
 
 
 @dataclasses.dataclass(frozen=True)

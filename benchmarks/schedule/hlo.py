@@ -258,20 +258,20 @@ class Module:
         return found
 
     def work_before(
-        self, takes: Callable[[Instruction], bool] = lambda line: True
+        self, takes: Callable[[Instruction], int] = lambda line: 0
     ) -> list[Work]:
         """Products before each place of the schedule; the last entry has all.
 
         Args:
-          takes: whether a device takes the longest branch of a conditional.
+          takes: which branch of a conditional a device takes: the longest is 0.
         """
         schedule = self.schedule
         types = {line.name: line.type for line in schedule}
         before = [Work()]
         for line in schedule:
             work = self._work(line, types)
-            if line.opcode == "conditional" and not takes(line):
-                work = Work(work.always)
+            if line.opcode == "conditional":
+                work = Work(perhaps=self._branches(line)[takes(line)])
             before.append(before[-1] + work)
         return before
 
@@ -292,6 +292,12 @@ class Module:
         types = {line.name: line.type for line in lines}
         return sum((self._work(line, types) for line in lines), start=Work())
 
+    def _branches(self, line: Instruction) -> list[Products]:
+        """What each branch of a conditional computes, the longest first."""
+        found = [self._work_of(name) for name in line.called]
+        products = [work.always + work.perhaps for work in found]
+        return sorted(products, key=lambda x: x.flops, reverse=True)
+
     def _work(self, line: Instruction, types: dict[str, str]) -> Work:
         if line.opcode == "dot" or (
             line.opcode == "custom-call"
@@ -301,8 +307,7 @@ class Module:
         inner = [self._work_of(name) for name in line.called]
         if line.opcode == "conditional":
             # A device takes one branch: count the one that does most.
-            most = max(inner, key=lambda work: work.count)
-            return Work(perhaps=most.always + most.perhaps)
+            return Work(perhaps=self._branches(line)[0])
         total, trips = sum(inner, start=Work()), _trips(line.text)
         return Work(total.always * trips, total.perhaps * trips)
 

@@ -9,11 +9,13 @@ here, nor do launches and latencies: a bound from below, to compare layouts by.
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from benchmarks.schedule.hlo import Instruction, Module, Transfer
-from jax_muon.mesh.owners import Pool
+from jax_muon.mesh.owners import Pool, rounds
 from jax_muon.mesh.specs import Sizes
 
-Takes = Callable[[Instruction], bool]
+Takes = Callable[[Instruction], int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,18 +69,29 @@ def transfer_seconds(transfer: Transfer, rates: Rates) -> float:
 def kinds_of_devices(pools: Sequence[Pool], sizes: Sizes) -> list[Takes]:
     """For each kind of device the branches that it takes.
 
-    Where owners have different numbers of matrices, some run one more, in a branch that
-    has its shape.
+    Owners that have different matrices in a round of exchanges run different branches
+    of a conditional, which has the shape of what they receive. The more a device has to
+    compute, the longer is its branch.
     """
-    uneven = [pool for pool in pools if any(pool.extra)]
-    more = [pool.load(sizes) > pool.per_owner * pool.flops for pool in uneven]
+    uneven = [one for one in rounds(pools) if len(one.kinds) > 1]
+    widths = [f",{one.width}]" for one in uneven]
+    branches = []  # of each device, in each round
+    for one in uneven:
+        alone = [
+            dataclasses.replace(pool, counts=counts)
+            for pool, counts in zip(
+                one.pools, zip(*one.counts, strict=True), strict=True
+            )
+        ]
+        load = sum((pool.load(sizes).ravel() for pool in alone), start=np.zeros(()))
+        _, rank = np.unique(-load, return_inverse=True)
+        branches.append(rank.tolist())
 
-    def takes(kind: tuple[bool, ...]) -> Takes:
-        texts = {f",{m},{n}]": x for (m, n), x in zip(fans, kind, strict=True)}
-        return lambda line: all(x for text, x in texts.items() if text in line.type)
+    def takes(kind: tuple[int, ...]) -> Takes:
+        found = dict(zip(widths, kind, strict=True))
+        return lambda line: next((x for w, x in found.items() if w in line.type), 0)
 
-    fans = [pool.fan for pool in uneven]
-    return [takes(kind) for kind in {*zip(*(x.ravel() for x in more), strict=True)}]
+    return [takes(kind) for kind in sorted({*zip(*branches, strict=True)})]
 
 
 def estimate(
@@ -89,14 +102,14 @@ def estimate(
     Args:
       module: the step.
       rates: of products and transfers.
-      kinds: for each kind of device whether it takes the longest branch of a
-        conditional; None for one kind that takes all. A transfer starts when the last
-        of them reaches it. Products are counted on the busiest.
+      kinds: for each kind of device which branch of a conditional it takes, where 0 is
+        the longest; None for one kind that takes all the longest. A transfer starts
+        when the last of them reaches it. Products are counted on the busiest.
     """
     transfers = module.transfers()
     before = [
         [work.flops / rates.flops for work in module.work_before(takes)]
-        for takes in kinds or [lambda line: True]
+        for takes in kinds or [lambda line: 0]
     ]
     events = sorted(
         [(t.start, True, t) for t in transfers]

@@ -1,53 +1,66 @@
-"""The plan: which device owns which divided matrix.
+"""The plan: each sharded matrix gets an owner, a device or a group of devices.
 
-A parameter may be divided in any way over a mesh: over its batch, in and out axes, and
+A parameter may be sharded in any way over a mesh: along its batch, in and out axes, and
 repeated over the mesh axes that are left. Everything but orthogonalization is
-elementwise, or a mean, and stays as it lies. Here matrices of one shape and placement
-form a pool, and each gets one owner among the devices that hold it: those that share
-its pieces, and those that repeat them. `travel.py` carries the plan out.
+elementwise, or a mean, and needs no plan. Matrices with the same shape and shards form
+a pool, and each matrix gets one owner among the devices that hold it: those with its
+shards, and those that repeat them. Matrices go to single devices, balanced over all
+pools, or to groups of neighbours that share the work, if that takes less time.
+`travel.py` carries the plan out.
 """
 
 import dataclasses
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_muon.axes import MatrixAxes
 from jax_muon.joins import Block
 from jax_muon.matrices import Matrices
 from jax_muon.mesh.specs import Sizes, entry_names, shard_shape
 from jax_muon.mesh.traffic import ring_bytes
 
+# The planner's rates, in round figures for an H100: FLOP/s of products, bytes/s between
+# the GPUs of a host, and between hosts.
+_FLOPS = 500e12
+_WITHIN_HOSTS = 450e9
+_BETWEEN_HOSTS = 50e9
+_DEVICES_OF_A_HOST = 8
+_SECONDS_TO_START = 10e-6  # of a collective
+
+# The planner's number of quintics, and of exchanged m x m matrices in each.
+_STEPS = 5
+_SHARED_PRODUCTS = 3
+
+# The work is cut into so many exchanges: one travels while another is computed.
+_ROUNDS = 4
+
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
-    """Mesh axes that divide the batch, the in and the out axes of a parameter."""
+class Shard:
+    """One device's shard (batch, rows, columns) of a batch of matrices.
 
-    batch: tuple[str, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    Attributes:
+      shape: of the shard.
+      dtype: of the matrices.
+      batch: mesh axes that divide the batch.
+      rows: mesh axes that divide the rows (in).
+      columns: mesh axes that divide the columns (out).
+    """
 
-    @classmethod
-    def of(cls, spec: PartitionSpec, axes: MatrixAxes, sizes: Sizes) -> "Placement":
-        """The placement of a parameter with this full spec, read as these matrices."""
-
-        def names(group: tuple[int, ...]) -> tuple[str, ...]:
-            return tuple(
-                name
-                for axis in group
-                for name in entry_names(spec[axis])
-                if sizes[name] > 1
-            )
-
-        return cls(names(axes.batch), names(axes.reduction), names(axes.output))
+    shape: tuple[int, int, int]
+    dtype: Any
+    batch: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A batch (batch, in, out) of a pool: which one, and whether it is transposed."""
+    """A batch (batch, in, out) of a pool: its index, and if it is transposed."""
 
     index: int
     batch: int
@@ -56,81 +69,130 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Matrices of one shape and placement, m <= n, and who computes them.
+    """Matrices with the same shape (m, n), m <= n, and shards, and their owners.
 
-    Every owner has `per_owner` matrices, those in `extra` one more. Where `extra` is
-    empty all devices that hold a matrix compute it.
+    Attributes:
+      members: the batches that they come from.
+      shard: of a matrix (m, n), on one device.
+      dtype: of the matrices.
+      batch: mesh axes over different matrices.
+      short: mesh axes over m.
+      long: mesh axes over n.
+      replicas: mesh axes that repeat the shards.
+      fan: (m, n).
+      counts: how many matrices each owner gets, replicas before shards; () if all
+        devices that hold a matrix compute it. Groups get the same number each, filled
+        up with zeros.
+      group: devices of one owner, which share its work.
     """
 
     members: tuple[Member, ...]
-    piece: tuple[int, int]  # of (m, n), on one device
+    shard: tuple[int, int]
     dtype: Any
-    batch: tuple[str, ...]  # mesh axes over different matrices
-    short: tuple[str, ...]  # mesh axes over m
-    long: tuple[str, ...]  # mesh axes over n
-    replicas: tuple[str, ...]  # mesh axes that repeat the pieces
-    fan: tuple[int, int]  # (m, n)
-    per_owner: int
-    extra: tuple[bool, ...]  # by owner, replicas before pieces; () if all compute
+    batch: tuple[str, ...]
+    short: tuple[str, ...]
+    long: tuple[str, ...]
+    replicas: tuple[str, ...]
+    fan: tuple[int, int]
+    counts: tuple[int, ...] = ()
+    group: int = 1
 
     @property
-    def pieces(self) -> tuple[str, ...]:
-        """Mesh axes whose devices hold the pieces of a matrix."""
+    def shards(self) -> tuple[str, ...]:
+        """Mesh axes whose devices hold the shards of a matrix."""
         return self.short + self.long
 
     @property
     def count(self) -> int:
-        """Matrices that one device holds pieces of."""
+        """Matrices that one device holds shards of."""
         return sum(member.batch for member in self.members)
 
     @property
     def flops(self) -> int:
-        """Work of one matrix, in products of m x n with m x m."""
-        return self.fan[0] * math.prod(self.fan)
-
-    @property
-    def depth(self) -> int:
-        """Slots of an owner."""
-        return self.per_owner + any(self.extra)
+        """FLOPs of five quintics of one matrix."""
+        return flops_of(*self.fan)
 
     def load(self, sizes: Sizes) -> np.ndarray:
-        """Work of each device, by its place along the axes of `divided_axes(sizes)`."""
+        """FLOPs of each device, by its place along `divided_axes(sizes)`."""
         names = divided_axes(sizes)
-        if not self.extra:
-            return np.full([sizes[name] for name in names], self.count * self.flops)
-        axes = self.replicas + self.pieces
-        by_owner = (self.per_owner + np.array(self.extra)) * self.flops
-        by_axis = by_owner.reshape([sizes[name] for name in axes])
+        shape = [sizes[name] for name in names]
+        if not self.counts:
+            return np.full(shape, float(self.count * self.flops))
+        axes = self.replicas + self.shards
+        by_device = np.repeat(self.counts, self.group) * (self.flops / self.group)
+        by_axis = by_device.reshape([sizes[name] for name in axes])
         by_axis = np.expand_dims(by_axis, tuple(range(len(axes), len(names))))
-        return by_axis.transpose([(axes + self.batch).index(name) for name in names])
+        order = [(axes + self.batch).index(name) for name in names]
+        return np.broadcast_to(by_axis.transpose(order), shape)
 
     def sent_bytes(self, sizes: Sizes) -> float:
-        """Bytes that a device sends for one step, as `ring_bytes` counts them."""
-        matrix = math.prod(self.piece) * np.dtype(self.dtype).itemsize
-        pieces = product(self.pieces, sizes)
-        if not self.extra:
-            return ring_bytes("all-gather", pieces, self.count * matrix)
+        """Bytes of its matrices that a device sends for one step, without padding."""
+        matrix = math.prod(self.shard) * np.dtype(self.dtype).itemsize
+        held = self.count * matrix
+        devices = product(self.shards, sizes)
+        if not self.counts:
+            return ring_bytes("all-gather", devices, held)
         repeats = product(self.replicas, sizes)
-        slots = len(self.extra) * self.depth // repeats
-        there_and_back = 2 * ring_bytes("all-to-all", pieces, slots * matrix)
-        return there_and_back + ring_bytes("all-gather", repeats, slots * matrix)
+        there_and_back = 2 * ring_bytes("all-to-all", devices, held) / repeats
+        sent = there_and_back + ring_bytes("all-gather", repeats, held / repeats)
+        return sent + max(self.counts) * self.shared_bytes
+
+    @property
+    def shared_bytes(self) -> float:
+        """Bytes that a device of a group sends to the others, for one matrix."""
+        gram = self.fan[0] ** 2 * np.dtype(self.dtype).itemsize
+        others = (self.group - 1) / self.group
+        return _STEPS * _SHARED_PRODUCTS * gram * others
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """How the pieces of parameters lie for `orthogonalize`.
+class Round:
+    """Matrices of several pools that are sent to their owners in one exchange.
 
     Attributes:
-      specs: of each parameter; changed where a join would lie on several devices.
-      blocks: of each device's pieces.
-      placements: of each block.
-      pieces: shape (batch, K in, out) and dtype of one device's pieces of each block.
+      pools: with one dtype, and the same mesh axes.
+      counts: by owner, how many matrices of each pool it gets.
     """
 
-    specs: list[PartitionSpec]
-    blocks: list[Block]
-    placements: list[Placement]
-    pieces: list[tuple[tuple[int, ...], Any]]
+    pools: tuple[Pool, ...]
+    counts: tuple[tuple[int, ...], ...]
+
+    @property
+    def kinds(self) -> dict[tuple[int, ...], list[int]]:
+        """Owners by what they get: those with the same counts are of one kind."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for owner, counts in enumerate(self.counts):
+            found.setdefault(counts, []).append(owner)
+        return found
+
+    def elements(self, counts: Sequence[int]) -> int:
+        """Elements that a device sends to an owner of so many matrices."""
+        pairs = zip(counts, self.pools, strict=True)
+        return sum(count * math.prod(pool.shard) for count, pool in pairs)
+
+    @property
+    def width(self) -> int:
+        """Elements that a device sends to each owner, padding included."""
+        return max(map(self.elements, set(self.counts)))
+
+    def seconds(self, sizes: Sizes) -> float:
+        """Time to send all of it there and back, as the planner counts."""
+        pool = self.pools[0]
+        owners = product(pool.shards, sizes) // pool.group
+        size = owners * self.width * np.dtype(pool.dtype).itemsize
+        repeats = product(pool.replicas, sizes)
+        there_and_back = 2 * ring_bytes("all-to-all", owners, size)
+        return there_and_back / _rate(pool.shards, sizes) + ring_bytes(
+            "all-gather", repeats, size
+        ) / _rate(pool.replicas, sizes)
+
+
+def _rate(axes: Sequence[str], sizes: Sizes) -> float:
+    """Bytes/s along these mesh axes: neighbours share a host."""
+    names = list(sizes)
+    span = names[min(map(names.index, axes), default=len(names)) :]
+    one_host = product(span, sizes) <= _DEVICES_OF_A_HOST
+    return _WITHIN_HOSTS if one_host else _BETWEEN_HOSTS
 
 
 def lay_out(
@@ -138,11 +200,11 @@ def lay_out(
     names: Sequence[str],
     specs: Sequence[PartitionSpec],
     sizes: Sizes,
-) -> Layout:
-    """The blocks of each device's pieces, and where these lie.
+) -> tuple[list[PartitionSpec], list[Block], list[Shard]]:
+    """Specs of the leaves, blocks of each device's matrices, and shards of the blocks.
 
-    Leaves that are joined lie as the first of them. Scanned layers stay divided where
-    each device has whole joins, and are otherwise undivided along the layers.
+    Joined leaves are sharded like the first of them. Scanned layers stay sharded if
+    each device has whole joins; otherwise their axis is not sharded.
 
     Args:
       matrices: how the parameters are read.
@@ -168,83 +230,214 @@ def lay_out(
                 specs[first] = PartitionSpec(*entries)
     local = [shard_shape(x, spec, sizes) for x, spec in zip(shapes, specs, strict=True)]
     blocks = matrices.blocks(names, local)
-    placements: list[Placement] = []
-    pieces: list[tuple[tuple[int, ...], Any]] = []
-    for block in blocks:
+
+    def shard(block: Block) -> Shard:
         leaf = block.leaves[0]
-        fan_in, fan_out = all_axes[leaf].fan(local[leaf])
-        placements.append(Placement.of(specs[leaf], all_axes[leaf], sizes))
-        shape = (block.batch, block.joined * fan_in, fan_out)
-        pieces.append((shape, matrices[names[leaf]].dtype))
-    return Layout(specs, blocks, placements, pieces)
+        axes, spec = all_axes[leaf], specs[leaf]
+        fan_in, fan_out = axes.fan(local[leaf])
+        return Shard(
+            (block.batch, block.joined * fan_in, fan_out),
+            matrices[names[leaf]].dtype,
+            *(
+                _mesh_axes(spec, group, sizes)
+                for group in (axes.batch, axes.reduction, axes.output)
+            ),
+        )
+
+    return specs, blocks, [shard(block) for block in blocks]
+
+
+def _mesh_axes(
+    spec: PartitionSpec, axes: tuple[int, ...], sizes: Sizes
+) -> tuple[str, ...]:
+    """Mesh axes that shard these axes of a leaf, in the order of the mesh.
+
+    Their order does not matter: rows and columns may be assembled in any order.
+    """
+    found = {name for axis in axes for name in entry_names(spec[axis])}
+    return tuple(name for name in divided_axes(sizes) if name in found)
 
 
 def make_pools(
-    batches: Sequence[tuple[tuple[int, ...], Any]],
-    placements: Sequence[Placement],
+    shards: Sequence[Shard],
     sizes: Sizes,
     *,
     small: int = 0,
     start: int = 0,
+    group: int = 1,
+    shares: Callable[[int, int, Any], bool] | None = None,
 ) -> list[Pool]:
     """Pools of matrices, and owners so that the busiest device has the least to do.
 
     Args:
-      batches: shape (batch, in, out) of one device's pieces, and dtype, for each batch.
-      placements: of each batch.
+      shards: one device's shard of each batch of matrices.
       sizes: of the mesh axes.
       small: matrices with fewer elements are computed by all devices that hold them.
       start: the owner that comes first among equally busy ones, modulo their number,
         so that several groups of matrices find different owners.
+      group: most devices that share a matrix.
+      shares: of m, n and dtype, if several devices can share such a matrix; None if
+        they never can.
+
+    Returns:
+      The pools, the largest matrices first. The planner tries to share none of the
+      shapes, the largest, the two largest, and so on, and takes the cheapest plan.
     """
+    pools = _pools_without_owners(shards, sizes)
+    fans = dict.fromkeys(
+        (pool.fan, pool.dtype)
+        for pool in pools
+        if math.prod(pool.fan) >= small
+        and _group(pool, sizes, group) > 1
+        and shares is not None
+        and shares(*pool.fan, pool.dtype)
+    )
+
+    def plan(number: int) -> list[Pool]:
+        shared = list(fans)[:number]
+        groups = [
+            _group(pool, sizes, group) if (pool.fan, pool.dtype) in shared else 1
+            for pool in pools
+        ]
+        return _with_owners(pools, groups, sizes, small, start)
+
+    return min(map(plan, range(len(fans) + 1)), key=lambda found: cost(found, sizes))
+
+
+def _pools_without_owners(shards: Sequence[Shard], sizes: Sizes) -> list[Pool]:
+    """Pools of all matrices, the largest first."""
     found: dict[Any, list[Member]] = {}
-    for index, ((shape, dtype), place) in enumerate(
-        zip(batches, placements, strict=True)
-    ):
-        batch, rows, cols = shape
-        fan = (
-            rows * product(place.inputs, sizes),
-            cols * product(place.outputs, sizes),
+    for index, shard in enumerate(shards):
+        batch, rows, columns = shard.shape
+        sides = (
+            (rows * product(shard.rows, sizes), shard.rows, rows),
+            (columns * product(shard.columns, sizes), shard.columns, columns),
         )
-        sides = ((fan[0], place.inputs, rows), (fan[1], place.outputs, cols))
         short, long = sorted(sides)
         member = Member(index, batch, transposed=short is sides[1])
-        key = (short, long, dtype, place.batch)
+        key = (short, long, shard.dtype, shard.batch)
         found.setdefault(key, []).append(member)
-
-    names = divided_axes(sizes)
-    busy_so_far = np.zeros([sizes[name] for name in names])
     pools = []
-    for (short, long, dtype, batch_axes), members in sorted(
-        found.items(), key=lambda item: item[0][0][0] ** 2 * item[0][1][0], reverse=True
-    ):
-        used = {*batch_axes, *short[1], *long[1]}
-        pool = Pool(
-            members=tuple(members),
-            piece=(short[2], long[2]),
-            dtype=dtype,
-            batch=batch_axes,
-            short=short[1],
-            long=long[1],
-            replicas=tuple(name for name in names if name not in used),
-            fan=(short[0], long[0]),
-            per_owner=0,
-            extra=(),
+    for (short, long, dtype, batch), members in found.items():
+        used = {*batch, *short[1], *long[1]}
+        pools.append(
+            Pool(
+                members=tuple(members),
+                shard=(short[2], long[2]),
+                dtype=dtype,
+                batch=batch,
+                short=short[1],
+                long=long[1],
+                replicas=tuple(n for n in divided_axes(sizes) if n not in used),
+                fan=(short[0], long[0]),
+            )
         )
-        owners = product(pool.replicas + pool.pieces, sizes)
-        shared = math.prod(pool.fan) >= small and owners > 1
-        if shared:
+    return sorted(pools, key=lambda pool: pool.flops, reverse=True)
+
+
+def _group(pool: Pool, sizes: Sizes, most: int) -> int:
+    """The number of neighbours that can share a matrix of a pool, or 1.
+
+    The pool has to be sharded along one side, over the innermost axes of the mesh:
+    there the GPUs of a host are next to each other. The number has to divide the rows
+    and the columns.
+    """
+    neighbours = 1
+    for name in reversed(divided_axes(sizes)):
+        if name not in pool.shards:
+            break
+        neighbours *= sizes[name]
+    size = math.gcd(most, neighbours, *pool.fan)
+    return 1 if pool.short and pool.long else size
+
+
+def _with_owners(
+    pools: Sequence[Pool],
+    groups: Sequence[int],
+    sizes: Sizes,
+    small: int,
+    start: int,
+) -> list[Pool]:
+    """Give each matrix to the least busy owner, the largest matrices first."""
+    names = divided_axes(sizes)
+    busy = np.zeros([sizes[name] for name in names])
+    found = []
+    for pool, group in zip(pools, groups, strict=True):
+        owners = product(pool.replicas + pool.shards, sizes) // group
+        if group > 1:
+            slots = math.ceil(pool.count / owners)
+            pool = dataclasses.replace(pool, counts=(slots,) * owners, group=group)
+        elif math.prod(pool.fan) >= small and owners > 1:
             # (owners, devices with other matrices)
-            order = [names.index(n) for n in pool.replicas + pool.pieces + pool.batch]
-            busy = busy_so_far.transpose(order).reshape(owners, -1).max(axis=1)
-            per_owner, rest = divmod(pool.count, owners)
-            first = start % owners
-            idlest = (np.argsort(np.roll(busy, -first), kind="stable") + first) % owners
-            extra = tuple(owner in idlest[:rest] for owner in range(owners))
-            pool = dataclasses.replace(pool, per_owner=per_owner, extra=extra)
-        busy_so_far = busy_so_far + pool.load(sizes)
-        pools.append(pool)
-    return pools
+            order = [names.index(n) for n in pool.replicas + pool.shards + pool.batch]
+            loads = busy.transpose(order).reshape(owners, -1).max(axis=1)
+            counts = _fill(loads, pool.count, pool.flops, start)
+            pool = dataclasses.replace(pool, counts=counts)
+        busy = busy + pool.load(sizes)
+        found.append(pool)
+    return found
+
+
+def _fill(loads: np.ndarray, count: int, flops: int, start: int) -> tuple[int, ...]:
+    """The number of new matrices for each owner, given the loads so far."""
+    owners = len(loads)
+    order = [(first + start) % owners for first in range(owners)]
+    heap = [(loads[owner], rank, owner) for rank, owner in enumerate(order)]
+    heapq.heapify(heap)
+    counts = [0] * owners
+    for _ in range(count):
+        load, rank, owner = heap[0]
+        counts[owner] += 1
+        heapq.heapreplace(heap, (load + flops, rank, owner))
+    return tuple(counts)
+
+
+def cost(pools: Sequence[Pool], sizes: Sizes) -> float:
+    """Estimated seconds, without any overlap of transfers and products."""
+    busy = sum((pool.load(sizes) for pool in pools), start=np.zeros(()))
+    starts = _STEPS * _SHARED_PRODUCTS * _SECONDS_TO_START
+    shared = sum(
+        pool.counts[0] * (pool.shared_bytes / _WITHIN_HOSTS + starts)
+        for pool in pools
+        if pool.group > 1
+    )
+    travel = sum(one.seconds(sizes) for one in rounds(pools))
+    return float(busy.max()) / _FLOPS + shared + travel
+
+
+def rounds(pools: Sequence[Pool]) -> list[Round]:
+    """The exchanges of a plan, with about the same work for all owners in each."""
+    alike: dict[Any, list[Pool]] = {}
+    for pool in pools:
+        if pool.counts:
+            key = (pool.dtype, pool.batch, pool.shards, pool.replicas, pool.group)
+            alike.setdefault(key, []).append(pool)
+    found = []
+    for together in alike.values():
+        counts = np.array([pool.counts for pool in together]).T  # (owners, pools)
+        flops = np.array([pool.flops for pool in together])
+        number = min(_ROUNDS, int(counts.sum(axis=1).max()))
+        length = (counts @ flops).max() / number
+        kinds, kind = np.unique(counts, axis=0, return_inverse=True)
+        parts = np.zeros((number, *kinds.shape), int)
+        for index, row in enumerate(kinds):
+            order = np.repeat(np.arange(len(row)), row)
+            middle = np.cumsum(flops[order]) - flops[order] / 2
+            for place, which in zip(middle // length, order, strict=True):
+                parts[int(place), index, which] += 1
+        for here in parts:
+            used = np.flatnonzero(here.any(axis=0))
+            if used.size:
+                by_owner = here[np.ravel(kind)][:, used].tolist()
+                chosen = tuple(together[index] for index in used)
+                found.append(Round(chosen, tuple(map(tuple, by_owner))))
+    return found
+
+
+def flops_of(m: int, n: int) -> int:
+    """FLOPs of five quintics of a matrix."""
+    m, n = sorted((m, n))
+    return _STEPS * (4 * m * m * n + 2 * m**3)
 
 
 def divided_axes(sizes: Sizes) -> tuple[str, ...]:

@@ -1,13 +1,18 @@
-"""Divided matrices travel to owners by all-to-all, whole, and back, inside shard_map.
+"""Sharded matrices travel to their owners by all-to-all, and back, inside shard_map.
 
-In three phases, for the plan that `owners.py` makes:
+Three phases carry out the plan of `owners.py`:
 
-  to owners: each device sends its piece of every matrix to that matrix's owner;
-  compute:   the owner takes the polar factor of whole matrices;
-  back:      the pieces return, and go to the devices that repeat them.
+  to owners: each device sends its shard of every matrix to that matrix's owner;
+  compute:   the owner takes the polar factors;
+  back:      the shards return, and go to the devices that repeat them.
 
-The order in which the pieces are put together does not matter if they are taken apart
-in the same one: a polar factor moves with the rows and columns of its matrix.
+Matrices of several shapes travel in one exchange (owners, width): the row of an owner
+holds the shards of its matrices, one after another. Owners with different matrices run
+different branches. In a group each device gets some columns of every matrix of the
+group, and they compute the factor together.
+
+Shards may be assembled in any order, as long as they are split in the same order: a
+polar factor moves with the rows and columns of its matrix.
 """
 
 import functools
@@ -22,42 +27,40 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jax_muon.mesh.owners import Pool, product
+from jax_muon.mesh.owners import Pool, Round, product, rounds
 from jax_muon.mesh.specs import Sizes
+from jax_muon.polar.shared import Group
 from jax_muon.polar.stacks import map_stacks
 
 Polar = Callable[..., Array]
 
 
-def on_pieces(
+def on_shards(
     function: Callable[[list[Array]], list[Array]],
     leaves: Sequence[Array],
     specs: Sequence[PartitionSpec],
     mesh: Any,
 ) -> list[Array]:
-    """Apply a function of each device's pieces to arrays on Explicit axes.
+    """Apply a function of each device's shards to arrays on Explicit axes.
 
     Args:
-      function: of the pieces, inside shard_map.
-      leaves: global arrays, which lie as their types say.
-      specs: how they have to lie for the function.
-      mesh: the one that they lie on.
+      function: of the shards, inside shard_map.
+      leaves: global arrays, sharded as their types say.
+      specs: how they have to be sharded for the function.
+      mesh: the mesh of their types.
 
     Returns:
-      The results, lying as `leaves`.
+      The results, sharded as `leaves`.
     """
     own = [jax.typeof(x).sharding.spec for x in leaves]
-    moved = [
-        x if spec == have else jax.reshard(x, NamedSharding(mesh, spec))
-        for x, spec, have in zip(leaves, specs, own, strict=True)
-    ]
+
+    def moved(x: Array, here: PartitionSpec, there: PartitionSpec) -> Array:
+        return x if here == there else jax.reshard(x, NamedSharding(mesh, there))
+
     results = jax.shard_map(
         function, mesh=mesh, in_specs=(list(specs),), out_specs=list(specs)
-    )(moved)
-    return [
-        x if spec == have else jax.reshard(x, NamedSharding(mesh, have))
-        for x, spec, have in zip(results, specs, own, strict=True)
-    ]
+    )(list(map(moved, leaves, own, specs)))
+    return list(map(moved, results, specs, own))
 
 
 def map_pools(
@@ -68,31 +71,48 @@ def map_pools(
     sizes: Sizes,
     max_stack: int,
 ) -> list[Float[Array, "_ _ _"]]:
-    """Polar factors of batches (batch, in, out) of pieces, inside shard_map.
+    """Polar factors of batches (batch, in, out) of shards, inside shard_map.
 
     Args:
       polar: of stacks (k, m, n) of whole matrices, each independent of the others and
-        of the order of its rows and columns.
-      batches: this device's pieces.
+        of the order of its rows and columns; with `group=` too, where pools have
+        groups for owners.
+      batches: this device's shards.
       pools: of these batches.
       sizes: of the mesh axes.
       max_stack: most matrices in one call of `polar`.
 
     Returns:
-      The pieces of the factors, in the order and shapes of `batches`.
+      The shards of the factors, in the order and shapes of `batches`.
     """
-    results: list[Any] = [None] * len(batches)
-    for pool in pools:
-        stack = jnp.concatenate(
+    stacks = {
+        pool: jnp.concatenate(
             [
                 batches[member.index].mT if member.transposed else batches[member.index]
                 for member in pool.members
             ]
         )
-        if pool.extra:
-            stack = _on_owners(polar, stack, pool, sizes, max_stack)
-        else:
-            stack = _everywhere(polar, stack, pool, sizes, max_stack)
+        for pool in pools
+    }
+    done: dict[Pool, list[Array]] = {pool: [] for pool in pools}
+    for pool in pools:
+        if not pool.counts:
+            done[pool] = [_everywhere(polar, stacks[pool], pool, sizes, max_stack)]
+    sent = dict.fromkeys(pools, 0)
+    for one in rounds(pools):
+        parts = []
+        totals = np.sum(one.counts, axis=0)
+        for pool, count in zip(one.pools, totals.tolist(), strict=True):
+            part = stacks[pool][sent[pool] : sent[pool] + count]
+            parts.append(jnp.pad(part, ((0, count - len(part)), (0, 0), (0, 0))))
+            sent[pool] += count
+        for pool, part in zip(
+            one.pools, _travel(polar, parts, one, sizes, max_stack), strict=True
+        ):
+            done[pool].append(part)
+    results: list[Any] = [None] * len(batches)
+    for pool in pools:
+        stack = jnp.concatenate(done[pool])
         start = 0
         for member in pool.members:
             part = stack[start : start + member.batch]
@@ -104,96 +124,152 @@ def map_pools(
 def _everywhere(
     polar: Polar, stack: Array, pool: Pool, sizes: Sizes, max_stack: int
 ) -> Array:
-    """All devices that hold pieces of a matrix gather it and compute it."""
-    if pool.pieces:
-        gathered = jax.lax.all_gather(stack, pool.pieces)
-        stack = _put_together(gathered, pool, sizes)
+    """All devices that hold shards of a matrix gather it and compute it."""
+    if pool.shards:
+        gathered = jax.lax.all_gather(stack, pool.shards)
+        stack = _assemble(gathered, pool, sizes)
     (factors,) = map_stacks(polar, [stack], max_stack=max_stack)
-    if pool.pieces:
-        here = jax.lax.axis_index(pool.pieces)
-        pieces = _take_apart(factors, pool, sizes)
-        factors = jax.lax.dynamic_index_in_dim(pieces, here, keepdims=False)
+    if pool.shards:
+        here = jax.lax.axis_index(pool.shards)
+        shards = _split(factors, pool, sizes)
+        factors = jax.lax.dynamic_index_in_dim(shards, here, keepdims=False)
     return factors
 
 
-def _on_owners(
-    polar: Polar, stack: Array, pool: Pool, sizes: Sizes, max_stack: int
-) -> Array:
-    """Each matrix goes to its owner, and its factor comes back, chunk by chunk."""
-    slots, places = _slots(pool)
-    owners = len(pool.extra)
-    if any(pool.extra):
-        padded = jnp.concatenate([stack, jnp.zeros_like(stack[:1])])
-        stack = padded[np.array(slots)]  # (owners * depth, m / short, n / long)
-    here = jax.lax.axis_index(pool.replicas + pool.pieces)
-    # (owners, depth, ...), of which these replicas do theirs
-    stack = stack.reshape(owners, pool.depth, *pool.piece)
+def _travel(
+    polar: Polar,
+    stacks: Sequence[Float[Array, "_ m n"]],
+    one: Round,
+    sizes: Sizes,
+    max_stack: int,
+) -> list[Float[Array, "_ m n"]]:
+    """The shards of a round to the owners of the matrices, and those of factors back.
+
+    Matrices of a pool go to owners kind by kind, so that `stacks` need no reordering.
+    """
+    pool, kinds = one.pools[0], one.kinds
+    order = list(itertools.chain(*kinds.values()))
+    ordered = order == sorted(order)
+    at = [0] * len(stacks)
+    rows = []
+    for counts, owners in kinds.items():
+        parts = []
+        for index, count in enumerate(counts):
+            stop = at[index] + count * len(owners)
+            part = stacks[index][at[index] : stop]
+            parts.append(part.reshape(len(owners), count, *part.shape[1:]))
+            at[index] = stop
+        rows.append(_pack(parts, one.width))
+    table = jnp.concatenate(rows)  # (owners, width), kind by kind
+    table = table if ordered else table[np.argsort(order)]
+
     repeats = product(pool.replicas, sizes)
+    if repeats > 1:  # of the owners, these replicas do theirs
+        mine = len(order) // repeats
+        first = jax.lax.axis_index(pool.replicas) * mine
+        table = jax.lax.pcast(table, pool.replicas, to="varying")
+        table = jax.lax.dynamic_slice_in_dim(table, first, mine)
+    group = Group(pool.shards, pool.group)
+    table = group.swap_between(table) if pool.shards else table
+    branches = [
+        functools.partial(_compute, polar, one, counts, group, sizes, max_stack)
+        for counts in kinds
+    ]
+    if len(branches) > 1:
+        kind_of = jnp.asarray([list(kinds).index(counts) for counts in one.counts])
+        here = jax.lax.axis_index(pool.replicas + pool.shards)
+        table = jax.lax.switch(kind_of[here], branches, table)
+    else:
+        table = branches[0](table)
+    table = group.swap_between(table) if pool.shards else table
     if repeats > 1:
-        mine = owners // repeats
-        start = jax.lax.axis_index(pool.replicas) * mine
-        stack = jax.lax.pcast(stack, pool.replicas, to="varying")
-        stack = jax.lax.dynamic_slice_in_dim(stack, start, mine)
+        table = jax.lax.all_gather(table, pool.replicas, tiled=True, to="invarying")
 
-    # At least two chunks, so that one can travel while the other is computed.
-    depth = min(max_stack, max(1, math.ceil(pool.per_owner / 2)))
-    cuts = [*range(0, pool.per_owner, depth), pool.per_owner]
-    chunks = [(start, stop, polar) for start, stop in itertools.pairwise(cuts)]
-    if any(pool.extra):
-        has_one = jnp.asarray(pool.extra)[here]
-        polar_if = functools.partial(_compute_if, has_one, polar)
-        chunks.append((pool.per_owner, pool.depth, polar_if))
-    done = []
-    for start, stop, function in chunks:
-        pieces = stack[:, start:stop]
-        whole = _put_together(_exchange(pieces, pool), pool, sizes)
-        factors = function(whole)
-        done.append(_exchange(_take_apart(factors, pool, sizes), pool))
-    stack = jnp.concatenate(done, axis=1) if len(done) > 1 else done[0]
-    if repeats > 1:
-        stack = jax.lax.all_gather(stack, pool.replicas, tiled=True, to="invarying")
-    stack = stack.reshape(-1, *pool.piece)
-    return stack[np.array(places)] if any(pool.extra) else stack
+    table = table if ordered else table[np.array(order)]
+    found: list[list[Array]] = [[] for _ in stacks]
+    start = 0
+    for counts, owners in kinds.items():
+        parts = _unpack(table[start : start + len(owners)], one, counts)
+        start += len(owners)
+        for results, part in zip(found, parts, strict=True):
+            results.append(part.reshape(-1, *part.shape[2:]))
+    return [jnp.concatenate(parts) for parts in found]
 
 
-def _slots(pool: Pool) -> tuple[list[int], list[int]]:
-    """For each slot the matrix in it (`count` where empty), and for each its slot."""
-    slots: list[int] = []
-    places: list[int] = []
-    matrix = 0
-    for more in pool.extra:
-        for slot in range(pool.depth):
-            if slot < pool.per_owner + more:
-                places.append(len(slots))
-                slots.append(matrix)
-                matrix += 1
-            else:
-                slots.append(pool.count)
-    return slots, places
+def _compute(
+    polar: Polar,
+    one: Round,
+    counts: Sequence[int],
+    group: Group,
+    sizes: Sizes,
+    max_stack: int,
+    received: Float[Array, "senders width"],
+) -> Float[Array, "senders width"]:
+    """What an owner of so many matrices does with the shards of them."""
+    if not any(counts):
+        return jnp.zeros_like(received)
+    parts = _unpack(received, one, counts)
+    used = [index for index, count in enumerate(counts) if count]
+    pools = [one.pools[index] for index in used]
+    shards = [parts[index] for index in used]
+    if group.size > 1:
+        shards = list(map(functools.partial(_share, polar, group), shards, pools))
+    else:
+        whole = list(map(_assemble, shards, pools, itertools.repeat(sizes)))
+        factors = map_stacks(polar, whole, max_stack=max_stack)
+        shards = list(map(_split, factors, pools, itertools.repeat(sizes)))
+    for index, part in zip(used, shards, strict=True):
+        parts[index] = part.astype(received.dtype)
+    return _pack(parts, received.shape[1])
 
 
-def _exchange(pieces: Array, pool: Pool) -> Array:
-    """(pieces, k, ...): what each device sends, exchanged for what it is sent."""
-    if not pool.pieces:
-        return pieces
-    return jax.lax.all_to_all(pieces, pool.pieces, 0, 0, tiled=True)
+def _share(
+    polar: Polar, group: Group, shards: Float[Array, "senders k _ _"], pool: Pool
+) -> Float[Array, "senders k _ _"]:
+    """Polar factors of matrices that a group shares, from shards of every group."""
+    senders, count, rows, columns = shards.shape
+    if pool.short:
+        x = shards.swapaxes(0, 1).reshape(count, -1, columns)  # (k, m / group, n)
+        x = group.swap(x, 2, 1)  # (k, m, n / group)
+    else:
+        x = shards.transpose(1, 2, 0, 3).reshape(count, rows, -1)
+    y = jnp.concatenate([polar(x[i : i + 1], group=group) for i in range(count)])
+    if pool.short:
+        y = group.swap(y, 1, 2).reshape(count, senders, rows, columns)
+        return y.swapaxes(0, 1)
+    return y.reshape(count, rows, senders, columns).transpose(2, 0, 1, 3)
 
 
-def _put_together(pieces: Array, pool: Pool, sizes: Sizes) -> Array:
-    """(pieces, k, m / short, n / long) to whole matrices (k, m, n)."""
+def _pack(parts: Sequence[Float[Array, "s _ _ _"]], width: int) -> Float[Array, "s w"]:
+    """The shards of each row one after another, padded to a width."""
+    flat = [part.reshape(len(part), -1) for part in parts]
+    row = jnp.concatenate(flat, axis=1) if len(flat) > 1 else flat[0]
+    return jnp.pad(row, ((0, 0), (0, width - row.shape[1])))
+
+
+def _unpack(
+    table: Float[Array, "s w"], one: Round, counts: Sequence[int]
+) -> list[Float[Array, "s _ _ _"]]:
+    """Undoes `_pack`: (s, count, m, n) of each pool."""
+    parts = []
+    start = 0
+    for pool, count in zip(one.pools, counts, strict=True):
+        stop = start + count * math.prod(pool.shard)
+        parts.append(table[:, start:stop].reshape(len(table), count, *pool.shard))
+        start = stop
+    return parts
+
+
+def _assemble(shards: Array, pool: Pool, sizes: Sizes) -> Array:
+    """(shards, k, m / short, n / long) to whole matrices (k, m, n)."""
     short, long = product(pool.short, sizes), product(pool.long, sizes)
-    grid = pieces.reshape(short, long, -1, *pool.piece)
+    grid = shards.reshape(short, long, -1, *pool.shard)
     return grid.transpose(2, 0, 3, 1, 4).reshape(-1, *pool.fan)
 
 
-def _take_apart(whole: Array, pool: Pool, sizes: Sizes) -> Array:
-    """Undoes `_put_together`."""
+def _split(whole: Array, pool: Pool, sizes: Sizes) -> Array:
+    """Undoes `_assemble`."""
     short, long = product(pool.short, sizes), product(pool.long, sizes)
-    rows, cols = pool.piece
+    rows, cols = pool.shard
     grid = whole.reshape(-1, short, rows, long, cols).transpose(1, 3, 0, 2, 4)
     return grid.reshape(short * long, -1, rows, cols)
-
-
-def _compute_if(condition: Array, function: Polar, x: Array) -> Array:
-    """The function of x, or zeros without computing it."""
-    return jax.lax.cond(condition, function, jnp.zeros_like, x)

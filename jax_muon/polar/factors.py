@@ -23,6 +23,7 @@ from jax_muon.polar.coefficients import (
     quintics,
 )
 from jax_muon.polar.products import matmul
+from jax_muon.polar.shared import Group
 
 _DTYPES = ("bfloat16", "float32", "float64")
 
@@ -103,11 +104,15 @@ class NewtonSchulz:
         if self.dtype is not None:
             self._check_dtype(jnp.dtype(self.dtype))
 
-    def __call__(self, x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
+    def __call__(
+        self, x: Float[Array, "*batch m n"], *, group: Group | None = None
+    ) -> Float[Array, "*batch m n"]:
         """Approximate polar factors.
 
         Args:
           x: matrices in the last two axes, tall or wide, any real floating dtype.
+          group: inside shard_map, devices that each have columns of wide matrices, and
+            share the work; the whole matrix has to satisfy `shares`.
 
         Returns:
           An array with the shape and dtype of x. Zero matrices give zeros. A matrix
@@ -130,7 +135,15 @@ class NewtonSchulz:
             )
         if x.size == 0:
             return x
-        return iteration.iterate(x, self, dtype)
+        return iteration.iterate(x, self, dtype, group)
+
+    def shares(self, m: int, n: int, dtype: jax.typing.DTypeLike) -> bool:
+        """Return True if several devices can share matrices (m, n), m <= n.
+
+        They take the standard form, which differs from the Gram form by rounding.
+        """
+        found = jnp.dtype(self.dtype or dtype)
+        return m > 1 and not iteration.uses_gram(self.form, found, m, n)
 
     def _check_dtype(self, dtype: jnp.dtype) -> None:
         if self.symmetric == "kernel" and dtype != jnp.bfloat16:

@@ -43,8 +43,8 @@ from jax_muon.polar.products import (
     Products,
     exact_factors,
     matmul,
-    outer_on_cpu,
 )
+from jax_muon.polar.shared import Group, SharedProducts
 
 if TYPE_CHECKING:
     from jax_muon.polar.factors import NewtonSchulz
@@ -62,7 +62,7 @@ _GRAM_MIN_SIZE = 256
 # after five steps of the Polar Express, and 2^13 after eight.
 _MAX_SCALE = 2.0**20
 
-_ON_CPU = Products(outer_on_cpu)
+_ON_CPU = Products()
 _FUSED = FusedProducts()
 
 
@@ -84,18 +84,26 @@ def uses_gram(form: str, dtype: jnp.dtype, m: int, n: int) -> bool:
 
 
 # Traced once for matrices of a shape, however many parameters and calls have it.
-@functools.partial(jax.jit, static_argnames=("polar", "dtype"))
-def iterate(x: Array, polar: "NewtonSchulz", dtype: jnp.dtype) -> Array:
-    """Run the quintics on a batch, in the order that suits the platform."""
+@functools.partial(jax.jit, static_argnames=("polar", "dtype", "group"))
+def iterate(
+    x: Array, polar: "NewtonSchulz", dtype: jnp.dtype, group: Group | None = None
+) -> Array:
+    """Run the quintics on a batch, in the order that suits the platform.
+
+    Devices of a group each have columns of wide matrices, and take the standard form.
+    """
     *batch, rows, cols = x.shape
     m, n = sorted((rows, cols))
-    turned = rows > cols
+    turned = group is None and rows > cols
     dtype = dtype_of(dtype, m)
     table = quintics(polar.coefficients, polar.steps)
-    form = _gram_form if uses_gram(polar.form, dtype, m, n) else _standard_form
+    by_gram = group is None and uses_gram(polar.form, dtype, m, n)
+    form = _gram_form if by_gram else _standard_form
 
     def factor(y: Array, products: Products) -> Array:
         """Polar factors of wide matrices, m <= n."""
+        if group is not None:
+            products = SharedProducts(products, group)
         y = y.astype(dtype)
         y, gram = _normalize(y, products.outer(y, y), polar)
         return form(y, gram, table, products).astype(x.dtype)

@@ -9,9 +9,8 @@ library, which reads and writes nothing besides its operands. `Products` is for 
 `FusedProducts` for everything else; `hopper/` has kernels for NVIDIA's H100 and H200.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -62,17 +61,6 @@ _HALVES_FROM = 384
 _HALVES_FROM_WITH_AMX = 2048
 
 
-def outer_on_cpu(
-    x: Float[Array, "*batch m k"], y: Float[Array, "*batch m k"]
-) -> Float[Array, "*batch m m"]:
-    """`outer` where it is symmetric, by halves where that is faster on a CPU."""
-    m, k = x.shape[-2:]
-    by_amx = x.dtype == jnp.bfloat16 and has_amx()
-    least = _HALVES_FROM_WITH_AMX if by_amx else _HALVES_FROM
-    halves = m >= _HALVES_FROM and k >= least
-    return outer_in_halves(x, y) if halves else outer(x, y)
-
-
 @functools.cache
 def has_amx() -> bool:
     """True if the processor that traces multiplies bfloat16 in tiles (AMX).
@@ -105,11 +93,17 @@ def outer_in_halves(
     return jnp.concatenate([top, bottom], axis=-2)
 
 
-@dataclasses.dataclass(frozen=True)
 class Products:
-    """Sums written out in at least float32, then rounded once."""
+    """Sums written out in at least float32, then rounded once: for a CPU."""
 
-    outer: Callable[[Array, Array], Array] = outer
+    def outer(self, x: Array, y: Array) -> Array:
+        """X Y^T where it is symmetric, by halves where that is faster."""
+        m, k = x.shape[-2:]
+        by_amx = x.dtype == jnp.bfloat16 and has_amx()
+        least = _HALVES_FROM_WITH_AMX if by_amx else _HALVES_FROM
+        return (
+            outer_in_halves(x, y) if m >= _HALVES_FROM and k >= least else outer(x, y)
+        )
 
     def gram(self, x: Array, k: float) -> Array:
         """The matrices k X X^T."""
@@ -136,6 +130,10 @@ class FusedProducts(Products):
     instead of 0.016 from the exact result on a Gaussian (64, 256). Sums written out in
     float32 would cost more than the products do (benchmarks/NOTES.md).
     """
+
+    def outer(self, x: Array, y: Array) -> Array:
+        """X Y^T in at least float32."""
+        return outer(x, y)
 
     def gram(self, x: Array, k: float) -> Array:
         """The matrices k X X^T."""

@@ -41,11 +41,9 @@ def map_stacks(
     def by_leaf(index: int, batch: Array) -> Any:
         return index if len(batch) > 1 else (*batch.shape, batch.dtype)
 
-    def run(pool_of: Callable[[int, Array], Any], *batches: Array) -> list[Array]:
-        return _map_pools(function, pool_of, batches, max_stack)
-
     if not batches:
         return []
+    run = functools.partial(_map_pools, function, max_stack)
     return jax.lax.platform_dependent(
         *batches,
         cpu=functools.partial(run, by_leaf),
@@ -55,9 +53,9 @@ def map_stacks(
 
 def _map_pools(
     function: Callable[[Array], Array],
-    pool_of: Callable[[int, Array], Any],
-    batches: Sequence[Array],
     max_stack: int,
+    pool_of: Callable[[int, Array], Any],
+    *batches: Array,
 ) -> list[Array]:
     """The function of every batch, with those that have one `pool_of` in one stack."""
     pools: dict[Any, list[int]] = {}
@@ -75,10 +73,16 @@ def _map_pools(
             for i in members
         ]
         pool = jnp.concatenate(turned) if len(turned) > 1 else turned[0]
-        stacks = [
-            function(pool[start : start + max_stack])
-            for start in range(0, len(pool), max_stack)
-        ]
+        stacks = []
+        for start in range(0, len(pool), max_stack):
+            stack = pool[start : start + max_stack]
+            stacks.append(function(stack))
+            if jnp.shape(stacks[-1]) != stack.shape:
+                raise ValueError(
+                    f"polar={function!r} made shape {jnp.shape(stacks[-1])} out of "
+                    f"{stack.shape}; expected a function whose result has the shape of "
+                    "its argument"
+                )
         pool = jnp.concatenate(stacks) if len(stacks) > 1 else stacks[0]
         start = 0
         for index in members:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jax_muon import checks, notes, paths
 from jax_muon.matrices import Parameter, aligned, shape_text, sizes_text
 from jax_muon.mesh import specs as mesh_specs
-from jax_muon.mesh.owners import Pool
+from jax_muon.mesh.owners import Pool, flops_of, product
 from jax_muon.mesh.traffic import Collective, collectives_of, ring_bytes
 
 
@@ -116,12 +116,12 @@ class Description:
         sizes = [size for size in self.sizes.values() if size > 1]
         work = np.zeros(sizes)
         for pool in self.pools:
-            work = work + pool.load(self.sizes) * (_flops(pool.fan) / pool.flops)
+            work = work + pool.load(self.sizes)
         if not self.pools:
             for leaf in self.parameters:
                 if leaf.matrices is not None:
                     count, fan_in, fan_out = leaf.matrices
-                    joined = _flops((fan_in * leaf.joined, fan_out))
+                    joined = flops_of(fan_in * leaf.joined, fan_out)
                     work = work + count / leaf.joined * joined
         return work
 
@@ -129,7 +129,7 @@ class Description:
     def imbalance(self) -> float:
         """Work of the busiest device over an even share of one device's work."""
         alone = sum(
-            pool.count * _over(pool.batch, self.sizes) * _flops(pool.fan)
+            pool.count * product(pool.batch, self.sizes) * pool.flops
             for pool in self.pools
         )
         return float(self.flops.max() * self.devices / alone) if alone else 1.0
@@ -333,28 +333,28 @@ def _work(found: Description) -> list[str]:
     """Which devices compute the matrices of each pool, and what is sent."""
     rows = [("pool", "over", "matrices", "owners", "each", "sent")]
     for pool in found.pools:
-        different = _over(pool.batch, found.sizes)
+        different = product(pool.batch, found.sizes)
         over = [
             f"{what} {', '.join(names)}"
             for what in ("batch", "short", "long")
             if (names := getattr(pool, what))
         ]
-        each = f"{pool.per_owner} or {pool.per_owner + 1}"
-        if len(set(pool.extra)) < 2:
-            each = f"{pool.per_owner + any(pool.extra) if pool.extra else pool.count}"
+        owners = f"{len(pool.counts) * different}" if pool.counts else "all"
+        least, most = (f(pool.counts or (pool.count,)) for f in (min, max))
+        word = "or" if most == least + 1 else "to"
         rows.append(
             (
                 f"{pool.fan[0]}x{pool.fan[1]}_{np.dtype(pool.dtype).name}",
                 "; ".join(over) or "-",
                 f"{pool.count * different}",
-                f"{len(pool.extra) * different}" if pool.extra else "all",
-                each,
+                owners if pool.group == 1 else f"{owners} groups of {pool.group}",
+                f"{least}" if least == most else f"{least} {word} {most}",
                 bytes_text(int(pool.sent_bytes(found.sizes))),
             )
         )
     sent = {what: bytes_text(int(size)) for what, size in found.sent_bytes.items()}
     work = f"the busiest does {found.imbalance:.2f} of an even share of the work"
-    owned = any(pool.extra for pool in found.pools)
+    owned = any(pool.counts for pool in found.pools)
     if not owned and found.imbalance > 1:
         work = "matrices too small for owners, computed by all that hold them"
     lines = [
@@ -370,17 +370,6 @@ def _work(found: Description) -> list[str]:
             f"{bytes_text(sum(repeated))} are repeated"
         )
     return lines
-
-
-def _flops(fan: tuple[int, int]) -> int:
-    """FLOPs of five quintics of one matrix."""
-    m, n = sorted(fan)
-    return 20 * m * m * n + 10 * m**3
-
-
-def _over(names: Sequence[str], sizes: Mapping[str, int]) -> int:
-    """Number of devices along these mesh axes."""
-    return math.prod(sizes[name] for name in names)
 
 
 def bytes_text(count: int) -> str:

@@ -7,12 +7,19 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from benchmarks.schedule.hlo import Module
-from jax_muon.mesh.owners import Placement, make_pools
+from jax_muon.mesh import owners
+from jax_muon.mesh.owners import Shard, make_pools
 from jax_muon.mesh.traffic import collectives
-from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of
+from tests.distributed.layouts import (
+    AUTO,
+    EXPLICIT,
+    assert_bit_identical_on_devices,
+    mesh_of,
+)
 
 # --- what travels, and who computes ---------------------------------------------------
 
@@ -123,9 +130,11 @@ def test_replicas_send_their_shares_to_each_other():
 
 def test_odd_matrices_go_to_different_devices():
     """5 + 3 matrices of one work on 8 devices: one each."""
-    shapes = [((5, 16, 64), np.float32), ((3, 16, 64), np.float64)]
-    places = [Placement((), ("data",), ())] * 2
-    pools = make_pools(shapes, places, {"data": 8}, small=0)
+    shards = [
+        Shard((5, 16, 64), np.float32, rows=("data",)),
+        Shard((3, 16, 64), np.float64, rows=("data",)),
+    ]
+    pools = make_pools(shards, {"data": 8})
     load = sum(pool.load({"data": 8}) for pool in pools)
     assert load.tolist() == [pools[0].flops] * 8
 
@@ -174,3 +183,86 @@ def test_experts_on_devices_of_their_own_send_nothing(kind):
             program = Module.parse(jax.jit(step).lower(*args).compile().as_text())
         assert found == [("all-to-all", size) for size in sent]
         assert bool(program.transfers()) == bool(sent)
+
+
+# --- groups of devices as owners ------------------------------------------------------
+
+
+@pytest.fixture
+def sharing(monkeypatch):
+    """A planner that shares whatever it can, since these matrices are small."""
+    monkeypatch.setattr(owners, "cost", lambda pools, _: -sum(p.group for p in pools))
+
+
+GROUPS = [
+    ((8,), P(None, "data"), 4, 4),
+    ((8,), P(None, None, "data"), 8, 8),
+    ((2, 4), P(None, ("data", "fsdp")), 4, 4),
+    ((2, 4), P(None, None, ("fsdp", "data")), 4, 4),  # not in the order of the mesh
+    ((2, 4), P(None, "fsdp"), 4, 4),  # the other axis repeats them
+    ((2, 4), P("data", None, "fsdp"), 2, 2),  # other matrices along it
+    ((4, 2), P(None, "data", "fsdp"), 4, 1),  # rows and columns: whole matrices
+    ((4, 2), P(None, "data"), 4, 1),  # not neighbours
+    ((8,), P(None, "data"), 3, 1),
+]
+
+
+@pytest.mark.parametrize(("shape", "spec", "group", "used"), GROUPS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_groups_share_matrices(rng, x64, sharing, shape, spec, group, used, dtype):
+    """Tall, wide and square, as many as groups and not; `describe` shows the groups."""
+    mesh = mesh_of(*shape, kind=EXPLICIT)
+    sizes = {"wide": (6, 16, 40), "tall": (4, 48, 16), "odd": (2, 16, 40)}
+    grads = {k: rng.standard_normal(size).astype(dtype) for k, size in sizes.items()}
+    polar = jm.PolarExpress(dtype=dtype, norm="schatten4")
+    matrices = jm.read(grads, rules=MuonDimensionNumbers(-2, -1))
+    tx = jm.orthogonalize(polar, matrices=matrices, small=0, group=group)
+    expected, _ = tx.update(grads, optax.EmptyState())
+    placed = jax.device_put(grads, NamedSharding(mesh, spec))
+    result = jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])(placed)
+    for name, found in result.items():
+        assert found.sharding.is_equivalent_to(placed[name].sharding, 3)
+        bound = 5e-6 if dtype == "float32" else 1e-12
+        np.testing.assert_allclose(found, expected[name], rtol=0, atol=bound)
+    assert_bit_identical_on_devices(result)
+    planned = jm.describe(tx, placed)
+    assert {pool.group for pool in planned.pools} == {used}
+    assert (f"groups of {used}" in str(planned)) == (used > 1)
+    total = sum(pool.load(planned.sizes) for pool in planned.pools)
+    if used > 1:
+        assert total.min() == total.max()  # some of it zeros
+
+
+def test_what_cannot_be_shared_goes_to_owners_whole(sharing):
+    """The Gram form, and polar factors of the user's own."""
+    mesh = mesh_of(8, kind=EXPLICIT)
+    params = {"w": jax.ShapeDtypeStruct((8, 64), "float32")}
+    spec = NamedSharding(mesh, P(None, "data"))
+    params = {k: x.update(sharding=spec) for k, x in params.items()}
+    gram = jm.PolarExpress(dtype="float32", form="gram")
+    for polar, group in ((jm.ExactPolar(), 1), (gram, 1), (jm.PolarExpress(), 8)):
+        (pool,) = jm.describe(jm.orthogonalize(polar, small=0), params).pools
+        assert pool.group == group
+
+
+@pytest.mark.parametrize(
+    ("gpus", "group", "most"), [(64, 1, 11.1e12), (1024, 8, 1.7e12)]
+)
+def test_the_planner_shares_where_that_takes_less_time(gpus, group, most):
+    """Llama 7B: whole matrices as long as there are enough of them."""
+    sizes = {"data": gpus}
+    shards = [
+        Shard((number, m // gpus, n), jnp.dtype("bfloat16"), rows=("data",))
+        for number, m, n in (
+            (64, 4096, 4096),
+            (64, 4096, 1024),
+            (64, 4096, 14336),
+            (32, 14336, 4096),
+        )
+    ]
+    pools = make_pools(
+        shards, sizes, group=8, shares=jm.PolarExpress().shares, small=65536
+    )
+    assert {pool.group for pool in pools} == {group}
+    busiest = sum(pool.load(sizes) for pool in pools).max()
+    assert busiest <= most

@@ -79,16 +79,12 @@ def quadratic(
     return _symmetric_product(a, a.dtype, (c, b), tiling)
 
 
-def _gram_from_its_size(x: Array, y: Array) -> Array:
-    """X X^T in float32."""
-    return gram(x, jnp.float32) if x.shape[-2] >= MIN_ROWS else outer(x, y)
-
-
 class HopperProducts(FusedProducts):
     """Symmetric products of large matrices by the kernels."""
 
-    def __init__(self) -> None:
-        super().__init__(_gram_from_its_size)
+    def outer(self, x: Array, y: Array) -> Array:
+        """X X^T in float32."""
+        return gram(x, jnp.float32) if x.shape[-2] >= MIN_ROWS else outer(x, y)
 
     def gram(self, x: Array, k: float) -> Array:
         """The matrices k X X^T."""

@@ -1,0 +1,109 @@
+"""One matrix on several devices: each has part of the columns.
+
+A step of the standard form takes three products. Devices exchange what they need for
+them over the links within a host:
+
+  A <- X X^T      each device's columns give a part of the sum; everyone adds up some
+                  rows of all parts, and gathers the rest;
+  B <- A + q A A  everyone computes some columns, and gathers the rest;
+  X <- X + p B X  everyone computes its own columns.
+
+So the work on a matrix is divided by the number of devices exactly, and each of them
+sends three matrices (m, m) a step.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jax_muon.dtypes import wide
+from jax_muon.polar.products import Products
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Neighbours on a mesh, inside shard_map.
+
+    Attributes:
+      axes: mesh axes that are cut into such groups.
+      size: devices of one group, consecutive along `axes`.
+    """
+
+    axes: tuple[str, ...]
+    size: int
+
+    def swap(self, x: Array, split: int, concat: int) -> Array:
+        """An all-to-all within each group: split along one axis, joined on another."""
+        axes, groups = self.axes, self._groups()
+        return jax.lax.all_to_all(
+            x, axes, split, concat, axis_index_groups=groups, tiled=True
+        )
+
+    def gather(self, x: Array, axis: int) -> Array:
+        """The arrays of all devices of a group, side by side along an axis."""
+        axes, groups = self.axes, self._groups()
+        return jax.lax.all_gather(
+            x, axes, axis=axis, axis_index_groups=groups, tiled=True
+        )
+
+    def swap_between(self, x: Array) -> Array:
+        """An all-to-all along axis 0 between groups, of devices of the same place."""
+        count = jax.lax.axis_size(self.axes)
+        if count == self.size:
+            return x
+        groups = [[*range(place, count, self.size)] for place in range(self.size)]
+        return jax.lax.all_to_all(
+            x, self.axes, 0, 0, axis_index_groups=groups, tiled=True
+        )
+
+    def place(self) -> Array:
+        """The number of this device within its group."""
+        return jax.lax.axis_index(self.axes) % self.size
+
+    def _groups(self) -> list[list[int]]:
+        count = jax.lax.axis_size(self.axes)
+        starts = range(0, count, self.size)
+        return [[*range(start, start + self.size)] for start in starts]
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedProducts(Products):
+    """The products of a step for matrices (*batch, m, n / size) of a group's columns.
+
+    Parts of sums travel in the dtype of the result, and are added up in at least
+    float32.
+    """
+
+    own: Products
+    group: Group
+
+    def outer(self, x: Array, y: Array) -> Float[Array, "*batch m m"]:
+        """X Y^T, whole on every device and not rounded below float32."""
+        return self.group.gather(self._rows(self.own.outer(x, y)), x.ndim - 2)
+
+    def gram(self, x: Array, k: float) -> Float[Array, "*batch m m"]:
+        """The matrices k X X^T, whole on every device."""
+        rows = self._rows(self.own.gram(x, k)).astype(x.dtype)
+        return self.group.gather(rows, x.ndim - 2)
+
+    def add_square(self, a: Array, k: float) -> Float[Array, "*batch m m"]:
+        """A + k A A, for symmetric A, whole on every device."""
+        width = a.shape[-1] // self.group.size
+        start = self.group.place() * width
+        columns = jax.lax.dynamic_slice_in_dim(a, start, width, axis=-1)
+        columns = self.own.add_product(columns, k, a)
+        return self.group.gather(columns, a.ndim - 1)
+
+    def add_product(self, x: Array, k: float, b: Array) -> Array:
+        """X + k B X, for the columns of this device."""
+        return self.own.add_product(x, k, b)
+
+    def _rows(self, part: Array) -> Array:
+        """This device's rows of the sum of all parts."""
+        *batch, m, n = part.shape
+        size = self.group.size
+        parts = part.reshape(*batch, size, m // size, n)
+        axis = len(batch)
+        return jnp.sum(wide(self.group.swap(parts, axis, axis)), axis=axis)
