@@ -47,7 +47,7 @@ def orthogonalize(
       group: most devices that share the work on one matrix, next to each other on the
         mesh, such as the GPUs of a host. Where it takes less time by a count of bytes
         and FLOPs, each sends and receives part of a matrix; that needs a polar factor
-        with a method `shares`, such as `NewtonSchulz`. 1: one owner for each matrix.
+        with a method `shared_dtype`, as `NewtonSchulz`. 1: one owner for each matrix.
       max_stack: most matrices in one call of `polar`, which bounds temporary memory.
 
     Returns:
@@ -113,7 +113,7 @@ def orthogonalize(
             sizes,
             small=small,
             group=group,
-            shares=getattr(polar, "shares", None),
+            shared_dtype=getattr(polar, "shared_dtype", None),
             start=zlib.crc32(" ".join(labels).encode()),
         )
         notes.note("pools", names=tuple(names), pools=pools, sizes=sizes)

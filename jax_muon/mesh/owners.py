@@ -84,6 +84,7 @@ class Pool:
         devices that hold a matrix compute it. Groups get the same number each, filled
         up with zeros.
       group: devices of one owner, which share its work.
+      shared_dtype: in which they send each other parts of products.
     """
 
     members: tuple[Member, ...]
@@ -96,6 +97,7 @@ class Pool:
     fan: tuple[int, int]
     counts: tuple[int, ...] = ()
     group: int = 1
+    shared_dtype: Any = None
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -140,7 +142,9 @@ class Pool:
     @property
     def shared_bytes(self) -> float:
         """Bytes that a device of a group sends to the others, for one matrix."""
-        gram = self.fan[0] ** 2 * np.dtype(self.dtype).itemsize
+        if self.group == 1:
+            return 0
+        gram = self.fan[0] ** 2 * np.dtype(self.shared_dtype).itemsize
         others = (self.group - 1) / self.group
         return _STEPS * _SHARED_PRODUCTS * gram * others
 
@@ -265,7 +269,7 @@ def make_pools(
     small: int = 0,
     start: int = 0,
     group: int = 1,
-    shares: Callable[[int, int, Any], bool] | None = None,
+    shared_dtype: Callable[[int, int, Any], Any] | None = None,
 ) -> list[Pool]:
     """Pools of matrices, and owners so that the busiest device has the least to do.
 
@@ -276,21 +280,25 @@ def make_pools(
       start: the owner that comes first among equally busy ones, modulo their number,
         so that several groups of matrices find different owners.
       group: most devices that share a matrix.
-      shares: of m, n and dtype, if several devices can share such a matrix; None if
-        they never can.
+      shared_dtype: of m, n and dtype, the dtype in which devices that share such a
+        matrix send parts of products, or None if they cannot; None if they never can.
 
     Returns:
       The pools, the largest matrices first. The planner tries to share none of the
       shapes, the largest, the two largest, and so on, and takes the cheapest plan.
     """
     pools = _pools_without_owners(shards, sizes)
+    if shared_dtype is not None:
+        pools = [
+            dataclasses.replace(x, shared_dtype=shared_dtype(*x.fan, x.dtype))
+            for x in pools
+        ]
     fans = dict.fromkeys(
         (pool.fan, pool.dtype)
         for pool in pools
         if math.prod(pool.fan) >= small
         and _group(pool, sizes, group) > 1
-        and shares is not None
-        and shares(*pool.fan, pool.dtype)
+        and pool.shared_dtype is not None
     )
 
     def plan(number: int) -> list[Pool]:

@@ -86,12 +86,14 @@ def _visit(jaxpr: Any, sizes: dict[str, int]) -> Iterator[Collective]:
         if kind is not None:
             axes = params.get("axes", params.get("axis_name"))
             axes = (axes,) if isinstance(axes, str) else tuple(axes)
+            groups = params.get("axis_index_groups")
+            devices = math.prod(sizes[axis] for axis in axes)
             avals = [v.aval for v in equation.invars]
             yield Collective(
                 kind,
                 axes,
                 tuple(aval.shape for aval in avals),
-                math.prod(sizes[axis] for axis in axes),
+                len(groups[0]) if groups else devices,
                 sum(aval.size * np.dtype(aval.dtype).itemsize for aval in avals),
             )
         if equation.primitive.name == "cond":

@@ -112,7 +112,7 @@ class NewtonSchulz:
         Args:
           x: matrices in the last two axes, tall or wide, any real floating dtype.
           group: inside shard_map, devices that each have columns of wide matrices, and
-            share the work; the whole matrix has to satisfy `shares`.
+            share the work; the whole matrix needs a `shared_dtype`.
 
         Returns:
           An array with the shape and dtype of x. Zero matrices give zeros. A matrix
@@ -137,13 +137,16 @@ class NewtonSchulz:
             return x
         return iteration.iterate(x, self, dtype, group)
 
-    def shares(self, m: int, n: int, dtype: jax.typing.DTypeLike) -> bool:
-        """Return True if several devices can share matrices (m, n), m <= n.
+    def shared_dtype(
+        self, m: int, n: int, dtype: jax.typing.DTypeLike
+    ) -> jnp.dtype | None:
+        """The dtype in which devices that share matrices (m, n), m <= n, send products.
 
-        They take the standard form, which differs from the Gram form by rounding.
+        None for the Gram form, which they cannot share, and for single rows.
         """
         found = jnp.dtype(self.dtype or dtype)
-        return m > 1 and not iteration.uses_gram(self.form, found, m, n)
+        alone = m == 1 or iteration.uses_gram(self.form, found, m, n)
+        return None if alone else found
 
     def _check_dtype(self, dtype: jnp.dtype) -> None:
         if self.symmetric == "kernel" and dtype != jnp.bfloat16:

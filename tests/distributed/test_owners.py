@@ -231,6 +231,8 @@ def test_groups_share_matrices(rng, x64, sharing, shape, spec, group, used, dtyp
     total = sum(pool.load(planned.sizes) for pool in planned.pools)
     if used > 1:
         assert total.min() == total.max()  # some of it zeros
+        devices = {c.devices for c in planned.collectives}
+        assert used in devices and max(devices) <= max(used, mesh.size // used)
 
 
 def test_what_cannot_be_shared_goes_to_owners_whole(sharing):
@@ -261,7 +263,7 @@ def test_the_planner_shares_where_that_takes_less_time(gpus, group, most):
         )
     ]
     pools = make_pools(
-        shards, sizes, group=8, shares=jm.PolarExpress().shares, small=65536
+        shards, sizes, group=8, shared_dtype=jm.PolarExpress().shared_dtype, small=65536
     )
     assert {pool.group for pool in pools} == {group}
     busiest = sum(pool.load(sizes) for pool in pools).max()
