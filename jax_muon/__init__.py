@@ -1,6 +1,5 @@
 """jax_muon: the Muon family of optimizers for JAX, as small optax pieces."""
 
-from jax_muon.axes import MatrixAxes
 from jax_muon.elementwise import (
     add_cautious_decayed_weights,
     scale_by_path,
@@ -12,7 +11,7 @@ from jax_muon.max_logits import max_attention_logits
 from jax_muon.mesh.auto_axes import on_auto_axes
 from jax_muon.mesh.on_mesh import abstract_state, on_mesh
 from jax_muon.mesh.scan_layers import scan_layers
-from jax_muon.mesh.train_step import TrainStep, make_train_step
+from jax_muon.mesh.train_step import make_train_step
 from jax_muon.mesh.xla_options import gpu_options
 from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import orthogonalize
@@ -20,7 +19,6 @@ from jax_muon.partition import partition
 from jax_muon.polar.coefficients import polar_express_coefficients
 from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
 from jax_muon.qk_clip import clip_qk
-from jax_muon.reading.decide import Parameter
 from jax_muon.recipes import (
     moonlight,
     muon,
@@ -47,13 +45,10 @@ __version__ = "0.1.0"
 __all__ = [
     "ExactPolar",
     "Matrices",
-    "MatrixAxes",
     "Moments",
     "NewtonSchulz",
-    "Parameter",
     "PolarExpress",
     "Split",
-    "TrainStep",
     "abstract_state",
     "add_cautious_decayed_weights",
     "clip_qk",

@@ -1,4 +1,4 @@
-"""In which dtype a step computes: as wide as its operands, and at least float32."""
+"""Dtypes of computations: as wide as the operands, and at least float32."""
 
 from typing import Any
 
@@ -19,27 +19,15 @@ def wide(x: Array) -> Array:
 
 
 def in_dtype_of(x: Array, rate: Any) -> Any:
-    """A rate that can be multiplied by x even where JAX promotes no dtypes."""
+    """A rate in the dtype of x, for `jax_numpy_dtype_promotion="strict"`."""
     return rate if isinstance(rate, float) else jnp.asarray(rate, x.dtype)
 
 
-def positive(eps: Any, dtype: Any) -> Any:
-    """An eps in a dtype, where it has to be above 0.
-
-    `optax.inject_hyperparams` casts it to the dtype of the parameters, and 1e-10 is 0
-    in float16.
-    """
-    tiny = float(jnp.finfo(dtype).tiny)
-    if isinstance(eps, float):
-        return max(eps, tiny)
-    return jnp.maximum(jnp.asarray(eps, dtype), tiny)
-
-
 def as_wide_as_params(updates: Any, params: Any) -> Any:
-    """Updates in the dtype of their parameters, where that is the wider one.
+    """Updates in the dtype of their parameters, if that is the wider one.
 
-    The steps of float32 parameters, and the decay that is added to them, would be
-    rounded to 8 bits where gradients are bfloat16. Other dtypes stay as they are.
+    Otherwise the steps of float32 parameters, and the decay added to them, would be
+    rounded to the 8 bits of bfloat16 gradients.
     """
 
     def widen(u: Any, p: Any) -> Any:

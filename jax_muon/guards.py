@@ -1,7 +1,7 @@
-"""A guard around an optimizer: a step that is skipped leaves everything as it was.
+"""Skip steps that are not finite, on all devices or on none.
 
-It decides on global arrays, once for all devices. Inside shard_map it refuses gradients
-that differ between devices, where optax's own would silently skip on some of them.
+Inside shard_map gradients that differ between devices are an error. There
+`optax.apply_if_finite` would silently skip the step on some devices only.
 """
 
 import functools
@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jax_muon import paths
-from jax_muon.checks import as_transform, check_gradients, check_state
+from jax_muon import checks, paths
 from jax_muon.mesh.specs import check_same_everywhere
 
 
@@ -29,10 +28,10 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip a step whose gradients, updates or new state are not all finite.
 
-    A skipped step leaves parameters, momentum and counts as they were, and is counted.
-    The state matters, since a finite gradient of 2e19 makes AdamW's second moment
-    infinite for good. There only what was finite before counts: a best loss may begin
-    infinite.
+    A skipped step changes neither parameters nor state, and is counted. The new state
+    matters, since a finite gradient of 2e19 makes AdamW's second moment infinite for
+    good. Elements of the state that were not finite before, such as a best loss that
+    begins infinite, do not skip a step.
 
     Args:
       inner: the optimizer, such as a recipe.
@@ -41,7 +40,8 @@ def skip_nonfinite(
       An `optax.GradientTransformation`; its state counts skipped steps in `skipped`.
 
     Raises:
-      ValueError: `inner` is not an optax transform; at update, another's state.
+      ValueError: `inner` is not an optax transform; at update, another optimizer's
+        state and, inside shard_map, gradients that differ between devices.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -54,7 +54,7 @@ def skip_nonfinite(
       >>> updates.tolist(), int(state.skipped)
       ([0.0, 0.0], 1)
     """
-    inner = as_transform("inner", inner)
+    inner = checks.as_transform("inner", inner)
 
     def init_fn(params: optax.Params) -> SkipNonfiniteState:
         return SkipNonfiniteState(jnp.zeros([], jnp.int32), inner.init(params))
@@ -65,8 +65,8 @@ def skip_nonfinite(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, SkipNonfiniteState]:
-        check_state("skip_nonfinite", state, SkipNonfiniteState)
-        check_gradients(updates, params)
+        expected = "a SkipNonfiniteState, as the init of skip_nonfinite returns it"
+        checks.kind("state", state, SkipNonfiniteState, expected)
         check_same_everywhere("skip_nonfinite", paths.leaves_with_paths(updates))
         new_updates, new_inner = inner.update(
             updates, state.inner_state, params, **extra_args
@@ -93,6 +93,6 @@ def skip_nonfinite(
 
 
 def _finite(x: Array) -> Array:
-    """Which elements are finite; all of what is not floating point."""
+    """Which elements are finite: all of them unless x is floating-point."""
     inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
     return jnp.isfinite(x) if inexact else jnp.asarray(True)

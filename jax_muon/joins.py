@@ -130,9 +130,9 @@ def check(joins: Any) -> None:
     """Raise a ValueError unless joins are K or a mapping of path patterns to K."""
     if isinstance(joins, Mapping):
         expected = "a mapping of path patterns to K"
-        checks.check_mapping("joins", joins, expected, checks.check_count)
+        checks.mapping("joins", joins, expected, checks.count)
     elif joins is not None:
-        checks.check_count("joins", joins)
+        checks.count("joins", joins)
 
 
 def find_joins(

@@ -235,10 +235,10 @@ def read(
       >>> jm.read(params, rules={"up": "frozen"})["up/kernel"].label
       'frozen'
     """
-    checks.check_arrays("params", params)
+    checks.arrays("params", params)
     axis_names.check(names)
     joining.check(joins)
-    checks.check_flag("strict", strict)
+    checks.flag("strict", strict)
     found = reading.read_tree(
         params,
         rules=rules,

@@ -48,8 +48,8 @@ def max_attention_logits(
       >>> jm.max_attention_logits(q, 3.0 * q).tolist()
       [6.0, 6.0]
     """
-    checks.check_count("block_size", block_size)
-    checks.check_flag("causal", causal)
+    checks.count("block_size", block_size)
+    checks.flag("causal", causal)
     for name, x in (("q", q), ("k", k)):
         _check_array(name, x, jnp.floating, "an array of real floating point")
     if mask is not None:

@@ -1,6 +1,6 @@
-"""What transforms tell about themselves while they are traced, for `describe`.
+"""Facts that transforms record while traced, for `describe`.
 
-Nobody listens in a training run: `note` then does nothing.
+Without a listener, as in a training run, `note` does nothing.
 """
 
 import contextlib
@@ -22,20 +22,20 @@ _listener: contextvars.ContextVar[list[Note] | None] = contextvars.ContextVar(
 
 
 def note(kind: str, **facts: Any) -> None:
-    """Tell a fact to whoever listens."""
+    """Record a fact."""
     notes = _listener.get()
     if notes is not None:
         notes.append(Note(kind, facts))
 
 
 def is_listening() -> bool:
-    """Whether anybody listens, for facts that are work to find out."""
+    """True if facts are recorded; ask before computing expensive ones."""
     return _listener.get() is not None
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[list[Note]]:
-    """Collect what is told inside the `with` block."""
+    """Record facts inside the `with` block, in a list."""
     notes: list[Note] = []
     token = _listener.set(notes)
     try:

@@ -106,14 +106,14 @@ def clip_qk(
     """
     threshold = checks.number("threshold", threshold, "above 0")
     balance = checks.number("balance", balance, "in [0, 1]")
-    checks.check_count("layers_axis", layers_axis, least=0)
-    checks.check_type("query", query, str, "a path pattern")
-    checks.check_type("key", key, str, "a path pattern")
+    checks.count("layers_axis", layers_axis, least=0)
+    checks.kind("query", query, str, "a path pattern")
+    checks.kind("key", key, str, "a path pattern")
     if query == key:
         checks.refuse("key", key, "another pattern than that of the query")
 
     def init_fn(params: optax.Params) -> ClipQkState:
-        checks.check_arrays("params", params)
+        checks.arrays("params", params)
         _modules([path for path, _ in paths.leaves_with_paths(params)], query, key)
         return ClipQkState(jnp.zeros([], jnp.int32))
 
@@ -133,7 +133,7 @@ def clip_qk(
                 "tx.update(updates, state, params, max_logits=max_logits), got "
                 f"{missing}=None"
             )
-        checks.check_gradients(updates, params)
+        checks.gradients(updates, params)
         weights = dict(paths.leaves_with_paths(params))
         modules = _modules([p for p, _ in paths.leaves_with_paths(updates)], query, key)
         factors: dict[str, Array] = {}

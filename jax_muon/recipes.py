@@ -1,35 +1,33 @@
 """Whole optimizers: each a chain of pieces for matrices, and AdamW for the rest.
 
-Every recipe is one call of `partition`; what it does can be written out in ten lines,
-and changed there. Their arguments mean the same in all of them:
+Every recipe is one call of `partition`, which users can write out in ten lines and
+change. Arguments mean the same in all of them:
 
 - `learning_rate`, `momentum`, `weight_decay`: of the matrices, a float or an optax
-  schedule. Recipes that keep the norms of matrices have no weight_decay and no mask of
-  it.
+  schedule. Recipes that keep the norms of matrices have no weight decay.
 - `steps`: of the polar iteration; a Python integer.
 - `dtype`: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
-- `polar`: another polar factor, any function of (..., m, n), instead of the recipe's;
-  `steps` and `dtype` are then its own.
-- `momentum_dtype`: of the momentum; None for the parameters'.
-- `learning_rates`: path pattern to a factor of the learning rate of these matrices, in
-  recipes that keep norms. Elsewhere `optax.chain(recipe, scale_by_path({"wq": 0.5}))`.
-- `weight_decay_mask`: which matrices decay: a tree of booleans, or a function of the
-  matrices that gives one, as in `optax.masked`; None for all.
-- `adamw`: what all other parameters get: `optax.adamw` with a rate of your own, or any
-  other optax transform, such as `optax.lion(1e-4)`.
-- `groups`: further labels and what they get, as in `partition`: `{"embedding":
+- `polar`: another polar factor instead of the recipe's, any function of (..., m, n).
+  With it, `steps` and `dtype` have no effect.
+- `momentum_dtype`: dtype of the momentum; None for the parameters'.
+- `adamw`: the optimizer of all other parameters: `optax.adamw` with your learning
+  rate, or any other optax transform, such as `optax.lion(1e-4)`.
+- `groups`: transforms for further labels, as in `partition`: `{"embedding":
   optax.adamw(0.2), "frozen": optax.set_to_zero()}`.
-- `matrices`: `jax_muon.read(params)`, with what you know better; or a function of the
-  parameters that returns it, for an optimizer that is built before there are any. None:
-  `jax_muon.read`.
+- `matrices`: the value `jax_muon.read(params)`, with what you know better; or, for an
+  optimizer that is built before the parameters, a function of them that returns one.
+  None: `jax_muon.read`.
 
-All give an `optax.GradientTransformation` whose updates are added to the parameters,
-and raise a ValueError for a number out of range, at once, and what `partition` raises
-at init. Updates have the dtype of the parameters: narrower gradients, such as bfloat16
-for float32 parameters, are widened before anything is computed. Under
+All return an `optax.GradientTransformation` whose updates are added to the parameters.
+They raise a ValueError for a number out of range at once, and at init and update what
+`partition` raises. Updates have the dtype of the parameters: narrower gradients, such
+as bfloat16 for float32 parameters, are widened before anything is computed. Under
 `optax.inject_hyperparams` all numbers may change from step to step except `steps`,
-which has to be named in `static_args`, as has a `polar` that is given; `adamw` may be
+which must be named in `static_args`, like a `polar` that is given; `adamw` may be
 `optax.inject_hyperparams(optax.adamw)(3e-4)`.
+
+A learning rate for some matrices is `optax.chain(recipe, scale_by_path({"wq": 0.5}))`,
+or `learning_rates=` of `hyperball` if you write the chain yourself.
 
 With `jax_numpy_dtype_promotion="strict"` recipes cannot be traced, since `optax.adamw`
 cannot. With another transform for `adamw` they can.
@@ -41,13 +39,13 @@ from typing import Any
 import jax
 import optax
 
-from jax_muon.checks import as_transform, check_choice, rate
+from jax_muon import checks
 from jax_muon.elementwise import add_cautious_decayed_weights, check_mask
 from jax_muon.hyperball import hyperball
-from jax_muon.matrices import Matrices, read
+from jax_muon.matrices import Matrices
 from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import Polar, orthogonalize
-from jax_muon.partition import Group, Reader, check_groups, check_reader, partition
+from jax_muon.partition import Group, Reader, check_groups, partition, reader
 from jax_muon.polar.factors import NewtonSchulz
 from jax_muon.reading.vocabulary import ADAMW, MUON
 from jax_muon.transforms import (
@@ -74,7 +72,6 @@ def nanochat(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    weight_decay_mask: Any = None,
     adamw: optax.GradientTransformation = optax.adamw(
         3e-4, b1=0.8, b2=0.95, eps=1e-10, weight_decay=0.0
     ),
@@ -84,8 +81,8 @@ def nanochat(
     """MuonAdamW of nanochat: Nesterov, Polar Express, NorMuon, cautious weight decay.
 
     Args:
-      learning_rate: of the matrices, before the factor max(1, out/in)^0.5. For all
-        arguments that are not listed here see the top of `jax_muon.recipes`.
+      learning_rate: of the matrices, before the factor max(1, out/in)^0.5. For other
+        arguments see the top of `jax_muon.recipes`.
       momentum: Nesterov momentum in [0, 1), as an exponential average.
       weight_decay: cautious, times the learning rate and the factor of the shape.
       edition: "2026-01", or "2026-08", which equilibrates the rows before the polar
@@ -111,8 +108,7 @@ def nanochat(
       https://github.com/karpathy/nanochat; Polar Express arXiv 2505.16932; NorMuon
       arXiv 2510.05491; MuonEq arXiv 2603.28254; Muon+ arXiv 2602.21545.
     """
-    check_choice("edition", edition, ("2026-01", "2026-08"))
-    check_mask("weight_decay_mask", weight_decay_mask)
+    checks.choice("edition", edition, ("2026-01", "2026-08"))
     later = edition == "2026-08"
     if beta2 is None:
         beta2 = 0.9 if later else 0.95
@@ -124,12 +120,12 @@ def nanochat(
 
     def pieces(found: Matrices) -> Pieces:
         return [
-            nesterov(_decay(momentum=momentum), accumulator_dtype=momentum_dtype),
+            nesterov(_decay("momentum", momentum), accumulator_dtype=momentum_dtype),
             *([equilibrate_rows(matrices=found)] if later else []),
             orthogonalize(polar, matrices=found),
             *([normalize_frobenius(matrices=found)] if later else []),
-            scale_by_normuon(_decay(beta2=beta2), matrices=found),
-            add_cautious_decayed_weights(weight_decay, weight_decay_mask),
+            scale_by_normuon(_decay("beta2", beta2), matrices=found),
+            add_cautious_decayed_weights(weight_decay),
             scale_by_shape(matrices=found),
             _learning_rate(learning_rate),
         ]
@@ -148,7 +144,6 @@ def normuon(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    weight_decay_mask: Any = None,
     adamw: optax.GradientTransformation = optax.adamw(
         3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0
     ),
@@ -159,7 +154,8 @@ def normuon(
 
     Args:
       learning_rate: of the matrices, before the factor 0.2 (in out)^0.5 / ||update||_F.
-        For all arguments that are not listed here see the top of `jax_muon.recipes`.
+        For other
+        arguments see the top of `jax_muon.recipes`.
       momentum: in [0, 1), as an exponential average.
       weight_decay: decoupled, times the learning rate alone.
       beta2: decay of the mean squares, in [0, 1).
@@ -182,14 +178,14 @@ def normuon(
     def pieces(found: Matrices) -> Pieces:
         return [
             nesterov(
-                _decay(momentum=momentum),
+                _decay("momentum", momentum),
                 lookahead=lookahead,
                 accumulator_dtype=momentum_dtype,
             ),
             orthogonalize(polar, matrices=found),
             _normuon_of_the_paper(beta2, found),
             normalize_frobenius(0.2, matrices=found),
-            _decays(weight_decay, weight_decay_mask),
+            _decoupled(weight_decay),
             _learning_rate(learning_rate),
         ]
 
@@ -221,8 +217,8 @@ def muon(
     its adjust_lr_fn="match_rms_adamw".
 
     Args:
-      learning_rate: of the matrices, before the factor of the shape. For all arguments
-        that are not listed here see the top of `jax_muon.recipes`.
+      learning_rate: of the matrices, before the factor of the shape. For other
+        arguments see the top of `jax_muon.recipes`.
       momentum: in [0, 1).
       weight_decay: decoupled, times the learning rate alone.
       lookahead: Nesterov's; see `nesterov`.
@@ -247,14 +243,14 @@ def muon(
     def pieces(found: Matrices) -> Pieces:
         return [
             nesterov(
-                _decay(momentum=momentum),
+                _decay("momentum", momentum),
                 lookahead=lookahead,
                 bias_correction=bias_correction,
                 accumulator_dtype=momentum_dtype,
             ),
             orthogonalize(polar, matrices=found),
             scale_by_shape(shape_rule, matrices=found),
-            _decays(weight_decay, weight_decay_mask),
+            _decoupled(weight_decay, weight_decay_mask),
             _learning_rate(learning_rate),
         ]
 
@@ -270,7 +266,6 @@ def moonlight(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    weight_decay_mask: Any = None,
     adamw: optax.GradientTransformation | None = None,
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
@@ -280,8 +275,8 @@ def moonlight(
     One learning rate and one weight decay serve matrices and AdamW alike.
 
     Args:
-      learning_rate: of the matrices, before the factor 0.2 max(in, out)^0.5. For all
-        arguments that are not listed here see the top of `jax_muon.recipes`.
+      learning_rate: of the matrices, before the factor 0.2 max(in, out)^0.5. For other
+        arguments see the top of `jax_muon.recipes`.
       momentum: Nesterov momentum in [0, 1).
       weight_decay: decoupled, times the learning rate alone.
       adamw: None for AdamW with this learning rate and this weight decay.
@@ -300,10 +295,10 @@ def moonlight(
     """
     if adamw is None:
         adamw = optax.adamw(
-            rate("learning_rate", learning_rate),
+            checks.rate("learning_rate", learning_rate),
             b1=0.9,
             b2=0.95,
-            weight_decay=rate("weight_decay", weight_decay),
+            weight_decay=checks.rate("weight_decay", weight_decay),
         )
     return muon(
         learning_rate,
@@ -314,7 +309,6 @@ def moonlight(
         dtype=dtype,
         polar=polar,
         momentum_dtype=momentum_dtype,
-        weight_decay_mask=weight_decay_mask,
         adamw=adamw,
         groups=groups,
         matrices=matrices,
@@ -332,7 +326,6 @@ def teon(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    weight_decay_mask: Any = None,
     adamw: optax.GradientTransformation = optax.adamw(
         3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0
     ),
@@ -341,12 +334,12 @@ def teon(
 ) -> optax.GradientTransformationExtraArgs:
     """TEON: queries, keys and values of neighbouring layers orthogonalized as one.
 
-    The scale is that of the single matrix; all other matrices are ordinary Muon, and so
-    is a last layer without a partner.
+    The joined matrices are scaled like single ones. All other matrices get ordinary
+    Muon, and so does a last layer without a partner.
 
     Args:
-      learning_rate: of the matrices, before the factor (out/in)^0.5. For all arguments
-        that are not listed here see the top of `jax_muon.recipes`.
+      learning_rate: of the matrices, before the factor (out/in)^0.5. For other
+        arguments see the top of `jax_muon.recipes`.
       momentum: in [0, 1), as an exponential average.
       weight_decay: decoupled, times the learning rate alone.
       lookahead: whether to use Nesterov's look-ahead, which the paper does not.
@@ -375,11 +368,10 @@ def teon(
         polar = NewtonSchulz(
             steps, coefficients="polar_express_paper", norm_factor=1.01, dtype=dtype
         )
-    check_reader(matrices)
-    given = read if matrices is None else matrices
+    read_tree = reader(matrices)
 
     def in_pairs(params: Any) -> Matrices:
-        found = given if isinstance(given, Matrices) else given(params)
+        found = read_tree(params)
         return found.with_joins(2) if found.joins is None else found
 
     return muon(
@@ -390,7 +382,6 @@ def teon(
         shape_rule=shape_rule,
         polar=polar,
         momentum_dtype=momentum_dtype,
-        weight_decay_mask=weight_decay_mask,
         adamw=adamw,
         groups=groups,
         matrices=in_pairs,
@@ -405,7 +396,6 @@ def muonh(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    learning_rates: Mapping[str, float] | None = None,
     adamw: optax.GradientTransformation = optax.adamw(
         3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0
     ),
@@ -420,8 +410,8 @@ def muonh(
     Args:
       learning_rate: of the matrices, as a part of their norm; see `hyperball`, also for
         matrices that start at zero. A first guess is the root of learning rate times
-        weight decay of `muon`. For all arguments that are not listed here see the top
-        of `jax_muon.recipes`.
+        weight decay of `muon`. For other
+        arguments see the top of `jax_muon.recipes`.
       momentum: Nesterov momentum in [0, 1).
 
     Examples:
@@ -443,11 +433,11 @@ def muonh(
     def pieces(found: Matrices) -> Pieces:
         return [
             nesterov(
-                _decay(momentum=momentum),
+                _decay("momentum", momentum),
                 accumulator_dtype=momentum_dtype,
             ),
             orthogonalize(polar, matrices=found),
-            hyperball(learning_rate, learning_rates, matrices=found),
+            hyperball(learning_rate, matrices=found),
         ]
 
     return _recipe(pieces, adamw, groups, matrices)
@@ -463,7 +453,6 @@ def normuonh(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    learning_rates: Mapping[str, float] | None = None,
     adamw: optax.GradientTransformation = optax.adamw(
         3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0
     ),
@@ -474,8 +463,8 @@ def normuonh(
 
     Args:
       learning_rate: of the matrices, as a part of their norm; see `hyperball`, also for
-        matrices that start at zero. For all arguments that are not listed here see the
-        top of `jax_muon.recipes`.
+        matrices that start at zero. For other
+        arguments see the top of `jax_muon.recipes`.
       momentum: in [0, 1), as an exponential average.
       beta2: decay of the mean squares, in [0, 1).
       lookahead: whether to use Nesterov's look-ahead, which NorMuon's paper does not.
@@ -499,13 +488,13 @@ def normuonh(
     def pieces(found: Matrices) -> Pieces:
         return [
             nesterov(
-                _decay(momentum=momentum),
+                _decay("momentum", momentum),
                 lookahead=lookahead,
                 accumulator_dtype=momentum_dtype,
             ),
             orthogonalize(polar, matrices=found),
             _normuon_of_the_paper(beta2, found),
-            hyperball(learning_rate, learning_rates, matrices=found),
+            hyperball(learning_rate, matrices=found),
         ]
 
     return _recipe(pieces, adamw, groups, matrices)
@@ -528,17 +517,16 @@ def _recipe(
     return partition(
         {
             MUON: lambda found: optax.chain(*pieces(found)),
-            ADAMW: as_transform("adamw", adamw),
+            ADAMW: checks.as_transform("adamw", adamw),
             **groups,
         },
         matrices,
     )
 
 
-def _decay(**named: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
-    """A decay in [0, 1), refused under the name that the recipe has for it."""
-    ((name, value),) = named.items()
-    return rate(name, value, "in [0, 1)")
+def _decay(name: str, value: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
+    """A decay in [0, 1); an error has the name that the recipe gives it."""
+    return checks.rate(name, value, "in [0, 1)")
 
 
 def _normuon_of_the_paper(
@@ -546,19 +534,19 @@ def _normuon_of_the_paper(
 ) -> optax.GradientTransformation:
     # The paper adds 1e-8 to the root; here the root is at least 1e-8. The default,
     # 1e-5, would hold back neurons whose first updates are small.
-    beta2 = _decay(beta2=beta2)
+    beta2 = _decay("beta2", beta2)
     return scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=matrices)
 
 
-def _decays(
-    weight_decay: optax.ScalarOrSchedule, mask: Any
+def _decoupled(
+    weight_decay: optax.ScalarOrSchedule, mask: Any = None
 ) -> optax.GradientTransformation:
     """Decoupled weight decay, before the learning rate."""
     check_mask("weight_decay_mask", mask)
-    return optax.add_decayed_weights(rate("weight_decay", weight_decay), mask)
+    return optax.add_decayed_weights(checks.rate("weight_decay", weight_decay), mask)
 
 
 def _learning_rate(
     learning_rate: optax.ScalarOrSchedule,
 ) -> optax.GradientTransformation:
-    return optax.scale_by_learning_rate(rate("learning_rate", learning_rate))
+    return optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate))

@@ -55,16 +55,16 @@ class Split:
         parts = self.parts
         expected = "a number of at least 1, names, each once, or names with widths"
         if isinstance(parts, int):
-            checks.check_count("parts", parts)
+            checks.count("parts", parts)
         elif isinstance(parts, Mapping):
-            checks.check_mapping("parts", parts, expected, checks.check_count)
+            checks.mapping("parts", parts, expected, checks.count)
         elif not isinstance(parts, (tuple, list)) or any(
             not isinstance(name, str) or parts.count(name) > 1 for name in parts
         ):
             checks.refuse("parts", parts, expected)
         if not parts:
             checks.refuse("parts", parts, expected)
-        checks.check_integer("axis", self.axis)
+        checks.kind("axis", self.axis, int, "a Python integer")
         check_factors("learning_rates", self.learning_rates)
 
     def cut(self, path: str, shape: tuple[int, ...]) -> "_Cut":
@@ -114,10 +114,10 @@ def check(splits: Any) -> None:
     """Raise a ValueError unless splits are a mapping of path patterns to Split."""
 
     def check_one(where: str, split: Any) -> None:
-        checks.check_type(where, split, Split, "a jax_muon.Split")
+        checks.kind(where, split, Split, "a jax_muon.Split")
 
     expected = "a mapping of path patterns to Split"
-    checks.check_mapping("splits", splits, expected, check_one)
+    checks.mapping("splits", splits, expected, check_one)
 
 
 def with_splits(
@@ -151,7 +151,7 @@ def with_splits(
     check(splits)
 
     def init_fn(params: optax.Params) -> Any:
-        checks.check_arrays("params", params)
+        checks.arrays("params", params)
         parts = Parts.of(params, splits)
         notes.note("splits", stages=[cuts for _, cuts in parts.stages])
         return inner.init(parts.split(params))
@@ -162,7 +162,7 @@ def with_splits(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
-        checks.check_gradients(updates, params)
+        checks.gradients(updates, params)
         parts = Parts.of(updates, splits)
         if params is not None:
             params = parts.split(params)

@@ -13,6 +13,7 @@ and a resumed run continues bit for bit.
 
 import dataclasses
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ _LARGEST = 127  # of int8, so that both signs reach as far
 
 
 def storage(name: str, dtype: Any) -> "Floating | Quantized":
-    """How a state is stored in a dtype; None stands for the parameters' own.
+    """How a state is stored in a dtype; None means the parameters' own.
 
     Raises:
       ValueError: for anything other than `DTYPES` and None.
@@ -61,13 +62,13 @@ class Floating:
         return wide(stored)
 
     def store(
-        self, x: Float[Array, "..."], old: tuple[Array], path: str, count: Array
+        self, x: Float[Array, "..."], old: Sequence[Array], path: str, count: Array
     ) -> tuple[Float[Array, "..."]]:
         """Rounded to the dtype of `old`, stochastically if bfloat16 was asked for.
 
         Args:
           x: in at least float32.
-          old: what was stored.
+          old: the arrays stored before.
           path: of the parameter.
           count: steps done, a scalar.
         """
@@ -110,7 +111,7 @@ class Quantized:
     def store(
         self,
         x: Float[Array, "*rows n"],
-        old: tuple[Array, Array],
+        old: Sequence[Array],
         path: str,
         count: Array,
     ) -> tuple[Int8[Array, "*rows n"], Float[Array, "*rows 1"]]:

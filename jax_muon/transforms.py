@@ -1,9 +1,9 @@
 """The optax pieces that see matrices, each one idea, made to be chained.
 
-Leaves are parameters as Flax holds them; `reading/` says which axes are in and out.
-Every piece keeps the dtype of the updates, and every rate takes a float, an array or
-an optax schedule. All are elementwise or small reductions, so that they work however
-parameters are divided; `orthogonalize`, which is not, has a file of its own.
+`matrices` says which axes of a parameter are in and out. Every piece keeps the dtype of
+the updates, and every rate is a float, an array or an optax schedule. All are
+elementwise or small reductions, so they work with any sharding. `orthogonalize` is not,
+and has its own file.
 """
 
 from collections.abc import Callable
@@ -14,22 +14,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from jax_muon import checks, dtypes, paths
 from jax_muon import matrices as reading
-from jax_muon import paths
 from jax_muon.axes import MatrixAxes
-from jax_muon.checks import (
-    check_alike,
-    check_arrays,
-    check_choice,
-    check_gradients,
-    check_state,
-    number,
-    rate,
-)
-from jax_muon.dtypes import in_dtype_of, positive, wide, wider
 from jax_muon.elementwise import rate_at
 from jax_muon.matrices import Matrices
-from jax_muon.notes import is_listening, note
+from jax_muon.notes import note
 
 # Factor of the update, by the size (in, out) of the matrix.
 SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
@@ -47,8 +37,8 @@ def equilibrate_rows(
     r"""Scale the weights of every output neuron to the mean norm (MuonEq).
 
     For :math:`U` with :math:`m` outputs, row :math:`u` becomes
-    :math:`u \, \|U\|_F / (\sqrt{m} \max(\|u\|, \epsilon))`. Rows are those of PyTorch's
-    (out, in), so columns of a Flax kernel (in, out). Stands before `orthogonalize`.
+    :math:`u \, \|U\|_F / (\sqrt{m} \max(\|u\|, \epsilon))`. Rows of PyTorch's
+    (out, in) are columns of a Flax kernel (in, out). It goes before `orthogonalize`.
 
     Args:
       eps: smallest row norm that is divided by.
@@ -72,13 +62,13 @@ def equilibrate_rows(
     References:
       MuonEq, arXiv 2603.28254.
     """
-    eps = number("eps", eps, "above 0")
+    eps = checks.number("eps", eps, "above 0")
     reading.check(matrices)
 
     def scale(u: Array, axes: MatrixAxes) -> Array:
         _, fan_out = axes.fan(u.shape)
         mean = _norm(u, axes.matrix) / fan_out**0.5
-        row = jnp.maximum(_norm(u, axes.reduction), positive(eps, u.dtype))
+        row = jnp.maximum(_norm(u, axes.reduction), dtypes.in_dtype_of(u, eps))
         return u * (mean / row)
 
     return _stateless(scale, matrices)
@@ -94,7 +84,7 @@ def normalize_frobenius(
 
     Args:
       rms: root mean square of the elements to set; None sets the Frobenius norm to
-        :math:`\sqrt{\min(m, n)}`, that of an orthogonal matrix.
+        :math:`\sqrt{\min(m, n)}`, as orthogonal matrices have.
       eps: smallest Frobenius norm that is divided by.
       matrices: the reading passed in by `partition`, or `jax_muon.read(params)`; None
         treats every leaf as one matrix (in, out).
@@ -117,8 +107,12 @@ def normalize_frobenius(
       Muon+, arXiv 2602.21545. With rms=0.2 after `scale_by_normuon`, the step size of
       NorMuon's paper, arXiv 2510.05491.
     """
-    rms = None if rms is None else number("rms", rms, "above 0", others=", or None")
-    eps = number("eps", eps, "above 0")
+    rms = (
+        None
+        if rms is None
+        else checks.number("rms", rms, "above 0", others=", or None")
+    )
+    eps = checks.number("eps", eps, "above 0")
     reading.check(matrices)
 
     def scale(u: Array, axes: MatrixAxes) -> Array:
@@ -126,8 +120,8 @@ def normalize_frobenius(
         if rms is None:
             target: Any = min(fan_in, fan_out) ** 0.5
         else:
-            target = in_dtype_of(u, rms) * (fan_in * fan_out) ** 0.5
-        norm = jnp.maximum(_norm(u, axes.matrix), positive(eps, u.dtype))
+            target = dtypes.in_dtype_of(u, rms) * (fan_in * fan_out) ** 0.5
+        norm = jnp.maximum(_norm(u, axes.matrix), dtypes.in_dtype_of(u, eps))
         return u * (target / norm)
 
     return _stateless(scale, matrices)
@@ -180,9 +174,9 @@ def scale_by_normuon(
     References:
       NorMuon, arXiv 2510.05491, Algorithm 1.
     """
-    decay = rate("decay", decay, "in [0, 1)")
-    check_choice("axis", axis, ("longer", "output"))
-    eps = number("eps", eps, "above 0")
+    decay = checks.rate("decay", decay, "in [0, 1)")
+    checks.choice("axis", axis, ("longer", "output"))
+    eps = checks.number("eps", eps, "above 0")
     reading.check(matrices)
 
     def averaged(axes: MatrixAxes, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -191,43 +185,43 @@ def scale_by_normuon(
 
     def init_fn(params: optax.Params) -> ScaleByNorMuonState:
         def zeros(p: Array, axes: MatrixAxes) -> Array:
-            # A sum, so that the state lies on the mesh as the parameter does.
+            # A sum has the sharding of the parameter.
             one = jnp.sum(p, axis=averaged(axes, p.shape), keepdims=True)
-            return jnp.zeros_like(one, dtype=wider(p.dtype, jnp.float32))
+            return jnp.zeros_like(one, dtype=dtypes.wider(p.dtype, jnp.float32))
 
         # A box names the axes of the parameter, over which (1, out) cannot be sharded.
-        check_arrays("params", params)
+        checks.arrays("params", params)
         nu = map_axes(zeros, matrices, paths.unbox(params))
         return ScaleByNorMuonState(jnp.zeros([], jnp.int32), nu)
 
     def update_fn(
         updates: optax.Updates, state: ScaleByNorMuonState, params: Any = None
     ) -> tuple[optax.Updates, ScaleByNorMuonState]:
-        check_gradients(updates, params)
-        check_state("scale_by_normuon", state, ScaleByNorMuonState)
+        del params
         beta = rate_at(decay, state.count)
 
         def mean_square(x: Array, axes: MatrixAxes) -> Array:
-            return jnp.mean(wide(x) ** 2, axis=averaged(axes, x.shape), keepdims=True)
+            return jnp.mean(
+                dtypes.wide(x) ** 2, axis=averaged(axes, x.shape), keepdims=True
+            )
 
         def accumulate(mean: Array, v: Array) -> Array:
-            return (v + (1 - in_dtype_of(v, beta)) * (mean - v)).astype(v.dtype)
+            return (v + (1 - dtypes.in_dtype_of(v, beta)) * (mean - v)).astype(v.dtype)
 
         def scale(x: Array, axes: MatrixAxes, mean: Array, v: Array) -> Array:
-            # Both norms from the means, of which every one stands for as many entries:
-            # two passes over x less, most of the time of this piece on a CPU.
-            floor = positive(eps, v.dtype)
+            # Both norms come from the means, which cover equally many entries each. So
+            # two passes over x are saved, most of this piece's time on a CPU.
+            floor = dtypes.in_dtype_of(v, eps)
             root = jax.lax.rsqrt(jnp.maximum(v, floor))
             count = x.size / mean.size
             norm = jnp.sqrt(count * sum_over(mean, axes.matrix))
             new_norm = jnp.sqrt(count * sum_over(mean * root * root, axes.matrix))
             factor = root * (norm / jnp.maximum(new_norm, floor))
-            return (wide(x) * factor).astype(x.dtype)
+            return (dtypes.wide(x) * factor).astype(x.dtype)
 
         unboxed = paths.unbox(updates)
         found = reading.of_tree(matrices, unboxed)
         means = map_axes(mean_square, found, unboxed)
-        check_alike("mean square of the update", means, "state", state.nu)
         nu = jax.tree.map(accumulate, means, state.nu)
         scaled = map_axes(scale, found, unboxed, means, nu)
         updates = jax.tree.unflatten(
@@ -275,31 +269,31 @@ def scale_by_shape(
     reading.check(matrices)
     chosen = rule if callable(rule) else SHAPE_RULES[rule]
 
-    def factor(*fan: int) -> Any:
-        return number(f"rule{fan}", chosen(*fan), "of at least 0")
-
-    def scale(u: Array, axes: MatrixAxes) -> Array:
-        return u * in_dtype_of(u, factor(*axes.fan(u.shape)))
-
-    tx = _stateless(scale, matrices)
-
     def update_fn(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
-        if is_listening():
-            found = reading.of_tree(matrices, updates)
-            shapes = {p: x.shape for p, x in paths.leaves_with_paths(updates)}
-            fans = {path: found.axes(path).fan(shape) for path, shape in shapes.items()}
-            note("scale", factors={path: factor(*fan) for path, fan in fans.items()})
-        return tx.update(updates, state, params)
+        del params
+        found = reading.of_tree(matrices, updates)
+        factors: dict[str, Any] = {}
+        for path, u in paths.leaves_with_paths(updates):
+            fan = found.axes(path).fan(u.shape)
+            factors[path] = checks.number(f"rule{fan}", chosen(*fan), "of at least 0")
+        note("scale", factors=factors)
 
-    return optax.GradientTransformation(tx.init, update_fn)
+        def scale(key_path: tuple[Any, ...], u: Array) -> Array:
+            wide_u = dtypes.wide(u)
+            factor = dtypes.in_dtype_of(wide_u, factors[paths.path_string(key_path)])
+            return (wide_u * factor).astype(u.dtype)
+
+        return jax.tree_util.tree_map_with_path(scale, updates), state
+
+    return optax.GradientTransformation(_init_of_matrices(matrices), update_fn)
 
 
 def check_shape_rule(name: str, rule: Any) -> None:
-    """Refuse what `scale_by_shape` does not take."""
+    """Raise a ValueError for what `scale_by_shape` does not take."""
     if not callable(rule):
-        check_choice(name, rule, tuple(SHAPE_RULES))
+        checks.choice(name, rule, tuple(SHAPE_RULES))
 
 
 def _norm(x: Array, axes: tuple[int, ...]) -> Array:
@@ -307,7 +301,7 @@ def _norm(x: Array, axes: tuple[int, ...]) -> Array:
 
 
 def sum_over(x: Array, axes: tuple[int, ...]) -> Array:
-    """The sum over some axes, which stay with size 1; over devices where they lie."""
+    """The sum over some axes, which keep size 1; over devices if these are sharded."""
     return jnp.sum(x, axis=axes, keepdims=True)
 
 
@@ -331,21 +325,26 @@ def _stateless(
 ) -> optax.GradientTransformation:
     """A transform that applies `scale` to every leaf, in at least float32."""
 
+    def update_fn(
+        updates: optax.Updates, state: optax.EmptyState, params: Any = None
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        del params
+
+        def scale_leaf(u: Array, axes: MatrixAxes) -> Array:
+            return scale(dtypes.wide(u), axes).astype(u.dtype)
+
+        return map_axes(scale_leaf, matrices, updates), state
+
+    return optax.GradientTransformation(_init_of_matrices(matrices), update_fn)
+
+
+def _init_of_matrices(matrices: Matrices | None) -> Callable[[Any], optax.EmptyState]:
+    """An init that raises a ValueError for a leaf that is not a matrix."""
+
     def init_fn(params: optax.Params) -> optax.EmptyState:
-        check_arrays("params", params)
         found = reading.of_tree(matrices, params)
         for path, _ in paths.leaves_with_paths(params):
             found.axes(path)
         return optax.EmptyState()
 
-    def update_fn(
-        updates: optax.Updates, state: optax.EmptyState, params: Any = None
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        check_gradients(updates, params)
-
-        def scale_leaf(u: Array, axes: MatrixAxes) -> Array:
-            return scale(wide(u), axes).astype(u.dtype)
-
-        return map_axes(scale_leaf, matrices, updates), state
-
-    return optax.GradientTransformation(init_fn, update_fn)
+    return init_fn

@@ -4,8 +4,6 @@ Large means up to 1e15. Where a square overflows, above 1e19 in float32 and bflo
 nothing is promised but that `skip_nonfinite` skips the step.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,16 +11,8 @@ import optax
 import pytest
 
 import jax_muon as jm
+from tests.recipes import RECIPES
 
-RECIPES = {
-    "nanochat": functools.partial(jm.nanochat, edition="2026-08"),
-    "muon": jm.muon,
-    "moonlight": jm.moonlight,
-    "normuon": jm.normuon,
-    "teon": jm.teon,
-    "muonh": jm.muonh,
-    "normuonh": jm.normuonh,
-}
 CASES = [(name, "float32") for name in RECIPES]
 CASES += [(name, "float16") for name in ("nanochat", "moonlight", "normuonh")]
 CASES += [("moonlight", "bfloat16")]
@@ -99,31 +89,6 @@ def test_finite_gradients_leave_finite_states(recipe, dtype):
         updates, state = update(tree(values, dtype), start, params)
         assert state.skipped == 1, name
         assert is_finite(updates, state), name
-
-
-INJECTED = {
-    "nanochat": lambda: optax.inject_hyperparams(jm.nanochat, ("steps",))(steps=2),
-    "hyperball": lambda: optax.inject_hyperparams(jm.hyperball)(0.1),
-    "scale_by_normuon": lambda: optax.inject_hyperparams(jm.scale_by_normuon)(),
-}
-
-
-@pytest.mark.parametrize("name", INJECTED)
-def test_an_injected_eps_is_more_than_zero(name):
-    """`optax.inject_hyperparams` rounds 1e-10 to float16, which is 0."""
-    params = {"w": jnp.zeros((2, 3), "float16")}
-    tx = INJECTED[name]()
-    state = jax.jit(tx.init)(params)  # which looks at no number
-    updates, state = jax.jit(tx.update)(params, state, params)
-    assert is_finite(updates, state)
-
-
-@pytest.mark.parametrize("piece", [jm.normalize_frobenius, jm.scale_by_normuon])
-def test_an_eps_that_its_dtype_cannot_hold_is_more_than_zero(piece):
-    params = {"w": jnp.zeros((2, 3))}
-    tx = piece(eps=1e-46)
-    updates, state = tx.update(params, tx.init(params), params)
-    assert is_finite(updates, state)
 
 
 @pytest.mark.parametrize("max_norm", [float("inf"), 1.0])

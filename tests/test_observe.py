@@ -107,7 +107,7 @@ def test_an_observe_of_nothing():
         jm.observe(None)
     tx = jm.observe(optax.sgd(0.1))
     for params in ({}, {"count": jnp.zeros(3, "int32")}):
-        with pytest.raises(ValueError, match="no parameters of floating point"):
+        with pytest.raises(ValueError, match="no parameter is floating-point"):
             tx.init(params)
     params = {"w": jnp.ones((2, 3))}
     with pytest.raises(ValueError, match="observe needs the parameters"):

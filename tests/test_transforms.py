@@ -417,31 +417,6 @@ def test_empty_trees_and_none_leaves(factory):
 
 
 @pytest.mark.parametrize(
-    ("call", "word"),
-    [
-        (lambda: jm.nesterov(1.0), r"decay=1\.0"),
-        (lambda: jm.nesterov(-0.1), r"decay=-0\.1"),
-        (lambda: jm.nesterov(float("nan")), "decay=nan"),
-        (lambda: jm.scale_by_normuon(1.5), r"decay=1\.5"),
-        (lambda: jm.scale_by_normuon(axis="rows"), "'rows'"),
-        (lambda: jm.scale_by_shape("max"), "'max'"),
-        (
-            lambda: jm.scale_by_shape(
-                matrices=jm.read({"w": jnp.ones((2, 4))}, splits={"w": jm.Split(2)})
-            ),
-            "splits w, .* within jax_muon.partition",
-        ),
-        (lambda: jm.orthogonalize(max_stack=0), "max_stack=0"),
-        (lambda: jm.orthogonalize(matrices=jm.read), r"expected jax_muon\.read\(par"),
-        (lambda: jm.add_cautious_decayed_weights(-1.0), r"weight_decay=-1\.0"),
-    ],
-)
-def test_bad_settings(call, word):
-    with pytest.raises(ValueError, match=word):
-        call()
-
-
-@pytest.mark.parametrize(
     "factory",
     [
         jm.orthogonalize,

@@ -30,6 +30,7 @@ from jax.sharding import (
 import jax_muon as jm
 from benchmarks.gpt import loss
 from benchmarks.parameters import LLAMAS, llama_parameters, model_parameters
+from jax_muon.mesh.train_step import TrainStep
 
 # An H100 SXM with 80 GB, as XLA describes a card that it finds. With the versions of
 # driver and toolkit it knows that branches can be recorded in CUDA graphs.
@@ -159,7 +160,7 @@ class PlainStep:
 class WholeStep:
     """A step, and shapes with shardings of its parameters, state and batch."""
 
-    step: jm.TrainStep | PlainStep
+    step: TrainStep | PlainStep
     args: tuple[Any, Any, Any]
 
     @property

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from jax_muon.checks import as_transform
+from jax_muon import checks
 from jax_muon.mesh.specs import arrays_and_others, is_explicit
 
 
@@ -45,7 +45,7 @@ def on_auto_axes(
       >>> updates["mlp"]["up"].shape
       (64, 256)
     """
-    tx = as_transform("tx", tx)
+    tx = checks.as_transform("tx", tx)
 
     def update_fn(
         updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any

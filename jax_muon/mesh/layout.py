@@ -42,7 +42,7 @@ class Layout:
     def __post_init__(self) -> None:
         mesh_specs.check_mesh("mesh", self.mesh)
         mesh_specs.check_specs("specs", self.specs)
-        checks.check_count("min_size", self.min_size, least=0)
+        checks.count("min_size", self.min_size, least=0)
 
     def of_params(self, tree: Any) -> Any:
         """PartitionSpecs of parameters, with an entry for each axis."""

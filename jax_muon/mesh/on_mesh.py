@@ -74,7 +74,7 @@ def on_mesh(
       Rajbhandari et al., ZeRO, arXiv 1910.02054.
     """
     divided = mesh_specs.checked_axes("divide", divide, mesh)
-    checks.check_float_dtype("gather_dtype", gather_dtype)
+    checks.float_dtype("gather_dtype", gather_dtype)
     layout = Layout(mesh, specs, divided, divided, min_size)
     return OnMesh(tx, layout, gather_dtype).transform()
 
@@ -109,7 +109,7 @@ class OnMesh:
 
     def init(self, params: optax.Params) -> Any:
         """State of these parameters, divided further than they are."""
-        checks.check_arrays("params", params)
+        checks.arrays("params", params)
         if not self._is_explicit():  # types of the state show nothing
             leaves = jax.tree.leaves(self.state_leaves(params), is_leaf=_is_state_leaf)
             sizes = self.layout.mesh.shape
@@ -159,7 +159,7 @@ class OnMesh:
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
         like = updates if params is None else params
-        checks.check_gradients(updates, params)
+        checks.gradients(updates, params)
         coarse, fine = self.layout.of_both(like)
         self._check_types(like, coarse)
         notes.note("on_mesh", layout=self.layout, params=like, coarse=coarse, fine=fine)
@@ -169,8 +169,7 @@ class OnMesh:
             return self.tx.update(updates, state, params, **others, **arrays)
 
         leaves = self.state_leaves(like, fine)
-        checks.check_state_structure(state, leaves)
-        checks.check_state_shapes(state, leaves)
+        checks.state(state, leaves)
         state_specs = jax.tree.map(lambda x: x.spec, leaves, is_leaf=_is_state_leaf)
         specs = (
             _like(fine, updates),
@@ -349,7 +348,7 @@ def abstract_state(
       True
     """
     checks.as_transform("tx", tx)
-    checks.check_arrays("params", params)
+    checks.arrays("params", params)
     if mesh is None:
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)

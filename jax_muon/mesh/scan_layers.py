@@ -76,11 +76,11 @@ def scan_layers(
       >>> float(x[0])
       8.0
     """
-    checks.check_function("block", block, "a function of (carry, layer)")
-    checks.check_arrays("layers", layers)
-    checks.check_flag("keep_gathered", keep_gathered)
-    checks.check_flag("reverse", reverse)
-    checks.check_count("unroll", unroll)
+    checks.kind("block", block, Callable, "a function of (carry, layer)")
+    checks.arrays("layers", layers)
+    checks.flag("keep_gathered", keep_gathered)
+    checks.flag("reverse", reverse)
+    checks.count("unroll", unroll)
     check_specs("specs", specs)
     check_mesh("mesh", mesh)
     names = mesh.axis_names if axis is None else checked_axes("axis", axis, mesh)

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import paths
-from jax_muon.checks import check_type, refuse
+from jax_muon import checks, paths
 
 AxisName = str | tuple[str, ...]
 
@@ -33,7 +32,7 @@ def is_spec(x: Any) -> bool:
 
 def check_mesh(name: str, mesh: Any) -> None:
     """Raise a ValueError for anything but a mesh of devices."""
-    check_type(name, mesh, Mesh, "a jax.sharding.Mesh")
+    checks.kind(name, mesh, Mesh, "a jax.sharding.Mesh")
 
 
 def checked_axes(name: str, axis: Any, mesh: Mesh) -> tuple[str, ...]:
@@ -45,7 +44,7 @@ def checked_axes(name: str, axis: Any, mesh: Mesh) -> tuple[str, ...]:
         or any(one not in mesh.axis_names for one in names)
         or len(set(names)) < len(names)
     ):
-        refuse(name, axis, f"axes of the mesh, {mesh.axis_names}, each once")
+        checks.refuse(name, axis, f"axes of the mesh, {mesh.axis_names}, each once")
     return tuple(names)
 
 
@@ -55,7 +54,7 @@ def check_specs(name: str, specs: Specs) -> None:
         return
     for path, leaf in paths.leaves_with_paths(specs, is_leaf=_is_place):
         where = f"{name} at {path!r}" if path else name
-        check_type(
+        checks.kind(
             where, leaf, _PLACES, "a PartitionSpec, a NamedSharding, None, or a tree"
         )
 

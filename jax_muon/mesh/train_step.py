@@ -128,7 +128,7 @@ def make_train_step(
     References:
       Rajbhandari et al., ZeRO, arXiv 1910.02054.
     """
-    checks.check_function("loss_fn", loss_fn, "a function of (params, batch)")
+    checks.kind("loss_fn", loss_fn, Callable, "a function of (params, batch)")
     if isinstance(getattr(getattr(tx, "update", None), "__self__", None), OnMesh):
         raise ValueError(
             "tx is an optimizer on a mesh already, and make_train_step puts it there; "
@@ -140,16 +140,16 @@ def make_train_step(
         checks.refuse("axis", axis, "at least one")
     divided = None if divide is None else checked_axes("divide", divide, mesh)
     _check_axes(mesh, names, divided or ())
-    checks.check_choice("parameters", parameters, ("as specs", "divided"))
-    checks.check_count("microbatches", microbatches)
-    checks.check_choice("accumulate", accumulate, ("local", "scattered"))
-    checks.check_choice("gather", gather, ("auto", "layers", "leaves"))
-    checks.check_float_dtype("reduce_dtype", reduce_dtype)
-    checks.check_float_dtype("gather_dtype", gather_dtype)
-    checks.check_flag("has_aux", has_aux)
-    checks.check_flag("weighted", weighted)
-    checks.check_flag("donate", donate)
-    checks.check_flag("keep_gathered", keep_gathered)
+    checks.choice("parameters", parameters, ("as specs", "divided"))
+    checks.count("microbatches", microbatches)
+    checks.choice("accumulate", accumulate, ("local", "scattered"))
+    checks.choice("gather", gather, ("auto", "layers", "leaves"))
+    checks.float_dtype("reduce_dtype", reduce_dtype)
+    checks.float_dtype("gather_dtype", gather_dtype)
+    checks.flag("has_aux", has_aux)
+    checks.flag("weighted", weighted)
+    checks.flag("donate", donate)
+    checks.flag("keep_gathered", keep_gathered)
     maxima = (max_aux,) if isinstance(max_aux, str) else max_aux
     if not isinstance(maxima, (tuple, list)) or any(
         not isinstance(x, str) for x in maxima
@@ -159,7 +159,7 @@ def make_train_step(
         raise ValueError(f"max_aux={max_aux!r}; expected has_aux=True with it")
     if compiler_options is not None:
         expected = "a mapping of XLA's options, or None"
-        checks.check_mapping("compiler_options", compiler_options, expected)
+        checks.mapping("compiler_options", compiler_options, expected)
     means = gradients.MeanGradients(
         loss_fn,
         names,
@@ -306,7 +306,7 @@ class TrainStep:
         return self._jitted[key]
 
     def _shardings(self, params: Any) -> tuple[Any, Any]:
-        checks.check_arrays("params", params)
+        checks.arrays("params", params)
         places = jax.tree.map(
             self._optimizer.sharding, self._layout.of_params(params), is_leaf=is_spec
         )

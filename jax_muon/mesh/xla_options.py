@@ -98,10 +98,10 @@ def gpu_options(
     """
     specs.check_mesh("mesh", mesh)
     names = mesh.axis_names if axis is None else specs.checked_axes("axis", axis, mesh)
-    checks.check_arrays("params", params)
-    checks.check_flag("gathers_first", gathers_first)
+    checks.arrays("params", params)
+    checks.flag("gathers_first", gathers_first)
     if layers is not None:
-        checks.check_flag("layers", layers)
+        checks.flag("layers", layers)
     return options_of(params, mesh, names, gathers_first, layers)
 
 

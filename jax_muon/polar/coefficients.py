@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_muon.checks import check_choice, check_count, number
+from jax_muon import checks
 
 # One odd quintic p(x) = a x + b x^3 + c x^5, written (a, b, c).
 Coefficients = tuple[float, float, float]
@@ -127,9 +127,9 @@ def quintics(
       ((2.0, -1.5, 0.5),)
     """
     if steps is not None:
-        check_count("steps", steps, most=MAX_STEPS)
+        checks.count("steps", steps, most=MAX_STEPS)
     if isinstance(coefficients, str):
-        check_choice("coefficients", coefficients, TABLES)
+        checks.choice("coefficients", coefficients, TABLES)
         table = _TABLES[coefficients]
     else:
         table = _given(coefficients)
@@ -204,10 +204,10 @@ def polar_express_coefficients(
       Amsel, Persson, Musco, Gower, The Polar Express, arXiv 2505.16932, Algorithm 1
       and section 4.4.
     """
-    check_count("steps", steps, most=MAX_STEPS)
-    lower = number("lower", lower, "in (0, 1]", traced=False)
-    cushion = number("cushion", cushion, "in [0, 1]", traced=False)
-    safety = number("safety", safety, "in [0, 1]", traced=False)
+    checks.count("steps", steps, most=MAX_STEPS)
+    lower = checks.number("lower", lower, "in (0, 1]", traced=False)
+    cushion = checks.number("cushion", cushion, "in [0, 1]", traced=False)
+    safety = checks.number("safety", safety, "in [0, 1]", traced=False)
     return _optimal_quintics(int(steps), lower, cushion, safety)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_muon.checks import check_choice, number, refuse
+from jax_muon import checks
 from jax_muon.dtypes import wide
 from jax_muon.polar import iteration
 from jax_muon.polar.coefficients import (
@@ -90,17 +90,17 @@ class NewtonSchulz:
         normal = {
             "steps": len(table),
             "coefficients": table,
-            "norm_factor": number(
+            "norm_factor": checks.number(
                 "norm_factor", self.norm_factor, "above 0", traced=False
             ),
-            "eps": number("eps", self.eps, "above 0", traced=False),
+            "eps": checks.number("eps", self.eps, "above 0", traced=False),
             "dtype": None if self.dtype is None else _dtype_name(self.dtype),
         }
         for name, value in normal.items():
             object.__setattr__(self, name, value)
-        check_choice("norm", self.norm, ("frobenius", "schatten4"))
-        check_choice("form", self.form, ("auto", "standard", "gram"))
-        check_choice("symmetric", self.symmetric, ("plain", "kernel"))
+        checks.choice("norm", self.norm, ("frobenius", "schatten4"))
+        checks.choice("form", self.form, ("auto", "standard", "gram"))
+        checks.choice("symmetric", self.symmetric, ("plain", "kernel"))
         if self.dtype is not None:
             self._check_dtype(jnp.dtype(self.dtype))
 
@@ -262,5 +262,7 @@ def _dtype_name(dtype: Any) -> str:
     except (TypeError, ValueError):
         name = ""
     if name not in _DTYPES:  # float16 has too few exponents for Gram matrices
-        refuse("dtype", dtype, f"{', '.join(_DTYPES)}, or None for the dtype of x")
+        checks.refuse(
+            "dtype", dtype, f"{', '.join(_DTYPES)}, or None for the dtype of x"
+        )
     return name

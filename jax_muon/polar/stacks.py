@@ -77,11 +77,11 @@ def _map_pools(
         for start in range(0, len(pool), max_stack):
             stack = pool[start : start + max_stack]
             stacks.append(function(stack))
-            if jnp.shape(stacks[-1]) != stack.shape:
+            shape = getattr(stacks[-1], "shape", None)
+            if shape != stack.shape:
                 raise ValueError(
-                    f"polar={function!r} made shape {jnp.shape(stacks[-1])} out of "
-                    f"{stack.shape}; expected a function whose result has the shape of "
-                    "its argument"
+                    f"polar={function!r} made shape {shape} out of {stack.shape}; "
+                    "expected a function whose result has the shape of its argument"
                 )
         pool = jnp.concatenate(stacks) if len(stacks) > 1 else stacks[0]
         start = 0

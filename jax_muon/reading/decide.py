@@ -133,7 +133,7 @@ class Decider:
         is_matrix, reason = _label(role) == MUON, ""
         flipped = self.out_in(node.path) if callable(self.out_in) else self.out_in
         if flipped is not None:
-            checks.check_flag(f"out_in({node.path!r})", flipped)
+            checks.flag(f"out_in({node.path!r})", flipped)
             bias = self.tree.bias_of(node)
             if is_matrix and bias and self._by_bias(node) not in (None, flipped):
                 return (

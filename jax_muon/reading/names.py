@@ -36,7 +36,7 @@ def check(names: ByPath | None) -> None:
             checks.refuse(where, axes, "a tuple with a name or None for every axis")
 
     expected = "a mapping of path to axis names"
-    checks.check_mapping("names", names or {}, expected, check_one)
+    checks.mapping("names", names or {}, expected, check_one)
 
 
 def of_tree(tree: Any) -> dict[str, Names]:
@@ -54,7 +54,7 @@ def of_tree(tree: Any) -> dict[str, Names]:
     Raises:
       ValueError: a leaf that is not an array.
     """
-    checks.check_arrays("tree", tree)
+    checks.arrays("tree", tree)
     found = {}
     boxes = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: _names_on(node) is not None
@@ -104,9 +104,9 @@ def table_with(table: Table | None) -> Table:
       ValueError: for a kind that is not one of `vocabulary.KINDS`.
     """
     table = {} if table is None else table
-    checks.check_mapping("table", table, "a mapping of axis names to kinds, or None")
+    checks.mapping("table", table, "a mapping of axis names to kinds, or None")
     for name, kind in table.items():
-        checks.check_choice(f"table[{name!r}]", kind, vocabulary.KINDS)
+        checks.choice(f"table[{name!r}]", kind, vocabulary.KINDS)
     return {**vocabulary.AXIS_NAMES, **table}
 
 

@@ -34,8 +34,8 @@ class DescribedParameter:
       joined: how many of its matrices are orthogonalized as one with others.
       scale: factor of `scale_by_shape`, or None.
       state_bytes: size of its optimizer state on one device; None if unknown.
-      spec: its sharding on the mesh of `on_mesh`, or that of its type; None if neither
-        is known.
+      spec: its sharding on the mesh of `on_mesh`, or in its type; None if neither is
+        known.
       state_spec: the sharding of its gradient and state, or None.
       repeated: True if a mesh axis that its gradient is summed over shards no axis of
         its state, so every device of that axis holds all of it.
@@ -179,7 +179,7 @@ def describe(
       read; "as matrices" is batch x (in, out); "scale" multiplies the update; "state"
       is memory on one device. On a mesh "sharding" has the mesh axes of the parameter
       and of its state, and a second table shows which devices compute the matrices and
-      what they send. Its attributes hold the same facts as data.
+      how much they send. The attributes hold the same facts as data.
 
     Raises:
       ValueError: a leaf that is not an array; whatever `tx` raises at init and update.
@@ -196,12 +196,12 @@ def describe(
       'parameter   shape      role        as matrices     label   scale     state   why'
     """
     update = checks.as_transform("tx", tx).update
-    checks.check_arrays("params", params)
+    checks.arrays("params", params)
     shapes = jax.tree.map(_shape, params)
     arrays, others = mesh_specs.arrays_and_others(extra_args)
     with _mesh_of(shapes):
         with notes.listening() as at_init:
-            # A new function: JAX does not trace again what it has traced before.
+            # A new function, since JAX never traces the same one twice.
             state = jax.eval_shape(lambda params: tx.init(params), shapes)
         with notes.listening() as at_update:
             jaxpr = jax.make_jaxpr(
@@ -315,7 +315,7 @@ def _mesh_of(shapes: Any) -> Any:
 def sharding_text(
     own: PartitionSpec | None, state: PartitionSpec | None, sizes: Mapping[str, int]
 ) -> str:
-    """The mesh axes that shard a parameter, and those of its state if they differ.
+    """The mesh axes that shard a parameter, and its state if they differ.
 
     Mesh axes of one device are left out; frameworks name many of them.
     """
@@ -330,7 +330,7 @@ def sharding_text(
 
 
 def _work(found: Description) -> list[str]:
-    """Which devices compute the matrices of each pool, and what is sent."""
+    """Which devices compute the matrices of each pool, and how much they send."""
     rows = [("pool", "over", "matrices", "owners", "each", "sent")]
     for pool in found.pools:
         different = product(pool.batch, found.sizes)

@@ -11,10 +11,9 @@ from optax.tree_utils import NamedTupleKey, tree_get_all_with_path
 
 from jax_muon import checks, paths
 from jax_muon.dtypes import wide
-from jax_muon.matrices import Matrices, read
-from jax_muon.partition import Reader, check_reader
+from jax_muon.partition import Reader, reader
 
-# Fields of states that count what `observe` shows under a name of its own.
+# Counters in other states, by the name that `observe` shows them under.
 _COUNTS = {
     "skipped_steps": ("skipped", "total_notfinite"),
     "clipped_heads": ("clipped",),
@@ -68,12 +67,11 @@ def observe(
       0.5
     """
     inner = checks.as_transform("inner", inner)
-    check_reader(matrices)
-    read_tree = read if matrices is None else matrices
+    read_tree = reader(matrices)
 
     def by_label(params: Any) -> dict[str, list[int]]:
         """The label of every floating-point leaf, with the leaves' numbers."""
-        found = read_tree if isinstance(read_tree, Matrices) else read_tree(params)
+        found = read_tree(params)
         labels: dict[str, list[int]] = {}
         for number, (path, leaf) in enumerate(paths.leaves_with_paths(params)):
             if jnp.issubdtype(leaf.dtype, jnp.floating) and math.prod(leaf.shape):
@@ -85,8 +83,7 @@ def observe(
         labels = by_label(params)
         if not labels:
             raise ValueError(
-                "observe: there are no parameters of floating point; expected at least "
-                "one"
+                "observe: no parameter is floating-point; expected at least one"
             )
         zeros = {
             f"{label}/{name}": jnp.zeros([], jnp.float32)
@@ -101,8 +98,9 @@ def observe(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ObserveState]:
-        checks.check_params("observe", params)
-        checks.check_state("observe", state, ObserveState)
+        checks.params("observe", params)
+        expected = "an ObserveState, as the init of observe returns it"
+        checks.kind("state", state, ObserveState, expected)
         updates, new = inner.update(updates, state.inner_state, params, **extra_args)
         pairs = [
             (wide(u), wide(w))

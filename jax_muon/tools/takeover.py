@@ -1,6 +1,6 @@
 """Continue a run with another optimizer: carry over momentum, moments and counts.
 
-`Moments` is what a run remembers of its gradients, by path and in one convention.
+`Moments` holds the averages of a run's gradients, by path and in one convention.
 `take_over` puts it into the state of another optimizer, ours or optax's. What PyTorch's
 optimizers save is read in `examples/from_torch.py`.
 """
@@ -31,7 +31,7 @@ _BEGIN_ANEW = ("radius", "acc_grads", "ns_coeffs")
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """What a run remembers of its gradients, by the paths of the parameters.
+    """The averages of a run's gradients, by the paths of the parameters.
 
     Attributes:
       count: number of steps made.
@@ -55,7 +55,7 @@ class Moments:
 
     def __post_init__(self) -> None:
         """Raise a ValueError for a count that is not an integer of at least 0."""
-        checks.check_count("count", self.count, least=0)
+        checks.count("count", self.count, least=0)
 
     @classmethod
     def of(cls, state: Any) -> "Moments":
@@ -97,8 +97,8 @@ def take_over(
 ) -> Any:
     """The state of an optimizer that continues another one's run.
 
-    Momentum, Adam's moments, NorMuon's means, their counts and those of schedules are
-    the run's. Everything else is what `tx.init` returns, with the same shardings.
+    Momentum, Adam's moments, NorMuon's means and all counts are the run's. Everything
+    else is as `tx.init` returns it, with the same shardings.
     Moments of a parameter with splits are split as the parameter is.
 
     Args:
@@ -113,7 +113,7 @@ def take_over(
     Raises:
       ValueError: with the path, a parameter that is missing from `moments` or has
         another shape or another optimizer there, or NorMuon's means over another axis;
-        a state with moments of another kind, such as that of `optax.ema`.
+        a state with moments of another kind, such as `optax.ema` has.
 
     Examples:
       >>> import jax_muon as jm
@@ -125,8 +125,8 @@ def take_over(
       1
     """
     tx = checks.as_transform("tx", tx)
-    checks.check_arrays("params", params)
-    checks.check_type("moments", moments, Moments, "jax_muon.Moments")
+    checks.arrays("params", params)
+    checks.kind("moments", moments, Moments, "jax_muon.Moments")
     with notes.listening() as found:
         state = tx.init(params)
     applied: list[Any] = []  # `on_mesh` traces an init twice, which records it twice
@@ -177,7 +177,7 @@ def _fill(node: Any, moments: Moments, owner: str) -> Any:
 
 
 def _moments_of(node: Any, moments: Moments) -> dict[str, Any]:
-    """The fields of a state that hold moments, with those of the run."""
+    """The fields of a state that hold moments, filled from the run."""
     if isinstance(node, QuantizedNesterovState):
         return _quantized(node, moments)
     if isinstance(node, ScaleByNorMuonState):
@@ -194,7 +194,7 @@ def _moments_of(node: Any, moments: Moments) -> dict[str, Any]:
 
 
 def _filled(tree: Any, found: Arrays, what: str) -> Any:
-    """A tree of state with what was found for each of its parameters."""
+    """A tree of state, filled with the array of each of its parameters."""
 
     def value(key_path: tuple[Any, ...], old: Any) -> Any:
         path = paths.path_string(key_path)

@@ -1,13 +1,13 @@
-"""Check a layout: compare updates on a mesh with those of one device.
+"""Check a layout: compare updates on a mesh with updates on one device.
 
 `verify` is for your own mesh, before a long run or in CI. It draws random parameters
 and gradients of the given shapes, runs the optimizer on one device and through
 `on_mesh`, and compares updates and state, array by array.
 
 The two cannot agree exactly: sums run in another order, and the polar iteration
-amplifies rounding, the more so the smaller a singular value is. So the bound for each
-array is that of the narrowest dtype in the program, or ten times the change that one
-device shows when the last bits of float32 gradients change, whichever is larger.
+amplifies rounding, the more so the smaller a singular value is. So the
+bound for each array depends on the narrowest dtype in the program, and is at least ten
+times the change on one device when the last bits of float32 gradients change.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ from jax_muon.mesh.on_mesh import OnMesh, on_mesh
 from jax_muon.mesh.specs import AxisName, Specs, arrays_and_others, is_spec
 from jax_muon.tools.describe import sharding_text
 
-# By bytes of the narrowest floating-point dtype in the program. On Gaussian matrices of
-# 24 x 24 and those of the tests, float32 differed by 3e-6 and bfloat16 by 2.5e-2.
+# By bytes of the narrowest floating-point dtype in the program. On the matrices of the
+# tests, float32 differed by 3e-6 and bfloat16 by 2.5e-2.
 BOUNDS = {8: 1e-10, 4: 2e-5, 2: 0.1, 1: 0.3}
 AMPLIFIED = 10
 
@@ -43,7 +43,7 @@ _NARROW = re.compile(r"\b(?:b?f(16)|f(8)_?\w*)\[")
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """One array of updates or state on a mesh, compared with that of one device.
+    """One array of updates or state on a mesh, compared with one device.
 
     Attributes:
       path: of the parameter, or of the array within the state.
@@ -66,7 +66,7 @@ class Comparison:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong with this array, as sentences."""
+        """The problems with this array, as sentences."""
         what = "the update of" if self.spec is not None else "state"
         where = f"{what} {self.path!r} of shape {self.shape}"
         wrong = []
@@ -100,12 +100,12 @@ class Verification:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong, as sentences; empty if the layout is right."""
+        """All problems, as sentences; empty if the layout is right."""
         return tuple(text for x in (*self.updates, *self.state) for text in x.problems)
 
     @property
     def ok(self) -> bool:
-        """True if there are no problems."""
+        """True if the layout is right."""
         return not self.problems
 
     def raise_if_wrong(self) -> "Verification":
@@ -209,9 +209,9 @@ def verify(
             "tx is wrapped in on_mesh; expected the optimizer inside, which verify "
             "wraps itself"
         )
-    checks.check_arrays("params", params)
-    checks.check_count("steps", steps)
-    checks.check_count("seed", seed, least=0)
+    checks.arrays("params", params)
+    checks.count("steps", steps)
+    checks.count("seed", seed, least=0)
     random = np.random.default_rng(seed)
     sharded = Layout(mesh, specs).of_params(params)
     start = jax.tree.map(lambda x: _drawn(x, random, _SIZE_OF_PARAMS), params)
@@ -261,6 +261,7 @@ def compare(
     """
     if bound is not None:
         checks.number("bound", bound, "above 0", traced=False, others=", or None")
+    alone, many = checks.as_transform("alone", alone), checks.as_transform("many", many)
     arrays, others = arrays_and_others(extra_args)
     sharded = Layout(mesh, specs).of_params(start)
     here = jax.make_mesh(
@@ -275,18 +276,17 @@ def compare(
             is_leaf=is_spec,
         )
 
-    alone, many = checks.as_transform("alone", alone), checks.as_transform("many", many)
     with jax.set_mesh(here):  # even inside a user's set_mesh
         params = jax.device_put(start, NamedSharding(here, PartitionSpec()))
         state = alone.init(params)
         update = jax.jit(functools.partial(alone.update, **others))
         traced = update.trace(grads[0], state, params, **arrays)
         one = traced.lower().compile()
-        want = _steps(one, grads, state, params, arrays)
-        other, least = want, bound
+        want = _run(one, grads, state, params, arrays)
+        near, least = want, bound
         if least is None:
             noisy = [jax.tree.map(last_bits, step) for step in grads]
-            other = _steps(one, noisy, state, params, arrays)
+            near = _run(one, noisy, state, params, arrays)
             least = _bound(str(traced.jaxpr))
 
     # Gradients are sharded like the parameters, as plain jit leaves them.
@@ -294,28 +294,19 @@ def compare(
     state = many.init(params)
     update = jax.jit(functools.partial(many.update, **others))
     compiled = update.lower(placed[0], state, params, **arrays).compile()
-    got = _steps(compiled, placed, state, params, arrays)
+    got = _run(compiled, placed, state, params, arrays)
 
-    updates, states = (
-        jax.tree.map(functools.partial(compared, least), *trees)
-        for trees in zip(got, want, other, strict=True)
-    )
-    return Verification(
-        tuple(
-            dataclasses.replace(found, path=path, spec=spec)
-            for (path, found), spec in zip(
-                paths.leaves_with_paths(updates),
-                jax.tree.leaves(sharded, is_leaf=is_spec),
-                strict=True,
+    def all_compared(part: int, specs: Sequence[Any]) -> tuple[Comparison, ...]:
+        return tuple(
+            compared(path, spec, least, x, y, z)
+            for spec, (path, x), (_, y), (_, z) in zip(
+                specs, got[part], want[part], near[part], strict=True
             )
-        ),
-        tuple(
-            dataclasses.replace(found, path=jax.tree_util.keystr(key_path))
-            for key_path, found in jax.tree_util.tree_leaves_with_path(states)
-        ),
-        len(grads),
-        dict(mesh.shape),
-    )
+        )
+
+    updates = all_compared(0, jax.tree.leaves(sharded, is_leaf=is_spec))
+    state = all_compared(1, [None] * len(got[1]))
+    return Verification(updates, state, len(grads), dict(mesh.shape))
 
 
 def _drawn(x: Any, random: np.random.Generator, size: float = 1.0) -> np.ndarray:
@@ -342,33 +333,50 @@ def _bound(jaxpr: str) -> float:
     return BOUNDS[min(bits, default=32) // 8]
 
 
-def _steps(
+# Arrays by path: of each step for updates, of the last step for state.
+_Arrays = list[tuple[str, tuple[Any, ...]]]
+
+
+def _run(
     update: Any, grads: Sequence[Any], state: Any, params: Any, arrays: dict[str, Any]
-) -> tuple[Any, Any]:
-    """The updates of each parameter at every step, and the last state."""
+) -> tuple[_Arrays, _Arrays]:
+    """The updates of all steps, and the last state."""
     made = []
     for step in grads:
         updates, state = update(step, state, params, **arrays)
         made.append(updates)
-    return jax.tree.map(lambda *each: _Each(each), *made), jax.tree.map(
-        lambda x: _Each((x,)), state
+    names = [path for path, _ in paths.leaves_with_paths(made[0])]
+    each = zip(*map(jax.tree.leaves, made), strict=True)
+    last = jax.tree_util.tree_leaves_with_path(state)
+    return (
+        list(zip(names, each, strict=True)),
+        [(jax.tree_util.keystr(key_path), (x,)) for key_path, x in last],
     )
 
 
-def compared(least: float, got: Any, want: Any, other: Any) -> Comparison:
-    """Compare one array on a mesh with that of one device, at every step.
+def compared(
+    path: str,
+    spec: PartitionSpec | None,
+    least: float,
+    got: Sequence[jax.Array],
+    want: Sequence[jax.Array],
+    near: Sequence[jax.Array],
+) -> Comparison:
+    """Compare one array on a mesh with one device, at every step.
 
     Args:
+      path: of the array.
+      spec: of the parameter; None for state.
       least: smallest bound.
       got: the arrays on the mesh.
       want: the arrays of one device.
-      other: the arrays of one device for gradients with other last bits.
+      near: the arrays of one device for gradients with other last bits.
     """
     differences, noise = [0.0], [0.0]
     finite = same_bits = True
-    for x, y, z in zip(got, want, other, strict=True):
-        whole, near = _numbers(y), _numbers(z)
-        noise.append(_difference([(near, whole)]))
+    for x, y, z in zip(got, want, near, strict=True):
+        whole = _numbers(y)
+        noise.append(_difference([(_numbers(z), whole)]))
         pieces = []
         seen: dict[str, np.ndarray] = {}
         for shard in x.addressable_shards:
@@ -379,19 +387,9 @@ def compared(least: float, got: Any, want: Any, other: Any) -> Comparison:
                 pieces.append((piece, whole[shard.index]))
         differences.append(_difference(pieces))
         finite &= all(_is_finite(a) and _is_finite(b) for a, b in pieces)
-    amplified = AMPLIFIED * max(x for x in noise if np.isfinite(x))
-    return Comparison(
-        "",
-        tuple(want[0].shape),
-        max(differences),
-        max(least, amplified),
-        finite,
-        same_bits,
-    )
-
-
-class _Each(tuple):  # JAX treats a subclass of tuple as a leaf
-    """One array at every step."""
+    bound = max(least, AMPLIFIED * max(x for x in noise if np.isfinite(x)))
+    shape = tuple(want[0].shape)
+    return Comparison(path, shape, max(differences), bound, finite, same_bits, spec)
 
 
 def _numbers(x: Any) -> np.ndarray:

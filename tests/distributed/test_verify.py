@@ -103,7 +103,7 @@ def test_devices_that_hold_the_same_piece_hold_the_same_bits():
     ]
     x = jax.make_array_from_single_device_arrays((2,), NamedSharding(mesh, P()), pieces)
     want = (np.float32([1, 2]),)
-    found = compared(2e-5, (x,), want, want)
+    found = compared("w", P(), 2e-5, (x,), want, want)
     assert not found.same_bits
     assert found.difference == 0
     assert "between devices that hold the same shard" in found.problems[0]
