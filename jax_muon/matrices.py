@@ -196,9 +196,10 @@ def read(
       rules: what you know better. Path pattern to a label, or to
         `optax.contrib.MuonDimensionNumbers`, such as {"stem": "adamw"}; the first
         pattern that matches wins, and the whole path of a parameter means that one
-        alone. Numbers that name a parameter make it a matrix; numbers for a module say
-        how its matrices are read. Or a tree of labels or of dimension
-        numbers (a prefix will do), as `optax.contrib.muon` takes one. None means AdamW.
+        alone. Dimension numbers given for a parameter's path make it a matrix; for a
+        module's path they only say how its matrices are read. Or a tree of labels or of
+        dimension numbers (a prefix will do), as `optax.contrib.muon` takes one. None
+        means AdamW.
       names: logical axis names by path, for a tree that does not carry them. A name or
         None for every axis.
       table: the meaning of your axis names, such as {"d_model": "stream"}; names of

@@ -1,14 +1,14 @@
 """Whole optimizers: each a chain of pieces for matrices, and AdamW for the rest.
 
 Every recipe is one call of `partition`, which users can write out in ten lines and
-change. Arguments mean the same in all of them:
+change; `moonlight` and `teon` call `muon`. Arguments mean the same in all of them:
 
 - `learning_rate`, `momentum`, `weight_decay`: of the matrices, a float or an optax
   schedule. Recipes that keep the norms of matrices have no weight decay.
 - `steps`: of the polar iteration; a Python integer.
 - `dtype`: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
-- `polar`: another polar factor instead of the recipe's, any function of (..., m, n).
-  With it, `steps` and `dtype` have no effect.
+- `polar`: another polar factor instead of the recipe's: a function of (..., m, n) that
+  fulfils the contract in `orthogonalize`. With it, `steps` and `dtype` are ignored.
 - `momentum_dtype`: dtype of the momentum; None for the parameters'.
 - `adamw`: the optimizer of all other parameters: `optax.adamw` with your learning
   rate, or any other optax transform, such as `optax.lion(1e-4)`.
@@ -21,10 +21,12 @@ change. Arguments mean the same in all of them:
 All return an `optax.GradientTransformation` whose updates are added to the parameters.
 They raise a ValueError for a number out of range at once, and at init and update what
 `partition` raises. Updates have the dtype of the parameters: narrower gradients, such
-as bfloat16 for float32 parameters, are widened before anything is computed. Under
-`optax.inject_hyperparams` all numbers may change from step to step except `steps`,
-which must be named in `static_args`, like a `polar` that is given; `adamw` may be
-`optax.inject_hyperparams(optax.adamw)(3e-4)`.
+as bfloat16 for float32 parameters, are widened before anything is computed.
+
+Under `optax.inject_hyperparams` all numbers may change from step to step except
+`steps`. Name it in `static_args`, and with it every function that you pass, as `polar`,
+`matrices`, `shape_rule` or `weight_decay_mask`: functions would be called as schedules.
+`adamw` may be `optax.inject_hyperparams(optax.adamw)(3e-4)`.
 
 A learning rate for some matrices is `optax.chain(recipe, scale_by_path({"wq": 0.5}))`,
 or `learning_rates=` of `hyperball` if you write the chain yourself.
@@ -91,7 +93,7 @@ def nanochat(
       beta2: decay of NorMuon's mean squares, in [0, 1); None for 0.95, and for 0.9 in
         the later edition.
       steps: of the Polar Express: the first of its five quintics, or all of a longer
-        table.
+        table. Ignored with `polar`, as is `dtype`.
 
     Examples:
       >>> import jax
@@ -154,8 +156,7 @@ def normuon(
 
     Args:
       learning_rate: of the matrices, before the factor 0.2 (in out)^0.5 / ||update||_F.
-        For other
-        arguments see the top of `jax_muon.recipes`.
+        For other arguments see the top of `jax_muon.recipes`.
       momentum: in [0, 1), as an exponential average.
       weight_decay: decoupled, times the learning rate alone.
       beta2: decay of the mean squares, in [0, 1).
@@ -213,7 +214,7 @@ def muon(
 ) -> optax.GradientTransformationExtraArgs:
     """Jordan's Muon: Nesterov, Newton-Schulz, a factor for the shape, decoupled decay.
 
-    With the defaults, the mathematics of torch.optim.Muon; `shape_rule="rms_0.2"` is
+    With equal settings, the mathematics of torch.optim.Muon; `shape_rule="rms_0.2"` is
     its adjust_lr_fn="match_rms_adamw".
 
     Args:
@@ -224,6 +225,9 @@ def muon(
       lookahead: Nesterov's; see `nesterov`.
       bias_correction: of the momentum, as in `optax.contrib.muon`; see `nesterov`.
       shape_rule: see `scale_by_shape`.
+      weight_decay_mask: the matrices that decay, as `mask` of
+        `optax.add_decayed_weights`: a tree of booleans, or a function of the parameters
+        that returns one; None for all.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -344,7 +348,8 @@ def teon(
       weight_decay: decoupled, times the learning rate alone.
       lookahead: whether to use Nesterov's look-ahead, which the paper does not.
       shape_rule: see `scale_by_shape`.
-      steps: of the Polar Express with the coefficients of its paper.
+      steps: of the Polar Express with the coefficients of its paper; ignored with
+        `polar`, as is `dtype`.
       matrices: without `joins`, it joins queries, keys and values two by two.
 
     Raises:
@@ -410,8 +415,7 @@ def muonh(
     Args:
       learning_rate: of the matrices, as a part of their norm; see `hyperball`, also for
         matrices that start at zero. A first guess is the root of learning rate times
-        weight decay of `muon`. For other
-        arguments see the top of `jax_muon.recipes`.
+        weight decay of `muon`. For other arguments see the top of `jax_muon.recipes`.
       momentum: Nesterov momentum in [0, 1).
 
     Examples:
@@ -463,8 +467,8 @@ def normuonh(
 
     Args:
       learning_rate: of the matrices, as a part of their norm; see `hyperball`, also for
-        matrices that start at zero. For other
-        arguments see the top of `jax_muon.recipes`.
+        matrices that start at zero. For other arguments see the top of
+        `jax_muon.recipes`.
       momentum: in [0, 1), as an exponential average.
       beta2: decay of the mean squares, in [0, 1).
       lookahead: whether to use Nesterov's look-ahead, which NorMuon's paper does not.

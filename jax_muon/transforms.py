@@ -1,9 +1,9 @@
-"""The optax pieces that see matrices, each one idea, made to be chained.
+"""Pieces that scale a matrix, or its rows and columns, by norms or by its shape.
 
-`matrices` says which axes of a parameter are in and out. Every piece keeps the dtype of
-the updates, and every rate is a float, an array or an optax schedule. All are
-elementwise or small reductions, so they work with any sharding. `orthogonalize` is not,
-and has its own file.
+Each is an optax transform with one idea, made to be chained. `matrices` says which axes
+of a parameter are in and out. Updates keep their dtype. All pieces here are elementwise
+or reduce over axes of one matrix, so they work with any sharding. `orthogonalize`,
+which needs whole matrices, has its own file.
 """
 
 from collections.abc import Callable
@@ -34,11 +34,12 @@ SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
 def equilibrate_rows(
     *, eps: float = 1e-6, matrices: Matrices | None = None
 ) -> optax.GradientTransformation:
-    r"""Scale the weights of every output neuron to the mean norm (MuonEq).
+    r"""Scale the weights of every output neuron to one norm (MuonEq).
 
     For :math:`U` with :math:`m` outputs, row :math:`u` becomes
-    :math:`u \, \|U\|_F / (\sqrt{m} \max(\|u\|, \epsilon))`. Rows of PyTorch's
-    (out, in) are columns of a Flax kernel (in, out). It goes before `orthogonalize`.
+    :math:`u \, \|U\|_F / (\sqrt{m} \max(\|u\|, \epsilon))`: every row gets the root
+    mean square of the row norms. Rows of PyTorch's (out, in) are columns of a Flax
+    kernel (in, out). It goes before `orthogonalize`.
 
     Args:
       eps: smallest row norm that is divided by.
@@ -67,9 +68,9 @@ def equilibrate_rows(
 
     def scale(u: Array, axes: MatrixAxes) -> Array:
         _, fan_out = axes.fan(u.shape)
-        mean = _norm(u, axes.matrix) / fan_out**0.5
+        target = _norm(u, axes.matrix) / fan_out**0.5  # RMS of the row norms
         row = jnp.maximum(_norm(u, axes.reduction), dtypes.in_dtype_of(u, eps))
-        return u * (mean / row)
+        return u * (target / row)
 
     return _stateless(scale, matrices)
 

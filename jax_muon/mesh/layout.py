@@ -103,7 +103,7 @@ class Layout:
             raise ValueError(
                 f"parameter {path!r} of shape {shape} with {own} is divided over "
                 f"{sorted(used)} already; expected other axes in "
-                f"divide={self.divide}, which repeat it"
+                f"divide={self.divide}, which replicate it"
             )
         names = tuple(name for name in self.divide if name not in used)
         devices = math.prod(self.mesh.shape[name] for name in names)

@@ -1,9 +1,10 @@
 """Run an optimizer on a mesh, with state sharded more finely than the parameters.
 
-Inside `on_mesh` all arrays are on Explicit mesh axes, whose types show how they are
-sharded: zeros, sums and means keep the type, and `orthogonalize` reads it. So ZeRO-2
-needs no code of its own: gradients and state are divided over mesh axes that repeat the
-parameters, and updates are sharded like the parameters when they come out.
+Inside `on_mesh` all arrays are on Explicit mesh axes, so their types show how they are
+sharded. Zeros, sums and means keep the sharding in their type, and `orthogonalize`
+reads it there. So ZeRO-2 needs no code of its own: gradients and state are sharded over
+mesh axes that replicate the parameters, and updates come out sharded like the
+parameters.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ def on_mesh(
     min_size: int = 1024,
     gather_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Run an optimizer on a mesh, with gradients and state divided further.
+    """Run an optimizer on a mesh, with gradients and state sharded further.
 
     Works in plain jit, on Auto and Explicit axes, with and without `jax.set_mesh`;
     eager calls are jitted. The updates equal those of one device, to rounding.
@@ -43,10 +44,11 @@ def on_mesh(
       specs: how parameters are sharded: a `PartitionSpec` or `NamedSharding` for all, a
         tree of them (a prefix will do), or a function of the path. None: as their types
         show, which on Auto axes is replicated.
-      divide: mesh axes that repeat the parameters, over which gradients and state are
-        further divided (ZeRO-2), along the first axis of a leaf that all of them
-        divide evenly. Leaves without such an axis are repeated; `describe` shows them.
-      min_size: leaves of fewer elements are repeated too, and all-reduced.
+      divide: mesh axes that replicate the parameters, over which gradients and state
+        are sharded further (ZeRO-2), along the first axis of a leaf whose size they
+        divide evenly. Leaves without such an axis stay replicated; `describe` shows
+        them.
+      min_size: leaves of fewer elements stay replicated too, and are all-reduced.
       gather_dtype: dtype in which updates are gathered; None for their own.
 
     Returns:
@@ -108,7 +110,7 @@ class OnMesh:
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
     def init(self, params: optax.Params) -> Any:
-        """State of these parameters, divided further than they are."""
+        """State of these parameters, sharded further than they are."""
         checks.arrays("params", params)
         if not self._is_explicit():  # types of the state show nothing
             leaves = jax.tree.leaves(self.state_leaves(params), is_leaf=_is_state_leaf)
@@ -322,8 +324,8 @@ def abstract_state(
 ) -> optax.OptState:
     """Shapes, dtypes and shardings of an optimizer's state, to restore a checkpoint.
 
-    State arrays have the parameters' shapes in every layout, so one layout can restore
-    what another saved: give this to orbax as the target.
+    The global shapes of state arrays do not depend on the layout, so one layout can
+    restore what another saved: give this to orbax as the target.
 
     Args:
       tx: the optimizer; on a mesh, `on_mesh(...)`, or a chain around it.

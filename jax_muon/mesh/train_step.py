@@ -3,7 +3,7 @@
 The phases, in the same words as in the code:
 
   gather:  each device gathers the sharded parameters, leaf by leaf at the beginning of
-           a step, where that hides under the forward pass; scanned layers one at a
+           a step, where that overlaps with the forward pass; scanned layers one at a
            time, each while another one runs;
   scatter: gradients of each device's own batch are summed leaf by leaf, under the
            backward pass; each device receives the sum for its shard of the state;
@@ -66,17 +66,18 @@ def make_train_step(
     Args:
       loss_fn: `loss_fn(params, batch)` returns the mean loss of the batch it is given,
         a scalar, or the mean over all devices, if it calls collectives over `axis`
-        itself. With `weighted`, it returns (mean loss, weight): the weight is what the
-        mean counts for, such as the number of unmasked tokens. A mean of weight 0 does
+        itself. With `weighted`, it returns (mean loss, weight), where weight is the
+        weight of this mean, e.g. the number of unmasked tokens. A mean of weight 0 does
         not count, even if it is NaN. With `has_aux`, it returns a pair of that and a
         tree of arrays. It sees whole parameters, except along mesh axes other than
         `axis`, such as tensor parallelism's.
       tx: an optimizer, such as a recipe; do not wrap it in `on_mesh`.
       mesh: the mesh.
       axis: mesh axis, or axes, that divide the leading axis of batches.
-      specs: how parameters are sharded between steps; see `on_mesh`. None: replicated.
-      divide: mesh axes that further divide gradients and state; None for those of
-        `axis` that a parameter's spec does not use, () for none.
+      specs: how parameters are sharded between steps; see `on_mesh`. None: replicated,
+        also on Explicit axes.
+      divide: mesh axes over which gradients and state are sharded further; None for
+        those of `axis` that a parameter's spec does not use, () for none.
       parameters: "as specs", or "divided": shard parameters like the state between
         steps and gather them for each step (ZeRO-3).
       min_size: leaves of fewer elements are replicated, their gradients all-reduced.

@@ -77,9 +77,10 @@ def gpu_options(
         those of tensor parallelism, a device holds a part of each leaf.
       gathers_first: whether parameters are sharded between steps and gathered at the
         beginning of a step; otherwise updates are gathered at its end.
-      layers: True if `make_train_step` or `scan_layers` gathers layers one at a time;
-        False if no scan takes sharded leaves; None if a plain scan does, in case paths
-        and shapes show an axis of layers and `gathers_first`.
+      layers: who gathers scanned layers. True: `make_train_step` or `scan_layers`, one
+        at a time. False: nobody, as no scan takes sharded leaves. None: XLA, in a
+        `jax.lax.scan` in plain jit, if `gathers_first` and if paths and shapes show an
+        axis of layers; otherwise as False.
 
     Returns:
       Options for `jax.jit`; {} on one device, and for devices other than GPUs.
