@@ -1,4 +1,4 @@
-# Two commands do everything on a machine that has Python 3.11 and nothing else:
+# Two commands do everything on a machine with Python 3.11 and a package index:
 #   make train    trains a GPT on real text with jax_muon.nanochat()
 #   make test     runs the tests
 # and `make parity` compares every number with PyTorch and writes parity/report.md.
