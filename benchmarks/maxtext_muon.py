@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import jax_muon as jm
 from benchmarks.parameters import llama_parameters
 from benchmarks.schedule.hlo import Module
-from jax_muon.mesh.traffic import ring_bytes
+from jax_muon.mesh.collectives import ring_bytes
 
 # Devices that parameters are sharded over, and replicas of them.
 MESHES = ((8, 1), (64, 1), (256, 1), (8, 8), (8, 32))

@@ -18,8 +18,7 @@ from jax_muon import joins as joining
 from jax_muon import splits as splitting
 from jax_muon.axes import MatrixAxes
 from jax_muon.mesh.specs import as_entry
-from jax_muon.reading import decide, overrides
-from jax_muon.reading import names as axis_names
+from jax_muon.reading import axis_names, decide, overrides
 from jax_muon.reading import read as reading
 from jax_muon.reading.decide import Parameter
 from jax_muon.reading.vocabulary import ADAMW, MUON

@@ -13,7 +13,7 @@ from jax_muon import checks, dtypes, paths
 from jax_muon.matrices import Matrices, read
 from jax_muon.mesh.specs import bytes_by_path
 from jax_muon.notes import is_listening, note
-from jax_muon.reading import names
+from jax_muon.reading import axis_names
 from jax_muon.reading.vocabulary import ADAMW, MUON
 from jax_muon.splits import Parts, with_splits
 
@@ -178,7 +178,7 @@ def _trainable(dtype: Any) -> bool:
 def _check_carried_names(read_tree: Callable[[Any], Matrices], params: Any) -> None:
     """Raise a ValueError if axis names that gradients lack change the reading."""
     bare = paths.unbox(params)
-    if names.of_tree(bare) == names.of_tree(params):
+    if axis_names.of_tree(bare) == axis_names.of_tree(params):
         return
     boxed = read_tree(params)
     try:

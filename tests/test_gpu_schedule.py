@@ -29,8 +29,8 @@ from benchmarks.schedule.step_time import (
     transfer_seconds,
 )
 from jax_muon.mesh import xla_options
+from jax_muon.mesh.collectives import collectives
 from jax_muon.mesh.owners import Pool
-from jax_muon.mesh.traffic import collectives
 from jax_muon.mesh.xla_options import gpu_options
 
 # Two reduce-scatters over 8 devices, of which one has products meanwhile: one for all

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jax_muon as jm
 from benchmarks import reading
-from jax_muon.reading import names as axis_names
+from jax_muon.reading import axis_names
 from jax_muon.reading.read import read_leaves
 from jax_muon.reading.tree import Leaf
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from benchmarks.schedule.replica_groups import first_group
-from jax_muon.mesh.traffic import Collective, ring_bytes
+from jax_muon.mesh.collectives import Collective, ring_bytes
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jax_muon import checks, notes, paths
 from jax_muon.dtypes import wide
-from jax_muon.mesh import layers, specs, xla_options
+from jax_muon.mesh import by_layers, specs, xla_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class MeanGradients:
                 sizes = {name: jax.lax.axis_size(name) for name in self.axis}
                 sharded = jax.tree.leaves(here, is_leaf=specs.is_spec)
                 late = xla_options.scatters_late(sharded, sizes)
-                exchange = layers.Exchange(self.gather, scatter_layer, late)
+                exchange = by_layers.Exchange(self.gather, scatter_layer, late)
                 if self.weighted:
                     weight = traced.result(1, exchange, full, part)
                     extra = (weight, jax.lax.psum(weight, self.axis))
@@ -189,7 +189,9 @@ class MeanGradients:
         x = _times(wide(x), weight * _inverse(total))
         return jnp.where(weight == 0, 0, x) if self.weighted else x
 
-    def _by_layers(self, params: Any, batch: Any, here: Any) -> layers.ByLayers | None:
+    def _by_layers(
+        self, params: Any, batch: Any, here: Any
+    ) -> by_layers.ByLayers | None:
         """The loss, traced on whole parameters, if some of them are sharded."""
         flat = jax.tree.leaves(here, is_leaf=specs.is_spec)
         if self.how == "leaves" or not any(map(any, flat)):
@@ -204,7 +206,7 @@ class MeanGradients:
             ),
             batch,
         )
-        traced = layers.ByLayers(self._split_loss, (whole, part), flat)
+        traced = by_layers.ByLayers(self._split_loss, (whole, part), flat)
         names = [path for path, _ in paths.leaves_with_paths(params)]
         notes.note(
             "gathered",

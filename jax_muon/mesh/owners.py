@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec
 
 from jax_muon.joins import Block
 from jax_muon.matrices import Matrices
+from jax_muon.mesh.collectives import ring_bytes
 from jax_muon.mesh.specs import Sizes, entry_names, shard_shape
-from jax_muon.mesh.traffic import ring_bytes
 
 # The planner's rates, in round figures for an H100: FLOP/s of products, bytes/s between
 # the GPUs of a host, and between hosts.

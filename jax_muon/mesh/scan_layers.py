@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks, paths
-from jax_muon.mesh.layers import ByLayers, Exchange
+from jax_muon.mesh.by_layers import ByLayers, Exchange
 from jax_muon.mesh.specs import (
     AxisName,
     Specs,

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 
 from jax_muon.mesh.owners import Pool, Round, product, rounds
 from jax_muon.mesh.specs import Sizes
-from jax_muon.polar.shared import Group
+from jax_muon.polar.grouped import Group
 from jax_muon.polar.stacks import map_stacks
 
 Polar = Callable[..., Array]

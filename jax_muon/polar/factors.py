@@ -22,8 +22,8 @@ from jax_muon.polar.coefficients import (
     polar_express_coefficients,
     quintics,
 )
+from jax_muon.polar.grouped import Group
 from jax_muon.polar.products import matmul
-from jax_muon.polar.shared import Group
 
 _DTYPES = ("bfloat16", "float32", "float64")
 

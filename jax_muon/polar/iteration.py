@@ -38,13 +38,13 @@ from jaxtyping import Array
 
 from jax_muon.dtypes import wide, wider
 from jax_muon.polar.coefficients import Coefficients, quintics
+from jax_muon.polar.grouped import Group, SharedProducts
 from jax_muon.polar.products import (
     FusedProducts,
     Products,
     exact_factors,
     matmul,
 )
-from jax_muon.polar.shared import Group, SharedProducts
 
 if TYPE_CHECKING:
     from jax_muon.polar.factors import NewtonSchulz

@@ -14,7 +14,7 @@ from typing import Any
 from jax_muon import axes as matrix_axes
 from jax_muon import checks
 from jax_muon.axes import MatrixAxes
-from jax_muon.reading import names, roles, shapes, vocabulary
+from jax_muon.reading import axis_names, roles, shapes, vocabulary
 from jax_muon.reading.shapes import Places
 from jax_muon.reading.tree import Module, Node, Tree
 from jax_muon.reading.vocabulary import ADAMW, MUON
@@ -79,7 +79,7 @@ class Decider:
 
     tree: Tree
     roles: Mapping[Node, roles.Role]
-    table: names.Table
+    table: axis_names.Table
     out_in: OutIn
 
     def parameter(self, node: Node) -> Parameter:
@@ -104,7 +104,7 @@ class Decider:
         given = node.leaf.names
         if is_matrix and given and len(given) != len(node.leaf.shape):
             return f"its {len(given)} axis names {given} are too few or too many"
-        found = names.places_of(self.tree, node, self.table)
+        found = axis_names.places_of(self.tree, node, self.table)
         if found is None and end == 2:
             return self._two_axes(node, role)
         if found is None and end > 2:

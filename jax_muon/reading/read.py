@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_muon import paths
-from jax_muon.reading import decide, layers, names, overrides, roles, vocabulary
+from jax_muon.reading import axis_names, decide, layers, overrides, roles, vocabulary
 from jax_muon.reading.decide import Parameter
 from jax_muon.reading.tree import Leaf, Node, Tree
 from jax_muon.reading.vocabulary import ADAMW, MUON
@@ -24,8 +24,8 @@ def read_tree(
     params: Any,
     *,
     rules: overrides.Rules = None,
-    names_by_path: names.ByPath | None = None,
-    table: names.Table | None = None,
+    names_by_path: axis_names.ByPath | None = None,
+    table: axis_names.Table | None = None,
     out_in: decide.OutIn = None,
     strict: bool = True,
 ) -> dict[str, Parameter]:
@@ -54,7 +54,7 @@ def read_leaves(
     leaves: Sequence[Leaf],
     *,
     out_in: decide.OutIn = None,
-    table: names.Table | None = None,
+    table: axis_names.Table | None = None,
     strict_names: bool = False,
 ) -> list[Parameter]:
     """Read all leaves of a model, each in view of all others, without a user's rules.
@@ -73,12 +73,12 @@ def read_leaves(
       ValueError: for a table with unknown kinds, and for unknown names where
         `strict_names`.
     """
-    known, tree = names.table_with(table), Tree(leaves)
+    known, tree = axis_names.table_with(table), Tree(leaves)
     if strict_names:
-        names.check_known(tree.nodes, known)
+        axis_names.check_known(tree.nodes, known)
     layers.find_layers(tree)
     for node in tree.nodes:
-        kinds = names.kinds_of(node, known)
+        kinds = axis_names.kinds_of(node, known)
         if kinds is not None and node.leaf.names is not None:
             named = tuple(i for i, kind in enumerate(kinds) if kind == vocabulary.BATCH)
             node.batch = named
@@ -89,9 +89,9 @@ def read_leaves(
     return decide.agreeing([decider.parameter(node) for node in tree.nodes])
 
 
-def _role(tree: Tree, node: Node, table: names.Table) -> roles.Role:
+def _role(tree: Tree, node: Node, table: axis_names.Table) -> roles.Role:
     """The role by axis names, or else by words and neighbours."""
-    kinds = names.kinds_of(node, table) or []
+    kinds = axis_names.kinds_of(node, table) or []
     named, found = f"its axes are named {node.leaf.names}", roles.role_of(tree, node)
     if vocabulary.NORMED in kinds:
         return "norm", named
@@ -102,7 +102,7 @@ def _role(tree: Tree, node: Node, table: names.Table) -> roles.Role:
     return found
 
 
-def _leaves(params: Any, given: names.ByPath | None) -> list[Leaf]:
+def _leaves(params: Any, given: axis_names.ByPath | None) -> list[Leaf]:
     """Every parameter with its axis names."""
     flat = [
         Leaf(path, tuple(x.shape), jnp.result_type(x))
@@ -115,7 +115,7 @@ def _leaves(params: Any, given: names.ByPath | None) -> list[Leaf]:
             f"two parameters have the path {twice!r}; expected different paths, since "
             "labels and rules go by them"
         )
-    carried, given = names.of_tree(params), given or {}
+    carried, given = axis_names.of_tree(params), given or {}
     paths.check_known("names", given, list(by_path))
     for path, own in carried.items():
         if tuple(given.get(path, own)) != own:

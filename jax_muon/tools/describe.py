@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec
 from jax_muon import checks, notes, paths
 from jax_muon.matrices import Parameter, aligned, shape_text, sizes_text
 from jax_muon.mesh import specs as mesh_specs
+from jax_muon.mesh.collectives import Collective, collectives_of, ring_bytes
 from jax_muon.mesh.owners import Pool, flops_of, product
-from jax_muon.mesh.traffic import Collective, collectives_of, ring_bytes
 
 
 @dataclasses.dataclass(frozen=True)

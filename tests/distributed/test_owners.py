@@ -12,8 +12,8 @@ from optax.contrib import MuonDimensionNumbers
 import jax_muon as jm
 from benchmarks.schedule.hlo import Module
 from jax_muon.mesh import owners
+from jax_muon.mesh.collectives import collectives
 from jax_muon.mesh.owners import Shard, make_pools
-from jax_muon.mesh.traffic import collectives
 from tests.distributed.layouts import (
     AUTO,
     EXPLICIT,
