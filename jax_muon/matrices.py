@@ -24,6 +24,14 @@ from jax_muon.reading.decide import Parameter
 from jax_muon.reading.vocabulary import ADAMW, MUON
 
 
+class UnreadParameterError(KeyError, ValueError):
+    """There is no parameter at this path; a KeyError, so that `get` and `in` work."""
+
+    def __str__(self) -> str:
+        """The message as it is, which KeyError would quote."""
+        return str(self.args[0])
+
+
 @dataclasses.dataclass(frozen=True)
 class Matrices(Mapping[str, Parameter]):
     """The parameters of a tree by path, with their splits and joins; see `read`.
@@ -47,7 +55,7 @@ class Matrices(Mapping[str, Parameter]):
     def __getitem__(self, path: str) -> Parameter:
         """The parameter at a path."""
         if path not in self.parameters:
-            raise ValueError(
+            raise UnreadParameterError(
                 f"parameter {path!r} was not read; there are "
                 + (", ".join(self.parameters) or "none")
                 + "; expected the tree that `matrices` was read from"

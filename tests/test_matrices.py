@@ -291,3 +291,12 @@ def test_bad_input(leaf, rules, words):
     for word in words:
         with pytest.raises(ValueError, match=word):
             jm.read({"a": {"w": leaf}}, rules=rules)
+
+
+def test_a_path_that_was_not_read():
+    """Errors like those of a dictionary, with the paths that there are."""
+    matrices = jm.read({"up": jnp.ones((4, 8))})
+    assert "down" not in matrices
+    assert matrices.get("down") is None
+    with pytest.raises(ValueError, match=r"^parameter 'down' was not read.*are up;"):
+        matrices["down"]
