@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks, paths
@@ -120,6 +121,11 @@ def scan_layers(
         return place(g.astype(dtype), NamedSharding(on, spec))
 
     flat, treedef = jax.tree.flatten(layers)
+    for i, (x, spec) in enumerate(zip(flat, divided, strict=True)):
+        # Integers and keys have no gradient to scatter: all layers at once.
+        if any(spec) and not jnp.issubdtype(x.dtype, jnp.inexact):
+            flat[i], divided[i] = gather(x, spec), PartitionSpec()
+    layers = jax.tree.unflatten(treedef, flat)
     whole = [
         jax.eval_shape(lambda x, spec=spec: gather(x, spec) if any(spec) else x, x)
         for x, spec in zip(flat, divided, strict=True)

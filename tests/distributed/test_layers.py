@@ -388,6 +388,23 @@ def test_scan_layers_within_a_train_step():
     assert set(whole) == {"head"}
 
 
+def test_scan_layers_with_integers_under_one_spec():
+    """They have no gradient, so they are gathered before the scan."""
+    mesh = mesh_of(4, names=("data",))
+    x, w = jnp.ones(8), jnp.linspace(0.5, 1.5, 24).reshape(3, 8)
+    places = jnp.arange(24).reshape(3, 8) % 8
+
+    def block(x, layer):
+        return jnp.sin(x * layer["w"])[layer["places"]], None
+
+    def loss(w, scan):
+        return jnp.sum(scan(block, x, {"w": w, "places": places})[0])
+
+    scan = functools.partial(jm.scan_layers, mesh=mesh, specs=P(None, "data"))
+    found = jax.jit(jax.grad(functools.partial(loss, scan=scan)))(w)
+    assert_close(found, jax.grad(functools.partial(loss, scan=jax.lax.scan))(w), 5e-6)
+
+
 def test_layers_divided_along_their_own_axis():
     layers, mesh = {"w": jnp.ones((4, 8, 8))}, mesh_of(2, names=("data",))
     with pytest.raises(ValueError, match=r"layers at 'w' .* along the axis of layers"):
