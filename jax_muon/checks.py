@@ -170,10 +170,10 @@ def params(what: str, params: Any) -> None:
 def gradients(updates: Any, params: Any) -> None:
     """Gradients need the paths and shapes of the parameters, if these are passed."""
     if params is not None:
-        alike("gradient", updates, "parameter", params)
+        alike("gradient", updates, "parameter", params, kinds=True)
 
 
-def alike(what: str, tree: Any, whose: str, like: Any) -> None:
+def alike(what: str, tree: Any, whose: str, like: Any, *, kinds: bool = False) -> None:
     """Two trees need the same paths and shapes, with or without Flax boxes.
 
     Args:
@@ -181,6 +181,7 @@ def alike(what: str, tree: Any, whose: str, like: Any) -> None:
       tree: arrays.
       whose: the name of a leaf of `like`, such as "parameter".
       like: the arrays to compare with.
+      kinds: compare too whether each is floating-point.
     """
     found, wanted = (dict(paths.leaves_with_paths(x)) for x in (tree, like))
     for path in (path for path in wanted if path not in found):
@@ -191,14 +192,15 @@ def alike(what: str, tree: Any, whose: str, like: Any) -> None:
                 f"{what} at {path!r}, where there is no {whose}; there are "
                 + (", ".join(wanted) or "none")
             )
-        shape, dtype = jnp.shape(wanted[path]), jnp.result_type(wanted[path])
+        shape = jnp.shape(wanted[path])
         if jnp.shape(leaf) != shape:
             raise ValueError(
                 f"{what} {path!r} has shape {jnp.shape(leaf)}; expected {shape}, that "
                 f"of its {whose}"
             )
-        own = jnp.result_type(leaf)
-        if jnp.issubdtype(own, jnp.floating) != jnp.issubdtype(dtype, jnp.floating):
+        own, dtype = jnp.result_type(leaf), jnp.result_type(wanted[path])
+        floating = [jnp.issubdtype(x, jnp.floating) for x in (own, dtype)]
+        if kinds and floating[0] != floating[1]:
             raise ValueError(
                 f"{what} {path!r} has dtype {own}; expected one like that of its "
                 f"{whose}, {dtype}"

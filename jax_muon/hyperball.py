@@ -114,20 +114,21 @@ def hyperball(
         updates = dtypes.as_wide_as_params(updates, params)
         plain = paths.unbox(updates)
         found = reading.of_tree(matrices, plain)
-        radii, treedef = jax.tree.flatten(state.radius)
+        radii = dict(paths.leaves_with_paths(state.radius))
         moved = [
-            _move(u, w, radius, found.axes(path), now * factor_of(factors, path), eps)
-            for (path, u), w, radius in zip(
-                paths.leaves_with_paths(plain),
-                jax.tree.leaves(params),
-                radii,
-                strict=True,
+            _move(
+                u, w, radii[path], found.axes(path), now * factor_of(factors, path), eps
+            )
+            for (path, u), w in zip(
+                paths.leaves_with_paths(plain), jax.tree.leaves(params), strict=True
             )
         ]
         updates = jax.tree.unflatten(
             jax.tree.structure(updates), [update for update, _ in moved]
         )
-        radius = jax.tree.unflatten(treedef, [radius for _, radius in moved])
+        radius = jax.tree.unflatten(
+            jax.tree.structure(state.radius), [radius for _, radius in moved]
+        )
         return updates, HyperballState(optax.safe_increment(state.count), radius)
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -66,7 +66,8 @@ def nesterov(
       dtype of the gradients, or of the parameters if update is given wider ones.
 
     Raises:
-      ValueError: decay outside [0, 1), or any other dtype.
+      ValueError: decay outside [0, 1), or any other dtype; at update, with the path, a
+        gradient whose momentum is missing or has another shape.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -94,6 +95,7 @@ def nesterov(
     def update_fn(
         updates: optax.Updates, state: Any, params: Any = None
     ) -> tuple[optax.Updates, Any]:
+        checks.alike("gradient", updates, "momentum", state.mu)
         updates = dtypes.as_wide_as_params(updates, params)
         count, *trees = state
         mu = rate_at(decay, count)

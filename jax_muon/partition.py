@@ -94,7 +94,7 @@ def partition(
             )
             raise
         checks.state(state, new)  # transforms may broadcast one of another shape
-        checks.alike("update", given, "gradient", updates)
+        checks.alike("update", given, "gradient", updates, kinds=True)
         return given, new
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -223,6 +223,7 @@ def scale_by_normuon(
         unboxed = paths.unbox(updates)
         found = reading.of_tree(matrices, unboxed)
         means = map_axes(mean_square, found, unboxed)
+        checks.alike("mean square of the update", means, "state", state.nu)
         nu = jax.tree.map(accumulate, means, state.nu)
         scaled = map_axes(scale, found, unboxed, means, nu)
         updates = jax.tree.unflatten(

@@ -285,6 +285,33 @@ def test_states_of_other_shapes(name, sizes):
         tx.update(grads, state, grads)
 
 
+PIECES = {
+    "nesterov": jm.nesterov,
+    "int8 momentum": lambda: jm.nesterov(accumulator_dtype="int8"),
+    "scale_by_normuon": jm.scale_by_normuon,
+    "hyperball": lambda: jm.hyperball(0.1),
+    "a recipe": lambda: jm.muon(adamw=optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_states_of_parameters_with_other_names(name):
+    """By place, the second of two matrices would get what is known of the first."""
+    tx = PIECES[name]()
+    state = tx.init({"a": jnp.ones((4, 6)), "b": jnp.ones((4, 6))})
+    renamed = {"b": jnp.ones((4, 6)), "c": jnp.ones((4, 6))}
+    with pytest.raises((ValueError, KeyError), match=r"'a'|'c'"):
+        tx.update(renamed, state, renamed)
+
+
+@pytest.mark.parametrize("name", ["nesterov", "int8 momentum", "scale_by_normuon"])
+def test_states_of_parameters_of_other_shapes(name):
+    tx, stack = PIECES[name](), {"w": jnp.ones((1, 4))}
+    state = tx.init(stack)
+    with pytest.raises(ValueError, match=r"'w' has shape"):
+        tx.update({"w": jnp.ones((8, 6))}, state)
+
+
 OTHERS = {
     "no guard": (
         lambda: jm.skip_nonfinite(jm.muon()),
