@@ -142,7 +142,9 @@ class ByLayers:
         self._sharded = {
             leaf: Held(None, leaf, tuple(spec))
             for leaf, spec in enumerate(specs)
+            # Integers and keys have no gradient to scatter.
             if any(spec)
+            and jnp.issubdtype(self._closed.in_avals[leaf].dtype, jnp.inexact)
         }
         look = _Look()
         given = map(self._sharded.get, range(len(self._closed.jaxpr.invars)))

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks, paths
@@ -121,15 +120,15 @@ def scan_layers(
         return place(g.astype(dtype), NamedSharding(on, spec))
 
     flat, treedef = jax.tree.flatten(layers)
-    for i, (x, spec) in enumerate(zip(flat, divided, strict=True)):
-        # Integers and keys have no gradient to scatter: all layers at once.
-        if any(spec) and not jnp.issubdtype(x.dtype, jnp.inexact):
-            flat[i], divided[i] = gather(x, spec), PartitionSpec()
-    layers = jax.tree.unflatten(treedef, flat)
     whole = [
         jax.eval_shape(lambda x, spec=spec: gather(x, spec) if any(spec) else x, x)
         for x, spec in zip(flat, divided, strict=True)
     ]
     traced = ByLayers(scan, (jax.tree.unflatten(treedef, whole), carry), divided)
+    flat = [
+        x if leaf in traced.held or not any(spec) else gather(x, spec)
+        for leaf, (x, spec) in enumerate(zip(flat, divided, strict=True))
+    ]
+    layers = jax.tree.unflatten(treedef, flat)
     exchange = Exchange(gather, scatter)
     return traced(exchange, layers, carry, keep_gathered=keep_gathered)
