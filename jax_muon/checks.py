@@ -198,9 +198,10 @@ def alike(what: str, tree: Any, whose: str, like: Any, *, kinds: bool = False) -
                 f"{what} {path!r} has shape {jnp.shape(leaf)}; expected {shape}, that "
                 f"of its {whose}"
             )
+        if not kinds:
+            continue
         own, dtype = jnp.result_type(leaf), jnp.result_type(wanted[path])
-        floating = [jnp.issubdtype(x, jnp.floating) for x in (own, dtype)]
-        if kinds and floating[0] != floating[1]:
+        if jnp.issubdtype(own, jnp.floating) != jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(
                 f"{what} {path!r} has dtype {own}; expected one like that of its "
                 f"{whose}, {dtype}"
