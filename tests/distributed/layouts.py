@@ -15,24 +15,26 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
+from tests import recipes
 from tests.distributed import problems
 from tests.reading import reader
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
-RECIPES = {
-    "nanochat": jm.nanochat,
-    "nanochat later": functools.partial(jm.nanochat, edition="2026-08"),
-    "muon": jm.muon,
-    "normuon": jm.normuon,
-    "moonlight": jm.moonlight,
+
+def without_decay(recipe):
+    """A recipe on spheres, which takes no weight decay, called like the others."""
+    return lambda *args, weight_decay, **settings: recipe(*args, **settings)
+
+
+RECIPES = recipes.RECIPES | {
     "teon": functools.partial(
         jm.teon,
         matrices=reader(
             joins={"*_{i}/q": 2, "scan/mlp": 2}, splits={"*/up": jm.Split(2)}
         ),
     ),
-    "normuonh": lambda *args, weight_decay, **settings: jm.normuonh(*args, **settings),
+    **{name: without_decay(recipes.RECIPES[name]) for name in recipes.ON_SPHERES},
     "clipped": lambda *args, **settings: optax.chain(
         optax.clip_by_global_norm(10.0), jm.nanochat(*args, **settings)
     ),
