@@ -70,13 +70,16 @@ def kinds_of_devices(pools: Sequence[Pool], sizes: Sizes) -> list[Takes]:
     """For each kind of device the branches that it takes.
 
     Owners that have different matrices in a round of exchanges run different branches
-    of a conditional, which has the shape of what they receive. The more a device has to
-    compute, the longer is its branch.
+    of a conditional, which `travel.map_pools` marks with the number of the round. The
+    more a device has to compute, the longer is its branch.
     """
-    uneven = [one for one in rounds(pools) if len(one.kinds) > 1]
-    widths = [f",{one.width}]" for one in uneven]
+    uneven = {
+        f"/round_{number}/": one
+        for number, one in enumerate(rounds(pools))
+        if len(one.kinds) > 1
+    }
     branches = []  # of each device, in each round
-    for one in uneven:
+    for one in uneven.values():
         alone = [
             dataclasses.replace(pool, counts=counts)
             for pool, counts in zip(
@@ -88,8 +91,8 @@ def kinds_of_devices(pools: Sequence[Pool], sizes: Sizes) -> list[Takes]:
         branches.append(rank.tolist())
 
     def takes(kind: tuple[int, ...]) -> Takes:
-        found = dict(zip(widths, kind, strict=True))
-        return lambda line: next((x for w, x in found.items() if w in line.type), 0)
+        found = dict(zip(uneven, kind, strict=True))
+        return lambda line: next((x for w, x in found.items() if w in line.text), 0)
 
     return [takes(kind) for kind in sorted({*zip(*branches, strict=True)})]
 

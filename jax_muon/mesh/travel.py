@@ -99,16 +99,16 @@ def map_pools(
         if not pool.counts:
             done[pool] = [_everywhere(polar, stacks[pool], pool, sizes, max_stack)]
     sent = dict.fromkeys(pools, 0)
-    for one in rounds(pools):
+    for number, one in enumerate(rounds(pools)):
         parts = []
         totals = np.sum(one.counts, axis=0)
         for pool, count in zip(one.pools, totals.tolist(), strict=True):
             part = stacks[pool][sent[pool] : sent[pool] + count]
             parts.append(jnp.pad(part, ((0, count - len(part)), (0, 0), (0, 0))))
             sent[pool] += count
-        for pool, part in zip(
-            one.pools, _travel(polar, parts, one, sizes, max_stack), strict=True
-        ):
+        with jax.named_scope(f"round_{number}"):  # for profiles
+            factors = _travel(polar, parts, one, sizes, max_stack)
+        for pool, part in zip(one.pools, factors, strict=True):
             done[pool].append(part)
     results: list[Any] = [None] * len(batches)
     for pool in pools:
