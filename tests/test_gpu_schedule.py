@@ -286,7 +286,7 @@ def test_estimate_of_a_step(module):
 
 
 def test_kinds_of_devices():
-    """Of four owners one has a matrix more: the longer branch of what they receive."""
+    """Of four owners one has a matrix more: the longer branch of that round."""
     pool = Pool(
         members=(),
         shard=(8, 4),
@@ -300,8 +300,8 @@ def test_kinds_of_devices():
     )
     kinds = kinds_of_devices([pool], {"data": 4})
     lines = [
-        Instruction("c", "conditional", text, (), "")
-        for text in ("f32[4,32]", "f32[2,3]")
+        Instruction("c", "conditional", "f32[4,32]", (), f'op_name="a/round_{n}/cond"')
+        for n in (0, 1)
     ]
     assert [[takes(line) for line in lines] for takes in kinds] == [[0, 0], [1, 0]]
 
