@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
+from numpy.lib.array_utils import normalize_axis_tuple
 from optax.contrib import MuonDimensionNumbers
 
 
@@ -54,8 +56,7 @@ class MatrixAxes:
     ) -> Float[Array, "..."]:
         """The parameter of this shape whose `view` is y."""
         order = self.batch + self.matrix
-        inverse = sorted(range(len(order)), key=order.__getitem__)
-        return y.reshape([shape[axis] for axis in order]).transpose(inverse)
+        return y.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
 
 
 def leaf_axes(
@@ -67,28 +68,23 @@ def leaf_axes(
       ValueError: with path and shape, for a leaf that is not a floating-point matrix,
         and axes out of range, repeated or overlapping.
     """
-    where = f"parameter {path!r} of shape {shape}"
     if problem := not_a_matrix(path, shape, dtype):
         raise ValueError(problem)
 
-    def normalized(field: str) -> tuple[int, ...]:
-        axes = getattr(spec, field)
-        axes = (axes,) if isinstance(axes, int) else tuple(axes or ())
-        for axis in axes:
-            if not -len(shape) <= axis < len(shape):
-                raise ValueError(
-                    f"{where}: {field}={axes} is out of range; expected "
-                    f"{-len(shape)} to {len(shape) - 1}"
-                )
-        return tuple(axis % len(shape) for axis in axes)
+    def normalized(axes: Any, name: str) -> tuple[int, ...]:
+        return normalize_axis_tuple(() if axes is None else axes, len(shape), name)
 
-    reduction, output = normalized("reduction_axis"), normalized("output_axis")
-    matrix = reduction + output
-    if len(set(matrix)) < len(matrix) or not reduction or not output:
+    try:
+        reduction = normalized(spec.reduction_axis, "reduction_axis")
+        output = normalized(spec.output_axis, "output_axis")
+        matrix = normalized(reduction + output, "reduction_axis and output_axis")
+        if not reduction or not output:
+            raise ValueError("no axis for the inputs, or none for the outputs")
+    except ValueError as error:
         raise ValueError(
-            f"{where}: reduction_axis={reduction} and output_axis={output} must name "
-            "at least one axis each and no axis twice"
-        )
+            f"parameter {path!r} of shape {shape} with {spec}: {error}; expected at "
+            "least one axis each, and no axis twice"
+        ) from error
     batch = tuple(axis for axis in range(len(shape)) if axis not in matrix)
     return MatrixAxes(batch, reduction, output)
 
@@ -100,15 +96,10 @@ def is_real(dtype: Any) -> bool:
 
 def not_a_matrix(path: str, shape: tuple[int, ...], dtype: Any) -> str | None:
     """Why a leaf cannot be read as matrices at all, or None where it can."""
-    where = f"parameter {path!r} of shape {shape}"
-    if not is_real(dtype):
-        return (
-            f"{where} and dtype {dtype} cannot be read as matrices: expected real "
-            "floating point of at least 16 bits; label it for another optimizer"
-        )
-    if len(shape) < 2 or 0 in shape:
-        return (
-            f"{where} cannot be read as a matrix: expected at least two axes, none of "
-            "them empty; label it for another optimizer, such as AdamW"
-        )
-    return None
+    if is_real(dtype) and len(shape) >= 2 and 0 not in shape:
+        return None
+    return (
+        f"parameter {path!r} of shape {shape} and dtype {dtype} cannot be read as "
+        "matrices: expected at least two axes, none of them empty, and real floating "
+        "point of at least 16 bits; label it for another optimizer"
+    )

@@ -17,7 +17,6 @@ from jax_muon import checks, paths
 from jax_muon import joins as joining
 from jax_muon import splits as splitting
 from jax_muon.axes import MatrixAxes
-from jax_muon.mesh.specs import as_entry
 from jax_muon.reading import axis_names, decide, overrides
 from jax_muon.reading import read as reading
 from jax_muon.reading.decide import Parameter
@@ -339,4 +338,4 @@ def _spec(
         used = {axis for entry in entries.values() for axis in entry}
         if name in named and name not in entries and used.isdisjoint(wanted):
             entries[name] = wanted
-    return PartitionSpec(*(as_entry(entries.get(name or "", ())) for name in names))
+    return PartitionSpec(*(entries.get(name or "") for name in names))
