@@ -68,11 +68,15 @@ def test_every_link_between_pages_leads_somewhere():
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_the_tests_that_pages_name_are_there():
-    named = re.compile(r"`((?:tests|outside|parity)/[^` ]+)`")
-    for page in DOCS.glob("*.md"):
+def test_the_files_that_pages_name_are_there():
+    """Paths from the root, the package or docs; frameworks.md names files of others."""
+    root = DOCS.parent
+    named = re.compile(r"`((?:\w+/)+[\w*]+\.(?:py|md|json|ipynb))`")
+    pages = {*DOCS.glob("*.md"), *root.glob("*.md")} - {DOCS / "frameworks.md"}
+    for page in sorted(pages):
         for name in named.findall(page.read_text()):
-            assert any(DOCS.parent.glob(name)), f"{page.name}: {name}"
+            places = (root, root / "jax_muon", root / "docs")
+            assert any(any(x.glob(name)) for x in places), f"{page.name}: {name}"
 
 
 def test_every_public_name_is_in_the_reference():
