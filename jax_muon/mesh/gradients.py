@@ -60,7 +60,7 @@ class MeanGradients:
                 for i in range(treedef.num_leaves)
             ],
         )
-        full = _map(
+        full = jax.tree.map(
             lambda spec, x, h: x if h else self.gather(x, spec), here, params, held
         )
 
@@ -72,7 +72,7 @@ class MeanGradients:
                 over = [name for name in self.axis if name not in done]
                 return self._scatter(g, spec, x.dtype, over)
 
-            return _map(one, scattered, here, grads, params, held)
+            return jax.tree.map(one, scattered, here, grads, params, held)
 
         def sums(part: Any) -> Any:
             """Sums over microbatches: weights, and means times weights."""
@@ -86,7 +86,7 @@ class MeanGradients:
             extra: Any = ()  # for `scatter_layer`, before the loss is computed
             if traced is not None and traced.held:
                 sizes = {name: jax.lax.axis_size(name) for name in self.axis}
-                sharded = jax.tree.leaves(here, is_leaf=specs.is_spec)
+                sharded = jax.tree.leaves(here)
                 late = xla_options.scatters_late(sharded, sizes)
                 exchange = by_layers.Exchange(self.gather, scatter_layer, late)
                 if self.weighted:
@@ -193,11 +193,13 @@ class MeanGradients:
         self, params: Any, batch: Any, here: Any
     ) -> by_layers.ByLayers | None:
         """The loss, traced on whole parameters, if some of them are sharded."""
-        flat = jax.tree.leaves(here, is_leaf=specs.is_spec)
+        flat = jax.tree.leaves(here)
         if self.how == "leaves" or not any(map(any, flat)):
             return None
         whole = jax.eval_shape(
-            lambda params: _map(lambda spec, x: self.gather(x, spec), here, params),
+            lambda params: jax.tree.map(
+                lambda spec, x: self.gather(x, spec), here, params
+            ),
             params,
         )
         part = jax.tree.map(
@@ -231,11 +233,6 @@ class MeanGradients:
         loss = checks.scalar("the loss of loss_fn", loss, "a real scalar")
         weight = checks.scalar("the weight of loss_fn", weight, "a real scalar")
         return loss, (wide(jnp.asarray(weight, jnp.result_type(float))), aux)
-
-
-def _map(function: Callable[..., Any], *trees: Any) -> Any:
-    """`jax.tree.map`, where the leaves of the first tree are PartitionSpecs."""
-    return jax.tree.map(function, *trees, is_leaf=specs.is_spec)
 
 
 def _over(collective: Callable[..., Any], x: Any, names: tuple[str, ...]) -> Any:

@@ -114,7 +114,7 @@ class Layout:
             here = devices * mesh_specs.devices_over(own[axis], self.mesh.shape)
             if shape[axis] == 0 or shape[axis] % here == 0:
                 entries = list(own)
-                entries[axis] = mesh_specs.as_entry((*entry, *names))
+                entries[axis] = (*entry, *names)
                 return PartitionSpec(*entries)
         return own
 

@@ -21,7 +21,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax_muon import checks, notes, paths
 from jax_muon.mesh import specs as mesh_specs
 from jax_muon.mesh.layout import Layout
-from jax_muon.mesh.specs import is_spec
 
 
 def on_mesh(
@@ -190,7 +189,7 @@ class OnMesh:
         key = (
             treedef,
             tuple((tuple(x.shape), jnp.dtype(x.dtype)) for x in flat),
-            tuple(jax.tree.leaves(specs, is_leaf=is_spec)),
+            tuple(jax.tree.leaves(specs)),
         )
         if key not in self._known_state:
             seen: list[Any] = []
@@ -241,7 +240,6 @@ class OnMesh:
                 lambda spec, x: jax.reshard(x, NamedSharding(here, spec)),
                 specs,
                 args,
-                is_leaf=is_spec,
             )
             return function(*placed)
 
@@ -251,7 +249,7 @@ class OnMesh:
             return
         pairs = zip(
             paths.leaves_with_paths(params),
-            jax.tree.leaves(specs, is_leaf=is_spec),
+            jax.tree.leaves(specs),
             strict=True,
         )
         for (path, leaf), spec in pairs:
@@ -300,7 +298,7 @@ class OnMesh:
             return sent.astype(x.dtype)
 
         before = specs if before is None else before
-        return jax.tree.map(place, specs, tree, before, is_leaf=is_spec)
+        return jax.tree.map(place, specs, tree, before)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """The sharding, spelled as JAX spells it for results of jit."""
@@ -315,7 +313,6 @@ class OnMesh:
             lambda spec, x: jax.device_put(x, self.sharding(spec)),
             specs,
             params,
-            is_leaf=is_spec,
         )
 
 
@@ -402,9 +399,7 @@ def _is_state_leaf(x: Any) -> bool:
 
 def _like(specs: Any, tree: Any) -> Any:
     """The specs in the structure of a tree that has its leaves in boxes, or not."""
-    return jax.tree.unflatten(
-        jax.tree.structure(tree), jax.tree.leaves(specs, is_leaf=is_spec)
-    )
+    return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(specs))
 
 
 def _check_not_injected(mesh: Mesh) -> None:

@@ -25,11 +25,6 @@ Sizes = Mapping[str, int]  # of mesh axes, by name
 _PLACES = (PartitionSpec, NamedSharding)
 
 
-def is_spec(x: Any) -> bool:
-    """Return True for a PartitionSpec, which JAX takes for a tuple of leaves."""
-    return isinstance(x, PartitionSpec)
-
-
 def check_mesh(name: str, mesh: Any) -> None:
     """Raise a ValueError for anything but a mesh of devices."""
     checks.kind(name, mesh, Mesh, "a jax.sharding.Mesh")
@@ -223,15 +218,10 @@ def full_rank(
     return PartitionSpec(*entries)
 
 
-def as_entry(names: Sequence[str]) -> Any:
-    """One entry of a PartitionSpec, of these mesh axes."""
-    return tuple(names) if len(names) > 1 else names[0] if names else None
-
-
 def only(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
     """The spec with these mesh axes only."""
     return PartitionSpec(
-        *(as_entry([n for n in entry_names(entry) if n in axes]) for entry in spec)
+        *(tuple(n for n in entry_names(entry) if n in axes) for entry in spec)
     )
 
 

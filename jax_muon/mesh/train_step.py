@@ -30,7 +30,6 @@ from jax_muon.mesh.specs import (
     AxisName,
     Specs,
     checked_axes,
-    is_spec,
     only,
     spec_names,
 )
@@ -287,7 +286,7 @@ class TrainStep:
         if self._options is not None:
             return dict(self._options)
         axis, mesh = self._gradients.axis, self._layout.mesh
-        specs = jax.tree.leaves(self._layout.of_params(params), is_leaf=is_spec)
+        specs = jax.tree.leaves(self._layout.of_params(params))
         sharded = [only(spec, axis) for spec in specs]
         first, stacked = any(map(any, sharded)), any(axes_of_layers(params).values())
         layers = first and stacked and self._gradients.how != "leaves"
@@ -308,9 +307,7 @@ class TrainStep:
 
     def _shardings(self, params: Any) -> tuple[Any, Any]:
         checks.arrays("params", params)
-        places = jax.tree.map(
-            self._optimizer.sharding, self._layout.of_params(params), is_leaf=is_spec
-        )
+        places = jax.tree.map(self._optimizer.sharding, self._layout.of_params(params))
         return places, self._optimizer.state_shardings(params)
 
     def _step(self, params: Any, state: Any, batch: Any) -> Step:
@@ -324,7 +321,7 @@ class TrainStep:
                     "microbatches divide"
                 )
         specs = self._layout.of_params(params), self._layout.of_state(params)
-        here, scattered = jax.tree.map(lambda x: only(x, axis), specs, is_leaf=is_spec)
+        here, scattered = jax.tree.map(lambda x: only(x, axis), specs)
         if AxisType.Explicit in mesh.axis_types:
             _check_named(specs, axis)
             batch = jax.reshard(batch, NamedSharding(mesh, PartitionSpec(axis)))
@@ -377,7 +374,7 @@ def _check_axes(mesh: Mesh, axis: tuple[str, ...], divide: tuple[str, ...]) -> N
 
 def _check_named(specs: Any, axis: tuple[str, ...]) -> None:
     """Refuse specs that name an Explicit axis of one device, which JAX cannot serve."""
-    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
+    for spec in jax.tree.leaves(specs):
         for name in set(spec_names(spec)) - set(axis):
             raise ValueError(
                 f"specs name the mesh axis {name!r}, an Explicit one of one device, "

@@ -254,10 +254,7 @@ def _description(
             sizes |= dict(facts["layout"].mesh.shape)
             summed = facts["layout"].summed
             names = [path for path, _ in paths.leaves_with_paths(facts["params"])]
-            both = (
-                jax.tree.leaves(facts[x], is_leaf=mesh_specs.is_spec)
-                for x in ("coarse", "fine")
-            )
+            both = (jax.tree.leaves(facts[x]) for x in ("coarse", "fine"))
             specs |= dict(zip(names, zip(*both, strict=True), strict=True))
 
     def described(path: str, parameter: Parameter) -> DescribedParameter:

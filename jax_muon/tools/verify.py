@@ -26,7 +26,7 @@ from jax_muon import checks, paths
 from jax_muon.matrices import aligned, shape_text
 from jax_muon.mesh.layout import Layout
 from jax_muon.mesh.on_mesh import OnMesh, on_mesh
-from jax_muon.mesh.specs import AxisName, Specs, arrays_and_others, is_spec
+from jax_muon.mesh.specs import AxisName, Specs, arrays_and_others
 from jax_muon.tools.describe import sharding_text
 
 # By bytes of the narrowest floating-point dtype in the program. On the matrices of the
@@ -273,7 +273,6 @@ def compare(
             lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec)),
             sharded,
             tree,
-            is_leaf=is_spec,
         )
 
     with jax.set_mesh(here):  # even inside a user's set_mesh
@@ -304,7 +303,7 @@ def compare(
             )
         )
 
-    updates = all_compared(0, jax.tree.leaves(sharded, is_leaf=is_spec))
+    updates = all_compared(0, jax.tree.leaves(sharded))
     state = all_compared(1, [None] * len(got[1]))
     return Verification(updates, state, len(grads), dict(mesh.shape))
 

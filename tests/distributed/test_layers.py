@@ -355,8 +355,7 @@ def test_scan_layers(kind, keep, x64):
         specs["w"] = P(None, "data", "tp")
     places = {"layers": specs, "head": P(), "scale": P()}
     put = lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
-    is_spec = lambda x: isinstance(x, P)  # noqa: E731
-    params = jax.tree.map(put, places, params, is_leaf=is_spec)
+    params = jax.tree.map(put, places, params)
     scan = functools.partial(jm.scan_layers, mesh=mesh, axis="data", keep_gathered=keep)
     if kind == AUTO:
         scan = functools.partial(scan, specs=lambda path: specs.get(path[-1], P()))
