@@ -282,7 +282,11 @@ def test_pooling_is_undone_exactly_and_bounded(members, max_stack):
         (jnp.zeros((2, 2), complex), "muon", ["'a/w'", "complex64"]),
         (jnp.zeros((2, 2)), MuonDimensionNumbers(0, 0), ["no axis twice"]),
         (jnp.zeros((2, 2)), MuonDimensionNumbers(0, -2), ["no axis twice"]),
-        (jnp.zeros((2, 2)), MuonDimensionNumbers(0, 2), ["output_axis: axis 2 is out of bounds"]),
+        (
+            jnp.zeros((2, 2)),
+            MuonDimensionNumbers(0, 2),
+            ["output_axis: axis 2 is out of bounds"],
+        ),
         (jnp.zeros((2, 2)), MuonDimensionNumbers((), 1), ["at least one"]),
         (jnp.zeros((2, 2)), {"a": ["rows"]}, ["'a/0'", "which no parameter has"]),
     ],
