@@ -63,12 +63,8 @@ def number(
 ) -> Any:
     """A finite number as a Python float, or a tracer of one as it is.
 
-    Args:
-      name: of the argument.
-      value: a Python or NumPy number, a JAX scalar or, with `traced`, a tracer.
-      limits: a key of `_HOLDS`.
-      traced: False if the number must be known while tracing.
-      others: what else is allowed, for the error.
+    `limits` is a key of `_HOLDS`. Without `traced` the number must be known while
+    tracing. `others` completes the error.
     """
     finite = "" if limits.startswith("in") else "finite "
     expected = f"a {finite}number {limits}".rstrip() + others
@@ -89,11 +85,8 @@ def rate(name: str, value: Any, limits: str = "of at least 0") -> Any:
     """A number as `number` returns it, or a schedule that returns scalars."""
     if not callable(value):
         return number(name, value, limits, others=", or a schedule")
-
-    def schedule(step: Any) -> Any:
-        return scalar(f"{name}(count)", value(step), "a schedule of real scalars")
-
-    return schedule
+    expected = "a schedule of real scalars"
+    return lambda step: scalar(f"{name}(count)", value(step), expected)
 
 
 def scalar(name: str, value: Any, expected: str) -> Any:
@@ -146,16 +139,13 @@ def arrays(name: str, tree: Any) -> None:
 
     An equinox module also holds functions and numbers, and an NNX graph random keys.
     """
-    if tree is None:
-        refuse(name, tree, "a tree of arrays")
+    expected = (
+        "arrays alone, such as eqx.filter(model, eqx.is_inexact_array) of an equinox "
+        "module, or nnx.state(model, nnx.Param)"
+    )
     for path, leaf in paths.leaves_with_paths(tree):
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            refuse(
-                f"{name} at {path!r}",
-                leaf,
-                "arrays alone, such as eqx.filter(model, eqx.is_inexact_array) of an "
-                "equinox module, or nnx.state(model, nnx.Param)",
-            )
+            refuse(f"{name} at {path!r}", leaf, expected)
 
 
 def params(what: str, params: Any) -> None:
@@ -173,62 +163,46 @@ def gradients(updates: Any, params: Any) -> None:
         alike("gradient", updates, "parameter", params, kinds=True)
 
 
+def state(given: Any, like: Any) -> None:
+    """A state needs the structure and shapes of `like`: arrays, or their shapes."""
+    wrong = "the state is not one of this optimizer on these parameters: "
+    try:
+        alike("array", given, "array of init", like)
+    except ValueError as error:
+        raise ValueError(wrong + str(error)) from None
+    found, wanted = jax.tree.structure(given), jax.tree.structure(like)
+    if found != wanted:
+        raise ValueError(f"{wrong}it is {found}; expected {wanted}")
+
+
 def alike(what: str, tree: Any, whose: str, like: Any, *, kinds: bool = False) -> None:
     """Two trees need the same paths and shapes, with or without Flax boxes.
 
-    Args:
-      what: the name of a leaf of the tree, such as "gradient".
-      tree: arrays.
-      whose: the name of a leaf of `like`, such as "parameter".
-      like: the arrays to compare with.
-      kinds: compare too whether each is floating-point.
+    `what` and `whose` name a leaf of each, such as "gradient" and "parameter". With
+    `kinds`, both leaves must be floating-point, or neither.
     """
     found, wanted = (dict(paths.leaves_with_paths(x)) for x in (tree, like))
-    for path in (path for path in wanted if path not in found):
-        raise ValueError(f"no {what} at {path!r}; expected one for each {whose}")
-    for path, leaf in found.items():
-        if path not in wanted:
-            raise ValueError(
-                f"{what} at {path!r}, where there is no {whose}; there are "
-                + (", ".join(wanted) or "none")
-            )
-        shape = jnp.shape(wanted[path])
-        if jnp.shape(leaf) != shape:
-            raise ValueError(
-                f"{what} {path!r} has shape {jnp.shape(leaf)}; expected {shape}, that "
-                f"of its {whose}"
-            )
-        if not kinds:
-            continue
-        own, dtype = jnp.result_type(leaf), jnp.result_type(wanted[path])
-        if jnp.issubdtype(own, jnp.floating) != jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(
-                f"{what} {path!r} has dtype {own}; expected one like that of its "
-                f"{whose}, {dtype}"
-            )
-
-
-def state(given: Any, like: Any) -> None:
-    """A state needs the structure and shapes of `like`: arrays, or their shapes."""
-    found, wanted = (
-        {f"state{jax.tree_util.keystr(path)}": x for path, x in flat}
-        for flat in map(jax.tree.leaves_with_path, (given, like))
-    )
-    wrong = "the state is not one of this optimizer on these parameters: "
     for path, right in wanted.items():
         if path not in found:
-            raise ValueError(f"{wrong}it has no array at {path}")
-        shape = tuple(getattr(found[path], "shape", ()))
-        if shape != tuple(right.shape):
+            raise ValueError(f"no {what} at {path!r}; expected one for each {whose}")
+        own, shape = (tuple(getattr(x, "shape", ())) for x in (found[path], right))
+        if own != shape:
             raise ValueError(
-                f"{path} has shape {shape}; expected {tuple(right.shape)}, as init "
-                "returns it for these parameters"
+                f"{what} {path!r} has shape {own}; expected {shape}, that of its "
+                f"{whose}"
             )
-    for path in (path for path in found if path not in wanted):
-        raise ValueError(f"{wrong}it has an array at {path}; expected none there")
-    structures: Any = jax.tree.structure(given), jax.tree.structure(like)
-    if structures[0] != structures[1]:
-        raise ValueError(f"{wrong}it is {structures[0]}; expected {structures[1]}")
+        if kinds and _is_floating(found[path]) != _is_floating(right):
+            raise ValueError(
+                f"{what} {path!r} has dtype {jnp.result_type(found[path])}; expected "
+                f"one like that of its {whose}, {jnp.result_type(right)}"
+            )
+    for path in found:
+        if path not in wanted:
+            raise ValueError(f"{what} at {path!r}; expected none without a {whose}")
+
+
+def _is_floating(x: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
 
 
 def _known(name: str) -> str:

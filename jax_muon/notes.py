@@ -28,11 +28,6 @@ def note(kind: str, **facts: Any) -> None:
         notes.append(Note(kind, facts))
 
 
-def is_listening() -> bool:
-    """True if facts are recorded; ask before computing expensive ones."""
-    return _listener.get() is not None
-
-
 @contextlib.contextmanager
 def listening() -> Iterator[list[Note]]:
     """Record facts inside the `with` block, in a list."""

@@ -1,18 +1,18 @@
 """`optax.partition` with one reading of the tree: a transform for every label."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_muon import checks, dtypes, paths
+from jax_muon import axes, checks, dtypes, paths
 from jax_muon.matrices import Matrices, read
-from jax_muon.mesh.specs import bytes_by_path
-from jax_muon.notes import is_listening, note
+from jax_muon.notes import note
 from jax_muon.reading import axis_names
 from jax_muon.reading.vocabulary import ADAMW, MUON
 from jax_muon.splits import Parts, with_splits
@@ -61,8 +61,15 @@ def partition(
       >>> updates["mlp"].tolist(), updates["bias"].tolist()
       ([[-0.5, -0.0], [-0.0, -0.5]], [-1.0, -1.0])
     """
-    if not check_groups(groups):
+    checks.mapping("groups", groups, "a mapping of label to transform")
+    if not groups:
         checks.refuse("groups", groups, "at least one")
+    groups = {
+        label: group
+        if callable(group)
+        else checks.as_transform(f"groups[{label!r}]", group)
+        for label, group in groups.items()
+    }
     read_tree = reader(matrices)
 
     def build(tree: Any) -> optax.GradientTransformationExtraArgs:
@@ -100,65 +107,48 @@ def partition(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def check_groups(groups: Any) -> Mapping[str, Group]:
-    """Raise a ValueError unless every group is a transform or a function."""
-
-    def check(name: str, group: Any) -> None:
-        if not _is_transform(group) and not callable(group):
-            checks.refuse(name, group, "an optax transform, or a function of Matrices")
-
-    checks.mapping("groups", groups, "a mapping of label to transform", check)
-    return groups
-
-
 def reader(matrices: Reader) -> Callable[[Any], Matrices]:
     """The function that reads a tree; `matrices` as in `partition`."""
-    if isinstance(matrices, Matrices):
-        return lambda tree: matrices
-    if matrices is None or callable(matrices):
-        return read if matrices is None else matrices
-    return checks.refuse(
-        "matrices",
-        matrices,
-        "jax_muon.read(params), a function of the parameters that returns it, or None",
-    )
+
+    def read_tree(tree: Any) -> Matrices:
+        given = read if matrices is None else matrices
+        found = given(tree) if callable(given) else given
+        expected = "jax_muon.read(params), or a function of params that returns it"
+        checks.kind("matrices", found, Matrices, expected)
+        return found
+
+    return read_tree
 
 
-def _of_tree(found: Any, tree: Any, groups: Mapping[str, Group]) -> Matrices:
+def _of_tree(found: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrices:
     """The reading of a tree, which may be a part of the tree that was read.
 
     Raises:
       ValueError: for a parameter that was not read, or of another shape, or without a
         group, and for a group of matrices without parameters.
     """
-    if not isinstance(found, Matrices):
-        raise ValueError(
-            f"the function matrices= returned {found!r}; expected what jax_muon.read "
-            "returns"
-        )
-    flat = paths.leaves_with_paths(tree)
-    own = {path: found[path] for path, _ in flat}
-    for path, leaf in flat:
-        parameter = own[path]
+    own = {}
+    for path, leaf in paths.leaves_with_paths(tree):
+        own[path] = parameter = found[path]
+        where = f"parameter {path!r} of shape {tuple(leaf.shape)}"
         if parameter.shape != tuple(leaf.shape):
             raise ValueError(
-                f"parameter {path!r} has shape {tuple(leaf.shape)}, and was read with "
-                f"{parameter.shape}; expected jax_muon.read of these parameters"
+                f"{where} was read with {parameter.shape}; expected jax_muon.read of "
+                "these parameters"
             )
         if parameter.label not in groups:
             raise ValueError(
-                f"parameter {path!r} of shape {parameter.shape} has the label "
-                f"{parameter.label!r}; expected one of " + ", ".join(map(repr, groups))
+                f"{where} has the label {parameter.label!r}; expected one of "
+                + ", ".join(map(repr, groups))
             )
         if parameter.label == ADAMW and not _trainable(parameter.dtype):
             raise ValueError(
-                f"parameter {path!r} has dtype {parameter.dtype}, which AdamW cannot "
-                "train; expected another label for it, such as 'frozen' with "
-                "optax.set_to_zero()"
+                f"{where} has dtype {parameter.dtype}, which AdamW cannot train; "
+                "expected another label, such as 'frozen' with optax.set_to_zero()"
             )
     present = {MUON, ADAMW, *(parameter.label for parameter in own.values())}
     for label, group in groups.items():
-        if flat and label not in present and not _is_transform(group):
+        if own and label not in present and callable(group):
             raise ValueError(
                 f"the group {label!r} is a function of its matrices, and no parameter "
                 f"has that label; there are {', '.join(sorted(present))}; expected "
@@ -168,11 +158,10 @@ def _of_tree(found: Any, tree: Any, groups: Mapping[str, Group]) -> Matrices:
 
 
 def _trainable(dtype: Any) -> bool:
-    """False for PRNG keys and floats of 8 bits, for example."""
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    return jnp.issubdtype(dtype, np.number) and not (
-        floating and jnp.finfo(dtype).bits < 16
-    )
+    """False for random keys, and for floats of 8 bits, which hold no second moment."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return axes.is_real(dtype)
+    return bool(jnp.issubdtype(dtype, np.number))
 
 
 def _check_carried_names(read_tree: Callable[[Any], Matrices], params: Any) -> None:
@@ -180,37 +169,38 @@ def _check_carried_names(read_tree: Callable[[Any], Matrices], params: Any) -> N
     bare = paths.unbox(params)
     if axis_names.of_tree(bare) == axis_names.of_tree(params):
         return
-    boxed = read_tree(params)
-    try:
-        plain = read_tree(bare)
-        changed = [
-            path
-            for path, found in boxed.items()
-            if found.label != plain[path].label
-            or (found.axes != plain[path].axes and found.label != ADAMW)
-        ]
-    except ValueError:  # ambiguous without names
-        changed = [path for path, found in boxed.items() if found.names]
-    if changed:
-        raise ValueError(
-            f"parameter {changed[0]!r} is read by the axis names that it carries, "
-            f"{boxed[changed[0]].names}, and gradients carry none; expected the value: "
-            "matrices=jax_muon.read(params)"
-        )
+    boxed, plain = read_tree(params), {}
+    with contextlib.suppress(ValueError):  # ambiguous without names
+        plain = _decisions(read_tree(bare))
+    for path, decision in _decisions(boxed).items():
+        if decision != plain.get(path):
+            raise ValueError(
+                f"parameter {path!r} is read by the axis names that the tree carries, "
+                f"{boxed[path].names}, and gradients carry none; expected the value: "
+                "matrices=jax_muon.read(params)"
+            )
+
+
+def _decisions(found: Matrices) -> dict[str, Any]:
+    """Label and axes of every parameter."""
+    return {
+        path: (x.label, None if x.label == ADAMW else x.axes)
+        for path, x in found.items()
+    }
 
 
 def _for_tree(
     found: Matrices, labels: Any, groups: Mapping[str, Group]
 ) -> optax.GradientTransformationExtraArgs:
     """The transforms of the groups, on the leaves with their labels."""
-    matrices = found.group([x for x in groups if not _is_transform(groups[x])])
+    matrices = found.group([x for x, group in groups.items() if callable(group)])
     note("matrices", all=found, joined=matrices)
     transforms = {
-        label: group
-        if _is_transform(group)
-        else checks.as_transform(
+        label: checks.as_transform(
             f"groups[{label!r}](matrices)", group(matrices.group([label]))
         )
+        if callable(group)
+        else group
         for label, group in groups.items()
     }
     # A function, since a tree of labels may be callable: an equinox module.
@@ -218,25 +208,7 @@ def _for_tree(
 
     def init_fn(params: optax.Params) -> Any:
         state = tx.init(params)
-        if is_listening():
-            _note_state(state, labels, params)
+        note("state", state=state)
         return state
 
     return optax.GradientTransformationExtraArgs(init_fn, tx.update)
-
-
-def _is_transform(group: Any) -> TypeGuard[optax.GradientTransformation]:
-    return isinstance(group, optax.GradientTransformation)
-
-
-def _note_state(state: Any, labels: Any, params: Any) -> None:
-    """Record for `describe` how many bytes of state each parameter has on a device."""
-    total: dict[str, int] = {}
-    for label, group in state.inner_states.items():
-        own = jax.tree.map(
-            lambda x, p, label=label: p if x == label else optax.MaskedNode(),
-            labels,
-            params,
-        )
-        total |= bytes_by_path(group.inner_state, own)
-    note("state", bytes=total)

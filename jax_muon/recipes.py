@@ -47,7 +47,7 @@ from jax_muon.hyperball import hyperball
 from jax_muon.matrices import Matrices
 from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import Polar, orthogonalize
-from jax_muon.partition import Group, Reader, check_groups, partition, reader
+from jax_muon.partition import Group, Reader, partition, reader
 from jax_muon.polar.factors import NewtonSchulz
 from jax_muon.reading.vocabulary import ADAMW, MUON
 from jax_muon.transforms import (
@@ -511,7 +511,7 @@ def _recipe(
     matrices: Reader,
 ) -> optax.GradientTransformationExtraArgs:
     """The pieces for "muon", a transform for "adamw", and the user's groups."""
-    groups = check_groups({} if groups is None else groups)
+    groups = {} if groups is None else groups
     if MUON in groups or ADAMW in groups:
         raise ValueError(
             f"groups has the labels {list(groups)}; expected others than {MUON!r}, "

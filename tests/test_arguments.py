@@ -184,12 +184,12 @@ WORDS = {
         "expected an optax transform",
     ),
     "labels as matrices": (
-        lambda: jm.muon(matrices={"w": "muon"}),
+        lambda: states(jm.muon(matrices={"w": "muon"})),
         "matrices={'w': 'muon'}; expected jax_muon.read(params)",
     ),
     "a function that reads labels": (
         lambda: states(jm.muon(matrices=lambda params: {"w": "muon"})),
-        "matrices= returned {'w': 'muon'}; expected what jax_muon.read",
+        "matrices={'w': 'muon'}; expected jax_muon.read(params), or a function",
     ),
 }
 TREES = {
@@ -203,11 +203,11 @@ TREES = {
     ),
     "a random key": (
         lambda: states_of({"w": jnp.ones((4, 6)), "z": jax.random.key(0)}),
-        "'z' has dtype key<fry>, which AdamW cannot train; expected another label",
+        "'z' of shape () has dtype key<fry>, which AdamW cannot train; expected",
     ),
     "an 8-bit float": (
         lambda: states_of({"z": jnp.ones((4, 6), "float8_e4m3fn")}),
-        "'z' has dtype float8_e4m3fn, which AdamW cannot train",
+        "'z' of shape (4, 6) has dtype float8_e4m3fn, which AdamW cannot train",
     ),
     "a vector as a matrix": (
         lambda: states(jm.muon(matrices=reader({"bias": "muon"}))),
@@ -227,7 +227,7 @@ TREES = {
     ),
     "the reading of other shapes": (
         lambda: step(jm.muon(matrices=jm.read({"w": jnp.ones((6, 4))})), params=MATRIX),
-        "'w' has shape (4, 6), and was read with (6, 4)",
+        "'w' of shape (4, 6) was read with (6, 4)",
     ),
     "no parameters": (
         lambda: jm.nanochat().update(PARAMS, states(jm.nanochat())),
@@ -261,7 +261,10 @@ CHECKED = {
 WRONG_GRADIENTS = {
     "broadcastable": ({"w": jnp.ones((1, 6))}, r"'w' has shape \(1, 6\); .*\(4, 6\)"),
     "missing": ({"w": None}, "no gradient at 'w'; expected"),
-    "another": ({"z": jnp.ones(3)}, "gradient at 'z'.* there are w"),
+    "another": (
+        {"z": jnp.ones(3)},
+        "gradient at 'z'; expected none without a parameter",
+    ),
     "integers": ({"w": jnp.ones((4, 6), int)}, "'w' has dtype int32; expected .*float"),
 }
 
@@ -300,7 +303,7 @@ def test_states_of_parameters_with_other_names(name):
     tx = PIECES[name]()
     state = tx.init({"a": jnp.ones((4, 6)), "b": jnp.ones((4, 6))})
     renamed = {"b": jnp.ones((4, 6)), "c": jnp.ones((4, 6))}
-    with pytest.raises((ValueError, KeyError), match=r"'a'|'c'"):
+    with pytest.raises((ValueError, KeyError), match=r"a'|c'"):
         tx.update(renamed, state, renamed)
 
 
@@ -323,28 +326,28 @@ OTHERS = {
         jm.muon,
         "(?s)state=PartitionState.*expected an ObserveState",
     ),
-    "less": (jm.nanochat, jm.muon, r"it has no array at state.*muon.*\[2\].count"),
-    "more": (jm.muon, jm.nanochat, r"it has an array at state.*; expected none"),
+    "less": (jm.nanochat, jm.muon, "no array at 'inner_states/muon/.*/2/count'"),
+    "more": (jm.muon, jm.nanochat, "array at 'inner_states/muon/.*; expected none"),
     "int8": (
         jm.muon,
         lambda: jm.muon(momentum_dtype="int8"),
-        r"it has an array at state.*scale\['w'\]; expected none",
+        "array at '.*scale/w'; expected none",
     ),
     "not int8": (
         lambda: jm.muon(momentum_dtype="int8"),
         jm.muon,
-        r"it has no array at state.*scale\['w'\]",
+        "no array at '.*scale/w'",
     ),
-    "optax": (jm.muon, lambda: optax.sgd(0.1), "it has no array at state.inner_states"),
+    "optax": (jm.muon, lambda: optax.sgd(0.1), "no array at 'inner_states"),
     "group": (
         jm.muon,
         lambda: jm.muon(groups={"x": optax.adam(0.1)}),
-        r"inner_states\['x'\].*expected none there",
+        "array at 'inner_states/x.*expected none",
     ),
     "no group": (
         lambda: jm.muon(groups={"x": optax.adam(0.1)}),
         jm.muon,
-        r"no array at state.inner_states\['x'\]",
+        "no array at 'inner_states/x",
     ),
 }
 

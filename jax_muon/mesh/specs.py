@@ -133,26 +133,6 @@ def bytes_on_a_device(x: Any) -> int:
     return math.prod(shape) * x.dtype.itemsize
 
 
-def bytes_by_path(state: Any, params: Any) -> dict[str, int]:
-    """Bytes of state on a device, by parameter.
-
-    A tree within the state with the structure of the parameters, in boxes or not, holds
-    one array for each.
-    """
-    names = [path for path, _ in paths.leaves_with_paths(params)]
-    alike = (jax.tree.structure(params), jax.tree.structure(paths.unbox(params)))
-
-    def is_like_params(x: Any) -> bool:
-        return jax.tree.structure(x) in alike
-
-    total = dict.fromkeys(names, 0)
-    for node in jax.tree.leaves(state, is_leaf=is_like_params):
-        if names and is_like_params(node):
-            for path, leaf in zip(names, jax.tree.leaves(node), strict=True):
-                total[path] += bytes_on_a_device(leaf)
-    return total
-
-
 def spec_by_path(specs: Specs) -> Callable[[str], PartitionSpec]:
     """Specs in any form, as a function of the path."""
 

@@ -8,7 +8,7 @@ always belongs to the optimizer it was given.
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -207,9 +207,6 @@ def describe(
             jaxpr = jax.make_jaxpr(
                 lambda g, s, p, arrays: update(g, s, p, **others, **arrays)
             )(shapes, state, shapes, arrays)
-        if not any(note.kind == "state" for note in at_init):
-            found = mesh_specs.bytes_by_path(state, shapes)
-            at_init.append(notes.Note("state", {"bytes": found}))
     sent = tuple(collectives_of(jaxpr))
     return _description(shapes, state, at_init, at_update, sent)
 
@@ -224,7 +221,7 @@ def _description(
     read: dict[str, Parameter] = {}
     joined: dict[str, int] = {}
     scales: dict[str, float] = {}
-    own_bytes: dict[str, int] = {}
+    states = []  # of each `partition`; of the whole optimizer if there is none
     pools: dict[Any, list[Pool]] = {}
     sizes: dict[str, int] = {}
     summed: tuple[str, ...] = ()
@@ -236,7 +233,7 @@ def _description(
     total = sum(map(mesh_specs.bytes_on_a_device, jax.tree.leaves(state)))
     for kind, facts in itertools.chain(at_init, at_update):
         if kind == "state":
-            own_bytes |= facts["bytes"]
+            states.append(facts["state"])
         elif kind == "placed_state":  # on Auto axes, whose types show no sharding
             total += facts["on_a_device"] - facts["whole"]
         elif kind == "matrices":
@@ -257,6 +254,11 @@ def _description(
             both = (jax.tree.leaves(facts[x]) for x in ("coarse", "fine"))
             specs |= dict(zip(names, zip(*both, strict=True), strict=True))
 
+    leaves = dict(paths.leaves_with_paths(shapes))
+    own_bytes = dict.fromkeys(read or leaves, 0)
+    for one in states or [state]:
+        own_bytes |= _bytes_by_path(one, own_bytes)
+
     def described(path: str, parameter: Parameter) -> DescribedParameter:
         own, of_state = paths.find_prefix(specs, path) or (None, None)
         sharded = () if of_state is None else mesh_specs.spec_names(of_state)
@@ -272,7 +274,6 @@ def _description(
         )
 
     parts: dict[str, list[str]] = {}  # a parameter with splits has several
-    leaves = dict(paths.leaves_with_paths(shapes))
     for path in read:
         parts.setdefault(str(paths.nearest_prefix(leaves, path)), []).append(path)
     rows = []
@@ -283,6 +284,17 @@ def _description(
         ]
     every_pool = tuple(itertools.chain(*pools.values()))
     return Description(tuple(rows), every_pool, sizes, summed, sent, total)
+
+
+def _bytes_by_path(state: Any, names: Collection[str]) -> dict[str, int]:
+    """Bytes of state on a device, by the parameter whose path ends the array's own."""
+    total: dict[str, int] = {}
+    for path, x in paths.leaves_with_paths(state):
+        parts = path.split("/")
+        ends = ("/".join(parts[start:]) for start in range(len(parts) + 1))
+        if (owner := next((end for end in ends if end in names), None)) is not None:
+            total[owner] = total.get(owner, 0) + mesh_specs.bytes_on_a_device(x)
+    return total
 
 
 def _shape(x: Any) -> Any:
