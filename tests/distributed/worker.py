@@ -16,6 +16,18 @@ import sys
 
 import jax
 
+STEPS = 10
+
+
+def optimizer():
+    import optax
+
+    import jax_muon as jm
+    from tests.distributed import layouts
+
+    rate = optax.linear_schedule(0.02, 0.01, STEPS)
+    return jm.nanochat(rate, dtype="float32", adamw=layouts.ADAMW)
+
 
 def main(process, processes, port, devices, folder, layout, die_at=None):
     """Train, from the last checkpoint in the folder if there is one."""
@@ -24,22 +36,19 @@ def main(process, processes, port, devices, folder, layout, die_at=None):
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
 
     import numpy as np
-    import optax
     import orbax.checkpoint as ocp
     from jax.experimental import multihost_utils
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+    from jax.sharding import NamedSharding, PartitionSpec
 
     import jax_muon as jm
     from tests.distributed import layouts, problems
 
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    mesh = layouts.mesh_of(jax.device_count())
     divided = NamedSharding(mesh, PartitionSpec("data"))
     start, weights = problems.draw("mixed")
-    loss, data = problems.loss_of(weights), np.asarray(problems.batches(20))
-    rate = optax.linear_schedule(0.02, 0.01, 10)
-    tx = jm.nanochat(rate, dtype="float32", adamw=layouts.ADAMW)
+    loss, data = problems.loss_of(weights), np.asarray(problems.batches(STEPS))
     specs = problems.divided(start, mesh) if layout == "fsdp" else None
-    step = jm.make_train_step(loss, tx, mesh, specs=specs, min_size=1)
+    step = jm.make_train_step(loss, optimizer(), mesh, specs=specs, min_size=1)
     target = dict(zip(("params", "opt_state"), step.abstract(start), strict=True))
 
     folder = pathlib.Path(folder)
@@ -53,10 +62,8 @@ def main(process, processes, port, devices, folder, layout, die_at=None):
         params, state = step.init(start)
 
     losses = {}
-    for number in range(done + 1, len(data) + 1):
-        whole = data[number - 1]
-        share = len(whole) // processes
-        local = whole[process * share : (process + 1) * share]
+    for number in range(done + 1, STEPS + 1):
+        local = np.split(data[number - 1], processes)[process]
         batch = jax.make_array_from_process_local_data(divided, local)
         params, state, metrics = step(params, state, batch)
         losses[number] = float(metrics["loss"])
