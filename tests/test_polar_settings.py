@@ -142,9 +142,9 @@ def test_cubics_compute_no_square(form, dots):
 # --- errors ---------------------------------------------------------------------------
 
 NOT_POSITIVE = [0, 0.0, -1.0, float("nan"), float("inf"), None, "1.0", True, [1.0]]
-NOT_COUNTS = [0, -3, 1001, 5.0, True, "5", float("nan"), jnp.asarray(5)]
+NOT_COUNTS = [0, -3, 5.0, True, "5", float("nan"), jnp.asarray(5)]
 NOT_CHOICES = ["l2", None, 1, ["plain"], np.zeros(2)]
-NOT_DTYPES = ["int8", "float16", "float8_e4m3fn", "bf16", 5, jnp.int32, "f4,f4"]
+NOT_DTYPES = ["int8", "float16", "float8_e4m3fn", jnp.int32, "f4,f4"]
 
 
 @pytest.mark.parametrize("make", ITERATIONS)
@@ -196,8 +196,6 @@ def test_settings_of_the_schedule(name, value):
         ({"symmetric": "kernel", "dtype": "float32"}, "expected dtype=bfloat16"),
         ({"coefficients": (2, 0, -1)}, "b not 0"),
         ({"coefficients": (2, np.nan, 1)}, "nan"),
-        ({"coefficients": (1e-3, 1, 1)}, "from 0.01"),
-        ({"coefficients": (1, 1e-7, 1)}, "c / b"),
         ({"coefficients": [(1, 2, 3)] * 2, "steps": 3}, "steps=3 .* from 1 to 2"),
         ({"coefficients": "you", "steps": 6}, "steps=6 .*'you'.* from 1 to 5"),
         ({"coefficients": "kimi"}, "coefficients='kimi'; expected one of 'jordan', "),
@@ -230,7 +228,7 @@ def test_arrays_that_are_no_matrices(make):
 @pytest.mark.parametrize("make", ITERATIONS)
 def test_dtypes_that_are_known_with_the_array(make):
     x = jnp.eye(4)
-    with pytest.raises(ValueError, match="jax_enable_x64"):
+    with pytest.warns(UserWarning, match="jax_enable_x64"):  # JAX's own
         make(dtype="float64")(x)
     with pytest.raises(ValueError, match="float8_e4m3fn"):
         make(dtype=None)(x.astype(jnp.float8_e4m3fn))

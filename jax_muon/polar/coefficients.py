@@ -1,9 +1,8 @@
-"""The coefficients of the iterations: tables with their sources, and Remez.
+"""The coefficients of the iterations: published tables, and Remez.
 
 Only numbers: everything here runs on the host in float64, before a program is traced.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,67 +10,25 @@ import numpy as np
 
 from jax_muon import checks
 
-# One odd quintic p(x) = a x + b x^3 + c x^5, written (a, b, c).
+# One odd quintic p(x) = a x + b x^3 + c x^5, written (a, b, c), and one for each step.
 Coefficients = tuple[float, float, float]
-
-# Far more than any iteration needs.
-MAX_STEPS = 1000
+Table = tuple[Coefficients, ...]
 
 # Jordan's Newton-Schulz quintic, used on every step. It maximizes the slope at zero and
 # leaves singular values near 0.7 .. 1.2. https://kellerjordan.github.io/posts/muon/
 NEWTON_SCHULZ: Coefficients = (3.4445, -4.7750, 2.0315)
 
-# J. You's five steps. https://github.com/KellerJordan/modded-nanogpt
-_YOU: tuple[Coefficients, ...] = (
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-)
 
-# Chebyshev-optimized Newton-Schulz, arXiv 2506.10935.
-_CANS: tuple[Coefficients, ...] = (
-    (8.4703, -25.1081, 18.6293),
-    (4.1828, -3.1087, 0.5806),
-    (3.9619, -2.9541, 0.5630),
-    (3.2866, -2.4647, 0.5074),
-    (2.2737, -1.6447, 0.4162),
-)
-
-# DeepSeek-V4's technical report: Jordan's quintic until singular values are near 1,
-# then two steps that bring them to 1.
-_DEEPSEEK: tuple[Coefficients, ...] = 8 * (NEWTON_SCHULZ,) + 2 * ((2.0, -1.5, 0.5),)
-
-# Five cubics, arXiv 2606.00371: no A A, two products a step instead of three. Its band
-# is relaxed: singular values that begin above 7e-3 end in 0.77 .. 1.3.
-_CUBIC5: tuple[Coefficients, ...] = (
-    (3.3656576, -3.3420992, 0.0),
-    (2.5744352, -1.4957376, 0.0),
-    (2.5368962, -1.4312570, 0.0),
-    (2.4418906, -1.2764040, 0.0),
-    (2.2230472, -0.9630650, 0.0),
-)
-
-# Where lower / upper is closer to 1 than this the Remez system is singular in float64,
-# and its limit (a Taylor expansion at `upper`) is exact to rounding.
-_NEARLY_ONE = 1 - 5e-6
-
-
-def _jordan(steps: int = 5) -> tuple[Coefficients, ...]:
-    return steps * (NEWTON_SCHULZ,)
-
-
-def _nanochat(steps: int = 5) -> tuple[Coefficients, ...]:
+def _nanochat(steps: int | None) -> Table:
     """The five quintics of https://github.com/karpathy/nanochat, and what follows.
 
     nanochat keeps the five and takes the first of them, so that with fewer steps the
     last one has the safety margin that `polar_express_coefficients(steps)` omits.
     """
-    return polar_express_coefficients(max(steps, 5))[:steps]
+    return polar_express_coefficients(max(steps or 5, 5))
 
 
-def _polar_express_paper(steps: int = 8) -> tuple[Coefficients, ...]:
+def _polar_express_paper(steps: int | None) -> np.ndarray:
     """The eight quintics that arXiv 2505.16932 prints, with a margin of 1 %.
 
     TEON (arXiv 2601.23261) uses them so: every step but the last of the table is
@@ -79,46 +36,56 @@ def _polar_express_paper(steps: int = 8) -> tuple[Coefficients, ...]:
     """
     table = np.array(
         polar_express_coefficients(
-            max(steps, 8), lower=1e-3, cushion=0.02407327424182761, safety=0.0
+            max(steps or 8, 8), lower=1e-3, cushion=0.02407327424182761, safety=0.0
         )
     )
     table[:-1] /= 1.01 ** np.array([1, 3, 5])
-    return _as_tuples(table[:steps])
+    return table
 
 
-# A table, or a function of the number of steps.
-_TABLES: dict[str, Any] = {
-    "jordan": _jordan,
-    "you": _YOU,
-    "cans": _CANS,
-    "deepseek": _DEEPSEEK,
-    "cubic5": _CUBIC5,
+# A quintic for every step, one for each, or a function of the number of steps.
+_PUBLISHED: dict[str, Any] = {
+    "jordan": NEWTON_SCHULZ,
+    # J. You's five steps. https://github.com/KellerJordan/modded-nanogpt
+    "you": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    # Chebyshev-optimized Newton-Schulz, arXiv 2506.10935.
+    "cans": (
+        (8.4703, -25.1081, 18.6293),
+        (4.1828, -3.1087, 0.5806),
+        (3.9619, -2.9541, 0.5630),
+        (3.2866, -2.4647, 0.5074),
+        (2.2737, -1.6447, 0.4162),
+    ),
+    # DeepSeek-V4's technical report: Jordan's quintic until singular values are near 1,
+    # then two steps that bring them to 1.
+    "deepseek": 8 * (NEWTON_SCHULZ,) + 2 * ((2.0, -1.5, 0.5),),
+    # Five cubics, arXiv 2606.00371: no A A, two products a step instead of three. Its
+    # band is relaxed: singular values that begin above 7e-3 end in 0.77 .. 1.3.
+    "cubic5": (
+        (3.3656576, -3.3420992, 0.0),
+        (2.5744352, -1.4957376, 0.0),
+        (2.5368962, -1.4312570, 0.0),
+        (2.4418906, -1.2764040, 0.0),
+        (2.2230472, -0.9630650, 0.0),
+    ),
     "nanochat": _nanochat,
     "polar_express_paper": _polar_express_paper,
 }
 
 # Names of the published tables.
-TABLES = tuple(_TABLES)
+TABLES = tuple(_PUBLISHED)
 
 
 def quintics(
     coefficients: str | Coefficients | Sequence[Coefficients], steps: int | None
-) -> tuple[Coefficients, ...]:
-    """The quintics of an iteration, one for each step.
-
-    Args:
-      coefficients: the name of a published table, one of `TABLES`; one (a, b, c) for
-        every step; or a sequence of them, whose first `steps` are used.
-      steps: number of quintics; None for all that are published or given, and five
-        where one quintic serves every step.
-
-    Returns:
-      Triples (a, b, c) of Python floats.
-
-    Raises:
-      ValueError: an unknown name; coefficients that are neither one triple nor a
-        sequence of triples; more steps than there are quintics; |a| outside 0.01 to
-        100, b = 0, or |b / a| or |c / b| above 1e6: the iteration divides by a and b.
+) -> Table:
+    """The quintics of an iteration, as `NewtonSchulz` takes `coefficients` and `steps`.
 
     Examples:
       >>> quintics("deepseek", None)[-1]
@@ -127,62 +94,48 @@ def quintics(
       ((2.0, -1.5, 0.5),)
     """
     if steps is not None:
-        checks.count("steps", steps, most=MAX_STEPS)
+        checks.count("steps", steps)
+    given: Any = coefficients
     if isinstance(coefficients, str):
         checks.choice("coefficients", coefficients, TABLES)
-        table = _TABLES[coefficients]
-    else:
-        table = _given(coefficients)
-    if callable(table):
-        found = table() if steps is None else table(int(steps))
-    else:
-        found = table[:steps]
-    if steps is not None and len(found) < steps:
-        what = repr(coefficients) if isinstance(coefficients, str) else "those given"
-        raise ValueError(
-            f"steps={steps} with coefficients={what}; expected an integer from 1 to "
-            f"{len(found)}, as many as there are quintics"
-        )
-    for a, b, c in found:
-        in_range = 0.01 <= abs(a) <= 100 and 0 < abs(b) <= 1e6 * abs(a)
-        if not (in_range and abs(c) <= 1e6 * abs(b)):
-            raise ValueError(
-                f"coefficients ({a}, {b}, {c}); expected |a| from 0.01 to 100, b not "
-                "0, and |b / a| and |c / b| up to 1e6"
-            )
-    return found
-
-
-def _given(coefficients: Any) -> Any:
-    """One triple for any number of steps, or a table, from whatever a user gives."""
+        given = _PUBLISHED[coefficients]
+        given = given(steps) if callable(given) else given
     try:
-        table = np.asarray(coefficients, dtype=np.float64)
+        table = np.asarray(given, dtype=np.float64)
     except (TypeError, ValueError):
         table = np.empty(0)
     if table.shape == (3,):
-        return lambda steps=5: steps * _as_tuples(table[None])
-    if table.ndim != 2 or table.shape[1] != 3 or len(table) == 0:
+        table = np.tile(table, (steps or 5, 1))
+    shaped = table.ndim == 2 and table.shape[1] == 3 and len(table) > 0
+    # The iteration divides by a and b.
+    if not (shaped and np.isfinite(table).all() and table[:, :2].all()):
         raise ValueError(
             f"coefficients={coefficients!r}; expected one (a, b, c), a sequence of "
-            f"them, or one of {', '.join(map(repr, TABLES))}"
+            f"them, or one of {', '.join(map(repr, TABLES))}; a and b not 0"
         )
-    return _as_tuples(table)
+    if len(table) < (steps or 1):
+        what = repr(coefficients) if isinstance(coefficients, str) else "those given"
+        raise ValueError(
+            f"steps={steps} with coefficients={what}; expected an integer from 1 to "
+            f"{len(table)}, as many as there are quintics"
+        )
+    return _as_tuples(table[:steps])
 
 
-def _as_tuples(table: np.ndarray) -> tuple[Coefficients, ...]:
+def _as_tuples(table: Any) -> Table:
     return tuple((float(a), float(b), float(c)) for a, b, c in table)
 
 
 def polar_express_coefficients(
     steps: int, *, lower: float = 1e-3, cushion: float = 0.02, safety: float = 0.02
-) -> tuple[Coefficients, ...]:
+) -> Table:
     """Optimal quintics for the matrix sign iteration, one for each step.
 
     Step after step, the quintic that minimizes the largest |p(x) - 1| over the interval
     [l, u] that holds the singular values, after which the interval is mapped by p.
 
     Args:
-      steps: number of quintics, a Python integer from 1 to 1000.
+      steps: number of quintics, a Python integer of at least 1.
       lower: smallest singular value that is to reach 1, relative to the largest; in
         (0, 1].
       cushion: the interval of each step begins at no less than `cushion * u`, so that
@@ -204,18 +157,11 @@ def polar_express_coefficients(
       Amsel, Persson, Musco, Gower, The Polar Express, arXiv 2505.16932, Algorithm 1
       and section 4.4.
     """
-    checks.count("steps", steps, most=MAX_STEPS)
+    checks.count("steps", steps)
     lower = checks.number("lower", lower, "in (0, 1]", traced=False)
     cushion = checks.number("cushion", cushion, "in [0, 1]", traced=False)
     safety = checks.number("safety", safety, "in [0, 1]", traced=False)
-    return _optimal_quintics(int(steps), lower, cushion, safety)
-
-
-@functools.cache
-def _optimal_quintics(
-    steps: int, lower: float, cushion: float, safety: float
-) -> tuple[Coefficients, ...]:
-    schedule = []
+    table = []
     low, high = lower, 1.0
     for step in range(steps):
         abc = _best_quintic(max(low, cushion * high), high)
@@ -224,27 +170,22 @@ def _optimal_quintics(
             abc = abc * 2 / (_evaluate(abc, low) + _evaluate(abc, high))
         if step < steps - 1:
             abc = abc / (1 + safety) ** np.array([1, 3, 5])
-        schedule.append((float(abc[0]), float(abc[1]), float(abc[2])))
+        table.append(abc)
         low = float(_evaluate(abc, low))
         high = 2 - low
-    return tuple(schedule)
+    return _as_tuples(table)
 
 
-def evaluate(table: Sequence[Coefficients], x: np.ndarray) -> np.ndarray:
-    """Singular values after all steps of an iteration, in exact arithmetic."""
-    for abc in table:
-        x = _evaluate(abc, x)
-    return x
-
-
-def _evaluate(abc: Any, x: Any) -> Any:
+def _evaluate(abc: np.ndarray, x: float) -> float:
     a, b, c = abc
     return a * x + b * x**3 + c * x**5
 
 
 def _best_quintic(low: float, high: float) -> np.ndarray:
     """Odd quintic nearest to 1 on [low, high] in the maximum norm, by Remez."""
-    if low > _NEARLY_ONE * high:
+    if low > (1 - 5e-6) * high:
+        # The system is singular in float64. Its limit, a Taylor expansion at `high`, is
+        # exact to rounding.
         return np.array([15 / 8, -10 / 8, 3 / 8]) / high ** np.array([1, 3, 5])
     # The error 1 - p alternates in sign at low < q < r < high; q and r are inner
     # extrema of p, hence roots of its derivative.

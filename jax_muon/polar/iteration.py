@@ -24,27 +24,20 @@ The same polynomials are computed here. What differs, and what it is worth:
   and X <- Q X at the end: five steps take 8 m^2 n + 28 m^3 FLOPs instead of
   20 m^2 n + 10 m^3. R squares the condition number, so X is refreshed after three
   steps; in bfloat16 this form is useless.
-
-Settings arrive checked: `factors.py` does that.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from jax_muon.dtypes import wide, wider
-from jax_muon.polar.coefficients import Coefficients, quintics
+from jax_muon.polar.coefficients import Table
 from jax_muon.polar.grouped import Group, SharedProducts
-from jax_muon.polar.products import (
-    FusedProducts,
-    Products,
-    exact_factors,
-    matmul,
-)
+from jax_muon.polar.products import FusedProducts, Products, exact_factors, matmul
 
 if TYPE_CHECKING:
     from jax_muon.polar.factors import NewtonSchulz
@@ -66,15 +59,6 @@ _ON_CPU = Products()
 _FUSED = FusedProducts()
 
 
-def dtype_of(dtype: jnp.dtype, m: int) -> jnp.dtype:
-    """The dtype in which matrices of m rows, m <= n, are computed where one is asked.
-
-    The only singular value of one row begins where the quintics are steepest: in
-    bfloat16 it ends 0.22 from where it should, whatever the row.
-    """
-    return wider(dtype, jnp.float32) if m == 1 else dtype
-
-
 def uses_gram(form: str, dtype: jnp.dtype, m: int, n: int) -> bool:
     """True if matrices (m, n), m <= n, take the Gram form."""
     if form == "auto":
@@ -92,13 +76,16 @@ def iterate(
 
     Devices of a group each have columns of wide matrices, and take the standard form.
     """
-    *batch, rows, cols = x.shape
+    rows, cols = x.shape[-2:]
     m, n = sorted((rows, cols))
+    if m == 1:
+        # The only singular value of one row begins where the quintics are steepest: in
+        # bfloat16 it ends 0.22 from where it should, whatever the row.
+        dtype = wider(dtype, jnp.float32)
     turned = group is None and rows > cols
-    dtype = dtype_of(dtype, m)
-    table = quintics(polar.coefficients, polar.steps)
     by_gram = group is None and uses_gram(polar.form, dtype, m, n)
     form = _gram_form if by_gram else _standard_form
+    table = cast(Table, polar.coefficients)  # of any settings, after `__post_init__`
 
     def factor(y: Array, products: Products) -> Array:
         """Polar factors of wide matrices, m <= n."""
@@ -123,7 +110,7 @@ def iterate(
 
         branches["cuda"] = functools.partial(at_once, products=HopperProducts())
     y = jax.lax.platform_dependent(x.reshape(-1, rows, cols), **branches)
-    return y.reshape(*batch, rows, cols)
+    return y.reshape(x.shape)
 
 
 def _one_after_another(
@@ -168,19 +155,14 @@ def _normalize(x: Array, gram: Array, polar: "NewtonSchulz") -> tuple[Array, Arr
     return (wide(x) * scale).astype(x.dtype), gram * scale * scale
 
 
-def _standard_form(
-    x: Array,
-    gram: Array,
-    coefficients: Sequence[Coefficients],
-    products: Products,
-) -> Array:
+def _standard_form(x: Array, gram: Array, table: Table, products: Products) -> Array:
     """The three lines, from X and its Gram matrix in at least float32, like the result.
 
     The order of factors and roundings is chosen: each product is one C + k X Y.
     """
     scale = 1.0  # x is X / scale, so that a step need not multiply it
     used: set[float] = set()
-    for step, (a, b, c) in enumerate(coefficients):
+    for step, (a, b, c) in enumerate(table):
         g, p, q = exact_factors(b / a * scale**2, c / a * scale**4, x.dtype, used)
         used |= {g, p, q}
         gram = (g * gram).astype(x.dtype) if step == 0 else products.gram(x, g)
@@ -193,24 +175,19 @@ def _standard_form(
     return wide(x) * scale
 
 
-def _gram_form(
-    x: Array,
-    gram: Array,
-    coefficients: Sequence[Coefficients],
-    products: Products,
-) -> Array:
+def _gram_form(x: Array, gram: Array, table: Table, products: Products) -> Array:
     """The Gram form, from X and its Gram matrix. Q and R hold no factor a either."""
     # R, every polynomial of it and their products are symmetric and commute.
     eye = jnp.eye(x.shape[-2], dtype=x.dtype)
     gram, factor, scale = gram.astype(x.dtype), eye, 1.0  # factor is Q / scale
-    for step, (a, b, c) in enumerate(coefficients):
+    for step, (a, b, c) in enumerate(table):
         if step and step % REFRESH == 0:
             x = scale * matmul(factor, x, x.dtype)
             gram, factor, scale = products.gram(x, 1.0), eye, 1.0
         square = products.add_square(gram, c / b * scale**2) if c else gram
         polynomial = eye + b / a * scale**2 * square
         factor = polynomial if factor is eye else products.symmetric(factor, polynomial)
-        if step + 1 < len(coefficients) and (step + 1) % REFRESH:
+        if step + 1 < len(table) and (step + 1) % REFRESH:
             gram = products.symmetric(polynomial, gram)
             gram = products.symmetric(gram, polynomial)
         scale *= a
