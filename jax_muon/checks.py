@@ -49,13 +49,12 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> None:
         refuse(name, value, f"one of {', '.join(map(repr, choices))}")
 
 
-def count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> None:
-    """The value must be a Python integer from `least` to `most`."""
+def count(name: str, value: Any, *, least: int = 1) -> None:
+    """The value must be a Python integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         refuse(name, value, f"a Python integer{_known(name)}")
-    if value < least or (most is not None and value > most):
-        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-        refuse(name, value, f"an integer {limits}")
+    if value < least:
+        refuse(name, value, f"an integer of at least {least}")
 
 
 def number(
