@@ -169,9 +169,9 @@ def state(given: Any, like: Any) -> None:
         alike("array", given, "array of init", like)
     except ValueError as error:
         raise ValueError(wrong + str(error)) from None
-    found, wanted = jax.tree.structure(given), jax.tree.structure(like)
-    if found != wanted:
-        raise ValueError(f"{wrong}it is {found}; expected {wanted}")
+    structures: Any = jax.tree.structure(given), jax.tree.structure(like)
+    if structures[0] != structures[1]:
+        raise ValueError(f"{wrong}it is {structures[0]}; expected {structures[1]}")
 
 
 def alike(what: str, tree: Any, whose: str, like: Any, *, kinds: bool = False) -> None:

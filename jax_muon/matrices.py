@@ -135,10 +135,6 @@ class Matrices(Mapping[str, Parameter]):
         """
         return lambda path: _spec(path, self[path].names or (), rules)
 
-    def with_joins(self, joins: joining.Joins | None) -> "Matrices":
-        """The same with other joins; see `read`."""
-        return dataclasses.replace(self, joins=joins)
-
     def group(self, labels: Iterable[str]) -> "Matrices":
         """The parameters with one of these labels, each a matrix, and their joins.
 

@@ -82,7 +82,7 @@ def nesterov(
       in eight bits: arXiv 2509.23106; Dozat, Incorporating Nesterov momentum into Adam,
       2016, for the bias correction.
     """
-    decay = checks.rate("decay", decay, "in [0, 1)")
+    decay = checks.rate("decay (momentum of a recipe)", decay, "in [0, 1)")
     checks.flag("lookahead", lookahead)
     checks.flag("bias_correction", bias_correction)
     kept = storage("accumulator_dtype (momentum_dtype of a recipe)", accumulator_dtype)

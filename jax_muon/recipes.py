@@ -1,10 +1,15 @@
 """Whole optimizers: each a chain of pieces for matrices, and AdamW for the rest.
 
 Every recipe is one call of `partition`, which users can write out in ten lines and
-change; `moonlight` and `teon` call `muon`. Arguments mean the same in all of them:
+change. Arguments mean the same in all of them:
 
 - `learning_rate`, `momentum`, `weight_decay`: of the matrices, a float or an optax
-  schedule. Recipes that keep the norms of matrices have no weight decay.
+  schedule. Momentum is an exponential average, in [0, 1). The weight decay is
+  decoupled, times the learning rate alone. Recipes that keep the norms of matrices have
+  none.
+- `lookahead`: whether to use Nesterov's look-ahead; see `nesterov`.
+- `beta2`: decay of NorMuon's mean squares, in [0, 1), or an optax schedule.
+- `shape_rule`: see `scale_by_shape`.
 - `steps`: of the polar iteration; a Python integer.
 - `dtype`: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
 - `polar`: another polar factor instead of the recipe's: a function of (..., m, n) that
@@ -35,6 +40,7 @@ With `jax_numpy_dtype_promotion="strict"` recipes cannot be traced, since `optax
 cannot. With another transform for `adamw` they can.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,7 +57,6 @@ from jax_muon.partition import Group, Reader, partition, reader
 from jax_muon.polar.factors import NewtonSchulz
 from jax_muon.reading.vocabulary import ADAMW, MUON
 from jax_muon.transforms import (
-    check_shape_rule,
     equilibrate_rows,
     normalize_frobenius,
     scale_by_normuon,
@@ -59,8 +64,6 @@ from jax_muon.transforms import (
 )
 
 __all__ = ["moonlight", "muon", "muonh", "nanochat", "normuon", "normuonh", "teon"]
-
-Pieces = list[optax.GradientTransformation]
 
 
 def nanochat(
@@ -85,15 +88,13 @@ def nanochat(
     Args:
       learning_rate: of the matrices, before the factor max(1, out/in)^0.5. For other
         arguments see the top of `jax_muon.recipes`.
-      momentum: Nesterov momentum in [0, 1), as an exponential average.
       weight_decay: cautious, times the learning rate and the factor of the shape.
       edition: "2026-01", or "2026-08", which equilibrates the rows before the polar
         factor (MuonEq), sets its Frobenius norm (Muon+), and has another margin of the
         first normalization, 1.01 instead of 1.02.
-      beta2: decay of NorMuon's mean squares, in [0, 1); None for 0.95, and for 0.9 in
-        the later edition.
+      beta2: None for 0.95, and for 0.9 in the later edition.
       steps: of the Polar Express: the first of its five quintics, or all of a longer
-        table. Ignored with `polar`, as is `dtype`.
+        table.
 
     Examples:
       >>> import jax
@@ -114,25 +115,24 @@ def nanochat(
     later = edition == "2026-08"
     if beta2 is None:
         beta2 = 0.9 if later else 0.95
-    if polar is None:
-        factor = 1.01 if later else 1.02
-        polar = NewtonSchulz(
-            steps, coefficients="nanochat", norm_factor=factor, eps=1e-6, dtype=dtype
-        )
+    factor = 1.01 if later else 1.02
+    polar = polar or NewtonSchulz(
+        steps, coefficients="nanochat", norm_factor=factor, eps=1e-6, dtype=dtype
+    )
 
-    def pieces(found: Matrices) -> Pieces:
-        return [
-            nesterov(_decay("momentum", momentum), accumulator_dtype=momentum_dtype),
+    def chain(found: Matrices) -> optax.GradientTransformation:
+        return optax.chain(
+            nesterov(momentum, accumulator_dtype=momentum_dtype),
             *([equilibrate_rows(matrices=found)] if later else []),
             orthogonalize(polar, matrices=found),
             *([normalize_frobenius(matrices=found)] if later else []),
-            scale_by_normuon(_decay("beta2", beta2), matrices=found),
+            scale_by_normuon(beta2, matrices=found),
             add_cautious_decayed_weights(weight_decay),
             scale_by_shape(matrices=found),
-            _learning_rate(learning_rate),
-        ]
+            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
+        )
 
-    return _recipe(pieces, adamw, groups, matrices)
+    return _recipe(chain, adamw, groups, matrices)
 
 
 def normuon(
@@ -146,9 +146,7 @@ def normuon(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    adamw: optax.GradientTransformation = optax.adamw(
-        3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0
-    ),
+    adamw: optax.GradientTransformation = optax.adamw(3e-4, b2=0.95, weight_decay=0.0),
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -157,10 +155,6 @@ def normuon(
     Args:
       learning_rate: of the matrices, before the factor 0.2 (in out)^0.5 / ||update||_F.
         For other arguments see the top of `jax_muon.recipes`.
-      momentum: in [0, 1), as an exponential average.
-      weight_decay: decoupled, times the learning rate alone.
-      beta2: decay of the mean squares, in [0, 1).
-      lookahead: whether to use Nesterov's look-ahead, which the paper does not.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -174,23 +168,20 @@ def normuon(
     References:
       NorMuon, arXiv 2510.05491, Algorithm 1.
     """
-    polar = NewtonSchulz(steps, dtype=dtype) if polar is None else polar
 
-    def pieces(found: Matrices) -> Pieces:
-        return [
-            nesterov(
-                _decay("momentum", momentum),
-                lookahead=lookahead,
-                accumulator_dtype=momentum_dtype,
-            ),
-            orthogonalize(polar, matrices=found),
-            _normuon_of_the_paper(beta2, found),
+    def chain(found: Matrices) -> optax.GradientTransformation:
+        return optax.chain(
+            nesterov(momentum, lookahead=lookahead, accumulator_dtype=momentum_dtype),
+            orthogonalize(polar or NewtonSchulz(steps, dtype=dtype), matrices=found),
+            # The paper adds 1e-8 to the root; here the root is at least 1e-8. The
+            # default, 1e-5, would hold back neurons whose first updates are small.
+            scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=found),
             normalize_frobenius(0.2, matrices=found),
-            _decoupled(weight_decay),
-            _learning_rate(learning_rate),
-        ]
+            optax.add_decayed_weights(checks.rate("weight_decay", weight_decay)),
+            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
+        )
 
-    return _recipe(pieces, adamw, groups, matrices)
+    return _recipe(chain, adamw, groups, matrices)
 
 
 def muon(
@@ -207,7 +198,7 @@ def muon(
     momentum_dtype: jax.typing.DTypeLike | None = None,
     weight_decay_mask: Any = None,
     adamw: optax.GradientTransformation = optax.adamw(
-        3e-4, b1=0.9, b2=0.95, eps=1e-10, weight_decay=0.0
+        3e-4, b2=0.95, eps=1e-10, weight_decay=0.0
     ),
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
@@ -220,11 +211,7 @@ def muon(
     Args:
       learning_rate: of the matrices, before the factor of the shape. For other
         arguments see the top of `jax_muon.recipes`.
-      momentum: in [0, 1).
-      weight_decay: decoupled, times the learning rate alone.
-      lookahead: Nesterov's; see `nesterov`.
       bias_correction: of the momentum, as in `optax.contrib.muon`; see `nesterov`.
-      shape_rule: see `scale_by_shape`.
       weight_decay_mask: the matrices that decay, as `mask` of
         `optax.add_decayed_weights`: a tree of booleans, or a function of the parameters
         that returns one; None for all.
@@ -241,24 +228,25 @@ def muon(
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/
     """
-    polar = NewtonSchulz(steps, dtype=dtype) if polar is None else polar
-    check_shape_rule("shape_rule", shape_rule)
+    check_mask("weight_decay_mask", weight_decay_mask)
 
-    def pieces(found: Matrices) -> Pieces:
-        return [
+    def chain(found: Matrices) -> optax.GradientTransformation:
+        return optax.chain(
             nesterov(
-                _decay("momentum", momentum),
+                momentum,
                 lookahead=lookahead,
                 bias_correction=bias_correction,
                 accumulator_dtype=momentum_dtype,
             ),
-            orthogonalize(polar, matrices=found),
+            orthogonalize(polar or NewtonSchulz(steps, dtype=dtype), matrices=found),
             scale_by_shape(shape_rule, matrices=found),
-            _decoupled(weight_decay, weight_decay_mask),
-            _learning_rate(learning_rate),
-        ]
+            optax.add_decayed_weights(
+                checks.rate("weight_decay", weight_decay), weight_decay_mask
+            ),
+            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
+        )
 
-    return _recipe(pieces, adamw, groups, matrices)
+    return _recipe(chain, adamw, groups, matrices)
 
 
 def moonlight(
@@ -276,13 +264,12 @@ def moonlight(
 ) -> optax.GradientTransformationExtraArgs:
     """Moonlight's Muon: updates with AdamW's root mean square of 0.2.
 
-    One learning rate and one weight decay serve matrices and AdamW alike.
+    One learning rate and one weight decay serve matrices and AdamW alike. The momentum
+    is Nesterov's.
 
     Args:
       learning_rate: of the matrices, before the factor 0.2 max(in, out)^0.5. For other
         arguments see the top of `jax_muon.recipes`.
-      momentum: Nesterov momentum in [0, 1).
-      weight_decay: decoupled, times the learning rate alone.
       adamw: None for AdamW with this learning rate and this weight decay.
 
     Examples:
@@ -297,26 +284,21 @@ def moonlight(
     References:
       Liu et al., Muon is scalable for LLM training, arXiv 2502.16982.
     """
-    if adamw is None:
-        adamw = optax.adamw(
-            checks.rate("learning_rate", learning_rate),
-            b1=0.9,
-            b2=0.95,
-            weight_decay=checks.rate("weight_decay", weight_decay),
+
+    def chain(found: Matrices) -> optax.GradientTransformation:
+        return optax.chain(
+            nesterov(momentum, accumulator_dtype=momentum_dtype),
+            orthogonalize(polar or NewtonSchulz(steps, dtype=dtype), matrices=found),
+            scale_by_shape("rms_0.2", matrices=found),
+            optax.add_decayed_weights(checks.rate("weight_decay", weight_decay)),
+            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
-    return muon(
-        learning_rate,
-        momentum,
-        weight_decay,
-        shape_rule="rms_0.2",
-        steps=steps,
-        dtype=dtype,
-        polar=polar,
-        momentum_dtype=momentum_dtype,
-        adamw=adamw,
-        groups=groups,
-        matrices=matrices,
-    )
+
+    if adamw is None:
+        rate = checks.rate("learning_rate", learning_rate)
+        decay = checks.rate("weight_decay", weight_decay)
+        adamw = optax.adamw(rate, b2=0.95, weight_decay=decay)
+    return _recipe(chain, adamw, groups, matrices)
 
 
 def teon(
@@ -330,27 +312,20 @@ def teon(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    adamw: optax.GradientTransformation = optax.adamw(
-        3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0
-    ),
+    adamw: optax.GradientTransformation = optax.adamw(3e-4, b2=0.95, weight_decay=0.0),
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
     """TEON: queries, keys and values of neighbouring layers orthogonalized as one.
 
     The joined matrices are scaled like single ones. All other matrices get ordinary
-    Muon, and so does a last layer without a partner.
+    Muon, and so does a last layer without a partner. Its polar factor is the Polar
+    Express with the coefficients of that paper.
 
     Args:
       learning_rate: of the matrices, before the factor (out/in)^0.5. For other
         arguments see the top of `jax_muon.recipes`.
-      momentum: in [0, 1), as an exponential average.
-      weight_decay: decoupled, times the learning rate alone.
-      lookahead: whether to use Nesterov's look-ahead, which the paper does not.
-      shape_rule: see `scale_by_shape`.
-      steps: of the Polar Express with the coefficients of its paper; ignored with
-        `polar`, as is `dtype`.
-      matrices: without `joins`, it joins queries, keys and values two by two.
+      matrices: without `joins`, queries, keys and values are joined two by two.
 
     Raises:
       ValueError: at init, a model without numbered or scanned layers to join.
@@ -369,28 +344,24 @@ def teon(
     References:
       TEON, arXiv 2601.23261.
     """
-    if polar is None:
-        polar = NewtonSchulz(
-            steps, coefficients="polar_express_paper", norm_factor=1.01, dtype=dtype
+    polar = polar or NewtonSchulz(
+        steps, coefficients="polar_express_paper", norm_factor=1.01, dtype=dtype
+    )
+
+    def chain(found: Matrices) -> optax.GradientTransformation:
+        return optax.chain(
+            nesterov(momentum, lookahead=lookahead, accumulator_dtype=momentum_dtype),
+            orthogonalize(polar, matrices=found),
+            scale_by_shape(shape_rule, matrices=found),
+            optax.add_decayed_weights(checks.rate("weight_decay", weight_decay)),
+            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
-    read_tree = reader(matrices)
 
     def in_pairs(params: Any) -> Matrices:
-        found = read_tree(params)
-        return found.with_joins(2) if found.joins is None else found
+        found = reader(matrices)(params)
+        return dataclasses.replace(found, joins=2) if found.joins is None else found
 
-    return muon(
-        learning_rate,
-        momentum,
-        weight_decay,
-        lookahead=lookahead,
-        shape_rule=shape_rule,
-        polar=polar,
-        momentum_dtype=momentum_dtype,
-        adamw=adamw,
-        groups=groups,
-        matrices=in_pairs,
-    )
+    return _recipe(chain, adamw, groups, in_pairs)
 
 
 def muonh(
@@ -401,22 +372,19 @@ def muonh(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    adamw: optax.GradientTransformation = optax.adamw(
-        3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0
-    ),
+    adamw: optax.GradientTransformation = optax.adamw(3e-4, b2=0.95, weight_decay=0.0),
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MuonH: Jordan's Muon in steps of a fixed angle.
 
     Matrices neither grow nor decay, so that there is no weight decay and no factor for
-    their shapes.
+    their shapes. The momentum is Nesterov's.
 
     Args:
       learning_rate: of the matrices, as a part of their norm; see `hyperball`, also for
         matrices that start at zero. A first guess is the root of learning rate times
         weight decay of `muon`. For other arguments see the top of `jax_muon.recipes`.
-      momentum: Nesterov momentum in [0, 1).
 
     Examples:
       >>> import jax.numpy as jnp
@@ -432,19 +400,15 @@ def muonh(
     References:
       Hyperball optimization, arXiv 2606.16899.
     """
-    polar = NewtonSchulz(steps, dtype=dtype) if polar is None else polar
 
-    def pieces(found: Matrices) -> Pieces:
-        return [
-            nesterov(
-                _decay("momentum", momentum),
-                accumulator_dtype=momentum_dtype,
-            ),
-            orthogonalize(polar, matrices=found),
+    def chain(found: Matrices) -> optax.GradientTransformation:
+        return optax.chain(
+            nesterov(momentum, accumulator_dtype=momentum_dtype),
+            orthogonalize(polar or NewtonSchulz(steps, dtype=dtype), matrices=found),
             hyperball(learning_rate, matrices=found),
-        ]
+        )
 
-    return _recipe(pieces, adamw, groups, matrices)
+    return _recipe(chain, adamw, groups, matrices)
 
 
 def normuonh(
@@ -457,21 +421,15 @@ def normuonh(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    adamw: optax.GradientTransformation = optax.adamw(
-        3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0
-    ),
+    adamw: optax.GradientTransformation = optax.adamw(3e-4, b2=0.95, weight_decay=0.0),
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuonH: the direction of `normuon`, in steps of a fixed angle.
 
     Args:
-      learning_rate: of the matrices, as a part of their norm; see `hyperball`, also for
-        matrices that start at zero. For other arguments see the top of
-        `jax_muon.recipes`.
-      momentum: in [0, 1), as an exponential average.
-      beta2: decay of the mean squares, in [0, 1).
-      lookahead: whether to use Nesterov's look-ahead, which NorMuon's paper does not.
+      learning_rate: of the matrices, as a part of their norm; see `muonh`. For other
+        arguments see the top of `jax_muon.recipes`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -487,70 +445,31 @@ def normuonh(
     References:
       Hyperball optimization, arXiv 2606.16899; NorMuon, arXiv 2510.05491.
     """
-    polar = NewtonSchulz(steps, dtype=dtype) if polar is None else polar
 
-    def pieces(found: Matrices) -> Pieces:
-        return [
-            nesterov(
-                _decay("momentum", momentum),
-                lookahead=lookahead,
-                accumulator_dtype=momentum_dtype,
-            ),
-            orthogonalize(polar, matrices=found),
-            _normuon_of_the_paper(beta2, found),
+    def chain(found: Matrices) -> optax.GradientTransformation:
+        return optax.chain(
+            nesterov(momentum, lookahead=lookahead, accumulator_dtype=momentum_dtype),
+            orthogonalize(polar or NewtonSchulz(steps, dtype=dtype), matrices=found),
+            scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=found),
             hyperball(learning_rate, matrices=found),
-        ]
+        )
 
-    return _recipe(pieces, adamw, groups, matrices)
+    return _recipe(chain, adamw, groups, matrices)
 
 
 def _recipe(
-    pieces: Callable[[Matrices], Pieces],
+    chain: Callable[[Matrices], optax.GradientTransformation],
     adamw: optax.GradientTransformation,
     groups: Mapping[str, Group] | None,
     matrices: Reader,
 ) -> optax.GradientTransformationExtraArgs:
-    """The pieces for "muon", a transform for "adamw", and the user's groups."""
+    """The chain for "muon", a transform for "adamw", and the user's groups."""
     groups = {} if groups is None else groups
     if MUON in groups or ADAMW in groups:
         raise ValueError(
             f"groups has the labels {list(groups)}; expected others than {MUON!r}, "
             f"which the recipe holds itself, and {ADAMW!r}, whose transform is adamw="
         )
-    pieces(Matrices({}))  # a wrong setting of a piece is an error now
-    return partition(
-        {
-            MUON: lambda found: optax.chain(*pieces(found)),
-            ADAMW: checks.as_transform("adamw", adamw),
-            **groups,
-        },
-        matrices,
-    )
-
-
-def _decay(name: str, value: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
-    """A decay in [0, 1); an error has the name that the recipe gives it."""
-    return checks.rate(name, value, "in [0, 1)")
-
-
-def _normuon_of_the_paper(
-    beta2: optax.ScalarOrSchedule, matrices: Matrices
-) -> optax.GradientTransformation:
-    # The paper adds 1e-8 to the root; here the root is at least 1e-8. The default,
-    # 1e-5, would hold back neurons whose first updates are small.
-    beta2 = _decay("beta2", beta2)
-    return scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=matrices)
-
-
-def _decoupled(
-    weight_decay: optax.ScalarOrSchedule, mask: Any = None
-) -> optax.GradientTransformation:
-    """Decoupled weight decay, before the learning rate."""
-    check_mask("weight_decay_mask", mask)
-    return optax.add_decayed_weights(checks.rate("weight_decay", weight_decay), mask)
-
-
-def _learning_rate(
-    learning_rate: optax.ScalarOrSchedule,
-) -> optax.GradientTransformation:
-    return optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate))
+    chain(Matrices({}))  # a wrong setting of a piece is an error now
+    adamw = checks.as_transform("adamw", adamw)
+    return partition({MUON: chain, ADAMW: adamw, **groups}, matrices)

@@ -175,7 +175,7 @@ def scale_by_normuon(
     References:
       NorMuon, arXiv 2510.05491, Algorithm 1.
     """
-    decay = checks.rate("decay", decay, "in [0, 1)")
+    decay = checks.rate("decay (beta2 of a recipe)", decay, "in [0, 1)")
     checks.choice("axis", axis, ("longer", "output"))
     eps = checks.number("eps", eps, "above 0")
     reading.check(matrices)
@@ -267,7 +267,8 @@ def scale_by_shape(
       Jordan et al., https://kellerjordan.github.io/posts/muon/; Moonlight, arXiv
       2502.16982; TEON, arXiv 2601.23261.
     """
-    check_shape_rule("rule", rule)
+    if not callable(rule):
+        checks.choice("rule (shape_rule of a recipe)", rule, tuple(SHAPE_RULES))
     reading.check(matrices)
     chosen = rule if callable(rule) else SHAPE_RULES[rule]
 
@@ -290,12 +291,6 @@ def scale_by_shape(
         return jax.tree_util.tree_map_with_path(scale, updates), state
 
     return optax.GradientTransformation(_init_of_matrices(matrices), update_fn)
-
-
-def check_shape_rule(name: str, rule: Any) -> None:
-    """Raise a ValueError for what `scale_by_shape` does not take."""
-    if not callable(rule):
-        checks.choice(name, rule, tuple(SHAPE_RULES))
 
 
 def _norm(x: Array, axes: tuple[int, ...]) -> Array:

@@ -45,13 +45,16 @@ NUMBERS = {
     "rate as text": (lambda: jm.muon("0.1"), "learning_rate='0.1'; expected a finite"),
     "rate is NaN": (lambda: jm.nanochat(weight_decay=NAN), "weight_decay=nan; exp"),
     "a rate per matrix": (lambda: jm.muon(jnp.ones(2)), "learning_rate=Array([1., 1.]"),
-    "momentum of 1": (lambda: jm.muon(momentum=1.0), "momentum=1.0; expected a number"),
-    "NumPy's momentum": (lambda: jm.muon(momentum=np.float32(1.5)), "momentum=np.floa"),
+    "momentum of 1": (lambda: jm.muon(momentum=1.0), "momentum of a recipe)=1.0; exp"),
+    "NumPy's momentum": (
+        lambda: jm.muon(momentum=np.float32(1.5)),
+        "recipe)=np.f",
+    ),
     "decay of 1": (
         lambda: jm.nesterov(1),
-        "decay=1; expected a number in [0, 1",
+        "decay (momentum of a recipe)=1; expected a number in [0, 1",
     ),
-    "beta2 of 1": (lambda: jm.normuon(beta2=1.0), "beta2=1.0; expected a number in"),
+    "beta2 of 1": (lambda: jm.normuon(beta2=1.0), "beta2 of a recipe)=1.0; expected"),
     "eps of 0": (lambda: jm.scale_by_normuon(eps=0.0), "eps=0.0; expected a finite"),
     "rms of 0": (lambda: jm.normalize_frobenius(0.0), "rms=0.0; expected a finite num"),
     "a share above 1": (lambda: jm.clip_qk(1.0, balance=1.5), "balance=1.5; expected"),
@@ -76,7 +79,7 @@ NUMBERS = {
     ),
     "a schedule without return": (
         lambda: step(jm.muon(momentum=lambda count: None)),
-        "momentum(count)=None; expected a schedule of real scalars",
+        "momentum of a recipe)(count)=None; expected a schedule of real",
     ),
     "a factor below 0": (
         lambda: jm.scale_by_path({"w": -1.0}),
@@ -121,7 +124,7 @@ WORDS = {
     ),
     "shape rule": (
         lambda: jm.muon(shape_rule="rms"),
-        "shape_rule='rms'; expected one of 'max_ratio', 'rms_0.2'",
+        "shape_rule of a recipe)='rms'; expected one of 'max_ratio', 'rms_0.2'",
     ),
     "coefficients": (
         lambda: jm.NewtonSchulz(coefficients="jordn"),
