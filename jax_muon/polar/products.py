@@ -10,6 +10,7 @@ library, which reads and writes nothing besides its operands. `Products` is for 
 """
 
 import functools
+import pathlib
 from collections.abc import Collection
 from typing import Any
 
@@ -63,17 +64,9 @@ _HALVES_FROM_WITH_AMX = 2048
 
 @functools.cache
 def has_amx() -> bool:
-    """True if the processor that traces multiplies bfloat16 in tiles (AMX).
-
-    A program that is compiled here for another processor gives the same results, by
-    products that may be the slower choice there.
-    """
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            flags = next((line for line in lines if line.startswith("flags")), "")
-    except OSError:  # not Linux
-        return False
-    return "amx_bf16" in flags.split()
+    """True if the processor that traces multiplies bfloat16 in tiles (AMX)."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")  # of Linux
+    return cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text().split()
 
 
 def outer_in_halves(
@@ -101,9 +94,8 @@ class Products:
         m, k = x.shape[-2:]
         by_amx = x.dtype == jnp.bfloat16 and has_amx()
         least = _HALVES_FROM_WITH_AMX if by_amx else _HALVES_FROM
-        return (
-            outer_in_halves(x, y) if m >= _HALVES_FROM and k >= least else outer(x, y)
-        )
+        halves = m >= _HALVES_FROM and k >= least
+        return outer_in_halves(x, y) if halves else outer(x, y)
 
     def gram(self, x: Array, k: float) -> Array:
         """The matrices k X X^T."""
@@ -147,10 +139,6 @@ class FusedProducts(Products):
         """X + k B X."""
         return x + k * matmul(b, x, x.dtype)
 
-    def symmetric(self, x: Array, y: Array) -> Array:
-        """X Y, for symmetric matrices that commute."""
-        return matmul(x, y, x.dtype)
-
 
 def exact_factors(
     cubic: float, quintic: float, dtype: jnp.dtype, used: Collection[float] = ()
@@ -160,17 +148,9 @@ def exact_factors(
     With A' = g A this is X + p (A' + q A' A') X, where p g = cubic and
     p q g^2 = quintic. In float32 g is 1. In bfloat16 rounding p and q would change the
     polynomial by up to 2^-8 of each term; of the 128 values that g has in [1, 2), the
-    best one leaves 2^-12.5 on average, less than the rounding of the matrices.
-
-    Args:
-      cubic: factor of A X, not 0.
-      quintic: factor of A A X.
-      dtype: of the matrices.
-      used: numbers of other steps, which are avoided: XLA hands a factor to cuBLASLt
-        only where no other sum has the same.
-
-    Returns:
-      (g, p, q).
+    best one leaves 2^-12.5 on average, less than the rounding of the matrices. Numbers
+    `used` in other steps are avoided: XLA hands a factor to cuBLASLt only where no
+    other sum has the same.
     """
     ratio = quintic / cubic
     if jnp.finfo(dtype).bits >= 32:

@@ -3,12 +3,12 @@
 Matrices of one shape, and their transposes, share a stack (k, m, n) with m <= n.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 
@@ -34,45 +34,41 @@ def map_stacks(
     Returns:
       The results, in the order and shapes of `batches`.
     """
-
-    def by_shape(index: int, batch: Array) -> Any:
-        return (*sorted(batch.shape[-2:]), batch.dtype)
-
-    def by_leaf(index: int, batch: Array) -> Any:
-        return index if len(batch) > 1 else (*batch.shape, batch.dtype)
-
     if not batches:
         return []
-    run = functools.partial(_map_pools, function, max_stack)
-    return jax.lax.platform_dependent(
-        *batches,
-        cpu=functools.partial(run, by_leaf),
-        default=functools.partial(run, by_shape),
-    )
+
+    def on_accelerators(*batches: Array) -> list[Array]:
+        keys = [(*sorted(x.shape[-2:]), x.dtype) for x in batches]
+        return _map_pools(function, batches, keys, max_stack)
+
+    def on_cpu(*batches: Array) -> list[Array]:
+        keys = [i if len(x) > 1 else (x.shape, x.dtype) for i, x in enumerate(batches)]
+        return _map_pools(function, batches, keys, max_stack)
+
+    return jax.lax.platform_dependent(*batches, cpu=on_cpu, default=on_accelerators)
 
 
 def _map_pools(
     function: Callable[[Array], Array],
+    batches: Sequence[Array],
+    keys: Sequence[Any],
     max_stack: int,
-    pool_of: Callable[[int, Array], Any],
-    *batches: Array,
 ) -> list[Array]:
-    """The function of every batch, with those that have one `pool_of` in one stack."""
+    """The function of every batch; those with one key share stacks."""
     pools: dict[Any, list[int]] = {}
-    for index, batch in enumerate(batches):
-        pools.setdefault(pool_of(index, batch), []).append(index)
-
+    for index, key in enumerate(keys):
+        pools.setdefault(key, []).append(index)
     results: dict[int, Array] = {}
     for members in pools.values():
-        rows, cols = batches[members[0]].shape[-2:]
-        if any(batches[i].shape[1] != rows for i in members):
-            rows, cols = sorted((rows, cols))
+        shapes = [batches[i].shape[1:] for i in members]
         # (12, 768, 3072) and (12, 3072, 768) -> (24, 768, 3072)
-        turned = [
-            batches[i] if batches[i].shape[1] == rows else batches[i].mT
-            for i in members
-        ]
-        pool = jnp.concatenate(turned) if len(turned) > 1 else turned[0]
+        turned = [len({*shapes}) > 1 and rows > cols for rows, cols in shapes]
+        pool = jnp.concatenate(
+            [
+                batches[i].mT if turn else batches[i]
+                for i, turn in zip(members, turned, strict=True)
+            ]
+        )
         stacks = []
         for start in range(0, len(pool), max_stack):
             stack = pool[start : start + max_stack]
@@ -83,11 +79,8 @@ def _map_pools(
                     f"polar={function!r} made shape {shape} out of {stack.shape}; "
                     "expected a function whose result has the shape of its argument"
                 )
-        pool = jnp.concatenate(stacks) if len(stacks) > 1 else stacks[0]
-        start = 0
-        for index in members:
-            count = len(batches[index])
-            part = pool[start : start + count]
-            results[index] = part if batches[index].shape[1] == rows else part.mT
-            start += count
+        ends = np.cumsum([len(batches[i]) for i in members])
+        parts = jnp.split(jnp.concatenate(stacks), ends[:-1])
+        for index, turn, part in zip(members, turned, parts, strict=True):
+            results[index] = part.mT if turn else part
     return [results[index] for index in range(len(batches))]
