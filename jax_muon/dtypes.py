@@ -38,3 +38,9 @@ def as_wide_as_params(updates: Any, params: Any) -> Any:
     if params is None:
         return updates
     return jax.tree.map(widen, updates, params, is_leaf=lambda x: x is None)
+
+
+def wire_dtype(dtype: Any, asked: Any) -> Any:
+    """The dtype in which arrays are sent: the one asked for, if they are real."""
+    real = jnp.issubdtype(dtype, jnp.floating)
+    return dtype if asked is None or not real else asked

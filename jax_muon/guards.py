@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array
 
 from jax_muon import checks, paths
-from jax_muon.mesh.specs import check_same_everywhere
+from jax_muon.mesh.array_types import check_same_everywhere
 
 
 class SkipNonfiniteState(NamedTuple):

@@ -13,7 +13,8 @@ from jax_muon import checks, notes, paths
 from jax_muon import matrices as reading
 from jax_muon.joins import Block, Factors, map_blocks
 from jax_muon.mesh import owners, travel
-from jax_muon.mesh import specs as mesh_specs
+from jax_muon.mesh.array_types import mesh_of_types
+from jax_muon.mesh.specs import dividing
 from jax_muon.polar.factors import PolarExpress
 from jax_muon.polar.stacks import map_stacks
 
@@ -96,19 +97,15 @@ def orthogonalize(
         found = reading.of_tree(matrices, updates)
         flat = paths.leaves_with_paths(updates)
         names, leaves = [path for path, _ in flat], [x for _, x in flat]
-        mesh = mesh_specs.local_types(flat)
+        mesh = mesh_of_types(flat)
         if mesh is None:
             factors = functools.partial(map_stacks, polar, max_stack=max_stack)
             leaves = _map_matrices(factors, found, names, found.blocks(names), leaves)
             return jax.tree.unflatten(jax.tree.structure(updates), leaves), state
 
-        sizes: mesh_specs.Sizes = dict(mesh.shape)
-        specs = [
-            mesh_specs.full_rank(jax.typeof(x).sharding.spec, path, x.shape, sizes)
-            for path, x in flat
-        ]
-        specs = [mesh_specs.dividing(spec, sizes) for spec in specs]
-        specs, blocks, shards = owners.lay_out(found, names, specs, sizes)
+        sizes = dict(mesh.shape)
+        specs = [dividing(jax.typeof(x).sharding.spec, sizes) for x in leaves]
+        specs, blocks, shards = owners.lay_out(found, names, specs, mesh)
         # Sorted, since all processes have to build one program.
         labels = sorted({parameter.label for parameter in found.values()})
         pools = owners.make_pools(

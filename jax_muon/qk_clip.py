@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jax_muon import checks, paths
 from jax_muon.dtypes import wide
-from jax_muon.mesh import specs
+from jax_muon.mesh import array_types
 
 
 class ClipQkState(NamedTuple):
@@ -139,7 +139,7 @@ def clip_qk(
         factors: dict[str, Array] = {}
         clipped = jnp.zeros([], jnp.int32)
         for name, largest in _by_module(max_logits, modules).items():
-            module, largest = modules[name], wide(specs.replicated(largest))
+            module, largest = modules[name], wide(array_types.replicated(largest))
             shapes = {p: weights[p].shape for p in module.query + module.key}
             heads = _heads(name, module, shapes, largest.shape, layers_axis)
             above = (largest > threshold) & jnp.isfinite(largest)

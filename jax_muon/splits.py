@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from jax_muon import checks, notes, paths
 from jax_muon.axes import MatrixAxes
 from jax_muon.elementwise import check_factors
-from jax_muon.mesh import specs
+from jax_muon.mesh import array_types, specs
 from jax_muon.reading import tree as names
 from jax_muon.reading.decide import Parameter
 
@@ -225,7 +225,7 @@ class _Cut:
                 for name, factor in zip(self.widths, factors, strict=True)
             ]
             x = jnp.concatenate(scaled, axis=self.axis)
-        if isinstance(like, jax.Array) and specs.is_explicit(like):
+        if isinstance(like, jax.Array) and array_types.is_explicit(like):
             return jax.reshard(x, jax.typeof(like).sharding)
         return x
 
@@ -234,7 +234,7 @@ class _Cut:
 
         They move to another axis if one is free, so that state stays divided.
         """
-        if not isinstance(x, jax.Array) or not specs.is_explicit(x):
+        if not isinstance(x, jax.Array) or not array_types.is_explicit(x):
             return x
         sharding = jax.typeof(x).sharding
         entries = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]

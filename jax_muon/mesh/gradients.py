@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_muon import checks, notes, paths
-from jax_muon.dtypes import wide
+from jax_muon.dtypes import wide, wire_dtype
 from jax_muon.mesh import by_layers, specs, xla_options
 
 
@@ -151,7 +151,7 @@ class MeanGradients:
         """A whole parameter."""
         for dimension, entry in enumerate(spec):
             if names := specs.entry_names(entry):
-                sent = x.astype(specs.wire_dtype(x.dtype, self.gather_dtype))
+                sent = x.astype(wire_dtype(x.dtype, self.gather_dtype))
                 sent = jax.lax.all_gather(sent, names, axis=dimension, tiled=True)
                 x = sent.astype(x.dtype)
         return x
@@ -160,7 +160,7 @@ class MeanGradients:
         self, g: Any, spec: PartitionSpec, dtype: Any, over: Sequence[str]
     ) -> Any:
         """This device's shard of the sum over mesh axes, in at least float32."""
-        sent = self._to_reduce(g.astype(specs.wire_dtype(dtype, self.reduce_dtype)))
+        sent = self._to_reduce(g.astype(wire_dtype(dtype, self.reduce_dtype)))
         rest = list(over)
         for dimension, entry in enumerate(spec):
             names = tuple(name for name in specs.entry_names(entry) if name in over)

@@ -1,16 +1,28 @@
-"""How parameters are sharded on a mesh, and how their gradients and state are."""
+"""How the parameters of a tree are sharded, and their gradients and state."""
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks, paths
-from jax_muon.mesh import specs as mesh_specs
+from jax_muon.mesh.array_types import own_sharding
+from jax_muon.mesh.specs import (
+    check_mesh,
+    devices_over,
+    dividing,
+    entry_names,
+    full_rank,
+    spec_names,
+)
 from jax_muon.reading import layers as layer_axes
+
+# A PartitionSpec or NamedSharding for all parameters, a tree (or a prefix of one) of
+# them, or a function of a parameter's path. None in a tree: replicated.
+Specs = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +43,7 @@ class Layout:
     """
 
     mesh: Mesh
-    specs: mesh_specs.Specs
+    specs: Specs
     divide: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
     min_size: int = 1024
@@ -40,47 +52,45 @@ class Layout:
     by_layers: bool = False
 
     def __post_init__(self) -> None:
-        mesh_specs.check_mesh("mesh", self.mesh)
-        mesh_specs.check_specs("specs", self.specs)
+        check_mesh("mesh", self.mesh)
         checks.count("min_size", self.min_size, least=0)
 
     def of_params(self, tree: Any) -> Any:
         """PartitionSpecs of parameters, with an entry for each axis."""
-        return self.of_both(tree)[0]
+        return jax.tree.unflatten(jax.tree.structure(tree), self.of_leaves(tree)[1])
 
     def of_state(self, tree: Any) -> Any:
         """PartitionSpecs of gradients, and of state with a parameter's shape."""
-        return self.of_both(tree)[1]
+        return jax.tree.unflatten(jax.tree.structure(tree), self.of_leaves(tree)[2])
 
-    def of_both(self, tree: Any) -> tuple[Any, Any]:
-        """PartitionSpecs of parameters, and of gradients and state.
+    def of_leaves(
+        self, tree: Any
+    ) -> tuple[list[str], list[PartitionSpec], list[PartitionSpec]]:
+        """Paths, specs of parameters, and specs of their gradients and state.
 
         Raises:
           ValueError: with path and shape, for specs that do not fit, or that use an
             axis of `divide`.
         """
-        treedef = jax.tree.structure(tree)
-        given = None if self.specs is None else mesh_specs.spec_by_path(self.specs)
+        names, coarse, fine = [], [], []
+        spec_of = _own_spec if self.specs is None else spec_by_path(self.specs)
         layers = layer_axes.axes_of_layers(tree) if self.by_layers else {}
-        coarse, fine = [], []
         for path, leaf in paths.leaves_with_paths(tree):
             shape = tuple(leaf.shape)
-            found = _own_spec(leaf) if given is None else given(path)
-            own = mesh_specs.full_rank(found, path, shape, self.mesh.shape)
+            own = full_rank(spec_of(path, leaf), path, shape, self.mesh)
             finer = self._finer(path, shape, own, layers.get(path, ()))
+            names.append(path)
             coarse.append(finer if self.params_divided else own)
             fine.append(finer)
-        return jax.tree.unflatten(treedef, coarse), jax.tree.unflatten(treedef, fine)
+        return names, coarse, fine
 
     def check_concrete(self, tree: Any) -> None:
         """Raise a ValueError for arrays sharded on Auto axes without specs."""
         if self.specs is not None or AxisType.Auto not in self.mesh.axis_types:
             return
         for path, leaf in paths.leaves_with_paths(tree):
-            sharding = mesh_specs.own_sharding(leaf)
-            if sharding and any(
-                mesh_specs.dividing(sharding.spec, sharding.mesh.shape)
-            ):
+            sharding = own_sharding(leaf)
+            if sharding and any(dividing(sharding.spec, sharding.mesh.shape)):
                 raise ValueError(
                     f"parameter {path!r} is sharded by {sharding.spec} on a mesh with "
                     "Auto axes, which types do not show; expected specs, such as "
@@ -98,7 +108,7 @@ class Layout:
 
         Axes in `last` come after all others.
         """
-        used = set(mesh_specs.spec_names(own)) & set(self.divide)
+        used = set(spec_names(own)) & set(self.divide)
         if used and not self.skip_used:
             raise ValueError(
                 f"parameter {path!r} of shape {shape} with {own} is divided over "
@@ -110,8 +120,8 @@ class Layout:
         if not names or math.prod(shape) < self.min_size:
             return own
         for axis in sorted(range(len(own)), key=lambda axis: axis in last):
-            entry = mesh_specs.entry_names(own[axis])
-            here = devices * mesh_specs.devices_over(own[axis], self.mesh.shape)
+            entry = entry_names(own[axis])
+            here = devices * devices_over(own[axis], self.mesh.shape)
             if shape[axis] == 0 or shape[axis] % here == 0:
                 entries = list(own)
                 entries[axis] = (*entry, *names)
@@ -119,9 +129,38 @@ class Layout:
         return own
 
 
-def _own_spec(leaf: Any) -> PartitionSpec:
+def _own_spec(path: str, leaf: Any) -> PartitionSpec:
     """The spec that a leaf's type shows, or, for a shape, its sharding."""
-    sharding = mesh_specs.own_sharding(leaf)
+    sharding = own_sharding(leaf)
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
         return PartitionSpec()
     return sharding.spec
+
+
+def spec_by_path(specs: Specs) -> Callable[..., PartitionSpec]:
+    """Specs in any form, as a function of the path; other arguments are ignored."""
+    find = specs
+    if not paths.is_function(specs):
+        flat = dict(paths.leaves_with_paths(specs, is_leaf=lambda x: x is None))
+
+        def find(path: str) -> Any:
+            prefix = paths.nearest_prefix(flat, path)
+            if prefix is None:
+                raise ValueError(
+                    f"specs have nothing for parameter {path!r}; there are "
+                    + ", ".join(flat)
+                )
+            return flat[prefix]
+
+    def spec(path: str, leaf: Any = None) -> PartitionSpec:
+        del leaf
+        found = find(path)
+        if not isinstance(found, PartitionSpec | NamedSharding | None):
+            raise ValueError(
+                f"specs have {found!r} for parameter {path!r}; expected a "
+                "PartitionSpec, a NamedSharding, or None"
+            )
+        found = found.spec if isinstance(found, NamedSharding) else found
+        return found or PartitionSpec()
+
+    return spec

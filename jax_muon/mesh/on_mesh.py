@@ -7,27 +7,35 @@ mesh axes that replicate the parameters, and updates come out sharded like the
 parameters.
 """
 
-import dataclasses
-import math
+import contextlib
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
 
-from jax_muon import checks, notes, paths
-from jax_muon.mesh import specs as mesh_specs
-from jax_muon.mesh.layout import Layout
+from jax_muon import checks, notes
+from jax_muon.dtypes import wire_dtype
+from jax_muon.mesh import array_types
+from jax_muon.mesh.layout import Layout, Specs
+from jax_muon.mesh.specs import AxisName, as_jit_writes, checked_axes
 
 
 def on_mesh(
     tx: optax.GradientTransformation,
     mesh: Mesh,
-    specs: mesh_specs.Specs = None,
-    divide: mesh_specs.AxisName = (),
+    specs: Specs = None,
+    divide: AxisName = (),
     *,
     min_size: int = 1024,
     gather_dtype: jax.typing.DTypeLike | None = None,
@@ -74,7 +82,7 @@ def on_mesh(
     References:
       Rajbhandari et al., ZeRO, arXiv 1910.02054.
     """
-    divided = mesh_specs.checked_axes("divide", divide, mesh)
+    divided = checked_axes("divide", divide, mesh)
     checks.float_dtype("gather_dtype", gather_dtype)
     layout = Layout(mesh, specs, divided, divided, min_size)
     return OnMesh(tx, layout, gather_dtype).transform()
@@ -90,18 +98,14 @@ class OnMesh:
         gather_dtype: jax.typing.DTypeLike | None = None,
     ) -> None:
         """Check the mesh; nothing is traced yet."""
-        self.tx = checks.as_transform("tx", tx)
-        self.layout = layout
         if len(set(layout.mesh.axis_types)) > 1:
             raise ValueError(
                 f"a mesh whose axes {layout.mesh.axis_names} have the types "
                 f"{layout.mesh.axis_types}; expected Auto for all, or Explicit for all"
             )
-        self.gather_dtype = gather_dtype
-        if AxisType.Auto in layout.mesh.axis_types:
-            _check_not_injected(layout.mesh)
-        # By shapes and specs of the parameters, so that a step does not trace `init`.
-        self._known_state: dict[Any, Any] = {}
+        self.tx = checks.as_transform("tx", tx)
+        self.layout, self.gather_dtype = layout, gather_dtype
+        self._jitted_init = jax.jit(lambda params: self._init(params))
         self._jitted_update = jax.jit(self._update)
 
     def transform(self) -> optax.GradientTransformationExtraArgs:
@@ -111,26 +115,19 @@ class OnMesh:
     def init(self, params: optax.Params) -> Any:
         """State of these parameters, sharded further than they are."""
         checks.arrays("params", params)
-        if not self._is_explicit():  # types of the state show nothing
-            leaves = jax.tree.leaves(self.state_leaves(params), is_leaf=_is_state_leaf)
-            sizes = self.layout.mesh.shape
-            notes.note(
-                "placed_state",
-                whole=sum(leaf.bytes_over({}) for leaf in leaves),
-                on_a_device=sum(leaf.bytes_over(sizes) for leaf in leaves),
-            )
-        if self._is_typed():
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
             return self._init(params)
-        # Jitted inside a trace too: out_shardings name the devices.
-        init = jax.jit(self._init, out_shardings=self.state_shardings(params))
-        if _is_traced(params):
-            return init(params)
         self.layout.check_concrete(params)
         with jax.disable_jit(False):
-            return init(self._at_home(params))
+            return self._jitted_init(jax.device_put(params, self.shardings(params)))
 
     def _init(self, params: optax.Params) -> Any:
-        return self._typed(self.tx.init, (self.layout.of_state(params),), params)
+        _, _, fine = self.layout.of_leaves(params)
+        with self._explicit_axes():
+            state = self.tx.init(_reshard(params, fine))
+        if not self._is_explicit():  # types show nothing outside
+            notes.note("placed_state", state=state)
+        return self._on_own_axes(state)
 
     def update(
         self,
@@ -140,13 +137,8 @@ class OnMesh:
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
         """Updates sharded like the parameters, and the new state."""
-        if _is_traced((updates, state, params, extra_args)):
-            # Under jit alone every new array is a tracer.
-            if not self._is_explicit() and not _is_traced(jnp.zeros(())):
-                raise ValueError(
-                    "the update of on_mesh inside jax.grad, jax.jvp or jax.vmap that "
-                    "is not jitted; expected jax.jit around it: jax.jit(jax.grad(f))"
-                )
+        # Under jit every new array is a tracer, but not in an eager `jax.grad`.
+        if isinstance(jnp.zeros(()), jax.core.Tracer):
             return self._update(updates, state, params, **extra_args)
         self.layout.check_concrete(updates if params is None else params)
         with jax.disable_jit(False):
@@ -161,159 +153,91 @@ class OnMesh:
     ) -> tuple[optax.Updates, Any]:
         like = updates if params is None else params
         checks.gradients(updates, params)
-        coarse, fine = self.layout.of_both(like)
-        self._check_types(like, coarse)
-        notes.note("on_mesh", layout=self.layout, params=like, coarse=coarse, fine=fine)
-        arrays, others = mesh_specs.arrays_and_others(extra_args)
+        names, coarse, fine = self.layout.of_leaves(like)
+        if AxisType.Explicit in self.layout.mesh.axis_types:
+            _check_types(names, jax.tree.leaves(like), coarse)
+        notes.note("on_mesh", layout=self.layout, specs=(names, coarse, fine))
+        expected = self._typed_state(like, fine)
+        checks.state(state, expected)
+        of_state = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(expected)]
+        of_params = [] if params is None else fine
+        with self._explicit_axes():
+            given = _reshard((updates, state, params), [*fine, *of_state, *of_params])
+            extra_args = array_types.replicated(extra_args)
+            updates, state = self.tx.update(*given, **extra_args)
+            updates = _reshard(updates, coarse, self.gather_dtype)
+            state = _reshard(state, of_state)
+        return self._on_own_axes((updates, state))
 
-        def inner(updates: Any, state: Any, params: Any, arrays: Any) -> Any:
-            return self.tx.update(updates, state, params, **others, **arrays)
+    def abstract_state(self, params: optax.Params) -> Any:
+        """Shapes, dtypes and shardings of the state."""
 
-        leaves = self.state_leaves(like, fine)
-        checks.state(state, leaves)
-        state_specs = jax.tree.map(lambda x: x.spec, leaves, is_leaf=_is_state_leaf)
-        specs = (
-            _like(fine, updates),
-            state_specs,
-            None if params is None else fine,
-            jax.tree.map(lambda x: PartitionSpec(*[None] * jnp.ndim(x)), arrays),
-        )
-        updates, state = self._typed(inner, specs, updates, state, params, arrays)
-        updates = self._place(updates, _like(coarse, updates), _like(fine, updates))
-        return updates, self._place(state, state_specs)
+        def place(x: Any) -> Any:
+            sharding = self.sharding(jax.typeof(x).sharding.spec)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    def state_leaves(self, params: optax.Params, specs: Any = None) -> Any:
-        """Shape, dtype and spec of all state arrays, by an abstract init."""
-        flat, treedef = jax.tree.flatten(params)
-        specs = self.layout.of_state(params) if specs is None else specs
-        key = (
-            treedef,
-            tuple((tuple(x.shape), jnp.dtype(x.dtype)) for x in flat),
-            tuple(jax.tree.leaves(specs)),
-        )
-        if key not in self._known_state:
-            seen: list[Any] = []
+        typed = self._typed_state(params, self.layout.of_leaves(params)[2])
+        return jax.tree.map(place, typed)
 
-            def probe(params: optax.Params) -> Any:
-                state = self.tx.init(params)
-                seen.append(jax.tree.map(_state_leaf, state))
-                return state
+    def _typed_state(self, params: optax.Params, fine: Sequence[PartitionSpec]) -> Any:
+        """The state's types; JAX remembers them, and a step does not trace `init`."""
+        leaves, treedef = jax.tree.flatten(params)
+        mesh = self._explicit_mesh()
+        shapes = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+            for x, spec in zip(leaves, fine, strict=True)
+        ]
+        with self._explicit_axes():
+            return jax.eval_shape(self.tx.init, jax.tree.unflatten(treedef, shapes))
 
-            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat]
-            jax.eval_shape(
-                lambda params: self._typed(probe, (specs,), params),
-                jax.tree.unflatten(treedef, shapes),
-            )
-            (self._known_state[key],) = seen
-        return self._known_state[key]
-
-    def state_shardings(self, params: optax.Params) -> Any:
-        """NamedShardings of the state."""
-        return jax.tree.map(
-            lambda leaf: self.sharding(leaf.spec),
-            self.state_leaves(params),
-            is_leaf=_is_state_leaf,
-        )
-
-    def _typed(self, function: Callable[..., Any], specs: Any, *args: Any) -> Any:
-        """Call a function with arrays of these specs, on Explicit axes."""
-        try:
-            return self._on_explicit_axes(function, specs, *args)
-        except Exception as error:
-            _check_typed(error)
-            raise
-
-    def _on_explicit_axes(
-        self, function: Callable[..., Any], specs: Any, *args: Any
-    ) -> Any:
-        mesh = self.layout.mesh
-        mesh_specs.check_not_in_spmd_vmap(mesh.axis_names)
-        if not self._is_explicit():
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                return jax.sharding.explicit_axes(
-                    function, axes=mesh.axis_names, in_sharding=specs
-                )(*args)
-        context = jax.sharding.get_abstract_mesh()
-        here = context if not context.empty else mesh.abstract_mesh
-        with jax.sharding.use_abstract_mesh(here):
-            placed = jax.tree.map(
-                lambda spec, x: jax.reshard(x, NamedSharding(here, spec)),
-                specs,
-                args,
-            )
-            return function(*placed)
-
-    def _check_types(self, params: Any, specs: Any) -> None:
-        """Raise a ValueError for types on Explicit axes that contradict the specs."""
-        if AxisType.Explicit not in self.layout.mesh.axis_types:
-            return
-        pairs = zip(
-            paths.leaves_with_paths(params),
-            jax.tree.leaves(specs),
-            strict=True,
-        )
-        for (path, leaf), spec in pairs:
-            kind = jax.typeof(leaf)
-            if kind.sharding.mesh.empty:
-                continue
-            own = mesh_specs.full_rank(
-                kind.sharding.spec, path, leaf.shape, self.layout.mesh.shape
-            )
-            if own != spec:
-                raise ValueError(
-                    f"parameter {path!r} has the type {kind}, and specs say {spec}; "
-                    "expected no specs with Explicit axes, whose types show them"
-                )
-
-    def _is_typed(self) -> bool:
-        """Return True if all axes of the mesh are Explicit in the current trace."""
-        context = jax.sharding.get_abstract_mesh()
-        kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
-        names = self.layout.mesh.axis_names
-        return all(kinds.get(name) == AxisType.Explicit for name in names)
-
-    def _is_explicit(self) -> bool:
-        """Return True if types show shardings, on the user's mesh or in a trace."""
-        return AxisType.Explicit in self.layout.mesh.axis_types or self._is_typed()
-
-    def _place(self, tree: Any, specs: Any, before: Any = None) -> Any:
-        """Reshard arrays to these specs, on the user's own kind of axes.
-
-        Arrays whose specs were others `before` are sent in `gather_dtype`.
-        """
-        context, explicit = jax.sharding.get_abstract_mesh(), self._is_explicit()
-
-        def place(spec: PartitionSpec, x: Any, own: PartitionSpec) -> Any:
-            travels = own != spec
-            sent = (
-                x.astype(mesh_specs.wire_dtype(x.dtype, self.gather_dtype))
-                if travels
-                else x
-            )
-            if explicit:
-                mesh = context if not context.empty else self.layout.mesh
-                sent = jax.reshard(sent, NamedSharding(mesh, spec))
-            else:
-                sent = jax.lax.with_sharding_constraint(sent, self.sharding(spec))
-            return sent.astype(x.dtype)
-
-        before = specs if before is None else before
-        return jax.tree.map(place, specs, tree, before)
+    def shardings(self, params: optax.Params) -> Any:
+        """NamedShardings of the parameters."""
+        return jax.tree.map(self.sharding, self.layout.of_params(params))
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """The sharding, spelled as JAX spells it for results of jit."""
         if AxisType.Auto in self.layout.mesh.axis_types:
-            spec = mesh_specs.as_jit_writes(spec, self.layout.mesh.shape)
+            spec = as_jit_writes(spec, self.layout.mesh.shape)
         return NamedSharding(self.layout.mesh, spec)
 
-    def _at_home(self, params: optax.Params) -> Any:
-        """Move the parameters to the mesh, if they are not there yet."""
-        specs = self.layout.of_params(params)
-        return jax.tree.map(
-            lambda spec, x: jax.device_put(x, self.sharding(spec)),
-            specs,
-            params,
-        )
+    @contextlib.contextmanager
+    def _explicit_axes(self) -> Iterator[None]:
+        """Inside, types of arrays show how they are sharded."""
+        array_types.check_not_in_spmd_vmap(self.layout.mesh.axis_names)
+        with use_abstract_mesh(self._explicit_mesh()):
+            try:
+                yield
+            except Exception as error:
+                _explain(error)
+                raise
+
+    def _outer_mesh(self) -> AbstractMesh:
+        """The mesh of the context if all its axes are Explicit, or else the user's."""
+        context = jax.sharding.get_abstract_mesh()
+        kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
+        names = self.layout.mesh.axis_names
+        inside = all(kinds.get(name) == AxisType.Explicit for name in names)
+        return context if inside else self.layout.mesh.abstract_mesh
+
+    def _explicit_mesh(self) -> AbstractMesh:
+        kinds = dict.fromkeys(self.layout.mesh.axis_names, AxisType.Explicit)
+        return self._outer_mesh().update_axis_types(kinds)
+
+    def _is_explicit(self) -> bool:
+        """Return True if types show shardings outside too."""
+        return self._outer_mesh() == self._explicit_mesh()
+
+    def _on_own_axes(self, tree: Any) -> Any:
+        """Arrays on the user's kind of axes, sharded as their types show."""
+        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
+        if not self._is_explicit():
+            with use_abstract_mesh(self._outer_mesh()):
+                tree = jax.reshard(tree, PartitionSpec())  # types say nothing again
+        elif AxisType.Auto in self.layout.mesh.axis_types:
+            return tree  # in `on_mesh` or a user's own explicit_axes
+        # The only way that names the devices on either kind of axes.
+        places = jax.tree.map(self.sharding, specs)
+        return jax.jit(lambda x: x, out_shardings=places)(tree)
 
 
 def abstract_state(
@@ -350,86 +274,52 @@ def abstract_state(
     checks.arrays("params", params)
     if mesh is None:
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
-            jax.eval_shape(tx.init, shapes),
+            jax.eval_shape(tx.init, params),
         )
-    specs = {
-        path: found.spec
-        for path, leaf in paths.leaves_with_paths(params)
-        if (found := mesh_specs.own_sharding(leaf))
-    }
-    outer = OnMesh(tx, Layout(mesh, lambda path: specs.get(path)))
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=outer.sharding(leaf.spec)
-        ),
-        outer.state_leaves(params),
-        is_leaf=_is_state_leaf,
-    )
+    specs = jax.tree.map(array_types.own_sharding, params)
+    return OnMesh(tx, Layout(mesh, specs)).abstract_state(params)
 
 
-@dataclasses.dataclass(frozen=True)
-class _StateLeaf:
-    """Shape, dtype and spec of one array of a state."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    spec: PartitionSpec
-
-    def bytes_over(self, sizes: mesh_specs.Sizes) -> int:
-        """Bytes of one device's shard, or of the whole array without mesh axes."""
-        spec = self.spec if sizes else PartitionSpec()
-        return (
-            math.prod(mesh_specs.shard_shape(self.shape, spec, sizes))
-            * self.dtype.itemsize
-        )
-
-
-def _state_leaf(x: Any) -> _StateLeaf:
-    spec = jax.typeof(x).sharding.spec
-    entries = [*spec, *[None] * (jnp.ndim(x) - len(spec))]
-    return _StateLeaf(tuple(x.shape), x.dtype, PartitionSpec(*entries))
-
-
-def _is_state_leaf(x: Any) -> bool:
-    return isinstance(x, _StateLeaf)
-
-
-def _like(specs: Any, tree: Any) -> Any:
-    """The specs in the structure of a tree that has its leaves in boxes, or not."""
-    return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(specs))
-
-
-def _check_not_injected(mesh: Mesh) -> None:
-    """Raise a ValueError for Auto axes inside `optax.inject_hyperparams`.
-
-    Its numbers would be used here without being arguments, which JAX only rejects at
-    the second step, when they are on the mesh.
-    """
-    for frame, _ in traceback.walk_stack(None):
-        if frame.f_code.co_qualname.startswith("inject_hyperparams."):
+def _check_types(
+    names: Sequence[str], leaves: Sequence[Any], specs: Sequence[PartitionSpec]
+) -> None:
+    """Raise a ValueError for types on Explicit axes that contradict the specs."""
+    for path, leaf, spec in zip(names, leaves, specs, strict=True):
+        kind = jax.typeof(leaf)
+        if not kind.sharding.mesh.empty and kind.sharding.spec != spec:
             raise ValueError(
-                f"on_mesh inside optax.inject_hyperparams, on a mesh {mesh.axis_names} "
-                "with Auto axes; expected it outside: "
-                "on_mesh(optax.inject_hyperparams(...)(...), mesh)"
+                f"parameter {path!r} has the type {kind}, and specs say {spec}; "
+                "expected no specs with Explicit axes, whose types show them"
             )
 
 
-def _check_typed(error: Exception) -> None:
-    """Name the transform that JAX rejects on Explicit axes, if that is the error."""
-    if type(error).__name__ != "ShardingTypeError":
-        return
-    frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
-    calls = [x.co_qualname for x in frames if x.co_name in ("init_fn", "update_fn")]
-    name = calls[-1].partition(".")[0] if calls else "a transform"
-    raise ValueError(
-        f"{name} inside on_mesh does something with sharded arrays that JAX refuses on "
-        f"Explicit axes ({error}); expected it wrapped, as "
-        f"jax_muon.on_auto_axes({name}(...)): XLA then chooses the sharding"
-    ) from error
+def _reshard(tree: Any, specs: Sequence[PartitionSpec], dtype: Any = None) -> Any:
+    """The arrays with these specs, sent in `dtype` if their own are others."""
+    leaves, treedef = jax.tree.flatten(tree)
+    moved = []
+    for x, spec in zip(leaves, specs, strict=True):
+        travels = jax.typeof(x).sharding.spec != spec
+        sent = x.astype(wire_dtype(x.dtype, dtype)) if travels else x
+        moved.append(jax.reshard(sent, spec).astype(x.dtype))
+    return jax.tree.unflatten(treedef, moved)
 
 
-def _is_traced(tree: Any) -> bool:
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+def _explain(error: Exception) -> None:
+    """Say what to write instead, for two things that JAX rejects on Explicit axes."""
+    if type(error).__name__ == "ShardingTypeError":
+        frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+        calls = [x.co_qualname for x in frames if x.co_name in ("init_fn", "update_fn")]
+        name = calls[-1].partition(".")[0] if calls else "a transform"
+        raise ValueError(
+            f"{name} inside on_mesh does something with sharded arrays that JAX "
+            f"refuses on Explicit axes ({error}); expected it wrapped, as "
+            f"jax_muon.on_auto_axes({name}(...)): XLA then chooses the sharding"
+        ) from error
+    if "should match the aval mesh" in str(error):
+        raise ValueError(
+            "the optimizer inside on_mesh uses an array that is no argument of its "
+            f"update ({error}); if it is a rate of optax.inject_hyperparams, expected "
+            "it inside: on_mesh(optax.inject_hyperparams(...)(...), mesh)"
+        ) from error

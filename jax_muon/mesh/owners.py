@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jax_muon.joins import Block
 from jax_muon.matrices import Matrices
 from jax_muon.mesh.collectives import ring_bytes
-from jax_muon.mesh.specs import Sizes, entry_names, shard_shape
+from jax_muon.mesh.specs import Sizes, entry_names
 
 # The planner's rates, in round figures for an H100: FLOP/s of products, bytes/s between
 # the GPUs of a host, and between hosts.
@@ -203,7 +203,7 @@ def lay_out(
     matrices: Matrices,
     names: Sequence[str],
     specs: Sequence[PartitionSpec],
-    sizes: Sizes,
+    mesh: AbstractMesh,
 ) -> tuple[list[PartitionSpec], list[Block], list[Shard]]:
     """Specs of the leaves, blocks of each device's matrices, and shards of the blocks.
 
@@ -214,7 +214,7 @@ def lay_out(
       matrices: how the parameters are read.
       names: paths of all leaves.
       specs: of all leaves, with an entry for each axis.
-      sizes: of the mesh axes.
+      mesh: the mesh.
     """
     specs = list(specs)
     shapes = [matrices[name].shape for name in names]
@@ -227,12 +227,16 @@ def lay_out(
             specs[leaf] = specs[first]
         if not others:
             layers = all_axes[first].batch[0]
-            here = shard_shape(shapes[first], specs[first], sizes)[layers]
+            sharding = NamedSharding(mesh, specs[first])
+            here = sharding.shard_shape(shapes[first])[layers]
             if here % block.joined and here < shapes[first][layers]:
                 entries = list(specs[first])
                 entries[layers] = None
                 specs[first] = PartitionSpec(*entries)
-    local = [shard_shape(x, spec, sizes) for x, spec in zip(shapes, specs, strict=True)]
+    local = [
+        NamedSharding(mesh, spec).shard_shape(shape)
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
     blocks = matrices.blocks(names, local)
 
     def shard(block: Block) -> Shard:
@@ -243,7 +247,7 @@ def lay_out(
             (block.batch, block.joined * fan_in, fan_out),
             matrices[names[leaf]].dtype,
             *(
-                _mesh_axes(spec, group, sizes)
+                _mesh_axes(spec, group, mesh.shape)
                 for group in (axes.batch, axes.reduction, axes.output)
             ),
         )

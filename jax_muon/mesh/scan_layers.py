@@ -8,16 +8,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks, paths
 from jax_muon.mesh.by_layers import ByLayers, Exchange
+from jax_muon.mesh.layout import Specs, spec_by_path
 from jax_muon.mesh.specs import (
     AxisName,
-    Specs,
     check_mesh,
-    check_specs,
     checked_axes,
     entry_names,
     full_rank,
     only,
-    spec_by_path,
     spec_names,
 )
 
@@ -81,7 +79,6 @@ def scan_layers(
     checks.flag("keep_gathered", keep_gathered)
     checks.flag("reverse", reverse)
     checks.count("unroll", unroll)
-    check_specs("specs", specs)
     check_mesh("mesh", mesh)
     names = mesh.axis_names if axis is None else checked_axes("axis", axis, mesh)
 
@@ -95,7 +92,7 @@ def scan_layers(
     divided = []
     for path, x in paths.leaves_with_paths(layers):
         spec = jax.typeof(x).sharding.spec if given is None else given(path)
-        spec = full_rank(spec, path, x.shape, mesh.shape)
+        spec = full_rank(spec, path, x.shape, mesh)
         if set(entry_names(spec[0])) & set(names):
             raise ValueError(
                 f"layers at {path!r} of shape {x.shape} with {spec} are divided along "

@@ -28,7 +28,6 @@ from jax_muon.mesh import gradients, layout, xla_options
 from jax_muon.mesh.on_mesh import OnMesh
 from jax_muon.mesh.specs import (
     AxisName,
-    Specs,
     checked_axes,
     only,
     spec_names,
@@ -44,7 +43,7 @@ def make_train_step(
     mesh: Mesh,
     *,
     axis: AxisName = "data",
-    specs: Specs = None,
+    specs: layout.Specs = None,
     divide: AxisName | None = None,
     parameters: str = "as specs",
     min_size: int = 1024,
@@ -244,7 +243,7 @@ class TrainStep:
         return jax.tree.map(
             lambda place, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
             self._shardings(params),
-            (params, self._optimizer.state_leaves(params)),
+            (params, self._optimizer.abstract_state(params)),
             is_leaf=lambda x: isinstance(x, NamedSharding),
         )
 
@@ -307,8 +306,9 @@ class TrainStep:
 
     def _shardings(self, params: Any) -> tuple[Any, Any]:
         checks.arrays("params", params)
-        places = jax.tree.map(self._optimizer.sharding, self._layout.of_params(params))
-        return places, self._optimizer.state_shardings(params)
+        state = self._optimizer.abstract_state(params)
+        places = self._optimizer.shardings(params)
+        return places, jax.tree.map(lambda x: x.sharding, state)
 
     def _step(self, params: Any, state: Any, batch: Any) -> Step:
         axis, mesh = self._gradients.axis, self._layout.mesh

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jax_muon import checks, notes, paths
 from jax_muon.matrices import Parameter, aligned, shape_text, sizes_text
+from jax_muon.mesh import array_types
 from jax_muon.mesh import specs as mesh_specs
 from jax_muon.mesh.collectives import Collective, collectives_of, ring_bytes
 from jax_muon.mesh.owners import Pool, flops_of, product
@@ -198,7 +199,7 @@ def describe(
     update = checks.as_transform("tx", tx).update
     checks.arrays("params", params)
     shapes = jax.tree.map(_shape, params)
-    arrays, others = mesh_specs.arrays_and_others(extra_args)
+    arrays, others = array_types.arrays_and_others(extra_args)
     with _mesh_of(shapes):
         with notes.listening() as at_init:
             # A new function, since JAX never traces the same one twice.
@@ -230,12 +231,13 @@ def _description(
         for path, x in paths.leaves_with_paths(shapes)
         if x.sharding is not None
     }
-    total = sum(map(mesh_specs.bytes_on_a_device, jax.tree.leaves(state)))
+    total = sum(map(array_types.bytes_on_a_device, jax.tree.leaves(state)))
     for kind, facts in itertools.chain(at_init, at_update):
         if kind == "state":
             states.append(facts["state"])
         elif kind == "placed_state":  # on Auto axes, whose types show no sharding
-            total += facts["on_a_device"] - facts["whole"]
+            for x in jax.tree.leaves(facts["state"]):
+                total += array_types.bytes_on_a_device(x) - x.size * x.dtype.itemsize
         elif kind == "matrices":
             read |= facts["all"]
             names = list(facts["joined"])
@@ -250,8 +252,7 @@ def _description(
         elif kind == "on_mesh":
             sizes |= dict(facts["layout"].mesh.shape)
             summed = facts["layout"].summed
-            names = [path for path, _ in paths.leaves_with_paths(facts["params"])]
-            both = (jax.tree.leaves(facts[x]) for x in ("coarse", "fine"))
+            names, *both = facts["specs"]
             specs |= dict(zip(names, zip(*both, strict=True), strict=True))
 
     leaves = dict(paths.leaves_with_paths(shapes))
@@ -293,13 +294,13 @@ def _bytes_by_path(state: Any, names: Collection[str]) -> dict[str, int]:
         parts = path.split("/")
         ends = ("/".join(parts[start:]) for start in range(len(parts) + 1))
         if (owner := next((end for end in ends if end in names), None)) is not None:
-            total[owner] = total.get(owner, 0) + mesh_specs.bytes_on_a_device(x)
+            total[owner] = total.get(owner, 0) + array_types.bytes_on_a_device(x)
     return total
 
 
 def _shape(x: Any) -> Any:
     """The shape of an array, with its sharding if its type shows that."""
-    sharding = mesh_specs.own_sharding(x)
+    sharding = array_types.own_sharding(x)
     if sharding is None or not _explicit(sharding.mesh):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -231,15 +231,18 @@ def test_auto_axes_beside_orthogonalization(place):
     assert_like_one_device(on, make(lambda tx: tx))
 
 
-def test_on_mesh_inside_injected_rates_is_refused_at_once():
+def test_on_mesh_inside_injected_rates():
+    """On Auto axes an error that says where it belongs, and never a wrong number."""
     params = {"w": jnp.ones((8, 8))}
 
     def make(learning_rate, mesh):
         return jm.on_mesh(jm.muon(learning_rate), mesh, divide="data")
 
     injected = optax.inject_hyperparams(make, static_args="mesh")
-    with pytest.raises(ValueError, match=r"expected it outside: on_mesh\(optax"):
-        injected(learning_rate=0.1, mesh=mesh_of(8)).init(params)
+    tx = injected(learning_rate=0.1, mesh=mesh_of(8))
+    state = jax.jit(tx.init)(params)
+    with pytest.raises(ValueError, match=r"it inside: on_mesh\(optax.inject_hyperp"):
+        jax.jit(tx.update)(params, state, params)
     # Types of Explicit axes are the same outside.
     mesh = mesh_of(8, kind=EXPLICIT)
     params = jax.device_put(params, NamedSharding(mesh, P()))
@@ -252,7 +255,7 @@ def test_on_mesh_inside_injected_rates_is_refused_at_once():
     np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-2)
 
 
-def test_eager_gradients_are_refused_and_jitted_ones_right():
+def test_gradients_of_an_update_eager_and_jitted():
     params = {"w": jnp.sin(jnp.arange(16.0 * 24)).reshape(16, 24)}
     plain = jm.muon(0.1, dtype="float32")
 
@@ -262,12 +265,9 @@ def test_eager_gradients_are_refused_and_jitted_ones_right():
 
     on = jm.on_mesh(plain, mesh_of(8), divide="data", min_size=1)
     gradient = jax.grad(functools.partial(after, tx=on, state=on.init(params)))
-    with pytest.raises(ValueError, match=r"expected jax.jit around it"):
-        gradient(params)
     expected = jax.grad(after)(params, plain, plain.init(params))
-    np.testing.assert_allclose(
-        jax.jit(gradient)(params)["w"], expected["w"], rtol=1e-4, atol=1e-6
-    )
+    for found in (gradient(params), jax.jit(gradient)(params)):
+        np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-4, atol=1e-6)
     with jax.disable_jit():
         eager = on.update(params, on.init(params), params)
     jitted = on.update(params, on.init(params), params)
@@ -405,11 +405,11 @@ def test_a_checkpoint_travels(tmp_path):
 @pytest.mark.parametrize(
     ("specs", "divide", "match"),
     [
-        (P("model"), (), r"'w' of shape \(8, 12\) .* expected the mesh axes \('data',"),
-        (P(None, "data"), (), r"'w' of shape \(8, 12\) .* 8 devices do not divide 12"),
+        (P("model"), (), r"'w' of shape \(8, 12\) .*model.* axes of the mesh {'data'"),
+        (P(None, "data"), (), r"'w' of shape \(8, 12\) .* size is 12 .* divide the"),
         (P(None, None, "data"), (), "at most 2 entries"),
         ({"typo": P("data")}, (), "nothing for parameter 'w'; there are typo"),
-        ({"w": "data"}, (), "specs at 'w'='data'; expected a PartitionSpec"),
+        ({"w": "data"}, (), "specs have 'data' for parameter 'w'; expected a Part"),
         (P("data"), "data", r"'w' .* is divided over \['data'\] already"),
     ],
 )
@@ -464,7 +464,7 @@ def test_state_of_something_else():
     tx = jm.on_mesh(recipe(), mesh_of(4), divide="data")
     update = jax.jit(tx.update)
     with pytest.raises(
-        ValueError, match=r"not one of this optimizer .* no array at .*\['muon'\]"
+        ValueError, match=r"not one of this optimizer .* no array at .*/muon/"
     ):
         update(params, jm.muon().init(params), params)
     other = {**params, "wte": jnp.zeros((3, 24))}
