@@ -6,11 +6,13 @@ and identities between the recipes. The recorded trajectories are replayed by
 """
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from jax_muon import polar_express_coefficients
 from parity import references
 from parity.references import (
     AUGUST,
@@ -27,7 +29,6 @@ from parity.references import (
     Muon,
     MuonAdamW,
     MuonH,
-    Named,
     NorMuon,
     NorMuonH,
     Teon,
@@ -50,11 +51,21 @@ def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> torch.Tens
     return torch.randn(*shape, generator=generator, dtype=F64).to(dtype)
 
 
-def parameter(x: torch.Tensor, grad: torch.Tensor) -> torch.nn.Parameter:
-    """A copy of x as a parameter with a copy of grad."""
-    p = torch.nn.Parameter(x.clone())
-    p.grad = grad.clone()
-    return p
+def gaussians(names: str, steps: int, *shape: int) -> list[references.Named]:
+    """Gradients of each step by name."""
+    seeds = iter(range(1, 1 + steps * len(names)))
+    return [
+        {n: gaussian(*shape, seed=next(seeds)) for n in names} for _ in range(steps)
+    ]
+
+
+def one_step(make, weights: list[torch.Tensor], grads: list) -> list[torch.Tensor]:
+    """Weights after the first step of an optimizer."""
+    params = [torch.nn.Parameter(w.clone()) for w in weights]
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad.clone()
+    make(params).step()
+    return [p.detach() for p in params]
 
 
 def exact_polar(u: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:
@@ -63,48 +74,16 @@ def exact_polar(u: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor
     return svd_polar(u.to(dtype))
 
 
-# ---- Polar Express: the constants
-
-
-def minimax_quintic(lower: float, upper: float) -> np.ndarray:
-    """(a, b, c) of a x + b x^3 + c x^5 nearest to 1 on [lower, upper], by Remez."""
-    if lower / upper > 1 - 5e-6:
-        return np.array([15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5])
-    inner = np.array([(3 * lower + upper) / 4, (lower + 3 * upper) / 4])
-    for _ in range(60):
-        x = np.array([lower, *inner, upper])
-        system = np.stack([x, x**3, x**5, [1, -1, 1, -1]], axis=1)
-        a, b, c, _error = np.linalg.solve(system, np.ones(4))
-        root = math.sqrt(9 * b * b - 20 * a * c)
-        inner = np.sqrt(np.array([-3 * b - root, -3 * b + root]) / (10 * c))
-    return np.array([a, b, c])
-
-
-def schedule(steps: int, cushion: float, safety: float) -> np.ndarray:
-    """(steps, 3) Polar Express coefficients for singular values in [1e-3, 1]."""
-    lower, upper, rows = 1e-3, 1.0, []
-    for step in range(steps):
-        abc = minimax_quintic(max(lower, cushion * upper), upper)
-        ends = np.array([lower, upper])
-        if cushion * upper > lower:
-            abc = abc * 2 / sum(abc @ [ends, ends**3, ends**5])
-        if step < steps - 1:
-            abc = abc / (1 + safety) ** np.array([1, 3, 5])
-        rows.append(abc)
-        lower = abc @ [lower, lower**3, lower**5]
-        upper = 2 - lower
-    return np.array(rows)
-
-
 def test_polar_express_constants_are_those_of_the_algorithm():
-    np.testing.assert_allclose(POLAR_EXPRESS, schedule(5, 0.02, 0.02), rtol=1e-12)
-    paper = schedule(8, 0.02407327424182761, 0.0)
+    """Ours, which tests/test_coefficients.py compares with the paper's definition."""
+    np.testing.assert_allclose(POLAR_EXPRESS, polar_express_coefficients(5), rtol=1e-12)
+    paper = polar_express_coefficients(8, cushion=0.02407327424182761, safety=0)
     np.testing.assert_allclose(POLAR_EXPRESS_PAPER[:6], paper[:6], rtol=1e-12)
     # Close to the limit the equations lose digits: [l, u] is narrower than 1e-4.
     np.testing.assert_allclose(POLAR_EXPRESS_PAPER, paper, rtol=1e-8)
-    safe = np.array(POLAR_EXPRESS_PAPER_SAFE)
-    np.testing.assert_allclose(safe[0], paper[0] / 1.01 ** np.array([1, 3, 5]))
-    np.testing.assert_array_equal(safe[-1], POLAR_EXPRESS_PAPER[-1])
+    first, *_, last = POLAR_EXPRESS_PAPER_SAFE
+    np.testing.assert_allclose(first, paper[0] / 1.01 ** np.array([1, 3, 5]))
+    np.testing.assert_array_equal(last, POLAR_EXPRESS_PAPER[-1])
 
 
 # ---- The polar factor
@@ -124,32 +103,27 @@ def on_singular_values(x, steps, coefficients, norm_factor, eps):
 @pytest.mark.parametrize("order", ORDERS)
 def test_iterations_act_on_singular_values(shape, order):
     x = gaussian(*shape)
-    express = polar_express(x, dtype=F64, order=order)
-    expected = on_singular_values(x, 5, POLAR_EXPRESS, 1.02, 1e-6)
-    np.testing.assert_allclose(express, expected, atol=1e-13)
-    schulz = newton_schulz(x, 6, dtype=F64, order=order)
-    expected = on_singular_values(x, 6, NEWTON_SCHULZ, 1.0, 1e-7)
-    np.testing.assert_allclose(schulz, expected, atol=1e-13)
+    for found, *expected in (
+        (polar_express(x, dtype=F64, order=order), 5, POLAR_EXPRESS, 1.02, 1e-6),
+        (newton_schulz(x, 6, dtype=F64, order=order), 6, NEWTON_SCHULZ, 1.0, 1e-7),
+    ):
+        wanted = on_singular_values(x, *expected)
+        np.testing.assert_allclose(found, wanted, atol=1e-13)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_polar_express_converges_to_the_svd_polar_factor(shape):
-    x = gaussian(*shape)
+LOW_RANK = gaussian(10, 3) @ gaussian(3, 6, seed=1)
+
+
+@pytest.mark.parametrize("x", [*(gaussian(*s) for s in SHAPES), LOW_RANK])
+def test_polar_express_converges_to_the_svd_polar_factor(x):
+    """Which leaves out the null space."""
     exact = svd_polar(x)
-    small = exact.mT @ exact if shape[0] >= shape[1] else exact @ exact.mT
-    torch.testing.assert_close(small, torch.eye(min(shape), dtype=F64))
+    singular_values = torch.linalg.svdvals(exact)
+    ones = (torch.arange(len(singular_values)) < torch.linalg.matrix_rank(x)).to(F64)
+    torch.testing.assert_close(singular_values, ones)
     many = polar_express(x, 12, coefficients=POLAR_EXPRESS_PAPER, dtype=F64)
-    torch.testing.assert_close(many, exact, atol=1e-12, rtol=0)
-
-
-def test_polar_factor_leaves_out_the_null_space():
-    low_rank = gaussian(10, 3) @ gaussian(3, 6, seed=1)
-    polar = svd_polar(low_rank)
-    singular_values = torch.linalg.svdvals(polar)
-    expected = torch.tensor([1.0] * 3 + [0.0] * 3, dtype=F64)
-    torch.testing.assert_close(singular_values, expected)
-    many = polar_express(low_rank, 12, coefficients=POLAR_EXPRESS_PAPER, dtype=F64)
-    torch.testing.assert_close(many, polar, atol=1e-9, rtol=0)
+    atol = 1e-9 if x is LOW_RANK else 1e-12
+    torch.testing.assert_close(many, exact, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -198,8 +172,7 @@ def nanochat_by_hand(w, grads, group, rates):
 @pytest.mark.parametrize("version", [JANUARY, AUGUST], ids=["january", "august"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_nanochat_trajectory_by_hand(version, shape):
-    w = gaussian(*shape)
-    grads = [gaussian(*shape, seed=t + 1) for t in range(4)]
+    w, grads = {"w": gaussian(*shape)}, gaussians("w", 4, *shape)
     rates = [
         {
             "lr": 0.1 / (t + 1),
@@ -209,10 +182,10 @@ def test_nanochat_trajectory_by_hand(version, shape):
         for t in range(4)
     ]
     group = {"kind": "muon", "params": ["w"], "dtype": F64, "beta2": 0.9, **version}
-    after = replay(
-        MuonAdamW, {"w": w}, [group], [{"w": g} for g in grads], [[r] for r in rates]
+    after = replay(MuonAdamW, w, [group], grads, [[r] for r in rates])
+    expected = nanochat_by_hand(
+        w["w"].numpy(), [g["w"].numpy() for g in grads], group, rates
     )
-    expected = nanochat_by_hand(w.numpy(), [g.numpy() for g in grads], group, rates)
     np.testing.assert_allclose(after[-1]["w"], expected, atol=1e-12)
 
 
@@ -232,28 +205,24 @@ def test_cautious_decay_touches_only_entries_that_agree_with_the_update():
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_adamw_is_torch_adamw(dtype):
-    start, grads = gaussian(40, dtype=dtype), [gaussian(40, seed=t) for t in range(9)]
+    start, grads = {"w": gaussian(40, dtype=dtype)}, gaussians("w", 9, 40)
     settings = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.1}
     group = {"kind": "adamw", "params": ["w"], **settings}
-    ours = replay(MuonAdamW, {"w": start}, [group], [{"w": g} for g in grads])
-    theirs = replay(
-        lambda groups: torch.optim.AdamW(groups[0]["params"], **settings),
-        {"w": start},
-        [group],
-        [{"w": g} for g in grads],
+    ours, theirs = (
+        replay(make, start, [group], grads)[-1]["w"]
+        for make in (MuonAdamW, lambda g: torch.optim.AdamW(g[0]["params"], **settings))
     )
     tolerance = 20 * torch.finfo(dtype).eps
-    torch.testing.assert_close(
-        ours[-1]["w"], theirs[-1]["w"], rtol=tolerance, atol=tolerance
-    )
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 def test_convolution_kernel_is_a_matrix():
     kernel, grad = gaussian(6, 3, 2, 2), gaussian(6, 3, 2, 2, seed=1)
-    as_kernel = parameter(kernel, grad)
-    as_matrix = parameter(kernel.reshape(6, 12), grad.reshape(6, 12))
-    for p in (as_kernel, as_matrix):
-        MuonAdamW([{"kind": "muon", "params": [p], "dtype": F64}]).step()
+    for_matrices = recipes(F64)["january"]
+    (as_kernel,) = one_step(for_matrices, [kernel], [grad])
+    (as_matrix,) = one_step(
+        for_matrices, [kernel.reshape(6, 12)], [grad.reshape(6, 12)]
+    )
     assert torch.equal(as_kernel.reshape(6, 12), as_matrix)
 
 
@@ -271,31 +240,29 @@ def test_convolution_kernel_is_a_matrix():
 )
 def test_muon_single_step_by_hand(preset, factor):
     w, grad = gaussian(8, 4), gaussian(8, 4, seed=1)
-    p = parameter(w, grad)
-    Muon([p], lr=0.1, weight_decay=0.3, polar=exact_polar, dtype=F64, **preset).step()
+    settings = {"lr": 0.1, "weight_decay": 0.3, "polar": exact_polar, "dtype": F64}
+    (after,) = one_step(lambda p: Muon(p, **settings, **preset), [w], [grad])
     expected = w * (1 - 0.1 * 0.3) - 0.1 * factor * svd_polar(grad)
-    torch.testing.assert_close(p.detach(), expected, atol=1e-14, rtol=0)
+    torch.testing.assert_close(after, expected, atol=1e-14, rtol=0)
 
 
-def muon_final(preset, momenta, dtype=F64, **settings):
-    """Parameters after one step for each momentum."""
-    grads = [{"w": gaussian(6, 10, seed=t + 1)} for t in range(len(momenta))]
-    return replay(
-        lambda groups: Muon(groups, dtype=dtype, **preset, **settings),
-        {"w": gaussian(6, 10, dtype=torch.float32 if dtype != F64 else F64)},
-        [{"params": ["w"]}],
-        grads,
-        [[{"momentum": mu}] for mu in momenta],
-    )[-1]["w"]
-
-
-def test_sum_and_ema_momentum_agree_only_while_momentum_is_constant():
-    constant, rising = [0.9] * 5, [0.85, 0.88, 0.91, 0.94, 0.95]
-    exact = {"polar": exact_polar}
-    ema, total = (muon_final(p, constant, **exact) for p in (JORDAN, JORDAN_SUM))
-    torch.testing.assert_close(ema, total, atol=1e-13, rtol=0)
-    ema, total = (muon_final(p, rising, **exact) for p in (JORDAN, JORDAN_SUM))
-    assert (ema - total).norm() > 1e-3
+@pytest.mark.parametrize(
+    ("momenta", "equal"),
+    [([0.9] * 5, True), ([0.85, 0.88, 0.91, 0.94, 0.95], False)],
+)
+def test_sum_and_ema_momentum_agree_only_while_momentum_is_constant(momenta, equal):
+    ema, total = (
+        replay(
+            lambda g, p=preset: Muon(g, dtype=F64, polar=exact_polar, **p),
+            {"w": gaussian(6, 10)},
+            [{"params": ["w"]}],
+            gaussians("w", 5, 6, 10),
+            [[{"momentum": mu}] for mu in momenta],
+        )[-1]["w"]
+        for preset in (JORDAN, JORDAN_SUM)
+    )
+    assert ((ema - total).norm() < 1e-12) == equal
+    assert ((ema - total).norm() < 1e-3) == equal
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -306,12 +273,14 @@ def test_sum_and_ema_momentum_agree_only_while_momentum_is_constant():
 )
 def test_torch_preset_is_torch_optim_muon(shape, preset, rule):
     start = {"w": gaussian(*shape, dtype=torch.float32)}
-    grads = [{"w": gaussian(*shape, seed=t + 1)} for t in range(5)]
     groups = [{"params": ["w"], "lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}]
-    ours = replay(lambda g: Muon(g, **preset), start, groups, grads)[-1]["w"]
-    theirs = replay(
-        lambda g: torch.optim.Muon(g, adjust_lr_fn=rule), start, groups, grads
-    )[-1]["w"]
+    ours, theirs = (
+        replay(make, start, groups, gaussians("w", 5, *shape))[-1]["w"]
+        for make in (
+            partial(Muon, **preset),
+            partial(torch.optim.Muon, adjust_lr_fn=rule),
+        )
+    )
     travelled = (theirs - start["w"]).norm()
     # torch takes the polar factor in bfloat16 only; the same sums round alike.
     assert (ours - theirs).norm() / travelled < 1e-6
@@ -326,17 +295,17 @@ def test_shape_rules():
 
 
 def test_normuon_paper_two_steps_by_hand():
-    w, grads = gaussian(4, 6), [gaussian(4, 6, seed=t + 1) for t in range(2)]
+    w, grads = gaussian(4, 6), gaussians("w", 2, 4, 6)
     lr, mu, beta2, wd, eps = 0.1, 0.9, 0.8, 0.2, 1e-8
     after = replay(
-        lambda g: NorMuon(g, lr=lr, momentum=mu, beta2=beta2, polar=exact_polar),
+        partial(NorMuon, lr=lr, momentum=mu, beta2=beta2, polar=exact_polar),
         {"w": w},
         [{"params": ["w"], "weight_decay": wd, "eps": eps, "dtype": F64}],
-        [{"w": g} for g in grads],
+        grads,
     )
     momentum, v, expected = 0.0, 0.0, w
     for t, grad in enumerate(grads):
-        momentum = mu * momentum + (1 - mu) * grad
+        momentum = mu * momentum + (1 - mu) * grad["w"]
         x = svd_polar(momentum)
         v = beta2 * v + (1 - beta2) * (x**2).mean(1, keepdim=True)  # rows, though wide
         y = x / (v.sqrt() + eps)
@@ -353,81 +322,76 @@ def test_normuon_paper_two_steps_by_hand():
 def test_sphere_single_step_by_hand(kind):
     """The norm stays, and the step before it is put back is lr of it."""
     w, grad = gaussian(4, 6), gaussian(4, 6, seed=1)
-    p = parameter(w, grad)
-    kind([p], lr=0.25, polar=exact_polar, dtype=F64).step()
+    settings = {"lr": 0.25, "polar": exact_polar, "dtype": F64}
+    (after,) = one_step(lambda p: kind(p, **settings), [w], [grad])
     u = svd_polar(grad)
     if kind is NorMuonH:
         u = u / u.square().mean(1, keepdim=True).sqrt()
     moved = w / w.norm() - 0.25 * u / u.norm()
     expected = w.norm() * moved / moved.norm()
-    torch.testing.assert_close(p.detach(), expected, atol=1e-7, rtol=0)
+    torch.testing.assert_close(after, expected, atol=1e-7, rtol=0)
 
 
 # ---- TEON
 
 
 def test_teon_takes_the_polar_factor_of_the_matrices_side_by_side():
-    w, grads = (
-        [gaussian(4, 6), gaussian(4, 6, seed=1)],
-        [
-            gaussian(4, 6, seed=2),
-            gaussian(4, 6, seed=3),
-        ],
+    w, grads = ([gaussian(4, 6, seed=i) for i in pair] for pair in ((0, 1), (2, 3)))
+    settings = {"lr": 0.1, "weight_decay": 0.5, "polar": exact_polar, "dtype": F64}
+    after = one_step(
+        lambda p: Teon([{"params": p, "joint": True}], **settings), w, grads
     )
-    params = [parameter(*pair) for pair in zip(w, grads, strict=True)]
-    Teon(
-        [{"params": params, "joint": True}],
-        lr=0.1,
-        weight_decay=0.5,
-        polar=exact_polar,
-        dtype=F64,
-    ).step()
     joint = svd_polar(torch.cat(grads, dim=1))  # (4, 12)
-    for i, p in enumerate(params):
+    for i, found in enumerate(after):
         step = 0.1 * math.sqrt(4 / 6) * joint[:, 6 * i : 6 * i + 6]
         expected = w[i] * (1 - 0.1 * 0.5) - step
-        torch.testing.assert_close(p.detach(), expected, atol=1e-14, rtol=0)
+        torch.testing.assert_close(found, expected, atol=1e-14, rtol=0)
 
 
 def test_teon_without_a_partner_is_muon():
-    start = {"a": gaussian(6, 4), "b": gaussian(6, 4, seed=1)}
-    grads = [
-        {"a": gaussian(6, 4, seed=2 * t), "b": gaussian(6, 4, seed=2 * t + 1)}
-        for t in range(1, 4)
-    ]
-    together = [{"params": ["a", "b"]}]
-    alone = [{"params": ["a"], "joint": True}, {"params": ["b"], "joint": True}]
-    joint = [{"params": ["a", "b"], "joint": True}]
-
-    def final(groups: list[dict]) -> Named:
-        return replay(lambda g: Teon(g, dtype=F64), start, groups, grads)[-1]
-
-    def muon(groups: list[dict]) -> Muon:
-        polar = Teon.DEFAULTS["polar"]
-        return Muon(groups, dtype=F64, polar=polar, nesterov=False, scale="sqrt_ratio")
-
+    start, grads = (
+        {k: gaussian(6, 4, seed=ord(k)) for k in "ab"},
+        gaussians("ab", 3, 6, 4),
+    )
+    settings = {"dtype": F64, "polar": Teon.DEFAULTS["polar"]}
+    together, *others = (
+        [{"params": ["a", "b"]}],
+        [{"params": ["a"], "joint": True}, {"params": ["b"], "joint": True}],
+        [{"params": ["a", "b"], "joint": True}],
+    )
+    muon = partial(Muon, nesterov=False, scale="sqrt_ratio", **settings)
     expected = replay(muon, start, together, grads)[-1]
-    for groups in (together, alone):
-        torch.testing.assert_close(final(groups), expected, atol=1e-14, rtol=0)
-    assert (final(joint)["a"] - expected["a"]).norm() > 1e-3
+    separate, alone, joint = (
+        replay(partial(Teon, dtype=F64), start, groups, grads)[-1]
+        for groups in (together, *others)
+    )
+    for found in (separate, alone):
+        torch.testing.assert_close(found, expected, atol=1e-14, rtol=0)
+    assert (joint["a"] - expected["a"]).norm() > 1e-3
 
 
 # ---- Every recipe: what must hold for all
 
 
-RECIPES = {
-    "january": lambda p, dtype: MuonAdamW(
-        [{"kind": "muon", "params": p, "dtype": dtype, **JANUARY}]
-    ),
-    "august": lambda p, dtype: MuonAdamW(
-        [{"kind": "muon", "params": p, "dtype": dtype, **AUGUST}]
-    ),
-    "jordan": lambda p, dtype: Muon(p, dtype=dtype, **JORDAN),
-    "jordan-sum": lambda p, dtype: Muon(p, dtype=dtype, **JORDAN_SUM),
-    "moonlight": lambda p, dtype: Muon(p, dtype=dtype, **MOONLIGHT),
-    "normuon": lambda p, dtype: NorMuon(p, dtype=dtype),
-    "teon": lambda p, dtype: Teon([{"params": p, "joint": True}], dtype=dtype),
-}
+def recipes(dtype: torch.dtype) -> dict:
+    """Every recipe as a function of parameters."""
+
+    def nanochat(version):
+        group = {"kind": "muon", "dtype": dtype, **version}
+        return lambda p: MuonAdamW([{"params": p, **group}])
+
+    return {
+        "january": nanochat(JANUARY),
+        "august": nanochat(AUGUST),
+        "jordan": partial(Muon, dtype=dtype, **JORDAN),
+        "jordan-sum": partial(Muon, dtype=dtype, **JORDAN_SUM),
+        "moonlight": partial(Muon, dtype=dtype, **MOONLIGHT),
+        "normuon": partial(NorMuon, dtype=dtype),
+        "teon": lambda p: Teon([{"params": p, "joint": True}], dtype=dtype),
+    }
+
+
+RECIPES = [*recipes(F64)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -438,12 +402,11 @@ def test_degenerate_gradients_stay_finite(recipe, dtype):
     one_entry[3, 2] = 1.0
     tiny, zero = 1e-30 * gaussian(8, 5), torch.zeros(8, 5, dtype=F64)
     wide = F64 if dtype == F64 else torch.float32
-    params = [
-        parameter(gaussian(8, 5, dtype=wide), grad.to(wide))
-        for grad in (rank_one, one_entry, tiny, zero)
-    ]
-    optimizer = RECIPES[recipe](params, dtype)
+    params = [torch.nn.Parameter(gaussian(8, 5, dtype=wide)) for _ in range(4)]
+    optimizer = recipes(dtype)[recipe](params)
     for _ in range(3):
+        for p, grad in zip(params, (rank_one, one_entry, tiny, zero), strict=True):
+            p.grad = grad.to(wide, copy=True)
         optimizer.step()
     for p in params:
         assert p.dtype == wide
@@ -454,13 +417,15 @@ def test_degenerate_gradients_stay_finite(recipe, dtype):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_zero_gradient_only_decays(recipe):
+    def with_decay(params):
+        optimizer = recipes(F64)[recipe](params)
+        (group,) = optimizer.param_groups
+        group.update(lr=0.1, weight_decay=0.5)
+        return optimizer
+
     start = gaussian(6, 4)
-    p = parameter(start, torch.zeros(6, 4, dtype=F64))
-    optimizer = RECIPES[recipe]([p], F64)
-    (group,) = optimizer.param_groups
-    group.update(lr=0.1, weight_decay=0.5)
-    optimizer.step()
+    (after,) = one_step(with_decay, [start], [torch.zeros(6, 4, dtype=F64)])
     # nanochat scales the decay with the shape, too; X W = 0 counts as agreement.
     scale = math.sqrt(6 / 4) if recipe in ("january", "august") else 1.0
     expected = start * (1 - 0.1 * 0.5 * scale)
-    torch.testing.assert_close(p.detach(), expected, atol=1e-15, rtol=0)
+    torch.testing.assert_close(after, expected, atol=1e-15, rtol=0)
