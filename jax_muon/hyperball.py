@@ -91,7 +91,6 @@ def hyperball(
     factors = {} if learning_rates is None else learning_rates
     check_factors("learning_rates", factors)
     eps = checks.number("eps", eps, "above 0")
-    reading.check(matrices)
 
     def init_fn(params: optax.Params) -> HyperballState:
         def norm(p: Array, axes: MatrixAxes) -> Array:

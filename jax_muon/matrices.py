@@ -52,7 +52,6 @@ class Matrices(Mapping[str, Parameter]):
     joined: tuple[joining.Join, ...] | None = None
 
     def __getitem__(self, path: str) -> Parameter:
-        """The parameter at a path."""
         if path not in self.parameters:
             raise UnreadParameterError(
                 f"parameter {path!r} was not read; there are "
@@ -62,11 +61,9 @@ class Matrices(Mapping[str, Parameter]):
         return self.parameters[path]
 
     def __iter__(self) -> Iterator[str]:
-        """All paths."""
         return iter(self.parameters)
 
     def __len__(self) -> int:
-        """Number of parameters."""
         return len(self.parameters)
 
     def __str__(self) -> str:
@@ -133,7 +130,24 @@ class Matrices(Mapping[str, Parameter]):
           >>> tuple(matrices.specs([("mlp", "tp"), ("embed", "fsdp")])("wi/kernel"))
           ('fsdp', None, 'tp')
         """
-        return lambda path: _spec(path, self[path].names or (), rules)
+
+        def spec(path: str) -> PartitionSpec:
+            names = self[path].names or ()
+            named = [name for name in names if name is not None]
+            if len(set(named)) < len(named):
+                raise ValueError(
+                    f"parameter {path!r} has the axis names {names}; expected each "
+                    "name once, since rules go by them"
+                )
+            entries: dict[str | None, tuple[str, ...]] = {}
+            for name, mesh_axes in rules:
+                wanted = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
+                used = {axis for entry in entries.values() for axis in entry}
+                if name in named and name not in entries and used.isdisjoint(wanted):
+                    entries[name] = tuple(wanted)
+            return PartitionSpec(*map(entries.get, names))
+
+        return spec
 
     def group(self, labels: Iterable[str]) -> "Matrices":
         """The parameters with one of these labels, each a matrix, and their joins.
@@ -143,12 +157,9 @@ class Matrices(Mapping[str, Parameter]):
             joins that match nothing or matrices of different shapes.
         """
         labels = tuple(labels)
-        chosen = {p: found for p, found in self.items() if found.label in labels}
-        for path in chosen:
-            self.axes(path)
+        chosen = {path: found for path, found in self.items() if found.label in labels}
         found = dataclasses.replace(self, parameters=chosen)
-        joined = found._joined(list(chosen)) if self.joined is None else self.joined
-        return dataclasses.replace(found, joined=joined)
+        return dataclasses.replace(found, joined=found._joined(list(chosen)))
 
     def blocks(
         self,
@@ -163,12 +174,14 @@ class Matrices(Mapping[str, Parameter]):
         """
         own = [self[name] for name in names]
         shapes = [one.shape for one in own] if shapes is None else shapes
-        joined = self._joined(names) if self.joined is None else self.joined
-        return joining.make_blocks(own, shapes, joined)
+        return joining.make_blocks(own, shapes, self._joined(names))
 
     def _joined(self, names: Sequence[str]) -> tuple[joining.Join, ...]:
+        """The joins that `group` chose, or else those among these matrices."""
         for name in names:
             self.axes(name)
+        if self.joined is not None:
+            return self.joined
         return joining.find_joins(self.joins, {name: self[name] for name in names})
 
 
@@ -255,45 +268,34 @@ def read(
     return Matrices(found, dict(splits or {}), joins)
 
 
-def check(matrices: Any) -> None:
-    """Raise a ValueError unless a piece can use these `matrices`."""
-    if not isinstance(matrices, Matrices | None):
-        raise ValueError(
-            f"matrices={matrices!r}; expected jax_muon.read(params), or None, which "
-            "treats every leaf as one matrix (in, out)"
-        )
-    if matrices is not None and matrices.splits:
-        raise ValueError(
-            f"matrices= splits {', '.join(matrices.splits)}, which a piece would "
-            "not apply; expected the piece within jax_muon.partition, which does"
-        )
-
-
 def of_tree(matrices: Matrices | None, tree: Any) -> Matrices:
-    """The given reading; without one, every leaf of the tree as one matrix (in, out).
+    """The reading given to a piece; without one, each leaf as one matrix (in, out).
 
     Raises:
-      ValueError: with path and shape, for a leaf that is not one matrix.
+      ValueError: for a reading that splits parameters, which `partition` does; without
+        one, with path and shape, for a leaf that is not one matrix.
     """
     if matrices is not None:
+        checks.kind("matrices", matrices, Matrices, "jax_muon.read(params), or None")
+        if matrices.splits:
+            raise ValueError(
+                f"matrices= splits {', '.join(matrices.splits)}, which a piece would "
+                "not apply; expected the piece within jax_muon.partition, which does"
+            )
         return matrices
     found = {}
     for path, leaf in paths.leaves_with_paths(tree):
-        problem = matrix_axes.not_a_matrix(path, tuple(leaf.shape), leaf.dtype)
-        if problem or len(leaf.shape) != 2:
+        shape, dtype = tuple(leaf.shape), leaf.dtype
+        if len(shape) != 2 or matrix_axes.not_a_matrix(path, shape, dtype):
             raise ValueError(
-                f"parameter {path!r} of shape {tuple(leaf.shape)}: without `matrices` "
-                "a piece treats every leaf as one matrix (in, out); expected "
+                f"parameter {path!r} of shape {shape}: without `matrices` a piece "
+                "treats every leaf as one matrix (in, out); expected "
                 "matrices=jax_muon.read(params), or the piece within "
                 "jax_muon.partition, which gives other parameters to another optimizer"
             )
-        found[path] = Parameter(
-            path, tuple(leaf.shape), leaf.dtype, MUON, "kernel", "", ONE_MATRIX
-        )
+        one_matrix = MatrixAxes((), (0,), (1,))
+        found[path] = Parameter(path, shape, dtype, MUON, "kernel", "", one_matrix)
     return Matrices(found)
-
-
-ONE_MATRIX = MatrixAxes((), (0,), (1,))
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -317,21 +319,3 @@ def aligned(rows: Sequence[tuple[str, ...]], *, numbers: int = 0) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def _spec(
-    path: str, names: Sequence[str | None], rules: Sequence[tuple[str, Any]]
-) -> PartitionSpec:
-    named = [name for name in names if name is not None]
-    if len(set(named)) < len(named):
-        raise ValueError(
-            f"parameter {path!r} has the axis names {tuple(names)}; expected each name "
-            "once, since rules go by them"
-        )
-    entries: dict[str, tuple[str, ...]] = {}
-    for name, mesh_axes in rules:
-        wanted = (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes or ())
-        used = {axis for entry in entries.values() for axis in entry}
-        if name in named and name not in entries and used.isdisjoint(wanted):
-            entries[name] = wanted
-    return PartitionSpec(*(entries.get(name or "") for name in names))

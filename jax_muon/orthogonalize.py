@@ -79,7 +79,6 @@ def orthogonalize(
     if not callable(polar) or isinstance(polar, type):
         expected = "a function of arrays (..., m, n) such as PolarExpress()"
         checks.refuse("polar", polar, expected)
-    reading.check(matrices)
     checks.count("max_stack", max_stack)
     checks.count("small", small, least=0)
     checks.count("group", group)

@@ -12,23 +12,33 @@ from typing import Any, TypeGuard
 
 import jax
 
-_BOX_ATTRIBUTES = ("value", "raw_value")
-
 
 def path_string(key_path: tuple[Any, ...]) -> str:
     """`a/b/0` for the key path of a leaf, without the attribute of a Flax box."""
-    *parents, last = key_path or (None,)
-    keys = tuple(parents) if _is_box_key(last) else key_path
+    keys = key_path[:-1] if key_path and _is_box_key(key_path[-1]) else key_path
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def is_box(node: Any) -> bool:
     """Whether a tree node is a Flax box: an nnx.Param, say, with one array in it."""
-    flat = jax.tree_util.tree_leaves_with_path(node)
-    if len(flat) != 1 or len(flat[0][0]) != 1:
-        return False
-    (key,) = flat[0][0]
-    return isinstance(key, jax.tree_util.GetAttrKey) and key.name in _BOX_ATTRIBUTES
+    children = jax.tree_util.tree_leaves_with_path(
+        node, is_leaf=lambda x: x is not node
+    )
+    key_path, child = children[0] if len(children) == 1 else ((), None)
+    in_box = len(key_path) == 1 and _is_box_key(key_path[0])
+    return in_box and jax.tree_util.all_leaves([child])
+
+
+def unbox(tree: Any) -> Any:
+    """The tree with arrays in place of their Flax boxes, whose metadata are dropped."""
+    return jax.tree.map(
+        lambda x: jax.tree.leaves(x)[0] if is_box(x) else x, tree, is_leaf=is_box
+    )
+
+
+def _is_box_key(key: Any) -> bool:
+    box = isinstance(key, jax.tree_util.GetAttrKey)
+    return box and key.name in ("value", "raw_value")
 
 
 def leaves_with_paths(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
@@ -40,27 +50,6 @@ def leaves_with_paths(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
 def is_function(x: Any) -> TypeGuard[Callable[..., Any]]:
     """Whether this is a function, and not a tree that can be called, like a module."""
     return callable(x) and jax.tree_util.all_leaves([x])
-
-
-def unbox(tree: Any) -> Any:
-    """The tree with what its Flax boxes hold in their place, their metadata dropped."""
-
-    def content(node: Any) -> list[Any]:
-        children = jax.tree_util.tree_leaves_with_path(
-            node, is_leaf=lambda x: x is not node
-        )
-        keys = [key for key_path, _ in children for key in key_path]
-        is_box = len(keys) == 1 and _is_box_key(keys[0])
-        return [child for _, child in children] if is_box else []
-
-    def out_of_box(node: Any) -> Any:
-        return unbox(*inside) if (inside := content(node)) else node
-
-    return jax.tree.map(out_of_box, tree, is_leaf=lambda node: bool(content(node)))
-
-
-def _is_box_key(key: Any) -> bool:
-    return isinstance(key, jax.tree_util.GetAttrKey) and key.name in _BOX_ATTRIBUTES
 
 
 def words(name: str) -> list[str]:
@@ -78,12 +67,6 @@ def nearest_prefix(entries: Mapping[str, Any], path: str) -> str | None:
     while path and path not in entries:
         path = path.rpartition("/")[0]
     return path if path in entries else None
-
-
-def find_prefix(entries: Mapping[str, Any], path: str) -> Any:
-    """The entry at `path`, or at the nearest prefix of it, or None."""
-    prefix = nearest_prefix(entries, path)
-    return None if prefix is None else entries[prefix]
 
 
 def matches(pattern: str, path: str) -> bool:

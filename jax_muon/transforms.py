@@ -64,7 +64,6 @@ def equilibrate_rows(
       MuonEq, arXiv 2603.28254.
     """
     eps = checks.number("eps", eps, "above 0")
-    reading.check(matrices)
 
     def scale(u: Array, axes: MatrixAxes) -> Array:
         _, fan_out = axes.fan(u.shape)
@@ -114,7 +113,6 @@ def normalize_frobenius(
         else checks.number("rms", rms, "above 0", others=", or None")
     )
     eps = checks.number("eps", eps, "above 0")
-    reading.check(matrices)
 
     def scale(u: Array, axes: MatrixAxes) -> Array:
         fan_in, fan_out = axes.fan(u.shape)
@@ -178,7 +176,6 @@ def scale_by_normuon(
     decay = checks.rate("decay (beta2 of a recipe)", decay, "in [0, 1)")
     checks.choice("axis", axis, ("longer", "output"))
     eps = checks.number("eps", eps, "above 0")
-    reading.check(matrices)
 
     def averaged(axes: MatrixAxes, shape: tuple[int, ...]) -> tuple[int, ...]:
         fan_in, fan_out = axes.fan(shape)
@@ -269,7 +266,6 @@ def scale_by_shape(
     """
     if not callable(rule):
         checks.choice("rule (shape_rule of a recipe)", rule, tuple(SHAPE_RULES))
-    reading.check(matrices)
     chosen = rule if callable(rule) else SHAPE_RULES[rule]
 
     def update_fn(

@@ -221,7 +221,9 @@ TREES = {
         "'bias' of shape (6,): without `matrices` a piece treats every leaf as one",
     ),
     "a piece with splits": (
-        lambda: jm.orthogonalize(matrices=jm.read(MATRIX, splits={"w": jm.Split(2)})),
+        lambda: states(
+            jm.orthogonalize(matrices=jm.read(MATRIX, splits={"w": jm.Split(2)}))
+        ),
         "matrices= splits w, which a piece would not apply; expected",
     ),
     "the reading of another tree": (

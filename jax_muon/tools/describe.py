@@ -261,7 +261,7 @@ def _description(
         own_bytes |= _bytes_by_path(one, own_bytes)
 
     def described(path: str, parameter: Parameter) -> DescribedParameter:
-        own, of_state = paths.find_prefix(specs, path) or (None, None)
+        own, of_state = specs.get(paths.nearest_prefix(specs, path) or "", (None, None))
         sharded = () if of_state is None else mesh_specs.spec_names(of_state)
         return DescribedParameter(
             parameter,
