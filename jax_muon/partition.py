@@ -175,8 +175,8 @@ def _check_carried_names(read_tree: Callable[[Any], Matrices], params: Any) -> N
     for path, decision in _decisions(boxed).items():
         if decision != plain.get(path):
             raise ValueError(
-                f"parameter {path!r} is read by the axis names that the tree carries, "
-                f"{boxed[path].names}, and gradients carry none; expected the value: "
+                f"parameter {path!r} is read by axis names, which the tree carries and "
+                "gradients do not; expected the value of this reading: "
                 "matrices=jax_muon.read(params)"
             )
 
