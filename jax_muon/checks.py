@@ -51,10 +51,10 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 def count(name: str, value: Any, *, least: int = 1) -> None:
     """The value must be a Python integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        refuse(name, value, f"a Python integer{_known(name)}")
-    if value < least:
-        refuse(name, value, f"an integer of at least {least}")
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or value < least:
+        known = _known(name) if isinstance(value, jax.Array) else ""
+        refuse(name, value, f"a Python integer of at least {least}{known}")
 
 
 def number(

@@ -71,23 +71,18 @@ def skip_nonfinite(
         new_updates, new_inner = inner.update(
             updates, state.inner_state, params, **extra_args
         )
-        steps = map(_finite, jax.tree.leaves((updates, new_updates)))
         # `optax.contrib.reduce_on_plateau` begins with an infinite best value.
         states = jax.tree.map(
             lambda new, old: _finite(new) | ~_finite(old), new_inner, state.inner_state
         )
-        finite = [jnp.all(x) for x in (*steps, *jax.tree.leaves(states))]
+        steps = jax.tree.map(_finite, (updates, new_updates))
+        finite = [jnp.all(x) for x in jax.tree.leaves((steps, states))]
         good = functools.reduce(jnp.logical_and, finite, jnp.asarray(True))
-
-        def choose(new: Array, old: Array) -> Array:
-            return jnp.where(good, new, old)
-
-        kept = jax.tree.map(choose, new_inner, state.inner_state)
-        zeros = jax.tree.map(jnp.zeros_like, new_updates)
         skipped = jnp.where(good, state.skipped, optax.safe_increment(state.skipped))
-        return jax.tree.map(choose, new_updates, zeros), SkipNonfiniteState(
-            skipped, kept
-        )
+        kept = optax.tree.where(good, new_inner, state.inner_state)
+        zeros = optax.tree.zeros_like(new_updates)
+        new_updates = optax.tree.where(good, new_updates, zeros)
+        return new_updates, SkipNonfiniteState(skipped, kept)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

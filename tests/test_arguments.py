@@ -66,13 +66,13 @@ TABLE = {
     "norm_factor=-1.0; expected a finite": lambda: jm.NewtonSchulz(norm_factor=-1.0),
     "balance=1.5; expected a number in [0, 1]": lambda: jm.clip_qk(1.0, balance=1.5),
     "threshold=0.0; expected a finite number above 0": lambda: jm.clip_qk(0.0),
-    "max_stack=0; expected an integer of": lambda: jm.orthogonalize(max_stack=0),
+    "max_stack=0; expected a Python int": lambda: jm.orthogonalize(max_stack=0),
     "steps=2.5; expected a Python integer": lambda: jm.muon(steps=2.5),
-    "steps=0; expected an integer": lambda: jm.PolarExpress(steps=0),
+    "steps=0; expected a Python": lambda: jm.PolarExpress(steps=0),
     "static_args=('steps',)": lambda: init(optax.inject_hyperparams(jm.nanochat)(0.5)),
-    "microbatches=0; expected an integer": lambda: train(microbatches=0),
+    "microbatches=0; expected a Python": lambda: train(microbatches=0),
     "parts=0; expected": lambda: jm.Split(0),
-    "count=-1; expected an integer of": lambda: jm.Moments(-1, {}),
+    "count=-1; expected a Python integer of at least 0": lambda: jm.Moments(-1, {}),
     "joins['w']=0.5; expected a Python integer": lambda: init(
         jm.muon(matrices=reader(joins={"w": 0.5}))
     ),
