@@ -90,7 +90,7 @@ def leaf_axes(
 
 
 def is_real(dtype: Any) -> bool:
-    """Whether a dtype is real floating point in which sums can be computed."""
+    """True for real floating point in which sums can be computed."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits >= 16
 
 

@@ -6,6 +6,7 @@ is joined to nothing is a block with K = 1.
 """
 
 import dataclasses
+import fnmatch
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -213,7 +214,7 @@ def _expression(pattern: str) -> re.Pattern[str]:
             f"joins: the pattern {pattern!r} has {_NUMBER} more than once; expected "
             "once, for the number of the layer"
         )
-    expression = paths.as_expression(pattern)
+    expression = fnmatch.translate(f"*/{pattern}/*")
     return re.compile(expression.replace(re.escape(_NUMBER), r"(?P<i>\d+)"))
 
 

@@ -20,7 +20,7 @@ def path_string(key_path: tuple[Any, ...]) -> str:
 
 
 def is_box(node: Any) -> bool:
-    """Whether a tree node is a Flax box: an nnx.Param, say, with one array in it."""
+    """True for a Flax box: an nnx.Param, say, with one array in it."""
     children = jax.tree_util.tree_leaves_with_path(
         node, is_leaf=lambda x: x is not node
     )
@@ -48,7 +48,7 @@ def leaves_with_paths(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
 
 
 def is_function(x: Any) -> TypeGuard[Callable[..., Any]]:
-    """Whether this is a function, and not a tree that can be called, like a module."""
+    """True for a function, and not for a tree that can be called, like a module."""
     return callable(x) and jax.tree_util.all_leaves([x])
 
 
@@ -70,7 +70,7 @@ def nearest_prefix(entries: Mapping[str, Any], path: str) -> str | None:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether whole components of `path` match a shell-style pattern.
+    """True if whole components of `path` match a shell-style pattern.
 
     `*` matches any text, `/` included, `?` one character, `[ab]` either.
 
@@ -82,11 +82,11 @@ def matches(pattern: str, path: str) -> bool:
       >>> matches("blocks/*/kernel", "blocks/0/attn/q/kernel")
       True
     """
-    return re.fullmatch(as_expression(pattern), f"/{path}/") is not None
+    return fnmatch.fnmatchcase(f"/{path}/", f"*/{pattern}/*")
 
 
 def names_leaf(pattern: str, path: str) -> bool:
-    """Whether a pattern ends with the name of the leaf, and not before it or with `*`.
+    """True if a pattern ends with the name of the leaf, and not before it or with `*`.
 
     Examples:
       >>> names_leaf("q/kernel", "attn/q/kernel"), names_leaf("q", "attn/q/kernel")
@@ -96,11 +96,6 @@ def names_leaf(pattern: str, path: str) -> bool:
     """
     wildcard = not pattern.rpartition("/")[2].strip("*")
     return not wildcard and fnmatch.fnmatchcase(f"/{path}", f"*/{pattern}")
-
-
-def as_expression(pattern: str) -> str:
-    """The regular expression that `/path/` fulfils where `matches` holds."""
-    return fnmatch.translate(f"*/{pattern}/*")
 
 
 def matched_prefix(pattern: str, path: str) -> str | None:
