@@ -13,7 +13,6 @@ SHAPES ?= 1024x1024 1024x4096 2048x2048 2048x8192
 VERSIONS ?= 3.11_0.10.1_0.2.6 3.12_0.11.0_0.2.6 3.12_0.11.1_0.2.6 3.12_0.11.1_0.2.8 3.13_0.12.0.1_0.2.8
 # All tests but those that need PyTorch or several processes.
 VERSION_TESTS ?= tests jax_muon --ignore=tests/parity \
-	--ignore=tests/distributed/test_torch_ranks.py \
 	--ignore=tests/distributed/test_processes.py \
 	--ignore=tests/examples/test_launch.py \
 	--deselect=tests/test_benchmarks.py::test_torch_contender
