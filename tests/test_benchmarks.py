@@ -7,20 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import (
-    contenders,
-    flops,
-    machine,
-    polar,
-    step,
-)
+from benchmarks import contenders, flops, machine, polar, step
 from benchmarks.parameters import model_parameters
 from benchmarks.schedule import tpu_schedule
-
-
-def arrays(shapes, seed):
-    """Gradients and parameters that no rounding can mistake for zero."""
-    return contenders.random_like(shapes, seed)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +19,7 @@ def arrays(shapes, seed):
 )
 def test_contenders_move_every_parameter(name, layout):
     shapes = model_parameters("tiny", jnp.float32, scanned=layout == "scanned")
-    params, grads = arrays(shapes, 0), arrays(shapes, 1)
+    params, grads = (contenders.random_like(shapes, seed) for seed in (0, 1))
     init, one_step = contenders.make_step(name, "float32", shapes)
     new, _ = jax.jit(one_step)(params, init(params), grads)
     for old, leaf in zip(jax.tree.leaves(params), jax.tree.leaves(new), strict=True):
@@ -67,17 +56,14 @@ def test_torch_contender():
     from benchmarks.torch_contenders import TorchContender
 
     contender = TorchContender("torch-muon", "tiny", "bfloat16", "cpu")
-    before = [p.detach().clone() for o in contender.optimizers for p in params_of(o)]
+    groups = [group for o in contender.optimizers for group in o.param_groups]
+    after = [p for group in groups for p in group["params"]]
+    before = [p.detach().clone() for p in after]
     assert contender.step() > 0
-    after = [p for o in contender.optimizers for p in params_of(o)]
     assert len(after) == 2 * 6 + 2
     assert all((a != b).any() for a, b in zip(after, before, strict=True))
     with pytest.raises(ValueError, match="torch-nanochat"):
         TorchContender("torch-adam", "tiny", "bfloat16", "cpu")
-
-
-def params_of(optimizer):
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 @pytest.mark.parametrize(
@@ -140,11 +126,8 @@ def test_orthogonalization(tmp_path, capsys, monkeypatch):
 
 def test_pareto():
     points = [(1.0, 5.0), (2.0, 4.0), (2.0, 6.0), (3.0, 4.5), (0.5, 9.0), (4.0, 1.0)]
-    assert pareto_points(points) == [(0.5, 9.0), (1.0, 5.0), (2.0, 4.0), (4.0, 1.0)]
-
-
-def pareto_points(points):
-    return [points[i] for i in polar.pareto(points)]
+    best = [points[i] for i in polar.pareto(points)]
+    assert best == [(0.5, 9.0), (1.0, 5.0), (2.0, 4.0), (4.0, 1.0)]
 
 
 @pytest.mark.parametrize("kind", polar.SPECTRA)

@@ -64,30 +64,26 @@ def optax_muon(**more):
     return by_optax(lambda m, n: optax.contrib.muon(LR, **more))
 
 
+def our_muon(m, n):
+    return jm.muon(LR, **SAME)
+
+
+def our_moonlight(m, n):
+    return jm.moonlight(LR, weight_decay=0.0, **SAME)
+
+
 # What the table's first column says: their update, ours at a rate for (in, out), and
 # how far apart they may be, as a part of the norm: 1e-6 where an eps stands beside
 # another norm, since momentum is a sum in the one and an average in the other.
 ROWS = {
-    "torch.optim.Muon(lr)": (
-        torch_muon(),
-        lambda m, n: jm.muon(LR, **SAME),
-        2e-2,
-    ),
+    "torch.optim.Muon(lr)": (torch_muon(), our_muon, 2e-2),
     'torch.optim.Muon(lr, adjust_lr_fn="match_rms_adamw")': (
         torch_muon(adjust_lr_fn="match_rms_adamw"),
-        lambda m, n: jm.moonlight(LR, weight_decay=0.0, **SAME),
+        our_moonlight,
         2e-2,
     ),
-    "Muon(lr) of Keller Jordan": (
-        reference(**JORDAN_SUM),
-        lambda m, n: jm.muon(LR, **SAME),
-        1e-6,
-    ),
-    "Moonlight's Muon(lr)": (
-        reference(**MOONLIGHT),
-        lambda m, n: jm.moonlight(LR, weight_decay=0.0, **SAME),
-        1e-6,
-    ),
+    "Muon(lr) of Keller Jordan": (reference(**JORDAN_SUM), our_muon, 1e-6),
+    "Moonlight's Muon(lr)": (reference(**MOONLIGHT), our_moonlight, 1e-6),
     "nanochat's matrix_lr": (
         nanochat(JANUARY),
         lambda m, n: jm.nanochat(LR, weight_decay=0.0, **SAME),
@@ -98,18 +94,14 @@ ROWS = {
         lambda m, n: jm.nanochat(LR, weight_decay=0.0, edition="2026-08", **SAME),
         1e-11,
     ),
-    "optax.contrib.muon(lr)": (
-        optax_muon(),
-        lambda m, n: jm.muon(LR, **SAME),
-        1e-6,
-    ),
+    "optax.contrib.muon(lr)": (optax_muon(), our_muon, 1e-6),
     "optax.contrib.muon(lr, consistent_rms=0.2)": (
         optax_muon(consistent_rms=0.2),
-        lambda m, n: jm.moonlight(LR, weight_decay=0.0, **SAME),
+        our_moonlight,
         1e-6,
     ),
     "jm.moonlight(lr)": (
-        by_optax(lambda m, n: jm.moonlight(LR, weight_decay=0.0, **SAME)),
+        by_optax(our_moonlight),
         lambda m, n: jm.muon(0.2 * m**0.5 * LR, **SAME),
         1e-6,
     ),
