@@ -20,12 +20,8 @@ from jax_muon.paths import leaves_with_paths, unbox
 
 
 def mesh(*shape, kind=AxisType.Auto):
-    return jax.make_mesh(
-        shape,
-        ("data", "model"),
-        2 * (kind,),
-        devices=jax.devices()[: np.prod(shape)],
-    )
+    devices = jax.devices()[: np.prod(shape)]
+    return jax.make_mesh(shape, ("data", "model"), 2 * (kind,), devices=devices)
 
 
 @pytest.fixture
@@ -68,6 +64,11 @@ def pure(model):
     return nnx.to_pure_dict(state), apply
 
 
+def applied(model):
+    """The function of a Linen model's parameters."""
+    return lambda params, images: model.apply({"params": params}, images)
+
+
 def assert_equal_trees(actual, expected, atol):
     actual = dict(leaves_with_paths(actual))
     expected = dict(leaves_with_paths(expected))
@@ -77,34 +78,32 @@ def assert_equal_trees(actual, expected, atol):
         np.testing.assert_allclose(leaf, other, rtol=0, atol=atol, err_msg=path)
 
 
-NNX = {"nnx_optimizer": "MLP", "nnx_model_and_optimizer": "CNN", "nnx_scan": "Stack"}
-LINEN = {"linen_train_state": "Attention", "linen_scan": "Stack"}
+MODELS = {
+    "nnx_optimizer": "MLP",
+    "nnx_model_and_optimizer": "CNN",
+    "nnx_scan": "Stack",
+    "linen_train_state": "Attention",
+    "linen_scan": "Stack",
+}
 
 
-@pytest.mark.parametrize(("name", "cls"), NNX.items(), ids=NNX)
-def test_nnx(load, name, cls):
+@pytest.mark.parametrize("name", MODELS)
+def test_an_example_is_the_functional_loop(load, name):
     """To 1e-6: the same operations in float32, which a compiler may fuse otherwise."""
     example, digits = load(name), load("digits")
-    model, losses = example.main()
+    trained, losses = example.main()
     assert losses[-1] < losses[0] / 4
-    params, apply = pure(getattr(example, cls)(rngs=nnx.Rngs(0)))
+    cls = getattr(example, MODELS[name])
+    if name.startswith("nnx"):
+        found, _ = pure(trained)
+        params, apply = pure(cls(rngs=nnx.Rngs(0)))
+    else:
+        found, model = trained.params, cls()
+        params = model.init(jax.random.key(0), jnp.zeros((1, 64)))["params"]
+        apply = applied(model)
     params, expected = functional(digits, apply, params, digits.TX)
     np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-6)
-    assert_equal_trees(pure(model)[0], params, atol=1e-6)
-
-
-@pytest.mark.parametrize(("name", "cls"), LINEN.items(), ids=LINEN)
-def test_linen(load, name, cls):
-    example, digits = load(name), load("digits")
-    state, losses = example.main()
-    assert losses[-1] < losses[0] / 4
-    model = getattr(example, cls)()
-    params = model.init(jax.random.key(0), jnp.zeros((1, 64)))["params"]
-    params, expected = functional(
-        digits, lambda p, x: model.apply({"params": p}, x), params, digits.TX
-    )
-    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-6)
-    assert_equal_trees(state.params, params, atol=1e-6)
+    assert_equal_trees(found, params, atol=1e-6)
 
 
 def assert_divided(params, state):
@@ -118,24 +117,18 @@ def assert_divided(params, state):
             assert leaf.sharding.shard_shape(leaf.shape) == shard
 
 
-TABLE = r"up/kernel +64 x 128 +kernel +1 x \(64, 128\) +muon +data x model"
-
-
-def test_nnx_partitioned(load, capsys):
-    example = load("nnx_partitioned")
-    model, optimizer, losses = example.main()
+@pytest.mark.parametrize("name", ["nnx_partitioned", "linen_partitioned"])
+def test_partitioned(load, capsys, name):
+    *trained, losses = load(name).main()
     assert losses[-1] < losses[0] / 4
-    assert re.search(TABLE, capsys.readouterr().out)
-    assert_divided(nnx.state(model), nnx.state(optimizer))
-
-
-def test_linen_partitioned(load, capsys):
-    example = load("linen_partitioned")
-    state, losses = example.main()
-    assert losses[-1] < losses[0] / 4
-    assert isinstance(state.params["up"]["kernel"], nn.LogicallyPartitioned)
-    assert re.search(TABLE, capsys.readouterr().out)
-    assert_divided(unbox(state.params), unbox(state.opt_state))
+    table = r"up/kernel +64 x 128 +kernel +1 x \(64, 128\) +muon +data x model"
+    assert re.search(table, capsys.readouterr().out)
+    if name.startswith("nnx"):
+        assert_divided(*map(nnx.state, trained))
+    else:
+        (state,) = trained
+        assert isinstance(state.params["up"]["kernel"], nn.LogicallyPartitioned)
+        assert_divided(unbox(state.params), unbox(state.opt_state))
 
 
 # The order of the sums over devices shows in the last digits, and in float32 the polar
@@ -192,9 +185,7 @@ def test_linen_partitioned_is_right(load, monkeypatch, x64):
     monkeypatch.setattr(digits, "STEPS", 10)
     model = example.MLP()
     boxed = wide(model.init(jax.random.key(0), jnp.zeros((1, 64)))["params"])
-    params, expected = functional(
-        digits, lambda p, x: model.apply({"params": p}, x), unbox(boxed), recipe()
-    )
+    params, expected = functional(digits, applied(model), unbox(boxed), recipe())
     devices = mesh(4, 2)
 
     def create():

@@ -65,18 +65,23 @@ def test_tables_and_pictures_from_records(folder, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_example_knows_all_and_takes_what_won():
+@pytest.fixture(scope="module")
+def params():
+    return nnx.state(learning.model(32, 1, 0), nnx.Param)
+
+
+def test_the_example_knows_all_and_takes_what_won(params):
     found = learning.rows(learning.RESULTS, *learning.SIZES[0])
     assert set(found) == set(OPTIMIZERS)
     for name, row in found.items():
         assert best_rates(name) == row.best["settings"]
+        jax.eval_shape(make_optimizer(name, 3, **best_rates(name)).init, params)
 
 
-def test_a_run_is_the_examples_own():
+def test_a_run_is_the_examples_own(params):
     """To rounding: the rates are arguments here, and functions of the count there."""
     settings = RATES | {"embedding_factor": 4.0}
     ((steps, found),) = learning.train(TINY._replace(settings=settings))
-    params = nnx.state(learning.model(32, 1, 0), nnx.Param)
     graph = nnx.graphdef(nnx.eval_shape(lambda: learning.model(32, 1, 0)))
     tx = make_optimizer("nanochat", 3, **settings)
     _, _, evaluate = learning.functions("nanochat", 32, 1, 4.0)
@@ -97,9 +102,8 @@ def test_a_run_is_the_examples_own():
 
 
 @pytest.mark.parametrize("name", ["adamw", "muonh"])
-def test_the_embedding_has_a_rate_of_its_own(name):
+def test_the_embedding_has_a_rate_of_its_own(name, params):
     rates = RATES if name == "adamw" else RATES | {"weight_decay": 0.0}
-    params = nnx.state(learning.model(32, 1, 0), nnx.Param)
     ones = jax.tree.map(jnp.ones_like, params)
     txs = [make_optimizer(name, 3, **rates, embedding_factor=f) for f in (1.0, 4.0)]
     once, fourfold = (
