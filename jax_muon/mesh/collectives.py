@@ -69,12 +69,7 @@ def collectives(function: Callable[..., Any], *args: Any) -> list[Collective]:
       One `Collective` for each. Loops count once, and of several branches, such as
       those for different platforms, only the one that sends the most.
     """
-    return collectives_of(jax.make_jaxpr(function)(*args))
-
-
-def collectives_of(jaxpr: Any) -> list[Collective]:
-    """Every collective of a traced function, as `collectives` gives them."""
-    return list(_visit(jaxpr.jaxpr, {}))
+    return list(_visit(jax.make_jaxpr(function)(*args).jaxpr, {}))
 
 
 def _visit(jaxpr: Any, sizes: dict[str, int]) -> Iterator[Collective]:

@@ -116,16 +116,14 @@ class Pool:
 
     def load(self, sizes: Sizes) -> np.ndarray:
         """FLOPs of each device, by its place along `divided_axes(sizes)`."""
-        names = divided_axes(sizes)
-        shape = [sizes[name] for name in names]
-        if not self.counts:
-            return np.full(shape, float(self.count * self.flops))
-        axes = self.replicas + self.shards
-        by_device = np.repeat(self.counts, self.group) * (self.flops / self.group)
+        axes = self.replicas + self.shards + self.batch
+        everyone = (self.count,) * product(self.replicas + self.shards, sizes)
+        matrices = np.repeat(self.counts or everyone, self.group)
+        by_device = np.repeat(
+            matrices * (self.flops / self.group), product(self.batch, sizes)
+        )
         by_axis = by_device.reshape([sizes[name] for name in axes])
-        by_axis = np.expand_dims(by_axis, tuple(range(len(axes), len(names))))
-        order = [(axes + self.batch).index(name) for name in names]
-        return np.broadcast_to(by_axis.transpose(order), shape)
+        return by_axis.transpose([axes.index(name) for name in divided_axes(sizes)])
 
     def sent_bytes(self, sizes: Sizes) -> float:
         """Bytes of its matrices that a device sends for one step, without padding."""
@@ -210,11 +208,7 @@ def lay_out(
     Joined leaves are sharded like the first of them. Scanned layers stay sharded if
     each device has whole joins; otherwise their axis is not sharded.
 
-    Args:
-      matrices: how the parameters are read.
-      names: paths of all leaves.
-      specs: of all leaves, with an entry for each axis.
-      mesh: the mesh.
+    `names` and `specs` are those of all leaves, with an entry for each axis.
     """
     specs = list(specs)
     shapes = [matrices[name].shape for name in names]
@@ -282,38 +276,34 @@ def make_pools(
       sizes: of the mesh axes.
       small: matrices with fewer elements are computed by all devices that hold them.
       start: the owner that comes first among equally busy ones, modulo their number,
-        so that several groups of matrices find different owners.
+        so that matrices with other labels find other owners.
       group: most devices that share a matrix.
       shared_dtype: of m, n and dtype, the dtype in which devices that share such a
         matrix send parts of products, or None if they cannot; None if they never can.
 
     Returns:
-      The pools, the largest matrices first. The planner tries to share none of the
-      shapes, the largest, the two largest, and so on, and takes the cheapest plan.
+      The pools, the largest matrices first. The planner tries to share none of them,
+      the largest, the two largest, and so on, and takes the cheapest plan.
     """
-    pools = _pools_without_owners(shards, sizes)
-    if shared_dtype is not None:
-        pools = [
-            dataclasses.replace(x, shared_dtype=shared_dtype(*x.fan, x.dtype))
-            for x in pools
-        ]
-    fans = dict.fromkeys(
-        (pool.fan, pool.dtype)
-        for pool in pools
-        if math.prod(pool.fan) >= small
-        and _group(pool, sizes, group) > 1
-        and pool.shared_dtype is not None
-    )
+    alone = _pools_without_owners(shards, sizes)
+    shared = []
+    for pool in alone:
+        dtype = shared_dtype and shared_dtype(*pool.fan, pool.dtype)
+        large = dtype is not None and math.prod(pool.fan) >= small
+        size = _group_size(pool, sizes, group) if large else 1
+        shared.append(dataclasses.replace(pool, group=size, shared_dtype=dtype))
+    can_share = [place for place, pool in enumerate(shared) if pool.group > 1]
 
     def plan(number: int) -> list[Pool]:
-        shared = list(fans)[:number]
-        groups = [
-            _group(pool, sizes, group) if (pool.fan, pool.dtype) in shared else 1
-            for pool in pools
+        chosen = can_share[:number]
+        pools = [
+            both[place in chosen]
+            for place, both in enumerate(zip(alone, shared, strict=True))
         ]
-        return _with_owners(pools, groups, sizes, small, start)
+        return _with_owners(pools, sizes, small, start)
 
-    return min(map(plan, range(len(fans) + 1)), key=lambda found: cost(found, sizes))
+    plans = map(plan, range(len(can_share) + 1))
+    return min(plans, key=lambda pools: cost(pools, sizes))
 
 
 def _pools_without_owners(shards: Sequence[Shard], sizes: Sizes) -> list[Pool]:
@@ -347,7 +337,7 @@ def _pools_without_owners(shards: Sequence[Shard], sizes: Sizes) -> list[Pool]:
     return sorted(pools, key=lambda pool: pool.flops, reverse=True)
 
 
-def _group(pool: Pool, sizes: Sizes, most: int) -> int:
+def _group_size(pool: Pool, sizes: Sizes, most: int) -> int:
     """The number of neighbours that can share a matrix of a pool, or 1.
 
     The pool has to be sharded along one side, over the innermost axes of the mesh:
@@ -364,21 +354,17 @@ def _group(pool: Pool, sizes: Sizes, most: int) -> int:
 
 
 def _with_owners(
-    pools: Sequence[Pool],
-    groups: Sequence[int],
-    sizes: Sizes,
-    small: int,
-    start: int,
+    pools: Sequence[Pool], sizes: Sizes, small: int, start: int
 ) -> list[Pool]:
     """Give each matrix to the least busy owner, the largest matrices first."""
     names = divided_axes(sizes)
     busy = np.zeros([sizes[name] for name in names])
     found = []
-    for pool, group in zip(pools, groups, strict=True):
-        owners = product(pool.replicas + pool.shards, sizes) // group
-        if group > 1:
-            slots = math.ceil(pool.count / owners)
-            pool = dataclasses.replace(pool, counts=(slots,) * owners, group=group)
+    for pool in pools:
+        owners = product(pool.replicas + pool.shards, sizes) // pool.group
+        if pool.group > 1:
+            counts = (math.ceil(pool.count / owners),) * owners
+            pool = dataclasses.replace(pool, counts=counts)
         elif math.prod(pool.fan) >= small and owners > 1:
             # (owners, devices with other matrices)
             order = [names.index(n) for n in pool.replicas + pool.shards + pool.batch]

@@ -38,29 +38,17 @@ Polar = Callable[..., Array]
 def on_shards(
     function: Callable[[list[Array]], list[Array]],
     leaves: Sequence[Array],
-    specs: Sequence[PartitionSpec],
+    specs: list[PartitionSpec],
     mesh: Any,
 ) -> list[Array]:
-    """Apply a function of each device's shards to arrays on Explicit axes.
-
-    Args:
-      function: of the shards, inside shard_map.
-      leaves: global arrays, sharded as their types say.
-      specs: how they have to be sharded for the function.
-      mesh: the mesh of their types.
-
-    Returns:
-      The results, sharded as `leaves`.
-    """
+    """A function of shards, as `specs` divide them, of arrays on Explicit axes."""
     own = [jax.typeof(x).sharding.spec for x in leaves]
 
     def moved(x: Array, here: PartitionSpec, there: PartitionSpec) -> Array:
         return x if here == there else jax.reshard(x, NamedSharding(mesh, there))
 
-    results = jax.shard_map(
-        function, mesh=mesh, in_specs=(list(specs),), out_specs=list(specs)
-    )(list(map(moved, leaves, own, specs)))
-    return list(map(moved, results, specs, own))
+    run = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=specs)
+    return list(map(moved, run(list(map(moved, leaves, own, specs))), specs, own))
 
 
 def map_pools(
@@ -73,17 +61,8 @@ def map_pools(
 ) -> list[Float[Array, "_ _ _"]]:
     """Polar factors of batches (batch, in, out) of shards, inside shard_map.
 
-    Args:
-      polar: of stacks (k, m, n) of whole matrices, each independent of the others and
-        of the order of its rows and columns; with `group=` too, where pools have
-        groups for owners.
-      batches: this device's shards.
-      pools: of these batches.
-      sizes: of the mesh axes.
-      max_stack: most matrices in one call of `polar`.
-
-    Returns:
-      The shards of the factors, in the order and shapes of `batches`.
+    `polar` gets stacks (k, m, n) of at most `max_stack` whole matrices, and `group=`
+    where a group of devices is the owner. `pools` are those of the batches.
     """
     stacks = {
         pool: jnp.concatenate(

@@ -20,7 +20,7 @@ from jax_muon import checks, notes, paths
 from jax_muon.matrices import Parameter, aligned, shape_text, sizes_text
 from jax_muon.mesh import array_types
 from jax_muon.mesh import specs as mesh_specs
-from jax_muon.mesh.collectives import Collective, collectives_of, ring_bytes
+from jax_muon.mesh.collectives import Collective, collectives, ring_bytes
 from jax_muon.mesh.owners import Pool, flops_of, product
 
 
@@ -205,11 +205,11 @@ def describe(
             # A new function, since JAX never traces the same one twice.
             state = jax.eval_shape(lambda params: tx.init(params), shapes)
         with notes.listening() as at_update:
-            jaxpr = jax.make_jaxpr(
-                lambda g, s, p, arrays: update(g, s, p, **others, **arrays)
-            )(shapes, state, shapes, arrays)
-    sent = tuple(collectives_of(jaxpr))
-    return _description(shapes, state, at_init, at_update, sent)
+            sent = collectives(
+                lambda g, s, p, arrays: update(g, s, p, **others, **arrays),
+                *(shapes, state, shapes, arrays),
+            )
+    return _description(shapes, state, at_init, at_update, tuple(sent))
 
 
 def _description(
