@@ -1,10 +1,17 @@
-"""The covering cases of `python -m benchmarks.fuzz`, and two bugs that it found."""
+"""The covering cases of `python -m benchmarks.fuzz`, and two bugs that it found.
 
+And what must be refused: wrong settings and gradients, in every recipe.
+"""
+
+import functools
+import inspect
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
@@ -14,8 +21,9 @@ from benchmarks import fuzz
 from jax_muon.tools.verify import compare
 from tests.distributed.layouts import mesh_of
 from tests.reading import reader
+from tests.recipes import RECIPES
 
-CASES = fuzz.covering()
+CASES = fuzz.covering(96)  # the seed with the fewest of them
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.seed}")
@@ -53,3 +61,49 @@ def test_a_batch_over_one_device_and_parameters_over_others():
     )
     after, _, _ = step(*step.init(params), jnp.ones((4, 16)))
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(after))
+
+
+# --- refusals -------------------------------------------------------------------------
+
+PARAMS = {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 4)), "scale": jnp.ones(4)}
+SETTINGS = {
+    "learning_rate": (-1.0, math.nan, math.inf, "0.1", [0.1], 1j, None, True),
+    "momentum": (-0.1, 1.0, math.nan, "0.9", 1j, None, True),
+    "weight_decay": (-0.1, math.inf, "0.1", None, True),
+    "beta2": (-0.1, 1.0, math.nan, "0.9"),
+    "steps": (0, -1, 2.5, "5", True),
+    "dtype": ("int8", "complex64"),
+    "momentum_dtype": ("uint8", "float16", "complex64"),
+    "edition": ("2025-01", 2026, None),
+    "shape_rule": ("max", -1.0, None),
+    "polar": ("exact", 5, lambda x: x[..., :1]),
+    "adamw": (0.1, "adamw"),
+    "groups": ({"muon": optax.sgd(1.0)}, {"a": 5}),
+    "matrices": ("read", 5, {"up": "muon"}),
+    "weight_decay_mask": ("up", 5),
+}
+GRADIENTS = (
+    {"up": PARAMS["up"], "down": PARAMS["down"]},
+    [*PARAMS.values()],
+    PARAMS | {"another": jnp.ones((4, 4))},
+    *(PARAMS | {"up": x} for x in (jnp.ones((8, 4)), jnp.ones((4, 8), int), None)),
+)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_wrong_is_never_a_result(name):
+    """In no recipe, on one device and on eight."""
+    recipe = RECIPES[name]
+    known = inspect.signature(getattr(recipe, "func", recipe)).parameters
+    wrong = [({k: x}, PARAMS) for k in known for x in SETTINGS.get(k, ())]
+    wrong += [({}, grads) for grads in GRADIENTS]
+
+    def step(given, grads, place):
+        tx = place(recipe(**given))
+        return tx.update(grads, tx.init(PARAMS), PARAMS)
+
+    on_mesh = functools.partial(jm.on_mesh, mesh=mesh_of(8), divide="data")
+    for given, grads in wrong:
+        for place in (lambda tx: tx, on_mesh):
+            with pytest.raises(ValueError):
+                jax.eval_shape(functools.partial(step, given, grads, place))
