@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
-import re
 
 import equinox as eqx
 import haliax as hax
@@ -28,8 +26,8 @@ from levanter.trainer_state import TrainerState
 from levanter.utils.mesh import MeshConfig, create_mesh_from_axis_specs
 
 import jax_muon as jm
+from tests import pages
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs/frameworks.md"
 LINEAR = (hax.nn.Linear, hax.nn.MoELinear)
 VOCAB = hax.Axis("vocab", 64)
 SMALL = {"max_seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4}
@@ -53,10 +51,7 @@ MODELS = {
 @pytest.fixture(scope="module", autouse=True)
 def page():
     """What the page's config class defines; registered once."""
-    (section,) = re.findall(r"\n## levanter\n(.*?)(?=\n## |\Z)", PAGE.read_text(), re.S)
-    found = {"__name__": __name__}
-    exec(re.findall(r"```python\n(.*?)```", section, re.S)[0], found)
-    return found
+    return pages.run("levanter", __name__=__name__)
 
 
 # --- MuonH ----------------------------------------------------------------------------

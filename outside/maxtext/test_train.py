@@ -10,8 +10,9 @@ import sys
 import maxtext
 import pytest
 
+from tests import pages
+
 ROOT = pathlib.Path(__file__).parents[2]
-PAGE = (ROOT / "docs/frameworks.md").read_text()
 SMALL = """
 run_name=test enable_checkpointing=False dataset_type=synthetic steps=4
 base_emb_dim=64 base_num_query_heads=4 base_num_kv_heads=2 head_dim=16
@@ -31,9 +32,8 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def edited(tmp_path_factory):
     """A copy of MaxText, of links, with the page's two edits and its code."""
-    section = re.search(r"\n## MaxText\n(.*?)(?=\n## )", PAGE, re.S)[1]
-    edits = re.findall(r"```diff\n(.*?)```", section, re.S)
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
+    edits = pages.blocks("MaxText", "diff")
+    (code,) = pages.blocks("MaxText")
     installed = pathlib.Path(maxtext.__file__).parent
     root = tmp_path_factory.mktemp("edited")
     shutil.copytree(installed, root / "maxtext", copy_function=os.symlink)

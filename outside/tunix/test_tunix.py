@@ -1,8 +1,5 @@
 """tunix: its PeftTrainer on a mesh of eight devices, as on one."""
 
-import pathlib
-import re
-
 import jax
 import numpy as np
 import pytest
@@ -14,8 +11,8 @@ from tunix.sft import utils
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig, TrainingInput
 
 import jax_muon as jm
+from tests import pages
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs/frameworks.md"
 CONFIG = llama3.ModelConfig(
     num_layers=2,
     vocab_size=64,
@@ -28,15 +25,6 @@ CONFIG = llama3.ModelConfig(
     norm_eps=1e-5,
 )
 STEPS = 4
-
-
-@pytest.fixture
-def page():
-    """What the section of the page defines."""
-    (section,) = re.findall(r"\n## tunix\n(.*?)(?=\n## |\Z)", PAGE.read_text(), re.S)
-    found = {}
-    exec(re.findall(r"```python\n(.*?)```", section, re.S)[0], found)
-    return found
 
 
 def mesh_of(*sizes):
@@ -113,8 +101,9 @@ def norm(tree):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_peft_trainer(page, lora):
+def test_peft_trainer(lora):
     """Four steps on (4, 2) devices and on one, to 1e-4 of the distance travelled."""
+    page = pages.run("tunix")
     wrt = nnx.LoRAParam if lora else nnx.Param
     ends, start = {}, None
     for sizes in ((1, 1), (4, 2)):
@@ -130,4 +119,3 @@ def test_peft_trainer(page, lora):
     moved = jax.tree.map(np.subtract, one, start)
     assert norm(moved) > 0
     assert norm(jax.tree.map(np.subtract, many, one)) < 1e-4 * norm(moved)
-    print(jm.describe(jm.moonlight(0.02), nnx.state(model, wrt)))

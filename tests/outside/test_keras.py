@@ -1,8 +1,5 @@
 """`keras.optimizers.Muon` on JAX is `jm.moonlight`, and its golden values are ours."""
 
-import pathlib
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +8,7 @@ import pytest
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
+from tests import pages
 
 # Of keras/src/optimizers/muon_test.py, with the bars that it has there.
 FACTOR = ([[0.2499, 0.9105], [0.2655, 0.8824]], [[-0.4422, 0.6457], [0.7285, 0.2968]])
@@ -35,15 +33,14 @@ def keras(tmp_path_factory):
 
 def test_the_step_of_the_page(keras, rng):
     """docs/frameworks.md: a Keras model in a training loop of one's own."""
-    page = pathlib.Path(__file__).parents[2] / "docs/frameworks.md"
-    (section,) = re.findall(r"\n## Keras\n(.*?)(?=\n## )", page.read_text(), re.S)
-    found = {}
-    exec(re.findall(r"```python\n(.*?)```", section, re.S)[0], found)
+    keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(24, activation="relu"), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((6,)), *layers])
     params = {v.path: v.value for v in model.trainable_variables}
     tx = jm.moonlight(0.02)
-    step = found["make_step"](model, tx, lambda y, out: jnp.mean((out - y) ** 2))
+    step = pages.run("Keras")["make_step"](
+        model, tx, lambda y, out: jnp.mean((out - y) ** 2)
+    )
     x = rng.standard_normal((32, 6)).astype(np.float32)
     y, state, losses = np.sin(x[:, :1]), tx.init(params), []
     for _ in range(20):
@@ -52,8 +49,10 @@ def test_the_step_of_the_page(keras, rng):
     assert losses[-1] < losses[0] / 4
     for v in model.trainable_variables:
         v.assign(params[v.path])
-    outputs = np.asarray(model(x))
-    assert np.mean((outputs - y) ** 2) < losses[-1] * 1.01
+    _, _, loss = step(params, state, x, y)
+    assert np.mean((np.asarray(model(x)) - y) ** 2) == pytest.approx(
+        float(loss), rel=1e-5
+    )
 
 
 def test_golden_polar_factor():
