@@ -7,19 +7,20 @@ import matplotlib.pyplot as plt
 import pytest
 
 
-@pytest.mark.parametrize("steps", [3])
-def test_cells_run(examples, monkeypatch, capsys, steps):
-    monkeypatch.setenv("TUTORIAL_STEPS", str(steps))
+def test_cells_run(examples, monkeypatch, capsys):
+    monkeypatch.setenv("TUTORIAL_STEPS", "3")
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # which it sets
     monkeypatch.setattr(plt, "show", plt.close)
     notebook = json.loads((examples / "tutorial.ipynb").read_text())
     names = {}
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+            # Windows of 32 characters instead of 128 take a fifth of the time.
+            source = "".join(cell["source"]).replace("16, 128", "16, 32")
+            exec(compile(source, cell["id"], "exec"), names)
     printed = capsys.readouterr().out.splitlines()
     assert set(names["curves"]) == {"AdamW", "nanochat", "nanochat, 3 steps"}
-    assert all(curve[steps] < curve[0] for curve in names["curves"].values())
+    assert all(curve[3] < curve[0] for curve in names["curves"].values())
     whole, divided = printed[-2:]
     loss = {line: float(line.split("loss ")[1].split(",")[0]) for line in printed[-2:]}
     held = {line: float(line.split(", ")[1].split()[0]) for line in printed[-2:]}
