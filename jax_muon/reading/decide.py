@@ -165,10 +165,7 @@ class Decider:
         own = self._by_bias(node)
         if own is not None:
             return own, "the bias beside it has the size of the outputs"
-        for votes, reason in (
-            (self._bias_votes, "as the kernels around it whose biases tell"),
-            (self._width_votes, "as kernels whose sides are the model's width tell"),
-        ):
+        for votes, reason in self._votes:
             for depth in range(len(node.parts) - 1, -1, -1):
                 found = votes.get((node.parts[:depth], _kind(node)))
                 if found is not None:
@@ -206,12 +203,14 @@ class Decider:
         return sides[1] == reads
 
     @functools.cached_property
-    def _bias_votes(self) -> "_Votes":
-        return self._count(self._by_bias)
-
-    @functools.cached_property
-    def _width_votes(self) -> "_Votes":
-        return self._count(self._by_width)
+    def _votes(self) -> "list[tuple[_Votes, str]]":
+        return [
+            (self._count(self._by_bias), "as the kernels around it whose biases tell"),
+            (
+                self._count(self._by_width),
+                "as kernels whose sides are the model's width tell",
+            ),
+        ]
 
     def _count(self, vote_of: Callable[[Node], bool | None]) -> "_Votes":
         votes: _Votes = {}

@@ -34,9 +34,7 @@ def read_tree(
     found = read_leaves(
         leaves, out_in=out_in, table=table, strict_names=names_by_path is not None
     )
-    override_of = overrides.lookup(rules, [leaf.path for leaf in leaves])
-    by_path = {one.path: overrides.apply(override_of(one.path), one) for one in found}
-    overrides.check_used(rules, {path: one.label for path, one in by_path.items()})
+    by_path = overrides.apply(rules, found)
     ambiguous = [x for x in by_path.values() if x.label == MUON and x.doubt is not None]
     if ambiguous and strict:
         listed = "\n  ".join(str(one.doubt) for one in ambiguous)
@@ -59,19 +57,8 @@ def read_leaves(
 ) -> list[Parameter]:
     """Read all leaves of a model, each in view of all others, without a user's rules.
 
-    Args:
-      leaves: every parameter of the model, in any order.
-      out_in: see `jax_muon.read`.
-      table: the user's axis names; they come before what the words of a name say.
-      strict_names: whether a name of unknown kind is an error; names of mesh axes,
-        such as "fsdp", are not.
-
-    Returns:
-      One `Parameter` a leaf, in their order.
-
-    Raises:
-      ValueError: for a table with unknown kinds, and for unknown names where
-        `strict_names`.
+    With `strict_names` an axis name of unknown kind is an error, unless it is that of a
+    mesh axis, such as "fsdp".
     """
     known, tree = axis_names.table_with(table), Tree(leaves)
     if strict_names:
