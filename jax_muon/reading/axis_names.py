@@ -44,17 +44,7 @@ def of_tree(tree: Any) -> dict[str, Names]:
 
     They are read from Flax boxes (`nn.Partitioned`, `nn.LogicallyPartitioned`), from
     the sharding metadata of NNX variables, and from arrays of haliax.
-
-    Args:
-      tree: parameters, before their boxes are taken off.
-
-    Returns:
-      Path, as `path_string` writes it, to one name or None for every axis.
-
-    Raises:
-      ValueError: a leaf that is not an array.
     """
-    checks.arrays("tree", tree)
     found = {}
     boxes = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: _names_on(node) is not None
@@ -173,7 +163,7 @@ def places_of(tree: Tree, node: Node, table: Table) -> Places | None:
     fan_out = _outputs(tree, node, list(sides), table)
     (fan_in,) = sides.keys() - {fan_out}
     named = ", ".join(str(node.leaf.names[axis]) for axis in node.native)
-    return Places((), sides[fan_in], sides[fan_out], f"its axes are named {named}")
+    return Places(sides[fan_in], sides[fan_out], f"its axes are named {named}")
 
 
 def _side(kind: str | None) -> str:

@@ -110,7 +110,7 @@ class Decider:
         if found is None and end > 2:
             found = shapes.places_of(self.tree, node, role)
         if found is None and not is_matrix:
-            return Places.between(end, max(end - 2, 0), max(end - 1, 0), "")
+            return Places.out_of(end, range(end - 1, end), "", max(end - 2, 0))
         if found is None and role == "convolution":
             return "its window cannot be told from scanned layers"
         if found is None:

@@ -15,19 +15,12 @@ from jax_muon.reading.tree import Node, Shape, Tree
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Places among the native axes."""
+    """In and out among the native axes; the others are a batch."""
 
-    batch: tuple[int, ...]
     reduction: tuple[int, ...]
     output: tuple[int, ...]
     reason: str
     role: str | None = None  # where the shape tells another role than the words
-
-    @classmethod
-    def between(cls, end: int, batch: int, cut: int, reason: str) -> "Places":
-        """Axes in the order (*batch, *in, *out); in begins at `batch`, out at `cut`."""
-        axes = tuple(range(end))
-        return cls(axes[:batch], axes[batch:cut], axes[cut:], reason)
 
     @classmethod
     def out_of(
@@ -36,7 +29,7 @@ class Places:
         """These axes are the outputs, the first ones a batch, all others inputs."""
         fan_out = tuple(outputs)
         fan_in = tuple(axis for axis in range(batch, end) if axis not in fan_out)
-        return cls(tuple(range(batch)), fan_in, fan_out, reason)
+        return cls(fan_in, fan_out, reason)
 
 
 Rule = Callable[[Tree, Node], Places | None]
@@ -63,7 +56,7 @@ def _by_bias(tree: Tree, node: Node) -> Places | None:
         return convolution(tree, node)  # (out, 1, 1), as equinox has it
     reason = f"the bias {bias} beside it names the outputs"
     found = [
-        Places.between(end, batch, end - len(bias) + batch, reason)
+        Places.out_of(end, range(end - len(bias) + batch, end), reason, batch)
         for batch in range(len(bias))
         if len(bias) < end and bias == sizes[:batch] + sizes[end - len(bias) + batch :]
     ]
@@ -160,7 +153,7 @@ def _by_partner(node: Node, others: Sequence[Shape]) -> Places | None:
         if (d == e) + (n == m) + (h == g) > 1:
             cut = lead + (2 if is_out else 1)
             reason = f"heads and their width, as {other} beside it tells"
-            return Places.between(lead + 3, lead, cut, reason)
+            return Places.out_of(lead + 3, range(cut, lead + 3), reason, lead)
     return None
 
 
@@ -192,7 +185,7 @@ def _query(tree: Tree, node: Node, outs: Sequence[Shape]) -> Places | None:
     rest = [axis for axis in range(end) if axis != place]
     reason = f"the axis of {sizes[place]} is the width of the model, the others heads"
     if fused and end > 3 and place and sizes[0] in (2, 3):
-        return Places((0,), (place,), tuple(rest[1:]), reason)
+        return Places((place,), tuple(rest[1:]), reason)
     grouped = any(out[:-1] == sizes[1:] for out in outs) or place == end - 1
     if not grouped and not {2, 3} & {*sizes[:2]} and (end > 3 or (fused and place)):
         return None  # one axis too many for heads: layers, perhaps
@@ -222,26 +215,12 @@ def lora(tree: Tree, node: Node) -> Places | None:
     reason = f"the rank is that of {other.sizes} beside it"
     transposed = len(a) == len(b) == 2 and a[0] == b[1]
     if transposed and (not shared or a[0] < a[1]):
-        return Places((), (1,), (0,), reason)
+        return Places((1,), (0,), reason)
     if not shared:
         return None
     start = shared[-1]  # layers as many as the rank is large come first
-    return Places.between(end, start, end - 1 if is_first else start + 1, reason)
-
-
-def _groups(tree: Tree, node: Node) -> Places | None:
-    """The first factor of an output projection, a matrix for each group of heads.
-
-    (groups, in, rank), where the second factor beside it is (groups * rank, D).
-    """
-    sizes = node.sizes
-    if len(sizes) != 3 or node.core not in vocabulary.FIRST_FACTOR_OUT:
-        return None
-    for other in tree.beside(node):
-        if other.sizes[:-1] == (sizes[0] * sizes[2],):
-            reason = f"{sizes[0]} groups, as {other.sizes} beside it tells"
-            return Places.between(3, 1, 2, reason)
-    return None
+    cut = end - 1 if is_first else start + 1
+    return Places.out_of(end, range(cut, end), reason, start)
 
 
 def _gates(tree: Tree, node: Node) -> Places | None:
@@ -256,21 +235,24 @@ def _gates(tree: Tree, node: Node) -> Places | None:
 
 
 def _stack(tree: Tree, node: Node) -> Places | None:
-    """(*batch, in, out): plausible with fewer matrices than either side has rows."""
+    """(*batch, in, out): plausible with fewer matrices than either side has rows.
+
+    Or else by the name: (groups, in, rank) is the first factor of an output projection.
+    """
     sizes, end = node.sizes, len(node.sizes)
     count = math.prod(sizes[:-2])
     named = "local" in node.title_words or "expert" in node.batch_reason
+    named = named or node.core in vocabulary.FIRST_FACTOR_OUT
     if not named and (tree.widths or node.batch or count > min(sizes[-2:])):
         return None
     reason = f"{count} matrices (in, out), one behind the other"
-    return Places.between(end, end - 2, end - 1, reason)
+    return Places.out_of(end, [end - 1], reason, end - 2)
 
 
 BY_ROLE: dict[str, Rule] = {"lora": lora, "convolution": convolution}
 RULES: list[Rule] = [
     _by_bias,
     _attention,
-    _groups,
     _gates,
     _by_window,
     _stack,

@@ -185,7 +185,7 @@ class Tree:
         *around, name = node.parts
         beside = [(*around, "bias"), (*around, "b")]
         if not node.is_generic:
-            beside = [(*node.parts, "bias"), (*around, f"b{name[1:]}")]
+            beside = [(*around, f"b{name[1:]}")]
         found = (n for parts in beside for n in self.under.get(parts, ()))
         return next((n for n in found if n.is_bias and n is not node), None)
 
