@@ -74,8 +74,8 @@ def convolution(tree: Tree, node: Node) -> Places | None:
     sizes = node.sizes[lead:]
     if beside[:-1] != node.sizes[:lead] or len(sizes) < 3:
         lead, sizes = 0, node.sizes
-    near = tree.widths_near(node) & {*sizes[-2:], *sizes[:2]}
-    if len(sizes) > 4 and not beside and not near:
+    known = tree.streams & {*sizes[-2:], *sizes[:2]}
+    if len(sizes) > 4 and not beside and not known:
         return None
     window, fan_in, fan_out = _layout(node, sizes, beside[-1:])
     reason = "window and channels are summed over"
@@ -160,8 +160,6 @@ def _by_partner(node: Node, others: Sequence[Shape]) -> Places | None:
 def _out(tree: Tree, node: Node, queries: Sequence[Shape]) -> Places | None:
     sizes, end = node.sizes, len(node.sizes)
     outputs = [place for place in (0, end - 1) if sizes[place] in tree.streams]
-    if len(outputs) != 1 and sizes[-1] in tree.widths_near(node):
-        outputs = [end - 1]
     if len(outputs) != 1:
         return None
     reason = f"heads are summed over to the width {sizes[outputs[0]]} of the norms"
@@ -186,8 +184,7 @@ def _query(tree: Tree, node: Node, outs: Sequence[Shape]) -> Places | None:
     reason = f"the axis of {sizes[place]} is the width of the model, the others heads"
     if fused and end > 3 and place and sizes[0] in (2, 3):
         return Places((place,), tuple(rest[1:]), reason)
-    grouped = any(out[:-1] == sizes[1:] for out in outs) or place == end - 1
-    if not grouped and not {2, 3} & {*sizes[:2]} and (end > 3 or (fused and place)):
+    if end > 3 and place < end - 1 and not {2, 3} & {*sizes[:2]}:
         return None  # one axis too many for heads: layers, perhaps
     return Places.out_of(end, rest, reason)
 
@@ -225,12 +222,12 @@ def lora(tree: Tree, node: Node) -> Places | None:
 
 def _gates(tree: Tree, node: Node) -> Places | None:
     """Gate and up projection in one: (2, D, hidden), or (2, hidden, D)."""
-    sizes, widths = node.sizes, tree.widths_near(node)
-    inputs = [place for place in (1, 2) if sizes[place] in widths]
+    sizes = node.sizes
+    inputs = [place for place in (1, 2) if sizes[place] in tree.streams]
     gated = len(sizes) == 3 and sizes[0] == 2 and node.core in vocabulary.UP
     if not gated or len(inputs) != 1:
         return None
-    reason = f"gate and up projection, from the width {sizes[inputs[0]]} of the norms"
+    reason = f"gate and up projection, from the width {sizes[inputs[0]]} of the model"
     return Places.out_of(3, [3 - inputs[0]], reason, 1)
 
 

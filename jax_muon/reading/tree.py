@@ -66,7 +66,6 @@ class Node:
     def is_generic(self) -> bool:
         """True if the leaf's name says only "kernel" or "bias"."""
         plain = vocabulary.GENERIC | vocabulary.BIAS | vocabulary.SCALE
-        plain = plain | {"embedding", "embeddings"}
         return self.name.lower() in plain and len(self.parts) > 1
 
     @property
@@ -118,9 +117,8 @@ class Node:
             return True
         if is_array and vocabulary.ADAPTIVE & {*self.title_words}:
             return False  # the kernel that makes the scales of a norm: adaLN/weight
-        last = self.title_words[-1:] if self.is_generic else []
         first = [] if is_array else self.title_words[:1]
-        return bool({*self.own_words[-1:], *last, *first} & vocabulary.NORM)
+        return bool({*self.title_words[-1:], *first} & vocabulary.NORM)
 
 
 def core(name: str) -> str:
@@ -193,8 +191,7 @@ class Tree:
         """Kernels of the modules beside the node's module, its own included."""
         module = self.module(node)
         for other in self.under[module[:-1]]:
-            is_kernel = not other.is_bias and not other.is_norm
-            if is_kernel and len(self.module(other)) == len(module):
+            if not other.is_bias and len(self.module(other)) == len(module):
                 yield other
 
     def module(self, node: Node) -> Module:
@@ -221,10 +218,6 @@ class Tree:
         """Widths of the norms in every module around a node, from the inside out."""
         for depth in range(len(node.parts) - 1, -1, -1):
             yield self.widths.get(node.parts[:depth], set())
-
-    def widths_near(self, node: Node) -> set[int]:
-        """Widths of the model, and of the norms nearest to a node."""
-        return next(filter(None, self.widths_around(node)), set()) | self.streams
 
     @functools.cached_property
     def streams(self) -> set[int]:
