@@ -113,6 +113,17 @@ CLASSES = {
         {"layers/norm/scale": (64, 1), "layers/mlp/wo/kernel": (256, 1, 64), **NORM},
         "muon ibo",
     ),
+    "layers beside a module of norms": (
+        ("attn/wq", (6, 64, 48)),
+        {
+            "attn/wo": (6, 48, 64),
+            "norms/attn_norm": (6, 64),
+            "norms/mlp_norm": (6, 64),
+            "embed": (1000, 64),
+            "final_norm": (64,),
+        },
+        "muon bio",
+    ),
     "a single key head": (
         ("attn/key/kernel", (64, 1, 16)),
         {"attn/query/kernel": (64, 4, 16), "attn/out/kernel": (4, 16, 64), **NORM},

@@ -7,15 +7,11 @@ loses that axis, and the search continues inside. Experts are counted by a route
 them with as many outputs, or by the name of their module.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 from jax_muon import paths
 from jax_muon.reading import vocabulary
 from jax_muon.reading.tree import Leaf, Module, Node, Tree
-
-# Place among the native axes, and size.
-_Axis = tuple[int, int]
 
 
 def axes_of_layers(tree: Any) -> dict[str, tuple[int, ...]]:
@@ -32,66 +28,52 @@ def find_layers(tree: Tree) -> None:
     tree.forget_widths()
 
 
-def _search(tree: Tree, module: Module, inherited: set[_Axis]) -> None:
+def _search(tree: Tree, module: Module, inherited: set[tuple[int, int]]) -> None:
+    """Look for an axis, its place and size, from the outermost module inwards."""
     nodes = tree.under[module]
     # A width that several kernels share is not a number of layers, seen from outside.
     candidates = {axis for axis in inherited if axis[1] not in tree.streams}
     for node in nodes:
-        if node.is_norm and _is_stacked(node):
-            candidates |= {(place, node.sizes[place]) for place in range(2)}
-    reason = "the norms around it have an axis of {} layers too"
-    found = _shared(tree, nodes, candidates)
-    if found is None and (found := _by_container(tree, module)):
-        reason = f"every leaf below {module[-1]!r} has {{}} layers"
-    if found is None:
+        if node.is_norm and len(node.sizes) > 1:
+            candidates |= {*enumerate(node.sizes[:2])}
+    # Leaves of one shape agree with themselves by nature.
+    alike = len({node.sizes for node in nodes}) == 1
+    shared = [
+        (size in tree.streams, size, place)
+        for place, size in candidates
+        if all(node.sizes[place : place + 1] == (size,) for node in nodes) and not alike
+    ]
+    if shared:
+        place = min(shared)[-1]
+        reason = "the norms around it have an axis of {} layers too"
+    elif _is_container(tree, module):
+        place, reason = 0, f"every leaf below {module[-1]!r} has {{}} layers"
+    else:
         for child in tree.children(module):
             _search(tree, (*module, child), candidates)
         return
-    place, size = found
     for node in nodes:
+        node.batch_reason = reason.format(node.sizes[place])
         node.batch = (*node.batch, node.native[place])
-        node.batch_reason = reason.format(size)
     _search(tree, module, set())
 
 
-def _is_stacked(norm: Node) -> bool:
-    """True if a norm has axes beyond its width.
+def _is_container(tree: Tree, module: Module) -> bool:
+    """True if axis 0 of all leaves in a module called "layers" or "blocks" is theirs.
 
-    (1, 1, 1, 64) is how some write a scale for images, and not a stack.
+    It has no number, and no numbers inside.
     """
-    return len(norm.sizes) == 2 or sum(size > 1 for size in norm.sizes) > 1
-
-
-def _shared(tree: Tree, nodes: list[Node], candidates: Iterable[_Axis]) -> _Axis | None:
-    """The candidate axis that all leaves have; the likeliest of several."""
-    if len({node.sizes for node in nodes}) == 1:
-        return None  # leaves of one shape agree with themselves by nature
-    fitting = [
-        (size in tree.streams, size, place)
-        for place, size in candidates
-        if all(node.sizes[place : place + 1] == (size,) for node in nodes)
-    ]
-    if not fitting:
-        return None
-    _, size, place = min(fitting)
-    return place, size
-
-
-def _by_container(tree: Tree, module: Module) -> _Axis | None:
-    """Axis 0 of everything in a module called "layers" or "blocks", without numbers."""
     name = "_".join(paths.words(module[-1])) if module else ""
-    if name not in vocabulary.STACKS or module[-1][-1].isdigit():
-        return None
-    if any(part.isdigit() for part in tree.children(module)):
-        return None
+    numbered = [part for part in tree.children(module) if part.isdigit()]
+    if name not in vocabulary.STACKS or module[-1][-1].isdigit() or numbered:
+        return False
     nodes = tree.under[module]
     kernels = [node.sizes for node in nodes if len(node.sizes) > 2]
     counts = {node.sizes[:1] for node in nodes}
     if not kernels or len(counts) > 1 or nodes[0].batch:
-        return None
+        return False
     ((count,),) = counts
-    least = min(size for sizes in kernels for size in sizes[1:] if size > 1)
-    return (0, count) if count <= least else None
+    return count <= min(size for sizes in kernels for size in sizes[1:] if size > 1)
 
 
 def find_experts(tree: Tree) -> None:

@@ -184,7 +184,8 @@ def _query(tree: Tree, node: Node, outs: Sequence[Shape]) -> Places | None:
     reason = f"the axis of {sizes[place]} is the width of the model, the others heads"
     if fused and end > 3 and place and sizes[0] in (2, 3):
         return Places((place,), tuple(rest[1:]), reason)
-    if end > 3 and place < end - 1 and not {2, 3} & {*sizes[:2]}:
+    many = end > 3 or (fused and place)
+    if many and place < end - 1 and not {2, 3} & {*sizes[:2]}:
         return None  # one axis too many for heads: layers, perhaps
     return Places.out_of(end, rest, reason)
 

@@ -95,7 +95,8 @@ class Node:
     @functools.cached_property
     def projection(self) -> str | None:
         """Which projection of attention it is: query, key, value, kv, qkv or out."""
-        return projection(self.title) or projection(self.role_title)
+        known = vocabulary.PROJECTIONS.items()
+        return next((part for part, cores in known if self.core in cores), None)
 
     @functools.cached_property
     def title_words(self) -> list[str]:
@@ -131,13 +132,6 @@ def core(name: str) -> str:
     found = [vocabulary.W_IN_FRONT.sub("", word) for word in paths.words(name)]
     whole = vocabulary.GPT2.get("_".join(found))
     return whole or "_".join(word for word in found if word not in vocabulary.AROUND)
-
-
-def projection(name: str) -> str | None:
-    """Which projection of attention a name means, as in `Node.projection`."""
-    found = core(name)
-    named = (part for part, known in vocabulary.PROJECTIONS.items() if found in known)
-    return next(named, None)
 
 
 class Tree:
