@@ -22,7 +22,7 @@ from typing import Any
 from jax_muon.reading.read import read_leaves
 from jax_muon.reading.tree import Leaf
 
-MODULES = ("tree", "layers", "names", "roles", "shapes", "decide")
+MODULES = ("tree", "layers", "axis_names", "roles", "shapes", "decide")
 Readings = list[Any]
 
 

@@ -7,7 +7,7 @@ order, but from what the module does: `wi` and `query` read the residual stream,
 and `out` write it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import jax
 from jax_muon import checks, paths
 from jax_muon.reading import vocabulary
 from jax_muon.reading.shapes import Places
-from jax_muon.reading.tree import Node, Tree
+from jax_muon.reading.tree import Leaf, Node, Tree
 from jax_muon.reading.vocabulary import IN, LATENT, OUTPUT, STREAM
 
 # Name of an axis to its kind.
@@ -133,37 +133,41 @@ def check_known(nodes: Sequence[Node], table: Table) -> None:
     )
 
 
-def kinds_of(node: Node, table: Table) -> list[str | None] | None:
+def kinds_of(leaf: Leaf, table: Table) -> list[str | None] | None:
     """The kind of every axis by its name; None where the names say nothing.
 
     Names of mesh axes, such as `("fsdp", "tp")`, are in no table.
     """
-    names = node.leaf.names
-    if names is None or len(names) != len(node.leaf.shape):
+    names = leaf.names
+    if names is None or len(names) != len(leaf.shape):
         return None
     kinds = [kind_of(name, table) if name else None for name in names]
     known = all(kind or not name for kind, name in zip(kinds, names, strict=True))
     return kinds if known and any(kinds) else None
 
 
-def places_of(tree: Tree, node: Node, table: Table) -> Places | None:
+def shown(node: Node, axes: Iterable[int]) -> str:
+    """The names of some axes, for the reason of a reading."""
+    return ", ".join(str((node.leaf.names or ())[axis]) for axis in axes)
+
+
+def places_of(tree: Tree, node: Node) -> Places | None:
     """In and out among the native axes of a leaf.
 
     None where the names do not decide, for example if all are of one kind.
     """
-    kinds = kinds_of(node, table)
-    if kinds is None or node.leaf.names is None:
+    if node.kinds is None:
         return None
     sides: dict[str, tuple[int, ...]] = {}
     for place, axis in enumerate(node.native):
-        side = _side(kinds[axis])
+        side = _side(node.kinds[axis])
         sides[side] = (*sides.get(side, ()), place)
     if len(sides) != 2:
         return None
-    fan_out = _outputs(tree, node, list(sides), table)
+    fan_out = _outputs(tree, node, list(sides))
     (fan_in,) = sides.keys() - {fan_out}
-    named = ", ".join(str(node.leaf.names[axis]) for axis in node.native)
-    return Places(sides[fan_in], sides[fan_out], f"its axes are named {named}")
+    reason = f"its axes are named {shown(node, node.native)}"
+    return Places(sides[fan_in], sides[fan_out], reason)
 
 
 def _side(kind: str | None) -> str:
@@ -171,12 +175,12 @@ def _side(kind: str | None) -> str:
     return kind if kind in (STREAM, LATENT, IN, OUTPUT) else "inner"
 
 
-def _outputs(tree: Tree, node: Node, sides: list[str], table: Table) -> str:
+def _outputs(tree: Tree, node: Node, sides: list[str]) -> str:
     """Which of the two sides of a matrix are its outputs."""
     if IN in sides and OUTPUT in sides:
         return OUTPUT
     bias = tree.bias_of(node)
-    if bias is not None and (kinds := kinds_of(bias, table)):
+    if bias is not None and (kinds := bias.kinds):
         beside = {_side(kinds[axis]) for axis in bias.native if kinds[axis]}
         if len(beside) == 1 and beside <= {*sides}:
             return beside.pop()

@@ -79,7 +79,6 @@ class Decider:
 
     tree: Tree
     roles: Mapping[Node, roles.Role]
-    table: axis_names.Table
     out_in: OutIn
 
     def parameter(self, node: Node) -> Parameter:
@@ -104,7 +103,7 @@ class Decider:
         given = node.leaf.names
         if is_matrix and given and len(given) != len(node.leaf.shape):
             return f"its {len(given)} axis names {given} are too few or too many"
-        found = axis_names.places_of(self.tree, node, self.table)
+        found = axis_names.places_of(self.tree, node)
         if found is None and end == 2:
             return self._two_axes(node, role)
         if found is None and end > 2:

@@ -101,13 +101,9 @@ def _is_of_experts(part: str) -> bool:
 
 
 def _router_of(tree: Tree, node: Node) -> Node | None:
-    """A kernel (in, experts) called gate or router in the modules around a node."""
-    for depth in {len(node.parts) - 1, len(tree.module(node)) - 1}:
-        for other in tree.under[node.parts[:depth]]:
-            fits = (
-                other.sizes[1:] == node.sizes[:1] and other.sizes[0] in node.sizes[1:]
-            )
-            named = (vocabulary.ROUTER | vocabulary.GATE) & {*other.title_words}
-            if fits and named:
-                return other
+    """A kernel (in, experts) called gate or router in the module around a node's."""
+    for other in tree.under[tree.module(node)[:-1]]:
+        fits = other.sizes[1:] == node.sizes[:1] and other.sizes[0] in node.sizes[1:]
+        if fits and (vocabulary.ROUTER | vocabulary.GATE) & {*other.title_words}:
+            return other
     return None

@@ -65,20 +65,20 @@ def read_leaves(
         axis_names.check_known(tree.nodes, known)
     layers.find_layers(tree)
     for node in tree.nodes:
-        kinds = axis_names.kinds_of(node, known)
-        if kinds is not None and node.leaf.names is not None:
-            named = tuple(i for i, kind in enumerate(kinds) if kind == vocabulary.BATCH)
-            node.batch = named
-            node.batch_reason = ", ".join(str(node.leaf.names[i]) for i in named)
+        node.kinds = axis_names.kinds_of(node.leaf, known)
+        if node.kinds is not None:
+            batch = [i for i, kind in enumerate(node.kinds) if kind == vocabulary.BATCH]
+            node.batch = tuple(batch)
+            node.batch_reason = axis_names.shown(node, batch)
     layers.find_experts(tree)
-    found = {node: _role(tree, node, known) for node in tree.nodes}
-    decider = decide.Decider(tree, found, known, out_in)
+    found = {node: _role(tree, node) for node in tree.nodes}
+    decider = decide.Decider(tree, found, out_in)
     return decide.agreeing([decider.parameter(node) for node in tree.nodes])
 
 
-def _role(tree: Tree, node: Node, table: axis_names.Table) -> roles.Role:
+def _role(tree: Tree, node: Node) -> roles.Role:
     """The role by axis names, or else by words and neighbours."""
-    kinds = axis_names.kinds_of(node, table) or []
+    kinds = node.kinds or ()
     named, found = f"its axes are named {node.leaf.names}", roles.role_of(tree, node)
     if vocabulary.NORMED in kinds:
         return "norm", named

@@ -36,6 +36,7 @@ class Node:
     batch: tuple[int, ...] = ()
     batch_reason: str = ""
     chooses: bool = False  # experts beside it were found by its outputs
+    kinds: Sequence[str | None] | None = None  # of its axes, if their names tell
 
     @property
     def path(self) -> str:
@@ -95,8 +96,7 @@ class Node:
     @functools.cached_property
     def projection(self) -> str | None:
         """Which projection of attention it is: query, key, value, kv, qkv or out."""
-        known = vocabulary.PROJECTIONS.items()
-        return next((part for part, cores in known if self.core in cores), None)
+        return projection(self.role_title)
 
     @functools.cached_property
     def title_words(self) -> list[str]:
@@ -132,6 +132,12 @@ def core(name: str) -> str:
     found = [vocabulary.W_IN_FRONT.sub("", word) for word in paths.words(name)]
     whole = vocabulary.GPT2.get("_".join(found))
     return whole or "_".join(word for word in found if word not in vocabulary.AROUND)
+
+
+def projection(name: str) -> str | None:
+    """Which projection of attention a name means, as in `Node.projection`."""
+    found, known = core(name), vocabulary.PROJECTIONS.items()
+    return next((part for part, cores in known if found in cores), None)
 
 
 class Tree:
