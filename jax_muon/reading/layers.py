@@ -41,7 +41,7 @@ def _search(tree: Tree, module: Module, inherited: set[tuple[int, int]]) -> None
     shared = [
         (size in tree.streams, size, place)
         for place, size in candidates
-        if all(node.sizes[place : place + 1] == (size,) for node in nodes) and not alike
+        if not alike and all(node.sizes[place : place + 1] == (size,) for node in nodes)
     ]
     if shared:
         place = min(shared)[-1]

@@ -16,7 +16,7 @@ from jax_muon.reading.vocabulary import ADAMW, MUON
 Rules = Any
 # The values that mean one parameter, in order. True: it is named itself, and not a
 # module around it.
-_Said = list[tuple[str | MuonDimensionNumbers | None, bool]]
+_Said = Sequence[tuple[str | MuonDimensionNumbers | None, bool]]
 
 
 def apply(rules: Rules, found: Sequence[Parameter]) -> dict[str, Parameter]:
@@ -29,9 +29,9 @@ def apply(rules: Rules, found: Sequence[Parameter]) -> dict[str, Parameter]:
         label "adamw", or that apply to no matrix.
     """
     by_path = {one.path: one for one in found}
-    if rules is None:
-        return by_path
-    given = dict(paths.leaves_with_paths(rules, is_leaf=_is_value))
+    given = {}
+    if rules is not None:
+        given = dict(paths.leaves_with_paths(rules, is_leaf=_is_value))
     for where, value in given.items():
         if not _is_value(value):
             raise ValueError(
@@ -42,10 +42,11 @@ def apply(rules: Rules, found: Sequence[Parameter]) -> dict[str, Parameter]:
     flat = isinstance(rules, Mapping) and all(
         isinstance(key, str) and _is_value(value) for key, value in rules.items()
     )
+    said: dict[str, _Said] = dict.fromkeys(by_path, ())
     if flat and not {*rules} >= {*by_path}:
         paths.check_patterns_match("rules", rules, list(by_path))
         said = {path: _by_pattern(rules, path, by_path) for path in by_path}
-    else:
+    elif rules is not None:
         paths.check_known("rules", given, list(by_path))
         said = {path: _by_prefix(given, path) for path in by_path}
     ruled = {path: _ruled(one, said[path]) for path, one in by_path.items()}
