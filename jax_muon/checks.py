@@ -187,13 +187,12 @@ def alike(what: str, tree: Any, whose: str, like: Any, *, kinds: bool = False) -
         own, shape = (tuple(getattr(x, "shape", ())) for x in (found[path], right))
         if own != shape:
             raise ValueError(
-                f"{what} {path!r} has shape {own}; expected {shape}, that of its "
-                f"{whose}"
+                f"{what} {path!r} has shape {own}; expected {shape}, like its {whose}"
             )
         if kinds and _is_floating(found[path]) != _is_floating(right):
             raise ValueError(
                 f"{what} {path!r} has dtype {jnp.result_type(found[path])}; expected "
-                f"one like that of its {whose}, {jnp.result_type(right)}"
+                f"one like {jnp.result_type(right)} of its {whose}"
             )
     for path in found:
         if path not in wanted:

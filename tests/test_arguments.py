@@ -215,7 +215,7 @@ WRONG_GRADIENTS = {
     "'w' has shape (1, 6); expected (4, 6)": {"w": jnp.ones((1, 6))},
     "no gradient at 'w'; expected": {"w": None},
     "gradient at 'z'; expected none without a parameter": {"z": jnp.ones(3)},
-    "'w' has dtype int32; expected one like that": {"w": jnp.ones((4, 6), int)},
+    "'w' has dtype int32; expected one like float32": {"w": jnp.ones((4, 6), int)},
 }
 
 
