@@ -264,7 +264,7 @@ def read(
         strict=strict,
     )
     if splits:
-        splitting.Parts.of(params, splits)  # raises if patterns or widths do not fit
+        splitting.read_parts(found, splits)  # raises if patterns or widths do not fit
     return Matrices(found, dict(splits or {}), joins)
 
 

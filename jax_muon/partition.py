@@ -15,7 +15,7 @@ from jax_muon.matrices import Matrices, read
 from jax_muon.notes import note
 from jax_muon.reading import axis_names
 from jax_muon.reading.vocabulary import ADAMW, MUON
-from jax_muon.splits import Parts, with_splits
+from jax_muon.splits import read_parts, with_splits
 
 # An optax transform, or a function that returns one for the matrices of its group.
 Group: TypeAlias = (
@@ -74,13 +74,11 @@ def partition(
 
     def build(tree: Any) -> optax.GradientTransformationExtraArgs:
         found = _of_tree(read_tree(tree), tree, groups)
-        labels = found.labels(tree)
         if not found.splits:
-            return _for_tree(found, labels, groups)
-        parts = Parts.of(tree, found.splits)
-        of_parts = dataclasses.replace(found, parameters=parts.read(found), splits={})
-        tx = _for_tree(of_parts, parts.spread(labels), groups)
-        return with_splits(tx, found.splits)
+            return _for_tree(found, groups)
+        parts = read_parts(found, found.splits)
+        of_parts = dataclasses.replace(found, parameters=parts, splits={})
+        return with_splits(_for_tree(of_parts, groups), found.splits)
 
     def init_fn(params: optax.Params) -> Any:
         checks.arrays("params", params)
@@ -190,7 +188,7 @@ def _decisions(found: Matrices) -> dict[str, Any]:
 
 
 def _for_tree(
-    found: Matrices, labels: Any, groups: Mapping[str, Group]
+    found: Matrices, groups: Mapping[str, Group]
 ) -> optax.GradientTransformationExtraArgs:
     """The transforms of the groups, on the leaves with their labels."""
     matrices = found.group([x for x, group in groups.items() if callable(group)])
@@ -203,8 +201,7 @@ def _for_tree(
         else group
         for label, group in groups.items()
     }
-    # A function, since a tree of labels may be callable: an equinox module.
-    tx = optax.partition(transforms, lambda params: labels)
+    tx = optax.partition(transforms, found.labels)
 
     def init_fn(params: optax.Params) -> Any:
         state = tx.init(params)

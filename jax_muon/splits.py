@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
 
 from jax_muon import checks, notes, paths
 from jax_muon.axes import MatrixAxes
@@ -52,27 +52,25 @@ class Split:
     learning_rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        parts = self.parts
         expected = "a number of at least 1, names, each once, or names with widths"
-        if isinstance(parts, int):
-            checks.count("parts", parts)
-        elif isinstance(parts, Mapping):
-            checks.mapping("parts", parts, expected, checks.count)
-        elif not isinstance(parts, (tuple, list)) or any(
-            not isinstance(name, str) or parts.count(name) > 1 for name in parts
-        ):
-            checks.refuse("parts", parts, expected)
-        if not parts:
-            checks.refuse("parts", parts, expected)
-        checks.kind("axis", self.axis, int, "a Python integer")
+        named: Any = () if isinstance(self.parts, int) else self.parts
+        if isinstance(self.parts, int):
+            checks.count("parts", self.parts)
+        elif not named or len({*named}) < len(named):
+            checks.refuse("parts", self.parts, expected)
+        elif isinstance(self.parts, Mapping):
+            checks.mapping("parts", self.parts, expected, checks.count)
         check_factors("learning_rates", self.learning_rates)
+        if not {*self.learning_rates} <= {*named}:
+            expected = f"factors of the parts {list(named)}"
+            checks.refuse("learning_rates", self.learning_rates, expected)
 
-    def cut(self, path: str, shape: tuple[int, ...]) -> "_Cut":
-        """The split of one parameter.
+    def fitted(self, path: str, shape: tuple[int, ...]) -> "Fitted":
+        """The same for one parameter.
 
         Raises:
           ValueError: with path and shape, for an axis that the parameter does not have,
-            parts that do not make it up, factors of parts that do not exist.
+            and parts that do not make it up.
         """
         where = f"splits: parameter {path!r} of shape {shape}"
         if not -len(shape) <= self.axis < len(shape):
@@ -80,44 +78,27 @@ class Split:
                 f"{where} has no axis {self.axis}; expected {-len(shape)} to "
                 f"{len(shape) - 1}"
             )
-        named = () if isinstance(self.parts, int) else tuple(self.parts)
-        count = self.parts if isinstance(self.parts, int) else len(named)
-        size = shape[self.axis]
-        if unknown := {*self.learning_rates} - {*named}:
-            raise ValueError(
-                f"{where}: learning_rates of {sorted(unknown)}; expected the parts "
-                f"{list(named)}"
-            )
-        if isinstance(self.parts, Mapping):
-            widths = dict(self.parts)
-            if sum(widths.values()) != size:
-                raise ValueError(
-                    f"{where}: parts={widths} make up {sum(widths.values())} of axis "
-                    f"{self.axis}; expected widths with the sum {size}"
-                )
-        elif size % count:
+        parts, size = self.parts, shape[self.axis]
+        if not isinstance(parts, (int, Mapping)):
+            parts = dict.fromkeys(parts, size // len(parts))
+        if size % parts if isinstance(parts, int) else sum(parts.values()) != size:
             raise ValueError(
                 f"{where}: axis {self.axis} of size {size} does not divide into "
-                f"{count} equal parts; expected divisors of {size}, or a width for "
-                "each part"
+                f"parts={self.parts!r}; expected widths with the sum {size}, or equal "
+                "parts whose number divides it"
             )
-        else:
-            widths = dict.fromkeys(named, size // count)
-        return _Cut(self.axis % len(shape), widths, count, self.learning_rates)
+        return Fitted(parts, self.axis % len(shape), self.learning_rates)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted(Split):
+    """A split of one parameter: a width for each name, and an axis of at least 0."""
+
+    parts: int | Mapping[str, int]
 
 
 # Path pattern to split. Patterns apply in order, also to parts of parts.
 Splits = Mapping[str, Split]
-
-
-def check(splits: Any) -> None:
-    """Raise a ValueError unless splits are a mapping of path patterns to Split."""
-
-    def check_one(where: str, split: Any) -> None:
-        checks.kind(where, split, Split, "a jax_muon.Split")
-
-    expected = "a mapping of path patterns to Split"
-    checks.mapping("splits", splits, expected, check_one)
 
 
 def with_splits(
@@ -151,10 +132,11 @@ def with_splits(
     check(splits)
 
     def init_fn(params: optax.Params) -> Any:
-        checks.arrays("params", params)
-        parts = Parts.of(params, splits)
-        notes.note("splits", stages=[cuts for _, cuts in parts.stages])
-        return inner.init(parts.split(params))
+        for pattern, split in splits.items():
+            fitted = _fitted(pattern, split, params)
+            notes.note("splits", fitted=fitted)
+            params = _map_split(_parts, fitted, params)
+        return inner.init(params)
 
     def update_fn(
         updates: optax.Updates,
@@ -163,13 +145,72 @@ def with_splits(
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
         checks.gradients(updates, params)
-        parts = Parts.of(updates, splits)
-        if params is not None:
-            params = parts.split(params)
-        updates, state = inner.update(parts.split(updates), state, params, **extra_args)
-        return parts.join(updates), state
+        wholes = []
+        for pattern, split in splits.items():
+            fitted = _fitted(pattern, split, updates)
+            wholes.append((updates, fitted))
+            updates, params = (
+                _map_split(_parts, fitted, tree) for tree in (updates, params)
+            )
+        updates, state = inner.update(updates, state, params, **extra_args)
+        for like, fitted in reversed(wholes):
+            updates = _map_split(_join, fitted, like, updates)
+        return updates, state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def check(splits: Any) -> None:
+    """Raise a ValueError unless splits are a mapping of path patterns to Split."""
+
+    def check_one(where: str, split: Any) -> None:
+        checks.kind(where, split, Split, "a jax_muon.Split")
+
+    expected = "a mapping of path patterns to Split"
+    checks.mapping("splits", splits, expected, check_one)
+
+
+def read_parts(
+    parameters: Mapping[str, Parameter], splits: Splits
+) -> dict[str, Parameter]:
+    """How parts are read, given how the whole parameters are.
+
+    Raises:
+      ValueError: as `with_splits` does at init.
+    """
+    check(splits)
+    found = dict(parameters)
+    for pattern, split in splits.items():
+        fitted = _fitted(pattern, split, found)
+        found = {
+            one.path: one
+            for path, whole in found.items()
+            for one in (_read(fitted[path], whole) if path in fitted else [whole])
+        }
+    return found
+
+
+def arrays_of_parts(
+    arrays: Mapping[str, Any], fitted: Mapping[str, Fitted]
+) -> dict[str, Any]:
+    """Arrays by path, and those of the parts of each that is split."""
+    wholes = {path: jnp.asarray(x) for path, x in arrays.items() if path in fitted}
+    parts = _map_split(_parts, fitted, wholes)
+    return {**arrays, **dict(paths.leaves_with_paths(parts))}
+
+
+def _fitted(pattern: str, split: Split, tree: Any) -> dict[str, Fitted]:
+    """The split of every parameter that the pattern matches, by path."""
+    leaves = paths.leaves_with_paths(tree)
+    paths.check_patterns_match("splits", [pattern], [path for path, _ in leaves])
+    return {
+        path: split.fitted(path, tuple(x.shape))
+        for path, x in leaves
+        if paths.matches(pattern, path)
+    }
+
+
+# --- trees ----------------------------------------------------------------------------
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -193,182 +234,97 @@ class NamedParts:
         return cls(dict(zip(names, children, strict=True)))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cut:
-    """The parts of one array, and what to multiply their updates by."""
+def _map_split(
+    function: Callable[..., Any], fitted: Mapping[str, Fitted], tree: Any, *rest: Any
+) -> Any:
+    """The function of each parameter with a split; others come from the last tree."""
 
-    axis: int  # non-negative
-    widths: Mapping[str, int]  # none: `count` parts as a leading batch axis
-    count: int
-    factors: Mapping[str, float]
+    def apply(key_path: tuple[Any, ...], *nodes: Any) -> Any:
+        split = fitted.get(paths.path_string(key_path))
+        return nodes[-1] if split is None else function(split, *nodes)
 
-    def split(self, x: Float[Array, "..."]) -> Any:
-        x = self._undivided(x)
-        if not self.widths:
-            shape = (*x.shape[: self.axis], self.count, -1, *x.shape[self.axis + 1 :])
-            return jnp.moveaxis(x.reshape(shape), self.axis, _batch_axis(x.ndim))
-        parts, start = {}, 0
-        for name, width in self.widths.items():
-            parts[name] = jax.lax.slice_in_dim(x, start, start + width, axis=self.axis)
-            start += width
-        return NamedParts(parts)
+    return jax.tree_util.tree_map_with_path(apply, tree, *rest, is_leaf=paths.is_box)
 
-    def join(self, parts: Any, like: Any) -> Float[Array, "..."]:
-        """The whole array, placed as `like`."""
-        if not self.widths:
-            x = jnp.moveaxis(parts, _batch_axis(parts.ndim - 1), self.axis)
-            x = x.reshape(*x.shape[: self.axis], -1, *x.shape[self.axis + 2 :])
-        else:
-            factors = [float(self.factors.get(name, 1)) for name in self.widths]
-            scaled = [
-                parts.parts[name] if factor == 1 else parts.parts[name] * factor
-                for name, factor in zip(self.widths, factors, strict=True)
-            ]
-            x = jnp.concatenate(scaled, axis=self.axis)
-        if isinstance(like, jax.Array) and array_types.is_explicit(like):
-            return jax.reshard(x, jax.typeof(like).sharding)
+
+# --- one parameter --------------------------------------------------------------------
+
+
+def _parts(split: Fitted, whole: Any) -> Any:
+    """The parts of a parameter: `NamedParts`, or a batch of equal ones.
+
+    They lose the Flax box: NNX keeps one for each variable, and would not find them.
+    """
+    (x,), axis, parts = jax.tree.leaves(whole), split.axis, split.parts
+    x = _undivided(split, x)
+    if isinstance(parts, int):
+        x = x.reshape(*x.shape[:axis], parts, -1, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, _batch_axis(x.ndim - 1))
+    *ends, _ = np.cumsum([*parts.values()])
+    return NamedParts(dict(zip(parts, jnp.split(x, ends, axis), strict=True)))
+
+
+def _join(split: Fitted, whole: Any, parts: Any) -> Any:
+    """The parts times their factors as one, with the box and sharding of `whole`."""
+    (like,), axis = jax.tree.leaves(whole), split.axis
+    if isinstance(split.parts, int):
+        x = jnp.moveaxis(parts, _batch_axis(like.ndim), axis)
+        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    else:
+        found = dict(parts.parts)
+        for name, factor in split.learning_rates.items():
+            found[name] = found[name] * float(factor)
+        x = jnp.concatenate([*found.values()], axis)
+    if isinstance(like, jax.Array) and array_types.is_explicit(like):
+        x = jax.reshard(x, jax.typeof(like).sharding)
+    return jax.tree.map(lambda _: x, whole)
+
+
+def _undivided(split: Fitted, x: Any) -> Any:
+    """x without Explicit mesh axes on the axis whose parts they do not divide.
+
+    They move to another axis if one is free, so that state stays divided.
+    """
+    if not isinstance(x, jax.Array) or not array_types.is_explicit(x):
         return x
-
-    def _undivided(self, x: Any) -> Any:
-        """x without Explicit mesh axes on the axis whose parts they do not divide.
-
-        They move to another axis if one is free, so that state stays divided.
-        """
-        if not isinstance(x, jax.Array) or not array_types.is_explicit(x):
-            return x
-        sharding = jax.typeof(x).sharding
-        entries = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
-        moved, entries[self.axis] = entries[self.axis], None
-        devices = specs.devices_over(moved, sharding.mesh.shape)
-        if all(size % devices == 0 for size in self.widths.values() or [self.count]):
-            return x
-        free = (
-            axis
-            for axis, entry in enumerate(entries)
-            if entry is None and axis != self.axis and x.shape[axis] % devices == 0
-        )
-        if (axis := next(free, None)) is not None:
+    sharding = jax.typeof(x).sharding
+    entries, parts = list(sharding.spec), split.parts
+    moved, entries[split.axis] = entries[split.axis], None
+    devices = specs.devices_over(moved, sharding.mesh.shape)
+    sizes = [parts] if isinstance(parts, int) else parts.values()
+    if all(size % devices == 0 for size in sizes):
+        return x
+    for axis, entry in enumerate(entries):
+        if entry is None and axis != split.axis and x.shape[axis] % devices == 0:
             entries[axis] = moved
-        return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+            break
+    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
 
-    def spread(self, value: Any) -> Any:
-        """The same value for every part."""
-        return NamedParts(dict.fromkeys(self.widths, value)) if self.widths else value
 
-    def read(self, whole: Parameter) -> list[Parameter]:
-        """How the parts of a parameter are read, given how the whole is."""
-        shape = list(whole.shape)
-        parts = []
-        for name, width in self.widths.items():
-            shape[self.axis] = width
-            role = names.projection(name) or whole.role
-            path, sizes = f"{whole.path}/{name}", tuple(shape)
-            parts.append(dataclasses.replace(whole, path=path, shape=sizes, role=role))
-        if parts:
-            return parts
-        batch, axes = _batch_axis(len(shape)), whole.axes
-        shape[self.axis] //= self.count
-        shape.insert(batch, self.count)
-        if axes is not None:
-            before, fan_in, fan_out = (
-                tuple(axis + (axis >= batch) for axis in side)
-                for side in (axes.batch, axes.reduction, axes.output)
+def _read(split: Fitted, whole: Parameter) -> list[Parameter]:
+    """How the parts of a parameter are read, given how the whole is."""
+    shape, axis, parts = list(whole.shape), split.axis, split.parts
+    if not isinstance(parts, int):
+        return [
+            dataclasses.replace(
+                whole,
+                path=f"{whole.path}/{name}",
+                shape=(*shape[:axis], width, *shape[axis + 1 :]),
+                role=names.projection(name) or whole.role,
             )
-            axes = MatrixAxes(tuple(sorted((*before, batch))), fan_in, fan_out)
-        return [dataclasses.replace(whole, shape=tuple(shape), axes=axes)]
+            for name, width in parts.items()
+        ]
+    batch, axes = _batch_axis(len(shape)), whole.axes
+    shape[axis] //= parts
+    shape.insert(batch, parts)
+    if axes is not None:
+        before, fan_in, fan_out = (
+            tuple(axis + (axis >= batch) for axis in side)
+            for side in (axes.batch, axes.reduction, axes.output)
+        )
+        axes = MatrixAxes(tuple(sorted((*before, batch))), fan_in, fan_out)
+    return [dataclasses.replace(whole, shape=tuple(shape), axes=axes)]
 
 
 def _batch_axis(ndim: int) -> int:
     """Where equal parts of an array become a batch: in front of (in, out)."""
     return max(ndim - 2, 0)
-
-
-def with_parts(
-    arrays: Mapping[str, Any], stages: Sequence[Mapping[str, _Cut]]
-) -> dict[str, Any]:
-    """Arrays by path, of the named parts and of the whole parameters."""
-    found = dict(arrays)
-    for cuts in stages:
-        for path in cuts.keys() & found.keys():
-            parts = cuts[path].split(jnp.asarray(found[path]))
-            for name, part in paths.leaves_with_paths(parts):
-                found[f"{path}/{name}" if name else path] = part
-    return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """What splits do to one tree: cuts by path, in stages, and the tree before each.
-
-    A parameter in a Flax box loses it while it is cut: NNX keeps a box for each
-    variable, and would not find the parts in it again.
-    """
-
-    stages: tuple[tuple[Any, Mapping[str, _Cut]], ...]
-
-    @classmethod
-    def of(cls, tree: Any, splits: Splits) -> "Parts":
-        """The cuts of a tree of arrays, or of their shapes."""
-        check(splits)
-        stages = []
-        for pattern, split in splits.items():
-            shapes = {p: tuple(x.shape) for p, x in paths.leaves_with_paths(tree)}
-            paths.check_patterns_match("splits", [pattern], list(shapes))
-            cuts = {
-                path: split.cut(path, shape)
-                for path, shape in shapes.items()
-                if paths.matches(pattern, path)
-            }
-            stages.append((tree, cuts))
-            tree = _map_cuts(lambda cut, x: jax.eval_shape(cut.split, x), cuts, tree)
-        return cls(tuple(stages))
-
-    def split(self, tree: Any) -> Any:
-        """The tree of parts."""
-        for _, cuts in self.stages:
-            tree = _map_cuts(_Cut.split, cuts, tree)
-        return tree
-
-    def spread(self, tree: Any) -> Any:
-        """A tree of anything, labels for instance, with the same for all parts."""
-        for _, cuts in self.stages:
-            tree = _map_cuts(_Cut.spread, cuts, tree)
-        return tree
-
-    def join(self, tree: Any) -> Any:
-        """The tree of whole leaves, out of the updates of its parts."""
-
-        def whole(cut: _Cut, leaf: Any, parts: Any) -> Any:
-            return cut.join(parts, leaf)
-
-        for before, cuts in reversed(self.stages):
-            tree = _map_cuts(whole, cuts, before, tree, keep_boxes=True)
-        return tree
-
-    def read(self, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
-        """How the parts are read, given how the whole leaves are."""
-        found = list(parameters.values())
-        for _, cuts in self.stages:
-            parts = (cuts[x.path].read(x) if x.path in cuts else [x] for x in found)
-            found = [part for group in parts for part in group]
-        return {parameter.path: parameter for parameter in found}
-
-
-def _map_cuts(
-    function: Callable[..., Any],
-    cuts: Mapping[str, _Cut],
-    tree: Any,
-    *rest: Any,
-    keep_boxes: bool = False,
-) -> Any:
-    """Map over the leaves that are cut; other leaves come from the last tree."""
-
-    def apply(key_path: tuple[Any, ...], node: Any, *others: Any) -> Any:
-        cut = cuts.get(paths.path_string(key_path))
-        if cut is None:
-            return others[-1] if others else node
-        (leaf,) = jax.tree.leaves(node)
-        result = function(cut, leaf, *others)
-        return jax.tree.map(lambda _: result, node) if keep_boxes else result
-
-    return jax.tree_util.tree_map_with_path(apply, tree, *rest, is_leaf=paths.is_box)

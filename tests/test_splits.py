@@ -14,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from jax_muon.splits import Parts
 from tests.reading import reader
 
 QKV = {"attn/qkv/kernel": jm.Split({"q": 16, "k": 8, "v": 8})}
@@ -241,10 +240,10 @@ def test_splitting_and_joining_is_the_identity(data):
         "other": np.arange(4.0),
         "left": np.ones(3),
     }
-    parts = Parts.of(x, splits)
-    chopped = parts.split(x)
-    assert chopped["w"].parts["p0"].ndim == len(shape) + 1
-    whole = parts.join(chopped)
+    seen = []
+    inner = optax.stateless(lambda parts, params: seen.append(parts) or parts)
+    whole, _ = jm.with_splits(inner, splits).update(x, optax.EmptyState())
+    assert seen[0]["w"].parts["p0"].ndim == len(shape) + 1
     assert jax.tree.structure(whole) == jax.tree.structure(x)
     jax.tree.map(np.testing.assert_array_equal, whole, x)
 
@@ -274,18 +273,33 @@ def test_nnx_model():
     [
         (
             jm.Split(("q", "k", "v", "w", "x")),
-            r"'qkv' of shape \(6, 24\): axis -1 .* 24",
+            r"'qkv' of shape \(6, 24\): axis -1 of size 24 does not divide into",
         ),
-        (jm.Split({"q": 16, "k": 4}), r"make up 20 of axis -1; expected .* sum 24"),
-        (jm.Split(7), "does not divide into 7"),
+        (jm.Split({"q": 16, "k": 4}), r"parts={'q': 16, 'k': 4}; expected .* sum 24"),
+        (jm.Split(7), "does not divide into parts=7"),
         (jm.Split(2, axis=2), r"no axis 2; expected -2 to 1"),
-        (jm.Split(("q", "k"), learning_rates={"v": 2.0}), "expected the parts"),
     ],
 )
 def test_bad_splits(split, match):
     params = {"qkv": jnp.zeros((6, 24))}
     with pytest.raises(ValueError, match=match):
         jm.nanochat(matrices=reader(splits={"qkv": split})).init(params)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"parts": ("q", "q")}, "parts=.* names, each once"),
+        ({"parts": ()}, r"parts=\(\); expected a number"),
+        (
+            {"parts": ("q", "k"), "learning_rates": {"v": 2.0}},
+            r"expected factors of the parts \['q', 'k'\]",
+        ),
+    ],
+)
+def test_bad_settings_of_a_split(settings, match):
+    with pytest.raises(ValueError, match=match):
+        jm.Split(**settings)
 
 
 def test_a_pattern_that_matches_nothing():

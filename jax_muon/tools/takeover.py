@@ -16,7 +16,7 @@ import optax
 
 from jax_muon import checks, notes, paths
 from jax_muon.momentum import NesterovState, QuantizedNesterovState
-from jax_muon.splits import with_parts
+from jax_muon.splits import arrays_of_parts
 from jax_muon.storage import Quantized
 from jax_muon.transforms import ScaleByNorMuonState
 
@@ -131,10 +131,10 @@ def take_over(
         state = tx.init(params)
     applied: list[Any] = []  # `on_mesh` traces an init twice, which records it twice
     for note in found:
-        if note.kind == "splits" and note.facts["stages"] not in applied:
-            applied.append(note.facts["stages"])
+        if note.kind == "splits" and note.facts not in applied:
+            applied.append(note.facts)
             whole = (moments.first, moments.second, moments.means)
-            parts = [with_parts(arrays, note.facts["stages"]) for arrays in whole]
+            parts = [arrays_of_parts(arrays, **note.facts) for arrays in whole]
             moments = Moments(moments.count, *parts)
     return _fill(state, moments, "")
 
