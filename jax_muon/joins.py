@@ -16,11 +16,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_muon import checks, paths
-from jax_muon.axes import MatrixAxes
 from jax_muon.reading import tree
 from jax_muon.reading.decide import Parameter
 
-# Path pattern to K: see `find_joins`. K alone is for all queries, keys and values.
+# Path pattern to K, or K alone for all queries, keys and values; see `jax_muon.read`.
 Joins = Mapping[str, int] | int
 
 # Joined matrices (batch, K in, out) of every block to their factors.
@@ -47,8 +46,7 @@ class Block:
     @property
     def batch(self) -> int:
         """Number of joined matrices."""
-        matrices = len(self.leaves) * (self.stop - self.start)
-        return matrices // self.joined
+        return len(self.leaves) * (self.stop - self.start) // self.joined
 
     def view(
         self, views: Sequence[Float[Array, "_ _ _"]]
@@ -56,31 +54,26 @@ class Block:
         """Its joined matrices, from the views (batch, in, out) of all leaves."""
         if len(self.leaves) > 1:
             return jnp.concatenate([views[leaf] for leaf in self.leaves], axis=1)
-        view = views[self.leaves[0]]
-        part = view if self.batch * self.joined == len(view) else view[self.slice]
+        part = views[self.leaves[0]]
+        if self.stop - self.start < len(part):
+            part = part[self.start : self.stop]
         if self.joined == 1:
             return part
-        fan_in, fan_out = part.shape[1:]
+        _, fan_in, fan_out = part.shape
         grid = part.reshape(-1, self.joined, self.inner, fan_in, fan_out)
         return grid.swapaxes(1, 2).reshape(self.batch, -1, fan_out)
 
     def undo(
         self, block: Float[Array, "batch joined_in out"]
-    ) -> dict[int, Float[Array, "_ _ _"]]:
-        """By leaf, its part of the batch (stop - start, in, out)."""
-        if len(self.leaves) > 1:
-            parts = jnp.split(block, len(self.leaves), axis=1)
-            return dict(zip(self.leaves, parts, strict=True))
+    ) -> list[Float[Array, "_ _ _"]]:
+        """The matrices (stop - start, in, out) of each of its leaves."""
         if self.joined == 1:
-            return {self.leaves[0]: block}
-        fan_in, fan_out = block.shape[1] // self.joined, block.shape[2]
-        grid = block.reshape(-1, self.inner, self.joined, fan_in, fan_out)
-        return {self.leaves[0]: grid.swapaxes(1, 2).reshape(-1, fan_in, fan_out)}
-
-    @property
-    def slice(self) -> slice:
-        """Its part of the batch of each of its leaves."""
-        return slice(self.start, self.stop)
+            return [block]
+        if len(self.leaves) > 1:
+            return jnp.split(block, self.joined, axis=1)
+        _, width, fan_out = block.shape
+        grid = block.reshape(-1, self.inner, self.joined, width // self.joined, fan_out)
+        return [grid.swapaxes(1, 2).reshape(self.stop - self.start, -1, fan_out)]
 
 
 def map_blocks(
@@ -88,26 +81,22 @@ def map_blocks(
     blocks: Sequence[Block],
     views: Sequence[Float[Array, "_ _ _"]],
 ) -> list[Float[Array, "_ _ _"]]:
-    """Apply a function to the joined matrices (batch, K in, out) of every block.
+    """Apply a function to the joined matrices of all blocks.
 
     Args:
-      function: of a list of arrays (batch, K in, out), one for each block; gives the
-        list of its results in the same shapes.
-      blocks: which cover every view once.
+      function: of the list of joined matrices; its results have the same shapes.
+      blocks: in the order of `make_blocks`, which cover every view once.
       views: (batch, in, out) of each leaf.
 
     Returns:
       The results, in the order and shapes of `views`.
     """
     results = function([block.view(views) for block in blocks])
-    parts: dict[int, list[Array]] = {}  # by leaf, in the order of its batch
+    parts: list[list[Array]] = [[] for _ in views]  # of each leaf, along its batch
     for block, result in zip(blocks, results, strict=True):
-        for leaf, part in block.undo(result).items():
-            parts.setdefault(leaf, []).append(part)
-    return [
-        jnp.concatenate(found) if len(found) > 1 else found[0]
-        for _, found in sorted(parts.items())
-    ]
+        for leaf, part in zip(block.leaves, block.undo(result), strict=True):
+            parts[leaf].append(part)
+    return [jnp.concatenate(own) if len(own) > 1 else own[0] for own in parts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +113,7 @@ class Join:
     @property
     def along_batch(self) -> bool:
         """True if the matrices of one leaf are joined with each other."""
-        return len(self.paths) == 1 and _NUMBER not in self.pattern
+        return _NUMBER not in self.pattern
 
 
 def check(joins: Any) -> None:
@@ -154,13 +143,16 @@ def find_joins(
 
     Raises:
       ValueError: with paths, for a pattern that matches nothing, or has no number and
-        matches a leaf without a batch axis; a leaf that two patterns match; K below 1.
+        matches a leaf without a batch axis; a leaf that two patterns match.
     """
-    check(joins)
     if joins is None or not parameters:
         return ()
     if isinstance(joins, Mapping):
-        found = _joins_by_pattern(joins, list(parameters))
+        found = [
+            Join(pattern, size, own)
+            for pattern, size in joins.items()
+            for own in _leaves_of_pattern(pattern, parameters)
+        ]
     else:
         found = _joins_of_attention(joins, parameters)
     taken: dict[str, str] = {}
@@ -172,50 +164,35 @@ def find_joins(
                     f"{join.pattern!r}; expected one pattern for a parameter"
                 )
             taken[path] = join.pattern
-            if join.along_batch and not _axes(parameters[path]).batch:
-                raise ValueError(
-                    f"joins: the pattern {join.pattern!r} has no layer number and "
-                    f"matches parameter {path!r}, which has no layer axis; expected a "
-                    "pattern such as 'blocks/{i}/attn/q', or scanned layers"
-                )
     return tuple(found)
 
 
-def _joins_by_pattern(joins: Mapping[str, int], names: Sequence[str]) -> list[Join]:
-    found = []
-    for pattern, size in joins.items():
-        expression = _expression(pattern)
-        groups: dict[str, list[tuple[int, str]]] = {}
-        for name in names:
-            match = expression.fullmatch(f"/{name}/")
-            if match and _NUMBER in pattern:
-                start, stop = match.span("i")
-                rest = match.string[:start] + _NUMBER + match.string[stop:]
-                groups.setdefault(rest, []).append((int(match["i"]), name))
-            elif match:
-                groups[name] = [(0, name)]
-        if not groups:
-            raise ValueError(
-                f"joins: the pattern {pattern!r} matches no matrix; there are "
-                + ", ".join(names)
-            )
-        found += [Join(pattern, size, _ordered(group)) for group in groups.values()]
-    return found
-
-
-def _ordered(numbered: list[tuple[int, str]]) -> tuple[str, ...]:
-    return tuple(name for _, name in sorted(numbered))
-
-
-def _expression(pattern: str) -> re.Pattern[str]:
-    """`paths.matches` with {i} for a number: whole components, * for any text."""
-    if pattern.count(_NUMBER) > 1:
-        raise ValueError(
-            f"joins: the pattern {pattern!r} has {_NUMBER} more than once; expected "
-            "once, for the number of the layer"
-        )
+def _leaves_of_pattern(
+    pattern: str, parameters: Mapping[str, Parameter]
+) -> list[tuple[str, ...]]:
+    """Paths that a pattern matches, together if they differ in the number alone."""
+    # `paths.matches`, with a number for {i}.
     expression = fnmatch.translate(f"*/{pattern}/*")
-    return re.compile(expression.replace(re.escape(_NUMBER), r"(?P<i>\d+)"))
+    expression = expression.replace(re.escape(_NUMBER), r"(?P<i>\d+)", 1)
+    groups: dict[str, list[tuple[int, str]]] = {}
+    for path, parameter in parameters.items():
+        match = re.fullmatch(expression, f"/{path}/")
+        if match and _NUMBER in pattern:
+            groups.setdefault(_without(match, "i"), []).append((int(match["i"]), path))
+        elif match and not _batch(parameter):
+            raise ValueError(
+                f"joins: the pattern {pattern!r} has no layer number and matches "
+                f"parameter {path!r}, which has no layer axis; expected a pattern such "
+                "as 'blocks/{i}/attn/q', or scanned layers"
+            )
+        elif match:
+            groups[path] = [(0, path)]
+    if not groups:
+        raise ValueError(
+            f"joins: the pattern {pattern!r} matches no matrix; there are "
+            + ", ".join(parameters)
+        )
+    return [_ordered(group) for group in groups.values()]
 
 
 def _joins_of_attention(size: int, parameters: Mapping[str, Parameter]) -> list[Join]:
@@ -226,41 +203,52 @@ def _joins_of_attention(size: int, parameters: Mapping[str, Parameter]) -> list[
     and the number of a projection such as `q2` is no layer.
     """
     groups: dict[str, list[tuple[int, str]]] = {}  # by the path without one number
-    candidates: dict[str, list[str]] = {}  # the likeliest first
+    numbers: dict[str, list[re.Match[str]]] = {}  # which may be that of the layer
     for path, parameter in parameters.items():
         if parameter.role not in ("query", "key", "value"):
             continue
-        layers = candidates.setdefault(path, [])
-        numbers = reversed(list(re.finditer(r"\d+", path)))
-        for match in sorted(numbers, key=_is_of_attention):
+        numbers[path] = []
+        for match in re.finditer(r"\d+", path):
             own = tree.projection(path[: match.end()].rpartition("/")[2])
-            if not own and not (_is_of_attention(match) and _axes(parameter).batch):
-                rest = path[: match.start()] + _NUMBER + path[match.end() :]
-                groups.setdefault(rest, []).append((int(match[0]), path))
-                layers.append(rest)
+            if not own and not (_is_of_attention(match) and _batch(parameter)):
+                groups.setdefault(_without(match), []).append((int(match[0]), path))
+                numbers[path].append(match)
+
+    def likelihood(match: re.Match[str]) -> tuple[bool, bool, bool, int]:
+        shapes = [parameters[path].shape for _, path in groups[_without(match)]]
+        alike = len(set(shapes)) == 1
+        return len(shapes) > 1, alike, not _is_of_attention(match), match.start()
+
     found: dict[str, tuple[str, ...]] = {}
-    for path, layers in candidates.items():
-        several = [rest for rest in layers if len(groups[rest]) > 1]
-        several.sort(key=lambda x: len({parameters[p].shape for _, p in groups[x]}) > 1)
-        if several:
-            found[several[0]] = _ordered(groups[several[0]])
-        elif _axes(parameters[path]).batch:
+    for path, matches in numbers.items():
+        layer = _without(max(matches, key=likelihood)) if matches else None
+        if layer and (len(groups[layer]) > 1 or not _batch(parameters[path])):
+            found[layer] = _ordered(groups[layer])
+        elif _batch(parameters[path]):
             found[path] = (path,)
-        elif layers:  # the only layer
-            found[layers[0]] = (path,)
     if not found:
         raise ValueError(
             f"joins={size}: no query, key or value of a numbered or scanned layer "
             "among " + ", ".join(parameters) + "; expected also a mapping, such as "
             "{'blocks/{i}/attn/q': 2}"
         )
-    return [Join(rest, size, names) for rest, names in found.items()]
+    return [Join(pattern, size, own) for pattern, own in found.items()]
 
 
 def _is_of_attention(number: re.Match[str]) -> bool:
     """True for the number of a module of attention, such as `SelfAttention_0`."""
     before = number.string[: number.start()].rpartition("/")[2]
     return paths.words(before)[-1:] in (["attention"], ["attn"])
+
+
+def _without(match: re.Match[str], group: int | str = 0) -> str:
+    """The text of a match with {i} in the place of a number."""
+    start, stop = match.span(group)
+    return match.string[:start] + _NUMBER + match.string[stop:]
+
+
+def _ordered(numbered: list[tuple[int, str]]) -> tuple[str, ...]:
+    return tuple(path for _, path in sorted(numbered))
 
 
 def make_blocks(
@@ -277,50 +265,43 @@ def make_blocks(
         left out.
 
     Returns:
-      Blocks that cover every matrix once.
+      Blocks that cover every matrix once, those of one leaf in the order of its batch.
 
     Raises:
       ValueError: with paths and shapes, for leaves of different shapes in one join.
     """
     counts = [
-        [shape[axis] for axis in _axes(parameter).batch]
+        [shape[axis] for axis in _batch(parameter)]
         for parameter, shape in zip(parameters, shapes, strict=True)
     ]
-    index = {parameter.path: leaf for leaf, parameter in enumerate(parameters)}
+    left = {parameter.path: leaf for leaf, parameter in enumerate(parameters)}
     blocks: list[Block] = []
     for join in joins:
-        members = [index.pop(path) for path in join.paths if path in index]
+        own = [path for path in join.paths if path in left]
         if join.along_batch:
-            for leaf in members:
+            for leaf in map(left.pop, own):
                 layers, *rest = counts[leaf]
                 inner = math.prod(rest)
                 stop, end = layers // join.size * join.size * inner, layers * inner
                 blocks.append(Block((leaf,), join.size, 0, stop, inner))
                 blocks.append(Block((leaf,), 1, stop, end))
             continue
-        for first in range(0, len(members), join.size):
-            group = members[first : first + join.size]
-            count = math.prod(counts[group[0]])
-            if len(group) == join.size:
-                _check_alike(join.pattern, [parameters[leaf] for leaf in group])
-                blocks.append(Block(tuple(group), join.size, 0, count))
-            else:
-                index |= {parameters[leaf].path: leaf for leaf in group}
-    alone = [Block((leaf,), 1, 0, math.prod(counts[leaf])) for leaf in index.values()]
-    blocks = [block for block in (*blocks, *alone) if block.batch]
+        for first in range(0, len(own) - join.size + 1, join.size):
+            leaves = [left.pop(path) for path in own[first : first + join.size]]
+            group = [parameters[leaf] for leaf in leaves]
+            if len({(one.shape, one.axes, one.dtype) for one in group}) > 1:
+                raise ValueError(
+                    f"joins: the pattern {join.pattern!r} joins matrices of different "
+                    "shapes or dtypes: "
+                    + ", ".join(f"{x.path!r} {x.shape} {x.dtype}" for x in group)
+                    + "; expected matrices of one shape"
+                )
+            count = math.prod(counts[leaves[0]])
+            blocks.append(Block(tuple(leaves), join.size, 0, count))
+    blocks += [Block((leaf,), 1, 0, math.prod(counts[leaf])) for leaf in left.values()]
+    blocks = [block for block in blocks if block.batch]
     return sorted(blocks, key=lambda block: (block.leaves, block.start))
 
 
-def _check_alike(pattern: str, group: Sequence[Parameter]) -> None:
-    """Raise a ValueError for matrices that cannot be joined."""
-    if len({(one.shape, one.axes, one.dtype) for one in group}) > 1:
-        listed = ", ".join(f"{one.path!r} {one.shape} {one.dtype}" for one in group)
-        raise ValueError(
-            f"joins: the pattern {pattern!r} joins matrices of different "
-            f"shapes or dtypes: {listed}; expected matrices of one shape"
-        )
-
-
-def _axes(parameter: Parameter) -> MatrixAxes:
-    assert parameter.axes is not None
-    return parameter.axes
+def _batch(parameter: Parameter) -> tuple[int, ...]:
+    return parameter.axes.batch if parameter.axes else ()

@@ -247,7 +247,7 @@ SHAPE = jax.ShapeDtypeStruct((4, 6), "float32")
         ),
         ({"0/q": SHAPE}, {"{i}/q": 2, "0/{i}": 2}, "matches no matrix"),
         ({"0/q": SHAPE}, {"{i}/q": 2, "{i}/*": 2}, "matches '{i}/q' and"),
-        ({"0/q": SHAPE}, {"{i}/{i}": 2}, "more than once"),
+        ({"0/q": SHAPE}, {"{i}/{i}": 2}, "'{i}/{i}' matches no matrix"),
         ({"0/up": SHAPE}, 2, "no query, key or value"),
     ],
 )
