@@ -6,7 +6,8 @@ the step. `max_logits.py` measures the logits.
 """
 
 import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -72,21 +73,18 @@ def clip_qk(
       module, with the largest logit of every query head. The path of an array is that
       of its module, or a prefix of it, or continues below it: `{"blocks/0/attn": s0,
       "blocks/1/attn": s1}`, `{"blocks/0": ...}` or what linen's `sow` collects. A
-      single array is enough for one module, such as scanned layers.
+      single array is enough for one module, such as scanned layers. Inside shard_map it
+      is the maximum over all devices: see `max_aux` of `make_train_step`.
 
       Kernels have the shape (\*layers, embed, heads * head_dim), or (\*layers, embed,
       heads, head_dim), with layers at `layers_axis`; a parameter called bias has no
       embed. The number of key heads follows, and divides the number of query heads.
 
-      Inside shard_map `max_logits` is the maximum over all devices: see `max_aux` of
-      `make_train_step`.
-
     Raises:
-      ValueError: threshold not above 0, balance outside [0, 1], patterns that do not
-        differ; at init, with paths, a pattern that matches nothing, a query without its
-        key or a key without its query, a parameter that both match; while tracing an
-        update, no `params`, no `max_logits`, entries for no module or for several,
-        modules without an entry or with several, shapes that do not fit.
+      ValueError: threshold not above 0, balance outside [0, 1]; at init, with paths, a
+        pattern that matches nothing, a query without its key or a key without its
+        query, a parameter that both match; at update, no `params`, no `max_logits`, not
+        one entry for each module, shapes that do not fit.
 
     Examples:
       >>> params = {"attn": {name: jnp.eye(4) for name in "qkv"}}
@@ -107,13 +105,8 @@ def clip_qk(
     threshold = checks.number("threshold", threshold, "above 0")
     balance = checks.number("balance", balance, "in [0, 1]")
     checks.count("layers_axis", layers_axis, least=0)
-    checks.kind("query", query, str, "a path pattern")
-    checks.kind("key", key, str, "a path pattern")
-    if query == key:
-        checks.refuse("key", key, "another pattern than that of the query")
 
     def init_fn(params: optax.Params) -> ClipQkState:
-        checks.arrays("params", params)
         _modules([path for path, _ in paths.leaves_with_paths(params)], query, key)
         return ClipQkState(jnp.zeros([], jnp.int32))
 
@@ -135,13 +128,13 @@ def clip_qk(
             )
         checks.gradients(updates, params)
         weights = dict(paths.leaves_with_paths(params))
-        modules = _modules([p for p, _ in paths.leaves_with_paths(updates)], query, key)
+        modules = _modules(list(weights), query, key)
         factors: dict[str, Array] = {}
         clipped = jnp.zeros([], jnp.int32)
-        for name, largest in _by_module(max_logits, modules).items():
-            module, largest = modules[name], wide(array_types.replicated(largest))
-            shapes = {p: weights[p].shape for p in module.query + module.key}
-            heads = _heads(name, module, shapes, largest.shape, layers_axis)
+        for name, largest in _by_module(max_logits, list(modules)).items():
+            largest = wide(array_types.replicated(largest))
+            shapes = [{p: weights[p].shape for p in own} for own in modules[name]]
+            heads = _heads(name, *shapes, largest.shape, layers_axis)
             above = (largest > threshold) & jnp.isfinite(largest)
             clipped += jnp.sum(above, dtype=jnp.int32)
             # Exactly one if nothing is clipped, and so are its powers and quotients.
@@ -149,10 +142,8 @@ def clip_qk(
             grouped = gamma.reshape(*gamma.shape[:-1], heads.key_heads, -1)
             kappa = jnp.min(grouped, axis=-1, keepdims=True) ** (1 - balance)
             per_query = (grouped / kappa).reshape(gamma.shape)
-            for path in module.query:
-                factors[path] = heads.spread(per_query, path)
-            for path in module.key:
-                factors[path] = heads.spread(kappa[..., 0], path)
+            for factor, own in zip((per_query, kappa[..., 0]), shapes, strict=True):
+                factors |= {path: heads.spread(factor, path) for path in own}
 
         def clip(key_path: tuple[Any, ...], u: Array) -> Array:
             path = paths.path_string(key_path)
@@ -169,68 +160,56 @@ def clip_qk(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-class _Module(NamedTuple):
-    """Paths of the parameters that make queries and keys in one attention module."""
-
-    query: list[str]
-    key: list[str]
-
-
-def _modules(names: list[str], query: str, key: str) -> dict[str, _Module]:
-    """Attention modules by their path, with what the patterns match in each."""
-    paths.check_patterns_match("clip_qk", (query, key), names)
+def _modules(
+    names: Sequence[str], query: str, key: str
+) -> dict[str, tuple[list[str], list[str]]]:
+    """Paths of the query and key projections in each attention module, by its path."""
+    patterns = (query, key)
+    paths.check_patterns_match("clip_qk", patterns, list(names))
     pairs = zip(query.split("/"), key.split("/"), strict=False)
-    common = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    modules: dict[str, _Module] = {}
+    common = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+    modules: dict[str, tuple[list[str], list[str]]] = {}
     for path in names:
-        found = [paths.matched_prefix(pattern, path) for pattern in (query, key)]
+        found = [paths.matched_prefix(pattern, path) for pattern in patterns]
         if None not in found:
             raise ValueError(
                 f"clip_qk: parameter {path!r} matches both query={query!r} and "
                 f"key={key!r}; expected patterns of separate projections"
             )
-        for field, pattern, projection in zip((0, 1), (query, key), found, strict=True):
+        for which, projection in enumerate(found):
             if projection is not None:
-                inside = len(pattern.split("/")) - common
+                inside = len(patterns[which].split("/")) - common
                 above = projection.split("/")[: -inside or None]
                 if above[-1:] in (["kernel"], ["bias"]):  # of which this is a part
                     above.pop()
-                module = modules.setdefault("/".join(above), _Module([], []))
-                module[field].append(path)
-    for name, module in modules.items():
-        if not module.query or not module.key:
-            here, pattern = ("key", key) if module.query else ("query", query)
+                modules.setdefault("/".join(above), ([], []))[which].append(path)
+    for name, own in modules.items():
+        if not all(own):
+            lacking = f"key={key!r}" if own[0] else f"query={query!r}"
             raise ValueError(
-                f"clip_qk: module {name!r} has {(module.query + module.key)[0]!r} but "
-                f"nothing that {here}={pattern!r} matches; expected patterns "
-                "that match a query and a key in each module; there are "
-                + ", ".join(names)
+                f"clip_qk: module {name!r} has {(own[0] + own[1])[0]!r} but nothing "
+                f"that {lacking} matches; expected patterns that match a query and a "
+                "key in each module; there are " + ", ".join(names)
             )
     return modules
 
 
-def _by_module(max_logits: Any, modules: Iterable[str]) -> dict[str, Array]:
-    """The one entry of each module: its path or a part of it, or a path below it."""
-    entries = paths.leaves_with_paths(max_logits)
-    found: dict[str, tuple[str, Array]] = {}
-    for path, leaf in entries:
-        names = [name for name in modules if _within(name, path) or _within(path, name)]
-        if len(names) != 1 or names[0] in found:
-            raise ValueError(
-                f"max_logits has an entry at {path!r} of shape {jnp.shape(leaf)} for "
-                + (", ".join(map(repr, names)) or "no attention module")
-                + (f", as has {found[names[0]][0]!r}" if len(names) == 1 else "")
-                + "; expected one entry for each of "
-                + ", ".join(map(repr, modules))
-            )
-        found[names[0]] = path, jnp.asarray(leaf)
-    for name in modules:
-        if name not in found:
-            raise ValueError(
-                f"max_logits has no entry for {name!r}; there are "
-                + (", ".join(repr(path) for path, _ in entries) or "none")
-            )
-    return {name: leaf for name, (_, leaf) in found.items()}
+def _by_module(max_logits: Any, modules: Sequence[str]) -> dict[str, Array]:
+    """The one entry of each module: at its path or a part of it, or below it."""
+    entries = dict(paths.leaves_with_paths(max_logits))
+    found = {
+        name: [path for path in entries if _within(name, path) or _within(path, name)]
+        for name in modules
+    }
+    if any(len(own) != 1 for own in found.values()) or sorted(entries) != sorted(
+        own[0] for own in found.values()
+    ):
+        shapes = [f"{path!r} of shape {jnp.shape(x)}" for path, x in entries.items()]
+        raise ValueError(
+            f"max_logits has entries at {', '.join(shapes) or 'no path'}; expected one "
+            f"for each attention module: {', '.join(map(repr, modules))}"
+        )
+    return {name: jnp.asarray(entries[path]) for name, (path,) in found.items()}
 
 
 def _within(path: str, parent: str) -> bool:
@@ -238,10 +217,10 @@ def _within(path: str, parent: str) -> bool:
 
 
 class _Heads(NamedTuple):
-    """Where the heads of a module are in its parameters."""
+    """How the parameters of a module hold its heads."""
 
-    layers: int  # number of axes of layers
-    start: int  # the first of them
+    layers: tuple[int, ...]  # sizes of the axes of scanned layers
+    start: int  # the first of these axes
     key_heads: int
     head_dim: int
     outputs: dict[str, tuple[int, ...]]  # by path, (heads * head_dim,) or both apart
@@ -250,64 +229,52 @@ class _Heads(NamedTuple):
         self, factor: Float[Array, "*layers heads"], path: str
     ) -> Float[Array, "..."]:
         """A number for each head, broadcast against a parameter."""
-        if len(self.outputs[path]) == 2:
-            factor = factor[..., None]
-        else:
-            factor = jnp.repeat(factor, self.head_dim, axis=-1)
-        if not _is_bias(path):
-            factor = jnp.expand_dims(factor, self.layers)
-        layers = range(self.layers)
+        inputs = [] if _is_bias(path) else [1]
+        factor = jnp.repeat(factor, self.head_dim, axis=-1)
+        factor = factor.reshape(*self.layers, *inputs, *self.outputs[path])
+        layers = range(len(self.layers))
         return jnp.moveaxis(factor, layers, [self.start + axis for axis in layers])
 
 
 def _heads(
     name: str,
-    module: _Module,
-    shapes: dict[str, tuple[int, ...]],
+    queries: dict[str, tuple[int, ...]],
+    keys: dict[str, tuple[int, ...]],
     logits: tuple[int, ...],
     start: int,
 ) -> _Heads:
-    """How parameters hold their heads, given the shape of the module's maxima."""
-
-    def misfit(path: str, expected: str) -> ValueError:
-        return ValueError(
-            f"clip_qk: parameter {path!r} of shape {shapes[path]} does not fit "
-            f"max_logits of {name!r} of shape {logits}; expected {expected}"
-        )
-
-    if not logits:
-        raise misfit(module.query[0], "max_logits of shape (*layers, heads)")
-    layers, heads = logits[:-1], logits[-1]
+    """How parameters of these shapes hold their heads, by the shape of the maxima."""
+    layers, heads = logits[:-1], logits[-1] if logits else 0
     end = start + len(layers)
-    outputs = {}
+    shapes = queries | keys
+    outputs = {
+        path: (*shape[:start], *shape[end:])[0 if _is_bias(path) else 1 :]
+        for path, shape in shapes.items()
+    }
+    sizes = [math.prod(outputs[next(iter(own))]) for own in (queries, keys)]
+    head_dim = sizes[0] // max(heads, 1)
+    key_heads = sizes[1] // max(head_dim, 1)
     for path, shape in shapes.items():
-        inputs = [] if _is_bias(path) else ["embed"]
-        outputs[path] = (*shape[:start], *shape[end:])[len(inputs) :]
-        fits = shape[start:end] == layers and len(outputs[path]) in (1, 2)
-        if not fits or 0 in shape:
-            ways = []
-            for apart in (["heads * head_dim"], ["heads", "head_dim"]):
-                axes = inputs + apart
+        count = heads if path in queries else key_heads
+        ways = ((count * head_dim,), (count, head_dim))
+        if (
+            shape[start:end] != layers
+            or outputs[path] not in ways
+            or 0 in (*shape, count)
+            or heads % count
+        ):
+            texts = []
+            for out in (["heads * head_dim"], ["heads", "head_dim"]):
+                axes = out if _is_bias(path) else ["embed", *out]
                 axes[start:start] = map(str, layers)
-                ways.append(f"({', '.join(axes)})")
-            raise misfit(path, " or ".join(ways))
-    dims: list[int] = []
-    for path in module.query:
-        first, *head_dim = outputs[path]
-        if not heads or (first != heads if head_dim else first % heads):
-            raise misfit(path, f"a query of {heads} heads")
-        dims += head_dim or [first // heads]
-        if dims[-1] != dims[0]:
-            raise misfit(path, f"heads of {dims[0]}, as in {module.query[0]!r}")
-    counts: list[int] = []
-    for path in module.key:
-        first, *head_dim = outputs[path]
-        if head_dim != dims[:1] if head_dim else first % dims[0]:
-            raise misfit(path, f"key heads of {dims[0]}, as in {module.query[0]!r}")
-        counts.append(first if head_dim else first // dims[0])
-        if counts[-1] != counts[0] or heads % counts[0]:
-            raise misfit(path, f"a number of key heads that divides {heads}")
-    return _Heads(len(layers), start, counts[0], dims[0], outputs)
+                texts.append(f"({', '.join(axes)})")
+            raise ValueError(
+                f"clip_qk: parameter {path!r} of shape {shape} does not fit max_logits "
+                f"of {name!r} of shape {logits}; expected {' or '.join(texts)}, one "
+                "head_dim, key heads that divide the query heads, and max_logits of "
+                "shape (*layers, heads)"
+            )
+    return _Heads(layers, start, key_heads, head_dim, outputs)
 
 
 def _is_bias(path: str) -> bool:
