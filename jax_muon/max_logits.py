@@ -1,8 +1,5 @@
 """The largest attention logits, for attention that does not keep its logits."""
 
-import math
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -38,8 +35,7 @@ def max_attention_logits(
       that sees nothing.
 
     Raises:
-      ValueError: arguments of another kind, shapes that do not fit, key heads that do
-        not divide the heads, `causal` with times that differ, block_size below 1.
+      ValueError: shapes that do not fit, a mask of another dtype, block_size below 1.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -50,39 +46,40 @@ def max_attention_logits(
     """
     checks.count("block_size", block_size)
     checks.flag("causal", causal)
-    for name, x in (("q", q), ("k", k)):
-        _check_array(name, x, jnp.floating, "an array of real floating point")
-    if mask is not None:
-        _check_array("mask", mask, jnp.bool_, "an array of booleans, or None")
-    shapes = f"q of shape {q.shape} and k of shape {k.shape}"
-    if q.ndim != 4 or k.ndim != 4 or q.shape[::3] != k.shape[::3]:
+    if (
+        q.ndim != 4
+        or k.ndim != 4
+        or q.shape[::3] != k.shape[::3]
+        or 0 in q.shape + k.shape
+        or q.shape[2] % k.shape[2]
+        or (causal and q.shape[1] != k.shape[1])
+    ):
+        times = "the same time" if causal else "key_time"
         raise ValueError(
-            f"{shapes}; expected (batch, time, heads, d) and (batch, key_time, "
-            "key_heads, d)"
+            f"q of shape {q.shape} and k of shape {k.shape}; expected (batch, time, "
+            f"heads, d) and (batch, {times}, key_heads, d), with key_heads that divide "
+            "heads and no empty axes"
         )
     batch, time, heads, d = q.shape
-    scale = d**-0.5 if scale is None else checks.number("scale", scale, "")
-    key_time, key_heads = k.shape[1:3]
-    if 0 in q.shape + k.shape or heads % key_heads:
-        raise ValueError(
-            f"{shapes}; expected no empty axes, and key heads that divide {heads}"
-        )
-    if causal and time != key_time:
-        raise ValueError(f"causal with {shapes}; expected equal times, or a mask")
+    _, key_time, key_heads, _ = k.shape
     full = (batch, heads, time, key_time)
     if mask is not None and (
-        mask.ndim != 4
+        not jnp.issubdtype(mask.dtype, jnp.bool_)
+        or mask.ndim != 4
         or any(m not in (1, n) for m, n in zip(mask.shape, full, strict=True))
     ):
-        raise ValueError(f"mask of shape {mask.shape}; expected {full}, or 1 for any")
-
+        raise ValueError(
+            f"mask is {mask.dtype} of shape {mask.shape}; expected booleans of shape "
+            f"{full}, or 1 for any of these"
+        )
+    scale = d**-0.5 if scale is None else checks.number("scale", scale, "")
     grouped = q.reshape(batch, time, key_heads, heads // key_heads, d)
     grouped, k = jax.lax.stop_gradient((grouped, k))
     rows, columns = min(block_size, time), min(block_size, key_time)
 
     def starts(size: int, block: int) -> list[int]:
         # The last block overlaps the one before: a maximum may see a logit twice.
-        return [min(i * block, size - block) for i in range(math.ceil(size / block))]
+        return [min(i, size - block) for i in range(0, size, block)]
 
     blocks = [
         (i, j)
@@ -93,12 +90,10 @@ def max_attention_logits(
 
     def largest(block: Array) -> Array:
         i, j = block
-        some_q = jax.lax.dynamic_slice_in_dim(grouped, i, rows, axis=1)
-        some_k = jax.lax.dynamic_slice_in_dim(k, j, columns, axis=1)
         logits = scale * jnp.einsum(
             "bqngd,bknd->bngqk",
-            some_q,
-            some_k,
+            jax.lax.dynamic_slice_in_dim(grouped, i, rows, axis=1),
+            jax.lax.dynamic_slice_in_dim(k, j, columns, axis=1),
             preferred_element_type=wider(q.dtype, jnp.float32),
         )
         logits = logits.reshape(batch, heads, rows, columns)
@@ -106,16 +101,10 @@ def max_attention_logits(
             ahead = (j + jnp.arange(columns))[None] > (i + jnp.arange(rows))[:, None]
             logits = jnp.where(ahead[None, None], -jnp.inf, logits)
         if mask is not None:
-            seen = mask
-            for axis, start, size in ((2, i, rows), (3, j, columns)):
-                if mask.shape[axis] > 1:
-                    seen = jax.lax.dynamic_slice_in_dim(seen, start, size, axis)
+            # An axis of size 1 is sliced at 0, whatever the start.
+            sizes = [min(pair) for pair in zip(mask.shape, logits.shape, strict=True)]
+            seen = jax.lax.dynamic_slice(mask, (0, 0, i, j), sizes)
             logits = jnp.where(seen, logits, -jnp.inf)
         return jnp.max(logits, axis=(0, 2, 3)).astype(jnp.float32)
 
     return jnp.max(jax.lax.map(largest, jnp.array(blocks)), axis=0)
-
-
-def _check_array(name: str, x: Any, kind: Any, expected: str) -> None:
-    if not hasattr(x, "shape") or not jnp.issubdtype(jnp.result_type(x), kind):
-        checks.refuse(name, x, expected)

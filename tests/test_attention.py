@@ -74,9 +74,9 @@ def test_memory_is_that_of_a_block():
         ((2, 5, 4), (2, 5, 4, 8), {}, "expected .batch, time, heads, d."),
         ((2, 5, 4, 8), (2, 5, 4, 6), {}, "expected .batch, time, heads, d."),
         ((2, 5, 4, 8), (1, 5, 4, 8), {}, "expected .batch, time, heads, d."),
-        ((2, 5, 4, 8), (2, 5, 3, 8), {}, "key heads that divide 4"),
+        ((2, 5, 4, 8), (2, 5, 3, 8), {}, "key_heads that divide heads"),
         ((2, 0, 4, 8), (2, 0, 4, 8), {}, "no empty axes"),
-        ((2, 5, 4, 8), (2, 6, 4, 8), {}, "causal .* expected equal times"),
+        ((2, 5, 4, 8), (2, 6, 4, 8), {}, "expected .*batch, the same time, key_heads"),
         ((2, 5, 4, 8), (2, 5, 4, 8), {"block_size": 0}, "block_size=0"),
         (
             (2, 5, 4, 8),
@@ -88,7 +88,13 @@ def test_memory_is_that_of_a_block():
             (2, 5, 4, 8),
             (2, 5, 4, 8),
             {"mask": jnp.ones((2, 4, 5, 4)) > 0},
-            r"mask of shape \(2, 4, 5, 4\)",
+            r"mask is bool of shape \(2, 4, 5, 4\)",
+        ),
+        (
+            (2, 5, 4, 8),
+            (2, 5, 4, 8),
+            {"mask": jnp.zeros((2, 4, 5, 5))},
+            "mask is float32 .*; expected booleans",
         ),
     ],
 )
