@@ -1,6 +1,5 @@
 """jax_muon: the Muon family of optimizers for JAX, as small optax pieces."""
 
-from jax_muon.elementwise import add_cautious_decayed_weights, scale_by_path
 from jax_muon.guards import skip_nonfinite
 from jax_muon.hyperball import hyperball
 from jax_muon.matrices import Matrices, read
@@ -17,17 +16,19 @@ from jax_muon.polar.coefficients import polar_express_coefficients
 from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
 from jax_muon.qk_clip import clip_qk
 from jax_muon.recipes import moonlight, muon, muonh, nanochat, normuon, normuonh, teon
+from jax_muon.scaling import (
+    equilibrate_rows,
+    normalize_frobenius,
+    scale_by_normuon,
+    scale_by_path,
+    scale_by_shape,
+)
 from jax_muon.splits import Split, with_splits
 from jax_muon.tools.describe import describe
 from jax_muon.tools.observe import observe
 from jax_muon.tools.takeover import Moments, take_over
 from jax_muon.tools.verify import verify
-from jax_muon.transforms import (
-    equilibrate_rows,
-    normalize_frobenius,
-    scale_by_normuon,
-    scale_by_shape,
-)
+from jax_muon.weight_decay import add_cautious_decayed_weights
 
 __version__ = "0.1.0"
 

@@ -1,9 +1,7 @@
 """Steps of a fixed angle: every matrix keeps the Frobenius norm that it starts with."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array
@@ -11,14 +9,9 @@ from jaxtyping import Array
 from jax_muon import checks, dtypes, paths
 from jax_muon import matrices as reading
 from jax_muon.axes import MatrixAxes
-from jax_muon.elementwise import (
-    check_factors,
-    check_factors_match,
-    factor_of,
-    rate_at,
-)
+from jax_muon.leaves import map_leaves, rate_at, step_leaves
 from jax_muon.matrices import Matrices
-from jax_muon.transforms import map_axes, sum_over
+from jax_muon.scaling import sum_over
 
 
 class HyperballState(NamedTuple):
@@ -32,7 +25,6 @@ class HyperballState(NamedTuple):
 
 def hyperball(
     learning_rate: optax.ScalarOrSchedule,
-    learning_rates: Mapping[str, float] | None = None,
     *,
     eps: float = 1e-10,
     matrices: Matrices | None = None,
@@ -56,8 +48,6 @@ def hyperball(
 
     Args:
       learning_rate: :math:`\eta`, the step relative to the norm: an angle in radians.
-      learning_rates: path pattern to a factor of the learning rate, as in
-        `scale_by_path`.
       eps: a matrix does not change if the norm of its direction is not above this, as
         without a gradient.
       matrices: the reading passed in by `partition`, or `jax_muon.read(params)`; None
@@ -69,9 +59,8 @@ def hyperball(
       one float per matrix.
 
     Raises:
-      ValueError: a learning rate below 0, eps not above 0, factors that `scale_by_path`
-        would reject; at init, with path and shape, a parameter that is not a
-        floating-point matrix; at update, params=None.
+      ValueError: a learning rate below 0, eps not above 0; at init, with path and
+        shape, a parameter that is not a floating-point matrix; at update, params=None.
 
     Examples:
       >>> params = {"w": jnp.array([[3.0, 0.0], [0.0, 4.0]])}
@@ -88,19 +77,17 @@ def hyperball(
       Hyperball optimization, arXiv 2606.16899.
     """
     learning_rate = checks.rate("learning_rate", learning_rate)
-    factors = {} if learning_rates is None else learning_rates
-    check_factors("learning_rates", factors)
     eps = checks.number("eps", eps, "above 0")
 
     def init_fn(params: optax.Params) -> HyperballState:
-        def norm(p: Array, axes: MatrixAxes) -> Array:
-            return jnp.sqrt(sum_over(dtypes.wide(p) ** 2, axes.matrix))
-
         checks.arrays("params", params)
+        found = reading.of_tree(matrices, params)
+
+        def norm(path: str, p: Array) -> Array:
+            return jnp.sqrt(sum_over(dtypes.wide(p) ** 2, found.axes(path).matrix))
+
         # A box names the axes of the parameter, over which (1, 1) cannot be sharded.
-        plain = paths.unbox(params)
-        check_factors_match(factors, plain)
-        radius = map_axes(norm, matrices, plain)
+        radius = map_leaves(norm, paths.unbox(params))
         return HyperballState(jnp.zeros([], jnp.int32), radius)
 
     def update_fn(
@@ -109,25 +96,15 @@ def hyperball(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, HyperballState]:
         checks.params("hyperball", params)
-        now = rate_at(learning_rate, state.count)
+        found = reading.of_tree(matrices, updates)
+        rate = rate_at(learning_rate, state.count)
+        weights = dict(paths.leaves_with_paths(params))
+
+        def step(path: str, u: Array, radius: Array) -> tuple[Array, Array]:
+            return _move(u, weights[path], radius, found.axes(path), rate, eps)
+
         updates = dtypes.as_wide_as_params(updates, params)
-        plain = paths.unbox(updates)
-        found = reading.of_tree(matrices, plain)
-        radii = dict(paths.leaves_with_paths(state.radius))
-        moved = [
-            _move(
-                u, w, radii[path], found.axes(path), now * factor_of(factors, path), eps
-            )
-            for (path, u), w in zip(
-                paths.leaves_with_paths(plain), jax.tree.leaves(params), strict=True
-            )
-        ]
-        updates = jax.tree.unflatten(
-            jax.tree.structure(updates), [update for update, _ in moved]
-        )
-        radius = jax.tree.unflatten(
-            jax.tree.structure(state.radius), [radius for _, radius in moved]
-        )
+        updates, radius = step_leaves(step, updates, state.radius)
         return updates, HyperballState(optax.safe_increment(state.count), radius)
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -81,16 +81,7 @@ def map_blocks(
     blocks: Sequence[Block],
     views: Sequence[Float[Array, "_ _ _"]],
 ) -> list[Float[Array, "_ _ _"]]:
-    """Apply a function to the joined matrices of all blocks.
-
-    Args:
-      function: of the list of joined matrices; its results have the same shapes.
-      blocks: in the order of `make_blocks`, which cover every view once.
-      views: (batch, in, out) of each leaf.
-
-    Returns:
-      The results, in the order and shapes of `views`.
-    """
+    """Apply a function to all blocks, in the order of `make_blocks`; returns views."""
     results = function([block.view(views) for block in blocks])
     parts: list[list[Array]] = [[] for _ in views]  # of each leaf, along its batch
     for block, result in zip(blocks, results, strict=True):
@@ -103,7 +94,9 @@ def map_blocks(
 class Join:
     """Leaves whose matrices are joined `size` by `size`, in their order.
 
-    A pattern without a number has one leaf, which is joined along its batch.
+    Leaves with numbers of layers are joined with each other. A pattern without a number
+    has one leaf, which is joined along its leading batch axis, of scanned layers. A
+    remainder stays unjoined.
     """
 
     pattern: str
@@ -128,18 +121,7 @@ def check(joins: Any) -> None:
 def find_joins(
     joins: Joins | None, parameters: Mapping[str, Parameter]
 ) -> tuple[Join, ...]:
-    """Which parameters are joined, by their paths.
-
-    Args:
-      joins: pattern of paths to K, or K alone; see `jax_muon.read`. `{i}` in a pattern
-        stands for the number of a layer: leaves that differ in nothing else are taken
-        K by K in the order of that number. A pattern without it takes the matrices of
-        each leaf K by K along its leading batch axis, the axis of scanned layers. A
-        remainder stays unjoined.
-      parameters: those that are matrices, by path.
-
-    Returns:
-      One `Join` for all leaves that differ in the number of a layer alone.
+    """Which of these matrices are joined: one `Join` for leaves of one kind.
 
     Raises:
       ValueError: with paths, for a pattern that matches nothing, or has no number and
@@ -256,16 +238,12 @@ def make_blocks(
     shapes: Sequence[tuple[int, ...]],
     joins: Sequence[Join] = (),
 ) -> list[Block]:
-    """Which matrices are orthogonalized as one.
+    """Blocks that cover every matrix of these leaves once.
 
     Args:
       parameters: the leaves, in their order.
       shapes: of each leaf, or of one device's shard of it.
-      joins: as `find_joins` returns them; leaves that are not among `parameters` are
-        left out.
-
-    Returns:
-      Blocks that cover every matrix once, those of one leaf in the order of its batch.
+      joins: as `find_joins` returns them, of these leaves and of others.
 
     Raises:
       ValueError: with paths and shapes, for leaves of different shapes in one join.

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jax_muon import checks, dtypes, paths
-from jax_muon.elementwise import rate_at
-from jax_muon.storage import Quantized, storage
+from jax_muon import checks, dtypes
+from jax_muon.accumulators import Quantized, accumulator
+from jax_muon.leaves import rate_at, step_leaves
 
 
 class NesterovState(NamedTuple):
@@ -85,24 +85,22 @@ def nesterov(
     decay = checks.rate("decay (momentum of a recipe)", decay, "in [0, 1)")
     checks.flag("lookahead", lookahead)
     checks.flag("bias_correction", bias_correction)
-    kept = storage("accumulator_dtype (momentum_dtype of a recipe)", accumulator_dtype)
-    kind = QuantizedNesterovState if isinstance(kept, Quantized) else NesterovState
+    name = "accumulator_dtype (momentum_dtype of a recipe)"
+    stored = accumulator(name, accumulator_dtype)
+    kind = QuantizedNesterovState if isinstance(stored, Quantized) else NesterovState
 
     def init_fn(params: optax.Params) -> Any:
         checks.arrays("params", params)
-        return kind(jnp.zeros([], jnp.int32), *kept.zeros(params))
+        return kind(jnp.zeros([], jnp.int32), *stored.zeros(params))
 
     def update_fn(
         updates: optax.Updates, state: Any, params: Any = None
     ) -> tuple[optax.Updates, Any]:
-        checks.alike("gradient", updates, "momentum", state.mu)
-        updates = dtypes.as_wide_as_params(updates, params)
         count, *trees = state
         mu = rate_at(decay, count)
 
         def step(path: str, g: Array, *old: Array) -> tuple[Array, ...]:
-            """The update of one parameter, and its momentum as it is stored."""
-            wide_g, m = dtypes.wide(g), kept.read(*old)
+            wide_g, m = dtypes.wide(g), stored.read(*old)
             part = dtypes.in_dtype_of(m, mu)
             m = m + (1 - part) * (wide_g - m)
             if not bias_correction:
@@ -115,21 +113,10 @@ def nesterov(
                 u = m / now
                 if lookahead:
                     u = (1 - part) / now * wide_g + part / next_step * m
-            return u.astype(g.dtype), *kept.store(m, old, path, count)
+            return u.astype(g.dtype), *stored.store(m, old, path, count)
 
-        # By leaves, since momentum may be in the boxes that gradients have lost.
-        rows = [
-            step(path, g, *old)
-            for (path, g), *old in zip(
-                paths.leaves_with_paths(updates),
-                *map(jax.tree.leaves, trees),
-                strict=True,
-            )
-        ]
-        updates, *trees = (
-            jax.tree.unflatten(jax.tree.structure(tree), [row[i] for row in rows])
-            for i, tree in enumerate((updates, *trees))
-        )
+        updates = dtypes.as_wide_as_params(updates, params)
+        updates, *trees = step_leaves(step, updates, *trees)
         return updates, kind(optax.safe_increment(count), *trees)
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -134,10 +134,9 @@ def _map_matrices(
     leaves: Sequence[Array],
 ) -> list[Array]:
     """Factors of the joined matrices of leaves, or of one device's shards of them."""
-    all_axes = [matrices.axes(name) for name in names]
-    views = [axes.view(x) for axes, x in zip(all_axes, leaves, strict=True)]
-    views = map_blocks(factors, blocks, views)
+    pairs = [(matrices.axes(name), x) for name, x in zip(names, leaves, strict=True)]
+    views = map_blocks(factors, blocks, [axes.view(x) for axes, x in pairs])
     return [
         axes.undo(view, x.shape).astype(x.dtype)
-        for axes, view, x in zip(all_axes, views, leaves, strict=True)
+        for (axes, x), view in zip(pairs, views, strict=True)
     ]

@@ -34,7 +34,7 @@ Under `optax.inject_hyperparams` all numbers may change from step to step except
 `adamw` may be `optax.inject_hyperparams(optax.adamw)(3e-4)`.
 
 A learning rate for some matrices is `optax.chain(recipe, scale_by_path({"wq": 0.5}))`,
-or `learning_rates=` of `hyperball` if you write the chain yourself.
+or, for recipes that keep norms, a group with a `hyperball` of its own.
 
 With `jax_numpy_dtype_promotion="strict"` recipes cannot be traced, since `optax.adamw`
 cannot. With another transform for `adamw` they can.
@@ -48,7 +48,6 @@ import jax
 import optax
 
 from jax_muon import checks
-from jax_muon.elementwise import add_cautious_decayed_weights, check_mask
 from jax_muon.hyperball import hyperball
 from jax_muon.matrices import Matrices
 from jax_muon.momentum import nesterov
@@ -56,12 +55,13 @@ from jax_muon.orthogonalize import Polar, orthogonalize
 from jax_muon.partition import Group, Reader, partition, reader
 from jax_muon.polar.factors import NewtonSchulz
 from jax_muon.reading.vocabulary import ADAMW, MUON
-from jax_muon.transforms import (
+from jax_muon.scaling import (
     equilibrate_rows,
     normalize_frobenius,
     scale_by_normuon,
     scale_by_shape,
 )
+from jax_muon.weight_decay import add_cautious_decayed_weights, check_mask
 
 __all__ = ["moonlight", "muon", "muonh", "nanochat", "normuon", "normuonh", "teon"]
 

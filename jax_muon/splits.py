@@ -18,7 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_muon import checks, notes, paths
 from jax_muon.axes import MatrixAxes
-from jax_muon.elementwise import check_factors
 from jax_muon.mesh import array_types, specs
 from jax_muon.reading import tree as names
 from jax_muon.reading.decide import Parameter
@@ -60,9 +59,14 @@ class Split:
             checks.refuse("parts", self.parts, expected)
         elif isinstance(self.parts, Mapping):
             checks.mapping("parts", self.parts, expected, checks.count)
-        check_factors("learning_rates", self.learning_rates)
+        expected = f"factors of the parts {list(named)}"
+        checks.mapping(
+            "learning_rates",
+            self.learning_rates,
+            expected,
+            lambda where, x: checks.number(where, x, "of at least 0", traced=False),
+        )
         if not {*self.learning_rates} <= {*named}:
-            expected = f"factors of the parts {list(named)}"
             checks.refuse("learning_rates", self.learning_rates, expected)
 
     def fitted(self, path: str, shape: tuple[int, ...]) -> "Fitted":

@@ -14,7 +14,6 @@ from tests.reading import reader
 PARAMS = {"wte": jnp.ones((5, 4)), "w": jnp.ones((4, 6)), "bias": jnp.ones(6)}
 MATRIX = {"w": jnp.ones((4, 6))}
 MESH = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
-HEADS = jnp.ones((1, 8, 2, 4))
 NAN = float("nan")
 
 
@@ -95,9 +94,6 @@ TABLE = {
     ),
     "(momentum_dtype of a recipe)='float16'; expected one of 'float64'": lambda: (
         jm.muon(momentum_dtype="float16")
-    ),
-    "expected an array of real floating point": lambda: jm.max_attention_logits(
-        HEADS.astype(int), HEADS
     ),
     # words
     "edition='2026'; expected one of '": lambda: jm.nanochat(edition="2026"),

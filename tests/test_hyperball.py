@@ -79,19 +79,15 @@ def test_norms_stay_and_injected_rates_are_data(rng, dtype):
 
 
 def test_the_scale_of_the_chain_is_nothing_and_no_gradient_no_step(rng):
-    """Factors in front have no effect; a factor by path is an angle."""
     w = jnp.asarray(rng.standard_normal((4, 6)), "float32")
-    params = {"a": w, "b": w, "still": w}
-    grads = {"a": w[::-1], "b": w[::-1], "still": jnp.zeros_like(w)}
-    piece = jm.hyperball(0.2, {"b": 0.5})
+    params = {"w": w, "still": w}
+    grads = {"w": w[::-1], "still": jnp.zeros_like(w)}
+    piece = jm.hyperball(0.2)
     one, _ = piece.update(grads, piece.init(params), params)
     scaled = optax.chain(optax.scale(1e6), piece)
     other, _ = scaled.update(grads, scaled.init(params), params)
     chex.assert_trees_all_close(one, other, rtol=1e-5, atol=1e-6)
-    half = jm.hyperball(0.1)
-    expected, _ = half.update(grads, half.init(params), params)
-    chex.assert_trees_all_close(one["b"], expected["b"])
-    assert jnp.linalg.norm(one["a"]) > 1.5 * jnp.linalg.norm(one["b"])
+    assert jnp.linalg.norm(one["w"]) > 0.1 * jnp.linalg.norm(w)
     np.testing.assert_array_equal(one["still"], 0)
 
 
@@ -99,8 +95,6 @@ def test_the_scale_of_the_chain_is_nothing_and_no_gradient_no_step(rng):
     ("arguments", "match"),
     [
         ((-0.1,), "learning_rate=-0.1; expected a finite number of at least 0"),
-        ((0.1, {"w": -1.0}), r"learning_rates\['w'\]=-1.0; expected a finite number"),
-        ((0.1, {"z": 2.0}), "'z' matches no parameter; there are w"),
         ((0.1,), "hyperball needs the parameters"),
     ],
 )
@@ -113,3 +107,15 @@ def test_bad_input(arguments, match):
         jm.hyperball(0.1).init({"b": jnp.ones(3)})
     with pytest.raises(ValueError, match="eps=0; expected a finite number above 0"):
         jm.hyperball(0.1, eps=0)
+
+
+def test_parameters_in_another_order():
+    """Weights and radii belong to an update by path; other names are an error."""
+    small, large = jnp.ones((2, 3)), 9 * jnp.ones((2, 3))
+    tx, params = jm.hyperball(0.1), {"a": small, "b": large}
+    state = tx.init(params)
+    turned = {"b": large, "a": small}
+    one, _ = tx.update(params, state, turned)
+    chex.assert_trees_all_equal(one, tx.update(params, state, params)[0])
+    with pytest.raises(ValueError, match=r"b|c"):
+        tx.update(params, state, {"b": small, "c": large})

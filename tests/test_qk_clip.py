@@ -407,17 +407,6 @@ def test_a_run_whose_logits_grow_stays_bounded():
 # --- what is refused ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threshold", [0, -1.0, float("nan")])
-def test_thresholds(threshold):
-    with pytest.raises(ValueError, match="expected a finite number above 0"):
-        jm.clip_qk(threshold)
-
-
-def test_other_settings():
-    with pytest.raises(ValueError, match=r"balance=1.5; expected a number in \[0, 1\]"):
-        jm.clip_qk(1.0, balance=1.5)
-
-
 @pytest.mark.parametrize(
     ("query", "key", "message"),
     [

@@ -15,10 +15,10 @@ import numpy as np
 import optax
 
 from jax_muon import checks, notes, paths
+from jax_muon.accumulators import Quantized
 from jax_muon.momentum import NesterovState, QuantizedNesterovState
+from jax_muon.scaling import ScaleByNorMuonState
 from jax_muon.splits import arrays_of_parts
-from jax_muon.storage import Quantized
-from jax_muon.transforms import ScaleByNorMuonState
 
 Arrays = Mapping[str, Any]
 

@@ -29,16 +29,13 @@ DTYPES = ("float64", "float32", "bfloat16", "int8")
 _LARGEST = 127  # of int8, so that both signs reach as far
 
 
-def storage(name: str, dtype: Any) -> "Floating | Quantized":
+def accumulator(name: str, dtype: Any) -> "Floating | Quantized":
     """How a state is stored in a dtype; None means the parameters' own.
 
     Raises:
       ValueError: for anything other than `DTYPES` and None.
     """
-    try:
-        found = None if dtype is None else jnp.dtype(dtype).name
-    except TypeError:
-        found = "no dtype"
+    found = dtype if dtype is None else jnp.dtype(dtype).name
     if found not in (None, *DTYPES):
         raise ValueError(
             f"{name}={dtype!r}; expected one of {', '.join(map(repr, DTYPES))}, or "
@@ -64,14 +61,7 @@ class Floating:
     def store(
         self, x: Float[Array, "..."], old: Sequence[Array], path: str, count: Array
     ) -> tuple[Float[Array, "..."]]:
-        """Rounded to the dtype of `old`, stochastically if bfloat16 was asked for.
-
-        Args:
-          x: in at least float32.
-          old: the arrays stored before.
-          path: of the parameter.
-          count: steps done, a scalar.
-        """
+        """Rounded to the dtype of `old`, what was stored after `count` steps."""
         if self.dtype != "bfloat16":
             return (x.astype(old[0].dtype),)
         single = x.astype(jnp.float32)
@@ -93,14 +83,14 @@ class Quantized:
     def zeros(self, params: optax.Params) -> tuple[optax.Params, optax.Params]:
         """Stored zeros: a tree of int8, and one of scales in at least float32."""
 
-        def scales(p: Array) -> Array:
-            # A sum has the sharding of the rows.
-            rows = jnp.sum(p, axis=_row(p), keepdims=True)
-            return jnp.zeros_like(rows, dtype=wider(p.dtype, jnp.float32))
+        def scale(p: Array) -> Array:
+            # A maximum has the sharding of the rows.
+            rows = jnp.zeros_like(p, dtype=wider(p.dtype, jnp.float32))
+            return _largest_of_rows(rows)
 
         # A box names the axes of the parameter, over which (out, 1) cannot be sharded.
         integers = optax.tree.zeros_like(params, dtype=jnp.int8)
-        return integers, jax.tree.map(scales, paths.unbox(params))
+        return integers, jax.tree.map(scale, paths.unbox(params))
 
     def read(
         self, integers: Int8[Array, "*rows n"], scale: Float[Array, "*rows 1"]
@@ -117,7 +107,7 @@ class Quantized:
     ) -> tuple[Int8[Array, "*rows n"], Float[Array, "*rows 1"]]:
         """Rounded stochastically; arguments as for `Floating`."""
         x = x.astype(old[1].dtype)
-        scale = jnp.max(jnp.abs(x), axis=_row(x), keepdims=True, initial=0) / _LARGEST
+        scale = _largest_of_rows(x) / _LARGEST
         steps = x / jnp.where(scale > 0, scale, 1)
         uniform = (random_bits(x, path, count) >> 8).astype(x.dtype) * 2.0**-24
         integers = jnp.clip(jnp.floor(steps + uniform), -_LARGEST, _LARGEST)
@@ -138,12 +128,9 @@ def random_bits(like: Array, path: str, count: Array) -> UInt32[Array, "..."]:
 def _positions(like: Array) -> UInt32[Array, "..."]:
     """The index of every element in the flattened array, modulo 2^32."""
     position = jnp.zeros_like(like, dtype=jnp.uint32)
-    stride = 1
-    for axis in reversed(range(like.ndim)):
-        along = jnp.arange(like.shape[axis], dtype=jnp.uint32)
-        along = along * jnp.uint32(stride % 2**32)
-        position = position + along.reshape([-1, *[1] * (like.ndim - 1 - axis)])
-        stride *= like.shape[axis]
+    for axis, size in enumerate(like.shape):
+        along = jax.lax.broadcasted_iota(jnp.uint32, like.shape, axis)
+        position = position * jnp.uint32(size) + along
     return position
 
 
@@ -157,6 +144,7 @@ def _mixed(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     return x ^ (x >> 16)
 
 
-def _row(x: Array) -> tuple[int, ...]:
-    """The last axis; none for a scalar."""
-    return (-1,) if x.ndim else ()
+def _largest_of_rows(x: Array) -> Array:
+    """The largest absolute value along the last axis, which keeps size 1."""
+    last = (-1,) if x.ndim else ()
+    return jnp.max(jnp.abs(x), axis=last, keepdims=True, initial=0)

@@ -1,12 +1,11 @@
-"""Pieces that scale a matrix, or its rows and columns, by norms or by its shape.
+"""Pieces that scale updates: matrices by their norms or shapes, parameters by paths.
 
-Each is an optax transform with one idea, made to be chained. `matrices` says which axes
-of a parameter are in and out. Updates keep their dtype. All pieces here are elementwise
-or reduce over axes of one matrix, so they work with any sharding. `orthogonalize`,
-which needs whole matrices, has its own file.
+`matrices` says which axes of a parameter are in and out. Updates keep their dtype. All
+of this is elementwise or reduces over axes of one matrix, so it works with any
+sharding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from jaxtyping import Array
 from jax_muon import checks, dtypes, paths
 from jax_muon import matrices as reading
 from jax_muon.axes import MatrixAxes
-from jax_muon.elementwise import rate_at
+from jax_muon.leaves import map_leaves, rate_at, step_leaves
 from jax_muon.matrices import Matrices
 from jax_muon.notes import note
 
@@ -65,7 +64,7 @@ def equilibrate_rows(
     """
     eps = checks.number("eps", eps, "above 0")
 
-    def scale(u: Array, axes: MatrixAxes) -> Array:
+    def scale(_: str, u: Array, axes: MatrixAxes) -> Array:
         _, fan_out = axes.fan(u.shape)
         target = _norm(u, axes.matrix) / fan_out**0.5  # RMS of the row norms
         row = jnp.maximum(_norm(u, axes.reduction), dtypes.in_dtype_of(u, eps))
@@ -107,14 +106,11 @@ def normalize_frobenius(
       Muon+, arXiv 2602.21545. With rms=0.2 after `scale_by_normuon`, the step size of
       NorMuon's paper, arXiv 2510.05491.
     """
-    rms = (
-        None
-        if rms is None
-        else checks.number("rms", rms, "above 0", others=", or None")
-    )
+    if rms is not None:
+        rms = checks.number("rms", rms, "above 0", others=", or None")
     eps = checks.number("eps", eps, "above 0")
 
-    def scale(u: Array, axes: MatrixAxes) -> Array:
+    def scale(_: str, u: Array, axes: MatrixAxes) -> Array:
         fan_in, fan_out = axes.fan(u.shape)
         if rms is None:
             target: Any = min(fan_in, fan_out) ** 0.5
@@ -182,31 +178,30 @@ def scale_by_normuon(
         return axes.reduction if axis == "output" or fan_out >= fan_in else axes.output
 
     def init_fn(params: optax.Params) -> ScaleByNorMuonState:
-        def zeros(p: Array, axes: MatrixAxes) -> Array:
+        checks.arrays("params", params)
+        found = reading.of_tree(matrices, params)
+
+        def zeros(path: str, p: Array) -> Array:
             # A sum has the sharding of the parameter.
-            one = jnp.sum(p, axis=averaged(axes, p.shape), keepdims=True)
-            return jnp.zeros_like(one, dtype=dtypes.wider(p.dtype, jnp.float32))
+            axes = averaged(found.axes(path), p.shape)
+            mean = jnp.sum(p, axis=axes, keepdims=True)
+            return jnp.zeros_like(mean, dtype=dtypes.wider(p.dtype, jnp.float32))
 
         # A box names the axes of the parameter, over which (1, out) cannot be sharded.
-        checks.arrays("params", params)
-        nu = map_axes(zeros, matrices, paths.unbox(params))
+        nu = map_leaves(zeros, paths.unbox(params))
         return ScaleByNorMuonState(jnp.zeros([], jnp.int32), nu)
 
     def update_fn(
         updates: optax.Updates, state: ScaleByNorMuonState, params: Any = None
     ) -> tuple[optax.Updates, ScaleByNorMuonState]:
         del params
+        found = reading.of_tree(matrices, updates)
         beta = rate_at(decay, state.count)
 
-        def mean_square(x: Array, axes: MatrixAxes) -> Array:
-            return jnp.mean(
-                dtypes.wide(x) ** 2, axis=averaged(axes, x.shape), keepdims=True
-            )
-
-        def accumulate(mean: Array, v: Array) -> Array:
-            return (v + (1 - dtypes.in_dtype_of(v, beta)) * (mean - v)).astype(v.dtype)
-
-        def scale(x: Array, axes: MatrixAxes, mean: Array, v: Array) -> Array:
+        def step(path: str, u: Array, v: Array) -> tuple[Array, Array]:
+            axes, x = found.axes(path), dtypes.wide(u)
+            mean = jnp.mean(x**2, axis=averaged(axes, x.shape), keepdims=True)
+            v = (v + (1 - dtypes.in_dtype_of(v, beta)) * (mean - v)).astype(v.dtype)
             # Both norms come from the means, which cover equally many entries each. So
             # two passes over x are saved, most of this piece's time on a CPU.
             floor = dtypes.in_dtype_of(v, eps)
@@ -215,17 +210,9 @@ def scale_by_normuon(
             norm = jnp.sqrt(count * sum_over(mean, axes.matrix))
             new_norm = jnp.sqrt(count * sum_over(mean * root * root, axes.matrix))
             factor = root * (norm / jnp.maximum(new_norm, floor))
-            return (dtypes.wide(x) * factor).astype(x.dtype)
+            return (x * factor).astype(u.dtype), v
 
-        unboxed = paths.unbox(updates)
-        found = reading.of_tree(matrices, unboxed)
-        means = map_axes(mean_square, found, unboxed)
-        checks.alike("mean square of the update", means, "state", state.nu)
-        nu = jax.tree.map(accumulate, means, state.nu)
-        scaled = map_axes(scale, found, unboxed, means, nu)
-        updates = jax.tree.unflatten(
-            jax.tree.structure(updates), jax.tree.leaves(scaled)
-        )
+        updates, nu = step_leaves(step, updates, state.nu)
         return updates, ScaleByNorMuonState(optax.safe_increment(state.count), nu)
 
     return optax.GradientTransformation(init_fn, update_fn)
@@ -268,29 +255,62 @@ def scale_by_shape(
         checks.choice("rule (shape_rule of a recipe)", rule, tuple(SHAPE_RULES))
     chosen = rule if callable(rule) else SHAPE_RULES[rule]
 
+    def scale(path: str, u: Array, axes: MatrixAxes) -> Array:
+        fan = axes.fan(u.shape)
+        factor = checks.number(f"rule{fan}", chosen(*fan), "of at least 0")
+        note("scale", factors={path: factor})
+        return u * dtypes.in_dtype_of(u, factor)
+
+    return _stateless(scale, matrices)
+
+
+def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
+    """Scale parameters by factors of their own: a learning rate for each pattern.
+
+    Args:
+      factors: path pattern to factor; see `read` for patterns. The first that matches
+        counts. A parameter that none matches is left alone.
+
+    Returns:
+      An `optax.GradientTransformation` without state. Updates keep their dtype.
+
+    Raises:
+      ValueError: a factor that is not a finite number of at least 0; at init, with all
+        paths, a pattern that matches no parameter.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> updates = {"embed": jnp.ones(2), "head": jnp.ones(2)}
+      >>> tx = jm.scale_by_path({"embed*": 16.0})
+      >>> tx.update(updates, tx.init(updates))[0]["embed"].tolist()
+      [16.0, 16.0]
+    """
+    checks.mapping(
+        "factors",
+        factors,
+        "a mapping of path patterns to factors",
+        lambda where, x: checks.number(where, x, "of at least 0", traced=False),
+    )
+
+    def init_fn(params: optax.Params) -> optax.EmptyState:
+        own = [path for path, _ in paths.leaves_with_paths(params)]
+        paths.check_patterns_match("factors of the learning rate", factors, own)
+        return optax.EmptyState()
+
     def update_fn(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
-        found = reading.of_tree(matrices, updates)
-        factors: dict[str, Any] = {}
-        for path, u in paths.leaves_with_paths(updates):
-            fan = found.axes(path).fan(u.shape)
-            factors[path] = checks.number(f"rule{fan}", chosen(*fan), "of at least 0")
-        note("scale", factors=factors)
 
-        def scale(key_path: tuple[Any, ...], u: Array) -> Array:
-            wide_u = dtypes.wide(u)
-            factor = dtypes.in_dtype_of(wide_u, factors[paths.path_string(key_path)])
-            return (wide_u * factor).astype(u.dtype)
+        def scale(path: str, u: Array) -> Array:
+            matching = (f for p, f in factors.items() if paths.matches(p, path))
+            factor = next(matching, 1)
+            return u if factor == 1 else (dtypes.wide(u) * factor).astype(u.dtype)
 
-        return jax.tree_util.tree_map_with_path(scale, updates), state
+        return map_leaves(scale, updates), state
 
-    return optax.GradientTransformation(_init_of_matrices(matrices), update_fn)
-
-
-def _norm(x: Array, axes: tuple[int, ...]) -> Array:
-    return jnp.sqrt(sum_over(x * x, axes))
+    return optax.GradientTransformation(init_fn, update_fn)
 
 
 def sum_over(x: Array, axes: tuple[int, ...]) -> Array:
@@ -298,46 +318,30 @@ def sum_over(x: Array, axes: tuple[int, ...]) -> Array:
     return jnp.sum(x, axis=axes, keepdims=True)
 
 
-def map_axes(
-    function: Callable[..., Array],
-    matrices: Matrices | None,
-    tree: Any,
-    *rest: Any,
-) -> Any:
-    """Map over leaves and their `MatrixAxes`."""
-    found = reading.of_tree(matrices, tree)
-
-    def apply(key_path: tuple[Any, ...], leaf: Array, *others: Any) -> Array:
-        return function(leaf, found.axes(paths.path_string(key_path)), *others)
-
-    return jax.tree_util.tree_map_with_path(apply, tree, *rest)
+def _norm(x: Array, axes: tuple[int, ...]) -> Array:
+    return jnp.sqrt(sum_over(x * x, axes))
 
 
 def _stateless(
-    scale: Callable[[Array, MatrixAxes], Array], matrices: Matrices | None
+    scale: Callable[[str, Array, MatrixAxes], Array], matrices: Matrices | None
 ) -> optax.GradientTransformation:
     """A transform that applies `scale` to every leaf, in at least float32."""
+
+    def init_fn(params: optax.Params) -> optax.EmptyState:
+        found = reading.of_tree(matrices, params)
+        for path, _ in paths.leaves_with_paths(params):
+            found.axes(path)  # raises unless it is a matrix
+        return optax.EmptyState()
 
     def update_fn(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
+        found = reading.of_tree(matrices, updates)
 
-        def scale_leaf(u: Array, axes: MatrixAxes) -> Array:
-            return scale(dtypes.wide(u), axes).astype(u.dtype)
+        def scale_leaf(path: str, u: Array) -> Array:
+            return scale(path, dtypes.wide(u), found.axes(path)).astype(u.dtype)
 
-        return map_axes(scale_leaf, matrices, updates), state
+        return map_leaves(scale_leaf, updates), state
 
-    return optax.GradientTransformation(_init_of_matrices(matrices), update_fn)
-
-
-def _init_of_matrices(matrices: Matrices | None) -> Callable[[Any], optax.EmptyState]:
-    """An init that raises a ValueError for a leaf that is not a matrix."""
-
-    def init_fn(params: optax.Params) -> optax.EmptyState:
-        found = reading.of_tree(matrices, params)
-        for path, _ in paths.leaves_with_paths(params):
-            found.axes(path)
-        return optax.EmptyState()
-
-    return init_fn
+    return optax.GradientTransformation(init_fn, update_fn)

@@ -1,0 +1,63 @@
+"""What pieces do with leaves: look state up by path, and take a rate at a step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jaxtyping import Array
+
+from jax_muon import paths
+
+
+def rate_at(rate: optax.ScalarOrSchedule, count: Array) -> Any:
+    """The value of a number or a schedule at this step."""
+    return rate(count) if callable(rate) else rate
+
+
+def map_leaves(function: Callable[[str, Array], Array], tree: Any) -> Any:
+    """The tree of `function(path, leaf)`."""
+    return jax.tree_util.tree_map_with_path(
+        lambda key_path, leaf: function(paths.path_string(key_path), leaf), tree
+    )
+
+
+def step_leaves(
+    step: Callable[..., tuple[Array, ...]], updates: Any, *state: Any
+) -> list[Any]:
+    """Updates and trees of state after `step(path, update, *state of this leaf)`.
+
+    State is found by path, so it may be in Flax boxes that gradients have lost, and a
+    renamed parameter never gets the state of another.
+
+    Raises:
+      ValueError: with the path, for state without an update or the other way round, or
+        of another shape.
+    """
+    own, *kept = flat = [
+        dict(paths.leaves_with_paths(tree)) for tree in (updates, *state)
+    ]
+    for leaves in kept:
+        if others := sorted(leaves.keys() ^ own.keys()):
+            raise ValueError(
+                f"only the updates or only the state have the parameters {others}; "
+                "expected the state of these parameters"
+            )
+    results = {}
+    for path, u in own.items():
+        old = [leaves[path] for leaves in kept]
+        shapes = [x.shape for x in old]
+        pairs = (zip(x, u.shape, strict=False) for x in shapes)
+        fits = all(n in (1, m) for pair in pairs for n, m in pair)
+        results[path] = step(path, u, *old) if fits else ()
+        if shapes != [x.shape for x in results[path][1:]]:
+            raise ValueError(
+                f"parameter {path!r} has shape {u.shape}, and its state {shapes}; "
+                "expected the state that init returns for this shape"
+            )
+    return [
+        jax.tree.unflatten(
+            jax.tree.structure(tree), [results[path][i] for path in leaves]
+        )
+        for i, (tree, leaves) in enumerate(zip((updates, *state), flat, strict=True))
+    ]

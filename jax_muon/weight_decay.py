@@ -1,0 +1,84 @@
+"""Weight decay where the step moves a weight towards zero anyway."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from jax_muon import checks, dtypes, paths
+from jax_muon.leaves import rate_at
+
+
+class AddCautiousDecayedWeightsState(NamedTuple):
+    """State of `add_cautious_decayed_weights`."""
+
+    count: Array  # type: ignore[assignment]  # shape=(), dtype=int32
+
+
+def add_cautious_decayed_weights(
+    weight_decay: optax.ScalarOrSchedule = 0.0, mask: Any = None
+) -> optax.GradientTransformation:
+    r"""Add decayed weights where the step moves the weight towards zero anyway.
+
+    The update :math:`U` becomes :math:`U + \lambda W [U W \ge 0]`, elementwise. It goes
+    before the learning rate, like `optax.add_decayed_weights`.
+
+    Args:
+      weight_decay: :math:`\lambda`, at least 0, or a schedule of it.
+      mask: which parameters decay, as in `optax.masked`; None for all.
+
+    Returns:
+      An `optax.GradientTransformation` that needs the parameters at update. Updates
+      that are narrower than their parameters get the parameters' dtype.
+
+    Raises:
+      ValueError: weight_decay below 0; at update, params=None.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> params, updates = jnp.array([2.0, -2.0]), jnp.array([1.0, 1.0])
+      >>> tx = jm.add_cautious_decayed_weights(0.5)
+      >>> tx.update(updates, tx.init(params), params)[0].tolist()
+      [2.0, 1.0]
+
+    References:
+      Cautious weight decay, arXiv 2510.12402.
+    """
+    weight_decay = checks.rate("weight_decay", weight_decay)
+    check_mask("mask", mask)
+
+    def init_fn(params: optax.Params) -> AddCautiousDecayedWeightsState:
+        del params
+        return AddCautiousDecayedWeightsState(jnp.zeros([], jnp.int32))
+
+    def update_fn(
+        updates: optax.Updates,
+        state: AddCautiousDecayedWeightsState,
+        params: optax.Params | None = None,
+    ) -> tuple[optax.Updates, AddCautiousDecayedWeightsState]:
+        checks.params("add_cautious_decayed_weights", params)
+        now = rate_at(weight_decay, state.count)
+
+        def decay(u: Array, w: Array) -> Array:
+            wide_u = dtypes.wide(u)
+            wide_w = w.astype(wide_u.dtype)
+            decayed = dtypes.in_dtype_of(wide_w, now) * wide_w
+            decayed = jnp.where(wide_u * wide_w >= 0, decayed, 0)
+            return (wide_u + decayed).astype(u.dtype)
+
+        updates = dtypes.as_wide_as_params(updates, params)
+        count = optax.safe_increment(state.count)
+        updates = jax.tree.map(decay, updates, params)
+        return updates, AddCautiousDecayedWeightsState(count)
+
+    tx = optax.GradientTransformation(init_fn, update_fn)
+    return tx if mask is None else optax.masked(tx, mask)
+
+
+def check_mask(name: str, mask: Any) -> None:
+    """Raise a ValueError for strings in a mask, which would count as True."""
+    for path, leaf in [] if paths.is_function(mask) else paths.leaves_with_paths(mask):
+        checks.flag(f"{name} at {path!r}" if path else name, leaf)
