@@ -10,13 +10,13 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
 from jax_muon import checks, paths
 from jax_muon.dtypes import wide
+from jax_muon.leaves import map_leaves
 from jax_muon.mesh import array_types
 
 
@@ -133,8 +133,10 @@ def clip_qk(
         clipped = jnp.zeros([], jnp.int32)
         for name, largest in _by_module(max_logits, list(modules)).items():
             largest = wide(array_types.replicated(largest))
-            shapes = [{p: weights[p].shape for p in own} for own in modules[name]]
-            heads = _heads(name, *shapes, largest.shape, layers_axis)
+            queries, keys = (
+                {path: weights[path].shape for path in own} for own in modules[name]
+            )
+            heads = _heads(name, queries, keys, largest.shape, layers_axis)
             above = (largest > threshold) & jnp.isfinite(largest)
             clipped += jnp.sum(above, dtype=jnp.int32)
             # Exactly one if nothing is clipped, and so are its powers and quotients.
@@ -142,11 +144,10 @@ def clip_qk(
             grouped = gamma.reshape(*gamma.shape[:-1], heads.key_heads, -1)
             kappa = jnp.min(grouped, axis=-1, keepdims=True) ** (1 - balance)
             per_query = (grouped / kappa).reshape(gamma.shape)
-            for factor, own in zip((per_query, kappa[..., 0]), shapes, strict=True):
-                factors |= {path: heads.spread(factor, path) for path in own}
+            factors |= {path: heads.spread(per_query, path) for path in queries}
+            factors |= {path: heads.spread(kappa[..., 0], path) for path in keys}
 
-        def clip(key_path: tuple[Any, ...], u: Array) -> Array:
-            path = paths.path_string(key_path)
+        def clip(path: str, u: Array) -> Array:
             if path not in factors:
                 return u
             w = wide(weights[path])
@@ -154,8 +155,7 @@ def clip_qk(
             new = factor * (w + wide(u)) - w
             return jnp.where(factor == 1, u, new.astype(u.dtype))
 
-        updates = jax.tree_util.tree_map_with_path(clip, updates)
-        return updates, ClipQkState(clipped)
+        return map_leaves(clip, updates), ClipQkState(clipped)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -65,7 +65,7 @@ def equilibrate_rows(
     eps = checks.number("eps", eps, "above 0")
 
     def scale(_: str, u: Array, axes: MatrixAxes) -> Array:
-        _, fan_out = axes.fan(u.shape)
+        fan_out = axes.fan(u.shape)[1]
         target = _norm(u, axes.matrix) / fan_out**0.5  # RMS of the row norms
         row = jnp.maximum(_norm(u, axes.reduction), dtypes.in_dtype_of(u, eps))
         return u * (target / row)
