@@ -70,12 +70,7 @@ class Split:
             checks.refuse("learning_rates", self.learning_rates, expected)
 
     def fitted(self, path: str, shape: tuple[int, ...]) -> "Fitted":
-        """The same for one parameter.
-
-        Raises:
-          ValueError: with path and shape, for an axis that the parameter does not have,
-            and parts that do not make it up.
-        """
+        """The same for one parameter; a ValueError if the axis or the parts misfit."""
         where = f"splits: parameter {path!r} of shape {shape}"
         if not -len(shape) <= self.axis < len(shape):
             raise ValueError(
@@ -133,7 +128,7 @@ def with_splits(
       [-0.0, -1.0, -2.0, -3.0]
     """
     inner = checks.as_transform("inner", inner)
-    check(splits)
+    _check(splits)
 
     def init_fn(params: optax.Params) -> Any:
         for pattern, split in splits.items():
@@ -164,25 +159,20 @@ def with_splits(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def check(splits: Any) -> None:
-    """Raise a ValueError unless splits are a mapping of path patterns to Split."""
-
-    def check_one(where: str, split: Any) -> None:
-        checks.kind(where, split, Split, "a jax_muon.Split")
-
-    expected = "a mapping of path patterns to Split"
-    checks.mapping("splits", splits, expected, check_one)
+def _check(splits: Any) -> None:
+    checks.mapping(
+        "splits",
+        splits,
+        "a mapping of path patterns to Split",
+        lambda where, x: checks.kind(where, x, Split, "a jax_muon.Split"),
+    )
 
 
 def read_parts(
     parameters: Mapping[str, Parameter], splits: Splits
 ) -> dict[str, Parameter]:
-    """How parts are read, given how the whole parameters are.
-
-    Raises:
-      ValueError: as `with_splits` does at init.
-    """
-    check(splits)
+    """How parts are read, given how whole parameters are; an error if splits misfit."""
+    _check(splits)
     found = dict(parameters)
     for pattern, split in splits.items():
         fitted = _fitted(pattern, split, found)
