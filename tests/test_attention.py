@@ -82,7 +82,7 @@ def test_memory_is_that_of_a_block():
             (2, 5, 4, 8),
             (2, 5, 4, 8),
             {"mask": jnp.ones((5, 5)) > 0},
-            r"expected \(2, 4, 5, 5",
+            r"expected booleans of shape \(2, 4, 5, 5",
         ),
         (
             (2, 5, 4, 8),
