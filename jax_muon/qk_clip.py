@@ -89,7 +89,7 @@ def clip_qk(
     Examples:
       >>> params = {"attn": {name: jnp.eye(4) for name in "qkv"}}
       >>> tx = optax.chain(optax.sgd(0.1), clip_qk(100.0))
-      >>> grads = jax.tree.map(jnp.zeros_like, params)
+      >>> grads = optax.tree.zeros_like(params)
       >>> logits = {"attn": jnp.array([400.0, 50.0])}  # two heads of two
       >>> updates, _ = tx.update(grads, tx.init(params), params, max_logits=logits)
       >>> jnp.diag(optax.apply_updates(params, updates)["attn"]["q"]).tolist()
