@@ -8,8 +8,6 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 RESULTS ?= benchmarks/results
-GPU ?= cuda --models gpt2-124m gpt2-350m gpt-1.3b --rounds 20
-SHAPES ?= 1024x1024 1024x4096 2048x2048 2048x8192
 VERSIONS ?= 3.11_0.10.1_0.2.6 3.12_0.11.0_0.2.6 3.12_0.11.1_0.2.6 3.12_0.11.1_0.2.8 3.13_0.12.0.1_0.2.8
 # All tests but those that need PyTorch or several processes.
 VERSION_TESTS ?= tests jax_muon --ignore=tests/parity \
@@ -17,11 +15,9 @@ VERSION_TESTS ?= tests jax_muon --ignore=tests/parity \
 	--ignore=tests/examples/test_launch.py \
 	--deselect=tests/test_benchmarks.py::test_torch_contender
 OUTSIDE ?= $(patsubst outside/%/requirements.txt,%,$(wildcard outside/*/requirements.txt))
-FORMS ?= 256x256 256x1024 256x4096 512x2048 768x768 768x1536 768x3072 1024x1024 \
-	1024x2048 1024x4096 2048x2048 2048x4096 2048x8192 4096x4096 4096x8192 8192x8192
 
 .PHONY: train train-multiprocess test test-versions test-outside wheel parity venv docs \
-	lint bench bench-gpu gpu-schedule symmetric-kernel clean
+	lint bench gpu-schedule symmetric-kernel clean
 
 train: $(VENV)/examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -93,23 +89,16 @@ lint: $(VENV)/dev
 # cores. `make bench ARGS="--models gpt2-350m"` takes another model, without the second.
 bench: $(VENV)/parity
 	$(BIN)/python -m benchmarks.step --json $(RESULTS) $(ARGS)
-	$(if $(ARGS),,$(BIN)/python -m benchmarks.polar --json $(RESULTS))
-
-# The same on a GPU, with a 1.3B set and larger matrices; install jax and torch for it.
-# `make bench-gpu GPU="cpu --models tiny --rounds 1" SHAPES=32x64 FORMS=32x64 RESULTS=/tmp`
-# tries it without one.
-bench-gpu: $(VENV)/parity
-	$(BIN)/python -m benchmarks.step --all --json $(RESULTS) --device $(GPU)
-	$(BIN)/python -m benchmarks.polar --json $(RESULTS) --shapes $(SHAPES) --forms $(FORMS)
+	$(if $(ARGS),,$(BIN)/python -m benchmarks.polar)
 
 # How XLA schedules whole train steps for 8 to 1024 H100s, in every layout; no GPU is
-# needed. `make gpu-schedule ARGS="--models gpt2-124m --gpus 8 --timeline"` lists it all.
+# needed. `make gpu-schedule ARGS="--models gpt2-124m --gpus 8"` is a small case.
 gpu-schedule: $(VENV)/gpu-schedule
-	$(BIN)/python -m benchmarks.schedule.gpu_schedule $(or $(ARGS),--json $(RESULTS)/gpu_schedule.json)
+	$(BIN)/python -m benchmarks.schedule.gpu_schedule $(or $(ARGS),--json $(RESULTS)/gpu_schedule_scale.json)
 
-# What the compiler makes of the kernels for symmetric products; ARGS=--time on a GPU.
+# What the compiler makes of the kernels for symmetric products.
 symmetric-kernel: $(VENV)/gpu-schedule
-	$(BIN)/python -m benchmarks.symmetric_kernel $(ARGS)
+	$(BIN)/python -m benchmarks.symmetric_kernel
 
 # The extra of that name, without the CUDA libraries that its packages depend on: 250 MB
 # for the compiler alone.

@@ -1,10 +1,16 @@
-"""Optimizer steps in JAX that `benchmarks.step` times: ours and optax's.
+"""Optimizer steps that `benchmarks.step` times, each in a process of its own.
 
-Each is a function (params, state, grads) -> (params, state), compiled with parameters
-and state donated, on random parameters of a model in `benchmarks.parameters`.
+    python -m benchmarks.contenders '{"name": "nanochat", "model": "6x384", ...}'
+
+prints a line of JSON when it is ready, then the seconds of a step for each line that it
+reads. Own processes: torch and JAX would share threads, and torch is tuned by variables
+that only a new process reads. Parameters and gradients are random, of a model in
+`benchmarks.parameters`.
 """
 
 import functools
+import json
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +23,14 @@ import jax_muon as jm
 from benchmarks.parameters import model_parameters
 
 RECIPES = ("nanochat", "muon", "moonlight", "normuon")
-NAMES = (*RECIPES, "optax", "optax-scan", "adamw")
+NAMES = (*RECIPES, "optax", "adamw")
+TORCH = ("torch-nanochat", "torch-muon")
 
-Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+Step = Callable[[Any, Any, Any], tuple[Any, Any]]  # params, state, grads
 
 
 class JaxContender:
-    """A compiled step and the arrays that it runs on."""
+    """A compiled step, with parameters and state donated, and its arrays."""
 
     def __init__(
         self,
@@ -60,15 +67,14 @@ class JaxContender:
         with jax.default_matmul_precision(precision):
             began = time.perf_counter()
             lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
-            compiled = lowered.compile(compiler_options=options)
-            self.info = {
+            self.compiled = lowered.compile(compiler_options=options)
+            self.info: dict[str, Any] = {
                 "compile_s": time.perf_counter() - began,
-                "temporary_bytes": temporaries(compiled),
+                "temporary_bytes": temporaries(self.compiled),
             }
             if in_train_step:
                 found = temporaries_in_train_step(step, args)
                 self.info["train_step_temporary_bytes"] = found
-        self.compiled = compiled
 
     def step(self) -> float:
         """Seconds of one step."""
@@ -122,6 +128,9 @@ def make_step(name: str, dtype: str, shapes: Any) -> tuple[Callable[[Any], Any],
     """The functions that give the state of parameters, and that do a step."""
     if name == "orthogonalize":
         return lambda _: (), functools.partial(orthogonalize_step, dtype=dtype)
+    if name == "gradients":  # no step: they are its state, so that they are computed
+        zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+        return zeros, lambda params, _, grads: (params, grads)
     tx = transform(name, dtype, shapes)
 
     def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
@@ -151,12 +160,83 @@ def transform(name: str, dtype: str, shapes: Any) -> optax.GradientTransformatio
     spec = optax.contrib.MuonDimensionNumbers(-2, -1)
     numbers = {"wte": None, "lm_head": None}
     numbers["blocks"] = jax.tree.map(lambda _: spec, shapes["blocks"])
-    coefficients: Any = (3.4445, -4.7750, 2.0315)
-    if name == "optax-scan":  # one for each step, which optax runs as a scan
-        coefficients = jm.polar_express_coefficients(5)
     return optax.contrib.muon(
-        0.02,
-        coefficients,
-        weight_decay=0.1,
-        muon_weight_dimension_numbers=numbers,
+        0.02, weight_decay=0.1, muon_weight_dimension_numbers=numbers
     )
+
+
+class TorchContender:
+    """An optimizer of PyTorch; matrices are separate parameters (out, in)."""
+
+    def __init__(self, name: str, model: str, dtype: str, device: str):
+        """Do the first step, which compiles.
+
+        Args:
+          name: "torch-nanochat", the parity suite's reference under torch.compile, or
+            "torch-muon", torch.optim.Muon with fused AdamW.
+          model: one of `benchmarks.parameters.MODELS`.
+          dtype: of the polar iteration; torch.optim.Muon knows only bfloat16.
+          device: "cpu" or "cuda".
+        """
+        import torch
+
+        from parity.references import CompiledMuonAdamW
+
+        self.cuda = torch.cuda if device == "cuda" else None
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(shape: tuple[int, ...]) -> Any:
+            return 0.02 * torch.randn(shape[::-1], generator=generator, device=device)
+
+        groups: dict[str, list[Any]] = {"muon": [], "adamw": []}
+        leaves = jax.tree_util.tree_leaves_with_path(model_parameters(model, "float32"))
+        for path, leaf in leaves:
+            p = torch.nn.Parameter(random(leaf.shape))
+            p.grad = random(leaf.shape)
+            groups["muon" if path[0].key == "blocks" else "adamw"].append(p)
+        muon, adamw = groups["muon"], groups["adamw"]
+        if name == "torch-nanochat":
+            low = {"kind": "muon", "dtype": getattr(torch, dtype)}
+            both = [{"params": muon, **low}, {"params": adamw, "kind": "adamw"}]
+            self.optimizers: list[Any] = [CompiledMuonAdamW(both)]
+        elif name == "torch-muon":
+            self.optimizers = [
+                torch.optim.Muon(muon, lr=0.02, weight_decay=0.1),
+                torch.optim.AdamW(adamw, lr=3e-4, fused=True),
+            ]
+        else:
+            raise ValueError(f"contender {name!r}; expected one of {', '.join(TORCH)}")
+        self.info: dict[str, Any] = {"compile_s": self.step()}
+
+    def step(self) -> float:
+        """Seconds of one step."""
+        began = time.perf_counter()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if self.cuda:
+            self.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def peak_bytes(self) -> int | None:
+        """The most of a GPU's memory that was allocated so far."""
+        return self.cuda.max_memory_allocated() if self.cuda else None
+
+
+def serve(
+    name: str, model: str, device: str, layout: str, dtype: str, **options: Any
+) -> None:
+    """Serve until the input ends."""
+    contender: JaxContender | TorchContender
+    if name.startswith("torch"):
+        contender = TorchContender(name, model, dtype, device)
+    else:
+        contender = JaxContender(name, model, layout, dtype, **options)
+    contender.step()  # the first touch of all memory
+    contender.info["peak_bytes"] = contender.peak_bytes()
+    print(json.dumps(contender.info), flush=True)
+    for _ in sys.stdin:
+        print(contender.step(), flush=True)
+
+
+if __name__ == "__main__":
+    serve(**json.loads(sys.argv[1]))

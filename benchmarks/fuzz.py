@@ -10,7 +10,6 @@ numbers. Hypothesis prints the smallest case that fails. The tests run `covering
 which every value of a feature meets every value of every other one.
 """
 
-import argparse
 import dataclasses
 import functools
 import inspect
@@ -29,6 +28,7 @@ from ml_dtypes import finfo
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
+from benchmarks import program
 from jax_muon.tools.verify import Verification, compare
 
 RECIPES = ("muon", "nanochat", "normuon", "moonlight", "teon", "muonh", "normuonh")
@@ -166,18 +166,16 @@ def check(case: Case) -> Verification:
         }
         for kind in kinds
     ]
-    tx = optimizer(case, params, rng)
-    mesh = mesh_of(case)
-    outside = case["around"] == "clip outside" and not case.is_step
+    tx, mesh = optimizer(case, params, rng), mesh_of(case)
     small = functools.partial(jm.orthogonalize, small=int(case["small"]))
     with mock.patch("jax_muon.recipes.orthogonalize", small):
         if case.is_step:
             tx, many = train_steps(case, tx, mesh, specs)
         else:
             many = jm.on_mesh(tx, mesh, specs, case.divide, min_size=1)
-        if outside:
-            clip = optax.clip_by_global_norm(1.0)
-            tx, many = optax.chain(clip, tx), optax.chain(clip, many)
+            if case["around"] == "clip outside":
+                clip = optax.clip_by_global_norm(1.0)
+                tx, many = optax.chain(clip, tx), optax.chain(clip, many)
         return compare(tx, many, params, grads, mesh, specs)
 
 
@@ -324,28 +322,31 @@ def gradient(
     largest, smallest = (
         float(n) for n in (finfo(dtype).max, finfo(dtype).smallest_normal)
     )
-    if kind == "zeros" or (kind == "one leaf zero" and first):
-        x = np.zeros_like(x)
-    elif kind == "huge":  # sums of their squares are finite
-        x = np.clip(x, -1, 1) * min(0.5 * largest**0.5, 1e15)
-    elif kind == "tiny":
-        x = x * smallest**0.8
-    elif kind == "denormal":
-        # float16 keeps none of its bits there when devices take their mean.
-        x = x * smallest / (1 if dtype == "float16" else 64)
-    elif kind == "rank one":
-        x = np.ones_like(x) * x[(..., slice(1))]
-    elif kind == "one element":
-        x = np.zeros_like(x)
-        x.flat[x.size // 2] = 1
-    elif kind == "equal":
-        x = np.ones_like(x)
-    elif kind == "rows apart":
-        x = x * 10.0 ** rng.uniform(-9, 0, (*shape[:-1], 1))
-    elif kind == "leaves apart":
-        x = x * 10.0 ** rng.uniform(-10, 4)
-    elif kind == "infinite":
-        x.flat[0] = np.inf
+    match kind:
+        case "zeros":
+            x = np.zeros_like(x)
+        case "one leaf zero" if first:
+            x = np.zeros_like(x)
+        case "huge":  # sums of their squares are finite
+            x = np.clip(x, -1, 1) * min(0.5 * largest**0.5, 1e15)
+        case "tiny":
+            x = x * smallest**0.8
+        case "denormal":
+            # float16 keeps none of its bits there when devices take their mean.
+            x = x * smallest / (1 if dtype == "float16" else 64)
+        case "rank one":
+            x = np.ones_like(x) * x[(..., slice(1))]
+        case "one element":
+            x = np.zeros_like(x)
+            x.flat[x.size // 2] = 1
+        case "equal":
+            x = np.ones_like(x)
+        case "rows apart":
+            x = x * 10.0 ** rng.uniform(-9, 0, (*shape[:-1], 1))
+        case "leaves apart":
+            x = x * 10.0 ** rng.uniform(-10, 4)
+        case "infinite":
+            x.flat[0] = np.inf
     return np.asarray(x, dtype)
 
 
@@ -354,11 +355,7 @@ def main(words: list[str]) -> None:
     import hypothesis
     from hypothesis import strategies
 
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.fuzz",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program.parser("benchmarks.fuzz", __doc__)
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(words)

@@ -6,7 +6,6 @@ is gated as in Llama, and leaves with a layer axis, (layers, in, out), run in a 
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +22,6 @@ def loss(
     head: int,
     attention: str | None = None,
     rematerialize: bool = True,
-    scan: Callable[..., Any] = jax.lax.scan,
 ) -> jax.Array:
     """Mean cross-entropy of the next token.
 
@@ -34,7 +32,6 @@ def loss(
       head: width of a head of attention.
       attention: implementation of `jax.nn.dot_product_attention`.
       rematerialize: whether blocks are computed again in the backward pass.
-      scan: of (block, x, leaves of all layers), if there is one leaf for all of them.
     """
     block = functools.partial(_block, head=head, attention=attention)
     if rematerialize:
@@ -42,7 +39,7 @@ def loss(
     x = _norm(params["wte"][tokens[:, :-1]])
     blocks = params["blocks"]
     if "q" in blocks:
-        x, _ = scan(lambda x, leaves: (block(x, leaves), None), x, blocks)
+        x, _ = jax.lax.scan(lambda x, leaves: (block(x, leaves), None), x, blocks)
     else:
         for name in sorted(blocks):
             x = block(x, blocks[name])

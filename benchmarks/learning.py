@@ -11,7 +11,6 @@ for every run of that search, and its result in best.json; benchmarks/NOTES.md d
 the search.
 """
 
-import argparse
 import functools
 import json
 import pathlib
@@ -28,14 +27,17 @@ from flax import nnx
 from gpt import GPT
 from matplotlib.figure import Figure
 from optimizers import OPTIMIZERS, Rates, schedules, with_embedding_factor
-from runs import read, write
+from runs import read
 from text import Text, read_text
+
+from benchmarks import program
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/learning"
 BASELINE = "adamw"
 SIZES = ((300, 128), (1200, 128), (300, 256))  # AdamW's steps, width
 SEEDS = (0, 1, 2)
+FILES = ("pace", "best")
 EVERY = 20  # steps between two evaluations, at least
 FACTOR = "embedding_factor"  # a setting; 1 by default
 Settings = dict[str, float | list[float]]
@@ -145,34 +147,23 @@ class Row(NamedTuple):
 
 def rows(folder: pathlib.Path, steps: int, width: int) -> dict[str, Row]:
     """The results of every optimizer that was searched at a size."""
-    paces = _json(folder / "pace.json")
+    paces, best = (json.loads((folder / f"{x}.json").read_text()) for x in FILES)
     found = {}
-    for optimizer, won in _json(folder / "best.json")[_size(steps, width)].items():
-        records = [
-            r for r in read(folder / f"{optimizer}.jsonl") if r["width"] == width
-        ]
+    for optimizer, won in best[f"{steps} steps, width {width}"].items():
         runs: dict[int, dict[int, Record]] = {}
-        for record in records:
-            if record["settings"] == won["settings"]:
+        for record in read(folder / f"{optimizer}.jsonl"):
+            if record["width"] == width and record["settings"] == won["settings"]:
                 runs.setdefault(record["steps"], {})[record["seed"]] = record
-        searched = steps if optimizer == BASELINE else steps // 2
         by_length = {
             length: [by_seed[seed] for seed in SEEDS]
             for length, by_seed in sorted(runs.items())
             if set(by_seed) >= set(SEEDS)
         }
+        is_baseline = optimizer == BASELINE
         pace = paces.get(f"{optimizer}, width {width}", {}).get("ratio")
-        ratio = 1.0 if optimizer == BASELINE else pace
-        found[optimizer] = Row(runs[searched][0], by_length, ratio)
+        searched = runs[steps if is_baseline else steps // 2][0]
+        found[optimizer] = Row(searched, by_length, 1.0 if is_baseline else pace)
     return found
-
-
-def _json(path: pathlib.Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _size(steps: int, width: int) -> str:
-    return f"{steps} steps, width {width}"
 
 
 def last(record: Record) -> float:
@@ -196,33 +187,35 @@ def table(found: dict[str, Row], steps: int) -> str:
         found.items(),
         key=lambda item: (item[1].length(target) or steps, last(item[1].best)),
     )
-    lines = [cells(name, row, steps, target) for name, row in ordered]
-    titles = list(lines[0])
+    titles = (
+        *("", "matrices", "momentum", "decay", "head, embedding"),
+        *(f"after {steps} steps", "steps to AdamW's loss", "of its steps"),
+        "of its time",
+    )
     texts = [titles, ["---"] * len(titles)]
-    texts += [[line[title] for title in titles] for line in lines]
+    texts += [cells(name, row, steps, target) for name, row in ordered]
     return "".join("| " + " | ".join(text) + " |\n" for text in texts)
 
 
-def cells(name: str, row: Row, steps: int, target: float) -> dict[str, str]:
-    """A line of the table, by the titles of its columns."""
+def cells(name: str, row: Row, steps: int, target: float) -> list[str]:
+    """A line of the table."""
     settings, length = row.best["settings"], row.length(target)
     momentum, decay = settings["momentum"], settings.get("weight_decay")
     rise = isinstance(momentum, list)
     head = settings["adamw_learning_rate"]
     runs = row.by_length.get(steps)
-    return {
-        "": f"`{name}`",
-        "matrices": f"{settings['learning_rate']:g}",
-        "momentum": " to ".join(map(str, momentum)) if rise else f"{momentum:g}",
-        "decay": "-" if decay is None else f"{decay:g}",
-        "head, embedding": f"{head:g}, {head * settings.get(FACTOR, 1.0):g}",
-        f"after {steps} steps": spread(runs) if runs else "-",
-        "steps to AdamW's loss": str(length or "-"),
-        "of its steps": f"{length / steps:.2f}" if length else "-",
-        "of its time": f"{length * row.pace / steps:.2f}"
-        if length and row.pace
-        else "-",
-    }
+    share = length / steps if length else None
+    return [
+        f"`{name}`",
+        f"{settings['learning_rate']:g}",
+        " to ".join(map(str, momentum)) if rise else f"{momentum:g}",
+        "-" if decay is None else f"{decay:g}",
+        f"{head:g}, {head * settings.get(FACTOR, 1.0):g}",
+        spread(runs) if runs else "-",
+        str(length or "-"),
+        f"{share:.2f}" if share else "-",
+        f"{share * row.pace:.2f}" if share and row.pace else "-",
+    ]
 
 
 def spread(runs: list[Record]) -> str:
@@ -239,8 +232,7 @@ def draw(found: dict[str, Row], steps: int, path: pathlib.Path) -> None:
     for name, row in found.items():
         color = f"C{list(OPTIMIZERS).index(name)}"
         if length := row.length(target):
-            shortest = row.by_length[length]
-            curves = [run["validation_losses"] for run in shortest]
+            curves = [run["validation_losses"] for run in row.by_length[length]]
             band(during, name, curves, color=color)
         if row.by_length and name != BASELINE:
             ends = [
@@ -264,44 +256,28 @@ def band(axes: Any, name: str, curves: list[list[list[float]]], **style: Any) ->
     """The mean of curves, and a band between the lowest and the highest of them."""
     steps = [step for step, _ in curves[0]]
     values = np.array([[value for _, value in curve] for curve in curves])
-    (line,) = axes.plot(steps, values.mean(axis=0), label=name, **style)
-    axes.fill_between(
-        steps,
-        values.min(axis=0),
-        values.max(axis=0),
-        color=line.get_color(),
-        alpha=0.25,
-        linewidth=0,
-    )
-
-
-def fill(path: pathlib.Path, name: str, text: str) -> None:
-    """Put a table behind the comment of its name in a page that has one."""
-    page = path.read_text(encoding="utf-8") if path.exists() else ""
-    mark = f"<!-- {name} -->"
-    if mark in page:
-        old = re.escape(mark) + r"\n\n(\|.*\n)*"
-        write(path, re.sub(old, lambda _: f"{mark}\n\n{text}", page))
+    (line,) = axes.plot(steps, values.mean(0), label=name, **style)
+    ends = values.min(0), values.max(0)
+    axes.fill_between(steps, *ends, color=line.get_color(), alpha=0.25, linewidth=0)
 
 
 def report(folder: pathlib.Path, root: pathlib.Path) -> None:
-    """Print and write the tables and pictures of every size."""
+    """Print the tables, fill them into docs/rates.md, and draw the pictures."""
+    page = root / "docs" / "rates.md"
     for steps, width in SIZES:
-        found = rows(folder, steps, width)
-        name = f"learning_{steps}_{width}"
+        found, name = rows(folder, steps, width), f"learning_{steps}_{width}"
         text = table(found, steps)
         print(f"AdamW's steps: {steps}, width: {width}\n\n{text}")
-        fill(root / "docs" / "rates.md", name, text)
+        mark = f"<!-- {name} -->\n\n"
+        old = re.escape(mark) + r"(\|.*\n)*"
+        filled = re.sub(old, mark + text, page.read_text(encoding="utf-8"))
+        page.write_text(filled, encoding="utf-8")
         draw(found, steps, root / "docs" / f"{name}.png")
 
 
 def main(words: list[str]) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.learning",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program.parser("benchmarks.learning", __doc__)
     add = parser.add_argument
     add("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     add("--steps", type=int, help="default: the length of the shortest run on record")
@@ -313,21 +289,15 @@ def main(words: list[str]) -> None:
     steps, width = SIZES[0]
     found = rows(RESULTS, steps, width)
     target = mean(found[BASELINE].by_length[steps])
+    program.print_head("optimizer", "steps", "losses", "on record", "AdamW's")
     for optimizer in args.optimizers:
         row = found[optimizer]
         length = args.steps or row.length(target) or steps
         point = Point(optimizer, row.best["settings"], steps=length, width=width)
         losses = [train(point._replace(seed=seed))[-1][1] for seed in SEEDS]
         before = [last(run) for run in row.by_length.get(length, [])]
-        print(
-            f"{optimizer}, {length} steps: {_shown(losses)}; on record: "
-            f"{_shown(before)}; AdamW's after {steps} steps: {target:.4f}",
-            flush=True,
-        )
-
-
-def _shown(losses: list[float]) -> str:
-    return ", ".join(f"{loss:.4f}" for loss in losses) or "none"
+        shown = (", ".join(f"{x:.4f}" for x in each) for each in (losses, before))
+        program.print_row(optimizer, length, *shown, target)
 
 
 if __name__ == "__main__":

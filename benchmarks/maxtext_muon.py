@@ -2,19 +2,17 @@
 
     python -m benchmarks.maxtext_muon [--json FILE]
 
-prints a Markdown table for Llama 7B with scanned layers; nothing runs. MaxText's rows
-follow the rule of its 0.2.5 (`optimizers/reshape_utils.py`): each leaf's matrices go to
-devices by their layer, padded with zeros to a multiple of the devices, and replicas
-repeat the work. Bytes assume all-to-alls; XLA does not always turn a reshard into one.
-Rows of `optax.contrib.muon` count what XLA compiles for CPUs; ours are what
-`jax_muon.describe` says.
+prints a table for Llama 7B with scanned layers; nothing runs. MaxText's rows follow the
+rule of its 0.2.5 (`optimizers/reshape_utils.py`): each leaf's matrices go to devices by
+their layer, padded with zeros to a multiple of the devices, and replicas repeat the
+work. Bytes assume all-to-alls; XLA does not always turn a reshard into one. Rows of
+`optax.contrib.muon` count what XLA compiles for CPUs; ours are what `jm.describe` says.
 """
 
-import argparse
-import json
 import math
 import os
 import pathlib
+import sys
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -25,37 +23,32 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_muon as jm
-from benchmarks.parameters import llama_parameters
+from benchmarks import program
+from benchmarks.parameters import llama_parameters, quintics_flops
 from benchmarks.schedule.hlo import Module
 from jax_muon.mesh.collectives import ring_bytes
 
 # Devices that parameters are sharded over, and replicas of them.
 MESHES = ((8, 1), (64, 1), (256, 1), (8, 8), (8, 32))
 SPEC = PartitionSpec(None, "fsdp")
-# True where one device works on the whole matrix of a 2-D leaf.
-WHOLE_2D = {"optax.contrib.muon": False, "maxtext": False, "jax_muon": True}
+Counts = tuple[float, float, int]  # FLOPs, bytes that a device sends, collectives
 
 
-def flops_of(m: int, n: int) -> int:
-    """Five quintics of one matrix, all three products in full."""
-    m, n = sorted((m, n))
-    return 5 * (4 * m * m * n + 2 * m**3)
-
-
-def theirs(leaves: list[Any], shards: int) -> tuple[float, float, int]:
-    """FLOPs, bytes that a device sends, and collectives of MaxText's all-to-all."""
+def of_maxtext(params: Any, mesh: Mesh) -> Counts:
+    """By its rule."""
     flops = sent = 0.0
+    shards, leaves = mesh.shape["fsdp"], jax.tree.leaves(params)
     for leaf in leaves:
         layers, m, n = leaf.shape
         padded = math.ceil(layers / shards)  # matrices on a device
-        flops += padded * flops_of(m, n)
+        flops += padded * quintics_flops(m, n)
         moved = padded * m * n * leaf.dtype.itemsize
         sent += 2 * ring_bytes("all-to-all", shards, moved)
     return flops, sent, 2 * len(leaves)
 
 
-def of_optax(params: Any, mesh: Mesh) -> tuple[float, float, int]:
-    """The same of optax's, by the program that XLA makes of it for sharded leaves."""
+def of_optax(params: Any, mesh: Mesh) -> Counts:
+    """By the program that XLA makes for sharded leaves."""
     own = NamedSharding(mesh, SPEC)
     placed = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), params
@@ -73,26 +66,29 @@ def of_optax(params: Any, mesh: Mesh) -> tuple[float, float, int]:
     return module.work().flops, sent, len(transfers)
 
 
-def ours(params: Any, mesh: Mesh) -> tuple[float, float, int]:
-    """The same of `jm.muon` with `on_mesh`, by its description."""
+def of_us(params: Any, mesh: Mesh) -> Counts:
+    """By the description of `jm.muon` with `on_mesh`."""
     found = jm.describe(jm.on_mesh(jm.muon(), mesh, SPEC), params)
     sent = found.sent_bytes["orthogonalize"]
     return float(found.flops.max()), sent, len(found.collectives)
 
 
-def main() -> None:
+COUNTED = {"optax.contrib.muon": of_optax, "maxtext": of_maxtext, "jax_muon": of_us}
+
+
+def main(words: list[str]) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.maxtext_muon")
+    parser = program.parser("benchmarks.maxtext_muon", __doc__)
     parser.add_argument("--json", type=pathlib.Path)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     params = llama_parameters("llama-7b", "float32")["blocks"]
     leaves = jax.tree.leaves(params)
-    whole = sum(leaf.shape[0] * flops_of(*leaf.shape[1:]) for leaf in leaves)
-    rows = []
-    print(
-        "| sharded x replicas | Muon | TFLOP, busiest device | even share | GB sent "
-        "| collectives | 2-D leaves whole |\n|---|---|---|---|---|---|---|"
+    whole = sum(leaf.shape[0] * quintics_flops(*leaf.shape[1:]) for leaf in leaves)
+    program.print_head(
+        *("shards x replicas", "Muon", "TFLOP, busiest device", "even share"),
+        *("GB sent", "collectives"),
     )
+    rows = []
     for shards, replicas in MESHES:
         mesh = jax.make_mesh(
             (replicas, shards),
@@ -100,25 +96,17 @@ def main() -> None:
             (AxisType.Auto,) * 2,
             devices=jax.devices()[: shards * replicas],
         )
-        found = {
-            "optax.contrib.muon": of_optax(params, mesh),
-            "maxtext": theirs(leaves, shards),
-            "jax_muon": ours(params, mesh),
-        }
         even = whole / shards / replicas
-        for name, (flops, sent, number) in found.items():
-            covered = "yes" if WHOLE_2D[name] else "no"
-            print(
-                f"| {shards} x {replicas} | {name} | {flops / 1e12:.1f} "
-                f"| {even / 1e12:.1f} | {sent / 1e9:.2f} | {number} | {covered} |"
-            )
+        for name, counted in COUNTED.items():
+            flops, sent, number = counted(params, mesh)
             row = {"shards": shards, "replicas": replicas, "muon": name}
             row |= {"flops": flops, "sent_bytes": sent, "collectives": number}
-            row |= {"even_flops": even, "whole_2d_leaves": WHOLE_2D[name]}
-            rows.append(row)
+            rows.append(row | {"even_flops": even})
+            given = flops / 1e12, even / 1e12, sent / 1e9, number
+            program.print_row(f"{shards} x {replicas}", name, *given)
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        program.save(rows, args.json)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

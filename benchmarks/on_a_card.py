@@ -1,21 +1,18 @@
-"""Everything that can be known only on a GPU, in two calls of under ten minutes each.
+"""Everything that can be known only on a GPU: correctness first, then times.
 
-    python3 -m benchmarks.on_a_card --part 1 2 4 --out FOLDER
-    python3 -m benchmarks.on_a_card --part 3 5 --out FOLDER
+    python3 -m benchmarks.on_a_card --tasks kernels parity polar --out FOLDER
+    python3 -m benchmarks.on_a_card --tasks steps train --out FOLDER
     python -m benchmarks.on_a_card --tiny --out FOLDER      # all of it on a CPU
 
-From the root of the repository; JAX, PyTorch and optax must be there, the rest may be
-missing. Part 1 is correctness, 2 the card's peaks, 3 the time of optimizer steps, 4
-orthogonalization alone, 5 GPT-2 124M's train step. Each task runs in a process of its
-own, so that one that hangs or breaks the card's context loses no other. Each
-measurement is printed and written as it ends; what does not fit into `--seconds` is
-skipped with a line that says so.
+From the root of the repository; each call ends within ten minutes. JAX and optax must
+be there, what needs anything else that is missing is skipped with a line that says so.
+Each task runs in a process of its own, so that one that hangs or breaks the card's
+context loses no other. Each measurement is printed and written as it ends, into
+FOLDER/TASK.json; what does not fit into `--seconds` is skipped.
 """
 
-import argparse
 import contextlib
 import functools
-import json
 import math
 import os
 import pathlib
@@ -25,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -33,18 +31,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_muon as jm
-from benchmarks import machine, polar
+from benchmarks import polar, program
 from benchmarks.contenders import make_step, random_like
-from benchmarks.flops import nominal_flops
 from benchmarks.gpt import loss
-from benchmarks.parameters import model_parameters
+from benchmarks.parameters import model_parameters, nominal_flops, quintics_flops
 from benchmarks.step import Contender, running
 
 # Seconds: beyond which a task is ended, and below which none is worth starting.
 GRACE, LEAST = 10.0, 20.0
 STEPS = 10  # of parity, float32, with moving rates
 KERNEL_SHAPES = ((2, 768, 768), (2, 768, 3072), (2, 1000, 3000), (1, 2048, 2048))
-# For an H200: square, and wide as an MLP's; stacks are as deep as `polar.depth` says.
+# For an H200: square, and wide as an MLP's.
 SHAPES = (
     *((m, m) for m in (768, 256, 512, 1024, 2048, 4096, 8192)),
     *((m, 4 * m) for m in (768, 256, 512, 1024, 2048)),
@@ -55,31 +52,29 @@ Found = dict[str, Any]
 
 
 class Record:
-    """The results of one part, in a file that is written after each of them."""
+    """The results of one task, in a file that is written after each of them."""
 
-    def __init__(self, path: pathlib.Path, task: str, deadline: float):
-        """Read what other tasks of the part left; begin nothing after the deadline."""
-        self.path, self.task, self.deadline = path, task, deadline
-        self.content: Found = {"runs": {}, "rows": []}
-        if path.exists():
-            self.content = json.loads(path.read_text(encoding="utf-8"))
+    def __init__(self, path: pathlib.Path, deadline: float, run: Found | None = None):
+        """No measurement begins after the deadline; `run` says where this is."""
+        self.path, self.deadline = path, deadline
+        self.content: Found = {"run": run, "rows": []}
 
     def measure(self, what: str, function: Callable[..., Found], *args: Any) -> Found:
         """Call a function, and keep what it returns, or why it did not."""
         began = time.monotonic()
         try:
             if began > self.deadline:
-                raise ImportError("no time left")
+                raise TimeoutError("no time left")
             found = function(*args)
-        except ImportError as error:
+        except (ImportError, TimeoutError) as error:
             found = {"skipped": str(error)}
         # A measurement that cannot be made must not take the others along.
         except (Exception, SystemExit) as error:
+            traceback.print_exc()
             found = {"failed": f"{type(error).__name__}: {error}"[:2000]}
         taken = time.monotonic() - began
-        row = {"task": self.task, "what": what, **found, "measured_in_s": taken}
-        self.content["rows"].append(row)
-        self.write()
+        self.content["rows"].append({"what": what, **found, "measured_in_s": taken})
+        program.save(self.content, self.path)
         words = (
             f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
             for k, v in found.items()
@@ -87,19 +82,13 @@ class Record:
         print(f"[{taken:5.1f} s] {what}: {', '.join(words)[:600]}", flush=True)
         return found
 
-    def write(self) -> None:
-        """Write the file, whole or not at all."""
-        new = self.path.with_suffix(".new")
-        new.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
-        new.replace(self.path)
-
 
 def on_a_gpu() -> bool:
     """True where kernels can run."""
     return jax.default_backend() == "gpu"
 
 
-# ---- Part 1: is it right? "ok" is the verdict, and "bar" the largest error that passes
+# ---- Is it right? "ok" is the verdict, and "bar" the largest error that passes
 
 
 def kernels(record: Record, tiny: bool) -> None:
@@ -117,21 +106,17 @@ def kernels_of(shape: tuple[int, int, int]) -> Found:
 
     As a share of the bound that `symmetric_kernel.check` derives; it raises above 1.
     """
-    from benchmarks import symmetric_kernel
-    from jax_muon.polar.hopper.kernel import TILING
-
     if not on_a_gpu():
         raise ImportError("kernels need a GPU; their tests interpret them")
-    found = {
-        product.name: symmetric_kernel.check(
-            product, TILING, symmetric_kernel.operand(product)
-        )
-        for product in symmetric_kernel.products([shape])
+    from benchmarks import symmetric_kernel
+
+    products = symmetric_kernel.products(shape)
+    return {"ok": True, "bar": 1.0} | {
+        one.name: symmetric_kernel.check(one) for one in products
     }
-    return {"ok": True, "bar": 1.0, **found}
 
 
-def forms() -> list[dict[str, str]]:
+def forms() -> list[dict[str, Any]]:
     """Settings of a polar factor: every dtype and form, and on a GPU the kernels."""
     found = [
         {"dtype": "bfloat16"},
@@ -141,14 +126,13 @@ def forms() -> list[dict[str, str]]:
     return found + [{"dtype": "bfloat16", "symmetric": "kernel"}] * on_a_gpu()
 
 
-def polar_of(shape: tuple[int, ...], form: dict[str, str]) -> Found:
+def polar_of(shape: tuple[int, ...], form: dict[str, Any]) -> Found:
     """Five steps on Gaussian matrices against the same polynomials in float64.
 
     Plain bfloat16 code, which rounds every term, is 0.04 away.
     """
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    factor: Any = jm.PolarExpress(**form)  # type: ignore[arg-type]
-    error = polar.rounding(jax.jit(factor)(jnp.asarray(x)), x)
+    error = polar.rounding(jax.jit(jm.PolarExpress(**form))(jnp.asarray(x)), x)
     bar = {"float32": 5e-5, "bfloat16": 0.06}[form["dtype"]]
     return {"ok": error <= bar, "error": error, "bar": bar}
 
@@ -157,12 +141,12 @@ def parity(record: Record, tiny: bool) -> None:
     """Every recipe against PyTorch, whose side runs on the CPU, without TF32."""
     import torch
 
-    from parity import problems, spread
+    from parity import compare, problems
 
     torch.set_num_threads(1)  # matrices are small
     for name in list(problems.RECIPES)[: 2 if tiny else None]:
         record.measure(f"{name}, float32", parity_of, name)
-        if name in spread.RECIPES:
+        if name in compare.SPREAD:
             record.measure(f"{name}, bfloat16", low_precision_parity_of, name)
 
 
@@ -174,7 +158,7 @@ def parity_of(name: str) -> Found:
     tx = recipe.ours(problems.jax_rates(rates, "float32"), "float32")
     grads = problems.gradients("gaussian", STEPS)
     ours = compare.runner(tx, "float32")(grads)
-    check, _ = compare.check(recipe, "gaussian", "float32", ours, grads, rates)
+    check = compare.check(recipe, "gaussian", "float32", ours, grads, rates)
     return {"ok": check.state != "FAIL", "error": check.error, "bar": check.bar}
 
 
@@ -184,68 +168,42 @@ def low_precision_parity_of(name: str) -> Found:
     It may be twice as far as the reference in bfloat16: a GPU rounds the sums of a
     product as PyTorch does, and where XLA takes no cuBLASLt every term.
     """
-    from parity import spread
+    from parity import compare
 
-    found = spread.measure(name)
+    found = compare.spread(name)
     error, bar = found.ours_exact, 2 * found.reference_exact
     between = max(found.variants.values())
     return {"ok": error <= bar, "error": error, "bar": bar, "between_torch": between}
 
 
-# ---- Part 2: what could be reached?
-
-
-def peaks(record: Record, tiny: bool) -> None:
-    """Products and a copy: what shares of a peak refer to."""
-    for dtype in ("bfloat16", "float16", "float32"):
-        size = (128 if tiny else 8192) // (2 if dtype == "float32" else 1)
-        record.measure(f"peaks {dtype} {size}", peaks_of, size, dtype)
-
-
-def peaks_of(size: int, dtype: str) -> Found:
-    """FLOP/s and bytes/s, of 20 calls sent at once to a GPU."""
-    return machine.peaks(size, [dtype], calls=20 if on_a_gpu() else 1)
-
-
-# ---- Part 3: optimizer steps
+# ---- How long does it take?
 
 
 def steps(record: Record, tiny: bool) -> None:
-    """Every recipe, optax and PyTorch; the contenders that goals name stand first."""
-    peak = record.measure("peaks", peaks_of, 128 if tiny else 8192, "bfloat16")
+    """Every recipe, optax and PyTorch; what docs/speed.md compares stands first."""
     make = functools.partial(Contender, in_train_step=False)
-    bfloat16 = functools.partial(make, dtype="bfloat16")
+    low = functools.partial(make, dtype="bfloat16")
     first = [
-        bfloat16("nanochat"),
+        low("nanochat"),
         make("optax", dtype="default"),
-        bfloat16("orthogonalize"),
-        bfloat16("torch-nanochat"),
-        bfloat16("torch-muon"),
+        low("orthogonalize"),
+        low("torch-nanochat"),
+        low("torch-muon"),
     ]
     rest = [
         make("adamw"),
-        bfloat16("nanochat", "separate"),
+        low("nanochat", "separate"),
         make("optax", "separate", "default"),
-        bfloat16("nanochat", cublas=True),
-        *(bfloat16(name) for name in ("muon", "moonlight", "normuon")),
+        low("nanochat", cublas=True),
+        *(low(name) for name in ("muon", "moonlight", "normuon")),
         make("nanochat"),
         make("optax"),
     ]
     models = ["tiny"] if tiny else ["gpt2-124m", "gpt-1.3b", "gpt2-350m"]
-    found: dict[tuple[str, str], float] = {}
-
-    def measure(model: str, contender: Contender) -> None:
+    cases = [(model, one) for model in models for one in first]
+    for model, one in cases + [(model, one) for one in rest for model in models]:
         left = min(120.0, record.deadline - time.monotonic())
-        result = record.measure(f"{model} {contender}", step_of, model, contender, left)
-        found[model, str(contender)] = result.get("seconds", math.nan)
-
-    for model in models:
-        for contender in first:
-            measure(model, contender)
-        record.measure(f"{model} shares", shares, model, found, peak)
-    for contender in rest:
-        for model in models:
-            measure(model, contender)
+        record.measure(f"{model} {one}", step_of, model, one, left)
 
 
 def step_of(model: str, contender: Contender, timeout: float) -> Found:
@@ -253,45 +211,14 @@ def step_of(model: str, contender: Contender, timeout: float) -> Found:
     device = "cuda" if on_a_gpu() else "cpu"
     with running(contender, model, device, timeout) as worker:
         taken = [worker.step() for _ in range(20 if device == "cuda" else 3)]
-        return {"seconds": statistics.median(taken), "least": min(taken), **worker.info}
-
-
-def shares(model: str, found: dict[tuple[str, str], float], peak: Found) -> Found:
-    """Ours over theirs, and what of the card's peaks the parts of our step reach.
-
-    The rest of a step is all but orthogonalization. It reads gradients, and reads and
-    writes parameters and state, once at least; in float32.
-    """
-
-    def seconds(*words: str) -> float:
-        return found.get((model, ", ".join(words)), math.nan)
-
-    def size(tree: Any) -> int:
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-    ours = seconds("nanochat", "bfloat16", "scanned")
-    polar_seconds = seconds("orthogonalize", "bfloat16", "scanned")
-    shapes = model_parameters(model, jnp.float32, scanned=True)
-    init, _ = make_step("nanochat", "bfloat16", shapes)
-    moved = size(shapes) * 3 + 2 * size(jax.eval_shape(init, shapes))
-    rate = nominal_flops(model) / polar_seconds
-    rest = moved / (ours - polar_seconds) if ours > polar_seconds else math.nan
-    return {
-        "to_optax": ours / seconds("optax", "default", "scanned"),
-        "to_compiled_nanochat": ours / seconds("torch-nanochat", "bfloat16"),
-        "to_torch_muon": ours / seconds("torch-muon", "bfloat16"),
-        "orthogonalization_flops": rate,
-        "of_peak": rate / peak.get("bfloat16_flops", math.nan),
-        "rest_bytes_per_s": rest,
-        "rest_of_copy": rest / peak.get("copy_bytes", math.nan),
-    }
-
-
-# ---- Part 4: orthogonalization alone
+        found = {"seconds": statistics.median(taken), "least": min(taken)}
+        if contender.name == "orthogonalize":
+            found["nominal_flops_per_s"] = nominal_flops(model) / found["seconds"]
+        return found | worker.info
 
 
 def orthogonalization(record: Record, tiny: bool) -> None:
-    """Five steps in every form on every shape; then time against error."""
+    """Five steps in every form on every shape."""
     # cuBLASLt alone, instead of Triton's products where XLA finds them faster.
     cublas = {"xla_gpu_enable_triton_gemm": False} if on_a_gpu() else {}
     for m, n in ((32, 32), (32, 64)) if tiny else SHAPES:
@@ -300,24 +227,16 @@ def orthogonalization(record: Record, tiny: bool) -> None:
             record.measure(what, form_of, form, m, n, {})
             if len(form) == 1:
                 record.measure(f"{what} cuBLASLt", form_of, form, m, n, cublas)
-    m, n = (32, 64) if tiny else (768, 3072)
-    cases = polar.known_cases(m, n)
-    for way in polar.ways()[: 2 if tiny else None]:
-        measure = functools.partial(polar.measure_ways, m, n, 3, [way], cases)
-        record.measure(f"{m}x{n} {way}", lambda f=measure: f()[0])
 
 
-def form_of(form: dict[str, str], m: int, n: int, options: Found) -> Found:
+def form_of(form: dict[str, Any], m: int, n: int, options: Found) -> Found:
     """Seconds and FLOP/s of one matrix of a stack."""
-    factor: Any = jm.PolarExpress(**form)  # type: ignore[arg-type]
     count = min(24, max(1, 2**28 // (4 * m * n))) if on_a_gpu() else 2
     x = jax.random.normal(jax.random.key(0), (count, m, n))
-    (found,) = polar.timed([factor], x, 5 if on_a_gpu() else 1, options=options)
-    flops = 5 * (4 * m * m * n + 2 * m**3)
-    return {"stack": count, "seconds": found, "nominal_flops_per_s": flops / found}
-
-
-# ---- Part 5: a train step
+    rounds = 5 if on_a_gpu() else 1
+    (found,) = polar.timed([jm.PolarExpress(**form)], x, rounds, options=options)
+    rate = quintics_flops(m, n) / found
+    return {"stack": count, "seconds": found, "nominal_flops_per_s": rate}
 
 
 def train(record: Record, tiny: bool) -> None:
@@ -329,78 +248,60 @@ def train(record: Record, tiny: bool) -> None:
     tokens = jax.random.randint(jax.random.key(2), batch, 0, shapes["wte"].shape[0])
     count = batch[0] * (batch[1] - 1)
 
-    def gradients(params: Any, tokens: Any, attention: str) -> Any:
+    def timed(name: str, dtype: str, attention: str) -> Found:
+        """The median time of a whole step."""
+        init, update = make_step(name, dtype, shapes)
+
         def of_masters(params: Any) -> Any:
             low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
             how = {"head": head, "attention": attention, "rematerialize": False}
             return loss(low, tokens, **how)
 
-        return jax.value_and_grad(of_masters)(params)
-
-    def timed(step: Callable[[Any, Any], Any], params: Any, state: Any) -> Found:
-        """The median time of a step that gives parameters, state and a loss."""
-        values, taken = [], []
-        for _ in range(12 if on_a_gpu() else 3):
-            began = time.perf_counter()
-            params, state, value = step(params, state)
-            values.append(float(value))
-            taken.append(time.perf_counter() - began)
-        seconds = statistics.median(taken[1:])
-        rate = count / seconds
-        return {
-            "seconds": seconds,
-            "tokens_per_s": rate,
-            "losses": values[:: len(values) - 1],
-        }
-
-    def backward(attention: str) -> Found:
-        run = jax.jit(functools.partial(gradients, tokens=tokens, attention=attention))
-
-        def step(params: Any, grads: Any) -> Any:
-            value, grads = jax.block_until_ready(run(params))
-            return params, grads, value
-
-        return timed(step, random_like(shapes, 0), None)
-
-    def whole(name: str, dtype: str, attention: str, base: float) -> Found:
-        init, update = make_step(name, dtype, shapes)
-
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def step(params: Any, state: Any) -> Any:
-            value, grads = gradients(params, tokens, attention)
+            value, grads = jax.value_and_grad(of_masters)(params)
             return *update(params, state, grads), value
 
         params = random_like(shapes, 0)
-        found = timed(step, params, jax.jit(init)(params))
+        state = jax.jit(init)(params)
+        values, taken = [], []
+        for _ in range(12 if on_a_gpu() else 3):
+            began = time.perf_counter()
+            params, state, value = jax.block_until_ready(step(params, state))
+            values.append(float(value))
+            taken.append(time.perf_counter() - began)
+        seconds = statistics.median(taken[1:])
+        rate, ends = count / seconds, values[:: len(values) - 1]
+        return {"seconds": seconds, "tokens_per_s": rate, "losses": ends}
+
+    def whole(name: str, dtype: str, attention: str, base: float) -> Found:
+        found = timed(name, dtype, attention)
         optimizer = found["seconds"] - base
         share = optimizer / (optimizer + base * TOKENS / count)
-        half_a_million = {
-            "optimizer_seconds": optimizer,
-            "share_of_2**19_tokens": share,
-        }
-        return found | half_a_million
+        more = {"optimizer_seconds": optimizer, "share_of_2**19_tokens": share}
+        return found | more
 
     usable = {}
     for attention in ("cudnn", "xla") if on_a_gpu() else ("xla",):
-        found = record.measure(f"gradients, {attention}", backward, attention)
+        what = f"gradients, {attention}"
+        found = record.measure(what, timed, "gradients", "", attention)
         if "seconds" in found:
             usable[attention] = found["seconds"]
     attention, base = next(iter(usable.items()), ("xla", math.nan))
-    dtypes = {"nanochat": "bfloat16", "adamw": "default", "optax": "default"}
-    for name, dtype in (dtypes | {"muon": "bfloat16"}).items():
+    for name in ("nanochat", "adamw", "optax", "muon"):
+        dtype = "bfloat16" if name in ("nanochat", "muon") else "default"
         record.measure(f"{name}, {attention}", whole, name, dtype, attention, base)
 
 
 # ---- The command
 
-# Name: part, the seconds that it may take, the function; in the order of their worth.
-TASKS: dict[str, tuple[int, float, Callable[[Record, bool], None]]] = {
-    "peaks": (2, 60, peaks),
-    "kernels": (1, 90, kernels),
-    "parity": (1, 200, parity),
-    "orthogonalization": (4, 200, orthogonalization),
-    "steps": (3, 360, steps),
-    "train": (5, 240, train),
+# Name: the seconds that it may take, and the function; in the order of their worth.
+TASKS: dict[str, tuple[float, Callable[[Record, bool], None]]] = {
+    "kernels": (90, kernels),
+    "parity": (200, parity),
+    "polar": (200, orthogonalization),
+    "steps": (360, steps),
+    "train": (240, train),
 }
 
 
@@ -412,7 +313,7 @@ def run_task(name: str, words: list[str], device: str, seconds: float) -> str:
     """
     shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        [*words, "--task", name, "--seconds", f"{seconds:.0f}"],
+        [*words, "--only", name, "--seconds", f"{seconds:.0f}"],
         env={**os.environ, "JAX_PLATFORMS": device, **shared},
         start_new_session=True,
     )
@@ -430,47 +331,42 @@ def run_task(name: str, words: list[str], device: str, seconds: float) -> str:
 
 def main(words: list[str]) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.on_a_card",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program.parser("benchmarks.on_a_card", __doc__)
     add = parser.add_argument
-    add("--part", type=int, nargs="+", choices=range(1, 6), default=[1, 2, 3, 4, 5])
+    add("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     add("--out", type=pathlib.Path, required=True, help="folder for results")
     add("--seconds", type=float, default=540, help="for all that is asked for")
     add("--tiny", action="store_true", help="small sizes, to try the program")
     add("--device", choices=("cuda", "cpu"), help="default: cuda; cpu with --tiny")
-    add(
-        "--task", choices=TASKS, help="one task in this process, as the program runs it"
-    )
+    add("--only", choices=TASKS, help="a task in this process, as the program runs it")
     args = parser.parse_args(words)
     if not args.seconds > 0:
         parser.error(f"--seconds {args.seconds}; expected a number above 0")
     device = args.device or ("cpu" if args.tiny else "cuda")
     args.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    if args.task is not None:
-        part, _, function = TASKS[args.task]
-        path, deadline = args.out / f"part{part}.json", began + args.seconds
+    if args.only is not None:
         jax.config.update("jax_platforms", device)
-        record = Record(path, args.task, deadline)
-        about = machine.describe("benchmarks.on_a_card", words)
-        record.content["runs"][args.task] = about | {"nvidia_smi": nvidia_smi()}
-        record.write()
-        function(record, args.tiny)
+        run = program.describe("benchmarks.on_a_card", words)
+        run["nvidia_smi"] = nvidia_smi()
+        record = Record(args.out / f"{args.only}.json", began + args.seconds, run)
+
+        def all_of_it() -> Found:
+            TASKS[args.only][1](record, args.tiny)
+            return {}
+
+        record.measure(args.only, all_of_it)
         return
     print(nvidia_smi(), flush=True)
     command = [sys.executable, "-m", "benchmarks.on_a_card", *words]
-    for name, (part, most, _) in TASKS.items():
-        if part not in args.part:
-            continue
-        left = args.seconds - (time.monotonic() - began)
-        print(f"== part {part}, {name}: {left:.0f} s left", flush=True)
-        ended = "skipped, no time left"
-        if left >= LEAST:
-            ended = run_task(name, command, device, min(left - GRACE, most))
-        print(f"== {name}: {ended}", flush=True)
+    for name, (most, _) in TASKS.items():
+        if name in args.tasks:
+            left = args.seconds - (time.monotonic() - began)
+            print(f"== {name}: {left:.0f} s left", flush=True)
+            ended = "skipped, no time left"
+            if left >= LEAST:
+                ended = run_task(name, command, device, min(left - GRACE, most))
+            print(f"== {name}: {ended}", flush=True)
     print(f"== {time.monotonic() - began:.0f} s in all", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Parameters of known models as shapes: nothing is allocated.
+"""Parameters of known models as shapes, and their FLOPs: nothing is allocated.
 
 GPTs have one leaf per layer, as in Flax modules without scan, or one leaf for all
 layers, as in scanned ones; Llamas only the latter. The token embedding of a GPT is
@@ -21,6 +21,7 @@ _MODELS = {
     "tiny": (2, 32, 64),  # for tests
 }
 MODELS = tuple(_MODELS)
+Shapes = dict[str, Any]  # a tree of jax.ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,55 +45,58 @@ LLAMAS = {
 }
 
 
-def llama_parameters(model: str, dtype: jax.typing.DTypeLike) -> dict[str, Any]:
+def llama_parameters(model: str, dtype: jax.typing.DTypeLike) -> Shapes:
     """The parameters of a model in `LLAMAS`, one leaf for all layers."""
     sizes = LLAMAS[model]
-    width, inner = sizes.width, sizes.inner
-
-    def kernel(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    layers = (sizes.layers,)
+    layers, width, inner = (sizes.layers,), sizes.width, sizes.inner
     many = (*layers, sizes.experts) if sizes.experts else layers
-    mlp = {
-        "gate": kernel(*many, width, inner),
-        "up": kernel(*many, width, inner),
-        "down": kernel(*many, inner, width),
+    mlp: Shapes = {
+        "gate": (*many, width, inner),
+        "up": (*many, width, inner),
+        "down": (*many, inner, width),
     }
     if sizes.experts:
-        mlp = {"router": kernel(*layers, width, sizes.experts), "experts": mlp}
-    return {
-        "wte": kernel(sizes.vocabulary, width),
-        "blocks": {
-            "q": kernel(*layers, width, width),
-            "k": kernel(*layers, width, sizes.key_width),
-            "v": kernel(*layers, width, sizes.key_width),
-            "out": kernel(*layers, width, width),
-            **mlp,
-        },
-        "lm_head": kernel(sizes.vocabulary, width),
+        mlp = {"router": (*layers, width, sizes.experts), "experts": mlp}
+    block = {
+        "q": (*layers, width, width),
+        "k": (*layers, width, sizes.key_width),
+        "v": (*layers, width, sizes.key_width),
+        "out": (*layers, width, width),
+        **mlp,
     }
+    return _model(block, (sizes.vocabulary, width), dtype)
 
 
 def model_parameters(
     model: str, dtype: jax.typing.DTypeLike, *, scanned: bool = False
-) -> dict[str, Any]:
-    """The parameters of a model in `MODELS`, as a tree of `jax.ShapeDtypeStruct`."""
+) -> Shapes:
+    """The parameters of a model in `MODELS`."""
     layers, width, vocabulary = _MODELS[model]
+    block = dict.fromkeys(("q", "k", "v", "out"), (width, width))
+    block |= {"up": (width, 4 * width), "down": (4 * width, width)}
+    if scanned:
+        blocks: Shapes = {name: (layers, *shape) for name, shape in block.items()}
+    else:
+        blocks = {f"{layer:02}": block for layer in range(layers)}
+    return _model(blocks, (vocabulary, width), dtype)
 
-    def kernel(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
 
-    def block(*batch: int) -> dict[str, jax.ShapeDtypeStruct]:
-        square = {name: kernel(*batch, width, width) for name in ("q", "k", "v", "out")}
-        return square | {
-            "up": kernel(*batch, width, 4 * width),
-            "down": kernel(*batch, 4 * width, width),
-        }
+def _model(blocks: Shapes, table: tuple[int, int], dtype: Any) -> Shapes:
+    """A tree of shapes, with embedding and head of one size."""
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype),
+        {"wte": table, "blocks": blocks, "lm_head": table},
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
 
-    separate = {f"{layer:02}": block() for layer in range(layers)}
-    return {
-        "wte": kernel(vocabulary, width),
-        "blocks": block(layers) if scanned else separate,
-        "lm_head": kernel(vocabulary, width),
-    }
+
+def quintics_flops(m: int, n: int) -> int:
+    """FLOPs of five quintics of one matrix in the standard form: nominal, for all."""
+    m, n = sorted((m, n))
+    return 5 * (4 * m * m * n + 2 * m**3)
+
+
+def nominal_flops(model: str) -> int:
+    """The same for all matrices of a model in `MODELS`."""
+    blocks = model_parameters(model, "float32")["blocks"]
+    return sum(quintics_flops(*leaf.shape) for leaf in jax.tree.leaves(blocks))

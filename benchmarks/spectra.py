@@ -10,7 +10,6 @@ call `suggest` with its momentum, one matrix after another: `mu` of the state of
 ones, so a label for each group of layers may pay: call it once for each group.
 """
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -27,10 +26,12 @@ from optimizers import best_rates, make_optimizer
 from text import read_text
 
 import jax_muon as jm
+from benchmarks import program
 
 # Lower bounds that are tried: singular values of a momentum spread over three decades.
 LOWERS = (1e-3, 2e-3, 3e-3, 5e-3, 7e-3, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2)
 MAX_STEPS = 8
+QUANTILES = (0.25, 0.5, 0.75)  # of the singular values beside the largest
 TABLES = ("jordan", "you", "cans", "cubic5", "deepseek")
 
 
@@ -50,38 +51,27 @@ class Suggestion:
     measured: float  # mean error of `polar` on the matrices themselves, in its dtype
 
 
-@dataclasses.dataclass(frozen=True)
-class _Matrix:
-    """A matrix (m, n), m <= n, its singular values and its polar factor."""
+def predicted(polar: Any, s: Float[np.ndarray, " m"]) -> float:
+    """The error of a polar factor in exact arithmetic, by the singular values."""
+    power = {"frobenius": 2, "schatten4": 4}[polar.norm]
+    size = float(polar.norm_factor) * np.linalg.norm(s, power)
+    after, nonzero = s / (size + float(polar.eps)), s > 0
+    for a, b, c in polar.coefficients:
+        after = a * after + b * after**3 + c * after**5
+    return float(np.linalg.norm(after - nonzero) / np.linalg.norm(nonzero))
 
-    x: Float[np.ndarray, "m n"]
-    s: Float[np.ndarray, " m"]
-    nonzero: Float[np.ndarray, " m"]  # 1, or 0 for values that are rounding alone
-    factor: Float[np.ndarray, "m n"]
 
-    @classmethod
-    def of(cls, x: np.ndarray) -> "_Matrix":
-        x = x if x.shape[0] <= x.shape[1] else x.T
-        u, s, vt = np.linalg.svd(x.astype(np.float64), full_matrices=False)
-        cutoff = max(x.shape) * np.finfo(np.float32).eps * s.max()
-        nonzero = (s > cutoff).astype(np.float64)
-        return cls(x, s, nonzero, (u * nonzero) @ vt)
+def measured(polar: Any, x: np.ndarray, factor: np.ndarray) -> float:
+    """The error of a polar factor as it is computed."""
+    y = np.asarray(polar(jnp.asarray(x)).astype(jnp.float32), np.float64)
+    return float(np.linalg.norm(y - factor) / np.linalg.norm(factor))
 
-    def predicted(self, polar: Any) -> float:
-        """The error of a polar factor in exact arithmetic."""
-        power = {"frobenius": 2, "schatten4": 4}[polar.norm]
-        size = float(polar.norm_factor) * np.linalg.norm(self.s, power)
-        after = self.s / (size + float(polar.eps))
-        for a, b, c in polar.coefficients:
-            after = a * after + b * after**3 + c * after**5
-        return float(
-            np.linalg.norm(after - self.nonzero) / np.linalg.norm(self.nonzero)
-        )
 
-    def measured(self, polar: Any) -> float:
-        """The error of a polar factor as it is computed."""
-        y = np.asarray(polar(jnp.asarray(self.x)).astype(jnp.float32), np.float64)
-        return float(np.linalg.norm(y - self.factor) / np.linalg.norm(self.factor))
+def decomposed(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Singular values, 0 where they are rounding alone, and the polar factor."""
+    u, s, vt = np.linalg.svd(x.astype(np.float64), full_matrices=False)
+    s = np.where(s > max(x.shape) * np.finfo(np.float32).eps * s.max(), s, 0)
+    return s, (u * (s > 0)) @ vt
 
 
 def suggest(
@@ -101,12 +91,13 @@ def suggest(
     Raises:
       ValueError: nothing that is tried reaches the target, or all matrices are zero.
     """
-    decomposed = [_Matrix.of(np.asarray(x)) for x in matrices if np.any(x)]
-    if not decomposed:
+    given = [np.asarray(x) for x in matrices if np.any(x)]
+    if not given:
         raise ValueError("the matrices are all zero; expected momentum of some steps")
+    values, factors = zip(*map(decomposed, given), strict=True)
     found = []
     for lower, polar in _candidates(dtype):
-        errors = [matrix.predicted(polar) for matrix in decomposed]
+        errors = [predicted(polar, s) for s in values]
         products = sum(3 if c else 2 for _, _, c in polar.coefficients)
         found.append((products, float(np.mean(errors)), max(errors), lower, polar))
     enough = [one for one in found if one[1] <= target]
@@ -117,8 +108,8 @@ def suggest(
             f"{polar} reaches in {products} products"
         )
     products, error, worst, lower, polar = min(enough, key=lambda one: one[:2])
-    measured = float(np.mean([matrix.measured(polar) for matrix in decomposed]))
-    return Suggestion(polar, lower, products, error, worst, measured)
+    real = [measured(polar, x, y) for x, y in zip(given, factors, strict=True)]
+    return Suggestion(polar, lower, products, error, worst, float(np.mean(real)))
 
 
 def _candidates(dtype: Any) -> list[tuple[float | None, Any]]:
@@ -164,23 +155,17 @@ def momentum(steps: int, width: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 def main(words: list[str]) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.spectra",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program.parser("benchmarks.spectra", __doc__)
     parser.add_argument("--target", type=float, default=0.3)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--width", type=int, default=128)
     args = parser.parse_args(words)
     found = momentum(args.steps, args.width)
+    program.print_head("matrix", "shape", *(f"{q} of values below" for q in QUANTILES))
     for path, x in found.items():
         s = np.linalg.svd(x, compute_uv=False)
-        relative = np.quantile(s / s[0], (0, 0.25, 0.5, 0.75)) if s[0] else np.zeros(4)
-        print(
-            f"{path:28} {x.shape}: of the largest, "
-            + " ".join(f"{q:.1e}" for q in relative)
-        )
+        relative = np.quantile(s / max(s[0], 1e-300), QUANTILES)
+        program.print_row(path, x.shape, *(f"{q:.1e}" for q in relative))
     print(suggest(list(found.values()), args.target))
 
 

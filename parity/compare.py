@@ -7,6 +7,8 @@ that a weight which hardly moves cannot hide an error in its movement.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,12 @@ import torch
 
 from parity import problems, weights
 from parity.problems import Arrays, Recipe
+from parity.references import (
+    CompiledMuonAdamW,
+    compiled,
+    newton_schulz,
+    polar_express,
+)
 
 BARS = {"float64": 1e-11, "float32": 2e-5}
 
@@ -32,10 +40,59 @@ class Check:
 
     @property
     def state(self) -> str:
-        """Within the bar, explained, or FAIL."""
+        """Within the bar, explained, or FAIL; nan fails."""
         if self.error <= self.bar:
             return "within"
         return "explained" if self.why else "FAIL"
+
+
+# ---- Our side
+
+
+def stepper(tx: optax.GradientTransformation) -> Callable[[Any, Sequence[Any]], list]:
+    """A function from parameters and gradients to parameters after each step.
+
+    The step is compiled once.
+    """
+
+    @jax.jit
+    def step(params, state, grad):
+        updates, state = tx.update(grad, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def run(params: Any, grads: Sequence[Any]) -> list:
+        state, after = tx.init(params), []
+        for grad in grads:
+            params, state = step(params, state, grad)
+            after.append(params)
+        return after
+
+    return run
+
+
+def runner(
+    tx: optax.GradientTransformation, dtype: str
+) -> Callable[[Sequence[Arrays]], list[Arrays]]:
+    """The same for the weights of `problems`, in PyTorch's names and orientation.
+
+    "float64" runs in double precision, every other dtype in float32.
+    """
+    wide = "float64" if dtype == "float64" else "float32"
+    run = stepper(tx)
+
+    def cross(arrays: Arrays):
+        tree = weights.to_flax(arrays, problems.FLAX_SHAPES)
+        return jax.tree.map(lambda x: jnp.asarray(x, wide), tree)
+
+    def across(grads: Sequence[Arrays]) -> list[Arrays]:
+        with jax.enable_x64(wide == "float64"):
+            after = run(cross(problems.weights()), list(map(cross, grads)))
+            return [weights.to_torch(params, problems.SHAPES) for params in after]
+
+    return across
+
+
+# ---- Two ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,42 +102,6 @@ class Difference:
     error: float  # ||W - ref|| / ||ref - W_0||
     flips: int = 0  # entries whose cautious mask differed at some step
     unflipped: float = 0.0  # the error over all other entries
-
-
-def runner(
-    tx: optax.GradientTransformation, dtype: str
-) -> Callable[[Sequence[Arrays]], list[Arrays]]:
-    """A function from gradients at each step to parameters after it, compiled once.
-
-    Args:
-        tx: the optimizer.
-        dtype: "float64" runs in double precision, everything else in float32.
-
-    Returns:
-        A function; its arguments and results have PyTorch's names and orientation.
-    """
-    wide = "float64" if dtype == "float64" else "float32"
-
-    def cross(arrays: Arrays):
-        tree = weights.to_flax(arrays, problems.FLAX_SHAPES)
-        return jax.tree.map(lambda x: jnp.asarray(x, wide), tree)
-
-    @jax.jit
-    def step(params, state, grad):
-        updates, state = tx.update(grad, state, params)
-        return optax.apply_updates(params, updates), state
-
-    def run(grads: Sequence[Arrays]) -> list[Arrays]:
-        with jax.enable_x64(wide == "float64"):
-            params = cross(problems.weights())
-            state = tx.init(params)
-            after = []
-            for grad in grads:
-                params, state = step(params, state, cross(grad))
-                after.append(weights.to_torch(params, problems.SHAPES))
-        return after
-
-    return run
 
 
 def difference(
@@ -103,6 +124,17 @@ def difference(
         int(np.count_nonzero(flipped)),
         float(np.linalg.norm(off[~flipped]) / distance),
     )
+
+
+def distance(end: Any, reference: Any, start: Any) -> float:
+    """The error over the parameters of the reference together, by name."""
+
+    def square(a: Any, b: Any) -> float:
+        """In float64."""
+        off = (np.asarray(a[k], float) - np.asarray(b[k], float) for k in reference)
+        return sum(np.sum(x**2) for x in off)
+
+    return float(np.sqrt(square(end, reference) / square(reference, start)))
 
 
 def flipped_entries(
@@ -138,33 +170,18 @@ def differences(
     rates: dict,
     dtype: str,
 ) -> dict[str, Difference]:
-    """Compare the end of two trajectories, parameter by parameter.
-
-    Args:
-        recipe: says whether a cautious mask may flip.
-        ours: parameters after every step.
-        reference: the same of the reference.
-        rates: the rates of both.
-        dtype: flips are looked for in "float64" and "float32", where rounding is
-            small enough.
-    """
-    rounded = np.float64 if dtype == "float64" else np.float32
+    """Compare the end of two trajectories, parameter by parameter."""
+    lr, decay = (
+        [problems.rate_at(rates, rate, step) for step in range(len(ours))]
+        for rate in ("lr", "weight_decay")
+    )
     result = {}
     for name, start in problems.weights().items():
-        start = start.astype(rounded)
+        start = start.astype(dtype)
         flipped = None
-        if recipe.cautious and name in problems.MATRIX_NAMES and dtype in BARS:
-            lr, decay = (
-                [problems.rate_at(rates, rate, step) for step in range(len(ours))]
-                for rate in ("lr", "weight_decay")
-            )
-            flipped = flipped_entries(
-                [after[name] for after in ours],
-                [after[name] for after in reference],
-                start,
-                lr,
-                decay,
-            )
+        if recipe.cautious and name in problems.MATRIX_NAMES:
+            both = ([after[name] for after in run] for run in (ours, reference))
+            flipped = flipped_entries(*both, start, lr, decay)
         result[name] = difference(ours[-1][name], reference[-1][name], start, flipped)
     return result
 
@@ -174,6 +191,9 @@ def worst(found: dict[str, Difference], measure: str = "error") -> float:
     return max(getattr(d, measure) for d in found.values())
 
 
+# ---- float64 and float32
+
+
 def check(
     recipe: Recipe,
     kind: str,
@@ -181,7 +201,7 @@ def check(
     ours: Sequence[Arrays],
     grads: Sequence[Arrays],
     rates: dict,
-) -> tuple[Check, dict[str, Difference]]:
+) -> Check:
     """Compare our run with the reference; explain an error above the bar.
 
     Args:
@@ -191,9 +211,6 @@ def check(
         ours: parameters after every step.
         grads: the gradients of each step.
         rates: the rates of each step.
-
-    Returns:
-        The verdict, and the difference of each parameter.
     """
     changes = problems.REFERENCE_CHANGES.get((recipe.name, kind), {})
 
@@ -210,11 +227,13 @@ def check(
         if not why and dtype == "float32":
             exact = reference("float64")
             why = _rounding(
-                worst(differences(recipe, ours, exact, rates, dtype), "unflipped"),
-                worst(differences(recipe, theirs, exact, rates, dtype), "unflipped"),
+                *(
+                    worst(differences(recipe, x, exact, rates, dtype), "unflipped")
+                    for x in (ours, theirs)
+                )
             )
     case = f"{recipe.name}, {kind}, {dtype}, {len(grads)} steps"
-    return Check("trajectories", case, error, bar, why), found
+    return Check("trajectories", case, error, bar, why)
 
 
 def _below_every_eps(recipe: Recipe, kind: str, ours: Arrays, theirs: Arrays) -> str:
@@ -247,4 +266,82 @@ def _rounding(ours_exact: float, theirs_exact: float) -> str:
     return (
         f"rounding that the problem amplifies: from PyTorch in float64, PyTorch in "
         f"float32 is {theirs_exact:.1e} away, ours {ours_exact:.1e}"
+    )
+
+
+# ---- bfloat16, where each way to write a step rounds otherwise: how far PyTorch
+# is from itself, and how far we are from it. The variants are the reference, changed in
+# nothing but rounding:
+# - addmm: each quintic step as two fused multiply-adds, as torch.optim.Muon does;
+# - transposed: the polar factor of the transpose, transposed back;
+# - compiled: the step through torch.compile, which keeps sums in float32 for longer.
+#   Compiling takes a minute, so `parity.run` does it in another process.
+
+NAMES = ("square.weight", "tall.weight", "wide.weight")
+SPREAD_STEPS = 10
+SPREAD = ("nanochat, January", "nanochat, August", "muon", "moonlight", "normuon")
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Distances in bfloat16 over NAMES together, relative to the distance travelled."""
+
+    ours: float  # from ours to the reference
+    variants: dict[str, float]  # from a variant of the reference to the reference
+    ours_exact: float  # from ours to the reference in float64
+    reference_exact: float  # from the reference to itself in float64
+
+
+def transposed(polar: Callable) -> Callable:
+    """The same polar factor, computed on the transpose."""
+    return lambda x, *args, **settings: polar(x.mT, *args, **settings).mT
+
+
+def plain_polar(recipe: Recipe) -> Callable:
+    """The function that the recipe's reference takes its polar factor with."""
+    return polar_express if recipe.cautious else newton_schulz
+
+
+def _low_run(recipe: Recipe, dtype: torch.dtype = torch.bfloat16, **settings) -> Arrays:
+    grads, rates = problems.gradients("gaussian", SPREAD_STEPS), problems.CONSTANT
+    after = problems.reference_run(recipe, grads, rates, dtype, NAMES, **settings)
+    return after[-1]
+
+
+def compiled_ends() -> dict[str, Arrays]:
+    """Where the compiled reference of every recipe ends."""
+    ends = {}
+    for name in SPREAD:
+        recipe = problems.RECIPES[name]
+        if recipe.cautious:
+            recipe = dataclasses.replace(recipe, reference=CompiledMuonAdamW)
+            ends[name] = _low_run(recipe, kind="muon")
+        else:
+            ends[name] = _low_run(recipe, polar=compiled(plain_polar(recipe)))
+    return ends
+
+
+def spread(name: str, compiled_end: Arrays | None = None) -> Spread:
+    """Ours, the reference and its variants, 10 steps with constant rates.
+
+    Args:
+        name: of the recipe.
+        compiled_end: where `compiled_ends` says that the compiled reference ended.
+    """
+    recipe, start = problems.RECIPES[name], problems.weights()
+    polar = plain_polar(recipe)
+    eager, exact = _low_run(recipe), _low_run(recipe, torch.float64)
+    ends = {
+        "addmm": _low_run(recipe, polar=partial(polar, order="addmm")),
+        "transposed": _low_run(recipe, polar=transposed(polar)),
+    }
+    if compiled_end is not None:
+        ends["compiled"] = compiled_end
+    grads = problems.gradients("gaussian", SPREAD_STEPS)
+    ours = runner(recipe.ours(problems.CONSTANT, "bfloat16"), "bfloat16")(grads)[-1]
+    return Spread(
+        distance(ours, eager, start),
+        {key: distance(end, eager, start) for key, end in ends.items()},
+        distance(ours, exact, start),
+        distance(eager, exact, start),
     )

@@ -7,8 +7,8 @@ The full product of recipes, shapes, dtypes, gradients, rates and lengths has mo
 - Every recipe meets every gradient in float64 and in float32, 10 steps, moving rates.
 - Gaussian and low-rank gradients go on to 200 steps, looked at after each.
 - Constant rates, given as floats, are a run of their own: float32, Gaussian, 10 steps.
-- bfloat16 has a file of its own (`spread.py`), since there PyTorch differs from itself:
-  five recipes, three shapes, Gaussian gradients, constant rates, 10 steps.
+- bfloat16, where PyTorch differs from itself: five recipes, three shapes, Gaussian
+  gradients, constant rates, 10 steps (`compare.spread`).
 
 Shapes, weights and gradients are PyTorch's, (out, in), in NumPy.
 """
@@ -64,26 +64,28 @@ SHAPES: dict[str, tuple[int, ...]] = {
 ADAMW_NAMES = ("embed.weight", "norm.bias")
 MATRIX_NAMES = tuple(name for name in SHAPES if name not in ADAMW_NAMES)
 
-_FLAX = {
-    "conv": {"kernel": (3, 3, 3, 8)},
-    "attn": {"query": {"kernel": (20, 4, 6)}, "out": {"kernel": (4, 6, 20)}},
-    "pool": {
-        "0": {"kernel": (18, 12)},
-        "1": {"kernel": (18, 12)},
-        "2": {"kernel": (12, 18)},
-    },
-    "embed": {"embedding": (11, 8)},
-    "norm": {"bias": (9,)},
-    **{
-        name: {"kernel": SHAPES[f"{name}.weight"][::-1]}
-        for name in ("square", "tall", "wide", "row", "column", "odd")
-    },
+_KERNELS: dict[str, tuple[int, ...]] = {
+    **{name: SHAPES[name][::-1] for name in MATRIX_NAMES},
+    "conv.weight": (3, 3, 3, 8),
+    "attn.query.weight": (20, 4, 6),
+    "attn.out.weight": (4, 6, 20),
 }
-FLAX_SHAPES = jax.tree.map(
-    lambda shape: jax.ShapeDtypeStruct(shape, "float32"),
-    _FLAX,
-    is_leaf=lambda x: isinstance(x, tuple),
-)
+
+
+def _flax_shapes() -> Any:
+    """The tree of a Flax model with these parameters."""
+    tree: Any = {
+        "embed": {"embedding": jax.ShapeDtypeStruct((11, 8), "float32")},
+        "norm": {"bias": jax.ShapeDtypeStruct((9,), "float32")},
+    }
+    for name, shape in _KERNELS.items():
+        *owners, _ = name.split(".")
+        node = functools.reduce(lambda x, key: x.setdefault(key, {}), owners, tree)
+        node["kernel"] = jax.ShapeDtypeStruct(shape, "float32")
+    return tree
+
+
+FLAX_SHAPES = _flax_shapes()
 
 
 def weights() -> Arrays:
@@ -104,67 +106,38 @@ def rounded(x: np.ndarray) -> np.ndarray:
 # generator at every step, for what a run of gradients has in common
 
 
-def gaussian(m, n, random, fixed):
-    """Standard normal entries."""
-    del fixed
-    return random.standard_normal((m, n))
-
-
-def low_rank(m, n, random, fixed):
+def low_rank(m, n, random, fixed, noise=0.01):
     """A quarter of the full rank, one column space at all steps, and 1 % noise."""
     rank = max(1, min(m, n) // 4)
     columns = fixed.standard_normal((m, rank))
-    noise = 0.01 * random.standard_normal((m, n))
+    noise = noise * random.standard_normal((m, n)) if noise else 0.0
     return columns @ random.standard_normal((rank, n)) + noise
-
-
-def exact_low_rank(m, n, random, fixed):
-    """`low_rank` without the noise: singular values at rounding level.
-
-    The polar iteration raises them by 1000, and where they point is up to rounding.
-    """
-    rank = max(1, min(m, n) // 4)
-    return fixed.standard_normal((m, rank)) @ random.standard_normal((rank, n))
 
 
 def ill_conditioned(m, n, random, fixed):
     """Singular values from 1 to 1e-6, in directions that change with the step."""
-    del fixed
     left, _ = np.linalg.qr(random.standard_normal((m, min(m, n))))
     right, _ = np.linalg.qr(random.standard_normal((n, min(m, n))))
     return left * np.logspace(0, -6, min(m, n)) @ right.T
 
 
-def zero(m, n, random, fixed):
-    """No gradient: only the decay moves the weights."""
-    del random, fixed
-    return np.zeros((m, n))
-
-
-def tiny(m, n, random, fixed):
-    """Gaussian times 1e-30, below every eps."""
-    return 1e-30 * gaussian(m, n, random, fixed)
-
-
 def sparse(m, n, random, fixed):
     """Every second row zero at every step, and half of the other entries at random."""
-    del fixed
     grad = random.standard_normal((m, n)) * (random.random((m, n)) < 0.5)
     grad[1::2] = 0
     return grad
 
 
 GRADIENTS: dict[str, Callable[..., np.ndarray]] = {
-    f.__name__: f
-    for f in (
-        gaussian,
-        low_rank,
-        exact_low_rank,
-        ill_conditioned,
-        zero,
-        tiny,
-        sparse,
-    )
+    "gaussian": lambda m, n, random, fixed: random.standard_normal((m, n)),
+    "low_rank": low_rank,
+    # Singular values at rounding level: the polar iteration raises them by 1000, and
+    # where they point is up to rounding.
+    "exact_low_rank": functools.partial(low_rank, noise=0),
+    "ill_conditioned": ill_conditioned,
+    "zero": lambda m, n, random, fixed: np.zeros((m, n)),  # only the decay moves
+    "tiny": lambda m, n, random, fixed: 1e-30 * random.standard_normal((m, n)),
+    "sparse": sparse,
 }
 LONG = ("gaussian", "low_rank")  # these run for 200 steps
 
@@ -206,7 +179,6 @@ MOVING: dict[str, np.ndarray] = {
     "beta2": 0.9 + 0.05 * np.minimum(_step / 10, 1),
     "adamw_lr": 0.01 * np.minimum((_step + 1) / 4, (STEPS - _step) / STEPS),
 }
-RATES = {"constant": CONSTANT, "moving": MOVING}
 
 
 def rate_at(rates: dict, name: str, step: int) -> float:
@@ -233,49 +205,35 @@ def _schedule(table: np.ndarray) -> optax.Schedule:
 
 # ---- Recipes
 
+# Labels of this file's tree, by the names above.
+RULES = {"embed": "adamw", "norm": "adamw", "*": "muon"}
+READ = functools.partial(jm.read, rules=RULES)
+_ADAMW = {"betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+_MUON = ("lr", "momentum", "weight_decay")
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """One optimizer on both sides."""
 
     name: str
-    # (rates, dtype of the polar iteration, **changed arguments) -> transform
-    ours: Callable[..., optax.GradientTransformation]
+    factory: Callable[..., optax.GradientTransformation]  # ours
     # the reference's optimizer for matrices, with group settings beside the rates
     reference: Callable[[list[dict]], torch.optim.Optimizer]
     settings: dict[str, Any]
-    rates: tuple[str, ...]  # names that the reference's group takes
+    rates: tuple[str, ...] = _MUON  # names that both take
     cautious: bool = False  # whether a sign decides over the decay
     joint: tuple[str, ...] = ()  # matrices that the reference takes as one
 
-
-# Labels of this file's tree, by the names above.
-RULES = {"embed": "adamw", "norm": "adamw", "*": "muon"}
-_ADAMW = {"betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}
-
-
-def _ours(
-    factory: Callable, beta2: bool = False, decays: bool = True, **settings: Any
-) -> Callable:
-    def make(
-        rates: dict[str, Any], dtype: str, **changed: Any
+    def ours(
+        self, rates: dict[str, Any], dtype: str, **changed: Any
     ) -> optax.GradientTransformation:
-        arguments = {
-            "learning_rate": rates["lr"],
-            "momentum": rates["momentum"],
-            **({"weight_decay": rates["weight_decay"]} if decays else {}),
-            "adamw": optax.adamw(
-                rates["adamw_lr"], *_ADAMW["betas"], _ADAMW["eps"], weight_decay=0.0
-            ),
-            "matrices": functools.partial(jm.read, rules=RULES),
-            "dtype": dtype,
-            **({"beta2": rates["beta2"]} if beta2 else {}),
-            **settings,
-            **changed,
-        }
-        return factory(**arguments)
-
-    return make
+        """Our transform, for a dtype of the polar iteration; arguments may change."""
+        given = {{"lr": "learning_rate"}.get(r, r): rates[r] for r in self.rates}
+        given["adamw"] = optax.adamw(
+            rates["adamw_lr"], *_ADAMW["betas"], _ADAMW["eps"], weight_decay=0.0
+        )
+        return self.factory(**given | {"dtype": dtype, "matrices": READ} | changed)
 
 
 def _muon_of_a_sum(
@@ -302,77 +260,40 @@ def _muon_of_a_sum(
     return jm.partition({"muon": muon, "adamw": adamw}, matrices)
 
 
-_MUON_RATES = ("lr", "momentum", "weight_decay")
-
-
 def _nanochat(name: str, edition: str, version: dict) -> Recipe:
     return Recipe(
         name,
-        _ours(jm.nanochat, beta2=True, edition=edition),
+        functools.partial(jm.nanochat, edition=edition),
         lambda groups: MuonAdamW([{"kind": "muon", **group} for group in groups]),
         version,
-        (*_MUON_RATES, "beta2"),
+        (*_MUON, "beta2"),
         cautious=True,
     )
 
 
+def _teon(**settings: Any) -> optax.GradientTransformation:
+    matrices = functools.partial(READ, joins={"pool/{i}": 2})
+    return jm.teon(**settings | {"matrices": matrices})
+
+
+_RMS = functools.partial(jm.muon, shape_rule="rms_0.2")
+# The paper divides by sqrt(V) + eps, ours by sqrt(max(V, 1e-16)). As eps goes to zero
+# these agree wherever V > 1e-16, and where X and V are zero.
+_NO_EPS = {"eps": 1e-30}
+_EMA = {"accumulation": "ema"}  # published as a sum: see `_muon_of_a_sum`
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         _nanochat("nanochat, January", "2026-01", JANUARY),
         _nanochat("nanochat, August", "2026-08", AUGUST),
-        Recipe("muon", _ours(jm.muon), Muon, JORDAN, _MUON_RATES),
-        Recipe("muon, sum", _ours(_muon_of_a_sum), Muon, JORDAN_SUM, _MUON_RATES),
-        Recipe(
-            "muon, rms 0.2",
-            _ours(jm.muon, shape_rule="rms_0.2"),
-            Muon,
-            {**JORDAN, "scale": "rms_0.2"},
-            _MUON_RATES,
-        ),
-        # These two are published with a sum too. At constant momentum that is the same;
-        # here momentum changes, so that the references take the average as well.
-        Recipe(
-            "moonlight",
-            _ours(jm.moonlight),
-            Muon,
-            {**MOONLIGHT, "accumulation": "ema"},
-            _MUON_RATES,
-        ),
-        Recipe(
-            "normuon",
-            _ours(jm.normuon, beta2=True),
-            NorMuon,
-            # The paper divides by sqrt(V) + eps, ours by sqrt(max(V, 1e-16)). As eps
-            # goes to zero these agree wherever V > 1e-16, and where X and V are zero.
-            {"eps": 1e-30},
-            (*_MUON_RATES, "beta2"),
-        ),
-        Recipe(
-            "muonh",
-            _ours(jm.muonh, decays=False),
-            MuonH,
-            {"accumulation": "ema"},
-            ("lr", "momentum"),
-        ),
-        Recipe(
-            "normuonh",
-            _ours(jm.normuonh, beta2=True, decays=False),
-            NorMuonH,
-            {"eps": 1e-30},  # as normuon's
-            ("lr", "momentum", "beta2"),
-        ),
-        Recipe(
-            "teon",
-            _ours(
-                jm.teon,
-                matrices=functools.partial(jm.read, rules=RULES, joins={"pool/{i}": 2}),
-            ),
-            Teon,
-            {},
-            _MUON_RATES,
-            joint=("pool.0.weight", "pool.1.weight"),
-        ),
+        Recipe("muon", jm.muon, Muon, JORDAN),
+        Recipe("muon, sum", _muon_of_a_sum, Muon, JORDAN_SUM),
+        Recipe("muon, rms 0.2", _RMS, Muon, {**JORDAN, "scale": "rms_0.2"}),
+        Recipe("moonlight", jm.moonlight, Muon, {**MOONLIGHT, **_EMA}),
+        Recipe("normuon", jm.normuon, NorMuon, _NO_EPS, (*_MUON, "beta2")),
+        Recipe("muonh", jm.muonh, MuonH, _EMA, ("lr", "momentum")),
+        Recipe("normuonh", jm.normuonh, NorMuonH, _NO_EPS, ("lr", "momentum", "beta2")),
+        Recipe("teon", _teon, Teon, {}, joint=("pool.0.weight", "pool.1.weight")),
     )
 }
 
@@ -399,6 +320,7 @@ def reference_run(
     grads: list[Arrays],
     rates: dict,
     dtype: torch.dtype,
+    names: tuple[str, ...] = tuple(SHAPES),
     **settings: Any,
 ) -> list[Arrays]:
     """Parameters after every step of the reference.
@@ -408,38 +330,39 @@ def reference_run(
         grads: for each step.
         rates: CONSTANT, MOVING, or the like.
         dtype: of the polar iteration. Parameters are float64 for float64, else float32.
+        names: the parameters.
         settings: what else differs in the reference's group, such as its "polar".
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
-    def tensors(arrays: Arrays, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        return {name: torch.from_numpy(arrays[name]).to(wide) for name in names}
+    def run(make: Callable, names: list[str], group: dict, changing: dict):
+        def tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
+            return {name: torch.from_numpy(arrays[name]).to(wide) for name in names}
 
-    def run(make: Callable, names: tuple[str, ...], group: dict, changing: dict):
-        single = tuple(name for name in names if name not in recipe.joint)
+        joint = [name for name in names if name in recipe.joint]
+        single = [name for name in names if name not in recipe.joint]
         groups = [{"params": single, **group}]
-        if single != names:
-            groups.append({"params": recipe.joint, "joint": True, **group})
+        if joint:
+            groups.append({"params": joint, "joint": True, **group})
+        changes = [
+            {key: rate_at(rates, rate, step) for key, rate in changing.items()}
+            for step in range(len(grads))
+        ]
         return replay(
             make,
-            tensors(weights(), names),
+            tensors(weights()),
             groups,
-            [tensors(grad, names) for grad in grads],
-            [
-                [{key: rate_at(rates, rate, step) for key, rate in changing.items()}]
-                * len(groups)
-                for step in range(len(grads))
-            ],
+            [tensors(grad) for grad in grads],
+            [[changed] * len(groups) for changed in changes],
         )
 
     matrices = run(
         recipe.reference,
-        MATRIX_NAMES,
+        [name for name in names if name in MATRIX_NAMES],
         {**recipe.settings, "dtype": dtype, **settings},
         {rate: rate for rate in recipe.rates},
     )
-    others = run(torch.optim.AdamW, ADAMW_NAMES, _ADAMW, {"lr": "adamw_lr"})
-    return [
-        {name: p.numpy() for name, p in (a | b).items()}
-        for a, b in zip(matrices, others, strict=True)
-    ]
+    rest = [name for name in names if name in ADAMW_NAMES]
+    others = run(torch.optim.AdamW, rest, _ADAMW, {"lr": "adamw_lr"}) if rest else []
+    after = [m | o for m, o in zip(matrices, others or [{}] * len(grads), strict=True)]
+    return [{name: p.numpy() for name, p in each.items()} for each in after]

@@ -4,15 +4,17 @@ Every matrix is a PyTorch weight, (out, in) = (m, n). Nothing here is fast: a re
 is read, believed, and then compared with. It follows the dtype of the parameters
 (float64 too); only the polar iteration has a dtype of its own. In this order: how
 recorded gradients are fed to an optimizer; polar factors; Muon as Jordan, PyTorch and
-Moonlight run it, NorMuon, both on a sphere, TEON; nanochat's MuonAdamW.
+Moonlight run it, NorMuon, both on a sphere, TEON; nanochat's MuonAdamW, also compiled.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch._dynamo
 from torch import Tensor
 
 Named = dict[str, Tensor]  # by parameter name
@@ -32,7 +34,7 @@ def replay(
     grads: Sequence[Named],
     rates: Sequence[Sequence[dict]] | None = None,
 ) -> list[Named]:
-    """Run one step for each entry of `grads`, on copies of `params`.
+    """The parameters after each step, on copies of `params`.
 
     Args:
         make_optimizer: takes the groups, with tensors for names.
@@ -40,9 +42,6 @@ def replay(
         groups: the optimizer's groups, each with names under "params".
         grads: for each step, the gradient of every parameter.
         rates: for each step, for each group, the settings that change before it.
-
-    Returns:
-        The parameters after each step.
     """
     params = {k: torch.nn.Parameter(v.clone()) for k, v in params.items()}
     optimizer = make_optimizer(groups_over(params, groups))
@@ -74,8 +73,8 @@ POLAR_EXPRESS: Coefficients = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-# The same algorithm from 1e-3 with cushion 0.02407327424182761 and without safety: the
-# table that the paper prints. The eighth step is the limit of all that follow.
+# The same from 1e-3 with cushion 0.02407327424182761 and without safety: the table that
+# the paper prints. The eighth step is the limit of all that follow.
 POLAR_EXPRESS_PAPER: Coefficients = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542204, -2.947849916737912, 0.5448431082926606),
@@ -132,20 +131,11 @@ def polar_express(
     X <- a X + X (b A + c A^2) with A = X^T X (tall), A being the smaller Gram matrix.
     Steps past the end of `coefficients` repeat its last entry.
 
-    Args:
-        x: (..., m, n) matrices of any floating dtype.
-        steps: number of quintic steps.
-        coefficients: (a, b, c) of each step.
-        norm_factor: head room above the Frobenius norm, against rounding past 1.
-        eps: added to the norm, so that a zero matrix stays zero.
-        dtype: dtype of the iteration and of the result.
-        order: where bfloat16 rounds; a few per cent of the result there, nothing in
-            float64. "nanochat" forms c (A A). "jordan" turns a tall matrix wide first
-            and forms (c A) A. "addmm" turns it, too, and rounds each sum of the step
-            once, as torch.optim.Muon does.
-
-    Returns:
-        (..., m, n) in `dtype`.
+    `norm_factor` is head room against rounding past 1, and `eps` keeps a zero matrix
+    zero. `order` is where bfloat16 rounds; a few per cent of the result there, nothing
+    in float64. "nanochat" forms c (A A). "jordan" turns a tall matrix wide first and
+    forms (c A) A. "addmm" turns it, too, and rounds each sum of the step once, as
+    torch.optim.Muon does.
 
     Source: arXiv 2505.16932, Algorithm 1.
     """
@@ -280,10 +270,13 @@ class Muon(torch.optim.Optimizer):
                 self._update(as_stack(p), as_stack(p.grad), self.state[p], group)
 
     def _update(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> None:
-        u = self._accumulated(w, grad, state, group)
-        x = self._orthogonalized(u, group).to(w.dtype)
+        x = self._direction(w, grad, state, group)
         scale = shape_scale(group["scale"], *w.shape[-2:])
         decayed_step(w, x, group["lr"], scale, group["weight_decay"])
+
+    def _direction(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> Tensor:
+        u = self._accumulated(w, grad, state, group)
+        return self._orthogonalized(u, group).to(w.dtype)
 
     def _accumulated(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> Tensor:
         momentum = state.setdefault("momentum", torch.zeros_like(w))
@@ -313,14 +306,13 @@ class NorMuon(Muon):
     }
 
     def _update(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> None:
-        y = self._normalized(w, grad, state, group)
+        y = self._direction(w, grad, state, group)
         norm = torch.linalg.matrix_norm(y, keepdim=True).clamp_min(1e-10)
         y = y * (0.2 * math.sqrt(w.shape[-2] * w.shape[-1]) / norm)
         decayed_step(w, y, group["lr"], 1.0, group["weight_decay"])
 
-    def _normalized(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> Tensor:
-        u = self._accumulated(w, grad, state, group)
-        x = self._orthogonalized(u, group).to(w.dtype)  # (1, m, n)
+    def _direction(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> Tensor:
+        x = super()._direction(w, grad, state, group)  # (1, m, n)
         v = state.setdefault("second_moment", torch.zeros_like(w[..., :1]))  # (1, m, 1)
         beta2 = group["beta2"]
         v.mul_(beta2).add_(x.square().mean(-1, keepdim=True), alpha=1 - beta2)
@@ -356,17 +348,13 @@ class MuonH(Muon):
     DEFAULTS: ClassVar[dict[str, Any]] = {**Muon.DEFAULTS, **JORDAN_SUM}
 
     def _update(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> None:
-        u = self._accumulated(w, grad, state, group)
-        x = self._orthogonalized(u, group).to(w.dtype)
-        sphere_step(w, x, group["lr"], state)
+        sphere_step(w, self._direction(w, grad, state, group), group["lr"], state)
 
 
 class NorMuonH(NorMuon):
     """NorMuon's direction on the sphere of `sphere_step`."""
 
-    def _update(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> None:
-        y = self._normalized(w, grad, state, group)
-        sphere_step(w, y, group["lr"], state)
+    _update = MuonH._update
 
 
 paper_polar_express = partial(
@@ -577,21 +565,41 @@ class MuonAdamW(torch.optim.Optimizer):
         """Update every parameter from its `grad`."""
         for group in self.param_groups:
             for p in group["params"]:
+                state = self.state[p]
                 if group["kind"] == "muon":
-                    self._muon(p, group)
+                    w = as_stack(p)
+                    if not state:
+                        state.update(muon_state(w))
+                    both = state["momentum"], state["second_moment"]
+                    self._update(w, as_stack(p.grad), *both, group)
                 else:
-                    self._adamw(p, group)
+                    if not state:
+                        zeros = {k: torch.zeros_like(p) for k in ("mean", "square")}
+                        state.update(zeros, count=0)
+                    state["count"] += 1
+                    adamw_update(p, p.grad, **state, group=group)
 
-    def _muon(self, p: Tensor, group: dict) -> None:
-        w, state = as_stack(p), self.state[p]
-        if not state:
-            state.update(muon_state(w))
-        both = state["momentum"], state["second_moment"]
-        muon_update(w, as_stack(p.grad), *both, group)
+    _update = staticmethod(muon_update)
 
-    def _adamw(self, p: Tensor, group: dict) -> None:
-        state = self.state[p]
-        if not state:
-            state.update(mean=torch.zeros_like(p), square=torch.zeros_like(p), count=0)
-        state["count"] += 1
-        adamw_update(p, p.grad, state["mean"], state["square"], state["count"], group)
+
+@functools.cache
+def compiled(function: Callable) -> Callable:
+    """The function through torch.compile, once for each shape."""
+    torch._dynamo.config.recompile_limit = 64  # shapes; 8 by default
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+class CompiledMuonAdamW(MuonAdamW):
+    """`MuonAdamW` whose matrices go through a compiled update.
+
+    Rates are tensors there, as in nanochat: each new number would compile again.
+    """
+
+    @staticmethod
+    def _update(
+        w: Tensor, grad: Tensor, momentum: Tensor, second_moment: Tensor, group: dict
+    ) -> None:
+        settings = {k: v for k, v in group.items() if k not in ("params", "kind")}
+        for rate in ("lr", "momentum", "weight_decay", "beta2"):
+            settings[rate] = torch.tensor(group[rate], dtype=torch.float32)
+        compiled(muon_update)(w, grad, momentum, second_moment, settings)

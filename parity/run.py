@@ -3,8 +3,8 @@
     python -m parity.run                  report.md in parity/
     python -m parity.run --out FOLDER     somewhere else
 
-Exit status 1 if a comparison is above its bar and not explained. torch.compile and
-PyTorch's training run in a second process, beside JAX in this one.
+Exit status 1 if a comparison is above its bar and not explained. torch.compile runs in
+a second process, beside JAX in this one.
 """
 
 import argparse
@@ -21,12 +21,10 @@ from pathlib import Path
 
 import torch
 
-from parity import compare, gpt, pieces, problems, spread, third_parties
+from parity import compare, problems, third_parties
 from parity.compare import BARS, Check
 
-VERSIONS = ("jax", "optax", "flax", "numpy", "torch")
-TRAINING = ("nanochat, January", "nanochat, August", "muon", "moonlight", "normuon")
-Cells = list[str]
+VERSIONS = ("jax", "optax", "numpy", "torch")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,15 +42,12 @@ def main(argv: list[str] | None = None) -> int:
     with concurrent.futures.ProcessPoolExecutor(
         1, context, initializer=torch.set_num_threads, initargs=(1,)
     ) as other:
-        compiled = other.submit(spread.compiled_ends)
+        compiled = other.submit(compare.compiled_ends)
         compiled_muon = other.submit(third_parties.compiled_end)
-        losses = {name: other.submit(gpt.reference_losses, name) for name in TRAINING}
         for make in (
-            each_piece,
             trajectories,
             lambda checks: bfloat16(checks, compiled.result()),
             lambda checks: packages(checks, compiled_muon.result()),
-            lambda checks: training(checks, losses),
         ):
             sections.append(make(checks))
             title = sections[-1].partition("\n")[0]
@@ -74,7 +69,7 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     cells = [list(header), *(list(row) for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
 
-    def line(row: Cells) -> str:
+    def line(row: list[str]) -> str:
         padded = [c.rjust(w) for c, w in zip(row, widths, strict=True)]
         return "| " + " | ".join([row[0].ljust(widths[0]), *padded[1:]]) + " |"
 
@@ -110,7 +105,8 @@ def head(checks: list[Check], seconds: float) -> str:
 The PyTorch references in `parity/references.py` are written from the papers' equations.
 They reproduce recorded trajectories of the public optimizers to 1e-6 in float32, and so
 do the recipes here to 2e-5 (`python -m parity.goldens DIRECTORY`); the recordings are
-not part of this project.
+not part of this project. Each piece alone is compared with NumPy, in
+`tests/test_transforms.py`.
 
 Errors are `||W - ref|| / ||ref - W_0||`: relative to the distance that the reference
 travelled since the start, for each parameter by itself; tables show the largest over
@@ -155,32 +151,6 @@ sign decides whether a weight decays."""
 # ---- Sections: each runs its comparisons, adds its checks, and returns its text
 
 
-def each_piece(checks: list[Check]) -> str:
-    """Every piece alone."""
-    rows = []
-    for piece in pieces.PIECES:
-        cells = []
-        for dtype in BARS:
-            ours = pieces.runner(piece, dtype)
-            by_kind = {k: pieces.error(piece, k, dtype, ours) for k in piece.inputs}
-            kind = max(by_kind, key=lambda k: by_kind[k][0])
-            error, name = by_kind[kind]
-            why = ""
-            if error > BARS[dtype] and dtype == "float32":
-                why = pieces.rounding(piece, kind, ours)
-            case = f"{piece.name}, {kind}, {dtype}, {name}"
-            checks.append(Check("pieces", case, error, BARS[dtype], why))
-            cells.append(marked(checks[-1]))
-        rows.append([f"`{piece.name}`", *cells, kind.replace("_", " ")])
-    return f"""## Each piece alone
-
-Largest error of the output over {len(pieces.MATRICES)} shapes and all gradients that
-suit the piece, relative to the size of the output, at the third of three updates; and
-the gradients that float32 has it with.
-
-{table(["piece", "float64", "float32", "with"], rows)}"""
-
-
 def trajectories(checks: list[Check]) -> str:
     """Every recipe, dtype and kind of gradient."""
     tables = []
@@ -197,9 +167,8 @@ def trajectories(checks: list[Check]) -> str:
                 grads = problems.gradients(kind, steps)
                 ours = run(grads)
                 first = ours[:10], grads[:10], rates
-                check, _ = compare.check(recipe, kind, dtype, *first)
-                checks.append(check)
-                cells.append(marked(check))
+                checks.append(compare.check(recipe, kind, dtype, *first))
+                cells.append(marked(checks[-1]))
                 if kind in problems.LONG:
                     later.append(number(at_the_end(recipe, ours, grads, dtype)))
             rows.append([recipe.name, *cells, *later, constant(checks, recipe, dtype)])
@@ -236,15 +205,15 @@ def constant(checks: list[Check], recipe, dtype: str) -> str:
     grads = problems.gradients("gaussian", 10)
     ours = compare.runner(recipe.ours(problems.CONSTANT, dtype), dtype)(grads)
     given = ours, grads, problems.CONSTANT
-    checks.append(compare.check(recipe, "gaussian", dtype, *given)[0])
+    checks.append(compare.check(recipe, "gaussian", dtype, *given))
     return marked(checks[-1])
 
 
 def bfloat16(checks: list[Check], compiled: dict) -> str:
     """Our distance from the reference, beside the reference's own spread."""
     rows = []
-    for name in spread.RECIPES:
-        found = spread.measure(name, compiled[name])
+    for name in compare.SPREAD:
+        found = compare.spread(name, compiled[name])
         bar = max(found.variants.values())
         checks.append(Check("bfloat16", name, found.ours, bar))
         exact = found.ours_exact, found.reference_exact
@@ -280,11 +249,13 @@ def packages(checks: list[Check], compiled_end: dict) -> str:
                 marked(checks[-1]) if package.same_mathematics else number(found.ours),
                 number(found.reference),
                 number(found.spread) if low else "-",
-                package.remark or "-",
+                package.remark,
             ]
         )
     header = ["package", "dtype", "ours", "reference", "spread", "remark"]
-    unused = "\n".join(f"- {name}: {why}." for name, why in third_parties.NOT_USED)
+    unused = "\n".join(
+        f"- {name}: {why}." for name, why in third_parties.NOT_USED.items()
+    )
     return f"""## Other people's packages
 
 Distance from the package, {third_parties.STEPS} steps on {len(third_parties.NAMES)} \
@@ -304,30 +275,6 @@ the place of `nesterov`; without Nesterov the two agree as they are.
 Not used:
 
 {unused}"""
-
-
-def training(checks: list[Check], losses: dict) -> str:
-    """The GPT in Flax and PyTorch; `losses` are PyTorch's, plain and transposed."""
-    rows = []
-    for name in TRAINING:
-        flax = gpt.train_flax(problems.RECIPES[name])
-        plain, transposed = losses[name].result()
-        apart = gpt.largest_difference(flax, plain)
-        checks.append(Check("training", name, apart, gpt.BAR))
-        ends = (f"{x:.4f}" for x in (plain[0], plain[-1], flax[-1]))
-        again = number(gpt.largest_difference(transposed, plain))
-        rows.append([name, *ends, marked(checks[-1]), again])
-    header = ["recipe", "first loss", "PyTorch, last", "Flax, last"]
-    header += ["largest difference", "PyTorch from itself"]
-    return f"""## A whole training run
-
-The GPT of `examples/gpt.py` in Flax NNX and its twin in `parity/gpt.py` in PyTorch,
-from the same weights, on the same batches of real text: {gpt.STEPS} steps of
-{gpt.BATCH} windows of {gpt.CONTEXT} characters, width {gpt.WIDTH}, {gpt.DEPTH} blocks,
-float32, all rates moving. The bar is {gpt.BAR:g} at every step. "PyTorch from itself"
-is another run of it, with the polar factor taken of the transpose.
-
-{table(header, rows)}"""
 
 
 LIMITS = """## What this does not show

@@ -11,6 +11,7 @@ import functools
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,33 +22,35 @@ import pytorch_optimizer
 import torch
 
 import jax_muon as jm
-from parity import problems, weights
+from parity import problems
+from parity.compare import distance, stepper
 from parity.problems import Arrays
-from parity.references import JORDAN, Muon, NorMuon, newton_schulz, replay
-from parity.spread import compiled
+from parity.references import (
+    JORDAN,
+    Muon,
+    NorMuon,
+    compiled,
+    newton_schulz,
+    replay,
+)
 
 # Two axes, since torch.optim.Muon takes no others.
 NAMES = ("square.weight", "tall.weight", "wide.weight", "odd.weight", "pool.0.weight")
 STEPS = 10
 LR, MOMENTUM, DECAY = 0.02, 0.95, 0.1
+ORDERS = ("nanochat", "jordan", "addmm")  # of rounding; see `references.polar_express`
 
-NOT_USED = (
-    (
-        "timm 1.0.31",
-        "it needs torchvision, whose build on the registry is for CUDA and does not "
-        "load beside the CPU build of torch",
-    ),
-    (
-        "emerging-optimizers 0.3.0",
-        "it needs an environment of its own: `make test-outside` compares it",
-    ),
-    ("dion", "it is not on the registry"),
-    (
-        "heavyball 3.2.1",
-        "it compiles its step for more than a minute, and in float32 and below it "
-        "rounds at random",
-    ),
-)
+NOT_USED = {
+    "timm 1.0.31": "it needs torchvision, whose build on the registry is for CUDA and "
+    "does not load beside the CPU build of torch",
+    "emerging-optimizers 0.3.0": "it needs an environment of its own: "
+    "`make test-outside` compares it",
+    "dion": "it is not on the registry",
+    "heavyball 3.2.1": "it compiles its step for more than a minute, and in float32 "
+    "and below it rounds at random",
+}
+
+Run = Callable[[Sequence[Arrays]], Arrays]  # gradients -> final parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,23 +58,19 @@ class Package:
     """A package's optimizer, our recipe and the reference for it."""
 
     name: str
-    dtype: str  # of the polar iteration: bfloat16, float32 or float64
-    theirs: Callable[[Sequence[Arrays]], Arrays]  # gradients -> final parameters
+    theirs: Run
     ours: optax.GradientTransformation
-    # polar function -> the reference, as an optimizer over groups
-    reference: (
-        Callable[[Callable], Callable[[list[dict]], torch.optim.Optimizer]] | None
-    )
-    order: str = "jordan"  # in which the package rounds, as the reference names it
+    reference: Callable[[Callable], Run] | None  # by the polar function
+    dtype: str = "bfloat16"  # of the polar iteration
+    order: str = "addmm"  # in which the package rounds
     same_mathematics: bool = True
-    remark: str = ""
+    remark: str = "-"
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
     """Errors relative to the distance that the package travelled."""
 
-    package: Package
     ours: float
     reference: float | None  # None where there is none
     spread: float | None  # the largest of the reference's own, in other orders
@@ -85,27 +84,20 @@ def compare(package: Package, compiled_end: Arrays | None = None) -> Result:
         compiled_end: where `compiled_end` says that a compiled Muon ends, which widens
             the spread of packages that round in its order.
     """
-    grads = gradients()
+    grads, start = gradients(), problems.weights()
     theirs = package.theirs(grads)
-
-    def error(end: Arrays) -> float:
-        start = problems.weights()
-        apart = sum(np.sum((end[k].astype(float) - theirs[k]) ** 2) for k in theirs)
-        moved = sum(np.sum((theirs[k].astype(float) - start[k]) ** 2) for k in theirs)
-        return float(np.sqrt(apart / moved))
-
-    reference = spread = None
-    if package.reference:
-        of_order = {}
-        for order in ("nanochat", "jordan", "addmm"):
-            make = package.reference(partial(newton_schulz, order=order))
-            of_order[order] = error(_torch_run(make, package.dtype)(grads))
-        reference = of_order.pop(package.order)
-        if compiled_end is not None and package.order == "jordan":
-            of_order["compiled"] = error(compiled_end)
-        spread = max(of_order.values())
-    ours = error(_jax_run(package.ours, package.dtype)(grads))
-    return Result(package, ours, reference, spread)
+    ours = distance(_ours_run(package.ours)(grads), theirs, start)
+    if package.reference is None:
+        return Result(ours, None, None)
+    ends = {
+        order: package.reference(partial(newton_schulz, order=order))(grads)
+        for order in ORDERS
+    }
+    if compiled_end is not None and package.order == "jordan":
+        ends["compiled"] = compiled_end
+    errors = {order: distance(end, theirs, start) for order, end in ends.items()}
+    reference = errors.pop(package.order)
+    return Result(ours, reference, max(errors.values()))
 
 
 def gradients() -> list[Arrays]:
@@ -118,67 +110,35 @@ def gradients() -> list[Arrays]:
 
 def compiled_end() -> Arrays:
     """Where the reference of Jordan's Muon ends through torch.compile, bfloat16."""
-    make = _reference(Muon, "bfloat16", **JORDAN)(compiled(newton_schulz))
-    return _torch_run(make, "bfloat16")(gradients())
+    return _reference(Muon, **JORDAN)(compiled(newton_schulz))(gradients())
 
 
-def _wide(dtype: str) -> str:
-    return "float64" if dtype == "float64" else "float32"
-
-
-def _torch_run(make: Callable, dtype: str) -> Callable[[Sequence[Arrays]], Arrays]:
+def _torch_run(make: Callable[[list[dict]], torch.optim.Optimizer]) -> Run:
     """A PyTorch optimizer on the matrices that the gradients name."""
 
-    def run(grads: Sequence[Arrays]) -> Arrays:
-        def tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
-            wide = getattr(torch, _wide(dtype))
-            return {k: torch.from_numpy(arrays[k]).to(wide) for k in grads[0]}
+    def tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
+        return {name: torch.from_numpy(arrays[name]).float() for name in NAMES}
 
-        after = replay(
-            make,
-            tensors(problems.weights()),
-            [{"params": list(grads[0])}],
-            [tensors(grad) for grad in grads],
-        )
+    def run(grads: Sequence[Arrays]) -> Arrays:
+        groups = [{"params": list(NAMES)}]
+        each = [tensors(grad) for grad in grads]
+        after = replay(make, tensors(problems.weights()), groups, each)
         return {name: p.numpy() for name, p in after[-1].items()}
 
     return run
 
 
-def _jax_run(
-    tx: optax.GradientTransformation, dtype: str
-) -> Callable[[Sequence[Arrays]], Arrays]:
+def _ours_run(tx: optax.GradientTransformation) -> Run:
     """An optax optimizer on the same matrices, as a flat tree {name: (in, out)}."""
 
+    def cross(arrays: Arrays):
+        return {name: jnp.asarray(arrays[name].T, "float32") for name in NAMES}
+
     def run(grads: Sequence[Arrays]) -> Arrays:
-        def cross(arrays: Arrays):
-            return {
-                k: jnp.asarray(
-                    weights.kernel_to_flax(arrays[k], arrays[k].shape[::-1]),
-                    _wide(dtype),
-                )
-                for k in grads[0]
-            }
-
-        @jax.jit
-        def step(params, state, grad):
-            updates, state = tx.update(grad, state, params)
-            return optax.apply_updates(params, updates), state
-
-        with jax.enable_x64(_wide(dtype) == "float64"):
-            params = cross(problems.weights())
-            state = tx.init(params)
-            for grad in grads:
-                params, state = step(params, state, cross(grad))
-            return {
-                k: weights.kernel_to_torch(np.asarray(p), p.shape[::-1])
-                for k, p in params.items()
-            }
+        after = stepper(tx)(cross(problems.weights()), [cross(grad) for grad in grads])
+        return {name: np.asarray(p).T for name, p in after[-1].items()}
 
     return run
-
-
-# ---- optax.contrib.muon
 
 
 def dozat_nesterov(decay: float) -> optax.GradientTransformation:
@@ -206,13 +166,6 @@ def dozat_nesterov(decay: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _optax(nesterov: bool, **settings) -> Callable[[Sequence[Arrays]], Arrays]:
-    tx = optax.contrib.muon(
-        LR, beta=MOMENTUM, weight_decay=DECAY, nesterov=nesterov, **settings
-    )
-    return _jax_run(tx, "float32")
-
-
 def _muon_with(momentum: optax.GradientTransformation) -> optax.GradientTransformation:
     """`jm.muon` with another momentum, written out."""
     return optax.chain(
@@ -231,129 +184,110 @@ def _release(package: str) -> str:
     return f"{package} {importlib.metadata.version(package)}"
 
 
-def _ours(factory: Callable, dtype: str, **settings) -> optax.GradientTransformation:
-    return factory(
-        LR,
-        MOMENTUM,
-        settings.pop("weight_decay", DECAY),
-        dtype=dtype,
-        matrices=functools.partial(jm.read, rules="muon"),
-        **settings,
-    )
+def _ours(
+    factory: Callable = jm.muon, dtype: str = "bfloat16", **settings: Any
+) -> optax.GradientTransformation:
+    read = functools.partial(jm.read, rules="muon")
+    return factory(LR, MOMENTUM, DECAY, dtype=dtype, matrices=read, **settings)
 
 
-def _reference(factory: Callable, dtype: str, **settings) -> Callable:
-    settings = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, **settings}
-    return lambda polar: (
-        lambda groups: factory(
-            groups, dtype=getattr(torch, dtype), **{**settings, "polar": polar}
-        )
-    )
+def _reference(
+    factory: Callable = Muon, dtype: str = "bfloat16", **settings: Any
+) -> Callable[[Callable], Run]:
+    given = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, **settings}
+    given["dtype"] = getattr(torch, dtype)
+    return lambda polar: _torch_run(partial(factory, **given, polar=polar))
 
 
-def _theirs(factory: Callable, dtype: str = "bfloat16", **settings) -> Callable:
-    settings = {"lr": LR, "weight_decay": DECAY, **settings}
-    return _torch_run(lambda groups: factory(groups, **settings), dtype)
+def _theirs(factory: Callable, **settings: Any) -> Run:
+    given = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, **settings}
+    return _torch_run(lambda groups: factory(groups, **given))
 
 
-def _with_use_muon(factory: Callable, **settings) -> Callable:
+def _flagged(factory: Callable, **settings: Any) -> Run:
     """pytorch_optimizer wants a flag in each group."""
 
     def make(groups: list[dict], **more):
         return factory([{**group, "use_muon": True} for group in groups], **more)
 
-    return _theirs(make, momentum=MOMENTUM, **settings)
+    return _theirs(make, **settings)
+
+
+def _optax(name: str, reference: dict | None, ours: Any, **settings: Any) -> Package:
+    """`optax.contrib.muon`, in float32."""
+    tx = optax.contrib.muon(LR, beta=MOMENTUM, weight_decay=DECAY, **settings)
+    run = None if reference is None else _reference(dtype="float32", **reference)
+    return Package(name, _ours_run(tx), ours, run, "float32", "jordan")
 
 
 def packages() -> list[Package]:
     """All of them, with the recipe and the reference that correspond."""
-    bf16, f32 = "bfloat16", "float32"
-    match_rms = {**JORDAN, "scale": "rms_0.2"}
+    rms, jordan = {"shape_rule": "rms_0.2"}, _reference(**JORDAN)
+    match_rms = _reference(**{**JORDAN, "scale": "rms_0.2"})
     plain = {**JORDAN, "nesterov": False}
+    ours32 = partial(_ours, dtype="float32")
     return [
         Package(
             f"{_release('torch')}, optim.Muon",
-            bf16,
-            _theirs(torch.optim.Muon, momentum=MOMENTUM),
-            _ours(jm.muon, bf16),
-            _reference(Muon, bf16, **JORDAN),
-            "addmm",
+            _theirs(torch.optim.Muon),
+            _ours(),
+            jordan,
         ),
         Package(
             'the same, adjust_lr_fn="match_rms_adamw"',
-            bf16,
-            _theirs(
-                torch.optim.Muon, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw"
-            ),
-            _ours(jm.muon, bf16, shape_rule="rms_0.2"),
-            _reference(Muon, bf16, **match_rms),
-            "addmm",
+            _theirs(torch.optim.Muon, adjust_lr_fn="match_rms_adamw"),
+            _ours(**rms),
+            match_rms,
         ),
         Package(
             f"{_release('pytorch_optimizer')}, Muon",
-            bf16,
-            _with_use_muon(pytorch_optimizer.Muon),
-            _ours(jm.muon, bf16),
-            _reference(Muon, bf16, **JORDAN),
-            "addmm",
+            _flagged(pytorch_optimizer.Muon),
+            _ours(),
+            jordan,
         ),
         Package(
             "the same, use_adjusted_lr=True",
-            bf16,
-            _with_use_muon(pytorch_optimizer.Muon, use_adjusted_lr=True),
-            _ours(jm.muon, bf16, shape_rule="rms_0.2"),
-            _reference(Muon, bf16, **match_rms),
-            "addmm",
+            _flagged(pytorch_optimizer.Muon, use_adjusted_lr=True),
+            _ours(**rms),
+            match_rms,
         ),
         Package(
             'pytorch_optimizer, NorMuon, update_scale="match_rms", nesterov=False',
-            bf16,
-            _with_use_muon(
+            _flagged(
                 pytorch_optimizer.NorMuon,
                 update_scale="match_rms",
                 nesterov=False,
                 eps=1e-8,
             ),
-            _ours(jm.normuon, bf16),
-            _reference(NorMuon, bf16, eps=1e-8),
-            "addmm",
+            _ours(jm.normuon),
+            _reference(NorMuon, eps=1e-8),
         ),
         Package(
             f"{_release('muon-optimizer')}, SingleDeviceMuon",
-            bf16,
-            _theirs(muon_optimizer.SingleDeviceMuon, momentum=MOMENTUM),
-            _ours(jm.muon, bf16),
-            _reference(Muon, bf16, **JORDAN),
+            _theirs(muon_optimizer.SingleDeviceMuon),
+            _ours(),
+            jordan,
+            order="jordan",
             remark="multiplies with the shape's factor in bfloat16",
         ),
-        Package(
-            f"{_release('optax')}, contrib.muon",
-            f32,
-            _optax(nesterov=True),
-            _ours(jm.muon, f32),
-            _reference(Muon, f32, **JORDAN),
+        dataclasses.replace(
+            _optax(f"{_release('optax')}, contrib.muon", JORDAN, ours32()),
             same_mathematics=False,
             remark="other mathematics: bias-corrected Nesterov, see below",
         ),
-        Package(
+        _optax(
             "the same, against ours with its Nesterov",
-            f32,
-            _optax(nesterov=True),
-            _muon_with(dozat_nesterov(MOMENTUM)),
             None,
+            _muon_with(dozat_nesterov(MOMENTUM)),
         ),
-        Package(
-            "the same, nesterov=False",
-            f32,
-            _optax(nesterov=False),
-            _ours(jm.muon, f32, lookahead=False),
-            _reference(Muon, f32, **plain),
+        _optax(
+            "the same, nesterov=False", plain, ours32(lookahead=False), nesterov=False
         ),
-        Package(
+        _optax(
             "the same, nesterov=False, consistent_rms=0.2",
-            f32,
-            _optax(nesterov=False, consistent_rms=0.2),
-            _ours(jm.muon, f32, lookahead=False, shape_rule="rms_0.2"),
-            _reference(Muon, f32, **{**plain, "scale": "rms_0.2"}),
+            {**plain, "scale": "rms_0.2"},
+            ours32(lookahead=False, **rms),
+            nesterov=False,
+            consistent_rms=0.2,
         ),
     ]

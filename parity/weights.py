@@ -45,11 +45,7 @@ def kernel_to_torch(kernel: np.ndarray, shape: Shape) -> np.ndarray:
 
 
 def to_flax(state: Mapping[str, np.ndarray], like: Any) -> Any:
-    """A tree with the structure and shapes of `like`, with PyTorch's values.
-
-    Args:
-        state: PyTorch's parameters, or their gradients, by name.
-        like: Flax parameters in any form, or their shapes.
+    """PyTorch's parameters, or their gradients, as a tree like these Flax parameters.
 
     Raises:
         ValueError: the names or shapes of the two do not correspond, with the names.
@@ -69,15 +65,7 @@ def to_flax(state: Mapping[str, np.ndarray], like: Any) -> Any:
 
 
 def to_torch(tree: Any, shapes: Mapping[str, Shape]) -> dict[str, np.ndarray]:
-    """PyTorch's parameters by name, from Flax parameters of any form.
-
-    Args:
-        tree: Flax parameters.
-        shapes: the shape in PyTorch, by name.
-
-    Raises:
-        ValueError: as `to_flax`.
-    """
+    """PyTorch's parameters by name, whose shapes are given; errors as `to_flax`."""
     state = {}
     for path, leaf in paths.leaves_with_paths(tree):
         name = torch_name(path)

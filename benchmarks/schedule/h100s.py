@@ -16,7 +16,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the plugin looks for a driver o
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.experimental import topologies
 from jax.sharding import (
     AbstractDevice,
@@ -24,8 +23,8 @@ from jax.sharding import (
     AxisType,
     Mesh,
     NamedSharding,
-    PartitionSpec,
 )
+from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from benchmarks.gpt import loss
@@ -63,110 +62,38 @@ dnn_version_info { major: 9 minor: 28 patch: 0 }
 runtime_version { major: 13 minor: 0 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
-CARD_BYTES = 84_942_979_072
 GPUS_PER_HOST = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """What one device trains on, and the width of a head."""
-
-    head: int
-    sequences: int
-    length: int
-
-
-WORKLOADS = {
-    "tiny": Workload(head=16, sequences=2, length=32),  # for tests
-    "gpt2-124m": Workload(head=64, sequences=8, length=1024),
-    "gpt-1.3b": Workload(head=128, sequences=2, length=2048),
-    "gpt-6.7b": Workload(head=128, sequences=1, length=4096),
-    "llama-1.3b": Workload(head=128, sequences=2, length=2048),
-    "llama-7b": Workload(head=128, sequences=1, length=4096),
-    "experts-7b": Workload(head=128, sequences=1, length=4096),
-    "llama-tiny": Workload(head=16, sequences=2, length=32),
-    "experts-tiny": Workload(head=16, sequences=2, length=32),
+WORKLOADS = {  # width of a head; what one device trains on: sequences, and their length
+    "tiny": (16, 2, 32),  # for tests
+    "gpt2-124m": (64, 8, 1024),
+    "gpt-1.3b": (128, 2, 2048),
+    "gpt-6.7b": (128, 1, 4096),
+    "llama-1.3b": (128, 2, 2048),
+    "llama-7b": (128, 1, 4096),
+    "experts-7b": (128, 1, 4096),
+    "llama-tiny": (16, 2, 32),
+    "experts-tiny": (16, 2, 32),
 }
-LAYOUTS = ("zero2", "zero2-divided", "fsdp", "hsdp")
-# For larger models; GPT-2 has too few heads and too few words for the last.
-PLAIN_LAYOUTS = ("plain", "plain-layers")
-SCALE_LAYOUTS = ("zero2-hosts", "zero2-divided", "hsdp", "fsdp-tp")
-
-
-@dataclasses.dataclass(frozen=True)
-class PlainStep:
-    """FSDP in plain jit, around `on_mesh`, with the interface of a `TrainStep`.
-
-    Attributes:
-      tx: the optimizer on its mesh.
-      mesh: a mesh with one axis, "data".
-      specs: how parameters are sharded.
-      head: width of a head of attention.
-      by_layers: whether the model calls `scan_layers` instead of `jax.lax.scan`.
-    """
-
-    tx: Any
-    mesh: Mesh
-    specs: Any
-    head: int
-    by_layers: bool
-
-    def lower(self, *args: Any) -> Any:
-        """The step lowered for shapes with shardings."""
-        options = self.compiler_options(args[0])
-        jitted = jax.jit(self._step, donate_argnums=(0, 1), compiler_options=options)
-        return jitted.lower(*args)
-
-    def abstract(self, params: Any) -> tuple[Any, Any]:
-        """Shapes with shardings of parameters and state."""
-        placed = jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)
-            ),
-            params,
-            self.specs,
-        )
-        return placed, jm.abstract_state(self.tx, placed, self.mesh)
-
-    def compiler_options(self, params: Any) -> dict[str, Any]:
-        """Ours for XLA."""
-        return jm.gpu_options(params, self.mesh, layers=self.by_layers or None)
-
-    def _step(self, params: Any, state: Any, tokens: Any) -> Any:
-        value, grads = jax.value_and_grad(self._loss)(params, tokens)
-        shardings = jax.tree.map(lambda s: NamedSharding(self.mesh, s), self.specs)
-        grads = jax.lax.with_sharding_constraint(grads, shardings)
-        updates, state = self.tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    def _loss(self, params: Any, tokens: Any) -> Any:
-        batch = NamedSharding(self.mesh, PartitionSpec("data"))
-
-        def scan(block: Any, x: Any, layers: Any) -> Any:
-            def constrained(x: Any, layer: Any) -> Any:
-                x, y = block(x, layer)
-                return jax.lax.with_sharding_constraint(x, batch), y
-
-            x = jax.lax.with_sharding_constraint(x, batch)
-            if not self.by_layers:
-                return jax.lax.scan(constrained, x, layers)
-            specs = self.specs["blocks"]
-            return jm.scan_layers(constrained, x, layers, self.mesh, specs)
-
-        return loss(params, tokens, head=self.head, scan=scan)
+# GPT-2 has too few heads and too few words for "fsdp-tp"; see `whole_step`.
+LAYOUTS = ("zero2", "zero2-divided", "fsdp", "hsdp", "zero2-hosts", "fsdp-tp")
 
 
 @dataclasses.dataclass(frozen=True)
 class WholeStep:
     """A step, and shapes with shardings of its parameters, state and batch."""
 
-    step: TrainStep | PlainStep
+    step: TrainStep
     args: tuple[Any, Any, Any]
 
     @property
     def params(self) -> Any:
         """Shapes of the parameters."""
         return self.args[0]
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of all parameters, each once."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.params))
 
 
 def lowering_for_h100(**axes: int) -> AbstractContextManager[Any]:
@@ -204,7 +131,6 @@ def whole_step(
     devices: np.ndarray,
     layout: str,
     recipe: str,
-    **settings: Any,
 ) -> WholeStep:
     """The train step of a model on these devices, and its arguments.
 
@@ -216,40 +142,31 @@ def whole_step(
         specs; "hsdp": parameters divided over the 8 GPUs of a host and repeated
         on every host, gradients and state divided over all; "zero2-hosts": gradients
         and state divided within a host alone; "fsdp-tp": tensor parallelism, or experts
-        divided, within a host, and everything also divided over hosts; "plain":
-        "fsdp" in plain jit; "plain-layers": the same with `scan_layers`.
+        divided, within a host, and everything also divided over hosts.
       recipe: a name of `jax_muon`.
-      **settings: of the recipe.
     """
-    work, size = WORKLOADS[model], devices.size
-    if model in LLAMAS:
-        params = llama_parameters(model, jnp.bfloat16)
-    else:
-        params = model_parameters(model, jnp.bfloat16)
+    (head, sequences, length), size = WORKLOADS[model], devices.size
+    parameters = llama_parameters if model in LLAMAS else model_parameters
+    params = parameters(model, jnp.bfloat16)
     mesh = Mesh(devices, ("data",))
     if layout in ("hsdp", "zero2-hosts", "fsdp-tp"):
         grid = devices.reshape(-1, min(size, GPUS_PER_HOST))
         mesh = Mesh(grid, ("hosts", "data") if layout != "fsdp-tp" else ("data", "tp"))
     batch = tuple(name for name in mesh.axis_names if name != "tp")
-    specs, tx = specs_of(params, mesh, layout), getattr(jm, recipe)(**settings)
-    step: Any
-    if layout in PLAIN_LAYOUTS:
-        by_layers = layout == "plain-layers"
-        step = PlainStep(jm.on_mesh(tx, mesh, specs), mesh, specs, work.head, by_layers)
-    else:
-        step = jm.make_train_step(
-            functools.partial(loss, head=work.head),
-            tx,
-            mesh,
-            axis=batch,
-            specs=specs,
-            divide="data" if layout == "zero2-hosts" else None,
-            parameters="divided" if layout == "zero2-divided" else "as specs",
-        )
+    specs, tx = specs_of(params, mesh, layout), getattr(jm, recipe)()
+    step = jm.make_train_step(
+        functools.partial(loss, head=head),
+        tx,
+        mesh,
+        axis=batch,
+        specs=specs,
+        divide="data" if layout == "zero2-hosts" else None,
+        parameters="divided" if layout == "zero2-divided" else "as specs",
+    )
     tokens = jax.ShapeDtypeStruct(
-        (work.sequences * size, work.length + 1),
+        (sequences * size, length + 1),
         jnp.int32,
-        sharding=NamedSharding(mesh, PartitionSpec(batch)),
+        sharding=NamedSharding(mesh, P(batch)),
     )
     return WholeStep(step, (*step.abstract(params), tokens))
 
@@ -259,37 +176,23 @@ def specs_of(params: Any, mesh: Mesh, layout: str) -> Any:
     if layout.startswith("zero2"):
         return None
     over = mesh.shape["data"]
-    if layout != "fsdp-tp":
-        return jax.tree_util.tree_map_with_path(
-            lambda path, x: first_axis(
-                x.shape, "data", over, layers=path[0].key == "blocks" and x.ndim > 2
-            ),
-            params,
-        )
 
-    def spec(path: Any, x: Any) -> PartitionSpec:
-        """Experts, rows of embeddings, and inner axes of a block over `tp`."""
+    def spec(path: Any, x: Any) -> P:
         names = [key.key for key in path]
+        layers = names[0] == "blocks" and x.ndim > 2
+        if layout != "fsdp-tp":
+            # The first axis that can be divided; layers are left to the scan over them.
+            fits = (a for a in range(layers, x.ndim) if x.shape[a] % over == 0)
+            axis = next(fits, None)
+            return P() if axis is None else P(*[None] * axis, "data")
+        # Experts, rows of embeddings, and inner axes of a block over `tp`.
         batch = (None,) * (x.ndim - 2)
         if "experts" in names:
-            return PartitionSpec(None, "tp", "data")
+            return P(None, "tp", "data")
         if "router" in names:
-            return PartitionSpec(None, "data")
+            return P(None, "data")
         if names[-1] in ("wte", "lm_head", "out", "down"):
-            return PartitionSpec(*batch, "tp", "data")
-        return PartitionSpec(*batch, "data", "tp")
+            return P(*batch, "tp", "data")
+        return P(*batch, "data", "tp")
 
     return jax.tree_util.tree_map_with_path(spec, params)
-
-
-def first_axis(
-    shape: tuple[int, ...], name: str, devices: int, layers: bool = False
-) -> PartitionSpec:
-    """The spec that divides the first axis that can be, as FSDP does.
-
-    An axis of layers, the first, is left to the scan over it.
-    """
-    for axis, length in enumerate(shape):
-        if length % devices == 0 and (axis or not layers):
-            return PartitionSpec(*[None] * axis, name)
-    return PartitionSpec()

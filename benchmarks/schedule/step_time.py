@@ -109,33 +109,29 @@ def estimate(
         the longest; None for one kind that takes all the longest. A transfer starts
         when the last of them reaches it. Products are counted on the busiest.
     """
+    work = np.array(  # (kinds, places): seconds of products before each place
+        [
+            [work.flops / rates.flops for work in module.work_before(takes)]
+            for takes in kinds or [lambda line: 0]
+        ]
+    )
     transfers = module.transfers()
-    before = [
-        [work.flops / rates.flops for work in module.work_before(takes)]
-        for takes in kinds or [lambda line: 0]
-    ]
     events = sorted(
         [(t.start, True, t) for t in transfers]
         + [(t.done, False, t) for t in transfers if t.done > t.start],
         key=lambda event: event[:2],
     )
-    clocks = [0.0] * len(before)
-    wire, reached = 0.0, 0
-    ends: dict[str, float] = {}
+    waited = np.zeros(len(work))  # by each kind
+    wire, ends = 0.0, {}
     for place, is_start, transfer in events:
-        for kind, work in enumerate(before):
-            clocks[kind] += work[place] - work[reached]
-        reached = place
+        clocks = waited + work[:, place]
         if is_start:
             wire = max(wire, *clocks) + transfer_seconds(transfer, rates)
             ends[transfer.name] = wire
         if transfer.is_sync or not is_start:
-            clocks = [max(clock, ends[transfer.name]) for clock in clocks]
+            waited += np.maximum(ends[transfer.name] - clocks, 0)
     return Estimate(
-        step=max(
-            clock + work[-1] - work[reached]
-            for clock, work in zip(clocks, before, strict=True)
-        ),
-        products=max(work[-1] for work in before),
+        step=float(np.max(waited + work[:, -1])),
+        products=float(np.max(work[:, -1])),
         transfers=sum(transfer_seconds(t, rates) for t in transfers),
     )
