@@ -61,12 +61,7 @@ def symmetric_product(
 ) -> Float[Array, "k m m"]:
     """c X X^T for one factor (c,), or c X X^T + b X for (c, b).
 
-    Args:
-      x: bfloat16; m and n multiples of 64.
-      factors: float32.
-      result: shape and dtype.
-      columns: of a tile.
-      stages: pieces of X in shared memory.
+    X is bfloat16, m and n multiples of 64; the factors are float32.
     """
     count, m, _ = x.shape
     with_x = factors.shape == (2,)
@@ -112,22 +107,19 @@ def corner(tile: Any, m: int, columns: int) -> tuple[Any, Any]:
     Row i and row `rows - 1 - i` of a triangle have `rows + 1` tiles together, so that
     a division tells the pair: no square root, which would have to be corrected. Of an
     odd number of rows the middle one is left, which the last tiles fill.
-
-    Args:
-      tile: 0 to `tiles_of(m, columns) - 1`.
-      m: rows of the matrix.
-      columns: of a tile.
     """
     rows, height = pl.cdiv(m, columns), columns // ROWS
-    block, part = lax.div(tile, jnp.int32(height)), lax.rem(tile, jnp.int32(height))
-    pair, place = (
-        lax.div(block, jnp.int32(rows + 1)),
-        lax.rem(block, jnp.int32(rows + 1)),
-    )
+    block, part = _divmod(tile, height)
+    pair, place = _divmod(block, rows + 1)
     long = rows - pair  # tiles in row `rows - 1 - pair`
     row = jnp.where(place < long, long - 1, pair)
     column = jnp.where(place < long, place, place - long)
     return row * columns + part * ROWS, column * columns
+
+
+def _divmod(x: Any, y: int) -> tuple[Any, Any]:
+    """Quotient and remainder of numbers that are not negative, in 32 bits."""
+    return lax.div(x, jnp.int32(y)), lax.rem(x, jnp.int32(y))
 
 
 def _kernel(
@@ -135,8 +127,8 @@ def _kernel(
 ) -> None:
     """One tile, by one program of three groups of warps."""
     program, group = lax.axis_index("program"), lax.axis_index("group")
-    matrix = lax.div(program, jnp.int32(tiles))
-    top, left = corner(lax.rem(program, jnp.int32(tiles)), out.shape[1], columns)
+    matrix, tile = _divmod(program, tiles)
+    top, left = corner(tile, out.shape[1], columns)
     products = x.shape[2] // SQUARE
     # The tile of X that is added comes the same way as the factors of the products.
     addends = columns // SQUARE if factors.shape == (2,) else 0
@@ -205,13 +197,9 @@ class _Pieces(NamedTuple):
     loaded: Any  # a barrier for each stage: both are there
     free: Any  # and one: both computing groups have used them
 
-    @property
-    def stages(self) -> int:
-        return self.rows.shape[0]
-
     def place(self, step: Any) -> Any:
-        """Where the pieces of a step lie."""
-        return lax.rem(jnp.int32(step), jnp.int32(self.stages))
+        """The place of a step's pieces."""
+        return lax.rem(jnp.int32(step), jnp.int32(self.rows.shape[0]))
 
     def take(self, step: Any, group: Any) -> Array:
         """A group's part of the rows' piece, which is free again."""
@@ -233,7 +221,7 @@ def _load(
     addends: int,
 ) -> None:
     """Fetch the factors of all products, then the tile of X that is added."""
-    steps, stages = products + addends, pieces.stages
+    steps, stages = products + addends, pieces.rows.shape[0]
 
     @pl.loop(0, steps)
     def _(step: Any) -> None:

@@ -1,7 +1,6 @@
 """The two symmetric products of an iteration, one function for each."""
 
 import math
-import re
 from typing import Any
 
 import jax
@@ -23,21 +22,10 @@ def gram(
     factor: float | Float[Array, ""] = 1.0,
     tiling: kernel.Tiling = kernel.TILING,
 ) -> Float[Array, "*batch m m"]:
-    """The matrices k X X^T, summed in float32 and rounded once.
+    """The matrices k X X^T for a factor k, equal to their transposes bit by bit.
 
-    Args:
-      x: matrices in the last two axes, bfloat16. float32 is refused: the tensor cores
-        of a GPU do not multiply it without rounding.
-      dtype: of the result, bfloat16 or float32.
-      factor: k.
-      tiling: sizes of the kernel.
-
-    Returns:
-      The matrices, equal to their transposes bit by bit.
-
-    Raises:
-      ValueError: x is not bfloat16, or the GPU or the version of JAX cannot run the
-        kernel.
+    They are summed in float32 and rounded once to `dtype`, bfloat16 or float32. X is
+    bfloat16: tensor cores do not multiply float32 without rounding.
 
     Examples:
       >>> x = jnp.ones((3, 500, 2000), jnp.bfloat16)
@@ -54,20 +42,9 @@ def quadratic(
     *,
     tiling: kernel.Tiling = kernel.TILING,
 ) -> Float[Array, "*batch m m"]:
-    """The matrices b A + c A A for symmetric A, summed in float32 and rounded once.
+    """The matrices b A + c A A for symmetric A, summed and rounded as in `gram`.
 
-    Args:
-      a: symmetric matrices in the last two axes, bfloat16. Symmetry is not checked: the
-        lower triangle of A A^T, which the kernel computes, decides.
-      b: factor of A.
-      c: factor of A A.
-      tiling: sizes of the kernel.
-
-    Returns:
-      An array with the shape and dtype of a, equal to its transpose bit by bit.
-
-    Raises:
-      ValueError: as `gram`; a is not square.
+    Symmetry is not checked: the lower triangle of A A^T decides.
 
     Examples:
       >>> a = jnp.ones((3, 500, 500), jnp.bfloat16)
@@ -121,10 +98,10 @@ def _symmetric_product(
 
 def _check_card() -> None:
     """Refuse NVIDIA GPUs of other generations, which lack the kernels' instructions."""
-    if jax.default_backend() != "gpu":
-        return  # compiled for a GPU elsewhere, interpreted, or a branch not taken
+    # Without a GPU it is compiled for another machine, interpreted, or not called.
     found = getattr(jax.devices()[0], "compute_capability", "")
-    if re.fullmatch(r"\d+\.\d+", found) and found != "9.0":
+    nvidia = jax.default_backend() == "gpu" and found[:1].isdigit()
+    if nvidia and found != "9.0":
         raise ValueError(
             f"a GPU of compute capability {found}; expected 9.0 (H100, H200), or "
             "symmetric='plain'"
