@@ -283,9 +283,7 @@ def test_names_that_the_tree_carries_matter_for_matrices_alone():
     assert jm.read(head)["lm_head/weight"].label == "adamw"
     jax.eval_shape(jm.nanochat().init, head)
     tree = {"up": {"kernel": named(("mlp", "embed"))}}
-    with pytest.raises(
-        ValueError, match=r"'up/kernel' .*\('mlp', 'embed'\).*jax_muon.read"
-    ):
+    with pytest.raises(ValueError, match=r"'up/kernel' is read by axis names.*\.read"):
         jax.eval_shape(jm.nanochat().init, tree)
     jax.eval_shape(jm.nanochat(matrices=jm.read(tree)).init, tree)
 
