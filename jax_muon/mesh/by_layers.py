@@ -14,14 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
-from jax.interpreters import partial_eval
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from jax_muon.mesh import prefetch
-
-_CALLS = ("jit", "pjit", "closed_call")
-_CHECKPOINTS = ("remat2", "checkpoint", "remat")
 
 
 class Exchange(NamedTuple):
@@ -29,12 +25,14 @@ class Exchange(NamedTuple):
 
     Attributes:
       gather: of (shard, spec), the whole array.
-      scatter: of (gradient of the whole, spec, dtype, extra), the shard's gradient.
+      scatter: of (gradient of the whole, spec, dtype), the shard's gradient.
+      keep_gathered: whether scans keep gathered layers for the backward pass.
       late: whether a scan scatters a layer's gradient all at once, one layer later.
     """
 
     gather: Callable[[Any, PartitionSpec], Any]
-    scatter: Callable[[Any, PartitionSpec, Any, Any], Any]
+    scatter: Callable[[Any, PartitionSpec, Any], Any]
+    keep_gathered: bool = False
     late: bool = False
 
 
@@ -65,57 +63,58 @@ class Held:
         """The same for one layer, after a scan has taken its shard."""
         return dataclasses.replace(self, spec=self.spec[1:], is_layer=True)
 
-    def gathered(self, shard: Any, exchange: Exchange) -> Any:
+    def gathered(self, shard: Any, gather: Callable[..., Any]) -> Any:
         """The whole array of a shard, which is sent in the narrower dtype."""
-
-        def cast(x: Any) -> Any:
-            return functools.reduce(lambda x, dtype: x.astype(dtype), self.casts, x)
-
+        cast = lambda x: functools.reduce(jax.lax.convert_element_type, self.casts, x)  # noqa: E731
         spec = PartitionSpec(*self.spec)
         if jax.eval_shape(cast, shard).dtype.itemsize <= shard.dtype.itemsize:
-            return exchange.gather(cast(shard), spec)
-        return cast(exchange.gather(shard, spec))
+            return gather(cast(shard), spec)
+        return cast(gather(shard, spec))
 
-    def after(self, eqn: JaxprEqn, given: Sequence[Any]) -> "Held | None":
+    def after(self, eqn: JaxprEqn, starts: Sequence[Any]) -> "Held | None":
         """The result of an operation that needs no other device's shard, or None."""
         before: Any = eqn.invars[0].aval
         result: Any = eqn.outvars[0].aval
-        old, new, spec = before.shape, result.shape, self.spec
+        old, new, spec, params = before.shape, result.shape, self.spec, eqn.params
+
+        def moved(function: Callable[[Any], Any], spec: Sequence[Any]) -> Held:
+            x = None if self.x is None else function(self.x)
+            return dataclasses.replace(self, x=x, spec=tuple(spec))
+
         match eqn.primitive.name:
             case "convert_element_type" if jnp.issubdtype(result.dtype, jnp.inexact):
                 return dataclasses.replace(self, casts=(*self.casts, result.dtype))
             case "transpose":
-                order = eqn.params["permutation"]
-                return self._moved(
-                    lambda x: jnp.transpose(x, order), [spec[a] for a in order]
-                )
-            case "squeeze" if not any(spec[a] for a in eqn.params["dimensions"]):
-                axes = eqn.params["dimensions"]
+                order = params["permutation"]
+                return moved(lambda x: x.transpose(order), [spec[a] for a in order])
+            case "squeeze" if not any(spec[a] for a in params["dimensions"]):
+                axes = params["dimensions"]
                 rest = [entry for a, entry in enumerate(spec) if a not in axes]
-                return self._moved(lambda x: jnp.squeeze(x, axes), rest)
+                return moved(lambda x: jnp.squeeze(x, axes), rest)
             case "reshape":  # of axes before all sharded ones
                 first = next(a for a, entry in enumerate(spec) if entry)
                 lead = len(new) - len(old) + first
                 if lead < 0 or new[lead:] != old[first:]:
                     return None
-                return self._moved(
+                return moved(
                     lambda x: x.reshape(*new[:lead], *x.shape[first:]),
                     [*[None] * lead, *spec[first:]],
                 )
-            case "slice" | "dynamic_slice" if not eqn.params.get("strides"):
-                starts = eqn.params.get("start_indices", given[1:])
+            case "slice" | "dynamic_slice" if not params.get("strides"):
                 cut = [a for a in range(len(old)) if old[a] != new[a]]
                 if any(spec[a] for a in cut):
                     return None
-                part = self._moved(lambda x: _slice(x, starts, new, cut), spec)
-                return dataclasses.replace(
-                    part, is_layer=any(new[a] == 1 for a in cut) or self.is_layer
-                )
-        return None
+                at = params.get("start_indices", starts)
 
-    def _moved(self, function: Callable[[Any], Any], spec: Sequence[Any]) -> "Held":
-        x = None if self.x is None else function(self.x)
-        return dataclasses.replace(self, x=x, spec=tuple(spec))
+                def part(x: Any) -> Any:  # starts are clamped, as in the operation
+                    for a in cut:
+                        start = jnp.clip(at[a], 0, old[a] - new[a])
+                        x = jax.lax.dynamic_slice_in_dim(x, start, new[a], a)
+                    return x
+
+                is_layer = self.is_layer or any(new[a] == 1 for a in cut)
+                return dataclasses.replace(moved(part, spec), is_layer=is_layer)
+        return None
 
 
 class ByLayers:
@@ -139,65 +138,39 @@ class ByLayers:
         """
         self._closed, results = jax.make_jaxpr(function, return_shape=True)(*args)
         self._treedef = jax.tree.structure(results)
+        kinds = self._closed.in_avals
         self._sharded = {
             leaf: Held(None, leaf, tuple(spec))
             for leaf, spec in enumerate(specs)
             # Integers and keys have no gradient to scatter.
-            if any(spec)
-            and jnp.issubdtype(self._closed.in_avals[leaf].dtype, jnp.inexact)
+            if any(spec) and jnp.issubdtype(kinds[leaf].dtype, jnp.inexact)
         }
         look = _Look()
-        given = map(self._sharded.get, range(len(self._closed.jaxpr.invars)))
-        look.ends(look.run(self._closed, list(given)), "the results")
+        look.results(self._closed, [self._sharded.get(i) for i in range(len(kinds))])
         self.others = look.others
         self.held = self._sharded.keys() - look.others.keys()
 
-    def __call__(
-        self,
-        exchange: Exchange,
-        *args: Any,
-        extra: Any = (),
-        keep_gathered: bool = False,
-    ) -> Any:
-        """The function's results.
-
-        Args:
-          exchange: how layers are gathered, and their gradients scattered.
-          *args: the arguments; of those in `held`, the shards.
-          extra: arrays that `exchange.scatter` needs; it must not close over any.
-          keep_gathered: whether scans keep gathered layers for the backward pass.
-        """
-        evaluation = _Evaluation(exchange, extra, keep_gathered)
-        results = evaluation.run(self._closed, self._given(args))
-        return jax.tree.unflatten(
-            self._treedef, [evaluation.whole(x, "") for x in results]
-        )
-
-    def result(self, place: int, exchange: Exchange, *args: Any) -> Any:
-        """One leaf of the results, without computing the others."""
-        jaxpr = self._closed.jaxpr
-        used = [place == other for other in range(len(jaxpr.outvars))]
-        less, needed = partial_eval.dce_jaxpr(jaxpr, used)
-        closed = ClosedJaxpr(less, self._closed.consts)
-        given = list(itertools.compress(self._given(args), needed))
-        return _Evaluation(exchange, (), False).run(closed, given)[0]
-
-    def _given(self, args: Any) -> list[Any]:
+    def __call__(self, exchange: Exchange, *args: Any) -> Any:
+        """The function's results, of shards for those in `held`."""
         flat = jax.tree.leaves(args)
         for leaf in self.held:
             flat[leaf] = dataclasses.replace(self._sharded[leaf], x=flat[leaf])
-        return flat
+        results = _Evaluation(exchange).results(self._closed, flat)
+        return jax.tree.unflatten(self._treedef, results)
 
 
 class _Evaluation:
     """Computes functions of arrays, some of them `Held`."""
 
-    def __init__(self, exchange: Exchange, extra: Any, keep_gathered: bool) -> None:
-        self._exchange, self._extra = exchange, extra
-        self._keep_gathered = keep_gathered
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def results(self, closed: ClosedJaxpr, given: Sequence[Any]) -> list[Any]:
+        """The function's results, whole."""
+        return [self.whole(x, "the results") for x in self.run(closed, given)]
 
     def run(self, closed: ClosedJaxpr, given: Sequence[Any]) -> list[Any]:
-        """The function's results."""
+        """The function's results; some may be held."""
         jaxpr = closed.jaxpr
         env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         env |= dict(zip(jaxpr.invars, given, strict=True))
@@ -214,117 +187,116 @@ class _Evaluation:
                 for v, x in zip(eqn.invars, inputs, strict=True):
                     if isinstance(x, Held):  # gathered once, if it is used again
                         env[v] = self.whole(x, eqn.primitive.name)
-                results = self.bind(jaxpr, eqn, read)
+                names = list({v for v in eqn.invars if not isinstance(v, Literal)})
+                one = jaxpr.replace(
+                    constvars=(),
+                    invars=names,
+                    outvars=eqn.outvars,
+                    eqns=[eqn],
+                    effects=eqn.effects,
+                    debug_info=jaxpr.debug_info.with_unknown_names(),
+                )
+                results = self.bind(ClosedJaxpr(one, ()), [env[v] for v in names])
             env |= dict(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     def _of_held(self, eqn: JaxprEqn, given: list[Any]) -> list[Any] | None:
         name = eqn.primitive.name
-        if name in _CALLS:
+        if name in ("jit", "pjit"):
             return self.run(_inner(eqn), given)
-        if name in _CHECKPOINTS and not eqn.params["differentiated"]:
+        if (
+            name in ("checkpoint", "remat", "remat2")
+            and not eqn.params["differentiated"]
+        ):
             return self.checkpoint(eqn, given)
-        if name == "scan":
-            constants, first = _before_layers(eqn)
-            taken = [
-                place >= first and isinstance(x, Held) and not x.spec[0]
-                for place, x in enumerate(given)
-            ]
-            kinds = (type(v.aval) for v in eqn.invars)
-            if not any(taken) or any(
-                kind is not jax.core.ShapedArray for kind in kinds
-            ):
-                return None
-            given = [
-                x if is_taken else self.whole(x, name)
-                for x, is_taken in zip(given, taken, strict=True)
-            ]
-            return self.scan(eqn, given, constants, first)
-        held = given[0].after(eqn, given) if isinstance(given[0], Held) else None
-        return None if held is None else [held]
+        if name != "scan":
+            held = (
+                given[0].after(eqn, given[1:]) if isinstance(given[0], Held) else None
+            )
+            return None if held is None else [held]
+        constants, first = _before_layers(eqn)
+        taken = [
+            place >= first and isinstance(x, Held) and not x.spec[0]
+            for place, x in enumerate(given)
+        ]
+        if (
+            not any(taken)
+            or not eqn.params["length"]
+            or any(type(v.aval) is not jax.core.ShapedArray for v in eqn.invars)
+        ):
+            return None
+        given = [
+            x if is_taken else self.whole(x, name)
+            for x, is_taken in zip(given, taken, strict=True)
+        ]
+        return self.scan(eqn, given, constants, first)
 
     def whole(self, x: Any, by: str) -> Any:
         """Gathered here, and its gradient scattered, outside of any scan's prefetch."""
         if not isinstance(x, Held):
             return x
-        spec, dtype = PartitionSpec(*x.spec), x.x.dtype
+        exchange, spec, dtype = self._exchange, PartitionSpec(*x.spec), x.x.dtype
 
         @jax.custom_vjp
-        def gather(shard: Any, extra: Any) -> Any:
-            return x.gathered(shard, self._exchange)
+        def gather(shard: Any) -> Any:
+            return x.gathered(shard, exchange.gather)
 
         gather.defvjp(
-            lambda shard, extra: (gather(shard, extra), extra),
-            lambda extra, g: (self._exchange.scatter(g, spec, dtype, extra), None),
+            lambda shard: (gather(shard), None),
+            lambda _, g: (exchange.scatter(g, spec, dtype),),
         )
-        return gather(x.x, self._extra)
+        return gather(x.x)
 
-    def bind(self, jaxpr: Jaxpr, eqn: JaxprEqn, read: Callable[[Any], Any]) -> list:
-        names = list({v: None for v in eqn.invars if not isinstance(v, Literal)})
-        one = jaxpr.replace(
-            constvars=(),
-            invars=names,
-            outvars=eqn.outvars,
-            eqns=[eqn],
-            effects=eqn.effects,
-            debug_info=jaxpr.debug_info.with_unknown_names(),
-        )
-        return jaxpr_as_fun(ClosedJaxpr(one, ()))(*map(read, names))
+    def bind(self, closed: ClosedJaxpr, given: list[Any]) -> list[Any]:
+        return jaxpr_as_fun(closed)(*given)
 
     def checkpoint(self, eqn: JaxprEqn, given: list[Any]) -> list[Any]:
-        def function(given: list[Any]) -> list[Any]:
-            return [self.whole(x, "") for x in self.run(_inner(eqn), given)]
-
         again = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
+        function = functools.partial(self.results, _inner(eqn))
         results: list[Any] = jax.checkpoint(function, **again)(given)
         return results
 
     def scan(
         self, eqn: JaxprEqn, given: list[Any], constants: int, first: int
     ) -> list[Any]:
-        body, params = _inner(eqn), eqn.params
-        consts, rows = [*given[:constants], self._extra], given[first:]
-        carry = given[constants:first]
-        look = _Look()
+        body, rows, exchange = _inner(eqn), given[first:], self._exchange
         shapes = [isinstance(x, Held) and dataclasses.replace(x, x=None) for x in rows]
-        look.run(body, _layers([*[None] * first, *shapes]))
+        look = _Look()
+        look.results(body, _layers([*[None] * first, *shapes]))
         # Arrays that a scan within this one takes stay sharded here.
         ours = [isinstance(x, Held) and x.leaf not in look.scanned for x in rows]
-        layers = list(itertools.compress(rows, ours))
+        held = list(itertools.compress(_layers(rows), ours))
         xs = [x for x, is_ours in zip(rows, ours, strict=True) if not is_ours]
 
         def run(consts: Any, carry: Any, layer: Any, xs: Any) -> Any:
-            whole, others = iter(layer), iter(_layers(xs))
-            row = [next(whole if is_ours else others) for is_ours in ours]
-            *consts, extra = consts
-            inner = _Evaluation(self._exchange, extra, self._keep_gathered)
-            results = inner.run(body, [*consts, *carry, *row])
-            results = [inner.whole(x, "") for x in results]
+            parts = {True: iter(layer), False: iter(_layers(xs))}
+            row = [next(parts[is_ours]) for is_ours in ours]
+            results = self.results(body, [*consts, *carry, *row])
             return results[: len(carry)], results[len(carry) :]
 
-        def gather(layers: list[Held]) -> list[Any]:
-            return [held.gathered(held.x, self._exchange) for held in _layers(layers)]
-
-        def scatter(grads: list[Any], layers: list[Held], consts: Any) -> list[Held]:
+        def gather(shards: list[Any]) -> list[Any]:
             return [
-                dataclasses.replace(
-                    held,
-                    x=self._exchange.scatter(
-                        g, PartitionSpec(*held.spec[1:]), held.x.dtype, consts[-1]
-                    ),
-                )
-                for g, held in zip(grads, layers, strict=True)
+                x.gathered(shard, exchange.gather)
+                for x, shard in zip(held, shards, strict=True)
             ]
 
-        loop = {name: params[name] for name in ("length", "reverse", "unroll")}
-        if not layers:
-            step = lambda carry, xs: run(consts, carry, [], xs)  # noqa: E731
-            carry, ys = jax.lax.scan(step, carry, xs, **loop)
-        else:
-            scan = prefetch.scan(
-                run, gather, scatter, self._keep_gathered, self._exchange.late, **loop
-            )
-            carry, ys = scan(consts, carry, layers, xs)
+        def scatter(grads: list[Any]) -> list[Any]:
+            return [
+                exchange.scatter(g, PartitionSpec(*x.spec), x.x.dtype)
+                for x, g in zip(held, grads, strict=True)
+            ]
+
+        scan = prefetch.scan(
+            run,
+            gather,
+            scatter,
+            keep_gathered=exchange.keep_gathered,
+            late=exchange.late,
+            **{name: eqn.params[name] for name in ("length", "reverse", "unroll")},
+        )
+        carry, ys = scan(
+            given[:constants], given[constants:first], [x.x for x in held], xs
+        )
         return [*carry, *ys]
 
 
@@ -344,30 +316,17 @@ class _Look(_Evaluation):
         if isinstance(x, Held) and not x.is_layer:
             self.others.setdefault(x.leaf, by)
 
-    def ends(self, given: Sequence[Any], by: str) -> list[Any]:
-        """Nothing stays held."""
-        return [self.whole(x, by) for x in given]
-
-    def bind(self, jaxpr: Jaxpr, eqn: JaxprEqn, read: Callable[[Any], Any]) -> list:
-        return [None] * len(eqn.outvars)
+    def bind(self, closed: ClosedJaxpr, given: list[Any]) -> list[Any]:
+        return [None] * len(closed.jaxpr.outvars)
 
     def checkpoint(self, eqn: JaxprEqn, given: list[Any]) -> list[Any]:
-        return self.ends(self.run(_inner(eqn), given), eqn.primitive.name)
+        return self.results(_inner(eqn), given)
 
     def scan(
         self, eqn: JaxprEqn, given: list[Any], constants: int, first: int
     ) -> list[Any]:
         self.scanned |= {x.leaf for x in given if isinstance(x, Held)}
-        return self.ends(self.run(_inner(eqn), _layers(given)), "scan")
-
-
-def _slice(
-    x: Any, starts: Sequence[Any], shape: Sequence[int], axes: Sequence[int]
-) -> Any:
-    """The part of an array that has this shape along some axes."""
-    for axis in axes:
-        x = jax.lax.dynamic_slice_in_dim(x, starts[axis], shape[axis], axis)
-    return x
+        return self.results(_inner(eqn), _layers(given))
 
 
 def _inner(eqn: JaxprEqn) -> ClosedJaxpr:

@@ -77,30 +77,27 @@ class MeanGradients:
         def sums(part: Any) -> Any:
             """Sums over microbatches: weights, and means times weights."""
 
-            def scatter_layer(g: Any, spec: Any, dtype: Any, extra: Any) -> Any:
-                g = self._share(g, *extra) if extra else self._share(g, 1.0, devices)
+            def scatter_layer(g: Any, spec: Any, dtype: Any) -> Any:
+                """In the backward pass, when weight and total are known."""
+                g = self._share(g, weight, total)
                 summed = self._scatter(g, spec, dtype, specs.spec_names(spec))
                 return summed.astype(dtype)
 
             loss_fn: Any = self._split_loss
-            extra: Any = ()  # for `scatter_layer`, before the loss is computed
             if traced is not None and traced.held:
                 sizes = {name: jax.lax.axis_size(name) for name in self.axis}
                 sharded = jax.tree.leaves(here)
                 late = xla_options.scatters_late(sharded, sizes)
-                exchange = by_layers.Exchange(self.gather, scatter_layer, late)
-                if self.weighted:
-                    weight = traced.result(1, exchange, full, part)
-                    extra = (weight, jax.lax.psum(weight, self.axis))
-                loss_fn = functools.partial(
-                    traced, exchange, extra=extra, keep_gathered=self.keep_gathered
+                exchange = by_layers.Exchange(
+                    self.gather, scatter_layer, self.keep_gathered, late
                 )
+                loss_fn = functools.partial(traced, exchange)
             loss, pull, (weight, aux) = jax.vjp(
                 lambda full: loss_fn(full, part), full, has_aux=True
             )
             total = jnp.asarray(devices, weight.dtype)
             if self.weighted:
-                total = extra[1] if extra else jax.lax.psum(weight, self.axis)
+                total = jax.lax.psum(weight, self.axis)
             (grads,) = pull(jnp.ones_like(loss))
             grads = jax.tree.map(
                 lambda g, h: wide(g) if h else self._share(g, weight, total),

@@ -17,17 +17,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 
 def scan(
     run: Callable[..., Any],
     gather: Callable[[Any], Any],
-    scatter: Callable[[Any, Any, Any], Any],
+    scatter: Callable[[Any], Any],
+    *,
     keep_gathered: bool,
     late: bool,
-    *,
     length: int,
     reverse: bool,
     unroll: int,
@@ -37,11 +37,11 @@ def scan(
     Args:
       run: of (consts, carry, layer, xs) to (carry, ys).
       gather: of the shards of a layer to the layer.
-      scatter: of (gradient of a layer, shards, consts) to the gradient of its shards.
+      scatter: of the gradient of a layer to that of its shards.
       keep_gathered: whether layers are kept for the backward pass.
       late: whether a layer's gradient is scattered all at once while the next one runs,
         instead of array by array while it runs itself.
-      length: number of layers.
+      length: number of layers, at least 1.
       reverse: whether the last layer comes first.
       unroll: layers in one turn of the loop.
 
@@ -54,11 +54,7 @@ def scan(
 
     def layer_at(shards: Any, i: Any) -> Any:
         i = jnp.clip(i, 0, length - 1)
-        return gather(
-            jax.tree.map(
-                lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), shards
-            )
-        )
+        return gather([jax.lax.dynamic_index_in_dim(x, i, 0, False) for x in shards])
 
     def forward(run: Callable[..., Any], given: Any) -> Any:
         consts, carry, shards, xs = given
@@ -85,35 +81,32 @@ def scan(
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         (saved, last), (consts, _, shards, xs) = residuals
-        d_carry, d_ys = _partition(cotangents)[0]
+        d_carry, d_ys = _only(cotangents, real=True)
 
         def step(state: Any, inputs: Any) -> Any:
-            d_carry, total, layer, d_layer = state
+            d_carry, total, layer, waiting = state
             i, pull_of, x, d_ys = inputs
             before = layer if keep_gathered else layer_at(shards, i - on)
-            d_shards = scatter(d_layer, shards, consts) if late else None
             pull = pull_of(consts, layer, x)
             ((d_consts, d_carry, d_layer, d_x),) = pull((d_carry, d_ys))
             total = jax.tree.map(jnp.add, total, d_consts)
-            if late:
-                return (d_carry, total, before, d_layer), (d_shards, d_x)
-            d_shards = scatter(d_layer, shards, consts)
-            return (d_carry, total, before, None), (d_shards, d_x)
+            now, waiting = (waiting, d_layer) if late else (d_layer, None)
+            return (d_carry, total, before, waiting), (scatter(now), d_x)
 
-        zeros = jax.tree.map(jnp.zeros_like, _partition(consts)[0])
+        zeros = jax.tree.map(jnp.zeros_like, _only(consts, real=True))
         nothing = jax.tree.map(jnp.zeros_like, last) if late else None
-        (d_carry, d_consts, _, d_layer), (d_shards, d_xs) = loop(
+        (d_carry, d_consts, _, waiting), (d_shards, d_xs) = loop(
             step,
             (d_carry, zeros, last, nothing),
             (numbers, saved, xs, d_ys),
             reverse=not reverse,
         )
         if late:  # those of a layer are where those of the one before should be
-            d_shards = jax.tree.map(
-                lambda ds, d: jnp.roll(ds, on, axis=0).at[-1 if reverse else 0].set(d),
-                d_shards,
-                scatter(d_layer, shards, consts),
-            )
+            first = -1 if reverse else 0
+            d_shards = [
+                jnp.roll(those, on, axis=0).at[first].set(its)
+                for those, its in zip(d_shards, scatter(waiting), strict=True)
+            ]
         return d_consts, d_carry, d_shards, d_xs
 
     prefetching.defvjp(save, backward)
@@ -121,10 +114,9 @@ def scan(
 
 
 def _vjp(run: Callable[..., Any], keep_gathered: bool, *given: Any) -> Any:
-    """Run a layer and save what its gradient needs.
+    """`jax.vjp` of a layer, but what is computed again is not saved.
 
-    Of what JAX would save, inputs other than the carry need no copy. What follows from
-    the layer alone, or from constants alone, is computed again.
+    That is what follows from the layer alone, from constants alone, or from xs alone.
 
     Args:
       run: of (consts, carry, layer, xs) to (carry, ys).
@@ -137,76 +129,65 @@ def _vjp(run: Callable[..., Any], keep_gathered: bool, *given: Any) -> Any:
       with None for integers.
     """
 
+    def combined(reals: Any, others: Any) -> Any:
+        is_none = lambda x: x is None  # noqa: E731
+        choose = lambda x, y: y if x is None else x  # noqa: E731
+        return jax.tree.map(choose, reals, others, is_leaf=is_none)
+
     def save(*given: Any) -> Any:
-        reals, others = _partition(given)
-        results, pull, rest = jax.vjp(
-            lambda reals: _partition(run(*_combine(reals, others))),
-            reals,
-            has_aux=True,
-        )
-        return _combine(results, rest), pull
+        def of_reals(reals: Any) -> Any:
+            results = run(*combined(reals, _only(given, real=False)))
+            return _only(results, real=True), _only(results, real=False)
+
+        reals, pull, others = jax.vjp(of_reals, _only(given, real=True), has_aux=True)
+        return combined(reals, others), pull
 
     closed, shapes = jax.make_jaxpr(save, return_shape=True)(*given)
-    results: Any
-    pull: Any
-    results, pull = map(jax.tree.structure, shapes)
-    count = results.num_leaves
-    kinds = [
-        kind
-        for kind, x in zip(("consts", "carry", "layer", "xs"), given, strict=True)
+    outs = jaxpr_as_fun(closed)(*jax.tree.leaves(given))
+    results, pull = jax.tree.unflatten(jax.tree.structure(shapes), outs)
+    found, treedef = jax.tree.flatten(pull)
+    layer = "saved" if keep_gathered else "layer"
+    sources = [
+        source
+        for source, x in zip(("consts", "saved", layer, "xs"), given, strict=True)
         for _ in jax.tree.leaves(x)
     ]
-    lost = {"carry", "effects", "layer" if keep_gathered else "carry"}
     # Nothing that has an effect, such as a print, happens again.
-    effects = [v for eqn in closed.jaxpr.eqns if eqn.effects for v in eqn.outvars]
-    kinds += ["effects"] * len(effects)
-    jaxpr = closed.jaxpr.replace(
-        invars=[*closed.jaxpr.invars, *effects],
-        eqns=[eqn for eqn in closed.jaxpr.eqns if not eqn.effects],
+    jaxpr = closed.jaxpr
+    effects = [v for eqn in jaxpr.eqns if eqn.effects for v in eqn.outvars]
+    jaxpr = jaxpr.replace(
+        invars=[*jaxpr.invars, *effects],
+        outvars=jaxpr.outvars[len(outs) - len(found) :],
+        eqns=[eqn for eqn in jaxpr.eqns if not eqn.effects],
         effects=frozenset(),
-        debug_info=closed.jaxpr.debug_info.with_unknown_names(),
+        debug_info=jaxpr.debug_info.with_unknown_names(),
     )
-
-    def needed(outputs: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
-        return partial_eval.dce_jaxpr(jaxpr, [*[False] * count, *outputs])
+    sources += ["saved"] * len(effects)
 
     def is_saved(place: int) -> bool:
-        outputs = [place == other for other in range(pull.num_leaves)]
-        found = set(itertools.compress(kinds, needed(outputs)[1]))
-        is_input = jaxpr.outvars[count + place] in jaxpr.invars
-        alone = is_input or found in (set(), {"consts"}, {"layer"})
-        return bool(found & lost) or not alone
+        only = [place == other for other in range(len(found))]
+        needed = partial_eval.dce_jaxpr(jaxpr, only)[1]
+        its = set(itertools.compress(sources, needed))
+        return "saved" in its or len(its) > 1
 
-    saved = [is_saved(place) for place in range(pull.num_leaves)]
-    less, inputs = needed([not x for x in saved])
+    unused = jax.tree.map(lambda x: 0, given[1])
+    saved = [is_saved(place) for place in range(len(found))]
+    again, inputs = partial_eval.dce_jaxpr(jaxpr, [not x for x in saved])
 
-    def pull_of(kept: list[Any], consts: Any, layer: Any, xs: Any) -> Any:
-        flat = jax.tree.leaves((consts, [0] * kinds.count("carry"), layer, xs))
-        found = jaxpr_as_fun(ClosedJaxpr(less, closed.consts))(
+    def pull_of(kept: Sequence[Any], consts: Any, layer: Any, xs: Any) -> Any:
+        flat = jax.tree.leaves((consts, unused, layer, xs))
+        computed = jaxpr_as_fun(ClosedJaxpr(again, closed.consts))(
             *itertools.compress(flat, inputs)
         )
-        sources = {True: iter(kept), False: iter(found)}
-        return jax.tree.unflatten(pull, [next(sources[x]) for x in saved])
+        parts = {True: iter(kept), False: iter(computed)}
+        return jax.tree.unflatten(treedef, [next(parts[x]) for x in saved])
 
-    outs = jaxpr_as_fun(closed)(*jax.tree.leaves(given))
-    kept = list(itertools.compress(outs[count:], saved))
-    return (
-        jax.tree.unflatten(results, outs[:count]),
-        jax.tree_util.Partial(pull_of, kept),
-    )
+    kept = list(itertools.compress(found, saved))
+    return results, jax.tree_util.Partial(pull_of, kept)
 
 
-def _partition(tree: Any) -> tuple[Any, Any]:
-    """The tree with None for whatever has no gradient, and with None for the rest."""
-    is_real = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.inexact), tree)
-    return (
-        jax.tree.map(lambda x, real: x if real else None, tree, is_real),
-        jax.tree.map(lambda x, real: None if real else x, tree, is_real),
-    )
-
-
-def _combine(reals: Any, others: Any) -> Any:
-    """The inverse of `_partition`."""
+def _only(tree: Any, real: bool) -> Any:
+    """The tree with None instead of what has no gradient, or of what has one."""
     return jax.tree.map(
-        lambda x, y: y if x is None else x, reals, others, is_leaf=lambda x: x is None
+        lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) == real else None, tree
     )

@@ -112,8 +112,7 @@ def scan_layers(
     def gather(x: Any, spec: PartitionSpec) -> Any:
         return place(x, NamedSharding(on, only(spec, others)))
 
-    def scatter(g: Any, spec: PartitionSpec, dtype: Any, extra: Any) -> Any:
-        del extra
+    def scatter(g: Any, spec: PartitionSpec, dtype: Any) -> Any:
         return place(g.astype(dtype), NamedSharding(on, spec))
 
     flat, treedef = jax.tree.flatten(layers)
@@ -127,5 +126,4 @@ def scan_layers(
         for leaf, (x, spec) in enumerate(zip(flat, divided, strict=True))
     ]
     layers = jax.tree.unflatten(treedef, flat)
-    exchange = Exchange(gather, scatter)
-    return traced(exchange, layers, carry, keep_gathered=keep_gathered)
+    return traced(Exchange(gather, scatter, keep_gathered), layers, carry)
