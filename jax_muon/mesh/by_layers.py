@@ -63,13 +63,17 @@ class Held:
         """The same for one layer, after a scan has taken its shard."""
         return dataclasses.replace(self, spec=self.spec[1:], is_layer=True)
 
-    def gathered(self, shard: Any, gather: Callable[..., Any]) -> Any:
+    def gathered(self, exchange: Exchange, shard: Any) -> Any:
         """The whole array of a shard, which is sent in the narrower dtype."""
-        cast = lambda x: functools.reduce(jax.lax.convert_element_type, self.casts, x)  # noqa: E731
         spec = PartitionSpec(*self.spec)
-        if jax.eval_shape(cast, shard).dtype.itemsize <= shard.dtype.itemsize:
-            return gather(cast(shard), spec)
-        return cast(gather(shard, spec))
+        cast = functools.partial(functools.reduce, jax.lax.convert_element_type)
+        if self.casts and self.casts[-1].itemsize > shard.dtype.itemsize:
+            return cast(self.casts, exchange.gather(shard, spec))
+        return exchange.gather(cast(self.casts, shard), spec)
+
+    def scattered(self, exchange: Exchange, g: Any) -> Any:
+        """The gradient of the shard, of that of the whole array."""
+        return exchange.scatter(g, PartitionSpec(*self.spec), self.x.dtype)
 
     def after(self, eqn: JaxprEqn, starts: Sequence[Any]) -> "Held | None":
         """The result of an operation that needs no other device's shard, or None."""
@@ -127,15 +131,21 @@ class ByLayers:
     """
 
     def __init__(
-        self, function: Callable[..., Any], args: Any, specs: Sequence[PartitionSpec]
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        specs: Sequence[PartitionSpec],
+        gather: Callable[[Any, PartitionSpec], Any],
     ) -> None:
-        """Trace a function.
+        """Trace a function of whole arrays for shards of them, or for their shapes.
 
-        Args:
-          function: of whole arrays.
-          args: its arguments, or their shapes.
-          specs: how the first leaves of args are sharded, with an entry for each axis.
+        The first leaves of args have these specs, with an entry for each axis.
         """
+        flat, treedef = jax.tree.flatten(args)
+        for leaf, spec in enumerate(specs):
+            if any(spec):
+                flat[leaf] = jax.eval_shape(lambda x, s=spec: gather(x, s), flat[leaf])
+        args = jax.tree.unflatten(treedef, flat)
         self._closed, results = jax.make_jaxpr(function, return_shape=True)(*args)
         self._treedef = jax.tree.structure(results)
         kinds = self._closed.in_avals
@@ -201,49 +211,34 @@ class _Evaluation:
         return [read(v) for v in jaxpr.outvars]
 
     def _of_held(self, eqn: JaxprEqn, given: list[Any]) -> list[Any] | None:
-        name = eqn.primitive.name
+        """Results of an operation that takes held arrays so, or None."""
+        name, params = eqn.primitive.name, eqn.params
         if name in ("jit", "pjit"):
             return self.run(_inner(eqn), given)
-        if (
-            name in ("checkpoint", "remat", "remat2")
-            and not eqn.params["differentiated"]
-        ):
+        if name in ("checkpoint", "remat", "remat2") and not params["differentiated"]:
             return self.checkpoint(eqn, given)
         if name != "scan":
-            held = (
-                given[0].after(eqn, given[1:]) if isinstance(given[0], Held) else None
-            )
-            return None if held is None else [held]
-        constants, first = _before_layers(eqn)
-        taken = [
-            place >= first and isinstance(x, Held) and not x.spec[0]
-            for place, x in enumerate(given)
-        ]
-        if (
-            not any(taken)
-            or not eqn.params["length"]
-            or any(type(v.aval) is not jax.core.ShapedArray for v in eqn.invars)
-        ):
+            first = given[0]
+            after = first.after(eqn, given[1:]) if isinstance(first, Held) else None
+            return None if after is None else [after]
+        constants, start = _before_layers(eqn)
+        taken = [isinstance(x, Held) and not x.spec[0] for x in given[start:]]
+        taken = [False] * start + taken
+        has_refs = any(type(v.aval) is not jax.core.ShapedArray for v in eqn.invars)
+        if has_refs or not any(taken) or not params["length"]:
             return None
-        given = [
-            x if is_taken else self.whole(x, name)
-            for x, is_taken in zip(given, taken, strict=True)
-        ]
-        return self.scan(eqn, given, constants, first)
+        pairs = zip(given, taken, strict=True)
+        given = [x if is_taken else self.whole(x, name) for x, is_taken in pairs]
+        return self.scan(eqn, given, constants, start)
 
     def whole(self, x: Any, by: str) -> Any:
         """Gathered here, and its gradient scattered, outside of any scan's prefetch."""
         if not isinstance(x, Held):
             return x
-        exchange, spec, dtype = self._exchange, PartitionSpec(*x.spec), x.x.dtype
-
-        @jax.custom_vjp
-        def gather(shard: Any) -> Any:
-            return x.gathered(shard, exchange.gather)
-
+        gather = jax.custom_vjp(functools.partial(x.gathered, self._exchange))
         gather.defvjp(
             lambda shard: (gather(shard), None),
-            lambda _, g: (exchange.scatter(g, spec, dtype),),
+            lambda _, g: (x.scattered(self._exchange, g),),
         )
         return gather(x.x)
 
@@ -257,12 +252,12 @@ class _Evaluation:
         return results
 
     def scan(
-        self, eqn: JaxprEqn, given: list[Any], constants: int, first: int
+        self, eqn: JaxprEqn, given: list[Any], constants: int, start: int
     ) -> list[Any]:
-        body, rows, exchange = _inner(eqn), given[first:], self._exchange
+        body, rows = _inner(eqn), given[start:]
         shapes = [isinstance(x, Held) and dataclasses.replace(x, x=None) for x in rows]
         look = _Look()
-        look.results(body, _layers([*[None] * first, *shapes]))
+        look.results(body, _layers([*[None] * start, *shapes]))
         # Arrays that a scan within this one takes stay sharded here.
         ours = [isinstance(x, Held) and x.leaf not in look.scanned for x in rows]
         held = list(itertools.compress(_layers(rows), ours))
@@ -274,28 +269,21 @@ class _Evaluation:
             results = self.results(body, [*consts, *carry, *row])
             return results[: len(carry)], results[len(carry) :]
 
-        def gather(shards: list[Any]) -> list[Any]:
-            return [
-                x.gathered(shard, exchange.gather)
-                for x, shard in zip(held, shards, strict=True)
-            ]
-
-        def scatter(grads: list[Any]) -> list[Any]:
-            return [
-                exchange.scatter(g, PartitionSpec(*x.spec), x.x.dtype)
-                for x, g in zip(held, grads, strict=True)
-            ]
+        def each(function: Callable[..., Any], values: list[Any]) -> list[Any]:
+            """Of the arrays of a layer, `Held.gathered` or `Held.scattered`."""
+            pairs = zip(held, values, strict=True)
+            return [function(x, self._exchange, value) for x, value in pairs]
 
         scan = prefetch.scan(
             run,
-            gather,
-            scatter,
-            keep_gathered=exchange.keep_gathered,
-            late=exchange.late,
+            functools.partial(each, Held.gathered),
+            functools.partial(each, Held.scattered),
+            keep_gathered=self._exchange.keep_gathered,
+            late=self._exchange.late,
             **{name: eqn.params[name] for name in ("length", "reverse", "unroll")},
         )
         carry, ys = scan(
-            given[:constants], given[constants:first], [x.x for x in held], xs
+            given[:constants], given[constants:start], [x.x for x in held], xs
         )
         return [*carry, *ys]
 
@@ -323,7 +311,7 @@ class _Look(_Evaluation):
         return self.results(_inner(eqn), given)
 
     def scan(
-        self, eqn: JaxprEqn, given: list[Any], constants: int, first: int
+        self, eqn: JaxprEqn, given: list[Any], constants: int, start: int
     ) -> list[Any]:
         self.scanned |= {x.leaf for x in given if isinstance(x, Held)}
         return self.results(_inner(eqn), _layers(given))

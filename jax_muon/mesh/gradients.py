@@ -70,7 +70,8 @@ class MeanGradients:
             def one(spec: Any, own: Any, g: Any, x: Any, h: bool) -> Any:
                 done = specs.spec_names(own) if h else ()
                 over = [name for name in self.axis if name not in done]
-                return self._scatter(g, spec, x.dtype, over)
+                dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else g.dtype
+                return self._scatter(g, spec, dtype, over)
 
             return jax.tree.map(one, scattered, here, grads, params, held)
 
@@ -99,11 +100,13 @@ class MeanGradients:
             if self.weighted:
                 total = jax.lax.psum(weight, self.axis)
             (grads,) = pull(jnp.ones_like(loss))
-            grads = jax.tree.map(
-                lambda g, h: wide(g) if h else self._share(g, weight, total),
-                grads,
-                held,
-            )
+
+            def share(g: Any, h: bool) -> Any:
+                if g.dtype == jax.dtypes.float0:  # of an integer
+                    return jnp.zeros(g.shape)
+                return wide(g) if h else self._share(g, weight, total)
+
+            grads = jax.tree.map(share, grads, held)
             if self.accumulate == "scattered":
                 grads = scatter(grads)
             means = (self._share(loss, weight, total), grads)
@@ -189,23 +192,18 @@ class MeanGradients:
     def _by_layers(
         self, params: Any, batch: Any, here: Any
     ) -> by_layers.ByLayers | None:
-        """The loss, traced on whole parameters, if some of them are sharded."""
+        """The loss, traced for whole parameters, if some of them are sharded."""
         flat = jax.tree.leaves(here)
         if self.how == "leaves" or not any(map(any, flat)):
             return None
-        whole = jax.eval_shape(
-            lambda params: jax.tree.map(
-                lambda spec, x: self.gather(x, spec), here, params
-            ),
-            params,
-        )
         part = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
                 (x.shape[0] // self.microbatches, *x.shape[1:]), x.dtype
             ),
             batch,
         )
-        traced = by_layers.ByLayers(self._split_loss, (whole, part), flat)
+        args = params, part
+        traced = by_layers.ByLayers(self._split_loss, args, flat, self.gather)
         names = [path for path, _ in paths.leaves_with_paths(params)]
         notes.note(
             "gathered",

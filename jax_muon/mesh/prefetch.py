@@ -11,7 +11,7 @@ The backward pass keeps neither gathered layers nor what follows from them alone
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,8 +23,8 @@ from jax.interpreters import partial_eval
 
 def scan(
     run: Callable[..., Any],
-    gather: Callable[[Any], Any],
-    scatter: Callable[[Any], Any],
+    gather: Callable[[list[Any]], list[Any]],
+    scatter: Callable[[Any], list[Any]],
     *,
     keep_gathered: bool,
     late: bool,
@@ -32,27 +32,18 @@ def scan(
     reverse: bool,
     unroll: int,
 ) -> Callable[..., Any]:
-    """A scan over sharded layers.
+    """A scan over layers: of (consts, carry, shards, xs) to (carry, ys).
 
-    Args:
-      run: of (consts, carry, layer, xs) to (carry, ys).
-      gather: of the shards of a layer to the layer.
-      scatter: of the gradient of a layer to that of its shards.
-      keep_gathered: whether layers are kept for the backward pass.
-      late: whether a layer's gradient is scattered all at once while the next one runs,
-        instead of array by array while it runs itself.
-      length: number of layers, at least 1.
-      reverse: whether the last layer comes first.
-      unroll: layers in one turn of the loop.
-
-    Returns:
-      A function of (consts, carry, shards, xs) to (carry, ys), where shards and xs have
-      a leading axis of layers.
+    A layer is what `gather` makes of its shards, `run` is of (consts, carry, layer, xs)
+    to (carry, ys), and `scatter` is of a layer's gradient to that of its shards: array
+    by array while the layer runs, or, if `late`, at once while the next one runs.
     """
     loop = functools.partial(jax.lax.scan, unroll=unroll)
-    numbers, on = np.arange(length), -1 if reverse else 1
+    numbers, first, on = np.arange(length), 0, 1
+    if reverse:
+        first, on = length - 1, -1
 
-    def layer_at(shards: Any, i: Any) -> Any:
+    def layer_at(shards: list[Any], i: Any) -> list[Any]:
         i = jnp.clip(i, 0, length - 1)
         return gather([jax.lax.dynamic_index_in_dim(x, i, 0, False) for x in shards])
 
@@ -65,9 +56,8 @@ def scan(
             (carry, ys), saved = run(consts, carry, layer, x)
             return (carry, following), (ys, saved)
 
-        first = layer_at(shards, length - 1 if reverse else 0)
         (carry, last), (ys, saved) = loop(
-            step, (carry, first), (numbers, xs), reverse=reverse
+            step, (carry, layer_at(shards, first)), (numbers, xs), reverse=reverse
         )
         return (carry, ys), (saved, last)
 
@@ -102,10 +92,9 @@ def scan(
             reverse=not reverse,
         )
         if late:  # those of a layer are where those of the one before should be
-            first = -1 if reverse else 0
             d_shards = [
-                jnp.roll(those, on, axis=0).at[first].set(its)
-                for those, its in zip(d_shards, scatter(waiting), strict=True)
+                jnp.roll(those, on, axis=0).at[first].set(d)
+                for those, d in zip(d_shards, scatter(waiting), strict=True)
             ]
         return d_consts, d_carry, d_shards, d_xs
 
@@ -114,47 +103,31 @@ def scan(
 
 
 def _vjp(run: Callable[..., Any], keep_gathered: bool, *given: Any) -> Any:
-    """`jax.vjp` of a layer, but what is computed again is not saved.
+    """`jax.vjp` of a layer: its results, and a tree of what JAX saves for the gradient.
 
-    That is what follows from the layer alone, from constants alone, or from xs alone.
-
-    Args:
-      run: of (consts, carry, layer, xs) to (carry, ys).
-      keep_gathered: whether the layer itself is saved.
-      *given: its arguments.
-
-    Returns:
-      The results, and a tree of arrays that can be called with (consts, layer, xs). It
-      returns the function from cotangents of the results to those of the arguments,
-      with None for integers.
+    Left out is what follows from the layer alone, from constants alone, or from xs
+    alone. So the tree is called with them, and returns the function from cotangents of
+    the results to those of the arguments, with None for integers.
     """
-
-    def combined(reals: Any, others: Any) -> Any:
-        is_none = lambda x: x is None  # noqa: E731
-        choose = lambda x, y: y if x is None else x  # noqa: E731
-        return jax.tree.map(choose, reals, others, is_leaf=is_none)
 
     def save(*given: Any) -> Any:
         def of_reals(reals: Any) -> Any:
-            results = run(*combined(reals, _only(given, real=False)))
+            results = run(*_either(reals, _only(given, real=False)))
             return _only(results, real=True), _only(results, real=False)
 
         reals, pull, others = jax.vjp(of_reals, _only(given, real=True), has_aux=True)
-        return combined(reals, others), pull
+        return _either(reals, others), pull
 
     closed, shapes = jax.make_jaxpr(save, return_shape=True)(*given)
     outs = jaxpr_as_fun(closed)(*jax.tree.leaves(given))
     results, pull = jax.tree.unflatten(jax.tree.structure(shapes), outs)
     found, treedef = jax.tree.flatten(pull)
-    layer = "saved" if keep_gathered else "layer"
-    sources = [
-        source
-        for source, x in zip(("consts", "saved", layer, "xs"), given, strict=True)
-        for _ in jax.tree.leaves(x)
-    ]
+    names = ("consts", "saved", "saved" if keep_gathered else "layer", "xs")
+    kinds = [k for k, x in zip(names, given, strict=True) for _ in jax.tree.leaves(x)]
     # Nothing that has an effect, such as a print, happens again.
     jaxpr = closed.jaxpr
     effects = [v for eqn in jaxpr.eqns if eqn.effects for v in eqn.outvars]
+    kinds += ["saved"] * len(effects)
     jaxpr = jaxpr.replace(
         invars=[*jaxpr.invars, *effects],
         outvars=jaxpr.outvars[len(outs) - len(found) :],
@@ -162,19 +135,18 @@ def _vjp(run: Callable[..., Any], keep_gathered: bool, *given: Any) -> Any:
         effects=frozenset(),
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
-    sources += ["saved"] * len(effects)
 
     def is_saved(place: int) -> bool:
         only = [place == other for other in range(len(found))]
         needed = partial_eval.dce_jaxpr(jaxpr, only)[1]
-        its = set(itertools.compress(sources, needed))
-        return "saved" in its or len(its) > 1
+        sources = set(itertools.compress(kinds, needed))
+        return "saved" in sources or len(sources) > 1
 
-    unused = jax.tree.map(lambda x: 0, given[1])
     saved = [is_saved(place) for place in range(len(found))]
     again, inputs = partial_eval.dce_jaxpr(jaxpr, [not x for x in saved])
+    unused = jax.tree.map(lambda x: 0, given[1])
 
-    def pull_of(kept: Sequence[Any], consts: Any, layer: Any, xs: Any) -> Any:
+    def pull_of(kept: list[Any], consts: Any, layer: Any, xs: Any) -> Any:
         flat = jax.tree.leaves((consts, unused, layer, xs))
         computed = jaxpr_as_fun(ClosedJaxpr(again, closed.consts))(
             *itertools.compress(flat, inputs)
@@ -187,7 +159,14 @@ def _vjp(run: Callable[..., Any], keep_gathered: bool, *given: Any) -> Any:
 
 
 def _only(tree: Any, real: bool) -> Any:
-    """The tree with None instead of what has no gradient, or of what has one."""
+    """The tree with None for what has no gradient, or for what has one."""
     return jax.tree.map(
         lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) == real else None, tree
+    )
+
+
+def _either(tree: Any, other: Any) -> Any:
+    """The tree with the other one's leaves for None."""
+    return jax.tree.map(
+        lambda x, y: y if x is None else x, tree, other, is_leaf=lambda x: x is None
     )

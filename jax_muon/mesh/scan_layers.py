@@ -103,9 +103,8 @@ def scan_layers(
         divided.append(spec if is_gathered else PartitionSpec())
     if not any(map(any, divided)):
         return scan(layers, carry)
-    place = jax.lax.with_sharding_constraint
-    if AxisType.Explicit in mesh.axis_types:
-        place = jax.reshard
+    explicit = AxisType.Explicit in mesh.axis_types
+    place = jax.reshard if explicit else jax.lax.with_sharding_constraint
     on = mesh if context.empty else context
     others = set(mesh.axis_names) - set(names)
 
@@ -115,15 +114,10 @@ def scan_layers(
     def scatter(g: Any, spec: PartitionSpec, dtype: Any) -> Any:
         return place(g.astype(dtype), NamedSharding(on, spec))
 
+    traced = ByLayers(scan, (layers, carry), divided, gather)
     flat, treedef = jax.tree.flatten(layers)
-    whole = [
-        jax.eval_shape(lambda x, spec=spec: gather(x, spec) if any(spec) else x, x)
-        for x, spec in zip(flat, divided, strict=True)
-    ]
-    traced = ByLayers(scan, (jax.tree.unflatten(treedef, whole), carry), divided)
-    flat = [
-        x if leaf in traced.held or not any(spec) else gather(x, spec)
-        for leaf, (x, spec) in enumerate(zip(flat, divided, strict=True))
-    ]
+    for leaf, spec in enumerate(divided):
+        if any(spec) and leaf not in traced.held:
+            flat[leaf] = gather(flat[leaf], spec)
     layers = jax.tree.unflatten(treedef, flat)
     return traced(Exchange(gather, scatter, keep_gathered), layers, carry)

@@ -155,12 +155,7 @@ def options_of(
 
 
 def scatters_late(sharded: Iterable[PartitionSpec], sizes: specs.Sizes) -> bool:
-    """Whether a layer's gradient is scattered in one collective, a layer later.
-
-    Args:
-      sharded: how its parameters are sharded over the axes of the batch.
-      sizes: of the mesh axes.
-    """
+    """True if a layer's gradient is scattered in one collective, a layer later."""
     return any(
         math.prod(sizes[name] for name in specs.spec_names(spec)) > MANY_DEVICES
         for spec in sharded

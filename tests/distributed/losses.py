@@ -406,6 +406,18 @@ def loop_of_checkpoints(params, x):
     return jnp.mean(y @ params["head"])
 
 
+def loop_of_dynamic_slices(params, x):
+    """Starts outside of the array: JAX wraps negative ones once, and clamps."""
+    y = x * params["scale"]
+    for i in (-6, -2, 3, 9):
+        at = jnp.asarray(i)
+        layer = jax.tree.map(
+            lambda w, at=at: jax.lax.dynamic_slice_in_dim(w, at, 1)[0], params["layers"]
+        )
+        y = _layer(y, layer)
+    return jnp.mean(y @ params["head"])
+
+
 LEAVES = ("layers/b", "layers/w")
 # Each with what has to be whole, besides the head.
 SCANS = {
@@ -429,6 +441,7 @@ SCANS = {
     gradient_within_a_loss: (),
     derivative_within_a_loss: (),
     loop_of_checkpoints: (),
+    loop_of_dynamic_slices: (),
     scan_with_aux_in_the_carry: (),
     fori_loop: LEAVES,
     scan_with_memory_of_the_loss: LEAVES,

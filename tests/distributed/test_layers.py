@@ -404,6 +404,25 @@ def test_scan_layers_with_integers_under_one_spec():
     assert_close(found, jax.grad(functools.partial(loss, scan=jax.lax.scan))(w), 5e-6)
 
 
+def test_no_layers_at_all():
+    """A model of zero layers, which tests of other parts of a program have."""
+    params, batch = losses.draw(), losses.samples()
+    params["layers"] = jax.tree.map(lambda w: w[:0], params["layers"])
+
+    def loss(params, x, scan=jax.lax.scan):
+        step = lambda y, w: (losses._layer(y, w), None)  # noqa: E731
+        x, _ = scan(step, x * params["scale"], params["layers"])
+        return jnp.mean(x @ params["head"])
+
+    expected = jax.grad(loss)(params, batch)
+    assert_close(gradients(make(loss), params, batch)[0], expected, 5e-6)
+    mesh, specs = mesh_of(4, names=("data",)), SPECS["layers"]
+    scan = functools.partial(jm.scan_layers, mesh=mesh, specs=specs)
+    assert_close(
+        jax.jit(jax.grad(loss), static_argnums=2)(params, batch, scan), expected, 5e-6
+    )
+
+
 def test_layers_divided_along_their_own_axis():
     layers, mesh = {"w": jnp.ones((4, 8, 8))}, mesh_of(2, names=("data",))
     with pytest.raises(ValueError, match=r"layers at 'w' .* along the axis of layers"):
