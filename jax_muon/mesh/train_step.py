@@ -64,12 +64,11 @@ def make_train_step(
     Args:
       loss_fn: `loss_fn(params, batch)` returns the mean loss of the batch it is given,
         a scalar, or the mean over all devices, if it calls collectives over `axis`
-        itself. With `weighted`, it returns (mean loss, weight), where weight is the
-        weight of this mean, e.g. the number of unmasked tokens. A mean of weight 0 does
-        not count, even if it is NaN. With `has_aux`, it returns a pair of that and a
-        tree of arrays. It sees whole parameters, except along mesh axes other than
-        `axis`, such as tensor parallelism's.
-      tx: an optimizer, such as a recipe; do not wrap it in `on_mesh`.
+        itself. It sees whole parameters, except along mesh axes other than `axis`, such
+        as tensor parallelism's. Integers and booleans among them, such as counters and
+        masks, stay as they are.
+      tx: an optimizer, such as a recipe. The step puts it on the mesh: an `on_mesh` in
+        it changes nothing, or is an error if it has specs or `divide`.
       mesh: the mesh.
       axis: mesh axis, or axes, that divide the leading axis of batches.
       specs: how parameters are sharded between steps; see `on_mesh`. None: replicated,
@@ -79,11 +78,12 @@ def make_train_step(
       parameters: "as specs", or "divided": shard parameters like the state between
         steps and gather them for each step (ZeRO-3).
       min_size: leaves of fewer elements are replicated, their gradients all-reduced.
-      has_aux: whether loss_fn returns auxiliary output.
+      has_aux: whether loss_fn returns a pair of the loss and a tree of arrays.
       max_aux: names of entries of the auxiliary output, a dictionary. Their maximum
         over devices and microbatches counts instead of the mean. `tx` gets them
         as extra arguments of these names: "max_logits" for `clip_qk`.
-      weighted: whether loss_fn returns weights.
+      weighted: whether the loss is a pair of the mean and its weight, such as the
+        number of unmasked tokens. A mean of weight 0 does not count, even if it is NaN.
       microbatches: number of parts in which a device takes its batch, one by one.
       accumulate: "local": each device adds up the gradients of its microbatches and
         sends the sum once; "scattered": it sends every microbatch's gradients, so no
@@ -138,22 +138,24 @@ def make_train_step(
     if not names:
         checks.refuse("axis", axis, "at least one")
     divided = None if divide is None else checked_axes("divide", divide, mesh)
-    _check_axes(mesh, names, divided or ())
+    if divided and not set(divided) <= set(names):
+        checks.refuse(
+            "divide", divide, f"mesh axes of axis={names}, which sum gradients"
+        )
+    specs = PartitionSpec() if specs is None else specs
+    if AxisType.Explicit in mesh.axis_types:
+        specs = _on_explicit_axes(specs, names, mesh)
     checks.choice("parameters", parameters, ("as specs", "divided"))
     checks.count("microbatches", microbatches)
     checks.choice("accumulate", accumulate, ("local", "scattered"))
     checks.choice("gather", gather, ("auto", "layers", "leaves"))
     checks.float_dtype("reduce_dtype", reduce_dtype)
     checks.float_dtype("gather_dtype", gather_dtype)
-    checks.flag("has_aux", has_aux)
-    checks.flag("weighted", weighted)
-    checks.flag("donate", donate)
-    checks.flag("keep_gathered", keep_gathered)
-    maxima = (max_aux,) if isinstance(max_aux, str) else max_aux
-    if not isinstance(maxima, (tuple, list)) or any(
-        not isinstance(x, str) for x in maxima
-    ):
-        checks.refuse("max_aux", max_aux, "names of auxiliary output")
+    flags = {"has_aux": has_aux, "weighted": weighted}
+    flags |= {"keep_gathered": keep_gathered, "donate": donate}
+    for name, value in flags.items():
+        checks.flag(name, value)
+    maxima = (max_aux,) if isinstance(max_aux, str) else tuple(max_aux)
     if maxima and not has_aux:
         raise ValueError(f"max_aux={max_aux!r}; expected has_aux=True with it")
     if compiler_options is not None:
@@ -164,7 +166,7 @@ def make_train_step(
         names,
         math.prod(mesh.shape[name] for name in names),
         has_aux,
-        tuple(maxima),
+        maxima,
         weighted,
         microbatches,
         accumulate,
@@ -176,7 +178,7 @@ def make_train_step(
     )
     places = layout.Layout(
         mesh,
-        PartitionSpec() if specs is None else specs,
+        specs,
         names if divided is None else divided,
         names,
         min_size,
@@ -196,18 +198,6 @@ class TrainStep:
     over devices and microbatches, or the maximum for entries in `max_aux`.
     `step.abstract(params)` is what a checkpoint is restored into. `step.tx` is the
     optimizer on its mesh, for `describe`.
-
-    Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
-      >>> def loss_fn(params, batch):
-      ...     return jnp.mean((batch @ params["mlp"]) ** 2)
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
-      >>> step = jm.make_train_step(loss_fn, jm.nanochat(), mesh)
-      >>> params, state = step.abstract({"mlp": jnp.eye(64)})
-      >>> params["mlp"].shape
-      (64, 64)
     """
 
     def __init__(
@@ -323,17 +313,12 @@ class TrainStep:
         specs = self._layout.of_params(params), self._layout.of_state(params)
         here, scattered = jax.tree.map(lambda x: only(x, axis), specs)
         if AxisType.Explicit in mesh.axis_types:
-            _check_named(specs, axis)
             batch = jax.reshard(batch, NamedSharding(mesh, PartitionSpec(axis)))
-
-        def local(params: Any, batch: Any) -> Any:
-            return self._gradients(params, batch, here, scattered)
-
         # With check_vma=True, the gradient of a parameter that devices share would be
         # summed already, loops could not start from constants, and a loss that ends in
         # a pmean would have a gradient that is too small by the number of devices.
         grads, largest, metrics = jax.shard_map(
-            local,
+            lambda params, batch: self._gradients(params, batch, here, scattered),
             mesh=mesh,
             in_specs=(here, PartitionSpec(axis)),
             out_specs=(scattered, PartitionSpec(), PartitionSpec()),
@@ -341,7 +326,12 @@ class TrainStep:
             check_vma=False,
         )(params, batch)
         updates, state = self._optimizer.update(grads, state, params, **largest)
-        return optax.apply_updates(params, updates), state, metrics
+        after = jax.tree.map(
+            lambda p, q: q if jnp.issubdtype(p.dtype, jnp.inexact) else p,
+            params,
+            optax.apply_updates(params, updates),
+        )
+        return after, state, metrics
 
 
 def _check_alive(params: Any, state: Any) -> None:
@@ -357,27 +347,22 @@ def _check_alive(params: Any, state: Any) -> None:
             )
 
 
-def _check_axes(mesh: Mesh, axis: tuple[str, ...], divide: tuple[str, ...]) -> None:
-    for name in set(divide) - set(axis):
+def _on_explicit_axes(
+    specs: layout.Specs, axis: tuple[str, ...], mesh: Mesh
+) -> layout.Specs:
+    """The specs without axes of one device, as a function of the path.
+
+    JAX cannot scatter arrays whose types show other axes than those of the batch.
+    """
+    others = set(mesh.axis_names) - set(axis)
+    if large := [name for name in others if mesh.shape[name] > 1]:
         raise ValueError(
-            f"divide={divide}: gradients are not summed over {name!r}; expected mesh "
-            f"axes of axis={axis}"
+            f"the mesh axis {large[0]!r} has Explicit axes; expected a mesh with Auto "
+            f"axes, since there are others than those of the batch, axis={axis}"
         )
-    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
-        # JAX 0.10 cannot scatter arrays there whose types show other axes.
-        if name not in axis and kind == AxisType.Explicit and mesh.shape[name] > 1:
-            raise ValueError(
-                f"the mesh axis {name!r} has Explicit axes; expected a mesh with Auto "
-                f"axes, since there are others than those of the batch, axis={axis}"
-            )
+    given = layout.spec_by_path(specs)
 
+    def spec(path: str) -> PartitionSpec:
+        return only(given(path), set(spec_names(given(path))) - others)
 
-def _check_named(specs: Any, axis: tuple[str, ...]) -> None:
-    """Refuse specs that name an Explicit axis of one device, which JAX cannot serve."""
-    for spec in jax.tree.leaves(specs):
-        for name in set(spec_names(spec)) - set(axis):
-            raise ValueError(
-                f"specs name the mesh axis {name!r}, an Explicit one of one device, "
-                f"which is not among those of the batch, axis={axis}; expected specs "
-                "without it, or it in axis"
-            )
+    return spec

@@ -385,6 +385,58 @@ def test_an_optimizer_that_is_on_a_mesh_already():
         jm.make_train_step(lambda p, b: 0.0, jm.on_mesh(jm.muon(), mesh), mesh)
 
 
+def test_an_on_mesh_within_the_optimizer():
+    """Without `divide` and specs it changes nothing, with them it is an error."""
+    problem = "no adamw leaves"
+    params, _ = problems.draw(problem)
+    clip, mesh = optax.clip_by_global_norm(1.0), mesh_of(4)
+
+    def trained(tx):
+        step = make(tx=optax.chain(clip, tx), problem=problem)
+        return layouts.train_step_run(step, params, problems.batches(2))[0]["y"]
+
+    on_mesh = trained(jm.on_mesh(recipe(), mesh))
+    np.testing.assert_array_equal(on_mesh, trained(recipe()))
+    with pytest.raises(ValueError, match=r"is divided over .* already"):
+        trained(jm.on_mesh(recipe(), mesh, divide="data"))
+
+
+@pytest.mark.parametrize("parameters", ["as specs", "divided"])
+@pytest.mark.parametrize(
+    ("tx", "alone"),
+    [
+        (optax.adamw(0.1, weight_decay=1.0), optax.adamw(0.1, weight_decay=1.0)),
+        (
+            jm.muon(
+                matrices=lambda params: jm.read(
+                    params, rules={"count": "frozen", "mask": "frozen"}
+                ),
+                groups={"frozen": optax.set_to_zero()},
+                polar=jm.ExactPolar(),
+            ),
+            jm.muon(polar=jm.ExactPolar()),
+        ),
+    ],
+    ids=["adamw", "muon"],
+)
+def test_integers_among_the_parameters_stay_as_they_are(tx, alone, parameters):
+    params = {"w": jnp.eye(8, 16), "count": jnp.asarray(3), "mask": jnp.eye(8) > 0}
+
+    def loss(params, batch):
+        y = batch @ jnp.where(params["mask"], 1, 0.5) @ params["w"]
+        return jnp.mean(y**2) * params["count"]
+
+    batch = jnp.asarray(np.random.default_rng(5).standard_normal((8, 8)))
+    step = make(loss=loss, tx=tx, parameters=parameters, donate=False)
+    after, _, _ = step(*step.init(params), batch)
+    np.testing.assert_array_equal(after["count"], 3)
+    np.testing.assert_array_equal(after["mask"], params["mask"])
+    w = {"w": params["w"]}
+    grads = jax.grad(lambda w: loss(params | w, batch))(w)
+    updates, _ = alone.update(grads, alone.init(w), w)
+    np.testing.assert_allclose(after["w"], w["w"] + updates["w"], rtol=0, atol=5e-6)
+
+
 def test_explicit_axes_beside_those_of_the_batch():
     mesh = mesh_of(2, 2, kind=EXPLICIT)
     with pytest.raises(
@@ -394,12 +446,15 @@ def test_explicit_axes_beside_those_of_the_batch():
 
 
 def test_an_explicit_axis_of_one_device_beside_those_of_the_batch():
-    params, mesh = {"w": jnp.ones((4, 6))}, mesh_of(2, 1, kind=EXPLICIT)
-    step = jm.make_train_step(
-        lambda p, b: jnp.sum(p["w"]) * b.mean(), optax.sgd(0.1), mesh, specs=P("fsdp")
-    )
-    with pytest.raises(ValueError, match="'fsdp', an Explicit one of one device"):
-        step(*step.init(params), jnp.ones(2))
+    """It divides nothing, so specs may name it."""
+    params, mesh = {"w": jnp.ones((8, 6))}, mesh_of(2, 1, kind=EXPLICIT)
+    batch = jnp.asarray(np.arange(16.0).reshape(2, 8))
+    loss = lambda p, b: jnp.mean(jnp.sin(b @ p["w"]))  # noqa: E731
+    expected = jax.grad(loss)(params, batch)["w"]
+    for spec in (P("fsdp"), P(None, "fsdp"), P(("data", "fsdp"))):
+        step = jm.make_train_step(loss, optax.sgd(1.0), mesh, specs=spec)
+        after, _, _ = step(*step.init(params), batch)
+        np.testing.assert_allclose(1 - after["w"], expected, rtol=0, atol=5e-6)
 
 
 def test_a_state_of_something_else():
