@@ -1,6 +1,5 @@
 """A few numbers about every step, kept in the optimizer's state."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -69,13 +68,15 @@ def observe(
     inner = checks.as_transform("inner", inner)
     read_tree = reader(matrices)
 
-    def by_label(params: Any) -> dict[str, list[int]]:
-        """The label of every floating-point leaf, with the leaves' numbers."""
+    def by_label(params: Any, *trees: Any) -> dict[str, list[tuple[Array, ...]]]:
+        """The floating-point leaves of each label, with those of other trees."""
         found = read_tree(params)
-        labels: dict[str, list[int]] = {}
-        for number, (path, leaf) in enumerate(paths.leaves_with_paths(params)):
-            if jnp.issubdtype(leaf.dtype, jnp.floating) and math.prod(leaf.shape):
-                labels.setdefault(found[path].label, []).append(number)
+        labels: dict[str, list[tuple[Array, ...]]] = {}
+        for (path, leaf), *others in zip(
+            paths.leaves_with_paths(params), *map(jax.tree.leaves, trees), strict=True
+        ):
+            if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size:
+                labels.setdefault(found[path].label, []).append((leaf, *others))
         return labels
 
     def init_fn(params: optax.Params) -> ObserveState:
@@ -102,28 +103,22 @@ def observe(
         expected = "an ObserveState, as the init of observe returns it"
         checks.kind("state", state, ObserveState, expected)
         updates, new = inner.update(updates, state.inner_state, params, **extra_args)
-        pairs = [
-            (wide(u), wide(w))
-            for u, w in zip(
-                jax.tree.leaves(updates), jax.tree.leaves(params), strict=True
-            )
-        ]
         observed: dict[str, Array] = {}
-        for label, numbers in by_label(params).items():
-            of_label = _measure([pairs[number] for number in numbers])
+        for label, leaves in by_label(params, updates).items():
+            of_label = _measure([tuple(map(wide, pair)) for pair in leaves])
             observed |= {f"{label}/{name}": x for name, x in of_label.items()}
         return updates, ObserveState(new, observed | _counts(new))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _measure(pairs: list[tuple[Array, Array]]) -> dict[str, Array]:
-    """The numbers about the updates and parameters of one label."""
-    size = sum(w.size for _, w in pairs)
-    update = jnp.sqrt(sum(jnp.sum(u * u) for u, _ in pairs) / size)
-    weight = jnp.sqrt(sum(jnp.sum(w * w) for _, w in pairs) / size)
+def _measure(pairs: list[tuple[Array, ...]]) -> dict[str, Array]:
+    """The numbers about the parameters of one label and their updates."""
+    size = sum(w.size for w, _ in pairs)
+    weight = jnp.sqrt(sum(jnp.sum(w * w) for w, _ in pairs) / size)
+    update = jnp.sqrt(sum(jnp.sum(u * u) for _, u in pairs) / size)
     towards = sum(
-        jnp.sum(jnp.sign(u) * jnp.sign(w) < 0, dtype=jnp.float32) for u, w in pairs
+        jnp.sum(jnp.sign(u) * jnp.sign(w) < 0, dtype=jnp.float32) for w, u in pairs
     )
     measured = {
         "update_rms": update,
