@@ -3,6 +3,7 @@
 import json
 import os
 
+import jax
 import matplotlib.pyplot as plt
 import pytest
 
@@ -10,6 +11,7 @@ import pytest
 def test_cells_run(examples, monkeypatch, capsys):
     monkeypatch.setenv("TUTORIAL_STEPS", "3")
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # which it sets
+    assert jax.device_count() == 8  # and which JAX does not read again from here on
     monkeypatch.setattr(plt, "show", plt.close)
     notebook = json.loads((examples / "tutorial.ipynb").read_text())
     names = {}
