@@ -1,6 +1,5 @@
 """jax_muon: the Muon family of optimizers for JAX, as small optax pieces."""
 
-from jax_muon.guards import skip_nonfinite
 from jax_muon.hyperball import hyperball
 from jax_muon.matrices import Matrices, read
 from jax_muon.max_logits import max_attention_logits
@@ -23,6 +22,7 @@ from jax_muon.scaling import (
     scale_by_path,
     scale_by_shape,
 )
+from jax_muon.skip_nonfinite import skip_nonfinite
 from jax_muon.splits import Split, with_splits
 from jax_muon.tools.describe import describe
 from jax_muon.tools.observe import observe

@@ -1,4 +1,4 @@
-"""Guards: the same decision on all devices, and nothing moved by a skipped step."""
+"""skip_nonfinite: the same decision on all devices; a skipped step moves nothing."""
 
 import chex
 import jax
