@@ -70,7 +70,8 @@ def of_us(params: Any, mesh: Mesh) -> Counts:
     """By the description of `jm.muon` with `on_mesh`."""
     found = jm.describe(jm.on_mesh(jm.muon(), mesh, SPEC), params)
     sent = found.sent_bytes["orthogonalize"]
-    return float(found.flops.max()), sent, len(found.collectives)
+    flops = sum(pool.load(found.sizes) for pool in found.pools)
+    return float(flops.max()), sent, len(found.collectives)
 
 
 COUNTED = {"optax.contrib.muon": of_optax, "maxtext": of_maxtext, "jax_muon": of_us}

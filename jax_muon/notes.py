@@ -1,37 +1,32 @@
-"""Facts that transforms record while traced, for `describe`.
+"""Facts that transforms record while traced, for `describe` and `take_over`.
 
 Without a listener, as in a training run, `note` does nothing.
 """
 
+import collections
 import contextlib
 import contextvars
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+Notes = dict[str, dict[Any, Any]]  # by kind, then by path or another key
 
-class Note(NamedTuple):
-    """One fact, as a transform knew it while it was traced."""
-
-    kind: str
-    facts: dict[str, Any]
-
-
-_listener: contextvars.ContextVar[list[Note] | None] = contextvars.ContextVar(
+_listener: contextvars.ContextVar[Notes | None] = contextvars.ContextVar(
     "jax_muon_notes", default=None
 )
 
 
-def note(kind: str, **facts: Any) -> None:
-    """Record a fact."""
+def note(kind: str, facts: Mapping[Any, Any]) -> None:
+    """Record facts; one with the same key, as from a second trace, is replaced."""
     notes = _listener.get()
     if notes is not None:
-        notes.append(Note(kind, facts))
+        notes[kind].update(facts)
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[list[Note]]:
-    """Record facts inside the `with` block, in a list."""
-    notes: list[Note] = []
+def listening() -> Iterator[Notes]:
+    """Record facts inside the `with` block."""
+    notes: Notes = collections.defaultdict(dict)
     token = _listener.set(notes)
     try:
         yield notes

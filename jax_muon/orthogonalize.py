@@ -115,7 +115,8 @@ def orthogonalize(
             shared_dtype=getattr(polar, "shared_dtype", None),
             start=zlib.crc32(" ".join(labels).encode()),
         )
-        notes.note("pools", names=tuple(names), pools=pools, sizes=sizes)
+        notes.note("pools", {tuple(names): pools})
+        notes.note("sizes", sizes)
         factors = functools.partial(
             travel.map_pools, polar, pools=pools, sizes=sizes, max_stack=max_stack
         )

@@ -192,7 +192,8 @@ def _for_tree(
 ) -> optax.GradientTransformationExtraArgs:
     """The transforms of the groups, on the leaves with their labels."""
     matrices = found.group([x for x, group in groups.items() if callable(group)])
-    note("matrices", all=found, joined=matrices)
+    note("parameters", found)
+    note("matrices", {tuple(matrices): matrices})
     transforms = {
         label: checks.as_transform(
             f"groups[{label!r}](matrices)", group(matrices.group([label]))
@@ -201,11 +202,4 @@ def _for_tree(
         else group
         for label, group in groups.items()
     }
-    tx = optax.partition(transforms, found.labels)
-
-    def init_fn(params: optax.Params) -> Any:
-        state = tx.init(params)
-        note("state", state=state)
-        return state
-
-    return optax.GradientTransformationExtraArgs(init_fn, tx.update)
+    return optax.partition(transforms, found.labels)

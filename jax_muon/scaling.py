@@ -258,7 +258,7 @@ def scale_by_shape(
     def scale(path: str, u: Array, axes: MatrixAxes) -> Array:
         fan = axes.fan(u.shape)
         factor = checks.number(f"rule{fan}", chosen(*fan), "of at least 0")
-        note("scale", factors={path: factor})
+        note("scale", {path: factor})
         return u * dtypes.in_dtype_of(u, factor)
 
     return _stateless(scale, matrices)

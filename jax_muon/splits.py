@@ -133,7 +133,7 @@ def with_splits(
     def init_fn(params: optax.Params) -> Any:
         for pattern, split in splits.items():
             fitted = _fitted(pattern, split, params)
-            notes.note("splits", fitted=fitted)
+            notes.note("splits", {(pattern, *fitted): fitted})
             params = _map_split(_parts, fitted, params)
         return inner.init(params)
 

@@ -297,11 +297,12 @@ def test_describe_observes_the_given_optimizer():
     alone = jm.describe(jm.nanochat(), params).parameters
     for around in (
         optax.chain(optax.clip_by_global_norm(1.0), jm.nanochat()),
-        optax.MultiSteps(jm.nanochat(), 2).gradient_transformation(),
         optax.inject_hyperparams(jm.nanochat, static_args="steps")(),
         jm.skip_nonfinite(jm.nanochat()),
     ):
         assert jm.describe(around, params).parameters == alone
+    (found,) = jm.describe(optax.MultiSteps(jm.nanochat(), 2), params).parameters
+    assert found.state_bytes == alone[0].state_bytes + 8 * 8 * 4  # a sum of gradients
     muon = jm.muon(shape_rule="rms_0.2")
     assert jm.describe(muon, params).parameters[0].scale == pytest.approx(0.2 * 8**0.5)
 

@@ -3,7 +3,6 @@
 JAX's less stable APIs, about meshes and types in a trace, are used only here.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,11 +49,6 @@ def arrays_and_others(extra_args: dict[str, Any]) -> tuple[dict, dict]:
         and jax.tree.leaves(value)
     }
     return arrays, {k: v for k, v in extra_args.items() if k not in arrays}
-
-
-def bytes_on_a_device(x: Any) -> int:
-    """Bytes of one device's shard of an array, as far as its type shows the spec."""
-    return math.prod(jax.typeof(x).sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:

@@ -205,11 +205,9 @@ class MeanGradients:
         args = params, part
         traced = by_layers.ByLayers(self._split_loss, args, flat, self.gather)
         names = [path for path, _ in paths.leaves_with_paths(params)]
-        notes.note(
-            "gathered",
-            by_layers=[names[i] for i in sorted(traced.held)],
-            whole={names[i]: operation for i, operation in traced.others.items()},
-        )
+        how = dict.fromkeys(traced.held, "a layer at a time")
+        how |= {i: f"whole, for {operation}" for i, operation in traced.others.items()}
+        notes.note("gathered", {names[i]: how[i] for i in sorted(how)})
         for i, operation in traced.others.items():
             if self.how == "layers" and len(flat[i]) > 2:
                 raise ValueError(

@@ -125,8 +125,6 @@ class OnMesh:
         _, _, fine = self.layout.of_leaves(params)
         with self._explicit_axes():
             state = self.tx.init(_reshard(params, fine))
-        if not self._is_explicit():  # types show nothing outside
-            notes.note("placed_state", state=state)
         return self._on_own_axes(state)
 
     def update(
@@ -156,7 +154,7 @@ class OnMesh:
         names, coarse, fine = self.layout.of_leaves(like)
         if AxisType.Explicit in self.layout.mesh.axis_types:
             _check_types(names, jax.tree.leaves(like), coarse)
-        notes.note("on_mesh", layout=self.layout, specs=(names, coarse, fine))
+        notes.note("on_mesh", {self: (names, coarse, fine)})
         expected = self._typed_state(like, fine)
         checks.state(state, expected)
         of_state = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(expected)]

@@ -8,20 +8,21 @@ always belongs to the optimizer it was given.
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from jax_muon import checks, notes, paths
 from jax_muon.matrices import Parameter, aligned, shape_text, sizes_text
 from jax_muon.mesh import array_types
 from jax_muon.mesh import specs as mesh_specs
 from jax_muon.mesh.collectives import Collective, collectives, ring_bytes
-from jax_muon.mesh.owners import Pool, flops_of, product
+from jax_muon.mesh.on_mesh import abstract_state
+from jax_muon.mesh.owners import Pool, product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ class DescribedParameter:
         orthogonalized.
       joined: how many of its matrices are orthogonalized as one with others.
       scale: factor of `scale_by_shape`, or None.
-      state_bytes: size of its optimizer state on one device; None if unknown.
+      state_bytes: size of its optimizer state on one device.
       spec: its sharding on the mesh of `on_mesh`, or in its type; None if neither is
         known.
       state_spec: the sharding of its gradient and state, or None.
@@ -46,7 +47,7 @@ class DescribedParameter:
     matrices: tuple[int, int, int] | None
     joined: int
     scale: float | None
-    state_bytes: int | None
+    state_bytes: int
     spec: PartitionSpec | None = None
     state_spec: PartitionSpec | None = None
     repeated: bool = False
@@ -109,59 +110,35 @@ class Description:
         return sent | {"gradients": gradients, "gathers": gathers}
 
     @property
-    def flops(self) -> np.ndarray:
-        """FLOPs of five quintics of all matrices, by device along the mesh axes.
-
-        Sharded matrices count on the devices that own them, others on every device.
-        """
-        sizes = [size for size in self.sizes.values() if size > 1]
-        work = np.zeros(sizes)
-        for pool in self.pools:
-            work = work + pool.load(self.sizes)
-        if not self.pools:
-            for leaf in self.parameters:
-                if leaf.matrices is not None:
-                    count, fan_in, fan_out = leaf.matrices
-                    joined = flops_of(fan_in * leaf.joined, fan_out)
-                    work = work + count / leaf.joined * joined
-        return work
-
-    @property
     def imbalance(self) -> float:
         """Work of the busiest device over an even share of one device's work."""
-        alone = sum(
+        loads = sum(pool.load(self.sizes) for pool in self.pools)
+        work = sum(
             pool.count * product(pool.batch, self.sizes) * pool.flops
             for pool in self.pools
         )
-        return float(self.flops.max() * self.devices / alone) if alone else 1.0
+        return float(np.max(loads) * self.devices / work) if work else 1.0
 
     def __str__(self) -> str:
         """A table of the parameters and, on a mesh, one of the work on each device."""
-        on_mesh = bool(self.sizes)
-        header = ["parameter", "shape", "role", "as matrices", "label"]
-        header += ["sharding"] if on_mesh else []
-        rows = [(*header, "scale", "state")]
-        for leaf in self.parameters:
-            found = leaf.parameter
-            read = sizes_text(leaf.matrices)
-            read += f", {leaf.joined} as one" if leaf.joined > 1 else ""
-            own = [found.path, shape_text(found.shape), found.role, read, found.label]
-            if on_mesh:
-                own.append(sharding_text(leaf.spec, leaf.state_spec, self.sizes))
-            own.append("-" if leaf.scale is None else f"{leaf.scale:.4g}")
-            size = "-" if leaf.state_bytes is None else bytes_text(leaf.state_bytes)
-            rows.append((*own, size))
+        header = ("parameter", "shape", "role", "as matrices", "label", "sharding")
+        rows: list[tuple[str, ...]] = [(*header, "scale", "state")]
+        rows += [_row(leaf, self.sizes) for leaf in self.parameters]
+        if not self.sizes:
+            rows = [(*row[:5], *row[6:]) for row in rows]
         reasons = ["why", *(leaf.parameter.reason for leaf in self.parameters)]
         table = zip(aligned(rows, numbers=2), reasons, strict=True)
-        elements = [math.prod(x.parameter.shape) for x in self.parameters]
-        in_matrices = sum(math.prod(x.matrices or (0,)) for x in self.parameters)
-        total = (
+        elements = [math.prod(leaf.parameter.shape) for leaf in self.parameters]
+        in_matrices = sum(math.prod(leaf.matrices or [0]) for leaf in self.parameters)
+        lines = [f"{row}   {why}".rstrip() for row, why in table]
+        lines.append(
             f"{len(elements)} parameters: {sum(elements)} elements, {in_matrices} of "
             f"them in matrices; state {bytes_text(self.state_bytes)}"
         )
-        lines = [f"{row}   {why}".rstrip() for row, why in table]
-        lines.append(total + (" on a device" if on_mesh else ""))
-        return "\n".join([*lines, "", *_work(self)] if on_mesh else lines)
+        if self.sizes:
+            lines[-1] += " on a device"
+            lines += ["", *_work(self)]
+        return "\n".join(lines)
 
 
 def describe(
@@ -196,118 +173,68 @@ def describe(
       >>> str(found).splitlines()[0]
       'parameter   shape      role        as matrices     label   scale     state   why'
     """
-    update = checks.as_transform("tx", tx).update
+    tx = checks.as_transform("tx", tx)
     checks.arrays("params", params)
     shapes = jax.tree.map(_shape, params)
     arrays, others = array_types.arrays_and_others(extra_args)
-    with _mesh_of(shapes):
-        with notes.listening() as at_init:
-            # A new function, since JAX never traces the same one twice.
-            state = jax.eval_shape(lambda params: tx.init(params), shapes)
-        with notes.listening() as at_update:
-            sent = collectives(
-                lambda g, s, p, arrays: update(g, s, p, **others, **arrays),
-                *(shapes, state, shapes, arrays),
-            )
-    return _description(shapes, state, at_init, at_update, tuple(sent))
-
-
-def _description(
-    shapes: Any,
-    state: Any,
-    at_init: Sequence[notes.Note],
-    at_update: Sequence[notes.Note],
-    sent: tuple[Collective, ...],
-) -> Description:
-    read: dict[str, Parameter] = {}
-    joined: dict[str, int] = {}
-    scales: dict[str, float] = {}
-    states = []  # of each `partition`; of the whole optimizer if there is none
-    pools: dict[Any, list[Pool]] = {}
-    sizes: dict[str, int] = {}
-    summed: tuple[str, ...] = ()
+    with _mesh_of(shapes), notes.listening() as heard:
+        # New functions, since JAX never traces the same one twice.
+        state = jax.eval_shape(lambda params: tx.init(params), shapes)
+        sent = collectives(
+            lambda g, s, p, arrays: tx.update(g, s, p, **others, **arrays),
+            *(shapes, state, shapes, arrays),
+        )
     specs: dict[str, tuple[PartitionSpec, PartitionSpec | None]] = {
         path: (x.sharding.spec, None)
         for path, x in paths.leaves_with_paths(shapes)
         if x.sharding is not None
     }
-    total = sum(map(array_types.bytes_on_a_device, jax.tree.leaves(state)))
-    for kind, facts in itertools.chain(at_init, at_update):
-        if kind == "state":
-            states.append(facts["state"])
-        elif kind == "placed_state":  # on Auto axes, whose types show no sharding
-            for x in jax.tree.leaves(facts["state"]):
-                total += array_types.bytes_on_a_device(x) - x.size * x.dtype.itemsize
-        elif kind == "matrices":
-            read |= facts["all"]
-            names = list(facts["joined"])
-            blocks = facts["joined"].blocks(names)
-            for block in sorted(blocks, key=lambda block: block.joined):
-                joined |= {names[leaf]: block.joined for leaf in block.leaves}
-        elif kind == "scale":
-            scales |= facts["factors"]
-        elif kind == "pools":
-            pools[facts["names"]] = facts["pools"]  # a branch may be traced twice
-            sizes |= facts["sizes"]
-        elif kind == "on_mesh":
-            sizes |= dict(facts["layout"].mesh.shape)
-            summed = facts["layout"].summed
-            names, *both = facts["specs"]
-            specs |= dict(zip(names, zip(*both, strict=True), strict=True))
+    sizes, summed = heard["sizes"], ()
+    for optimizer, (names, *both) in heard["on_mesh"].items():
+        layout = optimizer.layout
+        state = abstract_state(tx, shapes, layout.mesh)
+        sizes |= layout.mesh.shape
+        summed = layout.summed
+        specs |= dict(zip(names, zip(*both, strict=True), strict=True))
+    joined: dict[str, int] = {}
+    for matrices in heard["matrices"].values():
+        names = list(matrices)
+        for block in sorted(matrices.blocks(names), key=lambda block: block.joined):
+            joined |= {names[leaf]: block.joined for leaf in block.leaves}
+    read = _rows(shapes, heard["parameters"])
+    own_bytes = _bytes_by_path(state, [parameter.path for parameter in read])
 
-    leaves = dict(paths.leaves_with_paths(shapes))
-    own_bytes = dict.fromkeys(read or leaves, 0)
-    for one in states or [state]:
-        own_bytes |= _bytes_by_path(one, own_bytes)
-
-    def described(path: str, parameter: Parameter) -> DescribedParameter:
+    def described(parameter: Parameter) -> DescribedParameter:
+        path = parameter.path
         own, of_state = specs.get(paths.nearest_prefix(specs, path) or "", (None, None))
         sharded = () if of_state is None else mesh_specs.spec_names(of_state)
         return DescribedParameter(
             parameter,
             parameter.sizes if path in joined else None,
             joined.get(path, 1),
-            scales.get(path),
-            own_bytes.get(path),
+            heard["scale"].get(path),
+            own_bytes[path],
             own,
             of_state,
             of_state is not None and bool(summed) and set(summed).isdisjoint(sharded),
         )
 
-    parts: dict[str, list[str]] = {}  # a parameter with splits has several
-    for path in read:
-        parts.setdefault(str(paths.nearest_prefix(leaves, path)), []).append(path)
-    rows = []
-    for path, x in leaves.items():
-        unread = Parameter(path, tuple(x.shape), x.dtype, "-", "-", "", None)
-        rows += [described(p, read[p]) for p in parts.get(path, ())] or [
-            described(path, unread)
-        ]
-    every_pool = tuple(itertools.chain(*pools.values()))
-    return Description(tuple(rows), every_pool, sizes, summed, sent, total)
+    return Description(
+        tuple(map(described, read)),
+        tuple(itertools.chain(*heard["pools"].values())),
+        sizes,
+        summed,
+        tuple(sent),
+        sum(map(_bytes_on_a_device, jax.tree.leaves(state))),
+    )
 
 
-def _bytes_by_path(state: Any, names: Collection[str]) -> dict[str, int]:
-    """Bytes of state on a device, by the parameter whose path ends the array's own."""
-    total: dict[str, int] = {}
-    for path, x in paths.leaves_with_paths(state):
-        parts = path.split("/")
-        ends = ("/".join(parts[start:]) for start in range(len(parts) + 1))
-        if (owner := next((end for end in ends if end in names), None)) is not None:
-            total[owner] = total.get(owner, 0) + array_types.bytes_on_a_device(x)
-    return total
-
-
-def _shape(x: Any) -> Any:
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
     """The shape of an array, with its sharding if its type shows that."""
     sharding = array_types.own_sharding(x)
-    if sharding is None or not _explicit(sharding.mesh):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    if sharding is not None and AxisType.Explicit not in sharding.mesh.axis_types:
+        sharding = None
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def _explicit(mesh: Any) -> bool:
-    return jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
 def _mesh_of(shapes: Any) -> Any:
@@ -319,7 +246,51 @@ def _mesh_of(shapes: Any) -> Any:
     )
 
 
+def _rows(shapes: Any, read: Mapping[str, Parameter]) -> list[Parameter]:
+    """The parameters of a tree as they are read, or the parts of those with splits."""
+    rows: dict[str, list[Parameter]] = {}
+    leaves = dict(paths.leaves_with_paths(shapes))
+    for path, parameter in read.items():
+        rows.setdefault(paths.nearest_prefix(leaves, path) or "", []).append(parameter)
+    for path, x in leaves.items():
+        unread = Parameter(path, tuple(x.shape), x.dtype, "-", "-", "", None)
+        rows.setdefault(path, [unread])
+    return [parameter for path in leaves for parameter in rows[path]]
+
+
+def _bytes_by_path(state: Any, names: Sequence[str]) -> dict[str, int]:
+    """Bytes of state on a device. A parameter's path ends that of its state."""
+    total = dict.fromkeys(names, 0)
+    for path, x in paths.leaves_with_paths(state):
+        while path not in total and path:
+            path = path.partition("/")[2]
+        if path in total:
+            total[path] += _bytes_on_a_device(x)
+    return total
+
+
+def _bytes_on_a_device(x: jax.ShapeDtypeStruct) -> int:
+    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+    return math.prod(shape) * x.dtype.itemsize
+
+
 # --- the table ------------------------------------------------------------------------
+
+
+def _row(leaf: DescribedParameter, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The cells of one parameter."""
+    found = leaf.parameter
+    joined = f", {leaf.joined} as one" if leaf.joined > 1 else ""
+    return (
+        found.path,
+        shape_text(found.shape),
+        found.role,
+        sizes_text(leaf.matrices) + joined,
+        found.label,
+        sharding_text(leaf.spec, leaf.state_spec, sizes),
+        "-" if leaf.scale is None else f"{leaf.scale:.4g}",
+        bytes_text(leaf.state_bytes),
+    )
 
 
 def sharding_text(
@@ -340,40 +311,37 @@ def sharding_text(
 
 
 def _work(found: Description) -> list[str]:
-    """Which devices compute the matrices of each pool, and how much they send."""
+    """The devices that compute the matrices of each pool, and how much they send."""
     rows = [("pool", "over", "matrices", "owners", "each", "sent")]
     for pool in found.pools:
         different = product(pool.batch, found.sizes)
-        over = [
-            f"{what} {', '.join(names)}"
-            for what in ("batch", "short", "long")
-            if (names := getattr(pool, what))
-        ]
+        axes = {"batch": pool.batch, "short": pool.short, "long": pool.long}
+        over = [f"{what} {', '.join(names)}" for what, names in axes.items() if names]
         owners = f"{len(pool.counts) * different}" if pool.counts else "all"
-        least, most = (f(pool.counts or (pool.count,)) for f in (min, max))
+        owners += f" groups of {pool.group}" if pool.group > 1 else ""
+        least, most = (f(pool.counts or [pool.count]) for f in (min, max))
         word = "or" if most == least + 1 else "to"
         rows.append(
             (
                 f"{pool.fan[0]}x{pool.fan[1]}_{np.dtype(pool.dtype).name}",
                 "; ".join(over) or "-",
                 f"{pool.count * different}",
-                owners if pool.group == 1 else f"{owners} groups of {pool.group}",
+                owners,
                 f"{least}" if least == most else f"{least} {word} {most}",
                 bytes_text(int(pool.sent_bytes(found.sizes))),
             )
         )
     sent = {what: bytes_text(int(size)) for what, size in found.sent_bytes.items()}
     work = f"the busiest does {found.imbalance:.2f} of an even share of the work"
-    owned = any(pool.counts for pool in found.pools)
-    if not owned and found.imbalance > 1:
+    if found.imbalance > 1 and not any(pool.counts for pool in found.pools):
         work = "matrices too small for owners, computed by all that hold them"
-    lines = [
-        *(aligned(rows, numbers=2) if found.pools else []),
+    lines = aligned(rows, numbers=2) if found.pools else []
+    lines.append(
         f"{found.devices} devices: {work}; each sends {sent['orthogonalize']} a step "
-        "to orthogonalize",
-    ]
+        "to orthogonalize"
+    )
     if found.summed:
-        repeated = [x.bytes for x in found.parameters if x.repeated]
+        repeated = [leaf.bytes for leaf in found.parameters if leaf.repeated]
         lines.append(
             f"summed over {', '.join(found.summed)}: {sent['gradients']} for "
             f"gradients, {sent['gathers']} for gathers; {len(repeated)} parameters of "

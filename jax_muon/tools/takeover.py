@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from optax.contrib import MuonState, ReduceLROnPlateauState
 
 from jax_muon import checks, notes, paths
 from jax_muon.accumulators import Quantized
@@ -21,6 +22,15 @@ from jax_muon.scaling import ScaleByNorMuonState
 from jax_muon.splits import arrays_of_parts
 
 Arrays = Mapping[str, Any]
+
+# The fields of states that hold moments, and of `Moments` that hold the same.
+_MOMENTS: dict[type, dict[str, str]] = {
+    NesterovState: {"mu": "first"},
+    QuantizedNesterovState: {"mu": "first"},
+    ScaleByNorMuonState: {"nu": "means"},
+    optax.ScaleByAdamState: {"mu": "first", "nu": "second"},
+    MuonState: {"mu": "first"},
+}
 
 # Fields that count the steps of a run.
 _COUNTS = ("count", "gradient_step", "step")
@@ -67,29 +77,23 @@ class Moments:
         Raises:
           ValueError: a state without moments, or whose parts differ in their counts.
         """
-        first: dict[str, Any] = {}
-        second: dict[str, Any] = {}
-        means: dict[str, Any] = {}
-        counts = set()
-        for node in jax.tree.leaves(state, is_leaf=_has_moments):
-            if not _has_moments(node):
-                continue
-            counts.add(int(node.count))
-            if isinstance(node, ScaleByNorMuonState):
-                means |= paths.leaves_with_paths(node.nu)
-                continue
-            mu = node.mu
-            if isinstance(node, QuantizedNesterovState):
-                mu = jax.tree.map(Quantized().read, mu, node.scale)
-            first |= paths.leaves_with_paths(mu)
-            if isinstance(node, optax.ScaleByAdamState):
-                second |= paths.leaves_with_paths(node.nu)
+        found: dict[str, dict[str, Any]] = {"first": {}, "second": {}, "means": {}}
+        nodes = jax.tree.leaves(state, is_leaf=_has_moments)
+        nodes = [node for node in nodes if _has_moments(node)]
+        for node in nodes:
+            for field, name in _MOMENTS[type(node)].items():
+                flat = paths.leaves_with_paths(getattr(node, field))
+                if isinstance(node, QuantizedNesterovState):
+                    both = zip(flat, jax.tree.leaves(node.scale), strict=True)
+                    flat = [(path, Quantized().read(x, y)) for (path, x), y in both]
+                found[name] |= flat
+        counts = {int(node.count) for node in nodes}
         if len(counts) != 1:
             raise ValueError(
                 f"counts of steps in the state: {sorted(counts)}; expected one count, "
                 "of an optimizer with moments"
             )
-        return cls(counts.pop(), first, second, means)
+        return cls(counts.pop(), **found)
 
 
 def take_over(
@@ -127,121 +131,92 @@ def take_over(
     tx = checks.as_transform("tx", tx)
     checks.arrays("params", params)
     checks.kind("moments", moments, Moments, "jax_muon.Moments")
-    with notes.listening() as found:
-        state = tx.init(params)
-    applied: list[Any] = []  # `on_mesh` traces an init twice, which records it twice
-    for note in found:
-        if note.kind == "splits" and note.facts not in applied:
-            applied.append(note.facts)
-            whole = (moments.first, moments.second, moments.means)
-            parts = [arrays_of_parts(arrays, **note.facts) for arrays in whole]
-            moments = Moments(moments.count, *parts)
-    return _fill(state, moments, "")
+    with notes.listening() as heard:
+        # A new function, so that JAX traces it.
+        jax.eval_shape(lambda params: tx.init(params), params)
+    for fitted in heard["splits"].values():
+        whole = (moments.first, moments.second, moments.means)
+        parts = (arrays_of_parts(arrays, fitted) for arrays in whole)
+        moments = Moments(moments.count, *parts)
+
+    def fill(key_path: tuple[Any, ...], node: Any) -> Any:
+        if _has_moments(node):
+            return _filled(node, moments)
+        fields = [getattr(key, "name", None) for key in key_path]
+        # reduce_on_plateau counts the losses that it has seen itself.
+        own = isinstance(node, ReduceLROnPlateauState)
+        if own or not {*fields}.isdisjoint(_BEGIN_ANEW):
+            return node
+        if fields and fields[-1] in _COUNTS:
+            return _placed(moments.count, node)
+        if np.ndim(node) and jnp.issubdtype(jnp.result_type(node), jnp.floating):
+            raise ValueError(
+                f"take_over cannot fill state{jax.tree_util.keystr(key_path)} of shape "
+                f"{node.shape}; expected no moments but those of nesterov, "
+                "scale_by_normuon, optax.scale_by_adam and optax.contrib.scale_by_muon"
+            )
+        return node
+
+    return jax.tree.map_with_path(
+        fill,
+        tx.init(params),
+        is_leaf=lambda x: _has_moments(x) or isinstance(x, ReduceLROnPlateauState),
+    )
 
 
 def _has_moments(node: Any) -> bool:
-    return isinstance(
-        node,
-        (
-            NesterovState,
-            QuantizedNesterovState,
-            ScaleByNorMuonState,
-            optax.ScaleByAdamState,
-            optax.contrib.MuonState,
-        ),
-    )
+    return type(node) in _MOMENTS
 
 
-def _fill(node: Any, moments: Moments, owner: str) -> Any:
-    """A part of a state with the run's moments and counts; `owner` is its type."""
-    if node is not None and jax.tree_util.all_leaves([node]):
-        if np.ndim(node) and jnp.issubdtype(jnp.result_type(node), jnp.floating):
-            raise ValueError(
-                f"take_over cannot fill the arrays of {owner}; expected no moments but "
-                "those of nesterov, scale_by_normuon and optax.scale_by_adam"
-            )
-        return node
-    if not hasattr(node, "_fields"):
-        return jax.tree.map(
-            lambda x: _fill(x, moments, owner), node, is_leaf=lambda x: x is not node
-        )
-    new = _moments_of(node, moments)
-    # reduce_on_plateau counts the losses that it has seen itself.
-    own = isinstance(node, optax.contrib.ReduceLROnPlateauState)
-    for name, value in zip(node._fields, node, strict=True):
-        if name in _COUNTS and not own:
-            new[name] = _placed(moments.count, value)
-        elif name not in new and name not in _BEGIN_ANEW:
-            new[name] = _fill(value, moments, type(node).__name__)
+def _filled(node: Any, moments: Moments) -> Any:
+    """A state with the run's moments and count."""
+    new: dict[str, Any] = {"count": [moments.count]}
+    for field, name in _MOMENTS[type(node)].items():
+        flat = paths.leaves_with_paths(getattr(node, field))
+        if name != "means" or moments.means:  # without them, of a run without NorMuon
+            new[field] = [_array(moments, name, path, x.shape) for path, x in flat]
+    if isinstance(node, QuantizedNesterovState):
+        # Rounded as its last step would have rounded it.
+        last = jnp.asarray(moments.count - 1)
+        old = zip(*map(jax.tree.leaves, (node.mu, node.scale)), strict=True)
+        rows = [
+            Quantized().store(x, both, path, last)
+            for (path, _), x, both in zip(flat, new["mu"], old, strict=True)
+        ]
+        new["mu"], new["scale"] = [row[0] for row in rows], [row[1] for row in rows]
+    for field, arrays in new.items():
+        leaves, treedef = jax.tree.flatten(getattr(node, field))
+        new[field] = jax.tree.unflatten(treedef, map(_placed, arrays, leaves))
     return node._replace(**new)
 
 
-def _moments_of(node: Any, moments: Moments) -> dict[str, Any]:
-    """The fields of a state that hold moments, filled from the run."""
-    if isinstance(node, QuantizedNesterovState):
-        return _quantized(node, moments)
-    if isinstance(node, ScaleByNorMuonState):
-        filled = bool(moments.means)
-        return {
-            "nu": _filled(node.nu, moments.means, "NorMuon mean") if filled else node.nu
-        }
-    if not _has_moments(node):
-        return {}
-    found = {"mu": _filled(node.mu, moments.first, "mean")}
-    if isinstance(node, optax.ScaleByAdamState):
-        found["nu"] = _filled(node.nu, moments.second, "mean square")
-    return found
-
-
-def _filled(tree: Any, found: Arrays, what: str) -> Any:
-    """A tree of state, filled with the array of each of its parameters."""
-
-    def value(key_path: tuple[Any, ...], old: Any) -> Any:
-        path = paths.path_string(key_path)
-        if path not in found:
+def _array(moments: Moments, name: str, path: str, shape: tuple[int, ...]) -> Any:
+    """The run's array of one parameter, which needs the shape of the state."""
+    arrays = getattr(moments, name)
+    if path not in arrays:
+        raise ValueError(
+            f"moments.{name} has nothing for {path!r}; it has "
+            + (", ".join(arrays) or "nothing at all")
+            + "; expected the labels that the run had"
+        )
+    new = whole = arrays[path]
+    if name == "means" and np.ndim(whole) == len(shape):
+        new = whole[tuple(slice(size) for size in shape)]
+        if np.any(new != whole):
             raise ValueError(
-                f"the run has no {what} of the gradients of {path!r}; it has them of "
-                + (", ".join(found) or "no parameter")
-                + "; expected the labels that the run had"
+                f"moments.means of {path!r} differ along axes for which the state, of "
+                f"shape {shape}, has one mean; expected means over the same axes: "
+                "'output' of normuon, 'longer' of nanochat"
             )
-        new = found[path]
-        if what == "NorMuon mean" and np.ndim(new) == old.ndim:
-            new = new[tuple(slice(0, size) for size in old.shape)]
-            if not isinstance(new, jax.core.Tracer) and np.any(new != found[path]):
-                raise ValueError(
-                    f"the run's NorMuon means of {path!r} differ along axes for which "
-                    f"the state, of shape {old.shape}, has one mean; expected means "
-                    "over the same axes: 'output' of normuon, 'longer' of nanochat"
-                )
-        if np.shape(new) != old.shape:
-            raise ValueError(
-                f"the run's {what} of the gradients of {path!r} has shape "
-                f"{np.shape(found[path])}, and the state {old.shape}; expected the same"
-            )
-        return _placed(new, old)
-
-    return jax.tree_util.tree_map_with_path(value, tree)
-
-
-def _quantized(node: QuantizedNesterovState, moments: Moments) -> dict[str, Any]:
-    """Momentum as `nesterov` stores it in int8, rounded as its last step would have."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), node.mu)
-    means = _filled(shapes, moments.first, "mean")
-    count = jnp.asarray(moments.count - 1)
-
-    def stored(key_path: tuple[Any, ...], mean: Any, *old: Any) -> tuple[Any, ...]:
-        new = Quantized().store(mean, old, paths.path_string(key_path), count)
-        return tuple(map(_placed, new, old))
-
-    both = jax.tree_util.tree_map_with_path(stored, means, node.mu, node.scale)
-    mu, scale = jax.tree.transpose(
-        jax.tree.structure(means), jax.tree.structure((0, 0)), both
-    )
-    return {"mu": mu, "scale": scale}
+    if np.shape(new) != shape:
+        raise ValueError(
+            f"moments.{name} of {path!r} has shape {np.shape(whole)}, and the state "
+            f"{shape}; expected the same"
+        )
+    return new
 
 
 def _placed(new: Any, old: Any) -> Any:
     """An array with the dtype and the sharding of another."""
-    new = jnp.asarray(new, dtype=old.dtype)
-    concrete = isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer)
-    return jax.device_put(new, old.sharding) if concrete else new
+    sharding = getattr(old, "sharding", None)
+    return jax.device_put(jnp.asarray(new, dtype=old.dtype), sharding)

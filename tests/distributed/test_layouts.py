@@ -537,7 +537,8 @@ def test_groups_of_matrices_find_different_owners():
     tx = jm.partition(dict.fromkeys("abcd", group), reader({k: k for k in "abcd"}))
     planned = jm.describe(jm.on_mesh(tx, mesh, None, "data"), params)
     assert len(planned.pools) == 4
-    assert sorted(planned.flops) == [0] * 4 + [planned.flops.max()] * 4
+    flops = sum(pool.load(planned.sizes) for pool in planned.pools)
+    assert sorted(flops) == [0] * 4 + [flops.max()] * 4
 
 
 def test_split_parts_that_devices_do_not_divide_are_divided_elsewhere():

@@ -19,6 +19,7 @@ from examples.from_torch import from_dion, from_nanochat, from_torch
 from jax_muon import paths
 from parity import weights
 from parity.references import JORDAN_SUM, Muon, MuonAdamW, NorMuon, newton_schulz
+from tests.distributed.layouts import mesh_of
 from tests.reading import reader
 
 BEFORE, AFTER, BAR = 7, 6, 2e-5
@@ -354,13 +355,16 @@ def test_parts_of_a_fused_parameter():
     assert_continued(tx, theirs, read, fused)
 
 
-def test_parts_that_are_a_batch():
+@pytest.mark.parametrize("devices", [None, 2])
+def test_parts_that_are_a_batch(devices):
     """Heads, say: the momentum gets the batch axis that the parameter gets."""
     tx = jm.muon(matrices=reader(splits={"up": jm.Split(2, axis=0)}))
+    if devices is not None:
+        tx = jm.on_mesh(tx, mesh_of(devices), divide="data", min_size=1)
     mean = np.arange(32.0).reshape(4, 8)
-    taken = jm.take_over(tx, {"up": jnp.ones((4, 8))}, jm.Moments(3, {"up": mean}))
-    mu = taken.inner_states["muon"].inner_state[0].mu["up"]
-    np.testing.assert_array_equal(mu, mean.reshape(2, 2, 8))
+    tx.init(UP)  # which JAX then remembers
+    taken = jm.take_over(tx, UP, jm.Moments(3, {"up": mean}))
+    np.testing.assert_array_equal(momentum(taken)["up"], mean.reshape(2, 2, 8))
 
 
 # --- dion -----------------------------------------------------------------------------
@@ -416,34 +420,30 @@ def test_dion(algorithm):
     assert_continued(tx, theirs, read)
 
 
-def test_momentum_in_few_bits():
-    tx = jm.muon(momentum=0.75, momentum_dtype="int8")
-    mean = np.random.default_rng(0).standard_normal((4, 8))
-    taken = jm.take_over(tx, {"up": jnp.ones((4, 8))}, jm.Moments(3, {"up": mean}))
-    state = taken.inner_states["muon"].inner_state[0]
-    assert state.mu["up"].dtype == jnp.int8
-    read = state.mu["up"] * state.scale["up"]
-    largest = np.abs(mean).max(axis=1, keepdims=True)
-    assert np.all(np.abs(read - mean) <= 1.001 * largest / 127)  # one step of 127
+# --- other states ---------------------------------------------------------------------
+
+UP = {"up": jnp.ones((4, 8))}
+
+
+def momentum(state):
+    """Of a recipe."""
+    return state.inner_states["muon"].inner_state[0].mu
+
+
+def moments_of(first, second=()):
+    return jm.Moments(1, *({p: np.ones(s) for p, s in x} for x in (first, second)))
+
+
+OF_UP = moments_of([("up", (4, 8))])
 
 
 def test_momentum_in_few_bits_is_rounded_as_by_the_last_step():
-    params = {"up": jnp.ones((4, 8))}
     grads = {"up": jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)))}
     tx = jm.nesterov(0.75, accumulator_dtype="int8")
-    _, state = tx.update(grads, tx.init(params), params)
+    _, state = tx.update(grads, tx.init(UP), UP)
     moments = jm.Moments(1, {"up": 0.25 * grads["up"]})
-    np.testing.assert_array_equal(
-        jm.take_over(tx, params, moments).mu["up"], state.mu["up"]
-    )
-
-
-def test_counts_inside_multi_steps():
-    """Also its own, by which `every_k_schedule` goes."""
-    tx = optax.MultiSteps(jm.muon(), lambda step: 1 + step)
-    taken = jm.take_over(tx, {"up": jnp.ones((4, 8))}, moments_of([("up", (4, 8))]))
-    assert taken.gradient_step == 1
-    assert taken.inner_opt_state.inner_states["muon"].inner_state[0].count == 1
+    taken = jm.take_over(tx, UP, moments)
+    np.testing.assert_array_equal(taken.mu["up"], state.mu["up"])
 
 
 @pytest.mark.parametrize(
@@ -452,24 +452,25 @@ def test_counts_inside_multi_steps():
         (lambda tx: optax.chain(tx, optax.scale_by_schedule(lambda n: 1.0)), "count"),
         (lambda tx: optax.conditionally_mask(tx, lambda n: n < 9), "step"),
         (lambda tx: optax.chain(optax.add_noise(0.1, 0.5, 0), tx), "count"),
+        (lambda tx: optax.MultiSteps(tx, lambda step: 1 + step), "gradient_step"),
         (jm.observe, "count"),
     ],
-    ids=["schedule", "condition", "noise", "observe"],
+    ids=["schedule", "condition", "noise", "multi steps", "observe"],
 )
 def test_counts_of_steps(wrap, counter):
-    params = {"up": jnp.ones((4, 8)), "b": jnp.ones(8)}
+    params = UP | {"b": jnp.ones(8)}
     moments = moments_of([("up", (4, 8)), ("b", (8,))], [("b", (8,))])
     taken = jm.take_over(wrap(jm.nanochat()), params, moments)
-    counts = optax.tree.get_all_with_path(taken, counter)
-    assert counts
-    assert all(count == 1 for _, count in counts)
+    for name in {"count", counter}:
+        counts = optax.tree.get_all_with_path(taken, name)
+        assert counts
+        assert all(count == 1 for _, count in counts)
 
 
 def test_counts_of_injected_schedules():
     tx = optax.inject_hyperparams(jm.muon, static_args=("steps",))(lambda n: 0.1 + n)
-    params = {"up": jnp.ones((4, 8))}
-    taken = jm.take_over(tx, params, moments_of([("up", (4, 8))]))
-    _, state = tx.update(params, taken, params)
+    taken = jm.take_over(tx, UP, OF_UP)
+    _, state = tx.update(UP, taken, UP)
     assert taken.count == 1
     np.testing.assert_allclose(state.hyperparams["learning_rate"], 1.1)
 
@@ -477,77 +478,55 @@ def test_counts_of_injected_schedules():
 def test_what_counts_for_itself_starts_anew():
     """It lowers the rate by losses that it has seen, and by how many they were."""
     plateau = optax.contrib.reduce_on_plateau(accumulation_size=10)
-    params = {"up": jnp.ones((4, 8))}
-    tx = optax.chain(jm.muon(), plateau)
-    taken = jm.take_over(tx, params, moments_of([("up", (4, 8))]))
-    assert taken[1] == plateau.init(params)
+    taken = jm.take_over(optax.chain(jm.muon(), plateau), UP, OF_UP)
+    assert taken[1] == plateau.init(UP)
 
 
 @pytest.mark.parametrize(
-    ("other", "kind"),
-    [
-        (optax.ema(0.9), "EmaState"),
-        (optax.amsgrad(0.1), "ScaleByAmsgradState"),
-        (optax.adabelief(0.1), "ScaleByBeliefState"),
-        (optax.sgd(0.1, momentum=0.9), "TraceState"),
-        (optax.lion(0.1), "ScaleByLionState"),
-        (optax.masked(optax.adafactor(0.1), {"up": True}), "FactoredState"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
+    ("other", "where"),
+    {
+        "ema": (optax.ema(0.9), r"\[1\].ema\['up'\] of shape \(4, 8\)"),
+        "amsgrad": (optax.amsgrad(0.1), r"\[1\]\[0\].mu\['up'\]"),
+        "adabelief": (optax.adabelief(0.1), r"\[1\]\[0\].mu"),
+        "sgd": (optax.sgd(0.1, momentum=0.9), r"\[1\]\[0\].trace"),
+        "lion": (optax.lion(0.1), r"\[1\]\[0\].mu"),
+        "masked": (
+            optax.masked(optax.adafactor(0.1), {"up": True}),
+            r"\[1\].inner_state",
+        ),
+    }.values(),
 )
-def test_moments_that_a_run_cannot_fill(other, kind):
-    params = {"up": jnp.ones((4, 8))}
-    tx = optax.chain(jm.muon(), other)
-    with pytest.raises(ValueError, match=f"cannot fill the arrays of {kind}; expected"):
-        jm.take_over(tx, params, moments_of([("up", (4, 8))]))
-
-
-# --- many devices ---------------------------------------------------------------------
+def test_moments_that_a_run_cannot_fill(other, where):
+    with pytest.raises(ValueError, match=f"cannot fill state{where}.*; expected"):
+        jm.take_over(optax.chain(jm.muon(), other), UP, OF_UP)
 
 
 def test_state_lies_as_the_optimizer_lays_it():
-    mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,))
-    tx = jm.on_mesh(jm.moonlight(momentum=0.75), mesh, divide="data", min_size=1)
-    params = {"up": jnp.ones((4, 8))}
-    taken = jm.take_over(tx, params, moments_of([("up", (4, 8))]))
-    mu = taken.inner_states["muon"].inner_state[0].mu["up"]
-    empty = tx.init(params).inner_states["muon"].inner_state[0].mu["up"]
+    tx = jm.moonlight(momentum=0.75)
+    tx = jm.on_mesh(tx, mesh_of(4), divide="data", min_size=1)
+    mu, empty = (momentum(x)["up"] for x in (jm.take_over(tx, UP, OF_UP), tx.init(UP)))
     assert mu.sharding == empty.sharding
     assert not mu.sharding.is_fully_replicated
     np.testing.assert_array_equal(mu, np.ones((4, 8)))
 
 
-def test_parts_that_are_a_batch_on_a_mesh():
-    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
-    tx = jm.muon(matrices=reader(splits={"up": jm.Split(2, axis=0)}))
-    tx = jm.on_mesh(tx, mesh, divide="data", min_size=1)
-    mean = np.arange(32.0).reshape(4, 8)
-    taken = jm.take_over(tx, {"up": jnp.ones((4, 8))}, jm.Moments(3, {"up": mean}))
-    mu = taken.inner_states["muon"].inner_state[0].mu["up"]
-    np.testing.assert_array_equal(mu, mean.reshape(2, 2, 8))
-
-
 # --- bad input ------------------------------------------------------------------------
-
-
-def moments_of(first, second=()):
-    return jm.Moments(1, *({p: np.ones(s) for p, s in x} for x in (first, second)))
 
 
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
-        ({}, {}, "no mean of the gradients of 'b'; it has them of no parameter"),
+        ({}, {}, "moments.first has nothing for 'b'; it has nothing at all"),
         (
             {"up": (8, 4), "b": (8,)},
             {"b": (8,)},
             r"of 'up' has shape \(8, 4\), and the state \(4, 8\)",
         ),
-        ({"up": (4, 8), "b": (8,)}, {}, "no mean square of the gradients of 'b'"),
+        ({"up": (4, 8), "b": (8,)}, {}, "moments.second has nothing for 'b'"),
     ],
 )
 def test_a_run_that_is_not_of_these_parameters(first, second, words):
-    params = {"up": jnp.ones((4, 8)), "b": jnp.ones(8)}
+    params = UP | {"b": jnp.ones(8)}
     with pytest.raises(ValueError, match=words):
         jm.take_over(jm.nanochat(), params, moments_of(first.items(), second.items()))
 
