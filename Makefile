@@ -91,7 +91,7 @@ bench: $(VENV)/parity
 	$(BIN)/python -m benchmarks.step --json $(RESULTS) $(ARGS)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.polar)
 
-# How XLA schedules whole train steps for 8 to 1024 H100s, in every layout; no GPU is
+# How XLA schedules whole train steps for 64 and 256 H100s, in three layouts; no GPU is
 # needed. `make gpu-schedule ARGS="--models gpt2-124m --gpus 8"` is a small case.
 gpu-schedule: $(VENV)/gpu-schedule
 	$(BIN)/python -m benchmarks.schedule.gpu_schedule $(or $(ARGS),--json $(RESULTS)/gpu_schedule_scale.json)
