@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 RESULTS ?= benchmarks/results
-VERSIONS ?= 3.11_0.10.1_0.2.6 3.12_0.11.0_0.2.6 3.12_0.11.1_0.2.6 3.12_0.11.1_0.2.8 3.13_0.12.0.1_0.2.8
+VERSIONS ?= 3.11_0.10.2_0.2.6 3.12_0.11.1_0.2.6 3.12_0.11.1_0.2.8 3.13_0.12.0.1_0.2.8
 # All tests but those that need PyTorch or several processes.
 VERSION_TESTS ?= tests jax_muon --ignore=tests/parity \
 	--ignore=tests/distributed/test_processes.py \

@@ -3,7 +3,7 @@
 From jax 0.12 on it runs the kernels as they are, and its race detector is on. Those of
 0.10.2 and 0.11.2 cannot read or write references that are transposed, do not know
 layout casts, and compile the kernel anew for every program. What is added here is what
-jax 0.12 does; the kernel itself is the same. Those of 0.10.1 and 0.11.0 lack more.
+jax 0.12 does; the kernel itself is the same. Those of 0.11.0 and 0.11.1 lack more.
 """
 
 import contextlib

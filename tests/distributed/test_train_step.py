@@ -12,7 +12,7 @@ import jax_muon as jm
 from jax_muon.mesh.collectives import collectives
 from tests.distributed import layouts, losses, problems
 from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of, recipe
-from tests.distributed.test_layouts import BOUND
+from tests.distributed.test_layouts import BOUND, assert_same_losses
 
 
 def make(where="ZeRO-2 on 4", tx=None, kind=AUTO, loss=None, problem="mixed", **given):
@@ -59,7 +59,7 @@ def test_equals_one_device(form):
         make(where, **given), start, problems.batches(10)
     )
     assert problems.distance(result, expected, start) < BOUND
-    np.testing.assert_allclose(got, losses, rtol=1e-5, atol=1e-5)
+    assert_same_losses(got, losses)
 
 
 @pytest.mark.parametrize("problem", [p for p in problems.PROBLEMS if p != "mixed"])
@@ -154,8 +154,7 @@ def test_weights_that_differ_between_devices(given):
     step = make(loss=loss, weighted=True, **given)
     result, _, got = layouts.train_step_run(step, params, masked)
     assert problems.distance(result, expected, params) < BOUND
-    # They pass zero: rounding is that of their terms, of the size of the largest.
-    np.testing.assert_allclose(got, losses, rtol=0, atol=1e-6 * np.abs(losses).max())
+    assert_same_losses(got, losses)
 
 
 def test_a_batch_in_which_nothing_counts_moves_little():

@@ -189,6 +189,10 @@ def test_qk_clip_of_latent_attention(axis, rng, x64):
 # --- state in the host's memory -------------------------------------------------------
 
 
+@pytest.mark.skipif(
+    (jax.__version__[:5], optax.__version__) == ("0.10.", "0.2.6"),
+    reason="XLA cannot place this optax's counts; the page says so",
+)
 def test_state_in_the_hosts_memory():
     """Two steps, to the same numbers as with a state on the devices."""
     found = pages.run("State in the host's memory")

@@ -10,7 +10,6 @@ transposed, one on the diagonal with its lower half mirrored, one above it not a
 """
 
 import functools
-import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +23,7 @@ try:
 except (ImportError, AttributeError) as error:
     raise ImportError(
         f"jax {jax.__version__} without Pallas's Mosaic GPU backend, which the kernels "
-        f"need ({error}); expected jax 0.10.1 to 0.12, or symmetric='plain'"
+        f"need ({error}); expected jax 0.10.2 to 0.12, or symmetric='plain'"
     ) from error
 
 # Rows that one instruction multiplies; what swizzled memory holds of 16 bits in a row.
@@ -70,12 +69,9 @@ def symmetric_product(
     squares = COMPUTING * 2 * SQUARE**2 * result.dtype.itemsize
     stages = min(stages, (SHARED_BYTES - squares) // piece)
     tiles = tiles_of(m, columns)
-    # Up to jax 0.10.1 it has another name.
-    named = "out_type" in inspect.signature(plgpu.kernel).parameters
-    out: dict[str, Any] = {"out_type" if named else "out_shape": result}
     kernel = plgpu.kernel(
         functools.partial(_kernel, columns=columns, stages=stages, tiles=tiles),
-        **out,
+        out_type=result,
         grid=(count * tiles,),
         grid_names=("program",),
         num_threads=COMPUTING + 1,  # a thread of Pallas is a group of four warps
