@@ -61,8 +61,9 @@ def orthogonalize(
       ValueError: at init and update, with path and shape, for a parameter that is not
         a floating-point matrix, or that is on a mesh whose axes are Auto or manual, so
         that its type does not show how it is sharded: see `on_mesh`; at update, for a
-        polar factor of another shape than its matrices. At once for a `polar` that is
-        not a function, small below 0, or group or max_stack below 1.
+        polar factor of another shape than its matrices, or of complex numbers. At once
+        for a `polar` that is not a function, small below 0, or group or max_stack below
+        1.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -126,10 +126,11 @@ TABLE = {
     ),
     # what is passed instead of a function, a transform, a reading
     "such as PolarExpress()": lambda: jm.muon(polar=jm.NewtonSchulz),
-    "made shape None out of (1, 4, 6)": lambda: step(jm.muon(polar=lambda x: (x, x))),
-    "shape (1, 6, 4) out of (1, 4, 6)": lambda: step(
+    "made None of shape None out": lambda: step(jm.muon(polar=lambda x: (x, x))),
+    "of shape (1, 6, 4) out of float32 of shape (1, 4, 6)": lambda: step(
         jm.orthogonalize(lambda x: x.mT), MATRIX
     ),
+    "made complex64 of shape": lambda: step(jm.muon(polar=lambda x: 1j * x)),
     "groups['x'](matrices)=None; expected an optax transform": lambda: init(
         read_as({"w": "x"}, groups={"x": lambda matrices: None})
     ),

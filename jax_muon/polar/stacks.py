@@ -73,11 +73,12 @@ def _map_pools(
         for start in range(0, len(pool), max_stack):
             stack = pool[start : start + max_stack]
             stacks.append(function(stack))
-            shape = getattr(stacks[-1], "shape", None)
-            if shape != stack.shape:
+            shape, dtype = (getattr(stacks[-1], x, None) for x in ("shape", "dtype"))
+            if shape != stack.shape or not jnp.issubdtype(dtype, jnp.floating):
                 raise ValueError(
-                    f"polar={function!r} made shape {shape} out of {stack.shape}; "
-                    "expected a function whose result has the shape of its argument"
+                    f"polar={function!r} made {dtype} of shape {shape} out of "
+                    f"{stack.dtype} of shape {stack.shape}; expected a function whose "
+                    "result has the shape of its argument, in real floating point"
                 )
         ends = np.cumsum([len(batches[i]) for i in members])
         parts = jnp.split(jnp.concatenate(stacks), ends[:-1])
