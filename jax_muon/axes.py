@@ -95,7 +95,7 @@ def is_real(dtype: Any) -> bool:
 
 
 def not_a_matrix(path: str, shape: tuple[int, ...], dtype: Any) -> str | None:
-    """Why a leaf cannot be read as matrices at all, or None where it can."""
+    """Why a leaf can in no way be read as matrices, or None if it can."""
     if is_real(dtype) and len(shape) >= 2 and 0 not in shape:
         return None
     return (

@@ -38,8 +38,9 @@ def hyperball(
     .. math:: W \leftarrow R \, n(W - \eta R \, n(U))
 
     The step has length :math:`\eta R`, whatever the scale of :math:`U`: shape factors
-    and learning rates in front of it have no effect. Transforms behind it, such as
-    `clip_qk` or the learning rates of a `Split`, leave the sphere until the next step.
+    and learning rates in front of it have no effect. Transforms after it, such as
+    `clip_qk` or the learning rates of a `Split`, take matrices off the sphere; the next
+    step brings them back.
 
     A matrix that starts at zero has no sphere yet. Its radius is
     :math:`R = \sqrt{\mathrm{out}}`, as usual initial weights have (variance 1/in). It

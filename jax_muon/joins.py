@@ -211,8 +211,8 @@ def _joins_of_attention(size: int, parameters: Mapping[str, Parameter]) -> list[
     if not found:
         raise ValueError(
             f"joins={size}: no query, key or value of a numbered or scanned layer "
-            "among " + ", ".join(parameters) + "; expected also a mapping, such as "
-            "{'blocks/{i}/attn/q': 2}"
+            "among " + ", ".join(parameters) + "; expected such layers, or a mapping "
+            "such as {'blocks/{i}/attn/q': 2}"
         )
     return [Join(pattern, size, own) for pattern, own in found.items()]
 
@@ -224,7 +224,7 @@ def _is_of_attention(number: re.Match[str]) -> bool:
 
 
 def _without(match: re.Match[str], group: int | str = 0) -> str:
-    """The text of a match with {i} in the place of a number."""
+    """The text of a match with {i} in place of a number."""
     start, stop = match.span(group)
     return match.string[:start] + _NUMBER + match.string[stop:]
 

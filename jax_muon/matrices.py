@@ -48,7 +48,7 @@ class Matrices(Mapping[str, Parameter]):
     parameters: Mapping[str, Parameter]
     splits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     joins: joining.Joins | None = None
-    # The joins among the matrices of some groups, once `group` has chosen these.
+    # Set by `group`: the joins among the matrices that it chose.
     joined: tuple[joining.Join, ...] | None = None
 
     def __getitem__(self, path: str) -> Parameter:
@@ -109,10 +109,10 @@ class Matrices(Mapping[str, Parameter]):
         """How parameters are sharded, by the axis names that they are read by.
 
         Args:
-          rules: pairs of an axis name and a mesh axis, several, or None for replicated,
-            as in Flax. They are tried in order. One applies if its name has no mesh
-            axis yet and its mesh axes shard no other axis of that parameter. A name
-            without a rule is replicated.
+          rules: pairs of an axis name and its mesh axis, a tuple of mesh axes, or None
+            for replicated, as in Flax. They are tried in order. One applies if its name
+            has no mesh axis yet and its mesh axes shard no other axis of that
+            parameter. A name without a rule is replicated.
 
         Returns:
           A function of the path, for `on_mesh(specs=...)`; parameters without names are

@@ -30,7 +30,7 @@ def is_box(node: Any) -> bool:
 
 
 def unbox(tree: Any) -> Any:
-    """The tree with arrays in place of their Flax boxes, whose metadata are dropped."""
+    """The tree with each Flax box replaced by its array; metadata is dropped."""
     return jax.tree.map(
         lambda x: jax.tree.leaves(x)[0] if is_box(x) else x, tree, is_leaf=is_box
     )
@@ -63,7 +63,7 @@ def words(name: str) -> list[str]:
 
 
 def nearest_prefix(entries: Mapping[str, Any], path: str) -> str | None:
-    """`path`, or the nearest prefix of it, that has an entry; None without one."""
+    """The longest prefix of `path`, itself included, that has an entry, or None."""
     while path and path not in entries:
         path = path.rpartition("/")[0]
     return path if path in entries else None
@@ -86,7 +86,7 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def names_leaf(pattern: str, path: str) -> bool:
-    """True if a pattern ends with the name of the leaf, and not before it or with `*`.
+    """True if a pattern ends with the leaf's name, and not with a module or `*`.
 
     Examples:
       >>> names_leaf("q/kernel", "attn/q/kernel"), names_leaf("q", "attn/q/kernel")

@@ -180,7 +180,7 @@ def _modules(
             if projection is not None:
                 inside = len(patterns[which].split("/")) - common
                 above = projection.split("/")[: -inside or None]
-                if above[-1:] in (["kernel"], ["bias"]):  # of which this is a part
+                if above[-1:] in (["kernel"], ["bias"]):  # split into parts
                     above.pop()
                 modules.setdefault("/".join(above), ([], []))[which].append(path)
     for name, own in modules.items():
@@ -195,7 +195,7 @@ def _modules(
 
 
 def _by_module(max_logits: Any, modules: Sequence[str]) -> dict[str, Array]:
-    """The one entry of each module: at its path or a part of it, or below it."""
+    """The one entry of each module: at its path, at a prefix of it, or below it."""
     entries = dict(paths.leaves_with_paths(max_logits))
     found = {
         name: [path for path in entries if _within(name, path) or _within(path, name)]
@@ -223,7 +223,7 @@ class _Heads(NamedTuple):
     start: int  # the first of these axes
     key_heads: int
     head_dim: int
-    outputs: dict[str, tuple[int, ...]]  # by path, (heads * head_dim,) or both apart
+    outputs: dict[str, tuple[int, ...]]  # (heads * head_dim,), or two axes
 
     def spread(
         self, factor: Float[Array, "*layers heads"], path: str

@@ -70,7 +70,7 @@ class Split:
             checks.refuse("learning_rates", self.learning_rates, expected)
 
     def fitted(self, path: str, shape: tuple[int, ...]) -> "Fitted":
-        """The same for one parameter; a ValueError if the axis or the parts misfit."""
+        """The same for one parameter; a ValueError if the axis or parts do not fit."""
         where = f"splits: parameter {path!r} of shape {shape}"
         if not -len(shape) <= self.axis < len(shape):
             raise ValueError(
@@ -171,7 +171,11 @@ def _check(splits: Any) -> None:
 def read_parts(
     parameters: Mapping[str, Parameter], splits: Splits
 ) -> dict[str, Parameter]:
-    """How parts are read, given how whole parameters are; an error if splits misfit."""
+    """How parts are read, given how whole parameters are.
+
+    Raises:
+      ValueError: for splits that do not fit.
+    """
     _check(splits)
     found = dict(parameters)
     for pattern, split in splits.items():
@@ -187,7 +191,7 @@ def read_parts(
 def arrays_of_parts(
     arrays: Mapping[str, Any], fitted: Mapping[str, Fitted]
 ) -> dict[str, Any]:
-    """Arrays by path, and those of the parts of each that is split."""
+    """The arrays by path, and with them the parts of those that are split."""
     wholes = {path: jnp.asarray(x) for path, x in arrays.items() if path in fitted}
     parts = _map_split(_parts, fitted, wholes)
     return {**arrays, **dict(paths.leaves_with_paths(parts))}
@@ -212,7 +216,7 @@ def _fitted(pattern: str, split: Split, tree: Any) -> dict[str, Fitted]:
 class NamedParts:
     """The parts of a parameter, in its place in the tree.
 
-    As a dictionary, but nnx.State would turn a dictionary into a State.
+    Not a dictionary, which nnx.State would turn into a State.
     """
 
     parts: dict[str, Any]
@@ -231,7 +235,7 @@ class NamedParts:
 def _map_split(
     function: Callable[..., Any], fitted: Mapping[str, Fitted], tree: Any, *rest: Any
 ) -> Any:
-    """The function of each parameter with a split; others come from the last tree."""
+    """Apply a function to parameters with splits; take others from the last tree."""
 
     def apply(key_path: tuple[Any, ...], *nodes: Any) -> Any:
         split = fitted.get(paths.path_string(key_path))
@@ -246,7 +250,7 @@ def _map_split(
 def _parts(split: Fitted, whole: Any) -> Any:
     """The parts of a parameter: `NamedParts`, or a batch of equal ones.
 
-    They lose the Flax box: NNX keeps one for each variable, and would not find them.
+    They lose the Flax box, which NNX keeps for each variable of the model.
     """
     (x,), axis, parts = jax.tree.leaves(whole), split.axis, split.parts
     x = _undivided(split, x)
@@ -274,9 +278,9 @@ def _join(split: Fitted, whole: Any, parts: Any) -> Any:
 
 
 def _undivided(split: Fitted, x: Any) -> Any:
-    """x without Explicit mesh axes on the axis whose parts they do not divide.
+    """x with its split axis not sharded, unless the mesh axes there divide every part.
 
-    They move to another axis if one is free, so that state stays divided.
+    These mesh axes move to another axis if one is free, so that state stays sharded.
     """
     if not isinstance(x, jax.Array) or not array_types.is_explicit(x):
         return x

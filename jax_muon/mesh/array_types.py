@@ -32,7 +32,7 @@ def is_explicit(x: Any) -> bool:
 
 
 def replicated(tree: Any) -> Any:
-    """Arrays of a tree whole on every device, where types show how they are sharded."""
+    """The tree with its arrays replicated, where types show how they are sharded."""
     if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
         return tree
     return jax.tree.map(
@@ -72,8 +72,8 @@ def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
             raise ValueError(
                 f"{what}: parameter {path!r} differs between the devices of the mesh "
                 f"axis {differing}, inside shard_map, and would be treated block by "
-                "block. Expected a call outside shard_map, on global arrays: give the "
-                "gradients out of shard_map with out_specs, and call the update of "
+                "block. Expected a call outside shard_map, on global arrays: "
+                "return the gradients from shard_map, and call the update of "
                 "jax_muon.on_mesh(tx, mesh) on them; make_train_step does so"
             )
 

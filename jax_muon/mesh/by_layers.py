@@ -64,7 +64,7 @@ class Held:
         return dataclasses.replace(self, spec=self.spec[1:], is_layer=True)
 
     def gathered(self, exchange: Exchange, shard: Any) -> Any:
-        """The whole array of a shard, which is sent in the narrower dtype."""
+        """Gather the whole array, sent in the narrower of its two dtypes."""
         spec = PartitionSpec(*self.spec)
         cast = functools.partial(functools.reduce, jax.lax.convert_element_type)
         if self.casts and self.casts[-1].itemsize > shard.dtype.itemsize:
@@ -72,7 +72,7 @@ class Held:
         return exchange.gather(cast(self.casts, shard), spec)
 
     def scattered(self, exchange: Exchange, g: Any) -> Any:
-        """The gradient of the shard, of that of the whole array."""
+        """The shard's gradient, from the whole array's gradient g."""
         return exchange.scatter(g, PartitionSpec(*self.spec), self.x.dtype)
 
     def after(self, eqn: JaxprEqn, starts: Sequence[Any]) -> "Held | None":
@@ -211,7 +211,7 @@ class _Evaluation:
         return [read(v) for v in jaxpr.outvars]
 
     def _of_held(self, eqn: JaxprEqn, given: list[Any]) -> list[Any] | None:
-        """Results of an operation that takes held arrays so, or None."""
+        """Results of an operation that can take held arrays, or None."""
         name, params = eqn.primitive.name, eqn.params
         if name in ("jit", "pjit"):
             return self.run(_inner(eqn), given)
@@ -270,7 +270,7 @@ class _Evaluation:
             return results[: len(carry)], results[len(carry) :]
 
         def each(function: Callable[..., Any], values: list[Any]) -> list[Any]:
-            """Of the arrays of a layer, `Held.gathered` or `Held.scattered`."""
+            """Apply `Held.gathered` or `Held.scattered` to the arrays of a layer."""
             pairs = zip(held, values, strict=True)
             return [function(x, self._exchange, value) for x, value in pairs]
 
@@ -324,7 +324,7 @@ def _inner(eqn: JaxprEqn) -> ClosedJaxpr:
 
 
 def _before_layers(eqn: JaxprEqn) -> tuple[int, int]:
-    """Where the carry of a scan begins among its inputs, and where its layers do."""
+    """Where a scan's carry begins among its inputs, and where its layers do."""
     if "ft_in" in eqn.params:  # from JAX 0.11 on
         inputs = eqn.params["ft_in"].update(eqn.invars)
         consts, carry, _ = map(list, inputs.unpack())

@@ -1,4 +1,4 @@
-"""Gradients of each device's own batch, summed so that each shard arrives in its place.
+"""Gradients of each device's own batch, summed so that each device gets its shard.
 
 This runs inside shard_map over the mesh axes that divide the batch; see `train_step`.
 """
@@ -65,7 +65,7 @@ class MeanGradients:
         )
 
         def scatter(grads: Any) -> Any:
-            """Sum over devices; over some axes, a scan over layers has done so."""
+            """Sum over devices, except where a scan over layers has done so already."""
 
             def one(spec: Any, own: Any, g: Any, x: Any, h: bool) -> Any:
                 done = specs.spec_names(own) if h else ()

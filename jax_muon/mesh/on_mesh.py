@@ -233,7 +233,7 @@ class OnMesh:
                 tree = jax.reshard(tree, PartitionSpec())  # types say nothing again
         elif AxisType.Auto in self.layout.mesh.axis_types:
             return tree  # in `on_mesh` or a user's own explicit_axes
-        # The only way that names the devices on either kind of axes.
+        # The only way to name the devices that works on both kinds of axes.
         places = jax.tree.map(self.sharding, specs)
         return jax.jit(lambda x: x, out_shardings=places)(tree)
 
@@ -289,12 +289,12 @@ def _check_types(
         if not kind.sharding.mesh.empty and kind.sharding.spec != spec:
             raise ValueError(
                 f"parameter {path!r} has the type {kind}, and specs say {spec}; "
-                "expected no specs with Explicit axes, whose types show them"
+                "expected specs=None, since types on Explicit axes show the sharding"
             )
 
 
 def _reshard(tree: Any, specs: Sequence[PartitionSpec], dtype: Any = None) -> Any:
-    """The arrays with these specs, sent in `dtype` if their own are others."""
+    """Reshard arrays to these specs; those that change are sent in `dtype`."""
     leaves, treedef = jax.tree.flatten(tree)
     moved = []
     for x, spec in zip(leaves, specs, strict=True):

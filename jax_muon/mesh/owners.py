@@ -60,7 +60,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A batch (batch, in, out) of a pool: its index, and if it is transposed."""
+    """A batch (batch, in, out) of a pool: its index, and whether it is transposed."""
 
     index: int
     batch: int

@@ -34,9 +34,9 @@ def scan(
 ) -> Callable[..., Any]:
     """A scan over layers: of (consts, carry, shards, xs) to (carry, ys).
 
-    A layer is what `gather` makes of its shards, `run` is of (consts, carry, layer, xs)
-    to (carry, ys), and `scatter` is of a layer's gradient to that of its shards: array
-    by array while the layer runs, or, if `late`, at once while the next one runs.
+    `gather` turns shards into a layer, `run` maps (consts, carry, layer, xs) to (carry,
+    ys), and `scatter` turns a layer's gradient into those of its shards: array by array
+    while the layer runs, or, if `late`, all at once while the next one runs.
     """
     loop = functools.partial(jax.lax.scan, unroll=unroll)
     numbers, first, on = np.arange(length), 0, 1
@@ -91,7 +91,7 @@ def scan(
             (numbers, saved, xs, d_ys),
             reverse=not reverse,
         )
-        if late:  # those of a layer are where those of the one before should be
+        if late:  # each layer's gradients are where those of the one before belong
             d_shards = [
                 jnp.roll(those, on, axis=0).at[first].set(d)
                 for those, d in zip(d_shards, scatter(waiting), strict=True)
@@ -105,9 +105,9 @@ def scan(
 def _vjp(run: Callable[..., Any], keep_gathered: bool, *given: Any) -> Any:
     """`jax.vjp` of a layer: its results, and a tree of what JAX saves for the gradient.
 
-    Left out is what follows from the layer alone, from constants alone, or from xs
-    alone. So the tree is called with them, and returns the function from cotangents of
-    the results to those of the arguments, with None for integers.
+    The tree omits what can be computed again from the layer alone, from constants
+    alone, or from xs alone. So it is called with these three, and returns the function
+    from cotangents of the results to those of the arguments, with None for integers.
     """
 
     def save(*given: Any) -> Any:
@@ -159,7 +159,7 @@ def _vjp(run: Callable[..., Any], keep_gathered: bool, *given: Any) -> Any:
 
 
 def _only(tree: Any, real: bool) -> Any:
-    """The tree with None for what has no gradient, or for what has one."""
+    """The leaves that have a gradient (`real`), or the others; None for the rest."""
     return jax.tree.map(
         lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) == real else None, tree
     )

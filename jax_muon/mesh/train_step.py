@@ -352,8 +352,8 @@ def _on_explicit_axes(
     others = set(mesh.axis_names) - set(axis)
     if large := [name for name in others if mesh.shape[name] > 1]:
         raise ValueError(
-            f"the mesh axis {large[0]!r} has Explicit axes; expected a mesh with Auto "
-            f"axes, since there are others than those of the batch, axis={axis}"
+            f"mesh axis {large[0]!r} is Explicit; expected a mesh with Auto axes, "
+            f"since it has more axes than those of the batch, axis={axis}"
         )
     given = layout.spec_by_path(specs)
 

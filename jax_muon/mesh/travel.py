@@ -41,7 +41,7 @@ def on_shards(
     specs: list[PartitionSpec],
     mesh: Any,
 ) -> list[Array]:
-    """A function of shards, as `specs` divide them, of arrays on Explicit axes."""
+    """Run a function of shards, divided by `specs`, on arrays on Explicit axes."""
     own = [jax.typeof(x).sharding.spec for x in leaves]
 
     def moved(x: Array, here: PartitionSpec, there: PartitionSpec) -> Array:
@@ -122,7 +122,7 @@ def _travel(
     sizes: Sizes,
     max_stack: int,
 ) -> list[Float[Array, "_ m n"]]:
-    """The shards of a round to the owners of the matrices, and those of factors back.
+    """Send the shards of a round to the owners, and the shards of factors back.
 
     Matrices of a pool go to owners kind by kind, so that `stacks` need no reordering.
     """
@@ -143,7 +143,7 @@ def _travel(
     table = table if ordered else table[np.argsort(order)]
 
     repeats = product(pool.replicas, sizes)
-    if repeats > 1:  # of the owners, these replicas do theirs
+    if repeats > 1:  # each replica does its part of the owners' work
         mine = len(order) // repeats
         first = jax.lax.axis_index(pool.replicas) * mine
         table = jax.lax.pcast(table, pool.replicas, to="varying")
@@ -184,7 +184,7 @@ def _compute(
     max_stack: int,
     received: Float[Array, "senders width"],
 ) -> Float[Array, "senders width"]:
-    """What an owner of so many matrices does with the shards of them."""
+    """An owner's work: from the shards of its matrices to the shards of factors."""
     if not any(counts):
         return jnp.zeros_like(received)
     parts = _unpack(received, one, counts)

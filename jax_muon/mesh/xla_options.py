@@ -66,7 +66,8 @@ def gpu_options(
       `xla_gpu_enable_while_loop_double_buffering`, without which each turn copies the
       gathered layer, no `xla_gpu_enable_pipelined_reduce_scatter`, and buckets smaller
       than a layer; for `make_train_step` above 128 devices, one bucket per layer.
-    - if XLA does so itself, for a `jax.lax.scan` in plain jit, MaxText's options.
+    - if XLA gathers layers itself, in a `jax.lax.scan` in plain jit: MaxText's
+      options.
 
     Options that this jaxlib does not know are left out; it would refuse to compile.
 

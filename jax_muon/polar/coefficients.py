@@ -22,8 +22,8 @@ NEWTON_SCHULZ: Coefficients = (3.4445, -4.7750, 2.0315)
 def _nanochat(steps: int | None) -> Table:
     """The five quintics of https://github.com/karpathy/nanochat, and what follows.
 
-    nanochat keeps the five and takes the first of them, so that with fewer steps the
-    last one has the safety margin that `polar_express_coefficients(steps)` omits.
+    nanochat keeps the five and takes the first of them. So with fewer steps the last
+    one has the safety margin that `polar_express_coefficients(steps)` omits.
     """
     return polar_express_coefficients(max(steps or 5, 5))
 
@@ -131,8 +131,8 @@ def polar_express_coefficients(
 ) -> Table:
     """Optimal quintics for the matrix sign iteration, one for each step.
 
-    Step after step, the quintic that minimizes the largest |p(x) - 1| over the interval
-    [l, u] that holds the singular values, after which the interval is mapped by p.
+    Each step takes the quintic p that minimizes the largest |p(x) - 1| over the
+    interval [l, u] of the singular values; p maps it to the interval of the next step.
 
     Args:
       steps: number of quintics, a Python integer of at least 1.

@@ -1,9 +1,9 @@
 """Polar factors: functions of arrays (..., m, n), one matrix independent of another.
 
-A matrix X = U S V^T has the polar factor U V^T: the same directions, every singular
-value 1. `ExactPolar` computes it by the SVD; `NewtonSchulz` comes close with matrix
-products alone (`iteration.py`), and `PolarExpress` is a `NewtonSchulz` with computed
-coefficients. Nothing here knows about parameters or meshes.
+A matrix X = U S V^T has the polar factor U V^T: the same directions, with every
+singular value 1. `ExactPolar` computes it by the SVD; `NewtonSchulz` comes close with
+matrix products alone (`iteration.py`), and `PolarExpress` is a `NewtonSchulz` with
+computed coefficients. Nothing here knows about parameters or meshes.
 """
 
 import dataclasses

@@ -117,8 +117,8 @@ class Products:
 class FusedProducts(Products):
     """Sums in the form that XLA hands to cuBLASLt whole, with k and C as operands.
 
-    They are sums in the dtype of C, of which cuBLASLt rounds only the result. Where
-    XLA multiplies otherwise every term is rounded, as in plain bfloat16 code: 0.04
+    They are written as sums in the dtype of C; cuBLASLt rounds only the result. Where
+    XLA does not call it every term is rounded, as in plain bfloat16 code: 0.04
     instead of 0.016 from the exact result on a Gaussian (64, 256). Sums written out in
     float32 would cost more than the products do (benchmarks/NOTES.md).
     """

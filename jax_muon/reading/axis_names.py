@@ -88,7 +88,7 @@ def _is_names(names: Any) -> bool:
 
 
 def table_with(table: Table | None) -> Table:
-    """The built-in names and the user's, which come first.
+    """The built-in names and the user's, which take precedence.
 
     Raises:
       ValueError: for a kind that is not one of `vocabulary.KINDS`.
@@ -108,7 +108,7 @@ def kind_of(name: str, table: Table) -> str | None:
 
 
 def check_known(nodes: Sequence[Node], table: Table) -> None:
-    """Raise a ValueError that lists all names of unknown kind, but for a mesh's."""
+    """Raise a ValueError that lists all names of unknown kind, except mesh axes."""
     unknown = {
         name: node.leaf
         for node in nodes
@@ -171,7 +171,7 @@ def places_of(tree: Tree, node: Node) -> Places | None:
 
 
 def _side(kind: str | None) -> str:
-    """The kinds of heads, hidden and the like are one side of a matrix together."""
+    """The side of a matrix that a kind is on: heads, hidden and the like are one."""
     return kind if kind in (STREAM, LATENT, IN, OUTPUT) else "inner"
 
 

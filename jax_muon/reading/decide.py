@@ -113,7 +113,7 @@ class Decider:
         if found is None and role == "convolution":
             return "its window cannot be told from scanned layers"
         if found is None:
-            return "nothing around it tells which of its axes are batch, in and out"
+            return "nothing around it shows which of its axes are batch, in and out"
         return (is_matrix and self._contradiction(node, found)) or found
 
     def _contradiction(self, node: Node, places: Places) -> str | None:
@@ -146,8 +146,8 @@ class Decider:
             flipped, reason = self._orientation(node)
             if flipped is None:
                 return (
-                    "nothing tells whether it is (in, out) or (out, in), which out_in "
-                    "says for all"
+                    "it may be (in, out) or (out, in); out_in=True or False decides "
+                    "for all kernels"
                 )
         return Places.out_of(2, [0 if flipped else 1], reason)
 
@@ -204,10 +204,10 @@ class Decider:
     @functools.cached_property
     def _votes(self) -> "list[tuple[_Votes, str]]":
         return [
-            (self._count(self._by_bias), "as the kernels around it whose biases tell"),
+            (self._count(self._by_bias), "like the kernels around it, by their biases"),
             (
                 self._count(self._by_width),
-                "as kernels whose sides are the model's width tell",
+                "like the kernels around it, by the side that has the model's width",
             ),
         ]
 

@@ -20,7 +20,7 @@ class Places:
     reduction: tuple[int, ...]
     output: tuple[int, ...]
     reason: str
-    role: str | None = None  # where the shape tells another role than the words
+    role: str | None = None  # if the shape shows another role than the words
 
     @classmethod
     def out_of(
@@ -152,7 +152,7 @@ def _by_partner(node: Node, others: Sequence[Shape]) -> Places | None:
         (d, n, h), (m, g, e) = query[lead:], out[lead:]
         if (d == e) + (n == m) + (h == g) > 1:
             cut = lead + (2 if is_out else 1)
-            reason = f"heads and their width, as {other} beside it tells"
+            reason = f"heads and their width, as {other} beside it shows"
             return Places.out_of(lead + 3, range(cut, lead + 3), reason, lead)
     return None
 

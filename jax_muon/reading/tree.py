@@ -36,7 +36,7 @@ class Node:
     batch: tuple[int, ...] = ()
     batch_reason: str = ""
     chooses: bool = False  # experts beside it were found by its outputs
-    kinds: Sequence[str | None] | None = None  # of its axes, if their names tell
+    kinds: Sequence[str | None] | None = None  # of its axes, if their names are known
 
     @property
     def path(self) -> str:

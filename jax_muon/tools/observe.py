@@ -43,9 +43,9 @@ def observe(
     and "clipped_heads", the number in the last step, if `clip_qk` is.
 
     Args:
-      inner: the optimizer: a recipe, a chain, a guard around one. With `on_mesh`,
-        `observe` goes inside: `on_mesh(observe(tx), mesh)`; `make_train_step` takes
-        `observe(tx)` as it is.
+      inner: the optimizer: a recipe, a chain, `skip_nonfinite` around one. With
+        `on_mesh`, `observe` goes inside: `on_mesh(observe(tx), mesh)`;
+        `make_train_step` takes `observe(tx)` as it is.
       matrices: the reading whose labels group the parameters; see `partition`.
 
     Returns:
@@ -130,7 +130,7 @@ def _measure(pairs: list[tuple[Array, ...]]) -> dict[str, Array]:
 
 
 def _counts(state: Any) -> dict[str, Array]:
-    """What guards and `clip_qk` inside have counted."""
+    """Counts of skipped steps and clipped heads in a state."""
     found = {}
     for name, fields in _COUNTS.items():
         counts = [

@@ -439,7 +439,7 @@ def test_integers_among_the_parameters_stay_as_they_are(tx, alone, parameters):
 def test_explicit_axes_beside_those_of_the_batch():
     mesh = mesh_of(2, 2, kind=EXPLICIT)
     with pytest.raises(
-        ValueError, match="'fsdp' has Explicit axes; expected a mesh with Auto"
+        ValueError, match="'fsdp' is Explicit; expected a mesh with Auto"
     ):
         jm.make_train_step(lambda p, b: 0.0, jm.nanochat(), mesh, specs=P("fsdp"))
 

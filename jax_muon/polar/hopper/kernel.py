@@ -101,8 +101,8 @@ def corner(tile: Any, m: int, columns: int) -> tuple[Any, Any]:
     """First row and column of a tile; a row beyond m where a pair has one too many.
 
     Row i and row `rows - 1 - i` of a triangle have `rows + 1` tiles together, so that
-    a division tells the pair: no square root, which would have to be corrected. Of an
-    odd number of rows the middle one is left, which the last tiles fill.
+    a division finds the pair; a square root would have to be corrected. Of an odd
+    number of rows the middle one is left, and the last tiles fill it.
     """
     rows, height = pl.cdiv(m, columns), columns // ROWS
     block, part = _divmod(tile, height)
