@@ -5,7 +5,7 @@
 A folder holds one file `MODEL.json` a model: `{"params": [{"path", "shape", "dtype",
 "names", "expect"}]}`, where `expect` has the label ("muon", "adamw" or "either") and,
 if that is not "adamw", the axes as `batch`, `in` and `out`, with further good readings
-in `also`; `"knowable": false` marks leaves of which nothing in the tree tells. Axes of
+in `also`; `"knowable": false` marks leaves that nothing in the tree decides. Axes of
 size 1 are not compared: they change no matrix. A model has one line, and each wrong or
 refused kind of leaf one line below it. The exit status is 1 if a knowable leaf is
 wrong.

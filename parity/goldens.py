@@ -4,9 +4,9 @@
 
 Each .npz holds `param{t}/{name}` before step t, `grad{t}/{name}`, and `meta`, a JSON
 string with the settings. Printed, relative to the distance travelled after all steps:
-the error of the PyTorch reference; ours; our worst parameter. Beside bfloat16 files
-stands how far the reference compiled is from the recording, which is eager: the spread
-within which bfloat16 says something.
+the error of the PyTorch reference; ours; our worst parameter. For bfloat16
+files, also how far the compiled reference is from the recording, which is eager: ours
+may be as far from it.
 
 The exit status is 1 if the reference is above 1e-6 in float32 or 1e-5 in bfloat16, and
 if we are above 2e-5 in float32 or above the spread in bfloat16. The recordings are not

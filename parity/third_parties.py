@@ -1,4 +1,4 @@
-"""Other people's optimizers, as they are on the package registry.
+"""Other people's optimizers, as they are published.
 
 Each runs beside our recipe and beside the reference, on the same matrices and
 gradients. The reference is in the table because it rounds as the package does: where

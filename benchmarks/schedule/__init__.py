@@ -1,1 +1,1 @@
-"""How XLA schedules train steps for GPUs and TPUs, read from compiled programs."""
+"""How XLA schedules train steps for GPUs, read from compiled programs."""

@@ -1,7 +1,7 @@
 """Recipes, layouts and runs that the tests on several devices share.
 
-The run on one device that a layout is compared with is made once for a recipe, a
-problem and a dtype, whatever number of layouts are.
+Layouts are compared with a run on one device, which is made once for each recipe,
+problem and dtype, however many layouts there are.
 """
 
 import contextlib

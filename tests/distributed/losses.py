@@ -1,4 +1,4 @@
-"""Losses as models write them: loops that start from constants, and own collectives.
+"""Losses as models write them: loops from constants, and collectives of their own.
 
 Each is a mean over its samples (batch, 8), and takes the parameters of `draw`.
 """

@@ -1,4 +1,4 @@
-"""Every layout gives what one device gives, and lies and sends as it says."""
+"""Every layout: one device's results, arrays sharded as promised, and what is sent."""
 
 import functools
 import sys

@@ -1,4 +1,4 @@
-"""`make_train_step`: what one device gives, in every form, sent as it says."""
+"""`make_train_step` in every form: one device's results, and what is sent."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A layout that is right is certified, one that is wrong is named with its numbers."""
+"""`verify` passes a right layout, and names what is wrong in another, with numbers."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Each piece: its mathematics against NumPy, and every way optax may hold it."""
+"""Each piece: its mathematics against NumPy, and inside every wrapper of optax."""
 
 import functools
 
