@@ -46,7 +46,7 @@ def scan_layers(
       carry: the carry of the first layer.
       layers: a tree of arrays with a leading axis of layers, (layers, ...): weights,
         and whatever else differs between layers, such as keys.
-      mesh: the mesh.
+      mesh: the mesh that `layers` are sharded over.
       specs: how `layers` are sharded: see `on_mesh`. None: as their types say, which on
         Auto axes means replicated, so that nothing is gathered.
       axis: mesh axes over which layers are gathered; None for all. With other axes in

@@ -69,7 +69,8 @@ def make_train_step(
         masks, stay as they are.
       tx: an optimizer, such as a recipe. The step puts it on the mesh: an `on_mesh` in
         it changes nothing, or is an error if it has specs or `divide`.
-      mesh: the mesh.
+      mesh: a mesh of Auto axes; or of Explicit ones, if all but those in `axis` have
+        one device.
       axis: mesh axis, or axes, that divide the leading axis of batches.
       specs: how parameters are sharded between steps; see `on_mesh`. None: replicated,
         also on Explicit axes.

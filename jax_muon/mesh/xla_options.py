@@ -73,7 +73,7 @@ def gpu_options(
 
     Args:
       params: the parameters, or their shapes.
-      mesh: the mesh.
+      mesh: the mesh that the step runs on.
       axis: mesh axes that divide the batch; None for all. Over the others, such as
         those of tensor parallelism, a device holds a part of each leaf.
       gathers_first: whether parameters are sharded between steps and gathered at the

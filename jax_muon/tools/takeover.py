@@ -35,8 +35,8 @@ _MOMENTS: dict[type, dict[str, str]] = {
 # Fields that count the steps of a run.
 _COUNTS = ("count", "gradient_step", "step")
 
-# Arrays with which every optimizer may begin: norms, a sum of no gradients, a table.
-_BEGIN_ANEW = ("radius", "acc_grads", "ns_coeffs")
+# Arrays that stay as `init` returns them: norms, a sum of no gradients, a table.
+_AS_INIT = ("radius", "acc_grads", "ns_coeffs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +102,8 @@ def take_over(
     """The state of an optimizer that continues another one's run.
 
     Momentum, Adam's moments, NorMuon's means and all counts are the run's. Everything
-    else is as `tx.init` returns it, with the same shardings.
-    Moments of a parameter with splits are split as the parameter is.
+    else is as `tx.init` returns it, with the same shardings. Moments of a parameter
+    with splits are split as the parameter is.
 
     Args:
       tx: a recipe, `optax.contrib.muon`, `optax.adamw`, or any composition of this
@@ -145,7 +145,7 @@ def take_over(
         fields = [getattr(key, "name", None) for key in key_path]
         # reduce_on_plateau counts the losses that it has seen itself.
         own = isinstance(node, ReduceLROnPlateauState)
-        if own or not {*fields}.isdisjoint(_BEGIN_ANEW):
+        if own or not {*fields}.isdisjoint(_AS_INIT):
             return node
         if fields and fields[-1] in _COUNTS:
             return _placed(moments.count, node)

@@ -183,8 +183,8 @@ def verify(
       A `Verification` with `.ok` and `.raise_if_wrong()`; `print` shows it as a table.
 
     Raises:
-      ValueError: steps below 1, a bound that is not above 0, an optimizer that is
-        already wrapped in `on_mesh`, and whatever `on_mesh` and `tx` raise.
+      ValueError: steps below 1, an optimizer that is already wrapped in `on_mesh`, and
+        whatever `on_mesh` and `tx` raise.
 
     Examples:
       >>> import jax_muon as jm
@@ -242,7 +242,7 @@ def compare(
       many: the optimizer for the mesh.
       start: the parameters, as NumPy arrays.
       grads: the gradients of each step, as NumPy arrays.
-      mesh: the mesh.
+      mesh: the mesh of `many`.
       specs: how parameters are sharded; see `on_mesh`.
       bound: see `verify`.
       rounding: added to the bound of updates.
