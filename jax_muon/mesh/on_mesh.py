@@ -299,7 +299,8 @@ def _reshard(tree: Any, specs: Sequence[PartitionSpec], dtype: Any = None) -> An
     leaves, treedef = jax.tree.flatten(tree)
     moved = []
     for x, spec in zip(leaves, specs, strict=True):
-        travels = jax.typeof(x).sharding.spec != spec
+        travels = dtype is not None and jax.typeof(x).sharding.spec != spec
+        # No cast without a dtype: it would strip a weak type, on the wrong kind of axes.
         sent = x.astype(wire_dtype(x.dtype, dtype)) if travels else x
         moved.append(jax.reshard(sent, spec).astype(x.dtype))
     return jax.tree.unflatten(treedef, moved)

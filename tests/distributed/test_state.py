@@ -138,3 +138,12 @@ def test_what_is_observed_is_summed_in_one_round(spec):
     compiled = jax.jit(tx.update).lower(params, state, params).compile()
     sent = Module.parse(compiled.as_text()).collectives()
     assert [c.kind for c in sent] == ["all-reduce"]
+
+
+def test_parameters_of_a_weak_type():
+    """`jnp.full(shape, 0.5)` has one, which a cast would strip."""
+    params = {"mlp": jnp.full((64, 64), 0.5)}
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
+    tx = jm.on_mesh(jm.nanochat(), mesh, divide="data")
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["mlp"].dtype == "float32"
