@@ -300,7 +300,7 @@ def _reshard(tree: Any, specs: Sequence[PartitionSpec], dtype: Any = None) -> An
     moved = []
     for x, spec in zip(leaves, specs, strict=True):
         travels = dtype is not None and jax.typeof(x).sharding.spec != spec
-        # No cast without a dtype: it would strip a weak type, on the wrong kind of axes.
+        # Without a dtype no cast: it would strip a weak type, on the wrong axes.
         sent = x.astype(wire_dtype(x.dtype, dtype)) if travels else x
         moved.append(jax.reshard(sent, spec).astype(x.dtype))
     return jax.tree.unflatten(treedef, moved)
