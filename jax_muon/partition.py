@@ -170,13 +170,15 @@ def _check_carried_names(read_tree: Callable[[Any], Matrices], params: Any) -> N
     boxed, plain = read_tree(params), {}
     with contextlib.suppress(ValueError):  # ambiguous without names
         plain = _decisions(read_tree(bare))
-    for path, decision in _decisions(boxed).items():
-        if decision != plain.get(path):
-            raise ValueError(
-                f"parameter {path!r} is read by axis names, which the tree carries and "
-                "gradients do not; expected the value of this reading: "
-                "matrices=jax_muon.read(params)"
-            )
+    decisions = _decisions(boxed).items()
+    changed = [path for path, decision in decisions if decision != plain.get(path)]
+    if changed:
+        named = [path for path in changed if boxed[path].names]
+        raise ValueError(
+            f"parameter {(named or changed)[0]!r} is read by axis names, which the "
+            "tree carries and gradients do not; expected the value of this reading: "
+            "matrices=jax_muon.read(params)"
+        )
 
 
 def _decisions(found: Matrices) -> dict[str, Any]:

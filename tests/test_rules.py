@@ -286,6 +286,10 @@ def test_names_that_the_tree_carries_matter_for_matrices_alone():
     with pytest.raises(ValueError, match=r"'up/kernel' is read by axis names.*\.read"):
         jax.eval_shape(jm.nanochat().init, tree)
     jax.eval_shape(jm.nanochat(matrices=jm.read(tree)).init, tree)
+    names = ("embed", "layers", "mlp")
+    stack = linen.LogicallyPartitioned(shape(6, 8, 5), names=names)
+    with pytest.raises(ValueError, match="'w' is read by axis names"):
+        jax.eval_shape(jm.nanochat().init, {"a": shape(3), "w": stack})
 
 
 def test_names_count_where_rules_are_given_too():

@@ -202,6 +202,8 @@ def verify(
         )
     checks.arrays("params", params)
     checks.count("steps", steps)
+    if bound is not None:
+        checks.number("bound", bound, "above 0", traced=False, others=", or None")
     random = np.random.default_rng(seed)
     sharded = Layout(mesh, specs).of_params(params)
     start = jax.tree.map(lambda x: _drawn(x, random, _SIZE_OF_PARAMS), params)
