@@ -55,10 +55,10 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         "--mesh",
         metavar="A,B",
         type=mesh_shape,
-        help="devices along fsdp and tp, or replicas and fsdp; else 2 of the one",
+        help="fsdp and tp (default: tp 2), or replicas and fsdp (replicas 2)",
     )
     add("--parameters", choices=("as specs", "divided"), default="as specs",
-        help="how they lie between steps; divided: as finely as the state")  # fmt: skip
+        help="how they are sharded between steps; divided: like the state")  # fmt: skip
     add("--distributed", action="store_true", help="this is one of several processes")
     add("--coordinator", metavar="HOST:PORT", help="else found by JAX")
     add("--processes", type=positive, help="how many there are; likewise")

@@ -1,1 +1,1 @@
-"""Where does an array lie? Meshes, specs, owners, and what travels."""
+"""Optimizers and train steps on a mesh: shardings, owners, transfers."""

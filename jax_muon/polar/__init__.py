@@ -1,1 +1,1 @@
-"""What is a polar factor, and how is it computed? Arrays (..., m, n) to arrays."""
+"""Polar factors: functions of arrays (..., m, n), and how they are computed."""

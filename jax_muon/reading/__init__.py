@@ -1,1 +1,1 @@
-"""How is a parameter read? Paths, roles, labels, axes, joins."""
+"""How parameters are read as matrices: axis names, layers, roles, axes, rules."""

@@ -87,7 +87,7 @@ def fitting(mesh, *axes, shapes=problems.PROBLEMS["mixed"]):
     return spec
 
 
-# Mesh, specs as arguments of `fitting`, mesh axes that divide besides.
+# Mesh, specs as arguments of `fitting`, and `divide`.
 LAYOUTS = {
     "ZeRO-2 on 2": ((2,), (), "data"),
     "ZeRO-2 on 4": ((4,), (), "data"),
@@ -162,13 +162,13 @@ def train_on_mesh(
             params, state, value = step(params, state, batch)
             losses.append(float(value))
     assert step._cache_size() == 1
-    assert_lies(params, mesh, specs)
+    assert_sharded(params, mesh, specs)
     assert_bit_identical_on_devices((params, state))
     return params, state, losses
 
 
-def assert_lies(params, mesh, specs):
-    """Parameters lie where they did at the start."""
+def assert_sharded(params, mesh, specs):
+    """Parameters are sharded as they were at the start."""
     for path, x in params.items():
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, specs(path)), x.ndim)
 

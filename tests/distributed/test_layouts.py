@@ -151,7 +151,7 @@ def test_compositions_equal_one_device(how, kind):
         state = jax.jit(tx.init)(got)
         for batch in data:
             got, state, _ = step(got, state, batch)
-    # MultiSteps's own sums stand outside; on Auto axes JAX lays them anew once.
+    # MultiSteps's own sums are outside; on Auto axes JAX reshards them once.
     anew = how == "inside MultiSteps" and kind == AUTO
     assert step._cache_size() == 1 + anew
     assert problems.distance(got, expected, params) < BOUND
@@ -318,7 +318,7 @@ def test_boxes_none_and_empty_groups():
         np.testing.assert_allclose(one, other, rtol=1e-2)  # in bfloat16
 
 
-# --- where state lies -----------------------------------------------------------------
+# --- how state is sharded -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
@@ -359,7 +359,7 @@ def test_state_lies_as_abstract_state_says():
                 assert x.sharding == want.sharding
 
 
-# Divided over the replicas besides, state moves from anywhere to anywhere.
+# With state also divided over the replicas, it moves from anywhere to anywhere.
 JOURNEY = ["ZeRO-2 on 8", "HSDP", "FSDP", None, "ZeRO-2 on 2"]
 
 

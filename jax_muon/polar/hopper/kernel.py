@@ -26,7 +26,7 @@ except (ImportError, AttributeError) as error:
         f"need ({error}); expected jax 0.10.2 to 0.12, or symmetric='plain'"
     ) from error
 
-# Rows that one instruction multiplies; what swizzled memory holds of 16 bits in a row.
+# Rows that one instruction multiplies, and 16-bit elements in a row of swizzled memory.
 SQUARE = 64
 COMPUTING = 2  # groups of warps; group 2 loads
 ROWS = COMPUTING * SQUARE
