@@ -183,8 +183,8 @@ def verify(
       A `Verification` with `.ok` and `.raise_if_wrong()`; `print` shows it as a table.
 
     Raises:
-      ValueError: steps below 1, an optimizer that is already wrapped in `on_mesh`, and
-        whatever `on_mesh` and `tx` raise.
+      ValueError: steps below 1, a bound that is not above 0, an optimizer that is
+        already wrapped in `on_mesh`, and whatever `on_mesh` and `tx` raise.
 
     Examples:
       >>> import jax_muon as jm
