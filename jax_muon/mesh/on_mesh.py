@@ -116,11 +116,13 @@ class OnMesh:
     def init(self, params: optax.Params) -> Any:
         """State of these parameters, sharded further than they are."""
         checks.arrays("params", params)
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
+        if _is_jitted():
             return self._init(params)
         self.layout.check_concrete(params)
+        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
+            params = jax.device_put(params, self.shardings(params))
         with jax.disable_jit(False):
-            return self._jitted_init(jax.device_put(params, self.shardings(params)))
+            return self._jitted_init(params)
 
     def _init(self, params: optax.Params) -> Any:
         _, _, fine = self.layout.of_leaves(params)
@@ -136,8 +138,7 @@ class OnMesh:
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
         """Updates sharded like the parameters, and the new state."""
-        # Under jit every new array is a tracer, but not in an eager `jax.grad`.
-        if isinstance(jnp.zeros(()), jax.core.Tracer):
+        if _is_jitted():
             return self._update(updates, state, params, **extra_args)
         self.layout.check_concrete(updates if params is None else params)
         with jax.disable_jit(False):
@@ -279,6 +280,11 @@ def abstract_state(
         )
     specs = jax.tree.map(array_types.own_sharding, params)
     return OnMesh(tx, Layout(mesh, specs)).abstract_state(params)
+
+
+def _is_jitted() -> bool:
+    """True under jit, where every new array is a tracer; not in an eager `jax.grad`."""
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def _check_types(
