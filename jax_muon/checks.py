@@ -166,7 +166,7 @@ def state(given: Any, like: Any) -> None:
     """A state needs the structure and shapes of `like`: arrays, or their shapes."""
     wrong = "the state is not one of this optimizer on these parameters: "
     try:
-        alike("array", given, "array of init", like)
+        alike("array", given, "state array of init", like)
     except ValueError as error:
         raise ValueError(wrong + str(error)) from None
     structures: Any = jax.tree.structure(given), jax.tree.structure(like)

@@ -102,6 +102,9 @@ TABLE = {
     "coefficients='jordn'; expected": lambda: jm.NewtonSchulz(coefficients="jordn"),
     "weight_decay_mask='w'; expected": lambda: jm.muon(weight_decay_mask="w"),
     "lookahead='no'; expected True or False": lambda: jm.muon(lookahead="no"),
+    "'w' of shape (4, 6) with P('data', 'data'): a mesh axis twice": lambda: init(
+        jm.on_mesh(jm.muon(), MESH, jax.P("data", "data")), MATRIX
+    ),
     "divide='model'; expected axes of": lambda: jm.on_mesh(
         jm.muon(), MESH, divide="model"
     ),

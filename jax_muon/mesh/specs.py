@@ -42,6 +42,8 @@ def full_rank(
     try:
         if len(spec) > len(shape):
             raise ValueError(f"at most {len(shape)} entries")
+        if len({*spec_names(spec)}) < len(spec_names(spec)):
+            raise ValueError("a mesh axis twice")
         NamedSharding(mesh, spec).shard_shape(shape)
     except ValueError as error:
         raise ValueError(
