@@ -73,7 +73,8 @@ def _map_pools(
         for start in range(0, len(pool), max_stack):
             stack = pool[start : start + max_stack]
             stacks.append(function(stack))
-            shape, dtype = (getattr(stacks[-1], x, None) for x in ("shape", "dtype"))
+            shape = getattr(stacks[-1], "shape", None)
+            dtype: Any = getattr(stacks[-1], "dtype", None)
             if shape != stack.shape or not jnp.issubdtype(dtype, jnp.floating):
                 raise ValueError(
                     f"polar={function!r} made {dtype} of shape {shape} out of "
