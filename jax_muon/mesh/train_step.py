@@ -308,8 +308,10 @@ class TrainStep:
                 )
         specs = self._layout.of_params(params), self._layout.of_state(params)
         here, scattered = jax.tree.map(lambda x: only(x, axis), specs)
+        manual = set(axis)
         if AxisType.Explicit in mesh.axis_types:
             batch = jax.reshard(batch, NamedSharding(mesh, PartitionSpec(axis)))
+            manual = set(mesh.axis_names)  # the others have one device
         # With check_vma=True, the gradient of a parameter that devices share would be
         # summed already, loops could not start from constants, and a loss that ends in
         # a pmean would have a gradient that is too small by the number of devices.
@@ -318,7 +320,7 @@ class TrainStep:
             mesh=mesh,
             in_specs=(here, PartitionSpec(axis)),
             out_specs=(scattered, PartitionSpec(), PartitionSpec()),
-            axis_names=set(axis),
+            axis_names=manual,
             check_vma=False,
         )(params, batch)
         updates, state = self._optimizer.update(grads, state, params, **largest)
