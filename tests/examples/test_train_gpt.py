@@ -177,7 +177,7 @@ def test_clipped_logits_stay_at_the_threshold(tmp_path):
     )
     logits = losses_of(one, "max_logit")
     assert losses_of(free, "max_logit")[-1] > 2 * max(logits)
-    assert len(logits) == 8
+    assert len(logits) == 12
     assert logits[0] > 3  # the first step clips already
     assert losses_of(one, "clipped_heads")[0] > 0
     table = (many / "parameters.txt").read_text()
