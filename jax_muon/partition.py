@@ -13,9 +13,10 @@ import optax
 from jax_muon import axes, checks, dtypes, paths
 from jax_muon.matrices import Matrices, read
 from jax_muon.notes import note
+from jax_muon.parts import with_splits
 from jax_muon.reading import axis_names
 from jax_muon.reading.vocabulary import ADAMW, MUON
-from jax_muon.splits import read_parts, with_splits
+from jax_muon.splits import read_parts
 
 # An optax transform, or a function that returns one for the matrices of its group.
 Group: TypeAlias = (

@@ -23,7 +23,7 @@ import optax
 import pytest
 
 import jax_muon as jm
-from jax_muon.matrices import aligned, shape_text
+from jax_muon.text import aligned, shape_text
 from tests.distributed import layouts
 from tests.recipes import RECIPES
 

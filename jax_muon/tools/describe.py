@@ -17,12 +17,13 @@ import optax
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_muon import checks, notes, paths
-from jax_muon.matrices import Parameter, aligned, shape_text, sizes_text
+from jax_muon.matrices import Parameter
 from jax_muon.mesh import array_types
 from jax_muon.mesh import specs as mesh_specs
 from jax_muon.mesh.collectives import Collective, collectives, ring_bytes
 from jax_muon.mesh.on_mesh import abstract_state
 from jax_muon.mesh.owners import Pool, product
+from jax_muon.text import aligned, shape_text, sizes_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ from optax.contrib import MuonState, ReduceLROnPlateauState
 from jax_muon import checks, notes, paths
 from jax_muon.accumulators import Quantized
 from jax_muon.momentum import NesterovState, QuantizedNesterovState
+from jax_muon.parts import arrays_of_parts
 from jax_muon.scaling import ScaleByNorMuonState
-from jax_muon.splits import arrays_of_parts
 
 Arrays = Mapping[str, Any]
 

@@ -23,11 +23,11 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks, paths
-from jax_muon.matrices import aligned, shape_text
 from jax_muon.mesh.array_types import arrays_and_others
 from jax_muon.mesh.layout import Layout, Specs
 from jax_muon.mesh.on_mesh import OnMesh, on_mesh
 from jax_muon.mesh.specs import AxisName
+from jax_muon.text import aligned, shape_text
 from jax_muon.tools.describe import sharding_text
 
 # By bits of the narrowest floating-point dtype in the program. On the matrices of the
