@@ -1,4 +1,4 @@
-"""Draws the charts of the pages and fills tables from benchmarks/results.
+"""Draws the charts of the pages, and a row of the README, from benchmarks/results.
 
     python docs/charts.py
 
@@ -90,29 +90,21 @@ def on_meshes() -> dict[str, list[dict[str, Any]]]:
 
 
 def busiest() -> Groups:
-    """The work of the busiest device."""
+    """The work of the busiest device, and the bytes that it sends."""
 
-    def bar(name: str, flops: float, color: str) -> Bar:
-        return Bar(name, flops, f"{flops / 1e12:.1f} TFLOP", color)
+    def bar(name: str, color: str, flops: float, sent: str = "") -> Bar:
+        return Bar(name, flops, f"{flops / 1e12:.1f} TFLOP{sent}", color)
 
     return {
         f"shards x replicas: {mesh}": [
-            *(bar(MUONS[r["muon"]][0], r["flops"], MUONS[r["muon"]][1]) for r in rows),
-            bar("an even share", rows[0]["even_flops"], "green"),
+            *(
+                bar(*MUONS[r["muon"]], r["flops"], f", {r['sent_bytes'] / 1e9:.1f} GB")
+                for r in rows
+            ),
+            bar("an even share", "green", rows[0]["even_flops"]),
         ]
         for mesh, rows in on_meshes().items()
     }
-
-
-def mesh_table() -> str:
-    """The same as a table, with the bytes that a device sends."""
-    names = " | ".join(f"{name}: TFLOP | GB sent" for name in MUONS)
-    lines = [f"| shards x replicas | even share: TFLOP | {names} |", "|---" * 8 + "|"]
-    for mesh, rows in on_meshes().items():
-        cells = [rows[0]["even_flops"] / 1e12]
-        cells += [x for r in rows for x in (r["flops"] / 1e12, r["sent_bytes"] / 1e9)]
-        lines.append(f"| {mesh} | {' | '.join(f'{x:.1f}' for x in cells)} |")
-    return "".join(line + "\n" for line in lines)
 
 
 def waiting() -> Groups:
@@ -212,7 +204,9 @@ def charts() -> dict[str, str]:
     return {
         "step_optax.svg": draw(step, step_times(OPTAX)),
         "step_torch.svg": draw(step, step_times(TORCH)),
-        "maxtext.svg": draw("Llama 7B: work of the busiest device", busiest()),
+        "maxtext.svg": draw(
+            "Llama 7B: work of the busiest device, and bytes it sends", busiest()
+        ),
         "layer_timeline.svg": timeline(),
         "layout_wait.svg": draw(
             "Estimated share of a step that waits, the wait, and peak memory", waiting()
@@ -221,19 +215,16 @@ def charts() -> dict[str, str]:
 
 
 def filled(page: str) -> str:
-    """A page with its table, or its row of the table, as the results have them."""
+    """The README with the row about Llama 7B as the results have it."""
     rows = on_meshes()["256 x 1"]
     cells = [f"{r['flops'] / 1e12:.1f}, {r['sent_bytes'] / 1e9:.1f}" for r in rows]
     row = r"(?m)^(\| Llama 7B on 256 devices[^|]*\|).*$"
-    page = re.sub(row, lambda found: f"{found[1]} {' | '.join(cells)} |", page)
-    mark = "<!-- maxtext -->\n\n"
-    return re.sub(mark + r"(\|.*\n)*", lambda _: mark + mesh_table(), page)
+    return re.sub(row, lambda found: f"{found[1]} {' | '.join(cells)} |", page)
 
 
-PAGES = (DOCS / "speed.md", DOCS.parent / "README.md")
+README = DOCS.parent / "README.md"
 
 if __name__ == "__main__":
     for name, chart in charts().items():
         (DOCS / "pictures" / name).write_text(chart, encoding="utf-8")
-    for page in PAGES:
-        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+    README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
