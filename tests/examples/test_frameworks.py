@@ -25,6 +25,17 @@ def relative(a, b):
     return float(optax.tree.norm(optax.tree.sub(a, b)) / optax.tree.norm(b))
 
 
+# --- Flax -----------------------------------------------------------------------------
+
+
+def test_flax():
+    """tests/examples/test_flax.py trains the programs that the section names."""
+    found = pages.run("Flax")
+    model, before = found["model"], found["model"].kernel[...]
+    found["optimizer"].update(model, nnx.state(model, nnx.Param))
+    assert not np.array_equal(model.kernel[...], before)
+
+
 # --- MaxText --------------------------------------------------------------------------
 
 # Logical axes of a scanned Llama 2 as MaxText has them, and sizes of a small one.
@@ -421,13 +432,3 @@ def test_diloco():
         assert relative(optax.tree.sub(own, begin), moved) < 2**-7
     for _, leaf in leaves_with_paths(again):
         np.testing.assert_array_equal(leaf[0], leaf[-1])
-
-
-# --- other runs -----------------------------------------------------------------------
-
-
-def test_going_on_with_another_run():
-    found = pages.run("Continuing another optimizer's run")
-    params, state = found["params"], found["state"]
-    updates, _ = jax.eval_shape(found["tx"].update, params, state, params)
-    assert jax.tree.structure(updates) == jax.tree.structure(params)
