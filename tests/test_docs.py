@@ -4,6 +4,7 @@ A page may use what stands in `stage` besides its own imports: a small model, it
 gradients, a mesh of eight devices, a loss, and a folder.
 """
 
+import ast
 import inspect
 import pathlib
 import re
@@ -17,7 +18,10 @@ import pytest
 import jax_muon as jm
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
+# A block of code, and below it what it prints.
+BLOCK = re.compile(
+    r"^```python\n(.*?)^```(?:\n+(?:[^`\n]+\n+)?```text\n(.*?)^```)?", re.S | re.M
+)
 # tests/examples/test_frameworks.py runs that page, and looks at what comes of it.
 PAGES = sorted(
     page.name
@@ -60,12 +64,28 @@ def test_the_code_of_a_page_runs_in_order(page, tmp_path, capsys):
         line = text[: found.start()].count("\n") + 2
         code = compile("\n" * (line - 1) + found[1], page, "exec")
         exec(code, names)
+        printed = capsys.readouterr().out
+        assert found[2] is None or printed == found[2]
+
+
+def anchors(page):
+    """The places in a page that a link can name."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    words = (re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings)
+    named = re.findall(r'<a id="(\w+)">', text) + re.findall(r"^::: (\S+)$", text, re.M)
+    return {each.strip().replace(" ", "-") for each in words} | set(named)
 
 
 def test_every_link_between_pages_leads_somewhere():
-    for page in DOCS.glob("*.md"):
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    root = DOCS.parent
+    pages = [*DOCS.glob("*.md"), *root.glob("*.md"), *root.glob("benchmarks/*.md")]
+    for page in pages:
+        for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+            name, _, anchor = target.partition("#")
+            other = page.parent / name if name else page
+            assert other.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(other), f"{page.name}: {target}"
 
 
 def test_the_files_that_pages_name_are_there():
@@ -77,6 +97,25 @@ def test_the_files_that_pages_name_are_there():
         for name in named.findall(page.read_text()):
             places = (root, root / "jax_muon", root / "docs")
             assert any(any(x.glob(name)) for x in places), f"{page.name}: {name}"
+
+
+def test_no_file_imports_from_a_higher_floor():
+    """The floors of the table in CONTRIBUTING.md, from the top to the ground."""
+    table = (DOCS.parent / "CONTRIBUTING.md").read_text().partition("| floor |")[2]
+    rows = re.findall(r"^\| [a-z ]+ \| (`.*?) \|", table.partition("\n\n")[0], re.M)
+    floors = {
+        file.rstrip("/"): -depth
+        for depth, row in enumerate(rows)
+        for file in re.findall(r"`([\w/]+)`", row)
+    }
+    package = DOCS.parent / "jax_muon"
+    for file in {*package.rglob("*.py")} - {*package.glob("__*__.py")}:
+        floor = floors[file.relative_to(package).parts[0].removesuffix(".py")]
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and "jax_muon" in node.module:
+                _, *inside = node.module.split(".")
+                for name in inside[:1] or [alias.name for alias in node.names]:
+                    assert floors[name] <= floor, f"{file} imports {name}"
 
 
 def test_every_public_name_is_in_the_reference():
@@ -91,12 +130,29 @@ def test_every_public_name_has_an_example(name):
     assert ">>> " in inspect.getdoc(getattr(jm, name))
 
 
-def test_charts_and_tables_are_those_of_the_results():
+def test_the_errors_that_stability_lists_exist():
+    texts = []
+    for path in (DOCS.parent / "jax_muon").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (getattr(part, "value", "") for part in node.values)
+                texts.append("".join(x if isinstance(x, str) else "…" for x in parts))
+            elif isinstance(node, ast.Constant):
+                texts.append(str(node.value))
+    section = (DOCS / "stability.md").read_text().partition("## Errors")[2]
+    messages = re.findall(r"^\| `(.+?)` \|", section, re.M)
+    assert messages
+    for message in messages:
+        parts = re.split(r"'?…'?|\[\.\.\.\]", message)
+        pattern = re.compile(".*".join(map(re.escape, parts)), re.S)
+        assert any(map(pattern.search, texts)), message
+
+
+def test_charts_and_the_readme_show_the_results():
     """`python docs/charts.py` would change nothing."""
     drawn = runpy.run_path(str(DOCS / "charts.py"))
     for name, chart in drawn["charts"]().items():
         assert (DOCS / "pictures" / name).read_text() == chart, name
-    for page in drawn["PAGES"]:
-        text = page.read_text()
-        assert drawn["filled"](text) == text, page
-    assert "| 8 x 1 |" in (DOCS / "speed.md").read_text()
+    readme = drawn["README"].read_text()
+    assert "| Llama 7B on 256 devices" in readme
+    assert drawn["filled"](readme) == readme
