@@ -78,24 +78,6 @@ def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
             )
 
 
-def check_not_in_spmd_vmap(names: Sequence[str]) -> None:
-    """Raise a ValueError in a `jax.vmap` whose spmd_axis_name is one of these axes.
-
-    Types there look as if that axis repeated the arrays, so matrices would get owners
-    on other workers' devices. JAX fails later, with an error that does not say so.
-    """
-    from jax._src import core  # JAX 0.10 shows it nowhere else
-
-    env = getattr(core, "get_axis_env", lambda: None)()
-    mapped = getattr(env, "spmd_axis_names", ())
-    if found := [name for name in names if name in mapped]:
-        raise ValueError(
-            f"on_mesh inside jax.vmap(spmd_axis_name={found[0]!r}), an axis of its "
-            "mesh; expected a call outside the vmap, on the stacked arrays with "
-            f"{found[0]!r} first in their specs: the axis of a stack is a batch"
-        )
-
-
 def mesh_of_types(flat: Sequence[tuple[str, Any]]) -> Any:
     """The mesh with Explicit axes that these arrays are on, or None.
 

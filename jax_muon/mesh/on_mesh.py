@@ -203,7 +203,6 @@ class OnMesh:
     @contextlib.contextmanager
     def _explicit_axes(self) -> Iterator[None]:
         """Inside, types of arrays show how they are sharded."""
-        array_types.check_not_in_spmd_vmap(self.layout.mesh.axis_names)
         with use_abstract_mesh(self._explicit_mesh()):
             try:
                 yield

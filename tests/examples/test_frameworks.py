@@ -409,9 +409,6 @@ def test_diloco():
             params, state = found["inner_step"](params, state, grads)
         outer = found["outer"].init(shared)
         _, again, _ = found["outer_step"](shared, params, outer)
-        mapped = jax.vmap(found["inner"].init, spmd_axis_name="worker")
-        with pytest.raises(ValueError, match=r"spmd_axis_name='worker'\), an axis"):
-            jax.jit(mapped)(params)
     alone = jm.nanochat()
 
     @jax.jit
