@@ -119,8 +119,6 @@ class OnMesh:
         if _is_jitted():
             return self._init(params)
         self.layout.check_concrete(params)
-        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
-            params = jax.device_put(params, self.shardings(params))
         with jax.disable_jit(False):
             return self._jitted_init(params)
 
@@ -222,15 +220,12 @@ class OnMesh:
         kinds = dict.fromkeys(self.layout.mesh.axis_names, AxisType.Explicit)
         return self._outer_mesh().update_axis_types(kinds)
 
-    def _is_explicit(self) -> bool:
-        """Return True if types show shardings outside too."""
-        return self._outer_mesh() == self._explicit_mesh()
-
     def _on_own_axes(self, tree: Any) -> Any:
         """Arrays on the user's kind of axes, sharded as their types show."""
         specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
-        if not self._is_explicit():
-            with use_abstract_mesh(self._outer_mesh()):
+        outer = self._outer_mesh()
+        if outer != self._explicit_mesh():
+            with use_abstract_mesh(outer):
                 tree = jax.reshard(tree, PartitionSpec())  # types say nothing again
         elif AxisType.Auto in self.layout.mesh.axis_types:
             return tree  # in `on_mesh` or a user's own explicit_axes
