@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax_muon.joins import Block
 from jax_muon.matrices import Matrices
 from jax_muon.mesh.collectives import ring_bytes
-from jax_muon.mesh.specs import Sizes, entry_names
+from jax_muon.mesh.specs import Sizes, devices_over, entry_names
 
 # The planner's rates, in round figures for an H100: FLOP/s of products, bytes/s between
 # the GPUs of a host, and between hosts.
@@ -112,15 +112,16 @@ class Pool:
     @property
     def flops(self) -> int:
         """FLOPs of five quintics of one matrix."""
-        return flops_of(*self.fan)
+        m, n = self.fan
+        return _STEPS * (4 * m * m * n + 2 * m**3)
 
     def load(self, sizes: Sizes) -> np.ndarray:
         """FLOPs of each device, by its place along `divided_axes(sizes)`."""
         axes = self.replicas + self.shards + self.batch
-        everyone = (self.count,) * product(self.replicas + self.shards, sizes)
+        everyone = (self.count,) * devices_over(self.replicas + self.shards, sizes)
         matrices = np.repeat(self.counts or everyone, self.group)
         by_device = np.repeat(
-            matrices * (self.flops / self.group), product(self.batch, sizes)
+            matrices * (self.flops / self.group), devices_over(self.batch, sizes)
         )
         by_axis = by_device.reshape([sizes[name] for name in axes])
         return by_axis.transpose([axes.index(name) for name in divided_axes(sizes)])
@@ -129,10 +130,10 @@ class Pool:
         """Bytes of its matrices that a device sends for one step, without padding."""
         matrix = math.prod(self.shard) * np.dtype(self.dtype).itemsize
         held = self.count * matrix
-        devices = product(self.shards, sizes)
+        devices = devices_over(self.shards, sizes)
         if not self.counts:
             return ring_bytes("all-gather", devices, held)
-        repeats = product(self.replicas, sizes)
+        repeats = devices_over(self.replicas, sizes)
         there_and_back = 2 * ring_bytes("all-to-all", devices, held) / repeats
         sent = there_and_back + ring_bytes("all-gather", repeats, held / repeats)
         return sent + max(self.counts) * self.shared_bytes
@@ -180,9 +181,9 @@ class Round:
     def seconds(self, sizes: Sizes) -> float:
         """Time to send all of it there and back, as the planner counts."""
         pool = self.pools[0]
-        owners = product(pool.shards, sizes) // pool.group
+        owners = devices_over(pool.shards, sizes) // pool.group
         size = owners * self.width * np.dtype(pool.dtype).itemsize
-        repeats = product(pool.replicas, sizes)
+        repeats = devices_over(pool.replicas, sizes)
         there_and_back = 2 * ring_bytes("all-to-all", owners, size)
         return there_and_back / _rate(pool.shards, sizes) + ring_bytes(
             "all-gather", repeats, size
@@ -191,9 +192,9 @@ class Round:
 
 def _rate(axes: Sequence[str], sizes: Sizes) -> float:
     """Bytes/s along these mesh axes: neighbours share a host."""
-    names = list(sizes)
+    names = tuple(sizes)
     span = names[min(map(names.index, axes), default=len(names)) :]
-    one_host = product(span, sizes) <= _DEVICES_OF_A_HOST
+    one_host = devices_over(span, sizes) <= _DEVICES_OF_A_HOST
     return _WITHIN_HOSTS if one_host else _BETWEEN_HOSTS
 
 
@@ -285,25 +286,15 @@ def make_pools(
       The pools, the largest matrices first. The planner tries to share none of them,
       the largest, the two largest, and so on, and takes the cheapest plan.
     """
-    alone = _pools_without_owners(shards, sizes)
-    shared = []
-    for pool in alone:
+    pools = _pools_without_owners(shards, sizes)
+    plans = [_with_owners(pools, sizes, small, start)]
+    for place, pool in enumerate(pools):
         dtype = shared_dtype and shared_dtype(*pool.fan, pool.dtype)
-        large = dtype is not None and math.prod(pool.fan) >= small
-        size = _group_size(pool, sizes, group) if large else 1
-        shared.append(dataclasses.replace(pool, group=size, shared_dtype=dtype))
-    can_share = [place for place, pool in enumerate(shared) if pool.group > 1]
-
-    def plan(number: int) -> list[Pool]:
-        chosen = can_share[:number]
-        pools = [
-            both[place in chosen]
-            for place, both in enumerate(zip(alone, shared, strict=True))
-        ]
-        return _with_owners(pools, sizes, small, start)
-
-    plans = map(plan, range(len(can_share) + 1))
-    return min(plans, key=lambda pools: cost(pools, sizes))
+        size = _group_size(pool, sizes, group)
+        if dtype is not None and size > 1 and math.prod(pool.fan) >= small:
+            pools[place] = dataclasses.replace(pool, group=size, shared_dtype=dtype)
+            plans.append(_with_owners(pools, sizes, small, start))
+    return min(plans, key=lambda plan: cost(plan, sizes))
 
 
 def _pools_without_owners(shards: Sequence[Shard], sizes: Sizes) -> list[Pool]:
@@ -312,8 +303,8 @@ def _pools_without_owners(shards: Sequence[Shard], sizes: Sizes) -> list[Pool]:
     for index, shard in enumerate(shards):
         batch, rows, columns = shard.shape
         sides = (
-            (rows * product(shard.rows, sizes), shard.rows, rows),
-            (columns * product(shard.columns, sizes), shard.columns, columns),
+            (rows * devices_over(shard.rows, sizes), shard.rows, rows),
+            (columns * devices_over(shard.columns, sizes), shard.columns, columns),
         )
         short, long = sorted(sides)
         member = Member(index, batch, transposed=short is sides[1])
@@ -361,7 +352,7 @@ def _with_owners(
     busy = np.zeros([sizes[name] for name in names])
     found = []
     for pool in pools:
-        owners = product(pool.replicas + pool.shards, sizes) // pool.group
+        owners = devices_over(pool.replicas + pool.shards, sizes) // pool.group
         if pool.group > 1:
             counts = (math.ceil(pool.count / owners),) * owners
             pool = dataclasses.replace(pool, counts=counts)
@@ -432,17 +423,6 @@ def rounds(pools: Sequence[Pool]) -> list[Round]:
     return found
 
 
-def flops_of(m: int, n: int) -> int:
-    """FLOPs of five quintics of a matrix."""
-    m, n = sorted((m, n))
-    return _STEPS * (4 * m * m * n + 2 * m**3)
-
-
 def divided_axes(sizes: Sizes) -> tuple[str, ...]:
     """Mesh axes with more than one device."""
     return tuple(name for name, size in sizes.items() if size > 1)
-
-
-def product(names: Sequence[str], sizes: Sizes) -> int:
-    """Devices along several mesh axes."""
-    return math.prod(sizes[name] for name in names)

@@ -64,7 +64,7 @@ def spec_names(spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def devices_over(entry: Any, sizes: Sizes) -> int:
-    """Devices that an entry of a PartitionSpec divides an axis over."""
+    """Devices along one or several mesh axes: an entry of a PartitionSpec, or names."""
     return math.prod(sizes[name] for name in entry_names(entry))
 
 

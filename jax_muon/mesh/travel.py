@@ -27,8 +27,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jax_muon.mesh.owners import Pool, Round, product, rounds
-from jax_muon.mesh.specs import Sizes
+from jax_muon.mesh.owners import Pool, Round, rounds
+from jax_muon.mesh.specs import Sizes, devices_over
 from jax_muon.polar.grouped import Group
 from jax_muon.polar.stacks import map_stacks
 
@@ -142,7 +142,7 @@ def _travel(
     table = jnp.concatenate(rows)  # (owners, width), kind by kind
     table = table if ordered else table[np.argsort(order)]
 
-    repeats = product(pool.replicas, sizes)
+    repeats = devices_over(pool.replicas, sizes)
     if repeats > 1:  # each replica does its part of the owners' work
         mine = len(order) // repeats
         first = jax.lax.axis_index(pool.replicas) * mine
@@ -241,14 +241,14 @@ def _unpack(
 
 def _assemble(shards: Array, pool: Pool, sizes: Sizes) -> Array:
     """(shards, k, m / short, n / long) to whole matrices (k, m, n)."""
-    short, long = product(pool.short, sizes), product(pool.long, sizes)
+    short, long = devices_over(pool.short, sizes), devices_over(pool.long, sizes)
     grid = shards.reshape(short, long, -1, *pool.shard)
     return grid.transpose(2, 0, 3, 1, 4).reshape(-1, *pool.fan)
 
 
 def _split(whole: Array, pool: Pool, sizes: Sizes) -> Array:
     """Undoes `_assemble`."""
-    short, long = product(pool.short, sizes), product(pool.long, sizes)
+    short, long = devices_over(pool.short, sizes), devices_over(pool.long, sizes)
     rows, cols = pool.shard
     grid = whole.reshape(-1, short, rows, long, cols).transpose(1, 3, 0, 2, 4)
     return grid.reshape(short * long, -1, rows, cols)

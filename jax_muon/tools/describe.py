@@ -22,7 +22,7 @@ from jax_muon.mesh import array_types
 from jax_muon.mesh import specs as mesh_specs
 from jax_muon.mesh.collectives import Collective, collectives, ring_bytes
 from jax_muon.mesh.on_mesh import abstract_state
-from jax_muon.mesh.owners import Pool, product
+from jax_muon.mesh.owners import Pool
 from jax_muon.text import aligned, shape_text, sizes_text
 
 
@@ -115,7 +115,7 @@ class Description:
         """Work of the busiest device over an even share of one device's work."""
         loads = sum(pool.load(self.sizes) for pool in self.pools)
         work = sum(
-            pool.count * product(pool.batch, self.sizes) * pool.flops
+            pool.count * mesh_specs.devices_over(pool.batch, self.sizes) * pool.flops
             for pool in self.pools
         )
         return float(np.max(loads) * self.devices / work) if work else 1.0
@@ -315,7 +315,7 @@ def _work(found: Description) -> list[str]:
     """The devices that compute the matrices of each pool, and how much they send."""
     rows = [("pool", "over", "matrices", "owners", "each", "sent")]
     for pool in found.pools:
-        different = product(pool.batch, found.sizes)
+        different = mesh_specs.devices_over(pool.batch, found.sizes)
         axes = {"batch": pool.batch, "short": pool.short, "long": pool.long}
         over = [f"{what} {', '.join(names)}" for what, names in axes.items() if names]
         owners = f"{len(pool.counts) * different}" if pool.counts else "all"
