@@ -15,11 +15,11 @@ from jax_muon.mesh import owners
 from jax_muon.mesh.collectives import collectives
 from jax_muon.mesh.owners import Shard, make_pools
 from tests.distributed.layouts import (
-    AUTO,
     EXPLICIT,
     assert_bit_identical_on_devices,
     mesh_of,
 )
+from tests.reading import reader
 
 # --- what travels, and who computes ---------------------------------------------------
 
@@ -29,63 +29,54 @@ def gpt(layers=8, width=32):
     square = dict.fromkeys("qkvo", (width, width))
     block = square | {"up": (width, 4 * width), "down": (4 * width, width)}
     return {
-        f"{i}/{name}": shape for i in range(layers) for name, shape in block.items()
+        f"{i}/{name}": jax.ShapeDtypeStruct(shape, "float32")
+        for i in range(layers)
+        for name, shape in block.items()
     }
 
 
-def abstract(shapes, mesh, spec):
-    """Shapes of parameters that lie on a mesh."""
-    return {
-        path: jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
-        for path, shape in shapes.items()
-    }
-
-
-def compiled(mesh, spec):
-    """The text of a compiled step of nanochat, and its jaxpr's collectives."""
-    shapes, tx = gpt(), jm.on_mesh(jm.nanochat(dtype="float32"), mesh, spec)
-    params = abstract(shapes, mesh, spec)
-    state = jm.abstract_state(tx, params, mesh)
+def step_of(tx, mesh=None, spec=None):
+    """A step of an optimizer, and its arguments as shapes on a mesh."""
+    params = gpt()
+    if mesh is not None:
+        place = NamedSharding(mesh, spec)
+        params = {path: x.update(sharding=place) for path, x in params.items()}
 
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    sent = collectives(step, params, state, params)
-    return jax.jit(step).lower(params, state, params).compile().as_text(), sent
+    return step, (params, jm.abstract_state(tx, params, mesh), params)
 
 
-LAYOUTS = [((8,), P("data")), ((8,), P(None, "data")), ((4, 2), P("data", "fsdp"))]
+LAYOUTS = [
+    ((8,), P("data")),
+    ((8,), P(None, "data")),
+    ((4, 2), P("data", "fsdp")),
+    ((2, 4), P("data")),
+]
 
 
 @pytest.mark.parametrize(("shape", "spec"), LAYOUTS)
-def test_only_all_to_alls_and_an_even_share_of_the_work(shape, spec):
-    """No matrix is gathered, and no product computed twice."""
-    mesh = mesh_of(*shape)
-    text, sent = compiled(mesh, spec)
-    # Two shapes, each in two chunks, each there and back.
-    assert [c.kind for c in sent] == ["all-to-all"] * 8
-    module = Module.parse(text)
-    kinds = {transfer.kind for transfer in module.transfers()}
-    assert kinds <= {"all-to-all", "all-reduce"}
-    largest = max(t.input_bytes for t in module.transfers() if t.kind == "all-reduce")
-    assert largest <= 4 * 128 * len(gpt())  # NorMuon's means, not matrices
-
-    single = {p: jax.ShapeDtypeStruct(s, "float32") for p, s in gpt().items()}
-    tx = jm.nanochat(dtype="float32")
-    one = jax.jit(tx.update).lower(single, jax.eval_shape(tx.init, single), single)
-    whole = Module.parse(one.compile().as_text()).work().flops
-    assert whole / 8 <= module.work().flops <= 1.1 * whole / 8
-
-
-@pytest.mark.parametrize(("shape", "spec"), [*LAYOUTS, ((2, 4), P("data"))])
 def test_describe_tells_what_is_sent(shape, spec):
+    """All-to-alls, and over an axis that repeats matrices all-gathers of the shares."""
     mesh = mesh_of(*shape)
-    _, sent = compiled(mesh, spec)
-    total = sum(c.sent_bytes for c in sent)
-    params = {path: jax.ShapeDtypeStruct(s, "float32") for path, s in gpt().items()}
     tx = jm.on_mesh(jm.nanochat(dtype="float32"), mesh, spec)
-    planned = jm.describe(tx, params)
+    step, args = step_of(tx, mesh, spec)
+    sent = collectives(step, *args)
+    # Two shapes, each in two chunks, each there and back.
+    there_and_back = [c for c in sent if c.kind == "all-to-all"]
+    assert len(there_and_back) == 8
+    gathers = [c for c in sent if c.kind == "all-gather"]
+    assert len(sent) == 8 + len(gathers)
+    if shape == (2, 4):
+        assert {c.axes for c in gathers} == {("fsdp",)}
+        shards = sum(x.size for x in gpt().values()) * 4 // 2
+        assert sum(c.input_bytes for c in gathers) * 4 == shards
+    else:
+        assert not gathers
+    total = sum(c.sent_bytes for c in sent)
+    planned = jm.describe(tx, gpt())
     assert planned.imbalance == 1
     assert planned.sent_bytes["orthogonalize"] == total
     assert [c.kind for c in planned.collectives] == [c.kind for c in sent]
@@ -93,6 +84,23 @@ def test_describe_tells_what_is_sent(shape, spec):
     table = str(planned)
     assert "the busiest does 1.00 of an even share" in table
     assert f"each sends {total / 1000:.1f} KB a step" in table
+
+
+@pytest.mark.parametrize(("shape", "spec"), LAYOUTS[1:3])
+def test_no_matrix_is_gathered_and_no_product_computed_twice(shape, spec):
+    """In the program that XLA compiles."""
+    mesh, tx = mesh_of(*shape), jm.nanochat(dtype="float32")
+
+    def compiled(step, args):
+        return Module.parse(jax.jit(step).lower(*args).compile().as_text())
+
+    module = compiled(*step_of(jm.on_mesh(tx, mesh, spec), mesh, spec))
+    kinds = {transfer.kind for transfer in module.transfers()}
+    assert kinds <= {"all-to-all", "all-reduce"}
+    largest = max(t.input_bytes for t in module.transfers() if t.kind == "all-reduce")
+    assert largest <= 4 * 128 * len(gpt())  # NorMuon's means, not matrices
+    whole = compiled(*step_of(tx)).work().flops
+    assert whole / 8 <= module.work().flops <= 1.1 * whole / 8
 
 
 def test_describe_leaves_out_mesh_axes_of_one_device():
@@ -118,16 +126,6 @@ def test_describe_says_why_work_is_repeated(small, work):
     assert work in str(jm.describe(tx, shapes))
 
 
-def test_replicas_send_their_shares_to_each_other():
-    """Over (2, 4) with one axis divided: an all-gather of pieces over the other."""
-    mesh, spec = mesh_of(2, 4), P("data")
-    _, sent = compiled(mesh, spec)
-    gathers = [c for c in sent if c.kind == "all-gather"]
-    assert {c.axes for c in gathers} == {("fsdp",)}
-    pieces = sum(np.prod(shape) for shape in gpt().values()) * 4 // 2
-    assert sum(c.input_bytes for c in gathers) * 4 == pieces
-
-
 def test_odd_matrices_go_to_different_devices():
     """5 + 3 matrices of one work on 8 devices: one each."""
     shards = [
@@ -139,50 +137,41 @@ def test_odd_matrices_go_to_different_devices():
     assert load.tolist() == [pools[0].flops] * 8
 
 
+def test_groups_of_matrices_find_different_owners():
+    """Four groups of `partition` with one matrix each, on eight devices."""
+    params = {k: jax.ShapeDtypeStruct((512, 512), "float32") for k in "abcd"}
+    groups = dict.fromkeys("abcd", lambda matrices: jm.orthogonalize(matrices=matrices))
+    tx = jm.partition(groups, reader({k: k for k in "abcd"}))
+    planned = jm.describe(jm.on_mesh(tx, mesh_of(8), divide="data"), params)
+    assert len(planned.pools) == 4
+    flops = sum(pool.load(planned.sizes) for pool in planned.pools)
+    assert sorted(flops) == [0] * 4 + [flops.max()] * 4
+
+
 def test_small_matrices_are_gathered_once():
-    mesh = mesh_of(8)
     params = {f"{i}": jax.ShapeDtypeStruct((8, 8), "float32") for i in range(5)}
-    tx = jm.on_mesh(jm.orthogonalize(), mesh, P("data"))
+    tx = jm.on_mesh(jm.orthogonalize(), mesh_of(8), P("data"))
     (sent,) = collectives(lambda g: tx.update(g, tx.init(g))[0], params)
     assert (sent.kind, sent.input_bytes) == ("all-gather", 5 * 8 * 4)
 
 
-def test_a_polar_factor_of_the_users_own():
-    """Any function; what it holds of arrays is its own affair."""
-
-    def own(x):
-        return jm.PolarExpress()(x)
-
-    mesh = mesh_of(8, kind=EXPLICIT)
-    w = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data", None)))
-    tx = jm.orthogonalize(own, small=1)
-    result = jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])({"w": w})["w"]
-    assert result.sharding == w.sharding
-    assert jm.orthogonalize().update({}, optax.EmptyState())[0] == {}
-
-
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
-def test_experts_on_devices_of_their_own_send_nothing(kind):
-    """(8, 16, 24) over 8 devices: by experts no collective, by rows two all-to-alls."""
-    mesh = mesh_of(8, kind=kind)
-    params = {"experts/up": np.ones((8, 16, 24), np.float32)}
-    for spec, sent in (
-        (P("data", None, None), []),
-        (P(None, "data", None), [np.ones((8, 1, 2, 24)).size * 4] * 2),
-    ):
-        tx = jm.on_mesh(jm.nanochat(0.02, steps=2, dtype="float32"), mesh, spec)
-        placed = jax.device_put(params, NamedSharding(mesh, spec))
-        args = (placed, jax.jit(tx.init)(placed), placed)
-
-        def step(params, state, grads, tx=tx):
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        with jax.set_mesh(mesh):
-            found = [(c.kind, c.input_bytes) for c in collectives(step, *args)]
-            program = Module.parse(jax.jit(step).lower(*args).compile().as_text())
-        assert found == [("all-to-all", size) for size in sent]
-        assert bool(program.transfers()) == bool(sent)
+@pytest.mark.parametrize(
+    ("spec", "sent"),
+    [(P("data"), []), (P(None, "data"), [8 * 2 * 24 * 4] * 2)],
+    ids=["experts", "rows"],
+)
+def test_experts_on_devices_of_their_own_send_nothing(spec, sent):
+    """(8, 16, 24) over 8 devices: by rows two all-to-alls."""
+    mesh = mesh_of(8)
+    place = NamedSharding(mesh, spec)
+    shape = jax.ShapeDtypeStruct((8, 16, 24), "float32", sharding=place)
+    params = {"experts/up": shape}
+    tx = jm.on_mesh(jm.nanochat(steps=2, dtype="float32"), mesh, spec)
+    args = (params, jm.abstract_state(tx, params, mesh), params)
+    found = [(c.kind, c.input_bytes) for c in collectives(tx.update, *args)]
+    assert found == [("all-to-all", size) for size in sent]
+    program = Module.parse(jax.jit(tx.update).lower(*args).compile().as_text())
+    assert bool(program.transfers()) == bool(sent)
 
 
 # --- groups of devices as owners ------------------------------------------------------
@@ -207,14 +196,16 @@ GROUPS = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "spec", "group", "used"), GROUPS)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("shape", "spec", "group", "used", "dtype"),
+    [(*row, "float64") for row in GROUPS] + [(*GROUPS[0], "float32")],
+)
 def test_groups_share_matrices(rng, x64, sharing, shape, spec, group, used, dtype):
     """Tall, wide and square, as many as groups and not; `describe` shows the groups."""
     mesh = mesh_of(*shape, kind=EXPLICIT)
     sizes = {"wide": (6, 16, 40), "tall": (4, 48, 16), "odd": (2, 16, 40)}
     grads = {k: rng.standard_normal(size).astype(dtype) for k, size in sizes.items()}
-    polar = jm.PolarExpress(dtype=dtype, norm="schatten4")
+    polar = jm.PolarExpress(2, dtype=dtype, norm="schatten4")
     matrices = jm.read(grads, rules=MuonDimensionNumbers(-2, -1))
     tx = jm.orthogonalize(polar, matrices=matrices, small=0, group=group)
     expected, _ = tx.update(grads, optax.EmptyState())
@@ -235,16 +226,19 @@ def test_groups_share_matrices(rng, x64, sharing, shape, spec, group, used, dtyp
         assert used in devices and max(devices) <= max(used, mesh.size // used)
 
 
-def test_what_cannot_be_shared_goes_to_owners_whole(sharing):
-    """The Gram form, and polar factors of the user's own."""
-    mesh = mesh_of(8, kind=EXPLICIT)
-    params = {"w": jax.ShapeDtypeStruct((8, 64), "float32")}
-    spec = NamedSharding(mesh, P(None, "data"))
-    params = {k: x.update(sharding=spec) for k, x in params.items()}
-    gram = jm.PolarExpress(dtype="float32", form="gram")
-    for polar, group in ((jm.ExactPolar(), 1), (gram, 1), (jm.PolarExpress(), 8)):
-        (pool,) = jm.describe(jm.orthogonalize(polar, small=0), params).pools
-        assert pool.group == group
+@pytest.mark.parametrize(
+    ("polar", "group"),
+    [
+        (jm.PolarExpress(), 8),
+        (jm.PolarExpress(dtype="float32", form="gram"), 1),
+        (jm.ExactPolar(), 1),
+    ],
+)
+def test_what_cannot_be_shared_goes_to_owners_whole(sharing, polar, group):
+    tx = jm.on_mesh(jm.orthogonalize(polar, small=0), mesh_of(8), P(None, "data"))
+    shapes = {"w": jax.ShapeDtypeStruct((8, 64), "float32")}
+    (pool,) = jm.describe(tx, shapes).pools
+    assert pool.group == group
 
 
 @pytest.mark.parametrize(
