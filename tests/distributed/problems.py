@@ -8,11 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 FEATURES = 24
-
-
 PROBLEMS = {
     "mixed": {
         "wte": (67, 24),
@@ -44,19 +41,6 @@ def draw(name, dtype=jnp.float32):
         size = (FEATURES, *shape)
         weights[path] = jnp.asarray(rng.standard_normal(size), dtype)
     return tree, weights
-
-
-def divided(params, mesh):
-    """Places of parameters: over all devices their first axis that divides so."""
-
-    def place(x):
-        axis = next((i for i, n in enumerate(x.shape) if n % mesh.size == 0), None)
-        entries = () if axis is None else (*[None] * axis, "data")
-        if AxisType.Explicit in mesh.axis_types:
-            entries = (*entries, *[None] * (x.ndim - len(entries)))
-        return NamedSharding(mesh, PartitionSpec(*entries))
-
-    return jax.tree.map(place, params)
 
 
 def batches(steps, size=16, dtype=jnp.float32):

@@ -1,17 +1,14 @@
-"""Several processes: the parameters of one device, and runs that survive a kill."""
+"""Several processes: a run that survives a kill, and ends as one on one device."""
 
 import json
 import pathlib
-import shutil
 import socket
 import subprocess
 import sys
 
-import jax
 import numpy as np
-import pytest
 
-from tests.distributed import problems, worker
+from tests.distributed import layouts, problems, worker
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -36,42 +33,18 @@ def launch(processes, devices, folder, layout, *die_at):
     return [worker.returncode for worker in workers], errors
 
 
-@pytest.fixture(scope="module")
-def one_device():
-    """Start, end and losses of the recipe on one device."""
-    params, weights = problems.draw("mixed")
-    loss, data = problems.loss_of(weights), problems.batches(worker.STEPS)
-    result, _, losses = problems.single_device(worker.optimizer(), loss, params, data)
-    return params, jax.device_get(result), losses
-
-
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    """A ZeRO-2 run of two processes, killed while it writes the checkpoint of step 6.
-
-    That of step 4 is whole.
-    """
-    folder = tmp_path_factory.mktemp("killed")
-    codes, errors = launch(2, 2, folder, "zero2", 6)
+def test_a_killed_run_goes_on_elsewhere(tmp_path):
+    """Killed while it writes the checkpoint of step 6, ZeRO-2 goes on as FSDP."""
+    codes, errors = launch(2, 2, tmp_path, "zero2", 6)
     assert all(code != 0 for code in codes), errors
-    assert not (folder / "result.npz").exists()
-    names = [entry.name for entry in (folder / "checkpoints").iterdir()]
+    assert not (tmp_path / "result.npz").exists()
+    names = [entry.name for entry in (tmp_path / "checkpoints").iterdir()]
     assert "4" in names
-    return folder, max(int(name) for name in names if name.isdigit())
+    last = max(int(name) for name in names if name.isdigit())
 
-
-@pytest.mark.parametrize(
-    ("processes", "devices", "layout"), [(1, 8, "zero2"), (2, 4, "fsdp")]
-)
-def test_a_killed_run_goes_on_elsewhere(
-    tmp_path, one_device, killed, processes, devices, layout
-):
-    """Steps on both sides of the kill, in one process and in two, are one device's."""
-    folder, last = killed
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    codes, errors = launch(processes, devices, tmp_path, layout)
-    assert codes == [0] * processes, errors
-    start, expected, losses = one_device
+    codes, errors = launch(2, 4, tmp_path, "fsdp")
+    assert codes == [0, 0], errors
+    start, expected, losses = layouts.one_device("nanochat", steps=worker.STEPS)
     result = dict(np.load(tmp_path / "result.npz"))
     assert problems.distance(result, expected, start) < 5e-6
     got = json.loads((tmp_path / "losses.json").read_text())

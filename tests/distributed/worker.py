@@ -19,16 +19,6 @@ import jax
 STEPS = 10
 
 
-def optimizer():
-    import optax
-
-    import jax_muon as jm
-    from tests.distributed import layouts
-
-    rate = optax.linear_schedule(0.02, 0.01, STEPS)
-    return jm.nanochat(rate, dtype="float32", adamw=layouts.ADAMW)
-
-
 def main(process, processes, port, devices, folder, layout, die_at=None):
     """Train, from the last checkpoint in the folder if there is one."""
     jax.config.update("jax_platforms", "cpu")
@@ -47,8 +37,8 @@ def main(process, processes, port, devices, folder, layout, die_at=None):
     divided = NamedSharding(mesh, PartitionSpec("data"))
     start, weights = problems.draw("mixed")
     loss, data = problems.loss_of(weights), np.asarray(problems.batches(STEPS))
-    specs = problems.divided(start, mesh) if layout == "fsdp" else None
-    step = jm.make_train_step(loss, optimizer(), mesh, specs=specs, min_size=1)
+    specs = layouts.fitting(mesh, "data", None) if layout == "fsdp" else None
+    step = jm.make_train_step(loss, layouts.recipe(), mesh, specs=specs, min_size=1)
     target = dict(zip(("params", "opt_state"), step.abstract(start), strict=True))
 
     folder = pathlib.Path(folder)
