@@ -49,7 +49,6 @@ POLARS: dict[str, Any] = {
     "schatten": lambda: jm.PolarExpress(2, norm="schatten4", dtype="float32"),
 }
 MESHES = {
-    "pair": {"data": 2},
     "three": {"data": 3},
     "eight": {"data": 8},
     "flat": {"data": 1, "fsdp": 4},
@@ -68,9 +67,7 @@ NUMBERS = {
 # The first value of each is the plainest: Hypothesis shrinks towards it.
 FEATURES: dict[str, tuple[str, ...]] = {
     "recipe": RECIPES,
-    "around": (
-        "nothing", "clip", "clip outside", "skip", "if finite", "every two", "injected",
-    ),
+    "around": ("nothing", "clip", "skip", "if finite", "every two", "injected"),
     "run": ("auto", "explicit", "step, local", "step, scattered", "step, divided"),
     "mesh": tuple(MESHES),
     "divide": ("nothing", "first axis", "last axis", "all axes"),
@@ -173,9 +170,6 @@ def check(case: Case) -> Verification:
             tx, many = train_steps(case, tx, mesh, specs)
         else:
             many = jm.on_mesh(tx, mesh, specs, case.divide, min_size=1)
-            if case["around"] == "clip outside":
-                clip = optax.clip_by_global_norm(1.0)
-                tx, many = optax.chain(clip, tx), optax.chain(clip, many)
         return compare(tx, many, params, grads, mesh, specs)
 
 
@@ -233,15 +227,16 @@ def optimizer(case: Case, params: Any, rng: np.random.Generator) -> Any:
         static = tuple(k for k, v in given.items() if not isinstance(v, float))
         return optax.inject_hyperparams(recipe, static_args=static)(**given)
     tx = recipe(**given)
-    if around == "clip" or (around == "clip outside" and case.is_step):
-        return optax.chain(optax.clip_by_global_norm(1.0), tx)
-    if around == "every two":
-        return optax.MultiSteps(tx, 2).gradient_transformation()
-    guards = {
-        "skip": jm.skip_nonfinite,
-        "if finite": lambda x: optax.apply_if_finite(x, 3),
-    }
-    return guards.get(around, lambda x: x)(tx)
+    match around:
+        case "clip":
+            return optax.chain(optax.clip_by_global_norm(1.0), tx)
+        case "skip":
+            return jm.skip_nonfinite(tx)
+        case "if finite":
+            return optax.apply_if_finite(tx, 3)
+        case "every two":
+            return optax.MultiSteps(tx, 2).gradient_transformation()
+    return tx
 
 
 def reading(case: Case, params: Any) -> Any:

@@ -1,11 +1,10 @@
 """The covering cases of `python -m benchmarks.fuzz`, and two bugs that it found.
 
-And what must be refused: wrong settings and gradients, in every recipe.
+And wrong settings, which every recipe must refuse.
 """
 
 import functools
 import inspect
-import itertools
 import math
 
 import jax
@@ -23,19 +22,12 @@ from tests.distributed.layouts import mesh_of
 from tests.reading import reader
 from tests.recipes import RECIPES
 
-CASES = fuzz.covering(96)  # the seed with the fewest of them
+CASES = fuzz.covering(383)  # the seed with the fewest of them
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.seed}")
 def test_cases_are_those_of_one_device(case):
     fuzz.check(case).raise_if_wrong()
-
-
-def test_every_two_values_of_two_features_meet():
-    for one, other in itertools.combinations(fuzz.FEATURES, 2):
-        met = {(case[one], case[other]) for case in CASES}
-        wanted = itertools.product(fuzz.FEATURES[one], fuzz.FEATURES[other])
-        assert met == set(wanted)
 
 
 def test_two_shapes_gathered_in_bfloat16():
@@ -82,28 +74,18 @@ SETTINGS = {
     "matrices": ("read", 5, {"up": "muon"}),
     "weight_decay_mask": ("up", 5),
 }
-GRADIENTS = (
-    {"up": PARAMS["up"], "down": PARAMS["down"]},
-    [*PARAMS.values()],
-    PARAMS | {"another": jnp.ones((4, 4))},
-    *(PARAMS | {"up": x} for x in (jnp.ones((8, 4)), jnp.ones((4, 8), int), None)),
-)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_is_wrong_is_never_a_result(name):
-    """In no recipe, on one device and on eight."""
+def test_wrong_settings_are_never_a_result(name):
     recipe = RECIPES[name]
     known = inspect.signature(getattr(recipe, "func", recipe)).parameters
-    wrong = [({k: x}, PARAMS) for k in known for x in SETTINGS.get(k, ())]
-    wrong += [({}, grads) for grads in GRADIENTS]
 
-    def step(given, grads, place):
-        tx = place(recipe(**given))
-        return tx.update(grads, tx.init(PARAMS), PARAMS)
+    def step(**given):
+        tx = recipe(**given)
+        return tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
-    on_mesh = functools.partial(jm.on_mesh, mesh=mesh_of(8), divide="data")
-    for given, grads in wrong:
-        for place in (lambda tx: tx, on_mesh):
+    for setting in SETTINGS.keys() & known.keys():
+        for wrong in SETTINGS[setting]:
             with pytest.raises(ValueError):
-                jax.eval_shape(functools.partial(step, given, grads, place))
+                jax.eval_shape(functools.partial(step, **{setting: wrong}))
