@@ -6,6 +6,8 @@ problem and dtype, however many layouts there are.
 
 import contextlib
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +37,6 @@ RECIPES = recipes.RECIPES | {
         ),
     ),
     **{name: without_decay(recipes.RECIPES[name]) for name in recipes.ON_SPHERES},
-    "clipped": lambda *args, **settings: optax.chain(
-        optax.clip_by_global_norm(10.0), jm.nanochat(*args, **settings)
-    ),
 }
 
 
@@ -51,6 +50,41 @@ def recipe(name="nanochat", **settings):
     """
     given = {"dtype": "float32", "adamw": ADAMW, "weight_decay": 0.0, "steps": 2}
     return RECIPES[name](falling_rate, **given | settings)
+
+
+def rates_injected():
+    """Every number of nanochat, and of AdamW within, is an array."""
+    given = {"dtype": "float32", "weight_decay": 0.0, "steps": 2}
+    adamw = optax.inject_hyperparams(optax.adamw)(3e-4, 0.8, 0.95, 1e-6)
+    return optax.inject_hyperparams(jm.nanochat, static_args="steps")(
+        adamw=adamw, **given
+    )
+
+
+# Of a function that puts an optimizer on a mesh, and nanochat.
+COMPOSITIONS = {
+    "inside a chain": lambda on, tx: optax.chain(
+        optax.clip_by_global_norm(1.0), on(tx)
+    ),
+    "around a chain": lambda on, tx: on(
+        optax.chain(optax.clip_by_global_norm(10.0), tx)
+    ),
+    "inside MultiSteps": lambda on, tx: optax.MultiSteps(on(tx), 2),
+    "around MultiSteps": lambda on, tx: on(
+        optax.MultiSteps(tx, 2).gradient_transformation()
+    ),
+    "around a guard": lambda on, tx: on(jm.skip_nonfinite(tx)),
+    "around optax's guard": lambda on, tx: on(optax.apply_if_finite(tx, 3)),
+    "around injected rates": lambda on, tx: on(rates_injected()),
+    "injected rates alone": lambda on, tx: rates_injected(),
+}
+
+
+def optimizer(name, on, dtype="float32"):
+    """A recipe that `on` puts on a mesh, or nanochat in one of the compositions."""
+    if name in COMPOSITIONS:
+        return COMPOSITIONS[name](on, recipe(dtype=dtype))
+    return on(recipe(name, dtype=dtype))
 
 
 def falling_rate(count):
@@ -89,28 +123,44 @@ def fitting(mesh, *axes, shapes=problems.PROBLEMS["mixed"]):
 
 # Mesh, specs as arguments of `fitting`, and `divide`.
 LAYOUTS = {
-    "ZeRO-2 on 2": ((2,), (), "data"),
     "ZeRO-2 on 4": ((4,), (), "data"),
     "ZeRO-2 on 8": ((8,), (), "data"),
     "ZeRO-2 over two axes": ((2, 4), (), ("data", "fsdp")),
     "FSDP": ((1, 4), ("fsdp", None), ()),
     "HSDP": ((2, 4), ("fsdp", None), "data"),
-    "TP": ((1, 1, 4), (None, "tp"), ()),
     "FSDP x TP": ((1, 4, 2), ("fsdp", "tp"), ()),
     "ZeRO-2 x FSDP x TP": ((2, 2, 2), ("fsdp", "tp"), "data"),
     "columns of FSDP": ((1, 8), (None, "fsdp"), ()),
 }
 
 
+class Layout(NamedTuple):
+    """A mesh, specs by path, and `divide`, as `on_mesh` takes them."""
+
+    mesh: jax.sharding.Mesh
+    specs: Callable
+    divide: str | tuple[str, ...]
+
+    def on(self, tx):
+        """An optimizer on the mesh; types show the specs on Explicit axes."""
+        explicit = AxisType.Explicit in self.mesh.axis_types
+        specs = None if explicit else self.specs
+        return jm.on_mesh(tx, self.mesh, specs, self.divide, min_size=1)
+
+    def place(self, tree):
+        """Arrays on the mesh, with specs as JAX writes them."""
+        return place(tree, self.mesh, self.specs)
+
+
 def layout(name, kind=AUTO, shapes=problems.PROBLEMS["mixed"]):
-    """Mesh, specs and `divide` of a layout, for `on_mesh`."""
+    """One of the layouts."""
     shape, axes, divide = LAYOUTS[name]
     mesh = mesh_of(*shape, kind=kind)
-    return mesh, fitting(mesh, *axes, shapes=shapes), divide
+    return Layout(mesh, fitting(mesh, *axes, shapes=shapes), divide)
 
 
 def place(tree, mesh, specs):
-    """Arrays on the mesh, with specs as JAX writes them."""
+    """Arrays on a mesh, with specs as JAX writes them."""
 
     def put(path, x):
         spec = specs(path)
@@ -123,11 +173,11 @@ def place(tree, mesh, specs):
 
 
 @functools.cache
-def one_device(name, problem="mixed", steps=20, dtype="float32", **settings):
-    """Start, end and losses of a recipe on one device."""
+def one_device(name, problem="mixed", steps=20, dtype="float32"):
+    """Start, end and losses of an optimizer on one device."""
     params, weights = problems.draw(problem, dtype)
     loss, data = problems.loss_of(weights), problems.batches(steps, dtype=dtype)
-    tx = recipe(name, dtype=dtype, **settings)
+    tx = optimizer(name, lambda tx: tx, dtype)
     result, _, losses = problems.single_device(tx, loss, params, data)
     return params, jax.device_get(result), losses
 
@@ -144,27 +194,26 @@ def plain_step(tx, loss):
     return step
 
 
-def train_on_mesh(
-    name, where, *, kind=AUTO, steps=20, dtype="float32", eager=False, **kw
-):
-    """Train "mixed" by `on_mesh` in plain jit; parameters, state and losses."""
-    mesh, specs, divide = layout(where, kind)
+def train_on_mesh(name, where, *, kind=AUTO, steps=20, dtype="float32"):
+    """Train "mixed" by `on_mesh` in plain jit; the parameters and losses."""
+    mesh, specs, _ = found = layout(where, kind)
     params, weights = problems.draw("mixed", dtype)
-    given = None if kind == EXPLICIT else specs
-    tx = jm.on_mesh(recipe(name, dtype=dtype, **kw), mesh, given, divide, min_size=1)
-    # The user's own loss names no axes of the mesh; JAX would ask for them.
-    context = jax.set_mesh(mesh) if kind == EXPLICIT else contextlib.nullcontext()
+    tx = optimizer(name, found.on, dtype)
     step = plain_step(tx, problems.loss_of(weights))
-    params, losses = place(params, mesh, specs), []
-    with context:
-        state = tx.init(params) if eager else jax.jit(tx.init)(params)
+    params, losses = found.place(params), []
+    # The user's own loss names no axes of the mesh; on Explicit ones JAX asks for them.
+    within = kind == EXPLICIT or name in COMPOSITIONS
+    with jax.set_mesh(mesh) if within else contextlib.nullcontext():
+        state = jax.jit(tx.init)(params)
         for batch in problems.batches(steps, dtype=dtype):
             params, state, value = step(params, state, batch)
             losses.append(float(value))
-    assert step._cache_size() == 1
+    # Sums of MultiSteps itself are outside; on Auto axes JAX reshards them once.
+    again = name == "inside MultiSteps" and kind == AUTO
+    assert step._cache_size() == 1 + again
     assert_sharded(params, mesh, specs)
     assert_bit_identical_on_devices((params, state))
-    return params, state, losses
+    return params, losses
 
 
 def assert_sharded(params, mesh, specs):
@@ -181,11 +230,6 @@ def assert_bit_identical_on_devices(tree):
             piece = np.asarray(shard.data)
             first = seen.setdefault(str(shard.index), piece)
             np.testing.assert_array_equal(first, piece)
-
-
-def on_a_device(tree):
-    """Bytes that the first device of a mesh holds of a tree."""
-    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
 def train_step_run(step, params, data):
