@@ -32,7 +32,7 @@ def step_leaves(
 
     Raises:
       ValueError: with the path, for state without an update or the other way round, or
-        of another shape.
+        of a shape that would be broadcast.
     """
     own, *kept = flat = [
         dict(paths.leaves_with_paths(tree)) for tree in (updates, *state)
@@ -46,13 +46,11 @@ def step_leaves(
     results = {}
     for path, u in own.items():
         old = [leaves[path] for leaves in kept]
-        shapes = [x.shape for x in old]
-        pairs = (zip(x, u.shape, strict=False) for x in shapes)
-        fits = all(n in (1, m) for pair in pairs for n, m in pair)
-        results[path] = step(path, u, *old) if fits else ()
-        if shapes != [x.shape for x in results[path][1:]]:
+        results[path] = step(path, u, *old)
+        shapes = [x.shape for x in (u, *old)]
+        if shapes != [x.shape for x in results[path]]:  # one of them was broadcast
             raise ValueError(
-                f"parameter {path!r} has shape {u.shape}, and its state {shapes}; "
+                f"parameter {path!r} has shape {u.shape}, and its state {shapes[1:]}; "
                 "expected the state that init returns for this shape"
             )
     return [
