@@ -7,14 +7,14 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from jax_muon import axes, checks, dtypes, paths
+from jax_muon import checks, dtypes, paths
 from jax_muon.matrices import Matrices, read
 from jax_muon.notes import note
 from jax_muon.parts import with_splits
 from jax_muon.reading import axis_names
+from jax_muon.reading.decide import Parameter
 from jax_muon.reading.vocabulary import ADAMW, MUON
 from jax_muon.splits import read_parts
 
@@ -140,9 +140,12 @@ def _of_tree(found: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrice
                 f"{where} has the label {parameter.label!r}; expected one of "
                 + ", ".join(map(repr, groups))
             )
-        if parameter.label == ADAMW and not _trainable(parameter.dtype):
+        dtype = parameter.dtype
+        # Floats of 8 bits hold no second moment.
+        trainable = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 16
+        if parameter.label == ADAMW and not trainable:
             raise ValueError(
-                f"{where} has dtype {parameter.dtype}, which AdamW cannot train; "
+                f"{where} has dtype {dtype}, which AdamW cannot train; "
                 "expected another label, such as 'frozen' with optax.set_to_zero()"
             )
     present = {MUON, ADAMW, *(parameter.label for parameter in own.values())}
@@ -156,38 +159,30 @@ def _of_tree(found: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrice
     return dataclasses.replace(found, parameters=own)
 
 
-def _trainable(dtype: Any) -> bool:
-    """False for random keys, and for floats of 8 bits, which hold no second moment."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        return axes.is_real(dtype)
-    return bool(jnp.issubdtype(dtype, np.number))
-
-
 def _check_carried_names(read_tree: Callable[[Any], Matrices], params: Any) -> None:
     """Raise a ValueError if axis names that gradients lack change the reading."""
     bare = paths.unbox(params)
     if axis_names.of_tree(bare) == axis_names.of_tree(params):
         return
-    boxed, plain = read_tree(params), {}
+    plain: Mapping[str, Parameter] = {}
     with contextlib.suppress(ValueError):  # ambiguous without names
-        plain = _decisions(read_tree(bare))
-    decisions = _decisions(boxed).items()
-    changed = [path for path, decision in decisions if decision != plain.get(path)]
+        plain = read_tree(bare)
+    changed = [
+        found
+        for path, found in read_tree(params).items()
+        if path not in plain or _decision(found) != _decision(plain[path])
+    ]
     if changed:
-        named = [path for path in changed if boxed[path].names]
+        first = max(changed, key=lambda found: bool(found.names))
         raise ValueError(
-            f"parameter {(named or changed)[0]!r} is read by axis names, which the "
-            "tree carries and gradients do not; expected the value of this reading: "
+            f"parameter {first.path!r} is read by axis names, which the tree "
+            "carries and gradients do not; expected the value of this reading: "
             "matrices=jax_muon.read(params)"
         )
 
 
-def _decisions(found: Matrices) -> dict[str, Any]:
-    """Label and axes of every parameter."""
-    return {
-        path: (x.label, None if x.label == ADAMW else x.axes)
-        for path, x in found.items()
-    }
+def _decision(found: Parameter) -> Any:
+    return found.label, None if found.label == ADAMW else found.axes
 
 
 def _for_tree(

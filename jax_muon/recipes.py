@@ -116,15 +116,13 @@ def nanochat(
     if beta2 is None:
         beta2 = 0.9 if later else 0.95
     factor = 1.01 if later else 1.02
-    polar = polar or NewtonSchulz(
-        steps, coefficients="nanochat", norm_factor=factor, eps=1e-6, dtype=dtype
-    )
+    settings = {"coefficients": "nanochat", "norm_factor": factor, "eps": 1e-6}
 
     def chain(found: Matrices) -> optax.GradientTransformation:
         return optax.chain(
             nesterov(momentum, accumulator_dtype=momentum_dtype),
             *([equilibrate_rows(matrices=found)] if later else []),
-            orthogonalize(polar, matrices=found),
+            orthogonalize(_polar(polar, steps, dtype, **settings), matrices=found),
             *([normalize_frobenius(matrices=found)] if later else []),
             scale_by_normuon(beta2, matrices=found),
             add_cautious_decayed_weights(weight_decay),
@@ -172,7 +170,7 @@ def normuon(
     def chain(found: Matrices) -> optax.GradientTransformation:
         return optax.chain(
             nesterov(momentum, lookahead=lookahead, accumulator_dtype=momentum_dtype),
-            orthogonalize(polar or NewtonSchulz(steps, dtype=dtype), matrices=found),
+            orthogonalize(_polar(polar, steps, dtype), matrices=found),
             # The paper adds 1e-8 to the root; here the root is at least 1e-8. The
             # default, 1e-5, would hold back neurons whose first updates are small.
             scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=found),
@@ -238,7 +236,7 @@ def muon(
                 bias_correction=bias_correction,
                 accumulator_dtype=momentum_dtype,
             ),
-            orthogonalize(polar or NewtonSchulz(steps, dtype=dtype), matrices=found),
+            orthogonalize(_polar(polar, steps, dtype), matrices=found),
             scale_by_shape(shape_rule, matrices=found),
             optax.add_decayed_weights(
                 checks.rate("weight_decay", weight_decay), weight_decay_mask
@@ -288,7 +286,7 @@ def moonlight(
     def chain(found: Matrices) -> optax.GradientTransformation:
         return optax.chain(
             nesterov(momentum, accumulator_dtype=momentum_dtype),
-            orthogonalize(polar or NewtonSchulz(steps, dtype=dtype), matrices=found),
+            orthogonalize(_polar(polar, steps, dtype), matrices=found),
             scale_by_shape("rms_0.2", matrices=found),
             optax.add_decayed_weights(checks.rate("weight_decay", weight_decay)),
             optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
@@ -344,14 +342,12 @@ def teon(
     References:
       TEON, arXiv 2601.23261.
     """
-    polar = polar or NewtonSchulz(
-        steps, coefficients="polar_express_paper", norm_factor=1.01, dtype=dtype
-    )
+    settings = {"coefficients": "polar_express_paper", "norm_factor": 1.01}
 
     def chain(found: Matrices) -> optax.GradientTransformation:
         return optax.chain(
             nesterov(momentum, lookahead=lookahead, accumulator_dtype=momentum_dtype),
-            orthogonalize(polar, matrices=found),
+            orthogonalize(_polar(polar, steps, dtype, **settings), matrices=found),
             scale_by_shape(shape_rule, matrices=found),
             optax.add_decayed_weights(checks.rate("weight_decay", weight_decay)),
             optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
@@ -404,7 +400,7 @@ def muonh(
     def chain(found: Matrices) -> optax.GradientTransformation:
         return optax.chain(
             nesterov(momentum, accumulator_dtype=momentum_dtype),
-            orthogonalize(polar or NewtonSchulz(steps, dtype=dtype), matrices=found),
+            orthogonalize(_polar(polar, steps, dtype), matrices=found),
             hyperball(learning_rate, matrices=found),
         )
 
@@ -449,12 +445,17 @@ def normuonh(
     def chain(found: Matrices) -> optax.GradientTransformation:
         return optax.chain(
             nesterov(momentum, lookahead=lookahead, accumulator_dtype=momentum_dtype),
-            orthogonalize(polar or NewtonSchulz(steps, dtype=dtype), matrices=found),
+            orthogonalize(_polar(polar, steps, dtype), matrices=found),
             scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=found),
             hyperball(learning_rate, matrices=found),
         )
 
     return _recipe(chain, adamw, groups, matrices)
+
+
+def _polar(polar: Polar | None, steps: int, dtype: Any, **settings: Any) -> Polar:
+    """The polar factor that is given, or else the recipe's."""
+    return NewtonSchulz(steps, dtype=dtype, **settings) if polar is None else polar
 
 
 def _recipe(
