@@ -33,19 +33,20 @@ def test_random_bits_are_the_hash_of_path_step_and_place():
 def test_random_bits_look_random():
     """Uniform, and unrelated between neighbours, steps and parameters."""
     n = 1 << 14
-    draws = [
-        random_bits(jnp.zeros((n, 1)), path, jnp.asarray(step))[:, 0]
-        for path in "ab"
-        for step in (0, 1, 2**20)
-    ]
-    u = np.stack([np.asarray(bits, np.float64) / 2**32 for bits in draws])
+    draws = np.stack(
+        [
+            random_bits(jnp.zeros((n, 1)), path, jnp.asarray(step))[:, 0]
+            for path in "ab"
+            for step in (0, 1, 2**20)
+        ]
+    )
     # Five standard deviations of each statistic, of so many independent draws.
+    u = draws / 2**32
     assert np.abs(u.mean(1) - 0.5).max() < 5 * (1 / 12 / n) ** 0.5
-    correlation = np.corrcoef(np.concatenate([u, u[:, np.arange(n) - 1]]))
+    correlation = np.corrcoef(np.concatenate([u, np.roll(u, 1, axis=1)]))
     assert np.abs(correlation - np.eye(len(correlation))).max() < 5 / n**0.5
-    for bit in range(32):
-        share = np.mean((np.stack(draws) >> np.uint32(bit)) & 1)
-        assert abs(share - 0.5) < 5 * (0.25 / u.size) ** 0.5
+    bits = (draws[..., None] >> np.arange(32, dtype=np.uint32)) & 1
+    assert np.abs(bits.mean((0, 1)) - 0.5).max() < 5 * (0.25 / u.size) ** 0.5
 
 
 def stored(state):
@@ -98,8 +99,7 @@ def test_zeros_extremes_and_nan(dtype):
     np.testing.assert_allclose(stored(state)[1:3], rows[1:3], rtol=0.06)
     assert not np.isfinite(stored(state)[3]).any()
     guarded = jm.skip_nonfinite(tx)
-    finite = jax.tree.map(jnp.zeros_like, params)
-    _, after = guarded.update(params, guarded.init(finite), finite)
+    _, after = guarded.update(params, guarded.init(params), params)
     assert after.skipped == 1
     assert not np.any(stored(after.inner_state))
 
@@ -114,17 +114,7 @@ def test_recipes_store_what_was_asked_for_and_plan_says_so(dtype):
     expected = 8 * 24 * mu.dtype.itemsize + (8 * 4 if dtype == "int8" else 0)
     (found,) = (x for x in jm.describe(tx, params).parameters if x.matrices)
     assert found.state_bytes == expected
-    # optax's wrappers meet the state as any other.
-    assert optax.tree.map_params(tx, lambda v: v, state) is not None
     injected = optax.inject_hyperparams(
         jm.muon, static_args=("steps", "momentum_dtype")
     )(0.1, momentum_dtype=dtype)
     jax.eval_shape(injected.init, params)
-
-
-@pytest.mark.parametrize("dtype", ["int4", "float16", "int32", "float8_e4m3fn"])
-def test_unknown_dtypes(dtype):
-    with pytest.raises(
-        ValueError, match=r"momentum_dtype.*; expected one of .*'bfloat16', 'int8', or"
-    ):
-        jm.nanochat(momentum_dtype=dtype)
