@@ -51,8 +51,7 @@ def hyperball(
       learning_rate: :math:`\eta`, the step relative to the norm: an angle in radians.
       eps: a matrix does not change if the norm of its direction is not above this, as
         without a gradient.
-      matrices: the reading passed in by `partition`, or `jax_muon.read(params)`; None
-        treats every leaf as one matrix (in, out).
+      matrices: see `orthogonalize`.
 
     Returns:
       An `optax.GradientTransformation` that needs the parameters at update. Updates

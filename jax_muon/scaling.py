@@ -42,8 +42,7 @@ def equilibrate_rows(
 
     Args:
       eps: smallest row norm that is divided by.
-      matrices: the reading passed in by `partition`, or `jax_muon.read(params)`; None
-        treats every leaf as one matrix (in, out).
+      matrices: see `orthogonalize`.
 
     Returns:
       An `optax.GradientTransformation` without state.
@@ -85,8 +84,7 @@ def normalize_frobenius(
       rms: root mean square of the elements to set; None sets the Frobenius norm to
         :math:`\sqrt{\min(m, n)}`, as orthogonal matrices have.
       eps: smallest Frobenius norm that is divided by.
-      matrices: the reading passed in by `partition`, or `jax_muon.read(params)`; None
-        treats every leaf as one matrix (in, out).
+      matrices: see `orthogonalize`.
 
     Returns:
       An `optax.GradientTransformation` without state.
@@ -148,8 +146,7 @@ def scale_by_normuon(
         each output if there are at least as many as inputs, else for each input, as in
         nanochat.
       eps: smallest mean square, and smallest norm, that is divided by.
-      matrices: the reading passed in by `partition`, or `jax_muon.read(params)`; None
-        treats every leaf as one matrix (in, out).
+      matrices: see `orthogonalize`.
 
     Returns:
       An `optax.GradientTransformation`. Its state is one float for each neuron.
@@ -230,8 +227,7 @@ def scale_by_shape(
         0.2 max(in, out)^0.5 (Moonlight: the size of AdamW's updates); "spectral"
         max(in, out)^0.5; "sqrt_ratio" (out/in)^0.5 (TEON); "none" 1; or a function of
         (in, out).
-      matrices: the reading passed in by `partition`, or `jax_muon.read(params)`; None
-        treats every leaf as one matrix (in, out).
+      matrices: see `orthogonalize`.
 
     Returns:
       An `optax.GradientTransformation` without state.
