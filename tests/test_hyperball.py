@@ -45,12 +45,3 @@ def test_the_scale_of_the_chain_is_nothing_and_no_gradient_no_step(rng):
     chex.assert_trees_all_close(one, other, rtol=1e-5, atol=1e-6)
     assert jnp.linalg.norm(one["w"]) > 0.1 * jnp.linalg.norm(w)
     np.testing.assert_array_equal(one["still"], 0)
-
-
-def test_parameters_in_another_order():
-    """Weights and radii belong to an update by path."""
-    small, large = jnp.ones((2, 3)), 9 * jnp.ones((2, 3))
-    tx, params = jm.hyperball(0.1), {"a": small, "b": large}
-    state = tx.init(params)
-    one, _ = tx.update(params, state, {"b": large, "a": small})
-    chex.assert_trees_all_equal(one, tx.update(params, state, params)[0])

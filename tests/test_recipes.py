@@ -323,12 +323,12 @@ def test_empty_parameters():
 
 
 def test_a_mask_of_what_decays():
-    params = {"a": jnp.ones((4, 6)), "b": jnp.ones((4, 6)), "norm": jnp.ones(6)}
-    mask = {"a": True, "b": False, "norm": False}
+    params = {"up": jnp.ones((4, 6)), "down": jnp.ones((6, 4)), "norm": jnp.ones(6)}
+    mask = {"up": True, "down": False, "norm": False}
     tx = jm.muon(0.02, weight_decay=0.5, weight_decay_mask=mask)
     updates, _ = tx.update(optax.tree.zeros_like(params), tx.init(params), params)
-    np.testing.assert_allclose(updates["a"], -0.01, rtol=1e-6)
-    np.testing.assert_array_equal(updates["b"], 0)
+    np.testing.assert_allclose(updates["up"], -0.01, rtol=1e-6)
+    np.testing.assert_array_equal(updates["down"], 0)
 
 
 def test_several_groups_of_matrices_and_one_reading():
