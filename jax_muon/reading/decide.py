@@ -108,13 +108,13 @@ class Decider:
             return self._two_axes(node, role)
         if found is None and end > 2:
             found = shapes.places_of(self.tree, node, role)
-        if found is None and not is_matrix:
+        if found is not None:
+            return (is_matrix and self._contradiction(node, found)) or found
+        if not is_matrix:
             return Places.out_of(end, range(end - 1, end), "", max(end - 2, 0))
-        if found is None and role == "convolution":
+        if role == "convolution":
             return "its window cannot be told from scanned layers"
-        if found is None:
-            return "nothing around it shows which of its axes are batch, in and out"
-        return (is_matrix and self._contradiction(node, found)) or found
+        return "nothing around it shows which of its axes are batch, in and out"
 
     def _contradiction(self, node: Node, places: Places) -> str | None:
         """A doubt, if the bias beside a kernel has another size than its outputs."""

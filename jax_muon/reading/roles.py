@@ -94,8 +94,7 @@ def _named_vector(tree: Tree, node: Node) -> Role | None:
 
 def _single_line(tree: Tree, node: Node) -> Role | None:
     """A matrix with one row or column has no more directions than a vector."""
-    heads = node.projection and len(node.sizes) > 2
-    if heads or sum(size > 1 for size in node.sizes) > 1:
+    if sum(size > 1 for size in node.sizes) > 1:
         return None
     return "vector", "all axes but one have size 1"
 

@@ -77,28 +77,25 @@ def convolution(tree: Tree, node: Node) -> Places | None:
     known = tree.streams & {*sizes[-2:], *sizes[:2]}
     if len(sizes) > 4 and not beside and not known:
         return None
-    window, fan_in, fan_out = _layout(node, sizes, beside[-1:])
+    fan_in, fan_out = _in_and_out(node, sizes, beside[-1:])
     reason = "window and channels are summed over"
     places = Places.out_of(len(node.sizes), [lead + fan_out], reason, lead)
-    if sizes[fan_in] > 1 or math.prod(sizes[axis] for axis in window) == 1:
+    if sizes[fan_in] > 1:
         return places
     reason = "one input channel: depthwise, or a first layer"
     return dataclasses.replace(places, reason=reason, role="depthwise")
 
 
-def _layout(
-    node: Node, sizes: Shape, outputs: Shape
-) -> tuple[tuple[int, ...], int, int]:
-    """Window, in and out of a kernel of a convolution without layers."""
+def _in_and_out(node: Node, sizes: Shape, outputs: Shape) -> tuple[int, int]:
+    """In and out of a kernel of a convolution without layers."""
     end = len(sizes)
-    last = (tuple(range(end - 2)), end - 2, end - 1)
-    transposed = (tuple(range(end - 2)), end - 1, end - 2)
-    first = (tuple(range(2, end)), 1, 0)
-    layouts = [last, transposed]
+    last, transposed, first = (end - 2, end - 1), (end - 1, end - 2), (1, 0)
+    pairs = [last, transposed]
     if node.name in ("weight", "weight_v"):  # equinox has (out, in, *window)
-        layouts = sorted([last, first], key=lambda one: max(sizes[i] for i in one[0]))
-    fitting = [one for one in layouts if sizes[one[2]] in outputs]
-    return (fitting or layouts)[0]
+        small_in_front = max(sizes[:-2]) <= max(sizes[2:])
+        pairs = [last, first] if small_in_front else [first, last]
+    fitting = [pair for pair in pairs if sizes[pair[1]] in outputs]
+    return (fitting or pairs)[0]
 
 
 def _by_window(tree: Tree, node: Node) -> Places | None:
