@@ -1,6 +1,7 @@
 """What every kind of parameter gets: label, reading, and the step of that reading."""
 
 import functools
+import math
 import pathlib
 import re
 
@@ -89,124 +90,59 @@ def step(w, g):
     return w - rate * (x + 0.1 * w * (x * w >= 0)), v
 
 
-def matrices_last(x):
-    return x.reshape(-1, *x.shape[-2:]).transpose(0, 2, 1)
-
-
-# Path, shape, what stands beside it, dimension numbers, the parameter as (batch, out,
-# in), the shape of NorMuon's means.
+AXIS_1 = {"layers": MuonDimensionNumbers(0, 2)}
+BY_PATCHES = {"ConvTranspose_0/kernel": MuonDimensionNumbers(2, (0, 1, 3))}
+# Path, shape, the bias beside it, rules, a letter for each axis (batch, in, out).
 STEPS = {
-    "experts up": (
-        "moe/up",
-        (4, 3, 6),
-        {},
-        None,
-        matrices_last,
-        (4, 1, 6),
-    ),
-    "experts down": (
-        "moe/down",
-        (4, 6, 3),
-        {},
-        None,
-        matrices_last,
-        (4, 6, 1),
-    ),
-    "experts of scanned layers": (
-        "moe/up",
-        (2, 4, 3, 6),
-        {},
-        None,
-        matrices_last,
-        (2, 4, 1, 6),
-    ),
-    "scanned kernel": (
-        "layers/dense/kernel",
-        (5, 3, 6),
-        {"bias": (5, 6)},
-        None,
-        matrices_last,
-        (5, 1, 6),
-    ),
-    "scanned on axis 1": (
-        "layers/dense/kernel",
-        (3, 5, 6),
-        {"bias": (6, 5)},
-        {"layers": MuonDimensionNumbers(0, 2)},
-        lambda x: x.transpose(1, 2, 0),
-        (1, 5, 6),
-    ),
-    "convolution to few channels": (
-        "Conv_0/kernel",
-        (3, 3, 2, 4),
-        {"bias": (4,)},
-        None,
-        lambda x: x.reshape(18, 4).T[None],
-        (3, 3, 2, 1),
-    ),
-    "convolution to many channels": (
-        "Conv_0/kernel",
-        (2, 2, 2, 12),
-        {},
-        None,
-        lambda x: x.reshape(8, 12).T[None],
-        (1, 1, 1, 12),
-    ),
-    "transposed kernel": (
-        "ConvTranspose_0/kernel",
-        (2, 2, 4, 3),
-        {"bias": (4,)},
-        None,
-        lambda x: x.transpose(2, 0, 1, 3).reshape(1, 4, 12),
-        (2, 2, 1, 3),
-    ),
-    "transposed convolution by its patches": (
-        "ConvTranspose_0/kernel",
-        (2, 2, 3, 4),
-        {"bias": (4,)},
-        {"ConvTranspose_0/kernel": MuonDimensionNumbers(2, (0, 1, 3))},
-        lambda x: x.transpose(0, 1, 3, 2).reshape(1, 16, 3),
-        (2, 2, 1, 4),
-    ),
-    "local convolution": (
-        "ConvLocal_0/kernel",
-        (2, 2, 6, 3),
-        {"bias": (2, 2, 3)},
-        None,
-        matrices_last,
-        (2, 2, 6, 1),
-    ),
-    "LoRA (in, rank)": ("up/lora/lora_a", (6, 2), {}, None, matrices_last, (6, 1)),
-    "LoRA (rank, out)": ("up/lora/lora_b", (2, 6), {}, None, matrices_last, (1, 6)),
+    "experts up": ("moe/up", (4, 3, 6), None, None, "bio"),
+    "experts down": ("moe/down", (4, 6, 3), None, None, "bio"),
+    "experts of layers": ("moe/up", (2, 4, 3, 6), None, None, "bbio"),
+    "scanned": ("layers/a/kernel", (5, 3, 6), (5, 6), None, "bio"),
+    "scanned on axis 1": ("layers/a/kernel", (3, 5, 6), (6, 5), AXIS_1, "ibo"),
+    "to few channels": ("Conv_0/kernel", (3, 3, 2, 4), (4,), None, "iiio"),
+    "to many channels": ("Conv_0/kernel", (2, 2, 2, 12), None, None, "iiio"),
+    "transposed": ("ConvTranspose_0/kernel", (2, 2, 4, 3), (4,), None, "iioi"),
+    "patches": ("ConvTranspose_0/kernel", (2, 2, 3, 4), (4,), BY_PATCHES, "ooio"),
+    "local": ("ConvLocal_0/kernel", (2, 2, 6, 3), (2, 2, 3), None, "bbio"),
+    "LoRA": ("up/lora/lora_a", (6, 2), None, None, "io"),
 }
 
 
 @pytest.mark.parametrize("case", STEPS.values(), ids=STEPS)
 def test_one_step(case, rng, x64):
-    path, shape, beside, numbers, read, state_shape = case
-    *modules, name = path.split("/")
+    path, shape, bias, rules, letters = case
+    axes = {s: [i for i, x in enumerate(letters) if x == s] for s in "boi"}
+    sizes = {s: math.prod(shape[i] for i in own) for s, own in axes.items()}
+    averaged = axes["i" if sizes["o"] >= sizes["i"] else "o"]
+
+    def matrices(x):
+        """(batch, out, in)"""
+        return np.transpose(x, [*axes["b"], *axes["o"], *axes["i"]]).reshape(
+            *sizes.values()
+        )
+
+    def tree(leaf):
+        *modules, name = path.split("/")
+        found = {name: jnp.asarray(leaf)}
+        if bias is not None:
+            found["bias"] = jnp.ones(bias)
+        return functools.reduce(lambda inner, key: {key: inner}, modules[::-1], found)
+
     w, g = rng.standard_normal(shape), rng.standard_normal(shape)
-
-    def tree(leaf, others):
-        leaf = {name: leaf, **others}
-        for key in reversed(modules):
-            leaf = {key: leaf}
-        return jax.tree.map(jnp.asarray, leaf)
-
-    others = {key: np.ones(size) for key, size in beside.items()}
-    tx = jm.nanochat(dtype="float64", matrices=reader(numbers))
-    params = tree(w, others)
+    tx = jm.nanochat(dtype="float64", matrices=reader(rules))
+    params = tree(w)
     state = tx.init(params)
-    updates, state = jax.jit(tx.update)(tree(g, others), state, params)
+    updates, state = jax.jit(tx.update)(tree(g), state, params)
     params = dict(leaves_with_paths(optax.apply_updates(params, updates)))
     (nu,) = (
         leaf
         for where, leaf in leaves_with_paths(state)
         if where.endswith(f"muon/inner_state/2/nu/{path}")
     )
-    assert nu.shape == state_shape
-    new, means = read(np.asarray(params[path])), read(np.broadcast_to(nu, shape))
-    for one_w, one_g, one, mean in zip(read(w), read(g), new, means, strict=True):
+    assert nu.shape == tuple(1 if i in averaged else n for i, n in enumerate(shape))
+    new, means = matrices(params[path]), matrices(np.broadcast_to(nu, shape))
+    steps = zip(matrices(w), matrices(g), new, means, strict=True)
+    for one_w, one_g, one, mean in steps:
         expected, v = step(one_w, one_g)
         np.testing.assert_allclose(one, expected, rtol=0, atol=1e-12)
         np.testing.assert_allclose(mean, np.broadcast_to(v, mean.shape), atol=1e-12)
@@ -215,126 +151,51 @@ def test_one_step(case, rng, x64):
 # --- parameters that are not trained, or that are used twice --------------------------
 
 
-def muon_paths(tx, params):
-    """Paths of the parameters for which a recipe keeps a momentum."""
-    state = jax.eval_shape(tx.init, params)
-    found = (
-        re.search(r"muon/inner_state/0/mu/(.*)", path)
-        for path, _ in leaves_with_paths(state)
-    )
-    return {match[1] for match in found if match}
-
-
-LORA_RULES = {"lora_a": "muon", "lora_b": "muon", "*": "frozen"}
-
-
-def test_lora_on_a_frozen_base(rng):
+@pytest.mark.parametrize("wrt", [nnx.Param, nnx.LoRAParam])
+def test_lora_on_a_frozen_base(wrt, rng):
+    """By a rule, or by an optimizer of the factors alone: no state, and no step."""
     model = nnx.LoRALinear(6, 8, lora_rank=2, rngs=nnx.Rngs(0))
+    rules = {"lora_a": "muon", "lora_b": "muon", "*": "frozen"}
     tx = jm.nanochat(
-        matrices=reader(LORA_RULES),
+        matrices=reader(rules if wrt is nnx.Param else None),
         groups={"frozen": optax.set_to_zero()},
+        weight_decay=0.0,
         dtype="float32",
     )
-    before = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    assert muon_paths(tx, before) == {"lora/lora_a", "lora/lora_b"}
-    state = jax.eval_shape(tx.init, before)
-    assert not [
-        p for p, _ in leaves_with_paths(state) if p.endswith(("kernel", "bias"))
-    ]
-
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, tx, wrt=wrt)
+    state = [path for path, _ in leaves_with_paths(nnx.state(optimizer))]
+    assert any(path.endswith("mu/lora/lora_a") for path in state)
+    assert not [path for path in state if path.endswith(("kernel", "bias"))]
     x = rng.standard_normal((16, 6)).astype(np.float32)
-    y = rng.standard_normal((16, 8)).astype(np.float32)
 
     @nnx.jit
     def step(model, optimizer):
-        loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m(x) - y) ** 2))(model)
-        optimizer.update(model, grads)
-        return loss
+        part = nnx.DiffState(0, wrt)
+        grad = nnx.grad(lambda m: jnp.mean((m(x) - 1) ** 2), argnums=part)
+        optimizer.update(model, grad(model))
 
-    losses = [float(step(model, optimizer)) for _ in range(20)]
-    after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    assert losses[-1] < losses[0] - 0.1
-    np.testing.assert_array_equal(after["kernel"], before["kernel"])
-    np.testing.assert_array_equal(after["bias"], before["bias"])
-    for name in ("lora_a", "lora_b"):
-        assert np.abs(after["lora"][name] - before["lora"][name]).max() > 0.01
+    def values():
+        return dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
 
-
-def test_the_first_step_leaves_lora_a_in_place(rng):
-    """Its gradient is zero while lora_b is, and the polar factor of zero is zero."""
-    params = {"lora_a": jnp.ones((6, 2)), "lora_b": jnp.zeros((2, 8))}
-    grads = {"lora_a": jnp.zeros((6, 2)), "lora_b": jnp.ones((2, 8))}
-    tx = jm.nanochat(weight_decay=0.0, dtype="float32")
-    updates, _ = tx.update(grads, tx.init(params), params)
-    assert not updates["lora_a"].any()
-    assert updates["lora_b"].all()
+    before, moved = values(), []
+    for _ in range(2):
+        step(model, optimizer)
+        moved.append(
+            {path for path, y in values().items() if (y != before[path]).any()}
+        )
+    # The gradient of lora_a is zero while lora_b is.
+    assert moved == [{"lora/lora_b"}, {"lora/lora_a", "lora/lora_b"}]
 
 
-def test_lora_parameters_alone():
-    """The optimizer of nnx.LoRAParam holds nothing of the base."""
-    model = nnx.LoRALinear(6, 8, lora_rank=2, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, jm.nanochat(dtype="float32"), wrt=nnx.LoRAParam)
-    state = [path for path, _ in leaves_with_paths(nnx.state(optimizer))]
-    assert not [path for path in state if path.endswith(("kernel", "bias"))]
-    before = np.array(model.kernel[...])
-
-    def loss(model):
-        return jnp.mean((model(jnp.ones((3, 6))) - 1) ** 2)
-
-    grads = nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
-    optimizer.update(model, grads)
-    np.testing.assert_array_equal(model.kernel[...], before)
-    assert np.abs(model.lora.lora_b[...]).max() > 0
-
-
-class Tied(nnx.Module):
-    """An embedding and an output layer that share one parameter."""
-
-    def __init__(self, first, second, rngs):
-        embed = nnx.Embed(9, 6, rngs=rngs)
-        self.mlp = nnx.Linear(6, 6, rngs=rngs)
-        setattr(self, first, embed)
-        setattr(self, second, nnx.Dict(kernel=embed.embedding))
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "kept", "rules"),
-    [
-        ("embed", "lm_head", "embed/embedding", None),
-        ("wte", "output", "output/kernel", {"output": "adamw"}),
-    ],
-)
-def test_shared_parameters_appear_once(first, second, kept, rules):
-    params = nnx.state(Tied(first, second, nnx.Rngs(0)), nnx.Param)
-    matrices = jm.read(params, rules=rules)
-    labels = dict(leaves_with_paths(matrices.labels(params)))
-    assert labels == {kept: "adamw", "mlp/kernel": "muon", "mlp/bias": "adamw"}
-    tx = jm.nanochat(matrices=matrices)
-    assert "3 parameters" in str(jm.describe(tx, params))
-    assert muon_paths(tx, params) == {"mlp/kernel"}
-
-
-def test_linen_attend_has_one_leaf():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, tokens):
-            embed = nn.Embed(9, 6)
-            return embed.attend(nn.Dense(6)(embed(tokens)))
-
-    params = Model().init(jax.random.key(0), jnp.zeros((1, 3), int))["params"]
-    labels = jm.read(params).labels(params)
-    assert labels["Embed_0"] == {"embedding": "adamw"}
-    assert labels["Dense_0"]["kernel"] == "muon"
-
-
-def test_frozen_parameters_keep_no_state():
-    params = {"encoder": {"up": jnp.ones((4, 8))}, "decoder": {"up": jnp.ones((4, 8))}}
-    tx = jm.nanochat(
-        matrices=reader({"encoder": "frozen"}),
-        groups={"frozen": optax.set_to_zero()},
-    )
-    assert muon_paths(tx, params) == {"decoder/up"}
-    updates, _ = tx.update(params, tx.init(params), params)
-    assert not updates["encoder"]["up"].any()
-    assert updates["decoder"]["up"].all()
+def test_shared_parameters_appear_once():
+    """Under the first of their paths, in the order of attributes."""
+    embed, rngs = nnx.Embed(9, 6, rngs=nnx.Rngs(0)), nnx.Rngs(0)
+    output = nnx.Dict(kernel=embed.embedding)
+    model = nnx.Dict(mlp=nnx.Linear(6, 6, rngs=rngs), output=output, wte=embed)
+    params = nnx.state(model, nnx.Param)
+    labels = jm.read(params, rules={"output": "adamw"}).labels(params)
+    assert dict(leaves_with_paths(labels)) == {
+        "output/kernel": "adamw",
+        "mlp/kernel": "muon",
+        "mlp/bias": "adamw",
+    }

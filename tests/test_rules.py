@@ -8,14 +8,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import linen
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import jax_muon as jm
 from jax_muon.axes import MatrixAxes
-from jax_muon.mesh.specs import entry_names
 from jax_muon.paths import leaves_with_paths
 
 
@@ -49,13 +45,6 @@ def read(rules, tree=None, **settings):
 PER_HEAD = MatrixAxes((1,), (0,), (2,))
 
 
-def test_a_pattern_counts_for_every_parameter_it_matches():
-    found = read({"attn/query": Numbers(0, 2)})
-    assert found.axes("blocks/0/attn/query/kernel") == PER_HEAD
-    assert found.axes("blocks/1/attn/query/kernel") == PER_HEAD
-    assert found["blocks/1/attn/query/kernel"].reason == "dimension numbers"
-
-
 def test_the_first_numbers_and_the_first_label_that_match_count():
     """Both kinds of rules stand in one mapping, and do not hide each other."""
     found = read(
@@ -66,8 +55,10 @@ def test_the_first_numbers_and_the_first_label_that_match_count():
             "blocks/*/up": None,
         }
     )
-    query = "blocks/0/attn/query/kernel"
-    assert (found[query].label, found.axes(query)) == ("slow", PER_HEAD)
+    for block, label in (("blocks/0", "slow"), ("blocks/1", "muon")):
+        query = found[f"{block}/attn/query/kernel"]
+        assert (query.label, query.axes) == (label, PER_HEAD)
+        assert query.reason == "dimension numbers"
     assert found["blocks/0/mlp/up/kernel"].label == "slow"
     assert found["blocks/1/mlp/up/kernel"].label == "adamw"
 
@@ -87,10 +78,23 @@ def test_the_whole_path_of_a_parameter_means_that_one_alone():
     assert found["0/up/kernel"].label == "muon"
 
 
+SPEC = Numbers((0, 1), 2)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [SPEC, {"a": SPEC}, {"a": {"u": SPEC, "v": SPEC}}, {"a/u": SPEC, "*": SPEC}],
+    ids=["one", "prefix", "tree", "patterns"],
+)
+def test_numbers_as_one_as_tree_and_as_patterns(rules):
+    found = read(rules, {"a": {"u": shape(2, 3, 4), "v": shape(2, 3, 4)}})
+    assert {x.axes for x in found.values()} == {MatrixAxes((), (0, 1), (2,))}
+
+
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        ({"attn/qeury": Numbers(0, 2)}, "'attn/qeury' matches no parameter"),
+        ({"attn/qeury": Numbers(0, 2)}, "'attn/qeury' matches no parameter.*attn/qu"),
         ({"blocks": {"2": Numbers(0, 1)}}, "'blocks/2', which no parameter has"),
         ({"blocks": {"0": 3}}, "'blocks/0': 3; expected a label"),
         ({"blocks": {"0": "slow"}}, "leave out parameter '.*'; expected a tree with"),
@@ -106,11 +110,38 @@ def test_the_whole_path_of_a_parameter_means_that_one_alone():
             {"head/kernel": Numbers(0, 1), "head": "adamw"},
             r"'head/kernel' of shape \(8, 50\) the label .adamw. and",
         ),
+        ({"head/kernel": Numbers(None, 1)}, "no axis for the inputs.*at least one"),
+        ({"head/kernel": Numbers(0, 0)}, "no axis twice"),
+        ({"head/kernel": Numbers(0, -2)}, "no axis twice"),
+        ({"head/kernel": Numbers(0, 2)}, "output_axis: axis 2 is out of bounds"),
     ],
 )
 def test_bad_rules(rules, words):
     with pytest.raises(ValueError, match=words):
         read(rules)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [((3,), float), ((), float), ((0, 4), float), ((2, 2), int), ((2, 2), complex)],
+)
+def test_what_cannot_be_a_matrix(sizes, dtype):
+    leaf = jnp.zeros(sizes, dtype)
+    words = (
+        f"'a/w' of shape {sizes} and dtype {leaf.dtype} cannot be read as matrices: "
+        "expected at least two axes, none of them empty, and real floating point"
+    )
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read("muon", {"a": {"w": leaf}})
+
+
+def test_a_path_that_was_not_read():
+    """Errors like those of a dictionary, with the paths that there are."""
+    matrices = read(None, {"up": shape(4, 8)})
+    assert "down" not in matrices
+    assert matrices.get("down") is None
+    with pytest.raises(ValueError, match=r"^parameter 'down' was not read.*are up;"):
+        matrices["down"]
 
 
 def test_rules_where_everything_is_hidden():
@@ -184,29 +215,16 @@ def doubtful():
 def test_one_error_lists_all_doubts_with_what_to_write():
     with pytest.raises(ValueError, match=r"^2 of 4 parameters") as error:
         jm.read(doubtful())
+    assert "1 x (64, 24) by MuonDimensionNumbers(0, (1, 2))" in str(error.value)
+    assert "64 x (3, 8) by MuonDimensionNumbers(1, 2)" in str(error.value)
+    with pytest.raises(ValueError, match=r"^2 of 4 parameters"):
+        jm.nanochat().init(doubtful())
     rules = {}
     for found in re.findall(r"expected rules such as (\{.*?\)\}) or", str(error.value)):
         rules |= eval(found, {"MuonDimensionNumbers": Numbers})
     assert sorted(rules) == ["mixing/kernel", "proj/kernel"]
     found = read(rules, doubtful())
     assert found["proj/kernel"].label == found["mixing/kernel"].label == "muon"
-
-
-@pytest.mark.parametrize(
-    "tx",
-    [
-        optax.chain(optax.clip_by_global_norm(1.0), jm.muon()),
-        optax.MultiSteps(jm.muon(), 2),
-        optax.multi_transform(
-            {"a": jm.muon(), "b": jm.nanochat()},
-            {"norm": "b", "proj": "a", "mixing": "b", "up": "a"},
-        ),
-    ],
-    ids=["chain", "MultiSteps", "two recipes"],
-)
-def test_doubts_are_errors_of_compositions(tx):
-    with pytest.raises(ValueError, match=r"'(mixing|proj)/kernel'"):
-        jax.eval_shape(tx.init, doubtful())
 
 
 def test_without_strict_doubts_are_warnings_and_go_to_adamw():
@@ -251,6 +269,8 @@ def test_names_in_no_table_are_an_error_and_those_of_a_mesh_are_not():
     table = {"d_model": "stream", "d_ff": "hidden"}
     found = jm.read(tree, names=names, table=table)
     assert found.axes("mix/wo/kernel") == MatrixAxes((), (1,), (0,))
+    with pytest.raises(ValueError, match=r"table\['d_model'\]='wide'; expected one"):
+        jm.read(tree, names=names, table=table | {"d_model": "wide"})
 
 
 @pytest.mark.parametrize(
@@ -276,20 +296,25 @@ def test_names_against_those_that_the_tree_carries():
 
 
 def test_names_that_the_tree_carries_matter_for_matrices_alone():
-    def named(names):
-        return linen.LogicallyPartitioned(shape(8, 32), names=names)
+    """Gradients carry none, so a recipe that would need them has to be given a value.
 
-    head = {"lm_head": {"weight": named(("vocab", "embed"))}}
-    assert jm.read(head)["lm_head/weight"].label == "adamw"
+    The stack is ambiguous without its names, and so is the error in place of them.
+    """
+
+    def named(*sizes, names):
+        return linen.LogicallyPartitioned(shape(*sizes), names=names)
+
+    head = {"lm_head": {"weight": named(50, 8, names=("vocab", "embed"))}}
+    assert read(None, head)["lm_head/weight"].label == "adamw"
     jax.eval_shape(jm.nanochat().init, head)
-    tree = {"up": {"kernel": named(("mlp", "embed"))}}
-    with pytest.raises(ValueError, match=r"'up/kernel' is read by axis names.*\.read"):
-        jax.eval_shape(jm.nanochat().init, tree)
-    jax.eval_shape(jm.nanochat(matrices=jm.read(tree)).init, tree)
-    names = ("embed", "layers", "mlp")
-    stack = linen.LogicallyPartitioned(shape(6, 8, 5), names=names)
-    with pytest.raises(ValueError, match="'w' is read by axis names"):
-        jax.eval_shape(jm.nanochat().init, {"a": shape(3), "w": stack})
+    for kernel in (
+        named(8, 32, names=("mlp", "embed")),
+        named(6, 8, 5, names=("embed", "layers", "mlp")),
+    ):
+        tree = {"norm": shape(3), "up": {"kernel": kernel}}
+        with pytest.raises(ValueError, match="'up/kernel' is read by axis names"):
+            jax.eval_shape(jm.nanochat().init, tree)
+        jax.eval_shape(jm.nanochat(matrices=jm.read(tree)).init, tree)
 
 
 def test_names_count_where_rules_are_given_too():
@@ -312,47 +337,17 @@ def test_names_of_parameters_that_a_mask_hides():
         jm.read(masked, names=names)
 
 
-def test_the_side_of_the_outputs_against_the_bias():
+def test_the_side_of_the_outputs():
+    """`out_in` says it where nothing else does; against a bias it is refused."""
+    bare = {"up": {"weight": shape(4, 8)}}
+    io, oi = MatrixAxes((), (0,), (1,)), MatrixAxes((), (1,), (0,))
+    assert jm.read(bare, out_in=False).axes("up/weight") == io
+    assert jm.read(bare, out_in=True).axes("up/weight") == oi
+    found = jm.read(bare, out_in=lambda path: path.startswith("up"))
+    assert found.axes("up/weight") == oi
     tree = {"up": {"weight": shape(4, 8), "bias": shape(8)}}
-    assert jm.read(tree, out_in=False)["up/weight"].label == "muon"
+    assert jm.read(tree, out_in=False).axes("up/weight") == io
     with pytest.raises(ValueError, match=r"out_in=True makes its outputs 4.*'up/bias'"):
         jm.read(tree, out_in=True)
     with pytest.raises(ValueError, match=r"out_in\('up/weight'\)='in'; expected True"):
         jm.read(tree, out_in=lambda path: "in")
-
-
-# --- specs by names -------------------------------------------------------------------
-
-NAMES = ("layers", "embed", "mlp", "heads", "kv", None)
-MESH_AXES = (None, "fsdp", "tp", ("fsdp", "tp"), ("tp",))
-
-
-@given(
-    names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=4).filter(
-        lambda names: len({*names} - {None}) == len(names) - names.count(None)
-    ),
-    rules=st.lists(
-        st.tuples(st.sampled_from(NAMES[:-1]), st.sampled_from(MESH_AXES)), max_size=6
-    ),
-    random=st.randoms(use_true_random=False),
-)
-@settings(max_examples=200, deadline=None)
-def test_specs_are_those_of_flax_and_follow_permuted_names(names, rules, random):
-    def entries(names):
-        tree = {"w": shape(*range(2, 2 + len(names))), "other": shape(2)}
-        # As from a tree that is not strict: these names need not make sense together.
-        found = jm.read(tree, rules="adamw", names={"w": tuple(names)}).specs(rules)
-        assert found("other") == PartitionSpec()
-        return [entry_names(entry) for entry in found("w")]
-
-    theirs = linen.logical_to_mesh_axes(tuple(names), rules)
-    assert entries(names) == [entry_names(entry) for entry in theirs]
-    order = random.sample(range(len(names)), len(names))
-    expected = [entries(names)[i] for i in order]
-    assert entries([names[i] for i in order]) == expected
-
-
-def test_specs_need_each_name_once():
-    found = jm.read({"w": shape(4, 4)}, names={"w": ("embed", "embed")})
-    with pytest.raises(ValueError, match=r"'w' has the axis names .*once"):
-        found.specs([("embed", "tp")])("w")

@@ -1,0 +1,51 @@
+"""`describe` shows what an optimizer does, whatever stands around it.
+
+The tables of all recipes and layouts are in tests/fixtures/frozen.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import jax_muon as jm
+from tests.reading import reader
+
+
+def test_any_optimizer():
+    params = {"a": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+    table = str(jm.describe(optax.sgd(0.1, momentum=0.9), params))
+    assert "256 B" in table.splitlines()[1]
+    frozen = jm.nanochat(
+        groups={"frozen": optax.set_to_zero()},
+        matrices=reader({"a": "frozen", "b": "muon"}),
+    )
+    both = {**params, "b": params["a"]}
+    assert "frozen" in str(jm.describe(frozen, both)).splitlines()[1]
+    alone = jm.describe(jm.nanochat(), params).parameters
+    for around in (
+        optax.chain(optax.clip_by_global_norm(1.0), jm.nanochat()),
+        optax.inject_hyperparams(jm.nanochat, static_args="steps")(),
+        jm.skip_nonfinite(jm.nanochat()),
+    ):
+        assert jm.describe(around, params).parameters == alone
+    (found,) = jm.describe(optax.MultiSteps(jm.nanochat(), 2), params).parameters
+    assert found.state_bytes == alone[0].state_bytes + 8 * 8 * 4  # a sum of gradients
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_matrices_too_small_for_owners(kind):
+    """And state that is too small to be divided."""
+    params = {f"{i}/w": jax.ShapeDtypeStruct((8, 16), jnp.float32) for i in range(5)}
+    params["wte"] = jax.ShapeDtypeStruct((64, 8), jnp.float32)
+    mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
+    tx = jm.on_mesh(jm.nanochat(), mesh, divide="data", min_size=200)
+    planned = jm.describe(tx, params)
+    assert [leaf.repeated for leaf in planned.parameters] == [True] * 5 + [False]
+    *_, work, last = str(planned).splitlines()
+    assert work.startswith("4 devices: matrices too small for owners, computed by all")
+    assert last == (
+        "summed over data: 5.4 KB for gradients, 1.5 KB for gathers; 5 parameters of "
+        "2.6 KB are repeated"
+    )
