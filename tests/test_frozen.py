@@ -19,10 +19,10 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jax_muon as jm
+from jax_muon.paths import leaves_with_paths
 from jax_muon.text import aligned, shape_text
 from tests.distributed import layouts
 from tests.recipes import RECIPES
@@ -46,10 +46,6 @@ PARAMS = {path: jax.ShapeDtypeStruct(x, "float32") for path, x in SHAPES.items()
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 
 
-def state_path(key_path):
-    return jax.tree_util.keystr(key_path, simple=True, separator="/")
-
-
 def table(tx):
     """The table of `describe` without its last column, the reasons in words."""
     first, *rest = str(jm.describe(tx, PARAMS)).splitlines()
@@ -62,16 +58,16 @@ def frozen(recipe):
     """The text about a recipe: its state in every layout, and its tables."""
     tx = recipe()
     rows = {
-        state_path(path): [shape_text(x.shape), str(x.dtype)]
-        for path, x in jax.tree.leaves_with_path(jm.abstract_state(tx, PARAMS))
+        path: [shape_text(x.shape), str(x.dtype)]
+        for path, x in leaves_with_paths(jm.abstract_state(tx, PARAMS))
     }
     tables = [f"one device\n\n{table(tx)}"]
     for where in EXAMPLES:
         mesh, specs, divide = layouts.layout(where, shapes=SHAPES)
         on = jm.on_mesh(tx, mesh, specs, divide)
         state = jm.abstract_state(on, PARAMS, mesh)
-        for path, x in jax.tree.leaves_with_path(state):
-            rows[state_path(path)].append(str(tuple(x.sharding.spec)))
+        for path, x in leaves_with_paths(state):
+            rows[path].append(str(tuple(x.sharding.spec)))
         tables.append(f"{where}\n\n{table(on)}")
     header = ("state", "shape", "dtype", *EXAMPLES)
     states = aligned([header, *((path, *row) for path, row in rows.items())])
@@ -101,10 +97,6 @@ def draw(seed):
     )
 
 
-def by_path(tree):
-    return {state_path(path): x for path, x in jax.tree.leaves_with_path(tree)}
-
-
 def saved_states():
     """By recipe and path, the state after two steps and the updates of the third."""
     found = {}
@@ -115,7 +107,8 @@ def saved_states():
             before = state
             updates, state = tx.update(draw(seed), state, params)
         for what, tree in {"state": before, "updates": updates}.items():
-            found |= {f"{name}/{what}/{path}": x for path, x in by_path(tree).items()}
+            leaves = leaves_with_paths(tree)
+            found |= {f"{name}/{what}/{path}": x for path, x in leaves}
     return found
 
 
@@ -131,14 +124,11 @@ def test_a_state_of_version_0_1_0_goes_on(name):
             if (path := key.removeprefix(f"{name}/")) != key
         }
     tx, params = RECIPES[name](dtype="float32", steps=3), draw(0)
-    start = by_path(tx.init(params))
-    state = {path: saved.pop(f"state/{path}") for path in start}
-    loaded = jax.tree.unflatten(
-        jax.tree.structure(tx.init(params)), map(jnp.asarray, state.values())
-    )
+    start = tx.init(params)
+    state = [jnp.asarray(saved.pop(f"state/{x}")) for x, _ in leaves_with_paths(start)]
+    loaded = jax.tree.unflatten(jax.tree.structure(start), state)
     updates, _ = tx.update(draw(3), loaded, params)
-    for path, x in by_path(updates).items():
+    for path, x in leaves_with_paths(updates):
         expected = saved.pop(f"updates/{path}")
         np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-7, err_msg=path)
     assert not saved  # nothing that a state had then is dropped
-    assert optax.tree.get_all_with_path(loaded, "count")
