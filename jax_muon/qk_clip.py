@@ -7,7 +7,7 @@ the step. `max_logits.py` measures the logits.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -136,16 +136,16 @@ def clip_qk(
             queries, keys = (
                 {path: weights[path].shape for path in own} for own in modules[name]
             )
-            heads = _heads(name, queries, keys, largest.shape, layers_axis)
+            key_heads, spread = _heads(name, queries, keys, largest.shape, layers_axis)
             above = (largest > threshold) & jnp.isfinite(largest)
             clipped += jnp.sum(above, dtype=jnp.int32)
             # Exactly one if nothing is clipped, and so are its powers and quotients.
             gamma = threshold / jnp.where(above, largest, threshold)
-            grouped = gamma.reshape(*gamma.shape[:-1], heads.key_heads, -1)
+            grouped = gamma.reshape(*gamma.shape[:-1], key_heads, -1)
             kappa = jnp.min(grouped, axis=-1, keepdims=True) ** (1 - balance)
             per_query = (grouped / kappa).reshape(gamma.shape)
-            factors |= {path: heads.spread(per_query, path) for path in queries}
-            factors |= {path: heads.spread(kappa[..., 0], path) for path in keys}
+            factors |= {path: spread(per_query, path) for path in queries}
+            factors |= {path: spread(kappa[..., 0], path) for path in keys}
 
         def clip(path: str, u: Array) -> Array:
             if path not in factors:
@@ -216,34 +216,19 @@ def _within(path: str, parent: str) -> bool:
     return not parent or f"{path}/".startswith(f"{parent}/")
 
 
-class _Heads(NamedTuple):
-    """How the parameters of a module hold its heads."""
-
-    layers: tuple[int, ...]  # sizes of the axes of scanned layers
-    start: int  # the first of these axes
-    key_heads: int
-    head_dim: int
-    outputs: dict[str, tuple[int, ...]]  # (heads * head_dim,), or two axes
-
-    def spread(
-        self, factor: Float[Array, "*layers heads"], path: str
-    ) -> Float[Array, "..."]:
-        """A number for each head, broadcast against a parameter."""
-        inputs = [] if _is_bias(path) else [1]
-        factor = jnp.repeat(factor, self.head_dim, axis=-1)
-        factor = factor.reshape(*self.layers, *inputs, *self.outputs[path])
-        layers = range(len(self.layers))
-        return jnp.moveaxis(factor, layers, [self.start + axis for axis in layers])
-
-
 def _heads(
     name: str,
     queries: dict[str, tuple[int, ...]],
     keys: dict[str, tuple[int, ...]],
     logits: tuple[int, ...],
     start: int,
-) -> _Heads:
-    """How parameters of these shapes hold their heads, by the shape of the maxima."""
+) -> tuple[int, Callable[[Float[Array, "*layers heads"], str], Array]]:
+    """How parameters hold their heads, by their shapes and that of the maxima.
+
+    Returns:
+      The number of key heads, and a function that broadcasts a number for each head
+      against a parameter.
+    """
     layers, heads = logits[:-1], logits[-1] if logits else 0
     end = start + len(layers)
     shapes = queries | keys
@@ -260,7 +245,7 @@ def _heads(
         if (
             shape[start:end] != layers
             or outputs[path] not in ways
-            or 0 in (*shape, count)
+            or not count
             or heads % count
         ):
             texts = []
@@ -274,7 +259,14 @@ def _heads(
                 "head_dim, key heads that divide the query heads, and max_logits of "
                 "shape (*layers, heads)"
             )
-    return _Heads(layers, start, key_heads, head_dim, outputs)
+
+    def spread(factor: Float[Array, "*layers heads"], path: str) -> Array:
+        inputs = [] if _is_bias(path) else [1]
+        factor = jnp.repeat(factor, head_dim, axis=-1)
+        factor = factor.reshape(*layers, *inputs, *outputs[path])
+        return jnp.moveaxis(factor, range(len(layers)), range(start, end))
+
+    return key_heads, spread
 
 
 def _is_bias(path: str) -> bool:
