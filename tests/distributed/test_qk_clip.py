@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from tests.distributed import layouts
-from tests.distributed.problems import distance, single_device
+from tests.distributed.problems import distance
 
 EMBED, HEADS, KEY_HEADS, HEAD_DIM = 16, 8, 4, 4
 TIME = 24  # more than EMBED, so that gradients have full rank
@@ -53,14 +53,14 @@ def batches(steps, dtype=jnp.float32):
     return jnp.asarray(rng.normal(size=(steps, 16, TIME, EMBED)) * size, dtype)
 
 
-def recipe(dtype="float32", **settings):
-    tx = jm.nanochat(0.02, dtype=dtype, adamw=layouts.ADAMW, **settings)
-    return optax.chain(tx, jm.clip_qk(THRESHOLD))
+def recipe(dtype="float32"):
+    tx = jm.nanochat(0.02, dtype=dtype, adamw=layouts.ADAMW, steps=2)
+    return jm.skip_nonfinite(optax.chain(tx, jm.clip_qk(THRESHOLD)))
 
 
 def one_device(params, data):
     """Parameters after the run, and each step's largest logits."""
-    tx = recipe(dtype="float64")
+    tx = recipe("float64")
 
     @jax.jit
     def step(params, state, batch):
@@ -80,18 +80,22 @@ def mesh_of(*shape, names=("data",), kind=AxisType.Auto):
     return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("microbatches", "kind"), [(1, AxisType.Explicit), (2, AxisType.Auto)]
+)
 def test_zero2_takes_the_maximum_over_devices_and_microbatches(microbatches, kind, x64):
-    """In double precision: rounding could move what depends on one logit."""
-    start, data = model(jnp.float64), batches(10, jnp.float64)
+    """In double precision: rounding could move what depends on one logit.
+
+    A NaN on one device leaves all weights alone in its step.
+    """
+    start, data = model(jnp.float64), batches(5, jnp.float64)
+    data = data.at[1, 9, 3, 5].set(jnp.nan)
     expected, seen = one_device(start, data)
     assert (seen[0] > THRESHOLD).any() and (seen[0] <= THRESHOLD).any()
-    mesh, tx = mesh_of(8, kind=kind), recipe(dtype="float64")
     step = jm.make_train_step(
         loss,
-        tx,
-        mesh,
+        recipe("float64"),
+        mesh_of(8, kind=kind),
         has_aux=True,
         max_aux="max_logits",
         microbatches=microbatches,
@@ -101,50 +105,31 @@ def test_zero2_takes_the_maximum_over_devices_and_microbatches(microbatches, kin
     for batch, largest in zip(data, seen, strict=True):
         params, state, metrics = step(params, state, batch)
         aux = metrics["aux"]
-        np.testing.assert_allclose(aux["max_logits"]["0"], largest, rtol=1e-7)
+        if jnp.isfinite(batch).all():  # XLA for a CPU may lose a NaN in a maximum
+            np.testing.assert_allclose(aux["max_logits"]["0"], largest, rtol=1e-7)
         np.testing.assert_allclose(aux["mean"], jnp.mean(batch), atol=1e-12)
+    assert state.skipped == 1
     assert distance(params, expected, start) < 1e-12
-    for leaf in jax.tree.leaves(params):
-        first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
-        for other in others:
-            np.testing.assert_array_equal(first, other)
-
-
-def test_a_nan_on_one_device_leaves_all_weights_alone():
-    params, data = model(), np.array(batches(2))
-    data[0, 9, 3, 5] = np.nan
-    mesh = mesh_of(8)
-    tx = jm.skip_nonfinite(recipe())
-    step = jm.make_train_step(
-        loss, tx, mesh, has_aux=True, max_aux=("max_logits",), donate=False
-    )
-    same, state, _ = step(*step.init(params), data[0])
-    jax.tree.map(np.testing.assert_array_equal, same, params)
-    assert state.skipped == 1
-    moved, state, _ = step(same, state, data[1])
-    assert state.skipped == 1
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: jnp.any(a != b), same, moved)))
-
-
-# Over heads, over embed, and both; the key's four heads over eight devices split heads.
-SPECS = {
-    "heads": (P(None, ("a", "b")), P(("a", "b"))),
-    "embed": (P(("a", "b"), None), P()),
-    "both": (P("a", "b"), P("b")),
-}
+    layouts.assert_bit_identical_on_devices(params)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("apart", [False, True])
-def test_global_view_with_divided_weights(name, kind, apart):
+@pytest.mark.parametrize(
+    ("kernel_spec", "bias_spec", "apart"),
+    [
+        # The key's four heads on eight devices: each has half a head.
+        (P(None, ("a", "b")), P(("a", "b")), False),
+        (P(None, "a", "b"), P("a", "b"), True),  # (embed, heads, head_dim)
+        (P("a", "b"), P("b"), False),
+        (P(("a", "b"), None), P(), True),
+    ],
+    ids=["heads", "heads apart", "both", "embed"],
+)
+def test_global_view_with_divided_weights(kernel_spec, bias_spec, apart, kind):
     mesh = mesh_of(4, 2, names=("a", "b"), kind=kind)
     params = model()
-    kernel_spec, bias_spec = SPECS[name]
-    if apart:  # (embed, heads, head_dim), of which four heads are too few for eight
+    if apart:
         params = jax.tree.map(lambda p: p.reshape(*p.shape[:-1], -1, HEAD_DIM), params)
-        if name == "heads":
-            kernel_spec, bias_spec = P(None, "a", "b"), P("a", "b")
     rng = np.random.default_rng(2)
     updates = jax.tree.map(
         lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params
@@ -178,18 +163,13 @@ def test_global_view_with_divided_weights(name, kind, apart):
 
     jax.tree.map(compare, got, expected, divided)
     # Bit for bit where nothing is clipped: query heads 2 and 3 share key head 1.
-    for which, start, stop in (("q", 2, 4), ("k", 1, 2)):
-        for leaf in ("kernel", "bias"):
-            for tree in (got, expected):
-                new, old = (
-                    np.asarray(t["0"]["attn"][which][leaf]).reshape(EMBED, -1, HEAD_DIM)
-                    if leaf == "kernel"
-                    else np.asarray(t["0"]["attn"][which][leaf]).reshape(-1, HEAD_DIM)
-                    for t in (tree, updates)
-                )
-                np.testing.assert_array_equal(
-                    new[..., start:stop, :], old[..., start:stop, :]
-                )
+    for which, heads in (("q", slice(2, 4)), ("k", slice(1, 2))):
+        for name, inputs in (("kernel", (EMBED,)), ("bias", ())):
+            new, old = (
+                np.asarray(tree["0"]["attn"][which][name]) for tree in (got, updates)
+            )
+            new, old = (x.reshape(*inputs, -1, HEAD_DIM) for x in (new, old))
+            np.testing.assert_array_equal(new[..., heads, :], old[..., heads, :])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -267,22 +247,3 @@ def test_entries_that_are_not_there():
     step = jm.make_train_step(loss, tx, mesh, has_aux=True)
     with pytest.raises(ValueError, match="got max_logits=None"):
         step(*step.init(params), batch)
-
-
-def test_a_transform_that_takes_no_extra_arguments():
-    mesh, params = mesh_of(8), {"w": jnp.ones((4, 4))}
-    plain = lambda p, b: jnp.mean(b @ p["w"])  # noqa: E731
-    data = jnp.ones((2, 8, 4))
-    expected, _, _ = single_device(optax.sgd(0.1), plain, params, data)
-    step = jm.make_train_step(
-        lambda p, b: (plain(p, b), {"s": jnp.max(b)}),
-        optax.sgd(0.1),
-        mesh,
-        has_aux=True,
-        max_aux="s",
-    )
-    params, state = step.init(params)
-    for batch in data:
-        params, state, metrics = step(params, state, batch)
-    np.testing.assert_allclose(params["w"], expected["w"], rtol=1e-6)
-    assert metrics["aux"] == {"s": 1}
