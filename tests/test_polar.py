@@ -17,42 +17,47 @@ from jax_muon.polar.hopper import products as hopper_products
 from jax_muon.polar.products import exact_factors
 from tests import oracle
 
-SHAPES = [(8, 8), (6, 17), (17, 6), (1, 9), (9, 1), (2, 3, 5, 12), (4, 40, 24), (1, 1)]
+SHAPES = [(8, 8), (17, 6), (1, 9), (9, 1), (2, 3, 5, 12), (4, 40, 24), (1, 1)]
+EXPRESS = jm.polar_express_coefficients(5)
 
 
-def oracle_batch(x, *args, **kwargs):
+def express(x, norm="frobenius"):
+    """The default Polar Express of every matrix, in float64."""
+    return oracle_batch(x, EXPRESS, 1.02, 1e-6, norm)
+
+
+def oracle_batch(x, *settings):
     x = np.asarray(x, np.float64)
-    factors = [oracle.polar(m, *args, **kwargs) for m in x.reshape(-1, *x.shape[-2:])]
+    factors = [oracle.polar(m, *settings) for m in x.reshape(-1, *x.shape[-2:])]
     return np.reshape(factors, x.shape)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("form", ["standard", "gram", "auto"])
-@pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
-def test_float64_equals_the_oracle(rng, x64, shape, form, norm):
-    x = rng.standard_normal(shape)
-    table = jm.polar_express_coefficients(5)
-    expected = oracle_batch(x, table, 1.02, 1e-6, norm)
-    y = jm.PolarExpress(dtype="float64", form=form, norm=norm)(jnp.asarray(x))
-    assert y.dtype == jnp.float64
-    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-12)
-    expected = oracle_batch(x, [NEWTON_SCHULZ] * 5, 1.0, 1e-7, norm)
-    y = jm.NewtonSchulz(dtype="float64", form=form, norm=norm)(jnp.asarray(x))
-    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-12)
+def distance(y, expected):
+    return np.linalg.norm(y - expected) / np.linalg.norm(expected)
+
+
+def lowered(polar, x, platform):
+    """StableHLO of the polar factor on a platform that need not be here."""
+    trace = jax.jit(polar).trace(x)
+    with lowering_for_h100():
+        return trace.lower(lowering_platforms=(platform,)).as_text()
+
+
+def results_of_products(text):
+    """The dtype of each matrix product's result."""
+    return re.findall(r"stablehlo.dot_general.*-> tensor<.*x(\w+)>", text)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_exact_polar_is_exact(rng, x64, shape):
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_float64_equals_the_oracle(rng, x64, shape, form):
     x = jnp.asarray(rng.standard_normal(shape))
-    y = jm.ExactPolar()(x)
-    u, _, vt = np.linalg.svd(x, full_matrices=False)
-    np.testing.assert_allclose(y, u @ vt, rtol=0, atol=1e-12)
-
-
-def test_polar_express_converges_to_the_exact_factor(rng, x64):
-    x = jnp.asarray(rng.standard_normal((3, 20, 50)))
-    y = jm.PolarExpress(steps=10, dtype="float64")(x)
-    np.testing.assert_allclose(y, jm.ExactPolar()(x), rtol=0, atol=1e-12)
+    run = jm.PolarExpress(norm="schatten4", dtype="float64", form=form)
+    np.testing.assert_allclose(run(x), express(x, "schatten4"), rtol=0, atol=1e-12)
+    y = jm.NewtonSchulz(dtype=None, form=form)(x)
+    assert y.dtype == jnp.float64
+    expected = oracle_batch(x, [NEWTON_SCHULZ] * 5, 1.0, 1e-7)
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-12)
 
 
 def with_spectrum(rng, kind, shape):
@@ -74,34 +79,28 @@ def test_float32_error(rng, kind, form):
     what is near zero by 900, and so the rounding (6e-8) of a rank-1 matrix too.
     """
     x = with_spectrum(rng, kind, (64, 160)).astype(np.float32)
-    table = jm.polar_express_coefficients(5)
-    expected = oracle.polar(x.astype(np.float64), table, 1.02, 1e-6)
     y = jm.PolarExpress(dtype="float32", form=form)(jnp.asarray(x))
-    error = np.linalg.norm(y - expected) / np.linalg.norm(expected)
-    assert error < (2e-4 if form == "gram" or kind == "rank 1" else 2e-5)
+    bound = 2e-4 if form == "gram" or kind == "rank 1" else 2e-5
+    assert distance(y, express(x)) < bound
 
 
 def test_bfloat16_rounds_once_a_product(rng):
     """Within a few roundings (2^-8 each) of float64 on a well-conditioned matrix."""
     x = jnp.asarray(rng.standard_normal((4, 64, 256)), jnp.float32)
-    expected = oracle_batch(x, jm.polar_express_coefficients(5), 1.02, 1e-6)
     y = jm.PolarExpress()(x)
     assert y.dtype == jnp.float32
-    error = np.linalg.norm(y - expected) / np.linalg.norm(expected)
-    assert error < 2e-2  # 5e-2 where every term is rounded by itself
-    # XLA for a CPU does so only where it is told that results are float32.
-    traced = jax.jit(jm.PolarExpress()).trace(x)
-    text = traced.lower(lowering_platforms=("cpu",)).as_text()
-    results = re.findall(r"stablehlo.dot_general.*-> tensor<.*x(\w+)>", text)
-    assert results == 15 * ["f32"]
+    assert distance(y, express(x)) < 2e-2  # 5e-2 if every term is rounded by itself
+    # XLA for a CPU does so only where it is told that results are float32. On a GPU
+    # they need no pass to round them; the first one gives the norm.
+    for platform, dtypes in (("cpu", 15 * ["f32"]), ("cuda", ["f32"] + 14 * ["bf16"])):
+        assert results_of_products(lowered(jm.PolarExpress(), x, platform)) == dtypes
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (3, 64, 1)], ids=str)
 def test_a_single_row_is_not_rounded(rng, shape):
     """In bfloat16 it would end 0.22 away, within the 0.141 of 1 that hide it."""
     x = jnp.asarray(rng.standard_normal(shape), jnp.float32)
-    expected = oracle_batch(x, jm.polar_express_coefficients(5), 1.02, 1e-6)
-    np.testing.assert_allclose(jm.PolarExpress()(x), expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(jm.PolarExpress()(x), express(x), rtol=0, atol=1e-4)
 
 
 @pytest.fixture
@@ -112,25 +111,14 @@ def retrace():
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 9), (4, 40, 24)], ids=str)
 def test_sums_that_a_gpu_adds(rng, x64, retrace, monkeypatch, shape):
     """As a GPU is told, on a CPU: float64 alike, and bfloat16 rounds every term."""
     monkeypatch.setattr(iteration, "_ON_CPU", products.FusedProducts())
     x = rng.standard_normal(shape)
-    expected = oracle_batch(x, jm.polar_express_coefficients(5), 1.02, 1e-6)
     y = jm.PolarExpress(dtype="float64")(jnp.asarray(x))
-    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-12)
-    y = jm.PolarExpress()(jnp.asarray(x))
-    assert np.linalg.norm(y - expected) < 0.1 * np.linalg.norm(expected)
-
-
-def test_products_of_a_gpu(rng):
-    """In bfloat16 three a step, with results that need no pass to round them."""
-    x = jnp.asarray(rng.standard_normal((4, 64, 256)), jnp.float32)
-    traced = jax.jit(jm.PolarExpress()).trace(x)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    results = re.findall(r"stablehlo.dot_general.*-> tensor<.*x(\w+)>", text)
-    assert results == ["f32"] + 14 * ["bf16"]  # the first one gives the norm
+    np.testing.assert_allclose(y, express(x), rtol=0, atol=1e-12)
+    assert distance(jm.PolarExpress()(jnp.asarray(x)), express(x)) < 0.1
 
 
 @settings(deadline=None)
@@ -149,30 +137,22 @@ def test_factors_that_bfloat16_holds(cubic, ratio):
 
 
 def test_factors_of_the_quintics_in_use():
-    scale = 1.0
-    for a, b, c in jm.polar_express_coefficients(8):
+    """No two steps share one: XLA would not hand it to cuBLASLt then."""
+    scale, used = 1.0, set()
+    for step, (a, b, c) in enumerate(jm.polar_express_coefficients(8)):
         cubic, quintic = b / a * scale**2, c / a * scale**4
-        g, p, q = exact_factors(cubic, quintic, jnp.dtype("bfloat16"))
+        g, p, q = exact_factors(cubic, quintic, jnp.dtype("bfloat16"), used)
         assert p * g == pytest.approx(cubic, rel=2**-11)
         assert p * q * g**2 == pytest.approx(quintic, rel=2**-11)
         scale *= a
-    assert exact_factors(3.1, 0.7, jnp.dtype("float32")) == (1.0, 3.1, 0.7 / 3.1)
-
-
-def test_no_two_steps_share_a_factor():
-    """XLA would not hand it to cuBLASLt then, and add in passes of their own."""
-    used = set()
-    for step in range(10):
-        found = exact_factors(-0.7, 0.12, jnp.dtype("bfloat16"), used)
-        assert used.isdisjoint(found)
-        g, p, q = found
-        assert 1 <= g < 2
-        assert p * g == pytest.approx(-0.7, rel=2**-9)
-        assert p * q * g**2 == pytest.approx(0.12, rel=2**-8)
-        used |= {*found}
+        used |= {g, p, q}
         assert len(used) == 3 * (step + 1)
+    first = exact_factors(-0.7, 0.12, jnp.dtype("bfloat16"))
+    second = exact_factors(-0.7, 0.12, jnp.dtype("bfloat16"), first)
+    assert not {*first} & {*second}
     everything = {float(g) for g in np.arange(1, 2, 2.0**-7)}
-    assert exact_factors(-0.7, 0.12, jnp.dtype("bfloat16"), everything)[0] >= 1
+    assert 1 <= exact_factors(-0.7, 0.12, jnp.dtype("bfloat16"), everything)[0] < 2
+    assert exact_factors(3.1, 0.7, jnp.dtype("float32")) == (1.0, 3.1, 0.7 / 3.1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -185,92 +165,61 @@ def test_any_number_of_steps(rng, quintic, dtype):
     np.testing.assert_allclose(s, 1, atol=1e-5 if dtype == "float32" else 0.05)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("make", [jm.PolarExpress, jm.NewtonSchulz])
-def test_a_matrix_in_a_stack_is_as_alone(rng, make, dtype):
-    """A CPU takes one after another, in another shape in bfloat16 than in float32."""
-    x = jnp.asarray(rng.standard_normal((5, 40, 60)), jnp.float32)
-    run = jax.jit(make(dtype=dtype))
-    whole = run(x)
-    for index in (0, 2, 4):
-        np.testing.assert_allclose(whole[index], run(x[index]), rtol=0, atol=1e-6)
+@pytest.mark.parametrize("shape", [(40, 60), (2, 384, 512)], ids=str)
+def test_a_transpose_gets_the_same_products(rng, retrace, monkeypatch, shape):
+    """Whole and by halves: XLA for a CPU cannot run every product in bfloat16.
 
-
-@pytest.mark.parametrize("shape", [(40, 60), (384, 512)], ids=str)
-def test_a_transpose_gets_the_same_products(rng, shape):
-    """In bfloat16 as in float32: XLA for a CPU would multiply it in float32."""
+    It would multiply some transposes in float32.
+    """
+    monkeypatch.setattr(products, "has_amx", lambda: False)
     x = jnp.asarray(rng.standard_normal(shape), jnp.float32)
-    run = jax.jit(jm.PolarExpress())
-    np.testing.assert_array_equal(run(x.T), run(x).T)
+    y = jm.PolarExpress()(x)
+    np.testing.assert_array_equal(jm.PolarExpress()(x.mT), y.mT)
+    assert distance(y, express(x)) < 5e-2
 
 
-@pytest.mark.parametrize("shape", [(7, 7), (5, 8, 13), (5, 13, 8), (4, 6)], ids=str)
+@pytest.mark.parametrize("shape", [(7, 7), (5, 13, 8)], ids=str)
 @pytest.mark.parametrize("form", ["standard", "gram"])
 def test_symmetric_products_by_halves(rng, x64, retrace, monkeypatch, shape, form):
     """What large matrices get on a CPU, here on small ones of odd and even size."""
     monkeypatch.setattr(products, "_HALVES_FROM", 2)
     x = rng.standard_normal(shape)
-    expected = oracle_batch(x, jm.polar_express_coefficients(5), 1.02, 1e-6)
     y = jm.PolarExpress(dtype="float64", form=form)(jnp.asarray(x))
-    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(y, express(x), rtol=0, atol=1e-12)
 
 
-def test_halves_in_bfloat16(rng):
-    """In the size from which a CPU takes them: XLA cannot run every such product."""
-    x = jnp.asarray(rng.standard_normal((2, 640, 384)), jnp.float32)
-    expected = oracle_batch(x, jm.polar_express_coefficients(5), 1.02, 1e-6)
-    error = np.linalg.norm(jax.jit(jm.PolarExpress())(x) - expected)
-    assert error < 5e-2 * np.linalg.norm(expected)
-
-
-@pytest.mark.parametrize("shape", [(6, 9), (7, 9, 6), (2, 3, 6, 9)], ids=str)
+@pytest.mark.parametrize("shape", [(6, 9), (2, 3, 9, 6)], ids=str)
 def test_every_batch_under_every_transform(rng, x64, shape):
     """Of a loop over matrices, vmap makes a loop over batches of them."""
     x = rng.standard_normal(shape)
-    expected = oracle_batch(x, jm.polar_express_coefficients(5), 1.02, 1e-6)
     run = jm.PolarExpress(dtype="float64")
     mapped = jax.vmap(run) if len(shape) > 2 else run
     for function in (run, jax.jit(run), mapped):
         y = function(jnp.asarray(x))
-        np.testing.assert_allclose(y, expected, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(y, express(x), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "n", "amx", "halved"),
+    ("platform", "dtype", "n", "amx", "dots"),
     [
-        ("float32", 640, False, 2),
-        ("bfloat16", 640, False, 2),
-        ("float32", 640, True, 2),
-        ("bfloat16", 640, True, 0),
-        ("bfloat16", 2048, True, 1),  # X X^T, and not A A
+        ("cuda", "float32", 768, False, 3),
+        ("cuda", "bfloat16", 768, False, 3),
+        # On a CPU, large symmetric products are three smaller ones.
+        ("cpu", "float32", 768, False, 3 + 3 + 1),
+        ("cpu", "bfloat16", 768, False, 3 + 3 + 1),
+        ("cpu", "float32", 768, True, 3 + 3 + 1),
+        ("cpu", "bfloat16", 768, True, 3),
+        ("cpu", "bfloat16", 2048, True, 3 + 1 + 1),  # X X^T, and not A A
     ],
 )
-def test_halves_by_processor(retrace, monkeypatch, dtype, n, amx, halved):
-    """How many of a step's three products are three smaller ones on a CPU."""
-    monkeypatch.setattr(products, "has_amx", lambda: amx)
-    function = jax.jit(jm.PolarExpress(1, dtype=dtype, form="standard"))
-    lowered = function.trace(jnp.zeros((640, n))).lower(lowering_platforms=("cpu",))
-    assert lowered.as_text().count("stablehlo.dot_general") == 3 + 2 * halved
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_order_of_execution_by_platform(retrace, monkeypatch, dtype):
+def test_order_of_execution(retrace, monkeypatch, platform, dtype, n, amx, dots):
     """On a CPU a loop over matrices, on a GPU one batched product after another."""
-    monkeypatch.setattr(products, "has_amx", lambda: False)
-    x = jnp.zeros((8, 640, 768))
-
-    def lowered(platform):
-        function = jm.PolarExpress(dtype=dtype)
-        trace = jax.jit(function).trace(x)
-        return trace.lower(lowering_platforms=(platform,)).as_text()
-
-    gpu, cpu = lowered("cuda"), lowered("cpu")
-    assert "stablehlo.while" not in gpu
-    assert gpu.count("stablehlo.dot_general") == 15
-    assert "tensor<8x640x640xf32>" in gpu
-    assert "stablehlo.while" in cpu
-    assert cpu.count("stablehlo.dot_general") == 5 * (3 + 3 + 1)  # two by halves
-    assert "tensor<8x640x640xf32>" not in cpu
+    monkeypatch.setattr(products, "has_amx", lambda: amx)
+    polar = jm.PolarExpress(1, dtype=dtype, form="standard")
+    text = lowered(polar, jnp.zeros((8, 640, n)), platform)
+    assert len(results_of_products(text)) == dots
+    assert ("stablehlo.while" in text) == (platform == "cpu")
+    assert ("tensor<8x640x640xf32>" in text) == (platform == "cuda")
 
 
 def test_kernels_on_a_gpu_alone(rng, retrace, monkeypatch):
@@ -280,14 +229,11 @@ def test_kernels_on_a_gpu_alone(rng, retrace, monkeypatch):
     """
     x = jnp.asarray(rng.standard_normal((2, 40, 24)), jnp.float32)
     plain, kernel = (
-        jax.jit(jm.PolarExpress(symmetric=symmetric))
-        for symmetric in ("plain", "kernel")
+        jm.PolarExpress(symmetric=symmetric) for symmetric in ("plain", "kernel")
     )
 
-    def calls(function, platform):
-        with lowering_for_h100():
-            lowered = function.trace(x).lower(lowering_platforms=(platform,))
-        return lowered.as_text().count("call @symmetric_product")
+    def calls(polar, platform):
+        return lowered(polar, x, platform).count("call @symmetric_product")
 
     assert calls(kernel, "cuda") == 0
     monkeypatch.setattr(hopper_products, "MIN_ROWS", 24)
@@ -297,13 +243,12 @@ def test_kernels_on_a_gpu_alone(rng, retrace, monkeypatch):
     np.testing.assert_array_equal(kernel(x), plain(x))
 
 
-@pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
-@pytest.mark.parametrize("shape", [(40, 24), (2, 24, 40), (30, 30)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "norm"), [((40, 24), "frobenius"), ((2, 24, 40), "schatten4")], ids=str
+)
 def test_the_iteration_on_kernels(rng, retrace, monkeypatch, shape, norm):
     """The algebra around them: plain products in their place, on a CPU."""
     x = jnp.asarray(rng.standard_normal(shape), jnp.float32)
-    polar = jm.PolarExpress(norm=norm)
-    plain = polar(x)
     called = set()
 
     def gram(x, dtype=jnp.bfloat16, *, factor=1.0):
@@ -318,11 +263,10 @@ def test_the_iteration_on_kernels(rng, retrace, monkeypatch, shape, norm):
     monkeypatch.setattr(hopper_products, "gram", gram)
     monkeypatch.setattr(hopper_products, "quadratic", quadratic)
     monkeypatch.setattr(iteration, "_ON_CPU", hopper_products.HopperProducts())
-    jax.clear_caches()  # of what gave `plain`
-    found = polar(x)
+    found = jm.PolarExpress(norm=norm)(x)
     assert called == {"gram", "quadratic"}
     # Sums that a GPU adds, of which the CPU rounds every term here.
-    assert np.linalg.norm(found - plain) < 0.06 * np.linalg.norm(plain)
+    assert distance(found, express(x, norm)) < 0.06
 
 
 def test_a_stack_is_written_in_place():
@@ -333,26 +277,28 @@ def test_a_stack_is_written_in_place():
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * 256 * 512 * 4
 
 
-@pytest.mark.parametrize("value", [0.0, 1e-44, 1e-30, 1e-8, 1.0, 1e15])
-@pytest.mark.parametrize("shape", [(1, 7), (7, 1), (5, 5), (3, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 7), (5, 5), (8, 3)], ids=str)
 @pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_numbers_of_any_size_are_finite(value, shape, norm, dtype):
-    x = jnp.full(shape, value, jnp.float32)
+def test_numbers_of_any_size_are_finite(shape, norm, dtype):
+    """What overflows is not hidden: it gives NaN, never a factor that looks right."""
+    values = jnp.array([0.0, 1e-44, 1e-30, 1e-8, 1.0, 1e15, np.nan, np.inf, 1e30])
+    x = jnp.broadcast_to(values[:, None, None], (9, *shape))
     y = jm.PolarExpress(norm=norm, dtype=dtype)(x)
-    assert jnp.isfinite(y).all()
-    assert jnp.isfinite(jm.NewtonSchulz(norm=norm, dtype=dtype)(x)).all()
-    assert jnp.isfinite(jm.ExactPolar()(x)).all()
-    if value >= 1:  # a rank-1 matrix has one singular value, brought near 1
-        assert abs(jnp.linalg.norm(y.astype(jnp.float32)) - 1) < 0.15
+    assert jnp.isfinite(y[:6]).all()
+    # A rank-1 matrix has one singular value, brought near 1.
+    sizes = jnp.linalg.norm(y[4:6].astype(jnp.float32), axis=(-2, -1))
+    np.testing.assert_allclose(sizes, 1, atol=0.15)
+    assert jnp.isnan(y[6:]).all()
+    assert jnp.isfinite(jm.ExactPolar()(x[:6])).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
-def test_what_overflows_is_not_hidden(value, dtype):
-    """A square that float32 cannot hold gives NaN, never a factor that looks right."""
-    x = jnp.full((4, 4), value)
-    assert jnp.isnan(jm.PolarExpress(dtype=dtype)(x)).all()
+@pytest.mark.parametrize("shape", [(8, 8), (9, 1), (2, 3, 5, 12)], ids=str)
+def test_exact_polar_is_exact(rng, x64, shape):
+    x = rng.standard_normal(shape)
+    u, _, vt = np.linalg.svd(x, full_matrices=False)
+    y = jm.ExactPolar()(jnp.asarray(x))
+    np.testing.assert_allclose(y, u @ vt, rtol=0, atol=1e-12)
 
 
 def test_rank_deficient(rng, x64):
@@ -364,19 +310,9 @@ def test_rank_deficient(rng, x64):
 
 
 @pytest.mark.parametrize("polar", [jm.PolarExpress(), jm.ExactPolar()])
-def test_empty_batch_and_empty_matrix(polar):
-    assert polar(jnp.zeros((0, 3, 4))).shape == (0, 3, 4)
-    assert polar(jnp.zeros((2, 0, 4))).shape == (2, 0, 4)
-
-
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_keeps_dtype(dtype):
-    x = jnp.eye(4, 6, dtype=dtype)
-    for polar in (jm.PolarExpress(), jm.NewtonSchulz(), jm.ExactPolar()):
-        assert polar(x).dtype == dtype
-
-
-def test_dtype_none_is_that_of_x(rng, x64):
-    x = jnp.asarray(rng.standard_normal((5, 7)))
-    a = jm.PolarExpress(dtype=None)(x)
-    np.testing.assert_array_equal(a, jm.PolarExpress(dtype="float64")(x))
+def test_keeps_shape_and_dtype(polar, dtype):
+    for shape in ((0, 3, 4), (2, 0, 4), (4, 6)):
+        y = polar(jnp.ones(shape, dtype))
+        assert y.shape == shape
+        assert y.dtype == dtype
