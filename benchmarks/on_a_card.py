@@ -13,10 +13,8 @@ FOLDER/TASK.json; what does not fit into `--seconds` is skipped.
 
 import contextlib
 import functools
-import math
 import os
 import pathlib
-import shutil
 import signal
 import statistics
 import subprocess
@@ -32,7 +30,7 @@ import numpy as np
 
 import jax_muon as jm
 from benchmarks import polar, program
-from benchmarks.contenders import make_step, random_like
+from benchmarks.contenders import TORCH, make_step, random_like
 from benchmarks.gpt import loss
 from benchmarks.parameters import model_parameters, nominal_flops, quintics_flops
 from benchmarks.step import Contender, running
@@ -47,6 +45,11 @@ SHAPES = (
     *((m, 4 * m) for m in (768, 256, 512, 1024, 2048)),
     (4096, 8192),
 )
+NVIDIA_SMI = (
+    "nvidia-smi",
+    "--query-gpu=name,driver_version,memory.total,clocks.sm,power.limit",
+    "--format=csv,noheader",
+)
 TOKENS = 2**19  # of a batch, by which the optimizer's share of a train step is judged
 Found = dict[str, Any]
 
@@ -59,13 +62,13 @@ class Record:
         self.path, self.deadline = path, deadline
         self.content: Found = {"run": run, "rows": []}
 
-    def measure(self, what: str, function: Callable[..., Found], *args: Any) -> Found:
+    def measure(self, what: str, function: Callable[..., Any], *args: Any) -> Found:
         """Call a function, and keep what it returns, or why it did not."""
         began = time.monotonic()
         try:
             if began > self.deadline:
                 raise TimeoutError("no time left")
-            found = function(*args)
+            found = function(*args) or {}
         except (ImportError, TimeoutError) as error:
             found = {"skipped": str(error)}
         # A measurement that cannot be made must not take the others along.
@@ -118,12 +121,9 @@ def kernels_of(shape: tuple[int, int, int]) -> Found:
 
 def forms() -> list[dict[str, Any]]:
     """Settings of a polar factor: every dtype and form, and on a GPU the kernels."""
-    found = [
-        {"dtype": "bfloat16"},
-        {"dtype": "float32", "form": "standard"},
-        {"dtype": "float32", "form": "gram"},
-    ]
-    return found + [{"dtype": "bfloat16", "symmetric": "kernel"}] * on_a_gpu()
+    wide = [{"dtype": "float32", "form": form} for form in ("standard", "gram")]
+    kernels = [{"dtype": "bfloat16", "symmetric": "kernel"}] * on_a_gpu()
+    return [{"dtype": "bfloat16"}, *wide, *kernels]
 
 
 def polar_of(shape: tuple[int, ...], form: dict[str, Any]) -> Found:
@@ -181,29 +181,27 @@ def low_precision_parity_of(name: str) -> Found:
 
 def steps(record: Record, tiny: bool) -> None:
     """Every recipe, optax and PyTorch; what docs/speed.md compares stands first."""
-    make = functools.partial(Contender, in_train_step=False)
-    low = functools.partial(make, dtype="bfloat16")
-    first = [
-        low("nanochat"),
-        make("optax", dtype="default"),
-        low("orthogonalize"),
-        low("torch-nanochat"),
-        low("torch-muon"),
-    ]
-    rest = [
-        make("adamw"),
-        low("nanochat", "separate"),
-        make("optax", "separate", "default"),
-        low("nanochat", cublas=True),
-        *(low(name) for name in ("muon", "moonlight", "normuon")),
-        make("nanochat"),
-        make("optax"),
-    ]
+    low = "bfloat16"
+    first = (
+        ("nanochat", "scanned", low),
+        ("optax", "scanned", "default"),
+        *((name, "scanned", low) for name in ("orthogonalize", *TORCH)),
+    )
+    rest = (
+        ("adamw",),
+        ("nanochat", "separate", low),
+        ("optax", "separate", "default"),
+        ("nanochat", "scanned", low, "default", True),  # cuBLASLt alone
+        *((name, "scanned", low) for name in ("muon", "moonlight", "normuon")),
+        ("nanochat",),
+        ("optax",),
+    )
     models = ["tiny"] if tiny else ["gpt2-124m", "gpt-1.3b", "gpt2-350m"]
     cases = [(model, one) for model in models for one in first]
     for model, one in cases + [(model, one) for one in rest for model in models]:
+        contender = Contender(*one, in_train_step=False)
         left = min(120.0, record.deadline - time.monotonic())
-        record.measure(f"{model} {one}", step_of, model, one, left)
+        record.measure(f"{model} {contender}", step_of, model, contender, left)
 
 
 def step_of(model: str, contender: Contender, timeout: float) -> Found:
@@ -221,12 +219,11 @@ def orthogonalization(record: Record, tiny: bool) -> None:
     """Five steps in every form on every shape."""
     # cuBLASLt alone, instead of Triton's products where XLA finds them faster.
     cublas = {"xla_gpu_enable_triton_gemm": False} if on_a_gpu() else {}
+    ways = [(form, {}) for form in forms()] + [({"dtype": "bfloat16"}, cublas)]
     for m, n in ((32, 32), (32, 64)) if tiny else SHAPES:
-        for form in forms():
-            what = f"{m}x{n} {', '.join(form.values())}"
-            record.measure(what, form_of, form, m, n, {})
-            if len(form) == 1:
-                record.measure(f"{what} cuBLASLt", form_of, form, m, n, cublas)
+        for form, options in ways:
+            words = [f"{m}x{n}", *form.values(), *options]
+            record.measure(" ".join(words), form_of, form, m, n, options)
 
 
 def form_of(form: dict[str, Any], m: int, n: int, options: Found) -> Found:
@@ -247,6 +244,8 @@ def train(record: Record, tiny: bool) -> None:
     shapes = model_parameters(model, jnp.float32, scanned=True)
     tokens = jax.random.randint(jax.random.key(2), batch, 0, shapes["wte"].shape[0])
     count = batch[0] * (batch[1] - 1)
+
+    base: dict[str, float] = {}  # seconds without an optimizer
 
     def timed(name: str, dtype: str, attention: str) -> Found:
         """The median time of a whole step."""
@@ -272,25 +271,22 @@ def train(record: Record, tiny: bool) -> None:
             taken.append(time.perf_counter() - began)
         seconds = statistics.median(taken[1:])
         rate, ends = count / seconds, values[:: len(values) - 1]
-        return {"seconds": seconds, "tokens_per_s": rate, "losses": ends}
+        found = {"seconds": seconds, "tokens_per_s": rate, "losses": ends}
+        if name == "gradients":
+            base[attention] = seconds
+        elif attention in base:
+            found["optimizer_seconds"] = own = seconds - base[attention]
+            whole = own + base[attention] * TOKENS / count
+            found["share_of_2**19_tokens"] = own / whole
+        return found
 
-    def whole(name: str, dtype: str, attention: str, base: float) -> Found:
-        found = timed(name, dtype, attention)
-        optimizer = found["seconds"] - base
-        share = optimizer / (optimizer + base * TOKENS / count)
-        more = {"optimizer_seconds": optimizer, "share_of_2**19_tokens": share}
-        return found | more
-
-    usable = {}
     for attention in ("cudnn", "xla") if on_a_gpu() else ("xla",):
         what = f"gradients, {attention}"
-        found = record.measure(what, timed, "gradients", "", attention)
-        if "seconds" in found:
-            usable[attention] = found["seconds"]
-    attention, base = next(iter(usable.items()), ("xla", math.nan))
+        record.measure(what, timed, "gradients", "", attention)
+    attention = next(iter(base), "xla")
     for name in ("nanochat", "adamw", "optax", "muon"):
         dtype = "bfloat16" if name in ("nanochat", "muon") else "default"
-        record.measure(f"{name}, {attention}", whole, name, dtype, attention, base)
+        record.measure(f"{name}, {attention}", timed, name, dtype, attention)
 
 
 # ---- The command
@@ -305,16 +301,12 @@ TASKS: dict[str, tuple[float, Callable[[Record, bool], None]]] = {
 }
 
 
-def run_task(name: str, words: list[str], device: str, seconds: float) -> str:
-    """Run a task in a process, and end it and all that it started in time.
-
-    Returns:
-      How it ended, in words.
-    """
+def run_task(name: str, words: list[str], seconds: float) -> str:
+    """Run a task in a process, end it and all that it started in time, and say how."""
     shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         [*words, "--only", name, "--seconds", f"{seconds:.0f}"],
-        env={**os.environ, "JAX_PLATFORMS": device, **shared},
+        env=os.environ | shared,
         start_new_session=True,
     )
     try:
@@ -337,27 +329,18 @@ def main(words: list[str]) -> None:
     add("--out", type=pathlib.Path, required=True, help="folder for results")
     add("--seconds", type=float, default=540, help="for all that is asked for")
     add("--tiny", action="store_true", help="small sizes, to try the program")
-    add("--device", choices=("cuda", "cpu"), help="default: cuda; cpu with --tiny")
     add("--only", choices=TASKS, help="a task in this process, as the program runs it")
     args = parser.parse_args(words)
-    if not args.seconds > 0:
-        parser.error(f"--seconds {args.seconds}; expected a number above 0")
-    device = args.device or ("cpu" if args.tiny else "cuda")
-    args.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     if args.only is not None:
-        jax.config.update("jax_platforms", device)
+        args.out.mkdir(parents=True, exist_ok=True)
         run = program.describe("benchmarks.on_a_card", words)
-        run["nvidia_smi"] = nvidia_smi()
+        with contextlib.suppress(FileNotFoundError):
+            run["nvidia_smi"] = subprocess.check_output(NVIDIA_SMI, text=True).strip()
         record = Record(args.out / f"{args.only}.json", began + args.seconds, run)
-
-        def all_of_it() -> Found:
-            TASKS[args.only][1](record, args.tiny)
-            return {}
-
-        record.measure(args.only, all_of_it)
+        record.measure(args.only, TASKS[args.only][1], record, args.tiny)
         return
-    print(nvidia_smi(), flush=True)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu" if args.tiny else "cuda")
     command = [sys.executable, "-m", "benchmarks.on_a_card", *words]
     for name, (most, _) in TASKS.items():
         if name in args.tasks:
@@ -365,18 +348,9 @@ def main(words: list[str]) -> None:
             print(f"== {name}: {left:.0f} s left", flush=True)
             ended = "skipped, no time left"
             if left >= LEAST:
-                ended = run_task(name, command, device, min(left - GRACE, most))
+                ended = run_task(name, command, min(left - GRACE, most))
             print(f"== {name}: {ended}", flush=True)
     print(f"== {time.monotonic() - began:.0f} s in all", flush=True)
-
-
-def nvidia_smi() -> str | None:
-    """Card, driver, memory and clock, where the program is there."""
-    fields = "name,driver_version,memory.total,clocks.sm,power.limit"
-    words = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    if shutil.which(words[0]) is None:
-        return None
-    return subprocess.run(words, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":
