@@ -384,14 +384,12 @@ def muonh(
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> import optax
       >>> import jax_muon as jm
-      >>> params = {"mlp": jnp.arange(8.0).reshape(2, 4)}
+      >>> params = {"mlp": jnp.array([[3.0, 0.0], [0.0, 4.0]])}
       >>> tx = jm.muonh(0.02)
       >>> updates, _ = tx.update(params, tx.init(params), params)
-      >>> moved = optax.apply_updates(params, updates)
-      >>> bool(jnp.allclose(optax.tree.norm(moved), optax.tree.norm(params)))
-      True
+      >>> round(float(jnp.linalg.norm(params["mlp"] + updates["mlp"])), 4)
+      5.0
 
     References:
       Hyperball optimization, arXiv 2606.16899.
@@ -429,14 +427,12 @@ def normuonh(
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> import optax
       >>> import jax_muon as jm
-      >>> params = {"mlp": jnp.arange(8.0).reshape(2, 4)}
+      >>> params = {"mlp": jnp.array([[3.0, 0.0], [0.0, 4.0]])}
       >>> tx = jm.normuonh(0.02)
       >>> updates, _ = tx.update(params, tx.init(params), params)
-      >>> moved = optax.apply_updates(params, updates)
-      >>> bool(jnp.allclose(optax.tree.norm(moved), optax.tree.norm(params)))
-      True
+      >>> round(float(jnp.linalg.norm(params["mlp"] + updates["mlp"])), 4)
+      5.0
 
     References:
       Hyperball optimization, arXiv 2606.16899; NorMuon, arXiv 2510.05491.

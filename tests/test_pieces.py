@@ -23,27 +23,28 @@ SHAPES = {
     "f": (3, 2, 4, 5),
 }
 is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
-LAST_TWO = MuonDimensionNumbers(-2, -1)
 MATRICES = jm.read(
     jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x, "float32"), SHAPES, is_leaf=is_shape
     ),
-    rules={"e": LAST_TWO, "f": MuonDimensionNumbers((0, 1, 2), 3)},
+    rules={
+        "e": MuonDimensionNumbers(-2, -1),
+        "f": MuonDimensionNumbers((0, 1, 2), 3),
+    },
 )
 
-
-def of_matrices(piece, **settings):
-    return functools.partial(piece, matrices=MATRICES, **settings)
-
-
+OF_MATRICES = {
+    "orthogonalize": jm.orthogonalize,
+    "equilibrate_rows": jm.equilibrate_rows,
+    "normalize_frobenius": jm.normalize_frobenius,
+    "scale_by_normuon": jm.scale_by_normuon,
+    "scale_by_normuon output": functools.partial(jm.scale_by_normuon, axis="output"),
+    "scale_by_shape": jm.scale_by_shape,
+    "hyperball": functools.partial(jm.hyperball, optax.linear_schedule(0.5, 0.1, 3)),
+}
 PIECES = {
+    **{k: functools.partial(x, matrices=MATRICES) for k, x in OF_MATRICES.items()},
     "nesterov": functools.partial(jm.nesterov, optax.linear_schedule(0.5, 0.9, 3)),
-    "orthogonalize": of_matrices(jm.orthogonalize),
-    "equilibrate_rows": of_matrices(jm.equilibrate_rows),
-    "normalize_frobenius": of_matrices(jm.normalize_frobenius),
-    "scale_by_normuon": of_matrices(jm.scale_by_normuon),
-    "scale_by_normuon output": of_matrices(jm.scale_by_normuon, axis="output"),
-    "scale_by_shape": of_matrices(jm.scale_by_shape),
     "add_cautious_decayed_weights": functools.partial(
         jm.add_cautious_decayed_weights, 0.1
     ),
@@ -142,25 +143,15 @@ def test_orthogonalize_pools(platform, expected):
     assert sorted(depths_on(platform, update, grads)) == expected
 
 
-@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (1, 5), (5, 1)])
-def test_equilibrate_rows(rng, x64, shape):
-    g = rng.standard_normal(shape)
-    tx = jm.equilibrate_rows()
-    updates, _ = tx.update(jnp.asarray(g), None)
-    np.testing.assert_allclose(updates, oracle.equilibrate_rows(g.T).T, atol=1e-12)
-
-
-@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (2, 5, 3)])
-def test_normalize_frobenius(rng, x64, shape):
-    g = jnp.asarray(rng.standard_normal(shape))
-    matrices = jm.read(g, rules=LAST_TWO)
-    updates, _ = jm.normalize_frobenius(matrices=matrices).update(g, None)
-    norms = jnp.linalg.norm(updates, axis=(-2, -1))
-    np.testing.assert_allclose(norms, min(shape[-2:]) ** 0.5, atol=1e-12)
-    updates, _ = jm.normalize_frobenius(0.2, matrices=matrices).update(g, None)
-    np.testing.assert_allclose(
-        jnp.sqrt(jnp.mean(updates**2, axis=(-2, -1))), 0.2, atol=1e-12
-    )
+@pytest.mark.parametrize("name", OF_MATRICES)
+def test_matrices_of_a_stack_are_scaled_apart(name):
+    """By what each does to single ones, which recipes show in tests/test_recipes.py."""
+    params, grads = ({k: tree[k] for k in ("a", "e")} for tree in trees())
+    (stack,), _ = run(OF_MATRICES[name](matrices=MATRICES), params, [grads])
+    singles = [{"a": x["a"], "0": x["e"][0], "1": x["e"][1]} for x in (params, grads)]
+    (apart,), _ = run(OF_MATRICES[name](), singles[0], singles[1:])
+    expected = {"a": apart["a"], "e": jnp.stack([apart["0"], apart["1"]])}
+    chex.assert_trees_all_close(stack, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (7, 7), (1, 5), (5, 1)])
@@ -223,12 +214,11 @@ def test_small_states_leave_boxes(rng, name):
     ],
 )
 def test_scale_by_shape(rule, factor):
-    x = jnp.ones((3, 4, 16))
-    matrices = jm.read(x, rules=LAST_TWO)
-    updates, _ = jm.scale_by_shape(rule, matrices=matrices).update(x, None)
+    x = jnp.ones((4, 16))
+    updates, _ = jm.scale_by_shape(rule).update(x, None)
     np.testing.assert_allclose(updates, factor, rtol=1e-6)
     if rule == "max_ratio":  # in > out: no factor
-        updates, _ = jm.scale_by_shape().update(x[0].T, None)
+        updates, _ = jm.scale_by_shape().update(x.T, None)
         np.testing.assert_array_equal(updates, 1)
 
 
@@ -302,17 +292,7 @@ def test_empty_trees_and_none_leaves(factory):
 # --- bad input ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "factory",
-    [
-        jm.orthogonalize,
-        jm.equilibrate_rows,
-        jm.normalize_frobenius,
-        jm.scale_by_normuon,
-        jm.scale_by_shape,
-        functools.partial(jm.hyperball, 0.1),
-    ],
-)
+@pytest.mark.parametrize("factory", OF_MATRICES.values(), ids=OF_MATRICES)
 @pytest.mark.parametrize(
     "leaf",
     [jnp.zeros(3), jnp.zeros(()), jnp.zeros((2, 2), int), jnp.zeros((2, 3, 4))],
@@ -334,9 +314,6 @@ STRICT = {
     **PIECES,
     "partition": lambda: jm.partition(
         {"muon": orthogonalized, "adamw": optax.sgd(1.0)}, MATRICES
-    ),
-    "hyperball": lambda: jm.hyperball(
-        lambda count: 0.1 / (1 + count.astype("float32")), matrices=MATRICES
     ),
     "bias_correction": lambda: jm.nesterov(bias_correction=True),
     "skip_nonfinite": lambda: jm.skip_nonfinite(PIECES["scale_by_shape"]()),
