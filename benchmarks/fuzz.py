@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ml_dtypes import finfo
 from optax.contrib import MuonDimensionNumbers
 
@@ -170,7 +170,8 @@ def check(case: Case) -> Verification:
             tx, many = train_steps(case, tx, mesh, specs)
         else:
             many = jm.on_mesh(tx, mesh, specs, case.divide, min_size=1)
-        return compare(tx, many, params, grads, mesh, specs)
+        places = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
+        return compare(tx, many, params, grads, places)
 
 
 def draw_shapes(case: Case, rng: np.random.Generator) -> dict[str, tuple[int, ...]]:

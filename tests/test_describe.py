@@ -32,6 +32,8 @@ def test_any_optimizer():
         assert jm.describe(around, params).parameters == alone
     (found,) = jm.describe(optax.MultiSteps(jm.nanochat(), 2), params).parameters
     assert found.state_bytes == alone[0].state_bytes + 8 * 8 * 4  # a sum of gradients
+    counted = jm.describe(jm.nanochat(), params | {"count": params["a"]}).parameters
+    assert counted[1].state_bytes == alone[0].state_bytes  # and no counts of steps
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

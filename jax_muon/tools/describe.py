@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, PartitionSpec
@@ -98,7 +99,7 @@ class Description:
         sent = {"orthogonalize": sum(c.sent_bytes for c in self.collectives)}
         gradients = gathers = 0.0
         for leaf in self.parameters:
-            if leaf.state_spec is None or not self.summed:
+            if leaf.state_spec is None:
                 continue
             names = mesh_specs.spec_names(leaf.state_spec)
             others = math.prod(self.sizes[n] for n in names if n not in self.summed)
@@ -129,9 +130,9 @@ class Description:
             rows = [(*row[:5], *row[6:]) for row in rows]
         reasons = ["why", *(leaf.parameter.reason for leaf in self.parameters)]
         table = zip(aligned(rows, numbers=2), reasons, strict=True)
+        lines = [f"{row}   {why}".rstrip() for row, why in table]
         elements = [math.prod(leaf.parameter.shape) for leaf in self.parameters]
         in_matrices = sum(math.prod(leaf.matrices or [0]) for leaf in self.parameters)
-        lines = [f"{row}   {why}".rstrip() for row, why in table]
         lines.append(
             f"{len(elements)} parameters: {sum(elements)} elements, {in_matrices} of "
             f"them in matrices; state {bytes_text(self.state_bytes)}"
@@ -158,7 +159,8 @@ def describe(
       read; "as matrices" is batch x (in, out); "scale" multiplies the update; "state"
       is memory on one device. On a mesh "sharding" has the mesh axes of the parameter
       and of its state, and a second table shows which devices compute the matrices and
-      how much they send. The attributes hold the same facts as data.
+      how much they send, without the padding of exchanges, which the line below
+      includes. The attributes hold the same facts as data.
 
     Raises:
       ValueError: a leaf that is not an array; whatever `tx` raises at init and update.
@@ -208,7 +210,7 @@ def describe(
     def described(parameter: Parameter) -> DescribedParameter:
         path = parameter.path
         own, of_state = specs.get(paths.nearest_prefix(specs, path) or "", (None, None))
-        sharded = () if of_state is None else mesh_specs.spec_names(of_state)
+        names = () if of_state is None else mesh_specs.spec_names(of_state)
         return DescribedParameter(
             parameter,
             parameter.sizes if path in joined else None,
@@ -217,7 +219,7 @@ def describe(
             own_bytes[path],
             own,
             of_state,
-            of_state is not None and bool(summed) and set(summed).isdisjoint(sharded),
+            of_state is not None and bool(summed) and set(summed).isdisjoint(names),
         )
 
     return Description(
@@ -260,9 +262,14 @@ def _rows(shapes: Any, read: Mapping[str, Parameter]) -> list[Parameter]:
 
 
 def _bytes_by_path(state: Any, names: Sequence[str]) -> dict[str, int]:
-    """Bytes of state on a device. A parameter's path ends that of its state."""
+    """Bytes of state on a device. A parameter's path ends that of its state.
+
+    Whole numbers without axes count steps, also for a parameter called `count`.
+    """
     total = dict.fromkeys(names, 0)
     for path, x in paths.leaves_with_paths(state):
+        if not x.shape and jnp.issubdtype(x.dtype, jnp.integer):
+            continue
         while path not in total and path:
             path = path.partition("/")[2]
         if path in total:

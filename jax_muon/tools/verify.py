@@ -204,25 +204,17 @@ def verify(
     checks.count("steps", steps)
     if bound is not None:
         checks.number("bound", bound, "above 0", traced=False, others=", or None")
+    given: Any = {"min_size": min_size, "gather_dtype": gather_dtype}
+    many = on_mesh(tx, mesh, specs, divide, **given)
     random = np.random.default_rng(seed)
-    sharded = Layout(mesh, specs).of_params(params)
     start = jax.tree.map(lambda x: _drawn(x, random, _SIZE_OF_PARAMS), params)
     grads = [jax.tree.map(lambda x: _drawn(x, random), params) for _ in range(steps)]
-    many = on_mesh(
-        tx, mesh, sharded, divide, min_size=min_size, gather_dtype=gather_dtype
-    )
-    rounding = 0.0 if gather_dtype is None else float(jnp.finfo(gather_dtype).eps) / 2
-    return compare(
-        tx,
-        many,
-        start,
-        grads,
-        mesh,
-        sharded,
-        bound=bound,
-        rounding=rounding,
-        **extra_args,
-    )
+    sharded = Layout(mesh, specs).of_params(params)
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), sharded)
+    given = {"bound": bound, **extra_args}
+    if gather_dtype is not None:
+        given["rounding"] = float(jnp.finfo(gather_dtype).eps) / 2
+    return compare(tx, many, start, grads, places, **given)
 
 
 def compare(
@@ -230,8 +222,7 @@ def compare(
     many: optax.GradientTransformationExtraArgs,
     start: optax.Params,
     grads: Sequence[optax.Updates],
-    mesh: Mesh,
-    specs: Specs,
+    shardings: Any,
     *,
     bound: float | None = None,
     rounding: float = 0.0,
@@ -244,13 +235,13 @@ def compare(
       many: the optimizer for the mesh.
       start: the parameters, as NumPy arrays.
       grads: the gradients of each step, as NumPy arrays.
-      mesh: the mesh of `many`.
-      specs: how parameters are sharded; see `on_mesh`.
+      shardings: the NamedSharding of each parameter on the mesh of `many`.
       bound: see `verify`.
       rounding: added to the bound of updates.
       **extra_args: passed to both updates.
     """
     arrays, others = arrays_and_others(extra_args)
+    mesh = jax.tree.leaves(shardings)[0].mesh
     here = jax.make_mesh(
         (1,), ("alone",), (AxisType.Auto,), devices=mesh.local_devices[:1]
     )
@@ -267,25 +258,19 @@ def compare(
             bound = BOUNDS[min(map(int, bits), default=32)]
 
     # Gradients are sharded like the parameters, as plain jit leaves them.
-    sharded = Layout(mesh, specs).of_params(start)
-    place = jax.tree.map(lambda x: NamedSharding(mesh, x), sharded)
-    params, *grads = (jax.device_put(tree, place) for tree in (start, *grads))
+    params, *grads = (jax.device_put(tree, shardings) for tree in (start, *grads))
     state = many.init(params)
     update = jax.jit(functools.partial(many.update, **others))
     got = _run(update, grads, state, params, arrays)
 
-    names = [path for path, _ in paths.leaves_with_paths(start)]
-    specs = jax.tree.leaves(sharded)
-    rows = list(zip(got, want, near, strict=True))
+    rows = zip(got, want, near, strict=True)
     updates = [
-        _compared(path, spec, bound + rounding, *row)
-        for path, spec, row in zip(names, specs, rows, strict=False)
+        _compared(path, sharding.spec, bound + rounding, *next(rows))
+        for path, sharding in paths.leaves_with_paths(shardings)
     ]
     of_state = [
         _compared(jax.tree_util.keystr(path), None, bound, *row)
-        for (path, _), row in zip(
-            jax.tree.leaves_with_path(state), rows[len(names) :], strict=True
-        )
+        for (path, _), row in zip(jax.tree.leaves_with_path(state), rows, strict=True)
     ]
     return Verification(tuple(updates), tuple(of_state), len(grads), dict(mesh.shape))
 
@@ -337,8 +322,8 @@ def _compared(
         differences.append(_difference(whole, alone))
         noise.append(_difference(_numbers(z), alone))
     bound = max(least, AMPLIFIED * max(filter(np.isfinite, noise)))
-    shape = tuple(want[0].shape)
-    return Comparison(path, shape, float(np.max(differences)), bound, same_bits, spec)
+    largest = float(np.max(differences))
+    return Comparison(path, want[0].shape, largest, bound, same_bits, spec)
 
 
 def _numbers(x: Any) -> np.ndarray:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
@@ -37,7 +38,8 @@ def test_two_shapes_gathered_in_bfloat16():
     tx = jm.muon(steps=1, dtype="bfloat16", matrices=matrices)
     mesh, specs = mesh_of(2, names=("fsdp",)), {"a": P(None, "fsdp"), "b": P()}
     many = jm.on_mesh(tx, mesh, specs)
-    compare(tx, many, grads, [grads], mesh, specs).raise_if_wrong()
+    places = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
+    compare(tx, many, grads, [grads], places).raise_if_wrong()
 
 
 def test_a_batch_over_one_device_and_parameters_over_others():

@@ -22,30 +22,32 @@ SPECS = {"q": P("fsdp"), "stack/up": P(None, "fsdp"), "bias": P()}
 FAST = {"dtype": "float32", "steps": 2}
 
 
-def on_axes(mesh):
-    """The shapes, with types where the mesh has them."""
-    return {
-        path: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=NamedSharding(mesh, SPECS[path])
-        )
-        for path, x in SHAPES.items()
-    }
+ZEROS = {path: np.zeros(x.shape, x.dtype) for path, x in SHAPES.items()}
+W = {"w": jax.ShapeDtypeStruct((4, 8), "float32")}
+
+
+def shardings(mesh, specs):
+    return {path: NamedSharding(mesh, specs[path]) for path in SHAPES}
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 def test_a_right_layout(kind):
-    mesh = mesh_of(2, 4, kind=kind)
-    tx, specs = jm.skip_nonfinite(jm.nanochat(**FAST)), SPECS
-    if kind == EXPLICIT:
+    mesh, tx = mesh_of(2, 4, kind=kind), jm.skip_nonfinite(jm.nanochat(**FAST))
+    params, specs = SHAPES, SPECS
+    if kind == EXPLICIT:  # types show the specs
+        params = {
+            path: jax.ShapeDtypeStruct(SHAPES[path].shape, "float32", sharding=sharding)
+            for path, sharding in shardings(mesh, SPECS).items()
+        }
         specs = None
     with jax.set_mesh(mesh):
-        found = jm.verify(tx, on_axes(mesh), mesh, specs, "data", min_size=1)
+        found = jm.verify(tx, params, mesh, specs, "data", min_size=1)
     assert found.raise_if_wrong() is found
     assert [x.path for x in found.updates] == ["bias", "q", "stack/up"]
     # The same array, the same gradients: something was compared.
     assert 0 < max(x.difference for x in found.updates) < 2e-6
     assert all(2e-5 <= x.bound < 1e-4 for x in found.updates)
-    assert len(found.state) == len(jax.tree.leaves(tx.init(SHAPES_AS_ZEROS)))
+    assert len(found.state) == len(jax.tree.leaves(tx.init(ZEROS)))
     lines = str(found).splitlines()
     assert lines[0].split() == ["parameter", "shape", "sharding", "difference", "bound"]
     assert lines[2].startswith("q           16 x 24       fsdp x -")
@@ -53,25 +55,15 @@ def test_a_right_layout(kind):
     assert lines[-1] == "right"
 
 
-SHAPES_AS_ZEROS = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), SHAPES)
-
-
-def draw(steps=1):
-    random = np.random.default_rng(0)
-    return [
-        {k: np.float32(random.standard_normal(x.shape)) for k, x in SHAPES.items()}
-        for _ in range(steps)
-    ]
-
-
 def test_a_wrong_layout_is_named_with_number_and_bound():
     """One matrix learns 1 % faster on the mesh, and another is no number there."""
-    mesh = mesh_of(4)
+    mesh, random = mesh_of(4), np.random.default_rng(0)
+    places = shardings(mesh, dict.fromkeys(SHAPES, P()))
+    grads = [{k: np.float32(random.standard_normal(x.shape)) for k, x in ZEROS.items()}]
     even, faster = (
         optax.chain(jm.muon(**FAST), jm.scale_by_path({"q": x})) for x in (1.0, 1.01)
     )
-    many = jm.on_mesh(faster, mesh)
-    found = compare(even, many, SHAPES_AS_ZEROS, draw(2), mesh, None)
+    found = compare(even, jm.on_mesh(faster, mesh), ZEROS, 2 * grads, places)
     with pytest.raises(
         ValueError,
         match=r"mesh \(data 4\) .* 'q' of shape \(16, 24\) differs .* by 0.01 of its "
@@ -82,9 +74,7 @@ def test_a_wrong_layout_is_named_with_number_and_bound():
     assert "WRONG: the update of 'q'" in str(found)
 
     bad = optax.stateless(lambda g, p: {**g, "bias": g["bias"] / jnp.sum(p["bias"])})
-    found = compare(
-        optax.identity(), jm.on_mesh(bad, mesh), SHAPES_AS_ZEROS, draw(), mesh, None
-    )
+    found = compare(optax.identity(), jm.on_mesh(bad, mesh), ZEROS, grads, places)
     np.testing.assert_equal([x.difference for x in found.updates], [np.nan, 0, 0])
     assert "'bias' of shape (7,) has elements that are not finite" in str(found)
 
@@ -104,9 +94,10 @@ def test_devices_that_hold_the_same_piece_hold_the_same_bits():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bound"), [("float32", 2e-5), ("bfloat16", 0.1), ("float16", 0.1)]
+    ("dtype", "bound"),
+    {"float64": 1e-10, "float32": 2e-5, "bfloat16": 0.1, "float16": 0.1}.items(),
 )
-def test_bounds_are_those_of_the_narrowest_dtype(dtype, bound):
+def test_bounds_are_those_of_the_narrowest_dtype(dtype, bound, x64):
     shapes = {"w": jax.ShapeDtypeStruct((4, 8), dtype)}
     found = jm.verify(optax.sgd(0.1), shapes, mesh_of(2), divide="data")
     assert found.updates[0].bound == bound
@@ -114,40 +105,28 @@ def test_bounds_are_those_of_the_narrowest_dtype(dtype, bound):
 
 
 def test_a_gather_in_another_dtype_widens_the_bound():
-    shapes = {"w": jax.ShapeDtypeStruct((4, 8), "float32")}
     given = {"divide": "data", "min_size": 1, "gather_dtype": "bfloat16"}
-    found = jm.verify(optax.sgd(0.1), shapes, mesh_of(2), **given)
+    found = jm.verify(optax.sgd(0.1), W, mesh_of(2), **given)
     assert 1e-3 < found.updates[0].difference < 2**-8
     assert found.updates[0].bound == 2e-5 + 2**-8
     assert found.ok
-    found = jm.verify(optax.sgd(0.1), shapes, mesh_of(2), bound=1e-7)
+    found = jm.verify(optax.sgd(0.1), W, mesh_of(2), bound=1e-7)
     assert found.updates[0].bound == 1e-7
 
 
-def test_float64(x64):
-    shapes = {"w": jax.ShapeDtypeStruct((4, 8), "float64")}
-    tx = jm.muon(dtype="float64", steps=2)
-    found = jm.verify(tx, shapes, mesh_of(2), divide="data", min_size=1)
-    assert found.ok
-    assert found.updates[0].bound == 1e-10
-
-
 @pytest.mark.parametrize(
-    ("given", "match"),
+    ("place", "given", "match"),
     [
-        ({"steps": 0}, "steps=0; expected"),
-        ({"divide": "model"}, "divide='model'; expected axes of the mesh"),
+        (None, {"steps": 0}, "steps=0; expected"),
+        (None, {"bound": 0.0}, "bound=0.0; expected a finite number above 0, or None"),
+        (None, {"divide": "model"}, "divide='model'; expected axes of the mesh"),
+        (jm.on_mesh, {}, "wrapped in on_mesh; expected the optimizer"),
     ],
 )
-def test_refusals(given, match):
+def test_refusals(place, given, match):
+    tx, mesh = optax.sgd(0.1), mesh_of(2)
     with pytest.raises(ValueError, match=match):
-        jm.verify(optax.sgd(0.1), SHAPES, mesh_of(2), **given)
-
-
-def test_an_optimizer_that_is_on_a_mesh_already():
-    mesh = mesh_of(2)
-    with pytest.raises(ValueError, match="wrapped in on_mesh; expected the optimizer"):
-        jm.verify(jm.on_mesh(jm.muon(), mesh, divide="data"), SHAPES, mesh)
+        jm.verify(place(tx, mesh) if place else tx, W, mesh, **given)
 
 
 def test_the_command_tests_the_installation(capsys):
