@@ -180,7 +180,7 @@ class TorchContender:
         """
         import torch
 
-        from parity.references import CompiledMuonAdamW
+        from parity.references import CompiledNanochat
 
         self.cuda = torch.cuda if device == "cuda" else None
         generator = torch.Generator(device).manual_seed(0)
@@ -196,9 +196,10 @@ class TorchContender:
             groups["muon" if path[0].key == "blocks" else "adamw"].append(p)
         muon, adamw = groups["muon"], groups["adamw"]
         if name == "torch-nanochat":
-            low = {"kind": "muon", "dtype": getattr(torch, dtype)}
-            both = [{"params": muon, **low}, {"params": adamw, "kind": "adamw"}]
-            self.optimizers: list[Any] = [CompiledMuonAdamW(both)]
+            self.optimizers: list[Any] = [
+                CompiledNanochat(muon, dtype=getattr(torch, dtype)),
+                torch.optim.AdamW(adamw, lr=3e-4, betas=(0.8, 0.95), eps=1e-10),
+            ]
         elif name == "torch-muon":
             self.optimizers = [
                 torch.optim.Muon(muon, lr=0.02, weight_decay=0.1),

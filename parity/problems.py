@@ -5,7 +5,7 @@ The full product of recipes, shapes, dtypes, gradients, rates and lengths has mo
 - All shapes are parameters of one tree, so every run has every shape, with pools of
   several matrices, transposed members and pools of one, beside AdamW's parameters.
 - Every recipe meets every gradient in float64 and in float32, 10 steps, moving rates.
-- Gaussian and low-rank gradients go on to 200 steps, looked at after each.
+- Gaussian and low-rank gradients go on to 200 steps, where the error has no bar.
 - Constant rates, given as floats, are a run of their own: float32, Gaussian, 10 steps.
 - bfloat16, where PyTorch differs from itself: five recipes, three shapes, Gaussian
   gradients, constant rates, 10 steps (`compare.spread`).
@@ -16,7 +16,7 @@ Shapes, weights and gradients are PyTorch's, (out, in), in NumPy.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -33,8 +33,8 @@ from parity.references import (
     JORDAN_SUM,
     MOONLIGHT,
     Muon,
-    MuonAdamW,
     MuonH,
+    Nanochat,
     NorMuon,
     NorMuonH,
     Teon,
@@ -64,28 +64,22 @@ SHAPES: dict[str, tuple[int, ...]] = {
 ADAMW_NAMES = ("embed.weight", "norm.bias")
 MATRIX_NAMES = tuple(name for name in SHAPES if name not in ADAMW_NAMES)
 
-_KERNELS: dict[str, tuple[int, ...]] = {
-    **{name: SHAPES[name][::-1] for name in MATRIX_NAMES},
-    "conv.weight": (3, 3, 3, 8),
-    "attn.query.weight": (20, 4, 6),
-    "attn.out.weight": (4, 6, 20),
-}
+_HEADS = {"attn.query.weight": (20, 4, 6), "attn.out.weight": (4, 6, 20)}
 
 
-def _flax_shapes() -> Any:
+def flax_shapes(names: Collection[str] = tuple(SHAPES)) -> Any:
     """The tree of a Flax model with these parameters."""
-    tree: Any = {
-        "embed": {"embedding": jax.ShapeDtypeStruct((11, 8), "float32")},
-        "norm": {"bias": jax.ShapeDtypeStruct((9,), "float32")},
-    }
-    for name, shape in _KERNELS.items():
-        *owners, _ = name.split(".")
+    tree: Any = {}
+    for name in names:
+        *owners, leaf = name.split(".")
+        shape = SHAPES[name]
+        if name in MATRIX_NAMES:
+            leaf, shape = "kernel", _HEADS.get(name, (*shape[2:], *shape[1::-1]))
+        elif name == "embed.weight":
+            leaf = "embedding"
         node = functools.reduce(lambda x, key: x.setdefault(key, {}), owners, tree)
-        node["kernel"] = jax.ShapeDtypeStruct(shape, "float32")
+        node[leaf] = jax.ShapeDtypeStruct(shape, "float32")
     return tree
-
-
-FLAX_SHAPES = _flax_shapes()
 
 
 def weights() -> Arrays:
@@ -136,7 +130,9 @@ GRADIENTS: dict[str, Callable[..., np.ndarray]] = {
     "exact_low_rank": functools.partial(low_rank, noise=0),
     "ill_conditioned": ill_conditioned,
     "zero": lambda m, n, random, fixed: np.zeros((m, n)),  # only the decay moves
-    "tiny": lambda m, n, random, fixed: 1e-30 * random.standard_normal((m, n)),
+    # At 1e-30 mean squares are 1e-42 in float32, which PyTorch keeps and XLA flushes to
+    # zero; then the cautious mask lets the whole matrix decay.
+    "tiny": lambda m, n, random, fixed: 1e-26 * random.standard_normal((m, n)),
     "sparse": sparse,
 }
 LONG = ("gaussian", "low_rank")  # these run for 200 steps
@@ -218,11 +214,9 @@ class Recipe:
 
     name: str
     factory: Callable[..., optax.GradientTransformation]  # ours
-    # the reference's optimizer for matrices, with group settings beside the rates
-    reference: Callable[[list[dict]], torch.optim.Optimizer]
-    settings: dict[str, Any]
+    reference: type[torch.optim.Optimizer]  # for matrices
+    settings: dict[str, Any]  # of the reference, beside the rates
     rates: tuple[str, ...] = _MUON  # names that both take
-    cautious: bool = False  # whether a sign decides over the decay
     joint: tuple[str, ...] = ()  # matrices that the reference takes as one
 
     def ours(
@@ -236,21 +230,20 @@ class Recipe:
         return self.factory(**given | {"dtype": dtype, "matrices": READ} | changed)
 
 
-def _muon_of_a_sum(
+def muon_with(
+    momentum: optax.GradientTransformation,
     learning_rate: Any,
-    momentum: Any,
     weight_decay: Any,
     *,
     dtype: str,
     matrices: Any,
     adamw: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-    """Muon as first published, with a sum for its momentum."""
-    trace = optax.inject_hyperparams(optax.trace, static_args=("nesterov",))
+    """`jm.muon` with another momentum."""
 
     def muon(found: jm.Matrices) -> optax.GradientTransformation:
         return optax.chain(
-            trace(decay=momentum, nesterov=True),
+            momentum,
             jm.orthogonalize(jm.NewtonSchulz(dtype=dtype), matrices=found),
             jm.scale_by_shape(matrices=found),
             optax.add_decayed_weights(weight_decay),
@@ -260,15 +253,13 @@ def _muon_of_a_sum(
     return jm.partition({"muon": muon, "adamw": adamw}, matrices)
 
 
-def _nanochat(name: str, edition: str, version: dict) -> Recipe:
-    return Recipe(
-        name,
-        functools.partial(jm.nanochat, edition=edition),
-        lambda groups: MuonAdamW([{"kind": "muon", **group} for group in groups]),
-        version,
-        (*_MUON, "beta2"),
-        cautious=True,
-    )
+def _muon_of_a_sum(
+    learning_rate: Any, momentum: Any, weight_decay: Any, **settings: Any
+) -> optax.GradientTransformation:
+    """Muon as first published, with a sum for its momentum."""
+    trace = optax.inject_hyperparams(optax.trace, static_args=("nesterov",))
+    total = trace(decay=momentum, nesterov=True)
+    return muon_with(total, learning_rate, weight_decay, **settings)
 
 
 def _teon(**settings: Any) -> optax.GradientTransformation:
@@ -276,21 +267,25 @@ def _teon(**settings: Any) -> optax.GradientTransformation:
     return jm.teon(**settings | {"matrices": matrices})
 
 
-_RMS = functools.partial(jm.muon, shape_rule="rms_0.2")
+_january = functools.partial(jm.nanochat, edition="2026-01")
+_august = functools.partial(jm.nanochat, edition="2026-08")
+_rms = functools.partial(jm.muon, shape_rule="rms_0.2")
+_RMS = {**JORDAN, "scale": "rms_0.2"}
 # The paper divides by sqrt(V) + eps, ours by sqrt(max(V, 1e-16)). As eps goes to zero
 # these agree wherever V > 1e-16, and where X and V are zero.
 _NO_EPS = {"eps": 1e-30}
 _EMA = {"accumulation": "ema"}  # published as a sum: see `_muon_of_a_sum`
+_BETA2 = (*_MUON, "beta2")
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        _nanochat("nanochat, January", "2026-01", JANUARY),
-        _nanochat("nanochat, August", "2026-08", AUGUST),
+        Recipe("nanochat, January", _january, Nanochat, JANUARY, _BETA2),
+        Recipe("nanochat, August", _august, Nanochat, AUGUST, _BETA2),
         Recipe("muon", jm.muon, Muon, JORDAN),
         Recipe("muon, sum", _muon_of_a_sum, Muon, JORDAN_SUM),
-        Recipe("muon, rms 0.2", _RMS, Muon, {**JORDAN, "scale": "rms_0.2"}),
+        Recipe("muon, rms 0.2", _rms, Muon, _RMS),
         Recipe("moonlight", jm.moonlight, Muon, {**MOONLIGHT, **_EMA}),
-        Recipe("normuon", jm.normuon, NorMuon, _NO_EPS, (*_MUON, "beta2")),
+        Recipe("normuon", jm.normuon, NorMuon, _NO_EPS, _BETA2),
         Recipe("muonh", jm.muonh, MuonH, _EMA, ("lr", "momentum")),
         Recipe("normuonh", jm.normuonh, NorMuonH, _NO_EPS, ("lr", "momentum", "beta2")),
         Recipe("teon", _teon, Teon, {}, joint=("pool.0.weight", "pool.1.weight")),
@@ -299,13 +294,13 @@ RECIPES: dict[str, Recipe] = {
 
 # Where floors below the numbers differ by design, the reference takes what its paper
 # has, and the report says why the two part.
-REFERENCE_CHANGES: dict[tuple[str, str], dict[str, Any]] = {
+PAPERS: dict[tuple[str, str], dict[str, Any]] = {
     ("normuon", "tiny"): {"eps": 1e-8},
     ("normuonh", "tiny"): {"eps": 1e-8},
 }
 EXPLAINED: dict[tuple[str, str], str] = {
     ("normuon", "tiny"): (
-        "gradients of 1e-30 lie below every eps, and what is left of them depends on "
+        "gradients of 1e-26 lie below every eps, and what is left of them depends on "
         "the floors: the reference divides X by sqrt(V) + 1e-8 and the outcome by its "
         "norm, at least 1e-10; ours divides X by sqrt(max(V, 1e-16)), keeps its norm, "
         "and divides that by at least 1e-6, so that only the decay is left"
@@ -331,38 +326,28 @@ def reference_run(
         rates: CONSTANT, MOVING, or the like.
         dtype: of the polar iteration. Parameters are float64 for float64, else float32.
         names: the parameters.
-        settings: what else differs in the reference's group, such as its "polar".
+        settings: what else differs in the reference, such as its "polar".
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
-    def run(make: Callable, names: list[str], group: dict, changing: dict):
-        def tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
-            return {name: torch.from_numpy(arrays[name]).to(wide) for name in names}
+    def tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
+        return {name: torch.from_numpy(arrays[name]).to(wide) for name in names}
 
-        joint = [name for name in names if name in recipe.joint]
-        single = [name for name in names if name not in recipe.joint]
-        groups = [{"params": single, **group}]
-        if joint:
-            groups.append({"params": joint, "joint": True, **group})
-        changes = [
-            {key: rate_at(rates, rate, step) for key, rate in changing.items()}
-            for step in range(len(grads))
-        ]
-        return replay(
-            make,
-            tensors(weights()),
-            groups,
-            [tensors(grad) for grad in grads],
-            [[changed] * len(groups) for changed in changes],
-        )
-
-    matrices = run(
-        recipe.reference,
-        [name for name in names if name in MATRIX_NAMES],
-        {**recipe.settings, "dtype": dtype, **settings},
-        {rate: rate for rate in recipe.rates},
+    matrices = {"make": recipe.reference, **recipe.settings, "dtype": dtype, **settings}
+    single, joint, rest = (
+        [name for name in names if name in chosen]
+        for chosen in ({*MATRIX_NAMES} - {*recipe.joint}, recipe.joint, ADAMW_NAMES)
     )
-    rest = [name for name in names if name in ADAMW_NAMES]
-    others = run(torch.optim.AdamW, rest, _ADAMW, {"lr": "adamw_lr"}) if rest else []
-    after = [m | o for m, o in zip(matrices, others or [{}] * len(grads), strict=True)]
+    groups = [{"params": single, **matrices}]
+    groups += [{"params": joint, "joint": True, **matrices}] if joint else []
+    of_matrices = [{rate: rate for rate in recipe.rates}] * len(groups)
+    groups += [{"params": rest, "make": torch.optim.AdamW, **_ADAMW}] if rest else []
+    changes = [
+        [
+            {key: rate_at(rates, rate, step) for key, rate in changing.items()}
+            for changing in (*of_matrices, {"lr": "adamw_lr"})
+        ]
+        for step in range(len(grads))
+    ]
+    after = replay(tensors(weights()), groups, [*map(tensors, grads)], changes)
     return [{name: p.numpy() for name, p in each.items()} for each in after]

@@ -3,8 +3,9 @@
 Every matrix is a PyTorch weight, (out, in) = (m, n). Nothing here is fast: a reference
 is read, believed, and then compared with. It follows the dtype of the parameters
 (float64 too); only the polar iteration has a dtype of its own. In this order: how
-recorded gradients are fed to an optimizer; polar factors; Muon as Jordan, PyTorch and
-Moonlight run it, NorMuon, both on a sphere, TEON; nanochat's MuonAdamW, also compiled.
+recorded gradients are fed to optimizers; polar factors; Muon as Jordan, PyTorch and
+Moonlight run it, NorMuon, both on a sphere, TEON; nanochat's Muon, also compiled. All
+are for matrices; `torch.optim.AdamW` has the rest.
 """
 
 import functools
@@ -20,15 +21,7 @@ from torch import Tensor
 Named = dict[str, Tensor]  # by parameter name
 
 
-def groups_over(params: Named, groups: Iterable[dict]) -> list[dict]:
-    """Turn groups whose "params" are names into groups whose "params" are tensors."""
-    return [
-        {**group, "params": [params[k] for k in group["params"]]} for group in groups
-    ]
-
-
 def replay(
-    make_optimizer: Callable[[list[dict]], torch.optim.Optimizer],
     params: Named,
     groups: Sequence[dict],
     grads: Sequence[Named],
@@ -37,22 +30,24 @@ def replay(
     """The parameters after each step, on copies of `params`.
 
     Args:
-        make_optimizer: takes the groups, with tensors for names.
         params: the parameters before the first step.
-        groups: the optimizer's groups, each with names under "params".
+        groups: one for each optimizer: names under "params", the optimizer's class
+            under "make", and its settings.
         grads: for each step, the gradient of every parameter.
         rates: for each step, for each group, the settings that change before it.
     """
     params = {k: torch.nn.Parameter(v.clone()) for k, v in params.items()}
-    optimizer = make_optimizer(groups_over(params, groups))
+    optimizers = []
+    for group in groups:
+        settings = {**group, "params": [params[name] for name in group["params"]]}
+        optimizers.append(settings.pop("make")([settings]))
     after = []
     for step, grad in enumerate(grads):
-        changes = rates[step] if rates else [{}] * len(groups)
-        for group, changed in zip(optimizer.param_groups, changes, strict=True):
-            group.update(changed)
         for name, p in params.items():
             p.grad = grad[name].to(p.dtype, copy=True)
-        optimizer.step()
+        for index, optimizer in enumerate(optimizers):
+            optimizer.param_groups[0].update(rates[step][index] if rates else {})
+            optimizer.step()
         after.append({k: p.detach().clone() for k, p in params.items()})
     return after
 
@@ -87,18 +82,13 @@ POLAR_EXPRESS_PAPER: Coefficients = (
 )
 
 
-def with_safety(coefficients: Coefficients, safety: float) -> Coefficients:
-    """Shrink the argument of each step but the last: p(x) becomes p(x / safety).
-
-    Rounding may carry a singular value past the upper end that the step was made for,
-    where the quintic grows fast; the last step has no successor to protect.
-    """
-    *steps, last = coefficients
-    shrunk = [(a / safety, b / safety**3, c / safety**5) for a, b, c in steps]
-    return (*shrunk, last)
-
-
-POLAR_EXPRESS_PAPER_SAFE = with_safety(POLAR_EXPRESS_PAPER, 1.01)
+# Each step but the last with a smaller argument, p(x / 1.01): rounding may carry a
+# singular value past the upper end that a step was made for, where its quintic grows
+# fast; the last step has no successor to protect.
+POLAR_EXPRESS_PAPER_SAFE: Coefficients = (
+    *((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in POLAR_EXPRESS_PAPER[:-1]),
+    POLAR_EXPRESS_PAPER[-1],
+)
 
 # K. Jordan, "Muon", 2024: one quintic for all steps. It trades convergence for a steep
 # start: singular values end in about [0.7, 1.2], not at 1.
@@ -176,18 +166,6 @@ def newton_schulz(
     return polar_express(x, steps, coefficients=NEWTON_SCHULZ, **given)
 
 
-def svd_polar(x: Tensor) -> Tensor:
-    """Polar factor U V^T by the SVD, in the dtype of `x`, which is (..., m, n).
-
-    Singular values at rounding level (below max(m, n) eps times the largest) count as
-    zero, and their directions are left out, as every odd polynomial leaves them out:
-    the polar factor of zero is zero.
-    """
-    u, s, vh = torch.linalg.svd(x, full_matrices=False)  # (m, k), (k), (k, n)
-    cutoff = max(x.shape[-2:]) * torch.finfo(x.dtype).eps * s.amax(-1, keepdim=True)
-    return (u * (s > cutoff).unsqueeze(-2)) @ vh
-
-
 # ---- Muon, NorMuon, both on a sphere, TEON: matrices only. Weight decay is decoupled,
 # W <- W (1 - lr wd), and comes before the step; the shape factor scales the step alone.
 
@@ -197,21 +175,6 @@ MOONLIGHT = {"accumulation": "sum", "nesterov": True, "scale": "rms_0.2"}
 # torch.optim.Muon, adjust_lr_fn "original" and "match_rms_adamw".
 TORCH = {**JORDAN, "polar": partial(newton_schulz, order="addmm")}
 TORCH_MATCH_RMS = {**TORCH, "scale": "rms_0.2"}
-
-
-def accumulate(
-    grad: Tensor, momentum: Tensor, mu: float, accumulation: str, nesterov: bool
-) -> Tensor:
-    """Update the momentum in place; return what is to be orthogonalized.
-
-    "ema": M <- mu M + (1 - mu) G, Nesterov mu M + (1 - mu) G.
-    "sum": M <- mu M + G, Nesterov mu M + G.
-    With a constant mu the two differ by the factor 1 - mu, which the polar factor
-    ignores; with a changing mu they are different optimizers.
-    """
-    weight = {"ema": 1 - mu, "sum": 1.0}[accumulation]
-    momentum.mul_(mu).add_(grad, alpha=weight)
-    return mu * momentum + weight * grad if nesterov else momentum.clone()
 
 
 def shape_scale(rule: str, m: int, n: int) -> float:
@@ -279,9 +242,20 @@ class Muon(torch.optim.Optimizer):
         return self._orthogonalized(u, group).to(w.dtype)
 
     def _accumulated(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> Tensor:
-        momentum = state.setdefault("momentum", torch.zeros_like(w))
-        how = group["accumulation"], group["nesterov"]
-        return accumulate(grad, momentum, group["momentum"], *how)
+        """Update the momentum in place; return what is to be orthogonalized.
+
+        "ema": M <- mu M + (1 - mu) G, Nesterov mu M + (1 - mu) G.
+        "sum": M <- mu M + G, Nesterov mu M + G.
+        With a constant mu the two differ by the factor 1 - mu, which the polar factor
+        ignores; with a changing mu they are different optimizers.
+        """
+        momentum, mu = (
+            state.setdefault("momentum", torch.zeros_like(w)),
+            group["momentum"],
+        )
+        weight = {"ema": 1 - mu, "sum": 1.0}[group["accumulation"]]
+        momentum.mul_(mu).add_(grad, alpha=weight)
+        return mu * momentum + weight * grad if group["nesterov"] else momentum.clone()
 
     def _orthogonalized(self, u: Tensor, group: dict) -> Tensor:
         return group["polar"](u, group["ns_steps"], dtype=group["dtype"])
@@ -402,32 +376,14 @@ class Teon(Muon):
                     decayed_step(w, part, group["lr"], scale, group["weight_decay"])
 
 
-# ---- nanochat's MuonAdamW: Muon for the matrices, AdamW for the rest. One Muon step of
-# one matrix, in the order of `muon_update`: Nesterov momentum (EMA form); rows
-# equilibrated, in the later version only (MuonEq); polar factor by Polar Express;
-# Frobenius norm renewed, in the later version only (Muon+); second moments of rows or
-# columns (NorMuon); cautious weight decay, shape-scaled learning rate, step.
-# JANUARY and AUGUST hold what tells the two versions apart.
+# ---- nanochat's Muon. One step of one matrix, in the order of `nanochat_update`:
+# Nesterov momentum (EMA form); rows equilibrated, in the later version only (MuonEq);
+# polar factor by Polar Express; Frobenius norm renewed, in the later version only
+# (Muon+); second moments of rows or columns (NorMuon); cautious weight decay,
+# shape-scaled learning rate, step. JANUARY and AUGUST are its two versions.
 
 JANUARY = {"norm_factor": 1.02, "row_equilibration": False, "renormalize": False}
 AUGUST = {"norm_factor": 1.01, "row_equilibration": True, "renormalize": True}
-
-MUON_DEFAULTS: dict[str, Any] = {
-    "lr": 0.02,
-    "momentum": 0.95,
-    "beta2": 0.95,
-    "weight_decay": 0.1,
-    "ns_steps": 5,
-    "polar": polar_express,  # or a variant of it, to see what rounding does
-    "dtype": torch.bfloat16,  # of the polar iteration
-    **JANUARY,
-}
-ADAMW_DEFAULTS: dict[str, Any] = {
-    "lr": 3e-4,
-    "betas": (0.8, 0.95),
-    "eps": 1e-10,
-    "weight_decay": 0.0,
-}
 
 
 def rate(value: float | Tensor, like: Tensor) -> Tensor:
@@ -503,16 +459,10 @@ def cautious_step(w: Tensor, x: Tensor, lr: Tensor, weight_decay: Tensor) -> Non
     w.sub_(lr * x + lr * weight_decay * w * mask)
 
 
-def muon_state(w: Tensor) -> dict[str, Tensor]:
-    """Zero momentum and second moments for w (1, m, n)."""
-    means = w.sum(reduced_dim(*w.shape[-2:]), keepdim=True)
-    return {"momentum": torch.zeros_like(w), "second_moment": torch.zeros_like(means)}
-
-
-def muon_update(
+def nanochat_update(
     w: Tensor, grad: Tensor, momentum: Tensor, second_moment: Tensor, group: dict
 ) -> None:
-    """One Muon step of w (1, m, n) and its state, in place."""
+    """One step of w (1, m, n) and its state, in place."""
     m, n = w.shape[-2:]
     u = nesterov_ema(grad, momentum, rate(group["momentum"], w)).to(group["dtype"])
     if group["row_equilibration"]:
@@ -527,59 +477,24 @@ def muon_update(
     cautious_step(w, x, lr, rate(group["weight_decay"], x))
 
 
-def adamw_update(
-    w: Tensor, grad: Tensor, mean: Tensor, square: Tensor, count: int, group: dict
-) -> None:
-    """One AdamW step of w, any shape, and its moments, in place; count is 1 at first.
+class Nanochat(Muon):
+    """nanochat's Muon on one process; its AdamW is that of PyTorch."""
 
-    W <- W (1 - lr wd) - lr mhat / (sqrt(vhat) + eps), both moments bias-corrected.
-    Source: Loshchilov and Hutter, arXiv 1711.05101, Algorithm 2.
-    """
-    lr, decay = rate(group["lr"], w), rate(group["weight_decay"], w)
-    beta1, beta2 = (rate(beta, w) for beta in group["betas"])
-    w.mul_(1 - lr * decay)
-    mean.lerp_(grad, 1 - beta1)
-    square.lerp_(grad.square(), 1 - beta2)
-    mean_hat = mean / (1 - beta1**count)
-    square_hat = square / (1 - beta2**count)
-    w.sub_(lr * mean_hat / (square_hat.sqrt() + group["eps"]))
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        **Muon.DEFAULTS,
+        "polar": polar_express,
+        "weight_decay": 0.1,
+        "beta2": 0.95,
+        **JANUARY,
+    }
+    _nanochat_update = staticmethod(nanochat_update)
 
-
-class MuonAdamW(torch.optim.Optimizer):
-    """nanochat's optimizer on one process.
-
-    Args:
-        groups: dicts with "params", "kind" ("muon" or "adamw") and whatever differs
-            from MUON_DEFAULTS or ADAMW_DEFAULTS. Every rate in `param_groups` may be
-            changed before any step.
-    """
-
-    def __init__(self, groups: Iterable[dict]):
-        """See the class."""
-        kinds = {"muon": MUON_DEFAULTS, "adamw": ADAMW_DEFAULTS}
-        completed = [{**kinds[group["kind"]], **group} for group in groups]
-        super().__init__(completed, defaults={})
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Update every parameter from its `grad`."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if group["kind"] == "muon":
-                    w = as_stack(p)
-                    if not state:
-                        state.update(muon_state(w))
-                    both = state["momentum"], state["second_moment"]
-                    self._update(w, as_stack(p.grad), *both, group)
-                else:
-                    if not state:
-                        zeros = {k: torch.zeros_like(p) for k in ("mean", "square")}
-                        state.update(zeros, count=0)
-                    state["count"] += 1
-                    adamw_update(p, p.grad, **state, group=group)
-
-    _update = staticmethod(muon_update)
+    def _update(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> None:
+        if not state:
+            means = w.sum(reduced_dim(*w.shape[-2:]), keepdim=True)
+            state["momentum"] = torch.zeros_like(w)
+            state["second_moment"] = torch.zeros_like(means)
+        self._nanochat_update(w, grad, **state, group=group)
 
 
 @functools.cache
@@ -589,17 +504,17 @@ def compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
-class CompiledMuonAdamW(MuonAdamW):
-    """`MuonAdamW` whose matrices go through a compiled update.
+class CompiledNanochat(Nanochat):
+    """`Nanochat` through a compiled update.
 
     Rates are tensors there, as in nanochat: each new number would compile again.
     """
 
     @staticmethod
-    def _update(
+    def _nanochat_update(
         w: Tensor, grad: Tensor, momentum: Tensor, second_moment: Tensor, group: dict
     ) -> None:
-        settings = {k: v for k, v in group.items() if k not in ("params", "kind")}
+        settings = {k: v for k, v in group.items() if k != "params"}
         for rate in ("lr", "momentum", "weight_decay", "beta2"):
             settings[rate] = torch.tensor(group[rate], dtype=torch.float32)
-        compiled(muon_update)(w, grad, momentum, second_moment, settings)
+        compiled(nanochat_update)(w, grad, momentum, second_moment, settings)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import jax_muon as jm
-from parity.references import AUGUST, JANUARY, JORDAN_SUM, MOONLIGHT, Muon, MuonAdamW
+from parity.references import AUGUST, JANUARY, JORDAN_SUM, MOONLIGHT, Muon, Nanochat
 
 LR = 0.01
 SAME = {"dtype": "float64", "adamw": optax.set_to_zero()}
@@ -48,14 +48,9 @@ def torch_muon(**more):
     return by_torch(lambda p: torch.optim.Muon([p], LR, weight_decay=0.0, **more))
 
 
-def reference(**settings):
-    settings = {"lr": LR, "dtype": torch.float64} | settings
-    return by_torch(lambda p: Muon([p], **settings))
-
-
-def nanochat(version):
-    group = {"kind": "muon", "lr": LR, "weight_decay": 0.0, "dtype": torch.float64}
-    return by_torch(lambda p: MuonAdamW([group | version | {"params": [p]}]))
+def reference(make=Muon, **settings):
+    settings = {"lr": LR, "weight_decay": 0.0, "dtype": torch.float64} | settings
+    return by_torch(lambda p: make([p], **settings))
 
 
 def optax_muon(**more):
@@ -85,12 +80,12 @@ ROWS = {
     "Muon(lr) of Keller Jordan": (reference(**JORDAN_SUM), our_muon, 1e-6),
     "Moonlight's Muon(lr)": (reference(**MOONLIGHT), our_moonlight, 1e-6),
     "nanochat's matrix_lr": (
-        nanochat(JANUARY),
+        reference(Nanochat, **JANUARY),
         lambda m, n: jm.nanochat(LR, weight_decay=0.0, **SAME),
         1e-11,
     ),
     "nanochat's matrix_lr, August 2026": (
-        nanochat(AUGUST),
+        reference(Nanochat, **AUGUST),
         lambda m, n: jm.nanochat(LR, weight_decay=0.0, edition="2026-08", **SAME),
         1e-11,
     ),
