@@ -184,7 +184,7 @@ def trajectories(checks: list[Check]) -> str:
 Learning rate, momentum, decay and beta2 change at every step. Largest error over all
 {len(problems.SHAPES)} parameters; columns are kinds of gradients, then two of them
 after {problems.STEPS} steps, without a bar, and Gaussian ones with rates that are
-floats.
+floats. XLA flushes subnormal numbers to zero, so PyTorch does here, too.
 
 {tables[0]}
 
@@ -205,8 +205,8 @@ def bfloat16(checks: list[Check], compiled: dict) -> str:
     return f"""## bfloat16, beside PyTorch's own spread
 
 Distance from the eager reference after 10 steps on {len(compare.NAMES)} matrices:
-of ours, and of the reference itself where only its rounding changes (quintic
-steps as fused multiply-adds, as torch.optim.Muon has them; on the transpose; through
+of ours, and of the reference itself where only its rounding changes (quintic steps as
+fused multiply-adds, as torch.optim.Muon has them; on the transpose; through
 torch.compile). The bar is the largest of these. The last two columns are the distance
 from the reference in float64: ours rounds a sum once, and stays closer. Eager nanochat
 also rounds its rates to bfloat16, where 1 - beta2 is 0.0508 instead of 0.05; so no
@@ -238,9 +238,9 @@ def packages(checks: list[Check], compiled_end: dict) -> str:
     return f"""## Other people's packages
 
 Distance from the package, {compare.STEPS} steps on {len(compare.NAMES)} matrices:
-of ours; of the reference, which rounds in the order of
-the package; and, as the bar in bfloat16, of the reference rounding otherwise. Where the
-reference is at 1e-3 instead of 1e-7, a few roundings in one matrix fall otherwise.
+of ours; of the reference, which rounds in the order of the package; and, as the bar in
+bfloat16, of the reference rounding otherwise. Where the reference is at 1e-3 instead of
+1e-7, a few roundings in one matrix fall otherwise.
 
 {table(header, rows)}
 

@@ -188,6 +188,7 @@ def packages() -> list[Package]:
             "the same, against ours with its Nesterov",
             _optax(),
             dataclasses.replace(MUON, factory=_dozat_muon),
+            remark="the reference has Jordan's Nesterov",
         ),
         float32("the same, nesterov=False", _optax(nesterov=False), plain),
         float32(
