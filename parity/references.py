@@ -181,13 +181,12 @@ def shape_scale(rule: str, m: int, n: int) -> float:
     """Factor on the polar factor of an (out, in) = (m, n) matrix.
 
     "max_ratio": max(1, m / n)^0.5, Jordan. "rms_0.2": 0.2 max(m, n)^0.5, Moonlight
-    (arXiv 2502.16982, section 2.2). "sqrt_ratio": (m / n)^0.5, TEON. "none": 1.
+    (arXiv 2502.16982, section 2.2). "sqrt_ratio": (m / n)^0.5, TEON.
     """
     return {
         "max_ratio": math.sqrt(max(1.0, m / n)),
         "rms_0.2": 0.2 * math.sqrt(max(m, n)),
         "sqrt_ratio": math.sqrt(m / n),
-        "none": 1.0,
     }[rule]
 
 
@@ -274,7 +273,6 @@ class NorMuon(Muon):
     DEFAULTS: ClassVar[dict[str, Any]] = {
         **Muon.DEFAULTS,
         "nesterov": False,
-        "scale": "none",
         "beta2": 0.95,
         "eps": 1e-8,
     }
