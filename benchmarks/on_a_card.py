@@ -155,9 +155,8 @@ def parity_of(name: str) -> Found:
     from parity import compare, problems
 
     recipe, rates = problems.RECIPES[name], problems.MOVING
-    tx = recipe.ours(problems.jax_rates(rates, "float32"), "float32")
     grads = problems.gradients("gaussian", STEPS)
-    ours = compare.runner(tx, "float32")(grads)
+    ours = compare.runner(recipe.ours(rates, "float32"), "float32")(grads)
     check = compare.check(recipe, "gaussian", "float32", ours, grads, rates)
     return {"ok": check.state != "FAIL", "error": check.error, "bar": check.bar}
 

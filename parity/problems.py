@@ -7,7 +7,7 @@ The full product of recipes, shapes, dtypes, gradients, rates and lengths has mo
 - Every recipe meets every gradient in float64 and in float32, 10 steps, moving rates.
 - Gaussian and low-rank gradients go on to 200 steps, where the error has no bar.
 - Constant rates, given as floats, are a run of their own: float32, Gaussian, 10 steps.
-- bfloat16, where PyTorch differs from itself: five recipes, three shapes, Gaussian
+- bfloat16, where PyTorch differs from itself: five recipes, five shapes, Gaussian
   gradients, constant rates, 10 steps (`compare.spread`).
 
 Shapes, weights and gradients are PyTorch's, (out, in), in NumPy.
@@ -213,7 +213,7 @@ class Recipe:
 
     name: str
     factory: Callable[..., optax.GradientTransformation]  # ours
-    reference: type[torch.optim.Optimizer]  # for matrices
+    reference: Callable[..., torch.optim.Optimizer]  # for matrices
     settings: dict[str, Any]  # of the reference, beside the rates
     rates: tuple[str, ...] = _MUON  # names that both take
     joint: tuple[str, ...] = ()  # matrices that the reference takes as one
@@ -222,6 +222,7 @@ class Recipe:
         self, rates: dict[str, Any], dtype: str, **changed: Any
     ) -> optax.GradientTransformation:
         """Our transform, for a dtype of the polar iteration; arguments may change."""
+        rates = jax_rates(rates, dtype)
         given = {{"lr": "learning_rate"}.get(r, r): rates[r] for r in self.rates}
         given["adamw"] = optax.adamw(
             rates["adamw_lr"], *_ADAMW["betas"], _ADAMW["eps"], weight_decay=0.0

@@ -144,8 +144,7 @@ five quintics together is -175. In float64 the same cases are within the bar."""
 
 def runner(recipe: problems.Recipe, rates: dict, dtype: str):
     """Our recipe with these rates, as a function of gradients."""
-    tx = recipe.ours(problems.jax_rates(rates, dtype), dtype)
-    return compare.runner(tx, dtype)
+    return compare.runner(recipe.ours(rates, dtype), dtype)
 
 
 def trajectories(checks: list[Check]) -> str:

@@ -54,19 +54,6 @@ def test_numbers_are_those_of_numpy(rng):
     assert observed(state) == pytest.approx(numbers, rel=1e-5)
 
 
-def test_decay_is_seen(rng):
-    """Of the entries that the direction moves towards zero, decay changes none."""
-    params = model(rng)
-    grads = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape)), params)
-    plain = jm.nanochat(weight_decay=0.0, dtype="float32")
-    tx = jm.observe(jm.nanochat(weight_decay=0.5, dtype="float32"))
-    direction, _ = jax.jit(plain.update)(grads, plain.init(params), params)
-    _, state = jax.jit(tx.update)(grads, tx.init(params), params)
-    decays = [direction[k] * params[k] < 0 for k in params if k != "wte"]
-    share = np.mean(np.concatenate([np.ravel(x) for x in decays]))
-    assert observed(state)["muon/towards_zero"] == pytest.approx(share)
-
-
 def test_counts_of_guards_and_of_clipped_heads():
     params = {"attn": {name: jnp.eye(4) for name in "qkv"}}
     tx = optax.chain(jm.muon(dtype="float32"), jm.clip_qk(10.0))

@@ -106,10 +106,11 @@ def test_an_example_is_the_functional_loop(load, name):
     assert_equal_trees(found, params, atol=1e-6)
 
 
-def assert_divided(params, state):
-    """Matrices and their momentum: up (64, 128) and down (128, 64) over (4, 2)."""
+def assert_divided(params, state, data):
+    """Matrices and their momentum: up (64, 128) and down (128, 64) over (data, 2)."""
     weights, state = dict(leaves_with_paths(params)), dict(leaves_with_paths(state))
-    for name, shard in (("up/kernel", (16, 64)), ("down/kernel", (64, 16))):
+    rows = 64 // data
+    for name, shard in (("up/kernel", (rows, 64)), ("down/kernel", (64, rows))):
         (momentum,) = (
             x for p, x in state.items() if p.endswith(f"muon/inner_state/0/mu/{name}")
         )
@@ -124,11 +125,11 @@ def test_partitioned(load, capsys, name):
     table = r"up/kernel +64 x 128 +kernel +1 x \(64, 128\) +muon +data x model"
     assert re.search(table, capsys.readouterr().out)
     if name.startswith("nnx"):
-        assert_divided(*map(nnx.state, trained))
+        assert_divided(*map(nnx.state, trained), 4)
     else:
         (state,) = trained
         assert isinstance(state.params["up"]["kernel"], nn.LogicallyPartitioned)
-        assert_divided(unbox(state.params), unbox(state.opt_state))
+        assert_divided(unbox(state.params), unbox(state.opt_state), 4)
 
 
 # The order of the sums over devices shows in the last digits, and in float32 the polar
@@ -147,7 +148,7 @@ def wide(tree):
 def test_nnx_partitioned_is_right(load, monkeypatch, x64, kind):
     """Also with Explicit axes, if the model says where a sum over devices goes."""
     example, digits = load("nnx_partitioned"), load("digits")
-    monkeypatch.setattr(digits, "STEPS", 10)
+    monkeypatch.setattr(digits, "STEPS", 3)
     explicit = kind == AxisType.Explicit
 
     class MLP(example.MLP):
@@ -163,7 +164,7 @@ def test_nnx_partitioned_is_right(load, monkeypatch, x64, kind):
     with jax.set_mesh(mesh(1, 1, kind=kind)):
         params, apply = pure(create())
         params, expected = functional(digits, apply, params, recipe())
-    devices = mesh(4, 2, kind=kind)
+    devices = mesh(2, 2, kind=kind)
     with jax.set_mesh(devices):
         model = create()
         tx = recipe()
@@ -177,16 +178,16 @@ def test_nnx_partitioned_is_right(load, monkeypatch, x64, kind):
         ]
     np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-10)
     assert_equal_trees(pure(model)[0], params, atol=1e-10)
-    assert_divided(nnx.state(model), nnx.state(optimizer))
+    assert_divided(nnx.state(model), nnx.state(optimizer), 2)
 
 
 def test_linen_partitioned_is_right(load, monkeypatch, x64):
     example, digits = load("linen_partitioned"), load("digits")
-    monkeypatch.setattr(digits, "STEPS", 10)
+    monkeypatch.setattr(digits, "STEPS", 3)
     model = example.MLP()
     boxed = wide(model.init(jax.random.key(0), jnp.zeros((1, 64)))["params"])
     params, expected = functional(digits, applied(model), unbox(boxed), recipe())
-    devices = mesh(4, 2)
+    devices = mesh(2, 2)
 
     def create():
         tx = jm.on_mesh(recipe(), devices, specs=example.divided(boxed, devices))

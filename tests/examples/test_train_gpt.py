@@ -123,11 +123,11 @@ def test_a_run_goes_on_in_every_layout(finished, tmp_path, interrupt_at, capsys)
     character has the loss log(105), and a sum of equal numbers always rounds alike.
     """
     *layouts, end = (
-        "--sharding=zero2 --devices=8",
-        "--sharding=hsdp --mesh=2,4 --devices=8",
+        "--sharding=zero2 --devices=2",
+        "--sharding=hsdp --mesh=2,2 --devices=4",
         "",
         "--sharding=fsdp,tp --mesh=2,2 --devices=4 --parameters=divided",
-        "--sharding=fsdp --devices=4",
+        "--sharding=fsdp --devices=2",
     )
     resume = []
     for number, layout in enumerate(layouts, start=1):
@@ -226,11 +226,12 @@ def test_a_killed_run_goes_on_digit_for_digit(finished, tmp_path, examples):
         train_gpt.main(sys.argv[1:])
     """
     flags = [*SMALL, "--steps=30", f"--runs={tmp_path}", "--name=killed"]
-    search = [str(examples), *sys.path]
+    own = {
+        "PYTHONPATH": os.pathsep.join([str(examples), *sys.path]),
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+    }
     process = subprocess.run(
-        [sys.executable, "-c", script, *flags],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
-        check=False,
+        [sys.executable, "-c", script, *flags], env=os.environ | own, check=False
     )
     assert process.returncode == -signal.SIGKILL
     killed, whole = tmp_path / "killed", finished / "whole"
@@ -325,17 +326,17 @@ class Pickled:
 
 
 def test_nothing_in_a_checkpoint_is_run(copied, tmp_path):
-    """Pickles beside its files, and as its files, with names that one may look for."""
+    """Pickles as its files, and beside them with names that one may look for."""
     marker = tmp_path / "was loaded"
     hostile = pickle.dumps(Pickled(marker))
     pickle.loads(hostile)
     assert marker.exists()  # so it would be seen
     marker.unlink()
-    folder = copied / "whole" / "checkpoints" / "30"
-    for name in ("default/params.pkl", "state.pickle", "__init__.py", "tree.pt"):
-        (folder / name).write_bytes(hostile)
-    train(copied, "whole", "--resume")
-    for path in folder.rglob("*"):  # now in the place of what is read
+    newest, before = (copied / "whole" / "checkpoints" / name for name in ("30", "20"))
+    for folder in (newest, before):
+        for name in ("default/params.pkl", "state.pickle", "__init__.py", "tree.pt"):
+            (folder / name).write_bytes(hostile)
+    for path in newest.rglob("*"):
         if path.is_file():
             path.write_bytes(hostile)
     train(copied, "whole", "--resume")  # from the one before
@@ -368,10 +369,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(finished, copied)
             r"whole/checkpoints/30 is of another model: blocks/0/attn/k/kernel is "
             r"\(32, 32\) there and \(64, 64\) in this one; expected the --width",
         ),
-        ("--depth=2", r"blocks/1/attn/k/kernel is missing there and \(32, 32\)"),
         ("--steps=60", r"began with steps 30, not 60"),
-        ("--seed=1", r"began with seed 0, not 1"),
-        ("--optimizer=muon", r"began with optimizer nanochat, not muon"),
         ("--name=other", r"other holds no run to resume; .* has whole"),
     ],
 )

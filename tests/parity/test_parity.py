@@ -28,9 +28,8 @@ NAMES += ("pool.0.weight", "pool.1.weight", *problems.ADAMW_NAMES)
 
 def checked(name, kind, dtype, rates=MOVING, **changed):
     """The verdict over ours, whose arguments may be changed, and the reference."""
-    recipe = RECIPES[name]
-    tx = recipe.ours(problems.jax_rates(rates, dtype), dtype, **changed)
-    grads = problems.gradients(kind, STEPS)
+    recipe, grads = RECIPES[name], problems.gradients(kind, STEPS)
+    tx = recipe.ours(rates, dtype, **changed)
     ours = compare.runner(tx, dtype, NAMES)(grads)
     return compare.check(recipe, kind, dtype, ours, grads, rates)
 

@@ -311,23 +311,29 @@ def momentum(state):
     return state.inner_states["muon"].inner_state[0].mu
 
 
-def moments_of(first, second=()):
-    return jm.Moments(1, *({p: np.ones(s) for p, s in x} for x in (first, second)))
+def moments_of(first, second):
+    """Ones of these shapes."""
+    return jm.Moments(
+        1, *({p: np.ones(s) for p, s in x.items()} for x in (first, second))
+    )
 
 
-OF_UP = moments_of([("up", (4, 8))])
+OF_UP = moments_of({"up": (4, 8)}, {})
 
 
 @pytest.mark.parametrize("devices", [None, 2])
 def test_parts_that_are_a_batch(devices):
-    """Heads, say: the momentum gets the batch axis that the parameter gets."""
+    """Heads, say: the momentum gets the parameter's batch axis, and lies as in init."""
     tx = jm.muon(matrices=reader(splits={"up": jm.Split(2, axis=0)}))
     if devices is not None:
         tx = jm.on_mesh(tx, mesh_of(devices), divide="data", min_size=1)
     mean = np.arange(32.0).reshape(4, 8)
-    tx.init(ONES)  # which JAX then remembers
+    empty = tx.init(ONES)  # which JAX then remembers
     taken = jm.take_over(tx, ONES, jm.Moments(3, {"up": mean}))
-    np.testing.assert_array_equal(momentum(taken)["up"], mean.reshape(2, 2, 8))
+    mu, like = (momentum(state)["up"] for state in (taken, empty))
+    np.testing.assert_array_equal(mu, mean.reshape(2, 2, 8))
+    assert mu.sharding == like.sharding
+    assert mu.sharding.is_fully_replicated == (devices is None)
 
 
 def test_momentum_in_few_bits_is_rounded_as_by_the_last_step():
@@ -352,7 +358,7 @@ def test_momentum_in_few_bits_is_rounded_as_by_the_last_step():
 )
 def test_counts_of_steps(wrap, counter):
     params = ONES | {"b": jnp.ones(8)}
-    moments = moments_of([("up", (4, 8)), ("b", (8,))], [("b", (8,))])
+    moments = moments_of({"up": (4, 8), "b": (8,)}, {"b": (8,)})
     taken = jm.take_over(wrap(jm.nanochat()), params, moments)
     for name in {"count", counter}:
         counts = optax.tree.get_all_with_path(taken, name)
@@ -391,17 +397,6 @@ def test_moments_that_a_run_cannot_fill(other, where):
         jm.take_over(optax.chain(jm.muon(), other), ONES, OF_UP)
 
 
-def test_state_lies_as_the_optimizer_lays_it():
-    tx = jm.moonlight(momentum=0.75)
-    tx = jm.on_mesh(tx, mesh_of(4), divide="data", min_size=1)
-    mu, empty = (
-        momentum(x)["up"] for x in (jm.take_over(tx, ONES, OF_UP), tx.init(ONES))
-    )
-    assert mu.sharding == empty.sharding
-    assert not mu.sharding.is_fully_replicated
-    np.testing.assert_array_equal(mu, np.ones((4, 8)))
-
-
 # --- bad input ------------------------------------------------------------------------
 
 
@@ -420,7 +415,7 @@ def test_state_lies_as_the_optimizer_lays_it():
 def test_a_run_that_is_not_of_these_parameters(first, second, words):
     params = ONES | {"b": jnp.ones(8)}
     with pytest.raises(ValueError, match=words):
-        jm.take_over(jm.nanochat(), params, moments_of(first.items(), second.items()))
+        jm.take_over(jm.nanochat(), params, moments_of(first, second))
 
 
 def test_means_over_another_axis():
