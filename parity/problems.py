@@ -230,20 +230,21 @@ class Recipe:
         return self.factory(**given | {"dtype": dtype, "matrices": READ} | changed)
 
 
-def muon_with(
-    momentum: optax.GradientTransformation,
+def _muon_of_a_sum(
     learning_rate: Any,
+    momentum: Any,
     weight_decay: Any,
     *,
     dtype: str,
     matrices: Any,
     adamw: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-    """`jm.muon` with another momentum."""
+    """Muon as first published, with a sum for its momentum."""
+    trace = optax.inject_hyperparams(optax.trace, static_args=("nesterov",))
 
     def muon(found: jm.Matrices) -> optax.GradientTransformation:
         return optax.chain(
-            momentum,
+            trace(decay=momentum, nesterov=True),
             jm.orthogonalize(jm.NewtonSchulz(dtype=dtype), matrices=found),
             jm.scale_by_shape(matrices=found),
             optax.add_decayed_weights(weight_decay),
@@ -251,15 +252,6 @@ def muon_with(
         )
 
     return jm.partition({"muon": muon, "adamw": adamw}, matrices)
-
-
-def _muon_of_a_sum(
-    learning_rate: Any, momentum: Any, weight_decay: Any, **settings: Any
-) -> optax.GradientTransformation:
-    """Muon as first published, with a sum for its momentum."""
-    trace = optax.inject_hyperparams(optax.trace, static_args=("nesterov",))
-    total = trace(decay=momentum, nesterov=True)
-    return muon_with(total, learning_rate, weight_decay, **settings)
 
 
 def _teon(**settings: Any) -> optax.GradientTransformation:

@@ -76,9 +76,9 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join([line(cells[0]), line(rule), *map(line, cells[1:])])
 
 
-def number(x: float | None) -> str:
-    """Two digits, or a dash for None."""
-    return "-" if x is None else "0" if x == 0 else f"{x:.1e}"
+def number(x: float) -> str:
+    """Two digits."""
+    return "0" if x == 0 else f"{x:.1e}"
 
 
 def marked(check: Check) -> str:
@@ -218,21 +218,14 @@ def packages(checks: list[Check], compiled_end: dict) -> str:
     """Other people's packages."""
     rows = []
     for package in third_parties.packages():
-        found = third_parties.compare(package, compiled_end)
-        low = package.dtype == "bfloat16"
+        ours, reference, spread = third_parties.compare(package, compiled_end)
+        low, text = package.dtype == "bfloat16", number(ours)
         if package.same_mathematics:
-            bar = found.spread if low else BARS[package.dtype]
-            checks.append(Check("third parties", package.name, found.ours, bar))
-        rows.append(
-            [
-                package.name,
-                package.dtype,
-                marked(checks[-1]) if package.same_mathematics else number(found.ours),
-                number(found.reference),
-                number(found.spread) if low else "-",
-                package.remark,
-            ]
-        )
+            bar = spread if low else BARS[package.dtype]
+            checks.append(Check("third parties", package.name, ours, bar))
+            text = marked(checks[-1])
+        numbers = text, number(reference), number(spread) if low else "-"
+        rows.append([package.name, package.dtype, *numbers, package.remark])
     header = ["package", "dtype", "ours", "reference", "spread", "remark"]
     return f"""## Other people's packages
 
@@ -247,8 +240,8 @@ bfloat16, of the reference rounding otherwise. Where the reference is at 1e-3 in
 it adds `b M / (1 - b^(t+2))` and `(1 - b) G / (1 - b^(t+1))`, t = 0 first, where
 Jordan, nanochat and torch.optim.Muon add `b M` and `(1 - b) G`. A factor of both would
 vanish in the polar factor; but the two differ at first, and become equal with time. The
-first optax row has the size of that. In the row below it, ours has that look-ahead in
-the place of `nesterov`; without Nesterov the two agree as they are.
+first optax row has the size of that. In the row below it ours has the same correction;
+without Nesterov the two agree as they are.
 
 Not used:
 
