@@ -53,9 +53,8 @@ def connect(options: argparse.Namespace) -> Mesh:
             jax.config.update("jax_num_cpu_devices", options.devices)
     if options.distributed:
         given = (options.coordinator, options.processes, options.process_id)
-        jax.distributed.initialize(
-            *given
-        )  # None: found by JAX in the cluster's variables
+        # What is None, JAX finds in the variables of the cluster.
+        jax.distributed.initialize(*given)
     here = jax.local_device_count()
     used = 1 if options.sharding == "none" else options.devices
     if used and used > here:

@@ -292,7 +292,7 @@ PAPERS: dict[tuple[str, str], dict[str, Any]] = {
 }
 EXPLAINED: dict[tuple[str, str], str] = {
     ("normuon", "tiny"): (
-        "gradients of 1e-30 lie below every eps, and what is left of them depends on "
+        "gradients of 1e-30 are below every eps, and what is left of them depends on "
         "the floors: the reference divides X by sqrt(V) + 1e-8 and the outcome by its "
         "norm, at least 1e-10; ours divides X by sqrt(max(V, 1e-16)), keeps its norm, "
         "and divides that by at least 1e-6, so that only the decay is left"

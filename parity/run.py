@@ -108,7 +108,7 @@ not part of this project. Each piece alone is compared with NumPy, in
 `tests/test_pieces.py`.
 
 Errors are `||W - ref|| / ||ref - W_0||`: relative to the distance that the reference
-travelled since the start, for each parameter by itself; tables show the largest over
+travelled since the start, for each parameter alone; tables show the largest over
 all shapes. Bars: float64 {BARS["float64"]:g}, float32 {BARS["float32"]:g} after 10
 steps. A star marks a number above its bar that is explained. Which recipes meet which
 shapes, gradients and rates, and how that covers the product of them all, is said in

@@ -323,7 +323,7 @@ OF_UP = moments_of({"up": (4, 8)}, {})
 
 @pytest.mark.parametrize("devices", [None, 2])
 def test_parts_that_are_a_batch(devices):
-    """Heads, say: the momentum gets the parameter's batch axis, and lies as in init."""
+    """Heads, say: the momentum has their batch axis, and is sharded as in init."""
     tx = jm.muon(matrices=reader(splits={"up": jm.Split(2, axis=0)}))
     if devices is not None:
         tx = jm.on_mesh(tx, mesh_of(devices), divide="data", min_size=1)
@@ -374,8 +374,8 @@ def test_counts_of_injected_schedules():
     np.testing.assert_allclose(state.hyperparams["learning_rate"], 1.1)
 
 
-def test_what_counts_for_itself_starts_anew():
-    """It lowers the rate by losses that it has seen, and by how many they were."""
+def test_a_plateau_counts_from_zero():
+    """It lowers the rate by the losses that it has seen itself, and their number."""
     plateau = optax.contrib.reduce_on_plateau(accumulation_size=10)
     taken = jm.take_over(optax.chain(jm.muon(), plateau), ONES, OF_UP)
     assert taken[1] == plateau.init(ONES)
