@@ -40,6 +40,7 @@ SEEDS = (0, 1, 2)
 FILES = ("pace", "best")
 EVERY = 20  # steps between two evaluations, at least
 FACTOR = "embedding_factor"  # a setting; 1 by default
+LOSS = "validation_loss"  # of a record, at the end
 Settings = dict[str, float | list[float]]
 Record = dict[str, Any]
 
@@ -166,15 +167,9 @@ def rows(folder: pathlib.Path, steps: int, width: int) -> dict[str, Row]:
     return found
 
 
-def last(record: Record) -> float:
-    """The last validation loss; infinite for a run that was stopped."""
-    loss = record["validation_loss"]
-    return float("inf") if loss is None else loss
-
-
 def mean(records: list[Record]) -> float:
     """The mean of the last validation losses."""
-    return statistics.fmean(map(last, records))
+    return statistics.fmean(record[LOSS] for record in records)
 
 
 # ---- Tables and pictures
@@ -185,7 +180,7 @@ def table(found: dict[str, Row], steps: int) -> str:
     target = mean(found[BASELINE].by_length[steps])
     ordered = sorted(
         found.items(),
-        key=lambda item: (item[1].length(target) or steps, last(item[1].best)),
+        key=lambda item: (item[1].length(target) or steps, item[1].best[LOSS]),
     )
     titles = (
         *("", "matrices", "momentum", "decay", "head, embedding"),
@@ -221,7 +216,7 @@ def cells(name: str, row: Row, steps: int, target: float) -> list[str]:
 def spread(runs: list[Record]) -> str:
     """The mean of the last losses, and how far from it the seeds end."""
     middle = mean(runs)
-    return f"{middle:.4f} ± {max(abs(last(run) - middle) for run in runs):.4f}"
+    return f"{middle:.4f} ± {max(abs(run[LOSS] - middle) for run in runs):.4f}"
 
 
 def draw(found: dict[str, Row], steps: int, path: pathlib.Path) -> None:
@@ -236,7 +231,7 @@ def draw(found: dict[str, Row], steps: int, path: pathlib.Path) -> None:
             band(during, name, curves, color=color)
         if row.by_length and name != BASELINE:
             ends = [
-                [[n, last(runs[seed])] for n, runs in row.by_length.items()]
+                [[n, runs[seed][LOSS]] for n, runs in row.by_length.items()]
                 for seed in SEEDS
             ]
             band(by_length, name, ends, marker=".", color=color)
@@ -295,7 +290,7 @@ def main(words: list[str]) -> None:
         length = args.steps or row.length(target) or steps
         point = Point(optimizer, row.best["settings"], steps=length, width=width)
         losses = [train(point._replace(seed=seed))[-1][1] for seed in SEEDS]
-        before = [last(run) for run in row.by_length.get(length, [])]
+        before = [run[LOSS] for run in row.by_length.get(length, [])]
         shown = (", ".join(f"{x:.4f}" for x in each) for each in (losses, before))
         program.print_row(optimizer, length, *shown, target)
 
