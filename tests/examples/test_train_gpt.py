@@ -197,22 +197,6 @@ def test_clipped_logits_stay_at_the_threshold(tmp_path):
     assert not (free / "observed.png").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("zero2 --devices=64", "--devices 64: this process has 8"),
-        ("zero2 --devices=3", "expected a multiple of 3"),
-        ("hsdp --mesh=3,2 --devices=8", r"3 x 2 for 8 devices; expected .* is 8"),
-        ("fsdp,tp --devices=1", r"1 x 2 for 1 devices; .* --devices 2$"),
-    ],
-)
-def test_devices_that_are_not_there(flags, message, tmp_path):
-    assert jax.device_count() == 8  # from here on their number cannot change
-    with pytest.raises(ValueError, match=message):
-        train(tmp_path, "run", *f"--sharding={flags}".split())
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_killed_run_goes_on_digit_for_digit(finished, tmp_path, examples):
     """Killed in another process, some steps after its first checkpoint."""
     script = """if True:
@@ -393,19 +377,27 @@ def test_optimizers_learn_and_are_drawn_with_their_steps(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("given", "message"),
     [
-        (None, "there.txt cannot be read: No such file"),
+        ("--sharding=zero2 --devices=64", "--devices 64: this process has 8"),
+        ("--sharding=zero2 --devices=3", "expected a multiple of 3"),
+        ("--sharding=hsdp --mesh=3,2 --devices=8", r"3 x 2 for 8 .*; expected .* is 8"),
+        ("--sharding=fsdp,tp --devices=1", r"1 x 2 for 1 devices; .* --devices 2$"),
+        (None, "text.txt cannot be read: No such file"),
         (b"short", "is too short: 5 characters. A context of 32 needs 330"),
         (b"\xff" * 999, r"\(999 bytes\) is not text in UTF-8: byte 0 is 0xff"),
     ],
 )
-def test_data_that_cannot_be_read_is_refused(content, message, tmp_path):
-    path = tmp_path / "there.txt"
-    if content is not None:
-        path.write_bytes(content)
+def test_devices_and_texts_that_are_refused_before_a_run_begins(
+    given, message, tmp_path
+):
+    assert jax.device_count() == 8  # from here on their number cannot change
+    path = tmp_path / "text.txt"
+    flags = given.split() if isinstance(given, str) else [f"--data={path}"]
+    if isinstance(given, bytes):
+        path.write_bytes(given)
     with pytest.raises(ValueError, match=message):
-        train(tmp_path, "run", f"--data={path}")
+        train(tmp_path, "run", *flags)
     assert not (tmp_path / "run").exists()
 
 
