@@ -67,6 +67,7 @@ def test_a_whole_tree_crosses_and_returns():
     ("name", "kind", "dtype"),
     [
         ("nanochat, January", "gaussian", "float64"),
+        ("nanochat, January", "tiny", "float32"),
         ("nanochat, August", "sparse", "float32"),
         ("muon", "ill_conditioned", "float32"),
         ("moonlight", "gaussian", "float64"),
