@@ -124,22 +124,6 @@ def test_polar_express_converges_to_the_svd_polar_factor(x):
     torch.testing.assert_close(many, exact, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_iteration_rounds_in_its_dtype(order, dtype):
-    x = gaussian(3, 24, 16)  # a stack of tall matrices
-    exact = polar_express(x, dtype=F64)
-    rounded = polar_express(x, dtype=dtype, order=order)
-    assert rounded.dtype == dtype
-    error = ((rounded.double() - exact).norm() / exact.norm()).item()
-    # Dividing by the norm leaves the smallest singular value at 1 / amplification; the
-    # steps raise it to 1 together with its rounding error, and each adds its own.
-    smallest = torch.linalg.svdvals(x)[:, -1]
-    amplification = (torch.linalg.matrix_norm(x) / smallest).max().item()
-    unit = torch.finfo(dtype).eps / 2
-    assert unit / 4 < error < 5 * unit * amplification
-
-
 # ---- nanochat
 
 
@@ -293,21 +277,6 @@ RECIPES = {
     "normuon": NorMuon,
     "teon": partial(Teon, joint=True),
 }
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64], ids=str)
-def test_degenerate_gradients_stay_finite(recipe, dtype):
-    rank_one = gaussian(8, 1) @ gaussian(1, 5)
-    one_entry = torch.zeros(8, 5, dtype=F64)
-    one_entry[3, 2] = 1.0
-    tiny, zero = 1e-30 * gaussian(8, 5), torch.zeros(8, 5, dtype=F64)
-    wide = F64 if dtype == F64 else torch.float32
-    for grad in (rank_one, one_entry, tiny, zero):
-        w = gaussian(8, 5, dtype=wide)
-        for after in run(RECIPES[recipe], w, 3 * [grad], dtype=dtype):
-            assert after.dtype == wide
-            assert after.isfinite().all()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
