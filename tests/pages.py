@@ -13,7 +13,7 @@ def blocks(heading, language="python"):
 
 
 def run(heading, **given):
-    """What the only block of Python under a heading defines."""
+    """The names that the only block of Python under a heading defines."""
     (block,) = blocks(heading)
     exec(block, given)
     return given

@@ -1,7 +1,7 @@
-"""The code in the documentation runs as it stands there, page by page, in order.
+"""Code in the pages runs, and the links, files and errors that they name exist.
 
-A page may use what stands in `stage` besides its own imports: a small model, its
-gradients, a mesh of eight devices, a loss, and a folder.
+The code of a page may use the names in `stage` in addition to its own imports: a small
+model, its gradients, a mesh of eight devices, a loss, and a folder.
 """
 
 import ast
@@ -22,7 +22,7 @@ DOCS = pathlib.Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(
     r"^```python\n(.*?)^```(?:\n+(?:[^`\n]+\n+)?```text\n(.*?)^```)?", re.S | re.M
 )
-# tests/examples/test_frameworks.py runs that page, and looks at what comes of it.
+# tests/examples/test_frameworks.py runs that page, and checks the results.
 PAGES = sorted(
     page.name
     for page in DOCS.glob("*.md")
@@ -31,7 +31,7 @@ PAGES = sorted(
 
 
 def stage(folder):
-    """What pages use without saying it again."""
+    """Names that pages use without defining them."""
     params = {
         "attn": {"qkv": jnp.ones((64, 128)), "out": jnp.ones((64, 64))},
         "mlp": {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))},

@@ -1,4 +1,4 @@
-"""The code in the README runs as it stands there, and says the truth."""
+"""The code in the README runs as written, and its chain is the recipe bit for bit."""
 
 import functools
 import pathlib
@@ -13,19 +13,22 @@ from flax import linen, nnx
 
 import jax_muon as jm
 
-README = pathlib.Path(__file__).parents[1] / "README.md"
+ROOT = pathlib.Path(__file__).parents[1]
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
 
 
 @functools.cache
 def names():
     """What the README's code blocks define, run in their order."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
-    assert len(blocks) == 3
     found = {}
-    for block in blocks:
+    for block in BLOCKS:
         exec(block, found)
         found.setdefault("chains", []).append(found["tx"])
     return found
+
+
+def test_the_page_about_chains_has_the_same_chain():
+    assert BLOCKS[1] in (ROOT / "docs" / "chain.md").read_text()
 
 
 def test_code_blocks_run_in_order(capsys):
@@ -40,7 +43,7 @@ def test_code_blocks_run_in_order(capsys):
 
 
 class Everything(nnx.Module):
-    """Parameters whose reading hangs on what stands beside them."""
+    """Parameters whose reading depends on the parameters beside them."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -77,7 +80,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_chain_is_the_recipe_bit_for_bit(name):
-    """Two steps: the second has momentum and NorMuon's means behind it."""
+    """Two steps, so that momentum and NorMuon's means count."""
     params = MODELS[name]()
     rng = np.random.default_rng(0)
     grads = jax.tree.map(
