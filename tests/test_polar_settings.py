@@ -64,15 +64,6 @@ def test_equal_objects_share_a_trace(rng, make):
     assert run._cache_size() == 1
 
 
-def test_as_a_branch():
-    """JAX keeps traces of branches by the functions: these must be hashable."""
-    x = jnp.eye(4, 6)
-    one, other = jm.PolarExpress(eps=1.0), jm.PolarExpress(eps=2.0)
-    run = jax.jit(lambda p, x: jax.lax.cond(p, one, other, x))
-    np.testing.assert_array_equal(run(True, x), one(x))
-    np.testing.assert_array_equal(run(False, x), other(x))
-
-
 @pytest.mark.parametrize("name", ["norm_factor", "eps", "steps"])
 def test_a_traced_setting_says_what_to_do(name):
     """As `optax.inject_hyperparams` makes one of every number."""
