@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
+from jax_muon.tools.verify import compare
 from tests.distributed import layouts
 from tests.distributed.problems import distance
 
@@ -193,32 +194,10 @@ def test_guards_around_a_divided_recipe(kind):
         )
     )
 
-    def run(tx, place):
-        @jax.jit
-        def step(params, state, grads):
-            updates, state = tx.update(grads, state, params, max_logits=largest)
-            return optax.apply_updates(params, updates), state
-
-        params = place(start)
-        state = jax.jit(tx.init)(params)
-        seen = []
-        for g in grads:
-            params, state = step(params, state, place(g))
-            seen.append(jax.device_get(params))
-        assert state.skipped == 1
-        return seen
-
-    def place(tree):
-        return {
-            k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in tree.items()
-        }
-
-    expected = run(tx, lambda tree: tree)
-    with jax.set_mesh(mesh):
-        got = run(jm.on_mesh(tx, mesh, specs), place)
-    for have, want in zip(got, expected, strict=True):
-        assert distance(have, want, start) < 5e-6
-    jax.tree.map(np.testing.assert_array_equal, got[1], got[0])
+    many = jm.on_mesh(tx, mesh, specs)
+    compare(
+        tx, many, start, grads, mesh, specs, bound=5e-6, max_logits=largest
+    ).raise_if_wrong()
 
 
 @pytest.mark.parametrize("kind", KINDS)
