@@ -37,7 +37,6 @@ from benchmarks.step import Contender, running
 
 # Seconds: beyond which a task is ended, and below which none is worth starting.
 GRACE, LEAST = 10.0, 20.0
-STEPS = 10  # of parity, float32, with moving rates
 KERNEL_SHAPES = ((2, 768, 768), (2, 768, 3072), (2, 1000, 3000), (1, 2048, 2048))
 # For an H200: square, and wide as an MLP's.
 SHAPES = (
@@ -143,36 +142,30 @@ def parity(record: Record, tiny: bool) -> None:
 
     from parity import compare, problems
 
+    def single(name: str) -> Found:
+        """Ten steps in float32 with moving rates."""
+        recipe, rates = problems.RECIPES[name], problems.MOVING
+        grads = problems.gradients("gaussian", 10)
+        ours = compare.runner(recipe.ours(rates, "float32"), "float32")(grads)
+        check = compare.check(recipe, "gaussian", "float32", ours, grads, rates)
+        return {"ok": check.state != "FAIL", "error": check.error, "bar": check.bar}
+
+    def half(name: str) -> Found:
+        """Steps in bfloat16, by the distance to the reference in float64.
+
+        It may be twice that of the reference in bfloat16: a GPU rounds the sums of a
+        product as PyTorch does, and where XLA takes no cuBLASLt every term.
+        """
+        found = compare.spread(name)
+        ours, bar = found.ours_exact, 2 * found.reference_exact
+        between = max(found.variants.values())
+        return {"ok": ours <= bar, "error": ours, "bar": bar, "between_torch": between}
+
     torch.set_num_threads(1)  # matrices are small
     for name in list(problems.RECIPES)[: 2 if tiny else None]:
-        record.measure(f"{name}, float32", parity_of, name)
+        record.measure(f"{name}, float32", single, name)
         if name in compare.SPREAD:
-            record.measure(f"{name}, bfloat16", low_precision_parity_of, name)
-
-
-def parity_of(name: str) -> Found:
-    """A recipe against its PyTorch reference, float32, with moving rates."""
-    from parity import compare, problems
-
-    recipe, rates = problems.RECIPES[name], problems.MOVING
-    grads = problems.gradients("gaussian", STEPS)
-    ours = compare.runner(recipe.ours(rates, "float32"), "float32")(grads)
-    check = compare.check(recipe, "gaussian", "float32", ours, grads, rates)
-    return {"ok": check.state != "FAIL", "error": check.error, "bar": check.bar}
-
-
-def low_precision_parity_of(name: str) -> Found:
-    """A recipe in bfloat16, by its distance to the reference in float64.
-
-    It may be twice as far as the reference in bfloat16: a GPU rounds the sums of a
-    product as PyTorch does, and where XLA takes no cuBLASLt every term.
-    """
-    from parity import compare
-
-    found = compare.spread(name)
-    error, bar = found.ours_exact, 2 * found.reference_exact
-    between = max(found.variants.values())
-    return {"ok": error <= bar, "error": error, "bar": bar, "between_torch": between}
+            record.measure(f"{name}, bfloat16", half, name)
 
 
 # ---- How long does it take?
@@ -216,13 +209,14 @@ def step_of(model: str, contender: Contender, timeout: float) -> Found:
 
 def orthogonalization(record: Record, tiny: bool) -> None:
     """Five steps in every form on every shape."""
-    # cuBLASLt alone, instead of Triton's products where XLA finds them faster.
-    cublas = {"xla_gpu_enable_triton_gemm": False} if on_a_gpu() else {}
-    ways = [(form, {}) for form in forms()] + [({"dtype": "bfloat16"}, cublas)]
+    ways: list[tuple[str, Found, Found]] = [("", form, {}) for form in forms()]
+    if on_a_gpu():  # without Triton's products, which XLA takes where they are faster
+        cublas = {"xla_gpu_enable_triton_gemm": False}
+        ways.append(("cuBLASLt ", {"dtype": "bfloat16"}, cublas))
     for m, n in ((32, 32), (32, 64)) if tiny else SHAPES:
-        for form, options in ways:
-            words = [f"{m}x{n}", *form.values(), *options]
-            record.measure(" ".join(words), form_of, form, m, n, options)
+        for name, form, options in ways:
+            what = f"{m}x{n} {name}{', '.join(form.values())}"
+            record.measure(what, form_of, form, m, n, options)
 
 
 def form_of(form: dict[str, Any], m: int, n: int, options: Found) -> Found:
