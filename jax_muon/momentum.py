@@ -67,7 +67,7 @@ def nesterov(
 
     Raises:
       ValueError: decay outside [0, 1), or any other dtype; at update, with the path, a
-        gradient whose momentum is missing or has another shape.
+        gradient whose momentum is missing or would be broadcast.
 
     Examples:
       >>> import jax.numpy as jnp

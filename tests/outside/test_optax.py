@@ -4,16 +4,13 @@ They come from the installed optax. Each case looks `optax.contrib.muon` up when
 and finds one of our recipes instead.
 """
 
-import inspect
-
 import jax
 import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers, _common_test, _muon_test
 
 import jax_muon as jm
-
-RECIPES = ("moonlight", "muon", "muonh", "nanochat", "normuon", "normuonh", "teon")
+from tests.recipes import ON_SPHERES, RECIPES
 
 
 def methods(tests, words=""):
@@ -37,7 +34,7 @@ CASES = methods(_common_test.ContribTest, "opt_name='muon'")
 # Why a case cannot pass, by recipe and words of the parameters.
 EXCEPTIONS = {
     (name, target): "keeps the norm of a matrix, and a zero one grows to its first step"
-    for name in ("muonh", "normuonh")
+    for name in ON_SPHERES
     for target in ("_setup_matrix_parabola", "_setup_mixed_tensor_target")
 }
 
@@ -55,13 +52,12 @@ def is_rule(x):
 
 def factory(name):
     """The recipe as optax's Muon: matrices of two axes, no decay, one rate for all."""
-    recipe = getattr(jm, name)
-    decays = "weight_decay" in inspect.signature(recipe).parameters
+    decay = {} if name in ON_SPHERES else {"weight_decay": 0.0}
 
     def make(learning_rate: optax.ScalarOrSchedule):
-        return recipe(
+        return RECIPES[name](
             learning_rate,
-            **({"weight_decay": 0.0} if decays else {}),
+            **decay,
             adamw=optax.adam(learning_rate),
             matrices=lambda params: jm.read(params, rules=by_rank(params), joins={}),
         )
