@@ -73,7 +73,8 @@ def _is_container(tree: Tree, module: Module) -> bool:
     if not kernels or len(counts) > 1 or nodes[0].batch:
         return False
     ((count,),) = counts
-    return count <= min(size for sizes in kernels for size in sizes[1:] if size > 1)
+    sides = [size for sizes in kernels for size in sizes[1:] if size > 1]
+    return all(count <= size for size in sides)
 
 
 def find_experts(tree: Tree) -> None:

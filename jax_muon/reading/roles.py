@@ -54,8 +54,7 @@ def _not_real(tree: Tree, node: Node) -> Role | None:
 
 
 def _bias(tree: Tree, node: Node) -> Role | None:
-    is_bias = node.is_bias and "embedding" not in node.name
-    return ("bias", "a bias") if is_bias else None
+    return ("bias", "a bias") if node.is_bias else None
 
 
 def _norm(tree: Tree, node: Node) -> Role | None:
@@ -104,7 +103,7 @@ def _single_line(tree: Tree, node: Node) -> Role | None:
 
 def _table(tree: Tree, node: Node) -> Role | None:
     title, is_kernel = {*node.title_words}, node.name == "kernel"
-    if node.own_words[-1:] and node.own_words[-1] in vocabulary.TABLE | {"table"}:
+    if {*node.own_words[-1:]} & (vocabulary.TABLE | {"table"}):
         return "embedding", "a lookup touches rows, it does not multiply"
     raw = not node.is_generic or "embed" in node.title
     if title & vocabulary.POSITION and raw and not is_kernel:
@@ -182,7 +181,7 @@ def _is_at_the_top(tree: Tree, node: Node) -> bool:
 
     It has no numbered sibling, and no query beside it.
     """
-    *around, last = [part for part in node.owner if part != "params"]
+    *around, last = node.owner
     name, outermost = last.lower(), node.owner[:-1] == tree.root
     known = vocabulary.WEAK_HEADS | (vocabulary.OUTERMOST_HEADS if outermost else set())
     if name not in known or node.batch or len(node.sizes) != 2:
@@ -221,7 +220,7 @@ def _router(tree: Tree, node: Node) -> Role | None:
             continue
         for other in tree.under[node.parts[:depth]]:
             name = other.parts[depth] if len(other.parts) > depth else part
-            if name != part and vocabulary.EXPERTS & {*paths.words(name)}:
+            if vocabulary.EXPERTS & {*paths.words(name)}:
                 return "router", f"a gate beside {name!r}"
             counts = {other.leaf.shape[axis] for axis in other.batch}
             fits = counts & {*node.sizes} and {*other.sizes} & {*node.sizes}
