@@ -148,7 +148,7 @@ def _join(split: Fitted, whole: Any, parts: Any) -> Any:
     (like,), axis = jax.tree.leaves(whole), split.axis
     if isinstance(split.parts, int):
         x = jnp.moveaxis(parts, splitting.batch_axis(like.ndim), axis)
-        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        x = x.reshape(like.shape)
     else:
         found = dict(parts.parts)
         for name, factor in split.learning_rates.items():

@@ -161,6 +161,8 @@ NAMED = [
     ("block/mix/w", ("i", "o"), "io"),
     ("block/mix/w", (".", "o", "i"), "boi"),
     ("block/mix/w", ("i", "o", "o"), "ioo"),
+    ("block/mix/w", ("i", "h"), "io"),
+    ("block/mix/w", ("o", "embed"), "oi"),
 ]
 
 

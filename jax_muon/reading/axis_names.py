@@ -177,8 +177,11 @@ def _side(kind: str | None) -> str:
 
 def _outputs(tree: Tree, node: Node, sides: list[str]) -> str:
     """Which of the two sides of a matrix are its outputs."""
-    if IN in sides and OUTPUT in sides:
+    if OUTPUT in sides:
         return OUTPUT
+    if IN in sides:
+        (other,) = {*sides} - {IN}
+        return other
     bias = tree.bias_of(node)
     if bias is not None and (kinds := bias.kinds):
         beside = {_side(kinds[axis]) for axis in bias.native if kinds[axis]}

@@ -111,7 +111,8 @@ class Decider:
         if found is not None:
             return (is_matrix and self._contradiction(node, found)) or found
         if not is_matrix:
-            return Places.out_of(end, range(end - 1, end), "", max(end - 2, 0))
+            outputs = range(max(end - 1, 0), end)
+            return Places.out_of(end, outputs, "", max(end - 2, 0))
         if role == "convolution":
             return "its window cannot be told from scanned layers"
         return "nothing around it shows which of its axes are batch, in and out"
