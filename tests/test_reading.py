@@ -2,6 +2,7 @@
 
 import collections
 import json
+import math
 import pathlib
 import re
 
@@ -176,6 +177,33 @@ def test_axes_permuted_with_their_names_change_nothing(case, random):
         {path: tuple(sizes[i] for i in order)}, {path: tuple(names[i] for i in order)}
     )
     assert letters(one[path]) == "muon " + "".join(answer[i] for i in order)
+
+
+PATHS = [path for tree in TREES.values() for path, *_ in tree]
+PARTS = sorted({part for path in PATHS for part in path.split("/")})
+AXES = st.tuples(
+    st.sampled_from([0, 1, 2, 3, 8, 64]),
+    st.sampled_from(sorted({name for _, names, _ in NAMED for name in names})),
+)
+
+
+@given(
+    st.dictionaries(
+        st.lists(st.sampled_from(PARTS), min_size=1, max_size=4).map("/".join),
+        st.lists(AXES, max_size=5),
+        min_size=1,
+        max_size=5,
+    )
+)
+@settings(max_examples=300, deadline=None)
+def test_every_tree_is_read(leaves):
+    """Nothing fails, and the axes of a matrix are all axes."""
+    shapes = {path: tuple(size for size, _ in axes) for path, axes in leaves.items()}
+    names = {path: tuple(name for _, name in axes) for path, axes in leaves.items()}
+    for given_names in ({}, names):
+        for one in read(shapes, given_names).values():
+            if one.label == "muon" and not one.doubt:
+                assert math.prod(one.sizes) == math.prod(one.shape)
 
 
 def test_a_table_has_no_outputs():
