@@ -106,7 +106,7 @@ class OnMesh:
             )
         self.tx = checks.as_transform("tx", tx)
         self.layout, self.gather_dtype = layout, gather_dtype
-        self._jitted_init = jax.jit(lambda params: self._init(params))
+        self._jitted_init = jax.jit(self._init)
         self._jitted_update = jax.jit(self._update)
 
     def transform(self) -> optax.GradientTransformationExtraArgs:

@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jax_muon.mesh.owners import Pool, Round, rounds
+from jax_muon.mesh.owners import Member, Pool, Round, rounds
 from jax_muon.mesh.specs import Sizes, devices_over
 from jax_muon.polar.grouped import Group
 from jax_muon.polar.stacks import map_stacks
@@ -64,13 +64,12 @@ def map_pools(
     `polar` gets stacks (k, m, n) of at most `max_stack` whole matrices, and `group=`
     where a group of devices is the owner. `pools` are those of the batches.
     """
+
+    def turned(x: Array, member: Member) -> Array:
+        return x.mT if member.transposed else x
+
     stacks = {
-        pool: jnp.concatenate(
-            [
-                batches[member.index].mT if member.transposed else batches[member.index]
-                for member in pool.members
-            ]
-        )
+        pool: jnp.concatenate([turned(batches[one.index], one) for one in pool.members])
         for pool in pools
     }
     done: dict[Pool, list[Array]] = {pool: [] for pool in pools}
@@ -92,11 +91,10 @@ def map_pools(
     results: list[Any] = [None] * len(batches)
     for pool in pools:
         stack = jnp.concatenate(done[pool])
-        start = 0
-        for member in pool.members:
-            part = stack[start : start + member.batch]
-            results[member.index] = part.mT if member.transposed else part
-            start += member.batch
+        stops = itertools.accumulate(member.batch for member in pool.members)
+        for member, stop in zip(pool.members, stops, strict=True):
+            part = stack[stop - member.batch : stop]
+            results[member.index] = turned(part, member)
     return results
 
 
