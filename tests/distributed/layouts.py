@@ -73,8 +73,6 @@ COMPOSITIONS = {
     "around MultiSteps": lambda on, tx: on(
         optax.MultiSteps(tx, 2).gradient_transformation()
     ),
-    "around a guard": lambda on, tx: on(jm.skip_nonfinite(tx)),
-    "around optax's guard": lambda on, tx: on(optax.apply_if_finite(tx, 3)),
     "around injected rates": lambda on, tx: on(rates_injected()),
     "injected rates alone": lambda on, tx: rates_injected(),
 }
@@ -108,7 +106,11 @@ def mesh_of(*shape, names=("data", "fsdp", "tp"), kind=AUTO):
 
 
 def fitting(mesh, *axes, shapes=problems.PROBLEMS["mixed"]):
-    """Specs by path: mesh axes on the last axes of a leaf that they divide."""
+    """Specs by path: mesh axes on the last axes of a leaf that they divide.
+
+    As JAX writes them, on Auto axes without None at the end, since another spelling
+    would compile again.
+    """
 
     def spec(path):
         shape = shapes[path]
@@ -116,6 +118,8 @@ def fitting(mesh, *axes, shapes=problems.PROBLEMS["mixed"]):
         for axis, name in zip(range(-len(axes), 0), axes, strict=True):
             if len(shape) >= -axis and name and shape[axis] % mesh.shape[name] == 0:
                 entries[axis] = name
+        while AxisType.Auto in mesh.axis_types and entries and entries[-1] is None:
+            entries.pop()
         return P(*entries)
 
     return spec
@@ -148,8 +152,9 @@ class Layout(NamedTuple):
         return jm.on_mesh(tx, self.mesh, specs, self.divide, min_size=1)
 
     def place(self, tree):
-        """Arrays on the mesh, with specs as JAX writes them."""
-        return place(tree, self.mesh, self.specs)
+        """Arrays on the mesh, which may be donated."""
+        shardings = {path: NamedSharding(self.mesh, self.specs(path)) for path in tree}
+        return jax.device_put(jax.tree.map(np.array, tree), shardings)
 
 
 def layout(name, kind=AUTO, shapes=problems.PROBLEMS["mixed"]):
@@ -157,19 +162,6 @@ def layout(name, kind=AUTO, shapes=problems.PROBLEMS["mixed"]):
     shape, axes, divide = LAYOUTS[name]
     mesh = mesh_of(*shape, kind=kind)
     return Layout(mesh, fitting(mesh, *axes, shapes=shapes), divide)
-
-
-def place(tree, mesh, specs):
-    """Arrays on a mesh, with specs as JAX writes them."""
-
-    def put(path, x):
-        spec = specs(path)
-        if AxisType.Auto in mesh.axis_types:
-            while len(spec) and spec[-1] is None:
-                spec = P(*spec[:-1])
-        return jax.device_put(np.array(x), NamedSharding(mesh, spec))
-
-    return {path: put(path, x) for path, x in tree.items()}
 
 
 @functools.cache
@@ -182,44 +174,24 @@ def one_device(name, problem="mixed", steps=20, dtype="float32"):
     return params, jax.device_get(result), losses
 
 
-def plain_step(tx, loss):
-    """A jitted step of a user who knows nothing but optax."""
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, batch):
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    return step
-
-
 def train_on_mesh(name, where, *, kind=AUTO, steps=20, dtype="float32"):
     """Train "mixed" by `on_mesh` in plain jit; the parameters and losses."""
     mesh, specs, _ = found = layout(where, kind)
     params, weights = problems.draw("mixed", dtype)
-    tx = optimizer(name, found.on, dtype)
-    step = plain_step(tx, problems.loss_of(weights))
-    params, losses = found.place(params), []
+    tx, start = optimizer(name, found.on, dtype), found.place(params)
+    step = problems.plain_step(tx, problems.loss_of(weights))
+    data = problems.batches(steps, dtype=dtype)
     # The user's own loss names no axes of the mesh; on Explicit ones JAX asks for them.
     within = kind == EXPLICIT or name in COMPOSITIONS
     with jax.set_mesh(mesh) if within else contextlib.nullcontext():
-        state = jax.jit(tx.init)(params)
-        for batch in problems.batches(steps, dtype=dtype):
-            params, state, value = step(params, state, batch)
-            losses.append(float(value))
+        params, state, losses = problems.run(step, start, jax.jit(tx.init)(start), data)
     # Sums of MultiSteps itself are outside; on Auto axes JAX reshards them once.
     again = name == "inside MultiSteps" and kind == AUTO
     assert step._cache_size() == 1 + again
-    assert_sharded(params, mesh, specs)
-    assert_bit_identical_on_devices((params, state))
-    return params, losses
-
-
-def assert_sharded(params, mesh, specs):
-    """Parameters are sharded as they were at the start."""
     for path, x in params.items():
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, specs(path)), x.ndim)
+    assert_bit_identical_on_devices((params, state))
+    return params, losses
 
 
 def assert_bit_identical_on_devices(tree):
@@ -234,16 +206,7 @@ def assert_bit_identical_on_devices(tree):
 
 def train_step_run(step, params, data):
     """Train by a `TrainStep`; parameters, state and losses."""
-    params, state = step.init(params)
-    losses = []
-    for batch in data:
-        params, state, metrics = step(params, state, batch)
-        losses.append(float(metrics["loss"]))
+    params, state, losses = problems.run(step, *step.init(params), data)
     assert step.cache_size() == 1
     assert_bit_identical_on_devices((params, state))
     return params, state, losses
-
-
-def copy(tree):
-    """Arrays that may be donated."""
-    return jax.tree.map(jnp.copy, tree)

@@ -4,6 +4,8 @@ Gradients are almost independent of the parameters, and every sample has its own
 layout gets wrong shows, what float32 rounds differently does not grow.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,20 +65,31 @@ def loss_of(weights):
     return loss
 
 
-def single_device(tx, loss, params, data):
-    """Parameters and losses of a plain jitted loop."""
+def plain_step(tx, loss):
+    """A jitted step of a user who knows nothing but optax."""
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    state, losses = tx.init(params), []
+    return step
+
+
+def run(step, params, state, data):
+    """Parameters, state and losses of a loop over batches."""
+    losses = []
     for batch in data:
         params, state, value = step(params, state, batch)
-        losses.append(float(value))
+        losses.append(float(value["loss"] if isinstance(value, dict) else value))
     return params, state, losses
+
+
+def single_device(tx, loss, params, data):
+    """The same, of a plain loop from the start."""
+    params = jax.tree.map(jnp.copy, params)  # the first step donates them
+    return run(plain_step(tx, loss), params, tx.init(params), data)
 
 
 def distance(a, b, start):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
@@ -110,8 +111,8 @@ def test_what_is_observed_is_that_of_one_device():
 
 @pytest.mark.parametrize("spec", [P(None, "fsdp"), P("fsdp", None)], ids=str)
 def test_what_is_observed_is_summed_in_one_round(spec):
-    mesh = jax.make_mesh((8,), ("fsdp",), (AUTO,))
-    params = layouts.place({"up": jnp.ones((64, 128))}, mesh, {"up": spec}.get)
+    place = NamedSharding(layouts.mesh_of(8, names=("fsdp",)), spec)
+    params = jax.device_put({"up": jnp.ones((64, 128))}, place)
     tx = jm.observe(optax.trace(0.9))
     state = jax.jit(tx.init)(params)
     compiled = jax.jit(tx.update).lower(params, state, params).compile()
