@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import checks, paths
+from jax_muon import paths
 from jax_muon.mesh.array_types import own_sharding
 from jax_muon.mesh.specs import (
     check_mesh,
@@ -53,7 +53,6 @@ class Layout:
 
     def __post_init__(self) -> None:
         check_mesh("mesh", self.mesh)
-        checks.count("min_size", self.min_size, least=0)
 
     def of_params(self, tree: Any) -> Any:
         """PartitionSpecs of parameters, with an entry for each axis."""
