@@ -56,11 +56,13 @@ class Layout:
 
     def of_params(self, tree: Any) -> Any:
         """PartitionSpecs of parameters, with an entry for each axis."""
-        return jax.tree.unflatten(jax.tree.structure(tree), self.of_leaves(tree)[1])
+        return self.of_tree(tree)[0]
 
-    def of_state(self, tree: Any) -> Any:
-        """PartitionSpecs of gradients, and of state with a parameter's shape."""
-        return jax.tree.unflatten(jax.tree.structure(tree), self.of_leaves(tree)[2])
+    def of_tree(self, tree: Any) -> tuple[Any, Any]:
+        """PartitionSpecs of parameters, and of their gradients and state."""
+        treedef = jax.tree.structure(tree)
+        _, coarse, fine = self.of_leaves(tree)
+        return jax.tree.unflatten(treedef, coarse), jax.tree.unflatten(treedef, fine)
 
     def of_leaves(
         self, tree: Any

@@ -26,12 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax_muon import checks, notes
 from jax_muon.mesh import gradients, layout, xla_options
 from jax_muon.mesh.on_mesh import OnMesh
-from jax_muon.mesh.specs import (
-    AxisName,
-    checked_axes,
-    only,
-    spec_names,
-)
+from jax_muon.mesh.specs import AxisName, checked_axes, only
 from jax_muon.reading.layers import axes_of_layers
 
 Step = tuple[Any, Any, dict[str, Any]]
@@ -143,9 +138,13 @@ def make_train_step(
         checks.refuse(
             "divide", divide, f"mesh axes of axis={names}, which sum gradients"
         )
-    specs = PartitionSpec() if specs is None else specs
-    if AxisType.Explicit in mesh.axis_types:
-        specs = _on_explicit_axes(specs, names, mesh)
+    others = [n for n in mesh.axis_names if n not in names and mesh.shape[n] > 1]
+    if AxisType.Explicit in mesh.axis_types and others:
+        # JAX cannot scatter arrays whose types show other axes.
+        raise ValueError(
+            f"mesh axis {others[0]!r} is Explicit; expected a mesh with Auto axes, "
+            f"since it has more axes than those of the batch, axis={names}"
+        )
     checks.choice("parameters", parameters, ("as specs", "divided"))
     checks.count("microbatches", microbatches)
     checks.choice("accumulate", accumulate, ("local", "scattered"))
@@ -179,7 +178,7 @@ def make_train_step(
     )
     places = layout.Layout(
         mesh,
-        specs,
+        PartitionSpec() if specs is None else specs,
         names if divided is None else divided,
         names,
         min_size,
@@ -271,7 +270,7 @@ class TrainStep:
         if self._options is not None:
             return dict(self._options)
         axis, mesh = self._gradients.axis, self._layout.mesh
-        specs = jax.tree.leaves(self._layout.of_params(params))
+        _, specs, _ = self._layout.of_leaves(params)
         sharded = [only(spec, axis) for spec in specs]
         first, stacked = any(map(any, sharded)), any(axes_of_layers(params).values())
         layers = first and stacked and self._gradients.how != "leaves"
@@ -306,17 +305,17 @@ class TrainStep:
                     f"expected a leading axis that {devices} devices x {microbatches} "
                     "microbatches divide"
                 )
-        specs = self._layout.of_params(params), self._layout.of_state(params)
-        here, scattered = jax.tree.map(lambda x: only(x, axis), specs)
-        manual = set(axis)
+        manual, specs = set(axis), self._layout.of_tree(params)
         if AxisType.Explicit in mesh.axis_types:
             batch = jax.reshard(batch, NamedSharding(mesh, PartitionSpec(axis)))
             manual = set(mesh.axis_names)  # the others have one device
+        here, scattered = jax.tree.map(lambda x: only(x, manual), specs)
+        inside = jax.tree.map(lambda x: only(x, axis), specs)
         # With check_vma=True, the gradient of a parameter that devices share would be
         # summed already, loops could not start from constants, and a loss that ends in
         # a pmean would have a gradient that is too small by the number of devices.
         grads, largest, metrics = jax.shard_map(
-            lambda params, batch: self._gradients(params, batch, here, scattered),
+            lambda params, batch: self._gradients(params, batch, *inside),
             mesh=mesh,
             in_specs=(here, PartitionSpec(axis)),
             out_specs=(scattered, PartitionSpec(), PartitionSpec()),
@@ -343,24 +342,3 @@ def _check_alive(params: Any, state: Any) -> None:
                 "place; expected params, state, metrics = step(params, state, batch), "
                 "or make_train_step(donate=False)"
             )
-
-
-def _on_explicit_axes(
-    specs: layout.Specs, axis: tuple[str, ...], mesh: Mesh
-) -> layout.Specs:
-    """The specs without axes of one device, as a function of the path.
-
-    JAX cannot scatter arrays whose types show other axes than those of the batch.
-    """
-    others = set(mesh.axis_names) - set(axis)
-    if large := [name for name in others if mesh.shape[name] > 1]:
-        raise ValueError(
-            f"mesh axis {large[0]!r} is Explicit; expected a mesh with Auto axes, "
-            f"since it has more axes than those of the batch, axis={axis}"
-        )
-    given = layout.spec_by_path(specs)
-
-    def spec(path: str) -> PartitionSpec:
-        return only(given(path), set(spec_names(given(path))) - others)
-
-    return spec
