@@ -9,6 +9,7 @@ of it. The scan becomes one that gathers each layer while another one runs; see
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -79,46 +80,37 @@ class Held:
         """The result of an operation that needs no other device's shard, or None."""
         before: Any = eqn.invars[0].aval
         result: Any = eqn.outvars[0].aval
-        old, new, spec, params = before.shape, result.shape, self.spec, eqn.params
-
-        def moved(function: Callable[[Any], Any], spec: Sequence[Any]) -> Held:
-            x = None if self.x is None else function(self.x)
-            return dataclasses.replace(self, x=x, spec=tuple(spec))
-
+        old, new, params, is_layer = before.shape, result.shape, eqn.params, False
+        axes: Sequence[int | None]  # of the operand, for each axis of the result
         match eqn.primitive.name:
             case "convert_element_type" if jnp.issubdtype(result.dtype, jnp.inexact):
                 return dataclasses.replace(self, casts=(*self.casts, result.dtype))
             case "transpose":
-                order = params["permutation"]
-                return moved(lambda x: x.transpose(order), [spec[a] for a in order])
-            case "squeeze" if not any(spec[a] for a in params["dimensions"]):
-                axes = params["dimensions"]
-                rest = [entry for a, entry in enumerate(spec) if a not in axes]
-                return moved(lambda x: jnp.squeeze(x, axes), rest)
-            case "reshape":  # of axes before all sharded ones
-                first = next(a for a, entry in enumerate(spec) if entry)
-                lead = len(new) - len(old) + first
-                if lead < 0 or new[lead:] != old[first:]:
-                    return None
-                return moved(
-                    lambda x: x.reshape(*new[:lead], *x.shape[first:]),
-                    [*[None] * lead, *spec[first:]],
-                )
+                axes = params["permutation"]
+            case "reshape" | "squeeze":  # an axis stays if what is before it does
+                places = {(math.prod(old[:a]), n): a for a, n in enumerate(old)}
+                axes = [places.get((math.prod(new[:a]), n)) for a, n in enumerate(new)]
             case "slice" | "dynamic_slice" if not params.get("strides"):
-                cut = [a for a in range(len(old)) if old[a] != new[a]]
-                if any(spec[a] for a in cut):
-                    return None
-                at = params.get("start_indices", starts)
-
-                def part(x: Any) -> Any:  # starts are clamped, as in the operation
-                    for a in cut:
-                        start = jnp.clip(at[a], 0, old[a] - new[a])
-                        x = jax.lax.dynamic_slice_in_dim(x, start, new[a], a)
-                    return x
-
-                is_layer = self.is_layer or any(new[a] == 1 for a in cut)
-                return dataclasses.replace(moved(part, spec), is_layer=is_layer)
-        return None
+                axes = [a if n == old[a] else None for a, n in enumerate(new)]
+                is_layer = any(n < old[a] and n == 1 for a, n in enumerate(new))
+            case _:
+                return None
+        if any(entry and a not in axes for a, entry in enumerate(self.spec)):
+            return None
+        spec = tuple(None if a is None else self.spec[a] for a in axes)
+        x, is_layer = self.x, is_layer or self.is_layer
+        if x is not None:
+            kept = zip(axes, spec, new, strict=True)
+            sizes = tuple(x.shape[a] if entry else n for a, entry, n in kept)
+            match eqn.primitive.name:
+                case "transpose":
+                    x = x.transpose(axes)
+                case "reshape" | "squeeze":
+                    x = x.reshape(sizes)
+                case _:  # the operation itself clamps starts; lax.dynamic_slice wraps
+                    starts = params.get("start_indices", starts)
+                    x = jax.lax.dynamic_slice_p.bind(x, *starts, slice_sizes=sizes)
+        return dataclasses.replace(self, x=x, spec=spec, is_layer=is_layer)
 
 
 class ByLayers:
@@ -189,15 +181,11 @@ class _Evaluation:
             return v.val if isinstance(v, Literal) else env[v]
 
         for eqn in jaxpr.eqns:
-            inputs = [read(v) for v in eqn.invars]
-            results = None
-            if any(isinstance(x, Held) for x in inputs):
-                results = self._of_held(eqn, inputs)
+            results = self._of_held(eqn, [read(v) for v in eqn.invars])
             if results is None:
-                for v, x in zip(eqn.invars, inputs, strict=True):
-                    if isinstance(x, Held):  # gathered once, if it is used again
-                        env[v] = self.whole(x, eqn.primitive.name)
                 names = list({v for v in eqn.invars if not isinstance(v, Literal)})
+                for v in names:  # gathered once, if it is used again
+                    env[v] = self.whole(env[v], eqn.primitive.name)
                 one = jaxpr.replace(
                     constvars=(),
                     invars=names,
@@ -211,24 +199,25 @@ class _Evaluation:
         return [read(v) for v in jaxpr.outvars]
 
     def _of_held(self, eqn: JaxprEqn, given: list[Any]) -> list[Any] | None:
-        """Results of an operation that can take held arrays, or None."""
+        """Results of an operation on held arrays, or None if it needs them whole."""
         name, params = eqn.primitive.name, eqn.params
-        if name in ("jit", "pjit"):
+        if not any(isinstance(x, Held) for x in given):
+            return None
+        if name == "jit":
             return self.run(_inner(eqn), given)
-        if name in ("checkpoint", "remat", "remat2") and not params["differentiated"]:
+        if name == "remat2" and not params["differentiated"]:
             return self.checkpoint(eqn, given)
         if name != "scan":
             first = given[0]
             after = first.after(eqn, given[1:]) if isinstance(first, Held) else None
             return None if after is None else [after]
         constants, start = _before_layers(eqn)
-        taken = [isinstance(x, Held) and not x.spec[0] for x in given[start:]]
-        taken = [False] * start + taken
+        rest = [isinstance(x, Held) and not x.spec[0] for x in given[start:]]
         has_refs = any(type(v.aval) is not jax.core.ShapedArray for v in eqn.invars)
-        if has_refs or not any(taken) or not params["length"]:
+        if has_refs or not any(rest) or not params["length"]:
             return None
-        pairs = zip(given, taken, strict=True)
-        given = [x if is_taken else self.whole(x, name) for x, is_taken in pairs]
+        taken = zip(given, [False] * start + rest, strict=True)
+        given = [x if is_taken else self.whole(x, name) for x, is_taken in taken]
         return self.scan(eqn, given, constants, start)
 
     def whole(self, x: Any, by: str) -> Any:
@@ -254,14 +243,13 @@ class _Evaluation:
     def scan(
         self, eqn: JaxprEqn, given: list[Any], constants: int, start: int
     ) -> list[Any]:
-        body, rows = _inner(eqn), given[start:]
+        body, rows, look = _inner(eqn), given[start:], _Look()
         shapes = [isinstance(x, Held) and dataclasses.replace(x, x=None) for x in rows]
-        look = _Look()
-        look.results(body, _layers([*[None] * start, *shapes]))
+        look.results(body, [*[None] * start, *_layers(shapes)])
         # Arrays that a scan within this one takes stay sharded here.
         ours = [isinstance(x, Held) and x.leaf not in look.scanned for x in rows]
         held = list(itertools.compress(_layers(rows), ours))
-        xs = [x for x, is_ours in zip(rows, ours, strict=True) if not is_ours]
+        xs = list(itertools.compress(rows, [not x for x in ours]))
 
         def run(consts: Any, carry: Any, layer: Any, xs: Any) -> Any:
             parts = {True: iter(layer), False: iter(_layers(xs))}
@@ -269,15 +257,11 @@ class _Evaluation:
             results = self.results(body, [*consts, *carry, *row])
             return results[: len(carry)], results[len(carry) :]
 
-        def each(function: Callable[..., Any], values: list[Any]) -> list[Any]:
-            """Apply `Held.gathered` or `Held.scattered` to the arrays of a layer."""
-            pairs = zip(held, values, strict=True)
-            return [function(x, self._exchange, value) for x, value in pairs]
-
+        exchange = itertools.repeat(self._exchange)
         scan = prefetch.scan(
             run,
-            functools.partial(each, Held.gathered),
-            functools.partial(each, Held.scattered),
+            lambda shards: [*map(Held.gathered, held, exchange, shards)],
+            lambda grads: [*map(Held.scattered, held, exchange, grads)],
             keep_gathered=self._exchange.keep_gathered,
             late=self._exchange.late,
             **{name: eqn.params[name] for name in ("length", "reverse", "unroll")},

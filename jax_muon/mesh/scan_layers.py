@@ -6,18 +6,10 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import checks, paths
+from jax_muon import checks
 from jax_muon.mesh.by_layers import ByLayers, Exchange
-from jax_muon.mesh.layout import Specs, spec_by_path
-from jax_muon.mesh.specs import (
-    AxisName,
-    check_mesh,
-    checked_axes,
-    entry_names,
-    full_rank,
-    only,
-    spec_names,
-)
+from jax_muon.mesh.layout import Layout, Specs
+from jax_muon.mesh.specs import AxisName, checked_axes, entry_names, only, spec_names
 
 
 def scan_layers(
@@ -74,12 +66,10 @@ def scan_layers(
       >>> float(x[0])
       8.0
     """
-    checks.kind("block", block, Callable, "a function of (carry, layer)")
     checks.arrays("layers", layers)
     checks.flag("keep_gathered", keep_gathered)
     checks.flag("reverse", reverse)
-    checks.count("unroll", unroll)
-    check_mesh("mesh", mesh)
+    layout = Layout(mesh, specs)
     names = mesh.axis_names if axis is None else checked_axes("axis", axis, mesh)
 
     def scan(layers: Any, carry: Any) -> Any:
@@ -88,11 +78,9 @@ def scan_layers(
     context = jax.sharding.get_abstract_mesh()
     if set(names) & set(context.manual_axes):
         return scan(layers, carry)
-    given = None if specs is None else spec_by_path(specs)
+    flat, treedef = jax.tree.flatten(layers)
     divided = []
-    for path, x in paths.leaves_with_paths(layers):
-        spec = jax.typeof(x).sharding.spec if given is None else given(path)
-        spec = full_rank(spec, path, x.shape, mesh)
+    for x, path, spec, _ in zip(flat, *layout.of_leaves(layers), strict=True):
         if set(entry_names(spec[0])) & set(names):
             raise ValueError(
                 f"layers at {path!r} of shape {x.shape} with {spec} are divided along "
@@ -115,7 +103,6 @@ def scan_layers(
         return place(g.astype(dtype), NamedSharding(on, spec))
 
     traced = ByLayers(scan, (layers, carry), divided, gather)
-    flat, treedef = jax.tree.flatten(layers)
     for leaf, spec in enumerate(divided):
         if any(spec) and leaf not in traced.held:
             flat[leaf] = gather(flat[leaf], spec)

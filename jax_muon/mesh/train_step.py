@@ -123,16 +123,7 @@ def make_train_step(
     References:
       Rajbhandari et al., ZeRO, arXiv 1910.02054.
     """
-    checks.kind("loss_fn", loss_fn, Callable, "a function of (params, batch)")
-    if isinstance(getattr(getattr(tx, "update", None), "__self__", None), OnMesh):
-        raise ValueError(
-            "tx is an optimizer on a mesh already, and make_train_step puts it there; "
-            "expected the optimizer itself: make_train_step(loss_fn, tx, mesh, "
-            "specs=..., divide=...) instead of on_mesh(tx, mesh, ...)"
-        )
     names = checked_axes("axis", axis, mesh)
-    if not names:
-        checks.refuse("axis", axis, "at least one")
     divided = None if divide is None else checked_axes("divide", divide, mesh)
     if divided and not set(divided) <= set(names):
         checks.refuse(
@@ -158,9 +149,6 @@ def make_train_step(
     maxima = (max_aux,) if isinstance(max_aux, str) else tuple(max_aux)
     if maxima and not has_aux:
         raise ValueError(f"max_aux={max_aux!r}; expected has_aux=True with it")
-    if compiler_options is not None:
-        expected = "a mapping of XLA's options, or None"
-        checks.mapping("compiler_options", compiler_options, expected)
     means = gradients.MeanGradients(
         loss_fn,
         names,
@@ -212,13 +200,13 @@ class TrainStep:
         self._gradients, self._optimizer = means, optimizer
         self._layout = optimizer.layout
         self._donate = (0, 1) if donate else ()
-        self._jitted: dict[Any, Any] = {}
+        self._jitted: Any = None
         self.tx = optimizer.transform()
 
     def init(self, params: optax.Params) -> tuple[Any, Any]:
         """The parameters, and the optimizer's state, in their shardings."""
-        shardings = self._shardings(params)
-        placed = jax.tree.map(jax.device_put, params, shardings[0])
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract(params))
+        placed = jax.device_put(params, shardings[0])
         # A copy, since the first step donates its arguments: device_put may alias.
         copy = jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=shardings)
         copied: tuple[Any, Any] = copy((placed, self._optimizer.init(placed)))
@@ -230,12 +218,13 @@ class TrainStep:
         Args:
           params: the parameters, or their shapes.
         """
-        return jax.tree.map(
-            lambda place, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-            self._shardings(params),
-            (params, self._optimizer.abstract_state(params)),
-            is_leaf=lambda x: isinstance(x, NamedSharding),
+        checks.arrays("params", params)
+        shapes = jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            params,
+            self._optimizer.shardings(params),
         )
+        return shapes, self._optimizer.abstract_state(params)
 
     def __call__(self, params: Any, state: Any, batch: Any) -> Step:
         """One step; see the class."""
@@ -263,7 +252,7 @@ class TrainStep:
 
     def cache_size(self) -> int:
         """How many programs have been compiled."""
-        return sum(jitted._cache_size() for jitted in self._jitted.values())
+        return 0 if self._jitted is None else self._jitted._cache_size()
 
     def compiler_options(self, params: Any) -> dict[str, Any]:
         """XLA's options for these parameters, or their shapes; see `gpu_options`."""
@@ -278,22 +267,14 @@ class TrainStep:
         return xla_options.options_of(params, mesh, axis, first, layers, late)
 
     def _jit(self, params: Any) -> Any:
-        """The jitted step, with the compiler's options for these parameters."""
-        leaves, treedef = jax.tree.flatten(params)
-        key = treedef, tuple((x.shape, x.dtype) for x in leaves)
-        if key not in self._jitted:
-            self._jitted[key] = jax.jit(
+        """The jitted step, with the compiler's options for its first parameters."""
+        if self._jitted is None:
+            self._jitted = jax.jit(
                 self._step,
                 donate_argnums=self._donate,
                 compiler_options=self.compiler_options(params) or None,
             )
-        return self._jitted[key]
-
-    def _shardings(self, params: Any) -> tuple[Any, Any]:
-        checks.arrays("params", params)
-        state = self._optimizer.abstract_state(params)
-        places = self._optimizer.shardings(params)
-        return places, jax.tree.map(lambda x: x.sharding, state)
+        return self._jitted
 
     def _step(self, params: Any, state: Any, batch: Any) -> Step:
         axis, mesh = self._gradients.axis, self._layout.mesh
