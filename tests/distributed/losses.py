@@ -80,14 +80,6 @@ def chunked_cross_entropy(params, x):
     return jnp.mean(largest + jnp.log(total) - own)
 
 
-def fori_loop(params, x):
-    def body(i, total):
-        layer = jax.tree.map(lambda leaf: leaf[i], params["layers"])
-        return total + jnp.mean(_layer(x * params["scale"], layer))
-
-    return jax.lax.fori_loop(0, LAYERS, body, jnp.zeros((), x.dtype))
-
-
 def while_loop(params, x):
     """A number of rounds that each device finds by its own samples."""
     rounds = jax.lax.while_loop(
@@ -103,19 +95,6 @@ def cond(params, x):
         lambda: jnp.zeros(WIDTH, x.dtype),
     )
     return jnp.mean(jnp.sin(x * chosen))
-
-
-def rnn(params, x):
-    """The state of a recurrent network starts at zero."""
-    w = params["layers"]["w"][0]
-
-    def body(state, token):
-        state = jnp.tanh(token * params["scale"] + state @ w)
-        return state, jnp.mean(state)
-
-    sequence = jnp.stack([x, jnp.roll(x, 1, axis=1), -x])
-    _, means = jax.lax.scan(body, jnp.zeros(x.shape, x.dtype), sequence)
-    return means.sum()
 
 
 def ends_in_pmean(params, x):
@@ -144,10 +123,8 @@ LOSSES = {
     "Python loop": (python_loop, python_loop),
     "aux in the carry": (scan_with_aux_in_the_carry, scan_with_aux_in_the_carry),
     "chunked cross-entropy": (chunked_cross_entropy, chunked_cross_entropy),
-    "fori_loop": (fori_loop, fori_loop),
     "while_loop": (while_loop, while_loop),
     "cond": (cond, cond),
-    "RNN": (rnn, rnn),
     "pmean": (ends_in_pmean, python_loop),
     "psum": (ends_in_psum, python_loop),
     "pcast": (marks_of_vma, of_rows),
@@ -156,123 +133,128 @@ LOSSES = {
 
 # --- scans over layers, as models write them ------------------------------------------
 
+SCANS = {}
+LEAVES = {"layers/b", "layers/w"}
 
-def _stack(params, x, layers, body=_layer, *, around=lambda f: f, xs=None, **given):
+
+def scans(loss, whole=frozenset()):
+    """Keep a loss by its name, with what has to be whole besides the head."""
+    SCANS[loss.__name__] = loss, whole
+    return loss
+
+
+def with_whole_layers(loss):
+    return scans(loss, LEAVES)
+
+
+def stack(
+    params,
+    x,
+    layers,
+    body=_layer,
+    *,
+    scan=jax.lax.scan,
+    around=lambda f: f,
+    xs=None,
+    **given,
+):
     """What layers make of x, in a scan with outputs whose body closes over a scale."""
-    scale = params["scale"]
 
     def step(carry, layer_and_x):
         y, count = carry
         layer, extra = layer_and_x
-        y = body(y * scale, layer)
+        y = body(y * params["scale"], layer)
         y = y if extra is None else y * jax.random.bernoulli(extra, 0.9, y.shape[1:])
         return (y, count + 1), (jnp.mean(y**2), count)
 
-    start = (x, jnp.zeros((), int))
-    scan = around(
-        lambda start, layers: jax.lax.scan(step, start, (layers, xs), **given)
-    )
-    (y, _), (means, counts) = scan(start, layers)
+    run = around(lambda start, layers: scan(step, start, (layers, xs), **given))
+    (y, _), (means, counts) = run((x, jnp.zeros((), int)), layers)
     weights = 1 + jnp.arange(means.size).reshape(means.shape) / 4
     assert counts.shape == means.shape
     return jnp.mean(jnp.sin(y) @ params["head"]) + 0.1 * jnp.sum(means * weights)
 
 
+@scans
 def scan(params, x):
-    return _stack(params, x, params["layers"])
+    return stack(params, x, params["layers"])
 
 
-def scan_in_reverse(params, x):
-    return _stack(params, x, params["layers"], reverse=True, unroll=2)
+@scans
+def in_reverse(params, x):
+    given = {"reverse": True, "unroll": 3, "_split_transpose": True}
+    return stack(params, x, params["layers"], **given)
 
 
-def scan_of_checkpoints(params, x):
+@scans
+def of_checkpoints(params, x):
     body = jax.checkpoint(_layer, prevent_cse=False)
-    return _stack(params, x, params["layers"], body)
+    return stack(params, x, params["layers"], body)
 
 
-def scan_with_a_policy(params, x):
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return _stack(params, x, params["layers"], jax.checkpoint(_layer, policy=policy))
+@scans
+def within_a_checkpoint(params, x):
+    return stack(params, x, params["layers"], around=jax.checkpoint)
 
 
-def checkpoint_of_a_scan(params, x):
-    return _stack(params, x, params["layers"], around=jax.checkpoint)
+@scans
+def within_jit(params, x):
+    return stack(params, x, params["layers"], jax.jit(_layer), around=jax.jit)
 
 
-def scan_within_jit(params, x):
-    return _stack(params, x, params["layers"], jax.jit(_layer), around=jax.jit)
-
-
-def scan_with_keys(params, x):
+@scans
+def with_keys(params, x, scan=jax.lax.scan):
     keys = jax.random.split(jax.random.key(0), LAYERS)
-    return _stack(params, x, params["layers"], xs=keys)
+    body = jax.checkpoint(_layer)
+    return stack(params, x, params["layers"], body, xs=keys, scan=scan)
 
 
-def scan_of_the_second_axis(params, x):
+@scans
+def of_the_second_axis(params, x):
     """Layers on axis 1, as MaxText has them."""
-    stored = {"w": params["layers"]["w"].swapaxes(0, 1), "b": params["layers"]["b"]}
-    layers = {"w": jnp.moveaxis(stored["w"], 1, 0), "b": stored["b"]}
-    return _stack(params, x, layers)
+    stored = params["layers"]["w"].swapaxes(0, 1)
+    return stack(params, x, params["layers"] | {"w": jnp.moveaxis(stored, 1, 0)})
 
 
-def scan_of_casts(params, x):
+@scans
+def of_casts(params, x):
     """Masters are cast before the scan, and once more within it."""
     layers = jax.tree.map(lambda w: w.astype(jnp.float32), params["layers"])
 
     def body(x, layer):
         return _layer(x, jax.tree.map(lambda w: w.astype(x.dtype), layer))
 
-    return _stack(params, x, layers, body)
+    return stack(params, x, layers, body)
 
 
-def scan_of_scans(params, x):
+def _blocks(leaf):
+    """Two blocks of two layers."""
+    return leaf.reshape(2, 2, *leaf.shape[1:])
+
+
+@scans
+def of_scans(params, x):
     """Checkpoints of blocks of layers, as levanter has them."""
-    blocks = jax.tree.map(lambda w: w.reshape(2, 2, *w.shape[1:]), params["layers"])
 
     @jax.checkpoint
     def body(x, block):
         inner = jax.checkpoint(lambda x, layer: (_layer(x, layer), None))
         return jax.lax.scan(inner, x, block)[0]
 
-    return _stack(params, x, blocks, body)
+    return stack(params, x, jax.tree.map(_blocks, params["layers"]), body)
 
 
-def scan_of_scans_of_others(params, x):
+@scans
+def of_scans_of_others(params, x):
     """An inner scan takes some of a layer's arrays, the outer one the others."""
-    layers = {"b": params["layers"]["b"]}
-    blocks = jax.tree.map(
-        lambda w: w.reshape(2, 2, *w.shape[1:]), params["layers"]["w"]
-    )
-    pairs = {"b": layers["b"].reshape(2, 2, -1), "w": blocks}
+    layers = params["layers"]
+    pairs = {"b": layers["b"].reshape(2, 2, -1), "w": _blocks(layers["w"])}
 
     def body(x, block):
         x = x + block["b"][1]
         inner = lambda x, w: (x + jnp.tanh(x @ w), None)  # noqa: E731
         return jax.lax.scan(inner, x, block["w"])[0]
 
-    return _stack(params, x, pairs, body)
-
-
-@jax.custom_vjp
-def _sine(x):
-    return jnp.sin(x)
-
-
-_sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
-
-
-def scan_of_all_kinds(params, x):
-    """Gradients by hand, branches, loops and effects."""
-
-    @jax.checkpoint
-    def body(x, layer):
-        y = x + _sine(jax.nn.relu(x @ layer["w"] + layer["b"]))
-        y = jax.lax.cond(jnp.sum(y) > 1e9, jnp.negative, jnp.tanh, y)
-        jax.debug.callback(lambda total: None, jnp.sum(y))
-        return jax.lax.fori_loop(0, 2, lambda i, y: jnp.sin(y @ layer["w"]), y)
-
-    return _stack(params, x, params["layers"], body)
+    return stack(params, x, pairs, body)
 
 
 @jax.custom_vjp
@@ -287,41 +269,37 @@ def _kernel(x):
 _kernel.defvjp(lambda x: (_kernel(x), x), lambda x, g: (g * jnp.cos(x),))
 
 
-def scan_of_kernels(params, x):
-    """A kernel with a gradient by hand, as flash attention is."""
-    body = lambda x, layer: _kernel(_layer(x, layer))  # noqa: E731
-    return _stack(params, x, params["layers"], body, unroll=3, _split_transpose=True)
+@scans
+def of_all_kinds(params, x):
+    """Branches, loops, and a kernel with a gradient by hand, as flash attention is."""
+
+    @jax.checkpoint
+    def body(x, layer):
+        y = x + _kernel(jax.nn.relu(x @ layer["w"] + layer["b"]))
+        y = jax.lax.cond(jnp.sum(y) > 1e9, jnp.negative, jnp.tanh, y)
+        return jax.lax.fori_loop(0, 2, lambda i, y: jnp.sin(y @ layer["w"]), y)
+
+    return stack(params, x, params["layers"], body)
 
 
-def scan_of_effects(params, x):
+@scans
+def of_effects(params, x):
     """Prints, callbacks whose results are used, and memory of its own."""
 
     def body(x, layer):
         jax.debug.callback(lambda total: None, jnp.sum(x))
-        kind, first = (
-            jax.ShapeDtypeStruct((), jnp.int32),
-            jax.lax.stop_gradient(x[0, 0]),
-        )
+        first = jax.lax.stop_gradient(x[0, 0])
+        kind = jax.ShapeDtypeStruct((), jnp.int32)
         one = io_callback(lambda x: np.ones((), np.int32), kind, first)
         ref = jax.new_ref(x)
         ref[...] += one.astype(x.dtype)
         return _layer(ref[...], jax.tree.map(jnp.sin, layer))
 
-    return _stack(params, x, params["layers"], body)
+    return stack(params, x, params["layers"], body)
 
 
-def scan_with_memory_of_the_loss(params, x):
-    """Each turn of the scan writes to a reference from outside of it."""
-    total = jax.new_ref(jnp.zeros((), x.dtype))
-
-    def body(x, layer):
-        total[...] += jax.lax.stop_gradient(jnp.sum(x))
-        return _layer(x, layer)
-
-    return _stack(params, x, params["layers"], body)
-
-
-def scan_with_names(params, x):
+@scans
+def with_names(params, x):
     """Values are kept by name, some of them on the host, in nested checkpoints."""
     names = {"names_which_can_be_saved": ["a"], "names_which_can_be_offloaded": ["b"]}
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -332,81 +310,19 @@ def scan_with_names(params, x):
         x = checkpoint_name(jax.checkpoint(_layer)(x, layer), "a")
         return checkpoint_name(_layer(x, layer), "b")
 
-    return _stack(params, x, params["layers"], jax.checkpoint(body, policy=policy))
+    return stack(params, x, params["layers"], jax.checkpoint(body, policy=policy))
 
 
-def scans_of_parts(params, x):
-    """The first layers, and then the others."""
-    first = jax.tree.map(lambda w: w[:1], params["layers"])
+@scans
+def after_the_first_layer(params, x):
+    """A slice outside of the scan, and a slice of all others for the scan."""
+    first = jax.tree.map(lambda w: w[0], params["layers"])
     others = jax.tree.map(lambda w: w[1:], params["layers"])
-    return _stack(params, x, first) + _stack(params, x, others)
+    return stack(params, jax.checkpoint(_layer)(x, first), others)
 
 
-def scan_with_layers_in_its_results(params, x):
-    """A layer is also in the outputs, and in branches."""
-
-    def step(x, layer):
-        x = jax.lax.cond(x.size > 0, _layer, lambda x, layer: x, x, layer)
-        return x, jnp.sum(layer["b"]) + layer["w"][0]
-
-    x, rows = jax.lax.scan(step, x * params["scale"], params["layers"])
-    return jnp.mean(x @ params["head"]) + jnp.mean(rows**2)
-
-
-def derivative_within_a_loss(params, x):
-    """Forward over reverse."""
-
-    def inner(x):
-        step = lambda x, layer: (_layer(x, layer), None)  # noqa: E731
-        return jnp.sum(jax.lax.scan(step, x, params["layers"])[0] ** 2)
-
-    start = x * params["scale"]
-    _, product = jax.jvp(jax.grad(inner), (start,), (x,))
-    return jnp.mean(product @ params["head"])
-
-
-def gradient_by_hand_around_a_scan(params, x):
-    def run(x, layers):
-        step = lambda x, layer: (_layer(x, layer), None)  # noqa: E731
-        return jax.lax.scan(step, x, layers)[0]
-
-    by_hand = jax.custom_vjp(run)
-    by_hand.defvjp(lambda *given: jax.vjp(run, *given), lambda pull, g: pull(g))
-    return jnp.mean(by_hand(x * params["scale"], params["layers"]) @ params["head"])
-
-
-def scan_within_a_branch(params, x):
-    step = lambda x, layer: (_layer(x, layer), None)  # noqa: E731
-    run = lambda x: jax.lax.scan(step, x, params["layers"])[0]  # noqa: E731
-    y = jax.lax.cond(jnp.sum(x**2) > 0, run, lambda x: x, x * params["scale"])
-    return jnp.mean(y @ params["head"])
-
-
-def scan_of_scaled_layers(params, x):
-    return _stack(params, x, jax.tree.map(lambda w: 2 * w, params["layers"]))
-
-
-def gradient_within_a_loss(params, x):
-    """The layers' scan, and that of its gradient, both of which take the layers."""
-
-    def inner(row):
-        y, _ = jax.lax.scan(lambda y, w: (_layer(y, w), None), row, params["layers"])
-        return jnp.sum(jnp.sin(y * params["scale"]))
-
-    penalties = jax.vmap(lambda row: jnp.sum(jax.grad(inner)(row) ** 2))(x)
-    return jnp.mean(x @ params["head"]) + jnp.mean(penalties)
-
-
-def loop_of_checkpoints(params, x):
-    """A Python loop over slices."""
-    y = x * params["scale"]
-    for i in range(LAYERS):
-        layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
-        y = jax.checkpoint(_layer)(y, layer)
-    return jnp.mean(y @ params["head"])
-
-
-def loop_of_dynamic_slices(params, x):
+@scans
+def no_scan_but_dynamic_slices(params, x):
     """Starts outside of the array: JAX wraps negative ones once, and clamps."""
     y = x * params["scale"]
     for i in (-6, -2, 3, 9):
@@ -418,34 +334,51 @@ def loop_of_dynamic_slices(params, x):
     return jnp.mean(y @ params["head"])
 
 
-LEAVES = ("layers/b", "layers/w")
-# Each with what has to be whole, besides the head.
-SCANS = {
-    scan: (),
-    scan_in_reverse: (),
-    scan_of_checkpoints: (),
-    scan_with_a_policy: (),
-    checkpoint_of_a_scan: (),
-    scan_within_jit: (),
-    scan_with_keys: (),
-    scan_of_the_second_axis: (),
-    scan_of_casts: (),
-    scan_of_scans: (),
-    scan_of_scans_of_others: (),
-    scan_of_all_kinds: (),
-    scan_of_kernels: (),
-    scan_of_effects: (),
-    scan_with_names: (),
-    scans_of_parts: (),
-    scan_with_layers_in_its_results: (),
-    gradient_within_a_loss: (),
-    derivative_within_a_loss: (),
-    loop_of_checkpoints: (),
-    loop_of_dynamic_slices: (),
-    scan_with_aux_in_the_carry: (),
-    fori_loop: LEAVES,
-    scan_with_memory_of_the_loss: LEAVES,
-    gradient_by_hand_around_a_scan: LEAVES,
-    scan_within_a_branch: LEAVES,
-    scan_of_scaled_layers: LEAVES,
-}
+@scans
+def with_layers_in_its_results(params, x):
+    """A layer is also in the outputs, and in branches."""
+
+    def step(x, layer):
+        x = jax.lax.cond(x.size > 0, _layer, lambda x, layer: x, x, layer)
+        return x, jnp.sum(layer["b"]) + layer["w"][0]
+
+    x, rows = jax.lax.scan(step, x * params["scale"], params["layers"])
+    return jnp.mean(x @ params["head"]) + jnp.mean(rows**2)
+
+
+@scans
+def with_a_gradient_of_its_own(params, x):
+    """The layers' scan, and that of its gradient, both of which take the layers."""
+
+    def inner(row):
+        y, _ = jax.lax.scan(lambda y, w: (_layer(y, w), None), row, params["layers"])
+        return jnp.sum(jnp.sin(y * params["scale"]))
+
+    penalties = jax.vmap(lambda row: jnp.sum(jax.grad(inner)(row) ** 2))(x)
+    return jnp.mean(x @ params["head"]) + jnp.mean(penalties)
+
+
+@with_whole_layers
+def fori_loop(params, x):
+    def body(i, total):
+        layer = jax.tree.map(lambda leaf: leaf[i], params["layers"])
+        return total + jnp.mean(_layer(x * params["scale"], layer))
+
+    return jax.lax.fori_loop(0, LAYERS, body, jnp.zeros((), x.dtype))
+
+
+@with_whole_layers
+def with_memory_of_the_loss(params, x):
+    """Each turn of the scan writes to a reference from outside of it."""
+    total = jax.new_ref(jnp.zeros((), x.dtype))
+
+    def body(x, layer):
+        total[...] += jax.lax.stop_gradient(jnp.sum(x))
+        return _layer(x, layer)
+
+    return stack(params, x, params["layers"], body)
+
+
+@with_whole_layers
+def of_scaled_layers(params, x):
+    return stack(params, x, jax.tree.map(lambda w: 2 * w, params["layers"]))
