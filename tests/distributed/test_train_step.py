@@ -13,6 +13,7 @@ from jax_muon.mesh.collectives import collectives
 from tests.distributed import layouts, losses, problems
 from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of, recipe
 from tests.distributed.test_layouts import BOUND, assert_same_losses
+from tests.reading import reader
 
 
 def make(where="ZeRO-2 on 4", tx=None, kind=AUTO, loss=None, problem="mixed", **given):
@@ -33,57 +34,49 @@ def make(where="ZeRO-2 on 4", tx=None, kind=AUTO, loss=None, problem="mixed", **
     )
 
 
+STEPS = 5
 FORMS = {
-    "ZeRO-2": ("ZeRO-2 on 8", {}),
-    "ZeRO-2, Explicit": ("ZeRO-2 on 8", {"kind": EXPLICIT}),
-    "ZeRO-2, gathered first": ("ZeRO-2 on 8", {"parameters": "divided"}),
+    "Explicit": ("ZeRO-2 on 8", {"kind": EXPLICIT}),
     "two axes, gathered first": ("ZeRO-2 over two axes", {"parameters": "divided"}),
     "FSDP": ("FSDP", {}),
-    "HSDP": ("HSDP", {}),
+    "HSDP, microbatches": ("HSDP", {"microbatches": 2}),
     "HSDP, gathered first": ("HSDP", {"parameters": "divided"}),
     "ZeRO-2 x TP": ("ZeRO-2 x FSDP x TP", {}),
-    "microbatches": ("ZeRO-2 on 4", {"microbatches": 4}),
     "scattered": ("ZeRO-2 on 4", {"microbatches": 4, "accumulate": "scattered"}),
     "scattered, gathered first": (
         "HSDP",
         {"microbatches": 2, "accumulate": "scattered", "parameters": "divided"},
     ),
+    # Few matrices for many devices, shapes that nothing divides.
+    **{name: ("ZeRO-2 on 8", {"problem": name}) for name in problems.PROBLEMS},
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_equals_one_device(form):
     where, given = FORMS[form]
-    start, expected, losses = layouts.one_device("nanochat", steps=10)
+    problem = given.get("problem", "mixed")
+    start, expected, losses = layouts.one_device("nanochat", problem, steps=STEPS)
     result, _, got = layouts.train_step_run(
-        make(where, **given), start, problems.batches(10)
+        make(where, **given), start, problems.batches(STEPS)
     )
     assert problems.distance(result, expected, start) < BOUND
     assert_same_losses(got, losses)
 
 
-@pytest.mark.parametrize("problem", [p for p in problems.PROBLEMS if p != "mixed"])
-def test_every_problem(problem):
-    """Few matrices for many devices, shapes that nothing divides."""
-    start, expected, _ = layouts.one_device("nanochat", problem, steps=5)
-    step = make("ZeRO-2 on 8", problem=problem)
-    result, _, _ = layouts.train_step_run(step, start, problems.batches(5))
-    assert problems.distance(result, expected, start) < BOUND
-
-
 def test_a_state_goes_on_in_another_form(tmp_path):
     """Saved by ZeRO-2, restored divided between steps: what `abstract` is for."""
-    start, expected, _ = layouts.one_device("nanochat", steps=10)
-    data = problems.batches(10)
-    params, state, _ = layouts.train_step_run(make(), start, data[:5])
+    start, expected, _ = layouts.one_device("nanochat", steps=STEPS)
+    data = problems.batches(STEPS)
+    params, state, _ = layouts.train_step_run(make(), start, data[:3])
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "5", {"params": params, "state": state})
+        checkpointer.save(tmp_path / "3", {"params": params, "state": state})
     step = make("ZeRO-2 on 8", parameters="divided")
     target = dict(zip(("params", "state"), step.abstract(start), strict=True))
     with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(tmp_path / "5", target)
+        restored = checkpointer.restore(tmp_path / "3", target)
     params, state = restored["params"], restored["state"]
-    for batch in data[5:]:
+    for batch in data[3:]:
         params, state, _ = step(params, state, batch)
     assert step.cache_size() == 1
     assert problems.distance(params, expected, start) < BOUND
@@ -91,27 +84,27 @@ def test_a_state_goes_on_in_another_form(tmp_path):
 
 def test_buffers_are_donated_and_the_users_own_stay():
     params, _ = problems.draw("mixed")
-    step = make()
+    step, batch = make(), problems.batches(1)[0]
     placed, state = step.init(params)
-    old = placed
-    step(placed, state, problems.batches(1)[0])
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+    step(placed, state, batch)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(placed))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
     with pytest.raises(ValueError, match=r"params.* is deleted: an earlier call"):
-        step(placed, state, problems.batches(1)[0])
+        step(placed, state, batch)
 
 
 # --- losses ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("parameters", ["as specs", "divided"])
+@pytest.mark.parametrize(
+    ("parameters", "microbatches"), [("as specs", 1), ("divided", 2)]
+)
 @pytest.mark.parametrize("name", losses.LOSSES)
 def test_gradients_of_any_loss(name, parameters, microbatches):
     """A step of plain SGD moves parameters by the gradient of the whole batch."""
     loss, alone = losses.LOSSES[name]
     params, samples = losses.draw(), losses.samples()
-    value, expected = jax.value_and_grad(alone)(params, samples)
+    value, expected = jax.jit(jax.value_and_grad(alone))(params, samples)
     step = make(
         loss=loss,
         tx=optax.sgd(1.0),
@@ -137,17 +130,19 @@ def test_gradients_of_any_loss(name, parameters, microbatches):
     ids=["whole", "microbatches", "scattered"],
 )
 def test_weights_that_differ_between_devices(given):
-    """A masked mean: the devices' batches have 0 to 4 samples that count."""
+    """A masked mean: the devices' batches have 0 to 4 samples that count.
+
+    The mean of no samples, and its gradient, is NaN.
+    """
     params, weights = problems.draw("mixed")
-    plain, data = problems.loss_of(weights), problems.batches(5)
+    plain, data = problems.loss_of(weights), problems.batches(STEPS)
     mask = np.array([1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0], np.float32)
     masked = [(batch, jnp.asarray(mask)) for batch in data]
 
     def loss(params, batch):
         samples, mask = batch
         count = jnp.sum(mask)
-        scaled = samples * mask[:, None] * (len(mask) / jnp.maximum(count, 1))[None]
-        return plain(params, scaled), count
+        return plain(params, samples * mask[:, None] * (len(mask) / count)), count
 
     kept = [batch[mask == 1] for batch in data]
     expected, _, losses = problems.single_device(recipe(), plain, params, kept)
@@ -168,20 +163,6 @@ def test_a_batch_in_which_nothing_counts_moves_little():
     assert jnp.max(jnp.abs(after["w"] - params["w"])) < 0.02 * 0.1
 
 
-@pytest.mark.parametrize("given", [{}, {"microbatches": 2, "accumulate": "scattered"}])
-def test_a_mean_of_nothing_does_not_count(given):
-    """One device's samples are all masked, and their mean is 0 / 0."""
-    params, mask = {"w": jnp.ones((8, 16))}, jnp.ones(16).at[:2].set(0)
-
-    def loss(params, mask):
-        return jnp.sum(mask * jnp.mean(params["w"])) / jnp.sum(mask), jnp.sum(mask)
-
-    step = make("ZeRO-2 on 8", optax.sgd(1.0), loss=loss, weighted=True, **given)
-    after, _, metrics = step(*step.init(params), mask)
-    np.testing.assert_allclose(after["w"], 1 - 1 / 128, rtol=1e-6)
-    np.testing.assert_allclose(metrics["loss"], 1, rtol=1e-6)
-
-
 def test_float16_means_and_weights_do_not_overflow():
     """Gradients of 9000 on eight devices: float16 cannot hold the sum, nor weights."""
     params = {"w": jnp.zeros((8, 16), jnp.float16)}
@@ -196,35 +177,31 @@ def test_float16_means_and_weights_do_not_overflow():
     assert metrics["loss"] == 0
 
 
-def test_aux_is_averaged():
+def test_aux_is_averaged_whatever_its_dtype():
+    """The sums of two True, 100 and 60000 are True, -56 and infinite."""
     params, weights = problems.draw("one matrix only")
     plain, batch = problems.loss_of(weights), problems.batches(1)[0]
+    alike = {"flag": True, "int8": np.int8(100), "float16": np.float16(60000)}
 
     def loss(params, batch):
-        return plain(params, batch), {"mean": jnp.mean(batch)}
+        aux = jax.tree.map(jnp.asarray, alike) | {"mean": jnp.mean(batch)}
+        return plain(params, batch), aux
 
     step = make(loss=loss, has_aux=True, microbatches=2)
     _, _, metrics = step(*step.init(params), batch)
-    np.testing.assert_allclose(metrics["aux"]["mean"], jnp.mean(batch), rtol=1e-5)
-
-
-@pytest.mark.parametrize("aux", [True, np.int8(100), np.float16(60000)], ids=type)
-def test_aux_is_averaged_whatever_its_dtype(aux):
-    """The sum of two is True, -56 and infinite."""
-    params, weights = problems.draw("one matrix only")
-    plain, batch = problems.loss_of(weights), problems.batches(1)[0]
-    step = make(
-        loss=lambda p, b: (plain(p, b), jnp.asarray(aux)), has_aux=True, microbatches=2
-    )
-    _, _, metrics = step(*step.init(params), batch)
-    assert metrics["aux"] == aux
+    mean = metrics["aux"].pop("mean")
+    np.testing.assert_allclose(mean, jnp.mean(batch), rtol=1e-5)
+    assert metrics["aux"] == alike
 
 
 @pytest.mark.parametrize(
-    ("where", "parameters"),
-    [("ZeRO-2 x FSDP x TP", "as specs"), ("ZeRO-2 on 4", "divided")],
+    ("where", "parameters", "wire"),
+    [
+        ("ZeRO-2 x FSDP x TP", "as specs", "reduce_dtype"),
+        ("ZeRO-2 on 4", "as specs", "gather_dtype"),
+        ("ZeRO-2 on 4", "divided", "gather_dtype"),
+    ],
 )
-@pytest.mark.parametrize("wire", ["reduce_dtype", "gather_dtype"])
 def test_dtypes_on_the_wire(wire, where, parameters):
     """A CPU cannot sum 16 bits over some axes of a mesh, nor take the maximum."""
     params, weights = problems.draw("mixed")
@@ -238,9 +215,9 @@ def test_dtypes_on_the_wire(wire, where, parameters):
     given = {"where": where, "loss": loss, "parameters": parameters}
     given |= {"has_aux": True, "max_aux": "largest"}
     given |= {"tx": optax.sgd(0.1, momentum=0.9)}
-    exact, _, _ = layouts.train_step_run(make(**given), params, data)
-    coarse, _, _ = layouts.train_step_run(
-        make(**given, **{wire: jnp.bfloat16}), params, data
+    exact, coarse = (
+        layouts.train_step_run(make(**given, **dtype), params, data)[0]
+        for dtype in ({}, {wire: jnp.bfloat16})
     )
     assert 1e-6 < problems.distance(coarse, exact, params) < 2e-2  # roundings of 2^-9
 
@@ -282,7 +259,7 @@ def test_zero2_scatters_each_leaf_and_nothing_twice():
     assert sizes == sorted([4, *(params[k].nbytes for k in summed)])  # and the loss
 
 
-@pytest.mark.parametrize("form", ["ZeRO-2", "FSDP", "HSDP, gathered first"])
+@pytest.mark.parametrize("form", ["mixed", "FSDP", "HSDP, gathered first"])
 def test_plan_counts_what_a_step_sends(form):
     where, given = FORMS[form]
     params, _ = problems.draw("mixed")
@@ -316,12 +293,14 @@ def test_parameters_divided_between_steps_are_gathered_once():
 # --- errors ---------------------------------------------------------------------------
 
 
-def test_batches_that_do_not_divide():
+def test_errors_of_a_step_leave_its_arguments():
     params, _ = problems.draw("one matrix only")
     step = make(problem="one matrix only", microbatches=3)
     placed, state = step.init(params)
     with pytest.raises(ValueError, match="4 devices x 3 microbatches"):
         step(placed, state, problems.batches(1)[0])
+    with pytest.raises(ValueError, match="state is not one of this optimizer"):
+        step(placed, jm.muon().init(params), problems.batches(1, size=12)[0])
     assert not placed["w"].is_deleted()
 
 
@@ -329,17 +308,22 @@ def test_batches_that_do_not_divide():
     ("given", "match"),
     [
         ({"axis": "model"}, "axis='model'; expected axes of the mesh"),
-        ({"divide": "model"}, "divide='model'; expected axes of the mesh"),
-        ({"microbatches": 0}, "microbatches=0"),
+        ({"divide": "fsdp"}, "divide='fsdp'; expected mesh axes of axis="),
         ({"accumulate": "never"}, "accumulate='never'"),
-        ({"parameters": "everywhere"}, "parameters='everywhere'"),
+        ({"gather": "always"}, "gather='always'; expected one of 'auto'"),
         ({"max_aux": "logits"}, "max_aux=.*has_aux=True"),
         ({"reduce_dtype": "int8"}, "reduce_dtype='int8'; expected"),
+        ({"weighted": "no"}, "weighted='no'; expected True or False"),
+        (
+            {"mesh": mesh_of(2, 2, kind=EXPLICIT)},
+            "'fsdp' is Explicit; expected a mesh with Auto",
+        ),
     ],
 )
 def test_arguments(given, match):
+    given = {"mesh": mesh_of(2, 2)} | given
     with pytest.raises(ValueError, match=match):
-        jm.make_train_step(lambda p, b: 0.0, jm.nanochat(), mesh_of(2), **given)
+        jm.make_train_step(lambda p, b: 0.0, jm.nanochat(), **given)
 
 
 @pytest.mark.parametrize(
@@ -369,19 +353,9 @@ def test_counts_of_groups_without_leaves_under_zero2():
     state = step(*step.init(params), jnp.ones((2, 3)))[1]
     _, alone = tx.update(params, tx.init(params), params)
 
-    def counts(state):
-        leaves = jax.tree_util.tree_leaves_with_path(state)
-        named = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
-        return {path: int(leaf) for path, leaf in named if path.endswith(".count")}
-
-    assert counts(state) == counts(alone)
-    assert set(counts(state).values()) == {1}
-
-
-def test_an_optimizer_that_is_on_a_mesh_already():
-    mesh = mesh_of(2)
-    with pytest.raises(ValueError, match=r"tx is .* on a mesh already.* instead of"):
-        jm.make_train_step(lambda p, b: 0.0, jm.on_mesh(jm.muon(), mesh), mesh)
+    for x in (state, alone):
+        counts = [int(count) for _, count in optax.tree.get_all_with_path(x, "count")]
+        assert counts == 2 * [1]  # of muon, and of adamw
 
 
 def test_an_on_mesh_within_the_optimizer():
@@ -396,29 +370,28 @@ def test_an_on_mesh_within_the_optimizer():
 
     on_mesh = trained(jm.on_mesh(recipe(), mesh))
     np.testing.assert_array_equal(on_mesh, trained(recipe()))
+    step = make(tx=jm.on_mesh(recipe(), mesh, divide="data"), problem=problem)
     with pytest.raises(ValueError, match=r"is divided over .* already"):
-        trained(jm.on_mesh(recipe(), mesh, divide="data"))
+        step.init(params)
 
 
-@pytest.mark.parametrize("parameters", ["as specs", "divided"])
+FROZEN = reader(rules={"count": "frozen", "mask": "frozen"})
+
+
 @pytest.mark.parametrize(
-    ("tx", "alone"),
+    ("parameters", "alone", "given"),
     [
-        (optax.adamw(0.1, weight_decay=1.0), optax.adamw(0.1, weight_decay=1.0)),
+        ("as specs", optax.adamw(0.1, weight_decay=1.0), None),
         (
-            jm.muon(
-                matrices=lambda params: jm.read(
-                    params, rules={"count": "frozen", "mask": "frozen"}
-                ),
-                groups={"frozen": optax.set_to_zero()},
-                polar=jm.ExactPolar(),
-            ),
+            "divided",
             jm.muon(polar=jm.ExactPolar()),
+            {"matrices": FROZEN, "groups": {"frozen": optax.set_to_zero()}},
         ),
     ],
     ids=["adamw", "muon"],
 )
-def test_integers_among_the_parameters_stay_as_they_are(tx, alone, parameters):
+def test_integers_among_the_parameters_stay_as_they_are(parameters, alone, given):
+    tx = alone if given is None else jm.muon(polar=jm.ExactPolar(), **given)
     params = {"w": jnp.eye(8, 16), "count": jnp.asarray(3), "mask": jnp.eye(8) > 0}
 
     def loss(params, batch):
@@ -436,30 +409,13 @@ def test_integers_among_the_parameters_stay_as_they_are(tx, alone, parameters):
     np.testing.assert_allclose(after["w"], w["w"] + updates["w"], rtol=0, atol=5e-6)
 
 
-def test_explicit_axes_beside_those_of_the_batch():
-    mesh = mesh_of(2, 2, kind=EXPLICIT)
-    with pytest.raises(
-        ValueError, match="'fsdp' is Explicit; expected a mesh with Auto"
-    ):
-        jm.make_train_step(lambda p, b: 0.0, jm.nanochat(), mesh, specs=P("fsdp"))
-
-
 def test_an_explicit_axis_of_one_device_beside_those_of_the_batch():
     """It divides nothing, so specs may name it."""
     params, mesh = {"w": jnp.ones((8, 6))}, mesh_of(2, 1, kind=EXPLICIT)
     batch = jnp.asarray(np.arange(16.0).reshape(2, 8))
     loss = lambda p, b: jnp.mean(jnp.sin(b @ p["w"]))  # noqa: E731
     expected = jax.grad(loss)(params, batch)["w"]
-    for spec in (P("fsdp"), P(None, "fsdp"), P(("data", "fsdp"))):
+    for spec in (P("fsdp"), P(("data", "fsdp"))):
         step = jm.make_train_step(loss, optax.sgd(1.0), mesh, specs=spec)
         after, _, _ = step(*step.init(params), batch)
         np.testing.assert_allclose(1 - after["w"], expected, rtol=0, atol=5e-6)
-
-
-def test_a_state_of_something_else():
-    params, _ = problems.draw("one matrix only")
-    step = make(problem="one matrix only")
-    placed, _ = step.init(params)
-    with pytest.raises(ValueError, match="state is not one of this optimizer"):
-        step(placed, jm.muon().init(params), problems.batches(1)[0])
-    assert not placed["w"].is_deleted()
