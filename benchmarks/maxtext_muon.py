@@ -63,7 +63,7 @@ def of_optax(params: Any, mesh: Mesh) -> Counts:
     module = Module.parse(step.lower(placed).compile().as_text())
     transfers = module.transfers()
     sent = sum(transfer.sent_bytes for transfer in transfers)
-    return module.work().flops, sent, len(transfers)
+    return module.flops(), sent, len(transfers)
 
 
 def of_us(params: Any, mesh: Mesh) -> Counts:

@@ -61,7 +61,6 @@ def measure(whole: WholeStep, options: dict[str, Any], rates: Rates) -> dict[str
     seconds = time.perf_counter() - began
     module = Module.parse(compiled.as_text())
     transfers = module.transfers()
-    memory = compiled.memory_analysis()
     planned = describe(whole.step.tx, whole.params)
     found = estimate(module, rates, kinds_of_devices(planned.pools, planned.sizes))
     return {
@@ -72,9 +71,8 @@ def measure(whole: WholeStep, options: dict[str, Any], rates: Rates) -> dict[str
             for kind in sorted({t.kind for t in transfers})
         },
         "all": summarize(transfers, rates),
-        "products": dataclasses.asdict(module.work()),
-        "peak_bytes": memory.peak_memory_in_bytes,
-        "argument_bytes": memory.argument_size_in_bytes,
+        "flops": module.flops(),
+        "peak_bytes": compiled.memory_analysis().peak_memory_in_bytes,
         "bytes_copied_in_loops": module.bytes_copied_in_loops(),
         "seconds": dataclasses.asdict(found)
         | {"compile": seconds, "rates": dataclasses.asdict(rates)},
@@ -82,21 +80,14 @@ def measure(whole: WholeStep, options: dict[str, Any], rates: Rates) -> dict[str
 
 
 def summarize(transfers: list[Transfer], rates: Rates) -> dict[str, Any]:
-    """How much is sent and where to, how much of it exposed, FLOPs beside the rest.
-
-    Products that run beside several transfers count for each of them.
-    """
-    hidden = [t for t in transfers if t.is_hidden]
-    sent = sum(t.sent_bytes for t in transfers)
-    between = sum(bytes_between_hosts(t, rates.gpus_per_host) for t in transfers)
+    """How many there are, what they send and where to, and how much of it exposed."""
     return {
         "transfers": len(transfers),
-        "exposed_transfers": len(transfers) - len(hidden),
-        "bytes": sent,
-        "bytes_within_hosts": sent - between,
-        "bytes_between_hosts": between,
-        "exposed_bytes": sent - sum(t.sent_bytes for t in hidden),
-        "flops_beside": sum(t.hides.flops for t in hidden),
+        "bytes": sum(t.sent_bytes for t in transfers),
+        "bytes_between_hosts": sum(
+            bytes_between_hosts(t, rates.gpus_per_host) for t in transfers
+        ),
+        "exposed_bytes": sum(t.sent_bytes for t in transfers if not t.is_hidden),
     }
 
 

@@ -44,41 +44,6 @@ _BITS = re.compile(r"^[a-z]+(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Products:
-    """Matrix products: how many, and their FLOPs."""
-
-    count: int = 0
-    flops: int = 0
-
-    def __add__(self, other: "Products") -> "Products":
-        return Products(self.count + other.count, self.flops + other.flops)
-
-    def __mul__(self, times: int) -> "Products":
-        return Products(self.count * times, self.flops * times)
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """Products that every device runs, and those in a branch that it may not take."""
-
-    always: Products = Products()
-    perhaps: Products = Products()
-
-    def __add__(self, other: "Work") -> "Work":
-        return Work(self.always + other.always, self.perhaps + other.perhaps)
-
-    @property
-    def count(self) -> int:
-        """Products on a device that takes every branch."""
-        return self.always.count + self.perhaps.count
-
-    @property
-    def flops(self) -> int:
-        """Their FLOPs."""
-        return self.always.flops + self.perhaps.flops
-
-
-@dataclasses.dataclass(frozen=True)
 class Instruction:
     """One line of a computation."""
 
@@ -111,7 +76,7 @@ class Transfer:
       input_bytes: of one device.
       group: devices that take part in it; other groups may do the same.
       is_sync: whether the device waits for it, be it a pair of start and done or not.
-      hides: products between start and done.
+      hides: FLOPs of matrix products between start and done.
     """
 
     name: str
@@ -121,7 +86,7 @@ class Transfer:
     input_bytes: int
     group: tuple[int, ...]
     is_sync: bool
-    hides: Work
+    hides: int
 
     @property
     def devices(self) -> int:
@@ -136,7 +101,7 @@ class Transfer:
     @property
     def is_hidden(self) -> bool:
         """Whether it is asynchronous with a product between start and done."""
-        return not self.is_sync and self.hides.count > 0
+        return not self.is_sync and self.hides > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +177,7 @@ class Module:
         """Collectives of the entry and its loops, in the order of their starts."""
         schedule = self.schedule
         types = {line.name: line.type for line in schedule}
-        before = self.work_before()
+        before = self.flops_before()
         place = {line.name: index for index, line in enumerate(schedule)}
         done = {
             line.operands[0]: place[line.name]
@@ -225,10 +190,6 @@ class Module:
             if kind not in _COLLECTIVES:
                 continue
             end = done.get(line.name, start)
-            between = Work(
-                _difference(before[end].always, before[start + 1].always),
-                _difference(before[end].perhaps, before[start + 1].perhaps),
-            )
             paired = line.name in done
             found.append(
                 Transfer(
@@ -239,7 +200,7 @@ class Module:
                     sum(_bytes(types[name]) for name in line.operands),
                     first_group(line.text),
                     not paired or '"is_sync":true' in line.text,
-                    between if paired else Work(),
+                    before[end] - before[start + 1] if paired else 0,
                 )
             )
         return found
@@ -268,22 +229,23 @@ class Module:
                 )
         return found
 
-    def work_before(
+    def flops_before(
         self, takes: Callable[[Instruction], int] = lambda line: 0
-    ) -> list[Work]:
-        """Products before each place of the schedule; the last entry has all.
+    ) -> list[int]:
+        """FLOPs before each place of the schedule; the last entry has all.
 
         Args:
           takes: which branch of a conditional a device takes: the longest is 0.
         """
         schedule = self.schedule
         types = {line.name: line.type for line in schedule}
-        before = [Work()]
+        before = [0]
         for line in schedule:
-            work = self._work(line, types)
             if line.opcode == "conditional":
-                work = Work(perhaps=self._branches(line)[takes(line)])
-            before.append(before[-1] + work)
+                found = self._branches(line)[takes(line)]
+            else:
+                found = self._flops(line, types)
+            before.append(before[-1] + found)
         return before
 
     def bytes_copied_in_loops(self) -> int:
@@ -294,37 +256,28 @@ class Module:
             if line.opcode in ("copy", "copy-start") and "/" in line.name
         )
 
-    def work(self) -> Work:
-        """All products of the module."""
-        return self._work_of(self.entry)
+    def flops(self) -> int:
+        """FLOPs of all matrix products, on a device that takes the longest branches."""
+        return self._flops_of(self.entry)
 
-    def _work_of(self, computation: str) -> Work:
+    def _flops_of(self, computation: str) -> int:
         lines = self.computations.get(computation, [])
         types = {line.name: line.type for line in lines}
-        return sum((self._work(line, types) for line in lines), start=Work())
+        return sum(self._flops(line, types) for line in lines)
 
-    def _branches(self, line: Instruction) -> list[Products]:
-        """What each branch of a conditional computes, the longest first."""
-        found = [self._work_of(name) for name in line.called]
-        products = [work.always + work.perhaps for work in found]
-        return sorted(products, key=lambda x: x.flops, reverse=True)
+    def _branches(self, line: Instruction) -> list[int]:
+        """FLOPs of each branch, the longest first."""
+        return sorted((self._flops_of(name) for name in line.called), reverse=True)
 
-    def _work(self, line: Instruction, types: dict[str, str]) -> Work:
+    def _flops(self, line: Instruction, types: dict[str, str]) -> int:
         if line.opcode == "dot" or (
             line.opcode == "custom-call"
             and any(word in _target(line.text) for word in _PRODUCT_TARGETS)
         ):
-            return Work(Products(1, _flops(line, types)))
-        inner = [self._work_of(name) for name in line.called]
+            return _product_flops(line, types)
         if line.opcode == "conditional":
-            # A device takes one branch: count the one that does most.
-            return Work(perhaps=self._branches(line)[0])
-        total, trips = sum(inner, start=Work()), _trips(line.text)
-        return Work(total.always * trips, total.perhaps * trips)
-
-
-def _difference(after: Products, before: Products) -> Products:
-    return Products(after.count - before.count, after.flops - before.flops)
+            return self._branches(line)[0]
+        return _trips(line.text) * sum(map(self._flops_of, line.called))
 
 
 def _trips(text: str) -> int:
@@ -349,7 +302,7 @@ def _bytes(text: str) -> int:
     return total
 
 
-def _flops(line: Instruction, types: dict[str, str]) -> int:
+def _product_flops(line: Instruction, types: dict[str, str]) -> int:
     """2 x elements of the product x length of the sums."""
     _, product = next(_arrays(line.type))
     _, left = next(_arrays(types[line.operands[0]]))

@@ -36,11 +36,6 @@ class Estimate:
     products: float
     transfers: float
 
-    @property
-    def waiting(self) -> float:
-        """How long products wait for transfers."""
-        return self.step - self.products
-
 
 def bytes_between_hosts(transfer: Transfer, gpus_per_host: int) -> float:
     """Bytes that a GPU sends through its network card.
@@ -111,7 +106,7 @@ def estimate(
     """
     work = np.array(  # (kinds, places): seconds of products before each place
         [
-            [work.flops / rates.flops for work in module.work_before(takes)]
+            [flops / rates.flops for flops in module.flops_before(takes)]
             for takes in kinds or [lambda line: 0]
         ]
     )
