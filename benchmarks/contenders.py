@@ -39,7 +39,6 @@ class JaxContender:
         layout: str,
         dtype: str,
         *,
-        in_train_step: bool = True,
         cublas: bool = False,
     ):
         """Compile.
@@ -50,8 +49,6 @@ class JaxContender:
           layout: "separate" leaves of every layer, or "scanned" ones of all layers.
           dtype: of the polar iteration, where the contender has a choice. "float32" is
             for products of float32 without TF32, which a GPU would take by "default".
-          in_train_step: whether to compile the step inside a train step too, and say
-            what temporaries it has there.
           cublas: on a GPU, products by cuBLASLt alone. An option of this program: a
             flag of the process would be unknown to the compiler for CPUs.
         """
@@ -68,13 +65,11 @@ class JaxContender:
             began = time.perf_counter()
             lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
             self.compiled = lowered.compile(compiler_options=options)
+            analysis = self.compiled.memory_analysis()
             self.info: dict[str, Any] = {
                 "compile_s": time.perf_counter() - began,
-                "temporary_bytes": temporaries(self.compiled),
+                "temporary_bytes": analysis and analysis.temp_size_in_bytes,
             }
-            if in_train_step:
-                found = temporaries_in_train_step(step, args)
-                self.info["train_step_temporary_bytes"] = found
 
     def step(self) -> float:
         """Seconds of one step."""
@@ -98,30 +93,6 @@ def random_like(shapes: Any, seed: int) -> Any:
         for key, leaf in zip(keys, leaves, strict=True)
     ]
     return jax.tree.unflatten(treedef, drawn)
-
-
-def temporaries(compiled: Any) -> int | None:
-    """Bytes beside arguments and results, or None where the platform does not say."""
-    analysis = compiled.memory_analysis()
-    return None if analysis is None else analysis.temp_size_in_bytes
-
-
-def temporaries_in_train_step(step: Step, args: tuple[Any, Any, Any]) -> int | None:
-    """The same where gradients are temporaries themselves, less their bytes.
-
-    In a train step an optimizer can write over the gradients, which it cannot if they
-    are arguments. A branch stands for the backward pass: the compiler must hold what
-    either side gives.
-    """
-
-    def train_step(params: Any, state: Any, grads: Any, sign: Any) -> tuple[Any, Any]:
-        negative = functools.partial(jax.tree.map, jnp.negative)
-        return step(params, state, jax.lax.cond(sign, negative, lambda g: g, grads))
-
-    jitted = jax.jit(train_step, donate_argnums=(0, 1))
-    total = temporaries(jitted.lower(*args, jnp.bool_(True)).compile())
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(args[2]))
-    return None if total is None else total - held
 
 
 def make_step(name: str, dtype: str, shapes: Any) -> tuple[Callable[[Any], Any], Step]:

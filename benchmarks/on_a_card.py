@@ -191,7 +191,7 @@ def steps(record: Record, tiny: bool) -> None:
     models = ["tiny"] if tiny else ["gpt2-124m", "gpt-1.3b", "gpt2-350m"]
     cases = [(model, one) for model in models for one in first]
     for model, one in cases + [(model, one) for one in rest for model in models]:
-        contender = Contender(*one, in_train_step=False)
+        contender = Contender(*one)
         left = min(120.0, record.deadline - time.monotonic())
         record.measure(f"{model} {contender}", step_of, model, contender, left)
 

@@ -51,7 +51,6 @@ class Contender:
     dtype: str = "float32"
     malloc: str = "default"
     cublas: bool = False
-    in_train_step: bool = True
 
     def __str__(self) -> str:
         words = [self.name, self.dtype]
@@ -90,37 +89,16 @@ def pairs(*, every: bool = False) -> list[tuple[Contender, Contender]]:
 class Worker:
     """A contender in its process."""
 
-    def __init__(
-        self, contender: Contender, model: str, device: str, timeout: float | None
-    ):
-        """Start it and wait until it is ready, at most `timeout` seconds."""
-        settings = dataclasses.asdict(contender) | {"model": model, "device": device}
-        malloc = TUNED_MALLOC if settings.pop("malloc") == "tuned" else {}
-        self.contender = contender
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.contenders", json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"JAX_PLATFORMS": device} | malloc,
-        )
-        timer = threading.Timer(timeout or threading.TIMEOUT_MAX, self.process.kill)
-        timer.daemon = True
-        timer.start()
-        try:
-            self.info = json.loads(self._line())
-        finally:
-            timer.cancel()
+    def __init__(self, contender: Contender, process: subprocess.Popen):
+        """Wait until it is ready."""
+        self.contender, self.process = contender, process
+        self.info = json.loads(self._line())
 
     def step(self) -> float:
         """Seconds of one step."""
         assert self.process.stdin is not None
         print("step", file=self.process.stdin, flush=True)
         return float(self._line())
-
-    def stop(self) -> None:
-        """End the process."""
-        self.process.communicate()
 
     def _line(self) -> str:
         assert self.process.stdout is not None
@@ -134,12 +112,24 @@ class Worker:
 def running(
     contender: Contender, model: str, device: str, timeout: float | None = None
 ) -> Iterator[Worker]:
-    """A worker that is ended whatever happens."""
-    worker = Worker(contender, model, device, timeout)
-    try:
+    """A worker that is ready within `timeout` seconds, and ends whatever happens."""
+    settings = dataclasses.asdict(contender) | {"model": model, "device": device}
+    malloc = TUNED_MALLOC if settings.pop("malloc") == "tuned" else {}
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.contenders", json.dumps(settings)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": device} | malloc,
+    ) as process:
+        timer = threading.Timer(timeout or threading.TIMEOUT_MAX, process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            worker = Worker(contender, process)
+        finally:
+            timer.cancel()
         yield worker
-    finally:
-        worker.stop()
 
 
 def compare(
@@ -176,7 +166,6 @@ def cells(result: dict[str, Any]) -> list[Any]:
         *(result[key] for key in keys),
         both("compile_s", 1, 1),
         both("temporary_bytes", 1e6, 0),
-        both("train_step_temporary_bytes", 1e6, 0),
     ]
 
 
@@ -207,8 +196,10 @@ def main(words: list[str]) -> None:
     run = program.describe("benchmarks.step", words)
     print(f"{run['device']}, {run['cores']} cores, {run['versions']}")
     print(f"load average before: {run['load_before']:.1f}")
-    titles = ("model", "ours", "theirs", "ours s", "theirs s", "ratio", "compile s")
-    program.print_head(*titles, "temporary MB", "in a train step")
+    program.print_head(
+        *("model", "ours", "theirs", "ours s", "theirs s", "ratio"),
+        *("compile s", "temporary MB"),
+    )
     results = []
     for model in args.models:
         rounds = args.rounds or ROUNDS.get(model, 3)
