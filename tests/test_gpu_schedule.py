@@ -295,10 +295,9 @@ def test_compiled_for_gpus(tmp_path):
     In a process of its own, since JAX cannot read such a program back from a cache.
     """
     path = tmp_path / "results.json"
-    words = ["--models", "tiny", "--gpus", "16", "--layouts", "zero2", "hsdp"]
-    words += ["--json", str(path)]
+    words = "--models tiny --gpus 16 --layouts zero2 hsdp --json"
     found = subprocess.run(
-        [sys.executable, "-m", "benchmarks.schedule.gpu_schedule", *words],
+        [sys.executable, "-m", gpu_schedule.__name__, *words.split(), str(path)],
         check=True,
         capture_output=True,
         text=True,
@@ -314,7 +313,6 @@ def test_compiled_for_gpus(tmp_path):
     )
     gathers = hsdp["sent"]["all-gather"]
     assert gathers["bytes_between_hosts"] < gathers["bytes"] / 8
-    assert hsdp["layout"] == "hsdp"
     assert hsdp["options"]["xla_gpu_graph_min_graph_size"] == 1
     assert hsdp["seconds"]["step"] >= hsdp["seconds"]["products"] > 0
     assert "| tiny | 16 | hsdp |" in found.stdout
@@ -324,7 +322,7 @@ def test_compiled_for_gpus(tmp_path):
 
 @pytest.mark.parametrize(
     "words",
-    ["--gpus 12", "--models gpt9", "--layouts tp", "--option key"],
+    ["--gpus 12", "--option key"],
 )
 def test_bad_words(words):
     with pytest.raises(SystemExit):

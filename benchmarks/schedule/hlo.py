@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jax_muon.mesh.collectives import Collective, ring_bytes
+from jax_muon.mesh.collectives import ring_bytes
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")
@@ -205,30 +205,6 @@ class Module:
             )
         return found
 
-    def collectives(self) -> list[Collective]:
-        """Every collective of the module once, including those in loops and branches.
-
-        Their mesh axes are left empty, since a module only knows groups of devices.
-        """
-        found = []
-        for lines in self.computations.values():
-            types = {line.name: line.type for line in lines}
-            for line in lines:
-                kind = line.opcode.removesuffix("-start").removeprefix("collective-")
-                if kind not in (*_COLLECTIVES, "permute"):
-                    continue
-                given = [types[name] for name in line.operands]
-                found.append(
-                    Collective(
-                        kind,
-                        (),
-                        tuple(shape for text in given for _, shape in _arrays(text)),
-                        2 if kind == "permute" else len(first_group(line.text)),
-                        sum(map(_bytes, given)),
-                    )
-                )
-        return found
-
     def flops_before(
         self, takes: Callable[[Instruction], int] = lambda line: 0
     ) -> list[int]:
@@ -241,11 +217,10 @@ class Module:
         types = {line.name: line.type for line in schedule}
         before = [0]
         for line in schedule:
+            flops = self._flops(line, types)
             if line.opcode == "conditional":
-                found = self._branches(line)[takes(line)]
-            else:
-                found = self._flops(line, types)
-            before.append(before[-1] + found)
+                flops = self._branches(line)[takes(line)]
+            before.append(before[-1] + flops)
         return before
 
     def bytes_copied_in_loops(self) -> int:

@@ -116,7 +116,7 @@ def test_what_is_observed_is_summed_in_one_round(spec):
     tx = jm.observe(optax.trace(0.9))
     state = jax.jit(tx.init)(params)
     compiled = jax.jit(tx.update).lower(params, state, params).compile()
-    sent = Module.parse(compiled.as_text()).collectives()
+    sent = Module.parse(compiled.as_text()).transfers()
     assert [c.kind for c in sent] == ["all-reduce"]
 
 
