@@ -68,9 +68,7 @@ def test_torch_contender():
     [
         (step.main, ["--pairs", "nothing"]),
         (step.main, ["--rounds", "0"]),
-        (step.main, ["--models", "gpt9"]),
         (polar.main, ["--shapes", "8"]),
-        (polar.main, ["--rounds", "0"]),
     ],
 )
 def test_bad_words(main, words):

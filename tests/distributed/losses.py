@@ -41,6 +41,24 @@ def _classes(x):
     return (jnp.abs(x[:, 0]) * 100).astype(int) % CLASSES
 
 
+LOSSES = {}
+LEAVES = {"layers/b", "layers/w"}
+
+
+def kept(alone=None, whole=frozenset()):
+    """Keep a loss by its name, the same on one device, and leaves that it needs whole.
+
+    The head is whole in all of them.
+    """
+
+    def keep(loss):
+        LOSSES[loss.__name__] = loss, alone or loss, whole
+        return loss
+
+    return keep
+
+
+@kept()
 def python_loop(params, x):
     y = x * params["scale"]
     for i in range(LAYERS):
@@ -49,19 +67,7 @@ def python_loop(params, x):
     return -jnp.mean(jnp.take_along_axis(logits, _classes(x)[:, None], axis=1))
 
 
-def scan_with_aux_in_the_carry(params, x):
-    """What a mixture of experts has: each layer adds to an auxiliary loss."""
-
-    def body(carry, layer):
-        y, aux = carry
-        y = _layer(y, layer)
-        return (y, aux + jnp.mean(y**2)), None
-
-    start = (x * params["scale"], jnp.zeros((), x.dtype))
-    (y, aux), _ = jax.lax.scan(body, start, params["layers"])
-    return jnp.mean(y @ params["head"]) + aux
-
-
+@kept()
 def chunked_cross_entropy(params, x):
     """Logits of a part of the classes at a time, as large vocabularies want it."""
     chunks = params["head"].reshape(WIDTH, 3, -1).transpose(1, 0, 2)
@@ -80,6 +86,7 @@ def chunked_cross_entropy(params, x):
     return jnp.mean(largest + jnp.log(total) - own)
 
 
+@kept()
 def while_loop(params, x):
     """A number of rounds that each device finds by its own samples."""
     rounds = jax.lax.while_loop(
@@ -88,24 +95,18 @@ def while_loop(params, x):
     return jnp.mean(x @ params["head"]) * rounds.astype(x.dtype)
 
 
-def cond(params, x):
-    chosen = jax.lax.cond(
-        x.shape[0] > 0 * jnp.sum(x),
-        lambda: params["scale"],
-        lambda: jnp.zeros(WIDTH, x.dtype),
-    )
-    return jnp.mean(jnp.sin(x * chosen))
-
-
+@kept(alone=python_loop)
 def ends_in_pmean(params, x):
     return jax.lax.pmean(python_loop(params, x), "data")
 
 
+@kept(alone=python_loop)
 def ends_in_psum(params, x):
     total = jax.lax.psum(python_loop(params, x) * len(x), "data")
     return total / (len(x) * jax.lax.axis_size("data"))
 
 
+@kept(alone=lambda params, x: jnp.mean(x * params["scale"]))
 def marks_of_vma(params, x):
     """What a scan from a constant asks for where JAX checks the types."""
     start = jax.lax.pcast(jnp.zeros((), x.dtype), "data", to="varying")
@@ -113,38 +114,7 @@ def marks_of_vma(params, x):
     return jax.lax.scan(body, start, x)[0] / len(x)
 
 
-def of_rows(params, x):
-    """`marks_of_vma` on one device."""
-    return jnp.mean(x * params["scale"])
-
-
-# Each with the same on one device.
-LOSSES = {
-    "Python loop": (python_loop, python_loop),
-    "aux in the carry": (scan_with_aux_in_the_carry, scan_with_aux_in_the_carry),
-    "chunked cross-entropy": (chunked_cross_entropy, chunked_cross_entropy),
-    "while_loop": (while_loop, while_loop),
-    "cond": (cond, cond),
-    "pmean": (ends_in_pmean, python_loop),
-    "psum": (ends_in_psum, python_loop),
-    "pcast": (marks_of_vma, of_rows),
-}
-
-
 # --- scans over layers, as models write them ------------------------------------------
-
-SCANS = {}
-LEAVES = {"layers/b", "layers/w"}
-
-
-def scans(loss, whole=frozenset()):
-    """Keep a loss by its name, with what has to be whole besides the head."""
-    SCANS[loss.__name__] = loss, whole
-    return loss
-
-
-def with_whole_layers(loss):
-    return scans(loss, LEAVES)
 
 
 def stack(
@@ -174,51 +144,37 @@ def stack(
     return jnp.mean(jnp.sin(y) @ params["head"]) + 0.1 * jnp.sum(means * weights)
 
 
-@scans
+@kept()
 def scan(params, x):
     return stack(params, x, params["layers"])
 
 
-@scans
+@kept()
 def in_reverse(params, x):
     given = {"reverse": True, "unroll": 3, "_split_transpose": True}
     return stack(params, x, params["layers"], **given)
 
 
-@scans
-def of_checkpoints(params, x):
-    body = jax.checkpoint(_layer, prevent_cse=False)
-    return stack(params, x, params["layers"], body)
+@kept()
+def within_jit_and_checkpoints(params, x):
+    body = jax.checkpoint(jax.jit(_layer), prevent_cse=False)
+    around = lambda f: jax.jit(jax.checkpoint(f))  # noqa: E731
+    return stack(params, x, params["layers"], body, around=around)
 
 
-@scans
-def within_a_checkpoint(params, x):
-    return stack(params, x, params["layers"], around=jax.checkpoint)
-
-
-@scans
-def within_jit(params, x):
-    return stack(params, x, params["layers"], jax.jit(_layer), around=jax.jit)
-
-
-@scans
+@kept()
 def with_keys(params, x, scan=jax.lax.scan):
     keys = jax.random.split(jax.random.key(0), LAYERS)
     body = jax.checkpoint(_layer)
     return stack(params, x, params["layers"], body, xs=keys, scan=scan)
 
 
-@scans
-def of_the_second_axis(params, x):
-    """Layers on axis 1, as MaxText has them."""
-    stored = params["layers"]["w"].swapaxes(0, 1)
-    return stack(params, x, params["layers"] | {"w": jnp.moveaxis(stored, 1, 0)})
-
-
-@scans
-def of_casts(params, x):
-    """Masters are cast before the scan, and once more within it."""
-    layers = jax.tree.map(lambda w: w.astype(jnp.float32), params["layers"])
+@kept()
+def of_casts_of_the_second_axis(params, x):
+    """Layers on axis 1, as MaxText has them, cast before the scan and within it."""
+    stored = params["layers"] | {"w": params["layers"]["w"].swapaxes(0, 1)}
+    layers = jax.tree.map(lambda w: w.astype(jnp.float32), stored)
+    layers["w"] = jnp.moveaxis(layers["w"], 1, 0)
 
     def body(x, layer):
         return _layer(x, jax.tree.map(lambda w: w.astype(x.dtype), layer))
@@ -231,7 +187,7 @@ def _blocks(leaf):
     return leaf.reshape(2, 2, *leaf.shape[1:])
 
 
-@scans
+@kept()
 def of_scans(params, x):
     """Checkpoints of blocks of layers, as levanter has them."""
 
@@ -243,7 +199,7 @@ def of_scans(params, x):
     return stack(params, x, jax.tree.map(_blocks, params["layers"]), body)
 
 
-@scans
+@kept()
 def of_scans_of_others(params, x):
     """An inner scan takes some of a layer's arrays, the outer one the others."""
     layers = params["layers"]
@@ -269,7 +225,7 @@ def _kernel(x):
 _kernel.defvjp(lambda x: (_kernel(x), x), lambda x, g: (g * jnp.cos(x),))
 
 
-@scans
+@kept()
 def of_all_kinds(params, x):
     """Branches, loops, and a kernel with a gradient by hand, as flash attention is."""
 
@@ -282,7 +238,7 @@ def of_all_kinds(params, x):
     return stack(params, x, params["layers"], body)
 
 
-@scans
+@kept()
 def of_effects(params, x):
     """Prints, callbacks whose results are used, and memory of its own."""
 
@@ -298,7 +254,7 @@ def of_effects(params, x):
     return stack(params, x, params["layers"], body)
 
 
-@scans
+@kept()
 def with_names(params, x):
     """Values are kept by name, some of them on the host, in nested checkpoints."""
     names = {"names_which_can_be_saved": ["a"], "names_which_can_be_offloaded": ["b"]}
@@ -313,7 +269,7 @@ def with_names(params, x):
     return stack(params, x, params["layers"], jax.checkpoint(body, policy=policy))
 
 
-@scans
+@kept()
 def after_the_first_layer(params, x):
     """A slice outside of the scan, and a slice of all others for the scan."""
     first = jax.tree.map(lambda w: w[0], params["layers"])
@@ -321,7 +277,7 @@ def after_the_first_layer(params, x):
     return stack(params, jax.checkpoint(_layer)(x, first), others)
 
 
-@scans
+@kept()
 def no_scan_but_dynamic_slices(params, x):
     """Starts outside of the array: JAX wraps negative ones once, and clamps."""
     y = x * params["scale"]
@@ -334,7 +290,7 @@ def no_scan_but_dynamic_slices(params, x):
     return jnp.mean(y @ params["head"])
 
 
-@scans
+@kept()
 def with_layers_in_its_results(params, x):
     """A layer is also in the outputs, and in branches."""
 
@@ -346,7 +302,7 @@ def with_layers_in_its_results(params, x):
     return jnp.mean(x @ params["head"]) + jnp.mean(rows**2)
 
 
-@scans
+@kept()
 def with_a_gradient_of_its_own(params, x):
     """The layers' scan, and that of its gradient, both of which take the layers."""
 
@@ -358,7 +314,7 @@ def with_a_gradient_of_its_own(params, x):
     return jnp.mean(x @ params["head"]) + jnp.mean(penalties)
 
 
-@with_whole_layers
+@kept(whole=LEAVES)
 def fori_loop(params, x):
     def body(i, total):
         layer = jax.tree.map(lambda leaf: leaf[i], params["layers"])
@@ -367,7 +323,7 @@ def fori_loop(params, x):
     return jax.lax.fori_loop(0, LAYERS, body, jnp.zeros((), x.dtype))
 
 
-@with_whole_layers
+@kept(whole=LEAVES)
 def with_memory_of_the_loss(params, x):
     """Each turn of the scan writes to a reference from outside of it."""
     total = jax.new_ref(jnp.zeros((), x.dtype))
@@ -377,8 +333,3 @@ def with_memory_of_the_loss(params, x):
         return _layer(x, layer)
 
     return stack(params, x, params["layers"], body)
-
-
-@with_whole_layers
-def of_scaled_layers(params, x):
-    return stack(params, x, jax.tree.map(lambda w: 2 * w, params["layers"]))

@@ -78,15 +78,17 @@ def whole_layers(step, batch):
     return [shape for shape, _ in program_of(step, batch)[0] if shape in WHOLE]
 
 
-@pytest.mark.parametrize("name", losses.SCANS)
+@pytest.mark.parametrize("name", losses.LOSSES)
 def test_gradients_in_float64(name, x64):
     """And no device has all layers: neither gathered at once, nor kept one by one."""
-    loss, others = losses.SCANS[name]
+    loss, alone, others = losses.LOSSES[name]
     params, batch = losses.draw(jnp.float64), losses.samples(dtype=jnp.float64)
-    value, expected = jax.jit(jax.value_and_grad(loss))(params, batch)
+    value, expected = jax.jit(jax.value_and_grad(alone))(params, batch)
     step = make(loss)
     found, metrics, whole = gradients(step, params, batch)
-    bound = 1e-7 if name == "of_casts" else 1e-12  # it casts to float32
+    bound = (
+        1e-7 if name == "of_casts_of_the_second_axis" else 1e-12
+    )  # it casts to float32
     assert_close(found, expected, bound)
     np.testing.assert_allclose(metrics["loss"], value, rtol=bound)
     assert whole - {"head"} == others
@@ -127,7 +129,7 @@ FORMS = {
         {"specs": SPECS | FSDP, "parameters": "divided"},
     ),
     "TP": (
-        losses.of_checkpoints,
+        losses.with_keys,
         (2, 2),
         {"specs": SPECS | TP, "names": ("data", "tp"), "axis": "data"},
     ),
@@ -234,72 +236,63 @@ class Linen(nn.Module):
             split_rngs={"params": True},
             length=4,
         )
-        x, _ = layers(name="layers")(x, None)
-        return nn.Dense(1)(x)
+        x, _ = layers(name="blocks")(x, None)
+        return nn.Dense(4, name="head")(x)
 
 
 class NnxBlock(nnx.Module):
     """Attention and MLP."""
 
     def __init__(self, rngs):
-        self.norms = nnx.List([nnx.RMSNorm(16, rngs=rngs) for _ in range(2)])
-        self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
-        self.up = nnx.Linear(16, 32, rngs=rngs)
-        self.down = nnx.Linear(32, 16, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.down = nnx.Linear(16, 8, rngs=rngs)
 
     def __call__(self, x):
-        mask = nnx.make_causal_mask(x[..., 0])
-        x = x + self.attention(self.norms[0](x), mask=mask)
-        return x + self.down(nnx.gelu(self.up(self.norms[1](x))))
+        x = x + self.attention(x, mask=nnx.make_causal_mask(x[..., 0]))
+        return x + self.down(nnx.gelu(self.up(x)))
 
 
-class Gpt(nnx.Module):
-    """A GPT whose blocks are stacked by `nnx.vmap` and run by `nnx.scan`."""
+class Nnx(nnx.Module):
+    """Blocks that are stacked by `nnx.vmap` and run by `nnx.scan`."""
 
     def __init__(self, rngs):
-        self.embed = nnx.Embed(64, 16, rngs=rngs)
         self.blocks = nnx.vmap(NnxBlock)(rngs.split(4))
-        self.norm = nnx.RMSNorm(16, rngs=rngs)
-        self.head = nnx.Linear(16, 64, use_bias=False, rngs=rngs)
+        self.head = nnx.Linear(8, 4, rngs=rngs)
 
-    def __call__(self, tokens):
+    def __call__(self, x):
         forward = nnx.scan(
             nnx.remat(lambda x, block: block(x)),
             in_axes=(nnx.Carry, 0),
             out_axes=nnx.Carry,
         )
-        return self.head(self.norm(forward(self.embed(tokens), self.blocks)))
+        return self.head(forward(x, self.blocks))
 
 
-def test_scans_of_linen():
-    model, batch = Linen(), losses.samples()
-    params = model.init(jax.random.key(0), batch)
-    loss = lambda params, x: jnp.mean(jnp.sin(model.apply(params, x)))  # noqa: E731
-    expected = jax.jit(jax.grad(loss))(params, batch)
-    stacked = jax.tree.map(lambda x: x.ndim > 1 and x.shape[0] == 4, params)
-    specs = jax.tree.map(lambda scan: P(None, "data") if scan else P(), stacked)
-    found, _, whole = gradients(make(loss, specs=specs), params, batch)
-    assert_close(found, expected)
-    assert not whole
+def linen(x):
+    model = Linen()
+    return model.init(jax.random.key(0), x), model.apply
 
 
-def test_a_gpt_of_nnx():
-    """Its blocks, and no other parameters, are gathered a layer at a time."""
-    graph, params, others = nnx.split(Gpt(nnx.Rngs(0)), nnx.Param, ...)
+def of_nnx(x):
+    graph, params, others = nnx.split(Nnx(nnx.Rngs(0)), nnx.Param, ...)
+    pairs = lambda x: jnp.stack([x, -x], axis=1)  # noqa: E731
+    return params, lambda params, x: nnx.merge(graph, params, others)(pairs(x))
 
-    def loss(params, tokens):
-        logits = nnx.merge(graph, params, others)(tokens[:, :-1])
-        terms = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return terms.mean()
 
-    tokens = jax.random.randint(jax.random.key(1), (16, 9), 0, 64)
+@pytest.mark.parametrize("framework", [linen, of_nnx])
+def test_frameworks(framework):
+    """Blocks, and no other parameters, are gathered a layer at a time."""
+    batch = losses.samples()
+    params, apply = framework(batch)
+    loss = lambda params, x: jnp.mean(jnp.sin(apply(params, x)))  # noqa: E731
     step = make(loss, specs=None, parameters="divided")
-    found, _, whole = gradients(step, params, tokens)
-    assert_close(found, jax.jit(jax.grad(loss))(params, tokens))
-    assert {path.partition("/")[0] for path in whole} == {"embed", "norm", "head"}
-    ways = step.gathers(params, tokens)
-    blocks = [how for path, how in ways.items() if path.startswith("blocks/")]
-    assert blocks == 14 * ["a layer at a time"]
+    found, _, whole = gradients(step, params, batch)
+    assert_close(found, jax.jit(jax.grad(loss))(params, batch))
+    ways = step.gathers(params, batch)
+    assert {path for path in ways if "blocks" not in path} == whole
+    assert all("head" in path for path in whole)
+    assert len(ways) > len(whole) > 0
 
 
 # --- in plain jit ---------------------------------------------------------------------

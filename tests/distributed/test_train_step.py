@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from jax_muon.mesh.collectives import collectives
-from tests.distributed import layouts, losses, problems
+from tests.distributed import layouts, problems
 from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of, recipe
 from tests.distributed.test_layouts import BOUND, assert_same_losses
 from tests.reading import reader
@@ -91,34 +91,6 @@ def test_buffers_are_donated_and_the_users_own_stay():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
     with pytest.raises(ValueError, match=r"params.* is deleted: an earlier call"):
         step(placed, state, batch)
-
-
-# --- losses ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("parameters", "microbatches"), [("as specs", 1), ("divided", 2)]
-)
-@pytest.mark.parametrize("name", losses.LOSSES)
-def test_gradients_of_any_loss(name, parameters, microbatches):
-    """A step of plain SGD moves parameters by the gradient of the whole batch."""
-    loss, alone = losses.LOSSES[name]
-    params, samples = losses.draw(), losses.samples()
-    value, expected = jax.jit(jax.value_and_grad(alone))(params, samples)
-    step = make(
-        loss=loss,
-        tx=optax.sgd(1.0),
-        parameters=parameters,
-        microbatches=microbatches,
-    )
-    after, _, metrics = step(*step.init(params), samples)
-    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-    moved = jax.tree.map(lambda p, q: p - np.array(q), params, after)
-    jax.tree.map(
-        lambda g, w: np.testing.assert_allclose(g, w, rtol=0, atol=2e-6),
-        moved,
-        expected,
-    )
 
 
 # --- gradients: weights, aux, dtypes --------------------------------------------------
@@ -243,20 +215,15 @@ def test_zero2_scatters_each_leaf_and_nothing_twice():
     params, _ = problems.draw("mixed")
     step = make("ZeRO-2 on 8", optax.adam(1e-3), min_size=200)
     sent = collectives(step._step, *step.abstract(params), problems.batches(1)[0])
-    by_kind = {}
-    for one in sent:
-        by_kind.setdefault(one.kind, []).append(one)
-    divided = {  # the others are small, or 8 does not divide them
-        k: x.nbytes
-        for k, x in params.items()
+    divided = [  # the others are small, or 8 does not divide them
+        x.nbytes * 7 / 8
+        for x in params.values()
         if x.size >= 200 and any(n % 8 == 0 for n in x.shape)
-    }
-    assert sorted(one.sent_bytes for one in by_kind["reduce-scatter"]) == sorted(
-        size * 7 / 8 for size in divided.values()
-    )
-    summed = {k for k in params if k not in divided}
-    sizes = sorted(one.input_bytes for one in by_kind["all-reduce"])
-    assert sizes == sorted([4, *(params[k].nbytes for k in summed)])  # and the loss
+    ]
+    scattered = [one.sent_bytes for one in sent if one.kind == "reduce-scatter"]
+    assert sorted(scattered) == sorted(divided)
+    summed = [one for one in sent if one.kind == "all-reduce"]
+    assert len(summed) == len(params) - len(divided) + 1  # and the loss
 
 
 @pytest.mark.parametrize("form", ["mixed", "FSDP", "HSDP, gathered first"])
