@@ -46,6 +46,15 @@ def save(result: Any, path: pathlib.Path) -> None:
     new.replace(path)
 
 
+def save_rows(
+    rows: Sequence[dict[str, Any]], path: pathlib.Path, keys: Sequence[str]
+) -> None:
+    """Save rows of a table, in place of older ones that agree in these keys."""
+    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    by_case = {tuple(row[key] for key in keys): row for row in (*old, *rows)}
+    save([*by_case.values()], path)
+
+
 # ---- The machine
 
 

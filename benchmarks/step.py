@@ -30,6 +30,7 @@ from benchmarks.contenders import RECIPES
 from benchmarks.parameters import MODELS
 
 SIZES = ("6x384", "gpt2-124m")
+CASE = ("model", "ours", "theirs")  # one row of results for each
 ROUNDS = {"6x384": 9, "gpt2-124m": 2}  # else 3
 # With these glibc keeps large blocks, on huge pages. By default torch gets every
 # temporary as fresh pages, which Linux zeroes: half a million page faults in a step of
@@ -207,14 +208,7 @@ def main(words: list[str]) -> None:
             results.append(compare(model, ours, theirs, rounds) | {"run": run})
             program.print_row(*cells(results[-1]))
     if args.json is not None:
-        save(results, args.json / "step_cpu.json")
-
-
-def save(results: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Write results, in place of older ones of the same pairs."""
-    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    by_key = {(r["model"], r["ours"], r["theirs"]): r for r in (*old, *results)}
-    program.save([*by_key.values()], path)
+        program.save_rows(results, args.json / "step_cpu.json", CASE)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ def test_a_pair_of_processes(tmp_path, capsys):
     (first,) = json.loads(path.read_text())
     other = first | {"ours": "nanochat, float32, separate"}
     other |= {"theirs": "nanochat, float32, scanned"}
-    step.save([other], path)
-    step.save([other | {"ratio": 1.5}], path)
+    for ratio in (1.0, 1.5):
+        program.save_rows([other | {"ratio": ratio}], path, step.CASE)
     rows = json.loads(path.read_text())
     assert [(r["ours"], r["theirs"]) for r in rows] == [
         ("nanochat, float32, scanned", "optax, float32, scanned"),

@@ -316,8 +316,6 @@ def test_compiled_for_gpus(tmp_path):
     assert hsdp["options"]["xla_gpu_graph_min_graph_size"] == 1
     assert hsdp["seconds"]["step"] >= hsdp["seconds"]["products"] > 0
     assert "| tiny | 16 | hsdp |" in found.stdout
-    gpu_schedule.save(hsdp, path)
-    assert json.loads(path.read_text()) == [zero2, hsdp]
 
 
 @pytest.mark.parametrize(

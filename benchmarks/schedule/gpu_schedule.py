@@ -43,6 +43,7 @@ from jax_muon.tools.describe import describe
 
 # What the chart of docs/speed.md has, but for 1024 GPUs.
 MODELS, GPUS = ("llama-1.3b", "llama-7b", "experts-7b"), (64, 256)
+CASE = ("model", "gpus", "layout", "recipe")  # one row of results for each
 CHART = ("zero2-divided", "hsdp", "fsdp-tp")
 # Products are calls of cuBLASLt: without a card, Triton's would be untuned. The second
 # spares LLVM's work on small kernels, a third or more of the time to compile; for GPT-2
@@ -101,7 +102,7 @@ def cells(result: dict[str, Any]) -> list[Any]:
     """A line of the table for one step, by `TITLES`."""
     sent, seconds = result["all"], result["seconds"]
     return [
-        *(result[key] for key in ("model", "gpus", "layout")),
+        *(result[key] for key in CASE[:3]),
         f"{sent['bytes'] / 1e6:.0f}",
         f"{sent['bytes_between_hosts'] / 1e6:.0f}",
         f"{100 * sent['exposed_bytes'] / max(1, sent['bytes']):.1f} %",
@@ -111,14 +112,6 @@ def cells(result: dict[str, Any]) -> list[Any]:
         f"{result['bytes_copied_in_loops'] / 1e9:.1f}",
         f"{seconds['compile']:.0f}",
     ]
-
-
-def save(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Save a result in place of an older one of its case."""
-    keys = ("model", "gpus", "layout", "recipe")
-    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    by_case = {tuple(row[key] for key in keys): row for row in (*rows, result)}
-    program.save([*by_case.values()], path)
 
 
 def option(text: str) -> tuple[str, Any]:
@@ -166,7 +159,7 @@ def main(words: list[str]) -> None:
         result |= measure(whole, dict(args.option), Rates()) | about
         program.print_row(*cells(result))
         if args.json is not None:
-            save(result, args.json)
+            program.save_rows([result], args.json, CASE)
 
 
 if __name__ == "__main__":
