@@ -205,7 +205,7 @@ class _Evaluation:
             return None
         if name == "jit":
             return self.run(_inner(eqn), given)
-        if name == "remat2" and not params["differentiated"]:
+        if name == "remat2":
             return self.checkpoint(eqn, given)
         if name != "scan":
             first = given[0]

@@ -70,7 +70,7 @@ def python_loop(params, x):
 @kept()
 def chunked_cross_entropy(params, x):
     """Logits of a part of the classes at a time, as large vocabularies want it."""
-    chunks = params["head"].reshape(WIDTH, 3, -1).transpose(1, 0, 2)
+    chunks = params["head"].reshape(WIDTH, 4, -1).transpose(1, 0, 2)
 
     def body(carry, chunk):
         largest, total = carry
@@ -307,7 +307,8 @@ def with_a_gradient_of_its_own(params, x):
     """The layers' scan, and that of its gradient, both of which take the layers."""
 
     def inner(row):
-        y, _ = jax.lax.scan(lambda y, w: (_layer(y, w), None), row, params["layers"])
+        step = lambda y, w: (jax.checkpoint(_layer)(y, w), None)  # noqa: E731
+        y, _ = jax.lax.scan(step, row, params["layers"])
         return jnp.sum(jnp.sin(y * params["scale"]))
 
     penalties = jax.vmap(lambda row: jnp.sum(jax.grad(inner)(row) ** 2))(x)

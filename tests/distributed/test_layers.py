@@ -244,12 +244,14 @@ class NnxBlock(nnx.Module):
     """Attention and MLP."""
 
     def __init__(self, rngs):
+        self.norm = nnx.RMSNorm(8, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
         self.up = nnx.Linear(8, 16, rngs=rngs)
         self.down = nnx.Linear(16, 8, rngs=rngs)
 
     def __call__(self, x):
-        x = x + self.attention(x, mask=nnx.make_causal_mask(x[..., 0]))
+        mask = nnx.make_causal_mask(x[..., 0])
+        x = x + self.attention(self.norm(x), mask=mask)
         return x + self.down(nnx.gelu(self.up(x)))
 
 
