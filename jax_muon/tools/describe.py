@@ -243,10 +243,8 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 def _mesh_of(shapes: Any) -> Any:
     """A context with the mesh whose Explicit axes shard the parameters."""
     found = (x.sharding.mesh for x in jax.tree.leaves(shapes) if x.sharding)
-    mesh = next(found, None)
-    return jax.sharding.use_abstract_mesh(
-        jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
-    )
+    mesh = next(found, jax.sharding.get_abstract_mesh())
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def _rows(shapes: Any, read: Mapping[str, Parameter]) -> list[Parameter]:
@@ -289,33 +287,29 @@ def _row(leaf: DescribedParameter, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The cells of one parameter."""
     found = leaf.parameter
     joined = f", {leaf.joined} as one" if leaf.joined > 1 else ""
+    where, of_state = (sharding_text(x, sizes) for x in (leaf.spec, leaf.state_spec))
+    if leaf.state_spec is not None and of_state != where:
+        where += f"; state {of_state}"
     return (
         found.path,
         shape_text(found.shape),
         found.role,
         sizes_text(leaf.matrices) + joined,
         found.label,
-        sharding_text(leaf.spec, leaf.state_spec, sizes),
+        where,
         "-" if leaf.scale is None else f"{leaf.scale:.4g}",
         bytes_text(leaf.state_bytes),
     )
 
 
-def sharding_text(
-    own: PartitionSpec | None, state: PartitionSpec | None, sizes: Mapping[str, int]
-) -> str:
-    """The mesh axes that shard a parameter, and its state if they differ.
+def sharding_text(spec: PartitionSpec | None, sizes: Mapping[str, int]) -> str:
+    """The mesh axes that shard an array.
 
     Mesh axes of one device are left out; frameworks name many of them.
     """
-
-    def text(spec: PartitionSpec | None) -> str:
-        kept = mesh_specs.dividing(spec or PartitionSpec(), sizes)
-        names = [",".join(mesh_specs.entry_names(entry)) or "-" for entry in kept]
-        return " x ".join(names) if any(n != "-" for n in names) else "whole"
-
-    where, of_state = text(own), text(own if state is None else state)
-    return where if of_state == where else f"{where}; state {of_state}"
+    kept = mesh_specs.dividing(spec or PartitionSpec(), sizes)
+    names = [",".join(mesh_specs.entry_names(entry)) or "-" for entry in kept]
+    return " x ".join(names) if any(n != "-" for n in names) else "whole"
 
 
 def _work(found: Description) -> list[str]:

@@ -123,7 +123,7 @@ class Verification:
         """A table of all parameters, and a line each about state and devices."""
         rows = [("parameter", "shape", "sharding", "difference", "bound")]
         for x in self.updates:
-            sharding = sharding_text(x.spec, None, self.sizes)
+            sharding = sharding_text(x.spec, self.sizes)
             numbers = f"{x.difference:.1e}", f"{x.bound:.0e}"
             rows.append((x.path, shape_text(x.shape), sharding, *numbers))
         lines = aligned(rows, numbers=2)
