@@ -47,9 +47,18 @@ def test_coefficients_are_normal():
         assert a == b
         assert hash(a) == hash(b)
     assert a.coefficients == (triple, triple)
+
+
+def test_polar_express_hands_all_settings_on():
     assert jm.PolarExpress() == jm.NewtonSchulz(
         coefficients=jm.polar_express_coefficients(5), norm_factor=1.02, eps=1e-6
     )
+    of_table = {"lower": 2e-3, "cushion": 0.03, "safety": 0.01}
+    others = {"norm_factor": 1.1, "eps": 1e-5, "norm": "schatten4"}
+    for more in ({"dtype": "float32", "form": "gram"}, {"symmetric": "kernel"}):
+        assert jm.PolarExpress(6, **of_table, **others, **more) == jm.NewtonSchulz(
+            coefficients=jm.polar_express_coefficients(6, **of_table), **others, **more
+        )
 
 
 # --- under transformations ------------------------------------------------------------
