@@ -54,9 +54,7 @@ class Block:
         """Its joined matrices, from the views (batch, in, out) of all leaves."""
         if len(self.leaves) > 1:
             return jnp.concatenate([views[leaf] for leaf in self.leaves], axis=1)
-        part = views[self.leaves[0]]
-        if self.stop - self.start < len(part):
-            part = part[self.start : self.stop]
+        part = views[self.leaves[0]][self.start : self.stop]
         if self.joined == 1:
             return part
         _, fan_in, fan_out = part.shape
@@ -87,7 +85,7 @@ def map_blocks(
     for block, result in zip(blocks, results, strict=True):
         for leaf, part in zip(block.leaves, block.undo(result), strict=True):
             parts[leaf].append(part)
-    return [jnp.concatenate(own) if len(own) > 1 else own[0] for own in parts]
+    return [jnp.concatenate(own) for own in parts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,11 +100,6 @@ class Join:
     pattern: str
     size: int
     paths: tuple[str, ...]
-
-    @property
-    def along_batch(self) -> bool:
-        """True if the matrices of one leaf are joined with each other."""
-        return _NUMBER not in self.pattern
 
 
 def check(joins: Any) -> None:
@@ -256,7 +249,7 @@ def make_blocks(
     blocks: list[Block] = []
     for join in joins:
         own = [path for path in join.paths if path in left]
-        if join.along_batch:
+        if _NUMBER not in join.pattern:  # along the batch of one leaf
             for leaf in map(left.pop, own):
                 layers, *rest = counts[leaf]
                 inner = math.prod(rest)
@@ -277,8 +270,8 @@ def make_blocks(
             count = math.prod(counts[leaves[0]])
             blocks.append(Block(tuple(leaves), join.size, 0, count))
     blocks += [Block((leaf,), 1, 0, math.prod(counts[leaf])) for leaf in left.values()]
-    blocks = [block for block in blocks if block.batch]
-    return sorted(blocks, key=lambda block: (block.leaves, block.start))
+    some = (block for block in blocks if block.batch)
+    return sorted(some, key=lambda block: (block.leaves, block.start))
 
 
 def _batch(parameter: Parameter) -> tuple[int, ...]:
