@@ -3,6 +3,7 @@
 Matrices of one shape, and their transposes, share a stack (k, m, n) with m <= n.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,8 @@ def map_stacks(
 
     Args:
       function: of stacks (k, m, n), one matrix independent of another, and commuting
-        with transposition, as a polar factor is. It is traced for every platform.
+        with transposition, as a polar factor is. It is traced once, or twice where the
+        two kinds of platforms pool differently.
       batches: arrays (batch, in, out).
       max_stack: depth of the deepest stack, at least 1.
 
@@ -36,30 +38,36 @@ def map_stacks(
     """
     if not batches:
         return []
+    sizes = [(*sorted(x.shape[-2:]), x.dtype) for x in batches]
+    single = [i if len(x) > 1 else (x.shape, x.dtype) for i, x in enumerate(batches)]
+    on_accelerators, on_cpu = _pools(sizes), _pools(single)
+    run = functools.partial(_map_pools, function, max_stack)
+    if on_accelerators == on_cpu:
+        return run(on_cpu, *batches)
+    return jax.lax.platform_dependent(
+        *batches,
+        cpu=functools.partial(run, on_cpu),
+        default=functools.partial(run, on_accelerators),
+    )
 
-    def on_accelerators(*batches: Array) -> list[Array]:
-        keys = [(*sorted(x.shape[-2:]), x.dtype) for x in batches]
-        return _map_pools(function, batches, keys, max_stack)
 
-    def on_cpu(*batches: Array) -> list[Array]:
-        keys = [i if len(x) > 1 else (x.shape, x.dtype) for i, x in enumerate(batches)]
-        return _map_pools(function, batches, keys, max_stack)
-
-    return jax.lax.platform_dependent(*batches, cpu=on_cpu, default=on_accelerators)
+def _pools(keys: Sequence[Any]) -> list[list[int]]:
+    """The indices of equal keys, together."""
+    pools: dict[Any, list[int]] = {}
+    for index, key in enumerate(keys):
+        pools.setdefault(key, []).append(index)
+    return [*pools.values()]
 
 
 def _map_pools(
     function: Callable[[Array], Array],
-    batches: Sequence[Array],
-    keys: Sequence[Any],
     max_stack: int,
+    pools: list[list[int]],
+    *batches: Array,
 ) -> list[Array]:
-    """The function of every batch; those with one key share stacks."""
-    pools: dict[Any, list[int]] = {}
-    for index, key in enumerate(keys):
-        pools.setdefault(key, []).append(index)
+    """The function of every batch; those of one pool share stacks."""
     results: dict[int, Array] = {}
-    for members in pools.values():
+    for members in pools:
         shapes = [batches[i].shape[1:] for i in members]
         # (12, 768, 3072) and (12, 3072, 768) -> (24, 768, 3072)
         turned = [len({*shapes}) > 1 and rows > cols for rows, cols in shapes]
