@@ -144,7 +144,7 @@ class TorchContender:
 
         Args:
           name: "torch-nanochat", the parity suite's reference under torch.compile, or
-            "torch-muon", torch.optim.Muon with fused AdamW.
+            "torch-muon", torch.optim.Muon; both with fused AdamW.
           model: one of `benchmarks.parameters.MODELS`.
           dtype: of the polar iteration; torch.optim.Muon knows only bfloat16.
           device: "cpu" or "cuda".
@@ -167,17 +167,15 @@ class TorchContender:
             groups["muon" if path[0].key == "blocks" else "adamw"].append(p)
         muon, adamw = groups["muon"], groups["adamw"]
         if name == "torch-nanochat":
-            self.optimizers: list[Any] = [
-                CompiledNanochat(muon, dtype=getattr(torch, dtype)),
-                torch.optim.AdamW(adamw, lr=3e-4, betas=(0.8, 0.95), eps=1e-10),
-            ]
+            first: Any = CompiledNanochat(muon, dtype=getattr(torch, dtype))
+            settings: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-10}
         elif name == "torch-muon":
-            self.optimizers = [
-                torch.optim.Muon(muon, lr=0.02, weight_decay=0.1),
-                torch.optim.AdamW(adamw, lr=3e-4, fused=True),
-            ]
+            first = torch.optim.Muon(muon, lr=0.02, weight_decay=0.1)
+            settings = {}
         else:
             raise ValueError(f"contender {name!r}; expected one of {', '.join(TORCH)}")
+        rest = torch.optim.AdamW(adamw, lr=3e-4, fused=True, **settings)
+        self.optimizers = (first, rest)
         self.info: dict[str, Any] = {"compile_s": self.step()}
 
     def step(self) -> float:
