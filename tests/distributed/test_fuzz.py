@@ -44,7 +44,7 @@ def test_two_shapes_gathered_in_bfloat16():
 
 # --- refusals -------------------------------------------------------------------------
 
-PARAMS = {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 4)), "scale": jnp.ones(4)}
+PARAMS = {"0/q": jnp.ones((4, 8)), "1/q": jnp.ones((4, 8)), "scale": jnp.ones(4)}
 SETTINGS = {
     "learning_rate": (-1.0, math.nan, math.inf, "0.1", [0.1], 1j, None, True),
     "momentum": (-0.1, 1.0, math.nan, "0.9", 1j, None, True),
@@ -72,6 +72,7 @@ def test_wrong_settings_are_never_a_result(name):
         tx = recipe(**given)
         return tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
+    jax.eval_shape(step)
     for setting in SETTINGS.keys() & known.keys():
         for wrong in SETTINGS[setting]:
             with pytest.raises(ValueError):
