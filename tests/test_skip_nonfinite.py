@@ -51,6 +51,13 @@ def test_one_device_with_a_nan_makes_all_skip():
     assert problems.distance(third, expected, params) < 5e-6
 
 
+def test_a_gradient_that_moves_nothing_counts_too():
+    """That of a frozen parameter, in a step whose updates and state are finite."""
+    params, tx = {"w": jnp.ones((4, 6))}, jm.skip_nonfinite(optax.set_to_zero())
+    _, state = tx.update({"w": params["w"] * jnp.nan}, tx.init(params), params)
+    assert state.skipped == 1
+
+
 def test_a_state_that_begins_infinite_does_not_skip():
     """A best loss is infinite until there is one, here after the second step."""
     params = {"w": jnp.ones((4, 6))}
