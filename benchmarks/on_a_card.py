@@ -154,7 +154,7 @@ def parity(record: Record, tiny: bool) -> None:
         """Steps in bfloat16, by the distance to the reference in float64.
 
         It may be twice that of the reference in bfloat16: a GPU rounds the sums of a
-        product as PyTorch does, and where XLA takes no cuBLASLt every term.
+        product as PyTorch does, and every term where XLA does not use cuBLASLt.
         """
         found = compare.spread(name)
         ours, bar = found.ours_exact, 2 * found.reference_exact

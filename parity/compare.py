@@ -98,13 +98,13 @@ def runner(
 
 
 def distance(end: Mapping, reference: Mapping, start: Mapping) -> float:
-    """The error over the parameters of the reference together, by name.
+    """The error over all parameters of the reference together.
 
-    Equal ends agree though nothing moved.
+    It is zero for equal ends, even if nothing moved.
     """
 
     def norm(a: Mapping, b: Mapping) -> float:
-        """Of the difference, in float64."""
+        """Norm of the difference, in float64."""
         off = [np.asarray(a[k], float) - np.asarray(b[k], float) for k in reference]
         return np.sqrt(sum(np.sum(x**2) for x in off))
 
@@ -221,7 +221,7 @@ def compiled_ends() -> dict[str, Arrays]:
 
 
 def spread(name: str, compiled_end: Arrays | None = None) -> Spread:
-    """Ours, the reference and its variants, of which `compiled_ends` has one."""
+    """Distances between ours, the reference and its variants; see `compiled_ends`."""
     recipe, start = problems.RECIPES[name], problems.weights()
     polar = plain_polar(recipe)
     eager, exact = torch_end(recipe), torch_end(recipe, "float64")

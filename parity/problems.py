@@ -284,8 +284,8 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 
-# Where floors below the numbers differ by design, the reference takes what its paper
-# has, and the report says why the two part.
+# Where the two differ by design in the smallest number that they divide by, the
+# reference takes that of its paper, and the report explains the difference.
 PAPERS: dict[tuple[str, str], dict[str, Any]] = {
     ("normuon", "tiny"): {"eps": 1e-8},
     ("normuonh", "tiny"): {"eps": 1e-8},

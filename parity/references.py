@@ -248,10 +248,8 @@ class Muon(torch.optim.Optimizer):
         With a constant mu the two differ by the factor 1 - mu, which the polar factor
         ignores; with a changing mu they are different optimizers.
         """
-        momentum, mu = (
-            state.setdefault("momentum", torch.zeros_like(w)),
-            group["momentum"],
-        )
+        momentum = state.setdefault("momentum", torch.zeros_like(w))
+        mu = group["momentum"]
         weight = {"ema": 1 - mu, "sum": 1.0}[group["accumulation"]]
         momentum.mul_(mu).add_(grad, alpha=weight)
         return mu * momentum + weight * grad if group["nesterov"] else momentum.clone()

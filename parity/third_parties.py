@@ -41,10 +41,10 @@ class Package:
 def compare(
     package: Package, compiled_end: Arrays | None = None
 ) -> tuple[float, float, float]:
-    """Errors of ours and of the reference, and the largest of it in other orders.
+    """Errors of ours, of the reference, and the largest of the reference's variants.
 
-    The end of the reference of "muon" through torch.compile counts as an order, too,
-    for packages that round as it does.
+    The variants round in other orders. `compiled_end`, where the reference of "muon"
+    ends through torch.compile, is one more for packages that round like it.
     """
     theirs, start = package.end(), problems.weights()
     theirs = {name: theirs[name] for name in NAMES}

@@ -1,4 +1,4 @@
-"""`describe` shows what an optimizer does, whatever stands around it.
+"""`describe` shows what an optimizer does, whatever it is wrapped in.
 
 The tables of all recipes and layouts are in tests/fixtures/frozen.
 """

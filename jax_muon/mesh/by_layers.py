@@ -87,7 +87,8 @@ class Held:
                 return dataclasses.replace(self, casts=(*self.casts, result.dtype))
             case "transpose":
                 axes = params["permutation"]
-            case "reshape" | "squeeze":  # an axis stays if what is before it does
+            case "reshape" | "squeeze":
+                # An axis stays if its size does, and the product of sizes before it.
                 places = {(math.prod(old[:a]), n): a for a, n in enumerate(old)}
                 axes = [places.get((math.prod(new[:a]), n)) for a, n in enumerate(new)]
             case "slice" | "dynamic_slice" if not params.get("strides"):
@@ -107,7 +108,7 @@ class Held:
                     x = x.transpose(axes)
                 case "reshape" | "squeeze":
                     x = x.reshape(sizes)
-                case _:  # the operation itself clamps starts; lax.dynamic_slice wraps
+                case _:  # it clamps starts; jax.lax.dynamic_slice wraps negative ones
                     starts = params.get("start_indices", starts)
                     x = jax.lax.dynamic_slice_p.bind(x, *starts, slice_sizes=sizes)
         return dataclasses.replace(self, x=x, spec=spec, is_layer=is_layer)

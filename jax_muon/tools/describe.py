@@ -262,7 +262,8 @@ def _rows(shapes: Any, read: Mapping[str, Parameter]) -> list[Parameter]:
 def _bytes_by_path(state: Any, names: Sequence[str]) -> dict[str, int]:
     """Bytes of state on a device. A parameter's path ends that of its state.
 
-    Whole numbers without axes count steps, also for a parameter called `count`.
+    Integers without axes are counts of steps. They belong to no parameter, not even to
+    one called `count`.
     """
     total = dict.fromkeys(names, 0)
     for path, x in paths.leaves_with_paths(state):

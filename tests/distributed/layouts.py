@@ -61,7 +61,7 @@ def rates_injected():
     )
 
 
-# Of a function that puts an optimizer on a mesh, and nanochat.
+# Functions of `on`, which puts an optimizer on a mesh, and of nanochat.
 COMPOSITIONS = {
     "inside a chain": lambda on, tx: optax.chain(
         optax.clip_by_global_norm(1.0), on(tx)

@@ -46,9 +46,11 @@ LEAVES = {"layers/b", "layers/w"}
 
 
 def kept(alone=None, whole=frozenset()):
-    """Keep a loss by its name, the same on one device, and leaves that it needs whole.
+    """Register a loss by its name.
 
-    The head is whole in all of them.
+    Args:
+      alone: the same loss on one device, if it uses collectives.
+      whole: the leaves that cannot be gathered by layers; the head never can.
     """
 
     def keep(loss):

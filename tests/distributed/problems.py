@@ -87,7 +87,7 @@ def run(step, params, state, data):
 
 
 def single_device(tx, loss, params, data):
-    """The same, of a plain loop from the start."""
+    """The same for a plain step on one device, from the first state."""
     params = jax.tree.map(jnp.copy, params)  # the first step donates them
     return run(plain_step(tx, loss), params, tx.init(params), data)
 

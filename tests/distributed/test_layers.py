@@ -86,9 +86,7 @@ def test_gradients_in_float64(name, x64):
     value, expected = jax.jit(jax.value_and_grad(alone))(params, batch)
     step = make(loss)
     found, metrics, whole = gradients(step, params, batch)
-    bound = (
-        1e-7 if name == "of_casts_of_the_second_axis" else 1e-12
-    )  # it casts to float32
+    bound = 1e-7 if "casts" in name else 1e-12  # casts to float32
     assert_close(found, expected, bound)
     np.testing.assert_allclose(metrics["loss"], value, rtol=bound)
     assert whole - {"head"} == others

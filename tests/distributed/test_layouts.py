@@ -260,7 +260,8 @@ def test_a_checkpoint_travels(tmp_path):
 # --- errors ---------------------------------------------------------------------------
 
 
-# What is said about specs and `divide`, for "w" of shape (8, 12) on eight devices.
+# The words of an error, and the specs and `divide` that raise it, for "w" of shape
+# (8, 12) on eight devices.
 DO_NOT_FIT = {
     r"'w' of shape \(8, 12\) .*model.* axes of the mesh {'data'": (P("model"),),
     r"'w' of shape \(8, 12\) .* size is 12 .* divide the": (P(None, "data"),),
@@ -387,7 +388,7 @@ def test_multi_steps_keeps_extra_arguments():
 
 
 def test_zeros_without_the_sharding_of_parameters():
-    """The state stays as `init` made it, so that no step compiles again."""
+    """State keeps the sharding that `init` gave it, so that no step compiles again."""
 
     def init(params):
         return jax.tree.map(lambda p: jnp.zeros(p.shape), params)
