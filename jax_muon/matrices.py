@@ -120,7 +120,8 @@ class Matrices(Mapping[str, Parameter]):
           replicated.
 
         Raises:
-          ValueError: with the path, for a parameter that has one name twice.
+          ValueError: rules none of which is for a name that parameters have; from the
+            function, with the path, for a parameter that has one name twice.
 
         Examples:
           >>> import jax.numpy as jnp
@@ -131,6 +132,13 @@ class Matrices(Mapping[str, Parameter]):
           >>> tuple(matrices.specs([("mlp", "tp"), ("embed", "fsdp")])("wi/kernel"))
           ('fsdp', None, 'tp')
         """
+        known = {name for found in self.values() for name in found.names or () if name}
+        if known.isdisjoint(name for name, _ in rules):
+            raise ValueError(
+                f"rules={rules!r} would replicate every parameter: none is for one of "
+                f"the axis names {sorted(known)}, by which the parameters are read; "
+                "expected rules for some of them, or read(params, names=...)"
+            )
 
         def spec(path: str) -> PartitionSpec:
             names = self[path].names or ()
