@@ -370,12 +370,13 @@ def test_integers_among_the_parameters_stay_as_they_are(parameters, alone, given
 
 
 def test_an_explicit_axis_of_one_device_beside_those_of_the_batch():
-    """It divides nothing, so specs may name it."""
+    """It divides nothing, so specs may name it, and nothing is gathered over it."""
     params, mesh = {"w": jnp.ones((8, 6))}, mesh_of(2, 1, kind=EXPLICIT)
     batch = jnp.asarray(np.arange(16.0).reshape(2, 8))
     loss = lambda p, b: jnp.mean(jnp.sin(b @ p["w"]))  # noqa: E731
     expected = jax.grad(loss)(params, batch)["w"]
-    for spec in (P("fsdp"), P(("data", "fsdp"))):
+    for spec, gathered in ((P("fsdp"), set()), (P(("data", "fsdp")), {"w"})):
         step = jm.make_train_step(loss, optax.sgd(1.0), mesh, specs=spec)
+        assert step.gathers(params, batch).keys() == gathered
         after, _, _ = step(*step.init(params), batch)
         np.testing.assert_allclose(1 - after["w"], expected, rtol=0, atol=5e-6)
