@@ -172,7 +172,7 @@ class MeanGradients:
         return wide(_over(jax.lax.psum, sent, tuple(rest)))
 
     def _to_reduce(self, x: Any) -> Any:
-        """In the dtype in which sums and maxima over devices are computed."""
+        """Cast to the dtype in which sums and maxima over devices are computed."""
         narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
         return wide(x) if narrow and self.reduce_wide else x
 
@@ -243,9 +243,10 @@ def _over(collective: Callable[..., Any], x: Any, names: tuple[str, ...]) -> Any
 def _pair(flag: str, given: Any) -> Any:
     """The output of loss_fn, if it is the pair that a flag promises."""
     if not isinstance(given, (tuple, list)) or len(given) != 2:
+        pairs = {"weighted": "(loss, weight)", "has_aux": "(loss, auxiliary output)"}
         raise ValueError(
-            f"{flag}=True, and loss_fn gave {given!r}; expected a pair: with weighted "
-            "(loss, weight), with has_aux that or the loss, and auxiliary output"
+            f"{flag}=True, and loss_fn returned {given!r}; expected {pairs[flag]}, or "
+            "with both flags ((loss, weight), auxiliary output)"
         )
     return given
 
@@ -263,7 +264,7 @@ def _check_entries(aux: Any, names: tuple[str, ...]) -> None:
     there = aux.keys() if isinstance(aux, Mapping) else ()
     if missing := set(names) - set(there):
         raise ValueError(
-            f"max_aux={names}: loss_fn gives auxiliary output without "
-            f"{sorted(missing)}; expected a dictionary that has them, got "
-            + (f"one of {sorted(there)}" if there else repr(type(aux)))
+            f"max_aux={names}: the auxiliary output of loss_fn has no entries "
+            f"{sorted(missing)}; expected a dictionary with them, got "
+            + (f"one with {sorted(there)}" if there else repr(type(aux)))
         )

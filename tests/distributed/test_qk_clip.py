@@ -217,8 +217,8 @@ def test_the_largest_logit_of_divided_queries_and_keys(kind):
 def test_entries_that_are_not_there():
     params, batch, mesh, tx = model(), batches(1)[0], mesh_of(8), recipe()
     for other, message in (
-        (loss, r"without \['s'\]; .* got one of \['max_logits', 'mean'\]"),
-        (lambda p, b: (loss(p, b)[0], 1.0), r"without \['s'\]; .* got .*float"),
+        (loss, r"no entries \['s'\]; .* got one with \['max_logits', 'mean'\]"),
+        (lambda p, b: (loss(p, b)[0], 1.0), r"no entries \['s'\]; .* got .*float"),
     ):
         step = jm.make_train_step(other, tx, mesh, has_aux=True, max_aux=("s",))
         with pytest.raises(ValueError, match=message):

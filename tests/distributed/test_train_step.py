@@ -289,8 +289,12 @@ def test_arguments(given, match):
 @pytest.mark.parametrize(
     ("loss", "flags", "match"),
     [
-        (0.0, {"has_aux": True}, "has_aux=True, and loss_fn gave .*; expected a pair"),
-        ((0.0, 1.0, 2.0), {"weighted": True}, "weighted=True, .*; expected a pair"),
+        (0.0, {"has_aux": True}, r"has_aux=True, and loss_fn .*; expected \(loss, aux"),
+        (
+            (0.0, 1.0, 2.0),
+            {"weighted": True},
+            r"weighted=True, .*; expected \(loss, weight",
+        ),
         ((0.0, {}), {}, "the loss of loss_fn=.*; expected a real scalar"),
         (jnp.ones(3), {}, r"the loss of loss_fn is float32 of shape \(3,\); expected"),
         ((0.0, "1"), {"weighted": True}, "the weight of loss_fn='1'; expected"),
