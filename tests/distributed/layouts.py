@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
+from benchmarks.schedule.hlo import Module
 from tests import recipes
 from tests.distributed import problems
 from tests.reading import reader
@@ -210,3 +211,10 @@ def train_step_run(step, params, data):
     assert step.cache_size() == 1
     assert_bit_identical_on_devices((params, state))
     return params, state, losses
+
+
+def compiled(step, args):
+    """The program that XLA compiles."""
+    text = jax.jit(step).lower(*args).compile().as_text()
+    assert "collective-permute" not in text  # which is no transfer of `Module`
+    return Module.parse(text)

@@ -10,13 +10,13 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from benchmarks.schedule.hlo import Module
 from jax_muon.mesh import owners
 from jax_muon.mesh.collectives import collectives
 from jax_muon.mesh.owners import Shard, make_pools
 from tests.distributed.layouts import (
     EXPLICIT,
     assert_bit_identical_on_devices,
+    compiled,
     mesh_of,
 )
 from tests.reading import reader
@@ -91,9 +91,6 @@ def test_no_matrix_is_gathered_and_no_product_computed_twice(shape, spec):
     """In the program that XLA compiles."""
     mesh, tx = mesh_of(*shape), jm.nanochat(dtype="float32")
 
-    def compiled(step, args):
-        return Module.parse(jax.jit(step).lower(*args).compile().as_text())
-
     module = compiled(*step_of(jm.on_mesh(tx, mesh, spec), mesh, spec))
     kinds = {transfer.kind for transfer in module.transfers()}
     assert kinds <= {"all-to-all", "all-reduce"}
@@ -157,8 +154,7 @@ def test_experts_on_devices_of_their_own_send_nothing(spec, sent):
     args = (params, jm.abstract_state(tx, params, mesh), params)
     found = [(c.kind, c.input_bytes) for c in collectives(tx.update, *args)]
     assert found == [("all-to-all", size) for size in sent]
-    program = Module.parse(jax.jit(tx.update).lower(*args).compile().as_text())
-    assert bool(program.transfers()) == bool(sent)
+    assert bool(compiled(tx.update, args).transfers()) == bool(sent)
 
 
 # --- groups of devices as owners ------------------------------------------------------

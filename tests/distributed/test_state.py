@@ -9,7 +9,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
-from benchmarks.schedule.hlo import Module
 from tests.distributed import layouts, problems
 from tests.distributed.layouts import AUTO, EXPLICIT
 
@@ -115,8 +114,7 @@ def test_what_is_observed_is_summed_in_one_round(spec):
     params = jax.device_put({"up": jnp.ones((64, 128))}, place)
     tx = jm.observe(optax.trace(0.9))
     state = jax.jit(tx.init)(params)
-    compiled = jax.jit(tx.update).lower(params, state, params).compile()
-    sent = Module.parse(compiled.as_text()).transfers()
+    sent = layouts.compiled(tx.update, (params, state, params)).transfers()
     assert [c.kind for c in sent] == ["all-reduce"]
 
 
