@@ -211,10 +211,9 @@ def verify(
     grads = [jax.tree.map(lambda x: _drawn(x, random), params) for _ in range(steps)]
     sharded = Layout(mesh, specs).of_params(params)
     places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), sharded)
-    given = {"bound": bound, **extra_args}
-    if gather_dtype is not None:
-        given["rounding"] = float(jnp.finfo(gather_dtype).eps) / 2
-    return compare(tx, many, start, grads, places, **given)
+    rounding = 0.0 if gather_dtype is None else float(jnp.finfo(gather_dtype).eps) / 2
+    given = {"bound": bound, "rounding": rounding}
+    return compare(tx, many, start, grads, places, **given, **extra_args)
 
 
 def compare(

@@ -112,6 +112,8 @@ def test_a_gather_in_another_dtype_widens_the_bound():
     assert found.ok
     found = jm.verify(optax.sgd(0.1), W, mesh_of(2), bound=1e-7)
     assert found.updates[0].bound == 1e-7
+    with pytest.raises(TypeError, match="rounding"):  # not as an extra argument
+        jm.verify(optax.sgd(0.1), W, mesh_of(2), rounding=1.0)
 
 
 @pytest.mark.parametrize(
