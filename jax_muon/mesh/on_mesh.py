@@ -152,7 +152,7 @@ class OnMesh:
         like = updates if params is None else params
         checks.gradients(updates, params)
         names, coarse, fine = self.layout.of_leaves(like)
-        if AxisType.Explicit in self.layout.mesh.axis_types:
+        if AxisType.Explicit in self._outer_mesh().axis_types:
             _check_types(names, jax.tree.leaves(like), coarse)
         notes.note("on_mesh", {self: (names, coarse, fine)})
         expected = self._typed_state(like, fine)

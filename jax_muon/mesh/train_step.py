@@ -63,7 +63,7 @@ def make_train_step(
         as tensor parallelism's. Integers and booleans among them, such as counters and
         masks, stay as they are.
       tx: an optimizer, such as a recipe. The step puts it on the mesh: an `on_mesh` in
-        it changes nothing, or is an error if it has specs or `divide`.
+        it changes nothing, or is an error if its specs or `divide` contradict the step.
       mesh: a mesh of Auto axes; or of Explicit ones, if all but those in `axis` have
         one device.
       axis: mesh axis, or axes, that divide the leading axis of batches.
@@ -124,6 +124,8 @@ def make_train_step(
       Rajbhandari et al., ZeRO, arXiv 1910.02054.
     """
     names = checked_axes("axis", axis, mesh)
+    if not names:  # to shard_map no axes are all
+        checks.refuse("axis", axis, "at least one")
     divided = None if divide is None else checked_axes("divide", divide, mesh)
     if divided and not set(divided) <= set(names):
         checks.refuse(

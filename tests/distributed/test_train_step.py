@@ -271,6 +271,7 @@ def test_errors_of_a_step_leave_its_arguments():
     ("given", "match"),
     [
         ({"axis": "model"}, "axis='model'; expected axes of the mesh"),
+        ({"axis": ()}, r"axis=\(\); expected at least one"),
         ({"divide": "fsdp"}, "divide='fsdp'; expected mesh axes of axis="),
         ({"accumulate": "never"}, "accumulate='never'"),
         ({"gather": "always"}, "gather='always'; expected one of 'auto'"),
@@ -323,7 +324,7 @@ def test_counts_of_groups_without_leaves_under_zero2():
 
 
 def test_an_on_mesh_within_the_optimizer():
-    """Without `divide` and specs it changes nothing, with them it is an error."""
+    """It changes nothing, or is an error: its `divide` or specs contradict the step."""
     problem = "no adamw leaves"
     params, _ = problems.draw(problem)
     clip, mesh = optax.clip_by_global_norm(1.0), mesh_of(4)
@@ -337,6 +338,8 @@ def test_an_on_mesh_within_the_optimizer():
     step = make(tx=jm.on_mesh(recipe(), mesh, divide="data"), problem=problem)
     with pytest.raises(ValueError, match=r"is divided over .* already"):
         step.init(params)
+    with pytest.raises(ValueError, match=r"type float32\[.*@data.*\], and specs say P"):
+        trained(jm.on_mesh(recipe(), mesh, P()))
 
 
 FROZEN = reader(rules={"count": "frozen", "mask": "frozen"})
