@@ -74,6 +74,7 @@ COMPOSITIONS = {
     "around MultiSteps": lambda on, tx: on(
         optax.MultiSteps(tx, 2).gradient_transformation()
     ),
+    "inside a guard": lambda on, tx: jm.skip_nonfinite(on(tx)),
     "around injected rates": lambda on, tx: on(rates_injected()),
     "injected rates alone": lambda on, tx: rates_injected(),
 }
