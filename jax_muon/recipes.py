@@ -175,7 +175,7 @@ def normuon(
             # default, 1e-5, would hold back neurons whose first updates are small.
             scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=found),
             normalize_frobenius(0.2, matrices=found),
-            optax.add_decayed_weights(checks.rate("weight_decay", weight_decay)),
+            _decay(weight_decay),
             optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
 
@@ -238,9 +238,7 @@ def muon(
             ),
             orthogonalize(_polar(polar, steps, dtype), matrices=found),
             scale_by_shape(shape_rule, matrices=found),
-            optax.add_decayed_weights(
-                checks.rate("weight_decay", weight_decay), weight_decay_mask
-            ),
+            _decay(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
 
@@ -288,7 +286,7 @@ def moonlight(
             nesterov(momentum, accumulator_dtype=momentum_dtype),
             orthogonalize(_polar(polar, steps, dtype), matrices=found),
             scale_by_shape("rms_0.2", matrices=found),
-            optax.add_decayed_weights(checks.rate("weight_decay", weight_decay)),
+            _decay(weight_decay),
             optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
 
@@ -349,7 +347,7 @@ def teon(
             nesterov(momentum, lookahead=lookahead, accumulator_dtype=momentum_dtype),
             orthogonalize(_polar(polar, steps, dtype, **settings), matrices=found),
             scale_by_shape(shape_rule, matrices=found),
-            optax.add_decayed_weights(checks.rate("weight_decay", weight_decay)),
+            _decay(weight_decay),
             optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
 
@@ -452,6 +450,19 @@ def normuonh(
 def _polar(polar: Polar | None, steps: int, dtype: Any, **settings: Any) -> Polar:
     """The polar factor that is given, or else the recipe's."""
     return NewtonSchulz(steps, dtype=dtype, **settings) if polar is None else polar
+
+
+def _decay(
+    weight_decay: optax.ScalarOrSchedule, mask: Any = None
+) -> optax.GradientTransformation:
+    """`optax.add_decayed_weights`, which follows a schedule from optax 0.2.7 on."""
+    decay = checks.rate("weight_decay", weight_decay)
+    if callable(decay) and optax.__version__ == "0.2.6":
+        raise ValueError(
+            "weight_decay is a schedule, and optax 0.2.6 keeps it at its first value; "
+            "expected a number, or optax 0.2.7"
+        )
+    return optax.add_decayed_weights(decay, mask)
 
 
 def _recipe(

@@ -98,6 +98,7 @@ def gpu_options(
       >>> options if jax.default_backend() == "cpu" else {}
       {}
     """
+    specs.check_mesh("mesh", mesh)
     names = specs.checked_axes("axis", mesh.axis_names if axis is None else axis, mesh)
     checks.arrays("params", params)
     checks.flag("gathers_first", gathers_first)
