@@ -455,14 +455,14 @@ def _polar(polar: Polar | None, steps: int, dtype: Any, **settings: Any) -> Pola
 def _decay(
     weight_decay: optax.ScalarOrSchedule, mask: Any = None
 ) -> optax.GradientTransformation:
-    """`optax.add_decayed_weights`, which follows a schedule from optax 0.2.7 on."""
-    decay = checks.rate("weight_decay", weight_decay)
-    if callable(decay) and optax.__version__ == "0.2.6":
-        raise ValueError(
-            "weight_decay is a schedule, and optax 0.2.6 keeps it at its first value; "
-            "expected a number, or optax 0.2.7"
-        )
-    return optax.add_decayed_weights(decay, mask)
+    """`optax.add_decayed_weights`, whose schedules stand still in optax 0.2.6."""
+    tx = optax.add_decayed_weights(checks.rate("weight_decay", weight_decay), mask)
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, _ = tx.update(updates, state, params)
+        return updates, jax.tree.map(optax.safe_increment, state)
+
+    return optax.GradientTransformation(tx.init, update_fn)
 
 
 def _recipe(

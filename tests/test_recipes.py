@@ -59,14 +59,13 @@ FACTOR = {  # of a shape (in, out)
 RATES = (
     lambda t: 0.02 / (1 + t),
     lambda t: 0.85 + 0.01 * t,
-    # With optax 0.2.6 a schedule of the last is an error; see the test below.
-    0.1 if optax.__version__ == "0.2.6" else lambda t: 0.1 / (1 + t),
+    lambda t: 0.1 / (1 + t),
 )
 
 
 def step_by_hand(name, t, g, w, m, v, radius):
     """One step of a recipe, in its order: w, m, v and radius after it."""
-    lr, mu, wd = (rate(t) if callable(rate) else rate for rate in RATES)
+    lr, mu, wd = (rate(t) for rate in RATES)
     out, fan_in = w.shape
     is_nanochat, later = name.startswith("nanochat"), name == "nanochat later"
     m = m + (1 - mu) * (g - m)
@@ -119,15 +118,6 @@ def test_matrices_by_hand(rng, x64, name):
             np.testing.assert_allclose(w, theirs[key][0].T, rtol=0, atol=1e-12)
     if on_spheres:
         assert not radii[0] and radii[-1]  # the zero matrix reached its sphere
-
-
-@pytest.mark.parametrize("recipe", [jm.normuon, jm.muon, jm.moonlight, jm.teon])
-def test_a_schedule_of_decay_that_optax_would_ignore(recipe, monkeypatch):
-    monkeypatch.setattr(optax, "__version__", "0.2.7")
-    recipe(weight_decay=optax.linear_schedule(0.1, 0.0, 10))
-    monkeypatch.setattr(optax, "__version__", "0.2.6")
-    with pytest.raises(ValueError, match="weight_decay is a schedule, and optax 0"):
-        recipe(weight_decay=optax.linear_schedule(0.1, 0.0, 10))
 
 
 def test_normuon_lifts_neurons_whose_first_updates_are_small():
