@@ -74,11 +74,12 @@ class Layout:
             axis of `divide`.
         """
         names, coarse, fine = [], [], []
-        spec_of = _own_spec if self.specs is None else spec_by_path(self.specs)
+        given = None if self.specs is None else _by_path(self.specs)
         layers = layer_axes.axes_of_layers(tree) if self.by_layers else {}
         for path, leaf in paths.leaves_with_paths(tree):
             shape = tuple(leaf.shape)
-            own = full_rank(spec_of(path, leaf), path, shape, self.mesh)
+            spec = _own_spec(leaf) if given is None else given(path)
+            own = full_rank(spec, path, shape, self.mesh)
             finer = self._finer(path, shape, own, layers.get(path, ()))
             names.append(path)
             coarse.append(finer if self.params_divided else own)
@@ -130,7 +131,7 @@ class Layout:
         return own
 
 
-def _own_spec(path: str, leaf: Any) -> PartitionSpec:
+def _own_spec(leaf: Any) -> PartitionSpec:
     """The spec that a leaf's type shows, or, for a shape, its sharding."""
     sharding = own_sharding(leaf)
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
@@ -138,8 +139,8 @@ def _own_spec(path: str, leaf: Any) -> PartitionSpec:
     return sharding.spec
 
 
-def spec_by_path(specs: Specs) -> Callable[..., PartitionSpec]:
-    """Specs in any form, as a function of the path; other arguments are ignored."""
+def _by_path(specs: Specs) -> Callable[[str], PartitionSpec]:
+    """Specs in any form, as a function of the path."""
     find = specs
     if not paths.is_function(specs):
         flat = dict(paths.leaves_with_paths(specs, is_leaf=lambda x: x is None))
@@ -153,8 +154,7 @@ def spec_by_path(specs: Specs) -> Callable[..., PartitionSpec]:
                 )
             return flat[prefix]
 
-    def spec(path: str, leaf: Any = None) -> PartitionSpec:
-        del leaf
+    def spec(path: str) -> PartitionSpec:
         found = find(path)
         if not isinstance(found, PartitionSpec | NamedSharding | None):
             raise ValueError(
