@@ -204,16 +204,18 @@ def verify(
     checks.count("steps", steps)
     if bound is not None:
         checks.number("bound", bound, "above 0", traced=False, others=", or None")
-    given: Any = {"min_size": min_size, "gather_dtype": gather_dtype}
-    many = on_mesh(tx, mesh, specs, divide, **given)
+    many = on_mesh(
+        tx, mesh, specs, divide, min_size=min_size, gather_dtype=gather_dtype
+    )
     random = np.random.default_rng(seed)
     start = jax.tree.map(lambda x: _drawn(x, random, _SIZE_OF_PARAMS), params)
     grads = [jax.tree.map(lambda x: _drawn(x, random), params) for _ in range(steps)]
     sharded = Layout(mesh, specs).of_params(params)
     places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), sharded)
     rounding = 0.0 if gather_dtype is None else float(jnp.finfo(gather_dtype).eps) / 2
-    given = {"bound": bound, "rounding": rounding}
-    return compare(tx, many, start, grads, places, **given, **extra_args)
+    return compare(
+        tx, many, start, grads, places, bound=bound, rounding=rounding, **extra_args
+    )
 
 
 def compare(
