@@ -161,12 +161,9 @@ class Round:
     counts: tuple[tuple[int, ...], ...]
 
     @property
-    def kinds(self) -> dict[tuple[int, ...], list[int]]:
-        """Owners by what they get: those with the same counts are of one kind."""
-        found: dict[tuple[int, ...], list[int]] = {}
-        for owner, counts in enumerate(self.counts):
-            found.setdefault(counts, []).append(owner)
-        return found
+    def kinds(self) -> list[tuple[int, ...]]:
+        """The different counts of its owners."""
+        return sorted(set(self.counts))
 
     def elements(self, counts: Sequence[int]) -> int:
         """Elements that a device sends to an owner of so many matrices."""
@@ -176,7 +173,7 @@ class Round:
     @property
     def width(self) -> int:
         """Elements that a device sends to each owner, padding included."""
-        return max(map(self.elements, set(self.counts)))
+        return max(map(self.elements, self.kinds))
 
     def seconds(self, sizes: Sizes) -> float:
         """Time to send all of it there and back, as the planner counts."""

@@ -122,27 +122,26 @@ def _travel(
 ) -> list[Float[Array, "_ m n"]]:
     """Send the shards of a round to the owners, and the shards of factors back.
 
-    Matrices of a pool go to owners kind by kind, so that `stacks` need no reordering.
+    The matrices of a pool go to owners in their order. Neighbours with the same counts
+    are packed together.
     """
     pool, kinds = one.pools[0], one.kinds
-    order = list(itertools.chain(*kinds.values()))
-    ordered = order == sorted(order)
+    runs = [(counts, len([*same])) for counts, same in itertools.groupby(one.counts)]
     at = [0] * len(stacks)
     rows = []
-    for counts, owners in kinds.items():
+    for counts, owners in runs:
         parts = []
         for index, count in enumerate(counts):
-            stop = at[index] + count * len(owners)
+            stop = at[index] + count * owners
             part = stacks[index][at[index] : stop]
-            parts.append(part.reshape(len(owners), count, *part.shape[1:]))
+            parts.append(part.reshape(owners, count, *part.shape[1:]))
             at[index] = stop
         rows.append(_pack(parts, one.width))
-    table = jnp.concatenate(rows)  # (owners, width), kind by kind
-    table = table if ordered else table[np.argsort(order)]
+    table = jnp.concatenate(rows)  # (owners, width)
 
     repeats = devices_over(pool.replicas, sizes)
     if repeats > 1:  # each replica does its part of the owners' work
-        mine = len(order) // repeats
+        mine = len(table) // repeats
         first = jax.lax.axis_index(pool.replicas) * mine
         table = jax.lax.pcast(table, pool.replicas, to="varying")
         table = jax.lax.dynamic_slice_in_dim(table, first, mine)
@@ -153,7 +152,7 @@ def _travel(
         for counts in kinds
     ]
     if len(branches) > 1:
-        kind_of = jnp.asarray([list(kinds).index(counts) for counts in one.counts])
+        kind_of = jnp.asarray([*map(kinds.index, one.counts)])
         here = jax.lax.axis_index(pool.replicas + pool.shards)
         table = jax.lax.switch(kind_of[here], branches, table)
     else:
@@ -162,12 +161,11 @@ def _travel(
     if repeats > 1:
         table = jax.lax.all_gather(table, pool.replicas, tiled=True, to="invarying")
 
-    table = table if ordered else table[np.array(order)]
     found: list[list[Array]] = [[] for _ in stacks]
     start = 0
-    for counts, owners in kinds.items():
-        parts = _unpack(table[start : start + len(owners)], one, counts)
-        start += len(owners)
+    for counts, owners in runs:
+        parts = _unpack(table[start : start + owners], one, counts)
+        start += owners
         for results, part in zip(found, parts, strict=True):
             results.append(part.reshape(-1, *part.shape[2:]))
     return [jnp.concatenate(parts) for parts in found]
