@@ -79,7 +79,7 @@ def outer_in_halves(
     take seconds more to compile.
     """
     half = x.shape[-2] // 2
-    (x0, x1), (y0, y1) = ((z[..., :half, :], z[..., half:, :]) for z in (x, y))
+    (x0, x1), (y0, y1) = (jnp.split(z, [half], axis=-2) for z in (x, y))
     below = outer(x1, y0)
     top = jnp.concatenate([outer(x0, y0), below.mT], axis=-1)
     bottom = jnp.concatenate([below, outer(x1, y1)], axis=-1)
