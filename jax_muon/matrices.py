@@ -6,11 +6,10 @@ step, every mesh and every trace.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jax_muon import axes as matrix_axes
 from jax_muon import checks, paths
@@ -105,58 +104,6 @@ class Matrices(Mapping[str, Parameter]):
             params,
             is_leaf=paths.is_box,
         )
-
-    def specs(self, rules: Sequence[tuple[str, Any]]) -> Callable[[str], PartitionSpec]:
-        """How parameters are sharded, by the axis names that they are read by.
-
-        Args:
-          rules: pairs of an axis name and its mesh axis, a tuple of mesh axes, or None
-            for replicated, as in Flax. They are tried in order. One applies if its name
-            has no mesh axis yet and its mesh axes shard no other axis of that
-            parameter. A name without a rule is replicated.
-
-        Returns:
-          A function of the path, for `on_mesh(specs=...)`; parameters without names are
-          replicated.
-
-        Raises:
-          ValueError: rules none of which is for a name that parameters have; from the
-            function, with the path, for a parameter that has one name twice.
-
-        Examples:
-          >>> import jax.numpy as jnp
-          >>> import jax_muon as jm
-          >>> params = {"wi": {"kernel": jnp.zeros((4, 2, 8))}}
-          >>> names = {"wi/kernel": ("embed", "layers", "mlp")}
-          >>> matrices = jm.read(params, names=names)
-          >>> tuple(matrices.specs([("mlp", "tp"), ("embed", "fsdp")])("wi/kernel"))
-          ('fsdp', None, 'tp')
-        """
-        known = {name for found in self.values() for name in found.names or () if name}
-        if known.isdisjoint(name for name, _ in rules):
-            raise ValueError(
-                f"rules={rules!r} would replicate every parameter: none is for one of "
-                f"the axis names {sorted(known)}, by which the parameters are read; "
-                "expected rules for some of them, or read(params, names=...)"
-            )
-
-        def spec(path: str) -> PartitionSpec:
-            names = self[path].names or ()
-            named = [name for name in names if name is not None]
-            if len(set(named)) < len(named):
-                raise ValueError(
-                    f"parameter {path!r} has the axis names {names}; expected each "
-                    "name once, since rules go by them"
-                )
-            entries: dict[str | None, tuple[str, ...]] = {}
-            for name, mesh_axes in rules:
-                wanted = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
-                used = {axis for entry in entries.values() for axis in entry}
-                if name in named and name not in entries and used.isdisjoint(wanted):
-                    entries[name] = tuple(wanted)
-            return PartitionSpec(*map(entries.get, names))
-
-        return spec
 
     def group(self, labels: Iterable[str]) -> "Matrices":
         """The parameters with one of these labels, each a matrix, and their joins.

@@ -144,16 +144,13 @@ def _parts(split: Fitted, whole: Any) -> Any:
 
 
 def _join(split: Fitted, whole: Any, parts: Any) -> Any:
-    """The parts times their factors as one, with the box and sharding of `whole`."""
+    """The parts as one, with the box and sharding of `whole`."""
     (like,), axis = jax.tree.leaves(whole), split.axis
     if isinstance(split.parts, int):
         x = jnp.moveaxis(parts, splitting.batch_axis(like.ndim), axis)
         x = x.reshape(like.shape)
     else:
-        found = dict(parts.parts)
-        for name, factor in split.learning_rates.items():
-            found[name] = found[name] * float(factor)
-        x = jnp.concatenate([*found.values()], axis)
+        x = jnp.concatenate([*parts.parts.values()], axis)
     if isinstance(like, jax.Array) and array_types.is_explicit(like):
         x = jax.reshard(x, jax.typeof(like).sharding)
     return jax.tree.map(lambda _: x, whole)

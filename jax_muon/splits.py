@@ -23,8 +23,6 @@ class Split:
         `{"query": 768, "key": 256, "value": 256}`; or a number of equal parts, such as
         heads, which become a batch: one part with an axis in front of the last two.
       axis: of the parameter; the default is the last, the outputs of a kernel.
-      learning_rates: factor of the learning rate by name of a part; those not named
-        have 1.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -39,26 +37,15 @@ class Split:
 
     parts: int | Sequence[str] | Mapping[str, int]
     axis: int = -1
-    learning_rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         expected = "a number of at least 1, names, each once, or names with widths"
-        named: Any = () if isinstance(self.parts, int) else self.parts
         if isinstance(self.parts, int):
             checks.count("parts", self.parts)
-        elif not named or len({*named}) < len(named):
+        elif not self.parts or len({*self.parts}) < len(self.parts):
             checks.refuse("parts", self.parts, expected)
         elif isinstance(self.parts, Mapping):
             checks.mapping("parts", self.parts, expected, checks.count)
-        expected = f"factors of the parts {list(named)}"
-        checks.mapping(
-            "learning_rates",
-            self.learning_rates,
-            expected,
-            lambda where, x: checks.number(where, x, "of at least 0", traced=False),
-        )
-        if not {*self.learning_rates} <= {*named}:
-            checks.refuse("learning_rates", self.learning_rates, expected)
 
     def fitted(self, path: str, shape: tuple[int, ...]) -> "Fitted":
         """The same for one parameter; a ValueError if the axis or parts do not fit."""
@@ -77,7 +64,7 @@ class Split:
                 f"parts={self.parts!r}; expected widths with the sum {size}, or equal "
                 "parts whose number divides it"
             )
-        return Fitted(parts, self.axis % len(shape), self.learning_rates)
+        return Fitted(parts, self.axis % len(shape))
 
 
 @dataclasses.dataclass(frozen=True)

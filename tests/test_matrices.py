@@ -1,17 +1,12 @@
-"""Parameters as batches of matrices, pools of matrices, and shardings by names."""
+"""Parameters as batches of matrices, and pools of matrices."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from flax import linen
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from jax_muon.mesh.specs import entry_names
 from jax_muon.polar.stacks import map_stacks
 from tests.lowered import depths_on
 
@@ -83,45 +78,3 @@ def test_pooling_is_undone_exactly_and_bounded(members, max_stack):
         assert max(depths) <= max_stack
         assert len(depths) == sum(-(-k // max_stack) for k in total.values())
         assert sum(depths) == sum(total.values())
-
-
-# --- specs by names -------------------------------------------------------------------
-
-NAMES = ("layers", "embed", "mlp", "heads", "kv", None)
-MESH_AXES = (None, "fsdp", "tp", ("fsdp", "tp"), ("tp",))
-
-
-@given(
-    names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=4).filter(
-        lambda names: len({*names} - {None}) == len(names) - names.count(None)
-    ),
-    rules=st.lists(
-        st.tuples(st.sampled_from(NAMES[:-1]), st.sampled_from(MESH_AXES)), max_size=6
-    ),
-    random=st.randoms(use_true_random=False),
-)
-@settings(max_examples=200, deadline=None)
-def test_specs_are_those_of_flax_and_follow_permuted_names(names, rules, random):
-    def entries(names):
-        sizes = range(2, 2 + len(names))
-        tree = {name: jax.ShapeDtypeStruct(sizes, float) for name in ("w", "other")}
-        # As from a tree that is not strict: these names need not make sense together.
-        found = jm.read(tree, rules="adamw", names={"w": tuple(names)}).specs(rules)
-        assert found("other") == PartitionSpec()
-        return [entry_names(entry) for entry in found("w")]
-
-    if {*names}.isdisjoint(name for name, _ in rules):
-        with pytest.raises(ValueError, match="would replicate every parameter"):
-            entries(names)
-        return
-    theirs = linen.logical_to_mesh_axes(tuple(names), rules)
-    assert entries(names) == [entry_names(entry) for entry in theirs]
-    order = random.sample(range(len(names)), len(names))
-    expected = [entries(names)[i] for i in order]
-    assert entries([names[i] for i in order]) == expected
-
-
-def test_specs_need_each_name_once():
-    found = jm.read({"w": jnp.zeros((4, 4))}, names={"w": ("embed", "embed")})
-    with pytest.raises(ValueError, match=r"'w' has the axis names .*once"):
-        found.specs([("embed", "tp")])("w")

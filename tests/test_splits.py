@@ -54,10 +54,10 @@ def test_a_fused_kernel_takes_the_path_of_three(name, rng, x64):
     assert distance(as_one) > 0.1
 
 
-def test_learning_rates_of_parts(rng):
-    """They keep the dtype."""
-    split = jm.Split(("gate", "up"), learning_rates={"gate": np.float32(0.5)})
-    tx = jm.with_splits(optax.identity(), {"up": split})
+def test_a_learning_rate_for_a_part(rng):
+    """As the page on parameters has it."""
+    splits = {"up": jm.Split(("gate", "up"))}
+    tx = jm.with_splits(jm.scale_by_path({"up/gate": 0.5}), splits)
     g = {"up": jnp.asarray(rng.standard_normal((6, 20)), jnp.bfloat16)}
     scaled = tx.update(g, tx.init(g))[0]["up"]
     expected = jnp.concatenate([0.5 * g["up"][:, :10], g["up"][:, 10:]], axis=1)
@@ -250,10 +250,6 @@ def test_splits_that_do_not_fit(pattern, split, match):
     [
         ({"parts": ("q", "q")}, "parts=.* names, each once"),
         ({"parts": ()}, r"parts=\(\); expected a number"),
-        (
-            {"parts": ("q", "k"), "learning_rates": {"v": 2.0}},
-            r"expected factors of the parts \['q', 'k'\]",
-        ),
     ],
 )
 def test_bad_settings_of_a_split(settings, match):
