@@ -26,6 +26,7 @@ import jax_muon as jm
 from benchmarks import program
 from benchmarks.parameters import llama_parameters, quintics_flops
 from benchmarks.schedule.hlo import Module
+from benchmarks.schedule.jaxpr import collectives
 from jax_muon.mesh.collectives import ring_bytes
 
 # Devices that parameters are sharded over, and replicas of them.
@@ -68,10 +69,11 @@ def of_optax(params: Any, mesh: Mesh) -> Counts:
 
 def of_us(params: Any, mesh: Mesh) -> Counts:
     """By the description of `jm.muon` with `on_mesh`."""
-    found = jm.describe(jm.on_mesh(jm.muon(), mesh, SPEC), params)
-    sent = found.sent_bytes["orthogonalize"]
+    tx = jm.on_mesh(jm.muon(), mesh, SPEC)
+    found = jm.describe(tx, params)
     flops = sum(pool.load(found.sizes) for pool in found.pools)
-    return float(flops.max()), sent, len(found.collectives)
+    number = len(collectives(tx.update, params, jax.eval_shape(tx.init, params)))
+    return float(flops.max()), found.sent_bytes["orthogonalize"], number
 
 
 COUNTED = {"optax.contrib.muon": of_optax, "maxtext": of_maxtext, "jax_muon": of_us}

@@ -16,6 +16,7 @@ from benchmarks.parameters import model_parameters
 from benchmarks.schedule import gpu_schedule
 from benchmarks.schedule.h100s import whole_step
 from benchmarks.schedule.hlo import Instruction, Module, Transfer
+from benchmarks.schedule.jaxpr import collectives
 from benchmarks.schedule.step_time import (
     Estimate,
     Rates,
@@ -25,7 +26,6 @@ from benchmarks.schedule.step_time import (
     transfer_seconds,
 )
 from jax_muon.mesh import xla_options
-from jax_muon.mesh.collectives import collectives
 from jax_muon.mesh.owners import Pool
 from jax_muon.mesh.xla_options import gpu_options
 

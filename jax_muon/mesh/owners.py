@@ -126,18 +126,6 @@ class Pool:
         by_axis = by_device.reshape([sizes[name] for name in axes])
         return by_axis.transpose([axes.index(name) for name in divided_axes(sizes)])
 
-    def sent_bytes(self, sizes: Sizes) -> float:
-        """Bytes of its matrices that a device sends for one step, without padding."""
-        matrix = math.prod(self.shard) * np.dtype(self.dtype).itemsize
-        held = self.count * matrix
-        devices = devices_over(self.shards, sizes)
-        if not self.counts:
-            return ring_bytes("all-gather", devices, held)
-        repeats = devices_over(self.replicas, sizes)
-        there_and_back = 2 * ring_bytes("all-to-all", devices, held) / repeats
-        sent = there_and_back + ring_bytes("all-gather", repeats, held / repeats)
-        return sent + max(self.counts) * self.shared_bytes
-
     @property
     def shared_bytes(self) -> float:
         """Bytes that a device of a group sends to the others, for one matrix."""
@@ -175,16 +163,25 @@ class Round:
         """Elements that a device sends to each owner, padding included."""
         return max(map(self.elements, self.kinds))
 
-    def seconds(self, sizes: Sizes) -> float:
-        """Time to send all of it there and back, as the planner counts."""
+    def sent_bytes(self, sizes: Sizes) -> tuple[float, float]:
+        """Bytes that a device sends, padding included.
+
+        To the owners and back, and then to devices that repeat the shards.
+        """
         pool = self.pools[0]
         owners = devices_over(pool.shards, sizes) // pool.group
         size = owners * self.width * np.dtype(pool.dtype).itemsize
         repeats = devices_over(pool.replicas, sizes)
         there_and_back = 2 * ring_bytes("all-to-all", owners, size)
-        return there_and_back / _rate(pool.shards, sizes) + ring_bytes(
-            "all-gather", repeats, size
-        ) / _rate(pool.replicas, sizes)
+        return there_and_back, ring_bytes("all-gather", repeats, size)
+
+    def seconds(self, sizes: Sizes) -> float:
+        """Time to send all of it, as the planner counts."""
+        pool = self.pools[0]
+        there_and_back, repeated = self.sent_bytes(sizes)
+        return there_and_back / _rate(pool.shards, sizes) + repeated / _rate(
+            pool.replicas, sizes
+        )
 
 
 def _rate(axes: Sequence[str], sizes: Sizes) -> float:
@@ -389,6 +386,18 @@ def cost(pools: Sequence[Pool], sizes: Sizes) -> float:
     )
     travel = sum(one.seconds(sizes) for one in rounds(pools))
     return float(busy.max()) / _FLOPS + shared + travel
+
+
+def sent_bytes(pools: Sequence[Pool], sizes: Sizes) -> float:
+    """Bytes that a device sends in a step by this plan, padding included."""
+    sent = sum(sum(one.sent_bytes(sizes)) for one in rounds(pools))
+    for pool in pools:
+        if pool.counts:
+            sent += max(pool.counts) * pool.shared_bytes
+        else:
+            held = pool.count * math.prod(pool.shard) * np.dtype(pool.dtype).itemsize
+            sent += ring_bytes("all-gather", devices_over(pool.shards, sizes), held)
+    return sent
 
 
 def rounds(pools: Sequence[Pool]) -> list[Round]:

@@ -19,9 +19,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jax_muon import checks, notes, paths
 from jax_muon.matrices import Parameter
-from jax_muon.mesh import array_types
+from jax_muon.mesh import array_types, owners
 from jax_muon.mesh import specs as mesh_specs
-from jax_muon.mesh.collectives import Collective, collectives, ring_bytes
+from jax_muon.mesh.collectives import ring_bytes
 from jax_muon.mesh.on_mesh import abstract_state
 from jax_muon.mesh.owners import Pool
 from jax_muon.text import aligned, shape_text, sizes_text
@@ -71,7 +71,7 @@ class Description:
       sizes: number of devices along each mesh axis; empty on one device.
       summed: mesh axes that gradients are summed over, if known: the batch axes of a
         train step, or `divide` of `on_mesh`.
-      collectives: what `update` sends to orthogonalize, in order.
+      orthogonalize_bytes: what a device sends in a step to orthogonalize.
       state_bytes: size of the optimizer's state on one device.
     """
 
@@ -79,7 +79,7 @@ class Description:
     pools: tuple[Pool, ...]
     sizes: Mapping[str, int]
     summed: tuple[str, ...]
-    collectives: tuple[Collective, ...]
+    orthogonalize_bytes: float
     state_bytes: int
 
     @property
@@ -91,12 +91,12 @@ class Description:
     def sent_bytes(self) -> dict[str, float]:
         """Bytes that one device sends in a step.
 
-        "orthogonalize": matrices to their owners and back; "gradients": sums over
+        "orthogonalize": matrices to their owners and back, padding included, and
+        within groups three products for each of five quintics. "gradients": sums over
         `summed`, by reduce-scatter over axes that shard the state and by all-reduce
-        over the others; "gathers": all-gathers of updates, or of parameters at the
+        over the others. "gathers": all-gathers of updates, or of parameters at the
         start of a step.
         """
-        sent = {"orthogonalize": sum(c.sent_bytes for c in self.collectives)}
         gradients = gathers = 0.0
         for leaf in self.parameters:
             if leaf.state_spec is None:
@@ -109,7 +109,11 @@ class Description:
             gradients += ring_bytes("reduce-scatter", parts, size)
             gradients += ring_bytes("all-reduce", rest, size // parts)
             gathers += ring_bytes("all-gather", parts, size // parts)
-        return sent | {"gradients": gradients, "gathers": gathers}
+        return {
+            "orthogonalize": self.orthogonalize_bytes,
+            "gradients": gradients,
+            "gathers": gathers,
+        }
 
     @property
     def imbalance(self) -> float:
@@ -159,8 +163,7 @@ def describe(
       read; "as matrices" is batch x (in, out); "scale" multiplies the update; "state"
       is memory on one device. On a mesh "sharding" has the mesh axes of the parameter
       and of its state, and a second table shows which devices compute the matrices and
-      how much they send, without the padding of exchanges, which the line below
-      includes. The attributes hold the same facts as data.
+      how much each sends. The attributes hold the same facts as data.
 
     Raises:
       ValueError: a leaf that is not an array; whatever `tx` raises at init and update.
@@ -183,7 +186,7 @@ def describe(
     with _mesh_of(shapes), notes.listening() as heard:
         # New functions, since JAX never traces the same one twice.
         state = jax.eval_shape(lambda params: tx.init(params), shapes)
-        sent = collectives(
+        jax.eval_shape(
             lambda g, s, p, arrays: tx.update(g, s, p, **others, **arrays),
             *(shapes, state, shapes, arrays),
         )
@@ -192,7 +195,7 @@ def describe(
         for path, x in paths.leaves_with_paths(shapes)
         if x.sharding is not None
     }
-    sizes, summed = heard["sizes"], ()
+    sizes, summed, plans = heard["sizes"], (), heard["pools"].values()
     for optimizer, (names, *both) in heard["on_mesh"].items():
         layout = optimizer.layout
         state = abstract_state(tx, shapes, layout.mesh)
@@ -224,10 +227,10 @@ def describe(
 
     return Description(
         tuple(map(described, read)),
-        tuple(itertools.chain(*heard["pools"].values())),
+        tuple(itertools.chain(*plans)),
         sizes,
         summed,
-        tuple(sent),
+        sum(owners.sent_bytes(pools, sizes) for pools in plans),
         sum(map(_bytes_on_a_device, jax.tree.leaves(state))),
     )
 
@@ -314,14 +317,14 @@ def sharding_text(spec: PartitionSpec | None, sizes: Mapping[str, int]) -> str:
 
 
 def _work(found: Description) -> list[str]:
-    """The devices that compute the matrices of each pool, and how much they send."""
-    rows = [("pool", "over", "matrices", "owners", "each", "sent")]
+    """The devices that compute the matrices of each pool, and what a device sends."""
+    rows = [("pool", "over", "matrices", "owners", "each")]
     for pool in found.pools:
         different = mesh_specs.devices_over(pool.batch, found.sizes)
         axes = {"batch": pool.batch, "short": pool.short, "long": pool.long}
         over = [f"{what} {', '.join(names)}" for what, names in axes.items() if names]
-        owners = f"{len(pool.counts) * different}" if pool.counts else "all"
-        owners += f" groups of {pool.group}" if pool.group > 1 else ""
+        who = f"{len(pool.counts) * different}" if pool.counts else "all"
+        who += f" groups of {pool.group}" if pool.group > 1 else ""
         least, most = (f(pool.counts or [pool.count]) for f in (min, max))
         word = "or" if most == least + 1 else "to"
         rows.append(
@@ -329,16 +332,15 @@ def _work(found: Description) -> list[str]:
                 f"{pool.fan[0]}x{pool.fan[1]}_{np.dtype(pool.dtype).name}",
                 "; ".join(over) or "-",
                 f"{pool.count * different}",
-                owners,
+                who,
                 f"{least}" if least == most else f"{least} {word} {most}",
-                bytes_text(int(pool.sent_bytes(found.sizes))),
             )
         )
     sent = {what: bytes_text(int(size)) for what, size in found.sent_bytes.items()}
     work = f"the busiest does {found.imbalance:.2f} of an even share of the work"
     if found.imbalance > 1 and not any(pool.counts for pool in found.pools):
         work = "matrices too small for owners, computed by all that hold them"
-    lines = aligned(rows, numbers=2) if found.pools else []
+    lines = aligned(rows, numbers=1) if found.pools else []
     lines.append(
         f"{found.devices} devices: {work}; each sends {sent['orthogonalize']} a step "
         "to orthogonalize"

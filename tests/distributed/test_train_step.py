@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
-from jax_muon.mesh.collectives import collectives
+from benchmarks.schedule.jaxpr import collectives
 from tests.distributed import layouts, problems
 from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of, recipe
 from tests.distributed.test_layouts import BOUND, assert_same_losses
