@@ -28,7 +28,8 @@ def main() -> int:
     devices = jax.devices()
     print(f"\n{len(devices)} x {devices[0].platform}, {devices[0].device_kind}\n")
     mesh = jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,))
-    found = jm.verify(jm.nanochat(dtype="float32"), SHAPES, mesh, divide="data")
+    tx = jm.on_mesh(jm.nanochat(dtype="float32"), mesh, divide="data")
+    found = jm.verify(tx, SHAPES)
     print(found)
     return 0 if found.ok else 1
 

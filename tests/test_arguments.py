@@ -131,8 +131,8 @@ TABLE = {
     ),
     # what is passed instead of a function, a transform, a reading
     "such as PolarExpress()": lambda: jm.muon(polar=jm.NewtonSchulz),
-    "bound=0.0; expected a finite number above 0": lambda: jm.verify(
-        optax.sgd(0.1), PARAMS, MESH, bound=0.0
+    "expected jax_muon.on_mesh(optimizer, mesh, ...)": lambda: jm.verify(
+        jm.muon(), PARAMS
     ),
     "made None of shape None out": lambda: step(jm.muon(polar=lambda x: (x, x))),
     "of shape (1, 6, 4) out of float32 of shape (1, 4, 6)": lambda: step(
