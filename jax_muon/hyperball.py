@@ -13,6 +13,8 @@ from jax_muon.leaves import map_leaves, rate_at, step_leaves
 from jax_muon.matrices import Matrices
 from jax_muon.scaling import sum_over
 
+_SMALLEST = 1e-10  # norm of a direction that moves a matrix
+
 
 class HyperballState(NamedTuple):
     """State of `hyperball`."""
@@ -24,10 +26,7 @@ class HyperballState(NamedTuple):
 
 
 def hyperball(
-    learning_rate: optax.ScalarOrSchedule,
-    *,
-    eps: float = 1e-10,
-    matrices: Matrices | None = None,
+    learning_rate: optax.ScalarOrSchedule, *, matrices: Matrices | None = None
 ) -> optax.GradientTransformation:
     r"""Move every matrix on the sphere of the Frobenius norm that it starts with.
 
@@ -45,12 +44,11 @@ def hyperball(
     A matrix that starts at zero has no sphere yet. Its radius is
     :math:`R = \sqrt{\mathrm{out}}`, as usual initial weights have (variance 1/in). It
     takes the plain step :math:`-\eta R \, n(U)` until its norm reaches :math:`R`, and
-    then stays on the sphere.
+    then stays on the sphere. A matrix does not change if the norm of its direction is
+    not above 1e-10, as without a gradient.
 
     Args:
       learning_rate: :math:`\eta`, the step relative to the norm: an angle in radians.
-      eps: a matrix does not change if the norm of its direction is not above this, as
-        without a gradient.
       matrices: see `orthogonalize`.
 
     Returns:
@@ -59,8 +57,8 @@ def hyperball(
       one float per matrix.
 
     Raises:
-      ValueError: a learning rate below 0, eps not above 0; at init, with path and
-        shape, a parameter that is not a floating-point matrix; at update, params=None.
+      ValueError: a learning rate below 0; at init, with path and shape, a parameter
+        that is not a floating-point matrix; at update, params=None.
 
     Examples:
       >>> params = {"w": jnp.array([[3.0, 0.0], [0.0, 4.0]])}
@@ -77,7 +75,6 @@ def hyperball(
       Hyperball optimization, arXiv 2606.16899.
     """
     learning_rate = checks.rate("learning_rate", learning_rate)
-    eps = checks.number("eps", eps, "above 0")
 
     def init_fn(params: optax.Params) -> HyperballState:
         checks.arrays("params", params)
@@ -101,7 +98,7 @@ def hyperball(
         weights = dict(paths.leaves_with_paths(params))
 
         def step(path: str, u: Array, radius: Array) -> tuple[Array, Array]:
-            return _move(u, weights[path], radius, found.axes(path), rate, eps)
+            return _move(u, weights[path], radius, found.axes(path), rate)
 
         updates = dtypes.as_wide_as_params(updates, params)
         updates, radius = step_leaves(step, updates, state.radius)
@@ -111,7 +108,7 @@ def hyperball(
 
 
 def _move(
-    u: Array, w: Array, radius: Array, axes: MatrixAxes, rate: Any, eps: float
+    u: Array, w: Array, radius: Array, axes: MatrixAxes, rate: Any
 ) -> tuple[Array, Array]:
     """The update of one parameter, and the radii of its matrices after it."""
     _, fan_out = axes.fan(u.shape)
@@ -122,7 +119,7 @@ def _move(
         for x in (wide_u * wide_u, wide_w * wide_u, wide_w * wide_w)
     )
     size = jnp.sqrt(uu)
-    moves = size > dtypes.in_dtype_of(uu, eps)
+    moves = size > _SMALLEST
     step = dtypes.in_dtype_of(uu, rate) * target / jnp.where(moves, size, 1)
     # |W - step U|, from sums that devices may add up at the same time.
     norm = jnp.sqrt(jnp.maximum(ww - 2 * step * wu + step * step * uu, 0))

@@ -47,7 +47,7 @@ from typing import Any
 import jax
 import optax
 
-from jax_muon import checks
+from jax_muon import checks, paths
 from jax_muon.hyperball import hyperball
 from jax_muon.matrices import Matrices
 from jax_muon.momentum import nesterov
@@ -61,7 +61,7 @@ from jax_muon.scaling import (
     scale_by_normuon,
     scale_by_shape,
 )
-from jax_muon.weight_decay import add_cautious_decayed_weights, check_mask
+from jax_muon.weight_decay import add_cautious_decayed_weights
 
 __all__ = ["moonlight", "muon", "muonh", "nanochat", "normuon", "normuonh", "teon"]
 
@@ -226,7 +226,9 @@ def muon(
     References:
       Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/
     """
-    check_mask("weight_decay_mask", weight_decay_mask)
+    if not paths.is_function(weight_decay_mask):
+        for leaf in jax.tree.leaves(weight_decay_mask):  # a string counts as True
+            checks.flag("weight_decay_mask", leaf)
 
     def chain(found: Matrices) -> optax.GradientTransformation:
         return optax.chain(

@@ -29,26 +29,24 @@ SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
     "none": lambda fan_in, fan_out: 1.0,
 }
 
+_SMALLEST_NORM = 1e-6  # that a matrix or row is divided by
+
 
 def equilibrate_rows(
-    *, eps: float = 1e-6, matrices: Matrices | None = None
+    *, matrices: Matrices | None = None
 ) -> optax.GradientTransformation:
     r"""Scale the weights of every output neuron to one norm (MuonEq).
 
     For :math:`U` with :math:`m` outputs, row :math:`u` becomes
-    :math:`u \, \|U\|_F / (\sqrt{m} \max(\|u\|, \epsilon))`: every row gets the root
+    :math:`u \, \|U\|_F / (\sqrt{m} \max(\|u\|, 10^{-6}))`: every row gets the root
     mean square of the row norms. Rows of PyTorch's (out, in) are columns of a Flax
     kernel (in, out). It goes before `orthogonalize`.
 
     Args:
-      eps: smallest row norm that is divided by.
       matrices: see `orthogonalize`.
 
     Returns:
       An `optax.GradientTransformation` without state.
-
-    Raises:
-      ValueError: eps not above 0.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -61,36 +59,31 @@ def equilibrate_rows(
     References:
       MuonEq, arXiv 2603.28254.
     """
-    eps = checks.number("eps", eps, "above 0")
 
     def scale(_: str, u: Array, axes: MatrixAxes) -> Array:
         fan_out = axes.fan(u.shape)[1]
         target = _norm(u, axes.matrix) / fan_out**0.5  # RMS of the row norms
-        row = jnp.maximum(_norm(u, axes.reduction), dtypes.in_dtype_of(u, eps))
-        return u * (target / row)
+        return u * (target / jnp.maximum(_norm(u, axes.reduction), _SMALLEST_NORM))
 
     return _stateless(scale, matrices)
 
 
 def normalize_frobenius(
-    rms: float | None = None,
-    *,
-    eps: float = 1e-6,
-    matrices: Matrices | None = None,
+    rms: float | None = None, *, matrices: Matrices | None = None
 ) -> optax.GradientTransformation:
     r"""Set the Frobenius norm of every matrix, after `orthogonalize` (Muon+).
 
     Args:
       rms: root mean square of the elements to set; None sets the Frobenius norm to
-        :math:`\sqrt{\min(m, n)}`, as orthogonal matrices have.
-      eps: smallest Frobenius norm that is divided by.
+        :math:`\sqrt{\min(m, n)}`, as orthogonal matrices have. Norms below 1e-6 count
+        as 1e-6.
       matrices: see `orthogonalize`.
 
     Returns:
       An `optax.GradientTransformation` without state.
 
     Raises:
-      ValueError: rms or eps not above 0.
+      ValueError: rms not above 0.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -106,7 +99,6 @@ def normalize_frobenius(
     """
     if rms is not None:
         rms = checks.number("rms", rms, "above 0", others=", or None")
-    eps = checks.number("eps", eps, "above 0")
 
     def scale(_: str, u: Array, axes: MatrixAxes) -> Array:
         fan_in, fan_out = axes.fan(u.shape)
@@ -114,8 +106,7 @@ def normalize_frobenius(
             target: Any = min(fan_in, fan_out) ** 0.5
         else:
             target = dtypes.in_dtype_of(u, rms) * (fan_in * fan_out) ** 0.5
-        norm = jnp.maximum(_norm(u, axes.matrix), dtypes.in_dtype_of(u, eps))
-        return u * (target / norm)
+        return u * (target / jnp.maximum(_norm(u, axes.matrix), _SMALLEST_NORM))
 
     return _stateless(scale, matrices)
 

@@ -1,13 +1,13 @@
 """Weight decay where the step moves a weight towards zero anyway."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jax_muon import checks, dtypes, paths
+from jax_muon import checks, dtypes
 from jax_muon.leaves import rate_at
 
 
@@ -18,16 +18,16 @@ class AddCautiousDecayedWeightsState(NamedTuple):
 
 
 def add_cautious_decayed_weights(
-    weight_decay: optax.ScalarOrSchedule = 0.0, mask: Any = None
+    weight_decay: optax.ScalarOrSchedule = 0.0,
 ) -> optax.GradientTransformation:
     r"""Add decayed weights where the step moves the weight towards zero anyway.
 
     The update :math:`U` becomes :math:`U + \lambda W [U W \ge 0]`, elementwise. It goes
-    before the learning rate, like `optax.add_decayed_weights`.
+    before the learning rate, like `optax.add_decayed_weights`. `optax.masked` around it
+    chooses the parameters that decay.
 
     Args:
       weight_decay: :math:`\lambda`, at least 0, or a schedule of it.
-      mask: which parameters decay, as in `optax.masked`; None for all.
 
     Returns:
       An `optax.GradientTransformation` that needs the parameters at update. Updates
@@ -48,7 +48,6 @@ def add_cautious_decayed_weights(
       Cautious weight decay, arXiv 2510.12402.
     """
     weight_decay = checks.rate("weight_decay", weight_decay)
-    check_mask("mask", mask)
 
     def init_fn(params: optax.Params) -> AddCautiousDecayedWeightsState:
         del params
@@ -74,11 +73,4 @@ def add_cautious_decayed_weights(
         updates = jax.tree.map(decay, updates, params)
         return updates, AddCautiousDecayedWeightsState(count)
 
-    tx = optax.GradientTransformation(init_fn, update_fn)
-    return tx if mask is None else optax.masked(tx, mask)
-
-
-def check_mask(name: str, mask: Any) -> None:
-    """Raise a ValueError for strings in a mask, which would count as True."""
-    for path, leaf in [] if paths.is_function(mask) else paths.leaves_with_paths(mask):
-        checks.flag(f"{name} at {path!r}" if path else name, leaf)
+    return optax.GradientTransformation(init_fn, update_fn)

@@ -64,7 +64,6 @@ TABLE = {
     "(momentum of a recipe)=np": lambda: jm.muon(momentum=np.float32(1.5)),
     "(beta2 of a recipe)=1.0; expected": lambda: jm.normuon(beta2=1.0),
     "eps=0.0; expected a finite": lambda: jm.scale_by_normuon(eps=0.0),
-    "eps=0; expected a finite": lambda: jm.hyperball(0.1, eps=0),
     "rms=0.0; expected a finite": lambda: jm.normalize_frobenius(0.0),
     "balance=1.5; expected a number in [0, 1]": lambda: jm.clip_qk(1.0, balance=1.5),
     "threshold=0.0; expected a finite number above 0": lambda: jm.clip_qk(0.0),

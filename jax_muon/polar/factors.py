@@ -156,10 +156,6 @@ def PolarExpress(
     steps: int = 5,
     *,
     lower: float = 1e-3,
-    cushion: float = 0.02,
-    safety: float = 0.02,
-    norm_factor: float = 1.02,
-    eps: float = 1e-6,
     norm: str = "frobenius",
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     form: str = "auto",
@@ -167,15 +163,12 @@ def PolarExpress(
 ) -> NewtonSchulz:
     """A `NewtonSchulz` by the Polar Express: an optimal quintic for each step.
 
+    For other margins use `NewtonSchulz` with `polar_express_coefficients`.
+
     Args:
       steps: number of quintics.
-      lower: smallest relative singular value that is brought to 1; see
-        `polar_express_coefficients`, also for `cushion` and `safety`.
-      cushion: lower end of each step's interval, relative to its upper end.
-      safety: margin for rounding in every step but the last.
-      norm_factor: see `NewtonSchulz`, as for all that follow.
-      eps: added to the norm.
-      norm: "frobenius" or "schatten4".
+      lower: smallest relative singular value that is brought to 1.
+      norm: see `NewtonSchulz`, as for all that follow.
       dtype: of the iteration.
       form: "standard", "gram" or "auto".
       symmetric: "plain" or "kernel".
@@ -193,11 +186,9 @@ def PolarExpress(
       Amsel, Persson, Musco, Gower, The Polar Express, arXiv 2505.16932.
     """
     return NewtonSchulz(
-        coefficients=polar_express_coefficients(
-            steps, lower=lower, cushion=cushion, safety=safety
-        ),
-        norm_factor=norm_factor,
-        eps=eps,
+        coefficients=polar_express_coefficients(steps, lower=lower),
+        norm_factor=1.02,
+        eps=1e-6,
         norm=norm,
         dtype=dtype,
         form=form,
