@@ -6,6 +6,7 @@ step, every mesh and every trace.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -211,14 +212,23 @@ def read(
     axis_names.check(names)
     joining.check(joins)
     checks.flag("strict", strict)
-    found = reading.read_tree(
-        params,
-        rules=rules,
-        names_by_path=names,
-        table=table,
-        out_in=out_in,
-        strict=strict,
+    leaves = reading.leaves_of(params, names)
+    found = overrides.apply(
+        rules,
+        reading.read_leaves(
+            leaves, out_in=out_in, table=table, strict_names=names is not None
+        ),
     )
+    ambiguous = [x for x in found.values() if x.label == MUON and x.doubt is not None]
+    if ambiguous and strict:
+        listed = "\n  ".join(str(one.doubt) for one in ambiguous)
+        raise ValueError(
+            f"{len(ambiguous)} of {len(found)} parameters cannot be read as matrices:"
+            f"\n  {listed}"
+        )
+    for one in ambiguous:
+        warnings.warn(f"{one.doubt}; it gets the label {ADAMW!r}", stacklevel=2)
+        found[one.path] = dataclasses.replace(one, label=ADAMW)
     if splits:
         splitting.read_parts(found, splits)  # raises if patterns or widths do not fit
     return Matrices(found, dict(splits or {}), joins)

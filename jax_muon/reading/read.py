@@ -3,49 +3,19 @@
 A tree is read once and as a whole, since the role of a parameter depends on its
 neighbours. `read_leaves` goes from certain to likely evidence: axes of layers, axis
 names, experts, the role by words and neighbours, the axes by role. The user's rules
-come last and override the rest.
+(`overrides`) come last and override the rest.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from jax_muon import paths
-from jax_muon.reading import axis_names, decide, layers, overrides, roles, vocabulary
+from jax_muon.reading import axis_names, decide, layers, roles, vocabulary
 from jax_muon.reading.decide import Parameter
 from jax_muon.reading.tree import Leaf, Node, Tree
-from jax_muon.reading.vocabulary import ADAMW, MUON
-
-
-def read_tree(
-    params: Any,
-    *,
-    rules: overrides.Rules = None,
-    names_by_path: axis_names.ByPath | None = None,
-    table: axis_names.Table | None = None,
-    out_in: decide.OutIn = None,
-    strict: bool = True,
-) -> dict[str, Parameter]:
-    """Every parameter of a tree by its path; see `jax_muon.read`."""
-    leaves = _leaves(params, names_by_path)
-    found = read_leaves(
-        leaves, out_in=out_in, table=table, strict_names=names_by_path is not None
-    )
-    by_path = overrides.apply(rules, found)
-    ambiguous = [x for x in by_path.values() if x.label == MUON and x.doubt is not None]
-    if ambiguous and strict:
-        listed = "\n  ".join(str(one.doubt) for one in ambiguous)
-        raise ValueError(
-            f"{len(ambiguous)} of {len(by_path)} parameters cannot be read as matrices:"
-            f"\n  {listed}"
-        )
-    for one in ambiguous:
-        warnings.warn(f"{one.doubt}; it gets the label {ADAMW!r}", stacklevel=3)
-        by_path[one.path] = dataclasses.replace(one, label=ADAMW)
-    return by_path
 
 
 def read_leaves(
@@ -89,8 +59,13 @@ def _role(tree: Tree, node: Node) -> roles.Role:
     return found
 
 
-def _leaves(params: Any, given: axis_names.ByPath | None) -> list[Leaf]:
-    """Every parameter with its axis names."""
+def leaves_of(params: Any, given: axis_names.ByPath | None) -> list[Leaf]:
+    """Every parameter with its axis names.
+
+    Raises:
+      ValueError: two parameters with one path; names for a path that no parameter has,
+        or that contradict those that a parameter carries.
+    """
     flat = [
         Leaf(path, tuple(x.shape), jnp.result_type(x))
         for path, x in paths.leaves_with_paths(params)
