@@ -185,6 +185,8 @@ def train(
             values["max_logit"] = largest(max_logits)
         if options.observe:  # copied, since the next step overwrites the state
             values |= copied(optax.tree.get(state, "observed"))
+            if clip:
+                values |= copied({"clipped_heads": optax.tree.get(state, "clipped")})
         if step % options.evaluate_every == 0 or step == last:
             values["validation_loss"] = evaluate(params, validation)
         metrics.add(step, **values)

@@ -6,24 +6,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array
-from optax.tree_utils import NamedTupleKey, tree_get_all_with_path
 
 from jax_muon import checks, paths
 from jax_muon.dtypes import wide
 from jax_muon.partition import Reader, reader
-
-# Counters in other states, by the name that `observe` shows them under.
-_COUNTS = {
-    "skipped_steps": ("skipped", "total_notfinite"),
-    "clipped_heads": ("clipped",),
-}
 
 
 class ObserveState(NamedTuple):
     """State of `observe`."""
 
     inner_state: optax.OptState
-    observed: dict[str, Array]  # float32 scalars by name; counts are int32
+    observed: dict[str, Array]  # float32 scalars by name
 
 
 def observe(
@@ -39,8 +32,8 @@ def observe(
     - "muon/towards_zero": the fraction of entries that the update moves towards zero.
       With cautious weight decay these are the entries that decay.
 
-    "skipped_steps" is present if `skip_nonfinite` or `optax.apply_if_finite` is inside,
-    and "clipped_heads", the number in the last step, if `clip_qk` is.
+    The counts of others are in the same state: `optax.tree.get(state, "skipped")` of
+    `skip_nonfinite`, and "clipped" of `clip_qk`.
 
     Args:
       inner: the optimizer: a recipe, a chain, `skip_nonfinite` around one. With
@@ -91,7 +84,7 @@ def observe(
             for label in labels
             for name in ("update_rms", "weight_rms", "ratio", "towards_zero")
         }
-        return ObserveState(state, zeros | _counts(state))
+        return ObserveState(state, zeros)
 
     def update_fn(
         updates: optax.Updates,
@@ -107,7 +100,7 @@ def observe(
         for label, leaves in by_label(params, updates).items():
             of_label = _measure([tuple(map(wide, pair)) for pair in leaves])
             observed |= {f"{label}/{name}": x for name, x in of_label.items()}
-        return updates, ObserveState(new, observed | _counts(new))
+        return updates, ObserveState(new, observed)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -127,18 +120,3 @@ def _measure(pairs: list[tuple[Array, ...]]) -> dict[str, Array]:
         "towards_zero": towards / size,
     }
     return {name: jnp.asarray(x, jnp.float32) for name, x in measured.items()}
-
-
-def _counts(state: Any) -> dict[str, Array]:
-    """Counts of skipped steps and clipped heads in a state."""
-    found = {}
-    for name, fields in _COUNTS.items():
-        counts = [
-            value
-            for field in fields
-            for path, value in tree_get_all_with_path(state, field)
-            if isinstance(path[-1], NamedTupleKey)
-        ]
-        if counts:
-            found[name] = sum(counts[1:], counts[0])
-    return found
