@@ -53,23 +53,23 @@ def count(name: str, value: Any, *, least: int = 1) -> None:
     """The value must be a Python integer of at least `least`."""
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not whole or value < least:
-        known = _known(name) if isinstance(value, jax.Array) else ""
-        refuse(name, value, f"a Python integer of at least {least}{known}")
+        expected = f"a Python integer of at least {least}"
+        if isinstance(value, jax.Array):
+            expected += (
+                ", known while tracing; under optax.inject_hyperparams name it in "
+                f"static_args=({name!r},)"
+            )
+        refuse(name, value, expected)
 
 
-def number(
-    name: str, value: Any, limits: str, *, traced: bool = True, others: str = ""
-) -> Any:
+def number(name: str, value: Any, limits: str, *, others: str = "") -> Any:
     """A finite number as a Python float, or a tracer of one as it is.
 
-    `limits` is a key of `_HOLDS`. Without `traced` the number must be known while
-    tracing. `others` completes the error.
+    `limits` is a key of `_HOLDS`; `others` completes the error.
     """
     finite = "" if limits.startswith("in") else "finite "
     expected = f"a {finite}number {limits}".rstrip() + others
     if isinstance(value, jax.core.Tracer):
-        if not traced:
-            refuse(name, value, expected + _known(name))
         return scalar(name, value, expected)
     try:
         found = math.nan if isinstance(value, (bool, str)) else float(value)
@@ -201,10 +201,3 @@ def alike(what: str, tree: Any, whose: str, like: Any, *, kinds: bool = False) -
 
 def _is_floating(x: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
-
-
-def _known(name: str) -> str:
-    return (
-        ", known while tracing; under optax.inject_hyperparams name it in "
-        f"static_args=({name!r},)"
-    )

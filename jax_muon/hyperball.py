@@ -38,8 +38,8 @@ def hyperball(
 
     The step has length :math:`\eta R`, whatever the scale of :math:`U`: shape factors
     and learning rates in front of it have no effect. Transforms after it, such as
-    `clip_qk` or the learning rates of a `Split`, take matrices off the sphere; the next
-    step brings them back.
+    `clip_qk` or `scale_by_path`, take matrices off the sphere; the next step brings
+    them back.
 
     A matrix that starts at zero has no sphere yet. Its radius is
     :math:`R = \sqrt{\mathrm{out}}`, as usual initial weights have (variance 1/in). It

@@ -277,7 +277,7 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
         "factors",
         factors,
         "a mapping of path patterns to factors",
-        lambda where, x: checks.number(where, x, "of at least 0", traced=False),
+        lambda where, x: checks.number(where, x, "of at least 0"),
     )
 
     def init_fn(params: optax.Params) -> optax.EmptyState:

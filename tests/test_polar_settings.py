@@ -72,11 +72,10 @@ def test_equal_objects_share_a_trace(rng, make):
     assert run._cache_size() == 1
 
 
-@pytest.mark.parametrize("name", ["norm_factor", "eps", "steps"])
-def test_a_traced_setting_says_what_to_do(name):
+def test_a_traced_number_of_steps_says_what_to_do():
     """As `optax.inject_hyperparams` makes one of every number."""
-    with pytest.raises(ValueError, match=rf"{name}=.*static_args=\('{name}',\)"):
-        jax.jit(lambda value: jm.NewtonSchulz(**{name: value})(jnp.eye(3)))(2)
+    with pytest.raises(ValueError, match=r"steps=.*static_args=\('steps',\)"):
+        jax.jit(lambda steps: jm.NewtonSchulz(steps)(jnp.eye(3)))(2)
 
 
 # --- published tables -----------------------------------------------------------------

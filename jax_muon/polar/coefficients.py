@@ -158,9 +158,9 @@ def polar_express_coefficients(
       and section 4.4.
     """
     checks.count("steps", steps)
-    lower = checks.number("lower", lower, "in (0, 1]", traced=False)
-    cushion = checks.number("cushion", cushion, "in [0, 1]", traced=False)
-    safety = checks.number("safety", safety, "in [0, 1]", traced=False)
+    lower = checks.number("lower", lower, "in (0, 1]")
+    cushion = checks.number("cushion", cushion, "in [0, 1]")
+    safety = checks.number("safety", safety, "in [0, 1]")
     table = []
     low, high = lower, 1.0
     for step in range(steps):

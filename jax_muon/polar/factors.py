@@ -91,7 +91,7 @@ class NewtonSchulz:
         normal = {"coefficients": table, "steps": len(table)}
         for name in ("norm_factor", "eps"):
             value = getattr(self, name)
-            normal[name] = checks.number(name, value, "above 0", traced=False)
+            normal[name] = checks.number(name, value, "above 0")
         if self.dtype is not None:
             normal["dtype"] = self._possible(self.dtype)
         for name, value in normal.items():
