@@ -151,12 +151,9 @@ def _travel(
         functools.partial(_compute, polar, one, counts, group, sizes, max_stack)
         for counts in kinds
     ]
-    if len(branches) > 1:
-        kind_of = jnp.asarray([*map(kinds.index, one.counts)])
-        here = jax.lax.axis_index(pool.replicas + pool.shards)
-        table = jax.lax.switch(kind_of[here], branches, table)
-    else:
-        table = branches[0](table)
+    kind_of = jnp.asarray([*map(kinds.index, one.counts)])
+    here = jax.lax.axis_index(pool.replicas + pool.shards)
+    table = jax.lax.switch(kind_of[here], branches, table)
     table = group.swap_between(table) if pool.shards else table
     if repeats > 1:
         table = jax.lax.all_gather(table, pool.replicas, tiled=True, to="invarying")
