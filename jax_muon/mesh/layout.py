@@ -32,11 +32,10 @@ class Layout:
     Attributes:
       mesh: the mesh.
       specs: of the parameters; see `on_mesh`.
-      divide: mesh axes that further divide gradients and state.
+      divide: mesh axes that further divide gradients and state, where the spec of a
+        leaf does not use them.
       summed: mesh axes that gradients are summed over, for `describe`.
       min_size: least elements of a leaf that is divided so.
-      skip_used: for a leaf whose spec has an axis of `divide`, pass over that axis; if
-        False that is an error.
       params_divided: parameters are sharded like gradients and state.
       by_layers: axes of layers, which a scan goes along, are divided only where no
         other axis can be.
@@ -47,16 +46,11 @@ class Layout:
     divide: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
     min_size: int = 1024
-    skip_used: bool = False
     params_divided: bool = False
     by_layers: bool = False
 
     def __post_init__(self) -> None:
         check_mesh("mesh", self.mesh)
-
-    def of_params(self, tree: Any) -> Any:
-        """PartitionSpecs of parameters, with an entry for each axis."""
-        return self.of_tree(tree)[0]
 
     def of_tree(self, tree: Any) -> tuple[Any, Any]:
         """PartitionSpecs of parameters, and of their gradients and state."""
@@ -70,8 +64,7 @@ class Layout:
         """Paths, specs of parameters, and specs of their gradients and state.
 
         Raises:
-          ValueError: with path and shape, for specs that do not fit, or that use an
-            axis of `divide`.
+          ValueError: with path and shape, for specs that do not fit.
         """
         names, coarse, fine = [], [], []
         given = None if self.specs is None else _by_path(self.specs)
@@ -80,7 +73,7 @@ class Layout:
             shape = tuple(leaf.shape)
             spec = _own_spec(leaf) if given is None else given(path)
             own = full_rank(spec, path, shape, self.mesh)
-            finer = self._finer(path, shape, own, layers.get(path, ()))
+            finer = self._finer(shape, own, layers.get(path, ()))
             names.append(path)
             coarse.append(finer if self.params_divided else own)
             fine.append(finer)
@@ -100,24 +93,13 @@ class Layout:
                 )
 
     def _finer(
-        self,
-        path: str,
-        shape: tuple[int, ...],
-        own: PartitionSpec,
-        last: Collection[int],
+        self, shape: tuple[int, ...], own: PartitionSpec, last: Collection[int]
     ) -> PartitionSpec:
         """The spec with `divide` added where the first axis takes all of it.
 
         Axes in `last` come after all others.
         """
-        used = set(spec_names(own)) & set(self.divide)
-        if used and not self.skip_used:
-            raise ValueError(
-                f"parameter {path!r} of shape {shape} with {own} is divided over "
-                f"{sorted(used)} already; expected other axes in "
-                f"divide={self.divide}, which replicate it"
-            )
-        names = tuple(name for name in self.divide if name not in used)
+        names = tuple(name for name in self.divide if name not in spec_names(own))
         devices = math.prod(self.mesh.shape[name] for name in names)
         if not names or math.prod(shape) < self.min_size:
             return own

@@ -47,14 +47,14 @@ def on_mesh(
 
     Args:
       tx: any optax transform of global arrays: a recipe, or a chain around one.
-      mesh: a mesh whose axes are all Auto or all Explicit.
+      mesh: the mesh.
       specs: how parameters are sharded: a `PartitionSpec` or `NamedSharding` for all, a
         tree of them (a prefix will do), or a function of the path. None: as their types
         show, which on Auto axes is replicated.
-      divide: mesh axes that replicate the parameters, over which gradients and state
-        are sharded further (ZeRO-2), along the first axis of a leaf whose size they
-        divide evenly. Leaves without such an axis stay replicated; `describe` shows
-        them.
+      divide: mesh axes over which gradients and state are sharded further (ZeRO-2),
+        along the first axis of a leaf whose size they divide evenly. Those that a
+        leaf's spec uses are left out. Leaves without such an axis stay replicated;
+        `describe` shows them.
       min_size: leaves of fewer elements stay replicated too, and are all-reduced.
       gather_dtype: dtype in which updates are gathered; None for their own.
 
@@ -63,10 +63,9 @@ def on_mesh(
       can be restored on any mesh: see `abstract_state`.
 
     Raises:
-      ValueError: a mesh with both Auto and Explicit axes; `divide` names an axis that
-        the mesh lacks; at init and update, with path and shape, specs that do not fit,
-        or that use an axis of `divide`; state that does not belong to `tx` and these
-        parameters.
+      ValueError: `divide` names an axis that the mesh lacks; at init and update, with
+        path and shape, specs that do not fit; state that does not belong to `tx` and
+        these parameters.
 
     Examples:
       >>> import jax
@@ -98,12 +97,7 @@ class OnMesh:
         layout: Layout,
         gather_dtype: jax.typing.DTypeLike | None = None,
     ) -> None:
-        """Check the mesh; nothing is traced yet."""
-        if len(set(layout.mesh.axis_types)) > 1:
-            raise ValueError(
-                f"a mesh whose axes {layout.mesh.axis_names} have the types "
-                f"{layout.mesh.axis_types}; expected Auto for all, or Explicit for all"
-            )
+        """Nothing is traced yet."""
         self.tx = checks.as_transform("tx", tx)
         self.layout, self.gather_dtype = layout, gather_dtype
         self._jitted_init = jax.jit(self._init)
@@ -152,8 +146,6 @@ class OnMesh:
         like = updates if params is None else params
         checks.gradients(updates, params)
         names, coarse, fine = self.layout.of_leaves(like)
-        if AxisType.Explicit in self._outer_mesh().axis_types:
-            _check_types(names, jax.tree.leaves(like), coarse)
         notes.note("on_mesh", {self: (names, coarse, fine)})
         expected = self._typed_state(like, fine)
         checks.state(state, expected)
@@ -190,7 +182,7 @@ class OnMesh:
 
     def shardings(self, params: optax.Params) -> Any:
         """NamedShardings of the parameters."""
-        return jax.tree.map(self.sharding, self.layout.of_params(params))
+        return jax.tree.map(self.sharding, self.layout.of_tree(params)[0])
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """The sharding, spelled as JAX spells it for results of jit."""
@@ -279,19 +271,6 @@ def abstract_state(
 def _is_jitted() -> bool:
     """True under jit, where every new array is a tracer; not in an eager `jax.grad`."""
     return isinstance(jnp.zeros(()), jax.core.Tracer)
-
-
-def _check_types(
-    names: Sequence[str], leaves: Sequence[Any], specs: Sequence[PartitionSpec]
-) -> None:
-    """Raise a ValueError for types on Explicit axes that contradict the specs."""
-    for path, leaf, spec in zip(names, leaves, specs, strict=True):
-        kind = jax.typeof(leaf)
-        if not kind.sharding.mesh.empty and kind.sharding.spec != spec:
-            raise ValueError(
-                f"parameter {path!r} has the type {kind}, and specs say {spec}; "
-                "expected specs=None, since types on Explicit axes show the sharding"
-            )
 
 
 def _reshard(tree: Any, specs: Sequence[PartitionSpec], dtype: Any = None) -> Any:

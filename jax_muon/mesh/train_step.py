@@ -62,15 +62,15 @@ def make_train_step(
         itself. It sees whole parameters, except along mesh axes other than `axis`, such
         as tensor parallelism's. Integers and booleans among them, such as counters and
         masks, stay as they are.
-      tx: an optimizer, such as a recipe. The step puts it on the mesh: an `on_mesh` in
-        it changes nothing, or is an error if its specs or `divide` contradict the step.
-      mesh: a mesh of Auto axes; or of Explicit ones, if all but those in `axis` have
+      tx: an optimizer, such as a recipe. The step puts it on the mesh; an `on_mesh`
+        around it or in it is not needed.
+      mesh: a mesh of Auto axes; or with Explicit ones, if all but those in `axis` have
         one device.
       axis: mesh axis, or axes, that divide the leading axis of batches.
       specs: how parameters are sharded between steps; see `on_mesh`. None: replicated,
         also on Explicit axes.
-      divide: mesh axes over which gradients and state are sharded further; None for
-        those of `axis` that a parameter's spec does not use, () for none.
+      divide: mesh axes over which gradients and state are sharded further, as in
+        `on_mesh`; None for `axis`, () for none.
       parameters: "as specs", or "divided": shard parameters like the state between
         steps and gather them for each step (ZeRO-3).
       min_size: leaves of fewer elements are replicated, their gradients all-reduced.
@@ -126,17 +126,13 @@ def make_train_step(
     names = checked_axes("axis", axis, mesh)
     if not names:  # to shard_map no axes are all
         checks.refuse("axis", axis, "at least one")
-    divided = None if divide is None else checked_axes("divide", divide, mesh)
-    if divided and not set(divided) <= set(names):
-        checks.refuse(
-            "divide", divide, f"mesh axes of axis={names}, which sum gradients"
-        )
+    divided = names if divide is None else checked_axes("divide", divide, mesh)
     others = [n for n in mesh.axis_names if n not in names and mesh.shape[n] > 1]
     if AxisType.Explicit in mesh.axis_types and others:
         # JAX cannot scatter arrays whose types show other axes.
         raise ValueError(
-            f"mesh axis {others[0]!r} is Explicit; expected a mesh with Auto axes, "
-            f"since it has more axes than those of the batch, axis={names}"
+            f"the mesh has Explicit axes, and {others[0]!r} beside those of the batch, "
+            f"axis={names}; expected a mesh with Auto axes"
         )
     checks.choice("parameters", parameters, ("as specs", "divided"))
     checks.count("microbatches", microbatches)
@@ -169,10 +165,9 @@ def make_train_step(
     places = layout.Layout(
         mesh,
         PartitionSpec() if specs is None else specs,
-        names if divided is None else divided,
+        divided,
         names,
         min_size,
-        skip_used=divided is None,
         params_divided=parameters == "divided",
         by_layers=parameters == "divided" and gather != "leaves",
     )

@@ -168,7 +168,7 @@ def verify(
     grads = [jax.tree.map(lambda x: _drawn(x, random), params) for _ in range(steps)]
     layout, sent = found.layout, found.gather_dtype
     place = functools.partial(NamedSharding, layout.mesh)
-    places = jax.tree.map(place, layout.of_params(params))
+    places = jax.tree.map(place, layout.of_tree(params)[0])
     rounding = 0.0 if sent is None else float(jnp.finfo(sent).eps) / 2
     return compare(found.tx, tx, start, grads, places, rounding=rounding, **extra_args)
 
