@@ -5,7 +5,7 @@ This runs inside shard_map over the mesh axes that divide the batch; see `train_
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,14 +21,13 @@ from jax_muon.mesh import by_layers, specs, xla_options
 class MeanGradients:
     """The mean gradient over a batch that is divided between devices.
 
-    The attributes are those of `make_train_step`; `devices` is their number over
-    `axis`. With `reduce_wide`, 16-bit numbers are summed in float32: XLA:CPU promotes
-    them anyway, and crashes if the mesh has other axes.
+    The attributes are those of `make_train_step`, and `how` is its `gather`. With
+    `reduce_wide`, 16-bit numbers are summed in float32: XLA:CPU promotes them anyway,
+    and crashes if the mesh has other axes.
     """
 
     loss_fn: Callable[..., Any]
     axis: tuple[str, ...]
-    devices: int
     has_aux: bool
     max_aux: tuple[str, ...]
     weighted: bool
@@ -51,15 +50,16 @@ class MeanGradients:
           here: how params are sharded over the axes of the batch, a spec for each.
           scattered: how gradients are to be sharded over them.
         """
-        devices, traced = self.devices, self._by_layers(params, batch, here)
-        treedef: Any = jax.tree.structure(params)
-        held = jax.tree.unflatten(
-            treedef,
-            [
-                traced is not None and i in traced.held
-                for i in range(treedef.num_leaves)
-            ],
+        devices = jax.lax.axis_size(self.axis)
+        parts = jax.tree.map(
+            lambda x: x.reshape(self.microbatches, -1, *x.shape[1:]), batch
         )
+        part = jax.tree.map(lambda x: x[0], parts)
+        traced = self._by_layers(params, part, here)
+        treedef: Any = jax.tree.structure(params)
+        leaves = range(treedef.num_leaves)
+        is_held = [traced is not None and i in traced.held for i in leaves]
+        held = jax.tree.unflatten(treedef, is_held)
         full = jax.tree.map(
             lambda spec, x, h: x if h else self.gather(x, spec), here, params, held
         )
@@ -110,33 +110,28 @@ class MeanGradients:
             if self.accumulate == "scattered":
                 grads = scatter(grads)
             means = (self._share(loss, weight, total), grads)
-            largest = {}
-            if self.max_aux:
-                _check_entries(aux, self.max_aux)
-                largest = {name: aux[name] for name in self.max_aux}
+            largest = {name: aux[name] for name in self.max_aux}
+            if largest:
                 aux = {name: x for name, x in aux.items() if name not in largest}
             # Divided before it is summed: booleans and int8 have no sum.
             aux = jax.tree.map(lambda x: x / (devices * self.microbatches), aux)
             return (total, _times(means, total), aux), largest
 
+        def add(so_far: Any, part: Any) -> Any:
+            more, largest = sums(part)
+            return jax.tree.map(jnp.add, so_far, more), largest
+
         if self.microbatches == 1:
-            summed, largest = sums(batch)
+            summed, largest = sums(part)
         else:
-            parts = jax.tree.map(
-                lambda x: x.reshape(self.microbatches, -1, *x.shape[1:]), batch
-            )
-
-            def add(so_far: Any, part: Any) -> Any:
-                more, largest = sums(part)
-                return jax.tree.map(jnp.add, so_far, more), largest
-
-            first, _ = jax.eval_shape(sums, jax.tree.map(lambda x: x[0], parts))
+            first, _ = jax.eval_shape(sums, part)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
             summed, largest = jax.lax.scan(add, zeros, parts)
             largest = jax.tree.map(lambda x: jnp.max(x, axis=0), largest)
 
         total, means, aux = summed
-        loss, grads = _times(means, _inverse(total))
+        # A batch in which nothing counts has no gradient.
+        loss, grads = _times(means, jnp.where(total > 0, 1 / total, 0))
         if self.accumulate == "local":
             grads = scatter(grads)
         grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
@@ -144,7 +139,7 @@ class MeanGradients:
         metrics = {"loss": jax.lax.psum(loss, self.axis)}
         if self.has_aux:
             aux = jax.tree.map(functools.partial(self._reduce, jax.lax.psum), aux)
-            metrics["aux"] = {**aux, **largest} if self.max_aux else aux
+            metrics["aux"] = {**aux, **largest} if largest else aux
         return grads, largest, metrics
 
     def gather(self, x: Any, spec: PartitionSpec) -> Any:
@@ -186,22 +181,16 @@ class MeanGradients:
         Divided before it is summed: eight gradients of 9000 overflow float16. The mean
         of no samples at all may be 0 / 0.
         """
-        x = _times(wide(x), weight * _inverse(total))
+        x = _times(wide(x), weight / total)
         return jnp.where(weight == 0, 0, x) if self.weighted else x
 
     def _by_layers(
-        self, params: Any, batch: Any, here: Any
+        self, params: Any, part: Any, here: Any
     ) -> by_layers.ByLayers | None:
         """The loss, traced for whole parameters, if some of them are sharded."""
         flat = jax.tree.leaves(here)
         if self.how == "leaves" or not any(map(any, flat)):
             return None
-        part = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                (x.shape[0] // self.microbatches, *x.shape[1:]), x.dtype
-            ),
-            batch,
-        )
         args = params, part
         traced = by_layers.ByLayers(self._split_loss, args, flat, self.gather)
         names = [path for path, _ in paths.leaves_with_paths(params)]
@@ -231,13 +220,11 @@ class MeanGradients:
 def _over(collective: Callable[..., Any], x: Any, names: tuple[str, ...]) -> Any:
     """A sum or maximum over mesh axes.
 
-    Over an axis of one device it is a gather: XLA cannot reduce arrays that are sharded
-    over other axes over it.
+    Those of one device are left out: XLA cannot reduce arrays that are sharded over
+    other axes over them.
     """
-    alone = tuple(name for name in names if jax.lax.axis_size(name) == 1)
-    others = tuple(name for name in names if name not in alone)
-    x = collective(x, others) if others else x
-    return jax.lax.all_gather(x[None], alone, tiled=True)[0] if alone else x
+    names = tuple(name for name in names if jax.lax.axis_size(name) > 1)
+    return collective(x, names) if names else x
 
 
 def _pair(flag: str, given: Any) -> Any:
@@ -251,20 +238,5 @@ def _pair(flag: str, given: Any) -> Any:
     return given
 
 
-def _inverse(total: Any) -> Any:
-    """One over the weight, or 0: a batch in which nothing counts has no gradient."""
-    return jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
-
-
 def _times(tree: Any, factor: Any) -> Any:
     return jax.tree.map(lambda x: x * factor.astype(x.dtype), tree)
-
-
-def _check_entries(aux: Any, names: tuple[str, ...]) -> None:
-    there = aux.keys() if isinstance(aux, Mapping) else ()
-    if missing := set(names) - set(there):
-        raise ValueError(
-            f"max_aux={names}: the auxiliary output of loss_fn has no entries "
-            f"{sorted(missing)}; expected a dictionary with them, got "
-            + (f"one with {sorted(there)}" if there else repr(type(aux)))
-        )

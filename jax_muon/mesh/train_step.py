@@ -14,7 +14,6 @@ The first two run inside shard_map over the axes that divide the batch: plain ji
 does not promise reduce-scatters on every backend.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax_muon import checks, notes
 from jax_muon.mesh import gradients, layout, xla_options
 from jax_muon.mesh.on_mesh import OnMesh
-from jax_muon.mesh.specs import AxisName, checked_axes, only
+from jax_muon.mesh.specs import AxisName, checked_axes, devices_over, only
 from jax_muon.reading.layers import axes_of_layers
 
 Step = tuple[Any, Any, dict[str, Any]]
@@ -103,8 +102,7 @@ def make_train_step(
     Raises:
       ValueError: microbatches below 1, an axis that the mesh lacks, max_aux without
         has_aux, unknown choices; at the first call, a batch that microbatches or
-        devices do not divide, auxiliary output without an entry of max_aux, a state of
-        other parameters, and what `on_mesh` raises.
+        devices do not divide, a state of other parameters, and what `on_mesh` raises.
 
     Examples:
       >>> import jax
@@ -150,7 +148,6 @@ def make_train_step(
     means = gradients.MeanGradients(
         loss_fn,
         names,
-        math.prod(mesh.shape[name] for name in names),
         has_aux,
         maxima,
         weighted,
@@ -275,7 +272,8 @@ class TrainStep:
 
     def _step(self, params: Any, state: Any, batch: Any) -> Step:
         axis, mesh = self._gradients.axis, self._layout.mesh
-        devices, microbatches = self._gradients.devices, self._gradients.microbatches
+        devices = devices_over(axis, mesh.shape)
+        microbatches = self._gradients.microbatches
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             if not leaf.shape or leaf.shape[0] % (devices * microbatches):
                 raise ValueError(

@@ -213,17 +213,3 @@ def test_the_largest_logit_of_divided_queries_and_keys(kind):
             *jax.device_put((q, k), sharding), block_size=5
         )
     np.testing.assert_allclose(got, expected, rtol=1e-6)
-
-
-def test_entries_that_are_not_there():
-    params, batch, mesh, tx = model(), batches(1)[0], mesh_of(8), recipe()
-    for other, message in (
-        (loss, r"no entries \['s'\]; .* got one with \['max_logits', 'mean'\]"),
-        (lambda p, b: (loss(p, b)[0], 1.0), r"no entries \['s'\]; .* got .*float"),
-    ):
-        step = jm.make_train_step(other, tx, mesh, has_aux=True, max_aux=("s",))
-        with pytest.raises(ValueError, match=message):
-            step(*step.init(params), batch)
-    step = jm.make_train_step(loss, tx, mesh, has_aux=True)
-    with pytest.raises(ValueError, match="got max_logits=None"):
-        step(*step.init(params), batch)
