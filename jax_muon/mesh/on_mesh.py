@@ -159,32 +159,34 @@ class OnMesh:
             state = _reshard(state, of_state)
         return self._on_own_axes((updates, state))
 
-    def abstract_state(self, params: optax.Params) -> Any:
-        """Shapes, dtypes and shardings of the state."""
+    def abstract(self, params: optax.Params) -> tuple[Any, Any]:
+        """Shapes, dtypes and shardings of the parameters and of the state."""
+        checks.arrays("params", params)
 
         def place(x: Any) -> Any:
-            sharding = self.sharding(jax.typeof(x).sharding.spec)
+            sharding = self._sharding(jax.typeof(x).sharding.spec)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        typed = self._typed_state(params, self.layout.of_leaves(params)[2])
+        _, coarse, fine = self.layout.of_leaves(params)
+        typed = self._typed(params, coarse), self._typed_state(params, fine)
         return jax.tree.map(place, typed)
 
-    def _typed_state(self, params: optax.Params, fine: Sequence[PartitionSpec]) -> Any:
-        """The state's types; JAX remembers them, and a step does not trace `init`."""
+    def _typed(self, params: optax.Params, specs: Sequence[PartitionSpec]) -> Any:
+        """Shapes of parameters, with specs in their types."""
         leaves, treedef = jax.tree.flatten(params)
         mesh = self._explicit_mesh()
         shapes = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-            for x, spec in zip(leaves, fine, strict=True)
+            for x, spec in zip(leaves, specs, strict=True)
         ]
+        return jax.tree.unflatten(treedef, shapes)
+
+    def _typed_state(self, params: optax.Params, fine: Sequence[PartitionSpec]) -> Any:
+        """The state's types; JAX remembers them, and a step does not trace `init`."""
         with self._explicit_axes():
-            return jax.eval_shape(self.tx.init, jax.tree.unflatten(treedef, shapes))
+            return jax.eval_shape(self.tx.init, self._typed(params, fine))
 
-    def shardings(self, params: optax.Params) -> Any:
-        """NamedShardings of the parameters."""
-        return jax.tree.map(self.sharding, self.layout.of_tree(params)[0])
-
-    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+    def _sharding(self, spec: PartitionSpec) -> NamedSharding:
         """The sharding, spelled as JAX spells it for results of jit."""
         if AxisType.Auto in self.layout.mesh.axis_types:
             spec = as_jit_writes(spec, self.layout.mesh.shape)
@@ -222,7 +224,7 @@ class OnMesh:
         elif AxisType.Auto in self.layout.mesh.axis_types:
             return tree  # in `on_mesh` or a user's own explicit_axes
         # The only way to name the devices that works on both kinds of axes.
-        places = jax.tree.map(self.sharding, specs)
+        places = jax.tree.map(self._sharding, specs)
         return jax.jit(lambda x: x, out_shardings=places)(tree)
 
 
@@ -243,7 +245,7 @@ def abstract_state(
       The state as `jax.ShapeDtypeStruct`s with shardings.
 
     Raises:
-      ValueError: an argument of another type, and what `tx` raises at init.
+      ValueError: what `tx` raises at init.
 
     Examples:
       >>> import jax
@@ -256,8 +258,6 @@ def abstract_state(
       >>> all(x.sharding.mesh == mesh for x in jax.tree.leaves(target))
       True
     """
-    checks.as_transform("tx", tx)
-    checks.arrays("params", params)
     if mesh is None:
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         return jax.tree.map(
@@ -265,7 +265,7 @@ def abstract_state(
             jax.eval_shape(tx.init, params),
         )
     specs = jax.tree.map(array_types.own_sharding, params)
-    return OnMesh(tx, Layout(mesh, specs)).abstract_state(params)
+    return OnMesh(tx, Layout(mesh, specs)).abstract(params)[1]
 
 
 def _is_jitted() -> bool:

@@ -212,13 +212,7 @@ class TrainStep:
         Args:
           params: the parameters, or their shapes.
         """
-        checks.arrays("params", params)
-        shapes = jax.tree.map(
-            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-            params,
-            self._optimizer.shardings(params),
-        )
-        return shapes, self._optimizer.abstract_state(params)
+        return self._optimizer.abstract(params)
 
     def __call__(self, params: Any, state: Any, batch: Any) -> Step:
         """One step; see the class."""
@@ -243,10 +237,6 @@ class TrainStep:
             # A new function, so that JAX traces it.
             jax.eval_shape(lambda *x: self._step(*x), *self.abstract(params), batch)
         return heard["gathered"]
-
-    def cache_size(self) -> int:
-        """How many programs have been compiled."""
-        return 0 if self._jitted is None else self._jitted._cache_size()
 
     def compiler_options(self, params: Any) -> dict[str, Any]:
         """XLA's options for these parameters, or their shapes; see `gpu_options`."""

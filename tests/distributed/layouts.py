@@ -209,7 +209,7 @@ def assert_bit_identical_on_devices(tree):
 def train_step_run(step, params, data):
     """Train by a `TrainStep`; parameters, state and losses."""
     params, state, losses = problems.run(step, *step.init(params), data)
-    assert step.cache_size() == 1
+    assert step._jitted._cache_size() == 1
     assert_bit_identical_on_devices((params, state))
     return params, state, losses
 

@@ -37,7 +37,7 @@ def gradients(step, params, batch):
     """Those that a step used, its metrics, and which leaves had to be whole."""
     with listening() as notes:
         after, _, metrics = step(*step.init(params), batch)
-    assert step.cache_size() == 1
+    assert step._jitted._cache_size() == 1
     whole = {path for path, how in notes["gathered"].items() if "whole" in how}
     moved = jax.tree.map(lambda p, q: np.array(p) - np.array(q), params, after)
     return moved, metrics, whole

@@ -335,7 +335,7 @@ def test_a_train_step_over_mesh_axes_of_one_device(shape):
     params, state = step.init({"a": jnp.ones((16, 2))})
     for _ in range(3):
         params, state, _ = step(params, state, jnp.ones((8, 16)))
-    assert step.cache_size() == 1
+    assert step._jitted._cache_size() == 1
     chex.assert_tree_all_finite(params)
 
 

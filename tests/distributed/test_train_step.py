@@ -79,7 +79,7 @@ def test_a_state_goes_on_in_another_form(tmp_path):
     params, state = restored["params"], restored["state"]
     for batch in data[3:]:
         params, state, _ = step(params, state, batch)
-    assert step.cache_size() == 1
+    assert step._jitted._cache_size() == 1
     assert problems.distance(params, expected, start) < BOUND
 
 
