@@ -11,7 +11,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax_muon import paths
 from jax_muon.mesh.array_types import own_sharding
 from jax_muon.mesh.specs import (
-    check_mesh,
     devices_over,
     dividing,
     entry_names,
@@ -48,9 +47,6 @@ class Layout:
     min_size: int = 1024
     params_divided: bool = False
     by_layers: bool = False
-
-    def __post_init__(self) -> None:
-        check_mesh("mesh", self.mesh)
 
     def of_tree(self, tree: Any) -> tuple[Any, Any]:
         """PartitionSpecs of parameters, and of their gradients and state."""

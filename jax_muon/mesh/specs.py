@@ -13,14 +13,9 @@ AxisName = str | tuple[str, ...]
 Sizes = Mapping[str, int]  # of mesh axes, by name
 
 
-def check_mesh(name: str, mesh: Any) -> None:
-    """Raise a ValueError for anything but a mesh of devices."""
-    checks.kind(name, mesh, Mesh, "a jax.sharding.Mesh")
-
-
 def checked_axes(name: str, axis: Any, mesh: Mesh) -> tuple[str, ...]:
     """One or several axes of a mesh as a tuple, each once."""
-    check_mesh("mesh", mesh)
+    checks.kind("mesh", mesh, Mesh, "a jax.sharding.Mesh")
     names = (axis,) if isinstance(axis, str) else axis
     if (
         not isinstance(names, (tuple, list))

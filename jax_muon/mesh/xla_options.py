@@ -87,7 +87,7 @@ def gpu_options(
       Options for `jax.jit`; {} on one device, and for devices other than GPUs.
 
     Raises:
-      ValueError: an argument of another type, an axis that the mesh lacks.
+      ValueError: leaves that are not arrays, an axis that the mesh lacks.
 
     Examples:
       >>> import jax
@@ -98,12 +98,8 @@ def gpu_options(
       >>> options if jax.default_backend() == "cpu" else {}
       {}
     """
-    specs.check_mesh("mesh", mesh)
     names = specs.checked_axes("axis", mesh.axis_names if axis is None else axis, mesh)
     checks.arrays("params", params)
-    checks.flag("gathers_first", gathers_first)
-    if layers is not None:
-        checks.flag("layers", layers)
     return options_of(params, mesh, names, gathers_first, layers)
 
 
