@@ -51,8 +51,8 @@ def scan_layers(
       The last carry, and the stacked outputs.
 
     Raises:
-      ValueError: an argument of another type, an axis that the mesh lacks; with the
-        path, a spec that does not fit, or that shards the axis of layers over `axis`.
+      ValueError: an axis that the mesh lacks; with the path, a leaf that is no array, a
+        spec that does not fit, or one that shards the axis of layers over `axis`.
 
     Examples:
       >>> import jax
@@ -67,8 +67,6 @@ def scan_layers(
       8.0
     """
     checks.arrays("layers", layers)
-    checks.flag("keep_gathered", keep_gathered)
-    checks.flag("reverse", reverse)
     layout = Layout(mesh, specs)
     names = mesh.axis_names if axis is None else checked_axes("axis", axis, mesh)
 

@@ -242,18 +242,6 @@ def test_plan_counts_what_a_step_sends(form):
     assert total == pytest.approx(sum(planned.sent_bytes.values()) - late)
 
 
-def test_parameters_divided_between_steps_are_gathered_once():
-    params, _ = problems.draw("mixed")
-    step = make("ZeRO-2 on 8", parameters="divided")
-    abstract, state = step.abstract(params)
-    divided = [x for x in jax.tree.leaves(abstract) if any(x.sharding.spec)]
-    sent = collectives(step._step, abstract, state, problems.batches(1)[0])
-    gathers = [one for one in sent if one.kind == "all-gather"]
-    # Beside those of parameters, small matrices are gathered to be orthogonalized.
-    sizes = [one.input_bytes for one in gathers[: len(divided)]]
-    assert sorted(sizes) == sorted(x.size * 4 // 8 for x in divided)
-
-
 # --- errors ---------------------------------------------------------------------------
 
 
@@ -306,21 +294,6 @@ def test_loss_functions_without_what_they_promise(loss, flags, match):
     step = jm.make_train_step(lambda p, b: loss, jm.muon(), mesh_of(2), **flags)
     with pytest.raises(ValueError, match=match):
         step(*step.init(params), jnp.ones((2, 3)))
-
-
-def test_counts_of_groups_without_leaves_under_zero2():
-    """Clipping changes nothing about them: each step counts, as on one device."""
-    params = {"w": jnp.ones((8, 6))}
-    tx = optax.chain(optax.clip_by_global_norm(1.0), jm.muon(dtype="float32"))
-    step = jm.make_train_step(
-        lambda p, b: jnp.sum(p["w"] * b.mean()), tx, mesh_of(2), min_size=1
-    )
-    state = step(*step.init(params), jnp.ones((2, 3)))[1]
-    _, alone = tx.update(params, tx.init(params), params)
-
-    for x in (state, alone):
-        counts = [int(count) for _, count in optax.tree.get_all_with_path(x, "count")]
-        assert counts == 2 * [1]  # of muon, and of adamw
 
 
 def test_an_on_mesh_within_the_optimizer_changes_nothing():
