@@ -25,7 +25,7 @@ def axes_of_layers(tree: Any) -> dict[str, tuple[int, ...]]:
 def find_layers(tree: Tree) -> None:
     """Give every node its axes of layers, as `batch` and `batch_reason`."""
     _search(tree, (), set())
-    tree.forget_widths()
+    tree.forget_norms()
 
 
 def _search(tree: Tree, module: Module, inherited: set[tuple[int, int]]) -> None:
@@ -39,7 +39,7 @@ def _search(tree: Tree, module: Module, inherited: set[tuple[int, int]]) -> None
     # Leaves of one shape agree with themselves by nature.
     alike = len({node.sizes for node in nodes}) == 1
     shared = [
-        (size in tree.streams, size, place)
+        (size, place)
         for place, size in candidates
         if not alike and all(node.sizes[place : place + 1] == (size,) for node in nodes)
     ]
@@ -92,7 +92,6 @@ def find_experts(tree: Tree) -> None:
             continue
         node.batch = (*node.batch, node.native[0])
         node.batch_reason = reason
-    tree.forget_widths()
 
 
 def _is_of_experts(part: str) -> bool:
@@ -103,7 +102,7 @@ def _is_of_experts(part: str) -> bool:
 
 def _router_of(tree: Tree, node: Node) -> Node | None:
     """A kernel (in, experts) called gate or router in the module around a node's."""
-    for other in tree.under[tree.module(node)[:-1]]:
+    for other in tree.under[node.owner[:-1]]:
         fits = other.sizes[1:] == node.sizes[:1] and other.sizes[0] in node.sizes[1:]
         if fits and (vocabulary.ROUTER | vocabulary.GATE) & {*other.title_words}:
             return other

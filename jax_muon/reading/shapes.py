@@ -168,8 +168,8 @@ def _query(tree: Tree, node: Node, outs: Sequence[Shape]) -> Places | None:
     # The last axis, as in (N, H, D), is an input only where it is the model's width:
     # norms of queries and keys have the width H of heads.
     inputs = [place for place in range(end) if sizes[place] in tree.streams]
-    for known in tree.widths_around(node):
-        inputs = inputs or [p for p in range(end - 1) if sizes[p] in known]
+    widths = {norm.sizes[0] for norm in tree.norms}
+    inputs = inputs or [p for p in range(end - 1) if sizes[p] in widths]
     if len(inputs) > 1:  # the heads that are left have to be those of out
         heads = {out[0] for out in outs if len(out) == 3}
         inputs = [p for p in inputs if end == 3 and sizes[1 if p == 0 else 0] in heads]
@@ -238,7 +238,7 @@ def _stack(tree: Tree, node: Node) -> Places | None:
     count = math.prod(sizes[:-2])
     named = "local" in node.title_words or "expert" in node.batch_reason
     named = named or node.core in vocabulary.FIRST_FACTOR_OUT
-    if not named and (tree.widths or node.batch or count > min(sizes[-2:])):
+    if not named and (tree.norms or node.batch or count > min(sizes[-2:])):
         return None
     reason = f"{count} matrices (in, out), one behind the other"
     return Places.out_of(end, [end - 1], reason, end - 2)

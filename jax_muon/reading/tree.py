@@ -116,10 +116,9 @@ class Node:
             return False
         if name in vocabulary.SCALE and not (name == "g" and is_array):  # or a gate
             return True
-        if is_array and vocabulary.ADAPTIVE & {*self.title_words}:
+        if vocabulary.ADAPTIVE & {*self.title_words}:
             return False  # the kernel that makes the scales of a norm: adaLN/weight
-        first = [] if is_array else self.title_words[:1]
-        return bool({*self.title_words[-1:], *first} & vocabulary.NORM)
+        return bool({*self.title_words[:1], *self.title_words[-1:]} & vocabulary.NORM)
 
 
 def core(name: str) -> str:
@@ -185,50 +184,29 @@ class Tree:
         if not node.is_generic:
             beside = [(*around, f"b{name[1:]}")]
         found = (n for parts in beside for n in self.under.get(parts, ()))
-        return next((n for n in found if n.is_bias and n is not node), None)
+        return next((n for n in found if n.is_bias), None)
 
     def beside(self, node: Node) -> Iterator[Node]:
         """Kernels of the modules beside the node's module, its own included."""
-        module = self.module(node)
-        for other in self.under[module[:-1]]:
-            if not other.is_bias and len(self.module(other)) == len(module):
+        for other in self.under[node.owner[:-1]]:
+            if not other.is_bias and len(other.owner) == len(node.owner):
                 yield other
 
-    def module(self, node: Node) -> Module:
-        """The module of a node, without the plain modules and numbers below it."""
-        parts, plain = node.owner, vocabulary.PLAIN | {"lora", ""}
-        while len(parts) > 1 and "_".join(paths.words(parts[-1])) in plain:
-            parts = parts[:-1]
-        return parts
-
     @functools.cached_property
-    def widths(self) -> dict[Module, set[int]]:
-        """Widths of the norms below every module, by path."""
-        found: dict[Module, set[int]] = {}
-        for node in self._norms:
-            for depth in range(len(node.parts)):
-                found.setdefault(node.parts[:depth], set()).add(node.sizes[0])
-        return found
-
-    @property
-    def _norms(self) -> list[Node]:
+    def norms(self) -> list[Node]:
+        """The norms, each of which has one width."""
         return [n for n in self.nodes if n.is_norm and len(n.sizes) == 1]
-
-    def widths_around(self, node: Node) -> Iterator[set[int]]:
-        """Widths of the norms in every module around a node, from the inside out."""
-        for depth in range(len(node.parts) - 1, -1, -1):
-            yield self.widths.get(node.parts[:depth], set())
 
     @functools.cached_property
     def streams(self) -> set[int]:
         """Widths of the model, from its embedding tables and outermost norms."""
         tables = {node.sizes[1] for node in self.tables if len(node.sizes) == 2}
-        least = min((len(node.parts) for node in self._norms), default=0)
-        return tables | {n.sizes[0] for n in self._norms if len(n.parts) == least}
+        least = min((len(node.parts) for node in self.norms), default=0)
+        return tables | {n.sizes[0] for n in self.norms if len(n.parts) == least}
 
-    def forget_widths(self) -> None:
-        """Clear the cached widths, after nodes were given axes of layers."""
-        for name in ("widths", "streams"):
+    def forget_norms(self) -> None:
+        """Clear the cached norms, after nodes were given axes of layers."""
+        for name in ("norms", "streams"):
             self.__dict__.pop(name, None)
 
 
@@ -260,5 +238,4 @@ def _node(leaf: Leaf, ranks: Mapping[str, int], paired: set[str]) -> Node:
         parts = [*around, f"lora_{name}"]
     elif stem and (written or f"{leaf.path[: -len(end)]}bias" in ranks):
         parts = [*around, stem, end]
-    is_bias = is_b or end in ("bias", "biases") or parts[-1].lower() in vocabulary.BIAS
-    return Node(leaf, tuple(parts), is_bias)
+    return Node(leaf, tuple(parts), is_b or parts[-1].lower() in vocabulary.BIAS)
