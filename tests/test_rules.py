@@ -240,19 +240,6 @@ def test_without_strict_doubts_are_warnings_and_go_to_adamw():
     assert any(path.endswith("mu/proj/kernel") for path in adam)
 
 
-def test_leaves_of_one_kind_that_are_read_differently_are_in_doubt():
-    """The second block's has a bias of its inputs' size, so it is (out, in)."""
-    params = {
-        "norm": {"scale": shape(16)},
-        "0": {"up": {"kernel": shape(16, 64), "bias": shape(64)}},
-        "1": {"up": {"kernel": shape(16, 64), "bias": shape(16)}},
-    }
-    with pytest.raises(
-        ValueError, match=r"'0/up/kernel'(?s:.)*'1/up/kernel'.*'0/up/kernel' of the sam"
-    ):
-        jm.read(params)
-
-
 # --- axis names -----------------------------------------------------------------------
 
 

@@ -7,8 +7,7 @@ readings, with the rule that chooses one. Nothing is guessed.
 import dataclasses
 import functools
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jax_muon import axes as matrix_axes
@@ -16,7 +15,7 @@ from jax_muon import checks
 from jax_muon.axes import MatrixAxes
 from jax_muon.reading import axis_names, roles, shapes, vocabulary
 from jax_muon.reading.shapes import Places
-from jax_muon.reading.tree import Module, Node, Tree
+from jax_muon.reading.tree import Leaf, Module, Node, Tree
 from jax_muon.reading.vocabulary import ADAMW, MUON
 
 # True for kernels (out, in), False for (in, out), None to look at the tree; or a
@@ -64,13 +63,6 @@ class Parameter:
             return None
         fan_in, fan_out = self.axes.fan(self.shape)
         return math.prod(self.shape[axis] for axis in self.axes.batch), fan_in, fan_out
-
-    def reading(self) -> str:
-        """The label, and the axes of a matrix as a user would write them."""
-        if self.label == ADAMW or self.axes is None:
-            return repr(self.label)
-        numbers = _written(self.axes.reduction, self.axes.output)
-        return f"{self.label!r} by {numbers}"
 
 
 @dataclasses.dataclass
@@ -246,31 +238,7 @@ def _axes(node: Node, places: Places) -> MatrixAxes:
     return MatrixAxes(batch, fan_in, fan_out)
 
 
-def agreeing(found: Sequence[Parameter]) -> list[Parameter]:
-    """The same, with a doubt for leaves of several layers that are read differently.
-
-    Leaves are of one kind where their paths differ by numbers alone and their shapes
-    not at all, as `blocks/0/up` and `blocks/1/up` of one width.
-    """
-    first: dict[Any, Parameter] = {}
-    doubts: dict[str, Parameter] = {}
-    for one in found:
-        kind = (re.sub(r"\d+", "0", one.path), one.shape)
-        other = first.setdefault(kind, one) if one.doubt is None else one
-        if one.reading() == other.reading():
-            continue
-        for this, that in ((one, other), (other, one)):
-            text = (
-                f"it would be {this.reading()} ({this.reason}), and {that.path!r} of "
-                f"the same shape {that.reading()} ({that.reason})"
-            )
-            doubts[this.path] = dataclasses.replace(
-                this, label=MUON, axes=None, doubt=_doubt(this, text)
-            )
-    return [doubts.get(one.path, one) for one in found]
-
-
-def _doubt(leaf: Any, text: str) -> str:
+def _doubt(leaf: Leaf, text: str) -> str:
     """The possible readings, and the line that chooses the first of them."""
     shape, end = leaf.shape, len(leaf.shape)
     readings = []

@@ -43,7 +43,7 @@ def read_leaves(
     layers.find_experts(tree)
     found = {node: _role(tree, node) for node in tree.nodes}
     decider = decide.Decider(tree, found, out_in)
-    return decide.agreeing([decider.parameter(node) for node in tree.nodes])
+    return [decider.parameter(node) for node in tree.nodes]
 
 
 def _role(tree: Tree, node: Node) -> roles.Role:
