@@ -17,7 +17,7 @@ from jax_muon import checks, paths
 from jax_muon import joins as joining
 from jax_muon import splits as splitting
 from jax_muon.axes import MatrixAxes
-from jax_muon.reading import axis_names, decide, overrides
+from jax_muon.reading import axis_names, overrides
 from jax_muon.reading import read as reading
 from jax_muon.reading.decide import Parameter
 from jax_muon.reading.vocabulary import ADAMW, MUON
@@ -148,7 +148,7 @@ def read(
     rules: overrides.Rules = None,
     names: axis_names.ByPath | None = None,
     table: axis_names.Table | None = None,
-    out_in: decide.OutIn = None,
+    out_in: bool | None = None,
     splits: splitting.Splits | None = None,
     joins: joining.Joins | None = None,
     strict: bool = True,
@@ -177,7 +177,7 @@ def read(
       table: the meaning of your axis names, such as {"d_model": "stream"}; names of
         Flax, MaxText and haliax are known. The kinds are in `reading/vocabulary.py`.
       out_in: True if kernels are (out, in), as in PyTorch and equinox, False if they
-        are (in, out), or a function of the path; None looks at biases and neighbours.
+        are (in, out); None looks at biases and neighbours.
       splits: path pattern to `Split`, for parameters that hold several matrices side by
         side, such as a fused QKV kernel. Rules are about whole parameters, joins about
         the parts.
@@ -212,6 +212,8 @@ def read(
     axis_names.check(names)
     joining.check(joins)
     checks.flag("strict", strict)
+    if out_in is not None:
+        checks.flag("out_in", out_in)
     leaves = reading.leaves_of(params, names)
     found = overrides.apply(
         rules,

@@ -330,11 +330,10 @@ def test_the_side_of_the_outputs():
     io, oi = MatrixAxes((), (0,), (1,)), MatrixAxes((), (1,), (0,))
     assert jm.read(bare, out_in=False).axes("up/weight") == io
     assert jm.read(bare, out_in=True).axes("up/weight") == oi
-    found = jm.read(bare, out_in=lambda path: path.startswith("up"))
-    assert found.axes("up/weight") == oi
     tree = {"up": {"weight": shape(4, 8), "bias": shape(8)}}
     assert jm.read(tree, out_in=False).axes("up/weight") == io
-    with pytest.raises(ValueError, match=r"out_in=True makes its outputs 4.*'up/bias'"):
+    words = r"out_in=True, which makes \(4,\) its outputs.*'up/bias' .* shape \(8,\)"
+    with pytest.raises(ValueError, match=words):
         jm.read(tree, out_in=True)
-    with pytest.raises(ValueError, match=r"out_in\('up/weight'\)='in'; expected True"):
-        jm.read(tree, out_in=lambda path: "in")
+    with pytest.raises(ValueError, match=r"out_in='in'; expected True or False"):
+        jm.read(tree, out_in="in")

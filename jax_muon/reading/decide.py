@@ -4,6 +4,7 @@ If nothing in the tree decides, `Parameter.doubt` says so and lists the possible
 readings, with the rule that chooses one. Nothing is guessed.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -11,16 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jax_muon import axes as matrix_axes
-from jax_muon import checks
 from jax_muon.axes import MatrixAxes
 from jax_muon.reading import axis_names, roles, shapes, vocabulary
 from jax_muon.reading.shapes import Places
 from jax_muon.reading.tree import Leaf, Module, Node, Tree
 from jax_muon.reading.vocabulary import ADAMW, MUON
-
-# True for kernels (out, in), False for (in, out), None to look at the tree; or a
-# function of the path that gives one of these.
-OutIn = bool | None | Callable[[str], bool | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +67,7 @@ class Decider:
 
     tree: Tree
     roles: Mapping[Node, roles.Role]
-    out_in: OutIn
+    out_in: bool | None  # None: as the tree shows
 
     def parameter(self, node: Node) -> Parameter:
         """The decision about one leaf."""
@@ -95,18 +91,18 @@ class Decider:
         given = node.leaf.names
         if is_matrix and given and len(given) != len(node.leaf.shape):
             return f"its {len(given)} axis names {given} are too few or too many"
-        found = axis_names.places_of(self.tree, node)
+        found: Places | str | None = axis_names.places_of(self.tree, node)
         if found is None and end == 2:
-            return self._two_axes(node, role)
-        if found is None and end > 2:
+            found = self._two_axes(node, role)
+        elif found is None and end > 2:
             found = shapes.places_of(self.tree, node, role)
+        if isinstance(found, Places) and is_matrix:
+            return self._contradiction(node, found) or found
         if found is not None:
-            return (is_matrix and self._contradiction(node, found)) or found
+            return found
         if not is_matrix:
             outputs = range(max(end - 1, 0), end)
             return Places.out_of(end, outputs, "", max(end - 2, 0))
-        if role == "convolution":
-            return "its window cannot be told from scanned layers"
         return "nothing around it shows which of its axes are batch, in and out"
 
     def _contradiction(self, node: Node, places: Places) -> str | None:
@@ -122,26 +118,18 @@ class Decider:
 
     def _two_axes(self, node: Node, role: str) -> Places | str:
         """(in, out) or (out, in), as the user says, or else as the neighbours show."""
-        is_matrix, reason = _label(role) == MUON, ""
-        flipped = self.out_in(node.path) if callable(self.out_in) else self.out_in
-        if flipped is not None:
-            checks.flag(f"out_in({node.path!r})", flipped)
-            bias = self.tree.bias_of(node)
-            if is_matrix and bias and self._by_bias(node) not in (None, flipped):
-                return (
-                    f"out_in={flipped} makes its outputs "
-                    f"{node.sizes[0 if flipped else 1]}, and the bias {bias.path!r} "
-                    f"beside it has shape {bias.leaf.shape}"
-                )
-        elif role == "lora" and (found := shapes.lora(self.tree, node)):
-            return found
-        elif is_matrix:
+        flipped, reason = self.out_in, f"out_in={self.out_in}"
+        if flipped is None:
+            if _label(role) != MUON:
+                return Places.out_of(2, [1], "")
+            if role == "lora" and (found := shapes.lora(self.tree, node)):
+                return found
             flipped, reason = self._orientation(node)
-            if flipped is None:
-                return (
-                    "it may be (in, out) or (out, in); out_in=True or False decides "
-                    "for all kernels"
-                )
+        if flipped is None:
+            return (
+                "it may be (in, out) or (out, in); out_in=True or False decides for "
+                "all kernels"
+            )
         return Places.out_of(2, [0 if flipped else 1], reason)
 
     # --- (in, out) or (out, in) -------------------------------------------------------
@@ -159,10 +147,11 @@ class Decider:
             return own, "the bias beside it has the size of the outputs"
         for votes, reason in self._votes:
             for depth in range(len(node.parts) - 1, -1, -1):
-                found = votes.get((node.parts[:depth], _kind(node)))
-                if found is not None:
-                    clear = 10 * min(found) < max(found)
-                    return (found[1] > found[0] if clear else None), reason
+                kind = node.parts[:depth], _kind(node)
+                straight, flipped = votes[*kind, False], votes[*kind, True]
+                if straight or flipped:
+                    few, many = sorted((straight, flipped))
+                    return (flipped > straight if 10 * few < many else None), reason
         # PyTorch's name, which some libraries have with (in, out).
         return (None if node.name == "weight" else False), ""
 
@@ -196,27 +185,24 @@ class Decider:
 
     @functools.cached_property
     def _votes(self) -> "list[tuple[_Votes, str]]":
+        by_width = "like the kernels around it, by the side that has the model's width"
         return [
             (self._count(self._by_bias), "like the kernels around it, by their biases"),
-            (
-                self._count(self._by_width),
-                "like the kernels around it, by the side that has the model's width",
-            ),
+            (self._count(self._by_width), by_width),
         ]
 
     def _count(self, vote_of: Callable[[Node], bool | None]) -> "_Votes":
-        votes: _Votes = {}
-        for node in self.tree.nodes:
-            vote = vote_of(node) if _label(self.roles[node][0]) == MUON else None
-            if vote is not None:
-                for depth in range(len(node.parts)):
-                    key = (node.parts[:depth], _kind(node))
-                    votes.setdefault(key, [0, 0])[vote] += 1
-        return votes
+        return collections.Counter(
+            (node.parts[:depth], _kind(node), vote)
+            for node in self.tree.nodes
+            if _label(self.roles[node][0]) == MUON
+            and (vote := vote_of(node)) is not None
+            for depth in range(len(node.parts))
+        )
 
 
-# Module and name of its kernels, to the votes for (in, out) and for (out, in).
-_Votes = dict[tuple[Module, str], list[int]]
+# Module, name of its kernels, and True for (out, in), to the number of votes.
+_Votes = collections.Counter[tuple[Module, str, bool]]
 
 
 def _kind(node: Node) -> str:

@@ -21,7 +21,7 @@ from jax_muon.reading.tree import Leaf, Node, Tree
 def read_leaves(
     leaves: Sequence[Leaf],
     *,
-    out_in: decide.OutIn = None,
+    out_in: bool | None = None,
     table: axis_names.Table | None = None,
     strict_names: bool = False,
 ) -> list[Parameter]:
