@@ -159,7 +159,7 @@ def params(what: str, params: Any) -> None:
 def gradients(updates: Any, params: Any) -> None:
     """Gradients need the paths and shapes of the parameters, if these are passed."""
     if params is not None:
-        alike("gradient", updates, "parameter", params, kinds=True)
+        alike("gradient", updates, "parameter", params)
 
 
 def state(given: Any, like: Any) -> None:
@@ -174,11 +174,11 @@ def state(given: Any, like: Any) -> None:
         raise ValueError(f"{wrong}it is {structures[0]}; expected {structures[1]}")
 
 
-def alike(what: str, tree: Any, whose: str, like: Any, *, kinds: bool = False) -> None:
+def alike(what: str, tree: Any, whose: str, like: Any) -> None:
     """Two trees need the same paths and shapes, with or without Flax boxes.
 
-    `what` and `whose` name a leaf of each, such as "gradient" and "parameter". With
-    `kinds`, both leaves must be floating-point, or neither.
+    Both leaves must be floating-point, or neither. `what` and `whose` name a leaf of
+    each tree, such as "gradient" and "parameter".
     """
     found, wanted = (dict(paths.leaves_with_paths(x)) for x in (tree, like))
     for path, right in wanted.items():
@@ -189,7 +189,7 @@ def alike(what: str, tree: Any, whose: str, like: Any, *, kinds: bool = False) -
             raise ValueError(
                 f"{what} {path!r} has shape {own}; expected {shape}, like its {whose}"
             )
-        if kinds and _is_floating(found[path]) != _is_floating(right):
+        if _is_floating(found[path]) != _is_floating(right):
             raise ValueError(
                 f"{what} {path!r} has dtype {jnp.result_type(found[path])}; expected "
                 f"one like {jnp.result_type(right)} of its {whose}"

@@ -90,7 +90,6 @@ def nesterov(
     kind = QuantizedNesterovState if isinstance(stored, Quantized) else NesterovState
 
     def init_fn(params: optax.Params) -> Any:
-        checks.arrays("params", params)
         return kind(jnp.zeros([], jnp.int32), *stored.zeros(params))
 
     def update_fn(

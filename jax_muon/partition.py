@@ -43,11 +43,11 @@ def partition(
       have the dtype of the parameters.
 
     Raises:
-      ValueError: no groups, or a group that is neither a transform nor a function; at
-        init and update, with path and shape, a parameter whose label has no group, one
-        in a group of matrices that is not a matrix, a group of matrices without
-        parameters, parameters other than those that were read, gradients or state of
-        other parameters, and whatever `read` raises.
+      ValueError: a group that is neither a transform nor a function; at init and
+        update, with path and shape, a parameter whose label has no group, one in a
+        group of matrices that is not a matrix, a group of matrices without parameters,
+        parameters other than those that were read, gradients or state of other
+        parameters, and whatever `read` raises.
 
     Examples:
       >>> import jax_muon as jm
@@ -63,8 +63,6 @@ def partition(
       ([[-0.5, -0.0], [-0.0, -0.5]], [-1.0, -1.0])
     """
     checks.mapping("groups", groups, "a mapping of label to transform")
-    if not groups:
-        checks.refuse("groups", groups, "at least one")
     groups = {
         label: group
         if callable(group)
@@ -100,7 +98,7 @@ def partition(
             )
             raise
         checks.state(state, new)  # transforms may broadcast one of another shape
-        checks.alike("update", given, "gradient", updates, kinds=True)
+        checks.alike("update", given, "gradient", updates)
         return given, new
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -63,10 +63,6 @@ class Moments:
     second: Arrays = dataclasses.field(default_factory=dict)
     means: Arrays = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        """Raise a ValueError for a count that is not an integer of at least 0."""
-        checks.count("count", self.count, least=0)
-
     @classmethod
     def of(cls, state: Any) -> "Moments":
         """Read the state of a recipe, `optax.contrib.muon`, `optax.adamw`, or chains.
@@ -129,7 +125,6 @@ def take_over(
       1
     """
     tx = checks.as_transform("tx", tx)
-    checks.arrays("params", params)
     checks.kind("moments", moments, Moments, "jax_muon.Moments")
     with notes.listening() as heard:
         # A new function, so that JAX traces it.
