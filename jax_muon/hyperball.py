@@ -11,7 +11,6 @@ from jax_muon import matrices as reading
 from jax_muon.axes import MatrixAxes
 from jax_muon.leaves import map_leaves, rate_at, step_leaves
 from jax_muon.matrices import Matrices
-from jax_muon.scaling import sum_over
 
 _SMALLEST = 1e-10  # norm of a direction that moves a matrix
 
@@ -77,11 +76,11 @@ def hyperball(
     learning_rate = checks.rate("learning_rate", learning_rate)
 
     def init_fn(params: optax.Params) -> HyperballState:
-        checks.arrays("params", params)
         found = reading.of_tree(matrices, params)
 
         def norm(path: str, p: Array) -> Array:
-            return jnp.sqrt(sum_over(dtypes.wide(p) ** 2, found.axes(path).matrix))
+            axes = found.axes(path).matrix
+            return jnp.sqrt(jnp.sum(dtypes.wide(p) ** 2, axes, keepdims=True))
 
         # A box names the axes of the parameter, over which (1, 1) cannot be sharded.
         radius = map_leaves(norm, paths.unbox(params))
@@ -115,7 +114,7 @@ def _move(
     target = jnp.where(radius > 0, radius, fan_out**0.5)
     wide_u, wide_w = dtypes.wide(u), dtypes.wide(w)
     uu, wu, ww = (
-        sum_over(x, axes.matrix)
+        jnp.sum(x, axes.matrix, keepdims=True)
         for x in (wide_u * wide_u, wide_w * wide_u, wide_w * wide_w)
     )
     size = jnp.sqrt(uu)

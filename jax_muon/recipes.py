@@ -5,8 +5,7 @@ change. Arguments mean the same in all of them:
 
 - `learning_rate`, `momentum`, `weight_decay`: of the matrices, a float or an optax
   schedule. Momentum is an exponential average, in [0, 1). The weight decay is
-  decoupled, times the learning rate alone. Recipes that keep the norms of matrices have
-  none.
+  decoupled, times the learning rate alone.
 - `lookahead`: whether to use Nesterov's look-ahead; see `nesterov`.
 - `beta2`: decay of NorMuon's mean squares, in [0, 1), or an optax schedule.
 - `shape_rule`: see `scale_by_shape`.
@@ -25,8 +24,7 @@ change. Arguments mean the same in all of them:
 
 All return an `optax.GradientTransformation` whose updates are added to the parameters.
 They raise a ValueError for a number out of range at once, and at init and update what
-`partition` raises. Updates have the dtype of the parameters: narrower gradients, such
-as bfloat16 for float32 parameters, are widened before anything is computed.
+`partition` raises. Updates have the dtype of the parameters; see `partition`.
 
 Under `optax.inject_hyperparams` all numbers may change from step to step except
 `steps`. Name it in `static_args`, and with it every function that you pass, as `polar`,

@@ -1,8 +1,7 @@
 """Pieces that scale updates: matrices by their norms or shapes, parameters by paths.
 
-`matrices` says which axes of a parameter are in and out. Updates keep their dtype. All
-of this is elementwise or reduces over axes of one matrix, so it works with any
-sharding.
+Updates keep their dtype. Only `scale_by_normuon` has state. All of this is elementwise
+or reduces over axes of one matrix, so it works with any sharding.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,9 +44,6 @@ def equilibrate_rows(
     Args:
       matrices: see `orthogonalize`.
 
-    Returns:
-      An `optax.GradientTransformation` without state.
-
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_muon as jm
@@ -78,9 +74,6 @@ def normalize_frobenius(
         :math:`\sqrt{\min(m, n)}`, as orthogonal matrices have. Norms below 1e-6 count
         as 1e-6.
       matrices: see `orthogonalize`.
-
-    Returns:
-      An `optax.GradientTransformation` without state.
 
     Raises:
       ValueError: rms not above 0.
@@ -166,7 +159,6 @@ def scale_by_normuon(
         return axes.reduction if axis == "output" or fan_out >= fan_in else axes.output
 
     def init_fn(params: optax.Params) -> ScaleByNorMuonState:
-        checks.arrays("params", params)
         found = reading.of_tree(matrices, params)
 
         def zeros(path: str, p: Array) -> Array:
@@ -195,8 +187,9 @@ def scale_by_normuon(
             floor = dtypes.in_dtype_of(v, eps)
             root = jax.lax.rsqrt(jnp.maximum(v, floor))
             count = x.size / mean.size
-            norm = jnp.sqrt(count * sum_over(mean, axes.matrix))
-            new_norm = jnp.sqrt(count * sum_over(mean * root * root, axes.matrix))
+            norm = jnp.sqrt(count * jnp.sum(mean, axes.matrix, keepdims=True))
+            scaled = jnp.sum(mean * root * root, axes.matrix, keepdims=True)
+            new_norm = jnp.sqrt(count * scaled)
             factor = root * (norm / jnp.maximum(new_norm, floor))
             return (x * factor).astype(u.dtype), v
 
@@ -219,9 +212,6 @@ def scale_by_shape(
         max(in, out)^0.5; "sqrt_ratio" (out/in)^0.5 (TEON); "none" 1; or a function of
         (in, out).
       matrices: see `orthogonalize`.
-
-    Returns:
-      An `optax.GradientTransformation` without state.
 
     Raises:
       ValueError: an unknown rule.
@@ -257,9 +247,6 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
     Args:
       factors: path pattern to factor; see `read` for patterns. The first that matches
         counts. A parameter that none matches is left alone.
-
-    Returns:
-      An `optax.GradientTransformation` without state. Updates keep their dtype.
 
     Raises:
       ValueError: a factor that is not a finite number of at least 0; at init, with all
@@ -300,13 +287,8 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def sum_over(x: Array, axes: tuple[int, ...]) -> Array:
-    """The sum over some axes, which keep size 1; over devices if these are sharded."""
-    return jnp.sum(x, axis=axes, keepdims=True)
-
-
 def _norm(x: Array, axes: tuple[int, ...]) -> Array:
-    return jnp.sqrt(sum_over(x * x, axes))
+    return jnp.sqrt(jnp.sum(x * x, axes, keepdims=True))
 
 
 def _stateless(
