@@ -14,9 +14,9 @@ from jax_muon.reading.vocabulary import ADAMW, MUON
 # Path pattern to a label or dimension numbers; or a tree of them (a prefix will do).
 # None means AdamW, as in optax.
 Rules = Any
-# The values that mean one parameter, in order. True: it is named itself, and not a
-# module around it.
-_Said = Sequence[tuple[str | MuonDimensionNumbers | None, bool]]
+# The rules that mean one parameter, in order: where they are, their value, and True if
+# they name the parameter itself and not a module around it.
+_Said = Sequence[tuple[str, str | MuonDimensionNumbers | None, bool]]
 
 
 def apply(rules: Rules, found: Sequence[Parameter]) -> dict[str, Parameter]:
@@ -29,32 +29,28 @@ def apply(rules: Rules, found: Sequence[Parameter]) -> dict[str, Parameter]:
         label "adamw", or that apply to no matrix.
     """
     by_path = {one.path: one for one in found}
-    given = {}
-    if rules is not None:
-        given = dict(paths.leaves_with_paths(rules, is_leaf=_is_value))
+    if rules is None:
+        return by_path
+    given = dict(paths.leaves_with_paths(rules, is_leaf=_is_value))
     for where, value in given.items():
         if not _is_value(value):
             raise ValueError(
                 f"rules at {where!r}: {value!r}; expected a label, None for {ADAMW!r}, "
                 "or optax.contrib.MuonDimensionNumbers"
             )
-    # A flat mapping has patterns, unless it names every parameter: that is a tree.
-    flat = isinstance(rules, Mapping) and all(
+    if isinstance(rules, Mapping) and all(
         isinstance(key, str) and _is_value(value) for key, value in rules.items()
-    )
-    said: dict[str, _Said] = dict.fromkeys(by_path, ())
-    if flat and not {*rules} >= {*by_path}:
+    ):
         paths.check_patterns_match("rules", rules, list(by_path))
         said = {path: _by_pattern(rules, path, by_path) for path in by_path}
-    elif rules is not None:
+    else:
         paths.check_known("rules", given, list(by_path))
         said = {path: _by_prefix(given, path) for path in by_path}
     ruled = {path: _ruled(one, said[path]) for path, one in by_path.items()}
     for where, value in given.items():
-        if not isinstance(value, MuonDimensionNumbers):
-            continue
-        covered = [path for path in ruled if _means(where, path, ruled)]
-        if covered and all(ruled[path].label == ADAMW for path in covered):
+        covered = [path for path in ruled if where in {x for x, *_ in said[path]}]
+        unused = covered and all(ruled[path].label == ADAMW for path in covered)
+        if unused and isinstance(value, MuonDimensionNumbers):
             raise ValueError(
                 f"rules at {where!r}: {value} for parameters that all have the label "
                 f"{ADAMW!r}: {', '.join(covered)}; expected the path of a parameter, "
@@ -67,16 +63,12 @@ def _is_value(x: Any) -> bool:
     return x is None or isinstance(x, str | MuonDimensionNumbers)
 
 
-def _means(pattern: str, path: str, names: Container[str]) -> bool:
-    """True if a pattern means a parameter; the path of one means that one alone."""
-    return pattern == path if pattern in names else paths.matches(pattern, path)
-
-
 def _by_pattern(rules: Mapping[str, Any], path: str, names: Container[str]) -> _Said:
+    """By patterns; the path of a parameter means that one alone."""
     return [
-        (value, paths.names_leaf(pattern, path))
+        (pattern, value, paths.names_leaf(pattern, path))
         for pattern, value in rules.items()
-        if _means(pattern, path, names)
+        if pattern == path or (pattern not in names and paths.matches(pattern, path))
     ]
 
 
@@ -87,13 +79,13 @@ def _by_prefix(given: Mapping[str, Any], path: str) -> _Said:
             f"rules leave out parameter {path!r}; expected a tree with a value for "
             "each parameter, or a mapping of path patterns"
         )
-    return [(given[prefix], prefix == path)]
+    return [(prefix, given[prefix], prefix == path)]
 
 
 def _ruled(found: Parameter, said: _Said) -> Parameter:
     """A parameter by the first label and the first dimension numbers that mean it."""
-    labels = [x or ADAMW for x, _ in said if not isinstance(x, MuonDimensionNumbers)]
-    numbers = [(x, own) for x, own in said if isinstance(x, MuonDimensionNumbers)]
+    labels = [x or ADAMW for _, x, _ in said if not isinstance(x, MuonDimensionNumbers)]
+    numbers = [(x, own) for _, x, own in said if isinstance(x, MuonDimensionNumbers)]
     label, (spec, own) = next(iter(labels), None), next(iter(numbers), (None, False))
     if label == ADAMW and own:
         raise ValueError(
