@@ -172,8 +172,8 @@ def read(
         module's path they only say how its matrices are read. Or a tree of labels or of
         dimension numbers (a prefix will do), as `optax.contrib.muon` takes one. None
         means AdamW.
-      names: logical axis names by path, for a tree that does not carry them. A name or
-        None for every axis.
+      names: logical axis names by path, in place of those that the tree carries. A
+        name or None for every axis.
       table: the meaning of your axis names, such as {"d_model": "stream"}; names of
         Flax, MaxText and haliax are known. The kinds are in `reading/vocabulary.py`.
       out_in: True if kernels are (out, in), as in PyTorch and equinox, False if they
@@ -209,7 +209,6 @@ def read(
       'frozen'
     """
     checks.arrays("params", params)
-    axis_names.check(names)
     joining.check(joins)
     checks.flag("strict", strict)
     if out_in is not None:

@@ -28,17 +28,6 @@ ByPath = Mapping[str, Names]
 # --- names that a tree carries --------------------------------------------------------
 
 
-def check(names: ByPath | None) -> None:
-    """Raise a ValueError unless each path has a tuple of names and None."""
-
-    def check_one(where: str, axes: Any) -> None:
-        if not _is_names(axes):
-            checks.refuse(where, axes, "a tuple with a name or None for every axis")
-
-    expected = "a mapping of path to axis names"
-    checks.mapping("names", names or {}, expected, check_one)
-
-
 def of_tree(tree: Any) -> dict[str, Names]:
     """Logical axis names of the leaves that carry them, by path.
 
@@ -93,8 +82,7 @@ def table_with(table: Table | None) -> Table:
     Raises:
       ValueError: for a kind that is not one of `vocabulary.KINDS`.
     """
-    table = {} if table is None else table
-    checks.mapping("table", table, "a mapping of axis names to kinds, or None")
+    table = table or {}
     for name, kind in table.items():
         checks.choice(f"table[{name!r}]", kind, vocabulary.KINDS)
     return {**vocabulary.AXIS_NAMES, **table}

@@ -6,7 +6,6 @@ names, experts, the role by words and neighbours, the axes by role. The user's r
 (`overrides`) come last and override the rest.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,30 +59,27 @@ def _role(tree: Tree, node: Node) -> roles.Role:
 
 
 def leaves_of(params: Any, given: axis_names.ByPath | None) -> list[Leaf]:
-    """Every parameter with its axis names.
+    """Every parameter with its axis names, those given or else those that it carries.
 
     Raises:
-      ValueError: two parameters with one path; names for a path that no parameter has,
-        or that contradict those that a parameter carries.
+      ValueError: two parameters with one path; names for a path that no parameter has.
     """
-    flat = [
-        Leaf(path, tuple(x.shape), jnp.result_type(x))
-        for path, x in paths.leaves_with_paths(params)
-    ]
-    by_path = {leaf.path: leaf for leaf in flat}
-    if len(by_path) < len(flat):
-        twice = next(leaf.path for leaf in flat if by_path[leaf.path] is not leaf)
+    flat, given = paths.leaves_with_paths(params), given or {}
+    leaves = dict(flat)
+    if len(leaves) < len(flat):
+        twice = next(path for path, x in flat if leaves[path] is not x)
         raise ValueError(
             f"two parameters have the path {twice!r}; expected different paths, since "
             "labels and rules go by them"
         )
-    carried, given = axis_names.of_tree(params), given or {}
-    paths.check_known("names", given, list(by_path))
-    for path, own in carried.items():
-        if tuple(given.get(path, own)) != own:
-            raise ValueError(
-                f"parameter {path!r} carries the axis names {own}, and names= has "
-                f"{tuple(given[path])}; expected the same"
-            )
-    both = {**carried, **given}
-    return [dataclasses.replace(leaf, names=both.get(leaf.path)) for leaf in flat]
+    paths.check_known("names", given, list(leaves))
+    names = {**axis_names.of_tree(params), **given}
+    return [
+        Leaf(
+            path,
+            tuple(x.shape),
+            jnp.result_type(x),
+            tuple(names[path]) if path in names else None,
+        )
+        for path, x in leaves.items()
+    ]
