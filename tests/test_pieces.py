@@ -222,6 +222,31 @@ def test_scale_by_shape(rule, factor):
         np.testing.assert_array_equal(updates, 1)
 
 
+@pytest.mark.parametrize(
+    ("make", "smallest"),
+    [
+        (jm.equilibrate_rows, 1e-6),
+        (jm.normalize_frobenius, 1e-6),
+        (functools.partial(jm.hyperball, 0.1), 1e-10),
+    ],
+)
+def test_norms_that_nothing_is_divided_by(make, smallest):
+    """Above the smallest norm, the size of a direction does not matter; below it does.
+
+    Every row of equilibrated matrices gets the root mean square of their norms.
+    """
+    params = {"w": jnp.array([[3.0, 0.0], [0.0, 4.0]])}
+    unit = jnp.array([[0.0, 0.6], [0.8, 0.0]])
+    tx = make()
+    norms = []
+    for size in (1.0, 5 * smallest, smallest / 20):
+        scale = size if make is jm.equilibrate_rows else 1.0
+        (updates,), _ = run(tx, params, [{"w": size * unit}])
+        norms.append(float(jnp.linalg.norm(updates["w"])) / scale)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    assert norms[2] < 0.1 * norms[0]
+
+
 def test_scale_by_path():
     """The first pattern that matches counts."""
     updates = {path: jnp.ones(2) for path in ("a/w", "b/w", "b/v")}
