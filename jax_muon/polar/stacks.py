@@ -36,8 +36,6 @@ def map_stacks(
     Returns:
       The results, in the order and shapes of `batches`.
     """
-    if not batches:
-        return []
     sizes = [(*sorted(x.shape[-2:]), x.dtype) for x in batches]
     single = [i if len(x) > 1 else (x.shape, x.dtype) for i, x in enumerate(batches)]
     on_accelerators, on_cpu = _pools(sizes), _pools(single)

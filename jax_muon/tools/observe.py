@@ -47,8 +47,7 @@ def observe(
       next step.
 
     Raises:
-      ValueError: `inner` is not an optax transform; at init, no floating-point
-        parameters; at update, params=None.
+      ValueError: `inner` is not an optax transform; at update, params=None.
 
     Examples:
       >>> import jax_muon as jm
@@ -73,18 +72,12 @@ def observe(
         return labels
 
     def init_fn(params: optax.Params) -> ObserveState:
-        state = inner.init(params)
-        labels = by_label(params)
-        if not labels:
-            raise ValueError(
-                "observe: no parameter is floating-point; expected at least one"
-            )
         zeros = {
             f"{label}/{name}": jnp.zeros([], jnp.float32)
-            for label in labels
+            for label in by_label(params)
             for name in ("update_rms", "weight_rms", "ratio", "towards_zero")
         }
-        return ObserveState(state, zeros)
+        return ObserveState(inner.init(params), zeros)
 
     def update_fn(
         updates: optax.Updates,
