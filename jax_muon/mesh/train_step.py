@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax_muon import checks, notes
 from jax_muon.mesh import gradients, layout, xla_options
 from jax_muon.mesh.on_mesh import OnMesh
-from jax_muon.mesh.specs import AxisName, checked_axes, devices_over, only
+from jax_muon.mesh.specs import AxisName, checked_axes, only
 from jax_muon.reading.layers import axes_of_layers
 
 Step = tuple[Any, Any, dict[str, Any]]
@@ -101,8 +101,8 @@ def make_train_step(
 
     Raises:
       ValueError: microbatches below 1, an axis that the mesh lacks, max_aux without
-        has_aux, unknown choices; at the first call, a batch that microbatches or
-        devices do not divide, a state of other parameters, and what `on_mesh` raises.
+        has_aux, unknown choices; at the first call, a state of other parameters, and
+        what `on_mesh` raises.
 
     Examples:
       >>> import jax
@@ -262,15 +262,6 @@ class TrainStep:
 
     def _step(self, params: Any, state: Any, batch: Any) -> Step:
         axis, mesh = self._gradients.axis, self._layout.mesh
-        devices = devices_over(axis, mesh.shape)
-        microbatches = self._gradients.microbatches
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            if not leaf.shape or leaf.shape[0] % (devices * microbatches):
-                raise ValueError(
-                    f"batch{jax.tree_util.keystr(path)} of shape {leaf.shape}; "
-                    f"expected a leading axis that {devices} devices x {microbatches} "
-                    "microbatches divide"
-                )
         manual, specs = set(axis), self._layout.of_tree(params)
         if AxisType.Explicit in mesh.axis_types:
             batch = jax.reshard(batch, NamedSharding(mesh, PartitionSpec(axis)))
