@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from jax_muon.tools.verify import compare
 from tests.distributed import layouts
+from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of
 from tests.distributed.problems import distance
 
 EMBED, HEADS, KEY_HEADS, HEAD_DIM = 16, 8, 4, 4
@@ -21,7 +22,7 @@ SLOPES = {
     for name, width in WIDTHS.items()
 }
 THRESHOLD = 4.2
-KINDS = [AxisType.Auto, AxisType.Explicit]
+KINDS = [AUTO, EXPLICIT]
 
 
 def model(dtype=jnp.float32):
@@ -77,13 +78,7 @@ def one_device(params, data):
     return params, np.array(seen)
 
 
-def mesh_of(*shape, names=("data",), kind=AxisType.Auto):
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
-
-
-@pytest.mark.parametrize(
-    ("microbatches", "kind"), [(1, AxisType.Explicit), (2, AxisType.Auto)]
-)
+@pytest.mark.parametrize(("microbatches", "kind"), [(1, EXPLICIT), (2, AUTO)])
 def test_zero2_takes_the_maximum_over_devices_and_microbatches(microbatches, kind, x64):
     """In double precision: rounding could move what depends on one logit.
 
@@ -157,7 +152,7 @@ def test_global_view_with_divided_weights(kernel_spec, bias_spec, apart, kind):
         got = update(place(updates), divided, spread)
 
     def compare(new, one, p):
-        if kind == AxisType.Explicit:
+        if kind == EXPLICIT:
             assert new.sharding.is_equivalent_to(p.sharding, p.ndim)
         # The same arithmetic, contracted differently: a rounding at the size of w + u.
         np.testing.assert_allclose(new, one, rtol=1e-6, atol=1e-6)
