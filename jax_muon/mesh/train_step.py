@@ -100,9 +100,9 @@ def make_train_step(
       A `TrainStep`.
 
     Raises:
-      ValueError: microbatches below 1, an axis that the mesh lacks, max_aux without
-        has_aux, unknown choices; at the first call, a state of other parameters, and
-        what `on_mesh` raises.
+      ValueError: microbatches below 1, an axis that the mesh lacks, unknown choices; at
+        the first call, output of loss_fn without what the flags promise, a state of
+        other parameters, and what `on_mesh` raises.
 
     Examples:
       >>> import jax
@@ -143,8 +143,6 @@ def make_train_step(
     for name, value in flags.items():
         checks.flag(name, value)
     maxima = (max_aux,) if isinstance(max_aux, str) else tuple(max_aux)
-    if maxima and not has_aux:
-        raise ValueError(f"max_aux={max_aux!r}; expected has_aux=True with it")
     means = gradients.MeanGradients(
         loss_fn,
         names,

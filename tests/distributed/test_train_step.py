@@ -263,7 +263,6 @@ def test_errors_of_a_step_leave_its_arguments():
         ({"axis": ()}, r"axis=\(\); expected at least one"),
         ({"accumulate": "never"}, "accumulate='never'"),
         ({"gather": "always"}, "gather='always'; expected one of 'auto'"),
-        ({"max_aux": "logits"}, "max_aux=.*has_aux=True"),
         ({"reduce_dtype": "int8"}, "reduce_dtype='int8'; expected"),
         ({"weighted": "no"}, "weighted='no'; expected True or False"),
         ({"mesh": mesh_of(2, 2, kind=EXPLICIT)}, "'fsdp' beside those of the b"),
