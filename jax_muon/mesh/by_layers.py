@@ -184,7 +184,9 @@ class _Evaluation:
         for eqn in jaxpr.eqns:
             results = self._of_held(eqn, [read(v) for v in eqn.invars])
             if results is None:
-                names = list({v for v in eqn.invars if not isinstance(v, Literal)})
+                # In order, since all processes have to gather in the same one.
+                inputs = (v for v in eqn.invars if not isinstance(v, Literal))
+                names = list(dict.fromkeys(inputs))
                 for v in names:  # gathered once, if it is used again
                     env[v] = self.whole(env[v], eqn.primitive.name)
                 one = jaxpr.replace(

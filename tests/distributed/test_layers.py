@@ -379,6 +379,24 @@ def test_layers_divided_along_their_own_axis():
         jm.scan_layers(losses._layer, jnp.ones(8), layers, mesh, P("data"))
 
 
+def test_what_one_operation_uses_is_gathered_in_order():
+    """Each process traces for itself, and all have to gather in one order."""
+    sizes = range(1, 13)
+    params = {"layers": [jnp.ones((2, 4, n)) for n in sizes]}
+
+    def loss(params, x):
+        layer = [w[0] for w in params["layers"]]
+        total = jax.lax.cond(
+            x[0, 0] > 0, lambda *ws: sum(map(jnp.sum, ws)), lambda *ws: 0.0, *layer
+        )
+        return total * jnp.mean(x)
+
+    step = make(loss, specs=P(None, "data"))
+    program = jax.make_jaxpr(step._step)(*step.abstract(params), jnp.ones((4, 2)))
+    gathered = shapes_within(program.jaxpr, ([], []))[1]
+    assert [shape[-1] for shape, _ in gathered] == [*sizes]
+
+
 # --- what a step says -----------------------------------------------------------------
 
 
