@@ -168,8 +168,8 @@ class MeanGradients:
 
     def _to_reduce(self, x: Any) -> Any:
         """Cast to the dtype in which sums and maxima over devices are computed."""
-        narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-        return wide(x) if narrow and self.reduce_wide else x
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        return wide(x) if is_float and self.reduce_wide else x
 
     def _reduce(self, collective: Callable[..., Any], x: Any) -> Any:
         """A sum or maximum over the devices, in the dtype of x."""

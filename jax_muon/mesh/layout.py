@@ -29,8 +29,7 @@ class Layout:
     """How parameters are sharded on a mesh, and how their gradients and state are.
 
     Attributes:
-      mesh: the mesh.
-      specs: of the parameters; see `on_mesh`.
+      specs: how parameters are sharded; see `on_mesh`.
       divide: mesh axes that further divide gradients and state, where the spec of a
         leaf does not use them.
       summed: mesh axes that gradients are summed over, for `describe`.

@@ -87,8 +87,6 @@ def scan_layers(
             )
         is_gathered = set(spec_names(spec)) & set(names)
         divided.append(spec if is_gathered else PartitionSpec())
-    if not any(map(any, divided)):
-        return scan(layers, carry)
     explicit = AxisType.Explicit in mesh.axis_types
     place = jax.reshard if explicit else jax.lax.with_sharding_constraint
     on = mesh if context.empty else context
