@@ -27,7 +27,6 @@ def orthogonalize(
     matrices: reading.Matrices | None = None,
     small: int = 65536,
     group: int = 8,
-    max_stack: int = 256,
 ) -> optax.GradientTransformation:
     """Replace every matrix by its polar factor: same directions, singular values one.
 
@@ -52,7 +51,6 @@ def orthogonalize(
         mesh, such as the GPUs of a host. Where it takes less time by a count of bytes
         and FLOPs, each sends and receives part of a matrix; that needs a polar factor
         with a method `shared_dtype`, as `NewtonSchulz`. 1: one owner for each matrix.
-      max_stack: most matrices in one call of `polar`, which bounds temporary memory.
 
     Returns:
       An `optax.GradientTransformation` without state.
@@ -62,8 +60,7 @@ def orthogonalize(
         a floating-point matrix, or that is on a mesh whose axes are Auto or manual, so
         that its type does not show how it is sharded: see `on_mesh`; at update, for a
         polar factor of another shape than its matrices, or of complex numbers. At once
-        for a `polar` that is not a function, small below 0, or group or max_stack below
-        1.
+        for a `polar` that is not a function, small below 0, or group below 1.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -80,7 +77,6 @@ def orthogonalize(
     if not callable(polar) or isinstance(polar, type):
         expected = "a function of arrays (..., m, n) such as PolarExpress()"
         checks.refuse("polar", polar, expected)
-    checks.count("max_stack", max_stack)
     checks.count("small", small, least=0)
     checks.count("group", group)
 
@@ -99,7 +95,7 @@ def orthogonalize(
         names, leaves = [path for path, _ in flat], [x for _, x in flat]
         mesh = mesh_of_types(flat)
         if mesh is None:
-            factors = functools.partial(map_stacks, polar, max_stack=max_stack)
+            factors = functools.partial(map_stacks, polar)
             leaves = _map_matrices(factors, found, names, found.blocks(names), leaves)
             return jax.tree.unflatten(jax.tree.structure(updates), leaves), state
 
@@ -118,9 +114,7 @@ def orthogonalize(
         )
         notes.note("pools", {tuple(names): pools})
         notes.note("sizes", sizes)
-        factors = functools.partial(
-            travel.map_pools, polar, pools=pools, sizes=sizes, max_stack=max_stack
-        )
+        factors = functools.partial(travel.map_pools, polar, pools=pools, sizes=sizes)
         local = functools.partial(_map_matrices, factors, found, names, blocks)
         leaves = travel.on_shards(local, leaves, specs, mesh)
         return jax.tree.unflatten(jax.tree.structure(updates), leaves), state

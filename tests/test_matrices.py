@@ -1,5 +1,7 @@
 """Parameters as batches of matrices, and pools of matrices."""
 
+from unittest import mock
+
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from jax_muon.polar.stacks import map_stacks
+from jax_muon.polar import stacks
 from tests.lowered import depths_on
 
 
@@ -62,7 +64,8 @@ def test_pooling_is_undone_exactly_and_bounded(members, max_stack):
     batches = [jnp.asarray(rng.standard_normal((k, *mn))) for k, mn in members]
 
     def mapped(*batches):
-        return map_stacks(jnp.tan, batches, max_stack=max_stack)
+        with mock.patch.object(stacks, "MAX_STACK", max_stack):
+            return stacks.map_stacks(jnp.tan, batches)
 
     for batch, result in zip(batches, mapped(*batches), strict=True):
         np.testing.assert_allclose(result, jnp.tan(batch), rtol=1e-6)

@@ -57,12 +57,11 @@ def map_pools(
     *,
     pools: Sequence[Pool],
     sizes: Sizes,
-    max_stack: int,
 ) -> list[Float[Array, "_ _ _"]]:
     """Polar factors of batches (batch, in, out) of shards, inside shard_map.
 
-    `polar` gets stacks (k, m, n) of at most `max_stack` whole matrices, and `group=`
-    where a group of devices is the owner. `pools` are those of the batches.
+    `polar` gets stacks (k, m, n) of whole matrices, and `group=` where a group of
+    devices is the owner. `pools` are those of the batches.
     """
 
     def turned(x: Array, member: Member) -> Array:
@@ -75,7 +74,7 @@ def map_pools(
     done: dict[Pool, list[Array]] = {pool: [] for pool in pools}
     for pool in pools:
         if not pool.counts:
-            done[pool] = [_everywhere(polar, stacks[pool], pool, sizes, max_stack)]
+            done[pool] = [_everywhere(polar, stacks[pool], pool, sizes)]
     sent = dict.fromkeys(pools, 0)
     for number, one in enumerate(rounds(pools)):
         parts = []
@@ -85,7 +84,7 @@ def map_pools(
             parts.append(jnp.pad(part, ((0, count - len(part)), (0, 0), (0, 0))))
             sent[pool] += count
         with jax.named_scope(f"round_{number}"):  # for profiles
-            factors = _travel(polar, parts, one, sizes, max_stack)
+            factors = _travel(polar, parts, one, sizes)
         for pool, part in zip(one.pools, factors, strict=True):
             done[pool].append(part)
     results: list[Any] = [None] * len(batches)
@@ -98,14 +97,12 @@ def map_pools(
     return results
 
 
-def _everywhere(
-    polar: Polar, stack: Array, pool: Pool, sizes: Sizes, max_stack: int
-) -> Array:
+def _everywhere(polar: Polar, stack: Array, pool: Pool, sizes: Sizes) -> Array:
     """All devices that hold shards of a matrix gather it and compute it."""
     if pool.shards:
         gathered = jax.lax.all_gather(stack, pool.shards)
         stack = _assemble(gathered, pool, sizes)
-    (factors,) = map_stacks(polar, [stack], max_stack=max_stack)
+    (factors,) = map_stacks(polar, [stack])
     if pool.shards:
         here = jax.lax.axis_index(pool.shards)
         shards = _split(factors, pool, sizes)
@@ -118,7 +115,6 @@ def _travel(
     stacks: Sequence[Float[Array, "_ m n"]],
     one: Round,
     sizes: Sizes,
-    max_stack: int,
 ) -> list[Float[Array, "_ m n"]]:
     """Send the shards of a round to the owners, and the shards of factors back.
 
@@ -148,7 +144,7 @@ def _travel(
     group = Group(pool.shards, pool.group)
     table = group.swap_between(table) if pool.shards else table
     branches = [
-        functools.partial(_compute, polar, one, counts, group, sizes, max_stack)
+        functools.partial(_compute, polar, one, counts, group, sizes)
         for counts in kinds
     ]
     kind_of = jnp.asarray([*map(kinds.index, one.counts)])
@@ -174,7 +170,6 @@ def _compute(
     counts: Sequence[int],
     group: Group,
     sizes: Sizes,
-    max_stack: int,
     received: Float[Array, "senders width"],
 ) -> Float[Array, "senders width"]:
     """An owner's work: from the shards of its matrices to the shards of factors."""
@@ -188,7 +183,7 @@ def _compute(
         shards = list(map(functools.partial(_share, polar, group), shards, pools))
     else:
         whole = list(map(_assemble, shards, pools, itertools.repeat(sizes)))
-        factors = map_stacks(polar, whole, max_stack=max_stack)
+        factors = map_stacks(polar, whole)
         shards = list(map(_split, factors, pools, itertools.repeat(sizes)))
     for index, part in zip(used, shards, strict=True):
         parts[index] = part.astype(received.dtype)

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+# Most matrices in one call, which bounds temporary memory.
+MAX_STACK = 256
+
 
 def map_stacks(
     function: Callable[[Float[Array, "k m n"]], Float[Array, "k m n"]],
     batches: Sequence[Float[Array, "_ _ _"]],
-    *,
-    max_stack: int,
 ) -> list[Float[Array, "_ _ _"]]:
     """Apply a function of stacks of matrices to many batches, pooled by shape.
 
@@ -31,7 +32,6 @@ def map_stacks(
         with transposition, as a polar factor is. It is traced once, or twice where the
         two kinds of platforms pool differently.
       batches: arrays (batch, in, out).
-      max_stack: depth of the deepest stack, at least 1.
 
     Returns:
       The results, in the order and shapes of `batches`.
@@ -39,7 +39,7 @@ def map_stacks(
     sizes = [(*sorted(x.shape[-2:]), x.dtype) for x in batches]
     single = [i if len(x) > 1 else (x.shape, x.dtype) for i, x in enumerate(batches)]
     on_accelerators, on_cpu = _pools(sizes), _pools(single)
-    run = functools.partial(_map_pools, function, max_stack)
+    run = functools.partial(_map_pools, function)
     if on_accelerators == on_cpu:
         return run(on_cpu, *batches)
     return jax.lax.platform_dependent(
@@ -59,7 +59,6 @@ def _pools(keys: Sequence[Any]) -> list[list[int]]:
 
 def _map_pools(
     function: Callable[[Array], Array],
-    max_stack: int,
     pools: list[list[int]],
     *batches: Array,
 ) -> list[Array]:
@@ -76,8 +75,8 @@ def _map_pools(
             ]
         )
         stacks = []
-        for start in range(0, len(pool), max_stack):
-            stack = pool[start : start + max_stack]
+        for start in range(0, len(pool), MAX_STACK):
+            stack = pool[start : start + MAX_STACK]
             stacks.append(function(stack))
             shape = getattr(stacks[-1], "shape", None)
             dtype: Any = getattr(stacks[-1], "dtype", None)
