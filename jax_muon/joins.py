@@ -90,15 +90,9 @@ def map_blocks(
 
 @dataclasses.dataclass(frozen=True)
 class Join:
-    """Leaves whose matrices are joined `size` by `size`, in their order.
+    """K leaves that are joined, or one along its leading batch axis: scanned layers."""
 
-    Leaves with numbers of layers are joined with each other. A pattern without a number
-    has one leaf, which is joined along its leading batch axis, of scanned layers. A
-    remainder stays unjoined.
-    """
-
-    pattern: str
-    size: int
+    size: int  # K
     paths: tuple[str, ...]
 
 
@@ -114,42 +108,44 @@ def check(joins: Any) -> None:
 def find_joins(
     joins: Joins | None, parameters: Mapping[str, Parameter]
 ) -> tuple[Join, ...]:
-    """Which of these matrices are joined: one `Join` for leaves of one kind.
+    """Which of these matrices are joined; the first pattern for a leaf counts.
 
     Raises:
       ValueError: with paths, for a pattern that matches nothing, or has no number and
-        matches a leaf without a batch axis; a leaf that two patterns match.
+        matches a leaf without a batch axis; leaves of different shapes in one join.
     """
     if joins is None or not parameters:
         return ()
+    found: list[Join] = []
     if isinstance(joins, Mapping):
-        found = [
-            Join(pattern, size, own)
-            for pattern, size in joins.items()
-            for own in _leaves_of_pattern(pattern, parameters)
-        ]
+        left = dict(parameters)
+        for pattern, size in joins.items():
+            own = _joins_of_pattern(pattern, size, left)
+            for path in [path for join in own for path in join.paths]:
+                del left[path]
+            found += own
     else:
         found = _joins_of_attention(joins, parameters)
-    taken: dict[str, str] = {}
     for join in found:
-        for path in join.paths:
-            if path in taken:
-                raise ValueError(
-                    f"joins: parameter {path!r} matches {taken[path]!r} and "
-                    f"{join.pattern!r}; expected one pattern for a parameter"
-                )
-            taken[path] = join.pattern
+        group = [parameters[path] for path in join.paths]
+        if len({(one.shape, one.axes, one.dtype) for one in group}) > 1:
+            raise ValueError(
+                "joins: these matrices have different shapes or dtypes: "
+                + ", ".join(f"{x.path!r} {x.shape} {x.dtype}" for x in group)
+                + "; expected matrices of one shape"
+            )
     return tuple(found)
 
 
-def _leaves_of_pattern(
-    pattern: str, parameters: Mapping[str, Parameter]
-) -> list[tuple[str, ...]]:
-    """Paths that a pattern matches, together if they differ in the number alone."""
+def _joins_of_pattern(
+    pattern: str, size: int, parameters: Mapping[str, Parameter]
+) -> list[Join]:
+    """Joins of paths that differ in the number alone, or along the batch of each."""
     # `paths.matches`, with a number for {i}.
     expression = fnmatch.translate(f"*/{pattern}/*")
     expression = expression.replace(re.escape(_NUMBER), r"(?P<i>\d+)", 1)
     groups: dict[str, list[tuple[int, str]]] = {}
+    found: list[Join] = []
     for path, parameter in parameters.items():
         match = re.fullmatch(expression, f"/{path}/")
         if match and _NUMBER in pattern:
@@ -161,53 +157,57 @@ def _leaves_of_pattern(
                 "as 'blocks/{i}/attn/q', or scanned layers"
             )
         elif match:
-            groups[path] = [(0, path)]
-    if not groups:
+            found.append(Join(size, (path,)))
+    if not groups and not found:
         raise ValueError(
             f"joins: the pattern {pattern!r} matches no matrix; there are "
             + ", ".join(parameters)
         )
-    return [_ordered(group) for group in groups.values()]
+    return [*found, *(join for own in groups.values() for join in _cut(size, own))]
 
 
 def _joins_of_attention(size: int, parameters: Mapping[str, Parameter]) -> list[Join]:
-    """Queries, keys and values: each kind over the innermost number that varies.
+    """Queries, keys and values of one shape: over the innermost number that varies.
 
     The number of a module of attention comes last, and after an axis of layers: one
-    layer may have two of them. A number by which shapes vary comes after all others,
-    and the number of a projection such as `q2` is no layer.
+    layer may have two of them. The number of a projection such as `q2` is no layer.
     """
-    groups: dict[str, list[tuple[int, str]]] = {}  # by the path without one number
-    numbers: dict[str, list[re.Match[str]]] = {}  # which may be that of the layer
+    groups: dict[Any, list[tuple[int, str]]] = {}  # by shape, and path but one number
+    layers: dict[str, list[Any]] = {}  # the groups of a path, the most likely one last
     for path, parameter in parameters.items():
         if parameter.role not in ("query", "key", "value"):
             continue
-        numbers[path] = []
-        for match in re.finditer(r"\d+", path):
-            own = tree.projection(path[: match.end()].rpartition("/")[2])
-            if not own and not (_is_of_attention(match) and _batch(parameter)):
-                groups.setdefault(_without(match), []).append((int(match[0]), path))
-                numbers[path].append(match)
-
-    def likelihood(match: re.Match[str]) -> tuple[bool, bool, bool, int]:
-        shapes = [parameters[path].shape for _, path in groups[_without(match)]]
-        alike = len(set(shapes)) == 1
-        return len(shapes) > 1, alike, not _is_of_attention(match), match.start()
-
-    found: dict[str, tuple[str, ...]] = {}
-    for path, matches in numbers.items():
-        layer = _without(max(matches, key=likelihood)) if matches else None
-        if layer and (len(groups[layer]) > 1 or not _batch(parameters[path])):
-            found[layer] = _ordered(groups[layer])
-        elif _batch(parameters[path]):
-            found[path] = (path,)
-    if not found:
+        numbers = [
+            match
+            for match in re.finditer(r"\d+", path)
+            if not tree.projection(path[: match.end()].rpartition("/")[2])
+            and not (_is_of_attention(match) and _batch(parameter))
+        ]
+        numbers.sort(key=lambda match: (not _is_of_attention(match), match.start()))
+        layers[path] = [(_without(match), parameter.shape) for match in numbers]
+        for match, group in zip(numbers, layers[path], strict=True):
+            groups.setdefault(group, []).append((int(match[0]), path))
+    if not groups and not any(_batch(parameters[path]) for path in layers):
         raise ValueError(
             f"joins={size}: no query, key or value of a numbered or scanned layer "
             "among " + ", ".join(parameters) + "; expected such layers, or a mapping "
             "such as {'blocks/{i}/attn/q': 2}"
         )
-    return [Join(pattern, size, own) for pattern, own in found.items()]
+    found: dict[Any, list[Join]] = {}
+    for path, own in layers.items():
+        varying = [group for group in own if len(groups[group]) > 1]
+        if varying:
+            found[varying[-1]] = _cut(size, groups[varying[-1]])
+        elif _batch(parameters[path]):
+            found[path] = [Join(size, (path,))]
+    return [join for joins in found.values() for join in joins]
+
+
+def _cut(size: int, numbered: list[tuple[int, str]]) -> list[Join]:
+    """Joins of layers in their order; a remainder stays unjoined."""
+    own = [path for _, path in sorted(numbered)]
+    starts = range(0, len(own) - size + 1, size)
+    return [Join(size, tuple(own[start : start + size])) for start in starts]
 
 
 def _is_of_attention(number: re.Match[str]) -> bool:
@@ -222,10 +222,6 @@ def _without(match: re.Match[str], group: int | str = 0) -> str:
     return match.string[:start] + _NUMBER + match.string[stop:]
 
 
-def _ordered(numbered: list[tuple[int, str]]) -> tuple[str, ...]:
-    return tuple(path for _, path in sorted(numbered))
-
-
 def make_blocks(
     parameters: Sequence[Parameter],
     shapes: Sequence[tuple[int, ...]],
@@ -236,10 +232,8 @@ def make_blocks(
     Args:
       parameters: the leaves, in their order.
       shapes: of each leaf, or of one device's shard of it.
-      joins: as `find_joins` returns them, of these leaves and of others.
-
-    Raises:
-      ValueError: with paths and shapes, for leaves of different shapes in one join.
+      joins: as `find_joins` returns them, of these leaves and of others. One that lacks
+        a leaf here joins nothing.
     """
     counts = [
         [shape[axis] for axis in _batch(parameter)]
@@ -248,27 +242,18 @@ def make_blocks(
     left = {parameter.path: leaf for leaf, parameter in enumerate(parameters)}
     blocks: list[Block] = []
     for join in joins:
-        own = [path for path in join.paths if path in left]
-        if _NUMBER not in join.pattern:  # along the batch of one leaf
-            for leaf in map(left.pop, own):
-                layers, *rest = counts[leaf]
-                inner = math.prod(rest)
-                stop, end = layers // join.size * join.size * inner, layers * inner
-                blocks.append(Block((leaf,), join.size, 0, stop, inner))
-                blocks.append(Block((leaf,), 1, stop, end))
+        if join.size == 1 or not left.keys() >= {*join.paths}:
             continue
-        for first in range(0, len(own) - join.size + 1, join.size):
-            leaves = [left.pop(path) for path in own[first : first + join.size]]
-            group = [parameters[leaf] for leaf in leaves]
-            if len({(one.shape, one.axes, one.dtype) for one in group}) > 1:
-                raise ValueError(
-                    f"joins: the pattern {join.pattern!r} joins matrices of different "
-                    "shapes or dtypes: "
-                    + ", ".join(f"{x.path!r} {x.shape} {x.dtype}" for x in group)
-                    + "; expected matrices of one shape"
-                )
-            count = math.prod(counts[leaves[0]])
-            blocks.append(Block(tuple(leaves), join.size, 0, count))
+        leaves = tuple(left.pop(path) for path in join.paths)
+        count = math.prod(counts[leaves[0]])
+        if len(leaves) > 1:
+            blocks.append(Block(leaves, join.size, 0, count))
+        else:  # along the batch
+            layers, *rest = counts[leaves[0]]
+            inner = math.prod(rest)
+            stop = layers // join.size * join.size * inner
+            blocks.append(Block(leaves, join.size, 0, stop, inner))
+            blocks.append(Block(leaves, 1, stop, count))
     blocks += [Block((leaf,), 1, 0, math.prod(counts[leaf])) for leaf in left.values()]
     some = (block for block in blocks if block.batch)
     return sorted(some, key=lambda block: (block.leaves, block.start))
