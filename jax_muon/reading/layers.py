@@ -97,6 +97,7 @@ def find_experts(tree: Tree) -> None:
 def _is_of_experts(part: str) -> bool:
     words = paths.words(part)
     named = "_".join(words) in vocabulary.EXPERT_MODULES
+    # A shared expert has no axis of experts.
     return named or (words[-1:] in (["expert"], ["experts"]) and "shared" not in words)
 
 

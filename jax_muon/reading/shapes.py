@@ -91,7 +91,7 @@ def _in_and_out(node: Node, sizes: Shape, outputs: Shape) -> tuple[int, int]:
     end = len(sizes)
     last, transposed, first = (end - 2, end - 1), (end - 1, end - 2), (1, 0)
     pairs = [last, transposed]
-    if node.name in ("weight", "weight_v"):  # equinox has (out, in, *window)
+    if node.name == "weight":  # equinox has (out, in, *window)
         small_in_front = max(sizes[:-2]) <= max(sizes[2:])
         pairs = [last, first] if small_in_front else [first, last]
     fitting = [pair for pair in pairs if sizes[pair[1]] in outputs]
@@ -122,7 +122,7 @@ def _is_window(window: Shape, channels: Shape) -> bool:
 
 def _attention(tree: Tree, node: Node) -> Places | None:
     """Projections that keep their heads apart: (D, N, H), (N, D, H), (N, H, D)."""
-    beside = [n for n in tree.beside(node) if n.projection and n is not node]
+    beside = [n for n in tree.beside(node) if n.projection]
     alike = any(
         n.sizes == node.sizes and n.projection in ("query", "key") for n in beside
     )
