@@ -104,7 +104,6 @@ def clip_qk(
     """
     threshold = checks.number("threshold", threshold, "above 0")
     balance = checks.number("balance", balance, "in [0, 1]")
-    checks.count("layers_axis", layers_axis, least=0)
 
     def init_fn(params: optax.Params) -> ClipQkState:
         _modules([path for path, _ in paths.leaves_with_paths(params)], query, key)
@@ -241,23 +240,15 @@ def _heads(
     key_heads = sizes[1] // max(head_dim, 1)
     for path, shape in shapes.items():
         count = heads if path in queries else key_heads
-        ways = ((count * head_dim,), (count, head_dim))
-        if (
-            shape[start:end] != layers
-            or outputs[path] not in ways
-            or not count
-            or heads % count
-        ):
-            texts = []
-            for out in (["heads * head_dim"], ["heads", "head_dim"]):
-                axes = out if _is_bias(path) else ["embed", *out]
-                axes[start:start] = map(str, layers)
-                texts.append(f"({', '.join(axes)})")
+        fits = outputs[path] in ((count * head_dim,), (count, head_dim))
+        if shape[start:end] != layers or not fits or not count or heads % count:
             raise ValueError(
                 f"clip_qk: parameter {path!r} of shape {shape} does not fit max_logits "
-                f"of {name!r} of shape {logits}; expected {' or '.join(texts)}, one "
-                "head_dim, key heads that divide the query heads, and max_logits of "
-                "shape (*layers, heads)"
+                f"of {name!r} of shape {logits}; expected max_logits (*layers, heads) "
+                "and kernels (*layers, embed, heads * head_dim) or (*layers, embed, "
+                f"heads, head_dim), biases without embed, with the layers {layers} "
+                f"from axis {start} on, one head_dim, and key heads that divide the "
+                "query heads"
             )
 
     def spread(factor: Float[Array, "*layers heads"], path: str) -> Array:

@@ -82,7 +82,6 @@ Q = (2, 5, 4, 8)
         (Q, (2, 5, 4, 6), {}, "expected .batch, time, heads, d."),
         (Q, (1, 5, 4, 8), {}, "expected .batch, time, heads, d."),
         (Q, (2, 5, 3, 8), {}, "key_heads that divide heads"),
-        ((2, 0, 4, 8), (2, 0, 4, 8), {}, "no empty axes"),
         (Q, (2, 6, 4, 8), {}, "expected .*batch, the same time, key_heads"),
         (Q, Q, {"block_size": 0}, "block_size=0"),
         (Q, Q, {"mask": jnp.ones((5, 5), bool)}, r"booleans of shape \(2, 4, 5, 5"),
