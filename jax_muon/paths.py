@@ -85,31 +85,14 @@ def matches(pattern: str, path: str) -> bool:
     return fnmatch.fnmatchcase(f"/{path}/", f"*/{pattern}/*")
 
 
-def names_leaf(pattern: str, path: str) -> bool:
-    """True if a pattern ends with the leaf's name, and not with a module or `*`.
+def ends_with(pattern: str, path: str) -> bool:
+    """True if the last components of `path` match, as in `matches`.
 
     Examples:
-      >>> names_leaf("q/kernel", "attn/q/kernel"), names_leaf("q", "attn/q/kernel")
+      >>> ends_with("q/kernel", "attn/q/kernel"), ends_with("q", "attn/q/kernel")
       (True, False)
-      >>> names_leaf("attn/*", "attn/q/kernel"), names_leaf("*/k*", "attn/q/kernel")
-      (False, True)
     """
-    wildcard = not pattern.rpartition("/")[2].strip("*")
-    return not wildcard and fnmatch.fnmatchcase(f"/{path}", f"*/{pattern}")
-
-
-def matched_prefix(pattern: str, path: str) -> str | None:
-    """The shortest prefix of `path` whose last components match, or None.
-
-    Examples:
-      >>> matched_prefix("attn/q*", "blocks/0/attn/query/kernel")
-      'blocks/0/attn/query'
-    """
-    parts = path.split("/")
-    prefixes = ("/".join(parts[: end + 1]) for end in range(len(parts)))
-    return next(
-        (p for p in prefixes if fnmatch.fnmatchcase(f"/{p}", f"*/{pattern}")), None
-    )
+    return fnmatch.fnmatchcase(f"/{path}", f"*/{pattern}")
 
 
 def check_known(what: str, given: Iterable[str], names: Sequence[str]) -> None:

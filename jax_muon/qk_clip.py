@@ -169,19 +169,20 @@ def _modules(
     common = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
     modules: dict[str, tuple[list[str], list[str]]] = {}
     for path in names:
-        found = [paths.matched_prefix(pattern, path) for pattern in patterns]
-        if None not in found:
+        found = [which for which in (0, 1) if paths.matches(patterns[which], path)]
+        if len(found) > 1:
             raise ValueError(
                 f"clip_qk: parameter {path!r} matches both query={query!r} and "
                 f"key={key!r}; expected patterns of separate projections"
             )
-        for which, projection in enumerate(found):
-            if projection is not None:
-                inside = len(patterns[which].split("/")) - common
-                above = projection.split("/")[: -inside or None]
-                if above[-1:] in (["kernel"], ["bias"]):  # split into parts
-                    above.pop()
-                modules.setdefault("/".join(above), ([], []))[which].append(path)
+        for which in found:
+            parts, pattern = path.split("/"), patterns[which]
+            until = (parts[:end] for end in range(1, len(parts) + 1))
+            projection = next(x for x in until if paths.ends_with(pattern, "/".join(x)))
+            above = projection[: common - len(pattern.split("/"))]
+            if above[-1:] in (["kernel"], ["bias"]):  # split into parts
+                above.pop()
+            modules.setdefault("/".join(above), ([], []))[which].append(path)
     for name, own in modules.items():
         if not all(own):
             lacking = f"key={key!r}" if own[0] else f"query={query!r}"

@@ -65,11 +65,13 @@ def _is_value(x: Any) -> bool:
 
 def _by_pattern(rules: Mapping[str, Any], path: str, names: Container[str]) -> _Said:
     """By patterns; the path of a parameter means that one alone."""
-    return [
-        (pattern, value, paths.names_leaf(pattern, path))
-        for pattern, value in rules.items()
-        if pattern == path or (pattern not in names and paths.matches(pattern, path))
-    ]
+    said = []
+    for pattern, value in rules.items():
+        if pattern == path or (pattern not in names and paths.matches(pattern, path)):
+            # A last `*` means whatever is in a module.
+            own = pattern.split("/")[-1] != "*" and paths.ends_with(pattern, path)
+            said.append((pattern, value, own))
+    return said
 
 
 def _by_prefix(given: Mapping[str, Any], path: str) -> _Said:
