@@ -196,6 +196,14 @@ def train_on_mesh(name, where, *, kind=AUTO, steps=20, dtype="float32"):
     return params, losses
 
 
+def assert_verified(tx, params):
+    """Updates and state of an optimizer in `on_mesh` are those of one device."""
+    found = jm.verify(tx, params, steps=3)
+    assert found.ok, found
+    assert max(x.difference for x in found.updates + found.state) < 5e-6
+    return found
+
+
 def assert_bit_identical_on_devices(tree):
     """Devices that repeat a piece have the same bits."""
     for leaf in jax.tree.leaves(tree):

@@ -80,13 +80,12 @@ if hasattr(optax.contrib, "scale_by_galore"):  # not in optax 0.2.6
 @pytest.mark.parametrize("name", FOREIGN)
 def test_what_has_no_sharding_type_is_named_and_runs_on_auto_axes(name):
     mesh, tx = mesh_of(8), FOREIGN[name]
-    params = {"w": jnp.ones((16, 24))}
+    params = {"w": jnp.ones((16, 24)), "b": jnp.ones(16)}
     on = jm.on_mesh(tx, mesh, P("data"), min_size=1)
     with pytest.raises(ValueError, match=rf"^{name} inside .*on_auto_axes\({name}"):
         on.update(params, on.init(params), params)
     wrapped = jm.on_mesh(jm.on_auto_axes(tx), mesh, P("data"), min_size=1)
-    found = jm.verify(wrapped, params)
-    assert found.ok, found
+    layouts.assert_verified(wrapped, params)
 
 
 def test_auto_axes_beside_orthogonalization():
@@ -99,8 +98,8 @@ def test_auto_axes_beside_orthogonalization():
     clip = jm.on_auto_axes(optax.adaptive_grad_clip(0.1))
     tx = optax.chain(clip, jm.partition(groups))
     params = {"w": jnp.ones((16, 24)), "b": jnp.ones(16)}
-    found = jm.verify(jm.on_mesh(tx, mesh_of(8), P("data"), min_size=1), params)
-    assert found.ok, found
+    on = jm.on_mesh(tx, mesh_of(8), P("data"), min_size=1)
+    layouts.assert_verified(on, params)
 
 
 def test_on_mesh_inside_injected_rates():
@@ -303,8 +302,7 @@ def test_axes_of_both_kinds(specs):
     mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(AUTO, EXPLICIT))
     params = {"w": jnp.ones((64, 128)), "b": jnp.ones(64)}
     tx = jm.on_mesh(recipe(), mesh, specs, ("data", "fsdp"), min_size=1)
-    found = jm.verify(tx, params)
-    assert found.ok, found
+    layouts.assert_verified(tx, params)
 
 
 @pytest.mark.parametrize("shape", [(8, 1), (1, 4)])
@@ -348,9 +346,7 @@ def test_leaves_that_are_not_there():
     params = {"a": {"w": jnp.ones((8, 12)), "no": None}, "norm": [jnp.ones(4)]}
     plain = jm.nanochat(groups={"unused": optax.adam(1.0)}, dtype="float32")
     tx = jm.on_mesh(plain, mesh_of(4), divide="data", min_size=1)
-    got = jax.jit(tx.update)(params, tx.init(params), params)
-    expected = jax.jit(plain.update)(params, plain.init(params), params)
-    chex.assert_trees_all_close(got, expected, atol=1e-6)
+    layouts.assert_verified(tx, params)
     assert tx.update({}, tx.init({}), {})[0] == {}
 
 

@@ -94,18 +94,9 @@ def test_what_is_observed_is_that_of_one_device():
         return optax.chain(jm.nesterov(), jm.normalize_frobenius(matrices=matrices))
 
     tx = jm.observe(jm.partition({"muon": group, "adamw": optax.sgd(0.1)}))
-    params, _ = problems.draw("mixed")
-    layout = layouts.layout("ZeRO-2 x FSDP x TP")
-    on, placed = layout.on(tx), layout.place(params)
-    expected, got = tx.init(params), on.init(placed)
-    for seed in range(3):
-        grads = whole_numbers(seed)
-        _, expected = jax.jit(tx.update)(grads, expected, params)
-        _, got = jax.jit(on.update)(layout.place(grads), got, placed)
-    numbers, same = (optax.tree.get(s, "observed") for s in (expected, got))
-    assert {"muon/towards_zero", "adamw/ratio"} < set(numbers)
-    for name, x in numbers.items():
-        np.testing.assert_allclose(same[name], x, rtol=1e-5, err_msg=name)
+    on = layouts.layout("ZeRO-2 x FSDP x TP").on(tx)
+    found = layouts.assert_verified(on, problems.draw("mixed")[0])
+    assert any("muon/towards_zero" in one.path for one in found.state)
 
 
 @pytest.mark.parametrize("spec", [P(None, "fsdp"), P("fsdp", None)], ids=str)
