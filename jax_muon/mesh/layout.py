@@ -12,7 +12,6 @@ from jax_muon import paths
 from jax_muon.mesh.array_types import own_sharding
 from jax_muon.mesh.specs import (
     devices_over,
-    dividing,
     entry_names,
     full_rank,
     spec_names,
@@ -76,11 +75,13 @@ class Layout:
 
     def check_concrete(self, tree: Any) -> None:
         """Raise a ValueError for arrays sharded on Auto axes without specs."""
-        if self.specs is not None or AxisType.Auto not in self.mesh.axis_types:
+        kinds = zip(self.mesh.shape.items(), self.mesh.axis_types, strict=True)
+        auto = {name for (name, n), kind in kinds if kind == AxisType.Auto and n > 1}
+        if self.specs is not None or not auto:
             return
         for path, leaf in paths.leaves_with_paths(tree):
             sharding = own_sharding(leaf)
-            if sharding and any(dividing(sharding.spec, sharding.mesh.shape)):
+            if sharding and not auto.isdisjoint(spec_names(sharding.spec)):
                 raise ValueError(
                     f"parameter {path!r} is sharded by {sharding.spec} on a mesh with "
                     "Auto axes, which types do not show; expected specs, such as "

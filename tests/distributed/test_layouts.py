@@ -303,6 +303,11 @@ def test_axes_of_both_kinds(specs):
     params = {"w": jnp.ones((64, 128)), "b": jnp.ones(64)}
     tx = jm.on_mesh(recipe(), mesh, specs, ("data", "fsdp"), min_size=1)
     layouts.assert_verified(tx, params)
+    # Types show the Explicit axis, which needs no specs.
+    placed = jax.device_put(params, NamedSharding(mesh, P("fsdp")))
+    on = jm.on_mesh(recipe(), mesh)
+    updates, _ = on.update(placed, on.init(placed), placed)
+    assert updates["w"].sharding.spec == P("fsdp")
 
 
 @pytest.mark.parametrize("shape", [(8, 1), (1, 4)])
