@@ -110,14 +110,10 @@ def check_known(nodes: Sequence[Node], table: Table) -> None:
         f"shape {leaf.shape}"
         for name, leaf in unknown.items()
     )
-    likely = {
-        name: STREAM if vocabulary.WIDTH & {*paths.words(name)} else vocabulary.HIDDEN
-        for name in unknown
-    }
     raise ValueError(
-        f"nothing is known of {where}; expected a table that says what each is, "
-        f"such as jax_muon.read(params, table={likely}); the kinds are "
-        + ", ".join(vocabulary.KINDS)
+        f"nothing is known of {where}; expected a table with the kind of each, such as "
+        "jax_muon.read(params, table={'d_model': 'stream', 'd_ff': 'hidden'}); the "
+        f"kinds are {', '.join(vocabulary.KINDS)}"
     )
 
 

@@ -214,5 +214,3 @@ MESH = _words(
     data model fsdp tensor replica pipeline sequence context dp tp pp sp cp ep
     """
 )
-# Names that are likely to be the width of the model, for the text of an error.
-WIDTH = _words("model dim width channels features")
