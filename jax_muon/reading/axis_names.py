@@ -154,18 +154,20 @@ def places_of(tree: Tree, node: Node) -> Places | None:
     return Places(sides[fan_in], sides[fan_out], reason)
 
 
+# The first of two sides is the input, unless the module writes.
+_SIDES = (IN, STREAM, LATENT, "inner", OUTPUT)
+
+
 def _side(kind: str | None) -> str:
     """The side of a matrix that a kind is on: heads, hidden and the like are one."""
-    return kind if kind in (STREAM, LATENT, IN, OUTPUT) else "inner"
+    return kind if kind in _SIDES else "inner"
 
 
 def _outputs(tree: Tree, node: Node, sides: list[str]) -> str:
     """Which of the two sides of a matrix are its outputs."""
-    if OUTPUT in sides:
-        return OUTPUT
-    if IN in sides:
-        (other,) = {*sides} - {IN}
-        return other
+    first, second = sorted(sides, key=_SIDES.index)
+    if first == IN or second == OUTPUT:
+        return second
     bias = tree.bias_of(node)
     if bias is not None and (kinds := bias.kinds):
         beside = {_side(kinds[axis]) for axis in bias.native if kinds[axis]}
@@ -175,9 +177,6 @@ def _outputs(tree: Tree, node: Node, sides: list[str]) -> str:
     if factor is not None and LATENT in sides:
         (other,) = {*sides} - {LATENT}
         return LATENT if factor[2] in "aA" else other
-    # The stream is an input, or else the latent, unless the module writes.
-    first = STREAM if STREAM in sides else LATENT
-    (second,) = {*sides} - {first}
     if node.core in vocabulary.WRITES:
         return first
     return second if node.core in vocabulary.READS else sides[-1]
