@@ -103,7 +103,7 @@ def _is_of_experts(part: str) -> bool:
 
 def _router_of(tree: Tree, node: Node) -> Node | None:
     """A kernel (in, experts) called gate or router in the module around a node's."""
-    for other in tree.under[node.owner[:-1]]:
+    for other in tree.under[tree.module(node)[:-1]]:
         fits = other.sizes[1:] == node.sizes[:1] and other.sizes[0] in node.sizes[1:]
         if fits and (vocabulary.ROUTER | vocabulary.GATE) & {*other.title_words}:
             return other

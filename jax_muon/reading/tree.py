@@ -188,9 +188,17 @@ class Tree:
 
     def beside(self, node: Node) -> Iterator[Node]:
         """Kernels of the modules beside the node's module, its own included."""
-        for other in self.under[node.owner[:-1]]:
-            if not other.is_bias and len(other.owner) == len(node.owner):
+        module = self.module(node)
+        for other in self.under[module[:-1]]:
+            if not other.is_bias and len(self.module(other)) == len(module):
                 yield other
+
+    def module(self, node: Node) -> Module:
+        """The module of a node, without plain modules below it, as in `query/dense`."""
+        parts, plain = node.owner, vocabulary.PLAIN | {"lora", ""}
+        while len(parts) > 1 and "_".join(paths.words(parts[-1])) in plain:
+            parts = parts[:-1]
+        return parts
 
     @functools.cached_property
     def norms(self) -> list[Node]:
