@@ -29,8 +29,7 @@ def apply(rules: Rules, found: Sequence[Parameter]) -> dict[str, Parameter]:
         label "adamw", or that apply to no matrix.
     """
     by_path = {one.path: one for one in found}
-    if rules is None:
-        return by_path
+    rules = {} if rules is None else rules
     given = dict(paths.leaves_with_paths(rules, is_leaf=_is_value))
     for where, value in given.items():
         if not _is_value(value):
@@ -47,14 +46,17 @@ def apply(rules: Rules, found: Sequence[Parameter]) -> dict[str, Parameter]:
         paths.check_known("rules", given, list(by_path))
         said = {path: _by_prefix(given, path) for path in by_path}
     ruled = {path: _ruled(one, said[path]) for path, one in by_path.items()}
-    for where, value in given.items():
-        covered = [path for path in ruled if where in {x for x, *_ in said[path]}]
-        unused = covered and all(ruled[path].label == ADAMW for path in covered)
-        if unused and isinstance(value, MuonDimensionNumbers):
+    covered: dict[str, list[str]] = {}
+    for path, own in said.items():
+        for where, value, _ in own:
+            if isinstance(value, MuonDimensionNumbers):
+                covered.setdefault(where, []).append(path)
+    for where, names in covered.items():
+        if all(ruled[path].label == ADAMW for path in names):
             raise ValueError(
-                f"rules at {where!r}: {value} for parameters that all have the label "
-                f"{ADAMW!r}: {', '.join(covered)}; expected the path of a parameter, "
-                f"which makes it a matrix, or a rule with the label {MUON!r}"
+                f"rules at {where!r}: {given[where]} for parameters that all have the "
+                f"label {ADAMW!r}: {', '.join(names)}; expected the path of a "
+                f"parameter, which makes it a matrix, or a rule with the label {MUON!r}"
             )
     return ruled
 
