@@ -108,7 +108,7 @@ def check(joins: Any) -> None:
 def find_joins(
     joins: Joins | None, parameters: Mapping[str, Parameter]
 ) -> tuple[Join, ...]:
-    """Which of these matrices are joined; the first pattern for a leaf counts.
+    """Which of these matrices are joined; of two joins of one leaf the first counts.
 
     Raises:
       ValueError: with paths, for a pattern that matches nothing, or has no number and
@@ -116,14 +116,12 @@ def find_joins(
     """
     if joins is None or not parameters:
         return ()
-    found: list[Join] = []
     if isinstance(joins, Mapping):
-        left = dict(parameters)
-        for pattern, size in joins.items():
-            own = _joins_of_pattern(pattern, size, left)
-            for path in [path for join in own for path in join.paths]:
-                del left[path]
-            found += own
+        found = [
+            join
+            for pattern, size in joins.items()
+            for join in _joins_of_pattern(pattern, size, parameters)
+        ]
     else:
         found = _joins_of_attention(joins, parameters)
     for join in found:
@@ -232,8 +230,8 @@ def make_blocks(
     Args:
       parameters: the leaves, in their order.
       shapes: of each leaf, or of one device's shard of it.
-      joins: as `find_joins` returns them, of these leaves and of others. One that lacks
-        a leaf here joins nothing.
+      joins: as `find_joins` returns them, of these leaves and of others. One with a
+        leaf that is not here, or in a join before it, joins nothing.
     """
     counts = [
         [shape[axis] for axis in _batch(parameter)]
