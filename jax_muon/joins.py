@@ -202,10 +202,11 @@ def _joins_of_attention(size: int, parameters: Mapping[str, Parameter]) -> list[
 
 
 def _cut(size: int, numbered: list[tuple[int, str]]) -> list[Join]:
-    """Joins of layers in their order; a remainder stays unjoined."""
+    """Joins of layers in their order; a remainder is joined with nothing."""
     own = [path for _, path in sorted(numbered)]
-    starts = range(0, len(own) - size + 1, size)
-    return [Join(size, tuple(own[start : start + size])) for start in starts]
+    stop = len(own) // size * size
+    joined = [Join(size, tuple(own[at : at + size])) for at in range(0, stop, size)]
+    return joined + [Join(1, (path,)) for path in own[stop:]]
 
 
 def _is_of_attention(number: re.Match[str]) -> bool:
@@ -240,11 +241,11 @@ def make_blocks(
     left = {parameter.path: leaf for leaf, parameter in enumerate(parameters)}
     blocks: list[Block] = []
     for join in joins:
-        if join.size == 1 or not left.keys() >= {*join.paths}:
+        if not left.keys() >= {*join.paths}:
             continue
         leaves = tuple(left.pop(path) for path in join.paths)
         count = math.prod(counts[leaves[0]])
-        if len(leaves) > 1:
+        if len(leaves) == join.size:
             blocks.append(Block(leaves, join.size, 0, count))
         else:  # along the batch
             layers, *rest = counts[leaves[0]]

@@ -47,6 +47,16 @@ FOUND = {
         {"{i}/q": 3, "{i}/*": 2},
         [names("{i}/q", 6)[:3], names("{i}/q", 6)[3:], *pairs("{i}/k", 6)],
     ),
+    "a first pattern that joins nothing": (
+        names("{i}/q", 2) + names("{i}/k", 2),
+        {"{i}/q": 1, "{i}/*": 2},
+        pairs("{i}/k", 2),
+    ),
+    "what a first pattern leaves": (
+        names("{i}/q", 6) + names("{i}/k", 6),
+        {"{i}/q": 4, "{i}/*": 2},
+        [names("{i}/q", 6)[:4], *pairs("{i}/k", 6)],
+    ),
     "no pattern": ([*names(ATTN_Q, 3), "blocks/0/mlp/up"], 2, [names(ATTN_Q, 2)]),
     "three": (
         names("Block_{i}/query/kernel", 3),
