@@ -82,7 +82,7 @@ def matches(pattern: str, path: str) -> bool:
       >>> matches("blocks/*/kernel", "blocks/0/attn/q/kernel")
       True
     """
-    return fnmatch.fnmatchcase(f"/{path}/", f"*/{pattern}/*")
+    return pattern == path or fnmatch.fnmatchcase(f"/{path}/", f"*/{pattern}/*")
 
 
 def ends_with(pattern: str, path: str) -> bool:

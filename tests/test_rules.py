@@ -324,6 +324,24 @@ def test_names_of_parameters_that_a_mask_hides():
         jm.read(masked, names=names)
 
 
+@pytest.mark.parametrize("names", [("embed", "mlp"), {"kernel": ("embed", "mlp")}])
+def test_names_of_a_module_are_refused(names):
+    """They would name no parameter, and nobody would notice."""
+    tree = {"wi": {"kernel": shape(4, 8)}}
+    with pytest.raises(ValueError, match="names at 'wi', which no parameter has"):
+        jm.read(tree, names={"wi": names})
+
+
+def test_the_path_of_a_parameter_is_no_pattern():
+    """As names of a flat tree, where [0] would be one character."""
+    tree = {"layers[0].norm": shape(4, 8), "layers[1].norm": shape(4, 8)}
+    numbers = Numbers(0, 1)
+    rules = {"layers[0].norm": numbers, "layers[1].norm": "adamw"}
+    found = read(rules, tree)
+    assert [one.label for one in found.values()] == ["muon", "adamw"]
+    assert jm.read(tree, rules={"layers[0].norm": numbers})["layers[0].norm"].axes
+
+
 def test_the_side_of_the_outputs():
     """`out_in` says it where nothing else does; against a bias it is refused."""
     bare = {"up": {"weight": shape(4, 8)}}

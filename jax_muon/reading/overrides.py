@@ -69,7 +69,9 @@ def _by_pattern(rules: Mapping[str, Any], path: str, names: Container[str]) -> _
     """By patterns; the path of a parameter means that one alone."""
     said = []
     for pattern, value in rules.items():
-        if pattern == path or (pattern not in names and paths.matches(pattern, path)):
+        if pattern == path:
+            said.append((pattern, value, True))
+        elif pattern not in names and paths.matches(pattern, path):
             # A last `*` means whatever is in a module.
             own = pattern.split("/")[-1] != "*" and paths.ends_with(pattern, path)
             said.append((pattern, value, own))
