@@ -50,9 +50,9 @@ class MeanGradients:
           here: how params are sharded over the axes of the batch, a spec for each.
           scattered: how gradients are to be sharded over them.
         """
-        devices = jax.lax.axis_size(self.axis)
+        devices, count = jax.lax.axis_size(self.axis), self.microbatches
         parts = jax.tree.map(
-            lambda x: x.reshape(self.microbatches, -1, *x.shape[1:]), batch
+            lambda x: x.reshape(count, len(x) // count, *x.shape[1:]), batch
         )
         part = jax.tree.map(lambda x: x[0], parts)
         traced = self._by_layers(params, part, here)

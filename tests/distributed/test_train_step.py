@@ -242,6 +242,18 @@ def test_plan_counts_what_a_step_sends(form):
     assert total == pytest.approx(sum(planned.sent_bytes.values()) - late)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_batch_may_have_arrays_of_no_elements(microbatches):
+    """As features of no width, whose shape -1 cannot stand for."""
+    step = make(
+        loss=lambda params, batch: jnp.sum(params["w"]) + jnp.sum(batch["none"]),
+        microbatches=microbatches,
+    )
+    placed, state = step.init({"w": jnp.ones((4, 4))})
+    _, _, metrics = step(placed, state, {"none": jnp.zeros((8, 0))})
+    assert metrics["loss"] == 16
+
+
 # --- errors ---------------------------------------------------------------------------
 
 
@@ -249,7 +261,7 @@ def test_errors_of_a_step_leave_its_arguments():
     params, _ = problems.draw("one matrix only")
     step = make(problem="one matrix only", microbatches=3)
     placed, state = step.init(params)
-    with pytest.raises(TypeError, match=r"cannot reshape .*\(4, 24\) .*\(3, -1, 24\)"):
+    with pytest.raises(TypeError, match=r"cannot reshape .*\(4, 24\) .*\(3, 1, 24\)"):
         step(placed, state, problems.batches(1)[0])
     with pytest.raises(ValueError, match="state is not one of this optimizer"):
         step(placed, jm.muon().init(params), problems.batches(1, size=12)[0])
