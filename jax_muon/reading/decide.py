@@ -94,6 +94,8 @@ class Decider:
         found: Places | str | None = axis_names.places_of(self.tree, node)
         if found is None and end == 2:
             found = self._two_axes(node, role)
+            if self._by_bias(node) is None:
+                return found  # no bias, or one that fits neither side, or both
         elif found is None and end > 2:
             found = shapes.places_of(self.tree, node, role)
         if isinstance(found, Places) and is_matrix:

@@ -106,7 +106,7 @@ def _table(tree: Tree, node: Node) -> Role | None:
     if {*node.own_words[-1:]} & (vocabulary.TABLE | {"table"}):
         return "embedding", "a lookup touches rows, it does not multiply"
     raw = not node.is_generic or "embed" in node.title
-    if title & vocabulary.POSITION and raw:
+    if title & vocabulary.POSITION and raw and not is_kernel:
         return "embedding", "positions are looked up, they do not multiply"
     # `embed_linear` and `patch_embed/kernel` are, `time_embed_proj` is not.
     whole = title <= vocabulary.EMBEDDING | vocabulary.EMBEDDED
@@ -159,7 +159,7 @@ def _last_of(tree: Tree, node: Node, module: Module) -> Role | None:
     leads_on = any(
         node.sizes[-1] == n.sizes[-2] or node.sizes[-2] == n.sizes[-1] for n in kernels
     )
-    if node is not last and leads_on:
+    if node in kernels and node is not last and leads_on:
         return None  # heads side by side do not lead on to each other
     return "head", f"the output layer, by the name {module[-1]!r}"
 
@@ -231,14 +231,14 @@ def _router(tree: Tree, node: Node) -> Role | None:
 
 
 def _depthwise(tree: Tree, node: Node) -> Role | None:
-    named = {*node.title_words, *node.own_words}
-    if vocabulary.DEPTHWISE & named:
+    named, is_array = {*node.title_words, *node.own_words}, len(node.sizes) > 2
+    if is_array and vocabulary.DEPTHWISE & named:
         return "depthwise", "a filter for each channel, by its name"
-    if vocabulary.GROUPED & named and is_convolution(node):
+    if is_array and vocabulary.GROUPED & named and is_convolution(node):
         return "depthwise", "a convolution in groups, by its name"
     if node.name == "weight_v":
         return "depthwise", "the direction of a kernel under weight normalization"
-    if len(node.sizes) == 2 and is_convolution(node):
+    if not is_array and is_convolution(node):
         window, channels = node.sizes
         if window <= LONGEST_FILTER < channels:
             return "depthwise", f"a filter of {window} for each channel, by its name"

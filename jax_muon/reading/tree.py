@@ -116,9 +116,10 @@ class Node:
             return False
         if name in vocabulary.SCALE and not (name == "g" and is_array):  # or a gate
             return True
-        if vocabulary.ADAPTIVE & {*self.title_words}:
+        if is_array and vocabulary.ADAPTIVE & {*self.title_words}:
             return False  # the kernel that makes the scales of a norm: adaLN/weight
-        return bool({*self.title_words[:1], *self.title_words[-1:]} & vocabulary.NORM)
+        first = [] if is_array else self.title_words[:1]
+        return bool({*self.title_words[-1:], *first} & vocabulary.NORM)
 
 
 def core(name: str) -> str:
