@@ -89,7 +89,7 @@ def ends_with(pattern: str, path: str) -> bool:
     """True if the last components of `path` match, as in `matches`.
 
     Examples:
-      >>> ends_with("q/kernel", "attn/q/kernel"), ends_with("q", "attn/q/kernel")
+      >>> ends_with("q/kernel", "attn/q/kernel"), ends_with("q", "q/kernel_q")
       (True, False)
     """
     return fnmatch.fnmatchcase(f"/{path}", f"*/{pattern}")

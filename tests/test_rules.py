@@ -69,6 +69,7 @@ def test_numbers_that_name_a_parameter_make_it_a_matrix():
     assert found["wte/embedding"].label == "adamw"
     assert found.axes("blocks/1/mlp/up/kernel") == MatrixAxes((), (0,), (1,))
     assert found["blocks/1/norm/scale"].label == "adamw"  # a module is not named
+    assert read({"blocks/*": Numbers(0, -1)})["blocks/1/norm/scale"].label == "adamw"
 
 
 def test_the_whole_path_of_a_parameter_means_that_one_alone():
@@ -234,6 +235,7 @@ def test_without_strict_doubts_are_warnings_and_go_to_adamw():
         matrices = jm.read(params, strict=False)
     texts = [str(one.message) for one in seen]
     assert len(texts) == 2
+    assert {one.filename for one in seen} == {__file__}
     assert all(text.endswith("it gets the label 'adamw'") for text in texts)
     state = jax.eval_shape(jm.nanochat(matrices=matrices).init, params)
     adam = {p for p, _ in leaves_with_paths(state.inner_states["adamw"])}

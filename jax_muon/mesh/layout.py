@@ -10,12 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import paths
 from jax_muon.mesh.array_types import own_sharding
-from jax_muon.mesh.specs import (
-    devices_over,
-    entry_names,
-    full_rank,
-    spec_names,
-)
+from jax_muon.mesh.specs import devices_over, entry_names, full_rank, spec_names
 from jax_muon.reading import layers as layer_axes
 
 # A PartitionSpec or NamedSharding for all parameters, a tree (or a prefix of one) of

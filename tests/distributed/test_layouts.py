@@ -267,6 +267,9 @@ def test_arrays_sharded_on_auto_axes_without_specs():
             call(params, state, params)
     with pytest.raises(ValueError, match=r"'w' is sharded .* expected specs"):
         jm.on_mesh(tx, mesh).init(params)
+    # Over one device nothing is sharded, whatever the spec says.
+    params = jax.device_put(params, NamedSharding(mesh_of(1), P("data")))
+    jm.on_mesh(tx, mesh_of(1)).init(params)
 
 
 @pytest.mark.parametrize(
