@@ -183,9 +183,9 @@ def read(
         the parts.
       joins: path pattern to K: K matrices of consecutive layers are orthogonalized as
         one. `{i}` in a pattern is the number of a layer, as in
-        {"blocks/{i}/attn/q": 2}; a pattern without it joins along the scanned axis. The
-        first pattern that matches wins. An integer K joins queries, keys and values
-        (separately) across K consecutive layers of one shape.
+        {"blocks/{i}/attn/q": 2}; a pattern without it joins along the scanned axis. Of
+        two joins of one matrix the first counts. An integer K joins queries, keys and
+        values (separately) across K consecutive layers of one shape.
       strict: False warns about ambiguous parameters and gives them the label "adamw".
 
     Returns:

@@ -32,8 +32,8 @@ def observe(
     - "muon/towards_zero": the fraction of entries that the update moves towards zero.
       With cautious weight decay these are the entries that decay.
 
-    The counts of others are in the same state: `optax.tree.get(state, "skipped")` of
-    `skip_nonfinite`, and "clipped" of `clip_qk`.
+    Counters that other transforms keep are in the same state: of `skip_nonfinite`
+    `optax.tree.get(state, "skipped")`, of `clip_qk` "clipped".
 
     Args:
       inner: the optimizer: a recipe, a chain, `skip_nonfinite` around one. With
