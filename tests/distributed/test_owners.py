@@ -84,6 +84,14 @@ def test_describe_tells_what_is_sent(shape, spec):
     assert f"each sends {total / 1000:.1f} KB a step" in table
 
 
+def test_what_small_matrices_send_is_counted():
+    """They are gathered on all devices."""
+    tx = jm.on_mesh(jm.orthogonalize(), mesh_of(8), P("data"))
+    shapes = {"w": jax.ShapeDtypeStruct((64, 128), "float32")}
+    (gather,) = collectives(lambda g: tx.update(g, tx.init(g)), shapes)
+    assert jm.describe(tx, shapes).sent_bytes["orthogonalize"] == gather.sent_bytes > 0
+
+
 @pytest.mark.parametrize(("shape", "spec"), LAYOUTS[1:3])
 def test_no_matrix_is_gathered_and_no_product_computed_twice(shape, spec):
     """In the program that XLA compiles."""
