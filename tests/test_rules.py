@@ -242,6 +242,19 @@ def test_without_strict_doubts_are_warnings_and_go_to_adamw():
     assert any(path.endswith("mu/proj/kernel") for path in adam)
 
 
+def test_layers_that_are_read_differently_are_in_doubt():
+    """The second block has a bias of its inputs' size, so it would be (out, in)."""
+    params = {
+        "norm": {"scale": shape(16)},
+        "0": {"up": {"kernel": shape(16, 64), "bias": shape(64)}},
+        "1": {"up": {"kernel": shape(16, 64), "bias": shape(16)}},
+    }
+    with pytest.raises(ValueError, match=r"^2 of 5(?s:.)*'0/up/kernel' as 'muon'"):
+        jm.read(params)
+    found = jm.read(params, rules={"up": "adamw"})
+    assert {one.label for one in found.values()} == {"adamw"}
+
+
 # --- axis names -----------------------------------------------------------------------
 
 

@@ -8,7 +8,8 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax_muon import axes as matrix_axes
@@ -226,7 +227,32 @@ def _axes(node: Node, places: Places) -> MatrixAxes:
     return MatrixAxes(batch, fan_in, fan_out)
 
 
-def _doubt(leaf: Leaf, text: str) -> str:
+def agreeing(found: Sequence[Parameter]) -> list[Parameter]:
+    """The same, with a doubt for leaves of several layers that are read differently.
+
+    Leaves are of one kind where their paths differ by numbers alone and their shapes
+    not at all, as `blocks/0/up` and `blocks/1/up` of one width.
+    """
+    kinds: dict[Any, list[Parameter]] = {}
+    for one in found:
+        if one.doubt is None:
+            kind = re.sub(r"\d+", "0", one.path), one.shape
+            kinds.setdefault(kind, []).append(one)
+    doubts: dict[str, Parameter] = {}
+    for alike in kinds.values():
+        readings = {(x.label, x.label == MUON and x.axes): x for x in alike}
+        if len(readings) > 1:
+            text = "layers of its kind would be read differently: " + ", ".join(
+                f"{x.path!r} as {x.label!r} ({x.reason})" for x in readings.values()
+            )
+            for one in alike:
+                doubts[one.path] = dataclasses.replace(
+                    one, label=MUON, axes=None, doubt=_doubt(one, text)
+                )
+    return [doubts.get(one.path, one) for one in found]
+
+
+def _doubt(leaf: Leaf | Parameter, text: str) -> str:
     """The possible readings, and the line that chooses the first of them."""
     shape, end = leaf.shape, len(leaf.shape)
     readings = []

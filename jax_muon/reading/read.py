@@ -42,7 +42,7 @@ def read_leaves(
     layers.find_experts(tree)
     found = {node: _role(tree, node) for node in tree.nodes}
     decider = decide.Decider(tree, found, out_in)
-    return [decider.parameter(node) for node in tree.nodes]
+    return decide.agreeing([decider.parameter(node) for node in tree.nodes])
 
 
 def _role(tree: Tree, node: Node) -> roles.Role:
