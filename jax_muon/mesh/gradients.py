@@ -5,7 +5,7 @@ This runs inside shard_map over the mesh axes that divide the batch; see `train_
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -110,6 +110,12 @@ class MeanGradients:
             if self.accumulate == "scattered":
                 grads = scatter(grads)
             means = (self._share(loss, weight, total), grads)
+            there = aux if isinstance(aux, Mapping) else {}
+            if missing := sorted({*self.max_aux} - {*there}):
+                raise ValueError(
+                    f"max_aux: the auxiliary output of loss_fn has no {missing}; "
+                    f"expected a dictionary with them, got entries {[*there]}"
+                )
             largest = {name: aux[name] for name in self.max_aux}
             if largest:
                 aux = {name: x for name, x in aux.items() if name not in largest}

@@ -103,7 +103,6 @@ def make_train_step(
       ValueError: microbatches below 1, an axis that the mesh lacks, unknown choices; at
         the first call, output of loss_fn without what the flags promise, a state of
         other parameters, and what `on_mesh` raises.
-      KeyError: auxiliary output without an entry of `max_aux`.
 
     Examples:
       >>> import jax

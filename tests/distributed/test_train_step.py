@@ -298,6 +298,12 @@ def test_arguments(given, match):
         ((0.0, {}), {}, "the loss of loss_fn=.*; expected a real scalar"),
         (jnp.ones(3), {}, r"the loss of loss_fn is float32 of shape \(3,\); expected"),
         ((0.0, "1"), {"weighted": True}, "the weight of loss_fn='1'; expected"),
+        (
+            (0.0, {"logits": 1.0}),
+            {"has_aux": True, "max_aux": "max_logits"},
+            r"has no \['max_logits'\]; expected .* got entries \['logits'\]",
+        ),
+        (0.0, {"max_aux": "max_logits"}, r"has no \['max_logits'\]"),
     ],
 )
 def test_loss_functions_without_what_they_promise(loss, flags, match):
