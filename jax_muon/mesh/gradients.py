@@ -110,12 +110,6 @@ class MeanGradients:
             if self.accumulate == "scattered":
                 grads = scatter(grads)
             means = (self._share(loss, weight, total), grads)
-            there = aux if isinstance(aux, Mapping) else {}
-            if missing := sorted({*self.max_aux} - {*there}):
-                raise ValueError(
-                    f"max_aux: the auxiliary output of loss_fn has no {missing}; "
-                    f"expected a dictionary with them, got entries {[*there]}"
-                )
             largest = {name: aux[name] for name in self.max_aux}
             if largest:
                 aux = {name: x for name, x in aux.items() if name not in largest}
@@ -217,6 +211,12 @@ class MeanGradients:
         """The loss, its weight and auxiliary output."""
         loss = self.loss_fn(params, batch)
         loss, aux = _pair("has_aux", loss) if self.has_aux else (loss, ())
+        there = aux if isinstance(aux, Mapping) else {}
+        if missing := sorted({*self.max_aux} - {*there}):
+            raise ValueError(
+                f"max_aux: the auxiliary output of loss_fn has no {missing}; "
+                f"expected a dictionary with them, got entries {[*there]}"
+            )
         loss, weight = _pair("weighted", loss) if self.weighted else (loss, 1.0)
         loss = checks.scalar("the loss of loss_fn", loss, "a real scalar")
         weight = checks.scalar("the weight of loss_fn", weight, "a real scalar")
