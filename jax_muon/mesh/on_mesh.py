@@ -47,7 +47,7 @@ def on_mesh(
 
     Args:
       tx: any optax transform of global arrays: a recipe, or a chain around one.
-      mesh: the mesh.
+      mesh: a mesh whose axes are all Auto or all Explicit.
       specs: how parameters are sharded: a `PartitionSpec` or `NamedSharding` for all, a
         tree of them (a prefix will do), or a function of the path. None: as their types
         show, which on Auto axes is replicated.
@@ -63,9 +63,9 @@ def on_mesh(
       can be restored on any mesh: see `abstract_state`.
 
     Raises:
-      ValueError: `divide` names an axis that the mesh lacks; at init and update, with
-        path and shape, specs that do not fit; state that does not belong to `tx` and
-        these parameters.
+      ValueError: a mesh with both Auto and Explicit axes; `divide` names an axis that
+        the mesh lacks; at init and update, with path and shape, specs that do not fit;
+        state that does not belong to `tx` and these parameters.
 
     Examples:
       >>> import jax
@@ -97,7 +97,12 @@ class OnMesh:
         layout: Layout,
         gather_dtype: jax.typing.DTypeLike | None = None,
     ) -> None:
-        """Nothing is traced yet."""
+        """Check the mesh; nothing is traced yet."""
+        if len(set(layout.mesh.axis_types)) > 1:
+            raise ValueError(
+                f"a mesh whose axes {layout.mesh.axis_names} have the types "
+                f"{layout.mesh.axis_types}; expected Auto for all, or Explicit for all"
+            )
         self.tx = checks.as_transform("tx", tx)
         self.layout, self.gather_dtype = layout, gather_dtype
         self._jitted_init = jax.jit(self._init)

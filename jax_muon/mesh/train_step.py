@@ -63,7 +63,7 @@ def make_train_step(
         masks, stay as they are.
       tx: an optimizer, such as a recipe. The step puts it on the mesh; an `on_mesh`
         around it or in it is not needed.
-      mesh: a mesh of Auto axes; or with Explicit ones, if all but those in `axis` have
+      mesh: a mesh of Auto axes; or of Explicit ones, if all but those in `axis` have
         one device.
       axis: mesh axis, or axes, that divide the leading axis of batches.
       specs: how parameters are sharded between steps; see `on_mesh`. None: replicated,
