@@ -10,7 +10,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import paths
 from jax_muon.mesh.array_types import own_sharding
-from jax_muon.mesh.specs import devices_over, entry_names, full_rank, spec_names
+from jax_muon.mesh.specs import (
+    devices_over,
+    dividing,
+    entry_names,
+    full_rank,
+    spec_names,
+)
 from jax_muon.reading import layers as layer_axes
 
 # A PartitionSpec or NamedSharding for all parameters, a tree (or a prefix of one) of
@@ -70,13 +76,11 @@ class Layout:
 
     def check_concrete(self, tree: Any) -> None:
         """Raise a ValueError for arrays sharded on Auto axes without specs."""
-        kinds = zip(self.mesh.shape.items(), self.mesh.axis_types, strict=True)
-        auto = {name for (name, n), kind in kinds if kind == AxisType.Auto and n > 1}
-        if self.specs is not None or not auto:
+        if self.specs is not None or AxisType.Auto not in self.mesh.axis_types:
             return
         for path, leaf in paths.leaves_with_paths(tree):
             sharding = own_sharding(leaf)
-            if sharding and not auto.isdisjoint(spec_names(sharding.spec)):
+            if sharding and any(dividing(sharding.spec, sharding.mesh.shape)):
                 raise ValueError(
                     f"parameter {path!r} is sharded by {sharding.spec} on a mesh with "
                     "Auto axes, which types do not show; expected specs, such as "
