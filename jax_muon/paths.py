@@ -7,7 +7,7 @@ parameters at init only, which shows as a trailing `.value` that is dropped here
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeGuard
 
 import jax
@@ -95,10 +95,17 @@ def ends_with(pattern: str, path: str) -> bool:
     return fnmatch.fnmatchcase(f"/{path}", f"*/{pattern}")
 
 
-def check_known(what: str, given: Iterable[str], names: Sequence[str]) -> None:
-    """Raise a ValueError for a path that is neither a parameter's nor a module's."""
+def check_known(
+    what: str, given: Iterable[str], names: Collection[str], *, modules: bool = True
+) -> None:
+    """Raise a ValueError for a path that is no parameter's, and no module's either.
+
+    Without `modules` the path of a module is an error, too.
+    """
     for path in given:
-        if names and path and not any(f"{n}/".startswith(f"{path}/") for n in names):
+        start = f"{path}/" if path else ""
+        inside = modules and any(name.startswith(start) for name in names)
+        if names and path not in names and not inside:
             raise ValueError(
                 f"{what} at {path!r}, which no parameter has; expected some of "
                 + ", ".join(names)

@@ -114,14 +114,14 @@ class MeanGradients:
             if largest:
                 aux = {name: x for name, x in aux.items() if name not in largest}
             # Divided before it is summed: booleans and int8 have no sum.
-            aux = jax.tree.map(lambda x: x / (devices * self.microbatches), aux)
+            aux = jax.tree.map(lambda x: x / (devices * count), aux)
             return (total, _times(means, total), aux), largest
 
         def add(so_far: Any, part: Any) -> Any:
             more, largest = sums(part)
             return jax.tree.map(jnp.add, so_far, more), largest
 
-        if self.microbatches == 1:
+        if count == 1:
             summed, largest = sums(part)
         else:
             first, _ = jax.eval_shape(sums, part)

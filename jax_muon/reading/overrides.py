@@ -43,7 +43,7 @@ def apply(rules: Rules, found: Sequence[Parameter]) -> dict[str, Parameter]:
         paths.check_patterns_match("rules", rules, list(by_path))
         said = {path: _by_pattern(rules, path, by_path) for path in by_path}
     else:
-        paths.check_known("rules", given, list(by_path))
+        paths.check_known("rules", given, by_path)
         said = {path: _by_prefix(given, path) for path in by_path}
     ruled = {path: _ruled(one, said[path]) for path, one in by_path.items()}
     covered: dict[str, list[str]] = {}

@@ -72,12 +72,7 @@ def leaves_of(params: Any, given: axis_names.ByPath | None) -> list[Leaf]:
             f"two parameters have the path {twice!r}; expected different paths, since "
             "labels and rules go by them"
         )
-    unknown = [path for path in given if path not in leaves]
-    if unknown and leaves:
-        raise ValueError(
-            f"names at {unknown[0]!r}, which no parameter has; expected some of "
-            + ", ".join(leaves)
-        )
+    paths.check_known("names", given, leaves, modules=False)
     names = {**axis_names.of_tree(params), **given}
     return [
         Leaf(

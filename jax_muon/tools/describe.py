@@ -23,7 +23,6 @@ from jax_muon.mesh import array_types, owners
 from jax_muon.mesh import specs as mesh_specs
 from jax_muon.mesh.collectives import ring_bytes
 from jax_muon.mesh.on_mesh import abstract_state
-from jax_muon.mesh.owners import Pool
 from jax_muon.text import aligned, shape_text, sizes_text
 
 
@@ -76,7 +75,7 @@ class Description:
     """
 
     parameters: tuple[DescribedParameter, ...]
-    pools: tuple[Pool, ...]
+    pools: tuple[owners.Pool, ...]
     sizes: Mapping[str, int]
     summed: tuple[str, ...]
     orthogonalize_bytes: float
