@@ -3,10 +3,10 @@
     python -m benchmarks.ablation FOLDER...
 
 Every rule of jax_muon/reading is removed in turn, and all models of the folders (see
-`benchmarks.reading`) are read again, with their axis names and without. A rule is a
-function that answers a question about a leaf with None or False if it does not apply;
-without it, the answer is always None. The table has the number of leaves whose label or
-axes change (axes of size 1 change no matrix), and the smallest of their models.
+`benchmarks.reading`) are read again. A rule is a function that answers a question about
+a leaf with None or False if it does not apply; without it, the answer is always None.
+The table has the number of leaves whose label or axes change (axes of size 1 change no
+matrix), and the smallest of their models.
 """
 
 import argparse
@@ -19,10 +19,11 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.reading import leaves_of
 from jax_muon.reading.read import read_leaves
 from jax_muon.reading.tree import Leaf
 
-MODULES = ("tree", "layers", "axis_names", "roles", "shapes", "decide")
+MODULES = ("tree", "layers", "roles", "shapes", "decide")
 Readings = list[Any]
 
 
@@ -31,7 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("folders", type=pathlib.Path, nargs="+")
     folders = parser.parse_args(arguments).folders
-    models = dict(model for folder in folders for model in models_of(folder))
+    models = {
+        file.stem: leaves_of(json.loads(file.read_text())["params"])
+        for folder in folders
+        for file in sorted(folder.glob("*.json"))
+    }
     before = {name: readings(leaves) for name, leaves in models.items()}
     print(
         "| without the rule | leaves change | in models | such as |\n|---|---|---|---|"
@@ -47,18 +52,6 @@ def main(arguments: list[str] | None = None) -> int:
         total = sum(changed.values())
         print(f"| `{rule}` | {total} | {len(needed)} | {example} |", flush=True)
     return 0
-
-
-def models_of(folder: pathlib.Path) -> Iterator[tuple[str, list[Leaf]]]:
-    """All models of a folder, those with axis names also without."""
-    for file in sorted(folder.glob("*.json")):
-        params = json.loads(file.read_text())["params"]
-        names = [tuple(param.get("names") or ()) or None for param in params]
-        known = [(p["path"], tuple(p["shape"]), p["dtype"]) for p in params]
-        yield file.stem, [Leaf(*leaf) for leaf in known]
-        if any(names):
-            named = zip(known, names, strict=True)
-            yield f"{file.stem} by names", [Leaf(*leaf, own) for leaf, own in named]
 
 
 def rules() -> Iterator[tuple[str, types.FunctionType]]:

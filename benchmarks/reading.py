@@ -1,9 +1,9 @@
 """How the parameters of real models are read: right, refused or wrong.
 
-    python -m benchmarks.reading FOLDER [--no-names] [--models 'hf_*']
+    python -m benchmarks.reading FOLDER [--models 'hf_*']
 
 A folder holds one file `MODEL.json` a model: `{"params": [{"path", "shape", "dtype",
-"names", "expect"}]}`, where `expect` has the label ("muon", "adamw" or "either") and,
+"expect"}]}`, where `expect` has the label ("muon", "adamw" or "either") and,
 if that is not "adamw", the axes as `batch`, `in` and `out`, with further good readings
 in `also`; `"knowable": false` marks leaves that nothing in the tree decides. Axes of
 size 1 are not compared: they change no matrix. A model has one line, and each wrong or
@@ -35,7 +35,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Score all models of a folder and print the lines; the exit status."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--no-names", action="store_true", help="hide axis names")
     parser.add_argument("--models", default="*", help="pattern of the models to score")
     options = parser.parse_args(arguments)
     total: collections.Counter[str] = collections.Counter()
@@ -43,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     files = [file for file in files if fnmatch.fnmatch(file.stem, options.models)]
     for file in files:
         params = json.loads(file.read_text())["params"]
-        counts, kinds = score(params, with_names=not options.no_names)
+        counts, kinds = score(params)
         total += counts
         print(f"{file.stem:42s} {line(counts)}")
         for kind, count in kinds.items():
@@ -65,20 +64,10 @@ def line(counts: collections.Counter[str]) -> str:
 
 
 def score(
-    params: list[dict[str, Any]], with_names: bool
+    params: list[dict[str, Any]],
 ) -> tuple[collections.Counter[str], collections.Counter[str]]:
     """How many leaves of a model are read how, and the kinds that are not right."""
-    reads = read_leaves(
-        [
-            Leaf(
-                param["path"],
-                tuple(param["shape"]),
-                param["dtype"],
-                tuple(param["names"]) if with_names and param.get("names") else None,
-            )
-            for param in params
-        ]
-    )
+    reads = read_leaves(leaves_of(params))
     counts: collections.Counter[str] = collections.Counter()
     kinds: collections.Counter[str] = collections.Counter()
     for param, read in zip(params, reads, strict=True):
@@ -88,6 +77,13 @@ def score(
             kind = _NUMBER.sub("N", param["path"])
             kinds[f"{outcome} {kind} {tuple(param['shape'])}: {text}"] += 1
     return counts, kinds
+
+
+def leaves_of(params: list[dict[str, Any]]) -> list[Leaf]:
+    """The leaves of a model as the reading takes them."""
+    return [
+        Leaf(param["path"], tuple(param["shape"]), param["dtype"]) for param in params
+    ]
 
 
 def judge(param: dict[str, Any], read: Parameter) -> tuple[str, str]:

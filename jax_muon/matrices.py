@@ -17,7 +17,7 @@ from jax_muon import checks, paths
 from jax_muon import joins as joining
 from jax_muon import splits as splitting
 from jax_muon.axes import MatrixAxes
-from jax_muon.reading import axis_names, overrides
+from jax_muon.reading import overrides
 from jax_muon.reading import read as reading
 from jax_muon.reading.decide import Parameter
 from jax_muon.reading.vocabulary import ADAMW, MUON
@@ -146,8 +146,6 @@ def read(
     params: Any,
     *,
     rules: overrides.Rules = None,
-    names: axis_names.ByPath | None = None,
-    table: axis_names.Table | None = None,
     out_in: bool | None = None,
     splits: splitting.Splits | None = None,
     joins: joining.Joins | None = None,
@@ -163,8 +161,7 @@ def read(
 
     Args:
       params: the whole model, or the shapes of its parameters, in any Flax form: linen
-        dict, FrozenDict, boxed, nnx.State; or another pytree of arrays. Boxes, sharding
-        metadata and haliax arrays that carry logical axis names are read by them.
+        dict, FrozenDict, boxed, nnx.State; or another pytree of arrays.
       rules: what you know better. Path pattern to a label, or to
         `optax.contrib.MuonDimensionNumbers`, such as {"stem": "adamw"}; the first
         pattern that matches wins, and the whole path of a parameter means that one
@@ -172,10 +169,6 @@ def read(
         module's path they only say how its matrices are read. Or a tree of labels or of
         dimension numbers (a prefix will do), as `optax.contrib.muon` takes one. None
         means AdamW.
-      names: logical axis names by path, in place of those that the tree carries. A
-        name or None for every axis.
-      table: the meaning of your axis names, such as {"d_model": "stream"}; names of
-        Flax, MaxText and haliax are known. The kinds are in `reading/vocabulary.py`.
       out_in: True if kernels are (out, in), as in PyTorch and equinox, False if they
         are (in, out); None looks at biases and neighbours.
       splits: path pattern to `Split`, for parameters that hold several matrices side by
@@ -189,13 +182,12 @@ def read(
       strict: False warns about ambiguous parameters and gives them the label "adamw".
 
     Returns:
-      A `Matrices`. It depends on paths, shapes, dtypes and axis names alone.
+      A `Matrices`. It depends on paths, shapes and dtypes alone.
 
     Raises:
       ValueError: one error that lists every ambiguous parameter with its possible
-        readings and the rule that chooses one; with the path, for rules and names at
-        paths that no parameter has, dimension numbers that do not fit, and axis names
-        that are in no table.
+        readings and the rule that chooses one; with the path, for rules at paths that
+        no parameter has, and dimension numbers that do not fit.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -213,13 +205,8 @@ def read(
     checks.flag("strict", strict)
     if out_in is not None:
         checks.flag("out_in", out_in)
-    leaves = reading.leaves_of(params, names)
-    found = overrides.apply(
-        rules,
-        reading.read_leaves(
-            leaves, out_in=out_in, table=table, strict_names=names is not None
-        ),
-    )
+    leaves = reading.read_leaves(reading.leaves_of(params), out_in)
+    found = overrides.apply(rules, leaves)
     ambiguous = [x for x in found.values() if x.label == MUON and x.doubt is not None]
     if ambiguous and strict:
         listed = "\n  ".join(str(one.doubt) for one in ambiguous)

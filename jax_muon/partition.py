@@ -1,6 +1,5 @@
 """`optax.partition` with one reading of the tree: a transform for every label."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -13,8 +12,6 @@ from jax_muon import checks, dtypes, paths
 from jax_muon.matrices import Matrices, read
 from jax_muon.notes import note
 from jax_muon.parts import with_splits
-from jax_muon.reading import axis_names
-from jax_muon.reading.decide import Parameter
 from jax_muon.reading.vocabulary import ADAMW, MUON
 from jax_muon.splits import read_parts
 
@@ -81,7 +78,6 @@ def partition(
 
     def init_fn(params: optax.Params) -> Any:
         checks.arrays("params", params)
-        _check_carried_names(read_tree, params)
         return build(params).init(params)
 
     def update_fn(
@@ -155,32 +151,6 @@ def _of_tree(found: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrice
                 "rules that give it to one, or an optax transform"
             )
     return dataclasses.replace(found, parameters=own)
-
-
-def _check_carried_names(read_tree: Callable[[Any], Matrices], params: Any) -> None:
-    """Raise a ValueError if axis names that gradients lack change the reading."""
-    bare = paths.unbox(params)
-    if axis_names.of_tree(bare) == axis_names.of_tree(params):
-        return
-    plain: Mapping[str, Parameter] = {}
-    with contextlib.suppress(ValueError):  # ambiguous without names
-        plain = read_tree(bare)
-    changed = [
-        found
-        for path, found in read_tree(params).items()
-        if path not in plain or _decision(found) != _decision(plain[path])
-    ]
-    if changed:
-        first = max(changed, key=lambda found: bool(found.names))
-        raise ValueError(
-            f"parameter {first.path!r} is read by axis names, which the tree "
-            "carries and gradients do not; expected the value of this reading: "
-            "matrices=jax_muon.read(params)"
-        )
-
-
-def _decision(found: Parameter) -> Any:
-    return found.label, None if found.label == ADAMW else found.axes
 
 
 def _for_tree(

@@ -1,6 +1,5 @@
 """Reading whole trees: real models, one class of leaf after the other, Flax's forms."""
 
-import collections
 import json
 import math
 import pathlib
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 import jax_muon as jm
 from benchmarks import reading
 from jax_muon.paths import is_box, leaves_with_paths
-from jax_muon.reading import axis_names
 from jax_muon.reading.read import read_leaves
 from jax_muon.reading.tree import Leaf
 
@@ -27,12 +25,9 @@ MODELS = sorted((FOLDER / "reading").glob("*.json"))
 FROZEN = FOLDER / "frozen/readings.txt"
 
 
-def read(shapes, names=None):
+def read(shapes):
     """Readings by path, of a model given as path to shape."""
-    leaves = [
-        Leaf(path, shape, jnp.float32, (names or {}).get(path))
-        for path, shape in shapes.items()
-    ]
+    leaves = [Leaf(path, shape, jnp.float32) for path, shape in shapes.items()]
     return dict(zip(shapes, read_leaves(leaves), strict=True))
 
 
@@ -50,15 +45,9 @@ def letters(found):
 
 
 def lines_of(params):
-    """One line per leaf of a model: without axis names, and with them."""
-    shapes = {param["path"]: tuple(param["shape"]) for param in params}
-    names = {p["path"]: tuple(p["names"]) for p in params if p.get("names")}
-    plain, named = read(shapes), read(shapes, names)
-    return [
-        f"  {path}: {letters(plain[path])}"
-        + (f", by names {letters(named[path])}" if names else "")
-        for path in shapes
-    ]
+    """One line per leaf of a model."""
+    found = read({param["path"]: tuple(param["shape"]) for param in params})
+    return [f"  {path}: {letters(one)}" for path, one in found.items()]
 
 
 @pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
@@ -68,9 +57,8 @@ def test_models(file):
     `python -m tests.test_reading` writes it.
     """
     params = json.loads(file.read_text())["params"]
-    for with_names in (False, True):
-        counts, kinds = reading.score(params, with_names)
-        assert not counts[reading.WRONG] + counts[reading.REFUSED], kinds
+    counts, kinds = reading.score(params)
+    assert not counts[reading.WRONG] + counts[reading.REFUSED], kinds
     frozen = map(str.splitlines, re.split(r"\n(?! )", FROZEN.read_text().strip()))
     (lines,) = (lines for title, *lines in frozen if title == file.stem)
     assert lines_of(params) == lines
@@ -88,7 +76,7 @@ def test_the_benchmark_says_what_is_wrong(tmp_path, capsys):
     wrong = {"path": "wte/embedding", "shape": [9, 4], "dtype": "float32"}
     wrong |= {"expect": {"label": "muon", "batch": [], "in": [0], "out": [1]}}
     (tmp_path / "toy.json").write_text(json.dumps({"params": [wrong]}))
-    assert reading.main([str(tmp_path), "--no-names"]) == 1
+    assert reading.main([str(tmp_path)]) == 1
     shown = capsys.readouterr().out
     assert "wte/embedding" in shown
     assert "TOTAL of 1 models: 1 leaves, 0 right" in shown
@@ -146,85 +134,27 @@ def test_only_attention_has_projections_of_attention(path, beside, role):
     assert ("attention" in found.reason) == (role == "out")
 
 
-# --- logical axis names ---------------------------------------------------------------
-
-NAMED = [
-    ("attn/query/kernel", ("embed", "layers", "q_heads", "kv"), "iboo"),
-    ("attn/out/kernel", ("heads", "layers", "kv", "embed"), "ibio"),
-    ("attn/wq_a/kernel", ("embed", "layers", "q_lora"), "ibo"),
-    ("attn/wq_b/kernel", ("q_lora", "layers", "q_heads", "kv"), "iboo"),
-    ("mlp/wi/kernel", ("embed", "layers", "mlp"), "ibo"),
-    ("mlp/wo/kernel", ("mlp", "layers", "embed"), "ibo"),
-    ("moe/wo", ("exp", "layers", "mlp_moe", "embed_moe"), "bbio"),
-    ("mlp/c_fc/lora_A/weight", ("LORA_R", "layers", "embed"), "obi"),
-    ("mlp/c_fc/lora_B/weight", ("mlp", "layers", "LORA_R"), "obi"),
-    # Simply's annotations: in, out, or a dot for a batch.
-    ("block/mix/w", ("i", "o"), "io"),
-    ("block/mix/w", (".", "o", "i"), "boi"),
-    ("block/mix/w", ("i", "o", "o"), "ioo"),
-    ("block/mix/w", ("i", "h"), "io"),
-    ("block/mix/w", ("o", "embed"), "oi"),
-]
-
-
-@given(st.sampled_from(NAMED), st.randoms(use_true_random=False))
-@settings(max_examples=50, deadline=None)
-def test_axes_permuted_with_their_names_change_nothing(case, random):
-    path, names, answer = case
-    sizes = (64, 3, 8, 16)[: len(names)]
-    order = random.sample(range(len(names)), len(names))
-    one = read(
-        {path: tuple(sizes[i] for i in order)}, {path: tuple(names[i] for i in order)}
-    )
-    assert letters(one[path]) == "muon " + "".join(answer[i] for i in order)
-
+# --- all trees ---
 
 PATHS = [path for tree in TREES.values() for path, *_ in tree]
 PARTS = sorted({part for path in PATHS for part in path.split("/")})
-AXES = st.tuples(
-    st.sampled_from([0, 1, 2, 3, 8, 64]),
-    st.sampled_from(sorted({name for _, names, _ in NAMED for name in names})),
-)
+SIZES = st.sampled_from([0, 1, 2, 3, 8, 64])
 
 
 @given(
     st.dictionaries(
         st.lists(st.sampled_from(PARTS), min_size=1, max_size=4).map("/".join),
-        st.lists(AXES, max_size=5),
+        st.lists(SIZES, max_size=5).map(tuple),
         min_size=1,
         max_size=5,
     )
 )
 @settings(max_examples=300, deadline=None)
-def test_every_tree_is_read(leaves):
+def test_every_tree_is_read(shapes):
     """Nothing fails, and the axes of a matrix are all axes."""
-    shapes = {path: tuple(size for size, _ in axes) for path, axes in leaves.items()}
-    names = {path: tuple(name for _, name in axes) for path, axes in leaves.items()}
-    for given_names in ({}, names):
-        for one in read(shapes, given_names).values():
-            if one.label == "muon" and not one.doubt:
-                assert math.prod(one.sizes) == math.prod(one.shape)
-
-
-def test_a_table_has_no_outputs():
-    table = read({"block/mix/w": (4, 8)}, {"block/mix/w": (".", "i")})
-    assert letters(table["block/mix/w"]) == "adamw"
-
-
-def test_kinds_by_the_words_of_a_name():
-    names = {
-        "heads": ["kv_head", "q_heads_per_group", "HeadSize"],
-        "batch": ["scanned_blocks", "expert_only", "layers_outside_pipeline"],
-        "hidden": ["expert_mlp"],
-        "latent": ["kv_lora"],
-        "stream": ["embed_no_exp_moe"],
-        "vocab": ["vocab_size"],
-        "position": ["relpos_buckets"],
-        None: ["d_model", "fsdp"],
-    }
-    kinds = {name: kind for kind, own in names.items() for name in own}
-    table = axis_names.table_with(None)
-    assert {name: axis_names.kind_of(name, table) for name in kinds} == kinds
+    for one in read(shapes).values():
+        if one.label == "muon" and not one.doubt:
+            assert math.prod(one.sizes) == math.prod(one.shape)
 
 
 # --- forms of trees -------------------------------------------------------------------
@@ -243,7 +173,7 @@ class LinenBlock(nn.Module):
 
 
 def test_forms_of_linen():
-    """Boxed, unboxed and frozen trees have the same labels; boxes carry names."""
+    """Boxed, unboxed and frozen trees have the same labels."""
     boxed = LinenBlock().init(jax.random.key(0), jnp.zeros((1, 4), int))["params"]
     for tree in (boxed, nn.meta.unbox(boxed), FrozenDict(boxed)):
         labels = jm.read(tree).labels(tree)
@@ -251,11 +181,6 @@ def test_forms_of_linen():
         assert matrices == {"Dense_0/kernel", "wo/kernel"}
         whole = jax.tree.structure(tree, is_leaf=is_box)  # a box gets one label
         assert jax.tree.structure(labels) == whole
-    names = {"Dense_0/kernel": ("embed", "mlp"), "wo/kernel": ("mlp", None)}
-    assert axis_names.of_tree(boxed) == names
-    assert axis_names.of_tree(nn.meta.unbox(boxed)) == {}
-    found = {path: one.names for path, one in jm.read(boxed).items()}
-    assert {path: own for path, own in found.items() if own} == names
 
 
 def test_forms_of_nnx():
@@ -277,39 +202,6 @@ def test_forms_of_nnx():
     assert labels["layers/0/kernel"] == "muon"
     assert len(seen) >= 2
     assert all(one == labels for one in seen)
-
-
-def test_names_of_nnx_variables():
-    with nnx.use_eager_sharding(False):
-        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
-        model = nnx.Linear(4, 8, kernel_init=init, rngs=nnx.Rngs(0))
-    found = axis_names.of_tree(nnx.state(model, nnx.Param))
-    assert found == {"kernel": ("embed", "mlp")}
-
-
-Axis = collections.namedtuple("Axis", "name")
-
-
-@jax.tree_util.register_pytree_node_class
-class NamedArray:
-    """As in haliax: a leaf that holds an array and `axes` with names."""
-
-    def __init__(self, array, axes):
-        self.array, self.axes = array, axes
-
-    def tree_flatten(self):
-        return (self.array,), self.axes
-
-    @classmethod
-    def tree_unflatten(cls, axes, children):
-        return cls(*children, axes)
-
-
-def test_names_of_haliax_arrays():
-    weight = NamedArray(jnp.zeros((8, 4)), (Axis("mlp"), Axis("embed")))
-    tree = {"up": {"weight": weight}}
-    assert axis_names.of_tree(tree) == {"up/weight/0": ("mlp", "embed")}
-    assert letters(jm.read(tree)["up/weight/0"]) == "muon oi"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import nnx
 
 import jax_muon as jm
 from jax_muon.polar.coefficients import NEWTON_SCHULZ
@@ -334,15 +334,3 @@ def test_groups_of_the_user_and_one_reading():
     np.testing.assert_allclose(norms, expected, rtol=0.15)
     np.testing.assert_array_equal(updates["early"]["bias"], 0)
     np.testing.assert_array_equal(updates["late"]["bias"], -grads["late"]["bias"])
-
-
-def test_axis_names_that_updates_lack_have_to_be_said():
-    """Boxes that name (layers, in, out) where the shape suggests heads."""
-    box = functools.partial(
-        linen.LogicallyPartitioned, names=("embed", "layers", "mlp")
-    )
-    params = {"mlp": {"wi": {"kernel": box(jnp.ones((8, 2, 16)))}}}
-    with pytest.raises(ValueError, match=r"'mlp/wi/kernel' .* carries.*=jax_muon.read"):
-        jm.nanochat().init(params)
-    tx = jm.nanochat(matrices=jm.read(params))
-    assert jm.describe(tx, params).parameters[0].matrices == (2, 8, 16)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import linen
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import jax_muon as jm
@@ -253,98 +252,6 @@ def test_layers_that_are_read_differently_are_in_doubt():
         jm.read(params)
     found = jm.read(params, rules={"up": "adamw"})
     assert {one.label for one in found.values()} == {"adamw"}
-
-
-# --- axis names -----------------------------------------------------------------------
-
-
-def test_names_in_no_table_are_an_error_and_those_of_a_mesh_are_not():
-    tree = {"mix": {"wo": {"kernel": shape(4, 8)}}}
-    found = jm.read(tree, names={"mix/wo/kernel": ("fsdp", "tp")})
-    assert found.axes("mix/wo/kernel") == MatrixAxes((), (0,), (1,))
-    names = {"mix/wo/kernel": ("d_model", "d_ff")}
-    with pytest.raises(
-        ValueError,
-        match=r"'d_model'.*'mix/wo/kernel'.*'d_model': 'stream', 'd_ff': 'hidden'",
-    ):
-        jm.read(tree, names=names)
-    table = {"d_model": "stream", "d_ff": "hidden"}
-    found = jm.read(tree, names=names, table=table)
-    assert found.axes("mix/wo/kernel") == MatrixAxes((), (1,), (0,))
-    with pytest.raises(ValueError, match=r"table\['d_model'\]='wide'; expected one"):
-        jm.read(tree, names=names, table=table | {"d_model": "wide"})
-
-
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        (("embed", "mlp"), ("embed, mlp", "'wi/bias'", "(4,)")),
-        (("embed", "layers", "mlp"), ("3 axis names", "(4, 8)")),
-    ],
-)
-def test_names_of_another_rank_and_names_against_the_bias_are_refused(names, words):
-    tree = {"wi": {"kernel": shape(4, 8), "bias": shape(4)}}
-    with pytest.raises(ValueError, match=r"^1 of 2 parameters") as error:
-        jm.read(tree, names={"wi/kernel": names})
-    for word in words:
-        assert word in str(error.value)
-
-
-def test_names_take_the_place_of_those_that_the_tree_carries():
-    tree = {"wi": linen.LogicallyPartitioned(shape(4, 8), names=("embed", "mlp"))}
-    assert jm.read(tree).axes("wi") == MatrixAxes((), (0,), (1,))
-    found = jm.read(tree, names={"wi": ["mlp", "embed"]})
-    assert found.axes("wi") == MatrixAxes((), (1,), (0,))
-
-
-def test_names_that_the_tree_carries_matter_for_matrices_alone():
-    """Gradients carry none, so a recipe that would need them has to be given a value.
-
-    The stack is ambiguous without its names, and so is the error in place of them.
-    """
-
-    def named(*sizes, names):
-        return linen.LogicallyPartitioned(shape(*sizes), names=names)
-
-    head = {"lm_head": {"weight": named(50, 8, names=("vocab", "embed"))}}
-    assert read(None, head)["lm_head/weight"].label == "adamw"
-    jax.eval_shape(jm.nanochat().init, head)
-    for kernel in (
-        named(8, 32, names=("mlp", "embed")),
-        named(6, 8, 5, names=("embed", "layers", "mlp")),
-    ):
-        tree = {"norm": shape(3), "up": {"kernel": kernel}}
-        with pytest.raises(ValueError, match="'up/kernel' is read by axis names"):
-            jax.eval_shape(jm.nanochat().init, tree)
-        jax.eval_shape(jm.nanochat(matrices=jm.read(tree)).init, tree)
-
-
-def test_names_count_where_rules_are_given_too():
-    tree = {"shared": shape(32, 8), "up": shape(8, 16), "stem": shape(8, 4)}
-    names = {"shared": ("tokens", "embed"), "up": ("embed", "mlp")}
-    matrices = read({"stem": "adamw"}, tree, names=names, table={"tokens": "vocab"})
-    found = {path: one.label for path, one in matrices.items()}
-    assert found == {"shared": "adamw", "up": "muon", "stem": "adamw"}
-
-
-def test_names_of_parameters_that_a_mask_hides():
-    """As where optax.multi_transform freezes a part of the model, outside of ours."""
-    names = {path: ("mlp", "embed") for path in ("a/wi", "b/wi")}
-    tree = {"a": {"wi": shape(4, 8)}, "b": {"wi": shape(4, 8)}}
-    tx = jm.muon(matrices=jm.read(tree, names=names))
-    masked = tree | {"b": {"wi": optax.MaskedNode()}}
-    (seen,) = jm.describe(tx, masked).parameters
-    assert seen.matrices == (1, 8, 4)
-    with pytest.raises(ValueError, match="names at 'b/wi', which no parameter has"):
-        jm.read(masked, names=names)
-
-
-@pytest.mark.parametrize("names", [("embed", "mlp"), {"kernel": ("embed", "mlp")}])
-def test_names_of_a_module_are_refused(names):
-    """They would name no parameter, and nobody would notice."""
-    tree = {"wi": {"kernel": shape(4, 8)}}
-    with pytest.raises(ValueError, match="names at 'wi', which no parameter has"):
-        jm.read(tree, names={"wi": names})
 
 
 def test_the_path_of_a_parameter_is_no_pattern():

@@ -1,1 +1,1 @@
-"""How parameters are read as matrices: axis names, layers, roles, axes, rules."""
+"""How parameters are read as matrices: layers, roles, axes, rules."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from jax_muon import axes as matrix_axes
 from jax_muon.axes import MatrixAxes
-from jax_muon.reading import axis_names, roles, shapes, vocabulary
+from jax_muon.reading import roles, shapes, vocabulary
 from jax_muon.reading.shapes import Places
 from jax_muon.reading.tree import Leaf, Module, Node, Tree
 from jax_muon.reading.vocabulary import ADAMW, MUON
@@ -33,7 +33,6 @@ class Parameter:
       reason: why, in a few words.
       axes: which of its axes are batch, in and out; None if it is not a matrix.
       doubt: why it cannot be read as a matrix, or how to resolve an ambiguity.
-      names: its logical axis names, if it has any.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -51,7 +50,6 @@ class Parameter:
     reason: str
     axes: MatrixAxes | None
     doubt: str | None = None
-    names: tuple[str | None, ...] | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int] | None:
@@ -84,20 +82,17 @@ class Decider:
                 reason = "; ".join(filter(None, (reason, places.reason)))
                 role, label = places.role or role, _label(places.role or role)
         found = label, role, reason, axes, doubt
-        return Parameter(leaf.path, leaf.shape, leaf.dtype, *found, leaf.names)
+        return Parameter(leaf.path, leaf.shape, leaf.dtype, *found)
 
     def _places(self, node: Node, role: str) -> Places | str:
         """The axes of batch, in and out, or why they are unknown."""
         end, is_matrix = len(node.sizes), _label(role) == MUON
-        given = node.leaf.names
-        if is_matrix and given and len(given) != len(node.leaf.shape):
-            return f"its {len(given)} axis names {given} are too few or too many"
-        found: Places | str | None = axis_names.places_of(self.tree, node)
-        if found is None and end == 2:
+        found: Places | str | None = None
+        if end == 2:
             found = self._two_axes(node, role)
             if self._by_bias(node) is None:
                 return found  # no bias, or one that fits neither side, or both
-        elif found is None and end > 2:
+        elif end > 2:
             found = shapes.places_of(self.tree, node, role)
         if isinstance(found, Places) and is_matrix:
             return self._contradiction(node, found) or found

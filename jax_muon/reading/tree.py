@@ -23,7 +23,6 @@ class Leaf:
     path: str
     shape: Shape
     dtype: Any
-    names: tuple[str | None, ...] | None = None  # logical axis names
 
 
 @dataclasses.dataclass(eq=False)
@@ -36,7 +35,6 @@ class Node:
     batch: tuple[int, ...] = ()
     batch_reason: str = ""
     chooses: bool = False  # experts beside it were found by its outputs
-    kinds: Sequence[str | None] | None = None  # of its axes, if their names are known
 
     @property
     def path(self) -> str:

@@ -1,4 +1,4 @@
-"""The words that the paths and axis names of models are made of. Data only.
+"""The words that the paths of models are made of. Data only.
 
 A word alone decides little: the rules weigh it against the neighbours and the shape of
 a parameter. Words cost nothing and help with models that nobody has tried yet.
@@ -178,39 +178,3 @@ NUMBERED = re.compile(r"(?:linear|dense|fc|w)_?([12])(?:_\d+)?")
 # A path of a factor of LoRA, the first or the second: `lora_a`, or `lora/a`.
 LORA_FACTOR = re.compile(r"(.*lora[_/])([abAB])\b(.*)")
 OTHER_FACTOR = {"a": "b", "b": "a", "A": "B", "B": "A"}
-
-# --- logical axis names ---------------------------------------------------------------
-
-BATCH, STREAM, HEADS, HIDDEN = "batch", "stream", "heads", "hidden"
-LATENT, VOCAB, NORMED, POSITIONS = "latent", "vocab", "norm", "position"
-IN, OUTPUT = "in", "out"
-KINDS = (BATCH, STREAM, HEADS, HIDDEN, LATENT, VOCAB, NORMED, POSITIONS, IN, OUTPUT)
-# Names whose words are not enough: MaxText's, and the letters of Simply's annotations.
-AXIS_NAMES: Mapping[str, str] = {
-    "circular_repeats": BATCH,
-    "o_groups": BATCH,
-    "indexer_weights": HEADS,
-    "num_activations": HIDDEN,
-    "i": IN,
-    "o": OUTPUT,
-    ".": BATCH,
-    "h": HIDDEN,
-}
-# The words of a name and its kind; the first kind counts where several are named, as
-# in `expert_mlp`, which is hidden, and `kv_lora`, which is latent.
-AXIS_WORDS: Mapping[str, set[str]] = {
-    LATENT: _words("lora latent rank"),
-    STREAM: {"embed"},
-    HIDDEN: _words("mlp hidden intermediate"),
-    HEADS: _words("head heads q kv qkv"),
-    VOCAB: {"vocab"},
-    NORMED: {"norm"},
-    POSITIONS: _words("pos position length relpos abspos"),
-    BATCH: _words("layer layers block blocks stack stage exp expert experts"),
-}
-# Names of mesh axes, which say nothing of a parameter.
-MESH = _words(
-    """
-    data model fsdp tensor replica pipeline sequence context dp tp pp sp cp ep
-    """
-)

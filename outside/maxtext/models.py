@@ -20,6 +20,6 @@ def model_of(*settings):
 
 
 def parameters_of(model):
-    """Abstract parameters that carry their axis names."""
+    """Abstract parameters in boxes, with their sharding metadata."""
     _, boxed, _ = nnx.split(model, nnx.Param, ...)
     return boxed

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from maxtext.optimizers.muon import ShardedMuonDimensionNumbers as Dims
 from maxtext.optimizers.muon import muon as maxtext_muon
+from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 
@@ -39,14 +40,9 @@ LEAVES = {
     "dense/kernel": ((16, 24), (0,), (-1,), P("fsdp", "tensor")),
     "layers/norm/scale": ((16, None), None, None, P("fsdp", None)),
 }
-NAMES = {
-    "layers/mlp/wi_0/kernel": ("embed", "layers", "mlp"),
-    "layers/mlp/wo/kernel": ("mlp", "layers", "embed"),
-    "layers/self_attention/query/kernel": ("embed", "layers", "q_heads", "kv"),
-    "layers/self_attention/out/kernel": ("heads", "layers", "kv", "embed"),
-    "layers/moe_block/wi_0": ("exp", "layers", "embed", "mlp"),
-    "dense/kernel": ("embed", "mlp"),
-    "layers/norm/scale": ("norm", "layers"),
+RULES = {
+    path: MuonDimensionNumbers(*axes) if (axes := leaf[1:3])[0] else "adamw"
+    for path, leaf in LEAVES.items()
 }
 SETTINGS = [
     {},
@@ -76,7 +72,7 @@ def ours(nesterov=True, weight_decay=0.0, consistent_rms=None, adam_weight_decay
         polar=jm.NewtonSchulz(dtype="float64", eps=1e-8),
         # Theirs, like optax's, hands Muon's `nesterov` to its Adam.
         adamw=optax.adamw(0.02, weight_decay=adam_weight_decay, nesterov=nesterov),
-        matrices=functools.partial(jm.read, names=NAMES),
+        matrices=functools.partial(jm.read, rules=RULES),
     )
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import nnx
 from flax.traverse_util import unflatten_dict
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -73,15 +73,17 @@ CONFIG = types.SimpleNamespace(
 
 
 def llama(seed=0):
-    """Boxed parameters."""
+    """Parameters in boxes that name their axes."""
     rng = np.random.default_rng(seed)
     leaves = {
-        ("params", *path.split("/")): linen.LogicallyPartitioned(
-            jnp.asarray(rng.standard_normal([SIZES[name] for name in names])), names
+        ("params", *path.split("/")): nnx.Param(
+            jnp.asarray(rng.standard_normal([SIZES[name] for name in names])),
+            out_sharding=names,
+            eager_sharding=False,
         )
         for path, names in LLAMA.items()
     }
-    return unflatten_dict(leaves)
+    return nnx.State(unflatten_dict(leaves))
 
 
 def skip_step_on_spikes(inner, threshold):
@@ -101,7 +103,7 @@ def skip_step_on_spikes(inner, threshold):
 def test_maxtext(x64, monkeypatch):
     """On a mesh as on one device, and a spike changes nothing."""
     boxed = llama()
-    params, grads = (linen.unbox(llama(seed)) for seed in (0, 1))
+    params, grads = (nnx.to_pure_dict(llama(seed)) for seed in (0, 1))
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), 3 * (AxisType.Auto,))
     # The page leaves the dtype as it is; in float64 a wrong layout shows.
     short = functools.partial(jm.muon, dtype="float64", steps=2)
