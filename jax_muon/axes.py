@@ -1,4 +1,4 @@
-"""Parameters as batches of matrices.
+"""Parameters as batches of matrices: the values that a reading consists of.
 
 A parameter is read as a batch of matrices (in, out): the axes that are summed over when
 the model applies it (`reduction_axis`), the axes that it produces (`output_axis`), and
@@ -15,6 +15,9 @@ import numpy as np
 from jaxtyping import Array, Float
 from numpy.lib.array_utils import normalize_axis_tuple
 from optax.contrib import MuonDimensionNumbers
+
+# The labels that a reading gives: of matrices, and of everything else.
+MUON, ADAMW = "muon", "adamw"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,46 @@ class MatrixAxes:
         """The parameter of this shape whose `view` is y."""
         order = self.batch + self.matrix
         return y.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """How one parameter is read.
+
+    Attributes:
+      path: its path, such as "blocks/0/attn/q/kernel".
+      shape: its global shape.
+      dtype: its dtype.
+      label: the group that it belongs to, such as "muon" or "adamw".
+      role: its purpose, such as "embedding" or "query".
+      reason: why, in a few words.
+      axes: which of its axes are batch, in and out; None if it is not a matrix.
+      doubt: why it cannot be read as a matrix, or how to resolve an ambiguity.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> up = jm.read({"up": jnp.ones((4, 8))})["up"]
+      >>> up.role, up.axes.reduction, up.axes.output
+      ('kernel', (0,), (1,))
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    label: str
+    role: str
+    reason: str
+    axes: MatrixAxes | None
+    doubt: str | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int] | None:
+        """Number of matrices, their inputs and outputs; None if it is not a matrix."""
+        if self.axes is None:
+            return None
+        fan_in, fan_out = self.axes.fan(self.shape)
+        return math.prod(self.shape[axis] for axis in self.axes.batch), fan_in, fan_out
 
 
 def leaf_axes(

@@ -7,10 +7,9 @@ import optax
 from jaxtyping import Array
 
 from jax_muon import checks, dtypes, paths
-from jax_muon import matrices as reading
 from jax_muon.axes import MatrixAxes
 from jax_muon.leaves import map_leaves, rate_at, step_leaves
-from jax_muon.matrices import Matrices
+from jax_muon.matrices import Matrices, of_tree
 
 _SMALLEST = 1e-10  # norm of a direction that moves a matrix
 
@@ -76,7 +75,7 @@ def hyperball(
     learning_rate = checks.rate("learning_rate", learning_rate)
 
     def init_fn(params: optax.Params) -> HyperballState:
-        found = reading.of_tree(matrices, params)
+        found = of_tree(matrices, params)
 
         def norm(path: str, p: Array) -> Array:
             axes = found.axes(path).matrix
@@ -92,7 +91,7 @@ def hyperball(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, HyperballState]:
         checks.params("hyperball", params)
-        found = reading.of_tree(matrices, updates)
+        found = of_tree(matrices, updates)
         rate = rate_at(learning_rate, state.count)
         weights = dict(paths.leaves_with_paths(params))
 

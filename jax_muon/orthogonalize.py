@@ -10,8 +10,8 @@ import optax
 from jaxtyping import Array, Float
 
 from jax_muon import checks, notes, paths
-from jax_muon import matrices as reading
-from jax_muon.joins import Block, Factors, map_blocks
+from jax_muon.blocks import Block, Factors, map_blocks
+from jax_muon.matrices import Matrices, of_tree
 from jax_muon.mesh import owners, travel
 from jax_muon.mesh.array_types import mesh_of_types
 from jax_muon.mesh.specs import dividing
@@ -24,7 +24,7 @@ Polar = Callable[[Float[Array, "*b m n"]], Float[Array, "*b m n"]]
 def orthogonalize(
     polar: Polar = PolarExpress(),
     *,
-    matrices: reading.Matrices | None = None,
+    matrices: Matrices | None = None,
     small: int = 65536,
     group: int = 8,
 ) -> optax.GradientTransformation:
@@ -82,7 +82,7 @@ def orthogonalize(
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
         checks.arrays("params", params)
-        found = reading.of_tree(matrices, params)
+        found = of_tree(matrices, params)
         found.blocks([path for path, _ in paths.leaves_with_paths(params)])
         return optax.EmptyState()
 
@@ -90,7 +90,7 @@ def orthogonalize(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
-        found = reading.of_tree(matrices, updates)
+        found = of_tree(matrices, updates)
         flat = paths.leaves_with_paths(updates)
         names, leaves = [path for path, _ in flat], [x for _, x in flat]
         mesh = mesh_of_types(flat)
@@ -124,7 +124,7 @@ def orthogonalize(
 
 def _map_matrices(
     factors: Factors,
-    matrices: reading.Matrices,
+    matrices: Matrices,
     names: Sequence[str],
     blocks: Sequence[Block],
     leaves: Sequence[Array],

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from jax_muon import checks, dtypes, paths
-from jax_muon.matrices import Matrices, read
+from jax_muon.axes import ADAMW, MUON
+from jax_muon.matrices import Matrices
 from jax_muon.notes import note
 from jax_muon.parts import with_splits
-from jax_muon.reading.vocabulary import ADAMW, MUON
-from jax_muon.splits import read_parts
+from jax_muon.reading.parts import read_parts
+from jax_muon.reading.read import read
 
 # An optax transform, or a function that returns one for the matrices of its group.
 Group: TypeAlias = (

@@ -38,7 +38,6 @@ With `jax_numpy_dtype_promotion="strict"` recipes cannot be traced, since `optax
 cannot. With another transform for `adamw` they can.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,13 +45,14 @@ import jax
 import optax
 
 from jax_muon import checks, paths
+from jax_muon.axes import ADAMW, MUON
 from jax_muon.hyperball import hyperball
 from jax_muon.matrices import Matrices
 from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import Polar, orthogonalize
 from jax_muon.partition import Group, Reader, partition, reader
 from jax_muon.polar.factors import NewtonSchulz
-from jax_muon.reading.vocabulary import ADAMW, MUON
+from jax_muon.reading.read import with_joins
 from jax_muon.scaling import (
     equilibrate_rows,
     normalize_frobenius,
@@ -353,7 +353,7 @@ def teon(
 
     def in_pairs(params: Any) -> Matrices:
         found = reader(matrices)(params)
-        return dataclasses.replace(found, joins=2) if found.joins is None else found
+        return with_joins(found, 2) if found.joins is None else found
 
     return _recipe(chain, adamw, groups, in_pairs)
 

@@ -13,10 +13,9 @@ import optax
 from jaxtyping import Array
 
 from jax_muon import checks, dtypes, paths
-from jax_muon import matrices as reading
 from jax_muon.axes import MatrixAxes
 from jax_muon.leaves import map_leaves, rate_at, step_leaves
-from jax_muon.matrices import Matrices
+from jax_muon.matrices import Matrices, of_tree
 from jax_muon.notes import note
 
 # Factor of the update, by the size (in, out) of the matrix.
@@ -159,7 +158,7 @@ def scale_by_normuon(
         return axes.reduction if axis == "output" or fan_out >= fan_in else axes.output
 
     def init_fn(params: optax.Params) -> ScaleByNorMuonState:
-        found = reading.of_tree(matrices, params)
+        found = of_tree(matrices, params)
 
         def zeros(path: str, p: Array) -> Array:
             # A sum has the sharding of the parameter.
@@ -175,7 +174,7 @@ def scale_by_normuon(
         updates: optax.Updates, state: ScaleByNorMuonState, params: Any = None
     ) -> tuple[optax.Updates, ScaleByNorMuonState]:
         del params
-        found = reading.of_tree(matrices, updates)
+        found = of_tree(matrices, updates)
         beta = rate_at(decay, state.count)
 
         def step(path: str, u: Array, v: Array) -> tuple[Array, Array]:
@@ -297,7 +296,7 @@ def _stateless(
     """A transform that applies `scale` to every leaf, in at least float32."""
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
-        found = reading.of_tree(matrices, params)
+        found = of_tree(matrices, params)
         for path, _ in paths.leaves_with_paths(params):
             found.axes(path)  # raises unless it is a matrix
         return optax.EmptyState()
@@ -306,7 +305,7 @@ def _stateless(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
-        found = reading.of_tree(matrices, updates)
+        found = of_tree(matrices, updates)
 
         def scale_leaf(path: str, u: Array) -> Array:
             return scale(path, dtypes.wide(u), found.axes(path)).astype(u.dtype)

@@ -1,4 +1,4 @@
-"""Splits: which parameters hold several matrices, and how their parts are read.
+"""Splits: which parameters hold several matrices, and how they are divided.
 
 A kernel with query, key and value side by side is three matrices: each has its own
 polar factor, its own NorMuon means, its own scale. `parts` runs a transform on them.
@@ -9,9 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_muon import checks, paths
-from jax_muon.axes import MatrixAxes
-from jax_muon.reading import tree
-from jax_muon.reading.decide import Parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,26 +85,6 @@ def check(splits: Any) -> None:
     )
 
 
-def read_parts(
-    parameters: Mapping[str, Parameter], splits: Splits
-) -> dict[str, Parameter]:
-    """How parts are read, given how whole parameters are.
-
-    Raises:
-      ValueError: for splits that do not fit.
-    """
-    check(splits)
-    found = dict(parameters)
-    for pattern, split in splits.items():
-        fitted = fit(pattern, split, found)
-        found = {
-            one.path: one
-            for path, whole in found.items()
-            for one in (_read(fitted[path], whole) if path in fitted else [whole])
-        }
-    return found
-
-
 def fit(pattern: str, split: Split, params: Any) -> dict[str, Fitted]:
     """The split of every parameter that the pattern matches, by path."""
     leaves = paths.leaves_with_paths(params)
@@ -117,31 +94,6 @@ def fit(pattern: str, split: Split, params: Any) -> dict[str, Fitted]:
         for path, x in leaves
         if paths.matches(pattern, path)
     }
-
-
-def _read(split: Fitted, whole: Parameter) -> list[Parameter]:
-    """How the parts of a parameter are read, given how the whole is."""
-    shape, axis, parts = list(whole.shape), split.axis, split.parts
-    if not isinstance(parts, int):
-        return [
-            dataclasses.replace(
-                whole,
-                path=f"{whole.path}/{name}",
-                shape=(*shape[:axis], width, *shape[axis + 1 :]),
-                role=tree.projection(name) or whole.role,
-            )
-            for name, width in parts.items()
-        ]
-    batch, axes = batch_axis(len(shape)), whole.axes
-    shape[axis] //= parts
-    shape.insert(batch, parts)
-    if axes is not None:
-        before, fan_in, fan_out = (
-            tuple(axis + (axis >= batch) for axis in side)
-            for side in (axes.batch, axes.reduction, axes.output)
-        )
-        axes = MatrixAxes(tuple(sorted((*before, batch))), fan_in, fan_out)
-    return [dataclasses.replace(whole, shape=tuple(shape), axes=axes)]
 
 
 def batch_axis(ndim: int) -> int:

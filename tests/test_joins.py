@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from jax_muon.joins import map_blocks
+from jax_muon.blocks import map_blocks
 from tests import oracle
 from tests.reading import reader
 

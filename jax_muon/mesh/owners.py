@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jax_muon.joins import Block
+from jax_muon.blocks import Block
 from jax_muon.matrices import Matrices
 from jax_muon.mesh.collectives import ring_bytes
 from jax_muon.mesh.specs import Sizes, devices_over, entry_names

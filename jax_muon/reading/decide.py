@@ -13,51 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax_muon import axes as matrix_axes
-from jax_muon.axes import MatrixAxes
+from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter
 from jax_muon.reading import roles, shapes, vocabulary
 from jax_muon.reading.shapes import Places
 from jax_muon.reading.tree import Leaf, Module, Node, Tree
-from jax_muon.reading.vocabulary import ADAMW, MUON
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """How one parameter is read.
-
-    Attributes:
-      path: its path, such as "blocks/0/attn/q/kernel".
-      shape: its global shape.
-      dtype: its dtype.
-      label: the group that it belongs to, such as "muon" or "adamw".
-      role: its purpose, such as "embedding" or "query".
-      reason: why, in a few words.
-      axes: which of its axes are batch, in and out; None if it is not a matrix.
-      doubt: why it cannot be read as a matrix, or how to resolve an ambiguity.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
-      >>> up = jm.read({"up": jnp.ones((4, 8))})["up"]
-      >>> up.role, up.axes.reduction, up.axes.output
-      ('kernel', (0,), (1,))
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    label: str
-    role: str
-    reason: str
-    axes: MatrixAxes | None
-    doubt: str | None = None
-
-    @property
-    def sizes(self) -> tuple[int, int, int] | None:
-        """Number of matrices, their inputs and outputs; None if it is not a matrix."""
-        if self.axes is None:
-            return None
-        fan_in, fan_out = self.axes.fan(self.shape)
-        return math.prod(self.shape[axis] for axis in self.axes.batch), fan_in, fan_out
 
 
 @dataclasses.dataclass

@@ -8,8 +8,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from jax_muon import axes as matrix_axes
 from jax_muon import paths
-from jax_muon.reading.decide import Parameter
-from jax_muon.reading.vocabulary import ADAMW, MUON
+from jax_muon.axes import ADAMW, MUON, Parameter
 
 # Path pattern to a label or dimension numbers; or a tree of them (a prefix will do).
 # None means AdamW, as in optax.

@@ -6,15 +6,110 @@ the role by words and neighbours, the axes by role. The user's rules (`overrides
 last and override the rest.
 """
 
+import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from jax_muon import paths
-from jax_muon.reading import decide, layers, roles
-from jax_muon.reading.decide import Parameter
+from jax_muon import checks, paths
+from jax_muon.axes import ADAMW, MUON, Parameter
+from jax_muon.matrices import Matrices
+from jax_muon.reading import decide, layers, overrides, roles
+from jax_muon.reading import joins as joining
+from jax_muon.reading.parts import read_parts
 from jax_muon.reading.tree import Leaf, Tree
+from jax_muon.splits import Splits
+
+
+def read(
+    params: Any,
+    *,
+    rules: overrides.Rules = None,
+    out_in: bool | None = None,
+    splits: Splits | None = None,
+    joins: joining.Joins | None = None,
+    strict: bool = True,
+) -> Matrices:
+    """Find out which parameters are matrices, and along which axes.
+
+    Embeddings, output heads, routers, biases, norms and other vectors get the label
+    "adamw", stacked by scanned layers or not; so do depthwise convolutions, matrices
+    with a single row or column, and whatever is empty or not real floating point. Every
+    other parameter gets "muon", such as the kernels of Dense, DenseGeneral, Conv and
+    Einsum and the factors of LoRA. `print` shows the result.
+
+    Args:
+      params: the whole model, or the shapes of its parameters, in any Flax form: linen
+        dict, FrozenDict, boxed, nnx.State; or another pytree of arrays.
+      rules: what you know better. Path pattern to a label, or to
+        `optax.contrib.MuonDimensionNumbers`, such as {"stem": "adamw"}; the first
+        pattern that matches wins, and the whole path of a parameter means that one
+        alone. Dimension numbers given for a parameter's path make it a matrix; for a
+        module's path they only say how its matrices are read. Or a tree of labels or of
+        dimension numbers (a prefix will do), as `optax.contrib.muon` takes one. None
+        means AdamW.
+      out_in: True if kernels are (out, in), as in PyTorch and equinox, False if they
+        are (in, out); None looks at biases and neighbours.
+      splits: path pattern to `Split`, for parameters that hold several matrices side by
+        side, such as a fused QKV kernel. Rules are about whole parameters, joins about
+        the parts.
+      joins: path pattern to K: K matrices of consecutive layers are orthogonalized as
+        one. `{i}` in a pattern is the number of a layer, as in
+        {"blocks/{i}/attn/q": 2}; a pattern without it joins along the scanned axis. Of
+        two joins of one matrix the first counts. An integer K joins queries, keys and
+        values (separately) across K consecutive layers of one shape.
+      strict: False warns about ambiguous parameters and gives them the label "adamw".
+
+    Returns:
+      A `Matrices`. It depends on paths, shapes and dtypes alone.
+
+    Raises:
+      ValueError: one error that lists every ambiguous parameter with its possible
+        readings and the rule that chooses one; with the path, for rules at paths that
+        no parameter has, and dimension numbers that do not fit.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> params = {"wte": jnp.zeros((9, 4)), "up": {"kernel": jnp.zeros((4, 8))}}
+      >>> print(jm.read(params))
+      parameter   shape   role        as matrices   label   why
+      up/kernel   4 x 8   kernel      1 x (4, 8)    muon    a matrix (in, out)
+      wte         9 x 4   embedding   -             adamw   an embedding, by its name
+      >>> jm.read(params, rules={"up": "frozen"})["up/kernel"].label
+      'frozen'
+    """
+    checks.arrays("params", params)
+    joining.check(joins)
+    checks.flag("strict", strict)
+    if out_in is not None:
+        checks.flag("out_in", out_in)
+    found = overrides.apply(rules, read_leaves(leaves_of(params), out_in))
+    ambiguous = [x for x in found.values() if x.label == MUON and x.doubt is not None]
+    if ambiguous and strict:
+        listed = "\n  ".join(str(one.doubt) for one in ambiguous)
+        raise ValueError(
+            f"{len(ambiguous)} of {len(found)} parameters cannot be read as matrices:"
+            f"\n  {listed}"
+        )
+    for one in ambiguous:
+        warnings.warn(f"{one.doubt}; it gets the label {ADAMW!r}", stacklevel=2)
+        found[one.path] = dataclasses.replace(one, label=ADAMW)
+    return with_joins(Matrices(found, dict(splits or {})), joins)
+
+
+def with_joins(matrices: Matrices, joins: joining.Joins | None) -> Matrices:
+    """The same parameters with other joins; `joins` as in `read`."""
+    parts = read_parts(matrices, matrices.splits) if matrices.splits else matrices
+    can_join = {
+        path: one
+        for path, one in parts.items()
+        if one.axes is not None and one.label != ADAMW
+    }
+    found = None if joins is None else joining.find_joins(joins, can_join)
+    return dataclasses.replace(matrices, joins=found)
 
 
 def read_leaves(leaves: Sequence[Leaf], out_in: bool | None = None) -> list[Parameter]:

@@ -14,7 +14,6 @@ def _words(text: str) -> set[str]:
 
 # --- labels ---------------------------------------------------------------------------
 
-MUON, ADAMW = "muon", "adamw"
 # Roles that go to AdamW; every other role is a matrix and goes to Muon.
 NOT_MATRICES = {"embedding", "head", "norm", "bias", "vector", "router", "depthwise"}
 

@@ -18,7 +18,7 @@ import optax
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_muon import checks, notes, paths
-from jax_muon.matrices import Parameter
+from jax_muon.axes import Parameter
 from jax_muon.mesh import array_types, owners
 from jax_muon.mesh import specs as mesh_specs
 from jax_muon.mesh.collectives import ring_bytes
