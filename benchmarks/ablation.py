@@ -2,11 +2,11 @@
 
     python -m benchmarks.ablation FOLDER...
 
-Every rule of jax_muon/reading is removed in turn, and all models of the folders (see
-`benchmarks.reading`) are read again. A rule is a function that answers a question about
-a leaf with None or False if it does not apply; without it, the answer is always None.
-The table has the number of leaves whose label or axes change (axes of size 1 change no
-matrix), and the smallest of their models.
+Every rule of jax_muon/reading/names is removed in turn, and all models of the folders
+(see `benchmarks.reading`) are read again. A rule is a function that answers a question
+about a leaf with None or False if it does not apply; without it, the answer is always
+None. The table has the number of leaves whose label or axes change (axes of size 1
+change no matrix), and the smallest of their models.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.reading import leaves_of
-from jax_muon.reading.read import read_leaves
-from jax_muon.reading.tree import Leaf
+from jax_muon.reading.names.read import read_leaves
+from jax_muon.reading.names.tree import Leaf
 
 MODULES = ("tree", "layers", "roles", "shapes", "decide")
 Readings = list[Any]
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 def rules() -> Iterator[tuple[str, types.FunctionType]]:
     """All functions and methods that may answer None or False."""
     for name in MODULES:
-        module = importlib.import_module(f"jax_muon.reading.{name}")
+        module = importlib.import_module(f"jax_muon.reading.names.{name}")
         classes = [x for x in vars(module).values() if isinstance(x, type)]
         for holder in (module, *classes):
             for value in vars(holder).values():

@@ -20,9 +20,9 @@ import re
 import sys
 from typing import Any
 
-from jax_muon.reading.decide import Parameter
-from jax_muon.reading.read import read_leaves
-from jax_muon.reading.tree import Leaf
+from jax_muon.axes import Parameter
+from jax_muon.reading.names.read import read_leaves
+from jax_muon.reading.names.tree import Leaf
 
 RIGHT, REFUSED, WRONG, UNKNOWABLE = "right", "refused", "wrong", "unknowable"
 

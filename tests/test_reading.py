@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import jax_muon as jm
 from benchmarks import reading
 from jax_muon.paths import is_box, leaves_with_paths
-from jax_muon.reading.read import read_leaves
-from jax_muon.reading.tree import Leaf
+from jax_muon.reading.names.read import read_leaves
+from jax_muon.reading.names.tree import Leaf
 
 FOLDER = pathlib.Path(__file__).parent / "fixtures"
 MODELS = sorted((FOLDER / "reading").glob("*.json"))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ from jax_muon.mesh.specs import (
     full_rank,
     spec_names,
 )
-from jax_muon.reading import layers as layer_axes
 
 # A PartitionSpec or NamedSharding for all parameters, a tree (or a prefix of one) of
 # them, or a function of a parameter's path. None in a tree: replicated.
@@ -63,7 +62,11 @@ class Layout:
         """
         names, coarse, fine = [], [], []
         given = None if self.specs is None else _by_path(self.specs)
-        layers = layer_axes.axes_of_layers(tree) if self.by_layers else {}
+        layers: Mapping[str, Collection[int]] = {}
+        if self.by_layers:
+            from jax_muon.reading.names.layers import axes_of_layers
+
+            layers = axes_of_layers(tree)
         for path, leaf in paths.leaves_with_paths(tree):
             shape = tuple(leaf.shape)
             spec = _own_spec(leaf) if given is None else given(path)

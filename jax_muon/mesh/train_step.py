@@ -26,7 +26,6 @@ from jax_muon import checks, notes
 from jax_muon.mesh import gradients, layout, xla_options
 from jax_muon.mesh.on_mesh import OnMesh
 from jax_muon.mesh.specs import AxisName, checked_axes, only
-from jax_muon.reading.layers import axes_of_layers
 
 Step = tuple[Any, Any, dict[str, Any]]
 
@@ -238,6 +237,8 @@ class TrainStep:
 
     def compiler_options(self, params: Any) -> dict[str, Any]:
         """XLA's options for these parameters, or their shapes; see `gpu_options`."""
+        from jax_muon.reading.names.layers import axes_of_layers
+
         if self._options is not None:
             return dict(self._options)
         axis, mesh = self._gradients.axis, self._layout.mesh

@@ -12,7 +12,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jax_muon import checks, paths
 from jax_muon.mesh import specs
-from jax_muon.reading.layers import axes_of_layers
 
 # Number of buckets in which all parameters are sent. The first product has nothing
 # before it to hide transfers under, so gathers at the beginning of a step go in small
@@ -115,6 +114,8 @@ def options_of(
     if mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return {}
     parts = mesh.size // math.prod(mesh.shape[name] for name in axis)
+    from jax_muon.reading.names.layers import axes_of_layers
+
     stacks = axes_of_layers(params)
     total, layer = 0, 0.0  # bytes of all parameters, and of one layer in stacks of them
     for path, x in paths.leaves_with_paths(params):

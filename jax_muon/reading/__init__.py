@@ -1,1 +1,1 @@
-"""How parameters are read as matrices: layers, roles, axes, rules."""
+"""Which parameters are matrices, by rules, by a computation, or by names."""

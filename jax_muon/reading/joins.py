@@ -8,7 +8,7 @@ from typing import Any
 from jax_muon import checks, paths
 from jax_muon.axes import Parameter
 from jax_muon.blocks import Join, batch_of
-from jax_muon.reading import tree
+from jax_muon.reading.projections import projection
 
 # Path pattern to K, or K alone for all queries, keys and values; see `read`.
 Joins = Mapping[str, int] | int
@@ -98,7 +98,7 @@ def _joins_of_attention(size: int, parameters: Mapping[str, Parameter]) -> list[
         numbers = [
             match
             for match in re.finditer(r"\d+", path)
-            if not tree.projection(path[: match.end()].rpartition("/")[2])
+            if not projection(path[: match.end()].rpartition("/")[2])
             and not (_is_of_attention(match) and batch_of(parameter))
         ]
         numbers.sort(key=lambda match: (not _is_of_attention(match), match.start()))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from jax_muon import splits as splitting
 from jax_muon.axes import MatrixAxes, Parameter
-from jax_muon.reading import tree
+from jax_muon.reading.projections import projection
 from jax_muon.splits import Fitted, Splits
 
 
@@ -38,7 +38,7 @@ def _read(split: Fitted, whole: Parameter) -> list[Parameter]:
                 whole,
                 path=f"{whole.path}/{name}",
                 shape=(*shape[:axis], width, *shape[axis + 1 :]),
-                role=tree.projection(name) or whole.role,
+                role=projection(name) or whole.role,
             )
             for name, width in parts.items()
         ]

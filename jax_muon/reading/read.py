@@ -1,25 +1,23 @@
 """Read a whole tree of parameters: which are matrices, along which axes, and why.
 
-A tree is read once and as a whole, since the role of a parameter depends on its
-neighbours. `read_leaves` goes from certain to likely evidence: axes of layers, experts,
-the role by words and neighbours, the axes by role. The user's rules (`overrides`) come
-last and override the rest.
+What the user's rules say counts first (`overrides`); everything else is read by names
+(`names/`). What neither can decide is one error. Splits and joins are resolved last.
 """
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jax_muon import checks, paths
 from jax_muon.axes import ADAMW, MUON, Parameter
 from jax_muon.matrices import Matrices
-from jax_muon.reading import decide, layers, overrides, roles
 from jax_muon.reading import joins as joining
+from jax_muon.reading import overrides
 from jax_muon.reading.parts import read_parts
-from jax_muon.reading.tree import Leaf, Tree
 from jax_muon.splits import Splits
 
 
@@ -86,7 +84,7 @@ def read(
     checks.flag("strict", strict)
     if out_in is not None:
         checks.flag("out_in", out_in)
-    found = overrides.apply(rules, read_leaves(leaves_of(params), out_in))
+    found = overrides.apply(rules, _by_names(_shapes(params), out_in))
     ambiguous = [x for x in found.values() if x.label == MUON and x.doubt is not None]
     if ambiguous and strict:
         listed = "\n  ".join(str(one.doubt) for one in ambiguous)
@@ -112,18 +110,20 @@ def with_joins(matrices: Matrices, joins: joining.Joins | None) -> Matrices:
     return dataclasses.replace(matrices, joins=found)
 
 
-def read_leaves(leaves: Sequence[Leaf], out_in: bool | None = None) -> list[Parameter]:
-    """Read all leaves of a model, each in view of all others, without any rules."""
-    tree = Tree(leaves)
-    layers.find_layers(tree)
-    layers.find_experts(tree)
-    found = {node: roles.role_of(tree, node) for node in tree.nodes}
-    decider = decide.Decider(tree, found, out_in)
-    return decide.agreeing([decider.parameter(node) for node in tree.nodes])
+def _by_names(
+    shapes: Mapping[str, jax.ShapeDtypeStruct], out_in: bool | None
+) -> list[Parameter]:
+    """Parameters as their paths and shapes suggest."""
+    # Only here: nothing else needs these modules.
+    from jax_muon.reading.names.read import read_leaves
+    from jax_muon.reading.names.tree import Leaf
+
+    leaves = [Leaf(path, x.shape, x.dtype) for path, x in shapes.items()]
+    return read_leaves(leaves, out_in)
 
 
-def leaves_of(params: Any) -> list[Leaf]:
-    """Every parameter.
+def _shapes(params: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every parameter by path.
 
     Raises:
       ValueError: two parameters with one path.
@@ -136,4 +136,7 @@ def leaves_of(params: Any) -> list[Leaf]:
             f"two parameters have the path {twice!r}; expected different paths, since "
             "labels and rules go by them"
         )
-    return [Leaf(path, tuple(x.shape), jnp.result_type(x)) for path, x in flat]
+    return {
+        path: jax.ShapeDtypeStruct(tuple(x.shape), jnp.result_type(x))
+        for path, x in flat
+    }

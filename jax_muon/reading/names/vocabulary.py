@@ -5,7 +5,6 @@ a parameter. Words cost nothing and help with models that nobody has tried yet.
 """
 
 import re
-from collections.abc import Mapping
 
 
 def _words(text: str) -> set[str]:
@@ -136,27 +135,7 @@ GROUPED = _words("group grouped groups dw")
 
 # --- projections of attention and MLPs ------------------------------------------------
 
-# By their core, which leaves out the words around: `q`, not `q_proj`, `to_q` or `wq`.
-ATTENTION = {"attn", "attention"}
-AROUND = ATTENTION | _words("self cross proj projection einsum to w linear mlp ffw")
-W_IN_FRONT = re.compile("^w(?=(q|k|v|kv|qkv|o|i)$)")
-GPT2 = {"c_attn": "qkv", "c_proj": "out"}
-QUERY = _words("q query queries q_b q_up")
-KEY = _words("k key keys k_b k_up")
-VALUE = _words("v value values v_b v_up")
-KEY_VALUE = _words("kv kv_b kv_up")
-FUSED = _words("qkv query_key_value in_qkvz in_qkv")
-OUT = _words("o out output vec o_b")
-PROJECTIONS: Mapping[str, set[str]] = {
-    "qkv": FUSED,
-    "query": QUERY,
-    "kv": KEY_VALUE,
-    "key": KEY,
-    "value": VALUE,
-    "out": OUT,
-}
-# The first of two factors of a projection, (embed, rank), and the second of a query.
-FIRST_FACTOR = _words("q_a kv_a q_down kv_down kv_a_with_mqa")
+# The second of two factors of a query, (rank, heads).
 SECOND_FACTOR = {"q_b", "q_up"}
 # (heads, rank), the first factor of an output projection.
 FIRST_FACTOR_OUT = {"o_a"}
@@ -168,9 +147,6 @@ UP = _words(
     """
 )
 DOWN = _words("down fc_out per_layer")
-# Modules that read the width of the model, and modules that write it.
-READS = UP | QUERY | KEY | VALUE | KEY_VALUE | FUSED | FIRST_FACTOR
-WRITES = OUT | DOWN | FIRST_FACTOR_OUT
 # The layers of an MLP by their number, such as `fc1` and `linear1_0`.
 NUMBERED = re.compile(r"(?:linear|dense|fc|w)_?([12])(?:_\d+)?")
 

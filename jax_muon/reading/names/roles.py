@@ -8,8 +8,9 @@ import re
 from collections.abc import Callable
 
 from jax_muon import axes, paths
-from jax_muon.reading import vocabulary
-from jax_muon.reading.tree import Module, Node, Tree
+from jax_muon.reading.names import vocabulary
+from jax_muon.reading.names.tree import Module, Node, Tree
+from jax_muon.reading.projections import ATTENTION
 
 Role = tuple[str, str]
 Rule = Callable[[Tree, Node], Role | None]
@@ -29,7 +30,7 @@ def role_of(tree: Tree, node: Node) -> Role:
 
 def in_attention(tree: Tree, node: Node) -> bool:
     """True with attention in the path, or a query beside: MLPs also have a `wo`."""
-    named = any(vocabulary.ATTENTION & {*paths.words(part)} for part in node.parts)
+    named = any(ATTENTION & {*paths.words(part)} for part in node.parts)
     return named or any(
         other.projection not in ("out", None) for other in tree.beside(node)
     )

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax_muon import paths
-from jax_muon.reading import vocabulary
+from jax_muon.reading import projections
+from jax_muon.reading.names import vocabulary
 
 Shape = tuple[int, ...]
 Module = tuple[str, ...]
@@ -89,12 +90,12 @@ class Node:
     @functools.cached_property
     def core(self) -> str:
         """`role_title` without the words around the name of a projection."""
-        return core(self.role_title)
+        return projections.core(self.role_title)
 
     @functools.cached_property
     def projection(self) -> str | None:
         """Which projection of attention it is: query, key, value, kv, qkv or out."""
-        return projection(self.role_title)
+        return projections.projection(self.role_title)
 
     @functools.cached_property
     def title_words(self) -> list[str]:
@@ -118,24 +119,6 @@ class Node:
             return False  # the kernel that makes the scales of a norm: adaLN/weight
         first = [] if is_array else self.title_words[:1]
         return bool({*self.title_words[-1:], *first} & vocabulary.NORM)
-
-
-def core(name: str) -> str:
-    """The words of a name but for those around the name of a projection.
-
-    Examples:
-      >>> core("q_proj"), core("to_kv"), core("attention_output"), core("wo")
-      ('q', 'kv', 'output', 'o')
-    """
-    found = [vocabulary.W_IN_FRONT.sub("", word) for word in paths.words(name)]
-    whole = vocabulary.GPT2.get("_".join(found))
-    return whole or "_".join(word for word in found if word not in vocabulary.AROUND)
-
-
-def projection(name: str) -> str | None:
-    """Which projection of attention a name means, as in `Node.projection`."""
-    found, known = core(name), vocabulary.PROJECTIONS.items()
-    return next((part for part, cores in known if found in cores), None)
 
 
 class Tree:

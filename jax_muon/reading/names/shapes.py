@@ -9,8 +9,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from jax_muon.reading import roles, vocabulary
-from jax_muon.reading.tree import Node, Shape, Tree
+from jax_muon.reading.names import roles, vocabulary
+from jax_muon.reading.names.tree import Node, Shape, Tree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,10 @@ from typing import Any
 
 from jax_muon import axes as matrix_axes
 from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter
-from jax_muon.reading import roles, shapes, vocabulary
-from jax_muon.reading.shapes import Places
-from jax_muon.reading.tree import Leaf, Module, Node, Tree
+from jax_muon.reading.names import roles, shapes, vocabulary
+from jax_muon.reading.names.shapes import Places
+from jax_muon.reading.names.tree import Leaf, Module, Node, Tree
+from jax_muon.reading.projections import PROJECTIONS
 
 
 @dataclasses.dataclass
@@ -129,12 +130,12 @@ class Decider:
         if node.name in ("kernel", "w") or len(sides) != 2 or sides[0] == sides[1]:
             return None
         number = vocabulary.NUMBERED.fullmatch(node.owner[-1].lower())
-        up = vocabulary.UP | vocabulary.QUERY | vocabulary.FUSED
+        up = vocabulary.UP | PROJECTIONS["query"] | PROJECTIONS["qkv"]
         if number is not None:
             reads = number[1] == "1"
         elif node.core in up - vocabulary.SECOND_FACTOR:
             reads = True
-        elif node.core in vocabulary.DOWN | vocabulary.OUT:
+        elif node.core in vocabulary.DOWN | PROJECTIONS["out"]:
             reads = False
         else:
             return None

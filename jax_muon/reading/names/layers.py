@@ -10,8 +10,8 @@ them with as many outputs, or by the name of their module.
 from typing import Any
 
 from jax_muon import paths
-from jax_muon.reading import vocabulary
-from jax_muon.reading.tree import Leaf, Module, Node, Tree
+from jax_muon.reading.names import vocabulary
+from jax_muon.reading.names.tree import Leaf, Module, Node, Tree
 
 
 def axes_of_layers(tree: Any) -> dict[str, tuple[int, ...]]:

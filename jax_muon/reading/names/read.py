@@ -1,0 +1,22 @@
+"""Read a whole tree of parameters by paths and shapes: the last source, and a guess.
+
+A tree is read as a whole, since the role of a parameter depends on its neighbours, from
+certain to likely evidence: axes of layers, experts, the role by words and neighbours,
+the axes by role.
+"""
+
+from collections.abc import Sequence
+
+from jax_muon.axes import Parameter
+from jax_muon.reading.names import decide, layers, roles
+from jax_muon.reading.names.tree import Leaf, Tree
+
+
+def read_leaves(leaves: Sequence[Leaf], out_in: bool | None = None) -> list[Parameter]:
+    """Read all leaves of a model, each in view of all others, without any rules."""
+    tree = Tree(leaves)
+    layers.find_layers(tree)
+    layers.find_experts(tree)
+    found = {node: roles.role_of(tree, node) for node in tree.nodes}
+    decider = decide.Decider(tree, found, out_in)
+    return decide.agreeing([decider.parameter(node) for node in tree.nodes])
