@@ -73,12 +73,71 @@ def _lines(eqn: JaxprEqn) -> Iterator[tuple[str, bool]]:
 # Elementwise operations that are linear in a leaf, whatever else they take, or that do
 # not change it.
 LINEAR = frozenset(
-    ["add", "sub", "mul", "div", "neg", "add_any", "select_n", "copy", "copy_p", "real", "imag", "complex", "conj", "name", "optimization_barrier", "sharding_constraint", "mesh_cast", "reshard", "reduce_precision", "convert_element_type", "pvary", "pcast", "device_put", "layout_constraint", "psum", "psum_invariant", "pbroadcast", "stop_gradient", "transpose"]
+    [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "neg",
+        "add_any",
+        "select_n",
+        "copy",
+        "copy_p",
+        "real",
+        "imag",
+        "complex",
+        "conj",
+        "name",
+        "optimization_barrier",
+        "sharding_constraint",
+        "mesh_cast",
+        "reshard",
+        "reduce_precision",
+        "convert_element_type",
+        "pvary",
+        "pcast",
+        "device_put",
+        "layout_constraint",
+        "psum",
+        "psum_invariant",
+        "pbroadcast",
+        "stop_gradient",
+        "transpose",
+    ]
 )
 RANDOM = frozenset(
-    ["random_bits", "random_wrap", "random_unwrap", "random_seed", "random_split", "random_fold_in", "random_clone", "threefry2x32", "iota", "rng_bit_generator"]
+    [
+        "random_bits",
+        "random_wrap",
+        "random_unwrap",
+        "random_seed",
+        "random_split",
+        "random_fold_in",
+        "random_clone",
+        "threefry2x32",
+        "iota",
+        "rng_bit_generator",
+    ]
 )
 # No gradient passes these, or it does to their floating-point results alone.
 NO_GRADIENT = frozenset(
-    ["stop_gradient", "argmax", "argmin", "eq", "ne", "lt", "le", "gt", "ge", "sign", "is_finite", "and", "or", "not", "top_k", "sort", "approx_top_k"]
+    [
+        "stop_gradient",
+        "argmax",
+        "argmin",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "sign",
+        "is_finite",
+        "and",
+        "or",
+        "not",
+        "top_k",
+        "sort",
+        "approx_top_k",
+    ]
 )

@@ -1,11 +1,13 @@
 """From the uses of a parameter to its reading: label, role, axes, and why."""
 
+import dataclasses
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax_muon import axes as matrix_axes
-from jax_muon.axes import MatrixAxes
+from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter
 from jax_muon.reading.computation.follow import Follower
 from jax_muon.reading.computation.values import (
     BATCH,
@@ -17,8 +19,6 @@ from jax_muon.reading.computation.values import (
     Roles,
     Use,
 )
-from jax_muon.reading.decide import Parameter
-from jax_muon.reading.vocabulary import ADAMW, MUON
 
 # Uses that make a leaf a kernel.
 _PRODUCTS = ("contracted", "convolved", "grouped", "depthwise")
@@ -32,16 +32,47 @@ _NO_MATRIX = {
 def parameter(path: str, leaf: Any, follower: Follower) -> Parameter:
     """How a leaf is read, by its uses; with a doubt, if they do not decide."""
     shape, uses = tuple(leaf.shape), follower.uses[path]
-    label, role, reason, axes, doubt = _decide(shape, uses)
-    if label == MUON and matrix_axes.not_a_matrix(path, shape, leaf.dtype):
-        label, role, axes, doubt = ADAMW, "vector", None, None
-    return Parameter(path, shape, leaf.dtype, label, role, reason, axes, doubt)
+    label, role, reason, axes = _decide(shape, uses)
+    doubt, scanned = None, tuple(sorted(follower.scanned[path]))
+    if matrix_axes.not_a_matrix(path, shape, leaf.dtype):
+        label, role, axes = ADAMW, "vector" if label == MUON else role, None
+    elif label == MUON and axes is None:
+        last = len(shape) - 2, len(shape) - 1
+        doubt = (
+            f"parameter {path!r} of shape {shape}: {reason}; expected rules such as "
+            f"{{{path!r}: MuonDimensionNumbers{last}}} or {{{path!r}: {ADAMW!r}}}"
+        )
+    return Parameter(path, shape, leaf.dtype, label, role, reason, axes, doubt, scanned)
+
+
+def agreeing(parameters: Sequence[Parameter]) -> list[Parameter]:
+    """The same, but a head that is a kernel in other layers is one here, too.
+
+    A function that ends before the model's head, such as an encoder, has its last
+    kernels as its last products.
+    """
+
+    def kind(x: Parameter) -> Any:
+        return re.sub(r"\d+", "0", x.path), x.shape
+
+    kernels = {kind(x): x for x in parameters if x.label == MUON}
+    return [
+        dataclasses.replace(
+            x,
+            label=MUON,
+            role=kernels[kind(x)].role,
+            reason=f"{x.reason}, and like {kernels[kind(x)].path!r}",
+        )
+        if x.role == "head" and kind(x) in kernels
+        else x
+        for x in parameters
+    ]
 
 
 def _decide(
     shape: tuple[int, ...], uses: Sequence[Use]
-) -> tuple[str, str, str, MatrixAxes | None, str | None]:
-    """Label, role, reason, axes and doubt."""
+) -> tuple[str, str, str, MatrixAxes | None]:
+    """Label, role, reason and axes; a matrix without axes is undecided."""
 
     def at(*kinds: str) -> str:
         lines = dict.fromkeys(
@@ -49,15 +80,15 @@ def _decide(
         )
         return f" at {', '.join([*lines][:3])}" if lines else ""
 
-    def undecided(doubt: str) -> Any:
-        return MUON, "unknown", "", None, doubt
+    def undecided(reason: str) -> Any:
+        return MUON, "unknown", reason, None
 
     kinds = {use.kind for use in uses}
     if not uses:
-        return ADAMW, "unused", "the result does not depend on it", None, None
+        return ADAMW, "unused", "the result does not depend on it", None
     picked = "picked" in kinds
     if picked and not any(x.is_picked and x.kind == "contracted" for x in uses):
-        return ADAMW, "embedding", f"rows picked by integers{at('picked')}", None, None
+        return ADAMW, "embedding", f"rows picked by integers{at('picked')}", None
     products = [use for use in uses if use.kind in _PRODUCTS]
     if not products:
         if "like data" in kinds:
@@ -67,13 +98,13 @@ def _decide(
         if "opaque" in kinds:
             names = dict.fromkeys(use.primitive for use in uses if use.kind == "opaque")
             return undecided(f"it goes into {', '.join(names)}{at('opaque')}")
-        return ADAMW, "elementwise", f"elementwise{at('elementwise')}", None, None
+        return ADAMW, "elementwise", f"elementwise{at('elementwise')}", None
     where, first = at(*_PRODUCTS), products[0]
     if first.kind in _NO_MATRIX:
         role, words = _NO_MATRIX[first.kind]
-        return ADAMW, role, f"{words}{where}", None, None
+        return ADAMW, role, f"{words}{where}", None
     if first.is_complex:
-        return ADAMW, "complex", f"a product of complex numbers{where}", None, None
+        return ADAMW, "complex", f"a product of complex numbers{where}", None
     readings = [_axes(shape, use) for use in products if not use.is_gradient]
     axes = next((x for x in readings if isinstance(x, MatrixAxes)), None)
     if axes is None:
@@ -88,21 +119,16 @@ def _decide(
     over = "axis" if len(axes.reduction) == 1 else "axes"
     reason = f"{verb} over {over} {', '.join(map(str, axes.reduction))}{where}"
     if 1 in axes.fan(shape):
-        return ADAMW, "vector", f"one row or column, {reason}", axes, None
+        return ADAMW, "vector", f"one row or column, {reason}", axes
     if all(map(_is_looked_up, products)):
-        return (
-            ADAMW,
-            "embedding",
-            f"a table that queries are compared with{where}",
-            axes,
-            None,
-        )
+        reason = f"a table that queries are compared with{where}"
+        return ADAMW, "embedding", reason, axes
     if any(use.chooses for use in products):
-        return ADAMW, "router", f"a top-k chooses among its outputs{where}", axes, None
+        return ADAMW, "router", f"a top-k chooses among its outputs{where}", axes
     if not any(use.feeds for use in products):
-        return ADAMW, "head", f"last product before the result{where}", axes, None
+        return ADAMW, "head", f"last product before the result{where}", axes
     kernel = "convolution" if first.kind == "convolved" else "kernel"
-    return MUON, _role(products) or kernel, reason, axes, None
+    return MUON, _role(products) or kernel, reason, axes
 
 
 def _text(axes: MatrixAxes) -> str:

@@ -61,14 +61,14 @@ class Follower:
       shapes: of the leaves, by path.
       uses: of each leaf, in the order of the program.
       scores: products of two activations that may be attention's.
-      scanned: the axis that a scan takes of a leaf, for leaves that one takes.
+      scanned: the axes of each leaf that a scan takes one element at a time.
     """
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self.shapes = shapes
         self.uses: dict[str, list[Use]] = collections.defaultdict(list)
         self.scores: dict[Any, Scores] = {}
-        self.scanned: dict[str, int] = {}
+        self.scanned: dict[str, set[int]] = collections.defaultdict(set)
         self._known: dict[Any, Use] = {}
         self._calls: tuple[int, ...] = ()  # the operations that this one is called by
 

@@ -22,10 +22,8 @@ def _scan(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value]
     length, rows = eqn.params["length"], []
     for value, v in zip(values[start:], eqn.invars[start:], strict=True):
         shape = shape_of(v)
-        taken = {leaf: axes_of(sides[0]) for leaf, sides in value.leaves.items()}
-        follower.scanned |= {
-            leaf: axis for leaf, axes in taken.items() for axis in axes
-        }
+        for leaf, sides in value.leaves.items():
+            follower.scanned[leaf] |= {*axes_of(sides[0])}
         row = cut(value, shape, (1, *shape[1:])).moved(lambda sides: sides[1:])
         rows.append(row)
     carry, ys = _repeat(

@@ -86,10 +86,11 @@ class Product:
         return fits.index(True) if fits[0] != fits[1] else None
 
     def _is_matrix(self, i: int) -> bool:
-        """True if a leaf has axes on both sides, when data has picked its elements."""
-        return any(
-            axes_in(sides, self.contract[i]) and axes_in(sides, self.free[i])
-            for sides in self.values[i].leaves.values()
+        """True if both sides are leaves', where data has picked or added elements."""
+        leaves = self.values[i].leaves.values()
+        return all(
+            any(axes_in(sides, places[i]) for sides in leaves)
+            for places in (self.contract, self.free)
         )
 
     def _is_own(self, i: int) -> bool:

@@ -1,12 +1,13 @@
 """Read parameters from a function of them: the loss, or the model's `apply`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_muon import jaxprs, paths
+from jax_muon.axes import Parameter
 from jax_muon.reading.computation import (  # noqa: F401
     decide,
     loops,
@@ -14,7 +15,6 @@ from jax_muon.reading.computation import (  # noqa: F401
 )
 from jax_muon.reading.computation.follow import Follower
 from jax_muon.reading.computation.values import Factor, Value
-from jax_muon.reading.decide import Parameter
 
 
 def follow(function: Callable[..., Any], params: Any, *args: Any) -> Follower:
@@ -31,15 +31,15 @@ def follow(function: Callable[..., Any], params: Any, *args: Any) -> Follower:
     return follower
 
 
-def read(
-    function: Callable[..., Any], params: Any, *args: Any
-) -> Mapping[str, Parameter]:
+def read_uses(function: Callable[..., Any], params: Any, *args: Any) -> list[Parameter]:
     """How `function(params, *args)` uses each parameter."""
     follower = follow(function, params, *args)
-    return {
-        path: decide.parameter(path, leaf, follower)
-        for path, leaf in paths.leaves_with_paths(params)
-    }
+    return decide.agreeing(
+        [
+            decide.parameter(path, leaf, follower)
+            for path, leaf in paths.leaves_with_paths(params)
+        ]
+    )
 
 
 def _of_leaf(path: str, shape: tuple[int, ...]) -> Value:

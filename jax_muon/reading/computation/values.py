@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 # What an axis of a leaf is in one use. BATCH, IN and OUT are what is asked for. An axis
 # is INNER if it is contracted with another leaf's, CONSTANT if with a constant, and PART
 # if one element of a part of it was taken.
-BATCH, IN, OUT, INNER, CONSTANT, PART = ["batch", "in", "out", "inner", "constant", "part"]
+BATCH, IN, OUT, INNER, CONSTANT, PART = [
+    "batch",
+    "in",
+    "out",
+    "inner",
+    "constant",
+    "part",
+]
 Roles = dict[int, frozenset[str]]  # by axis of the leaf
 
 
