@@ -1,17 +1,18 @@
-"""What the package knows of JAX's internals: primitives, their parameters, source lines.
+"""What the package knows of JAX's internals: primitives, parameters, source lines.
 
 Everything here may change with a release of JAX; `tests/test_jaxprs.py` runs in each.
 """
 
-from collections.abc import Iterator
+import os
+import sys
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import partial_eval
 
-# Frames in these files are not the user's code.
-_LIBRARIES = ("/jax/", "/flax/", "/haiku/", "/equinox/", "/keras/", "/haliax/")
+# Lines of these packages are not the user's.
+_LIBRARIES = ("jax", "flax", "haiku", "equinox", "keras", "haliax")
 
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
@@ -56,88 +57,39 @@ def line_of(eqn: JaxprEqn) -> str:
     Where only installed packages are on the stack, the innermost one that is not JAX or
     a library of layers.
     """
-    lines = list(_lines(eqn))
-    own = [line for line, is_installed in lines if not is_installed]
-    return next(iter(own or [line for line, _ in lines]), "")
-
-
-def _lines(eqn: JaxprEqn) -> Iterator[tuple[str, bool]]:
-    traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback else ():
-        name = frame.file_name
-        if not name.startswith("<") and not any(x in name for x in _LIBRARIES):
-            line = f"{name.rsplit('/', 1)[-1]}:{frame.line_num}"
-            yield line, "site-packages" in name
+    modules = [sys.modules.get(name) for name in _LIBRARIES]
+    folders = tuple(os.path.dirname(m.__file__ or "") for m in modules if m)
+    traceback, installed = eqn.source_info.traceback, ""
+    for frame in traceback.frames if traceback else ():  # the innermost first
+        file = frame.file_name
+        if file.startswith((*folders, "<frozen")):
+            continue
+        line = f"{os.path.basename(file)}:{frame.line_num}"
+        if "site-packages" not in file:
+            return line
+        installed = installed or line
+    return installed
 
 
 # Elementwise operations that are linear in a leaf, whatever else they take, or that do
 # not change it.
-LINEAR = frozenset(
-    [
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "neg",
-        "add_any",
-        "select_n",
-        "copy",
-        "copy_p",
-        "real",
-        "imag",
-        "complex",
-        "conj",
-        "name",
-        "optimization_barrier",
-        "sharding_constraint",
-        "mesh_cast",
-        "reshard",
-        "reduce_precision",
-        "convert_element_type",
-        "pvary",
-        "pcast",
-        "device_put",
-        "layout_constraint",
-        "psum",
-        "psum_invariant",
-        "pbroadcast",
-        "stop_gradient",
-        "transpose",
-    ]
-)
-RANDOM = frozenset(
-    [
-        "random_bits",
-        "random_wrap",
-        "random_unwrap",
-        "random_seed",
-        "random_split",
-        "random_fold_in",
-        "random_clone",
-        "threefry2x32",
-        "iota",
-        "rng_bit_generator",
-    ]
-)
+# fmt: off
+LINEAR = frozenset({
+    "add", "sub", "mul", "div", "neg", "add_any", "select_n", "copy", "copy_p", "real",
+    "imag", "complex", "conj", "name", "optimization_barrier", "sharding_constraint",
+    "mesh_cast", "reshard", "reduce_precision", "convert_element_type", "pvary",
+    "pcast", "device_put", "layout_constraint", "psum", "psum_invariant", "pbroadcast",
+    "stop_gradient", "transpose",
+})
+RANDOM = frozenset({
+    "random_bits", "random_wrap", "random_unwrap", "random_seed", "random_split",
+    "random_fold_in", "random_clone", "threefry2x32", "iota", "rng_bit_generator",
+})
+# fmt: on
 # No gradient passes these, or it does to their floating-point results alone.
-NO_GRADIENT = frozenset(
-    [
-        "stop_gradient",
-        "argmax",
-        "argmin",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "sign",
-        "is_finite",
-        "and",
-        "or",
-        "not",
-        "top_k",
-        "sort",
-        "approx_top_k",
-    ]
-)
+# fmt: off
+NO_GRADIENT = frozenset({
+    "stop_gradient", "argmax", "argmin", "eq", "ne", "lt", "le", "gt", "ge", "sign",
+    "is_finite", "and", "or", "not", "top_k", "sort", "approx_top_k",
+})
+# fmt: on

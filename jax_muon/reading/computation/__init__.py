@@ -1,1 +1,1 @@
-"""Read parameters from the computation: a matrix is what the loss contracts with data."""
+"""Read parameters from a computation: a matrix is what the loss contracts."""
