@@ -74,7 +74,8 @@ class Follower:
 
     def run(self, jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
         """The results of a function."""
-        known = dict(zip(jaxpr.invars, values, strict=True))
+        known = dict.fromkeys(jaxpr.constvars, Value())
+        known |= zip(jaxpr.invars, values, strict=True)
 
         def read(v: Any) -> Value:
             return Value(uniform=True) if isinstance(v, Literal) else known[v]

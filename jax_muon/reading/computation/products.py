@@ -289,8 +289,23 @@ def _convolution(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
 
 @rule("pallas_call")
 def _pallas_call(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """A kernel: opaque to leaves; of activations alone, any function of them."""
+    """A kernel: a product of a leaf and an activation, if their widths leave no choice.
+
+    Otherwise it is opaque to leaves; of activations alone, any function of them.
+    """
+    inputs = [dataclasses.replace(value, leaves={}) for value in values]
+    result = joined(inputs, results={}, one_hot=False)
+    shapes = [shape_of(v) for v in eqn.invars]
+    weights = [i for i, x in enumerate(values) if x.leaves and not x.data]
+    data = [i for i, x in enumerate(values) if x.behind and len(shapes[i]) > 1]
+    if len(weights) == len(data) == len(eqn.outvars) == 1:
+        shape, (*_, before) = shapes[weights[0]], shapes[data[0]]
+        *_, after = shape_of(eqn.outvars[0])
+        if before != after and shape.count(before) == shape.count(after) == 1:
+            roles = [IN if n == before else OUT if n == after else BATCH for n in shape]
+            weight, by = values[weights[0]], values[data[0]]
+            uses = follower.use(weight, "contracted", eqn, roles, by)
+            return dataclasses.replace(result, behind=frozenset(uses))
     for value in values:
         follower.use(value, "opaque", eqn)
-    inputs = [dataclasses.replace(value, leaves={}) for value in values]
-    return joined(inputs, results={}, one_hot=False)
+    return result
