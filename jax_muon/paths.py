@@ -2,7 +2,9 @@
 
 A path is `blocks/0/attn/q/kernel`, the same for the same parameter in every Flax form
 (linen dict, FrozenDict, boxed, nnx.State) and at init as at update: NNX boxes
-parameters at init only, which shows as a trailing `.value` that is dropped here.
+parameters at init only, which shows as a trailing `.value` that is dropped here. A key
+with dots, such as PyTorch's `blocks.0.attn.q.weight`, stays as it is; patterns, and
+whatever reads names, take its dots as slashes.
 """
 
 import fnmatch
@@ -52,6 +54,16 @@ def is_function(x: Any) -> TypeGuard[Callable[..., Any]]:
     return callable(x) and jax.tree_util.all_leaves([x])
 
 
+def slashed(path: str) -> str:
+    """A path or pattern with its dots as slashes.
+
+    Examples:
+      >>> slashed("model.layers.0.mlp.up_proj.weight")
+      'model/layers/0/mlp/up_proj/weight'
+    """
+    return path.replace(".", "/")
+
+
 def words(name: str) -> list[str]:
     """Words of a name, in lower case.
 
@@ -81,7 +93,10 @@ def matches(pattern: str, path: str) -> bool:
       False
       >>> matches("blocks/*/kernel", "blocks/0/attn/q/kernel")
       True
+      >>> matches("attn/q", "blocks.0.attn.q.weight")
+      True
     """
+    path, pattern = slashed(path), slashed(pattern)
     return pattern == path or fnmatch.fnmatchcase(f"/{path}/", f"*/{pattern}/*")
 
 
@@ -92,7 +107,7 @@ def ends_with(pattern: str, path: str) -> bool:
       >>> ends_with("q/kernel", "attn/q/kernel"), ends_with("q", "q/kernel_q")
       (True, False)
     """
-    return fnmatch.fnmatchcase(f"/{path}", f"*/{pattern}")
+    return fnmatch.fnmatchcase(f"/{slashed(path)}", f"*/{slashed(pattern)}")
 
 
 def check_known(

@@ -254,6 +254,31 @@ def test_layers_that_are_read_differently_are_in_doubt():
     assert {one.label for one in found.values()} == {"adamw"}
 
 
+def test_dots_in_a_key_separate_modules_as_slashes_do():
+    """As in PyTorch's checkpoints, for everything that takes patterns."""
+    kinds = {"self_attn.qkv_proj": (192, 64), "mlp.up_proj": (256, 64)}
+    params = {"lm_head.weight": jnp.ones((100, 64)), "model.norm.weight": jnp.ones(64)}
+    params |= {
+        f"model.layers.{i}.{name}.weight": jnp.ones(sizes)
+        for i in range(2)
+        for name, sizes in kinds.items()
+    }
+    qkv, up = (f"model.layers.0.{name}.weight" for name in kinds)
+    rules = {"lm_head": "muon", "layers/*/mlp/up_proj": "slow", qkv: Numbers(1, 0)}
+    found = read(rules, params, splits={"qkv_proj": jm.Split(("q", "k", "v"), 0)})
+    assert found["lm_head.weight"].label == "muon"
+    assert found[up].label == "slow"
+    assert found[qkv].reason == "dimension numbers"
+    found = read(None, params, joins={"layers.{i}.mlp.up_proj": 2})
+    (join,) = found.joins
+    assert join.paths == (up, up.replace("0", "1"))
+    tx = jm.scale_by_path({"layers.1": 0.0})
+    scaled, _ = tx.update(params, tx.init(params))
+    assert {path for path, x in scaled.items() if not x.any()} == {
+        path for path in params if ".layers.1." in path
+    }
+
+
 def test_the_path_of_a_parameter_is_no_pattern():
     """As names of a flat tree, where [0] would be one character."""
     tree = {"layers[0].norm": shape(4, 8), "layers[1].norm": shape(4, 8)}

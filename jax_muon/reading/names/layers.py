@@ -10,7 +10,7 @@ them with as many outputs, or by the name of their module.
 from typing import Any
 
 from jax_muon import paths
-from jax_muon.reading.names import vocabulary
+from jax_muon.reading.names import roles, vocabulary
 from jax_muon.reading.names.tree import Leaf, Module, Node, Tree
 
 
@@ -19,23 +19,27 @@ def axes_of_layers(tree: Any) -> dict[str, tuple[int, ...]]:
     leaves = paths.leaves_with_paths(tree)
     found = Tree([Leaf(path, tuple(x.shape), x.dtype) for path, x in leaves])
     find_layers(found)
-    return {node.path: node.batch for node in found.nodes}
+    return {node.leaf.path: node.batch for node in found.nodes}
 
 
 def find_layers(tree: Tree) -> None:
     """Give every node its axes of layers, as `batch` and `batch_reason`."""
     _search(tree, (), set())
+    for node in tree.nodes:
+        _by_bias(tree, node)
     tree.forget_norms()
 
 
 def _search(tree: Tree, module: Module, inherited: set[tuple[int, int]]) -> None:
     """Look for an axis, its place and size, from the outermost module inwards."""
     nodes = tree.under[module]
-    # A width that several kernels share is not a number of layers, seen from outside.
+    # A width that several kernels share is not a number of layers, seen from outside,
     candidates = {axis for axis in inherited if axis[1] not in tree.streams}
     for node in nodes:
         if node.is_norm and len(node.sizes) > 1:
             candidates |= {*enumerate(node.sizes[:2])}
+    # nor is the width of the embedding tables, which norms have on their last axis.
+    candidates -= {(1, width) for width in tree.streams}
     # Leaves of one shape agree with themselves by nature.
     alike = len({node.sizes for node in nodes}) == 1
     shared = [
@@ -73,8 +77,26 @@ def _is_container(tree: Tree, module: Module) -> bool:
     if not kernels or len(counts) > 1 or nodes[0].batch:
         return False
     ((count,),) = counts
-    sides = [size for sizes in kernels for size in sizes[1:] if size > 1]
-    return all(count <= size for size in sides)
+    return all(count <= max(sizes[1:]) for sizes in kernels)
+
+
+def _by_bias(tree: Tree, node: Node) -> None:
+    """Give a stack of kernels its batch, if the bias beside it has the same one.
+
+    A bias (2, 1) is one for each of two kernels (256, 1), and not (out, 1), as beside a
+    `weight` (out, in, window) of equinox.
+    """
+    bias = tree.bias_of(node) if node.is_generic else None
+    if bias is None or bias.batch or bias.is_vector:
+        return
+    *stack, width = bias.sizes
+    is_window = width == 1 and node.name == "weight"
+    is_trailing = node.sizes[1:] == bias.sizes  # heads, perhaps
+    fits = node.sizes[:-2] == (*stack,) and width in node.sizes[-2:]
+    if fits and not is_window and not is_trailing:
+        for one in (node, bias):
+            one.batch = (*one.batch, *one.native[: len(stack)])
+            one.batch_reason = f"the bias {bias.leaf.shape} beside it is stacked too"
 
 
 def find_experts(tree: Tree) -> None:
@@ -86,7 +108,11 @@ def find_experts(tree: Tree) -> None:
         if router := _router_of(tree, node):
             reason = f"{router.path!r} beside it chooses among {count} experts"
             router.chooses = True
-        elif any(map(_is_of_experts, node.parts)) and count not in tree.streams:
+        elif (
+            any(map(_is_of_experts, node.parts))
+            and count not in tree.streams
+            and not (node.projection and roles.in_attention(tree, node))
+        ):
             reason = f"{count} experts, by the name of its module"
         else:
             continue

@@ -29,10 +29,10 @@ def role_of(tree: Tree, node: Node) -> Role:
 
 
 def in_attention(tree: Tree, node: Node) -> bool:
-    """True with attention in the path, or a query beside: MLPs also have a `wo`."""
+    """True with attention in the path, or a query beside: MLPs also have `wo`, `v`."""
     named = any(ATTENTION & {*paths.words(part)} for part in node.parts)
     return named or any(
-        other.projection not in ("out", None) for other in tree.beside(node)
+        other.projection not in ("value", "out", None) for other in tree.beside(node)
     )
 
 

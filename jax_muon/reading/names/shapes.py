@@ -168,8 +168,7 @@ def _query(tree: Tree, node: Node, outs: Sequence[Shape]) -> Places | None:
     # The last axis, as in (N, H, D), is an input only where it is the model's width:
     # norms of queries and keys have the width H of heads.
     inputs = [place for place in range(end) if sizes[place] in tree.streams]
-    widths = {norm.sizes[0] for norm in tree.norms}
-    inputs = inputs or [p for p in range(end - 1) if sizes[p] in widths]
+    inputs = inputs or [p for p in range(end - 1) if sizes[p] in tree.widths]
     if len(inputs) > 1:  # the heads that are left have to be those of out
         heads = {out[0] for out in outs if len(out) == 3}
         inputs = [p for p in inputs if end == 3 and sizes[1 if p == 0 else 0] in heads]
@@ -218,6 +217,21 @@ def lora(tree: Tree, node: Node) -> Places | None:
     return Places.out_of(end, range(cut, end), reason, start)
 
 
+def _pair(tree: Tree, node: Node) -> Places | None:
+    """(D, N, H) and (N, H, D) in one module, with D the width of the model."""
+    sizes, width = node.sizes, tree.streams
+    for other in tree.beside(node):
+        for into, back in ((sizes, other.sizes), (other.sizes, sizes)):
+            turned = len(into) > 2 and back == (*into[1:], into[0])
+            if turned and into[0] in width and not width & {*into[1:]}:
+                end, is_into = len(into), into == sizes
+                outputs = range(1, end) if is_into else [end - 1]
+                return Places.out_of(
+                    end, outputs, f"{other.sizes} beside it turns back"
+                )
+    return None
+
+
 def _gates(tree: Tree, node: Node) -> Places | None:
     """Gate and up projection in one: (2, D, hidden), or (2, hidden, D)."""
     sizes = node.sizes
@@ -250,5 +264,6 @@ RULES: list[Rule] = [
     _attention,
     _gates,
     _by_window,
+    _pair,
     _stack,
 ]

@@ -6,7 +6,7 @@ the modules beside its module, and the norms around it.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_muon import paths
@@ -37,10 +37,10 @@ class Node:
     batch_reason: str = ""
     chooses: bool = False  # experts beside it were found by its outputs
 
-    @property
+    @functools.cached_property
     def path(self) -> str:
-        """The path of the leaf."""
-        return self.leaf.path
+        """The path of the leaf, with slashes alone."""
+        return paths.slashed(self.leaf.path)
 
     @property
     def name(self) -> str:
@@ -64,9 +64,10 @@ class Node:
 
     @functools.cached_property
     def is_generic(self) -> bool:
-        """True if the leaf's name says only "kernel" or "bias"."""
+        """True if the leaf's name says only "kernel", "weight_hh_l0" or "bias"."""
         plain = vocabulary.GENERIC | vocabulary.BIAS | vocabulary.SCALE
-        return self.name.lower() in plain and len(self.parts) > 1
+        says_kernel = self.own_words[:1] in (["weight"], ["kernel"])
+        return len(self.parts) > 1 and (says_kernel or self.name.lower() in plain)
 
     @property
     def owner(self) -> Module:
@@ -113,7 +114,8 @@ class Node:
         name, is_array = self.name.lower(), len(self.leaf.shape) > 1
         if name == "kernel":
             return False
-        if name in vocabulary.SCALE and not (name == "g" and is_array):  # or a gate
+        own = {name, self.title} if self.is_generic else {name}
+        if own & vocabulary.SCALE and not (name == "g" and is_array):  # or a gate
             return True
         if is_array and vocabulary.ADAPTIVE & {*self.title_words}:
             return False  # the kernel that makes the scales of a norm: adaLN/weight
@@ -125,7 +127,7 @@ class Tree:
     """All leaves of a model, and their neighbours."""
 
     def __init__(self, leaves: Sequence[Leaf]):
-        ranks = {leaf.path: len(leaf.shape) for leaf in leaves}
+        ranks = {paths.slashed(leaf.path): len(leaf.shape) for leaf in leaves}
         paired = {path.rpartition("/")[0] for path in ranks if _is_beside(path, ranks)}
         self.nodes = [_node(leaf, ranks, paired) for leaf in leaves]
         self.by_path = {node.path: node for node in self.nodes}
@@ -153,7 +155,7 @@ class Tree:
         """Embedding tables, by the name of the leaf or of the module above it."""
 
         def is_table(node: Node) -> bool:
-            around = {*paths.words(node.parts[-2])} if len(node.parts) > 1 else set()
+            around = {*paths.words(node.parts[-2:][0])}  # its own, without a module
             by_module = node.name != "kernel" and around & vocabulary.EMBEDDING
             return node.name in vocabulary.TABLE or bool(by_module)
 
@@ -168,12 +170,18 @@ class Tree:
         found = (n for parts in beside for n in self.under.get(parts, ()))
         return next((n for n in found if n.is_bias), None)
 
-    def beside(self, node: Node) -> Iterator[Node]:
+    def beside(self, node: Node) -> Sequence[Node]:
         """Kernels of the modules beside the node's module, its own included."""
-        module = self.module(node)
-        for other in self.under[module[:-1]]:
-            if not other.is_bias and len(self.module(other)) == len(module):
-                yield other
+        return self._kernels[self.module(node)[:-1]]
+
+    @functools.cached_property
+    def _kernels(self) -> Mapping[Module, list[Node]]:
+        """The kernels of the modules that are directly inside a module."""
+        found: dict[Module, list[Node]] = {self.module(n)[:-1]: [] for n in self.nodes}
+        for node in self.nodes:
+            if not node.is_bias:
+                found[self.module(node)[:-1]].append(node)
+        return found
 
     def module(self, node: Node) -> Module:
         """The module of a node, without plain modules below it, as in `query/dense`."""
@@ -194,18 +202,36 @@ class Tree:
         least = min((len(node.parts) for node in self.norms), default=0)
         return tables | {n.sizes[0] for n in self.norms if len(n.parts) == least}
 
+    @functools.cached_property
+    def widths(self) -> set[int]:
+        """Widths of all norms."""
+        return {norm.sizes[0] for norm in self.norms}
+
     def forget_norms(self) -> None:
         """Clear the cached norms, after nodes were given axes of layers."""
-        for name in ("norms", "streams"):
+        for name in ("norms", "streams", "widths"):
             self.__dict__.pop(name, None)
 
 
 def _is_beside(path: str, ranks: Mapping[str, int]) -> bool:
     """True for the `gate_b` of a `gate_w`, or the `bq` of a `wq`."""
     around, slash, name = path.rpartition("/")
-    kernel = f"{name[:-1]}w" if name.endswith("_b") else f"w{name[1:]}"
-    is_b = name.endswith("_b") or name.startswith("b")
-    return is_b and ranks[path] < ranks.get(f"{around}{slash}{kernel}", 0)
+    kernels = [f"w{name[1:]}", f"W{name[1:]}"]
+    if name.endswith("_b"):
+        kernels = [f"{name[:-1]}w"]
+    elif not name.startswith("b"):
+        return False
+    return any(
+        ranks[path] < ranks.get(f"{around}{slash}{kernel}", 0) for kernel in kernels
+    )
+
+
+def _pair(path: str, ranks: Mapping[str, int]) -> str | None:
+    """What a member of a pair (W, b) is: "weight" or "bias"; None for other leaves."""
+    layer, _, place = path.rpartition("/")
+    kernel, bias = (ranks.get(f"{layer}/{x}", 0) for x in "01")
+    is_pair = kernel > bias > 0 and f"{layer}/2" not in ranks
+    return {"0": "weight", "1": "bias"}.get(place) if is_pair else None
 
 
 def _node(leaf: Leaf, ranks: Mapping[str, int], paired: set[str]) -> Node:
@@ -213,19 +239,22 @@ def _node(leaf: Leaf, ranks: Mapping[str, int], paired: set[str]) -> Node:
 
     The index of a box around a leaf is left out. `in_proj_weight` beside a bias, and
     `query_w` in a module that has pairs `gate_w` and `gate_b`, are read as
-    `in_proj/weight` and `query/w` are. Factors `lora/a` are read as `lora/lora_a`,
-    since a `b` is a bias.
+    `in_proj/weight` and `query/w` are, and so is the pair (W, b) of a layer in a list.
+    Factors `lora/a` are read as `lora/lora_a`, since a `b` is a bias.
     """
-    parts = leaf.path.split("/")
-    while len(parts) > 1 and parts[-1].isdigit():
+    path = paths.slashed(leaf.path)
+    parts = path.split("/")
+    if (pair := _pair(path, ranks)) is not None:
+        return Node(leaf, (*parts[:-1], pair), pair == "bias")
+    while len(parts) > 1 and (parts[-1].isdigit() or parts[-1] in vocabulary.BOXES):
         parts = parts[:-1]
     *around, name = parts
     stem, _, end = name.rpartition("_")
-    is_b = _is_beside(leaf.path, ranks)
+    is_b = _is_beside(path, ranks)
     # `rel_pos_w` in another module is the table of a width.
     written = (end == "w" or is_b) and "/".join(around) in paired
     if around[-1:] == ["lora"] and name in vocabulary.OTHER_FACTOR:
         parts = [*around, f"lora_{name}"]
-    elif stem and (written or f"{leaf.path[: -len(end)]}bias" in ranks):
+    elif stem and (written or f"{path[: -len(end)]}bias" in ranks):
         parts = [*around, stem, end]
     return Node(leaf, tuple(parts), is_b or parts[-1].lower() in vocabulary.BIAS)
