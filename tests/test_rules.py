@@ -292,6 +292,8 @@ def test_the_path_of_a_parameter_is_no_pattern():
 def test_the_side_of_the_outputs():
     """`out_in` says it where nothing else does; against a bias it is refused."""
     bare = {"up": {"weight": shape(4, 8)}}
+    assert "assumed" in jm.read(bare)["up/weight"].reason
+    assert "assumed" not in jm.read({"up": {"kernel": shape(4, 8)}})["up/kernel"].reason
     io, oi = MatrixAxes((), (0,), (1,)), MatrixAxes((), (1,), (0,))
     assert jm.read(bare, out_in=False).axes("up/weight") == io
     assert jm.read(bare, out_in=True).axes("up/weight") == oi

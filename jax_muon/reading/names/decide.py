@@ -82,23 +82,23 @@ class Decider:
                 return Places.out_of(2, [1], "")
             if role == "lora" and (found := shapes.lora(self.tree, node)):
                 return found
+            modules = (node.parts[:end] for end in range(len(node.parts)))
+            if not node.batch and not self.tree.stacks.isdisjoint(modules):
+                return (
+                    "it may be a stack of vectors: all leaves around it share an axis"
+                )
             flipped, reason = self._orientation(node)
-        if flipped is None:
-            return (
-                "it may be (in, out) or (out, in); out_in=True or False decides for "
-                "all kernels"
-            )
         return Places.out_of(2, [0 if flipped else 1], reason)
 
     # --- (in, out) or (out, in) -------------------------------------------------------
 
-    def _orientation(self, node: Node) -> tuple[bool | None, str]:
-        """True for (out, in), None where votes are divided; and why.
+    def _orientation(self, node: Node) -> tuple[bool, str]:
+        """True for (out, in), and why.
 
         A bias has the size of the outputs, so a kernel that is not square votes by the
         bias beside it. Where no kernel has a bias, projections vote whose name says
         which side is the width of the model: `up` and `query` take it in, `down` and
-        `out` give it.
+        `out` give it. Without votes, or with divided ones, (in, out) is assumed.
         """
         own = self._by_bias(node)
         if own is not None:
@@ -109,9 +109,11 @@ class Decider:
                 straight, flipped = votes[*kind, False], votes[*kind, True]
                 if straight or flipped:
                     few, many = sorted((straight, flipped))
-                    return (flipped > straight if 10 * few < many else None), reason
-        # PyTorch's name, which some libraries have with (in, out).
-        return (None if node.name == "weight" else False), ""
+                    if 10 * few < many:
+                        return flipped > straight, reason
+                    return False, _ASSUMED
+        # These names are those of libraries whose kernels are (in, out).
+        return False, "" if node.name in ("kernel", "w") else _ASSUMED
 
     def _by_bias(self, node: Node) -> bool | None:
         """True if the bias says (out, in); None without one, or for a square kernel."""
@@ -143,7 +145,7 @@ class Decider:
 
     @functools.cached_property
     def _votes(self) -> "list[tuple[_Votes, str]]":
-        by_width = "like the kernels around it, by the side that has the model's width"
+        by_width = "like the kernels around it, by the width of the model"
         return [
             (self._count(self._by_bias), "like the kernels around it, by their biases"),
             (self._count(self._by_width), by_width),
@@ -159,6 +161,7 @@ class Decider:
         )
 
 
+_ASSUMED = "assumed: (out, in) is as likely"
 # Module, name of its kernels, and True for (out, in), to the number of votes.
 _Votes = collections.Counter[tuple[Module, str, bool]]
 

@@ -157,7 +157,7 @@ def _by_partner(node: Node, others: Sequence[Shape]) -> Places | None:
 def _out(tree: Tree, node: Node, queries: Sequence[Shape]) -> Places | None:
     sizes, end = node.sizes, len(node.sizes)
     outputs = [place for place in (0, end - 1) if sizes[place] in tree.streams]
-    if len(outputs) != 1:
+    if len(outputs) != 1 or end > 3:  # one axis too many for heads: layers, perhaps
         return None
     reason = f"heads are summed over to the width {sizes[outputs[0]]} of the norms"
     return Places.out_of(end, outputs, reason)

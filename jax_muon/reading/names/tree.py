@@ -191,6 +191,20 @@ class Tree:
         return parts
 
     @functools.cached_property
+    def stacks(self) -> set[Module]:
+        """Modules whose leaves may be stacked, on the first or on the second axis.
+
+        They have that axis and its size in common, and some have three axes.
+        """
+        return {
+            module
+            for module, inside in self.under.items()
+            if any(len({n.sizes[at : at + 1] for n in inside}) == 1 for at in (0, 1))
+            and any(len(n.sizes) > 2 for n in inside)
+            and len(inside) > 2
+        }
+
+    @functools.cached_property
     def norms(self) -> list[Node]:
         """The norms, each of which has one width."""
         return [n for n in self.nodes if n.is_norm and len(n.sizes) == 1]
