@@ -8,6 +8,7 @@ whatever reads names, take its dots as slashes.
 """
 
 import fnmatch
+import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeGuard
@@ -71,7 +72,13 @@ def words(name: str) -> list[str]:
       >>> words("LayerNorm_0"), words("LMHead"), words("layer_norm1"), words("QKNorm")
       (['layer', 'norm'], ['lm', 'head'], ['layer', 'norm'], ['qk', 'norm'])
     """
-    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+    return [*_words(name)]
+
+
+@functools.lru_cache(maxsize=10_000)
+def _words(name: str) -> tuple[str, ...]:
+    found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    return tuple(word.lower() for word in found)
 
 
 def nearest_prefix(entries: Mapping[str, Any], path: str) -> str | None:

@@ -7,6 +7,7 @@ loses that axis, and the search continues inside. Experts are counted by a route
 them with as many outputs, or by the name of their module.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from jax_muon import paths
@@ -57,8 +58,7 @@ def _search(tree: Tree, module: Module, inherited: set[tuple[int, int]]) -> None
             _search(tree, (*module, child), candidates)
         return
     for node in nodes:
-        node.batch_reason = reason.format(node.sizes[place])
-        node.batch = (*node.batch, node.native[place])
+        node.stack([place], reason.format(node.sizes[place]))
     _search(tree, module, set())
 
 
@@ -95,17 +95,22 @@ def _by_bias(tree: Tree, node: Node) -> None:
     fits = node.sizes[:-2] == (*stack,) and width in node.sizes[-2:]
     if fits and not is_window and not is_trailing:
         for one in (node, bias):
-            one.batch = (*one.batch, *one.native[: len(stack)])
-            one.batch_reason = f"the bias {bias.leaf.shape} beside it is stacked too"
+            reason = f"the bias {bias.leaf.shape} beside it is stacked too"
+            one.stack(range(len(stack)), reason)
 
 
 def find_experts(tree: Tree) -> None:
     """Give the stacked kernels of experts their axis of experts, as a batch."""
+    routers: dict[Module, list[Node]] = {}  # kernels called so, by the modules around
+    for node in tree.nodes:
+        if (vocabulary.ROUTER | vocabulary.GATE) & {*node.title_words}:
+            for depth in range(len(node.parts)):
+                routers.setdefault(node.parts[:depth], []).append(node)
     for node in tree.nodes:
         if node.is_bias or len(node.sizes) < 3:
             continue
         count = node.sizes[0]
-        if router := _router_of(tree, node):
+        if router := _router_of(node, routers.get(tree.module(node)[:-1], ())):
             reason = f"{router.path!r} beside it chooses among {count} experts"
             router.chooses = True
         elif (
@@ -116,8 +121,7 @@ def find_experts(tree: Tree) -> None:
             reason = f"{count} experts, by the name of its module"
         else:
             continue
-        node.batch = (*node.batch, node.native[0])
-        node.batch_reason = reason
+        node.stack([0], reason)
 
 
 def _is_of_experts(part: str) -> bool:
@@ -127,10 +131,9 @@ def _is_of_experts(part: str) -> bool:
     return named or (words[-1:] in (["expert"], ["experts"]) and "shared" not in words)
 
 
-def _router_of(tree: Tree, node: Node) -> Node | None:
-    """A kernel (in, experts) called gate or router in the module around a node's."""
-    for other in tree.under[tree.module(node)[:-1]]:
-        fits = other.sizes[1:] == node.sizes[:1] and other.sizes[0] in node.sizes[1:]
-        if fits and (vocabulary.ROUTER | vocabulary.GATE) & {*other.title_words}:
+def _router_of(node: Node, routers: Iterable[Node]) -> Node | None:
+    """A kernel (in, experts) among those called gate or router around a node's."""
+    for other in routers:
+        if other.sizes[1:] == node.sizes[:1] and other.sizes[0] in node.sizes[1:]:
             return other
     return None

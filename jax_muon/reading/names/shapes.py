@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jax_muon.reading.names import roles, vocabulary
 from jax_muon.reading.names.tree import Node, Shape, Tree
+from jax_muon.reading.projections import PROJECTIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,14 +123,12 @@ def _is_window(window: Shape, channels: Shape) -> bool:
 
 def _attention(tree: Tree, node: Node) -> Places | None:
     """Projections that keep their heads apart: (D, N, H), (N, D, H), (N, H, D)."""
-    beside = [n for n in tree.beside(node) if n.projection]
-    alike = any(
-        n.sizes == node.sizes and n.projection in ("query", "key") for n in beside
-    )
+    alike = node.sizes in tree.sizes_beside(node, ("query", "key"))
     if not alike and not (node.projection and roles.in_attention(tree, node)):
         return None
     is_out = node.projection == "out"
-    others = [n.sizes for n in beside if (n.projection == "out") != is_out]
+    partners = {*PROJECTIONS} - {"out"} if is_out else {"out"}
+    others = tree.sizes_beside(node, partners)
     return _by_partner(node, others) or (
         _out(tree, node, others) if is_out else _query(tree, node, others)
     )
@@ -219,17 +218,14 @@ def lora(tree: Tree, node: Node) -> Places | None:
 
 def _pair(tree: Tree, node: Node) -> Places | None:
     """(D, N, H) and (N, H, D) in one module, with D the width of the model."""
-    sizes, width = node.sizes, tree.streams
-    for other in tree.beside(node):
-        for into, back in ((sizes, other.sizes), (other.sizes, sizes)):
-            turned = len(into) > 2 and back == (*into[1:], into[0])
-            if turned and into[0] in width and not width & {*into[1:]}:
-                end, is_into = len(into), into == sizes
-                outputs = range(1, end) if is_into else [end - 1]
-                return Places.out_of(
-                    end, outputs, f"{other.sizes} beside it turns back"
-                )
-    return None
+    sizes, end = node.sizes, len(node.sizes)
+    beside = tree.sizes_beside(node, {*PROJECTIONS, None})
+    outputs = [place for place in range(end) if sizes[place] in tree.streams]
+    if outputs == [0] and (*sizes[1:], sizes[0]) in beside:
+        outputs = [*range(1, end)]
+    elif outputs != [end - 1] or (sizes[-1], *sizes[:-1]) not in beside:
+        return None
+    return Places.out_of(end, outputs, "a kernel beside it leads the other way")
 
 
 def _gates(tree: Tree, node: Node) -> Places | None:

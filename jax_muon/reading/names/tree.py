@@ -6,7 +6,7 @@ the modules beside its module, and the norms around it.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax_muon import paths
@@ -37,6 +37,18 @@ class Node:
     batch_reason: str = ""
     chooses: bool = False  # experts beside it were found by its outputs
 
+    def __post_init__(self) -> None:
+        self.native = tuple(range(len(self.leaf.shape)))  # axes that are no batch
+        self.sizes = self.leaf.shape  # of the native axes
+
+    def stack(self, places: Iterable[int], reason: str) -> None:
+        """Make the native axes at these places a batch."""
+        self.batch = (*self.batch, *(self.native[place] for place in places))
+        self.batch_reason = reason
+        axes = range(len(self.leaf.shape))
+        self.native = tuple(axis for axis in axes if axis not in self.batch)
+        self.sizes = tuple(self.leaf.shape[axis] for axis in self.native)
+
     @functools.cached_property
     def path(self) -> str:
         """The path of the leaf, with slashes alone."""
@@ -46,16 +58,6 @@ class Node:
     def name(self) -> str:
         """The last component: "kernel", "bias", "wi_0"."""
         return self.parts[-1]
-
-    @property
-    def native(self) -> tuple[int, ...]:
-        """The axes that are neither layers nor experts."""
-        return tuple(i for i in range(len(self.leaf.shape)) if i not in self.batch)
-
-    @property
-    def sizes(self) -> Shape:
-        """The sizes of the native axes."""
-        return tuple(self.leaf.shape[axis] for axis in self.native)
 
     @functools.cached_property
     def own_words(self) -> list[str]:
@@ -108,7 +110,7 @@ class Node:
         """True for at most one native axis."""
         return len(self.sizes) < 2
 
-    @property
+    @functools.cached_property
     def is_norm(self) -> bool:
         """True for the scale or bias of a norm, by its name and module."""
         name, is_array = self.name.lower(), len(self.leaf.shape) > 1
@@ -174,6 +176,26 @@ class Tree:
         """Kernels of the modules beside the node's module, its own included."""
         return self._kernels[self.module(node)[:-1]]
 
+    def projections(self, node: Node) -> set[str | None]:
+        """The projections of attention among the kernels beside a node."""
+        return self._projections[self.module(node)[:-1]]
+
+    def sizes_beside(self, node: Node, kinds: Container[str | None]) -> list[Shape]:
+        """The sizes of these projections beside a node, each of them once."""
+        beside = self._sizes[self.module(node)[:-1]]
+        return [sizes for projection, sizes in beside if projection in kinds]
+
+    @functools.cached_property
+    def _projections(self) -> Mapping[Module, set[str | None]]:
+        return {at: {n.projection for n in own} for at, own in self._kernels.items()}
+
+    @functools.cached_property
+    def _sizes(self) -> Mapping[Module, Iterable[tuple[str | None, Shape]]]:
+        return {
+            module: dict.fromkeys((n.projection, n.sizes) for n in own)
+            for module, own in self._kernels.items()
+        }
+
     @functools.cached_property
     def _kernels(self) -> Mapping[Module, list[Node]]:
         """The kernels of the modules that are directly inside a module."""
@@ -199,9 +221,9 @@ class Tree:
         return {
             module
             for module, inside in self.under.items()
-            if any(len({n.sizes[at : at + 1] for n in inside}) == 1 for at in (0, 1))
+            if len(inside) > 2
             and any(len(n.sizes) > 2 for n in inside)
-            and len(inside) > 2
+            and any(len({n.sizes[at : at + 1] for n in inside}) == 1 for at in (0, 1))
         }
 
     @functools.cached_property
