@@ -75,6 +75,7 @@ class Parameter:
       reason: why, in a few words.
       axes: which of its axes are batch, in and out; None if it is not a matrix.
       doubt: why it cannot be read as a matrix, or how to resolve an ambiguity.
+      scanned: the axes that a scan takes one element at a time, such as layers.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -92,6 +93,7 @@ class Parameter:
     reason: str
     axes: MatrixAxes | None
     doubt: str | None = None
+    scanned: tuple[int, ...] = ()
 
     @property
     def sizes(self) -> tuple[int, int, int] | None:

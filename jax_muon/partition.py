@@ -71,6 +71,7 @@ def partition(
 
     def build(tree: Any) -> optax.GradientTransformationExtraArgs:
         found = _of_tree(read_tree(tree), tree, groups)
+        note("scanned", {path: x.scanned for path, x in found.items()})
         if not found.splits:
             return _for_tree(found, groups)
         parts = read_parts(found, found.splits)

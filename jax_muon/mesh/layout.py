@@ -1,14 +1,16 @@
 """How the parameters of a tree are sharded, and their gradients and state."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import paths
+from jax_muon import notes, paths
 from jax_muon.mesh.array_types import own_sharding
 from jax_muon.mesh.specs import (
     devices_over,
@@ -21,6 +23,8 @@ from jax_muon.mesh.specs import (
 # A PartitionSpec or NamedSharding for all parameters, a tree (or a prefix of one) of
 # them, or a function of a parameter's path. None in a tree: replicated.
 Specs = Any
+# By the path of a parameter.
+ScannedAxes = Mapping[str, tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +38,8 @@ class Layout:
       summed: mesh axes that gradients are summed over, for `describe`.
       min_size: least elements of a leaf that is divided so.
       params_divided: parameters are sharded like gradients and state.
-      by_layers: axes of layers, which a scan goes along, are divided only where no
-        other axis can be.
+      scanned: of a tree of parameters, the axes of each that a scan takes, by path.
+        They are divided only where no other axis can be. None: no scan takes any.
     """
 
     mesh: Mesh
@@ -44,7 +48,7 @@ class Layout:
     summed: tuple[str, ...] = ()
     min_size: int = 1024
     params_divided: bool = False
-    by_layers: bool = False
+    scanned: "Callable[[Any], ScannedAxes] | None" = None
 
     def of_tree(self, tree: Any) -> tuple[Any, Any]:
         """PartitionSpecs of parameters, and of their gradients and state."""
@@ -62,16 +66,12 @@ class Layout:
         """
         names, coarse, fine = [], [], []
         given = None if self.specs is None else _by_path(self.specs)
-        layers: Mapping[str, Collection[int]] = {}
-        if self.by_layers:
-            from jax_muon.reading.names.layers import axes_of_layers
-
-            layers = axes_of_layers(tree)
+        scanned = self.scanned(tree) if self.scanned else {}
         for path, leaf in paths.leaves_with_paths(tree):
             shape = tuple(leaf.shape)
             spec = _own_spec(leaf) if given is None else given(path)
             own = full_rank(spec, path, shape, self.mesh)
-            finer = self._finer(shape, own, layers.get(path, ()))
+            finer = self._finer(shape, own, scanned.get(path, ()))
             names.append(path)
             coarse.append(finer if self.params_divided else own)
             fine.append(finer)
@@ -109,6 +109,37 @@ class Layout:
                 entries[axis] = (*entry, *names)
                 return PartitionSpec(*entries)
         return own
+
+
+def scanned_by(tx: optax.GradientTransformation) -> Callable[[Any], ScannedAxes]:
+    """The axes that a scan takes, as the reading says that an optimizer goes by.
+
+    By names, for parameters that the optimizer reads no further, such as those of
+    `optax.adamw`.
+    """
+
+    @functools.lru_cache(maxsize=4)
+    def of_shapes(treedef: Any, shapes: tuple[Any, ...]) -> ScannedAxes:
+        params = jax.tree.unflatten(treedef, shapes)
+        with notes.listening() as heard:
+            # A new function, so that JAX traces it.
+            jax.eval_shape(lambda params: tx.init(params), params)
+        return heard["scanned"] or by_names(params)
+
+    def of_tree(tree: Any) -> ScannedAxes:
+        leaves, treedef = jax.tree.flatten(tree)
+        return of_shapes(
+            treedef, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+        )
+
+    return of_tree
+
+
+def by_names(params: Any) -> ScannedAxes:
+    """The axes that a scan takes, as far as names and shapes show them."""
+    from jax_muon.reading.names.layers import axes_of_layers
+
+    return axes_of_layers(params)
 
 
 def _own_spec(leaf: Any) -> PartitionSpec:

@@ -156,6 +156,7 @@ def make_train_step(
         how=gather,
         keep_gathered=keep_gathered,
     )
+    scanned = layout.scanned_by(tx)
     places = layout.Layout(
         mesh,
         PartitionSpec() if specs is None else specs,
@@ -163,9 +164,10 @@ def make_train_step(
         names,
         min_size,
         params_divided=parameters == "divided",
-        by_layers=parameters == "divided" and gather != "leaves",
+        scanned=scanned if parameters == "divided" and gather != "leaves" else None,
     )
-    return TrainStep(means, OnMesh(tx, places, gather_dtype), donate, compiler_options)
+    optimizer = OnMesh(tx, places, gather_dtype)
+    return TrainStep(means, optimizer, scanned, donate, compiler_options)
 
 
 class TrainStep:
@@ -183,13 +185,14 @@ class TrainStep:
         self,
         means: gradients.MeanGradients,
         optimizer: OnMesh,
+        scanned: Callable[[Any], layout.ScannedAxes],
         donate: bool,
         options: Mapping[str, Any] | None,
     ) -> None:
         """Use `make_train_step`."""
         self._options = options
         self._gradients, self._optimizer = means, optimizer
-        self._layout = optimizer.layout
+        self._layout, self._scanned = optimizer.layout, scanned
         self._donate = (0, 1) if donate else ()
         self._jitted: Any = None
         self.tx = optimizer.transform()
@@ -237,17 +240,15 @@ class TrainStep:
 
     def compiler_options(self, params: Any) -> dict[str, Any]:
         """XLA's options for these parameters, or their shapes; see `gpu_options`."""
-        from jax_muon.reading.names.layers import axes_of_layers
-
         if self._options is not None:
             return dict(self._options)
         axis, mesh = self._gradients.axis, self._layout.mesh
         _, specs, _ = self._layout.of_leaves(params)
         sharded = [only(spec, axis) for spec in specs]
-        first, stacked = any(map(any, sharded)), any(axes_of_layers(params).values())
-        layers = first and stacked and self._gradients.how != "leaves"
+        first, stacks = any(map(any, sharded)), self._scanned(params)
+        layers = first and any(stacks.values()) and self._gradients.how != "leaves"
         late = xla_options.scatters_late(sharded, mesh.shape)
-        return xla_options.options_of(params, mesh, axis, first, layers, late)
+        return xla_options.options_of(params, mesh, axis, stacks, first, layers, late)
 
     def _jit(self, params: Any) -> Any:
         """The jitted step, with the compiler's options for its first parameters."""

@@ -11,7 +11,9 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_muon import checks, paths
+from jax_muon.matrices import Matrices
 from jax_muon.mesh import specs
+from jax_muon.mesh.layout import ScannedAxes, by_names
 
 # Number of buckets in which all parameters are sent. The first product has nothing
 # before it to hide transfers under, so gathers at the beginning of a step go in small
@@ -45,6 +47,7 @@ def gpu_options(
     axis: specs.AxisName | None = None,
     gathers_first: bool = True,
     layers: bool | None = None,
+    matrices: Matrices | None = None,
 ) -> dict[str, Any]:
     """Compiler options for a train step with these parameters on this mesh.
 
@@ -79,8 +82,10 @@ def gpu_options(
         beginning of a step; otherwise updates are gathered at its end.
       layers: who gathers scanned layers. True: `make_train_step` or `scan_layers`, one
         at a time. False: nobody, as no scan takes sharded leaves. None: XLA, in a
-        `jax.lax.scan` in plain jit, if `gathers_first` and if paths and shapes show an
-        axis of layers; otherwise as False.
+        `jax.lax.scan` in plain jit, if `gathers_first` and if a scan takes parameters;
+        otherwise as False.
+      matrices: the reading of the parameters, which knows the axes that a scan takes;
+        None: as their names and shapes suggest.
 
     Returns:
       Options for `jax.jit`; {} on one device, and for devices other than GPUs.
@@ -99,24 +104,25 @@ def gpu_options(
     """
     names = specs.checked_axes("axis", mesh.axis_names if axis is None else axis, mesh)
     checks.arrays("params", params)
-    return options_of(params, mesh, names, gathers_first, layers)
+    stacks = by_names(params)
+    if matrices is not None:
+        stacks = {path: x.scanned for path, x in matrices.items()}
+    return options_of(params, mesh, names, stacks, gathers_first, layers)
 
 
 def options_of(
     params: Any,
     mesh: Mesh,
     axis: Sequence[str],
+    stacks: ScannedAxes,
     gathers_first: bool,
     layers: bool | None,
     late: bool = False,
 ) -> dict[str, Any]:
-    """`gpu_options` for checked arguments, and for `scatters_late`."""
+    """`gpu_options` for checked arguments, the axes of layers, and `scatters_late`."""
     if mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return {}
     parts = mesh.size // math.prod(mesh.shape[name] for name in axis)
-    from jax_muon.reading.names.layers import axes_of_layers
-
-    stacks = axes_of_layers(params)
     total, layer = 0, 0.0  # bytes of all parameters, and of one layer in stacks of them
     for path, x in paths.leaves_with_paths(params):
         size = x.size * np.dtype(x.dtype).itemsize

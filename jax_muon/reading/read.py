@@ -1,12 +1,14 @@
 """Read a whole tree of parameters: which are matrices, along which axes, and why.
 
-What the user's rules say counts first (`overrides`); everything else is read by names
-(`names/`). What neither can decide is one error. Splits and joins are resolved last.
+What the user's rules say counts first (`overrides`), then how a function uses the
+parameters (`computation/`), then their names (`names/`): for what the function does not
+decide, or for all of them without a function. What none can decide is one error.
+Splits and joins are resolved last.
 """
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +25,8 @@ from jax_muon.splits import Splits
 
 def read(
     params: Any,
-    *,
+    function: Callable[..., Any] | None = None,
+    *args: Any,
     rules: overrides.Rules = None,
     out_in: bool | None = None,
     splits: Splits | None = None,
@@ -84,7 +87,14 @@ def read(
     checks.flag("strict", strict)
     if out_in is not None:
         checks.flag("out_in", out_in)
-    found = overrides.apply(rules, _by_names(_shapes(params), out_in))
+    shapes = _shapes(params)
+    if function is None:
+        readings = _by_names(shapes, out_in)
+    else:
+        if out_in is not None:
+            checks.refuse("out_in", out_in, "None: the function decides")
+        readings = _by_computation(function, params, args, shapes)
+    found = overrides.apply(rules, readings)
     ambiguous = [x for x in found.values() if x.label == MUON and x.doubt is not None]
     if ambiguous and strict:
         listed = "\n  ".join(str(one.doubt) for one in ambiguous)
@@ -108,6 +118,29 @@ def with_joins(matrices: Matrices, joins: joining.Joins | None) -> Matrices:
     }
     found = None if joins is None else joining.find_joins(joins, can_join)
     return dataclasses.replace(matrices, joins=found)
+
+
+def _by_computation(
+    function: Callable[..., Any],
+    params: Any,
+    args: tuple[Any, ...],
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+) -> list[Parameter]:
+    """Parameters as a function uses them, or else by names, where those decide."""
+    from jax_muon.reading.computation.read import read_uses
+
+    readings = read_uses(function, params, *args)
+    if any(x.doubt for x in readings):
+        names = {x.path: x for x in _by_names(shapes, None)}
+        readings = [
+            dataclasses.replace(
+                names[x.path], reason=f"{x.reason}; so {names[x.path].reason}"
+            )
+            if x.doubt and not names[x.path].doubt
+            else x
+            for x in readings
+        ]
+    return readings
 
 
 def _by_names(

@@ -5,6 +5,7 @@ certain to likely evidence: axes of layers, experts, the role by words and neigh
 the axes by role.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 from jax_muon.axes import Parameter
@@ -16,7 +17,11 @@ def read_leaves(leaves: Sequence[Leaf], out_in: bool | None = None) -> list[Para
     """Read all leaves of a model, each in view of all others, without any rules."""
     tree = Tree(leaves)
     layers.find_layers(tree)
+    scanned = {node.path: node.batch for node in tree.nodes}
     layers.find_experts(tree)
     found = {node: roles.role_of(tree, node) for node in tree.nodes}
     decider = decide.Decider(tree, found, out_in)
-    return decide.agreeing([decider.parameter(node) for node in tree.nodes])
+    return [
+        dataclasses.replace(x, scanned=scanned[x.path])
+        for x in decide.agreeing([decider.parameter(node) for node in tree.nodes])
+    ]

@@ -1,0 +1,1 @@
+"""Read parameters from a computation: a matrix is what the loss contracts."""
