@@ -108,7 +108,7 @@ def _ruled(found: Parameter, said: _Said) -> Parameter:
         axes, doubt = matrix_axes.leaf_axes(*leaf, spec), None
         reason = "dimension numbers"
     if axes is None:
-        doubt = doubt or matrix_axes.not_a_matrix(*leaf)
+        doubt = doubt or matrix_axes.not_a_matrix(found.shape, found.dtype)
     return dataclasses.replace(
         found, label=label, axes=axes, reason=reason, doubt=doubt
     )

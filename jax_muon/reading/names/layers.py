@@ -26,8 +26,6 @@ def axes_of_layers(tree: Any) -> dict[str, tuple[int, ...]]:
 def find_layers(tree: Tree) -> None:
     """Give every node its axes of layers, as `batch` and `batch_reason`."""
     _search(tree, (), set())
-    for node in tree.nodes:
-        _by_bias(tree, node)
     tree.forget_norms()
 
 
@@ -80,23 +78,25 @@ def _is_container(tree: Tree, module: Module) -> bool:
     return all(count <= max(sizes[1:]) for sizes in kernels)
 
 
-def _by_bias(tree: Tree, node: Node) -> None:
+def find_members(tree: Tree) -> None:
     """Give a stack of kernels its batch, if the bias beside it has the same one.
 
     A bias (2, 1) is one for each of two kernels (256, 1), and not (out, 1), as beside a
     `weight` (out, in, window) of equinox.
     """
-    bias = tree.bias_of(node) if node.is_generic else None
-    if bias is None or bias.batch or bias.is_vector:
-        return
-    *stack, width = bias.sizes
-    is_window = width == 1 and node.name == "weight"
-    is_trailing = node.sizes[1:] == bias.sizes  # heads, perhaps
-    fits = node.sizes[:-2] == (*stack,) and width in node.sizes[-2:]
-    if fits and not is_window and not is_trailing:
-        for one in (node, bias):
-            reason = f"the bias {bias.leaf.shape} beside it is stacked too"
-            one.stack(range(len(stack)), reason)
+    for node in tree.nodes:
+        bias = tree.bias_of(node) if node.is_generic else None
+        if bias is None or bias.batch or bias.is_vector:
+            continue
+        *stack, width = bias.sizes
+        is_window = width == 1 and node.name == "weight"
+        is_trailing = node.sizes[1:] == bias.sizes  # heads, perhaps
+        fits = node.sizes[:-2] == (*stack,) and width in node.sizes[-2:]
+        if fits and not is_window and not is_trailing:
+            for stacked in (node, bias):
+                reason = f"the bias {bias.leaf.shape} beside it is stacked too"
+                stacked.stack(range(len(stack)), reason)
+    tree.forget_norms()
 
 
 def find_experts(tree: Tree) -> None:

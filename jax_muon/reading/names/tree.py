@@ -213,18 +213,24 @@ class Tree:
         return parts
 
     @functools.cached_property
-    def stacks(self) -> set[Module]:
-        """Modules whose leaves may be stacked, on the first or on the second axis.
+    def stacks(self) -> dict[Module, int]:
+        """Modules whose leaves may be stacked on the first or the second axis: on it.
 
-        They have that axis and its size in common, and some have three axes.
+        They differ in shape, but have that axis and its size in common, and some have
+        three axes. The size is not the width of a norm, and the smaller one of two.
         """
-        return {
-            module
-            for module, inside in self.under.items()
-            if len(inside) > 2
-            and any(len(n.sizes) > 2 for n in inside)
-            and any(len({n.sizes[at : at + 1] for n in inside}) == 1 for at in (0, 1))
-        }
+        found = {}
+        for module, inside in self.under.items():
+            shapes = {n.leaf.shape for n in inside}
+            if len(inside) < 3 or len(shapes) == 1 or max(map(len, shapes)) < 3:
+                continue
+            axes = zip(*(enumerate(shape[:2]) for shape in shapes), strict=False)
+            shared = [(own[0][1], own[0][0]) for own in axes if len({*own}) == 1]
+            if least := min(
+                (x for x in shared if x[0] not in self.widths), default=None
+            ):
+                found[module] = least[1]
+        return found
 
     @functools.cached_property
     def norms(self) -> list[Node]:
