@@ -74,7 +74,8 @@ class Parameter:
       role: its purpose, such as "embedding" or "query".
       reason: why, in a few words.
       axes: which of its axes are batch, in and out; None if it is not a matrix.
-      doubt: why it cannot be read as a matrix, or how to resolve an ambiguity.
+      doubt: why it cannot be read as a matrix, or is ambiguous; None if neither.
+      options: readings of an ambiguous one, the likeliest first; None is no matrix.
       scanned: the axes that a scan takes one element at a time, such as layers.
 
     Examples:
@@ -93,6 +94,7 @@ class Parameter:
     reason: str
     axes: MatrixAxes | None
     doubt: str | None = None
+    options: tuple[MatrixAxes | None, ...] = ()
     scanned: tuple[int, ...] = ()
 
     @property
@@ -113,8 +115,8 @@ def leaf_axes(
       ValueError: with path and shape, for a leaf that is not a floating-point matrix,
         and axes out of range, repeated or overlapping.
     """
-    if problem := not_a_matrix(path, shape, dtype):
-        raise ValueError(problem)
+    if problem := not_a_matrix(shape, dtype):
+        raise ValueError(f"parameter {path!r} of shape {shape}: {problem}")
 
     def normalized(axes: Any, name: str) -> tuple[int, ...]:
         return normalize_axis_tuple(() if axes is None else axes, len(shape), name)
@@ -139,12 +141,11 @@ def is_real(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits >= 16
 
 
-def not_a_matrix(path: str, shape: tuple[int, ...], dtype: Any) -> str | None:
+def not_a_matrix(shape: tuple[int, ...], dtype: Any) -> str | None:
     """Why a leaf can in no way be read as matrices, or None if it can."""
     if is_real(dtype) and len(shape) >= 2 and 0 not in shape:
         return None
     return (
-        f"parameter {path!r} of shape {shape} and dtype {dtype} cannot be read as "
-        "matrices: expected at least two axes, none of them empty, and real floating "
-        "point of at least 16 bits; label it for another optimizer"
+        f"with dtype {dtype} it cannot be read as matrices, which have at least two "
+        "axes, none of them empty, and real floating point of at least 16 bits"
     )

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jax_muon import axes as matrix_axes
-from jax_muon import checks, paths
+from jax_muon import checks, doubts, paths
 from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter
 from jax_muon.blocks import Block, Join, make_blocks
 from jax_muon.text import aligned, shape_text, sizes_text
@@ -43,6 +43,7 @@ class Matrices(Mapping[str, Parameter]):
     parameters: Mapping[str, Parameter]
     splits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     joins: tuple[Join, ...] | None = None  # of the parts, if parameters are split
+    by_names: bool = False  # read without a function
 
     def __getitem__(self, path: str) -> Parameter:
         if path not in self.parameters:
@@ -73,7 +74,8 @@ class Matrices(Mapping[str, Parameter]):
             )
             for found in self.values()
         ]
-        return "\n".join(aligned(rows))
+        note = ["Names can be wrong; jax_muon.read(params, loss_fn, batch) is sure."]
+        return "\n".join([*aligned(rows), *(note if self.by_names else [])])
 
     def axes(self, path: str) -> MatrixAxes:
         """Axes of a parameter that must be a matrix.
@@ -83,7 +85,7 @@ class Matrices(Mapping[str, Parameter]):
         """
         found = self[path]
         if found.doubt is not None:
-            raise ValueError(found.doubt)
+            raise ValueError(doubts.about(found))
         assert found.axes is not None
         return found.axes
 
@@ -146,7 +148,7 @@ def of_tree(matrices: Matrices | None, tree: Any) -> Matrices:
     found = {}
     for path, leaf in paths.leaves_with_paths(tree):
         shape, dtype = tuple(leaf.shape), leaf.dtype
-        if len(shape) != 2 or matrix_axes.not_a_matrix(path, shape, dtype):
+        if len(shape) != 2 or matrix_axes.not_a_matrix(shape, dtype):
             raise ValueError(
                 f"parameter {path!r} of shape {shape}: without `matrices` a piece "
                 "treats every leaf as one matrix (in, out); expected "

@@ -2,10 +2,13 @@
 
 A path is `blocks/0/attn/q/kernel`, the same for the same parameter in every Flax form
 (linen dict, FrozenDict, boxed, nnx.State) and at init as at update: NNX boxes
-parameters at init only, which shows as a trailing `.value` that is dropped here.
+parameters at init only, which shows as a trailing `.value` that is dropped here. A key
+with dots, such as PyTorch's `blocks.0.attn.q.weight`, stays as it is; patterns, and
+whatever reads names, take its dots as slashes.
 """
 
 import fnmatch
+import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeGuard
@@ -52,6 +55,16 @@ def is_function(x: Any) -> TypeGuard[Callable[..., Any]]:
     return callable(x) and jax.tree_util.all_leaves([x])
 
 
+def slashed(path: str) -> str:
+    """A path or pattern with its dots as slashes.
+
+    Examples:
+      >>> slashed("model.layers.0.mlp.up_proj.weight")
+      'model/layers/0/mlp/up_proj/weight'
+    """
+    return path.replace(".", "/")
+
+
 def words(name: str) -> list[str]:
     """Words of a name, in lower case.
 
@@ -59,7 +72,13 @@ def words(name: str) -> list[str]:
       >>> words("LayerNorm_0"), words("LMHead"), words("layer_norm1"), words("QKNorm")
       (['layer', 'norm'], ['lm', 'head'], ['layer', 'norm'], ['qk', 'norm'])
     """
-    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+    return [*_words(name)]
+
+
+@functools.lru_cache(maxsize=10_000)
+def _words(name: str) -> tuple[str, ...]:
+    found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    return tuple(word.lower() for word in found)
 
 
 def nearest_prefix(entries: Mapping[str, Any], path: str) -> str | None:
@@ -81,7 +100,10 @@ def matches(pattern: str, path: str) -> bool:
       False
       >>> matches("blocks/*/kernel", "blocks/0/attn/q/kernel")
       True
+      >>> matches("attn/q", "blocks.0.attn.q.weight")
+      True
     """
+    path, pattern = slashed(path), slashed(pattern)
     return pattern == path or fnmatch.fnmatchcase(f"/{path}/", f"*/{pattern}/*")
 
 
@@ -92,7 +114,7 @@ def ends_with(pattern: str, path: str) -> bool:
       >>> ends_with("q/kernel", "attn/q/kernel"), ends_with("q", "q/kernel_q")
       (True, False)
     """
-    return fnmatch.fnmatchcase(f"/{path}", f"*/{pattern}")
+    return fnmatch.fnmatchcase(f"/{slashed(path)}", f"*/{slashed(pattern)}")
 
 
 def check_known(

@@ -165,7 +165,7 @@ def _modules(
     """Paths of the query and key projections in each attention module, by its path."""
     patterns = (query, key)
     paths.check_patterns_match("clip_qk", patterns, list(names))
-    pairs = zip(query.split("/"), key.split("/"), strict=False)
+    pairs = zip(*(paths.slashed(x).split("/") for x in patterns), strict=False)
     common = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
     modules: dict[str, tuple[list[str], list[str]]] = {}
     for path in names:
@@ -176,10 +176,10 @@ def _modules(
                 f"key={key!r}; expected patterns of separate projections"
             )
         for which in found:
-            parts, pattern = path.split("/"), patterns[which]
+            parts, pattern = paths.slashed(path).split("/"), patterns[which]
             until = (parts[:end] for end in range(1, len(parts) + 1))
             projection = next(x for x in until if paths.ends_with(pattern, "/".join(x)))
-            above = projection[: common - len(pattern.split("/"))]
+            above = projection[: common - len(paths.slashed(pattern).split("/"))]
             if above[-1:] in (["kernel"], ["bias"]):  # split into parts
                 above.pop()
             modules.setdefault("/".join(above), ([], []))[which].append(path)
@@ -196,7 +196,8 @@ def _modules(
 
 def _by_module(max_logits: Any, modules: Sequence[str]) -> dict[str, Array]:
     """The one entry of each module: at its path, at a prefix of it, or below it."""
-    entries = dict(paths.leaves_with_paths(max_logits))
+    flat = paths.leaves_with_paths(max_logits)
+    entries = {paths.slashed(path): logits for path, logits in flat}
     found = {
         name: [path for path in entries if _within(name, path) or _within(path, name)]
         for name in modules
@@ -263,6 +264,6 @@ def _heads(
 
 def _is_bias(path: str) -> bool:
     """True for a bias, or a part of one that `with_splits` cut out."""
-    parent, _, name = path.rpartition("/")
+    parent, _, name = paths.slashed(path).rpartition("/")
     is_part = f"/{parent}".endswith("/bias")
     return is_part or name == "b" or "bias" in paths.words(name)

@@ -166,7 +166,7 @@ TABLE = {
     "has dtype float8_e4m3fn, which AdamW cannot train": lambda: init(
         jm.nanochat(), {"z": jnp.ones((4, 6), "float8_e4m3fn")}
     ),
-    "'bias' of shape (6,) and dtype": lambda: init(read_as({"bias": "muon"})),
+    "'bias' of shape (6,): with dtype": lambda: init(read_as({"bias": "muon"})),
     "'bias' of shape (6,): without `matrices` a piece": lambda: init(
         jm.orthogonalize()
     ),

@@ -1,5 +1,7 @@
 """What users say of matrices: dimension numbers, optax's trees, doubts and warnings."""
 
+import functools
+import operator
 import re
 import warnings
 
@@ -128,8 +130,8 @@ def test_bad_rules(rules, words):
 def test_what_cannot_be_a_matrix(sizes, dtype):
     leaf = jnp.zeros(sizes, dtype)
     words = (
-        f"'a/w' of shape {sizes} and dtype {leaf.dtype} cannot be read as matrices: "
-        "expected at least two axes, none of them empty, and real floating point"
+        f"'a/w' of shape {sizes}: with dtype {leaf.dtype} it cannot be read as matrices, "
+        "which have at least two axes, none of them empty, and real floating point"
     )
     with pytest.raises(ValueError, match=re.escape(words)):
         read("muon", {"a": {"w": leaf}})
@@ -215,16 +217,88 @@ def doubtful():
 def test_one_error_lists_all_doubts_with_what_to_write():
     with pytest.raises(ValueError, match=r"^2 of 4 parameters") as error:
         jm.read(doubtful())
-    assert "1 x (64, 24) by MuonDimensionNumbers(0, (1, 2))" in str(error.value)
-    assert "64 x (3, 8) by MuonDimensionNumbers(1, 2)" in str(error.value)
+    first, *lines = str(error.value).splitlines()
+    assert "jax_muon.read(params, loss_fn, batch)" in first
+    assert "MuonDimensionNumbers(1, 2) for 64 x (3, 8)" in lines[1]
     with pytest.raises(ValueError, match=r"^2 of 4 parameters"):
         jm.nanochat().init(doubtful())
-    rules = {}
-    for found in re.findall(r"expected rules such as (\{.*?\)\}) or", str(error.value)):
-        rules |= eval(found, {"MuonDimensionNumbers": Numbers})
-    assert sorted(rules) == ["mixing/kernel", "proj/kernel"]
-    found = read(rules, doubtful())
-    assert found["proj/kernel"].label == found["mixing/kernel"].label == "muon"
+    found = read(first_rules(lines), doubtful())
+    assert found["proj/kernel"].sizes == (1, 64, 24)
+    assert found["mixing/kernel"].sizes == (4, 64, 96)
+
+
+def first_rules(lines):
+    """The rules that an error suggests first, one for each of its lines."""
+    written = (re.search(r"expected rules=(\{.*?\})", line)[1] for line in lines)
+    rules = (eval(text, {"MuonDimensionNumbers": Numbers}) for text in written)
+    return functools.reduce(operator.or_, rules)
+
+
+# Leaves in doubt among others, and the right answer: the first one that is suggested.
+SUGGESTIONS = {
+    "an axis that all leaves around share is one of layers": (
+        {"dec/q": (6, 64, 4, 16), "dec/v": (6, 64, 4, 16), "dec/alpha": (6, 64)},
+        {"dec/q": (6, 64, 64), "dec/v": (6, 64, 64)},
+    ),
+    "also on axis 1": (
+        {"dec/a": (64, 6, 4, 16), "dec/c": (64, 6, 8), "dec/alpha": (64, 6)},
+        {"dec/a": (6, 64, 64), "dec/c": (6, 64, 8)},
+    ),
+    "few matrices of large sides": (
+        {"up": (4, 64, 96), "n/scale": (9,)},
+        {"up": (4, 64, 96)},
+    ),
+    "an output projection": (
+        {"attn/o": (16, 8, 64), "n/scale": (9,)},
+        {"attn/o": (1, 128, 64)},
+    ),
+    "a weight of PyTorch's convolutions": (
+        {"stem/weight": (64, 32, 3, 5)},
+        {"stem/weight": (1, 480, 64)},
+    ),
+    "a stack of vectors": (
+        {"dec/up": (6, 64, 96), "dec/down": (6, 96, 64), "dec/before/v": (6, 64)},
+        {"dec/before/v": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUGGESTIONS)
+def test_the_first_suggestion(name):
+    sizes, expected = SUGGESTIONS[name]
+    tree = {path: shape(*own) for path, own in sizes.items()}
+    with pytest.raises(ValueError, match="by names") as error:
+        jm.read(tree)
+    found = read(first_rules(str(error.value).splitlines()[1:]), tree)
+    matrices = {path: found[path].label == "muon" for path in expected}
+    got = {
+        path: found[path].sizes if is_one else None for path, is_one in matrices.items()
+    }
+    assert got == expected
+
+
+def test_a_kind_of_parameters_has_one_line_and_one_rule():
+    def blocks(count):
+        own = {"proj": {"kernel": shape(64, 3, 8)}, "norm": {"scale": shape(64)}}
+        return {f"block_{i}": own for i in range(count)}
+
+    with pytest.raises(ValueError, match=r"(?s)^12 of 24 .* 11 more") as error:
+        jm.read(blocks(12))
+    (line,) = str(error.value).splitlines()[1:]
+    assert len(read(first_rules([line]), blocks(12))) == 24
+    # The pattern would also match a parameter of another shape.
+    other = {"block_13": {"proj": {"kernel": shape(64, 4, 8)}}}
+    with pytest.raises(ValueError, match="'block_0/proj/kernel': Muon"):
+        jm.read(blocks(12) | other)
+
+
+def test_the_table_says_that_names_can_be_wrong():
+    tree = {"up": jnp.ones((4, 8))}
+    assert "Names can be wrong" in str(jm.read(tree)).splitlines()[-1]
+    found = jm.read(
+        tree, lambda params, x: x @ params["up"] @ jnp.ones((8, 2)), jnp.ones((3, 4))
+    )
+    assert "Names" not in str(found)
 
 
 def test_without_strict_doubts_are_warnings_and_go_to_adamw():
@@ -232,10 +306,12 @@ def test_without_strict_doubts_are_warnings_and_go_to_adamw():
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         matrices = jm.read(params, strict=False)
-    texts = [str(one.message) for one in seen]
-    assert len(texts) == 2
-    assert {one.filename for one in seen} == {__file__}
-    assert all(text.endswith("it gets the label 'adamw'") for text in texts)
+    (warning,) = seen
+    assert warning.filename == __file__
+    text = str(warning.message)
+    assert "'proj/kernel'" in text
+    assert "'mixing/kernel'" in text
+    assert text.endswith("They get the label 'adamw'")
     state = jax.eval_shape(jm.nanochat(matrices=matrices).init, params)
     adam = {p for p, _ in leaves_with_paths(state.inner_states["adamw"])}
     assert any(path.endswith("mu/proj/kernel") for path in adam)
@@ -254,6 +330,31 @@ def test_layers_that_are_read_differently_are_in_doubt():
     assert {one.label for one in found.values()} == {"adamw"}
 
 
+def test_dots_in_a_key_separate_modules_as_slashes_do():
+    """As in PyTorch's checkpoints, for everything that takes patterns."""
+    kinds = {"self_attn.qkv_proj": (192, 64), "mlp.up_proj": (256, 64)}
+    params = {"lm_head.weight": jnp.ones((100, 64)), "model.norm.weight": jnp.ones(64)}
+    params |= {
+        f"model.layers.{i}.{name}.weight": jnp.ones(sizes)
+        for i in range(2)
+        for name, sizes in kinds.items()
+    }
+    qkv, up = (f"model.layers.0.{name}.weight" for name in kinds)
+    rules = {"lm_head": "muon", "layers/*/mlp/up_proj": "slow", qkv: Numbers(1, 0)}
+    found = read(rules, params, splits={"qkv_proj": jm.Split(("q", "k", "v"), 0)})
+    assert found["lm_head.weight"].label == "muon"
+    assert found[up].label == "slow"
+    assert found[qkv].reason == "dimension numbers"
+    found = read(None, params, joins={"layers.{i}.mlp.up_proj": 2})
+    (join,) = found.joins
+    assert join.paths == (up, up.replace("0", "1"))
+    tx = jm.scale_by_path({"layers.1": 0.0})
+    scaled, _ = tx.update(params, tx.init(params))
+    assert {path for path, x in scaled.items() if not x.any()} == {
+        path for path in params if ".layers.1." in path
+    }
+
+
 def test_the_path_of_a_parameter_is_no_pattern():
     """As names of a flat tree, where [0] would be one character."""
     tree = {"layers[0].norm": shape(4, 8), "layers[1].norm": shape(4, 8)}
@@ -267,6 +368,8 @@ def test_the_path_of_a_parameter_is_no_pattern():
 def test_the_side_of_the_outputs():
     """`out_in` says it where nothing else does; against a bias it is refused."""
     bare = {"up": {"weight": shape(4, 8)}}
+    assert "assumed" in jm.read(bare)["up/weight"].reason
+    assert "assumed" not in jm.read({"up": {"kernel": shape(4, 8)}})["up/kernel"].reason
     io, oi = MatrixAxes((), (0,), (1,)), MatrixAxes((), (1,), (0,))
     assert jm.read(bare, out_in=False).axes("up/weight") == io
     assert jm.read(bare, out_in=True).axes("up/weight") == oi

@@ -60,12 +60,12 @@ def _joins_of_pattern(
 ) -> list[Join]:
     """Joins of paths that differ in the number alone, or along the batch of each."""
     # `paths.matches`, with a number for {i}.
-    expression = fnmatch.translate(f"*/{pattern}/*")
+    expression = fnmatch.translate(f"*/{paths.slashed(pattern)}/*")
     expression = expression.replace(re.escape(_NUMBER), r"(?P<i>\d+)", 1)
     groups: dict[str, list[tuple[int, str]]] = {}
     found: list[Join] = []
     for path, parameter in parameters.items():
-        match = re.fullmatch(expression, f"/{path}/")
+        match = re.fullmatch(expression, f"/{paths.slashed(path)}/")
         if match and _NUMBER in pattern:
             groups.setdefault(_without(match, "i"), []).append((int(match["i"]), path))
         elif match and not batch_of(parameter):
@@ -97,8 +97,8 @@ def _joins_of_attention(size: int, parameters: Mapping[str, Parameter]) -> list[
             continue
         numbers = [
             match
-            for match in re.finditer(r"\d+", path)
-            if not projection(path[: match.end()].rpartition("/")[2])
+            for match in re.finditer(r"\d+", paths.slashed(path))
+            if not projection(match.string[: match.end()].rpartition("/")[2])
             and not (_is_of_attention(match) and batch_of(parameter))
         ]
         numbers.sort(key=lambda match: (not _is_of_attention(match), match.start()))

@@ -72,7 +72,9 @@ def _by_pattern(rules: Mapping[str, Any], path: str, names: Container[str]) -> _
             said.append((pattern, value, True))
         elif pattern not in names and paths.matches(pattern, path):
             # A last `*` means whatever is in a module.
-            own = pattern.split("/")[-1] != "*" and paths.ends_with(pattern, path)
+            own = paths.slashed(pattern).split("/")[-1] != "*" and paths.ends_with(
+                pattern, path
+            )
             said.append((pattern, value, own))
     return said
 
@@ -106,7 +108,7 @@ def _ruled(found: Parameter, said: _Said) -> Parameter:
         axes, doubt = matrix_axes.leaf_axes(*leaf, spec), None
         reason = "dimension numbers"
     if axes is None:
-        doubt = doubt or matrix_axes.not_a_matrix(*leaf)
+        doubt = doubt or matrix_axes.not_a_matrix(found.shape, found.dtype)
     return dataclasses.replace(
         found, label=label, axes=axes, reason=reason, doubt=doubt
     )

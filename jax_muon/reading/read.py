@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_muon import checks, paths
+from jax_muon import checks, doubts, paths
 from jax_muon.axes import ADAMW, MUON, Parameter
 from jax_muon.matrices import Matrices
 from jax_muon.reading import joins as joining
@@ -61,15 +61,16 @@ def read(
         {"blocks/{i}/attn/q": 2}; a pattern without it joins along the scanned axis. Of
         two joins of one matrix the first counts. An integer K joins queries, keys and
         values (separately) across K consecutive layers of one shape.
-      strict: False warns about ambiguous parameters and gives them the label "adamw".
+      strict: False warns once about ambiguous parameters and gives them the label
+        "adamw".
 
     Returns:
       A `Matrices`. It depends on paths, shapes and dtypes alone.
 
     Raises:
-      ValueError: one error that lists every ambiguous parameter with its possible
-        readings and the rule that chooses one; with the path, for rules at paths that
-        no parameter has, and dimension numbers that do not fit.
+      ValueError: one error with a line for each kind of ambiguous parameters, its
+        likeliest readings and the rules that choose them; with the path, for rules at
+        paths that no parameter has, and dimension numbers that do not fit.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -79,6 +80,7 @@ def read(
       parameter   shape   role        as matrices   label   why
       up/kernel   4 x 8   kernel      1 x (4, 8)    muon    a matrix (in, out)
       wte         9 x 4   embedding   -             adamw   an embedding, by its name
+      Names can be wrong; jax_muon.read(params, loss_fn, batch) is sure.
       >>> jm.read(params, rules={"up": "frozen"})["up/kernel"].label
       'frozen'
     """
@@ -96,16 +98,19 @@ def read(
         readings = _by_computation(function, params, args, shapes)
     found = overrides.apply(rules, readings)
     ambiguous = [x for x in found.values() if x.label == MUON and x.doubt is not None]
-    if ambiguous and strict:
-        listed = "\n  ".join(str(one.doubt) for one in ambiguous)
-        raise ValueError(
-            f"{len(ambiguous)} of {len(found)} parameters cannot be read as matrices:"
-            f"\n  {listed}"
+    if ambiguous:
+        by_names = function is None and any(x.options for x in ambiguous)
+        text = (
+            f"{len(ambiguous)} of {len(found)} parameters cannot be read as matrices"
+            + by_names * " by names; expected jax_muon.read(params, loss_fn, batch), or"
+            + f":\n  {doubts.listed(ambiguous, list(found))}"
         )
-    for one in ambiguous:
-        warnings.warn(f"{one.doubt}; it gets the label {ADAMW!r}", stacklevel=2)
-        found[one.path] = dataclasses.replace(one, label=ADAMW)
-    return with_joins(Matrices(found, dict(splits or {})), joins)
+        if strict:
+            raise ValueError(text)
+        warnings.warn(f"{text}\nThey get the label {ADAMW!r}", stacklevel=2)
+        found |= {x.path: dataclasses.replace(x, label=ADAMW) for x in ambiguous}
+    matrices = Matrices(found, dict(splits or {}), by_names=function is None)
+    return with_joins(matrices, joins)
 
 
 def with_joins(matrices: Matrices, joins: joining.Joins | None) -> Matrices:
@@ -130,17 +135,16 @@ def _by_computation(
     from jax_muon.reading.computation.read import read_uses
 
     readings = read_uses(function, params, *args)
-    if any(x.doubt for x in readings):
-        names = {x.path: x for x in _by_names(shapes, None)}
-        readings = [
-            dataclasses.replace(
-                names[x.path], reason=f"{x.reason}; so {names[x.path].reason}"
-            )
-            if x.doubt and not names[x.path].doubt
-            else x
-            for x in readings
-        ]
-    return readings
+    if not any(x.doubt for x in readings):
+        return readings
+    from jax_muon.reading.names.read import is_certain
+
+    found = []
+    for use, name in zip(readings, _by_names(shapes, None), strict=True):
+        if use.doubt and is_certain(name):
+            use = dataclasses.replace(name, reason=f"{use.reason}; so {name.reason}")
+        found.append(dataclasses.replace(use, options=name.options))
+    return found
 
 
 def _by_names(

@@ -34,15 +34,12 @@ def parameter(path: str, leaf: Any, follower: Follower) -> Parameter:
     shape, uses = tuple(leaf.shape), follower.uses[path]
     label, role, reason, axes = _decide(shape, uses)
     doubt, scanned = None, tuple(sorted(follower.scanned[path]))
-    if matrix_axes.not_a_matrix(path, shape, leaf.dtype):
+    if matrix_axes.not_a_matrix(shape, leaf.dtype):
         label, role, axes = ADAMW, "vector" if label == MUON else role, None
     elif label == MUON and axes is None:
-        last = len(shape) - 2, len(shape) - 1
-        doubt = (
-            f"parameter {path!r} of shape {shape}: {reason}; expected rules such as "
-            f"{{{path!r}: MuonDimensionNumbers{last}}} or {{{path!r}: {ADAMW!r}}}"
-        )
-    return Parameter(path, shape, leaf.dtype, label, role, reason, axes, doubt, scanned)
+        doubt = reason
+    found = Parameter(path, shape, leaf.dtype, label, role, reason, axes, doubt)
+    return dataclasses.replace(found, scanned=scanned)
 
 
 def agreeing(parameters: Sequence[Parameter]) -> list[Parameter]:

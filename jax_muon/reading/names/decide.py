@@ -1,7 +1,7 @@
 """The decision about one parameter: its label, its axes and why, or a doubt.
 
-If nothing in the tree decides, `Parameter.doubt` says so and lists the possible
-readings, with the rule that chooses one. Nothing is guessed.
+If nothing in the tree decides, `Parameter.doubt` says so, and `Parameter.options` are
+the possible readings.
 """
 
 import collections
@@ -9,14 +9,14 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax_muon import axes as matrix_axes
 from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter
 from jax_muon.reading.names import roles, shapes, vocabulary
 from jax_muon.reading.names.shapes import Places
-from jax_muon.reading.names.tree import Leaf, Module, Node, Tree
+from jax_muon.reading.names.tree import Module, Node, Tree
 from jax_muon.reading.projections import PROJECTIONS
 
 
@@ -32,16 +32,17 @@ class Decider:
         """The decision about one leaf."""
         leaf, (role, reason) = node.leaf, self.roles[node]
         label, axes, doubt = _label(role), None, None
-        if matrix_axes.not_a_matrix(leaf.path, leaf.shape, leaf.dtype):
+        options: Sequence[MatrixAxes | None] = ()
+        if matrix_axes.not_a_matrix(leaf.shape, leaf.dtype):
             label = ADAMW
         elif isinstance(places := self._places(node, role), str):
-            doubt = _doubt(leaf, places)
+            doubt, options = places, self._options(node)
         else:
             axes = _axes(node, places)
             if label == MUON:
                 reason = "; ".join(filter(None, (reason, places.reason)))
                 role, label = places.role or role, _label(places.role or role)
-        found = label, role, reason, axes, doubt
+        found = label, role, reason, axes, doubt, tuple(options)
         return Parameter(leaf.path, leaf.shape, leaf.dtype, *found)
 
     def _places(self, node: Node, role: str) -> Places | str:
@@ -63,6 +64,41 @@ class Decider:
             return Places.out_of(end, outputs, "", max(end - 2, 0))
         return "nothing around it shows which of its axes are batch, in and out"
 
+    def _options(self, node: Node) -> list[MatrixAxes | None]:
+        """How an ambiguous leaf may be read, the likeliest reading first.
+
+        An axis that all leaves around it have is the batch. Two axes beside it are
+        those of a vector and its layers.
+        """
+        stacked = self._stacked_on(node)
+        own = [place for place in range(len(node.sizes)) if place != stacked]
+        if len(own) < 2:
+            return [None, _axes(node, Places((0,), (1,), ""))]
+        first, *others = own
+        *rest, last = own
+        from_first = Places((first,), tuple(others), "")
+        to_last = Places(tuple(rest), (last,), "")
+        to_first = Places(tuple(others), (first,), "")
+        if len(own) == 2:
+            found = [to_last, to_first]
+        else:
+            stack = Places((own[-2],), (last,), "")
+            count = math.prod(node.sizes[place] for place in own[:-2])
+            found = [from_first, to_last, stack]
+            if node.projection == "out" or roles.is_convolution(node):
+                found = [to_last, from_first, stack]
+            elif count <= min(node.sizes[place] for place in own[-2:]):
+                found = [stack, from_first, to_last]
+        if node.name == "weight" and (len(own) > 2 or self._orientation(node)[0]):
+            found = [to_first, *(x for x in found if x != to_first)]
+        return [_axes(node, places) for places in found]
+
+    def _stacked_on(self, node: Node) -> int | None:
+        """The place of an axis that a node shares with all leaves around it."""
+        modules = (node.parts[:end] for end in range(len(node.parts)))
+        found = (self.tree.stacks[x] for x in modules if x in self.tree.stacks)
+        return None if node.batch else next(found, None)
+
     def _contradiction(self, node: Node, places: Places) -> str | None:
         """A doubt, if the bias beside a kernel has another size than its outputs."""
         bias = self.tree.bias_of(node)
@@ -82,23 +118,22 @@ class Decider:
                 return Places.out_of(2, [1], "")
             if role == "lora" and (found := shapes.lora(self.tree, node)):
                 return found
+            if self._stacked_on(node) is not None:
+                return (
+                    "it may be a stack of vectors: all leaves around it share an axis"
+                )
             flipped, reason = self._orientation(node)
-        if flipped is None:
-            return (
-                "it may be (in, out) or (out, in); out_in=True or False decides for "
-                "all kernels"
-            )
         return Places.out_of(2, [0 if flipped else 1], reason)
 
     # --- (in, out) or (out, in) -------------------------------------------------------
 
-    def _orientation(self, node: Node) -> tuple[bool | None, str]:
-        """True for (out, in), None where votes are divided; and why.
+    def _orientation(self, node: Node) -> tuple[bool, str]:
+        """True for (out, in), and why.
 
         A bias has the size of the outputs, so a kernel that is not square votes by the
         bias beside it. Where no kernel has a bias, projections vote whose name says
         which side is the width of the model: `up` and `query` take it in, `down` and
-        `out` give it.
+        `out` give it. Without votes, or with divided ones, (in, out) is assumed.
         """
         own = self._by_bias(node)
         if own is not None:
@@ -109,9 +144,11 @@ class Decider:
                 straight, flipped = votes[*kind, False], votes[*kind, True]
                 if straight or flipped:
                     few, many = sorted((straight, flipped))
-                    return (flipped > straight if 10 * few < many else None), reason
-        # PyTorch's name, which some libraries have with (in, out).
-        return (None if node.name == "weight" else False), ""
+                    if 10 * few < many:
+                        return flipped > straight, reason
+                    return False, ASSUMED
+        # These names are those of libraries whose kernels are (in, out).
+        return False, "" if node.name in ("kernel", "w") else ASSUMED
 
     def _by_bias(self, node: Node) -> bool | None:
         """True if the bias says (out, in); None without one, or for a square kernel."""
@@ -143,7 +180,7 @@ class Decider:
 
     @functools.cached_property
     def _votes(self) -> "list[tuple[_Votes, str]]":
-        by_width = "like the kernels around it, by the side that has the model's width"
+        by_width = "like the kernels around it, by the width of the model"
         return [
             (self._count(self._by_bias), "like the kernels around it, by their biases"),
             (self._count(self._by_width), by_width),
@@ -159,6 +196,7 @@ class Decider:
         )
 
 
+ASSUMED = "assumed: (out, in) is as likely"
 # Module, name of its kernels, and True for (out, in), to the number of votes.
 _Votes = collections.Counter[tuple[Module, str, bool]]
 
@@ -197,39 +235,14 @@ def agreeing(found: Sequence[Parameter]) -> list[Parameter]:
     for alike in kinds.values():
         readings = {(x.label, x.label == MUON and x.axes): x for x in alike}
         if len(readings) > 1:
+            options = tuple(
+                None if x.label == ADAMW else x.axes for x in readings.values()
+            )
             text = "layers of its kind would be read differently: " + ", ".join(
                 f"{x.path!r} as {x.label!r} ({x.reason})" for x in readings.values()
             )
             for one in alike:
                 doubts[one.path] = dataclasses.replace(
-                    one, label=MUON, axes=None, doubt=_doubt(one, text)
+                    one, label=MUON, axes=None, doubt=text, options=options
                 )
     return [doubts.get(one.path, one) for one in found]
-
-
-def _doubt(leaf: Leaf | Parameter, text: str) -> str:
-    """The possible readings, and the line that chooses the first of them."""
-    shape, end = leaf.shape, len(leaf.shape)
-    readings = []
-    for batch in range(end - 1):
-        for cut in {batch + 1, end - 1}:
-            fan_in, fan_out = math.prod(shape[batch:cut]), math.prod(shape[cut:])
-            count = math.prod(shape[:batch])
-            numbers = _written(range(batch, cut), range(cut, end))
-            readings.append(f"{count} x ({fan_in}, {fan_out}) by {numbers}")
-    if end == 2:
-        readings.append(f"1 x ({shape[1]}, {shape[0]}) by {_written([1], [0])}")
-    last = readings[0].split(" by ")[1]
-    return (
-        f"parameter {leaf.path!r} of shape {shape}: {text}; it could be read as "
-        f"{', or as '.join(readings)}; expected rules such as "
-        f"{{{leaf.path!r}: {last}}} or {{{leaf.path!r}: 'adamw'}}"
-    )
-
-
-def _written(reduction: Iterable[int], output: Iterable[int]) -> str:
-    """Dimension numbers as a user writes them."""
-    sides = [
-        axes if len(axes) > 1 else axes[0] for axes in map(tuple, (reduction, output))
-    ]
-    return f"MuonDimensionNumbers({sides[0]}, {sides[1]})"

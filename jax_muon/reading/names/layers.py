@@ -7,10 +7,11 @@ loses that axis, and the search continues inside. Experts are counted by a route
 them with as many outputs, or by the name of their module.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from jax_muon import paths
-from jax_muon.reading.names import vocabulary
+from jax_muon.reading.names import roles, vocabulary
 from jax_muon.reading.names.tree import Leaf, Module, Node, Tree
 
 
@@ -19,7 +20,7 @@ def axes_of_layers(tree: Any) -> dict[str, tuple[int, ...]]:
     leaves = paths.leaves_with_paths(tree)
     found = Tree([Leaf(path, tuple(x.shape), x.dtype) for path, x in leaves])
     find_layers(found)
-    return {node.path: node.batch for node in found.nodes}
+    return {node.leaf.path: node.batch for node in found.nodes}
 
 
 def find_layers(tree: Tree) -> None:
@@ -31,11 +32,13 @@ def find_layers(tree: Tree) -> None:
 def _search(tree: Tree, module: Module, inherited: set[tuple[int, int]]) -> None:
     """Look for an axis, its place and size, from the outermost module inwards."""
     nodes = tree.under[module]
-    # A width that several kernels share is not a number of layers, seen from outside.
+    # A width that several kernels share is not a number of layers, seen from outside,
     candidates = {axis for axis in inherited if axis[1] not in tree.streams}
     for node in nodes:
         if node.is_norm and len(node.sizes) > 1:
             candidates |= {*enumerate(node.sizes[:2])}
+    # nor is the width of the embedding tables, which norms have on their last axis.
+    candidates -= {(1, width) for width in tree.streams}
     # Leaves of one shape agree with themselves by nature.
     alike = len({node.sizes for node in nodes}) == 1
     shared = [
@@ -53,8 +56,7 @@ def _search(tree: Tree, module: Module, inherited: set[tuple[int, int]]) -> None
             _search(tree, (*module, child), candidates)
         return
     for node in nodes:
-        node.batch_reason = reason.format(node.sizes[place])
-        node.batch = (*node.batch, node.native[place])
+        node.stack([place], reason.format(node.sizes[place]))
     _search(tree, module, set())
 
 
@@ -73,25 +75,53 @@ def _is_container(tree: Tree, module: Module) -> bool:
     if not kernels or len(counts) > 1 or nodes[0].batch:
         return False
     ((count,),) = counts
-    sides = [size for sizes in kernels for size in sizes[1:] if size > 1]
-    return all(count <= size for size in sides)
+    return all(count <= max(sizes[1:]) for sizes in kernels)
+
+
+def find_members(tree: Tree) -> None:
+    """Give a stack of kernels its batch, if the bias beside it has the same one.
+
+    A bias (2, 1) is one for each of two kernels (256, 1), and not (out, 1), as beside a
+    `weight` (out, in, window) of equinox.
+    """
+    for node in tree.nodes:
+        bias = tree.bias_of(node) if node.is_generic else None
+        if bias is None or bias.batch or bias.is_vector:
+            continue
+        *stack, width = bias.sizes
+        is_window = width == 1 and node.name == "weight"
+        is_trailing = node.sizes[1:] == bias.sizes  # heads, perhaps
+        fits = node.sizes[:-2] == (*stack,) and width in node.sizes[-2:]
+        if fits and not is_window and not is_trailing:
+            for stacked in (node, bias):
+                reason = f"the bias {bias.leaf.shape} beside it is stacked too"
+                stacked.stack(range(len(stack)), reason)
+    tree.forget_norms()
 
 
 def find_experts(tree: Tree) -> None:
     """Give the stacked kernels of experts their axis of experts, as a batch."""
+    routers: dict[Module, list[Node]] = {}  # kernels called so, by the modules around
+    for node in tree.nodes:
+        if (vocabulary.ROUTER | vocabulary.GATE) & {*node.title_words}:
+            for depth in range(len(node.parts)):
+                routers.setdefault(node.parts[:depth], []).append(node)
     for node in tree.nodes:
         if node.is_bias or len(node.sizes) < 3:
             continue
         count = node.sizes[0]
-        if router := _router_of(tree, node):
+        if router := _router_of(node, routers.get(tree.module(node)[:-1], ())):
             reason = f"{router.path!r} beside it chooses among {count} experts"
             router.chooses = True
-        elif any(map(_is_of_experts, node.parts)) and count not in tree.streams:
+        elif (
+            any(map(_is_of_experts, node.parts))
+            and count not in tree.streams
+            and not (node.projection and roles.in_attention(tree, node))
+        ):
             reason = f"{count} experts, by the name of its module"
         else:
             continue
-        node.batch = (*node.batch, node.native[0])
-        node.batch_reason = reason
+        node.stack([0], reason)
 
 
 def _is_of_experts(part: str) -> bool:
@@ -101,10 +131,9 @@ def _is_of_experts(part: str) -> bool:
     return named or (words[-1:] in (["expert"], ["experts"]) and "shared" not in words)
 
 
-def _router_of(tree: Tree, node: Node) -> Node | None:
-    """A kernel (in, experts) called gate or router in the module around a node's."""
-    for other in tree.under[tree.module(node)[:-1]]:
-        fits = other.sizes[1:] == node.sizes[:1] and other.sizes[0] in node.sizes[1:]
-        if fits and (vocabulary.ROUTER | vocabulary.GATE) & {*other.title_words}:
+def _router_of(node: Node, routers: Iterable[Node]) -> Node | None:
+    """A kernel (in, experts) among those called gate or router around a node's."""
+    for other in routers:
+        if other.sizes[1:] == node.sizes[:1] and other.sizes[0] in node.sizes[1:]:
             return other
     return None

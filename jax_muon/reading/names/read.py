@@ -13,11 +13,17 @@ from jax_muon.reading.names import decide, layers, roles
 from jax_muon.reading.names.tree import Leaf, Tree
 
 
+def is_certain(parameter: Parameter) -> bool:
+    """True if names neither leave a doubt nor assume which side is which."""
+    return not (parameter.doubt or parameter.reason.endswith(decide.ASSUMED))
+
+
 def read_leaves(leaves: Sequence[Leaf], out_in: bool | None = None) -> list[Parameter]:
     """Read all leaves of a model, each in view of all others, without any rules."""
     tree = Tree(leaves)
     layers.find_layers(tree)
-    scanned = {node.path: node.batch for node in tree.nodes}
+    scanned = {node.leaf.path: node.batch for node in tree.nodes}
+    layers.find_members(tree)
     layers.find_experts(tree)
     found = {node: roles.role_of(tree, node) for node in tree.nodes}
     decider = decide.Decider(tree, found, out_in)

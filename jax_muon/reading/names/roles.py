@@ -29,11 +29,9 @@ def role_of(tree: Tree, node: Node) -> Role:
 
 
 def in_attention(tree: Tree, node: Node) -> bool:
-    """True with attention in the path, or a query beside: MLPs also have a `wo`."""
+    """True with attention in the path, or a query beside: MLPs also have `wo`, `v`."""
     named = any(ATTENTION & {*paths.words(part)} for part in node.parts)
-    return named or any(
-        other.projection not in ("out", None) for other in tree.beside(node)
-    )
+    return named or not tree.projections(node) <= {"value", "out", None}
 
 
 def is_convolution(node: Node) -> bool:

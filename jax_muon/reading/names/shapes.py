@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jax_muon.reading.names import roles, vocabulary
 from jax_muon.reading.names.tree import Node, Shape, Tree
+from jax_muon.reading.projections import PROJECTIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,14 +123,12 @@ def _is_window(window: Shape, channels: Shape) -> bool:
 
 def _attention(tree: Tree, node: Node) -> Places | None:
     """Projections that keep their heads apart: (D, N, H), (N, D, H), (N, H, D)."""
-    beside = [n for n in tree.beside(node) if n.projection]
-    alike = any(
-        n.sizes == node.sizes and n.projection in ("query", "key") for n in beside
-    )
+    alike = node.sizes in tree.sizes_beside(node, ("query", "key"))
     if not alike and not (node.projection and roles.in_attention(tree, node)):
         return None
     is_out = node.projection == "out"
-    others = [n.sizes for n in beside if (n.projection == "out") != is_out]
+    partners = {*PROJECTIONS} - {"out"} if is_out else {"out"}
+    others = tree.sizes_beside(node, partners)
     return _by_partner(node, others) or (
         _out(tree, node, others) if is_out else _query(tree, node, others)
     )
@@ -157,7 +156,7 @@ def _by_partner(node: Node, others: Sequence[Shape]) -> Places | None:
 def _out(tree: Tree, node: Node, queries: Sequence[Shape]) -> Places | None:
     sizes, end = node.sizes, len(node.sizes)
     outputs = [place for place in (0, end - 1) if sizes[place] in tree.streams]
-    if len(outputs) != 1:
+    if len(outputs) != 1 or end > 3:  # one axis too many for heads: layers, perhaps
         return None
     reason = f"heads are summed over to the width {sizes[outputs[0]]} of the norms"
     return Places.out_of(end, outputs, reason)
@@ -168,8 +167,7 @@ def _query(tree: Tree, node: Node, outs: Sequence[Shape]) -> Places | None:
     # The last axis, as in (N, H, D), is an input only where it is the model's width:
     # norms of queries and keys have the width H of heads.
     inputs = [place for place in range(end) if sizes[place] in tree.streams]
-    widths = {norm.sizes[0] for norm in tree.norms}
-    inputs = inputs or [p for p in range(end - 1) if sizes[p] in widths]
+    inputs = inputs or [p for p in range(end - 1) if sizes[p] in tree.widths]
     if len(inputs) > 1:  # the heads that are left have to be those of out
         heads = {out[0] for out in outs if len(out) == 3}
         inputs = [p for p in inputs if end == 3 and sizes[1 if p == 0 else 0] in heads]
@@ -218,6 +216,18 @@ def lora(tree: Tree, node: Node) -> Places | None:
     return Places.out_of(end, range(cut, end), reason, start)
 
 
+def _pair(tree: Tree, node: Node) -> Places | None:
+    """(D, N, H) and (N, H, D) in one module, with D the width of the model."""
+    sizes, end = node.sizes, len(node.sizes)
+    beside = tree.sizes_beside(node, {*PROJECTIONS, None})
+    outputs = [place for place in range(end) if sizes[place] in tree.streams]
+    if outputs == [0] and (*sizes[1:], sizes[0]) in beside:
+        outputs = [*range(1, end)]
+    elif outputs != [end - 1] or (sizes[-1], *sizes[:-1]) not in beside:
+        return None
+    return Places.out_of(end, outputs, "a kernel beside it leads the other way")
+
+
 def _gates(tree: Tree, node: Node) -> Places | None:
     """Gate and up projection in one: (2, D, hidden), or (2, hidden, D)."""
     sizes = node.sizes
@@ -250,5 +260,6 @@ RULES: list[Rule] = [
     _attention,
     _gates,
     _by_window,
+    _pair,
     _stack,
 ]

@@ -6,7 +6,7 @@ the modules beside its module, and the norms around it.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax_muon import paths
@@ -37,25 +37,27 @@ class Node:
     batch_reason: str = ""
     chooses: bool = False  # experts beside it were found by its outputs
 
-    @property
+    def __post_init__(self) -> None:
+        self.native = tuple(range(len(self.leaf.shape)))  # axes that are no batch
+        self.sizes = self.leaf.shape  # of the native axes
+
+    def stack(self, places: Iterable[int], reason: str) -> None:
+        """Make the native axes at these places a batch."""
+        self.batch = (*self.batch, *(self.native[place] for place in places))
+        self.batch_reason = reason
+        axes = range(len(self.leaf.shape))
+        self.native = tuple(axis for axis in axes if axis not in self.batch)
+        self.sizes = tuple(self.leaf.shape[axis] for axis in self.native)
+
+    @functools.cached_property
     def path(self) -> str:
-        """The path of the leaf."""
-        return self.leaf.path
+        """The path of the leaf, with slashes alone."""
+        return paths.slashed(self.leaf.path)
 
     @property
     def name(self) -> str:
         """The last component: "kernel", "bias", "wi_0"."""
         return self.parts[-1]
-
-    @property
-    def native(self) -> tuple[int, ...]:
-        """The axes that are neither layers nor experts."""
-        return tuple(i for i in range(len(self.leaf.shape)) if i not in self.batch)
-
-    @property
-    def sizes(self) -> Shape:
-        """The sizes of the native axes."""
-        return tuple(self.leaf.shape[axis] for axis in self.native)
 
     @functools.cached_property
     def own_words(self) -> list[str]:
@@ -64,9 +66,10 @@ class Node:
 
     @functools.cached_property
     def is_generic(self) -> bool:
-        """True if the leaf's name says only "kernel" or "bias"."""
+        """True if the leaf's name says only "kernel", "weight_hh_l0" or "bias"."""
         plain = vocabulary.GENERIC | vocabulary.BIAS | vocabulary.SCALE
-        return self.name.lower() in plain and len(self.parts) > 1
+        says_kernel = self.own_words[:1] in (["weight"], ["kernel"])
+        return len(self.parts) > 1 and (says_kernel or self.name.lower() in plain)
 
     @property
     def owner(self) -> Module:
@@ -107,13 +110,14 @@ class Node:
         """True for at most one native axis."""
         return len(self.sizes) < 2
 
-    @property
+    @functools.cached_property
     def is_norm(self) -> bool:
         """True for the scale or bias of a norm, by its name and module."""
         name, is_array = self.name.lower(), len(self.leaf.shape) > 1
         if name == "kernel":
             return False
-        if name in vocabulary.SCALE and not (name == "g" and is_array):  # or a gate
+        own = {name, self.title} if self.is_generic else {name}
+        if own & vocabulary.SCALE and not (name == "g" and is_array):  # or a gate
             return True
         if is_array and vocabulary.ADAPTIVE & {*self.title_words}:
             return False  # the kernel that makes the scales of a norm: adaLN/weight
@@ -125,7 +129,7 @@ class Tree:
     """All leaves of a model, and their neighbours."""
 
     def __init__(self, leaves: Sequence[Leaf]):
-        ranks = {leaf.path: len(leaf.shape) for leaf in leaves}
+        ranks = {paths.slashed(leaf.path): len(leaf.shape) for leaf in leaves}
         paired = {path.rpartition("/")[0] for path in ranks if _is_beside(path, ranks)}
         self.nodes = [_node(leaf, ranks, paired) for leaf in leaves]
         self.by_path = {node.path: node for node in self.nodes}
@@ -153,7 +157,7 @@ class Tree:
         """Embedding tables, by the name of the leaf or of the module above it."""
 
         def is_table(node: Node) -> bool:
-            around = {*paths.words(node.parts[-2])} if len(node.parts) > 1 else set()
+            around = {*paths.words(node.parts[-2:][0])}  # its own, without a module
             by_module = node.name != "kernel" and around & vocabulary.EMBEDDING
             return node.name in vocabulary.TABLE or bool(by_module)
 
@@ -168,12 +172,38 @@ class Tree:
         found = (n for parts in beside for n in self.under.get(parts, ()))
         return next((n for n in found if n.is_bias), None)
 
-    def beside(self, node: Node) -> Iterator[Node]:
+    def beside(self, node: Node) -> Sequence[Node]:
         """Kernels of the modules beside the node's module, its own included."""
-        module = self.module(node)
-        for other in self.under[module[:-1]]:
-            if not other.is_bias and len(self.module(other)) == len(module):
-                yield other
+        return self._kernels[self.module(node)[:-1]]
+
+    def projections(self, node: Node) -> set[str | None]:
+        """The projections of attention among the kernels beside a node."""
+        return self._projections[self.module(node)[:-1]]
+
+    def sizes_beside(self, node: Node, kinds: Container[str | None]) -> list[Shape]:
+        """The sizes of these projections beside a node, each of them once."""
+        beside = self._sizes[self.module(node)[:-1]]
+        return [sizes for projection, sizes in beside if projection in kinds]
+
+    @functools.cached_property
+    def _projections(self) -> Mapping[Module, set[str | None]]:
+        return {at: {n.projection for n in own} for at, own in self._kernels.items()}
+
+    @functools.cached_property
+    def _sizes(self) -> Mapping[Module, Iterable[tuple[str | None, Shape]]]:
+        return {
+            module: dict.fromkeys((n.projection, n.sizes) for n in own)
+            for module, own in self._kernels.items()
+        }
+
+    @functools.cached_property
+    def _kernels(self) -> Mapping[Module, list[Node]]:
+        """The kernels of the modules that are directly inside a module."""
+        found: dict[Module, list[Node]] = {self.module(n)[:-1]: [] for n in self.nodes}
+        for node in self.nodes:
+            if not node.is_bias:
+                found[self.module(node)[:-1]].append(node)
+        return found
 
     def module(self, node: Node) -> Module:
         """The module of a node, without plain modules below it, as in `query/dense`."""
@@ -181,6 +211,26 @@ class Tree:
         while len(parts) > 1 and "_".join(paths.words(parts[-1])) in plain:
             parts = parts[:-1]
         return parts
+
+    @functools.cached_property
+    def stacks(self) -> dict[Module, int]:
+        """Modules whose leaves may be stacked on the first or the second axis: on it.
+
+        They differ in shape, but have that axis and its size in common, and some have
+        three axes. The size is not the width of a norm, and the smaller one of two.
+        """
+        found = {}
+        for module, inside in self.under.items():
+            shapes = {n.leaf.shape for n in inside}
+            if len(inside) < 3 or len(shapes) == 1 or max(map(len, shapes)) < 3:
+                continue
+            axes = zip(*(enumerate(shape[:2]) for shape in shapes), strict=False)
+            shared = [(own[0][1], own[0][0]) for own in axes if len({*own}) == 1]
+            if least := min(
+                (x for x in shared if x[0] not in self.widths), default=None
+            ):
+                found[module] = least[1]
+        return found
 
     @functools.cached_property
     def norms(self) -> list[Node]:
@@ -194,18 +244,36 @@ class Tree:
         least = min((len(node.parts) for node in self.norms), default=0)
         return tables | {n.sizes[0] for n in self.norms if len(n.parts) == least}
 
+    @functools.cached_property
+    def widths(self) -> set[int]:
+        """Widths of all norms."""
+        return {norm.sizes[0] for norm in self.norms}
+
     def forget_norms(self) -> None:
         """Clear the cached norms, after nodes were given axes of layers."""
-        for name in ("norms", "streams"):
+        for name in ("norms", "streams", "widths"):
             self.__dict__.pop(name, None)
 
 
 def _is_beside(path: str, ranks: Mapping[str, int]) -> bool:
     """True for the `gate_b` of a `gate_w`, or the `bq` of a `wq`."""
     around, slash, name = path.rpartition("/")
-    kernel = f"{name[:-1]}w" if name.endswith("_b") else f"w{name[1:]}"
-    is_b = name.endswith("_b") or name.startswith("b")
-    return is_b and ranks[path] < ranks.get(f"{around}{slash}{kernel}", 0)
+    kernels = [f"w{name[1:]}", f"W{name[1:]}"]
+    if name.endswith("_b"):
+        kernels = [f"{name[:-1]}w"]
+    elif not name.startswith("b"):
+        return False
+    return any(
+        ranks[path] < ranks.get(f"{around}{slash}{kernel}", 0) for kernel in kernels
+    )
+
+
+def _pair(path: str, ranks: Mapping[str, int]) -> str | None:
+    """What a member of a pair (W, b) is: "weight" or "bias"; None for other leaves."""
+    layer, _, place = path.rpartition("/")
+    kernel, bias = (ranks.get(f"{layer}/{x}", 0) for x in "01")
+    is_pair = kernel > bias > 0 and f"{layer}/2" not in ranks
+    return {"0": "weight", "1": "bias"}.get(place) if is_pair else None
 
 
 def _node(leaf: Leaf, ranks: Mapping[str, int], paired: set[str]) -> Node:
@@ -213,19 +281,22 @@ def _node(leaf: Leaf, ranks: Mapping[str, int], paired: set[str]) -> Node:
 
     The index of a box around a leaf is left out. `in_proj_weight` beside a bias, and
     `query_w` in a module that has pairs `gate_w` and `gate_b`, are read as
-    `in_proj/weight` and `query/w` are. Factors `lora/a` are read as `lora/lora_a`,
-    since a `b` is a bias.
+    `in_proj/weight` and `query/w` are, and so is the pair (W, b) of a layer in a list.
+    Factors `lora/a` are read as `lora/lora_a`, since a `b` is a bias.
     """
-    parts = leaf.path.split("/")
-    while len(parts) > 1 and parts[-1].isdigit():
+    path = paths.slashed(leaf.path)
+    parts = path.split("/")
+    if (pair := _pair(path, ranks)) is not None:
+        return Node(leaf, (*parts[:-1], pair), pair == "bias")
+    while len(parts) > 1 and (parts[-1].isdigit() or parts[-1] in vocabulary.BOXES):
         parts = parts[:-1]
     *around, name = parts
     stem, _, end = name.rpartition("_")
-    is_b = _is_beside(leaf.path, ranks)
+    is_b = _is_beside(path, ranks)
     # `rel_pos_w` in another module is the table of a width.
     written = (end == "w" or is_b) and "/".join(around) in paired
     if around[-1:] == ["lora"] and name in vocabulary.OTHER_FACTOR:
         parts = [*around, f"lora_{name}"]
-    elif stem and (written or f"{leaf.path[: -len(end)]}bias" in ranks):
+    elif stem and (written or f"{path[: -len(end)]}bias" in ranks):
         parts = [*around, stem, end]
     return Node(leaf, tuple(parts), is_b or parts[-1].lower() in vocabulary.BIAS)

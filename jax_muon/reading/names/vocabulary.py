@@ -21,6 +21,8 @@ NOT_MATRICES = {"embedding", "head", "norm", "bias", "vector", "router", "depthw
 # These say only that a leaf is what its module multiplies by.
 GENERIC = _words("kernel weight weights w weight_v weight_ih weight_hh")
 BIAS = _words("bias biases b offset offsets")
+# Attributes of wrappers around one array: of haliax, penzai, paramax.
+BOXES = _words("array data_array args")
 SCALE = _words("scale scales gain gains gamma g")
 # Leaves that are vectors, stacked or not: scalars of a model, buffers, and arrays used
 # like activations, such as class tokens.
