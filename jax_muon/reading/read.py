@@ -8,7 +8,7 @@ Splits and joins are resolved last.
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -95,7 +95,7 @@ def read(
     else:
         if out_in is not None:
             checks.refuse("out_in", out_in, "None: the function decides")
-        readings = _by_computation(function, params, args, shapes)
+        readings = _by_computation(function, params, args, shapes, splits or ())
     found = overrides.apply(rules, readings)
     ambiguous = [x for x in found.values() if x.label == MUON and x.doubt is not None]
     if ambiguous:
@@ -130,21 +130,22 @@ def _by_computation(
     params: Any,
     args: tuple[Any, ...],
     shapes: Mapping[str, jax.ShapeDtypeStruct],
+    splits: Collection[str],
 ) -> list[Parameter]:
     """Parameters as a function uses them, or else by names, where those decide."""
     from jax_muon.reading.computation.read import read_uses
 
-    readings = read_uses(function, params, *args)
+    readings = read_uses(function, params, *args, splits=splits)
     if not any(x.doubt for x in readings):
         return readings
     from jax_muon.reading.names.read import is_certain
 
-    found = []
-    for use, name in zip(readings, _by_names(shapes, None), strict=True):
-        if use.doubt and is_certain(name):
-            use = dataclasses.replace(name, reason=f"{use.reason}; so {name.reason}")
-        found.append(dataclasses.replace(use, options=name.options))
-    return found
+    return [
+        dataclasses.replace(name, reason=f"{use.reason}; so {name.reason}")
+        if use.doubt and is_certain(name)
+        else use
+        for use, name in zip(readings, _by_names(shapes, None), strict=True)
+    ]
 
 
 def _by_names(

@@ -29,17 +29,53 @@ _NO_MATRIX = {
 }
 
 
-def parameter(path: str, leaf: Any, follower: Follower) -> Parameter:
-    """How a leaf is read, by its uses; with a doubt, if they do not decide."""
+def parameter(path: str, leaf: Any, follower: Follower, is_split: bool) -> Parameter:
+    """How a leaf is read, by its uses; with a doubt, if they do not decide.
+
+    A kernel with several products side by side is said to be one, unless `is_split`.
+    """
     shape, uses = tuple(leaf.shape), follower.uses[path]
     label, role, reason, axes = _decide(shape, uses)
-    doubt, scanned = None, tuple(sorted(follower.scanned[path]))
+    doubt, options = None, ()
     if matrix_axes.not_a_matrix(shape, leaf.dtype):
         label, role, axes = ADAMW, "vector" if label == MUON else role, None
     elif label == MUON and axes is None:
-        doubt = reason
-    found = Parameter(path, shape, leaf.dtype, label, role, reason, axes, doubt)
-    return dataclasses.replace(found, scanned=scanned)
+        *batch, fan_in, fan_out = range(len(shape))
+        doubt, options = reason, (MatrixAxes((*batch,), (fan_in,), (fan_out,)),)
+    elif label == MUON and not is_split:
+        reason += _side_by_side(path, shape, uses)
+    scanned = tuple(sorted(follower.scanned[path]))
+    return Parameter(
+        path, shape, leaf.dtype, label, role, reason, axes, doubt, options, scanned
+    )
+
+
+def _side_by_side(path: str, shape: Sequence[int], uses: Iterable[Use]) -> str:
+    """What to say of a kernel whose outputs are split, or ""."""
+    slices = [x for use in uses for x in use.outputs.values() if x.axis is not None]
+    for axis in {x.axis for x in slices}:
+        roles = {(x.start, x.stop): x.role for x in slices if x.axis == axis}
+        for x in slices:
+            if x.axis == axis and x.role:
+                roles[x.start, x.stop] = x.role
+        parts = sorted(roles)
+        starts, stops = zip(*parts, strict=True)
+        is_whole = (*starts, shape[axis]) == (0, *stops)
+        known = {*roles.values()} - {""}
+        if is_whole and (len(known) > 1 or "gated" in known):
+            names = [roles[part] for part in parts]
+            if len({*names} - {"", "gated"}) < len(names):
+                names = [f"part_{i}" for i in range(len(names))]
+            widths = [stop - start for start, stop in parts]
+            split: Any = tuple(names)
+            if len({*widths}) > 1:
+                split = dict(zip(names, widths, strict=True))
+            last = "" if axis == len(shape) - 1 else f", axis={axis}"
+            return (
+                f"; its outputs are split into {len(parts)} parts: "
+                f"splits={{{path!r}: Split({split}{last})}}"
+            )
+    return ""
 
 
 def agreeing(parameters: Sequence[Parameter]) -> list[Parameter]:

@@ -1,6 +1,6 @@
 """Read parameters from a function of them: the loss, or the model's `apply`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -31,13 +31,36 @@ def follow(function: Callable[..., Any], params: Any, *args: Any) -> Follower:
     return follower
 
 
-def read_uses(function: Callable[..., Any], params: Any, *args: Any) -> list[Parameter]:
-    """How `function(params, *args)` uses each parameter."""
+def read_uses(
+    function: Callable[..., Any],
+    params: Any,
+    *args: Any,
+    splits: Collection[str] = (),
+) -> list[Parameter]:
+    """How `function(params, *args)` uses each parameter.
+
+    Args:
+      function: any function whose result depends on the parameters.
+      params: the parameters, or their shapes.
+      args: the other arguments, arrays or shapes.
+      splits: patterns of the parameters that are split, about which nothing is said.
+
+    Raises:
+      ValueError: the result depends on none of the parameters.
+    """
     follower = follow(function, params, *args)
+    leaves = paths.leaves_with_paths(params)
+    if leaves and not any(follower.uses.values()):
+        raise ValueError(
+            f"the result of {function} depends on none of the {len(leaves)} parameters; "
+            "expected the loss, or a model's apply, as a function of them"
+        )
     return decide.agreeing(
         [
-            decide.parameter(path, leaf, follower)
-            for path, leaf in paths.leaves_with_paths(params)
+            decide.parameter(
+                path, leaf, follower, any(paths.matches(x, path) for x in splits)
+            )
+            for path, leaf in leaves
         ]
     )
 
