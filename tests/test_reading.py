@@ -4,6 +4,7 @@ import json
 import math
 import pathlib
 import re
+import sys
 
 import flax.linen as nn
 import jax
@@ -70,6 +71,50 @@ def test_the_order_of_leaves_changes_nothing():
         leaves = [Leaf(p["path"], tuple(p["shape"]), p["dtype"]) for p in params]
         forward, backward = read_leaves(leaves), read_leaves(leaves[::-1])[::-1]
         assert [letters(r) for r in forward] == [letters(r) for r in backward]
+
+
+def blocks(count):
+    """Shapes of layers with a router, experts, attention and an MLP."""
+    own = {
+        "attn/q/kernel": (64, 4, 16),
+        "attn/o/kernel": (4, 16, 64),
+        "ln/scale": (64,),
+    }
+    own |= {
+        "moe/gate/kernel": (64, 8),
+        "moe/up": (8, 64, 96),
+        "mlp/up/kernel": (64, 96),
+    }
+    return {f"layers_{i}/{path}": x for i in range(count) for path, x in own.items()}
+
+
+def projections(count):
+    """Shapes of many kernels in one module."""
+    return {f"q{i}": (64, 4, 16) for i in range(6 * count)} | {"ln/scale": (64,)}
+
+
+@pytest.mark.parametrize("model", [blocks, projections])
+def test_reading_takes_time_in_proportion_to_the_leaves(model):
+    """Four times the leaves run four times the lines of Python."""
+
+    def lines_run(count):
+        lines = 0
+
+        def trace(frame, event, arg):
+            nonlocal lines
+            lines += event == "line"
+            return trace
+
+        leaves = [Leaf(path, x, jnp.float32) for path, x in model(count).items()]
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            read_leaves(leaves)
+        finally:
+            sys.settrace(before)
+        return lines
+
+    assert lines_run(40) < 4.4 * lines_run(10)
 
 
 def test_the_benchmark_says_what_is_wrong(tmp_path, capsys):

@@ -74,24 +74,23 @@ class Decider:
         own = [place for place in range(len(node.sizes)) if place != stacked]
         if len(own) < 2:
             return [None, _axes(node, Places((0,), (1,), ""))]
-        first, *others = own
-        *rest, last = own
+        (first, *others), (*rest, last) = own, own
         from_first = Places((first,), tuple(others), "")
-        to_last = Places(tuple(rest), (last,), "")
         to_first = Places(tuple(others), (first,), "")
-        if len(own) == 2:
-            found = [to_last, to_first]
-        else:
-            stack = Places((own[-2],), (last,), "")
-            count = math.prod(node.sizes[place] for place in own[:-2])
-            found = [from_first, to_last, stack]
-            if node.projection == "out" or roles.is_convolution(node):
-                found = [to_last, from_first, stack]
-            elif count <= min(node.sizes[place] for place in own[-2:]):
-                found = [stack, from_first, to_last]
-        if node.name == "weight" and (len(own) > 2 or self._orientation(node)[0]):
-            found = [to_first, *(x for x in found if x != to_first)]
-        return [_axes(node, places) for places in found]
+        to_last = Places(tuple(rest), (last,), "")
+        stack = Places((own[-2],), (last,), "")
+        sizes = [node.sizes[place] for place in own]
+        is_window = len(own) > 2 and max(sizes[2:]) < min(sizes[:2])
+        is_flipped = is_window or self._orientation(node)[0]
+        readings = [
+            (node.name == "weight" and is_flipped, to_first),
+            (node.projection == "out" or roles.is_convolution(node), to_last),
+            (math.prod(sizes[:-2]) <= min(sizes[-2:]), stack),
+            *((True, places) for places in (from_first, to_last, stack)),
+            (len(own) == 2, to_first),
+        ]
+        likely = dict.fromkeys(places for is_likely, places in readings if is_likely)
+        return [_axes(node, places) for places in likely]
 
     def _stacked_on(self, node: Node) -> int | None:
         """The place of an axis that a node shares with all leaves around it."""

@@ -113,7 +113,7 @@ OUTERMOST_HEADS = _words(
 HEAD_PARTS = _words(
     """
     layer layers dense linear out proj output decoder fc mlp final logits conv convs in
-    hidden
+    hidden lm
     """
 )
 HEAD_ENDS = _words("out output decoder logits final")
