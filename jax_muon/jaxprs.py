@@ -5,6 +5,7 @@ Everything here may change with a release of JAX; `tests/test_jaxprs.py` runs in
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -51,14 +52,19 @@ def trace(function: Any, *args: Any) -> tuple[Jaxpr, int]:
     return partial_eval.dce_jaxpr(jaxpr, needed, instantiate=True)[0], count
 
 
-def line_of(eqn: JaxprEqn) -> str:
+def line_of(calls: Sequence[JaxprEqn]) -> str:
     """`model.py:57`, the line of the user's code that an operation comes from, or "".
 
     Where only installed packages are on the stack, the innermost one that is not JAX or
     a library of layers.
+
+    Args:
+      calls: the operation, after those that call it, the outermost first.
     """
     modules = [sys.modules.get(name) for name in _LIBRARIES]
     folders = tuple(os.path.dirname(m.__file__ or "") for m in modules if m)
+    # JAX traces its own functions once, and operations in them show who called first.
+    eqn = next((x for x in calls if _calls_jax(x, folders[0])), calls[-1])
     traceback, installed = eqn.source_info.traceback, ""
     for frame in traceback.frames if traceback else ():  # the innermost first
         file = frame.file_name
@@ -69,6 +75,12 @@ def line_of(eqn: JaxprEqn) -> str:
             return line
         installed = installed or line
     return installed
+
+
+def _calls_jax(eqn: JaxprEqn, folder: str) -> bool:
+    closed = called(eqn) if eqn.primitive.name == "jit" else None
+    source = closed.jaxpr.debug_info.func_src_info if closed else None
+    return f" at {folder}" in (source or "")
 
 
 # Elementwise operations that are linear in a leaf, whatever else they take, or that do

@@ -70,7 +70,7 @@ class Follower:
         self.scores: dict[Any, Scores] = {}
         self.scanned: dict[str, set[int]] = collections.defaultdict(set)
         self._known: dict[Any, Use] = {}
-        self._calls: tuple[int, ...] = ()  # the operations that this one is called by
+        self._calls: tuple[JaxprEqn, ...] = ()  # the operations around this one
 
     def run(self, jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
         """The results of a function."""
@@ -87,7 +87,7 @@ class Follower:
 
     def call(self, eqn: JaxprEqn, jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
         """The results of a function that an operation calls."""
-        before, self._calls = self._calls, (*self._calls, id(eqn))
+        before, self._calls = self._calls, (*self._calls, eqn)
         results = self.run(jaxpr, values)
         self._calls = before
         return results
@@ -109,7 +109,7 @@ class Follower:
 
     def key(self, eqn: JaxprEqn) -> tuple[int, ...]:
         """What tells this operation from others, and from itself in another call."""
-        return (*self._calls, id(eqn))
+        return tuple(map(id, (*self._calls, eqn)))
 
     def use(
         self,
@@ -130,15 +130,13 @@ class Follower:
         """
         result = []
         for leaf, sides in value.leaves.items():
-            is_picked = leaf in value.picked
-            own = "picked" if is_picked and kind in ("elementwise", "opaque") else kind
-            key = leaf, own, self.key(eqn)
+            key = leaf, kind, self.key(eqn)
             if key not in self._known:
-                line = jaxprs.line_of(eqn)
-                self._known[key] = Use(leaf, own, line, eqn.primitive.name)
+                line = jaxprs.line_of((*self._calls, eqn))
+                self._known[key] = Use(leaf, kind, line, eqn.primitive.name)
                 self.uses[leaf].append(self._known[key])
             use = self._known[key]
-            use.is_picked = is_picked
+            use.is_picked = leaf in value.picked
             use.is_complex = any(
                 jnp.issubdtype(v.aval.dtype, jnp.complexfloating)
                 for v in eqn.invars
@@ -151,8 +149,8 @@ class Follower:
             }
             known = Value(roles={leaf: value.roles.get(leaf, {})})
             use.roles = known.with_roles({leaf: axes}).roles[leaf] | use.revised
-            first = next(x for x in self.uses[leaf] if x.kind == own)
-            use.is_gradient = own == "contracted" and _is_transpose(use, first)
+            first = next(x for x in self.uses[leaf] if x.kind == kind)
+            use.is_gradient = kind == "contracted" and _is_transpose(use, first)
             result.append(use)
         if by is not None:
             for use in result:
@@ -431,9 +429,8 @@ def _slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
 @rule("dynamic_slice")
 def _dynamic_slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     value = cut(values[0], *shapes_of(eqn))
-    if any(index.data for index in values[1:]):
-        value.data, value.picked = True, value.picked | {*value.leaves}
-    return value
+    by_data = any(index.data for index in values[1:])
+    return _picked(follower, eqn, value) if by_data else value
 
 
 @rule("split")
@@ -495,9 +492,14 @@ def _gather(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     )
     if not value.leaves:
         return joined([value, index], results=result.results)
-    if index.data:
-        result.data, result.picked = True, result.picked | {*value.leaves}
-    return result
+    return _picked(follower, eqn, result) if index.data else result
+
+
+def _picked(follower: Follower, eqn: JaxprEqn, value: Value) -> Value:
+    """Elements of leaves that data has picked."""
+    follower.use(value, "picked", eqn)
+    picked = value.picked | {*value.leaves}
+    return dataclasses.replace(value, data=True, picked=picked)
 
 
 @rule("top_k", "approx_top_k", "sort")
