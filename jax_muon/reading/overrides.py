@@ -110,5 +110,5 @@ def _ruled(found: Parameter, said: _Said) -> Parameter:
         reason, scanned = "dimension numbers", scanned or axes.batch
     if axes is None:
         doubt = doubt or matrix_axes.not_a_matrix(found.shape, found.dtype)
-    changes = {"label": label, "axes": axes, "reason": reason, "doubt": doubt}
-    return dataclasses.replace(found, scanned=scanned, **changes)
+    changes: dict[str, Any] = {"label": label, "axes": axes, "reason": reason}
+    return dataclasses.replace(found, doubt=doubt, scanned=scanned, **changes)
