@@ -77,7 +77,9 @@ def make_train_step(
         over devices and microbatches counts instead of the mean. `tx` gets them
         as extra arguments of these names: "max_logits" for `clip_qk`.
       weighted: whether the loss is a pair of the mean and its weight, such as the
-        number of unmasked tokens. A mean of weight 0 does not count, even if it is NaN.
+        number of unmasked tokens. A mean of weight 0 does not count, even if it is
+        NaN. If loss_fn calls collectives, divide by `jnp.maximum(count, 1)` instead:
+        their gradient would take the NaN of 0 / 0 to all devices.
       microbatches: number of parts in which a device takes its batch, one by one.
       accumulate: "local": each device adds up the gradients of its microbatches and
         sends the sum once; "scattered": it sends every microbatch's gradients, so no
