@@ -108,9 +108,7 @@ class NewtonSchulz:
             share the work; the whole matrix needs a `shared_dtype`.
 
         Returns:
-          An array with the shape and dtype of x. Zero matrices give zeros. A matrix
-          gives NaN if squares of its elements overflow, and zeros or NaN if only their
-          sum does.
+          An array with the shape and dtype of x. Zero matrices give zeros.
 
         Raises:
           ValueError: x has fewer than two axes or is not real floating point, or with

@@ -83,6 +83,10 @@ class SharedProducts(Products):
         """X Y^T, whole on every device and not rounded below float32."""
         return self.group.gather(self._rows(self.own.outer(x, y)), x.ndim - 2)
 
+    def largest(self, x: Array) -> Float[Array, "*batch 1 1"]:
+        """The largest absolute value in each whole matrix."""
+        return super().largest(self.group.gather(super().largest(x), x.ndim - 1))
+
     def gram(self, x: Array, k: float) -> Float[Array, "*batch m m"]:
         """The matrices k X X^T, whole on every device."""
         rows = self._rows(self.own.gram(x, k)).astype(x.dtype)

@@ -9,7 +9,9 @@ nanochat writes a step in three lines, for X (m, n) with m <= n, divided by its 
 The same polynomials are computed here. What differs, and what it is worth:
 
 - The norm is read off the first A, which saves a pass over X, and makes the Schatten-4
-  norm, the root of ||X X^T||_F, as cheap as Frobenius'.
+  norm, the root of ||X X^T||_F, as cheap as Frobenius'. Where squares of X overflow, X
+  is first multiplied by a power of two. Looking for its largest element moves 0.3 of
+  16.6 GB in a step of GPT-2 124M with bfloat16 parameters, none with float32.
 - The factors a wait until the end: what is held is X / s, where s is the product of the
   a so far. Each line then is a sum C + k X Y, one call of cuBLASLt: whatever else moves
   in a step of GPT-2 124M on an H100 shrinks from 20.0 to 6.5 GB (`products.py`).
@@ -34,7 +36,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jax_muon.dtypes import wide, wider
+from jax_muon.dtypes import unit_of, wide, wider
 from jax_muon.polar.coefficients import Table
 from jax_muon.polar.grouped import Group, SharedProducts
 from jax_muon.polar.products import FusedProducts, Products, exact_factors, matmul
@@ -92,7 +94,9 @@ def iterate(
         if group is not None:
             products = SharedProducts(products, group)
         y = y.astype(dtype)
-        y, gram = _normalize(y, products.outer(y, y), polar)
+        unit = unit_of(products.largest(y))
+        y = y * unit
+        y, gram = _normalize(y, products.outer(y, y), polar, wide(unit))
         return form(y, gram, table, products).astype(x.dtype)
 
     def at_once(x: Array, products: Products) -> Array:
@@ -140,8 +144,10 @@ def _one_after_another(
     return jax.lax.fori_loop(0, len(x), body, x)
 
 
-def _normalize(x: Array, gram: Array, polar: "NewtonSchulz") -> tuple[Array, Array]:
-    """X / (norm_factor * norm(X) + eps), and its Gram matrix.
+def _normalize(
+    x: Array, gram: Array, polar: "NewtonSchulz", unit: Array
+) -> tuple[Array, Array]:
+    """X / (norm_factor * norm(X) + eps), for X in units of `unit`, and its Gram matrix.
 
     ||X||_F^2 is the trace of X X^T, and the Schatten-4 norm to the fourth is
     ||X X^T||_F^2.
@@ -151,7 +157,7 @@ def _normalize(x: Array, gram: Array, polar: "NewtonSchulz") -> tuple[Array, Arr
         # Fourth powers overflow, or vanish, where squares do not.
         part = gram / jnp.where(squared > 0, squared, 1)
         squared *= jnp.sqrt(jnp.sum(part * part, axis=(-2, -1), keepdims=True))
-    scale = 1 / (polar.norm_factor * jnp.sqrt(squared) + polar.eps)
+    scale = 1 / (polar.norm_factor * jnp.sqrt(squared) + polar.eps * unit)
     return (wide(x) * scale).astype(x.dtype), gram * scale * scale
 
 

@@ -97,6 +97,10 @@ class Products:
         halves = m >= _HALVES_FROM and k >= least
         return outer_in_halves(x, y) if halves else outer(x, y)
 
+    def largest(self, x: Array) -> Float[Array, "*batch 1 1"]:
+        """The largest absolute value in each matrix."""
+        return jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
+
     def gram(self, x: Array, k: float) -> Array:
         """The matrices k X X^T."""
         return (k * self.outer(x, x)).astype(x.dtype)
