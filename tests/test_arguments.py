@@ -69,7 +69,9 @@ TABLE = {
     "threshold=0.0; expected a finite number above 0": lambda: jm.clip_qk(0.0),
     "group=0; expected a Python int": lambda: jm.orthogonalize(group=0),
     "steps=2.5; expected a Python integer": lambda: jm.muon(steps=2.5),
-    "static_args=('steps',)": lambda: init(optax.inject_hyperparams(jm.nanochat)(0.5)),
+    "static_args=('steps',)": lambda: init(
+        optax.inject_hyperparams(jm.nanochat)(0.5, steps=5)
+    ),
     "microbatches=0; expected a Python": lambda: train(microbatches=0),
     "parts=0; expected": lambda: jm.Split(0),
     "joins['w']=0.5; expected a Python integer": lambda: init(
