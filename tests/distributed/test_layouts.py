@@ -292,8 +292,40 @@ def test_what_differs_between_devices_is_refused(tx):
         run()
     with pytest.raises(ValueError, match=r"or in shard_map with check_vma=True"):
         run(check_vma=False)
-    with pytest.raises(ValueError, match=r"inside jax.pmap, .*make_train_step"):
+    with pytest.raises(ValueError, match=r"inside jax.pmap, .*jax_muon.on_replicas"):
         jax.pmap(update)({"w": jnp.ones((8, 4, 8))})
+
+
+def pmap_step(tx, loss):
+    """A step of a trainer with `jax.pmap`, as brax and Flax's older examples have it."""
+
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = tx.update(jax.lax.pmean(grads, "i"), state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return jax.pmap(step, axis_name="i")
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_replicas_in_pmap(devices):
+    """On one device nothing need be said; on eight `on_replicas` says it."""
+    params, weights = problems.draw("mixed")
+    loss, data = problems.loss_of(weights), problems.batches(3)
+    expected, _, _ = problems.single_device(recipe(), loss, params, data)
+    tx = jm.skip_nonfinite(optax.chain(optax.clip_by_global_norm(1e9), recipe()))
+    tx = jm.on_replicas(tx) if devices > 1 else tx
+    step = pmap_step(tx, loss)
+    copies = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (devices, *x.shape)), (params, tx.init(params))
+    )
+    given = data.reshape(3, devices, -1, data.shape[-1])
+    result, _, _ = problems.run(
+        lambda *args: (*step(*args)[:2], 0.0), *copies, list(given)
+    )
+    for one in range(devices):
+        own = jax.tree.map(lambda x, one=one: x[one], result)
+        assert problems.distance(own, expected, params) < BOUND
 
 
 # --- corners --------------------------------------------------------------------------
