@@ -297,7 +297,7 @@ def test_what_differs_between_devices_is_refused(tx):
 
 
 def pmap_step(tx, loss):
-    """A step of a trainer with `jax.pmap`, as brax and Flax's older examples have it."""
+    """A step of a trainer with `jax.pmap`, as brax and Flax's older examples are."""
 
     def step(params, state, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
