@@ -228,7 +228,12 @@ class MeanGradients:
                 f"expected a dictionary with them, got entries {[*there]}"
             )
         loss, weight = _pair("weighted", loss) if self.weighted else (loss, 1.0)
-        loss = checks.scalar("the loss of loss_fn", loss, "a real scalar")
+        loss = jnp.asarray(checks.scalar("the loss of loss_fn", loss, "a real scalar"))
+        if not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise ValueError(
+                f"the loss of loss_fn is {loss.dtype}, which has no gradient; expected "
+                "a real scalar in floating point"
+            )
         weight = checks.scalar("the weight of loss_fn", weight, "a real scalar")
         return loss, (wide(jnp.asarray(weight, jnp.result_type(float))), aux)
 

@@ -316,7 +316,7 @@ def test_scan_layers(kind, keep, x64):
     placed = jax.tree.map(put, places, params)
     scan = functools.partial(jm.scan_layers, mesh=mesh, axis="data", keep_gathered=keep)
     if kind == AUTO:
-        scan = functools.partial(scan, specs=lambda path: specs.get(path[-1], P()))
+        scan = functools.partial(scan, specs=(specs, P()))
 
     gradient = jax.jit(jax.grad(functools.partial(losses.with_keys, scan=scan)))
     with jax.set_mesh(mesh):
@@ -377,6 +377,12 @@ def test_layers_divided_along_their_own_axis():
     layers, mesh = {"w": jnp.ones((4, 8, 8))}, mesh_of(2, names=("data",))
     with pytest.raises(ValueError, match=r"layers at 'w' .* along the axis of layers"):
         jm.scan_layers(losses._layer, jnp.ones(8), layers, mesh, P("data"))
+
+
+def test_a_scalar_has_no_axis_of_layers():
+    layers, mesh = {"w": jnp.ones((4, 8)), "x": jnp.ones(())}, mesh_of(2, names=("d",))
+    with pytest.raises(ValueError, match="layers at 'x' is a scalar; expected"):
+        jm.scan_layers(lambda x, _: (x, None), jnp.ones(8), layers, mesh)
 
 
 def test_what_one_operation_uses_is_gathered_in_order():

@@ -247,6 +247,7 @@ DO_NOT_FIT = {
     "at most 2 entries": (P(None, None, "data"),),
     "specs have 'data' for parameter 'w'; expected a Part": ({"w": "data"},),
     r"axes of the mesh, .* each once": (None, ("data", "data")),
+    "specs have 'up' for parameter 'w'": (lambda params: dict.fromkeys(params, "up"),),
 }
 
 
@@ -256,6 +257,12 @@ def test_specs_that_do_not_fit(words):
     with pytest.raises(ValueError, match=words):
         tx = jm.on_mesh(jm.nanochat(), mesh_of(8), *DO_NOT_FIT[words])
         jax.eval_shape(tx.init, params)
+
+
+def test_specs_of_a_bare_array_name_no_path():
+    tx = jm.on_mesh(jm.nanochat(), mesh_of(8), P("model"))
+    with pytest.raises(ValueError, match=r"^the parameter of shape \(8, 12\) with"):
+        tx.init(jnp.ones((8, 12)))
 
 
 def test_arrays_sharded_on_auto_axes_without_specs():
