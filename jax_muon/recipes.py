@@ -463,11 +463,20 @@ def _decay(
     """`optax.add_decayed_weights`, whose schedules stand still in optax 0.2.6."""
     tx = optax.add_decayed_weights(checks.rate("weight_decay", weight_decay), mask)
 
+    def init_fn(params: Any) -> Any:
+        try:
+            return tx.init(params)
+        except ValueError as error:  # of trees, without a name
+            raise ValueError(
+                f"weight_decay_mask does not fit the parameters: {error}; expected a "
+                "tree of booleans with their structure, or a prefix of it"
+            ) from error
+
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, _ = tx.update(updates, state, params)
         return updates, jax.tree.map(optax.safe_increment, state)
 
-    return optax.GradientTransformation(tx.init, update_fn)
+    return optax.GradientTransformation(init_fn, update_fn)
 
 
 def _recipe(
@@ -478,6 +487,7 @@ def _recipe(
 ) -> optax.GradientTransformationExtraArgs:
     """The chain for "muon", a transform for "adamw", and the user's groups."""
     groups = {} if groups is None else groups
+    checks.mapping("groups", groups, "a mapping of label to transform")
     if MUON in groups or ADAMW in groups:
         raise ValueError(
             f"groups has the labels {list(groups)}; expected others than {MUON!r}, "
