@@ -11,7 +11,7 @@ from tests.programs import PROGRAMS
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(name):
-    """Some also return metrics; not all have a gradient, such as those with a `while`."""
+    """Some also return metrics. Not all have a gradient: `while` has none."""
     program = PROGRAMS[name]()
     result = jax.eval_shape(program.loss, program.params, *program.args)
     value = result[0] if isinstance(result, tuple) else result
