@@ -47,13 +47,13 @@ class Model:
         The first that is found in a path decides. Of several choices those with as many
         letters as the parameter has axes count. Arrays with fewer than two axes that
         are longer than 1 need no answer: they are "adamw".
-      stacked: from regular expressions to the axis that a scan or a `vmap` takes, which
+      stacked: from regular expressions to the axes that scans or `vmap` take, which
         the answers leave out. The first that is found in a path decides.
     """
 
     build: Build
     answers: Mapping[str, str]
-    stacked: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    stacked: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def expected(self, path: str, shape: Sequence[int]) -> dict[str, Any]:
         """The right reading of a parameter, as `expect` of a fixture.
@@ -64,11 +64,11 @@ class Model:
         return expectation(self._answer(path, shape), shape)
 
     def _answer(self, path: str, shape: Sequence[int]) -> str:
-        axis = next((a for key, a in self.stacked.items() if re.search(key, path)), None)
-        inner = [n for i, n in enumerate(shape) if i != axis]
-        if sum(n > 1 for n in inner) < 2:
+        layers = _first(self.stacked, path) or ()
+        inner = [axis for axis in range(len(shape)) if axis not in layers]
+        if sum(shape[axis] > 1 for axis in inner) < 2:
             return "adamw"
-        text = next((x for key, x in self.answers.items() if re.search(key, path)), None)
+        text = _first(self.answers, path)
         if text is None:
             raise ValueError(f"no answer for {path!r} {tuple(shape)}")
         mark = "?" if text.endswith("?") else ""
@@ -78,8 +78,14 @@ class Model:
             if not {*choice} <= {*"bio"}:
                 choices.append(choice)
             elif len(choice) == len(inner):
-                with_layers = choice if axis is None else choice[:axis] + "b" + choice[axis:]
-                choices.append(with_layers)
+                letters = dict(zip(inner, choice, strict=True))
+                whole = [letters.get(axis, "b") for axis in range(len(shape))]
+                choices.append("".join(whole))
         if not choices:
             raise ValueError(f"answer {text!r} for {path!r} {tuple(shape)}")
         return " or ".join(choices) + mark
+
+
+def _first(table: Mapping[str, Any], path: str) -> Any:
+    """The value of the first expression that is found in the path, or None."""
+    return next((value for key, value in table.items() if re.search(key, path)), None)

@@ -36,7 +36,9 @@ def model(module, name, config, *inputs, outputs=None, **settings):
         flax_module.jnp = _Numpy()
     linen = getattr(flax_module, f"Flax{name}Module")(config, dtype=jnp.float32)
     rngs = {name: jax.random.key(n) for n, name in enumerate(RNGS)}
-    variables = jax.eval_shape(lambda: linen.init(rngs, *map(zeros, inputs), **settings))
+    variables = jax.eval_shape(
+        lambda: linen.init(rngs, *map(zeros, inputs), **settings)
+    )
     params = variables.pop("params")
 
     def loss(params, rest, *inputs):
@@ -247,9 +249,7 @@ MODELS = {
         lambda: model(
             "gpt_neo",
             "GPTNeoForCausalLM",
-            hf.GPTNeoConfig(
-                num_layers=2, attention_types=[[["global", "local"], 1]]
-            ),
+            hf.GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]]),
             *POSITIONS,
         ),
         TEXT,
@@ -261,9 +261,7 @@ MODELS = {
         TEXT,
     ),
     "llama": Model(
-        lambda: model(
-            "llama", "LlamaForCausalLM", hf.LlamaConfig(**TWO), *POSITIONS
-        ),
+        lambda: model("llama", "LlamaForCausalLM", hf.LlamaConfig(**TWO), *POSITIONS),
         TEXT,
     ),
     "longt5": Model(
@@ -334,9 +332,7 @@ MODELS = {
         CONVOLUTIONS,
     ),
     "roberta": Model(
-        lambda: model(
-            "roberta", "RobertaForMaskedLM", hf.RobertaConfig(**TWO), *BERT
-        ),
+        lambda: model("roberta", "RobertaForMaskedLM", hf.RobertaConfig(**TWO), *BERT),
         {r"lm_head/dense": "io", **TEXT},
     ),
     "roformer": Model(
@@ -372,9 +368,7 @@ MODELS = {
         TEXT,
     ),
     "vit": Model(
-        lambda: model(
-            "vit", "ViTForImageClassification", hf.ViTConfig(**TWO), IMAGES
-        ),
+        lambda: model("vit", "ViTForImageClassification", hf.ViTConfig(**TWO), IMAGES),
         VISION,
     ),
     "wav2vec2": Model(

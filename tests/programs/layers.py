@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -316,6 +317,18 @@ def batch_closed_over():
     loss, params, (tokens,) = language_model(block, **UP_DOWN)
     ids = jnp.zeros(tokens.shape, tokens.dtype)
     return (lambda p: loss(p, ids)), params, ()
+
+
+@program(MLP_ANSWERS)
+def numpy_constant_in_a_jitted_block():
+    """An array that a jitted function closes over."""
+    signs = np.sign(np.sin(np.arange(HIDDEN))).astype(np.float32)
+
+    @jax.jit
+    def block(x, p):
+        return (jax.nn.gelu(x @ p["up"]) * signs) @ p["down"]
+
+    return language_model(block, **UP_DOWN)
 
 
 @program({"emb": "embedding", "head": "head", "flat": "oi", "blocked": "iioo"})
