@@ -2,7 +2,6 @@
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks.reading_models import Model

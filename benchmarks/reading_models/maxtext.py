@@ -66,7 +66,7 @@ def model(family, layers, *settings):
         settings += (f"param_scan_axis={layers}",)
     if family == "gpt3-6b":
         settings += ("override_model_config=True",)
-    config, mesh, module = model_of(
+    _, mesh, module = model_of(
         f"model_name={family}",
         "attention=dot_product",
         f"per_device_batch_size={BATCH}",

@@ -61,9 +61,7 @@ class _Numpy:
 # --- answers --------------------------------------------------------------------------
 
 TEXT = {
-    r"embed(ding)?s?(_tokens|_positions|_in)?/|_embeddings?/|^(transformer/)?wt?pe/|wte/": (
-        "adamw"
-    ),
+    r"embed(ding)?s?(_tokens|_positions)?/|_embeddings?/|wt?[pt]e/": "adamw",
     r"shared/|relative_attention_bias": "adamw",
     r"lm_head|classifier|predictions/decoder|seq_relationship|score/": "adamw",
     r"discriminator_predictions/dense_prediction": "adamw",
