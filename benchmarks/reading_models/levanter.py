@@ -70,7 +70,8 @@ def model(config):
         module = eqx.combine(params, static)
         tokens = hax.NamedArray(ids, (BATCH, positions))
         example = hax.vmap(LmExample.causal, BATCH)(tokens)
-        with mesh:  # the products of experts need one
+        # The products of experts need a mesh.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return module.compute_next_token_loss(example).scalar()
 
     return loss, params, (integers(BATCH.size, positions.size),)
