@@ -18,6 +18,7 @@ import json
 import pathlib
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_muon.axes import Parameter
@@ -110,6 +111,53 @@ def judge(param: dict[str, Any], read: Parameter) -> tuple[str, str]:
         return RIGHT, ""
     wrong = WRONG if expect.get("knowable", True) else UNKNOWABLE
     return wrong, f"{mine}; {right} ({read.reason})"
+
+
+def answer_for(path: str, answers: Mapping[str, str]) -> str:
+    """The answer in `tests.programs`' notation for the leaf at a path.
+
+    Args:
+      path: of the leaf.
+      answers: from paths or folders, several of them with spaces between, to answers.
+        The longest that fits decides.
+
+    Raises:
+      KeyError: no answer fits.
+    """
+    by_name = {name: answers[key] for key in answers for name in key.split()}
+    while path not in by_name and "/" in path:
+        path = path.rpartition("/")[0]
+    return by_name[path]
+
+
+def expectation(answer: str, shape: Sequence[int]) -> dict[str, Any]:
+    """An answer in `tests.programs`' notation as `expect` of a fixture.
+
+    Raises:
+      ValueError: an answer has another number of axes than the shape.
+    """
+    labels, axes = set(), []
+    axes_or_role, _, _ = answer.removesuffix("?").partition(", ")
+    for choice in axes_or_role.split(" or "):
+        if choice in ("adamw", "embedding", "head", "router"):
+            labels.add("adamw")
+            continue
+        if len(choice) != len(shape) or not {*choice} <= {*"bio"}:
+            raise ValueError(f"answer {answer!r} for an array {tuple(shape)}")
+        labels.add("muon")
+        axes.append(
+            {
+                side: [axis for axis, one in enumerate(choice) if one == side[0]]
+                for side in ("batch", "in", "out")
+            }
+        )
+    expect: dict[str, Any] = {"label": "either" if len(labels) > 1 else labels.pop()}
+    if axes:
+        expect |= axes[0]
+        expect["also"] = axes[1:]
+    if answer.endswith("?"):
+        expect["knowable"] = False
+    return expect
 
 
 def _sides(axes: Any, shape: list[int]) -> tuple[frozenset[int], ...]:

@@ -1,0 +1,111 @@
+"""MaxText's models in NNX, at the sizes of their configurations.
+
+With the layers stacked along axis 1, as by default, along axis 0, and one by one; of
+mixtures of experts also with the three other ways to multiply.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+
+from benchmarks.reading_models import Model
+from benchmarks.reading_models.shapes import cross_entropy, integers, shapes_of
+from outside.maxtext.models import model_of
+
+BATCH, LENGTH = 2, 16
+
+ANSWERS = {
+    r"token_embedder|position_embedder|logits_dense": "adamw",
+    r"norm|bias$|_beta$|scale(_\d+)?$|layer_scalar|sinks|A_log|conv1d": "adamw",
+    r"/gate/kernel$|shared_expert_gate": "adamw",
+    # 4 to 16 outputs that mix the streams of hyper-connections.
+    r"_alpha$|hc_fn$": "io or adamw",
+    r"qkv_proj": "iooo or iboo or ibbo",
+    r"(query|key|value|wkv|w(q|kv)_b)/kernel": "ioo or ibo or io",
+    r"out/kernel$": "iio or io",
+    r"o_a_proj": "bio",
+    r"(wi_\d|wo)$": "bio",
+    r"kernel$": "io",
+}
+ONE_BY_ONE = "one by one"
+EVERY = (1, 0, ONE_BY_ONE)
+# Where MaxText stacks layers.
+FAMILIES = {
+    "llama2-7b": EVERY,
+    "mistral-7b": (1,),
+    "gpt3-6b": EVERY,
+    "gemma-2b": EVERY,
+    "gemma2-2b": (1, 0),
+    "gemma3-4b": EVERY,
+    "gemma4-26b": EVERY,
+    "qwen2.5-7b": (1,),
+    "qwen3-0.6b": EVERY,
+    "qwen3-30b-a3b": EVERY,
+    "qwen3-next-80b-a3b": EVERY,
+    "qwen3.5-35b-a3b": (1, 0),
+    "mixtral-8x7b": EVERY,
+    "llama4-17b-16e": EVERY,
+    "gpt-oss-20b": EVERY,
+    "olmo3-7b": EVERY,
+    "deepseek2-16b": EVERY,
+    "deepseek3.2-671b": (1, 0),
+    "deepseek4-284b": (1, 0),
+    "kimi-k2-1t": (1, 0),
+}
+PRODUCTS_OF_EXPERTS = {
+    "dense": ("sparse_matmul=false", "megablox=false"),
+    "capacity": ("sparse_matmul=false", "megablox=false", "capacity_factor=1.0"),
+    "ragged": ("sparse_matmul=true", "megablox=false"),
+}
+
+
+def model(family, layers, *settings):
+    """A loss of one of MaxText's models."""
+    if layers == ONE_BY_ONE:
+        settings += ("scan_layers=false",)
+    else:
+        settings += (f"param_scan_axis={layers}",)
+    if family == "gpt3-6b":
+        settings += ("override_model_config=True",)
+    _, mesh, module = model_of(
+        f"model_name={family}",
+        "attention=dot_product",
+        f"per_device_batch_size={BATCH}",
+        f"max_target_length={LENGTH}",
+        *settings,
+    )
+    graph, params, rest = nnx.split(module, nnx.Param, ...)
+
+    def loss(pure, rest, ids):
+        nnx.replace_by_pure_dict(params, pure)
+        module = nnx.merge(graph, params, rest)
+        positions = jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH))
+        with mesh:
+            logits = module(ids, positions, jnp.ones_like(ids), enable_dropout=False)
+        return cross_entropy(logits, ids)
+
+    pure = shapes_of(nnx.to_pure_dict(params))
+    return loss, pure, (shapes_of(rest), integers(BATCH, LENGTH))
+
+
+def _entry(family, layers, *settings):
+    stacked = {}
+    if layers != ONE_BY_ONE:
+        stacked = {
+            # Scans in a scan.
+            r"decoder/scanned_blocks/local_layers/": (layers, layers + 1),
+            r"decoder/((dense_|moe_)?layers|scanned_blocks)/": (layers,),
+        }
+    return Model(lambda: model(family, layers, *settings), ANSWERS, stacked)
+
+
+MODELS = {
+    f"{family}, {layers if layers == ONE_BY_ONE else f'axis {layers}'}": _entry(
+        family, layers
+    )
+    for family, ways in FAMILIES.items()
+    for layers in ways
+} | {
+    f"{family}, {name}": _entry(family, 1, *settings)
+    for family in ("mixtral-8x7b", "deepseek2-16b")
+    for name, settings in PRODUCTS_OF_EXPERTS.items()
+}

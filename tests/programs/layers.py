@@ -1,0 +1,370 @@
+"""How layers follow each other: scans, loops, conditions, blocks, `vmap`, shard_map."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from tests.programs import program
+from tests.programs.parts import (
+    BATCH,
+    EMBED_AND_HEAD,
+    EMBED_AND_HEAD_ANSWERS,
+    HIDDEN,
+    MLP_ANSWERS,
+    TOKENS,
+    UP_DOWN,
+    VOCAB,
+    WIDTH,
+    cross_entropy,
+    floats,
+    integers,
+    language_model,
+    rms,
+    squared_error,
+)
+
+LAYERS = 8
+STACK = {
+    "norm": floats(LAYERS, WIDTH),
+    "up": floats(LAYERS, WIDTH, HIDDEN),
+    "down": floats(LAYERS, HIDDEN, WIDTH),
+}
+STACK_ANSWERS = {
+    **EMBED_AND_HEAD_ANSWERS,
+    "layers/norm": "adamw",
+    "layers": "bio",
+}
+
+
+def mlp(x, layer):
+    """A residual MLP, as the body of a scan."""
+    hidden = jax.nn.gelu(rms(x) * layer["norm"] @ layer["up"])
+    return x + hidden @ layer["down"], None
+
+
+def stacked(run):
+    """A program of `run(x, layers)` between the table and the head."""
+
+    def loss(p, ids):
+        x = run(p["emb"][ids], p["layers"])
+        return cross_entropy(rms(x) @ p["head"], ids)
+
+    return loss, {**EMBED_AND_HEAD, "layers": STACK}, (TOKENS,)
+
+
+@program(STACK_ANSWERS)
+def scan():
+    """The plain form."""
+    return stacked(lambda x, layers: lax.scan(mlp, x, layers)[0])
+
+
+@program(STACK_ANSWERS)
+def scan_checkpointed_and_reversed():
+    """Backwards through the layers, each of them computed again in the gradient."""
+
+    def run(x, layers):
+        return lax.scan(jax.checkpoint(mlp), x, layers, reverse=True)[0]
+
+    return stacked(run)
+
+
+@program(STACK_ANSWERS)
+def scan_over_blocks_of_layers():
+    """Eight layers are cut into two blocks of four: only blocks are checkpointed."""
+
+    def run(x, layers):
+        blocks = jax.tree.map(lambda w: w.reshape(2, 4, *w.shape[1:]), layers)
+        block = jax.checkpoint(lambda x, layers: lax.scan(mlp, x, layers))
+        return lax.scan(block, x, blocks)[0]
+
+    return stacked(run)
+
+
+@program(STACK_ANSWERS)
+def stack_taken_apart():
+    """A Python loop takes one layer after the other."""
+
+    def run(x, layers):
+        for number in range(LAYERS):
+            x, _ = mlp(x, jax.tree.map(lambda w, n=number: w[n], layers))
+        return x
+
+    return stacked(run)
+
+
+@program(STACK_ANSWERS)
+def scan_over_numbers():
+    """The scan counts, and its body picks the layer."""
+
+    def run(x, layers):
+        def body(x, number):
+            return mlp(x, jax.tree.map(lambda w: w[number], layers))
+
+        return lax.scan(body, x, jnp.arange(LAYERS))[0]
+
+    return stacked(run)
+
+
+@program({**EMBED_AND_HEAD_ANSWERS, "up down": "ibo"})
+def scan_along_the_second_axis():
+    """As MaxText's `param_scan_axis=1`, by index."""
+
+    def loss(p, ids):
+        def body(number, x):
+            up, down = (
+                lax.dynamic_index_in_dim(p[name], number, 1, False)
+                for name in ("up", "down")
+            )
+            return x + jax.nn.gelu(x @ up) @ down
+
+        x = lax.fori_loop(0, LAYERS, body, p["emb"][ids])
+        return cross_entropy(x @ p["head"], ids)
+
+    params = {
+        "up": floats(WIDTH, LAYERS, HIDDEN),
+        "down": floats(HIDDEN, LAYERS, WIDTH),
+    }
+    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
+
+
+@program({**EMBED_AND_HEAD_ANSWERS, "up down": "ibo"})
+def second_axis_moved_to_the_front():
+    """As `nn.scan` with `variable_axes={"params": 1}` does it."""
+
+    def loss(p, ids):
+        front = jax.tree.map(
+            lambda w: jnp.moveaxis(w, 1, 0), {"up": p["up"], "down": p["down"]}
+        )
+
+        def body(x, layer):
+            return x + jax.nn.gelu(x @ layer["up"]) @ layer["down"], None
+
+        x, _ = lax.scan(body, p["emb"][ids], front)
+        return cross_entropy(x @ p["head"], ids)
+
+    params = {
+        "up": floats(WIDTH, LAYERS, HIDDEN),
+        "down": floats(HIDDEN, LAYERS, WIDTH),
+    }
+    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
+
+
+@program({**EMBED_AND_HEAD_ANSWERS, "0 1 2": "io"})
+def loops_and_conditions():
+    """A layer in each branch of a `cond`, and one that a `while` repeats."""
+
+    def loss(p, ids, flag):
+        x = lax.cond(
+            flag[0] > 0,
+            lambda x: x @ p["0"],
+            lambda x: jnp.tanh(x @ p["1"]),
+            p["emb"][ids],
+        )
+
+        def step(carry):
+            count, x = carry
+            return count + 1, rms(x + x @ p["2"])
+
+        _, x = lax.while_loop(lambda carry: carry[0] < 3, step, (0, x))
+        return cross_entropy(x @ p["head"], ids)
+
+    layers = {name: floats(WIDTH, WIDTH) for name in "012"}
+    return loss, {**EMBED_AND_HEAD, **layers}, (TOKENS, floats(1))
+
+
+@program({**EMBED_AND_HEAD_ANSWERS, "f": "io"})
+def deep_equilibrium():
+    """A fixed point whose gradient is found by a second loop."""
+
+    def f(p, z, x):
+        return jnp.tanh(z @ p["f"]["z"] + x @ p["f"]["x"])
+
+    @jax.custom_vjp
+    def solve(p, x):
+        step = lambda carry: (carry[0] + 1, f(p, carry[1], x))  # noqa: E731
+        return lax.while_loop(lambda c: c[0] < 20, step, (0, jnp.zeros_like(x)))[1]
+
+    def forward(p, x):
+        z = solve(p, x)
+        return z, (p, x, z)
+
+    def backward(saved, g):
+        p, x, z = saved
+        _, pull = jax.vjp(lambda z: f(p, z, x), z)
+        u = lax.fori_loop(0, 20, lambda _, u: g + pull(u)[0], g)
+        return jax.vjp(lambda p, x: f(p, z, x), p, x)[1](u)
+
+    solve.defvjp(forward, backward)
+
+    def loss(p, ids):
+        return cross_entropy(solve(p, p["emb"][ids]) @ p["head"], ids)
+
+    layer = {"z": floats(WIDTH, WIDTH), "x": floats(WIDTH, WIDTH)}
+    return loss, {**EMBED_AND_HEAD, "f": layer}, (TOKENS,)
+
+
+@program({**EMBED_AND_HEAD_ANSWERS, "up down": "io"})
+def neural_ode():
+    """Runge-Kutta of order four, with the step size as part of the loop's state."""
+
+    def loss(p, ids):
+        def slope(x):
+            return jnp.tanh(x @ p["up"]) @ p["down"]
+
+        def step(carry, _):
+            x, size = carry
+            a = slope(x)
+            b = slope(x + size / 2 * a)
+            c = slope(x + size / 2 * b)
+            d = slope(x + size * c)
+            return (x + size / 6 * (a + 2 * b + 2 * c + d), size), None
+
+        (x, _), _ = lax.scan(step, (p["emb"][ids], jnp.float32(0.1)), length=10)
+        return cross_entropy(x @ p["head"], ids)
+
+    return loss, {**EMBED_AND_HEAD, **UP_DOWN}, (TOKENS,)
+
+
+@program(STACK_ANSWERS)
+def pipeline_of_vmapped_stages():
+    """`vmap` runs all stages on different microbatches, which shift by one a step."""
+
+    def run(x, layers):
+        stage = jax.vmap(lambda layer, x: mlp(x, layer)[0])
+        padding = jnp.zeros((LAYERS, *x[:1].shape), x.dtype)
+        inputs = jnp.concatenate([x[:, None], padding])  # microbatches of one
+
+        def step(held, new):
+            held = stage(layers, jnp.concatenate([new[None], held[:-1]]))
+            return held, held[-1]
+
+        _, outputs = lax.scan(step, jnp.zeros((LAYERS, *x[:1].shape)), inputs)
+        return outputs[LAYERS - 1 : LAYERS - 1 + BATCH, 0]
+
+    return stacked(run)
+
+
+@program({"w1": "bio or adamw", "w2": "bio", "w3": "head"})
+def ensemble():
+    """`vmap` over members that all get the same input."""
+
+    def predict(p, x):
+        return jnp.tanh(jnp.tanh(x @ p["w1"]) @ p["w2"]) @ p["w3"]
+
+    def loss(p, x, y):
+        return squared_error(jax.vmap(predict, (0, None))(p, x), y)
+
+    params = {
+        "w1": floats(5, 7, WIDTH),
+        "w2": floats(5, WIDTH, HIDDEN),
+        "w3": floats(5, HIDDEN, 3),
+    }
+    return loss, params, (floats(BATCH, 7), floats(BATCH, 3))
+
+
+@program({**EMBED_AND_HEAD_ANSWERS, "layers": "bio", "project": "io"})
+def multi_token_prediction():
+    """Two losses through one head, the second behind one more product."""
+
+    def loss(p, ids):
+        def body(x, layer):
+            return x + jax.nn.gelu(rms(x) @ layer["up"]) @ layer["down"], None
+
+        x, _ = lax.scan(body, p["emb"][ids], p["layers"])
+        after = jnp.concatenate([rms(x), p["emb"][jnp.roll(ids, 1)]], -1) @ p["project"]
+        return cross_entropy(x @ p["head"], ids) + cross_entropy(after @ p["head"], ids)
+
+    layers = {name: STACK[name] for name in ("up", "down")}
+    params = {"layers": layers, "project": floats(2 * WIDTH, WIDTH)}
+    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
+
+
+@program(MLP_ANSWERS)
+def loss_in_shard_map():
+    """Parameters are sharded over devices and gathered inside the loss (ZeRO-3)."""
+    mesh = jax.sharding.AbstractMesh(
+        (2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+
+    def block(x, p):
+        return jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+    inner, params, _ = language_model(block, **UP_DOWN)
+
+    def on_one_device(p, ids):
+        p = jax.tree.map(lambda w: lax.all_gather(w, "x", axis=0, tiled=True), p)
+        return lax.pmean(inner(p, ids), "x")
+
+    loss = jax.shard_map(
+        on_one_device,
+        mesh=mesh,
+        in_specs=(P("x"), P("x")),
+        out_specs=P(),
+        check_vma=False,
+    )
+    return loss, params, (integers(2 * BATCH, 16),)
+
+
+@program(MLP_ANSWERS)
+def batch_closed_over():
+    """The loss has no other argument than the parameters."""
+
+    def block(x, p):
+        return jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+    loss, params, (tokens,) = language_model(block, **UP_DOWN)
+    ids = jnp.zeros(tokens.shape, tokens.dtype)
+    return (lambda p: loss(p, ids)), params, ()
+
+
+@program(MLP_ANSWERS)
+def numpy_constant_in_a_jitted_block():
+    """An array that a jitted function closes over."""
+    signs = np.sign(np.sin(np.arange(HIDDEN))).astype(np.float32)
+
+    @jax.jit
+    def block(x, p):
+        return (jax.nn.gelu(x @ p["up"]) * signs) @ p["down"]
+
+    return language_model(block, **UP_DOWN)
+
+
+@program({"emb": "embedding", "head": "head", "flat": "oi", "blocked": "iioo"})
+def cast_transposed_and_reshaped():
+    """Matrices in bfloat16, one stored (out, in), one with both sides in two axes."""
+
+    def loss(p, ids):
+        half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p)
+        x = half["emb"][ids]
+        x = jax.nn.gelu(x @ half["flat"].T)
+        x = x @ half["blocked"].reshape(HIDDEN, WIDTH)
+        return cross_entropy((x @ half["head"].T).astype(jnp.float32), ids)
+
+    params = {
+        "emb": floats(VOCAB, WIDTH),
+        "flat": floats(HIDDEN, WIDTH),
+        "blocked": floats(8, 5, 4, 6),
+        "head": floats(VOCAB, WIDTH),
+    }
+    return loss, params, (TOKENS,)
+
+
+@program(MLP_ANSWERS)
+def auxiliary_outputs_and_penalties():
+    """The loss returns metrics beside it and adds norms of the parameters to it."""
+
+    def block(x, p):
+        return jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+    inner, params, args = language_model(block, **UP_DOWN)
+
+    def loss(p, ids):
+        decay = sum(jnp.sum(w**2) for w in jax.tree.leaves(p))
+        sparse = jnp.abs(p["up"]).sum()
+        value = inner(p, ids) + 1e-4 * decay + 1e-4 * sparse
+        norms = jax.tree.map(jnp.linalg.norm, p)
+        return value, {"norms": norms, "loss": value}
+
+    return loss, params, args

@@ -1,0 +1,343 @@
+"""Parameters that meet other parameters, or state, before they meet the data."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tests.programs import program
+from tests.programs.parts import (
+    ATTENTION,
+    ATTENTION_ANSWERS,
+    BATCH,
+    EMBED_AND_HEAD,
+    HIDDEN,
+    MLP_ANSWERS,
+    MODEL_ANSWERS,
+    TOKENS,
+    UP_DOWN,
+    WIDTH,
+    attention,
+    cross_entropy,
+    floats,
+    integers,
+    key,
+    language_model,
+    rms,
+)
+
+RANK = 4
+LORA = {"lora_a": floats(WIDTH, RANK), "lora_b": floats(RANK, HIDDEN)}
+LORA_ANSWERS = {**MLP_ANSWERS, "lora_a lora_b": "io"}
+# Adapters of two matrices that are not trained.
+ADAPTERS = {
+    "up": {"a": floats(WIDTH, RANK), "b": floats(RANK, HIDDEN)},
+    "down": {"a": floats(HIDDEN, RANK), "b": floats(RANK, WIDTH)},
+}
+
+
+# --- LoRA -----------------------------------------------------------------------------
+
+
+@program(LORA_ANSWERS)
+def lora_merged():
+    """The product of the factors is added to the matrix."""
+
+    def block(x, p):
+        up = p["up"] + 0.5 * p["lora_a"] @ p["lora_b"]
+        return jax.nn.gelu(x @ up) @ p["down"]
+
+    return language_model(block, **UP_DOWN, **LORA)
+
+
+@program(LORA_ANSWERS)
+def lora_beside():
+    """The factors multiply the data one after the other."""
+
+    def block(x, p):
+        hidden = x @ p["up"] + x @ p["lora_a"] @ p["lora_b"]
+        return jax.nn.gelu(hidden) @ p["down"]
+
+    return language_model(block, **UP_DOWN, **LORA)
+
+
+@program({"up down": "io"})
+def lora_beside_frozen_matrices():
+    """Only the factors are trained; the model itself arrives as an argument."""
+
+    def loss(adapters, frozen, ids):
+        def dense(x, name):
+            a, b = adapters[name]["a"], adapters[name]["b"]
+            return x @ frozen[name] + x @ a @ b
+
+        x = frozen["emb"][ids]
+        x = x + dense(jax.nn.gelu(dense(x, "up")), "down")
+        return cross_entropy(x @ frozen["head"], ids)
+
+    return loss, ADAPTERS, ({**EMBED_AND_HEAD, **UP_DOWN}, TOKENS)
+
+
+@program({"up down": "io"})
+def lora_merged_into_frozen_matrices():
+    """The factors are merged into a matrix that arrives as an argument."""
+
+    def loss(adapters, frozen, ids):
+        def dense(x, name):
+            a, b = adapters[name]["a"], adapters[name]["b"]
+            return x @ (frozen[name] + a @ b)
+
+        x = frozen["emb"][ids]
+        x = x + dense(jax.nn.gelu(dense(x, "up")), "down")
+        return cross_entropy(x @ frozen["head"], ids)
+
+    return loss, ADAPTERS, ({**EMBED_AND_HEAD, **UP_DOWN}, TOKENS)
+
+
+@program({"up down": "io"})
+def lora_on_a_model_that_is_closed_over():
+    """The frozen model is a constant of the loss; one adapter of two is merged."""
+    shapes = {**EMBED_AND_HEAD, **UP_DOWN}
+    frozen = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    def loss(adapters, ids):
+        up, down = adapters["up"], adapters["down"]
+        x = frozen["emb"][ids]
+        hidden = jax.nn.gelu(x @ frozen["up"] + x @ up["a"] @ up["b"])
+        x = x + hidden @ (frozen["down"] + down["a"] @ down["b"])
+        return cross_entropy(x @ frozen["head"], ids)
+
+    return loss, ADAPTERS, (TOKENS,)
+
+
+@program({**LORA_ANSWERS, "magnitude": "adamw"})
+def dora():
+    """LoRA, merged, with the norms of the columns as a vector."""
+
+    def block(x, p):
+        up = p["up"] + p["lora_a"] @ p["lora_b"]
+        up = p["magnitude"] * up / jnp.linalg.norm(up, axis=0, keepdims=True)
+        return jax.nn.gelu(x @ up) @ p["down"]
+
+    return language_model(block, **UP_DOWN, **LORA, magnitude=floats(HIDDEN))
+
+
+# --- norms, masks, noise and quantization of weights ----------------------------------
+
+
+@program({**MODEL_ANSWERS, "direction down": "io", "size": "adamw"})
+def weight_norm():
+    """The matrix is a vector of sizes times normalized columns."""
+
+    def block(x, p):
+        v = p["direction"]
+        up = p["size"] * v / jnp.sqrt((v * v).sum(0))
+        return jax.nn.gelu(x @ up) @ p["down"]
+
+    params = {"direction": UP_DOWN["up"], "down": UP_DOWN["down"]}
+    return language_model(block, **params, size=floats(HIDDEN))
+
+
+@program(MLP_ANSWERS)
+def spectral_norm():
+    """The matrix is divided by its norm, estimated with a vector from the state."""
+
+    def loss(p, u, ids):
+        def block(x, p):
+            v = p["up"].T @ u
+            v = v / jnp.linalg.norm(v)
+            return jax.nn.gelu(x @ (p["up"] / (u @ p["up"] @ v))) @ p["down"]
+
+        return language_model(block)[0](p, ids)
+
+    params = {**EMBED_AND_HEAD, "att": ATTENTION, **UP_DOWN}
+    return loss, params, (floats(WIDTH), TOKENS)
+
+
+@program({"stem": "iiio or adamw", "conv": "iiio", "head": "head"})
+def weight_standardization():
+    """Kernels of convolutions lose their mean and get variance one."""
+
+    def conv(x, w):
+        w = (w - w.mean((0, 1, 2))) / jnp.sqrt(w.var((0, 1, 2)) + 1e-5)
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+    def loss(p, images, labels):
+        x = jax.nn.relu(conv(jax.nn.relu(conv(images, p["stem"])), p["conv"]))
+        return cross_entropy(x.mean((1, 2)) @ p["head"], labels)
+
+    params = {
+        "stem": floats(3, 3, 3, WIDTH),
+        "conv": floats(3, 3, WIDTH, HIDDEN),
+        "head": floats(HIDDEN, 10),
+    }
+    return loss, params, (floats(BATCH, 8, 8, 3), integers(BATCH))
+
+
+@program(MLP_ANSWERS)
+def masked_weights():
+    """Pruning: one mask is a factor, the other one a choice."""
+
+    def loss(p, masks, ids):
+        def block(x, p):
+            down = jnp.where(masks["down"], p["down"], 0)
+            return jax.nn.gelu(x @ (p["up"] * masks["up"])) @ down
+
+        return language_model(block)[0](p, ids)
+
+    masks = {
+        "up": UP_DOWN["up"],
+        "down": jax.ShapeDtypeStruct((HIDDEN, WIDTH), bool),
+    }
+    return loss, {**EMBED_AND_HEAD, "att": ATTENTION, **UP_DOWN}, (masks, TOKENS)
+
+
+@program(MLP_ANSWERS)
+def quantized_straight_through():
+    """Weights are rounded to int8 and back; the gradient passes the rounding."""
+
+    def quantized(w):
+        scale = jnp.abs(w).max(0) / 127
+        rounded = jnp.round(w / scale).astype(jnp.int8).astype(w.dtype) * scale
+        return w + lax.stop_gradient(rounded - w)
+
+    def block(x, p):
+        return jax.nn.gelu(x @ quantized(p["up"])) @ quantized(p["down"])
+
+    return language_model(block, **UP_DOWN)
+
+
+@program(MLP_ANSWERS)
+def int8_product():
+    """Both sides are rounded to int8, and the product is scaled afterwards."""
+
+    def dot(x, w):
+        x_scale = jnp.abs(x).max(-1, keepdims=True) / 127
+        w_scale = jnp.abs(w).max(0) / 127
+        y = lax.dot_general(
+            jnp.round(x / x_scale).astype(jnp.int8),
+            jnp.round(w / w_scale).astype(jnp.int8),
+            (((2,), (0,)), ((), ())),
+            preferred_element_type=jnp.int32,
+        )
+        return y.astype(jnp.float32) * w_scale * x_scale
+
+    def block(x, p):
+        return jax.nn.gelu(dot(x, p["up"])) @ p["down"]
+
+    return language_model(block, **UP_DOWN)
+
+
+@program({**MLP_ANSWERS, "scale": "adamw"})
+def float8_with_custom_vjp():
+    """A product in float8 that has its own derivative, as fp8 libraries write it."""
+
+    @jax.custom_vjp
+    def dot(x, w, scale):
+        x8, w8 = x.astype(jnp.float8_e4m3fn), (w / scale).astype(jnp.float8_e4m3fn)
+        return (x8.astype(jnp.bfloat16) @ w8.astype(jnp.bfloat16)).astype(x.dtype)
+
+    def forward(x, w, scale):
+        return dot(x, w, scale), (x, w, scale)
+
+    def backward(saved, g):
+        x, w, scale = saved
+        return g @ w.T, jnp.einsum("btd,btf->df", x, g), jnp.zeros_like(scale)
+
+    dot.defvjp(forward, backward)
+
+    def block(x, p):
+        hidden = dot(x, p["up"], p["scale"]) * p["scale"]
+        return jax.nn.gelu(hidden) @ p["down"]
+
+    return language_model(block, **UP_DOWN, scale=floats(1))
+
+
+@program(MLP_ANSWERS)
+def noisy_weights():
+    """Noise is added to all parameters before the model sees them."""
+
+    def loss(p, noise_key, ids):
+        p = jax.tree.map(lambda x: x + jax.random.normal(noise_key, x.shape), p)
+
+        def block(x, p):
+            return jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+        return language_model(block)[0](p, ids)
+
+    return loss, {**EMBED_AND_HEAD, "att": ATTENTION, **UP_DOWN}, (key(), TOKENS)
+
+
+# --- one array in two places, or two in one -------------------------------------------
+
+
+@program({"emb": "embedding", **ATTENTION_ANSWERS, "up": "io"})
+def tied_embedding_and_mlp():
+    """The table is the head, transposed, and the MLP goes back by its own transpose."""
+
+    def loss(p, ids):
+        x = p["emb"][ids]
+        x = x + attention(x, p["att"])
+        x = x + jax.nn.gelu(rms(x) @ p["up"]) @ p["up"].T
+        return cross_entropy(rms(x) @ p["emb"].T, ids)
+
+    params = {"emb": EMBED_AND_HEAD["emb"], "att": ATTENTION, "up": UP_DOWN["up"]}
+    return loss, params, (TOKENS,)
+
+
+@program({**MLP_ANSWERS, "factor_1 factor_2": "io"})
+def factors_multiplied_first():
+    """A low-rank layer whose two factors are multiplied before they meet the data."""
+
+    def block(x, p):
+        hidden = jax.nn.gelu(x @ p["up"]) @ p["down"]
+        return hidden @ (p["factor_1"] @ p["factor_2"])
+
+    factors = {"factor_1": floats(WIDTH, 8), "factor_2": floats(8, WIDTH)}
+    return language_model(block, **UP_DOWN, **factors)
+
+
+@program({"table": "embedding", "project": "io or adamw", "mlp": "io", "head": "head"})
+def factored_embedding_multiplied_first():
+    """ALBERT's two factors of an embedding, multiplied before the lookup."""
+
+    def loss(p, ids):
+        x = (p["table"] @ p["project"])[ids]
+        x = x + jax.nn.gelu(x @ p["mlp"]["up"]) @ p["mlp"]["down"]
+        return cross_entropy(x @ p["head"], ids)
+
+    params = {
+        "table": floats(96, 8),
+        "project": floats(8, WIDTH),
+        "mlp": UP_DOWN,
+        "head": EMBED_AND_HEAD["head"],
+    }
+    return loss, params, (TOKENS,)
+
+
+@program({**MODEL_ANSWERS, "left right": "io?", "up down": "io"})
+def kronecker_factors():
+    """A matrix that is the Kronecker product of two small ones."""
+
+    def block(x, p):
+        hidden = jax.nn.gelu(x @ p["up"]) @ p["down"]
+        return hidden @ jnp.kron(p["left"], p["right"])
+
+    factors = {"left": floats(4, 4), "right": floats(6, 6)}
+    return language_model(block, **UP_DOWN, **factors)
+
+
+@program({**MODEL_ANSWERS, "layer_scale temperature": "adamw", "gain up down": "io"})
+def scales_and_a_matrix_of_gains():
+    """A scale of a branch, a temperature, and a square matrix that is no vector."""
+
+    def block(x, p):
+        hidden = jax.nn.gelu(x @ p["up"] * jnp.exp(p["temperature"])) @ p["down"]
+        return (hidden @ p["gain"]) * p["layer_scale"]
+
+    return language_model(
+        block,
+        **UP_DOWN,
+        gain=floats(WIDTH, WIDTH),
+        layer_scale=floats(WIDTH),
+        temperature=floats(),
+    )
