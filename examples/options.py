@@ -1,7 +1,8 @@
 """The command line of train_gpt.py, and the settings that a run keeps.
 
 Settings do not change during a run. They are stored in runs/NAME/settings.json and need
-not be given again to resume it.
+not be given again to resume it. A resumed run has the layout that it began with, unless
+--sharding gives another.
 """
 
 import argparse
@@ -18,6 +19,7 @@ SETTINGS = (
     "data", "learning_rate", "adamw_learning_rate", "embedding_factor", "momentum",
     "weight_decay", "evaluate_every", "qk_clip", "observe",
 )  # fmt: skip
+LAYOUT = ("sharding", "devices", "mesh", "parameters")
 
 
 def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace:
@@ -48,7 +50,7 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         help="keep and draw jax_muon.observe's numbers, too")  # fmt: skip
     add("--evaluate-every", type=positive, default=10, metavar="STEPS")
     add("--checkpoint-every", type=positive, default=50, metavar="STEPS")
-    add("--sharding", choices=AXES, default="none", metavar="LAYOUT",
+    add("--sharding", choices=AXES, metavar="LAYOUT",
         help="none (default); zero2; fsdp; fsdp,tp; or hsdp")  # fmt: skip
     add("--devices", type=positive, help="of each process; else all")
     add(
@@ -69,8 +71,11 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     options = parser.parse_args(argv)
     name = options.name or "-".join(options.compare or [options.optimizer])
     if options.resume:
-        parser.set_defaults(**read_settings(pathlib.Path(options.runs, name)))
+        saved = read_settings(pathlib.Path(options.runs, name))
+        layout = saved.pop("layout", {}) if options.sharding is None else {}
+        parser.set_defaults(**saved, **layout)
         options = parser.parse_args(argv)
+    options.sharding = options.sharding or "none"
     if options.width % HEAD_WIDTH:
         parser.error(f"--width {options.width}: expected a multiple of {HEAD_WIDTH}")
     many = "expected with --sharding zero2, fsdp, fsdp,tp or hsdp"
@@ -156,7 +161,7 @@ def check_same(settings: dict, saved: dict, folder: pathlib.Path) -> None:
 
     The model's size is checked against the checkpoint itself.
     """
-    for name in settings.keys() - {"width", "depth"}:
+    for name in settings.keys() - {"width", "depth", "layout"}:
         if settings[name] != saved.get(name):
             raise ValueError(
                 f"{folder} began with {name} {saved.get(name)}, not {settings[name]}: "

@@ -12,7 +12,7 @@
     python examples/train_gpt.py --qk-clip 30               instead of QK-norm
 
 Ctrl-C saves the state before the run ends, and --resume continues it, under another
---sharding if you like.
+--sharding if you like. Without one it keeps that of its beginning.
 
 This file is the story of a run. The model is in gpt.py, the data in text.py, optimizers
 with their rates and schedules in optimizers.py, devices and processes in layouts.py,
@@ -35,7 +35,7 @@ from gpt import GPT, generate
 from jax.sharding import Mesh
 from layouts import batch_axes, connect, gather, in_any, once, put, specs, writes
 from optimizers import RATES, best_rates, make_optimizer
-from options import SETTINGS, check_same, parse, read_settings
+from options import LAYOUT, SETTINGS, check_same, parse, read_settings
 from runs import (
     Checkpoints,
     Metrics,
@@ -91,6 +91,7 @@ def run(
     print(text)
     settings = {name: vars(options)[name] for name in SETTINGS}
     settings["sha256"] = text.sha256
+    settings["layout"] = {name: vars(options)[name] for name in LAYOUT}
     there = in_any(any(p.name.isdigit() for p in folder.rglob("checkpoints/*")))
     if options.resume and there:
         saved = read_settings(folder)

@@ -22,6 +22,7 @@ import text
 import train_gpt
 from flax import nnx
 from gpt import GPT, generate
+from options import parse
 
 SMALL = [
     "--width=32", "--depth=1", "--context=32", "--batch-size=8", "--evaluate-every=10",
@@ -125,7 +126,8 @@ def test_a_run_goes_on_in_every_layout(finished, tmp_path, interrupt_at, capsys)
     *layouts, end = (
         "--sharding=zero2 --devices=2",
         "--sharding=hsdp --mesh=2,2 --devices=4",
-        "",
+        "",  # as in the beginning
+        "--sharding=none",
         "--sharding=fsdp,tp --mesh=2,2 --devices=4 --parameters=divided",
         "--sharding=fsdp --devices=2",
     )
@@ -139,6 +141,8 @@ def test_a_run_goes_on_in_every_layout(finished, tmp_path, interrupt_at, capsys)
         said = capsys.readouterr().out
         assert f"step {3 * number}: saved in {saved}, go on with --resume" in said
         resume = ["--resume"]
+        options = parse([*resume, f"--runs={tmp_path}", "--name=run"], None)
+        assert (options.sharding, options.devices) == ("zero2", 2)
     folder = train(tmp_path, "run", "--steps=30", *end.split(), "--resume")
     for name in ("loss", "validation_loss"):
         np.testing.assert_allclose(
