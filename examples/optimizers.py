@@ -29,10 +29,12 @@ class Rates(NamedTuple):
 RATES = (*Rates._fields, "embedding_factor")  # what `make_optimizer` takes
 
 
-def adamw(rates: Rates) -> optax.GradientTransformation:
+def adamw(
+    rates: Rates, matrices: jm.Matrices | None = None
+) -> optax.GradientTransformation:
     learning_rate, _, b1, weight_decay = rates
     muon = optax.adamw(learning_rate, b1, 0.95, weight_decay=weight_decay)
-    return jm.partition({"muon": muon, "adamw": of_the_rest(rates)})
+    return jm.partition({"muon": muon, "adamw": of_the_rest(rates)}, matrices)
 
 
 def of_the_rest(rates: Rates) -> optax.GradientTransformation:
@@ -42,10 +44,12 @@ def of_the_rest(rates: Rates) -> optax.GradientTransformation:
 
 def recipe(
     function: Callable, *, decays: bool = True, **own
-) -> Callable[[Rates], optax.GradientTransformation]:
+) -> Callable[..., optax.GradientTransformation]:
     """A recipe of jax_muon, in float32, with the AdamW that all share."""
 
-    def make(rates: Rates) -> optax.GradientTransformation:
+    def make(
+        rates: Rates, matrices: jm.Matrices | None = None
+    ) -> optax.GradientTransformation:
         decay = {"weight_decay": rates.weight_decay} if decays else {}
         return function(
             rates.learning_rate,
@@ -53,6 +57,7 @@ def recipe(
             **decay,
             **own,
             adamw=of_the_rest(rates),
+            matrices=matrices,
             dtype="float32",
         )
 
@@ -80,6 +85,7 @@ def best_rates(name: str) -> dict[str, float | list[float]]:
 def make_optimizer(
     name: str,
     steps: int,
+    matrices: jm.Matrices | None = None,
     *,
     qk_clip: float | None = None,
     embedding_factor: float = 1.0,
@@ -87,14 +93,15 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """The optimizer for a run of `steps` steps; see `schedules` for its rates.
 
-    With `qk_clip`, heads whose attention logits exceed it are scaled down.
+    `matrices` is the reading of the parameters, for example from the loss; None reads
+    their names. With `qk_clip`, heads whose attention logits exceed it are scaled down.
     """
     if name in WITHOUT_DECAY and rates.get("weight_decay"):
         raise ValueError(
             f"weight_decay={rates['weight_decay']}: {name} keeps the norms of weights; "
             "expected none"
         )
-    tx = OPTIMIZERS[name](schedules(steps, **rates))
+    tx = OPTIMIZERS[name](schedules(steps, **rates), matrices)
     tx = with_embedding_factor(tx, embedding_factor)
     return tx if qk_clip is None else optax.chain(tx, jm.clip_qk(qk_clip))
 

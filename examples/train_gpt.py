@@ -137,10 +137,12 @@ def train(
         rngs=nnx.Rngs(options.seed),
     )
     graph, params = nnx.split(model, nnx.Param)
-    tx = make_optimizer(optimizer, options.steps, qk_clip=clip, **rates)
+    loss, evaluate = make_losses(graph, clip is not None)
+    validation = text.validation_batches(options.batch_size, options.context)
+    matrices = jm.read(params, loss, validation[0])
+    tx = make_optimizer(optimizer, options.steps, matrices, qk_clip=clip, **rates)
     if options.observe:
         tx = jm.observe(tx)
-    loss, evaluate = make_losses(graph, clip is not None)
     train_step = jm.make_train_step(
         loss,
         tx,
@@ -151,7 +153,6 @@ def train(
         has_aux=True,
         max_aux="max_logits" if clip else (),
     )
-    validation = text.validation_batches(options.batch_size, options.context)
 
     checkpoints = Checkpoints(folder / "checkpoints")
     done, *saved = checkpoints.restore(*train_step.abstract(params))

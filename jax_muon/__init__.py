@@ -5,6 +5,7 @@ from jax_muon.matrices import Matrices
 from jax_muon.max_logits import max_attention_logits
 from jax_muon.mesh.auto_axes import on_auto_axes
 from jax_muon.mesh.on_mesh import abstract_state, on_mesh
+from jax_muon.mesh.replicas import on_replicas
 from jax_muon.mesh.scan_layers import scan_layers
 from jax_muon.mesh.train_step import make_train_step
 from jax_muon.mesh.xla_options import gpu_options
@@ -61,6 +62,7 @@ __all__ = [
     "observe",
     "on_auto_axes",
     "on_mesh",
+    "on_replicas",
     "orthogonalize",
     "partition",
     "polar_express_coefficients",

@@ -18,6 +18,17 @@ def wide(x: Array) -> Array:
     return x.astype(wider(x.dtype, jnp.float32))
 
 
+def unit_of(largest: Array) -> Array:
+    """The power of two by which a matrix is multiplied before it is squared.
+
+    1, unless the largest element is so large that squares, or the sum of 2^31 of them,
+    may overflow: above 3e14 in float32 and bfloat16, where it is 2^-80.
+    """
+    most = jnp.finfo(largest.dtype).maxexp
+    small, one = (jnp.asarray(2.0**n, largest.dtype) for n in (-most * 5 // 8, 0))
+    return jnp.where(largest > 2.0 ** (most * 3 // 8), small, one)
+
+
 def in_dtype_of(x: Array, rate: Any) -> Any:
     """A rate in the dtype of x, for `jax_numpy_dtype_promotion="strict"`."""
     return rate if isinstance(rate, float) else jnp.asarray(rate, x.dtype)

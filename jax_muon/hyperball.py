@@ -11,7 +11,7 @@ from jax_muon.axes import MatrixAxes
 from jax_muon.leaves import map_leaves, rate_at, step_leaves
 from jax_muon.matrices import Matrices, of_tree
 
-_SMALLEST = 1e-10  # norm of a direction that moves a matrix
+_SMALLEST = 1e-10  # a direction of this norm does not move a matrix
 
 
 class HyperballState(NamedTuple):
@@ -43,7 +43,7 @@ def hyperball(
     :math:`R = \sqrt{\mathrm{out}}`, as usual initial weights have (variance 1/in). It
     takes the plain step :math:`-\eta R \, n(U)` until its norm reaches :math:`R`, and
     then stays on the sphere. A matrix does not change if the norm of its direction is
-    not above 1e-10, as without a gradient.
+    at most 1e-10, as without a gradient; NaN in the direction is NaN in the weights.
 
     Args:
       learning_rate: :math:`\eta`, the step relative to the norm: an angle in radians.
@@ -117,7 +117,7 @@ def _move(
         for x in (wide_u * wide_u, wide_w * wide_u, wide_w * wide_w)
     )
     size = jnp.sqrt(uu)
-    moves = size > _SMALLEST
+    moves = ~(size <= _SMALLEST)  # a NaN shows in the weights, as everywhere
     step = dtypes.in_dtype_of(uu, rate) * target / jnp.where(moves, size, 1)
     # |W - step U|, from sums that devices may add up at the same time.
     norm = jnp.sqrt(jnp.maximum(ww - 2 * step * wu + step * step * uu, 0))

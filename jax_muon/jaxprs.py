@@ -5,6 +5,7 @@ Everything here may change with a release of JAX; `tests/test_jaxprs.py` runs in
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,14 +16,20 @@ from jax.interpreters import partial_eval
 _LIBRARIES = ("jax", "flax", "haiku", "equinox", "keras", "haliax")
 
 
+def inner(eqn: JaxprEqn) -> ClosedJaxpr:
+    """The function in an operation's parameter "jaxpr", as of jit, remat and scan."""
+    return _closed(eqn.params["jaxpr"])
+
+
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The function that an operation calls with exactly its own operands, or None."""
-    for value in eqn.params.values():
-        if isinstance(value, ClosedJaxpr | Jaxpr):
-            closed = value if isinstance(value, ClosedJaxpr) else ClosedJaxpr(value, ())
-            if len(closed.jaxpr.invars) == len(eqn.invars):
-                return closed
-    return None
+    functions = [x for x in eqn.params.values() if isinstance(x, ClosedJaxpr | Jaxpr)]
+    fits = [x for x in map(_closed, functions) if len(x.in_avals) == len(eqn.invars)]
+    return fits[0] if fits else None
+
+
+def _closed(function: Any) -> ClosedJaxpr:
+    return function if isinstance(function, ClosedJaxpr) else ClosedJaxpr(function, ())
 
 
 def scan_starts(eqn: JaxprEqn) -> tuple[int, int]:
@@ -51,15 +58,26 @@ def trace(function: Any, *args: Any) -> tuple[Jaxpr, int]:
     return partial_eval.dce_jaxpr(jaxpr, needed, instantiate=True)[0], count
 
 
-def line_of(eqn: JaxprEqn) -> str:
+def needed_for(jaxpr: Jaxpr, results: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
+    """The part of a function that some results need, and which inputs it takes."""
+    return partial_eval.dce_jaxpr(jaxpr, results)
+
+
+def line_of(calls: Sequence[JaxprEqn]) -> str:
     """`model.py:57`, the line of the user's code that an operation comes from, or "".
 
     Where only installed packages are on the stack, the innermost one that is not JAX or
     a library of layers.
+
+    Args:
+      calls: the operation, after those that call it, the outermost first.
     """
     modules = [sys.modules.get(name) for name in _LIBRARIES]
     folders = tuple(os.path.dirname(m.__file__ or "") for m in modules if m)
-    traceback, installed = eqn.source_info.traceback, ""
+    # JAX traces its own functions once, and operations in them show who called first.
+    eqn = next((x for x in calls if _calls_jax(x, folders[0])), calls[-1])
+    traceback: Any = eqn.source_info.traceback
+    installed = ""
     for frame in traceback.frames if traceback else ():  # the innermost first
         file = frame.file_name
         if file.startswith((*folders, "<frozen")):
@@ -71,25 +89,7 @@ def line_of(eqn: JaxprEqn) -> str:
     return installed
 
 
-# Elementwise operations that are linear in a leaf, whatever else they take, or that do
-# not change it.
-# fmt: off
-LINEAR = frozenset({
-    "add", "sub", "mul", "div", "neg", "add_any", "select_n", "copy", "copy_p", "real",
-    "imag", "complex", "conj", "name", "optimization_barrier", "sharding_constraint",
-    "mesh_cast", "reshard", "reduce_precision", "convert_element_type", "pvary",
-    "pcast", "device_put", "layout_constraint", "psum", "psum_invariant", "pbroadcast",
-    "stop_gradient", "transpose",
-})
-RANDOM = frozenset({
-    "random_bits", "random_wrap", "random_unwrap", "random_seed", "random_split",
-    "random_fold_in", "random_clone", "threefry2x32", "iota", "rng_bit_generator",
-})
-# fmt: on
-# No gradient passes these, or it does to their floating-point results alone.
-# fmt: off
-NO_GRADIENT = frozenset({
-    "stop_gradient", "argmax", "argmin", "eq", "ne", "lt", "le", "gt", "ge", "sign",
-    "is_finite", "and", "or", "not", "top_k", "sort", "approx_top_k",
-})
-# fmt: on
+def _calls_jax(eqn: JaxprEqn, folder: str) -> bool:
+    closed = called(eqn) if eqn.primitive.name == "jit" else None
+    source = closed.jaxpr.debug_info.func_src_info if closed else None
+    return f" at {folder}" in (source or "")

@@ -70,7 +70,7 @@ class Matrices(Mapping[str, Parameter]):
                 found.role,
                 sizes_text(found.sizes) if found.label != ADAMW else "-",
                 found.label,
-                found.reason if found.label == ADAMW else found.doubt or found.reason,
+                (found.label == MUON and found.doubt) or found.reason,
             )
             for found in self.values()
         ]

@@ -60,11 +60,9 @@ def partition(
       >>> updates["mlp"].tolist(), updates["bias"].tolist()
       ([[-0.5, -0.0], [-0.0, -0.5]], [-1.0, -1.0])
     """
-    checks.mapping("groups", groups, "a mapping of label to transform")
+    checks.mapping("groups", groups, "a mapping of label to transform", _check_group)
     groups = {
-        label: group
-        if callable(group)
-        else checks.as_transform(f"groups[{label!r}]", group)
+        label: group if callable(group) else checks.as_transform("", group)
         for label, group in groups.items()
     }
     read_tree = reader(matrices)
@@ -100,6 +98,15 @@ def partition(
         return given, new
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_group(name: str, group: Any) -> None:
+    """A group must be a transform, or a function of its matrices."""
+    if not callable(group):
+        checks.as_transform(name, group)
+    elif getattr(group, "__module__", "").startswith("optax."):  # optax.sgd
+        example = f"one that it returns, such as {group.__qualname__}(1e-3)"
+        checks.refuse(name, group, f"an optax transform: {example}")
 
 
 def reader(matrices: Reader) -> Callable[[Any], Matrices]:

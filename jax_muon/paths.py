@@ -129,8 +129,8 @@ def check_known(
         inside = modules and any(name.startswith(start) for name in names)
         if names and path not in names and not inside:
             raise ValueError(
-                f"{what} at {path!r}, which no parameter has; expected some of "
-                + ", ".join(names)
+                f"{what} at {path!r}, which no parameter has; expected a mapping of "
+                f"path patterns, or a tree with some of {', '.join(names)}"
             )
 
 

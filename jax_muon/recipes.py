@@ -9,7 +9,7 @@ change. Arguments mean the same in all of them:
 - `lookahead`: whether to use Nesterov's look-ahead; see `nesterov`.
 - `beta2`: decay of NorMuon's mean squares, in [0, 1), or an optax schedule.
 - `shape_rule`: see `scale_by_shape`.
-- `steps`: of the polar iteration; a Python integer.
+- `steps`: of the polar iteration; a Python integer, None for 5.
 - `dtype`: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
 - `polar`: another polar factor instead of the recipe's: a function of (..., m, n) that
   fulfils the contract in `orthogonalize`. With it, `steps` and `dtype` are ignored.
@@ -27,9 +27,9 @@ They raise a ValueError for a number out of range at once, and at init and updat
 `partition` raises. Updates have the dtype of the parameters; see `partition`.
 
 Under `optax.inject_hyperparams` all numbers may change from step to step except
-`steps`. Name it in `static_args`, and with it every function that you pass, as `polar`,
-`matrices`, `shape_rule` or `weight_decay_mask`: functions would be called as schedules.
-`adamw` may be `optax.inject_hyperparams(optax.adamw)(3e-4)`.
+`steps`. If you pass it, name it in `static_args`, and so every function that you pass,
+as `polar`, `matrices`, `shape_rule` or `weight_decay_mask`: a function would be called as
+a schedule. `adamw` may be `optax.inject_hyperparams(optax.adamw)(3e-4)`.
 
 A learning rate for some matrices is `optax.chain(recipe, scale_by_path({"wq": 0.5}))`,
 or, for recipes that keep norms, a group with a `hyperball` of its own.
@@ -71,7 +71,7 @@ def nanochat(
     *,
     edition: str = "2026-01",
     beta2: optax.ScalarOrSchedule | None = None,
-    steps: int = 5,
+    steps: int | None = None,
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
@@ -138,7 +138,7 @@ def normuon(
     *,
     beta2: optax.ScalarOrSchedule = 0.95,
     lookahead: bool = False,
-    steps: int = 5,
+    steps: int | None = None,
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
@@ -188,7 +188,7 @@ def muon(
     lookahead: bool = True,
     bias_correction: bool = False,
     shape_rule: str | Callable[[int, int], float] = "max_ratio",
-    steps: int = 5,
+    steps: int | None = None,
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
@@ -250,7 +250,7 @@ def moonlight(
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.1,
     *,
-    steps: int = 5,
+    steps: int | None = None,
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
@@ -304,7 +304,7 @@ def teon(
     *,
     lookahead: bool = False,
     shape_rule: str | Callable[[int, int], float] = "sqrt_ratio",
-    steps: int = 5,
+    steps: int | None = None,
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
@@ -362,7 +362,7 @@ def muonh(
     learning_rate: optax.ScalarOrSchedule = 0.02,
     momentum: optax.ScalarOrSchedule = 0.95,
     *,
-    steps: int = 5,
+    steps: int | None = None,
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
@@ -409,7 +409,7 @@ def normuonh(
     *,
     beta2: optax.ScalarOrSchedule = 0.95,
     lookahead: bool = False,
-    steps: int = 5,
+    steps: int | None = None,
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
@@ -447,9 +447,14 @@ def normuonh(
     return _recipe(chain, adamw, groups, matrices)
 
 
-def _polar(polar: Polar | None, steps: int, dtype: Any, **settings: Any) -> Polar:
+def _polar(
+    polar: Polar | None, steps: int | None, dtype: Any, **settings: Any
+) -> Polar:
     """The polar factor that is given, or else the recipe's."""
-    return NewtonSchulz(steps, dtype=dtype, **settings) if polar is None else polar
+    if polar is not None:
+        return polar
+    # Not a default of the recipes: `inject_hyperparams` would make an array of it.
+    return NewtonSchulz(5 if steps is None else steps, dtype=dtype, **settings)
 
 
 def _decay(
@@ -458,11 +463,20 @@ def _decay(
     """`optax.add_decayed_weights`, whose schedules stand still in optax 0.2.6."""
     tx = optax.add_decayed_weights(checks.rate("weight_decay", weight_decay), mask)
 
+    def init_fn(params: Any) -> Any:
+        try:
+            return tx.init(params)
+        except ValueError as error:  # of trees, without a name
+            raise ValueError(
+                f"weight_decay_mask does not fit the parameters: {error}; expected a "
+                "tree of booleans with their structure, or a prefix of it"
+            ) from error
+
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, _ = tx.update(updates, state, params)
         return updates, jax.tree.map(optax.safe_increment, state)
 
-    return optax.GradientTransformation(tx.init, update_fn)
+    return optax.GradientTransformation(init_fn, update_fn)
 
 
 def _recipe(
@@ -473,6 +487,7 @@ def _recipe(
 ) -> optax.GradientTransformationExtraArgs:
     """The chain for "muon", a transform for "adamw", and the user's groups."""
     groups = {} if groups is None else groups
+    checks.mapping("groups", groups, "a mapping of label to transform")
     if MUON in groups or ADAMW in groups:
         raise ValueError(
             f"groups has the labels {list(groups)}; expected others than {MUON!r}, "

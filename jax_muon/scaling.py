@@ -57,8 +57,10 @@ def equilibrate_rows(
 
     def scale(_: str, u: Array, axes: MatrixAxes) -> Array:
         fan_out = axes.fan(u.shape)[1]
-        target = _norm(u, axes.matrix) / fan_out**0.5  # RMS of the row norms
-        return u * (target / jnp.maximum(_norm(u, axes.reduction), _SMALLEST_NORM))
+        unit = dtypes.unit_of(jnp.max(jnp.abs(u), axes.matrix, keepdims=True))
+        target = _norm(u * unit, axes.matrix) / fan_out**0.5  # RMS of the row norms
+        norm = jnp.maximum(_norm(u * unit, axes.reduction), _SMALLEST_NORM * unit)
+        return u * jnp.minimum(target / norm, jnp.finfo(u.dtype).max)
 
     return _stateless(scale, matrices)
 

@@ -39,6 +39,8 @@ class Split:
         expected = "a number of at least 1, names, each once, or names with widths"
         if isinstance(self.parts, int):
             checks.count("parts", self.parts)
+        elif not isinstance(self.parts, (Mapping, Sequence)):
+            checks.refuse("parts", self.parts, expected)
         elif not self.parts or len({*self.parts}) < len(self.parts):
             checks.refuse("parts", self.parts, expected)
         elif isinstance(self.parts, Mapping):

@@ -69,9 +69,20 @@ TABLE = {
     "threshold=0.0; expected a finite number above 0": lambda: jm.clip_qk(0.0),
     "group=0; expected a Python int": lambda: jm.orthogonalize(group=0),
     "steps=2.5; expected a Python integer": lambda: jm.muon(steps=2.5),
-    "static_args=('steps',)": lambda: init(optax.inject_hyperparams(jm.nanochat)(0.5)),
+    "static_args=('steps',)": lambda: init(
+        optax.inject_hyperparams(jm.nanochat)(0.5, steps=5)
+    ),
     "microbatches=0; expected a Python": lambda: train(microbatches=0),
     "parts=0; expected": lambda: jm.Split(0),
+    "parts=2.0; expected a number of at least 1, names": lambda: jm.Split(2.0),
+    "groups=['x']; expected a mapping of label": lambda: jm.nanochat(groups=["x"]),
+    "such as sgd(1e-3)": lambda: jm.nanochat(groups={"x": optax.sgd}),
+    "rules at '0', which no parameter has; expected a mapping of path": lambda: init(
+        jm.muon(matrices=reader(rules=["frozen"]))
+    ),
+    "weight_decay_mask does not fit the parameters: ": lambda: init(
+        jm.muon(weight_decay_mask=[True, False])
+    ),
     "joins['w']=0.5; expected a Python integer": lambda: init(
         jm.muon(matrices=reader(joins={"w": 0.5}))
     ),

@@ -26,7 +26,7 @@ def test_any_optimizer():
     alone = jm.describe(jm.nanochat(), params).parameters
     for around in (
         optax.chain(optax.clip_by_global_norm(1.0), jm.nanochat()),
-        optax.inject_hyperparams(jm.nanochat, static_args="steps")(),
+        optax.inject_hyperparams(jm.nanochat)(),
         jm.skip_nonfinite(jm.nanochat()),
     ):
         assert jm.describe(around, params).parameters == alone

@@ -1,7 +1,7 @@
 """Zeros, tiny and large gradients: the state stays finite, and no step is skipped.
 
-Large means up to 1e15. Where a square overflows, above 1e19 in float32 and bfloat16,
-nothing is promised but that `skip_nonfinite` skips the step.
+Large means up to 1e15; above 1e19 squares overflow in float32 and bfloat16. Matrices
+bear that, AdamW does not: its mean squares become infinite.
 """
 
 import jax
@@ -50,6 +50,16 @@ FINITE = {
         float(info.tiny), large(info), np.prod(shape)
     ).reshape(shape),
 }
+# Their squares overflow in float32 and bfloat16, and the sums of them.
+OVERFLOWING = {
+    "all": lambda shape, info: draw(shape) * 1e20,
+    "one row": lambda shape, info: np.where(
+        np.arange(shape[0]).reshape(-1, *[1] * (len(shape) - 1)) == 1, 1e38, 1e15
+    ),
+    "one column": lambda shape, info: np.where(
+        np.arange(shape[-1]) == 1, 1e38, np.arange(shape[-1]) % 2
+    ),
+}
 NOT_FINITE = {
     "inf": lambda shape, info: np.full(shape, np.inf),
     "one NaN": lambda shape, info: np.where(np.arange(shape[-1]) == 1, np.nan, 1.0),
@@ -89,3 +99,41 @@ def test_finite_gradients_leave_finite_states(recipe, dtype):
         updates, state = update(tree(values, dtype), start, params)
         assert state.skipped == 1, name
         assert is_finite(updates, state), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_matrices_bear_finite_gradients_whose_squares_overflow(recipe, dtype):
+    params = tree(lambda shape, info: draw(shape), "float32")
+    tx = RECIPES[recipe](dtype=dtype, adamw=optax.sgd(1e-30))
+    update, start = jax.jit(tx.update), tx.init(params)
+    for name, values in OVERFLOWING.items():
+        grads, state = tree(values, "float32"), start
+        for sign in (1, 1, -1):
+            signed = jax.tree.map(lambda g, sign=sign: sign * g, grads)
+            updates, state = update(signed, state, params)
+            assert is_finite(updates, state), name
+            for q in (updates["0"]["q"], updates["1"]["q"]):
+                assert jnp.linalg.norm(q) > 1e-4, name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
+def test_polar_factors_do_not_depend_on_the_scale(dtype, norm, x64):
+    polar = jm.NewtonSchulz(norm=norm, dtype=dtype, eps=1e-30)
+    x = jnp.asarray(draw((3, 7, 10)), dtype)
+    scale = 2.0 ** (600 if dtype == "float64" else 124)
+    stack = jnp.stack([x, x * scale, x * (x > 0) * scale])
+    assert_equal = np.testing.assert_array_equal
+    assert_equal(polar(stack)[1], polar(x))
+    assert_equal(polar(stack.mT)[1], polar(x.mT))
+    assert is_finite(polar(stack))
+
+
+def test_matrices_on_spheres_show_a_nan():
+    """They would stay as they are for ever, since the momentum stays NaN."""
+    params = {"w": jnp.asarray(draw((4, 6)), "float32")}
+    tx = jm.muonh()
+    _, state = tx.update({"w": jnp.full((4, 6), jnp.nan)}, tx.init(params), params)
+    updates, _ = tx.update({"w": jnp.ones((4, 6))}, state, params)
+    assert jnp.isnan(updates["w"]).all()

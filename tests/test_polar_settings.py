@@ -91,6 +91,28 @@ def test_named_tables_equal_the_oracle(rng, x64, name, form):
     np.testing.assert_allclose(polar(jnp.asarray(x)), expected, rtol=0, atol=1e-12)
 
 
+PION = [(1.875, -1.25, 0.375), *4 * [(0, 2.5, -1.5)]]
+
+
+@pytest.mark.parametrize("table", [PION, PION[1:], [*PION, (3, -4, 2)]])
+@pytest.mark.parametrize(
+    ("dtype", "form", "bound"),
+    [
+        ("float64", "standard", 1e-13),
+        ("float64", "gram", 1e-13),
+        ("bfloat16", "standard", 0.03),
+    ],
+)
+def test_steps_that_suppress_small_singular_values(rng, x64, table, dtype, form, bound):
+    """Without a term in X. Of singular values below 0.8 of the largest little stays."""
+    u, _, v = np.linalg.svd(rng.standard_normal((6, 9)), full_matrices=False)
+    x = u * np.array([3.0, 2.9, 1.5, 1.0, 0.1, 0.0]) @ v
+    polar = jm.NewtonSchulz(coefficients=table, dtype=dtype, form=form)
+    expected = oracle.polar(x, table, 1.0, 1e-7)
+    for given, right in ((x, expected), (x.T, expected.T)):
+        np.testing.assert_allclose(polar(jnp.asarray(given)), right, rtol=0, atol=bound)
+
+
 @pytest.mark.parametrize(("form", "dots"), [("standard", 10), ("gram", 13)])
 def test_cubics_compute_no_square(form, dots):
     """Two products a step; in the Gram form all but five of those of quintics."""

@@ -219,11 +219,23 @@ def test_wide_gradients_stay_wide():
 
 
 @every_recipe
-def test_inject_hyperparams(name):
-    """All numbers are data; only functions and the count of steps must stay static."""
+def test_inject_hyperparams_as_with_adamw(name):
+    """No default is an argument that must be static."""
     recipe, params = RECIPES[name], model()
     recipe = recipe.func if isinstance(recipe, functools.partial) else recipe
-    inject = optax.inject_hyperparams(recipe, static_args=("steps", "polar"))
+    tx = optax.inject_hyperparams(recipe)(learning_rate=optax.constant_schedule(0.5))
+    updates, _ = jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)
+    plain = recipe(0.5)
+    expected, _ = plain.update(params, plain.init(params), params)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-4, atol=1e-6)
+
+
+@every_recipe
+def test_inject_hyperparams(name):
+    """All numbers are data; only functions must stay static."""
+    recipe, params = RECIPES[name], model()
+    recipe = recipe.func if isinstance(recipe, functools.partial) else recipe
+    inject = optax.inject_hyperparams(recipe, static_args=("polar",))
     tx = inject(learning_rate=0.5, polar=CHEAP)
     state = tx.init(params)
     numbers = {"learning_rate": 0.1, "momentum": 0.5, "weight_decay": 0.3, "beta2": 0.7}

@@ -380,3 +380,10 @@ def test_the_side_of_the_outputs():
         jm.read(tree, out_in=True)
     with pytest.raises(ValueError, match=r"out_in='in'; expected True or False"):
         jm.read(tree, out_in="in")
+
+
+def test_the_reason_of_a_vector_that_rules_freeze_is_the_rule():
+    params = {"up": {"lora_a": jnp.ones((8, 2)), "norm": {"scale": jnp.ones(8)}}}
+    text = str(jm.read(params, rules={"lora_a": "muon", "*": "frozen"}))
+    assert "cannot be read" not in text
+    assert text.splitlines()[-2].endswith("frozen   by your rules")

@@ -3,11 +3,25 @@
 JAX's less stable APIs, about meshes and types in a trace, are used only here.
 """
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+_trusted = contextvars.ContextVar("jax_muon_trusted", default=False)
+
+
+@contextlib.contextmanager
+def trusting_devices() -> Iterator[None]:
+    """Take all arrays for whole inside the `with` block, as `on_replicas` does."""
+    token = _trusted.set(True)
+    try:
+        yield
+    finally:
+        _trusted.reset(token)
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -54,21 +68,27 @@ def arrays_and_others(extra_args: dict[str, Any]) -> tuple[dict, dict]:
 def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
     """Check that arrays inside shard_map are the same on all devices.
 
+    Not over mesh axes of one device, nor where the user says so by `on_replicas`.
+
     Raises:
       ValueError: with the path, if they differ or JAX does not track it.
     """
-    manual = jax.sharding.get_abstract_mesh().manual_axes
+    mesh = jax.sharding.get_abstract_mesh()
+    several = [name for name in mesh.manual_axes if mesh.shape[name] > 1]
+    manual = [] if _trusted.get() else several
     # A device's index differs between devices; without check_vma its type is like any.
     if manual and flat and not varying_axes(jax.lax.axis_index(manual[0])):
         raise ValueError(
             f"{what}: parameter {flat[0][0]!r} and others are inside jax.pmap, or "
             f"shard_map with check_vma=False, over {manual}, where JAX does not track "
-            "whether they differ between devices; expected the update outside, on "
-            "global arrays, as in jax_muon.make_train_step, or in shard_map with "
+            "whether they differ between devices; if every device has whole parameters "
+            "and the same gradients, as after jax.lax.pmean, expected the optimizer "
+            "within jax_muon.on_replicas(tx); otherwise the update outside, on global "
+            "arrays, as in jax_muon.make_train_step, or in shard_map with "
             "check_vma=True"
         )
     for path, leaf in flat if manual else ():
-        if differing := sorted(varying_axes(leaf)):
+        if differing := sorted(varying_axes(leaf) & {*manual}):
             raise ValueError(
                 f"{what}: parameter {path!r} differs between the devices of the mesh "
                 f"axis {differing}, inside shard_map, and would be treated block by "

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
+from jax_muon import jaxprs
 from jax_muon.mesh import prefetch
 
 
@@ -207,14 +208,14 @@ class _Evaluation:
         if not any(isinstance(x, Held) for x in given):
             return None
         if name == "jit":
-            return self.run(_inner(eqn), given)
+            return self.run(jaxprs.inner(eqn), given)
         if name == "remat2":
             return self.checkpoint(eqn, given)
         if name != "scan":
             first = given[0]
             after = first.after(eqn, given[1:]) if isinstance(first, Held) else None
             return None if after is None else [after]
-        constants, start = _before_layers(eqn)
+        constants, start = jaxprs.scan_starts(eqn)
         rest = [isinstance(x, Held) and not x.spec[0] for x in given[start:]]
         has_refs = any(type(v.aval) is not jax.core.ShapedArray for v in eqn.invars)
         if has_refs or not any(rest) or not params["length"]:
@@ -239,14 +240,14 @@ class _Evaluation:
 
     def checkpoint(self, eqn: JaxprEqn, given: list[Any]) -> list[Any]:
         again = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
-        function = functools.partial(self.results, _inner(eqn))
+        function = functools.partial(self.results, jaxprs.inner(eqn))
         results: list[Any] = jax.checkpoint(function, **again)(given)
         return results
 
     def scan(
         self, eqn: JaxprEqn, given: list[Any], constants: int, start: int
     ) -> list[Any]:
-        body, rows, look = _inner(eqn), given[start:], _Look()
+        body, rows, look = jaxprs.inner(eqn), given[start:], _Look()
         shapes = [isinstance(x, Held) and dataclasses.replace(x, x=None) for x in rows]
         look.results(body, [*[None] * start, *_layers(shapes)])
         # Arrays that a scan within this one takes stay sharded here.
@@ -295,29 +296,13 @@ class _Look(_Evaluation):
         return [None] * len(closed.jaxpr.outvars)
 
     def checkpoint(self, eqn: JaxprEqn, given: list[Any]) -> list[Any]:
-        return self.results(_inner(eqn), given)
+        return self.results(jaxprs.inner(eqn), given)
 
     def scan(
         self, eqn: JaxprEqn, given: list[Any], constants: int, start: int
     ) -> list[Any]:
         self.scanned |= {x.leaf for x in given if isinstance(x, Held)}
-        return self.results(_inner(eqn), _layers(given))
-
-
-def _inner(eqn: JaxprEqn) -> ClosedJaxpr:
-    """The function that an operation calls."""
-    found = eqn.params["jaxpr"]
-    return found if isinstance(found, ClosedJaxpr) else ClosedJaxpr(found, ())
-
-
-def _before_layers(eqn: JaxprEqn) -> tuple[int, int]:
-    """Where a scan's carry begins among its inputs, and where its layers do."""
-    if "ft_in" in eqn.params:  # from JAX 0.11 on
-        inputs = eqn.params["ft_in"].update(eqn.invars)
-        consts, carry, _ = map(list, inputs.unpack())
-        return len(consts), len(consts) + len(carry)
-    constants = eqn.params["num_consts"]
-    return constants, constants + eqn.params["num_carry"]
+        return self.results(jaxprs.inner(eqn), _layers(given))
 
 
 def _layers(given: Sequence[Any]) -> list[Any]:

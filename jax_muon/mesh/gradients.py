@@ -79,8 +79,8 @@ class MeanGradients:
             """Sums over microbatches: weights, and means times weights."""
 
             def scatter_layer(g: Any, spec: Any, dtype: Any) -> Any:
-                """In the backward pass, when weight and total are known."""
-                g = self._share(g, weight, total)
+                """In the backward pass, when weight and rest are known."""
+                g = self._mean_part(g, weight, rest)
                 summed = self._scatter(g, spec, dtype, specs.spec_names(spec))
                 return summed.astype(dtype)
 
@@ -99,17 +99,25 @@ class MeanGradients:
             total = jnp.asarray(devices, weight.dtype)
             if self.weighted:
                 total = jax.lax.psum(weight, self.axis)
-            (grads,) = pull(jnp.ones_like(loss))
+            # Collectives in the loss mix the cotangents of devices, so these have to be
+            # in the ratio of the weights. They are 1 on average, as much as float16
+            # bears; what the loss's dtype rounds off is part of the rest.
+            share = weight / jnp.where(total == 0, 1, total)
+            cotangent = (share * devices).astype(loss.dtype)
+            ratio = share / cotangent.astype(share.dtype)
+            rest = jnp.where(cotangent == 0, 1 / devices, ratio)
+            (grads,) = pull(cotangent)
 
-            def share(g: Any, h: bool) -> Any:
+            def mean_part(g: Any, h: bool) -> Any:
                 if g.dtype == jax.dtypes.float0:  # of an integer
                     return jnp.zeros(g.shape)
-                return wide(g) if h else self._share(g, weight, total)
+                return wide(g) if h else self._mean_part(g, weight, rest)
 
-            grads = jax.tree.map(share, grads, held)
+            grads = jax.tree.map(mean_part, grads, held)
             if self.accumulate == "scattered":
                 grads = scatter(grads)
-            means = (self._share(loss, weight, total), grads)
+            loss = jnp.where(weight == 0, 0, _times(wide(loss), share))
+            means = (loss, grads)
             largest = {name: aux[name] for name in self.max_aux}
             if largest:
                 aux = {name: x for name, x in aux.items() if name not in largest}
@@ -175,14 +183,16 @@ class MeanGradients:
         """A sum or maximum over the devices, in the dtype of x."""
         return _over(collective, self._to_reduce(x), self.axis).astype(x.dtype)
 
-    def _share(self, x: Any, weight: Any, total: Any) -> Any:
-        """A device's share of a mean over devices; nothing, if its weight is 0.
+    def _mean_part(self, g: Any, weight: Any, rest: Any) -> Any:
+        """A device's part of the mean gradient over devices.
 
-        Divided before it is summed: eight gradients of 9000 overflow float16. The mean
-        of no samples at all may be 0 / 0.
+        Divided before it is summed: eight gradients of 9000 overflow float16. A device
+        of weight 0 has a gradient where collectives take its samples to other devices.
+        The gradient of its own mean is 0, or NaN if that mean is 0 / 0: then it is
+        left out.
         """
-        x = _times(wide(x), weight / total)
-        return jnp.where(weight == 0, 0, x) if self.weighted else x
+        g = _times(wide(g), rest)
+        return jnp.where((weight == 0) & jnp.isnan(g), 0, g) if self.weighted else g
 
     def _by_layers(
         self, params: Any, part: Any, here: Any
@@ -218,7 +228,12 @@ class MeanGradients:
                 f"expected a dictionary with them, got entries {[*there]}"
             )
         loss, weight = _pair("weighted", loss) if self.weighted else (loss, 1.0)
-        loss = checks.scalar("the loss of loss_fn", loss, "a real scalar")
+        loss = jnp.asarray(checks.scalar("the loss of loss_fn", loss, "a real scalar"))
+        if not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise ValueError(
+                f"the loss of loss_fn is {loss.dtype}, which has no gradient; expected "
+                "a real scalar in floating point"
+            )
         weight = checks.scalar("the weight of loss_fn", weight, "a real scalar")
         return loss, (wide(jnp.asarray(weight, jnp.result_type(float))), aux)
 

@@ -21,7 +21,7 @@ from jax_muon.mesh.specs import (
 )
 
 # A PartitionSpec or NamedSharding for all parameters, a tree (or a prefix of one) of
-# them, or a function of a parameter's path. None in a tree: replicated.
+# them, or a function of the parameters that returns one. None in a tree: replicated.
 Specs = Any
 # By the path of a parameter.
 ScannedAxes = Mapping[str, tuple[int, ...]]
@@ -65,7 +65,7 @@ class Layout:
           ValueError: with path and shape, for specs that do not fit.
         """
         names, coarse, fine = [], [], []
-        given = None if self.specs is None else _by_path(self.specs)
+        given = None if self.specs is None else _by_path(self.specs, tree)
         scanned = self.scanned(tree) if self.scanned else {}
         for path, leaf in paths.leaves_with_paths(tree):
             shape = tuple(leaf.shape)
@@ -150,23 +150,19 @@ def _own_spec(leaf: Any) -> PartitionSpec:
     return sharding.spec
 
 
-def _by_path(specs: Specs) -> Callable[[str], PartitionSpec]:
+def _by_path(specs: Specs, params: Any) -> Callable[[str], PartitionSpec]:
     """Specs in any form, as a function of the path."""
-    find = specs
-    if not paths.is_function(specs):
-        flat = dict(paths.leaves_with_paths(specs, is_leaf=lambda x: x is None))
-
-        def find(path: str) -> Any:
-            prefix = paths.nearest_prefix(flat, path)
-            if prefix is None:
-                raise ValueError(
-                    f"specs have nothing for parameter {path!r}; there are "
-                    + ", ".join(flat)
-                )
-            return flat[prefix]
+    tree = specs(params) if paths.is_function(specs) else specs
+    flat = dict(paths.leaves_with_paths(tree, is_leaf=lambda x: x is None))
 
     def spec(path: str) -> PartitionSpec:
-        found = find(path)
+        prefix = paths.nearest_prefix(flat, path)
+        if prefix is None:
+            raise ValueError(
+                f"specs have nothing for parameter {path!r}; there are "
+                + ", ".join(flat)
+            )
+        found = flat[prefix]
         if not isinstance(found, PartitionSpec | NamedSharding | None):
             raise ValueError(
                 f"specs have {found!r} for parameter {path!r}; expected a "

@@ -49,8 +49,8 @@ def on_mesh(
       tx: any optax transform of global arrays: a recipe, or a chain around one.
       mesh: a mesh whose axes are all Auto or all Explicit.
       specs: how parameters are sharded: a `PartitionSpec` or `NamedSharding` for all, a
-        tree of them (a prefix will do), or a function of the path. None: as their types
-        show, which on Auto axes is replicated.
+        tree of them (a prefix will do), or a function of the parameters that returns
+        one of these. None: as their types show, which on Auto axes is replicated.
       divide: mesh axes over which gradients and state are sharded further (ZeRO-2),
         along the first axis of a leaf whose size they divide evenly. Those that a
         leaf's spec uses are left out. Leaves without such an axis stay replicated;

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.interpreters import partial_eval
+
+from jax_muon import jaxprs
 
 
 def scan(
@@ -138,12 +139,12 @@ def _vjp(run: Callable[..., Any], keep_gathered: bool, *given: Any) -> Any:
 
     def is_saved(place: int) -> bool:
         only = [place == other for other in range(len(found))]
-        needed = partial_eval.dce_jaxpr(jaxpr, only)[1]
+        needed = jaxprs.needed_for(jaxpr, only)[1]
         sources = set(itertools.compress(kinds, needed))
         return "saved" in sources or len(sources) > 1
 
     saved = [is_saved(place) for place in range(len(found))]
-    again, inputs = partial_eval.dce_jaxpr(jaxpr, [not x for x in saved])
+    again, inputs = jaxprs.needed_for(jaxpr, [not x for x in saved])
     unused = jax.tree.map(lambda x: 0, given[1])
 
     def pull_of(kept: list[Any], consts: Any, layer: Any, xs: Any) -> Any:

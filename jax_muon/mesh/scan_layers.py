@@ -51,8 +51,9 @@ def scan_layers(
       The last carry, and the stacked outputs.
 
     Raises:
-      ValueError: an axis that the mesh lacks; with the path, a leaf that is no array, a
-        spec that does not fit, or one that shards the axis of layers over `axis`.
+      ValueError: an axis that the mesh lacks; with the path, a leaf that is no array or
+        a scalar, a spec that does not fit, or one that shards the axis of layers over
+        `axis`.
 
     Examples:
       >>> import jax
@@ -79,6 +80,11 @@ def scan_layers(
     flat, treedef = jax.tree.flatten(layers)
     divided = []
     for x, path, spec, _ in zip(flat, *layout.of_leaves(layers), strict=True):
+        if not x.shape:
+            raise ValueError(
+                f"layers at {path!r} is a scalar; expected arrays with a leading axis "
+                "of layers"
+            )
         if set(entry_names(spec[0])) & set(names):
             raise ValueError(
                 f"layers at {path!r} of shape {x.shape} with {spec} are divided along "

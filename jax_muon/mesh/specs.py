@@ -41,8 +41,9 @@ def full_rank(
             raise ValueError("a mesh axis twice")
         NamedSharding(mesh, spec).shard_shape(shape)
     except ValueError as error:
+        name = f"parameter {path!r}" if path else "the parameter"  # of a bare array
         raise ValueError(
-            f"parameter {path!r} of shape {shape} with {spec}: {error}; expected None, "
+            f"{name} of shape {shape} with {spec}: {error}; expected None, "
             f"or axes of the mesh {dict(mesh.shape)} that divide the array evenly"
         ) from error
     return PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))

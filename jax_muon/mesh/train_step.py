@@ -14,6 +14,7 @@ The first two run inside shard_map over the axes that divide the batch: plain ji
 does not promise reduce-scatters on every backend.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,7 +62,8 @@ def make_train_step(
         as tensor parallelism's. Integers and booleans among them, such as counters and
         masks, stay as they are.
       tx: an optimizer, such as a recipe. The step puts it on the mesh; an `on_mesh`
-        around it or in it is not needed.
+        around it or in it is not needed. Its update gets the loss as `value`, which
+        `optax.contrib.reduce_on_plateau` asks for.
       mesh: a mesh of Auto axes; or of Explicit ones, if all but those in `axis` have
         one device.
       axis: mesh axis, or axes, that divide the leading axis of batches.
@@ -77,7 +79,9 @@ def make_train_step(
         over devices and microbatches counts instead of the mean. `tx` gets them
         as extra arguments of these names: "max_logits" for `clip_qk`.
       weighted: whether the loss is a pair of the mean and its weight, such as the
-        number of unmasked tokens. A mean of weight 0 does not count, even if it is NaN.
+        number of unmasked tokens. A mean of weight 0 does not count, even if it is
+        NaN. If loss_fn calls collectives, divide by `jnp.maximum(count, 1)` instead:
+        their gradient would take the NaN of 0 / 0 to all devices.
       microbatches: number of parts in which a device takes its batch, one by one.
       accumulate: "local": each device adds up the gradients of its microbatches and
         sends the sum once; "scattered": it sends every microbatch's gradients, so no
@@ -100,8 +104,9 @@ def make_train_step(
 
     Raises:
       ValueError: microbatches below 1, an axis that the mesh lacks, unknown choices; at
-        the first call, output of loss_fn without what the flags promise, a state of
-        other parameters, and what `on_mesh` raises.
+        the first call, a batch that devices and microbatches do not divide, output of
+        loss_fn without what the flags promise, a state of other parameters, and what
+        `on_mesh` raises.
 
     Examples:
       >>> import jax
@@ -217,7 +222,14 @@ class TrainStep:
     def __call__(self, params: Any, state: Any, batch: Any) -> Step:
         """One step; see the class."""
         _check_alive(params, state)
-        return self._jit(params)(params, state, batch)
+        try:
+            return self._jit(params)(params, state, batch)
+        except Exception as error:
+            if self._are_swapped(params, state):
+                raise ValueError(
+                    "params and state are swapped; expected step(params, state, batch)"
+                ) from error
+            raise
 
     def lower(self, params: Any, state: Any, batch: Any) -> Any:
         """The step lowered for these arguments, or their shapes with shardings."""
@@ -250,6 +262,15 @@ class TrainStep:
         late = xla_options.scatters_late(sharded, mesh.shape)
         return xla_options.options_of(params, mesh, axis, stacks, first, layers, late)
 
+    def _are_swapped(self, params: Any, state: Any) -> bool:
+        """True if `params` is the optimizer's state for parameters like `state`."""
+        structure: Any = jax.tree.structure
+        try:
+            expected = jax.eval_shape(self._optimizer.tx.init, state)
+        except Exception:
+            return False
+        return structure(params) == structure(expected) != structure(state)
+
     def _jit(self, params: Any) -> Any:
         """The jitted step, with the compiler's options for its first parameters."""
         if self._jitted is None:
@@ -263,6 +284,8 @@ class TrainStep:
     def _step(self, params: Any, state: Any, batch: Any) -> Step:
         axis, mesh = self._gradients.axis, self._layout.mesh
         manual, specs = set(axis), self._layout.of_tree(params)
+        devices = math.prod(mesh.shape[name] for name in axis)
+        _check_batch(batch, devices, self._gradients.microbatches)
         if AxisType.Explicit in mesh.axis_types:
             batch = jax.reshard(batch, NamedSharding(mesh, PartitionSpec(axis)))
             manual = set(mesh.axis_names)  # the others have one device
@@ -279,7 +302,8 @@ class TrainStep:
             axis_names=manual,
             check_vma=False,
         )(params, batch)
-        updates, state = self._optimizer.update(grads, state, params, **largest)
+        extra = {"value": metrics["loss"], **largest}
+        updates, state = self._optimizer.update(grads, state, params, **extra)
         after = jax.tree.map(
             lambda p, q: q if jnp.issubdtype(p.dtype, jnp.inexact) else p,
             params,
@@ -298,4 +322,16 @@ def _check_alive(params: Any, state: Any) -> None:
                 f"{name} of shape {x.shape} is deleted: an earlier call updated it in "
                 "place; expected params, state, metrics = step(params, state, batch), "
                 "or make_train_step(donate=False)"
+            )
+
+
+def _check_batch(batch: Any, devices: int, microbatches: int) -> None:
+    """Refuse arrays whose leading axis devices and microbatches do not divide."""
+    for path, x in jax.tree.leaves_with_path(batch):
+        shape = jnp.shape(x)
+        if not shape or shape[0] % (devices * microbatches):
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} has shape {shape}; expected arrays "
+                f"whose leading axis is a multiple of {devices * microbatches}, the "
+                f"devices ({devices}) times the microbatches ({microbatches})"
             )

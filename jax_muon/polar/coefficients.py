@@ -107,11 +107,11 @@ def quintics(
     if table.shape == (3,):
         table = np.tile(table, (steps or 5, 1))
     shaped = table.ndim == 2 and table.shape[1] == 3 and len(table) > 0
-    # The iteration divides by a and b.
-    if not (shaped and np.isfinite(table).all() and table[:, :2].all()):
+    # The iteration divides by a, or by b where a is 0, and by b.
+    if not (shaped and np.isfinite(table).all() and table[:, 1].all()):
         raise ValueError(
             f"coefficients={coefficients!r}; expected one (a, b, c), a sequence of "
-            f"them, or one of {', '.join(map(repr, TABLES))}; a and b not 0"
+            f"them, or one of {', '.join(map(repr, TABLES))}; b not 0"
         )
     if len(table) < (steps or 1):
         what = repr(coefficients) if isinstance(coefficients, str) else "those given"

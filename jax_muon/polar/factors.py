@@ -42,8 +42,10 @@ class NewtonSchulz:
         used; or the name of a published table: "jordan", which leaves singular values
         near 0.7 .. 1.2, "you", "cans", "deepseek", "cubic5" (c is 0: two products a
         step instead of three), "nanochat" or "polar_express_paper".
-        `jax_muon.polar.coefficients` names their sources. The object holds one triple
-        for each step.
+        `jax_muon.polar.coefficients` names their sources. A step with a = 0 suppresses
+        small singular values: 4 * [(0, 2.5, -1.5)] after (1.875, -1.25, 0.375) is what
+        Pion proposes for reinforcement learning. The object holds one triple for each
+        step.
       norm_factor: x is divided by `norm_factor * norm(x) + eps` before the first step.
       eps: see `norm_factor`. Matrices with a much smaller norm stay small.
       norm: "frobenius", or "schatten4", (sum of s^4)^(1/4): never larger, so that small
@@ -61,7 +63,7 @@ class NewtonSchulz:
 
     Raises:
       ValueError: a setting is not one of these, or is not known while tracing; more
-        steps than quintics; coefficients that are not finite, or a or b 0.
+        steps than quintics; coefficients that are not finite, or b 0.
 
     Examples:
       >>> x = jax.random.normal(jax.random.key(0), (3, 8, 16))
@@ -70,7 +72,8 @@ class NewtonSchulz:
       True
 
     References:
-      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/
+      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; Pion, arXiv
+      2605.19282.
     """
 
     steps: int | None = None
@@ -108,9 +111,7 @@ class NewtonSchulz:
             share the work; the whole matrix needs a `shared_dtype`.
 
         Returns:
-          An array with the shape and dtype of x. Zero matrices give zeros. A matrix
-          gives NaN if squares of its elements overflow, and zeros or NaN if only their
-          sum does.
+          An array with the shape and dtype of x. Zero matrices give zeros.
 
         Raises:
           ValueError: x has fewer than two axes or is not real floating point, or with

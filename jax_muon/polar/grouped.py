@@ -83,6 +83,10 @@ class SharedProducts(Products):
         """X Y^T, whole on every device and not rounded below float32."""
         return self.group.gather(self._rows(self.own.outer(x, y)), x.ndim - 2)
 
+    def largest(self, x: Array) -> Float[Array, "*batch 1 1"]:
+        """The largest absolute value in each whole matrix."""
+        return super().largest(self.group.gather(super().largest(x), x.ndim - 1))
+
     def gram(self, x: Array, k: float) -> Float[Array, "*batch m m"]:
         """The matrices k X X^T, whole on every device."""
         rows = self._rows(self.own.gram(x, k)).astype(x.dtype)
@@ -99,6 +103,10 @@ class SharedProducts(Products):
     def add_product(self, x: Array, k: float, b: Array) -> Array:
         """X + k B X, for the columns of this device."""
         return self.own.add_product(x, k, b)
+
+    def product(self, k: float, b: Array, x: Array) -> Array:
+        """The matrices k B X, for the columns of this device."""
+        return self.own.product(k, b, x)
 
     def _rows(self, part: Array) -> Array:
         """This device's rows of the sum of all parts."""

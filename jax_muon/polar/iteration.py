@@ -9,7 +9,9 @@ nanochat writes a step in three lines, for X (m, n) with m <= n, divided by its 
 The same polynomials are computed here. What differs, and what it is worth:
 
 - The norm is read off the first A, which saves a pass over X, and makes the Schatten-4
-  norm, the root of ||X X^T||_F, as cheap as Frobenius'.
+  norm, the root of ||X X^T||_F, as cheap as Frobenius'. Where squares of X overflow, X
+  is first multiplied by a power of two. Looking for its largest element moves 0.3 of
+  16.6 GB in a step of GPT-2 124M with bfloat16 parameters, none with float32.
 - The factors a wait until the end: what is held is X / s, where s is the product of the
   a so far. Each line then is a sum C + k X Y, one call of cuBLASLt: whatever else moves
   in a step of GPT-2 124M on an H100 shrinks from 20.0 to 6.5 GB (`products.py`).
@@ -34,7 +36,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jax_muon.dtypes import wide, wider
+from jax_muon.dtypes import unit_of, wide, wider
 from jax_muon.polar.coefficients import Table
 from jax_muon.polar.grouped import Group, SharedProducts
 from jax_muon.polar.products import FusedProducts, Products, exact_factors, matmul
@@ -92,7 +94,9 @@ def iterate(
         if group is not None:
             products = SharedProducts(products, group)
         y = y.astype(dtype)
-        y, gram = _normalize(y, products.outer(y, y), polar)
+        unit = unit_of(products.largest(y))
+        y = y * unit
+        y, gram = _normalize(y, products.outer(y, y), polar, wide(unit))
         return form(y, gram, table, products).astype(x.dtype)
 
     def at_once(x: Array, products: Products) -> Array:
@@ -140,8 +144,10 @@ def _one_after_another(
     return jax.lax.fori_loop(0, len(x), body, x)
 
 
-def _normalize(x: Array, gram: Array, polar: "NewtonSchulz") -> tuple[Array, Array]:
-    """X / (norm_factor * norm(X) + eps), and its Gram matrix.
+def _normalize(
+    x: Array, gram: Array, polar: "NewtonSchulz", unit: Array
+) -> tuple[Array, Array]:
+    """X / (norm_factor * norm(X) + eps), for X in units of `unit`, and its Gram matrix.
 
     ||X||_F^2 is the trace of X X^T, and the Schatten-4 norm to the fourth is
     ||X X^T||_F^2.
@@ -151,7 +157,7 @@ def _normalize(x: Array, gram: Array, polar: "NewtonSchulz") -> tuple[Array, Arr
         # Fourth powers overflow, or vanish, where squares do not.
         part = gram / jnp.where(squared > 0, squared, 1)
         squared *= jnp.sqrt(jnp.sum(part * part, axis=(-2, -1), keepdims=True))
-    scale = 1 / (polar.norm_factor * jnp.sqrt(squared) + polar.eps)
+    scale = 1 / (polar.norm_factor * jnp.sqrt(squared) + polar.eps * unit)
     return (wide(x) * scale).astype(x.dtype), gram * scale * scale
 
 
@@ -163,12 +169,17 @@ def _standard_form(x: Array, gram: Array, table: Table, products: Products) -> A
     scale = 1.0  # x is X / scale, so that a step need not multiply it
     used: set[float] = set()
     for step, (a, b, c) in enumerate(table):
-        g, p, q = exact_factors(b / a * scale**2, c / a * scale**4, x.dtype, used)
+        first = a or b  # of the terms X, A X, A A X that a step has
+        cubic, quintic = b / first * scale**2, c / first * scale**4
+        g, p, q = exact_factors(cubic, quintic, x.dtype, used)
         used |= {g, p, q}
         gram = (g * gram).astype(x.dtype) if step == 0 else products.gram(x, g)
         polynomial = products.add_square(gram, q) if q else gram
-        x = products.add_product(x, p, polynomial)
-        scale *= a
+        if a:
+            x = products.add_product(x, p, polynomial)
+        else:
+            x = products.product(p, polynomial, x)
+        scale *= first
         if not 1 / _MAX_SCALE <= abs(scale) <= _MAX_SCALE:
             x = (wide(x) * scale).astype(x.dtype)
             scale = 1.0
@@ -185,10 +196,12 @@ def _gram_form(x: Array, gram: Array, table: Table, products: Products) -> Array
             x = scale * matmul(factor, x, x.dtype)
             gram, factor, scale = products.gram(x, 1.0), eye, 1.0
         square = products.add_square(gram, c / b * scale**2) if c else gram
-        polynomial = eye + b / a * scale**2 * square
+        first = a or b
+        polynomial = b / first * scale**2 * square
+        polynomial = eye + polynomial if a else polynomial
         factor = polynomial if factor is eye else products.symmetric(factor, polynomial)
         if step + 1 < len(table) and (step + 1) % REFRESH:
             gram = products.symmetric(polynomial, gram)
             gram = products.symmetric(gram, polynomial)
-        scale *= a
+        scale *= first
     return scale * matmul(factor, x)

@@ -97,6 +97,10 @@ class Products:
         halves = m >= _HALVES_FROM and k >= least
         return outer_in_halves(x, y) if halves else outer(x, y)
 
+    def largest(self, x: Array) -> Float[Array, "*batch 1 1"]:
+        """The largest absolute value in each matrix."""
+        return jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
+
     def gram(self, x: Array, k: float) -> Array:
         """The matrices k X X^T."""
         return (k * self.outer(x, x)).astype(x.dtype)
@@ -108,6 +112,10 @@ class Products:
     def add_product(self, x: Array, k: float, b: Array) -> Array:
         """X + k B X."""
         return (wide(x) + k * matmul(b, x)).astype(x.dtype)
+
+    def product(self, k: float, b: Array, x: Array) -> Array:
+        """The matrices k B X."""
+        return (k * matmul(b, x)).astype(x.dtype)
 
     def symmetric(self, x: Array, y: Array) -> Array:
         """X Y, for symmetric matrices that commute."""

@@ -101,14 +101,14 @@ def _ruled(found: Parameter, said: _Said) -> Parameter:
         )
     leaf = (found.path, found.shape, found.dtype)
     axes, reason, doubt = found.axes, found.reason, found.doubt
+    scanned = found.scanned
     if label not in (None, found.label):
         reason = "by your rules"
     label = label or (MUON if own else found.label)
     if spec is not None and label != ADAMW:
         axes, doubt = matrix_axes.leaf_axes(*leaf, spec), None
-        reason = "dimension numbers"
+        reason, scanned = "dimension numbers", scanned or axes.batch
     if axes is None:
         doubt = doubt or matrix_axes.not_a_matrix(found.shape, found.dtype)
-    return dataclasses.replace(
-        found, label=label, axes=axes, reason=reason, doubt=doubt
-    )
+    changes: dict[str, Any] = {"label": label, "axes": axes, "reason": reason}
+    return dataclasses.replace(found, doubt=doubt, scanned=scanned, **changes)

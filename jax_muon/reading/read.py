@@ -35,15 +35,31 @@ def read(
 ) -> Matrices:
     """Find out which parameters are matrices, and along which axes.
 
-    Embeddings, output heads, routers, biases, norms and other vectors get the label
-    "adamw", stacked by scanned layers or not; so do depthwise convolutions, matrices
-    with a single row or column, and whatever is empty or not real floating point. Every
-    other parameter gets "muon", such as the kernels of Dense, DenseGeneral, Conv and
-    Einsum and the factors of LoRA. `print` shows the result.
+    With a function, such as the loss, its computation decides: what it contracts with
+    data is a matrix, whose contracted axes are in and whose other axes are out, but for
+    those of scans, `vmap`, experts and a batched product, which are the batch. Rows
+    that integers pick are an embedding. A kernel after which no other parameter
+    multiplies is the head, and one whose outputs a top-k chooses from a router. What
+    meets data elementwise is a norm, a bias or a position. The function is traced with
+    shapes; nothing is computed, and no state changes.
+
+    Without a function, paths and shapes suggest a reading, which can be wrong.
+
+    Embeddings, heads, routers, vectors, single rows and columns, convolutions in
+    groups, products of complex numbers, what the function does not use, and whatever is
+    empty or not real floating point get the label "adamw", every other parameter
+    "muon". Where use alone does not tell, this is the convention: kernels of patch
+    embeddings, the first layers of networks, projections into a common space, as
+    CLIP's, and factors of LoRA are matrices; learned queries, latents, prefixes and
+    tables of relative positions are not.
 
     Args:
       params: the whole model, or the shapes of its parameters, in any Flax form: linen
         dict, FrozenDict, boxed, nnx.State; or another pytree of arrays.
+      function: a function of the parameters, and of `args`, whose result depends on
+        them: the loss, or a model's `apply`. None: names and shapes decide.
+      *args: its other arguments, arrays or their shapes. Parameters that are not
+        trained, such as the base of LoRA, may be among them, or closed over.
       rules: what you know better. Path pattern to a label, or to
         `optax.contrib.MuonDimensionNumbers`, such as {"stem": "adamw"}; the first
         pattern that matches wins, and the whole path of a parameter means that one
@@ -51,8 +67,8 @@ def read(
         module's path they only say how its matrices are read. Or a tree of labels or of
         dimension numbers (a prefix will do), as `optax.contrib.muon` takes one. None
         means AdamW.
-      out_in: True if kernels are (out, in), as in PyTorch and equinox, False if they
-        are (in, out); None looks at biases and neighbours.
+      out_in: without a function: True if kernels are (out, in), as in PyTorch and
+        equinox, False if they are (in, out); None looks at biases and neighbours.
       splits: path pattern to `Split`, for parameters that hold several matrices side by
         side, such as a fused QKV kernel. Rules are about whole parameters, joins about
         the parts.
@@ -65,24 +81,29 @@ def read(
         "adamw".
 
     Returns:
-      A `Matrices`. It depends on paths, shapes and dtypes alone.
+      A `Matrices`. Its reasons name the use and the line of your code.
 
     Raises:
-      ValueError: one error with a line for each kind of ambiguous parameters, its
-        likeliest readings and the rules that choose them; with the path, for rules at
-        paths that no parameter has, and dimension numbers that do not fit.
+      ValueError: one error with a line for each kind of parameters that the function
+        does not decide and names do not either, its likeliest readings and the rules
+        that choose them; a function whose result depends on no parameter; with the
+        path, rules at paths that no parameter has, and dimension numbers that do not
+        fit. What the function itself raises is passed on.
 
     Examples:
+      >>> import jax
       >>> import jax.numpy as jnp
       >>> import jax_muon as jm
-      >>> params = {"wte": jnp.zeros((9, 4)), "up": {"kernel": jnp.zeros((4, 8))}}
-      >>> print(jm.read(params))
-      parameter   shape   role        as matrices   label   why
-      up/kernel   4 x 8   kernel      1 x (4, 8)    muon    a matrix (in, out)
-      wte         9 x 4   embedding   -             adamw   an embedding, by its name
+      >>> def loss(params, tokens):
+      ...     x = params["wte"][tokens]
+      ...     return jnp.mean((x @ params["up"]) @ params["out"])
+      >>> sizes = {"wte": (9, 4), "up": (4, 8), "out": (8, 3)}
+      >>> params = {name: jnp.zeros(shape) for name, shape in sizes.items()}
+      >>> matrices = jm.read(params, loss, jnp.arange(2))
+      >>> [matrices[name].role for name in sizes]
+      ['embedding', 'kernel', 'head']
+      >>> print(str(jm.read(params)).splitlines()[-1])
       Names can be wrong; jax_muon.read(params, loss_fn, batch) is sure.
-      >>> jm.read(params, rules={"up": "frozen"})["up/kernel"].label
-      'frozen'
     """
     checks.arrays("params", params)
     joining.check(joins)

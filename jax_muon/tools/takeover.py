@@ -6,13 +6,14 @@ optimizers save is read in `examples/from_torch.py`.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import jaxprs_in_params
 from optax.contrib import MuonState, ReduceLROnPlateauState
 
 from jax_muon import checks, notes, paths
@@ -32,11 +33,14 @@ _MOMENTS: dict[type, dict[str, str]] = {
     MuonState: {"mu": "first"},
 }
 
+# Transforms whose state has the type of Adam's, and holds other averages.
+_UNLIKE_ADAM = ("scale_by_adamax", "scale_by_adopt")
+
 # Fields that count the steps of a run.
 _COUNTS = ("count", "gradient_step", "step")
 
 # Arrays that stay as `init` returns them: norms, a sum of no gradients, a table.
-_AS_INIT = ("radius", "acc_grads", "ns_coeffs")
+_AS_INIT = ("radius", "acc_grads", "ns_coeffs", "hyperparams")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +72,8 @@ class Moments:
         """Read the state of a recipe, `optax.contrib.muon`, `optax.adamw`, or chains.
 
         Args:
-          state: the optimizer's state, chained, masked or partitioned.
+          state: the optimizer's state, chained, masked or partitioned. That of
+            `optax.adamax` or adopt looks like Adam's, and is not.
 
         Raises:
           ValueError: a state without moments, or whose parts differ in their counts.
@@ -113,7 +118,8 @@ def take_over(
     Raises:
       ValueError: with the path, a parameter that is missing from `moments` or has
         another shape or another optimizer there, or NorMuon's means over another axis;
-        a state with moments of another kind, such as `optax.ema` has.
+        a state with moments of another kind, such as those of `optax.ema` and
+        `optax.adamax`.
 
     Examples:
       >>> import jax_muon as jm
@@ -128,11 +134,21 @@ def take_over(
     checks.kind("moments", moments, Moments, "jax_muon.Moments")
     with notes.listening() as heard:
         # A new function, so that JAX traces it.
-        jax.eval_shape(lambda params: tx.init(params), params)
+        program = jax.make_jaxpr(lambda params: tx.init(params))(params)
+    called = {*_functions(program.jaxpr)}
+    for name in _UNLIKE_ADAM:
+        if any(function.startswith(f"{name}.") for function in called):
+            raise ValueError(
+                f"take_over cannot fill the state of {name}, whose moments are not "
+                "averages as Adam's; expected a group of another optimizer, such as "
+                "optax.adamw"
+            )
     for fitted in heard["splits"].values():
         whole = (moments.first, moments.second, moments.means)
         parts = (arrays_of_parts(arrays, fitted) for arrays in whole)
         moments = Moments(moments.count, *parts)
+
+    scalars = [path for path, p in paths.leaves_with_paths(params) if not np.ndim(p)]
 
     def fill(key_path: tuple[Any, ...], node: Any) -> Any:
         if _has_moments(node):
@@ -144,7 +160,10 @@ def take_over(
             return node
         if fields and fields[-1] in _COUNTS:
             return _placed(moments.count, node)
-        if np.ndim(node) and jnp.issubdtype(jnp.result_type(node), jnp.floating):
+        path = f"/{paths.path_string(key_path)}"
+        of_scalar = any(path.endswith(f"/{name}") for name in scalars)
+        is_float = jnp.issubdtype(jnp.result_type(node), jnp.floating)
+        if is_float and (np.ndim(node) or of_scalar):
             raise ValueError(
                 f"take_over cannot fill state{jax.tree_util.keystr(key_path)} of shape "
                 f"{node.shape}; expected no moments but those of nesterov, "
@@ -157,6 +176,16 @@ def take_over(
         tx.init(params),
         is_leaf=lambda x: _has_moments(x) or isinstance(x, ReduceLROnPlateauState),
     )
+
+
+def _functions(jaxpr: Any) -> Iterator[str]:
+    """Names of the Python functions that a program was traced from."""
+    for eqn in jaxpr.eqns:
+        traceback = eqn.source_info.traceback
+        for frame in traceback.frames if traceback else ():
+            yield frame.function_name
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _functions(inner)
 
 
 def _has_moments(node: Any) -> bool:

@@ -108,14 +108,13 @@ def mesh_of(*shape, names=("data", "fsdp", "tp"), kind=AUTO):
 
 
 def fitting(mesh, *axes, shapes=problems.PROBLEMS["mixed"]):
-    """Specs by path: mesh axes on the last axes of a leaf that they divide.
+    """A function of the parameters: mesh axes on the last axes that they divide.
 
     As JAX writes them, on Auto axes without None at the end, since another spelling
     would compile again.
     """
 
-    def spec(path):
-        shape = shapes[path]
+    def spec(shape):
         entries = [None] * len(shape)
         for axis, name in zip(range(-len(axes), 0), axes, strict=True):
             if len(shape) >= -axis and name and shape[axis] % mesh.shape[name] == 0:
@@ -124,7 +123,10 @@ def fitting(mesh, *axes, shapes=problems.PROBLEMS["mixed"]):
             entries.pop()
         return P(*entries)
 
-    return spec
+    def specs(params):
+        return {path: spec(shapes[path]) for path in params}
+
+    return specs
 
 
 # Mesh, specs as arguments of `fitting`, and `divide`.
@@ -155,7 +157,8 @@ class Layout(NamedTuple):
 
     def place(self, tree):
         """Arrays on the mesh, which may be donated."""
-        shardings = {path: NamedSharding(self.mesh, self.specs(path)) for path in tree}
+        specs = self.specs(tree)
+        shardings = {path: NamedSharding(self.mesh, specs[path]) for path in tree}
         return jax.device_put(jax.tree.map(np.array, tree), shardings)
 
 
@@ -190,8 +193,9 @@ def train_on_mesh(name, where, *, kind=AUTO, steps=20, dtype="float32"):
     # Sums of MultiSteps itself are outside; on Auto axes JAX reshards them once.
     again = name == "inside MultiSteps" and kind == AUTO
     assert step._cache_size() == 1 + again
-    for path, x in params.items():
-        assert x.sharding.is_equivalent_to(NamedSharding(mesh, specs(path)), x.ndim)
+    for path, spec in specs(params).items():
+        x = params[path]
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
     assert_bit_identical_on_devices((params, state))
     return params, losses
 

@@ -316,7 +316,7 @@ def test_scan_layers(kind, keep, x64):
     placed = jax.tree.map(put, places, params)
     scan = functools.partial(jm.scan_layers, mesh=mesh, axis="data", keep_gathered=keep)
     if kind == AUTO:
-        scan = functools.partial(scan, specs=lambda path: specs.get(path[-1], P()))
+        scan = functools.partial(scan, specs=(specs, P()))
 
     gradient = jax.jit(jax.grad(functools.partial(losses.with_keys, scan=scan)))
     with jax.set_mesh(mesh):
@@ -379,6 +379,12 @@ def test_layers_divided_along_their_own_axis():
         jm.scan_layers(losses._layer, jnp.ones(8), layers, mesh, P("data"))
 
 
+def test_a_scalar_has_no_axis_of_layers():
+    layers, mesh = {"w": jnp.ones((4, 8)), "x": jnp.ones(())}, mesh_of(2, names=("d",))
+    with pytest.raises(ValueError, match="layers at 'x' is a scalar; expected"):
+        jm.scan_layers(lambda x, _: (x, None), jnp.ones(8), layers, mesh)
+
+
 def test_what_one_operation_uses_is_gathered_in_order():
     """Each process traces for itself, and all have to gather in one order."""
     sizes = range(1, 13)
@@ -410,3 +416,49 @@ def test_how_parameters_are_gathered():
     step = make(losses.fori_loop, gather="layers")
     with pytest.raises(ValueError, match=r"scan uses .* 'layers/w' with .* outside"):
         step.gathers(params, batch)
+
+
+def _normalized(params, x, mean):
+    """Outputs (samples, classes) after a norm over the samples of all devices."""
+    y, _ = jax.lax.scan(lambda y, w: (losses._layer(y, w), None), x, params["layers"])
+    y = y * params["scale"]
+    center = mean(jnp.mean(y, axis=0))
+    y = (y - center) / jnp.sqrt(mean(jnp.mean((y - center) ** 2, axis=0)) + 1e-3)
+    return y @ params["head"]
+
+
+def _balance(logits, mean):
+    """Of a router: how many samples a class gets, times its mean probability."""
+    chosen = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
+    return jnp.sum(
+        mean(jnp.mean(chosen, axis=0)) * mean(jnp.mean(jax.nn.softmax(logits), axis=0))
+    )
+
+
+WEIGHTS = {
+    "all devices": [1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 1],
+    # The samples of the second device count in the norm and in the balance alone.
+    "not the second": [1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 1],
+}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("gather", ["auto", "leaves"])
+def test_collectives_in_a_weighted_loss(weights, dtype, gather, x64):
+    """A loss whose last cast is to bfloat16 has weights that are not rounded to it."""
+    params, x = losses.draw(jnp.float64), losses.samples(dtype=jnp.float64)
+    batch = x, jnp.asarray(WEIGHTS[weights], float)
+
+    def loss_fn(params, batch, mean=lambda x: jax.lax.pmean(x, "data")):
+        logits = _normalized(params, batch[0], mean)
+        count = jnp.sum(batch[1])
+        own = jnp.sum(batch[1] * jnp.sum(jnp.sin(logits), axis=1))
+        loss = own / jnp.maximum(count, 1) + 10 * _balance(logits, mean)
+        return loss.astype(dtype), count
+
+    alone = lambda p: loss_fn(p, batch, lambda x: x)[0].astype(float)  # noqa: E731
+    expected = jax.jit(jax.grad(alone))(params)
+    found, _, _ = gradients(make(loss_fn, weighted=True, gather=gather), params, batch)
+    # In bfloat16 a device's cotangent has 8 bits where collectives take it to others.
+    assert_close(found, expected, 1e-12 if dtype == "float64" else 2e-2)

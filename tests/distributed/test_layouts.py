@@ -247,6 +247,7 @@ DO_NOT_FIT = {
     "at most 2 entries": (P(None, None, "data"),),
     "specs have 'data' for parameter 'w'; expected a Part": ({"w": "data"},),
     r"axes of the mesh, .* each once": (None, ("data", "data")),
+    "specs have 'up' for parameter 'w'": (lambda params: dict.fromkeys(params, "up"),),
 }
 
 
@@ -256,6 +257,12 @@ def test_specs_that_do_not_fit(words):
     with pytest.raises(ValueError, match=words):
         tx = jm.on_mesh(jm.nanochat(), mesh_of(8), *DO_NOT_FIT[words])
         jax.eval_shape(tx.init, params)
+
+
+def test_specs_of_a_bare_array_name_no_path():
+    tx = jm.on_mesh(jm.nanochat(), mesh_of(8), P("model"))
+    with pytest.raises(ValueError, match=r"^the parameter of shape \(8, 12\) with"):
+        tx.init(jnp.ones((8, 12)))
 
 
 def test_arrays_sharded_on_auto_axes_without_specs():
@@ -292,8 +299,40 @@ def test_what_differs_between_devices_is_refused(tx):
         run()
     with pytest.raises(ValueError, match=r"or in shard_map with check_vma=True"):
         run(check_vma=False)
-    with pytest.raises(ValueError, match=r"inside jax.pmap, .*make_train_step"):
+    with pytest.raises(ValueError, match=r"inside jax.pmap, .*jax_muon.on_replicas"):
         jax.pmap(update)({"w": jnp.ones((8, 4, 8))})
+
+
+def pmap_step(tx, loss):
+    """A step of a trainer with `jax.pmap`, as brax and Flax's older examples are."""
+
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = tx.update(jax.lax.pmean(grads, "i"), state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return jax.pmap(step, axis_name="i")
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_replicas_in_pmap(devices):
+    """On one device nothing need be said; on eight `on_replicas` says it."""
+    params, weights = problems.draw("mixed")
+    loss, data = problems.loss_of(weights), problems.batches(3)
+    expected, _, _ = problems.single_device(recipe(), loss, params, data)
+    tx = jm.skip_nonfinite(optax.chain(optax.clip_by_global_norm(1e9), recipe()))
+    tx = jm.on_replicas(tx) if devices > 1 else tx
+    step = pmap_step(tx, loss)
+    copies = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (devices, *x.shape)), (params, tx.init(params))
+    )
+    given = data.reshape(3, devices, -1, data.shape[-1])
+    result, _, _ = problems.run(
+        lambda *args: (*step(*args)[:2], 0.0), *copies, list(given)
+    )
+    for one in range(devices):
+        own = jax.tree.map(lambda x, one=one: x[one], result)
+        assert problems.distance(own, expected, params) < BOUND
 
 
 # --- corners --------------------------------------------------------------------------

@@ -261,11 +261,21 @@ def test_errors_of_a_step_leave_its_arguments():
     params, _ = problems.draw("one matrix only")
     step = make(problem="one matrix only", microbatches=3)
     placed, state = step.init(params)
-    with pytest.raises(TypeError, match=r"cannot reshape .*\(4, 24\) .*\(3, 1, 24\)"):
+    with pytest.raises(ValueError, match=r"batch has shape \(16, 24\); .*4\) .* \(3\)"):
         step(placed, state, problems.batches(1)[0])
+    with pytest.raises(ValueError, match="params and state are swapped"):
+        step(state, placed, problems.batches(1, size=12)[0])
     with pytest.raises(ValueError, match="state is not one of this optimizer"):
         step(placed, jm.muon().init(params), problems.batches(1, size=12)[0])
     assert not placed["w"].is_deleted()
+
+
+@pytest.mark.parametrize("tokens", [(6, 3), (), (4, 3)], ids=str)
+def test_batches_that_do_not_divide(tokens):
+    loss, batch = lambda p, b: jnp.sum(p["w"]), {"y": np.ones(8), "x": np.ones(tokens)}
+    step = jm.make_train_step(loss, jm.muon(), mesh_of(4), microbatches=2)
+    with pytest.raises(ValueError, match=r"batch\['x'\] has shape .* a multiple of 8,"):
+        step(*step.init({"w": jnp.ones((4, 6))}), batch)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +307,7 @@ def test_arguments(given, match):
         ),
         ((0.0, {}), {}, "the loss of loss_fn=.*; expected a real scalar"),
         (jnp.ones(3), {}, r"the loss of loss_fn is float32 of shape \(3,\); expected"),
+        (jnp.ones((), int), {}, "the loss of loss_fn is int32, which has no gradient"),
         ((0.0, "1"), {"weighted": True}, "the weight of loss_fn='1'; expected"),
         (
             (0.0, {"logits": 1.0}),
@@ -311,6 +322,27 @@ def test_loss_functions_without_what_they_promise(loss, flags, match):
     step = jm.make_train_step(lambda p, b: loss, jm.muon(), mesh_of(2), **flags)
     with pytest.raises(ValueError, match=match):
         step(*step.init(params), jnp.ones((2, 3)))
+
+
+def test_a_constant_loss_has_a_gradient_of_zero_as_in_jax():
+    params = {"w": jnp.ones((4, 6))}
+    step = jm.make_train_step(lambda p, b: 1.5, optax.sgd(1.0), mesh_of(2))
+    after, _, metrics = step(*step.init(params), jnp.ones((2, 3)))
+    assert metrics["loss"] == 1.5
+    np.testing.assert_array_equal(after["w"], params["w"])
+
+
+def test_the_optimizer_gets_the_loss():
+    """`reduce_on_plateau` asks for it, here also of the mean over the devices."""
+    given = {"rtol": 0.0, "atol": 1e9, "factor": 0.5, "patience": 1}
+    plateau = optax.contrib.reduce_on_plateau(**given)
+    params, weights = problems.draw("one matrix only")
+    step = make(tx=optax.chain(jm.muon(), plateau), problem="one matrix only")
+    params, state = step.init(params)
+    for batch in problems.batches(3):
+        params, state, _ = step(params, state, batch)
+    assert state[1].best_value < jnp.inf
+    assert state[1].scale < 1
 
 
 def test_an_on_mesh_within_the_optimizer_changes_nothing():

@@ -400,6 +400,25 @@ def test_moments_that_a_run_cannot_fill(other, where):
 # --- bad input ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("other", [optax.adamax, optax.contrib.adopt])
+@pytest.mark.parametrize(
+    "wrap", [lambda tx: tx, jm.skip_nonfinite, lambda tx: jm.on_mesh(tx, mesh_of(2))]
+)
+def test_states_of_adams_type_with_other_averages(other, wrap):
+    """Their first step would be 63 times too long."""
+    tx = wrap(jm.muon(adamw=optax.inject_hyperparams(other)(1e-3)))
+    moments = moments_of({"up": (4, 8), "bias": (8,)}, {"bias": (8,)})
+    with pytest.raises(ValueError, match=f"the state of scale_by_{other.__name__}, "):
+        jm.take_over(tx, ONES | {"bias": jnp.ones(8)}, moments)
+
+
+def test_momentum_of_scalars_cannot_be_filled_either():
+    params = ONES | {"temperature": jnp.ones(())}
+    tx = jm.muon(adamw=optax.inject_hyperparams(optax.sgd)(1e-3, momentum=0.9))
+    with pytest.raises(ValueError, match=r"trace\['temperature'\] of shape \(\)"):
+        jm.take_over(tx, params, OF_UP)
+
+
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [

@@ -1,15 +1,14 @@
 """Follow every parameter through a traced function, until operations apply it to data.
 
-`Follower` runs a jaxpr on `Value`s. An operation with no rule is taken for elementwise if
-its shapes fit, and otherwise is opaque: what becomes of a leaf in it is unknown. Rules
-are registered by the names of primitives: those of this file rearrange axes; `products`
-has contractions, `loops` scans and other control flow.
+`Follower` runs a jaxpr on `Value`s. Rules are registered by the names of primitives:
+those here rearrange axes; `products` has contractions, `loops` control flow. Without a
+rule an operation is elementwise if its shapes fit, and otherwise opaque: what becomes
+of a leaf in it is unknown.
 """
 
 import collections
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax_muon import jaxprs
 from jax_muon.reading.computation.values import (
     BATCH,
-    CONSTANT,
     IN,
     INNER,
     OUT,
@@ -31,12 +29,12 @@ from jax_muon.reading.computation.values import (
     Use,
     Value,
     axes_in,
-    axes_of,
     covers,
     fit,
     fitted,
-    free,
     joined,
+    merged,
+    placed,
     reshaped,
 )
 
@@ -69,8 +67,8 @@ class Follower:
         self.uses: dict[str, list[Use]] = collections.defaultdict(list)
         self.scores: dict[Any, Scores] = {}
         self.scanned: dict[str, set[int]] = collections.defaultdict(set)
-        self._known: dict[Any, Use] = {}
-        self._calls: tuple[int, ...] = ()  # the operations that this one is called by
+        self._by_place: dict[Any, Use] = {}
+        self._calls: tuple[JaxprEqn, ...] = ()  # the operations around this one
 
     def run(self, jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
         """The results of a function."""
@@ -78,7 +76,7 @@ class Follower:
         known |= zip(jaxpr.invars, values, strict=True)
 
         def read(v: Any) -> Value:
-            return Value(uniform=True) if isinstance(v, Literal) else known[v]
+            return Value() if isinstance(v, Literal) else known[v]
 
         for eqn in jaxpr.eqns:
             results = self._operation(eqn, [read(v) for v in eqn.invars])
@@ -87,29 +85,21 @@ class Follower:
 
     def call(self, eqn: JaxprEqn, jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
         """The results of a function that an operation calls."""
-        before, self._calls = self._calls, (*self._calls, id(eqn))
+        before, self._calls = self._calls, (*self._calls, eqn)
         results = self.run(jaxpr, values)
         self._calls = before
         return results
 
     def _operation(self, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
         name = eqn.primitive.name
-        if name in jaxprs.RANDOM:
-            return [Value() for _ in eqn.outvars]
         if name not in RULES and (closed := jaxprs.called(eqn)) is not None:
             return self.call(eqn, closed.jaxpr, values)
         result = RULES.get(name, elementwise)(self, eqn, values)
-        results = result if isinstance(result, list) else [result] * len(eqn.outvars)
-        if name in jaxprs.NO_GRADIENT:
-            results = [
-                _without_gradient(name, value, v)
-                for value, v in zip(results, eqn.outvars, strict=True)
-            ]
-        return results
+        return result if isinstance(result, list) else [result] * len(eqn.outvars)
 
-    def key(self, eqn: JaxprEqn) -> tuple[int, ...]:
-        """What tells this operation from others, and from itself in another call."""
-        return (*self._calls, id(eqn))
+    def place(self, eqn: JaxprEqn) -> tuple[int, ...]:
+        """Where an operation is: a function may be called several times."""
+        return tuple(map(id, (*self._calls, eqn)))
 
     def use(
         self,
@@ -128,55 +118,43 @@ class Follower:
           roles: what each axis of the operand is in it.
           by: what the operand is multiplied by.
         """
-        result = []
+        uses = []
         for leaf, sides in value.leaves.items():
-            is_picked = leaf in value.picked
-            own = "picked" if is_picked and kind in ("elementwise", "opaque") else kind
-            key = leaf, own, self.key(eqn)
-            if key not in self._known:
-                line = jaxprs.line_of(eqn)
-                self._known[key] = Use(leaf, own, line, eqn.primitive.name)
-                self.uses[leaf].append(self._known[key])
-            use = self._known[key]
-            use.is_picked = is_picked
-            use.is_complex = any(
-                jnp.issubdtype(v.aval.dtype, jnp.complexfloating)
-                for v in eqn.invars
-                if hasattr(v.aval, "dtype")
-            )
-            axes = {
+            key = leaf, kind, self.place(eqn)
+            if key not in self._by_place:
+                line = jaxprs.line_of((*self._calls, eqn))
+                self._by_place[key] = Use(leaf, kind, line, eqn.primitive.name)
+                self.uses[leaf].append(self._by_place[key])
+            use = self._by_place[key]
+            of_axes = {
                 axis: frozenset({role})
                 for side, role in zip(sides, roles, strict=False)
-                for axis in axes_of(side)
+                for axis in axes_in((side,))
             }
-            known = Value(roles={leaf: value.roles.get(leaf, {})})
-            use.roles = known.with_roles({leaf: axes}).roles[leaf] | use.revised
-            first = next(x for x in self.uses[leaf] if x.kind == own)
-            use.is_gradient = own == "contracted" and _is_transpose(use, first)
-            result.append(use)
+            use.roles = merged(value.roles.get(leaf, {}), of_axes) | use.revised
+            use.of_picked = leaf in value.picked
+            use.is_complex = any(map(_is_complex, eqn.invars))
+            first = next(x for x in self.uses[leaf] if x.kind == kind)
+            use.is_gradient = kind == "contracted" and _is_transpose(use, first)
+            uses.append(use)
         if by is not None:
-            for use in result:
+            for use in uses:
                 use.inputs = by.behind
             for before in by.behind:
-                before.feeds |= not all(use.is_gradient for use in result)
-        return result
+                before.feeds |= not all(use.is_gradient for use in uses)
+        return uses
 
     def result(self, uses: list[Use], sides: Sequence[Sides], role: str = "") -> Value:
         """The result of a product; for each use, what its axes are of the leaf's."""
         outputs = [use.output() for use in uses]
         for output in outputs:
             output.role = output.role or role
-        results = dict(zip(outputs, sides, strict=True))
+        results: dict[Output | Scores, Sides] = dict(zip(outputs, sides, strict=True))
         return Value(data=True, results=results, behind=frozenset(uses))
 
 
-def _without_gradient(primitive: str, value: Value, v: Any) -> Value:
-    """A result through which no gradient reaches the products before it."""
-    if not jnp.issubdtype(v.aval.dtype, jnp.inexact):
-        return dataclasses.replace(value, behind=frozenset(), results={})
-    if primitive == "stop_gradient":
-        return dataclasses.replace(value, behind=frozenset())
-    return value  # a top-k's values
+def _is_complex(v: Any) -> bool:
+    return bool(jnp.issubdtype(getattr(v.aval, "dtype", int), jnp.complexfloating))
 
 
 def _is_transpose(use: Use, first: Use) -> bool:
@@ -195,73 +173,40 @@ def _is_transpose(use: Use, first: Use) -> bool:
 def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     """An operation on each element; or one without a rule."""
     name, shape = eqn.primitive.name, shape_of(eqn.outvars[0]) if eqn.outvars else ()
-    result = joined(values)
-    fits = all(_fits(shape_of(v), shape) for v in eqn.invars)
+    result, fits = joined(values), all(_fits(shape_of(v), shape) for v in eqn.invars)
     if not fits:
         result.results = {}
-    operands = values[1:] if name == "select_n" else values
-    made = [value for value in operands if value.leaves]
     match name:
         case "eq":
             result.one_hot = sum(value.data for value in values) == 1
         case "exp":
-            for one in result.results:
-                if isinstance(one, Scores):
-                    one.soft = True
+            for x in result.results:
+                if isinstance(x, Scores):
+                    x.soft = True
         case "mul":
-            _find_gates(values)
-    if not made:
-        return result
-    if not fits:
-        for value in values:
-            follower.use(value, "opaque", eqn)
-        return result
-    active = [x for x in operands if x.data and not x.leaves and not x.uniform]
-    if active:
+            _find_gates(*values)
+    operands = values[1:] if name == "select_n" else values
+    made = [value for value in operands if value.leaves]
+    active = [value for value in operands if value.data and not value.leaves]
+    if made and (active or not fits):
         for value in made:
-            for use in follower.use(value, "elementwise", eqn):
-                if name == "mul" and len(values) == 2:
-                    other = values.index(active[0])
-                    _wait_for_sum(use, value, active[0], eqn.invars[other], result)
-        is_frozen = all(x.frozen for x in active)
-        made = [_staying(name, x, is_frozen, shape) for x in made]
-    elif name not in jaxprs.LINEAR and any(map(_is_product, made)):
-        # A function of a product of leaves, or of one with a constant, is an activation.
-        for value in made:
-            for leaf, sides in value.leaves.items():
-                of_constants = CONSTANT in _known_roles(value, [leaf])
-                kind = "contracted" if of_constants else "like data"
-                one = dataclasses.replace(value, leaves={leaf: sides})
-                uses = follower.use(one, kind, eqn, [OUT] * len(shape))
-                result.behind |= frozenset(uses)
-        result.data = True
-        return result
+            follower.use(value, "elementwise" if fits else "opaque", eqn)
+        frozen = all(value.frozen for value in active)
+        made = [_staying(name, value, frozen, shape) for value in made if fits]
     for value in made:
         result = result.with_leaves(value, shape)
-    if name == "select_n" and values[0].data:
-        result.data = True
     return result
 
 
 def _fits(shape: Shape, other: Shape) -> bool:
-    same = len(shape) == len(other)
-    return not shape or (same and all(n in (1, m) for n, m in zip(shape, other)))
+    """True if an operand of this shape is a scalar, or broadcast by its axes of 1."""
+    return not shape or (
+        len(shape) == len(other)
+        and all(n in (1, m) for n, m in zip(shape, other, strict=True))
+    )
 
 
-def _known_roles(value: Value, leaves: Any) -> set[str]:
-    return {
-        r
-        for leaf in leaves
-        for roles in value.roles.get(leaf, {}).values()
-        for r in roles
-    }
-
-
-def _is_product(value: Value) -> bool:
-    return bool({INNER, CONSTANT} & _known_roles(value, value.leaves))
-
-
-def _staying(name: str, value: Value, is_frozen: bool, shape: Shape) -> Value:
+def _staying(name: str, value: Value, frozen: bool, shape: Shape) -> Value:
     """The leaves that may still be matrices behind an elementwise operation with data.
 
     Behind a mask or a scale of their elements; and a product of leaves (LoRA) that is
@@ -270,33 +215,22 @@ def _staying(name: str, value: Value, is_frozen: bool, shape: Shape) -> Value:
     scaled = name in ("mul", "div", "select_n") and sum(n > 1 for n in shape) > 1
     leaves = {}
     for leaf, sides in value.leaves.items():
-        is_factor = INNER in _known_roles(value, [leaf])
-        whole = covers(sides, shape) or leaf in value.picked
-        if (scaled and (whole or is_factor)) or (is_frozen and is_factor):
+        is_factor = INNER in value.known(leaf)
+        whole = is_factor or covers(sides, shape) or leaf in value.picked
+        if (scaled and whole) or (frozen and is_factor):
             leaves[leaf] = sides
     return dataclasses.replace(value, leaves=leaves)
 
 
-def _wait_for_sum(use: Use, value: Value, other: Value, v: Any, result: Value) -> None:
-    """A product with data that was repeated along a leaf's axes: a sum may follow."""
-    sides, shape = value.leaves[use.leaf], shape_of(v)
-    repeated = {*other.repeated, *(a for a, n in enumerate(shape) if n == 1)}
-    multiplied = axes_in(sides, set(range(len(sides))) - repeated)
-    if multiplied and axes_in(sides, repeated & {*range(len(sides))}) - multiplied:
-        use.waits, use.inputs = frozenset(multiplied), other.behind
-        result.results[use.output()] = sides
-
-
-def _find_gates(values: list[Value]) -> None:
+def _find_gates(left: Value, right: Value) -> None:
     """Two slices of one result that are multiplied are a gate and what it gates."""
-    if len(values) == 2:
-        for a, b in itertools.product(values[0].outputs(), values[1].outputs()):
-            same = a.use is b.use and a.axis == b.axis is not None
-            if same and a is not b and not a.role:
-                a.role = b.role = "gated"
+    for a, b in itertools.product(left.outputs(), right.outputs()):
+        slices = a.use is b.use and a.axis == b.axis is not None
+        if slices and a is not b and not a.role:
+            a.role = b.role = "gated"
 
 
-# --- shapes ---------------------------------------------------------------------------
+# --- axes -----------------------------------------------------------------------------
 
 
 def shape_of(v: Any) -> tuple[int, ...]:
@@ -304,63 +238,33 @@ def shape_of(v: Any) -> tuple[int, ...]:
     return tuple(getattr(v.aval, "shape", ()))
 
 
-def shapes_of(eqn: JaxprEqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the first operand and the first result."""
-    return shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-
-
-@rule("transpose")
-def _transpose(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    order = eqn.params["permutation"]
-    return values[0].moved(lambda sides: tuple(sides[a] for a in order))
-
-
-@rule("reshape", "squeeze", "expand_dims")
-def _reshape(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    old, new = shapes_of(eqn)
-    return values[0].moved(lambda sides: reshaped(sides, old, new))
-
-
-@rule("broadcast_in_dim")
-def _broadcast(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    (old, new), to = shapes_of(eqn), eqn.params["broadcast_dimensions"]
-    source = {place: a for a, place in enumerate(to) if old[a] == new[place]}
-    return values[0].moved(
-        lambda sides: tuple(
-            sides[source[place]] if place in source else free(size)
-            for place, size in enumerate(new)
-        ),
-        uniform=values[0].uniform or math.prod(old) == 1,
-        repeated=frozenset(range(len(new))) - {*source},
-    )
-
-
-@rule("pad", "fft", "all_to_all", "reduce_scatter", "psum_scatter", "ppermute")
-def _resize(
-    follower: Follower, eqn: JaxprEqn, values: list[Value]
-) -> Value | list[Value]:
-    shapes = [shape_of(v) for v in eqn.outvars]
-    return [
-        value.moved(lambda sides, new=new: fit(sides, new))
-        for value, new in zip(values, shapes, strict=False)
-    ]
-
-
-@rule("rev", "copy", "copy_p")
-def _same(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    return values[0]
-
-
-@rule("all_gather", "all_gather_invariant")
-def _all_gather(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    (old, new), at = shapes_of(eqn), eqn.params["all_gather_dimension"]
-    if len(new) > len(old):
-        values = [_with_axis(values[0], at)]
-    return values[0].moved(lambda sides: fit(sides, new))
-
-
-def _with_axis(value: Value, at: int) -> Value:
-    return value.moved(lambda sides: (*sides[:at], (), *sides[at:]))
+@rule(
+    *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim"),
+    *(
+        "pad",
+        "all_gather",
+        "all_gather_invariant",
+        "all_to_all",
+        "reduce_scatter",
+        "ppermute",
+    ),
+)
+def _move(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Rearrange axes, or change their sizes."""
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    source = dict(enumerate(range(len(new))))
+    match eqn.primitive.name:
+        case "reshape" | "squeeze" | "expand_dims":
+            return values[0].moved(lambda sides: reshaped(sides, old, new))
+        case "transpose":
+            source = dict(enumerate(eqn.params["permutation"]))
+        case "broadcast_in_dim":
+            to = enumerate(eqn.params["broadcast_dimensions"])
+            source = {place: a for a, place in to if old[a] == new[place]}
+        case "all_gather" | "all_gather_invariant" if len(new) > len(old):
+            at = eqn.params["all_gather_dimension"]
+            source = {a + (a >= at): a for a in range(len(old))}
+    return values[0].moved(lambda sides: fit(placed(sides, source, new), new))
 
 
 def cut(value: Value, old: Shape, new: Shape, starts: Shape | None = None) -> Value:
@@ -369,106 +273,108 @@ def cut(value: Value, old: Shape, new: Shape, starts: Shape | None = None) -> Va
     `starts` is where the parts begin, if that is known. Then slices of outputs are told
     apart, and an output axis whose elements are all taken one by one is a batch.
     """
-    single = {a for a in range(len(old)) if new[a] == 1 < old[a]}
-    taken = {
-        leaf: {
-            factor.axis: frozenset({BATCH if factor.whole else PART})
-            for a in single
-            for factor in sides[a]
-            if factor.axis is not None
-        }
-        for leaf, sides in value.leaves.items()
-    }
-    results = {
-        _slice_of(one, sides, old, new, starts): sides
-        for one, sides in value.results.items()
-    }
-    return (
-        dataclasses.replace(value, results=results)
-        .moved(
-            lambda sides: tuple(
-                () if a in single else fitted(sides[a], new[a]) for a in range(len(old))
-            )
+    single = [a for a in range(len(old)) if new[a] == 1 < old[a]]
+
+    def rest(sides: Sides) -> Sides:
+        return tuple(
+            () if a in single else fitted(side, new[a]) for a, side in enumerate(sides)
         )
-        .with_roles(taken)
-    )
+
+    result = dataclasses.replace(
+        value,
+        results={
+            x
+            if starts is None or not isinstance(x, Output) or x.axis is not None
+            else _slice_of(x, sides, old, new, starts): sides
+            for x, sides in value.results.items()
+        },
+    ).moved(rest)
+    for role, whole in ((BATCH, True), (PART, False)):
+        axes = {
+            leaf: axes_in([[x for a in single for x in sides[a] if x.whole is whole]])
+            for leaf, sides in value.leaves.items()
+        }
+        result = result.with_role(role, axes)
+    return result
 
 
-def _slice_of(one: Any, sides: Sides, old: Shape, new: Shape, starts: Any) -> Any:
+def _slice_of(x: Output, sides: Sides, old: Shape, new: Shape, starts: Shape) -> Output:
     """The output that a slice of an output is."""
-    if starts is None or not isinstance(one, Output) or one.axis is not None:
-        return one
     for a, side in enumerate(sides):
-        if old[a] == new[a] or not side or side[0].axis is None:
+        axis = side[0].axis if side else None
+        if old[a] == new[a] or axis is None or len(axes_in((side,))) > 1:
             continue
-        outer = side[0]
-        if new[a] == 1 and len(side) == 1 and outer.whole:
-            taken = one.use.taken.setdefault(outer.axis, set())
-            taken.add(starts[a])
-            if len(taken) == old[a]:
-                separate(one.use, outer.axis)
-        if math.prod(factor.size for factor in side) == old[a]:
-            unit = outer.stride * outer.size // old[a]
-            if len({factor.axis for factor in side}) == 1:
-                unit = side[-1].stride
-            ends = starts[a] * unit, (starts[a] + new[a]) * unit
-            return one.use.output(outer.axis, *ends)
-    return one
+        if new[a] == 1 and side[0].whole:
+            x.use.taken.setdefault(axis, set()).add(starts[a])
+            if len(x.use.taken[axis]) == old[a]:
+                x.use.separate(axis)
+        unit = side[-1].stride
+        return x.use.output(axis, starts[a] * unit, (starts[a] + new[a]) * unit)
+    return x
 
 
-def separate(use: Use, axis: int) -> None:
-    """An output axis whose elements go different ways holds separate matrices."""
-    others = [roles for a, roles in use.roles.items() if a != axis]
-    if use.roles.get(axis) == {OUT} and {OUT} in others:
-        use.revise({axis: frozenset({BATCH})})
-
-
-@rule("slice")
-def _slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    return cut(values[0], *shapes_of(eqn), eqn.params["start_indices"])
+@rule("slice", "split", "unstack")
+def _slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    old, shapes = shape_of(eqn.invars[0]), [shape_of(v) for v in eqn.outvars]
+    if "start_indices" in eqn.params:
+        return [cut(values[0], old, shapes[0], eqn.params["start_indices"])]
+    axis, starts = eqn.params["axis"], [*range(len(shapes))]
+    if eqn.primitive.name == "split":
+        starts = [*itertools.accumulate(map(int, eqn.params["sizes"]), initial=0)]
+    else:
+        shapes = [(*old[:axis], 1, *old[axis + 1 :])] * len(shapes)
+    parts = [
+        cut(values[0], old, shape, [start * (a == axis) for a in range(len(old))])
+        for shape, start in zip(shapes, starts, strict=False)
+    ]
+    if eqn.primitive.name == "unstack":
+        parts = [x.moved(lambda s: (*s[:axis], *s[axis + 1 :])) for x in parts]
+    return parts
 
 
 @rule("dynamic_slice")
 def _dynamic_slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    value = cut(values[0], *shapes_of(eqn))
-    if any(index.data for index in values[1:]):
-        value.data, value.picked = True, value.picked | {*value.leaves}
-    return value
+    value = cut(values[0], shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))
+    by_data = any(index.data for index in values[1:])
+    return _picked(follower, eqn, value) if by_data else value
 
 
-@rule("split")
-def _split(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    old, axis = shape_of(eqn.invars[0]), eqn.params["axis"]
-    starts = itertools.accumulate((0, *eqn.params["sizes"]))
-    return [
-        cut(values[0], old, shape_of(v), [start * (a == axis) for a in range(len(old))])
-        for v, start in zip(eqn.outvars, starts, strict=False)
+@rule("gather")
+def _gather(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+    (value, index), numbers = values[:2], eqn.params["dimension_numbers"]
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    gone = *numbers.collapsed_slice_dims, *numbers.operand_batching_dims
+    sizes = [
+        1 if a in numbers.operand_batching_dims else n
+        for a, n in enumerate(eqn.params["slice_sizes"])
     ]
+    kept = [a for a in range(len(old)) if a not in gone]
+    source = dict(zip(numbers.offset_dims, kept, strict=True))
+    result = cut(value, old, sizes).moved(lambda sides: placed(sides, source, new))
+    if not value.leaves:
+        return dataclasses.replace(joined([value, index]), results=result.results)
+    return _picked(follower, eqn, result) if index.data else result
 
 
-@rule("unstack")
-def _unstack(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    old, axis = shape_of(eqn.invars[0]), eqn.params["axis"]
-    new = [1 if a == axis else n for a, n in enumerate(old)]
-    return [
-        cut(values[0], old, new, [i * (a == axis) for a in range(len(old))]).moved(
-            lambda sides: (*sides[:axis], *sides[axis + 1 :])
-        )
-        for i in range(old[axis])
-    ]
+def _picked(follower: Follower, eqn: JaxprEqn, value: Value) -> Value:
+    """Elements of leaves that data has picked."""
+    follower.use(value, "picked", eqn)
+    picked = value.picked | {*value.leaves}
+    return dataclasses.replace(value, data=True, picked=picked)
 
 
 @rule("concatenate", "dynamic_update_slice", "stack")
 def _concatenate(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     shape = shape_of(eqn.outvars[0])
     if eqn.primitive.name == "stack":
-        values = [_with_axis(value, eqn.params["axis"]) for value in values]
+        at = eqn.params["axis"]
+        values = [x.moved(lambda s: (*s[:at], (), *s[at:])) for x in values]
     elif eqn.primitive.name == "dynamic_update_slice":
         values = values[:2]  # then there are indices
-    result = joined(values, results={})
+    result = dataclasses.replace(joined(values), results={})
     beside_data = any(value.data and not value.leaves for value in values)
     for value in values:
-        part = value.moved(lambda sides: fit(sides, shape))
+        part = value.fit(shape)
         if beside_data:
             follower.use(part, "elementwise", eqn)
         else:
@@ -477,71 +383,26 @@ def _concatenate(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
     return result
 
 
-@rule("gather")
-def _gather(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    (value, index), numbers = values[:2], eqn.params["dimension_numbers"]
-    old, new = shapes_of(eqn)
-    batch = tuple(numbers.operand_batching_dims)
-    kept = [
-        a for a in range(len(old)) if a not in (*numbers.collapsed_slice_dims, *batch)
-    ]
-    sizes = [1 if a in batch else n for a, n in enumerate(eqn.params["slice_sizes"])]
-    source = dict(zip(numbers.offset_dims, kept, strict=True))
-    result = cut(value, old, sizes).moved(
-        lambda sides: tuple(
-            sides[source[place]] if place in source else free(size)
-            for place, size in enumerate(new)
-        )
-    )
-    if not value.leaves:
-        return joined([value, index], results=result.results)
-    if index.data:
-        result.data, result.picked = True, result.picked | {*value.leaves}
-    return result
-
-
 @rule("top_k", "approx_top_k", "sort")
 def _top_k(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     for value in values:
         # A sort of several operands ranks: it gives indices. Of one it is a quantile.
         if eqn.primitive.name != "sort" or len(values) > 1:
-            for one, sides in value.results.items():
-                if isinstance(one, Output) and any(map(axes_of, sides)):
-                    one.use.chooses = True
+            for x in value.outputs():
+                x.use.chooses |= bool(axes_in(value.results[x]))
         follower.use(value, "elementwise", eqn)
-    return joined(values, results={})
+    return dataclasses.replace(joined(values), results={})
 
 
-@rule(
-    *(f"reduce_{name}" for name in ["sum", "max", "min", "prod", "and", "or"]),
-    "argmax",
-    "argmin",
-)
+@rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin")
 def _reduce(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     name, axes, (value,) = eqn.primitive.name, eqn.params["axes"], values
-    left = [a for a in range(len(shape_of(eqn.invars[0]))) if a not in axes]
-
-    def without(sides: Sides) -> Sides:
-        return tuple(sides[a] for a in left)
-
-    for one, sides in value.results.items():
+    for x, sides in value.results.items():
         along = axes_in(sides, axes)
-        if isinstance(one, Scores):
-            if name == "reduce_max" and not one.soft:
-                one.keys |= along
-        elif along and name.startswith("arg"):
-            one.use.chooses = True
-        elif along and name == "reduce_sum" and along == one.use.waits:
-            return _sum_of_products(one.use, along, axes_in(sides, left))
-    return value.moved(without, one_hot=False)
-
-
-def _sum_of_products(use: Use, summed: set[int], kept: set[int]) -> Value:
-    """A product with data and its sum: the same as a contraction."""
-    use.kind = "contracted"
-    use.roles = dict.fromkeys(summed, frozenset({IN})) | dict.fromkeys(
-        kept, frozenset({OUT})
-    )
-    for before in use.inputs:
-        before.feeds = True
-    return Value(data=True, behind=frozenset([use]))
+        if isinstance(x, Output):
+            x.use.chooses |= bool(along) and name.startswith("arg")
+        elif name == "reduce_max" and not x.soft:
+            x.keys |= along
+    left = [a for a in range(len(shape_of(eqn.invars[0]))) if a not in axes]
+    result = value.moved(lambda sides: tuple(sides[a] for a in left))
+    return dataclasses.replace(result, one_hot=False)

@@ -7,33 +7,20 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jax_muon import jaxprs
 from jax_muon.reading.computation.follow import Follower, cut, rule, shape_of
-from jax_muon.reading.computation.values import (
-    Value,
-    axes_of,
-    fit,
-    free,
-    joined,
-)
+from jax_muon.reading.computation.values import Value, axes_in, free, joined
 
 
 @rule("scan")
 def _scan(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     constants, start = jaxprs.scan_starts(eqn)
-    length, rows = eqn.params["length"], []
+    body, length, rows = eqn.params["jaxpr"].jaxpr, eqn.params["length"], []
     for value, v in zip(values[start:], eqn.invars[start:], strict=True):
-        shape = shape_of(v)
         for leaf, sides in value.leaves.items():
-            follower.scanned[leaf] |= {*axes_of(sides[0])}
-        row = cut(value, shape, (1, *shape[1:])).moved(lambda sides: sides[1:])
-        rows.append(row)
-    carry, ys = _repeat(
-        follower,
-        eqn,
-        eqn.params["jaxpr"].jaxpr,
-        values[:constants],
-        values[constants:start],
-        rows,
-    )
+            follower.scanned[leaf] |= axes_in(sides, [0])
+        row = cut(value, shape_of(v), (1, *shape_of(v)[1:]))
+        rows.append(row.moved(lambda sides: sides[1:]))
+    before, carry = values[:constants], values[constants:start]
+    carry, ys = _repeat(follower, eqn, body, before, carry, rows)
     return [*carry, *(y.moved(lambda sides: (free(length), *sides)) for y in ys)]
 
 
@@ -51,24 +38,16 @@ def _cond(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value]
         follower.call(eqn, branch.jaxpr, values[1:])
         for branch in eqn.params["branches"]
     ]
-    met = [
-        functools.reduce(functools.partial(_meet, follower, eqn), results)
-        for results in zip(*branches, strict=True)
-    ]
-    for value in met:
-        value.data |= bool(value.leaves) and values[0].data
-    return met
+    meet = functools.partial(_meet, follower, eqn)
+    return [functools.reduce(meet, results) for results in zip(*branches, strict=True)]
 
 
 @rule("shard_map")
 def _shard_map(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    closed = jaxprs.called(eqn)
-    assert closed is not None
-    shards = [
-        value.moved(lambda sides, v=v: fit(sides, shape_of(v)))
-        for value, v in zip(values, closed.jaxpr.invars, strict=True)
-    ]
-    return follower.call(eqn, closed.jaxpr, shards)
+    body = eqn.params["jaxpr"]
+    shapes = [shape_of(v) for v in body.invars]
+    shards = [value.fit(shape) for value, shape in zip(values, shapes, strict=True)]
+    return follower.call(eqn, body, shards)
 
 
 def _repeat(
@@ -86,27 +65,23 @@ def _repeat(
         carry = [
             _meet(follower, eqn, *pair) for pair in zip(before, results, strict=False)
         ]
-        if all(map(_same, before, carry)):
+        if list(map(_facts, before)) == list(map(_facts, carry)):
             break
     return carry, results[len(carry) :]
 
 
-def _same(a: Value, b: Value) -> bool:
-    def facts(x: Value) -> tuple[object, ...]:
-        return x.data, {*x.leaves}, x.picked, x.behind, {*x.results}, x.one_hot
-
-    return facts(a) == facts(b)
+def _facts(x: Value) -> tuple[object, ...]:
+    return x.data, {*x.leaves}, x.picked, x.behind, {*x.results}, x.one_hot
 
 
 def _meet(follower: Follower, eqn: JaxprEqn, a: Value, b: Value) -> Value:
     """What holds of a value that is one of two."""
+    result = joined([a, b])
     for value, other in ((a, b), (b, a)):
         if value.leaves and not other.leaves and other.data:
             follower.use(value, "elementwise", eqn)
-            return joined([value, other])
-    result = joined([a, b], one_hot=a.one_hot and b.one_hot)
+            return result
     for value in (a, b):
-        result.leaves = {**value.leaves, **result.leaves}
-        result.picked |= value.picked
-        result = result.with_roles(value.roles)
+        shape = () if not value.leaves else next(iter(value.leaves.values()))
+        result = result.with_leaves(value, [0] * len(shape))
     return result

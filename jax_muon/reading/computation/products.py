@@ -8,11 +8,10 @@ attention, or mix matrices that another product has made.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from jax_muon.reading.computation.follow import Follower, rule, separate, shape_of
+from jax_muon.reading.computation.follow import Follower, rule, shape_of
 from jax_muon.reading.computation.values import (
     BATCH,
     CONSTANT,
@@ -25,8 +24,8 @@ from jax_muon.reading.computation.values import (
     Sides,
     Value,
     axes_in,
-    axes_of,
     joined,
+    placed,
 )
 
 Axes = Sequence[int]
@@ -52,21 +51,22 @@ class Product:
         return shape_of(self.eqn.invars[0]), shape_of(self.eqn.invars[1])
 
     @functools.cached_property
-    def free(self) -> list[list[int]]:
+    def free(self) -> tuple[list[int], list[int]]:
         """The other axes, which the result keeps."""
-        return [
-            [
-                a
-                for a in range(len(self.shapes[i]))
-                if a not in (*self.contract[i], *self.batch[i], *self.groups[i])
-            ]
-            for i in (0, 1)
-        ]
+        first, second = (
+            [a for a in range(len(shape)) if a not in (*contract, *batch, *groups)]
+            for shape, contract, batch, groups in zip(
+                self.shapes, self.contract, self.batch, self.groups, strict=True
+            )
+        )
+        return first, second
 
     def placed(self, i: int, sides: Sides) -> Sides:
-        """The sides of the result, from those of one operand."""
-        free = [[sides[a] if i == j else () for a in self.free[j]] for j in (0, 1)]
-        return (*(sides[a] for a in self.batch[i]), *free[0], *free[1])
+        """The axes of the result, from those of operand i."""
+        others = len(self.free[0]) if i else 0
+        source = dict(enumerate(self.batch[i]))
+        source |= {len(source) + others + at: a for at, a in enumerate(self.free[i])}
+        return placed(sides, source, shape_of(self.eqn.outvars[0]))
 
     def weight(self, follower: Follower) -> int | None:
         """Which operand is made of leaves that the other one is multiplied by."""
@@ -79,7 +79,7 @@ class Product:
             return data.index(False)
         if data[0]:
             fits = [self._is_matrix(i) for i in (0, 1)]
-        else:  # one that is repeated along an axis, or a vector, is used like data
+        else:
             fits = [
                 self._is_own(i) and self._is_like_data(1 - i, follower) for i in (0, 1)
             ]
@@ -87,21 +87,20 @@ class Product:
 
     def _is_matrix(self, i: int) -> bool:
         """True if both sides are leaves', where data has picked or added elements."""
-        leaves = self.values[i].leaves.values()
         return all(
-            any(axes_in(sides, places[i]) for sides in leaves)
+            any(self.values[i].axes_in(places[i]).values())
             for places in (self.contract, self.free)
         )
 
     def _is_own(self, i: int) -> bool:
-        """True if all free axes are the leaves', and none was repeated."""
+        """True if each free axis is some leaf's: operand i was not repeated."""
+        sizes = [(a, self.shapes[i][a]) for a in self.free[i]]
         return all(
-            self.shapes[i][a] == 1
-            or any(axes_of(sides[a]) for sides in self.values[i].leaves.values())
-            for a in self.free[i]
+            n == 1 or any(self.values[i].axes_in([a]).values()) for a, n in sizes
         )
 
     def _is_like_data(self, i: int, follower: Follower) -> bool:
+        """True for a parameter that is repeated along an axis, or a vector."""
         vectors = [
             all(sum(n > 1 for n in follower.shapes[leaf]) < 2 for leaf in value.leaves)
             for value in self.values
@@ -111,18 +110,18 @@ class Product:
 
 @rule("dot_general")
 def _dot_general(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+    left, right = values
     contract, batch = eqn.params["dimension_numbers"]
-    return _product(follower, Product(eqn, (values[0], values[1]), contract, batch))
+    return _product(follower, Product(eqn, (left, right), contract, batch))
 
 
 @rule("ragged_dot_general")
 def _ragged_dot(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+    left, right, *_ = values
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     contract, batch = numbers.dot_dimension_numbers
     groups = (), numbers.rhs_group_dimensions
-    return _product(
-        follower, Product(eqn, (values[0], values[1]), contract, batch, groups)
-    )
+    return _product(follower, Product(eqn, (left, right), contract, batch, groups))
 
 
 def _product(follower: Follower, product: Product) -> Value:
@@ -133,139 +132,109 @@ def _product(follower: Follower, product: Product) -> Value:
         return _of_activations(follower, product)
     weight, other = product.values[i], product.values[1 - i]
     if not other.data and not other.leaves:  # an input, or something to apply to a leaf
-        return weight.moved(functools.partial(product.placed, i)).with_roles(
-            {
-                leaf: {
-                    axis: frozenset({CONSTANT})
-                    for axis in axes_in(sides, product.contract[i])
-                }
-                for leaf, sides in weight.leaves.items()
-            }
-        )
+        result = weight.moved(functools.partial(product.placed, i))
+        return result.with_role(CONSTANT, weight.axes_in(product.contract[i]))
     follower.use(other, "elementwise", product.eqn)
-    batch = *product.batch[i], *product.groups[i]
-    roles = [
-        IN if a in product.contract[i] else BATCH if a in batch else OUT
-        for a in range(len(product.shapes[i]))
-    ]
+    roles = [OUT] * len(product.shapes[i])
+    for a in product.contract[i]:
+        roles[a] = IN
+    for a in (*product.batch[i], *product.groups[i]):
+        roles[a] = BATCH
     kind = "picked" if other.one_hot and not other.leaves else "contracted"
     uses = follower.use(weight, kind, product.eqn, roles, by=other)
-    for one in other.outputs():
+    for x in other.outputs():
         # Outputs that this product has as a batch: members that had one input.
-        for axis in axes_in(other.results[one], product.batch[1 - i]):
-            if all(one.use.roles.get(a) == {BATCH} for a in range(axis)):
-                separate(one.use, axis)
-    attended = any(one.role == "attended" for one in other.outputs())
+        for axis in axes_in(other.results[x], product.batch[1 - i]):
+            if all(x.use.roles.get(a) == {BATCH} for a in range(axis)):
+                x.use.separate(axis)
+    attended = any(x.role == "attended" for x in other.outputs())
     sides = [product.placed(i, weight.leaves[use.leaf]) for use in uses]
     return follower.result(uses, sides, "out" if attended else "")
 
 
 def _of_leaves(product: Product) -> Value:
     """A product of two leaves is made of both."""
-    result = joined(product.values, results={})
+    result = dataclasses.replace(joined(product.values), results={})
     for i, value in enumerate(product.values):
         part = value.moved(functools.partial(product.placed, i))
-        shape = shape_of(product.eqn.outvars[0])
-        inner = {
-            leaf: {
-                axis: frozenset({INNER}) for axis in axes_in(sides, product.contract[i])
-            }
-            for leaf, sides in value.leaves.items()
-        }
-        result = result.with_leaves(part, shape).with_roles(inner)
+        result = result.with_leaves(part, shape_of(product.eqn.outvars[0]))
+        result = result.with_role(INNER, value.axes_in(product.contract[i]))
     return result
 
 
 def _of_activations(follower: Follower, product: Product) -> Value:
     """A product of two activations, or of constants."""
-    for value in product.values:
+    values, contract = product.values, product.contract
+    result = dataclasses.replace(joined(values), one_hot=False, results={})
+    for i, (value, other) in enumerate((values, values[::-1])):
         follower.use(value, "elementwise", product.eqn)
-    result = joined(product.values, one_hot=False, results={})
-    for i, value in enumerate(product.values):
-        other = product.values[1 - i]
-        outputs = any(
-            axes_in(value.results[one], product.contract[i]) for one in value.outputs()
-        )
-        if other.frozen and outputs and product.free[1 - i]:  # a kernel not in params
+        summed = any(axes_in(value.results[x], contract[i]) for x in value.outputs())
+        if other.frozen and summed and product.free[1 - i]:  # a kernel not in params
             for use in result.behind:
                 use.feeds = True
-        for one, sides in value.results.items():
-            if isinstance(one, Scores):
-                if one.soft and axes_in(sides, product.contract[i]) == one.keys:
-                    result.results |= _attended(product, one, 1 - i)
-                continue
-            _find_mixture(product, i, one, sides)
-            placed = product.placed(i, sides)
-            if any(map(axes_of, placed)):
-                result.results[one] = placed
-    left, right = (value.outputs() for value in product.values)
-    if left and right and all(value.data for value in product.values):
-        key = follower.key(product.eqn)
-        scores = follower.scores.setdefault(key, Scores((left, right)))
-        scores.sides = left, right
-        sides = [
-            tuple(
-                (Factor(i, 1, size),) if a in product.free[i] and size > 1 else ()
-                for a, size in enumerate(shape)
-            )
-            for i, shape in enumerate(product.shapes)
-        ]
-        first, second = (product.placed(i, sides[i]) for i in (0, 1))
+        for x, sides in value.results.items():
+            if isinstance(x, Output):
+                _find_mixture(product, i, x, sides)
+                result.results[x] = product.placed(i, sides)
+            elif x.soft and axes_in(sides, contract[i]) == x.keys:
+                result.results |= _attended(product, x, 1 - i)
+    left, right = (value.outputs() for value in values)
+    if left and right and all(value.data for value in values):
+        scores = Scores((left, right))
+        scores = follower.scores.setdefault(follower.place(product.eqn), scores)
+        scores.operands = left, right
+        shape, start = shape_of(product.eqn.outvars[0]), len(product.batch[0])
+        second = start + len(product.free[0])
         result.results[scores] = tuple(
-            a or b for a, b in zip(first, second, strict=True)
+            (Factor(int(a >= second), 1, size),) if a >= start and size > 1 else ()
+            for a, size in enumerate(shape)
         )
     return result
 
 
-def _attended(product: Product, scores: Scores, i: int) -> dict[Any, Sides]:
+def _attended(product: Product, scores: Scores, i: int) -> dict[Output | Scores, Sides]:
     """A sum that scores weigh: give the products around them their roles.
 
     Operand i holds the values. Returns outputs that mark the result as attention's.
     """
-    (key,), result = scores.keys, {}
-    for one in scores.sides[key]:
-        one.role = "key"
-    for one in scores.sides[1 - key]:
-        one.role = "query"
-    values = product.values[i]
-    for one in values.outputs():
-        one.role = one.role or "value"
-        after = one.use.output(None, -1, -1)
+    (key,), values = scores.keys, product.values[i]
+    result: dict[Output | Scores, Sides] = {}
+    for role, operand in (("key", key), ("query", 1 - key)):
+        for x in scores.operands[operand]:
+            x.role = role
+    for x in values.outputs():
+        x.role = x.role or "value"
+        after = x.use.output(None, -1, -1)
         after.role = "attended"
-        result[after] = product.placed(i, values.results[one])
+        result[after] = product.placed(i, values.results[x])
     return result
 
 
-def _find_mixture(product: Product, i: int, one: Output, sides: Sides) -> None:
+def _find_mixture(product: Product, i: int, x: Output, sides: Sides) -> None:
     """Matrices that data has mixed: outputs of the mixture are their ins and outs."""
     inside = axes_in(sides, product.contract[i])
     outside = axes_in(sides, product.free[i])
-    roles = one.use.roles
-    is_matrix = inside and outside and not inside & outside and one.axis is None
-    has_tokens = any(
-        product.shapes[i][a] > 1 and not axes_of(sides[a]) for a in product.free[i]
-    )
+    shape, roles = product.shapes[i], x.use.roles
+    has_tokens = any(shape[a] > 1 and not axes_in((sides[a],)) for a in product.free[i])
+    is_matrix = inside and outside and not inside & outside and x.axis is None
     if (
         is_matrix
         and not has_tokens
         and all(roles.get(a) == {OUT} for a in inside | outside)
     ):
-        one.use.revise(
-            {
-                a: frozenset({BATCH if r & {IN, BATCH} else IN if a in inside else OUT})
-                for a, r in roles.items()
-            }
-        )
+        sides_of = {a: BATCH if r & {IN, BATCH} else OUT for a, r in roles.items()}
+        sides_of |= dict.fromkeys(inside, IN)
+        x.use.revise({a: frozenset({role}) for a, role in sides_of.items()})
 
 
 @rule("conv_general_dilated")
 def _convolution(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    (data, kernel), params = values[:2], eqn.params
+    (data, kernel), params = values, eqn.params
     numbers, shape = params["dimension_numbers"], shape_of(eqn.invars[1])
     out, fan_in, *window = numbers.rhs_spec
     follower.use(data, "elementwise", eqn)
     if not kernel.leaves:
-        return joined(values, results={}, one_hot=False)
+        return dataclasses.replace(joined(values), results={}, one_hot=False)
     roles = [OUT if a == out else IN for a in range(len(shape))]
     for a, step in zip(window, params["lhs_dilation"], strict=True):
         if step == shape[a] > 1:  # transposed, and its windows do not overlap
@@ -274,17 +243,9 @@ def _convolution(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
     if params["feature_group_count"] > 1:
         kind = "depthwise" if shape[fan_in] == 1 else "grouped"
     uses = follower.use(kernel, kind, eqn, roles, by=data)
-    place = numbers.out_spec[1]
-    return follower.result(
-        uses,
-        [
-            tuple(
-                kernel.leaves[use.leaf][out] if a == place else ()
-                for a in range(len(shape))
-            )
-            for use in uses
-        ],
-    )
+    source, result = {numbers.out_spec[1]: out}, shape_of(eqn.outvars[0])
+    sides = [placed(kernel.leaves[use.leaf], source, result) for use in uses]
+    return follower.result(uses, sides)
 
 
 @rule("pallas_call")
@@ -293,8 +254,7 @@ def _pallas_call(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
 
     Otherwise it is opaque to leaves; of activations alone, any function of them.
     """
-    inputs = [dataclasses.replace(value, leaves={}) for value in values]
-    result = joined(inputs, results={}, one_hot=False)
+    result = dataclasses.replace(joined(values), results={}, one_hot=False)
     shapes = [shape_of(v) for v in eqn.invars]
     weights = [i for i, x in enumerate(values) if x.leaves and not x.data]
     data = [i for i, x in enumerate(values) if x.behind and len(shapes[i]) > 1]
@@ -302,7 +262,7 @@ def _pallas_call(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
         shape, (*_, before) = shapes[weights[0]], shapes[data[0]]
         *_, after = shape_of(eqn.outvars[0])
         if before != after and shape.count(before) == shape.count(after) == 1:
-            roles = [IN if n == before else OUT if n == after else BATCH for n in shape]
+            roles = [{before: IN, after: OUT}.get(n, BATCH) for n in shape]
             weight, by = values[weights[0]], values[data[0]]
             uses = follower.use(weight, "contracted", eqn, roles, by)
             return dataclasses.replace(result, behind=frozenset(uses))

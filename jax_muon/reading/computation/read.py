@@ -52,8 +52,8 @@ def read_uses(
     leaves = paths.leaves_with_paths(params)
     if leaves and not any(follower.uses.values()):
         raise ValueError(
-            f"the result of {function} depends on none of the {len(leaves)} parameters; "
-            "expected the loss, or a model's apply, as a function of them"
+            f"the result of {function} depends on none of the {len(leaves)} "
+            "parameters; expected the loss, or a model's apply, as a function of them"
         )
     return decide.agreeing(
         [

@@ -1,0 +1,53 @@
+"""Optimizers inside `jax.pmap`, where JAX does not show what arrays are."""
+
+from typing import Any
+
+import optax
+
+from jax_muon import checks
+from jax_muon.mesh.array_types import trusting_devices
+
+
+def on_replicas(
+    tx: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Run an optimizer where every device has a replica of the model.
+
+    Inside `jax.pmap`, and inside `jax.shard_map` with `check_vma=False`, types do not
+    show whether an array is a whole parameter or a shard, so `orthogonalize` and
+    `skip_nonfinite` refuse to run there. This says that all arrays are whole, which is
+    what `jax.pmap` is used for. As with any other optimizer, the replicas stay equal
+    only if they get equal gradients, such as those of `jax.lax.pmean`. Every device
+    then orthogonalizes every matrix.
+
+    Args:
+      tx: an optax transform, such as a recipe or a chain around one.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with the state and updates of `tx`.
+
+    Raises:
+      ValueError: `tx` is not an optax transform.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> tx = on_replicas(jm.muon(0.5, polar=jm.ExactPolar()))
+      >>> def step(params, grads):
+      ...     grads = jax.lax.pmean(grads, "devices")
+      ...     return tx.update(grads, tx.init(params), params)[0]
+      >>> params = {"mlp": jnp.stack(jax.device_count() * [jnp.eye(2)])}
+      >>> updates = jax.pmap(step, axis_name="devices")(params, params)
+      >>> float(updates["mlp"][0, 1, 1])
+      -0.5
+    """
+    tx = checks.as_transform("tx", tx)
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        with trusting_devices():
+            return tx.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update_fn)
