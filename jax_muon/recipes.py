@@ -28,8 +28,8 @@ They raise a ValueError for a number out of range at once, and at init and updat
 
 Under `optax.inject_hyperparams` all numbers may change from step to step except
 `steps`. If you pass it, name it in `static_args`, and so every function that you pass,
-as `polar`, `matrices`, `shape_rule` or `weight_decay_mask`: a function would be called as
-a schedule. `adamw` may be `optax.inject_hyperparams(optax.adamw)(3e-4)`.
+as `polar`, `matrices`, `shape_rule` or `weight_decay_mask`: a function would be called
+as a schedule. `adamw` may be `optax.inject_hyperparams(optax.adamw)(3e-4)`.
 
 A learning rate for some matrices is `optax.chain(recipe, scale_by_path({"wq": 0.5}))`,
 or, for recipes that keep norms, a group with a `hyperball` of its own.

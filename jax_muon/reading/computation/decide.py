@@ -66,7 +66,10 @@ def agreeing(parameters: Sequence[Parameter]) -> list[Parameter]:
 def _decide(
     shape: tuple[int, ...], uses: Sequence[Use]
 ) -> tuple[str, str, str, MatrixAxes | None]:
-    """Label, role, reason and axes; a matrix without axes is undecided."""
+    """Label, role, reason and axes.
+
+    A matrix without axes is undecided: its role is "unknown", or "contradictory".
+    """
 
     def at(*kinds: str) -> str:
         lines = [use.line for use in uses if use.kind in kinds and use.line]
@@ -97,7 +100,7 @@ def _decide(
     either = axes, MatrixAxes(axes.batch, axes.output, axes.reduction)
     if others := [x for x in known if x not in either]:
         both = f"{_text(axes)} and as {_text(others[0])}"
-        return MUON, "unknown", f"it is used as {both}{where}", None
+        return MUON, "contradictory", f"it is used as {both}{where}", None
     reason = f"{first.kind} over {_numbered(axes.reduction)}{where}"
     if 1 in axes.fan(shape):
         return ADAMW, "vector", f"one row or column, {reason}", axes
