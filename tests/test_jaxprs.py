@@ -18,9 +18,9 @@ X = jnp.ones((2, 4))
 MESH = AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,))
 
 
-def on_mesh(function, out=P("d")):
+def on_mesh(function, *out):
     return jax.shard_map(
-        function, mesh=MESH, in_specs=P("d"), out_specs=out, check_vma=False
+        function, mesh=MESH, in_specs=P("d"), out_specs=P(*out), check_vma=False
     )
 
 
@@ -35,12 +35,12 @@ CALLS = {
     "squeeze": lambda x: lax.squeeze(x[:1], [0]),
     "broadcast_in_dim": lambda x: jnp.broadcast_to(x, (3, 2, 4)),
     "pad": lambda x: jnp.pad(x, 1),
-    "all_gather": on_mesh(lambda x: lax.all_gather(x, "d"), P()),
-    "all_to_all": on_mesh(lambda x: lax.all_to_all(x, "d", 1, 0, tiled=True)),
+    "all_gather": on_mesh(lambda x: lax.all_gather(x, "d")),
+    "all_to_all": on_mesh(lambda x: lax.all_to_all(x, "d", 1, 0, tiled=True), "d"),
     "reduce_scatter": on_mesh(
-        lambda x: lax.psum_scatter(x, "d", scatter_dimension=1, tiled=True)
+        lambda x: lax.psum_scatter(x, "d", scatter_dimension=1, tiled=True), "d"
     ),
-    "ppermute": on_mesh(lambda x: lax.ppermute(x, "d", [(0, 1), (1, 0)])),
+    "ppermute": on_mesh(lambda x: lax.ppermute(x, "d", [(0, 1), (1, 0)]), "d"),
     "slice": lambda x: x[:1, 1:3],
     "split": lambda x: jnp.split(x, 2, axis=1),
     "dynamic_slice": lambda x: lax.dynamic_index_in_dim(x, x[0, 0].astype(int)),
@@ -65,7 +65,7 @@ CALLS = {
     "scan": lambda x: lax.scan(lambda c, y: (c, y), 0, x),
     "while": while_loop,
     "cond": lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),
-    "shard_map": on_mesh(jnp.sin),
+    "shard_map": on_mesh(jnp.sin, "d"),
 }
 # Only some versions, or some ways of writing the above, have these.
 SOMETIMES = {"expand_dims", "stack", "unstack", "all_gather_invariant"}
