@@ -7,6 +7,7 @@ from jax_muon.mesh.auto_axes import on_auto_axes
 from jax_muon.mesh.on_mesh import abstract_state, on_mesh
 from jax_muon.mesh.replicas import on_replicas
 from jax_muon.mesh.scan_layers import scan_layers
+from jax_muon.mesh.stages import on_stages
 from jax_muon.mesh.train_step import make_train_step
 from jax_muon.mesh.xla_options import gpu_options
 from jax_muon.momentum import nesterov
@@ -63,6 +64,7 @@ __all__ = [
     "on_auto_axes",
     "on_mesh",
     "on_replicas",
+    "on_stages",
     "orthogonalize",
     "partition",
     "polar_express_coefficients",

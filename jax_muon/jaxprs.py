@@ -5,11 +5,11 @@ Everything here may change with a release of JAX; `tests/test_jaxprs.py` runs in
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.interpreters import partial_eval
 
 # Lines of these packages are not the user's.
@@ -61,6 +61,16 @@ def trace(function: Any, *args: Any) -> tuple[Jaxpr, int]:
 def needed_for(jaxpr: Jaxpr, results: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
     """The part of a function that some results need, and which inputs it takes."""
     return partial_eval.dce_jaxpr(jaxpr, results)
+
+
+def functions(jaxpr: Jaxpr) -> Iterator[str]:
+    """Qualified names of the Python functions that a program was traced from."""
+    for eqn in jaxpr.eqns:
+        traceback: Any = eqn.source_info.traceback
+        for frame in traceback.frames if traceback else ():
+            yield frame.function_name
+        for closed in jaxprs_in_params(eqn.params):
+            yield from functions(closed)
 
 
 def line_of(calls: Sequence[JaxprEqn]) -> str:
