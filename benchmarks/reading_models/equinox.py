@@ -145,9 +145,7 @@ MODELS = {
         {r"layers/2": "adamw", r"layers/0/weight": "oi or adamw", r"weight": "oi"},
     ),
     "transformer": Model(lambda: model(Transformer, TOKENS, TOKENS), TEXT),
-    "stacked": Model(
-        lambda: model(Stacked, TOKENS, TOKENS), TEXT, {r"^layers/": (0,)}
-    ),
+    "stacked": Model(lambda: model(Stacked, TOKENS, TOKENS), TEXT, {r"^layers/": (0,)}),
     "convolutional": Model(
         lambda: model(convolutional, floats(BATCH, 3, 8, 8), LABELS),
         {
