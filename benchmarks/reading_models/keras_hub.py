@@ -61,7 +61,8 @@ def model(make, inputs):
 
 COMMON = {
     r"^output_\d+/head$": "adamw",
-    r"embeddings(_\d+)?$|rel_embedding|position_embedding|pos_embed|rel_pos_[hw]$|_token$|_tokens$": "adamw",
+    r"embeddings(_\d+)?$|rel_embedding|position_embedding|pos_embed": "adamw",
+    r"rel_pos_[hw]$|_tokens?$": "adamw",
     r"(gamma|beta|bias|scale|bias_table)$": "adamw",
 }
 LANGUAGE = {

@@ -35,9 +35,9 @@ PER_HEAD = {
 }
 
 
-@program({**EMBED_AND_HEAD_ANSWERS, "q": "ioo or ibo, query", "kv": "io", "o": "bio"})
+@program({**EMBED_AND_HEAD_ANSWERS, "q": PER_HEAD["q"], "kv": "io", "o": "bio"})
 def one_projection_for_keys_and_values():
-    """DeepSeek-V4: keys are the values, and groups of heads have matrices of outputs."""
+    """DeepSeek-V4: keys are values too, and groups of heads have their own outputs."""
 
     def loss(p, ids):
         x = p["emb"][ids]
