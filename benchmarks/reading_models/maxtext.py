@@ -26,6 +26,8 @@ ANSWERS = {
     r"(wi_\d|wo)$": "bio",
     r"kernel$": "io",
 }
+# Three layers choose experts by a hash of the tokens: their gates only weigh them.
+HASHED = {r"decoder/layers_\d+/mlp/MoeBlock_0/gate/kernel": "adamw?"}
 ONE_BY_ONE = "one by one"
 EVERY = (1, 0, ONE_BY_ONE)
 # Where MaxText stacks layers.
@@ -92,10 +94,11 @@ def _entry(family, layers, *settings):
     if layers != ONE_BY_ONE:
         stacked = {
             # Scans in a scan.
-            r"decoder/scanned_blocks/local_layers/": (layers, layers + 1),
+            r"decoder/\w+/local_layers/": (layers, layers + 1),
             r"decoder/((dense_|moe_)?layers|scanned_blocks)/": (layers,),
         }
-    return Model(lambda: model(family, layers, *settings), ANSWERS, stacked)
+    answers = {**HASHED, **ANSWERS} if family == "deepseek4-284b" else ANSWERS
+    return Model(lambda: model(family, layers, *settings), answers, stacked)
 
 
 MODELS = {
