@@ -89,7 +89,7 @@ def test_joins_go_by_the_roles():
 
 
 def test_qk_clip_goes_by_the_roles():
-    """Kernels and biases with names that say nothing; the last query head is clipped."""
+    """Kernels and biases with names that say nothing; the last head is clipped."""
 
     def loss(params, x):
         x = x @ params["in"]
@@ -153,6 +153,17 @@ def test_split_outputs_are_shown_unless_a_split_says_so(name):
     read = jm.read(FUSED, fused, floats(3, 9, 16), splits=split)
     assert "splits" not in read[name].reason
     assert read.splits == split
+
+
+def test_a_router_without_a_top_k_is_one_by_its_name():
+    def loss(params, x):
+        gates = jax.nn.softmax(x @ params["router"]["w"])
+        y = jnp.einsum("bi,eio->beo", x, params["experts"])
+        return jnp.einsum("beo,be->bo", y, gates) @ params["last"]
+
+    params = {"router": {"w": floats(8, 3)}, "experts": floats(3, 8, 9)}
+    read = jm.read(params | {"last": floats(9, 2)}, loss, floats(5, 8))
+    assert (read["router/w"].label, read["router/w"].role) == ("adamw", "router")
 
 
 # --- layers ---------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax_muon import axes as matrix_axes
+from jax_muon import paths
 from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter
 from jax_muon.reading.computation.follow import Follower
 from jax_muon.reading.computation.values import (
@@ -35,6 +36,8 @@ def parameter(path: str, leaf: Any, follower: Follower, is_split: bool) -> Param
     elif label == MUON and axes is None:
         *batch, fan_in, fan_out = range(len(shape))
         doubt, options = reason, [MatrixAxes((*batch,), (fan_in,), (fan_out,))]
+    elif role == "kernel" and "router" in paths.words(path):
+        label, role, reason = ADAMW, "router", f"a router, by its name; {reason}"
     elif label == MUON and not is_split:
         reason += _side_by_side(path, shape, uses)
     found = label, role, reason, axes, doubt, tuple(options)
