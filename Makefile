@@ -84,6 +84,7 @@ lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --follow-untyped-imports --follow-imports=silent tests/typed_program.py
 
 # The step and orthogonalization on this CPU, beside optax and torch; 10 minutes on two
 # cores. `make bench ARGS="--models gpt2-350m"` takes another model, without the second.

@@ -18,7 +18,16 @@ from jax_muon.polar.coefficients import polar_express_coefficients
 from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
 from jax_muon.qk_clip import clip_qk
 from jax_muon.reading.read import read
-from jax_muon.recipes import moonlight, muon, muonh, nanochat, normuon, normuonh, teon
+from jax_muon.recipes import (
+    moonlight,
+    muon,
+    muonh,
+    nanochat,
+    normuon,
+    normuonh,
+    recipe,
+    teon,
+)
 from jax_muon.scaling import (
     equilibrate_rows,
     normalize_frobenius,
@@ -69,6 +78,7 @@ __all__ = [
     "partition",
     "polar_express_coefficients",
     "read",
+    "recipe",
     "scale_by_normuon",
     "scale_by_path",
     "scale_by_shape",
