@@ -1,9 +1,12 @@
 """Small programs in many styles, read by their losses."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+import jax_muon as jm
 from benchmarks.reading import RIGHT, expectation, judge
 from jax_muon.paths import leaves_with_paths
 from jax_muon.reading.computation.read import read_uses
@@ -45,3 +48,44 @@ def test_reading(name):
     for path, role in program.roles.items():
         if path in roles and not program.answers[path].endswith("?"):
             assert roles[path] == role
+
+
+# A leaf of each tree whose names mislead, and its row in the table that users see.
+ROWS = {
+    "list_of_tuples": "1/0 512 x 512 kernel 1 x (512, 512) muon contracted over axis 0",
+    "list_of_tuples_out_first": (
+        "0/0 512 x 784 kernel 1 x (784, 512) muon contracted over axis 1"
+    ),
+    "numbered_letters": "W3 256 x 10 head - adamw last product before the result",
+    "pytorch_checkpoint": (
+        "model.layers.0.mlp.up_proj.weight 96 x 64 kernel 1 x (64, 96) muon "
+        "contracted over axis 1"
+    ),
+    "twin_critics": (
+        "Dense_2/kernel 2 x 256 x 1 vector - adamw "
+        "one row or column, contracted over axis 1"
+    ),
+    "stacked_layers_of_square_matrices": (
+        "layers/q 4 x 64 x 64 kernel 4 x (64, 64) muon contracted over axis 1"
+    ),
+    "deepseek_out_in_a_stack": (
+        "moe/out 3 x 4 x 8 x 48 out 3 x (32, 48) muon contracted over axes 1, 2"
+    ),
+    "as_many_layers_as_heads": (
+        "stack/o 8 x 8 x 6 x 32 out 8 x (48, 32) muon contracted over axes 1, 2"
+    ),
+    "layers_in_an_encoder": (
+        "encoder/w 8 x 64 x 64 kernel 8 x (64, 64) muon contracted over axis 1"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_row(name):
+    """What is printed names the use and its line in the program."""
+    program = PROGRAMS[name]()
+    table = str(jm.read(program.params, program.loss, *program.args))
+    rows = [re.sub(" +", " ", row) for row in table.splitlines()]
+    assert any(
+        re.fullmatch(rf"{re.escape(ROWS[name])} at trees.py:\d+", x) for x in rows
+    )

@@ -225,16 +225,24 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def reader_without(rule: str | None) -> Callable[..., Any]:
     """`read_uses`, without a rule of `RULES`, or with all for None."""
-    for name in [name for name in sys.modules if name.startswith(PACKAGE)]:
+    loaded = {name: sys.modules[name] for name in sys.modules if _is_ours(name)}
+    finder = [_Finder(*RULES[rule])] if rule else []
+    for name in loaded:
         del sys.modules[name]
-    finder = _Finder(*RULES[rule]) if rule else None
-    if finder:
-        sys.meta_path.insert(0, finder)
+    sys.meta_path[:0] = finder
     try:
         return importlib.import_module(f"{PACKAGE}.read").read_uses
     finally:
-        if finder:
-            sys.meta_path.remove(finder)
+        del sys.meta_path[: len(finder)]
+        for name in [*filter(_is_ours, sys.modules)]:
+            del sys.modules[name]
+        sys.modules.update(loaded)
+        if PACKAGE in loaded:
+            sys.modules["jax_muon.reading"].computation = loaded[PACKAGE]  # type: ignore[attr-defined]
+
+
+def _is_ours(name: str) -> bool:
+    return name == PACKAGE or name.startswith(f"{PACKAGE}.")
 
 
 def main(arguments: list[str] | None = None) -> int:
