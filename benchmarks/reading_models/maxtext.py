@@ -27,7 +27,7 @@ ANSWERS = {
     r"kernel$": "io",
 }
 # Three layers choose experts by a hash of the tokens: their gates only weigh them.
-HASHED = {r"decoder/layers_\d+/mlp/MoeBlock_0/gate/kernel": "adamw?"}
+HASHED = {r"decoder/layers_[012]/mlp/MoeBlock_0/gate/kernel": "adamw?"}
 ONE_BY_ONE = "one by one"
 EVERY = (1, 0, ONE_BY_ONE)
 # Where MaxText stacks layers.
@@ -50,8 +50,8 @@ FAMILIES = {
     "olmo3-7b": EVERY,
     "deepseek2-16b": EVERY,
     "deepseek3.2-671b": (1, 0),
-    "deepseek4-284b": (1, 0),
-    "kimi-k2-1t": (1, 0),
+    "deepseek4-284b": EVERY,
+    "kimi-k2-1t": EVERY,
 }
 PRODUCTS_OF_EXPERTS = {
     "dense": ("sparse_matmul=false", "megablox=false"),
