@@ -335,7 +335,7 @@ def teon(
       matrices: without `joins`, queries, keys and values are joined two by two.
 
     Raises:
-      ValueError: at init, a model without numbered or scanned layers to join.
+      ValueError: at init, a model without two numbered or scanned layers to join.
 
     Examples:
       >>> import jax.numpy as jnp
