@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jax_muon import jaxprs
 from jax_muon.mesh import prefetch
+from jax_muon.mesh.specs import entry_names
 
 
 class Exchange(NamedTuple):
@@ -41,7 +42,7 @@ class Exchange(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["x"],
-    meta_fields=["leaf", "spec", "casts", "is_layer"],
+    meta_fields=["leaf", "spec", "over", "casts", "is_layer"],
 )
 @dataclasses.dataclass(frozen=True)
 class Held:
@@ -51,6 +52,8 @@ class Held:
       x: the shard; None while `_Look` only follows it.
       leaf: the index of the argument that it comes from.
       spec: how it is sharded, with an entry for each axis.
+      over: the mesh axes over which it is gathered. An operation may end how it is
+        sharded over others, which only XLA needs to know.
       casts: the dtypes that it is to be cast to, one after another.
       is_layer: whether it is one layer of that argument.
     """
@@ -58,8 +61,13 @@ class Held:
     x: Any
     leaf: int
     spec: tuple[Any, ...]
+    over: frozenset[str]
     casts: tuple[Any, ...] = ()
     is_layer: bool = False
+
+    def is_divided(self, axis: int) -> bool:
+        """Whether parts along this axis have to be gathered."""
+        return not self.over.isdisjoint(entry_names(self.spec[axis]))
 
     def layer(self) -> "Held":
         """The same for one layer, after a scan has taken its shard."""
@@ -97,7 +105,7 @@ class Held:
                 is_layer = any(n < old[a] and n == 1 for a, n in enumerate(new))
             case _:
                 return None
-        if any(entry and a not in axes for a, entry in enumerate(self.spec)):
+        if any(self.is_divided(a) and a not in axes for a in range(len(old))):
             return None
         spec = tuple(None if a is None else self.spec[a] for a in axes)
         x, is_layer = self.x, is_layer or self.is_layer
@@ -129,11 +137,13 @@ class ByLayers:
         function: Callable[..., Any],
         args: Any,
         specs: Sequence[PartitionSpec],
+        over: Collection[str],
         gather: Callable[[Any, PartitionSpec], Any],
     ) -> None:
         """Trace a function of whole arrays for shards of them, or for their shapes.
 
-        The first leaves of args have these specs, with an entry for each axis.
+        The first leaves of args have these specs: none if nothing has to be gathered
+        over the mesh axes `over`, or an entry for each axis.
         """
         flat, treedef = jax.tree.flatten(args)
         for leaf, spec in enumerate(specs):
@@ -144,7 +154,7 @@ class ByLayers:
         self._treedef = jax.tree.structure(results)
         kinds = self._closed.in_avals
         self._sharded = {
-            leaf: Held(None, leaf, tuple(spec))
+            leaf: Held(None, leaf, tuple(spec), frozenset(over))
             for leaf, spec in enumerate(specs)
             # Integers and keys have no gradient to scatter.
             if any(spec) and jnp.issubdtype(kinds[leaf].dtype, jnp.inexact)
@@ -216,7 +226,7 @@ class _Evaluation:
             after = first.after(eqn, given[1:]) if isinstance(first, Held) else None
             return None if after is None else [after]
         constants, start = jaxprs.scan_starts(eqn)
-        rest = [isinstance(x, Held) and not x.spec[0] for x in given[start:]]
+        rest = [isinstance(x, Held) and not x.is_divided(0) for x in given[start:]]
         has_refs = any(type(v.aval) is not jax.core.ShapedArray for v in eqn.invars)
         if has_refs or not any(rest) or not params["length"]:
             return None

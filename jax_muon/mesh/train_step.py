@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax_muon import checks, notes
 from jax_muon.mesh import gradients, layout, xla_options
 from jax_muon.mesh.on_mesh import OnMesh
-from jax_muon.mesh.specs import AxisName, checked_axes, only
+from jax_muon.mesh.specs import AxisName, checked_axes, dividing, only
 
 Step = tuple[Any, Any, dict[str, Any]]
 
@@ -290,7 +290,8 @@ class TrainStep:
             batch = jax.reshard(batch, NamedSharding(mesh, PartitionSpec(axis)))
             manual = set(mesh.axis_names)  # the others have one device
         here, scattered = jax.tree.map(lambda x: only(x, manual), specs)
-        inside = jax.tree.map(lambda x: only(x, axis), specs)
+        # Those of one device divide nothing.
+        inside = jax.tree.map(lambda x: dividing(x, mesh.shape), specs)
         # With check_vma=True, the gradient of a parameter that devices share would be
         # summed already, loops could not start from constants, and a loss that ends in
         # a pmean would have a gradient that is too small by the number of devices.

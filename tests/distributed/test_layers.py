@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
+from benchmarks.schedule.hlo import Module
 from jax_muon.mesh import xla_options
 from jax_muon.notes import listening
 from tests.distributed import losses
@@ -142,6 +143,36 @@ def test_forms(form):
     assert_close(found, jax.jit(jax.grad(loss))(params, batch))
     assert ("head" in whole) == (form != "leaves")
     assert not whole & losses.LEAVES
+
+
+def test_other_axes_stay_divided():
+    """Along "data" a device exchanges nothing but its own half of what "tp" divides."""
+    specs = SPECS | TP | {"head": P("tp", "data")}
+    step = make(losses.scan, 4, 2, specs=specs, names=("data", "tp"), axis="data")
+    args = *step.abstract(losses.draw()), losses.samples()
+    program = Module.parse(step.lower(*args).compile().as_text())
+
+    def most(kind, of_layers):
+        """Elements of the largest whole array that is gathered, or scattered."""
+        return max(
+            t.input_bytes // 4 * (t.devices if kind == "all-gather" else 1)
+            for t in program.transfers()
+            if t.kind == kind and ("/while" in t.name) == of_layers and 2 in t.group
+        )
+
+    for kind in ("all-gather", "reduce-scatter"):
+        assert most(kind, of_layers=True) == 8 * 8 // 2
+        assert most(kind, of_layers=False) == 8 * 24 // 2
+
+
+def test_one_dimension_over_both_kinds_of_axes(x64):
+    """Layers of which "tp" divides the same axis as "data"."""
+    layers = {"w": P(None, ("data", "tp")), "b": P(None, ("tp", "data"))}
+    params, batch = losses.draw(jnp.float64), losses.samples(dtype=jnp.float64)
+    names = {"names": ("data", "tp"), "axis": "data"}
+    step = make(losses.scan, 4, 2, specs=SPECS | {"layers": layers}, **names)
+    found, _, _ = gradients(step, params, batch)
+    assert_close(found, jax.jit(jax.grad(losses.scan))(params, batch), 1e-12)
 
 
 def test_weights_that_differ_between_devices():
