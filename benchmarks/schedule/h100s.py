@@ -70,6 +70,7 @@ WORKLOADS = {  # width of a head; what one device trains on: sequences, and thei
     "gpt-6.7b": (128, 1, 4096),
     "llama-1.3b": (128, 2, 2048),
     "llama-7b": (128, 1, 4096),
+    "llama-70b": (128, 1, 4096),
     "experts-7b": (128, 1, 4096),
     "llama-tiny": (16, 2, 32),
     "experts-tiny": (16, 2, 32),
