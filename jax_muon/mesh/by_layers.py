@@ -27,16 +27,21 @@ class Exchange(NamedTuple):
     """How one layer of an array is gathered, and its gradient scattered.
 
     Attributes:
-      gather: of (shard, spec), the whole array.
-      scatter: of (gradient of the whole, spec, dtype), the shard's gradient.
+      gather: of (shard, spec), the whole array; with mesh axes as a third argument,
+        gathered over these alone.
+      scatter: of (gradient of the whole, spec, dtype), the shard's gradient; with mesh
+        axes as a fourth, scattered over these alone.
       keep_gathered: whether scans keep gathered layers for the backward pass.
       late: whether a scan scatters a layer's gradient all at once, one layer later.
+      levels: mesh axes within a host and between hosts, if a scan gathers layers over
+        one after the other.
     """
 
-    gather: Callable[[Any, PartitionSpec], Any]
-    scatter: Callable[[Any, PartitionSpec, Any], Any]
+    gather: Callable[..., Any]
+    scatter: Callable[..., Any]
     keep_gathered: bool = False
     late: bool = False
+    levels: tuple[tuple[str, ...], ...] = ()
 
 
 @functools.partial(
@@ -73,17 +78,22 @@ class Held:
         """The same for one layer, after a scan has taken its shard."""
         return dataclasses.replace(self, spec=self.spec[1:], is_layer=True)
 
-    def gathered(self, exchange: Exchange, shard: Any) -> Any:
-        """Gather the whole array, sent in the narrower of its two dtypes."""
+    def gathered(self, exchange: Exchange, shard: Any, *over: Any) -> Any:
+        """Gather the whole array, sent in the narrower of its two dtypes.
+
+        With `over`, mesh axes, it is gathered over these alone.
+        """
         spec = PartitionSpec(*self.spec)
         cast = functools.partial(functools.reduce, jax.lax.convert_element_type)
-        if self.casts and self.casts[-1].itemsize > shard.dtype.itemsize:
-            return cast(self.casts, exchange.gather(shard, spec))
-        return exchange.gather(cast(self.casts, shard), spec)
+        if self.casts and self.casts[-1].itemsize > self.x.dtype.itemsize:
+            whole = exchange.gather(shard, spec, *over)
+            is_whole = over in ((), exchange.levels[:1])
+            return cast(self.casts, whole) if is_whole else whole
+        return exchange.gather(cast(self.casts, shard), spec, *over)
 
-    def scattered(self, exchange: Exchange, g: Any) -> Any:
+    def scattered(self, exchange: Exchange, g: Any, *over: Any) -> Any:
         """The shard's gradient, from the whole array's gradient g."""
-        return exchange.scatter(g, PartitionSpec(*self.spec), self.x.dtype)
+        return exchange.scatter(g, PartitionSpec(*self.spec), self.x.dtype, *over)
 
     def after(self, eqn: JaxprEqn, starts: Sequence[Any]) -> "Held | None":
         """The result of an operation that needs no other device's shard, or None."""
@@ -271,15 +281,32 @@ class _Evaluation:
             results = self.results(body, [*consts, *carry, *row])
             return results[: len(carry)], results[len(carry) :]
 
-        exchange = itertools.repeat(self._exchange)
-        scan = prefetch.scan(
-            run,
-            lambda shards: [*map(Held.gathered, held, exchange, shards)],
-            lambda grads: [*map(Held.scattered, held, exchange, grads)],
-            keep_gathered=self._exchange.keep_gathered,
-            late=self._exchange.late,
+        exchange = self._exchange
+
+        def gather(shards: list[Any], *over: Any) -> list[Any]:
+            pairs = zip(held, shards, strict=True)
+            return [x.gathered(exchange, shard, *over) for x, shard in pairs]
+
+        def scatter(grads: Any, *over: Any) -> list[Any]:
+            pairs = zip(held, grads, strict=True)
+            return [x.scattered(exchange, g, *over) for x, g in pairs]
+
+        given_to_scan = {
+            "keep_gathered": exchange.keep_gathered,
             **{name: eqn.params[name] for name in ("length", "reverse", "unroll")},
-        )
+        }
+        if exchange.levels:
+            inner, outer = exchange.levels
+            scan = prefetch.scan_in_levels(
+                run,
+                [lambda x: gather(x, outer), lambda x: gather(x, inner)],
+                [lambda g: scatter(g, inner), lambda g: scatter(g, outer)],
+                **given_to_scan,
+            )
+        else:
+            scan = prefetch.scan(
+                run, gather, scatter, late=exchange.late, **given_to_scan
+            )
         carry, ys = scan(
             given[:constants], given[constants:start], [x.x for x in held], xs
         )

@@ -78,10 +78,11 @@ class MeanGradients:
         def sums(part: Any) -> Any:
             """Sums over microbatches: weights, and means times weights."""
 
-            def scatter_layer(g: Any, spec: Any, dtype: Any) -> Any:
+            def scatter_layer(g: Any, spec: Any, dtype: Any, over: Any = ()) -> Any:
                 """In the backward pass, when weight and rest are known."""
-                g = self._mean_part(g, weight, rest)
-                mine = specs.only(spec, self.axis)
+                if not over or over == self.axis[:1]:  # not summed within a host yet
+                    g = self._mean_part(g, weight, rest)
+                mine = specs.only(spec, over or self.axis)
                 summed = self._scatter(g, spec, dtype, specs.spec_names(mine))
                 return summed.astype(dtype)
 
@@ -91,7 +92,7 @@ class MeanGradients:
                 sharded = [specs.only(x, self.axis) for x in jax.tree.leaves(here)]
                 late = xla_options.scatters_late(sharded, sizes)
                 exchange = by_layers.Exchange(
-                    self.gather, scatter_layer, self.keep_gathered, late
+                    self.gather, scatter_layer, self.keep_gathered, late, self.levels
                 )
                 loss_fn = functools.partial(traced, exchange)
             loss, pull, (weight, aux) = jax.vjp(
@@ -151,12 +152,18 @@ class MeanGradients:
             metrics["aux"] = {**aux, **largest} if largest else aux
         return grads, largest, metrics
 
-    def gather(self, x: Any, spec: PartitionSpec) -> Any:
-        """A parameter, whole along the axes of the batch."""
+    @property
+    def levels(self) -> tuple[tuple[str, ...], ...]:
+        """The axes within a host and those between hosts, if layers take two levels."""
+        return (self.axis[:1], self.axis[1:]) if self.how == "levels" else ()
+
+    def gather(self, x: Any, spec: PartitionSpec, over: Sequence[str] = ()) -> Any:
+        """A parameter, whole along the axes of the batch, or those in `over` alone."""
 
         def gathered(x: Any) -> Any:
             for dimension, entry in enumerate(spec):
-                if names := self._names(entry):
+                names = self._names(entry)
+                if names := tuple(n for n in names if not over or n in over):
                     sent = x.astype(wire_dtype(x.dtype, self.gather_dtype))
                     sent = jax.lax.all_gather(sent, names, axis=dimension, tiled=True)
                     x = sent.astype(x.dtype)
@@ -248,6 +255,9 @@ class MeanGradients:
         how = dict.fromkeys(traced.held, "a layer at a time")
         how |= {i: f"whole, for {operation}" for i, operation in traced.others.items()}
         notes.note("gathered", {names[i]: how[i] for i in sorted(how)})
+        if self.how == "levels":
+            for i in traced.held:
+                self._check_levels(names[i], flat[i])
         for i, operation in traced.others.items():
             if self.how == "layers" and len(flat[i]) > 2:
                 raise ValueError(
@@ -257,6 +267,16 @@ class MeanGradients:
                     "device divides, or gather='auto'"
                 )
         return traced
+
+    def _check_levels(self, path: str, spec: PartitionSpec) -> None:
+        """Refuse a spec whose parts are in another order after two gathers."""
+        for entry in spec:
+            if self.axis[0] in self._names(entry)[1:]:
+                raise ValueError(
+                    f"gather='levels': the parameter {path!r} has {spec}, with others "
+                    f"before {self.axis[0]!r}, the axis within a host; expected that "
+                    f"first, as in axis={self.axis}"
+                )
 
     def _split_loss(self, params: Any, batch: Any) -> tuple[Any, Any]:
         """The loss, its weight and auxiliary output."""

@@ -118,8 +118,12 @@ def options_of(
     gathers_first: bool,
     layers: bool | None,
     late: bool = False,
+    inner: str | None = None,
 ) -> dict[str, Any]:
-    """`gpu_options` for checked arguments, the axes of layers, and `scatters_late`."""
+    """`gpu_options` for checked arguments, the axes of layers, and `scatters_late`.
+
+    `inner` is the mesh axis within a host, if layers are gathered in two levels.
+    """
     if mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return {}
     parts = mesh.size // math.prod(mesh.shape[name] for name in axis)
@@ -136,7 +140,7 @@ def options_of(
         LEAST_BUCKET, total / (GATHERS_FIRST if gathers_first else GATHERS_LAST)
     )
     scatter = max(LEAST_BUCKET, total / SCATTERS)
-    if layers and late:
+    if layers and (late or inner):
         gather = scatter = max(LEAST_BUCKET, 1.1 * (layer or total))
     elif layers:
         gather = min(gather, max(LEAST_BUCKET, (layer or 2 * total) / 2))
@@ -144,9 +148,10 @@ def options_of(
     options = {
         "xla_gpu_all_gather_combine_threshold_bytes": math.ceil(gather / parts),
         "xla_gpu_reduce_scatter_combine_threshold_bytes": math.ceil(
-            scatter / mesh.size
+            scatter / (mesh.shape[inner] if inner else mesh.size)
         ),
-        "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+        # With it, transfers of one level hold up those of the other.
+        "xla_gpu_experimental_collective_start_as_early_as_possible": not inner,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 10,
         "xla_gpu_graph_min_graph_size": 1,
     }

@@ -103,8 +103,41 @@ def test_gradients_that_many_devices_scatter_late(loss, x64, monkeypatch):
     assert_close(found, jax.jit(jax.grad(loss))(params, batch), 1e-12)
 
 
+@pytest.mark.parametrize(
+    "loss", [losses.in_reverse, losses.of_casts_of_the_second_axis, losses.of_all_kinds]
+)
+@pytest.mark.parametrize("keep_gathered", [False, True])
+def test_gradients_in_two_levels(loss, keep_gathered, x64):
+    """Within a host, "fsdp", and between hosts, "data"."""
+    params, batch = losses.draw(jnp.float64), losses.samples(dtype=jnp.float64)
+    given = {"axis": ("fsdp", "data"), "gather": "levels"}
+    step = make(loss, 2, 2, specs=SPECS | LEVELS, keep_gathered=keep_gathered, **given)
+    found, _, whole = gradients(step, params, batch)
+    bound = 1e-7 if "casts" in loss.__name__ else 1e-12  # casts to float32
+    assert_close(found, jax.jit(jax.grad(loss))(params, batch), bound)
+    assert whole == {"head"}
+
+
+def test_what_two_levels_cannot_do():
+    """Hosts before devices in a spec, or one axis alone."""
+    params, batch = losses.draw(), losses.samples()
+    with pytest.raises(
+        ValueError, match="expected with gather='levels' an axis within"
+    ):
+        make(losses.scan, gather="levels")
+    specs = SPECS | {"layers": {"w": P(None, ("data", "fsdp")), "b": P()}}
+    given = {"axis": ("fsdp", "data"), "gather": "levels"}
+    step = make(losses.scan, 2, 2, specs=specs, **given)
+    with pytest.raises(ValueError, match=r"'layers/w' has .* before 'fsdp'"):
+        step(*step.init(params), batch)
+
+
 # Over one axis of the batch gradients are scattered by layers, over the other after.
 FSDP = {"layers": {"w": P(None, "fsdp"), "b": P(None, "fsdp")}, "head": P("fsdp")}
+LEVELS = {
+    "layers": {"w": P(None, None, ("fsdp", "data")), "b": P(None, "fsdp")},
+    "head": P(("data", "fsdp")),
+}
 TP = {"layers": {"w": P(None, "data", "tp"), "b": P(None, "tp")}}
 FORMS = {
     "microbatches": (losses.scan, (4,), {"microbatches": 2}),
@@ -126,6 +159,22 @@ FORMS = {
         losses.scan,
         (2, 2),
         {"specs": SPECS | FSDP, "parameters": "divided"},
+    ),
+    "levels": (
+        losses.of_scans,
+        (2, 2),
+        {"specs": SPECS | LEVELS, "axis": ("fsdp", "data"), "gather": "levels"},
+    ),
+    "levels, divided": (
+        losses.scan,
+        (2, 2),
+        {
+            "specs": SPECS | FSDP,
+            "parameters": "divided",
+            "axis": ("fsdp", "data"),
+            "gather": "levels",
+            "microbatches": 2,
+        },
     ),
     "TP": (
         losses.with_keys,
