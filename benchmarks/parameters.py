@@ -39,6 +39,7 @@ class Llama:
 LLAMAS = {
     "llama-1.3b": Llama(24, 2048, 1024, 5632, 32000),
     "llama-7b": Llama(32, 4096, 1024, 14336, 32000),
+    "llama-70b": Llama(80, 8192, 1024, 28672, 128256),
     "experts-7b": Llama(16, 2048, 2048, 1024, 50304, experts=64),
     "llama-tiny": Llama(2, 128, 64, 256, 64),  # for tests
     "experts-tiny": Llama(2, 128, 128, 64, 64, experts=8),

@@ -6,7 +6,8 @@
 compiles the forward pass, the backward pass and the optimizer ahead of time for a
 described topology and reads the schedule: when collectives start and end, which matrix
 products run meanwhile, the bytes that a device sends, and its peak memory. Nothing
-runs; times are estimated from stated rates. `benchmarks/NOTES.md` explains the output.
+runs; times are estimated from stated rates; see `step_time`, which says what these
+leave out. `benchmarks/NOTES.md` explains the output.
 `make gpu-schedule` installs the compiler.
 """
 
@@ -34,10 +35,13 @@ from benchmarks.schedule.h100s import (
 )
 from benchmarks.schedule.hlo import Module, Transfer
 from benchmarks.schedule.step_time import (
+    SLOWER,
     Rates,
     bytes_between_hosts,
     estimate,
     kinds_of_devices,
+    nccl_seconds,
+    transfer_seconds,
 )
 from jax_muon.tools.describe import describe
 
@@ -63,7 +67,12 @@ def measure(whole: WholeStep, options: dict[str, Any], rates: Rates) -> dict[str
     module = Module.parse(compiled.as_text())
     transfers = module.transfers()
     planned = describe(whole.step.tx, whole.params)
-    found = estimate(module, rates, kinds_of_devices(planned.pools, planned.sizes))
+    kinds = kinds_of_devices(planned.pools, planned.sizes)
+    ways = {
+        "seconds": (rates, transfer_seconds),
+        "seconds_with_latencies": (rates, nccl_seconds),
+        "seconds_at_less_bandwidth": (SLOWER, nccl_seconds),
+    }
     return {
         "options": whole.step.compiler_options(whole.params) | options,
         "parameter_bytes": whole.parameter_bytes,
@@ -75,42 +84,52 @@ def measure(whole: WholeStep, options: dict[str, Any], rates: Rates) -> dict[str
         "flops": module.flops(),
         "peak_bytes": compiled.memory_analysis().peak_memory_in_bytes,
         "bytes_copied_in_loops": module.bytes_copied_in_loops(),
-        "seconds": dataclasses.asdict(found)
-        | {"compile": seconds, "rates": dataclasses.asdict(rates)},
+        "compile_seconds": seconds,
+    } | {
+        name: dataclasses.asdict(estimate(module, rates, kinds, seconds_of))
+        | {"rates": dataclasses.asdict(rates)}
+        for name, (rates, seconds_of) in ways.items()
     }
 
 
 def summarize(transfers: list[Transfer], rates: Rates) -> dict[str, Any]:
-    """How many there are, what they send and where to, and how much of it exposed."""
+    """How many there are, what they send, and how much of it between hosts."""
     return {
         "transfers": len(transfers),
         "bytes": sum(t.sent_bytes for t in transfers),
         "bytes_between_hosts": sum(
             bytes_between_hosts(t, rates.gpus_per_host) for t in transfers
         ),
-        "exposed_bytes": sum(t.sent_bytes for t in transfers if not t.is_hidden),
     }
 
 
 TITLES = (
-    *("model", "H100s", "layout", "MB sent", "between hosts", "exposed"),
-    *("products, ms", "wait, ms", "peak GB", "GB copied in loops", "compiled, s"),
+    *("model", "H100s", "layout", "collectives", "MB sent", "between hosts"),
+    *("products, ms", "wait, ms", "of wire time", "with latencies"),
+    *("at less bandwidth", "peak GB", "GB copied in loops", "compiled, s"),
 )
 
 
 def cells(result: dict[str, Any]) -> list[Any]:
     """A line of the table for one step, by `TITLES`."""
     sent, seconds = result["all"], result["seconds"]
+    wait, with_latencies, at_less = (
+        result[name]["step"] - result[name]["products"]
+        for name in ("seconds", "seconds_with_latencies", "seconds_at_less_bandwidth")
+    )
     return [
         *(result[key] for key in CASE[:3]),
+        f"{sent['transfers']}",
         f"{sent['bytes'] / 1e6:.0f}",
         f"{sent['bytes_between_hosts'] / 1e6:.0f}",
-        f"{100 * sent['exposed_bytes'] / max(1, sent['bytes']):.1f} %",
         f"{1e3 * seconds['products']:.1f}",
-        f"{1e3 * (seconds['step'] - seconds['products']):.1f}",
+        f"{1e3 * wait:.1f}",
+        f"{100 * wait / max(1e-9, seconds['transfers']):.1f} %",
+        f"{1e3 * with_latencies:.1f}",
+        f"{1e3 * at_less:.1f}",
         f"{result['peak_bytes'] / 1e9:.1f}",
         f"{result['bytes_copied_in_loops'] / 1e9:.1f}",
-        f"{seconds['compile']:.0f}",
+        f"{result['compile_seconds']:.0f}",
     ]
 
 

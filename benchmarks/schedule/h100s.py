@@ -70,12 +70,16 @@ WORKLOADS = {  # width of a head; what one device trains on: sequences, and thei
     "gpt-6.7b": (128, 1, 4096),
     "llama-1.3b": (128, 2, 2048),
     "llama-7b": (128, 1, 4096),
+    "llama-70b": (128, 1, 4096),
     "experts-7b": (128, 1, 4096),
     "llama-tiny": (16, 2, 32),
     "experts-tiny": (16, 2, 32),
 }
 # GPT-2 has too few heads and too few words for "fsdp-tp"; see `whole_step`.
-LAYOUTS = ("zero2", "zero2-divided", "fsdp", "hsdp", "zero2-hosts", "fsdp-tp")
+LAYOUTS = (
+    *("zero2", "zero2-divided", "fsdp", "hsdp", "zero2-hosts", "fsdp-tp"),
+    "two-levels",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,19 +144,23 @@ def whole_step(
       layout: "zero2": parameters replicated between steps, gradients and state divided
         over all devices; "zero2-divided": parameters also; "fsdp": the same, by
         specs; "hsdp": parameters divided over the 8 GPUs of a host and repeated
-        on every host, gradients and state divided over all; "zero2-hosts": gradients
-        and state divided within a host alone; "fsdp-tp": tensor parallelism, or experts
-        divided, within a host, and everything also divided over hosts.
+        on every host, gradients and state divided over all; "two-levels": parameters
+        like these, with layers gathered between hosts and then within; "zero2-hosts":
+        gradients and state divided within a host alone; "fsdp-tp": tensor parallelism,
+        or experts divided, within a host, and everything also divided over hosts.
       recipe: a name of `jax_muon`.
     """
     (head, sequences, length), size = WORKLOADS[model], devices.size
     parameters = llama_parameters if model in LLAMAS else model_parameters
     params = parameters(model, jnp.bfloat16)
     mesh = Mesh(devices, ("data",))
-    if layout in ("hsdp", "zero2-hosts", "fsdp-tp"):
+    if layout in ("hsdp", "zero2-hosts", "fsdp-tp", "two-levels"):
         grid = devices.reshape(-1, min(size, GPUS_PER_HOST))
         mesh = Mesh(grid, ("hosts", "data") if layout != "fsdp-tp" else ("data", "tp"))
     batch = tuple(name for name in mesh.axis_names if name != "tp")
+    divided = layout in ("zero2-divided", "two-levels")
+    if layout == "two-levels":
+        batch = ("data", "hosts")
     specs, tx = specs_of(params, mesh, layout), getattr(jm, recipe)()
     step = jm.make_train_step(
         functools.partial(loss, head=head),
@@ -161,7 +169,8 @@ def whole_step(
         axis=batch,
         specs=specs,
         divide="data" if layout == "zero2-hosts" else None,
-        parameters="divided" if layout == "zero2-divided" else "as specs",
+        parameters="divided" if divided else "as specs",
+        gather="levels" if layout == "two-levels" else "auto",
     )
     tokens = jax.ShapeDtypeStruct(
         (sequences * size, length + 1),

@@ -76,7 +76,6 @@ class Transfer:
       input_bytes: of one device.
       group: devices that take part in it; other groups may do the same.
       is_sync: whether the device waits for it, be it a pair of start and done or not.
-      hides: FLOPs of matrix products between start and done.
     """
 
     name: str
@@ -86,7 +85,6 @@ class Transfer:
     input_bytes: int
     group: tuple[int, ...]
     is_sync: bool
-    hides: int
 
     @property
     def devices(self) -> int:
@@ -97,11 +95,6 @@ class Transfer:
     def sent_bytes(self) -> float:
         """Bytes that a device sends."""
         return ring_bytes(self.kind, self.devices, self.input_bytes)
-
-    @property
-    def is_hidden(self) -> bool:
-        """Whether it is asynchronous with a product between start and done."""
-        return not self.is_sync and self.hides > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +170,6 @@ class Module:
         """Collectives of the entry and its loops, in the order of their starts."""
         schedule = self.schedule
         types = {line.name: line.type for line in schedule}
-        before = self.flops_before()
         place = {line.name: index for index, line in enumerate(schedule)}
         done = {
             line.operands[0]: place[line.name]
@@ -200,7 +192,6 @@ class Module:
                     sum(_bytes(types[name]) for name in line.operands),
                     first_group(line.text),
                     not paired or '"is_sync":true' in line.text,
-                    before[end] - before[start + 1] if paired else 0,
                 )
             )
         return found

@@ -2,11 +2,19 @@
 
 Products run one after another on the compute stream, and transfers one after another on
 the communication stream, in the order of their starts and not before them; at a done
-the compute stream waits for its transfer. Everything else, such as norms, takes no time
-here, nor do launches and latencies: a bound from below, to compare layouts by.
+the compute stream waits for its transfer. This is a bound from below, to compare
+layouts by. It leaves out
+
+- everything that is no product or transfer, such as norms, and the memory traffic of
+  all of it: attention scores that are written and read cost as much as some products;
+- launches of kernels, and other traffic on the network;
+- latencies, unless `seconds` counts them: `nccl_seconds` does;
+- that collectives reach less than the bandwidth of a link, unless the rates say so:
+  `SLOWER` shows what less of it does.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -28,6 +36,9 @@ class Rates:
     gpus_per_host: int = 8
 
 
+SLOWER = Rates(within=350e9, between=42e9)
+
+
 @dataclasses.dataclass(frozen=True)
 class Estimate:
     """Seconds of a step, of its products, and of its transfers on their own."""
@@ -35,6 +46,11 @@ class Estimate:
     step: float
     products: float
     transfers: float
+
+    @property
+    def wait(self) -> float:
+        """Seconds in which products wait for transfers."""
+        return self.step - self.products
 
 
 def bytes_between_hosts(transfer: Transfer, gpus_per_host: int) -> float:
@@ -61,12 +77,43 @@ def transfer_seconds(transfer: Transfer, rates: Rates) -> float:
     return max(between / rates.between, within)
 
 
+def nccl_seconds(transfer: Transfer, rates: Rates) -> float:
+    """Seconds of a transfer with the latencies by which NCCL chooses its algorithms.
+
+    The quicker one of a ring with the protocol LL128 and with Simple, or, for sums, a
+    tree; from `src/graph/tuning.cc` of NCCL 2.19, for NVLink and a network. An
+    all-to-all is not in that table: 20 microseconds, and 1 for each GPU of another
+    host, is our assumption.
+    """
+    devices = transfer.devices
+    if devices == 1:
+        return 0.0
+    at_full_rate = transfer_seconds(transfer, rates)
+    hosts = len({x // rates.gpus_per_host for x in transfer.group})
+    on_a_host = devices / hosts
+    if transfer.kind == "all-to-all":
+        return at_full_rate + 20e-6 + (devices - on_a_host) * 1e-6
+    is_sum = transfer.kind == "all-reduce"
+    hops = (1 + is_sum) * (devices - 1)
+    between = 0 if hosts == 1 else 2 * hosts if is_sum else hosts - 1
+    ll128 = 0.7 if hosts > 1 and on_a_host < 2 else 0.92  # of the bandwidth
+    ways = [  # base, hop within a host, hop between hosts, in microseconds
+        at_full_rate / reached + 1e-6 * (base + (hops - between) * near + between * far)
+        for base, near, far, reached in ((14, 1.9, 4, ll128), (8.4, 3.4, 14, 1))
+    ]
+    if is_sum and hosts > 1:
+        depth = (on_a_host - 1) * 1.25 + math.log2(hosts) * 8.5
+        ways.append(at_full_rate / 0.85 + 1e-6 * (14 + 2 * depth))
+    return min(ways)
+
+
 def kinds_of_devices(pools: Sequence[Pool], sizes: Sizes) -> list[Takes]:
     """For each kind of device the branches that it takes.
 
     Owners that have different matrices in a round of exchanges run different branches
     of a conditional, which `travel.map_pools` marks with the number of the round. The
-    more a device has to compute, the longer is its branch.
+    more a device has to compute, the longer is its branch. Branches of different
+    matrices with the same work are two.
     """
     uneven = {
         f"/round_{number}/": one
@@ -75,15 +122,15 @@ def kinds_of_devices(pools: Sequence[Pool], sizes: Sizes) -> list[Takes]:
     }
     branches = []  # of each device, in each round
     for one in uneven.values():
-        alone = [
-            dataclasses.replace(pool, counts=counts)
-            for pool, counts in zip(
-                one.pools, zip(*one.counts, strict=True), strict=True
-            )
-        ]
-        load = sum((pool.load(sizes).ravel() for pool in alone), start=np.zeros(()))
-        _, rank = np.unique(-load, return_inverse=True)
-        branches.append(rank.tolist())
+        flops = np.array([pool.flops for pool in one.pools])
+        by_work = sorted(one.kinds, key=lambda kind: -np.dot(kind, flops))
+        ranks = {kind: rank for rank, kind in enumerate(by_work)}
+        pool = dataclasses.replace(
+            one.pools[0], counts=tuple(ranks[kind] for kind in one.counts)
+        )
+        # The load of owners that have as many matrices as their rank.
+        by_device = pool.load(sizes).ravel() * pool.group / pool.flops
+        branches.append(np.rint(by_device).astype(int).tolist())
 
     def takes(kind: tuple[int, ...]) -> Takes:
         found = dict(zip(uneven, kind, strict=True))
@@ -93,7 +140,10 @@ def kinds_of_devices(pools: Sequence[Pool], sizes: Sizes) -> list[Takes]:
 
 
 def estimate(
-    module: Module, rates: Rates, kinds: Sequence[Takes] | None = None
+    module: Module,
+    rates: Rates,
+    kinds: Sequence[Takes] | None = None,
+    seconds: Callable[[Transfer, Rates], float] = transfer_seconds,
 ) -> Estimate:
     """The time of a step by these rates.
 
@@ -103,6 +153,7 @@ def estimate(
       kinds: for each kind of device which branch of a conditional it takes, where 0 is
         the longest; None for one kind that takes all the longest. A transfer starts
         when the last of them reaches it. Products are counted on the busiest.
+      seconds: of one transfer by these rates.
     """
     work = np.array(  # (kinds, places): seconds of products before each place
         [
@@ -121,12 +172,12 @@ def estimate(
     for place, is_start, transfer in events:
         clocks = waited + work[:, place]
         if is_start:
-            wire = max(wire, *clocks) + transfer_seconds(transfer, rates)
+            wire = max(wire, *clocks) + seconds(transfer, rates)
             ends[transfer.name] = wire
         if transfer.is_sync or not is_start:
             waited += np.maximum(ends[transfer.name] - clocks, 0)
     return Estimate(
         step=float(np.max(waited + work[:, -1])),
         products=float(np.max(work[:, -1])),
-        transfers=sum(transfer_seconds(t, rates) for t in transfers),
+        transfers=sum(seconds(t, rates) for t in transfers),
     )

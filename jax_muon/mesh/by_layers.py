@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,28 +20,34 @@ from jax.sharding import PartitionSpec
 
 from jax_muon import jaxprs
 from jax_muon.mesh import prefetch
+from jax_muon.mesh.specs import entry_names
 
 
 class Exchange(NamedTuple):
     """How one layer of an array is gathered, and its gradient scattered.
 
     Attributes:
-      gather: of (shard, spec), the whole array.
-      scatter: of (gradient of the whole, spec, dtype), the shard's gradient.
+      gather: of (shard, spec), the whole array; with mesh axes as a third argument,
+        gathered over these alone.
+      scatter: of (gradient of the whole, spec, dtype), the shard's gradient; with mesh
+        axes as a fourth, scattered over these alone.
       keep_gathered: whether scans keep gathered layers for the backward pass.
       late: whether a scan scatters a layer's gradient all at once, one layer later.
+      levels: mesh axes within a host and between hosts, if a scan gathers layers over
+        one after the other.
     """
 
-    gather: Callable[[Any, PartitionSpec], Any]
-    scatter: Callable[[Any, PartitionSpec, Any], Any]
+    gather: Callable[..., Any]
+    scatter: Callable[..., Any]
     keep_gathered: bool = False
     late: bool = False
+    levels: tuple[tuple[str, ...], ...] = ()
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["x"],
-    meta_fields=["leaf", "spec", "casts", "is_layer"],
+    meta_fields=["leaf", "spec", "over", "casts", "is_layer"],
 )
 @dataclasses.dataclass(frozen=True)
 class Held:
@@ -51,6 +57,8 @@ class Held:
       x: the shard; None while `_Look` only follows it.
       leaf: the index of the argument that it comes from.
       spec: how it is sharded, with an entry for each axis.
+      over: the mesh axes over which it is gathered. An operation may end how it is
+        sharded over others, which only XLA needs to know.
       casts: the dtypes that it is to be cast to, one after another.
       is_layer: whether it is one layer of that argument.
     """
@@ -58,24 +66,34 @@ class Held:
     x: Any
     leaf: int
     spec: tuple[Any, ...]
+    over: frozenset[str]
     casts: tuple[Any, ...] = ()
     is_layer: bool = False
+
+    def is_divided(self, axis: int) -> bool:
+        """Whether parts along this axis have to be gathered."""
+        return not self.over.isdisjoint(entry_names(self.spec[axis]))
 
     def layer(self) -> "Held":
         """The same for one layer, after a scan has taken its shard."""
         return dataclasses.replace(self, spec=self.spec[1:], is_layer=True)
 
-    def gathered(self, exchange: Exchange, shard: Any) -> Any:
-        """Gather the whole array, sent in the narrower of its two dtypes."""
+    def gathered(self, exchange: Exchange, shard: Any, *over: Any) -> Any:
+        """Gather the whole array, sent in the narrower of its two dtypes.
+
+        With `over`, mesh axes, it is gathered over these alone.
+        """
         spec = PartitionSpec(*self.spec)
         cast = functools.partial(functools.reduce, jax.lax.convert_element_type)
-        if self.casts and self.casts[-1].itemsize > shard.dtype.itemsize:
-            return cast(self.casts, exchange.gather(shard, spec))
-        return exchange.gather(cast(self.casts, shard), spec)
+        if self.casts and self.casts[-1].itemsize > self.x.dtype.itemsize:
+            whole = exchange.gather(shard, spec, *over)
+            is_whole = over in ((), exchange.levels[:1])
+            return cast(self.casts, whole) if is_whole else whole
+        return exchange.gather(cast(self.casts, shard), spec, *over)
 
-    def scattered(self, exchange: Exchange, g: Any) -> Any:
+    def scattered(self, exchange: Exchange, g: Any, *over: Any) -> Any:
         """The shard's gradient, from the whole array's gradient g."""
-        return exchange.scatter(g, PartitionSpec(*self.spec), self.x.dtype)
+        return exchange.scatter(g, PartitionSpec(*self.spec), self.x.dtype, *over)
 
     def after(self, eqn: JaxprEqn, starts: Sequence[Any]) -> "Held | None":
         """The result of an operation that needs no other device's shard, or None."""
@@ -97,7 +115,7 @@ class Held:
                 is_layer = any(n < old[a] and n == 1 for a, n in enumerate(new))
             case _:
                 return None
-        if any(entry and a not in axes for a, entry in enumerate(self.spec)):
+        if any(self.is_divided(a) and a not in axes for a in range(len(old))):
             return None
         spec = tuple(None if a is None else self.spec[a] for a in axes)
         x, is_layer = self.x, is_layer or self.is_layer
@@ -129,11 +147,13 @@ class ByLayers:
         function: Callable[..., Any],
         args: Any,
         specs: Sequence[PartitionSpec],
+        over: Collection[str],
         gather: Callable[[Any, PartitionSpec], Any],
     ) -> None:
         """Trace a function of whole arrays for shards of them, or for their shapes.
 
-        The first leaves of args have these specs, with an entry for each axis.
+        The first leaves of args have these specs: none if nothing has to be gathered
+        over the mesh axes `over`, or an entry for each axis.
         """
         flat, treedef = jax.tree.flatten(args)
         for leaf, spec in enumerate(specs):
@@ -144,7 +164,7 @@ class ByLayers:
         self._treedef = jax.tree.structure(results)
         kinds = self._closed.in_avals
         self._sharded = {
-            leaf: Held(None, leaf, tuple(spec))
+            leaf: Held(None, leaf, tuple(spec), frozenset(over))
             for leaf, spec in enumerate(specs)
             # Integers and keys have no gradient to scatter.
             if any(spec) and jnp.issubdtype(kinds[leaf].dtype, jnp.inexact)
@@ -216,7 +236,7 @@ class _Evaluation:
             after = first.after(eqn, given[1:]) if isinstance(first, Held) else None
             return None if after is None else [after]
         constants, start = jaxprs.scan_starts(eqn)
-        rest = [isinstance(x, Held) and not x.spec[0] for x in given[start:]]
+        rest = [isinstance(x, Held) and not x.is_divided(0) for x in given[start:]]
         has_refs = any(type(v.aval) is not jax.core.ShapedArray for v in eqn.invars)
         if has_refs or not any(rest) or not params["length"]:
             return None
@@ -261,15 +281,32 @@ class _Evaluation:
             results = self.results(body, [*consts, *carry, *row])
             return results[: len(carry)], results[len(carry) :]
 
-        exchange = itertools.repeat(self._exchange)
-        scan = prefetch.scan(
-            run,
-            lambda shards: [*map(Held.gathered, held, exchange, shards)],
-            lambda grads: [*map(Held.scattered, held, exchange, grads)],
-            keep_gathered=self._exchange.keep_gathered,
-            late=self._exchange.late,
+        exchange = self._exchange
+
+        def gather(shards: list[Any], *over: Any) -> list[Any]:
+            pairs = zip(held, shards, strict=True)
+            return [x.gathered(exchange, shard, *over) for x, shard in pairs]
+
+        def scatter(grads: Any, *over: Any) -> list[Any]:
+            pairs = zip(held, grads, strict=True)
+            return [x.scattered(exchange, g, *over) for x, g in pairs]
+
+        given_to_scan = {
+            "keep_gathered": exchange.keep_gathered,
             **{name: eqn.params[name] for name in ("length", "reverse", "unroll")},
-        )
+        }
+        if exchange.levels:
+            inner, outer = exchange.levels
+            scan = prefetch.scan_in_levels(
+                run,
+                [lambda x: gather(x, outer), lambda x: gather(x, inner)],
+                [lambda g: scatter(g, inner), lambda g: scatter(g, outer)],
+                **given_to_scan,
+            )
+        else:
+            scan = prefetch.scan(
+                run, gather, scatter, late=exchange.late, **given_to_scan
+            )
         carry, ys = scan(
             given[:constants], given[constants:start], [x.x for x in held], xs
         )

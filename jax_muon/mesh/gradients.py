@@ -47,7 +47,7 @@ class MeanGradients:
         Args:
           params: this device's shards.
           batch: its share of the batch.
-          here: how params are sharded over the axes of the batch, a spec for each.
+          here: how params are sharded over all axes of the mesh, a spec for each.
           scattered: how gradients are to be sharded over them.
         """
         devices, count = jax.lax.axis_size(self.axis), self.microbatches
@@ -78,19 +78,21 @@ class MeanGradients:
         def sums(part: Any) -> Any:
             """Sums over microbatches: weights, and means times weights."""
 
-            def scatter_layer(g: Any, spec: Any, dtype: Any) -> Any:
+            def scatter_layer(g: Any, spec: Any, dtype: Any, over: Any = ()) -> Any:
                 """In the backward pass, when weight and rest are known."""
-                g = self._mean_part(g, weight, rest)
-                summed = self._scatter(g, spec, dtype, specs.spec_names(spec))
+                if not over or over == self.axis[:1]:  # not summed within a host yet
+                    g = self._mean_part(g, weight, rest)
+                mine = specs.only(spec, over or self.axis)
+                summed = self._scatter(g, spec, dtype, specs.spec_names(mine))
                 return summed.astype(dtype)
 
             loss_fn: Any = self._split_loss
             if traced is not None and traced.held:
                 sizes = {name: jax.lax.axis_size(name) for name in self.axis}
-                sharded = jax.tree.leaves(here)
+                sharded = [specs.only(x, self.axis) for x in jax.tree.leaves(here)]
                 late = xla_options.scatters_late(sharded, sizes)
                 exchange = by_layers.Exchange(
-                    self.gather, scatter_layer, self.keep_gathered, late
+                    self.gather, scatter_layer, self.keep_gathered, late, self.levels
                 )
                 loss_fn = functools.partial(traced, exchange)
             loss, pull, (weight, aux) = jax.vjp(
@@ -150,29 +152,70 @@ class MeanGradients:
             metrics["aux"] = {**aux, **largest} if largest else aux
         return grads, largest, metrics
 
-    def gather(self, x: Any, spec: PartitionSpec) -> Any:
-        """A whole parameter."""
-        for dimension, entry in enumerate(spec):
-            if names := specs.entry_names(entry):
-                sent = x.astype(wire_dtype(x.dtype, self.gather_dtype))
-                sent = jax.lax.all_gather(sent, names, axis=dimension, tiled=True)
-                x = sent.astype(x.dtype)
-        return x
+    @property
+    def levels(self) -> tuple[tuple[str, ...], ...]:
+        """The axes within a host and those between hosts, if layers take two levels."""
+        return (self.axis[:1], self.axis[1:]) if self.how == "levels" else ()
+
+    def gather(self, x: Any, spec: PartitionSpec, over: Sequence[str] = ()) -> Any:
+        """A parameter, whole along the axes of the batch, or those in `over` alone."""
+
+        def gathered(x: Any) -> Any:
+            for dimension, entry in enumerate(spec):
+                names = self._names(entry)
+                if names := tuple(n for n in names if not over or n in over):
+                    sent = x.astype(wire_dtype(x.dtype, self.gather_dtype))
+                    sent = jax.lax.all_gather(sent, names, axis=dimension, tiled=True)
+                    x = sent.astype(x.dtype)
+            return x
+
+        return self._of_own_part(gathered, spec)(x)
 
     def _scatter(
         self, g: Any, spec: PartitionSpec, dtype: Any, over: Sequence[str]
     ) -> Any:
         """This device's shard of the sum over mesh axes, in at least float32."""
-        sent = self._to_reduce(g.astype(wire_dtype(dtype, self.reduce_dtype)))
-        rest = list(over)
-        for dimension, entry in enumerate(spec):
-            names = tuple(name for name in specs.entry_names(entry) if name in over)
-            if names:
-                sent = jax.lax.psum_scatter(
-                    sent, names, scatter_dimension=dimension, tiled=True
-                )
-                rest = [name for name in rest if name not in names]
-        return wide(_over(jax.lax.psum, sent, tuple(rest)))
+
+        def summed(g: Any) -> Any:
+            sent = self._to_reduce(g.astype(wire_dtype(dtype, self.reduce_dtype)))
+            rest = list(over)
+            for dimension, entry in enumerate(spec):
+                names = tuple(name for name in specs.entry_names(entry) if name in over)
+                if names:
+                    sent = jax.lax.psum_scatter(
+                        sent, names, scatter_dimension=dimension, tiled=True
+                    )
+                    rest = [name for name in rest if name not in names]
+            return wide(_over(jax.lax.psum, sent, tuple(rest)))
+
+        return self._of_own_part(summed, spec)(g)
+
+    def _names(self, entry: Any) -> tuple[str, ...]:
+        """The axes of the batch in an entry of a spec."""
+        return tuple(name for name in specs.entry_names(entry) if name in self.axis)
+
+    def _of_own_part(
+        self, exchange: Callable[[Any], Any], spec: PartitionSpec
+    ) -> Callable[[Any], Any]:
+        """The exchange of each device's own part along other axes than the batch's.
+
+        Left to XLA, an array that is sharded over these as well is gathered over them
+        first: every GPU of a host would receive all of a layer that they share. Only
+        where one dimension is divided over both kinds of axes, XLA has to do that.
+        """
+        here = [bool(self._names(entry)) for entry in spec]
+        own = PartitionSpec(
+            *(None if x else entry for x, entry in zip(here, spec, strict=True))
+        )
+        if not any(here) or not any(own):
+            return exchange
+        return jax.shard_map(
+            exchange,
+            in_specs=own,
+            out_specs=own,
+            axis_names={*specs.spec_names(own)},
+            check_vma=False,
+        )
 
     def _to_reduce(self, x: Any) -> Any:
         """Cast to the dtype in which sums and maxima over devices are computed."""
@@ -198,15 +241,23 @@ class MeanGradients:
         self, params: Any, part: Any, here: Any
     ) -> by_layers.ByLayers | None:
         """The loss, traced for whole parameters, if some of them are sharded."""
-        flat = jax.tree.leaves(here)
+        flat = [
+            spec if any(specs.only(spec, self.axis)) else PartitionSpec()
+            for spec in jax.tree.leaves(here)
+        ]
         if self.how == "leaves" or not any(map(any, flat)):
             return None
         args = params, part
-        traced = by_layers.ByLayers(self._split_loss, args, flat, self.gather)
+        traced = by_layers.ByLayers(
+            self._split_loss, args, flat, self.axis, self.gather
+        )
         names = [path for path, _ in paths.leaves_with_paths(params)]
         how = dict.fromkeys(traced.held, "a layer at a time")
         how |= {i: f"whole, for {operation}" for i, operation in traced.others.items()}
         notes.note("gathered", {names[i]: how[i] for i in sorted(how)})
+        if self.how == "levels":
+            for i in traced.held:
+                self._check_levels(names[i], flat[i])
         for i, operation in traced.others.items():
             if self.how == "layers" and len(flat[i]) > 2:
                 raise ValueError(
@@ -216,6 +267,16 @@ class MeanGradients:
                     "device divides, or gather='auto'"
                 )
         return traced
+
+    def _check_levels(self, path: str, spec: PartitionSpec) -> None:
+        """Refuse a spec whose parts are in another order after two gathers."""
+        for entry in spec:
+            if self.axis[0] in self._names(entry)[1:]:
+                raise ValueError(
+                    f"gather='levels': the parameter {path!r} has {spec}, with others "
+                    f"before {self.axis[0]!r}, the axis within a host; expected that "
+                    f"first, as in axis={self.axis}"
+                )
 
     def _split_loss(self, params: Any, batch: Any) -> tuple[Any, Any]:
         """The loss, its weight and auxiliary output."""

@@ -11,6 +11,7 @@ pools, or to groups of neighbours that share the work, if that takes less time.
 
 import dataclasses
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,8 +82,8 @@ class Pool:
       replicas: mesh axes that repeat the shards.
       fan: (m, n).
       counts: how many matrices each owner gets, replicas before shards; () if all
-        devices that hold a matrix compute it. Groups get the same number each, filled
-        up with zeros.
+        devices that hold a matrix compute it. Groups get the same number each of the
+        matrices of one shape, filled up with zeros.
       group: devices of one owner, which share its work.
       shared_dtype: in which they send each other parts of products.
     """
@@ -319,7 +320,7 @@ def _pools_without_owners(shards: Sequence[Shard], sizes: Sizes) -> list[Pool]:
                 fan=(short[0], long[0]),
             )
         )
-    return sorted(pools, key=lambda pool: pool.flops, reverse=True)
+    return sorted(pools, key=lambda pool: (pool.flops, pool.fan), reverse=True)
 
 
 def _group_size(pool: Pool, sizes: Sizes, most: int) -> int:
@@ -345,12 +346,9 @@ def _with_owners(
     names = divided_axes(sizes)
     busy = np.zeros([sizes[name] for name in names])
     found = []
-    for pool in pools:
+    for pool in _with_groups(pools, sizes):
         owners = devices_over(pool.replicas + pool.shards, sizes) // pool.group
-        if pool.group > 1:
-            counts = (math.ceil(pool.count / owners),) * owners
-            pool = dataclasses.replace(pool, counts=counts)
-        elif math.prod(pool.fan) >= small and owners > 1:
+        if pool.group == 1 and math.prod(pool.fan) >= small and owners > 1:
             # (owners, devices with other matrices)
             order = [names.index(n) for n in pool.replicas + pool.shards + pool.batch]
             loads = busy.transpose(order).reshape(owners, -1).max(axis=1)
@@ -358,6 +356,33 @@ def _with_owners(
             pool = dataclasses.replace(pool, counts=counts)
         busy = busy + pool.load(sizes)
         found.append(pool)
+    return found
+
+
+def _with_groups(pools: Sequence[Pool], sizes: Sizes) -> list[Pool]:
+    """Give matrices to groups in turn, where pools are to be shared.
+
+    Pools of one shape that are sharded along different sides, such as gates and the
+    projections down again, go on where the one before them ended.
+    """
+
+    def alike(pool: Pool) -> Any:
+        return pool.group, pool.fan, pool.dtype, pool.batch, pool.shards, pool.replicas
+
+    found = []
+    for _, same in itertools.groupby(pools, key=alike):
+        together, start = [*same], 0
+        first = together[0]
+        owners = devices_over(first.replicas + first.shards, sizes) // first.group
+        total = sum(pool.count for pool in together)
+        for pool in together:
+            if pool.group > 1:
+                stop = start + pool.count
+                filled = math.ceil(total / owners) * owners if stop == total else stop
+                turns = np.arange(start, filled) % owners
+                counts = tuple(np.bincount(turns, minlength=owners).tolist())
+                pool, start = dataclasses.replace(pool, counts=counts), stop
+            found.append(pool)
     return found
 
 
@@ -393,7 +418,7 @@ def sent_bytes(pools: Sequence[Pool], sizes: Sizes) -> float:
     sent = sum(sum(one.sent_bytes(sizes)) for one in rounds(pools))
     for pool in pools:
         if pool.counts:
-            sent += max(pool.counts) * pool.shared_bytes
+            sent += pool.counts[0] * pool.shared_bytes
         else:
             held = pool.count * math.prod(pool.shard) * np.dtype(pool.dtype).itemsize
             sent += ring_bytes("all-gather", devices_over(pool.shards, sizes), held)

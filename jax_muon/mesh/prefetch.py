@@ -7,11 +7,20 @@ The gradient is written by hand:
             scattered.
 
 The backward pass keeps neither gathered layers nor what follows from them alone.
+
+In two levels, between hosts and within a host, each transfer runs a layer ahead of the
+one that needs its result:
+
+  forward:  while layer i runs, hosts exchange shards of layer i + 2, and the devices of
+            a host gather layer i + 1 from what the hosts have exchanged before;
+  backward: layer i - 1 is gathered within the host, from shards that the forward pass
+            has kept; the gradient of layer i + 1 is scattered within the host, and that
+            of layer i + 2 between hosts.
 """
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -97,6 +106,93 @@ def scan(
                 jnp.roll(those, on, axis=0).at[first].set(d)
                 for those, d in zip(d_shards, scatter(waiting), strict=True)
             ]
+        return d_consts, d_carry, d_shards, d_xs
+
+    prefetching.defvjp(save, backward)
+    return prefetching
+
+
+def scan_in_levels(
+    run: Callable[..., Any],
+    gathers: Sequence[Callable[[list[Any]], list[Any]]],
+    scatters: Sequence[Callable[[Any], list[Any]]],
+    *,
+    keep_gathered: bool,
+    length: int,
+    reverse: bool,
+    unroll: int,
+) -> Callable[..., Any]:
+    """`scan` with gathers between hosts and then within, and scatters the other way."""
+    loop = functools.partial(jax.lax.scan, unroll=unroll)
+    numbers, first, on = np.arange(length), 0, 1
+    if reverse:
+        first, on = length - 1, -1
+    from_hosts, within = gathers
+    scatter_within, to_hosts = scatters
+
+    def at(stacks: list[Any], i: Any) -> list[Any]:
+        i = jnp.clip(i, 0, length - 1)
+        return [jax.lax.dynamic_index_in_dim(x, i, 0, False) for x in stacks]
+
+    def forward(run: Callable[..., Any], given: Any) -> Any:
+        consts, carry, shards, xs = given
+
+        def step(state: Any, i_x: Any) -> Any:
+            (carry, layer, own, next_own), (i, x) = state, i_x
+            after = from_hosts(at(shards, i + 2 * on))
+            following = within(next_own)
+            (carry, ys), saved = run(consts, carry, layer, x)
+            return (carry, following, next_own, after), (ys, saved, own)
+
+        own = from_hosts(at(shards, first))
+        start = carry, within(own), own, from_hosts(at(shards, first + on))
+        (carry, last, _, _), (ys, saved, kept) = loop(
+            step, start, (numbers, xs), reverse=reverse
+        )
+        return (carry, ys), (saved, last, kept)
+
+    @jax.custom_vjp
+    def prefetching(*given: Any) -> Any:
+        return forward(lambda *given: (run(*given), ()), given)[0]
+
+    def save(*given: Any) -> Any:
+        results, saved = forward(functools.partial(_vjp, run, keep_gathered), given)
+        return results, (saved, given)
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        (saved, last, kept), (consts, _, _, xs) = residuals
+        d_carry, d_ys = _only(cotangents, real=True)
+
+        def step(state: Any, inputs: Any) -> Any:
+            d_carry, total, layer, waiting, on_host = state
+            i, pull_of, x, d_ys = inputs
+            before = layer if keep_gathered else within(at(kept, i - on))
+            now, on_host = to_hosts(on_host), scatter_within(waiting)
+            pull = pull_of(consts, layer, x)
+            ((d_consts, d_carry, d_layer, d_x),) = pull((d_carry, d_ys))
+            total = jax.tree.map(jnp.add, total, d_consts)
+            return (d_carry, total, before, d_layer, on_host), (now, d_x)
+
+        zeros = jax.tree.map(jnp.zeros_like, _only(consts, real=True))
+        waiting = jax.tree.map(jnp.zeros_like, last)
+        on_host = jax.tree.map(jnp.zeros_like, scatter_within(waiting))
+        (d_carry, d_consts, _, waiting, on_host), (d_shards, d_xs) = loop(
+            step,
+            (d_carry, zeros, last, waiting, on_host),
+            (numbers, saved, xs, d_ys),
+            reverse=not reverse,
+        )
+        # Each layer's gradients are where those of the second one before belong. Of
+        # one layer alone, the first of these three is all that counts.
+        d_shards = [
+            jnp.roll(those, 2 * on, axis=0).at[first + on].set(second).at[first].set(d)
+            for those, d, second in zip(
+                d_shards,
+                to_hosts(scatter_within(waiting)),
+                to_hosts(on_host),
+                strict=True,
+            )
+        ]
         return d_consts, d_carry, d_shards, d_xs
 
     prefetching.defvjp(save, backward)

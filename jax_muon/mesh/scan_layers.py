@@ -104,7 +104,7 @@ def scan_layers(
     def scatter(g: Any, spec: PartitionSpec, dtype: Any) -> Any:
         return place(g.astype(dtype), NamedSharding(on, spec))
 
-    traced = ByLayers(scan, (layers, carry), divided, gather)
+    traced = ByLayers(scan, (layers, carry), divided, mesh.axis_names, gather)
     for leaf, spec in enumerate(divided):
         if any(spec) and leaf not in traced.held:
             flat[leaf] = gather(flat[leaf], spec)

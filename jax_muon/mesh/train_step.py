@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax_muon import checks, notes
 from jax_muon.mesh import gradients, layout, xla_options
 from jax_muon.mesh.on_mesh import OnMesh
-from jax_muon.mesh.specs import AxisName, checked_axes, only
+from jax_muon.mesh.specs import AxisName, checked_axes, dividing, only
 
 Step = tuple[Any, Any, dict[str, Any]]
 
@@ -93,7 +93,11 @@ def make_train_step(
         another one runs, forward and again backward, and its gradient is scattered at
         once, whatever `accumulate` says; all others are gathered at the beginning of
         the step. "layers": the same, but a parameter with three or more axes that is
-        used outside a scan is an error. "leaves": all at the beginning.
+        used outside a scan is an error. "leaves": all at the beginning. "levels": as
+        "auto", and scanned layers travel in two levels, for large meshes: `axis` names
+        the mesh axis within a host first, and then those between hosts. Hosts send each
+        other every parameter once, instead of twice, and each device keeps a host's
+        share of the scanned layers for the backward pass.
       keep_gathered: keep gathered layers for the backward pass instead of gathering
         them again; needs memory for all of them.
       donate: whether parameters and state are updated in place.
@@ -139,7 +143,14 @@ def make_train_step(
     checks.choice("parameters", parameters, ("as specs", "divided"))
     checks.count("microbatches", microbatches)
     checks.choice("accumulate", accumulate, ("local", "scattered"))
-    checks.choice("gather", gather, ("auto", "layers", "leaves"))
+    checks.choice("gather", gather, ("auto", "layers", "leaves", "levels"))
+    if gather == "levels" and len(names) < 2:
+        checks.refuse(
+            "axis",
+            axis,
+            "with gather='levels' an axis within a host first, "
+            "and then one between hosts",
+        )
     checks.float_dtype("reduce_dtype", reduce_dtype)
     checks.float_dtype("gather_dtype", gather_dtype)
     flags = {"has_aux": has_aux, "weighted": weighted}
@@ -260,7 +271,10 @@ class TrainStep:
         first, stacks = any(map(any, sharded)), self._scanned(params)
         layers = first and any(stacks.values()) and self._gradients.how != "leaves"
         late = xla_options.scatters_late(sharded, mesh.shape)
-        return xla_options.options_of(params, mesh, axis, stacks, first, layers, late)
+        inner = axis[0] if layers and self._gradients.levels else None
+        return xla_options.options_of(
+            params, mesh, axis, stacks, first, layers, late, inner
+        )
 
     def _are_swapped(self, params: Any, state: Any) -> bool:
         """True if `params` is the optimizer's state for parameters like `state`."""
@@ -290,7 +304,8 @@ class TrainStep:
             batch = jax.reshard(batch, NamedSharding(mesh, PartitionSpec(axis)))
             manual = set(mesh.axis_names)  # the others have one device
         here, scattered = jax.tree.map(lambda x: only(x, manual), specs)
-        inside = jax.tree.map(lambda x: only(x, axis), specs)
+        # Those of one device divide nothing.
+        inside = jax.tree.map(lambda x: dividing(x, mesh.shape), specs)
         # With check_vma=True, the gradient of a parameter that devices share would be
         # summed already, loops could not start from constants, and a loss that ends in
         # a pmean would have a gradient that is too small by the number of devices.

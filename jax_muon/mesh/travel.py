@@ -9,7 +9,8 @@ Three phases carry out the plan of `owners.py`:
 Matrices of several shapes travel in one exchange (owners, width): the row of an owner
 holds the shards of its matrices, one after another. Owners with different matrices run
 different branches. In a group each device gets some columns of every matrix of the
-group, and they compute the factor together.
+group, and they compute the factor together. All groups run the same program, since
+they exchange products: only how columns are made of shards may differ.
 
 Shards may be assembled in any order, as long as they are split in the same order: a
 polar factor moves with the rows and columns of its matrix.
@@ -143,13 +144,15 @@ def _travel(
         table = jax.lax.dynamic_slice_in_dim(table, first, mine)
     group = Group(pool.shards, pool.group)
     table = group.swap_between(table) if pool.shards else table
-    branches = [
-        functools.partial(_compute, polar, one, counts, group, sizes)
-        for counts in kinds
-    ]
-    kind_of = jnp.asarray([*map(kinds.index, one.counts)])
-    here = jax.lax.axis_index(pool.replicas + pool.shards)
-    table = jax.lax.switch(kind_of[here], branches, table)
+    here = jax.lax.axis_index(pool.replicas + pool.shards) // group.size
+    kind = jnp.asarray([*map(kinds.index, one.counts)])[here]
+    if group.size > 1:
+        table = _compute_in_groups(polar, one, group, kind, table)
+    else:
+        branches = [
+            functools.partial(_compute, polar, one, counts, sizes) for counts in kinds
+        ]
+        table = jax.lax.switch(kind, branches, table)
     table = group.swap_between(table) if pool.shards else table
     if repeats > 1:
         table = jax.lax.all_gather(table, pool.replicas, tiled=True, to="invarying")
@@ -168,7 +171,6 @@ def _compute(
     polar: Polar,
     one: Round,
     counts: Sequence[int],
-    group: Group,
     sizes: Sizes,
     received: Float[Array, "senders width"],
 ) -> Float[Array, "senders width"]:
@@ -179,32 +181,65 @@ def _compute(
     used = [index for index, count in enumerate(counts) if count]
     pools = [one.pools[index] for index in used]
     shards = [parts[index] for index in used]
-    if group.size > 1:
-        shards = list(map(functools.partial(_share, polar, group), shards, pools))
-    else:
-        whole = list(map(_assemble, shards, pools, itertools.repeat(sizes)))
-        factors = map_stacks(polar, whole)
-        shards = list(map(_split, factors, pools, itertools.repeat(sizes)))
+    whole = list(map(_assemble, shards, pools, itertools.repeat(sizes)))
+    factors = map_stacks(polar, whole)
+    shards = list(map(_split, factors, pools, itertools.repeat(sizes)))
     for index, part in zip(used, shards, strict=True):
         parts[index] = part.astype(received.dtype)
     return _pack(parts, received.shape[1])
 
 
-def _share(
-    polar: Polar, group: Group, shards: Float[Array, "senders k _ _"], pool: Pool
-) -> Float[Array, "senders k _ _"]:
-    """Polar factors of matrices that a group shares, from shards of every group."""
-    senders, count, rows, columns = shards.shape
+def _compute_in_groups(
+    polar: Polar,
+    one: Round,
+    group: Group,
+    kind: Array,
+    received: Float[Array, "senders width"],
+) -> Float[Array, "senders width"]:
+    """The work of a group on its matrices, as `_compute`, and the same for all groups.
+
+    Each has as many matrices of a shape as the others, but the n-th of them may be of
+    another pool, which is sharded along another side.
+    """
+    sources = [np.repeat(np.arange(len(row)), row).tolist() for row in one.kinds]
+    found, start = [], 0
+    for of_kinds, same in itertools.groupby(zip(*sources, strict=True)):
+        count, used = len([*same]), sorted(set(of_kinds))
+        pools = [one.pools[index] for index in used]
+        stop = start + count * math.prod(pools[0].shard)
+        flat = received[:, start:stop]
+        mine = jnp.asarray([*map(used.index, of_kinds)], jnp.int32)[kind]
+        x = _one_of([_columns(flat, pool, group) for pool in pools], mine)
+        y = jnp.concatenate([polar(x[i : i + 1], group=group) for i in range(count)])
+        shards = [_shards(y, len(flat), pool, group) for pool in pools]
+        found.append(_one_of(shards, mine).astype(received.dtype))
+        start = stop
+    return jnp.concatenate(found, axis=1)
+
+
+def _one_of(ways: Sequence[Array], index: Array) -> Array:
+    """All but one of them are computed for nothing, since collectives are in them."""
+    return jax.lax.select_n(index, *ways) if len(ways) > 1 else ways[0]
+
+
+def _columns(flat: Float[Array, "s w"], pool: Pool, group: Group) -> Array:
+    """A device's columns (k, m, n / group), from shards that all groups have sent."""
+    shards = flat.reshape(len(flat), -1, *pool.shard)
+    _, count, rows, columns = shards.shape
     if pool.short:
         x = shards.swapaxes(0, 1).reshape(count, -1, columns)  # (k, m / group, n)
-        x = group.swap(x, 2, 1)  # (k, m, n / group)
-    else:
-        x = shards.transpose(1, 2, 0, 3).reshape(count, rows, -1)
-    y = jnp.concatenate([polar(x[i : i + 1], group=group) for i in range(count)])
+        return group.swap(x, 2, 1)
+    return shards.transpose(1, 2, 0, 3).reshape(count, rows, -1)
+
+
+def _shards(y: Array, senders: int, pool: Pool, group: Group) -> Float[Array, "s w"]:
+    """Undoes `_columns`."""
+    count, (rows, columns) = len(y), pool.shard
     if pool.short:
-        y = group.swap(y, 1, 2).reshape(count, senders, rows, columns)
-        return y.swapaxes(0, 1)
-    return y.reshape(count, rows, senders, columns).transpose(2, 0, 1, 3)
+        y = group.swap(y, 1, 2).reshape(count, senders, rows, columns).swapaxes(0, 1)
+    else:
+        y = y.reshape(count, rows, senders, columns).transpose(2, 0, 1, 3)
+    return y.reshape(senders, -1)
 
 
 def _pack(parts: Sequence[Float[Array, "s _ _ _"]], width: int) -> Float[Array, "s w"]:

@@ -23,9 +23,9 @@ GATHERS_FIRST = 64
 GATHERS_LAST = 16
 SCATTERS = 32
 LEAST_BUCKET = 4_000_000  # bytes; a smaller one takes as long
-# The latency of a collective grows with the devices. Above this number,
-# each layer's gradient is scattered in one collective, not one for each array.
-MANY_DEVICES = 128
+# The latency of a collective grows with the devices. From this number on, a layer is
+# gathered in one collective, and its gradient scattered in one, not one for each array.
+MANY_DEVICES = 16
 # For a scan in plain jit, whose gathers are XLA's own: MaxText's options for GPUs. For
 # llama-7b on 256 H100s products wait 23 ms, by the estimate of benchmarks/schedule,
 # instead of 44 without options.
@@ -67,7 +67,7 @@ def gpu_options(
     - if `make_train_step` or `scan_layers` gathers layers in a loop,
       `xla_gpu_enable_while_loop_double_buffering`, without which each turn copies the
       gathered layer, no `xla_gpu_enable_pipelined_reduce_scatter`, and buckets smaller
-      than a layer; for `make_train_step` above 128 devices, one bucket per layer.
+      than a layer; for `make_train_step` from 16 devices on, one per layer.
     - if XLA gathers layers itself, in a `jax.lax.scan` in plain jit: MaxText's
       options.
 
@@ -118,8 +118,12 @@ def options_of(
     gathers_first: bool,
     layers: bool | None,
     late: bool = False,
+    inner: str | None = None,
 ) -> dict[str, Any]:
-    """`gpu_options` for checked arguments, the axes of layers, and `scatters_late`."""
+    """`gpu_options` for checked arguments, the axes of layers, and `scatters_late`.
+
+    `inner` is the mesh axis within a host, if layers are gathered in two levels.
+    """
     if mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return {}
     parts = mesh.size // math.prod(mesh.shape[name] for name in axis)
@@ -136,7 +140,7 @@ def options_of(
         LEAST_BUCKET, total / (GATHERS_FIRST if gathers_first else GATHERS_LAST)
     )
     scatter = max(LEAST_BUCKET, total / SCATTERS)
-    if layers and late:
+    if layers and (late or inner):
         gather = scatter = max(LEAST_BUCKET, 1.1 * (layer or total))
     elif layers:
         gather = min(gather, max(LEAST_BUCKET, (layer or 2 * total) / 2))
@@ -144,9 +148,10 @@ def options_of(
     options = {
         "xla_gpu_all_gather_combine_threshold_bytes": math.ceil(gather / parts),
         "xla_gpu_reduce_scatter_combine_threshold_bytes": math.ceil(
-            scatter / mesh.size
+            scatter / (mesh.shape[inner] if inner else mesh.size)
         ),
-        "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+        # With it, transfers of one level hold up those of the other.
+        "xla_gpu_experimental_collective_start_as_early_as_possible": not inner,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 10,
         "xla_gpu_graph_min_graph_size": 1,
     }
@@ -161,7 +166,7 @@ def options_of(
 def scatters_late(sharded: Iterable[PartitionSpec], sizes: specs.Sizes) -> bool:
     """True if a layer's gradient is scattered in one collective, a layer later."""
     return any(
-        math.prod(sizes[name] for name in specs.spec_names(spec)) > MANY_DEVICES
+        math.prod(sizes[name] for name in specs.spec_names(spec)) >= MANY_DEVICES
         for spec in sharded
     )
 

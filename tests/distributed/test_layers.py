@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
+from benchmarks.schedule.hlo import Module
 from jax_muon.mesh import xla_options
 from jax_muon.notes import listening
 from tests.distributed import losses
@@ -102,8 +103,41 @@ def test_gradients_that_many_devices_scatter_late(loss, x64, monkeypatch):
     assert_close(found, jax.jit(jax.grad(loss))(params, batch), 1e-12)
 
 
+@pytest.mark.parametrize(
+    "loss", [losses.in_reverse, losses.of_casts_of_the_second_axis, losses.of_all_kinds]
+)
+@pytest.mark.parametrize("keep_gathered", [False, True])
+def test_gradients_in_two_levels(loss, keep_gathered, x64):
+    """Within a host, "fsdp", and between hosts, "data"."""
+    params, batch = losses.draw(jnp.float64), losses.samples(dtype=jnp.float64)
+    given = {"axis": ("fsdp", "data"), "gather": "levels"}
+    step = make(loss, 2, 2, specs=SPECS | LEVELS, keep_gathered=keep_gathered, **given)
+    found, _, whole = gradients(step, params, batch)
+    bound = 1e-7 if "casts" in loss.__name__ else 1e-12  # casts to float32
+    assert_close(found, jax.jit(jax.grad(loss))(params, batch), bound)
+    assert whole == {"head"}
+
+
+def test_what_two_levels_cannot_do():
+    """Hosts before devices in a spec, or one axis alone."""
+    params, batch = losses.draw(), losses.samples()
+    with pytest.raises(
+        ValueError, match="expected with gather='levels' an axis within"
+    ):
+        make(losses.scan, gather="levels")
+    specs = SPECS | {"layers": {"w": P(None, ("data", "fsdp")), "b": P()}}
+    given = {"axis": ("fsdp", "data"), "gather": "levels"}
+    step = make(losses.scan, 2, 2, specs=specs, **given)
+    with pytest.raises(ValueError, match=r"'layers/w' has .* before 'fsdp'"):
+        step(*step.init(params), batch)
+
+
 # Over one axis of the batch gradients are scattered by layers, over the other after.
 FSDP = {"layers": {"w": P(None, "fsdp"), "b": P(None, "fsdp")}, "head": P("fsdp")}
+LEVELS = {
+    "layers": {"w": P(None, None, ("fsdp", "data")), "b": P(None, "fsdp")},
+    "head": P(("data", "fsdp")),
+}
 TP = {"layers": {"w": P(None, "data", "tp"), "b": P(None, "tp")}}
 FORMS = {
     "microbatches": (losses.scan, (4,), {"microbatches": 2}),
@@ -126,6 +160,22 @@ FORMS = {
         (2, 2),
         {"specs": SPECS | FSDP, "parameters": "divided"},
     ),
+    "levels": (
+        losses.of_scans,
+        (2, 2),
+        {"specs": SPECS | LEVELS, "axis": ("fsdp", "data"), "gather": "levels"},
+    ),
+    "levels, divided": (
+        losses.scan,
+        (2, 2),
+        {
+            "specs": SPECS | FSDP,
+            "parameters": "divided",
+            "axis": ("fsdp", "data"),
+            "gather": "levels",
+            "microbatches": 2,
+        },
+    ),
     "TP": (
         losses.with_keys,
         (2, 2),
@@ -142,6 +192,36 @@ def test_forms(form):
     assert_close(found, jax.jit(jax.grad(loss))(params, batch))
     assert ("head" in whole) == (form != "leaves")
     assert not whole & losses.LEAVES
+
+
+def test_other_axes_stay_divided():
+    """Along "data" a device exchanges nothing but its own half of what "tp" divides."""
+    specs = SPECS | TP | {"head": P("tp", "data")}
+    step = make(losses.scan, 4, 2, specs=specs, names=("data", "tp"), axis="data")
+    args = *step.abstract(losses.draw()), losses.samples()
+    program = Module.parse(step.lower(*args).compile().as_text())
+
+    def most(kind, of_layers):
+        """Elements of the largest whole array that is gathered, or scattered."""
+        return max(
+            t.input_bytes // 4 * (t.devices if kind == "all-gather" else 1)
+            for t in program.transfers()
+            if t.kind == kind and ("/while" in t.name) == of_layers and 2 in t.group
+        )
+
+    for kind in ("all-gather", "reduce-scatter"):
+        assert most(kind, of_layers=True) == 8 * 8 // 2
+        assert most(kind, of_layers=False) == 8 * 24 // 2
+
+
+def test_one_dimension_over_both_kinds_of_axes(x64):
+    """Layers of which "tp" divides the same axis as "data"."""
+    layers = {"w": P(None, ("data", "tp")), "b": P(None, ("tp", "data"))}
+    params, batch = losses.draw(jnp.float64), losses.samples(dtype=jnp.float64)
+    names = {"names": ("data", "tp"), "axis": "data"}
+    step = make(losses.scan, 4, 2, specs=SPECS | {"layers": layers}, **names)
+    found, _, _ = gradients(step, params, batch)
+    assert_close(found, jax.jit(jax.grad(losses.scan))(params, batch), 1e-12)
 
 
 def test_weights_that_differ_between_devices():

@@ -223,6 +223,26 @@ def test_groups_share_matrices(rng, x64, sharing, shape, spec, group, used, dtyp
         assert planned.sent_bytes["orthogonalize"] == counted
 
 
+@pytest.mark.parametrize("spec", [P(None, "data"), P(None, None, "data")])
+def test_pools_share_groups(rng, x64, sharing, spec):
+    """Three wide matrices and three tall ones of the same size: three for each of two
+    groups, one of which differs between them.
+    """
+    mesh = mesh_of(8, kind=EXPLICIT)
+    sizes = {"wide": (3, 16, 40), "tall": (3, 40, 16), "square": (2, 16, 16)}
+    grads = {k: rng.standard_normal(size) for k, size in sizes.items()}
+    matrices = jm.read(grads, rules=MuonDimensionNumbers(-2, -1))
+    polar = jm.PolarExpress(dtype="float64")
+    tx = jm.orthogonalize(polar, matrices=matrices, small=0, group=4)
+    expected, _ = tx.update(grads, optax.EmptyState())
+    placed = jax.device_put(grads, NamedSharding(mesh, spec))
+    result = jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])(placed)
+    for name, found in result.items():
+        np.testing.assert_allclose(found, expected[name], rtol=0, atol=1e-12)
+    assert_bit_identical_on_devices(result)
+    assert [p.counts for p in jm.describe(tx, placed).pools] == [(2, 1), (1, 2), (1, 1)]
+
+
 @pytest.mark.parametrize(
     ("polar", "group"),
     [
@@ -250,18 +270,24 @@ def test_what_a_group_sends_is_counted_roughly(sharing, spec):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "group", "most"), [(64, 1, 11.1e12), (1024, 8, 1.7e12)]
+    ("sizes", "gpus", "group", "most"),
+    [
+        ((32, 4096, 1024, 14336), 64, 1, 11.1e12),
+        ((32, 4096, 1024, 14336), 1024, 8, 0.96e12),
+        ((80, 8192, 1024, 28672), 1024, 8, 15.2e12),
+    ],
 )
-def test_the_planner_shares_where_that_takes_less_time(gpus, group, most):
-    """Llama 7B: whole matrices as long as there are enough of them."""
+def test_the_planner_shares_where_that_takes_less_time(sizes, gpus, group, most):
+    """Llama 7B and 70B: whole matrices as long as there are enough of them."""
+    layers, width, keys, inner = sizes
     sizes = {"data": gpus}
     shards = [
         Shard((number, m // gpus, n), jnp.dtype("bfloat16"), rows=("data",))
         for number, m, n in (
-            (64, 4096, 4096),
-            (64, 4096, 1024),
-            (64, 4096, 14336),
-            (32, 14336, 4096),
+            (2 * layers, width, width),
+            (2 * layers, width, keys),
+            (2 * layers, width, inner),
+            (layers, inner, width),
         )
     ]
     pools = make_pools(
