@@ -1,6 +1,7 @@
 """jax_muon: the Muon family of optimizers for JAX, as small optax pieces."""
 
 from jax_muon.hyperball import hyperball
+from jax_muon.keep_residual import keep_residual
 from jax_muon.matrices import Matrices
 from jax_muon.max_logits import max_attention_logits
 from jax_muon.mesh.auto_axes import on_auto_axes
@@ -59,6 +60,7 @@ __all__ = [
     "equilibrate_rows",
     "gpu_options",
     "hyperball",
+    "keep_residual",
     "make_train_step",
     "max_attention_logits",
     "moonlight",
