@@ -16,6 +16,7 @@ follows from them.
 
 import functools
 import importlib
+import itertools
 import json
 import math
 import pathlib
@@ -39,9 +40,10 @@ from benchmarks import program
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 SEEDS = (0, 1, 2)
+SEEDS_OF_WIDTHS = SEEDS[:2]
 BATCH, CONTEXT, WIDTH, LAYERS = 8, 64, 128, 2
-Batch = dict[str, np.ndarray]
-Loss = Callable[[Any, Batch, jax.Array | None], jax.Array]
+Batch = dict[str, Any]  # arrays
+Loss = Callable[[Any, Batch, jax.Array | None], jax.Array]  # None: no dropout
 
 
 # ---- The examples
@@ -202,7 +204,7 @@ def seq2seq(folder: pathlib.Path) -> Example:
 
 
 EXAMPLES = {"lm1b": lm1b, "gemma": gemma, "seq2seq": seq2seq}
-WIDTHS = {f"lm1b, width {x}": x for x in (32, 256)}
+WIDTHS = {f"lm1b, width {x}": x for x in (32, 256)}  # for the optimizers in WIDE
 
 
 # ---- The optimizers
@@ -213,14 +215,9 @@ def adamw(learning_rate: Any) -> optax.GradientTransformation:
     return optax.adamw(learning_rate, b2=0.98, eps=1e-9, weight_decay=0.1)
 
 
-def recipe(name: str, rest: Any, **settings: Any) -> optax.GradientTransformation:
-    """A recipe beside the AdamW that the user has; its other settings by default."""
-    own = {} if rest is None else {"adamw": adamw(rest)}
-    return getattr(jm, name)(dtype="float32", **own, **settings)
-
-
 BASELINE = "adamw"
 ONE_RATE = "moonlight, one rate"  # its AdamW has the rate of the matrices
+WIDE = (BASELINE, "nanochat", "moonlight")
 FIRST = {  # where the search begins: the power of two
     BASELINE: -8,
     "nanochat": -5,
@@ -236,13 +233,13 @@ FIRST = {  # where the search begins: the power of two
 def make(
     optimizer: str, rate: Any, rest: Any, rules: dict[str, str] | None
 ) -> optax.GradientTransformation:
-    """An optimizer with a rate for the matrices and one for the rest."""
+    """A recipe with its defaults beside the user's AdamW, or that AdamW alone."""
     if optimizer == BASELINE:
         return adamw(rate)
     name, _, one_rate = optimizer.partition(", ")
+    own = {} if one_rate else {"adamw": adamw(rest)}
     matrices = functools.partial(jm.read, rules=rules)
-    own = {"learning_rate": rate, "matrices": matrices}
-    return recipe(name, None if one_rate else rest, **own)
+    return getattr(jm, name)(rate, dtype="float32", matrices=matrices, **own)
 
 
 # ---- A run
@@ -257,8 +254,8 @@ def functions(folder: pathlib.Path, name: str, optimizer: str) -> Any:
         shape = optax.warmup_cosine_decay_schedule(
             0.0, 1.0, example.steps // 10, example.steps
         )
-        rates = (lambda count, peak=peak: peak * shape(count) for peak in (rate, rest))
-        return make(optimizer, *rates, example.rules)
+        scheduled = (lambda count, x=x: x * shape(count) for x in (rate, rest))
+        return make(optimizer, *scheduled, rules=example.rules)
 
     def init(params: Any, rate: jax.Array, rest: jax.Array) -> Any:
         return transform(rate, rest).init(params)
@@ -275,7 +272,9 @@ def functions(folder: pathlib.Path, name: str, optimizer: str) -> Any:
         updates, state = transform(rate, rest).update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    evaluate = functools.partial(example.loss, key=None)
+    def evaluate(params: Any, batch: Batch) -> jax.Array:
+        return example.loss(params, batch, None)
+
     return jax.jit(init), jax.jit(step, donate_argnums=(0, 1)), jax.jit(evaluate)
 
 
@@ -342,10 +341,9 @@ class Runs:
     def best(self, example: str, optimizer: str, seed: int) -> float:
         """The best of the powers of two; its neighbours have been run too."""
         if seed == SEEDS[0]:
-            first, factors = 2.0 ** FIRST[optimizer], (4.0, 2.0)
+            best, factors = 2.0 ** FIRST[optimizer], [4.0, 2.0]
         else:
-            first, factors = self.best(example, optimizer, SEEDS[0]), (2.0,)
-        best = first
+            best, factors = self.best(example, optimizer, SEEDS[0]), [2.0]
         for factor in factors:
             middle = None
             while middle != best:
@@ -375,9 +373,9 @@ def lowest(runs: Runs, example: str, optimizer: str, seed: int) -> float:
 
 # ---- What follows from the runs
 
-# Updates as large as AdamW's by docs/rates.md: 1, or 0.2 * in**0.5 rounded to the grid.
-EQUAL_SIZE = {"moonlight": 1, ONE_RATE: 1, "normuon": 1}
-SMALL = 2
+# What makes updates as large as AdamW's: 1, or 0.2 * 128**0.5 rounded to the grid.
+EQUAL_SIZE = {"moonlight": 1, ONE_RATE: 1, "normuon": 1, "nanochat": 2, "muon": 2}
+ANGLES = ("muonh", "normuonh")  # their rate is no length, and starts at a fixed value
 
 
 def summary(runs: Runs, optimizer: str) -> dict[str, Any]:
@@ -386,10 +384,15 @@ def summary(runs: Runs, optimizer: str) -> dict[str, Any]:
         example: [runs.multiple(example, optimizer, seed) for seed in SEEDS]
         for example in EXAMPLES
     }
-    every = [x for each in multiples.values() for x in each]
+    every = [*itertools.chain(*multiples.values())]
     middle = statistics.geometric_mean(every)
-    start = 2.0 ** round(math.log2(middle))
-    equal = EQUAL_SIZE.get(optimizer, SMALL)
+    best_rates = {
+        example: [lowest(runs, example, optimizer, seed) for seed in SEEDS]
+        for example in EXAMPLES
+    }
+    of_rates = statistics.geometric_mean(itertools.chain(*best_rates.values()))
+    start = power_of_two(of_rates if optimizer in ANGLES else middle)
+    equal = EQUAL_SIZE.get(optimizer)
 
     def mean(rate: Callable[[str, int], float]) -> dict[str, float]:
         return {
@@ -405,22 +408,28 @@ def summary(runs: Runs, optimizer: str) -> dict[str, Any]:
         "lowest": min(every),
         "highest": max(every),
         "multiples": multiples,
-        "best_rates": {
-            example: [lowest(runs, example, optimizer, seed) for seed in SEEDS]
-            for example in EXAMPLES
-        },
+        "best_rates": best_rates,
         "start": start,
-        "equal_size": equal,
         "loss_at_best": mean(lambda example, seed: runs.best(example, optimizer, seed)),
-        "loss_at_start": mean(lambda example, seed: start * runs.rest(example)),
-        "loss_at_equal_size": mean(lambda example, seed: equal * runs.rest(example)),
+        "loss_at_start": mean(
+            lambda example, seed: (
+                start if optimizer in ANGLES else start * runs.rest(example)
+            )
+        ),
+        "loss_at_equal_size": equal
+        and mean(lambda example, seed: equal * runs.rest(example)),
     }
+
+
+def power_of_two(rate: float) -> float:
+    """The nearest one."""
+    return 2.0 ** round(math.log2(rate))
 
 
 def calls(optimizer: str, start: float) -> str:
     """What a user writes."""
     name, _, one_rate = optimizer.partition(", ")
-    rate = "lr" if start == 1 else f"{start:g} * lr"
+    rate = f"{start:.1g}" if optimizer in ANGLES else f"{start:g} * lr"
     return f"`jm.{name}({rate})`" if one_rate else f"`jm.{name}({rate}, adamw=adamw)`"
 
 
@@ -431,7 +440,7 @@ def starts(found: dict[str, Any]) -> str:
     for optimizer, result in found.items():
         if optimizer == BASELINE:
             continue
-        rates = [x for each in result["best_rates"].values() for x in each]
+        rates = [*itertools.chain(*result["best_rates"].values())]
         spread = f"{result['lowest']:.1f} to {result['highest']:.1f}"
         rows.append(
             [
@@ -448,22 +457,79 @@ def starts(found: dict[str, Any]) -> str:
 
 
 def costs(found: dict[str, Any]) -> str:
-    """The table of losses at the rate of equal size, at the start and at the best."""
-    titles = ["", *(f"{name}: equal size, start, best" for name in EXAMPLES)]
+    """The table of losses at the best rate, the start, and the rate of equal size."""
+    kinds = ("loss_at_best", "loss_at_start", "loss_at_equal_size")
+    titles = ["", *(f"{name}: best, start, equal size" for name in EXAMPLES)]
     rows = [titles]
     for optimizer, result in found.items():
-        kinds = ["loss_at_equal_size", "loss_at_start", "loss_at_best"]
-        kinds = kinds[2:] if optimizer == BASELINE else kinds
         rows.append(
             [
                 f"`{optimizer}`",
                 *(
-                    ", ".join(f"{result[kind][example]:.2f}" for kind in kinds)
+                    ", ".join(
+                        f"{result[kind][example]:.2f}" if result[kind] else "-"
+                        for kind in kinds
+                    )
                     for example in EXAMPLES
                 ),
             ]
         )
     return program.markdown(rows)
+
+
+def by_width(runs: Runs) -> dict[str, Any]:
+    """Best rates of lm1b, and multiples of AdamW's, as means over the seeds."""
+    return {
+        str(width): {
+            optimizer: {
+                "best_rate": mean_of(lowest, runs, example, optimizer),
+                "multiple": mean_of(Runs.multiple, runs, example, optimizer),
+            }
+            for optimizer in WIDE
+        }
+        for example, width in {"lm1b": WIDTH, **WIDTHS}.items()
+    }
+
+
+def mean_of(
+    rate: Callable[[Runs, str, str, int], float],
+    runs: Runs,
+    example: str,
+    optimizer: str,
+) -> float:
+    """The geometric mean over the seeds."""
+    return statistics.geometric_mean(
+        rate(runs, example, optimizer, seed) for seed in SEEDS_OF_WIDTHS
+    )
+
+
+def widths(found: dict[str, Any]) -> str:
+    """The table of best rates by width."""
+    rows = [["width", *(f"`{optimizer}`" for optimizer in WIDE)]]
+    for width in sorted(found, key=int):
+        cells = (
+            f"{result['best_rate']:.2g}"
+            + ("" if name == BASELINE else f", {result['multiple']:.1f} times AdamW's")
+            for name, result in found[width].items()
+        )
+        rows.append([width, *cells])
+    return program.markdown(rows)
+
+
+def results(runs: Runs) -> dict[str, Any]:
+    """What rates.json keeps."""
+    optimizers = {optimizer: summary(runs, optimizer) for optimizer in FIRST}
+    return {"optimizers": optimizers, "lm1b_by_width": by_width(runs)}
+
+
+def tables(found: dict[str, Any]) -> dict[str, str]:
+    """The tables of docs/rates.md by the names of their places."""
+    optimizers = found["optimizers"]
+    return {
+        "starts": starts(optimizers),
+        "costs": costs(optimizers),
+        "widths": widths(found["lm1b_by_width"]),
+    }
 
 
 def main(words: list[str]) -> None:
@@ -480,14 +546,13 @@ def main(words: list[str]) -> None:
         for example in EXAMPLES:
             for optimizer in FIRST:
                 runs.best(example, optimizer, seed)
-    found = {optimizer: summary(runs, optimizer) for optimizer in FIRST}
+    found = results(runs)
     if args.folder:
-        about = program.describe("benchmarks.rates", words)
-        program.save(about | {"optimizers": found}, RESULTS / "rates.json")
-    page = ROOT / "docs" / "rates.md"
-    for mark, table in (("starts", starts(found)), ("costs", costs(found))):
+        about = program.describe("benchmarks.rates", ["flax/examples"])
+        program.save(about | found, RESULTS / "rates.json")
+    for name, table in tables(found).items():
         print(table)
-        program.fill(page, mark, table)
+        program.fill(ROOT / "docs" / "rates.md", name, table)
 
 
 if __name__ == "__main__":

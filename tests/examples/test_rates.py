@@ -1,5 +1,6 @@
-"""The search for rates: where it ends, and what it repeats."""
+"""The search for rates: where it ends, what it repeats, and what the page says."""
 
+import json
 import math
 import sys
 
@@ -54,3 +55,12 @@ def test_examples_with_files_of_one_name(tmp_path):
         assert module.name == name
     assert "models_of_a_test" not in sys.modules
     assert not {str(tmp_path / "one"), str(tmp_path / "two")} & set(sys.path)
+
+
+def test_the_page_has_the_tables_of_the_records():
+    found = rates.results(rates.Runs(rates.RESULTS / "rates.jsonl"))
+    saved = json.loads((rates.RESULTS / "rates.json").read_text())
+    assert {name: saved[name] for name in found} == found
+    page = (rates.ROOT / "docs" / "rates.md").read_text()
+    for name, table in rates.tables(found).items():
+        assert f"<!-- {name} -->\n\n{table}\n" in page
