@@ -89,6 +89,9 @@ def nanochat(
 ) -> optax.GradientTransformationExtraArgs:
     """MuonAdamW of nanochat: Nesterov, Polar Express, NorMuon, cautious weight decay.
 
+    If `optax.adamw(lr)` is tuned for a model, start with lr * width / 32; see
+    docs/rates.md.
+
     Args:
       learning_rate: of the matrices, before the factor max(1, out/in)^0.5.
       weight_decay: cautious, times the learning rate and the factor of the shape.
@@ -159,6 +162,9 @@ def normuon(
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuon as in its paper: per output neuron, updates with root mean square 0.2.
 
+    If `optax.adamw(lr)` is tuned for a model, start with lr * (width / 32)**0.5; see
+    docs/rates.md.
+
     Args:
       learning_rate: of the matrices, before the factor 0.2 (in out)^0.5 / ||update||_F.
 
@@ -209,6 +215,9 @@ def muon(
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Jordan's Muon: Nesterov, Newton-Schulz, a factor for the shape, decoupled decay.
+
+    If `optax.adamw(lr)` is tuned for a model, start with lr * width / 32; see
+    docs/rates.md.
 
     With equal settings, the mathematics of torch.optim.Muon; `shape_rule="rms_0.2"` is
     its adjust_lr_fn="match_rms_adamw".
@@ -272,7 +281,8 @@ def moonlight(
     """Moonlight's Muon: updates with AdamW's root mean square of 0.2.
 
     One learning rate and one weight decay serve matrices and AdamW alike. The momentum
-    is Nesterov's.
+    is Nesterov's. If `optax.adamw(lr)` is tuned for a model, start with
+    lr * (width / 32)**0.5; see docs/rates.md.
 
     Args:
       learning_rate: of the matrices, before the factor 0.2 max(in, out)^0.5.
