@@ -74,10 +74,9 @@ def functions(jaxpr: Jaxpr) -> Iterator[str]:
 
 
 def line_of(calls: Sequence[JaxprEqn]) -> str:
-    """`model.py:57`, the line of the user's code that an operation comes from, or "".
+    """`model.py:57`, the line of the model that an operation comes from, or "".
 
-    Where only installed packages are on the stack, the innermost one that is not JAX or
-    a library of layers.
+    That is the innermost one outside of JAX and libraries of layers.
 
     Args:
       calls: the operation, after those that call it, the outermost first.
@@ -87,16 +86,10 @@ def line_of(calls: Sequence[JaxprEqn]) -> str:
     # JAX traces its own functions once, and operations in them show who called first.
     eqn = next((x for x in calls if _calls_jax(x, folders[0])), calls[-1])
     traceback: Any = eqn.source_info.traceback
-    installed = ""
     for frame in traceback.frames if traceback else ():  # the innermost first
-        file = frame.file_name
-        if file.startswith((*folders, "<frozen")):
-            continue
-        line = f"{os.path.basename(file)}:{frame.line_num}"
-        if "site-packages" not in file:
-            return line
-        installed = installed or line
-    return installed
+        if not frame.file_name.startswith((*folders, "<frozen")):
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+    return ""
 
 
 def _calls_jax(eqn: JaxprEqn, folder: str) -> bool:

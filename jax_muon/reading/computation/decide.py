@@ -116,8 +116,9 @@ def _decide(
         return ADAMW, "head", f"last product before the result{where}", axes
     roles = {role for use in products for role in _roles(use)}
     kernel = "convolution" if first.kind == "convolved" else "kernel"
-    role = "fused" if len(roles) > 1 else roles.pop() if roles else kernel
-    return MUON, role, reason, axes
+    if len(roles) > 1 or roles == {"gated"}:
+        return MUON, "fused", reason, axes
+    return MUON, roles.pop() if roles else kernel, reason, axes
 
 
 def _numbered(axes: Sequence[int]) -> str:
@@ -160,9 +161,10 @@ def _side_by_side(path: str, shape: Sequence[int], uses: Iterable[Use]) -> str:
             elif len({*widths}) > 1:
                 split = {f"part_{i}": width for i, width in enumerate(widths)}
             last = "" if axis == len(shape) - 1 else f", axis={axis}"
+            pattern = re.sub(r".*/\d+/", "", path)  # of all layers
             return (
                 f"; its outputs are split into {len(names)} parts: "
-                f"splits={{{path!r}: Split({split}{last})}}"
+                f"splits={{{pattern!r}: Split({split}{last})}}"
             )
     return ""
 
