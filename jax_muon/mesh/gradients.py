@@ -163,9 +163,10 @@ class MeanGradients:
         def gathered(x: Any) -> Any:
             for dimension, entry in enumerate(spec):
                 names = self._names(entry)
-                if names := tuple(n for n in names if not over or n in over):
+                names = tuple(name for name in names if not over or name in over)
+                for hop in reversed(self._hops(names)):
                     sent = x.astype(wire_dtype(x.dtype, self.gather_dtype))
-                    sent = jax.lax.all_gather(sent, names, axis=dimension, tiled=True)
+                    sent = jax.lax.all_gather(sent, hop, axis=dimension, tiled=True)
                     x = sent.astype(x.dtype)
             return x
 
@@ -181,11 +182,11 @@ class MeanGradients:
             rest = list(over)
             for dimension, entry in enumerate(spec):
                 names = tuple(name for name in specs.entry_names(entry) if name in over)
-                if names:
+                for hop in self._hops(names):
                     sent = jax.lax.psum_scatter(
-                        sent, names, scatter_dimension=dimension, tiled=True
+                        sent, hop, scatter_dimension=dimension, tiled=True
                     )
-                    rest = [name for name in rest if name not in names]
+                    rest = [name for name in rest if name not in hop]
             return wide(_over(jax.lax.psum, sent, tuple(rest)))
 
         return self._of_own_part(summed, spec)(g)
@@ -193,6 +194,12 @@ class MeanGradients:
     def _names(self, entry: Any) -> tuple[str, ...]:
         """The axes of the batch in an entry of a spec."""
         return tuple(name for name in specs.entry_names(entry) if name in self.axis)
+
+    def _hops(self, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """The axes of one collective after another, those within a host first."""
+        if self.levels and names[:1] == self.levels[0] and names[1:]:
+            return [names[:1], names[1:]]
+        return [names] if names else []
 
     def _of_own_part(
         self, exchange: Callable[[Any], Any], spec: PartitionSpec

@@ -94,10 +94,10 @@ def make_train_step(
         once, whatever `accumulate` says; all others are gathered at the beginning of
         the step. "layers": the same, but a parameter with three or more axes that is
         used outside a scan is an error. "leaves": all at the beginning. "levels": as
-        "auto", and scanned layers travel in two levels, for large meshes: `axis` names
-        the mesh axis within a host first, and then those between hosts. Hosts send each
-        other every parameter once, instead of twice, and each device keeps a host's
-        share of the scanned layers for the backward pass.
+        "auto", but between hosts first and then within a host, for hundreds of hosts:
+        `axis` names the mesh axis within a host first, and then those between hosts.
+        Each device keeps its part of what its host has, of all scanned layers, for the
+        backward pass.
       keep_gathered: keep gathered layers for the backward pass instead of gathering
         them again; needs memory for all of them.
       donate: whether parameters and state are updated in place.
