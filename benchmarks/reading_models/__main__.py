@@ -181,16 +181,23 @@ def _keep(
     """Write the rows of a framework, beside those that the file has of others."""
     from importlib.metadata import version
 
-    import jax
-
     results = json.loads(file.read_text()) if file.exists() else {}
     if merge:
         new = {row["model"] for row in rows}
         old = results.get(framework, {}).get("models", [])
         rows = [row for row in old if row["model"] not in new] + rows
     results[framework] = {"jax": version("jax"), "models": rows}
-    assert jax.__version__ == version("jax")
-    file.write_text(json.dumps(results, indent=1) + "\n")
+    file.write_text(lines_of(results))
+
+
+def lines_of(results: Mapping[str, Any]) -> str:
+    """The results as JSON with one line for each model."""
+    frameworks = []
+    for framework, result in results.items():
+        rows = ",\n".join(json.dumps(row) for row in result["models"])
+        head = f'"{framework}": {{"jax": "{result["jax"]}", "models": [\n'
+        frameworks.append(f"{head}{rows}]}}")
+    return "{" + ",\n".join(frameworks) + "}\n"
 
 
 def summary(results: Mapping[str, Any]) -> str:

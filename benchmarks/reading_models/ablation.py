@@ -252,14 +252,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("frameworks", nargs="*", metavar="FRAMEWORK")
     parser.add_argument("--models", default="*", help="pattern of the models to read")
-    parser.add_argument("--rules", default="*", help="pattern of the rules to remove")
+    parser.add_argument("--rules", nargs="*", default=["*"], help="patterns of rules")
     parser.add_argument("--here", action="store_true", help="in this environment")
     parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args(arguments)
     for framework in options.frameworks or FRAMEWORKS:
         environment = None if options.here else FRAMEWORKS[framework]
         if environment is None:
-            rules = [rule for rule in RULES if fnmatch.fnmatch(rule, options.rules)]
+            rules = [
+                rule
+                for rule in RULES
+                if any(fnmatch.fnmatch(rule, pattern) for pattern in options.rules)
+            ]
             rows = dict(_rows(framework, options.models, rules))
             results = (
                 json.loads(options.json.read_text()) if options.json.exists() else {}
@@ -269,7 +273,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.json.write_text(json.dumps(results, indent=1) + "\n")
         else:
             command = [f"runs/outside/{environment}/bin/python", "-m", __spec__.name]
-            more = ("--models", options.models, "--rules", options.rules)
+            more = ("--models", options.models, "--rules", *options.rules)
             more += ("--json", str(options.json))
             subprocess.run([*command, framework, "--here", *more], check=True)
     if not options.here:
