@@ -52,7 +52,7 @@ FAMILIES = {
     "olmo3-7b": EVERY,
     "deepseek2-16b": EVERY,
     "deepseek3.2-671b": (1, 0),
-    "deepseek4-284b": EVERY,
+    "deepseek4-284b": (1, 0),
     "kimi-k2-1t": EVERY,
 }
 PRODUCTS_OF_EXPERTS = {
