@@ -16,8 +16,11 @@ VERSION_TESTS ?= tests jax_muon --ignore=tests/parity \
 	--deselect=tests/test_benchmarks.py::test_torch_contender
 OUTSIDE ?= $(patsubst outside/%/requirements.txt,%,$(wildcard outside/*/requirements.txt))
 
-.PHONY: train train-multiprocess test test-versions test-outside wheel parity venv docs \
-	lint bench gpu-schedule symmetric-kernel clean
+# The environments of benchmarks/reading_models.
+READING_MODELS := modules transformers maxtext levanter tunix keras_hub
+
+.PHONY: train train-multiprocess test test-versions test-outside reading-models wheel \
+	parity venv docs lint bench gpu-schedule symmetric-kernel clean
 
 train: $(VENV)/examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -50,6 +53,12 @@ test-outside: $(OUTSIDE:%=runs/outside/%)
 	for name in $(OUTSIDE); do \
 		PYTHONPATH=. runs/outside/$$name/bin/python -m pytest outside/$$name $(ARGS) || exit 1; \
 	done
+
+# How the parameters of these packages' models are read, by losses and by names, and what
+# each rule of the reading is worth: half an hour on two cores.
+reading-models: venv $(READING_MODELS:%=runs/outside/%)
+	$(BIN)/python -m benchmarks.reading_models $(ARGS)
+	$(BIN)/python -m benchmarks.reading_models.ablation $(ARGS)
 
 # Without dependencies: several of these packages ask for CUDA libraries or TensorFlow,
 # which their optimizers and models never import.
@@ -84,6 +93,7 @@ lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --follow-untyped-imports --follow-imports=silent tests/typed_program.py
 
 # The step and orthogonalization on this CPU, beside optax and torch; 10 minutes on two
 # cores. `make bench ARGS="--models gpt2-350m"` takes another model, without the second.

@@ -14,7 +14,6 @@ the search.
 import functools
 import json
 import pathlib
-import re
 import statistics
 import sys
 from collections.abc import Iterator
@@ -187,9 +186,9 @@ def table(found: dict[str, Row], steps: int) -> str:
         *(f"after {steps} steps", "steps to AdamW's loss", "of its steps"),
         "of its time",
     )
-    texts = [titles, ["---"] * len(titles)]
-    texts += [cells(name, row, steps, target) for name, row in ordered]
-    return "".join("| " + " | ".join(text) + " |\n" for text in texts)
+    return program.markdown(
+        [titles, *(cells(name, row, steps, target) for name, row in ordered)]
+    )
 
 
 def cells(name: str, row: Row, steps: int, target: float) -> list[str]:
@@ -263,10 +262,7 @@ def report(folder: pathlib.Path, root: pathlib.Path) -> None:
         found, name = rows(folder, steps, width), f"learning_{steps}_{width}"
         text = table(found, steps)
         print(f"AdamW's steps: {steps}, width: {width}\n\n{text}")
-        mark = f"<!-- {name} -->\n\n"
-        old = re.escape(mark) + r"(\|.*\n)*"
-        filled = re.sub(old, mark + text, page.read_text(encoding="utf-8"))
-        page.write_text(filled, encoding="utf-8")
+        program.fill(page, name, text)
         draw(found, steps, root / "docs" / f"{name}.png")
 
 

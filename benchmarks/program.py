@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,6 +38,20 @@ def print_row(*cells: Any) -> None:
     """A row of it, numbers with three digits."""
     words = (f"{x:.3g}" if isinstance(x, float) else str(x) for x in cells)
     print(f"| {' | '.join(words)} |", flush=True)
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, the first row its titles."""
+    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+def fill(page: pathlib.Path, name: str, table: str) -> None:
+    """Put a table into a page, below the comment with its name."""
+    mark = f"<!-- {name} -->\n\n"
+    old = re.escape(mark) + r"(\|.*\n)*"
+    filled = re.sub(old, lambda _: mark + table, page.read_text(encoding="utf-8"))
+    page.write_text(filled, encoding="utf-8")
 
 
 def save(result: Any, path: pathlib.Path) -> None:

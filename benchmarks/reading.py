@@ -139,7 +139,7 @@ def expectation(answer: str, shape: Sequence[int]) -> dict[str, Any]:
     labels, axes = set(), []
     axes_or_role, _, _ = answer.removesuffix("?").partition(", ")
     for choice in axes_or_role.split(" or "):
-        if choice in ("adamw", "embedding", "head", "router"):
+        if choice in ("adamw", "embedding", "head", "router", "unused"):
             labels.add("adamw")
             continue
         if len(choice) != len(shape) or not {*choice} <= {*"bio"}:

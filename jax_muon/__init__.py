@@ -1,12 +1,14 @@
 """jax_muon: the Muon family of optimizers for JAX, as small optax pieces."""
 
 from jax_muon.hyperball import hyperball
+from jax_muon.keep_residual import keep_residual
 from jax_muon.matrices import Matrices
 from jax_muon.max_logits import max_attention_logits
 from jax_muon.mesh.auto_axes import on_auto_axes
 from jax_muon.mesh.on_mesh import abstract_state, on_mesh
 from jax_muon.mesh.replicas import on_replicas
 from jax_muon.mesh.scan_layers import scan_layers
+from jax_muon.mesh.stages import on_stages
 from jax_muon.mesh.train_step import make_train_step
 from jax_muon.mesh.xla_options import gpu_options
 from jax_muon.momentum import nesterov
@@ -17,7 +19,16 @@ from jax_muon.polar.coefficients import polar_express_coefficients
 from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
 from jax_muon.qk_clip import clip_qk
 from jax_muon.reading.read import read
-from jax_muon.recipes import moonlight, muon, muonh, nanochat, normuon, normuonh, teon
+from jax_muon.recipes import (
+    moonlight,
+    muon,
+    muonh,
+    nanochat,
+    normuon,
+    normuonh,
+    recipe,
+    teon,
+)
 from jax_muon.scaling import (
     equilibrate_rows,
     normalize_frobenius,
@@ -49,6 +60,7 @@ __all__ = [
     "equilibrate_rows",
     "gpu_options",
     "hyperball",
+    "keep_residual",
     "make_train_step",
     "max_attention_logits",
     "moonlight",
@@ -63,10 +75,12 @@ __all__ = [
     "on_auto_axes",
     "on_mesh",
     "on_replicas",
+    "on_stages",
     "orthogonalize",
     "partition",
     "polar_express_coefficients",
     "read",
+    "recipe",
     "scale_by_normuon",
     "scale_by_path",
     "scale_by_shape",

@@ -130,6 +130,13 @@ def as_transform(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(tx)
 
 
+def no_factory(name: str, value: Any) -> None:
+    """Refuse `optax.sgd` instead of `optax.sgd(1e-3)` where functions are possible."""
+    found = getattr(value, "__qualname__", "<locals>"), getattr(value, "__module__", "")
+    if "<locals>" not in found[0] and str(found[1]).startswith("optax."):
+        refuse(name, value, f"an optax transform, such as {found[0]}(1e-3)")
+
+
 # --- trees ----------------------------------------------------------------------------
 
 

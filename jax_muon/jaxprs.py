@@ -5,11 +5,11 @@ Everything here may change with a release of JAX; `tests/test_jaxprs.py` runs in
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.interpreters import partial_eval
 
 # Lines of these packages are not the user's.
@@ -63,11 +63,20 @@ def needed_for(jaxpr: Jaxpr, results: Sequence[bool]) -> tuple[Jaxpr, list[bool]
     return partial_eval.dce_jaxpr(jaxpr, results)
 
 
-def line_of(calls: Sequence[JaxprEqn]) -> str:
-    """`model.py:57`, the line of the user's code that an operation comes from, or "".
+def functions(jaxpr: Jaxpr) -> Iterator[str]:
+    """Qualified names of the Python functions that a program was traced from."""
+    for eqn in jaxpr.eqns:
+        traceback: Any = eqn.source_info.traceback
+        for frame in traceback.frames if traceback else ():
+            yield frame.function_name
+        for closed in jaxprs_in_params(eqn.params):
+            yield from functions(closed)
 
-    Where only installed packages are on the stack, the innermost one that is not JAX or
-    a library of layers.
+
+def line_of(calls: Sequence[JaxprEqn]) -> str:
+    """`model.py:57`, the line of the model that an operation comes from, or "".
+
+    That is the innermost one outside of JAX and libraries of layers.
 
     Args:
       calls: the operation, after those that call it, the outermost first.
@@ -77,16 +86,10 @@ def line_of(calls: Sequence[JaxprEqn]) -> str:
     # JAX traces its own functions once, and operations in them show who called first.
     eqn = next((x for x in calls if _calls_jax(x, folders[0])), calls[-1])
     traceback: Any = eqn.source_info.traceback
-    installed = ""
     for frame in traceback.frames if traceback else ():  # the innermost first
-        file = frame.file_name
-        if file.startswith((*folders, "<frozen")):
-            continue
-        line = f"{os.path.basename(file)}:{frame.line_num}"
-        if "site-packages" not in file:
-            return line
-        installed = installed or line
-    return installed
+        if not frame.file_name.startswith((*folders, "<frozen")):
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+    return ""
 
 
 def _calls_jax(eqn: JaxprEqn, folder: str) -> bool:

@@ -17,7 +17,11 @@ from jaxtyping import Array, Float
 from jax_muon import checks, paths
 from jax_muon.dtypes import wide
 from jax_muon.leaves import map_leaves
+from jax_muon.matrices import Matrices
 from jax_muon.mesh import array_types
+
+# Paths of queries and of keys, with their biases, by the path of an attention module.
+Modules = dict[str, tuple[list[str], list[str]]]
 
 
 class ClipQkState(NamedTuple):
@@ -31,6 +35,7 @@ def clip_qk(
     *,
     query: str = "attn/q",
     key: str = "attn/k",
+    matrices: Matrices | None = None,
     balance: float = 0.5,
     layers_axis: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -61,6 +66,10 @@ def clip_qk(
         biases. `attn/q` matches `blocks/0/attn/q/kernel` and `blocks/0/attn/q/bias`.
       key: pattern of the key projections. The components that it shares with `query`
         end the path of the attention module: `blocks/0/attn`.
+      matrices: `jax_muon.read(params, loss_fn, batch)`. Its roles say which kernels are
+        queries and keys, instead of patterns; what else is in their modules are their
+        biases. The path of an attention module is what those of its query and key
+        share.
       balance: :math:`\alpha` in [0, 1], the share of the query. 1 leaves keys alone, so
         only heads above the threshold change.
       layers_axis: first axis of scanned layers in every parameter that the patterns
@@ -105,8 +114,13 @@ def clip_qk(
     threshold = checks.number("threshold", threshold, "above 0")
     balance = checks.number("balance", balance, "in [0, 1]")
 
+    def modules_of(names: list[str]) -> Modules:
+        if matrices is None:
+            return _modules(names, query, key)
+        return _modules_by_role(names, matrices)
+
     def init_fn(params: optax.Params) -> ClipQkState:
-        _modules([path for path, _ in paths.leaves_with_paths(params)], query, key)
+        modules_of([path for path, _ in paths.leaves_with_paths(params)])
         return ClipQkState(jnp.zeros([], jnp.int32))
 
     def update_fn(
@@ -127,7 +141,7 @@ def clip_qk(
             )
         checks.gradients(updates, params)
         weights = dict(paths.leaves_with_paths(params))
-        modules = _modules(list(weights), query, key)
+        modules = modules_of(list(weights))
         factors: dict[str, Array] = {}
         clipped = jnp.zeros([], jnp.int32)
         for name, largest in _by_module(max_logits, list(modules)).items():
@@ -159,15 +173,42 @@ def clip_qk(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _modules(
-    names: Sequence[str], query: str, key: str
-) -> dict[str, tuple[list[str], list[str]]]:
+def _modules_by_role(names: Sequence[str], matrices: Matrices) -> Modules:
+    """The same as `_modules`, by the roles in a reading."""
+    parts = {path: paths.slashed(path).split("/") for path in names}
+    roles = {path: matrices[path].role for path in names}
+    queries, keys = (
+        [path for path in names if roles[path] == role] for role in ("query", "key")
+    )
+    if not queries or not keys:
+        raise ValueError(
+            f"clip_qk: the reading has the queries {queries} and the keys {keys}; "
+            "expected matrices=jax_muon.read(params, loss_fn, batch), with splits for "
+            "fused kernels, or the patterns query= and key="
+        )
+
+    def shared(a: str, b: str) -> int:
+        pairs = zip(parts[a], parts[b], strict=False)
+        return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+
+    modules: Modules = {}
+    for query in queries:
+        key = max(keys, key=lambda path: shared(query, path))
+        depth = shared(query, key)
+        own = modules.setdefault("/".join(parts[query][:depth]), ([], []))
+        for side, kernel in zip(own, (query, key), strict=True):
+            beside = [x for x in names if shared(x, kernel) > depth]
+            side += [x for x in beside if x not in side]
+    return modules
+
+
+def _modules(names: Sequence[str], query: str, key: str) -> Modules:
     """Paths of the query and key projections in each attention module, by its path."""
     patterns = (query, key)
     paths.check_patterns_match("clip_qk", patterns, list(names))
     pairs = zip(*(paths.slashed(x).split("/") for x in patterns), strict=False)
     common = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
-    modules: dict[str, tuple[list[str], list[str]]] = {}
+    modules: Modules = {}
     for path in names:
         found = [which for which in (0, 1) if paths.matches(patterns[which], path)]
         if len(found) > 1:

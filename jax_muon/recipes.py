@@ -3,22 +3,24 @@
 Every recipe is one call of `partition`, which users can write out in ten lines and
 change. Arguments mean the same in all of them:
 
-- `learning_rate`, `momentum`, `weight_decay`: of the matrices, a float or an optax
-  schedule. Momentum is an exponential average, in [0, 1). The weight decay is
-  decoupled, times the learning rate alone.
+- `learning_rate`: of the matrices, a number or an optax schedule.
+- `momentum`: of the matrices, an exponential average, in [0, 1), or a schedule of it.
+- `weight_decay`: of the matrices, decoupled, times the learning rate alone; a number or
+  a schedule.
+- `beta2`: decay of NorMuon's mean squares, in [0, 1), or a schedule of it.
 - `lookahead`: whether to use Nesterov's look-ahead; see `nesterov`.
-- `beta2`: decay of NorMuon's mean squares, in [0, 1), or an optax schedule.
-- `shape_rule`: see `scale_by_shape`.
-- `steps`: of the polar iteration; a Python integer, None for 5.
+- `shape_rule`: the factor for the shape of a matrix; see `scale_by_shape`.
+- `steps`: of the polar iteration, a Python integer; None for 5.
 - `dtype`: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
 - `polar`: another polar factor instead of the recipe's: a function of (..., m, n) that
   fulfils the contract in `orthogonalize`. With it, `steps` and `dtype` are ignored.
 - `momentum_dtype`: dtype of the momentum; None for the parameters'.
-- `adamw`: the optimizer of all other parameters: `optax.adamw` with your learning
-  rate, or any other optax transform, such as `optax.lion(1e-4)`.
+- `adamw`: the optimizer of all other parameters: a learning rate (a number or a
+  schedule) for the recipe's AdamW, None for 3e-4; or any optax transform, such as
+  `optax.lion(1e-4)`.
 - `groups`: transforms for further labels, as in `partition`: `{"embedding":
   optax.adamw(0.2), "frozen": optax.set_to_zero()}`.
-- `matrices`: the value `jax_muon.read(params)`, with what you know better; or, for an
+- `matrices`: the value of `jax_muon.read`, with what you know better; or, for an
   optimizer that is built before the parameters, a function of them that returns one.
   None: `jax_muon.read`.
 
@@ -28,8 +30,8 @@ They raise a ValueError for a number out of range at once, and at init and updat
 
 Under `optax.inject_hyperparams` all numbers may change from step to step except
 `steps`. If you pass it, name it in `static_args`, and so every function that you pass,
-as `polar`, `matrices`, `shape_rule` or `weight_decay_mask`: a function would be called as
-a schedule. `adamw` may be `optax.inject_hyperparams(optax.adamw)(3e-4)`.
+as `polar`, `matrices`, `shape_rule` or `weight_decay_mask`: a function would be called
+as a schedule. `adamw` may be `optax.inject_hyperparams(optax.adamw)(3e-4)`.
 
 A learning rate for some matrices is `optax.chain(recipe, scale_by_path({"wq": 0.5}))`,
 or, for recipes that keep norms, a group with a `hyperball` of its own.
@@ -37,6 +39,8 @@ or, for recipes that keep norms, a group with a `hyperball` of its own.
 With `jax_numpy_dtype_promotion="strict"` recipes cannot be traced, since `optax.adamw`
 cannot. With another transform for `adamw` they can.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -46,6 +50,7 @@ import optax
 
 from jax_muon import checks, paths
 from jax_muon.axes import ADAMW, MUON
+from jax_muon.docstrings import with_shared_arguments
 from jax_muon.hyperball import hyperball
 from jax_muon.matrices import Matrices
 from jax_muon.momentum import nesterov
@@ -61,9 +66,12 @@ from jax_muon.scaling import (
 )
 from jax_muon.weight_decay import add_cautious_decayed_weights
 
-__all__ = ["moonlight", "muon", "muonh", "nanochat", "normuon", "normuonh", "teon"]
+RECIPES = ("nanochat", "muon", "moonlight", "normuon", "teon", "muonh", "normuonh")
+
+__all__ = [*RECIPES, "recipe"]
 
 
+@with_shared_arguments(__doc__)
 def nanochat(
     learning_rate: optax.ScalarOrSchedule = 0.02,
     momentum: optax.ScalarOrSchedule = 0.95,
@@ -75,17 +83,17 @@ def nanochat(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    adamw: optax.GradientTransformation = optax.adamw(
-        3e-4, b1=0.8, b2=0.95, eps=1e-10, weight_decay=0.0
-    ),
+    adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
     """MuonAdamW of nanochat: Nesterov, Polar Express, NorMuon, cautious weight decay.
 
+    If `optax.adamw(lr)` is tuned for a model, start with lr * width / 32; see
+    docs/rates.md.
+
     Args:
-      learning_rate: of the matrices, before the factor max(1, out/in)^0.5. For other
-        arguments see the top of `jax_muon.recipes`.
+      learning_rate: of the matrices, before the factor max(1, out/in)^0.5.
       weight_decay: cautious, times the learning rate and the factor of the shape.
       edition: "2026-01", or "2026-08", which equilibrates the rows before the polar
         factor (MuonEq), sets its Frobenius norm (Muon+), and has another margin of the
@@ -128,9 +136,15 @@ def nanochat(
             optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
 
-    return _recipe(chain, adamw, groups, matrices)
+    return _recipe(
+        chain,
+        _adamw(adamw, b1=0.8, b2=0.95, eps=1e-10, weight_decay=0.0),
+        groups,
+        matrices,
+    )
 
 
+@with_shared_arguments(__doc__)
 def normuon(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     momentum: optax.ScalarOrSchedule = 0.95,
@@ -142,15 +156,17 @@ def normuon(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    adamw: optax.GradientTransformation = optax.adamw(3e-4, b2=0.95, weight_decay=0.0),
+    adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuon as in its paper: per output neuron, updates with root mean square 0.2.
 
+    If `optax.adamw(lr)` is tuned for a model, start with lr * (width / 32)**0.5; see
+    docs/rates.md.
+
     Args:
       learning_rate: of the matrices, before the factor 0.2 (in out)^0.5 / ||update||_F.
-        For other arguments see the top of `jax_muon.recipes`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -177,9 +193,10 @@ def normuon(
             optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
 
-    return _recipe(chain, adamw, groups, matrices)
+    return _recipe(chain, _adamw(adamw, b2=0.95, weight_decay=0.0), groups, matrices)
 
 
+@with_shared_arguments(__doc__)
 def muon(
     learning_rate: optax.ScalarOrSchedule = 0.02,
     momentum: optax.ScalarOrSchedule = 0.95,
@@ -193,20 +210,20 @@ def muon(
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
     weight_decay_mask: Any = None,
-    adamw: optax.GradientTransformation = optax.adamw(
-        3e-4, b2=0.95, eps=1e-10, weight_decay=0.0
-    ),
+    adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Jordan's Muon: Nesterov, Newton-Schulz, a factor for the shape, decoupled decay.
 
+    If `optax.adamw(lr)` is tuned for a model, start with lr * width / 32; see
+    docs/rates.md.
+
     With equal settings, the mathematics of torch.optim.Muon; `shape_rule="rms_0.2"` is
     its adjust_lr_fn="match_rms_adamw".
 
     Args:
-      learning_rate: of the matrices, before the factor of the shape. For other
-        arguments see the top of `jax_muon.recipes`.
+      learning_rate: of the matrices, before the factor of the shape.
       bias_correction: of the momentum, as in `optax.contrib.muon`; see `nesterov`.
       weight_decay_mask: the matrices that decay, as `mask` of
         `optax.add_decayed_weights`: a tree of booleans, or a function of the parameters
@@ -242,9 +259,12 @@ def muon(
             optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
 
-    return _recipe(chain, adamw, groups, matrices)
+    return _recipe(
+        chain, _adamw(adamw, b2=0.95, eps=1e-10, weight_decay=0.0), groups, matrices
+    )
 
 
+@with_shared_arguments(__doc__)
 def moonlight(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     momentum: optax.ScalarOrSchedule = 0.95,
@@ -254,19 +274,21 @@ def moonlight(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    adamw: optax.GradientTransformation | None = None,
+    adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Moonlight's Muon: updates with AdamW's root mean square of 0.2.
 
     One learning rate and one weight decay serve matrices and AdamW alike. The momentum
-    is Nesterov's.
+    is Nesterov's. If `optax.adamw(lr)` is tuned for a model, start with
+    lr * (width / 32)**0.5; see docs/rates.md.
 
     Args:
-      learning_rate: of the matrices, before the factor 0.2 max(in, out)^0.5. For other
-        arguments see the top of `jax_muon.recipes`.
-      adamw: None for AdamW with this learning rate and this weight decay.
+      learning_rate: of the matrices, before the factor 0.2 max(in, out)^0.5.
+      adamw: the optimizer of all other parameters: None for AdamW with this learning
+        rate and this weight decay, a number or a schedule for another rate; or any
+        optax transform.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -290,13 +312,13 @@ def moonlight(
             optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
 
-    if adamw is None:
-        rate = checks.rate("learning_rate", learning_rate)
-        decay = checks.rate("weight_decay", weight_decay)
-        adamw = optax.adamw(rate, b2=0.95, weight_decay=decay)
-    return _recipe(chain, adamw, groups, matrices)
+    rate = checks.rate("learning_rate", learning_rate) if adamw is None else adamw
+    decay = checks.rate("weight_decay", weight_decay)
+    rest = _adamw(rate, b2=0.95, weight_decay=decay)
+    return _recipe(chain, rest, groups, matrices)
 
 
+@with_shared_arguments(__doc__)
 def teon(
     learning_rate: optax.ScalarOrSchedule = 0.02,
     momentum: optax.ScalarOrSchedule = 0.95,
@@ -308,7 +330,7 @@ def teon(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    adamw: optax.GradientTransformation = optax.adamw(3e-4, b2=0.95, weight_decay=0.0),
+    adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -319,12 +341,11 @@ def teon(
     Express with the coefficients of that paper.
 
     Args:
-      learning_rate: of the matrices, before the factor (out/in)^0.5. For other
-        arguments see the top of `jax_muon.recipes`.
+      learning_rate: of the matrices, before the factor (out/in)^0.5.
       matrices: without `joins`, queries, keys and values are joined two by two.
 
     Raises:
-      ValueError: at init, a model without numbered or scanned layers to join.
+      ValueError: at init, a model without two numbered or scanned layers to join.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -355,9 +376,10 @@ def teon(
         found = reader(matrices)(params)
         return with_joins(found, 2) if found.joins is None else found
 
-    return _recipe(chain, adamw, groups, in_pairs)
+    return _recipe(chain, _adamw(adamw, b2=0.95, weight_decay=0.0), groups, in_pairs)
 
 
+@with_shared_arguments(__doc__)
 def muonh(
     learning_rate: optax.ScalarOrSchedule = 0.02,
     momentum: optax.ScalarOrSchedule = 0.95,
@@ -366,7 +388,7 @@ def muonh(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    adamw: optax.GradientTransformation = optax.adamw(3e-4, b2=0.95, weight_decay=0.0),
+    adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -378,7 +400,7 @@ def muonh(
     Args:
       learning_rate: of the matrices, as a part of their norm; see `hyperball`, also for
         matrices that start at zero. A first guess is the root of learning rate times
-        weight decay of `muon`. For other arguments see the top of `jax_muon.recipes`.
+        weight decay of `muon`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -400,9 +422,10 @@ def muonh(
             hyperball(learning_rate, matrices=found),
         )
 
-    return _recipe(chain, adamw, groups, matrices)
+    return _recipe(chain, _adamw(adamw, b2=0.95, weight_decay=0.0), groups, matrices)
 
 
+@with_shared_arguments(__doc__)
 def normuonh(
     learning_rate: optax.ScalarOrSchedule = 0.02,
     momentum: optax.ScalarOrSchedule = 0.95,
@@ -413,15 +436,14 @@ def normuonh(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    adamw: optax.GradientTransformation = optax.adamw(3e-4, b2=0.95, weight_decay=0.0),
+    adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuonH: the direction of `normuon`, in steps of a fixed angle.
 
     Args:
-      learning_rate: of the matrices, as a part of their norm; see `muonh`. For other
-        arguments see the top of `jax_muon.recipes`.
+      learning_rate: of the matrices, as a part of their norm; see `muonh`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -444,7 +466,37 @@ def normuonh(
             hyperball(learning_rate, matrices=found),
         )
 
-    return _recipe(chain, adamw, groups, matrices)
+    return _recipe(chain, _adamw(adamw, b2=0.95, weight_decay=0.0), groups, matrices)
+
+
+def recipe(
+    name: str, **settings: float | str | None
+) -> optax.GradientTransformationExtraArgs:
+    """A recipe by its name, with what a configuration file can hold.
+
+    Args:
+      name: "nanochat", "muon", "moonlight", "normuon", "teon", "muonh" or "normuonh".
+      **settings: arguments of the recipe: numbers, strings, booleans and None. A
+        number for `adamw` is the learning rate of all other parameters.
+
+    Raises:
+      ValueError: an unknown name, an argument of another type, and what the recipe
+        raises.
+      TypeError: an argument that the recipe does not have.
+
+    Examples:
+      >>> tx = recipe("nanochat", learning_rate=0.02, adamw=3e-4, edition="2026-08")
+      >>> isinstance(tx, optax.GradientTransformation)
+      True
+    """
+    checks.choice("name", name, RECIPES)
+    for key, value in settings.items():
+        expected = (
+            f"a number or a string; functions and transforms go to jax_muon.{name}"
+        )
+        checks.kind(key, value, (int, float, str, type(None)), expected)
+    made: optax.GradientTransformationExtraArgs = globals()[name](**settings)
+    return made
 
 
 def _polar(
@@ -455,6 +507,18 @@ def _polar(
         return polar
     # Not a default of the recipes: `inject_hyperparams` would make an array of it.
     return NewtonSchulz(5 if steps is None else steps, dtype=dtype, **settings)
+
+
+def _adamw(given: Any, **settings: Any) -> optax.GradientTransformation:
+    """The transform that is given, or else AdamW with this learning rate."""
+    if isinstance(given, optax.GradientTransformation | optax.MultiSteps):
+        return checks.as_transform("adamw", given)
+    given = 3e-4 if given is None else given
+    checks.no_factory("adamw", given)
+    if not callable(given):
+        others = ", a schedule, or an optax transform"
+        checks.number("adamw", given, "of at least 0", others=others)
+    return optax.adamw(checks.rate("adamw", given), **settings)
 
 
 def _decay(
@@ -494,5 +558,4 @@ def _recipe(
             f"which the recipe holds itself, and {ADAMW!r}, whose transform is adamw="
         )
     chain(Matrices({}))  # a wrong setting of a piece is an error now
-    adamw = checks.as_transform("adamw", adamw)
     return partition({MUON: chain, ADAMW: adamw, **groups}, matrices)

@@ -39,9 +39,11 @@ class Split:
         expected = "a number of at least 1, names, each once, or names with widths"
         if isinstance(self.parts, int):
             checks.count("parts", self.parts)
-        elif not isinstance(self.parts, (Mapping, Sequence)):
-            checks.refuse("parts", self.parts, expected)
-        elif not self.parts or len({*self.parts}) < len(self.parts):
+        elif (
+            not isinstance(self.parts, (Mapping, Sequence))
+            or not self.parts
+            or len({*self.parts}) < len(self.parts)
+        ):
             checks.refuse("parts", self.parts, expected)
         elif isinstance(self.parts, Mapping):
             checks.mapping("parts", self.parts, expected, checks.count)

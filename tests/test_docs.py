@@ -7,6 +7,7 @@ model, its gradients, a mesh of eight devices, a loss, and a folder.
 import ast
 import inspect
 import pathlib
+import pkgutil
 import re
 import runpy
 
@@ -65,6 +66,11 @@ def test_the_code_of_a_page_runs_in_order(page, tmp_path, capsys):
         exec(compile(found[1], "model.py", "exec"), names)
         printed = capsys.readouterr().out
         assert found[2] is None or printed == found[2]
+
+
+def test_every_name_of_the_reference_is_there():
+    names = re.findall(r"^::: (\S+)$", (DOCS / "reference.md").read_text(), re.M)
+    assert names and all(pkgutil.resolve_name(name) for name in names)
 
 
 def anchors(page):

@@ -168,7 +168,9 @@ def test_blocks_hold_every_matrix_once(data):
     by_path = (*data.draw(batch), 2, 3)
     scanned = (data.draw(st.integers(1, 7)), *data.draw(batch), 3, 2)
     shapes = {f"{i}/q": by_path for i in range(count)} | {"scan": scanned}
+    shapes |= {"pair/0": (2, 3), "pair/1": (2, 3)}  # joins of nothing are refused
     joins = {pattern: data.draw(st.integers(1, 4)) for pattern in ("{i}/q", "scan")}
+    joins |= {"pair/{i}": 2}
     arrays = {
         name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + index / 8
         for index, (name, shape) in enumerate(shapes.items())
@@ -231,6 +233,9 @@ def test_teon_matrices(rng, x64, shape):
         ({"0/q": SHAPE}, {"{i}/q": 0}, "at least 1"),
         ({"0/q": SHAPE}, 0, "joins=0"),
         ({"0/up": SHAPE}, 2, "no query, key or value"),
+        ({"0/q": SHAPE, "1/q": SHAPE}, 3, "joins=3 join nothing: there are fewer lay"),
+        ({"0/q": SHAPE, "1/q": SHAPE}, {"{i}/q": 3}, "join nothing"),
+        ({"q": jax.ShapeDtypeStruct((2, 4, 6), "float32")}, {"q": 3}, "join nothing"),
     ],
 )
 def test_bad_joins(params, joins, match):

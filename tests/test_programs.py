@@ -1,11 +1,15 @@
-"""The programs themselves: each loss is one number, and each answer fits its leaf."""
+"""Small programs in many styles, read by their losses."""
+
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.reading import expectation
+import jax_muon as jm
+from benchmarks.reading import RIGHT, expectation, judge
 from jax_muon.paths import leaves_with_paths
+from jax_muon.reading.computation.read import read_uses
 from tests.programs import PROGRAMS
 
 
@@ -18,3 +22,70 @@ def test_program(name):
     assert value.shape == () and jnp.issubdtype(value.dtype, jnp.floating)
     for path, leaf in leaves_with_paths(program.params):
         expectation(program.answers[path], leaf.shape)
+
+
+# A parameter is multiplied by another one, and either may be like data; a kernel hides
+# a parameter, and its widths do not tell in from out. Names decide these.
+UNDECIDED = {
+    "latents_not_repeated": {"att/q", "latents"},
+    "latents_not_repeated_with_bias": {"att/q", "latents"},
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_reading(name):
+    """Every answer and role that the loss determines; a doubt where it does not."""
+    program = PROGRAMS[name]()
+    read = read_uses(program.loss, program.params, *program.args)
+    undecided = {x.path for x in read if x.doubt is not None}
+    assert undecided == UNDECIDED.get(name, set())
+    for x in read:
+        expect = expectation(program.answers[x.path], x.shape)
+        if x.path not in undecided and expect.get("knowable", True):
+            param = {"path": x.path, "shape": x.shape, "expect": expect}
+            assert judge(param, x) == (RIGHT, ""), x
+    roles = {x.path: x.role for x in read if x.path not in undecided}
+    for path, role in program.roles.items():
+        if path in roles and not program.answers[path].endswith("?"):
+            assert roles[path] == role
+
+
+# A leaf of each tree whose names mislead, and its row in the table that users see.
+ROWS = {
+    "list_of_tuples": "1/0 512 x 512 kernel 1 x (512, 512) muon contracted over axis 0",
+    "list_of_tuples_out_first": (
+        "0/0 512 x 784 kernel 1 x (784, 512) muon contracted over axis 1"
+    ),
+    "numbered_letters": "W3 256 x 10 head - adamw last product before the result",
+    "pytorch_checkpoint": (
+        "model.layers.0.mlp.up_proj.weight 96 x 64 kernel 1 x (64, 96) muon "
+        "contracted over axis 1"
+    ),
+    "twin_critics": (
+        "Dense_2/kernel 2 x 256 x 1 vector - adamw "
+        "one row or column, contracted over axis 1"
+    ),
+    "stacked_layers_of_square_matrices": (
+        "layers/q 4 x 64 x 64 kernel 4 x (64, 64) muon contracted over axis 1"
+    ),
+    "deepseek_out_in_a_stack": (
+        "moe/out 3 x 4 x 8 x 48 out 3 x (32, 48) muon contracted over axes 1, 2"
+    ),
+    "as_many_layers_as_heads": (
+        "stack/o 8 x 8 x 6 x 32 out 8 x (48, 32) muon contracted over axes 1, 2"
+    ),
+    "layers_in_an_encoder": (
+        "encoder/w 8 x 64 x 64 kernel 8 x (64, 64) muon contracted over axis 1"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_row(name):
+    """What is printed names the use and its line in the program."""
+    program = PROGRAMS[name]()
+    table = str(jm.read(program.params, program.loss, *program.args))
+    rows = [re.sub(" +", " ", row) for row in table.splitlines()]
+    assert any(
+        re.fullmatch(rf"{re.escape(ROWS[name])} at trees.py:\d+", x) for x in rows
+    )

@@ -1,6 +1,8 @@
 """Whole optimizers: trajectories against NumPy, composition, what optax asks for."""
 
 import functools
+import inspect
+import re
 
 import chex
 import jax
@@ -11,6 +13,7 @@ import pytest
 from flax import nnx
 
 import jax_muon as jm
+from jax_muon import recipes
 from jax_muon.polar.coefficients import NEWTON_SCHULZ
 from tests import oracle
 from tests.reading import reader
@@ -216,6 +219,40 @@ def test_wide_gradients_stay_wide():
     state = jax.eval_shape(tx.init, params)
     updates, _ = jax.eval_shape(tx.update, model(), state, params)
     chex.assert_trees_all_equal_dtypes(updates, model())
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_help(name):
+    """Every argument is described once, and no default is a function's address."""
+    recipe = getattr(jm, name)
+    signature = inspect.signature(recipe)
+    assert " at 0x" not in str(signature) and len(str(signature)) < 900
+    _, _, rest = inspect.getdoc(recipe).partition("Args:\n")
+    args, _, _ = rest.partition("\n\n")
+    described = [line.split(":")[0].strip() for line in args.split("\n  ")]
+    described = [word for word in described if word.isidentifier()]
+    assert described == [*signature.parameters]
+    assert max(map(len, recipe.__doc__.splitlines())) <= 88
+
+
+def test_recipes_by_name():
+    params = model()
+    made = jm.recipe("nanochat", learning_rate=0.5, edition="2026-08", adamw=0.1)
+    adamw = optax.adamw(0.1, b1=0.8, b2=0.95, eps=1e-10, weight_decay=0.0)
+    plain = jm.nanochat(0.5, edition="2026-08", adamw=adamw)
+    updates = [tx.update(params, tx.init(params), params)[0] for tx in (made, plain)]
+    chex.assert_trees_all_equal(*updates)
+    for words, wrong in {
+        "name='adam'; expected one of 'nanochat'": lambda: jm.recipe("adam"),
+        "polar=ExactPolar(); expected a number or a string; functions and": lambda: (
+            jm.recipe("muon", polar=jm.ExactPolar())
+        ),
+        "adamw=-1.0; expected a finite number of at least 0, a sch": lambda: jm.recipe(
+            "moonlight", adamw=-1.0
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(words)):
+            wrong()
 
 
 @every_recipe

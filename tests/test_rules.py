@@ -130,8 +130,9 @@ def test_bad_rules(rules, words):
 def test_what_cannot_be_a_matrix(sizes, dtype):
     leaf = jnp.zeros(sizes, dtype)
     words = (
-        f"'a/w' of shape {sizes}: with dtype {leaf.dtype} it cannot be read as matrices, "
-        "which have at least two axes, none of them empty, and real floating point"
+        f"'a/w' of shape {sizes}: with dtype {leaf.dtype} it cannot be read as "
+        "matrices, which have at least two axes, none of them empty, and real "
+        "floating point"
     )
     with pytest.raises(ValueError, match=re.escape(words)):
         read("muon", {"a": {"w": leaf}})

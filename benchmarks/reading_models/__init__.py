@@ -22,8 +22,6 @@ FRAMEWORKS: Mapping[str, str | None] = {
     "haiku": "modules",
     "jraph": "modules",
     "flowjax": "modules",
-    "e3nn": "modules",
-    "penzai": "modules",
     "flaxdiff": "modules",
     "transformers": "transformers",
     "diffusers": "transformers",

@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     for framework in frameworks:
         environment = None if options.here else FRAMEWORKS[framework]
         if environment is None:
-            rows = list(_rows(framework, options.models, _load(options.reader)))
+            rows = list(_rows(framework, options.models, load(options.reader)))
             _keep(options.json, framework, rows, merge=options.models != "*")
             status |= any("error" in row or row["loss"]["wrong"] for row in rows)
         else:
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     return int(status)
 
 
-def _load(name: str) -> Callable[..., Any]:
+def load(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
 

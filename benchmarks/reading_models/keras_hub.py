@@ -36,7 +36,7 @@ def model(make, inputs):
 
     shapes = jax.eval_shape(outputs, params, rest, inputs)
     heads = [
-        f"head_of_output_{number}"
+        f"output_{number}/head"
         for number, x in enumerate(shapes)
         if jnp.issubdtype(x.dtype, jnp.floating)
     ]
@@ -60,22 +60,25 @@ def model(make, inputs):
 # --- answers --------------------------------------------------------------------------
 
 COMMON = {
-    r"^head_of_output": "adamw",
-    r"embedding(s|_\w+)?/embeddings|reverse_embeddings|position_embedding": "adamw",
-    r"(gamma|beta|bias|scale)$": "adamw",
+    r"^output_\d+/head$": "adamw",
+    r"embeddings(_\d+)?$|rel_embedding|position_embedding|pos_embed": "adamw",
+    r"rel_pos_[hw]$|_tokens?$": "adamw",
+    r"(gamma|beta|bias|scale|bias_table)$": "adamw",
 }
 LANGUAGE = {
     **COMMON,
-    r"relative_attention_bias|rel_embedding": "adamw",
-    r"(query|key|value|query_dense|key_dense|value_dense)/kernel": "ioo or ibo or io",
-    r"(attention_output|output_dense|attention_output_dense)/kernel": "iio or io",
-    r"router/kernel|router_dense|gate/kernel": "adamw",
-    r"expert_\w+$": "bio",
+    r"(query|key|value)(_dense)?/kernel": "ioo or ibo or io",
+    r"(attention_)?output(_dense)?/kernel": "iio or io",
+    r"router_dense|sparse_moe_block(_\d+)?/\w+_gate_dense/": "adamw",
+    r"(experts|expert_bank)/\w*bias": "adamw",
+    r"(experts|expert_bank)/": "bio",
     r"kernel$": "io",
 }
 IMAGE = {
     **COMMON,
     r"depthwise": "adamw",
+    # The first kernel that sees pixels; its name says so but for ResNet's and others'.
+    r"patch\w*/conv2d/kernel|patch_embedding/kernel": "iiio or adamw",
     r"(query|key|value)/kernel": "ioo or ibo or io",
     r"attention_output/kernel": "iio or io",
     r"kernel$": "iiio or io",
@@ -136,7 +139,12 @@ MODELS = {
         {"token_ids": TOKENS, "segment_ids": TOKENS},
         **{key: GPT[key] for key in GPT if key != "num_heads"},
     ),
-    "gemma": _language(hub.GemmaBackbone, head_dim=8, **LLAMA),
+    "gemma": _language(
+        hub.GemmaBackbone,
+        more={r"(query|key|value)/kernel": "bio or oio"},
+        head_dim=8,
+        **LLAMA,
+    ),
     "gpt2": _language(hub.GPT2Backbone, **GPT),
     "gpt_neo_x": _language(hub.GPTNeoXBackbone, **GPT),
     "gpt_oss": _language(hub.GptOssBackbone, num_experts=6, **LLAMA),
@@ -173,6 +181,11 @@ MODELS = {
     ),
     "rwkv7": _language(
         hub.RWKV7Backbone,
+        more={
+            r"^head/kernel": "io or adamw",  # there is one more behind it
+            r"TIME_MIX/r_k$": "adamw",
+            r"TIME_MIX/[agvw]\d$": "io",
+        },
         hidden_size=64,
         head_size=32,
         num_layers=2,
@@ -191,11 +204,21 @@ MODELS = {
             "decoder_token_ids": TOKENS,
             "decoder_padding_mask": TOKENS,
         },
+        more={r"conv_layer_1/kernel": "iio or adamw", r"conv_layer_2/kernel": "iio"},
         max_encoder_sequence_length=32,
         **GPT,
     ),
     "xlm_roberta": _language(hub.XLMRobertaBackbone, **GPT),
-    "xlnet": _language(hub.XLNetBackbone, SEGMENTS, **GPT),
+    "xlnet": _language(
+        hub.XLNetBackbone,
+        SEGMENTS,
+        more={
+            r"attention_output/kernel": "oii",
+            r"encoding/kernel": "ioo or ibo",
+            r"segment_encoding|mask_emb": "adamw",
+        },
+        **GPT,
+    ),
     "dense_net": _image(
         hub.DenseNetBackbone,
         stackwise_num_repeats=[2, 2],

@@ -32,7 +32,8 @@ def find_joins(
 
     Raises:
       ValueError: with paths, for a pattern that matches nothing, or has no number and
-        matches a leaf without a batch axis; leaves of different shapes in one join.
+        matches a leaf without a batch axis; leaves of different shapes in one join;
+        fewer layers than K, so that nothing is joined.
     """
     if joins is None or not parameters:
         return ()
@@ -52,7 +53,20 @@ def find_joins(
                 + ", ".join(f"{x.path!r} {x.shape} {x.dtype}" for x in group)
                 + "; expected matrices of one shape"
             )
+    sizes = [joins] if isinstance(joins, int) else joins.values()
+    if max(sizes, default=1) > 1 and not any(_joins(x, parameters) for x in found):
+        raise ValueError(
+            f"joins={joins!r} join nothing: there are fewer layers; expected K of at "
+            "most as many as there are, or another recipe than teon"
+        )
     return tuple(found)
+
+
+def _joins(join: Join, parameters: Mapping[str, Parameter]) -> bool:
+    """True if a join makes one matrix of several."""
+    one = parameters[join.paths[0]]
+    layers = one.shape[batch_of(one)[0]] if batch_of(one) else 1
+    return 1 < join.size <= max(len(join.paths), layers)
 
 
 def _joins_of_pattern(

@@ -157,13 +157,13 @@ def _by_computation(
     from jax_muon.reading.computation.read import read_uses
 
     readings = read_uses(function, params, *args, splits=splits)
-    if not any(x.doubt for x in readings):
+    if not any(x.role == "unknown" for x in readings):
         return readings
     from jax_muon.reading.names.read import is_certain
 
     return [
         dataclasses.replace(name, reason=f"{use.reason}; so {name.reason}")
-        if use.doubt and is_certain(name)
+        if use.role == "unknown" and is_certain(name)
         else use
         for use, name in zip(readings, _by_names(shapes, None), strict=True)
     ]

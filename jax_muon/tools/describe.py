@@ -42,6 +42,8 @@ class DescribedParameter:
       state_spec: the sharding of its gradient and state, or None.
       repeated: True if a mesh axis that its gradient is summed over shards no axis of
         its state, so every device of that axis holds all of it.
+      residual: dtype of what `keep_residual` keeps for it, "-" if it keeps nothing for
+        this dtype; None without `keep_residual`.
     """
 
     parameter: Parameter
@@ -52,6 +54,7 @@ class DescribedParameter:
     spec: PartitionSpec | None = None
     state_spec: PartitionSpec | None = None
     repeated: bool = False
+    residual: str | None = None
 
     @property
     def bytes(self) -> int:
@@ -142,6 +145,8 @@ class Description:
         )
         if self.sizes:
             lines[-1] += " on a device"
+        lines += _residuals(self.parameters)
+        if self.sizes:
             lines += ["", *_work(self)]
         return "\n".join(lines)
 
@@ -208,6 +213,7 @@ def describe(
             joined |= {names[leaf]: block.joined for leaf in block.leaves}
     read = _rows(shapes, heard["parameters"])
     own_bytes = _bytes_by_path(state, [parameter.path for parameter in read])
+    residuals = heard["residual"]
 
     def described(parameter: Parameter) -> DescribedParameter:
         path = parameter.path
@@ -222,6 +228,7 @@ def describe(
             own,
             of_state,
             of_state is not None and bool(summed) and set(summed).isdisjoint(names),
+            residuals.get(paths.nearest_prefix(residuals, path)),
         )
 
     return Description(
@@ -254,7 +261,10 @@ def _rows(shapes: Any, read: Mapping[str, Parameter]) -> list[Parameter]:
     rows: dict[str, list[Parameter]] = {}
     leaves = dict(paths.leaves_with_paths(shapes))
     for path, parameter in read.items():
-        rows.setdefault(paths.nearest_prefix(leaves, path) or "", []).append(parameter)
+        leaf = paths.nearest_prefix(leaves, path) or ""
+        # `keep_residual` shows its optimizer a wider dtype.
+        parameter = dataclasses.replace(parameter, dtype=leaves[leaf].dtype)
+        rows.setdefault(leaf, []).append(parameter)
     for path, x in leaves.items():
         unread = Parameter(path, tuple(x.shape), x.dtype, "-", "-", "", None)
         rows.setdefault(path, [unread])
@@ -313,6 +323,16 @@ def sharding_text(spec: PartitionSpec | None, sizes: Mapping[str, int]) -> str:
     kept = mesh_specs.dividing(spec or PartitionSpec(), sizes)
     names = [",".join(mesh_specs.entry_names(entry)) or "-" for entry in kept]
     return " x ".join(names) if any(n != "-" for n in names) else "whole"
+
+
+def _residuals(leaves: Sequence[DescribedParameter]) -> list[str]:
+    """Which parameters have a residual, if any could have one."""
+    without = [leaf.parameter.path for leaf in leaves if leaf.residual == "-"]
+    dtypes = [leaf.residual for leaf in leaves if leaf.residual not in (None, "-")]
+    lines = [f"residuals in {dtypes[0]} for {len(dtypes)} parameters"] if dtypes else []
+    if without:
+        lines.append(f"no residuals, not bfloat16 or float16: {', '.join(without)}")
+    return lines
 
 
 def _work(found: Description) -> list[str]:

@@ -6,17 +6,16 @@ optimizers save is read in `examples/from_torch.py`.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import jaxprs_in_params
 from optax.contrib import MuonState, ReduceLROnPlateauState
 
-from jax_muon import checks, notes, paths
+from jax_muon import checks, jaxprs, notes, paths
 from jax_muon.accumulators import Quantized
 from jax_muon.momentum import NesterovState, QuantizedNesterovState
 from jax_muon.parts import arrays_of_parts
@@ -135,7 +134,7 @@ def take_over(
     with notes.listening() as heard:
         # A new function, so that JAX traces it.
         program = jax.make_jaxpr(lambda params: tx.init(params))(params)
-    called = {*_functions(program.jaxpr)}
+    called = {*jaxprs.functions(program.jaxpr)}
     for name in _UNLIKE_ADAM:
         if any(function.startswith(f"{name}.") for function in called):
             raise ValueError(
@@ -176,16 +175,6 @@ def take_over(
         tx.init(params),
         is_leaf=lambda x: _has_moments(x) or isinstance(x, ReduceLROnPlateauState),
     )
-
-
-def _functions(jaxpr: Any) -> Iterator[str]:
-    """Names of the Python functions that a program was traced from."""
-    for eqn in jaxpr.eqns:
-        traceback = eqn.source_info.traceback
-        for frame in traceback.frames if traceback else ():
-            yield frame.function_name
-        for inner in jaxprs_in_params(eqn.params):
-            yield from _functions(inner)
 
 
 def _has_moments(node: Any) -> bool:

@@ -336,7 +336,7 @@ def test_the_optimizer_gets_the_loss():
     """`reduce_on_plateau` asks for it, here also of the mean over the devices."""
     given = {"rtol": 0.0, "atol": 1e9, "factor": 0.5, "patience": 1}
     plateau = optax.contrib.reduce_on_plateau(**given)
-    params, weights = problems.draw("one matrix only")
+    params, _ = problems.draw("one matrix only")
     step = make(tx=optax.chain(jm.muon(), plateau), problem="one matrix only")
     params, state = step.init(params)
     for batch in problems.batches(3):

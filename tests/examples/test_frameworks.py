@@ -31,9 +31,12 @@ def relative(a, b):
 def test_flax():
     """tests/examples/test_flax.py trains the programs that the section names."""
     found = pages.run("Flax")
-    model, before = found["model"], found["model"].kernel[...]
+    model, before = found["model"], found["up"].kernel[...]
     found["optimizer"].update(model, nnx.state(model, nnx.Param))
-    assert not np.array_equal(model.kernel[...], before)
+    assert not np.array_equal(model.layers[0].kernel[...], before)
+    matrices = found["matrices"]
+    labels = matrices["layers/0/kernel"].label, matrices["layers/2/kernel"].label
+    assert labels == ("muon", "adamw")
 
 
 # --- MaxText --------------------------------------------------------------------------

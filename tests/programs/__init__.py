@@ -13,7 +13,7 @@ longest that fits decides. A value is
 - one letter an axis, b(atch), i(n) or o(ut), of a matrix that Muon gets, with its role
   after a comma if the loss shows more than a product ("ioo, query"). Axes of size 1 are
   not compared;
-- "embedding", "head" or "router": AdamW gets it, and this is its role;
+- "embedding", "head", "router" or "unused": AdamW gets it, and this is its role;
 - "adamw": AdamW gets it;
 - several with " or " between them: any of them is right;
 - with a "?" at the end: the loss does not determine it, so another answer is no error.
@@ -30,7 +30,10 @@ from typing import Any
 from benchmarks.reading import answer_for
 from jax_muon.paths import leaves_with_paths
 
-ROLES = ("embedding", "head", "router", "query", "key", "value", "out")
+ROLES = (
+    *("embedding", "head", "router", "unused"),
+    *("query", "key", "value", "out"),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,6 +35,28 @@ PER_HEAD = {
 }
 
 
+@program({**EMBED_AND_HEAD_ANSWERS, "q": PER_HEAD["q"], "kv": "io", "o": "bio"})
+def one_projection_for_keys_and_values():
+    """DeepSeek-V4: keys are values too, and groups of heads have their own outputs."""
+
+    def loss(p, ids):
+        x = p["emb"][ids]
+        q = jnp.einsum("btd,dhk->bthk", x, p["q"])
+        kv = x @ p["kv"]
+        scores = jax.nn.softmax(jnp.einsum("bthk,bsk->bhts", q, kv))
+        o = jnp.einsum("bhts,bsk->bthk", scores, kv)
+        groups = o.reshape(BATCH, LENGTH, 2, 2 * HEAD)
+        y = jnp.einsum("btgi,gio->btgo", groups, p["o"]).reshape(x.shape)
+        return cross_entropy((x + y) @ p["head"], ids)
+
+    params = {
+        "q": floats(WIDTH, HEADS, HEAD),
+        "kv": floats(WIDTH, HEAD),
+        "o": floats(2, 2 * HEAD, WIDTH // 2),
+    }
+    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
+
+
 @program({**EMBED_AND_HEAD_ANSWERS, **PER_HEAD, "o": "iio, out"})
 def grouped_queries():
     """JAX's own attention, with half as many heads of keys."""
@@ -164,6 +186,23 @@ def sparse_indexer():
         "index_k": floats(WIDTH, 8),
         "index_w": floats(WIDTH, 3),
     }
+    return loss, {**EMBED_AND_HEAD, "att": ATTENTION, **params}, (TOKENS,)
+
+
+@program({**MODEL_ANSWERS, "index_q index_k": "io or unused"})
+def indexer_that_only_chooses():
+    """The same without the scores in the sum: the loss has no gradient in them."""
+
+    def loss(p, ids):
+        x = p["emb"][ids]
+        scores = (x @ p["index_q"]) @ (x @ p["index_k"]).swapaxes(1, 2)
+        kept = scores >= lax.top_k(scores, 4)[0][..., -1:]
+        q, k, v = (x @ p["att"][n] for n in "qkv")
+        large = jnp.where(kept, q @ k.swapaxes(1, 2), -1e9)
+        x = x + jax.nn.softmax(large) @ v @ p["att"]["o"]
+        return cross_entropy(x @ p["head"], ids)
+
+    params = {"index_q": floats(WIDTH, 10), "index_k": floats(WIDTH, 10)}
     return loss, {**EMBED_AND_HEAD, "att": ATTENTION, **params}, (TOKENS,)
 
 

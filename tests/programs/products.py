@@ -23,6 +23,7 @@ from tests.programs.parts import (
     key,
     language_model,
     rms,
+    squared_error,
 )
 
 RANK = 4
@@ -90,6 +91,24 @@ def lora_merged_into_frozen_matrices():
         return cross_entropy(x @ frozen["head"], ids)
 
     return loss, ADAPTERS, ({**EMBED_AND_HEAD, **UP_DOWN}, TOKENS)
+
+
+@program({"first": "iiio or adamw", "last": "iiio"})
+def trained_convolutions_before_frozen_ones():
+    """As in a ControlNet: the last trained product is not the last one."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def conv(x, w):
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+    def loss(p, frozen, images):
+        x = conv(jax.nn.silu(conv(images, p["first"])), p["last"])
+        noise = conv(jax.nn.silu(conv(images, frozen["in"]) + x), frozen["out"])
+        return squared_error(noise, images)
+
+    trained = {"first": floats(3, 3, 3, HIDDEN), "last": floats(1, 1, HIDDEN, WIDTH)}
+    frozen = {"in": floats(3, 3, 3, WIDTH), "out": floats(3, 3, WIDTH, 3)}
+    return loss, trained, (frozen, floats(BATCH, 8, 8, 3))
 
 
 @program({"up down": "io"})

@@ -103,9 +103,9 @@ def hypernetwork():
     return loss, params, (floats(4), floats(BATCH, WIDTH), floats(BATCH, 3))
 
 
-@program({"w1": "io or adamw", "w2": "io", "out": "head"})
+@program({"w1": "io or adamw", "w2": "adamw", "out": "head"})
 def product_by_broadcast_and_sum():
-    """A matrix product without a `dot_general`."""
+    """A matrix product without a `dot_general`: by convention it is elementwise."""
 
     def loss(p, x, y):
         hidden = jnp.tanh(x @ p["w1"])

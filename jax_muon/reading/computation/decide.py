@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax_muon import axes as matrix_axes
+from jax_muon import paths
 from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter
 from jax_muon.reading.computation.follow import Follower
 from jax_muon.reading.computation.values import (
@@ -35,6 +36,8 @@ def parameter(path: str, leaf: Any, follower: Follower, is_split: bool) -> Param
     elif label == MUON and axes is None:
         *batch, fan_in, fan_out = range(len(shape))
         doubt, options = reason, [MatrixAxes((*batch,), (fan_in,), (fan_out,))]
+    elif role == "kernel" and "router" in paths.words(path):
+        label, role, reason = ADAMW, "router", f"a router, by its name; {reason}"
     elif label == MUON and not is_split:
         reason += _side_by_side(path, shape, uses)
     found = label, role, reason, axes, doubt, tuple(options)
@@ -66,7 +69,10 @@ def agreeing(parameters: Sequence[Parameter]) -> list[Parameter]:
 def _decide(
     shape: tuple[int, ...], uses: Sequence[Use]
 ) -> tuple[str, str, str, MatrixAxes | None]:
-    """Label, role, reason and axes; a matrix without axes is undecided."""
+    """Label, role, reason and axes.
+
+    A matrix without axes is undecided: its role is "unknown", or "contradictory".
+    """
 
     def at(*kinds: str) -> str:
         lines = [use.line for use in uses if use.kind in kinds and use.line]
@@ -97,7 +103,7 @@ def _decide(
     either = axes, MatrixAxes(axes.batch, axes.output, axes.reduction)
     if others := [x for x in known if x not in either]:
         both = f"{_text(axes)} and as {_text(others[0])}"
-        return MUON, "unknown", f"it is used as {both}{where}", None
+        return MUON, "contradictory", f"it is used as {both}{where}", None
     reason = f"{first.kind} over {_numbered(axes.reduction)}{where}"
     if 1 in axes.fan(shape):
         return ADAMW, "vector", f"one row or column, {reason}", axes
@@ -110,8 +116,9 @@ def _decide(
         return ADAMW, "head", f"last product before the result{where}", axes
     roles = {role for use in products for role in _roles(use)}
     kernel = "convolution" if first.kind == "convolved" else "kernel"
-    role = "fused" if len(roles) > 1 else roles.pop() if roles else kernel
-    return MUON, role, reason, axes
+    if len(roles) > 1 or roles == {"gated"}:
+        return MUON, "fused", reason, axes
+    return MUON, roles.pop() if roles else kernel, reason, axes
 
 
 def _numbered(axes: Sequence[int]) -> str:
@@ -154,9 +161,10 @@ def _side_by_side(path: str, shape: Sequence[int], uses: Iterable[Use]) -> str:
             elif len({*widths}) > 1:
                 split = {f"part_{i}": width for i, width in enumerate(widths)}
             last = "" if axis == len(shape) - 1 else f", axis={axis}"
+            pattern = re.sub(r".*/\d+/", "", path)  # of all layers
             return (
                 f"; its outputs are split into {len(names)} parts: "
-                f"splits={{{path!r}: Split({split}{last})}}"
+                f"splits={{{pattern!r}: Split({split}{last})}}"
             )
     return ""
 

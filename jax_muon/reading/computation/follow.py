@@ -238,17 +238,8 @@ def shape_of(v: Any) -> tuple[int, ...]:
     return tuple(getattr(v.aval, "shape", ()))
 
 
-@rule(
-    *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim"),
-    *(
-        "pad",
-        "all_gather",
-        "all_gather_invariant",
-        "all_to_all",
-        "reduce_scatter",
-        "ppermute",
-    ),
-)
+@rule("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "pad")
+@rule("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter", "ppermute")
 def _move(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Rearrange axes, or change their sizes."""
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])

@@ -169,9 +169,8 @@ def _of_activations(follower: Follower, product: Product) -> Value:
     for i, (value, other) in enumerate((values, values[::-1])):
         follower.use(value, "elementwise", product.eqn)
         summed = any(axes_in(value.results[x], contract[i]) for x in value.outputs())
-        if other.frozen and summed and product.free[1 - i]:  # a kernel not in params
-            for use in result.behind:
-                use.feeds = True
+        if other.frozen and summed and product.free[1 - i]:
+            _feed(result)
         for x, sides in value.results.items():
             if isinstance(x, Output):
                 _find_mixture(product, i, x, sides)
@@ -192,6 +191,12 @@ def _of_activations(follower: Follower, product: Product) -> Value:
     return result
 
 
+def _feed(result: Value) -> None:
+    """A frozen kernel takes what is before it, as one of the parameters would."""
+    for use in result.behind:
+        use.feeds = True
+
+
 def _attended(product: Product, scores: Scores, i: int) -> dict[Output | Scores, Sides]:
     """A sum that scores weigh: give the products around them their roles.
 
@@ -201,9 +206,9 @@ def _attended(product: Product, scores: Scores, i: int) -> dict[Output | Scores,
     result: dict[Output | Scores, Sides] = {}
     for role, operand in (("key", key), ("query", 1 - key)):
         for x in scores.operands[operand]:
-            x.role = role
+            x.become(role)
     for x in values.outputs():
-        x.role = x.role or "value"
+        x.become("value")
         after = x.use.output(None, -1, -1)
         after.role = "attended"
         result[after] = product.placed(i, values.results[x])
@@ -234,7 +239,10 @@ def _convolution(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
     out, fan_in, *window = numbers.rhs_spec
     follower.use(data, "elementwise", eqn)
     if not kernel.leaves:
-        return dataclasses.replace(joined(values), results={}, one_hot=False)
+        product = dataclasses.replace(joined(values), results={}, one_hot=False)
+        if kernel.frozen:
+            _feed(product)
+        return product
     roles = [OUT if a == out else IN for a in range(len(shape))]
     for a, step in zip(window, params["lhs_dilation"], strict=True):
         if step == shape[a] > 1:  # transposed, and its windows do not overlap

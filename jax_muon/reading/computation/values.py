@@ -164,7 +164,8 @@ class Use:
 class Output:
     """The result of a use, or the slice from start to stop along an axis of the leaf.
 
-    `role` is what becomes of it: query, key, value, out, gated, or "".
+    `role` is what becomes of it: query, key, value, out, gated, "fused" if it is two of
+    these, or "".
     """
 
     use: Use
@@ -172,6 +173,10 @@ class Output:
     start: int
     stop: int
     role: str = ""
+
+    def become(self, role: str) -> None:
+        """Set its role, or "fused" if it has another one."""
+        self.role = role if self.role in ("", role) else "fused"
 
 
 @dataclasses.dataclass(eq=False)

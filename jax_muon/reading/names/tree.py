@@ -216,13 +216,14 @@ class Tree:
     def stacks(self) -> dict[Module, int]:
         """Modules whose leaves may be stacked on the first or the second axis: on it.
 
-        They differ in shape, but have that axis and its size in common, and some have
-        three axes. The size is not the width of a norm, and the smaller one of two.
+        They differ in shape, but have that axis and its size in common, and half of
+        them have three axes. The size is not a norm's width, and the smaller of two.
         """
         found = {}
         for module, inside in self.under.items():
             shapes = {n.leaf.shape for n in inside}
-            if len(inside) < 3 or len(shapes) == 1 or max(map(len, shapes)) < 3:
+            stacked = sum(len(n.leaf.shape) > 2 for n in inside)
+            if len(inside) < 3 or len(shapes) == 1 or 2 * stacked < len(inside):
                 continue
             axes = zip(*(enumerate(shape[:2]) for shape in shapes), strict=False)
             shared = [(own[0][1], own[0][0]) for own in axes if len({*own}) == 1]

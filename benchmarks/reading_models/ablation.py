@@ -1,0 +1,361 @@
+"""Which rules of the reading by computation do real models need?
+
+    python -m benchmarks.reading_models.ablation [FRAMEWORK ...] [--rules 'top*']
+
+Each rule of `RULES` is a piece of jax_muon/reading/computation that is replaced by
+nothing: the modules are loaded again with that change, and read all models of the
+frameworks, which are traced once. A row has the number of leaves that are no longer
+right (or unused, or open), and the smallest of their models. Rows of several frameworks
+add up in benchmarks/results/reading_ablation.json.
+"""
+
+import argparse
+import collections
+import fnmatch
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+RESULTS = pathlib.Path(__file__).parents[1] / "results/reading_ablation.json"
+PACKAGE = "jax_muon.reading.computation"
+
+# Rule: module, its text, and the text in its place.
+RULES: Mapping[str, tuple[str, str, str]] = {
+    # What becomes of a leaf before its use.
+    "one-hot lookups": (
+        "follow",
+        "result.one_hot = sum(value.data for value in values) == 1",
+        "pass",
+    ),
+    "masks and scales of a leaf's shape": (
+        "follow",
+        "if (scaled and whole) or (frozen and is_factor):",
+        "if frozen and is_factor:",
+    ),
+    "products of leaves added to frozen matrices": (
+        "follow",
+        "if (scaled and whole) or (frozen and is_factor):",
+        "if scaled and whole:",
+    ),
+    "scales of products of leaves": (
+        "follow",
+        "whole = is_factor or covers",
+        "whole = covers",
+    ),
+    "scales of picked leaves": (
+        "follow",
+        "covers(sides, shape) or leaf in value.picked",
+        "covers(sides, shape)",
+    ),
+    "rows picked by data, gather": (
+        "follow",
+        "return _picked(follower, eqn, result) if index.data else result",
+        "return result",
+    ),
+    "rows picked by data, dynamic slice": (
+        "follow",
+        "return _picked(follower, eqn, value) if by_data else value",
+        "return value",
+    ),
+    "picked matrices that the data multiplies": (
+        "products",
+        "(data[i] and not self._is_matrix(i))",
+        "data[i]",
+    ),
+    "slices of parts of an axis": (
+        "follow",
+        "((BATCH, True), (PART, False))",
+        "((BATCH, True),)",
+    ),
+    "concatenations": ("follow", '@rule("concatenate", ', '@rule("-", '),
+    "dynamic updates": (
+        "follow",
+        '"concatenate", "dynamic_update_slice"',
+        '"concatenate"',
+    ),
+    "stacks": ("follow", '"dynamic_update_slice", "stack")', '"dynamic_update_slice")'),
+    "leaves concatenated with data": ("follow", "if beside_data:", "if False:"),
+    "gathers along a new axis": ("follow", "if len(new) > len(old):", "if False:"),
+    "constants that a leaf is multiplied by": (
+        "products",
+        "if not other.data and not other.leaves:",
+        "if False:",
+    ),
+    "repeated leaves and vectors are like data": (
+        "products",
+        "return not self._is_own(i) or (vectors[i] and not vectors[1 - i])",
+        "return False",
+    ),
+    "vectors are like data": (
+        "products",
+        " or (vectors[i] and not vectors[1 - i])",
+        "",
+    ),
+    "doubt about products of leaves": (
+        "decide",
+        "if INNER in x and shape",
+        "if False and shape",
+    ),
+    # Uses.
+    "grouped products": ("products", '@rule("ragged_dot_general")', '@rule("-")'),
+    "grouped convolutions": (
+        "products",
+        'if params["feature_group_count"] > 1:',
+        "if False:",
+    ),
+    "transposed convolutions without overlap": (
+        "products",
+        "if step == shape[a] > 1:",
+        "if False:",
+    ),
+    "Pallas kernels by their widths": (
+        "products",
+        "if len(weights) == len(data) == len(eqn.outvars) == 1:",
+        "if False:",
+    ),
+    "complex products": ("decide", "if first.is_complex:", "if False:"),
+    "gradients in the function": (
+        "follow",
+        'use.is_gradient = kind == "contracted" and _is_transpose(use, first)',
+        "use.is_gradient = False",
+    ),
+    "uses that contradict each other": (
+        "decide",
+        "[x for x in known if x not in either]",
+        "[x for x in known if x not in either and False]",
+    ),
+    "one row or column": ("decide", "if 1 in axes.fan(shape):", "if False:"),
+    # Batches that later operations show.
+    "outputs taken one by one": (
+        "follow",
+        "if len(x.use.taken[axis]) == old[a]:",
+        "if False:",
+    ),
+    "outputs that are the next product's batch": (
+        "products",
+        "if all(x.use.roles.get(a) == {BATCH} for a in range(axis)):",
+        "if False:",
+    ),
+    "experts by the router's outputs": (
+        "read",
+        "decide.find_experts(follower)",
+        "pass",
+    ),
+    "mixtures of matrices": ("products", "_find_mixture(product, i, x, sides)", "pass"),
+    # Roles.
+    "heads": ("decide", "if not any(use.feeds for use in products):", "if False:"),
+    "frozen kernels behind": (
+        "products",
+        "if other.frozen and summed",
+        "if False and summed",
+    ),
+    "heads that are kernels in other layers": (
+        "decide",
+        'if x.role != "head" or other is None:',
+        "if True:",
+    ),
+    "top-k": ("follow", "x.use.chooses |= bool(axes_in(value.results[x]))", "pass"),
+    "sorts that rank": (
+        "follow",
+        'if eqn.primitive.name != "sort" or len(values) > 1:',
+        'if eqn.primitive.name != "sort":',
+    ),
+    "argmax": (
+        "follow",
+        'x.use.chooses |= bool(along) and name.startswith("arg")',
+        "pass",
+    ),
+    "tables of keys": (
+        "decide",
+        "if all(map(_is_table_of_keys, products)):",
+        "if False:",
+    ),
+    "queries, keys and values": (
+        "products",
+        "elif x.soft and axes_in(sides, contract[i]) == x.keys:",
+        "elif False:",
+    ),
+    # Control flow.
+    "loops until nothing changes": (
+        "loops",
+        "for _ in range(4):",
+        "for _ in range(1):",
+    ),
+    "while": ("loops", '@rule("while")', '@rule("-")'),
+    "cond": ("loops", '@rule("cond")', '@rule("-")'),
+    "shard_map": ("loops", '@rule("shard_map")', '@rule("-")'),
+}
+
+
+class _Edited(importlib.machinery.SourceFileLoader):
+    """Loads a module with one text in the place of another one."""
+
+    def __init__(self, name: str, path: str, old: str, new: str) -> None:
+        super().__init__(name, path)
+        self.old, self.new = old, new
+
+    def get_code(self, fullname: str) -> Any:
+        source = pathlib.Path(self.path).read_text()
+        if self.old not in source:
+            raise ValueError(f"{self.path} has no text {self.old!r}")
+        return compile(source.replace(self.old, self.new), self.path, "exec")
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the module that has a rule, to load it without."""
+
+    def __init__(self, module: str, old: str, new: str) -> None:
+        self.module, self.edit = f"{PACKAGE}.{module}", (old, new)
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != self.module:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        assert spec is not None and spec.origin is not None
+        loader = _Edited(name, spec.origin, *self.edit)
+        return importlib.util.spec_from_loader(name, loader)
+
+
+def reader_without(rule: str | None) -> Callable[..., Any]:
+    """`read_uses`, without a rule of `RULES`, or with all for None."""
+    loaded = {name: sys.modules[name] for name in sys.modules if _is_ours(name)}
+    finder = [_Finder(*RULES[rule])] if rule else []
+    for name in loaded:
+        del sys.modules[name]
+    sys.meta_path[:0] = finder
+    try:
+        return importlib.import_module(f"{PACKAGE}.read").read_uses
+    finally:
+        del sys.meta_path[: len(finder)]
+        for name in [*filter(_is_ours, sys.modules)]:
+            del sys.modules[name]
+        sys.modules.update(loaded)
+        if PACKAGE in loaded:
+            sys.modules["jax_muon.reading"].computation = loaded[PACKAGE]  # type: ignore[attr-defined]
+
+
+def _is_ours(name: str) -> bool:
+    return name == PACKAGE or name.startswith(f"{PACKAGE}.")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print and keep the table."""
+    from benchmarks.reading_models import FRAMEWORKS
+
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
+    parser.add_argument("frameworks", nargs="*", metavar="FRAMEWORK")
+    parser.add_argument("--models", default="*", help="pattern of the models to read")
+    parser.add_argument("--rules", default="*", help="pattern of the rules to remove")
+    parser.add_argument("--here", action="store_true", help="in this environment")
+    parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    for framework in options.frameworks or FRAMEWORKS:
+        environment = None if options.here else FRAMEWORKS[framework]
+        if environment is None:
+            rules = [rule for rule in RULES if fnmatch.fnmatch(rule, options.rules)]
+            rows = dict(_rows(framework, options.models, rules))
+            results = (
+                json.loads(options.json.read_text()) if options.json.exists() else {}
+            )
+            for rule, row in rows.items():
+                results.setdefault(rule, {})[framework] = row
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
+        else:
+            command = [f"runs/outside/{environment}/bin/python", "-m", __spec__.name]
+            more = ("--models", options.models, "--rules", options.rules)
+            more += ("--json", str(options.json))
+            subprocess.run([*command, framework, "--here", *more], check=True)
+    if not options.here:
+        print(summary(json.loads(options.json.read_text())))
+    return 0
+
+
+def _rows(
+    framework: str, pattern: str, rules: list[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What becomes worse without each rule: leaves by outcome, and models."""
+    from jax_muon import jaxprs
+    from jax_muon.paths import leaves_with_paths
+
+    module = importlib.import_module(f"benchmarks.reading_models.{framework}")
+    cases, traces = {}, {}
+    trace = jaxprs.trace
+    for name, model in module.MODELS.items():
+        if fnmatch.fnmatch(name, pattern):
+            loss, params, args = model.build()
+            traces[id(loss)] = trace(loss, params, *args)
+            expected = {
+                path: (tuple(x.shape), model.expected(path, tuple(x.shape)))
+                for path, x in leaves_with_paths(params)
+            }
+            cases[name] = loss, params, args, expected
+    jaxprs.trace = lambda loss, *_: traces[id(loss)]
+    try:
+        full = {
+            name: _outcomes(reader_without(None), case) for name, case in cases.items()
+        }
+        for rule in rules:
+            reader, worse = reader_without(rule), collections.Counter()
+            models = []
+            for name, case in cases.items():
+                now = _outcomes(reader, case)
+                count = collections.Counter(
+                    now[path]
+                    for path, before in full[name].items()
+                    if now[path] != before and before[0] != "wrong"
+                )
+                worse += collections.Counter({key[0]: n for key, n in count.items()})
+                if count:
+                    models.append((len(case[3]), name))
+            smallest = min(models)[1] if models else ""
+            yield rule, {**worse, "models": len(models), "smallest": smallest}
+            print(f"{framework}, without {rule}: {dict(worse)} {smallest}", flush=True)
+    finally:
+        jaxprs.trace = trace
+
+
+def _outcomes(reader: Callable[..., Any], case: Any) -> dict[str, tuple[str, str]]:
+    """By path: right, wrong, undecided or failed; and the role."""
+    from benchmarks.reading import judge
+
+    loss, params, args, expected = case
+    try:
+        uses = {x.path: x for x in reader(loss, params, *args)}
+    except Exception:  # whatever a rule guards against
+        return dict.fromkeys(expected, ("failed", ""))
+    outcomes = {}
+    for path, (shape, expect) in expected.items():
+        use = uses[path]
+        outcome = judge({"path": path, "shape": shape, "expect": expect}, use)[0]
+        outcome = {"refused": "undecided", "unknowable": "open"}.get(outcome, outcome)
+        outcomes[path] = (outcome, "")
+        if outcome == "right":
+            outcomes[path] = ("other role", use.role)
+    return outcomes
+
+
+def summary(results: Mapping[str, Any]) -> str:
+    """A Markdown table: what all frameworks lose without each rule."""
+    kinds = ("wrong", "undecided", "failed", "other role", "open")
+    lines = [f"| without | {' | '.join(kinds)} | models | smallest |"]
+    lines.append("|---" * (len(kinds) + 3) + "|")
+    for rule, frameworks in results.items():
+        total: collections.Counter[str] = collections.Counter()
+        smallest = []
+        for framework, row in frameworks.items():
+            total += collections.Counter({k: row.get(k, 0) for k in (*kinds, "models")})
+            smallest += [f"{framework} {row['smallest']}"] if row["smallest"] else []
+        cells = " | ".join(str(total[kind]) for kind in (*kinds, "models"))
+        lines.append(f"| {rule} | {cells} | {', '.join(smallest[:2])} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

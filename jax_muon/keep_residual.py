@@ -1,0 +1,177 @@
+"""Keep in the state what rounding to 16-bit parameters drops.
+
+The step of a parameter is often smaller than half the distance between two numbers of
+bfloat16, and rounding then loses it. Here a parameter stands for the sum of itself and
+a residual of a few bits, and only the sum is updated.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Float32, Int
+
+from jax_muon import checks, dtypes, paths
+from jax_muon.leaves import map_leaves
+from jax_muon.notes import note
+
+
+class KeepResidualState(NamedTuple):
+    """State of `keep_residual`."""
+
+    # Integers, shaped like the parameters; MaskedNode for those not of 16-bit floats.
+    residual: optax.Params
+    inner_state: optax.OptState  # of float32 parameters
+
+
+def keep_residual(
+    tx: optax.GradientTransformation, dtype: jax.typing.DTypeLike = "int8"
+) -> optax.GradientTransformationExtraArgs:
+    """Update bfloat16 or float16 parameters by steps that they are too narrow for.
+
+    The optimizer sees the parameters in float32, with what rounding dropped before, and
+    keeps a state like that of float32 parameters: choose `momentum_dtype` of a recipe
+    if its momentum shall be narrower. `optax.apply_updates` gives exactly the rounded
+    parameters that the new residual belongs to. So whatever changes updates must be
+    inside, such as a chain; `on_mesh`, `make_train_step`, `optax.MultiSteps` and
+    `skip_nonfinite` may also be outside.
+
+    A residual counts in units of 1/128 of half the distance to the next 16-bit number:
+    7 bits and a sign, or 24 bits for a bfloat16 with its residual. It is rounded to
+    nearest, so steps below 2^-17 of an element are lost, with "int16" below 2^-24. A
+    step that halves or doubles an element, or moves it across zero, is rounded to the
+    parameters' precision. Units of bfloat16 below 2^-100 are as there.
+
+    Args:
+      tx: the optimizer, such as a recipe.
+      dtype: of the residual, "int8", or "int16" for units 256 times finer.
+
+    Returns:
+      An `optax.GradientTransformation`. Its updates have the dtype of 16-bit
+      parameters, and that of `tx` for all others, which have no residual; `describe`
+      lists them. Its state is a `KeepResidualState`.
+
+    Raises:
+      ValueError: `tx` is not an optax transform, another dtype; at update, no
+        parameters, a state that has no residual, or one of other parameters.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import jax_muon as jm
+      >>> params = jnp.ones(2, "bfloat16")
+      >>> tx = jm.keep_residual(optax.sgd(0.001))  # half a distance is 0.0039
+      >>> state = tx.init(params)
+      >>> for _ in range(10):
+      ...     updates, state = tx.update(-params, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> float(params[0]), int(state.residual[0])
+      (1.0078125, 72)
+
+    References:
+      FlashOptim, arXiv 2602.23349, section 3.1.
+    """
+    tx = checks.as_transform("tx", tx)
+    name = jnp.dtype(dtype).name
+    checks.choice("dtype", name, ("int8", "int16"))
+
+    def residuals(params: optax.Params) -> Any:
+        return jax.tree.map(
+            lambda p: jnp.zeros_like(p, name) if _is_narrow(p) else optax.MaskedNode(),
+            params,
+        )
+
+    def init_fn(params: optax.Params) -> KeepResidualState:
+        checks.arrays("params", params)
+        widened = jax.tree.map(
+            lambda p: p.astype(jnp.float32) if _is_narrow(p) else p, params
+        )
+        return KeepResidualState(residuals(params), tx.init(widened))
+
+    def update_fn(
+        updates: optax.Updates,
+        state: KeepResidualState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, KeepResidualState]:
+        checks.params("keep_residual", params)
+        expected = (
+            "a KeepResidualState; for a run without residual it is "
+            "tx.init(params)._replace(inner_state=state), or take_over(tx, ...)"
+        )
+        checks.kind("state", state, KeepResidualState, expected)
+        old = dict(paths.leaves_with_paths(state.residual))
+        leaves = dict(paths.leaves_with_paths(params))
+        like = dict(paths.leaves_with_paths(jax.eval_shape(residuals, params)))
+        checks.alike("residual", old, "parameter of 16 bits", like)
+        note("residual", {path: name if path in old else "-" for path in leaves})
+
+        def whole(path: str, p: Array) -> Array:
+            return _whole(p, old[path]) if path in old else p
+
+        wholes = map_leaves(whole, params)
+        updates = dtypes.as_wide_as_params(updates, wholes)
+        updates, inner = tx.update(updates, state.inner_state, wholes, **extra_args)
+        new = {}
+
+        def split(path: str, u: Array) -> Array:
+            if path not in old:
+                return u
+            u, new[path] = _split(leaves[path], old[path], u)
+            return u
+
+        updates = map_leaves(split, updates)
+        residual = map_leaves(lambda path, _: new[path], state.residual)
+        return updates, KeepResidualState(residual, inner)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _is_narrow(p: Any) -> bool:
+    return p.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def _whole(p: Float[Array, "..."], r: Int[Array, "..."]) -> Float32[Array, "..."]:
+    """A parameter with its residual. All of it fits in float32, except int16's last."""
+    return p.astype(jnp.float32) + r.astype(jnp.float32) * _unit(p, r.dtype)
+
+
+def _split(
+    p: Float[Array, "..."], r: Int[Array, "..."], u: Float[Array, "..."]
+) -> tuple[Float[Array, "..."], Int[Array, "..."]]:
+    """The update in the dtype of p, and what p plus that update drops of the whole."""
+    target = _whole(p, r) + u.astype(jnp.float32)
+    wide = p.astype(jnp.float32)
+    # Of p and a target between half and twice p the difference is exact.
+    step = _rounded(_rounded(target, p.dtype) - wide, p.dtype)
+    after = _rounded(wide + step, p.dtype)
+    most = jnp.iinfo(r.dtype).max
+    dropped = (target - after) / _unit(after.astype(p.dtype), r.dtype)
+    dropped = jnp.where(jnp.isnan(dropped), 0, jnp.round(dropped))  # inf - inf
+    return step.astype(p.dtype), jnp.clip(dropped, -most, most).astype(r.dtype)
+
+
+def _unit(p: Float[Array, "..."], dtype: Any) -> Float32[Array, "..."]:
+    """What one of a residual counts: a power of two, finite also where p is not."""
+    info = jnp.finfo(p.dtype)
+    bits = jax.lax.bitcast_convert_type(p.astype(jnp.float32), jnp.uint32)
+    power = jax.lax.bitcast_convert_type(bits & jnp.uint32(0x7F800000), jnp.float32)
+    # Floats that are not normal are evenly spaced. Far below 2^-100 a unit would not
+    # be a normal float32, and XLA takes those for zero on CPUs.
+    power = jnp.clip(power, max(2.0**info.minexp, 2.0**-100), 2.0 ** (info.maxexp - 1))
+    return power * 2.0 ** (-info.nmant - jnp.iinfo(dtype).bits)
+
+
+def _rounded(x: Float32[Array, "..."], dtype: Any) -> Float32[Array, "..."]:
+    """x rounded to a 16-bit dtype, in float32.
+
+    XLA drops the rounding of a cast there and back where it may compute more exactly.
+    """
+    info = jnp.finfo(dtype)
+    rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
+    if dtype == jnp.bfloat16:
+        return rounded
+    # reduce_precision takes numbers that are not normal for zero.
+    even = jnp.round(x * 2.0**24) * 2.0**-24
+    return jnp.where(jnp.abs(x) < 2.0**info.minexp, even, rounded)

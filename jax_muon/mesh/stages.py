@@ -1,0 +1,169 @@
+"""Parameters on several meshes, as pipeline stages have them: a program for each."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_muon import checks, jaxprs, notes, paths
+from jax_muon.mesh.array_types import own_sharding
+from jax_muon.mesh.on_mesh import on_mesh
+from jax_muon.mesh.specs import AxisName
+
+# Transforms that need the gradients of all stages at once.
+_OF_ALL = ("clip_by_global_norm", "apply_if_finite", "skip_nonfinite")
+
+
+def on_stages(
+    tx: optax.GradientTransformation, divide: AxisName = (), *, donate: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """Run an optimizer on parameters of several meshes, such as pipeline stages.
+
+    JAX has no program for arrays of disjoint meshes, so each mesh has its own: that of
+    `on_mesh(tx, mesh, specs, divide)`, with meshes and specs as the parameters have
+    them. They run at the same time. The updates equal those of one device, to rounding.
+
+    With several processes, a process takes part in the stages of its own devices alone:
+    it has `optax.MaskedNode()` in the place of all other parameters and gradients.
+
+    Args:
+      tx: an optax transform, with `matrices=jax_muon.read(...)` of the whole model: a
+        stage alone may be read differently. No part of it may need all gradients at
+        once, as a global norm does: clip gradients before.
+      divide: mesh axes over which gradients and state are sharded further, in every
+        mesh; see `on_mesh`.
+      donate: whether the update overwrites the state that it is given.
+
+    Returns:
+      A transform for calls outside of jit. Its state is a tuple with a state for each
+      mesh, in the order in which the parameters name them. To restore one, give orbax
+      the shapes and shardings of `init`'s arrays.
+
+    Raises:
+      ValueError: `tx` is not an optax transform; at init and update, with the path, a
+        parameter that is not on a mesh, or that is traced; one that its stage reads
+        otherwise than the whole model; matrices of several stages that are joined; a
+        transform that needs the gradients of all stages; and what `on_mesh` raises.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import numpy as np
+      >>> import jax_muon as jm
+      >>> whole = {"0": {"up": jnp.eye(8)}, "1": {"up": jnp.eye(8)}}
+      >>> devices = np.array(jax.devices()).reshape(2, -1)
+      >>> spec = jax.sharding.PartitionSpec("data")
+      >>> params = {
+      ...     name: jax.device_put(
+      ...         layer, jax.sharding.NamedSharding(Mesh(stage, ("data",)), spec)
+      ...     )
+      ...     for stage, (name, layer) in zip(devices, whole.items())
+      ... }
+      >>> tx = on_stages(jm.nanochat(matrices=jm.read(whole)))
+      >>> updates, state = tx.update(params, tx.init(params), params)
+      >>> updates["1"]["up"].sharding.device_set == set(devices[1].tolist())
+      True
+    """
+    tx = checks.as_transform("tx", tx)
+    checks.flag("donate", donate)
+
+    @functools.cache
+    def program(mesh: Mesh, specs: tuple[tuple[str, PartitionSpec], ...]) -> Any:
+        own = on_mesh(tx, mesh, dict(specs), divide)
+        update = jax.jit(own.update, donate_argnums=(1,) if donate else ())
+        return own.init, update, set()
+
+    def init_fn(params: optax.Params) -> tuple[Any, ...]:
+        with notes.listening() as whole:
+            jax.eval_shape(lambda params: tx.init(params), _shapes(params))
+        states = []
+        for mesh, specs in _stages(params).items():
+            with notes.listening() as heard:
+                own = program(mesh, tuple(specs.items()))
+                states.append(own[0](_only(specs, params)))
+            _check_reading(heard, whole["parameters"])
+        return tuple(states)
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, tuple[Any, ...]]:
+        stages, states = _stages(updates), []
+        results: dict[str, Any] = {}
+        for (mesh, specs), old in zip(stages.items(), state, strict=True):
+            _, update, checked = program(mesh, tuple(specs.items()))
+            args = _only(specs, updates), old, _only(specs, params)
+            if not checked:
+                _check_alone(update.trace(*args, **extra_args).jaxpr.jaxpr)
+                checked.add(True)
+            new, after = update(*args, **extra_args)
+            results |= dict(paths.leaves_with_paths(new))
+            states.append(after)
+        leaves = [results[path] for path, _ in paths.leaves_with_paths(updates)]
+        structure: Any = jax.tree.structure(updates)
+        return jax.tree.unflatten(structure, leaves), tuple(states)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _shapes(params: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+
+
+def _stages(tree: Any) -> dict[Mesh, dict[str, PartitionSpec]]:
+    """The meshes of a tree, in its order, with the specs of their arrays by path."""
+    stages: dict[Mesh, dict[str, PartitionSpec]] = {}
+    for path, x in paths.leaves_with_paths(tree):
+        sharding = None if isinstance(x, jax.core.Tracer) else own_sharding(x)
+        if sharding is None:
+            raise ValueError(
+                f"on_stages: parameter {path!r} has no mesh; expected calls outside of "
+                "jit, with arrays placed by a jax.sharding.NamedSharding"
+            )
+        assert isinstance(sharding.mesh, Mesh)  # of a concrete array
+        stages.setdefault(sharding.mesh, {})[path] = sharding.spec
+    return stages
+
+
+def _only(own: Mapping[str, Any], tree: Any) -> Any:
+    """The tree with the leaves of one stage."""
+    return jax.tree_util.tree_map_with_path(
+        lambda key_path, x: (
+            x if paths.path_string(key_path) in own else optax.MaskedNode()
+        ),
+        tree,
+    )
+
+
+def _check_reading(heard: notes.Notes, whole: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a stage alone means other matrices than the whole."""
+    for path, one in heard["parameters"].items():
+        if path in whole and (one.label, one.axes) != (
+            whole[path].label,
+            whole[path].axes,
+        ):
+            raise ValueError(
+                f"on_stages: parameter {path!r} is read as {one.label!r} in its stage "
+                f"({one.reason}), and as {whole[path].label!r} in the whole model "
+                f"({whole[path].reason}); expected matrices=jax_muon.read(params)"
+            )
+    for matrices in heard["matrices"].values():
+        for join in matrices.joins or ():
+            if 0 < len({*join.paths} & {*matrices}) < len(join.paths):
+                raise ValueError(
+                    f"on_stages: {', '.join(join.paths)} are joined, and not of one "
+                    "stage; expected joins within stages"
+                )
+
+
+def _check_alone(program: Any) -> None:
+    """Raise a ValueError if an update needs the gradients of other stages."""
+    for function in jaxprs.functions(program):
+        name = function.partition(".")[0]
+        if name in _OF_ALL:
+            raise ValueError(
+                f"on_stages: {name} would see one stage's gradients at a time; "
+                "expected it outside, on all gradients"
+            )

@@ -1,0 +1,80 @@
+"""brax: its PPO trains inside `jax.pmap`, on one device and on several."""
+
+import brax.training.agents.ppo.train as ppo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from brax import envs
+
+import jax_muon as jm
+
+adam = optax.adam
+
+
+def muon(learning_rate):
+    """Without decay: brax does not pass the parameters to the update."""
+
+    def chain(matrices):
+        return optax.chain(
+            jm.nesterov(0.95),
+            jm.orthogonalize(jm.NewtonSchulz(dtype="float32"), matrices=matrices),
+            jm.scale_by_shape("rms_0.2", matrices=matrices),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
+    return jm.partition({"muon": chain, "adamw": adam(learning_rate)})
+
+
+def replicated(tree, devices):
+    """What brax 0.14.2 calls `jax.device_put_replicated`, which JAX 0.10 lacks."""
+    stack = lambda x: jnp.stack(len(devices) * [jnp.asarray(x)])  # noqa: E731
+    mesh = jax.sharding.Mesh(np.array(devices), ("i",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))
+    return jax.device_put(jax.tree.map(stack, tree), sharding)
+
+
+def train(devices):
+    """The parameters that brax's PPO ends with; it asserts that replicas are equal."""
+    _, params, _ = ppo.train(
+        envs.get_environment("fast"),
+        num_timesteps=2**12,
+        episode_length=32,
+        num_envs=16,
+        batch_size=16,
+        unroll_length=4,
+        num_minibatches=4,
+        num_updates_per_batch=2,
+        num_evals=2,
+        num_eval_envs=4,
+        learning_rate=3e-3,
+        max_grad_norm=1.0,
+        normalize_observations=True,
+        max_devices_per_host=devices,
+    )
+    return params
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_ppo(devices, monkeypatch):
+    """On one device nothing need be said; on several `on_replicas` says it."""
+    monkeypatch.setattr(jax, "device_put_replicated", replicated, raising=False)
+    if devices > 1:
+        monkeypatch.setattr(ppo.optax, "adam", muon)
+        with pytest.raises(ValueError, match=r"inside jax.pmap.*jax_muon.on_replicas"):
+            train(devices)
+    used = []
+
+    def on_replicas(learning_rate):
+        used.append(learning_rate)
+        tx = muon(learning_rate)
+        return jm.on_replicas(tx) if devices > 1 else tx
+
+    monkeypatch.setattr(ppo.optax, "adam", on_replicas)
+    params = train(devices)
+    assert used == [3e-3]
+    leaves = jax.tree.leaves(params[1:])
+    assert all(np.isfinite(x).all() for x in leaves)
+    kernels = [x for x in leaves if x.ndim == 2]
+    assert len(kernels) > 4

@@ -1,0 +1,314 @@
+"""Reading from a function: reasons, roles, layers, and what cannot be read so.
+
+`test_programs.py` has the readings themselves.
+"""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.experimental import pallas as pl
+from optax.contrib import MuonDimensionNumbers
+
+import jax_muon as jm
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+IDS = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+WIDTH = 24
+
+
+def at(function, text):
+    """`test_computation.py:57`, the line of a function that has this text."""
+    lines, start = inspect.getsourcelines(function)
+    (number,) = (i for i, line in enumerate(lines) if text in line)
+    return f"test_computation.py:{start + number}"
+
+
+def attention(x, p):
+    q, k, v = (x @ p[name] for name in ("a", "b", "c"))
+    return jax.nn.softmax(q @ k.swapaxes(-1, -2)) @ v @ p["d"]
+
+
+def language_model(params, ids):
+    x = jnp.take(params["table"], ids, axis=0)
+    for layer in params["layers"]:
+        x = x + attention(x, layer)
+        x = x + jax.nn.relu(x * layer["e"] @ layer["f"])
+    return jnp.mean(x @ params["g"])
+
+
+def model_params(layers=2):
+    square = floats(WIDTH, WIDTH)
+    layer = dict.fromkeys("abcdf", square) | {"e": floats(WIDTH)}
+    return {
+        "table": floats(90, WIDTH),
+        "layers": [dict(layer) for _ in range(layers)],
+        "g": floats(WIDTH, 90),
+    }
+
+
+def test_reasons_name_the_use_and_the_line():
+    read = jm.read(model_params(), language_model, IDS)
+    product = at(language_model, 'layer["e"] @')
+    expected = {
+        "table": f"rows picked by integers at {at(language_model, 'jnp.take')}",
+        "layers/1/a": f"contracted over axis 0 at {at(attention, 'x @ p[name]')}",
+        "layers/1/e": f"elementwise at {product}",
+        "layers/1/f": f"contracted over axis 0 at {product}",
+        "g": f"last product before the result at {at(language_model, 'x @ params')}",
+    }
+    assert {path: read[path].reason for path in expected} == expected
+
+
+def test_roles_without_names():
+    read = jm.read(model_params(), language_model, IDS)
+    roles = {path: x.role for path, x in read.items() if path.startswith("layers/0")}
+    assert list(roles.values()) == [
+        *("query", "key", "value", "out", "elementwise", "kernel")
+    ]
+    assert read["table"].role, read["g"].role == ("embedding", "head")
+    assert not read.by_names and "Names" not in str(read)
+
+
+def test_joins_go_by_the_roles():
+    read = jm.read(model_params(4), language_model, IDS, joins=2)
+    assert {join.paths for join in read.joins} == {
+        (f"layers/{i}/{name}", f"layers/{i + 1}/{name}")
+        for i in (0, 2)
+        for name in "abc"
+    }
+
+
+def test_qk_clip_goes_by_the_roles():
+    """Kernels and biases with names that say nothing; the last head is clipped."""
+
+    def loss(params, x):
+        x = x @ params["in"]
+        for p in params["layers"]:
+            q, k, v = (x @ p[n]["w"] + p[n]["b"] for n in ("l0", "l1", "l2"))
+            x = x + jax.nn.softmax(q @ k.swapaxes(-1, -2)) @ v
+        return jnp.mean(x @ params["out"])
+
+    layer = {n: {"w": jnp.eye(4), "b": jnp.ones(4)} for n in ("l0", "l1", "l2")}
+    params = {"in": jnp.eye(4), "layers": [layer], "out": jnp.eye(4)}
+    matrices = jm.read(params, loss, floats(2, 3, 4))
+    tx = jm.clip_qk(100.0, matrices=matrices)
+    still = jax.tree.map(jnp.zeros_like, params)
+    logits = {"layers/0": jnp.array([50.0, 400.0])}
+    updates, _ = tx.update(still, tx.init(params), params, max_logits=logits)
+    after = jax.tree.map(jnp.add, params, updates)["layers"][0]
+    for name in ("l0", "l1"):
+        np.testing.assert_array_equal(after[name]["b"], [1, 1, 0.5, 0.5])
+        np.testing.assert_array_equal(jnp.diag(after[name]["w"]), [1, 1, 0.5, 0.5])
+    assert (after["l2"]["w"] == jnp.eye(4)).all()
+    with pytest.raises(ValueError, match=r"queries \[\] and the keys \[\]"):
+        jm.clip_qk(100.0, matrices=jm.read(params)).init(params)
+
+
+def test_the_last_layer_of_an_encoder_is_like_the_others():
+    def encoder(params, ids):
+        x = params["table"][ids]
+        for layer in params["layers"]:
+            x = jnp.tanh(x @ layer["up"]) @ layer["down"]
+        return x
+
+    layer = {"up": floats(WIDTH, 96), "down": floats(96, WIDTH)}
+    params = {"table": floats(90, WIDTH), "layers": [layer, layer]}
+    read = jm.read(params, encoder, IDS)
+    assert [x.label for x in read.values()] == [*4 * ["muon"], "adamw"]
+    assert "like 'layers/0/down'" in read["layers/1/down"].reason
+
+
+# --- fused kernels --------------------------------------------------------------------
+
+
+def fused(params, x):
+    q, k, v = jnp.split(x @ params["qkv"], [16, 32], axis=-1)
+    x = jax.nn.softmax(q @ k.swapaxes(-1, -2)) @ v
+    gate, up = jnp.split(x @ params["gates"], 2, axis=-1)
+    return jnp.mean((gate * up) @ params["last"])
+
+
+FUSED = {"qkv": floats(16, 40), "gates": floats(8, 64), "last": floats(32, 5)}
+HINTS = {
+    "qkv": "3 parts: splits={'qkv': Split({'query': 16, 'key': 16, 'value': 8})}",
+    "gates": "2 parts: splits={'gates': Split(2)}",
+}
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_split_outputs_are_shown_unless_a_split_says_so(name):
+    hint = f"; its outputs are split into {HINTS[name]}"
+    assert jm.read(FUSED, fused, floats(3, 9, 16))[name].reason.endswith(hint)
+    split = eval(HINTS[name].partition("splits=")[2], {"Split": jm.Split})
+    read = jm.read(FUSED, fused, floats(3, 9, 16), splits=split)
+    assert "splits" not in read[name].reason
+    assert read.splits == split
+
+
+def test_a_router_without_a_top_k_is_one_by_its_name():
+    def loss(params, x):
+        gates = jax.nn.softmax(x @ params["router"]["w"])
+        y = jnp.einsum("bi,eio->beo", x, params["experts"])
+        return jnp.einsum("beo,be->bo", y, gates) @ params["last"]
+
+    params = {"router": {"w": floats(8, 3)}, "experts": floats(3, 8, 9)}
+    read = jm.read(params | {"last": floats(9, 2)}, loss, floats(5, 8))
+    assert (read["router/w"].label, read["router/w"].role) == ("adamw", "router")
+
+
+# --- layers ---------------------------------------------------------------------------
+
+
+def blocks(params, x):
+    """Twelve layers, as three blocks of four."""
+    grouped = jax.tree.map(lambda w: w.reshape(3, 4, *w.shape[1:]), params)
+    return lax.scan(lambda x, p: lax.scan(step, x, p), x, grouped)[0]
+
+
+def step(x, p):
+    return jnp.tanh((x * p["scale"]) @ p["w"]), None
+
+
+FORMS = {
+    "scan": lambda p, x: lax.scan(step, x, p)[0],
+    "reverse": lambda p, x: lax.scan(step, x, p, reverse=True)[0],
+    "checkpointed": lambda p, x: lax.scan(jax.checkpoint(step), x, p)[0],
+    "in blocks": blocks,
+    "jitted": jax.jit(lambda p, x: lax.scan(step, x, p, unroll=2)[0]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scanned_layers(form):
+    params = {"w": floats(12, WIDTH, WIDTH), "scale": floats(12, WIDTH)}
+    read = jm.read(params, lambda p, x: FORMS[form](p, x).sum(), floats(5, WIDTH))
+    axes = read["w"].axes
+    assert (axes.batch, axes.reduction, axes.output) == ((0,), (1,), (2,))
+    assert read["w"].label == "muon" and read["scale"].label == "adamw"
+    assert read["w"].scanned == read["scale"].scanned == (0,)
+
+
+def test_layers_on_axis_1():
+    def loss(p, x):
+        return lax.scan(step, x, jax.tree.map(lambda w: jnp.moveaxis(w, 1, 0), p))[0]
+
+    params = {"w": floats(WIDTH, 12, WIDTH), "scale": floats(WIDTH, 12)}
+    read = jm.read(params, loss, floats(5, WIDTH))
+    assert read["w"].axes.batch == read["w"].scanned == (1,)
+
+
+# --- nothing but shapes ---------------------------------------------------------------
+
+
+def test_a_stateful_model_stays_as_it_is():
+    model = nnx.Sequential(
+        nnx.Linear(4, 8, rngs=nnx.Rngs(0)),
+        nnx.BatchNorm(8, rngs=nnx.Rngs(0)),
+        nnx.Linear(8, 3, rngs=nnx.Rngs(0)),
+    )
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, rest, x):
+        return nnx.merge(graph, params, rest)(x).sum()
+
+    read = jm.read(params, loss, rest, floats(5, 4))
+    labels = {path: x.role for path, x in read.items()}
+    assert labels["layers/0/kernel"] == "kernel" and labels["layers/2/kernel"] == "head"
+    assert jnp.array_equal(model.layers[1].mean[...], jnp.zeros(8))
+
+
+# --- what cannot be read --------------------------------------------------------------
+
+
+def kernel_with(shape):
+    """A product in a Pallas kernel: JAX does not show what it does."""
+
+    def body(x, w, result):
+        result[...] = x[...] @ w[...]
+
+    return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+def in_a_kernel(name):
+    def loss(params, x):
+        x = kernel_with(x.shape)(x, params[name]["kernel"])
+        return jnp.mean(x @ params["head"])
+
+    square = {"kernel": floats(WIDTH, WIDTH)}
+    return loss, {name: square, "head": floats(WIDTH, 9), "bias": floats(WIDTH)}
+
+
+def test_a_hidden_parameter_is_read_by_its_name():
+    loss, params = in_a_kernel("q_proj")
+    read = jm.read(params, loss, floats(5, WIDTH))
+    found = read["q_proj/kernel"]
+    assert (found.label, found.role) == ("muon", "query")
+    assert re.match(r"it goes into pallas_call at \S+; so ", found.reason)
+
+
+def test_one_that_names_do_not_decide_is_an_error():
+    def loss(params, x):
+        kernel = pl.pallas_call(lambda x, w, y: None, out_shape=floats(5, 9))
+        return jnp.mean(kernel(x, params["mixing"]["w"]))
+
+    params = {"mixing": {"w": floats(5, 7, 7, 9, 9)}}
+    with pytest.raises(ValueError) as error:
+        jm.read(params, loss, floats(5, WIDTH))
+    line = at(loss, "kernel(x")
+    assert f"(5, 7, 7, 9, 9): it goes into pallas_call at {line}" in str(error.value)
+    with pytest.warns(UserWarning, match="mixing/w"):
+        assert jm.read(params, loss, floats(5, WIDTH), strict=False).labels(params) == {
+            "mixing": {"w": "adamw"}
+        }
+    rules = {"mixing/w": MuonDimensionNumbers(3, 4)}
+    read = jm.read(params, loss, floats(5, WIDTH), rules=rules)
+    assert read["mixing/w"].sizes == (5 * 7 * 7, 9, 9)
+
+
+def test_two_uses_that_contradict_each_other():
+    def loss(params, x):
+        y = jnp.tanh(x @ params["w"])  # (5, 24) to (5, 8)
+        z = jnp.einsum("bio,io->bo", x[..., None] * y[:, None], params["w"])
+        return jnp.mean((y + jnp.tanh(z)) @ params["last"])
+
+    params = {"w": floats(24, 8), "last": floats(8, 3)}
+    first, second = at(loss, 'x @ params["w"]'), at(loss, "jnp.einsum")
+    with pytest.raises(ValueError, match=rf"'w' of shape .*{first}, {second}"):
+        jm.read(params, loss, floats(5, 24))
+
+
+def test_what_the_function_does_not_use_gets_adamw():
+    params = {"up": floats(8, 8), "old": floats(8, 8), "last": floats(8, 3)}
+    read = jm.read(params, lambda p, x: (x @ p["up"]) @ p["last"], floats(5, 8))
+    assert (read["old"].label, read["old"].role) == ("adamw", "unused")
+    assert read["old"].reason == "the result does not depend on it"
+
+
+def test_a_function_of_no_parameter():
+    with pytest.raises(ValueError, match="depends on none of the 2 parameters"):
+        jm.read({"a": floats(4, 4), "b": floats(4)}, lambda p, x: x, floats(3))
+
+
+def test_the_errors_of_the_function_are_its_own():
+    def loss(params, x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        jm.read({"a": floats(4, 4)}, loss, floats(3))
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+        jm.read({"a": floats(4, 4)}, loss)
+
+
+def test_out_in_is_for_names():
+    with pytest.raises(ValueError, match=r"out_in=True.*the function decides"):
+        jm.read({"a": floats(4, 4)}, lambda p: p["a"].sum(), out_in=True)

@@ -1,0 +1,141 @@
+"""What the package takes JAX's internals to be; it runs in each version of JAX."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from jax_muon import jaxprs
+from jax_muon.reading.computation import loops, products  # noqa: F401
+from jax_muon.reading.computation.follow import RULES
+
+X = jnp.ones((2, 4))
+MESH = AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,))
+
+
+def on_mesh(function, *out):
+    return jax.shard_map(
+        function, mesh=MESH, in_specs=P("d"), out_specs=P(*out), check_vma=False
+    )
+
+
+def while_loop(x):
+    return lax.while_loop(lambda y: y.sum() < 9, lambda y: y + 1, x)
+
+
+# For each primitive with a rule, a call that JAX traces to it.
+CALLS = {
+    "transpose": lambda x: x.T,
+    "reshape": lambda x: x.reshape(8),
+    "squeeze": lambda x: lax.squeeze(x[:1], [0]),
+    "broadcast_in_dim": lambda x: jnp.broadcast_to(x, (3, 2, 4)),
+    "pad": lambda x: jnp.pad(x, 1),
+    "all_gather": on_mesh(lambda x: lax.all_gather(x, "d")),
+    "all_to_all": on_mesh(lambda x: lax.all_to_all(x, "d", 1, 0, tiled=True), "d"),
+    "reduce_scatter": on_mesh(
+        lambda x: lax.psum_scatter(x, "d", scatter_dimension=1, tiled=True), "d"
+    ),
+    "ppermute": on_mesh(lambda x: lax.ppermute(x, "d", [(0, 1), (1, 0)]), "d"),
+    "slice": lambda x: x[:1, 1:3],
+    "split": lambda x: jnp.split(x, 2, axis=1),
+    "dynamic_slice": lambda x: lax.dynamic_index_in_dim(x, x[0, 0].astype(int)),
+    "gather": lambda x: x[jnp.array([1, 0])],
+    "concatenate": lambda x: jnp.concatenate([x, x]),
+    "dynamic_update_slice": lambda x: lax.dynamic_update_slice(x, x[:1], (1, 0)),
+    "top_k": lambda x: lax.top_k(x, 2),
+    "approx_top_k": lambda x: lax.approx_max_k(x, 2),
+    "sort": jnp.argsort,
+    "reduce_sum": jnp.sum,
+    "reduce_max": jnp.max,
+    "reduce_min": jnp.min,
+    "reduce_prod": jnp.prod,
+    "argmax": jnp.argmax,
+    "argmin": jnp.argmin,
+    "dot_general": lambda x: x @ x.T,
+    "ragged_dot_general": lambda x: lax.ragged_dot(
+        x, jnp.ones((1, 4, 3)), jnp.array([2])
+    ),
+    "conv_general_dilated": lambda x: lax.conv(x[None], x[None], (1,), "SAME"),
+    "pallas_call": lambda x: pl.pallas_call(lambda i, o: None, x)(x),
+    "scan": lambda x: lax.scan(lambda c, y: (c, y), 0, x),
+    "while": while_loop,
+    "cond": lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),
+    "shard_map": on_mesh(jnp.sin, "d"),
+}
+# Only some versions, or some ways of writing the above, have these.
+SOMETIMES = {"expand_dims", "stack", "unstack", "all_gather_invariant"}
+
+
+def primitives(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from primitives(inner)
+
+
+def test_every_rule_is_for_a_primitive_of_jax():
+    for name, function in CALLS.items():
+        assert name in {*primitives(jax.make_jaxpr(function)(X).jaxpr)}, name
+    assert set(RULES) == set(CALLS) | SOMETIMES
+
+
+def test_the_inputs_of_a_scan():
+    def function(a, b, c, xs):
+        return lax.scan(lambda carry, x: (carry + a * x, b), c, xs)
+
+    eqns = jax.make_jaxpr(function)(1.0, 2.0, 3.0, jnp.ones(5)).jaxpr.eqns
+    (eqn,) = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
+    constants, start = jaxprs.scan_starts(eqn)
+    assert eqn.invars[start].aval.shape == (5,)
+    assert start - constants == 1 and len(eqn.invars) - start == 1
+    assert len(jaxprs.inner(eqn).in_avals) == len(eqn.invars)
+
+
+def test_functions_that_operations_call():
+    jitted, remat = jax.jit(jnp.sin), jax.checkpoint(jnp.sin)
+    for function in (jitted, remat, jax.nn.silu):
+        (eqn,) = jax.make_jaxpr(function)(X).jaxpr.eqns
+        assert len(jaxprs.called(eqn).in_avals) == len(eqn.invars)
+    (eqn,) = jax.make_jaxpr(jnp.sin)(X).jaxpr.eqns
+    assert jaxprs.called(eqn) is None
+
+
+def test_only_what_results_need_is_traced():
+    constant = jnp.ones(4)
+
+    def function(x, unused):
+        jnp.cos(x)
+        return x + constant
+
+    jaxpr, count = jaxprs.trace(function, X, 3.0)
+    assert [*primitives(jaxpr)].count("cos") == 0
+    assert (count, len(jaxpr.invars)) == (2, 3)
+    part, inputs = jaxprs.needed_for(jaxpr, [True])
+    assert inputs == [True, False, True] and len(part.outvars) == 1
+
+
+def test_lines_are_the_users():
+    table = np.ones((5, 3), np.float32)
+
+    def layer(x):
+        return jnp.take(x, jnp.array([1]), axis=0)  # here
+
+    def function(x):
+        return jax.jit(layer)(x)
+
+    layer(jnp.asarray(table))  # JAX traces `take` once
+    (outer,) = jax.make_jaxpr(function)(table).jaxpr.eqns
+    (take,) = jaxprs.called(outer).jaxpr.eqns[-1:]
+    gather = next(
+        eqn for eqn in jaxprs.called(take).jaxpr.eqns if eqn.primitive.name == "gather"
+    )
+    lines, start = inspect.getsourcelines(layer)
+    number = start + next(i for i, line in enumerate(lines) if "# here" in line)
+    assert jaxprs.line_of((outer, take, gather)) == f"test_jaxprs.py:{number}"

@@ -1,0 +1,317 @@
+"""keep_residual: rounded parameters with their residual are what float32 would be."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jax_muon as jm
+from jax_muon.keep_residual import KeepResidualState, _unit, _whole
+from tests.reading import reader
+
+BOTH = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+SIZES = pytest.mark.parametrize("residual", ["int8", "int16"])
+
+
+def whole(params, residual):
+    """Parameters with their residuals, in float64."""
+    with_residual = jax.tree.map(_whole, params, residual)
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), with_residual)
+
+
+def every_number(dtype):
+    """All finite numbers of 16 bits, eight times each."""
+    numbers = np.arange(2**16, dtype=np.uint16).view(jnp.dtype(dtype))
+    return np.tile(numbers[np.isfinite(numbers.astype(np.float32))], 8)
+
+
+def gradients(kind, p, dtype):
+    rng, wide = np.random.default_rng(0), p.astype(np.float32)
+    half = np.abs(wide) * jnp.finfo(dtype).eps / 2
+    others = rng.permutation(wide) / 2
+    found = {
+        "zero": 0 * wide,
+        "far below half a distance": half * rng.normal(size=p.shape) / 100,
+        "some distances": half * rng.normal(size=p.shape) * 8,
+        "across zero": wide * rng.uniform(-0.9, 2.9, size=p.shape),
+        "of any exponent": others,
+        "to any number": wide / 2 - others,
+    }[kind]
+    return np.clip(found, -(2.0**127), 2.0**127).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "zero",
+        "far below half a distance",
+        "some distances",
+        "across zero",
+        "of any exponent",
+        "to any number",
+    ],
+)
+@BOTH
+@SIZES
+def test_bit_by_bit_for_every_number(dtype, residual, kind):
+    """In one program, and where apply_updates is another."""
+    p = every_number(dtype)
+    grads = jnp.asarray(gradients(kind, p, dtype))
+    tx = jm.keep_residual(optax.sgd(1.0), residual)
+    state = tx.init(jnp.asarray(p))
+    most = jnp.iinfo(residual).max
+    bits = np.random.default_rng(1).integers(-most, most + 1, size=p.shape)
+    state = state._replace(residual=jnp.asarray(bits, residual))
+
+    @jax.jit
+    def step(grads, state, p):
+        updates, new = tx.update(grads, state, p)
+        return updates, new.residual, optax.apply_updates(p, updates)
+
+    updates, kept, after = step(grads, state, jnp.asarray(p))
+    assert updates.dtype == after.dtype == p.dtype
+    eager, new = tx.update(grads, state, jnp.asarray(p))
+    for got in (optax.apply_updates(p, updates), optax.apply_updates(p, eager)):
+        np.testing.assert_array_equal(got.view(jnp.uint16), after.view(jnp.uint16))
+    np.testing.assert_array_equal(new.residual, kept)
+
+    # Half a unit, or almost a whole one at the end of its range; and 2^-8 of a step
+    # that crosses zero, halves or doubles (2^-11 in float16).
+    want = whole(jnp.asarray(p), state.residual) - np.asarray(grads, np.float64)
+    finite = np.isfinite(np.asarray(after, np.float32))
+    assert np.mean(finite) > 0.95
+    error = np.abs(whole(after, kept) - want)
+    allowed = 1.02 * np.asarray(_unit(after, residual), np.float64)
+    allowed += np.abs(want) * 2.0**-24  # float32
+    exact, size = p.astype(np.float64), np.abs(np.asarray(grads, np.float64))
+    ratio = want / np.where(exact == 0, 1, exact)
+    near = (ratio > 0.501) & (ratio < 1.99)
+    allowed += np.where(near, 0, size * float(jnp.finfo(dtype).eps))
+    assert np.all((error <= allowed)[finite])
+    if kind == "zero" and (dtype, residual) != ("float16", "int16"):
+        np.testing.assert_array_equal(error[finite & (np.abs(want) > 2.0**-90)], 0)
+
+
+@BOTH
+def test_a_zero_update_changes_no_bit(dtype):
+    """Of parameters that a step has left."""
+    tx = jm.keep_residual(optax.sgd(1.0))
+    p = jax.random.normal(jax.random.key(0), (4096,), dtype)
+    updates, state = tx.update(p * 1e-3, tx.init(p), p)
+    p = optax.apply_updates(p, updates)
+    updates, again = tx.update(jnp.zeros_like(p), state, p)
+    np.testing.assert_array_equal(updates, 0)
+    np.testing.assert_array_equal(again.residual, state.residual)
+
+
+@BOTH
+def test_what_is_not_finite_reaches_the_parameter_and_no_other(dtype):
+    p = jnp.asarray([1.0, 1.0, 1.0, jnp.inf, jnp.nan, 2.0], dtype)
+    grads = jnp.asarray([jnp.nan, jnp.inf, -jnp.inf, 0.0, 0.0, 0.0])
+    tx = jm.keep_residual(optax.sgd(1.0))
+    updates, state = tx.update(grads, tx.init(p), p)
+    got = optax.apply_updates(p, updates).astype(jnp.float32)
+    assert got[1] == -jnp.inf
+    assert got[2] == jnp.inf
+    assert np.isnan(got[0]) and np.isnan(got[4]) and not np.isfinite(got[3])
+    assert got[5] == 2
+    assert state.residual[5] == 0
+    guarded = jm.skip_nonfinite(tx)
+    updates, after = guarded.update(grads, guarded.init(p), p)
+    np.testing.assert_array_equal(updates, 0)
+    assert after.skipped == 1
+
+
+# --- a run is float32's ---------------------------------------------------------------
+
+SHAPES = {
+    "wte": (30, 8),
+    "0/qkv": (8, 24),
+    "1/qkv": (8, 24),
+    "0/up": (8, 16),
+    "b": (8,),
+}
+JOINED = reader(
+    splits={"qkv": jm.Split(("q", "k", "v"))}, joins={"{i}/qkv/q": 2, "{i}/qkv/k": 2}
+)
+STILL = {"weight_decay": 0.0, "dtype": "float32", "adamw": optax.adam(1e-4)}
+RUNS = {
+    "moonlight": lambda keep: keep(jm.moonlight(1e-3, **STILL)),
+    "splits": lambda keep: keep(jm.nanochat(1e-4, matrices=JOINED, **STILL)),
+    "joins": lambda keep: keep(jm.teon(1e-4, matrices=JOINED, **STILL)),
+    "int8 momentum": lambda keep: keep(
+        jm.moonlight(1e-3, momentum_dtype="int8", **STILL)
+    ),
+    "on spheres": lambda keep: keep(
+        jm.muonh(1e-3, dtype="float32", adamw=STILL["adamw"])
+    ),
+    "in MultiSteps": lambda keep: optax.MultiSteps(keep(optax.adam(1e-3)), 2),
+    "around MultiSteps": lambda keep: keep(optax.MultiSteps(optax.adam(1e-3), 2)),
+    "in skip_nonfinite": lambda keep: jm.skip_nonfinite(keep(optax.adam(1e-4))),
+    "around skip_nonfinite": lambda keep: keep(jm.skip_nonfinite(optax.adam(1e-4))),
+    "clipped": lambda keep: keep(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
+    ),
+}
+
+
+def start(dtype):
+    """Parameters far enough from zero that none comes near it."""
+    rng = np.random.default_rng(0)
+    return {
+        path: jnp.asarray(rng.choice([-1, 1], shape) * rng.uniform(0.5, 1.9, shape))
+        .astype("bfloat16")
+        .astype(dtype)
+        for path, shape in SHAPES.items()
+    }
+
+
+def run(tx, params, steps):
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    rng, state = np.random.default_rng(1), tx.init(params)
+    fixed = {path: rng.normal(size=shape) for path, shape in SHAPES.items()}
+    for _ in range(steps):
+        noise = {path: rng.normal(size=shape) for path, shape in SHAPES.items()}
+        grads = jax.tree.map(lambda x, y: jnp.asarray(x + y, "bfloat16"), fixed, noise)
+        before = jax.tree.map(jnp.shape, state), jax.tree.map(jnp.result_type, state)
+        params, state = step(params, state, grads)
+        after = jax.tree.map(jnp.shape, state), jax.tree.map(jnp.result_type, state)
+        assert before == after
+    return params, state
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_moves_as_in_float32(name):
+    """To a unit for each step, where a bfloat16 alone stays behind."""
+    steps = 20
+    want, _ = run(RUNS[name](lambda tx: tx), start("float32"), steps)
+    params, state = run(RUNS[name](jm.keep_residual), start("bfloat16"), steps)
+    chex.assert_trees_all_equal_dtypes(params, start("bfloat16"))
+    got = whole(params, optax.tree.get(state, "residual"))
+    moved = max(np.abs(want[path] - start("float32")[path]).max() for path in want)
+    assert moved > 2.0**-10
+    for path in want:
+        # A unit is at most 2^-15 here, and half of one is lost in a step.
+        np.testing.assert_allclose(got[path], want[path], atol=steps * 2.0**-16, rtol=0)
+
+
+def test_what_is_dropped_without_it():
+    """A step below half a distance is lost, however often it is taken."""
+    tx, p, grads = optax.sgd(1e-3), jnp.ones(4, "bfloat16"), -jnp.ones(4)
+    for keep, expected in ((lambda tx: tx, 1.0), (jm.keep_residual, 1.1)):
+        params, kept = p, keep(tx)
+        state = kept.init(params)
+        for _ in range(100):
+            updates, state = kept.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(params.astype(jnp.float32), expected, rtol=2.0**-8)
+
+
+def test_the_state_is_that_of_float32_parameters():
+    """Else moments would be bfloat16 at init, and float32 after the first step."""
+    tx = jm.keep_residual(optax.adamw(1e-3))
+    state = tx.init(start("bfloat16"))
+    chex.assert_trees_all_equal(
+        state.inner_state, optax.adamw(1e-3).init(start("float32"))
+    )
+    assert {x.dtype for x in jax.tree.leaves(state.residual)} == {jnp.dtype("int8")}
+
+
+def test_flax_models_keep_their_boxes():
+    model = nnx.Linear(8, 16, rngs=nnx.Rngs(0), param_dtype="bfloat16")
+    tx = nnx.Optimizer(
+        model, jm.keep_residual(jm.moonlight(1e-3, dtype="float32")), wrt=nnx.Param
+    )
+    before = np.asarray(model.kernel[...], np.float32)
+    for _ in range(3):
+        grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+        tx.update(model, grads)
+    assert model.kernel[...].dtype == jnp.bfloat16
+    residual = tx.opt_state.residual
+    (kept,) = (x for x in jax.tree.leaves(residual) if x.ndim == 2)
+    assert kept.dtype == jnp.int8
+    assert np.any(np.asarray(kept) != 0)
+    assert np.any(np.asarray(model.kernel[...], np.float32) != before)
+
+
+# --- other dtypes, describe, errors ---------------------------------------------------
+
+
+def mixed():
+    return {
+        "up": jnp.ones((8, 16), "bfloat16"),
+        "wide": jnp.ones((8, 16)),
+        "ids": jnp.arange(3),
+    }
+
+
+def test_others_have_none_and_describe_shows_it():
+    groups = {"frozen": optax.set_to_zero()}
+    rules = reader({"wide": "muon", "up": "muon", "ids": "frozen"})
+    plain = jm.moonlight(1e-3, groups=groups, matrices=rules)
+    tx = jm.keep_residual(plain)
+    assert [x.shape for x in jax.tree.leaves(tx.init(mixed()).residual)] == [(8, 16)]
+    grads = jax.tree.map(jnp.ones_like, mixed())
+    updates, _ = tx.update(grads, tx.init(mixed()), mixed())
+    expected, _ = plain.update(grads, plain.init(mixed()), mixed())
+    chex.assert_trees_all_equal(updates["wide"], expected["wide"])
+    found = jm.describe(tx, mixed())
+    by_path = {leaf.parameter.path: leaf for leaf in found.parameters}
+    kept = {path: leaf.residual for path, leaf in by_path.items()}
+    assert kept == {"up": "int8", "wide": "-", "ids": "-"}
+    assert by_path["up"].bytes == 8 * 16 * 2
+    assert by_path["up"].state_bytes == 8 * 16 * (4 + 1)  # momentum and residual
+    assert "residuals in int8 for 1 parameters" in str(found)
+    assert "no residuals, not bfloat16 or float16: ids, wide" in str(found)
+    assert "residual" not in str(jm.describe(plain, mixed()))
+
+
+def test_a_run_without_residual_goes_on_with_one():
+    """By the two ways that the error names."""
+    plain, params = jm.moonlight(1e-3, momentum_dtype="float32"), start("bfloat16")
+    grads = jax.tree.map(jnp.ones_like, params)
+    _, old = plain.update(grads, plain.init(params), params)
+    tx = jm.keep_residual(plain)
+    with pytest.raises(ValueError, match=r"_replace\(inner_state=state\), or tak"):
+        tx.update(grads, old, params)
+    filled = jm.take_over(tx, params, jm.Moments.of(old))
+    beside = tx.init(params)._replace(inner_state=old)
+    for state in (filled, beside):
+        _, new = tx.update(grads, state, params)
+        counts = optax.tree.get_all_with_path(new, "count")
+        assert {int(count) for _, count in counts} == {2}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"up": jnp.ones((8, 16))}, "residual at 'up'; expected none"),
+        ({"wide": jnp.ones((8, 16), "float16")}, "no residual at 'wide'"),
+        ({"up": jnp.ones((4, 16), "bfloat16")}, r"'up' has shape \(8, 16\)"),
+    ],
+)
+def test_a_residual_of_other_parameters(change, message):
+    tx = jm.keep_residual(optax.sgd(1.0))
+    params = mixed() | change
+    with pytest.raises(ValueError, match=message):
+        tx.update(params, tx.init(mixed()), params)
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="dtype='float32'; expected one of 'int8'"):
+        jm.keep_residual(optax.sgd(1.0), "float32")
+    with pytest.raises(ValueError, match=r"tx=.*expected an optax transform"):
+        jm.keep_residual(functools.partial(optax.sgd, 1.0))
+    tx = jm.keep_residual(optax.sgd(1.0))
+    with pytest.raises(ValueError, match="keep_residual needs the parameters"):
+        tx.update(mixed(), tx.init(mixed()))
+    assert isinstance(tx.init(mixed()), KeepResidualState)

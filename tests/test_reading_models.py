@@ -1,0 +1,84 @@
+"""The table of models: answers, outcomes, and that the ablation finds its rules."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.reading_models import Model, ablation
+from benchmarks.reading_models.__main__ import load, read_model, summary
+from jax_muon.reading import computation
+from jax_muon.reading.computation.read import read_uses
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def model(answers, **stacked):
+    def loss(params, x):
+        return jnp.mean((jax.nn.relu(x @ params["up"]) @ params["down"]) ** 2)
+
+    params = {"up": floats(4, 8), "down": floats(8, 3), "old": floats(3, 3)}
+    return Model(lambda: (loss, params, (floats(2, 4),)), answers, stacked)
+
+
+@pytest.mark.parametrize(
+    ("answer", "shape", "stacked", "expected"),
+    [
+        ("io", (4, 8), (), [(0,)]),
+        ("io", (3, 4, 8), (0,), [(1,)]),
+        ("io", (4, 3, 8), (1,), [(0,)]),
+        ("iio or io", (3, 2, 4, 8), (0,), [(1, 2)]),  # as many letters as axes
+        ("ioo or ibo", (4, 2, 8), (), [(0,), (0,)]),
+    ],
+)
+def test_answers(answer, shape, stacked, expected):
+    """The axes of layers are put in, and count as a batch."""
+    found = Model(None, {"w": answer}, {"w": stacked}).expected("a/w", shape)
+    choices = [found, *found["also"]]
+    assert [tuple(one["in"]) for one in choices] == expected
+    assert all({*stacked} <= {*one["batch"]} for one in choices)
+
+
+def test_what_needs_no_answer():
+    assert Model(None, {}).expected("norm", (1, 8)) == {"label": "adamw"}
+    with pytest.raises(ValueError, match=r"no answer for 'w' \(4, 8\)"):
+        Model(None, {}).expected("w", (4, 8))
+    with pytest.raises(ValueError, match="answer 'io' for 'w'"):
+        Model(None, {"w": "io"}).expected("w", (4, 8, 2))
+
+
+def test_rows():
+    """One leaf of each outcome that a loss can have here."""
+    row, kinds = read_model(
+        model({"up": "oi", "down": "adamw", "old": "io"}),
+        load("jax_muon.reading.computation.read:read_uses"),
+    )
+    assert row["leaves"] == 3 and row["parameters"] == 32 + 24 + 9
+    outcomes = {kind: count for kind, count in row["loss"].items() if count}
+    assert outcomes == {"wrong": 1, "right": 1, "unused": 1}
+    assert sum(row["names"].values()) == sum(row["numbers"].values()) == 3
+    assert any("wrong up (4, 8): kernel, muon io; right is muon oi" in x for x in kinds)
+    table = summary({"ours": {"models": [{"model": "a", **row}, {"error": "no"}]}})
+    assert table.splitlines()[-1].startswith("| all | 1 | 3 | 1 | 1 |")
+
+
+@pytest.mark.parametrize("rule", ablation.RULES)
+def test_rules_of_the_ablation(rule):
+    """The text that is replaced is there, and once."""
+    module, old, _ = ablation.RULES[rule]
+    source = pathlib.Path(computation.__file__).parent / f"{module}.py"
+    assert source.read_text().count(old) == 1
+
+
+def test_reader_without_a_rule():
+    """Without heads the last matrix is Muon's; the loaded modules stay as they are."""
+    loss, params, args = model({}).build()
+    labels = [
+        {x.path: x.label for x in read(loss, params, *args)}
+        for read in (ablation.reader_without("heads"), read_uses)
+    ]
+    assert [found["down"] for found in labels] == ["muon", "adamw"]
+    assert load("jax_muon.reading.computation.read:read_uses") is read_uses

@@ -1,0 +1,40 @@
+"""A user's program whose types `make lint` checks; pyright finds the same.
+
+optax has no `py.typed`: mypy sees its types with `--follow-untyped-imports` alone.
+"""
+
+from typing import Any, assert_type
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jax_muon as jm
+
+
+def loss(params: Any, batch: jax.Array) -> jax.Array:
+    """Of one layer."""
+    return jnp.mean((batch @ params["up"]) ** 2)
+
+
+params = {"up": jnp.ones((4, 8)), "bias": jnp.ones(8)}
+matrices = assert_type(jm.read(params, rules={"bias": "frozen"}), jm.Matrices)
+rate = optax.warmup_cosine_decay_schedule(0.0, 0.02, 10, 100)
+recipe = jm.nanochat(
+    rate,
+    adamw=optax.adamw(3e-4),
+    groups={"frozen": optax.set_to_zero()},
+    matrices=matrices,
+)
+assert_type(recipe, optax.GradientTransformationExtraArgs)
+assert_type(jm.moonlight(adamw=3e-4), optax.GradientTransformationExtraArgs)
+tx = jm.skip_nonfinite(optax.chain(optax.clip_by_global_norm(1.0), recipe))
+assert_type(tx, optax.GradientTransformationExtraArgs)
+mesh = jax.make_mesh((1,), ("data",))
+sharded = assert_type(jm.on_mesh(tx, mesh), optax.GradientTransformationExtraArgs)
+updates, state = tx.update(params, tx.init(params), params)
+step = jm.make_train_step(loss, tx, mesh)
+placed, optimizer_state = step.init(params)
+placed, optimizer_state, metrics = step(placed, optimizer_state, jnp.ones((2, 4)))
+assert_type(metrics, dict[str, Any])
+wrong = jm.nanochat(edition=2026)  # type: ignore[arg-type]
