@@ -27,11 +27,11 @@ TORCH = {
     "torch-nanochat, bfloat16, tuned malloc": "nanochat, torch.compile",
     "torch-muon, bfloat16": "torch.optim.Muon",
 }
-MODELS = ["llama-1.3b", "llama-7b", "experts-7b"]
+MODELS = ["llama-1.3b", "llama-7b", "experts-7b", "llama-70b"]
 LAYOUTS = {
     "zero2-divided": "blue",
+    "two-levels": "grey",
     "hsdp": "green",
-    "zero2-hosts": "grey",
     "fsdp-tp": "orange",
 }
 
@@ -116,7 +116,7 @@ def waiting() -> Groups:
     )
     groups: Groups = {}
     for row in rows:
-        seconds, layout = row["seconds"], row["layout"]
+        seconds, layout = row["seconds_with_latencies"], row["layout"]
         wait = seconds["step"] - seconds["products"]
         share = 100 * wait / seconds["step"]
         text = f"{share:.0f} %, {1000 * wait:.0f} ms; {row['peak_bytes'] / 1e9:.0f} GB"
