@@ -270,8 +270,8 @@ def test_others_have_none_and_describe_shows_it():
     assert kept == {"up": "int8", "wide": "-", "ids": "-"}
     assert by_path["up"].bytes == 8 * 16 * 2
     assert by_path["up"].state_bytes == 8 * 16 * (4 + 1)  # momentum and residual
-    assert "residuals in int8 for 1 parameters" in str(found)
-    assert "no residuals, not bfloat16 or float16: ids, wide" in str(found)
+    assert "parameters with residual in int8: 1" in str(found)
+    assert "without, not bfloat16 or float16: ids, wide" in str(found)
     assert "residual" not in str(jm.describe(plain, mixed()))
 
 

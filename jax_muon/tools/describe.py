@@ -329,9 +329,11 @@ def _residuals(leaves: Sequence[DescribedParameter]) -> list[str]:
     """Which parameters have a residual, if any could have one."""
     without = [leaf.parameter.path for leaf in leaves if leaf.residual == "-"]
     dtypes = [leaf.residual for leaf in leaves if leaf.residual not in (None, "-")]
-    lines = [f"residuals in {dtypes[0]} for {len(dtypes)} parameters"] if dtypes else []
+    lines = (
+        [f"parameters with residual in {dtypes[0]}: {len(dtypes)}"] if dtypes else []
+    )
     if without:
-        lines.append(f"no residuals, not bfloat16 or float16: {', '.join(without)}")
+        lines.append(f"without, not bfloat16 or float16: {', '.join(without)}")
     return lines
 
 
