@@ -58,7 +58,7 @@ SETTINGS = {
     "edition": ("2025-01", 2026, None),
     "shape_rule": ("max", -1.0, None),
     "polar": ("exact", 5, lambda x: x[..., :1]),
-    "adamw": (0.1, "adamw"),
+    "adamw": (-0.1, "adamw"),
     "groups": ({"muon": optax.sgd(1.0)}, {"a": 5}),
     "matrices": ("read", 5, {"up": "muon"}),
     "weight_decay_mask": ("up", 5),
