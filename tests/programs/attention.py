@@ -58,6 +58,29 @@ def one_projection_for_keys_and_values():
 
 
 @program({**EMBED_AND_HEAD_ANSWERS, **PER_HEAD, "o": "iio, out"})
+def rotary_positions_and_normalized_queries():
+    """Halves of a head are turned, put together again and squared."""
+
+    def rotate(x):
+        angle = jnp.arange(LENGTH)[:, None, None] * jnp.arange(1.0, 1 + HEAD // 2)
+        a, b = jnp.split(x, 2, axis=-1)
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        return rms(jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1))
+
+    def loss(p, ids):
+        x = p["emb"][ids]
+        q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[name]) for name in "qkv")
+        scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", rotate(q), rotate(k)))
+        o = jnp.einsum("bhts,bshk->bthk", scores, v)
+        x = x + jnp.einsum("bthk,hkd->btd", o, p["o"])
+        return cross_entropy(x @ p["head"], ids)
+
+    heads = dict.fromkeys("qkv", floats(WIDTH, HEADS, HEAD))
+    params = {**heads, "o": floats(HEADS, HEAD, WIDTH)}
+    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
+
+
+@program({**EMBED_AND_HEAD_ANSWERS, **PER_HEAD, "o": "iio, out"})
 def grouped_queries():
     """JAX's own attention, with half as many heads of keys."""
 

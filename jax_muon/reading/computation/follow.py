@@ -224,9 +224,10 @@ def _staying(name: str, value: Value, frozen: bool, shape: Shape) -> Value:
 
 def _find_gates(left: Value, right: Value) -> None:
     """Two slices of one result that are multiplied are a gate and what it gates."""
+    if {*left.outputs()} & {*right.outputs()}:  # such as a square
+        return
     for a, b in itertools.product(left.outputs(), right.outputs()):
-        slices = a.use is b.use and a.axis == b.axis is not None
-        if slices and a is not b and not a.role:
+        if a.use is b.use and a.axis == b.axis is not None and not a.role:
             a.role = b.role = "gated"
 
 
