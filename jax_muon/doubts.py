@@ -1,7 +1,6 @@
 """What to write where nothing shows how parameters are read: the text of errors."""
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 
 from jax_muon import paths
@@ -21,8 +20,8 @@ def listed(ambiguous: Sequence[Parameter], all_paths: Sequence[str]) -> str:
     """
     kinds: dict[object, list[Parameter]] = {}
     for parameter in ambiguous:
-        doubt = re.sub(r"\d+", "0", str(parameter.doubt))
-        kind = re.sub(r"\d+", "0", parameter.path), parameter.shape, doubt
+        doubt = paths.numberless(str(parameter.doubt))
+        kind = paths.numberless(parameter.path), parameter.shape, doubt
         kinds.setdefault(kind, []).append(parameter)
     return "\n  ".join(_line(kind, all_paths) for kind in kinds.values())
 
@@ -32,7 +31,7 @@ def _line(kind: Sequence[Parameter], all_paths: Iterable[str]) -> str:
     first, own = kind[0], [parameter.path for parameter in kind]
     where = first.path
     if len(kind) > 1:
-        pattern = re.sub(r"\d+", "*", where)
+        pattern = paths.numberless(where, "*")
         matched = [path for path in all_paths if paths.matches(pattern, path)]
         where = pattern if sorted(matched) == sorted(own) else where
     others = f" and {len(kind) - 1} more of its kind" if len(kind) > 1 else ""

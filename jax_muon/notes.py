@@ -6,8 +6,10 @@ Without a listener, as in a training run, `note` does nothing.
 import collections
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import jax
 
 Notes = dict[str, dict[Any, Any]]  # by kind, then by path or another key
 
@@ -32,3 +34,11 @@ def listening() -> Iterator[Notes]:
         yield notes
     finally:
         _listener.reset(token)
+
+
+def traced(function: Callable[..., Any], *args: Any) -> Notes:
+    """What a function of these arrays, or of their shapes, records while traced."""
+    with listening() as notes:
+        # A new function, so that JAX traces it.
+        jax.eval_shape(lambda *args: function(*args), *args)
+    return notes

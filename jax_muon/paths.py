@@ -65,6 +65,16 @@ def slashed(path: str) -> str:
     return path.replace(".", "/")
 
 
+def numberless(text: str, mark: str = "0") -> str:
+    """A path with one mark for every number: the same for all layers.
+
+    Examples:
+      >>> numberless("blocks/12/attn/q"), numberless("Dense_3/kernel", "*")
+      ('blocks/0/attn/q', 'Dense_*/kernel')
+    """
+    return re.sub(r"\d+", mark, text)
+
+
 def words(name: str) -> list[str]:
     """Words of a name, in lower case.
 

@@ -187,17 +187,13 @@ def _modules_by_role(names: Sequence[str], matrices: Matrices) -> Modules:
             "fused kernels, or the patterns query= and key="
         )
 
-    def shared(a: str, b: str) -> int:
-        pairs = zip(parts[a], parts[b], strict=False)
-        return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
-
     modules: Modules = {}
     for query in queries:
-        key = max(keys, key=lambda path: shared(query, path))
-        depth = shared(query, key)
+        key = max(keys, key=lambda path: _shared(parts[query], parts[path]))
+        depth = _shared(parts[query], parts[key])
         own = modules.setdefault("/".join(parts[query][:depth]), ([], []))
         for side, kernel in zip(own, (query, key), strict=True):
-            beside = [x for x in names if shared(x, kernel) > depth]
+            beside = [x for x in names if _shared(parts[x], parts[kernel]) > depth]
             side += [x for x in beside if x not in side]
     return modules
 
@@ -206,8 +202,7 @@ def _modules(names: Sequence[str], query: str, key: str) -> Modules:
     """Paths of the query and key projections in each attention module, by its path."""
     patterns = (query, key)
     paths.check_patterns_match("clip_qk", patterns, list(names))
-    pairs = zip(*(paths.slashed(x).split("/") for x in patterns), strict=False)
-    common = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+    common = _shared(*(paths.slashed(x).split("/") for x in patterns))
     modules: Modules = {}
     for path in names:
         found = [which for which in (0, 1) if paths.matches(patterns[which], path)]
@@ -233,6 +228,12 @@ def _modules(names: Sequence[str], query: str, key: str) -> Modules:
                 "key in each module; there are " + ", ".join(names)
             )
     return modules
+
+
+def _shared(a: Sequence[str], b: Sequence[str]) -> int:
+    """The number of components in which two paths begin alike."""
+    pairs = zip(a, b, strict=False)
+    return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
 
 
 def _by_module(max_logits: Any, modules: Sequence[str]) -> dict[str, Array]:

@@ -121,10 +121,9 @@ def scanned_by(tx: optax.GradientTransformation) -> Callable[[Any], ScannedAxes]
     @functools.lru_cache(maxsize=4)
     def of_shapes(treedef: Any, shapes: tuple[Any, ...]) -> ScannedAxes:
         params = jax.tree.unflatten(treedef, shapes)
-        with notes.listening() as heard:
-            # A new function, so that JAX traces it.
-            jax.eval_shape(lambda params: tx.init(params), params)
-        return heard["scanned"] or by_names(params)
+        read = notes.traced(tx.init, params)["scanned"]
+        names = [path for path, _ in paths.leaves_with_paths(params)]
+        return read if read.keys() >= {*names} else {**by_names(params), **read}
 
     def of_tree(tree: Any) -> ScannedAxes:
         leaves, treedef = jax.tree.flatten(tree)

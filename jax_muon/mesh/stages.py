@@ -77,8 +77,7 @@ def on_stages(
         return own.init, update, set()
 
     def init_fn(params: optax.Params) -> tuple[Any, ...]:
-        with notes.listening() as whole:
-            jax.eval_shape(lambda params: tx.init(params), _shapes(params))
+        whole = notes.traced(tx.init, _shapes(params))
         states = []
         for mesh, specs in _stages(params).items():
             with notes.listening() as heard:

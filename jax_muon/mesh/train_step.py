@@ -256,9 +256,7 @@ class TrainStep:
         Returns:
           "a layer at a time", or "whole" with the operation of the loss that needs it.
         """
-        with notes.listening() as heard:
-            # A new function, so that JAX traces it.
-            jax.eval_shape(lambda *x: self._step(*x), *self.abstract(params), batch)
+        heard = notes.traced(self._step, *self.abstract(params), batch)
         return heard["gathered"]
 
     def compiler_options(self, params: Any) -> dict[str, Any]:

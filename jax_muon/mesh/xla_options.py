@@ -104,8 +104,9 @@ def gpu_options(
     """
     names = specs.checked_axes("axis", mesh.axis_names if axis is None else axis, mesh)
     checks.arrays("params", params)
-    stacks = by_names(params)
-    if matrices is not None:
+    if matrices is None:
+        stacks = by_names(params)
+    else:
         stacks = {path: x.scanned for path, x in matrices.items()}
     return options_of(params, mesh, names, stacks, gathers_first, layers)
 

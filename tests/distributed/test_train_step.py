@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from benchmarks.schedule.jaxpr import collectives
+from jax_muon.mesh import layout
 from tests.distributed import layouts, problems
 from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of, recipe
 from tests.distributed.test_layouts import BOUND, assert_same_losses
@@ -403,3 +404,14 @@ def test_an_explicit_axis_of_one_device_beside_those_of_the_batch():
         assert step.gathers(params, batch).keys() == gathered
         after, _, _ = step(*step.init(params), batch)
         np.testing.assert_allclose(1 - after["w"], expected, rtol=0, atol=5e-6)
+
+
+def test_scanned_axes_of_an_optimizer_that_reads_a_part():
+    """The reading's for the parameters that it has, and by names for all others."""
+    params = {
+        "blocks": {"w": jnp.ones((4, 8, 8)), "norm": {"scale": jnp.ones((4, 8))}},
+        "head": jnp.ones((8, 5)),
+    }
+    part = optax.masked(jm.nanochat(), {"blocks": False, "head": True})
+    scanned = layout.scanned_by(part)(params)
+    assert scanned == {"blocks/w": (0,), "blocks/norm/scale": (0,), "head": ()}

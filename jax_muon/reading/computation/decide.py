@@ -53,7 +53,7 @@ def agreeing(parameters: Sequence[Parameter]) -> list[Parameter]:
     """
 
     def kind(x: Parameter) -> Any:
-        return re.sub(r"\d+", "0", x.path), x.shape
+        return paths.numberless(x.path), x.shape
 
     def agree(x: Parameter) -> Parameter:
         other = kernels.get(kind(x))
@@ -202,8 +202,8 @@ def _resolve_constants(roles: dict[int, set[str]]) -> None:
         x.discard(CONSTANT)
     for axis in inputs:
         roles[axis].add(IN)
-        for other in [a for a in others if roles[a] != {BATCH}] or others:
-            roles[other] = {OUT}
+    for axis in [a for a in others if roles[a] != {BATCH}] or others if inputs else []:
+        roles[axis] = {OUT}
 
 
 def find_experts(follower: Follower) -> None:

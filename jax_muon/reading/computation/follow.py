@@ -118,9 +118,9 @@ class Follower:
           roles: what each axis of the operand is in it.
           by: what the operand is multiplied by.
         """
-        uses = []
+        uses, place = [], self.place(eqn)
         for leaf, sides in value.leaves.items():
-            key = leaf, kind, self.place(eqn)
+            key = leaf, kind, place
             if key not in self._by_place:
                 line = jaxprs.line_of((*self._calls, eqn))
                 self._by_place[key] = Use(leaf, kind, line, eqn.primitive.name)

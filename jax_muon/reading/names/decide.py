@@ -8,11 +8,11 @@ import collections
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax_muon import axes as matrix_axes
+from jax_muon import paths
 from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter
 from jax_muon.reading.names import roles, shapes, vocabulary
 from jax_muon.reading.names.shapes import Places
@@ -228,7 +228,7 @@ def agreeing(found: Sequence[Parameter]) -> list[Parameter]:
     kinds: dict[Any, list[Parameter]] = {}
     for one in found:
         if one.doubt is None:
-            kind = re.sub(r"\d+", "0", one.path), one.shape
+            kind = paths.numberless(one.path), one.shape
             kinds.setdefault(kind, []).append(one)
     doubts: dict[str, Parameter] = {}
     for alike in kinds.values():
