@@ -49,13 +49,10 @@ def scan(
     while the layer runs, or, if `late`, all at once while the next one runs.
     """
     loop = functools.partial(jax.lax.scan, unroll=unroll)
-    numbers, first, on = np.arange(length), 0, 1
-    if reverse:
-        first, on = length - 1, -1
+    numbers, first, on = np.arange(length), *((length - 1, -1) if reverse else (0, 1))
 
     def layer_at(shards: list[Any], i: Any) -> list[Any]:
-        i = jnp.clip(i, 0, length - 1)
-        return gather([jax.lax.dynamic_index_in_dim(x, i, 0, False) for x in shards])
+        return gather(_at(shards, i, length))
 
     def forward(run: Callable[..., Any], given: Any) -> Any:
         consts, carry, shards, xs = given
@@ -70,14 +67,6 @@ def scan(
             step, (carry, layer_at(shards, first)), (numbers, xs), reverse=reverse
         )
         return (carry, ys), (saved, last)
-
-    @jax.custom_vjp
-    def prefetching(*given: Any) -> Any:
-        return forward(lambda *given: (run(*given), ()), given)[0]
-
-    def save(*given: Any) -> Any:
-        results, saved = forward(functools.partial(_vjp, run, keep_gathered), given)
-        return results, (saved, given)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         (saved, last), (consts, _, shards, xs) = residuals
@@ -108,8 +97,7 @@ def scan(
             ]
         return d_consts, d_carry, d_shards, d_xs
 
-    prefetching.defvjp(save, backward)
-    return prefetching
+    return _with_gradient(run, keep_gathered, forward, backward)
 
 
 def scan_in_levels(
@@ -124,15 +112,11 @@ def scan_in_levels(
 ) -> Callable[..., Any]:
     """`scan` with gathers between hosts and then within, and scatters the other way."""
     loop = functools.partial(jax.lax.scan, unroll=unroll)
-    numbers, first, on = np.arange(length), 0, 1
-    if reverse:
-        first, on = length - 1, -1
+    numbers, first, on = np.arange(length), *((length - 1, -1) if reverse else (0, 1))
     from_hosts, within = gathers
     scatter_within, to_hosts = scatters
 
-    def at(stacks: list[Any], i: Any) -> list[Any]:
-        i = jnp.clip(i, 0, length - 1)
-        return [jax.lax.dynamic_index_in_dim(x, i, 0, False) for x in stacks]
+    at = functools.partial(_at, length=length)
 
     def forward(run: Callable[..., Any], given: Any) -> Any:
         consts, carry, shards, xs = given
@@ -150,14 +134,6 @@ def scan_in_levels(
             step, start, (numbers, xs), reverse=reverse
         )
         return (carry, ys), (saved, last, kept)
-
-    @jax.custom_vjp
-    def prefetching(*given: Any) -> Any:
-        return forward(lambda *given: (run(*given), ()), given)[0]
-
-    def save(*given: Any) -> Any:
-        results, saved = forward(functools.partial(_vjp, run, keep_gathered), given)
-        return results, (saved, given)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         (saved, last, kept), (consts, _, _, xs) = residuals
@@ -194,6 +170,36 @@ def scan_in_levels(
             )
         ]
         return d_consts, d_carry, d_shards, d_xs
+
+    return _with_gradient(run, keep_gathered, forward, backward)
+
+
+def _at(stacks: list[Any], i: Any, length: int) -> list[Any]:
+    """Element i of each stack; beyond an end, the last one there."""
+    i = jnp.clip(i, 0, length - 1)
+    return [jax.lax.dynamic_index_in_dim(x, i, 0, False) for x in stacks]
+
+
+def _with_gradient(
+    run: Callable[..., Any],
+    keep_gathered: bool,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+) -> Callable[..., Any]:
+    """A scan with a gradient written by hand.
+
+    `forward` is of (run, given), where run returns what the gradient needs beside its
+    own results, and returns results and residuals; `backward` is of the residuals, with
+    what was given, and of the cotangents.
+    """
+
+    @jax.custom_vjp
+    def prefetching(*given: Any) -> Any:
+        return forward(lambda *given: (run(*given), ()), given)[0]
+
+    def save(*given: Any) -> Any:
+        results, saved = forward(functools.partial(_vjp, run, keep_gathered), given)
+        return results, (saved, given)
 
     prefetching.defvjp(save, backward)
     return prefetching
