@@ -63,14 +63,20 @@ def needed_for(jaxpr: Jaxpr, results: Sequence[bool]) -> tuple[Jaxpr, list[bool]
     return partial_eval.dce_jaxpr(jaxpr, results)
 
 
+def operations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """All operations of a program, each before those of the functions that it calls."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for function in jaxprs_in_params(eqn.params):
+            yield from operations(function)
+
+
 def functions(jaxpr: Jaxpr) -> Iterator[str]:
     """Qualified names of the Python functions that a program was traced from."""
-    for eqn in jaxpr.eqns:
+    for eqn in operations(jaxpr):
         traceback: Any = eqn.source_info.traceback
         for frame in traceback.frames if traceback else ():
             yield frame.function_name
-        for closed in jaxprs_in_params(eqn.params):
-            yield from functions(closed)
 
 
 def line_of(calls: Sequence[JaxprEqn]) -> str:

@@ -9,12 +9,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from benchmarks.schedule.hlo import Module
+from jax_muon import jaxprs
 from jax_muon.mesh import xla_options
 from jax_muon.notes import listening
 from tests.distributed import losses
@@ -52,14 +52,13 @@ def assert_close(found, expected, bound=5e-6):
     )
 
 
-def shapes_within(jaxpr, found):
-    """Add shapes and dtypes of all values of a program, and those that are gathered."""
-    for eqn in jaxpr.eqns:
+def shapes_within(jaxpr):
+    """Shapes and dtypes of all values of a program, and of those that are gathered."""
+    found = [], []
+    for eqn in jaxprs.operations(jaxpr):
         kinds = [(v.aval.shape, str(v.aval.dtype)) for v in eqn.outvars]
         found[0].extend(kinds)
         found[1].extend(kinds if eqn.primitive.name == "all_gather" else [])
-        for inner in jaxprs_in_params(eqn.params):
-            shapes_within(inner, found)
     return found
 
 
@@ -68,7 +67,7 @@ def program_of(step, batch, dtype=jnp.float32):
     args = *step.abstract(losses.draw(dtype)), batch
     jaxpr = jax.make_jaxpr(lambda *args: step._step(*args))(*args).jaxpr
     (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"][:1]
-    return shapes_within(eqn.params["jaxpr"], ([], []))
+    return shapes_within(eqn.params["jaxpr"])
 
 
 # Of all layers' weights, as a loss may have reshaped them.
@@ -479,7 +478,7 @@ def test_what_one_operation_uses_is_gathered_in_order():
 
     step = make(loss, specs=P(None, "data"))
     program = jax.make_jaxpr(step._step)(*step.abstract(params), jnp.ones((4, 2)))
-    gathered = shapes_within(program.jaxpr, ([], []))[1]
+    gathered = shapes_within(program.jaxpr)[1]
     assert [shape[-1] for shape, _ in gathered] == [*sizes]
 
 
