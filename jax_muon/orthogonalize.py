@@ -30,18 +30,17 @@ def orthogonalize(
 ) -> optax.GradientTransformation:
     """Replace every matrix by its polar factor: same directions, singular values one.
 
-    On an accelerator, matrices of one shape and of the transposed shape go into one
-    stack; on a CPU, where a copy costs more than it saves, a batch of matrices is a
-    stack of its own. Where the types of arrays show that they are sharded over a mesh,
-    each matrix is computed by one of its devices, or by a group of them, to which the
-    others send their shards; see `mesh/owners.py`.
+    Single matrices of one shape go into one stack; a batch of matrices is a stack of
+    its own. Where the types of arrays show that they are sharded over a mesh, each
+    matrix is computed by one of its devices, or by a group of them, to which the others
+    send their shards; see `mesh/owners.py`.
 
     Args:
       polar: a function of arrays (..., m, n): `PolarExpress()`, `NewtonSchulz()`,
         `ExactPolar()`, or your own. It must treat each matrix independently, and
         commute with transposition and with permutations of rows and of columns, since
-        matrices share stacks with transposed ones, and shards are assembled in any
-        order.
+        on a mesh matrices share stacks with transposed ones, and shards are assembled
+        in any order.
       matrices: the reading passed in by `partition`, or `jax_muon.read(params)`; None
         treats every leaf as one matrix (in, out). Joined matrices are orthogonalized as
         one (TEON).

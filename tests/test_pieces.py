@@ -13,7 +13,6 @@ from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from tests import oracle
-from tests.lowered import depths_on
 
 # Wide, tall, square, a stack, and a convolution (kh, kw, in, out).
 SHAPES = {
@@ -120,23 +119,6 @@ def test_orthogonalize_is_the_polar_factor_of_each_leaf(x64, polar):
     expected = jax.tree.map(polar, expected)
     expected["f"] = expected["f"].reshape(SHAPES["f"])
     chex.assert_trees_all_close(updates, expected, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("platform", "expected"),
-    [
-        # (6, 9), (9, 6) and (2, 6, 9) share one stack of 4; others have their own.
-        ("cuda", [1, 1, 4]),
-        ("cpu", [1, 1, 1, 1, 2]),
-    ],
-)
-def test_orthogonalize_pools(platform, expected):
-    _, grads = trees()
-
-    def update(grads):
-        return jm.orthogonalize(jnp.tan, matrices=MATRICES).update(grads, None)[0]
-
-    assert sorted(depths_on(platform, update, grads)) == expected
 
 
 @pytest.mark.parametrize("name", OF_MATRICES)

@@ -267,6 +267,19 @@ def test_a_stack_is_written_in_place():
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * 256 * 512 * 4
 
 
+@pytest.mark.parametrize(
+    ("count", "size"), [(1, 1), (4, 4), (5, 1), (6, 3), (8, 4), (61, 1)]
+)
+def test_accelerators_take_equal_parts_of_a_stack(rng, monkeypatch, count, size):
+    """The most matrices that a limit of four allows, in a loop; with equal results."""
+    monkeypatch.setattr(iteration, "_PART_BYTES", 4 * 6 * 9 * 4)
+    x = jnp.asarray(rng.standard_normal((count, 6, 9)), jnp.float32)
+    found = iteration._part_size(x)
+    assert found == size
+    parts = iteration._in_parts(jm.ExactPolar(), x, size=found)
+    np.testing.assert_allclose(parts, jm.ExactPolar()(x), atol=1e-6)
+
+
 @pytest.mark.parametrize("shape", [(1, 7), (5, 5), (8, 3)], ids=str)
 @pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
