@@ -97,6 +97,13 @@ class Parameter:
     options: tuple[MatrixAxes | None, ...] = ()
     scanned: tuple[int, ...] = ()
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether an array is this parameter, or some of its scanned layers."""
+        return len(shape) == len(self.shape) and all(
+            n == own or axis in self.scanned
+            for axis, (n, own) in enumerate(zip(shape, self.shape, strict=True))
+        )
+
     @property
     def sizes(self) -> tuple[int, int, int] | None:
         """Number of matrices, their inputs and outputs; None if it is not a matrix."""

@@ -93,8 +93,8 @@ def orthogonalize(
         flat = paths.leaves_with_paths(updates)
         names, leaves = [path for path, _ in flat], [x for _, x in flat]
         mesh = mesh_of_types(flat)
+        factors: Factors = functools.partial(map_stacks, polar)
         if mesh is None:
-            factors = functools.partial(map_stacks, polar)
             leaves = _map_matrices(factors, found, names, found.blocks(names), leaves)
             return jax.tree.unflatten(jax.tree.structure(updates), leaves), state
 
@@ -113,7 +113,10 @@ def orthogonalize(
         )
         notes.note("pools", {tuple(names): pools})
         notes.note("sizes", sizes)
-        factors = functools.partial(travel.map_pools, polar, pools=pools, sizes=sizes)
+        if mesh.size > 1:
+            factors = functools.partial(
+                travel.map_pools, polar, pools=pools, sizes=sizes
+            )
         local = functools.partial(_map_matrices, factors, found, names, blocks)
         leaves = travel.on_shards(local, leaves, specs, mesh)
         return jax.tree.unflatten(jax.tree.structure(updates), leaves), state

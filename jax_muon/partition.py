@@ -130,9 +130,10 @@ def _of_tree(found: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrice
     """
     own = {}
     for path, leaf in paths.leaves_with_paths(tree):
-        own[path] = parameter = found[path]
-        where = f"parameter {path!r} of shape {tuple(leaf.shape)}"
-        if parameter.shape != tuple(leaf.shape):
+        parameter, shape = found[path], tuple(leaf.shape)
+        own[path] = dataclasses.replace(parameter, shape=shape)
+        where = f"parameter {path!r} of shape {shape}"
+        if not parameter.fits(shape):
             raise ValueError(
                 f"{where} was read with {parameter.shape}; expected jax_muon.read of "
                 "these parameters"

@@ -35,6 +35,8 @@ class Exchange(NamedTuple):
       late: whether a scan scatters a layer's gradient all at once, one layer later.
       levels: mesh axes within a host and between hosts, if a scan gathers layers over
         one after the other.
+      scan: makes the scan of (run, held arrays, how jax.lax.scan runs), in the place of
+        one that gathers and scatters; see `in_backward`.
     """
 
     gather: Callable[..., Any]
@@ -42,12 +44,13 @@ class Exchange(NamedTuple):
     keep_gathered: bool = False
     late: bool = False
     levels: tuple[tuple[str, ...], ...] = ()
+    scan: Callable[..., Any] | None = None
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["x"],
-    meta_fields=["leaf", "spec", "over", "casts", "is_layer"],
+    meta_fields=["leaf", "spec", "over", "casts", "is_layer", "in_scan"],
 )
 @dataclasses.dataclass(frozen=True)
 class Held:
@@ -61,6 +64,7 @@ class Held:
         sharded over others, which only XLA needs to know.
       casts: the dtypes that it is to be cast to, one after another.
       is_layer: whether it is one layer of that argument.
+      in_scan: whether a scan took this layer.
     """
 
     x: Any
@@ -69,6 +73,7 @@ class Held:
     over: frozenset[str]
     casts: tuple[Any, ...] = ()
     is_layer: bool = False
+    in_scan: bool = False
 
     def is_divided(self, axis: int) -> bool:
         """Whether parts along this axis have to be gathered."""
@@ -76,7 +81,8 @@ class Held:
 
     def layer(self) -> "Held":
         """The same for one layer, after a scan has taken its shard."""
-        return dataclasses.replace(self, spec=self.spec[1:], is_layer=True)
+        spec = self.spec[1:]
+        return dataclasses.replace(self, spec=spec, is_layer=True, in_scan=True)
 
     def gathered(self, exchange: Exchange, shard: Any, *over: Any) -> Any:
         """Gather the whole array, sent in the narrower of its two dtypes.
@@ -140,6 +146,7 @@ class ByLayers:
       others: for each sharded array that must be whole, by its index among the
         arguments, the operation that uses it so.
       held: the indices of all other sharded arrays.
+      only_scanned: the indices of those that nothing but scans takes apart.
     """
 
     def __init__(
@@ -171,7 +178,7 @@ class ByLayers:
         }
         look = _Look()
         look.results(self._closed, [self._sharded.get(i) for i in range(len(kinds))])
-        self.others = look.others
+        self.others, self.only_scanned = look.others, look.scanned - look.indexed
         self.held = self._sharded.keys() - look.others.keys()
 
     def __call__(self, exchange: Exchange, *args: Any) -> Any:
@@ -295,7 +302,9 @@ class _Evaluation:
             "keep_gathered": exchange.keep_gathered,
             **{name: eqn.params[name] for name in ("length", "reverse", "unroll")},
         }
-        if exchange.levels:
+        if exchange.scan:
+            scan = exchange.scan(run, held, **given_to_scan)
+        elif exchange.levels:
             inner, outer = exchange.levels
             scan = prefetch.scan_in_levels(
                 run,
@@ -318,16 +327,20 @@ class _Look(_Evaluation):
 
     Attributes:
       scanned: the arguments that a scan takes a layer at a time.
+      indexed: those of which an operation takes a layer.
       others: for each argument that is used whole, the operation that does so.
     """
 
     def __init__(self) -> None:
         self.scanned: set[int] = set()
+        self.indexed: set[int] = set()
         self.others: dict[int, str] = {}
 
     def whole(self, x: Any, by: str) -> Any:
         if isinstance(x, Held) and not x.is_layer:
             self.others.setdefault(x.leaf, by)
+        elif isinstance(x, Held) and not x.in_scan:
+            self.indexed.add(x.leaf)
 
     def bind(self, closed: ClosedJaxpr, given: list[Any]) -> list[Any]:
         return [None] * len(closed.jaxpr.outvars)

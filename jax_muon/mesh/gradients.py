@@ -86,7 +86,7 @@ class MeanGradients:
                 summed = self._scatter(g, spec, dtype, specs.spec_names(mine))
                 return summed.astype(dtype)
 
-            loss_fn: Any = self._split_loss
+            loss_fn: Any = self.split_loss
             if traced is not None and traced.held:
                 sizes = {name: jax.lax.axis_size(name) for name in self.axis}
                 sharded = [specs.only(x, self.axis) for x in jax.tree.leaves(here)]
@@ -255,9 +255,7 @@ class MeanGradients:
         if self.how == "leaves" or not any(map(any, flat)):
             return None
         args = params, part
-        traced = by_layers.ByLayers(
-            self._split_loss, args, flat, self.axis, self.gather
-        )
+        traced = by_layers.ByLayers(self.split_loss, args, flat, self.axis, self.gather)
         names = [path for path, _ in paths.leaves_with_paths(params)]
         how = dict.fromkeys(traced.held, "a layer at a time")
         how |= {i: f"whole, for {operation}" for i, operation in traced.others.items()}
@@ -285,7 +283,7 @@ class MeanGradients:
                     f"first, as in axis={self.axis}"
                 )
 
-    def _split_loss(self, params: Any, batch: Any) -> tuple[Any, Any]:
+    def split_loss(self, params: Any, batch: Any) -> tuple[Any, Any]:
         """The loss, its weight and auxiliary output."""
         loss = self.loss_fn(params, batch)
         loss, aux = _pair("has_aux", loss) if self.has_aux else (loss, ())

@@ -174,6 +174,60 @@ def scan_in_levels(
     return _with_gradient(run, keep_gathered, forward, backward)
 
 
+def scan_and_update(
+    run: Callable[..., Any],
+    layer_of: Callable[[list[Any]], list[Any]],
+    update: Callable[[Any, list[Any], list[Any], Any], tuple[list[Any], Any]],
+    *,
+    length: int,
+    reverse: bool,
+    unroll: int,
+    **_: Any,
+) -> Callable[..., Any]:
+    """A scan of (consts, carry, (stacks, state), xs) whose gradient is an update.
+
+    In the place of gradients of stacks and state are those that `update` makes of
+    (index, a layer's gradient, stacks, state), one layer after another.
+    """
+    loop = functools.partial(jax.lax.scan, unroll=unroll)
+
+    def forward(run: Callable[..., Any], given: Any) -> Any:
+        consts, carry, (stacks, _), xs = given
+
+        def step(carry: Any, inputs: Any) -> Any:
+            layer, x = inputs
+            (carry, ys), saved = run(consts, carry, layer_of(layer), x)
+            return carry, (ys, saved)
+
+        carry, (ys, saved) = loop(step, carry, (stacks, xs), reverse=reverse)
+        return (carry, ys), saved
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        saved, (consts, _, (stacks, state), xs) = residuals
+        d_carry, d_ys = _only(cotangents, real=True)
+
+        def step(before: Any, inputs: Any) -> Any:
+            d_carry, total, stacks, state = before
+            i, pull_of, x, d_ys = inputs
+            layer, back = jax.vjp(layer_of, _at(stacks, i, length))
+            pull = pull_of(consts, layer, x)
+            ((d_consts, d_carry, d_layer, d_x),) = pull((d_carry, d_ys))
+            total = jax.tree.map(jnp.add, total, d_consts)
+            stacks, state = update(i, back(d_layer)[0], stacks, state)
+            return (d_carry, total, stacks, state), d_x
+
+        zeros = jax.tree.map(jnp.zeros_like, _only(consts, real=True))
+        (d_carry, d_consts, stacks, state), d_xs = loop(
+            step,
+            (d_carry, zeros, stacks, state),
+            (np.arange(length), saved, xs, d_ys),
+            reverse=not reverse,
+        )
+        return d_consts, d_carry, (stacks, state), d_xs
+
+    return _with_gradient(run, False, forward, backward)
+
+
 def _at(stacks: list[Any], i: Any, length: int) -> list[Any]:
     """Element i of each stack; beyond an end, the last one there."""
     i = jnp.clip(i, 0, length - 1)

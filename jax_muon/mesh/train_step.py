@@ -14,6 +14,7 @@ The first two run inside shard_map over the axes that divide the batch: plain ji
 does not promise reduce-scatters on every backend.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks, notes
-from jax_muon.mesh import gradients, layout, xla_options
+from jax_muon.mesh import gradients, in_backward, layout, xla_options
 from jax_muon.mesh.on_mesh import OnMesh
 from jax_muon.mesh.specs import AxisName, checked_axes, dividing, only
 
@@ -50,6 +51,7 @@ def make_train_step(
     gather_dtype: jax.typing.DTypeLike | None = None,
     gather: str = "auto",
     keep_gathered: bool = False,
+    update: str = "after backward",
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> "TrainStep":
@@ -100,6 +102,10 @@ def make_train_step(
         backward pass.
       keep_gathered: keep gathered layers for the backward pass instead of gathering
         them again; needs memory for all of them.
+      update: "after backward", or "in backward": layers that a scan in loss_fn takes
+        are updated inside the backward pass, one after another, so that gradients of
+        all layers never exist at once. For one device and one microbatch, and an
+        optimizer whose update of a layer needs no other layer's gradient.
       donate: whether parameters and state are updated in place.
       compiler_options: for XLA; None for `gpu_options` on GPUs, and none elsewhere.
 
@@ -151,6 +157,15 @@ def make_train_step(
             "with gather='levels' an axis within a host first, "
             "and then one between hosts",
         )
+    checks.choice("update", update, ("after backward", "in backward"))
+    early = update == "in backward"
+    if early and (mesh.size > 1 or microbatches > 1 or weighted or max_aux):
+        raise ValueError(
+            f"update='in backward' with {mesh.size} devices, microbatches="
+            f"{microbatches}, weighted={weighted} and max_aux={max_aux}: a layer is "
+            "updated as soon as it has a gradient; expected one device, one microbatch "
+            "and neither of the others, or update='after backward'"
+        )
     checks.float_dtype("reduce_dtype", reduce_dtype)
     checks.float_dtype("gather_dtype", gather_dtype)
     flags = {"has_aux": has_aux, "weighted": weighted}
@@ -175,15 +190,15 @@ def make_train_step(
     scanned = layout.scanned_by(tx)
     places = layout.Layout(
         mesh,
-        PartitionSpec() if specs is None else specs,
-        divided,
+        PartitionSpec() if specs is None or early else specs,
+        () if early else divided,
         names,
         min_size,
         params_divided=parameters == "divided",
         scanned=scanned if parameters == "divided" and gather != "leaves" else None,
     )
     optimizer = OnMesh(tx, places, gather_dtype)
-    return TrainStep(means, optimizer, scanned, donate, compiler_options)
+    return TrainStep(means, optimizer, scanned, early, donate, compiler_options)
 
 
 class TrainStep:
@@ -202,6 +217,7 @@ class TrainStep:
         means: gradients.MeanGradients,
         optimizer: OnMesh,
         scanned: Callable[[Any], layout.ScannedAxes],
+        early: bool,
         donate: bool,
         options: Mapping[str, Any] | None,
     ) -> None:
@@ -209,6 +225,7 @@ class TrainStep:
         self._options = options
         self._gradients, self._optimizer = means, optimizer
         self._layout, self._scanned = optimizer.layout, scanned
+        self._early = early
         self._donate = (0, 1) if donate else ()
         self._jitted: Any = None
         self.tx = optimizer.transform()
@@ -301,6 +318,16 @@ class TrainStep:
         if AxisType.Explicit in mesh.axis_types:
             batch = jax.reshard(batch, NamedSharding(mesh, PartitionSpec(axis)))
             manual = set(mesh.axis_names)  # the others have one device
+        if self._early:
+            return jax.shard_map(  # in it, types show no mesh
+                functools.partial(
+                    in_backward.step, self._gradients, self._optimizer.tx
+                ),
+                mesh=mesh,
+                in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(axis)),
+                out_specs=PartitionSpec(),
+                check_vma=False,
+            )(params, state, batch)
         here, scattered = jax.tree.map(lambda x: only(x, manual), specs)
         # Those of one device divide nothing.
         inside = jax.tree.map(lambda x: dividing(x, mesh.shape), specs)

@@ -1,0 +1,246 @@
+"""Layers updated inside the backward pass: the same numbers, in less room."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+
+import jax_muon as jm
+from tests.distributed import losses
+from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of
+
+F64 = {"dtype": "float64"}
+
+
+def step_of(loss, tx, update="in backward", kind=EXPLICIT, **given):
+    return jm.make_train_step(loss, tx, mesh_of(1, kind=kind), update=update, **given)
+
+
+def run(loss, tx, params, batch, update, steps=3, **given):
+    step = step_of(loss, tx, update, **given)
+    params, state = step.init(params)
+    for _ in range(steps):
+        params, state, metrics = step(params, state, batch)
+    return params, state, metrics
+
+
+def assert_equal_steps(loss, tx, params, batch, atol=1e-13, **given):
+    """Parameters of size 1 in float64, after steps of 0.02."""
+    expected, found = (
+        run(loss, tx, params, batch, update, **given)
+        for update in ("after backward", "in backward")
+    )
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+    chex.assert_trees_all_close(found, expected, rtol=0, atol=atol)
+
+
+def model(dtype="float64", layers=6, width=6):
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+
+    def draw(*shape):
+        return jax.random.normal(next(keys), shape, dtype) / shape[-2] ** 0.5
+
+    params = {
+        "embed": draw(16, width),
+        "layers": {
+            "qkv": draw(layers, width, 3 * width),
+            "up": draw(layers, width, 4 * width),
+            "down": draw(layers, 4 * width, width),
+            "scale": jnp.ones((layers, width), dtype),
+        },
+        "head": draw(width, 16),
+    }
+    return params, jax.random.randint(next(keys), (8,), 0, 16)
+
+
+def block(x, layer):
+    x = x * layer["scale"].astype(x.dtype)
+    q, k, v = jnp.split(x @ layer["qkv"].astype(x.dtype), 3, axis=-1)
+    x = x + jax.nn.softmax(q @ k.T) @ v
+    return x + jax.nn.relu(x @ layer["up"].astype(x.dtype)) @ layer["down"], None
+
+
+def loss(params, batch, block=block):
+    x, _ = jax.lax.scan(jax.checkpoint(block), params["embed"][batch], params["layers"])
+    logits = x @ params["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch).mean()
+
+
+def reading(**given):
+    return jm.read(
+        *map(jax.eval_shape, [lambda: model()[0]]), loss, model()[1], **given
+    )
+
+
+OPTIMIZERS = {
+    "nanochat": lambda m: jm.nanochat(matrices=m, **F64),
+    "muon": lambda m: jm.muon(matrices=m, weight_decay=0.1, **F64),
+    "moonlight": lambda m: jm.moonlight(0.02, matrices=m, **F64),
+    "muonh": lambda m: jm.muonh(matrices=m, **F64),
+    "normuon": lambda m: jm.normuon(matrices=m, **F64),
+    "schedule": lambda m: jm.nanochat(
+        optax.linear_schedule(0.02, 0, 3), matrices=m, **F64
+    ),
+    "in a chain": lambda m: optax.chain(jm.nanochat(matrices=m, **F64), optax.ema(0.9)),
+    "every second step": lambda m: optax.MultiSteps(jm.muon(matrices=m, **F64), 2),
+    "adamw": lambda m: optax.adamw(0.02),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equals_the_ordinary_step(x64, name):
+    params, batch = model()
+    assert_equal_steps(loss, OPTIMIZERS[name](reading()), params, batch)
+
+
+def test_parts_of_a_layer(x64):
+    params, batch = model()
+    matrices = reading(splits={"layers/qkv": jm.Split(("q", "k", "v"), axis=2)})
+    assert_equal_steps(loss, jm.nanochat(matrices=matrices, **F64), params, batch)
+
+
+def test_auxiliary_output_and_axes_of_either_kind(x64):
+    params, batch = model()
+
+    def with_aux(params, batch):
+        return loss(params, batch), {"tokens": jnp.sum(batch)}
+
+    for kind in (AUTO, EXPLICIT):
+        tx = jm.muon(matrices=reading(), **F64)
+        assert_equal_steps(with_aux, tx, params, batch, kind=kind, has_aux=True)
+
+
+# Without a scan over layers, or with other uses of the layers that it takes.
+REFUSED = {
+    "python_loop",
+    "chunked_cross_entropy",
+    "while_loop",
+    "fori_loop",
+    "ends_in_pmean",
+    "ends_in_psum",
+    "marks_of_vma",
+    "of_scans",
+    "of_scans_of_others",
+    "of_two_layers_at_once",
+    "no_scan_but_dynamic_slices",
+    "with_a_gradient_of_its_own",
+    "after_the_first_layer",
+    "with_memory_of_the_loss",
+}
+
+
+@pytest.mark.parametrize("name", losses.LOSSES)
+def test_losses_as_models_write_them(x64, name):
+    loss = losses.LOSSES[name][1]
+    params, batch = losses.draw("float64"), losses.samples(dtype="float64")
+    tx = jm.muon(matrices=jm.read(params, loss, batch), **F64)
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=r"has no scan|used beside the scan"):
+            run(loss, tx, params, batch, "in backward")
+    else:
+        assert_equal_steps(loss, tx, params, batch, atol=1e-12)
+
+
+def test_a_linen_scan(x64):
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            up = nn.Dense(24, param_dtype="float64")(nn.RMSNorm(dtype="float64")(x))
+            return x + nn.Dense(6, param_dtype="float64")(nn.relu(up)), None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layers = nn.scan(
+                nn.remat(Block),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=4,
+            )
+            return layers()(x, None)[0]
+
+    x = jax.random.normal(jax.random.key(0), (8, 6), "float64")
+    params = Model().init(jax.random.key(1), x)
+
+    def loss(params, x):
+        return jnp.mean((Model().apply(params, x) - 1) ** 2)
+
+    matrices = jm.read(params, loss, x)
+    assert_equal_steps(loss, jm.nanochat(matrices=matrices, **F64), params, x)
+
+
+@pytest.mark.parametrize("momentum_dtype", [None, "int8"])
+def test_state_of_integers_moves_on(x64, momentum_dtype):
+    """A residual, and int8 momentum: after one step the same to a few roundings."""
+    params, batch = model("bfloat16")
+    tx = jm.keep_residual(jm.muon(matrices=reading(), momentum_dtype=momentum_dtype))
+    expected, found = (
+        run(loss, tx, params, batch, update, steps=1)
+        for update in ("after backward", "in backward")
+    )
+    for key in ("up", "down"):
+        moved = found[0]["layers"][key] - params["layers"][key]
+        wanted = expected[0]["layers"][key] - params["layers"][key]
+        difference = jnp.linalg.norm(moved - wanted) / jnp.linalg.norm(wanted)
+        assert difference < 0.05  # two bits of bfloat16
+    residual = found[1].residual["layers"]["up"]
+    assert residual.dtype == jnp.int8
+    assert (residual != 0).any(axis=(1, 2)).all()
+
+
+def test_gradients_of_all_layers_never_exist():
+    """Without state: XLA copies that on CPUs, where it computes a product twice."""
+    params, batch = model("float32", layers=64, width=64)[0], jnp.arange(8)
+    size = sum(x.nbytes for x in jax.tree.leaves(params["layers"]))
+    room = {}
+    for update in ("after backward", "in backward"):
+        step = step_of(loss, optax.sgd(0.02), update)
+        compiled = step.lower(*step.abstract(params), batch).compile()
+        room[update] = compiled.memory_analysis().temp_size_in_bytes / size
+    assert room["after backward"] > 1
+    assert room["in backward"] < 0.5
+
+
+def scanned_twice(params, batch):
+    return loss(params, batch) + loss(params, batch)
+
+
+def taken_beside(params, batch):
+    return loss(params, batch) + jnp.sum(params["layers"]["up"][0] ** 2)
+
+
+def unrolled(params, batch):
+    x = params["embed"][batch]
+    for i in range(6):
+        x, _ = block(x, jax.tree.map(lambda w, i=i: w[i], params["layers"]))
+    return jnp.mean((x @ params["head"]) ** 2)
+
+
+JOINED = jm.muon(matrices=lambda p: jm.read(p, joins={"layers/up": 2}))
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.02))
+
+
+@pytest.mark.parametrize(
+    ("loss", "tx", "given", "message"),
+    [
+        (loss, CLIPPED, {}, "needs the gradient of"),
+        (loss, jm.skip_nonfinite(optax.sgd(0.1)), {}, "needs the gradient of"),
+        (loss, JOINED, {}, "are joined"),
+        (unrolled, optax.sgd(0.1), {}, "has no scan"),
+        (scanned_twice, optax.sgd(0.1), {}, "used beside the scan"),
+        (taken_beside, optax.sgd(0.1), {}, "used beside the scan"),
+        (loss, optax.sgd(0.1), {"microbatches": 2}, "expected one device"),
+        (loss, optax.sgd(0.1), {"weighted": True}, "expected one device"),
+    ],
+)
+def test_what_cannot_work_is_an_error(loss, tx, given, message):
+    params, batch = model("float32")
+    with pytest.raises(ValueError, match=message):
+        run(loss, tx, params, batch, "in backward", **given)
+
+
+def test_several_devices_are_an_error():
+    with pytest.raises(ValueError, match="with 4 devices"):
+        jm.make_train_step(loss, optax.sgd(0.1), mesh_of(4), update="in backward")
