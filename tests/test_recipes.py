@@ -242,6 +242,11 @@ def test_recipes_by_name():
     plain = jm.nanochat(0.5, edition="2026-08", adamw=adamw)
     updates = [tx.update(params, tx.init(params), params)[0] for tx in (made, plain)]
     chex.assert_trees_all_equal(*updates)
+    schedules = map(optax.constant_schedule, (0.5, 0.1))
+    rates = dict(zip(("learning_rate", "adamw"), schedules, strict=True))
+    scheduled = jm.recipe("nanochat", edition="2026-08", **rates)
+    found, _ = scheduled.update(params, scheduled.init(params), params)
+    chex.assert_trees_all_close(found, updates[0], rtol=1e-5)
     for words, wrong in {
         "name='adam'; expected one of 'nanochat'": lambda: jm.recipe("adam"),
         "polar=ExactPolar(); expected a number or a string; functions and": lambda: (
