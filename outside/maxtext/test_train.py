@@ -80,9 +80,9 @@ def test_the_loss_falls_alike_in_every_layout(layout, losses):
 def test_patch(tmp_path):
     """With `upstream.patch`, settings name the recipe and its arguments."""
     patched.copy("maxtext", tmp_path)
-    settings = "jax_muon_recipe=nanochat jax_muon_settings={adamw:0.001,steps:4}"
+    settings = "jax_muon_recipe=nanochat", "jax_muon_settings={adamw: 0.001, steps: 4}"
     found = [
-        train(tmp_path, layout, tmp_path / layout, *settings.split())
+        train(tmp_path, layout, tmp_path / layout, *settings)
         for layout in ("fsdp_tensor", "explicit")
     ]
     assert all(len(x) == 4 and x[-1] < x[0] - 0.1 for x in found)
