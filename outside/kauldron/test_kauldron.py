@@ -15,12 +15,18 @@ from kauldron.train.metric_writer import NoopWriter
 
 import jax_muon as jm
 from outside import patched
+from tests import pages
 
 SHARDED = kd.sharding.FSDPSharding(min_size_to_shard_mb=0)
-LAYOUTS = {
-    "fsdp": (SHARDED, {"specs": SHARDED}),
-    "zero2": (kd.sharding.REPLICATED, {"divide": "devices"}),
-}
+
+
+def zero2(tx, params):
+    """Replicated parameters with sharded state."""
+    del params
+    return {"optimizer": jm.on_mesh(tx, kd.sharding.DEVICES_MESH, divide="devices")}
+
+
+LAYOUTS = {"fsdp": pages.run("kauldron")["sharded"], "zero2": zero2}
 
 
 def images():
@@ -41,7 +47,7 @@ class Losses(NoopWriter):
         self.losses.append(float(aux.compute().loss_values["losses/total"]))
 
 
-def train(optimizer, params, workdir):
+def train(workdir, **arguments):
     """The first and the last state of `kd.train.Trainer`, and the losses."""
     trainer = kd.train.Trainer(
         seed=0,
@@ -55,9 +61,8 @@ def train(optimizer, params, workdir):
         train_losses={"l2": kd.losses.L2(preds="preds.image", targets="batch.image")},
         num_train_steps=7,
         log_metrics_every=1,
-        optimizer=optimizer,
-        sharding=kd.sharding.ShardingStrategy(params=params),
         writer=Losses(),
+        **arguments,
     )
     start = jax.device_get(trainer.init_state().params)
     state, _ = trainer.train()
@@ -74,7 +79,7 @@ def on_one_device(monkeypatch):
             for name, spec in {"REPLICATED": P(), "FIRST_DIM": P("devices")}.items():
                 context.setitem(vars(kd.sharding), name, NamedSharding(mesh, spec))
             context.setitem(vars(kd.sharding), "DEVICES_MESH", mesh)
-            return train(optimizer, kd.sharding.REPLICATED, workdir)
+            return train(workdir, optimizer=optimizer)
 
     return train_alone
 
@@ -84,10 +89,8 @@ def on_one_device(monkeypatch):
 def test_trainer(recipe, layout, on_one_device, tmp_path):
     """Eight steps on eight devices and on one, to 1e-4 of the distance travelled."""
     tx = recipe(0.02, dtype="float32")
-    params, where = LAYOUTS[layout]
     start, alone, losses = on_one_device(tx, tmp_path)
-    sharded = jm.on_mesh(tx, kd.sharding.DEVICES_MESH, **where)
-    again, state, found = train(sharded, params, tmp_path)
+    again, state, found = train(tmp_path, **LAYOUTS[layout](tx, SHARDED))
     assert len(losses) == 8
     assert losses[-1] < 0.8 * losses[0]
     np.testing.assert_allclose(found, losses, rtol=1e-4)
