@@ -260,6 +260,25 @@ def test_recipes_by_name():
             wrong()
 
 
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [(jm.moonlight, (0.2, 0.2)), (jm.nanochat, (64**-0.5, 4**-0.5))],
+)
+def test_first_steps_of_lora(recipe, expected):
+    """Root mean squares of both factors, as docs/parameters.md states them."""
+    keys = jax.random.split(jax.random.key(0))
+    shapes = {"lora_a": (64, 4), "lora_b": (4, 96)}
+    params = {
+        name: jax.random.normal(key, shape)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+    matrices = jm.read(params, rules="muon")
+    tx = recipe(1.0, weight_decay=0.0, polar=jm.ExactPolar(), matrices=matrices)
+    updates, _ = tx.update(params, tx.init(params), params)
+    found = [float(jnp.sqrt(jnp.mean(updates[name] ** 2))) for name in shapes]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 @every_recipe
 def test_inject_hyperparams_as_with_adamw(name):
     """No default is an argument that must be static."""
