@@ -61,13 +61,19 @@ reading-models: venv $(READING_MODELS:%=runs/outside/%)
 	$(BIN)/python -m benchmarks.reading_models.ablation $(ARGS)
 
 # Without dependencies: several of these packages ask for CUDA libraries or TensorFlow,
-# which their optimizers and models never import.
+# which their optimizers and models never import. Examples that no wheel has come from
+# the source distributions in `sources.txt`.
 runs/outside/%: OUTSIDE_PYTHON = python3.12
 runs/outside/emerging_optimizers: OUTSIDE_PYTHON = python3.11
 runs/outside/%: outside/%/requirements.txt
 	$(OUTSIDE_PYTHON) -m venv $@
 	$@/bin/pip install --quiet --disable-pip-version-check --no-deps \
 		--ignore-requires-python -r $<
+	if [ -f outside/$*/sources.txt ]; then \
+		$@/bin/pip download --quiet --disable-pip-version-check --no-deps \
+			--no-binary=$$(sed 's/==.*//' outside/$*/sources.txt) \
+			--dest $@/sources -r outside/$*/sources.txt && \
+		tar --extract --file $@/sources/*.tar.gz --directory $@/sources; fi
 	touch $@
 
 # Builds the wheel and runs the self-test with nothing but it and what it depends on.

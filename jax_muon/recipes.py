@@ -470,14 +470,15 @@ def normuonh(
 
 
 def recipe(
-    name: str, **settings: float | str | None
+    name: str, **settings: optax.ScalarOrSchedule | str | None
 ) -> optax.GradientTransformationExtraArgs:
     """A recipe by its name, with what a configuration file can hold.
 
     Args:
       name: "nanochat", "muon", "moonlight", "normuon", "teon", "muonh" or "normuonh".
       **settings: arguments of the recipe: numbers, strings, booleans and None. A
-        number for `adamw` is the learning rate of all other parameters.
+        number for `adamw` is the learning rate of all other parameters. Both rates,
+        `learning_rate` and `adamw`, may also be schedules, which trainers make.
 
     Raises:
       ValueError: an unknown name, an argument of another type, and what the recipe
@@ -490,11 +491,11 @@ def recipe(
       True
     """
     checks.choice("name", name, RECIPES)
-    for key, value in settings.items():
+    for key in sorted(settings.keys() - {"learning_rate", "adamw"}):
         expected = (
             f"a number or a string; functions and transforms go to jax_muon.{name}"
         )
-        checks.kind(key, value, (int, float, str, type(None)), expected)
+        checks.kind(key, settings[key], (int, float, str, type(None)), expected)
     made: optax.GradientTransformationExtraArgs = globals()[name](**settings)
     return made
 

@@ -242,6 +242,11 @@ def test_recipes_by_name():
     plain = jm.nanochat(0.5, edition="2026-08", adamw=adamw)
     updates = [tx.update(params, tx.init(params), params)[0] for tx in (made, plain)]
     chex.assert_trees_all_equal(*updates)
+    schedules = map(optax.constant_schedule, (0.5, 0.1))
+    rates = dict(zip(("learning_rate", "adamw"), schedules, strict=True))
+    scheduled = jm.recipe("nanochat", edition="2026-08", **rates)
+    found, _ = scheduled.update(params, scheduled.init(params), params)
+    chex.assert_trees_all_close(found, updates[0], rtol=1e-5)
     for words, wrong in {
         "name='adam'; expected one of 'nanochat'": lambda: jm.recipe("adam"),
         "polar=ExactPolar(); expected a number or a string; functions and": lambda: (
@@ -253,6 +258,25 @@ def test_recipes_by_name():
     }.items():
         with pytest.raises(ValueError, match=re.escape(words)):
             wrong()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [(jm.moonlight, (0.2, 0.2)), (jm.nanochat, (64**-0.5, 4**-0.5))],
+)
+def test_first_steps_of_lora(recipe, expected):
+    """Root mean squares of both factors, as docs/parameters.md states them."""
+    keys = jax.random.split(jax.random.key(0))
+    shapes = {"lora_a": (64, 4), "lora_b": (4, 96)}
+    params = {
+        name: jax.random.normal(key, shape)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+    matrices = jm.read(params, rules="muon")
+    tx = recipe(1.0, weight_decay=0.0, polar=jm.ExactPolar(), matrices=matrices)
+    updates, _ = tx.update(params, tx.init(params), params)
+    found = [float(jnp.sqrt(jnp.mean(updates[name] ** 2))) for name in shapes]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @every_recipe

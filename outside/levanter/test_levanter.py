@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import pathlib
+import re
 
 import equinox as eqx
 import haliax as hax
@@ -26,6 +28,7 @@ from levanter.trainer_state import TrainerState
 from levanter.utils.mesh import MeshConfig, create_mesh_from_axis_specs
 
 import jax_muon as jm
+from outside import patched
 from tests import pages
 
 LINEAR = (hax.nn.Linear, hax.nn.MoELinear)
@@ -201,7 +204,7 @@ def build(mesh=None):
     return config(**settings, mesh=mesh).build(10)
 
 
-def train_on_a_mesh(config, make):
+def train_on_a_mesh(config, make, steps=2):
     """Losses and the last state on (4, 2) devices; `make` gets the `MeshConfig`."""
     mesh_config = MeshConfig(axes={"data": 4, "model": 2})
     ici, dcn = mesh_config.axis_shapes(8, 1)
@@ -210,6 +213,7 @@ def train_on_a_mesh(config, make):
         return train(
             config,
             make(mesh_config),
+            steps,
             mapping=mesh_config.resolved_param_mapping,
             compute=mesh_config.resolved_compute_mapping,
         )
@@ -240,6 +244,21 @@ def test_state_without_the_sizes_of_its_axes(page, recipe):
     alone, _ = train(config, tx)
     losses, _ = train_on_a_mesh(config, functools.partial(page["with_specs"], tx))
     np.testing.assert_allclose(losses, alone, rtol=1e-4)
+
+
+def test_patch(tmp_path):
+    """With `upstream.patch`, a file describes the optimizer."""
+    patched.copy("levanter", tmp_path)
+    printed = patched.run(tmp_path, pathlib.Path(__file__).with_name("patched_run.py"))
+    alone, losses = (
+        [float(x) for x in re.search(f"{name}: (.*)", printed)[1].split()]
+        for name in ("alone", "on a mesh")
+    )
+    assert alone[-1] < alone[0]
+    np.testing.assert_allclose(losses, alone, rtol=1e-4)
+    momenta = re.findall("momentum: (.*)", printed)
+    assert len(momenta) > 3
+    assert all("data" in spec for spec in momenta)
 
 
 def test_grug_experts():

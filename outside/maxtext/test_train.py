@@ -1,18 +1,17 @@
 """MaxText's own train loop with the optimizer of docs/frameworks.md, edits and all."""
 
+import functools
 import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
 import maxtext
 import pytest
 
+from outside import patched
 from tests import pages
 
-ROOT = pathlib.Path(__file__).parents[2]
 SMALL = """
 run_name=test enable_checkpointing=False dataset_type=synthetic steps=4
 base_emb_dim=64 base_num_query_heads=4 base_num_kv_heads=2 head_dim=16
@@ -51,29 +50,22 @@ def edited(tmp_path_factory):
     return root
 
 
+def train(root, layout, output, *settings):
+    """The losses that MaxText's command prints, from a copy of it."""
+    base = root / "maxtext/configs/base.yml"
+    output = f"base_output_directory={output}"
+    small = f"{SMALL} {LAYOUTS[layout]}".split()
+    command = ["-m", "maxtext.trainers.pre_train.train", base, *small, output]
+    printed = patched.run(root, *command, *settings)
+    return [float(x) for x in re.findall(r"\bloss: ([\d.]+)", printed)]
+
+
 @pytest.fixture(scope="module")
 def losses(edited, tmp_path_factory):
-    """A function from a layout to the losses that MaxText's command prints."""
-    found = {}
-
-    def losses_of(layout):
-        if layout not in found:
-            output = tmp_path_factory.mktemp(layout)
-            command = [sys.executable, "-m", "maxtext.trainers.pre_train.train"]
-            base = edited / "maxtext/configs/base.yml"
-            settings = f"{SMALL} {LAYOUTS[layout]} base_output_directory={output}"
-            run = subprocess.run(
-                [*command, base, *settings.split()],
-                env=os.environ | {"PYTHONPATH": f"{edited}:{ROOT}"},
-                capture_output=True,
-                text=True,
-            )
-            assert run.returncode == 0, run.stderr[-4000:]
-            printed = re.findall(r"\bloss: ([\d.]+)", run.stdout + run.stderr)
-            found[layout] = [float(x) for x in printed]
-        return found[layout]
-
-    return losses_of
+    """A function from a layout to the losses with the page's optimizer."""
+    return functools.cache(
+        lambda layout: train(edited, layout, tmp_path_factory.mktemp(layout))
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -83,3 +75,15 @@ def test_the_loss_falls_alike_in_every_layout(layout, losses):
     assert found[-1] < found[0] - 0.1
     # The model and the polar factor run in bfloat16, which has eight bits.
     assert found == pytest.approx(losses("fsdp"), rel=2**-8)
+
+
+def test_patch(tmp_path):
+    """With `upstream.patch`, settings name the recipe and its arguments."""
+    patched.copy("maxtext", tmp_path)
+    settings = "jax_muon_recipe=nanochat", "jax_muon_settings={adamw: 0.001, steps: 4}"
+    found = [
+        train(tmp_path, layout, tmp_path / layout, *settings)
+        for layout in ("fsdp_tensor", "explicit")
+    ]
+    assert all(len(x) == 4 and x[-1] < x[0] - 0.1 for x in found)
+    assert found[0] == pytest.approx(found[1], rel=2**-8)

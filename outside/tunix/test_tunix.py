@@ -1,5 +1,8 @@
 """tunix: its PeftTrainer on a mesh of eight devices, as on one."""
 
+import pathlib
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from tunix.sft import utils
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig, TrainingInput
 
 import jax_muon as jm
+from outside import patched
 from tests import pages
 
 CONFIG = llama3.ModelConfig(
@@ -64,7 +68,7 @@ def make_model(mesh, lora):
 
 def batches():
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, CONFIG.vocab_size, (8, 16))
+    tokens = rng.integers(1, CONFIG.vocab_size, (8, 16))  # 0 is padding
     return STEPS * [
         TrainingInput(input_tokens=tokens, input_mask=np.ones((8, 16), bool))
     ]
@@ -119,3 +123,21 @@ def test_peft_trainer(lora):
     moved = jax.tree.map(np.subtract, one, start)
     assert norm(moved) > 0
     assert norm(jax.tree.map(np.subtract, many, one)) < 1e-4 * norm(moved)
+
+
+@pytest.mark.parametrize("parameters", ["lora", "all"])
+def test_patch(parameters, tmp_path):
+    """With `upstream.patch`, the command line's pipeline knows recipes by name."""
+    patched.copy("tunix", tmp_path)
+    (tmp_path / "tensorflow_datasets.py").touch()  # imported, and not used
+    run = pathlib.Path(__file__).with_name("patched_run.py")
+    printed = patched.run(tmp_path, run, parameters)
+    losses, alone = (
+        [float(x) for x in re.findall("loss: (.*)", part)]
+        for part in printed.split("alone\n")
+    )
+    assert len(losses) == STEPS
+    assert losses[-1] < losses[0]
+    np.testing.assert_allclose(losses, alone, rtol=1e-4)
+    states = re.findall("state: (.*)", printed.split("alone\n")[0])
+    assert any("fsdp" in spec for spec in states) or parameters == "lora"
