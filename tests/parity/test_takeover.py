@@ -352,9 +352,8 @@ def test_momentum_in_few_bits_is_rounded_as_by_the_last_step():
         (lambda tx: optax.conditionally_mask(tx, lambda n: n < 9), "step"),
         (lambda tx: optax.chain(optax.add_noise(0.1, 0.5, 0), tx), "count"),
         (lambda tx: optax.MultiSteps(tx, lambda step: 1 + step), "gradient_step"),
-        (jm.observe, "count"),
     ],
-    ids=["schedule", "condition", "noise", "multi steps", "observe"],
+    ids=["schedule", "condition", "noise", "multi steps"],
 )
 def test_counts_of_steps(wrap, counter):
     params = ONES | {"b": jnp.ones(8)}
