@@ -22,7 +22,7 @@ from jax_muon import paths
 from parity import weights
 from parity.compare import BARS
 from parity.references import JORDAN_SUM, Muon, Nanochat, NorMuon, newton_schulz
-from tests.distributed.layouts import mesh_of
+from tests.mesh.layouts import mesh_of
 from tests.reading import reader
 
 BEFORE, AFTER = 7, 6

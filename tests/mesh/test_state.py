@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import jax_muon as jm
-from tests.distributed import layouts, problems
-from tests.distributed.layouts import AUTO, EXPLICIT
+from tests.mesh import layouts, problems
+from tests.mesh.layouts import AUTO, EXPLICIT
 
 
 def whole_numbers(seed):

@@ -21,7 +21,7 @@ from tests.reading import reader
 
 # --- modules of Flax by their names; some of the rows are in the documentation --------
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def rows_of(page):
