@@ -16,10 +16,13 @@ VERSION_TESTS ?= tests jax_muon --ignore=tests/parity \
 	--deselect=tests/benchmarks/test_benchmarks.py::test_torch_contender
 OUTSIDE ?= $(patsubst outside/%/requirements.txt,%,$(wildcard outside/*/requirements.txt))
 
+# What `make test-types` checks in jax_muon/.
+TYPED := polar accumulators momentum orthogonalize scaling weight_decay hyperball dtypes
+
 # The environments of benchmarks/reading_models.
 READING_MODELS := modules transformers maxtext levanter tunix keras_hub
 
-.PHONY: train train-multiprocess test test-versions test-outside reading-models wheel \
+.PHONY: train train-multiprocess test test-types test-versions test-outside reading-models wheel \
 	parity venv docs lint bench gpu-schedule symmetric-kernel clean
 
 train: $(VENV)/examples
@@ -32,6 +35,13 @@ train-multiprocess: $(VENV)/examples
 
 test: venv
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# The shapes and dtypes in annotations, checked as these tests run.
+test-types: venv
+	packages=$$(printf 'jax_muon.%s,' $(TYPED))beartype.beartype && \
+	$(BIN)/python -m pytest -n 2 --jaxtyping-packages=$$packages \
+		tests/polar/test_factors.py tests/test_pieces.py tests/test_accumulators.py \
+		tests/test_hyperball.py $(ARGS)
 
 # Versions of Python, jax and optax, each in an environment of its own: the oldest,
 # levanter's pins, MaxText's floor, and the newest.

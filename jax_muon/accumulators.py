@@ -93,18 +93,18 @@ class Quantized:
         return integers, jax.tree.map(scale, paths.unbox(params))
 
     def read(
-        self, integers: Int8[Array, "*rows n"], scale: Float[Array, "*rows 1"]
-    ) -> Float[Array, "*rows n"]:
+        self, integers: Int8[Array, "..."], scale: Float[Array, "..."]
+    ) -> Float[Array, "..."]:
         """The stored numbers, in the scale's dtype."""
         return integers.astype(scale.dtype) * scale
 
     def store(
         self,
-        x: Float[Array, "*rows n"],
+        x: Float[Array, "..."],
         old: Sequence[Array],
         path: str,
         count: Array,
-    ) -> tuple[Int8[Array, "*rows n"], Float[Array, "*rows 1"]]:
+    ) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
         """Rounded stochastically; arguments as for `Floating`."""
         x = x.astype(old[1].dtype)
         scale = _largest_of_rows(x) / _LARGEST

@@ -134,7 +134,9 @@ def test_orthogonalize_pools(platform, expected):
     _, grads = trees()
 
     def update(grads):
-        return jm.orthogonalize(jnp.tan, matrices=MATRICES).update(grads, None)[0]
+        return jm.orthogonalize(jnp.tan, matrices=MATRICES).update(
+            grads, optax.EmptyState()
+        )[0]
 
     assert sorted(depths_on(platform, update, grads)) == expected
 
@@ -211,10 +213,10 @@ def test_small_states_leave_boxes(rng, name):
 )
 def test_scale_by_shape(rule, factor):
     x = jnp.ones((4, 16))
-    updates, _ = jm.scale_by_shape(rule).update(x, None)
+    updates, _ = jm.scale_by_shape(rule).update(x, optax.EmptyState())
     np.testing.assert_allclose(updates, factor, rtol=1e-6)
     if rule == "max_ratio":  # in > out: no factor
-        updates, _ = jm.scale_by_shape().update(x.T, None)
+        updates, _ = jm.scale_by_shape().update(x.T, optax.EmptyState())
         np.testing.assert_array_equal(updates, 1)
 
 
