@@ -2,8 +2,8 @@
 
 bfloat16 and int8 are rounded stochastically, up or down at random with the odds that
 keep the mean. Rounding to nearest loses every change that is small compared with what
-is stored: int8 momentum of a gradient that turns slowly and has no noise is then 0.12
-off, and 0.03 with random rounding. With realistic gradient noise, rounding to nearest
+is stored: with a slowly rotating, noise-free gradient, int8 momentum is then off by
+12 % (3 % with stochastic rounding). With realistic gradient noise, rounding to nearest
 is slightly better (0.015 against 0.021 on the example's model).
 
 The random bits are a hash of the step, the parameter's path and the element's position

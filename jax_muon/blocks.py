@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jax_muon.axes import Parameter
 
-# Joined matrices (batch, K in, out) of every block to their factors.
+# Maps the joined matrices (batch, K in, out) of each block to their polar factors.
 Factors = Callable[[list[Array]], list[Array]]
 
 

@@ -1,4 +1,4 @@
-"""What pieces do with leaves: look state up by path, and take a rate at a step."""
+"""Helpers for pieces: match state to updates by path, evaluate schedules."""
 
 from collections.abc import Callable
 from typing import Any

@@ -152,7 +152,7 @@ def clip_qk(
             key_heads, spread = _heads(name, queries, keys, largest.shape, layers_axis)
             above = (largest > threshold) & jnp.isfinite(largest)
             clipped += jnp.sum(above, dtype=jnp.int32)
-            # Exactly one if nothing is clipped, and so are its powers and quotients.
+            # Exactly 1 if nothing is clipped, so every factor below is exactly 1 too.
             gamma = threshold / jnp.where(above, largest, threshold)
             grouped = gamma.reshape(*gamma.shape[:-1], key_heads, -1)
             kappa = jnp.min(grouped, axis=-1, keepdims=True) ** (1 - balance)

@@ -1,4 +1,4 @@
-"""Uses that would be silently wrong: errors with name, value and what is expected."""
+"""Misuse that must raise an error: with the name, the value and what is expected."""
 
 import re
 

@@ -101,8 +101,9 @@ def _joins_of_pattern(
 def _joins_of_attention(size: int, parameters: Mapping[str, Parameter]) -> list[Join]:
     """Queries, keys and values of one shape: over the innermost number that varies.
 
-    The number of a module of attention comes last, and after an axis of layers: one
-    layer may have two of them. The number of a projection such as `q2` is no layer.
+    A number in an attention module's name (`SelfAttention_0`) is considered last, and
+    not at all beside an axis of layers, since one layer may contain two; a projection's
+    own number (`q2`) never identifies a layer.
     """
     groups: dict[Any, list[tuple[int, str]]] = {}  # by shape, and path but one number
     layers: dict[str, list[Any]] = {}  # the groups of a path, the most likely one last

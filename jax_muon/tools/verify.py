@@ -29,8 +29,8 @@ from jax_muon.tools.describe import sharding_text
 BOUNDS = {64: 1e-10, 32: 2e-5, 16: 0.1, 8: 0.3}
 AMPLIFIED = 10
 
-# A sign that rounding flips in cautious decay then changes less than any bound, and a
-# decay that a layout forgot changes more.
+# Small enough that a rounding-flipped sign in cautious decay stays below every bound,
+# large enough that a missing decay does not.
 _SIZE_OF_PARAMS = 1e-4
 
 

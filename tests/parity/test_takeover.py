@@ -1,6 +1,6 @@
-"""Going on with other optimizers' runs: the same trajectory, to rounding.
+"""Resuming runs of other optimizers: the same trajectory, to rounding.
 
-Each case runs the other optimizer for some steps, takes it over, and goes on with both.
+Each case runs the other optimizer for some steps, takes it over, and continues both.
 The bar is that of the parity suite, 2e-5 of the distance travelled after the takeover.
 """
 

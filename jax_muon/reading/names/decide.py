@@ -62,7 +62,7 @@ class Decider:
         if not is_matrix:
             outputs = range(max(end - 1, 0), end)
             return Places.out_of(end, outputs, "", max(end - 2, 0))
-        return "nothing around it shows which of its axes are batch, in and out"
+        return "its neighbors do not determine which axes are batch, in and out"
 
     def _options(self, node: Node) -> list[MatrixAxes | None]:
         """How an ambiguous leaf may be read, the likeliest reading first.

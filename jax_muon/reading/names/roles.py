@@ -103,7 +103,7 @@ def _single_line(tree: Tree, node: Node) -> Role | None:
 def _table(tree: Tree, node: Node) -> Role | None:
     title, is_kernel = {*node.title_words}, node.name == "kernel"
     if {*node.own_words[-1:]} & (vocabulary.TABLE | {"table"}):
-        return "embedding", "a lookup touches rows, it does not multiply"
+        return "embedding", "an embedding table: rows are looked up, not multiplied"
     raw = not node.is_generic or "embed" in node.title
     if title & vocabulary.POSITION and raw and not is_kernel:
         return "embedding", "positions are looked up, they do not multiply"
