@@ -83,7 +83,7 @@ def map_blocks(
     for block, result in zip(blocks, results, strict=True):
         for leaf, part in zip(block.leaves, block.undo(result), strict=True):
             parts[leaf].append(part)
-    return [jnp.concatenate(own) for own in parts]
+    return [jnp.concatenate(pieces) for pieces in parts]
 
 
 def make_blocks(

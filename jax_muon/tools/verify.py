@@ -60,17 +60,17 @@ class Comparison:
         """The problems with this array, as sentences."""
         what = "the update of" if self.spec is not None else "state"
         where = f"{what} {self.path!r} of shape {self.shape}"
-        found = []
+        lines = []
         if np.isnan(self.difference):
-            found.append(f"{where} has elements that are not finite")
+            lines.append(f"{where} has elements that are not finite")
         elif not self.difference <= self.bound:
-            found.append(
+            lines.append(
                 f"{where} differs from that of one device by {self.difference:.2g} of "
                 f"its norm; expected at most {self.bound:.2g}"
             )
         if not self.same_bits:
-            found.append(f"{where} differs between devices that hold the same shard")
-        return tuple(found)
+            lines.append(f"{where} differs between devices that hold the same shard")
+        return tuple(lines)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,8 @@ LONGEST_FILTER = 8
 
 def role_of(tree: Tree, node: Node) -> Role:
     """The role of a leaf whose axes of layers are known, and why."""
-    found = (rule(tree, node) for rule in RULES)
-    return next(filter(None, found), ("kernel", "a matrix (in, out)"))
+    answers = (rule(tree, node) for rule in RULES)
+    return next(filter(None, answers), ("kernel", "a matrix (in, out)"))
 
 
 # --- words that several rules ask for -------------------------------------------------
