@@ -11,15 +11,18 @@ RESULTS ?= benchmarks/results
 VERSIONS ?= 3.11_0.10.2_0.2.6 3.12_0.11.1_0.2.6 3.12_0.11.1_0.2.8 3.13_0.12.0.1_0.2.8
 # All tests but those that need PyTorch or several processes.
 VERSION_TESTS ?= tests jax_muon --ignore=tests/parity \
-	--ignore=tests/distributed/test_processes.py \
+	--ignore=tests/mesh/test_processes.py \
 	--ignore=tests/examples/test_launch.py \
-	--deselect=tests/test_benchmarks.py::test_torch_contender
+	--deselect=tests/benchmarks/test_benchmarks.py::test_torch_contender
 OUTSIDE ?= $(patsubst outside/%/requirements.txt,%,$(wildcard outside/*/requirements.txt))
+
+# What `make test-types` checks in jax_muon/.
+TYPED := polar accumulators momentum orthogonalize scaling weight_decay hyperball dtypes
 
 # The environments of benchmarks/reading_models.
 READING_MODELS := modules transformers maxtext levanter tunix keras_hub
 
-.PHONY: train train-multiprocess test test-versions test-outside reading-models wheel \
+.PHONY: train train-multiprocess test test-types test-versions test-outside reading-models wheel \
 	parity venv docs lint bench gpu-schedule symmetric-kernel clean
 
 train: $(VENV)/examples
@@ -32,6 +35,13 @@ train-multiprocess: $(VENV)/examples
 
 test: venv
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# The shapes and dtypes in annotations, checked as these tests run.
+test-types: venv
+	packages=$$(printf 'jax_muon.%s,' $(TYPED))beartype.beartype && \
+	$(BIN)/python -m pytest -n 2 --jaxtyping-packages=$$packages \
+		tests/polar/test_factors.py tests/test_pieces.py tests/test_accumulators.py \
+		tests/test_hyperball.py $(ARGS)
 
 # Versions of Python, jax and optax, each in an environment of its own: the oldest,
 # levanter's pins, MaxText's floor, and the newest.

@@ -17,7 +17,7 @@ from runs import parse_json
 SETTINGS = (
     "optimizer", "compare", "steps", "width", "depth", "context", "batch_size", "seed",
     "data", "learning_rate", "adamw_learning_rate", "embedding_factor", "momentum",
-    "weight_decay", "evaluate_every", "qk_clip", "observe",
+    "weight_decay", "evaluate_every", "qk_clip",
 )  # fmt: skip
 LAYOUT = ("sharding", "devices", "mesh", "parameters")
 
@@ -46,8 +46,6 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--weight-decay", type=rate, help="of matrices, at the beginning; likewise")
     add("--qk-clip", metavar="THRESHOLD", type=above_zero,
         help="largest attention logit; instead of QK-norm")  # fmt: skip
-    add("--observe", action="store_true",
-        help="keep and draw jax_muon.observe's numbers, too")  # fmt: skip
     add("--evaluate-every", type=positive, default=10, metavar="STEPS")
     add("--checkpoint-every", type=positive, default=50, metavar="STEPS")
     add("--sharding", choices=AXES, metavar="LAYOUT",

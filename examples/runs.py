@@ -315,27 +315,3 @@ def draw(
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-
-
-def draw_observed(records: list[dict[str, Any]], names: list[str], path: pathlib.Path):
-    """Draws jax_muon.observe's numbers: a panel per quantity, a line per label."""
-    panels: dict[str, dict[str, Curve]] = {}
-    for name in sorted(names):
-        label, _, quantity = name.rpartition("/")  # a count has no label
-        panels.setdefault(quantity, {})[label] = curve(records, name)
-    labels = sorted({label for lines in panels.values() for label in lines})
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(4 * columns, 3 * rows), layout="constrained")
-    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axes in grid[len(panels) :]:
-        axes.axis("off")
-    for axes, (quantity, lines) in zip(grid, panels.items(), strict=False):
-        for label, points in lines.items():
-            color = f"C{labels.index(label)}"
-            axes.plot(*points, label=label or None, linewidth=1, color=color)
-        axes.set(title=quantity.replace("_", " "), xlabel="step", ylim=(0, None))
-        axes.grid(alpha=0.3)
-        if any(lines):
-            axes.legend()
-    figure.savefig(path, dpi=120)

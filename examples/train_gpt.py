@@ -42,7 +42,6 @@ from runs import (
     Stop,
     curve,
     draw,
-    draw_observed,
     first_step_at,
     locked,
     read,
@@ -56,7 +55,6 @@ from tqdm import tqdm
 import jax_muon as jm
 
 FETCH_EVERY = 10  # steps between two transfers of metrics from the device
-OTHER_METRICS = ("step", "loss", "max_logit", "validation_loss")  # than --observe's
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -142,8 +140,6 @@ def train(
     validation = text.validation_batches(options.batch_size, options.context)
     matrices = jm.read(params, loss, validation[0])
     tx = make_optimizer(optimizer, options.steps, matrices, qk_clip=clip, **rates)
-    if options.observe:
-        tx = jm.observe(tx)
     train_step = jm.make_train_step(
         loss,
         tx,
@@ -185,10 +181,8 @@ def train(
         params, state, values = train_step(params, state, put(batch, mesh))
         if max_logits := values.pop("aux"):
             values["max_logit"] = largest(max_logits)
-        if options.observe:  # copied, since the next step overwrites the state
-            values |= copied(optax.tree.get(state, "observed"))
-            if clip:
-                values |= copied({"clipped_heads": optax.tree.get(state, "clipped")})
+        if clip:  # copied, since the next step overwrites the state
+            values |= copied({"clipped_heads": optax.tree.get(state, "clipped")})
         if step % options.evaluate_every == 0 or step == last:
             values["validation_loss"] = evaluate(params, validation)
         metrics.add(step, **values)
@@ -236,9 +230,6 @@ def report(
         f"Loss with {optimizer}",
         folder / "loss.png",
     )
-    if options.observe:
-        observed = [name for name in records[-1] if name not in OTHER_METRICS]
-        draw_observed(records, observed, folder / "observed.png")
     prompt = text.validation[: max(1, options.context // 4)]
     written = jax.jit(generate, static_argnames=("length", "context"))(
         model,

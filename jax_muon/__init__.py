@@ -39,7 +39,6 @@ from jax_muon.scaling import (
 from jax_muon.skip_nonfinite import skip_nonfinite
 from jax_muon.splits import Split
 from jax_muon.tools.describe import describe
-from jax_muon.tools.observe import observe
 from jax_muon.tools.takeover import Moments, take_over
 from jax_muon.tools.verify import verify
 from jax_muon.weight_decay import add_cautious_decayed_weights
@@ -71,7 +70,6 @@ __all__ = [
     "normalize_frobenius",
     "normuon",
     "normuonh",
-    "observe",
     "on_auto_axes",
     "on_mesh",
     "on_replicas",

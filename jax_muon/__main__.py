@@ -29,9 +29,9 @@ def main() -> int:
     print(f"\n{len(devices)} x {devices[0].platform}, {devices[0].device_kind}\n")
     mesh = jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,))
     tx = jm.on_mesh(jm.nanochat(dtype="float32"), mesh, divide="data")
-    found = jm.verify(tx, SHAPES)
-    print(found)
-    return 0 if found.ok else 1
+    verification = jm.verify(tx, SHAPES)
+    print(verification)
+    return 0 if verification.ok else 1
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 bfloat16 and int8 are rounded stochastically, up or down at random with the odds that
 keep the mean. Rounding to nearest loses every change that is small compared with what
-is stored: int8 momentum of a gradient that turns slowly and has no noise is then 0.12
-off, and 0.03 with random rounding. With realistic gradient noise, rounding to nearest
+is stored: with a slowly rotating, noise-free gradient, int8 momentum is then off by
+12 % (3 % with stochastic rounding). With realistic gradient noise, rounding to nearest
 is slightly better (0.015 against 0.021 on the example's model).
 
 The random bits are a hash of the step, the parameter's path and the element's position
@@ -93,18 +93,18 @@ class Quantized:
         return integers, jax.tree.map(scale, paths.unbox(params))
 
     def read(
-        self, integers: Int8[Array, "*rows n"], scale: Float[Array, "*rows 1"]
-    ) -> Float[Array, "*rows n"]:
+        self, integers: Int8[Array, "..."], scale: Float[Array, "..."]
+    ) -> Float[Array, "..."]:
         """The stored numbers, in the scale's dtype."""
         return integers.astype(scale.dtype) * scale
 
     def store(
         self,
-        x: Float[Array, "*rows n"],
+        x: Float[Array, "..."],
         old: Sequence[Array],
         path: str,
         count: Array,
-    ) -> tuple[Int8[Array, "*rows n"], Float[Array, "*rows 1"]]:
+    ) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
         """Rounded stochastically; arguments as for `Floating`."""
         x = x.astype(old[1].dtype)
         scale = _largest_of_rows(x) / _LARGEST

@@ -144,7 +144,7 @@ def leaf_axes(
 
 
 def is_real(dtype: Any) -> bool:
-    """True for real floating point in which sums can be computed."""
+    """True for real floating-point dtypes of at least 16 bits."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits >= 16
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jax_muon.axes import Parameter
 
-# Joined matrices (batch, K in, out) of every block to their factors.
+# Maps the joined matrices (batch, K in, out) of each block to their polar factors.
 Factors = Callable[[list[Array]], list[Array]]
 
 
@@ -83,7 +83,7 @@ def map_blocks(
     for block, result in zip(blocks, results, strict=True):
         for leaf, part in zip(block.leaves, block.undo(result), strict=True):
             parts[leaf].append(part)
-    return [jnp.concatenate(own) for own in parts]
+    return [jnp.concatenate(pieces) for pieces in parts]
 
 
 def make_blocks(

@@ -72,12 +72,12 @@ def number(name: str, value: Any, limits: str, *, others: str = "") -> Any:
     if isinstance(value, jax.core.Tracer):
         return scalar(name, value, expected)
     try:
-        found = math.nan if isinstance(value, (bool, str)) else float(value)
+        converted = math.nan if isinstance(value, (bool, str)) else float(value)
     except (TypeError, ValueError):
-        found = math.nan
-    if not math.isfinite(found) or not _HOLDS[limits](found):
+        converted = math.nan
+    if not math.isfinite(converted) or not _HOLDS[limits](converted):
         refuse(name, value, expected)
-    return found
+    return converted
 
 
 def rate(name: str, value: Any, limits: str = "of at least 0") -> Any:
@@ -132,9 +132,12 @@ def as_transform(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:
 
 def no_factory(name: str, value: Any) -> None:
     """Refuse `optax.sgd` instead of `optax.sgd(1e-3)` where functions are possible."""
-    found = getattr(value, "__qualname__", "<locals>"), getattr(value, "__module__", "")
-    if "<locals>" not in found[0] and str(found[1]).startswith("optax."):
-        refuse(name, value, f"an optax transform, such as {found[0]}(1e-3)")
+    origin = (
+        getattr(value, "__qualname__", "<locals>"),
+        getattr(value, "__module__", ""),
+    )
+    if "<locals>" not in origin[0] and str(origin[1]).startswith("optax."):
+        refuse(name, value, f"an optax transform, such as {origin[0]}(1e-3)")
 
 
 # --- trees ----------------------------------------------------------------------------
@@ -169,14 +172,14 @@ def gradients(updates: Any, params: Any) -> None:
         alike("gradient", updates, "parameter", params)
 
 
-def state(given: Any, like: Any) -> None:
+def state(restored: Any, like: Any) -> None:
     """A state needs the structure and shapes of `like`: arrays, or their shapes."""
     wrong = "the state is not one of this optimizer on these parameters: "
     try:
-        alike("array", given, "state array of init", like)
+        alike("array", restored, "state array of init", like)
     except ValueError as error:
         raise ValueError(wrong + str(error)) from None
-    structures: Any = jax.tree.structure(given), jax.tree.structure(like)
+    structures: Any = jax.tree.structure(restored), jax.tree.structure(like)
     if structures[0] != structures[1]:
         raise ValueError(f"{wrong}it is {structures[0]}; expected {structures[1]}")
 
@@ -187,21 +190,24 @@ def alike(what: str, tree: Any, whose: str, like: Any) -> None:
     Both leaves must be floating-point, or neither. `what` and `whose` name a leaf of
     each tree, such as "gradient" and "parameter".
     """
-    found, wanted = (dict(paths.leaves_with_paths(x)) for x in (tree, like))
+    leaves, wanted = (dict(paths.leaves_with_paths(x)) for x in (tree, like))
     for path, right in wanted.items():
-        if path not in found:
+        if path not in leaves:
             raise ValueError(f"no {what} at {path!r}; expected one for each {whose}")
-        own, shape = (tuple(getattr(x, "shape", ())) for x in (found[path], right))
-        if own != shape:
+        own_shape, shape = (
+            tuple(getattr(x, "shape", ())) for x in (leaves[path], right)
+        )
+        if own_shape != shape:
             raise ValueError(
-                f"{what} {path!r} has shape {own}; expected {shape}, like its {whose}"
+                f"{what} {path!r} has shape {own_shape}; expected {shape}, like its "
+                f"{whose}"
             )
-        if _is_floating(found[path]) != _is_floating(right):
+        if _is_floating(leaves[path]) != _is_floating(right):
             raise ValueError(
-                f"{what} {path!r} has dtype {jnp.result_type(found[path])}; expected "
+                f"{what} {path!r} has dtype {jnp.result_type(leaves[path])}; expected "
                 f"one like {jnp.result_type(right)} of its {whose}"
             )
-    for path in found:
+    for path in leaves:
         if path not in wanted:
             raise ValueError(f"{what} at {path!r}; expected none without a {whose}")
 

@@ -26,17 +26,17 @@ def with_shared_arguments(shared: str | None) -> Callable[[_Function], _Function
     texts = dict(_SHARED.findall(shared or ""))
 
     def complete(function: _Function) -> _Function:
-        found = _ARGS.search(function.__doc__ or "")
-        if found is None:
+        section = _ARGS.search(function.__doc__ or "")
+        if section is None:
             return function
-        own = {match[1]: match[0] for match in _OWN.finditer(found[0])}
+        documented = {match[1]: match[0] for match in _OWN.finditer(section[0])}
         args = "\n".join(
-            own[name] if name in own else _entry(name, texts[name])
+            documented[name] if name in documented else _entry(name, texts[name])
             for name in inspect.signature(function).parameters
-            if name in own or name in texts
+            if name in documented or name in texts
         )
         doc = str(function.__doc__)
-        function.__doc__ = doc[: found.start()] + args + doc[found.end() :]
+        function.__doc__ = doc[: section.start()] + args + doc[section.end() :]
         return function
 
     return complete

@@ -28,12 +28,12 @@ def listed(ambiguous: Sequence[Parameter], all_paths: Sequence[str]) -> str:
 
 def _line(kind: Sequence[Parameter], all_paths: Iterable[str]) -> str:
     """Path, shape and doubt of parameters of one kind, and rules for all of them."""
-    first, own = kind[0], [parameter.path for parameter in kind]
+    first, same_kind = kind[0], [parameter.path for parameter in kind]
     where = first.path
     if len(kind) > 1:
         pattern = paths.numberless(where, "*")
         matched = [path for path in all_paths if paths.matches(pattern, path)]
-        where = pattern if sorted(matched) == sorted(own) else where
+        where = pattern if sorted(matched) == sorted(same_kind) else where
     others = f" and {len(kind) - 1} more of its kind" if len(kind) > 1 else ""
     offered = [*first.options, *(() if None in first.options else (None,))]
     if not_a_matrix(first.shape, first.dtype):

@@ -25,8 +25,8 @@ def unit_of(largest: Array) -> Array:
     may overflow: above 3e14 in float32 and bfloat16, where it is 2^-80.
     """
     most = jnp.finfo(largest.dtype).maxexp
-    small, one = (jnp.asarray(2.0**n, largest.dtype) for n in (-most * 5 // 8, 0))
-    return jnp.where(largest > 2.0 ** (most * 3 // 8), small, one)
+    small, neutral = (jnp.asarray(2.0**n, largest.dtype) for n in (-most * 5 // 8, 0))
+    return jnp.where(largest > 2.0 ** (most * 3 // 8), small, neutral)
 
 
 def in_dtype_of(x: Array, rate: Any) -> Any:

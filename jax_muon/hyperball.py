@@ -75,10 +75,10 @@ def hyperball(
     learning_rate = checks.rate("learning_rate", learning_rate)
 
     def init_fn(params: optax.Params) -> HyperballState:
-        found = of_tree(matrices, params)
+        parameters = of_tree(matrices, params)
 
         def norm(path: str, p: Array) -> Array:
-            axes = found.axes(path).matrix
+            axes = parameters.axes(path).matrix
             return jnp.sqrt(jnp.sum(dtypes.wide(p) ** 2, axes, keepdims=True))
 
         # A box names the axes of the parameter, over which (1, 1) cannot be sharded.
@@ -91,12 +91,12 @@ def hyperball(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, HyperballState]:
         checks.params("hyperball", params)
-        found = of_tree(matrices, updates)
+        parameters = of_tree(matrices, updates)
         rate = rate_at(learning_rate, state.count)
         weights = dict(paths.leaves_with_paths(params))
 
         def step(path: str, u: Array, radius: Array) -> tuple[Array, Array]:
-            return _move(u, weights[path], radius, found.axes(path), rate)
+            return _move(u, weights[path], radius, parameters.axes(path), rate)
 
         updates = dtypes.as_wide_as_params(updates, params)
         updates, radius = step_leaves(step, updates, state.radius)

@@ -1,4 +1,4 @@
-"""What pieces do with leaves: look state up by path, and take a rate at a step."""
+"""Helpers for pieces: match state to updates by path, evaluate schedules."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,17 +34,17 @@ def step_leaves(
       ValueError: with the path, for state without an update or the other way round, or
         of a shape that would be broadcast.
     """
-    own, *kept = flat = [
+    leaf_of, *kept = flat = [
         dict(paths.leaves_with_paths(tree)) for tree in (updates, *state)
     ]
     for leaves in kept:
-        if others := sorted(leaves.keys() ^ own.keys()):
+        if others := sorted(leaves.keys() ^ leaf_of.keys()):
             raise ValueError(
                 f"only the updates or only the state have the parameters {others}; "
                 "expected the state of these parameters"
             )
     results = {}
-    for path, u in own.items():
+    for path, u in leaf_of.items():
         old = [leaves[path] for leaves in kept]
         results[path] = step(path, u, *old)
         shapes = [x.shape for x in (u, *old)]

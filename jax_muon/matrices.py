@@ -65,14 +65,14 @@ class Matrices(Mapping[str, Parameter]):
         rows = [("parameter", "shape", "role", "as matrices", "label", "why")]
         rows += [
             (
-                found.path,
-                shape_text(found.shape),
-                found.role,
-                sizes_text(found.sizes) if found.label != ADAMW else "-",
-                found.label,
-                (found.label == MUON and found.doubt) or found.reason,
+                parameter.path,
+                shape_text(parameter.shape),
+                parameter.role,
+                sizes_text(parameter.sizes) if parameter.label != ADAMW else "-",
+                parameter.label,
+                (parameter.label == MUON and parameter.doubt) or parameter.reason,
             )
-            for found in self.values()
+            for parameter in self.values()
         ]
         note = ["Names can be wrong; jax_muon.read(params, loss_fn, batch) is sure."]
         return "\n".join([*aligned(rows), *(note if self.by_names else [])])
@@ -83,11 +83,11 @@ class Matrices(Mapping[str, Parameter]):
         Raises:
           ValueError: with path and shape, if it is not one, or is ambiguous.
         """
-        found = self[path]
-        if found.doubt is not None:
-            raise ValueError(doubts.about(found))
-        assert found.axes is not None
-        return found.axes
+        parameter = self[path]
+        if parameter.doubt is not None:
+            raise ValueError(doubts.about(parameter))
+        assert parameter.axes is not None
+        return parameter.axes
 
     def labels(self, params: Any) -> Any:
         """The label of every parameter, for `optax.multi_transform`.
@@ -107,7 +107,11 @@ class Matrices(Mapping[str, Parameter]):
           ValueError: with path and shape, for one that is not.
         """
         labels = tuple(labels)
-        chosen = {path: found for path, found in self.items() if found.label in labels}
+        chosen = {
+            path: parameter
+            for path, parameter in self.items()
+            if parameter.label in labels
+        }
         for path in chosen:
             self.axes(path)
         return dataclasses.replace(self, parameters=chosen)
@@ -125,9 +129,9 @@ class Matrices(Mapping[str, Parameter]):
         """
         for name in names:
             self.axes(name)  # raises unless it is a matrix
-        own = [self[name] for name in names]
-        shapes = [one.shape for one in own] if shapes is None else shapes
-        return make_blocks(own, shapes, self.joins or ())
+        members = [self[name] for name in names]
+        shapes = [member.shape for member in members] if shapes is None else shapes
+        return make_blocks(members, shapes, self.joins or ())
 
 
 def of_tree(matrices: Matrices | None, tree: Any) -> Matrices:
@@ -145,7 +149,7 @@ def of_tree(matrices: Matrices | None, tree: Any) -> Matrices:
                 "not apply; expected the piece within jax_muon.partition, which does"
             )
         return matrices
-    found = {}
+    matched = {}
     for path, leaf in paths.leaves_with_paths(tree):
         shape, dtype = tuple(leaf.shape), leaf.dtype
         if len(shape) != 2 or matrix_axes.not_a_matrix(shape, dtype):
@@ -156,5 +160,5 @@ def of_tree(matrices: Matrices | None, tree: Any) -> Matrices:
                 "jax_muon.partition, which gives other parameters to another optimizer"
             )
         one_matrix = MatrixAxes((), (0,), (1,))
-        found[path] = Parameter(path, shape, dtype, MUON, "kernel", "", one_matrix)
-    return Matrices(found)
+        matched[path] = Parameter(path, shape, dtype, MUON, "kernel", "", one_matrix)
+    return Matrices(matched)

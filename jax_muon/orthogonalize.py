@@ -81,28 +81,30 @@ def orthogonalize(
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
         checks.arrays("params", params)
-        found = of_tree(matrices, params)
-        found.blocks([path for path, _ in paths.leaves_with_paths(params)])
+        parameters = of_tree(matrices, params)
+        parameters.blocks([path for path, _ in paths.leaves_with_paths(params)])
         return optax.EmptyState()
 
     def update_fn(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
-        found = of_tree(matrices, updates)
+        parameters = of_tree(matrices, updates)
         flat = paths.leaves_with_paths(updates)
         names, leaves = [path for path, _ in flat], [x for _, x in flat]
         mesh = mesh_of_types(flat)
         factors: Factors = functools.partial(map_stacks, polar)
         if mesh is None:
-            leaves = _map_matrices(factors, found, names, found.blocks(names), leaves)
+            leaves = _map_matrices(
+                factors, parameters, names, parameters.blocks(names), leaves
+            )
             return jax.tree.unflatten(jax.tree.structure(updates), leaves), state
 
         sizes = dict(mesh.shape)
         specs = [dividing(jax.typeof(x).sharding.spec, sizes) for x in leaves]
-        specs, blocks, shards = owners.lay_out(found, names, specs, mesh)
+        specs, blocks, shards = owners.lay_out(parameters, names, specs, mesh)
         # Sorted, since all processes have to build one program.
-        labels = sorted({parameter.label for parameter in found.values()})
+        labels = sorted({parameter.label for parameter in parameters.values()})
         pools = owners.make_pools(
             shards,
             sizes,
@@ -117,7 +119,7 @@ def orthogonalize(
             factors = functools.partial(
                 travel.map_pools, polar, pools=pools, sizes=sizes
             )
-        local = functools.partial(_map_matrices, factors, found, names, blocks)
+        local = functools.partial(_map_matrices, factors, parameters, names, blocks)
         leaves = travel.on_shards(local, leaves, specs, mesh)
         return jax.tree.unflatten(jax.tree.structure(updates), leaves), state
 

@@ -68,13 +68,13 @@ def partition(
     read_tree = reader(matrices)
 
     def build(tree: Any) -> optax.GradientTransformationExtraArgs:
-        found = _of_tree(read_tree(tree), tree, groups)
-        note("scanned", {path: x.scanned for path, x in found.items()})
-        if not found.splits:
-            return _for_tree(found, groups)
-        parts = read_parts(found, found.splits)
-        of_parts = dataclasses.replace(found, parameters=parts, splits={})
-        return with_splits(_for_tree(of_parts, groups), found.splits)
+        labelled = _of_tree(read_tree(tree), tree, groups)
+        note("scanned", {path: x.scanned for path, x in labelled.items()})
+        if not labelled.splits:
+            return _for_tree(labelled, groups)
+        parts = read_parts(labelled, labelled.splits)
+        of_parts = dataclasses.replace(labelled, parameters=parts, splits={})
+        return with_splits(_for_tree(of_parts, groups), labelled.splits)
 
     def init_fn(params: optax.Params) -> Any:
         checks.arrays("params", params)
@@ -87,15 +87,15 @@ def partition(
         updates = dtypes.as_wide_as_params(updates, params)
         tx = build(updates)
         try:
-            given, new = tx.update(updates, state, params, **extra_args)
+            stepped, new = tx.update(updates, state, params, **extra_args)
         except (AttributeError, KeyError, TypeError, ValueError):
             checks.state(
                 state, jax.eval_shape(tx.init, updates if params is None else params)
             )
             raise
         checks.state(state, new)  # transforms may broadcast one of another shape
-        checks.alike("update", given, "gradient", updates)
-        return given, new
+        checks.alike("update", stepped, "gradient", updates)
+        return stepped, new
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -112,26 +112,26 @@ def reader(matrices: Reader) -> Callable[[Any], Matrices]:
     """The function that reads a tree; `matrices` as in `partition`."""
 
     def read_tree(tree: Any) -> Matrices:
-        given = read if matrices is None else matrices
-        found = given(tree) if callable(given) else given
+        source = read if matrices is None else matrices
+        matrices_of_tree = source(tree) if callable(source) else source
         expected = "jax_muon.read(params), or a function of params that returns it"
-        checks.kind("matrices", found, Matrices, expected)
-        return found
+        checks.kind("matrices", matrices_of_tree, Matrices, expected)
+        return matrices_of_tree
 
     return read_tree
 
 
-def _of_tree(found: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrices:
+def _of_tree(read: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrices:
     """The reading of a tree, which may be a part of the tree that was read.
 
     Raises:
       ValueError: for a parameter that was not read, or of another shape, or without a
         group, and for a group of matrices without parameters.
     """
-    own = {}
+    parameters = {}
     for path, leaf in paths.leaves_with_paths(tree):
-        parameter, shape = found[path], tuple(leaf.shape)
-        own[path] = dataclasses.replace(parameter, shape=shape)
+        parameter, shape = read[path], tuple(leaf.shape)
+        parameters[path] = dataclasses.replace(parameter, shape=shape)
         where = f"parameter {path!r} of shape {shape}"
         if not parameter.fits(shape):
             raise ValueError(
@@ -151,15 +151,15 @@ def _of_tree(found: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrice
                 f"{where} has dtype {dtype}, which AdamW cannot train; "
                 "expected another label, such as 'frozen' with optax.set_to_zero()"
             )
-    present = {MUON, ADAMW, *(parameter.label for parameter in own.values())}
+    present = {MUON, ADAMW, *(parameter.label for parameter in parameters.values())}
     for label, group in groups.items():
-        if own and label not in present and callable(group):
+        if parameters and label not in present and callable(group):
             raise ValueError(
                 f"the group {label!r} is a function of its matrices, and no parameter "
                 f"has that label; there are {', '.join(sorted(present))}; expected "
                 "rules that give it to one, or an optax transform"
             )
-    return dataclasses.replace(found, parameters=own)
+    return dataclasses.replace(read, parameters=parameters)
 
 
 def _for_tree(

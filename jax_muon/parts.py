@@ -132,7 +132,7 @@ def _map_split(
 def _parts(split: Fitted, whole: Any) -> Any:
     """The parts of a parameter: `NamedParts`, or a batch of equal ones.
 
-    They lose the Flax box, which NNX keeps for each variable of the model.
+    Parts are unboxed: NNX expects exactly one box per model variable.
     """
     (x,), axis, parts = jax.tree.leaves(whole), split.axis, split.parts
     x = _undivided(split, x)

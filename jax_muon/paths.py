@@ -128,13 +128,13 @@ def ends_with(pattern: str, path: str) -> bool:
 
 
 def check_known(
-    what: str, given: Iterable[str], names: Collection[str], *, modules: bool = True
+    what: str, asked: Iterable[str], names: Collection[str], *, modules: bool = True
 ) -> None:
     """Raise a ValueError for a path that is no parameter's, and no module's either.
 
     Without `modules` the path of a module is an error, too.
     """
-    for path in given:
+    for path in asked:
         start = f"{path}/" if path else ""
         inside = modules and any(name.startswith(start) for name in names)
         if names and path not in names and not inside:

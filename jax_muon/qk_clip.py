@@ -147,12 +147,13 @@ def clip_qk(
         for name, largest in _by_module(max_logits, list(modules)).items():
             largest = wide(array_types.replicated(largest))
             queries, keys = (
-                {path: weights[path].shape for path in own} for own in modules[name]
+                {path: weights[path].shape for path in chosen}
+                for chosen in modules[name]
             )
             key_heads, spread = _heads(name, queries, keys, largest.shape, layers_axis)
             above = (largest > threshold) & jnp.isfinite(largest)
             clipped += jnp.sum(above, dtype=jnp.int32)
-            # Exactly one if nothing is clipped, and so are its powers and quotients.
+            # Exactly 1 if nothing is clipped, so every factor below is exactly 1 too.
             gamma = threshold / jnp.where(above, largest, threshold)
             grouped = gamma.reshape(*gamma.shape[:-1], key_heads, -1)
             kappa = jnp.min(grouped, axis=-1, keepdims=True) ** (1 - balance)
@@ -191,8 +192,8 @@ def _modules_by_role(names: Sequence[str], matrices: Matrices) -> Modules:
     for query in queries:
         key = max(keys, key=lambda path: _shared(parts[query], parts[path]))
         depth = _shared(parts[query], parts[key])
-        own = modules.setdefault("/".join(parts[query][:depth]), ([], []))
-        for side, kernel in zip(own, (query, key), strict=True):
+        module = modules.setdefault("/".join(parts[query][:depth]), ([], []))
+        for side, kernel in zip(module, (query, key), strict=True):
             beside = [x for x in names if _shared(parts[x], parts[kernel]) > depth]
             side += [x for x in beside if x not in side]
     return modules
@@ -205,13 +206,13 @@ def _modules(names: Sequence[str], query: str, key: str) -> Modules:
     common = _shared(*(paths.slashed(x).split("/") for x in patterns))
     modules: Modules = {}
     for path in names:
-        found = [which for which in (0, 1) if paths.matches(patterns[which], path)]
-        if len(found) > 1:
+        roles = [which for which in (0, 1) if paths.matches(patterns[which], path)]
+        if len(roles) > 1:
             raise ValueError(
                 f"clip_qk: parameter {path!r} matches both query={query!r} and "
                 f"key={key!r}; expected patterns of separate projections"
             )
-        for which in found:
+        for which in roles:
             parts, pattern = paths.slashed(path).split("/"), patterns[which]
             until = (parts[:end] for end in range(1, len(parts) + 1))
             projection = next(x for x in until if paths.ends_with(pattern, "/".join(x)))
@@ -219,13 +220,13 @@ def _modules(names: Sequence[str], query: str, key: str) -> Modules:
             if above[-1:] in (["kernel"], ["bias"]):  # split into parts
                 above.pop()
             modules.setdefault("/".join(above), ([], []))[which].append(path)
-    for name, own in modules.items():
-        if not all(own):
-            lacking = f"key={key!r}" if own[0] else f"query={query!r}"
+    for name, chosen in modules.items():
+        if not all(chosen):
+            lacking = f"key={key!r}" if chosen[0] else f"query={query!r}"
             raise ValueError(
-                f"clip_qk: module {name!r} has {(own[0] + own[1])[0]!r} but nothing "
-                f"that {lacking} matches; expected patterns that match a query and a "
-                "key in each module; there are " + ", ".join(names)
+                f"clip_qk: module {name!r} has {(chosen[0] + chosen[1])[0]!r} but "
+                f"nothing that {lacking} matches; expected patterns that match a query "
+                "and a key in each module; there are " + ", ".join(names)
             )
     return modules
 
@@ -279,7 +280,7 @@ def _heads(
         path: (*shape[:start], *shape[end:])[0 if _is_bias(path) else 1 :]
         for path, shape in shapes.items()
     }
-    sizes = [math.prod(outputs[next(iter(own))]) for own in (queries, keys)]
+    sizes = [math.prod(outputs[next(iter(kernels))]) for kernels in (queries, keys)]
     head_dim = sizes[0] // max(heads, 1)
     key_heads = sizes[1] // max(head_dim, 1)
     for path, shape in shapes.items():

@@ -124,15 +124,15 @@ def nanochat(
     factor = 1.01 if later else 1.02
     settings = {"coefficients": "nanochat", "norm_factor": factor, "eps": 1e-6}
 
-    def chain(found: Matrices) -> optax.GradientTransformation:
+    def chain(matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
             nesterov(momentum, accumulator_dtype=momentum_dtype),
-            *([equilibrate_rows(matrices=found)] if later else []),
-            orthogonalize(_polar(polar, steps, dtype, **settings), matrices=found),
-            *([normalize_frobenius(matrices=found)] if later else []),
-            scale_by_normuon(beta2, matrices=found),
+            *([equilibrate_rows(matrices=matrices)] if later else []),
+            orthogonalize(_polar(polar, steps, dtype, **settings), matrices=matrices),
+            *([normalize_frobenius(matrices=matrices)] if later else []),
+            scale_by_normuon(beta2, matrices=matrices),
             add_cautious_decayed_weights(weight_decay),
-            scale_by_shape(matrices=found),
+            scale_by_shape(matrices=matrices),
             optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
 
@@ -181,14 +181,14 @@ def normuon(
       NorMuon, arXiv 2510.05491, Algorithm 1.
     """
 
-    def chain(found: Matrices) -> optax.GradientTransformation:
+    def chain(matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
             nesterov(momentum, lookahead=lookahead, accumulator_dtype=momentum_dtype),
-            orthogonalize(_polar(polar, steps, dtype), matrices=found),
+            orthogonalize(_polar(polar, steps, dtype), matrices=matrices),
             # The paper adds 1e-8 to the root; here the root is at least 1e-8. The
             # default, 1e-5, would hold back neurons whose first updates are small.
-            scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=found),
-            normalize_frobenius(0.2, matrices=found),
+            scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=matrices),
+            normalize_frobenius(0.2, matrices=matrices),
             _decay(weight_decay),
             optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
@@ -245,7 +245,7 @@ def muon(
         for leaf in jax.tree.leaves(weight_decay_mask):  # a string counts as True
             checks.flag("weight_decay_mask", leaf)
 
-    def chain(found: Matrices) -> optax.GradientTransformation:
+    def chain(matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
             nesterov(
                 momentum,
@@ -253,8 +253,8 @@ def muon(
                 bias_correction=bias_correction,
                 accumulator_dtype=momentum_dtype,
             ),
-            orthogonalize(_polar(polar, steps, dtype), matrices=found),
-            scale_by_shape(shape_rule, matrices=found),
+            orthogonalize(_polar(polar, steps, dtype), matrices=matrices),
+            scale_by_shape(shape_rule, matrices=matrices),
             _decay(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
@@ -303,11 +303,11 @@ def moonlight(
       Liu et al., Muon is scalable for LLM training, arXiv 2502.16982.
     """
 
-    def chain(found: Matrices) -> optax.GradientTransformation:
+    def chain(matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
             nesterov(momentum, accumulator_dtype=momentum_dtype),
-            orthogonalize(_polar(polar, steps, dtype), matrices=found),
-            scale_by_shape("rms_0.2", matrices=found),
+            orthogonalize(_polar(polar, steps, dtype), matrices=matrices),
+            scale_by_shape("rms_0.2", matrices=matrices),
             _decay(weight_decay),
             optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
@@ -363,18 +363,18 @@ def teon(
     """
     settings = {"coefficients": "polar_express_paper", "norm_factor": 1.01}
 
-    def chain(found: Matrices) -> optax.GradientTransformation:
+    def chain(matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
             nesterov(momentum, lookahead=lookahead, accumulator_dtype=momentum_dtype),
-            orthogonalize(_polar(polar, steps, dtype, **settings), matrices=found),
-            scale_by_shape(shape_rule, matrices=found),
+            orthogonalize(_polar(polar, steps, dtype, **settings), matrices=matrices),
+            scale_by_shape(shape_rule, matrices=matrices),
             _decay(weight_decay),
             optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
 
     def in_pairs(params: Any) -> Matrices:
-        found = reader(matrices)(params)
-        return with_joins(found, 2) if found.joins is None else found
+        single = reader(matrices)(params)
+        return with_joins(single, 2) if single.joins is None else single
 
     return _recipe(chain, _adamw(adamw, b2=0.95, weight_decay=0.0), groups, in_pairs)
 
@@ -415,11 +415,11 @@ def muonh(
       Hyperball optimization, arXiv 2606.16899.
     """
 
-    def chain(found: Matrices) -> optax.GradientTransformation:
+    def chain(matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
             nesterov(momentum, accumulator_dtype=momentum_dtype),
-            orthogonalize(_polar(polar, steps, dtype), matrices=found),
-            hyperball(learning_rate, matrices=found),
+            orthogonalize(_polar(polar, steps, dtype), matrices=matrices),
+            hyperball(learning_rate, matrices=matrices),
         )
 
     return _recipe(chain, _adamw(adamw, b2=0.95, weight_decay=0.0), groups, matrices)
@@ -458,12 +458,12 @@ def normuonh(
       Hyperball optimization, arXiv 2606.16899; NorMuon, arXiv 2510.05491.
     """
 
-    def chain(found: Matrices) -> optax.GradientTransformation:
+    def chain(matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
             nesterov(momentum, lookahead=lookahead, accumulator_dtype=momentum_dtype),
-            orthogonalize(_polar(polar, steps, dtype), matrices=found),
-            scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=found),
-            hyperball(learning_rate, matrices=found),
+            orthogonalize(_polar(polar, steps, dtype), matrices=matrices),
+            scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=matrices),
+            hyperball(learning_rate, matrices=matrices),
         )
 
     return _recipe(chain, _adamw(adamw, b2=0.95, weight_decay=0.0), groups, matrices)
@@ -510,16 +510,16 @@ def _polar(
     return NewtonSchulz(5 if steps is None else steps, dtype=dtype, **settings)
 
 
-def _adamw(given: Any, **settings: Any) -> optax.GradientTransformation:
+def _adamw(adamw: Any, **settings: Any) -> optax.GradientTransformation:
     """The transform that is given, or else AdamW with this learning rate."""
-    if isinstance(given, optax.GradientTransformation | optax.MultiSteps):
-        return checks.as_transform("adamw", given)
-    given = 3e-4 if given is None else given
-    checks.no_factory("adamw", given)
-    if not callable(given):
+    if isinstance(adamw, optax.GradientTransformation | optax.MultiSteps):
+        return checks.as_transform("adamw", adamw)
+    adamw = 3e-4 if adamw is None else adamw
+    checks.no_factory("adamw", adamw)
+    if not callable(adamw):
         others = ", a schedule, or an optax transform"
-        checks.number("adamw", given, "of at least 0", others=others)
-    return optax.adamw(checks.rate("adamw", given), **settings)
+        checks.number("adamw", adamw, "of at least 0", others=others)
+    return optax.adamw(checks.rate("adamw", adamw), **settings)
 
 
 def _decay(

@@ -160,11 +160,11 @@ def scale_by_normuon(
         return axes.reduction if axis == "output" or fan_out >= fan_in else axes.output
 
     def init_fn(params: optax.Params) -> ScaleByNorMuonState:
-        found = of_tree(matrices, params)
+        parameters = of_tree(matrices, params)
 
         def zeros(path: str, p: Array) -> Array:
             # A sum has the sharding of the parameter.
-            axes = averaged(found.axes(path), p.shape)
+            axes = averaged(parameters.axes(path), p.shape)
             mean = jnp.sum(p, axis=axes, keepdims=True)
             return jnp.zeros_like(mean, dtype=dtypes.wider(p.dtype, jnp.float32))
 
@@ -176,11 +176,11 @@ def scale_by_normuon(
         updates: optax.Updates, state: ScaleByNorMuonState, params: Any = None
     ) -> tuple[optax.Updates, ScaleByNorMuonState]:
         del params
-        found = of_tree(matrices, updates)
+        parameters = of_tree(matrices, updates)
         beta = rate_at(decay, state.count)
 
         def step(path: str, u: Array, v: Array) -> tuple[Array, Array]:
-            axes, x = found.axes(path), dtypes.wide(u)
+            axes, x = parameters.axes(path), dtypes.wide(u)
             mean = jnp.mean(x**2, axis=averaged(axes, x.shape), keepdims=True)
             v = (v + (1 - dtypes.in_dtype_of(v, beta)) * (mean - v)).astype(v.dtype)
             # Both norms come from the means, which cover equally many entries each. So
@@ -269,8 +269,8 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
     )
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
-        own = [path for path, _ in paths.leaves_with_paths(params)]
-        paths.check_patterns_match("factors of the learning rate", factors, own)
+        known = [path for path, _ in paths.leaves_with_paths(params)]
+        paths.check_patterns_match("factors of the learning rate", factors, known)
         return optax.EmptyState()
 
     def update_fn(
@@ -298,19 +298,19 @@ def _stateless(
     """A transform that applies `scale` to every leaf, in at least float32."""
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
-        found = of_tree(matrices, params)
+        parameters = of_tree(matrices, params)
         for path, _ in paths.leaves_with_paths(params):
-            found.axes(path)  # raises unless it is a matrix
+            parameters.axes(path)  # raises unless it is a matrix
         return optax.EmptyState()
 
     def update_fn(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
-        found = of_tree(matrices, updates)
+        parameters = of_tree(matrices, updates)
 
         def scale_leaf(path: str, u: Array) -> Array:
-            return scale(path, dtypes.wide(u), found.axes(path)).astype(u.dtype)
+            return scale(path, dtypes.wide(u), parameters.axes(path)).astype(u.dtype)
 
         return map_leaves(scale_leaf, updates), state
 

@@ -24,7 +24,7 @@ import pytest
 import jax_muon as jm
 from jax_muon.paths import leaves_with_paths
 from jax_muon.text import aligned, shape_text
-from tests.distributed import layouts
+from tests.mesh import layouts
 from tests.recipes import RECIPES
 
 FOLDER = pathlib.Path(__file__).parent / "fixtures" / "frozen"

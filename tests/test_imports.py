@@ -1,19 +1,32 @@
-"""What is loaded: pieces do without the reading, and most users without names."""
+"""Each module loads by itself, pieces without the reading, most users without names."""
 
 import pathlib
 import re
 import subprocess
 import sys
 
+import pytest
+
 PACKAGE = pathlib.Path(__file__).parents[1] / "jax_muon"
-# Modules of the package one by one, without `jax_muon/__init__.py`, which loads all.
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
+    if not path.name.startswith("__")
+)
+# A line for each module, loaded without all others and without `jax_muon/__init__.py`:
+# its name, and the modules of the reading that it loads, or the error.
 ALONE = """
 import importlib, sys, types
-package = types.ModuleType("jax_muon")
-package.__path__ = [sys.argv[1]]
-sys.modules["jax_muon"] = package
 for name in sys.argv[2:]:
-    importlib.import_module(f"jax_muon.{name}")
+    for loaded in [x for x in sys.modules if x.partition(".")[0] == "jax_muon"]:
+        del sys.modules[loaded]
+    package = sys.modules["jax_muon"] = types.ModuleType("jax_muon")
+    package.__path__ = [sys.argv[1]]
+    try:
+        importlib.import_module(f"jax_muon.{name}")
+        print(name, *(x for x in sys.modules if x.startswith("jax_muon.reading")))
+    except (ImportError, AttributeError) as error:
+        print(name, repr(error))
 """
 A_PIECE = """
 import sys
@@ -25,23 +38,34 @@ tx.update({"up": jnp.ones((2, 3))}, tx.init({"up": jnp.ones((2, 3))}))
 LOADED = "print(*(x for x in sys.modules if x.startswith('jax_muon.reading')))"
 
 
-def loaded_by(program, *words):
-    """The modules of the reading that a program loads in a process of its own."""
-    command = [sys.executable, "-c", program + LOADED, *words]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    return run.stdout.split()
+def printed(program, *words):
+    """What a program prints in a process of its own."""
+    command = [sys.executable, "-c", program, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def test_no_piece_loads_the_reading():
+@pytest.fixture(scope="module")
+def alone():
+    """By module: what is printed when it is loaded alone."""
+    lines = printed(ALONE, str(PACKAGE), *MODULES).splitlines()
+    return {line.partition(" ")[0]: line.split(" ")[1:] for line in lines}
+
+
+def test_each_module_loads_alone(alone):
+    assert list(alone) == MODULES
+    assert not {name: x for name, x in alone.items() if "Error" in str(x)}
+
+
+def test_no_piece_loads_the_reading(alone):
     table = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
     row = re.search(r"^\| pieces \| (.*?) \|", table, re.M)[1]
     pieces = re.findall(r"`(\w+)`", row)
     assert {"orthogonalize", "scaling", "parts", "qk_clip"} <= {*pieces}
-    assert loaded_by(ALONE, str(PACKAGE), *pieces, "matrices", "splits") == []
+    assert not [name for name in (*pieces, "matrices", "splits") if alone[name]]
 
 
 def test_names_are_loaded_by_reading_them():
     names = "jax_muon.reading.names."
-    assert not [x for x in loaded_by(A_PIECE) if x.startswith(names)]
+    assert names not in printed(A_PIECE + LOADED)
     reading = A_PIECE + "jm.read({'up': jnp.ones((2, 3))})\n"
-    assert [x for x in loaded_by(reading) if x.startswith(names)]
+    assert names in printed(reading + LOADED)

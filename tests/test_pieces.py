@@ -193,10 +193,10 @@ def test_small_states_leave_boxes(rng, name):
 )
 def test_scale_by_shape(rule, factor):
     x = jnp.ones((4, 16))
-    updates, _ = jm.scale_by_shape(rule).update(x, None)
+    updates, _ = jm.scale_by_shape(rule).update(x, optax.EmptyState())
     np.testing.assert_allclose(updates, factor, rtol=1e-6)
     if rule == "max_ratio":  # in > out: no factor
-        updates, _ = jm.scale_by_shape().update(x.T, None)
+        updates, _ = jm.scale_by_shape().update(x.T, optax.EmptyState())
         np.testing.assert_array_equal(updates, 1)
 
 

@@ -42,7 +42,7 @@ def model(dtype=jnp.float32, seed=0):
 
 # --- mathematics: the matrices of a recipe in NumPy, in PyTorch's orientation ---------
 
-# TEON is in tests/test_joins.py.
+# TEON is in tests/reading/test_joins.py.
 BY_HAND = RECIPES | {"nanochat of 3 steps": functools.partial(jm.nanochat, steps=3)}
 BY_HAND.pop("teon")
 TABLE = jm.polar_express_coefficients(5)

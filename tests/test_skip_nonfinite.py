@@ -7,8 +7,8 @@ import numpy as np
 import optax
 
 import jax_muon as jm
-from tests.distributed import problems
-from tests.distributed.layouts import ADAMW, mesh_of
+from tests.mesh import problems
+from tests.mesh.layouts import ADAMW, mesh_of
 
 
 def test_skip_leaves_everything_as_it_was_and_counts():

@@ -65,15 +65,15 @@ class Layout:
           ValueError: with path and shape, for specs that do not fit.
         """
         names, coarse, fine = [], [], []
-        given = None if self.specs is None else _by_path(self.specs, tree)
+        by_path = None if self.specs is None else _by_path(self.specs, tree)
         scanned = self.scanned(tree) if self.scanned else {}
         for path, leaf in paths.leaves_with_paths(tree):
             shape = tuple(leaf.shape)
-            spec = _own_spec(leaf) if given is None else given(path)
-            own = full_rank(spec, path, shape, self.mesh)
-            finer = self._finer(shape, own, scanned.get(path, ()))
+            spec = _own_spec(leaf) if by_path is None else by_path(path)
+            spec_of_parameter = full_rank(spec, path, shape, self.mesh)
+            finer = self._finer(shape, spec_of_parameter, scanned.get(path, ()))
             names.append(path)
-            coarse.append(finer if self.params_divided else own)
+            coarse.append(finer if self.params_divided else spec_of_parameter)
             fine.append(finer)
         return names, coarse, fine
 
@@ -91,24 +91,24 @@ class Layout:
                 )
 
     def _finer(
-        self, shape: tuple[int, ...], own: PartitionSpec, last: Collection[int]
+        self, shape: tuple[int, ...], coarse: PartitionSpec, last: Collection[int]
     ) -> PartitionSpec:
         """The spec with `divide` added where the first axis takes all of it.
 
         Axes in `last` come after all others.
         """
-        names = tuple(name for name in self.divide if name not in spec_names(own))
+        names = tuple(name for name in self.divide if name not in spec_names(coarse))
         devices = math.prod(self.mesh.shape[name] for name in names)
         if not names or math.prod(shape) < self.min_size:
-            return own
-        for axis in sorted(range(len(own)), key=lambda axis: axis in last):
-            entry = entry_names(own[axis])
-            here = devices * devices_over(own[axis], self.mesh.shape)
-            if shape[axis] == 0 or shape[axis] % here == 0:
-                entries = list(own)
+            return coarse
+        for axis in sorted(range(len(coarse)), key=lambda axis: axis in last):
+            entry = entry_names(coarse[axis])
+            shards = devices * devices_over(coarse[axis], self.mesh.shape)
+            if shape[axis] == 0 or shape[axis] % shards == 0:
+                entries = list(coarse)
                 entries[axis] = (*entry, *names)
                 return PartitionSpec(*entries)
-        return own
+        return coarse
 
 
 def scanned_by(tx: optax.GradientTransformation) -> Callable[[Any], ScannedAxes]:
@@ -161,13 +161,13 @@ def _by_path(specs: Specs, params: Any) -> Callable[[str], PartitionSpec]:
                 f"specs have nothing for parameter {path!r}; there are "
                 + ", ".join(flat)
             )
-        found = flat[prefix]
-        if not isinstance(found, PartitionSpec | NamedSharding | None):
+        entry = flat[prefix]
+        if not isinstance(entry, PartitionSpec | NamedSharding | None):
             raise ValueError(
-                f"specs have {found!r} for parameter {path!r}; expected a "
+                f"specs have {entry!r} for parameter {path!r}; expected a "
                 "PartitionSpec, a NamedSharding, or None"
             )
-        found = found.spec if isinstance(found, NamedSharding) else found
-        return found or PartitionSpec()
+        entry = entry.spec if isinstance(entry, NamedSharding) else entry
+        return entry or PartitionSpec()
 
     return spec

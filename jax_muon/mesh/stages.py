@@ -81,8 +81,8 @@ def on_stages(
         states = []
         for mesh, specs in _stages(params).items():
             with notes.listening() as heard:
-                own = program(mesh, tuple(specs.items()))
-                states.append(own[0](_only(specs, params)))
+                stage = program(mesh, tuple(specs.items()))
+                states.append(stage[0](_only(specs, params)))
             _check_reading(heard, whole["parameters"])
         return tuple(states)
 
@@ -126,11 +126,11 @@ def _stages(tree: Any) -> dict[Mesh, dict[str, PartitionSpec]]:
     return stages
 
 
-def _only(own: Mapping[str, Any], tree: Any) -> Any:
+def _only(kept: Mapping[str, Any], tree: Any) -> Any:
     """The tree with the leaves of one stage."""
     return jax.tree_util.tree_map_with_path(
         lambda key_path, x: (
-            x if paths.path_string(key_path) in own else optax.MaskedNode()
+            x if paths.path_string(key_path) in kept else optax.MaskedNode()
         ),
         tree,
     )
@@ -138,15 +138,16 @@ def _only(own: Mapping[str, Any], tree: Any) -> Any:
 
 def _check_reading(heard: notes.Notes, whole: Mapping[str, Any]) -> None:
     """Raise a ValueError if a stage alone means other matrices than the whole."""
-    for path, one in heard["parameters"].items():
-        if path in whole and (one.label, one.axes) != (
+    for path, parameter in heard["parameters"].items():
+        if path in whole and (parameter.label, parameter.axes) != (
             whole[path].label,
             whole[path].axes,
         ):
             raise ValueError(
-                f"on_stages: parameter {path!r} is read as {one.label!r} in its stage "
-                f"({one.reason}), and as {whole[path].label!r} in the whole model "
-                f"({whole[path].reason}); expected matrices=jax_muon.read(params)"
+                f"on_stages: parameter {path!r} is read as {parameter.label!r} in its "
+                f"stage ({parameter.reason}), and as {whole[path].label!r} in the "
+                f"whole model ({whole[path].reason}); expected "
+                "matrices=jax_muon.read(params)"
             )
     for matrices in heard["matrices"].values():
         for join in matrices.joins or ():

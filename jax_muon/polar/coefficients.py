@@ -95,13 +95,15 @@ def quintics(
     """
     if steps is not None:
         checks.count("steps", steps)
-    given: Any = coefficients
+    table_or_name: Any = coefficients
     if isinstance(coefficients, str):
         checks.choice("coefficients", coefficients, TABLES)
-        given = _PUBLISHED[coefficients]
-        given = given(steps) if callable(given) else given
+        table_or_name = _PUBLISHED[coefficients]
+        table_or_name = (
+            table_or_name(steps) if callable(table_or_name) else table_or_name
+        )
     try:
-        table = np.asarray(given, dtype=np.float64)
+        table = np.asarray(table_or_name, dtype=np.float64)
     except (TypeError, ValueError):
         table = np.empty(0)
     if table.shape == (3,):

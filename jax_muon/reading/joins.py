@@ -38,34 +38,34 @@ def find_joins(
     if joins is None or not parameters:
         return ()
     if isinstance(joins, Mapping):
-        found = [
+        resolved = [
             join
             for pattern, size in joins.items()
             for join in _joins_of_pattern(pattern, size, parameters)
         ]
     else:
-        found = _joins_of_attention(joins, parameters)
-    for join in found:
+        resolved = _joins_of_attention(joins, parameters)
+    for join in resolved:
         group = [parameters[path] for path in join.paths]
-        if len({(one.shape, one.axes, one.dtype) for one in group}) > 1:
+        if len({(member.shape, member.axes, member.dtype) for member in group}) > 1:
             raise ValueError(
                 "joins: these matrices have different shapes or dtypes: "
                 + ", ".join(f"{x.path!r} {x.shape} {x.dtype}" for x in group)
                 + "; expected matrices of one shape"
             )
     sizes = [joins] if isinstance(joins, int) else joins.values()
-    if max(sizes, default=1) > 1 and not any(_joins(x, parameters) for x in found):
+    if max(sizes, default=1) > 1 and not any(_joins(x, parameters) for x in resolved):
         raise ValueError(
             f"joins={joins!r} join nothing: there are fewer layers; expected K of at "
             "most as many as there are, or another recipe than teon"
         )
-    return tuple(found)
+    return tuple(resolved)
 
 
 def _joins(join: Join, parameters: Mapping[str, Parameter]) -> bool:
     """True if a join makes one matrix of several."""
-    one = parameters[join.paths[0]]
-    layers = one.shape[batch_of(one)[0]] if batch_of(one) else 1
+    first = parameters[join.paths[0]]
+    layers = first.shape[batch_of(first)[0]] if batch_of(first) else 1
     return 1 < join.size <= max(len(join.paths), layers)
 
 
@@ -77,7 +77,7 @@ def _joins_of_pattern(
     expression = fnmatch.translate(f"*/{paths.slashed(pattern)}/*")
     expression = expression.replace(re.escape(_NUMBER), r"(?P<i>\d+)", 1)
     groups: dict[str, list[tuple[int, str]]] = {}
-    found: list[Join] = []
+    scanned: list[Join] = []
     for path, parameter in parameters.items():
         match = re.fullmatch(expression, f"/{paths.slashed(path)}/")
         if match and _NUMBER in pattern:
@@ -89,20 +89,24 @@ def _joins_of_pattern(
                 "as 'blocks/{i}/attn/q', or scanned layers"
             )
         elif match:
-            found.append(Join(size, (path,)))
-    if not groups and not found:
+            scanned.append(Join(size, (path,)))
+    if not groups and not scanned:
         raise ValueError(
             f"joins: the pattern {pattern!r} matches no matrix; there are "
             + ", ".join(parameters)
         )
-    return [*found, *(join for own in groups.values() for join in _cut(size, own))]
+    return [
+        *scanned,
+        *(join for numbered in groups.values() for join in _cut(size, numbered)),
+    ]
 
 
 def _joins_of_attention(size: int, parameters: Mapping[str, Parameter]) -> list[Join]:
     """Queries, keys and values of one shape: over the innermost number that varies.
 
-    The number of a module of attention comes last, and after an axis of layers: one
-    layer may have two of them. The number of a projection such as `q2` is no layer.
+    A number in an attention module's name (`SelfAttention_0`) is considered last, and
+    not at all beside an axis of layers, since one layer may contain two; a projection's
+    own number (`q2`) never identifies a layer.
     """
     groups: dict[Any, list[tuple[int, str]]] = {}  # by shape, and path but one number
     layers: dict[str, list[Any]] = {}  # the groups of a path, the most likely one last
@@ -125,22 +129,22 @@ def _joins_of_attention(size: int, parameters: Mapping[str, Parameter]) -> list[
             "among " + ", ".join(parameters) + "; expected such layers, or a mapping "
             "such as {'blocks/{i}/attn/q': 2}"
         )
-    found: dict[Any, list[Join]] = {}
-    for path, own in layers.items():
-        varying = [group for group in own if len(groups[group]) > 1]
+    by_group: dict[Any, list[Join]] = {}
+    for path, candidates in layers.items():
+        varying = [group for group in candidates if len(groups[group]) > 1]
         if varying:
-            found[varying[-1]] = _cut(size, groups[varying[-1]])
+            by_group[varying[-1]] = _cut(size, groups[varying[-1]])
         elif batch_of(parameters[path]):
-            found[path] = [Join(size, (path,))]
-    return [join for joins in found.values() for join in joins]
+            by_group[path] = [Join(size, (path,))]
+    return [join for joins in by_group.values() for join in joins]
 
 
 def _cut(size: int, numbered: list[tuple[int, str]]) -> list[Join]:
     """Joins of layers in their order; a remainder is joined with nothing."""
-    own = [path for _, path in sorted(numbered)]
-    stop = len(own) // size * size
-    joined = [Join(size, tuple(own[at : at + size])) for at in range(0, stop, size)]
-    return joined + [Join(1, (path,)) for path in own[stop:]]
+    ordered = [path for _, path in sorted(numbered)]
+    stop = len(ordered) // size * size
+    joined = [Join(size, tuple(ordered[at : at + size])) for at in range(0, stop, size)]
+    return joined + [Join(1, (path,)) for path in ordered[stop:]]
 
 
 def _is_of_attention(number: re.Match[str]) -> bool:

@@ -22,9 +22,9 @@ def read_parts(
     for pattern, split in splits.items():
         fitted = splitting.fit(pattern, split, found)
         found = {
-            one.path: one
+            parameter.path: parameter
             for path, whole in found.items()
-            for one in (_read(fitted[path], whole) if path in fitted else [whole])
+            for parameter in (_read(fitted[path], whole) if path in fitted else [whole])
         }
     return found
 

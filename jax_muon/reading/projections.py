@@ -32,12 +32,12 @@ def core(name: str) -> str:
       >>> core("q_proj"), core("to_kv"), core("attention_output"), core("wo")
       ('q', 'kv', 'output', 'o')
     """
-    found = [_W_IN_FRONT.sub("", word) for word in paths.words(name)]
-    whole = _GPT2.get("_".join(found))
-    return whole or "_".join(word for word in found if word not in _AROUND)
+    words = [_W_IN_FRONT.sub("", word) for word in paths.words(name)]
+    whole = _GPT2.get("_".join(words))
+    return whole or "_".join(word for word in words if word not in _AROUND)
 
 
 def projection(name: str) -> str | None:
     """Which projection of attention a name means: a key of `PROJECTIONS`, or None."""
-    found, known = core(name), PROJECTIONS.items()
-    return next((part for part, cores in known if found in cores), None)
+    name_core, known = core(name), PROJECTIONS.items()
+    return next((part for part, cores in known if name_core in cores), None)

@@ -117,20 +117,20 @@ def read(
         if out_in is not None:
             checks.refuse("out_in", out_in, "None: the function decides")
         readings = _by_computation(function, params, args, shapes, splits or ())
-    found = overrides.apply(rules, readings)
-    ambiguous = [x for x in found.values() if x.label == MUON and x.doubt is not None]
+    ruled = overrides.apply(rules, readings)
+    ambiguous = [x for x in ruled.values() if x.label == MUON and x.doubt is not None]
     if ambiguous:
         by_names = function is None and any(x.options for x in ambiguous)
         text = (
-            f"{len(ambiguous)} of {len(found)} parameters cannot be read as matrices"
+            f"{len(ambiguous)} of {len(ruled)} parameters cannot be read as matrices"
             + by_names * " by names; expected jax_muon.read(params, loss_fn, batch), or"
-            + f":\n  {doubts.listed(ambiguous, list(found))}"
+            + f":\n  {doubts.listed(ambiguous, list(ruled))}"
         )
         if strict:
             raise ValueError(text)
         warnings.warn(f"{text}\nThey get the label {ADAMW!r}", stacklevel=2)
-        found |= {x.path: dataclasses.replace(x, label=ADAMW) for x in ambiguous}
-    matrices = Matrices(found, dict(splits or {}), by_names=function is None)
+        ruled |= {x.path: dataclasses.replace(x, label=ADAMW) for x in ambiguous}
+    matrices = Matrices(ruled, dict(splits or {}), by_names=function is None)
     return with_joins(matrices, joins)
 
 
@@ -138,12 +138,12 @@ def with_joins(matrices: Matrices, joins: joining.Joins | None) -> Matrices:
     """The same parameters with other joins; `joins` as in `read`."""
     parts = read_parts(matrices, matrices.splits) if matrices.splits else matrices
     can_join = {
-        path: one
-        for path, one in parts.items()
-        if one.axes is not None and one.label != ADAMW
+        path: parameter
+        for path, parameter in parts.items()
+        if parameter.axes is not None and parameter.label != ADAMW
     }
-    found = None if joins is None else joining.find_joins(joins, can_join)
-    return dataclasses.replace(matrices, joins=found)
+    resolved = None if joins is None else joining.find_joins(joins, can_join)
+    return dataclasses.replace(matrices, joins=resolved)
 
 
 def _by_computation(

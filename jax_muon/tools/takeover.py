@@ -154,8 +154,8 @@ def take_over(
             return _filled(node, moments)
         fields = [getattr(key, "name", None) for key in key_path]
         # reduce_on_plateau counts the losses that it has seen itself.
-        own = isinstance(node, ReduceLROnPlateauState)
-        if own or not {*fields}.isdisjoint(_AS_INIT):
+        is_plateau = isinstance(node, ReduceLROnPlateauState)
+        if is_plateau or not {*fields}.isdisjoint(_AS_INIT):
             return node
         if fields and fields[-1] in _COUNTS:
             return _placed(moments.count, node)

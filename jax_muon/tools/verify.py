@@ -29,8 +29,8 @@ from jax_muon.tools.describe import sharding_text
 BOUNDS = {64: 1e-10, 32: 2e-5, 16: 0.1, 8: 0.3}
 AMPLIFIED = 10
 
-# A sign that rounding flips in cautious decay then changes less than any bound, and a
-# decay that a layout forgot changes more.
+# Small enough that a rounding-flipped sign in cautious decay stays below every bound,
+# large enough that a missing decay does not.
 _SIZE_OF_PARAMS = 1e-4
 
 
@@ -60,17 +60,17 @@ class Comparison:
         """The problems with this array, as sentences."""
         what = "the update of" if self.spec is not None else "state"
         where = f"{what} {self.path!r} of shape {self.shape}"
-        found = []
+        lines = []
         if np.isnan(self.difference):
-            found.append(f"{where} has elements that are not finite")
+            lines.append(f"{where} has elements that are not finite")
         elif not self.difference <= self.bound:
-            found.append(
+            lines.append(
                 f"{where} differs from that of one device by {self.difference:.2g} of "
                 f"its norm; expected at most {self.bound:.2g}"
             )
         if not self.same_bits:
-            found.append(f"{where} differs between devices that hold the same shard")
-        return tuple(found)
+            lines.append(f"{where} differs between devices that hold the same shard")
+        return tuple(lines)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The code of docs/frameworks.md runs as it stands there, and does what it says."""
 
 import functools
-import sys
 import types
 
 import equinox as eqx
@@ -302,77 +301,6 @@ def test_state_lies_as_the_metadata_of_nnx_says():
         )
     specs = {x.sharding.spec for x in jax.tree.leaves(laid) if x.shape == (8, 16)}
     assert specs == {P("fsdp", "tp")}
-
-
-# --- Simply, which is on no index: the parts of its interface that the page uses -----
-
-
-@jax.tree_util.register_pytree_node_class
-class AnnotatedArray:
-    """As Simply registers its arrays."""
-
-    def __init__(self, array, metadata):
-        self.array, self.metadata = array, metadata
-
-    def tree_flatten(self):
-        return (self.array,), self.metadata
-
-    @classmethod
-    def tree_unflatten(cls, metadata, children):
-        return cls(children[0], metadata)
-
-
-class Metadata(dict):
-    """Hashable, as auxiliary data of a pytree have to be."""
-
-    def __hash__(self):
-        return hash(tuple(self.items()))
-
-
-def test_simply(monkeypatch, rng):
-    """Its annotations decide, against names; a step is the update of `moonlight`."""
-    module = types.ModuleType("simply.utils.optimizers")
-    module.Optimizer = object
-    module.OptimizerRegistry = types.SimpleNamespace(register=lambda cls: cls)
-    for name in ("simply", "simply.utils"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    found = pages.run("Simply")
-    shapes = {
-        "k_proj": ("ioo", (12, 3, 4)),
-        "o_proj": ("oii", (12, 3, 4)),
-        "experts": (".io", (2, 12, 20)),
-        "embed_linear": (".i", (30, 12)),
-        "scale": ("h", (12,)),
-    }
-
-    def tree():
-        return {
-            name: {
-                "w": AnnotatedArray(
-                    jnp.asarray(rng.standard_normal(shape), jnp.float32),
-                    Metadata(dim_annotation=marks),
-                )
-            }
-            for name, (marks, shape) in shapes.items()
-        }
-
-    params, grads = tree(), tree()
-    optimizer = found["JaxMuon"](ns_dtype="float32")
-    plan = jm.describe(optimizer.transform(), params)
-    assert {p.parameter.path: p.matrices for p in plan.parameters if p.matrices} == {
-        "k_proj/w/0": (1, 12, 12),
-        "o_proj/w/0": (1, 12, 12),
-        "experts/w/0": (2, 12, 20),
-    }
-    state = jax.eval_shape(optimizer.init, params)
-    update, after = jax.jit(optimizer.apply)(optimizer.init(params), grads)
-    assert jax.tree.structure(after) == jax.tree.structure(state)
-    # Subtracted: it goes against the gradient, and is as large as an update of AdamW.
-    for name in ("k_proj", "o_proj"):
-        u, g = (np.asarray(t[name]["w"].array) for t in (update, grads))
-        assert np.sum(u * g) > 0
-        assert np.sqrt(np.mean(u**2)) == pytest.approx(0.2, rel=0.2)
 
 
 # --- DiLoCo ---------------------------------------------------------------------------

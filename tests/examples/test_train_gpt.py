@@ -175,8 +175,8 @@ def test_clipped_logits_stay_at_the_threshold(tmp_path):
         train(tmp_path, name, *flags, *more)
         for name, more in (
             ("free", ["--qk-clip=1e9"]),
-            ("one", ["--qk-clip=3", "--observe"]),
-            ("many", ["--qk-clip=3", "--observe", *sharded]),
+            ("one", ["--qk-clip=3"]),
+            ("many", ["--qk-clip=3", *sharded]),
         )
     )
     logits = losses_of(one, "max_logit")
@@ -189,16 +189,10 @@ def test_clipped_logits_stay_at_the_threshold(tmp_path):
     assert "owners" not in (one / "parameters.txt").read_text()
     with refused(one, r"began with qk_clip 3.0, not 6.0"):
         train(tmp_path, "one", "--resume", *flags, "--qk-clip=6")
-    for names, rtol in (
-        (("loss", "max_logit"), 1e-3),
-        (("muon/update_rms", "muon/towards_zero", "adamw/ratio"), 0.02),
-    ):
-        for name in names:
-            np.testing.assert_allclose(
-                losses_of(many, name)[:5], losses_of(one, name)[:5], rtol=rtol
-            )
-    assert (many / "observed.png").read_bytes().startswith(b"\x89PNG")
-    assert not (free / "observed.png").exists()
+    for name in ("loss", "max_logit"):
+        np.testing.assert_allclose(
+            losses_of(many, name)[:5], losses_of(one, name)[:5], rtol=1e-3
+        )
 
 
 def test_a_killed_run_goes_on_digit_for_digit(finished, tmp_path, examples):

@@ -1,4 +1,4 @@
-"""Rates of other optimizers, taken over by docs/rates.md, give equal first updates.
+"""The conversion table of docs/rates.md: equal first updates.
 
 Float64, but for torch.optim.Muon, which orthogonalizes in bfloat16.
 """

@@ -83,7 +83,7 @@ EXACT = {"polar": exact_polar, "dtype": F64}
 
 
 def test_polar_express_constants_are_those_of_the_algorithm():
-    """Ours, which tests/test_coefficients.py compares with the paper's definition."""
+    """Ours: tests/polar/test_coefficients.py compares them with the definition."""
     np.testing.assert_allclose(POLAR_EXPRESS, polar_express_coefficients(5), rtol=1e-12)
     paper = polar_express_coefficients(8, cushion=0.02407327424182761, safety=0)
     np.testing.assert_allclose(POLAR_EXPRESS_PAPER[:6], paper[:6], rtol=1e-12)

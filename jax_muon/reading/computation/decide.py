@@ -40,9 +40,9 @@ def parameter(path: str, leaf: Any, follower: Follower, is_split: bool) -> Param
         label, role, reason = ADAMW, "router", f"a router, by its name; {reason}"
     elif label == MUON and not is_split:
         reason += _side_by_side(path, shape, uses)
-    found = label, role, reason, axes, doubt, tuple(options)
+    facts = label, role, reason, axes, doubt, tuple(options)
     scanned = tuple(sorted(follower.scanned[path]))
-    return Parameter(path, shape, leaf.dtype, *found, scanned)
+    return Parameter(path, shape, leaf.dtype, *facts, scanned)
 
 
 def agreeing(parameters: Sequence[Parameter]) -> list[Parameter]:

@@ -194,7 +194,7 @@ def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value
         frozen = all(value.frozen for value in active)
         made = [_staying(name, value, frozen, shape) for value in made if fits]
     for value in made:
-        result = result.with_leaves(value, shape)
+        result = result.with_leaves(value, len(shape))
     return result
 
 
@@ -370,7 +370,7 @@ def _concatenate(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
         if beside_data:
             follower.use(part, "elementwise", eqn)
         else:
-            result = result.with_leaves(part, shape)
+            result = result.with_leaves(part, len(shape))
         result.results = {**part.results, **result.results}
     return result
 

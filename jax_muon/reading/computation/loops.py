@@ -82,6 +82,6 @@ def _meet(follower: Follower, eqn: JaxprEqn, a: Value, b: Value) -> Value:
             follower.use(value, "elementwise", eqn)
             return result
     for value in (a, b):
-        shape = () if not value.leaves else next(iter(value.leaves.values()))
-        result = result.with_leaves(value, [0] * len(shape))
+        ndim = len(next(iter(value.leaves.values()), ()))
+        result = result.with_leaves(value, ndim)
     return result

@@ -43,23 +43,23 @@ class Product:
     values: tuple[Value, Value]
     contract: tuple[Axes, Axes]
     batch: tuple[Axes, Axes]
-    groups: tuple[Axes, Axes] = ((), ())  # of a ragged product
+    groups: tuple[Axes, Axes]  # of a ragged product
 
     @functools.cached_property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the operands."""
-        return shape_of(self.eqn.invars[0]), shape_of(self.eqn.invars[1])
+        return [shape_of(v) for v in self.eqn.invars[:2]]
 
     @functools.cached_property
-    def free(self) -> tuple[list[int], list[int]]:
+    def free(self) -> list[list[int]]:
         """The other axes, which the result keeps."""
-        first, second = (
-            [a for a in range(len(shape)) if a not in (*contract, *batch, *groups)]
-            for shape, contract, batch, groups in zip(
-                self.shapes, self.contract, self.batch, self.groups, strict=True
-            )
-        )
-        return first, second
+        used = [
+            sum(map(tuple, of), ())
+            for of in zip(self.contract, self.batch, self.groups, strict=True)
+        ]
+        return [
+            [a for a in range(len(self.shapes[i])) if a not in used[i]] for i in (0, 1)
+        ]
 
     def placed(self, i: int, sides: Sides) -> Sides:
         """The axes of the result, from those of operand i."""
@@ -72,9 +72,11 @@ class Product:
         """Which operand is made of leaves that the other one is multiplied by."""
         leaves = [bool(value.leaves) for value in self.values]
         data = [value.data for value in self.values]
+        if not any(leaves):
+            return None
         if not all(leaves):
-            i = leaves.index(True) if any(leaves) else None
-            return None if i is None or (data[i] and not self._is_matrix(i)) else i
+            i = leaves.index(True)
+            return None if (data[i] and not self._is_matrix(i)) else i
         if data[0] != data[1]:
             return data.index(False)
         if data[0]:
@@ -109,22 +111,14 @@ class Product:
 
 
 @rule("dot_general")
-def _dot_general(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    left, right = values
-    contract, batch = eqn.params["dimension_numbers"]
-    return _product(follower, Product(eqn, (left, right), contract, batch))
-
-
 @rule("ragged_dot_general")
-def _ragged_dot(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    left, right, *_ = values
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    contract, batch = numbers.dot_dimension_numbers
-    groups = (), numbers.rhs_group_dimensions
-    return _product(follower, Product(eqn, (left, right), contract, batch, groups))
-
-
-def _product(follower: Follower, product: Product) -> Value:
+def _product(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+    groups: Sequence[int] = ()
+    if (numbers := eqn.params.get("dimension_numbers")) is None:
+        ragged = eqn.params["ragged_dot_dimension_numbers"]
+        numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
+    contract, batch = numbers
+    product = Product(eqn, (values[0], values[1]), contract, batch, ((), groups))
     i = product.weight(follower)
     if i is None:
         if all(x.leaves and not x.data for x in product.values):
@@ -157,7 +151,7 @@ def _of_leaves(product: Product) -> Value:
     result = dataclasses.replace(joined(product.values), results={})
     for i, value in enumerate(product.values):
         part = value.moved(functools.partial(product.placed, i))
-        result = result.with_leaves(part, shape_of(product.eqn.outvars[0]))
+        result = result.with_leaves(part, len(shape_of(product.eqn.outvars[0])))
         result = result.with_role(INNER, value.axes_in(product.contract[i]))
     return result
 

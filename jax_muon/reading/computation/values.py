@@ -74,9 +74,8 @@ def fit(sides: Sides, shape: Shape) -> Sides:
 
 def covers(sides: Sides, shape: Shape) -> bool:
     """True if every axis of a value is one of the leaf's."""
-    same = len(sides) == len(shape)
-    return same and all(
-        axes_in((side,)) for side, size in zip(sides, shape, strict=True) if size > 1
+    return len(sides) == len(shape) and all(
+        n <= 1 or axes_in((side,)) for side, n in zip(sides, shape, strict=True)
     )
 
 
@@ -245,11 +244,11 @@ class Value:
         }
         return dataclasses.replace(self, roles=self.roles | roles)
 
-    def with_leaves(self, other: "Value", shape: Shape) -> "Value":
-        """The same, made of another value's leaves as well."""
-        leaves, roles, none = dict(self.leaves), dict(self.roles), ((),) * len(shape)
+    def with_leaves(self, other: "Value", ndim: int) -> "Value":
+        """The same with `ndim` axes, made of another value's leaves as well."""
+        leaves, roles, none = dict(self.leaves), dict(self.roles), ((),) * ndim
         for leaf, sides in other.leaves.items():
-            after = sides if len(sides) == len(shape) else none
+            after = sides if len(sides) == ndim else none
             pairs = zip(leaves.get(leaf, none), after, strict=True)
             leaves[leaf] = tuple(a if axes_in((a,)) else b for a, b in pairs)
         for leaf, of in other.roles.items():

@@ -42,27 +42,27 @@ class Decider:
             if label == MUON:
                 reason = "; ".join(filter(None, (reason, places.reason)))
                 role, label = places.role or role, _label(places.role or role)
-        found = label, role, reason, axes, doubt, tuple(options)
-        return Parameter(leaf.path, leaf.shape, leaf.dtype, *found)
+        facts = label, role, reason, axes, doubt, tuple(options)
+        return Parameter(leaf.path, leaf.shape, leaf.dtype, *facts)
 
     def _places(self, node: Node, role: str) -> Places | str:
         """The axes of batch, in and out, or why they are unknown."""
         end, is_matrix = len(node.sizes), _label(role) == MUON
-        found: Places | str | None = None
+        places: Places | str | None = None
         if end == 2:
-            found = self._two_axes(node, role)
+            places = self._two_axes(node, role)
             if self._by_bias(node) is None:
-                return found  # no bias, or one that fits neither side, or both
+                return places  # no bias, or one that fits neither side, or both
         elif end > 2:
-            found = shapes.places_of(self.tree, node, role)
-        if isinstance(found, Places) and is_matrix:
-            return self._contradiction(node, found) or found
-        if found is not None:
-            return found
+            places = shapes.places_of(self.tree, node, role)
+        if isinstance(places, Places) and is_matrix:
+            return self._contradiction(node, places) or places
+        if places is not None:
+            return places
         if not is_matrix:
             outputs = range(max(end - 1, 0), end)
             return Places.out_of(end, outputs, "", max(end - 2, 0))
-        return "nothing around it shows which of its axes are batch, in and out"
+        return "its neighbors do not determine which axes are batch, in and out"
 
     def _options(self, node: Node) -> list[MatrixAxes | None]:
         """How an ambiguous leaf may be read, the likeliest reading first.
@@ -71,23 +71,23 @@ class Decider:
         those of a vector and its layers.
         """
         stacked = self._stacked_on(node)
-        own = [place for place in range(len(node.sizes)) if place != stacked]
-        if len(own) < 2:
+        free = [place for place in range(len(node.sizes)) if place != stacked]
+        if len(free) < 2:
             return [None, _axes(node, Places((0,), (1,), ""))]
-        (first, *others), (*rest, last) = own, own
+        (first, *others), (*rest, last) = free, free
         from_first = Places((first,), tuple(others), "")
         to_first = Places(tuple(others), (first,), "")
         to_last = Places(tuple(rest), (last,), "")
-        stack = Places((own[-2],), (last,), "")
-        sizes = [node.sizes[place] for place in own]
-        is_window = len(own) > 2 and max(sizes[2:]) < min(sizes[:2])
+        stack = Places((free[-2],), (last,), "")
+        sizes = [node.sizes[place] for place in free]
+        is_window = len(free) > 2 and max(sizes[2:]) < min(sizes[:2])
         is_flipped = is_window or self._orientation(node)[0]
         readings = [
             (node.name == "weight" and is_flipped, to_first),
             (node.projection == "out" or roles.is_convolution(node), to_last),
             (math.prod(sizes[:-2]) <= min(sizes[-2:]), stack),
             *((True, places) for places in (from_first, to_last, stack)),
-            (len(own) == 2, to_first),
+            (len(free) == 2, to_first),
         ]
         likely = dict.fromkeys(places for is_likely, places in readings if is_likely)
         return [_axes(node, places) for places in likely]
@@ -95,8 +95,8 @@ class Decider:
     def _stacked_on(self, node: Node) -> int | None:
         """The place of an axis that a node shares with all leaves around it."""
         modules = (node.parts[:end] for end in range(len(node.parts)))
-        found = (self.tree.stacks[x] for x in modules if x in self.tree.stacks)
-        return None if node.batch else next(found, None)
+        stacked = (self.tree.stacks[x] for x in modules if x in self.tree.stacks)
+        return None if node.batch else next(stacked, None)
 
     def _contradiction(self, node: Node, places: Places) -> str | None:
         """A doubt, if the bias beside a kernel has another size than its outputs."""
@@ -115,8 +115,8 @@ class Decider:
         if flipped is None:
             if _label(role) != MUON:
                 return Places.out_of(2, [1], "")
-            if role == "lora" and (found := shapes.lora(self.tree, node)):
-                return found
+            if role == "lora" and (factor := shapes.lora(self.tree, node)):
+                return factor
             if self._stacked_on(node) is not None:
                 return (
                     "it may be a stack of vectors: all leaves around it share an axis"
@@ -134,9 +134,9 @@ class Decider:
         which side is the width of the model: `up` and `query` take it in, `down` and
         `out` give it. Without votes, or with divided ones, (in, out) is assumed.
         """
-        own = self._by_bias(node)
-        if own is not None:
-            return own, "the bias beside it has the size of the outputs"
+        by_bias = self._by_bias(node)
+        if by_bias is not None:
+            return by_bias, "the bias beside it has the size of the outputs"
         for votes, reason in self._votes:
             for depth in range(len(node.parts) - 1, -1, -1):
                 kind = node.parts[:depth], _kind(node)
@@ -219,17 +219,17 @@ def _axes(node: Node, places: Places) -> MatrixAxes:
     return MatrixAxes(batch, fan_in, fan_out)
 
 
-def agreeing(found: Sequence[Parameter]) -> list[Parameter]:
+def agreeing(parameters: Sequence[Parameter]) -> list[Parameter]:
     """The same, with a doubt for leaves of several layers that are read differently.
 
     Leaves are of one kind where their paths differ by numbers alone and their shapes
     not at all, as `blocks/0/up` and `blocks/1/up` of one width.
     """
     kinds: dict[Any, list[Parameter]] = {}
-    for one in found:
-        if one.doubt is None:
-            kind = paths.numberless(one.path), one.shape
-            kinds.setdefault(kind, []).append(one)
+    for parameter in parameters:
+        if parameter.doubt is None:
+            kind = paths.numberless(parameter.path), parameter.shape
+            kinds.setdefault(kind, []).append(parameter)
     doubts: dict[str, Parameter] = {}
     for alike in kinds.values():
         readings = {(x.label, x.label == MUON and x.axes): x for x in alike}
@@ -240,8 +240,8 @@ def agreeing(found: Sequence[Parameter]) -> list[Parameter]:
             text = "layers of its kind would be read differently: " + ", ".join(
                 f"{x.path!r} as {x.label!r} ({x.reason})" for x in readings.values()
             )
-            for one in alike:
-                doubts[one.path] = dataclasses.replace(
-                    one, label=MUON, axes=None, doubt=text, options=options
+            for parameter in alike:
+                doubts[parameter.path] = dataclasses.replace(
+                    parameter, label=MUON, axes=None, doubt=text, options=options
                 )
-    return [doubts.get(one.path, one) for one in found]
+    return [doubts.get(parameter.path, parameter) for parameter in parameters]

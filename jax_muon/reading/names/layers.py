@@ -32,14 +32,14 @@ def find_layers(tree: Tree) -> None:
 def _search(tree: Tree, module: Module, inherited: set[tuple[int, int]]) -> None:
     """Look for an axis, its place and size, from the outermost module inwards."""
     nodes = tree.under[module]
-    # A width that several kernels share is not a number of layers, seen from outside,
+    # An outer candidate is dropped if it is a width that several kernels share,
     candidates = {axis for axis in inherited if axis[1] not in tree.streams}
     for node in nodes:
         if node.is_norm and len(node.sizes) > 1:
             candidates |= {*enumerate(node.sizes[:2])}
     # nor is the width of the embedding tables, which norms have on their last axis.
     candidates -= {(1, width) for width in tree.streams}
-    # Leaves of one shape agree with themselves by nature.
+    # If all leaves have one shape, agreement proves nothing.
     alike = len({node.sizes for node in nodes}) == 1
     shared = [
         (size, place)

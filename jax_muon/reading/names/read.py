@@ -25,8 +25,8 @@ def read_leaves(leaves: Sequence[Leaf], out_in: bool | None = None) -> list[Para
     scanned = {node.leaf.path: node.batch for node in tree.nodes}
     layers.find_members(tree)
     layers.find_experts(tree)
-    found = {node: roles.role_of(tree, node) for node in tree.nodes}
-    decider = decide.Decider(tree, found, out_in)
+    role_of = {node: roles.role_of(tree, node) for node in tree.nodes}
+    decider = decide.Decider(tree, role_of, out_in)
     return [
         dataclasses.replace(x, scanned=scanned[x.path])
         for x in decide.agreeing([decider.parameter(node) for node in tree.nodes])

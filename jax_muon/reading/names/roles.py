@@ -21,8 +21,8 @@ LONGEST_FILTER = 8
 
 def role_of(tree: Tree, node: Node) -> Role:
     """The role of a leaf whose axes of layers are known, and why."""
-    found = (rule(tree, node) for rule in RULES)
-    return next(filter(None, found), ("kernel", "a matrix (in, out)"))
+    answers = (rule(tree, node) for rule in RULES)
+    return next(filter(None, answers), ("kernel", "a matrix (in, out)"))
 
 
 # --- words that several rules ask for -------------------------------------------------
@@ -103,7 +103,7 @@ def _single_line(tree: Tree, node: Node) -> Role | None:
 def _table(tree: Tree, node: Node) -> Role | None:
     title, is_kernel = {*node.title_words}, node.name == "kernel"
     if {*node.own_words[-1:]} & (vocabulary.TABLE | {"table"}):
-        return "embedding", "a lookup touches rows, it does not multiply"
+        return "embedding", "an embedding table: rows are looked up, not multiplied"
     raw = not node.is_generic or "embed" in node.title
     if title & vocabulary.POSITION and raw and not is_kernel:
         return "embedding", "positions are looked up, they do not multiply"

@@ -40,8 +40,8 @@ def places_of(tree: Tree, node: Node, role: str) -> Places | None:
     """Where batch, in and out of a kernel of three native axes and more are."""
     if role in BY_ROLE:
         return BY_ROLE[role](tree, node)
-    found = (rule(tree, node) for rule in RULES)
-    return next(filter(None, found), None)
+    answers = (rule(tree, node) for rule in RULES)
+    return next(filter(None, answers), None)
 
 
 # --- by the bias, or the window -------------------------------------------------------
@@ -105,11 +105,11 @@ def _by_window(tree: Tree, node: Node) -> Places | None:
         return None
     front, back = node.sizes[:2], node.sizes[2:]
     out_in = node.name == "weight" and _is_window(back, front)
-    found = convolution(tree, node)
-    if found is None or not (out_in or _is_window(front, back)):
+    window = convolution(tree, node)
+    if window is None or not (out_in or _is_window(front, back)):
         return None
-    reason, role = "a convolution, by its window", found.role or "convolution"
-    return dataclasses.replace(found, role=role, reason=reason)
+    reason, role = "a convolution, by its window", window.role or "convolution"
+    return dataclasses.replace(window, role=role, reason=reason)
 
 
 def _is_window(window: Shape, channels: Shape) -> bool:
@@ -191,10 +191,10 @@ def lora(tree: Tree, node: Node) -> Places | None:
     They are (*batch, *in, rank) and (*batch, rank, *out), such as (N, H, rank) and
     (rank, D), or (rank, in) and (out, rank).
     """
-    found = vocabulary.LORA_FACTOR.fullmatch(node.path)
-    if found is None:
+    match = vocabulary.LORA_FACTOR.fullmatch(node.path)
+    if match is None:
         return None
-    before, letter, after = found.groups()
+    before, letter, after = match.groups()
     other = tree.by_path.get(before + vocabulary.OTHER_FACTOR[letter] + after)
     if other is None:
         return None

@@ -116,8 +116,8 @@ class Node:
         name, is_array = self.name.lower(), len(self.leaf.shape) > 1
         if name == "kernel":
             return False
-        own = {name, self.title} if self.is_generic else {name}
-        if own & vocabulary.SCALE and not (name == "g" and is_array):  # or a gate
+        names = {name, self.title} if self.is_generic else {name}
+        if names & vocabulary.SCALE and not (name == "g" and is_array):  # or a gate
             return True
         if is_array and vocabulary.ADAPTIVE & {*self.title_words}:
             return False  # the kernel that makes the scales of a norm: adaLN/weight
@@ -169,8 +169,8 @@ class Tree:
         beside = [(*around, "bias"), (*around, "b")]
         if not node.is_generic:
             beside = [(*around, f"b{name[1:]}")]
-        found = (n for parts in beside for n in self.under.get(parts, ()))
-        return next((n for n in found if n.is_bias), None)
+        candidates = (n for parts in beside for n in self.under.get(parts, ()))
+        return next((n for n in candidates if n.is_bias), None)
 
     def beside(self, node: Node) -> Sequence[Node]:
         """Kernels of the modules beside the node's module, its own included."""
@@ -187,23 +187,27 @@ class Tree:
 
     @functools.cached_property
     def _projections(self) -> Mapping[Module, set[str | None]]:
-        return {at: {n.projection for n in own} for at, own in self._kernels.items()}
+        return {
+            at: {n.projection for n in kernels} for at, kernels in self._kernels.items()
+        }
 
     @functools.cached_property
     def _sizes(self) -> Mapping[Module, Iterable[tuple[str | None, Shape]]]:
         return {
-            module: dict.fromkeys((n.projection, n.sizes) for n in own)
-            for module, own in self._kernels.items()
+            module: dict.fromkeys((n.projection, n.sizes) for n in kernels)
+            for module, kernels in self._kernels.items()
         }
 
     @functools.cached_property
     def _kernels(self) -> Mapping[Module, list[Node]]:
         """The kernels of the modules that are directly inside a module."""
-        found: dict[Module, list[Node]] = {self.module(n)[:-1]: [] for n in self.nodes}
+        by_module: dict[Module, list[Node]] = {
+            self.module(n)[:-1]: [] for n in self.nodes
+        }
         for node in self.nodes:
             if not node.is_bias:
-                found[self.module(node)[:-1]].append(node)
-        return found
+                by_module[self.module(node)[:-1]].append(node)
+        return by_module
 
     def module(self, node: Node) -> Module:
         """The module of a node, without plain modules below it, as in `query/dense`."""
@@ -219,19 +223,21 @@ class Tree:
         They differ in shape, but have that axis and its size in common, and half of
         them have three axes. The size is not a norm's width, and the smaller of two.
         """
-        found = {}
+        by_name = {}
         for module, inside in self.under.items():
             shapes = {n.leaf.shape for n in inside}
             stacked = sum(len(n.leaf.shape) > 2 for n in inside)
             if len(inside) < 3 or len(shapes) == 1 or 2 * stacked < len(inside):
                 continue
             axes = zip(*(enumerate(shape[:2]) for shape in shapes), strict=False)
-            shared = [(own[0][1], own[0][0]) for own in axes if len({*own}) == 1]
+            shared = [
+                (places[0][1], places[0][0]) for places in axes if len({*places}) == 1
+            ]
             if least := min(
                 (x for x in shared if x[0] not in self.widths), default=None
             ):
-                found[module] = least[1]
-        return found
+                by_name[module] = least[1]
+        return by_name
 
     @functools.cached_property
     def norms(self) -> list[Node]:

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 import jax_muon as jm
 from jax_muon import __main__ as command
 from jax_muon.tools.verify import _compared, compare
-from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of
+from tests.mesh.conftest import owners_for_small_matrices  # noqa: F401
+from tests.mesh.layouts import AUTO, EXPLICIT, mesh_of
 
 SHAPES = {
     "q": jax.ShapeDtypeStruct((16, 24), "float32"),

@@ -1,4 +1,4 @@
-"""Uses that would be silently wrong: errors with name, value and what is expected."""
+"""Misuse that must raise an error: with the name, the value and what is expected."""
 
 import re
 
@@ -195,7 +195,6 @@ TABLE = {
     "expected a SkipNonfiniteState": lambda: resumed(
         jm.skip_nonfinite(jm.muon()), jm.muon()
     ),
-    "expected an ObserveState": lambda: resumed(jm.observe(jm.muon()), jm.muon()),
     "no array at 'inner_states/muon/inner_state/2/count'": lambda: resumed(
         jm.nanochat(), jm.muon()
     ),

@@ -10,9 +10,9 @@ import pytest
 
 import jax_muon as jm
 from jax_muon.keep_residual import _whole
-from tests.distributed import layouts, problems
-from tests.distributed.layouts import ADAMW, AUTO, EXPLICIT
-from tests.distributed.test_train_step import make
+from tests.mesh import layouts, problems
+from tests.mesh.layouts import ADAMW, AUTO, EXPLICIT
+from tests.mesh.test_train_step import make
 
 DRAWN = problems.draw("mixed")
 

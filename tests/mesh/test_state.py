@@ -5,12 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
-from tests.distributed import layouts, problems
-from tests.distributed.layouts import AUTO, EXPLICIT
+from tests.mesh import layouts, problems
+from tests.mesh.layouts import AUTO, EXPLICIT
 
 
 def whole_numbers(seed):
@@ -89,24 +87,11 @@ def test_a_train_step_with_int8_momentum():
         assert_same_bits(one, other)
 
 
-def test_what_is_observed_is_that_of_one_device():
-    def group(matrices):
-        return optax.chain(jm.nesterov(), jm.normalize_frobenius(matrices=matrices))
-
-    tx = jm.observe(jm.partition({"muon": group, "adamw": optax.sgd(0.1)}))
+def test_a_snapshot_is_that_of_one_device():
+    tx = optax.chain(jm.nanochat(), optax.snapshot("update_norm", optax.tree.norm))
     on = layouts.layout("ZeRO-2 x FSDP x TP").on(tx)
     found = layouts.assert_verified(on, problems.draw("mixed")[0])
-    assert any("muon/towards_zero" in one.path for one in found.state)
-
-
-@pytest.mark.parametrize("spec", [P(None, "fsdp"), P("fsdp", None)], ids=str)
-def test_what_is_observed_is_summed_in_one_round(spec):
-    place = NamedSharding(layouts.mesh_of(8, names=("fsdp",)), spec)
-    params = jax.device_put({"up": jnp.ones((64, 128))}, place)
-    tx = jm.observe(optax.trace(0.9))
-    state = jax.jit(tx.init)(params)
-    sent = layouts.compiled(tx.update, (params, state, params)).transfers()
-    assert [c.kind for c in sent] == ["all-reduce"]
+    assert any("update_norm" in array.path for array in found.state)
 
 
 def test_parameters_of_a_weak_type():

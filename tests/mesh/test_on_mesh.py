@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
-from tests.distributed import layouts, problems
-from tests.distributed.layouts import (
+from tests.mesh import layouts, problems
+from tests.mesh.layouts import (
     AUTO,
     COMPOSITIONS,
     EXPLICIT,

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 
-from tests.distributed import layouts, problems, worker
+from tests.mesh import layouts, problems, worker
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -18,7 +18,7 @@ def launch(processes, devices, folder, layout, *die_at):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.distributed.worker"]
+    command = [sys.executable, "-m", "tests.mesh.worker"]
     words = [processes, port, devices, folder, layout, *die_at]
     workers = [
         subprocess.Popen(

@@ -19,7 +19,7 @@ from optax.contrib import MuonDimensionNumbers
 import jax_muon as jm
 from benchmarks import fuzz
 from jax_muon.tools.verify import compare
-from tests.distributed.layouts import mesh_of
+from tests.mesh.layouts import mesh_of
 from tests.reading import reader
 from tests.recipes import RECIPES
 

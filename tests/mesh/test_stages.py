@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
-from tests.distributed.layouts import AUTO, EXPLICIT, recipe
-from tests.distributed.test_layouts import BOUND
+from tests.mesh.layouts import AUTO, EXPLICIT, recipe
+from tests.mesh.test_on_mesh import BOUND
 
 WIDTH = 16
 

@@ -31,7 +31,7 @@ from jax_muon.mesh.layout import by_names
 from jax_muon.mesh.owners import Pool
 from jax_muon.mesh.xla_options import gpu_options
 
-FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "schedule"
+FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "schedule"
 # Two reduce-scatters over 8 devices, of which one has products meanwhile: one for all
 # devices, and a branch with two (4 x 4 x 8 and 8 x 8 x 4) that a device may skip. Then
 # a loop of 5 Triton products under one all-gather, a pair that is synchronous all the

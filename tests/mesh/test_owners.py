@@ -13,7 +13,7 @@ import jax_muon as jm
 from benchmarks.schedule.jaxpr import collectives
 from jax_muon.mesh import owners
 from jax_muon.mesh.owners import Shard, make_pools
-from tests.distributed.layouts import (
+from tests.mesh.layouts import (
     EXPLICIT,
     assert_bit_identical_on_devices,
     compiled,

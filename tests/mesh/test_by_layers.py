@@ -17,8 +17,8 @@ from benchmarks.schedule.hlo import Module
 from jax_muon import jaxprs
 from jax_muon.mesh import xla_options
 from jax_muon.notes import listening
-from tests.distributed import losses
-from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of
+from tests.mesh import losses
+from tests.mesh.layouts import AUTO, EXPLICIT, mesh_of
 
 SPECS = {
     "layers": {"w": P(None, None, "data"), "b": P(None, "data")},

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from jax_muon.tools.verify import compare
-from tests.distributed import layouts
-from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of
-from tests.distributed.problems import distance
+from tests.mesh import layouts
+from tests.mesh.layouts import AUTO, EXPLICIT, mesh_of
+from tests.mesh.problems import distance
 
 EMBED, HEADS, KEY_HEADS, HEAD_DIM = 16, 8, 4, 4
 TIME = 24  # more than EMBED, so that gradients have full rank

@@ -1,6 +1,6 @@
 """One process of a training run over several, for test_processes.py.
 
-    python -m tests.distributed.worker ID PROCESSES PORT DEVICES FOLDER LAYOUT [DIE_AT]
+    python -m tests.mesh.worker ID PROCESSES PORT DEVICES FOLDER LAYOUT [DIE_AT]
 
 Trains a problem with `nanochat`, by ZeRO-2 or with divided parameters (LAYOUT zero2 or
 fsdp), writes an orbax checkpoint after every second step, goes on from the last one if
@@ -31,7 +31,7 @@ def main(process, processes, port, devices, folder, layout, die_at=None):
     from jax.sharding import NamedSharding, PartitionSpec
 
     import jax_muon as jm
-    from tests.distributed import layouts, problems
+    from tests.mesh import layouts, problems
 
     mesh = layouts.mesh_of(jax.device_count())
     divided = NamedSharding(mesh, PartitionSpec("data"))

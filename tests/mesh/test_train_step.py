@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 import jax_muon as jm
 from benchmarks.schedule.jaxpr import collectives
 from jax_muon.mesh import layout
-from tests.distributed import layouts, problems
-from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of, recipe
-from tests.distributed.test_layouts import BOUND, assert_same_losses
+from tests.mesh import layouts, problems
+from tests.mesh.layouts import AUTO, EXPLICIT, mesh_of, recipe
+from tests.mesh.test_on_mesh import BOUND, assert_same_losses
 from tests.reading import reader
 
 

@@ -21,7 +21,7 @@ from tests.reading import reader
 
 # --- modules of Flax by their names; some of the rows are in the documentation --------
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def rows_of(page):
@@ -81,7 +81,7 @@ def test_the_documented_rows_are_among_them():
     assert len(ROWS) > 35
     assert all(len(row) == 6 for row in ROWS)
     documented = rows_of("docs/parameters.md")
-    assert len(documented) > 10
+    assert len(documented) > 6
     assert all(row in ROWS for row in documented)
 
 

@@ -8,8 +8,8 @@ import pytest
 from flax import linen as nn
 
 import jax_muon as jm
-from tests.distributed import losses
-from tests.distributed.layouts import AUTO, EXPLICIT, mesh_of
+from tests.mesh import losses
+from tests.mesh.layouts import AUTO, EXPLICIT, mesh_of
 
 F64 = {"dtype": "float64"}
 

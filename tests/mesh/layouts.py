@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jax_muon as jm
 from benchmarks.schedule.hlo import Module
 from tests import recipes
-from tests.distributed import problems
+from tests.mesh import problems
 from tests.reading import reader
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit

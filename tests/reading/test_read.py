@@ -21,7 +21,7 @@ from jax_muon.paths import is_box, leaves_with_paths
 from jax_muon.reading.names.read import read_leaves
 from jax_muon.reading.names.tree import Leaf
 
-FOLDER = pathlib.Path(__file__).parent / "fixtures"
+FOLDER = pathlib.Path(__file__).parents[1] / "fixtures"
 MODELS = sorted((FOLDER / "reading").glob("*.json"))
 FROZEN = FOLDER / "frozen/readings.txt"
 
