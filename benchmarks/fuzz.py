@@ -279,7 +279,8 @@ def train_steps(case: Case, tx: Any, mesh: Mesh, specs: Any) -> tuple[Any, Any]:
 
     def batch(grads: Any) -> Any:
         return jax.tree.map(
-            lambda g: g * weights.reshape(-1, *[1] * g.ndim).astype(g.dtype), grads
+            lambda g: g[None] * weights.reshape(-1, *[1] * g.ndim).astype(g.dtype),
+            grads,
         )
 
     def update_alone(grads: Any, state: Any, params: Any) -> Any:

@@ -19,6 +19,9 @@ import jax
 import numpy as np
 import pytest
 
+# The package broadcasts no array to more axes; what users write may.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
 # Programs are large trees of Python objects that live on; looking through them for
 # garbage as often as Python does by itself is a tenth of the suite's time.
 gc.set_threshold(50_000, 50, 100)
@@ -43,6 +46,13 @@ def forget_programs():
     """Few programs serve several files of tests; all of them together take 5 GB."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def as_users_write():
+    """Arrays of unlike numbers of axes may be added, as in `x @ w + b`."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
 
 
 @pytest.fixture

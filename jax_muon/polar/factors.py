@@ -68,7 +68,7 @@ class NewtonSchulz:
     Examples:
       >>> x = jax.random.normal(jax.random.key(0), (3, 8, 16))
       >>> y = NewtonSchulz(coefficients="deepseek", dtype="float32")(x)
-      >>> bool(jnp.allclose(y @ y.mT, jnp.eye(8), atol=0.05))
+      >>> bool(jnp.allclose(y @ y.mT, jnp.eye(8)[None], atol=0.05))
       True
 
     References:
@@ -180,7 +180,7 @@ def PolarExpress(
     Examples:
       >>> x = jax.random.normal(jax.random.key(0), (3, 8, 16))
       >>> y = PolarExpress(8, dtype="float32")(x)
-      >>> bool(jnp.allclose(y @ y.mT, jnp.eye(8), atol=1e-4))
+      >>> bool(jnp.allclose(y @ y.mT, jnp.eye(8)[None], atol=1e-4))
       True
 
     References:

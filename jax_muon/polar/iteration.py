@@ -216,7 +216,7 @@ def _standard_form(x: Array, gram: Array, table: Table, products: Products) -> A
 def _gram_form(x: Array, gram: Array, table: Table, products: Products) -> Array:
     """The Gram form, from X and its Gram matrix. Q and R hold no factor a either."""
     # R, every polynomial of it and their products are symmetric and commute.
-    eye = jnp.eye(x.shape[-2], dtype=x.dtype)
+    eye = jnp.broadcast_to(jnp.eye(x.shape[-2], dtype=x.dtype), gram.shape)
     gram, factor, scale = gram.astype(x.dtype), eye, 1.0  # factor is Q / scale
     for step, (a, b, c) in enumerate(table):
         if step and step % REFRESH == 0:

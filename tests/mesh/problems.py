@@ -59,7 +59,7 @@ def loss_of(weights):
         for path, p in params.items():
             slope = jnp.tensordot(batch, weights[path], axes=1)
             axes = tuple(range(1, slope.ndim))
-            total += jnp.mean(jnp.sum(slope * p, axis=axes)) + jnp.sum(p * p) / 20
+            total += jnp.mean(jnp.sum(slope * p[None], axis=axes)) + jnp.sum(p * p) / 20
         return total
 
     return loss

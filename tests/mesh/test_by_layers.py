@@ -20,6 +20,8 @@ from jax_muon.notes import listening
 from tests.mesh import losses
 from tests.mesh.layouts import AUTO, EXPLICIT, mesh_of
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 SPECS = {
     "layers": {"w": P(None, None, "data"), "b": P(None, "data")},
     "head": P("data"),

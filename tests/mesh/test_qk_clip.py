@@ -14,6 +14,8 @@ from tests.mesh import layouts
 from tests.mesh.layouts import AUTO, EXPLICIT, mesh_of
 from tests.mesh.problems import distance
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 EMBED, HEADS, KEY_HEADS, HEAD_DIM = 16, 8, 4, 4
 TIME = 24  # more than EMBED, so that gradients have full rank
 WIDTHS = {"q": HEADS * HEAD_DIM, "k": KEY_HEADS * HEAD_DIM, "v": HEADS * HEAD_DIM}

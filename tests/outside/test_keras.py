@@ -22,7 +22,7 @@ def keras(tmp_path_factory):
         yield keras
 
 
-def test_the_step_of_the_page(keras, rng):
+def test_the_step_of_the_page(keras, rng, as_users_write):
     """docs/frameworks.md: a Keras model in a training loop of one's own."""
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(24, activation="relu"), keras.layers.Dense(1)]

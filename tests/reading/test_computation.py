@@ -17,6 +17,8 @@ from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 
 def floats(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)

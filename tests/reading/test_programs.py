@@ -12,6 +12,8 @@ from jax_muon.paths import leaves_with_paths
 from jax_muon.reading.computation.read import read_uses
 from tests.programs import PROGRAMS
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(name):
