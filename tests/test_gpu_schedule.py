@@ -20,7 +20,6 @@ from benchmarks.schedule.jaxpr import collectives
 from benchmarks.schedule.step_time import (
     Estimate,
     Rates,
-    bytes_between_hosts,
     estimate,
     kinds_of_devices,
     nccl_seconds,
@@ -137,9 +136,9 @@ def test_bytes_between_hosts(kind, group, sent, between, seconds):
 
     The slower part decides; one GPU a host uses its network card only.
     """
-    one = Transfer("t", kind, 0, 0, 1, tuple(group), True)
+    one = Transfer(kind, tuple(group), 1, "t", 0, 0, True)
     one = dataclasses.replace(one, input_bytes=sent / one.sent_bytes)
-    assert bytes_between_hosts(one, 8) == pytest.approx(between)
+    assert one.bytes_between_hosts(8) == pytest.approx(between)
     rates = Rates(within=100, between=10)
     assert transfer_seconds(one, rates) == pytest.approx(seconds)
 
@@ -158,7 +157,7 @@ def test_bytes_between_hosts(kind, group, sent, between, seconds):
 )
 def test_latencies(kind, group, microseconds):
     """Of no bytes at all; beside those of many bytes they do not show."""
-    small = Transfer("t", kind, 0, 0, 0, tuple(group), True)
+    small = Transfer(kind, tuple(group), 0, "t", 0, 0, True)
     assert nccl_seconds(small, Rates()) == pytest.approx(1e-6 * microseconds)
     large = dataclasses.replace(small, input_bytes=10**11)
     alone = transfer_seconds(large, Rates())
@@ -354,6 +353,10 @@ def test_compiled_for_gpus(tmp_path):
     )
     gathers = hsdp["sent"]["all-gather"]
     assert gathers["bytes_between_hosts"] < gathers["bytes"] / 8
+    for row in (zero2, hsdp):
+        means = row["sent"]["all-reduce"]["bytes_between_hosts"]  # NorMuon's
+        planned = sum(row["planned_between_hosts"].values())
+        assert planned == row["all"]["bytes_between_hosts"] - means
     assert hsdp["options"]["xla_gpu_graph_min_graph_size"] == 1
     assert hsdp["seconds"]["step"] >= hsdp["seconds"]["products"] > 0
     assert "| tiny | 16 | hsdp |" in found.stdout
