@@ -48,7 +48,13 @@ from jax_muon.tools.describe import describe
 
 # What the chart of docs/speed.md has, but for 1024 GPUs.
 MODELS, GPUS = ("llama-1.3b", "llama-7b", "experts-7b"), (64, 256)
-CASE = ("model", "gpus", "layout", "recipe")  # one row of results for each
+CASE = (
+    "model",
+    "gpus",
+    "layout",
+    "recipe",
+    "microbatches",
+)  # one row of results for each
 CHART = ("zero2-divided", "hsdp", "fsdp-tp")
 # Products are calls of cuBLASLt: without a card, Triton's would be untuned. The second
 # spares LLVM's work on small kernels, a third or more of the time to compile; for GPT-2
@@ -158,6 +164,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=CHART)
     parser.add_argument("--recipe", default="nanochat")
+    parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument(
         "--option",
         type=option,
@@ -179,8 +186,9 @@ def main(words: list[str]) -> None:
         for gpus in args.gpus
         for layout in args.layouts
     ]:
-        whole = whole_step(model, h100s(gpus), layout, args.recipe)
-        result = {"model": model, "gpus": gpus, "layout": layout, "recipe": args.recipe}
+        case = (model, gpus, layout, args.recipe, args.microbatches)
+        whole = whole_step(model, h100s(gpus), *case[2:])
+        result = dict(zip(CASE, case, strict=True))
         result |= measure(whole, dict(args.option), Rates()) | about
         program.print_row(*cells(result))
         if args.json is not None:
