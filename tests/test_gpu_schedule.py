@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.parameters import model_parameters
+from benchmarks import gpt
+from benchmarks.parameters import deepseek_v3, model_parameters
 from benchmarks.schedule import gpu_schedule
 from benchmarks.schedule.h100s import whole_step
 from benchmarks.schedule.hlo import Instruction, Module, Transfer
@@ -120,6 +121,12 @@ def test_models_have_their_size(model, millions):
     """124M and 350M (355M) count one table for embedding and head; here are two."""
     leaves = jax.tree.leaves(model_parameters(model, "bfloat16"))
     assert sum(x.size for x in leaves) == pytest.approx(millions * 1e6, rel=1e-3)
+
+
+def test_deepseek_v3_has_its_size():
+    """671 B, as its report says."""
+    leaves = jax.tree.leaves(deepseek_v3("bfloat16"))
+    assert sum(x.size for x in leaves) == pytest.approx(671e9, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -304,6 +311,14 @@ def test_options_that_xla_does_not_know_are_left_out():
 
 
 # --- whole steps ----------------------------------------------------------------------
+
+
+def test_attention_of_some_queries_at_a_time(rng, monkeypatch):
+    monkeypatch.setattr(gpt, "QUERIES", 8)
+    shapes = (2, 32, 4, 16), (2, 32, 2, 16), (2, 32, 2, 16)
+    q, k, v = (rng.standard_normal(x).astype("float32") for x in shapes)
+    expected = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    np.testing.assert_allclose(gpt._attention(q, k, v), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["zero2-divided", "hsdp"])
