@@ -1,8 +1,9 @@
 """The loss of a GPT whose parameters are a plain tree, for benchmarks of train steps.
 
 Attention and MLP without biases and positions. The leaves of a block determine its
-kind: there may be fewer heads of keys and values than of queries, an MLP with a `gate`
-is gated as in Llama, and leaves with a layer axis, (layers, in, out), run in a scan.
+kind: there may be fewer heads of keys and values than of queries, or latent attention
+as in DeepSeek-V3; an MLP with a `gate` is gated as in Llama; and leaves with a layer
+axis, (layers, in, out), run in a scan.
 """
 
 import functools
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 EXPERTS_PER_TOKEN = 8
+QUERIES = 1024  # at a time, in sequences of more than four times as many
 
 
 def loss(
@@ -29,7 +31,7 @@ def loss(
       params: a tree like `benchmarks.parameters.model_parameters`, in the dtype to
         compute in.
       tokens: (batch, length + 1); the first `length` are the input.
-      head: width of a head of attention.
+      head: width of a head of attention; of values, in latent attention.
       attention: implementation of `jax.nn.dot_product_attention`.
       rematerialize: whether blocks are computed again in the backward pass.
     """
@@ -37,10 +39,11 @@ def loss(
     if rematerialize:
         block = jax.checkpoint(block)
     x = _norm(params["wte"][tokens[:, :-1]])
-    blocks = params["blocks"]
-    if "q" in blocks:
-        x, _ = jax.lax.scan(lambda x, leaves: (block(x, leaves), None), x, blocks)
-    else:
+    stacks = [params[name] for name in ("dense", "blocks") if name in params]
+    for blocks in stacks:
+        if "out" in blocks:
+            x, _ = jax.lax.scan(lambda x, leaves: (block(x, leaves), None), x, blocks)
+            continue
         for name in sorted(blocks):
             x = block(x, blocks[name])
     logits = (_norm(x) @ params["lm_head"].T).astype(jnp.float32)
@@ -58,15 +61,60 @@ def _block(
     """Attention and MLP, each added to the stream."""
     h = _norm(x)
     heads = (*x.shape[:2], -1, head)
-    q, k, v = ((h @ block[name]).reshape(heads) for name in ("q", "k", "v"))
-    mixed = jax.nn.dot_product_attention(
-        q, k, v, is_causal=True, implementation=attention
-    )
+    if "kv_down" in block:
+        mixed = _latent_attention(h, block, head)
+    else:
+        q, k, v = ((h @ block[name]).reshape(heads) for name in ("q", "k", "v"))
+        if x.shape[1] > 4 * QUERIES:
+            mixed = _attention(q, k, v)
+        else:
+            mixed = jax.nn.dot_product_attention(
+                q, k, v, is_causal=True, implementation=attention
+            )
     x = x + mixed.reshape(*x.shape[:2], -1) @ block["out"]
     h = _norm(x)
+    if "shared" in block:
+        x = x + _mlp(h, block["shared"])
     if "router" in block:
         return x + _experts(h, block["router"], block["experts"])
     return x + _mlp(h, block)
+
+
+def _latent_attention(
+    x: jax.Array, block: dict[str, jax.Array], head: int
+) -> jax.Array:
+    """Queries, and keys and values, by way of a narrow vector of each token.
+
+    A part of the keys, for positions, is shared by all heads (arXiv 2405.04434).
+    """
+    q = _norm(x @ block["q_down"]) @ block["q_up"]
+    rank = len(block["kv_up"])
+    latent, shared = jnp.split(x @ block["kv_down"], [rank], axis=-1)
+    kv = (_norm(latent) @ block["kv_up"]).reshape(*x.shape[:2], -1, 2 * head)
+    k, v = jnp.split(kv, 2, axis=-1)
+    shared = jnp.broadcast_to(shared[:, :, None], (*k.shape[:3], shared.shape[-1]))
+    k = jnp.concatenate([k, shared], axis=-1)
+    return _attention(q.reshape(*k.shape), k, v)
+
+
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention of some queries at a time, so that scores fit into memory."""
+    batch, length, heads, width = q.shape
+    size = min(length, QUERIES)
+    grouped = (batch, length // size, size, k.shape[2], -1, width)
+    places = jnp.arange(length)
+
+    @jax.checkpoint
+    def of_some(q_places: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q, at = q_places
+        scores = jnp.einsum("bqgrd,bkgd->bgrqk", q, k).astype(jnp.float32)
+        scores = jnp.where(places <= at[:, None], scores * width**-0.5, -jnp.inf)
+        weights = jax.nn.softmax(scores).astype(q.dtype)
+        return jnp.einsum("bgrqk,bkgd->bqgrd", weights, v)
+
+    parts = q.reshape(grouped).swapaxes(0, 1)
+    mixed = jax.lax.map(of_some, (parts, places.reshape(-1, size)))
+    return mixed.swapaxes(0, 1).reshape(batch, length, heads, -1)
 
 
 def _mlp(x: jax.Array, block: dict[str, jax.Array]) -> jax.Array:

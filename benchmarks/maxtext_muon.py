@@ -27,7 +27,7 @@ from benchmarks import program
 from benchmarks.parameters import llama_parameters, quintics_flops
 from benchmarks.schedule.hlo import Module
 from benchmarks.schedule.jaxpr import collectives
-from jax_muon.mesh.collectives import ring_bytes
+from jax_muon.mesh.collectives import Collective
 
 # Devices that parameters are sharded over, and replicas of them.
 MESHES = ((8, 1), (64, 1), (256, 1), (8, 8), (8, 32))
@@ -44,7 +44,8 @@ def of_maxtext(params: Any, mesh: Mesh) -> Counts:
         padded = math.ceil(layers / shards)  # matrices on a device
         flops += padded * quintics_flops(m, n)
         moved = padded * m * n * leaf.dtype.itemsize
-        sent += 2 * ring_bytes("all-to-all", shards, moved)
+        there = Collective("all-to-all", tuple(range(shards)), moved)
+        sent += 2 * there.sent_bytes
     return flops, sent, 2 * len(leaves)
 
 

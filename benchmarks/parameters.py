@@ -39,6 +39,7 @@ class Llama:
 LLAMAS = {
     "llama-1.3b": Llama(24, 2048, 1024, 5632, 32000),
     "llama-7b": Llama(32, 4096, 1024, 14336, 32000),
+    "llama-7b-32k": Llama(32, 4096, 1024, 14336, 32000),
     "llama-70b": Llama(80, 8192, 1024, 28672, 128256),
     "experts-7b": Llama(16, 2048, 2048, 1024, 50304, experts=64),
     "llama-tiny": Llama(2, 128, 64, 256, 64),  # for tests
@@ -66,6 +67,39 @@ def llama_parameters(model: str, dtype: jax.typing.DTypeLike) -> Shapes:
         **mlp,
     }
     return _model(block, (sizes.vocabulary, width), dtype)
+
+
+def deepseek_v3(
+    dtype: jax.typing.DTypeLike, dense: int = 3, sparse: int = 58
+) -> Shapes:
+    """The parameters of DeepSeek-V3 (arXiv 2412.19437), without multi-token prediction.
+
+    Layers with an MLP, and layers with a shared expert and 256 others.
+    """
+    width, heads, head, positions = 7168, 128, 128, 64
+
+    def attention(layers: int) -> Shapes:
+        return {
+            "q_down": (layers, width, 1536),
+            "q_up": (layers, 1536, heads * (head + positions)),
+            "kv_down": (layers, width, 512 + positions),
+            "kv_up": (layers, 512, heads * 2 * head),
+            "out": (layers, heads * head, width),
+        }
+
+    def mlp(*many: int, inner: int) -> Shapes:
+        sides = (width, inner), (width, inner), (inner, width)
+        names = ("gate", "up", "down")
+        return {k: (*many, *x) for k, x in zip(names, sides, strict=True)}
+
+    blocks = attention(sparse) | {
+        "router": (sparse, width, 256),
+        "shared": mlp(sparse, inner=2048),
+        "experts": mlp(sparse, 256, inner=2048),
+    }
+    tree = _model(blocks, (129280, width), dtype)
+    first = _model(attention(dense) | mlp(dense, inner=18432), (1, 1), dtype)
+    return tree | {"dense": first["blocks"]}
 
 
 def model_parameters(

@@ -109,8 +109,13 @@ def busiest() -> Groups:
 
 def waiting() -> Groups:
     """The share of a train step that waits for transfers, by layout."""
-    rows = results("gpu_schedule_scale.json")
     order = [*LAYOUTS]
+    rows = [
+        r
+        for r in results("gpu_schedule_scale.json")
+        if r["model"] in MODELS and r["layout"] in order and r["gpus"] in (64, 1024)
+        if r["microbatches"] == 1
+    ]
     rows.sort(
         key=lambda r: (MODELS.index(r["model"]), r["gpus"], order.index(r["layout"]))
     )

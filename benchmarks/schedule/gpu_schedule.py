@@ -20,6 +20,8 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the plugin looks for a driver otherwise
 # JAX cannot read programs for GPUs that this machine lacks back from its cache.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
@@ -37,7 +39,6 @@ from benchmarks.schedule.hlo import Module, Transfer
 from benchmarks.schedule.step_time import (
     SLOWER,
     Rates,
-    bytes_between_hosts,
     estimate,
     kinds_of_devices,
     nccl_seconds,
@@ -47,7 +48,13 @@ from jax_muon.tools.describe import describe
 
 # What the chart of docs/speed.md has, but for 1024 GPUs.
 MODELS, GPUS = ("llama-1.3b", "llama-7b", "experts-7b"), (64, 256)
-CASE = ("model", "gpus", "layout", "recipe")  # one row of results for each
+CASE = (
+    "model",
+    "gpus",
+    "layout",
+    "recipe",
+    "microbatches",
+)  # one row of results for each
 CHART = ("zero2-divided", "hsdp", "fsdp-tp")
 # Products are calls of cuBLASLt: without a card, Triton's would be untuned. The second
 # spares LLVM's work on small kernels, a third or more of the time to compile; for GPT-2
@@ -60,14 +67,16 @@ TOOL_OPTIONS = {
 
 def measure(whole: WholeStep, options: dict[str, Any], rates: Rates) -> dict[str, Any]:
     """Compile a step; bytes, products, memory and times as plain data."""
-    lowered = whole.step.lower(*whole.args)
     began = time.perf_counter()
+    lowered = whole.step.lower(*whole.args)
+    traced = time.perf_counter()
     compiled = lowered.compile(compiler_options=TOOL_OPTIONS | options)
-    seconds = time.perf_counter() - began
+    done = time.perf_counter()
     module = Module.parse(compiled.as_text())
     transfers = module.transfers()
     planned = describe(whole.step.tx, whole.params)
     kinds = kinds_of_devices(planned.pools, planned.sizes)
+    busy = sum(pool.load(planned.sizes) for pool in planned.pools)
     ways = {
         "seconds": (rates, transfer_seconds),
         "seconds_with_latencies": (rates, nccl_seconds),
@@ -81,10 +90,13 @@ def measure(whole: WholeStep, options: dict[str, Any], rates: Rates) -> dict[str
             for kind in sorted({t.kind for t in transfers})
         },
         "all": summarize(transfers, rates),
+        "planned_between_hosts": planned.bytes_between_hosts,
         "flops": module.flops(),
+        "orthogonalize_flops": float(np.max(busy)),  # of the busiest device
         "peak_bytes": compiled.memory_analysis().peak_memory_in_bytes,
         "bytes_copied_in_loops": module.bytes_copied_in_loops(),
-        "compile_seconds": seconds,
+        "trace_seconds": traced - began,
+        "compile_seconds": done - traced,
     } | {
         name: dataclasses.asdict(estimate(module, rates, kinds, seconds_of))
         | {"rates": dataclasses.asdict(rates)}
@@ -98,7 +110,7 @@ def summarize(transfers: list[Transfer], rates: Rates) -> dict[str, Any]:
         "transfers": len(transfers),
         "bytes": sum(t.sent_bytes for t in transfers),
         "bytes_between_hosts": sum(
-            bytes_between_hosts(t, rates.gpus_per_host) for t in transfers
+            t.bytes_between_hosts(rates.gpus_per_host) for t in transfers
         ),
     }
 
@@ -152,6 +164,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=CHART)
     parser.add_argument("--recipe", default="nanochat")
+    parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument(
         "--option",
         type=option,
@@ -173,8 +186,9 @@ def main(words: list[str]) -> None:
         for gpus in args.gpus
         for layout in args.layouts
     ]:
-        whole = whole_step(model, h100s(gpus), layout, args.recipe)
-        result = {"model": model, "gpus": gpus, "layout": layout, "recipe": args.recipe}
+        case = (model, gpus, layout, args.recipe, args.microbatches)
+        whole = whole_step(model, h100s(gpus), *case[2:])
+        result = dict(zip(CASE, case, strict=True))
         result |= measure(whole, dict(args.option), Rates()) | about
         program.print_row(*cells(result))
         if args.json is not None:

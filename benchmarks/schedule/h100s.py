@@ -28,7 +28,12 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from benchmarks.gpt import loss
-from benchmarks.parameters import LLAMAS, llama_parameters, model_parameters
+from benchmarks.parameters import (
+    LLAMAS,
+    deepseek_v3,
+    llama_parameters,
+    model_parameters,
+)
 from jax_muon.mesh.train_step import TrainStep
 
 # An H100 SXM with 80 GB, as XLA describes a card that it finds. With the versions of
@@ -63,14 +68,17 @@ runtime_version { major: 13 minor: 0 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 GPUS_PER_HOST = 8
-WORKLOADS = {  # width of a head; what one device trains on: sequences, and their length
+# Width of a head; what one device trains on: sequences, and their length.
+WORKLOADS: dict[str, tuple[int, float, int]] = {
     "tiny": (16, 2, 32),  # for tests
     "gpt2-124m": (64, 8, 1024),
     "gpt-1.3b": (128, 2, 2048),
     "gpt-6.7b": (128, 1, 4096),
     "llama-1.3b": (128, 2, 2048),
     "llama-7b": (128, 1, 4096),
+    "llama-7b-32k": (128, 1 / 8, 32768),
     "llama-70b": (128, 1, 4096),
+    "deepseek-v3": (128, 1 / 8, 4096),
     "experts-7b": (128, 1, 4096),
     "llama-tiny": (16, 2, 32),
     "experts-tiny": (16, 2, 32),
@@ -78,7 +86,7 @@ WORKLOADS = {  # width of a head; what one device trains on: sequences, and thei
 # GPT-2 has too few heads and too few words for "fsdp-tp"; see `whole_step`.
 LAYOUTS = (
     *("zero2", "zero2-divided", "fsdp", "hsdp", "zero2-hosts", "fsdp-tp"),
-    "two-levels",
+    *("two-levels", "two-pods"),
 )
 
 
@@ -135,6 +143,7 @@ def whole_step(
     devices: np.ndarray,
     layout: str,
     recipe: str,
+    microbatches: int = 1,
 ) -> WholeStep:
     """The train step of a model on these devices, and its arguments.
 
@@ -147,33 +156,41 @@ def whole_step(
         on every host, gradients and state divided over all; "two-levels": parameters
         like these, with layers gathered between hosts and then within; "zero2-hosts":
         gradients and state divided within a host alone; "fsdp-tp": tensor parallelism,
-        or experts divided, within a host, and everything also divided over hosts.
+        or experts divided, within a host, and everything also divided over hosts;
+        "two-pods": like "hsdp", where a half of the devices takes the place of a host.
       recipe: a name of `jax_muon`.
+      microbatches: in which a device takes as many times the sequences.
     """
     (head, sequences, length), size = WORKLOADS[model], devices.size
-    parameters = llama_parameters if model in LLAMAS else model_parameters
-    params = parameters(model, jnp.bfloat16)
+    if model == "deepseek-v3":
+        params = deepseek_v3(jnp.bfloat16)
+    else:
+        parameters = llama_parameters if model in LLAMAS else model_parameters
+        params = parameters(model, jnp.bfloat16)
     mesh = Mesh(devices, ("data",))
-    if layout in ("hsdp", "zero2-hosts", "fsdp-tp", "two-levels"):
-        grid = devices.reshape(-1, min(size, GPUS_PER_HOST))
+    if layout in ("hsdp", "zero2-hosts", "fsdp-tp", "two-levels", "two-pods"):
+        pods = layout == "two-pods"
+        grid = devices.reshape(-1, size // 2 if pods else min(size, GPUS_PER_HOST))
         mesh = Mesh(grid, ("hosts", "data") if layout != "fsdp-tp" else ("data", "tp"))
     batch = tuple(name for name in mesh.axis_names if name != "tp")
     divided = layout in ("zero2-divided", "two-levels")
     if layout == "two-levels":
         batch = ("data", "hosts")
-    specs, tx = specs_of(params, mesh, layout), getattr(jm, recipe)()
+    loss_fn = functools.partial(loss, head=head)
+    sequence = jax.ShapeDtypeStruct((1, length + 1), jnp.int32)
     step = jm.make_train_step(
-        functools.partial(loss, head=head),
-        tx,
+        loss_fn,
+        getattr(jm, recipe)(matrices=jm.read(params, loss_fn, sequence)),
         mesh,
         axis=batch,
-        specs=specs,
+        specs=specs_of(params, mesh, layout),
         divide="data" if layout == "zero2-hosts" else None,
         parameters="divided" if divided else "as specs",
         gather="levels" if layout == "two-levels" else "auto",
+        microbatches=microbatches,
     )
     tokens = jax.ShapeDtypeStruct(
-        (sequences * size, length + 1),
+        (int(sequences * size) * microbatches, length + 1),
         jnp.int32,
         sharding=NamedSharding(mesh, P(batch)),
     )
@@ -188,7 +205,7 @@ def specs_of(params: Any, mesh: Mesh, layout: str) -> Any:
 
     def spec(path: Any, x: Any) -> P:
         names = [key.key for key in path]
-        layers = names[0] == "blocks" and x.ndim > 2
+        layers = names[0] in ("blocks", "dense") and x.ndim > 2
         if layout != "fsdp-tp":
             # The first axis that can be divided; layers are left to the scan over them.
             fits = (a for a in range(layers, x.ndim) if x.shape[a] % over == 0)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jax_muon.mesh.collectives import ring_bytes
+from jax_muon.mesh.collectives import Collective
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")
@@ -65,36 +65,20 @@ class Instruction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
+class Transfer(Collective):
     """A collective in the schedule: where it starts and ends, what runs meanwhile.
 
     Attributes:
       name: of its instruction.
-      kind: "reduce-scatter", "all-gather", "all-reduce" or "all-to-all".
       start: place in the schedule.
       done: place of its end; equal to start for a synchronous collective.
-      input_bytes: of one device.
-      group: devices that take part in it; other groups may do the same.
       is_sync: whether the device waits for it, be it a pair of start and done or not.
     """
 
     name: str
-    kind: str
     start: int
     done: int
-    input_bytes: int
-    group: tuple[int, ...]
     is_sync: bool
-
-    @property
-    def devices(self) -> int:
-        """How many devices take part."""
-        return len(self.group)
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that a device sends."""
-        return ring_bytes(self.kind, self.devices, self.input_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,12 +169,12 @@ class Module:
             paired = line.name in done
             found.append(
                 Transfer(
-                    line.name,
                     kind,
+                    first_group(line.text),
+                    sum(_bytes(types[name]) for name in line.operands),
+                    line.name,
                     start,
                     end,
-                    sum(_bytes(types[name]) for name in line.operands),
-                    first_group(line.text),
                     not paired or '"is_sync":true' in line.text,
                 )
             )

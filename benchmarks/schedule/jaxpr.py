@@ -6,14 +6,13 @@ reduce-scatters.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from jax_muon.mesh.collectives import ring_bytes
+from jax_muon.mesh.collectives import Collective, group_over
 
 # Primitive name to the kind of collective; JAX has several names for one kind.
 _KINDS = {
@@ -32,22 +31,14 @@ _KINDS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective of a program, as one device sees it."""
+class Call(Collective):
+    """One collective of a program, with its mesh axes and the shapes of its input."""
 
-    kind: str
     axes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    devices: int
-    input_bytes: int
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that a device sends."""
-        return ring_bytes(self.kind, self.devices, self.input_bytes)
 
 
-def collectives(function: Callable[..., Any], *args: Any) -> list[Collective]:
+def collectives(function: Callable[..., Any], *args: Any) -> list[Call]:
     """Every collective that a function calls for these arguments, in order.
 
     Args:
@@ -55,13 +46,13 @@ def collectives(function: Callable[..., Any], *args: Any) -> list[Collective]:
       *args: its arguments, or their shapes.
 
     Returns:
-      One `Collective` for each. Loops count once, and of several branches, such as
-      those for different platforms, only the one that sends the most.
+      One `Call` for each, in a scan as many as it has steps. Of several branches,
+      such as those for different platforms, only the one that sends the most counts.
     """
     return list(_visit(jax.make_jaxpr(function)(*args).jaxpr, {}))
 
 
-def _visit(jaxpr: Any, sizes: dict[str, int]) -> Iterator[Collective]:
+def _visit(jaxpr: Any, sizes: dict[str, int]) -> Iterator[Call]:
     for equation in jaxpr.eqns:
         kind = _KINDS.get(equation.primitive.name)
         params = equation.params
@@ -71,14 +62,14 @@ def _visit(jaxpr: Any, sizes: dict[str, int]) -> Iterator[Collective]:
             axes = params.get("axes", params.get("axis_name"))
             axes = (axes,) if isinstance(axes, str) else tuple(axes)
             groups = params.get("axis_index_groups")
-            devices = math.prod(sizes[axis] for axis in axes)
+            group = group_over(axes, sizes)
             avals = [v.aval for v in equation.invars]
-            yield Collective(
+            yield Call(
                 kind,
+                tuple(group[place] for place in groups[0]) if groups else group,
+                sum(aval.size * np.dtype(aval.dtype).itemsize for aval in avals),
                 axes,
                 tuple(aval.shape for aval in avals),
-                len(groups[0]) if groups else devices,
-                sum(aval.size * np.dtype(aval.dtype).itemsize for aval in avals),
             )
         if equation.primitive.name == "cond":
             branches = [list(_visit(b.jaxpr, inner_sizes)) for b in params["branches"]]
@@ -87,4 +78,5 @@ def _visit(jaxpr: Any, sizes: dict[str, int]) -> Iterator[Collective]:
         for value in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                yield from _visit(inner, inner_sizes)
+                times = params["length"] if equation.primitive.name == "scan" else 1
+                yield from times * [*_visit(inner, inner_sizes)]

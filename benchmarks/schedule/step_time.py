@@ -53,25 +53,9 @@ class Estimate:
         return self.step - self.products
 
 
-def bytes_between_hosts(transfer: Transfer, gpus_per_host: int) -> float:
-    """Bytes that a GPU sends through its network card.
-
-    A ring over several hosts crosses to the next host once, and the GPUs of a host each
-    carry one of as many rings. An all-to-all sends every other GPU its own piece.
-    """
-    group = transfer.group
-    neighbours = sum(x // gpus_per_host == group[0] // gpus_per_host for x in group)
-    if neighbours == len(group):
-        return 0
-    if transfer.kind == "all-to-all":
-        outside = (len(group) - neighbours) / (len(group) - 1)
-        return transfer.sent_bytes * outside
-    return transfer.sent_bytes / neighbours
-
-
 def transfer_seconds(transfer: Transfer, rates: Rates) -> float:
     """Seconds of the slower part: bytes between hosts, or all of them over NVLink."""
-    between = bytes_between_hosts(transfer, rates.gpus_per_host)
+    between = transfer.bytes_between_hosts(rates.gpus_per_host)
     alone = between == transfer.sent_bytes  # no other GPU of the host takes part
     within = 0 if alone else transfer.sent_bytes / rates.within
     return max(between / rates.between, within)

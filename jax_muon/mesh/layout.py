@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -27,6 +27,14 @@ Specs = Any
 ScannedAxes = Mapping[str, tuple[int, ...]]
 
 
+class Hop(NamedTuple):
+    """How often in a step a parameter is gathered over mesh axes, and summed."""
+
+    axes: tuple[str, ...]
+    gathers: int = 1
+    sums: int = 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How parameters are sharded on a mesh, and how their gradients and state are.
@@ -35,20 +43,24 @@ class Layout:
       specs: how parameters are sharded; see `on_mesh`.
       divide: mesh axes that further divide gradients and state, where the spec of a
         leaf does not use them.
-      summed: mesh axes that gradients are summed over, for `describe`.
       min_size: least elements of a leaf that is divided so.
       params_divided: parameters are sharded like gradients and state.
       scanned: of a tree of parameters, the axes of each that a scan takes, by path.
-        They are divided only where no other axis can be. None: no scan takes any.
+        With `params_divided` they are divided only where no other axis can be. None: no
+        scan takes any.
+      hops: over which mesh axes a step gathers parameters and sums gradients, one after
+        another, and how often; for `describe`.
+      layer_hops: the same for scanned layers.
     """
 
     mesh: Mesh
     specs: Specs
     divide: tuple[str, ...] = ()
-    summed: tuple[str, ...] = ()
     min_size: int = 1024
     params_divided: bool = False
     scanned: "Callable[[Any], ScannedAxes] | None" = None
+    hops: tuple[Hop, ...] = ()
+    layer_hops: tuple[Hop, ...] = ()
 
     def of_tree(self, tree: Any) -> tuple[Any, Any]:
         """PartitionSpecs of parameters, and of their gradients and state."""
@@ -66,7 +78,7 @@ class Layout:
         """
         names, coarse, fine = [], [], []
         by_path = None if self.specs is None else _by_path(self.specs, tree)
-        scanned = self.scanned(tree) if self.scanned else {}
+        scanned = self.scanned_axes(tree) if self.params_divided else {}
         for path, leaf in paths.leaves_with_paths(tree):
             shape = tuple(leaf.shape)
             spec = _own_spec(leaf) if by_path is None else by_path(path)
@@ -76,6 +88,10 @@ class Layout:
             coarse.append(finer if self.params_divided else spec_of_parameter)
             fine.append(finer)
         return names, coarse, fine
+
+    def scanned_axes(self, tree: Any) -> ScannedAxes:
+        """The axes of each parameter that a scan takes, by path."""
+        return self.scanned(tree) if self.scanned else {}
 
     def check_concrete(self, tree: Any) -> None:
         """Raise a ValueError for arrays sharded on Auto axes without specs."""

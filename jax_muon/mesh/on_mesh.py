@@ -27,7 +27,7 @@ from jax.sharding import (
 from jax_muon import checks, notes
 from jax_muon.dtypes import wire_dtype
 from jax_muon.mesh import array_types
-from jax_muon.mesh.layout import Layout, Specs
+from jax_muon.mesh.layout import Hop, Layout, Specs
 from jax_muon.mesh.specs import AxisName, as_jit_writes, checked_axes
 
 
@@ -84,7 +84,7 @@ def on_mesh(
     """
     divided = checked_axes("divide", divide, mesh)
     checks.float_dtype("gather_dtype", gather_dtype)
-    layout = Layout(mesh, specs, divided, divided, min_size)
+    layout = Layout(mesh, specs, divided, min_size, hops=(Hop(divided),))
     return OnMesh(tx, layout, gather_dtype).transform()
 
 

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jax_muon.blocks import Block
 from jax_muon.matrices import Matrices
-from jax_muon.mesh.collectives import ring_bytes
+from jax_muon.mesh.collectives import Collective, group_over
 from jax_muon.mesh.specs import Sizes, devices_over, entry_names
 
 # The planner's rates, in round figures for an H100: FLOP/s of products, bytes/s between
@@ -29,7 +29,7 @@ from jax_muon.mesh.specs import Sizes, devices_over, entry_names
 _FLOPS = 500e12
 _WITHIN_HOSTS = 450e9
 _BETWEEN_HOSTS = 50e9
-_DEVICES_OF_A_HOST = 8
+DEVICES_PER_HOST = 8
 _SECONDS_TO_START = 10e-6  # of a collective
 
 # The planner's number of quintics, and of exchanged m x m matrices in each.
@@ -127,14 +127,11 @@ class Pool:
         by_axis = by_device.reshape([sizes[name] for name in axes])
         return by_axis.transpose([axes.index(name) for name in divided_axes(sizes)])
 
-    @property
-    def shared_bytes(self) -> float:
-        """Bytes that a device of a group sends to the others, for one matrix."""
-        if self.group == 1:
-            return 0
+    def shared(self, sizes: Sizes) -> Collective:
+        """What a device of a group exchanges with the others, for one matrix."""
         gram = self.fan[0] ** 2 * np.dtype(self.shared_dtype).itemsize
-        others = (self.group - 1) / self.group
-        return _STEPS * _SHARED_PRODUCTS * gram * others
+        group = group_over(self.shards, sizes)[: self.group]
+        return Collective("all-to-all", group, _STEPS * _SHARED_PRODUCTS * gram)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,33 +161,20 @@ class Round:
         """Elements that a device sends to each owner, padding included."""
         return max(map(self.elements, self.kinds))
 
-    def sent_bytes(self, sizes: Sizes) -> tuple[float, float]:
-        """Bytes that a device sends, padding included.
-
-        To the owners and back, and then to devices that repeat the shards.
-        """
+    def transfers(self, sizes: Sizes) -> list[Collective]:
+        """To the owners and back, and then to devices that repeat the shards."""
         pool = self.pools[0]
-        owners = devices_over(pool.shards, sizes) // pool.group
-        size = owners * self.width * np.dtype(pool.dtype).itemsize
-        repeats = devices_over(pool.replicas, sizes)
-        there_and_back = 2 * ring_bytes("all-to-all", owners, size)
-        return there_and_back, ring_bytes("all-gather", repeats, size)
-
-    def seconds(self, sizes: Sizes) -> float:
-        """Time to send all of it, as the planner counts."""
-        pool = self.pools[0]
-        there_and_back, repeated = self.sent_bytes(sizes)
-        return there_and_back / _rate(pool.shards, sizes) + repeated / _rate(
-            pool.replicas, sizes
-        )
+        owners = group_over(pool.shards, sizes)[:: pool.group]
+        repeats = group_over(pool.replicas, sizes)
+        size = len(owners) * self.width * np.dtype(pool.dtype).itemsize
+        there = Collective("all-to-all", owners, size)
+        return [there, there, Collective("all-gather", repeats, size)]
 
 
-def _rate(axes: Sequence[str], sizes: Sizes) -> float:
-    """Bytes/s along these mesh axes: neighbours share a host."""
-    names = tuple(sizes)
-    span = names[min(map(names.index, axes), default=len(names)) :]
-    one_host = devices_over(span, sizes) <= _DEVICES_OF_A_HOST
-    return _WITHIN_HOSTS if one_host else _BETWEEN_HOSTS
+def _seconds(transfer: Collective) -> float:
+    """Time to send it, as the planner counts: the slower one of two networks."""
+    between = transfer.bytes_between_hosts(DEVICES_PER_HOST) / _BETWEEN_HOSTS
+    return max(between, transfer.sent_bytes / _WITHIN_HOSTS)
 
 
 def lay_out(
@@ -405,24 +389,24 @@ def cost(pools: Sequence[Pool], sizes: Sizes) -> float:
     busy = sum((pool.load(sizes) for pool in pools), start=np.zeros(()))
     starts = _STEPS * _SHARED_PRODUCTS * _SECONDS_TO_START
     shared = sum(
-        pool.counts[0] * (pool.shared_bytes / _WITHIN_HOSTS + starts)
+        pool.counts[0] * (_seconds(pool.shared(sizes)) + starts)
         for pool in pools
         if pool.group > 1
     )
-    travel = sum(one.seconds(sizes) for one in rounds(pools))
+    travel = sum(_seconds(x) for one in rounds(pools) for x in one.transfers(sizes))
     return float(busy.max()) / _FLOPS + shared + travel
 
 
-def sent_bytes(pools: Sequence[Pool], sizes: Sizes) -> float:
-    """Bytes that a device sends in a step by this plan, padding included."""
-    sent = sum(sum(one.sent_bytes(sizes)) for one in rounds(pools))
+def transfers(pools: Sequence[Pool], sizes: Sizes) -> list[Collective]:
+    """What a device takes part in during a step by this plan, padding included."""
+    found = [x for one in rounds(pools) for x in one.transfers(sizes)]
     for pool in pools:
-        if pool.counts:
-            sent += pool.counts[0] * pool.shared_bytes
-        else:
+        if not pool.counts:
             held = pool.count * math.prod(pool.shard) * np.dtype(pool.dtype).itemsize
-            sent += ring_bytes("all-gather", devices_over(pool.shards, sizes), held)
-    return sent
+            found.append(Collective("all-gather", group_over(pool.shards, sizes), held))
+        elif pool.group > 1:
+            found += [pool.shared(sizes)] * pool.counts[0]
+    return found
 
 
 def rounds(pools: Sequence[Pool]) -> list[Round]:

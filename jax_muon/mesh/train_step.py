@@ -192,10 +192,20 @@ def make_train_step(
         mesh,
         PartitionSpec() if specs is None or early else specs,
         () if early else divided,
-        names,
         min_size,
         params_divided=parameters == "divided",
-        scanned=scanned if parameters == "divided" and gather != "leaves" else None,
+        scanned=None if gather == "leaves" else scanned,
+        hops=tuple(
+            layout.Hop(axes, sums=microbatches if accumulate == "scattered" else 1)
+            for axes in means.levels or (names,)
+        ),
+        # The backward pass gathers again, but keeps what came from other hosts.
+        layer_hops=tuple(
+            layout.Hop(
+                axes, (1 if keep_gathered or i else 2) * microbatches, microbatches
+            )
+            for i, axes in enumerate(means.levels or (names,))
+        ),
     )
     optimizer = OnMesh(tx, places, gather_dtype)
     return TrainStep(means, optimizer, scanned, early, donate, compiler_options)

@@ -8,7 +8,7 @@ always belongs to the optimizer it was given.
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,8 @@ from jax_muon import checks, notes, paths
 from jax_muon.axes import Parameter
 from jax_muon.mesh import array_types, owners
 from jax_muon.mesh import specs as mesh_specs
-from jax_muon.mesh.collectives import ring_bytes
+from jax_muon.mesh.collectives import Collective, group_over
+from jax_muon.mesh.layout import Hop
 from jax_muon.mesh.on_mesh import abstract_state
 from jax_muon.text import aligned, shape_text, sizes_text
 
@@ -73,7 +74,9 @@ class Description:
       sizes: number of devices along each mesh axis; empty on one device.
       summed: mesh axes that gradients are summed over, if known: the batch axes of a
         train step, or `divide` of `on_mesh`.
-      orthogonalize_bytes: what a device sends in a step to orthogonalize.
+      transfers: what a device takes part in during a step, for what, and of which
+        parameter, or "": see `sent_bytes`.
+      devices_per_host: how many neighbours on the mesh share a host.
       state_bytes: size of the optimizer's state on one device.
     """
 
@@ -81,7 +84,8 @@ class Description:
     pools: tuple[owners.Pool, ...]
     sizes: Mapping[str, int]
     summed: tuple[str, ...]
-    orthogonalize_bytes: float
+    transfers: tuple[tuple[str, str, Collective], ...]
+    devices_per_host: int
     state_bytes: int
 
     @property
@@ -97,35 +101,41 @@ class Description:
         within groups three products for each of five quintics. "gradients": sums over
         `summed`, by reduce-scatter over axes that shard the state and by all-reduce
         over the others. "gathers": all-gathers of updates, or of parameters at the
-        start of a step.
+        start of a step. A train step that takes scanned layers one at a time gathers
+        them in the forward and the backward pass of each microbatch.
         """
-        gradients = gathers = 0.0
-        for leaf in self.parameters:
-            if leaf.state_spec is None:
-                continue
-            names = mesh_specs.spec_names(leaf.state_spec)
-            others = math.prod(self.sizes[n] for n in names if n not in self.summed)
-            parts = math.prod(self.sizes[n] for n in names if n in self.summed)
-            rest = math.prod(self.sizes[n] for n in self.summed if n not in names)
-            size = leaf.bytes // others
-            gradients += ring_bytes("reduce-scatter", parts, size)
-            gradients += ring_bytes("all-reduce", rest, size // parts)
-            gathers += ring_bytes("all-gather", parts, size // parts)
-        return {
-            "orthogonalize": self.orthogonalize_bytes,
-            "gradients": gradients,
-            "gathers": gathers,
-        }
+        return self._bytes(lambda transfer: transfer.sent_bytes)
+
+    @property
+    def bytes_between_hosts(self) -> dict[str, float]:
+        """Those of `sent_bytes` that a device sends to other hosts."""
+        return self._bytes(lambda x: x.bytes_between_hosts(self.devices_per_host))
+
+    def _bytes(self, count: Callable[[Collective], float]) -> dict[str, float]:
+        total = dict.fromkeys(("orthogonalize", "gradients", "gathers"), 0.0)
+        for what, _, transfer in self.transfers:
+            total[what] += count(transfer)
+        return total
 
     @property
     def imbalance(self) -> float:
         """Work of the busiest device over an even share of one device's work."""
-        loads = sum(pool.load(self.sizes) for pool in self.pools)
-        work = sum(
-            pool.count * mesh_specs.devices_over(pool.batch, self.sizes) * pool.flops
-            for pool in self.pools
-        )
-        return float(np.max(loads) * self.devices / work) if work else 1.0
+        even = sum(map(self._even_share, self.pools))
+        return 1 + sum(self.excess.values()) / even if even else 1.0
+
+    @property
+    def excess(self) -> dict[owners.Pool, float]:
+        """FLOPs of the busiest device beyond an even share of each pool's work."""
+        loads = {pool: pool.load(self.sizes).ravel() for pool in self.pools}
+        busiest = int(np.argmax(sum(loads.values()))) if loads else 0
+        return {
+            pool: float(load[busiest]) - self._even_share(pool)
+            for pool, load in loads.items()
+        }
+
+    def _even_share(self, pool: owners.Pool) -> float:
+        different = mesh_specs.devices_over(pool.batch, self.sizes)
+        return pool.count * different * pool.flops / self.devices
 
     def __str__(self) -> str:
         """A table of the parameters and, on a mesh, one of the work on each device."""
@@ -152,7 +162,11 @@ class Description:
 
 
 def describe(
-    tx: optax.GradientTransformation, params: Any, **extra_args: Any
+    tx: optax.GradientTransformation,
+    params: Any,
+    *,
+    devices_per_host: int = owners.DEVICES_PER_HOST,
+    **extra_args: Any,
 ) -> Description:
     """What an optimizer will do with each parameter: a table, and data to assert on.
 
@@ -160,14 +174,17 @@ def describe(
       tx: any composition of this package's recipes and pieces with optax's: `chain`,
         `MultiSteps`, `inject_hyperparams`, `on_mesh`.
       params: the parameters, or their shapes (`jax.ShapeDtypeStruct`).
+      devices_per_host: how many neighbours on the mesh share a host, or whatever else
+        has faster links inside, such as a pod; for the bytes between hosts.
       **extra_args: arguments of `tx.update`, such as `max_logits`, or their shapes.
 
     Returns:
       A `Description`. Printed, it is a table: "role" and "why" say how a parameter was
       read; "as matrices" is batch x (in, out); "scale" multiplies the update; "state"
       is memory on one device. On a mesh "sharding" has the mesh axes of the parameter
-      and of its state, and a second table shows which devices compute the matrices and
-      how much each sends. The attributes hold the same facts as data.
+      and of its state, and a second table shows which devices compute the matrices,
+      how much each sends, also between hosts, and what costs most. The attributes hold
+      the same facts as data.
 
     Raises:
       ValueError: a leaf that is not an array; whatever `tx` raises at init and update.
@@ -185,6 +202,7 @@ def describe(
     """
     tx = checks.as_transform("tx", tx)
     checks.arrays("params", params)
+    checks.count("devices_per_host", devices_per_host)
     shapes = jax.tree.map(_shape, params)
     arrays, others = array_types.arrays_and_others(extra_args)
     with _mesh_of(shapes), notes.listening() as heard:
@@ -199,13 +217,20 @@ def describe(
         for path, x in paths.leaves_with_paths(shapes)
         if x.sharding is not None
     }
-    sizes, summed, plans = heard["sizes"], (), heard["pools"].values()
+    sizes, plans = heard["sizes"], heard["pools"].values()
+    hops: tuple[Hop, ...] = ()
+    own_hops: dict[str, tuple[Hop, ...]] = {}  # of parameters
     for optimizer, (names, *both) in heard["on_mesh"].items():
         layout = optimizer.layout
         state = abstract_state(tx, shapes, layout.mesh)
         sizes |= layout.mesh.shape
-        summed = layout.summed
+        hops = layout.hops
         specs |= dict(zip(names, zip(*both, strict=True), strict=True))
+        layers = layout.scanned_axes(shapes)
+        own_hops |= {
+            name: layout.layer_hops if layers.get(name) else hops for name in names
+        }
+    summed = tuple(name for hop in hops for name in hop.axes)
     joined: dict[str, int] = {}
     for matrices in heard["matrices"].values():
         names = list(matrices)
@@ -231,14 +256,68 @@ def describe(
             residuals.get(paths.nearest_prefix(residuals, path)),
         )
 
+    leaves = tuple(map(described, read))
+    sent = [
+        ("orthogonalize", "", transfer)
+        for pools in plans
+        for transfer in owners.transfers(pools, sizes)
+    ]
+    for leaf in leaves:
+        path = leaf.parameter.path
+        own = own_hops.get(paths.nearest_prefix(own_hops, path) or "", hops)
+        sent += [(what, path, x) for what, x in _transfers(leaf, sizes, hops, own)]
     return Description(
-        tuple(map(described, read)),
+        leaves,
         tuple(itertools.chain(*plans)),
         sizes,
         summed,
-        sum(owners.sent_bytes(pools, sizes) for pools in plans),
+        tuple(sent),
+        devices_per_host,
         sum(map(_bytes_on_a_device, jax.tree.leaves(state))),
     )
+
+
+def _transfers(
+    leaf: DescribedParameter,
+    sizes: Mapping[str, int],
+    hops: Sequence[Hop],
+    own_hops: Sequence[Hop],
+) -> Iterator[tuple[str, Collective]]:
+    """Gathers of a parameter and of its update, and sums of its gradient.
+
+    First along the axes that shard the parameter, by `own_hops`, and then along those
+    that shard only its state. Unless it has layers, its gradient is summed over both at
+    once.
+    """
+    if leaf.spec is None or leaf.state_spec is None:
+        return
+    names, own = (set(mesh_specs.spec_names(x)) for x in (leaf.state_spec, leaf.spec))
+    summed = {name for hop in hops for name in hop.axes}
+    size = leaf.bytes // math.prod(sizes[n] for n in names - summed)
+    in_turn = ((own_hops, own), (hops, names - own))
+    at_once = ((hops, names),)
+
+    def rings(parts: Any, entries: Sequence[Any]) -> Iterator[tuple[Hop, Any, int]]:
+        """How often, over which devices, and bytes of the shard that they divide."""
+        shard = size
+        for some, along in parts:
+            for hop, entry in itertools.product(some, entries):
+                axes = {*mesh_specs.entry_names(entry)} & {*hop.axes} & along
+                group = group_over(axes, sizes)
+                yield hop, group, shard
+                shard //= len(group)
+
+    spec = tuple(leaf.state_spec)
+    for hop, group, shard in rings(in_turn, spec[::-1]):
+        gather = Collective("all-gather", group, shard // len(group))
+        yield from hop.gathers * [("gathers", gather)]
+    for hop, group, shard in rings(at_once if own_hops is hops else in_turn, spec):
+        yield from hop.sums * [
+            ("gradients", Collective("reduce-scatter", group, shard))
+        ]
+    left = size // math.prod(sizes[n] for n in names & summed)
+    rest = Collective("all-reduce", group_over(summed - names, sizes), left)
+    yield from hops[0].sums * [("gradients", rest)]
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -350,30 +429,62 @@ def _work(found: Description) -> list[str]:
         word = "or" if most == least + 1 else "to"
         rows.append(
             (
-                f"{pool.fan[0]}x{pool.fan[1]}_{np.dtype(pool.dtype).name}",
+                _name(pool),
                 "; ".join(over) or "-",
                 f"{pool.count * different}",
                 who,
                 f"{least}" if least == most else f"{least} {word} {most}",
             )
         )
-    sent = {what: bytes_text(int(size)) for what, size in found.sent_bytes.items()}
+    sent, between = (
+        {what: bytes_text(int(size)) for what, size in sizes.items()}
+        for sizes in (found.sent_bytes, found.bytes_between_hosts)
+    )
     work = f"the busiest does {found.imbalance:.2f} of an even share of the work"
     if found.imbalance > 1 and not any(pool.counts for pool in found.pools):
         work = "matrices too small for owners, computed by all that hold them"
+    elif found.imbalance > 1.05:
+        work += _why_uneven(max(found.excess, key=lambda pool: found.excess[pool]))
     lines = aligned(rows, numbers=1) if found.pools else []
     lines.append(
         f"{found.devices} devices: {work}; each sends {sent['orthogonalize']} a step "
         "to orthogonalize"
     )
     if found.summed:
-        repeated = [leaf.bytes for leaf in found.parameters if leaf.repeated]
+        repeated = [leaf for leaf in found.parameters if leaf.repeated]
+        largest = max(repeated, key=lambda leaf: leaf.bytes, default=None)
         lines.append(
             f"summed over {', '.join(found.summed)}: {sent['gradients']} for "
             f"gradients, {sent['gathers']} for gathers; {len(repeated)} parameters of "
-            f"{bytes_text(sum(repeated))} are repeated"
+            f"{bytes_text(sum(leaf.bytes for leaf in repeated))} are repeated"
+            + (f", above all {largest.parameter.path}" if largest else "")
+        )
+    if found.devices > found.devices_per_host:
+        by_leaf: dict[str, float] = {}
+        for _, path, transfer in found.transfers:
+            crossing = transfer.bytes_between_hosts(found.devices_per_host)
+            by_leaf[path] = by_leaf.get(path, 0) + crossing
+        path = max(by_leaf, key=lambda path: by_leaf[path], default="")
+        lines.append(
+            f"between hosts of {found.devices_per_host}: {between['orthogonalize']} to "
+            f"orthogonalize, {between['gradients']} for gradients, "
+            f"{between['gathers']} for gathers; most for "
+            f"{path or 'orthogonalization'}"
         )
     return lines
+
+
+def _name(pool: owners.Pool) -> str:
+    return f"{pool.fan[0]}x{pool.fan[1]}_{np.dtype(pool.dtype).name}"
+
+
+def _why_uneven(pool: owners.Pool) -> str:
+    """Why a device computes more of a pool than an even share."""
+    if not pool.counts:
+        return f", since all that hold {_name(pool)} compute it"
+    zeros = sum(pool.counts) - pool.count
+    filled = f", filled up with {zeros} of zeros" if zeros else ""
+    return f", since {len(pool.counts)} owners have {pool.count} {_name(pool)}{filled}"
 
 
 def bytes_text(count: int) -> str:

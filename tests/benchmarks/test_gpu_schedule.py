@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.parameters import model_parameters
+from benchmarks import gpt
+from benchmarks.parameters import deepseek_v3, model_parameters
 from benchmarks.schedule import gpu_schedule
 from benchmarks.schedule.h100s import whole_step
 from benchmarks.schedule.hlo import Instruction, Module, Transfer
@@ -20,7 +21,6 @@ from benchmarks.schedule.jaxpr import collectives
 from benchmarks.schedule.step_time import (
     Estimate,
     Rates,
-    bytes_between_hosts,
     estimate,
     kinds_of_devices,
     nccl_seconds,
@@ -123,6 +123,12 @@ def test_models_have_their_size(model, millions):
     assert sum(x.size for x in leaves) == pytest.approx(millions * 1e6, rel=1e-3)
 
 
+def test_deepseek_v3_has_its_size():
+    """671 B, as its report says."""
+    leaves = jax.tree.leaves(deepseek_v3("bfloat16"))
+    assert sum(x.size for x in leaves) == pytest.approx(671e9, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("kind", "group", "sent", "between", "seconds"),
     [
@@ -137,9 +143,9 @@ def test_bytes_between_hosts(kind, group, sent, between, seconds):
 
     The slower part decides; one GPU a host uses its network card only.
     """
-    one = Transfer("t", kind, 0, 0, 1, tuple(group), True)
+    one = Transfer(kind, tuple(group), 1, "t", 0, 0, True)
     one = dataclasses.replace(one, input_bytes=sent / one.sent_bytes)
-    assert bytes_between_hosts(one, 8) == pytest.approx(between)
+    assert one.bytes_between_hosts(8) == pytest.approx(between)
     rates = Rates(within=100, between=10)
     assert transfer_seconds(one, rates) == pytest.approx(seconds)
 
@@ -158,7 +164,7 @@ def test_bytes_between_hosts(kind, group, sent, between, seconds):
 )
 def test_latencies(kind, group, microseconds):
     """Of no bytes at all; beside those of many bytes they do not show."""
-    small = Transfer("t", kind, 0, 0, 0, tuple(group), True)
+    small = Transfer(kind, tuple(group), 0, "t", 0, 0, True)
     assert nccl_seconds(small, Rates()) == pytest.approx(1e-6 * microseconds)
     large = dataclasses.replace(small, input_bytes=10**11)
     alone = transfer_seconds(large, Rates())
@@ -307,6 +313,14 @@ def test_options_that_xla_does_not_know_are_left_out():
 # --- whole steps ----------------------------------------------------------------------
 
 
+def test_attention_of_some_queries_at_a_time(rng, monkeypatch):
+    monkeypatch.setattr(gpt, "QUERIES", 8)
+    shapes = (2, 32, 4, 16), (2, 32, 2, 16), (2, 32, 2, 16)
+    q, k, v = (rng.standard_normal(x).astype("float32") for x in shapes)
+    expected = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    np.testing.assert_allclose(gpt._attention(q, k, v), expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("layout", ["zero2-divided", "hsdp"])
 def test_whole_step_sends_every_parameter_there_and_back(layout):
     """Each is gathered once and its gradient scattered once; matrices go to owners."""
@@ -354,6 +368,10 @@ def test_compiled_for_gpus(tmp_path):
     )
     gathers = hsdp["sent"]["all-gather"]
     assert gathers["bytes_between_hosts"] < gathers["bytes"] / 8
+    for row in (zero2, hsdp):
+        means = row["sent"]["all-reduce"]["bytes_between_hosts"]  # NorMuon's
+        planned = sum(row["planned_between_hosts"].values())
+        assert planned == row["all"]["bytes_between_hosts"] - means
     assert hsdp["options"]["xla_gpu_graph_min_graph_size"] == 1
     assert hsdp["seconds"]["step"] >= hsdp["seconds"]["products"] > 0
     assert "| tiny | 16 | hsdp |" in found.stdout

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from benchmarks.schedule.hlo import Module
+from benchmarks.schedule.jaxpr import collectives
 from jax_muon import jaxprs
 from jax_muon.mesh import xla_options
 from jax_muon.notes import listening
@@ -117,6 +118,33 @@ def test_gradients_in_two_levels(loss, keep_gathered, x64):
     bound = 1e-7 if "casts" in loss.__name__ else 1e-12  # casts to float32
     assert_close(found, jax.jit(jax.grad(loss))(params, batch), bound)
     assert whole == {"head"}
+
+
+@pytest.mark.parametrize(
+    ("given", "gathered", "summed"),
+    [
+        ({}, 1, 0),
+        ({"keep_gathered": True}, 1, 0),
+        ({"microbatches": 2}, 2, 0),
+        ({"gather": "leaves"}, 0, 0),
+        ({"gather": "levels"}, 2, 2),
+    ],
+)
+def test_plan_counts_what_layers_send(given, gathered, summed):
+    """Between two hosts of two, but for the layers at an end, which are sent again."""
+    given = {"axis": ("fsdp", "data"), "parameters": "divided"} | given
+    step = make(losses.in_reverse, 2, 2, specs=None, **given)
+    args = *step.abstract(losses.draw()), losses.samples()
+    sent = collectives(step._step, *args)
+    planned = jm.describe(step.tx, args[0], devices_per_host=2).bytes_between_hosts
+    # Of a layer's (8, 8) and (8,): the ring over all four sends 3/4, through two cards.
+    layer = 4 * (8 * 8 + 8) * (1 / 4 if "levels" in given.values() else 3 / 8)
+    for kind, what, again in (
+        ("all-gather", "gathers", gathered),
+        ("reduce-scatter", "gradients", summed),
+    ):
+        counted = sum(c.bytes_between_hosts(2) for c in sent if c.kind == kind)
+        assert counted == planned[what] + again * layer > 0
 
 
 def test_what_two_levels_cannot_do():

@@ -56,7 +56,7 @@ def model(dtype="float64", layers=6, width=6):
 
 
 def block(x, layer):
-    x = x * layer["scale"].astype(x.dtype)
+    x = x * layer["scale"][None].astype(x.dtype)
     q, k, v = jnp.split(x @ layer["qkv"].astype(x.dtype), 3, axis=-1)
     x = x + jax.nn.softmax(q @ k.T) @ v
     return x + jax.nn.relu(x @ layer["up"].astype(x.dtype)) @ layer["down"], None

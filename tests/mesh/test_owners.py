@@ -79,6 +79,11 @@ def test_describe_tells_what_is_sent(shape, spec):
     planned = jm.describe(tx, gpt())
     assert planned.imbalance == 1
     assert planned.sent_bytes["orthogonalize"] == total
+    for per_host in (2, 4, 8):
+        found = jm.describe(tx, gpt(), devices_per_host=per_host)
+        between = sum(c.bytes_between_hosts(per_host) for c in sent)
+        assert found.bytes_between_hosts["orthogonalize"] == between
+        assert (between > 0) == ("between hosts of" in str(found)) == (per_host < 8)
     table = str(planned)
     assert "the busiest does 1.00 of an even share" in table
     assert f"each sends {total / 1000:.1f} KB a step" in table

@@ -228,7 +228,7 @@ def test_zero2_scatters_each_leaf_and_nothing_twice():
 def test_plan_counts_what_a_step_sends(form):
     where, given = FORMS[form]
     params, _ = problems.draw("mixed")
-    step = make(where, min_size=200, **given)
+    step = make(where, min_size=200, gather="leaves", **given)
     shapes, state = step.abstract(params)
     planned = jm.describe(step.tx, shapes)
     sent = collectives(step._step, shapes, state, problems.batches(1)[0])
@@ -241,6 +241,10 @@ def test_plan_counts_what_a_step_sends(form):
             count = planned.sizes["data"] if where == "HSDP" else planned.devices
             late += params[leaf.parameter.path].nbytes * (count - 1) / count
     assert total == pytest.approx(sum(planned.sent_bytes.values()) - late)
+    if not late:
+        planned = jm.describe(step.tx, shapes, devices_per_host=2)
+        between = sum(c.bytes_between_hosts(2) for c in sent if c.shapes != ((),))
+        assert between == pytest.approx(sum(planned.bytes_between_hosts.values()))
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

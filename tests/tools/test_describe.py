@@ -49,5 +49,5 @@ def test_matrices_too_small_for_owners(kind):
     assert work.startswith("4 devices: matrices too small for owners, computed by all")
     assert last == (
         "summed over data: 5.4 KB for gradients, 1.5 KB for gathers; 5 parameters of "
-        "2.6 KB are repeated"
+        "2.6 KB are repeated, above all 0/w"
     )
