@@ -132,7 +132,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", losses.LOSSES)
-def test_losses_as_models_write_them(x64, name):
+def test_losses_as_models_write_them(x64, as_users_write, name):
     loss = losses.LOSSES[name][1]
     params, batch = losses.draw("float64"), losses.samples(dtype="float64")
     tx = jm.muon(matrices=jm.read(params, loss, batch), **F64)
