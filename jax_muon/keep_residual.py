@@ -70,7 +70,7 @@ def keep_residual(
       (1.0078125, 1.01)
 
     References:
-      FlashOptim, arXiv 2602.23349, section 3.1.
+      FlashOptim, arXiv 2602.23349.
     """
     tx = checks.as_transform("tx", tx)
     name = jnp.dtype(dtype).name
