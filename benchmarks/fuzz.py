@@ -68,7 +68,7 @@ NUMBERS = {
 FEATURES: dict[str, tuple[str, ...]] = {
     "recipe": RECIPES,
     "around": ("nothing", "clip", "skip", "if finite", "every two", "injected"),
-    "run": ("auto", "explicit", "step, local", "step, scattered", "step, divided"),
+    "run": ("auto", "explicit", "step, microbatches", "step, divided"),
     "mesh": tuple(MESHES),
     "divide": ("nothing", "first axis", "last axis", "all axes"),
     "numbers": tuple(NUMBERS),
@@ -298,7 +298,6 @@ def train_steps(case: Case, tx: Any, mesh: Mesh, specs: Any) -> tuple[Any, Any]:
         specs=specs,
         min_size=1,
         microbatches=1 if how == "divided" else 2,
-        accumulate="scattered" if how == "scattered" else "local",
         parameters="divided" if how == "divided" else "as specs",
         donate=False,
     )

@@ -10,6 +10,7 @@ from jax_muon.mesh.replicas import on_replicas
 from jax_muon.mesh.scan_layers import scan_layers
 from jax_muon.mesh.stages import on_stages
 from jax_muon.mesh.train_step import make_train_step
+from jax_muon.mesh.transfers import Transfers
 from jax_muon.mesh.xla_options import gpu_options
 from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import orthogonalize
@@ -52,6 +53,7 @@ __all__ = [
     "NewtonSchulz",
     "PolarExpress",
     "Split",
+    "Transfers",
     "abstract_state",
     "add_cautious_decayed_weights",
     "clip_qk",

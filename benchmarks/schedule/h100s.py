@@ -186,7 +186,7 @@ def whole_step(
         specs=specs_of(params, mesh, layout),
         divide="data" if layout == "zero2-hosts" else None,
         parameters="divided" if divided else "as specs",
-        gather="levels" if layout == "two-levels" else "auto",
+        transfers=jm.Transfers(gather="levels" if layout == "two-levels" else "auto"),
         microbatches=microbatches,
     )
     tokens = jax.ShapeDtypeStruct(

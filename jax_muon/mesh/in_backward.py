@@ -40,24 +40,22 @@ def step(
     checks.state(state, jax.eval_shape(tx.init, params))
     flat = jax.tree.leaves(params)
     specs = [_axes(x.ndim) for x in flat]
-    traced = by_layers.ByLayers(
-        gradients.split_loss, (params, batch), specs, (), _gather
-    )
+    traced = by_layers.ByLayers(gradients.loss, (params, batch), specs, (), _gather)
     layers = traced.held & traced.only_scanned
     _check(tx, params, sorted(layers))
     updates = _Updates(tx, params, state, layers)
 
-    def split_loss(params: Any, bits: Any) -> Any:
+    def loss_fn(params: Any, bits: Any) -> Any:
         scan = functools.partial(updates.scan, bits)
         return traced(by_layers.Exchange(_gather, _scatter, scan=scan), params, batch)
 
     bits = {place: _floats(updates.state[place]) for place in updates.parts_of(layers)}
-    loss, pull, (_, aux) = jax.vjp(split_loss, params, bits, has_aux=True)
+    loss, pull, (_, aux, _) = jax.vjp(loss_fn, params, bits, has_aux=True)
     updates.extra = {"value": wide(loss)}
     grads, bits = pull(jnp.ones_like(loss))
     params, state = updates.of_others(jax.tree.leaves(grads), bits)
     metrics = {"loss": wide(loss)}
-    if gradients.has_aux:
+    if gradients.loss.has_aux:
         metrics["aux"] = jax.tree.map(lambda x: x / 1, aux)  # a mean, as of several
     return params, state, metrics
 

@@ -28,6 +28,7 @@ from jax_muon import checks, notes
 from jax_muon.mesh import gradients, in_backward, layout, xla_options
 from jax_muon.mesh.on_mesh import OnMesh
 from jax_muon.mesh.specs import AxisName, checked_axes, dividing, only
+from jax_muon.mesh.transfers import Transfers, Wire, scatters_late
 
 Step = tuple[Any, Any, dict[str, Any]]
 
@@ -46,11 +47,7 @@ def make_train_step(
     max_aux: str | Sequence[str] = (),
     weighted: bool = False,
     microbatches: int = 1,
-    accumulate: str = "local",
-    reduce_dtype: jax.typing.DTypeLike | None = None,
-    gather_dtype: jax.typing.DTypeLike | None = None,
-    gather: str = "auto",
-    keep_gathered: bool = False,
+    transfers: Transfers = Transfers(),
     update: str = "after backward",
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
@@ -84,24 +81,9 @@ def make_train_step(
         number of unmasked tokens. A mean of weight 0 does not count, even if it is
         NaN. If loss_fn calls collectives, divide by `jnp.maximum(count, 1)` instead:
         their gradient would take the NaN of 0 / 0 to all devices.
-      microbatches: number of parts in which a device takes its batch, one by one.
-      accumulate: "local": each device adds up the gradients of its microbatches and
-        sends the sum once; "scattered": it sends every microbatch's gradients, so no
-        device holds a sum of whole gradients.
-      reduce_dtype: dtype in which gradients are sent; None for the parameters'.
-      gather_dtype: dtype in which parameters and updates are sent; None for their own.
-      gather: how parameters that are sharded over `axis` are gathered. "auto": if a
-        scan in loss_fn takes a parameter layer by layer, each layer is gathered while
-        another one runs, forward and again backward, and its gradient is scattered at
-        once, whatever `accumulate` says; all others are gathered at the beginning of
-        the step. "layers": the same, but a parameter with three or more axes that is
-        used outside a scan is an error. "leaves": all at the beginning. "levels": as
-        "auto", but between hosts first and then within a host, for hundreds of hosts:
-        `axis` names the mesh axis within a host first, and then those between hosts.
-        Each device keeps its part of what its host has, of all scanned layers, for the
-        backward pass.
-      keep_gathered: keep gathered layers for the backward pass instead of gathering
-        them again; needs memory for all of them.
+      microbatches: number of parts in which a device takes its batch, one by one. It
+        adds up their gradients, and sends the sum once.
+      transfers: how gradients, parameters and updates are sent.
       update: "after backward", or "in backward": layers that a scan in loss_fn takes
         are updated inside the backward pass, one after another, so that gradients of
         all layers never exist at once. For one device and one microbatch, and an
@@ -148,9 +130,8 @@ def make_train_step(
         )
     checks.choice("parameters", parameters, ("as specs", "divided"))
     checks.count("microbatches", microbatches)
-    checks.choice("accumulate", accumulate, ("local", "scattered"))
-    checks.choice("gather", gather, ("auto", "layers", "leaves", "levels"))
-    if gather == "levels" and len(names) < 2:
+    checks.kind("transfers", transfers, Transfers, "a jax_muon.Transfers")
+    if transfers.gather == "levels" and len(names) < 2:
         checks.refuse(
             "axis",
             axis,
@@ -166,49 +147,34 @@ def make_train_step(
             "updated as soon as it has a gradient; expected one device, one microbatch "
             "and neither of the others, or update='after backward'"
         )
-    checks.float_dtype("reduce_dtype", reduce_dtype)
-    checks.float_dtype("gather_dtype", gather_dtype)
-    flags = {"has_aux": has_aux, "weighted": weighted}
-    flags |= {"keep_gathered": keep_gathered, "donate": donate}
+    flags = {"has_aux": has_aux, "weighted": weighted, "donate": donate}
     for name, value in flags.items():
         checks.flag(name, value)
     maxima = (max_aux,) if isinstance(max_aux, str) else tuple(max_aux)
-    means = gradients.MeanGradients(
-        loss_fn,
-        names,
-        has_aux,
-        maxima,
-        weighted,
-        microbatches,
-        accumulate,
-        reduce_dtype,
-        gather_dtype,
-        reduce_wide=mesh.devices.flat[0].platform == "cpu",
-        how=gather,
-        keep_gathered=keep_gathered,
-    )
-    scanned = layout.scanned_by(tx)
+    loss = gradients.Loss(loss_fn, has_aux, maxima, weighted)
+    wire = Wire(names, transfers, sum_wide=mesh.devices.flat[0].platform == "cpu")
+    means = gradients.MeanGradients(loss, wire, microbatches)
+    levels = wire.levels or (names,)
     places = layout.Layout(
         mesh,
         PartitionSpec() if specs is None or early else specs,
         () if early else divided,
         min_size,
         params_divided=parameters == "divided",
-        scanned=None if gather == "leaves" else scanned,
-        hops=tuple(
-            layout.Hop(axes, sums=microbatches if accumulate == "scattered" else 1)
-            for axes in means.levels or (names,)
-        ),
+        scanned=None if transfers.gather == "leaves" else layout.scanned_by(tx),
+        hops=tuple(map(layout.Hop, levels)),
         # The backward pass gathers again, but keeps what came from other hosts.
         layer_hops=tuple(
             layout.Hop(
-                axes, (1 if keep_gathered or i else 2) * microbatches, microbatches
+                axes,
+                (1 if transfers.keep_gathered or i else 2) * microbatches,
+                microbatches,
             )
-            for i, axes in enumerate(means.levels or (names,))
+            for i, axes in enumerate(levels)
         ),
     )
-    optimizer = OnMesh(tx, places, gather_dtype)
-    return TrainStep(means, optimizer, scanned, early, donate, compiler_options)
+    optimizer = OnMesh(tx, places, transfers.gather_dtype)
+    return TrainStep(means, optimizer, early, donate, compiler_options)
 
 
 class TrainStep:
@@ -226,7 +192,6 @@ class TrainStep:
         self,
         means: gradients.MeanGradients,
         optimizer: OnMesh,
-        scanned: Callable[[Any], layout.ScannedAxes],
         early: bool,
         donate: bool,
         options: Mapping[str, Any] | None,
@@ -234,7 +199,7 @@ class TrainStep:
         """Use `make_train_step`."""
         self._options = options
         self._gradients, self._optimizer = means, optimizer
-        self._layout, self._scanned = optimizer.layout, scanned
+        self._layout = optimizer.layout
         self._early = early
         self._donate = (0, 1) if donate else ()
         self._jitted: Any = None
@@ -290,15 +255,15 @@ class TrainStep:
         """XLA's options for these parameters, or their shapes; see `gpu_options`."""
         if self._options is not None:
             return dict(self._options)
-        axis, mesh = self._gradients.axis, self._layout.mesh
+        wire, mesh = self._gradients.wire, self._layout.mesh
         _, specs, _ = self._layout.of_leaves(params)
-        sharded = [only(spec, axis) for spec in specs]
-        first, stacks = any(map(any, sharded)), self._scanned(params)
-        layers = first and any(stacks.values()) and self._gradients.how != "leaves"
-        late = xla_options.scatters_late(sharded, mesh.shape)
-        inner = axis[0] if layers and self._gradients.levels else None
+        sharded = [only(spec, wire.axis) for spec in specs]
+        first, stacks = any(map(any, sharded)), self._layout.scanned_axes(params)
+        layers = first and any(stacks.values())
+        late = scatters_late(sharded, mesh.shape)
+        inner = wire.axis[0] if layers and wire.levels else None
         return xla_options.options_of(
-            params, mesh, axis, stacks, first, layers, late, inner
+            params, mesh, wire.axis, stacks, first, layers, late, inner
         )
 
     def _are_swapped(self, params: Any, state: Any) -> bool:
@@ -321,7 +286,7 @@ class TrainStep:
         return self._jitted
 
     def _step(self, params: Any, state: Any, batch: Any) -> Step:
-        axis, mesh = self._gradients.axis, self._layout.mesh
+        axis, mesh = self._gradients.wire.axis, self._layout.mesh
         manual, specs = set(axis), self._layout.of_tree(params)
         devices = math.prod(mesh.shape[name] for name in axis)
         _check_batch(batch, devices, self._gradients.microbatches)
@@ -338,21 +303,21 @@ class TrainStep:
                 out_specs=PartitionSpec(),
                 check_vma=False,
             )(params, state, batch)
-        here, scattered = jax.tree.map(lambda x: only(x, manual), specs)
-        # Those of one device divide nothing.
-        inside = jax.tree.map(lambda x: dividing(x, mesh.shape), specs)
+        # What shard_map is told of, and all that divides arrays: XLA does the rest.
+        coarse, fine = jax.tree.map(lambda x: only(x, manual), specs)
+        all_specs = jax.tree.map(lambda x: dividing(x, mesh.shape), specs)
         # With check_vma=True, the gradient of a parameter that devices share would be
         # summed already, loops could not start from constants, and a loss that ends in
         # a pmean would have a gradient that is too small by the number of devices.
-        grads, largest, metrics = jax.shard_map(
-            lambda params, batch: self._gradients(params, batch, *inside),
+        grads, maxima, metrics = jax.shard_map(
+            lambda params, batch: self._gradients(params, batch, *all_specs),
             mesh=mesh,
-            in_specs=(here, PartitionSpec(axis)),
-            out_specs=(scattered, PartitionSpec(), PartitionSpec()),
+            in_specs=(coarse, PartitionSpec(axis)),
+            out_specs=(fine, PartitionSpec(), PartitionSpec()),
             axis_names=manual,
             check_vma=False,
         )(params, batch)
-        extra = {"value": metrics["loss"], **largest}
+        extra = {"value": metrics["loss"], **maxima}
         updates, state = self._optimizer.update(grads, state, params, **extra)
         after = jax.tree.map(
             lambda p, q: q if jnp.issubdtype(p.dtype, jnp.inexact) else p,

@@ -2,13 +2,13 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jax_muon import checks, paths
 from jax_muon.matrices import Matrices
@@ -23,9 +23,6 @@ GATHERS_FIRST = 64
 GATHERS_LAST = 16
 SCATTERS = 32
 LEAST_BUCKET = 4_000_000  # bytes; a smaller one takes as long
-# The latency of a collective grows with the devices. From this number on, a layer is
-# gathered in one collective, and its gradient scattered in one, not one for each array.
-MANY_DEVICES = 16
 # For a scan in plain jit, whose gathers are XLA's own: MaxText's options for GPUs. For
 # llama-7b on 256 H100s products wait 23 ms, by the estimate of benchmarks/schedule,
 # instead of 44 without options.
@@ -132,7 +129,7 @@ def options_of(
     for path, x in paths.leaves_with_paths(params):
         size = x.size * np.dtype(x.dtype).itemsize
         total += size
-        if stacks[path]:
+        if stacks.get(path):
             layer += size / math.prod(x.shape[i] for i in stacks[path])
     if layers is None and layer and gathers_first:
         return _known(XLA_GATHERS_LAYERS)
@@ -162,14 +159,6 @@ def options_of(
             "xla_gpu_enable_pipelined_reduce_scatter": False,
         }
     return _known(options)
-
-
-def scatters_late(sharded: Iterable[PartitionSpec], sizes: specs.Sizes) -> bool:
-    """True if a layer's gradient is scattered in one collective, a layer later."""
-    return any(
-        math.prod(sizes[name] for name in specs.spec_names(spec)) >= MANY_DEVICES
-        for spec in sharded
-    )
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:

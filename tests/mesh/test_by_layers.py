@@ -16,7 +16,7 @@ import jax_muon as jm
 from benchmarks.schedule.hlo import Module
 from benchmarks.schedule.jaxpr import collectives
 from jax_muon import jaxprs
-from jax_muon.mesh import xla_options
+from jax_muon.mesh import transfers
 from jax_muon.notes import listening
 from tests.mesh import losses
 from tests.mesh.layouts import AUTO, EXPLICIT, mesh_of
@@ -100,7 +100,7 @@ def test_gradients_in_float64(name, x64):
 def test_gradients_that_many_devices_scatter_late(loss, x64, monkeypatch):
     """All of a layer's in one go, while the next layer runs."""
     params, batch = losses.draw(jnp.float64), losses.samples(dtype=jnp.float64)
-    monkeypatch.setattr(xla_options, "MANY_DEVICES", 3)
+    monkeypatch.setattr(transfers, "MANY_DEVICES", 3)
     found, _, _ = gradients(make(loss), params, batch)
     assert_close(found, jax.jit(jax.grad(loss))(params, batch), 1e-12)
 
@@ -112,8 +112,9 @@ def test_gradients_that_many_devices_scatter_late(loss, x64, monkeypatch):
 def test_gradients_in_two_levels(loss, keep_gathered, x64):
     """Within a host, "fsdp", and between hosts, "data"."""
     params, batch = losses.draw(jnp.float64), losses.samples(dtype=jnp.float64)
-    given = {"axis": ("fsdp", "data"), "gather": "levels"}
-    step = make(loss, 2, 2, specs=SPECS | LEVELS, keep_gathered=keep_gathered, **given)
+    how = jm.Transfers(gather="levels", keep_gathered=keep_gathered)
+    given = {"axis": ("fsdp", "data"), "transfers": how}
+    step = make(loss, 2, 2, specs=SPECS | LEVELS, **given)
     found, _, whole = gradients(step, params, batch)
     bound = 1e-7 if "casts" in loss.__name__ else 1e-12  # casts to float32
     assert_close(found, jax.jit(jax.grad(loss))(params, batch), bound)
@@ -124,10 +125,10 @@ def test_gradients_in_two_levels(loss, keep_gathered, x64):
     ("given", "gathered", "summed"),
     [
         ({}, 1, 0),
-        ({"keep_gathered": True}, 1, 0),
+        ({"transfers": jm.Transfers(keep_gathered=True)}, 1, 0),
         ({"microbatches": 2}, 2, 0),
-        ({"gather": "leaves"}, 0, 0),
-        ({"gather": "levels"}, 2, 2),
+        ({"transfers": jm.Transfers(gather="leaves")}, 0, 0),
+        ({"transfers": jm.Transfers(gather="levels")}, 2, 2),
     ],
 )
 def test_plan_counts_what_layers_send(given, gathered, summed):
@@ -138,7 +139,7 @@ def test_plan_counts_what_layers_send(given, gathered, summed):
     sent = collectives(step._step, *args)
     planned = jm.describe(step.tx, args[0], devices_per_host=2).bytes_between_hosts
     # Of a layer's (8, 8) and (8,): the ring over all four sends 3/4, through two cards.
-    layer = 4 * (8 * 8 + 8) * (1 / 4 if "levels" in given.values() else 3 / 8)
+    layer = 4 * (8 * 8 + 8) * (1 / 4 if summed else 3 / 8)
     for kind, what, again in (
         ("all-gather", "gathers", gathered),
         ("reduce-scatter", "gradients", summed),
@@ -153,9 +154,9 @@ def test_what_two_levels_cannot_do():
     with pytest.raises(
         ValueError, match="expected with gather='levels' an axis within"
     ):
-        make(losses.scan, gather="levels")
+        make(losses.scan, transfers=jm.Transfers(gather="levels"))
     specs = SPECS | {"layers": {"w": P(None, ("data", "fsdp")), "b": P()}}
-    given = {"axis": ("fsdp", "data"), "gather": "levels"}
+    given = {"axis": ("fsdp", "data"), "transfers": jm.Transfers(gather="levels")}
     step = make(losses.scan, 2, 2, specs=specs, **given)
     with pytest.raises(ValueError, match=r"'layers/w' has .* before 'fsdp'"):
         step(*step.init(params), batch)
@@ -170,12 +171,8 @@ LEVELS = {
 TP = {"layers": {"w": P(None, "data", "tp"), "b": P(None, "tp")}}
 FORMS = {
     "microbatches": (losses.scan, (4,), {"microbatches": 2}),
-    "scattered": (
-        losses.of_scans,
-        (4,),
-        {"microbatches": 2, "accumulate": "scattered"},
-    ),
-    "kept": (losses.of_scans, (4,), {"keep_gathered": True}),
+    "microbatches of several scans": (losses.of_scans, (4,), {"microbatches": 2}),
+    "kept": (losses.of_scans, (4,), {"transfers": jm.Transfers(keep_gathered=True)}),
     "Explicit": (losses.scan, (4,), {"kind": EXPLICIT}),
     "divided": (
         losses.of_scans,
@@ -275,7 +272,8 @@ def test_weights_that_differ_between_devices():
 
 
 def test_kept_layers_are_gathered_once():
-    step, batch = make(losses.scan, keep_gathered=True), losses.samples()
+    step = make(losses.scan, transfers=jm.Transfers(keep_gathered=True))
+    batch = losses.samples()
     assert (4, 8, 8) in whole_layers(step, batch)
     sent, more = (program_of(x, batch)[1] for x in (step, make(losses.scan)))
     assert len(more) > len(sent)
@@ -305,7 +303,8 @@ def test_casts_are_sent_in_the_narrower_dtype(stored, used):
 def test_dtypes_on_the_wire(wire):
     params, batch = losses.draw(), losses.samples()
     expected = jax.jit(jax.grad(losses.scan))(params, batch)
-    found, _, _ = gradients(make(losses.scan, **{wire: "bfloat16"}), params, batch)
+    how = jm.Transfers(**{wire: "bfloat16"})
+    found, _, _ = gradients(make(losses.scan, transfers=how), params, batch)
     error = optax.tree.norm(jax.tree.map(jnp.subtract, found, expected))
     assert 1e-5 < error / optax.tree.norm(expected) < 2e-2
 
@@ -520,9 +519,11 @@ def test_how_parameters_are_gathered():
     layers = dict.fromkeys(losses.LEAVES, "a layer at a time")
     expected = layers | {"head": "whole, for dot_general"}
     for gather in ("auto", "layers"):
-        assert make(losses.scan, gather=gather).gathers(params, batch) == expected
-    assert make(losses.scan, gather="leaves").gathers(params, batch) == {}
-    step = make(losses.fori_loop, gather="layers")
+        step = make(losses.scan, transfers=jm.Transfers(gather=gather))
+        assert step.gathers(params, batch) == expected
+    step = make(losses.scan, transfers=jm.Transfers(gather="leaves"))
+    assert step.gathers(params, batch) == {}
+    step = make(losses.fori_loop, transfers=jm.Transfers(gather="layers"))
     with pytest.raises(ValueError, match=r"scan uses .* 'layers/w' with .* outside"):
         step.gathers(params, batch)
 
@@ -568,6 +569,7 @@ def test_collectives_in_a_weighted_loss(weights, dtype, gather, x64):
 
     alone = lambda p: loss_fn(p, batch, lambda x: x)[0].astype(float)  # noqa: E731
     expected = jax.jit(jax.grad(alone))(params)
-    found, _, _ = gradients(make(loss_fn, weighted=True, gather=gather), params, batch)
+    step = make(loss_fn, weighted=True, transfers=jm.Transfers(gather=gather))
+    found, _, _ = gradients(step, params, batch)
     # In bfloat16 a device's cotangent has 8 bits where collectives take it to others.
     assert_close(found, expected, 1e-12 if dtype == "float64" else 2e-2)

@@ -116,9 +116,12 @@ def drift(rate):
     [
         {"where": "ZeRO-2 on 8"},
         {"where": "ZeRO-2 on 8", "kind": EXPLICIT},
-        {"where": "HSDP", "microbatches": 2, "accumulate": "scattered"},
+        {"where": "HSDP", "microbatches": 2},
         {"where": "HSDP", "parameters": "divided"},
-        {"where": "ZeRO-2 x FSDP x TP", "gather_dtype": "bfloat16"},
+        {
+            "where": "ZeRO-2 x FSDP x TP",
+            "transfers": jm.Transfers(gather_dtype="bfloat16"),
+        },
         {"where": "HSDP", "dtype": "float16"},
     ],
     ids=str,

@@ -44,10 +44,10 @@ FORMS = {
     "HSDP, gathered first": ("HSDP", {"parameters": "divided"}),
     "ZeRO-2 x TP": ("ZeRO-2 x FSDP x TP", {}),
     "state over all axes": ("ZeRO-2 x FSDP x TP", {"divide": ("data", "fsdp", "tp")}),
-    "scattered": ("ZeRO-2 on 4", {"microbatches": 4, "accumulate": "scattered"}),
-    "scattered, gathered first": (
+    "microbatches": ("ZeRO-2 on 4", {"microbatches": 4}),
+    "HSDP, microbatches, gathered first": (
         "HSDP",
-        {"microbatches": 2, "accumulate": "scattered", "parameters": "divided"},
+        {"microbatches": 2, "parameters": "divided"},
     ),
     # Few matrices for many devices, shapes that nothing divides.
     **{name: ("ZeRO-2 on 8", {"problem": name}) for name in problems.PROBLEMS},
@@ -98,7 +98,7 @@ def test_buffers_are_donated_and_the_users_own_stay():
 # --- gradients: weights, aux, dtypes --------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [{}, {"microbatches": 2, "accumulate": "scattered"}])
+@pytest.mark.parametrize("given", [{}, {"microbatches": 2}])
 def test_weights_that_differ_between_devices(given):
     """A masked mean: the devices' batches have 0 to 4 samples that count.
 
@@ -186,8 +186,8 @@ def test_dtypes_on_the_wire(wire, where, parameters):
     given |= {"has_aux": True, "max_aux": "largest"}
     given |= {"tx": optax.sgd(0.1, momentum=0.9)}
     exact, coarse = (
-        layouts.train_step_run(make(**given, **dtype), params, data)[0]
-        for dtype in ({}, {wire: jnp.bfloat16})
+        layouts.train_step_run(make(**given, transfers=how), params, data)[0]
+        for how in (jm.Transfers(), jm.Transfers(**{wire: jnp.bfloat16}))
     )
     assert 1e-6 < problems.distance(coarse, exact, params) < 2e-2  # roundings of 2^-9
 
@@ -198,7 +198,8 @@ def test_complex_numbers_keep_their_imaginary_parts_on_the_wire():
 
     params = {"w": jnp.full((8, 16), 1 + 2j)}
     given = {"tx": optax.sgd(64.0), "loss": loss}
-    given |= {"reduce_dtype": "bfloat16", "gather_dtype": "bfloat16"}
+    narrow = jm.Transfers(reduce_dtype="bfloat16", gather_dtype="bfloat16")
+    given |= {"transfers": narrow}
     for parameters in ("as specs", "divided"):
         step = make("ZeRO-2 on 8", parameters=parameters, **given)
         after, _, _ = step(*step.init(params), jnp.ones(8))
@@ -228,7 +229,7 @@ def test_zero2_scatters_each_leaf_and_nothing_twice():
 def test_plan_counts_what_a_step_sends(form):
     where, given = FORMS[form]
     params, _ = problems.draw("mixed")
-    step = make(where, min_size=200, gather="leaves", **given)
+    step = make(where, min_size=200, transfers=jm.Transfers(gather="leaves"), **given)
     shapes, state = step.abstract(params)
     planned = jm.describe(step.tx, shapes)
     sent = collectives(step._step, shapes, state, problems.batches(1)[0])
@@ -288,9 +289,7 @@ def test_batches_that_do_not_divide(tokens):
     [
         ({"axis": "model"}, "axis='model'; expected axes of the mesh"),
         ({"axis": ()}, r"axis=\(\); expected at least one"),
-        ({"accumulate": "never"}, "accumulate='never'"),
-        ({"gather": "always"}, "gather='always'; expected one of 'auto'"),
-        ({"reduce_dtype": "int8"}, "reduce_dtype='int8'; expected"),
+        ({"transfers": "bfloat16"}, "transfers='bfloat16'; expected a jax_muon.Tran"),
         ({"weighted": "no"}, "weighted='no'; expected True or False"),
         ({"mesh": mesh_of(2, 2, kind=EXPLICIT)}, "'fsdp' beside those of the b"),
     ],
@@ -299,6 +298,20 @@ def test_arguments(given, match):
     given = {"mesh": mesh_of(2, 2)} | given
     with pytest.raises(ValueError, match=match):
         jm.make_train_step(lambda p, b: 0.0, jm.nanochat(), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"gather": "always"}, "gather='always'; expected one of 'auto'"),
+        ({"reduce_dtype": "int8"}, "reduce_dtype='int8'; expected"),
+        ({"gather_dtype": "int8"}, "gather_dtype='int8'; expected"),
+        ({"keep_gathered": 1}, "keep_gathered=1; expected True or False"),
+    ],
+)
+def test_arguments_of_transfers(given, match):
+    with pytest.raises(ValueError, match=match):
+        jm.Transfers(**given)
 
 
 @pytest.mark.parametrize(
