@@ -179,7 +179,7 @@ FORMS = {
         (4,),
         {"parameters": "divided", "specs": {**SPECS, "head": P()}},
     ),
-    "leaves": (losses.scan, (4,), {"gather": "leaves"}),
+    "leaves": (losses.scan, (4,), {"transfers": jm.Transfers(gather="leaves")}),
     "HSDP": (losses.scan, (2, 2), {"specs": SPECS | FSDP}),
     "HSDP, divided": (
         losses.scan,
@@ -189,7 +189,11 @@ FORMS = {
     "levels": (
         losses.of_scans,
         (2, 2),
-        {"specs": SPECS | LEVELS, "axis": ("fsdp", "data"), "gather": "levels"},
+        {
+            "specs": SPECS | LEVELS,
+            "axis": ("fsdp", "data"),
+            "transfers": jm.Transfers(gather="levels"),
+        },
     ),
     "levels, divided": (
         losses.scan,
@@ -198,7 +202,7 @@ FORMS = {
             "specs": SPECS | FSDP,
             "parameters": "divided",
             "axis": ("fsdp", "data"),
-            "gather": "levels",
+            "transfers": jm.Transfers(gather="levels"),
             "microbatches": 2,
         },
     ),
