@@ -6,7 +6,6 @@ as in DeepSeek-V3; an MLP with a `gate` is gated as in Llama; and leaves with a 
 axis, (layers, in, out), run in a scan.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -24,21 +23,28 @@ def loss(
     head: int,
     attention: str | None = None,
     rematerialize: bool = True,
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """Mean cross-entropy of the next token.
 
     Args:
-      params: a tree like `benchmarks.parameters.model_parameters`, in the dtype to
-        compute in.
+      params: a tree like `benchmarks.parameters.model_parameters`.
       tokens: (batch, length + 1); the first `length` are the input.
       head: width of a head of attention; of values, in latent attention.
       attention: implementation of `jax.nn.dot_product_attention`.
       rematerialize: whether blocks are computed again in the backward pass.
+      dtype: what parameters are cast to where they are used; None for their own.
     """
-    block = functools.partial(_block, head=head, attention=attention)
+
+    def cast(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(dtype or x.dtype), tree)
+
+    def block(x: jax.Array, leaves: dict[str, Any]) -> jax.Array:
+        return _block(x, cast(leaves), head=head, attention=attention)
+
     if rematerialize:
         block = jax.checkpoint(block)
-    x = _norm(params["wte"][tokens[:, :-1]])
+    x = _norm(cast(params["wte"][tokens[:, :-1]]))
     stacks = [params[name] for name in ("dense", "blocks") if name in params]
     for blocks in stacks:
         if "out" in blocks:
@@ -46,7 +52,7 @@ def loss(
             continue
         for name in sorted(blocks):
             x = block(x, blocks[name])
-    logits = (_norm(x) @ params["lm_head"].T).astype(jnp.float32)
+    logits = (_norm(x) @ cast(params["lm_head"]).T).astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return losses.mean()
 

@@ -77,6 +77,7 @@ WORKLOADS: dict[str, tuple[int, float, int]] = {
     "llama-1.3b": (128, 2, 2048),
     "llama-7b": (128, 1, 4096),
     "llama-7b-32k": (128, 1 / 8, 32768),
+    "llama-8b": (128, 1, 4096),
     "llama-70b": (128, 1, 4096),
     "deepseek-v3": (128, 1 / 8, 4096),
     "experts-7b": (128, 1, 4096),

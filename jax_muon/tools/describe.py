@@ -94,6 +94,24 @@ class Description:
         return math.prod(self.sizes.values())
 
     @property
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes on one device: those parts of the peak of a step that are known.
+
+        "gradients" counts those of all parameters, sharded like the state.
+        """
+
+        def held(leaf: DescribedParameter, spec: PartitionSpec | None) -> int:
+            names = mesh_specs.spec_names(spec or PartitionSpec())
+            return leaf.bytes // math.prod(self.sizes.get(name, 1) for name in names)
+
+        leaves = self.parameters
+        return {
+            "parameters": sum(held(x, x.spec) for x in leaves),
+            "gradients": sum(held(x, x.state_spec or x.spec) for x in leaves),
+            "state": self.state_bytes,
+        }
+
+    @property
     def sent_bytes(self) -> dict[str, float]:
         """Bytes that one device sends in a step.
 
@@ -151,7 +169,8 @@ class Description:
         in_matrices = sum(math.prod(leaf.matrices or [0]) for leaf in self.parameters)
         lines.append(
             f"{len(elements)} parameters: {sum(elements)} elements, {in_matrices} of "
-            f"them in matrices; state {bytes_text(self.state_bytes)}"
+            f"them in matrices; "
+            + ", ".join(f"{k} {bytes_text(n)}" for k, n in self.held_bytes.items())
         )
         if self.sizes:
             lines[-1] += " on a device"

@@ -51,3 +51,19 @@ def test_matrices_too_small_for_owners(kind):
         "summed over data: 5.4 KB for gradients, 1.5 KB for gathers; 5 parameters of "
         "2.6 KB are repeated, above all 0/w"
     )
+
+
+def test_bytes_on_a_device():
+    """Float32 kernels (64, 64) and (64, 256) in ZeRO-2 over four devices.
+
+    Each device holds whole parameters, and a quarter of gradients and momentum.
+    """
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,))
+    shapes = {"q": (64, 64), "up": (64, 256)}
+    params = {k: jax.ShapeDtypeStruct(x, jnp.float32) for k, x in shapes.items()}
+    size = 4 * (64 * 64 + 64 * 256)
+    assert jm.describe(jm.muon(), params).held_bytes["gradients"] == size
+    tx = jm.on_mesh(jm.muon(), mesh, divide="data")
+    held = jm.describe(tx, params).held_bytes
+    assert (held["parameters"], held["gradients"]) == (size, size // 4)
+    assert size // 4 <= held["state"] < size // 4 + 64  # and counts of steps
