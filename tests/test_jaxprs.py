@@ -102,7 +102,7 @@ def test_functions_that_operations_call():
     assert jaxprs.called(eqn) is None
 
 
-def test_only_what_results_need_is_traced():
+def test_only_what_results_need_is_traced(as_users_write):
     constant = jnp.ones(4)
 
     def function(x, unused):

@@ -3,15 +3,18 @@
 import pathlib
 import sys
 
+import jax
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 
-@pytest.fixture(autouse=True)
-def broadcast(as_users_write):
-    """Flax's layers add arrays of unlike numbers of axes."""
+@pytest.fixture(autouse=True, scope="module")
+def as_users_write():
+    """Models and Flax's layers add arrays of unlike numbers of axes."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
 
 
 @pytest.fixture
