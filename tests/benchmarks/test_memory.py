@@ -1,0 +1,39 @@
+"""The page on memory has the figures of the compilations."""
+
+import json
+import pathlib
+
+ROOT = pathlib.Path(__file__).parents[2]
+COLUMNS = ("parameters", "state", "gradients", "rest", "peak")
+
+
+def tables():
+    """The cells of each table of the page, by its mark."""
+    page = (ROOT / "docs" / "memory.md").read_text()
+    for part in page.split("<!-- ")[1:]:
+        rows = [x for x in part.splitlines() if x.startswith("|")][2:]
+        cells = [[y.strip(" *") for y in row.strip("|").split("|")] for row in rows]
+        yield part.split()[0], cells
+
+
+def gigabytes(row):
+    return [f"{x:.{1 if x < 100 else 0}f}" for x in (row[c] / 1e9 for c in COLUMNS)]
+
+
+def test_figures_of_the_page():
+    results = json.loads((ROOT / "benchmarks/results/memory.json").read_text())
+    of_table = {
+        name: [x for x in results if x["table"] == name]
+        for name in ("models", "updates", "card")
+    }
+    pages = dict(tables())
+    for name in ("models", "card"):
+        rows = sorted(row[3:] for row in pages[name])
+        assert rows == sorted(map(gigabytes, of_table[name]))
+    found = {
+        (x["optimizer"], x["update"]): f"{x['peak'] / x['elements']:.1f}"
+        for x in of_table["updates"]
+    }
+    for name, _, after, within in pages["updates"]:
+        assert found[name, "after backward"] == after
+        assert found[name, "in backward"] == within
