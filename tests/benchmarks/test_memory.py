@@ -34,6 +34,7 @@ def test_figures_of_the_page():
         (x["optimizer"], x["update"]): f"{x['peak'] / x['elements']:.1f}"
         for x in of_table["updates"]
     }
-    for name, _, after, within in pages["updates"]:
+    for page_name, _, after, within in pages["updates"]:
+        name = page_name.removeprefix("jm.")
         assert found[name, "after backward"] == after
         assert found[name, "in backward"] == within
