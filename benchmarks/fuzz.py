@@ -68,7 +68,13 @@ NUMBERS = {
 FEATURES: dict[str, tuple[str, ...]] = {
     "recipe": RECIPES,
     "around": ("nothing", "clip", "skip", "if finite", "every two", "injected"),
-    "run": ("auto", "explicit", "step, microbatches", "step, divided"),
+    "run": (
+        "auto",
+        "explicit",
+        "step, microbatches",
+        "step, one batch",
+        "step, divided",
+    ),
     "mesh": tuple(MESHES),
     "divide": ("nothing", "first axis", "last axis", "all axes"),
     "numbers": tuple(NUMBERS),
@@ -297,7 +303,7 @@ def train_steps(case: Case, tx: Any, mesh: Mesh, specs: Any) -> tuple[Any, Any]:
         axis=case.divide,
         specs=specs,
         min_size=1,
-        microbatches=1 if how == "divided" else 2,
+        microbatches=2 if how == "microbatches" else 1,
         parameters="divided" if how == "divided" else "as specs",
         donate=False,
     )
