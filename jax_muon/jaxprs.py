@@ -1,4 +1,4 @@
-"""What the package knows of JAX's internals: primitives, parameters, source lines.
+"""Everything that depends on JAX's internals: primitives, parameters, source lines.
 
 Everything here may change with a release of JAX; `tests/test_jaxprs.py` runs in each.
 """
@@ -64,7 +64,7 @@ def needed_for(jaxpr: Jaxpr, results: Sequence[bool]) -> tuple[Jaxpr, list[bool]
 
 
 def operations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """All operations of a program, each before those of the functions that it calls."""
+    """All operations of a program; the functions that one calls come right after it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for function in jaxprs_in_params(eqn.params):
@@ -89,7 +89,7 @@ def line_of(calls: Sequence[JaxprEqn]) -> str:
     """
     modules = [sys.modules.get(name) for name in _LIBRARIES]
     folders = tuple(os.path.dirname(m.__file__ or "") for m in modules if m)
-    # JAX traces its own functions once, and operations in them show who called first.
+    # JAX traces its own functions once, so operations in them name the first caller.
     eqn = next((x for x in calls if _calls_jax(x, folders[0])), calls[-1])
     traceback: Any = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():  # the innermost first

@@ -1,8 +1,8 @@
 """Keep in the state what rounding to 16-bit parameters drops.
 
 The step of a parameter is often smaller than half the distance between two numbers of
-bfloat16, and rounding then loses it. Here a parameter stands for the sum of itself and
-a residual of a few bits, and only the sum is updated.
+bfloat16, so that rounding loses it. The state keeps the lost part, a residual of a few
+bits for each element, and the optimizer updates the sum of parameter and residual.
 """
 
 from typing import Any, NamedTuple
@@ -30,27 +30,26 @@ def keep_residual(
 ) -> optax.GradientTransformationExtraArgs:
     """Update bfloat16 or float16 parameters by steps that they are too narrow for.
 
-    The optimizer sees the parameters in float32, with what rounding dropped before, and
-    keeps a state like that of float32 parameters: choose `momentum_dtype` of a recipe
-    if its momentum shall be narrower. `optax.apply_updates` gives exactly the rounded
-    parameters that the new residual belongs to. So whatever changes updates must be
-    inside, such as a chain; `on_mesh`, `make_train_step`, `optax.MultiSteps` and
-    `skip_nonfinite` may also be outside.
+    The optimizer sees float32 parameters, residual included, and keeps the state that
+    float32 parameters need; a recipe's `momentum_dtype` makes its momentum narrower.
+    `optax.apply_updates` gives exactly the rounded parameters that the new residual
+    belongs to. So whatever changes updates must be inside, such as a chain; `on_mesh`,
+    `make_train_step`, `optax.MultiSteps` and `skip_nonfinite` may also be outside.
 
     A residual counts in units of 1/128 of half the distance to the next 16-bit number:
     7 bits and a sign, or 24 bits for a bfloat16 with its residual. It is rounded to
     nearest, so steps below 2^-17 of an element are lost, with "int16" below 2^-24. A
     step that halves or doubles an element, or moves it across zero, is rounded to the
-    parameters' precision. Units of bfloat16 below 2^-100 are as there.
+    parameters' precision. Elements of bfloat16 below 2^-100 have the unit of 2^-100.
 
     Args:
       tx: the optimizer, such as a recipe.
       dtype: of the residual, "int8", or "int16" for units 256 times finer.
 
     Returns:
-      An `optax.GradientTransformation`. Its updates have the dtype of 16-bit
-      parameters, and that of `tx` for all others, which have no residual; `describe`
-      lists them. Its state is a `KeepResidualState`.
+      An `optax.GradientTransformation`. Updates of 16-bit parameters have their dtype.
+      All others have no residual, and the dtype that `tx` gives them; `describe` lists
+      them. The state is a `KeepResidualState`.
 
     Raises:
       ValueError: `tx` is not an optax transform, another dtype; at update, no

@@ -37,7 +37,7 @@ def listening() -> Iterator[Notes]:
 
 
 def traced(function: Callable[..., Any], *args: Any) -> Notes:
-    """What a function of these arrays, or of their shapes, records while traced."""
+    """Trace a function of these arrays, or of their shapes; the facts it records."""
     with listening() as notes:
         # A new function, so that JAX traces it.
         jax.eval_shape(lambda *args: function(*args), *args)

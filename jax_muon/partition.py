@@ -121,8 +121,8 @@ def reader(matrices: Reader) -> Callable[[Any], Matrices]:
     return read_tree
 
 
-def _of_tree(read: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrices:
-    """The reading of a tree, which may be a part of the tree that was read.
+def _of_tree(whole: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrices:
+    """The reading of a tree, which may be a part of the `whole` tree that was read.
 
     Raises:
       ValueError: for a parameter that was not read, or of another shape, or without a
@@ -130,7 +130,7 @@ def _of_tree(read: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrices
     """
     parameters = {}
     for path, leaf in paths.leaves_with_paths(tree):
-        parameter, shape = read[path], tuple(leaf.shape)
+        parameter, shape = whole[path], tuple(leaf.shape)
         parameters[path] = dataclasses.replace(parameter, shape=shape)
         where = f"parameter {path!r} of shape {shape}"
         if not parameter.fits(shape):
@@ -159,16 +159,17 @@ def _of_tree(read: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrices
                 f"has that label; there are {', '.join(sorted(present))}; expected "
                 "rules that give it to one, or an optax transform"
             )
-    return dataclasses.replace(read, parameters=parameters)
+    return dataclasses.replace(whole, parameters=parameters)
 
 
 def _for_tree(
-    found: Matrices, groups: Mapping[str, Group]
+    matrices: Matrices, groups: Mapping[str, Group]
 ) -> optax.GradientTransformationExtraArgs:
     """The transforms of the groups, on the leaves with their labels."""
-    matrices = found.group([x for x, group in groups.items() if callable(group)])
-    note("parameters", found)
-    note("matrices", {tuple(matrices): matrices})
+    of_functions = [x for x, group in groups.items() if callable(group)]
+    grouped = matrices.group(of_functions)
+    note("parameters", matrices)
+    note("matrices", {tuple(grouped): grouped})
     transforms = {
         label: checks.as_transform(
             f"groups[{label!r}](matrices)", group(matrices.group([label]))
@@ -177,4 +178,4 @@ def _for_tree(
         else group
         for label, group in groups.items()
     }
-    return optax.partition(transforms, found.labels)
+    return optax.partition(transforms, matrices.labels)

@@ -1,6 +1,6 @@
 """Run a transform on the parts of parameters with splits.
 
-The inner transform sees a tree in which such a parameter is a node with its parts.
+The inner transform sees a tree in which a split parameter is a node with its parts.
 Every piece, recipe and layout then works on parts as on parameters, and knows nothing
 of splits.
 """

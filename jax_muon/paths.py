@@ -130,9 +130,9 @@ def ends_with(pattern: str, path: str) -> bool:
 def check_known(
     what: str, asked: Iterable[str], names: Collection[str], *, modules: bool = True
 ) -> None:
-    """Raise a ValueError for a path that is no parameter's, and no module's either.
+    """Raise a ValueError for a path that names neither a parameter nor a module.
 
-    Without `modules` the path of a module is an error, too.
+    Without `modules`, it has to name a parameter.
     """
     for path in asked:
         start = f"{path}/" if path else ""

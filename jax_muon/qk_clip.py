@@ -68,8 +68,8 @@ def clip_qk(
         end the path of the attention module: `blocks/0/attn`.
       matrices: `jax_muon.read(params, loss_fn, batch)`. Its roles say which kernels are
         queries and keys, instead of patterns; what else is in their modules are their
-        biases. The path of an attention module is what those of its query and key
-        share.
+        biases. The path of an attention module is the part that the paths of its
+        query and key share.
       balance: :math:`\alpha` in [0, 1], the share of the query. 1 leaves keys alone, so
         only heads above the threshold change.
       layers_axis: first axis of scanned layers in every parameter that the patterns
@@ -267,7 +267,7 @@ def _heads(
     logits: tuple[int, ...],
     start: int,
 ) -> tuple[int, Callable[[Float[Array, "*layers heads"], str], Array]]:
-    """How parameters hold their heads, by their shapes and that of the maxima.
+    """Find the axes of heads in queries and keys; `logits` is the shape of maxima.
 
     Returns:
       The number of key heads, and a function that broadcasts a number for each head

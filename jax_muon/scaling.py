@@ -243,7 +243,7 @@ def scale_by_shape(
 
 
 def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
-    """Scale parameters by factors of their own: a learning rate for each pattern.
+    """Scale the updates of some parameters: a learning rate for each path pattern.
 
     Args:
       factors: path pattern to factor; see `read` for patterns. The first that matches

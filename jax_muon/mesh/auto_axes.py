@@ -19,7 +19,7 @@ def on_auto_axes(
     `optax.contrib.prodigy`, `optax.contrib.dadapt_adamw` and `optax.scale_by_lbfgs`,
     selections as in `optax.adaptive_grad_clip`, and the SVD of `optax.contrib.galore`.
     On Auto axes XLA chooses the sharding of intermediate arrays. Updates and state are
-    sharded as they come in. The result is that of one device, to rounding.
+    sharded as they come in. They equal a single device's, to rounding.
 
     Args:
       tx: an optax transform, such as a group of `partition` or a member of a chain. Not

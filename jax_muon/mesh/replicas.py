@@ -15,10 +15,10 @@ def on_replicas(
 
     Inside `jax.pmap`, and inside `jax.shard_map` with `check_vma=False`, types do not
     show whether an array is a whole parameter or a shard, so `orthogonalize` and
-    `skip_nonfinite` refuse to run there. This says that all arrays are whole, which is
-    what `jax.pmap` is used for. As with any other optimizer, the replicas stay equal
-    only if they get equal gradients, such as those of `jax.lax.pmean`. Every device
-    then orthogonalizes every matrix.
+    `skip_nonfinite` refuse to run there. This wrapper declares that all arrays are
+    whole, as they are in `jax.pmap`. As with any other optimizer, replicas stay equal
+    only if they get equal gradients, for example from `jax.lax.pmean`. Every device
+    orthogonalizes every matrix.
 
     Args:
       tx: an optax transform, such as a recipe or a chain around one.

@@ -1,4 +1,4 @@
-"""Parameters on several meshes, as pipeline stages have them: a program for each."""
+"""Run an optimizer on pipeline stages: one program for each mesh."""
 
 import functools
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ def on_stages(
 ) -> optax.GradientTransformationExtraArgs:
     """Run an optimizer on parameters of several meshes, such as pipeline stages.
 
-    JAX has no program for arrays of disjoint meshes, so each mesh has its own: that of
-    `on_mesh(tx, mesh, specs, divide)`, with meshes and specs as the parameters have
-    them. They run at the same time. The updates equal those of one device, to rounding.
+    No JAX program takes arrays of disjoint meshes, so each mesh runs a program of
+    `on_mesh(tx, mesh, specs, divide)`, with its parameters' mesh and specs. The
+    programs run at the same time. Updates equal a single device's, to rounding.
 
-    With several processes, a process takes part in the stages of its own devices alone:
-    it has `optax.MaskedNode()` in the place of all other parameters and gradients.
+    With several processes, each passes only the parameters and gradients on its own
+    devices, and `optax.MaskedNode()` for all others.
 
     Args:
       tx: an optax transform, with `matrices=jax_muon.read(...)` of the whole model: a

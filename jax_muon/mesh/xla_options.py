@@ -64,7 +64,7 @@ def gpu_options(
     - if `make_train_step` or `scan_layers` gathers layers in a loop,
       `xla_gpu_enable_while_loop_double_buffering`, without which each turn copies the
       gathered layer, no `xla_gpu_enable_pipelined_reduce_scatter`, and buckets smaller
-      than a layer; for `make_train_step` from 16 devices on, one per layer.
+      than a layer; with 16 devices or more, `make_train_step` uses one per layer.
     - if XLA gathers layers itself, in a `jax.lax.scan` in plain jit: MaxText's
       options.
 
@@ -74,15 +74,15 @@ def gpu_options(
       params: the parameters, or their shapes.
       mesh: the mesh that the step runs on.
       axis: mesh axes that divide the batch; None for all. Over the others, such as
-        those of tensor parallelism, a device holds a part of each leaf.
+        tensor parallelism's, a device holds a part of each leaf.
       gathers_first: whether parameters are sharded between steps and gathered at the
         beginning of a step; otherwise updates are gathered at its end.
-      layers: who gathers scanned layers. True: `make_train_step` or `scan_layers`, one
-        at a time. False: nobody, as no scan takes sharded leaves. None: XLA, in a
-        `jax.lax.scan` in plain jit, if `gathers_first` and if a scan takes parameters;
-        otherwise as False.
-      matrices: the reading of the parameters, which knows the axes that a scan takes;
-        None: as their names and shapes suggest.
+      layers: how scanned layers are gathered. True: one at a time, by
+        `make_train_step` or `scan_layers`. False: no scan takes sharded leaves. None:
+        by XLA, in a `jax.lax.scan` in plain jit, if `gathers_first` and if a scan takes
+        parameters; otherwise as False.
+      matrices: the reading of the parameters, which says along which axes a scan takes
+        them; None: names and shapes suggest it.
 
     Returns:
       Options for `jax.jit`; {} on one device, and for devices other than GPUs.
@@ -148,7 +148,7 @@ def options_of(
         "xla_gpu_reduce_scatter_combine_threshold_bytes": math.ceil(
             scatter / (mesh.shape[inner] if inner else mesh.size)
         ),
-        # With it, transfers of one level hold up those of the other.
+        # With it, one level's transfers would wait for the other's.
         "xla_gpu_experimental_collective_start_as_early_as_possible": not inner,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 10,
         "xla_gpu_graph_min_graph_size": 1,

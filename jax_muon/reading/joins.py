@@ -28,7 +28,7 @@ def check(joins: Any) -> None:
 def find_joins(
     joins: Joins | None, parameters: Mapping[str, Parameter]
 ) -> tuple[Join, ...]:
-    """Which of these matrices are joined; of two joins of one leaf the first counts.
+    """Find the matrices that are joined; the first of two joins of one leaf counts.
 
     Raises:
       ValueError: with paths, for a pattern that matches nothing, or has no number and
@@ -56,8 +56,8 @@ def find_joins(
     sizes = [joins] if isinstance(joins, int) else joins.values()
     if max(sizes, default=1) > 1 and not any(_joins(x, parameters) for x in resolved):
         raise ValueError(
-            f"joins={joins!r} join nothing: there are fewer layers; expected K of at "
-            "most as many as there are, or another recipe than teon"
+            f"joins={joins!r} join nothing: the model has fewer layers; expected K of "
+            "at most their number, or another recipe than teon"
         )
     return tuple(resolved)
 
@@ -72,7 +72,7 @@ def _joins(join: Join, parameters: Mapping[str, Parameter]) -> bool:
 def _joins_of_pattern(
     pattern: str, size: int, parameters: Mapping[str, Parameter]
 ) -> list[Join]:
-    """Joins of paths that differ in the number alone, or along the batch of each."""
+    """Joins of paths that differ only in one number, or along each leaf's batch."""
     # `paths.matches`, with a number for {i}.
     expression = fnmatch.translate(f"*/{paths.slashed(pattern)}/*")
     expression = expression.replace(re.escape(_NUMBER), r"(?P<i>\d+)", 1)
@@ -140,7 +140,7 @@ def _joins_of_attention(size: int, parameters: Mapping[str, Parameter]) -> list[
 
 
 def _cut(size: int, numbered: list[tuple[int, str]]) -> list[Join]:
-    """Joins of layers in their order; a remainder is joined with nothing."""
+    """Join each `size` successive layers; the remaining ones stay single."""
     ordered = [path for _, path in sorted(numbered)]
     stop = len(ordered) // size * size
     joined = [Join(size, tuple(ordered[at : at + size])) for at in range(0, stop, size)]

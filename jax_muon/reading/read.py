@@ -35,13 +35,13 @@ def read(
 ) -> Matrices:
     """Find out which parameters are matrices, and along which axes.
 
-    With a function, such as the loss, its computation decides: what it contracts with
-    data is a matrix, whose contracted axes are in and whose other axes are out, but for
-    those of scans, `vmap`, experts and a batched product, which are the batch. Rows
-    that integers pick are an embedding. A kernel after which no other parameter
-    multiplies is the head, and one whose outputs a top-k chooses from a router. What
-    meets data elementwise is a norm, a bias or a position. The function is traced with
-    shapes; nothing is computed, and no state changes.
+    With a function, such as the loss, its computation decides. A parameter that it
+    contracts with data is a matrix: contracted axes are in; axes of scans, `vmap`,
+    experts and batched products are the batch; all others are out. A parameter whose
+    rows integers pick is an embedding. A kernel with no other product after it is the
+    head, and one whose outputs go to a top-k is a router. Elementwise use makes a norm,
+    a bias or a position. The function is traced with shapes; nothing is computed, and
+    no state changes.
 
     Without a function, paths and shapes suggest a reading, which can be wrong.
 

@@ -32,13 +32,13 @@ _MOMENTS: dict[type, dict[str, str]] = {
     MuonState: {"mu": "first"},
 }
 
-# Transforms whose state has the type of Adam's, and holds other averages.
+# Their state has Adam's type, but holds other averages.
 _UNLIKE_ADAM = ("scale_by_adamax", "scale_by_adopt")
 
 # Fields that count the steps of a run.
 _COUNTS = ("count", "gradient_step", "step")
 
-# Arrays that stay as `init` returns them: norms, a sum of no gradients, a table.
+# Arrays that `init` sets and `take_over` leaves: norms, sums of gradients, tables.
 _AS_INIT = ("radius", "acc_grads", "ns_coeffs", "hyperparams")
 
 
@@ -71,8 +71,8 @@ class Moments:
         """Read the state of a recipe, `optax.contrib.muon`, `optax.adamw`, or chains.
 
         Args:
-          state: the optimizer's state, chained, masked or partitioned. That of
-            `optax.adamax` or adopt looks like Adam's, and is not.
+          state: the optimizer's state, chained, masked or partitioned. The states of
+            `optax.adamax` and adopt look like Adam's, but hold other averages.
 
         Raises:
           ValueError: a state without moments, or whose parts differ in their counts.

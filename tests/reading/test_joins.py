@@ -233,7 +233,7 @@ def test_teon_matrices(rng, x64, shape):
         ({"0/q": SHAPE}, {"{i}/q": 0}, "at least 1"),
         ({"0/q": SHAPE}, 0, "joins=0"),
         ({"0/up": SHAPE}, 2, "no query, key or value"),
-        ({"0/q": SHAPE, "1/q": SHAPE}, 3, "joins=3 join nothing: there are fewer lay"),
+        ({"0/q": SHAPE, "1/q": SHAPE}, 3, "joins=3 join nothing: the model has"),
         ({"0/q": SHAPE, "1/q": SHAPE}, {"{i}/q": 3}, "join nothing"),
         ({"q": jax.ShapeDtypeStruct((2, 4, 6), "float32")}, {"q": 3}, "join nothing"),
     ],

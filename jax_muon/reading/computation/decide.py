@@ -46,7 +46,7 @@ def parameter(path: str, leaf: Any, follower: Follower, is_split: bool) -> Param
 
 
 def agreeing(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """The same, but a head that is a kernel in other layers is one here, too.
+    """Make the head of one layer a kernel, if it is a kernel in other layers.
 
     A function that ends before the model's head, such as an encoder, has its last
     kernels as its last products.

@@ -35,8 +35,8 @@ Axes = Sequence[int]
 class Product:
     """A contraction of two operands; each field has an entry for either.
 
-    The axes of the result are those of the batch, the free ones of the first operand,
-    and those of the second one.
+    The result has the batch axes first, then the free axes of the first operand, then
+    those of the second.
     """
 
     eqn: JaxprEqn
@@ -52,7 +52,7 @@ class Product:
 
     @functools.cached_property
     def free(self) -> list[list[int]]:
-        """The other axes, which the result keeps."""
+        """The axes that the result keeps, beside the batch."""
         used = [
             sum(map(tuple, of), ())
             for of in zip(self.contract, self.batch, self.groups, strict=True)
@@ -62,14 +62,14 @@ class Product:
         ]
 
     def placed(self, i: int, sides: Sides) -> Sides:
-        """The axes of the result, from those of operand i."""
+        """Axes of the result, from the axes of operand i."""
         others = len(self.free[0]) if i else 0
         source = dict(enumerate(self.batch[i]))
         source |= {len(source) + others + at: a for at, a in enumerate(self.free[i])}
         return placed(sides, source, shape_of(self.eqn.outvars[0]))
 
     def weight(self, follower: Follower) -> int | None:
-        """Which operand is made of leaves that the other one is multiplied by."""
+        """The operand (0 or 1) that is the parameter in this product, or None."""
         leaves = [bool(value.leaves) for value in self.values]
         data = [value.data for value in self.values]
         if not any(leaves):
@@ -88,7 +88,7 @@ class Product:
         return fits.index(True) if fits[0] != fits[1] else None
 
     def _is_matrix(self, i: int) -> bool:
-        """True if both sides are leaves', where data has picked or added elements."""
+        """True if some contracted and some free axes are a leaf's."""
         return all(
             any(self.values[i].axes_in(places[i]).values())
             for places in (self.contract, self.free)
@@ -125,7 +125,7 @@ def _product(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
             return _of_leaves(product)
         return _of_activations(follower, product)
     weight, other = product.values[i], product.values[1 - i]
-    if not other.data and not other.leaves:  # an input, or something to apply to a leaf
+    if not other.data and not other.leaves:  # a constant
         result = weight.moved(functools.partial(product.placed, i))
         return result.with_role(CONSTANT, weight.axes_in(product.contract[i]))
     follower.use(other, "elementwise", product.eqn)
@@ -137,7 +137,7 @@ def _product(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     kind = "picked" if other.one_hot and not other.leaves else "contracted"
     uses = follower.use(weight, kind, product.eqn, roles, by=other)
     for x in other.outputs():
-        # Outputs that this product has as a batch: members that had one input.
+        # A batch of this product that was an output: members with one input.
         for axis in axes_in(other.results[x], product.batch[1 - i]):
             if all(x.use.roles.get(a) == {BATCH} for a in range(axis)):
                 x.use.separate(axis)
@@ -147,7 +147,7 @@ def _product(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
 
 
 def _of_leaves(product: Product) -> Value:
-    """A product of two leaves is made of both."""
+    """The value of a product of two leaves: made of both."""
     result = dataclasses.replace(joined(product.values), results={})
     for i, value in enumerate(product.values):
         part = value.moved(functools.partial(product.placed, i))
@@ -186,13 +186,13 @@ def _of_activations(follower: Follower, product: Product) -> Value:
 
 
 def _feed(result: Value) -> None:
-    """A frozen kernel takes what is before it, as one of the parameters would."""
+    """Note that a frozen kernel takes the result, as a parameter would."""
     for use in result.behind:
         use.feeds = True
 
 
 def _attended(product: Product, scores: Scores, i: int) -> dict[Output | Scores, Sides]:
-    """A sum that scores weigh: give the products around them their roles.
+    """Give the query, key and value of an attention their roles.
 
     Operand i holds the values. Returns outputs that mark the result as attention's.
     """
@@ -210,7 +210,7 @@ def _attended(product: Product, scores: Scores, i: int) -> dict[Output | Scores,
 
 
 def _find_mixture(product: Product, i: int, x: Output, sides: Sides) -> None:
-    """Matrices that data has mixed: outputs of the mixture are their ins and outs."""
+    """Revise the roles of a leaf that data mixes into matrices, as hypernetworks do."""
     inside = axes_in(sides, product.contract[i])
     outside = axes_in(sides, product.free[i])
     shape, roles = product.shapes[i], x.use.roles

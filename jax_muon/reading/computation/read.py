@@ -24,7 +24,7 @@ def follow(function: Callable[..., Any], params: Any, *args: Any) -> Follower:
     follower = Follower({path: tuple(x.shape) for path, x in leaves.items()})
     values = [_of_leaf(path, shape) for path, shape in follower.shapes.items()]
     for i, v in enumerate(jaxpr.invars[len(values) :], len(values)):
-        # Arrays that the function closes over are the data of one without arguments.
+        # A function without arguments closes over its data.
         values.append(_given(v.aval, is_data=i < count or not args))
     follower.run(jaxpr, values)
     decide.find_experts(follower)
@@ -43,10 +43,10 @@ def read_uses(
       function: any function whose result depends on the parameters.
       params: the parameters, or their shapes.
       args: the other arguments, arrays or shapes.
-      splits: patterns of the parameters that are split, about which nothing is said.
+      splits: patterns of the parameters that are split, which get no warning.
 
     Raises:
-      ValueError: the result depends on none of the parameters.
+      ValueError: the result does not depend on any parameter.
     """
     follower = follow(function, params, *args)
     leaves = paths.leaves_with_paths(params)

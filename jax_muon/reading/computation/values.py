@@ -1,8 +1,8 @@
-"""What is known of an array in a traced function, and of each use of a parameter.
+"""Records about the arrays of a traced function, and about each use of a parameter.
 
-A `Value` stands for an array. It says which leaves of the parameters the array is made
-of, axis by axis, until they meet data, and then which products with leaves it comes
-from. A `Use` is one operation that applies a leaf to data.
+A `Value` describes one array. Before parameters meet data, it records the leaves that
+the array is made of, axis by axis; afterwards, the products with leaves that the array
+comes from. A `Use` is one operation that applies a leaf to data.
 """
 
 import dataclasses
@@ -10,9 +10,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-# What an axis of a leaf is in a use: a batch, in or out. Until that is known it may be
-# contracted with another leaf (INNER) or a constant, or one element of a PART of it
-# taken.
+# The role of a leaf's axis in a use: batch, in or out. Before the use, the axis may
+# have been contracted with another leaf (INNER) or a constant, or indexed (PART).
 BATCH, IN, OUT = "batch", "in", "out"
 INNER, CONSTANT, PART = "inner", "constant", "part"
 Roles = dict[int, frozenset[str]]  # by axis of the leaf
@@ -49,7 +48,7 @@ def free(size: int) -> Side:
 
 
 def placed(sides: Sides, source: Mapping[int, int], shape: Shape) -> Sides:
-    """The axes of a result: those of `source`, and others that are no leaf's."""
+    """Axes of a result: from `source` by place, or else no leaf's."""
     return tuple(
         sides[source[place]] if place in source else free(size)
         for place, size in enumerate(shape)
@@ -111,16 +110,16 @@ class Use:
       kind: contracted, convolved, depthwise, grouped, picked, elementwise or opaque.
       line: the line of the user's code.
       primitive: JAX's name of the operation.
-      roles: what each axis of the leaf is here.
-      revised: roles that the result has shown, whatever the operands say.
+      roles: the role of each axis of the leaf.
+      revised: roles that later uses of the result show, which override the operands'.
       inputs: the uses that its input comes from, with no product in between.
       feeds: whether another product takes its result, so that it is no head.
       chooses: whether a top-k chooses among its outputs.
-      of_picked: whether data had picked elements of the leaf before.
+      of_picked: whether data indexed the leaf before this use.
       is_complex: whether it is a product of complex numbers.
       is_gradient: whether it is the transpose of an earlier use of the leaf.
-      taken: the elements that were taken of each output axis, one by one.
-      outputs: its result, and slices of it, by what they are of.
+      taken: for each output axis, the elements that were indexed one by one.
+      outputs: the result (axis None) and slices of it, by (axis, start, stop).
     """
 
     leaf: str
@@ -141,12 +140,12 @@ class Use:
     )
 
     def revise(self, roles: Roles) -> None:
-        """Set what the result shows of these axes."""
+        """Override the roles of these axes."""
         self.revised |= roles
         self.roles = {**self.roles, **roles}
 
     def separate(self, axis: int) -> None:
-        """An output axis whose elements go different ways holds separate matrices."""
+        """Make an output axis a batch of matrices: its elements are used separately."""
         others = [roles for a, roles in self.roles.items() if a != axis]
         if self.roles.get(axis) == {OUT} and {OUT} in others:
             self.revise({axis: frozenset({BATCH})})
@@ -163,8 +162,8 @@ class Use:
 class Output:
     """The result of a use, or the slice from start to stop along an axis of the leaf.
 
-    `role` is what becomes of it: query, key, value, out, gated, "fused" if it is two of
-    these, or "".
+    `role` is query, key, value, out or gated; "fused" for several of these; "" if it is
+    unknown.
     """
 
     use: Use
@@ -180,9 +179,9 @@ class Output:
 
 @dataclasses.dataclass(eq=False)
 class Scores:
-    """The product of two activations, until it weighs a sum of a third.
+    """The product of two activations, which attention weighs a third one by.
 
-    Its axes are those of its operands, 0 and 1. `keys` are the operands along which a
+    The factors of its axes name operand 0 or 1. `keys` are the operands along which a
     maximum was taken; `soft` is whether an exponential followed.
     """
 
@@ -193,14 +192,15 @@ class Scores:
 
 @dataclasses.dataclass
 class Value:
-    """What is known of an array.
+    """A record about one array.
 
     Attributes:
       data: whether it is an activation, that is, depends on data.
-      leaves: the leaves that it is made of, and what each of its axes is of theirs.
-      roles: what is known already of axes of these leaves.
-      picked: those of which data has picked elements.
-      results: the outputs and scores that it comes from, and what its axes are of them.
+      leaves: the leaves that it is made of, with the leaf's factors of each axis.
+      roles: roles of these leaves' axes, as far as they are known.
+      picked: the leaves that data has indexed.
+      results: the outputs and scores that it comes from, with their factors of each
+        axis.
       behind: the uses before it, with no product in between.
       one_hot: whether it compares data with other numbers.
       frozen: whether it is made of floating-point arrays that the function is given.
@@ -267,13 +267,13 @@ def merged(a: Roles, b: Roles) -> Roles:
 
 
 def joined(values: Sequence[Value]) -> Value:
-    """What holds of every elementwise function of values, but for their leaves."""
+    """The record of an elementwise function of these values, without their leaves."""
     results: dict[Output | Scores, Sides] = {}
     behind = frozenset(use for value in values for use in value.behind)
     for value in values:
         for x, sides in value.results.items():
-            # The results of all layers meet in a residual stream. Of those that another
-            # product has taken already nothing more is learned.
+            # The results of all layers meet in a residual stream. Those that another
+            # product takes are no longer of interest.
             old = len(value.results) > 8 and isinstance(x, Output) and x.use.feeds
             if not old and axes_in(sides):
                 results.setdefault(x, sides)

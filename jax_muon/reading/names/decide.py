@@ -67,8 +67,8 @@ class Decider:
     def _options(self, node: Node) -> list[MatrixAxes | None]:
         """How an ambiguous leaf may be read, the likeliest reading first.
 
-        An axis that all leaves around it have is the batch. Two axes beside it are
-        those of a vector and its layers.
+        An axis that all leaves around it have is the batch. If two axes are left, they
+        may be a vector and its layers.
         """
         stacked = self._stacked_on(node)
         free = [place for place in range(len(node.sizes)) if place != stacked]
@@ -146,7 +146,7 @@ class Decider:
                     if 10 * few < many:
                         return flipped > straight, reason
                     return False, ASSUMED
-        # These names are those of libraries whose kernels are (in, out).
+        # Libraries with these names have kernels (in, out).
         return False, "" if node.name in ("kernel", "w") else ASSUMED
 
     def _by_bias(self, node: Node) -> bool | None:

@@ -168,7 +168,7 @@ def _query(tree: Tree, node: Node, outs: Sequence[Shape]) -> Places | None:
     # norms of queries and keys have the width H of heads.
     inputs = [place for place in range(end) if sizes[place] in tree.streams]
     inputs = inputs or [p for p in range(end - 1) if sizes[p] in tree.widths]
-    if len(inputs) > 1:  # the heads that are left have to be those of out
+    if len(inputs) > 1:  # the other axis must be the heads of out
         heads = {out[0] for out in outs if len(out) == 3}
         inputs = [p for p in inputs if end == 3 and sizes[1 if p == 0 else 0] in heads]
     if len(inputs) != 1:
