@@ -11,7 +11,7 @@ New state leaves the backward pass where a gradient would, with its bits read as
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,19 +37,18 @@ def step(
     batch: Any,
 ) -> tuple[Any, Any, dict[str, Any]]:
     """New parameters, new state and metrics, as those of `make_train_step`."""
-    checks.state(state, jax.eval_shape(tx.init, params))
-    flat = jax.tree.leaves(params)
-    specs = [_axes(x.ndim) for x in flat]
+    specs = [_axes(x.ndim) for x in jax.tree.leaves(params)]
     traced = by_layers.ByLayers(gradients.loss, (params, batch), specs, (), _gather)
-    layers = traced.held & traced.only_scanned
-    _check(tx, params, sorted(layers))
-    updates = _Updates(tx, params, state, layers)
+    updates = _Updates(tx, params, state, traced.held & traced.only_scanned)
 
     def loss_fn(params: Any, bits: Any) -> Any:
         scan = functools.partial(updates.scan, bits)
         return traced(by_layers.Exchange(_gather, _scatter, scan=scan), params, batch)
 
-    bits = {place: _floats(updates.state[place]) for place in updates.parts_of(layers)}
+    bits = {
+        place: _floats(updates.state[place])
+        for place in updates.places_of(updates.layers)
+    }
     loss, pull, (_, aux, _) = jax.vjp(loss_fn, params, bits, has_aux=True)
     updates.extra = {"value": wide(loss)}
     grads, bits = pull(jnp.ones_like(loss))
@@ -64,6 +63,7 @@ class _Updates:
     """The calls of an optimizer in one step.
 
     Attributes:
+      layers: the indices of the leaves that scans take.
       params: the leaves of the parameters before the step.
       state: those of the state.
       extra: further arguments of the optimizer, known after the forward pass.
@@ -77,20 +77,26 @@ class _Updates:
         state: Any,
         layers: Collection[int],
     ) -> None:
-        """For the leaves in `layers`, which a scan takes."""
-        self._tx, self._like, self._layers = tx, params, {*layers}
+        """Check the optimizer's state, and that it can update these layers."""
+        self._tx, self.layers = tx, frozenset(layers)
         self._names = [path for path, _ in paths.leaves_with_paths(params)]
+        self._whole = _Init.of(tx, params)
+        checks.state(state, self._whole.state)
+        layer = _check(tx, self._whole, self._names, self.layers)
+        self._single = {self.layers: layer}  # by the leaves that one layer is taken of
         self.params, self.state = jax.tree.leaves(params), jax.tree.leaves(state)
         self._of_params: Any = jax.tree.structure(params)
         self._of_state: Any = jax.tree.structure(state)
         self.extra: dict[str, Any] = {}
         self.done: set[int] = set()
 
-    def parts_of(self, layers: Collection[int]) -> list[int]:
+    def places_of(self, layers: frozenset[int]) -> list[int]:
         """The leaves of the state that have a part for each layer of these leaves."""
-        whole = jax.eval_shape(self._tx.init, self._like)
-        one = jax.eval_shape(self._tx.init, _one_layer(self._like, layers))
-        pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(one), strict=True)
+        if layers not in self._single:  # there are several scans
+            like = _one_layer(self._whole.params, layers)
+            self._single[layers] = _Init.of(self._tx, like)
+        trees = self._whole.state, self._single[layers].state
+        pairs = zip(*map(jax.tree.leaves, trees), strict=True)
         return [place for place, (x, y) in enumerate(pairs) if x.shape != y.shape]
 
     def scan(
@@ -98,22 +104,24 @@ class _Updates:
         bits: Mapping[int, Any],
         run: Callable[..., Any],
         held: Sequence[by_layers.Held],
-        **how: Any,
+        *,
+        keep_gathered: bool,
+        **given_to_scan: Any,
     ) -> Callable[..., Any]:
         """A scan whose gradient is the new parameters, and the bits of their state."""
+        del keep_gathered  # nothing is gathered
         leaves = [x.leaf for x in held]
         for x in held:
             like = self.params[x.leaf]
-            as_it_is = (x.x.shape, tuple(x.spec)) == (like.shape, _axes(like.ndim)[1:])
-            once = x.leaf in self._layers - self.done
-            if not once or not as_it_is:
+            is_unchanged = x.x.shape == like.shape and x.spec == _axes(like.ndim)[1:]
+            if not is_unchanged or x.leaf not in self.layers - self.done:
                 raise ValueError(
                     f"update='in backward': the parameter {self._names[x.leaf]!r} is "
                     "scanned after a change, or used beside the scan; expected one "
                     f"jax.lax.scan that takes it as xs, {_OTHERWISE}"
                 )
             self.done.add(x.leaf)
-        places = self.parts_of(leaves)
+        places = self.places_of(frozenset(leaves))
 
         def layer_of(shards: list[Any]) -> list[Any]:
             exchange = by_layers.Exchange(_gather, _scatter)
@@ -123,20 +131,19 @@ class _Updates:
             """The stacks, and the bits of their state, with layer i updated."""
             params, state = [*self.params], [*self.state]
             all_grads = self._zeros()
-            for leaf, x, g in zip(leaves, stacks, grads, strict=True):
-                params[leaf], all_grads[leaf] = _at(x, i), g[None]
-            for place, x in zip(places, kept, strict=True):
-                state[place] = _bits(_at(x, i), state[place].dtype)
+            for leaf, stack, g in zip(leaves, stacks, grads, strict=True):
+                params[leaf], all_grads[leaf] = _at(stack, i), g[None]
+            for place, stack in zip(places, kept, strict=True):
+                state[place] = _bits(_at(stack, i), state[place].dtype)
             params, state = self._call(all_grads, state, params)
-            return (
-                [_put(x, params[a], i) for a, x in zip(leaves, stacks, strict=True)],
-                [
-                    _put(x, _floats(state[a]), i)
-                    for a, x in zip(places, kept, strict=True)
-                ],
-            )
+            layers = [params[leaf] for leaf in leaves]
+            parts = [_floats(state[place]) for place in places]
+            return [
+                [_put(stack, x, i) for stack, x in zip(*pair, strict=True)]
+                for pair in ((stacks, layers), (kept, parts))
+            ]
 
-        scan = prefetch.scan_and_update(run, layer_of, update, **how)
+        scan = prefetch.scan_and_update(run, layer_of, update, **given_to_scan)
         kept = [bits[place] for place in places]
         return lambda consts, carry, stacks, xs: scan(consts, carry, (stacks, kept), xs)
 
@@ -144,11 +151,11 @@ class _Updates:
         self, grads: Sequence[Any], bits: Mapping[int, Any]
     ) -> tuple[Any, Any]:
         """The new parameters and state, from gradients and from what scans made."""
-        given = [
+        of_others = [
             zero if leaf in self.done or g.dtype == jax.dtypes.float0 else g
             for leaf, (g, zero) in enumerate(zip(grads, self._zeros(), strict=True))
         ]
-        params, state = self._call(given, self.state, self.params)
+        params, state = self._call(of_others, self.state, self.params)
         for leaf, old in enumerate(self.params):
             if leaf in self.done:
                 params[leaf] = grads[leaf]
@@ -163,27 +170,56 @@ class _Updates:
 
     def _call(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Leaves of the new parameters and of the new state."""
-        given = self._of_params.unflatten(params)
-        updates, after = self._tx.update(
+        params = self._of_params.unflatten(params)
+        updates, state = self._tx.update(
             self._of_params.unflatten(grads),
             self._of_state.unflatten(state),
-            given,
+            params,
             **self.extra,
         )
-        params = jax.tree.leaves(optax.apply_updates(given, updates))
-        return params, jax.tree.leaves(after)
+        params = optax.apply_updates(params, updates)
+        return jax.tree.leaves(params), jax.tree.leaves(state)
 
 
-def _check(tx: Any, params: Any, layers: Sequence[int]) -> None:
-    """Refuse an optimizer whose update of a layer needs more than that layer."""
+class _Init(NamedTuple):
+    """What one trace of an optimizer's `init` shows.
+
+    Attributes:
+      params: the parameters, or their shapes.
+      state: the shapes of the state.
+      notes: what the optimizer records.
+    """
+
+    params: Any
+    state: Any
+    notes: notes.Notes
+
+    @classmethod
+    def of(cls, tx: optax.GradientTransformation, params: Any) -> "_Init":
+        """For these parameters, or their shapes."""
+        with notes.listening() as heard:
+            # A new function, so that JAX traces it.
+            state = jax.eval_shape(lambda params: tx.init(params), params)
+        return cls(params, state, heard)
+
+
+def _check(
+    tx: optax.GradientTransformationExtraArgs,
+    whole: _Init,
+    names: Sequence[str],
+    layers: Collection[int],
+) -> _Init:
+    """One layer of these leaves.
+
+    Raises:
+      ValueError: for an optimizer whose update of a layer needs more than that layer.
+    """
     if not layers:
         raise ValueError(
             "update='in backward': loss_fn has no scan that takes parameters layer by "
             f"layer; expected a jax.lax.scan with them as xs, {_OTHERWISE}"
         )
-    one = _one_layer(params, layers)
-    whole = notes.traced(tx.init, params)
-    for matrices in whole["matrices"].values():
+    for matrices in whole.notes["matrices"].values():
         for join in matrices.joins or ():
             if len(join.paths) != join.size:
                 raise ValueError(
@@ -191,35 +227,37 @@ def _check(tx: Any, params: Any, layers: Sequence[int]) -> None:
                     f"expected an optimizer without joins over layers, {_OTHERWISE}"
                 )
     try:
-        single = notes.traced(tx.init, one)
+        single = _Init.of(tx, _one_layer(whole.params, layers))
     except Exception as error:
         raise ValueError(
             "update='in backward': tx.init cannot take one layer of the parameters; "
             "expected matrices=jax_muon.read(params, loss_fn, batch), not a function, "
             f"and transforms that take any number of layers, {_OTHERWISE}"
         ) from error
-    for path, found in whole["parameters"].items():
-        other = single["parameters"].get(path)
-        if other is None or (found.label, found.axes) != (other.label, other.axes):
+    for path, parameter in whole.notes["parameters"].items():
+        layer = single.notes["parameters"].get(path)
+        if layer is None or (parameter.label, parameter.axes) != (
+            layer.label,
+            layer.axes,
+        ):
             raise ValueError(
                 f"update='in backward': one layer of the parameter {path!r} is read "
                 "otherwise than all of them; expected "
                 f"matrices=jax_muon.read(params, loss_fn, batch), {_OTHERWISE}"
             )
-    flat, treedef = jax.tree.flatten(one)
+    flat, treedef = jax.tree.flatten(single.params)
     of_params: Any = treedef
 
     def update(grads: list[Any], state: Any, params: list[Any], value: Any) -> Any:
         trees = of_params.unflatten(grads), state, of_params.unflatten(params)
         return jax.tree.leaves(tx.update(*trees, value=value)[0])
 
-    state, value = jax.eval_shape(tx.init, one), jax.ShapeDtypeStruct((), jnp.float32)
-    jaxpr = jax.make_jaxpr(update)(flat, state, flat, value).jaxpr
-    names = [path for path, _ in paths.leaves_with_paths(params)]
+    value = jax.ShapeDtypeStruct((), jnp.float32)
+    jaxpr = jax.make_jaxpr(update)(flat, single.state, flat, value).jaxpr
     for is_layer in (True, False):
         wanted = [(leaf in layers) == is_layer for leaf in range(len(flat))]
         needed = jaxprs.needed_for(jaxpr, wanted)[1][: len(flat)]
-        for leaf in np.flatnonzero(np.array(needed) > np.array(wanted)):
+        for leaf in np.flatnonzero(np.array(needed) > np.array(wanted)).tolist():
             path = names[wanted.index(True)]
             raise ValueError(
                 f"update='in backward': the update of {path!r} needs the gradient of "
@@ -227,6 +265,7 @@ def _check(tx: Any, params: Any, layers: Sequence[int]) -> None:
                 "transforms of all gradients, such as clip_by_global_norm and "
                 f"skip_nonfinite, {_OTHERWISE}"
             )
+    return single
 
 
 def _one_layer(params: Any, layers: Collection[int]) -> Any:

@@ -182,7 +182,6 @@ def scan_and_update(
     length: int,
     reverse: bool,
     unroll: int,
-    **_: Any,
 ) -> Callable[..., Any]:
     """A scan of (consts, carry, (stacks, state), xs) whose gradient is an update.
 
