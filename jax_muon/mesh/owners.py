@@ -106,6 +106,12 @@ class Pool:
         return self.short + self.long
 
     @property
+    def grid(self) -> tuple[int, int]:
+        """The number of shards along m and along n."""
+        (m, n), (rows, columns) = self.fan, self.shard
+        return m // rows, n // columns
+
+    @property
     def count(self) -> int:
         """Matrices that one device holds shards of."""
         return sum(member.batch for member in self.members)

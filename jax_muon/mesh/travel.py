@@ -29,7 +29,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jax_muon.mesh.owners import Member, Pool, Round, rounds
-from jax_muon.mesh.specs import Sizes, devices_over
 from jax_muon.polar.grouped import Group
 from jax_muon.polar.stacks import map_stacks
 
@@ -57,7 +56,6 @@ def map_pools(
     batches: Sequence[Float[Array, "_ _ _"]],
     *,
     pools: Sequence[Pool],
-    sizes: Sizes,
 ) -> list[Float[Array, "_ _ _"]]:
     """Polar factors of batches (batch, in, out) of shards, inside shard_map.
 
@@ -75,7 +73,7 @@ def map_pools(
     done: dict[Pool, list[Array]] = {pool: [] for pool in pools}
     for pool in pools:
         if not pool.counts:
-            done[pool] = [_everywhere(polar, stacks[pool], pool, sizes)]
+            done[pool] = [_everywhere(polar, stacks[pool], pool)]
     sent = dict.fromkeys(pools, 0)
     for number, one in enumerate(rounds(pools)):
         parts = []
@@ -85,7 +83,7 @@ def map_pools(
             parts.append(jnp.pad(part, ((0, count - len(part)), (0, 0), (0, 0))))
             sent[pool] += count
         with jax.named_scope(f"round_{number}"):  # for profiles
-            factors = _travel(polar, parts, one, sizes)
+            factors = _travel(polar, parts, one)
         for pool, part in zip(one.pools, factors, strict=True):
             done[pool].append(part)
     results: list[Any] = [None] * len(batches)
@@ -98,15 +96,15 @@ def map_pools(
     return results
 
 
-def _everywhere(polar: Polar, stack: Array, pool: Pool, sizes: Sizes) -> Array:
+def _everywhere(polar: Polar, stack: Array, pool: Pool) -> Array:
     """All devices that hold shards of a matrix gather it and compute it."""
     if pool.shards:
         gathered = jax.lax.all_gather(stack, pool.shards)
-        stack = _assemble(gathered, pool, sizes)
+        stack = _assemble(gathered, pool)
     (factors,) = map_stacks(polar, [stack])
     if pool.shards:
         here = jax.lax.axis_index(pool.shards)
-        shards = _split(factors, pool, sizes)
+        shards = _split(factors, pool)
         factors = jax.lax.dynamic_index_in_dim(shards, here, keepdims=False)
     return factors
 
@@ -115,7 +113,6 @@ def _travel(
     polar: Polar,
     stacks: Sequence[Float[Array, "_ m n"]],
     one: Round,
-    sizes: Sizes,
 ) -> list[Float[Array, "_ m n"]]:
     """Send the shards of a round to the owners, and the shards of factors back.
 
@@ -136,7 +133,7 @@ def _travel(
         rows.append(_pack(parts, one.width))
     table = jnp.concatenate(rows)  # (owners, width)
 
-    repeats = devices_over(pool.replicas, sizes)
+    repeats = jax.lax.axis_size(pool.replicas)
     if repeats > 1:  # each replica does its part of the owners' work
         mine = len(table) // repeats
         first = jax.lax.axis_index(pool.replicas) * mine
@@ -149,9 +146,7 @@ def _travel(
     if group.size > 1:
         table = _compute_in_groups(polar, one, group, kind, table)
     else:
-        branches = [
-            functools.partial(_compute, polar, one, counts, sizes) for counts in kinds
-        ]
+        branches = [functools.partial(_compute, polar, one, counts) for counts in kinds]
         table = jax.lax.switch(kind, branches, table)
     table = group.swap_between(table) if pool.shards else table
     if repeats > 1:
@@ -171,7 +166,6 @@ def _compute(
     polar: Polar,
     one: Round,
     counts: Sequence[int],
-    sizes: Sizes,
     received: Float[Array, "senders width"],
 ) -> Float[Array, "senders width"]:
     """An owner's work: from the shards of its matrices to the shards of factors."""
@@ -181,9 +175,9 @@ def _compute(
     used = [index for index, count in enumerate(counts) if count]
     pools = [one.pools[index] for index in used]
     shards = [parts[index] for index in used]
-    whole = list(map(_assemble, shards, pools, itertools.repeat(sizes)))
+    whole = list(map(_assemble, shards, pools))
     factors = map_stacks(polar, whole)
-    shards = list(map(_split, factors, pools, itertools.repeat(sizes)))
+    shards = list(map(_split, factors, pools))
     for index, part in zip(used, shards, strict=True):
         parts[index] = part.astype(received.dtype)
     return _pack(parts, received.shape[1])
@@ -262,16 +256,14 @@ def _unpack(
     return parts
 
 
-def _assemble(shards: Array, pool: Pool, sizes: Sizes) -> Array:
+def _assemble(shards: Array, pool: Pool) -> Array:
     """(shards, k, m / short, n / long) to whole matrices (k, m, n)."""
-    short, long = devices_over(pool.short, sizes), devices_over(pool.long, sizes)
-    grid = shards.reshape(short, long, -1, *pool.shard)
+    grid = shards.reshape(*pool.grid, -1, *pool.shard)
     return grid.transpose(2, 0, 3, 1, 4).reshape(-1, *pool.fan)
 
 
-def _split(whole: Array, pool: Pool, sizes: Sizes) -> Array:
+def _split(whole: Array, pool: Pool) -> Array:
     """Undoes `_assemble`."""
-    short, long = devices_over(pool.short, sizes), devices_over(pool.long, sizes)
-    rows, cols = pool.shard
+    (short, long), (rows, cols) = pool.grid, pool.shard
     grid = whole.reshape(-1, short, rows, long, cols).transpose(1, 3, 0, 2, 4)
     return grid.reshape(short * long, -1, rows, cols)
