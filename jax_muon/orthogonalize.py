@@ -116,9 +116,7 @@ def orthogonalize(
         notes.note("pools", {tuple(names): pools})
         notes.note("sizes", sizes)
         if mesh.size > 1:
-            factors = functools.partial(
-                travel.map_pools, polar, pools=pools, sizes=sizes
-            )
+            factors = functools.partial(travel.map_pools, polar, pools=pools)
         local = functools.partial(_map_matrices, factors, parameters, names, blocks)
         leaves = travel.on_shards(local, leaves, specs, mesh)
         return jax.tree.unflatten(jax.tree.structure(updates), leaves), state

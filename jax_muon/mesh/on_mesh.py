@@ -88,6 +88,12 @@ def on_mesh(
     return OnMesh(tx, layout, gather_dtype).transform()
 
 
+class MeshTransformation(optax.GradientTransformationExtraArgs):
+    """An optax transform that runs an `OnMesh`; `verify` reads its layout there."""
+
+    on_mesh: "OnMesh | None" = None
+
+
 class OnMesh:
     """An optimizer and its layout."""
 
@@ -108,9 +114,11 @@ class OnMesh:
         self._jitted_init = jax.jit(self._init)
         self._jitted_update = jax.jit(self._update)
 
-    def transform(self) -> optax.GradientTransformationExtraArgs:
+    def transform(self) -> MeshTransformation:
         """As one optax transform."""
-        return optax.GradientTransformationExtraArgs(self.init, self.update)
+        transform = MeshTransformation(self.init, self.update)
+        transform.on_mesh = self
+        return transform
 
     def init(self, params: optax.Params) -> Any:
         """State of these parameters, sharded further than they are."""

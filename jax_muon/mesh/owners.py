@@ -14,7 +14,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -67,6 +67,10 @@ class Member:
     batch: int
     transposed: bool
 
+    def turn(self, x: Any) -> Any:
+        """From (batch, in, out) to (batch, m, n) with m <= n, or back."""
+        return x.mT if self.transposed else x
+
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
@@ -106,6 +110,12 @@ class Pool:
         return self.short + self.long
 
     @property
+    def grid(self) -> tuple[int, int]:
+        """The number of shards along m and along n."""
+        (m, n), (rows, columns) = self.fan, self.shard
+        return m // rows, n // columns
+
+    @property
     def count(self) -> int:
         """Matrices that one device holds shards of."""
         return sum(member.batch for member in self.members)
@@ -134,16 +144,33 @@ class Pool:
         return Collective("all-to-all", group, _STEPS * _SHARED_PRODUCTS * gram)
 
 
+class Run(NamedTuple):
+    """Neighbouring owners that get the same number of matrices of each pool.
+
+    Attributes:
+      owners: their numbers.
+      counts: for each pool of a round, how many matrices each owner gets.
+      matrices: for each pool, those that all of them get; the first ones go to the
+        first owner.
+    """
+
+    owners: slice
+    counts: tuple[int, ...]
+    matrices: tuple[slice, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Round:
     """Matrices of several pools that are sent to their owners in one exchange.
 
     Attributes:
       pools: with one dtype, and the same mesh axes.
+      starts: for each pool, how many matrices went with earlier rounds.
       counts: by owner, how many matrices of each pool it gets.
     """
 
     pools: tuple[Pool, ...]
+    starts: tuple[int, ...]
     counts: tuple[tuple[int, ...], ...]
 
     @property
@@ -151,15 +178,29 @@ class Round:
         """The different counts of its owners."""
         return sorted(set(self.counts))
 
-    def elements(self, counts: Sequence[int]) -> int:
-        """Elements that a device sends to an owner of so many matrices."""
+    @property
+    def runs(self) -> list[Run]:
+        """All owners, in their order."""
+        runs, first, starts = [], 0, self.starts
+        for counts, same in itertools.groupby(self.counts):
+            number = len([*same])
+            stops = tuple(np.add(starts, np.multiply(number, counts)).tolist())
+            matrices = tuple(map(slice, starts, stops))
+            runs.append(Run(slice(first, first + number), counts, matrices))
+            first, starts = first + number, stops
+        return runs
+
+    def columns(self, counts: Sequence[int]) -> list[slice]:
+        """Elements for an owner with these counts: those of each pool, in its row."""
         pairs = zip(counts, self.pools, strict=True)
-        return sum(count * math.prod(pool.shard) for count, pool in pairs)
+        sizes = [count * math.prod(pool.shard) for count, pool in pairs]
+        stops = [0, *itertools.accumulate(sizes)]
+        return list(map(slice, stops[:-1], stops[1:]))
 
     @property
     def width(self) -> int:
         """Elements that a device sends to each owner, padding included."""
-        return max(map(self.elements, self.kinds))
+        return max(self.columns(counts)[-1].stop for counts in self.kinds)
 
     def transfers(self, sizes: Sizes) -> list[Collective]:
         """To the owners and back, and then to devices that repeat the shards."""
@@ -429,12 +470,15 @@ def rounds(pools: Sequence[Pool]) -> list[Round]:
             middle = np.cumsum(flops[order]) - flops[order] / 2
             for place, which in zip(middle // length, order, strict=True):
                 parts[int(place), index, which] += 1
-        for here in parts:
-            used = np.flatnonzero(here.any(axis=0))
+        starts = np.zeros(len(together), int)
+        for part in parts:
+            used = np.flatnonzero(part.any(axis=0))
             if used.size:
-                by_owner = here[np.ravel(kind)][:, used].tolist()
+                by_owner = part[np.ravel(kind)][:, used]
                 chosen = tuple(together[index] for index in used)
-                found.append(Round(chosen, tuple(map(tuple, by_owner))))
+                row = tuple(starts[used].tolist())
+                found.append(Round(chosen, row, tuple(map(tuple, by_owner.tolist()))))
+                starts[used] += by_owner.sum(axis=0)
     return found
 
 

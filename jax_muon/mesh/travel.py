@@ -19,7 +19,7 @@ polar factor moves with the rows and columns of its matrix.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,8 +28,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jax_muon.mesh.owners import Member, Pool, Round, rounds
-from jax_muon.mesh.specs import Sizes, devices_over
+from jax_muon.mesh.owners import Pool, Round, rounds
 from jax_muon.polar.grouped import Group
 from jax_muon.polar.stacks import map_stacks
 
@@ -43,155 +42,134 @@ def on_shards(
     mesh: Any,
 ) -> list[Array]:
     """Run a function of shards, divided by `specs`, on arrays on Explicit axes."""
-    own = [jax.typeof(x).sharding.spec for x in leaves]
+    types = [jax.typeof(x).sharding.spec for x in leaves]
 
-    def moved(x: Array, here: PartitionSpec, there: PartitionSpec) -> Array:
-        return x if here == there else jax.reshard(x, NamedSharding(mesh, there))
+    def reshard(x: Array, old: PartitionSpec, new: PartitionSpec) -> Array:
+        return x if old == new else jax.reshard(x, NamedSharding(mesh, new))
 
-    run = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=specs)
-    return list(map(moved, run(list(map(moved, leaves, own, specs))), specs, own))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=specs)
+    results = mapped(list(map(reshard, leaves, types, specs)))
+    return list(map(reshard, results, specs, types))
 
 
 def map_pools(
-    polar: Polar,
-    batches: Sequence[Float[Array, "_ _ _"]],
-    *,
-    pools: Sequence[Pool],
-    sizes: Sizes,
+    polar: Polar, batches: Sequence[Float[Array, "_ _ _"]], *, pools: Sequence[Pool]
 ) -> list[Float[Array, "_ _ _"]]:
     """Polar factors of batches (batch, in, out) of shards, inside shard_map.
 
     `polar` gets stacks (k, m, n) of whole matrices, and `group=` where a group of
     devices is the owner. `pools` are those of the batches.
     """
-
-    def turned(x: Array, member: Member) -> Array:
-        return x.mT if member.transposed else x
-
-    stacks = {
-        pool: jnp.concatenate([turned(batches[one.index], one) for one in pool.members])
-        for pool in pools
-    }
-    done: dict[Pool, list[Array]] = {pool: [] for pool in pools}
+    stacks = {pool: _stack(batches, pool) for pool in pools}
+    factors: dict[Pool, list[Array]] = {pool: [] for pool in pools}
     for pool in pools:
         if not pool.counts:
-            done[pool] = [_everywhere(polar, stacks[pool], pool, sizes)]
-    sent = dict.fromkeys(pools, 0)
-    for number, one in enumerate(rounds(pools)):
-        parts = []
-        totals = np.sum(one.counts, axis=0)
-        for pool, count in zip(one.pools, totals.tolist(), strict=True):
-            part = stacks[pool][sent[pool] : sent[pool] + count]
-            parts.append(jnp.pad(part, ((0, count - len(part)), (0, 0), (0, 0))))
-            sent[pool] += count
+            factors[pool].append(_everywhere(polar, stacks[pool], pool))
+    for number, exchange in enumerate(rounds(pools)):
         with jax.named_scope(f"round_{number}"):  # for profiles
-            factors = _travel(polar, parts, one, sizes)
-        for pool, part in zip(one.pools, factors, strict=True):
-            done[pool].append(part)
-    results: list[Any] = [None] * len(batches)
+            for pool, part in _travel(polar, stacks, exchange):
+                factors[pool].append(part)
+    results: dict[int, Array] = {}
     for pool in pools:
-        stack = jnp.concatenate(done[pool])
-        stops = itertools.accumulate(member.batch for member in pool.members)
-        for member, stop in zip(pool.members, stops, strict=True):
-            part = stack[stop - member.batch : stop]
-            results[member.index] = turned(part, member)
-    return results
+        stack = jnp.concatenate(factors[pool])[: pool.count]
+        parts = jax.lax.split(stack, [member.batch for member in pool.members])
+        for member, part in zip(pool.members, parts, strict=True):
+            results[member.index] = member.turn(part)
+    return [results[index] for index in range(len(batches))]
 
 
-def _everywhere(polar: Polar, stack: Array, pool: Pool, sizes: Sizes) -> Array:
+def _stack(batches: Sequence[Array], pool: Pool) -> Float[Array, "_ m n"]:
+    """The matrices of a pool, and as many zeros as fill up its groups."""
+    stack = jnp.concatenate(
+        [member.turn(batches[member.index]) for member in pool.members]
+    )
+    return _padded(stack, 0, max(pool.count, sum(pool.counts)))
+
+
+def _padded(x: Array, axis: int, size: int) -> Array:
+    """The array, with zeros up to this size of an axis."""
+    missing = [(0, 0)] * x.ndim
+    missing[axis] = 0, size - x.shape[axis]
+    return jnp.pad(x, missing) if size > x.shape[axis] else x
+
+
+def _everywhere(
+    polar: Polar, stack: Float[Array, "k _ _"], pool: Pool
+) -> Float[Array, "k _ _"]:
     """All devices that hold shards of a matrix gather it and compute it."""
     if pool.shards:
-        gathered = jax.lax.all_gather(stack, pool.shards)
-        stack = _assemble(gathered, pool, sizes)
+        stack = _assemble(jax.lax.all_gather(stack, pool.shards), pool)
     (factors,) = map_stacks(polar, [stack])
     if pool.shards:
-        here = jax.lax.axis_index(pool.shards)
-        shards = _split(factors, pool, sizes)
-        factors = jax.lax.dynamic_index_in_dim(shards, here, keepdims=False)
+        device = jax.lax.axis_index(pool.shards)
+        row = jax.lax.dynamic_index_in_dim(
+            _split(factors, pool), device, keepdims=False
+        )
+        factors = row.reshape(-1, *pool.shard)
     return factors
 
 
 def _travel(
-    polar: Polar,
-    stacks: Sequence[Float[Array, "_ m n"]],
-    one: Round,
-    sizes: Sizes,
-) -> list[Float[Array, "_ m n"]]:
+    polar: Polar, stacks: Mapping[Pool, Float[Array, "_ _ _"]], exchange: Round
+) -> list[tuple[Pool, Float[Array, "_ _ _"]]]:
     """Send the shards of a round to the owners, and the shards of factors back.
 
-    The matrices of a pool go to owners in their order. Neighbours with the same counts
-    are packed together.
+    The matrices of a pool go to owners in their order, and the factors return in it.
     """
-    pool, kinds = one.pools[0], one.kinds
-    runs = [(counts, len([*same])) for counts, same in itertools.groupby(one.counts)]
-    at = [0] * len(stacks)
+    pool, kinds = exchange.pools[0], exchange.kinds
     rows = []
-    for counts, owners in runs:
-        parts = []
-        for index, count in enumerate(counts):
-            stop = at[index] + count * owners
-            part = stacks[index][at[index] : stop]
-            parts.append(part.reshape(owners, count, *part.shape[1:]))
-            at[index] = stop
-        rows.append(_pack(parts, one.width))
+    for owners, _, matrices in exchange.runs:
+        number = owners.stop - owners.start
+        pairs = zip(exchange.pools, matrices, strict=True)
+        parts = [stacks[pool][part].reshape(number, -1) for pool, part in pairs]
+        rows.append(_padded(jnp.concatenate(parts, axis=1), 1, exchange.width))
     table = jnp.concatenate(rows)  # (owners, width)
 
-    repeats = devices_over(pool.replicas, sizes)
-    if repeats > 1:  # each replica does its part of the owners' work
-        mine = len(table) // repeats
-        first = jax.lax.axis_index(pool.replicas) * mine
+    if pool.replicas:  # each replica does its part of the owners' work
+        number = len(table) // jax.lax.axis_size(pool.replicas)
+        first = jax.lax.axis_index(pool.replicas) * number
         table = jax.lax.pcast(table, pool.replicas, to="varying")
-        table = jax.lax.dynamic_slice_in_dim(table, first, mine)
+        table = jax.lax.dynamic_slice_in_dim(table, first, number)
     group = Group(pool.shards, pool.group)
-    table = group.swap_between(table) if pool.shards else table
-    here = jax.lax.axis_index(pool.replicas + pool.shards) // group.size
-    kind = jnp.asarray([*map(kinds.index, one.counts)])[here]
+    table = group.swap_between(table)
+    owner = jax.lax.axis_index(pool.replicas + pool.shards) // group.size
+    kind = jnp.asarray([*map(kinds.index, exchange.counts)])[owner]
     if group.size > 1:
-        table = _compute_in_groups(polar, one, group, kind, table)
+        table = _compute_in_groups(polar, exchange, group, kind, table)
     else:
-        branches = [
-            functools.partial(_compute, polar, one, counts, sizes) for counts in kinds
-        ]
+        compute = functools.partial(_compute, polar, exchange)
+        branches = [functools.partial(compute, counts) for counts in kinds]
         table = jax.lax.switch(kind, branches, table)
-    table = group.swap_between(table) if pool.shards else table
-    if repeats > 1:
+    table = group.swap_between(table)
+    if pool.replicas:
         table = jax.lax.all_gather(table, pool.replicas, tiled=True, to="invarying")
-
-    found: list[list[Array]] = [[] for _ in stacks]
-    start = 0
-    for counts, owners in runs:
-        parts = _unpack(table[start : start + owners], one, counts)
-        start += owners
-        for results, part in zip(found, parts, strict=True):
-            results.append(part.reshape(-1, *part.shape[2:]))
-    return [jnp.concatenate(parts) for parts in found]
+    return [
+        (pool, table[owners, columns].reshape(-1, *pool.shard))
+        for owners, counts, _ in exchange.runs
+        for pool, columns in zip(exchange.pools, exchange.columns(counts), strict=True)
+    ]
 
 
 def _compute(
     polar: Polar,
-    one: Round,
+    exchange: Round,
     counts: Sequence[int],
-    sizes: Sizes,
     received: Float[Array, "senders width"],
 ) -> Float[Array, "senders width"]:
     """An owner's work: from the shards of its matrices to the shards of factors."""
-    if not any(counts):
-        return jnp.zeros_like(received)
-    parts = _unpack(received, one, counts)
-    used = [index for index, count in enumerate(counts) if count]
-    pools = [one.pools[index] for index in used]
-    shards = [parts[index] for index in used]
-    whole = list(map(_assemble, shards, pools, itertools.repeat(sizes)))
-    factors = map_stacks(polar, whole)
-    shards = list(map(_split, factors, pools, itertools.repeat(sizes)))
-    for index, part in zip(used, shards, strict=True):
-        parts[index] = part.astype(received.dtype)
-    return _pack(parts, received.shape[1])
+    shards = [received[:, columns] for columns in exchange.columns(counts)]
+    used = {index: exchange.pools[index] for index, count in enumerate(counts) if count}
+    whole = [_assemble(shards[index], pool) for index, pool in used.items()]
+    for (index, pool), factors in zip(
+        used.items(), map_stacks(polar, whole), strict=True
+    ):
+        shards[index] = _split(factors, pool).astype(received.dtype)
+    return _padded(jnp.concatenate(shards, axis=1), 1, exchange.width)
 
 
 def _compute_in_groups(
     polar: Polar,
-    one: Round,
+    exchange: Round,
     group: Group,
     kind: Array,
     received: Float[Array, "senders width"],
@@ -201,25 +179,25 @@ def _compute_in_groups(
     Each has as many matrices of a shape as the others, but the n-th of them may be of
     another pool, which is sharded along another side.
     """
-    sources = [np.repeat(np.arange(len(row)), row).tolist() for row in one.kinds]
-    found, start = [], 0
-    for of_kinds, same in itertools.groupby(zip(*sources, strict=True)):
-        count, used = len([*same]), sorted(set(of_kinds))
-        pools = [one.pools[index] for index in used]
+    orders = [np.repeat(np.arange(len(row)), row).tolist() for row in exchange.kinds]
+    rows, start = [], 0
+    for of_kinds, same in itertools.groupby(zip(*orders, strict=True)):
+        count, choices = len([*same]), sorted(set(of_kinds))
+        pools = [exchange.pools[index] for index in choices]
         stop = start + count * math.prod(pools[0].shard)
-        flat = received[:, start:stop]
-        mine = jnp.asarray([*map(used.index, of_kinds)], jnp.int32)[kind]
-        x = _one_of([_columns(flat, pool, group) for pool in pools], mine)
+        row = received[:, start:stop]
+        choice = jnp.asarray([*map(choices.index, of_kinds)], jnp.int32)[kind]
+        x = _select(choice, [_columns(row, pool, group) for pool in pools])
         y = jnp.concatenate([polar(x[i : i + 1], group=group) for i in range(count)])
-        shards = [_shards(y, len(flat), pool, group) for pool in pools]
-        found.append(_one_of(shards, mine).astype(received.dtype))
+        shards = _select(choice, [_shards(y, len(row), pool, group) for pool in pools])
+        rows.append(shards.astype(received.dtype))
         start = stop
-    return jnp.concatenate(found, axis=1)
+    return jnp.concatenate(rows, axis=1)
 
 
-def _one_of(ways: Sequence[Array], index: Array) -> Array:
-    """All but one of them are computed for nothing, since collectives are in them."""
-    return jax.lax.select_n(index, *ways) if len(ways) > 1 else ways[0]
+def _select(index: Array, arrays: Sequence[Array]) -> Array:
+    """All but one are computed for nothing, since there are collectives in them."""
+    return jax.lax.select_n(index, *arrays) if len(arrays) > 1 else arrays[0]
 
 
 def _columns(flat: Float[Array, "s w"], pool: Pool, group: Group) -> Array:
@@ -242,36 +220,14 @@ def _shards(y: Array, senders: int, pool: Pool, group: Group) -> Float[Array, "s
     return y.reshape(senders, -1)
 
 
-def _pack(parts: Sequence[Float[Array, "s _ _ _"]], width: int) -> Float[Array, "s w"]:
-    """The shards of each row one after another, padded to a width."""
-    flat = [part.reshape(len(part), -1) for part in parts]
-    row = jnp.concatenate(flat, axis=1) if len(flat) > 1 else flat[0]
-    return jnp.pad(row, ((0, 0), (0, width - row.shape[1])))
-
-
-def _unpack(
-    table: Float[Array, "s w"], one: Round, counts: Sequence[int]
-) -> list[Float[Array, "s _ _ _"]]:
-    """Undoes `_pack`: (s, count, m, n) of each pool."""
-    parts = []
-    start = 0
-    for pool, count in zip(one.pools, counts, strict=True):
-        stop = start + count * math.prod(pool.shard)
-        parts.append(table[:, start:stop].reshape(len(table), count, *pool.shard))
-        start = stop
-    return parts
-
-
-def _assemble(shards: Array, pool: Pool, sizes: Sizes) -> Array:
-    """(shards, k, m / short, n / long) to whole matrices (k, m, n)."""
-    short, long = devices_over(pool.short, sizes), devices_over(pool.long, sizes)
-    grid = shards.reshape(short, long, -1, *pool.shard)
+def _assemble(shards: Array, pool: Pool) -> Float[Array, "k m n"]:
+    """Whole matrices, from the shards (k, rows, columns) that each sender has."""
+    grid = shards.reshape(*pool.grid, -1, *pool.shard)
     return grid.transpose(2, 0, 3, 1, 4).reshape(-1, *pool.fan)
 
 
-def _split(whole: Array, pool: Pool, sizes: Sizes) -> Array:
-    """Undoes `_assemble`."""
-    short, long = devices_over(pool.short, sizes), devices_over(pool.long, sizes)
-    rows, cols = pool.shard
-    grid = whole.reshape(-1, short, rows, long, cols).transpose(1, 3, 0, 2, 4)
-    return grid.reshape(short * long, -1, rows, cols)
+def _split(whole: Float[Array, "k m n"], pool: Pool) -> Float[Array, "senders _"]:
+    """Undoes `_assemble`: a row for each sender."""
+    (short, long), (rows, columns) = pool.grid, pool.shard
+    grid = whole.reshape(-1, short, rows, long, columns).transpose(1, 3, 0, 2, 4)
+    return grid.reshape(short * long, -1)

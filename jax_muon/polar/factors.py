@@ -8,6 +8,7 @@ computed coefficients. Nothing here knows about parameters or meshes.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax_muon.dtypes import wide
 from jax_muon.polar import iteration
 from jax_muon.polar.coefficients import (
     Coefficients,
+    Table,
     polar_express_coefficients,
     quintics,
 )
@@ -118,9 +120,16 @@ class NewtonSchulz:
             dtype=None the iteration is not possible in its dtype.
         """
         _check_matrices(x)
-        given = "float32" if x.dtype == jnp.float16 else x.dtype
-        dtype = jnp.dtype(self.dtype or self._possible(given))
-        return iteration.iterate(x, self, dtype, group) if x.size else x
+        input_dtype = "float32" if x.dtype == jnp.float16 else x.dtype
+        dtype = jnp.dtype(self.dtype or self._possible(input_dtype))
+        if not x.size:
+            return x
+        m, n = sorted(x.shape[-2:])
+        by_gram = group is None and iteration.uses_gram(self.form, dtype, m, n)
+        table = cast(Table, self.coefficients)  # since `__post_init__`
+        norm = iteration.Norm(self.norm, self.norm_factor, self.eps)
+        method = "gram" if by_gram else self.symmetric
+        return iteration.iterate(x, table, norm, dtype, method, group)
 
     def shared_dtype(
         self, m: int, n: int, dtype: jax.typing.DTypeLike
@@ -129,9 +138,9 @@ class NewtonSchulz:
 
         None for the Gram form, which they cannot share, and for single rows.
         """
-        found = jnp.dtype(self.dtype or dtype)
-        alone = m == 1 or iteration.uses_gram(self.form, found, m, n)
-        return None if alone else found
+        dtype = jnp.dtype(self.dtype or dtype)
+        alone = m == 1 or iteration.uses_gram(self.form, dtype, m, n)
+        return None if alone else dtype
 
     def _possible(self, dtype: jax.typing.DTypeLike) -> str:
         """The name of a dtype in which this iteration is possible."""

@@ -30,7 +30,7 @@ The same polynomials are computed here. What differs, and what it is worth:
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +40,6 @@ from jax_muon.dtypes import unit_of, wide, wider
 from jax_muon.polar.coefficients import Table
 from jax_muon.polar.grouped import Group, SharedProducts
 from jax_muon.polar.products import FusedProducts, Products, exact_factors, matmul
-
-if TYPE_CHECKING:
-    from jax_muon.polar.factors import NewtonSchulz
 
 # Steps of the Gram form from one Gram matrix of X to the next. Without a refresh
 # singular values reach 4 on inputs of condition 1e10, in float32; with one after step 3
@@ -75,25 +72,39 @@ def uses_gram(form: str, dtype: jnp.dtype, m: int, n: int) -> bool:
     return form == "gram"
 
 
+class Norm(NamedTuple):
+    """A matrix X is divided by factor * norm(X) + eps before the first step."""
+
+    name: str  # "frobenius" or "schatten4"
+    factor: float
+    eps: float
+
+
 # Traced once for matrices of a shape, however many parameters and calls have it.
-@functools.partial(jax.jit, static_argnames=("polar", "dtype", "group"))
+@functools.partial(
+    jax.jit, static_argnames=("table", "norm", "dtype", "method", "group")
+)
 def iterate(
-    x: Array, polar: "NewtonSchulz", dtype: jnp.dtype, group: Group | None = None
+    x: Array,
+    table: Table,
+    norm: Norm,
+    dtype: jnp.dtype,
+    method: str,
+    group: Group | None = None,
 ) -> Array:
     """Run the quintics on a batch, in the order that suits the platform.
 
-    Devices of a group each have columns of wide matrices, and take the standard form.
+    `method` is "gram" for the Gram form, or how the standard form computes symmetric
+    products: "plain" or "kernel". Devices of a group each have columns of wide
+    matrices, and take the standard form.
     """
     rows, cols = x.shape[-2:]
-    m, n = sorted((rows, cols))
-    if m == 1:
+    if min(rows, cols) == 1:
         # The only singular value of one row begins where the quintics are steepest: in
         # bfloat16 it ends 0.22 from where it should, whatever the row.
         dtype = wider(dtype, jnp.float32)
     turned = group is None and rows > cols
-    by_gram = group is None and uses_gram(polar.form, dtype, m, n)
-    form = _gram_form if by_gram else _standard_form
-    table = cast(Table, polar.coefficients)  # of any settings, after `__post_init__`
+    form = _gram_form if method == "gram" else _standard_form
 
     def factor(y: Array, products: Products) -> Array:
         """Polar factors of wide matrices, m <= n."""
@@ -102,7 +113,7 @@ def iterate(
         y = y.astype(dtype)
         unit = unit_of(products.largest(y))
         y = y * unit
-        y, gram = _normalize(y, products.outer(y, y), polar, wide(unit))
+        y, gram = _normalize(y, products.outer(y, y), norm, wide(unit))
         return form(y, gram, table, products).astype(x.dtype)
 
     def at_once(x: Array, products: Products) -> Array:
@@ -121,7 +132,7 @@ def iterate(
             parts, functools.partial(at_once, products=_FUSED)
         ),
     }
-    if polar.symmetric == "kernel" and dtype == jnp.bfloat16:
+    if method == "kernel" and dtype == jnp.bfloat16:
         from jax_muon.polar.hopper import HopperProducts
 
         branches["cuda"] = functools.partial(
@@ -171,20 +182,18 @@ def _single(
     return (y.T if turned else y)[None]
 
 
-def _normalize(
-    x: Array, gram: Array, polar: "NewtonSchulz", unit: Array
-) -> tuple[Array, Array]:
-    """X / (norm_factor * norm(X) + eps), for X in units of `unit`, and its Gram matrix.
+def _normalize(x: Array, gram: Array, norm: Norm, unit: Array) -> tuple[Array, Array]:
+    """X / (factor * norm(X) + eps), for X in units of `unit`, and its Gram matrix.
 
     ||X||_F^2 is the trace of X X^T, and the Schatten-4 norm to the fourth is
     ||X X^T||_F^2.
     """
     squared = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
-    if polar.norm == "schatten4":
+    if norm.name == "schatten4":
         # Fourth powers overflow, or vanish, where squares do not.
         part = gram / jnp.where(squared > 0, squared, 1)
         squared *= jnp.sqrt(jnp.sum(part * part, axis=(-2, -1), keepdims=True))
-    scale = 1 / (polar.norm_factor * jnp.sqrt(squared) + polar.eps * unit)
+    scale = 1 / (norm.factor * jnp.sqrt(squared) + norm.eps * unit)
     return (wide(x) * scale).astype(x.dtype), gram * scale * scale
 
 

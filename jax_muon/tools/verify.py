@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_muon import checks, paths
 from jax_muon.mesh.array_types import arrays_and_others
-from jax_muon.mesh.on_mesh import OnMesh
+from jax_muon.mesh.on_mesh import MeshTransformation
 from jax_muon.text import aligned, shape_text
 from jax_muon.tools.describe import sharding_text
 
@@ -158,19 +158,21 @@ def verify(
       >>> jm.verify(tx, shapes).ok
       True
     """
-    found = getattr(getattr(tx, "init", None), "__self__", None)
-    if not isinstance(found, OnMesh):
+    on_mesh = tx.on_mesh if isinstance(tx, MeshTransformation) else None
+    if on_mesh is None:
         checks.refuse("tx", tx, "jax_muon.on_mesh(optimizer, mesh, ...)")
     checks.arrays("params", params)
     checks.count("steps", steps)
     random = np.random.default_rng(0)
     start = jax.tree.map(lambda x: _drawn(x, random, _SIZE_OF_PARAMS), params)
     grads = [jax.tree.map(lambda x: _drawn(x, random), params) for _ in range(steps)]
-    layout, sent = found.layout, found.gather_dtype
-    place = functools.partial(NamedSharding, layout.mesh)
-    places = jax.tree.map(place, layout.of_tree(params)[0])
-    rounding = 0.0 if sent is None else float(jnp.finfo(sent).eps) / 2
-    return compare(found.tx, tx, start, grads, places, rounding=rounding, **extra_args)
+    layout, dtype = on_mesh.layout, on_mesh.gather_dtype
+    shard = functools.partial(NamedSharding, layout.mesh)
+    shardings = jax.tree.map(shard, layout.of_tree(params)[0])
+    rounding = 0.0 if dtype is None else float(jnp.finfo(dtype).eps) / 2
+    return compare(
+        on_mesh.tx, tx, start, grads, shardings, rounding=rounding, **extra_args
+    )
 
 
 def compare(
