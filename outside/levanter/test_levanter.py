@@ -1,6 +1,5 @@
 """levanter: its MuonH as an oracle for ours, and ours in its models and train state."""
 
-import dataclasses
 import functools
 import pathlib
 import re
@@ -22,14 +21,12 @@ from levanter.models.mistral import MistralConfig
 from levanter.models.mixtral import MixtralConfig
 from levanter.models.olmo import Olmo2Config
 from levanter.models.qwen import Qwen3Config, QwenConfig
-from levanter.optim.config import OptimizerConfig
 from levanter.optim.muonh import scale_with_muonh
 from levanter.trainer_state import TrainerState
 from levanter.utils.mesh import MeshConfig, create_mesh_from_axis_specs
 
 import jax_muon as jm
 from outside import patched
-from tests import pages
 
 LINEAR = (hax.nn.Linear, hax.nn.MoELinear)
 VOCAB = hax.Axis("vocab", 64)
@@ -49,12 +46,6 @@ MODELS = {
     "gemma3": Gemma3Config(**LLAMA),
     "olmo2": Olmo2Config(**LLAMA),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def page():
-    """What the page's config class defines; registered once."""
-    return pages.run("levanter", __name__=__name__)
 
 
 # --- MuonH ----------------------------------------------------------------------------
@@ -197,13 +188,6 @@ def train(config, optimizer, steps=2, mapping=None, compute=None):
     return losses, state
 
 
-def build(mesh=None):
-    """By its name, as draccus does from a file."""
-    config = OptimizerConfig.get_choice_class("jax_muon")
-    settings = {"learning_rate": 1e-3, "warmup": 0, "ns_dtype": "float32"}
-    return config(**settings, mesh=mesh).build(10)
-
-
 def train_on_a_mesh(config, make, steps=2):
     """Losses and the last state on (4, 2) devices; `make` gets the `MeshConfig`."""
     mesh_config = MeshConfig(axes={"data": 4, "model": 2})
@@ -219,40 +203,22 @@ def train_on_a_mesh(config, make, steps=2):
         )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_training_on_a_mesh(name):
-    """Losses as on one device, and momentum sharded as the parameters."""
-    config = dataclasses.replace(MODELS[name], gradient_checkpointing=False)
-    alone, _ = train(config, build())
-    assert alone[-1] < alone[0]
-    losses, state = train_on_a_mesh(config, build)
-    np.testing.assert_allclose(losses, alone, rtol=1e-4)
-    found = {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
-    }
-    momenta = [x for path, x in found.items() if "'muon'" in path and x.ndim > 2]
-    assert momenta
-    assert all("data" in str(x.sharding.spec) for x in momenta), found
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [("nanochat", "llama"), ("moonlight", "gpt2"), ("muonh", "llama")],
+)
+def test_patch(tmp_path, recipe, name):
+    """With `upstream.patch`, a file describes the optimizer.
 
-
-@pytest.mark.parametrize("recipe", [jm.muonh, jm.nanochat])
-def test_state_without_the_sizes_of_its_axes(page, recipe):
-    """Norms (layers, 1, 1), which `named_jit` would divide by the names of axes."""
-    config = dataclasses.replace(MODELS["llama"], gradient_checkpointing=False)
-    tx = recipe(1e-3, dtype="float32")
-    alone, _ = train(config, tx)
-    losses, _ = train_on_a_mesh(config, functools.partial(page["with_specs"], tx))
-    np.testing.assert_allclose(losses, alone, rtol=1e-4)
-
-
-def test_patch(tmp_path):
-    """With `upstream.patch`, a file describes the optimizer."""
+    Losses on a mesh are those of one device, and momentum is sharded as the parameters.
+    NorMuon and Hyperball keep norms (layers, 1, 1), which `named_jit` would divide.
+    """
     patched.copy("levanter", tmp_path)
-    printed = patched.run(tmp_path, pathlib.Path(__file__).with_name("patched_run.py"))
+    program = pathlib.Path(__file__).with_name("patched_run.py")
+    printed = patched.run(tmp_path, program, recipe, name)
     alone, losses = (
-        [float(x) for x in re.search(f"{name}: (.*)", printed)[1].split()]
-        for name in ("alone", "on a mesh")
+        [float(x) for x in re.search(f"{place}: (.*)", printed)[1].split()]
+        for place in ("alone", "on a mesh")
     )
     assert alone[-1] < alone[0]
     np.testing.assert_allclose(losses, alone, rtol=1e-4)

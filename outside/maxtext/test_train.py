@@ -1,16 +1,11 @@
-"""MaxText's own train loop with the optimizer of docs/frameworks.md, edits and all."""
+"""MaxText's own train loop, with `upstream.patch`."""
 
 import functools
-import os
-import pathlib
 import re
-import shutil
 
-import maxtext
 import pytest
 
 from outside import patched
-from tests import pages
 
 SMALL = """
 run_name=test enable_checkpointing=False dataset_type=synthetic steps=4
@@ -29,24 +24,10 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def edited(tmp_path_factory):
-    """A copy of MaxText, of links, with the page's two edits and its code."""
-    edits = pages.blocks("MaxText", "diff")
-    (code,) = pages.blocks("MaxText")
-    installed = pathlib.Path(maxtext.__file__).parent
-    root = tmp_path_factory.mktemp("edited")
-    shutil.copytree(installed, root / "maxtext", copy_function=os.symlink)
-    files = ("configs/types.py", "optimizers/optimizers.py")
-    for name, edit in zip(files, edits, strict=True):
-        kept = "".join(x[1:] + "\n" for x in edit.splitlines() if x[0] == " ")
-        text = (installed / name).read_text()
-        assert text.count(kept) == 1
-        changed = "".join(x[1:] + "\n" for x in edit.splitlines())
-        text = text.replace(kept, changed)
-        if name == files[1]:
-            text = f"{code}\nfrom flax import nnx\n{text}"
-        (root / "maxtext" / name).unlink()
-        (root / "maxtext" / name).write_text(text)
+def patched_maxtext(tmp_path_factory):
+    """A copy of MaxText with `upstream.patch`."""
+    root = tmp_path_factory.mktemp("patched")
+    patched.copy("maxtext", root)
     return root
 
 
@@ -61,10 +42,13 @@ def train(root, layout, output, *settings):
 
 
 @pytest.fixture(scope="module")
-def losses(edited, tmp_path_factory):
-    """A function from a layout to the losses with the page's optimizer."""
+def losses(patched_maxtext, tmp_path_factory):
+    """A function from a layout to the losses of a recipe that settings name."""
+    settings = "jax_muon_recipe=nanochat", "jax_muon_settings={adamw: 0.001, steps: 4}"
     return functools.cache(
-        lambda layout: train(edited, layout, tmp_path_factory.mktemp(layout))
+        lambda layout: train(
+            patched_maxtext, layout, tmp_path_factory.mktemp(layout), *settings
+        )
     )
 
 
@@ -75,15 +59,3 @@ def test_the_loss_falls_alike_in_every_layout(layout, losses):
     assert found[-1] < found[0] - 0.1
     # The model and the polar factor run in bfloat16, which has eight bits.
     assert found == pytest.approx(losses("fsdp"), rel=2**-8)
-
-
-def test_patch(tmp_path):
-    """With `upstream.patch`, settings name the recipe and its arguments."""
-    patched.copy("maxtext", tmp_path)
-    settings = "jax_muon_recipe=nanochat", "jax_muon_settings={adamw: 0.001, steps: 4}"
-    found = [
-        train(tmp_path, layout, tmp_path / layout, *settings)
-        for layout in ("fsdp_tensor", "explicit")
-    ]
-    assert all(len(x) == 4 and x[-1] < x[0] - 0.1 for x in found)
-    assert found[0] == pytest.approx(found[1], rel=2**-8)

@@ -1,14 +1,12 @@
 """The code of docs/frameworks.md runs as it stands there, and does what it says."""
 
-import functools
-import types
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 from jax.sharding import AxisType, NamedSharding
@@ -60,18 +58,7 @@ SIZES = {
     "q_heads": 4, "heads": 4, "kv_heads": 2, "kv": 4, "kv_head_dim": 4,
 }  # fmt: skip
 SHARDED = ("mlp", "q_heads", "heads", "vocab", "kv_heads")
-CONFIG = types.SimpleNamespace(
-    muon_beta=0.95,
-    muon_weight_decay=0.1,
-    muon_consistent_rms=None,
-    mu_dtype=None,
-    adam_b1=0.9,
-    adam_b2=0.999,
-    adam_eps=1e-8,
-    adam_weight_decay=1e-4,
-    logical_axis_rules=[*((name, "tensor") for name in SHARDED), ("embed", "fsdp")],
-    shard_optimizer_over_data=True,
-)
+RULES = [*((name, "tensor") for name in SHARDED), ("embed", "fsdp")]
 
 
 def llama(seed=0):
@@ -102,18 +89,17 @@ def skip_step_on_spikes(inner, threshold):
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def test_maxtext(x64, monkeypatch):
-    """On a mesh as on one device, and a spike changes nothing."""
+def test_maxtext(x64):
+    """Specs from logical axes, as in `upstream.patch`; a spike changes nothing."""
     boxed = llama()
     params, grads = (nnx.to_pure_dict(llama(seed)) for seed in (0, 1))
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), 3 * (AxisType.Auto,))
-    # The page leaves the dtype as it is; in float64 a wrong layout shows.
-    short = functools.partial(jm.muon, dtype="float64", steps=2)
-    monkeypatch.setattr(jm, "muon", short)
-    one = jm.muon(0.02, 0.95, 0.1, adamw=optax.adamw(0.02))
+    # In float64 a wrong layout shows.
+    one = jm.muon(0.02, adamw=optax.adamw(0.02), dtype="float64", steps=2)
     read = jm.read(params)
     with jax.set_mesh(mesh):
-        tx = pages.run("MaxText")["jax_muon_optimizer"](CONFIG, 0.02, boxed, mesh)
+        specs = nn.logical_to_mesh(nnx.get_partition_spec(boxed), RULES)
+        tx = jm.on_mesh(one, mesh, specs, divide=("data",))
         planned = {p.parameter.path: p for p in jm.describe(tx, params).parameters}
         for path, leaf in planned.items():
             assert leaf.parameter.axes == read[path].axes, path
