@@ -92,13 +92,12 @@ def orthogonalize(
         parameters = of_tree(matrices, updates)
         flat = paths.leaves_with_paths(updates)
         names, leaves = [path for path, _ in flat], [x for _, x in flat]
-        mesh = mesh_of_types(flat)
+        structure, mesh = jax.tree.structure(updates), mesh_of_types(flat)
         factors: Factors = functools.partial(map_stacks, polar)
         if mesh is None:
-            leaves = _map_matrices(
-                factors, parameters, names, parameters.blocks(names), leaves
-            )
-            return jax.tree.unflatten(jax.tree.structure(updates), leaves), state
+            blocks = parameters.blocks(names)
+            leaves = _map_matrices(factors, parameters, names, blocks, leaves)
+            return jax.tree.unflatten(structure, leaves), state
 
         sizes = dict(mesh.shape)
         specs = [dividing(jax.typeof(x).sharding.spec, sizes) for x in leaves]
@@ -117,9 +116,9 @@ def orthogonalize(
         notes.note("sizes", sizes)
         if mesh.size > 1:
             factors = functools.partial(travel.map_pools, polar, pools=pools)
-        local = functools.partial(_map_matrices, factors, parameters, names, blocks)
-        leaves = travel.on_shards(local, leaves, specs, mesh)
-        return jax.tree.unflatten(jax.tree.structure(updates), leaves), state
+        on_device = functools.partial(_map_matrices, factors, parameters, names, blocks)
+        leaves = travel.on_shards(on_device, leaves, specs, mesh)
+        return jax.tree.unflatten(structure, leaves), state
 
     return optax.GradientTransformation(init_fn, update_fn)
 

@@ -165,9 +165,11 @@ class OnMesh:
         of_state = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(expected)]
         of_params = [] if params is None else fine
         with self._explicit_axes():
-            given = _reshard((updates, state, params), [*fine, *of_state, *of_params])
+            resharded = _reshard(
+                (updates, state, params), [*fine, *of_state, *of_params]
+            )
             extra_args = array_types.replicated(extra_args)
-            updates, state = self.tx.update(*given, **extra_args)
+            updates, state = self.tx.update(*resharded, **extra_args)
             updates = _reshard(updates, coarse, self.gather_dtype)
             state = _reshard(state, of_state)
         return self._on_own_axes((updates, state))
@@ -176,13 +178,13 @@ class OnMesh:
         """Shapes, dtypes and shardings of the parameters and of the state."""
         checks.arrays("params", params)
 
-        def place(x: Any) -> Any:
+        def abstract(x: Any) -> Any:
             sharding = self._sharding(jax.typeof(x).sharding.spec)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         _, coarse, fine = self.layout.of_leaves(params)
         typed = self._typed(params, coarse), self._typed_state(params, fine)
-        return jax.tree.map(place, typed)
+        return jax.tree.map(abstract, typed)
 
     def _typed(self, params: optax.Params, specs: Sequence[PartitionSpec]) -> Any:
         """Shapes of parameters, with specs in their types."""
@@ -237,8 +239,8 @@ class OnMesh:
         elif AxisType.Auto in self.layout.mesh.axis_types:
             return tree  # in `on_mesh` or a user's own explicit_axes
         # The only way to name the devices that works on both kinds of axes.
-        places = jax.tree.map(self._sharding, specs)
-        return jax.jit(lambda x: x, out_shardings=places)(tree)
+        shardings = jax.tree.map(self._sharding, specs)
+        return jax.jit(lambda x: x, out_shardings=shardings)(tree)
 
 
 def abstract_state(
@@ -272,9 +274,9 @@ def abstract_state(
       True
     """
     if mesh is None:
-        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        alone = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone),
             jax.eval_shape(tx.init, params),
         )
     specs = jax.tree.map(array_types.own_sharding, params)

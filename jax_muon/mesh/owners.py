@@ -13,8 +13,8 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -126,11 +126,15 @@ class Pool:
         m, n = self.fan
         return _STEPS * (4 * m * m * n + 2 * m**3)
 
+    def owners(self, sizes: Sizes) -> int:
+        """The number of devices, or groups of them, that can own a matrix."""
+        return devices_over(self.replicas + self.shards, sizes) // self.group
+
     def load(self, sizes: Sizes) -> np.ndarray:
-        """FLOPs of each device, by its place along `divided_axes(sizes)`."""
+        """FLOPs of each device, in the order of `divided_axes(sizes)`."""
         axes = self.replicas + self.shards + self.batch
-        everyone = (self.count,) * devices_over(self.replicas + self.shards, sizes)
-        matrices = np.repeat(self.counts or everyone, self.group)
+        counts = self.counts or (self.count,) * self.owners(sizes)
+        matrices = np.repeat(counts, self.group)
         by_device = np.repeat(
             matrices * (self.flops / self.group), devices_over(self.batch, sizes)
         )
@@ -142,21 +146,6 @@ class Pool:
         gram = self.fan[0] ** 2 * np.dtype(self.shared_dtype).itemsize
         group = group_over(self.shards, sizes)[: self.group]
         return Collective("all-to-all", group, _STEPS * _SHARED_PRODUCTS * gram)
-
-
-class Run(NamedTuple):
-    """Neighbouring owners that get the same number of matrices of each pool.
-
-    Attributes:
-      owners: their numbers.
-      counts: for each pool of a round, how many matrices each owner gets.
-      matrices: for each pool, those that all of them get; the first ones go to the
-        first owner.
-    """
-
-    owners: slice
-    counts: tuple[int, ...]
-    matrices: tuple[slice, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,17 +167,17 @@ class Round:
         """The different counts of its owners."""
         return sorted(set(self.counts))
 
-    @property
-    def runs(self) -> list[Run]:
-        """All owners, in their order."""
-        runs, first, starts = [], 0, self.starts
+    def runs(self) -> Iterator[tuple[slice, tuple[int, ...], tuple[slice, ...]]]:
+        """Neighbouring owners with the same counts: who they are, and their counts.
+
+        And, for each pool, the matrices that all of them get, in the order of owners.
+        """
+        first, starts = 0, self.starts
         for counts, same in itertools.groupby(self.counts):
-            number = len([*same])
-            stops = tuple(np.add(starts, np.multiply(number, counts)).tolist())
-            matrices = tuple(map(slice, starts, stops))
-            runs.append(Run(slice(first, first + number), counts, matrices))
-            first, starts = first + number, stops
-        return runs
+            last = first + len([*same])
+            stops = tuple(np.add(starts, np.multiply(last - first, counts)).tolist())
+            yield slice(first, last), counts, tuple(map(slice, starts, stops))
+            first, starts = last, stops
 
     def columns(self, counts: Sequence[int]) -> list[slice]:
         """Elements for an owner with these counts: those of each pool, in its row."""
@@ -208,8 +197,8 @@ class Round:
         owners = group_over(pool.shards, sizes)[:: pool.group]
         repeats = group_over(pool.replicas, sizes)
         size = len(owners) * self.width * np.dtype(pool.dtype).itemsize
-        there = Collective("all-to-all", owners, size)
-        return [there, there, Collective("all-gather", repeats, size)]
+        exchange = Collective("all-to-all", owners, size)
+        return [exchange, exchange, Collective("all-gather", repeats, size)]
 
 
 def _seconds(transfer: Collective) -> float:
@@ -243,8 +232,8 @@ def lay_out(
         if not others:
             layers = all_axes[first].batch[0]
             sharding = NamedSharding(mesh, specs[first])
-            here = sharding.shard_shape(shapes[first])[layers]
-            if here % block.joined and here < shapes[first][layers]:
+            on_device = sharding.shard_shape(shapes[first])[layers]
+            if on_device % block.joined and on_device < shapes[first][layers]:
                 entries = list(specs[first])
                 entries[layers] = None
                 specs[first] = PartitionSpec(*entries)
@@ -262,8 +251,8 @@ def lay_out(
             (block.batch, block.joined * fan_in, fan_out),
             matrices[names[leaf]].dtype,
             *(
-                _mesh_axes(spec, group, mesh.shape)
-                for group in (axes.batch, axes.reduction, axes.output)
+                _mesh_axes(spec, side, mesh.shape)
+                for side in (axes.batch, axes.reduction, axes.output)
             ),
         )
 
@@ -277,8 +266,8 @@ def _mesh_axes(
 
     Their order does not matter: rows and columns may be assembled in any order.
     """
-    found = {name for axis in axes for name in entry_names(spec[axis])}
-    return tuple(name for name in divided_axes(sizes) if name in found)
+    names = {name for axis in axes for name in entry_names(spec[axis])}
+    return tuple(name for name in divided_axes(sizes) if name in names)
 
 
 def make_pools(
@@ -308,18 +297,18 @@ def make_pools(
     """
     pools = _pools_without_owners(shards, sizes)
     plans = [_with_owners(pools, sizes, small, start)]
-    for place, pool in enumerate(pools):
+    for index, pool in enumerate(pools):
         dtype = shared_dtype and shared_dtype(*pool.fan, pool.dtype)
         size = _group_size(pool, sizes, group)
         if dtype is not None and size > 1 and math.prod(pool.fan) >= small:
-            pools[place] = dataclasses.replace(pool, group=size, shared_dtype=dtype)
+            pools[index] = dataclasses.replace(pool, group=size, shared_dtype=dtype)
             plans.append(_with_owners(pools, sizes, small, start))
     return min(plans, key=lambda plan: cost(plan, sizes))
 
 
 def _pools_without_owners(shards: Sequence[Shard], sizes: Sizes) -> list[Pool]:
     """Pools of all matrices, the largest first."""
-    found: dict[Any, list[Member]] = {}
+    by_shape: dict[Any, list[Member]] = {}
     for index, shard in enumerate(shards):
         batch, rows, columns = shard.shape
         sides = (
@@ -329,22 +318,15 @@ def _pools_without_owners(shards: Sequence[Shard], sizes: Sizes) -> list[Pool]:
         short, long = sorted(sides)
         member = Member(index, batch, transposed=short is sides[1])
         key = (short, long, shard.dtype, shard.batch)
-        found.setdefault(key, []).append(member)
+        by_shape.setdefault(key, []).append(member)
     pools = []
-    for (short, long, dtype, batch), members in found.items():
-        used = {*batch, *short[1], *long[1]}
-        pools.append(
-            Pool(
-                members=tuple(members),
-                shard=(short[2], long[2]),
-                dtype=dtype,
-                batch=batch,
-                short=short[1],
-                long=long[1],
-                replicas=tuple(n for n in divided_axes(sizes) if n not in used),
-                fan=(short[0], long[0]),
-            )
-        )
+    for (short, long, dtype, batch), members in by_shape.items():
+        (m, short_axes, rows), (n, long_axes, columns) = short, long
+        axes = batch, short_axes, long_axes
+        used = set(itertools.chain(*axes))
+        replicas = tuple(name for name in divided_axes(sizes) if name not in used)
+        on_device, fan = (rows, columns), (m, n)
+        pools.append(Pool(tuple(members), on_device, dtype, *axes, replicas, fan))
     return sorted(pools, key=lambda pool: (pool.flops, pool.fan), reverse=True)
 
 
@@ -355,12 +337,9 @@ def _group_size(pool: Pool, sizes: Sizes, most: int) -> int:
     there the GPUs of a host are next to each other. The number has to divide the rows
     and the columns.
     """
-    neighbours = 1
-    for name in reversed(divided_axes(sizes)):
-        if name not in pool.shards:
-            break
-        neighbours *= sizes[name]
-    size = math.gcd(most, neighbours, *pool.fan)
+    inner = reversed(divided_axes(sizes))
+    neighbours = tuple(itertools.takewhile(lambda name: name in pool.shards, inner))
+    size = math.gcd(most, devices_over(neighbours, sizes), *pool.fan)
     return 1 if pool.short and pool.long else size
 
 
@@ -370,9 +349,9 @@ def _with_owners(
     """Give each matrix to the least busy owner, the largest matrices first."""
     names = divided_axes(sizes)
     busy = np.zeros([sizes[name] for name in names])
-    found = []
+    plan = []
     for pool in _with_groups(pools, sizes):
-        owners = devices_over(pool.replicas + pool.shards, sizes) // pool.group
+        owners = pool.owners(sizes)
         if pool.group == 1 and math.prod(pool.fan) >= small and owners > 1:
             # (owners, devices with other matrices)
             order = [names.index(n) for n in pool.replicas + pool.shards + pool.batch]
@@ -380,8 +359,8 @@ def _with_owners(
             counts = _fill(loads, pool.count, pool.flops, start)
             pool = dataclasses.replace(pool, counts=counts)
         busy = busy + pool.load(sizes)
-        found.append(pool)
-    return found
+        plan.append(pool)
+    return plan
 
 
 def _with_groups(pools: Sequence[Pool], sizes: Sizes) -> list[Pool]:
@@ -394,11 +373,10 @@ def _with_groups(pools: Sequence[Pool], sizes: Sizes) -> list[Pool]:
     def alike(pool: Pool) -> Any:
         return pool.group, pool.fan, pool.dtype, pool.batch, pool.shards, pool.replicas
 
-    found = []
+    plan = []
     for _, same in itertools.groupby(pools, key=alike):
         together, start = [*same], 0
-        first = together[0]
-        owners = devices_over(first.replicas + first.shards, sizes) // first.group
+        owners = together[0].owners(sizes)
         total = sum(pool.count for pool in together)
         for pool in together:
             if pool.group > 1:
@@ -407,15 +385,14 @@ def _with_groups(pools: Sequence[Pool], sizes: Sizes) -> list[Pool]:
                 turns = np.arange(start, filled) % owners
                 counts = tuple(np.bincount(turns, minlength=owners).tolist())
                 pool, start = dataclasses.replace(pool, counts=counts), stop
-            found.append(pool)
-    return found
+            plan.append(pool)
+    return plan
 
 
 def _fill(loads: np.ndarray, count: int, flops: int, start: int) -> tuple[int, ...]:
     """The number of new matrices for each owner, given the loads so far."""
     owners = len(loads)
-    order = [(first + start) % owners for first in range(owners)]
-    heap = [(loads[owner], rank, owner) for rank, owner in enumerate(order)]
+    heap = [(x, (owner - start) % owners, owner) for owner, x in enumerate(loads)]
     heapq.heapify(heap)
     counts = [0] * owners
     for _ in range(count):
@@ -428,58 +405,51 @@ def _fill(loads: np.ndarray, count: int, flops: int, start: int) -> tuple[int, .
 def cost(pools: Sequence[Pool], sizes: Sizes) -> float:
     """Estimated seconds, without any overlap of transfers and products."""
     busy = sum((pool.load(sizes) for pool in pools), start=np.zeros(()))
-    starts = _STEPS * _SHARED_PRODUCTS * _SECONDS_TO_START
-    shared = sum(
-        pool.counts[0] * (_seconds(pool.shared(sizes)) + starts)
-        for pool in pools
-        if pool.group > 1
-    )
-    travel = sum(_seconds(x) for one in rounds(pools) for x in one.transfers(sizes))
-    return float(busy.max()) / _FLOPS + shared + travel
+    shared = sum(pool.counts[0] for pool in pools if pool.group > 1)
+    starts = shared * _STEPS * _SHARED_PRODUCTS * _SECONDS_TO_START
+    sent = sum(map(_seconds, transfers(pools, sizes)))
+    return float(busy.max()) / _FLOPS + starts + sent
 
 
 def transfers(pools: Sequence[Pool], sizes: Sizes) -> list[Collective]:
     """What a device takes part in during a step by this plan, padding included."""
-    found = [x for one in rounds(pools) for x in one.transfers(sizes)]
+    collectives = [x for each in rounds(pools) for x in each.transfers(sizes)]
     for pool in pools:
         if not pool.counts:
-            held = pool.count * math.prod(pool.shard) * np.dtype(pool.dtype).itemsize
-            found.append(Collective("all-gather", group_over(pool.shards, sizes), held))
+            size = pool.count * math.prod(pool.shard) * np.dtype(pool.dtype).itemsize
+            devices = group_over(pool.shards, sizes)
+            collectives.append(Collective("all-gather", devices, size))
         elif pool.group > 1:
-            found += [pool.shared(sizes)] * pool.counts[0]
-    return found
+            collectives += [pool.shared(sizes)] * pool.counts[0]
+    return collectives
 
 
 def rounds(pools: Sequence[Pool]) -> list[Round]:
     """The exchanges of a plan, with about the same work for all owners in each."""
-    alike: dict[Any, list[Pool]] = {}
+    by_axes: dict[Any, list[Pool]] = {}
     for pool in pools:
         if pool.counts:
             key = (pool.dtype, pool.batch, pool.shards, pool.replicas, pool.group)
-            alike.setdefault(key, []).append(pool)
-    found = []
-    for together in alike.values():
+            by_axes.setdefault(key, []).append(pool)
+    exchanges = []
+    for together in by_axes.values():
         counts = np.array([pool.counts for pool in together]).T  # (owners, pools)
         flops = np.array([pool.flops for pool in together])
         number = min(_ROUNDS, int(counts.sum(axis=1).max()))
-        length = (counts @ flops).max() / number
-        kinds, kind = np.unique(counts, axis=0, return_inverse=True)
-        parts = np.zeros((number, *kinds.shape), int)
-        for index, row in enumerate(kinds):
-            order = np.repeat(np.arange(len(row)), row)
-            middle = np.cumsum(flops[order]) - flops[order] / 2
-            for place, which in zip(middle // length, order, strict=True):
-                parts[int(place), index, which] += 1
-        starts = np.zeros(len(together), int)
-        for part in parts:
+        # A matrix goes with the round in which its owner is halfway through it.
+        stops = (counts @ flops).max() / number * np.arange(1, number + 1)
+        before = np.cumsum(counts * flops, axis=1) - counts * flops
+        halfway = np.ceil((stops[:, None, None] - before) / flops - 0.5)
+        sent = np.clip(halfway, 0, counts).astype(int)
+        parts = np.diff(sent, axis=0, prepend=0)  # (rounds, owners, pools)
+        starts = (sent - parts).sum(axis=1)  # (rounds, pools)
+        for part, start in zip(parts, starts, strict=True):
             used = np.flatnonzero(part.any(axis=0))
             if used.size:
-                by_owner = part[np.ravel(kind)][:, used]
                 chosen = tuple(together[index] for index in used)
-                row = tuple(starts[used].tolist())
-                found.append(Round(chosen, row, tuple(map(tuple, by_owner.tolist()))))
-                starts[used] += by_owner.sum(axis=0)
-    return found
+                by_owner = tuple(map(tuple, part[:, used].tolist()))
+                exchanges.append(Round(chosen, tuple(start[used].tolist()), by_owner))
+    return exchanges
 
 
 def divided_axes(sizes: Sizes) -> tuple[str, ...]:

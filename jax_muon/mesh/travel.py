@@ -97,16 +97,13 @@ def _everywhere(
     polar: Polar, stack: Float[Array, "k _ _"], pool: Pool
 ) -> Float[Array, "k _ _"]:
     """All devices that hold shards of a matrix gather it and compute it."""
-    if pool.shards:
-        stack = _assemble(jax.lax.all_gather(stack, pool.shards), pool)
-    (factors,) = map_stacks(polar, [stack])
-    if pool.shards:
-        device = jax.lax.axis_index(pool.shards)
-        row = jax.lax.dynamic_index_in_dim(
-            _split(factors, pool), device, keepdims=False
-        )
-        factors = row.reshape(-1, *pool.shard)
-    return factors
+    if not pool.shards:
+        return map_stacks(polar, [stack])[0]
+    gathered = jax.lax.all_gather(stack, pool.shards)
+    (factors,) = map_stacks(polar, [_assemble(gathered, pool)])
+    device, rows = jax.lax.axis_index(pool.shards), _split(factors, pool)
+    row = jax.lax.dynamic_index_in_dim(rows, device, keepdims=False)
+    return row.reshape(-1, *pool.shard)
 
 
 def _travel(
@@ -118,7 +115,7 @@ def _travel(
     """
     pool, kinds = exchange.pools[0], exchange.kinds
     rows = []
-    for owners, _, matrices in exchange.runs:
+    for owners, _, matrices in exchange.runs():
         number = owners.stop - owners.start
         pairs = zip(exchange.pools, matrices, strict=True)
         parts = [stacks[pool][part].reshape(number, -1) for pool, part in pairs]
@@ -145,7 +142,7 @@ def _travel(
         table = jax.lax.all_gather(table, pool.replicas, tiled=True, to="invarying")
     return [
         (pool, table[owners, columns].reshape(-1, *pool.shard))
-        for owners, counts, _ in exchange.runs
+        for owners, counts, _ in exchange.runs()
         for pool, columns in zip(exchange.pools, exchange.columns(counts), strict=True)
     ]
 

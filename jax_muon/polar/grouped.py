@@ -49,16 +49,16 @@ class Group:
         )
 
     def swap_between(self, x: Array) -> Array:
-        """An all-to-all along axis 0 between groups, of devices of the same place."""
+        """An all-to-all along axis 0 between groups, of devices of the same rank."""
         count = jax.lax.axis_size(self.axes)
         if count == self.size:
             return x
-        groups = [[*range(place, count, self.size)] for place in range(self.size)]
+        groups = [[*range(rank, count, self.size)] for rank in range(self.size)]
         return jax.lax.all_to_all(
             x, self.axes, 0, 0, axis_index_groups=groups, tiled=True
         )
 
-    def place(self) -> Array:
+    def rank(self) -> Array:
         """The number of this device within its group."""
         return jax.lax.axis_index(self.axes) % self.size
 
@@ -76,12 +76,12 @@ class SharedProducts(Products):
     float32.
     """
 
-    own: Products
+    local: Products  # of one device
     group: Group
 
     def outer(self, x: Array, y: Array) -> Float[Array, "*batch m m"]:
         """X Y^T, whole on every device and not rounded below float32."""
-        return self.group.gather(self._rows(self.own.outer(x, y)), x.ndim - 2)
+        return self.group.gather(self._rows(self.local.outer(x, y)), x.ndim - 2)
 
     def largest(self, x: Array) -> Float[Array, "*batch 1 1"]:
         """The largest absolute value in each whole matrix."""
@@ -89,24 +89,24 @@ class SharedProducts(Products):
 
     def gram(self, x: Array, k: float) -> Float[Array, "*batch m m"]:
         """The matrices k X X^T, whole on every device."""
-        rows = self._rows(self.own.gram(x, k)).astype(x.dtype)
+        rows = self._rows(self.local.gram(x, k)).astype(x.dtype)
         return self.group.gather(rows, x.ndim - 2)
 
     def add_square(self, a: Array, k: float) -> Float[Array, "*batch m m"]:
         """A + k A A, for symmetric A, whole on every device."""
         width = a.shape[-1] // self.group.size
-        start = self.group.place() * width
+        start = self.group.rank() * width
         columns = jax.lax.dynamic_slice_in_dim(a, start, width, axis=-1)
-        columns = self.own.add_product(columns, k, a)
+        columns = self.local.add_product(columns, k, a)
         return self.group.gather(columns, a.ndim - 1)
 
     def add_product(self, x: Array, k: float, b: Array) -> Array:
         """X + k B X, for the columns of this device."""
-        return self.own.add_product(x, k, b)
+        return self.local.add_product(x, k, b)
 
     def product(self, k: float, b: Array, x: Array) -> Array:
         """The matrices k B X, for the columns of this device."""
-        return self.own.product(k, b, x)
+        return self.local.product(k, b, x)
 
     def _rows(self, part: Array) -> Array:
         """This device's rows of the sum of all parts."""

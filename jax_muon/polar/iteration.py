@@ -116,28 +116,27 @@ def iterate(
         y, gram = _normalize(y, products.outer(y, y), norm, wide(unit))
         return form(y, gram, table, products).astype(x.dtype)
 
-    def at_once(x: Array, products: Products) -> Array:
-        return factor(x.mT, products).mT if turned else factor(x, products)
-
-    on_cpu = functools.partial(factor, products=_ON_CPU)
-    one = functools.partial(
-        _single, on_cpu, turned=turned, squeeze=dtype != jnp.bfloat16
-    )
     stack = x.reshape(-1, rows, cols)
     size = len(stack) if group else _part_size(stack)
-    parts = functools.partial(_in_parts, size=size)
-    branches = {
-        "cpu": functools.partial(_in_parts, one, size=1),
-        "default": functools.partial(
-            parts, functools.partial(at_once, products=_FUSED)
-        ),
+
+    def in_parts(products: Products) -> Callable[[Array], Array]:
+        def at_once(x: Array) -> Array:
+            return factor(x.mT, products).mT if turned else factor(x, products)
+
+        return functools.partial(_in_parts, at_once, size=size)
+
+    on_cpu = functools.partial(factor, products=_ON_CPU)
+    single = functools.partial(
+        _single, on_cpu, turned=turned, squeeze=dtype != jnp.bfloat16
+    )
+    branches: dict[str, Callable[[Array], Array]] = {
+        "cpu": functools.partial(_in_parts, single, size=1),
+        "default": in_parts(_FUSED),
     }
     if method == "kernel" and dtype == jnp.bfloat16:
         from jax_muon.polar.hopper import HopperProducts
 
-        branches["cuda"] = functools.partial(
-            parts, functools.partial(at_once, products=HopperProducts())
-        )
+        branches["cuda"] = in_parts(HopperProducts())
     return jax.lax.platform_dependent(stack, **branches).reshape(x.shape)
 
 

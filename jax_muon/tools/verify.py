@@ -192,11 +192,11 @@ def compare(
     """
     arrays, others = arrays_and_others(extra_args)
     mesh = jax.tree.leaves(shardings)[0].mesh
-    here = jax.make_mesh(
+    one_device = jax.make_mesh(
         (1,), ("alone",), (AxisType.Auto,), devices=mesh.local_devices[:1]
     )
-    with jax.set_mesh(here):  # even inside a user's set_mesh
-        params = jax.device_put(start, NamedSharding(here, PartitionSpec()))
+    with jax.set_mesh(one_device):  # even inside a user's set_mesh
+        params = jax.device_put(start, NamedSharding(one_device, PartitionSpec()))
         state = alone.init(params)
         update = jax.jit(functools.partial(alone.update, **others))
         want = _run(update, grads, state, params, arrays)

@@ -83,8 +83,8 @@ def symmetric_product(
     )
     product = kernel(x, factors)
     # Pallas drops the mesh axes over which a value differs, inside shard_map.
-    varying, found = (jax.typeof(y).manual_axis_type.varying for y in (x, product))
-    missing = tuple(sorted(varying - found))
+    varying, kept = (jax.typeof(y).manual_axis_type.varying for y in (x, product))
+    missing = tuple(sorted(varying - kept))
     return lax.pcast(product, missing, to="varying") if missing else product
 
 
@@ -106,10 +106,10 @@ def corner(tile: Any, m: int, columns: int) -> tuple[Any, Any]:
     """
     rows, height = pl.cdiv(m, columns), columns // ROWS
     block, part = _divmod(tile, height)
-    pair, place = _divmod(block, rows + 1)
+    pair, index = _divmod(block, rows + 1)
     long = rows - pair  # tiles in row `rows - 1 - pair`
-    row = jnp.where(place < long, long - 1, pair)
-    column = jnp.where(place < long, place, place - long)
+    row = jnp.where(index < long, long - 1, pair)
+    column = jnp.where(index < long, index, index - long)
     return row * columns + part * ROWS, column * columns
 
 
@@ -148,7 +148,7 @@ def _kernel(
                     part = pieces.take(products + i, group)
                     value += factors[1] * part.astype(jnp.float32)
                 column = left + i * SQUARE
-                places = (
+                targets = (
                     out.at[matrix, pl.ds(row, SQUARE), pl.ds(column, SQUARE)],
                     out.at[matrix, pl.ds(column, SQUARE), pl.ds(row, SQUARE)],
                 )
@@ -156,10 +156,10 @@ def _kernel(
                 value = value.astype(out.dtype)
                 parts = squares.at[group, 0], squares.at[group, 1]
                 pl.when(inside & (row > column))(
-                    functools.partial(_store_twice, value, parts, places)
+                    functools.partial(_store_twice, value, parts, targets)
                 )
                 pl.when(inside & (row == column))(
-                    functools.partial(_store_mirrored, value, parts, places[0])
+                    functools.partial(_store_mirrored, value, parts, targets[0])
                 )
             plgpu.wait_smem_to_gmem(0)
 
@@ -193,17 +193,17 @@ class _Pieces(NamedTuple):
     loaded: Any  # a barrier for each stage: both are there
     free: Any  # and one: both computing groups have used them
 
-    def place(self, step: Any) -> Any:
-        """The place of a step's pieces."""
+    def slot(self, step: Any) -> Any:
+        """The slot of a step's pieces."""
         return lax.rem(jnp.int32(step), jnp.int32(self.rows.shape[0]))
 
     def take(self, step: Any, group: Any) -> Array:
         """A group's part of the rows' piece, which is free again."""
-        place = self.place(step)
-        plgpu.barrier_wait(self.loaded.at[place])
-        part = self.rows[place, pl.ds(group * SQUARE, SQUARE)]
+        slot = self.slot(step)
+        plgpu.barrier_wait(self.loaded.at[slot])
+        part = self.rows[slot, pl.ds(group * SQUARE, SQUARE)]
         plgpu.commit_smem()  # read before TMA writes there again
-        plgpu.barrier_arrive(self.free.at[place])
+        plgpu.barrier_arrive(self.free.at[slot])
         return part
 
 
@@ -222,32 +222,30 @@ def _load(
     @pl.loop(0, steps)
     def _(step: Any) -> None:
         step = jnp.int32(step)  # of 64 bits where JAX has them
-        place = pieces.place(step)
+        slot = pieces.slot(step)
 
         def fetch(row: Any, column: Any, target: Any) -> None:
             part = pl.ds(row, target.shape[0]), pl.ds(column, SQUARE)
-            plgpu.copy_gmem_to_smem(
-                x.at[matrix, *part], target, pieces.loaded.at[place]
-            )
+            plgpu.copy_gmem_to_smem(x.at[matrix, *part], target, pieces.loaded.at[slot])
 
-        pl.when(step >= stages)(lambda: plgpu.barrier_wait(pieces.free.at[place]))
+        pl.when(step >= stages)(lambda: plgpu.barrier_wait(pieces.free.at[slot]))
 
         @pl.when(step < products)
         def _() -> None:
-            fetch(top, step * SQUARE, pieces.rows.at[place])
-            fetch(left, step * SQUARE, pieces.others.at[place])
+            fetch(top, step * SQUARE, pieces.rows.at[slot])
+            fetch(left, step * SQUARE, pieces.others.at[slot])
 
         if addends:
 
             @pl.when(step >= products)
             def _() -> None:
                 for i in range(COMPUTING):
-                    rows = pieces.rows.at[place, pl.ds(i * SQUARE, SQUARE)]
+                    rows = pieces.rows.at[slot, pl.ds(i * SQUARE, SQUARE)]
                     fetch(top + i * SQUARE, left + (step - products) * SQUARE, rows)
 
     @pl.loop(max(0, steps - stages), steps)
     def _(step: Any) -> None:  # the other groups are done with the last ones, too
-        plgpu.barrier_wait(pieces.free.at[pieces.place(step)])
+        plgpu.barrier_wait(pieces.free.at[pieces.slot(step)])
 
 
 def _multiply(pieces: _Pieces, products: int, group: Any) -> Array:
@@ -255,16 +253,16 @@ def _multiply(pieces: _Pieces, products: int, group: Any) -> Array:
 
     def run(total: Any) -> Array:
         def release(step: Any) -> None:
-            plgpu.barrier_arrive(pieces.free.at[pieces.place(step)])
+            plgpu.barrier_arrive(pieces.free.at[pieces.slot(step)])
 
         @pl.loop(0, products)
         def _(step: Any) -> None:
-            place = pieces.place(step)
-            plgpu.barrier_wait(pieces.loaded.at[place])
+            slot = pieces.slot(step)
+            plgpu.barrier_wait(pieces.loaded.at[slot])
             plgpu.wgmma(
                 total,
-                pieces.rows.at[place, pl.ds(group * SQUARE, SQUARE)],
-                pieces.others.at[place].transpose((1, 0)),
+                pieces.rows.at[slot, pl.ds(group * SQUARE, SQUARE)],
+                pieces.others.at[slot].transpose((1, 0)),
             )
             plgpu.wgmma_wait(1)  # the one before, while this one runs
             pl.when(step > 0)(lambda: release(step - 1))
@@ -278,18 +276,18 @@ def _multiply(pieces: _Pieces, products: int, group: Any) -> Array:
 
 
 def _store_twice(
-    value: Array, squares: tuple[Any, Any], places: tuple[Any, Any]
+    value: Array, squares: tuple[Any, Any], targets: tuple[Any, Any]
 ) -> None:
     """A square below the diagonal, and its image above it."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was stored last is read
     squares[0][...] = value
     _write_transposed(value, squares[1])
     plgpu.commit_smem()
-    for square, place in zip(squares, places, strict=True):
-        plgpu.copy_smem_to_gmem(square, place)
+    for square, target in zip(squares, targets, strict=True):
+        plgpu.copy_smem_to_gmem(square, target)
 
 
-def _store_mirrored(value: Array, squares: tuple[Any, Any], place: Any) -> None:
+def _store_mirrored(value: Array, squares: tuple[Any, Any], target: Any) -> None:
     """A square on the diagonal, whose lower half decides.
 
     The order in which tensor cores add is not documented: that the upper half is the
@@ -305,7 +303,7 @@ def _store_mirrored(value: Array, squares: tuple[Any, Any], place: Any) -> None:
     )
     squares[0][...] = jnp.where(i >= j, value, squares[1][...])
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(squares[0], place)
+    plgpu.copy_smem_to_gmem(squares[0], target)
 
 
 def _write_transposed(value: Array, square: Any) -> None:

@@ -99,10 +99,10 @@ def _symmetric_product(
 def _check_card() -> None:
     """Refuse NVIDIA GPUs of other generations, which lack the kernels' instructions."""
     # Without a GPU it is compiled for another machine, interpreted, or not called.
-    found = getattr(jax.devices()[0], "compute_capability", "")
-    nvidia = jax.default_backend() == "gpu" and found[:1].isdigit()
-    if nvidia and found != "9.0":
+    capability = getattr(jax.devices()[0], "compute_capability", "")
+    nvidia = jax.default_backend() == "gpu" and capability[:1].isdigit()
+    if nvidia and capability != "9.0":
         raise ValueError(
-            f"a GPU of compute capability {found}; expected 9.0 (H100, H200), or "
+            f"a GPU of compute capability {capability}; expected 9.0 (H100, H200), or "
             "symmetric='plain'"
         )
