@@ -168,9 +168,10 @@ class Round:
         return sorted(set(self.counts))
 
     def runs(self) -> Iterator[tuple[slice, tuple[int, ...], tuple[slice, ...]]]:
-        """Neighbouring owners with the same counts: who they are, and their counts.
+        """Neighbouring owners with the same counts.
 
-        And, for each pool, the matrices that all of them get, in the order of owners.
+        Yields the owners, their counts and, for each pool, the matrices that all of
+        them get, in the order of owners.
         """
         first, starts = 0, self.starts
         for counts, same in itertools.groupby(self.counts):
