@@ -40,6 +40,6 @@ def map_stacks(
                 f"{stack.dtype} of shape {stack.shape}; expected a function whose "
                 "result has the shape of its argument, in real floating point"
             )
-        parts = jnp.split(result, len(members))
+        parts = jnp.split(result, len(members)) if members[1:] else [result]
         results |= zip(members, parts, strict=True)
     return [results[index] for index in range(len(batches))]
