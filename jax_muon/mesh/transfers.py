@@ -93,14 +93,10 @@ class Wire:
 
         def gathered(x: Any) -> Any:
             dtype = wire_dtype(x.dtype, self.transfers.gather_dtype)
-            for dimension, entry in enumerate(spec):
-                names = self.names(entry)
-                names = tuple(name for name in names if not over or name in over)
-                for hop in reversed(self._hops(names)):
-                    sent = jax.lax.all_gather(
-                        x.astype(dtype), hop, axis=dimension, tiled=True
-                    )
-                    x = sent.astype(x.dtype)
+            for dimension, names in reversed(self._hops(spec, over or self.axis)):
+                sent = x.astype(dtype)
+                sent = jax.lax.all_gather(sent, names, axis=dimension, tiled=True)
+                x = sent.astype(x.dtype)
             return x
 
         return self._along_other_axes(gathered, spec)(x)
@@ -116,13 +112,11 @@ class Wire:
         def summed(g: Any) -> Any:
             sent = g.astype(wire_dtype(dtype, self.transfers.reduce_dtype))
             sent, rest = self._summable(sent), list(over)
-            for dimension, entry in enumerate(spec):
-                names = tuple(name for name in specs.entry_names(entry) if name in over)
-                for hop in self._hops(names):
-                    sent = jax.lax.psum_scatter(
-                        sent, hop, scatter_dimension=dimension, tiled=True
-                    )
-                    rest = [name for name in rest if name not in hop]
+            for dimension, names in self._hops(spec, over):
+                sent = jax.lax.psum_scatter(
+                    sent, names, scatter_dimension=dimension, tiled=True
+                )
+                rest = [name for name in rest if name not in names]
             return wide(_over(jax.lax.psum, sent, rest))
 
         return self._along_other_axes(summed, spec)(g)
@@ -138,11 +132,22 @@ class Wire:
         """The axes of the batch in an entry of a spec."""
         return tuple(name for name in specs.entry_names(entry) if name in self.axis)
 
-    def _hops(self, names: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """The axes of one collective after another, those within a host first."""
-        if self.levels and names[:1] == self.levels[0] and names[1:]:
-            return [names[:1], names[1:]]
-        return [names] if names else []
+    def _hops(
+        self, spec: PartitionSpec, over: Sequence[str]
+    ) -> list[tuple[int, tuple[str, ...]]]:
+        """Dimensions and mesh axes of one scatter after another; of gathers, reversed.
+
+        In two levels, those within a host come first, so that between hosts each device
+        exchanges its part alone.
+        """
+        within, others = [], []
+        for dimension, entry in enumerate(spec):
+            names = tuple(name for name in specs.entry_names(entry) if name in over)
+            # Parts of one dimension are in the order of its axes.
+            split = bool(self.levels) and names[:1] == self.levels[0]
+            within.append((dimension, names[:split]))
+            others.append((dimension, names[split:]))
+        return [(dimension, names) for dimension, names in within + others if names]
 
     def _along_other_axes(
         self, exchange: Callable[[Any], Any], spec: PartitionSpec

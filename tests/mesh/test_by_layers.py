@@ -148,6 +148,28 @@ def test_plan_counts_what_layers_send(given, gathered, summed):
         assert counted == planned[what] + again * layer > 0
 
 
+@pytest.mark.parametrize("spec", [P("fsdp", "data"), P("data", "fsdp")])
+def test_two_levels_of_two_dimensions(spec):
+    """Between hosts a device exchanges its part alone, whichever axis is divided so."""
+    wire = transfers.Wire(
+        ("fsdp", "data"), transfers.Transfers(gather="levels"), sum_wide=False
+    )
+
+    def exchange(x):
+        whole = wire.gather(x, spec)
+        return wire.scatter(whole, spec, x.dtype, wire.axis)
+
+    x = np.arange(8 * 24, dtype=np.float32).reshape(8, 24)
+    exchange = jax.jit(
+        jax.shard_map(exchange, mesh=mesh_of(2, 2), in_specs=spec, out_specs=spec)
+    )
+    np.testing.assert_array_equal(exchange(x), 4 * x)
+    sent = {c.kind: 0.0 for c in collectives(exchange, x)}
+    for collective in collectives(exchange, x):
+        sent[collective.kind] += collective.bytes_between_hosts(2)
+    assert sent == {"all-gather": x.nbytes / 4, "reduce-scatter": x.nbytes / 4}
+
+
 def test_what_two_levels_cannot_do():
     """Hosts before devices in a spec, or one axis alone."""
     params, batch = losses.draw(), losses.samples()
