@@ -290,11 +290,11 @@ class _Evaluation:
 
         exchange = self._exchange
 
-        def gather(shards: list[Any], *over: Any) -> list[Any]:
+        def gather(over: Sequence[Any], shards: list[Any]) -> list[Any]:
             pairs = zip(held, shards, strict=True)
             return [x.gathered(exchange, shard, *over) for x, shard in pairs]
 
-        def scatter(grads: Any, *over: Any) -> list[Any]:
+        def scatter(over: Sequence[Any], grads: list[Any]) -> list[Any]:
             pairs = zip(held, grads, strict=True)
             return [x.scattered(exchange, g, *over) for x, g in pairs]
 
@@ -304,17 +304,15 @@ class _Evaluation:
         }
         if exchange.scan:
             scan = exchange.scan(run, held, **given_to_scan)
-        elif exchange.levels:
-            inner, outer = exchange.levels
-            scan = prefetch.scan_in_levels(
-                run,
-                [lambda x: gather(x, outer), lambda x: gather(x, inner)],
-                [lambda g: scatter(g, inner), lambda g: scatter(g, outer)],
-                **given_to_scan,
-            )
         else:
+            levels: list[tuple[Any, ...]] = [(axes,) for axes in exchange.levels]
+            levels = levels or [()]
             scan = prefetch.scan(
-                run, gather, scatter, late=exchange.late, **given_to_scan
+                run,
+                [functools.partial(gather, over) for over in reversed(levels)],
+                [functools.partial(scatter, over) for over in levels],
+                late=exchange.late or len(levels) > 1,
+                **given_to_scan,
             )
         carry, ys = scan(
             given[:constants], given[constants:start], [x.x for x in held], xs

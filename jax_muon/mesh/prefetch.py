@@ -33,8 +33,8 @@ from jax_muon import jaxprs
 
 def scan(
     run: Callable[..., Any],
-    gather: Callable[[list[Any]], list[Any]],
-    scatter: Callable[[Any], list[Any]],
+    gathers: Sequence[Callable[[list[Any]], list[Any]]],
+    scatters: Sequence[Callable[[list[Any]], list[Any]]],
     *,
     keep_gathered: bool,
     late: bool,
@@ -44,131 +44,74 @@ def scan(
 ) -> Callable[..., Any]:
     """A scan over layers: of (consts, carry, shards, xs) to (carry, ys).
 
-    `gather` turns shards into a layer, `run` maps (consts, carry, layer, xs) to (carry,
-    ys), and `scatter` turns a layer's gradient into those of its shards: array by array
-    while the layer runs, or, if `late`, all at once while the next one runs.
+    `run` maps (consts, carry, layer, xs) to (carry, ys). `gathers`, one after another,
+    turn shards into a layer, and `scatters` a layer's gradient into those of its
+    shards: one of each, or, in two levels, two. A layer's gradient is scattered array
+    by array while the layer runs, or, if `late`, all at once while the next one runs.
+    In two levels it must be late.
     """
     loop = functools.partial(jax.lax.scan, unroll=unroll)
     numbers, first, on = np.arange(length), *((length - 1, -1) if reverse else (0, 1))
-
-    def layer_at(shards: list[Any], i: Any) -> list[Any]:
-        return gather(_at(shards, i, length))
+    *between_hosts, gather = gathers
+    levels = len(between_hosts)
 
     def forward(run: Callable[..., Any], given: Any) -> Any:
         consts, carry, shards, xs = given
 
-        def step(state: Any, i_x: Any) -> Any:
-            (carry, layer), (i, x) = state, i_x
-            following = layer_at(shards, i + on)
-            (carry, ys), saved = run(consts, carry, layer, x)
-            return (carry, following), (ys, saved)
+        def part(i: Any) -> list[Any]:
+            """What is gathered last for layer i: shards, or a host's part of them."""
+            return _chain(between_hosts, _at(shards, i, length))
 
-        (carry, last), (ys, saved) = loop(
-            step, (carry, layer_at(shards, first)), (numbers, xs), reverse=reverse
+        def step(state: Any, i_x: Any) -> Any:
+            (carry, layer, parts), (i, x) = state, i_x
+            # In two levels, those of this layer, the next one, and the one after it.
+            parts = [*parts, part(i + (2 * levels or 1) * on)]
+            following = gather(parts[levels])
+            (carry, ys), saved = run(consts, carry, layer, x)
+            return (carry, following, parts[1:]), (ys, saved, parts[:levels])
+
+        parts = [part(first + ahead * on) for ahead in range(2 * levels)]
+        start = carry, gather(parts[0] if parts else part(first)), parts
+        (carry, last, _), (ys, saved, kept) = loop(
+            step, start, (numbers, xs), reverse=reverse
         )
-        return (carry, ys), (saved, last)
+        return (carry, ys), (saved, last, *kept)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        (saved, last), (consts, _, shards, xs) = residuals
+        (saved, last, *kept), (consts, _, shards, xs) = residuals
         d_carry, d_ys = _only(cotangents, real=True)
+        (parts,) = kept or [shards]
 
         def step(state: Any, inputs: Any) -> Any:
             d_carry, total, layer, waiting = state
             i, pull_of, x, d_ys = inputs
-            before = layer if keep_gathered else layer_at(shards, i - on)
+            before = layer if keep_gathered else gather(_at(parts, i - on, length))
             pull = pull_of(consts, layer, x)
             ((d_consts, d_carry, d_layer, d_x),) = pull((d_carry, d_ys))
             total = jax.tree.map(jnp.add, total, d_consts)
-            now, waiting = (waiting, d_layer) if late else (d_layer, None)
-            return (d_carry, total, before, waiting), (scatter(now), d_x)
+            if late:  # each scatter takes what the one before it made a layer ago
+                pairs = zip(scatters, waiting, strict=True)
+                *waiting, now = d_layer, *(scatter(d) for scatter, d in pairs)
+            else:
+                now = _chain(scatters, d_layer)
+            return (d_carry, total, before, waiting), (now, d_x)
 
         zeros = jax.tree.map(jnp.zeros_like, _only(consts, real=True))
-        nothing = jax.tree.map(jnp.zeros_like, last) if late else None
+        waiting = [jax.tree.map(jnp.zeros_like, last)] if late else []
+        for scatter in scatters[:-1]:
+            waiting.append(jax.tree.map(jnp.zeros_like, scatter(waiting[-1])))
         (d_carry, d_consts, _, waiting), (d_shards, d_xs) = loop(
             step,
-            (d_carry, zeros, last, nothing),
+            (d_carry, zeros, last, waiting),
             (numbers, saved, xs, d_ys),
             reverse=not reverse,
         )
-        if late:  # each layer's gradients are where those of the one before belong
-            d_shards = [
-                jnp.roll(those, on, axis=0).at[first].set(d)
-                for those, d in zip(d_shards, scatter(waiting), strict=True)
-            ]
-        return d_consts, d_carry, d_shards, d_xs
-
-    return _with_gradient(run, keep_gathered, forward, backward)
-
-
-def scan_in_levels(
-    run: Callable[..., Any],
-    gathers: Sequence[Callable[[list[Any]], list[Any]]],
-    scatters: Sequence[Callable[[Any], list[Any]]],
-    *,
-    keep_gathered: bool,
-    length: int,
-    reverse: bool,
-    unroll: int,
-) -> Callable[..., Any]:
-    """`scan` with gathers between hosts and then within, and scatters the other way."""
-    loop = functools.partial(jax.lax.scan, unroll=unroll)
-    numbers, first, on = np.arange(length), *((length - 1, -1) if reverse else (0, 1))
-    from_hosts, within = gathers
-    scatter_within, to_hosts = scatters
-
-    at = functools.partial(_at, length=length)
-
-    def forward(run: Callable[..., Any], given: Any) -> Any:
-        consts, carry, shards, xs = given
-
-        def step(state: Any, i_x: Any) -> Any:
-            (carry, layer, own, next_own), (i, x) = state, i_x
-            after = from_hosts(at(shards, i + 2 * on))
-            following = within(next_own)
-            (carry, ys), saved = run(consts, carry, layer, x)
-            return (carry, following, next_own, after), (ys, saved, own)
-
-        own = from_hosts(at(shards, first))
-        start = carry, within(own), own, from_hosts(at(shards, first + on))
-        (carry, last, _, _), (ys, saved, kept) = loop(
-            step, start, (numbers, xs), reverse=reverse
-        )
-        return (carry, ys), (saved, last, kept)
-
-    def backward(residuals: Any, cotangents: Any) -> Any:
-        (saved, last, kept), (consts, _, _, xs) = residuals
-        d_carry, d_ys = _only(cotangents, real=True)
-
-        def step(state: Any, inputs: Any) -> Any:
-            d_carry, total, layer, waiting, on_host = state
-            i, pull_of, x, d_ys = inputs
-            before = layer if keep_gathered else within(at(kept, i - on))
-            now, on_host = to_hosts(on_host), scatter_within(waiting)
-            pull = pull_of(consts, layer, x)
-            ((d_consts, d_carry, d_layer, d_x),) = pull((d_carry, d_ys))
-            total = jax.tree.map(jnp.add, total, d_consts)
-            return (d_carry, total, before, d_layer, on_host), (now, d_x)
-
-        zeros = jax.tree.map(jnp.zeros_like, _only(consts, real=True))
-        waiting = jax.tree.map(jnp.zeros_like, last)
-        on_host = jax.tree.map(jnp.zeros_like, scatter_within(waiting))
-        (d_carry, d_consts, _, waiting, on_host), (d_shards, d_xs) = loop(
-            step,
-            (d_carry, zeros, last, waiting, on_host),
-            (numbers, saved, xs, d_ys),
-            reverse=not reverse,
-        )
-        # Each layer's gradients are where those of the second one before belong. Of
-        # one layer alone, the first of these three is all that counts.
-        d_shards = [
-            jnp.roll(those, 2 * on, axis=0).at[first + on].set(second).at[first].set(d)
-            for those, d, second in zip(
-                d_shards,
-                to_hosts(scatter_within(waiting)),
-                to_hosts(on_host),
-                strict=True,
-            )
-        ]
+        if late:  # gradients are where those of a layer before belong
+            d_shards = [jnp.roll(d, len(waiting) * on, axis=0) for d in d_shards]
+        for j, d_layer in reversed([*enumerate(waiting)]):
+            of_layer = _chain(scatters[j:], d_layer)
+            pairs = zip(d_shards, of_layer, strict=True)
+            d_shards = [those.at[first + j * on].set(d) for those, d in pairs]
         return d_consts, d_carry, d_shards, d_xs
 
     return _with_gradient(run, keep_gathered, forward, backward)
@@ -231,6 +174,11 @@ def _at(stacks: list[Any], i: Any, length: int) -> list[Any]:
     """Element i of each stack; beyond an end, the last one there."""
     i = jnp.clip(i, 0, length - 1)
     return [jax.lax.dynamic_index_in_dim(x, i, 0, False) for x in stacks]
+
+
+def _chain(functions: Sequence[Callable[[Any], Any]], x: Any) -> Any:
+    """The functions applied to x, one after another."""
+    return functools.reduce(lambda x, function: function(x), functions, x)
 
 
 def _with_gradient(
