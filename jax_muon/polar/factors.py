@@ -226,16 +226,20 @@ class ExactPolar:
         Returns:
           An array with the shape and dtype of x. For a matrix of rank r it has r
           singular values 1 and the others 0, where the rank counts singular values
-          above `max(m, n) * eps(dtype)` of the largest. Zero matrices give zeros.
+          above `max(m, n) * eps(dtype)` of the largest. Zero matrices give zeros, and
+          matrices with a NaN or an infinite entry NaN.
 
         Raises:
           ValueError: x has fewer than two axes or is not real floating point.
         """
         _check_matrices(x)
-        u, s, vt = jnp.linalg.svd(wide(x), full_matrices=False)
+        # LAPACK does not return from some matrices with infinite entries.
+        finite = jnp.isfinite(x).all(axis=(-2, -1), keepdims=True)
+        u, s, vt = jnp.linalg.svd(wide(jnp.where(finite, x, 0)), full_matrices=False)
         rank_tol = max(x.shape[-2:]) * jnp.finfo(s.dtype).eps
         keep = s > rank_tol * s[..., :1]
-        return matmul(u * keep[..., None, :], vt).astype(x.dtype)
+        polar = matmul(u * keep[..., None, :], vt).astype(x.dtype)
+        return jnp.where(finite, polar, jnp.nan)
 
 
 def _check_matrices(x: Array) -> None:

@@ -293,7 +293,8 @@ def test_numbers_of_any_size_are_finite(shape, norm, dtype):
     sizes = jnp.linalg.norm(y[4:7].astype(jnp.float32), axis=(-2, -1))
     np.testing.assert_allclose(sizes, 1, atol=0.15)
     assert jnp.isnan(y[7:]).all()
-    assert jnp.isfinite(jm.ExactPolar()(x[:7])).all()
+    exact = jm.ExactPolar()(x)
+    assert jnp.isfinite(exact[:7]).all() and jnp.isnan(exact[7:]).all()
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (9, 1), (2, 3, 5, 12)], ids=str)
@@ -302,6 +303,15 @@ def test_exact_polar_is_exact(rng, x64, shape):
     u, _, vt = np.linalg.svd(x, full_matrices=False)
     y = jm.ExactPolar()(jnp.asarray(x))
     np.testing.assert_allclose(y, u @ vt, rtol=0, atol=1e-12)
+
+
+def test_exact_polar_returns_nan():
+    """LAPACK alone does not return from this matrix with two infinite entries."""
+    x = np.random.default_rng(0).standard_normal((3, 8, 6)).astype(np.float32)
+    x[1, [0, 4], 0] = np.inf
+    y = jm.ExactPolar()(jnp.asarray(x))
+    assert jnp.isnan(y[1]).all()
+    assert jnp.isfinite(y[::2]).all()
 
 
 def test_rank_deficient(rng, x64):
