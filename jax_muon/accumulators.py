@@ -35,13 +35,13 @@ def accumulator(name: str, dtype: Any) -> "Floating | Quantized":
     Raises:
       ValueError: for anything other than `DTYPES` and None.
     """
-    found = dtype if dtype is None else jnp.dtype(dtype).name
-    if found not in (None, *DTYPES):
+    name_of_dtype = dtype if dtype is None else jnp.dtype(dtype).name
+    if name_of_dtype not in (None, *DTYPES):
         raise ValueError(
             f"{name}={dtype!r}; expected one of {', '.join(map(repr, DTYPES))}, or "
             "None for the parameters' dtype"
         )
-    return Quantized() if found == "int8" else Floating(found)
+    return Quantized() if name_of_dtype == "int8" else Floating(name_of_dtype)
 
 
 @dataclasses.dataclass(frozen=True)

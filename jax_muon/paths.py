@@ -87,8 +87,8 @@ def words(name: str) -> list[str]:
 
 @functools.lru_cache(maxsize=10_000)
 def _words(name: str) -> tuple[str, ...]:
-    found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
-    return tuple(word.lower() for word in found)
+    words_of_name = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    return tuple(word.lower() for word in words_of_name)
 
 
 def nearest_prefix(entries: Mapping[str, Any], path: str) -> str | None:

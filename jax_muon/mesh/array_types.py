@@ -36,8 +36,8 @@ def own_sharding(x: Any) -> NamedSharding | None:
     walks every equation traced so far to write the message: 68 s for 400 leaves.
     """
     tracer = isinstance(x, jax.core.Tracer)
-    found = jax.typeof(x).sharding if tracer else getattr(x, "sharding", None)
-    return found if isinstance(found, NamedSharding) else None
+    sharding = jax.typeof(x).sharding if tracer else getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def is_explicit(x: Any) -> bool:
@@ -124,5 +124,5 @@ def mesh_of_types(flat: Sequence[tuple[str, Any]]) -> Any:
                 "jax.tree.map(lambda p: p.sharding, params), or none for parameters "
                 "that are replicated; or a mesh with Explicit axes"
             )
-    found = (jax.typeof(x).sharding.mesh for _, x in flat if is_explicit(x))
-    return None if manual else next(found, None)
+    meshes = (jax.typeof(x).sharding.mesh for _, x in flat if is_explicit(x))
+    return None if manual else next(meshes, None)

@@ -196,15 +196,15 @@ class _Evaluation:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
-    def results(self, closed: ClosedJaxpr, given: Sequence[Any]) -> list[Any]:
+    def results(self, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         """The function's results, whole."""
-        return [self.whole(x, "the results") for x in self.run(closed, given)]
+        return [self.whole(x, "the results") for x in self.run(closed, operands)]
 
-    def run(self, closed: ClosedJaxpr, given: Sequence[Any]) -> list[Any]:
+    def run(self, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         """The function's results; some may be held."""
         jaxpr = closed.jaxpr
         env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        env |= dict(zip(jaxpr.invars, given, strict=True))
+        env |= dict(zip(jaxpr.invars, operands, strict=True))
 
         def read(v: Any) -> Any:
             return v.val if isinstance(v, Literal) else env[v]
@@ -217,7 +217,7 @@ class _Evaluation:
                 names = list(dict.fromkeys(inputs))
                 for v in names:  # gathered once, if it is used again
                     env[v] = self.whole(env[v], eqn.primitive.name)
-                one = jaxpr.replace(
+                operation = jaxpr.replace(
                     constvars=(),
                     invars=names,
                     outvars=eqn.outvars,
@@ -225,31 +225,31 @@ class _Evaluation:
                     effects=eqn.effects,
                     debug_info=jaxpr.debug_info.with_unknown_names(),
                 )
-                results = self.bind(ClosedJaxpr(one, ()), [env[v] for v in names])
+                results = self.bind(ClosedJaxpr(operation, ()), [env[v] for v in names])
             env |= dict(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _of_held(self, eqn: JaxprEqn, given: list[Any]) -> list[Any] | None:
+    def _of_held(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
         """Results of an operation on held arrays, or None if it needs them whole."""
         name, params = eqn.primitive.name, eqn.params
-        if not any(isinstance(x, Held) for x in given):
+        if not any(isinstance(x, Held) for x in operands):
             return None
         if name == "jit":
-            return self.run(jaxprs.inner(eqn), given)
+            return self.run(jaxprs.inner(eqn), operands)
         if name == "remat2":
-            return self.checkpoint(eqn, given)
+            return self.checkpoint(eqn, operands)
         if name != "scan":
-            first = given[0]
-            after = first.after(eqn, given[1:]) if isinstance(first, Held) else None
+            first = operands[0]
+            after = first.after(eqn, operands[1:]) if isinstance(first, Held) else None
             return None if after is None else [after]
         constants, start = jaxprs.scan_starts(eqn)
-        rest = [isinstance(x, Held) and not x.is_divided(0) for x in given[start:]]
+        rest = [isinstance(x, Held) and not x.is_divided(0) for x in operands[start:]]
         has_refs = any(type(v.aval) is not jax.core.ShapedArray for v in eqn.invars)
         if has_refs or not any(rest) or not params["length"]:
             return None
-        taken = zip(given, [False] * start + rest, strict=True)
-        given = [x if is_taken else self.whole(x, name) for x, is_taken in taken]
-        return self.scan(eqn, given, constants, start)
+        taken = zip(operands, [False] * start + rest, strict=True)
+        operands = [x if is_taken else self.whole(x, name) for x, is_taken in taken]
+        return self.scan(eqn, operands, constants, start)
 
     def whole(self, x: Any, by: str) -> Any:
         """Gathered here, and its gradient scattered, outside of any scan's prefetch."""
@@ -262,19 +262,19 @@ class _Evaluation:
         )
         return gather(x.x)
 
-    def bind(self, closed: ClosedJaxpr, given: list[Any]) -> list[Any]:
-        return jaxpr_as_fun(closed)(*given)
+    def bind(self, closed: ClosedJaxpr, operands: list[Any]) -> list[Any]:
+        return jaxpr_as_fun(closed)(*operands)
 
-    def checkpoint(self, eqn: JaxprEqn, given: list[Any]) -> list[Any]:
+    def checkpoint(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         again = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
         function = functools.partial(self.results, jaxprs.inner(eqn))
-        results: list[Any] = jax.checkpoint(function, **again)(given)
+        results: list[Any] = jax.checkpoint(function, **again)(operands)
         return results
 
     def scan(
-        self, eqn: JaxprEqn, given: list[Any], constants: int, start: int
+        self, eqn: JaxprEqn, operands: list[Any], constants: int, start: int
     ) -> list[Any]:
-        body, rows, look = jaxprs.inner(eqn), given[start:], _Look()
+        body, rows, look = jaxprs.inner(eqn), operands[start:], _Look()
         shapes = [isinstance(x, Held) and dataclasses.replace(x, x=None) for x in rows]
         look.results(body, [*[None] * start, *_layers(shapes)])
         # Arrays that a scan within this one takes stay sharded here.
@@ -315,7 +315,7 @@ class _Evaluation:
                 **given_to_scan,
             )
         carry, ys = scan(
-            given[:constants], given[constants:start], [x.x for x in held], xs
+            operands[:constants], operands[constants:start], [x.x for x in held], xs
         )
         return [*carry, *ys]
 
@@ -340,18 +340,18 @@ class _Look(_Evaluation):
         elif isinstance(x, Held) and not x.in_scan:
             self.indexed.add(x.leaf)
 
-    def bind(self, closed: ClosedJaxpr, given: list[Any]) -> list[Any]:
+    def bind(self, closed: ClosedJaxpr, operands: list[Any]) -> list[Any]:
         return [None] * len(closed.jaxpr.outvars)
 
-    def checkpoint(self, eqn: JaxprEqn, given: list[Any]) -> list[Any]:
-        return self.results(jaxprs.inner(eqn), given)
+    def checkpoint(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        return self.results(jaxprs.inner(eqn), operands)
 
     def scan(
-        self, eqn: JaxprEqn, given: list[Any], constants: int, start: int
+        self, eqn: JaxprEqn, operands: list[Any], constants: int, start: int
     ) -> list[Any]:
-        self.scanned |= {x.leaf for x in given if isinstance(x, Held)}
-        return self.results(jaxprs.inner(eqn), _layers(given))
+        self.scanned |= {x.leaf for x in operands if isinstance(x, Held)}
+        return self.results(jaxprs.inner(eqn), _layers(operands))
 
 
-def _layers(given: Sequence[Any]) -> list[Any]:
-    return [x.layer() if isinstance(x, Held) else x for x in given]
+def _layers(operands: Sequence[Any]) -> list[Any]:
+    return [x.layer() if isinstance(x, Held) else x for x in operands]

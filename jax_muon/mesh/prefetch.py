@@ -55,8 +55,8 @@ def scan(
     *between_hosts, gather = gathers
     levels = len(between_hosts)
 
-    def forward(run: Callable[..., Any], given: Any) -> Any:
-        consts, carry, shards, xs = given
+    def forward(run: Callable[..., Any], args: Any) -> Any:
+        consts, carry, shards, xs = args
 
         def part(i: Any) -> list[Any]:
             """What is gathered last for layer i: shards, or a host's part of them."""
@@ -133,8 +133,8 @@ def scan_and_update(
     """
     loop = functools.partial(jax.lax.scan, unroll=unroll)
 
-    def forward(run: Callable[..., Any], given: Any) -> Any:
-        consts, carry, (stacks, _), xs = given
+    def forward(run: Callable[..., Any], args: Any) -> Any:
+        consts, carry, (stacks, _), xs = args
 
         def step(carry: Any, inputs: Any) -> Any:
             layer, x = inputs
@@ -189,24 +189,24 @@ def _with_gradient(
 ) -> Callable[..., Any]:
     """A scan with a gradient written by hand.
 
-    `forward` is of (run, given), where run returns what the gradient needs beside its
+    `forward` is of (run, args), where run returns what the gradient needs beside its
     own results, and returns results and residuals; `backward` is of the residuals, with
     what was given, and of the cotangents.
     """
 
     @jax.custom_vjp
-    def prefetching(*given: Any) -> Any:
-        return forward(lambda *given: (run(*given), ()), given)[0]
+    def prefetching(*args: Any) -> Any:
+        return forward(lambda *args: (run(*args), ()), args)[0]
 
-    def save(*given: Any) -> Any:
-        results, saved = forward(functools.partial(_vjp, run, keep_gathered), given)
-        return results, (saved, given)
+    def save(*args: Any) -> Any:
+        results, saved = forward(functools.partial(_vjp, run, keep_gathered), args)
+        return results, (saved, args)
 
     prefetching.defvjp(save, backward)
     return prefetching
 
 
-def _vjp(run: Callable[..., Any], keep_gathered: bool, *given: Any) -> Any:
+def _vjp(run: Callable[..., Any], keep_gathered: bool, *args: Any) -> Any:
     """`jax.vjp` of a layer: its results, and a tree of what JAX saves for the gradient.
 
     The tree omits what can be computed again from the layer alone, from constants
@@ -214,41 +214,41 @@ def _vjp(run: Callable[..., Any], keep_gathered: bool, *given: Any) -> Any:
     from cotangents of the results to those of the arguments, with None for integers.
     """
 
-    def save(*given: Any) -> Any:
+    def save(*args: Any) -> Any:
         def of_reals(reals: Any) -> Any:
-            results = run(*_either(reals, _only(given, real=False)))
+            results = run(*_either(reals, _only(args, real=False)))
             return _only(results, real=True), _only(results, real=False)
 
-        reals, pull, others = jax.vjp(of_reals, _only(given, real=True), has_aux=True)
+        reals, pull, others = jax.vjp(of_reals, _only(args, real=True), has_aux=True)
         return _either(reals, others), pull
 
-    closed, shapes = jax.make_jaxpr(save, return_shape=True)(*given)
-    outs = jaxpr_as_fun(closed)(*jax.tree.leaves(given))
+    closed, shapes = jax.make_jaxpr(save, return_shape=True)(*args)
+    outs = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
     results, pull = jax.tree.unflatten(jax.tree.structure(shapes), outs)
-    found, treedef = jax.tree.flatten(pull)
+    residuals, treedef = jax.tree.flatten(pull)
     names = ("consts", "saved", "saved" if keep_gathered else "layer", "xs")
-    kinds = [k for k, x in zip(names, given, strict=True) for _ in jax.tree.leaves(x)]
+    kinds = [k for k, x in zip(names, args, strict=True) for _ in jax.tree.leaves(x)]
     # Nothing that has an effect, such as a print, happens again.
     jaxpr = closed.jaxpr
     effects = [v for eqn in jaxpr.eqns if eqn.effects for v in eqn.outvars]
     kinds += ["saved"] * len(effects)
     jaxpr = jaxpr.replace(
         invars=[*jaxpr.invars, *effects],
-        outvars=jaxpr.outvars[len(outs) - len(found) :],
+        outvars=jaxpr.outvars[len(outs) - len(residuals) :],
         eqns=[eqn for eqn in jaxpr.eqns if not eqn.effects],
         effects=frozenset(),
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
 
     def is_saved(place: int) -> bool:
-        only = [place == other for other in range(len(found))]
+        only = [place == other for other in range(len(residuals))]
         needed = jaxprs.needed_for(jaxpr, only)[1]
         sources = set(itertools.compress(kinds, needed))
         return "saved" in sources or len(sources) > 1
 
-    saved = [is_saved(place) for place in range(len(found))]
+    saved = [is_saved(place) for place in range(len(residuals))]
     again, inputs = jaxprs.needed_for(jaxpr, [not x for x in saved])
-    unused = jax.tree.map(lambda x: 0, given[1])
+    unused = jax.tree.map(lambda x: 0, args[1])
 
     def pull_of(kept: list[Any], consts: Any, layer: Any, xs: Any) -> Any:
         flat = jax.tree.leaves((consts, unused, layer, xs))
@@ -258,7 +258,7 @@ def _vjp(run: Callable[..., Any], keep_gathered: bool, *given: Any) -> Any:
         parts = {True: iter(kept), False: iter(computed)}
         return jax.tree.unflatten(treedef, [next(parts[x]) for x in saved])
 
-    kept = list(itertools.compress(found, saved))
+    kept = list(itertools.compress(residuals, saved))
     return results, jax.tree_util.Partial(pull_of, kept)
 
 

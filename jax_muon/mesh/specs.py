@@ -19,7 +19,7 @@ def checked_axes(name: str, axis: Any, mesh: Mesh) -> tuple[str, ...]:
     names = (axis,) if isinstance(axis, str) else axis
     if (
         not isinstance(names, (tuple, list))
-        or any(one not in mesh.axis_names for one in names)
+        or not {*names} <= {*mesh.axis_names}
         or len(set(names)) < len(names)
     ):
         checks.refuse(name, axis, f"axes of the mesh, {mesh.axis_names}, each once")

@@ -72,9 +72,9 @@ def on_stages(
 
     @functools.cache
     def program(mesh: Mesh, specs: tuple[tuple[str, PartitionSpec], ...]) -> Any:
-        own = on_mesh(tx, mesh, dict(specs), divide)
-        update = jax.jit(own.update, donate_argnums=(1,) if donate else ())
-        return own.init, update, set()
+        of_stage = on_mesh(tx, mesh, dict(specs), divide)
+        update = jax.jit(of_stage.update, donate_argnums=(1,) if donate else ())
+        return of_stage.init, update, set()
 
     def init_fn(params: optax.Params) -> tuple[Any, ...]:
         whole = notes.traced(tx.init, _shapes(params))

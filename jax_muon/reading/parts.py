@@ -18,15 +18,15 @@ def read_parts(
       ValueError: for splits that do not fit.
     """
     splitting.check(splits)
-    found = dict(parameters)
+    readings = dict(parameters)
     for pattern, split in splits.items():
-        fitted = splitting.fit(pattern, split, found)
-        found = {
+        fitted = splitting.fit(pattern, split, readings)
+        readings = {
             parameter.path: parameter
-            for path, whole in found.items()
+            for path, whole in readings.items()
             for parameter in (_read(fitted[path], whole) if path in fitted else [whole])
         }
-    return found
+    return readings
 
 
 def _read(split: Fitted, whole: Parameter) -> list[Parameter]:

@@ -213,10 +213,10 @@ def describe(
       >>> import jax_muon as jm
       >>> shapes = {"wte": jax.ShapeDtypeStruct((96, 64), "float32"),
       ...           "up": jax.ShapeDtypeStruct((64, 256), "float32")}
-      >>> found = describe(jm.nanochat(), shapes)
-      >>> [x.parameter.label for x in found.parameters]
+      >>> plan = describe(jm.nanochat(), shapes)
+      >>> [x.parameter.label for x in plan.parameters]
       ['muon', 'adamw']
-      >>> str(found).splitlines()[0]
+      >>> str(plan).splitlines()[0]
       'parameter   shape      role        as matrices     label   scale     state   why'
     """
     tx = checks.as_transform("tx", tx)
@@ -238,7 +238,7 @@ def describe(
     }
     sizes, plans = heard["sizes"], heard["pools"].values()
     hops: tuple[Hop, ...] = ()
-    own_hops: dict[str, tuple[Hop, ...]] = {}  # of parameters
+    first_hops: dict[str, tuple[Hop, ...]] = {}  # of parameters
     for optimizer, (names, *both) in heard["on_mesh"].items():
         layout = optimizer.layout
         state = abstract_state(tx, shapes, layout.mesh)
@@ -246,7 +246,7 @@ def describe(
         hops = layout.hops
         specs |= dict(zip(names, zip(*both, strict=True), strict=True))
         layers = layout.scanned_axes(shapes)
-        own_hops |= {
+        first_hops |= {
             name: layout.layer_hops if layers.get(name) else hops for name in names
         }
     summed = tuple(name for hop in hops for name in hop.axes)
@@ -256,20 +256,22 @@ def describe(
         for block in sorted(matrices.blocks(names), key=lambda block: block.joined):
             joined |= {names[leaf]: block.joined for leaf in block.leaves}
     read = _rows(shapes, heard["parameters"])
-    own_bytes = _bytes_by_path(state, [parameter.path for parameter in read])
+    state_bytes = _bytes_by_path(state, [parameter.path for parameter in read])
     residuals = heard["residual"]
 
     def described(parameter: Parameter) -> DescribedParameter:
         path = parameter.path
-        own, of_state = specs.get(paths.nearest_prefix(specs, path) or "", (None, None))
+        of_param, of_state = specs.get(
+            paths.nearest_prefix(specs, path) or "", (None, None)
+        )
         names = () if of_state is None else mesh_specs.spec_names(of_state)
         return DescribedParameter(
             parameter,
             parameter.sizes if path in joined else None,
             joined.get(path, 1),
             heard["scale"].get(path),
-            own_bytes[path],
-            own,
+            state_bytes[path],
+            of_param,
             of_state,
             of_state is not None and bool(summed) and set(summed).isdisjoint(names),
             residuals.get(paths.nearest_prefix(residuals, path)),
@@ -283,8 +285,8 @@ def describe(
     ]
     for leaf in leaves:
         path = leaf.parameter.path
-        own = own_hops.get(paths.nearest_prefix(own_hops, path) or "", hops)
-        sent += [(what, path, x) for what, x in _transfers(leaf, sizes, hops, own)]
+        first = first_hops.get(paths.nearest_prefix(first_hops, path) or "", hops)
+        sent += [(what, path, x) for what, x in _transfers(leaf, sizes, hops, first)]
     return Description(
         leaves,
         tuple(itertools.chain(*plans)),
@@ -300,20 +302,22 @@ def _transfers(
     leaf: DescribedParameter,
     sizes: Mapping[str, int],
     hops: Sequence[Hop],
-    own_hops: Sequence[Hop],
+    first: Sequence[Hop],
 ) -> Iterator[tuple[str, Collective]]:
     """Gathers of a parameter and of its update, and sums of its gradient.
 
-    First along the axes that shard the parameter, by `own_hops`, and then along those
+    By the hops `first` along the axes that shard the parameter, and then along those
     that shard only its state. Unless it has layers, its gradient is summed over both at
     once.
     """
     if leaf.spec is None or leaf.state_spec is None:
         return
-    names, own = (set(mesh_specs.spec_names(x)) for x in (leaf.state_spec, leaf.spec))
+    of_param, names = (
+        set(mesh_specs.spec_names(x)) for x in (leaf.spec, leaf.state_spec)
+    )
     summed = {name for hop in hops for name in hop.axes}
     size = leaf.bytes // math.prod(sizes[n] for n in names - summed)
-    in_turn = ((own_hops, own), (hops, names - own))
+    in_turn = ((first, of_param), (hops, names - of_param))
     at_once = ((hops, names),)
 
     def rings(parts: Any, entries: Sequence[Any]) -> Iterator[tuple[Hop, Any, int]]:
@@ -330,7 +334,7 @@ def _transfers(
     for hop, group, shard in rings(in_turn, spec[::-1]):
         gather = Collective("all-gather", group, shard // len(group))
         yield from hop.gathers * [("gathers", gather)]
-    for hop, group, shard in rings(at_once if own_hops is hops else in_turn, spec):
+    for hop, group, shard in rings(at_once if first is hops else in_turn, spec):
         yield from hop.sums * [
             ("gradients", Collective("reduce-scatter", group, shard))
         ]
@@ -349,8 +353,8 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 def _mesh_of(shapes: Any) -> Any:
     """A context with the mesh whose Explicit axes shard the parameters."""
-    found = (x.sharding.mesh for x in jax.tree.leaves(shapes) if x.sharding)
-    mesh = next(found, jax.sharding.get_abstract_mesh())
+    meshes = (x.sharding.mesh for x in jax.tree.leaves(shapes) if x.sharding)
+    mesh = next(meshes, jax.sharding.get_abstract_mesh())
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
@@ -396,17 +400,17 @@ def _bytes_on_a_device(x: jax.ShapeDtypeStruct) -> int:
 
 def _row(leaf: DescribedParameter, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The cells of one parameter."""
-    found = leaf.parameter
+    parameter = leaf.parameter
     joined = f", {leaf.joined} as one" if leaf.joined > 1 else ""
     where, of_state = (sharding_text(x, sizes) for x in (leaf.spec, leaf.state_spec))
     if leaf.state_spec is not None and of_state != where:
         where += f"; state {of_state}"
     return (
-        found.path,
-        shape_text(found.shape),
-        found.role,
+        parameter.path,
+        shape_text(parameter.shape),
+        parameter.role,
         sizes_text(leaf.matrices) + joined,
-        found.label,
+        parameter.label,
         where,
         "-" if leaf.scale is None else f"{leaf.scale:.4g}",
         bytes_text(leaf.state_bytes),
@@ -435,11 +439,11 @@ def _residuals(leaves: Sequence[DescribedParameter]) -> list[str]:
     return lines
 
 
-def _work(found: Description) -> list[str]:
+def _work(plan: Description) -> list[str]:
     """The devices that compute the matrices of each pool, and what a device sends."""
     rows = [("pool", "over", "matrices", "owners", "each")]
-    for pool in found.pools:
-        different = mesh_specs.devices_over(pool.batch, found.sizes)
+    for pool in plan.pools:
+        different = mesh_specs.devices_over(pool.batch, plan.sizes)
         axes = {"batch": pool.batch, "short": pool.short, "long": pool.long}
         over = [f"{what} {', '.join(names)}" for what, names in axes.items() if names]
         who = f"{len(pool.counts) * different}" if pool.counts else "all"
@@ -457,35 +461,35 @@ def _work(found: Description) -> list[str]:
         )
     sent, between = (
         {what: bytes_text(int(size)) for what, size in sizes.items()}
-        for sizes in (found.sent_bytes, found.bytes_between_hosts)
+        for sizes in (plan.sent_bytes, plan.bytes_between_hosts)
     )
-    work = f"the busiest does {found.imbalance:.2f} of an even share of the work"
-    if found.imbalance > 1 and not any(pool.counts for pool in found.pools):
+    work = f"the busiest does {plan.imbalance:.2f} of an even share of the work"
+    if plan.imbalance > 1 and not any(pool.counts for pool in plan.pools):
         work = "matrices too small for owners, computed by all that hold them"
-    elif found.imbalance > 1.05:
-        work += _why_uneven(max(found.excess, key=lambda pool: found.excess[pool]))
-    lines = aligned(rows, numbers=1) if found.pools else []
+    elif plan.imbalance > 1.05:
+        work += _why_uneven(max(plan.excess, key=lambda pool: plan.excess[pool]))
+    lines = aligned(rows, numbers=1) if plan.pools else []
     lines.append(
-        f"{found.devices} devices: {work}; each sends {sent['orthogonalize']} a step "
+        f"{plan.devices} devices: {work}; each sends {sent['orthogonalize']} a step "
         "to orthogonalize"
     )
-    if found.summed:
-        repeated = [leaf for leaf in found.parameters if leaf.repeated]
+    if plan.summed:
+        repeated = [leaf for leaf in plan.parameters if leaf.repeated]
         largest = max(repeated, key=lambda leaf: leaf.bytes, default=None)
         lines.append(
-            f"summed over {', '.join(found.summed)}: {sent['gradients']} for "
+            f"summed over {', '.join(plan.summed)}: {sent['gradients']} for "
             f"gradients, {sent['gathers']} for gathers; {len(repeated)} parameters of "
             f"{bytes_text(sum(leaf.bytes for leaf in repeated))} are repeated"
             + (f", above all {largest.parameter.path}" if largest else "")
         )
-    if found.devices > found.devices_per_host:
+    if plan.devices > plan.devices_per_host:
         by_leaf: dict[str, float] = {}
-        for _, path, transfer in found.transfers:
-            crossing = transfer.bytes_between_hosts(found.devices_per_host)
+        for _, path, transfer in plan.transfers:
+            crossing = transfer.bytes_between_hosts(plan.devices_per_host)
             by_leaf[path] = by_leaf.get(path, 0) + crossing
         path = max(by_leaf, key=lambda path: by_leaf[path], default="")
         lines.append(
-            f"between hosts of {found.devices_per_host}: {between['orthogonalize']} to "
+            f"between hosts of {plan.devices_per_host}: {between['orthogonalize']} to "
             f"orthogonalize, {between['gradients']} for gradients, "
             f"{between['gathers']} for gathers; most for "
             f"{path or 'orthogonalization'}"

@@ -77,7 +77,7 @@ class Moments:
         Raises:
           ValueError: a state without moments, or whose parts differ in their counts.
         """
-        found: dict[str, dict[str, Any]] = {"first": {}, "second": {}, "means": {}}
+        trees: dict[str, dict[str, Any]] = {"first": {}, "second": {}, "means": {}}
         nodes = jax.tree.leaves(state, is_leaf=_has_moments)
         nodes = [node for node in nodes if _has_moments(node)]
         for node in nodes:
@@ -86,14 +86,14 @@ class Moments:
                 if isinstance(node, QuantizedNesterovState):
                     both = zip(flat, jax.tree.leaves(node.scale), strict=True)
                     flat = [(path, Quantized().read(x, y)) for (path, x), y in both]
-                found[name] |= flat
+                trees[name] |= flat
         counts = {int(node.count) for node in nodes}
         if len(counts) != 1:
             raise ValueError(
                 f"counts of steps in the state: {sorted(counts)}; expected one count, "
                 "of an optimizer with moments"
             )
-        return cls(counts.pop(), **found)
+        return cls(counts.pop(), **trees)
 
 
 def take_over(

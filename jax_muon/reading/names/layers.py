@@ -18,9 +18,9 @@ from jax_muon.reading.names.tree import Leaf, Module, Node, Tree
 def axes_of_layers(tree: Any) -> dict[str, tuple[int, ...]]:
     """Axes of layers by path, as names of modules and shapes show them."""
     leaves = paths.leaves_with_paths(tree)
-    found = Tree([Leaf(path, tuple(x.shape), x.dtype) for path, x in leaves])
-    find_layers(found)
-    return {node.leaf.path: node.batch for node in found.nodes}
+    names = Tree([Leaf(path, tuple(x.shape), x.dtype) for path, x in leaves])
+    find_layers(names)
+    return {node.leaf.path: node.batch for node in names.nodes}
 
 
 def find_layers(tree: Tree) -> None:

@@ -56,15 +56,15 @@ def _by_bias(tree: Tree, node: Node) -> Places | None:
     if bias[1:] == (1,) * (end - 2) and bias[:1] == sizes[:1]:
         return convolution(tree, node)  # (out, 1, 1), as equinox has it
     reason = f"the bias {bias} beside it names the outputs"
-    found = [
+    possible = [
         Places.out_of(end, range(end - len(bias) + batch, end), reason, batch)
         for batch in range(len(bias))
         if len(bias) < end and bias == sizes[:batch] + sizes[end - len(bias) + batch :]
     ]
-    if not found and len(bias) == 1:  # (D, N, H) to D, or a transposed convolution
+    if not possible and len(bias) == 1:  # (D, N, H) to D, or a transposed convolution
         same = [axis for axis in range(end) if sizes[axis] == bias[0]]
-        found = [Places.out_of(end, [axis], reason) for axis in same]
-    return found[0] if len(found) == 1 else None
+        possible = [Places.out_of(end, [axis], reason) for axis in same]
+    return possible[0] if len(possible) == 1 else None
 
 
 def convolution(tree: Tree, node: Node) -> Places | None:
