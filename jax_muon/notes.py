@@ -36,9 +36,12 @@ def listening() -> Iterator[Notes]:
         _listener.reset(token)
 
 
-def traced(function: Callable[..., Any], *args: Any) -> Notes:
-    """Trace a function of these arrays, or of their shapes; the facts it records."""
+def traced(function: Callable[..., Any], *args: Any) -> tuple[Any, Notes]:
+    """Shapes of a function's results, and the facts that it records while traced.
+
+    The arguments are arrays, or their shapes.
+    """
     with listening() as notes:
         # A new function, so that JAX traces it.
-        jax.eval_shape(lambda *args: function(*args), *args)
-    return notes
+        shapes = jax.eval_shape(lambda *args: function(*args), *args)
+    return shapes, notes

@@ -137,7 +137,7 @@ def scanned_by(tx: optax.GradientTransformation) -> Callable[[Any], ScannedAxes]
     @functools.lru_cache(maxsize=4)
     def of_shapes(treedef: Any, shapes: tuple[Any, ...]) -> ScannedAxes:
         params = jax.tree.unflatten(treedef, shapes)
-        read = notes.traced(tx.init, params)["scanned"]
+        read = notes.traced(tx.init, params)[1]["scanned"]
         names = [path for path, _ in paths.leaves_with_paths(params)]
         return read if read.keys() >= {*names} else {**by_names(params), **read}
 

@@ -77,7 +77,7 @@ def on_stages(
         return of_stage.init, update, set()
 
     def init_fn(params: optax.Params) -> tuple[Any, ...]:
-        whole = notes.traced(tx.init, _shapes(params))
+        _, whole = notes.traced(tx.init, _shapes(params))
         states = []
         for mesh, specs in _stages(params).items():
             with notes.listening() as heard:

@@ -248,7 +248,7 @@ class TrainStep:
         Returns:
           "a layer at a time", or "whole" with the operation of the loss that needs it.
         """
-        heard = notes.traced(self._step, *self.abstract(params), batch)
+        _, heard = notes.traced(self._step, *self.abstract(params), batch)
         return heard["gathered"]
 
     def compiler_options(self, params: Any) -> dict[str, Any]:

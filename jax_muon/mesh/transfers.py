@@ -45,14 +45,9 @@ class Transfers:
       ValueError: an unknown choice, or a dtype that is not real floating point.
 
     Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
       >>> import jax_muon as jm
-      >>> def loss_fn(params, batch):
-      ...     return jnp.mean((batch @ params["mlp"]) ** 2)
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
-      >>> transfers = jm.Transfers(reduce_dtype="bfloat16")
-      >>> step = jm.make_train_step(loss_fn, jm.nanochat(), mesh, transfers=transfers)
+      >>> transfers = jm.Transfers(reduce_dtype="bfloat16", gather="layers")
+      >>> # jm.make_train_step(loss_fn, tx, mesh, transfers=transfers)
     """
 
     reduce_dtype: jax.typing.DTypeLike | None = None

@@ -224,13 +224,14 @@ def describe(
     checks.count("devices_per_host", devices_per_host)
     shapes = jax.tree.map(_shape, params)
     arrays, others = array_types.arrays_and_others(extra_args)
-    with _mesh_of(shapes), notes.listening() as heard:
-        # New functions, since JAX never traces the same one twice.
-        state = jax.eval_shape(lambda params: tx.init(params), shapes)
-        jax.eval_shape(
-            lambda g, s, p, arrays: tx.update(g, s, p, **others, **arrays),
-            *(shapes, state, shapes, arrays),
-        )
+
+    def first_step(params: Any, arrays: Any) -> Any:
+        state = tx.init(params)
+        tx.update(params, state, params, **others, **arrays)
+        return state
+
+    with _mesh_of(shapes):
+        state, heard = notes.traced(first_step, shapes, arrays)
     specs: dict[str, tuple[PartitionSpec, PartitionSpec | None]] = {
         path: (x.sharding.spec, None)
         for path, x in paths.leaves_with_paths(shapes)
@@ -318,23 +319,22 @@ def _transfers(
     summed = {name for hop in hops for name in hop.axes}
     size = leaf.bytes // math.prod(sizes[n] for n in names - summed)
     in_turn = ((first, of_param), (hops, names - of_param))
-    at_once = ((hops, names),)
+    at_once, spec = ((hops, names),), tuple(leaf.state_spec)
 
-    def rings(parts: Any, entries: Sequence[Any]) -> Iterator[tuple[Hop, Any, int]]:
+    def rings(parts: Any) -> Iterator[tuple[Hop, Any, int]]:
         """How often, over which devices, and bytes of the shard that they divide."""
         shard = size
         for some, along in parts:
-            for hop, entry in itertools.product(some, entries):
+            for hop, entry in itertools.product(some, spec):
                 axes = {*mesh_specs.entry_names(entry)} & {*hop.axes} & along
                 group = group_over(axes, sizes)
                 yield hop, group, shard
                 shard //= len(group)
 
-    spec = tuple(leaf.state_spec)
-    for hop, group, shard in rings(in_turn, spec[::-1]):
+    for hop, group, shard in rings(in_turn):
         gather = Collective("all-gather", group, shard // len(group))
         yield from hop.gathers * [("gathers", gather)]
-    for hop, group, shard in rings(at_once if first is hops else in_turn, spec):
+    for hop, group, shard in rings(at_once if first is hops else in_turn):
         yield from hop.sums * [
             ("gradients", Collective("reduce-scatter", group, shard))
         ]
