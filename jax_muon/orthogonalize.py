@@ -26,13 +26,13 @@ def orthogonalize(
     *,
     matrices: Matrices | None = None,
     small: int = 65536,
-    group: int = 8,
+    team: int = 8,
 ) -> optax.GradientTransformation:
     """Replace every matrix by its polar factor: same directions, singular values one.
 
     Single matrices of one shape go into one stack; a batch of matrices is a stack of
     its own. Where the types of arrays show that they are sharded over a mesh, each
-    matrix is computed by one of its devices, or by a group of them, to which the others
+    matrix is computed by one of its devices, or by a team of them, to which the others
     send their shards; see `mesh/owners.py`.
 
     Args:
@@ -46,7 +46,7 @@ def orthogonalize(
         one (TEON).
       small: sharded matrices with fewer elements are gathered and computed by all
         devices that hold them.
-      group: most devices that share the work on one matrix, next to each other on the
+      team: most devices that share the work on one matrix, next to each other on the
         mesh, such as the GPUs of a host. Where it takes less time by a count of bytes
         and FLOPs, each sends and receives part of a matrix; that needs a polar factor
         with a method `shared_dtype`, as `NewtonSchulz`. 1: one owner for each matrix.
@@ -59,7 +59,7 @@ def orthogonalize(
         a floating-point matrix, or that is on a mesh whose axes are Auto or manual, so
         that its type does not show how it is sharded: see `on_mesh`; at update, for a
         polar factor of another shape than its matrices, or of complex numbers. At once
-        for a `polar` that is not a function, small below 0, or group below 1.
+        for a `polar` that is not a function, small below 0, or team below 1.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -77,7 +77,7 @@ def orthogonalize(
         expected = "a function of arrays (..., m, n) such as PolarExpress()"
         checks.refuse("polar", polar, expected)
     checks.count("small", small, least=0)
-    checks.count("group", group)
+    checks.count("team", team)
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
         checks.arrays("params", params)
@@ -108,7 +108,7 @@ def orthogonalize(
             shards,
             sizes,
             small=small,
-            group=group,
+            team=team,
             shared_dtype=getattr(polar, "shared_dtype", None),
             start=zlib.crc32(" ".join(labels).encode()),
         )

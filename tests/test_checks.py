@@ -67,7 +67,7 @@ TABLE = {
     "rms=0.0; expected a finite": lambda: jm.normalize_frobenius(0.0),
     "balance=1.5; expected a number in [0, 1]": lambda: jm.clip_qk(1.0, balance=1.5),
     "threshold=0.0; expected a finite number above 0": lambda: jm.clip_qk(0.0),
-    "group=0; expected a Python int": lambda: jm.orthogonalize(group=0),
+    "team=0; expected a Python int": lambda: jm.orthogonalize(team=0),
     "steps=2.5; expected a Python integer": lambda: jm.muon(steps=2.5),
     "static_args=('steps',)": lambda: init(
         optax.inject_hyperparams(jm.nanochat)(0.5, steps=5)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_muon.mesh.collectives import Collective, group_over
+from jax_muon.mesh.collectives import Collective, members_over
 
 # Primitive name to the kind of collective; JAX has several names for one kind.
 _KINDS = {
@@ -62,7 +62,7 @@ def _visit(jaxpr: Any, sizes: dict[str, int]) -> Iterator[Call]:
             axes = params.get("axes", params.get("axis_name"))
             axes = (axes,) if isinstance(axes, str) else tuple(axes)
             groups = params.get("axis_index_groups")
-            group = group_over(axes, sizes)
+            group = members_over(axes, sizes)
             avals = [v.aval for v in equation.invars]
             yield Call(
                 kind,

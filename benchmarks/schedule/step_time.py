@@ -73,7 +73,7 @@ def nccl_seconds(transfer: Transfer, rates: Rates) -> float:
     if devices == 1:
         return 0.0
     at_full_rate = transfer_seconds(transfer, rates)
-    hosts = len({x // rates.gpus_per_host for x in transfer.group})
+    hosts = len({x // rates.gpus_per_host for x in transfer.members})
     on_a_host = devices / hosts
     if transfer.kind == "all-to-all":
         return at_full_rate + 20e-6 + (devices - on_a_host) * 1e-6
@@ -113,7 +113,7 @@ def kinds_of_devices(pools: Sequence[Pool], sizes: Sizes) -> list[Takes]:
             one.pools[0], counts=tuple(ranks[kind] for kind in one.counts)
         )
         # The load of owners that have as many matrices as their rank.
-        by_device = pool.load(sizes).ravel() * pool.group / pool.flops
+        by_device = pool.load(sizes).ravel() * pool.team / pool.flops
         branches.append(np.rint(by_device).astype(int).tolist())
 
     def takes(kind: tuple[int, ...]) -> Takes:

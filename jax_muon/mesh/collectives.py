@@ -15,18 +15,18 @@ class Collective:
 
     Attributes:
       kind: "reduce-scatter", "all-gather", "all-reduce", "all-to-all" or "permute".
-      group: numbers of the devices that take part; other groups may do the same.
+      members: numbers of the devices that take part; others may do the same.
       input_bytes: of one device.
     """
 
     kind: str
-    group: tuple[int, ...]
+    members: tuple[int, ...]
     input_bytes: float
 
     @property
     def devices(self) -> int:
         """How many devices take part."""
-        return len(self.group)
+        return len(self.members)
 
     @property
     def sent_bytes(self) -> float:
@@ -48,7 +48,7 @@ class Collective:
         crosses to the next host once, and the devices of a host each carry one of as
         many rings. An all-to-all sends every other device its own piece.
         """
-        first, *others = (device // devices_per_host for device in self.group)
+        first, *others = (device // devices_per_host for device in self.members)
         outside = sum(host != first for host in others)
         if not outside:
             return 0.0
@@ -57,13 +57,13 @@ class Collective:
         return self.sent_bytes / (self.devices - outside)
 
 
-def group_over(axes: Collection[str], sizes: Sizes) -> tuple[int, ...]:
+def members_over(axes: Collection[str], sizes: Sizes) -> tuple[int, ...]:
     """The first device of a mesh, and those it reaches along these axes."""
-    return _group_over(frozenset(axes), tuple(sizes.items()))
+    return _members_over(frozenset(axes), tuple(sizes.items()))
 
 
 @functools.lru_cache(maxsize=64)
-def _group_over(
+def _members_over(
     axes: frozenset[str], sizes: tuple[tuple[str, int], ...]
 ) -> tuple[int, ...]:
     shape = [size for _, size in sizes]

@@ -1,11 +1,11 @@
-"""The plan: each sharded matrix gets an owner, a device or a group of devices.
+"""The plan: each sharded matrix gets an owner, a device or a team of devices.
 
 A parameter may be sharded in any way over a mesh: along its batch, in and out axes, and
 repeated over the mesh axes that are left. Everything but orthogonalization is
 elementwise, or a mean, and needs no plan. Matrices with the same shape and shards form
 a pool, and each matrix gets one owner among the devices that hold it: those with its
 shards, and those that repeat them. Matrices go to single devices, balanced over all
-pools, or to groups of neighbours that share the work, if that takes less time.
+pools, or to teams of neighbours that share the work, if that takes less time.
 `travel.py` carries the plan out.
 """
 
@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jax_muon.blocks import Block
 from jax_muon.matrices import Matrices
-from jax_muon.mesh.collectives import Collective, group_over
+from jax_muon.mesh.collectives import Collective, members_over
 from jax_muon.mesh.specs import Sizes, devices_over, entry_names
 
 # The planner's rates, in round figures for an H100: FLOP/s of products, bytes/s between
@@ -86,9 +86,9 @@ class Pool:
       replicas: mesh axes that repeat the shards.
       fan: (m, n).
       counts: how many matrices each owner gets, replicas before shards; () if all
-        devices that hold a matrix compute it. Groups get the same number each of the
+        devices that hold a matrix compute it. Teams get the same number each of the
         matrices of one shape, filled up with zeros.
-      group: devices of one owner, which share its work.
+      team: devices of one owner, which share its work.
       shared_dtype: in which they send each other parts of products.
     """
 
@@ -101,7 +101,7 @@ class Pool:
     replicas: tuple[str, ...]
     fan: tuple[int, int]
     counts: tuple[int, ...] = ()
-    group: int = 1
+    team: int = 1
     shared_dtype: Any = None
 
     @property
@@ -127,25 +127,25 @@ class Pool:
         return _STEPS * (4 * m * m * n + 2 * m**3)
 
     def owners(self, sizes: Sizes) -> int:
-        """The number of devices, or groups of them, that can own a matrix."""
-        return devices_over(self.replicas + self.shards, sizes) // self.group
+        """The number of devices, or teams of them, that can own a matrix."""
+        return devices_over(self.replicas + self.shards, sizes) // self.team
 
     def load(self, sizes: Sizes) -> np.ndarray:
         """FLOPs of each device, in the order of `divided_axes(sizes)`."""
         axes = self.replicas + self.shards + self.batch
         counts = self.counts or (self.count,) * self.owners(sizes)
-        matrices = np.repeat(counts, self.group)
+        matrices = np.repeat(counts, self.team)
         by_device = np.repeat(
-            matrices * (self.flops / self.group), devices_over(self.batch, sizes)
+            matrices * (self.flops / self.team), devices_over(self.batch, sizes)
         )
         by_axis = by_device.reshape([sizes[name] for name in axes])
         return by_axis.transpose([axes.index(name) for name in divided_axes(sizes)])
 
     def shared(self, sizes: Sizes) -> Collective:
-        """What a device of a group exchanges with the others, for one matrix."""
+        """What a device of a team exchanges with the others, for one matrix."""
         gram = self.fan[0] ** 2 * np.dtype(self.shared_dtype).itemsize
-        group = group_over(self.shards, sizes)[: self.group]
-        return Collective("all-to-all", group, _STEPS * _SHARED_PRODUCTS * gram)
+        team = members_over(self.shards, sizes)[: self.team]
+        return Collective("all-to-all", team, _STEPS * _SHARED_PRODUCTS * gram)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,8 +195,8 @@ class Round:
     def transfers(self, sizes: Sizes) -> list[Collective]:
         """To the owners and back, and then to devices that repeat the shards."""
         pool = self.pools[0]
-        owners = group_over(pool.shards, sizes)[:: pool.group]
-        repeats = group_over(pool.replicas, sizes)
+        owners = members_over(pool.shards, sizes)[:: pool.team]
+        repeats = members_over(pool.replicas, sizes)
         size = len(owners) * self.width * np.dtype(pool.dtype).itemsize
         exchange = Collective("all-to-all", owners, size)
         return [exchange, exchange, Collective("all-gather", repeats, size)]
@@ -277,7 +277,7 @@ def make_pools(
     *,
     small: int = 0,
     start: int = 0,
-    group: int = 1,
+    team: int = 1,
     shared_dtype: Callable[[int, int, Any], Any] | None = None,
 ) -> list[Pool]:
     """Pools of matrices, and owners so that the busiest device has the least to do.
@@ -288,7 +288,7 @@ def make_pools(
       small: matrices with fewer elements are computed by all devices that hold them.
       start: the owner that comes first among equally busy ones, modulo their number,
         so that matrices with other labels find other owners.
-      group: most devices that share a matrix.
+      team: most devices that share a matrix.
       shared_dtype: of m, n and dtype, the dtype in which devices that share such a
         matrix send parts of products, or None if they cannot; None if they never can.
 
@@ -300,9 +300,9 @@ def make_pools(
     plans = [_with_owners(pools, sizes, small, start)]
     for index, pool in enumerate(pools):
         dtype = shared_dtype and shared_dtype(*pool.fan, pool.dtype)
-        size = _group_size(pool, sizes, group)
+        size = _team_size(pool, sizes, team)
         if dtype is not None and size > 1 and math.prod(pool.fan) >= small:
-            pools[index] = dataclasses.replace(pool, group=size, shared_dtype=dtype)
+            pools[index] = dataclasses.replace(pool, team=size, shared_dtype=dtype)
             plans.append(_with_owners(pools, sizes, small, start))
     return min(plans, key=lambda plan: cost(plan, sizes))
 
@@ -331,7 +331,7 @@ def _pools_without_owners(shards: Sequence[Shard], sizes: Sizes) -> list[Pool]:
     return sorted(pools, key=lambda pool: (pool.flops, pool.fan), reverse=True)
 
 
-def _group_size(pool: Pool, sizes: Sizes, most: int) -> int:
+def _team_size(pool: Pool, sizes: Sizes, most: int) -> int:
     """The number of neighbours that can share a matrix of a pool, or 1.
 
     The pool has to be sharded along one side, over the innermost axes of the mesh:
@@ -351,9 +351,9 @@ def _with_owners(
     names = divided_axes(sizes)
     busy = np.zeros([sizes[name] for name in names])
     plan = []
-    for pool in _with_groups(pools, sizes):
+    for pool in _with_teams(pools, sizes):
         owners = pool.owners(sizes)
-        if pool.group == 1 and math.prod(pool.fan) >= small and owners > 1:
+        if pool.team == 1 and math.prod(pool.fan) >= small and owners > 1:
             # (owners, devices with other matrices)
             order = [names.index(n) for n in pool.replicas + pool.shards + pool.batch]
             loads = busy.transpose(order).reshape(owners, -1).max(axis=1)
@@ -364,15 +364,15 @@ def _with_owners(
     return plan
 
 
-def _with_groups(pools: Sequence[Pool], sizes: Sizes) -> list[Pool]:
-    """Give matrices to groups in turn, where pools are to be shared.
+def _with_teams(pools: Sequence[Pool], sizes: Sizes) -> list[Pool]:
+    """Give matrices to teams in turn, where pools are to be shared.
 
     Pools of one shape that are sharded along different sides, such as gates and the
     projections down again, go on where the one before them ended.
     """
 
     def alike(pool: Pool) -> Any:
-        return pool.group, pool.fan, pool.dtype, pool.batch, pool.shards, pool.replicas
+        return pool.team, pool.fan, pool.dtype, pool.batch, pool.shards, pool.replicas
 
     plan = []
     for _, same in itertools.groupby(pools, key=alike):
@@ -380,7 +380,7 @@ def _with_groups(pools: Sequence[Pool], sizes: Sizes) -> list[Pool]:
         owners = together[0].owners(sizes)
         total = sum(pool.count for pool in together)
         for pool in together:
-            if pool.group > 1:
+            if pool.team > 1:
                 stop = start + pool.count
                 filled = math.ceil(total / owners) * owners if stop == total else stop
                 turns = np.arange(start, filled) % owners
@@ -406,7 +406,7 @@ def _fill(loads: np.ndarray, count: int, flops: int, start: int) -> tuple[int, .
 def cost(pools: Sequence[Pool], sizes: Sizes) -> float:
     """Estimated seconds, without any overlap of transfers and products."""
     busy = sum((pool.load(sizes) for pool in pools), start=np.zeros(()))
-    shared = sum(pool.counts[0] for pool in pools if pool.group > 1)
+    shared = sum(pool.counts[0] for pool in pools if pool.team > 1)
     starts = shared * _STEPS * _SHARED_PRODUCTS * _SECONDS_TO_START
     sent = sum(map(_seconds, transfers(pools, sizes)))
     return float(busy.max()) / _FLOPS + starts + sent
@@ -418,9 +418,9 @@ def transfers(pools: Sequence[Pool], sizes: Sizes) -> list[Collective]:
     for pool in pools:
         if not pool.counts:
             size = pool.count * math.prod(pool.shard) * np.dtype(pool.dtype).itemsize
-            devices = group_over(pool.shards, sizes)
+            devices = members_over(pool.shards, sizes)
             collectives.append(Collective("all-gather", devices, size))
-        elif pool.group > 1:
+        elif pool.team > 1:
             collectives += [pool.shared(sizes)] * pool.counts[0]
     return collectives
 
@@ -430,7 +430,7 @@ def rounds(pools: Sequence[Pool]) -> list[Round]:
     by_axes: dict[Any, list[Pool]] = {}
     for pool in pools:
         if pool.counts:
-            key = (pool.dtype, pool.batch, pool.shards, pool.replicas, pool.group)
+            key = (pool.dtype, pool.batch, pool.shards, pool.replicas, pool.team)
             by_axes.setdefault(key, []).append(pool)
     exchanges = []
     for together in by_axes.values():

@@ -8,8 +8,8 @@ Three phases carry out the plan of `owners.py`:
 
 Matrices of several shapes travel in one exchange (owners, width): the row of an owner
 holds the shards of its matrices, one after another. Owners with different matrices run
-different branches. In a group each device gets some columns of every matrix of the
-group, and they compute the factor together. All groups run the same program, since
+different branches. In a team each device gets some columns of every matrix of the
+team, and they compute the factor together. All teams run the same program, since
 they exchange products: only how columns are made of shards may differ.
 
 Shards may be assembled in any order, as long as they are split in the same order: a
@@ -29,8 +29,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jax_muon.mesh.owners import Pool, Round, rounds
-from jax_muon.polar.grouped import Group
 from jax_muon.polar.stacks import map_stacks
+from jax_muon.polar.teams import Team
 
 Polar = Callable[..., Array]
 
@@ -57,7 +57,7 @@ def map_pools(
 ) -> list[Float[Array, "_ _ _"]]:
     """Polar factors of batches (batch, in, out) of shards, inside shard_map.
 
-    `polar` gets stacks (k, m, n) of whole matrices, and `group=` where a group of
+    `polar` gets stacks (k, m, n) of whole matrices, and `team=` where a team of
     devices is the owner. `pools` are those of the batches.
     """
     stacks = {pool: _stack(batches, pool) for pool in pools}
@@ -79,7 +79,7 @@ def map_pools(
 
 
 def _stack(batches: Sequence[Array], pool: Pool) -> Float[Array, "_ m n"]:
-    """The matrices of a pool, and as many zeros as fill up its groups."""
+    """The matrices of a pool, and as many zeros as fill up its teams."""
     stack = jnp.concatenate(
         [member.turn(batches[member.index]) for member in pool.members]
     )
@@ -127,17 +127,17 @@ def _travel(
         first = jax.lax.axis_index(pool.replicas) * number
         table = jax.lax.pcast(table, pool.replicas, to="varying")
         table = jax.lax.dynamic_slice_in_dim(table, first, number)
-    group = Group(pool.shards, pool.group)
-    table = group.swap_between(table)
-    owner = jax.lax.axis_index(pool.replicas + pool.shards) // group.size
+    team = Team(pool.shards, pool.team)
+    table = team.swap_between(table)
+    owner = jax.lax.axis_index(pool.replicas + pool.shards) // team.size
     kind = jnp.asarray([*map(kinds.index, exchange.counts)])[owner]
-    if group.size > 1:
-        table = _compute_in_groups(polar, exchange, group, kind, table)
+    if team.size > 1:
+        table = _compute_in_teams(polar, exchange, team, kind, table)
     else:
         compute = functools.partial(_compute, polar, exchange)
         branches = [functools.partial(compute, counts) for counts in kinds]
         table = jax.lax.switch(kind, branches, table)
-    table = group.swap_between(table)
+    table = team.swap_between(table)
     if pool.replicas:
         table = jax.lax.all_gather(table, pool.replicas, tiled=True, to="invarying")
     return [
@@ -164,14 +164,14 @@ def _compute(
     return _padded(jnp.concatenate(shards, axis=1), 1, exchange.width)
 
 
-def _compute_in_groups(
+def _compute_in_teams(
     polar: Polar,
     exchange: Round,
-    group: Group,
+    team: Team,
     kind: Array,
     received: Float[Array, "senders width"],
 ) -> Float[Array, "senders width"]:
-    """The work of a group on its matrices, as `_compute`, and the same for all groups.
+    """The work of a team on its matrices, as `_compute`, and the same for all teams.
 
     Each has as many matrices of a shape as the others, but the n-th of them may be of
     another pool, which is sharded along another side.
@@ -184,9 +184,9 @@ def _compute_in_groups(
         stop = start + count * math.prod(pools[0].shard)
         row = received[:, start:stop]
         choice = jnp.asarray([*map(choices.index, of_kinds)], jnp.int32)[kind]
-        x = _select(choice, [_columns(row, pool, group) for pool in pools])
-        y = jnp.concatenate([polar(x[i : i + 1], group=group) for i in range(count)])
-        shards = _select(choice, [_shards(y, len(row), pool, group) for pool in pools])
+        x = _select(choice, [_columns(row, pool, team) for pool in pools])
+        y = jnp.concatenate([polar(x[i : i + 1], team=team) for i in range(count)])
+        shards = _select(choice, [_shards(y, len(row), pool, team) for pool in pools])
         rows.append(shards.astype(received.dtype))
         start = stop
     return jnp.concatenate(rows, axis=1)
@@ -197,21 +197,21 @@ def _select(index: Array, arrays: Sequence[Array]) -> Array:
     return jax.lax.select_n(index, *arrays) if len(arrays) > 1 else arrays[0]
 
 
-def _columns(flat: Float[Array, "s w"], pool: Pool, group: Group) -> Array:
-    """A device's columns (k, m, n / group), from shards that all groups have sent."""
+def _columns(flat: Float[Array, "s w"], pool: Pool, team: Team) -> Array:
+    """A device's columns (k, m, n / team), from shards that all teams have sent."""
     shards = flat.reshape(len(flat), -1, *pool.shard)
     _, count, rows, columns = shards.shape
     if pool.short:
-        x = shards.swapaxes(0, 1).reshape(count, -1, columns)  # (k, m / group, n)
-        return group.swap(x, 2, 1)
+        x = shards.swapaxes(0, 1).reshape(count, -1, columns)  # (k, m / team, n)
+        return team.swap(x, 2, 1)
     return shards.transpose(1, 2, 0, 3).reshape(count, rows, -1)
 
 
-def _shards(y: Array, senders: int, pool: Pool, group: Group) -> Float[Array, "s w"]:
+def _shards(y: Array, senders: int, pool: Pool, team: Team) -> Float[Array, "s w"]:
     """Undoes `_columns`."""
     count, (rows, columns) = len(y), pool.shard
     if pool.short:
-        y = group.swap(y, 1, 2).reshape(count, senders, rows, columns).swapaxes(0, 1)
+        y = team.swap(y, 1, 2).reshape(count, senders, rows, columns).swapaxes(0, 1)
     else:
         y = y.reshape(count, rows, senders, columns).transpose(2, 0, 1, 3)
     return y.reshape(senders, -1)

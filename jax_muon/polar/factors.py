@@ -23,8 +23,8 @@ from jax_muon.polar.coefficients import (
     polar_express_coefficients,
     quintics,
 )
-from jax_muon.polar.grouped import Group
 from jax_muon.polar.products import matmul
+from jax_muon.polar.teams import Team
 
 _DTYPES = ("bfloat16", "float32", "float64")
 
@@ -103,13 +103,13 @@ class NewtonSchulz:
             object.__setattr__(self, name, value)
 
     def __call__(
-        self, x: Float[Array, "*batch m n"], *, group: Group | None = None
+        self, x: Float[Array, "*batch m n"], *, team: Team | None = None
     ) -> Float[Array, "*batch m n"]:
         """Approximate polar factors.
 
         Args:
           x: matrices in the last two axes, tall or wide, any real floating dtype.
-          group: inside shard_map, devices that each have columns of wide matrices, and
+          team: inside shard_map, devices that each have columns of wide matrices, and
             share the work; the whole matrix needs a `shared_dtype`.
 
         Returns:
@@ -125,11 +125,11 @@ class NewtonSchulz:
         if not x.size:
             return x
         m, n = sorted(x.shape[-2:])
-        by_gram = group is None and iteration.uses_gram(self.form, dtype, m, n)
+        by_gram = team is None and iteration.uses_gram(self.form, dtype, m, n)
         table = cast(Table, self.coefficients)  # since `__post_init__`
         norm = iteration.Norm(self.norm, self.norm_factor, self.eps)
         method = "gram" if by_gram else self.symmetric
-        return iteration.iterate(x, table, norm, dtype, method, group)
+        return iteration.iterate(x, table, norm, dtype, method, team)
 
     def shared_dtype(
         self, m: int, n: int, dtype: jax.typing.DTypeLike

@@ -38,8 +38,8 @@ from jaxtyping import Array
 
 from jax_muon.dtypes import unit_of, wide, wider
 from jax_muon.polar.coefficients import Table
-from jax_muon.polar.grouped import Group, SharedProducts
 from jax_muon.polar.products import FusedProducts, Products, exact_factors, matmul
+from jax_muon.polar.teams import SharedProducts, Team
 
 # Steps of the Gram form from one Gram matrix of X to the next. Without a refresh
 # singular values reach 4 on inputs of condition 1e10, in float32; with one after step 3
@@ -82,7 +82,7 @@ class Norm(NamedTuple):
 
 # Traced once for matrices of a shape, however many parameters and calls have it.
 @functools.partial(
-    jax.jit, static_argnames=("table", "norm", "dtype", "method", "group")
+    jax.jit, static_argnames=("table", "norm", "dtype", "method", "team")
 )
 def iterate(
     x: Array,
@@ -90,12 +90,12 @@ def iterate(
     norm: Norm,
     dtype: jnp.dtype,
     method: str,
-    group: Group | None = None,
+    team: Team | None = None,
 ) -> Array:
     """Run the quintics on a batch, in the order that suits the platform.
 
     `method` is "gram" for the Gram form, or how the standard form computes symmetric
-    products: "plain" or "kernel". Devices of a group each have columns of wide
+    products: "plain" or "kernel". Devices of a team each have columns of wide
     matrices, and take the standard form.
     """
     rows, cols = x.shape[-2:]
@@ -103,13 +103,13 @@ def iterate(
         # The only singular value of one row begins where the quintics are steepest: in
         # bfloat16 it ends 0.22 from where it should, whatever the row.
         dtype = wider(dtype, jnp.float32)
-    turned = group is None and rows > cols
+    turned = team is None and rows > cols
     form = _gram_form if method == "gram" else _standard_form
 
     def factor(y: Array, products: Products) -> Array:
         """Polar factors of wide matrices, m <= n."""
-        if group is not None:
-            products = SharedProducts(products, group)
+        if team is not None:
+            products = SharedProducts(products, team)
         y = y.astype(dtype)
         unit = unit_of(products.largest(y))
         y = y * unit
@@ -117,7 +117,7 @@ def iterate(
         return form(y, gram, table, products).astype(x.dtype)
 
     stack = x.reshape(-1, rows, cols)
-    size = len(stack) if group else _part_size(stack)
+    size = len(stack) if team else _part_size(stack)
 
     def in_parts(products: Products) -> Callable[[Array], Array]:
         def at_once(x: Array) -> Array:

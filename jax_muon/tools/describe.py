@@ -21,7 +21,7 @@ from jax_muon import checks, notes, paths
 from jax_muon.axes import Parameter
 from jax_muon.mesh import array_types, owners
 from jax_muon.mesh import specs as mesh_specs
-from jax_muon.mesh.collectives import Collective, group_over
+from jax_muon.mesh.collectives import Collective, members_over
 from jax_muon.mesh.layout import Hop
 from jax_muon.mesh.on_mesh import abstract_state
 from jax_muon.text import aligned, shape_text, sizes_text
@@ -116,7 +116,7 @@ class Description:
         """Bytes that one device sends in a step.
 
         "orthogonalize": matrices to their owners and back, padding included, and
-        within groups three products for each of five quintics. "gradients": sums over
+        within teams three products for each of five quintics. "gradients": sums over
         `summed`, by reduce-scatter over axes that shard the state and by all-reduce
         over the others. "gathers": all-gathers of updates, or of parameters at the
         start of a step. A train step that takes scanned layers one at a time gathers
@@ -327,19 +327,19 @@ def _transfers(
         for some, along in parts:
             for hop, entry in itertools.product(some, spec):
                 axes = {*mesh_specs.entry_names(entry)} & {*hop.axes} & along
-                group = group_over(axes, sizes)
-                yield hop, group, shard
-                shard //= len(group)
+                members = members_over(axes, sizes)
+                yield hop, members, shard
+                shard //= len(members)
 
-    for hop, group, shard in rings(in_turn):
-        gather = Collective("all-gather", group, shard // len(group))
+    for hop, members, shard in rings(in_turn):
+        gather = Collective("all-gather", members, shard // len(members))
         yield from hop.gathers * [("gathers", gather)]
-    for hop, group, shard in rings(at_once if first is hops else in_turn):
+    for hop, members, shard in rings(at_once if first is hops else in_turn):
         yield from hop.sums * [
-            ("gradients", Collective("reduce-scatter", group, shard))
+            ("gradients", Collective("reduce-scatter", members, shard))
         ]
     left = size // math.prod(sizes[n] for n in names & summed)
-    rest = Collective("all-reduce", group_over(summed - names, sizes), left)
+    rest = Collective("all-reduce", members_over(summed - names, sizes), left)
     yield from hops[0].sums * [("gradients", rest)]
 
 
@@ -447,7 +447,7 @@ def _work(plan: Description) -> list[str]:
         axes = {"batch": pool.batch, "short": pool.short, "long": pool.long}
         over = [f"{what} {', '.join(names)}" for what, names in axes.items() if names]
         who = f"{len(pool.counts) * different}" if pool.counts else "all"
-        who += f" groups of {pool.group}" if pool.group > 1 else ""
+        who += f" teams of {pool.team}" if pool.team > 1 else ""
         least, most = (f(pool.counts or [pool.count]) for f in (min, max))
         word = "or" if most == least + 1 else "to"
         rows.append(

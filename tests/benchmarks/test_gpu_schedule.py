@@ -111,7 +111,7 @@ def test_text_that_cannot_be_read(change, message):
 def test_forms_of_groups(groups, group):
     """The first group of devices, in each form in which XLA writes them."""
     changed = SCHEDULED.replace("{{0,1,2,3,4,5,6,7}}", groups, 1)
-    assert Module.parse(changed).transfers()[0].group == group
+    assert Module.parse(changed).transfers()[0].members == group
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def test_other_axes_stay_divided():
         return max(
             t.input_bytes // 4 * (t.devices if kind == "all-gather" else 1)
             for t in program.transfers()
-            if t.kind == kind and ("/while" in t.name) == of_layers and 2 in t.group
+            if t.kind == kind and ("/while" in t.name) == of_layers and 2 in t.members
         )
 
     for kind in ("all-gather", "reduce-scatter"):

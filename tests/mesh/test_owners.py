@@ -168,13 +168,13 @@ def test_experts_on_devices_of_their_own_send_nothing(spec, sent):
     assert bool(compiled(tx.update, args).transfers()) == bool(sent)
 
 
-# --- groups of devices as owners ------------------------------------------------------
+# --- teams of devices as owners ------------------------------------------------------
 
 
 @pytest.fixture
 def sharing(monkeypatch):
     """A planner that shares whatever it can, since these matrices are small."""
-    monkeypatch.setattr(owners, "cost", lambda pools, _: -sum(p.group for p in pools))
+    monkeypatch.setattr(owners, "cost", lambda pools, _: -sum(p.team for p in pools))
 
 
 GROUPS = [
@@ -191,11 +191,11 @@ GROUPS = [
 
 
 @pytest.mark.parametrize(
-    ("shape", "spec", "group", "used", "dtype"),
+    ("shape", "spec", "team", "used", "dtype"),
     [(*row, "float64") for row in GROUPS] + [(*GROUPS[0], "float32")],
 )
-def test_groups_share_matrices(rng, x64, sharing, shape, spec, group, used, dtype):
-    """Tall, wide and square, as many as groups and not; `describe` shows the groups."""
+def test_teams_share_matrices(rng, x64, sharing, shape, spec, team, used, dtype):
+    """Tall, wide and square, as many as teams and not; `describe` shows the teams."""
     mesh = mesh_of(*shape, kind=EXPLICIT)
     sizes = {"wide": (6, 16, 40), "tall": (4, 48, 16), "odd": (2, 16, 40)}
     grads = {k: rng.standard_normal(size).astype(dtype) for k, size in sizes.items()}
@@ -205,7 +205,7 @@ def test_groups_share_matrices(rng, x64, sharing, shape, spec, group, used, dtyp
         coefficients=[(3.4, -4.7, 2.0), (0, 2.5, -1.5)], dtype=dtype, norm="schatten4"
     )
     matrices = jm.read(grads, rules=MuonDimensionNumbers(-2, -1))
-    tx = jm.orthogonalize(polar, matrices=matrices, small=0, group=group)
+    tx = jm.orthogonalize(polar, matrices=matrices, small=0, team=team)
     expected, _ = tx.update(grads, optax.EmptyState())
     placed = jax.device_put(grads, NamedSharding(mesh, spec))
     result = jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])(placed)
@@ -215,8 +215,8 @@ def test_groups_share_matrices(rng, x64, sharing, shape, spec, group, used, dtyp
         np.testing.assert_allclose(found, expected[name], rtol=0, atol=bound)
     assert_bit_identical_on_devices(result)
     planned = jm.describe(tx, placed)
-    assert {pool.group for pool in planned.pools} == {used}
-    assert (f"groups of {used}" in str(planned)) == (used > 1)
+    assert {pool.team for pool in planned.pools} == {used}
+    assert (f"teams of {used}" in str(planned)) == (used > 1)
     sent = collectives(lambda g: tx.update(g, optax.EmptyState()), placed)
     total = sum(pool.load(planned.sizes) for pool in planned.pools)
     if used > 1:
@@ -229,16 +229,16 @@ def test_groups_share_matrices(rng, x64, sharing, shape, spec, group, used, dtyp
 
 
 @pytest.mark.parametrize("spec", [P(None, "data"), P(None, None, "data")])
-def test_pools_share_groups(rng, x64, sharing, spec):
+def test_pools_share_teams(rng, x64, sharing, spec):
     """Three wide matrices and three tall ones of the same size: three for each of two
-    groups, one of which differs between them.
+    teams, one of which differs between them.
     """
     mesh = mesh_of(8, kind=EXPLICIT)
     sizes = {"wide": (3, 16, 40), "tall": (3, 40, 16), "square": (2, 16, 16)}
     grads = {k: rng.standard_normal(size) for k, size in sizes.items()}
     matrices = jm.read(grads, rules=MuonDimensionNumbers(-2, -1))
     polar = jm.PolarExpress(dtype="float64")
-    tx = jm.orthogonalize(polar, matrices=matrices, small=0, group=4)
+    tx = jm.orthogonalize(polar, matrices=matrices, small=0, team=4)
     expected, _ = tx.update(grads, optax.EmptyState())
     placed = jax.device_put(grads, NamedSharding(mesh, spec))
     result = jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])(placed)
@@ -249,19 +249,19 @@ def test_pools_share_groups(rng, x64, sharing, spec):
 
 
 @pytest.mark.parametrize(
-    ("polar", "group"),
+    ("polar", "team"),
     [
         (jm.PolarExpress(), 8),
         (jm.PolarExpress(dtype="float32", form="gram"), 1),
         (jm.ExactPolar(), 1),
     ],
 )
-def test_what_cannot_be_shared_goes_to_owners_whole(sharing, polar, group):
+def test_what_cannot_be_shared_goes_to_owners_whole(sharing, polar, team):
     tx = jm.on_mesh(jm.orthogonalize(polar, small=0), mesh_of(8), P(None, "data"))
     shapes = {"w": jax.ShapeDtypeStruct((8, 64), "float32")}
     found = jm.describe(tx, shapes)
-    assert [pool.group for pool in found.pools] == [group]
-    assert f"the busiest does {8 / group:.2f} of an even share" in str(found)
+    assert [pool.team for pool in found.pools] == [team]
+    assert f"the busiest does {8 / team:.2f} of an even share" in str(found)
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")])
@@ -275,14 +275,14 @@ def test_what_a_group_sends_is_counted_roughly(sharing, spec):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "gpus", "group", "most"),
+    ("sizes", "gpus", "team", "most"),
     [
         ((32, 4096, 1024, 14336), 64, 1, 11.1e12),
         ((32, 4096, 1024, 14336), 1024, 8, 0.96e12),
         ((80, 8192, 1024, 28672), 1024, 8, 15.2e12),
     ],
 )
-def test_the_planner_shares_where_that_takes_less_time(sizes, gpus, group, most):
+def test_the_planner_shares_where_that_takes_less_time(sizes, gpus, team, most):
     """Llama 7B and 70B: whole matrices as long as there are enough of them."""
     layers, width, keys, inner = sizes
     sizes = {"data": gpus}
@@ -296,8 +296,8 @@ def test_the_planner_shares_where_that_takes_less_time(sizes, gpus, group, most)
         )
     ]
     pools = make_pools(
-        shards, sizes, group=8, shared_dtype=jm.PolarExpress().shared_dtype, small=65536
+        shards, sizes, team=8, shared_dtype=jm.PolarExpress().shared_dtype, small=65536
     )
-    assert {pool.group for pool in pools} == {group}
+    assert {pool.team for pool in pools} == {team}
     busiest = sum(pool.load(sizes) for pool in pools).max()
     assert busiest <= most

@@ -23,46 +23,46 @@ from jax_muon.polar.products import Products
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class Team:
     """Neighbours on a mesh, inside shard_map.
 
     Attributes:
-      axes: mesh axes that are cut into such groups.
-      size: devices of one group, consecutive along `axes`.
+      axes: mesh axes that are cut into such teams.
+      size: devices of one team, consecutive along `axes`.
     """
 
     axes: tuple[str, ...]
     size: int
 
     def swap(self, x: Array, split: int, concat: int) -> Array:
-        """An all-to-all within each group: split along one axis, joined on another."""
-        axes, groups = self.axes, self._groups()
+        """An all-to-all within each team: split along one axis, joined on another."""
+        axes, teams = self.axes, self._teams()
         return jax.lax.all_to_all(
-            x, axes, split, concat, axis_index_groups=groups, tiled=True
+            x, axes, split, concat, axis_index_groups=teams, tiled=True
         )
 
     def gather(self, x: Array, axis: int) -> Array:
-        """The arrays of all devices of a group, side by side along an axis."""
-        axes, groups = self.axes, self._groups()
+        """The arrays of all devices of a team, side by side along an axis."""
+        axes, teams = self.axes, self._teams()
         return jax.lax.all_gather(
-            x, axes, axis=axis, axis_index_groups=groups, tiled=True
+            x, axes, axis=axis, axis_index_groups=teams, tiled=True
         )
 
     def swap_between(self, x: Array) -> Array:
-        """An all-to-all along axis 0 between groups, of devices of the same rank."""
+        """An all-to-all along axis 0 between teams, of devices of the same rank."""
         count = jax.lax.axis_size(self.axes)
         if count == self.size:
             return x
-        groups = [[*range(rank, count, self.size)] for rank in range(self.size)]
+        peers = [[*range(rank, count, self.size)] for rank in range(self.size)]
         return jax.lax.all_to_all(
-            x, self.axes, 0, 0, axis_index_groups=groups, tiled=True
+            x, self.axes, 0, 0, axis_index_groups=peers, tiled=True
         )
 
     def rank(self) -> Array:
-        """The number of this device within its group."""
+        """The number of this device within its team."""
         return jax.lax.axis_index(self.axes) % self.size
 
-    def _groups(self) -> list[list[int]]:
+    def _teams(self) -> list[list[int]]:
         count = jax.lax.axis_size(self.axes)
         starts = range(0, count, self.size)
         return [[*range(start, start + self.size)] for start in starts]
@@ -70,35 +70,35 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class SharedProducts(Products):
-    """The products of a step for matrices (*batch, m, n / size) of a group's columns.
+    """The products of a step for matrices (*batch, m, n / size) of a team's columns.
 
     Parts of sums travel in the dtype of the result, and are added up in at least
     float32.
     """
 
     local: Products  # of one device
-    group: Group
+    team: Team
 
     def outer(self, x: Array, y: Array) -> Float[Array, "*batch m m"]:
         """X Y^T, whole on every device and not rounded below float32."""
-        return self.group.gather(self._rows(self.local.outer(x, y)), x.ndim - 2)
+        return self.team.gather(self._rows(self.local.outer(x, y)), x.ndim - 2)
 
     def largest(self, x: Array) -> Float[Array, "*batch 1 1"]:
         """The largest absolute value in each whole matrix."""
-        return super().largest(self.group.gather(super().largest(x), x.ndim - 1))
+        return super().largest(self.team.gather(super().largest(x), x.ndim - 1))
 
     def gram(self, x: Array, k: float) -> Float[Array, "*batch m m"]:
         """The matrices k X X^T, whole on every device."""
         rows = self._rows(self.local.gram(x, k)).astype(x.dtype)
-        return self.group.gather(rows, x.ndim - 2)
+        return self.team.gather(rows, x.ndim - 2)
 
     def add_square(self, a: Array, k: float) -> Float[Array, "*batch m m"]:
         """A + k A A, for symmetric A, whole on every device."""
-        width = a.shape[-1] // self.group.size
-        start = self.group.rank() * width
+        width = a.shape[-1] // self.team.size
+        start = self.team.rank() * width
         columns = jax.lax.dynamic_slice_in_dim(a, start, width, axis=-1)
         columns = self.local.add_product(columns, k, a)
-        return self.group.gather(columns, a.ndim - 1)
+        return self.team.gather(columns, a.ndim - 1)
 
     def add_product(self, x: Array, k: float, b: Array) -> Array:
         """X + k B X, for the columns of this device."""
@@ -111,7 +111,7 @@ class SharedProducts(Products):
     def _rows(self, part: Array) -> Array:
         """This device's rows of the sum of all parts."""
         *batch, m, n = part.shape
-        size = self.group.size
+        size = self.team.size
         parts = part.reshape(*batch, size, m // size, n)
         axis = len(batch)
-        return jnp.sum(wide(self.group.swap(parts, axis, axis)), axis=axis)
+        return jnp.sum(wide(self.team.swap(parts, axis, axis)), axis=axis)
