@@ -101,7 +101,7 @@ def orthogonalize(
 
         sizes = dict(mesh.shape)
         specs = [dividing(jax.typeof(x).sharding.spec, sizes) for x in leaves]
-        specs, blocks, shards = owners.lay_out(parameters, names, specs, mesh)
+        specs, blocks, shards = owners.local_blocks(parameters, names, specs, mesh)
         # Sorted, since all processes have to build one program.
         labels = sorted({parameter.label for parameter in parameters.values()})
         pools = owners.make_pools(

@@ -47,28 +47,28 @@ class Shard:
     Attributes:
       shape: of the shard.
       dtype: of the matrices.
-      batch: mesh axes that divide the batch.
-      rows: mesh axes that divide the rows (in).
-      columns: mesh axes that divide the columns (out).
+      batch_axes: mesh axes that divide the batch.
+      row_axes: mesh axes that divide the rows (in).
+      column_axes: mesh axes that divide the columns (out).
     """
 
     shape: tuple[int, int, int]
     dtype: Any
-    batch: tuple[str, ...] = ()
-    rows: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
+    batch_axes: tuple[str, ...] = ()
+    row_axes: tuple[str, ...] = ()
+    column_axes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A batch (batch, in, out) of a pool: its index, and whether it is transposed."""
+    """A batch (count, in, out) of a pool: its index, and whether it is transposed."""
 
     index: int
-    batch: int
+    count: int
     transposed: bool
 
     def turn(self, x: Any) -> Any:
-        """From (batch, in, out) to (batch, m, n) with m <= n, or back."""
+        """From shards of matrices (in, out) to those of (m, n) with m <= n, or back."""
         return x.mT if self.transposed else x
 
 
@@ -78,13 +78,14 @@ class Pool:
 
     Attributes:
       members: the batches that they come from.
-      shard: of a matrix (m, n), on one device.
+      shape: (m, n).
+      shard_shape: of such a matrix, on one device.
       dtype: of the matrices.
-      batch: mesh axes over different matrices.
-      short: mesh axes over m.
-      long: mesh axes over n.
-      replicas: mesh axes that repeat the shards.
-      fan: (m, n).
+      batch_axes: mesh axes over different matrices.
+      short_axes: mesh axes over m.
+      long_axes: mesh axes over n.
+      replica_axes: mesh axes that repeat the shards. These four together are all axes
+        with more than one device, each once.
       counts: how many matrices each owner gets, replicas before shards; () if all
         devices that hold a matrix compute it. Teams get the same number each of the
         matrices of one shape, filled up with zeros.
@@ -93,58 +94,58 @@ class Pool:
     """
 
     members: tuple[Member, ...]
-    shard: tuple[int, int]
+    shape: tuple[int, int]
+    shard_shape: tuple[int, int]
     dtype: Any
-    batch: tuple[str, ...]
-    short: tuple[str, ...]
-    long: tuple[str, ...]
-    replicas: tuple[str, ...]
-    fan: tuple[int, int]
+    batch_axes: tuple[str, ...]
+    short_axes: tuple[str, ...]
+    long_axes: tuple[str, ...]
+    replica_axes: tuple[str, ...]
     counts: tuple[int, ...] = ()
     team: int = 1
     shared_dtype: Any = None
 
     @property
-    def shards(self) -> tuple[str, ...]:
+    def shard_axes(self) -> tuple[str, ...]:
         """Mesh axes whose devices hold the shards of a matrix."""
-        return self.short + self.long
+        return self.short_axes + self.long_axes
 
     @property
     def grid(self) -> tuple[int, int]:
         """The number of shards along m and along n."""
-        (m, n), (rows, columns) = self.fan, self.shard
+        (m, n), (rows, columns) = self.shape, self.shard_shape
         return m // rows, n // columns
 
     @property
-    def count(self) -> int:
+    def on_device(self) -> int:
         """Matrices that one device holds shards of."""
-        return sum(member.batch for member in self.members)
+        return sum(member.count for member in self.members)
 
     @property
     def flops(self) -> int:
         """FLOPs of five quintics of one matrix."""
-        m, n = self.fan
+        m, n = self.shape
         return _STEPS * (4 * m * m * n + 2 * m**3)
 
     def owners(self, sizes: Sizes) -> int:
         """The number of devices, or teams of them, that can own a matrix."""
-        return devices_over(self.replicas + self.shards, sizes) // self.team
+        return devices_over(self.replica_axes + self.shard_axes, sizes) // self.team
 
     def load(self, sizes: Sizes) -> np.ndarray:
         """FLOPs of each device, in the order of `divided_axes(sizes)`."""
-        axes = self.replicas + self.shards + self.batch
-        counts = self.counts or (self.count,) * self.owners(sizes)
+        axes = self.replica_axes + self.shard_axes + self.batch_axes
+        counts = self.counts or (self.on_device,) * self.owners(sizes)
         matrices = np.repeat(counts, self.team)
         by_device = np.repeat(
-            matrices * (self.flops / self.team), devices_over(self.batch, sizes)
+            matrices * (self.flops / self.team), devices_over(self.batch_axes, sizes)
         )
         by_axis = by_device.reshape([sizes[name] for name in axes])
         return by_axis.transpose([axes.index(name) for name in divided_axes(sizes)])
 
     def shared(self, sizes: Sizes) -> Collective:
         """What a device of a team exchanges with the others, for one matrix."""
-        gram = self.fan[0] ** 2 * np.dtype(self.shared_dtype).itemsize
-        team = members_over(self.shards, sizes)[: self.team]
+        gram = self.shape[0] ** 2 * np.dtype(self.shared_dtype).itemsize
+        team = members_over(self.shard_axes, sizes)[: self.team]
         return Collective("all-to-all", team, _STEPS * _SHARED_PRODUCTS * gram)
 
 
@@ -180,23 +181,23 @@ class Round:
             yield slice(first, last), counts, tuple(map(slice, starts, stops))
             first, starts = last, stops
 
-    def columns(self, counts: Sequence[int]) -> list[slice]:
+    def row_slices(self, counts: Sequence[int]) -> list[slice]:
         """Elements for an owner with these counts: those of each pool, in its row."""
         pairs = zip(counts, self.pools, strict=True)
-        sizes = [count * math.prod(pool.shard) for count, pool in pairs]
+        sizes = [count * math.prod(pool.shard_shape) for count, pool in pairs]
         stops = [0, *itertools.accumulate(sizes)]
         return list(map(slice, stops[:-1], stops[1:]))
 
     @property
     def width(self) -> int:
         """Elements that a device sends to each owner, padding included."""
-        return max(self.columns(counts)[-1].stop for counts in self.kinds)
+        return max(self.row_slices(counts)[-1].stop for counts in self.kinds)
 
     def transfers(self, sizes: Sizes) -> list[Collective]:
         """To the owners and back, and then to devices that repeat the shards."""
         pool = self.pools[0]
-        owners = members_over(pool.shards, sizes)[:: pool.team]
-        repeats = members_over(pool.replicas, sizes)
+        owners = members_over(pool.shard_axes, sizes)[:: pool.team]
+        repeats = members_over(pool.replica_axes, sizes)
         size = len(owners) * self.width * np.dtype(pool.dtype).itemsize
         exchange = Collective("all-to-all", owners, size)
         return [exchange, exchange, Collective("all-gather", repeats, size)]
@@ -208,7 +209,7 @@ def _seconds(transfer: Collective) -> float:
     return max(between, transfer.sent_bytes / _WITHIN_HOSTS)
 
 
-def lay_out(
+def local_blocks(
     matrices: Matrices,
     names: Sequence[str],
     specs: Sequence[PartitionSpec],
@@ -299,9 +300,9 @@ def make_pools(
     pools = _pools_without_owners(shards, sizes)
     plans = [_with_owners(pools, sizes, small, start)]
     for index, pool in enumerate(pools):
-        dtype = shared_dtype and shared_dtype(*pool.fan, pool.dtype)
+        dtype = shared_dtype and shared_dtype(*pool.shape, pool.dtype)
         size = _team_size(pool, sizes, team)
-        if dtype is not None and size > 1 and math.prod(pool.fan) >= small:
+        if dtype is not None and size > 1 and math.prod(pool.shape) >= small:
             pools[index] = dataclasses.replace(pool, team=size, shared_dtype=dtype)
             plans.append(_with_owners(pools, sizes, small, start))
     return min(plans, key=lambda plan: cost(plan, sizes))
@@ -313,12 +314,16 @@ def _pools_without_owners(shards: Sequence[Shard], sizes: Sizes) -> list[Pool]:
     for index, shard in enumerate(shards):
         batch, rows, columns = shard.shape
         sides = (
-            (rows * devices_over(shard.rows, sizes), shard.rows, rows),
-            (columns * devices_over(shard.columns, sizes), shard.columns, columns),
+            (rows * devices_over(shard.row_axes, sizes), shard.row_axes, rows),
+            (
+                columns * devices_over(shard.column_axes, sizes),
+                shard.column_axes,
+                columns,
+            ),
         )
         short, long = sorted(sides)
         member = Member(index, batch, transposed=short is sides[1])
-        key = (short, long, shard.dtype, shard.batch)
+        key = (short, long, shard.dtype, shard.batch_axes)
         by_shape.setdefault(key, []).append(member)
     pools = []
     for (short, long, dtype, batch), members in by_shape.items():
@@ -326,9 +331,9 @@ def _pools_without_owners(shards: Sequence[Shard], sizes: Sizes) -> list[Pool]:
         axes = batch, short_axes, long_axes
         used = set(itertools.chain(*axes))
         replicas = tuple(name for name in divided_axes(sizes) if name not in used)
-        on_device, fan = (rows, columns), (m, n)
-        pools.append(Pool(tuple(members), on_device, dtype, *axes, replicas, fan))
-    return sorted(pools, key=lambda pool: (pool.flops, pool.fan), reverse=True)
+        shapes = (m, n), (rows, columns)
+        pools.append(Pool(tuple(members), *shapes, dtype, *axes, replicas))
+    return sorted(pools, key=lambda pool: (pool.flops, pool.shape), reverse=True)
 
 
 def _team_size(pool: Pool, sizes: Sizes, most: int) -> int:
@@ -339,9 +344,9 @@ def _team_size(pool: Pool, sizes: Sizes, most: int) -> int:
     and the columns.
     """
     inner = reversed(divided_axes(sizes))
-    neighbours = tuple(itertools.takewhile(lambda name: name in pool.shards, inner))
-    size = math.gcd(most, devices_over(neighbours, sizes), *pool.fan)
-    return 1 if pool.short and pool.long else size
+    neighbours = tuple(itertools.takewhile(lambda name: name in pool.shard_axes, inner))
+    size = math.gcd(most, devices_over(neighbours, sizes), *pool.shape)
+    return 1 if pool.short_axes and pool.long_axes else size
 
 
 def _with_owners(
@@ -353,11 +358,14 @@ def _with_owners(
     plan = []
     for pool in _with_teams(pools, sizes):
         owners = pool.owners(sizes)
-        if pool.team == 1 and math.prod(pool.fan) >= small and owners > 1:
+        if pool.team == 1 and math.prod(pool.shape) >= small and owners > 1:
             # (owners, devices with other matrices)
-            order = [names.index(n) for n in pool.replicas + pool.shards + pool.batch]
+            order = [
+                names.index(n)
+                for n in pool.replica_axes + pool.shard_axes + pool.batch_axes
+            ]
             loads = busy.transpose(order).reshape(owners, -1).max(axis=1)
-            counts = _fill(loads, pool.count, pool.flops, start)
+            counts = _fill(loads, pool.on_device, pool.flops, start)
             pool = dataclasses.replace(pool, counts=counts)
         busy = busy + pool.load(sizes)
         plan.append(pool)
@@ -372,16 +380,23 @@ def _with_teams(pools: Sequence[Pool], sizes: Sizes) -> list[Pool]:
     """
 
     def alike(pool: Pool) -> Any:
-        return pool.team, pool.fan, pool.dtype, pool.batch, pool.shards, pool.replicas
+        return (
+            pool.team,
+            pool.shape,
+            pool.dtype,
+            pool.batch_axes,
+            pool.shard_axes,
+            pool.replica_axes,
+        )
 
     plan = []
     for _, same in itertools.groupby(pools, key=alike):
         together, start = [*same], 0
         owners = together[0].owners(sizes)
-        total = sum(pool.count for pool in together)
+        total = sum(pool.on_device for pool in together)
         for pool in together:
             if pool.team > 1:
-                stop = start + pool.count
+                stop = start + pool.on_device
                 filled = math.ceil(total / owners) * owners if stop == total else stop
                 turns = np.arange(start, filled) % owners
                 counts = tuple(np.bincount(turns, minlength=owners).tolist())
@@ -417,8 +432,12 @@ def transfers(pools: Sequence[Pool], sizes: Sizes) -> list[Collective]:
     collectives = [x for each in rounds(pools) for x in each.transfers(sizes)]
     for pool in pools:
         if not pool.counts:
-            size = pool.count * math.prod(pool.shard) * np.dtype(pool.dtype).itemsize
-            devices = members_over(pool.shards, sizes)
+            size = (
+                pool.on_device
+                * math.prod(pool.shard_shape)
+                * np.dtype(pool.dtype).itemsize
+            )
+            devices = members_over(pool.shard_axes, sizes)
             collectives.append(Collective("all-gather", devices, size))
         elif pool.team > 1:
             collectives += [pool.shared(sizes)] * pool.counts[0]
@@ -430,7 +449,13 @@ def rounds(pools: Sequence[Pool]) -> list[Round]:
     by_axes: dict[Any, list[Pool]] = {}
     for pool in pools:
         if pool.counts:
-            key = (pool.dtype, pool.batch, pool.shards, pool.replicas, pool.team)
+            key = (
+                pool.dtype,
+                pool.batch_axes,
+                pool.shard_axes,
+                pool.replica_axes,
+                pool.team,
+            )
             by_axes.setdefault(key, []).append(pool)
     exchanges = []
     for together in by_axes.values():

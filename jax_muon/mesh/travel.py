@@ -42,14 +42,14 @@ def on_shards(
     mesh: Any,
 ) -> list[Array]:
     """Run a function of shards, divided by `specs`, on arrays on Explicit axes."""
-    types = [jax.typeof(x).sharding.spec for x in leaves]
+    of_types = [jax.typeof(x).sharding.spec for x in leaves]
 
     def reshard(x: Array, old: PartitionSpec, new: PartitionSpec) -> Array:
         return x if old == new else jax.reshard(x, NamedSharding(mesh, new))
 
     mapped = jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=specs)
-    results = mapped(list(map(reshard, leaves, types, specs)))
-    return list(map(reshard, results, specs, types))
+    results = mapped(list(map(reshard, leaves, of_types, specs)))
+    return list(map(reshard, results, specs, of_types))
 
 
 def map_pools(
@@ -65,25 +65,25 @@ def map_pools(
     for pool in pools:
         if not pool.counts:
             factors[pool].append(_everywhere(polar, stacks[pool], pool))
-    for number, exchange in enumerate(rounds(pools)):
+    for number, round_ in enumerate(rounds(pools)):
         with jax.named_scope(f"round_{number}"):  # for profiles
-            for pool, part in _travel(polar, stacks, exchange):
+            for pool, part in _travel(polar, stacks, round_):
                 factors[pool].append(part)
     results: dict[int, Array] = {}
     for pool in pools:
-        stack = jnp.concatenate(factors[pool])[: pool.count]
-        parts = jax.lax.split(stack, [member.batch for member in pool.members])
+        stack = jnp.concatenate(factors[pool])[: pool.on_device]
+        parts = jax.lax.split(stack, [member.count for member in pool.members])
         for member, part in zip(pool.members, parts, strict=True):
             results[member.index] = member.turn(part)
     return [results[index] for index in range(len(batches))]
 
 
-def _stack(batches: Sequence[Array], pool: Pool) -> Float[Array, "_ m n"]:
-    """The matrices of a pool, and as many zeros as fill up its teams."""
+def _stack(batches: Sequence[Array], pool: Pool) -> Float[Array, "_ rows columns"]:
+    """The shards of a pool's matrices, and as many zeros as fill up its teams."""
     stack = jnp.concatenate(
         [member.turn(batches[member.index]) for member in pool.members]
     )
-    return _padded(stack, 0, max(pool.count, sum(pool.counts)))
+    return _padded(stack, 0, max(pool.on_device, sum(pool.counts)))
 
 
 def _padded(x: Array, axis: int, size: int) -> Array:
@@ -97,76 +97,91 @@ def _everywhere(
     polar: Polar, stack: Float[Array, "k _ _"], pool: Pool
 ) -> Float[Array, "k _ _"]:
     """All devices that hold shards of a matrix gather it and compute it."""
-    if not pool.shards:
+    if not pool.shard_axes:
         return map_stacks(polar, [stack])[0]
-    gathered = jax.lax.all_gather(stack, pool.shards)
+    gathered = jax.lax.all_gather(stack, pool.shard_axes)
     (factors,) = map_stacks(polar, [_assemble(gathered, pool)])
-    device, rows = jax.lax.axis_index(pool.shards), _split(factors, pool)
+    device, rows = jax.lax.axis_index(pool.shard_axes), _split(factors, pool)
     row = jax.lax.dynamic_index_in_dim(rows, device, keepdims=False)
-    return row.reshape(-1, *pool.shard)
+    return row.reshape(-1, *pool.shard_shape)
 
 
 def _travel(
-    polar: Polar, stacks: Mapping[Pool, Float[Array, "_ _ _"]], exchange: Round
+    polar: Polar, stacks: Mapping[Pool, Float[Array, "_ _ _"]], round_: Round
 ) -> list[tuple[Pool, Float[Array, "_ _ _"]]]:
     """Send the shards of a round to the owners, and the shards of factors back.
 
     The matrices of a pool go to owners in their order, and the factors return in it.
     """
-    pool, kinds = exchange.pools[0], exchange.kinds
-    rows = []
-    for owners, _, matrices in exchange.runs():
-        number = owners.stop - owners.start
-        pairs = zip(exchange.pools, matrices, strict=True)
-        parts = [stacks[pool][part].reshape(number, -1) for pool, part in pairs]
-        rows.append(_padded(jnp.concatenate(parts, axis=1), 1, exchange.width))
-    table = jnp.concatenate(rows)  # (owners, width)
-
-    if pool.replicas:  # each replica does its part of the owners' work
-        number = len(table) // jax.lax.axis_size(pool.replicas)
-        first = jax.lax.axis_index(pool.replicas) * number
-        table = jax.lax.pcast(table, pool.replicas, to="varying")
-        table = jax.lax.dynamic_slice_in_dim(table, first, number)
-    team = Team(pool.shards, pool.team)
-    table = team.swap_between(table)
-    owner = jax.lax.axis_index(pool.replicas + pool.shards) // team.size
-    kind = jnp.asarray([*map(kinds.index, exchange.counts)])[owner]
+    like = round_.pools[0]  # in dtype, mesh axes and team
+    replicas, team = like.replica_axes, Team(like.shard_axes, like.team)
+    rows = _packed(stacks, round_)
+    if replicas:  # each replica does its part of the owners' work
+        owners = len(rows) // jax.lax.axis_size(replicas)
+        first = jax.lax.axis_index(replicas) * owners
+        rows = jax.lax.pcast(rows, replicas, to="varying")
+        rows = jax.lax.dynamic_slice_in_dim(rows, first, owners)
+    received = team.swap_between(rows)  # (senders, width)
+    owner = jax.lax.axis_index(replicas + team.axes) // team.size
+    kind = jnp.asarray([*map(round_.kinds.index, round_.counts)])[owner]
     if team.size > 1:
-        table = _compute_in_teams(polar, exchange, team, kind, table)
+        factors = _compute_in_teams(polar, round_, team, kind, received)
     else:
-        compute = functools.partial(_compute, polar, exchange)
-        branches = [functools.partial(compute, counts) for counts in kinds]
-        table = jax.lax.switch(kind, branches, table)
-    table = team.swap_between(table)
-    if pool.replicas:
-        table = jax.lax.all_gather(table, pool.replicas, tiled=True, to="invarying")
+        compute = functools.partial(_compute, polar, round_)
+        branches = [functools.partial(compute, counts) for counts in round_.kinds]
+        factors = jax.lax.switch(kind, branches, received)
+    rows = team.swap_between(factors)
+    if replicas:
+        rows = jax.lax.all_gather(rows, replicas, tiled=True, to="invarying")
+    return _unpacked(rows, round_)
+
+
+def _packed(
+    stacks: Mapping[Pool, Array], round_: Round
+) -> Float[Array, "owners width"]:
+    """The shards of this device for each owner, filled up with zeros."""
+    rows = []
+    for owners, _, matrices in round_.runs():
+        pairs = zip(round_.pools, matrices, strict=True)
+        parts = [
+            stacks[pool][slices].reshape(owners.stop - owners.start, -1)
+            for pool, slices in pairs
+        ]
+        rows.append(_padded(jnp.concatenate(parts, axis=1), 1, round_.width))
+    return jnp.concatenate(rows)
+
+
+def _unpacked(
+    rows: Float[Array, "owners width"], round_: Round
+) -> list[tuple[Pool, Float[Array, "_ _ _"]]]:
+    """Undoes `_packed`: parts of the stacks of pools, in order."""
     return [
-        (pool, table[owners, columns].reshape(-1, *pool.shard))
-        for owners, counts, _ in exchange.runs()
-        for pool, columns in zip(exchange.pools, exchange.columns(counts), strict=True)
+        (pool, rows[owners, elements].reshape(-1, *pool.shard_shape))
+        for owners, counts, _ in round_.runs()
+        for pool, elements in zip(round_.pools, round_.row_slices(counts), strict=True)
     ]
 
 
 def _compute(
     polar: Polar,
-    exchange: Round,
+    round_: Round,
     counts: Sequence[int],
     received: Float[Array, "senders width"],
 ) -> Float[Array, "senders width"]:
     """An owner's work: from the shards of its matrices to the shards of factors."""
-    shards = [received[:, columns] for columns in exchange.columns(counts)]
-    used = {index: exchange.pools[index] for index, count in enumerate(counts) if count}
+    shards = [received[:, elements] for elements in round_.row_slices(counts)]
+    used = {index: round_.pools[index] for index, count in enumerate(counts) if count}
     whole = [_assemble(shards[index], pool) for index, pool in used.items()]
     for (index, pool), factors in zip(
         used.items(), map_stacks(polar, whole), strict=True
     ):
         shards[index] = _split(factors, pool).astype(received.dtype)
-    return _padded(jnp.concatenate(shards, axis=1), 1, exchange.width)
+    return _padded(jnp.concatenate(shards, axis=1), 1, round_.width)
 
 
 def _compute_in_teams(
     polar: Polar,
-    exchange: Round,
+    round_: Round,
     team: Team,
     kind: Array,
     received: Float[Array, "senders width"],
@@ -176,17 +191,19 @@ def _compute_in_teams(
     Each has as many matrices of a shape as the others, but the n-th of them may be of
     another pool, which is sharded along another side.
     """
-    orders = [np.repeat(np.arange(len(row)), row).tolist() for row in exchange.kinds]
+    orders = [np.repeat(np.arange(len(row)), row).tolist() for row in round_.kinds]
     rows, start = [], 0
     for of_kinds, same in itertools.groupby(zip(*orders, strict=True)):
         count, choices = len([*same]), sorted(set(of_kinds))
-        pools = [exchange.pools[index] for index in choices]
-        stop = start + count * math.prod(pools[0].shard)
+        pools = [round_.pools[index] for index in choices]
+        stop = start + count * math.prod(pools[0].shard_shape)
         row = received[:, start:stop]
         choice = jnp.asarray([*map(choices.index, of_kinds)], jnp.int32)[kind]
-        x = _select(choice, [_columns(row, pool, team) for pool in pools])
+        x = _select(choice, [_to_columns(row, pool, team) for pool in pools])
         y = jnp.concatenate([polar(x[i : i + 1], team=team) for i in range(count)])
-        shards = _select(choice, [_shards(y, len(row), pool, team) for pool in pools])
+        shards = _select(
+            choice, [_from_columns(y, len(row), pool, team) for pool in pools]
+        )
         rows.append(shards.astype(received.dtype))
         start = stop
     return jnp.concatenate(rows, axis=1)
@@ -197,20 +214,22 @@ def _select(index: Array, arrays: Sequence[Array]) -> Array:
     return jax.lax.select_n(index, *arrays) if len(arrays) > 1 else arrays[0]
 
 
-def _columns(flat: Float[Array, "s w"], pool: Pool, team: Team) -> Array:
+def _to_columns(flat: Float[Array, "s w"], pool: Pool, team: Team) -> Array:
     """A device's columns (k, m, n / team), from shards that all teams have sent."""
-    shards = flat.reshape(len(flat), -1, *pool.shard)
+    shards = flat.reshape(len(flat), -1, *pool.shard_shape)
     _, count, rows, columns = shards.shape
-    if pool.short:
+    if pool.short_axes:
         x = shards.swapaxes(0, 1).reshape(count, -1, columns)  # (k, m / team, n)
         return team.swap(x, 2, 1)
     return shards.transpose(1, 2, 0, 3).reshape(count, rows, -1)
 
 
-def _shards(y: Array, senders: int, pool: Pool, team: Team) -> Float[Array, "s w"]:
-    """Undoes `_columns`."""
-    count, (rows, columns) = len(y), pool.shard
-    if pool.short:
+def _from_columns(
+    y: Array, senders: int, pool: Pool, team: Team
+) -> Float[Array, "s w"]:
+    """Undoes `_to_columns`."""
+    count, (rows, columns) = len(y), pool.shard_shape
+    if pool.short_axes:
         y = team.swap(y, 1, 2).reshape(count, senders, rows, columns).swapaxes(0, 1)
     else:
         y = y.reshape(count, rows, senders, columns).transpose(2, 0, 1, 3)
@@ -219,12 +238,12 @@ def _shards(y: Array, senders: int, pool: Pool, team: Team) -> Float[Array, "s w
 
 def _assemble(shards: Array, pool: Pool) -> Float[Array, "k m n"]:
     """Whole matrices, from the shards (k, rows, columns) that each sender has."""
-    grid = shards.reshape(*pool.grid, -1, *pool.shard)
-    return grid.transpose(2, 0, 3, 1, 4).reshape(-1, *pool.fan)
+    grid = shards.reshape(*pool.grid, -1, *pool.shard_shape)
+    return grid.transpose(2, 0, 3, 1, 4).reshape(-1, *pool.shape)
 
 
 def _split(whole: Float[Array, "k m n"], pool: Pool) -> Float[Array, "senders _"]:
     """Undoes `_assemble`: a row for each sender."""
-    (short, long), (rows, columns) = pool.grid, pool.shard
+    (short, long), (rows, columns) = pool.grid, pool.shard_shape
     grid = whole.reshape(-1, short, rows, long, columns).transpose(1, 3, 0, 2, 4)
     return grid.reshape(short * long, -1)

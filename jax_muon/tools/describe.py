@@ -152,8 +152,8 @@ class Description:
         }
 
     def _even_share(self, pool: owners.Pool) -> float:
-        different = mesh_specs.devices_over(pool.batch, self.sizes)
-        return pool.count * different * pool.flops / self.devices
+        different = mesh_specs.devices_over(pool.batch_axes, self.sizes)
+        return pool.on_device * different * pool.flops / self.devices
 
     def __str__(self) -> str:
         """A table of the parameters and, on a mesh, one of the work on each device."""
@@ -443,18 +443,22 @@ def _work(plan: Description) -> list[str]:
     """The devices that compute the matrices of each pool, and what a device sends."""
     rows = [("pool", "over", "matrices", "owners", "each")]
     for pool in plan.pools:
-        different = mesh_specs.devices_over(pool.batch, plan.sizes)
-        axes = {"batch": pool.batch, "short": pool.short, "long": pool.long}
+        different = mesh_specs.devices_over(pool.batch_axes, plan.sizes)
+        axes = {
+            "batch": pool.batch_axes,
+            "short": pool.short_axes,
+            "long": pool.long_axes,
+        }
         over = [f"{what} {', '.join(names)}" for what, names in axes.items() if names]
         who = f"{len(pool.counts) * different}" if pool.counts else "all"
         who += f" teams of {pool.team}" if pool.team > 1 else ""
-        least, most = (f(pool.counts or [pool.count]) for f in (min, max))
+        least, most = (f(pool.counts or [pool.on_device]) for f in (min, max))
         word = "or" if most == least + 1 else "to"
         rows.append(
             (
                 _name(pool),
                 "; ".join(over) or "-",
-                f"{pool.count * different}",
+                f"{pool.on_device * different}",
                 who,
                 f"{least}" if least == most else f"{least} {word} {most}",
             )
@@ -498,16 +502,18 @@ def _work(plan: Description) -> list[str]:
 
 
 def _name(pool: owners.Pool) -> str:
-    return f"{pool.fan[0]}x{pool.fan[1]}_{np.dtype(pool.dtype).name}"
+    return f"{pool.shape[0]}x{pool.shape[1]}_{np.dtype(pool.dtype).name}"
 
 
 def _why_uneven(pool: owners.Pool) -> str:
     """Why a device computes more of a pool than an even share."""
     if not pool.counts:
         return f", since all that hold {_name(pool)} compute it"
-    zeros = sum(pool.counts) - pool.count
+    zeros = sum(pool.counts) - pool.on_device
     filled = f", filled up with {zeros} of zeros" if zeros else ""
-    return f", since {len(pool.counts)} owners have {pool.count} {_name(pool)}{filled}"
+    return (
+        f", since {len(pool.counts)} owners have {pool.on_device} {_name(pool)}{filled}"
+    )
 
 
 def bytes_text(count: int) -> str:

@@ -198,13 +198,13 @@ def test_kinds_of_devices():
     """Of four owners one has a matrix more: the longer branch of that round."""
     pool = Pool(
         members=(),
-        shard=(8, 4),
+        shard_shape=(8, 4),
         dtype="float32",
-        batch=(),
-        short=(),
-        long=("data",),
-        replicas=(),
-        fan=(8, 16),
+        batch_axes=(),
+        short_axes=(),
+        long_axes=("data",),
+        replica_axes=(),
+        shape=(8, 16),
         counts=(1, 0, 0, 0),
     )
     kinds = kinds_of_devices([pool], {"data": 4})
@@ -217,12 +217,12 @@ def test_kinds_of_devices():
 
 def test_kinds_of_devices_with_equal_work():
     """Tall and wide matrices of the same shape have a branch each, and none a third."""
-    sides = {"batch": (), "replicas": (), "fan": (8, 16), "members": ()}
+    sides = {"batch_axes": (), "replica_axes": (), "shape": (8, 16), "members": ()}
     tall = Pool(
-        shard=(8, 4),
+        shard_shape=(8, 4),
         dtype="float32",
-        short=(),
-        long=("data",),
+        short_axes=(),
+        long_axes=("data",),
         counts=(1, 0, 0, 0),
         **sides,
     )

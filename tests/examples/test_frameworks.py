@@ -316,7 +316,7 @@ def test_diloco():
     params = jax.tree.map(lambda x: jnp.stack(workers * [x]), shared)
     with jax.set_mesh(mesh):
         plan = jm.describe(found["inner"], params)
-        assert {pool.batch for pool in plan.pools} == {("worker",)}
+        assert {pool.batch_axes for pool in plan.pools} == {("worker",)}
         start, state = params, found["inner"].init(params)
         for _ in range(2):
             params, state = found["inner_step"](params, state, grads)

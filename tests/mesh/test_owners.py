@@ -124,8 +124,8 @@ def test_describe_leaves_out_mesh_axes_of_one_device():
 def test_odd_matrices_go_to_different_devices():
     """5 + 3 matrices of one work on 8 devices: one each."""
     shards = [
-        Shard((5, 16, 64), np.float32, rows=("data",)),
-        Shard((3, 16, 64), np.float64, rows=("data",)),
+        Shard((5, 16, 64), np.float32, row_axes=("data",)),
+        Shard((3, 16, 64), np.float64, row_axes=("data",)),
     ]
     pools = make_pools(shards, {"data": 8})
     load = sum(pool.load({"data": 8}) for pool in pools)
@@ -265,7 +265,7 @@ def test_what_cannot_be_shared_goes_to_owners_whole(sharing, polar, team):
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")])
-def test_what_a_group_sends_is_counted_roughly(sharing, spec):
+def test_what_a_team_sends_is_counted_roughly(sharing, spec):
     """Not counted: a first X X^T in float32, and the exchange of rows for columns."""
     tx = jm.on_mesh(jm.orthogonalize(), mesh_of(8), spec)
     shapes = {"w": jax.ShapeDtypeStruct((512, 2048), "float32")}
@@ -287,7 +287,7 @@ def test_the_planner_shares_where_that_takes_less_time(sizes, gpus, team, most):
     layers, width, keys, inner = sizes
     sizes = {"data": gpus}
     shards = [
-        Shard((number, m // gpus, n), jnp.dtype("bfloat16"), rows=("data",))
+        Shard((number, m // gpus, n), jnp.dtype("bfloat16"), row_axes=("data",))
         for number, m, n in (
             (2 * layers, width, width),
             (2 * layers, width, keys),
