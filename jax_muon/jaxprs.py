@@ -1,6 +1,8 @@
-"""Everything that depends on JAX's internals: primitives, parameters, source lines.
+"""Jaxprs: what operations call, what they need, and their source lines.
 
-Everything here may change with a release of JAX; `tests/test_jaxprs.py` runs in each.
+JAX's internals may change with a release; `tests/test_jaxprs.py` runs in each. Names
+of primitives and their parameters also stand in `reading/computation/` and in
+`mesh/by_layers.py`.
 """
 
 import os

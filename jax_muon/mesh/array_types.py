@@ -1,7 +1,4 @@
-"""What the types of arrays show: their mesh, and how they are sharded on it.
-
-JAX's less stable APIs, about meshes and types in a trace, are used only here.
-"""
+"""What the types of arrays show: their mesh, and how they are sharded on it."""
 
 import contextlib
 import contextvars

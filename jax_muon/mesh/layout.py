@@ -81,7 +81,7 @@ class Layout:
         scanned = self.scanned_axes(tree) if self.params_divided else {}
         for path, leaf in paths.leaves_with_paths(tree):
             shape = tuple(leaf.shape)
-            spec = _own_spec(leaf) if by_path is None else by_path(path)
+            spec = _spec_of_type(leaf) if by_path is None else by_path(path)
             spec_of_parameter = full_rank(spec, path, shape, self.mesh)
             finer = self._finer(shape, spec_of_parameter, scanned.get(path, ()))
             names.append(path)
@@ -107,17 +107,17 @@ class Layout:
                 )
 
     def _finer(
-        self, shape: tuple[int, ...], coarse: PartitionSpec, last: Collection[int]
+        self, shape: tuple[int, ...], coarse: PartitionSpec, avoid: Collection[int]
     ) -> PartitionSpec:
         """The spec with `divide` added where the first axis takes all of it.
 
-        Axes in `last` come after all others.
+        Axes in `avoid` come after all others.
         """
         names = tuple(name for name in self.divide if name not in spec_names(coarse))
         devices = math.prod(self.mesh.shape[name] for name in names)
         if not names or math.prod(shape) < self.min_size:
             return coarse
-        for axis in sorted(range(len(coarse)), key=lambda axis: axis in last):
+        for axis in sorted(range(len(coarse)), key=lambda axis: axis in avoid):
             entry = entry_names(coarse[axis])
             shards = devices * devices_over(coarse[axis], self.mesh.shape)
             if shape[axis] == 0 or shape[axis] % shards == 0:
@@ -157,7 +157,7 @@ def by_names(params: Any) -> ScannedAxes:
     return axes_of_layers(params)
 
 
-def _own_spec(leaf: Any) -> PartitionSpec:
+def _spec_of_type(leaf: Any) -> PartitionSpec:
     """The spec that a leaf's type shows, or, for a shape, its sharding."""
     sharding = own_sharding(leaf)
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:

@@ -133,7 +133,7 @@ class OnMesh:
         _, _, fine = self.layout.of_leaves(params)
         with self._explicit_axes():
             state = self.tx.init(_reshard(params, fine))
-        return self._on_own_axes(state)
+        return self._on_users_axes(state)
 
     def update(
         self,
@@ -172,7 +172,7 @@ class OnMesh:
             updates, state = self.tx.update(*resharded, **extra_args)
             updates = _reshard(updates, coarse, self.gather_dtype)
             state = _reshard(state, of_state)
-        return self._on_own_axes((updates, state))
+        return self._on_users_axes((updates, state))
 
     def abstract(self, params: optax.Params) -> tuple[Any, Any]:
         """Shapes, dtypes and shardings of the parameters and of the state."""
@@ -229,7 +229,7 @@ class OnMesh:
         kinds = dict.fromkeys(self.layout.mesh.axis_names, AxisType.Explicit)
         return self._outer_mesh().update_axis_types(kinds)
 
-    def _on_own_axes(self, tree: Any) -> Any:
+    def _on_users_axes(self, tree: Any) -> Any:
         """Arrays on the user's kind of axes, sharded as their types show."""
         specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
         outer = self._outer_mesh()

@@ -24,13 +24,13 @@ def map_stacks(
     Returns:
       The results, in the order and shapes of `batches`.
     """
-    pools: dict[Any, list[int]] = {}
+    by_shape: dict[Any, list[int]] = {}
     for index, x in enumerate(batches):
         key = (x.shape, x.dtype) if len(x) == 1 else index
-        pools.setdefault(key, []).append(index)
+        by_shape.setdefault(key, []).append(index)
     results: dict[int, Array] = {}
-    for members in pools.values():
-        stack = jnp.concatenate([batches[index] for index in members])
+    for indices in by_shape.values():
+        stack = jnp.concatenate([batches[index] for index in indices])
         result = function(stack)
         shape = getattr(result, "shape", None)
         dtype: Any = getattr(result, "dtype", None)
@@ -40,6 +40,6 @@ def map_stacks(
                 f"{stack.dtype} of shape {stack.shape}; expected a function whose "
                 "result has the shape of its argument, in real floating point"
             )
-        parts = jnp.split(result, len(members)) if members[1:] else [result]
-        results |= zip(members, parts, strict=True)
+        parts = jnp.split(result, len(indices)) if indices[1:] else [result]
+        results |= zip(indices, parts, strict=True)
     return [results[index] for index in range(len(batches))]
