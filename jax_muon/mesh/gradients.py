@@ -60,7 +60,7 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True)
 class MeanGradients:
-    """Mean gradients, maxima and metrics of one step.
+    """Computes the mean gradients, maxima and metrics of one step.
 
     Attributes:
       loss: the loss.
@@ -100,22 +100,23 @@ class MeanGradients:
             total, means, aux, maxima = self._of_part(gathered, is_held, part, loss_of)
             return (total, _times(means, total), aux), maxima
 
-        def scatter(g: Any, x: Any, spec: Any, of_param: Any, is_held: bool) -> Any:
-            scattered = specs.spec_names(of_param) if is_held else ()
-            over = [name for name in self.wire.axis if name not in scattered]
-            dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else g.dtype
-            return self.wire.scatter(g, spec, dtype, over).astype(x.dtype)
-
         (total, means, aux), maxima = _sum_over(sums, parts, first, count)
         # A batch in which nothing counts has no gradient.
         loss, grads = _times(means, jnp.where(total > 0, 1 / total, 0))
-        grads = jax.tree.map(scatter, grads, params, fine, coarse, is_held)
+        grads = jax.tree.map(self._scatter, grads, params, fine, coarse, is_held)
         maxima = self.wire.reduce(jax.lax.pmax, maxima)
         metrics = {"loss": jax.lax.psum(loss, self.wire.axis)}
         if self.loss.has_aux:
             aux = self.wire.reduce(jax.lax.psum, aux)
             metrics["aux"] = {**aux, **maxima} if maxima else aux
         return grads, maxima, metrics
+
+    def _scatter(self, g: Any, x: Any, fine: Any, coarse: Any, is_held: bool) -> Any:
+        """The shard of a gradient, summed where a scan has not done so already."""
+        scattered = specs.spec_names(coarse) if is_held else ()
+        over = [name for name in self.wire.axis if name not in scattered]
+        dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else g.dtype
+        return self.wire.scatter(g, fine, dtype, over).astype(x.dtype)
 
     def _of_part(
         self, params: Any, is_held: Any, part: Any, loss_of: Callable[..., Any]
@@ -138,7 +139,7 @@ class MeanGradients:
             other devices. The gradient of its own mean is 0, or NaN if that mean is
             0 / 0: then it is left out.
             """
-            g = _times(wide(g), rest)
+            g = _times(wide(g), not_in_cotangent)
             if self.loss.weighted:
                 g = jnp.where((weight == 0) & jnp.isnan(g), 0, g)
             return g
@@ -151,11 +152,11 @@ class MeanGradients:
             total = jax.lax.psum(weight, self.wire.axis)
         # Collectives in the loss mix the cotangents of devices, so these have to be in
         # the ratio of the weights. They are 1 on average, as much as float16 bears;
-        # what the loss's dtype rounds off is part of the rest.
+        # what the loss's dtype rounds off is not in the cotangent.
         share = weight / jnp.where(total == 0, 1, total)
         cotangent = (share * devices).astype(loss.dtype)
         ratio = share / cotangent.astype(share.dtype)
-        rest = jnp.where(cotangent == 0, 1 / devices, ratio)
+        not_in_cotangent = jnp.where(cotangent == 0, 1 / devices, ratio)
         (grads,) = pull(cotangent)
 
         def of_leaf(g: Any, is_held: bool) -> Any:
@@ -194,7 +195,7 @@ class MeanGradients:
 
         def loss_of(part_of_mean: Callable[[Any], Any]) -> Callable[..., Any]:
             def scatter(g: Any, spec: Any, dtype: Any, over: Any = ()) -> Any:
-                if not over or over == wire.axis[:1]:  # not summed within a host yet
+                if over in ((), *wire.levels[:1]):  # not summed within a host yet
                     g = part_of_mean(g)
                 names = specs.spec_names(specs.only(spec, over or wire.axis))
                 return wire.scatter(g, spec, dtype, names).astype(dtype)
