@@ -241,19 +241,18 @@ def _by_module(max_logits: Any, modules: Sequence[str]) -> dict[str, Array]:
     """The one entry of each module: at its path, at a prefix of it, or below it."""
     flat = paths.leaves_with_paths(max_logits)
     entries = {paths.slashed(path): logits for path, logits in flat}
-    of_modules = {
+    matching = {
         name: [path for path in entries if _within(name, path) or _within(path, name)]
         for name in modules
     }
-    if any(len(paths_of) != 1 for paths_of in of_modules.values()) or sorted(
-        entries
-    ) != sorted(paths_of[0] for paths_of in of_modules.values()):
+    matched = sorted(itertools.chain(*matching.values()))
+    if matched != sorted(entries) or any(len(x) != 1 for x in matching.values()):
         shapes = [f"{path!r} of shape {jnp.shape(x)}" for path, x in entries.items()]
         raise ValueError(
             f"max_logits has entries at {', '.join(shapes) or 'no path'}; expected one "
             f"for each attention module: {', '.join(map(repr, modules))}"
         )
-    return {name: jnp.asarray(entries[path]) for name, (path,) in of_modules.items()}
+    return {name: jnp.asarray(entries[path]) for name, (path,) in matching.items()}
 
 
 def _within(path: str, parent: str) -> bool:
