@@ -41,54 +41,92 @@ def scan(
     length: int,
     reverse: bool,
     unroll: int,
+    update: Callable[..., Any] | None = None,
+    together: int = 1,
+    on_each: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run,
 ) -> Callable[..., Any]:
     """A scan over layers: of (consts, carry, shards, xs) to (carry, ys).
 
     `gather` turns shards into a layer, `run` maps (consts, carry, layer, xs) to (carry,
     ys), and `scatter` turns a layer's gradient into those of its shards: array by array
     while the layer runs, or, if `late`, all at once while the next one runs.
+
+    With `update`, the scan takes a state as well, and the gradients of shards and state
+    are what `update` makes of (first index, gradients, shards, state) in the backward
+    pass, of `together` layers at a time. Only then is a layer gathered while another
+    one runs, if that is more than one. `on_each` turns a function of one device's
+    values into one of what the scan is given.
     """
     loop = functools.partial(jax.lax.scan, unroll=unroll)
     numbers, first, on = np.arange(length), *((length - 1, -1) if reverse else (0, 1))
+    is_ahead = update is None or together > 1
 
     def layer_at(shards: list[Any], i: Any) -> list[Any]:
         return gather(_at(shards, i, length))
 
     def forward(run: Callable[..., Any], given: Any) -> Any:
-        consts, carry, shards, xs = given
+        consts, carry, shards, xs, *_ = given
 
         def step(state: Any, i_x: Any) -> Any:
             (carry, layer), (i, x) = state, i_x
-            following = layer_at(shards, i + on)
-            (carry, ys), saved = run(consts, carry, layer, x)
+            following = layer_at(shards, i + on) if is_ahead else None
+            layer = layer if is_ahead else layer_at(shards, i)
+            (carry, ys), saved = on_each(run)(consts, carry, layer, x)
             return (carry, following), (ys, saved)
 
+        start = layer_at(shards, first) if is_ahead else None
         (carry, last), (ys, saved) = loop(
-            step, (carry, layer_at(shards, first)), (numbers, xs), reverse=reverse
+            step, (carry, start), (numbers, xs), reverse=reverse
         )
         return (carry, ys), (saved, last)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        (saved, last), (consts, _, shards, xs) = residuals
+        (saved, last), (consts, _, shards, xs, *state) = residuals
         d_carry, d_ys = _only(cotangents, real=True)
 
-        def step(state: Any, inputs: Any) -> Any:
-            d_carry, total, layer, waiting = state
+        def pull(pull_of: Any, consts: Any, layer: Any, x: Any, d: Any) -> Any:
+            return pull_of(consts, layer, x)(d)[0]
+
+        def step(shards: list[Any], before: Any, inputs: Any) -> Any:
+            d_carry, total, layer, waiting = before
             i, pull_of, x, d_ys = inputs
-            before = layer if keep_gathered else layer_at(shards, i - on)
-            pull = pull_of(consts, layer, x)
-            ((d_consts, d_carry, d_layer, d_x),) = pull((d_carry, d_ys))
+            if not is_ahead:
+                layer, following = layer_at(shards, i), None
+            else:
+                following = layer if keep_gathered else layer_at(shards, i - on)
+            d_consts, d_carry, d_layer, d_x = on_each(pull)(
+                pull_of, consts, layer, x, (d_carry, d_ys)
+            )
             total = jax.tree.map(jnp.add, total, d_consts)
             now, waiting = (waiting, d_layer) if late else (d_layer, None)
-            return (d_carry, total, before, waiting), (scatter(now), d_x)
+            return (d_carry, total, following, waiting), (scatter(now), d_x)
+
+        def part(update: Any, before: Any, numbers: Any) -> Any:
+            before, shards, state = before
+
+            def step_at(before: Any, i: Any) -> Any:
+                return step(shards, before, _at(inputs, i, length))
+
+            before, (d_shards, d_xs) = loop(
+                step_at, before, numbers, reverse=not reverse
+            )
+            return (before, *update(numbers[0], d_shards, shards, state)), d_xs
 
         zeros = jax.tree.map(jnp.zeros_like, _only(consts, real=True))
         nothing = jax.tree.map(jnp.zeros_like, last) if late else None
+        start, inputs = (d_carry, zeros, last, nothing), (numbers, saved, xs, d_ys)
+        if update:
+            parts = numbers.reshape(-1, together)
+            ((d_carry, d_consts, *_), shards, *state), d_xs = jax.lax.scan(
+                functools.partial(part, update),
+                (start, shards, *state),
+                parts,
+                reverse=not reverse,
+            )
+            d_xs = jax.tree.map(lambda x: x.reshape(length, *x.shape[2:]), d_xs)
+            return d_consts, d_carry, shards, d_xs, *state
         (d_carry, d_consts, _, waiting), (d_shards, d_xs) = loop(
-            step,
-            (d_carry, zeros, last, nothing),
-            (numbers, saved, xs, d_ys),
-            reverse=not reverse,
+            functools.partial(step, shards), start, inputs, reverse=not reverse
         )
         if late:  # each layer's gradients are where those of the one before belong
             d_shards = [
@@ -174,63 +212,10 @@ def scan_in_levels(
     return _with_gradient(run, keep_gathered, forward, backward)
 
 
-def scan_and_update(
-    run: Callable[..., Any],
-    layer_of: Callable[[list[Any]], list[Any]],
-    update: Callable[[Any, list[Any], list[Any], Any], tuple[list[Any], Any]],
-    *,
-    length: int,
-    reverse: bool,
-    unroll: int,
-) -> Callable[..., Any]:
-    """A scan of (consts, carry, (stacks, state), xs) whose gradient is an update.
-
-    In the place of gradients of stacks and state are those that `update` makes of
-    (index, a layer's gradient, stacks, state), one layer after another.
-    """
-    loop = functools.partial(jax.lax.scan, unroll=unroll)
-
-    def forward(run: Callable[..., Any], given: Any) -> Any:
-        consts, carry, (stacks, _), xs = given
-
-        def step(carry: Any, inputs: Any) -> Any:
-            layer, x = inputs
-            (carry, ys), saved = run(consts, carry, layer_of(layer), x)
-            return carry, (ys, saved)
-
-        carry, (ys, saved) = loop(step, carry, (stacks, xs), reverse=reverse)
-        return (carry, ys), saved
-
-    def backward(residuals: Any, cotangents: Any) -> Any:
-        saved, (consts, _, (stacks, state), xs) = residuals
-        d_carry, d_ys = _only(cotangents, real=True)
-
-        def step(before: Any, inputs: Any) -> Any:
-            d_carry, total, stacks, state = before
-            i, pull_of, x, d_ys = inputs
-            layer, back = jax.vjp(layer_of, _at(stacks, i, length))
-            pull = pull_of(consts, layer, x)
-            ((d_consts, d_carry, d_layer, d_x),) = pull((d_carry, d_ys))
-            total = jax.tree.map(jnp.add, total, d_consts)
-            stacks, state = update(i, back(d_layer)[0], stacks, state)
-            return (d_carry, total, stacks, state), d_x
-
-        zeros = jax.tree.map(jnp.zeros_like, _only(consts, real=True))
-        (d_carry, d_consts, stacks, state), d_xs = loop(
-            step,
-            (d_carry, zeros, stacks, state),
-            (np.arange(length), saved, xs, d_ys),
-            reverse=not reverse,
-        )
-        return d_consts, d_carry, (stacks, state), d_xs
-
-    return _with_gradient(run, False, forward, backward)
-
-
-def _at(stacks: list[Any], i: Any, length: int) -> list[Any]:
+def _at(stacks: Any, i: Any, length: int) -> Any:
     """Element i of each stack; beyond an end, the last one there."""
     i = jnp.clip(i, 0, length - 1)
-    return [jax.lax.dynamic_index_in_dim(x, i, 0, False) for x in stacks]
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, False), stacks)
 
 
 def _with_gradient(
