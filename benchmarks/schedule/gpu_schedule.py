@@ -165,6 +165,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=CHART)
     parser.add_argument("--recipe", default="nanochat")
     parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--update", default="after backward")
     parser.add_argument(
         "--option",
         type=option,
@@ -187,9 +188,10 @@ def main(words: list[str]) -> None:
         for layout in args.layouts
     ]:
         case = (model, gpus, layout, args.recipe, args.microbatches)
-        whole = whole_step(model, h100s(gpus), *case[2:])
+        whole = whole_step(model, h100s(gpus), *case[2:], args.update)
         result = dict(zip(CASE, case, strict=True))
         result |= measure(whole, dict(args.option), Rates()) | about
+        result["update"] = args.update
         program.print_row(*cells(result))
         if args.json is not None:
             program.save_rows([result], args.json, CASE)

@@ -145,6 +145,7 @@ def whole_step(
     layout: str,
     recipe: str,
     microbatches: int = 1,
+    update: str = "after backward",
 ) -> WholeStep:
     """The train step of a model on these devices, and its arguments.
 
@@ -161,6 +162,7 @@ def whole_step(
         "two-pods": like "hsdp", where a half of the devices takes the place of a host.
       recipe: a name of `jax_muon`.
       microbatches: in which a device takes as many times the sequences.
+      update: as in `make_train_step`.
     """
     (head, sequences, length), size = WORKLOADS[model], devices.size
     if model == "deepseek-v3":
@@ -189,6 +191,7 @@ def whole_step(
         parameters="divided" if divided else "as specs",
         transfers=jm.Transfers(gather="levels" if layout == "two-levels" else "auto"),
         microbatches=microbatches,
+        update=update,
     )
     tokens = jax.ShapeDtypeStruct(
         (int(sequences * size) * microbatches, length + 1),

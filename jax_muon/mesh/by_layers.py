@@ -37,6 +37,7 @@ class Exchange(NamedTuple):
         one after the other.
       scan: makes the scan of (run, held arrays, how jax.lax.scan runs), in the place of
         one that gathers and scatters; see `in_backward`.
+      call: turns a function of one device's values into what is called with values.
     """
 
     gather: Callable[..., Any]
@@ -45,6 +46,7 @@ class Exchange(NamedTuple):
     late: bool = False
     levels: tuple[tuple[str, ...], ...] = ()
     scan: Callable[..., Any] | None = None
+    call: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
 
 
 @functools.partial(
@@ -146,7 +148,8 @@ class ByLayers:
       others: for each sharded array that must be whole, by its index among the
         arguments, the operation that uses it so.
       held: the indices of all other sharded arrays.
-      only_scanned: the indices of those that nothing but scans takes apart.
+      scanned: the indices of those that a scan takes layer by layer.
+      indexed: the indices of those of which an operation takes a layer.
     """
 
     def __init__(
@@ -178,7 +181,11 @@ class ByLayers:
         }
         look = _Look()
         look.results(self._closed, [self._sharded.get(i) for i in range(len(kinds))])
-        self.others, self.only_scanned = look.others, look.scanned - look.indexed
+        self.others, self.scanned, self.indexed = (
+            look.others,
+            look.scanned,
+            look.indexed,
+        )
         self.held = self._sharded.keys() - look.others.keys()
 
     def __call__(self, exchange: Exchange, *args: Any) -> Any:
@@ -191,7 +198,11 @@ class ByLayers:
 
 
 class _Evaluation:
-    """Computes functions of arrays, some of them `Held`."""
+    """Computes functions of arrays, some of them `Held`.
+
+    `_Look` replaces all that computes: `whole`, `bind`, `checkpoint`, `scan`, and
+    `_constants`.
+    """
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -203,17 +214,20 @@ class _Evaluation:
     def run(self, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         """The function's results; some may be held."""
         jaxpr = closed.jaxpr
-        env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        consts = self._constants(closed.consts)
+        env = dict(zip(jaxpr.constvars, consts, strict=True))
         env |= dict(zip(jaxpr.invars, operands, strict=True))
 
         def read(v: Any) -> Any:
-            return v.val if isinstance(v, Literal) else env[v]
+            return self._constants([v.val])[0] if isinstance(v, Literal) else env[v]
 
         for eqn in jaxpr.eqns:
-            results = self._of_held(eqn, [read(v) for v in eqn.invars])
+            inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
+            results = None
+            if any(isinstance(env[v], Held) for v in inputs):
+                results = self._of_held(eqn, [read(v) for v in eqn.invars])
             if results is None:
                 # In order, since all processes have to gather in the same one.
-                inputs = (v for v in eqn.invars if not isinstance(v, Literal))
                 names = list(dict.fromkeys(inputs))
                 for v in names:  # gathered once, if it is used again
                     env[v] = self.whole(env[v], eqn.primitive.name)
@@ -229,11 +243,13 @@ class _Evaluation:
             env |= dict(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
+    def _constants(self, constants: list[Any]) -> list[Any]:
+        results: list[Any] = self._exchange.call(lambda: constants)()
+        return results
+
     def _of_held(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
         """Results of an operation on held arrays, or None if it needs them whole."""
         name, params = eqn.primitive.name, eqn.params
-        if not any(isinstance(x, Held) for x in operands):
-            return None
         if name == "jit":
             return self.run(jaxprs.inner(eqn), operands)
         if name == "remat2":
@@ -263,7 +279,8 @@ class _Evaluation:
         return gather(x.x)
 
     def bind(self, closed: ClosedJaxpr, operands: list[Any]) -> list[Any]:
-        return jaxpr_as_fun(closed)(*operands)
+        results: list[Any] = self._exchange.call(jaxpr_as_fun(closed))(*operands)
+        return results
 
     def checkpoint(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         again = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
@@ -339,6 +356,9 @@ class _Look(_Evaluation):
             self.others.setdefault(x.leaf, by)
         elif isinstance(x, Held) and not x.in_scan:
             self.indexed.add(x.leaf)
+
+    def _constants(self, constants: list[Any]) -> list[Any]:
+        return constants
 
     def bind(self, closed: ClosedJaxpr, operands: list[Any]) -> list[Any]:
         return [None] * len(closed.jaxpr.outvars)

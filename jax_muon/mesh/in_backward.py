@@ -1,14 +1,17 @@
-"""A train step that updates scanned layers inside the backward pass, on one device.
+"""A train step that updates scanned layers inside the backward pass.
 
-A layer is updated as soon as its gradient is there, so gradients of all layers never
-exist at once. The optimizer is called once for each layer, with the parameters, the
-gradient and the state of that layer in the place of the stacks, and once for all other
-parameters. What a call computes beside is not used, and XLA removes it.
+On one device a layer is updated as soon as its gradient is there, so gradients of all
+layers never exist at once. The optimizer is called once for each layer, with the
+parameters, the gradient and the state of that layer in the place of the stacks, and
+once for all other parameters. What a call computes beside is not used, and XLA removes
+it. On several devices it takes as many layers at a time as there are devices: the
+matrices of one layer would not occupy them all.
 
 New state leaves the backward pass where a gradient would, with its bits read as floats:
 `jax.custom_vjp` has no gradients of integers.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,44 +21,62 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec, use_abstract_mesh
 
-from jax_muon import checks, jaxprs, notes, paths
+from jax_muon import checks, jaxprs, notes
 from jax_muon.dtypes import wide
 from jax_muon.mesh import by_layers, prefetch
 from jax_muon.mesh.gradients import MeanGradients
+from jax_muon.mesh.on_each import OnEach
+from jax_muon.mesh.on_mesh import OnMesh
+from jax_muon.mesh.specs import devices_over
 
 _FLOATS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
 _OTHERWISE = "or update='after backward'"
 
 
 def step(
-    gradients: MeanGradients,
-    tx: optax.GradientTransformationExtraArgs,
-    params: Any,
-    state: Any,
-    batch: Any,
+    gradients: MeanGradients, optimizer: OnMesh, params: Any, state: Any, batch: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
     """New parameters, new state and metrics, as those of `make_train_step`."""
-    specs = [_axes(x.ndim) for x in jax.tree.leaves(params)]
-    traced = by_layers.ByLayers(gradients.loss, (params, batch), specs, (), _gather)
-    updates = _Updates(tx, params, state, traced.held & traced.only_scanned)
+    on_each = OnEach(gradients.wire, optimizer.layout.mesh)
+    flat = jax.tree.leaves(params)
+    of_params: Any = jax.tree.structure(params)
+    axes = [_axes(x.ndim) for x in flat]
+    traced: Any = None
+
+    def trace(params: Any, batch: Any) -> None:
+        nonlocal traced
+        traced = by_layers.ByLayers(gradients.loss, (params, batch), axes, (), _same)
+
+    on_each.traced(trace, params, batch)
+    scanned = traced.held & traced.scanned
+    # Of one layer alone, shapes do not show what belongs to it.
+    traced.held = {leaf for leaf in scanned if len(flat[leaf]) > 1}
+    updates = _Updates(on_each, optimizer, params, state, traced.held)
+    updates.refuse_changed(traced.held & traced.indexed)
 
     def loss_fn(params: Any, bits: Any) -> Any:
         scan = functools.partial(updates.scan, bits)
-        return traced(by_layers.Exchange(_gather, _scatter, scan=scan), params, batch)
+        exchange = by_layers.Exchange(_same, _same, scan=scan, call=on_each)
+        return traced(exchange, params, on_each.parts(batch))
 
     bits = {
         place: _floats(updates.state[place])
         for place in updates.places_of(updates.layers)
     }
-    loss, pull, (_, aux, _) = jax.vjp(loss_fn, params, bits, has_aux=True)
-    updates.extra = {"value": wide(loss)}
+    whole: Any = [
+        x if leaf in updates.layers else on_each.gather(x, spec)
+        for leaf, (x, spec) in enumerate(zip(flat, updates.coarse, strict=True))
+    ]
+    whole = of_params.unflatten(whole)
+    loss, pull, (_, aux, _) = jax.vjp(loss_fn, whole, bits, has_aux=True)
+    metrics = {"loss": on_each.mean(wide(loss))}
+    updates.extra = {"value": metrics["loss"]}
     grads, bits = pull(jnp.ones_like(loss))
     params, state = updates.of_others(jax.tree.leaves(grads), bits)
-    metrics = {"loss": wide(loss)}
     if gradients.loss.has_aux:
-        metrics["aux"] = jax.tree.map(lambda x: x / 1, aux)  # a mean, as of several
+        metrics["aux"] = on_each.mean(aux)
     return params, state, metrics
 
 
@@ -64,6 +85,7 @@ class _Updates:
 
     Attributes:
       layers: the indices of the leaves that scans take.
+      coarse: how parameters are sharded.
       params: the leaves of the parameters before the step.
       state: those of the state.
       extra: further arguments of the optimizer, known after the forward pass.
@@ -72,32 +94,54 @@ class _Updates:
 
     def __init__(
         self,
-        tx: optax.GradientTransformationExtraArgs,
+        on_each: OnEach,
+        optimizer: OnMesh,
         params: Any,
         state: Any,
         layers: Collection[int],
     ) -> None:
         """Check the optimizer's state, and that it can update these layers."""
-        self._tx, self.layers = tx, frozenset(layers)
-        self._names = [path for path, _ in paths.leaves_with_paths(params)]
-        self._whole = _Init.of(tx, params)
+        self._on_each, self._tx, self.layers = on_each, optimizer.tx, frozenset(layers)
+        self._whole = _Init.of(self._tx, params)
+        self._names, self.coarse, self._fine = optimizer.layout.of_leaves(params)
+        self._of_all = self._of_layers = self._tx.update
+        if on_each.devices > 1:
+            like_all = dataclasses.replace(optimizer.layout, whole=self._whole.params)
+            of_layers = OnMesh(self._tx, like_all, optimizer.gather_dtype)
+            self._of_all, self._of_layers = optimizer.update, of_layers.update
+        of_state = jax.tree.leaves(optimizer.abstract(params)[1])
+        self._specs_of_state = [x.sharding.spec for x in of_state]
         checks.state(state, self._whole.state)
-        layer = _check(tx, self._whole, self._names, self.layers)
-        self._single = {self.layers: layer}  # by the leaves that one layer is taken of
+        _check(self._tx, self._whole, self._names, self.layers)
         self.params, self.state = jax.tree.leaves(params), jax.tree.leaves(state)
+        for leaf in self.layers:
+            spec = self._fine[leaf]
+            if devices_over(spec[0], optimizer.layout.mesh.shape) > 1:
+                raise ValueError(
+                    f"update='in backward': the parameter {self._names[leaf]!r} of "
+                    f"shape {self.params[leaf].shape} and its state have {spec}, which "
+                    "divides its layers; expected specs, and sizes, that divide "
+                    f"another axis, {_OTHERWISE}"
+                )
         self._of_params: Any = jax.tree.structure(params)
         self._of_state: Any = jax.tree.structure(state)
         self.extra: dict[str, Any] = {}
         self.done: set[int] = set()
 
-    def places_of(self, layers: frozenset[int]) -> list[int]:
+    def places_of(self, layers: Collection[int]) -> list[int]:
         """The leaves of the state that have a part for each layer of these leaves."""
-        if layers not in self._single:  # there are several scans
-            like = _one_layer(self._whole.params, layers)
-            self._single[layers] = _Init.of(self._tx, like)
-        trees = self._whole.state, self._single[layers].state
-        pairs = zip(*map(jax.tree.leaves, trees), strict=True)
+        one = _Init.of(self._tx, _one_layer(self._whole.params, layers)).state
+        pairs = zip(*map(jax.tree.leaves, (self._whole.state, one)), strict=True)
         return [place for place, (x, y) in enumerate(pairs) if x.shape != y.shape]
+
+    def refuse_changed(self, leaves: Collection[int]) -> None:
+        """Raise a ValueError for leaves that are not just scanned."""
+        for leaf in leaves:
+            raise ValueError(
+                f"update='in backward': the parameter {self._names[leaf]!r} is "
+                "scanned after a change, or used beside the scan; expected one "
+                f"jax.lax.scan that takes it as xs, {_OTHERWISE}"
+            )
 
     def scan(
         self,
@@ -105,57 +149,84 @@ class _Updates:
         run: Callable[..., Any],
         held: Sequence[by_layers.Held],
         *,
-        keep_gathered: bool,
+        length: int,
         **given_to_scan: Any,
     ) -> Callable[..., Any]:
         """A scan whose gradient is the new parameters, and the bits of their state."""
-        del keep_gathered  # nothing is gathered
         leaves = [x.leaf for x in held]
         for x in held:
             like = self.params[x.leaf]
             is_unchanged = x.x.shape == like.shape and x.spec == _axes(like.ndim)[1:]
             if not is_unchanged or x.leaf not in self.layers - self.done:
-                raise ValueError(
-                    f"update='in backward': the parameter {self._names[x.leaf]!r} is "
-                    "scanned after a change, or used beside the scan; expected one "
-                    f"jax.lax.scan that takes it as xs, {_OTHERWISE}"
-                )
+                self.refuse_changed([x.leaf])
             self.done.add(x.leaf)
-        places = self.places_of(frozenset(leaves))
+        places, on_each = self.places_of(leaves), self._on_each
+        numbers = range(min(on_each.devices, length), length + 1)
+        together = next(n for n in numbers if length % n == 0)
+        exchange = by_layers.Exchange(on_each.gather, _same)
+        of_layer = [dataclasses.replace(x, spec=self.coarse[x.leaf][1:]) for x in held]
 
-        def layer_of(shards: list[Any]) -> list[Any]:
-            exchange = by_layers.Exchange(_gather, _scatter)
-            return [x.gathered(exchange, y) for x, y in zip(held, shards, strict=True)]
+        def gather(shards: list[Any]) -> list[Any]:
+            pairs = zip(of_layer, shards, strict=True)
+            return [x.gathered(exchange, shard) for x, shard in pairs]
+
+        def scatter(grads: list[Any]) -> list[Any]:
+            pairs = zip(leaves, grads, strict=True)
+            return [self._scatter(g, leaf, self._fine[leaf][1:]) for leaf, g in pairs]
+
+        def layers_of(stack: Any, i: Any) -> Any:
+            return jax.lax.dynamic_slice_in_dim(stack, i, together)
 
         def update(i: Any, grads: list[Any], stacks: list[Any], kept: Any) -> Any:
-            """The stacks, and the bits of their state, with layer i updated."""
+            """Stacks, and the bits of their state, with layers from i on updated."""
             params, state = [*self.params], [*self.state]
             all_grads = self._zeros()
             for leaf, stack, g in zip(leaves, stacks, grads, strict=True):
-                params[leaf], all_grads[leaf] = _at(stack, i), g[None]
+                params[leaf], all_grads[leaf] = layers_of(stack, i), g
             for place, stack in zip(places, kept, strict=True):
-                state[place] = _bits(_at(stack, i), state[place].dtype)
-            params, state = self._call(all_grads, state, params)
-            layers = [params[leaf] for leaf in leaves]
-            parts = [_floats(state[place]) for place in places]
+                state[place] = _bits(layers_of(stack, i), state[place].dtype)
+            params, state = self._call(self._of_layers, all_grads, state, params)
             return [
-                [_put(stack, x, i) for stack, x in zip(*pair, strict=True)]
-                for pair in ((stacks, layers), (kept, parts))
+                put(self.coarse[leaf], stack, params[leaf], i)
+                for leaf, stack in zip(leaves, stacks, strict=True)
+            ], [
+                put(self._specs_of_state[place], stack, _floats(state[place]), i)
+                for place, stack in zip(places, kept, strict=True)
             ]
 
-        scan = prefetch.scan_and_update(run, layer_of, update, **given_to_scan)
+        def put(spec: PartitionSpec, stack: Any, layers: Any, i: Any) -> Any:
+            return on_each(_put, (spec, spec, PartitionSpec()), spec)(stack, layers, i)
+
+        scan = prefetch.scan_and_update(
+            run,
+            gather,
+            scatter,
+            update,
+            together=together,
+            on_each=on_each,
+            length=length,
+            **given_to_scan,
+        )
         kept = [bits[place] for place in places]
-        return lambda consts, carry, stacks, xs: scan(consts, carry, (stacks, kept), xs)
+
+        def scan_of_values(consts: Any, carry: Any, stacks: Any, xs: Any) -> Any:
+            self.refuse_changed([x.leaf for x in xs if isinstance(x, by_layers.Held)])
+            carry, ys = scan(consts, carry, stacks, on_each.swapped(xs), kept)
+            return carry, on_each.swapped(ys)
+
+        return scan_of_values
 
     def of_others(
         self, grads: Sequence[Any], bits: Mapping[int, Any]
     ) -> tuple[Any, Any]:
         """The new parameters and state, from gradients and from what scans made."""
         of_others = [
-            zero if leaf in self.done or g.dtype == jax.dtypes.float0 else g
+            zero
+            if leaf in self.done or g.dtype == jax.dtypes.float0
+            else self._scatter(g, leaf, self._fine[leaf])
             for leaf, (g, zero) in enumerate(zip(grads, self._zeros(), strict=True))
         ]
-        params, state = self._call(of_others, self.state, self.params)
+        params, state = self._call(self._of_all, of_others, self.state, self.params)
         for leaf, old in enumerate(self.params):
             if leaf in self.done:
                 params[leaf] = grads[leaf]
@@ -165,13 +236,19 @@ class _Updates:
             state[place] = _bits(x, state[place].dtype)
         return self._of_params.unflatten(params), self._of_state.unflatten(state)
 
+    def _scatter(self, g: Any, leaf: int, spec: Any) -> Any:
+        spec = PartitionSpec(*spec)
+        return self._on_each.scatter(g, spec, self.params[leaf].dtype)
+
     def _zeros(self) -> list[Any]:
         return [jnp.zeros(x.shape, x.dtype) for x in self.params]
 
-    def _call(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def _call(
+        self, update: Callable[..., Any], grads: Any, state: Any, params: Any
+    ) -> tuple[Any, Any]:
         """Leaves of the new parameters and of the new state."""
         params = self._of_params.unflatten(params)
-        updates, state = self._tx.update(
+        updates, state = update(
             self._of_params.unflatten(grads),
             self._of_state.unflatten(state),
             params,
@@ -197,10 +274,7 @@ class _Init(NamedTuple):
     @classmethod
     def of(cls, tx: optax.GradientTransformation, params: Any) -> "_Init":
         """For these parameters, or their shapes."""
-        with notes.listening() as heard:
-            # A new function, so that JAX traces it.
-            state = jax.eval_shape(lambda params: tx.init(params), params)
-        return cls(params, state, heard)
+        return cls(params, *notes.traced(tx.init, params))
 
 
 def _check(
@@ -208,12 +282,8 @@ def _check(
     whole: _Init,
     names: Sequence[str],
     layers: Collection[int],
-) -> _Init:
-    """One layer of these leaves.
-
-    Raises:
-      ValueError: for an optimizer whose update of a layer needs more than that layer.
-    """
+) -> None:
+    """Raise a ValueError if the update of a layer needs more than that layer."""
     if not layers:
         raise ValueError(
             "update='in backward': loss_fn has no scan that takes parameters layer by "
@@ -253,7 +323,8 @@ def _check(
         return jax.tree.leaves(tx.update(*trees, value=value)[0])
 
     value = jax.ShapeDtypeStruct((), jnp.float32)
-    jaxpr = jax.make_jaxpr(update)(flat, single.state, flat, value).jaxpr
+    with use_abstract_mesh(AbstractMesh((), ())):  # as on one device
+        jaxpr = jax.make_jaxpr(update)(flat, single.state, flat, value).jaxpr
     for is_layer in (True, False):
         wanted = [(leaf in layers) == is_layer for leaf in range(len(flat))]
         needed = jaxprs.needed_for(jaxpr, wanted)[1][: len(flat)]
@@ -265,7 +336,6 @@ def _check(
                 "transforms of all gradients, such as clip_by_global_norm and "
                 f"skip_nonfinite, {_OTHERWISE}"
             )
-    return single
 
 
 def _one_layer(params: Any, layers: Collection[int]) -> Any:
@@ -283,12 +353,8 @@ def _axes(ndim: int) -> PartitionSpec:
     return PartitionSpec(*(f"axis {axis}" for axis in range(ndim)))
 
 
-def _gather(x: Any, _: PartitionSpec) -> Any:
+def _same(x: Any, *_: Any) -> Any:
     return x
-
-
-def _scatter(g: Any, _: PartitionSpec, dtype: Any) -> Any:
-    return g.astype(dtype)
 
 
 def _floats(x: Any) -> Any:
@@ -299,11 +365,10 @@ def _bits(x: Any, dtype: Any) -> Any:
     return jax.lax.bitcast_convert_type(x, dtype)
 
 
-def _at(stack: Any, i: Any) -> Any:
-    return jax.lax.dynamic_slice_in_dim(stack, i, 1)
+def _put(stack: Any, layers: Any, i: Any) -> Any:
+    """The stack with these layers from i on, in its layout.
 
-
-def _put(stack: Any, layer: Any, i: Any) -> Any:
-    """The stack with this layer, in its layout: XLA would copy all to another one."""
-    stack = jax.lax.dynamic_update_slice_in_dim(stack, layer, i, 0)
+    XLA would copy all of it to another one.
+    """
+    stack = jax.lax.dynamic_update_slice_in_dim(stack, layers, i, 0)
     return with_layout_constraint(stack, Layout(tuple(range(stack.ndim))))

@@ -46,8 +46,10 @@ class Layout:
       min_size: least elements of a leaf that is divided so.
       params_divided: parameters are sharded like gradients and state.
       scanned: of a tree of parameters, the axes of each that a scan takes, by path.
-        With `params_divided` they are divided only where no other axis can be. None: no
-        scan takes any.
+        With `params_divided` or `scanned_last` they are divided only where no other
+        axis can be. None: no scan takes any.
+      whole: shapes of the parameters, if the trees have some of their layers, which are
+        sharded like all. None: the trees are whole.
       hops: over which mesh axes a step gathers parameters and sums gradients, one after
         another, and how often; for `describe`.
       layer_hops: the same for scanned layers.
@@ -61,6 +63,8 @@ class Layout:
     scanned: "Callable[[Any], ScannedAxes] | None" = None
     hops: tuple[Hop, ...] = ()
     layer_hops: tuple[Hop, ...] = ()
+    scanned_last: bool = False
+    whole: Any = None
 
     def of_tree(self, tree: Any) -> tuple[Any, Any]:
         """PartitionSpecs of parameters, and of their gradients and state."""
@@ -76,9 +80,11 @@ class Layout:
         Raises:
           ValueError: with path and shape, for specs that do not fit.
         """
+        tree = tree if self.whole is None else self.whole
         names, coarse, fine = [], [], []
         by_path = None if self.specs is None else _by_path(self.specs, tree)
-        scanned = self.scanned_axes(tree) if self.params_divided else {}
+        is_last = self.params_divided or self.scanned_last
+        scanned = self.scanned_axes(tree) if is_last else {}
         for path, leaf in paths.leaves_with_paths(tree):
             shape = tuple(leaf.shape)
             spec = _spec_of_type(leaf) if by_path is None else by_path(path)

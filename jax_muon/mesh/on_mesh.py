@@ -8,6 +8,7 @@ parameters.
 """
 
 import contextlib
+import dataclasses
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -119,6 +120,12 @@ class OnMesh:
         transform = MeshTransformation(self.init, self.update)
         transform.on_mesh = self
         return transform
+
+    def on_auto_axes(self) -> "OnMesh":
+        """The same optimizer, for arrays on Auto axes."""
+        mesh = Mesh(self.layout.mesh.devices, self.layout.mesh.axis_names)
+        layout = dataclasses.replace(self.layout, mesh=mesh)
+        return OnMesh(self.tx, layout, self.gather_dtype)
 
     def init(self, params: optax.Params) -> Any:
         """State of these parameters, sharded further than they are."""

@@ -119,61 +119,88 @@ def scan(
 
 def scan_and_update(
     run: Callable[..., Any],
-    layer_of: Callable[[list[Any]], list[Any]],
+    gather: Callable[[list[Any]], list[Any]],
+    scatter: Callable[[list[Any]], list[Any]],
     update: Callable[[Any, list[Any], list[Any], Any], tuple[list[Any], Any]],
     *,
+    together: int,
+    on_each: Callable[[Callable[..., Any]], Callable[..., Any]],
+    keep_gathered: bool,
     length: int,
     reverse: bool,
     unroll: int,
 ) -> Callable[..., Any]:
-    """A scan of (consts, carry, (stacks, state), xs) whose gradient is an update.
+    """A scan of (consts, carry, shards, xs, state) whose gradient is an update.
 
-    In the place of gradients of stacks and state are those that `update` makes of
-    (index, a layer's gradient, stacks, state), one layer after another.
+    In the place of gradients of shards and state is what `update` makes of (index of a
+    layer, gradients, shards, state): in the backward pass, `together` layers from this
+    one on at a time. If that is one, as on one device, no layer is gathered ahead.
+    `on_each` turns a function of one device's values into one of all devices'.
     """
     loop = functools.partial(jax.lax.scan, unroll=unroll)
+    numbers, first, on = np.arange(length), *((length - 1, -1) if reverse else (0, 1))
+    is_ahead = together > 1
+
+    def layer_at(shards: list[Any], i: Any) -> list[Any]:
+        return gather(_at(shards, i, length))
 
     def forward(run: Callable[..., Any], args: Any) -> Any:
-        consts, carry, (stacks, _), xs = args
+        consts, carry, shards, xs, _ = args
 
-        def step(carry: Any, inputs: Any) -> Any:
-            layer, x = inputs
-            (carry, ys), saved = run(consts, carry, layer_of(layer), x)
-            return carry, (ys, saved)
+        def step(state: Any, i_x: Any) -> Any:
+            (carry, layer), (i, x) = state, i_x
+            following = layer_at(shards, i + on) if is_ahead else None
+            layer = layer if is_ahead else layer_at(shards, i)
+            (carry, ys), saved = on_each(run)(consts, carry, layer, x)
+            return (carry, following), (ys, saved)
 
-        carry, (ys, saved) = loop(step, carry, (stacks, xs), reverse=reverse)
-        return (carry, ys), saved
+        start = carry, layer_at(shards, first) if is_ahead else None
+        (carry, last), (ys, saved) = loop(step, start, (numbers, xs), reverse=reverse)
+        return (carry, ys), (saved, last)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        saved, (consts, _, (stacks, state), xs) = residuals
+        (saved, last), (consts, _, shards, xs, state) = residuals
         d_carry, d_ys = _only(cotangents, real=True)
 
-        def step(before: Any, inputs: Any) -> Any:
-            d_carry, total, stacks, state = before
-            i, pull_of, x, d_ys = inputs
-            layer, back = jax.vjp(layer_of, _at(stacks, i, length))
-            pull = pull_of(consts, layer, x)
-            ((d_consts, d_carry, d_layer, d_x),) = pull((d_carry, d_ys))
-            total = jax.tree.map(jnp.add, total, d_consts)
-            stacks, state = update(i, back(d_layer)[0], stacks, state)
-            return (d_carry, total, stacks, state), d_x
+        def pull(pull_of: Any, consts: Any, layer: Any, x: Any, d: Any) -> Any:
+            return pull_of(consts, layer, x)(d)[0]
+
+        def several(before: Any, numbers: Any) -> Any:
+            before, shards, state = before
+
+            def step(before: Any, i: Any) -> Any:
+                d_carry, total, layer = before
+                pull_of, x, d_y = _at((saved, xs, d_ys), i, length)
+                if not is_ahead:
+                    layer, following = layer_at(shards, i), None
+                else:
+                    following = layer if keep_gathered else layer_at(shards, i - on)
+                d_consts, d_carry, d_layer, d_x = on_each(pull)(
+                    pull_of, consts, layer, x, (d_carry, d_y)
+                )
+                total = jax.tree.map(jnp.add, total, d_consts)
+                return (d_carry, total, following), (scatter(d_layer), d_x)
+
+            before, (grads, d_xs) = loop(step, before, numbers, reverse=not reverse)
+            return (before, *update(numbers[0], grads, shards, state)), d_xs
 
         zeros = jax.tree.map(jnp.zeros_like, _only(consts, real=True))
-        (d_carry, d_consts, stacks, state), d_xs = loop(
-            step,
-            (d_carry, zeros, stacks, state),
-            (np.arange(length), saved, xs, d_ys),
+        ((d_carry, d_consts, _), shards, state), d_xs = jax.lax.scan(
+            several,
+            ((d_carry, zeros, last), shards, state),
+            numbers.reshape(-1, together),
             reverse=not reverse,
         )
-        return d_consts, d_carry, (stacks, state), d_xs
+        d_xs = jax.tree.map(lambda x: x.reshape(length, *x.shape[2:]), d_xs)
+        return d_consts, d_carry, shards, d_xs, state
 
-    return _with_gradient(run, False, forward, backward)
+    return _with_gradient(run, keep_gathered, forward, backward)
 
 
-def _at(stacks: list[Any], i: Any, length: int) -> list[Any]:
-    """Element i of each stack; beyond an end, the last one there."""
+def _at(stacks: Any, i: Any, length: int) -> Any:
+    """Element i of each stack of a tree; beyond an end, the last one there."""
     i = jnp.clip(i, 0, length - 1)
-    return [jax.lax.dynamic_index_in_dim(x, i, 0, False) for x in stacks]
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, False), stacks)
 
 
 def _chain(functions: Sequence[Callable[[Any], Any]], x: Any) -> Any:

@@ -85,9 +85,10 @@ def make_train_step(
         adds up their gradients, and sends the sum once.
       transfers: how gradients, parameters and updates are sent.
       update: "after backward", or "in backward": layers that a scan in loss_fn takes
-        are updated inside the backward pass, one after another, so that gradients of
-        all layers never exist at once. For one device and one microbatch, and an
-        optimizer whose update of a layer needs no other layer's gradient.
+        are updated inside the backward pass, at least as many at a time as there are
+        devices, so that gradients of all layers never exist at once. For one
+        microbatch, a mesh whose axes all divide batches, and an optimizer whose update
+        of a layer needs no other layer's gradient.
       donate: whether parameters and state are updated in place.
       compiler_options: for XLA; None for `gpu_options` on GPUs, and none elsewhere.
 
@@ -139,13 +140,21 @@ def make_train_step(
             "and then one between hosts",
         )
     checks.choice("update", update, ("after backward", "in backward"))
-    early = update == "in backward"
-    if early and (mesh.size > 1 or microbatches > 1 or weighted or max_aux):
+    early, how = update == "in backward", transfers.gather
+    alone = early and mesh.size == 1
+    if early and (microbatches > 1 or weighted or max_aux):
         raise ValueError(
-            f"update='in backward' with {mesh.size} devices, microbatches="
-            f"{microbatches}, weighted={weighted} and max_aux={max_aux}: a layer is "
-            "updated as soon as it has a gradient; expected one device, one microbatch "
-            "and neither of the others, or update='after backward'"
+            f"update='in backward' with microbatches={microbatches}, "
+            f"weighted={weighted} and max_aux={max_aux}: a layer is updated as soon as "
+            "it has a gradient; expected one microbatch and neither of the others, or "
+            "update='after backward'"
+        )
+    if early and not alone and (others or how in ("leaves", "levels")):
+        raise ValueError(
+            f"update='in backward' with gather={how!r} and the mesh axes {others} "
+            f"beside those of the batch, axis={names}: each layer is gathered over the "
+            "axes of the batch at once; expected gather='auto' and a mesh of these "
+            "axes alone, or update='after backward'"
         )
     flags = {"has_aux": has_aux, "weighted": weighted, "donate": donate}
     for name, value in flags.items():
@@ -157,8 +166,8 @@ def make_train_step(
     levels = wire.levels or (names,)
     places = layout.Layout(
         mesh,
-        PartitionSpec() if specs is None or early else specs,
-        () if early else divided,
+        PartitionSpec() if specs is None or alone else specs,
+        () if alone else divided,
         min_size,
         params_divided=parameters == "divided",
         scanned=None if transfers.gather == "leaves" else layout.scanned_by(tx),
@@ -172,6 +181,7 @@ def make_train_step(
             )
             for i, axes in enumerate(levels)
         ),
+        scanned_last=early,
     )
     optimizer = OnMesh(tx, places, transfers.gather_dtype)
     return TrainStep(means, optimizer, early, donate, compiler_options)
@@ -294,15 +304,24 @@ class TrainStep:
             batch = jax.reshard(batch, NamedSharding(mesh, PartitionSpec(axis)))
             manual = set(mesh.axis_names)  # the others have one device
         if self._early:
-            return jax.shard_map(  # in it, types show no mesh
-                functools.partial(
-                    in_backward.step, self._gradients, self._optimizer.tx
-                ),
-                mesh=mesh,
-                in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(axis)),
-                out_specs=PartitionSpec(),
-                check_vma=False,
-            )(params, state, batch)
+            optimizer = self._optimizer.on_auto_axes()
+            early = functools.partial(in_backward.step, self._gradients, optimizer)
+            if mesh.size == 1:
+                early = jax.shard_map(  # in it, types show no mesh
+                    early,
+                    mesh=mesh,
+                    in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(axis)),
+                    out_specs=PartitionSpec(),
+                    check_vma=False,
+                )
+            elif AxisType.Explicit in mesh.axis_types:
+                shardings = jax.tree.map(lambda x: x.sharding, self.abstract(params))
+                everywhere = NamedSharding(mesh, PartitionSpec())
+                early = jax.sharding.auto_axes(
+                    early, out_sharding=(*shardings, everywhere)
+                )
+            result: Step = early(params, state, batch)
+            return result
         # What shard_map is told of, and all that divides arrays: XLA does the rest.
         coarse, fine = jax.tree.map(lambda x: only(x, manual), specs)
         all_specs = jax.tree.map(lambda x: dividing(x, mesh.shape), specs)

@@ -3,19 +3,24 @@
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
+from jax_muon import jaxprs
 from tests.mesh import losses
 from tests.mesh.layouts import AUTO, EXPLICIT, mesh_of
 
 F64 = {"dtype": "float64"}
 
 
-def step_of(loss, tx, update="in backward", kind=EXPLICIT, **given):
-    return jm.make_train_step(loss, tx, mesh_of(1, kind=kind), update=update, **given)
+def step_of(loss, tx, update="in backward", kind=EXPLICIT, shape=(1,), **given):
+    mesh = mesh_of(*shape, kind=kind)
+    given = {"axis": mesh.axis_names} | given
+    return jm.make_train_step(loss, tx, mesh, update=update, **given)
 
 
 def run(loss, tx, params, batch, update, steps=3, **given):
@@ -36,7 +41,7 @@ def assert_equal_steps(loss, tx, params, batch, atol=1e-13, **given):
     chex.assert_trees_all_close(found, expected, rtol=0, atol=atol)
 
 
-def model(dtype="float64", layers=6, width=6):
+def model(dtype="float64", layers=6, width=8):
     keys = iter(jax.random.split(jax.random.key(0), 9))
 
     def draw(*shape):
@@ -131,16 +136,19 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("name", losses.LOSSES)
-def test_losses_as_models_write_them(x64, as_users_write, name):
+def test_losses_as_models_write_them(x64, as_users_write, name, devices):
     loss = losses.LOSSES[name][1]
     params, batch = losses.draw("float64"), losses.samples(dtype="float64")
     tx = jm.muon(matrices=jm.read(params, loss, batch), **F64)
+    given = {"shape": (devices,), "parameters": "divided", "min_size": 1}
+    given["kind"] = AUTO  # on Explicit axes JAX cannot lower the callbacks
     if name in REFUSED:
         with pytest.raises(ValueError, match=r"has no scan|used beside the scan"):
-            run(loss, tx, params, batch, "in backward")
+            run(loss, tx, params, batch, "in backward", **given)
     else:
-        assert_equal_steps(loss, tx, params, batch, atol=1e-12)
+        assert_equal_steps(loss, tx, params, batch, atol=1e-12, **given)
 
 
 def test_a_linen_scan(x64):
@@ -171,13 +179,110 @@ def test_a_linen_scan(x64):
     assert_equal_steps(loss, jm.nanochat(matrices=matrices, **F64), params, x)
 
 
+# Parameters whole, in parts of layers, repeated on two hosts, and some of them small.
+SPECS = {
+    "layers": {
+        "qkv": P(None, None, "fsdp"),
+        "up": P(None, "fsdp"),
+        "down": P(None, None, "fsdp"),
+        "scale": P(),
+    },
+    "embed": P(None, "fsdp"),
+    "head": P("fsdp"),
+}
+LAYOUTS = {
+    "two": {"shape": (2,), "parameters": "divided", "min_size": 1},
+    "four": {"shape": (4,), "parameters": "divided", "min_size": 500, "kind": AUTO},
+    "eight": {"shape": (8,), "parameters": "divided", "min_size": 1, "kind": AUTO},
+    "replicated": {"shape": (4,), "min_size": 1},
+    "specs": {"shape": (1, 4), "specs": SPECS, "min_size": 1},
+    "hosts": {"shape": (2, 2), "specs": SPECS, "min_size": 1, "kind": AUTO},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["nanochat", "muon", "normuon"])
+def test_several_devices(x64, name, layout):
+    params, batch = model()
+    assert_equal_steps(
+        loss, OPTIMIZERS[name](reading()), params, batch, atol=1e-12, **LAYOUTS[layout]
+    )
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_several_devices_in_float32(devices):
+    params, batch = model("float32")
+    matrices = jm.read(params, loss, batch)
+    tx = jm.nanochat(matrices=matrices, dtype="float32", adamw=optax.adamw(3e-4))
+    given = {"shape": (devices,), "parameters": "divided", "min_size": 1}
+    assert_equal_steps(loss, tx, params, batch, atol=5e-6, **given)
+
+
+def tied(params, batch):
+    """Two scans, one of them from the last layer on, and an embedding used twice."""
+    table = ROTATIONS[: len(batch)]
+
+    def narrow(x, layer):
+        return block(x + table.astype(x.dtype), layer)
+
+    x = params["embed"][batch]
+    x, _ = jax.lax.scan(jax.checkpoint(narrow), x, params["layers"])
+
+    def last(x, xs):
+        w, number, sample = xs
+        return x + x @ w * sample / (1 + number), jnp.sum(w**2)
+
+    xs = params["more"], jnp.arange(4), jnp.mean(x[:, :4], axis=0)
+    x, norms = jax.lax.scan(last, x, xs, reverse=True)
+    x = x / jnp.linalg.norm(x)
+    return jnp.mean((x @ params["embed"].T) ** 2) + 1e-3 * jnp.mean(norms), norms
+
+
+ROTATIONS = np.cos(np.arange(64.0)).reshape(8, 8)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_two_scans_and_a_tied_leaf_on_several_devices(x64, kind):
+    params, batch = model()
+    params["more"] = jax.random.normal(jax.random.key(1), (4, 8, 8), "float64") / 9
+    matrices = jm.read(params, lambda *args: tied(*args)[0], batch)
+
+    def loss(params, batch):
+        loss, norms = tied(params, batch)
+        return jax.lax.pmean(loss, "data"), {"norms": norms}
+
+    tx = jm.muon(matrices=matrices, **F64)
+    given = {"shape": (4,), "parameters": "divided", "min_size": 1, "has_aux": True}
+    assert_equal_steps(loss, tx, params, batch, atol=1e-12, kind=kind, **given)
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_layers_are_gathered_one_at_a_time(devices):
+    params, batch = model("float32", layers=16)
+    tx = jm.muon(matrices=jm.read(params, loss, batch))
+    given = {"shape": (devices,), "parameters": "divided", "min_size": 1}
+    step = step_of(loss, tx, kind=AUTO, **given)
+    program = jax.make_jaxpr(step._step)(*step.abstract(params), batch)
+    gathered = {
+        tuple(v.aval.shape)
+        for eqn in jaxprs.operations(program.jaxpr)
+        if eqn.primitive.name.startswith("all_gather")
+        for v in eqn.outvars
+    }
+    layers = {x.shape[1:] for x in jax.tree.leaves(params["layers"])}
+    whole = {params[name].shape for name in ("embed", "head")}
+    assert gathered == layers | whole
+
+
+@pytest.mark.parametrize("shape", [(1,), (4,)])
 @pytest.mark.parametrize("momentum_dtype", [None, "int8"])
-def test_state_of_integers_moves_on(x64, momentum_dtype):
+def test_state_of_integers_moves_on(x64, momentum_dtype, shape):
     """A residual, and int8 momentum: after one step the same to a few roundings."""
     params, batch = model("bfloat16")
+    params["embed"] = params["embed"].astype("float32")  # as are all activations
     tx = jm.keep_residual(jm.muon(matrices=reading(), momentum_dtype=momentum_dtype))
     expected, found = (
-        run(loss, tx, params, batch, update, steps=1)
+        run(loss, tx, params, batch, update, steps=1, shape=shape)
         for update in ("after backward", "in backward")
     )
     for key in ("up", "down"):
@@ -218,6 +323,7 @@ def unrolled(params, batch):
     return jnp.mean((x @ params["head"]) ** 2)
 
 
+ON_TWO, LEAVES = {"shape": (2,)}, jm.Transfers(gather="leaves")
 JOINED = jm.muon(matrices=lambda p: jm.read(p, joins={"layers/up": 2}))
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.02))
 
@@ -231,8 +337,17 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.02))
         (unrolled, optax.sgd(0.1), {}, "has no scan"),
         (scanned_twice, optax.sgd(0.1), {}, "used beside the scan"),
         (taken_beside, optax.sgd(0.1), {}, "used beside the scan"),
-        (loss, optax.sgd(0.1), {"microbatches": 2}, "expected one device"),
-        (loss, optax.sgd(0.1), {"weighted": True}, "expected one device"),
+        (loss, optax.sgd(0.1), {"microbatches": 2}, "expected one microbatch"),
+        (loss, optax.sgd(0.1), {"weighted": True}, "expected one microbatch"),
+        (
+            loss,
+            optax.sgd(0.1),
+            {"axis": "data", "shape": (2, 2), "kind": AUTO},
+            "beside",
+        ),
+        (loss, optax.sgd(0.1), ON_TWO | {"transfers": LEAVES}, "gather='leaves'"),
+        (loss, optax.sgd(0.1), ON_TWO | {"specs": P("data")}, "divides its layers"),
+        (taken_beside, optax.sgd(0.1), ON_TWO, "used beside the scan"),
     ],
 )
 def test_what_cannot_work_is_an_error(loss, tx, given, message):
@@ -241,6 +356,7 @@ def test_what_cannot_work_is_an_error(loss, tx, given, message):
         run(loss, tx, params, batch, "in backward", **given)
 
 
-def test_several_devices_are_an_error():
-    with pytest.raises(ValueError, match="with 4 devices"):
-        jm.make_train_step(loss, optax.sgd(0.1), mesh_of(4), update="in backward")
+def test_a_scan_of_one_layer_is_an_error():
+    params, batch = model("float32", layers=1)
+    with pytest.raises(ValueError, match="has no scan"):
+        run(loss, optax.sgd(0.1), params, batch, "in backward")
