@@ -29,7 +29,7 @@ from jax_muon.mesh import by_layers, prefetch
 from jax_muon.mesh.gradients import MeanGradients
 from jax_muon.mesh.on_each import OnEach
 from jax_muon.mesh.on_mesh import OnMesh
-from jax_muon.mesh.specs import devices_over
+from jax_muon.mesh.specs import devices_over, spec_names
 
 _FLOATS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
 _OTHERWISE = "or update='after backward'"
@@ -55,6 +55,12 @@ def step(
     traced.held = {leaf for leaf in scanned if len(flat[leaf]) > 1}
     updates = _Updates(on_each, optimizer, params, state, traced.held)
     updates.refuse_changed(traced.held & traced.indexed)
+    how = dict.fromkeys(traced.held, "a layer at a time")
+    how |= {i: f"whole, for {operation}" for i, operation in traced.others.items()}
+    sharded = {i for i, spec in enumerate(updates.coarse) if spec_names(spec)}
+    notes.note(
+        "gathered", {updates.names[i]: how.get(i, "whole") for i in sorted(sharded)}
+    )
 
     def loss_fn(params: Any, bits: Any) -> Any:
         scan = functools.partial(updates.scan, bits)
@@ -85,6 +91,7 @@ class _Updates:
 
     Attributes:
       layers: the indices of the leaves that scans take.
+      names: the paths of the parameters.
       coarse: how parameters are sharded.
       params: the leaves of the parameters before the step.
       state: those of the state.
@@ -103,7 +110,7 @@ class _Updates:
         """Check the optimizer's state, and that it can update these layers."""
         self._on_each, self._tx, self.layers = on_each, optimizer.tx, frozenset(layers)
         self._whole = _Init.of(self._tx, params)
-        self._names, self.coarse, self._fine = optimizer.layout.of_leaves(params)
+        self.names, self.coarse, self._fine = optimizer.layout.of_leaves(params)
         self._of_all = self._of_layers = self._tx.update
         if on_each.devices > 1:
             like_all = dataclasses.replace(optimizer.layout, whole=self._whole.params)
@@ -112,13 +119,13 @@ class _Updates:
         of_state = jax.tree.leaves(optimizer.abstract(params)[1])
         self._specs_of_state = [x.sharding.spec for x in of_state]
         checks.state(state, self._whole.state)
-        _check(self._tx, self._whole, self._names, self.layers)
+        _check(self._tx, self._whole, self.names, self.layers)
         self.params, self.state = jax.tree.leaves(params), jax.tree.leaves(state)
         for leaf in self.layers:
             spec = self._fine[leaf]
             if devices_over(spec[0], optimizer.layout.mesh.shape) > 1:
                 raise ValueError(
-                    f"update='in backward': the parameter {self._names[leaf]!r} of "
+                    f"update='in backward': the parameter {self.names[leaf]!r} of "
                     f"shape {self.params[leaf].shape} and its state have {spec}, which "
                     "divides its layers; expected specs, and sizes, that divide "
                     f"another axis, {_OTHERWISE}"
@@ -138,7 +145,7 @@ class _Updates:
         """Raise a ValueError for leaves that are not just scanned."""
         for leaf in leaves:
             raise ValueError(
-                f"update='in backward': the parameter {self._names[leaf]!r} is "
+                f"update='in backward': the parameter {self.names[leaf]!r} is "
                 "scanned after a change, or used beside the scan; expected one "
                 f"jax.lax.scan that takes it as xs, {_OTHERWISE}"
             )

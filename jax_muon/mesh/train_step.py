@@ -149,7 +149,7 @@ def make_train_step(
             "it has a gradient; expected one microbatch and neither of the others, or "
             "update='after backward'"
         )
-    if early and not alone and (others or how in ("leaves", "levels")):
+    if early and not alone and (others or how != "auto"):
         raise ValueError(
             f"update='in backward' with gather={how!r} and the mesh axes {others} "
             f"beside those of the batch, axis={names}: each layer is gathered over the "

@@ -272,6 +272,11 @@ def test_layers_are_gathered_one_at_a_time(devices):
     layers = {x.shape[1:] for x in jax.tree.leaves(params["layers"])}
     whole = {params[name].shape for name in ("embed", "head")}
     assert gathered == layers | whole
+    assert step.gathers(params, batch) == {
+        "embed": "whole, for gather",
+        "head": "whole, for dot_general",
+        **{f"layers/{name}": "a layer at a time" for name in params["layers"]},
+    }
 
 
 @pytest.mark.parametrize("shape", [(1,), (4,)])
