@@ -62,7 +62,7 @@ def optimizers(matrices: Any, params: Any) -> dict[str, Any]:
 
 def cases() -> list[tuple[Any, ...]]:
     """All that is compiled, by `CASE`."""
-    early = {1: "in backward"}
+    early = {1: "in backward", 8: "in backward"}
     rows: list[tuple[Any, ...]] = [
         ("updates", "mlp", 1, 0, "bfloat16", optimizer, update)
         for optimizer in optimizers(None, {})
@@ -134,10 +134,11 @@ def measure(
     peak += stats.output_size_in_bytes - stats.alias_size_in_bytes
     parameters, state = map(_bytes, args)
     gradients = parameters
-    if update == "in backward":  # of one layer, and of what is outside layers
+    # Of as many layers at a time as there are devices, and of what is outside layers.
+    if update == "in backward":
         blocks = args[0]["blocks"]
         layers = jax.tree.leaves(blocks)[0].shape[0]
-        gradients -= _bytes(blocks) * (layers - 1) // layers
+        gradients -= _bytes(blocks) * (layers - gpus) // layers
     rest = peak - parameters - state - gradients
     sizes = (parameters, state, gradients, rest, peak)
     elements = sum(math.prod(x.shape) for x in jax.tree.leaves(params))

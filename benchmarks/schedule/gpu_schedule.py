@@ -48,13 +48,8 @@ from jax_muon.tools.describe import describe
 
 # What the chart of docs/speed.md has, but for 1024 GPUs.
 MODELS, GPUS = ("llama-1.3b", "llama-7b", "experts-7b"), (64, 256)
-CASE = (
-    "model",
-    "gpus",
-    "layout",
-    "recipe",
-    "microbatches",
-)  # one row of results for each
+# One row of results for each.
+CASE = ("model", "gpus", "layout", "recipe", "microbatches", "update")
 CHART = ("zero2-divided", "hsdp", "fsdp-tp")
 # Products are calls of cuBLASLt: without a card, Triton's would be untuned. The second
 # spares LLVM's work on small kernels, a third or more of the time to compile; for GPT-2
@@ -187,11 +182,10 @@ def main(words: list[str]) -> None:
         for gpus in args.gpus
         for layout in args.layouts
     ]:
-        case = (model, gpus, layout, args.recipe, args.microbatches)
-        whole = whole_step(model, h100s(gpus), *case[2:], args.update)
+        case = (model, gpus, layout, args.recipe, args.microbatches, args.update)
+        whole = whole_step(model, h100s(gpus), *case[2:])
         result = dict(zip(CASE, case, strict=True))
         result |= measure(whole, dict(args.option), Rates()) | about
-        result["update"] = args.update
         program.print_row(*cells(result))
         if args.json is not None:
             program.save_rows([result], args.json, CASE)

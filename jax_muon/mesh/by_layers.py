@@ -188,6 +188,12 @@ class ByLayers:
         )
         self.held = self._sharded.keys() - look.others.keys()
 
+    @property
+    def how(self) -> dict[int, str]:
+        """How sharded arrays are gathered, in words, by their index."""
+        how = dict.fromkeys(self.held, "a layer at a time")
+        return how | {i: f"whole, for {name}" for i, name in self.others.items()}
+
     def __call__(self, exchange: Exchange, *args: Any) -> Any:
         """The function's results, of shards for those in `held`."""
         flat = jax.tree.leaves(args)

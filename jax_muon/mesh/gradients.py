@@ -211,9 +211,8 @@ class MeanGradients:
     ) -> None:
         """Note how parameters are gathered; refuse what `gather` does not allow."""
         names = [path for path, _ in paths.leaves_with_paths(params)]
-        how = dict.fromkeys(traced.held, "a layer at a time")
-        how |= {i: f"whole, for {operation}" for i, operation in traced.others.items()}
-        notes.note("gathered", {names[i]: how[i] for i in sorted(how)})
+        how = sorted(traced.how.items())
+        notes.note("gathered", {names[i]: words for i, words in how})
         inner = self.wire.axis[0]
         for i in traced.held if self.wire.levels else ():
             # Otherwise the parts are in another order after two gathers.

@@ -55,12 +55,9 @@ def step(
     traced.held = {leaf for leaf in scanned if len(flat[leaf]) > 1}
     updates = _Updates(on_each, optimizer, params, state, traced.held)
     updates.refuse_changed(traced.held & traced.indexed)
-    how = dict.fromkeys(traced.held, "a layer at a time")
-    how |= {i: f"whole, for {operation}" for i, operation in traced.others.items()}
-    sharded = {i for i, spec in enumerate(updates.coarse) if spec_names(spec)}
-    notes.note(
-        "gathered", {updates.names[i]: how.get(i, "whole") for i in sorted(sharded)}
-    )
+    sharded = [i for i, spec in enumerate(updates.coarse) if spec_names(spec)]
+    how = {updates.names[i]: traced.how.get(i, "whole") for i in sharded}
+    notes.note("gathered", how)
 
     def loss_fn(params: Any, bits: Any) -> Any:
         scan = functools.partial(updates.scan, bits)
