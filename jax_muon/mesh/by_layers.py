@@ -1,8 +1,8 @@
 """A function of whole arrays, run on shards: scanned layers are gathered one by one.
 
 `ByLayers` traces the function with whole shapes. In its jaxpr a sharded array stays
-sharded (`Held`) through casts and transposes until a scan, or a slice, takes one layer
-of it. The scan becomes one that gathers each layer while another one runs; see
+sharded (`Held`) through casts, transposes, reshapes and slices until a scan takes one
+layer of it. The scan becomes one that gathers each layer while another one runs; see
 `prefetch`. All other operations get the whole array.
 """
 
@@ -86,22 +86,23 @@ class Held:
         spec = self.spec[1:]
         return dataclasses.replace(self, spec=spec, is_layer=True, in_scan=True)
 
-    def gathered(self, exchange: Exchange, shard: Any, *over: Any) -> Any:
+    def gathered(self, exchange: Exchange, shard: Any, *hop: Any) -> Any:
         """Gather the whole array, sent in the narrower of its two dtypes.
 
-        With `over`, mesh axes, it is gathered over these alone.
+        With a `hop`, one of `exchange.levels`, it is gathered over these mesh axes
+        alone: first between hosts, so that the one within a host makes it whole.
         """
         spec = PartitionSpec(*self.spec)
         cast = functools.partial(functools.reduce, jax.lax.convert_element_type)
         if self.casts and self.casts[-1].itemsize > self.x.dtype.itemsize:
-            whole = exchange.gather(shard, spec, *over)
-            is_whole = over in ((), exchange.levels[:1])
+            whole = exchange.gather(shard, spec, *hop)
+            is_whole = hop in ((), exchange.levels[:1])
             return cast(self.casts, whole) if is_whole else whole
-        return exchange.gather(cast(self.casts, shard), spec, *over)
+        return exchange.gather(cast(self.casts, shard), spec, *hop)
 
-    def scattered(self, exchange: Exchange, g: Any, *over: Any) -> Any:
+    def scattered(self, exchange: Exchange, g: Any, *hop: Any) -> Any:
         """The shard's gradient, from the whole array's gradient g."""
-        return exchange.scatter(g, PartitionSpec(*self.spec), self.x.dtype, *over)
+        return exchange.scatter(g, PartitionSpec(*self.spec), self.x.dtype, *hop)
 
     def after(self, eqn: JaxprEqn, starts: Sequence[Any]) -> "Held | None":
         """The result of an operation that needs no other device's shard, or None."""
@@ -313,13 +314,13 @@ class _Evaluation:
 
         exchange = self._exchange
 
-        def gather(over: Sequence[Any], shards: list[Any]) -> list[Any]:
+        def gather(hop: Sequence[Any], shards: list[Any]) -> list[Any]:
             pairs = zip(held, shards, strict=True)
-            return [x.gathered(exchange, shard, *over) for x, shard in pairs]
+            return [x.gathered(exchange, shard, *hop) for x, shard in pairs]
 
-        def scatter(over: Sequence[Any], grads: list[Any]) -> list[Any]:
+        def scatter(hop: Sequence[Any], grads: list[Any]) -> list[Any]:
             pairs = zip(held, grads, strict=True)
-            return [x.scattered(exchange, g, *over) for x, g in pairs]
+            return [x.scattered(exchange, g, *hop) for x, g in pairs]
 
         given_to_scan = {
             "keep_gathered": exchange.keep_gathered,
@@ -328,13 +329,13 @@ class _Evaluation:
         if exchange.scan:
             scan = exchange.scan(run, held, **given_to_scan)
         else:
-            levels: list[tuple[Any, ...]] = [(axes,) for axes in exchange.levels]
-            levels = levels or [()]
+            hops: list[tuple[Any, ...]] = [(axes,) for axes in exchange.levels]
+            hops = hops or [()]
             scan = prefetch.scan(
                 run,
-                [functools.partial(gather, over) for over in reversed(levels)],
-                [functools.partial(scatter, over) for over in levels],
-                late=exchange.late or len(levels) > 1,
+                [functools.partial(gather, hop) for hop in reversed(hops)],
+                [functools.partial(scatter, hop) for hop in hops],
+                late=exchange.late or len(hops) > 1,
                 **given_to_scan,
             )
         carry, ys = scan(

@@ -6,7 +6,9 @@ The gradient is written by hand:
   backward: layer i - 1 is gathered while layer i runs, and the gradient of layer i is
             scattered.
 
-The backward pass keeps neither gathered layers nor what follows from them alone.
+Unless layers are to be kept, the forward pass saves neither a gathered layer nor what
+follows from it alone. `scan_and_update` also updates layers in the backward pass; see
+`in_backward`.
 
 In two levels, between hosts and within a host, each transfer runs a layer ahead of the
 one that needs its result:
@@ -26,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from jax_muon import jaxprs
 
@@ -85,6 +87,7 @@ def scan(
         def step(state: Any, inputs: Any) -> Any:
             d_carry, total, layer, waiting = state
             i, pull_of, x, d_ys = inputs
+            # What keep_gathered has saved, pull_of takes from there.
             before = layer if keep_gathered else gather(_at(parts, i - on, length))
             pull = pull_of(consts, layer, x)
             ((d_consts, d_carry, d_layer, d_x),) = pull((d_carry, d_ys))
@@ -234,11 +237,12 @@ def _with_gradient(
 
 
 def _vjp(run: Callable[..., Any], keep_gathered: bool, *args: Any) -> Any:
-    """`jax.vjp` of a layer: its results, and a tree of what JAX saves for the gradient.
+    """`jax.vjp` of a layer: its results, and what gives the function for its gradient.
 
-    The tree omits what can be computed again from the layer alone, from constants
-    alone, or from xs alone. So it is called with these three, and returns the function
-    from cotangents of the results to those of the arguments, with None for integers.
+    The latter is a tree of what JAX saves, without what can be computed again from the
+    layer alone, from constants alone, or from xs alone. Called with (consts, layer, xs)
+    it returns the function from cotangents of the results to those of the arguments,
+    with None for integers.
     """
 
     def save(*args: Any) -> Any:
@@ -254,32 +258,16 @@ def _vjp(run: Callable[..., Any], keep_gathered: bool, *args: Any) -> Any:
     results, pull = jax.tree.unflatten(jax.tree.structure(shapes), outs)
     residuals, treedef = jax.tree.flatten(pull)
     names = ("consts", "saved", "saved" if keep_gathered else "layer", "xs")
-    kinds = [k for k, x in zip(names, args, strict=True) for _ in jax.tree.leaves(x)]
-    # Nothing that has an effect, such as a print, happens again.
-    jaxpr = closed.jaxpr
-    effects = [v for eqn in jaxpr.eqns if eqn.effects for v in eqn.outvars]
-    kinds += ["saved"] * len(effects)
-    jaxpr = jaxpr.replace(
-        invars=[*jaxpr.invars, *effects],
-        outvars=jaxpr.outvars[len(outs) - len(residuals) :],
-        eqns=[eqn for eqn in jaxpr.eqns if not eqn.effects],
-        effects=frozenset(),
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
-
-    def is_saved(place: int) -> bool:
-        only = [place == other for other in range(len(residuals))]
-        needed = jaxprs.needed_for(jaxpr, only)[1]
-        sources = set(itertools.compress(kinds, needed))
-        return "saved" in sources or len(sources) > 1
-
-    saved = [is_saved(place) for place in range(len(residuals))]
-    again, inputs = jaxprs.needed_for(jaxpr, [not x for x in saved])
+    sources = [
+        x for x, tree in zip(names, args, strict=True) for _ in jax.tree.leaves(tree)
+    ]
+    jaxpr, saved = _what_to_save(closed.jaxpr, sources, len(residuals))
+    recompute, inputs = jaxprs.needed_for(jaxpr, [not x for x in saved])
     unused = jax.tree.map(lambda x: 0, args[1])
 
     def pull_of(kept: list[Any], consts: Any, layer: Any, xs: Any) -> Any:
         flat = jax.tree.leaves((consts, unused, layer, xs))
-        computed = jaxpr_as_fun(ClosedJaxpr(again, closed.consts))(
+        computed = jaxpr_as_fun(ClosedJaxpr(recompute, closed.consts))(
             *itertools.compress(flat, inputs)
         )
         parts = {True: iter(kept), False: iter(computed)}
@@ -287,6 +275,34 @@ def _vjp(run: Callable[..., Any], keep_gathered: bool, *args: Any) -> Any:
 
     kept = list(itertools.compress(residuals, saved))
     return results, jax.tree_util.Partial(pull_of, kept)
+
+
+def _what_to_save(
+    jaxpr: Jaxpr, sources: Sequence[str], count: int
+) -> tuple[Jaxpr, list[bool]]:
+    """A function of the last `count` results alone, and which of them are saved.
+
+    `sources` says what each argument is; what follows from several sources, or from
+    one that is "saved", is saved. Nothing that has an effect, such as a print, happens
+    again: what it returns is one more argument.
+    """
+    effects = [v for eqn in jaxpr.eqns if eqn.effects for v in eqn.outvars]
+    sources = [*sources, *["saved"] * len(effects)]
+    jaxpr = jaxpr.replace(
+        invars=[*jaxpr.invars, *effects],
+        outvars=jaxpr.outvars[len(jaxpr.outvars) - count :],
+        eqns=[eqn for eqn in jaxpr.eqns if not eqn.effects],
+        effects=frozenset(),
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+
+    def is_saved(place: int) -> bool:
+        only = [place == other for other in range(count)]
+        needed = jaxprs.needed_for(jaxpr, only)[1]
+        used = set(itertools.compress(sources, needed))
+        return "saved" in used or len(used) > 1
+
+    return jaxpr, [is_saved(place) for place in range(count)]
 
 
 def _only(tree: Any, real: bool) -> Any:

@@ -1,6 +1,6 @@
 """A whole train step on a mesh: local gradients, scattered; owners; gathered updates.
 
-The phases, in the same words as in the code:
+The phases:
 
   gather:  each device gathers the sharded parameters, leaf by leaf at the beginning of
            a step, where that overlaps with the forward pass; scanned layers one at a
