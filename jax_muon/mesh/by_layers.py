@@ -35,7 +35,7 @@ class Exchange(NamedTuple):
       late: whether a scan scatters a layer's gradient all at once, one layer later.
       levels: mesh axes within a host and between hosts, if a scan gathers layers over
         one after the other.
-      scan: makes the scan of (run, held arrays, how jax.lax.scan runs), in the place of
+      scan: makes the scan of (run, held arrays, loop, keep_gathered=), in the place of
         one that gathers and scatters; see `in_backward`.
       call: turns a function of one device's values into what is called with values.
     """
@@ -322,12 +322,10 @@ class _Evaluation:
             pairs = zip(held, grads, strict=True)
             return [x.scattered(exchange, g, *hop) for x, g in pairs]
 
-        given_to_scan = {
-            "keep_gathered": exchange.keep_gathered,
-            **{name: eqn.params[name] for name in ("length", "reverse", "unroll")},
-        }
+        keep, params = exchange.keep_gathered, eqn.params
+        loop = prefetch.Loop(*(params[x] for x in prefetch.Loop._fields))
         if exchange.scan:
-            scan = exchange.scan(run, held, **given_to_scan)
+            scan = exchange.scan(run, held, loop, keep_gathered=keep)
         else:
             hops: list[tuple[Any, ...]] = [(axes,) for axes in exchange.levels]
             hops = hops or [()]
@@ -335,8 +333,9 @@ class _Evaluation:
                 run,
                 [functools.partial(gather, hop) for hop in reversed(hops)],
                 [functools.partial(scatter, hop) for hop in hops],
+                loop,
+                keep_gathered=keep,
                 late=exchange.late or len(hops) > 1,
-                **given_to_scan,
             )
         carry, ys = scan(
             operands[:constants], operands[constants:start], [x.x for x in held], xs

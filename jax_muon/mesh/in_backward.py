@@ -152,9 +152,9 @@ class _Updates:
         bits: Mapping[int, Any],
         run: Callable[..., Any],
         held: Sequence[by_layers.Held],
+        loop: prefetch.Loop,
         *,
-        length: int,
-        **given_to_scan: Any,
+        keep_gathered: bool,
     ) -> Callable[..., Any]:
         """A scan whose gradient is the new parameters, and the bits of their state."""
         leaves = [x.leaf for x in held]
@@ -165,8 +165,8 @@ class _Updates:
                 self.refuse_changed([x.leaf])
             self.done.add(x.leaf)
         places, on_each = self.places_of(leaves), self._on_each
-        numbers = range(min(on_each.devices, length), length + 1)
-        together = next(n for n in numbers if length % n == 0)
+        numbers = range(min(on_each.devices, loop.length), loop.length + 1)
+        together = next(n for n in numbers if loop.length % n == 0)
         exchange = by_layers.Exchange(on_each.gather, _same)
         of_layer = [dataclasses.replace(x, spec=self.coarse[x.leaf][1:]) for x in held]
 
@@ -206,10 +206,10 @@ class _Updates:
             gather,
             scatter,
             update,
+            loop,
             together=together,
             on_each=on_each,
-            length=length,
-            **given_to_scan,
+            keep_gathered=keep_gathered,
         )
         kept = [bits[place] for place in places]
 

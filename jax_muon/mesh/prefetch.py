@@ -23,7 +23,7 @@ one that needs its result:
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,16 +33,51 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax_muon import jaxprs
 
 
+class Loop(NamedTuple):
+    """How `jax.lax.scan` goes over layers."""
+
+    length: int
+    reverse: bool
+    unroll: int
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """Those of the layers, as they are stacked."""
+        return np.arange(self.length)
+
+    @property
+    def first(self) -> int:
+        """The layer that the forward pass begins with."""
+        return self.length - 1 if self.reverse else 0
+
+    @property
+    def on(self) -> int:
+        """From a layer to the next one in the forward pass."""
+        return -1 if self.reverse else 1
+
+    def forward(self, step: Callable[..., Any], carry: Any, xs: Any) -> Any:
+        return jax.lax.scan(step, carry, xs, reverse=self.reverse, unroll=self.unroll)
+
+    def backward(self, step: Callable[..., Any], carry: Any, xs: Any) -> Any:
+        back = self._replace(reverse=not self.reverse)
+        return back.forward(step, carry, xs)
+
+    def at(self, stacks: Any, i: Any) -> Any:
+        """Element i of each stack of a tree; beyond an end, the last one there."""
+        i = jnp.clip(i, 0, self.length - 1)
+        return jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), stacks
+        )
+
+
 def scan(
     run: Callable[..., Any],
     gathers: Sequence[Callable[[list[Any]], list[Any]]],
     scatters: Sequence[Callable[[list[Any]], list[Any]]],
+    loop: Loop,
     *,
     keep_gathered: bool,
     late: bool,
-    length: int,
-    reverse: bool,
-    unroll: int,
 ) -> Callable[..., Any]:
     """A scan over layers: of (consts, carry, shards, xs) to (carry, ys).
 
@@ -52,8 +87,7 @@ def scan(
     by array while the layer runs, or, if `late`, all at once while the next one runs.
     In two levels it must be late.
     """
-    loop = functools.partial(jax.lax.scan, unroll=unroll)
-    numbers, first, on = np.arange(length), *((length - 1, -1) if reverse else (0, 1))
+    first, on = loop.first, loop.on
     *between_hosts, gather = gathers
     levels = len(between_hosts)
 
@@ -62,7 +96,7 @@ def scan(
 
         def part(i: Any) -> list[Any]:
             """What is gathered last for layer i: shards, or a host's part of them."""
-            return _chain(between_hosts, _at(shards, i, length))
+            return _chain(between_hosts, loop.at(shards, i))
 
         def step(state: Any, i_x: Any) -> Any:
             (carry, layer, parts), (i, x) = state, i_x
@@ -74,8 +108,8 @@ def scan(
 
         parts = [part(first + ahead * on) for ahead in range(2 * levels)]
         start = carry, gather(parts[0] if parts else part(first)), parts
-        (carry, last, _), (ys, saved, kept) = loop(
-            step, start, (numbers, xs), reverse=reverse
+        (carry, last, _), (ys, saved, kept) = loop.forward(
+            step, start, (loop.numbers, xs)
         )
         return (carry, ys), (saved, last, *kept)
 
@@ -88,7 +122,7 @@ def scan(
             d_carry, total, layer, waiting = state
             i, pull_of, x, d_ys = inputs
             # What keep_gathered has saved, pull_of takes from there.
-            before = layer if keep_gathered else gather(_at(parts, i - on, length))
+            before = layer if keep_gathered else gather(loop.at(parts, i - on))
             pull = pull_of(consts, layer, x)
             ((d_consts, d_carry, d_layer, d_x),) = pull((d_carry, d_ys))
             total = jax.tree.map(jnp.add, total, d_consts)
@@ -103,11 +137,8 @@ def scan(
         waiting = [jax.tree.map(jnp.zeros_like, last)] if late else []
         for scatter in scatters[:-1]:
             waiting.append(jax.tree.map(jnp.zeros_like, scatter(waiting[-1])))
-        (d_carry, d_consts, _, waiting), (d_shards, d_xs) = loop(
-            step,
-            (d_carry, zeros, last, waiting),
-            (numbers, saved, xs, d_ys),
-            reverse=not reverse,
+        (d_carry, d_consts, _, waiting), (d_shards, d_xs) = loop.backward(
+            step, (d_carry, zeros, last, waiting), (loop.numbers, saved, xs, d_ys)
         )
         if late:  # gradients are where those of a layer before belong
             d_shards = [jnp.roll(d, len(waiting) * on, axis=0) for d in d_shards]
@@ -125,13 +156,11 @@ def scan_and_update(
     gather: Callable[[list[Any]], list[Any]],
     scatter: Callable[[list[Any]], list[Any]],
     update: Callable[[Any, list[Any], list[Any], Any], tuple[list[Any], Any]],
+    loop: Loop,
     *,
     together: int,
     on_each: Callable[[Callable[..., Any]], Callable[..., Any]],
     keep_gathered: bool,
-    length: int,
-    reverse: bool,
-    unroll: int,
 ) -> Callable[..., Any]:
     """A scan of (consts, carry, shards, xs, state) whose gradient is an update.
 
@@ -140,25 +169,23 @@ def scan_and_update(
     one on at a time. If that is one, as on one device, no layer is gathered ahead.
     `on_each` turns a function of one device's values into one of all devices'.
     """
-    loop = functools.partial(jax.lax.scan, unroll=unroll)
-    numbers, first, on = np.arange(length), *((length - 1, -1) if reverse else (0, 1))
     is_ahead = together > 1
 
     def layer_at(shards: list[Any], i: Any) -> list[Any]:
-        return gather(_at(shards, i, length))
+        return gather(loop.at(shards, i))
 
     def forward(run: Callable[..., Any], args: Any) -> Any:
         consts, carry, shards, xs, _ = args
 
         def step(state: Any, i_x: Any) -> Any:
             (carry, layer), (i, x) = state, i_x
-            following = layer_at(shards, i + on) if is_ahead else None
+            following = layer_at(shards, i + loop.on) if is_ahead else None
             layer = layer if is_ahead else layer_at(shards, i)
             (carry, ys), saved = on_each(run)(consts, carry, layer, x)
             return (carry, following), (ys, saved)
 
-        start = carry, layer_at(shards, first) if is_ahead else None
-        (carry, last), (ys, saved) = loop(step, start, (numbers, xs), reverse=reverse)
+        start = carry, layer_at(shards, loop.first) if is_ahead else None
+        (carry, last), (ys, saved) = loop.forward(step, start, (loop.numbers, xs))
         return (carry, ys), (saved, last)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
@@ -173,37 +200,33 @@ def scan_and_update(
 
             def step(before: Any, i: Any) -> Any:
                 d_carry, total, layer = before
-                pull_of, x, d_y = _at((saved, xs, d_ys), i, length)
+                pull_of, x, d_y = loop.at((saved, xs, d_ys), i)
                 if not is_ahead:
                     layer, following = layer_at(shards, i), None
                 else:
-                    following = layer if keep_gathered else layer_at(shards, i - on)
+                    following = (
+                        layer if keep_gathered else layer_at(shards, i - loop.on)
+                    )
                 d_consts, d_carry, d_layer, d_x = on_each(pull)(
                     pull_of, consts, layer, x, (d_carry, d_y)
                 )
                 total = jax.tree.map(jnp.add, total, d_consts)
                 return (d_carry, total, following), (scatter(d_layer), d_x)
 
-            before, (grads, d_xs) = loop(step, before, numbers, reverse=not reverse)
+            before, (grads, d_xs) = loop.backward(step, before, numbers)
             return (before, *update(numbers[0], grads, shards, state)), d_xs
 
         zeros = jax.tree.map(jnp.zeros_like, _only(consts, real=True))
         ((d_carry, d_consts, _), shards, state), d_xs = jax.lax.scan(
             several,
             ((d_carry, zeros, last), shards, state),
-            numbers.reshape(-1, together),
-            reverse=not reverse,
+            loop.numbers.reshape(-1, together),
+            reverse=not loop.reverse,
         )
-        d_xs = jax.tree.map(lambda x: x.reshape(length, *x.shape[2:]), d_xs)
+        d_xs = jax.tree.map(lambda x: x.reshape(loop.length, *x.shape[2:]), d_xs)
         return d_consts, d_carry, shards, d_xs, state
 
     return _with_gradient(run, keep_gathered, forward, backward)
-
-
-def _at(stacks: Any, i: Any, length: int) -> Any:
-    """Element i of each stack of a tree; beyond an end, the last one there."""
-    i = jnp.clip(i, 0, length - 1)
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, False), stacks)
 
 
 def _chain(functions: Sequence[Callable[[Any], Any]], x: Any) -> Any:
