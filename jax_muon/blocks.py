@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jax_muon.axes import Parameter
 
 # Maps the joined matrices (batch, K in, out) of each block to their polar factors.
-Factors = Callable[[list[Array]], list[Array]]
+BlockFunction = Callable[[list[Array]], list[Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Block:
 
 
 def map_blocks(
-    function: Factors,
+    function: BlockFunction,
     blocks: Sequence[Block],
     views: Sequence[Float[Array, "_ _ _"]],
 ) -> list[Float[Array, "_ _ _"]]:

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jax_muon import checks, notes, paths
-from jax_muon.blocks import Block, Factors, map_blocks
+from jax_muon.blocks import Block, BlockFunction, map_blocks
 from jax_muon.matrices import Matrices, of_tree
 from jax_muon.mesh import owners, travel
 from jax_muon.mesh.array_types import mesh_of_types
@@ -93,7 +93,7 @@ def orthogonalize(
         flat = paths.leaves_with_paths(updates)
         names, leaves = [path for path, _ in flat], [x for _, x in flat]
         structure, mesh = jax.tree.structure(updates), mesh_of_types(flat)
-        factors: Factors = functools.partial(map_stacks, polar)
+        factors: BlockFunction = functools.partial(map_stacks, polar)
         if mesh is None:
             blocks = parameters.blocks(names)
             leaves = _map_matrices(factors, parameters, names, blocks, leaves)
@@ -110,6 +110,7 @@ def orthogonalize(
             small=small,
             team=team,
             shared_dtype=getattr(polar, "shared_dtype", None),
+            # The groups of `partition` start at different owners.
             start=zlib.crc32(" ".join(labels).encode()),
         )
         notes.note("pools", {tuple(names): pools})
@@ -124,7 +125,7 @@ def orthogonalize(
 
 
 def _map_matrices(
-    factors: Factors,
+    factors: BlockFunction,
     matrices: Matrices,
     names: Sequence[str],
     blocks: Sequence[Block],

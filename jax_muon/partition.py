@@ -85,7 +85,7 @@ def partition(
     ) -> tuple[optax.Updates, Any]:
         checks.gradients(updates, params)
         updates = dtypes.as_wide_as_params(updates, params)
-        tx = build(updates)
+        tx = build(updates)  # of the updates, since params may be None
         try:
             stepped, new = tx.update(updates, state, params, **extra_args)
         except (AttributeError, KeyError, TypeError, ValueError):

@@ -36,12 +36,12 @@ RULES: Mapping[str, tuple[str, str, str]] = {
     ),
     "masks and scales of a leaf's shape": (
         "follow",
-        "if (scaled and whole) or (frozen and is_factor):",
-        "if frozen and is_factor:",
+        "if (scaled and whole) or (given_floats and is_factor):",
+        "if given_floats and is_factor:",
     ),
     "products of leaves added to frozen matrices": (
         "follow",
-        "if (scaled and whole) or (frozen and is_factor):",
+        "if (scaled and whole) or (given_floats and is_factor):",
         "if scaled and whole:",
     ),
     "scales of products of leaves": (
@@ -153,7 +153,7 @@ RULES: Mapping[str, tuple[str, str, str]] = {
     "heads": ("decide", "if not any(use.feeds for use in products):", "if False:"),
     "frozen kernels behind": (
         "products",
-        "if other.frozen and summed",
+        "if other.given_floats and summed",
         "if False and summed",
     ),
     "heads that are kernels in other layers": (

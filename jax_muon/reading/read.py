@@ -39,9 +39,9 @@ def read(
     contracts with data is a matrix: contracted axes are in; axes of scans, `vmap`,
     experts and batched products are the batch; all others are out. A parameter whose
     rows integers pick is an embedding. A kernel with no other product after it is the
-    head, and one whose outputs go to a top-k is a router. Elementwise use makes a norm,
-    a bias or a position. The function is traced with shapes; nothing is computed, and
-    no state changes.
+    head. One whose outputs go to a top-k, or whose path has the word router, is a
+    router. Elementwise use makes a norm, a bias or a position. The function is traced
+    with shapes; nothing is computed, and no state changes.
 
     Without a function, paths and shapes suggest a reading, which can be wrong.
 
@@ -162,10 +162,10 @@ def _by_computation(
     from jax_muon.reading.names.read import is_certain
 
     return [
-        dataclasses.replace(name, reason=f"{use.reason}; so {name.reason}")
-        if use.role == "unknown" and is_certain(name)
-        else use
-        for use, name in zip(readings, _by_names(shapes, None), strict=True)
+        dataclasses.replace(by_name, reason=f"{by_use.reason}; so {by_name.reason}")
+        if by_use.role == "unknown" and is_certain(by_name)
+        else by_use
+        for by_use, by_name in zip(readings, _by_names(shapes, None), strict=True)
     ]
 
 

@@ -60,8 +60,9 @@ class HopperProducts(FusedProducts):
     """Symmetric products of large matrices by the kernels."""
 
     def outer(self, x: Array, y: Array) -> Array:
-        """X X^T in float32."""
-        return gram(x, jnp.float32) if x.shape[-2] >= MIN_ROWS else outer(x, y)
+        """X Y^T in float32."""
+        large = y is x and x.shape[-2] >= MIN_ROWS
+        return gram(x, jnp.float32) if large else outer(x, y)
 
     def gram(self, x: Array, k: float) -> Array:
         """The matrices k X X^T."""

@@ -40,12 +40,21 @@ def parameter(path: str, leaf: Any, follower: Follower, is_split: bool) -> Param
         label, role, reason = ADAMW, "router", f"a router, by its name; {reason}"
     elif label == MUON and not is_split:
         reason += _side_by_side(path, shape, uses)
-    facts = label, role, reason, axes, doubt, tuple(options)
-    scanned = tuple(sorted(follower.scanned[path]))
-    return Parameter(path, shape, leaf.dtype, *facts, scanned)
+    return Parameter(
+        path,
+        shape,
+        leaf.dtype,
+        label=label,
+        role=role,
+        reason=reason,
+        axes=axes,
+        doubt=doubt,
+        options=tuple(options),
+        scanned=tuple(sorted(follower.scanned[path])),
+    )
 
 
-def agreeing(parameters: Sequence[Parameter]) -> list[Parameter]:
+def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
     """Make the head of one layer a kernel, if it is a kernel in other layers.
 
     A function that ends before the model's head, such as an encoder, has its last
@@ -207,16 +216,16 @@ def _resolve_constants(roles: dict[int, set[str]]) -> None:
 
 
 def find_experts(follower: Follower) -> None:
-    """Axes as long as a router's outputs, of products beside it or behind those.
+    """Axes as long as a router's outputs, of products beside it or after those.
 
     An axis of experts that all get one input is an output axis of the first product.
     """
     uses = [use for of_leaf in follower.uses.values() for use in of_leaf]
     routers = [use for use in uses if use.chooses]
-    counts = {router: follower.shapes[router.leaf][-1] for router in routers}
+    counts = {router: follower.shapes[router.path][-1] for router in routers}
     experts = {*routers}
     for use in uses if routers else ():
-        shape, roles = follower.shapes[use.leaf], use.roles
+        shape, roles = follower.shapes[use.path], use.roles
         axis = next((a for a in range(len(shape)) if roles.get(a) != {BATCH}), 0)
         if use.kind != "contracted" or use.chooses or len(shape) < 3:
             continue

@@ -139,8 +139,8 @@ class Follower:
             uses.append(use)
         if by is not None:
             for use in uses:
-                use.inputs = by.behind
-            for before in by.behind:
+                use.inputs = by.sources
+            for before in by.sources:
                 before.feeds |= not all(use.is_gradient for use in uses)
         return uses
 
@@ -150,7 +150,7 @@ class Follower:
         for output in outputs:
             output.role = output.role or role
         results: dict[Output | Scores, Sides] = dict(zip(outputs, sides, strict=True))
-        return Value(data=True, results=results, behind=frozenset(uses))
+        return Value(data=True, results=results, sources=frozenset(uses))
 
 
 def _is_complex(v: Any) -> bool:
@@ -191,8 +191,8 @@ def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value
     if made and (active or not fits):
         for value in made:
             follower.use(value, "elementwise" if fits else "opaque", eqn)
-        frozen = all(value.frozen for value in active)
-        made = [_staying(name, value, frozen, shape) for value in made if fits]
+        given_floats = all(value.given_floats for value in active)
+        made = [_staying(name, value, given_floats, shape) for value in made if fits]
     for value in made:
         result = result.with_leaves(value, len(shape))
     return result
@@ -206,7 +206,7 @@ def _fits(shape: Shape, other: Shape) -> bool:
     )
 
 
-def _staying(name: str, value: Value, frozen: bool, shape: Shape) -> Value:
+def _staying(name: str, value: Value, given_floats: bool, shape: Shape) -> Value:
     """The leaves that may still be matrices behind an elementwise operation with data.
 
     Behind a mask or a scale of their elements; and a product of leaves (LoRA) that is
@@ -217,7 +217,7 @@ def _staying(name: str, value: Value, frozen: bool, shape: Shape) -> Value:
     for leaf, sides in value.leaves.items():
         is_factor = INNER in value.known(leaf)
         whole = is_factor or covers(sides, shape) or leaf in value.picked
-        if (scaled and whole) or (frozen and is_factor):
+        if (scaled and whole) or (given_floats and is_factor):
             leaves[leaf] = sides
     return dataclasses.replace(value, leaves=leaves)
 

@@ -71,7 +71,7 @@ def _repeat(
 
 
 def _facts(x: Value) -> tuple[object, ...]:
-    return x.data, {*x.leaves}, x.picked, x.behind, {*x.results}, x.one_hot
+    return x.data, {*x.leaves}, x.picked, x.sources, {*x.results}, x.one_hot
 
 
 def _meet(follower: Follower, eqn: JaxprEqn, a: Value, b: Value) -> Value:

@@ -142,7 +142,7 @@ def _product(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
             if all(x.use.roles.get(a) == {BATCH} for a in range(axis)):
                 x.use.separate(axis)
     attended = any(x.role == "attended" for x in other.outputs())
-    sides = [product.placed(i, weight.leaves[use.leaf]) for use in uses]
+    sides = [product.placed(i, weight.leaves[use.path]) for use in uses]
     return follower.result(uses, sides, "out" if attended else "")
 
 
@@ -163,7 +163,7 @@ def _of_activations(follower: Follower, product: Product) -> Value:
     for i, (value, other) in enumerate((values, values[::-1])):
         follower.use(value, "elementwise", product.eqn)
         summed = any(axes_in(value.results[x], contract[i]) for x in value.outputs())
-        if other.frozen and summed and product.free[1 - i]:
+        if other.given_floats and summed and product.free[1 - i]:
             _feed(result)
         for x, sides in value.results.items():
             if isinstance(x, Output):
@@ -187,7 +187,7 @@ def _of_activations(follower: Follower, product: Product) -> Value:
 
 def _feed(result: Value) -> None:
     """Note that a frozen kernel takes the result, as a parameter would."""
-    for use in result.behind:
+    for use in result.sources:
         use.feeds = True
 
 
@@ -234,7 +234,7 @@ def _convolution(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
     follower.use(data, "elementwise", eqn)
     if not kernel.leaves:
         product = dataclasses.replace(joined(values), results={}, one_hot=False)
-        if kernel.frozen:
+        if kernel.given_floats:
             _feed(product)
         return product
     roles = [OUT if a == out else IN for a in range(len(shape))]
@@ -246,7 +246,7 @@ def _convolution(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
         kind = "depthwise" if shape[fan_in] == 1 else "grouped"
     uses = follower.use(kernel, kind, eqn, roles, by=data)
     source, result = {numbers.out_spec[1]: out}, shape_of(eqn.outvars[0])
-    sides = [placed(kernel.leaves[use.leaf], source, result) for use in uses]
+    sides = [placed(kernel.leaves[use.path], source, result) for use in uses]
     return follower.result(uses, sides)
 
 
@@ -259,7 +259,7 @@ def _pallas_call(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
     result = dataclasses.replace(joined(values), results={}, one_hot=False)
     shapes = [shape_of(v) for v in eqn.invars]
     weights = [i for i, x in enumerate(values) if x.leaves and not x.data]
-    data = [i for i, x in enumerate(values) if x.behind and len(shapes[i]) > 1]
+    data = [i for i, x in enumerate(values) if x.sources and len(shapes[i]) > 1]
     if len(weights) == len(data) == len(eqn.outvars) == 1:
         shape, (*_, before) = shapes[weights[0]], shapes[data[0]]
         *_, after = shape_of(eqn.outvars[0])
@@ -267,7 +267,7 @@ def _pallas_call(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
             roles = [{before: IN, after: OUT}.get(n, BATCH) for n in shape]
             weight, by = values[weights[0]], values[data[0]]
             uses = follower.use(weight, "contracted", eqn, roles, by)
-            return dataclasses.replace(result, behind=frozenset(uses))
+            return dataclasses.replace(result, sources=frozenset(uses))
     for value in values:
         follower.use(value, "opaque", eqn)
     return result

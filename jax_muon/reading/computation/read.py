@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jax_muon import jaxprs, paths
 from jax_muon.axes import Parameter
-from jax_muon.reading.computation import (  # noqa: F401
+from jax_muon.reading.computation import (  # noqa: F401, they register rules
     decide,
     loops,
     products,
@@ -55,7 +55,7 @@ def read_uses(
             f"the result of {function} depends on none of the {len(leaves)} "
             "parameters; expected the loss, or a model's apply, as a function of them"
         )
-    return decide.agreeing(
+    return decide.with_agreeing_layers(
         [
             decide.parameter(
                 path, leaf, follower, any(paths.matches(x, path) for x in splits)
@@ -74,5 +74,5 @@ def _given(aval: Any, is_data: bool) -> Value:
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) or (
         aval.dtype == jnp.uint32 and aval.shape == (2,)
     )
-    frozen = aval.ndim > 1 and bool(jnp.issubdtype(aval.dtype, jnp.inexact))
-    return Value(data=is_data and not is_key, frozen=frozen)
+    given_floats = aval.ndim > 1 and bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+    return Value(data=is_data and not is_key, given_floats=given_floats)

@@ -106,7 +106,7 @@ class Use:
     """One use of a leaf by one operation.
 
     Attributes:
-      leaf: the leaf's path.
+      path: the leaf's.
       kind: contracted, convolved, depthwise, grouped, picked, elementwise or opaque.
       line: the line of the user's code.
       primitive: JAX's name of the operation.
@@ -122,7 +122,7 @@ class Use:
       outputs: the result (axis None) and slices of it, by (axis, start, stop).
     """
 
-    leaf: str
+    path: str
     kind: str
     line: str
     primitive: str
@@ -201,9 +201,10 @@ class Value:
       picked: the leaves that data has indexed.
       results: the outputs and scores that it comes from, with their factors of each
         axis.
-      behind: the uses before it, with no product in between.
+      sources: the uses that it comes from, with no product in between.
       one_hot: whether it compares data with other numbers.
-      frozen: whether it is made of floating-point arrays that the function is given.
+      given_floats: whether it is made of floating-point arrays that the function is
+        given: a batch or weights that are not trained, which nothing tells apart.
     """
 
     data: bool = False
@@ -211,9 +212,9 @@ class Value:
     roles: dict[str, Roles] = dataclasses.field(default_factory=dict)
     picked: frozenset[str] = frozenset()
     results: dict[Output | Scores, Sides] = dataclasses.field(default_factory=dict)
-    behind: frozenset[Use] = frozenset()
+    sources: frozenset[Use] = frozenset()
     one_hot: bool = False
-    frozen: bool = False
+    given_floats: bool = False
 
     def moved(self, sides_of: Callable[[Sides], Sides]) -> "Value":
         """The same with its axes rearranged."""
@@ -269,7 +270,7 @@ def merged(a: Roles, b: Roles) -> Roles:
 def joined(values: Sequence[Value]) -> Value:
     """The record of an elementwise function of these values, without their leaves."""
     results: dict[Output | Scores, Sides] = {}
-    behind = frozenset(use for value in values for use in value.behind)
+    sources = frozenset(use for value in values for use in value.sources)
     for value in values:
         for x, sides in value.results.items():
             # The results of all layers meet in a residual stream. Those that another
@@ -277,13 +278,14 @@ def joined(values: Sequence[Value]) -> Value:
             old = len(value.results) > 8 and isinstance(x, Output) and x.use.feeds
             if not old and axes_in(sides):
                 results.setdefault(x, sides)
-    if len(behind) > 8:
-        behind = frozenset(use for use in behind if not use.feeds)
+    if len(sources) > 8:
+        sources = frozenset(use for use in sources if not use.feeds)
     data = [value for value in values if value.data]
     return Value(
         data=bool(data),
         results=results,
-        behind=behind,
+        sources=sources,
         one_hot=bool(data) and all(value.one_hot for value in data),
-        frozen=any(x.frozen for x in values) and all(x.frozen for x in data),
+        given_floats=any(x.given_floats for x in values)
+        and all(x.given_floats for x in data),
     )

@@ -42,8 +42,17 @@ class Decider:
             if label == MUON:
                 reason = "; ".join(filter(None, (reason, places.reason)))
                 role, label = places.role or role, _label(places.role or role)
-        facts = label, role, reason, axes, doubt, tuple(options)
-        return Parameter(leaf.path, leaf.shape, leaf.dtype, *facts)
+        return Parameter(
+            leaf.path,
+            leaf.shape,
+            leaf.dtype,
+            label=label,
+            role=role,
+            reason=reason,
+            axes=axes,
+            doubt=doubt,
+            options=tuple(options),
+        )
 
     def _places(self, node: Node, role: str) -> Places | str:
         """The axes of batch, in and out, or why they are unknown."""
@@ -219,7 +228,7 @@ def _axes(node: Node, places: Places) -> MatrixAxes:
     return MatrixAxes(batch, fan_in, fan_out)
 
 
-def agreeing(parameters: Sequence[Parameter]) -> list[Parameter]:
+def doubtful_if_layers_differ(parameters: Sequence[Parameter]) -> list[Parameter]:
     """The same, with a doubt for leaves of several layers that are read differently.
 
     Leaves are of one kind where their paths differ by numbers alone and their shapes

@@ -29,5 +29,7 @@ def read_leaves(leaves: Sequence[Leaf], out_in: bool | None = None) -> list[Para
     decider = decide.Decider(tree, role_of, out_in)
     return [
         dataclasses.replace(x, scanned=scanned[x.path])
-        for x in decide.agreeing([decider.parameter(node) for node in tree.nodes])
+        for x in decide.doubtful_if_layers_differ(
+            [decider.parameter(node) for node in tree.nodes]
+        )
     ]
