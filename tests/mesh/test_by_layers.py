@@ -16,7 +16,7 @@ import jax_muon as jm
 from benchmarks.schedule.hlo import Module
 from benchmarks.schedule.jaxpr import collectives
 from jax_muon import jaxprs
-from jax_muon.mesh import transfers
+from jax_muon.mesh import prefetch, transfers
 from jax_muon.notes import listening
 from tests.mesh import losses
 from tests.mesh.layouts import AUTO, EXPLICIT, mesh_of
@@ -168,6 +168,37 @@ def test_two_levels_of_two_dimensions(spec):
     for collective in collectives(exchange, x):
         sent[collective.kind] += collective.bytes_between_hosts(2)
     assert sent == {"all-gather": x.nbytes / 4, "reduce-scatter": x.nbytes / 4}
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_short_loops(x64, length, reverse, hops):
+    """Gathers run ahead of the last layers there are, and scatters behind."""
+
+    def run(consts, carry, layer, xs):
+        h = jnp.tanh(carry[0] @ layer[0] + consts[0] * xs[0])
+        return [h], [2 * h + xs[0]]
+
+    def scanned(scan):
+        def loss(consts, carry, layers, xs):
+            (h,), (y,) = scan([consts], [carry], [layers], [xs])
+            return jnp.sum(h**2) + jnp.sum(jnp.sin(y))
+
+        return jax.grad(loss, (0, 1, 2, 3))
+
+    def plain(consts, carry, layers, xs):
+        step = functools.partial(run, consts)
+        return jax.lax.scan(
+            lambda carry, x: step(carry, *x), carry, (layers, xs), reverse=reverse
+        )
+
+    loop, same = prefetch.Loop(length, reverse, 1), [list] * hops
+    ahead = prefetch.scan(run, same, same, loop, keep_gathered=False, late=hops == 2)
+    draw = np.random.default_rng(0).standard_normal
+    args = draw(3), draw(3), draw((length, 3, 3)), draw((length, 3))
+    args = tuple(map(jnp.asarray, args))
+    assert_close(scanned(ahead)(*args), scanned(plain)(*args), 1e-12)
 
 
 def test_what_two_levels_cannot_do():
