@@ -97,6 +97,10 @@ class Parameter:
     options: tuple[MatrixAxes | None, ...] = ()
     scanned: tuple[int, ...] = ()
 
+    def is_read_like(self, other: "Parameter") -> bool:
+        """Whether both have one label, and one reading as matrices."""
+        return (self.label, self.axes) == (other.label, other.axes)
+
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether an array is this parameter, or some of its scanned layers."""
         return len(shape) == len(self.shape) and all(

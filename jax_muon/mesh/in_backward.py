@@ -43,18 +43,17 @@ def step(
     flat = jax.tree.leaves(params)
     of_params: Any = jax.tree.structure(params)
     axes = [_axes(x.ndim) for x in flat]
-    traced: Any = None
 
-    def trace(params: Any, batch: Any) -> None:
-        nonlocal traced
-        traced = by_layers.ByLayers(gradients.loss, (params, batch), axes, (), _same)
+    def trace(params: Any, batch: Any) -> by_layers.ByLayers:
+        return by_layers.ByLayers(gradients.loss, (params, batch), axes, (), _same)
 
-    on_each.traced(trace, params, batch)
+    traced = on_each.traced(trace, params, batch)
     scanned = traced.held & traced.scanned
     # Of one layer alone, shapes do not show what belongs to it.
     traced.held = {leaf for leaf in scanned if len(flat[leaf]) > 1}
     updates = _Updates(on_each, optimizer, params, state, traced.held)
-    updates.refuse_changed(traced.held & traced.indexed)
+    for leaf in traced.held & traced.indexed:
+        updates.refuse_changed(leaf)
     sharded = [i for i, spec in enumerate(updates.coarse) if spec_names(spec)]
     how = {updates.names[i]: traced.how.get(i, "whole") for i in sharded}
     notes.note("gathered", how)
@@ -116,7 +115,8 @@ class _Updates:
         of_state = jax.tree.leaves(optimizer.abstract(params)[1])
         self._specs_of_state = [x.sharding.spec for x in of_state]
         checks.state(state, self._whole.state)
-        _check(self._tx, self._whole, self.names, self.layers)
+        one_layer = _init_of_layer(self._tx, self._whole, self.layers)
+        _check_gradients(self._tx, one_layer, self.names, self.layers)
         self.params, self.state = jax.tree.leaves(params), jax.tree.leaves(state)
         for leaf in self.layers:
             spec = self._fine[leaf]
@@ -134,18 +134,17 @@ class _Updates:
 
     def places_of(self, layers: Collection[int]) -> list[int]:
         """The leaves of the state that have a part for each layer of these leaves."""
-        one = _Init.of(self._tx, _one_layer(self._whole.params, layers)).state
+        one = jax.eval_shape(self._tx.init, _one_layer(self._whole.params, layers))
         pairs = zip(*map(jax.tree.leaves, (self._whole.state, one)), strict=True)
         return [place for place, (x, y) in enumerate(pairs) if x.shape != y.shape]
 
-    def refuse_changed(self, leaves: Collection[int]) -> None:
-        """Raise a ValueError for leaves that are not just scanned."""
-        for leaf in leaves:
-            raise ValueError(
-                f"update='in backward': the parameter {self.names[leaf]!r} is "
-                "scanned after a change, or used beside the scan; expected one "
-                f"jax.lax.scan that takes it as xs, {_OTHERWISE}"
-            )
+    def refuse_changed(self, leaf: int) -> None:
+        """Raise a ValueError for a parameter that is not just scanned."""
+        raise ValueError(
+            f"update='in backward': the parameter {self.names[leaf]!r} is scanned "
+            "after a change, or used beside the scan; expected one jax.lax.scan that "
+            f"takes it as xs, {_OTHERWISE}"
+        )
 
     def scan(
         self,
@@ -162,7 +161,7 @@ class _Updates:
             like = self.params[x.leaf]
             is_unchanged = x.x.shape == like.shape and x.spec == _axes(like.ndim)[1:]
             if not is_unchanged or x.leaf not in self.layers - self.done:
-                self.refuse_changed([x.leaf])
+                self.refuse_changed(x.leaf)
             self.done.add(x.leaf)
         places, on_each = self.places_of(leaves), self._on_each
         numbers = range(min(on_each.devices, loop.length), loop.length + 1)
@@ -214,7 +213,9 @@ class _Updates:
         kept = [bits[place] for place in places]
 
         def scan_of_values(consts: Any, carry: Any, stacks: Any, xs: Any) -> Any:
-            self.refuse_changed([x.leaf for x in xs if isinstance(x, by_layers.Held)])
+            for x in xs:
+                if isinstance(x, by_layers.Held):
+                    self.refuse_changed(x.leaf)
             carry, ys = scan(consts, carry, stacks, on_each.swapped(xs), kept)
             return carry, on_each.swapped(ys)
 
@@ -281,13 +282,10 @@ class _Init(NamedTuple):
         return cls(params, *notes.traced(tx.init, params))
 
 
-def _check(
-    tx: optax.GradientTransformationExtraArgs,
-    whole: _Init,
-    names: Sequence[str],
-    layers: Collection[int],
-) -> None:
-    """Raise a ValueError if the update of a layer needs more than that layer."""
+def _init_of_layer(
+    tx: optax.GradientTransformation, whole: _Init, layers: Collection[int]
+) -> _Init:
+    """`init` for one layer, or a ValueError if it means other matrices than `whole`."""
     if not layers:
         raise ValueError(
             "update='in backward': loss_fn has no scan that takes parameters layer by "
@@ -301,7 +299,7 @@ def _check(
                     f"expected an optimizer without joins over layers, {_OTHERWISE}"
                 )
     try:
-        single = _Init.of(tx, _one_layer(whole.params, layers))
+        one_layer = _Init.of(tx, _one_layer(whole.params, layers))
     except Exception as error:
         raise ValueError(
             "update='in backward': tx.init cannot take one layer of the parameters; "
@@ -309,17 +307,27 @@ def _check(
             f"and transforms that take any number of layers, {_OTHERWISE}"
         ) from error
     for path, parameter in whole.notes["parameters"].items():
-        layer = single.notes["parameters"].get(path)
-        if layer is None or (parameter.label, parameter.axes) != (
-            layer.label,
-            layer.axes,
-        ):
+        layer = one_layer.notes["parameters"].get(path)
+        if layer is None or not parameter.is_read_like(layer):
             raise ValueError(
                 f"update='in backward': one layer of the parameter {path!r} is read "
                 "otherwise than all of them; expected "
                 f"matrices=jax_muon.read(params, loss_fn, batch), {_OTHERWISE}"
             )
-    flat, treedef = jax.tree.flatten(single.params)
+    return one_layer
+
+
+def _check_gradients(
+    tx: optax.GradientTransformationExtraArgs,
+    one_layer: _Init,
+    names: Sequence[str],
+    layers: Collection[int],
+) -> None:
+    """Raise a ValueError if a layer's update needs other gradients, or they need its.
+
+    Layers are updated before those gradients are there.
+    """
+    flat, treedef = jax.tree.flatten(one_layer.params)
     of_params: Any = treedef
 
     def update(grads: list[Any], state: Any, params: list[Any], value: Any) -> Any:
@@ -328,7 +336,7 @@ def _check(
 
     value = jax.ShapeDtypeStruct((), jnp.float32)
     with use_abstract_mesh(AbstractMesh((), ())):  # as on one device
-        jaxpr = jax.make_jaxpr(update)(flat, single.state, flat, value).jaxpr
+        jaxpr = jax.make_jaxpr(update)(flat, one_layer.state, flat, value).jaxpr
     for is_layer in (True, False):
         wanted = [(leaf in layers) == is_layer for leaf in range(len(flat))]
         needed = jaxprs.needed_for(jaxpr, wanted)[1][: len(flat)]

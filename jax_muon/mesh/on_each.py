@@ -6,7 +6,7 @@ devices, and functions of it run inside shard_map.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jax_muon.dtypes import wide
 from jax_muon.mesh.transfers import Wire
+
+T = TypeVar("T")
 
 
 class OnEach:
@@ -54,10 +56,16 @@ class OnEach:
             check_vma=False,
         )
 
-    def traced(self, function: Callable[..., None], params: Any, batch: Any) -> None:
-        """Trace a function of whole parameters and of each device's part of a batch."""
+    def traced(self, function: Callable[..., T], params: Any, batch: Any) -> T:
+        """What a function makes of tracers of whole parameters and a part of a batch.
+
+        That is an object, which no traced function could return.
+        """
+        made: list[T] = []
         specs = PartitionSpec(), self._own
-        jax.eval_shape(self(function, specs, self._own), params, batch)
+        call = self(lambda *tracers: made.append(function(*tracers)), specs, self._own)
+        jax.eval_shape(call, params, batch)
+        return made[0]
 
     def parts(self, batch: Any) -> Any:
         """Each device's part of a batch."""

@@ -139,10 +139,7 @@ def _only(kept: Mapping[str, Any], tree: Any) -> Any:
 def _check_reading(heard: notes.Notes, whole: Mapping[str, Any]) -> None:
     """Raise a ValueError if a stage alone means other matrices than the whole."""
     for path, parameter in heard["parameters"].items():
-        if path in whole and (parameter.label, parameter.axes) != (
-            whole[path].label,
-            whole[path].axes,
-        ):
+        if path in whole and not parameter.is_read_like(whole[path]):
             raise ValueError(
                 f"on_stages: parameter {path!r} is read as {parameter.label!r} in its "
                 f"stage ({parameter.reason}), and as {whole[path].label!r} in the "
