@@ -14,6 +14,8 @@ from tests.programs.parts import (
     TOKENS,
     VOCAB,
     WIDTH,
+    between,
+    conv,
     cross_entropy,
     floats,
     integers,
@@ -137,45 +139,32 @@ def fourier_features():
     return loss, params, (floats(BATCH), floats(BATCH, 3))
 
 
-@program(
-    {**EMBED_AND_HEAD_ANSWERS, "bilinear": "iio or bio or ibo", "left right": "io"}
+@between(
+    {"bilinear": "iio or bio or ibo", "left right": "io"},
+    left=floats(WIDTH, 5),
+    right=floats(WIDTH, 7),
+    bilinear=floats(5, 7, WIDTH),
 )
-def bilinear_layer():
+def bilinear_layer(x, p):
     """A tensor that meets two activations and gives a third."""
-
-    def loss(p, ids):
-        x = p["emb"][ids]
-        left, right = x @ p["left"], x @ p["right"]
-        x = x + jnp.einsum("bti,ijo,btj->bto", left, p["bilinear"], right)
-        return cross_entropy(x @ p["head"], ids)
-
-    params = {
-        "left": floats(WIDTH, 5),
-        "right": floats(WIDTH, 7),
-        "bilinear": floats(5, 7, WIDTH),
-    }
-    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
+    left, right = x @ p["left"], x @ p["right"]
+    return x + jnp.einsum("bti,ijo,btj->bto", left, p["bilinear"], right)
 
 
-@program({**EMBED_AND_HEAD_ANSWERS, "diagonal": "bio", "grouped": "bio", "w": "io"})
-def block_diagonal():
+@between(
+    {"diagonal": "bio", "grouped": "bio", "w": "io"},
+    diagonal=floats(4, 6, 6),
+    w=floats(WIDTH, WIDTH),
+    grouped=floats(3, 8, 8),
+)
+def block_diagonal(x, p):
     """Groups of features, each with a matrix of its own: two ways to write it."""
-
-    def loss(p, ids):
-        x = p["emb"][ids]
-        groups = x.reshape(BATCH, LENGTH, 4, 6)
-        y = jnp.einsum("btgi,gio->btgo", groups, p["diagonal"]).reshape(x.shape)
-        x = jax.nn.gelu(x + y) @ p["w"]
-        parts = jnp.split(x, 3, -1)
-        y = jnp.concatenate([q @ p["grouped"][n] for n, q in enumerate(parts)], -1)
-        return cross_entropy((x + y) @ p["head"], ids)
-
-    params = {
-        "diagonal": floats(4, 6, 6),
-        "w": floats(WIDTH, WIDTH),
-        "grouped": floats(3, 8, 8),
-    }
-    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
+    groups = x.reshape(BATCH, LENGTH, 4, 6)
+    y = jnp.einsum("btgi,gio->btgo", groups, p["diagonal"]).reshape(x.shape)
+    x = jax.nn.gelu(x + y) @ p["w"]
+    parts = jnp.split(x, 3, -1)
+    y = jnp.concatenate([q @ p["grouped"][n] for n, q in enumerate(parts)], -1)
+    return x + y
 
 
 @program({"patches": "io or adamw", "tokens channels": "io", "head": "head"})
@@ -214,24 +203,14 @@ def convolutions():
     numbers = ("NHWC", "HWIO", "NHWC")
 
     def loss(p, images):
-        def conv(x, name, groups=1):
-            return lax.conv_general_dilated(
-                x,
-                p[name],
-                (1, 1),
-                "SAME",
-                dimension_numbers=numbers,
-                feature_group_count=groups,
-            )
-
-        x = jax.nn.relu(conv(images, "stem"))
-        x = jax.nn.relu(conv(x, "depthwise", WIDTH))
-        x = jax.nn.relu(conv(x, "pointwise"))
-        x = jax.nn.relu(conv(x, "groups", 4))
+        x = jax.nn.relu(conv(images, p["stem"]))
+        x = jax.nn.relu(conv(x, p["depthwise"], WIDTH))
+        x = jax.nn.relu(conv(x, p["pointwise"]))
+        x = jax.nn.relu(conv(x, p["groups"], 4))
         x = lax.conv_transpose(
             x, p["transposed"], (2, 2), "VALID", dimension_numbers=numbers
         )
-        return jnp.mean(conv(jax.nn.relu(x), "out") ** 2)
+        return jnp.mean(conv(jax.nn.relu(x), p["out"]) ** 2)
 
     params = {
         "stem": floats(3, 3, 3, WIDTH),
