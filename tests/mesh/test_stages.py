@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jax_muon as jm
 from tests import trees
 from tests.mesh.layouts import AUTO, EXPLICIT, recipe
-from tests.mesh.test_on_mesh import BOUND
+from tests.mesh.problems import BOUND
 
 WIDTH = 16
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jax_muon as jm
 from benchmarks.schedule.jaxpr import collectives
 from jax_muon.mesh.transfers import Wire
-from tests.mesh import losses
+from tests.mesh import layouts, losses, problems
 from tests.mesh.layouts import mesh_of
 from tests.mesh.sgd import (
     LEVELS,
@@ -111,3 +111,64 @@ def test_dtypes_on_the_wire(wire):
     found, _, _ = gradients(make(losses.scan, transfers=how), params, batch)
     error = optax.tree.norm(jax.tree.map(jnp.subtract, found, expected))
     assert 1e-5 < error / optax.tree.norm(expected) < 2e-2
+
+
+# --- without layers -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "parameters", "wire"),
+    [
+        ("ZeRO-2 x FSDP x TP", "as specs", "reduce_dtype"),
+        ("ZeRO-2 on 4", "as specs", "gather_dtype"),
+        ("ZeRO-2 on 4", "divided", "gather_dtype"),
+    ],
+)
+def test_dtypes_of_whole_leaves(wire, where, parameters):
+    """A CPU cannot sum 16 bits over some axes of a mesh, nor take the maximum."""
+    params, weights = problems.draw("mixed")
+    data = problems.batches(3)
+    plain = problems.loss_of(weights)
+
+    def loss(params, batch):
+        aux = {"mean": batch.mean(), "largest": batch.max()}
+        return plain(params, batch), jax.tree.map(lambda x: x.astype("bfloat16"), aux)
+
+    given = {"where": where, "loss": loss, "parameters": parameters}
+    given |= {"has_aux": True, "max_aux": "largest"}
+    given |= {"tx": optax.sgd(0.1, momentum=0.9)}
+    exact, coarse = (
+        layouts.train_step_run(layouts.make_step(**given, transfers=how), params, data)[
+            0
+        ]
+        for how in (jm.Transfers(), jm.Transfers(**{wire: jnp.bfloat16}))
+    )
+    assert 1e-6 < problems.distance(coarse, exact, params) < 2e-2  # roundings of 2^-9
+
+
+def test_complex_numbers_keep_their_imaginary_parts_on_the_wire():
+    def loss(params, batch):
+        return jnp.mean(jnp.abs(params["w"]) ** 2) * jnp.mean(batch)
+
+    params = {"w": jnp.full((8, 16), 1 + 2j)}
+    given = {"tx": optax.sgd(64.0), "loss": loss}
+    narrow = jm.Transfers(reduce_dtype="bfloat16", gather_dtype="bfloat16")
+    given |= {"transfers": narrow}
+    for parameters in ("as specs", "divided"):
+        step = layouts.make_step("ZeRO-2 on 8", parameters=parameters, **given)
+        after, _, _ = step(*step.init(params), jnp.ones(8))
+        np.testing.assert_allclose(after["w"], 0 + 4j, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"gather": "always"}, "gather='always'; expected one of 'auto'"),
+        ({"reduce_dtype": "int8"}, "reduce_dtype='int8'; expected"),
+        ({"gather_dtype": "int8"}, "gather_dtype='int8'; expected"),
+        ({"keep_gathered": 1}, "keep_gathered=1; expected True or False"),
+    ],
+)
+def test_arguments_of_transfers(given, match):
+    with pytest.raises(ValueError, match=match):
+        jm.Transfers(**given)
