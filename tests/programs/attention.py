@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from tests.programs import program
 from tests.programs.parts import (
@@ -14,7 +13,6 @@ from tests.programs.parts import (
     EMBED_AND_HEAD_ANSWERS,
     HIDDEN,
     LENGTH,
-    MLP_ANSWERS,
     MODEL_ANSWERS,
     TOKENS,
     UP_DOWN,
@@ -265,72 +263,64 @@ def vision_transformer():
 
 # --- parameters in the place of tokens ------------------------------------------------
 
-LATENT_ANSWERS = {**MODEL_ANSWERS, "latents": "adamw"}
 # Where the loss cannot tell which side of attention is which.
 NO_ROLES = {"att/q att/k att/v att/o": "io"}
-LATENTS = {**EMBED_AND_HEAD, "latents": floats(8, WIDTH)}
+LATENTS = {"att": ATTENTION, "latents": floats(8, WIDTH)}
 
 
-@program(LATENT_ANSWERS)
-def latents():
+@between({**ATTENTION_ANSWERS, "latents": "adamw"}, **LATENTS)
+def latents(x, p):
     """Perceiver: learned tokens, repeated for each sequence, look at the data."""
-
-    def loss(p, ids):
-        x, att = p["emb"][ids], p["att"]
-        z = jnp.broadcast_to(p["latents"], (BATCH, 8, WIDTH))
-        q, k, v = rms(z) @ att["q"], x @ att["k"], x @ att["v"]
-        z = z + jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v @ att["o"]
-        return cross_entropy(z.mean(1) @ p["head"], ids[:, 0])
-
-    return loss, {**LATENTS, "att": ATTENTION}, (TOKENS,)
+    att = p["att"]
+    z = jnp.broadcast_to(p["latents"], (BATCH, 8, WIDTH))
+    q, k, v = rms(z) @ att["q"], x @ att["k"], x @ att["v"]
+    z = z + jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v @ att["o"]
+    return z.mean(1)
 
 
-@program({**LATENT_ANSWERS, **NO_ROLES})
-def latents_not_repeated():
+@between({**NO_ROLES, "latents": "adamw"}, **LATENTS)
+def latents_not_repeated(x, p):
     """The same without the repetition: two parameters are multiplied."""
-
-    def loss(p, ids):
-        x, att = p["emb"][ids], p["att"]
-        q, k, v = p["latents"] @ att["q"], x @ att["k"], x @ att["v"]
-        z = jax.nn.softmax(jnp.einsum("nd,btd->bnt", q, k)) @ v @ att["o"]
-        return cross_entropy(z.mean(1) @ p["head"], ids[:, 0])
-
-    return loss, {**LATENTS, "att": ATTENTION}, (TOKENS,)
+    att = p["att"]
+    q, k, v = p["latents"] @ att["q"], x @ att["k"], x @ att["v"]
+    z = jax.nn.softmax(jnp.einsum("nd,btd->bnt", q, k)) @ v @ att["o"]
+    return z.mean(1)
 
 
-@program({**LATENT_ANSWERS, **NO_ROLES, "att/bias": "adamw"})
-def latents_not_repeated_with_bias():
+@between(
+    {**NO_ROLES, "latents att/bias": "adamw"},
+    att={**ATTENTION, "bias": floats(WIDTH)},
+    latents=floats(8, WIDTH),
+)
+def latents_not_repeated_with_bias(x, p):
     """A bias comes between the product of the two parameters and the data."""
-
-    def loss(p, ids):
-        x, att = p["emb"][ids], p["att"]
-        q = p["latents"] @ att["q"] + att["bias"]
-        k, v = x @ att["k"], x @ att["v"]
-        o = jax.nn.softmax(jnp.einsum("nd,btd->bnt", q, k)) @ v @ att["o"]
-        return cross_entropy((p["latents"] + o).mean(1) @ p["head"], ids[:, 0])
-
-    return loss, {**LATENTS, "att": {**ATTENTION, "bias": floats(WIDTH)}}, (TOKENS,)
+    att = p["att"]
+    q = p["latents"] @ att["q"] + att["bias"]
+    k, v = x @ att["k"], x @ att["v"]
+    o = jax.nn.softmax(jnp.einsum("nd,btd->bnt", q, k)) @ v @ att["o"]
+    return (p["latents"] + o).mean(1)
 
 
-@program({**EMBED_AND_HEAD_ANSWERS, "queries": "adamw", "0 1": "io"})
-def object_queries():
+THREE = {name: floats(WIDTH, WIDTH) for name in "qkv"}
+
+
+@between(
+    {"queries": "adamw", "0 1": "io"},
+    queries=floats(8, WIDTH),
+    **{layer: {"itself": THREE, "data": THREE} for layer in "01"},
+)
+def object_queries(x, p):
     """DETR: learned queries attend to each other before they see any data."""
 
     def attend(x, y, p):
         scores = jax.nn.softmax((x @ p["q"]) @ (y @ p["k"]).swapaxes(1, 2))
         return scores @ (y @ p["v"])
 
-    def loss(p, ids):
-        x = p["emb"][ids]
-        z = jnp.tile(p["queries"][None], (BATCH, 1, 1))
-        for layer in "01":
-            z = z + attend(z, z, p[layer]["itself"])
-            z = z + attend(z, x, p[layer]["data"])
-        return cross_entropy(z @ p["head"], ids[:, :8])
-
-    kernels = {name: floats(WIDTH, WIDTH) for name in "qkv"}
-    layers = {layer: {"itself": kernels, "data": kernels} for layer in "01"}
-    return loss, {**EMBED_AND_HEAD, "queries": floats(8, WIDTH), **layers}, (TOKENS,)
+    z = jnp.tile(p["queries"][None], (BATCH, 1, 1))
+    for layer in "01":
+        z = z + attend(z, z, p[layer]["itself"])
+        z = z + attend(z, x, p[layer]["data"])
+    return z
 
 
 @between(
@@ -377,42 +367,3 @@ def product_key_memory(x, p):
     weights = jax.nn.softmax(both.reshape(BATCH, LENGTH, 9))
     values = p["values"][numbers.reshape(BATCH, LENGTH, 9)]
     return x + jnp.einsum("btk,btkd->btd", weights, values)
-
-
-# --- kernels that hide what they compute ----------------------------------------------
-
-
-@between({**MLP_ANSWERS, **NO_ROLES}, att=ATTENTION, **UP_DOWN)
-def attention_kernel_with_its_own_derivative(x, p):
-    """A Pallas kernel between products, in a `custom_vjp`; it takes no parameter."""
-
-    def kernel(q, k, v, o):
-        o[...] = q[...] + k[...] + v[...]
-
-    @jax.custom_vjp
-    def flash(q, k, v):
-        out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-        return pl.pallas_call(kernel, out_shape=out)(q, k, v)
-
-    flash.defvjp(lambda q, k, v: (flash(q, k, v), None), lambda _, g: (g, g, g))
-
-    att = p["att"]
-    x = x + flash(x @ att["q"], x @ att["k"], x @ att["v"]) @ att["o"]
-    return x + jax.nn.gelu(rms(x) @ p["up"]) @ p["down"]
-
-
-@between({**MLP_ANSWERS, "up": "io?"}, att=ATTENTION, **UP_DOWN)
-def product_in_a_kernel(x, p):
-    """A Pallas kernel takes a parameter: names may decide what the loss cannot."""
-
-    def kernel(x, w, o):
-        o[...] = x[...] @ w[...]
-
-    def product(x, w):
-        out = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
-        return pl.pallas_call(kernel, out_shape=out)(x, w)
-
-    x = x + attention(x, p["att"])
-    hidden = product(rms(x).reshape(-1, WIDTH), p["up"])
-    x = x + jax.nn.gelu(hidden).reshape(BATCH, LENGTH, HIDDEN) @ p["down"]
-    return rms(x)

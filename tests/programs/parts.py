@@ -90,10 +90,15 @@ def up_down(x, p):
 
 
 def model(run, **params):
-    """A program: `run(x, p)` between the table and the head."""
+    """A program: `run(x, p)` between the table and the head.
+
+    The labels are those of as many tokens as `run` returns, or of one without an axis.
+    """
 
     def loss(p, ids):
-        return cross_entropy(run(p["emb"][ids], p) @ p["head"], ids)
+        logits = run(p["emb"][ids], p) @ p["head"]
+        count = logits.shape[1] if logits.ndim == 3 else None
+        return cross_entropy(logits, ids[:, 0] if count is None else ids[:, :count])
 
     return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
 

@@ -1,17 +1,20 @@
-"""Graphs, factorizations, convolutions, and products that are written differently."""
+"""Graphs, factorizations, convolutions, products written differently, and kernels."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from tests.programs import program
 from tests.programs.parts import (
+    ATTENTION,
     BATCH,
     EMBED_AND_HEAD,
     EMBED_AND_HEAD_ANSWERS,
     HIDDEN,
     LENGTH,
     TOKENS,
+    UP_DOWN,
     VOCAB,
     WIDTH,
     between,
@@ -19,6 +22,7 @@ from tests.programs.parts import (
     cross_entropy,
     floats,
     integers,
+    language_model,
     rms,
     squared_error,
 )
@@ -240,3 +244,40 @@ def convolution_by_patches():
         "head": floats(HIDDEN, 10),
     }
     return loss, params, (floats(BATCH, LENGTH, 2), integers(BATCH))
+
+
+# --- kernels that hide what they compute ----------------------------------------------
+
+
+@between({"att up down": "io"}, att=ATTENTION, **UP_DOWN)
+def attention_kernel_with_its_own_derivative(x, p):
+    """A Pallas kernel between products, in a `custom_vjp`; it takes no parameter."""
+
+    def kernel(q, k, v, o):
+        o[...] = q[...] + k[...] + v[...]
+
+    @jax.custom_vjp
+    def flash(q, k, v):
+        out = jax.ShapeDtypeStruct(q.shape, q.dtype)
+        return pl.pallas_call(kernel, out_shape=out)(q, k, v)
+
+    flash.defvjp(lambda q, k, v: (flash(q, k, v), None), lambda _, g: (g, g, g))
+
+    att = p["att"]
+    x = x + flash(x @ att["q"], x @ att["k"], x @ att["v"]) @ att["o"]
+    return x + jax.nn.gelu(rms(x) @ p["up"]) @ p["down"]
+
+
+@language_model({"up": "io?", "down": "io"}, **UP_DOWN)
+def product_in_a_kernel(x, p):
+    """A Pallas kernel takes a parameter: names may decide what the loss cannot."""
+
+    def kernel(x, w, o):
+        o[...] = x[...] @ w[...]
+
+    def product(x, w):
+        out = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+        return pl.pallas_call(kernel, out_shape=out)(x, w)
+
+    hidden = product(x.reshape(-1, WIDTH), p["up"])
+    return jax.nn.gelu(hidden).reshape(BATCH, LENGTH, HIDDEN) @ p["down"]
