@@ -142,12 +142,3 @@ def test_a_train_step_loses_no_small_step(given):
         np.testing.assert_allclose(moved, rate * steps, rtol=0, atol=unit)
         if dtype == "bfloat16":
             np.testing.assert_array_equal(p + jnp.asarray(rate, p.dtype), p)
-
-
-def test_a_state_without_residual_is_refused_on_a_mesh():
-    found = layouts.layout("HSDP")
-    params = found.place(narrow())
-    plain = jm.nanochat(adamw=ADAMW)
-    old = found.on(plain).init(params)
-    with pytest.raises(ValueError, match="no array at 'residual/"):
-        found.on(kept(plain)).update(params, old, params)
