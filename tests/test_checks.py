@@ -119,8 +119,6 @@ TABLE = {
     "'wq' matches no parameter; there are bias": lambda: init(
         jm.scale_by_path({"wq": 0.5})
     ),
-    "'up' matches no parameter": lambda: jm.read(PARAMS, rules={"up": "adamw"}),
-    "'qkv' matches no parameter": lambda: jm.read(PARAMS, splits={"qkv": jm.Split(3)}),
     "'w' of shape (4, 6) has the label 'moun'; expected one of 'muon'": lambda: init(
         read_as({"w": "moun"})
     ),
