@@ -24,6 +24,7 @@ import pytest
 import jax_muon as jm
 from jax_muon.paths import leaves_with_paths
 from jax_muon.text import aligned, shape_text
+from tests import trees
 from tests.mesh import layouts
 from tests.recipes import RECIPES
 
@@ -88,24 +89,15 @@ def test_tables_and_states_are_those_that_are_committed(name):
 SMALL = {"wte": (5, 4), "0": {"q": (4, 6)}, "1": {"q": (4, 6)}, "bias": (6,)}
 
 
-def draw(seed):
-    random = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda shape: jnp.asarray(random.standard_normal(shape), "float32"),
-        SMALL,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-
-
 def saved_states():
     """By recipe and path, the state after two steps and the updates of the third."""
     found = {}
     for name, recipe in RECIPES.items():
-        tx, params = recipe(dtype="float32", steps=3), draw(0)
+        tx, params = recipe(dtype="float32", steps=3), trees.normal(SMALL)
         state = tx.init(params)
         for seed in (1, 2, 3):
             before = state
-            updates, state = tx.update(draw(seed), state, params)
+            updates, state = tx.update(trees.normal(SMALL, seed), state, params)
         for what, tree in {"state": before, "updates": updates}.items():
             leaves = leaves_with_paths(tree)
             found |= {f"{name}/{what}/{path}": x for path, x in leaves}
@@ -123,11 +115,11 @@ def test_a_state_of_version_0_1_0_goes_on(name):
             for key, x in arrays.items()
             if (path := key.removeprefix(f"{name}/")) != key
         }
-    tx, params = RECIPES[name](dtype="float32", steps=3), draw(0)
+    tx, params = RECIPES[name](dtype="float32", steps=3), trees.normal(SMALL)
     start = tx.init(params)
     state = [jnp.asarray(saved.pop(f"state/{x}")) for x, _ in leaves_with_paths(start)]
     loaded = jax.tree.unflatten(jax.tree.structure(start), state)
-    updates, _ = tx.update(draw(3), loaded, params)
+    updates, _ = tx.update(trees.normal(SMALL, 3), loaded, params)
     for path, x in leaves_with_paths(updates):
         expected = saved.pop(f"updates/{path}")
         np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-7, err_msg=path)

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jax_muon as jm
+from tests import trees
 from tests.recipes import RECIPES
 
 CASES = [(name, "float32") for name in RECIPES]
@@ -69,10 +70,9 @@ NOT_FINITE = {
 def tree(values, dtype):
     """Gradients of these values."""
     info = jnp.finfo(dtype)
-    return jax.tree.map(
-        lambda shape: jnp.broadcast_to(jnp.asarray(values(shape, info), dtype), shape),
+    return trees.filled(
         SHAPES,
-        is_leaf=lambda x: isinstance(x, tuple),
+        lambda shape: jnp.broadcast_to(jnp.asarray(values(shape, info), dtype), shape),
     )
 
 

@@ -12,7 +12,7 @@ from flax import linen as nn
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from tests import oracle
+from tests import oracle, trees
 
 # Wide, tall, square, a stack, and a convolution (kh, kw, in, out).
 SHAPES = {
@@ -21,11 +21,8 @@ SHAPES = {
     "e": (2, 6, 9),
     "f": (3, 2, 4, 5),
 }
-is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
 MATRICES = jm.read(
-    jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x, "float32"), SHAPES, is_leaf=is_shape
-    ),
+    trees.filled(SHAPES, lambda x: jax.ShapeDtypeStruct(x, "float32")),
     rules={
         "e": MuonDimensionNumbers(-2, -1),
         "f": MuonDimensionNumbers((0, 1, 2), 3),
@@ -51,16 +48,9 @@ PIECES = {
 every_piece = pytest.mark.parametrize("factory", PIECES.values(), ids=PIECES)
 
 
-def trees(dtype=jnp.float32):
+def drawn(dtype=jnp.float32):
     """Parameters and gradients."""
-    keys = iter(jax.random.split(jax.random.key(0), 10))
-
-    def draw(shape):
-        return jax.random.normal(next(keys), shape).astype(dtype)
-
-    params = jax.tree.map(draw, SHAPES, is_leaf=is_shape)
-    grads = jax.tree.map(draw, SHAPES, is_leaf=is_shape)
-    return params, grads
+    return trees.normal(SHAPES, 0, dtype), trees.normal(SHAPES, 1, dtype)
 
 
 def run(tx, params, grads):
@@ -112,7 +102,7 @@ def test_nesterov_of_one_gradient_stays_there():
 
 @pytest.mark.parametrize("polar", [jm.PolarExpress(dtype=None), jm.ExactPolar()])
 def test_orthogonalize_is_the_polar_factor_of_each_leaf(x64, polar):
-    _, grads = trees(jnp.float64)
+    _, grads = drawn(jnp.float64)
     tx = jm.orthogonalize(polar, matrices=MATRICES)
     (updates,), _ = run(tx, grads, [grads])
     expected = {**grads, "f": grads["f"].reshape(24, 5)}  # one matrix (kh kw in, out)
@@ -124,7 +114,7 @@ def test_orthogonalize_is_the_polar_factor_of_each_leaf(x64, polar):
 @pytest.mark.parametrize("name", OF_MATRICES)
 def test_matrices_of_a_stack_are_scaled_apart(name):
     """By what each does to single ones, which recipes show in tests/test_recipes.py."""
-    params, grads = ({k: tree[k] for k in ("a", "e")} for tree in trees())
+    params, grads = ({k: tree[k] for k in ("a", "e")} for tree in drawn())
     (stack,), _ = run(OF_MATRICES[name](matrices=MATRICES), params, [grads])
     singles = [{"a": x["a"], "0": x["e"][0], "1": x["e"][1]} for x in (params, grads)]
     (apart,), _ = run(OF_MATRICES[name](), singles[0], singles[1:])
@@ -151,7 +141,7 @@ def test_normuon(rng, x64, shape, axis):
 
 def test_normuon_state_follows_the_parameter_axes():
     """nu has the rank of the parameter, with 1 where it is averaged."""
-    params, _ = trees()
+    params, _ = drawn()
     nu = jm.scale_by_normuon(axis="output", matrices=MATRICES).init(params).nu
     assert nu["b"]["c"].shape == (1, 6)
     assert nu["e"].shape == (2, 1, 9)
@@ -270,7 +260,7 @@ def test_without_parameters_momentum_keeps_the_dtype_of_the_gradients():
 @every_piece
 def test_masked(factory):
     """Leaves of another transform are passed over, and given back unchanged."""
-    params, grads = trees()
+    params, grads = drawn()
     labels = {"a": True, "b": False, "e": True, "f": True}
     (updates,), _ = run(optax.masked(factory(), labels), params, [grads])
     picked = [{k: x for k, x in tree.items() if k != "b"} for tree in (params, grads)]
@@ -327,7 +317,7 @@ def test_dtypes_are_stable_and_promoted_by_us_alone(name, dtype):
 
     optax.adamw itself cannot be traced with leaves and strict promotion.
     """
-    params, grads = trees(dtype)
+    params, grads = drawn(dtype)
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         tx = STRICT[name]()
         state = jax.eval_shape(tx.init, params)

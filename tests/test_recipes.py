@@ -14,7 +14,6 @@ from flax import nnx
 
 import jax_muon as jm
 from jax_muon import recipes
-from jax_muon.polar.coefficients import NEWTON_SCHULZ
 from tests import oracle
 from tests.reading import reader
 from tests.recipes import ON_SPHERES, RECIPES
@@ -45,61 +44,14 @@ def model(dtype=jnp.float32, seed=0):
 # TEON is in tests/reading/test_joins.py.
 BY_HAND = RECIPES | {"nanochat of 3 steps": functools.partial(jm.nanochat, steps=3)}
 BY_HAND.pop("teon")
-TABLE = jm.polar_express_coefficients(5)
-JORDAN = ([NEWTON_SCHULZ] * 5, 1.0, 1e-7)
-POLAR = {  # coefficients; factor and eps of the norm
-    "nanochat": (TABLE, 1.02, 1e-6),
-    "nanochat later": (TABLE, 1.01, 1e-6),
-    "nanochat of 3 steps": (TABLE[:3], 1.02, 1e-6),
-}
-FACTOR = {  # of a shape (in, out)
-    "moonlight": lambda fan_in, out: 0.2 * max(fan_in, out) ** 0.5,
-    "normuon": lambda fan_in, out: 0.2 * (fan_in * out) ** 0.5,
-}
-
-
-# Learning rate, momentum and weight decay of a step.
-RATES = (
-    lambda t: 0.02 / (1 + t),
-    lambda t: 0.85 + 0.01 * t,
-    lambda t: 0.1 / (1 + t),
-)
-
-
-def step_by_hand(name, t, g, w, m, v, radius):
-    """One step of a recipe, in its order: w, m, v and radius after it."""
-    lr, mu, wd = (rate(t) for rate in RATES)
-    out, fan_in = w.shape
-    is_nanochat, later = name.startswith("nanochat"), name == "nanochat later"
-    m = m + (1 - mu) * (g - m)
-    x = m if name.startswith("normuon") else g + mu * (m - g)
-    if later:
-        x = oracle.equilibrate_rows(x)
-    x = oracle.polar(x, *POLAR.get(name, JORDAN))
-    if later:
-        x = x * min(x.shape) ** 0.5 / np.linalg.norm(x)
-    if is_nanochat:
-        axis = 1 if out >= fan_in else 0
-        x, v = oracle.normuon(x, v, 0.9 if later else 0.95, axis)
-    elif name.startswith("normuon"):
-        x, v = oracle.normuon(x, v, 0.95, axis=1, eps=1e-16)
-    if name in ON_SPHERES:
-        w, radius = oracle.hyperball(w, x, 30 * lr, radius)
-        return w, m, v, radius
-    if name == "normuon":
-        x = x / np.linalg.norm(x)
-    factor = FACTOR.get(name, lambda fan_in, out: max(1, out / fan_in) ** 0.5)
-    x = factor(fan_in, out) * x
-    # nanochat scales the decay, too, and decays only weights that the step shrinks.
-    decay = factor(fan_in, out) * w * (x * w >= 0) if is_nanochat else w
-    return w - lr * (x + wd * decay), m, v, radius
 
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_matrices_by_hand(rng, x64, name):
     """Wide, tall, square, a row, a column, and one that starts at zero."""
     on_spheres = name in ON_SPHERES
-    rates = (lambda t: 30 * RATES[0](t), RATES[1]) if on_spheres else RATES
+    lr, momentum, _ = rates = oracle.RATES
+    rates = (lambda t: 30 * lr(t), momentum) if on_spheres else rates
     matrices = reader("muon", joins={})  # rows and columns, too
     tx = BY_HAND[name](*rates, matrices=matrices, dtype="float64")
     shapes = [(5, 7), (7, 5), (6, 6), (1, 4), (4, 1)]
@@ -113,7 +65,7 @@ def test_matrices_by_hand(rng, x64, name):
         # One direction with some noise, so that the matrix gets away from zero.
         grads = {k: 3 * np.eye(*w.shape) for k, w in start.items()}
         grads = {k: g + rng.standard_normal(g.shape) for k, g in grads.items()}
-        theirs = {k: step_by_hand(name, t, grads[k].T, *x) for k, x in theirs.items()}
+        theirs = {k: oracle.step(name, t, grads[k].T, *x) for k, x in theirs.items()}
         radii.append(theirs["zero"][-1])
         updates, state = update(jax.tree.map(jnp.asarray, grads), state, params)
         params = optax.apply_updates(params, updates)

@@ -1,9 +1,9 @@
 """Reading scheduled HLO: recorded forms, shortened by hand; no compiler is needed."""
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
-import math
 import pathlib
 import subprocess
 import sys
@@ -26,10 +26,7 @@ from benchmarks.schedule.step_time import (
     nccl_seconds,
     transfer_seconds,
 )
-from jax_muon.mesh import xla_options
-from jax_muon.mesh.layout import by_names
 from jax_muon.mesh.owners import Pool
-from jax_muon.mesh.xla_options import gpu_options
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "schedule"
 # Two reduce-scatters over 8 devices, of which one has products meanwhile: one for all
@@ -115,18 +112,17 @@ def test_forms_of_groups(groups, group):
 
 
 @pytest.mark.parametrize(
-    ("model", "millions"), [("gpt2-124m", 162.2), ("gpt2-350m", 405.0)]
+    ("parameters", "size"),
+    [
+        # 124M and 350M (355M) count one table for embedding and head; here are two.
+        (functools.partial(model_parameters, "gpt2-124m"), 162.2e6),
+        (functools.partial(model_parameters, "gpt2-350m"), 405.0e6),
+        (deepseek_v3, 671e9),  # as its report says
+    ],
 )
-def test_models_have_their_size(model, millions):
-    """124M and 350M (355M) count one table for embedding and head; here are two."""
-    leaves = jax.tree.leaves(model_parameters(model, "bfloat16"))
-    assert sum(x.size for x in leaves) == pytest.approx(millions * 1e6, rel=1e-3)
-
-
-def test_deepseek_v3_has_its_size():
-    """671 B, as its report says."""
-    leaves = jax.tree.leaves(deepseek_v3("bfloat16"))
-    assert sum(x.size for x in leaves) == pytest.approx(671e9, rel=1e-3)
+def test_models_have_their_size(parameters, size):
+    leaves = jax.tree.leaves(parameters("bfloat16"))
+    assert sum(x.size for x in leaves) == pytest.approx(size, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -194,120 +190,37 @@ def test_estimate_of_a_step(module):
     assert idle.step == clock - max(gemm + branch, second) + max(gemm, second)
 
 
-def test_kinds_of_devices():
-    """Of four owners one has a matrix more: the longer branch of that round."""
-    pool = Pool(
-        members=(),
-        shard_shape=(8, 4),
-        dtype="float32",
-        batch_axes=(),
-        short_axes=(),
-        long_axes=("data",),
-        replica_axes=(),
-        shape=(8, 16),
-        counts=(1, 0, 0, 0),
-    )
-    kinds = kinds_of_devices([pool], {"data": 4})
+POOL = Pool(
+    members=(),
+    shard_shape=(8, 4),
+    dtype="float32",
+    batch_axes=(),
+    short_axes=(),
+    long_axes=("data",),
+    replica_axes=(),
+    shape=(8, 16),
+    counts=(1, 0, 0, 0),
+)
+WIDE = dataclasses.replace(POOL, counts=(0, 1, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("pools", "takes"),
+    [
+        # Of four owners one has a matrix more: the longer branch of that round.
+        ([POOL], [[0, 0], [1, 0]]),
+        # Tall and wide matrices of the same shape have a branch each, and none a third.
+        ([POOL, WIDE], [[0, 0], [1, 0], [2, 0]]),
+    ],
+)
+def test_kinds_of_devices(pools, takes):
+    """The branch that each kind takes in two rounds."""
     lines = [
         Instruction("c", "conditional", "f32[4,32]", (), f'op_name="a/round_{n}/cond"')
         for n in (0, 1)
     ]
-    assert [[takes(line) for line in lines] for takes in kinds] == [[0, 0], [1, 0]]
-
-
-def test_kinds_of_devices_with_equal_work():
-    """Tall and wide matrices of the same shape have a branch each, and none a third."""
-    sides = {"batch_axes": (), "replica_axes": (), "shape": (8, 16), "members": ()}
-    tall = Pool(
-        shard_shape=(8, 4),
-        dtype="float32",
-        short_axes=(),
-        long_axes=("data",),
-        counts=(1, 0, 0, 0),
-        **sides,
-    )
-    wide = dataclasses.replace(tall, counts=(0, 1, 0, 0))
-    kinds = kinds_of_devices([tall, wide], {"data": 4})
-    line = Instruction("c", "conditional", "f32[4]", (), 'op_name="a/round_0/cond"')
-    assert sorted(takes(line) for takes in kinds) == [0, 1, 2]
-
-
-# --- options for XLA ------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Described:
-    """As much of a device as a mesh asks for."""
-
-    platform: str
-    id: int
-    process_index: int = 0
-    device_kind: str = "described"
-
-
-def mesh_of(*shape, platform="gpu"):
-    devices = [Described(platform, i) for i in range(math.prod(shape))]
-    return jax.sharding.Mesh(np.reshape(devices, shape), tuple("ab"[: len(shape)]))
-
-
-def thresholds(options):
-    return [
-        options[f"xla_gpu_{kind}_combine_threshold_bytes"]
-        for kind in ("all_gather", "reduce_scatter")
-    ]
-
-
-def bfloat16(*shape):
-    return jax.ShapeDtypeStruct(shape, "bfloat16")
-
-
-def test_options_by_bytes_and_platform():
-    """Buckets by all bytes, on GPUs; nothing anywhere else, or on one GPU."""
-    params, size = {"w": bfloat16(64, 8_000_000)}, 2 * 64 * 8_000_000
-    rows = [
-        (params, mesh_of(8), {}, [size / 64, size / 32 / 8]),
-        (params, mesh_of(8), {"gathers_first": False}, [size / 16, size / 32 / 8]),
-        # Over two of 16 devices each holds one half.
-        (params, mesh_of(8, 2), {"axis": "a"}, [size / 64 / 2, size / 32 / 16]),
-        ({"w": bfloat16(16)}, mesh_of(8), {}, [4_000_000, 500_000]),
-    ]
-    for tree, mesh, given, expected in rows:
-        assert thresholds(gpu_options(tree, mesh, **given)) == expected
-    options = gpu_options(params, mesh_of(8))
-    assert options == gpu_options(params, mesh_of(8, platform="cuda"))
-    assert gpu_options(params, mesh_of(8, platform="cpu")) == {}
-    assert gpu_options(params, mesh_of(1)) == {}
-
-
-def test_options_for_layers_that_a_loop_gathers():
-    """Two buffers for the loop, and buckets no larger than half a layer."""
-    mesh = mesh_of(8)
-    stack = {"layers": {"w": bfloat16(4, 4096, 4096), "up": bfloat16(4, 4096, 8192)}}
-    layer = 3 * 4096 * 4096 * 2
-    double = "xla_gpu_enable_while_loop_double_buffering"
-    options = gpu_options(stack, mesh, layers=True)
-    assert options[double]
-    # jaxlib 0.12 has no such option.
-    assert not options.get("xla_gpu_enable_pipelined_reduce_scatter", False)
-    gathers, scatters = thresholds(options)
-    assert gathers <= layer / 2
-    assert scatters == 500_000
-    for given in ({"layers": False}, {"gathers_first": False}):
-        assert double not in gpu_options(stack, mesh, **given)
-    # In plain jit XLA gathers layers by itself: its own pipelining does most.
-    known = xla_options._known(xla_options.XLA_GATHERS_LAYERS)
-    assert gpu_options(stack, mesh) == known
-    # On many devices, one bucket for all of a layer, there and back.
-    stacks = by_names(stack)
-    late = xla_options.options_of(stack, mesh_of(256), "a", stacks, True, True, True)
-    for threshold, received in zip(thresholds(late), (layer, layer / 256), strict=True):
-        assert received < threshold < 2 * received
-
-
-def test_options_that_xla_does_not_know_are_left_out():
-    known = {"xla_gpu_graph_min_graph_size": 1}
-    unknown = {"xla_gpu_of_another_version": True, "xla_gpu_nor_this": 3}
-    assert xla_options._known({**unknown, **known}) == known
+    kinds = kinds_of_devices(pools, {"data": 4})
+    assert sorted([kind(line) for line in lines] for kind in kinds) == takes
 
 
 # --- whole steps ----------------------------------------------------------------------

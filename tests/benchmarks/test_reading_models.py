@@ -10,10 +10,7 @@ from benchmarks.reading_models import Model, ablation
 from benchmarks.reading_models.__main__ import load, read_model, summary
 from jax_muon.reading import computation
 from jax_muon.reading.computation.read import read_uses
-
-
-def floats(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
+from tests.programs.parts import floats
 
 
 def model(answers, **stacked):

@@ -1,5 +1,6 @@
 """Every way to use Flax trains as the plain functional loop of optax does."""
 
+import functools
 import importlib
 import re
 import sys
@@ -17,11 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from jax_muon.paths import leaves_with_paths, unbox
+from tests.mesh.layouts import mesh_of
 
-
-def mesh(*shape, kind=AxisType.Auto):
-    devices = jax.devices()[: np.prod(shape)]
-    return jax.make_mesh(shape, ("data", "model"), 2 * (kind,), devices=devices)
+mesh = functools.partial(mesh_of, names=("data", "model"))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from jax_muon.paths import leaves_with_paths
-from tests import pages
+from tests import pages, trees
 
 
 def relative(a, b):
@@ -292,27 +292,22 @@ def test_state_lies_as_the_metadata_of_nnx_says():
 # --- DiLoCo ---------------------------------------------------------------------------
 
 
-def stacked(seed, workers):
-    def one(key):
-        keys = jax.random.split(key, 3)
-        return {
-            "wte": {"embedding": jax.random.normal(keys[0], (64, 16))},
-            "mlp": {
-                "norm": {"scale": jax.random.normal(keys[1], (16,))},
-                "up": {"kernel": jax.random.normal(keys[2], (16, 64))},
-                "down": {"kernel": jax.random.normal(keys[0], (64, 16))},
-            },
-        }
-
-    return jax.vmap(one)(jax.random.split(jax.random.key(seed), workers))
+SHAPES = {
+    "wte": {"embedding": (64, 16)},
+    "mlp": {
+        "norm": {"scale": (16,)},
+        "up": {"kernel": (16, 64)},
+        "down": {"kernel": (64, 16)},
+    },
+}
 
 
 def test_diloco():
     """Every worker as if it were alone, and on devices of its own."""
     found = pages.run("DiLoCo")
     workers, mesh = found["WORKERS"], found["mesh"]
-    grads = stacked(1, workers)
-    shared = jax.tree.map(lambda x: x[0], stacked(0, workers))
+    stacked = trees.filled(SHAPES, lambda shape: (workers, *shape))
+    grads, shared = trees.normal(stacked, 1), trees.normal(SHAPES)
     params = jax.tree.map(lambda x: jnp.stack(workers * [x]), shared)
     with jax.set_mesh(mesh):
         plan = jm.describe(found["inner"], params)

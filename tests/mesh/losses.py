@@ -9,22 +9,19 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback, pallas
 
+from tests import trees
+
 LAYERS, WIDTH, CLASSES = 4, 8, 24
 
 
 def draw(dtype=jnp.float32):
     """Scanned layers, and leaves that are used outside of the scan."""
-    rng = np.random.default_rng(3)
     shapes = {
         "layers": {"w": (LAYERS, WIDTH, WIDTH), "b": (LAYERS, WIDTH)},
         "head": (WIDTH, CLASSES),
         "scale": (WIDTH,),
     }
-    return jax.tree.map(
-        lambda shape: jnp.asarray(0.5 * rng.standard_normal(shape), dtype),
-        shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    return trees.normal(shapes, 3, dtype, 0.5)
 
 
 def samples(count=16, dtype=jnp.float32):

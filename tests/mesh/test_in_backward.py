@@ -6,12 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from jax_muon import jaxprs
-from tests.mesh import losses
+from tests.mesh import losses, models
 from tests.mesh.layouts import AUTO, EXPLICIT, mesh_of
 
 F64 = {"dtype": "float64"}
@@ -117,22 +116,22 @@ def test_auxiliary_output_and_axes_of_either_kind(x64):
         assert_equal_steps(with_aux, tx, params, batch, kind=kind, has_aux=True)
 
 
-# Without a scan over layers, or with other uses of the layers that it takes.
+NO_SCAN, BESIDE = "has no scan", "used beside the scan"
 REFUSED = {
-    "python_loop",
-    "chunked_cross_entropy",
-    "while_loop",
-    "fori_loop",
-    "ends_in_pmean",
-    "ends_in_psum",
-    "marks_of_vma",
-    "of_scans",
-    "of_scans_of_others",
-    "of_two_layers_at_once",
-    "no_scan_but_dynamic_slices",
-    "with_a_gradient_of_its_own",
-    "after_the_first_layer",
-    "with_memory_of_the_loss",
+    "python_loop": NO_SCAN,
+    "chunked_cross_entropy": NO_SCAN,
+    "while_loop": NO_SCAN,
+    "fori_loop": NO_SCAN,
+    "ends_in_pmean": NO_SCAN,
+    "ends_in_psum": NO_SCAN,
+    "marks_of_vma": NO_SCAN,
+    "of_scans": BESIDE,
+    "of_scans_of_others": BESIDE,
+    "of_two_layers_at_once": NO_SCAN,
+    "no_scan_but_dynamic_slices": NO_SCAN,
+    "with_a_gradient_of_its_own": BESIDE,
+    "after_the_first_layer": BESIDE,
+    "with_memory_of_the_loss": NO_SCAN,
 }
 
 
@@ -145,38 +144,16 @@ def test_losses_as_models_write_them(x64, as_users_write, name, devices):
     given = {"shape": (devices,), "parameters": "divided", "min_size": 1}
     given["kind"] = AUTO  # on Explicit axes JAX cannot lower the callbacks
     if name in REFUSED:
-        with pytest.raises(ValueError, match=r"has no scan|used beside the scan"):
+        with pytest.raises(ValueError, match=REFUSED[name]):
             run(loss, tx, params, batch, "in backward", **given)
     else:
         assert_equal_steps(loss, tx, params, batch, atol=1e-12, **given)
 
 
 def test_a_linen_scan(x64):
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            up = nn.Dense(24, param_dtype="float64")(nn.RMSNorm(dtype="float64")(x))
-            return x + nn.Dense(6, param_dtype="float64")(nn.relu(up)), None
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            layers = nn.scan(
-                nn.remat(Block),
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                length=4,
-            )
-            return layers()(x, None)[0]
-
-    x = jax.random.normal(jax.random.key(0), (8, 6), "float64")
-    params = Model().init(jax.random.key(1), x)
-
-    def loss(params, x):
-        return jnp.mean((Model().apply(params, x) - 1) ** 2)
-
-    matrices = jm.read(params, loss, x)
-    assert_equal_steps(loss, jm.nanochat(matrices=matrices, **F64), params, x)
+    params, loss, batch = models.linen("float64")
+    matrices = jm.read(params, loss, batch)
+    assert_equal_steps(loss, jm.nanochat(matrices=matrices, **F64), params, batch)
 
 
 # Parameters whole, in parts of layers, repeated on two hosts, and some of them small.
@@ -313,19 +290,8 @@ def test_gradients_of_all_layers_never_exist():
     assert room["in backward"] < 0.5
 
 
-def scanned_twice(params, batch):
-    return loss(params, batch) + loss(params, batch)
-
-
 def taken_beside(params, batch):
     return loss(params, batch) + jnp.sum(params["layers"]["up"][0] ** 2)
-
-
-def unrolled(params, batch):
-    x = params["embed"][batch]
-    for i in range(6):
-        x, _ = block(x, jax.tree.map(lambda w, i=i: w[i], params["layers"]))
-    return jnp.mean((x @ params["head"]) ** 2)
 
 
 ON_TWO, LEAVES = {"shape": (2,)}, jm.Transfers(gather="leaves")
@@ -339,9 +305,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.02))
         (loss, CLIPPED, {}, "needs the gradient of"),
         (loss, jm.skip_nonfinite(optax.sgd(0.1)), {}, "needs the gradient of"),
         (loss, JOINED, {}, "are joined"),
-        (unrolled, optax.sgd(0.1), {}, "has no scan"),
-        (scanned_twice, optax.sgd(0.1), {}, "used beside the scan"),
-        (taken_beside, optax.sgd(0.1), {}, "used beside the scan"),
+        (taken_beside, optax.sgd(0.1), {}, BESIDE),
         (loss, optax.sgd(0.1), {"microbatches": 2}, "expected one microbatch"),
         (loss, optax.sgd(0.1), {"weighted": True}, "expected one microbatch"),
         (
@@ -352,7 +316,6 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.02))
         ),
         (loss, optax.sgd(0.1), ON_TWO | {"transfers": LEAVES}, "gather='leaves'"),
         (loss, optax.sgd(0.1), ON_TWO | {"specs": P("data")}, "divides its layers"),
-        (taken_beside, optax.sgd(0.1), ON_TWO, "used beside the scan"),
     ],
 )
 def test_what_cannot_work_is_an_error(loss, tx, given, message):
@@ -363,5 +326,5 @@ def test_what_cannot_work_is_an_error(loss, tx, given, message):
 
 def test_a_scan_of_one_layer_is_an_error():
     params, batch = model("float32", layers=1)
-    with pytest.raises(ValueError, match="has no scan"):
+    with pytest.raises(ValueError, match=NO_SCAN):
         run(loss, optax.sgd(0.1), params, batch, "in backward")

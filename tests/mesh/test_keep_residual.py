@@ -11,8 +11,7 @@ import pytest
 import jax_muon as jm
 from jax_muon.keep_residual import _whole
 from tests.mesh import layouts, problems
-from tests.mesh.layouts import ADAMW, AUTO, EXPLICIT
-from tests.mesh.test_train_step import make
+from tests.mesh.layouts import ADAMW, AUTO, EXPLICIT, make_step
 
 DRAWN = problems.draw("mixed")
 
@@ -131,7 +130,7 @@ def test_a_train_step_loses_no_small_step(given):
     given = dict(given)
     dtype = given.pop("dtype", "bfloat16")
     rate, steps = 2.0**-14, 16  # two units of a bfloat16 between 1 and 2
-    step = make(tx=kept(drift(rate)), **given)
+    step = make_step(tx=kept(drift(rate)), **given)
     start = jax.tree.map(lambda x: jnp.sign(x) * (1 + jnp.abs(x)), narrow())
     start = jax.tree.map(lambda x: x.astype(dtype), start)
     params, state, _ = layouts.train_step_run(step, start, problems.batches(steps))
@@ -143,12 +142,3 @@ def test_a_train_step_loses_no_small_step(given):
         np.testing.assert_allclose(moved, rate * steps, rtol=0, atol=unit)
         if dtype == "bfloat16":
             np.testing.assert_array_equal(p + jnp.asarray(rate, p.dtype), p)
-
-
-def test_a_state_without_residual_is_refused_on_a_mesh():
-    found = layouts.layout("HSDP")
-    params = found.place(narrow())
-    plain = jm.nanochat(adamw=ADAMW)
-    old = found.on(plain).init(params)
-    with pytest.raises(ValueError, match="no array at 'residual/"):
-        found.on(kept(plain)).update(params, old, params)

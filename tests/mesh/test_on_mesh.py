@@ -24,18 +24,10 @@ from tests.mesh.layouts import (
     mesh_of,
     recipe,
 )
+from tests.mesh.problems import BOUND, assert_same_losses
 from tests.reading import reader
 
 BOTH = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-
-# Float32: rounding alone, which this problem does not amplify.
-BOUND = 5e-6
-
-
-def assert_same_losses(got, want):
-    """To the same bound of the largest: near zero they are sums of large terms."""
-    np.testing.assert_allclose(got, want, rtol=0, atol=BOUND * np.abs(want).max())
-
 
 # Every layout with one recipe, every recipe with two layouts, both kinds of axes.
 TABLE = [
@@ -65,41 +57,6 @@ def test_float64_has_no_rounding_to_hide_behind(x64):
 
 
 # --- around and inside other transforms -----------------------------------------------
-
-
-FOREIGN = {
-    "adaptive_grad_clip": optax.adaptive_grad_clip(0.1),
-    "scale_by_lbfgs": optax.scale_by_lbfgs(2),
-    "prodigy": optax.contrib.prodigy(1.0, estim_lr0=1e-2),
-    "dadapt_adamw": optax.contrib.dadapt_adamw(1.0, estim_lr0=1e-2),
-}
-if hasattr(optax.contrib, "scale_by_galore"):  # not in optax 0.2.6
-    FOREIGN["scale_by_galore"] = optax.contrib.scale_by_galore(rank=4)
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-def test_what_has_no_sharding_type_is_named_and_runs_on_auto_axes(name):
-    mesh, tx = mesh_of(8), FOREIGN[name]
-    params = {"w": jnp.ones((16, 24)), "b": jnp.ones(16)}
-    on = jm.on_mesh(tx, mesh, P("data"), min_size=1)
-    with pytest.raises(ValueError, match=rf"^{name} inside .*on_auto_axes\({name}"):
-        on.update(params, on.init(params), params)
-    wrapped = jm.on_mesh(jm.on_auto_axes(tx), mesh, P("data"), min_size=1)
-    layouts.assert_verified(wrapped, params)
-
-
-def test_auto_axes_beside_orthogonalization():
-    """Around a member of a chain, and around a group."""
-
-    def muon(matrices):
-        return jm.orthogonalize(jm.ExactPolar(), matrices=matrices, small=0)
-
-    groups = {"muon": muon, "adamw": jm.on_auto_axes(FOREIGN["prodigy"])}
-    clip = jm.on_auto_axes(optax.adaptive_grad_clip(0.1))
-    tx = optax.chain(clip, jm.partition(groups))
-    params = {"w": jnp.ones((16, 24)), "b": jnp.ones(16)}
-    on = jm.on_mesh(tx, mesh_of(8), P("data"), min_size=1)
-    layouts.assert_verified(on, params)
 
 
 def test_on_mesh_inside_injected_rates():
@@ -145,8 +102,7 @@ def test_gradients_of_an_update_eager_and_jitted():
     with jax.disable_jit():
         eager = on.update(params, on.init(params), params)
     jitted = on.update(params, on.init(params), params)
-    for one, other in zip(*map(jax.tree.leaves, (eager, jitted)), strict=True):
-        np.testing.assert_array_equal(one, other)
+    chex.assert_trees_all_equal(eager, jitted)
 
 
 def test_a_trace_asks_no_tracer_for_its_sharding(monkeypatch):

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,15 +13,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
+from tests import trees
 from tests.mesh.layouts import AUTO, EXPLICIT, recipe
-from tests.mesh.test_on_mesh import BOUND
+from tests.mesh.problems import BOUND
 
 WIDTH = 16
 
 
 def draw(seed=0):
     """Two blocks with an embedding before and a head after them."""
-    rng = np.random.default_rng(seed)
     shapes = {
         "embed": {"embedding": (40, WIDTH)},
         **{
@@ -33,11 +34,7 @@ def draw(seed=0):
         },
         "lm_head": {"kernel": (WIDTH, 40)},
     }
-    return jax.tree.map(
-        lambda shape: jnp.asarray(rng.standard_normal(shape), jnp.float32),
-        shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    return trees.normal(shapes, seed)
 
 
 def place(tree, kind=AUTO, first=("embed", "layers_0", "layers_1")):
@@ -60,8 +57,7 @@ def steps(update, state, params, numbers, put=lambda tree: tree):
 
 
 def assert_equal(found, expected):
-    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=BOUND * 10)
+    chex.assert_trees_all_close(found, expected, rtol=0, atol=BOUND * 10)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """State that is not like parameters has the same bits or numbers in every layout."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,13 +17,6 @@ def whole_numbers(seed):
     rng = np.random.default_rng(seed)
     shapes = problems.PROBLEMS["mixed"].items()
     return {k: rng.integers(-9, 10, s).astype("float32") for k, s in shapes}
-
-
-def assert_same_bits(state, expected):
-    pairs = zip(*map(jax.tree.leaves, (state, expected)), strict=True)
-    for one, other in pairs:
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
 
 
 def assert_rows_are_together(state):
@@ -59,7 +53,7 @@ def test_momentum_travels_bit_for_bit(dtype, kind, journey):
             grads = whole_numbers(seed)
             _, expected = jax.jit(tx.update)(grads, expected, params)
             _, state = jax.jit(on.update)(place(grads), state, placed)
-        assert_same_bits(state, expected)
+        chex.assert_trees_all_equal(state, expected, strict=True)
         if dtype == "int8":
             assert_rows_are_together(state)
 
@@ -84,7 +78,7 @@ def test_a_train_step_with_int8_momentum():
         one, other = (
             getattr(s.inner_states["muon"].inner_state[0], name) for s in (got, state)
         )
-        assert_same_bits(one, other)
+        chex.assert_trees_all_equal(one, other, strict=True)
 
 
 def test_a_snapshot_is_that_of_one_device():

@@ -12,28 +12,9 @@ import jax_muon as jm
 from benchmarks.schedule.jaxpr import collectives
 from jax_muon.mesh import layout
 from tests.mesh import layouts, problems
-from tests.mesh.layouts import AUTO, EXPLICIT, mesh_of, recipe
-from tests.mesh.test_on_mesh import BOUND, assert_same_losses
+from tests.mesh.layouts import EXPLICIT, make_step, mesh_of, recipe
+from tests.mesh.problems import BOUND, assert_same_losses
 from tests.reading import reader
-
-
-def make(where="ZeRO-2 on 4", tx=None, kind=AUTO, loss=None, problem="mixed", **given):
-    """A step for a layout, whose batches go over the axes that repeat parameters."""
-    shape, axes, divide = layouts.LAYOUTS[where]
-    mesh = mesh_of(*shape, kind=kind)
-    batch_axes = {"FSDP": "fsdp", "HSDP": ("data", "fsdp")}.get(where, divide or "data")
-    if loss is None:
-        loss = problems.loss_of(problems.draw(problem)[1])
-    return jm.make_train_step(
-        loss,
-        recipe() if tx is None else tx,
-        mesh,
-        axis=batch_axes,
-        specs=layouts.fitting(mesh, *axes) if axes else None,
-        min_size=given.pop("min_size", 1),
-        **given,
-    )
-
 
 STEPS = 5
 FORMS = {
@@ -60,7 +41,7 @@ def test_equals_one_device(form):
     problem = given.get("problem", "mixed")
     start, expected, losses = layouts.one_device("nanochat", problem, steps=STEPS)
     result, _, got = layouts.train_step_run(
-        make(where, **given), start, problems.batches(STEPS)
+        make_step(where, **given), start, problems.batches(STEPS)
     )
     assert problems.distance(result, expected, start) < BOUND
     assert_same_losses(got, losses)
@@ -70,10 +51,10 @@ def test_a_state_goes_on_in_another_form(tmp_path):
     """Saved by ZeRO-2, restored divided between steps: what `abstract` is for."""
     start, expected, _ = layouts.one_device("nanochat", steps=STEPS)
     data = problems.batches(STEPS)
-    params, state, _ = layouts.train_step_run(make(), start, data[:3])
+    params, state, _ = layouts.train_step_run(make_step(), start, data[:3])
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "3", {"params": params, "state": state})
-    step = make("ZeRO-2 on 8", parameters="divided")
+    step = make_step("ZeRO-2 on 8", parameters="divided")
     target = dict(zip(("params", "state"), step.abstract(start), strict=True))
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "3", target)
@@ -86,7 +67,7 @@ def test_a_state_goes_on_in_another_form(tmp_path):
 
 def test_buffers_are_donated_and_the_users_own_stay():
     params, _ = problems.draw("mixed")
-    step, batch = make(), problems.batches(1)[0]
+    step, batch = make_step(), problems.batches(1)[0]
     placed, state = step.init(params)
     step(placed, state, batch)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(placed))
@@ -116,7 +97,7 @@ def test_weights_that_differ_between_devices(given):
 
     kept = [batch[mask == 1] for batch in data]
     expected, _, losses = problems.single_device(recipe(), plain, params, kept)
-    step = make(loss=loss, weighted=True, **given)
+    step = make_step(loss=loss, weighted=True, **given)
     result, _, got = layouts.train_step_run(step, params, masked)
     assert problems.distance(result, expected, params) < BOUND
     assert_same_losses(got, losses)
@@ -126,7 +107,7 @@ def test_a_batch_in_which_nothing_counts_moves_little():
     """No gradient at all: finite, and no more than decay and rounding."""
     params, weights = problems.draw("one matrix only")
     plain = problems.loss_of(weights)
-    step = make(loss=lambda p, b: (plain(p, b), 0.0), weighted=True)
+    step = make_step(loss=lambda p, b: (plain(p, b), 0.0), weighted=True)
     placed, state = step.init(params)
     after, _, metrics = step(placed, state, problems.batches(1)[0])
     assert metrics["loss"] == 0
@@ -141,7 +122,7 @@ def test_float16_means_and_weights_do_not_overflow():
     def loss(p, b):
         return jnp.mean(b) * jnp.sum(p["w"]) * jnp.float16(9000), 1e5
 
-    step = make("ZeRO-2 on 8", optax.sgd(1e-3), loss=loss, weighted=True)
+    step = make_step("ZeRO-2 on 8", optax.sgd(1e-3), loss=loss, weighted=True)
     after, _, metrics = step(*step.init(params), batch)
     np.testing.assert_allclose(after["w"], -9.0, rtol=1e-2)
     assert metrics["loss"] == 0
@@ -157,53 +138,11 @@ def test_aux_is_averaged_whatever_its_dtype():
         aux = jax.tree.map(jnp.asarray, alike) | {"mean": jnp.mean(batch)}
         return plain(params, batch), aux
 
-    step = make(loss=loss, has_aux=True, microbatches=2)
+    step = make_step(loss=loss, has_aux=True, microbatches=2)
     _, _, metrics = step(*step.init(params), batch)
     mean = metrics["aux"].pop("mean")
     np.testing.assert_allclose(mean, jnp.mean(batch), rtol=1e-5)
     assert metrics["aux"] == alike
-
-
-@pytest.mark.parametrize(
-    ("where", "parameters", "wire"),
-    [
-        ("ZeRO-2 x FSDP x TP", "as specs", "reduce_dtype"),
-        ("ZeRO-2 on 4", "as specs", "gather_dtype"),
-        ("ZeRO-2 on 4", "divided", "gather_dtype"),
-    ],
-)
-def test_dtypes_on_the_wire(wire, where, parameters):
-    """A CPU cannot sum 16 bits over some axes of a mesh, nor take the maximum."""
-    params, weights = problems.draw("mixed")
-    data = problems.batches(3)
-    plain = problems.loss_of(weights)
-
-    def loss(params, batch):
-        aux = {"mean": batch.mean(), "largest": batch.max()}
-        return plain(params, batch), jax.tree.map(lambda x: x.astype("bfloat16"), aux)
-
-    given = {"where": where, "loss": loss, "parameters": parameters}
-    given |= {"has_aux": True, "max_aux": "largest"}
-    given |= {"tx": optax.sgd(0.1, momentum=0.9)}
-    exact, coarse = (
-        layouts.train_step_run(make(**given, transfers=how), params, data)[0]
-        for how in (jm.Transfers(), jm.Transfers(**{wire: jnp.bfloat16}))
-    )
-    assert 1e-6 < problems.distance(coarse, exact, params) < 2e-2  # roundings of 2^-9
-
-
-def test_complex_numbers_keep_their_imaginary_parts_on_the_wire():
-    def loss(params, batch):
-        return jnp.mean(jnp.abs(params["w"]) ** 2) * jnp.mean(batch)
-
-    params = {"w": jnp.full((8, 16), 1 + 2j)}
-    given = {"tx": optax.sgd(64.0), "loss": loss}
-    narrow = jm.Transfers(reduce_dtype="bfloat16", gather_dtype="bfloat16")
-    given |= {"transfers": narrow}
-    for parameters in ("as specs", "divided"):
-        step = make("ZeRO-2 on 8", parameters=parameters, **given)
-        after, _, _ = step(*step.init(params), jnp.ones(8))
-        np.testing.assert_allclose(after["w"], 0 + 4j, atol=1e-6)
 
 
 # --- what is sent ---------------------------------------------------------------------
@@ -212,7 +151,7 @@ def test_complex_numbers_keep_their_imaginary_parts_on_the_wire():
 def test_zero2_scatters_each_leaf_and_nothing_twice():
     """A device sends (N-1)/N of all bytes in reduce-scatters, but for small leaves."""
     params, _ = problems.draw("mixed")
-    step = make("ZeRO-2 on 8", optax.adam(1e-3), min_size=200)
+    step = make_step("ZeRO-2 on 8", optax.adam(1e-3), min_size=200)
     sent = collectives(step._step, *step.abstract(params), problems.batches(1)[0])
     divided = [  # the others are small, or 8 does not divide them
         x.nbytes * 7 / 8
@@ -229,7 +168,9 @@ def test_zero2_scatters_each_leaf_and_nothing_twice():
 def test_plan_counts_what_a_step_sends(form):
     where, given = FORMS[form]
     params, _ = problems.draw("mixed")
-    step = make(where, min_size=200, transfers=jm.Transfers(gather="leaves"), **given)
+    step = make_step(
+        where, min_size=200, transfers=jm.Transfers(gather="leaves"), **given
+    )
     shapes, state = step.abstract(params)
     planned = jm.describe(step.tx, shapes)
     sent = collectives(step._step, shapes, state, problems.batches(1)[0])
@@ -251,7 +192,7 @@ def test_plan_counts_what_a_step_sends(form):
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_batch_may_have_arrays_of_no_elements(microbatches):
     """As features of no width, whose shape -1 cannot stand for."""
-    step = make(
+    step = make_step(
         loss=lambda params, batch: jnp.sum(params["w"]) + jnp.sum(batch["none"]),
         microbatches=microbatches,
     )
@@ -265,7 +206,7 @@ def test_a_batch_may_have_arrays_of_no_elements(microbatches):
 
 def test_errors_of_a_step_leave_its_arguments():
     params, _ = problems.draw("one matrix only")
-    step = make(problem="one matrix only", microbatches=3)
+    step = make_step(problem="one matrix only", microbatches=3)
     placed, state = step.init(params)
     with pytest.raises(ValueError, match=r"batch has shape \(16, 24\); .*4\) .* \(3\)"):
         step(placed, state, problems.batches(1)[0])
@@ -298,20 +239,6 @@ def test_arguments(given, match):
     given = {"mesh": mesh_of(2, 2)} | given
     with pytest.raises(ValueError, match=match):
         jm.make_train_step(lambda p, b: 0.0, jm.nanochat(), **given)
-
-
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
-        ({"gather": "always"}, "gather='always'; expected one of 'auto'"),
-        ({"reduce_dtype": "int8"}, "reduce_dtype='int8'; expected"),
-        ({"gather_dtype": "int8"}, "gather_dtype='int8'; expected"),
-        ({"keep_gathered": 1}, "keep_gathered=1; expected True or False"),
-    ],
-)
-def test_arguments_of_transfers(given, match):
-    with pytest.raises(ValueError, match=match):
-        jm.Transfers(**given)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +282,7 @@ def test_the_optimizer_gets_the_loss():
     given = {"rtol": 0.0, "atol": 1e9, "factor": 0.5, "patience": 1}
     plateau = optax.contrib.reduce_on_plateau(**given)
     params, _ = problems.draw("one matrix only")
-    step = make(tx=optax.chain(jm.muon(), plateau), problem="one matrix only")
+    step = make_step(tx=optax.chain(jm.muon(), plateau), problem="one matrix only")
     params, state = step.init(params)
     for batch in problems.batches(3):
         params, state, _ = step(params, state, batch)
@@ -369,7 +296,7 @@ def test_an_on_mesh_within_the_optimizer_changes_nothing():
     clip, mesh = optax.clip_by_global_norm(1.0), mesh_of(4)
 
     def trained(tx):
-        step = make(tx=optax.chain(clip, tx), problem=problem)
+        step = make_step(tx=optax.chain(clip, tx), problem=problem)
         return layouts.train_step_run(step, params, problems.batches(2))[0]["y"]
 
     on_mesh = trained(jm.on_mesh(recipe(), mesh, divide="data"))
@@ -400,7 +327,7 @@ def test_integers_among_the_parameters_stay_as_they_are(parameters, alone, given
         return jnp.mean(y**2) * params["count"]
 
     batch = jnp.asarray(np.random.default_rng(5).standard_normal((8, 8)))
-    step = make(loss=loss, tx=tx, parameters=parameters, donate=False)
+    step = make_step(loss=loss, tx=tx, parameters=parameters, donate=False)
     after, _, _ = step(*step.init(params), batch)
     np.testing.assert_array_equal(after["count"], 3)
     np.testing.assert_array_equal(after["mask"], params["mask"])

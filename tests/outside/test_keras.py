@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jax_muon as jm
-from tests import pages
+from tests import pages, trees
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_the_step_of_the_page(keras, rng, as_users_write):
     )
 
 
-def test_trajectory(keras, rng):
+def test_trajectory(keras):
     """Tall, wide and square matrices, an embedding and a bias, for twenty steps."""
     shapes = {
         "tall": (24, 6),
@@ -56,22 +56,17 @@ def test_trajectory(keras, rng):
         "bias": (6,),
     }
     steps, rate, decay = 20, 0.02, 0.1
-    start = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
-    start = {name: x.astype(np.float32) for name, x in start.items()}
-    grads = [
-        {k: rng.standard_normal(s).astype(np.float32) for k, s in shapes.items()}
-        for _ in range(steps)
-    ]
+    start = params = trees.normal(shapes)
     theirs = {name: keras.Variable(x, name=name) for name, x in start.items()}
     optimizer = keras.optimizers.Muon(
         rate, adam_weight_decay=decay, weight_decay=decay, epsilon=1e-12
     )
     adamw = optax.adamw(rate, 0.9, 0.999, 1e-12, weight_decay=decay)
     tx = jm.moonlight(rate, 0.95, decay, dtype="float32", adamw=adamw)
-    params = {name: jnp.asarray(x) for name, x in start.items()}
     state, update = tx.init(params), jax.jit(tx.update)
-    for grad in grads:
-        optimizer.apply([jnp.asarray(grad[k]) for k in shapes], list(theirs.values()))
+    for step in range(steps):
+        grad = trees.normal(shapes, 1 + step)
+        optimizer.apply([grad[k] for k in theirs], list(theirs.values()))
         updates, state = update(grad, state, params)
         params = optax.apply_updates(params, updates)
     for name, x in params.items():

@@ -23,6 +23,7 @@ from parity.references import Nanochat
 torch.set_num_threads(1)
 STEPS = 10
 NAMES = ("wide.weight", "conv.weight", "attn.query.weight", "attn.out.weight")
+NAMES += ("square.weight", "tall.weight", "row.weight", "column.weight")
 NAMES += ("pool.0.weight", "pool.1.weight", *problems.ADAMW_NAMES)
 
 
@@ -68,9 +69,11 @@ def test_a_whole_tree_crosses_and_returns():
     [
         ("nanochat, January", "gaussian", "float64"),
         ("nanochat, January", "tiny", "float32"),
+        ("nanochat, January", "zero", "float64"),
         ("nanochat, August", "sparse", "float32"),
         ("muon", "ill_conditioned", "float32"),
         ("moonlight", "gaussian", "float64"),
+        ("moonlight", "zero", "float64"),
         ("normuon", "gaussian", "float64"),
         ("teon", "gaussian", "float64"),
         ("muonh", "gaussian", "float64"),

@@ -7,6 +7,9 @@ its decorator, which was written from the code and not from what the reader said
 
     @program({"emb": "embedding", "up": "bio", "down": "bio or adamw"})
 
+Most programs are a few lines of a language model: `parts.between` and
+`parts.language_model` register a function of x and the parameters alone.
+
 A key names a leaf or a folder that it is in, or several with spaces between them; the
 longest that fits decides. A value is
 

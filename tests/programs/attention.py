@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from tests.programs import program
 from tests.programs.parts import (
@@ -14,12 +13,13 @@ from tests.programs.parts import (
     EMBED_AND_HEAD_ANSWERS,
     HIDDEN,
     LENGTH,
-    MLP_ANSWERS,
     MODEL_ANSWERS,
     TOKENS,
     UP_DOWN,
     WIDTH,
+    attend,
     attention,
+    between,
     cross_entropy,
     floats,
     integers,
@@ -35,30 +35,29 @@ PER_HEAD = {
 }
 
 
-@program({**EMBED_AND_HEAD_ANSWERS, "q": PER_HEAD["q"], "kv": "io", "o": "bio"})
-def one_projection_for_keys_and_values():
+@between(
+    {"q": PER_HEAD["q"], "kv": "io", "o": "bio"},
+    q=floats(WIDTH, HEADS, HEAD),
+    kv=floats(WIDTH, HEAD),
+    o=floats(2, 2 * HEAD, WIDTH // 2),
+)
+def one_projection_for_keys_and_values(x, p):
     """DeepSeek-V4: keys are values too, and groups of heads have their own outputs."""
-
-    def loss(p, ids):
-        x = p["emb"][ids]
-        q = jnp.einsum("btd,dhk->bthk", x, p["q"])
-        kv = x @ p["kv"]
-        scores = jax.nn.softmax(jnp.einsum("bthk,bsk->bhts", q, kv))
-        o = jnp.einsum("bhts,bsk->bthk", scores, kv)
-        groups = o.reshape(BATCH, LENGTH, 2, 2 * HEAD)
-        y = jnp.einsum("btgi,gio->btgo", groups, p["o"]).reshape(x.shape)
-        return cross_entropy((x + y) @ p["head"], ids)
-
-    params = {
-        "q": floats(WIDTH, HEADS, HEAD),
-        "kv": floats(WIDTH, HEAD),
-        "o": floats(2, 2 * HEAD, WIDTH // 2),
-    }
-    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
+    q = jnp.einsum("btd,dhk->bthk", x, p["q"])
+    kv = x @ p["kv"]
+    scores = jax.nn.softmax(jnp.einsum("bthk,bsk->bhts", q, kv))
+    o = jnp.einsum("bhts,bsk->bthk", scores, kv)
+    groups = o.reshape(BATCH, LENGTH, 2, 2 * HEAD)
+    y = jnp.einsum("btgi,gio->btgo", groups, p["o"]).reshape(x.shape)
+    return x + y
 
 
-@program({**EMBED_AND_HEAD_ANSWERS, **PER_HEAD, "o": "iio, out"})
-def rotary_positions_and_normalized_queries():
+@between(
+    {**PER_HEAD, "o": "iio, out"},
+    **dict.fromkeys("qkv", floats(WIDTH, HEADS, HEAD)),
+    o=floats(HEADS, HEAD, WIDTH),
+)
+def rotary_positions_and_normalized_queries(x, p):
     """Halves of a head are turned, put together again and squared."""
 
     def rotate(x):
@@ -67,70 +66,42 @@ def rotary_positions_and_normalized_queries():
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         return rms(jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1))
 
-    def loss(p, ids):
-        x = p["emb"][ids]
-        q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[name]) for name in "qkv")
-        scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", rotate(q), rotate(k)))
-        o = jnp.einsum("bhts,bshk->bthk", scores, v)
-        x = x + jnp.einsum("bthk,hkd->btd", o, p["o"])
-        return cross_entropy(x @ p["head"], ids)
-
-    heads = dict.fromkeys("qkv", floats(WIDTH, HEADS, HEAD))
-    params = {**heads, "o": floats(HEADS, HEAD, WIDTH)}
-    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
+    q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[name]) for name in "qkv")
+    scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", rotate(q), rotate(k)))
+    o = jnp.einsum("bhts,bshk->bthk", scores, v)
+    return x + jnp.einsum("bthk,hkd->btd", o, p["o"])
 
 
-@program({**EMBED_AND_HEAD_ANSWERS, **PER_HEAD, "o": "iio, out"})
-def grouped_queries():
-    """JAX's own attention, with half as many heads of keys."""
-
-    def loss(p, ids):
-        x = p["emb"][ids]
-        q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[n]) for n in "qkv")
-        o = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + jnp.einsum("bthk,hkd->btd", o, p["o"])
-        return cross_entropy(x @ p["head"], ids)
-
-    params = {
-        "q": floats(WIDTH, HEADS, HEAD),
-        "k": floats(WIDTH, 2, HEAD),
-        "v": floats(WIDTH, 2, HEAD),
-        "o": floats(HEADS, HEAD, WIDTH),
-    }
-    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
-
-
-@program(
-    {
-        **EMBED_AND_HEAD_ANSWERS,
-        "qkv": "ioo or ibo or iob",
-        "out gate_up down": "io",
-    }
+@between(
+    {**PER_HEAD, "o": "iio, out"},
+    q=floats(WIDTH, HEADS, HEAD),
+    k=floats(WIDTH, 2, HEAD),
+    v=floats(WIDTH, 2, HEAD),
+    o=floats(HEADS, HEAD, WIDTH),
 )
-def fused_kernels():
+def grouped_queries(x, p):
+    """JAX's own attention, with half as many heads of keys."""
+    q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[n]) for n in "qkv")
+    o = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    return x + jnp.einsum("bthk,hkd->btd", o, p["o"])
+
+
+@between(
+    {"qkv": "ioo or ibo or iob", "out gate_up down": "io"},
+    qkv=floats(WIDTH, 3, WIDTH),
+    out=floats(WIDTH, WIDTH),
+    gate_up=floats(WIDTH, 2 * HIDDEN),
+    down=floats(HIDDEN, WIDTH),
+)
+def fused_kernels(x, p):
     """One kernel (in, 3, out) for attention, and one for both halves of a gated MLP."""
-
-    def loss(p, ids):
-        x = p["emb"][ids]
-        qkv = jnp.einsum("btd,dnh->btnh", rms(x), p["qkv"])
-        q, k, v = (
-            part.reshape(BATCH, LENGTH, HEADS, HEAD) for part in jnp.split(qkv, 3, 2)
-        )
-        scores = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
-        o = jnp.einsum("bhts,bshd->bthd", scores, v).reshape(x.shape)
-        x = x + o @ p["out"]
-        gate, up = jnp.split(rms(x) @ p["gate_up"], 2, -1)
-        x = x + (jax.nn.silu(gate) * up) @ p["down"]
-        return cross_entropy(x @ p["head"], ids)
-
-    params = {
-        **EMBED_AND_HEAD,
-        "qkv": floats(WIDTH, 3, WIDTH),
-        "out": floats(WIDTH, WIDTH),
-        "gate_up": floats(WIDTH, 2 * HIDDEN),
-        "down": floats(HIDDEN, WIDTH),
-    }
-    return loss, params, (TOKENS,)
+    qkv = jnp.einsum("btd,dnh->btnh", rms(x), p["qkv"])
+    q, k, v = (
+        part.reshape(BATCH, LENGTH, HEADS, HEAD) for part in jnp.split(qkv, 3, 2)
+    )
+    x = x + attend(q, k, v) @ p["out"]
+    gate, up = jnp.split(rms(x) @ p["gate_up"], 2, -1)
+    return x + (jax.nn.silu(gate) * up) @ p["down"]
 
 
 @program({**EMBED_AND_HEAD_ANSWERS, "q k v": "boi or ooi", "o": "iio", "up down": "io"})
@@ -154,142 +125,111 @@ def heads_first_and_chunks_in_a_scan():
     return loss, {**EMBED_AND_HEAD, **kernels, **UP_DOWN}, (TOKENS,)
 
 
-@program(
+@between(
     {
-        **EMBED_AND_HEAD_ANSWERS,
         "q_a kv_a": "io",
         "k_b": "ioo or ibo or obi",
         "q_b v_b": "ioo or ibo",
         "o": "iio",
-    }
+    },
+    q_a=floats(WIDTH, 10),
+    q_b=floats(10, HEADS, HEAD),
+    kv_a=floats(WIDTH, 8),
+    k_b=floats(8, HEADS, HEAD),
+    v_b=floats(8, HEADS, HEAD),
+    o=floats(HEADS, HEAD, WIDTH),
 )
-def latent_attention_absorbed():
+def latent_attention_absorbed(x, p):
     """DeepSeek's MLA, where queries multiply the kernel of the keys."""
-
-    def loss(p, ids):
-        x = p["emb"][ids]
-        q = jnp.einsum("btr,rhd->bthd", rms(x @ p["q_a"]), p["q_b"])
-        latent = rms(x @ p["kv_a"])
-        q = jnp.einsum("bthd,rhd->bthr", q, p["k_b"])
-        scores = jax.nn.softmax(jnp.einsum("bthr,bsr->bhts", q, latent))
-        o = jnp.einsum("bhts,bsr->bthr", scores, latent)
-        o = jnp.einsum("bthr,rhd->bthd", o, p["v_b"])
-        x = x + jnp.einsum("bthd,hdm->btm", o, p["o"])
-        return cross_entropy(x @ p["head"], ids)
-
-    params = {
-        "q_a": floats(WIDTH, 10),
-        "q_b": floats(10, HEADS, HEAD),
-        "kv_a": floats(WIDTH, 8),
-        "k_b": floats(8, HEADS, HEAD),
-        "v_b": floats(8, HEADS, HEAD),
-        "o": floats(HEADS, HEAD, WIDTH),
-    }
-    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
+    q = jnp.einsum("btr,rhd->bthd", rms(x @ p["q_a"]), p["q_b"])
+    latent = rms(x @ p["kv_a"])
+    q = jnp.einsum("bthd,rhd->bthr", q, p["k_b"])
+    scores = jax.nn.softmax(jnp.einsum("bthr,bsr->bhts", q, latent))
+    o = jnp.einsum("bhts,bsr->bthr", scores, latent)
+    o = jnp.einsum("bthr,rhd->bthd", o, p["v_b"])
+    return x + jnp.einsum("bthd,hdm->btm", o, p["o"])
 
 
-@program({**MODEL_ANSWERS, "index_w": "io or adamw", "index_q index_k": "io"})
-def sparse_indexer():
+@between(
+    {**MODEL_ANSWERS, "index_w": "io or adamw", "index_q index_k": "io"},
+    att=ATTENTION,
+    index_q=floats(WIDTH, 24),
+    index_k=floats(WIDTH, 8),
+    index_w=floats(WIDTH, 3),
+)
+def sparse_indexer(x, p):
     """DeepSeek's indexer: a small attention whose top-k masks the large one."""
-
-    def loss(p, ids):
-        x = p["emb"][ids]
-        q = (x @ p["index_q"]).reshape(BATCH, LENGTH, 3, 8)
-        scores = jnp.einsum("bthd,bsd->bhts", q, x @ p["index_k"])
-        weights = jnp.moveaxis(x @ p["index_w"], -1, 1)[..., None]
-        scores = (jax.nn.relu(scores) * weights).sum(1)
-        kept = scores >= lax.top_k(scores, 4)[0][..., -1:]
-        q, k, v = (x @ p["att"][n] for n in "qkv")
-        large = jnp.where(kept, q @ k.swapaxes(1, 2) + scores, -1e9)
-        x = x + jax.nn.softmax(large) @ v @ p["att"]["o"]
-        return cross_entropy(x @ p["head"], ids)
-
-    params = {
-        "index_q": floats(WIDTH, 24),
-        "index_k": floats(WIDTH, 8),
-        "index_w": floats(WIDTH, 3),
-    }
-    return loss, {**EMBED_AND_HEAD, "att": ATTENTION, **params}, (TOKENS,)
+    q = (x @ p["index_q"]).reshape(BATCH, LENGTH, 3, 8)
+    scores = jnp.einsum("bthd,bsd->bhts", q, x @ p["index_k"])
+    weights = jnp.moveaxis(x @ p["index_w"], -1, 1)[..., None]
+    scores = (jax.nn.relu(scores) * weights).sum(1)
+    kept = scores >= lax.top_k(scores, 4)[0][..., -1:]
+    q, k, v = (x @ p["att"][n] for n in "qkv")
+    large = jnp.where(kept, q @ k.swapaxes(1, 2) + scores, -1e9)
+    return x + jax.nn.softmax(large) @ v @ p["att"]["o"]
 
 
-@program({**MODEL_ANSWERS, "index_q index_k": "io or unused"})
-def indexer_that_only_chooses():
+@between(
+    {**MODEL_ANSWERS, "index_q index_k": "io or unused"},
+    att=ATTENTION,
+    index_q=floats(WIDTH, 10),
+    index_k=floats(WIDTH, 10),
+)
+def indexer_that_only_chooses(x, p):
     """The same without the scores in the sum: the loss has no gradient in them."""
-
-    def loss(p, ids):
-        x = p["emb"][ids]
-        scores = (x @ p["index_q"]) @ (x @ p["index_k"]).swapaxes(1, 2)
-        kept = scores >= lax.top_k(scores, 4)[0][..., -1:]
-        q, k, v = (x @ p["att"][n] for n in "qkv")
-        large = jnp.where(kept, q @ k.swapaxes(1, 2), -1e9)
-        x = x + jax.nn.softmax(large) @ v @ p["att"]["o"]
-        return cross_entropy(x @ p["head"], ids)
-
-    params = {"index_q": floats(WIDTH, 10), "index_k": floats(WIDTH, 10)}
-    return loss, {**EMBED_AND_HEAD, "att": ATTENTION, **params}, (TOKENS,)
+    scores = (x @ p["index_q"]) @ (x @ p["index_k"]).swapaxes(1, 2)
+    kept = scores >= lax.top_k(scores, 4)[0][..., -1:]
+    q, k, v = (x @ p["att"][n] for n in "qkv")
+    large = jnp.where(kept, q @ k.swapaxes(1, 2), -1e9)
+    return x + jax.nn.softmax(large) @ v @ p["att"]["o"]
 
 
-@program(
+@between(
     {
-        **EMBED_AND_HEAD_ANSWERS,
         **PER_HEAD,
         "r": "ioo or ibo",
         "o": "iio, out",
         "bias": "adamw",
-    }
+    },
+    **{name: floats(WIDTH, HEADS, HEAD) for name in "qkvr"},
+    o=floats(HEADS, HEAD, WIDTH),
+    bias={name: floats(HEADS, HEAD) for name in "uv"},
 )
-def transformer_xl():
+def transformer_xl(x, p):
     """Relative positions: sinusoids times a kernel, and biases of the queries."""
-
-    def loss(p, ids):
-        x = p["emb"][ids]
-        steps = jnp.arange(2 * LENGTH)[:, None]
-        positions = jnp.sin(steps * jnp.exp(-jnp.arange(WIDTH) / 5))
-        q, k, v = (jnp.einsum("btd,dnh->btnh", x, p[n]) for n in "qkv")
-        r = jnp.einsum("sd,dnh->snh", positions, p["r"])
-        content = jnp.einsum("btnh,bsnh->bnts", q + p["bias"]["u"], k)
-        position = jnp.einsum("btnh,snh->bnts", q + p["bias"]["v"], r)[..., :LENGTH]
-        scores = jax.nn.softmax(content + position)
-        o = jnp.einsum("bnts,bsnh->btnh", scores, v)
-        x = x + jnp.einsum("btnh,nhd->btd", o, p["o"])
-        return cross_entropy(x @ p["head"], ids)
-
-    params = {
-        **{name: floats(WIDTH, HEADS, HEAD) for name in "qkvr"},
-        "o": floats(HEADS, HEAD, WIDTH),
-        "bias": {name: floats(HEADS, HEAD) for name in "uv"},
-    }
-    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
+    steps = jnp.arange(2 * LENGTH)[:, None]
+    positions = jnp.sin(steps * jnp.exp(-jnp.arange(WIDTH) / 5))
+    q, k, v = (jnp.einsum("btd,dnh->btnh", x, p[n]) for n in "qkv")
+    r = jnp.einsum("sd,dnh->snh", positions, p["r"])
+    content = jnp.einsum("btnh,bsnh->bnts", q + p["bias"]["u"], k)
+    position = jnp.einsum("btnh,snh->bnts", q + p["bias"]["v"], r)[..., :LENGTH]
+    scores = jax.nn.softmax(content + position)
+    o = jnp.einsum("bnts,bsnh->btnh", scores, v)
+    return x + jnp.einsum("btnh,nhd->btd", o, p["o"])
 
 
-@program(
+@between(
     {
         **MODEL_ANSWERS,
         "bias_table": "adamw",
         "position_in": "io or adamw",
         "position_out": "io",
-    }
+    },
+    att=ATTENTION,
+    bias_table=floats(2 * LENGTH, HEADS),
+    position_in=floats(2, 32),
+    position_out=floats(32, HEADS),
 )
-def relative_position_biases():
+def relative_position_biases(x, p):
     """T5's table of biases, and Swin v2's MLP of coordinates."""
-
-    def loss(p, ids):
-        x = p["emb"][ids]
-        distance = jnp.arange(LENGTH)[:, None] - jnp.arange(LENGTH)
-        coordinates = jnp.stack([distance, -distance], -1).astype(jnp.float32)
-        hidden = jax.nn.relu(coordinates @ p["position_in"])
-        bias = p["bias_table"][distance + LENGTH] + hidden @ p["position_out"]
-        q, k, v = ((x @ p["att"][n]).reshape(BATCH, LENGTH, HEADS, HEAD) for n in "qkv")
-        scores = jnp.einsum("bthd,bshd->bhts", q, k) + jnp.moveaxis(bias, -1, 0)
-        o = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v).reshape(x.shape)
-        return cross_entropy((x + o @ p["att"]["o"]) @ p["head"], ids)
-
-    params = {
-        "bias_table": floats(2 * LENGTH, HEADS),
-        "position_in": floats(2, 32),
-        "position_out": floats(32, HEADS),
-    }
-    return loss, {**EMBED_AND_HEAD, "att": ATTENTION, **params}, (TOKENS,)
+    distance = jnp.arange(LENGTH)[:, None] - jnp.arange(LENGTH)
+    coordinates = jnp.stack([distance, -distance], -1).astype(jnp.float32)
+    hidden = jax.nn.relu(coordinates @ p["position_in"])
+    bias = p["bias_table"][distance + LENGTH] + hidden @ p["position_out"]
+    q, k, v = ((x @ p["att"][n]).reshape(BATCH, LENGTH, HEADS, HEAD) for n in "qkv")
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) + jnp.moveaxis(bias, -1, 0)
+    o = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v).reshape(x.shape)
+    return x + o @ p["att"]["o"]
 
 
 @program(
@@ -323,171 +263,107 @@ def vision_transformer():
 
 # --- parameters in the place of tokens ------------------------------------------------
 
-LATENT_ANSWERS = {**MODEL_ANSWERS, "latents": "adamw"}
 # Where the loss cannot tell which side of attention is which.
 NO_ROLES = {"att/q att/k att/v att/o": "io"}
-LATENTS = {**EMBED_AND_HEAD, "latents": floats(8, WIDTH)}
+LATENTS = {"att": ATTENTION, "latents": floats(8, WIDTH)}
 
 
-@program(LATENT_ANSWERS)
-def latents():
+@between({**ATTENTION_ANSWERS, "latents": "adamw"}, **LATENTS)
+def latents(x, p):
     """Perceiver: learned tokens, repeated for each sequence, look at the data."""
-
-    def loss(p, ids):
-        x, att = p["emb"][ids], p["att"]
-        z = jnp.broadcast_to(p["latents"], (BATCH, 8, WIDTH))
-        q, k, v = rms(z) @ att["q"], x @ att["k"], x @ att["v"]
-        z = z + jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v @ att["o"]
-        return cross_entropy(z.mean(1) @ p["head"], ids[:, 0])
-
-    return loss, {**LATENTS, "att": ATTENTION}, (TOKENS,)
+    att = p["att"]
+    z = jnp.broadcast_to(p["latents"], (BATCH, 8, WIDTH))
+    q, k, v = rms(z) @ att["q"], x @ att["k"], x @ att["v"]
+    z = z + jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v @ att["o"]
+    return z.mean(1)
 
 
-@program({**LATENT_ANSWERS, **NO_ROLES})
-def latents_not_repeated():
+@between({**NO_ROLES, "latents": "adamw"}, **LATENTS)
+def latents_not_repeated(x, p):
     """The same without the repetition: two parameters are multiplied."""
-
-    def loss(p, ids):
-        x, att = p["emb"][ids], p["att"]
-        q, k, v = p["latents"] @ att["q"], x @ att["k"], x @ att["v"]
-        z = jax.nn.softmax(jnp.einsum("nd,btd->bnt", q, k)) @ v @ att["o"]
-        return cross_entropy(z.mean(1) @ p["head"], ids[:, 0])
-
-    return loss, {**LATENTS, "att": ATTENTION}, (TOKENS,)
+    att = p["att"]
+    q, k, v = p["latents"] @ att["q"], x @ att["k"], x @ att["v"]
+    z = jax.nn.softmax(jnp.einsum("nd,btd->bnt", q, k)) @ v @ att["o"]
+    return z.mean(1)
 
 
-@program({**LATENT_ANSWERS, **NO_ROLES, "att/bias": "adamw"})
-def latents_not_repeated_with_bias():
+@between(
+    {**NO_ROLES, "latents att/bias": "adamw"},
+    att={**ATTENTION, "bias": floats(WIDTH)},
+    latents=floats(8, WIDTH),
+)
+def latents_not_repeated_with_bias(x, p):
     """A bias comes between the product of the two parameters and the data."""
-
-    def loss(p, ids):
-        x, att = p["emb"][ids], p["att"]
-        q = p["latents"] @ att["q"] + att["bias"]
-        k, v = x @ att["k"], x @ att["v"]
-        o = jax.nn.softmax(jnp.einsum("nd,btd->bnt", q, k)) @ v @ att["o"]
-        return cross_entropy((p["latents"] + o).mean(1) @ p["head"], ids[:, 0])
-
-    return loss, {**LATENTS, "att": {**ATTENTION, "bias": floats(WIDTH)}}, (TOKENS,)
+    att = p["att"]
+    q = p["latents"] @ att["q"] + att["bias"]
+    k, v = x @ att["k"], x @ att["v"]
+    o = jax.nn.softmax(jnp.einsum("nd,btd->bnt", q, k)) @ v @ att["o"]
+    return (p["latents"] + o).mean(1)
 
 
-@program({**EMBED_AND_HEAD_ANSWERS, "queries": "adamw", "0 1": "io"})
-def object_queries():
+THREE = {name: floats(WIDTH, WIDTH) for name in "qkv"}
+
+
+@between(
+    {"queries": "adamw", "0 1": "io"},
+    queries=floats(8, WIDTH),
+    **{layer: {"itself": THREE, "data": THREE} for layer in "01"},
+)
+def object_queries(x, p):
     """DETR: learned queries attend to each other before they see any data."""
 
     def attend(x, y, p):
         scores = jax.nn.softmax((x @ p["q"]) @ (y @ p["k"]).swapaxes(1, 2))
         return scores @ (y @ p["v"])
 
-    def loss(p, ids):
-        x = p["emb"][ids]
-        z = jnp.tile(p["queries"][None], (BATCH, 1, 1))
-        for layer in "01":
-            z = z + attend(z, z, p[layer]["itself"])
-            z = z + attend(z, x, p[layer]["data"])
-        return cross_entropy(z @ p["head"], ids[:, :8])
-
-    kernels = {name: floats(WIDTH, WIDTH) for name in "qkv"}
-    layers = {layer: {"itself": kernels, "data": kernels} for layer in "01"}
-    return loss, {**EMBED_AND_HEAD, "queries": floats(8, WIDTH), **layers}, (TOKENS,)
+    z = jnp.tile(p["queries"][None], (BATCH, 1, 1))
+    for layer in "01":
+        z = z + attend(z, z, p[layer]["itself"])
+        z = z + attend(z, x, p[layer]["data"])
+    return z
 
 
-@program({**MODEL_ANSWERS, "prefix_k prefix_v sinks registers": "adamw", "up": "io"})
-def prefixes_sinks_and_registers():
+@between(
+    {**MODEL_ANSWERS, "prefix_k prefix_v sinks registers": "adamw", "up": "io"},
+    att=ATTENTION,
+    prefix_k=floats(5, HEADS, HEAD),
+    prefix_v=floats(5, HEADS, HEAD),
+    sinks=floats(HEADS),
+    registers=floats(3, WIDTH),
+    up={"in": UP_DOWN["up"], "out": UP_DOWN["down"]},
+)
+def prefixes_sinks_and_registers(x, p):
     """Learned keys and values, a learned score for nothing, and learned tokens."""
-
-    def loss(p, ids):
-        x, att = p["emb"][ids], p["att"]
-        registers = jnp.broadcast_to(p["registers"], (BATCH, 3, WIDTH))
-        x = jnp.concatenate([registers, x], 1)
-        heads = (BATCH, -1, HEADS, HEAD)
-        q, k, v = ((x @ att[n]).reshape(heads) for n in "qkv")
-        prefix = (BATCH, 5, HEADS, HEAD)
-        k = jnp.concatenate([jnp.broadcast_to(p["prefix_k"], prefix), k], 1)
-        v = jnp.concatenate([jnp.broadcast_to(p["prefix_v"], prefix), v], 1)
-        scores = jnp.einsum("bthd,bshd->bhts", q, k)
-        sinks = jnp.broadcast_to(p["sinks"][:, None, None], (*scores.shape[:-1], 1))
-        scores = jax.nn.softmax(jnp.concatenate([scores, sinks], -1))[..., :-1]
-        o = jnp.einsum("bhts,bshd->bthd", scores, v).reshape(BATCH, -1, WIDTH)
-        x = x + o @ att["o"]
-        x = x + jax.nn.gelu(x @ p["up"]["in"]) @ p["up"]["out"]
-        return cross_entropy(x[:, 3:] @ p["head"], ids)
-
-    params = {
-        "prefix_k": floats(5, HEADS, HEAD),
-        "prefix_v": floats(5, HEADS, HEAD),
-        "sinks": floats(HEADS),
-        "registers": floats(3, WIDTH),
-        "up": {"in": UP_DOWN["up"], "out": UP_DOWN["down"]},
-    }
-    return loss, {**EMBED_AND_HEAD, "att": ATTENTION, **params}, (TOKENS,)
+    att = p["att"]
+    registers = jnp.broadcast_to(p["registers"], (BATCH, 3, WIDTH))
+    x = jnp.concatenate([registers, x], 1)
+    heads = (BATCH, -1, HEADS, HEAD)
+    q, k, v = ((x @ att[n]).reshape(heads) for n in "qkv")
+    prefix = (BATCH, 5, HEADS, HEAD)
+    k = jnp.concatenate([jnp.broadcast_to(p["prefix_k"], prefix), k], 1)
+    v = jnp.concatenate([jnp.broadcast_to(p["prefix_v"], prefix), v], 1)
+    scores = jnp.einsum("bthd,bshd->bhts", q, k)
+    sinks = jnp.broadcast_to(p["sinks"][:, None, None], (*scores.shape[:-1], 1))
+    scores = jax.nn.softmax(jnp.concatenate([scores, sinks], -1))[..., :-1]
+    o = jnp.einsum("bhts,bshd->bthd", scores, v).reshape(BATCH, -1, WIDTH)
+    x = x + o @ att["o"]
+    x = x + jax.nn.gelu(x @ p["up"]["in"]) @ p["up"]["out"]
+    return x[:, 3:]
 
 
-@program({**EMBED_AND_HEAD_ANSWERS, "query": "io", "keys": "adamw?", "values": "adamw"})
-def product_key_memory():
+@between(
+    {"query": "io", "keys": "adamw?", "values": "adamw"},
+    query=floats(WIDTH, 16),
+    keys=floats(2, 10, 8),
+    values=floats(100, WIDTH),
+)
+def product_key_memory(x, p):
     """Keys that are compared with queries, and a table of the values of the best."""
-
-    def loss(p, ids):
-        x = p["emb"][ids]
-        q = (x @ p["query"]).reshape(BATCH, LENGTH, 2, 8)
-        scores = jnp.einsum("btnd,nkd->btnk", q, p["keys"])
-        best, chosen = lax.top_k(scores, 3)
-        both = best[:, :, 0, :, None] + best[:, :, 1, None, :]
-        numbers = chosen[:, :, 0, :, None] * 10 + chosen[:, :, 1, None, :]
-        weights = jax.nn.softmax(both.reshape(BATCH, LENGTH, 9))
-        values = p["values"][numbers.reshape(BATCH, LENGTH, 9)]
-        x = x + jnp.einsum("btk,btkd->btd", weights, values)
-        return cross_entropy(x @ p["head"], ids)
-
-    params = {
-        "query": floats(WIDTH, 16),
-        "keys": floats(2, 10, 8),
-        "values": floats(100, WIDTH),
-    }
-    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
-
-
-# --- kernels that hide what they compute ----------------------------------------------
-
-
-@program({**MLP_ANSWERS, **NO_ROLES})
-def attention_kernel_with_its_own_derivative():
-    """A Pallas kernel between products, in a `custom_vjp`; it takes no parameter."""
-
-    def kernel(q, k, v, o):
-        o[...] = q[...] + k[...] + v[...]
-
-    @jax.custom_vjp
-    def flash(q, k, v):
-        out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-        return pl.pallas_call(kernel, out_shape=out)(q, k, v)
-
-    flash.defvjp(lambda q, k, v: (flash(q, k, v), None), lambda _, g: (g, g, g))
-
-    def loss(p, ids):
-        x, att = p["emb"][ids], p["att"]
-        x = x + flash(x @ att["q"], x @ att["k"], x @ att["v"]) @ att["o"]
-        x = x + jax.nn.gelu(rms(x) @ p["up"]) @ p["down"]
-        return cross_entropy(x @ p["head"], ids)
-
-    return loss, {**EMBED_AND_HEAD, "att": ATTENTION, **UP_DOWN}, (TOKENS,)
-
-
-@program({**MLP_ANSWERS, "up": "io?"})
-def product_in_a_kernel():
-    """A Pallas kernel takes a parameter: names may decide what the loss cannot."""
-
-    def kernel(x, w, o):
-        o[...] = x[...] @ w[...]
-
-    def product(x, w):
-        out = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
-        return pl.pallas_call(kernel, out_shape=out)(x, w)
-
-    def loss(p, ids):
-        x = p["emb"][ids]
-        x = x + attention(x, p["att"])
-        hidden = product(rms(x).reshape(-1, WIDTH), p["up"])
-        x = x + jax.nn.gelu(hidden).reshape(BATCH, LENGTH, HIDDEN) @ p["down"]
-        return cross_entropy(rms(x) @ p["head"], ids)
-
-    return loss, {**EMBED_AND_HEAD, "att": ATTENTION, **UP_DOWN}, (TOKENS,)
+    q = (x @ p["query"]).reshape(BATCH, LENGTH, 2, 8)
+    scores = jnp.einsum("btnd,nkd->btnk", q, p["keys"])
+    best, chosen = lax.top_k(scores, 3)
+    both = best[:, :, 0, :, None] + best[:, :, 1, None, :]
+    numbers = chosen[:, :, 0, :, None] * 10 + chosen[:, :, 1, None, :]
+    weights = jax.nn.softmax(both.reshape(BATCH, LENGTH, 9))
+    values = p["values"][numbers.reshape(BATCH, LENGTH, 9)]
+    return x + jnp.einsum("btk,btkd->btd", weights, values)

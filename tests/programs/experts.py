@@ -8,16 +8,15 @@ from jax.sharding import PartitionSpec as P
 from tests.programs import program
 from tests.programs.parts import (
     BATCH,
-    EMBED_AND_HEAD,
     EXPERTS,
     HIDDEN,
     LENGTH,
     MODEL_ANSWERS,
-    TOKENS,
     WIDTH,
-    cross_entropy,
+    between,
     floats,
     language_model,
+    model_with_attention,
 )
 
 ANSWERS = {**MODEL_ANSWERS, "router": "router", "up down": "bio"}
@@ -51,114 +50,82 @@ def both_layers(x_e, p):
     return jnp.einsum("ecf,efd->ecd", hidden, p["down"])
 
 
-@program(ANSWERS)
-def moe_einsum_dispatch():
+@language_model(ANSWERS, **ROUTED)
+def moe_einsum_dispatch(x, p):
     """Tokens travel to slots of their experts by a product with a one-hot tensor."""
-
-    def block(x, p):
-        weights, chosen = top_two(x, p)
-        hot = jax.nn.one_hot(chosen, EXPERTS)
-        place = jnp.cumsum(hot.reshape(BATCH, -1, EXPERTS), 1).reshape(hot.shape) * hot
-        dispatch = jax.nn.one_hot(place.astype(int), 8) * hot[..., None]
-        x_e = jnp.einsum("btkec,btd->becd", dispatch, x)
-        hidden = jax.nn.gelu(jnp.einsum("becd,edf->becf", x_e, p["up"]))
-        y = jnp.einsum("becf,efd->becd", hidden, p["down"])
-        return jnp.einsum("becd,btkec,btk->btd", y, dispatch, weights)
-
-    return language_model(block, **ROUTED)
+    weights, chosen = top_two(x, p)
+    hot = jax.nn.one_hot(chosen, EXPERTS)
+    place = jnp.cumsum(hot.reshape(BATCH, -1, EXPERTS), 1).reshape(hot.shape) * hot
+    dispatch = jax.nn.one_hot(place.astype(int), 8) * hot[..., None]
+    x_e = jnp.einsum("btkec,btd->becd", dispatch, x)
+    hidden = jax.nn.gelu(jnp.einsum("becd,edf->becf", x_e, p["up"]))
+    y = jnp.einsum("becf,efd->becd", hidden, p["down"])
+    return jnp.einsum("becd,btkec,btk->btd", y, dispatch, weights)
 
 
-@program(ANSWERS)
-def moe_dense():
+@language_model(ANSWERS, **ROUTED)
+def moe_dense(x, p):
     """All experts see all tokens, and the sum is weighted afterwards."""
-
-    def block(x, p):
-        hidden = jax.nn.gelu(jnp.einsum("btd,edf->btef", x, p["up"]))
-        y = jnp.einsum("btef,efd->bted", hidden, p["down"])
-        return jnp.einsum("bted,bte->btd", y, gates(x, p))
-
-    return language_model(block, **ROUTED)
+    hidden = jax.nn.gelu(jnp.einsum("btd,edf->btef", x, p["up"]))
+    y = jnp.einsum("btef,efd->bted", hidden, p["down"])
+    return jnp.einsum("bted,bte->btd", y, gates(x, p))
 
 
-@program(ANSWERS)
-def moe_dense_summed_in_the_product():
+@language_model(ANSWERS, **ROUTED)
+def moe_dense_summed_in_the_product(x, p):
     """The second product sums over the experts too."""
-
-    def block(x, p):
-        hidden = jax.nn.gelu(jnp.einsum("btd,edf->btef", x, p["up"]))
-        return jnp.einsum("btef,efd->btd", hidden * gates(x, p)[..., None], p["down"])
-
-    return language_model(block, **ROUTED)
+    hidden = jax.nn.gelu(jnp.einsum("btd,edf->btef", x, p["up"]))
+    return jnp.einsum("btef,efd->btd", hidden * gates(x, p)[..., None], p["down"])
 
 
-@program(ANSWERS)
-def moe_gathered_weights():
+@language_model(ANSWERS, **ROUTED)
+def moe_gathered_weights(x, p):
     """Each token gathers the matrices of its experts."""
-
-    def block(x, p):
-        weights, chosen = top_two(x, p)
-        hidden = jax.nn.gelu(jnp.einsum("btd,btkdf->btkf", x, p["up"][chosen]))
-        return jnp.einsum("btkf,btkfd,btk->btd", hidden, p["down"][chosen], weights)
-
-    return language_model(block, **ROUTED)
+    weights, chosen = top_two(x, p)
+    hidden = jax.nn.gelu(jnp.einsum("btd,btkdf->btkf", x, p["up"][chosen]))
+    return jnp.einsum("btkf,btkfd,btk->btd", hidden, p["down"][chosen], weights)
 
 
-@program(ANSWERS)
-def moe_gathered_weights_in_the_first_layer():
+@between(ANSWERS, **ROUTED)
+def moe_gathered_weights_in_the_first_layer(x, p):
     """The router is an argmax of the embeddings, with nothing before it."""
-
-    def loss(p, ids):
-        x = p["emb"][ids]
-        chosen = jnp.argmax(x @ p["router"], -1)
-        hidden = jnp.einsum("btd,btdf->btf", x, p["up"][chosen])
-        y = jnp.einsum("btf,btfd->btd", hidden, p["down"][chosen])
-        return cross_entropy(y @ p["head"], ids)
-
-    return loss, {**EMBED_AND_HEAD, **ROUTED}, (TOKENS,)
+    chosen = jnp.argmax(x @ p["router"], -1)
+    hidden = jnp.einsum("btd,btdf->btf", x, p["up"][chosen])
+    y = jnp.einsum("btf,btfd->btd", hidden, p["down"][chosen])
+    return y
 
 
-@program(ANSWERS)
-def moe_ragged_dot():
+@language_model(ANSWERS, **ROUTED)
+def moe_ragged_dot(x, p):
     """Tokens are sorted by expert, and `ragged_dot` multiplies each group."""
-
-    def block(x, p):
-        weights, chosen = top_two(x, p)
-        order, sizes = sort_by_expert(chosen)
-        rows = x.reshape(-1, WIDTH)[order // 2]
-        hidden = jax.nn.gelu(lax.ragged_dot(rows, p["up"], sizes))
-        y = lax.ragged_dot(hidden, p["down"], sizes)
-        y = y[jnp.argsort(order)].reshape(BATCH, LENGTH, 2, WIDTH)
-        return (y * weights[..., None]).sum(2)
-
-    return language_model(block, **ROUTED)
+    weights, chosen = top_two(x, p)
+    order, sizes = sort_by_expert(chosen)
+    rows = x.reshape(-1, WIDTH)[order // 2]
+    hidden = jax.nn.gelu(lax.ragged_dot(rows, p["up"], sizes))
+    y = lax.ragged_dot(hidden, p["down"], sizes)
+    y = y[jnp.argsort(order)].reshape(BATCH, LENGTH, 2, WIDTH)
+    return (y * weights[..., None]).sum(2)
 
 
-@program(ANSWERS)
-def moe_vmap_over_experts():
+@language_model(ANSWERS, **ROUTED)
+def moe_vmap_over_experts(x, p):
     """`vmap` over the matrices with the same tokens for all: no axis is a batch yet."""
-
-    def block(x, p):
-        gate = jax.nn.softmax(x @ p["router"])
-        gate = jnp.where(gate >= lax.top_k(gate, 2)[0][..., -1:], gate, 0)
-        mlp = jax.vmap(lambda up, down: jax.nn.gelu(x @ up) @ down)
-        return jnp.einsum("ebtd,bte->btd", mlp(p["up"], p["down"]), gate)
-
-    return language_model(block, **ROUTED)
+    gate = jax.nn.softmax(x @ p["router"])
+    gate = jnp.where(gate >= lax.top_k(gate, 2)[0][..., -1:], gate, 0)
+    mlp = jax.vmap(lambda up, down: jax.nn.gelu(x @ up) @ down)
+    return jnp.einsum("ebtd,bte->btd", mlp(p["up"], p["down"]), gate)
 
 
-@program(ANSWERS)
-def moe_scan_over_experts():
+@language_model(ANSWERS, **ROUTED)
+def moe_scan_over_experts(x, p):
     """A scan goes from expert to expert."""
 
-    def block(x, p):
-        def add(total, expert):
-            up, down, gate = expert
-            return total + (jax.nn.gelu(x @ up) @ down) * gate[..., None], None
+    def add(total, expert):
+        up, down, gate = expert
+        return total + (jax.nn.gelu(x @ up) @ down) * gate[..., None], None
 
-        gate = jnp.moveaxis(gates(x, p), -1, 0)
-        return lax.scan(add, jnp.zeros_like(x), (p["up"], p["down"], gate))[0]
-
-    return language_model(block, **ROUTED)
+    gate = jnp.moveaxis(gates(x, p), -1, 0)
+    return lax.scan(add, jnp.zeros_like(x), (p["up"], p["down"], gate))[0]
 
 
 @program(ANSWERS)
@@ -187,69 +154,57 @@ def moe_all_to_all_in_shard_map():
         rows = experts(x.reshape(-1, WIDTH), p["router"], p["up"], p["down"])
         return rows.reshape(x.shape)
 
-    return language_model(block, **ROUTED)
+    return model_with_attention(block, **ROUTED)
 
 
-@program(ANSWERS)
-def moe_expert_choice():
+@language_model(ANSWERS, **ROUTED)
+def moe_expert_choice(x, p):
     """Experts choose tokens: the top-k goes along the tokens."""
-
-    def block(x, p):
-        x = x.reshape(-1, WIDTH)
-        scores = jax.nn.softmax(x @ p["router"], -1)
-        weights, chosen = lax.top_k(scores.T, 8)
-        y = both_layers(x[chosen], p) * weights[..., None]
-        return jnp.zeros_like(x).at[chosen].add(y).reshape(BATCH, LENGTH, WIDTH)
-
-    return language_model(block, **ROUTED)
+    x = x.reshape(-1, WIDTH)
+    scores = jax.nn.softmax(x @ p["router"], -1)
+    weights, chosen = lax.top_k(scores.T, 8)
+    y = both_layers(x[chosen], p) * weights[..., None]
+    return jnp.zeros_like(x).at[chosen].add(y).reshape(BATCH, LENGTH, WIDTH)
 
 
-@program({**ANSWERS, "bias": "adamw"})
-def moe_sigmoid_gate_with_groups():
+@language_model({**ANSWERS, "bias": "adamw"}, **ROUTED, bias=floats(EXPERTS))
+def moe_sigmoid_gate_with_groups(x, p):
     """DeepSeek-V3: a bias that only chooses, the best groups, then the best experts."""
-
-    def block(x, p):
-        scores = jax.nn.sigmoid(x @ p["router"])
-        biased = scores + lax.stop_gradient(p["bias"])
-        groups = biased.reshape(*x.shape[:-1], 3, 2)
-        best = lax.top_k(groups.sum(-1), 2)[0][..., -1:]
-        kept = jnp.where(groups.sum(-1) >= best, 1.0, 0.0)[..., None]
-        _, chosen = lax.top_k((groups * kept).reshape(biased.shape), 2)
-        weights = jnp.take_along_axis(scores, chosen, -1)
-        weights = weights / weights.sum(-1, keepdims=True)
-        gate = (jax.nn.one_hot(chosen, EXPERTS) * weights[..., None]).sum(-2)
-        hidden = jax.nn.gelu(jnp.einsum("btd,edf->ebtf", x, p["up"]))
-        y = jnp.einsum("ebtf,efd->ebtd", hidden, p["down"])
-        return jnp.einsum("ebtd,bte->btd", y, gate)
-
-    return language_model(block, **ROUTED, bias=floats(EXPERTS))
+    scores = jax.nn.sigmoid(x @ p["router"])
+    biased = scores + lax.stop_gradient(p["bias"])
+    groups = biased.reshape(*x.shape[:-1], 3, 2)
+    best = lax.top_k(groups.sum(-1), 2)[0][..., -1:]
+    kept = jnp.where(groups.sum(-1) >= best, 1.0, 0.0)[..., None]
+    _, chosen = lax.top_k((groups * kept).reshape(biased.shape), 2)
+    weights = jnp.take_along_axis(scores, chosen, -1)
+    weights = weights / weights.sum(-1, keepdims=True)
+    gate = (jax.nn.one_hot(chosen, EXPERTS) * weights[..., None]).sum(-2)
+    hidden = jax.nn.gelu(jnp.einsum("btd,edf->ebtf", x, p["up"]))
+    y = jnp.einsum("ebtf,efd->ebtd", hidden, p["down"])
+    return jnp.einsum("ebtd,bte->btd", y, gate)
 
 
-@program({**MODEL_ANSWERS, "phi": "router?", "up down": "bio"})
-def soft_moe():
+@language_model(
+    {"phi": "router?", "up down": "bio"}, phi=floats(WIDTH, EXPERTS, 4), **UP_DOWN
+)
+def soft_moe(x, p):
     """Every slot takes a mixture of all tokens: nothing is chosen."""
-
-    def block(x, p):
-        scores = jnp.einsum("btd,des->btes", x, p["phi"])
-        dispatch = jax.nn.softmax(scores, 1)
-        combine = jax.nn.softmax(scores.reshape(BATCH, LENGTH, -1), -1)
-        x_e = jnp.einsum("btd,btes->besd", x, dispatch)
-        hidden = jax.nn.gelu(jnp.einsum("besd,edf->besf", x_e, p["up"]))
-        y = jnp.einsum("besf,efd->besd", hidden, p["down"])
-        return jnp.einsum("besd,btes->btd", y, combine.reshape(scores.shape))
-
-    return language_model(block, phi=floats(WIDTH, EXPERTS, 4), **UP_DOWN)
+    scores = jnp.einsum("btd,des->btes", x, p["phi"])
+    dispatch = jax.nn.softmax(scores, 1)
+    combine = jax.nn.softmax(scores.reshape(BATCH, LENGTH, -1), -1)
+    x_e = jnp.einsum("btd,btes->besd", x, dispatch)
+    hidden = jax.nn.gelu(jnp.einsum("besd,edf->besf", x_e, p["up"]))
+    y = jnp.einsum("besf,efd->besd", hidden, p["down"])
+    return jnp.einsum("besd,btes->btd", y, combine.reshape(scores.shape))
 
 
-@program({**MODEL_ANSWERS, "mix": "router?", "up down": "bio"})
-def smear():
+@language_model(
+    {"mix": "router?", "up down": "bio"}, mix=floats(WIDTH, EXPERTS), **UP_DOWN
+)
+def smear(x, p):
     """The data mixes the matrices of all experts into one for each sequence."""
-
-    def block(x, p):
-        mixture = jax.nn.softmax(x.mean(1) @ p["mix"])
-        up, down = (jnp.einsum("be,eio->bio", mixture, p[n]) for n in ("up", "down"))
-        return jnp.einsum(
-            "btf,bfd->btd", jax.nn.gelu(jnp.einsum("btd,bdf->btf", x, up)), down
-        )
-
-    return language_model(block, mix=floats(WIDTH, EXPERTS), **UP_DOWN)
+    mixture = jax.nn.softmax(x.mean(1) @ p["mix"])
+    up, down = (jnp.einsum("be,eio->bio", mixture, p[n]) for n in ("up", "down"))
+    return jnp.einsum(
+        "btf,bfd->btd", jax.nn.gelu(jnp.einsum("btd,bdf->btf", x, up)), down
+    )

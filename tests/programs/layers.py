@@ -17,12 +17,15 @@ from tests.programs.parts import (
     UP_DOWN,
     VOCAB,
     WIDTH,
+    between,
     cross_entropy,
     floats,
     integers,
     language_model,
+    model_with_attention,
     rms,
     squared_error,
+    up_down,
 )
 
 LAYERS = 8
@@ -31,11 +34,7 @@ STACK = {
     "up": floats(LAYERS, WIDTH, HIDDEN),
     "down": floats(LAYERS, HIDDEN, WIDTH),
 }
-STACK_ANSWERS = {
-    **EMBED_AND_HEAD_ANSWERS,
-    "layers/norm": "adamw",
-    "layers": "bio",
-}
+STACK_ANSWERS = {"layers/norm": "adamw", "layers": "bio"}
 
 
 def mlp(x, layer):
@@ -44,111 +43,73 @@ def mlp(x, layer):
     return x + hidden @ layer["down"], None
 
 
-def stacked(run):
-    """A program of `run(x, layers)` between the table and the head."""
-
-    def loss(p, ids):
-        x = run(p["emb"][ids], p["layers"])
-        return cross_entropy(rms(x) @ p["head"], ids)
-
-    return loss, {**EMBED_AND_HEAD, "layers": STACK}, (TOKENS,)
-
-
-@program(STACK_ANSWERS)
-def scan():
+@between(STACK_ANSWERS, layers=STACK)
+def scan(x, p):
     """The plain form."""
-    return stacked(lambda x, layers: lax.scan(mlp, x, layers)[0])
+    return rms(lax.scan(mlp, x, p["layers"])[0])
 
 
-@program(STACK_ANSWERS)
-def scan_checkpointed_and_reversed():
+@between(STACK_ANSWERS, layers=STACK)
+def scan_checkpointed_and_reversed(x, p):
     """Backwards through the layers, each of them computed again in the gradient."""
-
-    def run(x, layers):
-        return lax.scan(jax.checkpoint(mlp), x, layers, reverse=True)[0]
-
-    return stacked(run)
+    return rms(lax.scan(jax.checkpoint(mlp), x, p["layers"], reverse=True)[0])
 
 
-@program(STACK_ANSWERS)
-def scan_over_blocks_of_layers():
+@between(STACK_ANSWERS, layers=STACK)
+def scan_over_blocks_of_layers(x, p):
     """Eight layers are cut into two blocks of four: only blocks are checkpointed."""
-
-    def run(x, layers):
-        blocks = jax.tree.map(lambda w: w.reshape(2, 4, *w.shape[1:]), layers)
-        block = jax.checkpoint(lambda x, layers: lax.scan(mlp, x, layers))
-        return lax.scan(block, x, blocks)[0]
-
-    return stacked(run)
+    blocks = jax.tree.map(lambda w: w.reshape(2, 4, *w.shape[1:]), p["layers"])
+    block = jax.checkpoint(lambda x, layers: lax.scan(mlp, x, layers))
+    return rms(lax.scan(block, x, blocks)[0])
 
 
-@program(STACK_ANSWERS)
-def stack_taken_apart():
+@between(STACK_ANSWERS, layers=STACK)
+def stack_taken_apart(x, p):
     """A Python loop takes one layer after the other."""
-
-    def run(x, layers):
-        for number in range(LAYERS):
-            x, _ = mlp(x, jax.tree.map(lambda w, n=number: w[n], layers))
-        return x
-
-    return stacked(run)
+    for number in range(LAYERS):
+        x, _ = mlp(x, jax.tree.map(lambda w, n=number: w[n], p["layers"]))
+    return rms(x)
 
 
-@program(STACK_ANSWERS)
-def scan_over_numbers():
+@between(STACK_ANSWERS, layers=STACK)
+def scan_over_numbers(x, p):
     """The scan counts, and its body picks the layer."""
 
-    def run(x, layers):
-        def body(x, number):
-            return mlp(x, jax.tree.map(lambda w: w[number], layers))
+    def body(x, number):
+        return mlp(x, jax.tree.map(lambda w: w[number], p["layers"]))
 
-        return lax.scan(body, x, jnp.arange(LAYERS))[0]
-
-    return stacked(run)
+    return rms(lax.scan(body, x, jnp.arange(LAYERS))[0])
 
 
-@program({**EMBED_AND_HEAD_ANSWERS, "up down": "ibo"})
-def scan_along_the_second_axis():
+SECOND_AXIS = {
+    "up": floats(WIDTH, LAYERS, HIDDEN),
+    "down": floats(HIDDEN, LAYERS, WIDTH),
+}
+
+
+@between({"up down": "ibo"}, **SECOND_AXIS)
+def scan_along_the_second_axis(x, p):
     """As MaxText's `param_scan_axis=1`, by index."""
 
-    def loss(p, ids):
-        def body(number, x):
-            up, down = (
-                lax.dynamic_index_in_dim(p[name], number, 1, False)
-                for name in ("up", "down")
-            )
-            return x + jax.nn.gelu(x @ up) @ down
-
-        x = lax.fori_loop(0, LAYERS, body, p["emb"][ids])
-        return cross_entropy(x @ p["head"], ids)
-
-    params = {
-        "up": floats(WIDTH, LAYERS, HIDDEN),
-        "down": floats(HIDDEN, LAYERS, WIDTH),
-    }
-    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
-
-
-@program({**EMBED_AND_HEAD_ANSWERS, "up down": "ibo"})
-def second_axis_moved_to_the_front():
-    """As `nn.scan` with `variable_axes={"params": 1}` does it."""
-
-    def loss(p, ids):
-        front = jax.tree.map(
-            lambda w: jnp.moveaxis(w, 1, 0), {"up": p["up"], "down": p["down"]}
+    def body(number, x):
+        up, down = (
+            lax.dynamic_index_in_dim(p[name], number, 1, False)
+            for name in ("up", "down")
         )
+        return x + jax.nn.gelu(x @ up) @ down
 
-        def body(x, layer):
-            return x + jax.nn.gelu(x @ layer["up"]) @ layer["down"], None
+    return lax.fori_loop(0, LAYERS, body, x)
 
-        x, _ = lax.scan(body, p["emb"][ids], front)
-        return cross_entropy(x @ p["head"], ids)
 
-    params = {
-        "up": floats(WIDTH, LAYERS, HIDDEN),
-        "down": floats(HIDDEN, LAYERS, WIDTH),
-    }
-    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
+@between({"up down": "ibo"}, **SECOND_AXIS)
+def second_axis_moved_to_the_front(x, p):
+    """As `nn.scan` with `variable_axes={"params": 1}` does it."""
+    front = {name: jnp.moveaxis(p[name], 1, 0) for name in ("down", "up")}
+
+    def body(x, layer):
+        return x + jax.nn.gelu(x @ layer["up"]) @ layer["down"], None
+
+    return lax.scan(body, x, front)[0]
 
 
 @program({**EMBED_AND_HEAD_ANSWERS, "0 1 2": "io"})
@@ -174,8 +135,8 @@ def loops_and_conditions():
     return loss, {**EMBED_AND_HEAD, **layers}, (TOKENS, floats(1))
 
 
-@program({**EMBED_AND_HEAD_ANSWERS, "f": "io"})
-def deep_equilibrium():
+@between({"f": "io"}, f={"z": floats(WIDTH, WIDTH), "x": floats(WIDTH, WIDTH)})
+def deep_equilibrium(x, p):
     """A fixed point whose gradient is found by a second loop."""
 
     def f(p, z, x):
@@ -197,53 +158,40 @@ def deep_equilibrium():
         return jax.vjp(lambda p, x: f(p, z, x), p, x)[1](u)
 
     solve.defvjp(forward, backward)
-
-    def loss(p, ids):
-        return cross_entropy(solve(p, p["emb"][ids]) @ p["head"], ids)
-
-    layer = {"z": floats(WIDTH, WIDTH), "x": floats(WIDTH, WIDTH)}
-    return loss, {**EMBED_AND_HEAD, "f": layer}, (TOKENS,)
+    return solve(p, x)
 
 
-@program({**EMBED_AND_HEAD_ANSWERS, "up down": "io"})
-def neural_ode():
+@between({"up down": "io"}, **UP_DOWN)
+def neural_ode(x, p):
     """Runge-Kutta of order four, with the step size as part of the loop's state."""
 
-    def loss(p, ids):
-        def slope(x):
-            return jnp.tanh(x @ p["up"]) @ p["down"]
+    def slope(x):
+        return jnp.tanh(x @ p["up"]) @ p["down"]
 
-        def step(carry, _):
-            x, size = carry
-            a = slope(x)
-            b = slope(x + size / 2 * a)
-            c = slope(x + size / 2 * b)
-            d = slope(x + size * c)
-            return (x + size / 6 * (a + 2 * b + 2 * c + d), size), None
+    def step(carry, _):
+        x, size = carry
+        a = slope(x)
+        b = slope(x + size / 2 * a)
+        c = slope(x + size / 2 * b)
+        d = slope(x + size * c)
+        return (x + size / 6 * (a + 2 * b + 2 * c + d), size), None
 
-        (x, _), _ = lax.scan(step, (p["emb"][ids], jnp.float32(0.1)), length=10)
-        return cross_entropy(x @ p["head"], ids)
-
-    return loss, {**EMBED_AND_HEAD, **UP_DOWN}, (TOKENS,)
+    return lax.scan(step, (x, jnp.float32(0.1)), length=10)[0][0]
 
 
-@program(STACK_ANSWERS)
-def pipeline_of_vmapped_stages():
+@between(STACK_ANSWERS, layers=STACK)
+def pipeline_of_vmapped_stages(x, p):
     """`vmap` runs all stages on different microbatches, which shift by one a step."""
+    stage = jax.vmap(lambda layer, x: mlp(x, layer)[0])
+    padding = jnp.zeros((LAYERS, *x[:1].shape), x.dtype)
+    inputs = jnp.concatenate([x[:, None], padding])  # microbatches of one
 
-    def run(x, layers):
-        stage = jax.vmap(lambda layer, x: mlp(x, layer)[0])
-        padding = jnp.zeros((LAYERS, *x[:1].shape), x.dtype)
-        inputs = jnp.concatenate([x[:, None], padding])  # microbatches of one
+    def step(held, new):
+        held = stage(p["layers"], jnp.concatenate([new[None], held[:-1]]))
+        return held, held[-1]
 
-        def step(held, new):
-            held = stage(layers, jnp.concatenate([new[None], held[:-1]]))
-            return held, held[-1]
-
-        _, outputs = lax.scan(step, jnp.zeros((LAYERS, *x[:1].shape)), inputs)
-        return outputs[LAYERS - 1 : LAYERS - 1 + BATCH, 0]
-
-    return stacked(run)
+    _, outputs = lax.scan(step, jnp.zeros((LAYERS, *x[:1].shape)), inputs)
+    return rms(outputs[LAYERS - 1 : LAYERS - 1 + BATCH, 0])
 
 
 @program({"w1": "bio or adamw", "w2": "bio", "w3": "head"})
@@ -288,10 +236,7 @@ def loss_in_shard_map():
         (2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)
     )
 
-    def block(x, p):
-        return jax.nn.gelu(x @ p["up"]) @ p["down"]
-
-    inner, params, _ = language_model(block, **UP_DOWN)
+    inner, params, _ = model_with_attention(up_down, **UP_DOWN)
 
     def on_one_device(p, ids):
         p = jax.tree.map(lambda w: lax.all_gather(w, "x", axis=0, tiled=True), p)
@@ -310,25 +255,19 @@ def loss_in_shard_map():
 @program(MLP_ANSWERS)
 def batch_closed_over():
     """The loss has no other argument than the parameters."""
-
-    def block(x, p):
-        return jax.nn.gelu(x @ p["up"]) @ p["down"]
-
-    loss, params, (tokens,) = language_model(block, **UP_DOWN)
+    loss, params, (tokens,) = model_with_attention(up_down, **UP_DOWN)
     ids = jnp.zeros(tokens.shape, tokens.dtype)
     return (lambda p: loss(p, ids)), params, ()
 
 
-@program(MLP_ANSWERS)
-def numpy_constant_in_a_jitted_block():
+SIGNS = np.sign(np.sin(np.arange(HIDDEN))).astype(np.float32)
+
+
+@language_model({"up down": "io"}, **UP_DOWN)
+@jax.jit
+def numpy_constant_in_a_jitted_block(x, p):
     """An array that a jitted function closes over."""
-    signs = np.sign(np.sin(np.arange(HIDDEN))).astype(np.float32)
-
-    @jax.jit
-    def block(x, p):
-        return (jax.nn.gelu(x @ p["up"]) * signs) @ p["down"]
-
-    return language_model(block, **UP_DOWN)
+    return (jax.nn.gelu(x @ p["up"]) * SIGNS) @ p["down"]
 
 
 @program({"emb": "embedding", "head": "head", "flat": "oi", "blocked": "iioo"})
@@ -354,11 +293,7 @@ def cast_transposed_and_reshaped():
 @program(MLP_ANSWERS)
 def auxiliary_outputs_and_penalties():
     """The loss returns metrics beside it and adds norms of the parameters to it."""
-
-    def block(x, p):
-        return jax.nn.gelu(x @ p["up"]) @ p["down"]
-
-    inner, params, args = language_model(block, **UP_DOWN)
+    inner, params, args = model_with_attention(up_down, **UP_DOWN)
 
     def loss(p, ids):
         decay = sum(jnp.sum(w**2) for w in jax.tree.leaves(p))

@@ -1,9 +1,13 @@
 """What the programs share: sizes, a language model around one block, attention."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+
+from tests.programs import program
 
 # All different, so that no axis can be taken for another one by its size.
 BATCH, LENGTH, WIDTH, HIDDEN, VOCAB, EXPERTS = 2, 16, 24, 40, 96, 6
@@ -57,6 +61,20 @@ def rms(x):
     return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
 
 
+def conv(x, w, groups=1):
+    """Convolution of images (batch, height, width, channels) by (h, w, in, out)."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
+    )
+
+
+def attend(q, k, v):
+    """Attention to all positions (batch, time, heads, d), as (batch, time, width)."""
+    scores = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+    return jnp.einsum("bhts,bshd->bthd", scores, v).reshape(*q.shape[:2], -1)
+
+
 def attention(x, p, heads=4):
     """Causal self-attention with p["q"], p["k"], p["v"] and p["o"], each (in, out)."""
     q, k, v = ((rms(x) @ p[n]).reshape(*x.shape[:-1], heads, -1) for n in "qkv")
@@ -66,13 +84,48 @@ def attention(x, p, heads=4):
     return jnp.einsum("bhts,bshd->bthd", scores, v).reshape(x.shape) @ p["o"]
 
 
-def language_model(block, **params):
-    """A program: one layer of attention and `block(x, p)`, between table and head."""
+def up_down(x, p):
+    """A block of two matrices."""
+    return jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+
+def model(run, **params):
+    """A program: `run(x, p)` between the table and the head.
+
+    The labels are those of as many tokens as `run` returns, or of one without an axis.
+    """
 
     def loss(p, ids):
-        x = p["emb"][ids]
-        x = x + attention(x, p["att"])
-        x = x + block(rms(x), p)
-        return cross_entropy(rms(x) @ p["head"], ids)
+        logits = run(p["emb"][ids], p) @ p["head"]
+        count = logits.shape[1] if logits.ndim == 3 else None
+        return cross_entropy(logits, ids[:, 0] if count is None else ids[:, :count])
 
-    return loss, {**EMBED_AND_HEAD, "att": ATTENTION, **params}, (TOKENS,)
+    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
+
+
+def model_with_attention(block, **params):
+    """A program: one layer of attention and `block(x, p)`, between table and head."""
+
+    def run(x, p):
+        x = x + attention(x, p["att"])
+        return rms(x + block(rms(x), p))
+
+    return model(run, att=ATTENTION, **params)
+
+
+def between(answers, *, of=model, **params):
+    """Register a function of x and the parameters, within a model, as a program."""
+
+    def register(function):
+        @functools.wraps(function)
+        def build():
+            return of(function, **params)
+
+        return program(EMBED_AND_HEAD_ANSWERS | answers)(build)
+
+    return register
+
+
+def language_model(answers, **params):
+    """The same behind a layer of attention."""
+    return between(MODEL_ANSWERS | answers, of=model_with_attention, **params)

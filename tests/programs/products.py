@@ -12,18 +12,20 @@ from tests.programs.parts import (
     EMBED_AND_HEAD,
     HIDDEN,
     MLP_ANSWERS,
-    MODEL_ANSWERS,
     TOKENS,
     UP_DOWN,
     WIDTH,
     attention,
+    conv,
     cross_entropy,
     floats,
     integers,
     key,
     language_model,
+    model_with_attention,
     rms,
     squared_error,
+    up_down,
 )
 
 RANK = 4
@@ -39,26 +41,18 @@ ADAPTERS = {
 # --- LoRA -----------------------------------------------------------------------------
 
 
-@program(LORA_ANSWERS)
-def lora_merged():
+@language_model(LORA_ANSWERS, **UP_DOWN, **LORA)
+def lora_merged(x, p):
     """The product of the factors is added to the matrix."""
-
-    def block(x, p):
-        up = p["up"] + 0.5 * p["lora_a"] @ p["lora_b"]
-        return jax.nn.gelu(x @ up) @ p["down"]
-
-    return language_model(block, **UP_DOWN, **LORA)
+    up = p["up"] + 0.5 * p["lora_a"] @ p["lora_b"]
+    return jax.nn.gelu(x @ up) @ p["down"]
 
 
-@program(LORA_ANSWERS)
-def lora_beside():
+@language_model(LORA_ANSWERS, **UP_DOWN, **LORA)
+def lora_beside(x, p):
     """The factors multiply the data one after the other."""
-
-    def block(x, p):
-        hidden = x @ p["up"] + x @ p["lora_a"] @ p["lora_b"]
-        return jax.nn.gelu(hidden) @ p["down"]
-
-    return language_model(block, **UP_DOWN, **LORA)
+    hidden = x @ p["up"] + x @ p["lora_a"] @ p["lora_b"]
+    return jax.nn.gelu(hidden) @ p["down"]
 
 
 @program({"up down": "io"})
@@ -96,10 +90,6 @@ def lora_merged_into_frozen_matrices():
 @program({"first": "iiio or adamw", "last": "iiio"})
 def trained_convolutions_before_frozen_ones():
     """As in a ControlNet: the last trained product is not the last one."""
-    numbers = ("NHWC", "HWIO", "NHWC")
-
-    def conv(x, w):
-        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
 
     def loss(p, frozen, images):
         x = conv(jax.nn.silu(conv(images, p["first"])), p["last"])
@@ -127,32 +117,30 @@ def lora_on_a_model_that_is_closed_over():
     return loss, ADAPTERS, (TOKENS,)
 
 
-@program({**LORA_ANSWERS, "magnitude": "adamw"})
-def dora():
+@language_model(
+    {**LORA_ANSWERS, "magnitude": "adamw"}, **UP_DOWN, **LORA, magnitude=floats(HIDDEN)
+)
+def dora(x, p):
     """LoRA, merged, with the norms of the columns as a vector."""
-
-    def block(x, p):
-        up = p["up"] + p["lora_a"] @ p["lora_b"]
-        up = p["magnitude"] * up / jnp.linalg.norm(up, axis=0, keepdims=True)
-        return jax.nn.gelu(x @ up) @ p["down"]
-
-    return language_model(block, **UP_DOWN, **LORA, magnitude=floats(HIDDEN))
+    up = p["up"] + p["lora_a"] @ p["lora_b"]
+    up = p["magnitude"] * up / jnp.linalg.norm(up, axis=0, keepdims=True)
+    return jax.nn.gelu(x @ up) @ p["down"]
 
 
 # --- norms, masks, noise and quantization of weights ----------------------------------
 
 
-@program({**MODEL_ANSWERS, "direction down": "io", "size": "adamw"})
-def weight_norm():
+@language_model(
+    {"direction down": "io", "size": "adamw"},
+    direction=UP_DOWN["up"],
+    down=UP_DOWN["down"],
+    size=floats(HIDDEN),
+)
+def weight_norm(x, p):
     """The matrix is a vector of sizes times normalized columns."""
-
-    def block(x, p):
-        v = p["direction"]
-        up = p["size"] * v / jnp.sqrt((v * v).sum(0))
-        return jax.nn.gelu(x @ up) @ p["down"]
-
-    params = {"direction": UP_DOWN["up"], "down": UP_DOWN["down"]}
-    return language_model(block, **params, size=floats(HIDDEN))
+    v = p["direction"]
+    up = p["size"] * v / jnp.sqrt((v * v).sum(0))
+    return jax.nn.gelu(x @ up) @ p["down"]
 
 
 @program(MLP_ANSWERS)
@@ -165,7 +153,7 @@ def spectral_norm():
             v = v / jnp.linalg.norm(v)
             return jax.nn.gelu(x @ (p["up"] / (u @ p["up"] @ v))) @ p["down"]
 
-        return language_model(block)[0](p, ids)
+        return model_with_attention(block)[0](p, ids)
 
     params = {**EMBED_AND_HEAD, "att": ATTENTION, **UP_DOWN}
     return loss, params, (floats(WIDTH), TOKENS)
@@ -175,13 +163,12 @@ def spectral_norm():
 def weight_standardization():
     """Kernels of convolutions lose their mean and get variance one."""
 
-    def conv(x, w):
-        w = (w - w.mean((0, 1, 2))) / jnp.sqrt(w.var((0, 1, 2)) + 1e-5)
-        numbers = ("NHWC", "HWIO", "NHWC")
-        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+    def standardized(w):
+        return (w - w.mean((0, 1, 2))) / jnp.sqrt(w.var((0, 1, 2)) + 1e-5)
 
     def loss(p, images, labels):
-        x = jax.nn.relu(conv(jax.nn.relu(conv(images, p["stem"])), p["conv"]))
+        x = jax.nn.relu(conv(images, standardized(p["stem"])))
+        x = jax.nn.relu(conv(x, standardized(p["conv"])))
         return cross_entropy(x.mean((1, 2)) @ p["head"], labels)
 
     params = {
@@ -201,7 +188,7 @@ def masked_weights():
             down = jnp.where(masks["down"], p["down"], 0)
             return jax.nn.gelu(x @ (p["up"] * masks["up"])) @ down
 
-        return language_model(block)[0](p, ids)
+        return model_with_attention(block)[0](p, ids)
 
     masks = {
         "up": UP_DOWN["up"],
@@ -210,8 +197,8 @@ def masked_weights():
     return loss, {**EMBED_AND_HEAD, "att": ATTENTION, **UP_DOWN}, (masks, TOKENS)
 
 
-@program(MLP_ANSWERS)
-def quantized_straight_through():
+@language_model(MLP_ANSWERS, **UP_DOWN)
+def quantized_straight_through(x, p):
     """Weights are rounded to int8 and back; the gradient passes the rounding."""
 
     def quantized(w):
@@ -219,14 +206,11 @@ def quantized_straight_through():
         rounded = jnp.round(w / scale).astype(jnp.int8).astype(w.dtype) * scale
         return w + lax.stop_gradient(rounded - w)
 
-    def block(x, p):
-        return jax.nn.gelu(x @ quantized(p["up"])) @ quantized(p["down"])
-
-    return language_model(block, **UP_DOWN)
+    return jax.nn.gelu(x @ quantized(p["up"])) @ quantized(p["down"])
 
 
-@program(MLP_ANSWERS)
-def int8_product():
+@language_model(MLP_ANSWERS, **UP_DOWN)
+def int8_product(x, p):
     """Both sides are rounded to int8, and the product is scaled afterwards."""
 
     def dot(x, w):
@@ -240,14 +224,11 @@ def int8_product():
         )
         return y.astype(jnp.float32) * w_scale * x_scale
 
-    def block(x, p):
-        return jax.nn.gelu(dot(x, p["up"])) @ p["down"]
-
-    return language_model(block, **UP_DOWN)
+    return jax.nn.gelu(dot(x, p["up"])) @ p["down"]
 
 
-@program({**MLP_ANSWERS, "scale": "adamw"})
-def float8_with_custom_vjp():
+@language_model({"up down": "io", "scale": "adamw"}, **UP_DOWN, scale=floats(1))
+def float8_with_custom_vjp(x, p):
     """A product in float8 that has its own derivative, as fp8 libraries write it."""
 
     @jax.custom_vjp
@@ -263,27 +244,20 @@ def float8_with_custom_vjp():
         return g @ w.T, jnp.einsum("btd,btf->df", x, g), jnp.zeros_like(scale)
 
     dot.defvjp(forward, backward)
-
-    def block(x, p):
-        hidden = dot(x, p["up"], p["scale"]) * p["scale"]
-        return jax.nn.gelu(hidden) @ p["down"]
-
-    return language_model(block, **UP_DOWN, scale=floats(1))
+    hidden = dot(x, p["up"], p["scale"]) * p["scale"]
+    return jax.nn.gelu(hidden) @ p["down"]
 
 
 @program(MLP_ANSWERS)
 def noisy_weights():
     """Noise is added to all parameters before the model sees them."""
+    inner, params, _ = model_with_attention(up_down, **UP_DOWN)
 
     def loss(p, noise_key, ids):
         p = jax.tree.map(lambda x: x + jax.random.normal(noise_key, x.shape), p)
+        return inner(p, ids)
 
-        def block(x, p):
-            return jax.nn.gelu(x @ p["up"]) @ p["down"]
-
-        return language_model(block)[0](p, ids)
-
-    return loss, {**EMBED_AND_HEAD, "att": ATTENTION, **UP_DOWN}, (key(), TOKENS)
+    return loss, params, (key(), TOKENS)
 
 
 # --- one array in two places, or two in one -------------------------------------------
@@ -303,16 +277,16 @@ def tied_embedding_and_mlp():
     return loss, params, (TOKENS,)
 
 
-@program({**MLP_ANSWERS, "factor_1 factor_2": "io"})
-def factors_multiplied_first():
+@language_model(
+    {**MLP_ANSWERS, "factor_1 factor_2": "io"},
+    **UP_DOWN,
+    factor_1=floats(WIDTH, 8),
+    factor_2=floats(8, WIDTH),
+)
+def factors_multiplied_first(x, p):
     """A low-rank layer whose two factors are multiplied before they meet the data."""
-
-    def block(x, p):
-        hidden = jax.nn.gelu(x @ p["up"]) @ p["down"]
-        return hidden @ (p["factor_1"] @ p["factor_2"])
-
-    factors = {"factor_1": floats(WIDTH, 8), "factor_2": floats(8, WIDTH)}
-    return language_model(block, **UP_DOWN, **factors)
+    hidden = jax.nn.gelu(x @ p["up"]) @ p["down"]
+    return hidden @ (p["factor_1"] @ p["factor_2"])
 
 
 @program({"table": "embedding", "project": "io or adamw", "mlp": "io", "head": "head"})
@@ -333,30 +307,26 @@ def factored_embedding_multiplied_first():
     return loss, params, (TOKENS,)
 
 
-@program({**MODEL_ANSWERS, "left right": "io?", "up down": "io"})
-def kronecker_factors():
+@language_model(
+    {"left right": "io?", "up down": "io"},
+    **UP_DOWN,
+    left=floats(4, 4),
+    right=floats(6, 6),
+)
+def kronecker_factors(x, p):
     """A matrix that is the Kronecker product of two small ones."""
-
-    def block(x, p):
-        hidden = jax.nn.gelu(x @ p["up"]) @ p["down"]
-        return hidden @ jnp.kron(p["left"], p["right"])
-
-    factors = {"left": floats(4, 4), "right": floats(6, 6)}
-    return language_model(block, **UP_DOWN, **factors)
+    hidden = jax.nn.gelu(x @ p["up"]) @ p["down"]
+    return hidden @ jnp.kron(p["left"], p["right"])
 
 
-@program({**MODEL_ANSWERS, "layer_scale temperature": "adamw", "gain up down": "io"})
-def scales_and_a_matrix_of_gains():
+@language_model(
+    {"layer_scale temperature": "adamw", "gain up down": "io"},
+    **UP_DOWN,
+    gain=floats(WIDTH, WIDTH),
+    layer_scale=floats(WIDTH),
+    temperature=floats(),
+)
+def scales_and_a_matrix_of_gains(x, p):
     """A scale of a branch, a temperature, and a square matrix that is no vector."""
-
-    def block(x, p):
-        hidden = jax.nn.gelu(x @ p["up"] * jnp.exp(p["temperature"])) @ p["down"]
-        return (hidden @ p["gain"]) * p["layer_scale"]
-
-    return language_model(
-        block,
-        **UP_DOWN,
-        gain=floats(WIDTH, WIDTH),
-        layer_scale=floats(WIDTH),
-        temperature=floats(),
-    )
+    hidden = jax.nn.gelu(x @ p["up"] * jnp.exp(p["temperature"])) @ p["down"]
+    return (hidden @ p["gain"]) * p["layer_scale"]

@@ -7,12 +7,9 @@ from jax import lax
 from tests.programs import program
 from tests.programs.parts import (
     BATCH,
-    EMBED_AND_HEAD,
-    EMBED_AND_HEAD_ANSWERS,
     LENGTH,
-    TOKENS,
     WIDTH,
-    cross_entropy,
+    between,
     floats,
     rms,
     squared_error,
@@ -28,11 +25,17 @@ def linear_recurrence(decay, inputs):
     return lax.associative_scan(combine, (decay, inputs), axis=1)[1]
 
 
-@program({**EMBED_AND_HEAD_ANSWERS, "rnn lstm gru": "io", "start": "adamw"})
-def recurrent_cells():
+CELLS = {
+    cell: {"x": floats(WIDTH, width), "h": floats(WIDTH, width)}
+    for cell, width in (("rnn", WIDTH), ("lstm", 4 * WIDTH), ("gru", 3 * WIDTH))
+}
+
+
+@between({"rnn lstm gru": "io", "start": "adamw"}, **CELLS, start=floats(WIDTH))
+def recurrent_cells(x, p):
     """An RNN, an LSTM and a GRU in one scan; the first state is learned."""
 
-    def cell(p, carry, x):
+    def cell(carry, x):
         plain, (hidden, memory), gated = carry
         plain = jnp.tanh(x @ p["rnn"]["x"] + plain @ p["rnn"]["h"])
         gates = plain @ p["lstm"]["x"] + hidden @ p["lstm"]["h"]
@@ -45,141 +48,108 @@ def recurrent_cells():
         gated = (1 - z) * jnp.tanh(n + jax.nn.sigmoid(r + r_h) * n_h) + z * gated
         return (plain, (hidden, memory), gated), gated
 
-    def loss(p, ids):
-        start = jnp.broadcast_to(p["start"], (BATCH, WIDTH))
-        zeros = jnp.zeros((BATCH, WIDTH))
-        x = jnp.moveaxis(p["emb"][ids], 1, 0)
-        carry = start, (zeros, zeros), zeros
-        _, y = lax.scan(lambda carry, x: cell(p, carry, x), carry, x)
-        return cross_entropy(jnp.moveaxis(y, 0, 1) @ p["head"], ids)
-
-    cells = {
-        cell: {"x": floats(WIDTH, width), "h": floats(WIDTH, width)}
-        for cell, width in (("rnn", WIDTH), ("lstm", 4 * WIDTH), ("gru", 3 * WIDTH))
-    }
-    return loss, {**EMBED_AND_HEAD, **cells, "start": floats(WIDTH)}, (TOKENS,)
+    start = jnp.broadcast_to(p["start"], (BATCH, WIDTH))
+    zeros = jnp.zeros((BATCH, WIDTH))
+    _, y = lax.scan(cell, (start, (zeros, zeros), zeros), jnp.moveaxis(x, 1, 0))
+    return jnp.moveaxis(y, 0, 1)
 
 
-@program(
+INNER, STATE, RANK = 48, 8, 4  # of Mamba
+POLES = 16  # of S5
+
+
+@between(
     {
-        **EMBED_AND_HEAD_ANSWERS,
         "in_proj x_proj dt_proj out_proj": "io",
         "conv a_log d dt_bias": "adamw",
-    }
+    },
+    in_proj=floats(WIDTH, 2 * INNER),
+    conv=floats(4, 1, INNER),
+    x_proj=floats(INNER, RANK + 2 * STATE),
+    dt_proj=floats(RANK, INNER),
+    dt_bias=floats(INNER),
+    a_log=floats(INNER, STATE),
+    d=floats(INNER),
+    out_proj=floats(INNER, WIDTH),
 )
-def mamba():
+def mamba(x, p):
     """Mamba: a depthwise convolution, and a state space whose A is (width, state)."""
-    inner, state, rank = 48, 8, 4
-
-    def loss(p, ids):
-        x = p["emb"][ids]
-        u, z = jnp.split(rms(x) @ p["in_proj"], 2, -1)
-        u = lax.conv_general_dilated(
-            u,
-            p["conv"],
-            (1,),
-            [(3, 0)],
-            dimension_numbers=("NWC", "WIO", "NWC"),
-            feature_group_count=inner,
-        )
-        u = jax.nn.silu(u)
-        parts = [rank, rank + state]
-        step, b, c = jnp.split(u @ p["x_proj"], parts, -1)
-        step = jax.nn.softplus(step @ p["dt_proj"] + p["dt_bias"])[..., None]
-        decay = jnp.exp(step * -jnp.exp(p["a_log"]))
-        h = linear_recurrence(decay, step * b[..., None, :] * u[..., None])
-        y = jnp.einsum("btin,btn->bti", h, c) + p["d"] * u
-        x = x + (y * jax.nn.silu(z)) @ p["out_proj"]
-        return cross_entropy(x @ p["head"], ids)
-
-    params = {
-        "in_proj": floats(WIDTH, 2 * inner),
-        "conv": floats(4, 1, inner),
-        "x_proj": floats(inner, rank + 2 * state),
-        "dt_proj": floats(rank, inner),
-        "dt_bias": floats(inner),
-        "a_log": floats(inner, state),
-        "d": floats(inner),
-        "out_proj": floats(inner, WIDTH),
-    }
-    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
+    u, z = jnp.split(rms(x) @ p["in_proj"], 2, -1)
+    u = lax.conv_general_dilated(
+        u,
+        p["conv"],
+        (1,),
+        [(3, 0)],
+        dimension_numbers=("NWC", "WIO", "NWC"),
+        feature_group_count=INNER,
+    )
+    u = jax.nn.silu(u)
+    parts = [RANK, RANK + STATE]
+    step, b, c = jnp.split(u @ p["x_proj"], parts, -1)
+    step = jax.nn.softplus(step @ p["dt_proj"] + p["dt_bias"])[..., None]
+    decay = jnp.exp(step * -jnp.exp(p["a_log"]))
+    h = linear_recurrence(decay, step * b[..., None, :] * u[..., None])
+    y = jnp.einsum("btin,btn->bti", h, c) + p["d"] * u
+    return x + (y * jax.nn.silu(z)) @ p["out_proj"]
 
 
-@program(
+@between(
     {
-        **EMBED_AND_HEAD_ANSWERS,
         "lambda_re lambda_im step d": "adamw",
         "b c": "adamw",
         "glu": "io",
-    }
+    },
+    lambda_re=floats(POLES),
+    lambda_im=floats(POLES),
+    step=floats(POLES),
+    b=floats(POLES, WIDTH, 2),
+    c=floats(WIDTH, POLES, 2),
+    d=floats(WIDTH),
+    glu=floats(WIDTH, WIDTH),
 )
-def s5():
+def s5(x, p):
     """A state space in complex numbers, each stored as two real ones."""
-    state = 16
-
-    def loss(p, ids):
-        x = p["emb"][ids]
-        poles = p["lambda_re"] + 1j * p["lambda_im"]
-        b = p["b"][..., 0] + 1j * p["b"][..., 1]
-        c = p["c"][..., 0] + 1j * p["c"][..., 1]
-        decay = jnp.exp(poles * jnp.exp(p["step"]))
-        b = ((decay - 1) / poles)[:, None] * b
-        inputs = jnp.einsum("ph,bth->btp", b, x.astype(jnp.complex64))
-        h = linear_recurrence(jnp.broadcast_to(decay, inputs.shape), inputs)
-        y = jnp.einsum("hp,btp->bth", c, h).real + p["d"] * x
-        x = x + jax.nn.gelu(y) * jax.nn.sigmoid(y @ p["glu"])
-        return cross_entropy(x @ p["head"], ids)
-
-    params = {
-        "lambda_re": floats(state),
-        "lambda_im": floats(state),
-        "step": floats(state),
-        "b": floats(state, WIDTH, 2),
-        "c": floats(WIDTH, state, 2),
-        "d": floats(WIDTH),
-        "glu": floats(WIDTH, WIDTH),
-    }
-    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
+    poles = p["lambda_re"] + 1j * p["lambda_im"]
+    b = p["b"][..., 0] + 1j * p["b"][..., 1]
+    c = p["c"][..., 0] + 1j * p["c"][..., 1]
+    decay = jnp.exp(poles * jnp.exp(p["step"]))
+    b = ((decay - 1) / poles)[:, None] * b
+    inputs = jnp.einsum("ph,bth->btp", b, x.astype(jnp.complex64))
+    h = linear_recurrence(jnp.broadcast_to(decay, inputs.shape), inputs)
+    y = jnp.einsum("hp,btp->bth", c, h).real + p["d"] * x
+    return x + jax.nn.gelu(y) * jax.nn.sigmoid(y @ p["glu"])
 
 
-@program(
+@between(
     {
-        **EMBED_AND_HEAD_ANSWERS,
         "mix decay bonus": "adamw",
         "r k v g out": "io",
-    }
+    },
+    **{name: floats(WIDTH, WIDTH) for name in ("r", "k", "v", "g", "out")},
+    mix=floats(4, WIDTH),
+    decay=floats(4, 6),
+    bonus=floats(4, 6),
 )
-def rwkv():
+def rwkv(x, p):
     """Tokens are mixed with the one before, and a matrix-valued state decays."""
+    before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+    r, k, v, g = (
+        (x + (before - x) * p["mix"][n]) @ p[name] for n, name in enumerate("rkvg")
+    )
+    heads = (BATCH, LENGTH, 4, 6)
+    r, k, v = (t.reshape(heads) for t in (r, k, v))
 
-    def loss(p, ids):
-        x = p["emb"][ids]
-        before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-        r, k, v, g = (
-            (x + (before - x) * p["mix"][n]) @ p[name] for n, name in enumerate("rkvg")
-        )
-        heads = (BATCH, LENGTH, 4, 6)
-        r, k, v = (t.reshape(heads) for t in (r, k, v))
+    def step(state, now):
+        r, k, v = now
+        outer = k[..., :, None] * v[..., None, :]
+        y = jnp.einsum("bhk,bhkv->bhv", r, state + p["bonus"][..., None] * outer)
+        decay = jnp.exp(-jnp.exp(p["decay"]))[..., None]
+        return decay * state + outer, y
 
-        def step(state, now):
-            r, k, v = now
-            outer = k[..., :, None] * v[..., None, :]
-            y = jnp.einsum("bhk,bhkv->bhv", r, state + p["bonus"][..., None] * outer)
-            decay = jnp.exp(-jnp.exp(p["decay"]))[..., None]
-            return decay * state + outer, y
-
-        by_time = [jnp.moveaxis(t, 1, 0) for t in (r, k, v)]
-        _, y = lax.scan(step, jnp.zeros((BATCH, 4, 6, 6)), tuple(by_time))
-        y = jnp.moveaxis(y, 0, 1).reshape(x.shape) * jax.nn.silu(g)
-        return cross_entropy((x + y @ p["out"]) @ p["head"], ids)
-
-    params = {
-        **{name: floats(WIDTH, WIDTH) for name in ("r", "k", "v", "g", "out")},
-        "mix": floats(4, WIDTH),
-        "decay": floats(4, 6),
-        "bonus": floats(4, 6),
-    }
-    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
+    by_time = [jnp.moveaxis(t, 1, 0) for t in (r, k, v)]
+    _, y = lax.scan(step, jnp.zeros((BATCH, 4, 6, 6)), tuple(by_time))
+    y = jnp.moveaxis(y, 0, 1).reshape(x.shape) * jax.nn.silu(g)
+    return x + y @ p["out"]
 
 
 @program(

@@ -1,22 +1,28 @@
-"""Graphs, factorizations, convolutions, and products that are written differently."""
+"""Graphs, factorizations, convolutions, products written differently, and kernels."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from tests.programs import program
 from tests.programs.parts import (
+    ATTENTION,
     BATCH,
     EMBED_AND_HEAD,
     EMBED_AND_HEAD_ANSWERS,
     HIDDEN,
     LENGTH,
     TOKENS,
+    UP_DOWN,
     VOCAB,
     WIDTH,
+    between,
+    conv,
     cross_entropy,
     floats,
     integers,
+    language_model,
     rms,
     squared_error,
 )
@@ -137,45 +143,32 @@ def fourier_features():
     return loss, params, (floats(BATCH), floats(BATCH, 3))
 
 
-@program(
-    {**EMBED_AND_HEAD_ANSWERS, "bilinear": "iio or bio or ibo", "left right": "io"}
+@between(
+    {"bilinear": "iio or bio or ibo", "left right": "io"},
+    left=floats(WIDTH, 5),
+    right=floats(WIDTH, 7),
+    bilinear=floats(5, 7, WIDTH),
 )
-def bilinear_layer():
+def bilinear_layer(x, p):
     """A tensor that meets two activations and gives a third."""
-
-    def loss(p, ids):
-        x = p["emb"][ids]
-        left, right = x @ p["left"], x @ p["right"]
-        x = x + jnp.einsum("bti,ijo,btj->bto", left, p["bilinear"], right)
-        return cross_entropy(x @ p["head"], ids)
-
-    params = {
-        "left": floats(WIDTH, 5),
-        "right": floats(WIDTH, 7),
-        "bilinear": floats(5, 7, WIDTH),
-    }
-    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
+    left, right = x @ p["left"], x @ p["right"]
+    return x + jnp.einsum("bti,ijo,btj->bto", left, p["bilinear"], right)
 
 
-@program({**EMBED_AND_HEAD_ANSWERS, "diagonal": "bio", "grouped": "bio", "w": "io"})
-def block_diagonal():
+@between(
+    {"diagonal": "bio", "grouped": "bio", "w": "io"},
+    diagonal=floats(4, 6, 6),
+    w=floats(WIDTH, WIDTH),
+    grouped=floats(3, 8, 8),
+)
+def block_diagonal(x, p):
     """Groups of features, each with a matrix of its own: two ways to write it."""
-
-    def loss(p, ids):
-        x = p["emb"][ids]
-        groups = x.reshape(BATCH, LENGTH, 4, 6)
-        y = jnp.einsum("btgi,gio->btgo", groups, p["diagonal"]).reshape(x.shape)
-        x = jax.nn.gelu(x + y) @ p["w"]
-        parts = jnp.split(x, 3, -1)
-        y = jnp.concatenate([q @ p["grouped"][n] for n, q in enumerate(parts)], -1)
-        return cross_entropy((x + y) @ p["head"], ids)
-
-    params = {
-        "diagonal": floats(4, 6, 6),
-        "w": floats(WIDTH, WIDTH),
-        "grouped": floats(3, 8, 8),
-    }
-    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
+    groups = x.reshape(BATCH, LENGTH, 4, 6)
+    y = jnp.einsum("btgi,gio->btgo", groups, p["diagonal"]).reshape(x.shape)
+    x = jax.nn.gelu(x + y) @ p["w"]
+    parts = jnp.split(x, 3, -1)
+    y = jnp.concatenate([q @ p["grouped"][n] for n, q in enumerate(parts)], -1)
+    return x + y
 
 
 @program({"patches": "io or adamw", "tokens channels": "io", "head": "head"})
@@ -214,24 +207,14 @@ def convolutions():
     numbers = ("NHWC", "HWIO", "NHWC")
 
     def loss(p, images):
-        def conv(x, name, groups=1):
-            return lax.conv_general_dilated(
-                x,
-                p[name],
-                (1, 1),
-                "SAME",
-                dimension_numbers=numbers,
-                feature_group_count=groups,
-            )
-
-        x = jax.nn.relu(conv(images, "stem"))
-        x = jax.nn.relu(conv(x, "depthwise", WIDTH))
-        x = jax.nn.relu(conv(x, "pointwise"))
-        x = jax.nn.relu(conv(x, "groups", 4))
+        x = jax.nn.relu(conv(images, p["stem"]))
+        x = jax.nn.relu(conv(x, p["depthwise"], WIDTH))
+        x = jax.nn.relu(conv(x, p["pointwise"]))
+        x = jax.nn.relu(conv(x, p["groups"], 4))
         x = lax.conv_transpose(
             x, p["transposed"], (2, 2), "VALID", dimension_numbers=numbers
         )
-        return jnp.mean(conv(jax.nn.relu(x), "out") ** 2)
+        return jnp.mean(conv(jax.nn.relu(x), p["out"]) ** 2)
 
     params = {
         "stem": floats(3, 3, 3, WIDTH),
@@ -261,3 +244,40 @@ def convolution_by_patches():
         "head": floats(HIDDEN, 10),
     }
     return loss, params, (floats(BATCH, LENGTH, 2), integers(BATCH))
+
+
+# --- kernels that hide what they compute ----------------------------------------------
+
+
+@between({"att up down": "io"}, att=ATTENTION, **UP_DOWN)
+def attention_kernel_with_its_own_derivative(x, p):
+    """A Pallas kernel between products, in a `custom_vjp`; it takes no parameter."""
+
+    def kernel(q, k, v, o):
+        o[...] = q[...] + k[...] + v[...]
+
+    @jax.custom_vjp
+    def flash(q, k, v):
+        out = jax.ShapeDtypeStruct(q.shape, q.dtype)
+        return pl.pallas_call(kernel, out_shape=out)(q, k, v)
+
+    flash.defvjp(lambda q, k, v: (flash(q, k, v), None), lambda _, g: (g, g, g))
+
+    att = p["att"]
+    x = x + flash(x @ att["q"], x @ att["k"], x @ att["v"]) @ att["o"]
+    return x + jax.nn.gelu(rms(x) @ p["up"]) @ p["down"]
+
+
+@language_model({"up": "io?", "down": "io"}, **UP_DOWN)
+def product_in_a_kernel(x, p):
+    """A Pallas kernel takes a parameter: names may decide what the loss cannot."""
+
+    def kernel(x, w, o):
+        o[...] = x[...] @ w[...]
+
+    def product(x, w):
+        out = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+        return pl.pallas_call(kernel, out_shape=out)(x, w)
+
+    hidden = product(x.reshape(-1, WIDTH), p["up"])
+    return jax.nn.gelu(hidden).reshape(BATCH, LENGTH, HIDDEN) @ p["down"]

@@ -10,6 +10,7 @@ from tests.programs.parts import (
     HIDDEN,
     LENGTH,
     VOCAB,
+    attend,
     cross_entropy,
     floats,
     integers,
@@ -117,9 +118,7 @@ def pytorch_checkpoint():
                 )
                 for name in "qkv"
             )
-            scores = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
-            o = jnp.einsum("bhts,bshd->bthd", scores, v).reshape(x.shape)
-            x = x + dense(o, p, f"{layer}.self_attn.o_proj")
+            x = x + dense(attend(q, k, v), p, f"{layer}.self_attn.o_proj")
             h = norm(x, p, f"{layer}.post_attention_layernorm")
             gate = jax.nn.silu(dense(h, p, f"{layer}.mlp.gate_proj"))
             up = gate * dense(h, p, f"{layer}.mlp.up_proj")

@@ -16,12 +16,9 @@ from jax.experimental import pallas as pl
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
+from tests.programs.parts import floats
 
 pytestmark = pytest.mark.usefixtures("as_users_write")
-
-
-def floats(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 IDS = jax.ShapeDtypeStruct((2, 8), jnp.int32)

@@ -14,10 +14,7 @@ from optax.contrib import MuonDimensionNumbers as Numbers
 import jax_muon as jm
 from jax_muon.axes import MatrixAxes
 from jax_muon.paths import leaves_with_paths
-
-
-def shape(*sizes):
-    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+from tests.programs.parts import floats
 
 
 def model():
@@ -25,15 +22,15 @@ def model():
 
     def block():
         return {
-            "norm": {"scale": shape(8)},
-            "attn": {"query": {"kernel": shape(8, 2, 4)}, "bias": shape(8)},
-            "mlp": {"up": {"kernel": shape(8, 32)}},
+            "norm": {"scale": floats(8)},
+            "attn": {"query": {"kernel": floats(8, 2, 4)}, "bias": floats(8)},
+            "mlp": {"up": {"kernel": floats(8, 32)}},
         }
 
     return {
-        "wte": {"embedding": shape(50, 8)},
+        "wte": {"embedding": floats(50, 8)},
         "blocks": {"0": block(), "1": block()},
-        "head": {"kernel": shape(8, 50)},
+        "head": {"kernel": floats(8, 50)},
     }
 
 
@@ -74,7 +71,7 @@ def test_numbers_that_name_a_parameter_make_it_a_matrix():
 
 
 def test_the_whole_path_of_a_parameter_means_that_one_alone():
-    tree = {"up": {"kernel": shape(8, 4)}, "0": {"up": {"kernel": shape(8, 4)}}}
+    tree = {"up": {"kernel": floats(8, 4)}, "0": {"up": {"kernel": floats(8, 4)}}}
     found = read({"up/kernel": "adamw"}, tree)
     assert found["up/kernel"].label == "adamw"
     assert found["0/up/kernel"].label == "muon"
@@ -89,7 +86,7 @@ SPEC = Numbers((0, 1), 2)
     ids=["one", "prefix", "tree", "patterns"],
 )
 def test_numbers_as_one_as_tree_and_as_patterns(rules):
-    found = read(rules, {"a": {"u": shape(2, 3, 4), "v": shape(2, 3, 4)}})
+    found = read(rules, {"a": {"u": floats(2, 3, 4), "v": floats(2, 3, 4)}})
     assert {x.axes for x in found.values()} == {MatrixAxes((), (0, 1), (2,))}
 
 
@@ -140,7 +137,7 @@ def test_what_cannot_be_a_matrix(sizes, dtype):
 
 def test_a_path_that_was_not_read():
     """Errors like those of a dictionary, with the paths that there are."""
-    matrices = read(None, {"up": shape(4, 8)})
+    matrices = read(None, {"up": floats(4, 8)})
     assert "down" not in matrices
     assert matrices.get("down") is None
     with pytest.raises(ValueError, match=r"^parameter 'down' was not read.*are up;"):
@@ -208,10 +205,10 @@ def test_labels_and_axes_are_those_of_optax(numbers):
 def doubtful():
     """Two parameters in doubt among others."""
     return {
-        "norm": {"scale": shape(64)},
-        "proj": {"kernel": shape(64, 3, 8)},
-        "mixing": {"kernel": shape(4, 64, 96)},
-        "up": {"kernel": shape(64, 256)},
+        "norm": {"scale": floats(64)},
+        "proj": {"kernel": floats(64, 3, 8)},
+        "mixing": {"kernel": floats(4, 64, 96)},
+        "up": {"kernel": floats(64, 256)},
     }
 
 
@@ -267,7 +264,7 @@ SUGGESTIONS = {
 @pytest.mark.parametrize("name", SUGGESTIONS)
 def test_the_first_suggestion(name):
     sizes, expected = SUGGESTIONS[name]
-    tree = {path: shape(*own) for path, own in sizes.items()}
+    tree = {path: floats(*own) for path, own in sizes.items()}
     with pytest.raises(ValueError, match="by names") as error:
         jm.read(tree)
     found = read(first_rules(str(error.value).splitlines()[1:]), tree)
@@ -280,7 +277,7 @@ def test_the_first_suggestion(name):
 
 def test_a_kind_of_parameters_has_one_line_and_one_rule():
     def blocks(count):
-        own = {"proj": {"kernel": shape(64, 3, 8)}, "norm": {"scale": shape(64)}}
+        own = {"proj": {"kernel": floats(64, 3, 8)}, "norm": {"scale": floats(64)}}
         return {f"block_{i}": own for i in range(count)}
 
     with pytest.raises(ValueError, match=r"(?s)^12 of 24 .* 11 more") as error:
@@ -288,7 +285,7 @@ def test_a_kind_of_parameters_has_one_line_and_one_rule():
     (line,) = str(error.value).splitlines()[1:]
     assert len(read(first_rules([line]), blocks(12))) == 24
     # The pattern would also match a parameter of another shape.
-    other = {"block_13": {"proj": {"kernel": shape(64, 4, 8)}}}
+    other = {"block_13": {"proj": {"kernel": floats(64, 4, 8)}}}
     with pytest.raises(ValueError, match="'block_0/proj/kernel': Muon"):
         jm.read(blocks(12) | other)
 
@@ -321,9 +318,9 @@ def test_without_strict_doubts_are_warnings_and_go_to_adamw():
 def test_layers_that_are_read_differently_are_in_doubt():
     """The second block has a bias of its inputs' size, so it would be (out, in)."""
     params = {
-        "norm": {"scale": shape(16)},
-        "0": {"up": {"kernel": shape(16, 64), "bias": shape(64)}},
-        "1": {"up": {"kernel": shape(16, 64), "bias": shape(16)}},
+        "norm": {"scale": floats(16)},
+        "0": {"up": {"kernel": floats(16, 64), "bias": floats(64)}},
+        "1": {"up": {"kernel": floats(16, 64), "bias": floats(16)}},
     }
     with pytest.raises(ValueError, match=r"^2 of 5(?s:.)*'0/up/kernel' as 'muon'"):
         jm.read(params)
@@ -358,7 +355,7 @@ def test_dots_in_a_key_separate_modules_as_slashes_do():
 
 def test_the_path_of_a_parameter_is_no_pattern():
     """As names of a flat tree, where [0] would be one character."""
-    tree = {"layers[0].norm": shape(4, 8), "layers[1].norm": shape(4, 8)}
+    tree = {"layers[0].norm": floats(4, 8), "layers[1].norm": floats(4, 8)}
     numbers = Numbers(0, 1)
     rules = {"layers[0].norm": numbers, "layers[1].norm": "adamw"}
     found = read(rules, tree)
@@ -368,13 +365,15 @@ def test_the_path_of_a_parameter_is_no_pattern():
 
 def test_the_side_of_the_outputs():
     """`out_in` says it where nothing else does; against a bias it is refused."""
-    bare = {"up": {"weight": shape(4, 8)}}
+    bare = {"up": {"weight": floats(4, 8)}}
     assert "assumed" in jm.read(bare)["up/weight"].reason
-    assert "assumed" not in jm.read({"up": {"kernel": shape(4, 8)}})["up/kernel"].reason
+    assert (
+        "assumed" not in jm.read({"up": {"kernel": floats(4, 8)}})["up/kernel"].reason
+    )
     io, oi = MatrixAxes((), (0,), (1,)), MatrixAxes((), (1,), (0,))
     assert jm.read(bare, out_in=False).axes("up/weight") == io
     assert jm.read(bare, out_in=True).axes("up/weight") == oi
-    tree = {"up": {"weight": shape(4, 8), "bias": shape(8)}}
+    tree = {"up": {"weight": floats(4, 8), "bias": floats(8)}}
     assert jm.read(tree, out_in=False).axes("up/weight") == io
     words = r"out_in=True, which makes \(4,\) its outputs.*'up/bias' .* shape \(8,\)"
     with pytest.raises(ValueError, match=words):

@@ -8,22 +8,10 @@ import pytest
 
 import jax_muon as jm
 from benchmarks.reading import RIGHT, expectation, judge
-from jax_muon.paths import leaves_with_paths
 from jax_muon.reading.computation.read import read_uses
 from tests.programs import PROGRAMS
 
 pytestmark = pytest.mark.usefixtures("as_users_write")
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_program(name):
-    """Some also return metrics. Not all have a gradient: `while` has none."""
-    program = PROGRAMS[name]()
-    result = jax.eval_shape(program.loss, program.params, *program.args)
-    value = result[0] if isinstance(result, tuple) else result
-    assert value.shape == () and jnp.issubdtype(value.dtype, jnp.floating)
-    for path, leaf in leaves_with_paths(program.params):
-        expectation(program.answers[path], leaf.shape)
 
 
 # A parameter is multiplied by another one, and either may be like data; a kernel hides
@@ -38,7 +26,11 @@ UNDECIDED = {
 def test_reading(name):
     """Every answer and role that the loss determines; a doubt where it does not."""
     program = PROGRAMS[name]()
+    result = jax.eval_shape(program.loss, program.params, *program.args)
+    value = result[0] if isinstance(result, tuple) else result  # others are metrics
+    assert value.shape == () and jnp.issubdtype(value.dtype, jnp.floating)
     read = read_uses(program.loss, program.params, *program.args)
+    assert {x.path for x in read} == set(program.answers)
     undecided = {x.path for x in read if x.doubt is not None}
     assert undecided == UNDECIDED.get(name, set())
     for x in read:

@@ -1,0 +1,70 @@
+"""Steps of plain SGD on the losses of `losses`: the gradients that they used."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+import jax_muon as jm
+from jax_muon import jaxprs
+from jax_muon.notes import listening
+from tests.mesh import losses
+from tests.mesh.layouts import AUTO, mesh_of
+
+SPECS = {
+    "layers": {"w": P(None, None, "data"), "b": P(None, "data")},
+    "head": P("data"),
+    "scale": P(),
+}
+# Within a host, "fsdp", and between hosts, "data".
+LEVELS = {"axis": ("fsdp", "data"), "transfers": jm.Transfers(gather="levels")}
+
+
+def make(loss, *shape, specs=SPECS, names=("data", "fsdp"), kind=AUTO, **given):
+    """A step of plain SGD, which moves parameters by their gradients."""
+    mesh = mesh_of(*(shape or (4,)), names=names, kind=kind)
+    given = {"axis": mesh.axis_names, "min_size": 1, "donate": False} | given
+    return jm.make_train_step(loss, optax.sgd(1.0), mesh, specs=specs, **given)
+
+
+def gradients(step, params, batch):
+    """Those that a step used, its metrics, and which leaves had to be whole."""
+    with listening() as notes:
+        after, _, metrics = step(*step.init(params), batch)
+    assert step._jitted._cache_size() == 1
+    whole = {path for path, how in notes["gathered"].items() if "whole" in how}
+    moved = jax.tree.map(lambda p, q: np.array(p) - np.array(q), params, after)
+    return moved, metrics, whole
+
+
+def drawn(dtype=jnp.float64):
+    """Parameters and samples."""
+    return losses.draw(dtype), losses.samples(dtype=dtype)
+
+
+def assert_gradients(step, loss, params, batch, bound=1e-12):
+    """Those of one device; the leaves that had to be whole."""
+    found, _, whole = gradients(step, params, batch)
+    expected = jax.jit(jax.grad(loss))(params, batch)
+    chex.assert_trees_all_close(found, expected, rtol=0, atol=bound)
+    return whole
+
+
+def shapes_within(jaxpr):
+    """Shapes and dtypes of all values of a program, and of those that are gathered."""
+    found = [], []
+    for eqn in jaxprs.operations(jaxpr):
+        kinds = [(v.aval.shape, str(v.aval.dtype)) for v in eqn.outvars]
+        found[0].extend(kinds)
+        found[1].extend(kinds if eqn.primitive.name == "all_gather" else [])
+    return found
+
+
+def program_of(step, batch, dtype=jnp.float32):
+    """The shapes of the part of a step that computes gradients."""
+    args = *step.abstract(losses.draw(dtype)), batch
+    jaxpr = jax.make_jaxpr(lambda *args: step._step(*args))(*args).jaxpr
+    (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"][:1]
+    return shapes_within(eqn.params["jaxpr"])

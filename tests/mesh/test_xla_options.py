@@ -1,0 +1,90 @@
+"""Options for XLA: buckets by the bytes of a model, loops, and what XLA knows."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+
+from jax_muon.mesh.layout import by_names
+from jax_muon.mesh.xla_options import (
+    XLA_GATHERS_LAYERS,
+    _known,
+    gpu_options,
+    options_of,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """As much of a device as a mesh asks for."""
+
+    platform: str
+    id: int
+    process_index: int = 0
+    device_kind: str = "described"
+
+
+def mesh_of(*shape, platform="gpu"):
+    devices = [Described(platform, i) for i in range(math.prod(shape))]
+    return jax.sharding.Mesh(np.reshape(devices, shape), tuple("ab"[: len(shape)]))
+
+
+def thresholds(options):
+    return [
+        options[f"xla_gpu_{kind}_combine_threshold_bytes"]
+        for kind in ("all_gather", "reduce_scatter")
+    ]
+
+
+def bfloat16(*shape):
+    return jax.ShapeDtypeStruct(shape, "bfloat16")
+
+
+def test_options_by_bytes_and_platform():
+    """Buckets by all bytes, on GPUs; nothing anywhere else, or on one GPU."""
+    params, size = {"w": bfloat16(64, 8_000_000)}, 2 * 64 * 8_000_000
+    rows = [
+        (params, mesh_of(8), {}, [size / 64, size / 32 / 8]),
+        (params, mesh_of(8), {"gathers_first": False}, [size / 16, size / 32 / 8]),
+        # Over two of 16 devices each holds one half.
+        (params, mesh_of(8, 2), {"axis": "a"}, [size / 64 / 2, size / 32 / 16]),
+        ({"w": bfloat16(16)}, mesh_of(8), {}, [4_000_000, 500_000]),
+    ]
+    for tree, mesh, given, expected in rows:
+        assert thresholds(gpu_options(tree, mesh, **given)) == expected
+    options = gpu_options(params, mesh_of(8))
+    assert options == gpu_options(params, mesh_of(8, platform="cuda"))
+    assert gpu_options(params, mesh_of(8, platform="cpu")) == {}
+    assert gpu_options(params, mesh_of(1)) == {}
+
+
+def test_options_for_layers_that_a_loop_gathers():
+    """Two buffers for the loop, and buckets no larger than half a layer."""
+    mesh = mesh_of(8)
+    stack = {"layers": {"w": bfloat16(4, 4096, 4096), "up": bfloat16(4, 4096, 8192)}}
+    layer = 3 * 4096 * 4096 * 2
+    double = "xla_gpu_enable_while_loop_double_buffering"
+    options = gpu_options(stack, mesh, layers=True)
+    assert options[double]
+    # jaxlib 0.12 has no such option.
+    assert not options.get("xla_gpu_enable_pipelined_reduce_scatter", False)
+    gathers, scatters = thresholds(options)
+    assert gathers <= layer / 2
+    assert scatters == 500_000
+    for given in ({"layers": False}, {"gathers_first": False}):
+        assert double not in gpu_options(stack, mesh, **given)
+    # In plain jit XLA gathers layers by itself: its own pipelining does most.
+    known = _known(XLA_GATHERS_LAYERS)
+    assert gpu_options(stack, mesh) == known
+    # On many devices, one bucket for all of a layer, there and back.
+    stacks = by_names(stack)
+    late = options_of(stack, mesh_of(256), "a", stacks, True, True, True)
+    for threshold, received in zip(thresholds(late), (layer, layer / 256), strict=True):
+        assert received < threshold < 2 * received
+
+
+def test_options_that_xla_does_not_know_are_left_out():
+    known = {"xla_gpu_graph_min_graph_size": 1}
+    unknown = {"xla_gpu_of_another_version": True, "xla_gpu_nor_this": 3}
+    assert _known({**unknown, **known}) == known
