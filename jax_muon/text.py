@@ -1,4 +1,4 @@
-"""Shapes and tables as text."""
+"""Shapes, sizes and tables as text."""
 
 from collections.abc import Sequence
 
@@ -24,3 +24,11 @@ def aligned(rows: Sequence[tuple[str, ...]], *, numbers: int = 0) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def bytes_text(count: int) -> str:
+    """A number of bytes to read, such as 1.2 MB."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

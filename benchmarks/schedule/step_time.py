@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from benchmarks.schedule.hlo import Instruction, Module, Transfer
-from jax_muon.mesh.owners import Pool, rounds
+from jax_muon.mesh.plan import Pool, rounds
 from jax_muon.mesh.specs import Sizes
 
 Takes = Callable[[Instruction], int]

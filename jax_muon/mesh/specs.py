@@ -85,3 +85,8 @@ def as_jit_writes(spec: PartitionSpec, sizes: Sizes) -> PartitionSpec:
     while len(spec) and spec[-1] is None:
         spec = PartitionSpec(*spec[:-1])
     return spec
+
+
+def divided_axes(sizes: Sizes) -> tuple[str, ...]:
+    """Mesh axes with more than one device."""
+    return tuple(name for name, size in sizes.items() if size > 1)

@@ -1,6 +1,6 @@
 """Sharded matrices travel to their owners by all-to-all, and back, inside shard_map.
 
-Three phases carry out the plan of `owners.py`:
+Three phases carry out a plan of `plan.py`:
 
   to owners: each device sends its shard of every matrix to that matrix's owner;
   compute:   the owner takes the polar factors;
@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jax_muon.mesh.owners import Pool, Round, rounds
+from jax_muon.mesh.plan import Pool, Round, rounds
 from jax_muon.polar.stacks import map_stacks
 from jax_muon.polar.teams import Team
 

@@ -26,7 +26,7 @@ from benchmarks.schedule.step_time import (
     nccl_seconds,
     transfer_seconds,
 )
-from jax_muon.mesh.owners import Pool
+from jax_muon.mesh.plan import Pool
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "schedule"
 # Two reduce-scatters over 8 devices, of which one has products meanwhile: one for all

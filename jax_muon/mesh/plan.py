@@ -1,0 +1,236 @@
+"""A plan: which device computes which sharded matrix, and what is sent for that.
+
+`owners.py` makes it, `travel.py` carries it out, and `describe` shows it.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jax_muon.mesh.collectives import Collective, members_over
+from jax_muon.mesh.specs import Sizes, devices_over, divided_axes
+
+# The planner's number of quintics, and of exchanged m x m matrices in each.
+STEPS = 5
+SHARED_PRODUCTS = 3
+
+# The work is cut into so many exchanges: one travels while another is computed.
+_ROUNDS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One device's shard (batch, rows, columns) of a batch of matrices.
+
+    Attributes:
+      shape: of the shard.
+      dtype: of the matrices.
+      batch_axes: mesh axes that divide the batch.
+      row_axes: mesh axes that divide the rows (in).
+      column_axes: mesh axes that divide the columns (out).
+    """
+
+    shape: tuple[int, int, int]
+    dtype: Any
+    batch_axes: tuple[str, ...] = ()
+    row_axes: tuple[str, ...] = ()
+    column_axes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A batch (count, in, out) of a pool: its index, and whether it is transposed."""
+
+    index: int
+    count: int
+    transposed: bool
+
+    def turn(self, x: Any) -> Any:
+        """From shards of matrices (in, out) to those of (m, n) with m <= n, or back."""
+        return x.mT if self.transposed else x
+
+
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """Matrices with the same shape (m, n), m <= n, and shards, and their owners.
+
+    Attributes:
+      members: the batches that they come from.
+      shape: (m, n).
+      shard_shape: of such a matrix, on one device.
+      dtype: of the matrices.
+      batch_axes: mesh axes over different matrices.
+      short_axes: mesh axes over m.
+      long_axes: mesh axes over n.
+      replica_axes: mesh axes that repeat the shards. These four together are all axes
+        with more than one device, each once.
+      counts: how many matrices each owner gets, replicas before shards; () if all
+        devices that hold a matrix compute it. Teams get the same number each of the
+        matrices of one shape, filled up with zeros.
+      team: devices of one owner, which share its work.
+      shared_dtype: in which they send each other parts of products.
+    """
+
+    members: tuple[Member, ...]
+    shape: tuple[int, int]
+    shard_shape: tuple[int, int]
+    dtype: Any
+    batch_axes: tuple[str, ...]
+    short_axes: tuple[str, ...]
+    long_axes: tuple[str, ...]
+    replica_axes: tuple[str, ...]
+    counts: tuple[int, ...] = ()
+    team: int = 1
+    shared_dtype: Any = None
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """Mesh axes whose devices hold the shards of a matrix."""
+        return self.short_axes + self.long_axes
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """The number of shards along m and along n."""
+        (m, n), (rows, columns) = self.shape, self.shard_shape
+        return m // rows, n // columns
+
+    @property
+    def on_device(self) -> int:
+        """Matrices that one device holds shards of."""
+        return sum(member.count for member in self.members)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of five quintics of one matrix."""
+        m, n = self.shape
+        return STEPS * (4 * m * m * n + 2 * m**3)
+
+    def owners(self, sizes: Sizes) -> int:
+        """The number of devices, or teams of them, that can own a matrix."""
+        return devices_over(self.replica_axes + self.shard_axes, sizes) // self.team
+
+    def load(self, sizes: Sizes) -> np.ndarray:
+        """FLOPs of each device, in the order of `divided_axes(sizes)`."""
+        axes = self.replica_axes + self.shard_axes + self.batch_axes
+        counts = self.counts or (self.on_device,) * self.owners(sizes)
+        matrices = np.repeat(counts, self.team)
+        by_device = np.repeat(
+            matrices * (self.flops / self.team), devices_over(self.batch_axes, sizes)
+        )
+        by_axis = by_device.reshape([sizes[name] for name in axes])
+        return by_axis.transpose([axes.index(name) for name in divided_axes(sizes)])
+
+    def shared(self, sizes: Sizes) -> Collective:
+        """What a device of a team exchanges with the others, for one matrix."""
+        gram = self.shape[0] ** 2 * np.dtype(self.shared_dtype).itemsize
+        team = members_over(self.shard_axes, sizes)[: self.team]
+        return Collective("all-to-all", team, STEPS * SHARED_PRODUCTS * gram)
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """Matrices of several pools that are sent to their owners in one exchange.
+
+    Attributes:
+      pools: with one dtype, and the same mesh axes.
+      starts: for each pool, how many matrices went with earlier rounds.
+      counts: by owner, how many matrices of each pool it gets.
+    """
+
+    pools: tuple[Pool, ...]
+    starts: tuple[int, ...]
+    counts: tuple[tuple[int, ...], ...]
+
+    @property
+    def kinds(self) -> list[tuple[int, ...]]:
+        """The different counts of its owners."""
+        return sorted(set(self.counts))
+
+    def runs(self) -> Iterator[tuple[slice, tuple[int, ...], tuple[slice, ...]]]:
+        """Neighbouring owners with the same counts.
+
+        Yields the owners, their counts and, for each pool, the matrices that all of
+        them get, in the order of owners.
+        """
+        first, starts = 0, self.starts
+        for counts, same in itertools.groupby(self.counts):
+            last = first + len([*same])
+            stops = tuple(np.add(starts, np.multiply(last - first, counts)).tolist())
+            yield slice(first, last), counts, tuple(map(slice, starts, stops))
+            first, starts = last, stops
+
+    def row_slices(self, counts: Sequence[int]) -> list[slice]:
+        """Elements for an owner with these counts: those of each pool, in its row."""
+        pairs = zip(counts, self.pools, strict=True)
+        sizes = [count * math.prod(pool.shard_shape) for count, pool in pairs]
+        stops = [0, *itertools.accumulate(sizes)]
+        return list(map(slice, stops[:-1], stops[1:]))
+
+    @property
+    def width(self) -> int:
+        """Elements that a device sends to each owner, padding included."""
+        return max(self.row_slices(counts)[-1].stop for counts in self.kinds)
+
+    def transfers(self, sizes: Sizes) -> list[Collective]:
+        """To the owners and back, and then to devices that repeat the shards."""
+        pool = self.pools[0]
+        owners = members_over(pool.shard_axes, sizes)[:: pool.team]
+        repeats = members_over(pool.replica_axes, sizes)
+        size = len(owners) * self.width * np.dtype(pool.dtype).itemsize
+        exchange = Collective("all-to-all", owners, size)
+        return [exchange, exchange, Collective("all-gather", repeats, size)]
+
+
+def transfers(pools: Sequence[Pool], sizes: Sizes) -> list[Collective]:
+    """What a device takes part in during a step by this plan, padding included."""
+    collectives = [x for each in rounds(pools) for x in each.transfers(sizes)]
+    for pool in pools:
+        if not pool.counts:
+            size = (
+                pool.on_device
+                * math.prod(pool.shard_shape)
+                * np.dtype(pool.dtype).itemsize
+            )
+            devices = members_over(pool.shard_axes, sizes)
+            collectives.append(Collective("all-gather", devices, size))
+        elif pool.team > 1:
+            collectives += [pool.shared(sizes)] * pool.counts[0]
+    return collectives
+
+
+def rounds(pools: Sequence[Pool]) -> list[Round]:
+    """The exchanges of a plan, with about the same work for all owners in each."""
+    by_axes: dict[Any, list[Pool]] = {}
+    for pool in pools:
+        if pool.counts:
+            key = (
+                pool.dtype,
+                pool.batch_axes,
+                pool.shard_axes,
+                pool.replica_axes,
+                pool.team,
+            )
+            by_axes.setdefault(key, []).append(pool)
+    exchanges = []
+    for together in by_axes.values():
+        counts = np.array([pool.counts for pool in together]).T  # (owners, pools)
+        flops = np.array([pool.flops for pool in together])
+        number = min(_ROUNDS, int(counts.sum(axis=1).max()))
+        # A matrix goes with the round in which its owner is halfway through it.
+        stops = (counts @ flops).max() / number * np.arange(1, number + 1)
+        before = np.cumsum(counts * flops, axis=1) - counts * flops
+        halfway = np.ceil((stops[:, None, None] - before) / flops - 0.5)
+        sent = np.clip(halfway, 0, counts).astype(int)
+        parts = np.diff(sent, axis=0, prepend=0)  # (rounds, owners, pools)
+        starts = (sent - parts).sum(axis=1)  # (rounds, pools)
+        for part, start in zip(parts, starts, strict=True):
+            used = np.flatnonzero(part.any(axis=0))
+            if used.size:
+                chosen = tuple(together[index] for index in used)
+                by_owner = tuple(map(tuple, part[:, used].tolist()))
+                exchanges.append(Round(chosen, tuple(start[used].tolist()), by_owner))
+    return exchanges
