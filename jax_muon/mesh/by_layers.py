@@ -150,7 +150,7 @@ class ByLayers:
         arguments, the operation that uses it so.
       held: the indices of all other sharded arrays.
       scanned: the indices of those that a scan takes layer by layer.
-      indexed: the indices of those of which an operation takes a layer.
+      indexed: the indices of arguments that an operation takes a layer from.
     """
 
     def __init__(
@@ -348,7 +348,7 @@ class _Look(_Evaluation):
 
     Attributes:
       scanned: the arguments that a scan takes a layer at a time.
-      indexed: those of which an operation takes a layer.
+      indexed: arguments that an operation takes a layer from.
       others: for each argument that is used whole, the operation that does so.
     """
 

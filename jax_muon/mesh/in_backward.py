@@ -2,7 +2,7 @@
 
 On one device a layer is updated as soon as its gradient is there, so gradients of all
 layers never exist at once. The optimizer is called once for each layer, with the
-parameters, the gradient and the state of that layer in the place of the stacks, and
+parameters, the gradient and the state of that layer instead of the stacks, and
 once for all other parameters. What a call computes beside is not used, and XLA removes
 it. On several devices it takes as many layers at a time as there are devices: the
 matrices of one layer would not occupy them all.
@@ -38,7 +38,7 @@ _OTHERWISE = "or update='after backward'"
 def step(
     gradients: MeanGradients, optimizer: OnMesh, params: Any, state: Any, batch: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """New parameters, new state and metrics, as those of `make_train_step`."""
+    """New parameters, new state and metrics, as `make_train_step` returns them."""
     on_each = OnEach(gradients.wire, optimizer.layout.mesh)
     flat = jax.tree.leaves(params)
     of_params: Any = jax.tree.structure(params)
@@ -90,7 +90,7 @@ class _Updates:
       names: the paths of the parameters.
       coarse: how parameters are sharded.
       params: the leaves of the parameters before the step.
-      state: those of the state.
+      state: the leaves of the state.
       extra: further arguments of the optimizer, known after the forward pass.
       done: the leaves of the parameters that scans have updated.
     """
@@ -181,7 +181,7 @@ class _Updates:
             return jax.lax.dynamic_slice_in_dim(stack, i, together)
 
         def update(i: Any, grads: list[Any], stacks: list[Any], kept: Any) -> Any:
-            """Stacks, and the bits of their state, with layers from i on updated."""
+            """Stacks, and the bits of their state, with layer i and the next updated."""
             params, state = [*self.params], [*self.state]
             all_grads = self._zeros()
             for leaf, stack, g in zip(leaves, stacks, grads, strict=True):
@@ -378,7 +378,7 @@ def _bits(x: Any, dtype: Any) -> Any:
 
 
 def _put(stack: Any, layers: Any, i: Any) -> Any:
-    """The stack with these layers from i on, in its layout.
+    """The stack with these layers put in at i, in its layout.
 
     XLA would copy all of it to another one.
     """

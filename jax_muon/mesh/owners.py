@@ -126,7 +126,7 @@ def make_pools(
         matrix send parts of products, or None if they cannot; None if they never can.
 
     Returns:
-      The pools, the largest matrices first. The planner tries to share none of them,
+      The pools, the largest matrices first. The planner tries to share no pool,
       the largest, the two largest, and so on, and takes the cheapest plan.
     """
     pools = _pools_without_owners(shards, sizes)
@@ -171,7 +171,7 @@ def _pools_without_owners(shards: Sequence[Shard], sizes: Sizes) -> list[Pool]:
 def _team_size(pool: Pool, sizes: Sizes, most: int) -> int:
     """The number of neighbours that can share a matrix of a pool, or 1.
 
-    The pool has to be sharded along one side, over the innermost axes of the mesh:
+    The pool must be sharded along one side, over the innermost axes of the mesh:
     there the GPUs of a host are next to each other. The number has to divide the rows
     and the columns.
     """
@@ -208,7 +208,7 @@ def _with_teams(pools: Sequence[Pool], sizes: Sizes) -> list[Pool]:
     """Give matrices to teams in turn, where pools are to be shared.
 
     Pools of one shape that are sharded along different sides, such as gates and the
-    projections down again, go on where the one before them ended.
+    projections down again, continue where the one before them ended.
     """
 
     def alike(pool: Pool) -> Any:

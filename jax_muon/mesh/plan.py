@@ -18,7 +18,7 @@ from jax_muon.mesh.specs import Sizes, devices_over, divided_axes
 STEPS = 5
 SHARED_PRODUCTS = 3
 
-# The work is cut into so many exchanges: one travels while another is computed.
+# Number of exchanges that the work is cut into: one travels while another is computed.
 _ROUNDS = 4
 
 
@@ -50,7 +50,7 @@ class Member:
     transposed: bool
 
     def turn(self, x: Any) -> Any:
-        """From shards of matrices (in, out) to those of (m, n) with m <= n, or back."""
+        """From shards of (in, out) to shards of (m, n) with m <= n, or back."""
         return x.mT if self.transposed else x
 
 
@@ -61,7 +61,7 @@ class Pool:
     Attributes:
       members: the batches that they come from.
       shape: (m, n).
-      shard_shape: of such a matrix, on one device.
+      shard_shape: of one matrix, on one device.
       dtype: of the matrices.
       batch_axes: mesh axes over different matrices.
       short_axes: mesh axes over m.

@@ -164,7 +164,7 @@ def scan_and_update(
 ) -> Callable[..., Any]:
     """A scan of (consts, carry, shards, xs, state) whose gradient is an update.
 
-    In the place of gradients of shards and state is what `update` makes of (index of a
+    The gradients of shards and state are what `update` makes of (index of a
     layer, gradients, shards, state): in the backward pass, `together` layers from this
     one on at a time. If that is one, as on one device, no layer is gathered ahead.
     `on_each` turns a function of one device's values into one of all devices'.
@@ -264,7 +264,7 @@ def _vjp(run: Callable[..., Any], keep_gathered: bool, *args: Any) -> Any:
 
     The latter is a tree of what JAX saves, without what can be computed again from the
     layer alone, from constants alone, or from xs alone. Called with (consts, layer, xs)
-    it returns the function from cotangents of the results to those of the arguments,
+    it returns the function from cotangents of results to cotangents of arguments,
     with None for integers.
     """
 
@@ -307,7 +307,7 @@ def _what_to_save(
 
     `sources` says what each argument is; what follows from several sources, or from
     one that is "saved", is saved. Nothing that has an effect, such as a print, happens
-    again: what it returns is one more argument.
+    again: its result is one more argument.
     """
     effects = [v for eqn in jaxpr.eqns if eqn.effects for v in eqn.outvars]
     sources = [*sources, *["saved"] * len(effects)]
