@@ -23,6 +23,7 @@ from flax import linen, nnx
 from text import Text, read_text
 
 import jax_muon as jm
+from benchmarks import program
 
 BATCH, CONTEXT, WIDTH, LAYERS = 8, 64, 128, 2
 Batch = dict[str, Any]  # arrays
@@ -218,7 +219,7 @@ def make(
 
 @functools.cache
 def functions(folder: pathlib.Path, name: str, optimizer: str) -> Any:
-    """Compiled: the first state, a step, and the loss of a batch without a key."""
+    """Compiled: the first state, a step of a batch and a key, and a validation loss."""
     example = example_of(folder, name)
 
     def transform(rate: jax.Array, rest: jax.Array) -> optax.GradientTransformation:
@@ -228,25 +229,10 @@ def functions(folder: pathlib.Path, name: str, optimizer: str) -> Any:
         scheduled = (lambda count, x=x: x * shape(count) for x in (rate, rest))
         return make(optimizer, *scheduled, rules=example.rules)
 
-    def init(params: Any, rate: jax.Array, rest: jax.Array) -> Any:
-        return transform(rate, rest).init(params)
+    def loss(params: Any, batch: tuple[Batch, jax.Array | None]) -> jax.Array:
+        return example.loss(params, *batch)
 
-    def step(
-        params: Any,
-        state: Any,
-        batch: Batch,
-        key: jax.Array,
-        rate: jax.Array,
-        rest: jax.Array,
-    ) -> Any:
-        grads = jax.grad(example.loss)(params, batch, key)
-        updates, state = transform(rate, rest).update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    def evaluate(params: Any, batch: Batch) -> jax.Array:
-        return example.loss(params, batch, None)
-
-    return jax.jit(init), jax.jit(step, donate_argnums=(0, 1)), jax.jit(evaluate)
+    return *program.training(loss, transform), jax.jit(loss)
 
 
 @functools.cache
@@ -268,6 +254,8 @@ def train(
     state = init(params, rate, rest)
     for done in range(example.steps):
         batch, noise = example.batch(seed, done), jax.random.fold_in(key, done)
-        params, state = step(params, state, batch, noise, rate, rest)
-    loss = np.mean([float(evaluate(params, batch)) for batch in example.validation])
+        params, state = step(params, state, (batch, noise), rate, rest)
+    loss = np.mean(
+        [float(evaluate(params, (batch, None))) for batch in example.validation]
+    )
     return float(loss) if math.isfinite(loss) else math.inf
