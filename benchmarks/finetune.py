@@ -69,23 +69,16 @@ def functions(optimizer: str, mode: str) -> tuple[Any, Any, Any]:
     model = nnx.eval_shape(lambda: learning.model(BASE.width, BASE.depth, 0))
     graph, _ = nnx.split(model, nnx.Param)
     narrow, around = MODES[mode]
-    tx = around(OPTIMIZERS[optimizer])
 
     def loss(params: Any, windows: Any) -> Any:
         return nnx.merge(graph, cast(params, "float32")).loss(windows)
 
     def start(rounded: Any) -> tuple[Any, Any]:
         params = rounded if narrow else cast(rounded, "float32")
-        return params, tx.init(params)
+        return params, init(params)
 
-    def step(params: Any, state: Any, windows: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(jax.grad(loss)(params, windows), state, params)
-        return optax.apply_updates(params, updates), state
-
-    def evaluate(params: Any, batches: Any) -> Any:
-        return jax.lax.map(lambda windows: loss(params, windows), batches).mean()
-
-    return jax.jit(start), jax.jit(step), jax.jit(evaluate)
+    init, step = program.training(loss, lambda: around(OPTIMIZERS[optimizer]))
+    return start, step, learning.mean_loss(loss)
 
 
 def movement(rate: float, residual: str | None, steps: int = 100) -> float:

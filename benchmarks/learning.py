@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from flax import nnx
 from gpt import GPT
 from matplotlib.figure import Figure
@@ -111,18 +110,16 @@ def functions(optimizer: str, width: int, depth: int, factor: float = 1.0) -> An
     def transform(rates: Rates) -> Any:
         return with_embedding_factor(OPTIMIZERS[optimizer](rates), factor)
 
-    def init(params: Any, rates: Rates) -> Any:
-        return transform(rates).init(params)
+    return *program.training(loss, transform), mean_loss(loss)
 
-    def step(params: Any, state: Any, windows: Any, rates: Rates) -> Any:
-        grads = jax.grad(loss)(params, windows)
-        updates, state = transform(rates).update(grads, state, params)
-        return optax.apply_updates(params, updates), state
 
-    def evaluate(params: Any, batches: Any) -> Any:  # batches: (8, 16, 129)
+def mean_loss(loss: Any) -> Any:
+    """Compiled: the mean loss of batches, (8, 16, 129)."""
+
+    def evaluate(params: Any, batches: Any) -> Any:
         return jax.lax.map(lambda windows: loss(params, windows), batches).mean()
 
-    return jax.jit(init), jax.jit(step, donate_argnums=(0, 1)), jax.jit(evaluate)
+    return jax.jit(evaluate)
 
 
 def model(width: int, depth: int, seed: int) -> GPT:

@@ -1,4 +1,4 @@
-"""What the programs share: arguments, tables, results with their machine, timing."""
+"""What programs share: arguments, tables, results with their machine, steps, timing."""
 
 import argparse
 import datetime
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import optax
 
 PACKAGES = (
     *("jax", "jaxlib", "optax", "torch", "numpy"),
@@ -103,6 +104,31 @@ def device_name() -> str:
     lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = {line.split(":")[1].strip() for line in lines if "model name" in line}
     return ", ".join(sorted(names)) or platform.processor()
+
+
+# ---- Training
+
+
+def training(
+    loss: Callable[..., jax.Array],
+    transform: Callable[..., optax.GradientTransformation],
+) -> tuple[Any, Any]:
+    """Compiled: the first state of parameters, and a step, which every rate shares.
+
+    Args:
+      loss: of parameters and a batch.
+      transform: an optimizer by its rates, which are the last arguments of both.
+    """
+
+    def init(params: Any, *rates: Any) -> Any:
+        return transform(*rates).init(params)
+
+    def step(params: Any, state: Any, batch: Any, *rates: Any) -> Any:
+        grads = jax.grad(loss)(params, batch)
+        updates, state = transform(*rates).update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(init), jax.jit(step)
 
 
 # ---- Time

@@ -1,6 +1,6 @@
 """How the parameters of real models are read: right, refused or wrong.
 
-    python -m benchmarks.reading FOLDER [--models 'hf_*']
+    python -m benchmarks.reading FOLDER
 
 A folder holds one file `MODEL.json` a model: `{"params": [{"path", "shape", "dtype",
 "expect"}]}`, where `expect` has the label ("muon", "adamw" or "either") and,
@@ -13,7 +13,6 @@ wrong.
 
 import argparse
 import collections
-import fnmatch
 import json
 import pathlib
 import re
@@ -36,11 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Score all models of a folder and print the lines; the exit status."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--models", default="*", help="pattern of the models to score")
-    options = parser.parse_args(arguments)
+    folder = parser.parse_args(arguments).folder
     total: collections.Counter[str] = collections.Counter()
-    files = sorted(options.folder.glob("*.json"))
-    files = [file for file in files if fnmatch.fnmatch(file.stem, options.models)]
+    files = sorted(folder.glob("*.json"))
     for file in files:
         params = json.loads(file.read_text())["params"]
         counts, kinds = score(params)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.reading_models import FRAMEWORKS, Model
-from benchmarks.reading_models.__main__ import READER, load, read_model
+from benchmarks.reading_models.__main__ import read_model
 
 
 def models(environment: str) -> list[Any]:
@@ -23,5 +23,5 @@ def models(environment: str) -> list[Any]:
 
 def check(model: Model) -> None:
     """Undecided leaves would be refused, unless names decide them: here all do."""
-    row, kinds = read_model(model, load(READER))
+    row, kinds = read_model(model)
     assert row["loss"]["wrong"] == row["loss"]["refused"] == 0, kinds

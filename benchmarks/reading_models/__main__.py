@@ -32,72 +32,96 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from typing import Any
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results/reading_models.json"
-READER = "jax_muon.reading.computation.read:read_uses"
+import jax
+
+from benchmarks import program
+from benchmarks.reading import judge
+from benchmarks.reading_models import FRAMEWORKS
+from jax_muon.paths import leaves_with_paths
+from jax_muon.reading.computation.read import read_uses
+from jax_muon.reading.names.read import read_leaves
+from jax_muon.reading.names.tree import Leaf
+
+RESULTS = pathlib.Path(__file__).parents[1] / "results"
 LOSS = ("right", "wrong", "undecided", "refused", "unused", "open")
 NAMES = ("right", "wrong", "refused")
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(words: list[str] | None = None) -> int:
     """Read all models of the frameworks; the exit status."""
-    from benchmarks.reading_models import FRAMEWORKS
+    parser = arguments("benchmarks.reading_models", __doc__, "reading_models.json")
+    options = parser.parse_args(words)
 
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("frameworks", nargs="*", metavar="FRAMEWORK")
-    parser.add_argument("--models", default="*", help="pattern of the models to read")
-    parser.add_argument("--here", action="store_true", help="in this environment")
-    parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
-    parser.add_argument(
-        "--reader", default=READER, help="module:function(loss, params, *args)"
-    )
-    options = parser.parse_args(arguments)
-    frameworks = options.frameworks or list(FRAMEWORKS)
-    if unknown := {*frameworks} - {*FRAMEWORKS}:
-        parser.error(f"no framework {sorted(unknown)}; expected {list(FRAMEWORKS)}")
-    status = 0
-    for framework in frameworks:
-        environment = None if options.here else FRAMEWORKS[framework]
-        if environment is None:
-            rows = list(_rows(framework, options.models, load(options.reader)))
-            _keep(options.json, framework, rows, merge=options.models != "*")
-            status |= any("error" in row or row["loss"]["wrong"] for row in rows)
-        else:
-            command = [f"runs/outside/{environment}/bin/python", "-m", __spec__.parent]
-            more = ("--models", options.models, "--reader", options.reader)
-            more += ("--json", str(options.json))
-            command += [framework, "--here", *more]
-            status |= subprocess.run(command).returncode
+    def here(framework: str) -> bool:
+        rows = list(_rows(framework, options.models))
+        _keep(options.json, framework, rows, merge=options.models != "*")
+        return any("error" in row or row["loss"]["wrong"] for row in rows)
+
+    failed = in_environments("benchmarks.reading_models", options, here)
     if not options.here:
         print(summary(json.loads(options.json.read_text())))
-    return int(status)
+    return int(failed)
 
 
-def load(name: str) -> Callable[..., Any]:
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
+def arguments(module: str, doc: str | None, results: str) -> argparse.ArgumentParser:
+    """The command line of a program that goes over frameworks."""
+    parser = program.parser(module, doc)
+    add = parser.add_argument
+    add("frameworks", nargs="*", choices=FRAMEWORKS, metavar="FRAMEWORK")
+    add("--models", default="*", help="pattern of the models to read")
+    add("--here", action="store_true", help="in this environment")
+    add("--json", type=pathlib.Path, default=RESULTS / results)
+    return parser
 
 
-def _rows(
-    framework: str, pattern: str, reader: Callable[..., Any]
-) -> Iterator[dict[str, Any]]:
+def in_environments(
+    module: str, options: argparse.Namespace, here: Callable[[str], Any]
+) -> bool:
+    """Run a program for each framework, in the environment that it needs.
+
+    Args:
+      module: of the program.
+      options: of its command line. Another process gets all but the frameworks.
+      here: called for the frameworks of this environment; returns whether it failed.
+
+    Returns:
+      True if any of them failed.
+    """
+    failed = False
+    for framework in options.frameworks or FRAMEWORKS:
+        environment = FRAMEWORKS[framework]
+        if options.here or environment is None:
+            failed |= bool(here(framework))
+            continue
+        command = [f"runs/outside/{environment}/bin/python", "-m", module]
+        command += [framework, "--here"]
+        for name in vars(options).keys() - {"frameworks", "here"}:
+            value = getattr(options, name)
+            values = value if isinstance(value, list) else [str(value)]
+            command += [f"--{name}", *values]
+        failed |= subprocess.run(command).returncode != 0
+    return failed
+
+
+def _rows(framework: str, pattern: str) -> Iterator[dict[str, Any]]:
     """One row for each model, which is printed as soon as it is there."""
     module = importlib.import_module(f"benchmarks.reading_models.{framework}")
     for name, model in module.MODELS.items():
         if not fnmatch.fnmatch(name, pattern):
             continue
         try:
-            row, kinds = read_model(model, reader)
+            row, kinds = read_model(model)
         except Exception as error:  # the packages are not ours: the next model may do
             traceback.print_exc()
             yield {"model": name, "error": f"{type(error).__name__}: {error}"[:300]}
             continue
         counts = ", ".join(f"{n} {kind}" for kind, n in row["loss"].items() if n)
         others = "; ".join(
-            f"{title}: " + ", ".join(f"{n} {kind}" for kind, n in row[key].items() if n)
-            for title, key in (("names", "names"), ("numbers", "numbers"))
+            f"{key}: " + ", ".join(f"{n} {kind}" for kind, n in row[key].items() if n)
+            for key in ("names", "numbers")
         )
         print(f"{framework} {name}: {row['leaves']} leaves, {counts}; {others}")
         for kind, count in kinds.items():
@@ -105,43 +129,18 @@ def _rows(
         yield {"model": name, **row}
 
 
-def read_model(
-    model: Any, reader: Callable[..., Any]
-) -> tuple[dict[str, Any], collections.Counter[str]]:
-    """The row of one model, and the kinds of leaves that its loss reads otherwise.
-
-    Args:
-      model: a `Model`.
-      reader: called with the loss, the parameters and the other arguments; returns a
-        `Parameter` for each leaf, as a mapping by path or in the order of the tree.
-    """
-    import jax
-
-    from benchmarks.reading import judge
-    from jax_muon.paths import leaves_with_paths
-    from jax_muon.reading.names.read import read_leaves
-    from jax_muon.reading.names.tree import Leaf
-
+def read_model(model: Any) -> tuple[dict[str, Any], collections.Counter[str]]:
+    """The row of a `Model`, and the kinds of leaves that its loss reads otherwise."""
     loss, params, args = model.build()
     start = time.process_time()
     jax.make_jaxpr(loss)(params, *args)
     traced = time.process_time()
-    uses = reader(loss, params, *args)
+    uses = {x.path: x for x in read_uses(loss, params, *args)}
     read = time.process_time()
     leaves = dict(leaves_with_paths(params))
-    uses = uses if isinstance(uses, Mapping) else {x.path: x for x in uses}
     by_name, by_number = (
         dict(
-            zip(
-                leaves,
-                read_leaves(
-                    [
-                        Leaf(path, tuple(x.shape), x.dtype)
-                        for path, x in zip(paths, leaves.values(), strict=True)
-                    ]
-                ),
-                strict=True,
-            )
+            zip(leaves, read_leaves([*map(_leaf, paths, leaves.values())]), strict=True)
         )
         for paths in (leaves, [f"p{number:05d}" for number in range(len(leaves))])
     )
@@ -152,19 +151,17 @@ def read_model(
         shape = tuple(leaf.shape)
         param = {"path": path, "shape": shape, "expect": model.expected(path, shape)}
         use = uses[path]
-        outcome, text = judge(param, use)
+        outcome, text = verdict(param, use)
         if outcome == "refused":
             outcome = "refused" if by_name[path].doubt else "undecided"
             text = f"{text}: {use.doubt}"
         elif use.role == "unused":
             outcome, text = "unused", ""
-        outcome = {"unknowable": "open"}.get(outcome, outcome)
         counts["loss"][outcome] += 1
         if outcome != "right":
             kinds[f"{outcome} {re.sub('[0-9]+', 'N', path)} {shape}: {text}"] += 1
         for key, one in (("names", by_name[path]), ("numbers", by_number[path])):
-            outcome = judge(param, one)[0]
-            counts[key]["open" if outcome == "unknowable" else outcome] += 1
+            counts[key][verdict(param, one)[0]] += 1
     row = {
         "leaves": len(leaves),
         **counts,
@@ -175,12 +172,20 @@ def read_model(
     return row, kinds
 
 
+def _leaf(path: str, x: Any) -> Leaf:
+    return Leaf(path, tuple(x.shape), x.dtype)
+
+
+def verdict(param: dict[str, Any], read: Any) -> tuple[str, str]:
+    """`judge`, where what nothing decides is "open"."""
+    outcome, text = judge(param, read)
+    return "open" if outcome == "unknowable" else outcome, text
+
+
 def _keep(
     file: pathlib.Path, framework: str, rows: list[dict[str, Any]], merge: bool
 ) -> None:
     """Write the rows of a framework, beside those that the file has of others."""
-    from importlib.metadata import version
-
     results = json.loads(file.read_text()) if file.exists() else {}
     if merge:
         new = {row["model"] for row in rows}
@@ -204,10 +209,10 @@ def summary(results: Mapping[str, Any]) -> str:
     """A Markdown table with a row for each framework, and one for all."""
     titles = ["models", "leaves", *(f"loss: {kind}" for kind in LOSS)]
     titles += [f"{key}: {kind}" for key in ("names", "numbers") for kind in NAMES]
-    lines = [f"| framework | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
     total: collections.Counter[str] = collections.Counter()
+    counts = {}
     for framework, result in results.items():
-        count: collections.Counter[str] = collections.Counter()
+        counts[framework] = count = collections.Counter[str]()
         for row in result["models"]:
             if "error" in row:
                 continue
@@ -216,10 +221,11 @@ def summary(results: Mapping[str, Any]) -> str:
                 for kind, number in row[key].items():
                     count[f"{key}: {kind}"] += number
         total += count
-        cells = " | ".join(str(count[title]) for title in titles)
-        lines.append(f"| {framework} | {cells} |")
-    cells = " | ".join(str(total[title]) for title in titles)
-    return "\n".join([*lines, f"| all | {cells} |"])
+    rows = [
+        [framework, *(str(count[title]) for title in titles)]
+        for framework, count in (counts | {"all": total}).items()
+    ]
+    return program.markdown([["framework", *titles], *rows])
 
 
 if __name__ == "__main__":

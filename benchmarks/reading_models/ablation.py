@@ -9,7 +9,6 @@ right (or unused, or open), and the smallest of their models. Rows of several fr
 add up in benchmarks/results/reading_ablation.json.
 """
 
-import argparse
 import collections
 import fnmatch
 import importlib
@@ -18,21 +17,24 @@ import importlib.machinery
 import importlib.util
 import json
 import pathlib
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results/reading_ablation.json"
+from benchmarks import program
+from benchmarks.reading_models.__main__ import arguments, in_environments, verdict
+from jax_muon import jaxprs
+from jax_muon.paths import leaves_with_paths
+
+MODULE = "benchmarks.reading_models.ablation"
 PACKAGE = "jax_muon.reading.computation"
 
-# Rule: module, its text, and the text in its place.
-RULES: Mapping[str, tuple[str, str, str]] = {
+# Rule: module, its text, and the text in its place, if not that of `_without`.
+RULES: Mapping[str, tuple[str, ...]] = {
     # What becomes of a leaf before its use.
     "one-hot lookups": (
         "follow",
         "result.one_hot = sum(value.data for value in values) == 1",
-        "pass",
     ),
     "masks and scales of a leaf's shape": (
         "follow",
@@ -81,12 +83,11 @@ RULES: Mapping[str, tuple[str, str, str]] = {
         '"concatenate"',
     ),
     "stacks": ("follow", '"dynamic_update_slice", "stack")', '"dynamic_update_slice")'),
-    "leaves concatenated with data": ("follow", "if beside_data:", "if False:"),
-    "gathers along a new axis": ("follow", "if len(new) > len(old):", "if False:"),
+    "leaves concatenated with data": ("follow", "if beside_data:"),
+    "gathers along a new axis": ("follow", "if len(new) > len(old):"),
     "constants that a leaf is multiplied by": (
         "products",
         "if not other.data and not other.leaves:",
-        "if False:",
     ),
     "repeated leaves and vectors are like data": (
         "products",
@@ -104,23 +105,14 @@ RULES: Mapping[str, tuple[str, str, str]] = {
         "if False and shape",
     ),
     # Uses.
-    "grouped products": ("products", '@rule("ragged_dot_general")', '@rule("-")'),
-    "grouped convolutions": (
-        "products",
-        'if params["feature_group_count"] > 1:',
-        "if False:",
-    ),
-    "transposed convolutions without overlap": (
-        "products",
-        "if step == shape[a] > 1:",
-        "if False:",
-    ),
+    "grouped products": ("products", '@rule("ragged_dot_general")'),
+    "grouped convolutions": ("products", 'if params["feature_group_count"] > 1:'),
+    "transposed convolutions without overlap": ("products", "if step == shape[a] > 1:"),
     "Pallas kernels by their widths": (
         "products",
         "if len(weights) == len(data) == len(eqn.outvars) == 1:",
-        "if False:",
     ),
-    "complex products": ("decide", "if first.is_complex:", "if False:"),
+    "complex products": ("decide", "if first.is_complex:"),
     "gradients in the function": (
         "follow",
         'use.is_gradient = kind == "contracted" and _is_transpose(use, first)',
@@ -131,26 +123,17 @@ RULES: Mapping[str, tuple[str, str, str]] = {
         "[x for x in known if x not in either]",
         "[x for x in known if x not in either and False]",
     ),
-    "one row or column": ("decide", "if 1 in axes.fan(shape):", "if False:"),
+    "one row or column": ("decide", "if 1 in axes.fan(shape):"),
     # Batches that later operations show.
-    "outputs taken one by one": (
-        "follow",
-        "if len(x.use.taken[axis]) == old[a]:",
-        "if False:",
-    ),
+    "outputs taken one by one": ("follow", "if len(x.use.taken[axis]) == old[a]:"),
     "outputs that are the next product's batch": (
         "products",
         "if all(x.use.roles.get(a) == {BATCH} for a in range(axis)):",
-        "if False:",
     ),
-    "experts by the router's outputs": (
-        "read",
-        "decide.find_experts(follower)",
-        "pass",
-    ),
-    "mixtures of matrices": ("products", "_find_mixture(product, i, x, sides)", "pass"),
+    "experts by the router's outputs": ("read", "decide.find_experts(follower)"),
+    "mixtures of matrices": ("products", "_find_mixture(product, i, x, sides)"),
     # Roles.
-    "heads": ("decide", "if not any(use.feeds for use in products):", "if False:"),
+    "heads": ("decide", "if not any(use.feeds for use in products):"),
     "frozen kernels behind": (
         "products",
         "if other.given_floats and summed",
@@ -161,22 +144,14 @@ RULES: Mapping[str, tuple[str, str, str]] = {
         'if x.role != "head" or other is None:',
         "if True:",
     ),
-    "top-k": ("follow", "x.use.chooses |= bool(axes_in(value.results[x]))", "pass"),
+    "top-k": ("follow", "x.use.chooses |= bool(axes_in(value.results[x]))"),
     "sorts that rank": (
         "follow",
         'if eqn.primitive.name != "sort" or len(values) > 1:',
         'if eqn.primitive.name != "sort":',
     ),
-    "argmax": (
-        "follow",
-        'x.use.chooses |= bool(along) and name.startswith("arg")',
-        "pass",
-    ),
-    "tables of keys": (
-        "decide",
-        "if all(map(_is_table_of_keys, products)):",
-        "if False:",
-    ),
+    "argmax": ("follow", 'x.use.chooses |= bool(along) and name.startswith("arg")'),
+    "tables of keys": ("decide", "if all(map(_is_table_of_keys, products)):"),
     "queries, keys and values": (
         "products",
         "elif x.soft and axes_in(sides, contract[i]) == x.keys:",
@@ -188,10 +163,18 @@ RULES: Mapping[str, tuple[str, str, str]] = {
         "for _ in range(4):",
         "for _ in range(1):",
     ),
-    "while": ("loops", '@rule("while")', '@rule("-")'),
-    "cond": ("loops", '@rule("cond")', '@rule("-")'),
-    "shard_map": ("loops", '@rule("shard_map")', '@rule("-")'),
+    "while": ("loops", '@rule("while")'),
+    "cond": ("loops", '@rule("cond")'),
+    "shard_map": ("loops", '@rule("shard_map")'),
 }
+
+
+def _without(module: str, old: str, new: str | None = None) -> tuple[str, str, str]:
+    """A row of `RULES` with the text that turns a condition, or a rule, off."""
+    if new is None:
+        kinds = {"if ": "if False:", "@rule(": '@rule("-")'}
+        new = next((kinds[kind] for kind in kinds if old.startswith(kind)), "pass")
+    return module, old, new
 
 
 class _Edited(importlib.machinery.SourceFileLoader):
@@ -226,7 +209,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 def reader_without(rule: str | None) -> Callable[..., Any]:
     """`read_uses`, without a rule of `RULES`, or with all for None."""
     loaded = {name: sys.modules[name] for name in sys.modules if _is_ours(name)}
-    finder = [_Finder(*RULES[rule])] if rule else []
+    finder = [_Finder(*_without(*RULES[rule]))] if rule else []
     for name in loaded:
         del sys.modules[name]
     sys.meta_path[:0] = finder
@@ -245,49 +228,34 @@ def _is_ours(name: str) -> bool:
     return name == PACKAGE or name.startswith(f"{PACKAGE}.")
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(words: list[str] | None = None) -> int:
     """Print and keep the table."""
-    from benchmarks.reading_models import FRAMEWORKS
-
-    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
-    parser.add_argument("frameworks", nargs="*", metavar="FRAMEWORK")
-    parser.add_argument("--models", default="*", help="pattern of the models to read")
+    parser = arguments(MODULE, __doc__, "reading_ablation.json")
     parser.add_argument("--rules", nargs="*", default=["*"], help="patterns of rules")
-    parser.add_argument("--here", action="store_true", help="in this environment")
-    parser.add_argument("--json", type=pathlib.Path, default=RESULTS)
-    options = parser.parse_args(arguments)
-    for framework in options.frameworks or FRAMEWORKS:
-        environment = None if options.here else FRAMEWORKS[framework]
-        if environment is None:
-            rules = [
-                rule
-                for rule in RULES
-                if any(fnmatch.fnmatch(rule, pattern) for pattern in options.rules)
-            ]
-            rows = dict(_rows(framework, options.models, rules))
-            results = (
-                json.loads(options.json.read_text()) if options.json.exists() else {}
-            )
-            for rule, row in rows.items():
-                results.setdefault(rule, {})[framework] = row
-            options.json.write_text(json.dumps(results, indent=1) + "\n")
-        else:
-            command = [f"runs/outside/{environment}/bin/python", "-m", __spec__.name]
-            more = ("--models", options.models, "--rules", *options.rules)
-            more += ("--json", str(options.json))
-            subprocess.run([*command, framework, "--here", *more], check=True)
+    options = parser.parse_args(words)
+    rules = [
+        rule
+        for rule in RULES
+        if any(fnmatch.fnmatch(rule, pattern) for pattern in options.rules)
+    ]
+
+    def here(framework: str) -> None:
+        rows = dict(_rows(framework, options.models, rules))
+        results = json.loads(options.json.read_text()) if options.json.exists() else {}
+        for rule, row in rows.items():
+            results.setdefault(rule, {})[framework] = row
+        program.save(results, options.json)
+
+    failed = in_environments(MODULE, options, here)
     if not options.here:
         print(summary(json.loads(options.json.read_text())))
-    return 0
+    return int(failed)
 
 
 def _rows(
     framework: str, pattern: str, rules: list[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """What becomes worse without each rule: leaves by outcome, and models."""
-    from jax_muon import jaxprs
-    from jax_muon.paths import leaves_with_paths
-
     module = importlib.import_module(f"benchmarks.reading_models.{framework}")
     cases, traces = {}, {}
     trace = jaxprs.trace
@@ -327,8 +295,6 @@ def _rows(
 
 def _outcomes(reader: Callable[..., Any], case: Any) -> dict[str, tuple[str, str]]:
     """By path: right, wrong, undecided or failed; and the role."""
-    from benchmarks.reading import judge
-
     loss, params, args, expected = case
     try:
         uses = {x.path: x for x in reader(loss, params, *args)}
@@ -337,28 +303,28 @@ def _outcomes(reader: Callable[..., Any], case: Any) -> dict[str, tuple[str, str
     outcomes = {}
     for path, (shape, expect) in expected.items():
         use = uses[path]
-        outcome = judge({"path": path, "shape": shape, "expect": expect}, use)[0]
-        outcome = {"refused": "undecided", "unknowable": "open"}.get(outcome, outcome)
-        outcomes[path] = (outcome, "")
-        if outcome == "right":
-            outcomes[path] = ("other role", use.role)
+        param = {"path": path, "shape": shape, "expect": expect}
+        outcome = verdict(param, use)[0].replace("refused", "undecided")
+        right = outcome == "right"
+        outcomes[path] = ("other role", use.role) if right else (outcome, "")
     return outcomes
 
 
 def summary(results: Mapping[str, Any]) -> str:
     """A Markdown table: what all frameworks lose without each rule."""
-    kinds = ("wrong", "undecided", "failed", "other role", "open")
-    lines = [f"| without | {' | '.join(kinds)} | models | smallest |"]
-    lines.append("|---" * (len(kinds) + 3) + "|")
+    kinds = ("wrong", "undecided", "failed", "other role", "open", "models")
+    table = [["without", *kinds, "smallest"]]
     for rule, frameworks in results.items():
-        total: collections.Counter[str] = collections.Counter()
-        smallest = []
-        for framework, row in frameworks.items():
-            total += collections.Counter({k: row.get(k, 0) for k in (*kinds, "models")})
-            smallest += [f"{framework} {row['smallest']}"] if row["smallest"] else []
-        cells = " | ".join(str(total[kind]) for kind in (*kinds, "models"))
-        lines.append(f"| {rule} | {cells} | {', '.join(smallest[:2])} |")
-    return "\n".join(lines)
+        totals = [
+            str(sum(row.get(kind, 0) for row in frameworks.values())) for kind in kinds
+        ]
+        smallest = [
+            f"{framework} {row['smallest']}"
+            for framework, row in frameworks.items()
+            if row["smallest"]
+        ]
+        table.append([rule, *totals, ", ".join(smallest[:2])])
+    return program.markdown(table)
 
 
 if __name__ == "__main__":

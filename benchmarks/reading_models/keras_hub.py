@@ -7,16 +7,13 @@ import jax.numpy as jnp  # isort: skip
 from keras_hub import models as hub  # isort: skip
 
 from benchmarks.reading_models import Model  # isort: skip
-from benchmarks.reading_models.shapes import (  # isort: skip
-    any_loss,
-    floats,
-    integers,
-)
+from benchmarks.reading_models.shapes import any_loss, floats, integers  # isort: skip
 
 BATCH, LENGTH, CLASSES = 2, 16, 7
 TOKENS = integers(BATCH, LENGTH)
 TEXT = {"token_ids": TOKENS, "padding_mask": TOKENS}
 SEGMENTS = {**TEXT, "segment_ids": TOKENS}
+PLAIN_SEGMENTS = {"token_ids": TOKENS, "segment_ids": TOKENS}
 TWO_TEXTS = {
     f"{side}_{name}": TOKENS for side in ("encoder", "decoder") for name in TEXT
 }
@@ -31,29 +28,21 @@ def model(make, inputs):
     rest = [*shapes_of(backbone.non_trainable_variables).values()]
 
     def outputs(params, rest, inputs):
+        """By the name of their head."""
         variables = [params[path] for path in order]
-        return jax.tree.leaves(backbone.stateless_call(variables, rest, inputs)[0])
-
-    shapes = jax.eval_shape(outputs, params, rest, inputs)
-    heads = [
-        f"output_{number}/head"
-        for number, x in enumerate(shapes)
-        if jnp.issubdtype(x.dtype, jnp.floating)
-    ]
-    widths = [x.shape[-1] for x in shapes if jnp.issubdtype(x.dtype, jnp.floating)]
+        results, _ = backbone.stateless_call(variables, rest, inputs)
+        return {
+            f"output_{number}/head": x
+            for number, x in enumerate(jax.tree.leaves(results))
+            if jnp.issubdtype(x.dtype, jnp.floating)
+        }
 
     def loss(params, rest, inputs):
-        results = [
-            x
-            for x in outputs(params, rest, inputs)
-            if jnp.issubdtype(x.dtype, jnp.floating)
-        ]
-        return any_loss(
-            [x @ params[head] for x, head in zip(results, heads, strict=True)]
-        )
+        results = outputs(params, rest, inputs)
+        return any_loss([x @ params[head] for head, x in results.items()])
 
-    for head, width in zip(heads, widths, strict=True):
-        params[head] = floats(width, CLASSES)
+    shapes = jax.eval_shape(outputs, params, rest, inputs)
+    params |= {head: floats(x.shape[-1], CLASSES) for head, x in shapes.items()}
     return loss, params, (rest, inputs)
 
 
@@ -99,156 +88,108 @@ LLAMA = {
     "hidden_dim": 32,
     "intermediate_dim": 48,
 }
+EXPERTS = {"num_experts": 6, "moe_intermediate_dim": 40, "top_k": 2}
+VIT = {"patch_size": 8, "num_layers": 2, "hidden_dim": 32, "num_heads": 4}
+RWKV = {
+    "hidden_size": 64,
+    "head_size": 32,
+    "num_layers": 2,
+    "vocabulary_size": 200,
+    "intermediate_dim": 96,
+    **dict.fromkeys(("gate_lora", "mv_lora", "aaa_lora", "decay_lora"), 8),
+}
+RWKV_ANSWERS = {
+    r"^head/kernel": "io or adamw",  # there is one more behind it
+    r"TIME_MIX/r_k$": "adamw",
+    r"TIME_MIX/[agvw]\d$": "io",
+}
+XLNET_ANSWERS = {
+    r"attention_output/kernel": "oii",
+    r"encoding/kernel": "ioo or ibo",
+    r"segment_encoding|mask_emb": "adamw",
+}
+GEMMA_ANSWERS = {r"(query|key|value)/kernel": "bio or oio"}
+SOUND_ANSWERS = {r"conv_layer_1/kernel": "iio or adamw", r"conv_layer_2/kernel": "iio"}
+SOUND = {
+    "encoder_features": floats(BATCH, 32, 80),
+    "decoder_token_ids": TOKENS,
+    "decoder_padding_mask": TOKENS,
+}
 
 
-def _entry(cls, inputs, answers, **settings):
+def _renamed(old, new):
+    """GPT's sizes, one of them under another name."""
+    return {new if key == old else key: size for key, size in GPT.items()}
+
+
+def _entry(name, inputs, answers, settings):
+    cls = getattr(hub, f"{name}Backbone")
     return Model(lambda: model(lambda: cls(**settings), inputs), answers)
 
 
-def _language(cls, inputs=TEXT, more=(), **settings):
-    return _entry(cls, inputs, {**dict(more), **LANGUAGE}, **settings)
+def _language(name, inputs=TEXT, answers=(), **settings):
+    return _entry(name, inputs, {**dict(answers), **LANGUAGE}, settings)
 
 
-def _image(cls, more=(), inputs=IMAGES, **settings):
-    return _entry(cls, inputs, {**dict(more), **IMAGE}, **settings)
+def _image(name, inputs=IMAGES, **settings):
+    return _entry(name, inputs, IMAGE, {"image_shape": (64, 64, 3), **settings})
 
 
 MODELS = {
-    "albert": _language(hub.AlbertBackbone, SEGMENTS, embedding_dim=24, **GPT),
-    "bart": _language(hub.BartBackbone, TWO_TEXTS, **GPT),
-    "bert": _language(hub.BertBackbone, SEGMENTS, **GPT),
-    "bloom": _language(hub.BloomBackbone, **GPT),
-    "deberta_v3": _language(hub.DebertaV3Backbone, max_sequence_length=16, **GPT),
-    "distilbert": _language(hub.DistilBertBackbone, **GPT),
+    "albert": _language("Albert", SEGMENTS, embedding_dim=24, **GPT),
+    "bart": _language("Bart", TWO_TEXTS, **GPT),
+    "bert": _language("Bert", SEGMENTS, **GPT),
+    "bloom": _language("Bloom", **GPT),
+    "deberta_v3": _language("DebertaV3", max_sequence_length=16, **GPT),
+    "distilbert": _language("DistilBert", **GPT),
     "electra": _language(
-        hub.ElectraBackbone,
-        SEGMENTS,
+        *("Electra", SEGMENTS),
         embedding_dim=24,
-        **{"vocab_size" if key == "vocabulary_size" else key: GPT[key] for key in GPT},
+        **_renamed("vocabulary_size", "vocab_size"),
     ),
-    "esm": _language(hub.ESMBackbone, {"token_ids": TOKENS}, **GPT),
-    "falcon": _language(
-        hub.FalconBackbone,
-        **{
-            "num_attention_heads" if key == "num_heads" else key: GPT[key]
-            for key in GPT
-        },
-    ),
+    "esm": _language("ESM", {"token_ids": TOKENS}, **GPT),
+    "falcon": _language("Falcon", **_renamed("num_heads", "num_attention_heads")),
     "f_net": _language(
-        hub.FNetBackbone,
-        {"token_ids": TOKENS, "segment_ids": TOKENS},
-        **{key: GPT[key] for key in GPT if key != "num_heads"},
+        *("FNet", PLAIN_SEGMENTS),
+        **{key: size for key, size in GPT.items() if key != "num_heads"},
     ),
-    "gemma": _language(
-        hub.GemmaBackbone,
-        more={r"(query|key|value)/kernel": "bio or oio"},
-        head_dim=8,
-        **LLAMA,
-    ),
-    "gpt2": _language(hub.GPT2Backbone, **GPT),
-    "gpt_neo_x": _language(hub.GPTNeoXBackbone, **GPT),
-    "gpt_oss": _language(hub.GptOssBackbone, num_experts=6, **LLAMA),
-    "llama": _language(hub.LlamaBackbone, **LLAMA),
-    "llama3": _language(hub.Llama3Backbone, **LLAMA),
-    "mistral": _language(hub.MistralBackbone, **LLAMA),
-    "mixtral": _language(hub.MixtralBackbone, num_experts=6, **LLAMA),
-    "opt": _language(hub.OPTBackbone, **GPT),
-    "phi3": _language(hub.Phi3Backbone, **LLAMA),
-    "qwen": _language(hub.QwenBackbone, **LLAMA),
-    "qwen3": _language(hub.Qwen3Backbone, head_dim=8, **LLAMA),
+    "gemma": _language("Gemma", TEXT, GEMMA_ANSWERS, head_dim=8, **LLAMA),
+    "gpt2": _language("GPT2", **GPT),
+    "gpt_neo_x": _language("GPTNeoX", **GPT),
+    "gpt_oss": _language("GptOss", num_experts=6, **LLAMA),
+    "llama": _language("Llama", **LLAMA),
+    "llama3": _language("Llama3", **LLAMA),
+    "mistral": _language("Mistral", **LLAMA),
+    "mixtral": _language("Mixtral", num_experts=6, **LLAMA),
+    "opt": _language("OPT", **GPT),
+    "phi3": _language("Phi3", **LLAMA),
+    "qwen": _language("Qwen", **LLAMA),
+    "qwen3": _language("Qwen3", head_dim=8, **LLAMA),
     "qwen_moe": _language(
-        hub.QwenMoeBackbone,
-        num_experts=6,
-        moe_intermediate_dim=40,
-        shared_expert_intermediate_dim=56,
-        top_k=2,
-        **LLAMA,
+        "QwenMoe", shared_expert_intermediate_dim=56, **EXPERTS, **LLAMA
     ),
-    "qwen3_moe": _language(
-        hub.Qwen3MoeBackbone,
-        num_experts=6,
-        moe_intermediate_dim=40,
-        top_k=2,
-        head_dim=8,
-        **LLAMA,
-    ),
-    "roberta": _language(hub.RobertaBackbone, **GPT),
-    "roformer_v2": _language(
-        hub.RoformerV2Backbone,
-        {"token_ids": TOKENS, "segment_ids": TOKENS},
-        head_size=8,
-        **GPT,
-    ),
-    "rwkv7": _language(
-        hub.RWKV7Backbone,
-        more={
-            r"^head/kernel": "io or adamw",  # there is one more behind it
-            r"TIME_MIX/r_k$": "adamw",
-            r"TIME_MIX/[agvw]\d$": "io",
-        },
-        hidden_size=64,
-        head_size=32,
-        num_layers=2,
-        vocabulary_size=200,
-        intermediate_dim=96,
-        gate_lora=8,
-        mv_lora=8,
-        aaa_lora=8,
-        decay_lora=8,
-    ),
-    "t5": _language(hub.T5Backbone, TWO_TEXTS, **GPT),
+    "qwen3_moe": _language("Qwen3Moe", head_dim=8, **EXPERTS, **LLAMA),
+    "roberta": _language("Roberta", **GPT),
+    "roformer_v2": _language("RoformerV2", PLAIN_SEGMENTS, head_size=8, **GPT),
+    "rwkv7": _language("RWKV7", TEXT, RWKV_ANSWERS, **RWKV),
+    "t5": _language("T5", TWO_TEXTS, **GPT),
     "whisper": _language(
-        hub.WhisperBackbone,
-        {
-            "encoder_features": floats(BATCH, 32, 80),
-            "decoder_token_ids": TOKENS,
-            "decoder_padding_mask": TOKENS,
-        },
-        more={r"conv_layer_1/kernel": "iio or adamw", r"conv_layer_2/kernel": "iio"},
-        max_encoder_sequence_length=32,
-        **GPT,
+        "Whisper", SOUND, SOUND_ANSWERS, max_encoder_sequence_length=32, **GPT
     ),
-    "xlm_roberta": _language(hub.XLMRobertaBackbone, **GPT),
-    "xlnet": _language(
-        hub.XLNetBackbone,
-        SEGMENTS,
-        more={
-            r"attention_output/kernel": "oii",
-            r"encoding/kernel": "ioo or ibo",
-            r"segment_encoding|mask_emb": "adamw",
-        },
-        **GPT,
-    ),
-    "dense_net": _image(
-        hub.DenseNetBackbone,
-        stackwise_num_repeats=[2, 2],
-        image_shape=(64, 64, 3),
-    ),
+    "xlm_roberta": _language("XLMRoberta", **GPT),
+    "xlnet": _language("XLNet", SEGMENTS, XLNET_ANSWERS, **GPT),
+    "dense_net": _image("DenseNet", stackwise_num_repeats=[2, 2]),
     "dinov2": _image(
-        hub.DINOV2Backbone,
-        inputs={"images": IMAGES},
-        patch_size=8,
-        num_layers=2,
-        hidden_dim=32,
-        num_heads=4,
+        *("DINOV2", {"images": IMAGES}),
         intermediate_dim=64,
         num_register_tokens=2,
-        image_shape=(64, 64, 3),
         position_embedding_shape=(64, 64, 3),
+        **VIT,
     ),
-    "deit": _image(
-        hub.DeiTBackbone,
-        image_shape=(64, 64, 3),
-        patch_size=8,
-        num_layers=2,
-        num_heads=4,
-        hidden_dim=32,
-        intermediate_dim=64,
-    ),
+    "deit": _image("DeiT", intermediate_dim=64, **VIT),
     "mit": _image(
-        hub.MiTBackbone,
+        "MiT",
         layerwise_depths=[2, 2],
-        image_shape=(64, 64, 3),
         hidden_dims=[16, 32],
         num_layers=2,
         layerwise_num_heads=[1, 2],
@@ -258,55 +199,38 @@ MODELS = {
         layerwise_strides=[4, 2],
     ),
     "resnet": _image(
-        hub.ResNetBackbone,
+        "ResNet",
         input_conv_filters=[16],
         input_conv_kernel_sizes=[7],
         stackwise_num_filters=[64, 96],
         stackwise_num_blocks=[2, 2],
         stackwise_num_strides=[1, 2],
         block_type="bottleneck_block",
-        image_shape=(64, 64, 3),
     ),
     "swin": _image(
-        hub.SwinTransformerBackbone,
-        image_shape=(64, 64, 3),
+        "SwinTransformer",
         patch_size=4,
         embed_dim=24,
         depths=[2, 2],
         num_heads=[2, 4],
         window_size=4,
     ),
-    "vgg": _image(
-        hub.VGGBackbone,
-        stackwise_num_repeats=[1, 2],
-        stackwise_num_filters=[16, 32],
-        image_shape=(64, 64, 3),
-    ),
-    "vit": _image(
-        hub.ViTBackbone,
-        image_shape=(64, 64, 3),
-        patch_size=8,
-        num_layers=2,
-        num_heads=4,
-        hidden_dim=32,
-        mlp_dim=64,
-    ),
+    "vgg": _image("VGG", stackwise_num_repeats=[1, 2], stackwise_num_filters=[16, 32]),
+    "vit": _image("ViT", mlp_dim=64, **VIT),
     "vit_det": _image(
-        hub.ViTDetBackbone,
+        "ViTDet",
         hidden_size=32,
         num_layers=2,
         intermediate_dim=64,
         num_heads=4,
         global_attention_layer_indices=[1],
-        image_shape=(64, 64, 3),
         patch_size=8,
         window_size=4,
         num_output_channels=24,
     ),
     "xception": _image(
-        hub.XceptionBackbone,
+        "Xception",
         stackwise_conv_filters=[[16, 24], [32, 32]],
         stackwise_pooling=[True, False],
-        image_shape=(64, 64, 3),
     ),
 }

@@ -13,46 +13,42 @@ TOKENS, IMAGES = integers(2, 16), floats(2, 224, 224, 3)
 RNGS = ("params", "dropout", "gumbel", "indices", "droppath")
 
 
-def _clip(x, a_min=None, a_max=None, clip=jnp.clip):
-    """`jnp.clip` with the argument `a_max`, which T5 gives and JAX no longer takes."""
-    return clip(x, a_min, a_max)
-
-
-def model(module, name, config, *inputs, outputs=None, **settings):
+def model(family, head, config, inputs, outputs=None):
     """A loss of a linen module of transformers.
 
     Args:
-      module: of transformers.models.
-      name: of the linen class in it, without "Flax" and "Module".
-      config: of the model.
-      *inputs: positional arguments of its call; shapes become arguments of the loss.
+      family: the part of the names of its classes that its configuration has too.
+      head: the rest of the name of the linen class, without "Flax" and "Module".
+      config: arguments of the configuration.
+      inputs: positional arguments of its call; shapes become arguments of the loss.
       outputs: from what it returns to what the loss depends on; None for its logits.
-      **settings: further arguments of its call.
     """
+    config = getattr(hf, f"{family}Config")(**config)
+    kind = config.model_type
     flax_module = importlib.import_module(
-        f"transformers.models.{module}.modeling_flax_{module}"
+        f"transformers.models.{kind}.modeling_flax_{kind}"
     )
-    if module in ("t5", "longt5"):
+    if kind in ("t5", "longt5"):
         flax_module.jnp = _Numpy()
-    linen = getattr(flax_module, f"Flax{name}Module")(config, dtype=jnp.float32)
+    linen = getattr(flax_module, f"Flax{family}{head}Module")(config, dtype=jnp.float32)
     rngs = {name: jax.random.key(n) for n, name in enumerate(RNGS)}
-    variables = jax.eval_shape(
-        lambda: linen.init(rngs, *map(zeros, inputs), **settings)
-    )
+    variables = jax.eval_shape(lambda: linen.init(rngs, *map(zeros, inputs)))
     params = variables.pop("params")
 
     def loss(params, rest, *inputs):
         variables = {"params": params, **rest}
-        result = linen.apply(variables, *inputs, rngs=rngs, **settings)
+        result = linen.apply(variables, *inputs, rngs=rngs)
         return any_loss(outputs(result) if outputs else result.logits)
 
     return loss, params, (variables, *inputs)
 
 
 class _Numpy:
-    """`jax.numpy` with the old `clip`."""
+    """`jax.numpy`, whose `clip` has the argument `a_max` that T5 gives."""
 
-    clip = staticmethod(_clip)
+    @staticmethod
+    def clip(x, a_min=None, a_max=None):
+        return jnp.clip(x, a_min, a_max)
 
     def __getattr__(self, name):
         return getattr(jnp, name)
@@ -82,330 +78,145 @@ CONVOLUTIONS = {
     r"attention/.*kernel": "iiio",
     r"kernel$": "iiio",
 }
+# The middle convolution of a block has groups.
+GROUPS = {r"layer/1/convolution": "adamw?", **CONVOLUTIONS}
+QUESTIONS = {r"qa_outputs": "adamw", **TEXT}
+PROJECTIONS = {r"(visual|text)_projection": "io or adamw", **VISION}
+CLASSIFIER = {r"pre_classifier": "io", **TEXT}
+GLOBAL = {r"global_relative": "adamw", **TEXT}
+DENSE = {r"lm_head/dense": "io", **TEXT}
+SPEECH = {r"conv1/": "iio or adamw", r"conv2/": "iio", **TEXT}
+SOUND = {
+    r"masked_spec_embed|codevectors": "adamw",
+    r"project_(hid|q)/|weight_proj": "io or adamw",
+    r"conv_layers/0/": "iio or adamw",
+    r"conv_layers/": "iio",
+    r"weight_v": "adamw?",
+    r"kernel$": "io",
+}
 
 
 # --- models ---------------------------------------------------------------------------
 
 
-def _pretraining(result):
+def _entry(family, head, answers, inputs, outputs=None, **config):
+    return Model(lambda: model(family, head, config, inputs, outputs), answers)
+
+
+def _both(result):
     return result[0], result[1]
 
 
-BERT = (TOKENS, TOKENS, TOKENS, TOKENS, None)
+POSITIONS = (TOKENS,) * 3
+FOUR = (TOKENS,) * 4
+BERT = (*FOUR, None)
 ENCODER_DECODER = (TOKENS,) * 6
-POSITIONS = (TOKENS, TOKENS, TOKENS)
+SMALL_IMAGES = (floats(2, 64, 64, 3),)
 TWO = {"num_hidden_layers": 2}
 BOTH = {"encoder_layers": 2, "decoder_layers": 2}
-SMALL_GPT_J = {"n_layer": 2, "n_embd": 256, "n_head": 8, "rotary_dim": 16}
+GENERATION, CAUSAL = "ForConditionalGeneration", "ForCausalLM"
+PRETRAINING, IMAGE_CLASS = "ForPreTraining", "ForImageClassification"
+SEQUENCE_CLASS = "ForSequenceClassification"
 
 MODELS = {
-    "albert": Model(
-        lambda: model(
-            "albert",
-            "AlbertForPreTraining",
-            hf.AlbertConfig(**TWO),
-            *(TOKENS,) * 4,
-            outputs=_pretraining,
-        ),
-        FACTORED,
+    "albert": _entry("Albert", PRETRAINING, FACTORED, FOUR, _both, **TWO),
+    "bart": _entry("Bart", GENERATION, TEXT, ENCODER_DECODER, **BOTH),
+    "beit": _entry(
+        *("Beit", IMAGE_CLASS, VISION, (IMAGES,)),
+        use_relative_position_bias=True,
+        use_shared_relative_position_bias=False,
+        **TWO,
     ),
-    "bart": Model(
-        lambda: model(
-            "bart",
-            "BartForConditionalGeneration",
-            hf.BartConfig(**BOTH),
-            *ENCODER_DECODER,
-        ),
-        TEXT,
+    "bert": _entry("Bert", PRETRAINING, TEXT, BERT, _both, **TWO),
+    "bert_classifier": _entry("Bert", SEQUENCE_CLASS, TEXT, BERT, **TWO),
+    "bert_questions": _entry(
+        "Bert", "ForQuestionAnswering", QUESTIONS, BERT, _both, **TWO
     ),
-    "beit": Model(
-        lambda: model(
-            "beit",
-            "BeitForImageClassification",
-            hf.BeitConfig(
-                **TWO,
-                use_relative_position_bias=True,
-                use_shared_relative_position_bias=False,
-            ),
-            IMAGES,
-        ),
-        VISION,
+    "big_bird": _entry(
+        *("BigBird", PRETRAINING, TEXT, ((integers(2, 128),) * 4 + (None,)), _both),
+        block_size=8,
+        num_random_blocks=1,
+        attention_type="block_sparse",
+        **TWO,
     ),
-    "bert": Model(
-        lambda: model(
-            "bert",
-            "BertForPreTraining",
-            hf.BertConfig(**TWO),
-            *BERT,
-            outputs=_pretraining,
-        ),
-        TEXT,
+    "blenderbot": _entry("Blenderbot", GENERATION, TEXT, ENCODER_DECODER, **BOTH),
+    "bloom": _entry(
+        "Bloom", CAUSAL, TEXT, (TOKENS, TOKENS), n_layer=2, hidden_size=64, n_head=8
     ),
-    "bert_classifier": Model(
-        lambda: model(
-            "bert", "BertForSequenceClassification", hf.BertConfig(**TWO), *BERT
-        ),
-        TEXT,
+    "clip": _entry(
+        *("CLIP", "", PROJECTIONS, (TOKENS, IMAGES, TOKENS, TOKENS)),
+        outputs=lambda x: (x.logits_per_image, x.logits_per_text),
+        text_config=TWO,
+        vision_config=TWO,
     ),
-    "bert_questions": Model(
-        lambda: model(
-            "bert",
-            "BertForQuestionAnswering",
-            hf.BertConfig(**TWO),
-            *BERT,
-            outputs=_pretraining,
-        ),
-        {r"qa_outputs": "adamw", **TEXT},
+    "dinov2": _entry(
+        "Dinov2", IMAGE_CLASS, VISION, (IMAGES,), image_size=224, patch_size=14, **TWO
     ),
-    "big_bird": Model(
-        lambda: model(
-            "big_bird",
-            "BigBirdForPreTraining",
-            hf.BigBirdConfig(
-                **TWO,
-                block_size=8,
-                num_random_blocks=1,
-                attention_type="block_sparse",
-            ),
-            *(integers(2, 128),) * 4,
-            None,
-            outputs=_pretraining,
-        ),
-        TEXT,
+    "distilbert": _entry(
+        "DistilBert", SEQUENCE_CLASS, CLASSIFIER, (TOKENS, TOKENS), n_layers=2
     ),
-    "blenderbot": Model(
-        lambda: model(
-            "blenderbot",
-            "BlenderbotForConditionalGeneration",
-            hf.BlenderbotConfig(**BOTH),
-            *ENCODER_DECODER,
-        ),
-        TEXT,
+    "electra": _entry("Electra", PRETRAINING, FACTORED, BERT, **TWO),
+    "gemma": _entry(
+        "Gemma", CAUSAL, TEXT, POSITIONS, max_position_embeddings=1024, **TWO
     ),
-    "bloom": Model(
-        lambda: model(
-            "bloom",
-            "BloomForCausalLM",
-            hf.BloomConfig(n_layer=2, hidden_size=64, n_head=8),
-            TOKENS,
-            TOKENS,
-        ),
-        TEXT,
+    "gpt2": _entry("GPT2", "LMHead", OUT_IN, POSITIONS, n_layer=2),
+    "gpt_neo": _entry(
+        *("GPTNeo", CAUSAL, TEXT, POSITIONS),
+        num_layers=2,
+        attention_types=[[["global", "local"], 1]],
     ),
-    "clip": Model(
-        lambda: model(
-            "clip",
-            "CLIP",
-            hf.CLIPConfig(text_config=TWO, vision_config=TWO),
-            TOKENS,
-            IMAGES,
-            TOKENS,
-            TOKENS,
-            outputs=lambda x: (x.logits_per_image, x.logits_per_text),
-        ),
-        {r"(visual|text)_projection": "io or adamw", **VISION},
+    "gptj": _entry(
+        *("GPTJ", CAUSAL, TEXT, POSITIONS),
+        n_layer=2,
+        n_embd=256,
+        n_head=8,
+        rotary_dim=16,
     ),
-    "dinov2": Model(
-        lambda: model(
-            "dinov2",
-            "Dinov2ForImageClassification",
-            hf.Dinov2Config(**TWO, image_size=224, patch_size=14),
-            IMAGES,
-        ),
-        VISION,
+    "llama": _entry("Llama", CAUSAL, TEXT, POSITIONS, **TWO),
+    "longt5": _entry(
+        *("LongT5", GENERATION, GLOBAL, FOUR),
+        num_layers=2,
+        encoder_attention_type="transient-global",
+        local_radius=3,
+        global_block_size=4,
     ),
-    "distilbert": Model(
-        lambda: model(
-            "distilbert",
-            "DistilBertForSequenceClassification",
-            hf.DistilBertConfig(n_layers=2),
-            TOKENS,
-            TOKENS,
-        ),
-        {r"pre_classifier": "io", **TEXT},
+    "marian": _entry("Marian", "MT", TEXT, ENCODER_DECODER, **BOTH),
+    "mbart": _entry("MBart", GENERATION, TEXT, ENCODER_DECODER, **BOTH),
+    "mistral": _entry(
+        "Mistral", CAUSAL, TEXT, POSITIONS, max_position_embeddings=512, **TWO
     ),
-    "electra": Model(
-        lambda: model(
-            "electra", "ElectraForPreTraining", hf.ElectraConfig(**TWO), *BERT
-        ),
-        FACTORED,
+    "opt": _entry("OPT", CAUSAL, TEXT, POSITIONS, **TWO),
+    "pegasus": _entry("Pegasus", GENERATION, TEXT, ENCODER_DECODER, **BOTH),
+    "regnet": _entry("RegNet", IMAGE_CLASS, GROUPS, SMALL_IMAGES, depths=[1, 2, 1, 1]),
+    "resnet": _entry(
+        "ResNet", IMAGE_CLASS, CONVOLUTIONS, SMALL_IMAGES, depths=[2, 1, 1, 1]
     ),
-    "gemma": Model(
-        lambda: model(
-            "gemma",
-            "GemmaForCausalLM",
-            hf.GemmaConfig(**TWO, max_position_embeddings=1024),
-            *POSITIONS,
-        ),
-        TEXT,
+    "roberta": _entry("Roberta", "ForMaskedLM", DENSE, BERT, **TWO),
+    "roformer": _entry(
+        *("RoFormer", "ForMaskedLM", TEXT, (*POSITIONS, None)),
+        embedding_size=768,
+        rotary_value=False,
+        **TWO,
     ),
-    "gpt2": Model(
-        lambda: model("gpt2", "GPT2LMHead", hf.GPT2Config(n_layer=2), *POSITIONS),
-        OUT_IN,
+    "t5": _entry("T5", GENERATION, TEXT, FOUR, num_layers=2),
+    "t5_gated_untied": _entry(
+        *("T5", GENERATION, TEXT, FOUR),
+        num_layers=2,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
     ),
-    "gpt_neo": Model(
-        lambda: model(
-            "gpt_neo",
-            "GPTNeoForCausalLM",
-            hf.GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]]),
-            *POSITIONS,
-        ),
-        TEXT,
+    "vit": _entry("ViT", IMAGE_CLASS, VISION, (IMAGES,), **TWO),
+    "wav2vec2": _entry(
+        *("Wav2Vec2", PRETRAINING, SOUND, (floats(2, 4000),)),
+        outputs=lambda x: jnp.sum(x[0] * x[1], -1, keepdims=True),
+        do_stable_layer_norm=True,
+        feat_extract_norm="layer",
+        **TWO,
     ),
-    "gptj": Model(
-        lambda: model(
-            "gptj", "GPTJForCausalLM", hf.GPTJConfig(**SMALL_GPT_J), *POSITIONS
-        ),
-        TEXT,
+    "whisper": _entry(
+        "Whisper", GENERATION, SPEECH, (floats(2, 80, 3000), *POSITIONS), **BOTH
     ),
-    "llama": Model(
-        lambda: model("llama", "LlamaForCausalLM", hf.LlamaConfig(**TWO), *POSITIONS),
-        TEXT,
-    ),
-    "longt5": Model(
-        lambda: model(
-            "longt5",
-            "LongT5ForConditionalGeneration",
-            hf.LongT5Config(
-                num_layers=2,
-                encoder_attention_type="transient-global",
-                local_radius=3,
-                global_block_size=4,
-            ),
-            *(TOKENS,) * 4,
-        ),
-        {r"global_relative": "adamw", **TEXT},
-    ),
-    "marian": Model(
-        lambda: model("marian", "MarianMT", hf.MarianConfig(**BOTH), *ENCODER_DECODER),
-        TEXT,
-    ),
-    "mbart": Model(
-        lambda: model(
-            "mbart",
-            "MBartForConditionalGeneration",
-            hf.MBartConfig(**BOTH),
-            *ENCODER_DECODER,
-        ),
-        TEXT,
-    ),
-    "mistral": Model(
-        lambda: model(
-            "mistral",
-            "MistralForCausalLM",
-            hf.MistralConfig(**TWO, max_position_embeddings=512),
-            *POSITIONS,
-        ),
-        TEXT,
-    ),
-    "opt": Model(
-        lambda: model("opt", "OPTForCausalLM", hf.OPTConfig(**TWO), *POSITIONS), TEXT
-    ),
-    "pegasus": Model(
-        lambda: model(
-            "pegasus",
-            "PegasusForConditionalGeneration",
-            hf.PegasusConfig(**BOTH),
-            *ENCODER_DECODER,
-        ),
-        TEXT,
-    ),
-    "regnet": Model(
-        lambda: model(
-            "regnet",
-            "RegNetForImageClassification",
-            hf.RegNetConfig(depths=[1, 2, 1, 1]),
-            floats(2, 64, 64, 3),
-        ),
-        # The middle convolution of a block has groups.
-        {r"layer/1/convolution": "adamw?", **CONVOLUTIONS},
-    ),
-    "resnet": Model(
-        lambda: model(
-            "resnet",
-            "ResNetForImageClassification",
-            hf.ResNetConfig(depths=[2, 1, 1, 1]),
-            floats(2, 64, 64, 3),
-        ),
-        CONVOLUTIONS,
-    ),
-    "roberta": Model(
-        lambda: model("roberta", "RobertaForMaskedLM", hf.RobertaConfig(**TWO), *BERT),
-        {r"lm_head/dense": "io", **TEXT},
-    ),
-    "roformer": Model(
-        lambda: model(
-            "roformer",
-            "RoFormerForMaskedLM",
-            hf.RoFormerConfig(**TWO, embedding_size=768, rotary_value=False),
-            *POSITIONS,
-            None,
-        ),
-        TEXT,
-    ),
-    "t5": Model(
-        lambda: model(
-            "t5",
-            "T5ForConditionalGeneration",
-            hf.T5Config(num_layers=2),
-            *(TOKENS,) * 4,
-        ),
-        TEXT,
-    ),
-    "t5_gated_untied": Model(
-        lambda: model(
-            "t5",
-            "T5ForConditionalGeneration",
-            hf.T5Config(
-                num_layers=2,
-                feed_forward_proj="gated-gelu",
-                tie_word_embeddings=False,
-            ),
-            *(TOKENS,) * 4,
-        ),
-        TEXT,
-    ),
-    "vit": Model(
-        lambda: model("vit", "ViTForImageClassification", hf.ViTConfig(**TWO), IMAGES),
-        VISION,
-    ),
-    "wav2vec2": Model(
-        lambda: model(
-            "wav2vec2",
-            "Wav2Vec2ForPreTraining",
-            hf.Wav2Vec2Config(
-                **TWO, do_stable_layer_norm=True, feat_extract_norm="layer"
-            ),
-            floats(2, 4000),
-            outputs=lambda x: jnp.sum(x[0] * x[1], -1, keepdims=True),
-        ),
-        {
-            r"masked_spec_embed": "adamw",
-            r"codevectors": "adamw",
-            r"project_(hid|q)/|weight_proj": "io or adamw",
-            r"conv_layers/0/": "iio or adamw",
-            r"conv_layers/": "iio",
-            r"weight_v": "adamw?",
-            r"kernel$": "io",
-        },
-    ),
-    "whisper": Model(
-        lambda: model(
-            "whisper",
-            "WhisperForConditionalGeneration",
-            hf.WhisperConfig(**BOTH),
-            floats(2, 80, 3000),
-            *POSITIONS,
-        ),
-        {r"conv1/": "iio or adamw", r"conv2/": "iio", **TEXT},
-    ),
-    "xglm": Model(
-        lambda: model(
-            "xglm",
-            "XGLMForCausalLM",
-            hf.XGLMConfig(num_layers=2, max_position_embeddings=64),
-            *POSITIONS,
-        ),
-        TEXT,
+    "xglm": _entry(
+        "XGLM", CAUSAL, TEXT, POSITIONS, num_layers=2, max_position_embeddings=64
     ),
 }

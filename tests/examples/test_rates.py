@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks import rates
+from benchmarks import flax_examples, rates
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_examples_with_files_of_one_name(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "models_of_a_test.py").write_text(f"name = {name!r}")
-        (module,) = rates.from_folder(folder, "models_of_a_test")
+        (module,) = flax_examples.from_folder(folder, "models_of_a_test")
         assert module.name == name
     assert "models_of_a_test" not in sys.modules
     assert not {str(tmp_path / "one"), str(tmp_path / "two")} & set(sys.path)
