@@ -181,7 +181,7 @@ class _Updates:
             return jax.lax.dynamic_slice_in_dim(stack, i, together)
 
         def update(i: Any, grads: list[Any], stacks: list[Any], kept: Any) -> Any:
-            """Stacks, and the bits of their state, after the update of layers from i on."""
+            """Stacks, and the bits of their state, after the update of some layers."""
             params, state = [*self.params], [*self.state]
             all_grads = self._zeros()
             for leaf, stack, g in zip(leaves, stacks, grads, strict=True):
