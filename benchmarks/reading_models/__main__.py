@@ -70,7 +70,7 @@ def arguments(module: str, doc: str | None, results: str) -> argparse.ArgumentPa
     """The command line of a program that goes over frameworks."""
     parser = program.parser(module, doc)
     add = parser.add_argument
-    add("frameworks", nargs="*", choices=FRAMEWORKS, metavar="FRAMEWORK")
+    add("frameworks", nargs="*", metavar="FRAMEWORK", help=", ".join(FRAMEWORKS))
     add("--models", default="*", help="pattern of the models to read")
     add("--here", action="store_true", help="in this environment")
     add("--json", type=pathlib.Path, default=RESULTS / results)
