@@ -198,27 +198,6 @@ def starts(found: dict[str, Any]) -> str:
     return program.markdown(rows)
 
 
-def costs(found: dict[str, Any]) -> str:
-    """The table of losses at the best rate, the start, and the rate of equal size."""
-    kinds = ("loss_at_best", "loss_at_start", "loss_at_equal_size")
-    titles = ["", *(f"{name}: best, start, equal size" for name in EXAMPLES)]
-    rows = [titles]
-    for optimizer, result in found.items():
-        rows.append(
-            [
-                f"`{optimizer}`",
-                *(
-                    ", ".join(
-                        f"{result[kind][example]:.2f}" if result[kind] else "-"
-                        for kind in kinds
-                    )
-                    for example in EXAMPLES
-                ),
-            ]
-        )
-    return program.markdown(rows)
-
-
 def by_width(runs: Runs) -> dict[str, Any]:
     """Best rates of lm1b, and multiples of AdamW's, as means over the seeds."""
     return {
@@ -269,7 +248,6 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
     optimizers = found["optimizers"]
     return {
         "starts": starts(optimizers),
-        "costs": costs(optimizers),
         "widths": widths(found["lm1b_by_width"]),
     }
 

@@ -135,24 +135,6 @@ def test_every_public_name_has_an_example(name):
     assert ">>> " in inspect.getdoc(getattr(jm, name))
 
 
-def test_the_errors_that_stability_lists_exist():
-    texts = []
-    for path in (DOCS.parent / "jax_muon").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = (getattr(part, "value", "") for part in node.values)
-                texts.append("".join(x if isinstance(x, str) else "…" for x in parts))
-            elif isinstance(node, ast.Constant):
-                texts.append(str(node.value))
-    section = (DOCS / "stability.md").read_text().partition("## Errors")[2]
-    messages = re.findall(r"^\| `(.+?)` \|", section, re.M)
-    assert messages
-    for message in messages:
-        parts = re.split(r"'?…'?|\[\.\.\.\]", message)
-        pattern = re.compile(".*".join(map(re.escape, parts)), re.S)
-        assert any(map(pattern.search, texts)), message
-
-
 def test_charts_and_the_readme_show_the_results():
     """`python docs/charts.py` would change nothing."""
     drawn = runpy.run_path(str(DOCS / "charts.py"))

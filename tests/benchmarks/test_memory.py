@@ -27,9 +27,19 @@ def test_figures_of_the_page():
         for name in ("models", "updates", "card")
     }
     pages = dict(tables())
-    for name in ("models", "card"):
-        rows = sorted(row[3:] for row in pages[name])
-        assert rows == sorted(map(gigabytes, of_table[name]))
+    card = sorted(row[3:] for row in pages["card"])
+    assert card == sorted(map(gigabytes, of_table["card"]))
+    peaks = {
+        (row[0], row[1], gpus): cell
+        for row in pages["models"]
+        for gpus, cell in zip((1, 8, 64, 256), row[2:], strict=True)
+    }
+    assert peaks == {
+        (x["model"].removeprefix("llama-").upper(), x["dtype"], x["gpus"]): gigabytes(
+            x
+        )[-1]
+        for x in of_table["models"]
+    }
     found = {
         (x["optimizer"], x["update"]): f"{x['peak'] / x['elements']:.1f}"
         for x in of_table["updates"]
