@@ -51,13 +51,14 @@ def trace(function: Any, *args: Any) -> tuple[Jaxpr, int]:
     """
     closed = jax.make_jaxpr(function)(*args)
     jaxpr, count = closed.jaxpr, len(closed.jaxpr.invars)
-    jaxpr = jaxpr.replace(
-        constvars=(),
-        invars=(*jaxpr.invars, *jaxpr.constvars),
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
+    jaxpr = changed(jaxpr, constvars=(), invars=(*jaxpr.invars, *jaxpr.constvars))
     needed = [True] * len(jaxpr.outvars)
     return partial_eval.dce_jaxpr(jaxpr, needed, instantiate=True)[0], count
+
+
+def changed(jaxpr: Jaxpr, **fields: Any) -> Jaxpr:
+    """A program with other inputs, results or operations, whose names no longer fit."""
+    return jaxpr.replace(debug_info=jaxpr.debug_info.with_unknown_names(), **fields)
 
 
 def needed_for(jaxpr: Jaxpr, results: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:

@@ -238,13 +238,13 @@ class _Evaluation:
                 names = list(dict.fromkeys(inputs))
                 for v in names:  # gathered once, if it is used again
                     env[v] = self.whole(env[v], eqn.primitive.name)
-                operation = jaxpr.replace(
+                operation = jaxprs.changed(
+                    jaxpr,
                     constvars=(),
                     invars=names,
                     outvars=eqn.outvars,
                     eqns=[eqn],
                     effects=eqn.effects,
-                    debug_info=jaxpr.debug_info.with_unknown_names(),
                 )
                 results = self.bind(ClosedJaxpr(operation, ()), [env[v] for v in names])
             env |= dict(zip(eqn.outvars, results, strict=True))

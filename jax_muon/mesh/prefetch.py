@@ -311,12 +311,12 @@ def _what_to_save(
     """
     effects = [v for eqn in jaxpr.eqns if eqn.effects for v in eqn.outvars]
     sources = [*sources, *["saved"] * len(effects)]
-    jaxpr = jaxpr.replace(
+    jaxpr = jaxprs.changed(
+        jaxpr,
         invars=[*jaxpr.invars, *effects],
         outvars=jaxpr.outvars[len(jaxpr.outvars) - count :],
         eqns=[eqn for eqn in jaxpr.eqns if not eqn.effects],
         effects=frozenset(),
-        debug_info=jaxpr.debug_info.with_unknown_names(),
     )
 
     def is_saved(place: int) -> bool:
