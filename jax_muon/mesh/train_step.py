@@ -140,21 +140,16 @@ def make_train_step(
             "and then one between hosts",
         )
     checks.choice("update", update, ("after backward", "in backward"))
-    early, how = update == "in backward", transfers.gather
+    early = update == "in backward"
     alone = early and mesh.size == 1
-    if early and (microbatches > 1 or weighted or max_aux):
+    if early:
+        _check_early(microbatches, weighted, max_aux)
+    if early and not alone and (others or transfers.gather != "auto"):
         raise ValueError(
-            f"update='in backward' with microbatches={microbatches}, "
-            f"weighted={weighted} and max_aux={max_aux}: a layer is updated as soon as "
-            "it has a gradient; expected one microbatch and neither of the others, or "
-            "update='after backward'"
-        )
-    if early and not alone and (others or how != "auto"):
-        raise ValueError(
-            f"update='in backward' with gather={how!r} and the mesh axes {others} "
-            f"beside those of the batch, axis={names}: each layer is gathered over the "
-            "axes of the batch at once; expected gather='auto' and a mesh of these "
-            "axes alone, or update='after backward'"
+            f"update='in backward' with gather={transfers.gather!r} and the mesh axes "
+            f"{others} beside those of the batch, axis={names}: each layer is gathered "
+            "over the axes of the batch at once; expected gather='auto' and a mesh of "
+            "these axes alone, or update='after backward'"
         )
     flags = {"has_aux": has_aux, "weighted": weighted, "donate": donate}
     for name, value in flags.items():
@@ -304,24 +299,7 @@ class TrainStep:
             batch = jax.reshard(batch, NamedSharding(mesh, PartitionSpec(axis)))
             manual = set(mesh.axis_names)  # the others have one device
         if self._early:
-            optimizer = self._optimizer.on_auto_axes()
-            early = functools.partial(in_backward.step, self._gradients, optimizer)
-            if mesh.size == 1:
-                early = jax.shard_map(  # in it, types show no mesh
-                    early,
-                    mesh=mesh,
-                    in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(axis)),
-                    out_specs=PartitionSpec(),
-                    check_vma=False,
-                )
-            elif AxisType.Explicit in mesh.axis_types:
-                shardings = jax.tree.map(lambda x: x.sharding, self.abstract(params))
-                everywhere = NamedSharding(mesh, PartitionSpec())
-                early = jax.sharding.auto_axes(
-                    early, out_sharding=(*shardings, everywhere)
-                )
-            result: Step = early(params, state, batch)
-            return result
+            return self._step_in_backward(params, state, batch)
         # What shard_map is told of, and all that divides arrays: XLA does the rest.
         coarse, fine = jax.tree.map(lambda x: only(x, manual), specs)
         all_specs = jax.tree.map(lambda x: dividing(x, mesh.shape), specs)
@@ -344,6 +322,38 @@ class TrainStep:
             optax.apply_updates(params, updates),
         )
         return after, state, metrics
+
+    def _step_in_backward(self, params: Any, state: Any, batch: Any) -> Step:
+        axis, mesh = self._gradients.wire.axis, self._layout.mesh
+        optimizer = self._optimizer.on_auto_axes()
+        step = functools.partial(in_backward.step, self._gradients, optimizer)
+        if mesh.size == 1:
+            step = jax.shard_map(  # in it, types show no mesh
+                step,
+                mesh=mesh,
+                in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(axis)),
+                out_specs=PartitionSpec(),
+                check_vma=False,
+            )
+        elif AxisType.Explicit in mesh.axis_types:
+            shardings = jax.tree.map(lambda x: x.sharding, self.abstract(params))
+            everywhere = NamedSharding(mesh, PartitionSpec())
+            step = jax.sharding.auto_axes(step, out_sharding=(*shardings, everywhere))
+        result: Step = step(params, state, batch)
+        return result
+
+
+def _check_early(
+    microbatches: int, weighted: bool, max_aux: str | Sequence[str]
+) -> None:
+    """Refuse what needs all gradients of a step before the first update."""
+    if microbatches > 1 or weighted or max_aux:
+        raise ValueError(
+            f"update='in backward' with microbatches={microbatches}, "
+            f"weighted={weighted} and max_aux={max_aux}: a layer is updated as soon as "
+            "it has a gradient; expected one microbatch and neither of the others, or "
+            "update='after backward'"
+        )
 
 
 def _check_alive(params: Any, state: Any) -> None:
