@@ -82,6 +82,11 @@ def functions(jaxpr: Jaxpr) -> Iterator[str]:
             yield frame.function_name
 
 
+def shape_of(v: Any) -> tuple[int, ...]:
+    """The shape of an operand; () for a token."""
+    return tuple(getattr(v.aval, "shape", ()))
+
+
 def line_of(calls: Sequence[JaxprEqn]) -> str:
     """`model.py:57`, the line of the model that an operation comes from, or "".
 

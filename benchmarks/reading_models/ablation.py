@@ -53,8 +53,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     ),
     "scales of picked leaves": (
         "follow",
-        "covers(sides, shape) or leaf in value.picked",
-        "covers(sides, shape)",
+        "covers(factors, shape) or leaf in value.picked",
+        "covers(factors, shape)",
     ),
     "rows picked by data, gather": (
         "follow",
@@ -131,7 +131,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
         "if all(x.use.roles.get(a) == {BATCH} for a in range(axis)):",
     ),
     "experts by the router's outputs": ("read", "decide.find_experts(follower)"),
-    "mixtures of matrices": ("products", "_find_mixture(product, i, x, sides)"),
+    "mixtures of matrices": ("products", "_find_mixture(product, i, x, factors)"),
     # Roles.
     "heads": ("decide", "if not any(use.feeds for use in products):"),
     "frozen kernels behind": (
@@ -154,7 +154,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "tables of keys": ("decide", "if all(map(_is_table_of_keys, products)):"),
     "queries, keys and values": (
         "products",
-        "elif x.soft and axes_in(sides, contract[i]) == x.keys:",
+        "elif x.soft and axes_in(factors, contract[i]) == x.keys:",
         "elif False:",
     ),
     # Control flow.

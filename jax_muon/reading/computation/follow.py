@@ -16,22 +16,23 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jax_muon import jaxprs
+from jax_muon.jaxprs import shape_of
 from jax_muon.reading.computation.values import (
     BATCH,
     IN,
     INNER,
     OUT,
     PART,
+    Factors,
     Output,
+    Results,
     Scores,
     Shape,
-    Sides,
     Use,
     Value,
     axes_in,
     covers,
     fit,
-    fitted,
     joined,
     merged,
     placed,
@@ -119,7 +120,7 @@ class Follower:
           by: what the operand is multiplied by.
         """
         uses, place = [], self.place(eqn)
-        for leaf, sides in value.leaves.items():
+        for leaf, factors in value.leaves.items():
             key = leaf, kind, place
             if key not in self._by_place:
                 line = jaxprs.line_of((*self._calls, eqn))
@@ -128,8 +129,8 @@ class Follower:
             use = self._by_place[key]
             of_axes = {
                 axis: frozenset({role})
-                for side, role in zip(sides, roles, strict=False)
-                for axis in axes_in((side,))
+                for of_axis, role in zip(factors, roles, strict=False)
+                for axis in axes_in((of_axis,))
             }
             use.roles = merged(value.roles.get(leaf, {}), of_axes) | use.revised
             use.of_picked = leaf in value.picked
@@ -144,12 +145,14 @@ class Follower:
                 before.feeds |= not all(use.is_gradient for use in uses)
         return uses
 
-    def result(self, uses: list[Use], sides: Sequence[Sides], role: str = "") -> Value:
+    def result(
+        self, uses: list[Use], factors: Sequence[Factors], role: str = ""
+    ) -> Value:
         """The result of a product; for each use, what its axes are of the leaf's."""
         outputs = [use.output() for use in uses]
         for output in outputs:
             output.role = output.role or role
-        results: dict[Output | Scores, Sides] = dict(zip(outputs, sides, strict=True))
+        results: Results = dict(zip(outputs, factors, strict=True))
         return Value(data=True, results=results, sources=frozenset(uses))
 
 
@@ -172,8 +175,14 @@ def _is_transpose(use: Use, first: Use) -> bool:
 
 def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     """An operation on each element; or one without a rule."""
-    name, shape = eqn.primitive.name, shape_of(eqn.outvars[0]) if eqn.outvars else ()
-    result, fits = joined(values), all(_fits(shape_of(v), shape) for v in eqn.invars)
+    name, shape = (
+        eqn.primitive.name,
+        shape_of(eqn.outvars[0]) if eqn.outvars else (),
+    )
+    result, fits = (
+        joined(values),
+        all(_fits(shape_of(v), shape) for v in eqn.invars),
+    )
     if not fits:
         result.results = {}
     match name:
@@ -214,11 +223,11 @@ def _staying(name: str, value: Value, given_floats: bool, shape: Shape) -> Value
     """
     scaled = name in ("mul", "div", "select_n") and sum(n > 1 for n in shape) > 1
     leaves = {}
-    for leaf, sides in value.leaves.items():
+    for leaf, factors in value.leaves.items():
         is_factor = INNER in value.known(leaf)
-        whole = is_factor or covers(sides, shape) or leaf in value.picked
+        whole = is_factor or covers(factors, shape) or leaf in value.picked
         if (scaled and whole) or (given_floats and is_factor):
-            leaves[leaf] = sides
+            leaves[leaf] = factors
     return dataclasses.replace(value, leaves=leaves)
 
 
@@ -234,11 +243,6 @@ def _find_gates(left: Value, right: Value) -> None:
 # --- axes -----------------------------------------------------------------------------
 
 
-def shape_of(v: Any) -> tuple[int, ...]:
-    """The shape of an operand; () for a token."""
-    return tuple(getattr(v.aval, "shape", ()))
-
-
 @rule("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "pad")
 @rule("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter", "ppermute")
 def _move(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
@@ -247,7 +251,7 @@ def _move(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     source = dict(enumerate(range(len(new))))
     match eqn.primitive.name:
         case "reshape" | "squeeze" | "expand_dims":
-            return values[0].moved(lambda sides: reshaped(sides, old, new))
+            return values[0].moved(lambda factors: reshaped(factors, old, new))
         case "transpose":
             source = dict(enumerate(eqn.params["permutation"]))
         case "broadcast_in_dim":
@@ -256,7 +260,7 @@ def _move(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
         case "all_gather" | "all_gather_invariant" if len(new) > len(old):
             at = eqn.params["all_gather_dimension"]
             source = {a + (a >= at): a for a in range(len(old))}
-    return values[0].moved(lambda sides: fit(placed(sides, source, new), new))
+    return values[0].moved(lambda factors: fit(placed(factors, source, new), new))
 
 
 def cut(value: Value, old: Shape, new: Shape, starts: Shape | None = None) -> Value:
@@ -267,47 +271,51 @@ def cut(value: Value, old: Shape, new: Shape, starts: Shape | None = None) -> Va
     """
     single = [a for a in range(len(old)) if new[a] == 1 < old[a]]
 
-    def rest(sides: Sides) -> Sides:
-        return tuple(
-            () if a in single else fitted(side, new[a]) for a, side in enumerate(sides)
-        )
+    def rest(factors: Factors) -> Factors:
+        fits = fit(factors, new)
+        return tuple(() if a in single else x for a, x in enumerate(fits))
 
     result = dataclasses.replace(
         value,
         results={
-            x
-            if starts is None or not isinstance(x, Output) or x.axis is not None
-            else _slice_of(x, sides, old, new, starts): sides
-            for x, sides in value.results.items()
+            _slice_of(x, factors, old, new, starts): factors
+            for x, factors in value.results.items()
         },
     ).moved(rest)
     for role, whole in ((BATCH, True), (PART, False)):
         axes = {
-            leaf: axes_in([[x for a in single for x in sides[a] if x.whole is whole]])
-            for leaf, sides in value.leaves.items()
+            leaf: axes_in([[x for a in single for x in factors[a] if x.whole is whole]])
+            for leaf, factors in value.leaves.items()
         }
         result = result.with_role(role, axes)
     return result
 
 
-def _slice_of(x: Output, sides: Sides, old: Shape, new: Shape, starts: Shape) -> Output:
-    """The output that a slice of an output is."""
-    for a, side in enumerate(sides):
-        axis = side[0].axis if side else None
-        if old[a] == new[a] or axis is None or len(axes_in((side,))) > 1:
+def _slice_of(
+    x: Output | Scores, factors: Factors, old: Shape, new: Shape, starts: Shape | None
+) -> Output | Scores:
+    """The output that a slice of an output is; otherwise the same."""
+    if starts is None or not isinstance(x, Output) or x.axis is not None:
+        return x
+    for a, of_axis in enumerate(factors):
+        axis = of_axis[0].axis if of_axis else None
+        if old[a] == new[a] or axis is None or len(axes_in((of_axis,))) > 1:
             continue
-        if new[a] == 1 and side[0].whole:
+        if new[a] == 1 and of_axis[0].whole:
             x.use.taken.setdefault(axis, set()).add(starts[a])
             if len(x.use.taken[axis]) == old[a]:
                 x.use.separate(axis)
-        unit = side[-1].stride
+        unit = of_axis[-1].stride
         return x.use.output(axis, starts[a] * unit, (starts[a] + new[a]) * unit)
     return x
 
 
 @rule("slice", "split", "unstack")
 def _slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    old, shapes = shape_of(eqn.invars[0]), [shape_of(v) for v in eqn.outvars]
+    old, shapes = (
+        shape_of(eqn.invars[0]),
+        [shape_of(v) for v in eqn.outvars],
+    )
     if "start_indices" in eqn.params:
         return [cut(values[0], old, shapes[0], eqn.params["start_indices"])]
     axis, starts = eqn.params["axis"], [*range(len(shapes))]
@@ -342,7 +350,7 @@ def _gather(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     ]
     kept = [a for a in range(len(old)) if a not in gone]
     source = dict(zip(numbers.offset_dims, kept, strict=True))
-    result = cut(value, old, sizes).moved(lambda sides: placed(sides, source, new))
+    result = cut(value, old, sizes).moved(lambda factors: placed(factors, source, new))
     if not value.leaves:
         return dataclasses.replace(joined([value, index]), results=result.results)
     return _picked(follower, eqn, result) if index.data else result
@@ -389,12 +397,12 @@ def _top_k(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
 @rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin")
 def _reduce(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     name, axes, (value,) = eqn.primitive.name, eqn.params["axes"], values
-    for x, sides in value.results.items():
-        along = axes_in(sides, axes)
+    for x, factors in value.results.items():
+        along = axes_in(factors, axes)
         if isinstance(x, Output):
             x.use.chooses |= bool(along) and name.startswith("arg")
         elif name == "reduce_max" and not x.soft:
             x.keys |= along
     left = [a for a in range(len(shape_of(eqn.invars[0]))) if a not in axes]
-    result = value.moved(lambda sides: tuple(sides[a] for a in left))
+    result = value.moved(lambda factors: tuple(factors[a] for a in left))
     return dataclasses.replace(result, one_hot=False)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jax_muon import jaxprs
-from jax_muon.reading.computation.follow import Follower, cut, rule, shape_of
+from jax_muon.jaxprs import shape_of
+from jax_muon.reading.computation.follow import Follower, cut, rule
 from jax_muon.reading.computation.values import Value, axes_in, free, joined
 
 
@@ -15,13 +16,13 @@ def _scan(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value]
     constants, start = jaxprs.scan_starts(eqn)
     body, length, rows = eqn.params["jaxpr"].jaxpr, eqn.params["length"], []
     for value, v in zip(values[start:], eqn.invars[start:], strict=True):
-        for leaf, sides in value.leaves.items():
-            follower.scanned[leaf] |= axes_in(sides, [0])
+        for leaf, factors in value.leaves.items():
+            follower.scanned[leaf] |= axes_in(factors, [0])
         row = cut(value, shape_of(v), (1, *shape_of(v)[1:]))
-        rows.append(row.moved(lambda sides: sides[1:]))
+        rows.append(row.moved(lambda factors: factors[1:]))
     before, carry = values[:constants], values[constants:start]
     carry, ys = _repeat(follower, eqn, body, before, carry, rows)
-    return [*carry, *(y.moved(lambda sides: (free(length), *sides)) for y in ys)]
+    return [*carry, *(y.moved(lambda factors: (free(length), *factors)) for y in ys)]
 
 
 @rule("while")

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn
 
-from jax_muon.reading.computation.follow import Follower, rule, shape_of
+from jax_muon.jaxprs import shape_of
+from jax_muon.reading.computation.follow import Follower, rule
 from jax_muon.reading.computation.values import (
     BATCH,
     CONSTANT,
@@ -19,9 +20,10 @@ from jax_muon.reading.computation.values import (
     INNER,
     OUT,
     Factor,
+    Factors,
     Output,
+    Results,
     Scores,
-    Sides,
     Value,
     axes_in,
     joined,
@@ -61,12 +63,12 @@ class Product:
             [a for a in range(len(self.shapes[i])) if a not in used[i]] for i in (0, 1)
         ]
 
-    def placed(self, i: int, sides: Sides) -> Sides:
+    def placed(self, i: int, factors: Factors) -> Factors:
         """Axes of the result, from the axes of operand i."""
         others = len(self.free[0]) if i else 0
         source = dict(enumerate(self.batch[i]))
         source |= {len(source) + others + at: a for at, a in enumerate(self.free[i])}
-        return placed(sides, source, shape_of(self.eqn.outvars[0]))
+        return placed(factors, source, shape_of(self.eqn.outvars[0]))
 
     def weight(self, follower: Follower) -> int | None:
         """The operand (0 or 1) that is the parameter in this product, or None."""
@@ -142,8 +144,8 @@ def _product(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
             if all(x.use.roles.get(a) == {BATCH} for a in range(axis)):
                 x.use.separate(axis)
     attended = any(x.role == "attended" for x in other.outputs())
-    sides = [product.placed(i, weight.leaves[use.path]) for use in uses]
-    return follower.result(uses, sides, "out" if attended else "")
+    factors = [product.placed(i, weight.leaves[use.path]) for use in uses]
+    return follower.result(uses, factors, "out" if attended else "")
 
 
 def _of_leaves(product: Product) -> Value:
@@ -165,11 +167,11 @@ def _of_activations(follower: Follower, product: Product) -> Value:
         summed = any(axes_in(value.results[x], contract[i]) for x in value.outputs())
         if other.given_floats and summed and product.free[1 - i]:
             _feed(result)
-        for x, sides in value.results.items():
+        for x, factors in value.results.items():
             if isinstance(x, Output):
-                _find_mixture(product, i, x, sides)
-                result.results[x] = product.placed(i, sides)
-            elif x.soft and axes_in(sides, contract[i]) == x.keys:
+                _find_mixture(product, i, x, factors)
+                result.results[x] = product.placed(i, factors)
+            elif x.soft and axes_in(factors, contract[i]) == x.keys:
                 result.results |= _attended(product, x, 1 - i)
     left, right = (value.outputs() for value in values)
     if left and right and all(value.data for value in values):
@@ -191,13 +193,13 @@ def _feed(result: Value) -> None:
         use.feeds = True
 
 
-def _attended(product: Product, scores: Scores, i: int) -> dict[Output | Scores, Sides]:
+def _attended(product: Product, scores: Scores, i: int) -> Results:
     """Give the query, key and value of an attention their roles.
 
     Operand i holds the values. Returns outputs that mark the result as attention's.
     """
     (key,), values = scores.keys, product.values[i]
-    result: dict[Output | Scores, Sides] = {}
+    result: Results = {}
     for role, operand in (("key", key), ("query", 1 - key)):
         for x in scores.operands[operand]:
             x.become(role)
@@ -209,21 +211,23 @@ def _attended(product: Product, scores: Scores, i: int) -> dict[Output | Scores,
     return result
 
 
-def _find_mixture(product: Product, i: int, x: Output, sides: Sides) -> None:
+def _find_mixture(product: Product, i: int, x: Output, factors: Factors) -> None:
     """Revise the roles of a leaf that data mixes into matrices, as hypernetworks do."""
-    inside = axes_in(sides, product.contract[i])
-    outside = axes_in(sides, product.free[i])
+    inside = axes_in(factors, product.contract[i])
+    outside = axes_in(factors, product.free[i])
     shape, roles = product.shapes[i], x.use.roles
-    has_tokens = any(shape[a] > 1 and not axes_in((sides[a],)) for a in product.free[i])
+    has_tokens = any(
+        shape[a] > 1 and not axes_in((factors[a],)) for a in product.free[i]
+    )
     is_matrix = inside and outside and not inside & outside and x.axis is None
     if (
         is_matrix
         and not has_tokens
         and all(roles.get(a) == {OUT} for a in inside | outside)
     ):
-        sides_of = {a: BATCH if r & {IN, BATCH} else OUT for a, r in roles.items()}
-        sides_of |= dict.fromkeys(inside, IN)
-        x.use.revise({a: frozenset({role}) for a, role in sides_of.items()})
+        after = {a: BATCH if r & {IN, BATCH} else OUT for a, r in roles.items()}
+        after |= dict.fromkeys(inside, IN)
+        x.use.revise({a: frozenset({role}) for a, role in after.items()})
 
 
 @rule("conv_general_dilated")
@@ -246,8 +250,8 @@ def _convolution(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
         kind = "depthwise" if shape[fan_in] == 1 else "grouped"
     uses = follower.use(kernel, kind, eqn, roles, by=data)
     source, result = {numbers.out_spec[1]: out}, shape_of(eqn.outvars[0])
-    sides = [placed(kernel.leaves[use.path], source, result) for use in uses]
-    return follower.result(uses, sides)
+    factors = [placed(kernel.leaves[use.path], source, result) for use in uses]
+    return follower.result(uses, factors)
 
 
 @rule("pallas_call")

@@ -66,8 +66,8 @@ def read_uses(
 
 
 def _of_leaf(path: str, shape: tuple[int, ...]) -> Value:
-    sides = tuple((Factor(a, 1, n),) if n > 1 else () for a, n in enumerate(shape))
-    return Value(leaves={path: sides})
+    factors = tuple((Factor(a, 1, n),) if n > 1 else () for a, n in enumerate(shape))
+    return Value(leaves={path: factors})
 
 
 def _given(aval: Any, is_data: bool) -> Value:

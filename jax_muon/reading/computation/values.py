@@ -29,64 +29,64 @@ class Factor(NamedTuple):
     whole: bool = True
 
 
-Side = tuple[Factor, ...]  # one axis of a value, the outermost factor first
-Sides = tuple[Side, ...]
+# The factors of each axis of a value, the outermost first.
+Factors = tuple[tuple[Factor, ...], ...]
 Shape = Sequence[int]
 
 
 def axes_in(
-    sides: Sequence[Iterable[Factor]], places: Iterable[int] | None = None
+    factors: Sequence[Iterable[Factor]], places: Iterable[int] | None = None
 ) -> set[int]:
     """The leaf's axes in some axes of a value, or in all."""
-    chosen = sides if places is None else [sides[place] for place in places]
-    return {x.axis for side in chosen for x in side if x.axis is not None}
+    chosen = factors if places is None else [factors[place] for place in places]
+    return {x.axis for of_axis in chosen for x in of_axis if x.axis is not None}
 
 
-def free(size: int) -> Side:
+def free(size: int) -> tuple[Factor, ...]:
     """An axis of a value that is no leaf's."""
     return (Factor(None, 1, size),) if size > 1 else ()
 
 
-def placed(sides: Sides, source: Mapping[int, int], shape: Shape) -> Sides:
+def placed(factors: Factors, source: Mapping[int, int], shape: Shape) -> Factors:
     """Axes of a result: from `source` by place, or else no leaf's."""
     return tuple(
-        sides[source[place]] if place in source else free(size)
+        factors[source[place]] if place in source else free(size)
         for place, size in enumerate(shape)
     )
 
 
-def fitted(side: Side, size: int) -> Side:
+def fitted(of_axis: tuple[Factor, ...], size: int) -> tuple[Factor, ...]:
     """The factors of an axis that was cut or padded to this size."""
-    if not side or math.prod(x.size for x in side) == size:
-        return side
-    outer, *inner = side
+    if not of_axis or math.prod(x.size for x in of_axis) == size:
+        return of_axis
+    outer, *inner = of_axis
     rest = math.prod(x.size for x in inner)
     if size % rest:  # the outer factor has no whole number of elements left
         return (outer._replace(size=size), *(x._replace(size=1) for x in inner))
     return (outer._replace(size=size // rest), *inner)
 
 
-def fit(sides: Sides, shape: Shape) -> Sides:
+def fit(factors: Factors, shape: Shape) -> Factors:
     """`fitted` for each axis."""
-    return tuple(map(fitted, sides, shape))
+    return tuple(map(fitted, factors, shape))
 
 
-def covers(sides: Sides, shape: Shape) -> bool:
+def covers(factors: Factors, shape: Shape) -> bool:
     """True if every axis of a value is one of the leaf's."""
-    return len(sides) == len(shape) and all(
-        n <= 1 or axes_in((side,)) for side, n in zip(sides, shape, strict=True)
+    return len(factors) == len(shape) and all(
+        n <= 1 or axes_in((of_axis,)) for of_axis, n in zip(factors, shape, strict=True)
     )
 
 
-def reshaped(sides: Sides, old: Shape, new: Shape) -> Sides:
+def reshaped(factors: Factors, old: Shape, new: Shape) -> Factors:
     """The factors of the old axes, divided among the new ones."""
     left: list[Factor] = []  # the innermost first
-    for before, size in zip(reversed(sides), reversed(old), strict=True):
+    for before, size in zip(reversed(factors), reversed(old), strict=True):
         left += reversed(fitted(before, size) or free(size))
     left = [x for x in left if x.size > 1]
     result = []
     for size in new:
-        side: list[Factor] = []
+        of_axis: list[Factor] = []
         while size > 1 and left:
             axis, stride, length, whole = left.pop()
             taken = math.gcd(size, length)
@@ -95,9 +95,9 @@ def reshaped(sides: Sides, old: Shape, new: Shape) -> Sides:
             if rest := length // taken - 1:
                 left.append(Factor(axis, stride, rest + 1, False))
                 whole = False
-            side.append(Factor(axis, stride * (length // taken), taken, whole))
+            of_axis.append(Factor(axis, stride * (length // taken), taken, whole))
             size //= taken
-        result.append(tuple(side))
+        result.append(tuple(of_axis))
     return tuple(result)
 
 
@@ -190,6 +190,9 @@ class Scores:
     soft: bool = False
 
 
+Results = dict[Output | Scores, Factors]
+
+
 @dataclasses.dataclass
 class Value:
     """A record about one array.
@@ -208,30 +211,30 @@ class Value:
     """
 
     data: bool = False
-    leaves: dict[str, Sides] = dataclasses.field(default_factory=dict)
+    leaves: dict[str, Factors] = dataclasses.field(default_factory=dict)
     roles: dict[str, Roles] = dataclasses.field(default_factory=dict)
     picked: frozenset[str] = frozenset()
-    results: dict[Output | Scores, Sides] = dataclasses.field(default_factory=dict)
+    results: Results = dataclasses.field(default_factory=dict)
     sources: frozenset[Use] = frozenset()
     one_hot: bool = False
     given_floats: bool = False
 
-    def moved(self, sides_of: Callable[[Sides], Sides]) -> "Value":
+    def moved(self, change: Callable[[Factors], Factors]) -> "Value":
         """The same with its axes rearranged."""
         return dataclasses.replace(
             self,
-            leaves={leaf: sides_of(sides) for leaf, sides in self.leaves.items()},
-            results={x: sides_of(sides) for x, sides in self.results.items()},
+            leaves={leaf: change(factors) for leaf, factors in self.leaves.items()},
+            results={x: change(factors) for x, factors in self.results.items()},
         )
 
     def fit(self, shape: Shape) -> "Value":
         """The same, cut or padded to this shape."""
-        return self.moved(lambda sides: fit(sides, shape))
+        return self.moved(lambda factors: fit(factors, shape))
 
     def axes_in(self, places: Iterable[int]) -> dict[str, set[int]]:
         """The axes of each leaf in some axes of the value."""
         places = [*places]
-        return {leaf: axes_in(sides, places) for leaf, sides in self.leaves.items()}
+        return {leaf: axes_in(factors, places) for leaf, factors in self.leaves.items()}
 
     def known(self, leaf: str) -> set[str]:
         """The roles that some axis of a leaf has already."""
@@ -248,8 +251,8 @@ class Value:
     def with_leaves(self, other: "Value", ndim: int) -> "Value":
         """The same with `ndim` axes, made of another value's leaves as well."""
         leaves, roles, none = dict(self.leaves), dict(self.roles), ((),) * ndim
-        for leaf, sides in other.leaves.items():
-            after = sides if len(sides) == ndim else none
+        for leaf, factors in other.leaves.items():
+            after = factors if len(factors) == ndim else none
             pairs = zip(leaves.get(leaf, none), after, strict=True)
             leaves[leaf] = tuple(a if axes_in((a,)) else b for a, b in pairs)
         for leaf, of in other.roles.items():
@@ -269,15 +272,15 @@ def merged(a: Roles, b: Roles) -> Roles:
 
 def joined(values: Sequence[Value]) -> Value:
     """The record of an elementwise function of these values, without their leaves."""
-    results: dict[Output | Scores, Sides] = {}
+    results: Results = {}
     sources = frozenset(use for value in values for use in value.sources)
     for value in values:
-        for x, sides in value.results.items():
+        for x, factors in value.results.items():
             # The results of all layers meet in a residual stream. Those that another
             # product takes are no longer of interest.
             old = len(value.results) > 8 and isinstance(x, Output) and x.use.feeds
-            if not old and axes_in(sides):
-                results.setdefault(x, sides)
+            if not old and axes_in(factors):
+                results.setdefault(x, factors)
     if len(sources) > 8:
         sources = frozenset(use for use in sources if not use.feeds)
     data = [value for value in values if value.data]
