@@ -82,6 +82,15 @@ def functions(jaxpr: Jaxpr) -> Iterator[str]:
             yield frame.function_name
 
 
+def is_transposed(calls: Sequence[JaxprEqn]) -> bool:
+    """Whether JAX made an operation, for a gradient, by transposing another one.
+
+    Args:
+      calls: the operation, after those that call it.
+    """
+    return any("transpose(" in str(x.source_info.name_stack) for x in calls)
+
+
 def shape_of(v: Any) -> tuple[int, ...]:
     """The shape of an operand; () for a token."""
     return tuple(getattr(v.aval, "shape", ()))

@@ -58,12 +58,12 @@ RULES: Mapping[str, tuple[str, ...]] = {
     ),
     "rows picked by data, gather": (
         "follow",
-        "return _picked(follower, eqn, result) if index.data else result",
+        "return pick(follower, eqn, result) if index.data else result",
         "return result",
     ),
     "rows picked by data, dynamic slice": (
         "follow",
-        "return _picked(follower, eqn, value) if by_data else value",
+        "return pick(follower, eqn, value) if by_data else value",
         "return value",
     ),
     "picked matrices that the data multiplies": (
@@ -87,7 +87,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "gathers along a new axis": ("follow", "if len(new) > len(old):"),
     "constants that a leaf is multiplied by": (
         "products",
-        "if not other.data and not other.leaves:",
+        "if not other.leaves and (other.one_hot or not other.data):",
     ),
     "repeated leaves and vectors are like data": (
         "products",
@@ -105,7 +105,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
         "if False and shape",
     ),
     # Uses.
-    "grouped products": ("products", '@rule("ragged_dot_general")'),
+    "grouped products": ("products", ', "ragged_dot_general")', ")"),
     "grouped convolutions": ("products", 'if params["feature_group_count"] > 1:'),
     "transposed convolutions without overlap": ("products", "if step == shape[a] > 1:"),
     "Pallas kernels by their widths": (
@@ -115,7 +115,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "complex products": ("decide", "if first.is_complex:"),
     "gradients in the function": (
         "follow",
-        'use.is_gradient = kind == "contracted" and _is_transpose(use, first)',
+        "use.is_gradient = use is not self.uses[leaf][0] and is_transposed",
         "use.is_gradient = False",
     ),
     "uses that contradict each other": (

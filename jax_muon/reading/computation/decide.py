@@ -29,6 +29,7 @@ def parameter(path: str, leaf: Any, follower: Follower, is_split: bool) -> Param
     The reason says if a kernel holds several products side by side, unless `is_split`.
     """
     shape, uses = tuple(leaf.shape), follower.uses[path]
+    scanned = follower.scanned[path]
     doubt, options = None, []
     label, role, reason, axes = _decide(shape, uses)
     if matrix_axes.not_a_matrix(shape, leaf.dtype):
@@ -50,7 +51,7 @@ def parameter(path: str, leaf: Any, follower: Follower, is_split: bool) -> Param
         axes=axes,
         doubt=doubt,
         options=tuple(options),
-        scanned=tuple(sorted(follower.scanned[path])),
+        scanned=tuple(sorted(x for x in scanned if axes is None or x in axes.batch)),
     )
 
 
@@ -94,6 +95,7 @@ def _decide(
     if "picked" in kinds and not is_expert:
         return ADAMW, "embedding", f"rows picked by integers{at('picked')}", None
     products = [use for use in uses if use.kind in _PRODUCTS]
+    products.sort(key=lambda use: use.rows == 1)  # last, as in a power iteration
     if not products and "opaque" in kinds:
         names = {use.primitive: None for use in uses if use.kind == "opaque"}
         return MUON, "unknown", f"it goes into {', '.join(names)}{at('opaque')}", None

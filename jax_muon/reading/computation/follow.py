@@ -19,9 +19,7 @@ from jax_muon import jaxprs
 from jax_muon.jaxprs import shape_of
 from jax_muon.reading.computation.values import (
     BATCH,
-    IN,
     INNER,
-    OUT,
     PART,
     Factors,
     Output,
@@ -119,11 +117,12 @@ class Follower:
           roles: what each axis of the operand is in it.
           by: what the operand is multiplied by.
         """
-        uses, place = [], self.place(eqn)
+        uses, place, calls = [], self.place(eqn), (*self._calls, eqn)
+        is_transposed = kind == "contracted" and jaxprs.is_transposed(calls)
         for leaf, factors in value.leaves.items():
             key = leaf, kind, place
             if key not in self._by_place:
-                line = jaxprs.line_of((*self._calls, eqn))
+                line = jaxprs.line_of(calls)
                 self._by_place[key] = Use(leaf, kind, line, eqn.primitive.name)
                 self.uses[leaf].append(self._by_place[key])
             use = self._by_place[key]
@@ -135,8 +134,7 @@ class Follower:
             use.roles = merged(value.roles.get(leaf, {}), of_axes) | use.revised
             use.of_picked = leaf in value.picked
             use.is_complex = any(map(_is_complex, eqn.invars))
-            first = next(x for x in self.uses[leaf] if x.kind == kind)
-            use.is_gradient = kind == "contracted" and _is_transpose(use, first)
+            use.is_gradient = use is not self.uses[leaf][0] and is_transposed
             uses.append(use)
         if by is not None:
             for use in uses:
@@ -160,29 +158,15 @@ def _is_complex(v: Any) -> bool:
     return bool(jnp.issubdtype(getattr(v.aval, "dtype", int), jnp.complexfloating))
 
 
-def _is_transpose(use: Use, first: Use) -> bool:
-    """True for the use in a gradient, which swaps the sides of the first use."""
-    swap = {IN: OUT, OUT: IN}
-    swapped = {
-        axis: frozenset(swap.get(role, role) for role in roles)
-        for axis, roles in use.roles.items()
-    }
-    return use is not first and first.roles == swapped != use.roles
-
-
 # --- elementwise ----------------------------------------------------------------------
 
 
 def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     """An operation on each element; or one without a rule."""
-    name, shape = (
-        eqn.primitive.name,
-        shape_of(eqn.outvars[0]) if eqn.outvars else (),
-    )
-    result, fits = (
-        joined(values),
-        all(_fits(shape_of(v), shape) for v in eqn.invars),
-    )
+    name, result = eqn.primitive.name, joined(values)
+    shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
+    fits = all(_fits(shape_of(v), shape) for v in eqn.invars)
+    fits = fits and name != "triangular_solve"  # of a square system, all shapes fit
     if not fits:
         result.results = {}
     match name:
@@ -336,7 +320,7 @@ def _slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value
 def _dynamic_slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     value = cut(values[0], shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))
     by_data = any(index.data for index in values[1:])
-    return _picked(follower, eqn, value) if by_data else value
+    return pick(follower, eqn, value) if by_data else value
 
 
 @rule("gather")
@@ -353,10 +337,10 @@ def _gather(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     result = cut(value, old, sizes).moved(lambda factors: placed(factors, source, new))
     if not value.leaves:
         return dataclasses.replace(joined([value, index]), results=result.results)
-    return _picked(follower, eqn, result) if index.data else result
+    return pick(follower, eqn, result) if index.data else result
 
 
-def _picked(follower: Follower, eqn: JaxprEqn, value: Value) -> Value:
+def pick(follower: Follower, eqn: JaxprEqn, value: Value) -> Value:
     """Elements of leaves that data has picked."""
     follower.use(value, "picked", eqn)
     picked = value.picked | {*value.leaves}
@@ -401,7 +385,7 @@ def _reduce(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
         along = axes_in(factors, axes)
         if isinstance(x, Output):
             x.use.chooses |= bool(along) and name.startswith("arg")
-        elif name == "reduce_max" and not x.soft:
+        elif name == "reduce_max" and not x.soft and len(along) == 1:
             x.keys |= along
     left = [a for a in range(len(shape_of(eqn.invars[0]))) if a not in axes]
     result = value.moved(lambda factors: tuple(factors[a] for a in left))

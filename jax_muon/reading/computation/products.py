@@ -7,12 +7,13 @@ attention, or mix matrices that another product has made.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn
 
 from jax_muon.jaxprs import shape_of
-from jax_muon.reading.computation.follow import Follower, rule
+from jax_muon.reading.computation.follow import Follower, pick, rule
 from jax_muon.reading.computation.values import (
     BATCH,
     CONSTANT,
@@ -98,9 +99,9 @@ class Product:
 
     def _is_own(self, i: int) -> bool:
         """True if each free axis is some leaf's: operand i was not repeated."""
-        sizes = [(a, self.shapes[i][a]) for a in self.free[i]]
         return all(
-            n == 1 or any(self.values[i].axes_in([a]).values()) for a, n in sizes
+            self.shapes[i][a] == 1 or any(self.values[i].axes_in([a]).values())
+            for a in self.free[i]
         )
 
     def _is_like_data(self, i: int, follower: Follower) -> bool:
@@ -112,8 +113,7 @@ class Product:
         return not self._is_own(i) or (vectors[i] and not vectors[1 - i])
 
 
-@rule("dot_general")
-@rule("ragged_dot_general")
+@rule("dot_general", "ragged_dot_general")
 def _product(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     groups: Sequence[int] = ()
     if (numbers := eqn.params.get("dimension_numbers")) is None:
@@ -127,17 +127,21 @@ def _product(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
             return _of_leaves(product)
         return _of_activations(follower, product)
     weight, other = product.values[i], product.values[1 - i]
-    if not other.data and not other.leaves:  # a constant
+    if not other.leaves and (other.one_hot or not other.data):
         result = weight.moved(functools.partial(product.placed, i))
-        return result.with_role(CONSTANT, weight.axes_in(product.contract[i]))
-    follower.use(other, "elementwise", product.eqn)
+        axes = weight.axes_in(product.contract[i])
+        if other.one_hot:
+            return pick(follower, eqn, result.with_role(BATCH, axes))
+        return result.with_role(CONSTANT, axes)
+    follower.use(other, "elementwise", eqn)
     roles = [OUT] * len(product.shapes[i])
     for a in product.contract[i]:
         roles[a] = IN
     for a in (*product.batch[i], *product.groups[i]):
         roles[a] = BATCH
-    kind = "picked" if other.one_hot and not other.leaves else "contracted"
-    uses = follower.use(weight, kind, product.eqn, roles, by=other)
+    uses = follower.use(weight, "contracted", eqn, roles, by=other)
+    for use in uses:
+        use.rows = math.prod(product.shapes[1 - i][a] for a in product.free[1 - i])
     for x in other.outputs():
         # A batch of this product that was an output: members with one input.
         for axis in axes_in(other.results[x], product.batch[1 - i]):

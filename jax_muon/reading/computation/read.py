@@ -23,9 +23,12 @@ def follow(function: Callable[..., Any], params: Any, *args: Any) -> Follower:
     jaxpr, count = jaxprs.trace(function, params, *args)
     follower = Follower({path: tuple(x.shape) for path, x in leaves.items()})
     values = [_of_leaf(path, shape) for path, shape in follower.shapes.items()]
-    for i, v in enumerate(jaxpr.invars[len(values) :], len(values)):
-        # A function without arguments closes over its data.
-        values.append(_given(v.aval, is_data=i < count or not args))
+    given: list[Any] = [v.aval for v in jaxpr.invars[len(values) :]]
+    arguments = given[: count - len(values)]
+    # Without arrays among its arguments, a function closes over its data.
+    is_alone = not any(x.ndim and _given(x, is_data=True).data for x in arguments)
+    is_data = [is_alone or i < len(arguments) for i in range(len(given))]
+    values += map(_given, given, is_data)
     follower.run(jaxpr, values)
     decide.find_experts(follower)
     return follower

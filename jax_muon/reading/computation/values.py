@@ -117,7 +117,8 @@ class Use:
       chooses: whether a top-k chooses among its outputs.
       of_picked: whether data indexed the leaf before this use.
       is_complex: whether it is a product of complex numbers.
-      is_gradient: whether it is the transpose of an earlier use of the leaf.
+      is_gradient: whether JAX made it by transposing an earlier product.
+      rows: how many inputs it is multiplied by, which do not name an axis of the leaf.
       taken: for each output axis, the elements that were indexed one by one.
       outputs: the result (axis None) and slices of it, by (axis, start, stop).
     """
@@ -134,6 +135,7 @@ class Use:
     of_picked: bool = False
     is_complex: bool = False
     is_gradient: bool = False
+    rows: int = 0
     taken: dict[int, set[int]] = dataclasses.field(default_factory=dict)
     outputs: dict[tuple[int | None, int, int], "Output"] = dataclasses.field(
         default_factory=dict
