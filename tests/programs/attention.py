@@ -367,3 +367,20 @@ def product_key_memory(x, p):
     weights = jax.nn.softmax(both.reshape(BATCH, LENGTH, 9))
     values = p["values"][numbers.reshape(BATCH, LENGTH, 9)]
     return x + jnp.einsum("btk,btkd->btd", weights, values)
+
+
+@program(MODEL_ANSWERS)
+def largest_logits_beside_the_loss():
+    """What QK-clip asks for: the maximum of each head, over batch and positions."""
+    heads = (BATCH, LENGTH, 4, -1)
+
+    def loss(p, ids):
+        x = p["emb"][ids]
+        q, k, v = ((rms(x) @ p["att"][n]).reshape(heads) for n in "qkv")
+        logits = jnp.einsum("bthd,bshd->bhts", q, k)
+        largest = logits.max((0, 2, 3))
+        y = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
+        x = x + y.reshape(x.shape) @ p["att"]["o"]
+        return cross_entropy(x @ p["head"], ids), {"max_logits": largest}
+
+    return loss, {**EMBED_AND_HEAD, "att": ATTENTION}, (TOKENS,)

@@ -15,8 +15,10 @@ from tests.programs.parts import (
     WIDTH,
     between,
     floats,
+    integers,
     language_model,
     model_with_attention,
+    squared_error,
 )
 
 ANSWERS = {**MODEL_ANSWERS, "router": "router", "up down": "bio"}
@@ -208,3 +210,19 @@ def smear(x, p):
     return jnp.einsum(
         "btf,bfd->btd", jax.nn.gelu(jnp.einsum("btd,bdf->btf", x, up)), down
     )
+
+
+@program({"up down": "bio", "out": "head"})
+def matrices_of_a_task():
+    """A one-hot, and no gather, picks the matrices of each sample."""
+
+    def loss(p, x, task, y):
+        task = jax.nn.one_hot(task, EXPERTS)
+        up, down = (jnp.einsum("be,eio->bio", task, p[name]) for name in ("up", "down"))
+        hidden = jax.nn.gelu(jnp.einsum("btd,bdf->btf", x, up))
+        x = x + jnp.einsum("btf,bfd->btd", hidden, down)
+        return squared_error(x @ p["out"], y)
+
+    params = {**UP_DOWN, "out": floats(WIDTH, 3)}
+    x = floats(BATCH, LENGTH, WIDTH)
+    return loss, params, (x, integers(BATCH), floats(BATCH, LENGTH, 3))

@@ -21,6 +21,7 @@ from tests.programs.parts import (
     cross_entropy,
     floats,
     integers,
+    key,
     language_model,
     model_with_attention,
     rms,
@@ -303,3 +304,16 @@ def auxiliary_outputs_and_penalties():
         return value, {"norms": norms, "loss": value}
 
     return loss, params, args
+
+
+@program(MLP_ANSWERS)
+def batch_closed_over_beside_a_key():
+    """The loss has a random key and a scalar as arguments, and no array of data."""
+    inner, params, (tokens,) = model_with_attention(up_down, **UP_DOWN)
+    ids = jnp.zeros(tokens.shape, tokens.dtype)
+
+    def loss(p, random_key, scale):
+        noise = jax.random.normal(random_key, params["up"].shape)
+        return scale * inner({**p, "up": p["up"] + 1e-3 * noise}, ids)
+
+    return loss, params, (key(), floats())

@@ -330,3 +330,34 @@ def scales_and_a_matrix_of_gains(x, p):
     """A scale of a branch, a temperature, and a square matrix that is no vector."""
     hidden = jax.nn.gelu(x @ p["up"] * jnp.exp(p["temperature"])) @ p["down"]
     return (hidden @ p["gain"]) * p["layer_scale"]
+
+
+# --- one matrix in several products ---------------------------------------------------
+
+
+@program(MLP_ANSWERS)
+def spectral_norm_with_the_gradient_of_the_norm():
+    """A power iteration multiplies the matrix by a vector of state first."""
+    inner, params, args = model_with_attention(up_down, **UP_DOWN)
+
+    def loss(p, ids, u):
+        v = u @ p["up"].T
+        v = jax.lax.stop_gradient(v / jnp.linalg.norm(v))
+        after = v @ p["up"]
+        norm = (after * jax.lax.stop_gradient(after)).sum() ** 0.5
+        return inner({**p, "up": p["up"] / norm}, ids), after
+
+    return loss, params, (*args, floats(1, HIDDEN))
+
+
+@program({"outer inner": "io"})
+def tied_autoencoder():
+    """The decoder has the transposed matrices of the encoder."""
+
+    def loss(p, x):
+        code = jax.nn.relu(jax.nn.relu(x @ p["outer"]) @ p["inner"])
+        y = jax.nn.relu(code @ p["inner"].T) @ p["outer"].T
+        return squared_error(x, y)
+
+    params = {"outer": floats(WIDTH, HIDDEN), "inner": floats(HIDDEN, RANK)}
+    return loss, params, (floats(BATCH, WIDTH),)
