@@ -15,7 +15,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jax_muon import checks, paths
-from jax_muon.dtypes import wide
+from jax_muon.dtypes import as_wide_as_params, wide
 from jax_muon.leaves import map_leaves
 from jax_muon.matrices import Matrices
 from jax_muon.mesh import array_types
@@ -140,6 +140,7 @@ def clip_qk(
                 f"{missing}=None"
             )
         checks.gradients(updates, params)
+        updates = as_wide_as_params(updates, params)
         weights = dict(paths.leaves_with_paths(params))
         modules = modules_of(list(weights))
         factors: dict[str, Array] = {}

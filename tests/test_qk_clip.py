@@ -309,3 +309,14 @@ def test_max_logits_and_shapes_at_update(params, max_logits, message):
         tx.update(params, state, params, max_logits=max_logits)
     with pytest.raises(ValueError, match="got params=None"):
         tx.update(params, state, max_logits=jnp.ones(4))
+
+
+def test_float32_weights_are_clipped_in_float32():
+    """Also where gradients, and so the updates of a plain chain, are bfloat16."""
+    params, updates = (draw("MHA", seed, "float32") for seed in (0, 1))
+    narrow = jax.tree.map(lambda u: u.astype("bfloat16"), updates)
+    exact = jax.tree.map(lambda u: u.astype("float32"), narrow)
+    maxima = jnp.array([40.0, 10.0, 1000.0, 9.0])
+    chex.assert_trees_all_equal(
+        clip(narrow, params, maxima), clip(exact, params, maxima)
+    )

@@ -120,8 +120,7 @@ class NewtonSchulz:
             dtype=None the iteration is not possible in its dtype.
         """
         _check_matrices(x)
-        input_dtype = "float32" if x.dtype == jnp.float16 else x.dtype
-        dtype = jnp.dtype(self.dtype or self._possible(input_dtype))
+        dtype = jnp.dtype(self._possible(self._dtype_for(x.dtype)))
         if not x.size:
             return x
         m, n = sorted(x.shape[-2:])
@@ -138,9 +137,14 @@ class NewtonSchulz:
 
         None for the Gram form, which they cannot share, and for single rows.
         """
-        dtype = jnp.dtype(self.dtype or dtype)
+        dtype = self._dtype_for(dtype)
         alone = m == 1 or iteration.uses_gram(self.form, dtype, m, n)
         return None if alone else dtype
+
+    def _dtype_for(self, dtype: jax.typing.DTypeLike) -> jnp.dtype:
+        """The dtype of the iteration, for matrices of this dtype."""
+        wide = jnp.float32 if jnp.dtype(dtype) == jnp.float16 else dtype
+        return jnp.dtype(self.dtype or wide)
 
     def _possible(self, dtype: jax.typing.DTypeLike) -> str:
         """The name of a dtype in which this iteration is possible."""

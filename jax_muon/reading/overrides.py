@@ -101,25 +101,24 @@ def _ruled(parameter: Parameter, matching: _Entries) -> Parameter:
         for _, x, is_exact in matching
         if isinstance(x, MuonDimensionNumbers)
     ]
-    label, (spec, is_exact) = (
-        next(iter(labels), None),
-        next(iter(numbers), (None, False)),
-    )
+    label = next(iter(labels), None)
+    spec, is_exact = next(iter(numbers), (None, False))
     if label == ADAMW and is_exact:
         raise ValueError(
             f"rules give parameter {parameter.path!r} of shape {parameter.shape} the "
             f"label {label!r} and the dimension numbers {spec}; expected one of them"
         )
-    leaf = (parameter.path, parameter.shape, parameter.dtype)
+    shape, dtype = parameter.shape, parameter.dtype
     axes, reason, doubt = parameter.axes, parameter.reason, parameter.doubt
     scanned = parameter.scanned
     if label not in (None, parameter.label):
         reason = "by your rules"
     label = label or (MUON if is_exact else parameter.label)
     if spec is not None and label != ADAMW:
-        axes, doubt = matrix_axes.leaf_axes(*leaf, spec), None
+        axes, doubt = matrix_axes.leaf_axes(parameter.path, shape, dtype, spec), None
         reason, scanned = "dimension numbers", scanned or axes.batch
     if axes is None:
-        doubt = doubt or matrix_axes.not_a_matrix(parameter.shape, parameter.dtype)
-    changes: dict[str, Any] = {"label": label, "axes": axes, "reason": reason}
-    return dataclasses.replace(parameter, doubt=doubt, scanned=scanned, **changes)
+        doubt = doubt or matrix_axes.not_a_matrix(shape, dtype)
+    return dataclasses.replace(
+        parameter, label=label, axes=axes, reason=reason, doubt=doubt, scanned=scanned
+    )

@@ -33,7 +33,7 @@ _MOMENTS: dict[type, dict[str, str]] = {
 }
 
 # Their state has Adam's type, but holds other averages.
-_UNLIKE_ADAM = ("scale_by_adamax", "scale_by_adopt")
+_UNLIKE_ADAM = ("scale_by_adamax", "scale_by_adopt", "scale_by_yogi")
 
 # Fields that count the steps of a run.
 _COUNTS = ("count", "gradient_step", "step")
@@ -72,7 +72,7 @@ class Moments:
 
         Args:
           state: the optimizer's state, chained, masked or partitioned. The states of
-            `optax.adamax` and adopt look like Adam's, but hold other averages.
+            `optax.adamax`, adopt and yogi look like Adam's, but hold other averages.
 
         Raises:
           ValueError: a state without moments, or whose parts differ in their counts.
@@ -118,7 +118,7 @@ def take_over(
       ValueError: with the path, a parameter that is missing from `moments` or has
         another shape or another optimizer there, or NorMuon's means over another axis;
         a state with moments of another kind, such as those of `optax.ema` and
-        `optax.adamax`.
+        `optax.adamax` or `optax.yogi`.
 
     Examples:
       >>> import jax_muon as jm

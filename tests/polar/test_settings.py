@@ -211,3 +211,11 @@ def test_dtypes_that_are_known_with_the_array():
     half = make(dtype=None)(x.astype(jnp.float16))
     assert half.dtype == jnp.float16
     np.testing.assert_allclose(half, make(dtype="float32")(x), atol=2e-3)
+
+
+def test_float16_is_shared_as_it_is_iterated():
+    """In float32, where a long side means the Gram form, which no team shares."""
+    polar = jm.PolarExpress(dtype=None)
+    for n in (256, 1024):
+        shared = polar.shared_dtype(256, n, "float16")
+        assert shared == polar.shared_dtype(256, n, "float32")

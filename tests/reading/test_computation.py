@@ -286,6 +286,32 @@ def test_two_uses_that_contradict_each_other():
         jm.read(params, loss, floats(5, 24))
 
 
+def test_scans_over_parts_of_a_matrix_are_not_over_layers():
+    """A hidden axis in four chunks, whose results are added."""
+
+    def loss(params, x):
+        chunks = params["up"].reshape(24, 4, 10).swapaxes(0, 1)
+        parts = chunks, params["down"].reshape(4, 10, 24)
+        y, _ = lax.scan(lambda y, w: (y + jnp.tanh(x @ w[0]) @ w[1], None), x, parts)
+        return jnp.mean(y @ params["last"])
+
+    params = {"up": floats(24, 40), "down": floats(40, 24), "last": floats(24, 3)}
+    read = jm.read(params, loss, floats(5, 24))
+    assert read["up"].sizes == (1, 24, 40) and read["down"].sizes == (1, 40, 24)
+    assert [x.scanned for x in read.values()] == [(), (), ()]
+
+
+@pytest.mark.parametrize("batch", [8, 5])
+def test_a_matrix_that_is_solved_for_is_no_scale(batch):
+    """For a square right side all shapes are equal, as for a product of elements."""
+
+    def loss(params, x):
+        return jnp.mean(lax.linalg.triangular_solve(params["w"], x, left_side=True))
+
+    read = jm.read({"w": floats(8, 8)}, loss, floats(8, batch))
+    assert read["w"].label == "muon" and "triangular_solve" in read["w"].reason
+
+
 def test_what_the_function_does_not_use_gets_adamw():
     params = {"up": floats(8, 8), "old": floats(8, 8), "last": floats(8, 3)}
     read = jm.read(params, lambda p, x: (x @ p["up"]) @ p["last"], floats(5, 8))

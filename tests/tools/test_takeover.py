@@ -105,7 +105,7 @@ def test_moments_that_a_run_cannot_fill(other, where):
         jm.take_over(optax.chain(jm.muon(), other), ONES, OF_UP)
 
 
-@pytest.mark.parametrize("other", [optax.adamax, optax.contrib.adopt])
+@pytest.mark.parametrize("other", [optax.adamax, optax.contrib.adopt, optax.yogi])
 @pytest.mark.parametrize(
     "wrap", [lambda tx: tx, jm.skip_nonfinite, lambda tx: jm.on_mesh(tx, mesh_of(2))]
 )
