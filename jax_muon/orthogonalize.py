@@ -95,13 +95,15 @@ def orthogonalize(
         structure, mesh = jax.tree.structure(updates), mesh_of_types(flat)
         factors: BlockFunction = functools.partial(map_stacks, polar)
         if mesh is None:
-            blocks = parameters.blocks(names)
+            blocks = parameters.blocks(names, [x.shape for x in leaves])
             leaves = _map_matrices(factors, parameters, names, blocks, leaves)
             return jax.tree.unflatten(structure, leaves), state
 
         sizes = dict(mesh.shape)
         specs = [dividing(jax.typeof(x).sharding.spec, sizes) for x in leaves]
-        specs, blocks, shards = owners.local_blocks(parameters, names, specs, mesh)
+        specs, blocks, shards = owners.local_blocks(
+            parameters, names, leaves, specs, mesh
+        )
         # Sorted, since all processes have to build one program.
         labels = sorted({parameter.label for parameter in parameters.values()})
         pools = owners.make_pools(

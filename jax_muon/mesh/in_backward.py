@@ -33,6 +33,11 @@ from jax_muon.mesh.specs import devices_over, spec_names
 
 _FLOATS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
 _OTHERWISE = "or update='after backward'"
+# Transforms that take the norm of a leaf, a mean over its layers, or one random key.
+_OF_STACKS = (
+    *("clip_by_block_rms", "scale_by_trust_ratio", "adaptive_grad_clip"),
+    *("scale_by_factored_rms", "scale_by_param_block_rms", "add_noise"),
+)
 
 
 def step(
@@ -337,6 +342,13 @@ def _check_gradients(
     value = jax.ShapeDtypeStruct((), jnp.float32)
     with use_abstract_mesh(AbstractMesh((), ())):  # as on one device
         jaxpr = jax.make_jaxpr(update)(flat, one_layer.state, flat, value).jaxpr
+    called = {function.partition(".")[0] for function in jaxprs.functions(jaxpr)}
+    for name in _OF_STACKS:
+        if name in called:
+            raise ValueError(
+                f"update='in backward': {name} takes a parameter of several layers as "
+                f"one; expected an optimizer without it, {_OTHERWISE}"
+            )
     for is_layer in (True, False):
         wanted = [(leaf in layers) == is_layer for leaf in range(len(flat))]
         needed = jaxprs.needed_for(jaxpr, wanted)[1][: len(flat)]
@@ -346,7 +358,8 @@ def _check_gradients(
                 f"update='in backward': the update of {path!r} needs the gradient of "
                 f"{names[leaf]!r}; expected an optimizer without "
                 "transforms of all gradients, such as clip_by_global_norm and "
-                f"skip_nonfinite, {_OTHERWISE}"
+                "skip_nonfinite, or matrices outside of the scan of a layer's shape, "
+                f"which share its stack, {_OTHERWISE}"
             )
 
 

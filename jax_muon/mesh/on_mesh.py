@@ -300,8 +300,12 @@ def _reshard(tree: Any, specs: Sequence[PartitionSpec], dtype: Any = None) -> An
     leaves, treedef = jax.tree.flatten(tree)
     moved = []
     for x, spec in zip(leaves, specs, strict=True):
-        travels = dtype is not None and jax.typeof(x).sharding.spec != spec
+        old = jax.typeof(x).sharding
+        before, after = (
+            as_jit_writes(s, dict(old.mesh.shape)) for s in (old.spec, spec)
+        )
         # Without a dtype no cast: it would strip a weak type, on the wrong axes.
+        travels = dtype is not None and before != after
         sent = x.astype(wire_dtype(x.dtype, dtype)) if travels else x
         moved.append(jax.reshard(sent, spec).astype(x.dtype))
     return jax.tree.unflatten(treedef, moved)

@@ -44,6 +44,7 @@ _SECONDS_TO_START = 10e-6  # of a collective
 def local_blocks(
     matrices: Matrices,
     names: Sequence[str],
+    arrays: Sequence[Any],
     specs: Sequence[PartitionSpec],
     mesh: AbstractMesh,
 ) -> tuple[list[PartitionSpec], list[Block], list[Shard]]:
@@ -52,12 +53,13 @@ def local_blocks(
     Joined leaves are sharded like the first of them. Scanned layers stay sharded if
     each device has whole joins; otherwise their axis is not sharded.
 
-    `names` and `specs` are those of all leaves, with an entry for each axis.
+    `names`, `arrays` and `specs` are those of all leaves; specs have an entry for each
+    axis. A leaf may have fewer layers than the matrices were read with.
     """
     specs = list(specs)
-    shapes = [matrices[name].shape for name in names]
+    shapes = [x.shape for x in arrays]
     all_axes = [matrices.axes(name) for name in names]
-    for block in matrices.blocks(names):
+    for block in matrices.blocks(names, shapes):
         if block.joined == 1:
             continue
         first, *others = block.leaves
@@ -83,7 +85,7 @@ def local_blocks(
         fan_in, fan_out = axes.fan(local[leaf])
         return Shard(
             (block.batch, block.joined * fan_in, fan_out),
-            matrices[names[leaf]].dtype,
+            arrays[leaf].dtype,
             *(
                 _mesh_axes(spec, side, mesh.shape)
                 for side in (axes.batch, axes.reduction, axes.output)

@@ -73,7 +73,7 @@ def only(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
 
 def dividing(spec: PartitionSpec, sizes: Sizes) -> PartitionSpec:
     """The spec without mesh axes of one device, which divide nothing."""
-    return only(spec, {name for name, size in sizes.items() if size > 1})
+    return only(spec, divided_axes(sizes))
 
 
 def as_jit_writes(spec: PartitionSpec, sizes: Sizes) -> PartitionSpec:

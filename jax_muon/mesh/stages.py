@@ -13,8 +13,12 @@ from jax_muon.mesh.array_types import own_sharding
 from jax_muon.mesh.on_mesh import on_mesh
 from jax_muon.mesh.specs import AxisName
 
-# Transforms that need the gradients of all stages at once.
-_OF_ALL = ("clip_by_global_norm", "apply_if_finite", "skip_nonfinite")
+# Transforms that need the gradients of all stages at once, and optax's functions of
+# whole trees, which others call.
+_OF_ALL = (
+    *("clip_by_global_norm", "normalize_by_update_norm", "apply_if_finite"),
+    *("skip_nonfinite", "tree_norm", "tree_sum", "tree_vdot"),
+)
 
 
 def on_stages(
@@ -70,33 +74,35 @@ def on_stages(
     tx = checks.as_transform("tx", tx)
     checks.flag("donate", donate)
 
+    checked: set[Any] = set()
+
     @functools.cache
     def program(mesh: Mesh, specs: tuple[tuple[str, PartitionSpec], ...]) -> Any:
         of_stage = on_mesh(tx, mesh, dict(specs), divide)
         update = jax.jit(of_stage.update, donate_argnums=(1,) if donate else ())
-        return of_stage.init, update, set()
+        return of_stage.init, update
 
     def init_fn(params: optax.Params) -> tuple[Any, ...]:
         _, whole = notes.traced(tx.init, _shapes(params))
         states = []
         for mesh, specs in _stages(params).items():
-            with notes.listening() as heard:
-                stage = program(mesh, tuple(specs.items()))
-                states.append(stage[0](_only(specs, params)))
-            _check_reading(heard, whole["parameters"])
+            part = _only(specs, params)
+            _check_reading(notes.traced(tx.init, _shapes(part))[1], whole["parameters"])
+            states.append(program(mesh, tuple(specs.items()))[0](part))
         return tuple(states)
 
     def update_fn(
         updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, tuple[Any, ...]]:
-        stages, states = _stages(updates), []
+        stages, states = _stages(updates if params is None else params), []
         results: dict[str, Any] = {}
         for (mesh, specs), old in zip(stages.items(), state, strict=True):
-            _, update, checked = program(mesh, tuple(specs.items()))
+            key = mesh, tuple(specs.items())
+            _, update = program(*key)
             args = _only(specs, updates), old, _only(specs, params)
-            if not checked:
+            if key not in checked:
                 _check_alone(update.trace(*args, **extra_args).jaxpr.jaxpr)
-                checked.add(True)
+                checked.add(key)
             new, after = update(*args, **extra_args)
             results |= dict(paths.leaves_with_paths(new))
             states.append(after)
@@ -157,9 +163,9 @@ def _check_reading(heard: notes.Notes, whole: Mapping[str, Any]) -> None:
 
 def _check_alone(program: Any) -> None:
     """Raise a ValueError if an update needs the gradients of other stages."""
-    for function in jaxprs.functions(program):
-        name = function.partition(".")[0]
-        if name in _OF_ALL:
+    names = {function.partition(".")[0] for function in jaxprs.functions(program)}
+    for name in _OF_ALL:
+        if name in names:
             raise ValueError(
                 f"on_stages: {name} would see one stage's gradients at a time; "
                 "expected it outside, on all gradients"

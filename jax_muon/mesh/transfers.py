@@ -101,12 +101,15 @@ class Wire:
     ) -> Any:
         """This device's shard of the sum over mesh axes, in at least float32.
 
-        `dtype` is the parameter's.
+        It is sent in `reduce_dtype`, or in `dtype`, the parameter's.
         """
 
         def summed(g: Any) -> Any:
+            rest = [name for name in over if jax.lax.axis_size(name) > 1]
+            if not rest:  # nothing is sent, nor rounded for that
+                return wide(g)
             sent = g.astype(wire_dtype(dtype, self.transfers.reduce_dtype))
-            sent, rest = self._summable(sent), list(over)
+            sent = self._summable(sent)
             for dimension, names in self._hops(spec, over):
                 sent = jax.lax.psum_scatter(
                     sent, names, scatter_dimension=dimension, tiled=True

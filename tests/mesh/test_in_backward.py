@@ -296,6 +296,13 @@ def taken_beside(params, batch):
 
 ON_TWO, LEAVES = {"shape": (2,)}, jm.Transfers(gather="leaves")
 JOINED = jm.muon(matrices=lambda p: jm.read(p, joins={"layers/up": 2}))
+OF_STACKS = {
+    "clip_by_block_rms": optax.clip_by_block_rms(1.0),
+    "scale_by_trust_ratio": optax.lamb(0.1),
+    "adaptive_grad_clip": optax.adaptive_grad_clip(0.1),
+    "scale_by_factored_rms": optax.scale_by_factored_rms(),
+    "add_noise": optax.add_noise(0.1, 0.5, key=jax.random.key(0)),
+}
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.02))
 
 
@@ -304,6 +311,10 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.02))
     [
         (loss, CLIPPED, {}, "needs the gradient of"),
         (loss, jm.skip_nonfinite(optax.sgd(0.1)), {}, "needs the gradient of"),
+        *(
+            (loss, tx, {}, f"{name} takes a parameter of several layers as one")
+            for name, tx in OF_STACKS.items()
+        ),
         (loss, JOINED, {}, "are joined"),
         (taken_beside, optax.sgd(0.1), {}, BESIDE),
         (loss, optax.sgd(0.1), {"microbatches": 2}, "expected one microbatch"),

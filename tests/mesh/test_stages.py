@@ -114,9 +114,16 @@ def test_a_process_has_the_stages_of_its_devices_alone():
 
 def test_what_needs_all_stages_is_refused():
     params = place(draw())
-    clip = jm.on_stages(optax.chain(optax.clip_by_global_norm(1.0), recipe()))
-    with pytest.raises(ValueError, match="clip_by_global_norm would see one stage's"):
-        clip.update(params, clip.init(params), params)
+    for of_all, name in {
+        optax.clip_by_global_norm(1.0): "clip_by_global_norm",
+        optax.normalize_by_update_norm(): "normalize_by_update_norm",
+        jm.on_auto_axes(optax.contrib.prodigy(1.0)): "tree_",
+    }.items():
+        tx = jm.on_stages(optax.chain(of_all, recipe()))
+        state = tx.init(params)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"{name}.* would see one stage's"):
+                tx.update(params, state, params)
     joins = {"layers_{i}/attn/q": 4}
     joined = jm.on_stages(recipe(matrices=jm.read(draw(), joins=joins)))
     with pytest.raises(
@@ -136,9 +143,25 @@ def test_a_stage_that_alone_is_read_differently_is_refused():
         "b": {"weight": jnp.ones((16, 8))},
     }
     params = place(whole, first=("a",))
-    with pytest.raises(
-        ValueError, match=r"'b/weight' is read as .* in the whole model"
-    ):
-        jm.on_stages(recipe()).init(params)
+    tx = jm.on_stages(recipe())
+    for _ in range(2):  # traced or not
+        with pytest.raises(
+            ValueError, match=r"'b/weight' is read as .* in the whole model"
+        ):
+            tx.init(params)
     staged = jm.on_stages(recipe(matrices=jm.read(whole)))
     staged.init(params)
+
+
+def test_updates_and_state_are_sharded_like_the_parameters():
+    """Also where gradients are not."""
+    params = place(draw())
+    tx = jm.on_stages(recipe())
+    state = tx.init(params)
+    grads = jax.tree.map(
+        lambda p: jax.device_put(p, NamedSharding(p.sharding.mesh, P())), params
+    )
+    updates, after = tx.update(grads, state, params)
+    for new, old in ((updates, params), (after, state)):
+        for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+            assert x.sharding.is_equivalent_to(y.sharding, x.ndim)

@@ -172,3 +172,38 @@ def test_complex_numbers_keep_their_imaginary_parts_on_the_wire():
 def test_arguments_of_transfers(given, match):
     with pytest.raises(ValueError, match=match):
         jm.Transfers(**given)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2, 1)])
+def test_what_is_not_sent_is_not_rounded(sizes):
+    """Over mesh axes of one device nothing travels, and bfloat16 would round it."""
+    mesh = mesh_of(*sizes)
+    one = mesh.axis_names[-1]
+    params = {"w": jax.random.normal(jax.random.key(0), (8, 16))}
+    batch = jax.random.normal(jax.random.key(1), (8, 8))
+    tx = optax.sgd(0.1)
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params["w"]) ** 2)
+
+    grads = jax.grad(loss)(params, batch)
+    expected = jax.jit(tx.update)(grads, tx.init(params), params)[0]
+    on_mesh = jm.on_mesh(tx, mesh, P(), divide=one, min_size=1, gather_dtype="bfloat16")
+    found = jax.jit(on_mesh.update)(grads, on_mesh.init(params), params)[0]
+    np.testing.assert_array_equal(found["w"], expected["w"])
+    narrow = jm.Transfers(reduce_dtype="bfloat16", gather_dtype="bfloat16")
+    step = jm.make_train_step(loss, tx, mesh, axis=one, min_size=1, transfers=narrow)
+    after, _, _ = step(*step.init(params), batch)
+    # Products in another order; bfloat16 would be 1e-3 away.
+    np.testing.assert_allclose(after["w"] - params["w"], expected["w"], atol=1e-6)
+
+
+def test_a_piece_alone_plans_by_the_arrays():
+    """Its reading has another shape; inside `partition` that is an error."""
+    read = jm.read({"w": jnp.ones((64, 256))})
+    piece = jm.orthogonalize(jm.PolarExpress(dtype="float32"), matrices=read)
+    tx = jm.on_mesh(piece, mesh_of(4), P("data"))
+    grads = {"w": jax.random.normal(jax.random.key(0), (256, 64))}
+    expected, _ = piece.update(grads, piece.init(grads))
+    found, _ = jax.jit(tx.update)(grads, tx.init(grads), grads)
+    np.testing.assert_allclose(found["w"], expected["w"], atol=problems.BOUND * 10)
