@@ -31,8 +31,8 @@ def orthogonalize(
     """Replace every matrix by its polar factor: same directions, singular values one.
 
     Single matrices of one shape go into one stack; a batch of matrices is a stack of
-    its own. Where the types of arrays show that they are sharded over a mesh, each
-    matrix is computed by one of its devices, or by a team of them, to which the others
+    its own. Where the types of arrays show a mesh of several devices, each matrix is
+    computed by one of those that hold it, or by a team of them, to which the others
     send their shards; see `mesh/owners.py`.
 
     Args:
@@ -44,8 +44,8 @@ def orthogonalize(
       matrices: the reading passed in by `partition`, or `jax_muon.read(params)`; None
         treats every leaf as one matrix (in, out). Joined matrices are orthogonalized as
         one (TEON).
-      small: sharded matrices with fewer elements are gathered and computed by all
-        devices that hold them.
+      small: matrices with fewer elements are computed by all devices that hold them,
+        and gathered if they are sharded.
       team: most devices that share the work on one matrix, next to each other on the
         mesh, such as the GPUs of a host. Where it takes less time by a count of bytes
         and FLOPs, each sends and receives part of a matrix; that needs a polar factor

@@ -60,11 +60,8 @@ def partition(
       >>> updates["mlp"].tolist(), updates["bias"].tolist()
       ([[-0.5, -0.0], [-0.0, -0.5]], [-1.0, -1.0])
     """
-    checks.mapping("groups", groups, "a mapping of label to transform", _check_group)
-    groups = {
-        label: group if callable(group) else checks.as_transform("", group)
-        for label, group in groups.items()
-    }
+    checks.mapping("groups", groups, "a mapping of label to transform")
+    groups = {x: _as_group(f"groups[{x!r}]", group) for x, group in groups.items()}
     read_tree = reader(matrices)
 
     def build(tree: Any) -> optax.GradientTransformationExtraArgs:
@@ -100,12 +97,12 @@ def partition(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_group(name: str, group: Any) -> None:
-    """A group must be a transform, or a function of its matrices."""
-    if callable(group):
-        checks.no_factory(name, group)
-    else:
-        checks.as_transform(name, group)
+def _as_group(name: str, group: Any) -> Any:
+    """A transform, or a function of its matrices; else an error."""
+    if not callable(group):
+        return checks.as_transform(name, group)
+    checks.no_factory(name, group)
+    return group
 
 
 def reader(matrices: Reader) -> Callable[[Any], Matrices]:

@@ -102,8 +102,8 @@ def mesh_of_types(flat: Sequence[tuple[str, Any]]) -> Any:
       flat: arrays with their paths, as `orthogonalize` sees them.
 
     Returns:
-      The abstract mesh, if an array's type shows one with several devices; None on one
-      device, and for arrays that are whole inside shard_map.
+      The abstract mesh of the first array on Explicit axes, if only of one device; None
+      without one, and for arrays that are whole inside shard_map.
 
     Raises:
       ValueError: with the path, for an array whose type does not show how it is

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec
 
 from jax_muon import checks, notes, paths
@@ -230,6 +231,15 @@ class MeanGradients:
                     "jax.lax.scan that takes it as xs, with an axis of layers that no "
                     "device divides, or gather='auto'"
                 )
+
+
+def applied(params: Any, updates: Any) -> Any:
+    """The new parameters; integers and booleans stay as they are."""
+    return jax.tree.map(
+        lambda old, new: new if jnp.issubdtype(old.dtype, jnp.inexact) else old,
+        params,
+        optax.apply_updates(params, updates),
+    )
 
 
 def _sum_over(

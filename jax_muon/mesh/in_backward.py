@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, PartitionSpec, use_abstract_mesh
 from jax_muon import checks, jaxprs, notes
 from jax_muon.dtypes import wide
 from jax_muon.mesh import by_layers, prefetch
-from jax_muon.mesh.gradients import MeanGradients
+from jax_muon.mesh.gradients import MeanGradients, applied
 from jax_muon.mesh.on_each import OnEach
 from jax_muon.mesh.on_mesh import OnMesh
 from jax_muon.mesh.specs import devices_over, spec_names
@@ -237,11 +237,8 @@ class _Updates:
             for leaf, (g, zero) in enumerate(zip(grads, self._zeros(), strict=True))
         ]
         params, state = self._call(self._of_all, of_others, self.state, self.params)
-        for leaf, old in enumerate(self.params):
-            if leaf in self.done:
-                params[leaf] = grads[leaf]
-            elif not jnp.issubdtype(old.dtype, jnp.inexact):
-                params[leaf] = old
+        for leaf in self.done:
+            params[leaf] = grads[leaf]
         for place, x in bits.items():
             state[place] = _bits(x, state[place].dtype)
         return self._of_params.unflatten(params), self._of_state.unflatten(state)
@@ -264,8 +261,7 @@ class _Updates:
             params,
             **self.extra,
         )
-        params = optax.apply_updates(params, updates)
-        return jax.tree.leaves(params), jax.tree.leaves(state)
+        return jax.tree.leaves(applied(params, updates)), jax.tree.leaves(state)
 
 
 class _Init(NamedTuple):

@@ -252,6 +252,7 @@ class TrainStep:
 
         Returns:
           "a layer at a time", or "whole" with the operation of the loss that needs it.
+          Nothing with gather="leaves", which gathers all of them whole.
         """
         _, heard = notes.traced(self._step, *self.abstract(params), batch)
         return heard["gathered"]
@@ -316,12 +317,7 @@ class TrainStep:
         )(params, batch)
         extra = {"value": metrics["loss"], **maxima}
         updates, state = self._optimizer.update(grads, state, params, **extra)
-        after = jax.tree.map(
-            lambda p, q: q if jnp.issubdtype(p.dtype, jnp.inexact) else p,
-            params,
-            optax.apply_updates(params, updates),
-        )
-        return after, state, metrics
+        return gradients.applied(params, updates), state, metrics
 
     def _step_in_backward(self, params: Any, state: Any, batch: Any) -> Step:
         axis, mesh = self._gradients.wire.axis, self._layout.mesh
