@@ -1,87 +1,17 @@
-"""How the parameters of real models are read: right, refused or wrong.
+"""Whether a parameter is read rightly, by answers that were written down by hand.
 
-    python -m benchmarks.reading FOLDER
-
-A folder holds one file `MODEL.json` a model: `{"params": [{"path", "shape", "dtype",
-"expect"}]}`, where `expect` has the label ("muon", "adamw" or "either") and,
-if that is not "adamw", the axes as `batch`, `in` and `out`, with further good readings
-in `also`; `"knowable": false` marks leaves that nothing in the tree decides. Axes of
-size 1 are not compared: they change no matrix. A model has one line, and each wrong or
-refused kind of leaf one line below it. The exit status is 1 if a knowable leaf is
-wrong.
+An answer is `expect` of a leaf: the label ("muon", "adamw" or "either") and, if that is
+not "adamw", the axes as `batch`, `in` and `out`, with further good readings in `also`;
+`"knowable": false` marks leaves that nothing decides. Axes of size 1 are not compared:
+they change no matrix.
 """
 
-import argparse
-import collections
-import json
-import pathlib
-import re
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_muon.axes import Parameter
-from jax_muon.reading.names.read import read_leaves
-from jax_muon.reading.names.tree import Leaf
 
 RIGHT, REFUSED, WRONG, UNKNOWABLE = "right", "refused", "wrong", "unknowable"
-
-
-# Layer numbers: `layers/3/mlp`, `Dense_0/kernel`.
-_NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?=/|$)|(?<=_)\d+(?=/)")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Score all models of a folder and print the lines; the exit status."""
-    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
-    parser.add_argument("folder", type=pathlib.Path)
-    folder = parser.parse_args(arguments).folder
-    total: collections.Counter[str] = collections.Counter()
-    files = sorted(folder.glob("*.json"))
-    for file in files:
-        params = json.loads(file.read_text())["params"]
-        counts, kinds = score(params)
-        total += counts
-        print(f"{file.stem:42s} {line(counts)}")
-        for kind, count in kinds.items():
-            print(f"  {count:4d} x {kind}")
-    print(f"TOTAL of {len(files)} models: {line(total)}")
-    return 1 if total[WRONG] else 0
-
-
-def line(counts: collections.Counter[str]) -> str:
-    """The counts of one model, or of all, in words."""
-    leaves = sum(counts.values())
-    share = 100 / max(leaves, 1)
-    text = (
-        f"{leaves} leaves, {counts[RIGHT]} right, {counts[REFUSED]} refused "
-        f"({counts[REFUSED] * share:.1f} %), {counts[WRONG]} wrong"
-    )
-    unknowable = counts[UNKNOWABLE]
-    return f"{text}, {unknowable} wrong but not knowable" if unknowable else text
-
-
-def score(
-    params: list[dict[str, Any]],
-) -> tuple[collections.Counter[str], collections.Counter[str]]:
-    """How many leaves of a model are read how, and the kinds that are not right."""
-    reads = read_leaves(leaves_of(params))
-    counts: collections.Counter[str] = collections.Counter()
-    kinds: collections.Counter[str] = collections.Counter()
-    for param, read in zip(params, reads, strict=True):
-        outcome, text = judge(param, read)
-        counts[outcome] += 1
-        if outcome != RIGHT:
-            kind = _NUMBER.sub("N", param["path"])
-            kinds[f"{outcome} {kind} {tuple(param['shape'])}: {text}"] += 1
-    return counts, kinds
-
-
-def leaves_of(params: list[dict[str, Any]]) -> list[Leaf]:
-    """The leaves of a model as the reading takes them."""
-    return [
-        Leaf(param["path"], tuple(param["shape"]), param["dtype"]) for param in params
-    ]
 
 
 def judge(param: dict[str, Any], read: Parameter) -> tuple[str, str]:
@@ -170,6 +100,3 @@ def _show(sides: tuple[frozenset[int], ...], shape: list[int]) -> str:
     by_axis = {axis: letter for letter, axes in letters for axis in axes}
     return "".join(by_axis.get(axis, ".") for axis in range(len(shape)))
 
-
-if __name__ == "__main__":
-    sys.exit(main())

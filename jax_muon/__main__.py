@@ -18,6 +18,7 @@ SHAPES = {
     "mlp/up": jax.ShapeDtypeStruct((64, 256), "float32"),
     "norm": jax.ShapeDtypeStruct((64,), "float32"),
 }
+MATRICES = {"embed": "adamw", "*": "muon"}
 
 
 def main() -> int:
@@ -28,7 +29,8 @@ def main() -> int:
     devices = jax.devices()
     print(f"\n{len(devices)} x {devices[0].platform}, {devices[0].device_kind}\n")
     mesh = jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,))
-    tx = jm.on_mesh(jm.nanochat(dtype="float32"), mesh, divide="data")
+    tx = jm.nanochat(dtype="float32", matrices=MATRICES)
+    tx = jm.on_mesh(tx, mesh, divide="data")
     verification = jm.verify(tx, SHAPES)
     print(verification)
     return 0 if verification.ok else 1

@@ -27,8 +27,9 @@ class MatrixAxes:
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_muon as jm
-      >>> layers = {"up": jnp.ones((3, 4, 8)), "norm": jnp.ones((3, 4))}
-      >>> jm.read({"layers": layers})["layers/up"].axes
+      >>> from optax.contrib import MuonDimensionNumbers
+      >>> rules = {"up": MuonDimensionNumbers(-2, -1)}
+      >>> jm.read({"up": jnp.ones((3, 4, 8))}, rules=rules)["up"].axes
       MatrixAxes(batch=(0,), reduction=(1,), output=(2,))
     """
 
@@ -81,7 +82,7 @@ class Parameter:
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_muon as jm
-      >>> up = jm.read({"up": jnp.ones((4, 8))})["up"]
+      >>> up = jm.read({"up": jnp.ones((4, 8))}, rules={"up": "muon"})["up"]
       >>> up.role, up.axes.reduction, up.axes.output
       ('kernel', (0,), (1,))
     """

@@ -1,48 +1,109 @@
-"""What to write where nothing shows how parameters are read: the text of errors."""
+"""What to write where nothing shows how parameters are read: the text of errors.
+
+Parameters are of one kind if their paths differ by numbers alone, as layers do.
+"""
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 
 from jax_muon import paths
-from jax_muon.axes import ADAMW, MatrixAxes, Parameter, not_a_matrix
+from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter, not_a_matrix
 
 
 def about(parameter: Parameter) -> str:
     """The doubt about one parameter, and the rules that resolve it."""
-    return f"parameter {_line([parameter], [parameter.path])}"
+    return f"parameter {_line([parameter], [parameter])}"
 
 
-def listed(ambiguous: Sequence[Parameter], all_paths: Sequence[str]) -> str:
-    """The doubts about all ambiguous parameters, a line for each kind.
+def listed(doubtful: Sequence[Parameter], parameters: Sequence[Parameter]) -> str:
+    """The doubts about some of the parameters, and what resolves them, a line a kind.
 
-    Parameters are of one kind if their paths differ by numbers alone, and their shapes
-    and doubts not at all.
+    Those of which nothing suggests a reading are in a mapping that the user fills in.
     """
     kinds: dict[object, list[Parameter]] = {}
-    for parameter in ambiguous:
-        doubt = paths.numberless(str(parameter.doubt))
-        kind = paths.numberless(parameter.path), parameter.shape, doubt
-        kinds.setdefault(kind, []).append(parameter)
-    return "\n  ".join(_line(kind, all_paths) for kind in kinds.values())
+    unread = []
+    for x in doubtful:
+        doubt = paths.numberless(str(x.doubt))
+        if x.options or not_a_matrix(x.shape, x.dtype):
+            kinds.setdefault((paths.numberless(x.path), x.shape, doubt), []).append(x)
+        else:
+            unread.append(x)
+    text = []
+    if kinds:
+        lines = [_line(kind, parameters) for kind in kinds.values()]
+        text = [
+            f"{sum(map(len, kinds.values()))} of {len(parameters)} parameters cannot "
+            "be read as matrices:",
+            *(f"  {line}" for line in lines),
+        ]
+    if unread:
+        text += [
+            f"nothing says whether {len(unread)} of {len(parameters)} parameters are "
+            "matrices; expected the loss, matrices=jax_muon.read(params, loss_fn, "
+            f"batch), or a label for each, matrices={_choices(unread, parameters)}",
+            f"{MUON!r} is a matrix (in, out), as in x @ w. MuonDimensionNumbers, from "
+            "optax.contrib, names its axes: (-2, -1) in a stack of them, (-1, -2) if "
+            "they are (out, in).",
+        ]
+    return "\n".join(text)
 
 
-def _line(kind: Sequence[Parameter], all_paths: Iterable[str]) -> str:
+def _choices(unread: Sequence[Parameter], parameters: Sequence[Parameter]) -> str:
+    """A mapping with a line for each kind of parameters, for the user to fill in.
+
+    The first pattern that matches counts, so those that match the fewest come first.
+    """
+    kinds: dict[object, list[Parameter]] = {}
+    for x in unread:
+        kinds.setdefault((paths.numberless(x.path), x.shape), []).append(x)
+    by_pattern: dict[str, list[Parameter]] = {}
+    for kind in kinds.values():
+        by_pattern.setdefault(_pattern(kind), []).extend(kind)
+
+    def matched(pattern: str) -> int:
+        return sum(paths.matches(pattern, x.path) for x in parameters)
+
+    patterns = sorted(by_pattern, key=matched)
+    lines = []
+    for pattern in patterns:
+        kind = by_pattern[pattern]
+        is_stack = len(kind[0].shape) > 2
+        matrix = "MuonDimensionNumbers(in, out)" if is_stack else MUON
+        shapes = " and ".join(dict.fromkeys(str(x.shape) for x in kind))
+        count = f", {len(kind)} of them" if len(kind) > 1 else ""
+        lines.append(f"    {pattern!r}: '{ADAMW} or {matrix}',  # {shapes}{count}")
+    return "\n".join(["{", *lines, "}"])
+
+
+def _pattern(kind: Sequence[Parameter]) -> str:
+    """The path that parameters of one kind share, with * for the numbers that vary."""
+    pieces = zip(*(re.split(r"(\d+)", x.path) for x in kind), strict=True)
+    return "".join(x[0] if len({*x}) == 1 else "*" for x in pieces)
+
+
+def _line(kind: Sequence[Parameter], parameters: Sequence[Parameter]) -> str:
     """Path, shape and doubt of parameters of one kind, and rules for all of them."""
-    first, same_kind = kind[0], [parameter.path for parameter in kind]
-    where = first.path
-    if len(kind) > 1:
-        pattern = paths.numberless(where, "*")
-        matched = [path for path in all_paths if paths.matches(pattern, path)]
-        where = pattern if sorted(matched) == sorted(same_kind) else where
-    others = f" and {len(kind) - 1} more of its kind" if len(kind) > 1 else ""
+    first, pattern = kind[0], _pattern(kind)
+    named = [x.path for x in kind]
+    matched = {
+        x.path
+        for x in parameters
+        if paths.matches(pattern, x.path) and not not_a_matrix(x.shape, x.dtype)
+    }
+    if matched <= {*named}:
+        named = [pattern]
     offered = [*first.options, *(() if None in first.options else (None,))]
     if not_a_matrix(first.shape, first.dtype):
         offered = [None]
-    (rule, meaning), *rest = (_written(axes, first.shape) for axes in offered)
+    rules = [
+        "rules={" + ", ".join(f"{x!r}: {rule}" for x in named) + f"}}{meaning}"
+        for rule, meaning in (_written(axes, first.shape) for axes in offered)
+    ]
+    others = f" and {len(kind) - 1} more of its kind" if len(kind) > 1 else ""
     return (
         f"{first.path!r} of shape {first.shape}{others}: {first.doubt}; expected "
-        f"rules={{{where!r}: {rule}}}{meaning}"
-        + "".join(f", or {other}{meant}" for other, meant in rest)
+        + ", or ".join(rules)
     )
 
 

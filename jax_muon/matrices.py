@@ -17,6 +17,8 @@ from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter
 from jax_muon.blocks import Block, Join, make_blocks
 from jax_muon.text import aligned, shape_text, sizes_text
 
+_READ = "jax_muon.read(params, loss_fn, batch)"
+
 
 class UnreadParameterError(KeyError, ValueError):
     """There is no parameter at this path; a KeyError, so that `get` and `in` work."""
@@ -35,7 +37,8 @@ class Matrices(Mapping[str, Parameter]):
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_muon as jm
-      >>> matrices = jm.read({"embed": jnp.ones((9, 4)), "up": jnp.ones((4, 8))})
+      >>> params = {"embed": jnp.ones((9, 4)), "up": jnp.ones((4, 8))}
+      >>> matrices = jm.read(params, rules={"embed": "adamw", "*": "muon"})
       >>> matrices["up"].label, matrices["embed"].label
       ('muon', 'adamw')
     """
@@ -43,7 +46,6 @@ class Matrices(Mapping[str, Parameter]):
     parameters: Mapping[str, Parameter]
     splits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     joins: tuple[Join, ...] | None = None  # of the parts, if parameters are split
-    by_names: bool = False  # read without a function
 
     def __getitem__(self, path: str) -> Parameter:
         if path not in self.parameters:
@@ -74,8 +76,7 @@ class Matrices(Mapping[str, Parameter]):
             )
             for parameter in self.values()
         ]
-        note = ["Names can be wrong; jax_muon.read(params, loss_fn, batch) is sure."]
-        return "\n".join([*aligned(rows), *(note if self.by_names else [])])
+        return "\n".join(aligned(rows))
 
     def axes(self, path: str) -> MatrixAxes:
         """Axes of a parameter that must be a matrix.
@@ -142,7 +143,7 @@ def of_tree(matrices: Matrices | None, tree: Any) -> Matrices:
         one, with path and shape, for a leaf that is not one matrix.
     """
     if matrices is not None:
-        checks.kind("matrices", matrices, Matrices, "jax_muon.read(params), or None")
+        checks.kind("matrices", matrices, Matrices, f"{_READ}, or None")
         if matrices.splits:
             raise ValueError(
                 f"matrices= splits {', '.join(matrices.splits)}, which a piece would "
@@ -156,8 +157,8 @@ def of_tree(matrices: Matrices | None, tree: Any) -> Matrices:
             raise ValueError(
                 f"parameter {path!r} of shape {shape}: without `matrices` a piece "
                 "treats every leaf as one matrix (in, out); expected "
-                "matrices=jax_muon.read(params), or the piece within "
-                "jax_muon.partition, which gives other parameters to another optimizer"
+                f"matrices={_READ}, or the piece within jax_muon.partition, which "
+                "gives other parameters to another optimizer"
             )
         one_matrix = MatrixAxes((), (0,), (1,))
         matched[path] = Parameter(path, shape, dtype, MUON, "kernel", "", one_matrix)

@@ -41,9 +41,9 @@ def orthogonalize(
         commute with transposition and with permutations of rows and of columns, since
         on a mesh matrices share stacks with transposed ones, and shards are assembled
         in any order.
-      matrices: the reading passed in by `partition`, or `jax_muon.read(params)`; None
-        treats every leaf as one matrix (in, out). Joined matrices are orthogonalized as
-        one (TEON).
+      matrices: the reading passed in by `partition`, or what `jax_muon.read` returns;
+        None treats every leaf as one matrix (in, out). Joined matrices are
+        orthogonalized as one (TEON).
       small: matrices with fewer elements are computed by all devices that hold them,
         and gathered if they are sharded.
       team: most devices that share the work on one matrix, next to each other on the

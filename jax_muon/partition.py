@@ -1,6 +1,7 @@
 """`optax.partition` with one reading of the tree: a transform for every label."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -20,8 +21,9 @@ from jax_muon.reading.read import read
 Group: TypeAlias = (
     optax.GradientTransformation | Callable[[Matrices], optax.GradientTransformation]
 )
-# How parameters are read: the value itself, or a function of the tree that returns one.
-Reader: TypeAlias = Matrices | Callable[[Any], Matrices] | None
+# How parameters are read: the value itself, a function of the tree that returns one, or
+# rules alone.
+Reader: TypeAlias = Matrices | Callable[[Any], Matrices] | Mapping[str, Any] | None
 
 
 def partition(
@@ -32,8 +34,11 @@ def partition(
     Args:
       groups: label to an optax transform, or to a function that returns one for the
         `Matrices` of its parameters, to pass on to the pieces.
-      matrices: `jax_muon.read(params)`, or a function of the tree that returns its
-        value, for optimizers that are built before the parameters. None: `read`.
+      matrices: which parameters are matrices: what `jax_muon.read(params, loss_fn,
+        batch)` returns; a function of the parameters that returns one, for optimizers
+        that are built before them; or a mapping of path patterns to labels, such as
+        {"embed": "adamw", "*": "muon"}. Without it a tree that may have matrices is an
+        error.
 
     Returns:
       A transform with the state of `optax.partition`. Gradients that are narrower than
@@ -54,7 +59,8 @@ def partition(
       ...         jm.orthogonalize(jm.ExactPolar(), matrices=matrices),
       ...         optax.scale_by_learning_rate(0.5),
       ...     )
-      >>> tx = partition({"muon": muon, "adamw": optax.sgd(1.0)})
+      >>> groups = {"muon": muon, "adamw": optax.sgd(1.0)}
+      >>> tx = partition(groups, matrices={"mlp": "muon"})
       >>> params = {"mlp": 3 * jnp.eye(2), "bias": jnp.ones(2)}
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> updates["mlp"].tolist(), updates["bias"].tolist()
@@ -107,15 +113,30 @@ def _as_group(name: str, group: Any) -> Any:
 
 def reader(matrices: Reader) -> Callable[[Any], Matrices]:
     """The function that reads a tree; `matrices` as in `partition`."""
+    if isinstance(matrices, Matrices):
+        return lambda tree: matrices
+    if matrices is None or isinstance(matrices, Mapping):
+        return lambda tree: read(tree, rules=matrices)
+    expected = "jax_muon.read(params, loss_fn, batch), or a function of params alone "
+    expected += "that returns it, or a mapping of path patterns to labels"
+    if not callable(matrices) or not _takes_one(matrices):
+        checks.refuse("matrices", matrices, expected)
 
     def read_tree(tree: Any) -> Matrices:
-        source = read if matrices is None else matrices
-        matrices_of_tree = source(tree) if callable(source) else source
-        expected = "jax_muon.read(params), or a function of params that returns it"
-        checks.kind("matrices", matrices_of_tree, Matrices, expected)
+        matrices_of_tree = matrices(tree)
+        checks.kind("matrices(params)", matrices_of_tree, Matrices, expected)
         return matrices_of_tree
 
     return read_tree
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    """False for a function that cannot be called with one argument, such as a loss."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    return True
 
 
 def _of_tree(whole: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrices:

@@ -20,9 +20,10 @@ change. Arguments mean the same in all of them:
   `optax.lion(1e-4)`.
 - `groups`: transforms for further labels, as in `partition`: `{"embedding":
   optax.adamw(0.2), "frozen": optax.set_to_zero()}`.
-- `matrices`: the value of `jax_muon.read`, with what you know better; or, for an
-  optimizer that is built before the parameters, a function of them that returns one.
-  None: `jax_muon.read`.
+- `matrices`: which parameters are matrices: what `jax_muon.read(params, loss_fn,
+  batch)` returns; a function of the parameters that returns one; or a mapping of path
+  patterns to labels, such as {"embed": "adamw", "head": "adamw", "*": "muon"}. Without
+  it, a tree that has matrices is an error.
 
 All return an `optax.GradientTransformation` whose updates are added to the parameters.
 They raise a ValueError for a number out of range at once, and at init and update what
@@ -108,10 +109,11 @@ def nanochat(
       >>> import optax
       >>> import jax_muon as jm
       >>> params = {"embed": jnp.ones((9, 4)), "mlp": {"up": jnp.ones((4, 8))}}
-      >>> tx = jm.nanochat(0.02, adamw=optax.adamw(3e-3))
+      >>> matrices = {"embed": "adamw", "*": "muon"}  # or what the loss says: jm.read
+      >>> tx = jm.nanochat(0.02, adamw=optax.adamw(3e-3), matrices=matrices)
       >>> state = jax.jit(tx.init)(params)
-      >>> jm.read(params).labels(params)
-      {'embed': 'adamw', 'mlp': {'up': 'muon'}}
+      >>> [x.shape for x in jax.tree.leaves(state.inner_states["muon"]) if x.ndim]
+      [(4, 8), (1, 8)]
 
     References:
       https://github.com/karpathy/nanochat; Polar Express arXiv 2505.16932; NorMuon
@@ -172,7 +174,8 @@ def normuon(
       >>> import jax.numpy as jnp
       >>> import jax_muon as jm
       >>> params = {"mlp": jnp.arange(8.0).reshape(2, 4)}
-      >>> tx = jm.normuon(1.0, weight_decay=0.0, dtype="float32")
+      >>> matrices = {"mlp": "muon"}
+      >>> tx = jm.normuon(1.0, weight_decay=0.0, dtype="float32", matrices=matrices)
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> round(float(jnp.sqrt(jnp.mean(updates["mlp"] ** 2))), 4)
       0.2
@@ -233,7 +236,7 @@ def muon(
       >>> import jax.numpy as jnp
       >>> import jax_muon as jm
       >>> params = {"mlp": 3.0 * jnp.eye(2), "bias": jnp.ones(2)}
-      >>> tx = jm.muon(0.5, polar=jm.ExactPolar())
+      >>> tx = jm.muon(0.5, polar=jm.ExactPolar(), matrices={"*": "muon"})
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> updates["mlp"].tolist()
       [[-0.5, -0.0], [-0.0, -0.5]]
@@ -294,7 +297,8 @@ def moonlight(
       >>> import jax.numpy as jnp
       >>> import jax_muon as jm
       >>> params = {"mlp": jnp.eye(25)}
-      >>> tx = jm.moonlight(1e-3, weight_decay=0.0, polar=jm.ExactPolar())
+      >>> polar, matrices = jm.ExactPolar(), {"mlp": "muon"}
+      >>> tx = jm.moonlight(1e-3, weight_decay=0.0, polar=polar, matrices=matrices)
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> round(float(updates["mlp"][0, 0]), 6)  # 0.2 * 25**0.5 times the rate
       -0.001
@@ -342,17 +346,21 @@ def teon(
 
     Args:
       learning_rate: of the matrices, before the factor (out/in)^0.5.
-      matrices: without `joins`, queries, keys and values are joined two by two.
+      matrices: without `joins`, queries, keys and values are joined two by two, where
+        the loss shows them.
 
     Raises:
-      ValueError: at init, a model without two numbered or scanned layers to join.
+      ValueError: at init, matrices without `joins` whose reading shows no queries, keys
+        and values of two layers.
 
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_muon as jm
       >>> layer = {"attn": {name: jnp.eye(4) for name in "qkvo"}}
       >>> params = {"layers": [layer, layer]}
-      >>> tx = jm.teon(1.0, polar=jm.ExactPolar())
+      >>> joins = {f"layers/{{i}}/attn/{name}": 2 for name in "qkv"}
+      >>> matrices = jm.read(params, rules={"*": "muon"}, joins=joins)
+      >>> tx = jm.teon(1.0, polar=jm.ExactPolar(), matrices=matrices)
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> attn = updates["layers"][0]["attn"]
       >>> [round(float(attn[name][0, 0]), 3) for name in "qkvo"]
@@ -406,7 +414,7 @@ def muonh(
       >>> import jax.numpy as jnp
       >>> import jax_muon as jm
       >>> params = {"mlp": jnp.array([[3.0, 0.0], [0.0, 4.0]])}
-      >>> tx = jm.muonh(0.02)
+      >>> tx = jm.muonh(0.02, matrices={"mlp": "muon"})
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> round(float(jnp.linalg.norm(params["mlp"] + updates["mlp"])), 4)
       5.0
@@ -449,7 +457,7 @@ def normuonh(
       >>> import jax.numpy as jnp
       >>> import jax_muon as jm
       >>> params = {"mlp": jnp.array([[3.0, 0.0], [0.0, 4.0]])}
-      >>> tx = jm.normuonh(0.02)
+      >>> tx = jm.normuonh(0.02, matrices={"mlp": "muon"})
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> round(float(jnp.linalg.norm(params["mlp"] + updates["mlp"])), 4)
       5.0

@@ -26,7 +26,8 @@ class Split:
       >>> import jax_muon as jm
       >>> params = {"attn": {"qkv": jnp.ones((4, 12))}}
       >>> splits = {"qkv": jm.Split(("query", "key", "value"))}
-      >>> tx = jm.nanochat(matrices=jm.read(params, splits=splits))
+      >>> matrices = jm.read(params, rules={"*": "muon"}, splits=splits)
+      >>> tx = jm.nanochat(matrices=matrices)
       >>> lines = str(jm.describe(tx, params)).splitlines()
       >>> [line.split()[0] for line in lines[1:4]]
       ['attn/qkv/query', 'attn/qkv/key', 'attn/qkv/value']

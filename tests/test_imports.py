@@ -62,10 +62,3 @@ def test_no_piece_loads_the_reading(alone):
     pieces = re.findall(r"`(\w+)`", row)
     assert {"orthogonalize", "scaling", "parts", "qk_clip"} <= {*pieces}
     assert not [name for name in (*pieces, "matrices", "splits") if alone[name]]
-
-
-def test_names_are_loaded_by_reading_them():
-    names = "jax_muon.reading.names."
-    assert names not in printed(A_PIECE + LOADED)
-    reading = A_PIECE + "jm.read({'up': jnp.ones((2, 3))})\n"
-    assert names in printed(reading + LOADED)

@@ -3,7 +3,7 @@
 A module here is a framework: its `MODELS` has a `Model` by name. Each builds the model
 as its package does, without values, and a loss of it; its answers were written from the
 package's code and not from what a reader said. `python -m benchmarks.reading_models`
-reads all of them, by their losses and by their names.
+reads all of them by their losses.
 """
 
 import dataclasses

@@ -1,17 +1,15 @@
-"""How the parameters of real models are read, by a loss and by names.
+"""How the parameters of real models are read by a loss.
 
     python -m benchmarks.reading_models [FRAMEWORK ...] [--models 'gpt*']
 
-Every model of `benchmarks/reading_models` is built by its package, and read in three
-ways: by its loss, by its names, and by its names after its paths are numbers. A
-framework with pins of its own runs in its environment, runs/outside/NAME, which
+Every model of `benchmarks/reading_models` is built by its package, and read by its
+loss. A framework with pins of its own runs in its environment, runs/outside/NAME, which
 `make runs/outside/NAME` makes. A model has one row, and each kind of leaf that is not
 read rightly one line below it:
 
     right      as the answers of the model say
     wrong      otherwise, and without a doubt
-    undecided  with a doubt: the loss hides its use, so names are asked
-    refused    undecided, and names have a doubt too: `jm.read` raises an error
+    refused    with a doubt: the loss hides its use, and `jm.read` raises an error
     unused     the loss does not depend on it
     open       otherwise than the answer, which the loss does not determine
 
@@ -42,12 +40,9 @@ from benchmarks.reading import judge
 from benchmarks.reading_models import FRAMEWORKS
 from jax_muon.paths import leaves_with_paths
 from jax_muon.reading.computation.read import read_uses
-from jax_muon.reading.names.read import read_leaves
-from jax_muon.reading.names.tree import Leaf
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
-LOSS = ("right", "wrong", "undecided", "refused", "unused", "open")
-NAMES = ("right", "wrong", "refused")
+LOSS = ("right", "wrong", "refused", "unused", "open")
 
 
 def main(words: list[str] | None = None) -> int:
@@ -119,11 +114,7 @@ def _rows(framework: str, pattern: str) -> Iterator[dict[str, Any]]:
             yield {"model": name, "error": f"{type(error).__name__}: {error}"[:300]}
             continue
         counts = ", ".join(f"{n} {kind}" for kind, n in row["loss"].items() if n)
-        others = "; ".join(
-            f"{key}: " + ", ".join(f"{n} {kind}" for kind, n in row[key].items() if n)
-            for key in ("names", "numbers")
-        )
-        print(f"{framework} {name}: {row['leaves']} leaves, {counts}; {others}")
+        print(f"{framework} {name}: {row['leaves']} leaves, {counts}")
         for kind, count in kinds.items():
             print(f"  {count:4d} x {kind}", flush=True)
         yield {"model": name, **row}
@@ -138,14 +129,7 @@ def read_model(model: Any) -> tuple[dict[str, Any], collections.Counter[str]]:
     uses = {x.path: x for x in read_uses(loss, params, *args)}
     read = time.process_time()
     leaves = dict(leaves_with_paths(params))
-    by_name, by_number = (
-        dict(
-            zip(leaves, read_leaves([*map(_leaf, paths, leaves.values())]), strict=True)
-        )
-        for paths in (leaves, [f"p{number:05d}" for number in range(len(leaves))])
-    )
     counts = {"loss": dict.fromkeys(LOSS, 0)}
-    counts |= {key: dict.fromkeys((*NAMES, "open"), 0) for key in ("names", "numbers")}
     kinds: collections.Counter[str] = collections.Counter()
     for path, leaf in leaves.items():
         shape = tuple(leaf.shape)
@@ -153,15 +137,12 @@ def read_model(model: Any) -> tuple[dict[str, Any], collections.Counter[str]]:
         use = uses[path]
         outcome, text = verdict(param, use)
         if outcome == "refused":
-            outcome = "refused" if by_name[path].doubt else "undecided"
             text = f"{text}: {use.doubt}"
         elif use.role == "unused":
             outcome, text = "unused", ""
         counts["loss"][outcome] += 1
         if outcome != "right":
             kinds[f"{outcome} {re.sub('[0-9]+', 'N', path)} {shape}: {text}"] += 1
-        for key, one in (("names", by_name[path]), ("numbers", by_number[path])):
-            counts[key][verdict(param, one)[0]] += 1
     row = {
         "leaves": len(leaves),
         **counts,
@@ -170,10 +151,6 @@ def read_model(model: Any) -> tuple[dict[str, Any], collections.Counter[str]]:
         "read_seconds": round(read - traced, 3),
     }
     return row, kinds
-
-
-def _leaf(path: str, x: Any) -> Leaf:
-    return Leaf(path, tuple(x.shape), x.dtype)
 
 
 def verdict(param: dict[str, Any], read: Any) -> tuple[str, str]:
@@ -208,7 +185,6 @@ def lines_of(results: Mapping[str, Any]) -> str:
 def summary(results: Mapping[str, Any]) -> str:
     """A Markdown table with a row for each framework, and one for all."""
     titles = ["models", "leaves", *(f"loss: {kind}" for kind in LOSS)]
-    titles += [f"{key}: {kind}" for key in ("names", "numbers") for kind in NAMES]
     total: collections.Counter[str] = collections.Counter()
     counts = {}
     for framework, result in results.items():
@@ -217,9 +193,8 @@ def summary(results: Mapping[str, Any]) -> str:
             if "error" in row:
                 continue
             count += collections.Counter(models=1, leaves=row["leaves"])
-            for key in ("loss", "names", "numbers"):
-                for kind, number in row[key].items():
-                    count[f"{key}: {kind}"] += number
+            for kind, number in row["loss"].items():
+                count[f"loss: {kind}"] += number
         total += count
     rows = [
         [framework, *(str(count[title]) for title in titles)]

@@ -39,7 +39,8 @@ def on_auto_axes(
       >>> import jax_muon as jm
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> adaptive = jm.on_auto_axes(optax.adaptive_grad_clip(0.1))
-      >>> tx = jm.on_mesh(optax.chain(adaptive, jm.nanochat()), mesh, divide="data")
+      >>> muon = jm.nanochat(matrices={"*": "muon"})
+      >>> tx = jm.on_mesh(optax.chain(adaptive, muon), mesh, divide="data")
       >>> params = {"mlp": {"up": jnp.ones((64, 256))}}
       >>> updates, state = jax.jit(tx.update)(params, tx.init(params), params)
       >>> updates["mlp"]["up"].shape

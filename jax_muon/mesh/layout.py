@@ -136,16 +136,13 @@ class Layout:
 def scanned_by(tx: optax.GradientTransformation) -> Callable[[Any], ScannedAxes]:
     """The axes that a scan takes, as the reading says that an optimizer goes by.
 
-    By names, for parameters that the optimizer reads no further, such as those of
-    `optax.adamw`.
+    Nothing is known of parameters that it does not read, as of `optax.adamw`'s.
     """
 
     @functools.lru_cache(maxsize=4)
     def of_shapes(treedef: Any, shapes: tuple[Any, ...]) -> ScannedAxes:
         params = jax.tree.unflatten(treedef, shapes)
-        read = notes.traced(tx.init, params)[1]["scanned"]
-        names = [path for path, _ in paths.leaves_with_paths(params)]
-        return read if read.keys() >= {*names} else {**by_names(params), **read}
+        return notes.traced(tx.init, params)[1]["scanned"]
 
     def of_tree(tree: Any) -> ScannedAxes:
         leaves, treedef = jax.tree.flatten(tree)
@@ -154,13 +151,6 @@ def scanned_by(tx: optax.GradientTransformation) -> Callable[[Any], ScannedAxes]
         )
 
     return of_tree
-
-
-def by_names(params: Any) -> ScannedAxes:
-    """The axes that a scan takes, as far as names and shapes show them."""
-    from jax_muon.reading.names.layers import axes_of_layers
-
-    return axes_of_layers(params)
 
 
 def _spec_of_type(leaf: Any) -> PartitionSpec:

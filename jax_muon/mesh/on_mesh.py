@@ -74,7 +74,8 @@ def on_mesh(
       >>> import jax_muon as jm
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> params = {"mlp": {"up": jnp.ones((64, 256))}}
-      >>> tx = jm.on_mesh(jm.nanochat(), mesh, divide="data")
+      >>> tx = jm.nanochat(matrices={"*": "muon"})
+      >>> tx = jm.on_mesh(tx, mesh, divide="data")
       >>> state = jax.jit(tx.init)(params)
       >>> updates, state = jax.jit(tx.update)(params, state, params)
       >>> updates["mlp"]["up"].shape
@@ -275,7 +276,8 @@ def abstract_state(
       >>> import jax_muon as jm
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> params = {"mlp": {"up": jnp.ones((64, 256))}}
-      >>> tx = jm.on_mesh(jm.nanochat(), mesh, divide="data")
+      >>> tx = jm.nanochat(matrices={"*": "muon"})
+      >>> tx = jm.on_mesh(tx, mesh, divide="data")
       >>> target = jm.abstract_state(tx, params, mesh)  # for orbax
       >>> all(x.sharding.mesh == mesh for x in jax.tree.leaves(target))
       True

@@ -33,7 +33,7 @@ def on_replicas(
       >>> import jax
       >>> import jax.numpy as jnp
       >>> import jax_muon as jm
-      >>> tx = on_replicas(jm.muon(0.5, polar=jm.ExactPolar()))
+      >>> tx = on_replicas(jm.muon(0.5, polar=jm.ExactPolar(), matrices={"*": "muon"}))
       >>> def step(params, grads):
       ...     grads = jax.lax.pmean(grads, "devices")
       ...     return tx.update(grads, tx.init(params), params)[0]

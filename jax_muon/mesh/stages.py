@@ -66,7 +66,7 @@ def on_stages(
       ...     )
       ...     for stage, (name, layer) in zip(devices, whole.items())
       ... }
-      >>> tx = on_stages(jm.nanochat(matrices=jm.read(whole)))
+      >>> tx = on_stages(jm.nanochat(matrices=jm.read(whole, rules={"*": "muon"})))
       >>> updates, state = tx.update(params, tx.init(params), params)
       >>> updates["1"]["up"].sharding.device_set == set(devices[1].tolist())
       True
@@ -150,7 +150,7 @@ def _check_reading(heard: notes.Notes, whole: Mapping[str, Any]) -> None:
                 f"on_stages: parameter {path!r} is read as {parameter.label!r} in its "
                 f"stage ({parameter.reason}), and as {whole[path].label!r} in the "
                 f"whole model ({whole[path].reason}); expected "
-                "matrices=jax_muon.read(params)"
+                "matrices=jax_muon.read(params, loss_fn, batch)"
             )
     for matrices in heard["matrices"].values():
         for join in matrices.joins or ():

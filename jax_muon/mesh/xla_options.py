@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax_muon import checks, paths
 from jax_muon.matrices import Matrices
 from jax_muon.mesh import specs
-from jax_muon.mesh.layout import ScannedAxes, by_names
+from jax_muon.mesh.layout import ScannedAxes
 
 # Number of buckets in which all parameters are sent. The first product has nothing
 # before it to hide transfers under, so gathers at the beginning of a step go in small
@@ -49,7 +49,8 @@ def gpu_options(
     """Compiler options for a train step with these parameters on this mesh.
 
     `make_train_step` uses them already. For your own step around `on_mesh`:
-    `jax.jit(step, compiler_options=gpu_options(params, mesh))`. They set
+    `jax.jit(step, compiler_options=gpu_options(params, mesh,
+    matrices=matrices))`. They set
 
     - `xla_gpu_all_gather_combine_threshold_bytes` and
       `xla_gpu_reduce_scatter_combine_threshold_bytes`: XLA sends leaves together up to
@@ -82,29 +83,34 @@ def gpu_options(
         by XLA, in a `jax.lax.scan` in plain jit, if `gathers_first` and if a scan takes
         parameters; otherwise as False.
       matrices: the reading of the parameters, which says along which axes a scan takes
-        them; None: names and shapes suggest it.
+        them. Needed unless no scan takes sharded leaves.
 
     Returns:
       Options for `jax.jit`; {} on one device, and for devices other than GPUs.
 
     Raises:
-      ValueError: leaves that are not arrays, an axis that the mesh lacks.
+      ValueError: leaves that are not arrays, an axis that the mesh lacks, no `matrices`
+        although layers may be scanned.
 
     Examples:
       >>> import jax
       >>> import jax.numpy as jnp
       >>> import jax_muon as jm
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
-      >>> options = jm.gpu_options({"mlp": jnp.ones((64, 256))}, mesh)
+      >>> params = {"mlp": jnp.ones((64, 256))}
+      >>> options = jm.gpu_options(params, mesh, layers=False)
       >>> options if jax.default_backend() == "cpu" else {}
       {}
     """
     names = specs.checked_axes("axis", mesh.axis_names if axis is None else axis, mesh)
     checks.arrays("params", params)
-    if matrices is None:
-        stacks = by_names(params)
-    else:
-        stacks = {path: x.scanned for path, x in matrices.items()}
+    if matrices is None and (layers or (layers is None and gathers_first)):
+        expected = (
+            "jax_muon.read(params, loss_fn, batch), which shows the layers that a scan "
+            "takes, or layers=False if no scan takes sharded leaves"
+        )
+        checks.refuse("matrices", matrices, expected)
+    stacks = {path: x.scanned for path, x in (matrices or {}).items()}
     return options_of(params, mesh, names, stacks, gathers_first, layers)
 
 

@@ -1,1 +1,1 @@
-"""Which parameters are matrices, by rules, by a computation, or by names."""
+"""Which parameters are matrices, by rules and by a computation."""

@@ -126,8 +126,8 @@ def _joins_of_attention(size: int, parameters: Mapping[str, Parameter]) -> list[
     if not groups and not any(batch_of(parameters[path]) for path in layers):
         raise ValueError(
             f"joins={size}: no query, key or value of a numbered or scanned layer "
-            "among " + ", ".join(parameters) + "; expected such layers, or a mapping "
-            "such as {'blocks/{i}/attn/q': 2}"
+            "among " + ", ".join(parameters) + "; expected such layers, read by the "
+            "loss, which shows them, or a mapping such as {'blocks/{i}/attn/q': 2}"
         )
     by_group: dict[Any, list[Join]] = {}
     for path, candidates in layers.items():

@@ -8,7 +8,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from jax_muon import axes as matrix_axes
 from jax_muon import paths
-from jax_muon.axes import ADAMW, MUON, Parameter
+from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter
 
 # Path pattern to a label or dimension numbers; or a tree of them (a prefix will do).
 # None means AdamW, as in optax.
@@ -24,13 +24,15 @@ def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]
     Raises:
       ValueError: with the path, for a value that is neither a label nor dimension
         numbers; a pattern or path that no parameter has; a parameter that a tree of
-        rules leaves out; and dimension numbers that do not fit, that come with the
-        label "adamw", or that apply to no matrix.
+        rules leaves out; dimension numbers that do not fit, or that come with the
+        label "adamw"; and a rule for matrices that applies to none.
     """
     by_path = {parameter.path: parameter for parameter in parameters}
     rules = {} if rules is None else rules
     values = dict(paths.leaves_with_paths(rules, is_leaf=_is_value))
     for where, value in values.items():
+        if isinstance(value, str) and " or " in value:
+            raise ValueError(f"rules at {where!r}: {value!r}; expected one of the two")
         if not _is_value(value):
             raise ValueError(
                 f"rules at {where!r}: {value!r}; expected a label, None for {ADAMW!r}, "
@@ -50,20 +52,29 @@ def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]
     covered: dict[str, list[str]] = {}
     for path, matching in rules_of.items():
         for where, value, _ in matching:
-            if isinstance(value, MuonDimensionNumbers):
+            if _means_matrices(value):
                 covered.setdefault(where, []).append(path)
     for where, names in covered.items():
         if all(ruled[path].label == ADAMW for path in names):
+            expected = (
+                "a pattern of matrices, before other rules for them"
+                if values[where] == MUON
+                else "the path of a parameter, which makes it a matrix, or a rule with "
+                f"the label {MUON!r}"
+            )
             raise ValueError(
                 f"rules at {where!r}: {values[where]} for parameters that all have the "
-                f"label {ADAMW!r}: {', '.join(names)}; expected the path of a "
-                f"parameter, which makes it a matrix, or a rule with the label {MUON!r}"
+                f"label {ADAMW!r}: {', '.join(names)}; expected {expected}"
             )
     return ruled
 
 
 def _is_value(x: Any) -> bool:
     return x is None or isinstance(x, str | MuonDimensionNumbers)
+
+
+def _means_matrices(x: Any) -> bool:
+    return x == MUON or isinstance(x, MuonDimensionNumbers)
 
 
 def _by_pattern(rules: Mapping[str, Any], path: str, names: Container[str]) -> _Entries:
@@ -92,33 +103,42 @@ def _by_prefix(values: Mapping[str, Any], path: str) -> _Entries:
 
 
 def _ruled(parameter: Parameter, matching: _Entries) -> Parameter:
-    """A parameter by the first label and the first dimension numbers that mean it."""
-    labels = [
-        x or ADAMW for _, x, _ in matching if not isinstance(x, MuonDimensionNumbers)
-    ]
-    numbers = [
-        (x, is_exact)
-        for _, x, is_exact in matching
-        if isinstance(x, MuonDimensionNumbers)
-    ]
-    label = next(iter(labels), None)
-    spec, is_exact = next(iter(numbers), (None, False))
+    """A parameter by the first label and the first dimension numbers that mean it.
+
+    "muon" and dimension numbers pass over a vector, unless its whole path is given.
+    """
+    path, shape, dtype = parameter.path, parameter.shape, parameter.dtype
+    problem = matrix_axes.not_a_matrix(shape, dtype)
+    if parameter.axes is None and (problem or parameter.role == "vector"):
+        matching = [x for x in matching if x[0] == path or not _means_matrices(x[1])]
+    numbers = [x for x in matching if isinstance(x[1], MuonDimensionNumbers)]
+    labels = [x or ADAMW for _, x, _ in matching if isinstance(x, str | None)]
+    _, spec, is_exact = next(iter(numbers), ("", None, False))
+    label = next(iter(labels), MUON if is_exact else parameter.label)
     if label == ADAMW and is_exact:
         raise ValueError(
-            f"rules give parameter {parameter.path!r} of shape {parameter.shape} the "
-            f"label {label!r} and the dimension numbers {spec}; expected one of them"
+            f"rules give parameter {path!r} of shape {shape} the label {label!r} and "
+            f"the dimension numbers {spec}; expected one of them"
         )
-    shape, dtype = parameter.shape, parameter.dtype
-    axes, reason, doubt = parameter.axes, parameter.reason, parameter.doubt
-    scanned = parameter.scanned
-    if label not in (None, parameter.label):
+    axes, scanned, role = parameter.axes, parameter.scanned, parameter.role
+    reason, doubt = parameter.reason, parameter.doubt
+    if labels and label != parameter.label:
         reason = "by your rules"
-    label = label or (MUON if is_exact else parameter.label)
     if spec is not None and label != ADAMW:
-        axes, doubt = matrix_axes.leaf_axes(parameter.path, shape, dtype, spec), None
+        axes = matrix_axes.leaf_axes(path, shape, dtype, spec)
         reason, scanned = "dimension numbers", scanned or axes.batch
-    if axes is None:
-        doubt = doubt or matrix_axes.not_a_matrix(shape, dtype)
+    elif labels and axes is None and (label == MUON or (doubt and label != ADAMW)):
+        doubt = problem or "nothing shows which of its axes are batch, in and out"
+        if problem is None and len(shape) == 2:
+            axes, reason = MatrixAxes((), (0,), (1,)), "by your rules: (in, out)"
+    if axes is not None and axes != parameter.axes:
+        doubt, role = None, "kernel" if role in ("-", "unknown") else role
     return dataclasses.replace(
-        parameter, label=label, axes=axes, reason=reason, doubt=doubt, scanned=scanned
+        parameter,
+        label=label,
+        role=role,
+        axes=axes,
+        reason=reason,
+        doubt=doubt,
+        scanned=scanned,
     )

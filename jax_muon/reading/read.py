@@ -1,19 +1,20 @@
 """Read a whole tree of parameters: which are matrices, along which axes, and why.
 
 What the user's rules say counts first (`overrides`), then how a function uses the
-parameters (`computation/`), then their names (`names/`): for what the function does not
-decide, or for all of them without a function. What none can decide is one error.
-Splits and joins are resolved last.
+parameters (`computation/`). What neither decides is one error. Splits and joins are
+resolved last.
 """
 
 import dataclasses
+import inspect
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_muon import axes as matrix_axes
 from jax_muon import checks, doubts, paths
 from jax_muon.axes import ADAMW, MUON, Parameter
 from jax_muon.matrices import Matrices
@@ -28,7 +29,6 @@ def read(
     function: Callable[..., Any] | None = None,
     *args: Any,
     rules: overrides.Rules = None,
-    out_in: bool | None = None,
     splits: Splits | None = None,
     joins: joining.Joins | None = None,
     strict: bool = True,
@@ -43,7 +43,11 @@ def read(
     router. Elementwise use makes a norm, a bias or a position. The function is traced
     with shapes; nothing is computed, and no state changes.
 
-    Without a function, paths and shapes suggest a reading, which can be wrong.
+    Without a function nothing is guessed: the rules say which parameters are matrices,
+    such as {"embed": "adamw", "head": "adamw", "*": "muon"}. The label "muon" means a
+    matrix (in, out), as in `x @ w`; a parameter of more than two axes needs
+    `MuonDimensionNumbers`. Only what cannot be a matrix, and what is called bias or
+    scale, gets the label "adamw" without a rule.
 
     Embeddings, heads, routers, vectors, single rows and columns, convolutions in
     groups, products of complex numbers, what the function does not use, and whatever is
@@ -57,19 +61,18 @@ def read(
       params: the whole model, or the shapes of its parameters, in any Flax form: linen
         dict, FrozenDict, boxed, nnx.State; or another pytree of arrays.
       function: a function of the parameters, and of `args`, whose result depends on
-        them: the loss, or a model's `apply`. None: names and shapes decide.
+        them: the loss, or a model's `apply`. None: the rules alone decide.
       *args: its other arguments, arrays or their shapes. Parameters that are not
         trained, such as the base of LoRA, may be among them, or closed over; if a
         parameter is added to one, close over it. Two uint32 count as a random key.
       rules: what you know better. Path pattern to a label, or to
         `optax.contrib.MuonDimensionNumbers`, such as {"stem": "adamw"}; the first
         pattern that matches wins, and the whole path of a parameter means that one
-        alone. Dimension numbers given for a parameter's path make it a matrix; for a
+        alone. A pattern with the label "muon" passes over vectors. Dimension numbers
+        given for a parameter's path make it a matrix; for a
         module's path they only say how its matrices are read. Or a tree of labels or of
         dimension numbers (a prefix will do), as `optax.contrib.muon` takes one. None
         means AdamW.
-      out_in: without a function: True if kernels are (out, in), as in PyTorch and
-        equinox, False if they are (in, out); None looks at biases and neighbours.
       splits: path pattern to `Split`, for parameters that hold several matrices side by
         side, such as a fused QKV kernel. Rules are about whole parameters, joins about
         the parts.
@@ -85,9 +88,9 @@ def read(
       A `Matrices`. Its reasons name the use and the line of your code.
 
     Raises:
-      ValueError: one error with a line for each kind of parameters that the function
-        does not decide and names do not either, its likeliest readings and the rules
-        that choose them; a function whose result depends on no parameter; with the
+      ValueError: one error with a line for each kind of parameters that neither the
+        function nor a rule decides, and the rules that do; a function whose result
+        depends on no parameter; arguments that are not its own, or no arrays; with the
         path, rules at paths that no parameter has, and dimension numbers that do not
         fit. What the function itself raises is passed on.
 
@@ -103,36 +106,32 @@ def read(
       >>> matrices = jm.read(params, loss, jnp.arange(2))
       >>> [matrices[name].role for name in sizes]
       ['embedding', 'kernel', 'head']
-      >>> print(str(jm.read(params)).splitlines()[-1])
-      Names can be wrong; jax_muon.read(params, loss_fn, batch) is sure.
+      >>> rules = {"wte": "adamw", "out": "adamw", "*": "muon"}
+      >>> jm.read(params, rules=rules).labels(params) == matrices.labels(params)
+      True
     """
+    if params is None:
+        checks.refuse("params", params, "the parameters, or their shapes")
     checks.arrays("params", params)
     joining.check(joins)
     checks.flag("strict", strict)
-    if out_in is not None:
-        checks.flag("out_in", out_in)
     shapes = _shapes(params)
     if function is None:
-        readings = _by_names(shapes, out_in)
+        readings = [_unread(path, x) for path, x in shapes.items()]
     else:
-        if out_in is not None:
-            checks.refuse("out_in", out_in, "None: the function decides")
-        readings = _by_computation(function, params, args, shapes, splits or ())
+        from jax_muon.reading.computation.read import read_uses
+
+        _check_call(function, params, args)
+        readings = read_uses(function, params, *args, splits=splits or ())
     ruled = overrides.apply(rules, readings)
-    ambiguous = [x for x in ruled.values() if x.label == MUON and x.doubt is not None]
-    if ambiguous:
-        by_names = function is None and any(x.options for x in ambiguous)
-        text = (
-            f"{len(ambiguous)} of {len(ruled)} parameters cannot be read as matrices"
-            + by_names * " by names; expected jax_muon.read(params, loss_fn, batch), or"
-            + f":\n  {doubts.listed(ambiguous, list(ruled))}"
-        )
+    doubtful = [x for x in ruled.values() if x.label == MUON and x.doubt is not None]
+    if doubtful:
+        text = doubts.listed(doubtful, [*ruled.values()])
         if strict:
             raise ValueError(text)
         warnings.warn(f"{text}\nThey get the label {ADAMW!r}", stacklevel=2)
-        ruled |= {x.path: dataclasses.replace(x, label=ADAMW) for x in ambiguous}
-    matrices = Matrices(ruled, dict(splits or {}), by_names=function is None)
-    return with_joins(matrices, joins)
+        ruled |= {x.path: dataclasses.replace(x, label=ADAMW) for x in doubtful}
+    return with_joins(Matrices(ruled, dict(splits or {})), joins)
 
 
 def with_joins(matrices: Matrices, joins: joining.Joins | None) -> Matrices:
@@ -147,39 +146,41 @@ def with_joins(matrices: Matrices, joins: joining.Joins | None) -> Matrices:
     return dataclasses.replace(matrices, joins=resolved)
 
 
-def _by_computation(
-    function: Callable[..., Any],
-    params: Any,
-    args: tuple[Any, ...],
-    shapes: Mapping[str, jax.ShapeDtypeStruct],
-    splits: Collection[str],
-) -> list[Parameter]:
-    """Parameters as a function uses them, or else by names, where those decide."""
-    from jax_muon.reading.computation.read import read_uses
-
-    readings = read_uses(function, params, *args, splits=splits)
-    if not any(x.role == "unknown" for x in readings):
-        return readings
-    from jax_muon.reading.names.read import is_certain
-
-    return [
-        dataclasses.replace(by_name, reason=f"{by_use.reason}; so {by_name.reason}")
-        if by_use.role == "unknown" and is_certain(by_name)
-        else by_use
-        for by_use, by_name in zip(readings, _by_names(shapes, None), strict=True)
-    ]
+def _unread(path: str, leaf: jax.ShapeDtypeStruct) -> Parameter:
+    """A vector, or a parameter that only a rule can make a matrix."""
+    is_vector = paths.slashed(path).rpartition("/")[2] in ("bias", "scale")
+    if is_vector or matrix_axes.not_a_matrix(leaf.shape, leaf.dtype):
+        label, role, reason, doubt = ADAMW, "vector", "a vector", None
+    else:
+        label, role, reason, doubt = MUON, "-", "", "nothing says how it is used"
+    return Parameter(path, leaf.shape, leaf.dtype, label, role, reason, None, doubt)
 
 
-def _by_names(
-    shapes: Mapping[str, jax.ShapeDtypeStruct], out_in: bool | None
-) -> list[Parameter]:
-    """Parameters as their paths and shapes suggest."""
-    # Only here: nothing else needs these modules.
-    from jax_muon.reading.names.read import read_leaves
-    from jax_muon.reading.names.tree import Leaf
-
-    leaves = [Leaf(path, x.shape, x.dtype) for path, x in shapes.items()]
-    return read_leaves(leaves, out_in)
+def _check_call(function: Any, params: Any, args: tuple[Any, ...]) -> None:
+    """Raise a ValueError unless a function can be called with these arguments."""
+    expected = "jax_muon.read(params, loss_fn, batch)"
+    if not callable(function):
+        checks.refuse("function", function, f"a function, as in {expected}")
+    try:
+        inspect.signature(function).bind(params, *args)
+    except TypeError as error:
+        raise ValueError(
+            f"function={function} cannot be called with the parameters and {len(args)} "
+            f"more arguments: {error}; expected all of its arguments, as in {expected}"
+        ) from error
+    except ValueError:  # built-in functions have no signature
+        pass
+    for path, leaf in paths.leaves_with_paths(args):
+        try:
+            jax.eval_shape(lambda x: None, leaf)
+        except TypeError:
+            checks.refuse(
+                f"args at {path!r}",
+                leaf,
+                "arrays or their shapes; close over anything else, as in "
+                "jax_muon.read(params, lambda params, batch: loss_fn(params, batch, "
+                "'train'), batch)",
+            )
 
 
 def _shapes(params: Any) -> dict[str, jax.ShapeDtypeStruct]:

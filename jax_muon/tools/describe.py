@@ -59,7 +59,8 @@ def describe(
       >>> import jax_muon as jm
       >>> shapes = {"wte": jax.ShapeDtypeStruct((96, 64), "float32"),
       ...           "up": jax.ShapeDtypeStruct((64, 256), "float32")}
-      >>> plan = describe(jm.nanochat(), shapes)
+      >>> tx = jm.nanochat(matrices={"wte": "adamw", "up": "muon"})
+      >>> plan = describe(tx, shapes)
       >>> [x.parameter.label for x in plan.parameters]
       ['muon', 'adamw']
       >>> str(plan).splitlines()[0]

@@ -123,7 +123,7 @@ def take_over(
     Examples:
       >>> import jax_muon as jm
       >>> params = {"up": jnp.ones((4, 8)), "bias": jnp.ones(8)}
-      >>> theirs, ours = optax.contrib.muon(0.02), jm.muon(0.02)
+      >>> theirs, ours = optax.contrib.muon(0.02), jm.muon(0.02, matrices={"*": "muon"})
       >>> _, state = ours.update(params, ours.init(params), params)
       >>> back = take_over(theirs, params, Moments.of(state))  # ours as optax's
       >>> int(back.inner_states["muon"].inner_state[0].count)

@@ -154,7 +154,8 @@ def verify(
       >>> import jax_muon as jm
       >>> mesh = jax.make_mesh((1,), ("data",))
       >>> shapes = {"mlp": jax.ShapeDtypeStruct((64, 256), "float32")}
-      >>> tx = jm.on_mesh(jm.muon(dtype="float32"), mesh, divide="data")
+      >>> tx = jm.muon(dtype="float32", matrices={"*": "muon"})
+      >>> tx = jm.on_mesh(tx, mesh, divide="data")
       >>> jm.verify(tx, shapes).ok
       True
     """

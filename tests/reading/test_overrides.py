@@ -1,7 +1,5 @@
-"""What users say of matrices: dimension numbers, optax's trees, doubts and warnings."""
+"""What users say of matrices: labels, dimension numbers, optax's trees, and errors."""
 
-import functools
-import operator
 import re
 import warnings
 
@@ -9,12 +7,17 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import jax_muon as jm
 from jax_muon.axes import MatrixAxes
-from jax_muon.paths import leaves_with_paths
+from jax_muon.paths import leaves_with_paths, numberless
 from tests.programs.parts import floats
+
+
+pytestmark = pytest.mark.usefixtures("as_users_write")
 
 
 def model():
@@ -34,9 +37,34 @@ def model():
     }
 
 
-def read(rules, tree=None, **settings):
-    return jm.read(model() if tree is None else tree, rules=rules, **settings)
+def loss(params, tokens):
+    """What `model` computes; norms, biases and tables are no matrices in it."""
+    x = params["wte"]["embedding"][tokens]
+    for block in params["blocks"].values():
+        x = block["norm"]["scale"] * x
+        query = jnp.einsum("td,dhk->thk", x, block["attn"]["query"]["kernel"])
+        x = query.reshape(x.shape) + block["attn"]["bias"]
+        x = jax.nn.relu(x @ block["mlp"]["up"]["kernel"])[:, : x.shape[1]]
+    return jnp.sum(x @ params["head"]["kernel"])
 
+
+def read(rules):
+    """`model`, read by its loss and by rules."""
+    return jm.read(model(), loss, jnp.arange(3), rules=rules)
+
+
+def labels(tree, rules):
+    """The labels that rules alone give."""
+    return {path: x.label for path, x in jm.read(tree, rules=rules).items()}
+
+
+# Some are parts of others, and a * would match several.
+PATHS = [
+    f"{start}{i}{end}"
+    for start in ("a/", "a/b/", "w", "wx")
+    for i in range(3)
+    for end in ("", "/k", "/b/k", "/0")
+]
 
 # --- patterns -------------------------------------------------------------------------
 
@@ -72,9 +100,8 @@ def test_numbers_that_name_a_parameter_make_it_a_matrix():
 
 def test_the_whole_path_of_a_parameter_means_that_one_alone():
     tree = {"up": {"kernel": floats(8, 4)}, "0": {"up": {"kernel": floats(8, 4)}}}
-    found = read({"up/kernel": "adamw"}, tree)
-    assert found["up/kernel"].label == "adamw"
-    assert found["0/up/kernel"].label == "muon"
+    found = labels(tree, {"up/kernel": "adamw", "*": "muon"})
+    assert found == {"up/kernel": "adamw", "0/up/kernel": "muon"}
 
 
 SPEC = Numbers((0, 1), 2)
@@ -86,7 +113,8 @@ SPEC = Numbers((0, 1), 2)
     ids=["one", "prefix", "tree", "patterns"],
 )
 def test_numbers_as_one_as_tree_and_as_patterns(rules):
-    found = read(rules, {"a": {"u": floats(2, 3, 4), "v": floats(2, 3, 4)}})
+    tree = {"a": {"u": floats(2, 3, 4), "v": floats(2, 3, 4)}}
+    found = jm.read(tree, rules=rules)
     assert {x.axes for x in found.values()} == {MatrixAxes((), (0, 1), (2,))}
 
 
@@ -113,6 +141,8 @@ def test_numbers_as_one_as_tree_and_as_patterns(rules):
         ({"head/kernel": Numbers(0, 0)}, "no axis twice"),
         ({"head/kernel": Numbers(0, -2)}, "no axis twice"),
         ({"head/kernel": Numbers(0, 2)}, "output_axis: axis 2 is out of bounds"),
+        ({"wte": "adamw or muon"}, "'wte': 'adamw or muon'; expected one of the two"),
+        ({"norm/scale": "muon"}, "'norm/scale': muon for .* expected a pattern of mat"),
     ],
 )
 def test_bad_rules(rules, words):
@@ -132,12 +162,13 @@ def test_what_cannot_be_a_matrix(sizes, dtype):
         "floating point"
     )
     with pytest.raises(ValueError, match=re.escape(words)):
-        read("muon", {"a": {"w": leaf}})
+        jm.read({"a": {"w": leaf}}, rules={"a/w": "muon"})
+    assert labels({"a": {"w": leaf}}, None) == {"a/w": "adamw"}
 
 
 def test_a_path_that_was_not_read():
     """Errors like those of a dictionary, with the paths that there are."""
-    matrices = read(None, {"up": floats(4, 8)})
+    matrices = jm.read({"up": floats(4, 8)}, rules={"up": "muon"})
     assert "down" not in matrices
     assert matrices.get("down") is None
     with pytest.raises(ValueError, match=r"^parameter 'down' was not read.*are up;"):
@@ -146,7 +177,8 @@ def test_a_path_that_was_not_read():
 
 def test_rules_where_everything_is_hidden():
     """As where optax.multi_transform gives a recipe nothing at all."""
-    assert not read({"up": Numbers(0, 1), "stem": None}, {"up": optax.MaskedNode()})
+    rules = {"up": Numbers(0, 1), "stem": None}
+    assert not jm.read({"up": optax.MaskedNode()}, rules=rules)
 
 
 # --- trees of optax.contrib.muon ------------------------------------------------------
@@ -199,133 +231,91 @@ def test_labels_and_axes_are_those_of_optax(numbers):
     assert checked and checked.items() <= expected.items()
 
 
-# --- parameters in doubt --------------------------------------------------------------
+# --- without a loss -------------------------------------------------------------------
 
 
-def doubtful():
-    """Two parameters in doubt among others."""
+def undecided():
+    """Kinds of parameters of which nothing says whether they are matrices."""
+    block = {"up": {"kernel": floats(8, 32), "bias": floats(32)}, "scale": floats(4, 8)}
     return {
-        "norm": {"scale": floats(64)},
-        "proj": {"kernel": floats(64, 3, 8)},
-        "mixing": {"kernel": floats(4, 64, 96)},
-        "up": {"kernel": floats(64, 256)},
+        "wte": floats(50, 8),
+        "blocks": [block, block, {**block, "up": {"kernel": floats(8, 16)}}],
+        "conv": {"kernel": floats(3, 3, 4, 8)},
     }
 
 
-def test_one_error_lists_all_doubts_with_what_to_write():
-    with pytest.raises(ValueError, match=r"^2 of 4 parameters") as error:
-        jm.read(doubtful())
+def choices(tree, rules=None):
+    """The mapping in an error without a loss."""
+    with pytest.raises(ValueError, match="nothing says whether") as error:
+        jm.read(tree, rules=rules)
+    return eval(re.search(r"matrices=(\{.*\})", str(error.value), re.DOTALL)[1])
+
+
+def test_without_a_loss_one_error_lists_all_kinds():
+    """The loss comes first, and a mapping second in which every choice is open."""
+    with pytest.raises(ValueError, match=r"whether 5 of 10 parameters are") as error:
+        jm.nanochat().init(undecided())
     first, *lines = str(error.value).splitlines()
-    assert "jax_muon.read(params, loss_fn, batch)" in first
-    assert "MuonDimensionNumbers(1, 2) for 64 x (3, 8)" in lines[1]
-    with pytest.raises(ValueError, match=r"^2 of 4 parameters"):
-        jm.nanochat().init(doubtful())
-    found = read(first_rules(lines), doubtful())
-    assert found["proj/kernel"].sizes == (1, 64, 24)
-    assert found["mixing/kernel"].sizes == (4, 64, 96)
+    assert "matrices=jax_muon.read(params, loss_fn, batch), or a label" in first
+    assert lines[:4] == [
+        "    'blocks/2/up/kernel': 'adamw or muon',  # (8, 16)",
+        "    'conv/kernel': 'adamw or MuonDimensionNumbers(in, out)',  # (3, 3, 4, 8)",
+        "    'wte': 'adamw or muon',  # (50, 8)",
+        "    'blocks/*/up/kernel': 'adamw or muon',  # (8, 32), 2 of them",
+    ]
+    with pytest.raises(ValueError, match="expected one of the two"):
+        jm.read(undecided(), rules=choices(undecided()))
 
 
-def first_rules(lines):
-    """The rules that an error suggests first, one for each of its lines."""
-    written = (re.search(r"expected rules=(\{.*?\})", line)[1] for line in lines)
-    rules = (eval(text, {"MuonDimensionNumbers": Numbers}) for text in written)
-    return functools.reduce(operator.or_, rules)
+def test_a_mapping_that_is_filled_in_decides_everything():
+    rules = dict.fromkeys(choices(undecided()), "muon")
+    rules |= {"wte": "adamw", "conv/kernel": Numbers((0, 1, 2), 3)}
+    found = jm.read(undecided(), rules=rules)
+    matrices = {path: x.axes for path, x in found.items() if x.label == "muon"}
+    in_out = MatrixAxes((), (0,), (1,))
+    kernels = {f"blocks/{i}/up/kernel": in_out for i in range(3)}
+    assert matrices == kernels | {"conv/kernel": MatrixAxes((), (0, 1, 2), (3,))}
+    assert {x.label for path, x in found.items() if path not in matrices} == {"adamw"}
 
 
-# Leaves in doubt among others, and the right answer: the first one that is suggested.
-SUGGESTIONS = {
-    "an axis that all leaves around share is one of layers": (
-        {"dec/q": (6, 64, 4, 16), "dec/v": (6, 64, 4, 16), "dec/alpha": (6, 64)},
-        {"dec/q": (6, 64, 64), "dec/v": (6, 64, 64)},
-    ),
-    "also on axis 1": (
-        {"dec/a": (64, 6, 4, 16), "dec/c": (64, 6, 8), "dec/alpha": (64, 6)},
-        {"dec/a": (6, 64, 64), "dec/c": (6, 64, 8)},
-    ),
-    "few matrices of large sides": (
-        {"up": (4, 64, 96), "n/scale": (9,)},
-        {"up": (4, 64, 96)},
-    ),
-    "an output projection": (
-        {"attn/o": (16, 8, 64), "n/scale": (9,)},
-        {"attn/o": (1, 128, 64)},
-    ),
-    "a weight of PyTorch's convolutions": (
-        {"stem/weight": (64, 32, 3, 5)},
-        {"stem/weight": (1, 480, 64)},
-    ),
-    "a stack of vectors": (
-        {"dec/up": (6, 64, 96), "dec/down": (6, 96, 64), "dec/before/v": (6, 64)},
-        {"dec/before/v": None},
-    ),
-}
+@given(st.lists(st.sampled_from(PATHS), unique=True, min_size=1), st.data())
+def test_every_line_of_the_mapping_is_about_its_own_kind(names, data):
+    """Parameters that differ by more than numbers, or in shape, never share a label."""
+    shapes = {name: data.draw(st.sampled_from([(2, 3), (2, 4)])) for name in names}
+    tree = {name: floats(*shape) for name, shape in shapes.items()}
+    lines = choices(tree)
+    found = labels(tree, {pattern: f"label {i}" for i, pattern in enumerate(lines)})
+    kinds = {}
+    for name, label in found.items():
+        kinds.setdefault(label, set()).add(numberless(name))
+    assert all(len(kind) == 1 for kind in kinds.values())
+    assert {*kinds} == {f"label {i}" for i in range(len(lines))}
 
 
-@pytest.mark.parametrize("name", SUGGESTIONS)
-def test_the_first_suggestion(name):
-    sizes, expected = SUGGESTIONS[name]
-    tree = {path: floats(*own) for path, own in sizes.items()}
-    with pytest.raises(ValueError, match="by names") as error:
-        jm.read(tree)
-    found = read(first_rules(str(error.value).splitlines()[1:]), tree)
-    matrices = {path: found[path].label == "muon" for path in expected}
-    got = {
-        path: found[path].sizes if is_one else None for path, is_one in matrices.items()
+def test_muon_passes_over_vectors_unless_their_path_is_given():
+    found = labels(undecided(), {"wte": "adamw", "conv": Numbers(-2, -1), "*": "muon"})
+    assert {path for path, label in found.items() if label == "adamw"} == {
+        *("wte", "blocks/0/scale", "blocks/1/scale", "blocks/2/scale"),
+        *("blocks/0/up/bias", "blocks/1/up/bias"),
     }
-    assert got == expected
-
-
-def test_a_kind_of_parameters_has_one_line_and_one_rule():
-    def blocks(count):
-        own = {"proj": {"kernel": floats(64, 3, 8)}, "norm": {"scale": floats(64)}}
-        return {f"block_{i}": own for i in range(count)}
-
-    with pytest.raises(ValueError, match=r"(?s)^12 of 24 .* 11 more") as error:
-        jm.read(blocks(12))
-    (line,) = str(error.value).splitlines()[1:]
-    assert len(read(first_rules([line]), blocks(12))) == 24
-    # The pattern would also match a parameter of another shape.
-    other = {"block_13": {"proj": {"kernel": floats(64, 4, 8)}}}
-    with pytest.raises(ValueError, match="'block_0/proj/kernel': Muon"):
-        jm.read(blocks(12) | other)
-
-
-def test_the_table_says_that_names_can_be_wrong():
-    tree = {"up": jnp.ones((4, 8))}
-    assert "Names can be wrong" in str(jm.read(tree)).splitlines()[-1]
-    found = jm.read(
-        tree, lambda params, x: x @ params["up"] @ jnp.ones((8, 2)), jnp.ones((3, 4))
-    )
-    assert "Names" not in str(found)
+    scale = {"scale": floats(4, 8)}
+    assert labels(scale, {"scale": "muon"}) == {"scale": "muon"}
+    frozen = labels({"w": floats(4, 8), "bias": floats(8)}, {"*": "frozen"})
+    assert {*frozen.values()} == {"frozen"}
 
 
 def test_without_strict_doubts_are_warnings_and_go_to_adamw():
-    params = jax.tree.map(lambda x: jnp.ones(x.shape), doubtful())
+    params = jax.tree.map(lambda x: jnp.ones(x.shape), {"proj": floats(64, 3, 8)})
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         matrices = jm.read(params, strict=False)
     (warning,) = seen
     assert warning.filename == __file__
     text = str(warning.message)
-    assert "'proj/kernel'" in text
-    assert "'mixing/kernel'" in text
-    assert text.endswith("They get the label 'adamw'")
+    assert "'proj'" in text and text.endswith("They get the label 'adamw'")
     state = jax.eval_shape(jm.nanochat(matrices=matrices).init, params)
     adam = {p for p, _ in leaves_with_paths(state.inner_states["adamw"])}
-    assert any(path.endswith("mu/proj/kernel") for path in adam)
-
-
-def test_layers_that_are_read_differently_are_in_doubt():
-    """The second block has a bias of its inputs' size, so it would be (out, in)."""
-    params = {
-        "norm": {"scale": floats(16)},
-        "0": {"up": {"kernel": floats(16, 64), "bias": floats(64)}},
-        "1": {"up": {"kernel": floats(16, 64), "bias": floats(16)}},
-    }
-    with pytest.raises(ValueError, match=r"^2 of 5(?s:.)*'0/up/kernel' as 'muon'"):
-        jm.read(params)
-    found = jm.read(params, rules={"up": "adamw"})
-    assert {one.label for one in found.values()} == {"adamw"}
+    assert any(path.endswith("mu/proj") for path in adam)
 
 
 def test_dots_in_a_key_separate_modules_as_slashes_do():
@@ -339,11 +329,13 @@ def test_dots_in_a_key_separate_modules_as_slashes_do():
     }
     qkv, up = (f"model.layers.0.{name}.weight" for name in kinds)
     rules = {"lm_head": "muon", "layers/*/mlp/up_proj": "slow", qkv: Numbers(1, 0)}
-    found = read(rules, params, splits={"qkv_proj": jm.Split(("q", "k", "v"), 0)})
+    splits = {"qkv_proj": jm.Split(("q", "k", "v"), 0)}
+    found = jm.read(params, rules={**rules, "qkv_proj": "muon"}, splits=splits)
     assert found["lm_head.weight"].label == "muon"
     assert found[up].label == "slow"
     assert found[qkv].reason == "dimension numbers"
-    found = read(None, params, joins={"layers.{i}.mlp.up_proj": 2})
+    joins = {"layers.{i}.mlp.up_proj": 2}
+    found = jm.read(params, rules={"*": "muon"}, joins=joins)
     (join,) = found.joins
     assert join.paths == (up, up.replace("0", "1"))
     tx = jm.scale_by_path({"layers.1": 0.0})
@@ -358,32 +350,11 @@ def test_the_path_of_a_parameter_is_no_pattern():
     tree = {"layers[0].norm": floats(4, 8), "layers[1].norm": floats(4, 8)}
     numbers = Numbers(0, 1)
     rules = {"layers[0].norm": numbers, "layers[1].norm": "adamw"}
-    found = read(rules, tree)
-    assert [one.label for one in found.values()] == ["muon", "adamw"]
-    assert jm.read(tree, rules={"layers[0].norm": numbers})["layers[0].norm"].axes
-
-
-def test_the_side_of_the_outputs():
-    """`out_in` says it where nothing else does; against a bias it is refused."""
-    bare = {"up": {"weight": floats(4, 8)}}
-    assert "assumed" in jm.read(bare)["up/weight"].reason
-    assert (
-        "assumed" not in jm.read({"up": {"kernel": floats(4, 8)}})["up/kernel"].reason
-    )
-    io, oi = MatrixAxes((), (0,), (1,)), MatrixAxes((), (1,), (0,))
-    assert jm.read(bare, out_in=False).axes("up/weight") == io
-    assert jm.read(bare, out_in=True).axes("up/weight") == oi
-    tree = {"up": {"weight": floats(4, 8), "bias": floats(8)}}
-    assert jm.read(tree, out_in=False).axes("up/weight") == io
-    words = r"out_in=True, which makes \(4,\) its outputs.*'up/bias' .* shape \(8,\)"
-    with pytest.raises(ValueError, match=words):
-        jm.read(tree, out_in=True)
-    with pytest.raises(ValueError, match=r"out_in='in'; expected True or False"):
-        jm.read(tree, out_in="in")
+    assert [*labels(tree, rules).values()] == ["muon", "adamw"]
 
 
 def test_the_reason_of_a_vector_that_rules_freeze_is_the_rule():
     params = {"up": {"lora_a": jnp.ones((8, 2)), "norm": {"scale": jnp.ones(8)}}}
     text = str(jm.read(params, rules={"lora_a": "muon", "*": "frozen"}))
     assert "cannot be read" not in text
-    assert text.splitlines()[-2].endswith("frozen   by your rules")
+    assert text.splitlines()[-1].endswith("frozen   by your rules")

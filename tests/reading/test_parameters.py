@@ -2,15 +2,12 @@
 
 import functools
 import math
-import pathlib
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
@@ -19,67 +16,11 @@ from jax_muon.paths import leaves_with_paths
 from tests import oracle
 from tests.reading import reader
 
-# --- modules of Flax by their names ---------------------------------------------------
-
-PAGE = pathlib.Path(__file__).parents[1] / "fixtures/modules.md"
-ROWS = [
-    [cell.strip().strip("`") for cell in line.strip("|").split(" | ")]
-    for line in PAGE.read_text().splitlines()
-    if re.match(r"\| `(nn|nnx)\.|\| `{", line)
-]
-
-
-def zeros(*shape):
-    return jnp.zeros(shape)
-
-
-@functools.cache
-def parameters(source):
-    """Shapes of the parameters of a module, or of a tree, that is given as Python."""
-
-    def make():
-        return eval(source, {"nn": nn, "nnx": nnx, "rngs": nnx.Rngs(0), "zeros": zeros})
-
-    if source.startswith("nnx."):
-        return nnx.to_pure_dict(nnx.state(nnx.eval_shape(make), nnx.Param))
-    made = make()
-    if isinstance(made, dict):
-        return made
-    inputs = [zeros(1, 5, 6)]
-    if isinstance(made, nn.Embed):
-        inputs = [jnp.zeros((1, 5), int)]
-    if isinstance(made, (nn.Conv, nn.ConvLocal, nn.ConvTranspose)):
-        inputs = [zeros(1, 8, 8, 4)]
-    if isinstance(made, nn.RNNCellBase):
-        inputs = [made.initialize_carry(jax.random.key(0), (5, 6)), zeros(5, 6)]
-    return jax.eval_shape(made.init, jax.random.key(0), *inputs)["params"]
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1]}")
-def test_module_of_flax(row):
-    source, path, *columns, why = row
-    del why
-    name = path.split("/")[0]
-    if source.startswith("nn."):
-        assert name == re.match(r"nn\.(\w+)", source)[1] + "_0"
-    found = jm.read({name: parameters(source)})[path]
-    shape = " x ".join(map(str, found.shape)) or "scalar"
-    read = "-"
-    if found.label == "muon":
-        count, fan_in, fan_out = found.sizes
-        read = f"{count} x ({fan_in}, {fan_out})"
-    assert [shape, read, found.label] == columns
-
-
-def test_rows_are_whole():
-    assert len(ROWS) > 35
-    assert all(len(row) == 6 for row in ROWS)
-
-
 # --- one step of nanochat, in NumPy, on matrices read by hand -------------------------
 
 
 AXIS_1 = {"layers": MuonDimensionNumbers(0, 2)}
+TRANSPOSED = {"ConvTranspose_0/kernel": MuonDimensionNumbers((0, 1, 3), 2)}
 BY_PATCHES = {"ConvTranspose_0/kernel": MuonDimensionNumbers(2, (0, 1, 3))}
 # Path, shape, the bias beside it, rules, a letter for each axis (batch, in, out).
 STEPS = {
@@ -90,7 +31,7 @@ STEPS = {
     "scanned on axis 1": ("layers/a/kernel", (3, 5, 6), (6, 5), AXIS_1, "ibo"),
     "to few channels": ("Conv_0/kernel", (3, 3, 2, 4), (4,), None, "iiio"),
     "to many channels": ("Conv_0/kernel", (2, 2, 2, 12), None, None, "iiio"),
-    "transposed": ("ConvTranspose_0/kernel", (2, 2, 4, 3), (4,), None, "iioi"),
+    "transposed": ("ConvTranspose_0/kernel", (2, 2, 4, 3), (4,), TRANSPOSED, "iioi"),
     "patches": ("ConvTranspose_0/kernel", (2, 2, 3, 4), (4,), BY_PATCHES, "ooio"),
     "local": ("ConvLocal_0/kernel", (2, 2, 6, 3), (2, 2, 3), None, "bbio"),
     "LoRA": ("up/lora/lora_a", (6, 2), None, None, "io"),
@@ -182,7 +123,8 @@ def test_shared_parameters_appear_once():
     output = nnx.Dict(kernel=embed.embedding)
     model = nnx.Dict(mlp=nnx.Linear(6, 6, rngs=rngs), output=output, wte=embed)
     params = nnx.state(model, nnx.Param)
-    labels = jm.read(params, rules={"output": "adamw"}).labels(params)
+    rules = {"output": "adamw", "mlp/kernel": MuonDimensionNumbers()}
+    labels = jm.read(params, rules=rules).labels(params)
     assert dict(leaves_with_paths(labels)) == {
         "output/kernel": "adamw",
         "mlp/kernel": "muon",

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("as_users_write")
 
 
 # A parameter is multiplied by another one, and either may be like data; a kernel hides
-# a parameter, and its widths do not tell in from out. Names decide these.
+# a parameter, and its widths do not tell in from out.
 UNDECIDED = {
     "latents_not_repeated": {"att/q", "latents"},
     "latents_not_repeated_with_bias": {"att/q", "latents"},
