@@ -60,14 +60,23 @@ def _choices(unread: Sequence[Parameter], parameters: Sequence[Parameter]) -> st
     by_pattern: dict[str, list[Parameter]] = {}
     for kind in kinds.values():
         by_pattern.setdefault(_pattern(kind), []).extend(kind)
+    named = {x.path for x in parameters}
 
-    def matched(pattern: str) -> int:
-        return sum(paths.matches(pattern, x.path) for x in parameters)
+    def matched(pattern: str) -> set[str]:
+        if pattern in named:
+            return {pattern}
+        return {path for path in named if paths.matches(pattern, path)}
 
-    patterns = sorted(by_pattern, key=matched)
+    matches = {pattern: matched(pattern) for pattern in by_pattern}
+    patterns = sorted(by_pattern, key=lambda pattern: len(matches[pattern]))
+    exact = {}  # what the pattern of another kind would take
+    for x in unread:
+        first = next(pattern for pattern in patterns if x.path in matches[pattern])
+        if x not in by_pattern[first]:
+            exact[x.path] = [x]
     lines = []
-    for pattern in patterns:
-        kind = by_pattern[pattern]
+    for pattern in (*exact, *patterns):
+        kind = exact.get(pattern) or by_pattern[pattern]
         is_stack = len(kind[0].shape) > 2
         matrix = "MuonDimensionNumbers(in, out)" if is_stack else MUON
         shapes = " and ".join(dict.fromkeys(str(x.shape) for x in kind))

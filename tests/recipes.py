@@ -1,17 +1,20 @@
-"""Every recipe, for tests that hold for all of them."""
+"""Every recipe on the toy trees of the tests, for tests that hold for all of them."""
 
 import functools
 
 import jax_muon as jm
+from tests.reading import toy
 
 RECIPES = {
-    "nanochat": jm.nanochat,
-    "nanochat later": functools.partial(jm.nanochat, edition="2026-08"),
-    "muon": jm.muon,
-    "normuon": jm.normuon,
-    "moonlight": jm.moonlight,
-    "teon": jm.teon,
-    "muonh": jm.muonh,
-    "normuonh": jm.normuonh,
+    "nanochat": functools.partial(jm.nanochat, matrices=toy),
+    "nanochat later": functools.partial(jm.nanochat, edition="2026-08", matrices=toy),
+    "muon": functools.partial(jm.muon, matrices=toy),
+    "normuon": functools.partial(jm.normuon, matrices=toy),
+    "moonlight": functools.partial(jm.moonlight, matrices=toy),
+    "teon": functools.partial(
+        jm.teon, matrices=functools.partial(toy, joins={"*{i}/q": 2})
+    ),
+    "muonh": functools.partial(jm.muonh, matrices=toy),
+    "normuonh": functools.partial(jm.normuonh, matrices=toy),
 }
 ON_SPHERES = ("muonh", "normuonh")  # they take no weight decay

@@ -107,7 +107,8 @@ def test_zeros_extremes_and_nan(dtype):
 @pytest.mark.parametrize("dtype", [None, "float32", *NARROW.args[1]])
 def test_recipes_store_what_was_asked_for_and_plan_says_so(dtype):
     params = {"up": {"kernel": jnp.ones((8, 24)), "bias": jnp.ones(24)}}
-    tx = jm.muon(momentum_dtype=dtype)
+    matrices = {"kernel": "muon"}
+    tx = jm.muon(momentum_dtype=dtype, matrices=matrices)
     state = tx.init(params)
     mu = optax.tree.get(state.inner_states["muon"], "mu")["up"]["kernel"]
     assert mu.dtype == (dtype or "float32")
@@ -116,5 +117,5 @@ def test_recipes_store_what_was_asked_for_and_plan_says_so(dtype):
     assert found.state_bytes == expected
     injected = optax.inject_hyperparams(
         jm.muon, static_args=("steps", "momentum_dtype")
-    )(0.1, momentum_dtype=dtype)
+    )(0.1, momentum_dtype=dtype, matrices=matrices)
     jax.eval_shape(injected.init, params)

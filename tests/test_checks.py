@@ -1,5 +1,6 @@
 """Misuse that must raise an error: with the name, the value and what is expected."""
 
+import functools
 import re
 
 import jax
@@ -9,7 +10,9 @@ import optax
 import pytest
 
 import jax_muon as jm
-from tests.reading import reader
+from tests.reading import reader, toy
+
+muon, nanochat = (functools.partial(x, matrices=toy) for x in (jm.muon, jm.nanochat))
 
 PARAMS = {"wte": jnp.ones((5, 4)), "w": jnp.ones((4, 6)), "bias": jnp.ones(6)}
 MATRIX = {"w": jnp.ones((4, 6))}
@@ -40,169 +43,178 @@ def loss(params, batch):
 
 
 def train(**settings):
-    made = jm.make_train_step(loss, jm.muon(), MESH, **settings)
+    made = jm.make_train_step(loss, muon(), MESH, **settings)
     return made(*made.init(MATRIX), jnp.ones((4, 2)))
 
 
 def read_as(rules, **recipe):
     """Muon with rules for the reading of its parameters."""
-    return jm.muon(matrices=reader(rules), **recipe)
+    return muon(matrices=reader(rules), **recipe)
 
 
 # The words of an error, and the wrong use that raises it.
 TABLE = {
     # numbers
-    "learning_rate=-0.1; expected a finite number of": lambda: jm.muon(-0.1),
-    "learning_rate='0.1'; expected a finite number": lambda: jm.muon("0.1"),
-    "learning_rate=Array([1., 1.]": lambda: jm.muon(jnp.ones(2)),
-    "weight_decay=nan; expected": lambda: jm.nanochat(weight_decay=NAN),
-    "(momentum of a recipe)=1.0; expected": lambda: jm.muon(momentum=1.0),
-    "(momentum of a recipe)=np": lambda: jm.muon(momentum=np.float32(1.5)),
+    "learning_rate=-0.1; expected a finite number of": lambda: muon(-0.1),
+    "learning_rate='0.1'; expected a finite number": lambda: muon("0.1"),
+    "learning_rate=Array([1., 1.]": lambda: muon(jnp.ones(2)),
+    "weight_decay=nan; expected": lambda: nanochat(weight_decay=NAN),
+    "(momentum of a recipe)=1.0; expected": lambda: muon(momentum=1.0),
+    "(momentum of a recipe)=np": lambda: muon(momentum=np.float32(1.5)),
     "(beta2 of a recipe)=1.0; expected": lambda: jm.normuon(beta2=1.0),
     "eps=0.0; expected a finite": lambda: jm.scale_by_normuon(eps=0.0),
     "rms=0.0; expected a finite": lambda: jm.normalize_frobenius(0.0),
     "balance=1.5; expected a number in [0, 1]": lambda: jm.clip_qk(1.0, balance=1.5),
     "threshold=0.0; expected a finite number above 0": lambda: jm.clip_qk(0.0),
     "team=0; expected a Python int": lambda: jm.orthogonalize(team=0),
-    "steps=2.5; expected a Python integer": lambda: jm.muon(steps=2.5),
+    "steps=2.5; expected a Python integer": lambda: muon(steps=2.5),
     "static_args=('steps',)": lambda: init(
         optax.inject_hyperparams(jm.nanochat)(0.5, steps=5)
     ),
     "microbatches=0; expected a Python": lambda: train(microbatches=0),
     "parts=0; expected": lambda: jm.Split(0),
     "parts=2.0; expected a number of at least 1, names": lambda: jm.Split(2.0),
-    "groups=['x']; expected a mapping of label": lambda: jm.nanochat(groups=["x"]),
-    "such as sgd(1e-3)": lambda: jm.nanochat(groups={"x": optax.sgd}),
+    "groups=['x']; expected a mapping of label": lambda: nanochat(groups=["x"]),
+    "such as sgd(1e-3)": lambda: nanochat(groups={"x": optax.sgd}),
     "rules at '0', which no parameter has; expected a mapping of path": lambda: init(
-        jm.muon(matrices=reader(rules=["frozen"]))
+        muon(matrices=reader(rules=["frozen"]))
     ),
     "weight_decay_mask does not fit the parameters: ": lambda: init(
-        jm.muon(weight_decay_mask=[True, False])
+        muon(weight_decay_mask=[True, False])
     ),
     "joins['w']=0.5; expected a Python integer": lambda: init(
-        jm.muon(matrices=reader(joins={"w": 0.5}))
+        muon(matrices=reader(joins={"w": 0.5}))
     ),
     "factors['w']=-1.0; expected a finite number of": lambda: jm.scale_by_path(
         {"w": -1.0}
     ),
-    "rule(4, 6)=-1.0; expected": lambda: step(jm.muon(shape_rule=lambda *fan: -1.0)),
+    "rule(4, 6)=-1.0; expected": lambda: step(muon(shape_rule=lambda *fan: -1.0)),
     # schedules and dtypes
     "learning_rate(count) is float32 of shape (2,); expected a schedule": lambda: step(
-        jm.muon(lambda count: jnp.ones(2))
+        muon(lambda count: jnp.ones(2))
     ),
     "(momentum of a recipe)(count)=None; expected a schedule of real": lambda: step(
-        jm.muon(momentum=lambda count: None)
+        muon(momentum=lambda count: None)
     ),
     "gather_dtype='int8'; expected a dtype of real floating point": lambda: jm.on_mesh(
-        jm.muon(), MESH, gather_dtype="int8"
+        muon(), MESH, gather_dtype="int8"
     ),
-    "(momentum_dtype of a recipe)='float16'; expected one of 'float64'": lambda: (
-        jm.muon(momentum_dtype="float16")
+    "(momentum_dtype of a recipe)='float16'; expected one of 'float64'": lambda: muon(
+        momentum_dtype="float16"
     ),
     # words
-    "edition='2026'; expected one of '": lambda: jm.nanochat(edition="2026"),
+    "edition='2026'; expected one of '": lambda: nanochat(edition="2026"),
     "axis='outputs'; expected one of": lambda: jm.scale_by_normuon(axis="outputs"),
-    "(shape_rule of a recipe)='rms'; expected": lambda: jm.muon(shape_rule="rms"),
-    "weight_decay_mask='w'; expected": lambda: jm.muon(weight_decay_mask="w"),
-    "lookahead='no'; expected True or False": lambda: jm.muon(lookahead="no"),
+    "(shape_rule of a recipe)='rms'; expected": lambda: muon(shape_rule="rms"),
+    "weight_decay_mask='w'; expected": lambda: muon(weight_decay_mask="w"),
+    "lookahead='no'; expected True or False": lambda: muon(lookahead="no"),
     "'w' of shape (4, 6) with P('data', 'data'): a mesh axis twice": lambda: init(
-        jm.on_mesh(jm.muon(), MESH, jax.P("data", "data")), MATRIX
+        jm.on_mesh(muon(), MESH, jax.P("data", "data")), MATRIX
     ),
     "divide='model'; expected axes of": lambda: jm.on_mesh(
-        jm.muon(), MESH, divide="model"
+        muon(), MESH, divide="model"
     ),
     "parameters='sharded'; expected one of": lambda: train(parameters="sharded"),
     "specs have nothing for parameter 'bias'": lambda: init(
-        jm.on_mesh(jm.muon(), MESH, {"wte": jax.P()})
+        jm.on_mesh(muon(), MESH, {"wte": jax.P()})
     ),
     # patterns and labels
     "'wq' matches no parameter; there are bias": lambda: init(
         jm.scale_by_path({"wq": 0.5})
     ),
     "'w' of shape (4, 6) has the label 'moun'; expected one of 'muon'": lambda: init(
-        read_as({"w": "moun"})
+        read_as({"w": "moun", "wte": "adamw"})
     ),
-    "groups has the labels ['muon']; expected others than": lambda: jm.muon(
+    "groups has the labels ['muon']; expected others than": lambda: muon(
         groups={"muon": optax.sgd(1.0)}
     ),
     "'x' is a function of its matrices, and no parameter has": lambda: init(
-        jm.muon(groups={"x": lambda matrices: optax.sgd(1.0)})
+        muon(groups={"x": lambda matrices: optax.sgd(1.0)})
     ),
     # what is passed instead of a function, a transform, a reading
-    "such as PolarExpress()": lambda: jm.muon(polar=jm.NewtonSchulz),
+    "such as PolarExpress()": lambda: muon(polar=jm.NewtonSchulz),
     "expected jax_muon.on_mesh(optimizer, mesh, ...)": lambda: jm.verify(
-        jm.muon(), PARAMS
+        muon(), PARAMS
     ),
-    "made None of shape None out": lambda: step(jm.muon(polar=lambda x: (x, x))),
+    "made None of shape None out": lambda: step(muon(polar=lambda x: (x, x))),
     "of shape (1, 6, 4) out of float32 of shape (1, 4, 6)": lambda: step(
         jm.orthogonalize(lambda x: x.mT), MATRIX
     ),
-    "made complex64 of shape": lambda: step(jm.muon(polar=lambda x: 1j * x)),
+    "made complex64 of shape": lambda: step(muon(polar=lambda x: 1j * x)),
     "groups['x'](matrices)=None; expected an optax transform": lambda: init(
-        read_as({"w": "x"}, groups={"x": lambda matrices: None})
+        read_as({"w": "x", "wte": "adamw"}, groups={"x": lambda matrices: None})
     ),
-    "expected an optax transform": lambda: jm.muon(adamw=optax.adamw),
-    "matrices={'w': 'muon'}; expected jax_muon.read(params), or": lambda: init(
-        jm.muon(matrices={"w": "muon"})
+    "expected an optax transform": lambda: muon(adamw=optax.adamw),
+    "(params)={'w': 'adamw'}; expected jax_muon.read(params, loss": lambda: init(
+        muon(matrices=lambda params: {"w": "adamw"})
     ),
-    "matrices={'w': 'adamw'}; expected jax_muon.read(params), or": lambda: init(
-        jm.muon(matrices=lambda params: {"w": "adamw"})
+    "expected jax_muon.read(params, loss_fn, batch), or a function of pa": lambda: muon(
+        matrices=loss
     ),
+    "nothing says whether 2 of 3 parameters are matrices": lambda: init(jm.muon()),
+    "'wq' matches no parameter; there are bias, w": lambda: init(
+        muon(matrices={"wq": "muon"})
+    ),
+    "rules at 'w': 1; expected a label": lambda: init(muon(matrices={"w": 1})),
+    "params=None; expected the parameters": lambda: jm.read(None),
+    "function=0.5; expected a function": lambda: jm.read(PARAMS, 0.5),
+    "missing a required argument: 'batch'": lambda: jm.read(PARAMS, loss),
+    "args at '0/x'='a'; expected arrays": lambda: jm.read(PARAMS, loss, {"x": "a"}),
     "matrices= splits w, which a piece would not apply": lambda: init(
-        jm.orthogonalize(matrices=jm.read(MATRIX, splits={"w": jm.Split(2)}))
+        jm.orthogonalize(matrices=reader(splits={"w": jm.Split(2)})(MATRIX))
     ),
     # parameters
     "params at 'scale'=1.0; expected arrays": lambda: init(
-        jm.nanochat(), MATRIX | {"scale": 1.0}
+        nanochat(), MATRIX | {"scale": 1.0}
     ),
     "two parameters have the path 'a/b'": lambda: init(
-        jm.nanochat(), {"a/b": jnp.ones((4, 6)), "a": {"b": jnp.ones((4, 6))}}
+        nanochat(), {"a/b": jnp.ones((4, 6)), "a": {"b": jnp.ones((4, 6))}}
     ),
     "has dtype key<fry>, which AdamW cannot train; expected": lambda: init(
-        jm.nanochat(), MATRIX | {"z": jax.random.key(0)}
+        nanochat(), MATRIX | {"z": jax.random.key(0)}
     ),
     "'z' of shape () has dtype int32, which AdamW cannot train; expected": lambda: init(
-        jm.nanochat(), MATRIX | {"z": jnp.zeros((), "int32")}
+        nanochat(), MATRIX | {"z": jnp.zeros((), "int32")}
     ),
     "has dtype float8_e4m3fn, which AdamW cannot train": lambda: init(
         jm.nanochat(), {"z": jnp.ones((4, 6), "float8_e4m3fn")}
     ),
-    "'bias' of shape (6,): with dtype": lambda: init(read_as({"bias": "muon"})),
+    "'bias' of shape (6,): with dtype": lambda: init(
+        read_as({"bias": "muon", "*": "muon"})
+    ),
     "'bias' of shape (6,): without `matrices` a piece": lambda: init(
         jm.orthogonalize()
     ),
     "'bias' was not read; there are w; expected the tree": lambda: init(
-        jm.muon(matrices=jm.read(MATRIX))
+        muon(matrices=reader()(MATRIX))
     ),
     "'w' of shape (4, 6) was read with (6, 4)": lambda: step(
-        jm.muon(matrices=jm.read({"w": jnp.ones((6, 4))})), MATRIX
+        muon(matrices=reader()({"w": jnp.ones((6, 4))})), MATRIX
     ),
     "add_cautious_decayed_weights needs the parameters: tx.update(updates, state, p": (
-        lambda: step_without_params(jm.nanochat())
+        lambda: step_without_params(nanochat())
     ),
     "hyperball needs the parameters": lambda: step_without_params(jm.hyperball(0.1)),
     # the state of another optimizer
-    "expected a SkipNonfiniteState": lambda: resumed(
-        jm.skip_nonfinite(jm.muon()), jm.muon()
-    ),
+    "expected a SkipNonfiniteState": lambda: resumed(jm.skip_nonfinite(muon()), muon()),
     "no array at 'inner_states/muon/inner_state/2/count'": lambda: resumed(
-        jm.nanochat(), jm.muon()
+        nanochat(), muon()
     ),
     "array at 'inner_states/muon/inner_state/2/count'; expected none": lambda: resumed(
-        jm.muon(), jm.nanochat()
+        muon(), nanochat()
     ),
     "0/mu/w' has dtype int8; expected one like float32": lambda: resumed(
-        jm.muon(), jm.muon(momentum_dtype="int8")
+        muon(), muon(momentum_dtype="int8")
     ),
     "0/mu/w' has dtype float32; expected one like int8": lambda: resumed(
-        jm.muon(momentum_dtype="int8"), jm.muon()
+        muon(momentum_dtype="int8"), muon()
     ),
-    "no array at 'inner_states": lambda: resumed(jm.muon(), optax.sgd(0.1)),
+    "no array at 'inner_states": lambda: resumed(muon(), optax.sgd(0.1)),
     "array at 'inner_states/x/inner_state/0/count'; expected none": lambda: resumed(
-        jm.muon(), jm.muon(groups={"x": optax.adam(0.1)})
+        muon(), muon(groups={"x": optax.adam(0.1)})
     ),
     "no array at 'inner_states/x/inner_state/0/count'": lambda: resumed(
-        jm.muon(groups={"x": optax.adam(0.1)}), jm.muon()
+        muon(groups={"x": optax.adam(0.1)}), muon()
     ),
 }
 
@@ -217,7 +229,7 @@ def test_wrong_uses(words):
 
 CHECKED = {
     "a recipe": lambda: read_as("muon"),
-    "partition": lambda: jm.partition({"adamw": optax.adamw(0.1)}, reader("adamw")),
+    "partition": lambda: jm.partition({"adamw": optax.adamw(0.1)}, {"*": "adamw"}),
     "on_mesh": lambda: jm.on_mesh(optax.adamw(0.1), MESH),
 }
 WRONG_GRADIENTS = {
@@ -250,7 +262,7 @@ PIECES = {
     "int8 momentum": lambda: jm.nesterov(accumulator_dtype="int8"),
     "scale_by_normuon": jm.scale_by_normuon,
     "hyperball": lambda: jm.hyperball(0.1),
-    "a recipe": lambda: jm.muon(adamw=optax.sgd(0.1)),
+    "a recipe": lambda: muon(adamw=optax.sgd(0.1)),
 }
 
 

@@ -133,7 +133,7 @@ def test_polar_factors_do_not_depend_on_the_scale(dtype, norm, x64):
 def test_matrices_on_spheres_show_a_nan():
     """They would stay as they are for ever, since the momentum stays NaN."""
     params = {"w": jnp.asarray(draw((4, 6)), "float32")}
-    tx = jm.muonh()
+    tx = jm.muonh(matrices={"w": "muon"})
     _, state = tx.update({"w": jnp.full((4, 6), jnp.nan)}, tx.init(params), params)
     updates, _ = tx.update({"w": jnp.ones((4, 6))}, state, params)
     assert jnp.isnan(updates["w"]).all()

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import jax_muon as jm
+from tests.reading import reader
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -15,7 +16,9 @@ def test_norms_stay_and_injected_rates_are_data(rng, dtype):
     """Big steps for long, scanned layers of norms that differ, a rate of zero."""
     sizes = np.array([1.0, 10.0, 100.0])[:, None, None]
     params = {"layers/w": jnp.asarray(rng.standard_normal((3, 8, 12)) * sizes, dtype)}
-    tx = optax.inject_hyperparams(jm.muonh)(0.1)
+    tx = optax.inject_hyperparams(jm.muonh, static_args="matrices")(
+        0.1, matrices=reader()
+    )
     update = jax.jit(chex.assert_max_traces(tx.update, n=1))
 
     def norms(params):

@@ -136,20 +136,22 @@ SHAPES = {
     "0/up": (8, 16),
     "b": (8,),
 }
+LABELS = {"wte": "adamw", "*": "muon"}
 JOINED = reader(
-    splits={"qkv": jm.Split(("q", "k", "v"))}, joins={"{i}/qkv/q": 2, "{i}/qkv/k": 2}
+    LABELS,
+    splits={"qkv": jm.Split(("q", "k", "v"))},
+    joins={"{i}/qkv/q": 2, "{i}/qkv/k": 2},
 )
-STILL = {"weight_decay": 0.0, "dtype": "float32", "adamw": optax.adam(1e-4)}
+SPHERES = {"matrices": LABELS, "dtype": "float32", "adamw": optax.adam(1e-4)}
+STILL = SPHERES | {"weight_decay": 0.0}
 RUNS = {
     "moonlight": lambda keep: keep(jm.moonlight(1e-3, **STILL)),
-    "splits": lambda keep: keep(jm.nanochat(1e-4, matrices=JOINED, **STILL)),
-    "joins": lambda keep: keep(jm.teon(1e-4, matrices=JOINED, **STILL)),
+    "splits": lambda keep: keep(jm.nanochat(1e-4, **STILL | {"matrices": JOINED})),
+    "joins": lambda keep: keep(jm.teon(1e-4, **STILL | {"matrices": JOINED})),
     "int8 momentum": lambda keep: keep(
         jm.moonlight(1e-3, momentum_dtype="int8", **STILL)
     ),
-    "on spheres": lambda keep: keep(
-        jm.muonh(1e-3, dtype="float32", adamw=STILL["adamw"])
-    ),
+    "on spheres": lambda keep: keep(jm.muonh(1e-3, **SPHERES)),
     "in MultiSteps": lambda keep: optax.MultiSteps(keep(optax.adam(1e-3)), 2),
     "around MultiSteps": lambda keep: keep(optax.MultiSteps(optax.adam(1e-3), 2)),
     "in skip_nonfinite": lambda keep: jm.skip_nonfinite(keep(optax.adam(1e-4))),
@@ -205,9 +207,8 @@ def test_a_run_moves_as_in_float32(name):
 
 def test_flax_models_keep_their_boxes():
     model = nnx.Linear(8, 16, rngs=nnx.Rngs(0), param_dtype="bfloat16")
-    tx = nnx.Optimizer(
-        model, jm.keep_residual(jm.moonlight(1e-3, dtype="float32")), wrt=nnx.Param
-    )
+    tx = jm.moonlight(1e-3, dtype="float32", matrices={"kernel": "muon"})
+    tx = nnx.Optimizer(model, jm.keep_residual(tx), wrt=nnx.Param)
     before = np.asarray(model.kernel[...], np.float32)
     for _ in range(3):
         grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
@@ -233,7 +234,7 @@ def mixed():
 
 def test_others_have_none_and_describe_shows_it():
     groups = {"frozen": optax.set_to_zero()}
-    rules = reader({"wide": "muon", "up": "muon", "ids": "frozen"})
+    rules = {"wide": "muon", "up": "muon", "ids": "frozen"}
     plain = jm.moonlight(1e-3, groups=groups, matrices=rules)
     tx = jm.keep_residual(plain)
     assert [x.shape for x in jax.tree.leaves(tx.init(mixed()).residual)] == [(8, 16)]
@@ -254,7 +255,8 @@ def test_others_have_none_and_describe_shows_it():
 
 def test_a_run_without_residual_goes_on_with_one():
     """By the two ways that the error names."""
-    plain, params = jm.moonlight(1e-3, momentum_dtype="float32"), start("bfloat16")
+    plain = jm.moonlight(1e-3, momentum_dtype="float32", matrices=LABELS)
+    params = start("bfloat16")
     grads = jax.tree.map(jnp.ones_like, params)
     _, old = plain.update(grads, plain.init(params), params)
     tx = jm.keep_residual(plain)

@@ -24,8 +24,8 @@ SHAPES = {
 MATRICES = jm.read(
     trees.filled(SHAPES, lambda x: jax.ShapeDtypeStruct(x, "float32")),
     rules={
-        "e": MuonDimensionNumbers(-2, -1),
         "f": MuonDimensionNumbers((0, 1, 2), 3),
+        "*": MuonDimensionNumbers(-2, -1),
     },
 )
 

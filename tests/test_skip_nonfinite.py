@@ -9,12 +9,14 @@ import optax
 import jax_muon as jm
 from tests.mesh import problems
 from tests.mesh.layouts import ADAMW, mesh_of
+from tests.recipes import RECIPES
 
 
 def test_skip_leaves_everything_as_it_was_and_counts():
     """The square of 2e19 makes AdamW's second moment infinite for good, in float32."""
     params = {"wte": jnp.ones((4, 3)), "w": jnp.ones((4, 6))}
-    tx = jm.skip_nonfinite(jm.nanochat(dtype="float32"))
+    labels = {"wte": "adamw", "w": "muon"}
+    tx = jm.skip_nonfinite(jm.nanochat(dtype="float32", matrices=labels))
     update, good = jax.jit(tx.update), jax.tree.map(jnp.ones_like, params)
     _, state = update(good, tx.init(params), params)
     for leaf, value in (("w", jnp.nan), ("w", jnp.inf), ("wte", 2e19)):
@@ -38,7 +40,8 @@ def test_one_device_with_a_nan_makes_all_skip():
     plain = problems.loss_of(weights)
     data = np.array(problems.batches(3))
     data[1, 9, 5] = np.nan  # one sample, on the third of four devices
-    tx = jm.skip_nonfinite(jm.nanochat(dtype="float32", adamw=ADAMW))
+    plain_tx = RECIPES["nanochat"](dtype="float32", adamw=ADAMW)
+    tx = jm.skip_nonfinite(plain_tx)
     step = jm.make_train_step(plain, tx, mesh_of(4), min_size=1, donate=False)
     first, state, _ = step(*step.init(params), data[0])
     second, skipped, _ = step(first, state, data[1])
@@ -46,7 +49,6 @@ def test_one_device_with_a_nan_makes_all_skip():
     chex.assert_trees_all_equal(skipped.inner_state, state.inner_state)
     assert skipped.skipped == 1
     third, _, _ = step(second, skipped, data[2])
-    plain_tx = jm.nanochat(dtype="float32", adamw=ADAMW)
     expected, _, _ = problems.single_device(plain_tx, plain, params, data[[0, 2]])
     assert problems.distance(third, expected, params) < 5e-6
 

@@ -70,7 +70,7 @@ def test_each_head_is_a_matrix_of_its_own(rng, x64, axis):
     """(embed, heads * 4), or the output projection (heads * 4, embed)."""
     shape = (6, 12) if axis else (12, 6)
     g = {"q": rng.standard_normal(shape)}
-    matrices = jm.read(g, splits={"q": jm.Split(3, axis=axis)})
+    matrices = reader(splits={"q": jm.Split(3, axis=axis)})(g)
     tx = jm.partition(
         {"muon": lambda own: jm.orthogonalize(jm.ExactPolar(), matrices=own)}, matrices
     )
@@ -102,7 +102,8 @@ def test_heads_are_joined_over_layers(rng, x64, scanned):
     one = {"layers": {"q": kernel}}
     many = {"layers": {str(i): {"q": layer} for i, layer in enumerate(kernel)}}
     params = one if scanned else many
-    reading = reader(splits={"q": jm.Split(3)}, joins=2)
+    joins = {"layers/q" if scanned else "layers/{i}/q": 2}
+    reading = reader(splits={"q": jm.Split(3)}, joins=joins)
     tx = jm.muon(1.0, 0.0, dtype="float64", matrices=reading)
     updates, _ = tx.update(params, tx.init(params), params)
     heads = kernel.reshape(4, 8, 3, 4)
@@ -240,7 +241,7 @@ def test_nnx_model():
 def test_splits_that_do_not_fit(pattern, split, match):
     params, splits = {"qkv": jnp.zeros((6, 24))}, {pattern: split}
     with pytest.raises(ValueError, match=match):
-        jm.read(params, splits=splits)
+        reader(splits=splits)(params)
     with pytest.raises(ValueError, match=match):
         jm.with_splits(optax.identity(), splits).init(params)
 

@@ -64,7 +64,7 @@ def describe(
       >>> [x.parameter.label for x in plan.parameters]
       ['muon', 'adamw']
       >>> str(plan).splitlines()[0]
-      'parameter   shape      role        as matrices     label   scale     state   why'
+      'parameter   shape      role     as matrices     label   scale     state   why'
     """
     tx = checks.as_transform("tx", tx)
     checks.arrays("params", params)

@@ -16,7 +16,6 @@ from jax_muon.axes import MatrixAxes
 from jax_muon.paths import leaves_with_paths, numberless
 from tests.programs.parts import floats
 
-
 pytestmark = pytest.mark.usefixtures("as_users_write")
 
 
@@ -289,7 +288,6 @@ def test_every_line_of_the_mapping_is_about_its_own_kind(names, data):
     for name, label in found.items():
         kinds.setdefault(label, set()).add(numberless(name))
     assert all(len(kind) == 1 for kind in kinds.values())
-    assert {*kinds} == {f"label {i}" for i in range(len(lines))}
 
 
 def test_muon_passes_over_vectors_unless_their_path_is_given():

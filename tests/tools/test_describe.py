@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import AxisType
 
 import jax_muon as jm
-from tests.reading import reader
 
 
 def test_any_optimizer():
@@ -19,20 +18,22 @@ def test_any_optimizer():
     assert "256 B" in table.splitlines()[1]
     frozen = jm.nanochat(
         groups={"frozen": optax.set_to_zero()},
-        matrices=reader({"a": "frozen", "b": "muon"}),
+        matrices={"a": "frozen", "b": "muon"},
     )
     both = {**params, "b": params["a"]}
     assert "frozen" in str(jm.describe(frozen, both)).splitlines()[1]
-    alone = jm.describe(jm.nanochat(), params).parameters
+    tx = jm.nanochat(matrices={"a": "muon"})
+    alone = jm.describe(tx, params).parameters
     for around in (
-        optax.chain(optax.clip_by_global_norm(1.0), jm.nanochat()),
-        optax.inject_hyperparams(jm.nanochat)(),
-        jm.skip_nonfinite(jm.nanochat()),
+        optax.chain(optax.clip_by_global_norm(1.0), tx),
+        optax.inject_hyperparams(jm.nanochat)(matrices={"a": "muon"}),
+        jm.skip_nonfinite(tx),
     ):
         assert jm.describe(around, params).parameters == alone
-    (found,) = jm.describe(optax.MultiSteps(jm.nanochat(), 2), params).parameters
+    (found,) = jm.describe(optax.MultiSteps(tx, 2), params).parameters
     assert found.state_bytes == alone[0].state_bytes + 8 * 8 * 4  # a sum of gradients
-    counted = jm.describe(jm.nanochat(), params | {"count": params["a"]}).parameters
+    both = jm.nanochat(matrices={"*": "muon"})
+    counted = jm.describe(both, params | {"count": params["a"]}).parameters
     assert counted[1].state_bytes == alone[0].state_bytes  # and no counts of steps
 
 
@@ -42,7 +43,8 @@ def test_matrices_too_small_for_owners(kind):
     params = {f"{i}/w": jax.ShapeDtypeStruct((8, 16), jnp.float32) for i in range(5)}
     params["wte"] = jax.ShapeDtypeStruct((64, 8), jnp.float32)
     mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
-    tx = jm.on_mesh(jm.nanochat(), mesh, divide="data", min_size=200)
+    tx = jm.nanochat(matrices={"wte": "adamw", "*": "muon"})
+    tx = jm.on_mesh(tx, mesh, divide="data", min_size=200)
     planned = jm.describe(tx, params)
     assert [leaf.repeated for leaf in planned.parameters] == [True] * 5 + [False]
     *_, work, last = str(planned).splitlines()
@@ -62,8 +64,8 @@ def test_bytes_on_a_device():
     shapes = {"q": (64, 64), "up": (64, 256)}
     params = {k: jax.ShapeDtypeStruct(x, jnp.float32) for k, x in shapes.items()}
     size = 4 * (64 * 64 + 64 * 256)
-    assert jm.describe(jm.muon(), params).held_bytes["gradients"] == size
-    tx = jm.on_mesh(jm.muon(), mesh, divide="data")
-    held = jm.describe(tx, params).held_bytes
+    tx = jm.muon(matrices={"*": "muon"})
+    assert jm.describe(tx, params).held_bytes["gradients"] == size
+    held = jm.describe(jm.on_mesh(tx, mesh, divide="data"), params).held_bytes
     assert (held["parameters"], held["gradients"]) == (size, size // 4)
     assert size // 4 <= held["state"] < size // 4 + 64  # and counts of steps

@@ -15,6 +15,7 @@ from jax_muon import __main__ as command
 from jax_muon.tools.verify import _compared, compare
 from tests.mesh.conftest import owners_for_small_matrices  # noqa: F401
 from tests.mesh.layouts import AUTO, EXPLICIT, mesh_of
+from tests.recipes import RECIPES
 
 SHAPES = {
     "q": jax.ShapeDtypeStruct((16, 24), "float32"),
@@ -35,7 +36,7 @@ def shardings(mesh, specs):
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 def test_a_right_layout(kind):
-    mesh, tx = mesh_of(2, 4, kind=kind), jm.skip_nonfinite(jm.nanochat(**FAST))
+    mesh, tx = mesh_of(2, 4, kind=kind), jm.skip_nonfinite(RECIPES["nanochat"](**FAST))
     params, specs = SHAPES, SPECS
     if kind == EXPLICIT:  # types show the specs
         params = {
@@ -64,7 +65,8 @@ def test_a_wrong_layout_is_named_with_number_and_bound():
     places = shardings(mesh, dict.fromkeys(SHAPES, P()))
     grads = [{k: np.float32(random.standard_normal(x.shape)) for k, x in ZEROS.items()}]
     even, faster = (
-        optax.chain(jm.muon(**FAST), jm.scale_by_path({"q": x})) for x in (1.0, 1.01)
+        optax.chain(RECIPES["muon"](**FAST), jm.scale_by_path({"q": x}))
+        for x in (1.0, 1.01)
     )
     found = compare(even, jm.on_mesh(faster, mesh), ZEROS, 2 * grads, places)
     assert not found.ok
