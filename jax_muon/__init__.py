@@ -40,7 +40,6 @@ from jax_muon.scaling import (
 from jax_muon.skip_nonfinite import skip_nonfinite
 from jax_muon.splits import Split
 from jax_muon.tools.describe import describe
-from jax_muon.tools.takeover import Moments, take_over
 from jax_muon.tools.verify import verify
 from jax_muon.weight_decay import add_cautious_decayed_weights
 
@@ -49,7 +48,6 @@ __version__ = "0.1.0"
 __all__ = [
     "ExactPolar",
     "Matrices",
-    "Moments",
     "NewtonSchulz",
     "PolarExpress",
     "Split",
@@ -86,7 +84,6 @@ __all__ = [
     "scale_by_shape",
     "scan_layers",
     "skip_nonfinite",
-    "take_over",
     "teon",
     "verify",
     "with_splits",
