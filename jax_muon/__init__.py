@@ -26,8 +26,6 @@ from jax_muon.recipes import (
     muonh,
     nanochat,
     normuon,
-    normuonh,
-    recipe,
     teon,
 )
 from jax_muon.scaling import (
@@ -69,7 +67,6 @@ __all__ = [
     "nesterov",
     "normalize_frobenius",
     "normuon",
-    "normuonh",
     "on_auto_axes",
     "on_mesh",
     "on_replicas",
@@ -78,7 +75,6 @@ __all__ = [
     "partition",
     "polar_express_coefficients",
     "read",
-    "recipe",
     "scale_by_normuon",
     "scale_by_path",
     "scale_by_shape",

@@ -12,6 +12,5 @@ RECIPES = {
     "moonlight": jm.moonlight,
     "teon": jm.teon,
     "muonh": jm.muonh,
-    "normuonh": jm.normuonh,
 }
-ON_SPHERES = ("muonh", "normuonh")  # they take no weight decay
+ON_SPHERES = ("muonh",)  # it takes no weight decay

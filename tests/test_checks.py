@@ -76,9 +76,6 @@ TABLE = {
     "rules at '0', which no parameter has; expected a mapping of path": lambda: init(
         jm.muon(matrices=reader(rules=["frozen"]))
     ),
-    "weight_decay_mask does not fit the parameters: ": lambda: init(
-        jm.muon(weight_decay_mask=[True, False])
-    ),
     "joins['w']=0.5; expected a Python integer": lambda: init(
         jm.muon(matrices=reader(joins={"w": 0.5}))
     ),
@@ -103,7 +100,6 @@ TABLE = {
     "edition='2026'; expected one of '": lambda: jm.nanochat(edition="2026"),
     "axis='outputs'; expected one of": lambda: jm.scale_by_normuon(axis="outputs"),
     "(shape_rule of a recipe)='rms'; expected": lambda: jm.muon(shape_rule="rms"),
-    "weight_decay_mask='w'; expected": lambda: jm.muon(weight_decay_mask="w"),
     "lookahead='no'; expected True or False": lambda: jm.muon(lookahead="no"),
     "'w' of shape (4, 6) with P('data', 'data'): a mesh axis twice": lambda: init(
         jm.on_mesh(jm.muon(), MESH, jax.P("data", "data")), MATRIX

@@ -173,43 +173,20 @@ def test_wide_gradients_stay_wide():
     chex.assert_trees_all_equal_dtypes(updates, model())
 
 
-@pytest.mark.parametrize("name", recipes.RECIPES)
+@pytest.mark.parametrize("name", recipes.__all__)
 def test_help(name):
-    """Every argument is described once, and no default is a function's address."""
+    """It describes every argument, or says which recipe's help does."""
     recipe = getattr(jm, name)
     signature = inspect.signature(recipe)
     assert " at 0x" not in str(signature) and len(str(signature)) < 900
-    _, _, rest = inspect.getdoc(recipe).partition("Args:\n")
-    args, _, _ = rest.partition("\n\n")
-    described = [line.split(":")[0].strip() for line in args.split("\n  ")]
-    described = [word for word in described if word.isidentifier()]
-    assert described == [*signature.parameters]
-    assert max(map(len, recipe.__doc__.splitlines())) <= 88
-
-
-def test_recipes_by_name():
-    params = model()
-    made = jm.recipe("nanochat", learning_rate=0.5, edition="2026-08", adamw=0.1)
-    adamw = optax.adamw(0.1, b1=0.8, b2=0.95, eps=1e-10, weight_decay=0.0)
-    plain = jm.nanochat(0.5, edition="2026-08", adamw=adamw)
-    updates = [tx.update(params, tx.init(params), params)[0] for tx in (made, plain)]
-    chex.assert_trees_all_equal(*updates)
-    schedules = map(optax.constant_schedule, (0.5, 0.1))
-    rates = dict(zip(("learning_rate", "adamw"), schedules, strict=True))
-    scheduled = jm.recipe("nanochat", edition="2026-08", **rates)
-    found, _ = scheduled.update(params, scheduled.init(params), params)
-    chex.assert_trees_all_close(found, updates[0], rtol=1e-5)
-    for words, wrong in {
-        "name='adam'; expected one of 'nanochat'": lambda: jm.recipe("adam"),
-        "polar=ExactPolar(); expected a number or a string; functions and": lambda: (
-            jm.recipe("muon", polar=jm.ExactPolar())
-        ),
-        "adamw=-1.0; expected a finite number of at least 0, a sch": lambda: jm.recipe(
-            "moonlight", adamw=-1.0
-        ),
-    }.items():
-        with pytest.raises(ValueError, match=re.escape(words)):
-            wrong()
+    described = []
+    while recipe is not None:
+        _, _, rest = inspect.getdoc(recipe).partition("Args:\n")
+        args, _, _ = rest.partition("\n\n")
+        described += re.findall(r"^  (\w+): ", args, re.M)
+        other = re.search(r"^  \.\.\.: all other arguments as in `(\w+)`", args, re.M)
+        recipe = other and getattr(jm, other[1])
+    assert set(described) >= signature.parameters.keys()
 
 
 @pytest.mark.parametrize(
@@ -313,15 +290,6 @@ def test_empty_parameters():
     updates, _ = tx.update(params, tx.init(params), params)
     chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
     assert "0 x 3" in str(jm.describe(tx, params))
-
-
-def test_a_mask_of_what_decays():
-    params = {"up": jnp.ones((4, 6)), "down": jnp.ones((6, 4)), "norm": jnp.ones(6)}
-    mask = {"up": True, "down": False, "norm": False}
-    tx = jm.muon(0.02, weight_decay=0.5, weight_decay_mask=mask, polar=CHEAP)
-    updates, _ = tx.update(optax.tree.zeros_like(params), tx.init(params), params)
-    np.testing.assert_allclose(updates["up"], -0.01, rtol=1e-6)
-    np.testing.assert_array_equal(updates["down"], 0)
 
 
 def test_groups_of_the_user_and_one_reading():

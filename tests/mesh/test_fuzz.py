@@ -61,7 +61,6 @@ SETTINGS = {
     "adamw": (-0.1, "adamw"),
     "groups": ({"muon": optax.sgd(1.0)}, {"a": 5}),
     "matrices": ("read", 5, {"up": "muon"}),
-    "weight_decay_mask": ("up", 5),
 }
 
 
