@@ -26,6 +26,8 @@ from jax_muon.matrices import Matrices
 from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import Polar, orthogonalize
 from jax_muon.partition import Group, Reader, partition, reader
+from jax_muon.polar import coefficients
+from jax_muon.polar.coefficients import Table
 from jax_muon.polar.factors import NewtonSchulz
 from jax_muon.reading.read import with_joins
 from jax_muon.scaling import (
@@ -105,15 +107,14 @@ def nanochat(
     later = edition == "2026-08"
     if beta2 is None:
         beta2 = 0.9 if later else 0.95
-    settings = {"coefficients": "nanochat", "norm_factor": 1.01 if later else 1.02}
+    settings = {"norm_factor": 1.01 if later else 1.02, "eps": 1e-6}
+    polar = _polar(polar, steps, dtype, coefficients.nanochat, **settings)
 
     def chain(matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
             nesterov(momentum, accumulator_dtype=momentum_dtype),
             *([equilibrate_rows(matrices=matrices)] if later else []),
-            orthogonalize(
-                _polar(polar, steps, dtype, eps=1e-6, **settings), matrices=matrices
-            ),
+            orthogonalize(polar, matrices=matrices),
             *([normalize_frobenius(matrices=matrices)] if later else []),
             scale_by_normuon(beta2, matrices=matrices),
             add_cautious_decayed_weights(weight_decay),
@@ -323,7 +324,7 @@ def teon(
       >>> [round(float(attn[name][0, 0]), 3) for name in "qkvo"]
       [-0.707, -0.707, -0.707, -1.0]
     """
-    settings = {"coefficients": "polar_express_paper", "norm_factor": 1.01}
+    table = coefficients.polar_express_paper
 
     def in_pairs(params: Any) -> Matrices:
         single = reader(matrices)(params)
@@ -335,7 +336,7 @@ def teon(
         weight_decay,
         lookahead=False,
         shape_rule="sqrt_ratio",
-        polar=_polar(polar, steps, dtype, **settings),
+        polar=_polar(polar, steps, dtype, table, norm_factor=1.01),
         momentum_dtype=momentum_dtype,
         adamw=_adamw(adamw, b2=0.95, weight_decay=0.0),
         groups=groups,
@@ -387,13 +388,21 @@ def muonh(
 
 
 def _polar(
-    polar: Polar | None, steps: int | None, dtype: Any, **settings: Any
+    polar: Polar | None,
+    steps: int | None,
+    dtype: Any,
+    table: Callable[[int], Table] | None = None,
+    **settings: Any,
 ) -> Polar:
     """The polar factor that is given, or else the recipe's."""
     if polar is not None:
         return polar
     # Not a default of the recipes: `inject_hyperparams` would make an array of it.
-    return NewtonSchulz(5 if steps is None else steps, dtype=dtype, **settings)
+    steps = 5 if steps is None else steps
+    if table is not None:
+        checks.count("steps", steps)
+        settings["coefficients"] = table(steps)
+    return NewtonSchulz(steps, dtype=dtype, **settings)
 
 
 def _learning_rate(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
