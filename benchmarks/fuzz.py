@@ -177,7 +177,7 @@ def check(case: Case) -> Verification:
         else:
             many = jm.on_mesh(tx, mesh, specs, case.divide, min_size=1)
         places = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
-        return compare(tx, many, params, grads, places)
+        return compare(tx, many, [(params, grads)], places)
 
 
 def draw_shapes(case: Case, rng: np.random.Generator) -> dict[str, tuple[int, ...]]:

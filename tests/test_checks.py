@@ -126,9 +126,7 @@ TABLE = {
     ),
     # what is passed instead of a function, a transform, a reading
     "such as PolarExpress()": lambda: jm.muon(polar=jm.NewtonSchulz),
-    "expected jax_muon.on_mesh(optimizer, mesh, ...)": lambda: jm.verify(
-        jm.muon(), PARAMS
-    ),
+    "expected what on_mesh returns": lambda: jm.verify(jm.muon(), PARAMS),
     "made None of shape None out": lambda: step(jm.muon(polar=lambda x: (x, x))),
     "of shape (1, 6, 4) out of float32 of shape (1, 4, 6)": lambda: step(
         jm.orthogonalize(lambda x: x.mT), MATRIX

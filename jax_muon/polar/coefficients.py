@@ -4,6 +4,7 @@ Only numbers: everything here runs on the host in float64, before a program is t
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 

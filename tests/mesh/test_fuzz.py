@@ -40,7 +40,7 @@ def test_two_shapes_gathered_in_bfloat16():
     mesh, specs = mesh_of(2, names=("fsdp",)), {"a": P(None, "fsdp"), "b": P()}
     many = jm.on_mesh(tx, mesh, specs)
     places = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
-    found = compare(tx, many, grads, [grads], places)
+    found = compare(tx, many, [(grads, [grads])], places)
     assert found.ok, found
 
 
