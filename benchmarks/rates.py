@@ -40,7 +40,6 @@ FIRST = {  # where the search begins: the power of two
     "muon": -5,
     "normuon": -7,
     "muonh": -5,
-    "normuonh": -5,
 }
 
 
@@ -117,7 +116,7 @@ def lowest(runs: Runs, example: str, optimizer: str, seed: int) -> float:
 
 # What makes updates as large as AdamW's: 1, or 0.2 * 128**0.5 rounded to the grid.
 EQUAL_SIZE = {"moonlight": 1, ONE_RATE: 1, "normuon": 1, "nanochat": 2, "muon": 2}
-ANGLES = ("muonh", "normuonh")  # their rate is no length, and starts at a fixed value
+ANGLES = ("muonh",)  # its rate is no length, and starts at a fixed value
 
 
 def summary(runs: Runs, optimizer: str) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def recipe(
     return make
 
 
-WITHOUT_DECAY = ("muonh", "normuonh")  # they keep the norms of weights
+WITHOUT_DECAY = ("muonh",)  # it keeps the norms of weights
 OPTIMIZERS = {
     "nanochat": recipe(jm.nanochat),
     "nanochat-august": recipe(jm.nanochat, edition="2026-08"),
@@ -129,7 +129,7 @@ def schedules(
         adamw_learning_rate: the highest of the embedding and the head.
         momentum: constant, or the first and last of nanochat's rise over 300 steps, or
             half of a shorter run; not for "adamw".
-        weight_decay: the first; it falls to zero. "muonh" and "normuonh" have none.
+        weight_decay: the first; it falls to zero. "muonh" has none.
     """
     if isinstance(momentum, list):
         momentum = optax.linear_schedule(*momentum, min(300, steps // 2))

@@ -26,8 +26,6 @@ from jax_muon.recipes import (
     muonh,
     nanochat,
     normuon,
-    normuonh,
-    recipe,
     teon,
 )
 from jax_muon.scaling import (
@@ -40,7 +38,6 @@ from jax_muon.scaling import (
 from jax_muon.skip_nonfinite import skip_nonfinite
 from jax_muon.splits import Split
 from jax_muon.tools.describe import describe
-from jax_muon.tools.takeover import Moments, take_over
 from jax_muon.tools.verify import verify
 from jax_muon.weight_decay import add_cautious_decayed_weights
 
@@ -49,7 +46,6 @@ __version__ = "0.1.0"
 __all__ = [
     "ExactPolar",
     "Matrices",
-    "Moments",
     "NewtonSchulz",
     "PolarExpress",
     "Split",
@@ -71,7 +67,6 @@ __all__ = [
     "nesterov",
     "normalize_frobenius",
     "normuon",
-    "normuonh",
     "on_auto_axes",
     "on_mesh",
     "on_replicas",
@@ -80,13 +75,11 @@ __all__ = [
     "partition",
     "polar_express_coefficients",
     "read",
-    "recipe",
     "scale_by_normuon",
     "scale_by_path",
     "scale_by_shape",
     "scan_layers",
     "skip_nonfinite",
-    "take_over",
     "teon",
     "verify",
     "with_splits",

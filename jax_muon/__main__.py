@@ -1,6 +1,7 @@
 """Self-test: `python -m jax_muon` prints versions and devices and checks an update.
 
 It runs `nanochat` on all devices, with its state sharded over them, and on one device.
+The matrices are large enough that devices send them to owners.
 """
 
 import importlib.metadata
@@ -13,10 +14,10 @@ from jax.sharding import AxisType
 import jax_muon as jm
 
 SHAPES = {
-    "embed": jax.ShapeDtypeStruct((96, 64), "float32"),
-    "attn/q": jax.ShapeDtypeStruct((64, 64), "float32"),
-    "mlp/up": jax.ShapeDtypeStruct((64, 256), "float32"),
-    "norm": jax.ShapeDtypeStruct((64,), "float32"),
+    "embed": jax.ShapeDtypeStruct((96, 256), "float32"),
+    "attn/q": jax.ShapeDtypeStruct((256, 256), "float32"),
+    "mlp/up": jax.ShapeDtypeStruct((256, 512), "float32"),
+    "norm": jax.ShapeDtypeStruct((256,), "float32"),
 }
 MATRICES = {"embed": "adamw", "*": "muon"}
 

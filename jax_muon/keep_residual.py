@@ -97,7 +97,7 @@ def keep_residual(
         checks.params("keep_residual", params)
         expected = (
             "a KeepResidualState; for a run without residual it is "
-            "tx.init(params)._replace(inner_state=state), or take_over(tx, ...)"
+            "tx.init(params)._replace(inner_state=state)"
         )
         checks.kind("state", state, KeepResidualState, expected)
         old = dict(paths.leaves_with_paths(state.residual))

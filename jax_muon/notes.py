@@ -1,4 +1,4 @@
-"""Facts that transforms record while traced, for `describe` and `take_over`.
+"""Facts that transforms record while traced, for `describe`.
 
 Without a listener, as in a training run, `note` does nothing.
 """

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_muon import checks, notes, paths
+from jax_muon import checks, paths
 from jax_muon import splits as splitting
 from jax_muon.mesh import array_types, specs
 from jax_muon.splits import Fitted, Splits
@@ -55,7 +55,6 @@ def with_splits(
     def init_fn(params: optax.Params) -> Any:
         for pattern, split in splits.items():
             fitted = splitting.fit(pattern, split, params)
-            notes.note("splits", {(pattern, *fitted): fitted})
             params = _map_split(_parts, fitted, params)
         return inner.init(params)
 
@@ -79,15 +78,6 @@ def with_splits(
         return updates, state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def arrays_of_parts(
-    arrays: Mapping[str, Any], fitted: Mapping[str, Fitted]
-) -> dict[str, Any]:
-    """The arrays by path, and with them the parts of those that are split."""
-    wholes = {path: jnp.asarray(x) for path, x in arrays.items() if path in fitted}
-    parts = _map_split(_parts, fitted, wholes)
-    return {**arrays, **dict(paths.leaves_with_paths(parts))}
 
 
 # --- trees ----------------------------------------------------------------------------

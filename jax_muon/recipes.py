@@ -1,41 +1,11 @@
 """Whole optimizers: each a chain of pieces for matrices, and AdamW for the rest.
 
-Every recipe is one call of `partition`, which users can write out in ten lines and
-change. Arguments mean the same in all of them:
-
-- `learning_rate`: of the matrices, a number or an optax schedule.
-- `momentum`: of the matrices, an exponential average, in [0, 1), or a schedule of it.
-- `weight_decay`: of the matrices, decoupled, times the learning rate alone; a number or
-  a schedule.
-- `beta2`: decay of NorMuon's mean squares, in [0, 1), or a schedule of it.
-- `lookahead`: whether to use Nesterov's look-ahead; see `nesterov`.
-- `shape_rule`: the factor for the shape of a matrix; see `scale_by_shape`.
-- `steps`: of the polar iteration, a Python integer; None for 5.
-- `dtype`: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
-- `polar`: another polar factor instead of the recipe's: a function of (..., m, n) that
-  fulfils the contract in `orthogonalize`. With it, `steps` and `dtype` are ignored.
-- `momentum_dtype`: dtype of the momentum; None for the parameters'.
-- `adamw`: the optimizer of all other parameters: a learning rate (a number or a
-  schedule) for the recipe's AdamW, None for 3e-4; or any optax transform, such as
-  `optax.lion(1e-4)`.
-- `groups`: transforms for further labels, as in `partition`: `{"embedding":
-  optax.adamw(0.2), "frozen": optax.set_to_zero()}`.
-- `matrices`: which parameters are matrices: what `jax_muon.read(params, loss_fn,
-  batch)` returns; a function of the parameters that returns one; or a mapping of path
-  patterns to labels, such as {"embed": "adamw", "head": "adamw", "*": "muon"}. Without
-  it, a tree that has matrices is an error.
-
-All return an `optax.GradientTransformation` whose updates are added to the parameters.
-They raise a ValueError for a number out of range at once, and at init and update what
-`partition` raises. Updates have the dtype of the parameters; see `partition`.
+A recipe is one call of `partition`; to change more than its arguments, copy its chain.
+Arguments mean the same in all recipes, and `nanochat` describes those that most share.
 
 Under `optax.inject_hyperparams` all numbers may change from step to step except
-`steps`. If you pass it, name it in `static_args`, and so every function that you pass,
-as `polar`, `matrices`, `shape_rule` or `weight_decay_mask`: a function would be called
-as a schedule. `adamw` may be `optax.inject_hyperparams(optax.adamw)(3e-4)`.
-
-A learning rate for some matrices is `optax.chain(recipe, scale_by_path({"wq": 0.5}))`,
-or, for recipes that keep norms, a group with a `hyperball` of its own.
+`steps`. Name it in `static_args`, and with it every function that you pass, such as
+`polar`, `matrices` or `shape_rule`: a function would be called as a schedule.
 
 With `jax_numpy_dtype_promotion="strict"` recipes cannot be traced, since `optax.adamw`
 cannot. With another transform for `adamw` they can.
@@ -49,14 +19,15 @@ from typing import Any
 import jax
 import optax
 
-from jax_muon import checks, paths
+from jax_muon import checks
 from jax_muon.axes import ADAMW, MUON
-from jax_muon.docstrings import with_shared_arguments
 from jax_muon.hyperball import hyperball
 from jax_muon.matrices import Matrices
 from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import Polar, orthogonalize
 from jax_muon.partition import Group, Reader, partition, reader
+from jax_muon.polar import coefficients
+from jax_muon.polar.coefficients import Table
 from jax_muon.polar.factors import NewtonSchulz
 from jax_muon.reading.read import with_joins
 from jax_muon.scaling import (
@@ -67,12 +38,9 @@ from jax_muon.scaling import (
 )
 from jax_muon.weight_decay import add_cautious_decayed_weights
 
-RECIPES = ("nanochat", "muon", "moonlight", "normuon", "teon", "muonh", "normuonh")
-
-__all__ = [*RECIPES, "recipe"]
+__all__ = ["moonlight", "muon", "muonh", "nanochat", "normuon", "teon"]
 
 
-@with_shared_arguments(__doc__)
 def nanochat(
     learning_rate: optax.ScalarOrSchedule = 0.02,
     momentum: optax.ScalarOrSchedule = 0.95,
@@ -94,26 +62,43 @@ def nanochat(
     docs/rates.md.
 
     Args:
-      learning_rate: of the matrices, before the factor max(1, out/in)^0.5.
-      weight_decay: cautious, times the learning rate and the factor of the shape.
+      learning_rate: of the matrices, before the factor max(1, out/in)^0.5; a number or
+        an optax schedule, like every rate below.
+      momentum: of the matrices, an exponential average, in [0, 1).
+      weight_decay: of the matrices, decoupled: times the learning rate, and here times
+        the factor of the shape. It is cautious; see `add_cautious_decayed_weights`.
       edition: "2026-01", or "2026-08", which equilibrates the rows before the polar
         factor (MuonEq), sets its Frobenius norm (Muon+), and has another margin of the
         first normalization, 1.01 instead of 1.02.
-      beta2: None for 0.95, and for 0.9 in the later edition.
-      steps: of the Polar Express: the first of its five quintics, or all of a longer
-        table.
+      beta2: decay of NorMuon's mean squares, in [0, 1). None for 0.95, and for 0.9 in
+        the later edition.
+      steps: of the polar iteration, a Python integer; None for 5.
+      dtype: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
+      polar: another polar factor instead of the recipe's: a function of (..., m, n)
+        that fulfils the contract in `orthogonalize`; `steps` and `dtype` are ignored.
+      momentum_dtype: dtype of the momentum; None for the parameters'. See `nesterov`.
+      adamw: the optimizer of all other parameters: a learning rate for the recipe's
+        AdamW, None for 3e-4; or any optax transform, such as `optax.lion(1e-4)`.
+      groups: transforms for further labels, as in `partition`: `{"embedding":
+        optax.adamw(0.2), "frozen": optax.set_to_zero()}`.
+      matrices: which parameters are matrices: what `jax_muon.read(params, loss_fn,
+        batch)` returns; a function of the parameters that returns one; or a mapping of
+        path patterns to labels, such as {"embed": "adamw", "head": "adamw", "*":
+        "muon"}. Without it, a tree that has matrices is an error.
+
+    Returns:
+      An `optax.GradientTransformation` whose updates are added to the parameters, and
+      have their dtype.
+
+    Raises:
+      ValueError: at once, a number out of range; at init and update, as `partition`.
 
     Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import optax
       >>> import jax_muon as jm
-      >>> params = {"embed": jnp.ones((9, 4)), "mlp": {"up": jnp.ones((4, 8))}}
-      >>> matrices = {"embed": "adamw", "*": "muon"}  # or what the loss says: jm.read
+      >>> params = {"up": jax.numpy.ones((4, 8)), "bias": jax.numpy.ones(8)}
+      >>> matrices = {"up": "muon"}  # or, by the loss, what jm.read returns
       >>> tx = jm.nanochat(0.02, adamw=optax.adamw(3e-3), matrices=matrices)
       >>> state = jax.jit(tx.init)(params)
-      >>> [x.shape for x in jax.tree.leaves(state.inner_states["muon"]) if x.ndim]
-      [(4, 8), (1, 8)]
 
     References:
       https://github.com/karpathy/nanochat; Polar Express arXiv 2505.16932; NorMuon
@@ -123,37 +108,31 @@ def nanochat(
     later = edition == "2026-08"
     if beta2 is None:
         beta2 = 0.9 if later else 0.95
-    factor = 1.01 if later else 1.02
-    settings = {"coefficients": "nanochat", "norm_factor": factor, "eps": 1e-6}
+    settings = {"norm_factor": 1.01 if later else 1.02, "eps": 1e-6}
+    polar = _polar(polar, steps, dtype, coefficients.nanochat, **settings)
 
     def chain(matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
             nesterov(momentum, accumulator_dtype=momentum_dtype),
             *([equilibrate_rows(matrices=matrices)] if later else []),
-            orthogonalize(_polar(polar, steps, dtype, **settings), matrices=matrices),
+            orthogonalize(polar, matrices=matrices),
             *([normalize_frobenius(matrices=matrices)] if later else []),
             scale_by_normuon(beta2, matrices=matrices),
             add_cautious_decayed_weights(weight_decay),
             scale_by_shape(matrices=matrices),
-            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
+            _learning_rate(learning_rate),
         )
 
-    return _recipe(
-        chain,
-        _adamw(adamw, b1=0.8, b2=0.95, eps=1e-10, weight_decay=0.0),
-        groups,
-        matrices,
-    )
+    rest = _adamw(adamw, b1=0.8, b2=0.95, eps=1e-10, weight_decay=0.0)
+    return _recipe(chain, rest, groups, matrices)
 
 
-@with_shared_arguments(__doc__)
 def normuon(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.1,
     *,
     beta2: optax.ScalarOrSchedule = 0.95,
-    lookahead: bool = False,
     steps: int | None = None,
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
@@ -162,13 +141,14 @@ def normuon(
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """NorMuon as in its paper: per output neuron, updates with root mean square 0.2.
+    """NorMuon, arXiv 2510.05491: per output neuron, updates of root mean square 0.2.
 
     If `optax.adamw(lr)` is tuned for a model, start with lr * (width / 32)**0.5; see
     docs/rates.md.
 
     Args:
       learning_rate: of the matrices, before the factor 0.2 (in out)^0.5 / ||update||_F.
+      ...: all other arguments as in `nanochat`, with a decay that is not cautious.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -179,27 +159,23 @@ def normuon(
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> round(float(jnp.sqrt(jnp.mean(updates["mlp"] ** 2))), 4)
       0.2
-
-    References:
-      NorMuon, arXiv 2510.05491, Algorithm 1.
     """
 
     def chain(matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
-            nesterov(momentum, lookahead=lookahead, accumulator_dtype=momentum_dtype),
+            nesterov(momentum, lookahead=False, accumulator_dtype=momentum_dtype),
             orthogonalize(_polar(polar, steps, dtype), matrices=matrices),
             # The paper adds 1e-8 to the root; here the root is at least 1e-8. The
             # default, 1e-5, would hold back neurons whose first updates are small.
             scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=matrices),
             normalize_frobenius(0.2, matrices=matrices),
             _decay(weight_decay),
-            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
+            _learning_rate(learning_rate),
         )
 
     return _recipe(chain, _adamw(adamw, b2=0.95, weight_decay=0.0), groups, matrices)
 
 
-@with_shared_arguments(__doc__)
 def muon(
     learning_rate: optax.ScalarOrSchedule = 0.02,
     momentum: optax.ScalarOrSchedule = 0.95,
@@ -212,25 +188,25 @@ def muon(
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
-    weight_decay_mask: Any = None,
     adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Jordan's Muon: Nesterov, Newton-Schulz, a factor for the shape, decoupled decay.
 
-    If `optax.adamw(lr)` is tuned for a model, start with lr * width / 32; see
-    docs/rates.md.
+    See https://kellerjordan.github.io/posts/muon/. If `optax.adamw(lr)` is
+    tuned for a model, start with lr * width / 32; see docs/rates.md.
 
     With equal settings, the mathematics of torch.optim.Muon; `shape_rule="rms_0.2"` is
     its adjust_lr_fn="match_rms_adamw".
 
     Args:
       learning_rate: of the matrices, before the factor of the shape.
+      weight_decay: of the matrices, decoupled: times the learning rate alone.
+      lookahead: True for Nesterov's look-ahead; see `nesterov`.
       bias_correction: of the momentum, as in `optax.contrib.muon`; see `nesterov`.
-      weight_decay_mask: the matrices that decay, as `mask` of
-        `optax.add_decayed_weights`: a tree of booleans, or a function of the parameters
-        that returns one; None for all.
+      shape_rule: the factor for the shape of a matrix; see `scale_by_shape`.
+      ...: all other arguments as in `nanochat`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -240,13 +216,7 @@ def muon(
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> updates["mlp"].tolist()
       [[-0.5, -0.0], [-0.0, -0.5]]
-
-    References:
-      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/
     """
-    if not paths.is_function(weight_decay_mask):
-        for leaf in jax.tree.leaves(weight_decay_mask):  # a string counts as True
-            checks.flag("weight_decay_mask", leaf)
 
     def chain(matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
@@ -258,16 +228,14 @@ def muon(
             ),
             orthogonalize(_polar(polar, steps, dtype), matrices=matrices),
             scale_by_shape(shape_rule, matrices=matrices),
-            _decay(weight_decay, weight_decay_mask),
-            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
+            _decay(weight_decay),
+            _learning_rate(learning_rate),
         )
 
-    return _recipe(
-        chain, _adamw(adamw, b2=0.95, eps=1e-10, weight_decay=0.0), groups, matrices
-    )
+    rest = _adamw(adamw, b2=0.95, eps=1e-10, weight_decay=0.0)
+    return _recipe(chain, rest, groups, matrices)
 
 
-@with_shared_arguments(__doc__)
 def moonlight(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     momentum: optax.ScalarOrSchedule = 0.95,
@@ -281,17 +249,18 @@ def moonlight(
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Moonlight's Muon: updates with AdamW's root mean square of 0.2.
+    """Moonlight's Muon, arXiv 2502.16982: `muon` with AdamW's update RMS of 0.2.
 
-    One learning rate and one weight decay serve matrices and AdamW alike. The momentum
-    is Nesterov's. If `optax.adamw(lr)` is tuned for a model, start with
-    lr * (width / 32)**0.5; see docs/rates.md.
+    One learning rate and one weight decay serve matrices and AdamW alike. If
+    `optax.adamw(lr)` is tuned for a model, start with lr * (width / 32)**0.5; see
+    docs/rates.md.
 
     Args:
       learning_rate: of the matrices, before the factor 0.2 max(in, out)^0.5.
       adamw: the optimizer of all other parameters: None for AdamW with this learning
         rate and this weight decay, a number or a schedule for another rate; or any
         optax transform.
+      ...: all other arguments as in `muon`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -302,34 +271,29 @@ def moonlight(
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> round(float(updates["mlp"][0, 0]), 6)  # 0.2 * 25**0.5 times the rate
       -0.001
-
-    References:
-      Liu et al., Muon is scalable for LLM training, arXiv 2502.16982.
     """
-
-    def chain(matrices: Matrices) -> optax.GradientTransformation:
-        return optax.chain(
-            nesterov(momentum, accumulator_dtype=momentum_dtype),
-            orthogonalize(_polar(polar, steps, dtype), matrices=matrices),
-            scale_by_shape("rms_0.2", matrices=matrices),
-            _decay(weight_decay),
-            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
-        )
-
     rate = checks.rate("learning_rate", learning_rate) if adamw is None else adamw
     decay = checks.rate("weight_decay", weight_decay)
-    rest = _adamw(rate, b2=0.95, weight_decay=decay)
-    return _recipe(chain, rest, groups, matrices)
+    return muon(
+        learning_rate,
+        momentum,
+        weight_decay,
+        shape_rule="rms_0.2",
+        steps=steps,
+        dtype=dtype,
+        polar=polar,
+        momentum_dtype=momentum_dtype,
+        adamw=_adamw(rate, b2=0.95, weight_decay=decay),
+        groups=groups,
+        matrices=matrices,
+    )
 
 
-@with_shared_arguments(__doc__)
 def teon(
     learning_rate: optax.ScalarOrSchedule = 0.02,
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     *,
-    lookahead: bool = False,
-    shape_rule: str | Callable[[int, int], float] = "sqrt_ratio",
     steps: int | None = None,
     dtype: jax.typing.DTypeLike | None = "bfloat16",
     polar: Polar | None = None,
@@ -338,7 +302,7 @@ def teon(
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """TEON: queries, keys and values of neighbouring layers orthogonalized as one.
+    """TEON, arXiv 2601.23261: queries, keys and values of two layers as one matrix.
 
     The joined matrices are scaled like single ones. All other matrices get ordinary
     Muon, and so does a last layer without a partner. Its polar factor is the Polar
@@ -348,10 +312,11 @@ def teon(
       learning_rate: of the matrices, before the factor (out/in)^0.5.
       matrices: without `joins`, queries, keys and values are joined two by two, where
         the loss shows them.
+      ...: all other arguments as in `muon`.
 
     Raises:
-      ValueError: at init, matrices without `joins` whose reading shows no queries, keys
-        and values of two layers.
+      ValueError: at init, matrices without `joins` whose reading shows no queries,
+        keys or values of two layers.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -365,29 +330,27 @@ def teon(
       >>> attn = updates["layers"][0]["attn"]
       >>> [round(float(attn[name][0, 0]), 3) for name in "qkvo"]
       [-0.707, -0.707, -0.707, -1.0]
-
-    References:
-      TEON, arXiv 2601.23261.
     """
-    settings = {"coefficients": "polar_express_paper", "norm_factor": 1.01}
-
-    def chain(matrices: Matrices) -> optax.GradientTransformation:
-        return optax.chain(
-            nesterov(momentum, lookahead=lookahead, accumulator_dtype=momentum_dtype),
-            orthogonalize(_polar(polar, steps, dtype, **settings), matrices=matrices),
-            scale_by_shape(shape_rule, matrices=matrices),
-            _decay(weight_decay),
-            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
-        )
+    table = coefficients.polar_express_paper
 
     def in_pairs(params: Any) -> Matrices:
         single = reader(matrices)(params)
         return with_joins(single, 2) if single.joins is None else single
 
-    return _recipe(chain, _adamw(adamw, b2=0.95, weight_decay=0.0), groups, in_pairs)
+    return muon(
+        learning_rate,
+        momentum,
+        weight_decay,
+        lookahead=False,
+        shape_rule="sqrt_ratio",
+        polar=_polar(polar, steps, dtype, table, norm_factor=1.01),
+        momentum_dtype=momentum_dtype,
+        adamw=_adamw(adamw, b2=0.95, weight_decay=0.0),
+        groups=groups,
+        matrices=in_pairs,
+    )
 
 
-@with_shared_arguments(__doc__)
 def muonh(
     learning_rate: optax.ScalarOrSchedule = 0.02,
     momentum: optax.ScalarOrSchedule = 0.95,
@@ -400,15 +363,16 @@ def muonh(
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """MuonH: Jordan's Muon in steps of a fixed angle.
+    """MuonH, arXiv 2606.16899: Jordan's Muon in steps of a fixed angle.
 
     Matrices neither grow nor decay, so that there is no weight decay and no factor for
-    their shapes. The momentum is Nesterov's.
+    their shapes.
 
     Args:
       learning_rate: of the matrices, as a part of their norm; see `hyperball`, also for
         matrices that start at zero. A first guess is the root of learning rate times
         weight decay of `muon`.
+      ...: all other arguments as in `nanochat`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -418,9 +382,6 @@ def muonh(
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> round(float(jnp.linalg.norm(params["mlp"] + updates["mlp"])), 4)
       5.0
-
-    References:
-      Hyperball optimization, arXiv 2606.16899.
     """
 
     def chain(matrices: Matrices) -> optax.GradientTransformation:
@@ -433,89 +394,26 @@ def muonh(
     return _recipe(chain, _adamw(adamw, b2=0.95, weight_decay=0.0), groups, matrices)
 
 
-@with_shared_arguments(__doc__)
-def normuonh(
-    learning_rate: optax.ScalarOrSchedule = 0.02,
-    momentum: optax.ScalarOrSchedule = 0.95,
-    *,
-    beta2: optax.ScalarOrSchedule = 0.95,
-    lookahead: bool = False,
-    steps: int | None = None,
-    dtype: jax.typing.DTypeLike | None = "bfloat16",
-    polar: Polar | None = None,
-    momentum_dtype: jax.typing.DTypeLike | None = None,
-    adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
-    groups: Mapping[str, Group] | None = None,
-    matrices: Reader = None,
-) -> optax.GradientTransformationExtraArgs:
-    """NorMuonH: the direction of `normuon`, in steps of a fixed angle.
-
-    Args:
-      learning_rate: of the matrices, as a part of their norm; see `muonh`.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
-      >>> params = {"mlp": jnp.array([[3.0, 0.0], [0.0, 4.0]])}
-      >>> tx = jm.normuonh(0.02, matrices={"mlp": "muon"})
-      >>> updates, _ = tx.update(params, tx.init(params), params)
-      >>> round(float(jnp.linalg.norm(params["mlp"] + updates["mlp"])), 4)
-      5.0
-
-    References:
-      Hyperball optimization, arXiv 2606.16899; NorMuon, arXiv 2510.05491.
-    """
-
-    def chain(matrices: Matrices) -> optax.GradientTransformation:
-        return optax.chain(
-            nesterov(momentum, lookahead=lookahead, accumulator_dtype=momentum_dtype),
-            orthogonalize(_polar(polar, steps, dtype), matrices=matrices),
-            scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=matrices),
-            hyperball(learning_rate, matrices=matrices),
-        )
-
-    return _recipe(chain, _adamw(adamw, b2=0.95, weight_decay=0.0), groups, matrices)
-
-
-def recipe(
-    name: str, **settings: optax.ScalarOrSchedule | str | None
-) -> optax.GradientTransformationExtraArgs:
-    """A recipe by its name, with what a configuration file can hold.
-
-    Args:
-      name: "nanochat", "muon", "moonlight", "normuon", "teon", "muonh" or "normuonh".
-      **settings: arguments of the recipe: numbers, strings, booleans and None. A
-        number for `adamw` is the learning rate of all other parameters. Both rates,
-        `learning_rate` and `adamw`, may also be schedules, which trainers make.
-
-    Raises:
-      ValueError: an unknown name, an argument of another type, and what the recipe
-        raises.
-      TypeError: an argument that the recipe does not have.
-
-    Examples:
-      >>> tx = recipe("nanochat", learning_rate=0.02, adamw=3e-4, edition="2026-08")
-      >>> isinstance(tx, optax.GradientTransformation)
-      True
-    """
-    checks.choice("name", name, RECIPES)
-    for key in sorted(settings.keys() - {"learning_rate", "adamw"}):
-        expected = (
-            f"a number or a string; functions and transforms go to jax_muon.{name}"
-        )
-        checks.kind(key, settings[key], (int, float, str, type(None)), expected)
-    made: optax.GradientTransformationExtraArgs = globals()[name](**settings)
-    return made
-
-
 def _polar(
-    polar: Polar | None, steps: int | None, dtype: Any, **settings: Any
+    polar: Polar | None,
+    steps: int | None,
+    dtype: Any,
+    table: Callable[[int], Table] | None = None,
+    **settings: Any,
 ) -> Polar:
     """The polar factor that is given, or else the recipe's."""
     if polar is not None:
         return polar
     # Not a default of the recipes: `inject_hyperparams` would make an array of it.
-    return NewtonSchulz(5 if steps is None else steps, dtype=dtype, **settings)
+    steps = 5 if steps is None else steps
+    if table is not None:
+        checks.count("steps", steps)
+        settings["coefficients"] = table(steps)
+    return NewtonSchulz(steps, dtype=dtype, **settings)
+
+
+def _learning_rate(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    return optax.scale_by_learning_rate(checks.rate("learning_rate", rate))
 
 
 def _adamw(adamw: Any, **settings: Any) -> optax.GradientTransformation:
@@ -530,26 +428,15 @@ def _adamw(adamw: Any, **settings: Any) -> optax.GradientTransformation:
     return optax.adamw(checks.rate("adamw", adamw), **settings)
 
 
-def _decay(
-    weight_decay: optax.ScalarOrSchedule, mask: Any = None
-) -> optax.GradientTransformation:
+def _decay(weight_decay: optax.ScalarOrSchedule) -> optax.GradientTransformation:
     """`optax.add_decayed_weights`, whose schedules stand still in optax 0.2.6."""
-    tx = optax.add_decayed_weights(checks.rate("weight_decay", weight_decay), mask)
-
-    def init_fn(params: Any) -> Any:
-        try:
-            return tx.init(params)
-        except ValueError as error:  # of trees, without a name
-            raise ValueError(
-                f"weight_decay_mask does not fit the parameters: {error}; expected a "
-                "tree of booleans with their structure, or a prefix of it"
-            ) from error
+    tx = optax.add_decayed_weights(checks.rate("weight_decay", weight_decay))
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, _ = tx.update(updates, state, params)
         return updates, jax.tree.map(optax.safe_increment, state)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformation(tx.init, update_fn)
 
 
 def _recipe(

@@ -36,7 +36,6 @@ from parity.references import (
     MuonH,
     Nanochat,
     NorMuon,
-    NorMuonH,
     Teon,
     replay,
 )
@@ -279,7 +278,6 @@ RECIPES: dict[str, Recipe] = {
         Recipe("moonlight", jm.moonlight, Muon, {**MOONLIGHT, **_EMA}),
         Recipe("normuon", jm.normuon, NorMuon, _NO_EPS, _BETA2),
         Recipe("muonh", jm.muonh, MuonH, _EMA, ("lr", "momentum")),
-        Recipe("normuonh", jm.normuonh, NorMuonH, _NO_EPS, ("lr", "momentum", "beta2")),
         Recipe("teon", _teon, Teon, {}, joint=("pool.0.weight", "pool.1.weight")),
     )
 }
@@ -288,7 +286,6 @@ RECIPES: dict[str, Recipe] = {
 # reference takes that of its paper, and the report explains the difference.
 PAPERS: dict[tuple[str, str], dict[str, Any]] = {
     ("normuon", "tiny"): {"eps": 1e-8},
-    ("normuonh", "tiny"): {"eps": 1e-8},
 }
 EXPLAINED: dict[tuple[str, str], str] = {
     ("normuon", "tiny"): (

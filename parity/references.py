@@ -4,7 +4,7 @@ Every matrix is a PyTorch weight, (out, in) = (m, n). Nothing here is fast: a re
 is read, believed, and then compared with. It follows the dtype of the parameters
 (float64 too); only the polar iteration has a dtype of its own. In this order: how
 recorded gradients are fed to optimizers; polar factors; Muon as Jordan, PyTorch and
-Moonlight run it, NorMuon, both on a sphere, TEON; nanochat's Muon, also compiled. All
+Moonlight run it, NorMuon, Muon on a sphere, TEON; nanochat's Muon, also compiled. All
 are for matrices; `torch.optim.AdamW` has the rest.
 """
 
@@ -319,12 +319,6 @@ class MuonH(Muon):
 
     def _update(self, w: Tensor, grad: Tensor, state: dict, group: dict) -> None:
         sphere_step(w, self._direction(w, grad, state, group), group["lr"], state)
-
-
-class NorMuonH(NorMuon):
-    """NorMuon's direction on the sphere of `sphere_step`."""
-
-    _update = MuonH._update
 
 
 paper_polar_express = partial(

@@ -15,6 +15,5 @@ RECIPES = {
         jm.teon, matrices=functools.partial(toy, joins={"*{i}/q": 2})
     ),
     "muonh": functools.partial(jm.muonh, matrices=toy),
-    "normuonh": functools.partial(jm.normuonh, matrices=toy),
 }
-ON_SPHERES = ("muonh", "normuonh")  # they take no weight decay
+ON_SPHERES = ("muonh",)  # it takes no weight decay

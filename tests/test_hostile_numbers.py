@@ -15,7 +15,7 @@ from tests import trees
 from tests.recipes import RECIPES
 
 CASES = [(name, "float32") for name in RECIPES]
-CASES += [(name, "float16") for name in ("nanochat", "moonlight", "normuonh")]
+CASES += [(name, "float16") for name in ("nanochat", "moonlight", "muonh")]
 CASES += [("moonlight", "bfloat16")]
 SHAPES = {"wte": (5, 4), "0": {"q": (4, 6)}, "1": {"q": (4, 6)}, "bias": (6,)}
 

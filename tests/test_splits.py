@@ -28,7 +28,7 @@ def updates_of(tx, params, grads):
     return found
 
 
-@pytest.mark.parametrize("name", ["nanochat later", "normuonh", "moonlight"])
+@pytest.mark.parametrize("name", ["nanochat later", "muonh", "moonlight"])
 def test_a_fused_kernel_takes_the_path_of_three(name, rng, x64):
     widths = {"q": 16, "k": 8, "v": 8}
     apart = [

@@ -1,4 +1,4 @@
-"""The coefficients of the iterations: published tables, and Remez.
+"""The coefficients of the iterations: Jordan's, and the Polar Express by Remez.
 
 Only numbers: everything here runs on the host in float64, before a program is traced.
 """
@@ -19,91 +19,19 @@ Table = tuple[Coefficients, ...]
 NEWTON_SCHULZ: Coefficients = (3.4445, -4.7750, 2.0315)
 
 
-def _nanochat(steps: int | None) -> Table:
-    """The five quintics of https://github.com/karpathy/nanochat, and what follows.
-
-    nanochat keeps the five and takes the first of them. So with fewer steps the last
-    one has the safety margin that `polar_express_coefficients(steps)` omits.
-    """
-    return polar_express_coefficients(max(steps or 5, 5))
-
-
-def _polar_express_paper(steps: int | None) -> np.ndarray:
-    """The eight quintics that arXiv 2505.16932 prints, with a margin of 1 %.
-
-    TEON (arXiv 2601.23261) uses them so: every step but the last of the table is
-    evaluated at x / 1.01, even if fewer steps are taken.
-    """
-    table = np.array(
-        polar_express_coefficients(
-            max(steps or 8, 8), lower=1e-3, cushion=0.02407327424182761, safety=0.0
-        )
-    )
-    table[:-1] /= 1.01 ** np.array([1, 3, 5])
-    return table
-
-
-# A quintic for every step, one for each, or a function of the number of steps.
-_PUBLISHED: dict[str, Any] = {
-    "jordan": NEWTON_SCHULZ,
-    # J. You's five steps. https://github.com/KellerJordan/modded-nanogpt
-    "you": (
-        (4.0848, -6.8946, 2.9270),
-        (3.9505, -6.3029, 2.6377),
-        (3.7418, -5.5913, 2.3037),
-        (2.8769, -3.1427, 1.2046),
-        (2.8366, -3.0525, 1.2012),
-    ),
-    # Chebyshev-optimized Newton-Schulz, arXiv 2506.10935.
-    "cans": (
-        (8.4703, -25.1081, 18.6293),
-        (4.1828, -3.1087, 0.5806),
-        (3.9619, -2.9541, 0.5630),
-        (3.2866, -2.4647, 0.5074),
-        (2.2737, -1.6447, 0.4162),
-    ),
-    # DeepSeek-V4's technical report: Jordan's quintic until singular values are near 1,
-    # then two steps that bring them to 1.
-    "deepseek": 8 * (NEWTON_SCHULZ,) + 2 * ((2.0, -1.5, 0.5),),
-    # Five cubics, arXiv 2606.00371: no A A, two products a step instead of three. Its
-    # band is relaxed: singular values that begin above 7e-3 end in 0.77 .. 1.3.
-    "cubic5": (
-        (3.3656576, -3.3420992, 0.0),
-        (2.5744352, -1.4957376, 0.0),
-        (2.5368962, -1.4312570, 0.0),
-        (2.4418906, -1.2764040, 0.0),
-        (2.2230472, -0.9630650, 0.0),
-    ),
-    "nanochat": _nanochat,
-    "polar_express_paper": _polar_express_paper,
-}
-
-# Names of the published tables.
-TABLES = tuple(_PUBLISHED)
-
-
 def quintics(
-    coefficients: str | Coefficients | Sequence[Coefficients], steps: int | None
+    coefficients: Coefficients | Sequence[Coefficients], steps: int | None
 ) -> Table:
     """The quintics of an iteration, as `NewtonSchulz` takes `coefficients` and `steps`.
 
     Examples:
-      >>> quintics("deepseek", None)[-1]
-      (2.0, -1.5, 0.5)
       >>> quintics((2, -1.5, 0.5), 1)
       ((2.0, -1.5, 0.5),)
     """
     if steps is not None:
         checks.count("steps", steps)
-    table_or_name: Any = coefficients
-    if isinstance(coefficients, str):
-        checks.choice("coefficients", coefficients, TABLES)
-        table_or_name = _PUBLISHED[coefficients]
-        table_or_name = (
-            table_or_name(steps) if callable(table_or_name) else table_or_name
-        )
     try:
-        table = np.asarray(table_or_name, dtype=np.float64)
+        table = np.asarray(coefficients, dtype=np.float64)
     except (TypeError, ValueError):
         table = np.empty(0)
     if table.shape == (3,):
@@ -111,16 +39,11 @@ def quintics(
     shaped = table.ndim == 2 and table.shape[1] == 3 and len(table) > 0
     # The iteration divides by a, or by b where a is 0, and by b.
     if not (shaped and np.isfinite(table).all() and table[:, 1].all()):
-        raise ValueError(
-            f"coefficients={coefficients!r}; expected one (a, b, c), a sequence of "
-            f"them, or one of {', '.join(map(repr, TABLES))}; b not 0"
-        )
+        expected = "one (a, b, c) or a sequence of them; b not 0"
+        checks.refuse("coefficients", coefficients, expected)
     if len(table) < (steps or 1):
-        what = repr(coefficients) if isinstance(coefficients, str) else "those given"
-        raise ValueError(
-            f"steps={steps} with coefficients={what}; expected an integer from 1 to "
-            f"{len(table)}, as many as there are quintics"
-        )
+        expected = f"an integer from 1 to {len(table)}, as many as there are quintics"
+        checks.refuse("steps", steps, expected)
     return _as_tuples(table[:steps])
 
 
@@ -176,6 +99,29 @@ def polar_express_coefficients(
         low = float(_evaluate(abc, low))
         high = 2 - low
     return _as_tuples(table)
+
+
+def nanochat(steps: int) -> Table:
+    """The quintics of https://github.com/karpathy/nanochat.
+
+    nanochat has five and takes the first of them. So with fewer steps the last one has
+    the safety margin that `polar_express_coefficients(steps)` omits.
+    """
+    return polar_express_coefficients(max(steps, 5))[:steps]
+
+
+def polar_express_paper(steps: int) -> Table:
+    """The eight quintics that arXiv 2505.16932 prints, with a margin of 1 %.
+
+    TEON (arXiv 2601.23261) uses them so: every step but the last of the table is
+    evaluated at x / 1.01, even if fewer steps are taken.
+    """
+    cushion = 0.02407327424182761
+    table = np.array(
+        polar_express_coefficients(max(steps, 8), cushion=cushion, safety=0.0)
+    )
+    table[:-1] /= 1.01 ** np.array([1, 3, 5])
+    return _as_tuples(table[:steps])
 
 
 def _evaluate(abc: np.ndarray, x: float) -> float:

@@ -18,6 +18,7 @@ from jax_muon import checks
 from jax_muon.dtypes import wide
 from jax_muon.polar import iteration
 from jax_muon.polar.coefficients import (
+    NEWTON_SCHULZ,
     Coefficients,
     Table,
     polar_express_coefficients,
@@ -37,14 +38,11 @@ class NewtonSchulz:
     equal settings are equal and share a trace.
 
     Args:
-      steps: number of quintics, at most as many as there are. None takes all of a
-        table: ten of "deepseek", whose last two differ from the others; five where one
-        quintic serves every step.
-      coefficients: one (a, b, c) for every step; a sequence, whose first `steps` are
-        used; or the name of a published table: "jordan", which leaves singular values
-        near 0.7 .. 1.2, "you", "cans", "deepseek", "cubic5" (c is 0: two products a
-        step instead of three), "nanochat" or "polar_express_paper".
-        `jax_muon.polar.coefficients` names their sources. A step with a = 0 suppresses
+      steps: number of quintics, at most as many as there are. None takes the whole
+        sequence, and five where one quintic serves every step.
+      coefficients: one (a, b, c) for every step, or a sequence, whose first `steps` are
+        used. The default is Jordan's, which leaves singular values near 0.7 .. 1.2. A
+        step with c = 0 takes two products instead of three. One with a = 0 suppresses
         small singular values: 4 * [(0, 2.5, -1.5)] after (1.875, -1.25, 0.375) is what
         Pion proposes for reinforcement learning. The object holds one triple for each
         step.
@@ -69,7 +67,8 @@ class NewtonSchulz:
 
     Examples:
       >>> x = jax.random.normal(jax.random.key(0), (3, 8, 16))
-      >>> y = NewtonSchulz(coefficients="deepseek", dtype="float32")(x)
+      >>> table = [*7 * [(3.4445, -4.775, 2.0315)], *3 * [(2.0, -1.5, 0.5)]]
+      >>> y = NewtonSchulz(coefficients=table, dtype="float32")(x)
       >>> bool(jnp.allclose(y @ y.mT, jnp.eye(8)[None], atol=0.05))
       True
 
@@ -80,7 +79,7 @@ class NewtonSchulz:
 
     steps: int | None = None
     _: dataclasses.KW_ONLY
-    coefficients: str | Coefficients | Sequence[Coefficients] = "jordan"
+    coefficients: Coefficients | Sequence[Coefficients] = NEWTON_SCHULZ
     norm_factor: float = 1.0
     eps: float = 1e-7
     norm: str = "frobenius"

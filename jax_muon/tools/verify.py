@@ -8,6 +8,7 @@ amplifies rounding, the more so the smaller a singular value is.
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_muon import checks, paths
+from jax_muon import checks, notes, paths
 from jax_muon.mesh.array_types import arrays_and_others
 from jax_muon.mesh.on_mesh import MeshTransformation
 from jax_muon.text import aligned, shape_text
@@ -29,48 +30,11 @@ from jax_muon.tools.description import sharding_text
 BOUNDS = {64: 1e-10, 32: 2e-5, 16: 0.1, 8: 0.3}
 AMPLIFIED = 10
 
-# Small enough that a rounding-flipped sign in cautious decay stays below every bound,
-# large enough that a missing decay does not.
+# Small enough that a rounding-flipped sign in cautious decay stays below every bound. A
+# step without gradients shows the decay of parameters of size 1.
 _SIZE_OF_PARAMS = 1e-4
 
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """One array of updates or state on a mesh, compared with one device.
-
-    Attributes:
-      path: of the parameter, or of the array within the state.
-      shape: of the whole array.
-      difference: norm of the difference over the norm of one device's array, at the
-        step where it is largest; NaN if some element is not finite.
-      bound: the largest `difference` that passes.
-      same_bits: True if devices that hold the same shard hold the same bits.
-      spec: the parameter's sharding; None for state.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    difference: float
-    bound: float
-    same_bits: bool
-    spec: PartitionSpec | None = None
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """The problems with this array, as sentences."""
-        what = "the update of" if self.spec is not None else "state"
-        where = f"{what} {self.path!r} of shape {self.shape}"
-        lines = []
-        if np.isnan(self.difference):
-            lines.append(f"{where} has elements that are not finite")
-        elif not self.difference <= self.bound:
-            lines.append(
-                f"{where} differs from that of one device by {self.difference:.2g} of "
-                f"its norm; expected at most {self.bound:.2g}"
-            )
-        if not self.same_bits:
-            lines.append(f"{where} differs between devices that hold the same shard")
-        return tuple(lines)
+Run = tuple[optax.Params, Sequence[optax.Updates]]  # the gradients of each step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,19 +42,17 @@ class Verification:
     """The result of `verify`: differences and bounds. `print` shows them as a table.
 
     Attributes:
-      updates: one entry per parameter.
-      state: one entry per array of the optimizer's state.
-      sizes: number of devices along each mesh axis.
+      differences: for each parameter's update, and for each array of state, the norm of
+        its difference over the norm of one device's array, at the step where that is
+        largest (NaN if some element is not finite), and the largest that passes. Keys
+        are paths; those of state begin with "state".
+      problems: all problems, as sentences; empty if the layout is right.
+      table: the parameters, and a line each about state and devices.
     """
 
-    updates: tuple[Comparison, ...]
-    state: tuple[Comparison, ...]
-    sizes: Mapping[str, int]
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """All problems, as sentences; empty if the layout is right."""
-        return tuple(text for x in (*self.updates, *self.state) for text in x.problems)
+    differences: Mapping[str, tuple[float, float]]
+    problems: tuple[str, ...]
+    table: str
 
     @property
     def ok(self) -> bool:
@@ -98,23 +60,9 @@ class Verification:
         return not self.problems
 
     def __str__(self) -> str:
-        """A table of all parameters, and a line each about state and devices."""
-        rows = [("parameter", "shape", "sharding", "difference", "bound")]
-        for x in self.updates:
-            sharding = sharding_text(x.spec, self.sizes)
-            numbers = f"{x.difference:.1e}", f"{x.bound:.0e}"
-            rows.append((x.path, shape_text(x.shape), sharding, *numbers))
-        lines = aligned(rows, numbers=2)
-        if self.state:
-            worst = max(self.state, key=lambda x: x.difference / x.bound)
-            lines.append(
-                f"{len(self.state)} arrays of state: the largest difference is "
-                f"{worst.difference:.1e} of at most {worst.bound:.0e}, in {worst.path}"
-            )
-        devices = " x ".join(f"{name} {size}" for name, size in self.sizes.items())
-        lines.append(f"the mesh {devices}, compared with one device")
-        lines += [f"WRONG: {text}" for text in self.problems] or ["right"]
-        return "\n".join(lines)
+        """The table and the problems."""
+        problems = [f"WRONG: {text}" for text in self.problems]
+        return "\n".join([self.table, *(problems or ["right"])])
 
 
 def verify(
@@ -128,8 +76,9 @@ def verify(
 
     Parameters and gradients are drawn from a normal distribution; only the paths,
     shapes and dtypes of `params` matter (and their shardings on Explicit axes). One
-    device has to hold all of them, with three times their gradients and state: use
-    smaller shapes with the same layout if your model is too large for that.
+    device has to hold all of them, with three times their gradients and state. If your
+    model is too large for that, use smaller shapes with the same layout: matrices of
+    256 x 256 are sent to owners as large ones are, and the table says if none was.
 
     An array may differ by 2e-5 of its norm in float32, 1e-10 in float64, and 0.1 if a
     16-bit dtype occurs in the program, or by ten times what the last bits of the
@@ -140,7 +89,8 @@ def verify(
       tx: an optimizer wrapped in `on_mesh`. Each process of several compares the shards
         that it holds.
       params: the parameters, or their shapes (`jax.ShapeDtypeStruct`).
-      steps: number of updates, one after another.
+      steps: number of updates, one after another. One more, from the first state,
+        has no gradients, so that weight decay shows.
       **extra_args: passed to the update.
 
     Returns:
@@ -161,26 +111,29 @@ def verify(
     """
     on_mesh = tx.on_mesh if isinstance(tx, MeshTransformation) else None
     if on_mesh is None:
-        checks.refuse("tx", tx, "jax_muon.on_mesh(optimizer, mesh, ...)")
+        expected = (
+            "what on_mesh returns: its layout is read there. Write "
+            "on_mesh(optax.chain(...), mesh), with on_mesh around all other transforms"
+        )
+        checks.refuse("tx", tx, expected)
     checks.arrays("params", params)
     checks.count("steps", steps)
     random = np.random.default_rng(0)
-    start = jax.tree.map(lambda x: _drawn(x, random, _SIZE_OF_PARAMS), params)
+    whole = jax.tree.map(lambda x: _drawn(x, random), params)
+    start = jax.tree.map(lambda x: (x * _SIZE_OF_PARAMS).astype(x.dtype), whole)
     grads = [jax.tree.map(lambda x: _drawn(x, random), params) for _ in range(steps)]
+    runs = [(start, grads), (whole, [jax.tree.map(np.zeros_like, whole)])]
     layout, dtype = on_mesh.layout, on_mesh.gather_dtype
     shard = functools.partial(NamedSharding, layout.mesh)
     shardings = jax.tree.map(shard, layout.of_tree(params)[0])
     rounding = 0.0 if dtype is None else float(jnp.finfo(dtype).eps) / 2
-    return compare(
-        on_mesh.tx, tx, start, grads, shardings, rounding=rounding, **extra_args
-    )
+    return compare(on_mesh.tx, tx, runs, shardings, rounding=rounding, **extra_args)
 
 
 def compare(
     alone: optax.GradientTransformation,
     many: optax.GradientTransformation,
-    start: optax.Params,
-    grads: Sequence[optax.Updates],
+    runs: Sequence[Run],
     shardings: Any,
     *,
     rounding: float = 0.0,
@@ -188,48 +141,91 @@ def compare(
 ) -> Verification:
     """Compare an optimizer `alone` on one device with `many` on a mesh.
 
-    Parameters and the gradients of each step are NumPy arrays; `shardings` are the
-    parameters' on the mesh. `rounding` is added to the bound of updates.
+    Each run begins with a new state. Parameters and gradients are NumPy arrays;
+    `shardings` are the parameters' on the mesh. `rounding` is added to the bound of
+    updates.
     """
     arrays, others = arrays_and_others(extra_args)
     mesh = jax.tree.leaves(shardings)[0].mesh
+
+    def results(
+        tx: optax.GradientTransformation, runs: Sequence[Run], where: Any
+    ) -> tuple[list[tuple[jax.Array, ...]], Any, str]:
+        """Each array of updates and state at every step, a state, and the program."""
+        update = jax.jit(functools.partial(tx.update, **others))
+        steps = []
+        for params, grads in runs:
+            params = jax.device_put(params, where)
+            state = tx.init(params)
+            for step in grads:
+                step = jax.device_put(step, where)
+                updates, state = update(step, state, params, **arrays)
+                steps.append(jax.tree.leaves((updates, state)))
+        program = str(update.trace(step, state, params, **arrays).jaxpr)
+        return list(zip(*steps, strict=True)), state, program
+
     one_device = jax.make_mesh(
         (1,), ("alone",), (AxisType.Auto,), devices=mesh.local_devices[:1]
     )
+    noisy = [(params, jax.tree.map(_last_bits, grads)) for params, grads in runs]
     with jax.set_mesh(one_device):  # even inside a user's set_mesh
-        params = jax.device_put(start, NamedSharding(one_device, PartitionSpec()))
-        state = alone.init(params)
-        update = jax.jit(functools.partial(alone.update, **others))
-        want = _run(update, grads, state, params, arrays)
-        noisy = [jax.tree.map(_last_bits, step) for step in grads]
-        near = _run(update, noisy, state, params, arrays)
-        jaxpr = update.trace(grads[0], state, params, **arrays).jaxpr
-        bits = re.findall(r"\bb?f(\d+)(?:_\w+)?\[", str(jaxpr))
-        bound = BOUNDS[min(map(int, bits), default=32)]
-
+        whole = NamedSharding(one_device, PartitionSpec())
+        both, _, program = results(alone, [*runs, *noisy], whole)
+    bits = re.findall(r"\bb?f(\d+)(?:_\w+)?\[", program)
+    least = BOUNDS[min(map(int, bits), default=32)]
     # Gradients are sharded like the parameters, as plain jit leaves them.
-    params, *grads = (jax.device_put(tree, shardings) for tree in (start, *grads))
-    state = many.init(params)
-    update = jax.jit(functools.partial(many.update, **others))
-    got = _run(update, grads, state, params, arrays)
+    with notes.listening() as heard:
+        got, state, _ = results(many, runs, shardings)
 
-    rows = zip(got, want, near, strict=True)
-    updates = [
-        _compared(path, sharding.spec, bound + rounding, *next(rows))
-        for path, sharding in paths.leaves_with_paths(shardings)
-    ]
-    of_state = [
-        _compared(jax.tree_util.keystr(path), None, bound, *row)
-        for (path, _), row in zip(jax.tree.leaves_with_path(state), rows, strict=True)
-    ]
-    return Verification(tuple(updates), tuple(of_state), dict(mesh.shape))
+    specs = {path: x.spec for path, x in paths.leaves_with_paths(shardings)}
+    keys = [jax.tree_util.keystr(key) for key, _ in jax.tree.leaves_with_path(state)]
+    names = [*specs, *(f"state {key}" for key in keys)]
+    differences: dict[str, tuple[float, float]] = {}
+    problems, rows = [], [("parameter", "shape", "sharding", "difference", "bound")]
+    for name, x, y in zip(names, got, both, strict=True):
+        apart, noise, same_bits = _compared(x, y[: len(x)], y[len(x) :])
+        bound = max(least + rounding * (name in specs), AMPLIFIED * noise)
+        differences[name] = apart, bound
+        shape = x[0].shape
+        if name in specs:
+            sharding = sharding_text(specs[name], mesh.shape)
+            row = name, shape_text(shape), sharding, f"{apart:.1e}", f"{bound:.0e}"
+            rows.append(row)
+        kind = "the update of " if name in specs else ""
+        where = f"{kind}{name!r} of shape {shape}"
+        if np.isnan(apart):
+            problems.append(f"{where} has elements that are not finite")
+        elif not apart <= bound:
+            problems.append(
+                f"{where} differs from that of one device by {apart:.2g} of its norm; "
+                f"expected at most {bound:.2g}"
+            )
+        if not same_bits:
+            problems.append(f"{where} differs between devices that hold the same shard")
+    lines = aligned(rows, numbers=2)
+    if keys:
+        worst = max(names[len(specs) :], key=lambda x: np.divide(*differences[x]))
+        apart, bound = differences[worst]
+        lines.append(
+            f"{len(keys)} arrays of state: the largest difference is {apart:.1e} of at "
+            f"most {bound:.0e}, in {worst.removeprefix('state ')}"
+        )
+    devices = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    lines.append(f"the mesh {devices}, compared with one device")
+    pools = [*itertools.chain(*heard["pools"].values())]
+    if mesh.size > 1 and pools and not any(pool.counts for pool in pools):
+        lines.append(
+            "no matrix was sent to an owner, as large ones are; for that, expected one "
+            "of at least 256 x 256 that is sharded or repeated"
+        )
+    return Verification(differences, tuple(problems), "\n".join(lines))
 
 
-def _drawn(x: Any, random: np.random.Generator, size: float = 1.0) -> np.ndarray:
+def _drawn(x: Any, random: np.random.Generator) -> np.ndarray:
     """An array like x with normally distributed elements; zeros for integers."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return np.zeros(x.shape, x.dtype)
-    return np.asarray(size * random.standard_normal(x.shape), x.dtype)
+    return np.asarray(random.standard_normal(x.shape), x.dtype)
 
 
 def _last_bits(x: np.ndarray) -> np.ndarray:
@@ -241,26 +237,14 @@ def _last_bits(x: np.ndarray) -> np.ndarray:
     return (x * (1 + eps * signs)).astype(x.dtype)
 
 
-def _run(
-    update: Any, grads: Sequence[Any], state: Any, params: Any, arrays: dict[str, Any]
-) -> list[tuple[jax.Array, ...]]:
-    """Each array of updates and state, after every step."""
-    steps = []
-    for step in grads:
-        updates, state = update(step, state, params, **arrays)
-        steps.append(jax.tree.leaves((updates, state)))
-    return list(zip(*steps, strict=True))
-
-
 def _compared(
-    path: str,
-    spec: PartitionSpec | None,
-    least: float,
-    got: Sequence[jax.Array],
-    want: Sequence[jax.Array],
-    near: Sequence[jax.Array],
-) -> Comparison:
-    """Compare one array at every step: on the mesh, on one device, and with noise."""
+    got: Sequence[jax.Array], want: Sequence[jax.Array], near: Sequence[jax.Array]
+) -> tuple[float, float, bool]:
+    """Compare one array at every step: on the mesh, on one device, and with noise.
+
+    Returns the largest difference, the largest by noise, and True if devices that hold
+    the same shard hold the same bits.
+    """
     differences, noise, same_bits = [], [0.0], True
     for x, y, z in zip(got, want, near, strict=True):
         alone = _numbers(y)
@@ -271,9 +255,7 @@ def _compared(
         same_bits &= all(whole[i].tobytes() == shard.tobytes() for i, shard in shards)
         differences.append(_difference(whole, alone))
         noise.append(_difference(_numbers(z), alone))
-    bound = max(least, AMPLIFIED * max(filter(np.isfinite, noise)))
-    largest = float(np.max(differences))
-    return Comparison(path, want[0].shape, largest, bound, same_bits, spec)
+    return float(np.max(differences)), max(filter(np.isfinite, noise)), same_bits
 
 
 def _numbers(x: Any) -> np.ndarray:

@@ -21,15 +21,22 @@ from emerging_optimizers.orthogonalized_optimizers import (
 from emerging_optimizers.utils import fp32_matmul_precision
 
 import jax_muon as jm
+from jax_muon.polar.coefficients import NEWTON_SCHULZ, polar_express_paper
 
+# J. You's five steps. https://github.com/KellerJordan/modded-nanogpt
+YOU = [
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+]
 # Its name of a table, ours, and how many steps are compared. From the ninth step on it
 # repeats the eighth of the Polar Express; ours continues the sequence.
 TABLES = [
-    ("simple", "jordan", 7),
-    ("quintic", "you", 5),
-    ("cans", "cans", 5),
-    ("deepseekv4", "deepseek", 10),
-    ("polar_express", "polar_express_paper", 8),
+    ("simple", NEWTON_SCHULZ, 7),
+    ("quintic", YOU, 5),
+    ("polar_express", polar_express_paper(8), 8),
 ]
 SHAPES = [(24, 24), (16, 40), (40, 16), (3, 12, 20)]
 LR, MOMENTUM, STEPS = 0.02, 0.9, 6
@@ -40,8 +47,8 @@ def distance(ours, theirs):
     return np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
 
 
-def our_polar(name, steps, dtype="float32"):
-    return jm.NewtonSchulz(steps, coefficients=name, dtype=dtype)
+def our_polar(table, steps, dtype="float32"):
+    return jm.NewtonSchulz(steps, coefficients=table, dtype=dtype)
 
 
 def quintics(name, steps):
@@ -83,7 +90,7 @@ def test_polar_factors_in_bfloat16(shape, rng):
     with fp32_matmul_precision("medium"):
         expected = muon_utils.newton_schulz(torch.from_numpy(x), 5, "quintic").numpy()
     found, exact = (
-        np.asarray(jax.jit(our_polar("you", 5, dtype))(x))
+        np.asarray(jax.jit(our_polar(YOU, 5, dtype))(x))
         for dtype in ("bfloat16", "float32")
     )
     assert distance(found, expected) < 2 * distance(expected, exact) < 0.04
@@ -93,7 +100,7 @@ def chain(*pieces):
     """For matrices (in, out), with the iteration in float32."""
     return optax.chain(
         jm.nesterov(MOMENTUM, lookahead=False),
-        jm.orthogonalize(our_polar("you", 5)),
+        jm.orthogonalize(our_polar(YOU, 5)),
         *pieces,
     )
 
@@ -107,7 +114,7 @@ OPTIMIZERS = {
     "muonh": (
         MuonHyperball,
         {"weight_decay": 0.0, "nesterov": True},
-        jm.muonh(LR, MOMENTUM, polar=our_polar("you", 5)),
+        jm.muonh(LR, MOMENTUM, polar=our_polar(YOU, 5)),
     ),
     "shape_scaling": (
         Muon,
@@ -123,7 +130,7 @@ OPTIMIZERS = {
     "moonlight": (
         Muon,
         {"weight_decay": 0.1, "extra_scale_factor": 0.2, "nesterov": True},
-        jm.moonlight(LR, MOMENTUM, 0.1, polar=our_polar("you", 5)),
+        jm.moonlight(LR, MOMENTUM, 0.1, polar=our_polar(YOU, 5)),
     ),
     "normuon": (
         AdaptiveMuon,

@@ -77,7 +77,7 @@ def test_a_whole_tree_crosses_and_returns():
         ("normuon", "gaussian", "float64"),
         ("teon", "gaussian", "float64"),
         ("muonh", "gaussian", "float64"),
-        ("normuonh", "low_rank", "float32"),
+        ("muonh", "low_rank", "float32"),
     ],
 )
 def test_trajectory(name, kind, dtype):

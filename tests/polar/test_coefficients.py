@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jax_muon import polar_express_coefficients
-from jax_muon.polar.coefficients import TABLES, quintics
+from jax_muon.polar import coefficients
+from jax_muon.polar.coefficients import NEWTON_SCHULZ, quintics
 
 # nanochat's table (github.com/karpathy/nanochat).
 NANOCHAT = [
@@ -26,43 +27,12 @@ PAPER = [
     (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
 ]
 JORDAN = (3.4445, -4.7750, 2.0315)
-# As published; `coefficients.py` names the sources.
-PUBLISHED = {
-    "jordan": [JORDAN] * 5,
-    "you": [
-        (4.0848, -6.8946, 2.9270),
-        (3.9505, -6.3029, 2.6377),
-        (3.7418, -5.5913, 2.3037),
-        (2.8769, -3.1427, 1.2046),
-        (2.8366, -3.0525, 1.2012),
-    ],
-    "cans": [
-        (8.4703, -25.1081, 18.6293),
-        (4.1828, -3.1087, 0.5806),
-        (3.9619, -2.9541, 0.5630),
-        (3.2866, -2.4647, 0.5074),
-        (2.2737, -1.6447, 0.4162),
-    ],
-    "deepseek": [JORDAN] * 8 + [(2, -1.5, 0.5)] * 2,
-    "cubic5": [
-        (3.3656576, -3.3420992, 0),
-        (2.5744352, -1.4957376, 0),
-        (2.5368962, -1.4312570, 0),
-        (2.4418906, -1.2764040, 0),
-        (2.2230472, -0.9630650, 0),
-    ],
-    "nanochat": NANOCHAT,
-}
-# (lowest, low, high): singular values that begin in [lowest, 1] end in [low, high].
-BANDS = {
-    "jordan": (0.01, 0.68, 1.14),
-    "you": (0.01, 0.97, 1.04),
-    "cans": (0.002, 0.88, 1.12),
-    "deepseek": (0.001, 0.999, 1.001),
-    "cubic5": (0.007, 0.77, 1.31),
-    "nanochat": (0.002, 0.85, 1.15),
-    "polar_express_paper": (0.001, 0.9999, 1.0001),
-}
+# Tables, and (lowest, low, high): singular values in [lowest, 1] end in [low, high].
+BANDS = [
+    (5 * [NEWTON_SCHULZ], (0.01, 0.68, 1.14)),
+    (coefficients.nanochat(5), (0.002, 0.85, 1.15)),
+    (coefficients.polar_express_paper(8), (0.001, 0.9999, 1.0001)),
+]
 
 
 def evaluate(abc, x):
@@ -70,34 +40,32 @@ def evaluate(abc, x):
     return a * x + b * x**3 + c * x**5
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_named_tables_are_the_published_ones(name):
-    published = PUBLISHED[name]
-    atol = 1e-12 if name == "nanochat" else 0
-    for steps in (None, len(published), 1):
-        found = quintics(name, steps)
-        np.testing.assert_allclose(found, published[:steps], rtol=0, atol=atol)
+@pytest.mark.parametrize("steps", [5, 3, 1])
+def test_nanochats_table_is_the_published_one(steps):
+    found = coefficients.nanochat(steps)
+    np.testing.assert_allclose(found, NANOCHAT[:steps], rtol=0, atol=1e-12)
 
 
 def test_the_papers_table_has_a_margin_in_all_steps_but_the_last():
     margin, limit = 1.01 ** np.array([1, 3, 5]), np.array([1.875, -1.25, 0.375])
-    eight, nine = (np.array(quintics("polar_express_paper", n)) for n in (None, 9))
+    paper = coefficients.polar_express_paper
+    eight, nine = (np.array(paper(n)) for n in (8, 9))
     np.testing.assert_allclose(eight[:6], np.array(PAPER) / margin, rtol=0, atol=1e-12)
     np.testing.assert_allclose(eight[7:], [limit], atol=1e-8)
     np.testing.assert_allclose(nine[7:], [limit / margin, limit], atol=1e-8)
-    assert quintics("polar_express_paper", 3) == quintics("polar_express_paper", 8)[:3]
+    assert paper(3) == paper(8)[:3]
 
 
 def test_tables_that_go_on():
-    assert quintics("jordan", 7) == (JORDAN,) * 7
-    assert quintics("nanochat", 7) == polar_express_coefficients(7)
+    assert quintics(NEWTON_SCHULZ, 7) == (JORDAN,) * 7
+    assert coefficients.nanochat(7) == polar_express_coefficients(7)
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_named_tables_bring_singular_values_near_one(name):
-    lowest, low, high = BANDS[name]
+@pytest.mark.parametrize(("table", "band"), BANDS)
+def test_tables_of_recipes_bring_singular_values_near_one(table, band):
+    lowest, low, high = band
     x = np.geomspace(lowest, 1, 10_000)
-    for abc in quintics(name, None):
+    for abc in table:
         x = evaluate(abc, x)
     assert low < x.min()
     assert x.max() < high

@@ -1,5 +1,6 @@
 """`verify` passes a right layout, and names what is wrong in another, with numbers."""
 
+import functools
 import re
 
 import jax
@@ -47,11 +48,13 @@ def test_a_right_layout(kind):
     with jax.set_mesh(mesh):
         found = jm.verify(jm.on_mesh(tx, mesh, specs, "data", min_size=1), params)
     assert found.ok, found
-    assert [x.path for x in found.updates] == ["bias", "q", "stack/up"]
+    updates, state = [*found.differences][:3], [*found.differences][3:]
+    assert updates == ["bias", "q", "stack/up"]
     # The same array, the same gradients: something was compared.
-    assert 0 < max(x.difference for x in found.updates) < 2e-6
-    assert all(2e-5 <= x.bound < 1e-4 for x in found.updates)
-    assert len(found.state) == len(jax.tree.leaves(tx.init(ZEROS)))
+    assert 0 < max(found.differences[x][0] for x in updates) < 2e-6
+    assert all(2e-5 <= found.differences[x][1] < 1e-4 for x in updates)
+    assert len(state) == len(jax.tree.leaves(tx.init(ZEROS)))
+    assert all(x.startswith("state ") for x in state)
     lines = str(found).splitlines()
     assert lines[0].split() == ["parameter", "shape", "sharding", "difference", "bound"]
     assert lines[2].startswith("q           16 x 24       fsdp x -")
@@ -68,7 +71,7 @@ def test_a_wrong_layout_is_named_with_number_and_bound():
         optax.chain(RECIPES["muon"](**FAST), jm.scale_by_path({"q": x}))
         for x in (1.0, 1.01)
     )
-    found = compare(even, jm.on_mesh(faster, mesh), ZEROS, 2 * grads, places)
+    found = compare(even, jm.on_mesh(faster, mesh), [(ZEROS, 2 * grads)], places)
     assert not found.ok
     assert re.search(
         r"WRONG: the update of 'q' of shape \(16, 24\) differs .* by 0.01 of its norm; "
@@ -78,8 +81,8 @@ def test_a_wrong_layout_is_named_with_number_and_bound():
     )
 
     bad = optax.stateless(lambda g, p: {**g, "bias": g["bias"] / jnp.sum(p["bias"])})
-    found = compare(optax.identity(), jm.on_mesh(bad, mesh), ZEROS, grads, places)
-    np.testing.assert_equal([x.difference for x in found.updates], [np.nan, 0, 0])
+    found = compare(optax.identity(), jm.on_mesh(bad, mesh), [(ZEROS, grads)], places)
+    np.testing.assert_equal([x for x, _ in found.differences.values()], [np.nan, 0, 0])
     assert "'bias' of shape (7,) has elements that are not finite" in str(found)
 
 
@@ -91,10 +94,9 @@ def test_devices_that_hold_the_same_piece_hold_the_same_bits():
     ]
     x = jax.make_array_from_single_device_arrays((2,), NamedSharding(mesh, P()), pieces)
     want = (np.float32([1, 2]),)
-    found = _compared("w", P(), 2e-5, (x,), want, want)
-    assert not found.same_bits
-    assert found.difference < found.bound
-    assert "between devices that hold the same shard" in found.problems[0]
+    difference, _, same_bits = _compared((x,), want, want)
+    assert difference < 2e-5
+    assert not same_bits
 
 
 @pytest.mark.parametrize(
@@ -105,18 +107,82 @@ def test_bounds_are_those_of_the_narrowest_dtype(dtype, bound, x64):
     shapes = {"w": jax.ShapeDtypeStruct((4, 8), dtype)}
     tx = jm.on_mesh(optax.sgd(0.1), mesh_of(2), divide="data")
     found = jm.verify(tx, shapes)
-    assert found.updates[0].bound == bound
+    assert found.differences["w"][1] == bound
     assert found.ok
 
 
 def test_a_gather_in_another_dtype_widens_the_bound():
     given = {"divide": "data", "min_size": 1, "gather_dtype": "bfloat16"}
     found = jm.verify(jm.on_mesh(optax.sgd(0.1), mesh_of(2), **given), W)
-    assert 1e-3 < found.updates[0].difference < 2**-8
-    assert found.updates[0].bound == 2e-5 + 2**-8
+    difference, bound = found.differences["w"]
+    assert 1e-3 < difference < 2**-8
+    assert bound == 2e-5 + 2**-8
     assert found.ok
     with pytest.raises(TypeError, match="rounding"):  # not as an extra argument
         jm.verify(jm.on_mesh(optax.sgd(0.1), mesh_of(2)), W, rounding=1.0)
+
+
+# --- what a wrong mesh does -----------------------------------------------------------
+
+
+def own_shards(swap, x, *args, **given):
+    """Every device keeps what it should send."""
+    return x
+
+
+def wrong_senders(swap, x, *args, **given):
+    """What comes from one device is taken for another's."""
+    return jnp.roll(swap(x, *args, **given), 1, axis=0)
+
+
+def a_round_lost(swap, x, *args, **given):
+    """Nothing arrives."""
+    return jnp.zeros_like(swap(x, *args, **given))
+
+
+@pytest.mark.parametrize("breakage", [own_shards, wrong_senders, a_round_lost])
+def test_matrices_that_do_not_arrive_are_found(breakage, monkeypatch, capsys):
+    """By `verify` and by the command, with matrices of 256 x 256."""
+    monkeypatch.setattr("jax_muon.recipes.orthogonalize", jm.orthogonalize)
+    broken = functools.partial(breakage, jax.lax.all_to_all)
+    monkeypatch.setattr("jax.lax.all_to_all", broken)
+    tx = jm.on_mesh(RECIPES["muon"](**FAST), mesh_of(4), divide="data")
+    found = jm.verify(tx, {"mlp/up": jax.ShapeDtypeStruct((256, 256), "float32")})
+    assert "the update of 'mlp/up' of shape (256, 256) differs" in found.problems[0]
+    assert command.main() == 1
+    assert "WRONG: the update of 'attn/q'" in capsys.readouterr().out
+
+
+def test_without_owners_the_table_says_so(monkeypatch):
+    monkeypatch.setattr("jax_muon.recipes.orthogonalize", jm.orthogonalize)
+    tx = jm.on_mesh(RECIPES["muon"](**FAST), mesh_of(4), divide="data")
+    for size, said in ((256, False), (248, True)):
+        shapes = {"mlp/up": jax.ShapeDtypeStruct((256, size), "float32")}
+        assert ("no matrix was sent to an owner" in str(jm.verify(tx, shapes))) == said
+
+
+@pytest.mark.parametrize("decay", [0.1, 0.01, 0.001])
+@pytest.mark.parametrize("recipe", ["adamw", "muon", "nanochat"])
+def test_a_decay_that_is_forgotten_on_the_mesh_is_found(recipe, decay):
+    make = optax.adamw
+    if recipe != "adamw":
+        make = functools.partial(RECIPES[recipe], **FAST)
+    right, wrong = (make(1e-3, weight_decay=x) for x in (decay, 0.0))
+
+    def update(*args):
+        on_mesh = "data" in jax.sharding.get_abstract_mesh().axis_names
+        return (wrong if on_mesh else right).update(*args)
+
+    forgetful = optax.GradientTransformation(right.init, update)
+    shapes = {"up": jax.ShapeDtypeStruct((64, 64), "float32")}
+    found = jm.verify(jm.on_mesh(forgetful, mesh_of(2)), shapes)
+    assert "the update of 'up' of shape (64, 64) differs" in found.problems[0]
+
+
+def test_on_mesh_is_the_outermost_transform():
+    tx = optax.chain(jm.on_mesh(optax.sgd(0.1), mesh_of(2)), optax.scale(0.5))
+    with pytest.raises(ValueError, match="with on_mesh around all other transforms"):
+        jm.verify(tx, W)
 
 
 def test_no_steps():
