@@ -116,10 +116,10 @@ def drift(rate):
         {"where": "ZeRO-2 on 8"},
         {"where": "ZeRO-2 on 8", "kind": EXPLICIT},
         {"where": "HSDP", "microbatches": 2},
-        {"where": "HSDP", "parameters": "divided"},
+        {"where": "HSDP", "divided": True},
         {
             "where": "ZeRO-2 x FSDP x TP",
-            "transfers": jm.Transfers(gather_dtype="bfloat16"),
+            "gather_dtype": "bfloat16",
         },
         {"where": "HSDP", "dtype": "float16"},
     ],
