@@ -95,6 +95,8 @@ LAYOUTS = (
     "fsdp-tp",
     "two-pods",
 )
+# These are plain jit around `on_mesh`, the others steps of `make_train_step`.
+IN_JIT = ("zero2", "zero2-hosts", "fsdp-tp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +210,7 @@ def whole_step(
         return jm.scan_layers(body, x, layers, mesh, specs[name], axis=batch)
 
     loss_fn = functools.partial(loss_fn, scan=scan)
-    if layout not in ("fsdp-tp", "zero2-hosts"):
+    if layout not in IN_JIT:
         step = jm.make_train_step(
             loss_fn, tx, mesh, specs=specs, scanned=scanned, microbatches=microbatches
         )

@@ -26,7 +26,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks, jaxprs
 from jax_muon.mesh.layout import Layout, Specs
-from jax_muon.mesh.specs import AxisName, checked_axes, entry_names, only, spec_names
+from jax_muon.mesh.specs import (
+    AxisName,
+    checked_axes,
+    divided_axes,
+    entry_names,
+    only,
+    spec_names,
+)
 from jax_muon.mesh.wire import Wire, of_step
 
 Function = Callable[..., Any]
@@ -108,7 +115,7 @@ def scan_layers(
     if manual and any(map(any, divided)):
         flat = _noted(flat, divided)
     exchange = _collectives if manual or local_batch else _constraints
-    gather, scatter = exchange(mesh, names)
+    gather, *scatters = exchange(mesh, names, [s for s in divided if any(s)])
     is_ahead = [
         bool(len(x))
         and jnp.issubdtype(x.dtype, jnp.inexact)
@@ -140,10 +147,11 @@ def scan_layers(
         pairs = zip(shards, of_layer, strict=True)
         return [gather(x, spec) for x, (spec, _) in pairs]
 
-    def scattered(grads: Sequence[Any]) -> list[Any]:
+    def exchanged(scatter: Function, grads: Sequence[Any]) -> list[Any]:
         pairs = zip(grads, of_layer, strict=True)
         return [scatter(g, spec, dtype) for g, (spec, dtype) in pairs]
 
+    scattered = [functools.partial(exchanged, scatter) for scatter in scatters]
     per_device = None
     if local_batch:
         _check_batch("carry", carry, mesh, names)
@@ -232,17 +240,34 @@ def _check_batch(what: str, tree: Any, mesh: Mesh, names: Sequence[str]) -> None
             )
 
 
-def _collectives(mesh: Mesh, names: tuple[str, ...]) -> tuple[Function, Function]:
-    """How a device gathers an array over these mesh axes, and scatters its gradient."""
+def _collectives(
+    mesh: Mesh, names: tuple[str, ...], specs: Sequence[PartitionSpec]
+) -> tuple[Function, ...]:
+    """How a device gathers an array over these mesh axes, and scatters its gradient.
+
+    That has two halves if devices repeat arrays: the sum over replicas, between hosts,
+    is a layer later still.
+    """
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     wire = of_step.get() or Wire(names, sum_wide=is_cpu)
-    return wire.gather, lambda g, spec, dtype: wire.scatter(g, spec, dtype).astype(
-        dtype
-    )
+
+    def at_once(g: Any, spec: PartitionSpec, dtype: Any) -> Any:
+        return wire.scatter(g, spec, dtype).astype(dtype)
+
+    def later(g: Any, spec: PartitionSpec, dtype: Any) -> Any:
+        return wire.sum_over_others(g, spec).astype(dtype)
+
+    several = {*divided_axes(mesh.shape)} & {*names}
+    if all(several <= {*spec_names(spec)} for spec in specs):
+        return wire.gather, at_once
+    return wire.gather, wire.scatter_along, later
 
 
-def _constraints(mesh: Mesh, names: tuple[str, ...]) -> tuple[Function, Function]:
+def _constraints(
+    mesh: Mesh, names: tuple[str, ...], specs: Sequence[PartitionSpec]
+) -> tuple[Function, ...]:
     """The same by sharding constraints, for XLA to carry out."""
+    del specs
     context = jax.sharding.get_abstract_mesh()
     on = mesh if context.empty else context
     explicit = AxisType.Explicit in mesh.axis_types
@@ -316,7 +341,7 @@ class _PerDevice:
 def _directions(
     run: Function,
     gather: Callable[[list[Any]], list[Any]],
-    scatter: Callable[[list[Any]], list[Any]],
+    scatters: Sequence[Callable[[list[Any]], list[Any]]],
     results: Any,
     loop: Function,
     reverse: bool,
@@ -365,17 +390,16 @@ def _directions(
         )
         numbers = np.arange(len(shards[0]))
 
-        def put(d_shards: list[Any], waiting: list[Any], i: Any) -> list[Any]:
-            """The gradient of layer i, scattered, in its place."""
-            into = jax.lax.dynamic_update_index_in_dim
-            i = jnp.clip(i, 0, len(shards[0]) - 1)  # zeros, before the first
-            pairs = zip(d_shards, scatter(waiting), strict=True)
-            return [into(all_, d, i, 0) for all_, d in pairs]
+        def put(d_shards: list[Any], d_layer: list[Any], i: Any) -> list[Any]:
+            i = jnp.clip(i, 0, len(shards[0]) - 1)  # of zeros, before the first
+            into = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+            return [into(x, d, index=i) for x, d in zip(d_shards, d_layer, strict=True)]
 
         def step(state: Any, inputs: Any) -> Any:
             d_carry, total, layer, waiting, d_shards = state
             i, pull, x, d_ys = inputs
-            d_shards = put(d_shards, waiting, i + following)
+            *waiting, done = (f(w) for f, w in zip(scatters, waiting, strict=True))
+            d_shards = put(d_shards, done, i + len(scatters) * following)
             before = layer
             if not keep_gathered:
                 before = layer_at(shards, i - following)
@@ -385,14 +409,23 @@ def _directions(
                 pull(_all((d_carry, d_ys), results))
             )
             total = jax.tree.map(jnp.add, total, d_consts)
-            return (d_carry, total, before, d_layer, d_shards), d_x
+            return (d_carry, total, before, [d_layer, *waiting], d_shards), d_x
 
         zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-        start = d_carry, zeros(_reals(consts)), last, zeros(last), zeros(shards)
+        waiting = [zeros(last)]
+        for scatter in scatters[:-1]:
+            shapes = jax.eval_shape(scatter, waiting[-1])
+            waiting.append(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+        start = d_carry, zeros(_reals(consts)), last, waiting, zeros(shards)
         (d_carry, d_consts, _, waiting, d_shards), d_xs = loop(
             step, start, (numbers, saved, xs, d_ys), reverse=not reverse
         )
-        d_shards = put(d_shards, waiting, numbers[-1] if reverse else 0)
+        first = numbers[-1] if reverse else 0
+        for late in reversed(range(len(scatters))):
+            d_layer = waiting[late]
+            for scatter in scatters[late:]:
+                d_layer = scatter(d_layer)
+            d_shards = put(d_shards, d_layer, first + late * following)
         return d_consts, d_carry, d_shards, d_xs
 
     return forward, backward
