@@ -205,6 +205,8 @@ def whole_step(
     )
 
     def scan(body: Any, x: Any, layers: Any, name: str) -> Any:
+        if layout == "fsdp-tp":  # else XLA divides embeddings by columns
+            x = jax.lax.with_sharding_constraint(x, tokens.sharding)
         if name not in scanned:
             return jax.lax.scan(body, x, layers)
         return jm.scan_layers(body, x, layers, mesh, specs[name], axis=batch)
