@@ -272,7 +272,7 @@ def train_steps(case: Case, tx: Any, mesh: Mesh, specs: Any) -> tuple[Any, Any]:
     The mean gradient of their loss is the one that they are given, and every part of
     the batch has another one.
     """
-    parts = 2 * math.prod(mesh.shape[name] for name in case.divide)
+    parts = 2 * mesh.size
     weights = np.resize(np.float32([0, 2]), parts)
 
     def loss(params: Any, batch: Any) -> Any:
@@ -300,11 +300,9 @@ def train_steps(case: Case, tx: Any, mesh: Mesh, specs: Any) -> tuple[Any, Any]:
         loss,
         tx,
         mesh,
-        axis=case.divide,
         specs=specs,
         min_size=1,
         microbatches=2 if how == "microbatches" else 1,
-        parameters="divided" if how == "divided" else "as specs",
         donate=False,
     )
 

@@ -6,11 +6,21 @@ as in DeepSeek-V3; an MLP with a `gate` is gated as in Llama; and leaves with a 
 axis, (layers, in, out), run in a scan.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+
+Scan = Callable[..., Any]  # of a body, a carry, layers, and their name in the tree
+
+
+def plain_scan(body: Any, carry: Any, layers: Any, name: str) -> Any:
+    """As models have it, for layers that need not be gathered."""
+    del name
+    return jax.lax.scan(body, carry, layers)
+
 
 EXPERTS_PER_TOKEN = 8
 QUERIES = 1024  # at a time, in sequences of more than four times as many
@@ -24,6 +34,7 @@ def loss(
     attention: str | None = None,
     rematerialize: bool = True,
     dtype: jax.typing.DTypeLike | None = None,
+    scan: Scan = plain_scan,
 ) -> jax.Array:
     """Mean cross-entropy of the next token.
 
@@ -34,6 +45,7 @@ def loss(
       attention: implementation of `jax.nn.dot_product_attention`.
       rematerialize: whether blocks are computed again in the backward pass.
       dtype: what parameters are cast to where they are used; None for their own.
+      scan: runs layers with a layer axis.
     """
 
     def cast(tree: Any) -> Any:
@@ -45,10 +57,10 @@ def loss(
     if rematerialize:
         block = jax.checkpoint(block)
     x = _norm(cast(params["wte"][tokens[:, :-1]]))
-    stacks = [params[name] for name in ("dense", "blocks") if name in params]
-    for blocks in stacks:
+    for stack in [name for name in ("dense", "blocks") if name in params]:
+        blocks = params[stack]
         if "out" in blocks:
-            x, _ = jax.lax.scan(lambda x, leaves: (block(x, leaves), None), x, blocks)
+            x, _ = scan(lambda x, leaves: (block(x, leaves), None), x, blocks, stack)
             continue
         for name in sorted(blocks):
             x = block(x, blocks[name])

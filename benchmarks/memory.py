@@ -36,9 +36,8 @@ from benchmarks.schedule.gpu_schedule import TOOL_OPTIONS
 from benchmarks.schedule.h100s import WORKLOADS, h100s
 
 CARD = 80e9  # bytes
-UPDATES = ("after backward", "in backward")
 LAYERS, WIDTH, TOKENS = 32, 1024, 512  # of "updates"
-CASE = ("table", "model", "gpus", "sequences", "dtype", "optimizer", "update")
+CASE = ("table", "model", "gpus", "sequences", "dtype", "optimizer")
 KINDS = ("parameters", "state", "gradients", "rest", "peak")
 
 
@@ -62,27 +61,23 @@ def optimizers(matrices: Any, params: Any) -> dict[str, Any]:
 
 def cases() -> list[tuple[Any, ...]]:
     """All that is compiled, by `CASE`."""
-    early = {1: "in backward", 8: "in backward"}
     rows: list[tuple[Any, ...]] = [
-        ("updates", "mlp", 1, 0, "bfloat16", optimizer, update)
+        ("updates", "mlp", 1, 0, "bfloat16", optimizer)
         for optimizer in optimizers(None, {})
-        for update in UPDATES
     ]
     rows += [
-        ("models", model, gpus, WORKLOADS[model][1], dtype, "muon", update)
+        ("models", model, gpus, WORKLOADS[model][1], dtype, "muon")
         for model in ("llama-1.3b", "llama-7b", "llama-70b")
         for gpus in (1, 8, 64, 256)
         for dtype in ("bfloat16", "float32")
-        for update in (early.get(gpus, "after backward"),)
     ]
-    ours = "muon, int8 momentum, residual"
-    small = ("muon, int8 momentum", "in backward")
-    card = [(ours, "in backward", n) for n in (1, 2, 4, 6, 8)]
-    card += [(ours, "after backward", 1), (*small, 1), ("optax.adamw", UPDATES[0], 1)]
-    return rows + [
-        ("card", "llama-8b", 1, sequences, "bfloat16", optimizer, update)
-        for optimizer, update, sequences in card
-    ]
+    card = (
+        "muon",
+        "muon, int8 momentum",
+        "muon, int8 momentum, residual",
+        "optax.adamw",
+    )
+    return rows + [("card", "llama-8b", 1, 1, "bfloat16", name) for name in card]
 
 
 def mlp_loss(params: Any, x: jax.Array) -> jax.Array:
@@ -118,13 +113,22 @@ def llama(
 
 
 def measure(
-    optimizer: str, update: str, gpus: int, loss: Any, params: Any, batch: Any
+    optimizer: str, gpus: int, loss: Any, params: Any, batch: Any
 ) -> dict[str, Any]:
     """Bytes on one device, by kind; of one step, compiled."""
     mesh = Mesh(h100s(gpus), ("data",))
-    tx = optimizers(jm.read(params, loss, batch), params)[optimizer]
-    how = "divided" if gpus > 1 else "as specs"
-    step = jm.make_train_step(loss, tx, mesh, parameters=how, update=update)
+    matrices = jm.read(params, loss, batch)
+    tx = optimizers(matrices, params)[optimizer]
+    given: dict[str, Any] = {}
+    if gpus > 1:
+        specs = jm.divided_specs(params, mesh, matrices=matrices)
+
+        def scan(body: Any, x: Any, layers: Any, name: str) -> Any:
+            return jm.scan_layers(body, x, layers, mesh, specs[name])
+
+        loss = functools.partial(loss, scan=scan)
+        given = {"specs": specs, "scanned": ["blocks"]}
+    step = jm.make_train_step(loss, tx, mesh, **given)
     sharding = NamedSharding(mesh, P("data"))
     batch = jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=sharding)
     args = step.abstract(params)
@@ -134,11 +138,6 @@ def measure(
     peak += stats.output_size_in_bytes - stats.alias_size_in_bytes
     parameters, state = map(_bytes, args)
     gradients = parameters
-    # Of as many layers at a time as there are devices, and of what is outside layers.
-    if update == "in backward":
-        blocks = args[0]["blocks"]
-        layers = jax.tree.leaves(blocks)[0].shape[0]
-        gradients -= _bytes(blocks) * (layers - gpus) // layers
     rest = peak - parameters - state - gradients
     sizes = (parameters, state, gradients, rest, peak)
     elements = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
@@ -168,7 +167,7 @@ def main(words: list[str]) -> None:
         gpus, sequences, dtype = (result[k] for k in ("gpus", "sequences", "dtype"))
         model = result["model"]
         given = mlp() if model == "mlp" else llama(model, dtype, gpus * sequences)
-        result |= measure(result["optimizer"], result["update"], gpus, *given)
+        result |= measure(result["optimizer"], gpus, *given)
         whole = result["table"] != "updates"
         unit, size = ("GB", 1e9) if whole else ("bytes a parameter", result["elements"])
         sizes = [f"{result[kind] / size:.2f}" for kind in KINDS]

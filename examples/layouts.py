@@ -3,8 +3,6 @@
   none:     one device.
   zero2:    every device holds all parameters and a shard of the optimizer's state.
   fsdp:     parameters are sharded as well.
-  fsdp,tp:  attention heads and the hidden units of the MLP are also sharded, over a
-            second mesh axis along which the batch is the same.
   hsdp:     fsdp within groups of devices; the groups hold the same parameters, and the
             state is sharded over all devices.
 
@@ -23,21 +21,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# Mesh axes. They are Auto axes, so the model need not mention them.
+# Mesh axes: the batch is divided over all of them, and parameters over "fsdp". They are
+# Auto axes, so the model need not mention them.
 AXES = {
     "none": ("data",),
     "zero2": ("data",),
     "fsdp": ("fsdp",),
-    "fsdp,tp": ("fsdp", "tp"),
     "hsdp": ("data", "fsdp"),
-}
-
-# For kernels (in, out): what a block reads from its stream, and what it adds to it.
-COLUMNS = ("fsdp", "tp")
-ROWS = ("tp", "fsdp")
-SPECS = {
-    **dict.fromkeys(("q", "k", "v", "up", "lm_head"), COLUMNS),
-    **dict.fromkeys(("out", "down", "embed"), ROWS),  # embed: (vocabulary, width)
 }
 
 
@@ -68,10 +58,9 @@ def connect(options: argparse.Namespace) -> Mesh:
         for device in jax.local_devices(process)[:used]
     ]
     count = len(devices)
-    # By default two groups for hsdp, and two devices along tp.
-    half = max(1, count // 2)
-    pair = {"hsdp": (2, half), "fsdp,tp": (half, 2)}
-    shape = options.mesh or pair.get(options.sharding, (count,))
+    # By default two groups for hsdp.
+    alone = (2, max(1, count // 2)) if options.sharding == "hsdp" else (count,)
+    shape = options.mesh or alone
     if math.prod(shape) != count:
         raise ValueError(
             f"a mesh of {' x '.join(map(str, shape))} for {count} devices; expected "
@@ -79,42 +68,17 @@ def connect(options: argparse.Namespace) -> Mesh:
             f"{math.ceil(math.prod(shape) / jax.process_count())}"
         )
     mesh = Mesh(np.array(devices).reshape(shape), AXES[options.sharding])
-    parts = math.prod(mesh.shape[name] for name in batch_axes(mesh))
-    if options.batch_size % parts:
+    if options.batch_size % count:
         raise ValueError(
-            f"--batch-size {options.batch_size} does not divide over {parts} "
-            f"devices; expected a multiple of {parts}"
+            f"--batch-size {options.batch_size} does not divide over {count} "
+            f"devices; expected a multiple of {count}"
         )
     return mesh
 
 
-def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Mesh axes that shard the batch."""
-    return tuple(name for name in mesh.axis_names if name != "tp")
-
-
-def specs(params: Any, mesh: Mesh) -> Any:
-    """Shardings of parameters between steps, from `SPECS` by the name of the module.
-
-    An axis that the devices do not divide is not sharded.
-    """
-
-    def spec(key_path: tuple[Any, ...], x: jax.Array) -> PartitionSpec:
-        path = jax.tree_util.keystr(key_path, simple=True, separator="/")
-        names = next(SPECS[name] for name in path.split("/") if name in SPECS)
-        return PartitionSpec(
-            *(
-                name if name in mesh.shape and size % mesh.shape[name] == 0 else None
-                for name, size in zip(names, x.shape, strict=True)
-            )
-        )
-
-    return jax.tree_util.tree_map_with_path(spec, params)
-
-
 def put(windows: np.ndarray, mesh: Mesh) -> jax.Array:
     """Shard the windows of a batch (16, 129), or of batches (8, 16, 129)."""
-    spec = PartitionSpec(*[None] * (windows.ndim - 2), batch_axes(mesh))
+    spec = PartitionSpec(*[None] * (windows.ndim - 2), mesh.axis_names)
     return jax.make_array_from_callback(
         windows.shape, NamedSharding(mesh, spec), windows.__getitem__
     )

@@ -19,7 +19,7 @@ SETTINGS = (
     "data", "learning_rate", "adamw_learning_rate", "embedding_factor", "momentum",
     "weight_decay", "evaluate_every", "qk_clip",
 )  # fmt: skip
-LAYOUT = ("sharding", "devices", "mesh", "parameters")
+LAYOUT = ("sharding", "devices", "mesh")
 
 
 def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace:
@@ -49,16 +49,14 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--evaluate-every", type=positive, default=10, metavar="STEPS")
     add("--checkpoint-every", type=positive, default=50, metavar="STEPS")
     add("--sharding", choices=AXES, metavar="LAYOUT",
-        help="none (default); zero2; fsdp; fsdp,tp; or hsdp")  # fmt: skip
+        help="none (default); zero2; fsdp; or hsdp")  # fmt: skip
     add("--devices", type=positive, help="of each process; else all")
     add(
         "--mesh",
         metavar="A,B",
         type=mesh_shape,
-        help="fsdp and tp (default: tp 2), or replicas and fsdp (replicas 2)",
+        help="replicas and fsdp (default: 2 replicas), for hsdp",
     )
-    add("--parameters", choices=("as specs", "divided"), default="as specs",
-        help="how they are sharded between steps; divided: like the state")  # fmt: skip
     add("--distributed", action="store_true", help="this is one of several processes")
     add("--coordinator", metavar="HOST:PORT", help="else found by JAX")
     add("--processes", type=positive, help="how many there are; likewise")
@@ -76,13 +74,13 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     options.sharding = options.sharding or "none"
     if options.width % HEAD_WIDTH:
         parser.error(f"--width {options.width}: expected a multiple of {HEAD_WIDTH}")
-    many = "expected with --sharding zero2, fsdp, fsdp,tp or hsdp"
+    many = "expected with --sharding zero2, fsdp or hsdp"
     if options.sharding == "none" and (options.devices or 1) > 1:
         parser.error(f"--devices {options.devices}: {many}")
     if options.sharding == "none" and options.distributed:
         parser.error(f"--distributed: {many}")
     if options.mesh and len(AXES[options.sharding]) < 2:
-        parser.error("--mesh: expected with --sharding fsdp,tp or hsdp")
+        parser.error("--mesh: expected with --sharding hsdp")
     options.name = name
     return options
 

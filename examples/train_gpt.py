@@ -7,7 +7,6 @@
     python examples/train_gpt.py --data FILE                on a text of your own
     python examples/train_gpt.py --sharding zero2 --devices 8
     python examples/train_gpt.py --sharding fsdp --devices 8
-    python examples/train_gpt.py --sharding fsdp,tp --mesh 4,2 --devices 8
     python examples/train_gpt.py --sharding hsdp --mesh 2,4 --devices 8
     python examples/train_gpt.py --qk-clip 30               instead of QK-norm
 
@@ -33,7 +32,7 @@ import optax
 from flax import nnx
 from gpt import GPT, generate
 from jax.sharding import Mesh
-from layouts import batch_axes, connect, gather, in_any, once, put, specs, writes
+from layouts import connect, gather, in_any, once, put, writes
 from optimizers import RATES, best_rates, make_optimizer
 from options import LAYOUT, SETTINGS, check_same, parse, read_settings
 from runs import (
@@ -144,9 +143,7 @@ def train(
         loss,
         tx,
         mesh,
-        axis=batch_axes(mesh),
-        specs=specs(params, mesh),
-        parameters=options.parameters,
+        specs=jm.divided_specs(params, mesh, "fsdp") if "fsdp" in mesh.shape else None,
         has_aux=True,
         max_aux="max_logits" if clip else (),
     )

@@ -1,17 +1,18 @@
 """Jaxprs: what operations call, what they need, and their source lines.
 
 JAX's internals may change with a release; `tests/test_jaxprs.py` runs in each. Names
-of primitives and their parameters also stand in `reading/computation/` and in
-`mesh/by_layers.py`.
+of primitives and their parameters also stand in `reading/computation/`.
 """
 
+import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters import partial_eval
 
 # Lines of these packages are not the user's.
@@ -80,6 +81,50 @@ def functions(jaxpr: Jaxpr) -> Iterator[str]:
         traceback: Any = eqn.source_info.traceback
         for frame in traceback.frames if traceback else ():
             yield frame.function_name
+
+
+def marked(x: Any, name: str) -> Any:
+    """The array, with a name that `uses` finds."""
+    return checkpoint_name(x, _MARK + name)
+
+
+_MARK = "jax_muon "
+# Operations whose result is a part, a copy or a cast of their operand.
+_MOVES = {
+    *("convert_element_type", "copy", "name", "optimization_barrier"),
+    *("reduce_precision", "reshape", "rev", "slice", "squeeze", "transpose"),
+}
+
+
+def uses(jaxpr: Jaxpr, values: Container[Any]) -> tuple[list[str], list[bool]]:
+    """What a function does with some inputs: names of `marked`, and operations.
+
+    Parts, copies and casts of a value are followed, also into functions.
+
+    Returns:
+      The uses, and which results are still those values.
+    """
+    found, followed = [], {v for v in jaxpr.invars if v in values}
+    for eqn in jaxpr.eqns:
+        takes = [not isinstance(v, Literal) and v in followed for v in eqn.invars]
+        if not any(takes):
+            continue
+        function = called(eqn)
+        name = eqn.params.get("name")
+        if eqn.primitive.name == "name" and name.startswith(_MARK):
+            found.append(name.removeprefix(_MARK))
+        elif eqn.primitive.name in _MOVES:
+            followed.update(eqn.outvars)
+        elif function is None:
+            found.append(eqn.primitive.name)
+        else:
+            inside, results = uses(
+                function.jaxpr, {*itertools.compress(function.jaxpr.invars, takes)}
+            )
+            found += inside
+            followed.update(itertools.compress(eqn.outvars, results))
+    is_result = [not isinstance(v, Literal) and v in followed for v in jaxpr.outvars]
+    return found, is_result
 
 
 def is_transposed(calls: Sequence[JaxprEqn]) -> bool:

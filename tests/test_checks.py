@@ -110,7 +110,6 @@ TABLE = {
     "divide='model'; expected axes of": lambda: jm.on_mesh(
         muon(), MESH, divide="model"
     ),
-    "parameters='sharded'; expected one of": lambda: train(parameters="sharded"),
     "specs have nothing for parameter 'bias'": lambda: init(
         jm.on_mesh(muon(), MESH, {"wte": jax.P()})
     ),

@@ -69,7 +69,7 @@ def measure(whole: WholeStep, options: dict[str, Any], rates: Rates) -> dict[str
     done = time.perf_counter()
     module = Module.parse(compiled.as_text())
     transfers = module.transfers()
-    planned = describe(whole.step.tx, whole.params)
+    planned = describe(whole.tx, whole.params)
     kinds = kinds_of_devices(planned.pools, planned.sizes)
     busy = sum(pool.load(planned.sizes) for pool in planned.pools)
     ways = {
@@ -78,7 +78,7 @@ def measure(whole: WholeStep, options: dict[str, Any], rates: Rates) -> dict[str
         "seconds_at_less_bandwidth": (SLOWER, nccl_seconds),
     }
     return {
-        "options": whole.step.compiler_options(whole.params) | options,
+        "options": dict(whole.options) | options,
         "parameter_bytes": whole.parameter_bytes,
         "sent": {
             kind: summarize([t for t in transfers if t.kind == kind], rates)
@@ -160,7 +160,6 @@ def main(words: list[str]) -> None:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=CHART)
     parser.add_argument("--recipe", default="nanochat")
     parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--update", default="after backward")
     parser.add_argument(
         "--option",
         type=option,
@@ -182,9 +181,9 @@ def main(words: list[str]) -> None:
         for gpus in args.gpus
         for layout in args.layouts
     ]:
-        case = (model, gpus, layout, args.recipe, args.microbatches, args.update)
+        case = (model, gpus, layout, args.recipe, args.microbatches)
         whole = whole_step(model, h100s(gpus), *case[2:])
-        result = dict(zip(CASE, case, strict=True))
+        result = dict(zip(CASE, (*case, "after backward"), strict=True))
         result |= measure(whole, dict(args.option), Rates()) | about
         program.print_row(*cells(result))
         if args.json is not None:

@@ -8,6 +8,7 @@ shardings: what `gpu_schedule` compiles. Nothing runs.
 import dataclasses
 import functools
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +17,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the plugin looks for a driver o
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.experimental import topologies
 from jax.sharding import (
     AbstractDevice,
@@ -34,7 +36,6 @@ from benchmarks.parameters import (
     llama_parameters,
     model_parameters,
 )
-from jax_muon.mesh.train_step import TrainStep
 
 # An H100 SXM with 80 GB, as XLA describes a card that it finds. With the versions of
 # driver and toolkit it knows that branches can be recorded in CUDA graphs.
@@ -86,16 +87,28 @@ WORKLOADS: dict[str, tuple[int, float, int]] = {
 }
 # GPT-2 has too few heads and too few words for "fsdp-tp"; see `whole_step`.
 LAYOUTS = (
-    *("zero2", "zero2-divided", "fsdp", "hsdp", "zero2-hosts", "fsdp-tp"),
-    *("two-levels", "two-pods"),
+    "zero2",
+    "zero2-divided",
+    "fsdp",
+    "hsdp",
+    "zero2-hosts",
+    "fsdp-tp",
+    "two-pods",
 )
+# These are plain jit around `on_mesh`, the others steps of `make_train_step`.
+IN_JIT = ("zero2", "zero2-hosts", "fsdp-tp")
 
 
 @dataclasses.dataclass(frozen=True)
 class WholeStep:
-    """A step, and shapes with shardings of its parameters, state and batch."""
+    """A step, its optimizer on the mesh, the compiler's options, and its arguments.
 
-    step: TrainStep
+    The arguments are shapes with shardings, of parameters, state and batch.
+    """
+
+    step: Any
+    tx: optax.GradientTransformation
+    options: Mapping[str, Any]
     args: tuple[Any, Any, Any]
 
     @property
@@ -140,12 +153,7 @@ def h100s(gpus: int) -> np.ndarray:
 
 
 def whole_step(
-    model: str,
-    devices: np.ndarray,
-    layout: str,
-    recipe: str,
-    microbatches: int = 1,
-    update: str = "after backward",
+    model: str, devices: np.ndarray, layout: str, recipe: str, microbatches: int = 1
 ) -> WholeStep:
     """The train step of a model on these devices, and its arguments.
 
@@ -153,16 +161,14 @@ def whole_step(
       model: of `WORKLOADS`.
       devices: of `h100s`, or others.
       layout: "zero2": parameters replicated between steps, gradients and state divided
-        over all devices; "zero2-divided": parameters also; "fsdp": the same, by
-        specs; "hsdp": parameters divided over the 8 GPUs of a host and repeated
-        on every host, gradients and state divided over all; "two-levels": parameters
-        like these, with layers gathered between hosts and then within; "zero2-hosts":
-        gradients and state divided within a host alone; "fsdp-tp": tensor parallelism,
-        or experts divided, within a host, and everything also divided over hosts;
-        "two-pods": like "hsdp", where a half of the devices takes the place of a host.
+        over all devices; "zero2-divided": parameters also; "fsdp": the same, by other
+        specs; "hsdp": parameters divided over the 8 GPUs of a host and repeated on
+        every host, gradients and state divided over all; "zero2-hosts": gradients and
+        state divided within a host alone; "fsdp-tp": tensor parallelism, or experts
+        divided, within a host, and everything also divided over hosts; "two-pods": like
+        "hsdp", where a half of the devices takes the place of a host.
       recipe: a name of `jax_muon`.
       microbatches: in which a device takes as many times the sequences.
-      update: as in `make_train_step`.
     """
     (head, sequences, length), size = WORKLOADS[model], devices.size
     if model == "deepseek-v3":
@@ -171,40 +177,73 @@ def whole_step(
         parameters = llama_parameters if model in LLAMAS else model_parameters
         params = parameters(model, jnp.bfloat16)
     mesh = Mesh(devices, ("data",))
-    if layout in ("hsdp", "zero2-hosts", "fsdp-tp", "two-levels", "two-pods"):
+    if layout in ("hsdp", "zero2-hosts", "fsdp-tp", "two-pods"):
         pods = layout == "two-pods"
         grid = devices.reshape(-1, size // 2 if pods else min(size, GPUS_PER_HOST))
         mesh = Mesh(grid, ("hosts", "data") if layout != "fsdp-tp" else ("data", "tp"))
     batch = tuple(name for name in mesh.axis_names if name != "tp")
-    divided = layout in ("zero2-divided", "two-levels")
-    if layout == "two-levels":
-        batch = ("data", "hosts")
     loss_fn = functools.partial(loss, head=head)
     sequence = jax.ShapeDtypeStruct((1, length + 1), jnp.int32)
-    step = jm.make_train_step(
-        loss_fn,
-        getattr(jm, recipe)(matrices=jm.read(params, loss_fn, sequence)),
-        mesh,
-        axis=batch,
-        specs=specs_of(params, mesh, layout),
-        divide="data" if layout == "zero2-hosts" else None,
-        parameters="divided" if divided else "as specs",
-        transfers=jm.Transfers(gather="levels" if layout == "two-levels" else "auto"),
-        microbatches=microbatches,
-        update=update,
-    )
+    matrices = jm.read(params, loss_fn, sequence)
+    tx = getattr(jm, recipe)(matrices=matrices)
+    specs = None
+    if layout == "zero2-divided":
+        specs = jm.divided_specs(params, mesh, matrices=matrices)
+    elif not layout.startswith("zero2"):
+        specs = specs_of(params, mesh, layout)
+    scanned = [
+        name
+        for name in ("dense", "blocks")
+        if specs
+        and "out" in params.get(name, ())
+        and any(map(any, jax.tree.leaves(specs[name])))
+    ]
     tokens = jax.ShapeDtypeStruct(
         (int(sequences * size) * microbatches, length + 1),
         jnp.int32,
         sharding=NamedSharding(mesh, P(batch)),
     )
-    return WholeStep(step, (*step.abstract(params), tokens))
+
+    def scan(body: Any, x: Any, layers: Any, name: str) -> Any:
+        if layout == "fsdp-tp":  # else XLA divides embeddings by columns
+            x = jax.lax.with_sharding_constraint(x, tokens.sharding)
+        if name not in scanned:
+            return jax.lax.scan(body, x, layers)
+        return jm.scan_layers(body, x, layers, mesh, specs[name], axis=batch)
+
+    loss_fn = functools.partial(loss_fn, scan=scan)
+    if layout not in IN_JIT:
+        step = jm.make_train_step(
+            loss_fn, tx, mesh, specs=specs, scanned=scanned, microbatches=microbatches
+        )
+        args = (*step.abstract(params), tokens)
+        return WholeStep(step, step.tx, step.compiler_options(params), args)
+    if microbatches > 1:
+        raise ValueError(f"{layout} with {microbatches} microbatches; expected one")
+    tx = jm.on_mesh(tx, mesh, specs or P(), () if specs else "data")
+    options = jm.gpu_options(
+        params, mesh, axis=batch, gathers_first=bool(specs), scanned=scanned
+    )
+
+    def step_in_jit(params: Any, state: Any, tokens: Any) -> tuple[Any, Any, jax.Array]:
+        value, grads = jax.value_and_grad(loss_fn)(params, tokens)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs or P())
+    placed = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        *(params, shardings if specs else jax.tree.map(lambda x: shardings, params)),
+    )
+    args = placed, jm.abstract_state(tx, placed, mesh), tokens
+    jitted = jax.jit(
+        step_in_jit, donate_argnums=(0, 1), compiler_options=options or None
+    )
+    return WholeStep(jitted, tx, options, args)
 
 
 def specs_of(params: Any, mesh: Mesh, layout: str) -> Any:
-    """Specs of the parameters; None if they are replicated, or sharded by the step."""
-    if layout.startswith("zero2"):
-        return None
+    """Specs of the parameters."""
     over = mesh.shape["data"]
 
     def spec(path: Any, x: Any) -> P:

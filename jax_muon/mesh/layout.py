@@ -3,16 +3,19 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import notes, paths
+from jax_muon import checks, notes, paths
+from jax_muon.matrices import Matrices
 from jax_muon.mesh.array_types import own_sharding
 from jax_muon.mesh.specs import (
+    AxisName,
+    checked_axes,
     devices_over,
     dividing,
     entry_names,
@@ -23,16 +26,7 @@ from jax_muon.mesh.specs import (
 # A PartitionSpec or NamedSharding for all parameters, a tree (or a prefix of one) of
 # them, or a function of the parameters that returns one. None in a tree: replicated.
 Specs = Any
-# By the path of a parameter.
-ScannedAxes = Mapping[str, tuple[int, ...]]
-
-
-class Hop(NamedTuple):
-    """How often in a step a parameter is gathered over mesh axes, and summed."""
-
-    axes: tuple[str, ...]
-    gathers: int = 1
-    sums: int = 1
+AxesOfLayers = Mapping[str, tuple[int, ...]]  # by the path of a parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,27 +38,17 @@ class Layout:
       divide: mesh axes that further divide gradients and state, where the spec of a
         leaf does not use them.
       min_size: least elements of a leaf that is divided so.
-      params_divided: parameters are sharded like gradients and state.
-      scanned: of a tree of parameters, the axes of each that a scan takes, by path.
-        With `params_divided` or `scanned_last` they are divided only where no other
-        axis can be. None: no scan takes any.
-      whole: shapes of the parameters, if the trees have some of their layers, which are
-        sharded like all. None: the trees are whole.
-      hops: over which mesh axes a step gathers parameters and sums gradients, one after
-        another, and how often; for `describe`.
-      layer_hops: the same for scanned layers.
+      layers: of a tree of parameters, the axes that a scan takes. They are divided only
+        where no other axis can be.
+      of_shards: trees have a device's shards, as inside shard_map.
     """
 
     mesh: Mesh
     specs: Specs
     divide: tuple[str, ...] = ()
     min_size: int = 1024
-    params_divided: bool = False
-    scanned: "Callable[[Any], ScannedAxes] | None" = None
-    hops: tuple[Hop, ...] = ()
-    layer_hops: tuple[Hop, ...] = ()
-    scanned_last: bool = False
-    whole: Any = None
+    layers: Callable[[Any], AxesOfLayers] = lambda tree: {}
+    of_shards: bool = False
 
     def of_tree(self, tree: Any) -> tuple[Any, Any]:
         """PartitionSpecs of parameters, and of their gradients and state."""
@@ -80,24 +64,21 @@ class Layout:
         Raises:
           ValueError: with path and shape, for specs that do not fit.
         """
-        tree = tree if self.whole is None else self.whole
         names, coarse, fine = [], [], []
         by_path = None if self.specs is None else _by_path(self.specs, tree)
-        is_last = self.params_divided or self.scanned_last
-        scanned = self.scanned_axes(tree) if is_last else {}
+        layers = self.layers(tree) if self.divide else {}
         for path, leaf in paths.leaves_with_paths(tree):
             shape = tuple(leaf.shape)
             spec = _spec_of_type(leaf) if by_path is None else by_path(path)
-            spec_of_parameter = full_rank(spec, path, shape, self.mesh)
-            finer = self._finer(shape, spec_of_parameter, scanned.get(path, ()))
+            if self.of_shards:
+                whole = zip(shape, spec, strict=False)
+                parts = [n * devices_over(entry, self.mesh.shape) for n, entry in whole]
+                shape = (*parts, *shape[len(parts) :])
+            spec = full_rank(spec, path, shape, self.mesh)
             names.append(path)
-            coarse.append(finer if self.params_divided else spec_of_parameter)
-            fine.append(finer)
+            coarse.append(spec)
+            fine.append(self._finer(shape, spec, layers.get(path, ())))
         return names, coarse, fine
-
-    def scanned_axes(self, tree: Any) -> ScannedAxes:
-        """The axes of each parameter that a scan takes, by path."""
-        return self.scanned(tree) if self.scanned else {}
 
     def check_concrete(self, tree: Any) -> None:
         """Raise a ValueError for arrays sharded on Auto axes without specs."""
@@ -113,17 +94,14 @@ class Layout:
                 )
 
     def _finer(
-        self, shape: tuple[int, ...], coarse: PartitionSpec, avoid: Collection[int]
+        self, shape: tuple[int, ...], coarse: PartitionSpec, layers: tuple[int, ...]
     ) -> PartitionSpec:
-        """The spec with `divide` added where the first axis takes all of it.
-
-        Axes in `avoid` come after all others.
-        """
+        """The spec with `divide` added where the first axis takes all of it."""
         names = tuple(name for name in self.divide if name not in spec_names(coarse))
         devices = math.prod(self.mesh.shape[name] for name in names)
         if not names or math.prod(shape) < self.min_size:
             return coarse
-        for axis in sorted(range(len(coarse)), key=lambda axis: axis in avoid):
+        for axis in sorted(range(len(coarse)), key=lambda axis: axis in layers):
             entry = entry_names(coarse[axis])
             shards = devices * devices_over(coarse[axis], self.mesh.shape)
             if shape[axis] == 0 or shape[axis] % shards == 0:
@@ -133,22 +111,63 @@ class Layout:
         return coarse
 
 
-def scanned_by(tx: optax.GradientTransformation) -> Callable[[Any], ScannedAxes]:
-    """The axes that a scan takes, as the reading says that an optimizer goes by.
+def divided_specs(
+    params: Any,
+    mesh: Mesh,
+    axes: AxisName | None = None,
+    matrices: Matrices | None = None,
+    min_size: int = 1024,
+) -> Any:
+    """PartitionSpecs that divide every parameter evenly over a mesh (ZeRO-3).
 
-    Nothing is known of parameters that it does not read, as of `optax.adamw`'s.
+    For `specs` of `on_mesh`, `make_train_step` and `scan_layers`. Each leaf is divided
+    along the first axis whose size the devices divide, and along an axis of layers only
+    if no other fits: then no scan can gather it a layer at a time.
+
+    Args:
+      params: the parameters, or their shapes.
+      mesh: the mesh.
+      axes: mesh axes that divide parameters; None for all.
+      matrices: the reading of the parameters, which says what axes a scan takes; None
+        if no scan takes parameters.
+      min_size: leaves of fewer elements stay replicated, as do those without an axis
+        that fits.
+
+    Returns:
+      A tree like `params`, with a PartitionSpec for each leaf.
+
+    Raises:
+      ValueError: an axis that the mesh lacks; a leaf that is not an array.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> params = {"up": jnp.ones((64, 256)), "scale": jnp.ones(64)}
+      >>> specs = jm.divided_specs(params, mesh)
+      >>> specs["up"], specs["scale"]
+      (PartitionSpec('data', None), PartitionSpec(None))
     """
+    names = checked_axes("axes", mesh.axis_names if axes is None else axes, mesh)
+    checks.arrays("params", params)
+    layers = {path: x.scanned for path, x in (matrices or {}).items()}
+    layout = Layout(mesh, PartitionSpec(), names, min_size, lambda params: layers)
+    return layout.of_tree(params)[1]
+
+
+def axes_of_layers(tx: optax.GradientTransformation) -> Callable[[Any], AxesOfLayers]:
+    """The axes that a scan takes, by the reading that an optimizer goes by."""
 
     @functools.lru_cache(maxsize=4)
-    def of_shapes(treedef: Any, shapes: tuple[Any, ...]) -> ScannedAxes:
-        params = jax.tree.unflatten(treedef, shapes)
-        return notes.traced(tx.init, params)[1]["scanned"]
+    def of_shapes(treedef: Any, shapes: tuple[Any, ...]) -> AxesOfLayers:
+        _, heard = notes.traced(tx.init, jax.tree.unflatten(treedef, shapes))
+        return heard["scanned"]
 
-    def of_tree(tree: Any) -> ScannedAxes:
+    def of_tree(tree: Any) -> AxesOfLayers:
         leaves, treedef = jax.tree.flatten(tree)
-        return of_shapes(
-            treedef, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-        )
+        shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+        return of_shapes(treedef, tuple(shapes))
 
     return of_tree
 

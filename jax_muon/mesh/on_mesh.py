@@ -8,7 +8,6 @@ parameters.
 """
 
 import contextlib
-import dataclasses
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,7 +27,7 @@ from jax.sharding import (
 from jax_muon import checks, notes
 from jax_muon.dtypes import wire_dtype
 from jax_muon.mesh import array_types
-from jax_muon.mesh.layout import Hop, Layout, Specs
+from jax_muon.mesh.layout import Layout, Specs, axes_of_layers
 from jax_muon.mesh.specs import AxisName, as_jit_writes, checked_axes
 
 
@@ -53,9 +52,9 @@ def on_mesh(
         tree of them (a prefix will do), or a function of the parameters that returns
         one of these. None: as their types show, which on Auto axes is replicated.
       divide: mesh axes over which gradients and state are sharded further (ZeRO-2),
-        along the first axis of a leaf whose size they divide evenly. Those that a
-        leaf's spec uses are left out. Leaves without such an axis stay replicated;
-        `describe` shows them.
+        along the first axis of a leaf whose size they divide evenly; an axis of layers
+        comes last. Those that a leaf's spec uses are left out. Leaves without such an
+        axis stay replicated; `describe` shows them.
       min_size: leaves of fewer elements stay replicated too, and are all-reduced.
       gather_dtype: dtype in which updates are gathered; None for their own.
 
@@ -86,7 +85,7 @@ def on_mesh(
     """
     divided = checked_axes("divide", divide, mesh)
     checks.float_dtype("gather_dtype", gather_dtype)
-    layout = Layout(mesh, specs, divided, min_size, hops=(Hop(divided),))
+    layout = Layout(mesh, specs, divided, min_size, axes_of_layers(tx))
     return OnMesh(tx, layout, gather_dtype).transform()
 
 
@@ -121,12 +120,6 @@ class OnMesh:
         transform = MeshTransformation(self.init, self.update)
         transform.on_mesh = self
         return transform
-
-    def on_auto_axes(self) -> "OnMesh":
-        """The same optimizer, for arrays on Auto axes."""
-        mesh = Mesh(self.layout.mesh.devices, self.layout.mesh.axis_names)
-        layout = dataclasses.replace(self.layout, mesh=mesh)
-        return OnMesh(self.tx, layout, self.gather_dtype)
 
     def init(self, params: optax.Params) -> Any:
         """State of these parameters, sharded further than they are."""

@@ -1,21 +1,19 @@
-"""A whole train step on a mesh: local gradients, scattered; owners; gathered updates.
+"""A whole train step of data parallelism: gradients scattered, updates gathered.
 
-The phases:
-
-  gather:  each device gathers the sharded parameters, leaf by leaf at the beginning of
-           a step, where that overlaps with the forward pass; scanned layers one at a
-           time, each while another one runs;
+  gather:  each device gathers the sharded parameters, leaf by leaf, except those that
+           the loss gathers itself, by `scan_layers`;
   scatter: gradients of each device's own batch are summed leaf by leaf, under the
            backward pass; each device receives the sum for its shard of the state;
   update:  the optimizer, in global view, on gradients and state that are sharded so;
   place:   updates go where the parameters are.
 
-The first two run inside shard_map over the axes that divide the batch: plain jit
-does not promise reduce-scatters on every backend.
+The first two run inside shard_map: plain jit does not promise reduce-scatters on every
+backend. A mesh with other axes, as for tensor parallelism, needs no such step: write it
+in plain jit, around `on_mesh`.
 """
 
+import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,11 +22,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import checks, notes
-from jax_muon.mesh import gradients, in_backward, layout, xla_options
+from jax_muon import checks, jaxprs, paths
+from jax_muon.dtypes import wide
+from jax_muon.mesh.layout import Layout, Specs, axes_of_layers
 from jax_muon.mesh.on_mesh import OnMesh
-from jax_muon.mesh.specs import AxisName, checked_axes, dividing, only
-from jax_muon.mesh.transfers import Transfers, Wire, scatters_late
+from jax_muon.mesh.scan_layers import mark
+from jax_muon.mesh.specs import divided_axes, dividing, spec_names
+from jax_muon.mesh.wire import Wire, of_step
+from jax_muon.mesh.xla_options import gpu_options
 
 Step = tuple[Any, Any, dict[str, Any]]
 
@@ -38,57 +39,47 @@ def make_train_step(
     tx: optax.GradientTransformation,
     mesh: Mesh,
     *,
-    axis: AxisName = "data",
-    specs: layout.Specs = None,
-    divide: AxisName | None = None,
-    parameters: str = "as specs",
+    specs: Specs = None,
+    scanned: Sequence[str] = (),
     min_size: int = 1024,
     has_aux: bool = False,
-    max_aux: str | Sequence[str] = (),
+    max_aux: Sequence[str] = (),
     weighted: bool = False,
     microbatches: int = 1,
-    transfers: Transfers = Transfers(),
-    update: str = "after backward",
+    reduce_dtype: jax.typing.DTypeLike | None = None,
+    gather_dtype: jax.typing.DTypeLike | None = None,
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> "TrainStep":
-    """A jitted train step over a batch that is divided between devices.
+    """A jitted train step over a batch that is divided between all devices of a mesh.
+
+    Gradients and state are divided between all devices (ZeRO-2).
 
     Args:
       loss_fn: `loss_fn(params, batch)` returns the mean loss of the batch it is given,
-        a scalar, or the mean over all devices, if it calls collectives over `axis`
-        itself. It sees whole parameters, except along mesh axes other than `axis`, such
-        as tensor parallelism's. Integers and booleans among them, such as counters and
-        masks, stay as they are.
-      tx: an optimizer, such as a recipe. The step puts it on the mesh; an `on_mesh`
-        around it or in it is not needed. Its update gets the loss as `value`, which
-        `optax.contrib.reduce_on_plateau` asks for.
-      mesh: a mesh of Auto axes; or of Explicit ones, if all but those in `axis` have
-        one device.
-      axis: mesh axis, or axes, that divide the leading axis of batches.
+        a scalar, or the mean over all devices, if it calls collectives over axes of the
+        mesh itself. It sees whole parameters, but for those in `scanned`. Integers and
+        booleans among them, such as counters and masks, stay as they are.
+      tx: an optimizer, such as a recipe. The step puts it on the mesh. Its update gets
+        the loss as `value`, which `optax.contrib.reduce_on_plateau` asks for.
+      mesh: a mesh of Auto or of Explicit axes, all of which divide the batch.
       specs: how parameters are sharded between steps; see `on_mesh`. None: replicated,
         also on Explicit axes.
-      divide: mesh axes over which gradients and state are sharded further, as in
-        `on_mesh`; None for `axis`, () for none.
-      parameters: "as specs", or "divided": shard parameters like the state between
-        steps and gather them for each step (ZeRO-3).
+      scanned: patterns of the paths of sharded parameters that loss_fn gives to
+        `scan_layers`, with these specs, and uses for nothing else. It sees this
+        device's shards of them, and may cast, slice and reshape these.
       min_size: leaves of fewer elements are replicated, their gradients all-reduced.
       has_aux: whether loss_fn returns a pair of the loss and a tree of arrays.
       max_aux: names of entries of the auxiliary output, a dictionary. Their maximum
         over devices and microbatches counts instead of the mean. `tx` gets them
         as extra arguments of these names: "max_logits" for `clip_qk`.
       weighted: whether the loss is a pair of the mean and its weight, such as the
-        number of unmasked tokens. A mean of weight 0 does not count, even if it is
-        NaN. If loss_fn calls collectives, divide by `jnp.maximum(count, 1)` instead:
-        their gradient would take the NaN of 0 / 0 to all devices.
+        number of unmasked tokens. Divide by `jnp.maximum(count, 1)`, so that the mean
+        of nothing is not NaN. With a weight below 0 all is NaN.
       microbatches: number of parts in which a device takes its batch, one by one. It
-        adds up their gradients, and sends the sum once.
-      transfers: how gradients, parameters and updates are sent.
-      update: "after backward", or "in backward": layers that a scan in loss_fn takes
-        are updated inside the backward pass, at least as many at a time as there are
-        devices, so that gradients of all layers never exist at once. For one
-        microbatch, a mesh whose axes all divide batches, and an optimizer whose update
-        of a layer needs no other layer's gradient.
+        adds up their gradients, and sends the sum once, but for scanned layers.
+      reduce_dtype: dtype in which gradients are sent; None for the parameters'.
+      gather_dtype: dtype in which parameters and updates are sent; None for their own.
       donate: whether parameters and state are updated in place.
       compiler_options: for XLA; None for `gpu_options` on GPUs, and none elsewhere.
 
@@ -96,10 +87,10 @@ def make_train_step(
       A `TrainStep`.
 
     Raises:
-      ValueError: microbatches below 1, an axis that the mesh lacks, unknown choices; at
-        the first call, a batch that devices and microbatches do not divide, output of
-        loss_fn without what the flags promise, a state of other parameters, and what
-        `on_mesh` raises.
+      ValueError: microbatches below 1; at the first call, a batch that devices and
+        microbatches do not divide, output of loss_fn without what the flags promise, a
+        parameter of `scanned` that loss_fn does not give to `scan_layers`, or uses
+        otherwise as well, a state of other parameters, and what `on_mesh` raises.
 
     Examples:
       >>> import jax
@@ -119,68 +110,36 @@ def make_train_step(
     References:
       Rajbhandari et al., ZeRO, arXiv 1910.02054.
     """
-    names = checked_axes("axis", axis, mesh)
-    if not names:  # to shard_map no axes are all
-        checks.refuse("axis", axis, "at least one")
-    divided = names if divide is None else checked_axes("divide", divide, mesh)
-    others = [n for n in mesh.axis_names if n not in names and mesh.shape[n] > 1]
-    if AxisType.Explicit in mesh.axis_types and others:
-        # JAX cannot scatter arrays whose types show other axes.
-        raise ValueError(
-            f"the mesh has Explicit axes, and {others[0]!r} beside those of the batch, "
-            f"axis={names}; expected a mesh with Auto axes"
-        )
-    checks.choice("parameters", parameters, ("as specs", "divided"))
+    if not callable(loss_fn):
+        checks.refuse("loss_fn", loss_fn, "a function of parameters and batch")
+    checks.kind("mesh", mesh, Mesh, "a jax.sharding.Mesh")
     checks.count("microbatches", microbatches)
-    checks.kind("transfers", transfers, Transfers, "a jax_muon.Transfers")
-    if transfers.gather == "levels" and len(names) < 2:
-        checks.refuse(
-            "axis",
-            axis,
-            "with gather='levels' an axis within a host first, "
-            "and then one between hosts",
-        )
-    checks.choice("update", update, ("after backward", "in backward"))
-    early = update == "in backward"
-    alone = early and mesh.size == 1
-    if early:
-        _check_early(microbatches, weighted, max_aux)
-    if early and not alone and (others or transfers.gather != "auto"):
-        raise ValueError(
-            f"update='in backward' with gather={transfers.gather!r} and the mesh axes "
-            f"{others} beside those of the batch, axis={names}: each layer is gathered "
-            "over the axes of the batch at once; expected gather='auto' and a mesh of "
-            "these axes alone, or update='after backward'"
-        )
+    checks.float_dtype("reduce_dtype", reduce_dtype)
+    checks.float_dtype("gather_dtype", gather_dtype)
     flags = {"has_aux": has_aux, "weighted": weighted, "donate": donate}
     for name, value in flags.items():
         checks.flag(name, value)
     maxima = (max_aux,) if isinstance(max_aux, str) else tuple(max_aux)
-    loss = gradients.Loss(loss_fn, has_aux, maxima, weighted)
-    wire = Wire(names, transfers, sum_wide=mesh.devices.flat[0].platform == "cpu")
-    means = gradients.MeanGradients(loss, wire, microbatches)
-    levels = wire.levels or (names,)
-    places = layout.Layout(
-        mesh,
-        PartitionSpec() if specs is None or alone else specs,
-        () if alone else divided,
-        min_size,
-        params_divided=parameters == "divided",
-        scanned=None if transfers.gather == "leaves" else layout.scanned_by(tx),
-        hops=tuple(map(layout.Hop, levels)),
-        # The backward pass gathers again, but keeps what came from other hosts.
-        layer_hops=tuple(
-            layout.Hop(
-                axes,
-                (1 if transfers.keep_gathered or i else 2) * microbatches,
-                microbatches,
-            )
-            for i, axes in enumerate(levels)
+    patterns = (scanned,) if isinstance(scanned, str) else tuple(scanned)
+    specs = PartitionSpec() if specs is None else specs
+    divided = divided_axes(mesh.shape)
+    layout = Layout(mesh, specs, divided, min_size, axes_of_layers(tx))
+    return TrainStep(
+        _Loss(loss_fn, has_aux, maxima, weighted),
+        OnMesh(tx, layout, gather_dtype),
+        Wire(
+            mesh.axis_names,
+            gather_dtype,
+            reduce_dtype,
+            mesh.size,
+            sum_wide=mesh.devices.flat[0].platform == "cpu",
+            scanned=bool(patterns),
         ),
-        scanned_last=early,
+        patterns,
+        microbatches,
+        donate,
+        compiler_options,
     )
-    optimizer = OnMesh(tx, places, transfers.gather_dtype)
-    return TrainStep(means, optimizer, early, donate, compiler_options)
 
 
 class TrainStep:
@@ -196,18 +155,18 @@ class TrainStep:
 
     def __init__(
         self,
-        means: gradients.MeanGradients,
+        loss: "_Loss",
         optimizer: OnMesh,
-        early: bool,
+        wire: Wire,
+        scanned: tuple[str, ...],
+        microbatches: int,
         donate: bool,
         options: Mapping[str, Any] | None,
     ) -> None:
         """Use `make_train_step`."""
-        self._options = options
-        self._gradients, self._optimizer = means, optimizer
-        self._layout = optimizer.layout
-        self._early = early
-        self._donate = (0, 1) if donate else ()
+        self._loss, self._optimizer, self._layout = loss, optimizer, optimizer.layout
+        self._wire, self._scanned, self._microbatches = wire, scanned, microbatches
+        self._options, self._donate = options, (0, 1) if donate else ()
         self._jitted: Any = None
         self.tx = optimizer.transform()
 
@@ -232,45 +191,31 @@ class TrainStep:
         """One step; see the class."""
         _check_alive(params, state)
         try:
-            return self._jit(params)(params, state, batch)
+            result: Step = self._jit(params)(params, state, batch)
         except Exception as error:
             if self._are_swapped(params, state):
                 raise ValueError(
                     "params and state are swapped; expected step(params, state, batch)"
                 ) from error
             raise
+        return result
 
     def lower(self, params: Any, state: Any, batch: Any) -> Any:
         """The step lowered for these arguments, or their shapes with shardings."""
         return self._jit(params).lower(params, state, batch)
 
-    def gathers(self, params: Any, batch: Any) -> dict[str, str]:
-        """How each parameter that is sharded over `axis` is gathered, by its path.
-
-        Args:
-          params: the parameters, or their shapes.
-          batch: a batch, or its shapes.
-
-        Returns:
-          "a layer at a time", or "whole" with the operation of the loss that needs it.
-          Nothing with gather="leaves", which gathers all of them whole.
-        """
-        _, heard = notes.traced(self._step, *self.abstract(params), batch)
-        return heard["gathered"]
-
     def compiler_options(self, params: Any) -> dict[str, Any]:
         """XLA's options for these parameters, or their shapes; see `gpu_options`."""
         if self._options is not None:
             return dict(self._options)
-        wire, mesh = self._gradients.wire, self._layout.mesh
         _, specs, _ = self._layout.of_leaves(params)
-        sharded = [only(spec, wire.axis) for spec in specs]
-        first, stacks = any(map(any, sharded)), self._layout.scanned_axes(params)
-        layers = first and any(stacks.values())
-        late = scatters_late(sharded, mesh.shape)
-        inner = wire.axis[0] if layers and wire.levels else None
-        return xla_options.options_of(
-            params, mesh, wire.axis, stacks, first, layers, late, inner
+        first = any(map(spec_names, specs))
+        return gpu_options(
+            params,
+            self._layout.mesh,
+            matrices=None,  # what `scanned` does not name, a step gathers whole
+            gathers_first=first,
+            scanned=self._scanned,
         )
 
     def _are_swapped(self, params: Any, state: Any) -> bool:
@@ -293,64 +238,220 @@ class TrainStep:
         return self._jitted
 
     def _step(self, params: Any, state: Any, batch: Any) -> Step:
-        axis, mesh = self._gradients.wire.axis, self._layout.mesh
-        manual, specs = set(axis), self._layout.of_tree(params)
-        devices = math.prod(mesh.shape[name] for name in axis)
-        _check_batch(batch, devices, self._gradients.microbatches)
+        mesh = self._layout.mesh
+        _check_batch(batch, mesh.size, self._microbatches)
+        axes = PartitionSpec(mesh.axis_names)
         if AxisType.Explicit in mesh.axis_types:
-            batch = jax.reshard(batch, NamedSharding(mesh, PartitionSpec(axis)))
-            manual = set(mesh.axis_names)  # the others have one device
-        if self._early:
-            return self._step_in_backward(params, state, batch)
-        # What shard_map is told of, and all that divides arrays: XLA does the rest.
-        coarse, fine = jax.tree.map(lambda x: only(x, manual), specs)
-        all_specs = jax.tree.map(lambda x: dividing(x, mesh.shape), specs)
+            batch = jax.reshard(batch, NamedSharding(mesh, axes))
+        names, coarse, fine = self._layout.of_leaves(params)
+        paths.check_patterns_match("scanned", self._scanned, names)
+        coarse = [dividing(spec, mesh.shape) for spec in coarse]
+        held = [
+            any(spec) and any(paths.matches(pattern, name) for pattern in self._scanned)
+            for name, spec in zip(names, coarse, strict=True)
+        ]
+        # `scan_layers` sums gradients over all devices, sharded like the parameters.
+        fine = [
+            of_parameter if is_held else dividing(spec, mesh.shape)
+            for of_parameter, spec, is_held in zip(coarse, fine, held, strict=True)
+        ]
+        treedef: Any = jax.tree.structure(params)
+        specs, fine, held = map(treedef.unflatten, (coarse, fine, held))
         # With check_vma=True, the gradient of a parameter that devices share would be
         # summed already, loops could not start from constants, and a loss that ends in
         # a pmean would have a gradient that is too small by the number of devices.
         grads, maxima, metrics = jax.shard_map(
-            lambda params, batch: self._gradients(params, batch, *all_specs),
+            functools.partial(self._gradients, specs, fine, held),
             mesh=mesh,
-            in_specs=(coarse, PartitionSpec(axis)),
+            in_specs=(specs, axes),
             out_specs=(fine, PartitionSpec(), PartitionSpec()),
-            axis_names=manual,
             check_vma=False,
         )(params, batch)
         extra = {"value": metrics["loss"], **maxima}
         updates, state = self._optimizer.update(grads, state, params, **extra)
-        return gradients.applied(params, updates), state, metrics
-
-    def _step_in_backward(self, params: Any, state: Any, batch: Any) -> Step:
-        axis, mesh = self._gradients.wire.axis, self._layout.mesh
-        optimizer = self._optimizer.on_auto_axes()
-        step = functools.partial(in_backward.step, self._gradients, optimizer)
-        if mesh.size == 1:
-            step = jax.shard_map(  # in it, types show no mesh
-                step,
-                mesh=mesh,
-                in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(axis)),
-                out_specs=PartitionSpec(),
-                check_vma=False,
-            )
-        elif AxisType.Explicit in mesh.axis_types:
-            shardings = jax.tree.map(lambda x: x.sharding, self.abstract(params))
-            everywhere = NamedSharding(mesh, PartitionSpec())
-            step = jax.sharding.auto_axes(step, out_sharding=(*shardings, everywhere))
-        result: Step = step(params, state, batch)
-        return result
-
-
-def _check_early(
-    microbatches: int, weighted: bool, max_aux: str | Sequence[str]
-) -> None:
-    """Refuse what needs all gradients of a step before the first update."""
-    if microbatches > 1 or weighted or max_aux:
-        raise ValueError(
-            f"update='in backward' with microbatches={microbatches}, "
-            f"weighted={weighted} and max_aux={max_aux}: a layer is updated as soon as "
-            "it has a gradient; expected one microbatch and neither of the others, or "
-            "update='after backward'"
+        after = jax.tree.map(
+            lambda old, new: new if jnp.issubdtype(old.dtype, jnp.inexact) else old,
+            params,
+            optax.apply_updates(params, updates),
         )
+        return after, state, metrics
+
+    # --- on each device, inside shard_map ---------------------------------------------
+
+    def _gradients(
+        self, coarse: Any, fine: Any, held: Any, params: Any, batch: Any
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """This device's shard of the mean gradient, maxima, and metrics.
+
+        Args:
+          coarse: how parameters are sharded, a spec for each.
+          fine: how gradients are to be sharded.
+          held: which parameters the loss gathers itself.
+          params: this device's shards.
+          batch: its part of the batch.
+        """
+        count, wire = self._microbatches, self._wire
+        parts = jax.tree.map(
+            lambda x: x.reshape(count, len(x) // count, *x.shape[1:]), batch
+        )
+        whole = jax.tree.map(
+            lambda x, spec, held: x if held else wire.gather(x, spec),
+            *(params, coarse, held),
+        )
+        if self._scanned:
+            first = jax.tree.map(lambda x: x[0], parts)
+            self._check_scanned(whole, first, coarse, held)
+        of_part = functools.partial(self._of_part, whole)
+        (total, sums, aux), maxima = _sum_over(of_part, parts, count)
+        # A batch in which nothing counts has no gradient.
+        loss, grads = _times(sums, jnp.where(total == 0, 0, 1 / total))
+
+        def scatter(g: Any, x: Any, spec: Any, held: bool) -> Any:
+            kind = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else g.dtype
+            return (g if held else wire.scatter(g, spec, kind)).astype(x.dtype)
+
+        grads = jax.tree.map(scatter, grads, params, fine, held)
+        maxima = wire.reduce(jax.lax.pmax, maxima)
+        metrics = {"loss": jax.lax.psum(loss, wire.axes)}
+        if self._loss.has_aux:
+            aux = wire.reduce(jax.lax.psum, _times(aux, jnp.asarray(1 / count)))
+            metrics["aux"] = {**aux, **maxima} if maxima else aux
+        return grads, maxima, metrics
+
+    def _of_part(self, params: Any, part: Any) -> tuple[Any, Any]:
+        """One microbatch: its weight, this device's part of its mean times that weight.
+
+        Gradients of whole parameters are not divided by the number of devices yet.
+        """
+        loss, pull, (weight, aux, maxima) = jax.vjp(
+            lambda params: self._traced_loss(params, part), params, has_aux=True
+        )
+        devices = jax.lax.axis_size(self._wire.axes)
+        total = jnp.asarray(devices, weight.dtype)
+        if self._loss.weighted:
+            total = jax.lax.psum(weight, self._wire.axes)
+        # Collectives in the loss mix the cotangents of devices, so these have to be in
+        # the ratio of the weights. They are 1 on average, as much as float16 bears.
+        share = weight / jnp.where(total == 0, 1, total)
+        (grads,) = pull((share * devices).astype(loss.dtype))
+
+        def widened(g: Any) -> Any:
+            return jnp.zeros(g.shape) if g.dtype == jax.dtypes.float0 else wide(g)
+
+        means = (
+            jnp.where(weight == 0, 0, wide(loss) * share),
+            jax.tree.map(widened, grads),
+        )
+        aux = jax.tree.map(lambda x: x / devices, aux)  # booleans and int8 have no sum
+        return (total, _times(means, total), aux), maxima
+
+    def _traced_loss(self, params: Any, part: Any) -> Any:
+        """The loss, whose `scan_layers` sends arrays as this step does."""
+        token = of_step.set(self._wire)
+        try:
+            return self._loss(params, part)
+        finally:
+            of_step.reset(token)
+
+    def _check_scanned(self, params: Any, part: Any, coarse: Any, held: Any) -> None:
+        """Refuse a loss that uses a parameter of `scanned` other than by one scan."""
+        try:
+            jaxpr = jax.make_jaxpr(self._traced_loss)(params, part).jaxpr
+        except Exception as error:
+            error.add_note(
+                f"scanned={self._scanned}: loss_fn sees each device's shards of these "
+                "parameters; expected that it gives them to scan_layers, with the "
+                "specs of make_train_step"
+            )
+            raise
+        specs = jax.tree.map(lambda spec, held: spec if held else None, coarse, held)
+        for variable, (path, _), spec in zip(
+            jaxpr.invars,
+            paths.leaves_with_paths(params),
+            jax.tree.leaves(specs, is_leaf=lambda x: x is None),
+            strict=False,  # the batch comes last
+        ):
+            found, is_result = jaxprs.uses(jaxpr, {variable})
+            if spec is not None and (found != [mark(spec)] or any(is_result)):
+                raise ValueError(
+                    f"scanned: loss_fn uses {path!r}, sharded by {spec}, for "
+                    f"{', '.join(found) or 'nothing'}; expected one {mark(spec)} and "
+                    "nothing else, or a pattern that leaves it out, so that it is "
+                    "gathered before the loss"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loss:
+    """A loss function, and what it returns besides the loss; see `make_train_step`."""
+
+    function: Callable[..., Any]
+    has_aux: bool = False
+    max_aux: tuple[str, ...] = ()
+    weighted: bool = False
+
+    def __call__(self, params: Any, batch: Any) -> tuple[Any, tuple[Any, Any, Any]]:
+        """The loss, and its weight, auxiliary output, and entries in `max_aux`."""
+        loss = self.function(params, batch)
+        aux: Any = ()
+        if self.has_aux:
+            loss, aux = _pair("has_aux", loss)
+        entries = aux if isinstance(aux, Mapping) else {}
+        if missing := sorted({*self.max_aux} - {*entries}):
+            raise ValueError(
+                f"max_aux: the auxiliary output of loss_fn has no {missing}; "
+                f"expected a dictionary with them, got entries {[*entries]}"
+            )
+        maxima = {name: entries[name] for name in self.max_aux}
+        if maxima:
+            aux = {name: x for name, x in entries.items() if name not in maxima}
+        loss, weight = _pair("weighted", loss) if self.weighted else (loss, 1.0)
+        loss = jnp.asarray(checks.scalar("the loss of loss_fn", loss, "a real scalar"))
+        if not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise ValueError(
+                f"the loss of loss_fn is {loss.dtype}, which has no gradient; expected "
+                "a real scalar in floating point"
+            )
+        weight = checks.scalar("the weight of loss_fn", weight, "a real scalar")
+        weight = wide(jnp.asarray(weight, jnp.result_type(float)))
+        weight = jnp.where(weight < 0, jnp.nan, weight)
+        return loss, (weight, aux, maxima)
+
+
+def _sum_over(
+    function: Callable[[Any], tuple[Any, Any]], parts: Any, count: int
+) -> tuple[Any, Any]:
+    """The sum of a function's first result over parts, and maxima of the other.
+
+    The parts are along the leading axis of a tree's arrays, `count` of them.
+    """
+    first = jax.tree.map(lambda x: x[0], parts)
+    if count == 1:
+        return function(first)
+
+    def add(so_far: Any, part: Any) -> tuple[Any, Any]:
+        more, maxima = function(part)
+        return jax.tree.map(jnp.add, so_far, more), maxima
+
+    shapes, _ = jax.eval_shape(function, first)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    summed, maxima = jax.lax.scan(add, zeros, parts)
+    return summed, jax.tree.map(lambda x: jnp.max(x, axis=0), maxima)
+
+
+def _pair(flag: str, output: Any) -> Any:
+    """The output of loss_fn, if it is the pair that a flag promises."""
+    if not isinstance(output, (tuple, list)) or len(output) != 2:
+        pairs = {"weighted": "(loss, weight)", "has_aux": "(loss, auxiliary output)"}
+        raise ValueError(
+            f"{flag}=True, and loss_fn returned {output!r}; expected {pairs[flag]}, or "
+            "with both flags ((loss, weight), auxiliary output)"
+        )
+    return output
+
+
+def _times(tree: Any, factor: Any) -> Any:
+    return jax.tree.map(lambda x: x * factor.astype(x.dtype), tree)
 
 
 def _check_alive(params: Any, state: Any) -> None:

@@ -21,7 +21,6 @@ from jax_muon.axes import Parameter
 from jax_muon.mesh import array_types, owners, plan
 from jax_muon.mesh import specs as mesh_specs
 from jax_muon.mesh.collectives import Collective, members_over
-from jax_muon.mesh.layout import Hop
 from jax_muon.mesh.on_mesh import abstract_state
 from jax_muon.tools.description import DescribedParameter, Description
 
@@ -85,19 +84,13 @@ def describe(
         if x.sharding is not None
     }
     sizes, plans = heard["sizes"], heard["pools"].values()
-    hops: tuple[Hop, ...] = ()
-    first_hops: dict[str, tuple[Hop, ...]] = {}  # of parameters
+    summed: tuple[str, ...] = ()
     for optimizer, (names, *both) in heard["on_mesh"].items():
         layout = optimizer.layout
         state = abstract_state(tx, shapes, layout.mesh)
         sizes |= layout.mesh.shape
-        hops = layout.hops
+        summed = layout.divide
         specs |= dict(zip(names, zip(*both, strict=True), strict=True))
-        layers = layout.scanned_axes(shapes)
-        first_hops |= {
-            name: layout.layer_hops if layers.get(name) else hops for name in names
-        }
-    summed = tuple(name for hop in hops for name in hop.axes)
     joined: dict[str, int] = {}
     for matrices in heard["matrices"].values():
         names = list(matrices)
@@ -133,8 +126,7 @@ def describe(
     ]
     for leaf in leaves:
         path = leaf.parameter.path
-        first = first_hops.get(paths.nearest_prefix(first_hops, path) or "", hops)
-        sent += [(what, path, x) for what, x in _transfers(leaf, sizes, hops, first)]
+        sent += [(what, path, x) for what, x in _transfers(leaf, sizes, summed)]
     return Description(
         leaves,
         tuple(itertools.chain(*plans)),
@@ -147,47 +139,37 @@ def describe(
 
 
 def _transfers(
-    leaf: DescribedParameter,
-    sizes: Mapping[str, int],
-    hops: Sequence[Hop],
-    first: Sequence[Hop],
+    leaf: DescribedParameter, sizes: Mapping[str, int], summed: Sequence[str]
 ) -> Iterator[tuple[str, Collective]]:
-    """Gathers of a parameter and of its update, and sums of its gradient.
+    """Gathers of a parameter and of its update, and the sum of its gradient.
 
-    By the hops `first` along the axes that shard the parameter, and then along those
-    that shard only its state. Unless it has layers, its gradient is summed over both at
-    once.
+    The gathers are along the axes that shard the parameter, and then along those that
+    shard only its state; the gradient is summed over both at once.
     """
     if leaf.spec is None or leaf.state_spec is None:
         return
     of_param, names = (
         set(mesh_specs.spec_names(x)) for x in (leaf.spec, leaf.state_spec)
     )
-    summed = {name for hop in hops for name in hop.axes}
-    size = leaf.bytes // math.prod(sizes[n] for n in names - summed)
-    in_turn = ((first, of_param), (hops, names - of_param))
-    at_once, spec = ((hops, names),), tuple(leaf.state_spec)
+    size = leaf.bytes // math.prod(sizes[n] for n in names.difference(summed))
 
-    def rings(parts: Any) -> Iterator[tuple[Hop, Any, int]]:
-        """How often, over which devices, and bytes of the shard that they divide."""
+    def rings(parts: Any) -> Iterator[tuple[Any, int]]:
+        """Over which devices, and bytes of the shard that they divide."""
         shard = size
-        for some, along in parts:
-            for hop, entry in itertools.product(some, spec):
-                axes = {*mesh_specs.entry_names(entry)} & {*hop.axes} & along
-                members = members_over(axes, sizes)
-                yield hop, members, shard
-                shard //= len(members)
+        for along, entry in itertools.product(parts, leaf.state_spec or ()):
+            axes = {*mesh_specs.entry_names(entry)} & {*summed} & along
+            members = members_over(axes, sizes)
+            yield members, shard
+            shard //= len(members)
 
-    for hop, members, shard in rings(in_turn):
+    for members, shard in rings([of_param, names - of_param]):
         gather = Collective("all-gather", members, shard // len(members))
-        yield from hop.gathers * [("gathers", gather)]
-    for hop, members, shard in rings(at_once if first is hops else in_turn):
-        yield from hop.sums * [
-            ("gradients", Collective("reduce-scatter", members, shard))
-        ]
-    left = size // math.prod(sizes[n] for n in names & summed)
-    rest = Collective("all-reduce", members_over(summed - names, sizes), left)
-    yield from hops[0].sums * [("gradients", rest)]
+        yield "gathers", gather
+    for members, shard in rings([names]):
+        yield "gradients", Collective("reduce-scatter", members, shard)
+    left = size // math.prod(sizes[n] for n in names.intersection(summed))
+    rest = members_over({*summed} - names, sizes)
+    yield "gradients", Collective("all-reduce", rest, left)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

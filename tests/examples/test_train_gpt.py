@@ -127,7 +127,7 @@ def test_a_run_goes_on_in_every_layout(finished, tmp_path, interrupt_at, capsys)
         "--sharding=hsdp --mesh=2,2 --devices=4",
         "",  # as in the beginning
         "--sharding=none",
-        "--sharding=fsdp,tp --mesh=2,2 --devices=4 --parameters=divided",
+        "--sharding=hsdp --mesh=1,4 --devices=4",
         "--sharding=fsdp --devices=2",
     )
     resume = []
@@ -169,7 +169,7 @@ def test_clipped_logits_stay_at_the_threshold(tmp_path):
     """
     flags = ["--width=128", "--learning-rate=0.4", "--embedding-factor=1"]
     flags += ["--steps=12"]
-    sharded = ["--sharding=fsdp,tp", "--mesh=2,2", "--devices=4"]
+    sharded = ["--sharding=fsdp", "--devices=4"]
     free = train(tmp_path, "free", *flags, "--qk-clip=1e9")
     one = train(tmp_path, "one", *flags, "--qk-clip=3")
     many = train(tmp_path, "many", *flags, "--qk-clip=3", *sharded)
@@ -355,7 +355,7 @@ def test_optimizers_learn_and_are_drawn_with_their_steps(tmp_path):
         ("--sharding=zero2 --devices=64", "--devices 64: this process has 8"),
         ("--sharding=zero2 --devices=3", "expected a multiple of 3"),
         ("--sharding=hsdp --mesh=3,2 --devices=8", r"3 x 2 for 8 .*; expected .* is 8"),
-        ("--sharding=fsdp,tp --devices=1", r"1 x 2 for 1 devices; .* --devices 2$"),
+        ("--sharding=hsdp --devices=1", r"2 x 1 for 1 devices; .* --devices 2$"),
         (None, "text.txt cannot be read: No such file"),
         (b"short", "is too short: 5 characters. A context of 32 needs 330"),
         (b"\xff" * 999, r"\(999 bytes\) is not text in UTF-8: byte 0 is 0xff"),

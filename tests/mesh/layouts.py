@@ -221,17 +221,17 @@ def assert_bit_identical_on_devices(tree):
 def make_step(
     where="ZeRO-2 on 4", tx=None, kind=AUTO, loss=None, problem="mixed", **given
 ):
-    """A step for a layout, whose batches go over the axes that repeat parameters."""
-    shape, axes, divide = LAYOUTS[where]
+    """A step for a layout, whose batches go over all axes."""
+    shape, axes, _ = LAYOUTS[where]
     mesh = mesh_of(*shape, kind=kind)
-    batch_axes = {"FSDP": "fsdp", "HSDP": ("data", "fsdp")}.get(where, divide or "data")
     if loss is None:
         loss = problems.loss_of(problems.draw(problem)[1])
+    if given.pop("divided", False):  # also between steps
+        axes = (None, mesh.axis_names[-1])
     return jm.make_train_step(
         loss,
         recipe() if tx is None else tx,
         mesh,
-        axis=batch_axes,
         specs=fitting(mesh, *axes) if axes else None,
         min_size=given.pop("min_size", 1),
         **given,

@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from jax_muon import jaxprs
-from jax_muon.notes import listening
 from tests.mesh import losses
 from tests.mesh.layouts import AUTO, mesh_of
 
@@ -18,25 +17,21 @@ SPECS = {
     "head": P("data"),
     "scale": P(),
 }
-# Within a host, "fsdp", and between hosts, "data".
-LEVELS = {"axis": ("fsdp", "data"), "transfers": jm.Transfers(gather="levels")}
 
 
 def make(loss, *shape, specs=SPECS, names=("data", "fsdp"), kind=AUTO, **given):
     """A step of plain SGD, which moves parameters by their gradients."""
     mesh = mesh_of(*(shape or (4,)), names=names, kind=kind)
-    given = {"axis": mesh.axis_names, "min_size": 1, "donate": False} | given
+    given = {"min_size": 1, "donate": False} | given
     return jm.make_train_step(loss, optax.sgd(1.0), mesh, specs=specs, **given)
 
 
 def gradients(step, params, batch):
-    """Those that a step used, its metrics, and which leaves had to be whole."""
-    with listening() as notes:
-        after, _, metrics = step(*step.init(params), batch)
+    """Those that a step used, and its metrics."""
+    after, _, metrics = step(*step.init(params), batch)
     assert step._jitted._cache_size() == 1
-    whole = {path for path, how in notes["gathered"].items() if "whole" in how}
     moved = jax.tree.map(lambda p, q: np.array(p) - np.array(q), params, after)
-    return moved, metrics, whole
+    return moved, metrics
 
 
 def drawn(dtype=jnp.float64):
@@ -45,11 +40,10 @@ def drawn(dtype=jnp.float64):
 
 
 def assert_gradients(step, loss, params, batch, bound=1e-12):
-    """Those of one device; the leaves that had to be whole."""
-    found, _, whole = gradients(step, params, batch)
+    """Those of one device."""
+    found, _ = gradients(step, params, batch)
     expected = jax.jit(jax.grad(loss))(params, batch)
     chex.assert_trees_all_close(found, expected, rtol=0, atol=bound)
-    return whole
 
 
 def shapes_within(jaxpr):

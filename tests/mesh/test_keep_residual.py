@@ -12,6 +12,7 @@ import jax_muon as jm
 from jax_muon.keep_residual import _whole
 from tests.mesh import layouts, problems
 from tests.mesh.layouts import ADAMW, AUTO, EXPLICIT, make_step
+from tests.reading import toy
 
 DRAWN = problems.draw("mixed")
 
@@ -22,7 +23,11 @@ def narrow():
 
 
 def kept(tx=None):
-    tx = jm.nanochat(1e-4, adamw=ADAMW, dtype="float32", steps=2) if tx is None else tx
+    tx = (
+        jm.nanochat(1e-4, adamw=ADAMW, dtype="float32", steps=2, matrices=toy)
+        if tx is None
+        else tx
+    )
     return jm.keep_residual(tx)
 
 
@@ -116,10 +121,10 @@ def drift(rate):
         {"where": "ZeRO-2 on 8"},
         {"where": "ZeRO-2 on 8", "kind": EXPLICIT},
         {"where": "HSDP", "microbatches": 2},
-        {"where": "HSDP", "parameters": "divided"},
+        {"where": "HSDP", "divided": True},
         {
             "where": "ZeRO-2 x FSDP x TP",
-            "transfers": jm.Transfers(gather_dtype="bfloat16"),
+            "gather_dtype": "bfloat16",
         },
         {"where": "HSDP", "dtype": "float16"},
     ],

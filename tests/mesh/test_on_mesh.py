@@ -25,7 +25,7 @@ from tests.mesh.layouts import (
     recipe,
 )
 from tests.mesh.problems import BOUND, assert_same_losses
-from tests.reading import reader
+from tests.reading import reader, toy
 
 BOTH = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 
@@ -63,7 +63,7 @@ def test_on_mesh_inside_injected_rates():
     """On Auto axes an error that says where it belongs, and never a wrong number."""
 
     def make(learning_rate, mesh=None):
-        tx = jm.muon(learning_rate, dtype="float32", steps=2)
+        tx = jm.muon(learning_rate, dtype="float32", steps=2, matrices=toy)
         return tx if mesh is None else jm.on_mesh(tx, mesh, divide="data")
 
     def run(kind):
@@ -88,7 +88,7 @@ def test_on_mesh_inside_injected_rates():
 
 def test_gradients_of_an_update_eager_and_jitted():
     params = {"w": jnp.sin(jnp.arange(16.0 * 24)).reshape(16, 24)}
-    plain = jm.muon(0.1, dtype="float32", steps=2)
+    plain = jm.muon(0.1, dtype="float32", steps=2, matrices=toy)
 
     def after(params, tx):
         updates, _ = tx.update(params, tx.init(params), params)
@@ -115,7 +115,7 @@ def test_a_trace_asks_no_tracer_for_its_sharding(monkeypatch):
 
     monkeypatch.setattr(jax.core.Tracer, "sharding", property(sharding))
     mesh = mesh_of(8)
-    tx = jm.on_mesh(jm.muon(), mesh, divide="data")
+    tx = jm.on_mesh(jm.muon(matrices=toy), mesh, divide="data")
 
     def step(params):
         state = tx.init(params)
@@ -138,7 +138,7 @@ def test_state_of_gpt2_is_an_even_share():
     shapes = {"wte": (50257, width)}
     shapes |= {f"{i}/{n}": shape for i in range(layers) for n, shape in block.items()}
     params = {k: jax.ShapeDtypeStruct(v, "float32") for k, v in shapes.items()}
-    tx, mesh = jm.nanochat(), mesh_of(8)
+    tx, mesh = jm.nanochat(matrices=toy), mesh_of(8)
     on = jm.on_mesh(tx, mesh, divide="data")
     held = jm.describe(on, params).state_bytes
     assert held < 1.01 * jm.describe(tx, params).state_bytes / 8
@@ -211,18 +211,18 @@ DO_NOT_FIT = {
 def test_specs_that_do_not_fit(words):
     params = {"w": jax.ShapeDtypeStruct((8, 12), "float32")}
     with pytest.raises(ValueError, match=words):
-        tx = jm.on_mesh(jm.nanochat(), mesh_of(8), *DO_NOT_FIT[words])
+        tx = jm.on_mesh(jm.nanochat(matrices=toy), mesh_of(8), *DO_NOT_FIT[words])
         jax.eval_shape(tx.init, params)
 
 
 def test_specs_of_a_bare_array_name_no_path():
-    tx = jm.on_mesh(jm.nanochat(), mesh_of(8), P("model"))
+    tx = jm.on_mesh(jm.nanochat(matrices=toy), mesh_of(8), P("model"))
     with pytest.raises(ValueError, match=r"^the parameter of shape \(8, 12\) with"):
         tx.init(jnp.ones((8, 12)))
 
 
 def test_arrays_sharded_on_auto_axes_without_specs():
-    mesh, tx = mesh_of(8), jm.nanochat()
+    mesh, tx = mesh_of(8), jm.nanochat(matrices=toy)
     params = jax.device_put({"w": jnp.ones((8, 8))}, NamedSharding(mesh, P("data")))
     state = tx.init(params)
     for call in (tx.update, jax.jit(tx.update)):
@@ -305,7 +305,10 @@ def test_a_mesh_with_axes_of_both_kinds_is_refused():
 def test_a_train_step_over_mesh_axes_of_one_device(shape):
     """One program; XLA cannot sum over one what is sharded over another axis."""
     step = jm.make_train_step(
-        lambda p, b: jnp.mean(b @ p["a"]), jm.muon(), mesh_of(*shape), specs=P("fsdp")
+        lambda p, b: jnp.mean(b @ p["a"]),
+        jm.muon(matrices=toy),
+        mesh_of(*shape),
+        specs=P("fsdp"),
     )
     params, state = step.init({"a": jnp.ones((16, 2))})
     for _ in range(3):
@@ -340,7 +343,9 @@ def test_split_parts_that_devices_do_not_divide_are_divided_elsewhere():
 def test_leaves_that_are_not_there():
     """None, a group without leaves, a tree of trees, and one without arrays."""
     params = {"a": {"w": jnp.ones((8, 12)), "no": None}, "norm": [jnp.ones(4)]}
-    plain = jm.nanochat(groups={"unused": optax.adam(1.0)}, dtype="float32")
+    plain = jm.nanochat(
+        groups={"unused": optax.adam(1.0)}, dtype="float32", matrices=toy
+    )
     tx = jm.on_mesh(plain, mesh_of(4), divide="data", min_size=1)
     layouts.assert_verified(tx, params)
     assert tx.update({}, tx.init({}), {})[0] == {}

@@ -20,7 +20,7 @@ from tests.mesh.layouts import (
     compiled,
     mesh_of,
 )
-from tests.reading import reader
+from tests.reading import reader, toy
 
 # --- what travels, and who computes ---------------------------------------------------
 
@@ -62,7 +62,7 @@ LAYOUTS = [
 def test_describe_tells_what_is_sent(shape, spec):
     """All-to-alls, and over an axis that repeats matrices all-gathers of the shares."""
     mesh = mesh_of(*shape)
-    tx = jm.on_mesh(jm.nanochat(dtype="float32"), mesh, spec)
+    tx = jm.on_mesh(jm.nanochat(dtype="float32", matrices=toy), mesh, spec)
     step, args = step_of(tx, mesh, spec)
     sent = collectives(step, *args)
     # Two shapes, each in two chunks, each there and back.
@@ -93,7 +93,7 @@ def test_describe_tells_what_is_sent(shape, spec):
 @pytest.mark.parametrize(("shape", "spec"), LAYOUTS[1:3])
 def test_no_matrix_is_gathered_and_no_product_computed_twice(shape, spec):
     """In the program that XLA compiles."""
-    mesh, tx = mesh_of(*shape), jm.nanochat(dtype="float32")
+    mesh, tx = mesh_of(*shape), jm.nanochat(dtype="float32", matrices=toy)
 
     module = compiled(*step_of(jm.on_mesh(tx, mesh, spec), mesh, spec))
     kinds = {transfer.kind for transfer in module.transfers()}
@@ -108,7 +108,7 @@ def test_describe_leaves_out_mesh_axes_of_one_device():
     names = ("data", "fsdp", *(f"axis_{i}" for i in range(9)))
     mesh = mesh_of(1, 8, *[1] * 9, names=names)
     spec = P(("data", *names[3:], "fsdp"), names[2])
-    tx = jm.on_mesh(jm.muon(), mesh, spec)
+    tx = jm.on_mesh(jm.muon(matrices=toy), mesh, spec)
     table = str(jm.describe(tx, {"up": jax.ShapeDtypeStruct((64, 256), "float32")}))
     assert "fsdp x -" in table.splitlines()[1]
     assert "axis_" not in table
@@ -155,7 +155,7 @@ def test_experts_on_devices_of_their_own_send_nothing(spec, sent):
     place = NamedSharding(mesh, spec)
     shape = jax.ShapeDtypeStruct((8, 16, 24), "float32", sharding=place)
     params = {"experts/up": shape}
-    tx = jm.on_mesh(jm.nanochat(steps=2, dtype="float32"), mesh, spec)
+    tx = jm.on_mesh(jm.nanochat(steps=2, dtype="float32", matrices=toy), mesh, spec)
     args = (params, jm.abstract_state(tx, params, mesh), params)
     found = [(c.kind, c.input_bytes) for c in collectives(tx.update, *args)]
     assert found == [("all-to-all", size) for size in sent]

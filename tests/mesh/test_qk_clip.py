@@ -12,6 +12,7 @@ import jax_muon as jm
 from tests.mesh import layouts
 from tests.mesh.layouts import AUTO, EXPLICIT, mesh_of
 from tests.mesh.problems import distance
+from tests.reading import toy
 
 pytestmark = pytest.mark.usefixtures("as_users_write")
 
@@ -57,7 +58,7 @@ def batches(steps, dtype=jnp.float32):
 
 
 def recipe(dtype="float32"):
-    tx = jm.nanochat(0.02, dtype=dtype, adamw=layouts.ADAMW, steps=2)
+    tx = jm.nanochat(0.02, dtype=dtype, adamw=layouts.ADAMW, steps=2, matrices=toy)
     return jm.skip_nonfinite(optax.chain(tx, jm.clip_qk(THRESHOLD)))
 
 

@@ -11,9 +11,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
+from benchmarks.schedule.jaxpr import collectives
 from tests.mesh import losses
 from tests.mesh.layouts import AUTO, EXPLICIT, mesh_of
-from tests.mesh.sgd import SPECS, assert_gradients, drawn, make
+from tests.mesh.sgd import (
+    SPECS,
+    assert_gradients,
+    drawn,
+    gradients,
+    make,
+    program_of,
+)
 
 pytestmark = pytest.mark.usefixtures("as_users_write")
 
@@ -40,13 +48,6 @@ def test_gradients_in_float64(kind, keep, x64):
     chex.assert_trees_all_close(found, expected, rtol=0, atol=1e-12)
     for name, x in found["layers"].items():
         assert x.sharding.is_equivalent_to(placed["layers"][name].sharding, x.ndim)
-
-
-def test_within_a_train_step(x64):
-    """A plain scan, which the step looks into: the same model does for both."""
-    scan = functools.partial(jm.scan_layers, mesh=mesh_of(4))
-    step = make(functools.partial(losses.with_keys, scan=scan))
-    assert assert_gradients(step, losses.with_keys, *drawn()) == {"head"}
 
 
 def test_integers_under_one_spec():
@@ -76,7 +77,6 @@ def test_no_layers_at_all(x64):
         x, _ = scan(step, x * params["scale"], params["layers"])
         return jnp.mean(x @ params["head"])
 
-    assert_gradients(make(loss), loss, params, batch)
     scan = functools.partial(jm.scan_layers, mesh=mesh_of(4), specs=SPECS["layers"])
     found = jax.jit(jax.grad(functools.partial(loss, scan=scan)))(params, batch)
     expected = jax.grad(loss)(params, batch)
@@ -95,3 +95,235 @@ def test_layers_that_cannot_be_scanned(shape, words):
     specs = {"w": P(), "x": P("data") if shape else P()}
     with pytest.raises(ValueError, match=words):
         jm.scan_layers(losses._layer, jnp.ones(8), layers, mesh_of(2), specs)
+
+
+STACK = [
+    losses.scan,
+    losses.in_reverse,
+    losses.within_jit_and_checkpoints,
+    losses.with_keys,
+    losses.of_all_kinds,
+    losses.of_effects,
+    losses.with_names,
+]
+LAYERS = {"w": P(None, None, "data"), "b": P(None, "data")}
+WHOLE = (losses.LAYERS, losses.WIDTH, losses.WIDTH)
+
+
+def scanning(monkeypatch, mesh, **given):
+    """Have `losses.stack` scan by `scan_layers`; its xs are (layers, keys or None)."""
+
+    def scan(block, carry, layers, **how):
+        how.pop("_split_transpose", None)
+        specs = LAYERS, None if layers[1] is None else P()
+        return jm.scan_layers(block, carry, layers, mesh, specs, **given, **how)
+
+    defaults = losses.stack.__kwdefaults__
+    monkeypatch.setitem(defaults, "scan", scan)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("loss", STACK)
+@pytest.mark.parametrize("where", ["plain jit", "step", "microbatches", "weighted"])
+def test_gradients_of_stacks(where, loss, keep, x64, monkeypatch):
+    if loss is losses.with_keys and where != "plain jit":
+        pytest.skip("with_keys gives its own scan")
+    params, batch = drawn()
+    expected = jax.jit(jax.grad(loss))(params, batch)
+    mesh = mesh_of(4)
+    if loss is not losses.with_keys:
+        scanning(monkeypatch, mesh, keep_gathered=keep)
+    else:
+        how = {"mesh": mesh, "specs": (LAYERS, P()), "keep_gathered": keep}
+        loss = functools.partial(loss, scan=functools.partial(jm.scan_layers, **how))
+    if where == "plain jit":
+        places = {"layers": LAYERS, "head": P("data"), "scale": P()}
+        put = lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+        found = jax.jit(jax.grad(loss))(
+            jax.tree.map(put, places, params), put(P("data"), batch)
+        )
+        for name, x in found["layers"].items():
+            sharding = NamedSharding(mesh, LAYERS[name])
+            assert x.sharding.is_equivalent_to(sharding, x.ndim)
+    else:
+        given = {"microbatches": 2} if where == "microbatches" else {}
+        fn = loss
+        if where == "weighted":
+            given = {"weighted": True}
+            fn = lambda p, b: (loss(p, b), 3.0)  # noqa: E731
+        step = make(fn, specs=SPECS | {"layers": LAYERS}, scanned=["layers"], **given)
+        found, _ = gradients(step, params, batch)
+        whole = [shape for shape, _ in program_of(step, batch)[0] if shape == WHOLE]
+        if (
+            loss is not losses.of_effects
+        ):  # without a checkpoint it keeps sines of layers
+            assert bool(whole) == keep
+    chex.assert_trees_all_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_hsdp_in_a_step(x64, monkeypatch):
+    """Within a host by the scan, and the sum between hosts once, after it."""
+    params, batch = drawn()
+    expected = jax.jit(jax.grad(losses.scan))(params, batch)
+    mesh = mesh_of(2, 2)
+    specs = jax.tree.map(lambda s: P(*("fsdp" if n else None for n in s)), SPECS)
+    layers = specs["layers"]
+
+    def scan(block, carry, xs, **how):
+        return jm.scan_layers(block, carry, xs, mesh, (layers, None), **how)
+
+    monkeypatch.setitem(losses.stack.__kwdefaults__, "scan", scan)
+    step = make(losses.scan, 2, 2, specs=specs, scanned=["layers"])
+    found, _ = gradients(step, params, batch)
+    chex.assert_trees_all_close(found, expected, rtol=0, atol=1e-12)
+
+
+# --- each device's own part of the batch, in plain jit --------------------------------
+
+PER_DEVICE = {
+    "FSDP": ((4,), {}),
+    "reversed": ((4,), {"reverse": True, "unroll": 3}),
+    "kept": ((4,), {"keep_gathered": True}),
+    "HSDP": ((2, 4), {"axis": ("data", "fsdp")}),
+    "over two axes": ((2, 2), {}),
+    "beside tp": ((2, 1, 2), {"axis": ("data", "fsdp")}),
+    "Explicit": ((4,), {"kind": EXPLICIT}),
+}
+
+
+@pytest.mark.parametrize("form", PER_DEVICE)
+def test_each_device_by_itself(form, x64):
+    """Outputs, integers, keys, and what the block closes over; one scatter a layer."""
+    shape, how = PER_DEVICE[form][0], dict(PER_DEVICE[form][1])
+    mesh = mesh_of(*shape, kind=how.pop("kind", AUTO))
+    over = {"HSDP": "fsdp", "over two axes": ("data", "fsdp")}.get(form, "data")
+    places = {"layers": {"w": P(None, None, over), "b": P()}, "head": P(), "scale": P()}
+    params, batch = drawn()
+
+    def loss(params, x, scan=jax.lax.scan, **how):
+        scale = 1.0 if form == "Explicit" else params["scale"]
+        keys = jax.random.split(jax.random.key(0), losses.LAYERS)
+
+        @jax.checkpoint
+        def block(x, parts):
+            layer, number, key = parts
+            kept = jax.random.bernoulli(key, 0.9, x.shape[1:])
+            x = losses._layer(x * scale * kept, layer)
+            return x + number, jnp.mean(x**2, axis=1)
+
+        layers = params["layers"], jnp.arange(losses.LAYERS), keys
+        y, means = scan(block, x, layers, **how)
+        return jnp.mean(jnp.sin(y) @ params["head"]) + jnp.mean(means**2)
+
+    plain = {x: y for x, y in how.items() if x in ("reverse", "unroll")}
+    expected = jax.jit(jax.grad(functools.partial(loss, **plain)))(params, batch)
+    how |= {"mesh": mesh, "specs": (places["layers"], P(), P()), "local_batch": True}
+    found = jax.grad(functools.partial(loss, scan=jm.scan_layers, **how))
+    put = lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    args = (
+        jax.tree.map(put, places, params),
+        put(P(how.get("axis", mesh.axis_names)), batch),
+    )
+    with jax.set_mesh(mesh):
+        gradients = jax.jit(found)(*args)
+        sent = [c.kind for c in collectives(found, *args)]
+    chex.assert_trees_all_close(gradients, expected, rtol=0, atol=1e-12)
+    assert sent.count("reduce-scatter") == losses.LAYERS + 1  # and zeros, before
+
+
+@pytest.mark.parametrize(
+    ("carry", "output", "words"),
+    [
+        (
+            jnp.ones((6, 8)),
+            lambda x: None,
+            r"carry has shape \(6, 8\); expected a first",
+        ),
+        ((jnp.ones(8), 0.0), lambda x: None, r"carry\[1\] has shape \(\); expected"),
+        (jnp.ones((8, 8)), jnp.sum, r"the output of block has shape \(\); expected"),
+    ],
+)
+def test_batches_that_devices_do_not_divide(carry, output, words):
+    block = lambda x, w: (x, output(x))  # noqa: E731
+    with pytest.raises(ValueError, match=f"local_batch=True: {words}"):
+        jm.scan_layers(
+            block, carry, jnp.ones((4, 8)), mesh_of(4), P(), local_batch=True
+        )
+
+
+# --- which parameters a step leaves to it ---------------------------------------------
+
+
+def run(layers, x, scan):
+    return scan(lambda x, layer: (losses._layer(x, layer), None), x, layers)[0]
+
+
+def stack_of(layers, x, scan):
+    return jnp.mean(run(layers, x, scan) ** 2)
+
+
+def cast_in_jit(layers, x, scan):
+    """A cast, a slice and a reshape on the way are not uses."""
+    half = jax.jit(lambda w: w.astype(x.dtype)[1:])
+    return stack_of(jax.tree.map(half, layers), x, scan)
+
+
+def outer(layers, x, scan):
+    """Blocks of two layers in a scan of its own."""
+    block = lambda x, two: (run(two, x, scan), None)  # noqa: E731
+    two = jax.tree.map(lambda w: w.reshape(2, 2, *w.shape[1:]), layers)
+    return jnp.mean(jax.lax.scan(block, x, two)[0] ** 2)
+
+
+def norm(layers):
+    return sum(jnp.sum(w**2) for w in jax.tree.leaves(layers))
+
+
+USES = {
+    cast_in_jit: None,
+    outer: None,
+    lambda w, x, scan: stack_of(w, x, scan) + norm(w): "'layers/b', .* integer_pow;",
+    lambda w, x, scan: (
+        stack_of(w, x, scan) + jax.jit(norm)(w)
+    ): "layers/b.* integer_pow",
+    lambda w, x, scan: (
+        stack_of(w, x, scan) + stack_of(w, x, scan)
+    ): r"\), scan_layers over",
+    lambda w, x, scan: jnp.mean(
+        x
+    ): "'layers/b', .* for nothing; expected one scan_layers",
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_uses_of_scanned_parameters(use, x64):
+    """Each device has a part of them: any use but by the scan would be wrong."""
+    params, batch = drawn()
+    scan = functools.partial(jm.scan_layers, mesh=mesh_of(4), specs=LAYERS)
+
+    def loss(params, x, scan=scan):
+        return use(params["layers"], x, scan) + jnp.mean(x @ params["head"])
+
+    step = make(loss, specs=SPECS | {"layers": LAYERS}, scanned="layers")
+    if USES[use] is None:
+        alone = functools.partial(loss, scan=jax.lax.scan)
+        assert_gradients(step, alone, params, batch)
+        return
+    with pytest.raises(ValueError, match=f"scanned: loss_fn uses .*{USES[use]}"):
+        gradients(step, params, batch)
+
+
+@pytest.mark.parametrize(
+    ("scanned", "specs", "words"),
+    [
+        ((), LAYERS, r"got whole parameters; expected make_train_step\(scanned="),
+        ("layers", LAYERS | {"b": P()}, "scanned=.*'layers'.*: loss_fn sees"),
+    ],
+)
+def test_steps_that_scan_otherwise_than_their_loss(scanned, specs, words):
+    params, batch = drawn("float32")
+    scan = functools.partial(jm.scan_layers, mesh=mesh_of(4), specs=specs)
+    loss = lambda params, x: stack_of(params["layers"], x, scan)  # noqa: E731
+    step = make(loss, specs=SPECS | {"layers": LAYERS}, scanned=scanned)
+    with pytest.raises((TypeError, ValueError), match=words):
+        gradients(step, params, batch)

@@ -64,7 +64,7 @@ def assert_equal(found, expected):
 def one_device():
     """The optimizer, and parameters after three steps."""
     whole = draw()
-    tx = recipe(matrices=jm.read(whole))
+    tx = recipe(matrices=toy(whole))
     return tx, steps(jax.jit(tx.update), tx.init(whole), whole, (1, 2, 3))[0]
 
 
@@ -125,7 +125,7 @@ def test_what_needs_all_stages_is_refused():
             with pytest.raises(ValueError, match=f"{name}.* would see one stage's"):
                 tx.update(params, state, params)
     joins = {"layers_{i}/attn/q": 4}
-    joined = jm.on_stages(recipe(matrices=jm.read(draw(), joins=joins)))
+    joined = jm.on_stages(recipe(matrices=toy(draw(), joins=joins)))
     with pytest.raises(
         ValueError, match=r"layers_0/attn/q/kernel, .* not of one stage"
     ):
@@ -149,7 +149,7 @@ def test_a_stage_that_alone_is_read_differently_is_refused():
             ValueError, match=r"'b/weight' is read as .* in the whole model"
         ):
             tx.init(params)
-    staged = jm.on_stages(recipe(matrices=jm.read(whole)))
+    staged = jm.on_stages(recipe(matrices=toy(whole)))
     staged.init(params)
 
 

@@ -10,6 +10,7 @@ import pytest
 import jax_muon as jm
 from tests.mesh import layouts, problems
 from tests.mesh.layouts import AUTO, EXPLICIT
+from tests.reading import toy
 
 
 def whole_numbers(seed):
@@ -82,7 +83,9 @@ def test_a_train_step_with_int8_momentum():
 
 
 def test_a_snapshot_is_that_of_one_device():
-    tx = optax.chain(jm.nanochat(), optax.snapshot("update_norm", optax.tree.norm))
+    tx = optax.chain(
+        jm.nanochat(matrices=toy), optax.snapshot("update_norm", optax.tree.norm)
+    )
     on = layouts.layout("ZeRO-2 x FSDP x TP").on(tx)
     found = layouts.assert_verified(on, problems.draw("mixed")[0])
     assert any("update_norm" in array.path for array in found.state)
@@ -91,6 +94,6 @@ def test_a_snapshot_is_that_of_one_device():
 def test_parameters_of_a_weak_type():
     """`jnp.full(shape, 0.5)` has one, which a cast would strip."""
     params = {"mlp": jnp.full((64, 64), 0.5)}
-    tx = jm.on_mesh(jm.nanochat(), layouts.mesh_of(8), divide="data")
+    tx = jm.on_mesh(jm.nanochat(matrices=toy), layouts.mesh_of(8), divide="data")
     updates, _ = tx.update(params, tx.init(params), params)
     assert updates["mlp"].dtype == "float32"

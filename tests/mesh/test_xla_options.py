@@ -1,18 +1,15 @@
 """Options for XLA: buckets by the bytes of a model, loops, and what XLA knows."""
 
 import dataclasses
+import functools
 import math
 
 import jax
 import numpy as np
 
-from jax_muon.mesh.layout import by_names
-from jax_muon.mesh.xla_options import (
-    XLA_GATHERS_LAYERS,
-    _known,
-    gpu_options,
-    options_of,
-)
+import jax_muon as jm
+from jax_muon.mesh.xla_options import XLA_GATHERS_LAYERS, _known
+from tests.reading import reader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +38,9 @@ def bfloat16(*shape):
     return jax.ShapeDtypeStruct(shape, "bfloat16")
 
 
+gpu_options = functools.partial(jm.gpu_options, matrices=None)
+
+
 def test_options_by_bytes_and_platform():
     """Buckets by all bytes, on GPUs; nothing anywhere else, or on one GPU."""
     params, size = {"w": bfloat16(64, 8_000_000)}, 2 * 64 * 8_000_000
@@ -60,28 +60,24 @@ def test_options_by_bytes_and_platform():
 
 
 def test_options_for_layers_that_a_loop_gathers():
-    """Two buffers for the loop, and buckets no larger than half a layer."""
+    """Two buffers for the loop, and one bucket for all of a layer."""
     mesh = mesh_of(8)
     stack = {"layers": {"w": bfloat16(4, 4096, 4096), "up": bfloat16(4, 4096, 8192)}}
     layer = 3 * 4096 * 4096 * 2
     double = "xla_gpu_enable_while_loop_double_buffering"
-    options = gpu_options(stack, mesh, layers=True)
+    options = gpu_options(stack, mesh, scanned=["layers"])
     assert options[double]
     # jaxlib 0.12 has no such option.
     assert not options.get("xla_gpu_enable_pipelined_reduce_scatter", False)
-    gathers, scatters = thresholds(options)
-    assert gathers <= layer / 2
-    assert scatters == 500_000
-    for given in ({"layers": False}, {"gathers_first": False}):
+    for threshold, received in zip(
+        thresholds(options), (layer, layer / 8), strict=True
+    ):
+        assert received < threshold < 2 * received
+    for given in ({}, {"gathers_first": False}):
         assert double not in gpu_options(stack, mesh, **given)
     # In plain jit XLA gathers layers by itself: its own pipelining does most.
     known = _known(XLA_GATHERS_LAYERS)
-    assert gpu_options(stack, mesh) == known
-    # On many devices, one bucket for all of a layer, there and back.
-    stacks = by_names(stack)
-    late = options_of(stack, mesh_of(256), "a", stacks, True, True, True)
-    for threshold, received in zip(thresholds(late), (layer, layer / 256), strict=True):
-        assert received < threshold < 2 * received
+    assert gpu_options(stack, mesh, matrices=reader()(stack)) == known
 
 
 def test_options_that_xla_does_not_know_are_left_out():

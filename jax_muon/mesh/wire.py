@@ -1,0 +1,95 @@
+"""Gathers and sums of sharded arrays over mesh axes, inside shard_map."""
+
+import contextvars
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jax_muon.dtypes import wide, wire_dtype
+from jax_muon.mesh.specs import only, spec_names
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """How arrays are sent over mesh axes.
+
+    Attributes:
+      axes: the mesh axes that divide the batch; gradients are summed over them.
+      gather_dtype: dtype in which arrays are gathered; None for their own.
+      reduce_dtype: dtype in which gradients are sent; None for the parameters'.
+      parts: gradients are divided by this number before they are summed: eight of 9000
+        overflow float16.
+      sum_wide: sum 16-bit numbers in float32, as XLA:CPU would do anyway; it crashes if
+        the mesh has other axes.
+      scanned: the loss of `make_train_step` gathers some parameters by `scan_layers`.
+    """
+
+    axes: tuple[str, ...]
+    gather_dtype: Any = None
+    reduce_dtype: Any = None
+    parts: int = 1
+    sum_wide: bool = False
+    scanned: bool = False
+
+    def gather(self, x: Any, spec: PartitionSpec) -> Any:
+        """The whole array along these axes."""
+        hops = _hops(spec, self.axes)
+        if not hops:  # nothing is sent, nor rounded for that
+            return x
+        sent = x.astype(wire_dtype(x.dtype, self.gather_dtype))
+        for axis, names in hops:
+            sent = jax.lax.all_gather(sent, names, axis=axis, tiled=True)
+        return sent.astype(x.dtype)
+
+    def scatter(self, g: Any, spec: PartitionSpec, dtype: Any) -> Any:
+        """This device's shard of the sum over these axes, in at least float32.
+
+        It is sent in `reduce_dtype`, or in `dtype`, the parameter's. What the spec does
+        not divide is all-reduced.
+        """
+        return wide(self.sum_over_others(self.scatter_along(g, spec, dtype), spec))
+
+    def scatter_along(self, g: Any, spec: PartitionSpec, dtype: Any) -> Any:
+        """The first half of `scatter`: the sum over the axes that the spec has."""
+        if all(jax.lax.axis_size(name) == 1 for name in self.axes):
+            return wide(g)  # nothing is sent, nor rounded for that
+        g = (wide(g) / self.parts).astype(wire_dtype(dtype, self.reduce_dtype))
+        g = self._summable(g)
+        for axis, names in _hops(spec, self.axes):
+            g = jax.lax.psum_scatter(g, names, scatter_dimension=axis, tiled=True)
+        return g
+
+    def sum_over_others(self, g: Any, spec: PartitionSpec) -> Any:
+        """The second half: the sum over the axes that it has not."""
+        others = self.others(spec)
+        return jax.lax.psum(g, others) if others else g
+
+    def others(self, spec: PartitionSpec) -> list[str]:
+        """Axes with several devices that the spec does not have."""
+        left = (name for name in self.axes if name not in spec_names(spec))
+        return [name for name in left if jax.lax.axis_size(name) > 1]
+
+    def reduce(self, collective: Callable[..., Any], tree: Any) -> Any:
+        """Sums or maxima of arrays over devices, in the dtype of each."""
+        return jax.tree.map(
+            lambda x: collective(self._summable(x), self.axes).astype(x.dtype), tree
+        )
+
+    def _summable(self, x: Any) -> Any:
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        return wide(x) if is_float and self.sum_wide else x
+
+
+# How the step sends arrays whose loss is being traced; None outside of one.
+of_step: contextvars.ContextVar[Wire | None] = contextvars.ContextVar(
+    "jax_muon_wire", default=None
+)
+
+
+def _hops(spec: PartitionSpec, axes: Any) -> list[tuple[int, tuple[str, ...]]]:
+    """Axes of an array that these mesh axes divide, and which of them do."""
+    return [(axis, names) for axis, names in enumerate(only(spec, axes)) if names]
