@@ -31,7 +31,8 @@ def test_the_step_of_the_page(keras, rng, as_users_write):
     x = rng.standard_normal((32, 6)).astype(np.float32)
 
     def predict(params, x):
-        return model.stateless_call([*params.values()], [], x)[0]
+        values = [params[v.path] for v in model.trainable_variables]
+        return model.stateless_call(values, [], x)[0]
 
     tx = jm.moonlight(0.02, matrices=jm.read(params, predict, x))
     step = pages.run("Keras")["make_step"](
