@@ -64,8 +64,8 @@ test-outside: $(OUTSIDE:%=runs/outside/%)
 		PYTHONPATH=. runs/outside/$$name/bin/python -m pytest outside/$$name $(ARGS) || exit 1; \
 	done
 
-# How the parameters of these packages' models are read, by losses and by names, and what
-# each rule of the reading is worth: half an hour on two cores.
+# How the parameters of these packages' models are read by their losses, and what each
+# rule of the reading is worth: half an hour on two cores.
 reading-models: venv $(READING_MODELS:%=runs/outside/%)
 	$(BIN)/python -m benchmarks.reading_models $(ARGS)
 	$(BIN)/python -m benchmarks.reading_models.ablation $(ARGS)

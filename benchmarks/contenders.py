@@ -24,6 +24,7 @@ from benchmarks.parameters import model_parameters
 
 RECIPES = ("nanochat", "muon", "moonlight", "normuon")
 NAMES = (*RECIPES, "optax", "adamw")
+IN_OUT = optax.contrib.MuonDimensionNumbers(-2, -1)  # of one layer or of all
 TORCH = ("torch-nanochat", "torch-muon")
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]  # params, state, grads
@@ -114,7 +115,7 @@ def make_step(name: str, dtype: str, shapes: Any) -> tuple[Callable[[Any], Any],
 def orthogonalize_step(params: Any, state: Any, grads: Any, dtype: str) -> Any:
     """Polar factors of the matrices' gradients, and nothing else of a step."""
     blocks = grads["blocks"]
-    matrices = jm.read(blocks, rules="muon")
+    matrices = jm.read(blocks, rules=IN_OUT)
     tx = jm.orthogonalize(jm.PolarExpress(dtype=dtype), matrices=matrices)
     blocks, _ = tx.update(blocks, tx.init(blocks))
     return params | {"blocks": blocks}, state
@@ -123,14 +124,14 @@ def orthogonalize_step(params: Any, state: Any, grads: Any, dtype: str) -> Any:
 def transform(name: str, dtype: str, shapes: Any) -> optax.GradientTransformation:
     """The optax transform of a contender."""
     if name in RECIPES:
-        return getattr(jm, name)(dtype=dtype)
+        matrices = {"wte": "adamw", "lm_head": "adamw", "*": IN_OUT}
+        return getattr(jm, name)(dtype=dtype, matrices=matrices)
     if name == "adamw":
         return optax.adamw(3e-4)
     # optax reads a matrix only where it has two axes, and an embedding as one: it is
     # told which leaves are for Muon. It computes in the dtype of the gradients.
-    spec = optax.contrib.MuonDimensionNumbers(-2, -1)
     numbers = {"wte": None, "lm_head": None}
-    numbers["blocks"] = jax.tree.map(lambda _: spec, shapes["blocks"])
+    numbers["blocks"] = jax.tree.map(lambda _: IN_OUT, shapes["blocks"])
     return optax.contrib.muon(
         0.02, weight_decay=0.1, muon_weight_dimension_numbers=numbers
     )

@@ -30,8 +30,10 @@ RATE, STEPS = 1e-4, 60
 BASE = learning.Point("nanochat", dict(best_rates("nanochat")), steps=150)
 BASE_STEPS = 100
 OPTIMIZERS = {
-    "moonlight": jm.moonlight(RATE, dtype="float32", adamw=optax.adamw(RATE)),
-    "adamw": optax.adamw(RATE),
+    "moonlight": lambda matrices: jm.moonlight(
+        RATE, dtype="float32", adamw=optax.adamw(RATE), matrices=matrices
+    ),
+    "adamw": lambda matrices: optax.adamw(RATE),
 }
 # Whether parameters are bfloat16, and what the optimizer is wrapped in.
 MODES: dict[str, Any] = {
@@ -67,7 +69,7 @@ def cast(params: Any, dtype: str) -> Any:
 def functions(optimizer: str, mode: str) -> tuple[Any, Any, Any]:
     """First parameters and state from a base, a step, and the loss of batches."""
     model = nnx.eval_shape(lambda: learning.model(BASE.width, BASE.depth, 0))
-    graph, _ = nnx.split(model, nnx.Param)
+    graph, shapes = nnx.split(model)
     narrow, around = MODES[mode]
 
     def loss(params: Any, windows: Any) -> Any:
@@ -77,7 +79,8 @@ def functions(optimizer: str, mode: str) -> tuple[Any, Any, Any]:
         params = rounded if narrow else cast(rounded, "float32")
         return params, init(params)
 
-    init, step = program.training(loss, lambda: around(OPTIMIZERS[optimizer]))
+    tx = around(OPTIMIZERS[optimizer](jm.read(shapes, loss, batch(0, 1))))
+    init, step = program.training(loss, lambda: tx)
     return start, step, learning.mean_loss(loss)
 
 
@@ -88,7 +91,8 @@ def movement(rate: float, residual: str | None, steps: int = 100) -> float:
     slope = jax.random.normal(keys[1], first.shape)
     # The parameters as an optimizer sees them, so with their residual.
     seen = optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (u, p))
-    tx = optax.chain(jm.moonlight(rate, weight_decay=0.0, dtype="float32"), seen)
+    settings = {"weight_decay": 0.0, "dtype": "float32", "matrices": {"up": "muon"}}
+    tx = optax.chain(jm.moonlight(rate, **settings), seen)
 
     def moved(p: Any, tx: Any) -> Any:
         @jax.jit

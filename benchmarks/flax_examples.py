@@ -41,7 +41,6 @@ class Example(NamedTuple):
     loss: Loss
     batch: Callable[[int, int], Batch]  # of a seed and a step
     validation: list[Batch]
-    rules: dict[str, str] | None = None  # of a head that no name shows
 
 
 def from_folder(folder: pathlib.Path, *names: str) -> list[Any]:
@@ -183,7 +182,6 @@ def seq2seq(folder: pathlib.Path) -> Example:
         loss=loss,
         batch=batch,
         validation=[batch(-1, step) for step in range(4)],
-        rules={"DecoderLSTMCell_0/Dense_0": "adamw"},
     )
 
 
@@ -203,14 +201,18 @@ BASELINE = "adamw"
 
 
 def make(
-    optimizer: str, rate: Any, rest: Any, rules: dict[str, str] | None
+    optimizer: str, rate: Any, rest: Any, example: Example
 ) -> optax.GradientTransformation:
     """A recipe with its defaults beside the user's AdamW, or that AdamW alone."""
     if optimizer == BASELINE:
         return adamw(rate)
     name, _, one_rate = optimizer.partition(", ")
     own = {} if one_rate else {"adamw": adamw(rest)}
-    matrices = functools.partial(jm.read, rules=rules)
+
+    def matrices(params: Any) -> jm.Matrices:
+        batch = example.validation[0]
+        return jm.read(params, lambda params: example.loss(params, batch, None))
+
     return getattr(jm, name)(rate, dtype="float32", matrices=matrices, **own)
 
 
@@ -227,7 +229,7 @@ def functions(folder: pathlib.Path, name: str, optimizer: str) -> Any:
             0.0, 1.0, example.steps // 10, example.steps
         )
         scheduled = (lambda count, x=x: x * shape(count) for x in (rate, rest))
-        return make(optimizer, *scheduled, rules=example.rules)
+        return make(optimizer, *scheduled, example)
 
     def loss(params: Any, batch: tuple[Batch, jax.Array | None]) -> jax.Array:
         return example.loss(params, *batch)

@@ -248,9 +248,10 @@ def optimizer(case: Case, params: Any, rng: np.random.Generator) -> Any:
 
 def reading(case: Case, params: Any) -> Any:
     """How the tree is read."""
-    rules: dict[str, Any] = {  # names and shapes are not enough for these
+    rules: dict[str, Any] = {
+        "wte": "adamw",
         "blocks_0/mlp/up": MuonDimensionNumbers(0, 1),
-        "blocks_1/mlp/up": MuonDimensionNumbers(0, 1),
+        "blocks_1/mlp/up": MuonDimensionNumbers(1, 0),  # (out, in)
         "scan/mlp": MuonDimensionNumbers(1, 2),
         "Conv_0/kernel": MuonDimensionNumbers((0, 1, 2), 3),
     }
@@ -259,11 +260,12 @@ def reading(case: Case, params: Any) -> Any:
     how, (first, second) = case["reading"], LEAVES[:2]
     if how == "labels":
         rules |= {first: "frozen"}
+    rules |= {"*": "muon"}
     if how == "splits" and params[first].shape[-1] % 2 == 0:
         given["splits"] = {first: jm.Split(2), second: jm.Split(2)}
-    if how == "joins":
-        given["joins"] = 2
-    return functools.partial(jm.read, rules=rules, **given)
+    if how == "joins" or case["recipe"] == "teon":
+        given["joins"] = {"blocks_{i}/attn/q": 2}
+    return jm.read(params, rules=rules, **given)
 
 
 def train_steps(case: Case, tx: Any, mesh: Mesh, specs: Any) -> tuple[Any, Any]:

@@ -28,6 +28,7 @@ from optimizers import OPTIMIZERS, Rates, schedules, with_embedding_factor
 from runs import read
 from text import Text, read_text
 
+import jax_muon as jm
 from benchmarks import program
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -102,13 +103,15 @@ def rates_of(point: Point) -> Iterator[Rates]:
 @functools.cache
 def functions(optimizer: str, width: int, depth: int, factor: float = 1.0) -> Any:
     """Compiled: the first state, a step, and the mean loss of batches."""
-    graph, _ = nnx.split(nnx.eval_shape(lambda: model(width, depth, 0)), nnx.Param)
+    graph, params = nnx.split(nnx.eval_shape(lambda: model(width, depth, 0)))
 
     def loss(params: Any, windows: Any) -> Any:  # windows: (16, 129)
         return nnx.merge(graph, params).loss(windows)
 
+    matrices = jm.read(params, loss, data().batch(0, 1, 1, 128))
+
     def transform(rates: Rates) -> Any:
-        return with_embedding_factor(OPTIMIZERS[optimizer](rates), factor)
+        return with_embedding_factor(OPTIMIZERS[optimizer](rates, matrices), factor)
 
     return *program.training(loss, transform), mean_loss(loss)
 

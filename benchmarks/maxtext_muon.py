@@ -70,7 +70,8 @@ def of_optax(params: Any, mesh: Mesh) -> Counts:
 
 def of_us(params: Any, mesh: Mesh) -> Counts:
     """By the description of `jm.muon` with `on_mesh`."""
-    tx = jm.on_mesh(jm.muon(), mesh, SPEC)
+    matrices = {"*": optax.contrib.MuonDimensionNumbers(-2, -1)}
+    tx = jm.on_mesh(jm.muon(matrices=matrices), mesh, SPEC)
     found = jm.describe(tx, params)
     flops = sum(pool.load(found.sizes) for pool in found.pools)
     number = len(collectives(tx.update, params, jax.eval_shape(tx.init, params)))

@@ -99,4 +99,3 @@ def _show(sides: tuple[frozenset[int], ...], shape: list[int]) -> str:
     letters = zip("bio", sides, strict=True)
     by_axis = {axis: letter for letter, axes in letters for axis in axes}
     return "".join(by_axis.get(axis, ".") for axis in range(len(shape)))
-

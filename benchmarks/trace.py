@@ -31,7 +31,7 @@ BLOCK = {
 def contenders() -> dict[str, optax.GradientTransformation]:
     """Optimizers by name."""
     mesh = jax.make_mesh((DEVICES,), ("data",), (AxisType.Auto,))
-    muon = jm.muon(0.02)
+    muon = jm.muon(0.02, matrices={"*": "muon"})
     return {
         "optax.contrib.muon": optax.contrib.muon(0.02),
         "one device": muon,

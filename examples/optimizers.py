@@ -29,9 +29,7 @@ class Rates(NamedTuple):
 RATES = (*Rates._fields, "embedding_factor")  # what `make_optimizer` takes
 
 
-def adamw(
-    rates: Rates, matrices: jm.Matrices | None = None
-) -> optax.GradientTransformation:
+def adamw(rates: Rates, matrices: jm.Matrices) -> optax.GradientTransformation:
     learning_rate, _, b1, weight_decay = rates
     muon = optax.adamw(learning_rate, b1, 0.95, weight_decay=weight_decay)
     return jm.partition({"muon": muon, "adamw": of_the_rest(rates)}, matrices)
@@ -47,9 +45,7 @@ def recipe(
 ) -> Callable[..., optax.GradientTransformation]:
     """A recipe of jax_muon, in float32, with the AdamW that all share."""
 
-    def make(
-        rates: Rates, matrices: jm.Matrices | None = None
-    ) -> optax.GradientTransformation:
+    def make(rates: Rates, matrices: jm.Matrices) -> optax.GradientTransformation:
         decay = {"weight_decay": rates.weight_decay} if decays else {}
         return function(
             rates.learning_rate,
@@ -85,7 +81,7 @@ def best_rates(name: str) -> dict[str, float | list[float]]:
 def make_optimizer(
     name: str,
     steps: int,
-    matrices: jm.Matrices | None = None,
+    matrices: jm.Matrices,
     *,
     qk_clip: float | None = None,
     embedding_factor: float = 1.0,
@@ -93,8 +89,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """The optimizer for a run of `steps` steps; see `schedules` for its rates.
 
-    `matrices` is the reading of the parameters, for example from the loss; None reads
-    their names. With `qk_clip`, heads whose attention logits exceed it are scaled down.
+    With `qk_clip`, heads whose attention logits exceed it are scaled down.
     """
     if name in WITHOUT_DECAY and rates.get("weight_decay"):
         raise ValueError(

@@ -3,8 +3,8 @@
     python examples/train_cnn.py
 
 Flax linen with its TrainState, on scikit-learn's 1797 images of 8 x 8. A kernel of a
-convolution (3, 3, in, out) is read as a matrix (9 in, out) by the optimizer itself; the
-last layer and the biases go to AdamW.
+convolution (3, 3, in, out) is read as a matrix (9 in, out); the last layer and the
+biases go to AdamW.
 """
 
 import argparse
@@ -80,13 +80,14 @@ def main(argv: list[str] | None = None) -> float:
     batches = len(x) // options.batch_size  # in an epoch
     steps = options.epochs * batches
     recipe = jm.nanochat if options.optimizer == "nanochat" else jm.muon
+    model = CNN()
+    params = model.init(jax.random.key(options.seed), x[:1])["params"]
     tx = recipe(
         optax.linear_schedule(0.02, 0.0, steps),
         adamw=optax.adamw(optax.linear_schedule(0.003, 0.0, steps)),
+        matrices=jm.read(params, lambda p, x: model.apply({"params": p}, x), x[:1]),
         dtype="float32",
     )
-    model = CNN()
-    params = model.init(jax.random.key(options.seed), x[:1])["params"]
     print(jm.describe(tx, params))
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
+from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from parity.references import (
@@ -199,9 +200,24 @@ def _schedule(table: np.ndarray) -> optax.Schedule:
 
 # ---- Recipes
 
-# Labels of this file's tree, by the names above.
-RULES = {"embed": "adamw", "norm": "adamw", "*": "muon"}
-READ = functools.partial(jm.read, rules=RULES)
+# Labels of this file's tree, and the axes of its modules with more than two.
+_LABELS = {"embed": "adamw", "norm": "adamw", "*": "muon"}
+_AXES = {
+    "conv": {"conv": MuonDimensionNumbers((0, 1, 2), 3)},
+    "attn": {
+        "attn/query": MuonDimensionNumbers(0, (1, 2)),
+        "attn/out": MuonDimensionNumbers((0, 1), 2),
+    },
+}
+
+
+def read(params: Any, **settings: Any) -> jm.Matrices:
+    """How a tree of this file, which may lack some of its modules, is read."""
+    there = [rules for module, rules in _AXES.items() if module in params]
+    rules = functools.reduce(dict.__or__, there, _LABELS)
+    return jm.read(params, rules=rules, **settings)
+
+
 _ADAMW = {"betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}
 _MUON = ("lr", "momentum", "weight_decay")
 
@@ -226,7 +242,7 @@ class Recipe:
         given["adamw"] = optax.adamw(
             rates["adamw_lr"], *_ADAMW["betas"], _ADAMW["eps"], weight_decay=0.0
         )
-        return self.factory(**given | {"dtype": dtype, "matrices": READ} | changed)
+        return self.factory(**given | {"dtype": dtype, "matrices": read} | changed)
 
 
 def _muon_of_a_sum(
@@ -254,7 +270,7 @@ def _muon_of_a_sum(
 
 
 def _teon(**settings: Any) -> optax.GradientTransformation:
-    matrices = functools.partial(READ, joins={"pool/{i}": 2})
+    matrices = functools.partial(read, joins={"pool/{i}": 2})
     return jm.teon(**settings | {"matrices": matrices})
 
 

@@ -1,7 +1,7 @@
 """Code in the pages runs, and the links, files and errors that they name exist.
 
 The code of a page may use the names in `stage` in addition to its own imports: a small
-model, its gradients, a mesh of eight devices, a loss, and a folder.
+model, its gradients, a loss and its reading, a mesh of eight devices, and a folder.
 """
 
 import ast
@@ -42,6 +42,7 @@ def stage(folder):
     def loss_fn(params, batch):
         return jnp.mean((batch @ params["mlp"]["up"] @ params["mlp"]["down"]) ** 2)
 
+    batch = jnp.ones((8, 64))
     return {
         "jax": jax,
         "jnp": jnp,
@@ -52,7 +53,8 @@ def stage(folder):
         "mesh": mesh,
         "specs": None,
         "loss_fn": loss_fn,
-        "batch": jnp.ones((8, 64)),
+        "batch": batch,
+        "matrices": jm.read(params, loss_fn, batch),
         "folder": folder,
     }
 

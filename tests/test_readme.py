@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 
@@ -23,7 +24,6 @@ def names():
     found = {}
     for block in BLOCKS:
         exec(block, found)
-        found.setdefault("chains", []).append(found["tx"])
     return found
 
 
@@ -43,7 +43,7 @@ def test_code_blocks_run_in_order(capsys):
 
 
 class Everything(nnx.Module):
-    """Parameters whose reading depends on the parameters beside them."""
+    """Parameters of many kinds."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -72,22 +72,35 @@ def scanned():
     return layers.init(jax.random.key(0), jnp.ones((1, 5, 5, 4)), None)["params"]
 
 
+IMAGE = MuonDimensionNumbers((-4, -3, -2), -1)
+HEADS = MuonDimensionNumbers(0, (1, 2))
+LABELS = {
+    "wte": "adamw",
+    "stem": IMAGE,
+    "conv": IMAGE,
+    "attn/out": MuonDimensionNumbers((0, 1), 2),
+    "attn/*/kernel": HEADS,
+    "general": HEADS,
+    "*": "muon",
+}
 MODELS = {
-    "nnx": lambda: nnx.to_pure_dict(nnx.state(Everything(), nnx.Param)),
-    "linen, scanned convolutions": scanned,
+    "nnx": (lambda: nnx.to_pure_dict(nnx.state(Everything(), nnx.Param)), LABELS),
+    "linen, scanned convolutions": (scanned, {"Conv_0": IMAGE}),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_chain_is_the_recipe_bit_for_bit(name):
     """Two steps, so that momentum and NorMuon's means count."""
-    params = MODELS[name]()
+    make, labels = MODELS[name]
+    params, chain = make(), names() | {"matrices": labels}
+    exec(BLOCKS[1], chain)
     rng = np.random.default_rng(0)
     grads = jax.tree.map(
         lambda p: jnp.asarray(rng.standard_normal(p.shape), p.dtype), params
     )
     results = []
-    for tx in (names()["chains"][1], jm.nanochat()):
+    for tx in (chain["tx"], jm.nanochat(matrices=labels)):
 
         @jax.jit
         def step(params, state, tx=tx):

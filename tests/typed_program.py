@@ -18,7 +18,8 @@ def loss(params: Any, batch: jax.Array) -> jax.Array:
 
 
 params = {"up": jnp.ones((4, 8)), "bias": jnp.ones(8)}
-matrices = assert_type(jm.read(params, rules={"bias": "frozen"}), jm.Matrices)
+read = jm.read(params, loss, jnp.ones((2, 4)), rules={"bias": "frozen"})
+matrices = assert_type(read, jm.Matrices)
 rate = optax.warmup_cosine_decay_schedule(0.0, 0.02, 10, 100)
 recipe = jm.nanochat(
     rate,
@@ -27,7 +28,8 @@ recipe = jm.nanochat(
     matrices=matrices,
 )
 assert_type(recipe, optax.GradientTransformationExtraArgs)
-assert_type(jm.moonlight(adamw=3e-4), optax.GradientTransformationExtraArgs)
+stated = jm.moonlight(adamw=3e-4, matrices={"up": "muon"})
+assert_type(stated, optax.GradientTransformationExtraArgs)
 tx = jm.skip_nonfinite(optax.chain(optax.clip_by_global_norm(1.0), recipe))
 assert_type(tx, optax.GradientTransformationExtraArgs)
 mesh = jax.make_mesh((1,), ("data",))

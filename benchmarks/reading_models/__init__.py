@@ -54,7 +54,7 @@ class Model:
     stacked: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def expected(self, path: str, shape: Sequence[int]) -> dict[str, Any]:
-        """The right reading of a parameter, as `expect` of a fixture.
+        """The right reading of a parameter, as `benchmarks.reading.judge` takes it.
 
         Raises:
           ValueError: no answer fits.

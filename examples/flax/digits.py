@@ -11,7 +11,13 @@ from sklearn.datasets import load_digits
 import jax_muon as jm
 
 STEPS = 40
-TX = jm.nanochat(0.02, adamw=optax.adamw(0.003), dtype="float32")
+IMAGE = jax.ShapeDtypeStruct((1, 64), "float32")  # one image, for `jm.read`
+
+
+def make_optimizer(matrices: jm.Matrices) -> optax.GradientTransformationExtraArgs:
+    """nanochat, for the matrices that a model's function shows."""
+    adamw = optax.adamw(0.003)
+    return jm.nanochat(0.02, adamw=adamw, dtype="float32", matrices=matrices)
 
 
 def batches(size: int = 256) -> Iterator[tuple[np.ndarray, np.ndarray]]:

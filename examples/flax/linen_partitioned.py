@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from digits import TX, batches, cross_entropy, report
+from digits import IMAGE, batches, cross_entropy, make_optimizer, report
 from flax import linen as nn
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh
@@ -59,7 +59,8 @@ def main() -> tuple[TrainState, list[float]]:
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
         key = jax.random.key(0)
         params = jax.eval_shape(init, key)
-        tx = jm.on_mesh(TX, mesh, specs=divided(params, mesh))
+        matrices = jm.read(params, lambda p, x: MLP().apply({"params": p}, x), IMAGE)
+        tx = jm.on_mesh(make_optimizer(matrices), mesh, divided(params, mesh))
         print(jm.describe(tx, params))
 
         def create(key: jax.Array) -> TrainState:

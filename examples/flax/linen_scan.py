@@ -1,16 +1,13 @@
 """Flax linen with stacked layers: nn.scan over blocks.
 
 Every parameter of a block has a leading axis of layers, (4, 64, 64), (4, 64). Kernels
-are read as four matrices each; biases and norm scales stay with AdamW. With
-`variable_axes={"params": 1}` a kernel is (64, 4, 64), as the norms beside
-it show; without norms: `matrices=jm.read(params,
-rules={"blocks": MuonDimensionNumbers(0, 2)})`.
+are read as four matrices each; biases and norm scales stay with AdamW.
 
     python examples/flax/linen_scan.py
 """
 
 import jax
-from digits import TX, batches, cross_entropy, report
+from digits import IMAGE, batches, cross_entropy, make_optimizer, report
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
@@ -56,8 +53,10 @@ def main() -> tuple[TrainState, list[float]]:
     """Trains; returns the state and the loss at each step."""
     model = Stack()
     params = model.init(jax.random.key(0), jax.numpy.zeros((1, 64)))["params"]
-    print(jm.describe(TX, params))  # 4 x (64, 64)
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=TX)
+    matrices = jm.read(params, lambda p, x: model.apply({"params": p}, x), IMAGE)
+    tx = make_optimizer(matrices)
+    print(jm.describe(tx, params))  # 4 x (64, 64)
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
     losses = []
     for batch in batches():
         state, loss = train_step(state, *batch)

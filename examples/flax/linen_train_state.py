@@ -4,7 +4,7 @@ python examples/flax/linen_train_state.py
 """
 
 import jax
-from digits import TX, batches, cross_entropy, report
+from digits import IMAGE, batches, cross_entropy, make_optimizer, report
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
@@ -37,8 +37,10 @@ def main() -> tuple[TrainState, list[float]]:
     """Trains; returns the state and the loss at each step."""
     model = Attention()
     params = model.init(jax.random.key(0), jax.numpy.zeros((1, 64)))["params"]
-    print(jm.describe(TX, params))
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=TX)
+    matrices = jm.read(params, lambda p, x: model.apply({"params": p}, x), IMAGE)
+    tx = make_optimizer(matrices)
+    print(jm.describe(tx, params))
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
     losses = []
     for batch in batches():
         state, loss = train_step(state, *batch)

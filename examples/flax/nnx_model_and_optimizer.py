@@ -4,7 +4,7 @@ python examples/flax/nnx_model_and_optimizer.py
 """
 
 import jax
-from digits import TX, batches, cross_entropy, report
+from digits import IMAGE, batches, cross_entropy, make_optimizer, report
 from flax import nnx
 
 import jax_muon as jm
@@ -14,7 +14,7 @@ class CNN(nnx.Module):
     """Images (batch, 64) to logits (batch, 10), by convolutions."""
 
     def __init__(self, *, rngs: nnx.Rngs):
-        self.stem = nnx.Conv(1, 16, (3, 3), rngs=rngs)  # one input channel: to AdamW
+        self.stem = nnx.Conv(1, 16, (3, 3), rngs=rngs)  # (9, 16)
         self.conv = nnx.Conv(16, 32, (3, 3), strides=2, rngs=rngs)  # (144, 32)
         self.head = nnx.Linear(512, 10, rngs=rngs)
 
@@ -38,8 +38,11 @@ def train_step(
 def main() -> tuple[CNN, list[float]]:
     """Trains; returns the model and the loss at each step."""
     model = CNN(rngs=nnx.Rngs(0))
-    print(jm.describe(TX, nnx.state(model, nnx.Param)))
-    state = nnx.ModelAndOptimizer(model, TX)
+    graph, params = nnx.split(model, nnx.Param)
+    matrices = jm.read(params, lambda p, x: nnx.merge(graph, p)(x), IMAGE)
+    tx = make_optimizer(matrices)
+    print(jm.describe(tx, params))
+    state = nnx.ModelAndOptimizer(model, tx)
     losses = [train_step(state, *batch) for batch in batches()]
     return state.model, report(losses)
 

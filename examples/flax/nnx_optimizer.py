@@ -4,7 +4,7 @@ python examples/flax/nnx_optimizer.py
 """
 
 import jax
-from digits import TX, batches, cross_entropy, report
+from digits import IMAGE, batches, cross_entropy, make_optimizer, report
 from flax import nnx
 
 import jax_muon as jm
@@ -17,7 +17,7 @@ class MLP(nnx.Module):
         self.up = nnx.Linear(64, 128, rngs=rngs)
         self.down = nnx.Linear(128, 64, rngs=rngs)
         self.norm = nnx.RMSNorm(64, rngs=rngs)
-        self.head = nnx.Linear(64, 10, rngs=rngs)  # to AdamW, by its name
+        self.head = nnx.Linear(64, 10, rngs=rngs)  # to AdamW
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self.down(nnx.relu(self.up(x)))
@@ -38,8 +38,11 @@ def train_step(
 def main() -> tuple[MLP, list[float]]:
     """Trains; returns the model and the loss at each step."""
     model = MLP(rngs=nnx.Rngs(0))
-    print(jm.describe(TX, nnx.state(model, nnx.Param)))
-    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    graph, params = nnx.split(model, nnx.Param)
+    matrices = jm.read(params, lambda p, x: nnx.merge(graph, p)(x), IMAGE)
+    tx = make_optimizer(matrices)
+    print(jm.describe(tx, params))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     losses = [train_step(model, optimizer, *batch) for batch in batches()]
     return model, report(losses)
 

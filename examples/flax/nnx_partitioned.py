@@ -8,7 +8,7 @@ devices stand for accelerators.
 """
 
 import jax
-from digits import TX, batches, cross_entropy, report
+from digits import IMAGE, batches, cross_entropy, make_optimizer, report
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -47,8 +47,10 @@ def main() -> tuple[MLP, nnx.Optimizer, list[float]]:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=2 * (AxisType.Auto,))
     with jax.set_mesh(mesh):
         model = MLP(rngs=nnx.Rngs(0))
-        params = nnx.state(model, nnx.Param)
-        tx = jm.on_mesh(TX, mesh, specs=nnx.get_partition_spec(params))
+        graph, params = nnx.split(model, nnx.Param)
+        matrices = jm.read(params, lambda p, x: nnx.merge(graph, p)(x), IMAGE)
+        specs = nnx.get_partition_spec(params)
+        tx = jm.on_mesh(make_optimizer(matrices), mesh, specs)
         print(jm.describe(tx, params))
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         losses = [

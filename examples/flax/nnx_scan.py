@@ -7,7 +7,7 @@ are read as four matrices each; biases and norm scales stay with AdamW.
 """
 
 import jax
-from digits import TX, batches, cross_entropy, report
+from digits import IMAGE, batches, cross_entropy, make_optimizer, report
 from flax import nnx
 
 import jax_muon as jm
@@ -60,8 +60,11 @@ def train_step(
 def main() -> tuple[Stack, list[float]]:
     """Trains; returns the model and the loss at each step."""
     model = Stack(rngs=nnx.Rngs(0))
-    print(jm.describe(TX, nnx.state(model, nnx.Param)))  # 4 x (64, 64)
-    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    graph, params = nnx.split(model, nnx.Param)
+    matrices = jm.read(params, lambda p, x: nnx.merge(graph, p)(x), IMAGE)
+    tx = make_optimizer(matrices)
+    print(jm.describe(tx, params))  # 4 x (64, 64)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     losses = [train_step(model, optimizer, *batch) for batch in batches()]
     return model, report(losses)
 

@@ -88,10 +88,10 @@ def test_llama_shapes_are_trained_whole(model, rng):
     """Grouped queries, a gated MLP, experts: every leaf has a gradient, and a role."""
     params = random_like(llama_parameters(model, "float32"), rng)
     tokens = rng.integers(0, 64, (2, 17))
-    step = jax.jit(jax.value_and_grad(functools.partial(loss, head=16)))
-    value, grads = step(params, tokens)
+    loss_fn = functools.partial(loss, head=16)
+    value, grads = jax.jit(jax.value_and_grad(loss_fn))(params, tokens)
     assert float(value) == pytest.approx(math.log(64), abs=1)
     assert all(jnp.any(g != 0) for g in jax.tree.leaves(grads))
-    labels = jm.read(params).labels(params)
+    labels = jm.read(params, loss_fn, tokens).labels(params)
     other = ["router"] if "router" in params["blocks"] else []
     assert [k for k, label in labels["blocks"].items() if label == "adamw"] == other

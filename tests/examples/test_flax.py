@@ -32,8 +32,9 @@ def load(examples, monkeypatch):
         sys.modules.pop(path.stem, None)
 
 
-def functional(digits, apply, params, tx):
+def functional(digits, apply, params, make_optimizer):
     """Plain JAX and optax: parameters in dicts, one device, one jitted step."""
+    tx = make_optimizer(jm.read(params, apply, digits.IMAGE))
 
     @jax.jit
     def step(params, state, images, labels):
@@ -100,7 +101,7 @@ def test_an_example_is_the_functional_loop(load, name):
         found, model = trained.params, cls()
         params = model.init(jax.random.key(0), jnp.zeros((1, 64)))["params"]
         apply = applied(model)
-    params, expected = functional(digits, apply, params, digits.TX)
+    params, expected = functional(digits, apply, params, digits.make_optimizer)
     np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-6)
     assert_equal_trees(found, params, atol=1e-6)
 
@@ -135,8 +136,9 @@ def test_partitioned(load, capsys, name):
 # factor carries those of the smallest singular values up to the size of the others.
 
 
-def recipe():
-    return jm.nanochat(0.02, adamw=optax.adamw(0.003), dtype="float64", steps=2)
+def recipe(matrices):
+    adamw = optax.adamw(0.003)
+    return jm.nanochat(0.02, adamw=adamw, dtype="float64", steps=2, matrices=matrices)
 
 
 def wide(tree):
@@ -162,11 +164,12 @@ def test_nnx_partitioned_is_right(load, monkeypatch, x64, kind):
 
     with jax.set_mesh(mesh(1, 1, kind=kind)):
         params, apply = pure(create())
-        params, expected = functional(digits, apply, params, recipe())
+        matrices = jm.read(params, apply, digits.IMAGE)
+        params, expected = functional(digits, apply, params, recipe)
     devices = mesh(2, 2, kind=kind)
     with jax.set_mesh(devices):
         model = create()
-        tx = recipe()
+        tx = recipe(matrices)
         if not explicit:
             specs = nnx.get_partition_spec(nnx.state(model, nnx.Param))
             tx = jm.on_mesh(tx, devices, specs=specs)
@@ -185,11 +188,13 @@ def test_linen_partitioned_is_right(load, monkeypatch, x64):
     monkeypatch.setattr(digits, "STEPS", 3)
     model = example.MLP()
     boxed = wide(model.init(jax.random.key(0), jnp.zeros((1, 64)))["params"])
-    params, expected = functional(digits, applied(model), unbox(boxed), recipe())
+    matrices = jm.read(boxed, applied(model), digits.IMAGE)
+    params, expected = functional(digits, applied(model), unbox(boxed), recipe)
     devices = mesh(2, 2)
 
     def create():
-        tx = jm.on_mesh(recipe(), devices, specs=example.divided(boxed, devices))
+        specs = example.divided(boxed, devices)
+        tx = jm.on_mesh(recipe(matrices), devices, specs)
         return TrainState.create(apply_fn=model.apply, params=boxed, tx=tx)
 
     with jax.set_mesh(devices), nn.logical_axis_rules(example.RULES):

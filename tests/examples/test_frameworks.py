@@ -11,6 +11,7 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from jax_muon.paths import leaves_with_paths
@@ -57,6 +58,13 @@ SIZES = {
     "embed": 16, "embed_vocab": 16, "norm": 16, "mlp": 32, "vocab": 24, "layers": 6,
     "q_heads": 4, "heads": 4, "kv_heads": 2, "kv": 4, "kv_head_dim": 4,
 }  # fmt: skip
+MATRICES = {
+    "token_embedder": "adamw",
+    "logits_dense": "adamw",
+    "out": MuonDimensionNumbers((0, 2), 3),
+    "mlp/*/kernel": MuonDimensionNumbers(0, 2),
+    "self_attention/*/kernel": MuonDimensionNumbers(0, (2, 3)),
+}
 SHARDED = ("mlp", "q_heads", "heads", "vocab", "kv_heads")
 RULES = [*((name, "tensor") for name in SHARDED), ("embed", "fsdp")]
 
@@ -95,8 +103,8 @@ def test_maxtext(x64):
     params, grads = (nnx.to_pure_dict(llama(seed)) for seed in (0, 1))
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), 3 * (AxisType.Auto,))
     # In float64 a wrong layout shows.
-    one = jm.muon(0.02, adamw=optax.adamw(0.02), dtype="float64", steps=2)
-    read = jm.read(params)
+    read, adamw = jm.read(params, rules=MATRICES), optax.adamw(0.02)
+    one = jm.muon(0.02, adamw=adamw, dtype="float64", steps=2, matrices=read)
     with jax.set_mesh(mesh):
         specs = nn.logical_to_mesh(nnx.get_partition_spec(boxed), RULES)
         tx = jm.on_mesh(one, mesh, specs, divide=("data",))
@@ -198,7 +206,7 @@ def test_state_in_the_hosts_memory():
     """Two steps, to the same numbers as with a state on the devices."""
     found = pages.run("State in the host's memory")
     mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
-    tx = jm.on_mesh(jm.muon(steps=2), mesh, divide="data")
+    tx = jm.on_mesh(jm.muon(steps=2, matrices={"up": "muon"}), mesh, divide="data")
     params = {"up": jax.random.normal(jax.random.key(0), (16, 64)), "b": jnp.ones(16)}
     there, state = params, tx.init(params)
     kept, step = found["offloaded"](tx, params, mesh)
@@ -278,7 +286,8 @@ def test_state_lies_as_the_metadata_of_nnx_says():
     divided = nnx.with_partitioning(nnx.initializers.ones, ("fsdp", "tp"))
     with jax.set_mesh(mesh):
         model = nnx.Linear(8, 16, kernel_init=divided, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, jm.nanochat(), wrt=nnx.Param)
+        tx = jm.nanochat(matrices={"kernel": "muon"})
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         state = nnx.state(optimizer, nnx.optimizer.OptState)
         laid = jax.tree.map(
             lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec or P())),
@@ -317,7 +326,7 @@ def test_diloco():
             params, state = found["inner_step"](params, state, grads)
         outer = found["outer"].init(shared)
         _, again, _ = found["outer_step"](shared, params, outer)
-    alone = jm.nanochat()
+    alone = jm.nanochat(matrices={"wte": "adamw", "*": "muon"})
 
     @jax.jit
     def steps(params, grads):

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from optimizers import OPTIMIZERS, best_rates, make_optimizer
 
+import jax_muon as jm
 from benchmarks import learning
 from benchmarks.learning import Point
 
@@ -37,6 +38,13 @@ def test_the_page_has_the_tables_and_pictures_of_the_records(tmp_path, capsys):
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def read(depth=1):
+    """What the loss of a model says about its parameters."""
+    graph, params = nnx.split(nnx.eval_shape(lambda: learning.model(32, depth, 0)))
+    windows = learning.data().batch(0, 1, 1, 128)
+    return jm.read(params, lambda p, x: nnx.merge(graph, p).loss(x), windows)
+
+
 @pytest.fixture(scope="module")
 def params():
     return nnx.state(learning.model(32, 1, 0), nnx.Param)
@@ -46,9 +54,11 @@ def test_the_example_knows_all_and_takes_what_won():
     params = nnx.state(learning.model(32, 2, 0), nnx.Param)
     found = learning.rows(learning.RESULTS, *learning.SIZES[0])
     assert set(found) == set(OPTIMIZERS)
+    matrices = read(depth=2)
     for name, row in found.items():
         assert best_rates(name) == row.best["settings"]
-        jax.eval_shape(make_optimizer(name, 3, **best_rates(name)).init, params)
+        tx = make_optimizer(name, 3, matrices, **best_rates(name))
+        jax.eval_shape(tx.init, params)
 
 
 def test_a_run_is_the_examples_own(params):
@@ -56,7 +66,7 @@ def test_a_run_is_the_examples_own(params):
     settings = RATES | {"embedding_factor": 4.0}
     ((steps, found),) = learning.train(TINY._replace(settings=settings))
     graph = nnx.graphdef(nnx.eval_shape(lambda: learning.model(32, 1, 0)))
-    tx = make_optimizer("nanochat", 3, **settings)
+    tx = make_optimizer("nanochat", 3, read(), **settings)
     _, _, evaluate = learning.functions("nanochat", 32, 1, 4.0)
 
     @jax.jit
@@ -78,7 +88,11 @@ def test_a_run_is_the_examples_own(params):
 def test_the_embedding_has_a_rate_of_its_own(name, params):
     rates = RATES if name == "adamw" else RATES | {"weight_decay": 0.0}
     ones = jax.tree.map(jnp.ones_like, params)
-    txs = [make_optimizer(name, 3, **rates, embedding_factor=f) for f in (1.0, 4.0)]
+    matrices = read()
+    txs = [
+        make_optimizer(name, 3, matrices, **rates, embedding_factor=factor)
+        for factor in (1.0, 4.0)
+    ]
     once, fourfold = (
         nnx.to_flat_state(tx.update(ones, tx.init(params), params)[0]) for tx in txs
     )
@@ -89,4 +103,4 @@ def test_the_embedding_has_a_rate_of_its_own(name, params):
 
 def test_a_decay_of_weights_whose_norms_stay_is_refused():
     with pytest.raises(ValueError, match=r"weight_decay=0.1: muonh keeps the norms"):
-        make_optimizer("muonh", 3, **RATES)
+        make_optimizer("muonh", 3, read(), **RATES)

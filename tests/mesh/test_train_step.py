@@ -328,11 +328,7 @@ FROZEN = {"count": "frozen", "mask": "frozen", "w": "muon"}
     ids=["adamw", "muon"],
 )
 def test_integers_among_the_parameters_stay_as_they_are(divided, alone, given):
-    tx = (
-        alone
-        if given is None
-        else jm.muon(polar=jm.ExactPolar(), **given, matrices=toy)
-    )
+    tx = alone if given is None else jm.muon(polar=jm.ExactPolar(), **given)
     params = {"w": jnp.eye(8, 16), "count": jnp.asarray(3), "mask": jnp.eye(8) > 0}
 
     def loss(params, batch):

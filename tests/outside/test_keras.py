@@ -28,11 +28,16 @@ def test_the_step_of_the_page(keras, rng, as_users_write):
     layers = [keras.layers.Dense(24, activation="relu"), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((6,)), *layers])
     params = {v.path: v.value for v in model.trainable_variables}
-    tx = jm.moonlight(0.02)
+    x = rng.standard_normal((32, 6)).astype(np.float32)
+
+    def predict(params, x):
+        values = [params[v.path] for v in model.trainable_variables]
+        return model.stateless_call(values, [], x)[0]
+
+    tx = jm.moonlight(0.02, matrices=jm.read(params, predict, x))
     step = pages.run("Keras")["make_step"](
         model, tx, lambda y, out: jnp.mean((out - y) ** 2)
     )
-    x = rng.standard_normal((32, 6)).astype(np.float32)
     y, state, losses = np.sin(x[:, :1]), tx.init(params), []
     for _ in range(20):
         params, state, loss = step(params, state, x, y)
@@ -62,7 +67,8 @@ def test_trajectory(keras):
         rate, adam_weight_decay=decay, weight_decay=decay, epsilon=1e-12
     )
     adamw = optax.adamw(rate, 0.9, 0.999, 1e-12, weight_decay=decay)
-    tx = jm.moonlight(rate, 0.95, decay, dtype="float32", adamw=adamw)
+    given = {"adamw": adamw, "matrices": {"embedding": "adamw", "*": "muon"}}
+    tx = jm.moonlight(rate, 0.95, decay, dtype="float32", **given)
     state, update = tx.init(params), jax.jit(tx.update)
     for step in range(steps):
         grad = trees.normal(shapes, 1 + step)

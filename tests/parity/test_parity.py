@@ -120,7 +120,11 @@ def test_a_training_run_has_the_losses_of_pytorch(rng, x64):
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
     params = {k: jnp.array(x if k == "embed" else x.T) for k, x in start.items()}
-    tx = jm.nanochat(adamw=optax.adamw(0.01, 0.8, 0.95, **adamw), dtype="float64")
+    tx = jm.nanochat(
+        adamw=optax.adamw(0.01, 0.8, 0.95, **adamw),
+        dtype="float64",
+        matrices=jm.read(params, loss_of, *batches[0]),
+    )
 
     @jax.jit
     def step(params, state, x, y):

@@ -17,6 +17,7 @@ from parity.references import AUGUST, JANUARY, JORDAN_SUM, MOONLIGHT, Muon, Nano
 
 LR = 0.01
 SAME = {"dtype": "float64", "adamw": optax.set_to_zero()}
+SAME |= {"matrices": {"kernel": "muon"}}
 
 
 Problems = list[tuple[np.ndarray, np.ndarray]]  # weights and gradients, (in, out)
@@ -148,7 +149,7 @@ def test_adamw_under_noise_steps_as_far_as_moonlight(rng):
     )
     size = float(jnp.sqrt(jnp.mean(updates[-1] ** 2)))
     np.testing.assert_allclose(size / LR, (0.1 / 1.9) ** 0.5, rtol=0.05)
-    tx = jm.moonlight(LR, polar=jm.ExactPolar(), adamw=optax.set_to_zero())
+    tx = jm.moonlight(LR, polar=jm.ExactPolar(), matrices={"kernel": "muon"})
     (update,) = by_optax(lambda m, n: tx)([(jnp.zeros((64, 64)), grads[0])])
     np.testing.assert_allclose(np.sqrt(np.mean(update**2)), 0.2 * LR, rtol=1e-3)
 
