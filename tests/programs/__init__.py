@@ -87,6 +87,7 @@ def program(answers: Mapping[str, str]) -> Callable[[Callable[[], Any]], Any]:
 MODULES = (
     "attention",
     "experts",
+    "gradients",
     "layers",
     "losses",
     "products",

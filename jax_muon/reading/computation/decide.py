@@ -106,7 +106,8 @@ def _decide(
         return ADAMW, first.kind, f"a {first.kind} convolution{where}", None
     if first.is_complex:
         return ADAMW, "complex", f"a product of complex numbers{where}", None
-    readings = [_axes(shape, use) for use in products if not use.is_gradient]
+    forward = [use for use in products if not use.is_gradient] or products
+    readings = [_axes(shape, use) for use in forward]
     known = [x for x in readings if isinstance(x, MatrixAxes)]
     if not known:
         return MUON, "unknown", f"{readings[0]}{where}", None
@@ -118,9 +119,6 @@ def _decide(
     reason = f"{first.kind} over {_numbered(axes.reduction)}{where}"
     if 1 in axes.fan(shape):
         return ADAMW, "vector", f"one row or column, {reason}", axes
-    if all(map(_is_table_of_keys, products)):
-        reason = f"a table that queries are compared with{where}"
-        return ADAMW, "embedding", reason, axes
     if any(use.chooses for use in products):
         return ADAMW, "router", f"a top-k chooses among its outputs{where}", axes
     if not any(use.feeds for use in products):
@@ -142,13 +140,6 @@ def _text(axes: MatrixAxes) -> str:
 
 def _roles(use: Use) -> set[str]:
     return {x.role for x in use.outputs.values()} - {"", "attended"}
-
-
-def _is_table_of_keys(use: Use) -> bool:
-    """True for the product of attention's queries with a leaf."""
-    roles = {role for x in use.inputs for role in _roles(x)}
-    of_constants = {CONSTANT} in use.roles.values()
-    return {*roles} in ({"query"}, {"key"}) and not _roles(use) and not of_constants
 
 
 def _side_by_side(path: str, shape: Sequence[int], uses: Iterable[Use]) -> str:

@@ -118,7 +118,7 @@ class Follower:
           by: what the operand is multiplied by.
         """
         uses, place, calls = [], self.place(eqn), (*self._calls, eqn)
-        is_transposed = kind == "contracted" and jaxprs.is_transposed(calls)
+        is_gradient = by is not None and self.is_transposed(eqn)
         for leaf, factors in value.leaves.items():
             key = leaf, kind, place
             if key not in self._by_place:
@@ -134,14 +134,22 @@ class Follower:
             use.roles = merged(value.roles.get(leaf, {}), of_axes) | use.revised
             use.of_picked = leaf in value.picked
             use.is_complex = any(map(_is_complex, eqn.invars))
-            use.is_gradient = use is not self.uses[leaf][0] and is_transposed
+            use.is_gradient = is_gradient
             uses.append(use)
-        if by is not None:
-            for use in uses:
-                use.inputs = by.sources
-            for before in by.sources:
-                before.feeds |= not all(use.is_gradient for use in uses)
+        inputs = by.sources if by else frozenset()
+        for use, before in itertools.product(uses, inputs):
+            use.inputs = inputs
+            if use.path == before.path and (use.is_gradient or before.is_gradient):
+                continue
+            if not use.is_gradient:
+                before.feeds = True
+            elif before.is_gradient:  # backwards, what is later comes first
+                use.feeds = True
         return uses
+
+    def is_transposed(self, eqn: JaxprEqn) -> bool:
+        """Whether an operation goes from results back to inputs, for a gradient."""
+        return jaxprs.is_transposed((*self._calls, eqn))
 
     def result(
         self, uses: list[Use], factors: Sequence[Factors], role: str = ""
@@ -209,8 +217,7 @@ def _staying(name: str, value: Value, given_floats: bool, shape: Shape) -> Value
     leaves = {}
     for leaf, factors in value.leaves.items():
         is_factor = INNER in value.known(leaf)
-        whole = is_factor or covers(factors, shape) or leaf in value.picked
-        if (scaled and whole) or (given_floats and is_factor):
+        if (scaled and covers(factors, shape)) or (given_floats and is_factor):
             leaves[leaf] = factors
     return dataclasses.replace(value, leaves=leaves)
 
@@ -234,6 +241,11 @@ def _move(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     source = dict(enumerate(range(len(new))))
     match eqn.primitive.name:
+        case "reshape" if order := eqn.params["dimensions"]:  # by rules of `vmap`
+            turned = [old[a] for a in order]
+            return values[0].moved(
+                lambda factors: reshaped(tuple(factors[a] for a in order), turned, new)
+            )
         case "reshape" | "squeeze" | "expand_dims":
             return values[0].moved(lambda factors: reshaped(factors, old, new))
         case "transpose":
@@ -241,9 +253,6 @@ def _move(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
         case "broadcast_in_dim":
             to = enumerate(eqn.params["broadcast_dimensions"])
             source = {place: a for a, place in to if old[a] == new[place]}
-        case "all_gather" | "all_gather_invariant" if len(new) > len(old):
-            at = eqn.params["all_gather_dimension"]
-            source = {a + (a >= at): a for a in range(len(old))}
     return values[0].moved(lambda factors: fit(placed(factors, source, new), new))
 
 
@@ -347,14 +356,13 @@ def pick(follower: Follower, eqn: JaxprEqn, value: Value) -> Value:
     return dataclasses.replace(value, data=True, picked=picked)
 
 
-@rule("concatenate", "dynamic_update_slice", "stack")
+@rule("concatenate", "dynamic_update_slice", "scatter", "scatter-add")
 def _concatenate(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     shape = shape_of(eqn.outvars[0])
-    if eqn.primitive.name == "stack":
-        at = eqn.params["axis"]
-        values = [x.moved(lambda s: (*s[:at], (), *s[at:])) for x in values]
-    elif eqn.primitive.name == "dynamic_update_slice":
+    if eqn.primitive.name == "dynamic_update_slice":
         values = values[:2]  # then there are indices
+    elif eqn.primitive.name != "concatenate":
+        values = [values[0], values[2]]
     result = dataclasses.replace(joined(values), results={})
     beside_data = any(value.data and not value.leaves for value in values)
     for value in values:
@@ -370,10 +378,8 @@ def _concatenate(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
 @rule("top_k", "approx_top_k", "sort")
 def _top_k(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     for value in values:
-        # A sort of several operands ranks: it gives indices. Of one it is a quantile.
-        if eqn.primitive.name != "sort" or len(values) > 1:
-            for x in value.outputs():
-                x.use.chooses |= bool(axes_in(value.results[x]))
+        for x in value.outputs():
+            x.use.chooses |= bool(axes_in(value.results[x]))
         follower.use(value, "elementwise", eqn)
     return dataclasses.replace(joined(values), results={})
 

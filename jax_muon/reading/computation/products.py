@@ -71,7 +71,7 @@ class Product:
         source |= {len(source) + others + at: a for at, a in enumerate(self.free[i])}
         return placed(factors, source, shape_of(self.eqn.outvars[0]))
 
-    def weight(self, follower: Follower) -> int | None:
+    def weight(self) -> int | None:
         """The operand (0 or 1) that is the parameter in this product, or None."""
         leaves = [bool(value.leaves) for value in self.values]
         data = [value.data for value in self.values]
@@ -85,9 +85,8 @@ class Product:
         if data[0]:
             fits = [self._is_matrix(i) for i in (0, 1)]
         else:
-            fits = [
-                self._is_own(i) and self._is_like_data(1 - i, follower) for i in (0, 1)
-            ]
+            # A parameter that is repeated along an axis is like data.
+            fits = [self._is_own(i) and not self._is_own(1 - i) for i in (0, 1)]
         return fits.index(True) if fits[0] != fits[1] else None
 
     def _is_matrix(self, i: int) -> bool:
@@ -104,14 +103,6 @@ class Product:
             for a in self.free[i]
         )
 
-    def _is_like_data(self, i: int, follower: Follower) -> bool:
-        """True for a parameter that is repeated along an axis, or a vector."""
-        vectors = [
-            all(sum(n > 1 for n in follower.shapes[leaf]) < 2 for leaf in value.leaves)
-            for value in self.values
-        ]
-        return not self._is_own(i) or (vectors[i] and not vectors[1 - i])
-
 
 @rule("dot_general", "ragged_dot_general")
 def _product(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
@@ -121,22 +112,24 @@ def _product(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
         numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
     contract, batch = numbers
     product = Product(eqn, (values[0], values[1]), contract, batch, ((), groups))
-    i = product.weight(follower)
+    i = product.weight()
     if i is None:
         if all(x.leaves and not x.data for x in product.values):
             return _of_leaves(product)
         return _of_activations(follower, product)
     weight, other = product.values[i], product.values[1 - i]
-    if not other.leaves and (other.one_hot or not other.data):
+    is_transposed = follower.is_transposed(eqn)
+    if not is_transposed and not other.leaves and (other.one_hot or not other.data):
         result = weight.moved(functools.partial(product.placed, i))
         axes = weight.axes_in(product.contract[i])
         if other.one_hot:
             return pick(follower, eqn, result.with_role(BATCH, axes))
         return result.with_role(CONSTANT, axes)
     follower.use(other, "elementwise", eqn)
-    roles = [OUT] * len(product.shapes[i])
+    contracted, kept = (OUT, IN) if is_transposed else (IN, OUT)
+    roles = [kept] * len(product.shapes[i])
     for a in product.contract[i]:
-        roles[a] = IN
+        roles[a] = contracted
     for a in (*product.batch[i], *product.groups[i]):
         roles[a] = BATCH
     uses = follower.use(weight, "contracted", eqn, roles, by=other)
@@ -238,16 +231,20 @@ def _find_mixture(product: Product, i: int, x: Output, factors: Factors) -> None
 def _convolution(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     (data, kernel), params = values, eqn.params
     numbers, shape = params["dimension_numbers"], shape_of(eqn.invars[1])
+    is_transposed = follower.is_transposed(eqn)
     out, fan_in, *window = numbers.rhs_spec
     follower.use(data, "elementwise", eqn)
     if not kernel.leaves:
         product = dataclasses.replace(joined(values), results={}, one_hot=False)
-        if kernel.given_floats:
+        if kernel.given_floats and not is_transposed:
             _feed(product)
         return product
-    roles = [OUT if a == out else IN for a in range(len(shape))]
+    last = fan_in if is_transposed else out
+    roles = [OUT if a == last else IN for a in range(len(shape))]
     for a, step in zip(window, params["lhs_dilation"], strict=True):
-        if step == shape[a] > 1:  # transposed, and its windows do not overlap
+        if (
+            step == shape[a] > 1 and not is_transposed
+        ):  # transposed, and its windows do not overlap
             roles[a] = OUT
     kind = "convolved"
     if params["feature_group_count"] > 1:
