@@ -49,6 +49,10 @@ CALLS = {
     "dynamic_update_slice": lambda x: lax.dynamic_update_slice(x, x[:1], (1, 0)),
     "scatter": lambda x: x.at[jnp.array([1, 0])].set(1),
     "scatter-add": lambda x: x.at[jnp.array([1, 0])].add(1),
+    "random_bits": lambda x: jax.random.normal(jax.random.key(0), x.shape),
+    "rng_bit_generator": lambda x: lax.rng_bit_generator(
+        x.reshape(-1)[:4].astype(jnp.uint32), (3,)
+    ),
     "top_k": lambda x: lax.top_k(x, 2),
     "approx_top_k": lambda x: lax.approx_max_k(x, 2),
     "sort": jnp.argsort,

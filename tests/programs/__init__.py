@@ -90,6 +90,7 @@ MODULES = (
     "gradients",
     "layers",
     "losses",
+    "made_inside",
     "products",
     "recurrent",
     "smaller",

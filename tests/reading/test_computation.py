@@ -337,3 +337,14 @@ def test_the_errors_of_the_function_are_its_own():
 def test_out_in_is_for_names():
     with pytest.raises(ValueError, match=r"out_in=True.*the function decides"):
         jm.read({"a": floats(4, 4)}, lambda p: p["a"].sum(), out_in=True)
+
+
+def test_products_of_parameters_alone_are_no_elementwise_ones():
+    """Two factors whose product is compared with the data."""
+
+    def loss(params, x):
+        return jnp.mean((params["u"] @ params["v"] - x) ** 2)
+
+    params = {"u": floats(9, 3), "v": floats(3, 7)}
+    with pytest.raises(ValueError, match="nothing but parameters and constants"):
+        jm.read(params, loss, floats(9, 7))

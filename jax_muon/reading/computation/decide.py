@@ -55,6 +55,20 @@ def parameter(path: str, leaf: Any, follower: Follower, is_split: bool) -> Param
     )
 
 
+def doubted(x: Parameter, follower: Follower) -> Parameter:
+    """With a doubt, if constants or other parameters were multiplied by it."""
+    roles = [x for use in follower.uses[x.path] for x in use.roles.values()]
+    inside = {INNER, CONSTANT} & {role for of_axis in roles for role in of_axis}
+    if x.role != "elementwise" or len(x.shape) < 2 or not inside:
+        return x
+    *batch, fan_in, fan_out = range(len(x.shape))
+    doubt = "nothing but parameters and constants is multiplied by it"
+    options = (MatrixAxes((*batch,), (fan_in,), (fan_out,)),)
+    return dataclasses.replace(
+        x, label=MUON, role="unknown", doubt=doubt, options=options
+    )
+
+
 def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
     """Make the head of one layer a kernel, if it is a kernel in other layers.
 

@@ -19,7 +19,9 @@ from jax_muon import jaxprs
 from jax_muon.jaxprs import shape_of
 from jax_muon.reading.computation.values import (
     BATCH,
+    CONSTANT,
     INNER,
+    OUT,
     PART,
     Factors,
     Output,
@@ -147,6 +149,26 @@ class Follower:
                 use.feeds = True
         return uses
 
+    def given(self, value: Value, eqn: JaxprEqn, places: Sequence[int] = ()) -> Value:
+        """A value that an operation takes as data, although it may be made of leaves.
+
+        A leaf was a matrix if a constant, such as a grid, was multiplied by it. Or if
+        another leaf was, such as codes, and its outputs are contracted along `places`.
+        """
+        matrices: dict[str, Factors] = {}
+        others: dict[str, Factors] = {}
+        for leaf, factors in value.leaves.items():
+            known = value.known(leaf)
+            inside = CONSTANT in known or (INNER in known and axes_in(factors, places))
+            is_matrix = inside and not value.data
+            (matrices if is_matrix else others)[leaf] = factors
+        self.use(dataclasses.replace(value, leaves=others), "elementwise", eqn)
+        value = dataclasses.replace(value, leaves=matrices)
+        uses = self.use(value, "contracted", eqn, [OUT] * len(shape_of(eqn.outvars[0])))
+        return dataclasses.replace(
+            value, data=True, leaves={}, sources=value.sources | {*uses}
+        )
+
     def is_transposed(self, eqn: JaxprEqn) -> bool:
         """Whether an operation goes from results back to inputs, for a gradient."""
         return jaxprs.is_transposed((*self._calls, eqn))
@@ -168,6 +190,8 @@ def _is_complex(v: Any) -> bool:
 
 # --- elementwise ----------------------------------------------------------------------
 
+_ACTIVATIONS = {"tanh", "logistic", "max", "sin", "cos", "erf", "exp", "expm1", "log1p"}
+
 
 def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     """An operation on each element; or one without a rule."""
@@ -188,7 +212,10 @@ def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value
             _find_gates(*values)
     operands = values[1:] if name == "select_n" else values
     made = [value for value in operands if value.leaves]
-    active = [value for value in operands if value.data and not value.leaves]
+    active = [x for x in operands if x.data and not x.leaves and not x.noise]
+    if made and result.noise and fits:
+        result.data = result.noise = False
+    result.activated |= bool(made) and name in _ACTIVATIONS
     if made and (active or not fits):
         for value in made:
             follower.use(value, "elementwise" if fits else "opaque", eqn)
@@ -347,6 +374,11 @@ def _gather(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     if not value.leaves:
         return dataclasses.replace(joined([value, index]), results=result.results)
     return pick(follower, eqn, result) if index.data else result
+
+
+@rule("random_bits", "rng_bit_generator")
+def _random(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+    return Value(data=True, noise=True)
 
 
 def pick(follower: Follower, eqn: JaxprEqn, value: Value) -> Value:

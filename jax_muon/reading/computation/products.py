@@ -85,8 +85,12 @@ class Product:
         if data[0]:
             fits = [self._is_matrix(i) for i in (0, 1)]
         else:
-            # A parameter that is repeated along an axis is like data.
-            fits = [self._is_own(i) and not self._is_own(1 - i) for i in (0, 1)]
+            # A parameter that is repeated along an axis is like data, and so is a
+            # function of a product of two.
+            like_data = [
+                not self._is_own(i) or x.activated for i, x in enumerate(self.values)
+            ]
+            fits = [not like_data[i] and like_data[1 - i] for i in (0, 1)]
         return fits.index(True) if fits[0] != fits[1] else None
 
     def _is_matrix(self, i: int) -> bool:
@@ -125,7 +129,7 @@ def _product(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
         if other.one_hot:
             return pick(follower, eqn, result.with_role(BATCH, axes))
         return result.with_role(CONSTANT, axes)
-    follower.use(other, "elementwise", eqn)
+    other = follower.given(other, eqn, product.contract[1 - i])
     contracted, kept = (OUT, IN) if is_transposed else (IN, OUT)
     roles = [kept] * len(product.shapes[i])
     for a in product.contract[i]:
@@ -233,7 +237,7 @@ def _convolution(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
     numbers, shape = params["dimension_numbers"], shape_of(eqn.invars[1])
     is_transposed = follower.is_transposed(eqn)
     out, fan_in, *window = numbers.rhs_spec
-    follower.use(data, "elementwise", eqn)
+    data = follower.given(data, eqn, [numbers.lhs_spec[1]])
     if not kernel.leaves:
         product = dataclasses.replace(joined(values), results={}, one_hot=False)
         if kernel.given_floats and not is_transposed:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_muon import jaxprs, paths
-from jax_muon.axes import Parameter
+from jax_muon.axes import MUON, Parameter
 from jax_muon.reading.computation import (  # noqa: F401, they register rules
     decide,
     loops,
@@ -58,14 +58,15 @@ def read_uses(
             f"the result of {function} depends on none of the {len(leaves)} "
             "parameters; expected the loss, or a model's apply, as a function of them"
         )
-    return decide.with_agreeing_layers(
-        [
-            decide.parameter(
-                path, leaf, follower, any(paths.matches(x, path) for x in splits)
-            )
-            for path, leaf in leaves
-        ]
-    )
+    read = [
+        decide.parameter(
+            path, leaf, follower, any(paths.matches(x, path) for x in splits)
+        )
+        for path, leaf in leaves
+    ]
+    if all(x.axes is None and x.label != MUON for x in read):
+        read = [decide.doubted(x, follower) for x in read]
+    return decide.with_agreeing_layers(read)
 
 
 def _of_leaf(path: str, shape: tuple[int, ...]) -> Value:

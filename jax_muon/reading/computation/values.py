@@ -208,6 +208,9 @@ class Value:
         axis.
       sources: the uses that it comes from, with no product in between.
       one_hot: whether it compares data with other numbers.
+      noise: whether random numbers are the only data that it depends on. They may be
+        inputs, but are none where they are added to a leaf.
+      activated: whether it is a function, such as tanh, of the leaves.
       given_floats: whether it is made of floating-point arrays that the function is
         given: a batch or weights that are not trained, which nothing tells apart.
     """
@@ -219,6 +222,8 @@ class Value:
     results: Results = dataclasses.field(default_factory=dict)
     sources: frozenset[Use] = frozenset()
     one_hot: bool = False
+    noise: bool = False
+    activated: bool = False
     given_floats: bool = False
 
     def moved(self, change: Callable[[Factors], Factors]) -> "Value":
@@ -291,6 +296,8 @@ def joined(values: Sequence[Value]) -> Value:
         results=results,
         sources=sources,
         one_hot=bool(data) and all(value.one_hot for value in data),
+        noise=bool(data) and all(value.noise for value in data),
+        activated=any(value.activated for value in values),
         given_floats=any(x.given_floats for x in values)
         and all(x.given_floats for x in data),
     )
