@@ -86,6 +86,7 @@ def program(answers: Mapping[str, str]) -> Callable[[Callable[[], Any]], Any]:
 
 MODULES = (
     "attention",
+    "choices",
     "experts",
     "gradients",
     "layers",

@@ -9,6 +9,7 @@ of a leaf in it is unknown.
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -169,6 +170,14 @@ class Follower:
             value, data=True, leaves={}, sources=value.sources | {*uses}
         )
 
+    def routes(self, chosen: Value, others: Sequence[Value]) -> bool:
+        """Note that a top-k chose which others count, unless among themselves."""
+        among = {x for use in chosen.choice for x in use.among}
+        is_routing = any(x.leaves or not x.is_of(among) for x in others)
+        for use in chosen.choice:
+            use.chooses |= is_routing
+        return is_routing
+
     def is_transposed(self, eqn: JaxprEqn) -> bool:
         """Whether an operation goes from results back to inputs, for a gradient."""
         return jaxprs.is_transposed((*self._calls, eqn))
@@ -190,6 +199,7 @@ def _is_complex(v: Any) -> bool:
 
 # --- elementwise ----------------------------------------------------------------------
 
+_KEEPING = {"mul", "div", "add", "select_n", "convert_element_type", "copy", "name"}
 _ACTIVATIONS = {"tanh", "logistic", "max", "sin", "cos", "erf", "exp", "expm1", "log1p"}
 
 
@@ -216,6 +226,13 @@ def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value
     if made and result.noise and fits:
         result.data = result.noise = False
     result.activated |= bool(made) and name in _ACTIVATIONS
+    result.softmax = _softmax(name, values)
+    _find_gated(eqn, values)
+    sizes = [math.prod(shape_of(v)) for v in eqn.invars]
+    for value, size in zip(values, sizes, strict=True):
+        larger = [x for x, n in zip(values, sizes, strict=True) if n > size]
+        if follower.routes(value, larger):
+            result.choice -= value.choice
     if made and (active or not fits):
         for value in made:
             follower.use(value, "elementwise" if fits else "opaque", eqn)
@@ -224,6 +241,28 @@ def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value
     for value in made:
         result = result.with_leaves(value, len(shape))
     return result
+
+
+def _softmax(name: str, values: Sequence[Value]) -> int:
+    """`Value.softmax` of an elementwise operation."""
+    of = [2 if value.one_hot else value.softmax for value in values if value.data]
+    if name == "exp":
+        return 1
+    if name == "div" and len(of) == 2 and all(of):
+        return 2
+    return min(of, default=0) if name in _KEEPING else 0
+
+
+def _find_gated(eqn: JaxprEqn, values: Sequence[Value]) -> None:
+    """Note which output axes gates are multiplied by, each element by another one."""
+    if eqn.primitive.name != "mul":
+        return
+    for i, gates in enumerate(values):
+        shape = shape_of(eqn.invars[i])
+        places = [a for a, n in enumerate(shape) if n > 1]
+        if gates.are_gates and math.prod(shape) < math.prod(shape_of(eqn.outvars[0])):
+            for x in values[1 - i].outputs():
+                x.use.gated |= axes_in(values[1 - i].results[x], places)
 
 
 def _fits(shape: Shape, other: Shape) -> bool:
@@ -356,6 +395,8 @@ def _slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value
 def _dynamic_slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     value = cut(values[0], shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))
     by_data = any(index.data for index in values[1:])
+    for index in values[1:]:
+        follower.routes(index, values[:1])
     return pick(follower, eqn, value) if by_data else value
 
 
@@ -371,8 +412,11 @@ def _gather(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     kept = [a for a in range(len(old)) if a not in gone]
     source = dict(zip(numbers.offset_dims, kept, strict=True))
     result = cut(value, old, sizes).moved(lambda factors: placed(factors, source, new))
+    is_routing = follower.routes(index, [value])
     if not value.leaves:
-        return dataclasses.replace(joined([value, index]), results=result.results)
+        result = dataclasses.replace(joined([value, index]), results=result.results)
+        result.choice -= index.choice if is_routing else frozenset()
+        return result
     return pick(follower, eqn, result) if index.data else result
 
 
@@ -390,12 +434,13 @@ def pick(follower: Follower, eqn: JaxprEqn, value: Value) -> Value:
 
 @rule("concatenate", "dynamic_update_slice", "scatter", "scatter-add")
 def _concatenate(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    shape = shape_of(eqn.outvars[0])
+    shape, indices = shape_of(eqn.outvars[0]), Value()
     if eqn.primitive.name == "dynamic_update_slice":
         values = values[:2]  # then there are indices
     elif eqn.primitive.name != "concatenate":
-        values = [values[0], values[2]]
+        indices = values.pop(1)
     result = dataclasses.replace(joined(values), results={})
+    result.choice |= indices.choice
     beside_data = any(value.data and not value.leaves for value in values)
     for value in values:
         part = value.fit(shape)
@@ -409,11 +454,22 @@ def _concatenate(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
 
 @rule("top_k", "approx_top_k", "sort")
 def _top_k(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+    result = dataclasses.replace(joined(values), results={})
     for value in values:
-        for x in value.outputs():
-            x.use.chooses |= bool(axes_in(value.results[x]))
+        # A sort of several operands ranks: it gives indices. Of one it is a quantile.
+        if eqn.primitive.name != "sort" or len(values) > 1:
+            result.choice |= {
+                _chosen(x, value)
+                for x in value.outputs()
+                if x.use.is_whole(value.results[x], follower.shapes[x.use.path])
+            }
         follower.use(value, "elementwise", eqn)
-    return dataclasses.replace(joined(values), results={})
+    return result
+
+
+def _chosen(x: Output, value: Value) -> Use:
+    x.use.among |= value.sources
+    return x.use
 
 
 @rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin")
@@ -422,7 +478,13 @@ def _reduce(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     for x, factors in value.results.items():
         along = axes_in(factors, axes)
         if isinstance(x, Output):
-            x.use.chooses |= bool(along) and name.startswith("arg")
+            if along and name.startswith("arg"):
+                value = dataclasses.replace(
+                    value, choice=value.choice | {_chosen(x, value)}
+                )
+            if name == "reduce_sum":
+                for axis in along & x.use.gated:
+                    x.use.separate(axis)
         elif name == "reduce_max" and not x.soft and len(along) == 1:
             x.keys |= along
     left = [a for a in range(len(shape_of(eqn.invars[0]))) if a not in axes]
