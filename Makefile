@@ -68,7 +68,6 @@ test-outside: $(OUTSIDE:%=runs/outside/%)
 # rule of the reading is worth: half an hour on two cores.
 reading-models: venv $(READING_MODELS:%=runs/outside/%)
 	$(BIN)/python -m benchmarks.reading_models $(ARGS)
-	$(BIN)/python -m benchmarks.reading_models.ablation $(ARGS)
 
 # Without dependencies: several of these packages ask for CUDA libraries or TensorFlow,
 # which their optimizers and models never import. Examples that no wheel has come from

@@ -130,10 +130,14 @@ def uses(jaxpr: Jaxpr, values: Container[Any]) -> tuple[list[str], list[bool]]:
 def is_transposed(calls: Sequence[JaxprEqn]) -> bool:
     """Whether JAX made an operation, for a gradient, by transposing another one.
 
+    Transposing twice, for a gradient of a gradient, leads back. A checkpointed function
+    is computed again inside of its transposed one.
+
     Args:
       calls: the operation, after those that call it.
     """
-    return any("transpose(" in str(x.source_info.name_stack) for x in calls)
+    stack = "/".join(str(x.source_info.name_stack) for x in calls)
+    return stack.count("transpose(") % 2 == 1 and "rematted_computation" not in stack
 
 
 def shape_of(v: Any) -> tuple[int, ...]:

@@ -47,6 +47,12 @@ CALLS = {
     "gather": lambda x: x[jnp.array([1, 0])],
     "concatenate": lambda x: jnp.concatenate([x, x]),
     "dynamic_update_slice": lambda x: lax.dynamic_update_slice(x, x[:1], (1, 0)),
+    "scatter": lambda x: x.at[jnp.array([1, 0])].set(1),
+    "scatter-add": lambda x: x.at[jnp.array([1, 0])].add(1),
+    "random_bits": lambda x: jax.random.normal(jax.random.key(0), x.shape),
+    "rng_bit_generator": lambda x: lax.rng_bit_generator(
+        x.reshape(-1)[:4].astype(jnp.uint32), (3,)
+    ),
     "top_k": lambda x: lax.top_k(x, 2),
     "approx_top_k": lambda x: lax.approx_max_k(x, 2),
     "sort": jnp.argsort,
@@ -65,10 +71,9 @@ CALLS = {
     "scan": lambda x: lax.scan(lambda c, y: (c, y), 0, x),
     "while": while_loop,
     "cond": lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),
-    "shard_map": on_mesh(jnp.sin, "d"),
 }
 # Only some versions, or some ways of writing the above, have these.
-SOMETIMES = {"expand_dims", "stack", "unstack", "all_gather_invariant"}
+SOMETIMES = {"expand_dims", "unstack", "all_gather_invariant"}
 
 
 def primitives(jaxpr):

@@ -1,16 +1,11 @@
-"""The table of models: answers, outcomes, and that the ablation finds its rules."""
-
-import importlib
-import pathlib
+"""The table of models: answers and outcomes."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.reading_models import Model, ablation
+from benchmarks.reading_models import Model
 from benchmarks.reading_models.__main__ import read_model, summary
-from jax_muon.reading import computation
-from jax_muon.reading.computation.read import read_uses
 from tests.programs.parts import floats
 
 
@@ -57,22 +52,3 @@ def test_rows():
     assert any("wrong up (4, 8): kernel, muon io; right is muon oi" in x for x in kinds)
     table = summary({"ours": {"models": [{"model": "a", **row}, {"error": "no"}]}})
     assert table.splitlines()[-1].startswith("| all | 1 | 3 | 1 | 1 |")
-
-
-@pytest.mark.parametrize("rule", ablation.RULES)
-def test_rules_of_the_ablation(rule):
-    """The text that is replaced is there, and once."""
-    module, old, *_ = ablation.RULES[rule]
-    source = pathlib.Path(computation.__file__).parent / f"{module}.py"
-    assert source.read_text().count(old) == 1
-
-
-def test_reader_without_a_rule():
-    """Without heads the last matrix is Muon's; the loaded modules stay as they are."""
-    loss, params, args = model({}).build()
-    labels = [
-        {x.path: x.label for x in read(loss, params, *args)}
-        for read in (ablation.reader_without("heads"), read_uses)
-    ]
-    assert [found["down"] for found in labels] == ["muon", "adamw"]
-    assert importlib.import_module(read_uses.__module__).read_uses is read_uses

@@ -86,9 +86,12 @@ def program(answers: Mapping[str, str]) -> Callable[[Callable[[], Any]], Any]:
 
 MODULES = (
     "attention",
+    "choices",
     "experts",
+    "gradients",
     "layers",
     "losses",
+    "made_inside",
     "products",
     "recurrent",
     "smaller",

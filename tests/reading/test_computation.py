@@ -311,3 +311,14 @@ def test_the_errors_of_the_function_are_its_own():
 
     with pytest.raises(KeyError, match="mine"):
         jm.read({"a": floats(4, 4)}, loss, floats(3))
+
+
+def test_products_of_parameters_alone_are_no_elementwise_ones():
+    """Two factors whose product is compared with the data."""
+
+    def loss(params, x):
+        return jnp.mean((params["u"] @ params["v"] - x) ** 2)
+
+    params = {"u": floats(9, 3), "v": floats(3, 7)}
+    with pytest.raises(ValueError, match="nothing but parameters and constants"):
+        jm.read(params, loss, floats(9, 7))

@@ -55,6 +55,20 @@ def parameter(path: str, leaf: Any, follower: Follower, is_split: bool) -> Param
     )
 
 
+def doubted(x: Parameter, follower: Follower) -> Parameter:
+    """With a doubt, if constants or other parameters were multiplied by it."""
+    roles = [x for use in follower.uses[x.path] for x in use.roles.values()]
+    inside = {INNER, CONSTANT} & {role for of_axis in roles for role in of_axis}
+    if x.role != "elementwise" or len(x.shape) < 2 or not inside:
+        return x
+    *batch, fan_in, fan_out = range(len(x.shape))
+    doubt = "nothing but parameters and constants is multiplied by it"
+    options = (MatrixAxes((*batch,), (fan_in,), (fan_out,)),)
+    return dataclasses.replace(
+        x, label=MUON, role="unknown", doubt=doubt, options=options
+    )
+
+
 def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
     """Make the head of one layer a kernel, if it is a kernel in other layers.
 
@@ -95,6 +109,7 @@ def _decide(
     if "picked" in kinds and not is_expert:
         return ADAMW, "embedding", f"rows picked by integers{at('picked')}", None
     products = [use for use in uses if use.kind in _PRODUCTS]
+    products = [use for use in products if not use.is_gradient] or products
     products.sort(key=lambda use: use.rows == 1)  # last, as in a power iteration
     if not products and "opaque" in kinds:
         names = {use.primitive: None for use in uses if use.kind == "opaque"}
@@ -106,7 +121,7 @@ def _decide(
         return ADAMW, first.kind, f"a {first.kind} convolution{where}", None
     if first.is_complex:
         return ADAMW, "complex", f"a product of complex numbers{where}", None
-    readings = [_axes(shape, use) for use in products if not use.is_gradient]
+    readings = [_axes(shape, use) for use in products]
     known = [x for x in readings if isinstance(x, MatrixAxes)]
     if not known:
         return MUON, "unknown", f"{readings[0]}{where}", None
@@ -118,12 +133,9 @@ def _decide(
     reason = f"{first.kind} over {_numbered(axes.reduction)}{where}"
     if 1 in axes.fan(shape):
         return ADAMW, "vector", f"one row or column, {reason}", axes
-    if all(map(_is_table_of_keys, products)):
-        reason = f"a table that queries are compared with{where}"
-        return ADAMW, "embedding", reason, axes
     if any(use.chooses for use in products):
         return ADAMW, "router", f"a top-k chooses among its outputs{where}", axes
-    if not any(use.feeds for use in products):
+    if not any(use.feeds for use in uses):
         return ADAMW, "head", f"last product before the result{where}", axes
     roles = {role for use in products for role in _roles(use)}
     kernel = "convolution" if first.kind == "convolved" else "kernel"
@@ -142,13 +154,6 @@ def _text(axes: MatrixAxes) -> str:
 
 def _roles(use: Use) -> set[str]:
     return {x.role for x in use.outputs.values()} - {"", "attended"}
-
-
-def _is_table_of_keys(use: Use) -> bool:
-    """True for the product of attention's queries with a leaf."""
-    roles = {role for x in use.inputs for role in _roles(x)}
-    of_constants = {CONSTANT} in use.roles.values()
-    return {*roles} in ({"query"}, {"key"}) and not _roles(use) and not of_constants
 
 
 def _side_by_side(path: str, shape: Sequence[int], uses: Iterable[Use]) -> str:
@@ -215,27 +220,3 @@ def _resolve_constants(roles: dict[int, set[str]]) -> None:
         roles[axis].add(IN)
     for axis in [a for a in others if roles[a] != {BATCH}] or others if inputs else []:
         roles[axis] = {OUT}
-
-
-def find_experts(follower: Follower) -> None:
-    """Axes as long as a router's outputs, of products beside it or after those.
-
-    An axis of experts that all get one input is an output axis of the first product.
-    """
-    uses = [use for of_leaf in follower.uses.values() for use in of_leaf]
-    routers = [use for use in uses if use.chooses]
-    counts = {router: follower.shapes[router.path][-1] for router in routers}
-    experts = {*routers}
-    for use in uses if routers else ():
-        shape, roles = follower.shapes[use.path], use.roles
-        axis = next((a for a in range(len(shape)) if roles.get(a) != {BATCH}), 0)
-        if use.kind != "contracted" or use.chooses or len(shape) < 3:
-            continue
-        beside = any(
-            use.inputs == x.inputs and shape[axis] == n for x, n in counts.items()
-        )
-        if beside or (use.inputs and use.inputs <= experts):
-            experts.add(use)
-            alike = any(roles[a] == roles.get(axis) for a in roles if a != axis)
-            if alike and shape[axis] in counts.values():
-                use.revise({axis: frozenset({BATCH})})

@@ -9,6 +9,7 @@ of a leaf in it is unknown.
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,9 @@ from jax_muon import jaxprs
 from jax_muon.jaxprs import shape_of
 from jax_muon.reading.computation.values import (
     BATCH,
+    CONSTANT,
     INNER,
+    OUT,
     PART,
     Factors,
     Output,
@@ -118,7 +121,7 @@ class Follower:
           by: what the operand is multiplied by.
         """
         uses, place, calls = [], self.place(eqn), (*self._calls, eqn)
-        is_transposed = kind == "contracted" and jaxprs.is_transposed(calls)
+        is_gradient = by is not None and self.is_transposed(eqn)
         for leaf, factors in value.leaves.items():
             key = leaf, kind, place
             if key not in self._by_place:
@@ -134,14 +137,50 @@ class Follower:
             use.roles = merged(value.roles.get(leaf, {}), of_axes) | use.revised
             use.of_picked = leaf in value.picked
             use.is_complex = any(map(_is_complex, eqn.invars))
-            use.is_gradient = use is not self.uses[leaf][0] and is_transposed
+            use.is_gradient = is_gradient
             uses.append(use)
-        if by is not None:
-            for use in uses:
-                use.inputs = by.sources
-            for before in by.sources:
-                before.feeds |= not all(use.is_gradient for use in uses)
+        inputs = by.sources if by else frozenset()
+        for use, before in itertools.product(uses, inputs):
+            use.inputs = inputs
+            if use.path == before.path and (use.is_gradient or before.is_gradient):
+                continue
+            if not use.is_gradient:
+                before.feeds = True
+            elif before.is_gradient:  # backwards, what is later comes first
+                use.feeds = True
         return uses
+
+    def given(self, value: Value, eqn: JaxprEqn, places: Sequence[int] = ()) -> Value:
+        """A value that an operation takes as data, although it may be made of leaves.
+
+        A leaf was a matrix if a constant, such as a grid, was multiplied by it. Or if
+        another leaf was, such as codes, and its outputs are contracted along `places`.
+        """
+        matrices: dict[str, Factors] = {}
+        others: dict[str, Factors] = {}
+        for leaf, factors in value.leaves.items():
+            known = value.known(leaf)
+            inside = CONSTANT in known or (INNER in known and axes_in(factors, places))
+            is_matrix = inside and not value.data
+            (matrices if is_matrix else others)[leaf] = factors
+        self.use(dataclasses.replace(value, leaves=others), "elementwise", eqn)
+        value = dataclasses.replace(value, leaves=matrices)
+        uses = self.use(value, "contracted", eqn, [OUT] * len(shape_of(eqn.outvars[0])))
+        return dataclasses.replace(
+            value, data=True, leaves={}, sources=value.sources | {*uses}
+        )
+
+    def routes(self, chosen: Value, others: Sequence[Value]) -> bool:
+        """Note that a top-k chose which others count, unless among themselves."""
+        among = {x for use in chosen.choice for x in use.among}
+        is_routing = any(x.leaves or not x.is_of(among) for x in others)
+        for use in chosen.choice:
+            use.chooses |= is_routing
+        return is_routing
+
+    def is_transposed(self, eqn: JaxprEqn) -> bool:
+        """Whether an operation goes from results back to inputs, for a gradient."""
+        return jaxprs.is_transposed((*self._calls, eqn))
 
     def result(
         self, uses: list[Use], factors: Sequence[Factors], role: str = ""
@@ -159,6 +198,9 @@ def _is_complex(v: Any) -> bool:
 
 
 # --- elementwise ----------------------------------------------------------------------
+
+_KEEPING = {"mul", "div", "add", "select_n", "convert_element_type", "copy", "name"}
+_ACTIVATIONS = {"tanh", "logistic", "max", "sin", "cos", "erf", "exp", "expm1", "log1p"}
 
 
 def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
@@ -180,7 +222,17 @@ def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value
             _find_gates(*values)
     operands = values[1:] if name == "select_n" else values
     made = [value for value in operands if value.leaves]
-    active = [value for value in operands if value.data and not value.leaves]
+    active = [x for x in operands if x.data and not x.leaves and not x.noise]
+    if made and result.noise and fits:
+        result.data = result.noise = False
+    result.activated |= bool(made) and name in _ACTIVATIONS
+    result.softmax = _softmax(name, values)
+    _find_gated(eqn, values)
+    sizes = [math.prod(shape_of(v)) for v in eqn.invars]
+    for value, size in zip(values, sizes, strict=True):
+        larger = [x for x, n in zip(values, sizes, strict=True) if n > size]
+        if follower.routes(value, larger):
+            result.choice -= value.choice
     if made and (active or not fits):
         for value in made:
             follower.use(value, "elementwise" if fits else "opaque", eqn)
@@ -189,6 +241,28 @@ def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value
     for value in made:
         result = result.with_leaves(value, len(shape))
     return result
+
+
+def _softmax(name: str, values: Sequence[Value]) -> int:
+    """`Value.softmax` of an elementwise operation."""
+    of = [2 if value.one_hot else value.softmax for value in values if value.data]
+    if name == "exp":
+        return 1
+    if name == "div" and len(of) == 2 and all(of):
+        return 2
+    return min(of, default=0) if name in _KEEPING else 0
+
+
+def _find_gated(eqn: JaxprEqn, values: Sequence[Value]) -> None:
+    """Note which output axes gates are multiplied by, each element by another one."""
+    if eqn.primitive.name != "mul":
+        return
+    for i, gates in enumerate(values):
+        shape = shape_of(eqn.invars[i])
+        places = [a for a, n in enumerate(shape) if n > 1]
+        if gates.are_gates and math.prod(shape) < math.prod(shape_of(eqn.outvars[0])):
+            for x in values[1 - i].outputs():
+                x.use.gated |= axes_in(values[1 - i].results[x], places)
 
 
 def _fits(shape: Shape, other: Shape) -> bool:
@@ -209,8 +283,7 @@ def _staying(name: str, value: Value, given_floats: bool, shape: Shape) -> Value
     leaves = {}
     for leaf, factors in value.leaves.items():
         is_factor = INNER in value.known(leaf)
-        whole = is_factor or covers(factors, shape) or leaf in value.picked
-        if (scaled and whole) or (given_floats and is_factor):
+        if (scaled and covers(factors, shape)) or (given_floats and is_factor):
             leaves[leaf] = factors
     return dataclasses.replace(value, leaves=leaves)
 
@@ -234,6 +307,11 @@ def _move(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     source = dict(enumerate(range(len(new))))
     match eqn.primitive.name:
+        case "reshape" if order := eqn.params["dimensions"]:  # by rules of `vmap`
+            turned = [old[a] for a in order]
+            return values[0].moved(
+                lambda factors: reshaped(tuple(factors[a] for a in order), turned, new)
+            )
         case "reshape" | "squeeze" | "expand_dims":
             return values[0].moved(lambda factors: reshaped(factors, old, new))
         case "transpose":
@@ -241,9 +319,6 @@ def _move(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
         case "broadcast_in_dim":
             to = enumerate(eqn.params["broadcast_dimensions"])
             source = {place: a for a, place in to if old[a] == new[place]}
-        case "all_gather" | "all_gather_invariant" if len(new) > len(old):
-            at = eqn.params["all_gather_dimension"]
-            source = {a + (a >= at): a for a in range(len(old))}
     return values[0].moved(lambda factors: fit(placed(factors, source, new), new))
 
 
@@ -320,6 +395,8 @@ def _slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value
 def _dynamic_slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     value = cut(values[0], shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))
     by_data = any(index.data for index in values[1:])
+    for index in values[1:]:
+        follower.routes(index, values[:1])
     return pick(follower, eqn, value) if by_data else value
 
 
@@ -335,9 +412,17 @@ def _gather(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     kept = [a for a in range(len(old)) if a not in gone]
     source = dict(zip(numbers.offset_dims, kept, strict=True))
     result = cut(value, old, sizes).moved(lambda factors: placed(factors, source, new))
+    is_routing = follower.routes(index, [value])
     if not value.leaves:
-        return dataclasses.replace(joined([value, index]), results=result.results)
+        result = dataclasses.replace(joined([value, index]), results=result.results)
+        result.choice -= index.choice if is_routing else frozenset()
+        return result
     return pick(follower, eqn, result) if index.data else result
+
+
+@rule("random_bits", "rng_bit_generator")
+def _random(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+    return Value(data=True, noise=True)
 
 
 def pick(follower: Follower, eqn: JaxprEqn, value: Value) -> Value:
@@ -347,15 +432,15 @@ def pick(follower: Follower, eqn: JaxprEqn, value: Value) -> Value:
     return dataclasses.replace(value, data=True, picked=picked)
 
 
-@rule("concatenate", "dynamic_update_slice", "stack")
+@rule("concatenate", "dynamic_update_slice", "scatter", "scatter-add")
 def _concatenate(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    shape = shape_of(eqn.outvars[0])
-    if eqn.primitive.name == "stack":
-        at = eqn.params["axis"]
-        values = [x.moved(lambda s: (*s[:at], (), *s[at:])) for x in values]
-    elif eqn.primitive.name == "dynamic_update_slice":
+    shape, indices = shape_of(eqn.outvars[0]), Value()
+    if eqn.primitive.name == "dynamic_update_slice":
         values = values[:2]  # then there are indices
+    elif eqn.primitive.name != "concatenate":
+        indices = values.pop(1)
     result = dataclasses.replace(joined(values), results={})
+    result.choice |= indices.choice
     beside_data = any(value.data and not value.leaves for value in values)
     for value in values:
         part = value.fit(shape)
@@ -369,13 +454,22 @@ def _concatenate(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
 
 @rule("top_k", "approx_top_k", "sort")
 def _top_k(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+    result = dataclasses.replace(joined(values), results={})
     for value in values:
         # A sort of several operands ranks: it gives indices. Of one it is a quantile.
         if eqn.primitive.name != "sort" or len(values) > 1:
-            for x in value.outputs():
-                x.use.chooses |= bool(axes_in(value.results[x]))
+            result.choice |= {
+                _chosen(x, value)
+                for x in value.outputs()
+                if x.use.is_whole(value.results[x], follower.shapes[x.use.path])
+            }
         follower.use(value, "elementwise", eqn)
-    return dataclasses.replace(joined(values), results={})
+    return result
+
+
+def _chosen(x: Output, value: Value) -> Use:
+    x.use.among |= value.sources
+    return x.use
 
 
 @rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin")
@@ -384,7 +478,13 @@ def _reduce(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     for x, factors in value.results.items():
         along = axes_in(factors, axes)
         if isinstance(x, Output):
-            x.use.chooses |= bool(along) and name.startswith("arg")
+            if along and name.startswith("arg"):
+                value = dataclasses.replace(
+                    value, choice=value.choice | {_chosen(x, value)}
+                )
+            if name == "reduce_sum":
+                for axis in along & x.use.gated:
+                    x.use.separate(axis)
         elif name == "reduce_max" and not x.soft and len(along) == 1:
             x.keys |= along
     left = [a for a in range(len(shape_of(eqn.invars[0]))) if a not in axes]

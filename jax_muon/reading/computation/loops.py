@@ -43,14 +43,6 @@ def _cond(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value]
     return [functools.reduce(meet, results) for results in zip(*branches, strict=True)]
 
 
-@rule("shard_map")
-def _shard_map(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    body = eqn.params["jaxpr"]
-    shapes = [shape_of(v) for v in body.invars]
-    shards = [value.fit(shape) for value, shape in zip(values, shapes, strict=True)]
-    return follower.call(eqn, body, shards)
-
-
 def _repeat(
     follower: Follower,
     eqn: JaxprEqn,

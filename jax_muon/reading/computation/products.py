@@ -71,7 +71,7 @@ class Product:
         source |= {len(source) + others + at: a for at, a in enumerate(self.free[i])}
         return placed(factors, source, shape_of(self.eqn.outvars[0]))
 
-    def weight(self, follower: Follower) -> int | None:
+    def weight(self) -> int | None:
         """The operand (0 or 1) that is the parameter in this product, or None."""
         leaves = [bool(value.leaves) for value in self.values]
         data = [value.data for value in self.values]
@@ -85,9 +85,12 @@ class Product:
         if data[0]:
             fits = [self._is_matrix(i) for i in (0, 1)]
         else:
-            fits = [
-                self._is_own(i) and self._is_like_data(1 - i, follower) for i in (0, 1)
+            # A parameter that is repeated along an axis is like data, and so is a
+            # function of a product of two.
+            like_data = [
+                not self._is_own(i) or x.activated for i, x in enumerate(self.values)
             ]
+            fits = [not like_data[i] and like_data[1 - i] for i in (0, 1)]
         return fits.index(True) if fits[0] != fits[1] else None
 
     def _is_matrix(self, i: int) -> bool:
@@ -104,14 +107,6 @@ class Product:
             for a in self.free[i]
         )
 
-    def _is_like_data(self, i: int, follower: Follower) -> bool:
-        """True for a parameter that is repeated along an axis, or a vector."""
-        vectors = [
-            all(sum(n > 1 for n in follower.shapes[leaf]) < 2 for leaf in value.leaves)
-            for value in self.values
-        ]
-        return not self._is_own(i) or (vectors[i] and not vectors[1 - i])
-
 
 @rule("dot_general", "ragged_dot_general")
 def _product(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
@@ -121,28 +116,40 @@ def _product(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
         numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
     contract, batch = numbers
     product = Product(eqn, (values[0], values[1]), contract, batch, ((), groups))
-    i = product.weight(follower)
+    i = product.weight()
     if i is None:
         if all(x.leaves and not x.data for x in product.values):
             return _of_leaves(product)
         return _of_activations(follower, product)
     weight, other = product.values[i], product.values[1 - i]
-    if not other.leaves and (other.one_hot or not other.data):
+    is_transposed = follower.is_transposed(eqn)
+    follower.routes(values[-1], [other] if len(values) > 2 else [])
+    if not is_transposed and not other.leaves and (other.one_hot or not other.data):
         result = weight.moved(functools.partial(product.placed, i))
         axes = weight.axes_in(product.contract[i])
         if other.one_hot:
+            follower.routes(other, [weight])
             return pick(follower, eqn, result.with_role(BATCH, axes))
         return result.with_role(CONSTANT, axes)
-    follower.use(other, "elementwise", eqn)
-    roles = [OUT] * len(product.shapes[i])
+    other = follower.given(other, eqn, product.contract[1 - i])
+    contracted, kept = (OUT, IN) if is_transposed else (IN, OUT)
+    roles = [kept] * len(product.shapes[i])
     for a in product.contract[i]:
-        roles[a] = IN
+        roles[a] = contracted
     for a in (*product.batch[i], *product.groups[i]):
         roles[a] = BATCH
     uses = follower.use(weight, "contracted", eqn, roles, by=other)
     for use in uses:
+        use.by_gates = other.are_gates
         use.rows = math.prod(product.shapes[1 - i][a] for a in product.free[1 - i])
     for x in other.outputs():
+        for place, a in zip(product.contract[1 - i], product.contract[i], strict=True):
+            # Sums over experts whose results gates were multiplied by.
+            for axis in axes_in(other.results[x], [place]) & x.use.gated:
+                x.use.separate(axis)
+                for use in uses:
+                    for a_ in axes_in(weight.leaves[use.path], [a]):
+                        use.separate(a_, IN)
         # A batch of this product that was an output: members with one input.
         for axis in axes_in(other.results[x], product.batch[1 - i]):
             if all(x.use.roles.get(a) == {BATCH} for a in range(axis)):
@@ -166,14 +173,23 @@ def _of_activations(follower: Follower, product: Product) -> Value:
     """A product of two activations, or of constants."""
     values, contract = product.values, product.contract
     result = dataclasses.replace(joined(values), one_hot=False, results={})
+    if all(value.are_gates for value in values):
+        result.softmax = min(value.softmax for value in values)
     for i, (value, other) in enumerate((values, values[::-1])):
+        if not value.are_gates and follower.routes(other, [value]):
+            result.choice -= other.choice
         follower.use(value, "elementwise", product.eqn)
         summed = any(axes_in(value.results[x], contract[i]) for x in value.outputs())
-        if other.given_floats and summed and product.free[1 - i]:
+        is_kernel = other.given_floats and not follower.is_transposed(product.eqn)
+        if is_kernel and summed and product.free[1 - i]:
             _feed(result)
         for x, factors in value.results.items():
             if isinstance(x, Output):
-                _find_mixture(product, i, x, factors)
+                inside = axes_in(factors, contract[i])
+                for axis in inside if other.are_gates else ():
+                    x.use.separate(axis)
+                if x.use.by_gates:
+                    _find_mixture(x, inside, axes_in(factors, product.free[i]))
                 result.results[x] = product.placed(i, factors)
             elif x.soft and axes_in(factors, contract[i]) == x.keys:
                 result.results |= _attended(product, x, 1 - i)
@@ -215,20 +231,11 @@ def _attended(product: Product, scores: Scores, i: int) -> Results:
     return result
 
 
-def _find_mixture(product: Product, i: int, x: Output, factors: Factors) -> None:
-    """Revise the roles of a leaf that data mixes into matrices, as hypernetworks do."""
-    inside = axes_in(factors, product.contract[i])
-    outside = axes_in(factors, product.free[i])
-    shape, roles = product.shapes[i], x.use.roles
-    has_tokens = any(
-        shape[a] > 1 and not axes_in((factors[a],)) for a in product.free[i]
-    )
+def _find_mixture(x: Output, inside: set[int], outside: set[int]) -> None:
+    """Revise the roles of a leaf that data mixes into matrices of these axes."""
+    roles = x.use.roles
     is_matrix = inside and outside and not inside & outside and x.axis is None
-    if (
-        is_matrix
-        and not has_tokens
-        and all(roles.get(a) == {OUT} for a in inside | outside)
-    ):
+    if is_matrix and all(roles.get(a) == {OUT} for a in inside | outside):
         after = {a: BATCH if r & {IN, BATCH} else OUT for a, r in roles.items()}
         after |= dict.fromkeys(inside, IN)
         x.use.revise({a: frozenset({role}) for a, role in after.items()})
@@ -238,24 +245,49 @@ def _find_mixture(product: Product, i: int, x: Output, factors: Factors) -> None
 def _convolution(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     (data, kernel), params = values, eqn.params
     numbers, shape = params["dimension_numbers"], shape_of(eqn.invars[1])
+    is_transposed = follower.is_transposed(eqn)
     out, fan_in, *window = numbers.rhs_spec
-    follower.use(data, "elementwise", eqn)
+    data = follower.given(data, eqn, [numbers.lhs_spec[1]])
+    groups = params["feature_group_count"]
+    for x in data.outputs():
+        members, _ = _members(data.results[x][numbers.lhs_spec[1]], groups)
+        for axis in members:
+            x.use.separate(axis)
     if not kernel.leaves:
         product = dataclasses.replace(joined(values), results={}, one_hot=False)
-        if kernel.given_floats:
+        if kernel.given_floats and not is_transposed:
             _feed(product)
+        for x in kernel.outputs():
+            factors = kernel.results[x]
+            inside = axes_in(factors, [fan_in, *window])
+            _find_mixture(x, inside, axes_in(factors, [out]))
         return product
-    roles = [OUT if a == out else IN for a in range(len(shape))]
+    last = fan_in if is_transposed else out
+    roles = [OUT if a == last else IN for a in range(len(shape))]
     for a, step in zip(window, params["lhs_dilation"], strict=True):
-        if step == shape[a] > 1:  # transposed, and its windows do not overlap
+        if step == shape[a] > 1 and not is_transposed:  # its windows do not overlap
             roles[a] = OUT
-    kind = "convolved"
-    if params["feature_group_count"] > 1:
-        kind = "depthwise" if shape[fan_in] == 1 else "grouped"
-    uses = follower.use(kernel, kind, eqn, roles, by=data)
+    uses = follower.use(kernel, "convolved", eqn, roles, by=data)
+    for use in uses:
+        members, left = _members(kernel.leaves[use.path][out], groups)
+        use.revise(dict.fromkeys(members, frozenset({BATCH})))
+        if left > 1:
+            use.kind = "depthwise" if shape[fan_in] == 1 else "grouped"
     source, result = {numbers.out_spec[1]: out}, shape_of(eqn.outvars[0])
-    factors = [placed(kernel.leaves[use.path], source, result) for use in uses]
-    return follower.result(uses, factors)
+    return follower.result(
+        uses, [placed(kernel.leaves[use.path], source, result) for use in uses]
+    )
+
+
+def _members(factors: Sequence[Factor], groups: int) -> tuple[list[int], int]:
+    """The axes of a leaf that `vmap` made groups of, and the groups that are left."""
+    members = []
+    for axis, _, size, whole in factors[:-1]:
+        if axis is None or not whole or groups % size:
+            break
+        members.append(axis)
+        groups //= size
+    return members, groups
 
 
 @rule("pallas_call")

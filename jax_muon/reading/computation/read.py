@@ -1,5 +1,6 @@
 """Read parameters from a function of them: the loss, or the model's `apply`."""
 
+import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_muon import jaxprs, paths
-from jax_muon.axes import Parameter
+from jax_muon.axes import MUON, Parameter
 from jax_muon.reading.computation import (  # noqa: F401, they register rules
     decide,
     loops,
@@ -20,7 +21,7 @@ from jax_muon.reading.computation.values import Factor, Value
 def follow(function: Callable[..., Any], params: Any, *args: Any) -> Follower:
     """The uses of every parameter in `function(params, *args)`; nothing is computed."""
     leaves = dict(paths.leaves_with_paths(params))
-    jaxpr, count = jaxprs.trace(function, params, *args)
+    jaxpr, count = jaxprs.trace(functools.partial(_loss, function), params, *args)
     follower = Follower({path: tuple(x.shape) for path, x in leaves.items()})
     values = [_of_leaf(path, shape) for path, shape in follower.shapes.items()]
     given: list[Any] = [v.aval for v in jaxpr.invars[len(values) :]]
@@ -30,7 +31,6 @@ def follow(function: Callable[..., Any], params: Any, *args: Any) -> Follower:
     is_data = [is_alone or i < len(arguments) for i in range(len(given))]
     values += map(_given, given, is_data)
     follower.run(jaxpr, values)
-    decide.find_experts(follower)
     return follower
 
 
@@ -58,14 +58,25 @@ def read_uses(
             f"the result of {function} depends on none of the {len(leaves)} "
             "parameters; expected the loss, or a model's apply, as a function of them"
         )
-    return decide.with_agreeing_layers(
-        [
-            decide.parameter(
-                path, leaf, follower, any(paths.matches(x, path) for x in splits)
-            )
-            for path, leaf in leaves
-        ]
-    )
+    read = [
+        decide.parameter(
+            path, leaf, follower, any(paths.matches(x, path) for x in splits)
+        )
+        for path, leaf in leaves
+    ]
+    if all(x.axes is None and x.label != MUON for x in read):
+        read = [decide.doubted(x, follower) for x in read]
+    return decide.with_agreeing_layers(read)
+
+
+def _loss(function: Callable[..., Any], *args: Any) -> Any:
+    """The loss alone, if the function returns it with something else beside it."""
+    result = function(*args)
+    if not isinstance(result, tuple) or len(result) < 2:
+        return result
+    dtype = getattr(result[0], "dtype", int)
+    is_loss = jnp.shape(result[0]) == () and jnp.issubdtype(dtype, jnp.floating)
+    return result[0] if is_loss else result
 
 
 def _of_leaf(path: str, shape: tuple[int, ...]) -> Value:

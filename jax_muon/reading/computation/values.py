@@ -114,7 +114,10 @@ class Use:
       revised: roles that later uses of the result show, which override the operands'.
       inputs: the uses that its input comes from, with no product in between.
       feeds: whether another product takes its result, so that it is no head.
-      chooses: whether a top-k chooses among its outputs.
+      chooses: whether a top-k chooses among its outputs what else is computed.
+      among: the sources of what a top-k of its outputs chose among.
+      by_gates: whether gates were multiplied by it.
+      gated: its output axes that were multiplied by gates.
       of_picked: whether data indexed the leaf before this use.
       is_complex: whether it is a product of complex numbers.
       is_gradient: whether JAX made it by transposing an earlier product.
@@ -132,6 +135,9 @@ class Use:
     inputs: frozenset["Use"] = frozenset()
     feeds: bool = False
     chooses: bool = False
+    among: set["Use"] = dataclasses.field(default_factory=set)
+    by_gates: bool = False
+    gated: set[int] = dataclasses.field(default_factory=set)
     of_picked: bool = False
     is_complex: bool = False
     is_gradient: bool = False
@@ -146,11 +152,17 @@ class Use:
         self.revised |= roles
         self.roles = {**self.roles, **roles}
 
-    def separate(self, axis: int) -> None:
-        """Make an output axis a batch of matrices: its elements are used separately."""
+    def separate(self, axis: int, side: str = OUT) -> None:
+        """Make an axis a batch of matrices, if others of this side are left."""
         others = [roles for a, roles in self.roles.items() if a != axis]
-        if self.roles.get(axis) == {OUT} and {OUT} in others:
+        if self.roles.get(axis) == {side} and {side} in others:
             self.revise({axis: frozenset({BATCH})})
+
+    def is_whole(self, factors: Factors, shape: Shape) -> bool:
+        """Whether all elements of its result are along the axes with these factors."""
+        out = [axis for axis, roles in self.roles.items() if roles == {OUT}]
+        size = math.prod(x.size for of in factors for x in of if x.axis in out)
+        return size == math.prod(shape[axis] for axis in out)
 
     def output(
         self, axis: int | None = None, start: int = 0, stop: int = 0
@@ -208,6 +220,11 @@ class Value:
         axis.
       sources: the uses that it comes from, with no product in between.
       one_hot: whether it compares data with other numbers.
+      noise: whether random numbers are the only data that it depends on. They may be
+        inputs, but are none where they are added to a leaf.
+      activated: whether it is a function, such as tanh, of the leaves.
+      softmax: 1 for an exponential, 2 for one that was divided by a sum of some.
+      choice: the uses among whose outputs a top-k chose, if it comes from that choice.
       given_floats: whether it is made of floating-point arrays that the function is
         given: a batch or weights that are not trained, which nothing tells apart.
     """
@@ -219,6 +236,10 @@ class Value:
     results: Results = dataclasses.field(default_factory=dict)
     sources: frozenset[Use] = frozenset()
     one_hot: bool = False
+    noise: bool = False
+    activated: bool = False
+    softmax: int = 0
+    choice: frozenset[Use] = frozenset()
     given_floats: bool = False
 
     def moved(self, change: Callable[[Factors], Factors]) -> "Value":
@@ -262,6 +283,15 @@ class Value:
         picked = self.picked | other.picked
         return dataclasses.replace(self, leaves=leaves, roles=roles, picked=picked)
 
+    @property
+    def are_gates(self) -> bool:
+        """Whether it says how much of each of several things counts."""
+        return self.softmax == 2 or self.one_hot or bool(self.choice)
+
+    def is_of(self, uses: Iterable[Use]) -> bool:
+        """Whether it is a function of the results of some uses, or no data at all."""
+        return not self.data or self.noise or bool(self.sources <= {*uses} != set())
+
     def outputs(self) -> list[Output]:
         """Its results that are outputs of uses."""
         return [x for x in self.results if isinstance(x, Output)]
@@ -291,6 +321,9 @@ def joined(values: Sequence[Value]) -> Value:
         results=results,
         sources=sources,
         one_hot=bool(data) and all(value.one_hot for value in data),
+        noise=bool(data) and all(value.noise for value in data),
+        activated=any(value.activated for value in values),
+        choice=frozenset(use for value in values for use in value.choice),
         given_floats=any(x.given_floats for x in values)
         and all(x.given_floats for x in data),
     )
