@@ -12,6 +12,7 @@ import optax
 from jax_muon import checks, dtypes, paths
 from jax_muon.axes import ADAMW, MUON
 from jax_muon.matrices import Matrices
+from jax_muon.mesh.array_types import on_users_axes
 from jax_muon.notes import note
 from jax_muon.parts import with_splits
 from jax_muon.reading.parts import read_parts
@@ -35,10 +36,10 @@ def partition(
       groups: label to an optax transform, or to a function that returns one for the
         `Matrices` of its parameters, to pass on to the pieces.
       matrices: which parameters are matrices: what `jax_muon.read(params, loss_fn,
-        batch)` returns; a function of the parameters that returns one, for optimizers
-        that are built before them; or a mapping of path patterns to labels, such as
-        {"embed": "adamw", "*": "muon"}. Without it a tree that may have matrices is an
-        error.
+        batch)` returns; a function of the parameters' shapes that returns one, for
+        optimizers that are built before them; or a mapping of path patterns to labels,
+        such as {"embed": "adamw", "*": "muon"}. Without it a tree that may have
+        matrices is an error.
 
     Returns:
       A transform with the state of `optax.partition`. Gradients that are narrower than
@@ -123,7 +124,9 @@ def reader(matrices: Reader) -> Callable[[Any], Matrices]:
         checks.refuse("matrices", matrices, expected)
 
     def read_tree(tree: Any) -> Matrices:
-        matrices_of_tree = matrices(tree)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+        with on_users_axes():
+            matrices_of_tree = matrices(shapes)
         checks.kind("matrices(params)", matrices_of_tree, Matrices, expected)
         return matrices_of_tree
 

@@ -6,9 +6,39 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+    get_abstract_mesh,
+    use_abstract_mesh,
+)
 
 _trusted = contextvars.ContextVar("jax_muon_trusted", default=False)
+_users_mesh: contextvars.ContextVar[AbstractMesh | None] = contextvars.ContextVar(
+    "jax_muon_users_mesh", default=None
+)
+
+
+@contextlib.contextmanager
+def on_explicit_axes(mesh: AbstractMesh) -> Iterator[None]:
+    """Inside the `with` block, types of arrays show how they are sharded on `mesh`."""
+    outer = _users_mesh.get()
+    token = _users_mesh.set(get_abstract_mesh() if outer is None else outer)
+    try:
+        with use_abstract_mesh(mesh):
+            yield
+    finally:
+        _users_mesh.reset(token)
+
+
+@contextlib.contextmanager
+def on_users_axes() -> Iterator[None]:
+    """The mesh outside `on_explicit_axes`: a user's loss may not know Explicit axes."""
+    mesh = _users_mesh.get()
+    with contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh):
+        yield
 
 
 @contextlib.contextmanager

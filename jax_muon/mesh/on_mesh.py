@@ -211,7 +211,7 @@ class OnMesh:
     @contextlib.contextmanager
     def _explicit_axes(self) -> Iterator[None]:
         """Inside, types of arrays show how they are sharded."""
-        with use_abstract_mesh(self._explicit_mesh()):
+        with array_types.on_explicit_axes(self._explicit_mesh()):
             try:
                 yield
             except Exception as error:
