@@ -17,7 +17,7 @@ VERSION_TESTS ?= tests jax_muon --ignore=tests/parity \
 OUTSIDE ?= $(patsubst outside/%/requirements.txt,%,$(wildcard outside/*/requirements.txt))
 
 # What `make test-types` checks in jax_muon/.
-TYPED := polar accumulators momentum orthogonalize scaling weight_decay hyperball dtypes
+TYPED := polar momentum orthogonalize scaling weight_decay hyperball dtypes
 
 # The environments of benchmarks/reading_models.
 READING_MODELS := modules transformers maxtext levanter tunix keras_hub
@@ -40,7 +40,7 @@ test: venv
 test-types: venv
 	packages=$$(printf 'jax_muon.%s,' $(TYPED))beartype.beartype && \
 	$(BIN)/python -m pytest -n 2 --jaxtyping-packages=$$packages \
-		tests/polar/test_factors.py tests/test_pieces.py tests/test_accumulators.py \
+		tests/polar/test_factors.py tests/test_pieces.py tests/test_momentum.py \
 		tests/test_hyperball.py $(ARGS)
 
 # Versions of Python, jax and optax, each in an environment of its own: the oldest,

@@ -16,7 +16,6 @@ import optax
 from jax_muon import paths
 
 _HOLDS: dict[str, Callable[[float], bool]] = {
-    "": lambda x: True,
     "above 0": lambda x: x > 0,
     "of at least 0": lambda x: x >= 0,
     "in [0, 1)": lambda x: 0 <= x < 1,
@@ -50,16 +49,12 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def count(name: str, value: Any, *, least: int = 1) -> None:
-    """The value must be a Python integer of at least `least`."""
+    """The value must be a Python or NumPy integer of at least `least`."""
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not whole or value < least:
-        expected = f"a Python integer of at least {least}"
-        if isinstance(value, jax.Array):
-            expected += (
-                ", known while tracing; under optax.inject_hyperparams name it in "
-                f"static_args=({name!r},)"
-            )
-        refuse(name, value, expected)
+        traced = f"; under optax.inject_hyperparams name it in static_args=({name!r},)"
+        traced = traced if isinstance(value, jax.Array) else ""
+        refuse(name, value, f"a Python integer of at least {least}{traced}")
 
 
 def number(name: str, value: Any, limits: str, *, others: str = "") -> Any:
@@ -67,8 +62,7 @@ def number(name: str, value: Any, limits: str, *, others: str = "") -> Any:
 
     `limits` is a key of `_HOLDS`; `others` completes the error.
     """
-    finite = "" if limits.startswith("in") else "finite "
-    expected = f"a {finite}number {limits}".rstrip() + others
+    expected = f"a {'' if 'in ' in limits else 'finite '}number {limits}{others}"
     if isinstance(value, jax.core.Tracer):
         return scalar(name, value, expected)
     try:
@@ -93,8 +87,7 @@ def scalar(name: str, value: Any, expected: str) -> Any:
     if not isinstance(value, (int, float)) and not hasattr(value, "dtype"):
         refuse(name, value, expected)
     shape, dtype = jnp.shape(value), jnp.result_type(value)
-    real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-    if shape != () or not real:
+    if shape or not any(jnp.issubdtype(dtype, x) for x in (jnp.floating, jnp.integer)):
         raise ValueError(f"{name} is {dtype} of shape {shape}; expected {expected}")
     return value
 
@@ -106,16 +99,14 @@ def float_dtype(name: str, dtype: Any) -> None:
 
 
 def mapping(
-    name: str,
-    value: Any,
-    expected: str,
-    check: Callable[[str, Any], Any] = lambda name, value: None,
+    name: str, value: Any, expected: str, check: Callable[[str, Any], Any] | None = None
 ) -> None:
     """The value must map strings to values that pass a check of (name, value)."""
     if not isinstance(value, Mapping) or any(not isinstance(key, str) for key in value):
         refuse(name, value, expected)
-    for key, item in value.items():
-        check(f"{name}[{key!r}]", item)
+    if check is not None:
+        for key, item in value.items():
+            check(f"{name}[{key!r}]", item)
 
 
 def as_transform(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:
@@ -132,12 +123,9 @@ def as_transform(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:
 
 def no_factory(name: str, value: Any) -> None:
     """Refuse `optax.sgd` instead of `optax.sgd(1e-3)` where functions are possible."""
-    origin = (
-        getattr(value, "__qualname__", "<locals>"),
-        getattr(value, "__module__", ""),
-    )
-    if "<locals>" not in origin[0] and str(origin[1]).startswith("optax."):
-        refuse(name, value, f"an optax transform, such as {origin[0]}(1e-3)")
+    own, module = (getattr(value, x, "") for x in ("__qualname__", "__module__"))
+    if str(module).startswith("optax.") and "<locals>" not in own:
+        refuse(name, value, f"an optax transform, such as {own}(1e-3)")
 
 
 # --- trees ----------------------------------------------------------------------------
@@ -148,12 +136,12 @@ def arrays(name: str, tree: Any) -> None:
 
     An equinox module also holds functions and numbers, and an NNX graph random keys.
     """
-    expected = (
-        "arrays alone, such as eqx.filter(model, eqx.is_inexact_array) of an equinox "
-        "module, or nnx.state(model, nnx.Param)"
-    )
     for path, leaf in paths.leaves_with_paths(tree):
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            expected = (
+                "arrays alone, such as eqx.filter(model, eqx.is_inexact_array) of an "
+                "equinox module, or nnx.state(model, nnx.Param)"
+            )
             refuse(f"{name} at {path!r}", leaf, expected)
 
 
@@ -194,23 +182,21 @@ def alike(what: str, tree: Any, whose: str, like: Any) -> None:
     for path, right in wanted.items():
         if path not in leaves:
             raise ValueError(f"no {what} at {path!r}; expected one for each {whose}")
-        own_shape, shape = (
-            tuple(getattr(x, "shape", ())) for x in (leaves[path], right)
-        )
-        if own_shape != shape:
+        pair = leaves[path], right
+        shape, expected = (tuple(getattr(x, "shape", ())) for x in pair)
+        if shape != expected:
             raise ValueError(
-                f"{what} {path!r} has shape {own_shape}; expected {shape}, like its "
+                f"{what} {path!r} has shape {shape}; expected {expected}, like its "
                 f"{whose}"
             )
-        if _is_floating(leaves[path]) != _is_floating(right):
+        dtype, like_dtype = map(jnp.result_type, pair)
+        if jnp.issubdtype(dtype, jnp.floating) != jnp.issubdtype(
+            like_dtype, jnp.floating
+        ):
             raise ValueError(
-                f"{what} {path!r} has dtype {jnp.result_type(leaves[path])}; expected "
-                f"one like {jnp.result_type(right)} of its {whose}"
+                f"{what} {path!r} has dtype {dtype}; expected one like {like_dtype} of "
+                f"its {whose}"
             )
     for path in leaves:
         if path not in wanted:
             raise ValueError(f"{what} at {path!r}; expected none without a {whose}")
-
-
-def _is_floating(x: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))

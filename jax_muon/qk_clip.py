@@ -2,7 +2,7 @@
 
 Muon's updates have full rank, and with them the logits of single attention heads may
 grow without bound. `clip_qk` scales the query and key projections of these heads after
-the step. `max_logits.py` measures the logits.
+the step. `max_attention_logits` measures the logits.
 """
 
 import itertools
@@ -10,14 +10,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jax_muon import checks, paths
-from jax_muon.dtypes import as_wide_as_params, wide
+from jax_muon.dtypes import as_wide_as_params, wide, wider
 from jax_muon.leaves import map_leaves
-from jax_muon.matrices import Matrices
 from jax_muon.mesh import array_types
 
 # Paths of queries and of keys, with their biases, by the path of an attention module.
@@ -35,7 +35,6 @@ def clip_qk(
     *,
     query: str = "attn/q",
     key: str = "attn/k",
-    matrices: Matrices | None = None,
     balance: float = 0.5,
     layers_axis: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -66,10 +65,6 @@ def clip_qk(
         biases. `attn/q` matches `blocks/0/attn/q/kernel` and `blocks/0/attn/q/bias`.
       key: pattern of the key projections. The components that it shares with `query`
         end the path of the attention module: `blocks/0/attn`.
-      matrices: `jax_muon.read(params, loss_fn, batch)`. Its roles say which kernels are
-        queries and keys, instead of patterns; what else is in their modules are their
-        biases. The path of an attention module is the part that the paths of its
-        query and key share.
       balance: :math:`\alpha` in [0, 1], the share of the query. 1 leaves keys alone, so
         only heads above the threshold change.
       layers_axis: first axis of scanned layers in every parameter that the patterns
@@ -114,13 +109,8 @@ def clip_qk(
     threshold = checks.number("threshold", threshold, "above 0")
     balance = checks.number("balance", balance, "in [0, 1]")
 
-    def modules_of(names: list[str]) -> Modules:
-        if matrices is None:
-            return _modules(names, query, key)
-        return _modules_by_role(names, matrices)
-
     def init_fn(params: optax.Params) -> ClipQkState:
-        modules_of([path for path, _ in paths.leaves_with_paths(params)])
+        _modules([path for path, _ in paths.leaves_with_paths(params)], query, key)
         return ClipQkState(jnp.zeros([], jnp.int32))
 
     def update_fn(
@@ -142,7 +132,7 @@ def clip_qk(
         checks.gradients(updates, params)
         updates = as_wide_as_params(updates, params)
         weights = dict(paths.leaves_with_paths(params))
-        modules = modules_of(list(weights))
+        modules = _modules([*weights], query, key)
         factors: dict[str, Array] = {}
         clipped = jnp.zeros([], jnp.int32)
         for name, largest in _by_module(max_logits, list(modules)).items():
@@ -173,31 +163,6 @@ def clip_qk(
         return map_leaves(clip, updates), ClipQkState(clipped)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _modules_by_role(names: Sequence[str], matrices: Matrices) -> Modules:
-    """The same as `_modules`, by the roles in a reading."""
-    parts = {path: paths.slashed(path).split("/") for path in names}
-    roles = {path: matrices[path].role for path in names}
-    queries, keys = (
-        [path for path in names if roles[path] == role] for role in ("query", "key")
-    )
-    if not queries or not keys:
-        raise ValueError(
-            f"clip_qk: the reading has the queries {queries} and the keys {keys}; "
-            "expected matrices=jax_muon.read(params, loss_fn, batch), with splits for "
-            "fused kernels, or the patterns query= and key="
-        )
-
-    modules: Modules = {}
-    for query in queries:
-        key = max(keys, key=lambda path: _shared(parts[query], parts[path]))
-        depth = _shared(parts[query], parts[key])
-        module = modules.setdefault("/".join(parts[query][:depth]), ([], []))
-        for side, kernel in zip(module, (query, key), strict=True):
-            beside = [x for x in names if _shared(parts[x], parts[kernel]) > depth]
-            side += [x for x in beside if x not in side]
-    return modules
 
 
 def _modules(names: Sequence[str], query: str, key: str) -> Modules:
@@ -310,3 +275,104 @@ def _is_bias(path: str) -> bool:
     parent, _, name = paths.slashed(path).rpartition("/")
     is_part = f"/{parent}".endswith("/bias")
     return is_part or name == "b" or "bias" in paths.words(name)
+
+
+def max_attention_logits(
+    q: Float[Array, "batch time heads d"],
+    k: Float[Array, "batch key_time key_heads d"],
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    mask: Bool[Array, "#batch #heads #time #key_time"] | None = None,
+    block_size: int = 128,
+) -> Float[Array, " heads"]:
+    """Largest attention logit of every head, for `clip_qk`, in blocks.
+
+    Only the logits of one block of queries and one of keys exist at a time. Causal
+    attention skips the blocks that it cannot see. No gradient flows.
+
+    Args:
+      q: queries, as they meet the keys: after rotary positions.
+      k: keys. With fewer heads than `q`, consecutive query heads share one.
+      scale: factor of the logits; None for d^-0.5.
+      causal: whether a query sees no later keys; time and key_time are then equal.
+      mask: True where a query sees a key; None for everywhere. Sizes may be 1.
+      block_size: of queries and of keys.
+
+    Returns:
+      The maximum over batch, queries and the keys they see, in float32; -inf for a head
+      that sees nothing.
+
+    Raises:
+      ValueError: shapes that do not fit, a mask of another dtype, block_size below 1.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> q = jnp.ones((1, 5, 2, 4))  # batch, time, heads, head_dim
+      >>> jm.max_attention_logits(q, 3.0 * q).tolist()
+      [6.0, 6.0]
+    """
+    checks.count("block_size", block_size)
+    checks.flag("causal", causal)
+    if (
+        q.ndim != 4
+        or k.ndim != 4
+        or q.shape[::3] != k.shape[::3]
+        or q.shape[2] % k.shape[2]
+        or (causal and q.shape[1] != k.shape[1])
+    ):
+        times = "the same time" if causal else "key_time"
+        raise ValueError(
+            f"q of shape {q.shape} and k of shape {k.shape}; expected (batch, time, "
+            f"heads, d) and (batch, {times}, key_heads, d), with key_heads that divide "
+            "heads"
+        )
+    batch, time, heads, d = q.shape
+    _, key_time, key_heads, _ = k.shape
+    full = (batch, heads, time, key_time)
+    if mask is not None and (
+        not jnp.issubdtype(mask.dtype, jnp.bool_)
+        or mask.ndim != 4
+        or any(m not in (1, n) for m, n in zip(mask.shape, full, strict=True))
+    ):
+        raise ValueError(
+            f"mask is {mask.dtype} of shape {mask.shape}; expected booleans of shape "
+            f"{full}, or 1 for any of these"
+        )
+    scale = d**-0.5 if scale is None else scale
+    grouped = q.reshape(batch, time, key_heads, heads // key_heads, d)
+    grouped, k = jax.lax.stop_gradient((grouped, k))
+    rows, columns = min(block_size, time), min(block_size, key_time)
+
+    def starts(size: int, block: int) -> list[int]:
+        # The last block overlaps the one before: a maximum may see a logit twice.
+        return [min(i, size - block) for i in range(0, size, block)]
+
+    blocks = [
+        (i, j)
+        for i in starts(time, rows)
+        for j in starts(key_time, columns)
+        if not causal or j < i + rows
+    ]
+
+    def largest(block: Array) -> Array:
+        i, j = block
+        logits = scale * jnp.einsum(
+            "bqngd,bknd->bngqk",
+            jax.lax.dynamic_slice_in_dim(grouped, i, rows, axis=1),
+            jax.lax.dynamic_slice_in_dim(k, j, columns, axis=1),
+            preferred_element_type=wider(q.dtype, jnp.float32),
+        )
+        logits = logits.reshape(batch, heads, rows, columns)
+        if causal:
+            ahead = (j + jnp.arange(columns))[None] > (i + jnp.arange(rows))[:, None]
+            logits = jnp.where(ahead[None, None], -jnp.inf, logits)
+        if mask is not None:
+            # An axis of size 1 is sliced at 0, whatever the start.
+            sizes = [min(pair) for pair in zip(mask.shape, logits.shape, strict=True)]
+            seen = jax.lax.dynamic_slice(mask, (0, 0, i, j), sizes)
+            logits = jnp.where(seen, logits, -jnp.inf)
+        return jnp.max(logits, axis=(0, 2, 3)).astype(jnp.float32)
+
+    return jnp.max(jax.lax.map(largest, jnp.array(blocks)), axis=0)

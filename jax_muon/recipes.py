@@ -76,7 +76,8 @@ def nanochat(
       dtype: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
       polar: another polar factor instead of the recipe's: a function of (..., m, n)
         that fulfils the contract in `orthogonalize`; `steps` and `dtype` are ignored.
-      momentum_dtype: dtype of the momentum; None for the parameters'. See `nesterov`.
+      momentum_dtype: dtype of the momentum; None for the parameters'. With float16
+        parameters pass "float32". See `nesterov`.
       adamw: the optimizer of all other parameters: a learning rate for the recipe's
         AdamW, None for 3e-4; or any optax transform, such as `optax.lion(1e-4)`.
       groups: transforms for further labels, as in `partition`: `{"embedding":

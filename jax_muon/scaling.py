@@ -22,7 +22,6 @@ from jax_muon.notes import note
 SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
     "max_ratio": lambda fan_in, fan_out: max(1.0, fan_out / fan_in) ** 0.5,
     "rms_0.2": lambda fan_in, fan_out: 0.2 * max(fan_in, fan_out) ** 0.5,
-    "spectral": lambda fan_in, fan_out: max(fan_in, fan_out) ** 0.5,
     "sqrt_ratio": lambda fan_in, fan_out: (fan_out / fan_in) ** 0.5,
     "none": lambda fan_in, fan_out: 1.0,
 }
@@ -209,9 +208,8 @@ def scale_by_shape(
 
     Args:
       rule: "max_ratio" max(1, out/in)^0.5 (Jordan, nanochat); "rms_0.2"
-        0.2 max(in, out)^0.5 (Moonlight: the size of AdamW's updates); "spectral"
-        max(in, out)^0.5; "sqrt_ratio" (out/in)^0.5 (TEON); "none" 1; or a function of
-        (in, out).
+        0.2 max(in, out)^0.5 (Moonlight: the size of AdamW's updates); "sqrt_ratio"
+        (out/in)^0.5 (TEON); "none" 1; or a function of (in, out).
       matrices: see `orthogonalize`.
 
     Raises:

@@ -130,6 +130,21 @@ def test_polar_factors_do_not_depend_on_the_scale(dtype, norm, x64):
     assert is_finite(polar(stack))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_matrices_of_float64_may_be_too_large_for_the_iteration(dtype, x64):
+    x = jnp.asarray(draw((3, 7, 10)), "float64")
+    x = x.at[0].set(jnp.eye(7, 10))
+    polar = jm.NewtonSchulz(dtype=dtype, eps=1e-30)
+    for power in (133, 1000):  # 1e40, 1e301
+        np.testing.assert_array_equal(polar(x * 2.0**power), polar(x))
+    tx = jm.nanochat(dtype=dtype, adamw=optax.sgd(1e-30))
+    updates, state = tx.update(
+        {"0/q": x[1] * 1e40}, tx.init({"0/q": x[1]}), {"0/q": x[1]}
+    )
+    assert is_finite(updates, state)
+    assert jnp.linalg.norm(updates["0/q"]) > 1e-4
+
+
 def test_matrices_on_spheres_show_a_nan():
     """They would stay as they are for ever, since the momentum stays NaN."""
     params = {"w": jnp.asarray(draw((4, 6)), "float32")}

@@ -175,7 +175,6 @@ def test_small_states_leave_boxes(rng, name):
     [
         ("max_ratio", 2.0),
         ("rms_0.2", 0.2 * 4),
-        ("spectral", 4.0),
         ("sqrt_ratio", 2.0),
         ("none", 1.0),
         (lambda fan_in, fan_out: fan_in + fan_out, 20.0),

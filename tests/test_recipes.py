@@ -330,3 +330,15 @@ def test_groups_of_the_user_and_one_reading():
     np.testing.assert_allclose(norms, expected, rtol=0.15)
     np.testing.assert_array_equal(updates["early"]["bias"], 0)
     np.testing.assert_array_equal(updates["late"]["bias"], -grads["late"]["bias"])
+
+
+@pytest.mark.parametrize("number", [np.float16, np.float32, np.float64, np.asarray])
+def test_numbers_of_numpy_are_numbers(number):
+    params = model()
+    one, two = (
+        jm.nanochat(*map(kind, (0.5, 0.75, 0.25)), beta2=kind(0.5), adamw=kind(0.5))
+        for kind in (float, number)
+    )
+    updates = [tx.update(params, tx.init(params), params)[0] for tx in (one, two)]
+    chex.assert_trees_all_equal(*updates)
+    assert jm.muon(steps=np.int32(3), lookahead=np.bool_(True))

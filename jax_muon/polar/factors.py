@@ -8,7 +8,7 @@ computed coefficients. Nothing here knows about parameters or meshes.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -166,25 +166,15 @@ class NewtonSchulz:
 
 
 def PolarExpress(
-    steps: int = 5,
-    *,
-    lower: float = 1e-3,
-    norm: str = "frobenius",
-    dtype: jax.typing.DTypeLike | None = "bfloat16",
-    form: str = "auto",
-    symmetric: str = "plain",
+    steps: int = 5, *, lower: float = 1e-3, **settings: Any
 ) -> NewtonSchulz:
     """A `NewtonSchulz` by the Polar Express: an optimal quintic for each step.
-
-    For other margins use `NewtonSchulz` with `polar_express_coefficients`.
 
     Args:
       steps: number of quintics.
       lower: smallest relative singular value that is brought to 1.
-      norm: see `NewtonSchulz`, as for all that follow.
-      dtype: of the iteration.
-      form: "standard", "gram" or "auto".
-      symmetric: "plain" or "kernel".
+      **settings: all others of `NewtonSchulz`; norm_factor is 1.02, and eps 1e-6. For
+        another cushion or safety pass `polar_express_coefficients` to that.
 
     Raises:
       ValueError: as `NewtonSchulz` and `polar_express_coefficients`.
@@ -198,15 +188,9 @@ def PolarExpress(
     References:
       Amsel, Persson, Musco, Gower, The Polar Express, arXiv 2505.16932.
     """
-    return NewtonSchulz(
-        coefficients=polar_express_coefficients(steps, lower=lower),
-        norm_factor=1.02,
-        eps=1e-6,
-        norm=norm,
-        dtype=dtype,
-        form=form,
-        symmetric=symmetric,
-    )
+    margins = {"norm_factor": 1.02, "eps": 1e-6}
+    table = polar_express_coefficients(steps, lower=lower)
+    return NewtonSchulz(coefficients=table, **margins | settings)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,10 @@ nanochat writes a step in three lines, for X (m, n) with m <= n, divided by its 
 The same polynomials are computed here. What differs, and what it is worth:
 
 - The norm is read off the first A, which saves a pass over X, and makes the Schatten-4
-  norm, the root of ||X X^T||_F, as cheap as Frobenius'. Where squares of X overflow, X
-  is first multiplied by a power of two. Looking for its largest element moves 0.3 of
-  16.6 GB in a step of GPT-2 124M with bfloat16 parameters, none with float32.
+  norm, the root of ||X X^T||_F, as cheap as Frobenius'. Where X or its squares would
+  overflow, X is first multiplied by a power of two. Looking for its largest element
+  moves 0.3 of 16.6 GB in a step of GPT-2 124M with bfloat16 parameters, none with
+  float32.
 - The factors a wait until the end: what is held is X / s, where s is the product of the
   a so far. Each line then is a sum C + k X Y, one call of cuBLASLt: whatever else moves
   in a step of GPT-2 124M on an H100 shrinks from 20.0 to 6.5 GB (`products.py`).
@@ -110,10 +111,8 @@ def iterate(
         """Polar factors of wide matrices, m <= n."""
         if team is not None:
             products = SharedProducts(products, team)
-        y = y.astype(dtype)
-        unit = unit_of(products.largest(y))
-        y = y * unit
-        y, gram = _normalize(y, products.outer(y, y), norm, wide(unit))
+        y, unit = _in_range(y, dtype, products)
+        y, gram = _normalize(y, products.outer(y, y), norm, unit)
         return form(y, gram, table, products).astype(x.dtype)
 
     stack = x.reshape(-1, rows, cols)
@@ -179,6 +178,20 @@ def _single(
     y = function(jax.lax.optimization_barrier(y) if turned or not squeeze else y)
     y = y.reshape(matrix.shape)
     return (y.T if turned else y)[None]
+
+
+def _in_range(x: Array, dtype: jnp.dtype, products: Products) -> tuple[Array, Array]:
+    """X in this dtype and units whose squares do not overflow, and one in these."""
+    most = jnp.finfo(dtype).maxexp
+    if jnp.finfo(x.dtype).maxexp <= most:
+        x = x.astype(dtype)
+        unit = unit_of(products.largest(x))
+        return x * unit, wide(unit)
+    # 1e40 has a float64 and no float32.
+    largest = products.largest(x)
+    power = jnp.ldexp(jnp.ones_like(largest), -jnp.frexp(largest)[1])
+    unit = jnp.where(largest > 2.0 ** (most * 3 // 8), power, jnp.ones_like(largest))
+    return (x * unit).astype(dtype), unit.astype(wider(dtype, jnp.float32))
 
 
 def _normalize(x: Array, gram: Array, norm: Norm, unit: Array) -> tuple[Array, Array]:

@@ -76,7 +76,7 @@ def verify(
 
     Parameters and gradients are drawn from a normal distribution; only the paths,
     shapes and dtypes of `params` matter (and their shardings on Explicit axes). One
-    device has to hold all of them, with three times their gradients and state. If your
+    device has to hold all of them, with six times their updates and state. If your
     model is too large for that, use smaller shapes with the same layout: matrices of
     256 x 256 are sent to owners as large ones are, and the table says if none was.
 
@@ -149,10 +149,9 @@ def compare(
     mesh = jax.tree.leaves(shardings)[0].mesh
 
     def results(
-        tx: optax.GradientTransformation, runs: Sequence[Run], where: Any
-    ) -> tuple[list[tuple[jax.Array, ...]], Any, str]:
-        """Each array of updates and state at every step, a state, and the program."""
-        update = jax.jit(functools.partial(tx.update, **others))
+        tx: optax.GradientTransformation, update: Any, runs: Sequence[Run], where: Any
+    ) -> tuple[list[tuple[jax.Array, ...]], Any]:
+        """Each array of updates and state at every step, and the last state."""
         steps = []
         for params, grads in runs:
             params = jax.device_put(params, where)
@@ -161,21 +160,24 @@ def compare(
                 step = jax.device_put(step, where)
                 updates, state = update(step, state, params, **arrays)
                 steps.append(jax.tree.leaves((updates, state)))
-        program = str(update.trace(step, state, params, **arrays).jaxpr)
-        return list(zip(*steps, strict=True)), state, program
+        return list(zip(*steps, strict=True)), state
 
     one_device = jax.make_mesh(
         (1,), ("alone",), (AxisType.Auto,), devices=mesh.local_devices[:1]
     )
     noisy = [(params, jax.tree.map(_last_bits, grads)) for params, grads in runs]
     with jax.set_mesh(one_device):  # even inside a user's set_mesh
+        update = jax.jit(functools.partial(alone.update, **others))
         whole = NamedSharding(one_device, PartitionSpec())
-        both, _, program = results(alone, [*runs, *noisy], whole)
+        both, state = results(alone, update, [*runs, *noisy], whole)
+        params, grads = runs[0]
+        program = str(update.trace(grads[0], state, params, **arrays).jaxpr)
     bits = re.findall(r"\bb?f(\d+)(?:_\w+)?\[", program)
     least = BOUNDS[min(map(int, bits), default=32)]
     # Gradients are sharded like the parameters, as plain jit leaves them.
     with notes.listening() as heard:
-        got, state, _ = results(many, runs, shardings)
+        update = jax.jit(functools.partial(many.update, **others))
+        got, state = results(many, update, runs, shardings)
 
     specs = {path: x.spec for path, x in paths.leaves_with_paths(shardings)}
     keys = [jax.tree_util.keystr(key) for key, _ in jax.tree.leaves_with_path(state)]

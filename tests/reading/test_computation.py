@@ -7,7 +7,6 @@ import inspect
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
@@ -83,32 +82,6 @@ def test_joins_go_by_the_roles():
         for i in (0, 2)
         for name in "abc"
     }
-
-
-def test_qk_clip_goes_by_the_roles():
-    """Kernels and biases with names that say nothing; the last head is clipped."""
-
-    def loss(params, x):
-        x = x @ params["in"]
-        for p in params["layers"]:
-            q, k, v = (x @ p[n]["w"] + p[n]["b"] for n in ("l0", "l1", "l2"))
-            x = x + jax.nn.softmax(q @ k.swapaxes(-1, -2)) @ v
-        return jnp.mean(x @ params["out"])
-
-    layer = {n: {"w": jnp.eye(4), "b": jnp.ones(4)} for n in ("l0", "l1", "l2")}
-    params = {"in": jnp.eye(4), "layers": [layer], "out": jnp.eye(4)}
-    matrices = jm.read(params, loss, floats(2, 3, 4))
-    tx = jm.clip_qk(100.0, matrices=matrices)
-    still = jax.tree.map(jnp.zeros_like, params)
-    logits = {"layers/0": jnp.array([50.0, 400.0])}
-    updates, _ = tx.update(still, tx.init(params), params, max_logits=logits)
-    after = jax.tree.map(jnp.add, params, updates)["layers"][0]
-    for name in ("l0", "l1"):
-        np.testing.assert_array_equal(after[name]["b"], [1, 1, 0.5, 0.5])
-        np.testing.assert_array_equal(jnp.diag(after[name]["w"]), [1, 1, 0.5, 0.5])
-    assert (after["l2"]["w"] == jnp.eye(4)).all()
-    with pytest.raises(ValueError, match=r"queries \[\] and the keys \[\]"):
-        jm.clip_qk(100.0, matrices=jm.read(params, rules={"*": "muon"})).init(params)
 
 
 def test_the_last_layer_of_an_encoder_is_like_the_others():

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jax_muon as jm
-from jax_muon.accumulators import random_bits
+from jax_muon.momentum import random_bits
 
 NARROW = pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 
