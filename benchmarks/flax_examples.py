@@ -210,8 +210,8 @@ def make(
     own = {} if one_rate else {"adamw": adamw(rest)}
 
     def matrices(params: Any) -> jm.Matrices:
-        batch = example.validation[0]
-        return jm.read(params, lambda params: example.loss(params, batch, None))
+        loss = functools.partial(example.loss, key=None)
+        return jm.read(params, loss, example.validation[0])
 
     return getattr(jm, name)(rate, dtype="float32", matrices=matrices, **own)
 

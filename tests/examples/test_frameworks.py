@@ -311,6 +311,14 @@ SHAPES = {
 }
 
 
+def tied(params, tokens):
+    """The loss of one worker."""
+    table, mlp = params["wte"]["embedding"], params["mlp"]
+    x = table[tokens] * mlp["norm"]["scale"]
+    x = jax.nn.relu(x @ mlp["up"]["kernel"]) @ mlp["down"]["kernel"]
+    return jnp.mean((x @ table.T) ** 2)
+
+
 def test_diloco():
     """Every worker as if it were alone, and on devices of its own."""
     found = pages.run("DiLoCo")
@@ -326,6 +334,13 @@ def test_diloco():
             params, state = found["inner_step"](params, state, grads)
         outer = found["outer"].init(shared)
         _, again, _ = found["outer_step"](shared, params, outer)
+    read = jm.read(params, jax.vmap(tied), jnp.zeros((workers, 5), int))
+    stated = jm.read(params, rules=found["matrices"])
+    assert read.labels(params) == stated.labels(params)
+    assert all(
+        read[path].axes == stated[path].axes
+        for path in ("mlp/up/kernel", "mlp/down/kernel")
+    )
     alone = jm.nanochat(matrices={"wte": "adamw", "*": "muon"})
 
     @jax.jit
