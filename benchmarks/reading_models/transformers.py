@@ -81,7 +81,7 @@ CONVOLUTIONS = {
 # The middle convolution of a block has groups.
 GROUPS = {r"layer/1/convolution": "adamw?", **CONVOLUTIONS}
 QUESTIONS = {r"qa_outputs": "adamw", **TEXT}
-PROJECTIONS = {r"(visual|text)_projection": "io or adamw", **VISION}
+PROJECTIONS = {r"(visual|text)_projection": "head", **VISION}
 CLASSIFIER = {r"pre_classifier": "io", **TEXT}
 GLOBAL = {r"global_relative": "adamw", **TEXT}
 DENSE = {r"lm_head/dense": "io", **TEXT}

@@ -87,6 +87,7 @@ def program(answers: Mapping[str, str]) -> Callable[[Callable[[], Any]], Any]:
 MODULES = (
     "attention",
     "choices",
+    "conventions",
     "experts",
     "gradients",
     "layers",

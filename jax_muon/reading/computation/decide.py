@@ -9,7 +9,7 @@ from typing import Any
 from jax_muon import axes as matrix_axes
 from jax_muon import paths
 from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter
-from jax_muon.reading.computation.follow import Follower
+from jax_muon.reading.computation.follow import SUMS, Follower
 from jax_muon.reading.computation.values import (
     BATCH,
     CONSTANT,
@@ -130,9 +130,12 @@ def _decide(
     if others := [x for x in known if x not in either]:
         both = f"{_text(axes)} and as {_text(others[0])}"
         return MUON, "contradictory", f"it is used as {both}{where}", None
-    reason = f"{first.kind} over {_numbered(axes.reduction)}{where}"
+    over = f" over {_numbered(axes.reduction)}" if axes.reduction else ""
+    reason = f"{first.kind}{over}{where}"
     if 1 in axes.fan(shape):
         return ADAMW, "vector", f"one row or column, {reason}", axes
+    if any(_is_norm(use, axes) for use in uses if use.primitive in SUMS):
+        return ADAMW, "centers", f"its rows' distances to data are taken{where}", axes
     if any(use.chooses for use in products):
         return ADAMW, "router", f"a top-k chooses among its outputs{where}", axes
     if not any(use.feeds for use in uses):
@@ -142,6 +145,12 @@ def _decide(
     if len(roles) > 1 or roles == {"gated"}:
         return MUON, "fused", reason, axes
     return MUON, roles.pop() if roles else kernel, reason, axes
+
+
+def _is_norm(use: Use, axes: MatrixAxes) -> bool:
+    """True for a sum over the inputs of a matrix, such as the norms of its outputs."""
+    summed = not any(use.roles.get(axis) for axis in axes.reduction)
+    return summed and use.left == {*axes.output}
 
 
 def _numbered(axes: Sequence[int]) -> str:

@@ -136,6 +136,7 @@ class Follower:
             }
             use.roles = merged(value.roles.get(leaf, {}), of_axes) | use.revised
             use.of_picked = leaf in value.picked
+            use.left = axes_in(factors)
             use.is_complex = any(map(_is_complex, eqn.invars))
             use.is_gradient = is_gradient
             uses.append(use)
@@ -199,6 +200,7 @@ def _is_complex(v: Any) -> bool:
 
 # --- elementwise ----------------------------------------------------------------------
 
+SUMS = ("add", "sub")
 _KEEPING = {"mul", "div", "add", "select_n", "convert_element_type", "copy", "name"}
 _ACTIVATIONS = {"tanh", "logistic", "max", "sin", "cos", "erf", "exp", "expm1", "log1p"}
 
@@ -224,15 +226,20 @@ def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value
     made = [value for value in operands if value.leaves]
     active = [x for x in operands if x.data and not x.leaves and not x.noise]
     if made and result.noise and fits:
-        result.data = result.noise = False
+        result.data, result.noise = False, name == "mul"  # noise on a leaf
     result.activated |= bool(made) and name in _ACTIVATIONS
     result.softmax = _softmax(name, values)
     _find_gated(eqn, values)
     sizes = [math.prod(shape_of(v)) for v in eqn.invars]
     for value, size in zip(values, sizes, strict=True):
         larger = [x for x, n in zip(values, sizes, strict=True) if n > size]
+        if name == "select_n" and value is values[0]:
+            larger = [x for x in operands if x.sources]
         if follower.routes(value, larger):
             result.choice -= value.choice
+    for value in _scales(name, made, shape):
+        follower.use(value, "elementwise", eqn)
+        made = [x for x in made if x is not value]
     if made and (active or not fits):
         for value in made:
             follower.use(value, "elementwise" if fits else "opaque", eqn)
@@ -241,6 +248,19 @@ def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value
     for value in made:
         result = result.with_leaves(value, len(shape))
     return result
+
+
+def _scales(name: str, made: Sequence[Value], shape: Shape) -> list[Value]:
+    """Values made of leaves that only scale others, or noise that others get."""
+
+    def is_scale(x: Value) -> bool:
+        places = enumerate(zip(*x.leaves.values(), strict=True))
+        own = {place for place, of in places if axes_in(of)}
+        lacks = any(n > 1 and place not in own for place, n in enumerate(shape))
+        return (lacks and name in ("mul", "div")) or (x.noise and name in SUMS)
+
+    others = {leaf for x in made if not is_scale(x) for leaf in x.leaves}
+    return [x for x in made if is_scale(x) and others and not others & {*x.leaves}]
 
 
 def _softmax(name: str, values: Sequence[Value]) -> int:
@@ -468,7 +488,7 @@ def _top_k(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
 
 
 def _chosen(x: Output, value: Value) -> Use:
-    x.use.among |= value.sources
+    x.use.among |= {use.path for use in value.sources}
     return x.use
 
 

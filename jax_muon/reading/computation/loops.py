@@ -35,6 +35,7 @@ def _while(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value
 
 @rule("cond")
 def _cond(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    follower.routes(values[0], values[1:])
     branches = [
         follower.call(eqn, branch.jaxpr, values[1:])
         for branch in eqn.params["branches"]

@@ -269,7 +269,10 @@ def _convolution(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
             roles[a] = OUT
     uses = follower.use(kernel, "convolved", eqn, roles, by=data)
     for use in uses:
-        members, left = _members(kernel.leaves[use.path][out], groups)
+        of_out = kernel.leaves[use.path][out]
+        members, left = _members(of_out, groups)
+        if shape[fan_in] == 1 and members and members[0] > (of_out[-1].axis or 0):
+            members, left = [], groups  # depthwise, with members of its own
         use.revise(dict.fromkeys(members, frozenset({BATCH})))
         if left > 1:
             use.kind = "depthwise" if shape[fan_in] == 1 else "grouped"

@@ -115,11 +115,12 @@ class Use:
       inputs: the uses that its input comes from, with no product in between.
       feeds: whether another product takes its result, so that it is no head.
       chooses: whether a top-k chooses among its outputs what else is computed.
-      among: the sources of what a top-k of its outputs chose among.
+      among: the leaves whose products a top-k chose among, beside its own.
       by_gates: whether gates were multiplied by it.
       gated: its output axes that were multiplied by gates.
       of_picked: whether data indexed the leaf before this use.
       is_complex: whether it is a product of complex numbers.
+      left: the axes of the leaf that were not summed or contracted before.
       is_gradient: whether JAX made it by transposing an earlier product.
       rows: how many inputs it is multiplied by, which do not name an axis of the leaf.
       taken: for each output axis, the elements that were indexed one by one.
@@ -135,11 +136,12 @@ class Use:
     inputs: frozenset["Use"] = frozenset()
     feeds: bool = False
     chooses: bool = False
-    among: set["Use"] = dataclasses.field(default_factory=set)
+    among: set[str] = dataclasses.field(default_factory=set)
     by_gates: bool = False
     gated: set[int] = dataclasses.field(default_factory=set)
     of_picked: bool = False
     is_complex: bool = False
+    left: set[int] = dataclasses.field(default_factory=set)
     is_gradient: bool = False
     rows: int = 0
     taken: dict[int, set[int]] = dataclasses.field(default_factory=dict)
@@ -288,9 +290,10 @@ class Value:
         """Whether it says how much of each of several things counts."""
         return self.softmax == 2 or self.one_hot or bool(self.choice)
 
-    def is_of(self, uses: Iterable[Use]) -> bool:
-        """Whether it is a function of the results of some uses, or no data at all."""
-        return not self.data or self.noise or bool(self.sources <= {*uses} != set())
+    def is_of(self, leaves: set[str]) -> bool:
+        """Whether it is a function of products of some leaves, or no data at all."""
+        sources = {use.path for use in self.sources}
+        return not self.data or self.noise or set() < sources <= leaves
 
     def outputs(self) -> list[Output]:
         """Its results that are outputs of uses."""
