@@ -20,7 +20,13 @@ def get_config(workdir):
     cfg.train_ds = kd.data.InMemoryPipeline(loader=test_kauldron.images, batch_size=64)
     cfg.model = kd.nn.FlatAutoencoder(
         inputs="batch.image",
-        encoder=nn.Dense(features=32),
+        encoder=nn.Sequential(
+            layers=[
+                nn.Dense(features=32),
+                kd.nn.Dropout(rate=0.1),
+                nn.Dense(features=32),
+            ]
+        ),
         decoder=nn.Dense(features=64),
     )
     cfg.train_losses = {"l2": kd.losses.L2(preds="preds.image", targets="batch.image")}
@@ -32,6 +38,8 @@ def get_config(workdir):
     cfg.schedules = {"rate": optax.linear_schedule(0.03, 0.01, 8)}
     cfg.optimizer = kd.optim.jax_muon(
         recipe="nanochat",
+        model=cfg.ref.model,
+        train_ds=cfg.ref.train_ds,
         learning_rate=cfg.ref.schedules["rate"],
         sharding=cfg.ref.sharding.params,
         dtype="float32",
@@ -43,6 +51,6 @@ def get_config(workdir):
 if __name__ == "__main__":
     trainer = konfig.resolve(get_config(sys.argv[1]))
     state, _ = trainer.train()
-    for leaf in jax.tree.leaves(state.opt_state):
-        print(leaf.shape, leaf.sharding)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state):
+        print(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.sharding)
     print("losses:", *trainer.writer.losses)

@@ -26,7 +26,8 @@ def zero2(tx, params):
     return {"optimizer": jm.on_mesh(tx, kd.sharding.DEVICES_MESH, divide="devices")}
 
 
-LAYOUTS = {"fsdp": pages.run("kauldron")["sharded"], "zero2": zero2}
+PAGE = pages.run("kauldron")
+LAYOUTS = {"fsdp": PAGE["sharded"], "zero2": zero2}
 
 
 def images():
@@ -47,17 +48,21 @@ class Losses(NoopWriter):
         self.losses.append(float(aux.compute().loss_values["losses/total"]))
 
 
+MODEL = kd.nn.FlatAutoencoder(
+    inputs="batch.image",
+    encoder=nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(32)]),
+    decoder=nn.Dense(64),
+)
+IMAGES = kd.data.InMemoryPipeline(loader=images, batch_size=64)
+
+
 def train(workdir, **arguments):
     """The first and the last state of `kd.train.Trainer`, and the losses."""
     trainer = kd.train.Trainer(
         seed=0,
         workdir=workdir,
-        train_ds=kd.data.InMemoryPipeline(loader=images, batch_size=64),
-        model=kd.nn.FlatAutoencoder(
-            inputs="batch.image",
-            encoder=nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(32)]),
-            decoder=nn.Dense(64),
-        ),
+        train_ds=IMAGES,
+        model=MODEL,
         train_losses={"l2": kd.losses.L2(preds="preds.image", targets="batch.image")},
         num_train_steps=7,
         log_metrics_every=1,
@@ -88,7 +93,8 @@ def on_one_device(monkeypatch):
 @pytest.mark.parametrize("recipe", [jm.nanochat, jm.muon])
 def test_trainer(recipe, layout, on_one_device, tmp_path):
     """Eight steps on eight devices and on one, to 1e-4 of the distance travelled."""
-    tx = recipe(0.02, dtype="float32")
+    matrices = PAGE["reading"](MODEL, IMAGES)
+    tx = recipe(0.02, dtype="float32", matrices=matrices)
     start, alone, losses = on_one_device(tx, tmp_path)
     again, state, found = train(tmp_path, **LAYOUTS[layout](tx, SHARDED))
     assert len(losses) == 8
@@ -120,4 +126,6 @@ def test_patch(tmp_path):
     losses = re.search("losses: (.*)", printed)[1]
     first, *_, last = map(float, losses.split())
     assert last < 0.8 * first
-    assert "spec=P('devices',)" in printed
+    momenta = dict(re.findall(r"muon/.*/mu/(\S+) .* spec=(.*), ", printed))
+    assert momenta.keys() == {f"encoder/layers_{i}/kernel" for i in (0, 2)}
+    assert all("devices" in spec for spec in momenta.values())
