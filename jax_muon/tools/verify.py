@@ -44,7 +44,8 @@ class Verification:
     Attributes:
       differences: for each parameter's update, and for each array of state, the norm of
         its difference over the norm of one device's array, at the step where that is
-        largest (NaN if some element is not finite), and the largest that passes. Keys
+        largest (NaN if some element is finite on one side only), and the largest that
+        passes. Keys
         are paths; those of state begin with "state".
       problems: all problems, as sentences; empty if the layout is right.
       table: the parameters, and a line each about state and devices.
@@ -267,10 +268,10 @@ def _numbers(x: Any) -> np.ndarray:
 
 
 def _difference(x: np.ndarray, like: np.ndarray) -> float:
-    """Norm of the difference over the norm of `like`; NaN if one is not finite."""
+    """Norm of the difference over the norm of `like`; NaN if only one is finite."""
     x, like = x.astype(np.float64), like.astype(np.float64)
+    if np.array_equal(x, like, equal_nan=True):
+        return 0.0
     with np.errstate(all="ignore"):
         apart, length = np.linalg.norm(x - like), np.linalg.norm(like)
-        if apart == 0:
-            return 0.0
         return float(apart / length) if np.isfinite(apart) else np.nan

@@ -42,5 +42,5 @@ def test_auto_axes_beside_orthogonalization():
 
     groups = {"muon": muon, "adamw": jm.on_auto_axes(FOREIGN["prodigy"])}
     clip = jm.on_auto_axes(optax.adaptive_grad_clip(0.1))
-    tx = optax.chain(clip, jm.partition(groups))
+    tx = optax.chain(clip, jm.partition(groups, {"w": "muon"}))
     layouts.assert_verified(on_mesh(tx), PARAMS)

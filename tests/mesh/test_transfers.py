@@ -11,6 +11,7 @@ import jax_muon as jm
 from tests.mesh import layouts, losses, problems
 from tests.mesh.layouts import mesh_of
 from tests.mesh.sgd import drawn, gradients, make
+from tests.reading import reader
 
 pytestmark = pytest.mark.usefixtures("as_users_write")
 

@@ -20,17 +20,20 @@ def toy(params, joins=None, splits=None):
 
     What `joins` and `splits` do not match stays single and whole.
     """
-    convolution = MuonDimensionNumbers((0, 1, 2), 3)
-    rules = {"wte": "adamw", "[cC]onv*": convolution, "*": STACKS}
-    rules, joins, splits = (
-        {x: y for x, y in given.items() if _matches(x.replace("{i}", "[0-9]"), params)}
-        for given in (rules, joins or {}, splits or {})
+    leaves = [x for x in paths.leaves_with_paths(params) if x[1].ndim > 1 and x[1].size]
+    rules = {
+        "wte": "adamw",
+        "[cC]onv*": MuonDimensionNumbers((0, 1, 2), 3),
+        **{path: STACKS for path, _ in leaves if not paths.matches("wte", path)},
+    }
+
+    def fitting(given):
+        patterns = {x: x.replace("{i}", "[0-9]") for x in given or ()}
+        found = [
+            x for x in patterns if any(paths.matches(patterns[x], y) for y, _ in leaves)
+        ]
+        return {x: given[x] for x in found}
+
+    return jm.read(
+        params, rules=fitting(rules), joins=fitting(joins), splits=fitting(splits)
     )
-    is_matrix = any(x.ndim > 1 and x.size for _, x in paths.leaves_with_paths(params))
-    rules = rules if is_matrix else None
-    return jm.read(params, rules=rules, joins=joins, splits=splits)
-
-
-def _matches(pattern, params):
-    leaves = paths.leaves_with_paths(params)
-    return any(paths.matches(pattern, path) for path, _ in leaves)
