@@ -74,7 +74,8 @@ def of_us(params: Any, mesh: Mesh) -> Counts:
     tx = jm.on_mesh(jm.muon(matrices=matrices), mesh, SPEC)
     found = jm.describe(tx, params)
     flops = sum(pool.load(found.sizes) for pool in found.pools)
-    number = len(collectives(tx.update, params, jax.eval_shape(tx.init, params)))
+    state = jax.eval_shape(tx.init, params)
+    number = len(collectives(tx.update, params, state, params))
     return float(flops.max()), found.sent_bytes["orthogonalize"], number
 
 
