@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_muon import jaxprs
-from jax_muon.reading.computation import loops, products  # noqa: F401
+from jax_muon.reading.computation import loops, moves, products  # noqa: F401
 from jax_muon.reading.computation.follow import RULES
 
 X = jnp.ones((2, 4))

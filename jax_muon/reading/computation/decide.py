@@ -1,24 +1,15 @@
 """From the uses of a parameter to its reading: label, role, axes, and why."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax_muon import axes as matrix_axes
 from jax_muon import paths
-from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter
+from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter, not_a_matrix
 from jax_muon.reading.computation.follow import SUMS, Follower
-from jax_muon.reading.computation.values import (
-    BATCH,
-    CONSTANT,
-    IN,
-    INNER,
-    OUT,
-    PART,
-    Use,
-)
+from jax_muon.reading.computation.roles import CONSTANT, INNER, matrix_axes
+from jax_muon.reading.computation.values import Use
 
 _PRODUCTS = ("contracted", "convolved", "grouped", "depthwise")  # kinds of uses
 
@@ -32,7 +23,7 @@ def parameter(path: str, leaf: Any, follower: Follower, is_split: bool) -> Param
     scanned = follower.scanned[path]
     doubt, options = None, []
     label, role, reason, axes = _decide(shape, uses)
-    if matrix_axes.not_a_matrix(shape, leaf.dtype):
+    if not_a_matrix(shape, leaf.dtype):
         label, role, axes = ADAMW, "vector" if label == MUON else role, None
     elif label == MUON and axes is None:
         *batch, fan_in, fan_out = range(len(shape))
@@ -121,7 +112,7 @@ def _decide(
         return ADAMW, first.kind, f"a {first.kind} convolution{where}", None
     if first.is_complex:
         return ADAMW, "complex", f"a product of complex numbers{where}", None
-    readings = [_axes(shape, use) for use in products]
+    readings = [matrix_axes(shape, use.roles) for use in products]
     known = [x for x in readings if isinstance(x, MatrixAxes)]
     if not known:
         return MUON, "unknown", f"{readings[0]}{where}", None
@@ -162,7 +153,7 @@ def _text(axes: MatrixAxes) -> str:
 
 
 def _roles(use: Use) -> set[str]:
-    return {x.role for x in use.outputs.values()} - {"", "attended"}
+    return {x.role for x in use.outputs.values()} - {""}
 
 
 def _side_by_side(path: str, shape: Sequence[int], uses: Iterable[Use]) -> str:
@@ -192,40 +183,3 @@ def _side_by_side(path: str, shape: Sequence[int], uses: Iterable[Use]) -> str:
                 f"splits={{{pattern!r}: Split({split}{last})}}"
             )
     return ""
-
-
-def _axes(shape: tuple[int, ...], use: Use) -> MatrixAxes | str:
-    """The axes of one use, or why they are unknown."""
-    roles = {axis: {*use.roles.get(axis, ())} for axis in range(len(shape))}
-    known = set().union(*roles.values())
-    matrix = [a for a, x in roles.items() if INNER not in x and x != {BATCH}]
-    for axis, x in roles.items():
-        if INNER in x and shape[axis] >= math.prod(shape[a] for a in matrix):
-            return "of two parameters multiplied with each other either may be data,"
-        if INNER in x:
-            x ^= {INNER, OUT if IN in known else IN}
-        if PART in x:
-            x ^= {PART} if len(x) > 1 else {PART, BATCH}
-    _resolve_constants(roles)
-    for axis, x in roles.items():
-        if not x and shape[axis] == 1:
-            x.add(BATCH)
-        if len(x) != 1:
-            sides = f"both {' and '.join(sorted(x))}" if x else "neither in nor out"
-            return f"axis {axis} is {sides}"
-    batch, fan_in, fan_out = (
-        tuple(a for a in roles if roles[a] == {side}) for side in (BATCH, IN, OUT)
-    )
-    return MatrixAxes(batch, fan_in, fan_out)
-
-
-def _resolve_constants(roles: dict[int, set[str]]) -> None:
-    """An axis that only constants are contracted with is an input; others are out."""
-    inputs = [axis for axis, x in roles.items() if x == {CONSTANT}]
-    others = [axis for axis, x in roles.items() if x and axis not in inputs]
-    for x in roles.values():
-        x.discard(CONSTANT)
-    for axis in inputs:
-        roles[axis].add(IN)
-    for axis in [a for a in others if roles[a] != {BATCH}] or others if inputs else []:
-        roles[axis] = {OUT}

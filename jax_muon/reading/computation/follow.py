@@ -1,7 +1,7 @@
 """Follow every parameter through a traced function, until operations apply it to data.
 
 `Follower` runs a jaxpr on `Value`s. Rules are registered by the names of primitives:
-those here rearrange axes; `products` has contractions, `loops` control flow. Without a
+`moves` rearranges axes, `products` has contractions, `loops` control flow. Without a
 rule an operation is elementwise if its shapes fit, and otherwise opaque: what becomes
 of a leaf in it is unknown.
 """
@@ -18,27 +18,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jax_muon import jaxprs
 from jax_muon.jaxprs import shape_of
-from jax_muon.reading.computation.values import (
-    BATCH,
-    CONSTANT,
-    INNER,
-    OUT,
-    PART,
-    Factors,
-    Output,
-    Results,
-    Scores,
-    Shape,
-    Use,
-    Value,
-    axes_in,
-    covers,
-    fit,
-    joined,
-    merged,
-    placed,
-    reshaped,
-)
+from jax_muon.reading.computation.factors import Factors, Shape, axes_in
+from jax_muon.reading.computation.roles import CONSTANT, INNER, OUT, merged
+from jax_muon.reading.computation.values import Use, Value, joined
 
 Rule = Callable[["Follower", JaxprEqn, list[Value]], Value | list[Value]]
 RULES: dict[str, Rule] = {}
@@ -60,14 +42,12 @@ class Follower:
     Attributes:
       shapes: of the leaves, by path.
       uses: of each leaf, in the order of the program.
-      scores: products of two activations that may be attention's.
       scanned: the axes of each leaf that a scan takes one element at a time.
     """
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self.shapes = shapes
         self.uses: dict[str, list[Use]] = collections.defaultdict(list)
-        self.scores: dict[Any, Scores] = {}
         self.scanned: dict[str, set[int]] = collections.defaultdict(set)
         self._by_place: dict[Any, Use] = {}
         self._calls: tuple[JaxprEqn, ...] = ()  # the operations around this one
@@ -99,9 +79,9 @@ class Follower:
         result = RULES.get(name, elementwise)(self, eqn, values)
         return result if isinstance(result, list) else [result] * len(eqn.outvars)
 
-    def place(self, eqn: JaxprEqn) -> tuple[int, ...]:
-        """Where an operation is: a function may be called several times."""
-        return tuple(map(id, (*self._calls, eqn)))
+    def is_transposed(self, eqn: JaxprEqn) -> bool:
+        """Whether an operation goes from results back to inputs, for a gradient."""
+        return jaxprs.is_transposed((*self._calls, eqn))
 
     def use(
         self,
@@ -120,7 +100,8 @@ class Follower:
           roles: what each axis of the operand is in it.
           by: what the operand is multiplied by.
         """
-        uses, place, calls = [], self.place(eqn), (*self._calls, eqn)
+        uses, calls = [], (*self._calls, eqn)
+        place = tuple(map(id, calls))  # a function may be called several times
         is_gradient = by is not None and self.is_transposed(eqn)
         for leaf, factors in value.leaves.items():
             key = leaf, kind, place
@@ -140,9 +121,7 @@ class Follower:
             use.is_complex = any(map(_is_complex, eqn.invars))
             use.is_gradient = is_gradient
             uses.append(use)
-        inputs = by.sources if by else frozenset()
-        for use, before in itertools.product(uses, inputs):
-            use.inputs = inputs
+        for use, before in itertools.product(uses, by.sources if by else ()):
             if use.path == before.path and (use.is_gradient or before.is_gradient):
                 continue
             if not use.is_gradient:
@@ -151,91 +130,79 @@ class Follower:
                 use.feeds = True
         return uses
 
-    def given(self, value: Value, eqn: JaxprEqn, places: Sequence[int] = ()) -> Value:
+    def given(self, value: Value, eqn: JaxprEqn, places: Sequence[int]) -> Value:
         """A value that an operation takes as data, although it may be made of leaves.
 
         A leaf was a matrix if a constant, such as a grid, was multiplied by it. Or if
         another leaf was, such as codes, and its outputs are contracted along `places`.
         """
-        matrices: dict[str, Factors] = {}
-        others: dict[str, Factors] = {}
-        for leaf, factors in value.leaves.items():
-            known = value.known(leaf)
-            inside = CONSTANT in known or (INNER in known and axes_in(factors, places))
-            is_matrix = inside and not value.data
-            (matrices if is_matrix else others)[leaf] = factors
+
+        def is_matrix(leaf: str, factors: Factors) -> bool:
+            known = value.known(leaf) if not value.data else ()
+            return CONSTANT in known or (
+                INNER in known and bool(axes_in(factors, places))
+            )
+
+        leaves = value.leaves
+        matrices = {leaf: x for leaf, x in leaves.items() if is_matrix(leaf, x)}
+        others = {leaf: x for leaf, x in leaves.items() if leaf not in matrices}
         self.use(dataclasses.replace(value, leaves=others), "elementwise", eqn)
+        roles = [OUT] * max(map(len, matrices.values()), default=0)
         value = dataclasses.replace(value, leaves=matrices)
-        uses = self.use(value, "contracted", eqn, [OUT] * len(shape_of(eqn.outvars[0])))
-        return dataclasses.replace(
-            value, data=True, leaves={}, sources=value.sources | {*uses}
-        )
+        sources = value.sources | {*self.use(value, "contracted", eqn, roles)}
+        return dataclasses.replace(value, data=True, leaves={}, sources=sources)
 
     def routes(self, chosen: Value, others: Sequence[Value]) -> bool:
         """Note that a top-k chose which others count, unless among themselves."""
-        among = {x for use in chosen.choice for x in use.among}
-        is_routing = any(x.leaves or not x.is_of(among) for x in others)
+
+        def is_other(x: Value) -> bool:
+            sources = {use.path for use in x.sources}
+            return bool(x.leaves) or (
+                x.data and not x.noise and not set() < sources <= among
+            )
+
+        among = {path for use in chosen.choice for path in use.among}
+        is_routing = any(map(is_other, others))
         for use in chosen.choice:
             use.chooses |= is_routing
         return is_routing
-
-    def is_transposed(self, eqn: JaxprEqn) -> bool:
-        """Whether an operation goes from results back to inputs, for a gradient."""
-        return jaxprs.is_transposed((*self._calls, eqn))
-
-    def result(
-        self, uses: list[Use], factors: Sequence[Factors], role: str = ""
-    ) -> Value:
-        """The result of a product; for each use, what its axes are of the leaf's."""
-        outputs = [use.output() for use in uses]
-        for output in outputs:
-            output.role = output.role or role
-        results: Results = dict(zip(outputs, factors, strict=True))
-        return Value(data=True, results=results, sources=frozenset(uses))
 
 
 def _is_complex(v: Any) -> bool:
     return bool(jnp.issubdtype(getattr(v.aval, "dtype", int), jnp.complexfloating))
 
 
-# --- elementwise ----------------------------------------------------------------------
-
-SUMS = ("add", "sub")
-_KEEPING = {"mul", "div", "add", "select_n", "convert_element_type", "copy", "name"}
 _ACTIVATIONS = {"tanh", "logistic", "max", "sin", "cos", "erf", "exp", "expm1", "log1p"}
+_KEEPING = {"mul", "div", "add", "select_n", "convert_element_type", "copy", "name"}
+SUMS = ("add", "sub")
 
 
 def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     """An operation on each element; or one without a rule."""
     name, result = eqn.primitive.name, joined(values)
     shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
-    fits = all(_fits(shape_of(v), shape) for v in eqn.invars)
-    fits = fits and name != "triangular_solve"  # of a square system, all shapes fit
+    shapes = [shape_of(v) for v in eqn.invars]
+    # Of a square system, which is solved, all shapes fit.
+    fits = all(_fits(x, shape) for x in shapes) and name != "triangular_solve"
     if not fits:
         result.results = {}
-    match name:
-        case "eq":
-            result.one_hot = sum(value.data for value in values) == 1
-        case "exp":
-            for x in result.results:
-                if isinstance(x, Scores):
-                    x.soft = True
-        case "mul":
-            _find_gates(*values)
     operands = values[1:] if name == "select_n" else values
-    made = [value for value in operands if value.leaves]
+    made = [x for x in operands if x.leaves]
     active = [x for x in operands if x.data and not x.leaves and not x.noise]
     if made and result.noise and fits:
         result.data, result.noise = False, name == "mul"  # noise on a leaf
+    if name == "eq":
+        result.one_hot = sum(x.data for x in values) == 1
     result.activated |= bool(made) and name in _ACTIVATIONS
+    result.is_exponential |= name == "exp"
     result.softmax = _softmax(name, values)
-    _find_gated(eqn, values)
-    sizes = [math.prod(shape_of(v)) for v in eqn.invars]
-    for value, size in zip(values, sizes, strict=True):
-        larger = [x for x, n in zip(values, sizes, strict=True) if n > size]
+    if name == "mul":
+        _multiply(values, shapes)
+    for value, size in zip(values, map(math.prod, shapes), strict=True):
+        others = [x for x, s in zip(values, shapes, strict=True) if math.prod(s) > size]
         if name == "select_n" and value is values[0]:
-            larger = [x for x in operands if x.sources]
-        if follower.routes(value, larger):
+            others = [x for x in operands if x.sources]
+        if value.choice and follower.routes(value, others):
             result.choice -= value.choice
     for value in _scales(name, made, shape):
         follower.use(value, "elementwise", eqn)
@@ -243,270 +210,61 @@ def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value
     if made and (active or not fits):
         for value in made:
             follower.use(value, "elementwise" if fits else "opaque", eqn)
-        given_floats = all(value.given_floats for value in active)
-        made = [_staying(name, value, given_floats, shape) for value in made if fits]
+        # Leaves stay matrices behind a mask or a scale of their elements; and a product
+        # of leaves (LoRA) where it is added to a frozen matrix.
+        masked = name in ("mul", "div", "select_n") and sum(n > 1 for n in shape) > 1
+        frozen = all(x.given_floats for x in active)
+        made = [
+            x
+            for x in made
+            if (masked and x.has_all(shape))
+            or (frozen and any(INNER in x.known(leaf) for leaf in x.leaves))
+        ]
+        made = made if fits else []
     for value in made:
         result = result.with_leaves(value, len(shape))
     return result
 
 
+def _fits(shape: Shape, other: Shape) -> bool:
+    """True if an operand of this shape is a scalar, or broadcast by its axes of 1."""
+    pairs = zip(shape, other, strict=False)
+    return not shape or (
+        len(shape) == len(other) and all(n in (1, m) for n, m in pairs)
+    )
+
+
 def _scales(name: str, made: Sequence[Value], shape: Shape) -> list[Value]:
     """Values made of leaves that only scale others, or noise that others get."""
-
-    def is_scale(x: Value) -> bool:
-        places = enumerate(zip(*x.leaves.values(), strict=True))
-        own = {place for place, of in places if axes_in(of)}
-        lacks = any(n > 1 and place not in own for place, n in enumerate(shape))
-        return (lacks and name in ("mul", "div")) or (x.noise and name in SUMS)
-
-    others = {leaf for x in made if not is_scale(x) for leaf in x.leaves}
-    return [x for x in made if is_scale(x) and others and not others & {*x.leaves}]
+    scales = [
+        (name in ("mul", "div") and not x.has_all(shape)) or (name in SUMS and x.noise)
+        for x in made
+    ]
+    both = [*zip(made, scales, strict=True)]
+    others = {leaf for x, is_scale in both if not is_scale for leaf in x.leaves}
+    return [
+        x for x, is_scale in both if is_scale and others and not others & {*x.leaves}
+    ]
 
 
 def _softmax(name: str, values: Sequence[Value]) -> int:
     """`Value.softmax` of an elementwise operation."""
-    of = [2 if value.one_hot else value.softmax for value in values if value.data]
-    if name == "exp":
-        return 1
+    of = [2 if x.one_hot else x.softmax for x in values if x.data]
     if name == "div" and len(of) == 2 and all(of):
         return 2
-    return min(of, default=0) if name in _KEEPING else 0
+    return 1 if name == "exp" else min(of, default=0) if name in _KEEPING else 0
 
 
-def _find_gated(eqn: JaxprEqn, values: Sequence[Value]) -> None:
-    """Note which output axes gates are multiplied by, each element by another one."""
-    if eqn.primitive.name != "mul":
-        return
-    for i, gates in enumerate(values):
-        shape = shape_of(eqn.invars[i])
-        places = [a for a, n in enumerate(shape) if n > 1]
-        if gates.are_gates and math.prod(shape) < math.prod(shape_of(eqn.outvars[0])):
-            for x in values[1 - i].outputs():
-                x.use.gated |= axes_in(values[1 - i].results[x], places)
-
-
-def _fits(shape: Shape, other: Shape) -> bool:
-    """True if an operand of this shape is a scalar, or broadcast by its axes of 1."""
-    return not shape or (
-        len(shape) == len(other)
-        and all(n in (1, m) for n, m in zip(shape, other, strict=True))
-    )
-
-
-def _staying(name: str, value: Value, given_floats: bool, shape: Shape) -> Value:
-    """The leaves that may still be matrices behind an elementwise operation with data.
-
-    Behind a mask or a scale of their elements; and a product of leaves (LoRA) that is
-    added to a frozen matrix.
-    """
-    scaled = name in ("mul", "div", "select_n") and sum(n > 1 for n in shape) > 1
-    leaves = {}
-    for leaf, factors in value.leaves.items():
-        is_factor = INNER in value.known(leaf)
-        if (scaled and covers(factors, shape)) or (given_floats and is_factor):
-            leaves[leaf] = factors
-    return dataclasses.replace(value, leaves=leaves)
-
-
-def _find_gates(left: Value, right: Value) -> None:
-    """Two slices of one result that are multiplied are a gate and what it gates."""
-    if {*left.outputs()} & {*right.outputs()}:  # such as a square
-        return
-    for a, b in itertools.product(left.outputs(), right.outputs()):
+def _multiply(values: Sequence[Value], shapes: Sequence[Shape]) -> None:
+    """Find gates: of experts, for all elements of each; or one half of a result."""
+    for (gates, other), (shape, size) in zip(
+        itertools.permutations(values), itertools.permutations(shapes), strict=True
+    ):
+        if gates.are_gates and math.prod(shape) < math.prod(size):
+            places = [a for a, n in enumerate(shape) if n > 1]
+            for x in other.outputs():
+                x.use.gated |= axes_in(other.results[x], places)
+    left, right = ({*value.outputs()} for value in values)
+    for a, b in itertools.product(left, right) if not left & right else ():
         if a.use is b.use and a.axis == b.axis is not None and not a.role:
             a.role = b.role = "gated"
-
-
-# --- axes -----------------------------------------------------------------------------
-
-
-@rule("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "pad")
-@rule("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter", "ppermute")
-def _move(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Rearrange axes, or change their sizes."""
-    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    source = dict(enumerate(range(len(new))))
-    match eqn.primitive.name:
-        case "reshape" if order := eqn.params["dimensions"]:  # by rules of `vmap`
-            turned = [old[a] for a in order]
-            return values[0].moved(
-                lambda factors: reshaped(tuple(factors[a] for a in order), turned, new)
-            )
-        case "reshape" | "squeeze" | "expand_dims":
-            return values[0].moved(lambda factors: reshaped(factors, old, new))
-        case "transpose":
-            source = dict(enumerate(eqn.params["permutation"]))
-        case "broadcast_in_dim":
-            to = enumerate(eqn.params["broadcast_dimensions"])
-            source = {place: a for a, place in to if old[a] == new[place]}
-    return values[0].moved(lambda factors: fit(placed(factors, source, new), new))
-
-
-def cut(value: Value, old: Shape, new: Shape, starts: Shape | None = None) -> Value:
-    """A part of each axis; where one element is left, the leaf's axis is a batch.
-
-    `starts` is where the parts begin, if that is known. Then slices of outputs are told
-    apart, and an output axis whose elements are all taken one by one is a batch.
-    """
-    single = [a for a in range(len(old)) if new[a] == 1 < old[a]]
-
-    def rest(factors: Factors) -> Factors:
-        fits = fit(factors, new)
-        return tuple(() if a in single else x for a, x in enumerate(fits))
-
-    result = dataclasses.replace(
-        value,
-        results={
-            _slice_of(x, factors, old, new, starts): factors
-            for x, factors in value.results.items()
-        },
-    ).moved(rest)
-    for role, whole in ((BATCH, True), (PART, False)):
-        axes = {
-            leaf: axes_in([[x for a in single for x in factors[a] if x.whole is whole]])
-            for leaf, factors in value.leaves.items()
-        }
-        result = result.with_role(role, axes)
-    return result
-
-
-def _slice_of(
-    x: Output | Scores, factors: Factors, old: Shape, new: Shape, starts: Shape | None
-) -> Output | Scores:
-    """The output that a slice of an output is; otherwise the same."""
-    if starts is None or not isinstance(x, Output) or x.axis is not None:
-        return x
-    for a, of_axis in enumerate(factors):
-        axis = of_axis[0].axis if of_axis else None
-        if old[a] == new[a] or axis is None or len(axes_in((of_axis,))) > 1:
-            continue
-        if new[a] == 1 and of_axis[0].whole:
-            x.use.taken.setdefault(axis, set()).add(starts[a])
-            if len(x.use.taken[axis]) == old[a]:
-                x.use.separate(axis)
-        unit = of_axis[-1].stride
-        return x.use.output(axis, starts[a] * unit, (starts[a] + new[a]) * unit)
-    return x
-
-
-@rule("slice", "split", "unstack")
-def _slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    old, shapes = (
-        shape_of(eqn.invars[0]),
-        [shape_of(v) for v in eqn.outvars],
-    )
-    if "start_indices" in eqn.params:
-        return [cut(values[0], old, shapes[0], eqn.params["start_indices"])]
-    axis, starts = eqn.params["axis"], [*range(len(shapes))]
-    if eqn.primitive.name == "split":
-        starts = [*itertools.accumulate(map(int, eqn.params["sizes"]), initial=0)]
-    else:
-        shapes = [(*old[:axis], 1, *old[axis + 1 :])] * len(shapes)
-    parts = [
-        cut(values[0], old, shape, [start * (a == axis) for a in range(len(old))])
-        for shape, start in zip(shapes, starts, strict=False)
-    ]
-    if eqn.primitive.name == "unstack":
-        parts = [x.moved(lambda s: (*s[:axis], *s[axis + 1 :])) for x in parts]
-    return parts
-
-
-@rule("dynamic_slice")
-def _dynamic_slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    value = cut(values[0], shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))
-    by_data = any(index.data for index in values[1:])
-    for index in values[1:]:
-        follower.routes(index, values[:1])
-    return pick(follower, eqn, value) if by_data else value
-
-
-@rule("gather")
-def _gather(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    (value, index), numbers = values[:2], eqn.params["dimension_numbers"]
-    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    gone = *numbers.collapsed_slice_dims, *numbers.operand_batching_dims
-    sizes = [
-        1 if a in numbers.operand_batching_dims else n
-        for a, n in enumerate(eqn.params["slice_sizes"])
-    ]
-    kept = [a for a in range(len(old)) if a not in gone]
-    source = dict(zip(numbers.offset_dims, kept, strict=True))
-    result = cut(value, old, sizes).moved(lambda factors: placed(factors, source, new))
-    is_routing = follower.routes(index, [value])
-    if not value.leaves:
-        result = dataclasses.replace(joined([value, index]), results=result.results)
-        result.choice -= index.choice if is_routing else frozenset()
-        return result
-    return pick(follower, eqn, result) if index.data else result
-
-
-@rule("random_bits", "rng_bit_generator")
-def _random(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    return Value(data=True, noise=True)
-
-
-def pick(follower: Follower, eqn: JaxprEqn, value: Value) -> Value:
-    """Elements of leaves that data has picked."""
-    follower.use(value, "picked", eqn)
-    picked = value.picked | {*value.leaves}
-    return dataclasses.replace(value, data=True, picked=picked)
-
-
-@rule("concatenate", "dynamic_update_slice", "scatter", "scatter-add")
-def _concatenate(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    shape, indices = shape_of(eqn.outvars[0]), Value()
-    if eqn.primitive.name == "dynamic_update_slice":
-        values = values[:2]  # then there are indices
-    elif eqn.primitive.name != "concatenate":
-        indices = values.pop(1)
-    result = dataclasses.replace(joined(values), results={})
-    result.choice |= indices.choice
-    beside_data = any(value.data and not value.leaves for value in values)
-    for value in values:
-        part = value.fit(shape)
-        if beside_data:
-            follower.use(part, "elementwise", eqn)
-        else:
-            result = result.with_leaves(part, len(shape))
-        result.results = {**part.results, **result.results}
-    return result
-
-
-@rule("top_k", "approx_top_k", "sort")
-def _top_k(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    result = dataclasses.replace(joined(values), results={})
-    for value in values:
-        # A sort of several operands ranks: it gives indices. Of one it is a quantile.
-        if eqn.primitive.name != "sort" or len(values) > 1:
-            result.choice |= {
-                _chosen(x, value)
-                for x in value.outputs()
-                if x.use.is_whole(value.results[x], follower.shapes[x.use.path])
-            }
-        follower.use(value, "elementwise", eqn)
-    return result
-
-
-def _chosen(x: Output, value: Value) -> Use:
-    x.use.among |= {use.path for use in value.sources}
-    return x.use
-
-
-@rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin")
-def _reduce(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    name, axes, (value,) = eqn.primitive.name, eqn.params["axes"], values
-    for x, factors in value.results.items():
-        along = axes_in(factors, axes)
-        if isinstance(x, Output):
-            if along and name.startswith("arg"):
-                value = dataclasses.replace(
-                    value, choice=value.choice | {_chosen(x, value)}
-                )
-            if name == "reduce_sum":
-                for axis in along & x.use.gated:
-                    x.use.separate(axis)
-        elif name == "reduce_max" and not x.soft and len(along) == 1:
-            x.keys |= along
-    left = [a for a in range(len(shape_of(eqn.invars[0]))) if a not in axes]
-    result = value.moved(lambda factors: tuple(factors[a] for a in left))
-    return dataclasses.replace(result, one_hot=False)

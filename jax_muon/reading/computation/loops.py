@@ -7,8 +7,10 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jax_muon import jaxprs
 from jax_muon.jaxprs import shape_of
-from jax_muon.reading.computation.follow import Follower, cut, rule
-from jax_muon.reading.computation.values import Value, axes_in, free, joined
+from jax_muon.reading.computation.factors import axes_in, free
+from jax_muon.reading.computation.follow import Follower, rule
+from jax_muon.reading.computation.moves import cut
+from jax_muon.reading.computation.values import Value, joined
 
 
 @rule("scan")

@@ -13,23 +13,11 @@ from collections.abc import Sequence
 from jax.extend.core import JaxprEqn
 
 from jax_muon.jaxprs import shape_of
-from jax_muon.reading.computation.follow import Follower, pick, rule
-from jax_muon.reading.computation.values import (
-    BATCH,
-    CONSTANT,
-    IN,
-    INNER,
-    OUT,
-    Factor,
-    Factors,
-    Output,
-    Results,
-    Scores,
-    Value,
-    axes_in,
-    joined,
-    placed,
-)
+from jax_muon.reading.computation.factors import Factor, Factors, axes_in, placed
+from jax_muon.reading.computation.follow import Follower, rule
+from jax_muon.reading.computation.moves import pick
+from jax_muon.reading.computation.roles import BATCH, CONSTANT, IN, INNER, OUT
+from jax_muon.reading.computation.values import Results, Scores, Use, Value, joined
 
 Axes = Sequence[int]
 
@@ -101,11 +89,8 @@ class Product:
         )
 
     def _is_own(self, i: int) -> bool:
-        """True if each free axis is some leaf's: operand i was not repeated."""
-        return all(
-            self.shapes[i][a] == 1 or any(self.values[i].axes_in([a]).values())
-            for a in self.free[i]
-        )
+        """True if operand i was not repeated."""
+        return self.values[i].has_all(self.shapes[i], self.free[i])
 
 
 @rule("dot_general", "ragged_dot_general")
@@ -122,20 +107,18 @@ def _product(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
             return _of_leaves(product)
         return _of_activations(follower, product)
     weight, other = product.values[i], product.values[1 - i]
+    of_weight, of_other = product.contract[i], product.contract[1 - i]
     is_transposed = follower.is_transposed(eqn)
-    follower.routes(values[-1], [other] if len(values) > 2 else [])
+    for sizes in values[2:]:  # of groups
+        follower.routes(sizes, [other])
     if not is_transposed and not other.leaves and (other.one_hot or not other.data):
         result = weight.moved(functools.partial(product.placed, i))
-        axes = weight.axes_in(product.contract[i])
-        if other.one_hot:
-            follower.routes(other, [weight])
-            return pick(follower, eqn, result.with_role(BATCH, axes))
-        return result.with_role(CONSTANT, axes)
-    other = follower.given(other, eqn, product.contract[1 - i])
-    contracted, kept = (OUT, IN) if is_transposed else (IN, OUT)
-    roles = [kept] * len(product.shapes[i])
-    for a in product.contract[i]:
-        roles[a] = contracted
+        role = BATCH if other.one_hot else CONSTANT
+        result = result.with_role(role, weight.axes_in(of_weight))
+        return pick(follower, eqn, result, other) if other.one_hot else result
+    other = follower.given(other, eqn, of_other)
+    sides = (OUT, IN) if is_transposed else (IN, OUT)
+    roles = [sides[a not in of_weight] for a in range(len(product.shapes[i]))]
     for a in (*product.batch[i], *product.groups[i]):
         roles[a] = BATCH
     uses = follower.use(weight, "contracted", eqn, roles, by=other)
@@ -143,20 +126,28 @@ def _product(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
         use.by_gates = other.are_gates
         use.rows = math.prod(product.shapes[1 - i][a] for a in product.free[1 - i])
     for x in other.outputs():
-        for place, a in zip(product.contract[1 - i], product.contract[i], strict=True):
-            # Sums over experts whose results gates were multiplied by.
-            for axis in axes_in(other.results[x], [place]) & x.use.gated:
-                x.use.separate(axis)
+        factors = other.results[x]
+        # Sums over experts whose results gates were multiplied by.
+        for place, a in zip(of_other, of_weight, strict=True):
+            if gated := axes_in(factors, [place]) & x.use.gated:
+                x.use.separate(gated)
                 for use in uses:
-                    for a_ in axes_in(weight.leaves[use.path], [a]):
-                        use.separate(a_, IN)
+                    use.separate(axes_in(weight.leaves[use.path], [a]), IN)
         # A batch of this product that was an output: members with one input.
-        for axis in axes_in(other.results[x], product.batch[1 - i]):
+        for axis in axes_in(factors, product.batch[1 - i]):
             if all(x.use.roles.get(a) == {BATCH} for a in range(axis)):
-                x.use.separate(axis)
-    attended = any(x.role == "attended" for x in other.outputs())
-    factors = [product.placed(i, weight.leaves[use.path]) for use in uses]
-    return follower.result(uses, factors, "out" if attended else "")
+                x.use.separate([axis])
+    of_uses = [product.placed(i, weight.leaves[use.path]) for use in uses]
+    return _result(uses, of_uses, "out" if other.attended else "")
+
+
+def _result(uses: list[Use], factors: Sequence[Factors], role: str = "") -> Value:
+    """The result of a product; for each use, what its axes are of the leaf's."""
+    outputs = [use.output() for use in uses]
+    for output in outputs:
+        output.role = output.role or role
+    results: Results = dict(zip(outputs, factors, strict=True))
+    return Value(data=True, results=results, sources=frozenset(uses))
 
 
 def _of_leaves(product: Product) -> Value:
@@ -172,35 +163,40 @@ def _of_leaves(product: Product) -> Value:
 def _of_activations(follower: Follower, product: Product) -> Value:
     """A product of two activations, or of constants."""
     values, contract = product.values, product.contract
-    result = dataclasses.replace(joined(values), one_hot=False, results={})
+    is_transposed = follower.is_transposed(product.eqn)
+    result = dataclasses.replace(
+        joined(values), one_hot=False, is_exponential=False, results={}
+    )
     if all(value.are_gates for value in values):
         result.softmax = min(value.softmax for value in values)
     for i, (value, other) in enumerate((values, values[::-1])):
         if not value.are_gates and follower.routes(other, [value]):
             result.choice -= other.choice
         follower.use(value, "elementwise", product.eqn)
-        summed = any(axes_in(value.results[x], contract[i]) for x in value.outputs())
-        is_kernel = other.given_floats and not follower.is_transposed(product.eqn)
-        if is_kernel and summed and product.free[1 - i]:
+        inside = {x: axes_in(y, contract[i]) for x, y in value.results.items()}
+        is_kernel = other.given_floats and not is_transposed
+        if (
+            is_kernel
+            and product.free[1 - i]
+            and any(inside[x] for x in value.outputs())
+        ):
             _feed(result)
         for x, factors in value.results.items():
-            if isinstance(x, Output):
-                inside = axes_in(factors, contract[i])
-                for axis in inside if other.are_gates else ():
-                    x.use.separate(axis)
-                if x.use.by_gates:
-                    _find_mixture(x, inside, axes_in(factors, product.free[i]))
-                result.results[x] = product.placed(i, factors)
-            elif x.soft and axes_in(factors, contract[i]) == x.keys:
-                result.results |= _attended(product, x, 1 - i)
-    left, right = (value.outputs() for value in values)
-    if left and right and all(value.data for value in values):
-        scores = Scores((left, right))
-        scores = follower.scores.setdefault(follower.place(product.eqn), scores)
-        scores.operands = left, right
+            if isinstance(x, Scores):
+                if value.is_exponential and len(inside[x]) == 1 and not is_transposed:
+                    _attend(x, min(inside[x]), other)
+                    result.attended = True
+                continue
+            if other.are_gates:
+                x.use.separate(inside[x])
+            if x.use.by_gates and x.axis is None:
+                x.use.mix(inside[x], axes_in(factors, product.free[i]))
+            result.results[x] = product.placed(i, factors)
+    left, right = (frozenset(value.outputs()) for value in values)
+    if left and right and not is_transposed:
         shape, start = shape_of(product.eqn.outvars[0]), len(product.batch[0])
         second = start + len(product.free[0])
-        result.results[scores] = tuple(
+        result.results[Scores((left, right))] = tuple(
             (Factor(int(a >= second), 1, size),) if a >= start and size > 1 else ()
             for a, size in enumerate(shape)
         )
@@ -213,54 +209,31 @@ def _feed(result: Value) -> None:
         use.feeds = True
 
 
-def _attended(product: Product, scores: Scores, i: int) -> Results:
-    """Give the query, key and value of an attention their roles.
-
-    Operand i holds the values. Returns outputs that mark the result as attention's.
-    """
-    (key,), values = scores.keys, product.values[i]
-    result: Results = {}
+def _attend(scores: Scores, key: int, values: Value) -> None:
+    """Give the query, key and value of an attention their roles."""
     for role, operand in (("key", key), ("query", 1 - key)):
         for x in scores.operands[operand]:
             x.become(role)
     for x in values.outputs():
         x.become("value")
-        after = x.use.output(None, -1, -1)
-        after.role = "attended"
-        result[after] = product.placed(i, values.results[x])
-    return result
-
-
-def _find_mixture(x: Output, inside: set[int], outside: set[int]) -> None:
-    """Revise the roles of a leaf that data mixes into matrices of these axes."""
-    roles = x.use.roles
-    is_matrix = inside and outside and not inside & outside and x.axis is None
-    if is_matrix and all(roles.get(a) == {OUT} for a in inside | outside):
-        after = {a: BATCH if r & {IN, BATCH} else OUT for a, r in roles.items()}
-        after |= dict.fromkeys(inside, IN)
-        x.use.revise({a: frozenset({role}) for a, role in after.items()})
 
 
 @rule("conv_general_dilated")
 def _convolution(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     (data, kernel), params = values, eqn.params
-    numbers, shape = params["dimension_numbers"], shape_of(eqn.invars[1])
-    is_transposed = follower.is_transposed(eqn)
+    numbers, groups = params["dimension_numbers"], params["feature_group_count"]
+    shape, is_transposed = shape_of(eqn.invars[1]), follower.is_transposed(eqn)
     out, fan_in, *window = numbers.rhs_spec
     data = follower.given(data, eqn, [numbers.lhs_spec[1]])
-    groups = params["feature_group_count"]
     for x in data.outputs():
-        members, _ = _members(data.results[x][numbers.lhs_spec[1]], groups)
-        for axis in members:
-            x.use.separate(axis)
+        x.use.separate(_members(data.results[x][numbers.lhs_spec[1]], groups)[0])
     if not kernel.leaves:
         product = dataclasses.replace(joined(values), results={}, one_hot=False)
         if kernel.given_floats and not is_transposed:
             _feed(product)
         for x in kernel.outputs():
-            factors = kernel.results[x]
-            inside = axes_in(factors, [fan_in, *window])
-            _find_mixture(x, inside, axes_in(factors, [out]))
+            inside = axes_in(kernel.results[x], [fan_in, *window])
+            x.use.mix(inside, axes_in(kernel.results[x], [out]))
         return product
     last = fan_in if is_transposed else out
     roles = [OUT if a == last else IN for a in range(len(shape))]
@@ -273,13 +246,12 @@ def _convolution(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
         members, left = _members(of_out, groups)
         if shape[fan_in] == 1 and members and members[0] > (of_out[-1].axis or 0):
             members, left = [], groups  # depthwise, with members of its own
-        use.revise(dict.fromkeys(members, frozenset({BATCH})))
+        use.revise(dict.fromkeys(members, BATCH))
         if left > 1:
             use.kind = "depthwise" if shape[fan_in] == 1 else "grouped"
     source, result = {numbers.out_spec[1]: out}, shape_of(eqn.outvars[0])
-    return follower.result(
-        uses, [placed(kernel.leaves[use.path], source, result) for use in uses]
-    )
+    of_uses = [placed(kernel.leaves[use.path], source, result) for use in uses]
+    return _result(uses, of_uses)
 
 
 def _members(factors: Sequence[Factor], groups: int) -> tuple[list[int], int]:
@@ -295,7 +267,7 @@ def _members(factors: Sequence[Factor], groups: int) -> tuple[list[int], int]:
 
 @rule("pallas_call")
 def _pallas_call(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """A kernel: a product of a leaf and an activation, if their widths leave no choice.
+    """A product of a leaf and an activation, if their widths leave no choice.
 
     Otherwise it is opaque to leaves; of activations alone, any function of them.
     """

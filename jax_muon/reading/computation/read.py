@@ -12,10 +12,12 @@ from jax_muon.axes import MUON, Parameter
 from jax_muon.reading.computation import (  # noqa: F401, they register rules
     decide,
     loops,
+    moves,
     products,
 )
+from jax_muon.reading.computation.factors import Factor
 from jax_muon.reading.computation.follow import Follower
-from jax_muon.reading.computation.values import Factor, Value
+from jax_muon.reading.computation.values import Value
 
 
 def follow(function: Callable[..., Any], params: Any, *args: Any) -> Follower:

@@ -10,161 +10,56 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-# The role of a leaf's axis in a use: batch, in or out. Before the use, the axis may
-# have been contracted with another leaf (INNER) or a constant, or indexed (PART).
-BATCH, IN, OUT = "batch", "in", "out"
-INNER, CONSTANT, PART = "inner", "constant", "part"
-Roles = dict[int, frozenset[str]]  # by axis of the leaf
-
-
-class Factor(NamedTuple):
-    """A part of an axis of a value: `size` elements, `stride` apart, of a leaf's axis.
-
-    The axis is None if it is no leaf's; `whole` is false for one factor of several.
-    """
-
-    axis: int | None
-    stride: int
-    size: int
-    whole: bool = True
-
-
-# The factors of each axis of a value, the outermost first.
-Factors = tuple[tuple[Factor, ...], ...]
-Shape = Sequence[int]
-
-
-def axes_in(
-    factors: Sequence[Iterable[Factor]], places: Iterable[int] | None = None
-) -> set[int]:
-    """The leaf's axes in some axes of a value, or in all."""
-    chosen = factors if places is None else [factors[place] for place in places]
-    return {x.axis for of_axis in chosen for x in of_axis if x.axis is not None}
-
-
-def free(size: int) -> tuple[Factor, ...]:
-    """An axis of a value that is no leaf's."""
-    return (Factor(None, 1, size),) if size > 1 else ()
-
-
-def placed(factors: Factors, source: Mapping[int, int], shape: Shape) -> Factors:
-    """Axes of a result: from `source` by place, or else no leaf's."""
-    return tuple(
-        factors[source[place]] if place in source else free(size)
-        for place, size in enumerate(shape)
-    )
-
-
-def fitted(of_axis: tuple[Factor, ...], size: int) -> tuple[Factor, ...]:
-    """The factors of an axis that was cut or padded to this size."""
-    if not of_axis or math.prod(x.size for x in of_axis) == size:
-        return of_axis
-    outer, *inner = of_axis
-    rest = math.prod(x.size for x in inner)
-    if size % rest:  # the outer factor has no whole number of elements left
-        return (outer._replace(size=size), *(x._replace(size=1) for x in inner))
-    return (outer._replace(size=size // rest), *inner)
-
-
-def fit(factors: Factors, shape: Shape) -> Factors:
-    """`fitted` for each axis."""
-    return tuple(map(fitted, factors, shape))
-
-
-def covers(factors: Factors, shape: Shape) -> bool:
-    """True if every axis of a value is one of the leaf's."""
-    return len(factors) == len(shape) and all(
-        n <= 1 or axes_in((of_axis,)) for of_axis, n in zip(factors, shape, strict=True)
-    )
-
-
-def reshaped(factors: Factors, old: Shape, new: Shape) -> Factors:
-    """The factors of the old axes, divided among the new ones."""
-    left: list[Factor] = []  # the innermost first
-    for before, size in zip(reversed(factors), reversed(old), strict=True):
-        left += reversed(fitted(before, size) or free(size))
-    left = [x for x in left if x.size > 1]
-    result = []
-    for size in new:
-        of_axis: list[Factor] = []
-        while size > 1 and left:
-            axis, stride, length, whole = left.pop()
-            taken = math.gcd(size, length)
-            if taken == 1:  # they do not divide each other: both get this axis
-                taken, size = length, size * length
-            if rest := length // taken - 1:
-                left.append(Factor(axis, stride, rest + 1, False))
-                whole = False
-            of_axis.append(Factor(axis, stride * (length // taken), taken, whole))
-            size //= taken
-        result.append(tuple(of_axis))
-    return tuple(result)
+from jax_muon.reading.computation.factors import Factors, Shape, axes_in, fit
+from jax_muon.reading.computation.roles import BATCH, IN, OUT, Roles, merged
 
 
 @dataclasses.dataclass(eq=False)
 class Use:
-    """One use of a leaf by one operation.
+    """One use of a leaf by one operation."""
 
-    Attributes:
-      path: the leaf's.
-      kind: contracted, convolved, depthwise, grouped, picked, elementwise or opaque.
-      line: the line of the user's code.
-      primitive: JAX's name of the operation.
-      roles: the role of each axis of the leaf.
-      revised: roles that later uses of the result show, which override the operands'.
-      inputs: the uses that its input comes from, with no product in between.
-      feeds: whether another product takes its result, so that it is no head.
-      chooses: whether a top-k chooses among its outputs what else is computed.
-      among: the leaves whose products a top-k chose among, beside its own.
-      by_gates: whether gates were multiplied by it.
-      gated: its output axes that were multiplied by gates.
-      of_picked: whether data indexed the leaf before this use.
-      is_complex: whether it is a product of complex numbers.
-      left: the axes of the leaf that were not summed or contracted before.
-      is_gradient: whether JAX made it by transposing an earlier product.
-      rows: how many inputs it is multiplied by, which do not name an axis of the leaf.
-      taken: for each output axis, the elements that were indexed one by one.
-      outputs: the result (axis None) and slices of it, by (axis, start, stop).
-    """
-
-    path: str
-    kind: str
-    line: str
-    primitive: str
+    path: str  # of the leaf
+    kind: str  # contracted, convolved, depthwise, grouped, picked, elementwise, opaque
+    line: str  # of the user's code
+    primitive: str  # JAX's name of the operation
     roles: Roles = dataclasses.field(default_factory=dict)
-    revised: Roles = dataclasses.field(default_factory=dict)
-    inputs: frozenset["Use"] = frozenset()
-    feeds: bool = False
-    chooses: bool = False
-    among: set[str] = dataclasses.field(default_factory=set)
-    by_gates: bool = False
-    gated: set[int] = dataclasses.field(default_factory=set)
-    of_picked: bool = False
+    revised: Roles = dataclasses.field(default_factory=dict)  # by what comes later
+    left: set[int] = dataclasses.field(default_factory=set)  # axes not yet summed over
+    feeds: bool = False  # another product takes its result, so that it is no head
+    rows: int = 0  # how many inputs, which do not name an axis, it is multiplied by
+    by_gates: bool = False  # they are gates
+    gated: set[int] = dataclasses.field(default_factory=set)  # outputs times gates
+    among: set[str] = dataclasses.field(
+        default_factory=set
+    )  # leaves of a top-k's input
+    chooses: bool = False  # a top-k of its outputs says what else is computed
+    of_picked: bool = False  # data indexed the leaf before
     is_complex: bool = False
-    left: set[int] = dataclasses.field(default_factory=set)
-    is_gradient: bool = False
-    rows: int = 0
-    taken: dict[int, set[int]] = dataclasses.field(default_factory=dict)
+    is_gradient: bool = False  # JAX made it by transposing another product
+    taken: dict[int, set[int]] = dataclasses.field(default_factory=dict)  # one by one
     outputs: dict[tuple[int | None, int, int], "Output"] = dataclasses.field(
         default_factory=dict
     )
 
-    def revise(self, roles: Roles) -> None:
-        """Override the roles of these axes."""
-        self.revised |= roles
-        self.roles = {**self.roles, **roles}
+    def revise(self, roles: Mapping[int, str]) -> None:
+        """Override the roles of these axes, also if the use is found again."""
+        self.revised |= {axis: frozenset({role}) for axis, role in roles.items()}
+        self.roles = {**self.roles, **self.revised}
 
-    def separate(self, axis: int, side: str = OUT) -> None:
-        """Make an axis a batch of matrices, if others of this side are left."""
-        others = [roles for a, roles in self.roles.items() if a != axis]
-        if self.roles.get(axis) == {side} and {side} in others:
-            self.revise({axis: frozenset({BATCH})})
+    def separate(self, axes: Iterable[int], side: str = OUT) -> None:
+        """Make axes a batch of matrices, where others of this side are left."""
+        for axis in axes:
+            others = [roles for a, roles in self.roles.items() if a != axis]
+            if self.roles.get(axis) == {side} and {side} in others:
+                self.revise({axis: BATCH})
 
-    def is_whole(self, factors: Factors, shape: Shape) -> bool:
-        """Whether all elements of its result are along the axes with these factors."""
-        out = [axis for axis, roles in self.roles.items() if roles == {OUT}]
-        size = math.prod(x.size for of in factors for x in of if x.axis in out)
-        return size == math.prod(shape[axis] for axis in out)
+    def mix(self, inside: set[int], outside: set[int]) -> None:
+        """Data mixed the leaf into matrices, which have these axes in and out."""
+        roles, both = self.roles, inside | outside
+        of_output = all(roles.get(axis) == {OUT} for axis in both)
+        if inside and outside and not inside & outside and of_output:
+            sides = {a: BATCH if r & {IN, BATCH} else OUT for a, r in roles.items()}
+            self.revise(sides | dict.fromkeys(inside, IN))
 
     def output(
         self, axis: int | None = None, start: int = 0, stop: int = 0
@@ -192,18 +87,17 @@ class Output:
         """Set its role, or "fused" if it has another one."""
         self.role = role if self.role in ("", role) else "fused"
 
+    def is_whole(self, factors: Factors, shape: Shape) -> bool:
+        """Whether all outputs for one input are along the axes with these factors."""
+        out = [axis for axis, roles in self.use.roles.items() if roles == {OUT}]
+        size = math.prod(x.size for of in factors for x in of if x.axis in out)
+        return size == math.prod(shape[axis] for axis in out)
 
-@dataclasses.dataclass(eq=False)
-class Scores:
-    """The product of two activations, which attention weighs a third one by.
 
-    The factors of its axes name operand 0 or 1. `keys` are the operands along which a
-    maximum was taken; `soft` is whether an exponential followed.
-    """
+class Scores(NamedTuple):
+    """The product of two activations; the factors of its axes name one of them."""
 
-    operands: tuple[list[Output], list[Output]]
-    keys: set[int] = dataclasses.field(default_factory=set)
-    soft: bool = False
+    operands: tuple[frozenset[Output], frozenset[Output]]
 
 
 Results = dict[Output | Scores, Factors]
@@ -213,36 +107,28 @@ Results = dict[Output | Scores, Factors]
 class Value:
     """A record about one array.
 
-    Attributes:
-      data: whether it is an activation, that is, depends on data.
-      leaves: the leaves that it is made of, with the leaf's factors of each axis.
-      roles: roles of these leaves' axes, as far as they are known.
-      picked: the leaves that data has indexed.
-      results: the outputs and scores that it comes from, with their factors of each
-        axis.
-      sources: the uses that it comes from, with no product in between.
-      one_hot: whether it compares data with other numbers.
-      noise: whether random numbers are the only data that it depends on. They may be
-        inputs, but are none where they are added to a leaf.
-      activated: whether it is a function, such as tanh, of the leaves.
-      softmax: 1 for an exponential, 2 for one that was divided by a sum of some.
-      choice: the uses among whose outputs a top-k chose, if it comes from that choice.
-      given_floats: whether it is made of floating-point arrays that the function is
-        given: a batch or weights that are not trained, which nothing tells apart.
+    A gate says how much of each of several things counts.
     """
 
-    data: bool = False
+    data: bool = False  # it is an activation, that is, depends on data
+    noise: bool = False  # on nothing but random numbers; or a leaf times these
+    given_floats: bool = False  # on arguments, a batch or frozen weights; who knows
     leaves: dict[str, Factors] = dataclasses.field(default_factory=dict)
-    roles: dict[str, Roles] = dataclasses.field(default_factory=dict)
-    picked: frozenset[str] = frozenset()
-    results: Results = dataclasses.field(default_factory=dict)
-    sources: frozenset[Use] = frozenset()
-    one_hot: bool = False
-    noise: bool = False
-    activated: bool = False
-    softmax: int = 0
-    choice: frozenset[Use] = frozenset()
-    given_floats: bool = False
+    roles: dict[str, Roles] = dataclasses.field(default_factory=dict)  # of their axes
+    picked: frozenset[str] = frozenset()  # leaves that data has indexed
+    activated: bool = False  # it is a function, such as tanh, of the leaves
+    results: Results = dataclasses.field(default_factory=dict)  # that it comes from
+    sources: frozenset[Use] = frozenset()  # the same, with no product in between
+    one_hot: bool = False  # it compares data with other numbers
+    softmax: int = 0  # 1: an exponential; 2: divided by a sum of some
+    is_exponential: bool = False  # of anything in it
+    attended: bool = False  # attention has summed it
+    choice: frozenset[Use] = frozenset()  # among whose outputs a top-k chose it
+
+    @property
+    def are_gates(self) -> bool:
+        """Whether it is a softmax, a one-hot or a top-k."""
+        return self.softmax == 2 or self.one_hot or bool(self.choice)
 
     def moved(self, change: Callable[[Factors], Factors]) -> "Value":
         """The same with its axes rearranged."""
@@ -260,6 +146,13 @@ class Value:
         """The axes of each leaf in some axes of the value."""
         places = [*places]
         return {leaf: axes_in(factors, places) for leaf, factors in self.leaves.items()}
+
+    def has_all(self, shape: Shape, places: Iterable[int] | None = None) -> bool:
+        """Whether each of some axes, or of all, is some leaf's: none was repeated."""
+        of = [x for factors in self.leaves.values() for x in enumerate(factors)]
+        own = {place for place, of_axis in of if axes_in((of_axis,))}
+        chosen = range(len(shape)) if places is None else places
+        return all(shape[place] == 1 or place in own for place in chosen)
 
     def known(self, leaf: str) -> set[str]:
         """The roles that some axis of a leaf has already."""
@@ -285,24 +178,15 @@ class Value:
         picked = self.picked | other.picked
         return dataclasses.replace(self, leaves=leaves, roles=roles, picked=picked)
 
-    @property
-    def are_gates(self) -> bool:
-        """Whether it says how much of each of several things counts."""
-        return self.softmax == 2 or self.one_hot or bool(self.choice)
-
-    def is_of(self, leaves: set[str]) -> bool:
-        """Whether it is a function of products of some leaves, or no data at all."""
-        sources = {use.path for use in self.sources}
-        return not self.data or self.noise or set() < sources <= leaves
-
     def outputs(self) -> list[Output]:
         """Its results that are outputs of uses."""
         return [x for x in self.results if isinstance(x, Output)]
 
-
-def merged(a: Roles, b: Roles) -> Roles:
-    """The roles in either."""
-    return a | {axis: a.get(axis, frozenset()) | roles for axis, roles in b.items()}
+    def chosen(self, outputs: Iterable[Output]) -> frozenset[Use]:
+        """The choice of a top-k among some of its outputs."""
+        for x in outputs:
+            x.use.among |= {use.path for use in self.sources}
+        return self.choice | {x.use for x in outputs}
 
 
 def joined(values: Sequence[Value]) -> Value:
@@ -321,12 +205,14 @@ def joined(values: Sequence[Value]) -> Value:
     data = [value for value in values if value.data]
     return Value(
         data=bool(data),
+        noise=bool(data) and all(value.noise for value in data),
+        given_floats=any(x.given_floats for x in values)
+        and all(x.given_floats for x in data),
+        activated=any(value.activated for value in values),
         results=results,
         sources=sources,
         one_hot=bool(data) and all(value.one_hot for value in data),
-        noise=bool(data) and all(value.noise for value in data),
-        activated=any(value.activated for value in values),
+        is_exponential=any(value.is_exponential for value in values),
+        attended=any(value.attended for value in values),
         choice=frozenset(use for value in values for use in value.choice),
-        given_floats=any(x.given_floats for x in values)
-        and all(x.given_floats for x in data),
     )

@@ -1,0 +1,183 @@
+"""Follow parameters where axes are moved, cut, indexed, joined and reduced."""
+
+import dataclasses
+import itertools
+
+from jax.extend.core import JaxprEqn
+
+from jax_muon.jaxprs import shape_of
+from jax_muon.reading.computation.factors import (
+    Factors,
+    Shape,
+    axes_in,
+    fit,
+    placed,
+    reshaped,
+)
+from jax_muon.reading.computation.follow import Follower, rule
+from jax_muon.reading.computation.roles import BATCH, PART
+from jax_muon.reading.computation.values import Output, Scores, Value, joined
+
+
+@rule("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "pad")
+@rule("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter", "ppermute")
+def _move(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Rearrange axes, or change their sizes."""
+    name, params = eqn.primitive.name, eqn.params
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    if name in ("reshape", "squeeze", "expand_dims"):
+        # Batching rules of `vmap` write a transposition into a `reshape`.
+        order = (name == "reshape" and params["dimensions"]) or range(len(old))
+        turned = [old[a] for a in order]
+        return values[0].moved(
+            lambda factors: reshaped(tuple(factors[a] for a in order), turned, new)
+        )
+    source = dict(enumerate(params.get("permutation", range(len(new)))))
+    if name == "broadcast_in_dim":
+        to = enumerate(params["broadcast_dimensions"])
+        source = {place: a for a, place in to if old[a] == new[place]}
+    return values[0].moved(lambda factors: fit(placed(factors, source, new), new))
+
+
+def cut(value: Value, old: Shape, new: Shape, starts: Shape | None = None) -> Value:
+    """A part of each axis; where one element is left, the leaf's axis is a batch.
+
+    `starts` is where the parts begin, if that is known. Then slices of outputs are told
+    apart, and an output axis whose elements are all taken one by one is a batch.
+    """
+    single = [a for a in range(len(old)) if new[a] == 1 < old[a]]
+
+    def rest(factors: Factors) -> Factors:
+        fits = fit(factors, new)
+        return tuple(() if a in single else x for a, x in enumerate(fits))
+
+    of = value.results.items()
+    results = {_slice_of(x, factors, old, new, starts): factors for x, factors in of}
+    result = dataclasses.replace(value, results=results).moved(rest)
+    for role, whole in ((BATCH, True), (PART, False)):
+        axes = {
+            leaf: axes_in([[x for a in single for x in factors[a] if x.whole is whole]])
+            for leaf, factors in value.leaves.items()
+        }
+        result = result.with_role(role, axes)
+    return result
+
+
+def _slice_of(
+    x: Output | Scores, factors: Factors, old: Shape, new: Shape, starts: Shape | None
+) -> Output | Scores:
+    """The output that a slice of an output is; otherwise the same."""
+    if starts is None or isinstance(x, Scores) or x.axis is not None:
+        return x
+    for a, of_axis in enumerate(factors):
+        axis = of_axis[0].axis if of_axis else None
+        if old[a] == new[a] or axis is None or len(axes_in((of_axis,))) > 1:
+            continue
+        if new[a] == 1 and of_axis[0].whole:
+            x.use.taken.setdefault(axis, set()).add(starts[a])
+            if len(x.use.taken[axis]) == old[a]:
+                x.use.separate([axis])
+        unit = of_axis[-1].stride
+        return x.use.output(axis, starts[a] * unit, (starts[a] + new[a]) * unit)
+    return x
+
+
+@rule("slice", "split", "unstack")
+def _slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    (value,), old = values, shape_of(eqn.invars[0])
+    if "start_indices" in eqn.params:
+        new = shape_of(eqn.outvars[0])
+        return [cut(value, old, new, eqn.params["start_indices"])]
+    axis, parts = eqn.params["axis"], []
+    sizes = [*map(int, eqn.params.get("sizes", [1] * len(eqn.outvars)))]
+    for size, start in zip(sizes, itertools.accumulate(sizes, initial=0), strict=False):
+        starts = [start * (a == axis) for a in range(len(old))]
+        part = cut(value, old, (*old[:axis], size, *old[axis + 1 :]), starts)
+        if eqn.primitive.name == "unstack":
+            part = part.moved(lambda x: (*x[:axis], *x[axis + 1 :]))
+        parts.append(part)
+    return parts
+
+
+@rule("dynamic_slice")
+def _dynamic_slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+    value, *indices = values
+    result = cut(value, shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))
+    return pick(follower, eqn, result, joined(indices))
+
+
+@rule("gather")
+def _gather(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+    (value, index), numbers = values[:2], eqn.params["dimension_numbers"]
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    batch = numbers.operand_batching_dims
+    gone = *numbers.collapsed_slice_dims, *batch
+    sizes = [1 if a in batch else n for a, n in enumerate(eqn.params["slice_sizes"])]
+    kept = [a for a in range(len(old)) if a not in gone]
+    source = dict(zip(numbers.offset_dims, kept, strict=True))
+    result = cut(value, old, sizes).moved(lambda factors: placed(factors, source, new))
+    return pick(follower, eqn, result, index)
+
+
+def pick(follower: Follower, eqn: JaxprEqn, value: Value, index: Value) -> Value:
+    """Elements of a value at some places; data may say at which."""
+    is_routing = index.data and follower.routes(index, [value])
+    if not value.leaves:
+        result = dataclasses.replace(joined([value, index]), results=value.results)
+        result.choice -= index.choice if is_routing else frozenset()
+        return result
+    if not index.data:
+        return value
+    follower.use(value, "picked", eqn)
+    picked = value.picked | {*value.leaves}
+    return dataclasses.replace(value, data=True, picked=picked)
+
+
+@rule("random_bits", "rng_bit_generator")
+def _random(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+    return Value(data=True, noise=True)
+
+
+@rule("concatenate", "dynamic_update_slice", "scatter", "scatter-add")
+def _concatenate(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+    shape, name = shape_of(eqn.outvars[0]), eqn.primitive.name
+    arrays = {"concatenate": values, "dynamic_update_slice": values[:2]}.get(
+        name,
+        values[::2],  # indices between the operand and its updates
+    )
+    result = dataclasses.replace(joined(values), results={})
+    beside_data = any(value.data and not value.leaves for value in arrays)
+    for value in arrays:
+        part = value.fit(shape)
+        if beside_data:
+            follower.use(part, "elementwise", eqn)
+        else:
+            result = result.with_leaves(part, len(shape))
+        result.results = {**part.results, **result.results}
+    return result
+
+
+@rule("top_k", "approx_top_k", "sort")
+def _top_k(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+    result = dataclasses.replace(joined(values), results={})
+    for value in values:
+        # A sort of several operands ranks: it gives indices. Of one it is a quantile.
+        if eqn.primitive.name != "sort" or len(values) > 1:
+            shapes, of = follower.shapes, value.outputs()
+            whole = [x for x in of if x.is_whole(value.results[x], shapes[x.use.path])]
+            result.choice |= value.chosen(whole)
+        follower.use(value, "elementwise", eqn)
+    return result
+
+
+@rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin")
+def _reduce(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+    name, axes, (value,) = eqn.primitive.name, eqn.params["axes"], values
+    along = {x: axes_in(value.results[x], axes) for x in value.outputs()}
+    for x in along if name == "reduce_sum" else ():
+        x.use.separate(along[x] & x.use.gated)
+    left = [a for a in range(len(shape_of(eqn.invars[0]))) if a not in axes]
+    result = value.moved(lambda factors: tuple(factors[a] for a in left))
+    if name.startswith("arg"):
+        result.choice = value.chosen([x for x in along if along[x]])
+    return dataclasses.replace(result, one_hot=False)
