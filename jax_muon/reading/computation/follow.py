@@ -318,9 +318,15 @@ def _slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value
 
 @rule("dynamic_slice")
 def _dynamic_slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    value = cut(values[0], shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))
-    by_data = any(index.data for index in values[1:])
-    return pick(follower, eqn, value) if by_data else value
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    value = cut(values[0], old, new)
+    if any(index.data for index in values[1:]):
+        return pick(follower, eqn, value)
+    for axis, index in enumerate(eqn.invars[1:]):
+        if new[axis] == 1 and not isinstance(index, Literal):  # a loop over layers
+            for leaf, axes in values[0].axes_in([axis]).items():
+                follower.scanned[leaf] |= axes
+    return value
 
 
 @rule("gather")
