@@ -355,8 +355,8 @@ class TrainStep:
         except Exception as error:
             error.add_note(
                 f"scanned={self._scanned}: loss_fn sees each device's shards of these "
-                "parameters; expected that it gives them to scan_layers, with the specs "
-                "of make_train_step"
+                "parameters; expected that it gives them to scan_layers, with the "
+                "specs of make_train_step"
             )
             raise
         specs = jax.tree.map(lambda spec, held: spec if held else None, coarse, held)
