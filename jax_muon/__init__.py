@@ -3,13 +3,11 @@
 from jax_muon.hyperball import hyperball
 from jax_muon.keep_residual import keep_residual
 from jax_muon.matrices import Matrices
-from jax_muon.mesh.auto_axes import on_auto_axes
 from jax_muon.mesh.layout import divided_specs
 from jax_muon.mesh.on_mesh import abstract_state, on_mesh
-from jax_muon.mesh.replicas import on_replicas
 from jax_muon.mesh.scan_layers import scan_layers
-from jax_muon.mesh.stages import on_stages
 from jax_muon.mesh.train_step import make_train_step
+from jax_muon.mesh.wrappers import on_auto_axes, on_replicas
 from jax_muon.mesh.xla_options import gpu_options
 from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import orthogonalize
@@ -69,7 +67,6 @@ __all__ = [
     "on_auto_axes",
     "on_mesh",
     "on_replicas",
-    "on_stages",
     "orthogonalize",
     "partition",
     "polar_express_coefficients",

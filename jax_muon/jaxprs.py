@@ -110,8 +110,8 @@ def uses(jaxpr: Jaxpr, values: Container[Any]) -> tuple[list[str], list[bool]]:
         if not any(takes):
             continue
         function = called(eqn)
-        name = eqn.params.get("name")
-        if eqn.primitive.name == "name" and name.startswith(_MARK):
+        name = str(eqn.params.get("name"))
+        if name.startswith(_MARK):
             found.append(name.removeprefix(_MARK))
         elif eqn.primitive.name in _MOVES:
             followed.update(eqn.outvars)

@@ -96,7 +96,7 @@ LAYOUTS = (
     "two-pods",
 )
 # These are plain jit around `on_mesh`, the others steps of `make_train_step`.
-IN_JIT = ("zero2", "zero2-hosts", "fsdp-tp")
+IN_JIT = ("zero2", "zero2-hosts", "hsdp", "two-pods", "fsdp-tp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +209,8 @@ def whole_step(
             x = jax.lax.with_sharding_constraint(x, tokens.sharding)
         if name not in scanned:
             return jax.lax.scan(body, x, layers)
-        return jm.scan_layers(body, x, layers, mesh, specs[name], axis=batch)
+        given = {"axis": batch, "local_batch": layout in IN_JIT and layout != "fsdp-tp"}
+        return jm.scan_layers(body, x, layers, mesh, specs[name], **given)
 
     loss_fn = functools.partial(loss_fn, scan=scan)
     if layout not in IN_JIT:
@@ -220,7 +221,8 @@ def whole_step(
         return WholeStep(step, step.tx, step.compiler_options(params), args)
     if microbatches > 1:
         raise ValueError(f"{layout} with {microbatches} microbatches; expected one")
-    tx = jm.on_mesh(tx, mesh, specs or P(), () if specs else "data")
+    divide = "data" if layout == "zero2-hosts" else batch
+    tx = jm.on_mesh(tx, mesh, specs or P(), divide)
     options = jm.gpu_options(
         params, mesh, axis=batch, gathers_first=bool(specs), scanned=scanned
     )

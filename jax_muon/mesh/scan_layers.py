@@ -30,6 +30,7 @@ from jax_muon.mesh.specs import (
     AxisName,
     checked_axes,
     divided_axes,
+    dividing,
     entry_names,
     only,
     spec_names,
@@ -109,30 +110,23 @@ def scan_layers(
     manual = {*jax.sharding.get_abstract_mesh().manual_axes} & {*names}
     if manual:
         names, local_batch = tuple(n for n in names if n in manual), False
+    layout = Layout(mesh, specs, names if local_batch else (), of_shards=bool(manual))
     treedef: Any
     flat, treedef = jax.tree.flatten(layers)
-    divided = _specs(layers, Layout(mesh, specs, of_shards=bool(manual)), names)
-    if manual and any(map(any, divided)):
-        flat = _noted(flat, divided)
+    leaves = _leaves(layers, layout, names)
+    if manual:
+        flat = _marked(flat, leaves)
     exchange = _collectives if manual or local_batch else _constraints
-    gather, *scatters = exchange(mesh, names, [s for s in divided if any(s)])
-    is_ahead = [
-        bool(len(x))
-        and jnp.issubdtype(x.dtype, jnp.inexact)
-        and (any(s) or local_batch)
-        for x, s in zip(flat, divided, strict=True)
-    ]
-    ahead = [*itertools.compress(flat, is_ahead)]
-    # Integers have no gradient to scatter.
+    gather, *scatters = exchange(mesh, names, leaves)
+    is_ahead = [x.has_gradient and (any(x.spec) or local_batch) for x in leaves]
+    ahead, of_layer = ([*itertools.compress(x, is_ahead)] for x in (flat, leaves))
+    # Integers have no gradient to scatter; without specs, nothing is gathered.
     others = [
-        x if local_batch else gather(x, spec)
-        for x, spec, first in zip(flat, divided, is_ahead, strict=True)
+        x if local_batch else gather(x, leaf)
+        for x, leaf, first in zip(flat, leaves, is_ahead, strict=True)
         if not first
     ]
-    of_layer = [
-        (PartitionSpec(*spec[1:]), x.dtype)
-        for x, spec in itertools.compress(zip(flat, divided, strict=True), is_ahead)
-    ]
+    of_layer = [leaf.of_layer() for leaf in of_layer]
 
     def block_of(carry: Any, layer: Sequence[Any], xs: Sequence[Any]) -> Any:
         parts = {True: iter(layer), False: iter(xs)}
@@ -143,24 +137,18 @@ def scan_layers(
         step = lambda carry, xs: block_of(carry, [], xs)  # noqa: E731
         return loop(step, carry, others, reverse=reverse)
 
-    def gathered(shards: Sequence[Any]) -> list[Any]:
-        pairs = zip(shards, of_layer, strict=True)
-        return [gather(x, spec) for x, (spec, _) in pairs]
+    def of_all(exchange: Function) -> Function:
+        return lambda arrays: [*map(exchange, arrays, of_layer)]
 
-    def exchanged(scatter: Function, grads: Sequence[Any]) -> list[Any]:
-        pairs = zip(grads, of_layer, strict=True)
-        return [scatter(g, spec, dtype) for g, (spec, dtype) in pairs]
-
-    scattered = [functools.partial(exchanged, scatter) for scatter in scatters]
     per_device = None
     if local_batch:
         _check_batch("carry", carry, mesh, names)
-        per_device = _PerDevice(mesh, names, [*itertools.compress(divided, is_ahead)])
+        per_device = _PerDevice(mesh, names, of_layer)
     # What the block closes over becomes an argument, so that it gets a gradient.
     program: list[Any] = []
 
     def trace(carry: Any, ahead: Any, xs: Any) -> None:
-        first = gathered([x[0] for x in ahead]), [x[0] for x in xs]
+        first = of_all(gather)([x[0] for x in ahead]), [x[0] for x in xs]
         program[:] = jax.make_jaxpr(block_of, return_shape=True)(carry, *first)
 
     traced = per_device.traced(trace) if per_device else trace
@@ -174,8 +162,9 @@ def scan_layers(
         flat = function(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(results), flat)
 
+    exchanges = of_all(gather), [*map(of_all, scatters)]
     forward, backward = _directions(
-        run, gathered, scattered, results, loop, reverse, keep_gathered
+        run, *exchanges, results, loop, reverse, keep_gathered
     )
     if per_device:
         forward, backward = per_device.forward(forward), per_device.backward(backward)
@@ -189,10 +178,32 @@ def scan_layers(
     return scan(closed.consts, carry, ahead, others)
 
 
-def _specs(layers: Any, layout: Layout, names: Sequence[str]) -> list[PartitionSpec]:
-    """How each leaf is sharded; () if it need not be gathered over these mesh axes."""
-    specs = []
-    for path, spec, _ in zip(*layout.of_leaves(layers), strict=True):
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """Weights of all layers, or of one of them.
+
+    Attributes:
+      spec: how they are sharded; () if they need not be gathered.
+      fine: how their gradients are to be.
+      dtype: of both.
+      has_gradient: False for integers, and without layers.
+    """
+
+    spec: PartitionSpec
+    fine: PartitionSpec
+    dtype: Any
+    has_gradient: bool
+
+    def of_layer(self) -> "_Leaf":
+        spec, fine = (PartitionSpec(*x[1:]) for x in (self.spec, self.fine))
+        return dataclasses.replace(self, spec=spec, fine=fine)
+
+
+def _leaves(layers: Any, layout: Layout, names: Sequence[str]) -> list[_Leaf]:
+    """How each leaf is sharded over these mesh axes, and others."""
+    leaves = []
+    triples = zip(*layout.of_leaves(layers), strict=True)
+    for x, (path, spec, fine) in zip(jax.tree.leaves(layers), triples, strict=True):
         if not len(spec):
             raise ValueError(
                 f"layers at {path!r} is a scalar; expected arrays with a leading axis "
@@ -203,9 +214,14 @@ def _specs(layers: Any, layout: Layout, names: Sequence[str]) -> list[PartitionS
                 f"layers at {path!r} with {spec} are divided along the axis of layers; "
                 "expected another axis, so that each device has a part of every layer"
             )
-        is_gathered = set(spec_names(spec)) & set(names)
-        specs.append(spec if is_gathered else PartitionSpec())
-    return specs
+        spec, fine = (dividing(s, layout.mesh.shape) for s in (spec, fine))
+        if set(entry_names(fine[0])) & set(names):  # no other axis fits
+            fine = spec
+        if not set(spec_names(spec)) & set(names):
+            spec = PartitionSpec()
+        real = jnp.issubdtype(x.dtype, jnp.inexact)
+        leaves.append(_Leaf(spec, fine, x.dtype, bool(len(x) and real)))
+    return leaves
 
 
 def mark(spec: PartitionSpec) -> str:
@@ -213,18 +229,18 @@ def mark(spec: PartitionSpec) -> str:
     return f"scan_layers over {spec_names(spec)}"
 
 
-def _noted(flat: Sequence[Any], specs: Sequence[PartitionSpec]) -> list[Any]:
+def _marked(flat: Sequence[Any], leaves: Sequence[_Leaf]) -> list[Any]:
     """Shards, marked for the check of `make_train_step`, if this is its loss."""
     wire = of_step.get()
-    if wire is not None and not wire.scanned:
+    if wire and not wire.scanned and any(any(leaf.spec) for leaf in leaves):
         raise ValueError(
             "scan_layers in the loss of make_train_step got whole parameters; expected "
             "make_train_step(scanned=[...]), with patterns of the paths of those that "
             "it is to gather"
         )
     return [
-        jaxprs.marked(x, mark(spec)) if any(spec) else x
-        for x, spec in zip(flat, specs, strict=True)
+        jaxprs.marked(x, mark(leaf.spec)) if any(leaf.spec) else x
+        for x, leaf in zip(flat, leaves, strict=True)
     ]
 
 
@@ -241,44 +257,53 @@ def _check_batch(what: str, tree: Any, mesh: Mesh, names: Sequence[str]) -> None
 
 
 def _collectives(
-    mesh: Mesh, names: tuple[str, ...], specs: Sequence[PartitionSpec]
+    mesh: Mesh, names: tuple[str, ...], leaves: Sequence[_Leaf]
 ) -> tuple[Function, ...]:
     """How a device gathers an array over these mesh axes, and scatters its gradient.
 
-    That has two halves if devices repeat arrays: the sum over replicas, between hosts,
-    is a layer later still.
+    If devices repeat shards, the sum over these, between hosts, comes a layer later.
     """
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     wire = of_step.get() or Wire(names, sum_wide=is_cpu)
 
-    def at_once(g: Any, spec: PartitionSpec, dtype: Any) -> Any:
-        return wire.scatter(g, spec, dtype).astype(dtype)
+    def gather(x: Any, leaf: _Leaf) -> Any:
+        return wire.gather(x, leaf.spec)
 
-    def later(g: Any, spec: PartitionSpec, dtype: Any) -> Any:
-        return wire.sum_over_others(g, spec).astype(dtype)
+    def scatter(g: Any, leaf: _Leaf) -> Any:
+        return wire.scatter(g, leaf.fine, leaf.dtype).astype(leaf.dtype)
+
+    def over_shards(g: Any, leaf: _Leaf) -> Any:
+        over = dataclasses.replace(wire, axes=spec_names(only(leaf.spec, wire.axes)))
+        return over.scatter(g, leaf.spec, leaf.dtype)
+
+    def over_replicas(g: Any, leaf: _Leaf) -> Any:
+        rest = tuple(n for n in wire.axes if n not in spec_names(leaf.spec))
+        over = dataclasses.replace(wire, axes=rest, parts=1)
+        return over.scatter(g, leaf.fine, leaf.dtype).astype(leaf.dtype)
 
     several = {*divided_axes(mesh.shape)} & {*names}
-    if all(several <= {*spec_names(spec)} for spec in specs):
-        return wire.gather, at_once
-    return wire.gather, wire.scatter_along, later
+    repeated = any(any(x.spec) and several - {*spec_names(x.spec)} for x in leaves)
+    return (gather, over_shards, over_replicas) if repeated else (gather, scatter)
 
 
 def _constraints(
-    mesh: Mesh, names: tuple[str, ...], specs: Sequence[PartitionSpec]
+    mesh: Mesh, names: tuple[str, ...], leaves: Sequence[_Leaf]
 ) -> tuple[Function, ...]:
     """The same by sharding constraints, for XLA to carry out."""
-    del specs
+    del leaves
     context = jax.sharding.get_abstract_mesh()
     on = mesh if context.empty else context
     explicit = AxisType.Explicit in mesh.axis_types
     place = jax.reshard if explicit else jax.lax.with_sharding_constraint
     others = set(mesh.axis_names) - set(names)
 
-    def gather(x: Any, spec: PartitionSpec) -> Any:
-        return place(x, NamedSharding(on, only(spec, others))) if any(spec) else x
+    def gather(x: Any, leaf: _Leaf) -> Any:
+        if not any(leaf.spec):
+            return x
+        return place(x, NamedSharding(on, only(leaf.spec, others)))
 
-    def scatter(g: Any, spec: PartitionSpec, dtype: Any) -> Any:
-        return place(g.astype(dtype), NamedSharding(on, spec))
+    def scatter(g: Any, leaf: _Leaf) -> Any:
+        return place(g.astype(leaf.dtype), NamedSharding(on, leaf.spec))
 
     return gather, scatter
 
@@ -293,7 +318,7 @@ class _PerDevice:
 
     mesh: Mesh
     names: tuple[str, ...]
-    shards: list[PartitionSpec]
+    leaves: list[_Leaf]
 
     def _mapped(self, function: Function, in_specs: Any, out_specs: Any) -> Function:
         return jax.shard_map(
@@ -305,17 +330,18 @@ class _PerDevice:
             check_vma=False,
         )
 
-    @property
-    def _specs(self) -> tuple[Any, ...]:
+    def _specs(self, fine: bool = False) -> tuple[Any, ...]:
         """Of what the block closes over, the carry, shards, and other layers."""
-        return PartitionSpec(), PartitionSpec(self.names), self.shards, PartitionSpec()
+        of_layer = [x.fine if fine else x.spec for x in self.leaves]
+        shards = [PartitionSpec(None, *only(x, self.names)) for x in of_layer]
+        return PartitionSpec(), PartitionSpec(self.names), shards, PartitionSpec()
 
     @property
     def _outputs(self) -> tuple[PartitionSpec, PartitionSpec]:
         return PartitionSpec(self.names), PartitionSpec(None, self.names)
 
     def traced(self, trace: Function) -> Function:
-        return self._mapped(trace, self._specs[1:], PartitionSpec())
+        return self._mapped(trace, self._specs()[1:], PartitionSpec())
 
     def forward(self, forward: Function) -> Function:
         def run(args: Any, saves: bool) -> Any:
@@ -324,7 +350,7 @@ class _PerDevice:
                 return outputs, jax.tree.map(lambda x: x[None], saved)
 
             out = self._outputs, PartitionSpec(self.names)
-            return self._mapped(on_device, (self._specs,), out)(args)
+            return self._mapped(on_device, (self._specs(),), out)(args)
 
         return run
 
@@ -334,8 +360,8 @@ class _PerDevice:
             d_consts, *others = backward(saved, args, cotangents)
             return jax.lax.psum(d_consts, self.names), *others
 
-        into = PartitionSpec(self.names), self._specs, self._outputs
-        return self._mapped(on_device, into, self._specs)
+        into = PartitionSpec(self.names), self._specs(), self._outputs
+        return self._mapped(on_device, into, self._specs(fine=True))
 
 
 def _directions(
@@ -413,10 +439,16 @@ def _directions(
 
         zeros = functools.partial(jax.tree.map, jnp.zeros_like)
         waiting = [zeros(last)]
-        for scatter in scatters[:-1]:
+        for scatter in scatters:
             shapes = jax.eval_shape(scatter, waiting[-1])
-            waiting.append(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
-        start = d_carry, zeros(_reals(consts)), last, waiting, zeros(shards)
+            waiting.append([jnp.zeros(x.shape, x.dtype) for x in shapes])
+        d_shards = [
+            jnp.zeros_like(w)  # as its type says, on Explicit axes
+            if d.shape == w.shape[1:]
+            else jnp.zeros((len(w), *d.shape), d.dtype)
+            for w, d in zip(shards, waiting.pop(), strict=True)
+        ]
+        start = d_carry, zeros(_reals(consts)), last, waiting, d_shards
         (d_carry, d_consts, _, waiting, d_shards), d_xs = loop(
             step, start, (numbers, saved, xs, d_ys), reverse=not reverse
         )

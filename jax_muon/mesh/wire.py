@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_muon.dtypes import wide, wire_dtype
-from jax_muon.mesh.specs import only, spec_names
+from jax_muon.mesh.specs import only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,27 +51,15 @@ class Wire:
         It is sent in `reduce_dtype`, or in `dtype`, the parameter's. What the spec does
         not divide is all-reduced.
         """
-        return wide(self.sum_over_others(self.scatter_along(g, spec, dtype), spec))
-
-    def scatter_along(self, g: Any, spec: PartitionSpec, dtype: Any) -> Any:
-        """The first half of `scatter`: the sum over the axes that the spec has."""
-        if all(jax.lax.axis_size(name) == 1 for name in self.axes):
-            return wide(g)  # nothing is sent, nor rounded for that
-        g = (wide(g) / self.parts).astype(wire_dtype(dtype, self.reduce_dtype))
-        g = self._summable(g)
-        for axis, names in _hops(spec, self.axes):
+        g = wide(g) / self.parts if self.parts > 1 else wide(g)
+        rest = [name for name in self.axes if jax.lax.axis_size(name) > 1]
+        if not rest:  # nothing is sent, nor rounded for that
+            return g
+        g = self._summable(g.astype(wire_dtype(dtype, self.reduce_dtype)))
+        for axis, names in _hops(spec, rest):
             g = jax.lax.psum_scatter(g, names, scatter_dimension=axis, tiled=True)
-        return g
-
-    def sum_over_others(self, g: Any, spec: PartitionSpec) -> Any:
-        """The second half: the sum over the axes that it has not."""
-        others = self.others(spec)
-        return jax.lax.psum(g, others) if others else g
-
-    def others(self, spec: PartitionSpec) -> list[str]:
-        """Axes with several devices that the spec does not have."""
-        left = (name for name in self.axes if name not in spec_names(spec))
-        return [name for name in left if jax.lax.axis_size(name) > 1]
+            rest = [name for name in rest if name not in names]
+        return wide(jax.lax.psum(g, rest) if rest else g)
 
     def reduce(self, collective: Callable[..., Any], tree: Any) -> Any:
         """Sums or maxima of arrays over devices, in the dtype of each."""

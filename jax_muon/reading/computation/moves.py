@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
 from jax_muon.jaxprs import shape_of
 from jax_muon.reading.computation.factors import (
@@ -102,8 +102,14 @@ def _slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value
 @rule("dynamic_slice")
 def _dynamic_slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     value, *indices = values
-    result = cut(value, shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))
-    return pick(follower, eqn, result, joined(indices))
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    index = joined(indices)
+    for axis, at in enumerate(eqn.invars[1:]):
+        if new[axis] == 1 and not (index.data or isinstance(at, Literal)):
+            # A loop over layers.
+            for leaf, axes in value.axes_in([axis]).items():
+                follower.scanned[leaf] |= axes
+    return pick(follower, eqn, cut(value, old, new), index)
 
 
 @rule("gather")

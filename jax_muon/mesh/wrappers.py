@@ -1,4 +1,4 @@
-"""Transforms that JAX gives no sharding types to, inside `on_mesh`."""
+"""Two wrappers for transforms, where types do not show how arrays are sharded."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import jax
 import optax
 
 from jax_muon import checks
-from jax_muon.mesh.array_types import arrays_and_others, is_explicit
+from jax_muon.mesh.array_types import arrays_and_others, is_explicit, trusting_devices
 
 
 def on_auto_axes(
@@ -64,5 +64,50 @@ def on_auto_axes(
                 ),
             )
         return update(updates, state, params, arrays)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update_fn)
+
+
+def on_replicas(
+    tx: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Run an optimizer where every device has a replica of the model.
+
+    Inside `jax.pmap`, and inside `jax.shard_map` with `check_vma=False`, types do not
+    show whether an array is a whole parameter or a shard, so `orthogonalize` and
+    `skip_nonfinite` refuse to run there. This wrapper declares that all arrays are
+    whole, as they are in `jax.pmap`. As with any other optimizer, replicas stay equal
+    only if they get equal gradients, for example from `jax.lax.pmean`. Every device
+    orthogonalizes every matrix.
+
+    Args:
+      tx: an optax transform, such as a recipe or a chain around one.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with the state and updates of `tx`.
+
+    Raises:
+      ValueError: `tx` is not an optax transform.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> tx = jm.on_replicas(jm.muon(0.5, polar=jm.ExactPolar()))
+      >>> def step(params, grads):
+      ...     grads = jax.lax.pmean(grads, "devices")
+      ...     return tx.update(grads, tx.init(params), params)[0]
+      >>> params = {"mlp": jnp.stack(jax.device_count() * [jnp.eye(2)])}
+      >>> updates = jax.pmap(step, axis_name="devices")(params, params)
+      >>> float(updates["mlp"][0, 1, 1])
+      -0.5
+    """
+    tx = checks.as_transform("tx", tx)
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        with trusting_devices():
+            return tx.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(tx.init, update_fn)
