@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from jax_muon import paths
@@ -14,36 +14,32 @@ from jax_muon.reading.computation.values import Use
 _PRODUCTS = ("contracted", "convolved", "grouped", "depthwise")  # kinds of uses
 
 
-def parameter(path: str, leaf: Any, follower: Follower, is_split: bool) -> Parameter:
+def parameter(
+    path: str, leaf: Any, follower: Follower, splits: Collection[str]
+) -> Parameter:
     """How a leaf is read, by its uses; with a doubt, if they do not decide.
 
-    The reason says if a kernel holds several products side by side, unless `is_split`.
+    The reason says if a kernel holds several products side by side, unless it is split.
     """
     shape, uses = tuple(leaf.shape), follower.uses[path]
-    scanned = follower.scanned[path]
-    doubt, options = None, []
+    is_split = any(paths.matches(x, path) for x in splits)
     label, role, reason, axes = _decide(shape, uses)
     if not_a_matrix(shape, leaf.dtype):
         label, role, axes = ADAMW, "vector" if label == MUON else role, None
-    elif label == MUON and axes is None:
-        *batch, fan_in, fan_out = range(len(shape))
-        doubt, options = reason, [MatrixAxes((*batch,), (fan_in,), (fan_out,))]
     elif role == "kernel" and "router" in paths.words(path):
         label, role, reason = ADAMW, "router", f"a router, by its name; {reason}"
     elif label == MUON and not is_split:
         reason += _side_by_side(path, shape, uses)
-    return Parameter(
-        path,
-        shape,
-        leaf.dtype,
-        label=label,
-        role=role,
-        reason=reason,
-        axes=axes,
-        doubt=doubt,
-        options=tuple(options),
-        scanned=tuple(sorted(x for x in scanned if axes is None or x in axes.batch)),
-    )
+    scanned = {x for x in follower.scanned[path] if axes is None or x in axes.batch}
+    by = path, shape, leaf.dtype, label, role, reason, axes
+    read = Parameter(*by, scanned=tuple(sorted(scanned)))
+    return _with_doubt(read, reason) if label == MUON and axes is None else read
+
+
+def _with_doubt(x: Parameter, doubt: str) -> Parameter:
+    *batch, fan_in, fan_out = range(len(x.shape))
+    options = (MatrixAxes((*batch,), (fan_in,), (fan_out,)),)
+    return dataclasses.replace(x, label=MUON, doubt=doubt, options=options)
 
 
 def doubted(x: Parameter, follower: Follower) -> Parameter:
@@ -52,12 +48,8 @@ def doubted(x: Parameter, follower: Follower) -> Parameter:
     inside = {INNER, CONSTANT} & {role for of_axis in roles for role in of_axis}
     if x.role != "elementwise" or len(x.shape) < 2 or not inside:
         return x
-    *batch, fan_in, fan_out = range(len(x.shape))
     doubt = "nothing but parameters and constants is multiplied by it"
-    options = (MatrixAxes((*batch,), (fan_in,), (fan_out,)),)
-    return dataclasses.replace(
-        x, label=MUON, role="unknown", doubt=doubt, options=options
-    )
+    return _with_doubt(dataclasses.replace(x, role="unknown"), doubt)
 
 
 def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
@@ -121,8 +113,9 @@ def _decide(
     if others := [x for x in known if x not in either]:
         both = f"{_text(axes)} and as {_text(others[0])}"
         return MUON, "contradictory", f"it is used as {both}{where}", None
-    over = f" over {_numbered(axes.reduction)}" if axes.reduction else ""
-    reason = f"{first.kind}{over}{where}"
+    plural = "axis" if len(axes.reduction) == 1 else "axes"
+    over = f" over {plural} {', '.join(map(str, axes.reduction))}"
+    reason = f"{first.kind}{over * bool(axes.reduction)}{where}"
     if 1 in axes.fan(shape):
         return ADAMW, "vector", f"one row or column, {reason}", axes
     if any(_is_norm(use, axes) for use in uses if use.primitive in SUMS):
@@ -131,7 +124,7 @@ def _decide(
         return ADAMW, "router", f"a top-k chooses among its outputs{where}", axes
     if not any(use.feeds for use in uses):
         return ADAMW, "head", f"last product before the result{where}", axes
-    roles = {role for use in products for role in _roles(use)}
+    roles = {x.role for use in products for x in use.outputs.values()} - {""}
     kernel = "convolution" if first.kind == "convolved" else "kernel"
     if len(roles) > 1 or roles == {"gated"}:
         return MUON, "fused", reason, axes
@@ -144,30 +137,20 @@ def _is_norm(use: Use, axes: MatrixAxes) -> bool:
     return summed and use.left == {*axes.output}
 
 
-def _numbered(axes: Sequence[int]) -> str:
-    return f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(map(str, axes))}"
-
-
 def _text(axes: MatrixAxes) -> str:
     return f"in={axes.reduction}, out={axes.output}, batch={axes.batch}"
 
 
-def _roles(use: Use) -> set[str]:
-    return {x.role for x in use.outputs.values()} - {""}
-
-
 def _side_by_side(path: str, shape: Sequence[int], uses: Iterable[Use]) -> str:
     """What to say of a kernel whose outputs are split, or ""."""
-    slices = [x for use in uses for x in use.outputs.values()]
-    for axis in range(len(shape)):
-        roles: dict[tuple[int, int], str] = {}
-        for x in slices:
-            if x.axis == axis:
-                roles[x.start, x.stop] = x.role or roles.get((x.start, x.stop), "")
-        if not roles:
-            continue
-        starts, stops = zip(*sorted(roles), strict=True)
-        names = [roles[part] for part in zip(starts, stops, strict=True)]
+    roles: dict[int, dict[tuple[int, int], str]] = {}
+    for x in (x for use in uses for x in use.outputs.values()):
+        if x.axis is not None:
+            parts = roles.setdefault(x.axis, {})
+            parts[x.start, x.stop] = x.role or parts.get((x.start, x.stop), "")
+    for axis, parts in sorted(roles.items()):
+        starts, stops = zip(*sorted(parts), strict=True)
+        names = [parts[part] for part in sorted(parts)]
         widths = [stop - start for start, stop in zip(starts, stops, strict=True)]
         told_apart = len({*names}) > 1 or names[0] == "gated"
         if (*starts, shape[axis]) == (0, *stops) and told_apart:

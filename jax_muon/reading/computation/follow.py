@@ -91,14 +91,9 @@ class Follower:
         roles: Sequence[str] = (),
         by: Value | None = None,
     ) -> list[Use]:
-        """Every leaf that a value is made of is used here.
+        """Every leaf that a value is made of is used here, with `roles` of its axes.
 
-        Args:
-          value: the operand.
-          kind: as in `Use`.
-          eqn: the operation.
-          roles: what each axis of the operand is in it.
-          by: what the operand is multiplied by.
+        `by` is what it is multiplied by.
         """
         uses, calls = [], (*self._calls, eqn)
         place = tuple(map(id, calls))  # a function may be called several times

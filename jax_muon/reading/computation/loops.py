@@ -1,4 +1,4 @@
-"""Follow parameters through control flow: scans, loops, branches, shard_map."""
+"""Follow parameters through control flow: scans, loops and branches."""
 
 import functools
 from collections.abc import Sequence
@@ -38,10 +38,8 @@ def _while(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value
 @rule("cond")
 def _cond(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     follower.routes(values[0], values[1:])
-    branches = [
-        follower.call(eqn, branch.jaxpr, values[1:])
-        for branch in eqn.params["branches"]
-    ]
+    functions = eqn.params["branches"]
+    branches = [follower.call(eqn, x.jaxpr, values[1:]) for x in functions]
     meet = functools.partial(_meet, follower, eqn)
     return [functools.reduce(meet, results) for results in zip(*branches, strict=True)]
 
@@ -57,10 +55,8 @@ def _repeat(
     """The carry and the other results of a loop, after as many turns as change them."""
     for _ in range(4):
         results = follower.call(eqn, body, [*constants, *carry, *rows])
-        before = carry
-        carry = [
-            _meet(follower, eqn, *pair) for pair in zip(before, results, strict=False)
-        ]
+        before, pairs = carry, zip(carry, results, strict=False)
+        carry = [_meet(follower, eqn, *pair) for pair in pairs]
         if list(map(_facts, before)) == list(map(_facts, carry)):
             break
     return carry, results[len(carry) :]

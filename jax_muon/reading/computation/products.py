@@ -33,8 +33,7 @@ class Product:
     eqn: JaxprEqn
     values: tuple[Value, Value]
     contract: tuple[Axes, Axes]
-    batch: tuple[Axes, Axes]
-    groups: tuple[Axes, Axes]  # of a ragged product
+    batch: tuple[Axes, Axes]  # with the groups of a ragged product
 
     @functools.cached_property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -44,63 +43,50 @@ class Product:
     @functools.cached_property
     def free(self) -> list[list[int]]:
         """The axes that the result keeps, beside the batch."""
-        used = [
-            sum(map(tuple, of), ())
-            for of in zip(self.contract, self.batch, self.groups, strict=True)
-        ]
+        used = [(*self.contract[i], *self.batch[i]) for i in (0, 1)]
         return [
             [a for a in range(len(self.shapes[i])) if a not in used[i]] for i in (0, 1)
         ]
 
     def placed(self, i: int, factors: Factors) -> Factors:
         """Axes of the result, from the axes of operand i."""
-        others = len(self.free[0]) if i else 0
-        source = dict(enumerate(self.batch[i]))
-        source |= {len(source) + others + at: a for at, a in enumerate(self.free[i])}
+        count = len(self.batch[0])
+        start = count + i * len(self.free[0])
+        source = dict(enumerate(self.batch[i][:count]))
+        source |= {start + at: a for at, a in enumerate(self.free[i])}
         return placed(factors, source, shape_of(self.eqn.outvars[0]))
 
     def weight(self) -> int | None:
         """The operand (0 or 1) that is the parameter in this product, or None."""
-        leaves = [bool(value.leaves) for value in self.values]
-        data = [value.data for value in self.values]
-        if not any(leaves):
-            return None
-        if not all(leaves):
-            i = leaves.index(True)
-            return None if (data[i] and not self._is_matrix(i)) else i
-        if data[0] != data[1]:
-            return data.index(False)
-        if data[0]:
-            fits = [self._is_matrix(i) for i in (0, 1)]
-        else:
+        may_be = [self._may_be_weight(i) for i in (0, 1)]
+        if may_be == [True, True]:  # then a leaf is, and not what data picked from one
+            may_be = [not value.data for value in self.values]
+        if may_be == [True, True]:
             # A parameter that is repeated along an axis is like data, and so is a
             # function of a product of two.
-            like_data = [
-                not self._is_own(i) or x.activated for i, x in enumerate(self.values)
+            may_be = [
+                x.has_all(self.shapes[i], self.free[i]) and not x.activated
+                for i, x in enumerate(self.values)
             ]
-            fits = [not like_data[i] and like_data[1 - i] for i in (0, 1)]
-        return fits.index(True) if fits[0] != fits[1] else None
+        return may_be.index(True) if may_be[0] != may_be[1] else None
 
-    def _is_matrix(self, i: int) -> bool:
-        """True if some contracted and some free axes are a leaf's."""
-        return all(
-            any(self.values[i].axes_in(places[i]).values())
-            for places in (self.contract, self.free)
-        )
-
-    def _is_own(self, i: int) -> bool:
-        """True if operand i was not repeated."""
-        return self.values[i].has_all(self.shapes[i], self.free[i])
+    def _may_be_weight(self, i: int) -> bool:
+        """True for leaves; of those that data picked from, some axes on both sides."""
+        value = self.values[i]
+        sides = [value.axes_in(places[i]) for places in (self.contract, self.free)]
+        picked = all(any(of.values()) for of in sides)
+        return bool(value.leaves) and (not value.data or picked)
 
 
 @rule("dot_general", "ragged_dot_general")
 def _product(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    groups: Sequence[int] = ()
-    if (numbers := eqn.params.get("dimension_numbers")) is None:
+    if eqn.primitive.name == "dot_general":
+        contract, batch = eqn.params["dimension_numbers"]
+    else:
         ragged = eqn.params["ragged_dot_dimension_numbers"]
-        numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
-    contract, batch = numbers
-    product = Product(eqn, (values[0], values[1]), contract, batch, ((), groups))
+        contract, (left, right) = ragged.dot_dimension_numbers
+        batch = left, (*right, *ragged.rhs_group_dimensions)
+    product = Product(eqn, (values[0], values[1]), contract, batch)
     i = product.weight()
     if i is None:
         if all(x.leaves and not x.data for x in product.values):
@@ -119,7 +105,7 @@ def _product(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     other = follower.given(other, eqn, of_other)
     sides = (OUT, IN) if is_transposed else (IN, OUT)
     roles = [sides[a not in of_weight] for a in range(len(product.shapes[i]))]
-    for a in (*product.batch[i], *product.groups[i]):
+    for a in product.batch[i]:
         roles[a] = BATCH
     uses = follower.use(weight, "contracted", eqn, roles, by=other)
     for use in uses:
