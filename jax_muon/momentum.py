@@ -162,7 +162,8 @@ def _stored(
     """What is stored of x after `count` steps; `old` is what was stored before."""
     if dtype == "int8":
         # One scale for each row: a maximum is exact however the row is sharded.
-        x = x.astype(old[1].dtype)
+        _, before = old
+        x = x.astype(before.dtype)
         scale = _largest_of_rows(x) / _LARGEST
         steps = x / jnp.where(scale > 0, scale, 1)
         uniform = (random_bits(x, path, count) >> 8).astype(x.dtype) * 2.0**-24
