@@ -71,13 +71,18 @@ def cases() -> list[tuple[Any, ...]]:
         for gpus in (1, 8, 64, 256)
         for dtype in ("bfloat16", "float32")
     ]
-    card = (
-        "muon",
-        "muon, int8 momentum",
-        "muon, int8 momentum, residual",
-        "optax.adamw",
-    )
-    return rows + [("card", "llama-8b", 1, 1, "bfloat16", name) for name in card]
+    ours = "muon, int8 momentum, residual"
+    card = [
+        (ours, 1),
+        (ours, 2),
+        (ours, 4),
+        ("muon, int8 momentum", 1),
+        ("optax.adamw", 1),
+    ]
+    return rows + [
+        ("card", "llama-8b", 1, sequences, "bfloat16", optimizer)
+        for optimizer, sequences in card
+    ]
 
 
 def mlp_loss(params: Any, x: jax.Array) -> jax.Array:

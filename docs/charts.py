@@ -30,7 +30,6 @@ TORCH = {
 MODELS = ["llama-1.3b", "llama-7b", "experts-7b", "llama-70b"]
 LAYOUTS = {
     "zero2-divided": "blue",
-    "two-levels": "grey",
     "hsdp": "green",
     "fsdp-tp": "orange",
 }

@@ -146,8 +146,8 @@ def divided_specs(
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> params = {"up": jnp.ones((64, 256)), "scale": jnp.ones(64)}
       >>> specs = jm.divided_specs(params, mesh)
-      >>> specs["up"], specs["scale"]
-      (PartitionSpec('data', None), PartitionSpec(None))
+      >>> tuple(specs["up"]), tuple(specs["scale"])
+      (('data', None), (None,))
     """
     names = checked_axes("axes", mesh.axis_names if axes is None else axes, mesh)
     checks.arrays("params", params)

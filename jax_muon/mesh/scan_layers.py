@@ -24,7 +24,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import checks, jaxprs
+from jax_muon import checks, jaxprs, paths
 from jax_muon.mesh.layout import Layout, Specs
 from jax_muon.mesh.specs import (
     AxisName,
@@ -110,7 +110,13 @@ def scan_layers(
     manual = {*jax.sharding.get_abstract_mesh().manual_axes} & {*names}
     if manual:
         names, local_batch = tuple(n for n in names if n in manual), False
-    layout = Layout(mesh, specs, names if local_batch else (), of_shards=bool(manual))
+    layout = Layout(
+        mesh,
+        specs,
+        names if local_batch else (),
+        layers=lambda tree: {path: (0,) for path, _ in paths.leaves_with_paths(tree)},
+        of_shards=bool(manual),
+    )
     treedef: Any
     flat, treedef = jax.tree.flatten(layers)
     leaves = _leaves(layers, layout, names)

@@ -27,7 +27,7 @@ from jax_muon.dtypes import wide
 from jax_muon.mesh.layout import Layout, Specs, axes_of_layers
 from jax_muon.mesh.on_mesh import OnMesh
 from jax_muon.mesh.scan_layers import mark
-from jax_muon.mesh.specs import divided_axes, dividing, spec_names
+from jax_muon.mesh.specs import divided_axes, dividing
 from jax_muon.mesh.wire import Wire, of_step
 from jax_muon.mesh.xla_options import gpu_options
 
@@ -120,28 +120,18 @@ def make_train_step(
     for name, value in flags.items():
         checks.flag(name, value)
     maxima = (max_aux,) if isinstance(max_aux, str) else tuple(max_aux)
-    patterns = (scanned,) if isinstance(scanned, str) else tuple(scanned)
+    scanned = (scanned,) if isinstance(scanned, str) else tuple(scanned)
+    names, is_cpu = mesh.axis_names, mesh.devices.flat[0].platform == "cpu"
     specs = PartitionSpec() if specs is None else specs
     divided = divided_axes(mesh.shape)
     layout = Layout(mesh, specs, divided, min_size, axes_of_layers(tx))
-    return TrainStep(
-        _Loss(loss_fn, has_aux, maxima, weighted),
-        OnMesh(tx, layout, gather_dtype),
-        Wire(
-            mesh.axis_names,
-            gather_dtype,
-            reduce_dtype,
-            mesh.size,
-            sum_wide=mesh.devices.flat[0].platform == "cpu",
-            scanned=bool(patterns),
-        ),
-        patterns,
-        microbatches,
-        donate,
-        compiler_options,
-    )
+    loss = _Loss(loss_fn, has_aux, maxima, weighted)
+    wire = Wire(names, gather_dtype, reduce_dtype, mesh.size, is_cpu, scanned)
+    optimizer = OnMesh(tx, layout, gather_dtype)
+    return TrainStep(loss, optimizer, wire, microbatches, donate, compiler_options)
 
 
+@dataclasses.dataclass(eq=False)
 class TrainStep:
     """A train step, and the shardings of everything in it.
 
@@ -153,22 +143,18 @@ class TrainStep:
     optimizer on its mesh, for `describe`.
     """
 
-    def __init__(
-        self,
-        loss: "_Loss",
-        optimizer: OnMesh,
-        wire: Wire,
-        scanned: tuple[str, ...],
-        microbatches: int,
-        donate: bool,
-        options: Mapping[str, Any] | None,
-    ) -> None:
-        """Use `make_train_step`."""
-        self._loss, self._optimizer, self._layout = loss, optimizer, optimizer.layout
-        self._wire, self._scanned, self._microbatches = wire, scanned, microbatches
-        self._options, self._donate = options, (0, 1) if donate else ()
-        self._jitted: Any = None
-        self.tx = optimizer.transform()
+    _loss: "_Loss"
+    _optimizer: OnMesh
+    _wire: Wire
+    _microbatches: int
+    _donate: bool
+    _options: Mapping[str, Any] | None
+    _jitted: Any = None
+
+    @property
+    def tx(self) -> optax.GradientTransformationExtraArgs:
+        """The optimizer on its mesh."""
+        return self._optimizer.transform()
 
     def init(self, params: optax.Params) -> tuple[Any, Any]:
         """The parameters, and the optimizer's state, in their shardings."""
@@ -208,14 +194,13 @@ class TrainStep:
         """XLA's options for these parameters, or their shapes; see `gpu_options`."""
         if self._options is not None:
             return dict(self._options)
-        _, specs, _ = self._layout.of_leaves(params)
-        first = any(map(spec_names, specs))
+        layout = self._optimizer.layout
         return gpu_options(
             params,
-            self._layout.mesh,
+            layout.mesh,
             matrices=None,  # what `scanned` does not name, a step gathers whole
-            gathers_first=first,
-            scanned=self._scanned,
+            gathers_first=any(any(spec) for spec in layout.of_leaves(params)[1]),
+            scanned=self._wire.scanned,
         )
 
     def _are_swapped(self, params: Any, state: Any) -> bool:
@@ -232,28 +217,28 @@ class TrainStep:
         if self._jitted is None:
             self._jitted = jax.jit(
                 self._step,
-                donate_argnums=self._donate,
+                donate_argnums=(0, 1) if self._donate else (),
                 compiler_options=self.compiler_options(params) or None,
             )
         return self._jitted
 
     def _step(self, params: Any, state: Any, batch: Any) -> Step:
-        mesh = self._layout.mesh
+        layout, patterns = self._optimizer.layout, self._wire.scanned
+        mesh, axes = layout.mesh, PartitionSpec(self._wire.axes)
         _check_batch(batch, mesh.size, self._microbatches)
-        axes = PartitionSpec(mesh.axis_names)
         if AxisType.Explicit in mesh.axis_types:
             batch = jax.reshard(batch, NamedSharding(mesh, axes))
-        names, coarse, fine = self._layout.of_leaves(params)
-        paths.check_patterns_match("scanned", self._scanned, names)
-        coarse = [dividing(spec, mesh.shape) for spec in coarse]
+        names, *both = layout.of_leaves(params)
+        paths.check_patterns_match("scanned", patterns, names)
+        coarse, fine = ([dividing(spec, mesh.shape) for spec in x] for x in both)
         held = [
-            any(spec) and any(paths.matches(pattern, name) for pattern in self._scanned)
+            any(spec) and any(paths.matches(pattern, name) for pattern in patterns)
             for name, spec in zip(names, coarse, strict=True)
         ]
         # `scan_layers` sums gradients over all devices, sharded like the parameters.
         fine = [
-            of_parameter if is_held else dividing(spec, mesh.shape)
-            for of_parameter, spec, is_held in zip(coarse, fine, held, strict=True)
+            own if is_held else spec
+            for own, spec, is_held in zip(coarse, fine, held, strict=True)
         ]
         treedef: Any = jax.tree.structure(params)
         specs, fine, held = map(treedef.unflatten, (coarse, fine, held))
@@ -298,7 +283,7 @@ class TrainStep:
             lambda x, spec, held: x if held else wire.gather(x, spec),
             *(params, coarse, held),
         )
-        if self._scanned:
+        if wire.scanned:
             first = jax.tree.map(lambda x: x[0], parts)
             self._check_scanned(whole, first, coarse, held)
         of_part = functools.partial(self._of_part, whole)
@@ -359,9 +344,9 @@ class TrainStep:
             jaxpr = jax.make_jaxpr(self._traced_loss)(params, part).jaxpr
         except Exception as error:
             error.add_note(
-                f"scanned={self._scanned}: loss_fn sees each device's shards of these "
-                "parameters; expected that it gives them to scan_layers, with the "
-                "specs of make_train_step"
+                f"scanned={self._wire.scanned}: loss_fn sees each device's shards of "
+                "these parameters; expected that it gives them to scan_layers, with "
+                "the specs of make_train_step"
             )
             raise
         specs = jax.tree.map(lambda spec, held: spec if held else None, coarse, held)

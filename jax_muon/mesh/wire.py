@@ -25,7 +25,8 @@ class Wire:
         overflow float16.
       sum_wide: sum 16-bit numbers in float32, as XLA:CPU would do anyway; it crashes if
         the mesh has other axes.
-      scanned: the loss of `make_train_step` gathers some parameters by `scan_layers`.
+      scanned: patterns of the parameters that the loss of `make_train_step` gathers by
+        `scan_layers`.
     """
 
     axes: tuple[str, ...]
@@ -33,7 +34,7 @@ class Wire:
     reduce_dtype: Any = None
     parts: int = 1
     sum_wide: bool = False
-    scanned: bool = False
+    scanned: tuple[str, ...] = ()
 
     def gather(self, x: Any, spec: PartitionSpec) -> Any:
         """The whole array along these axes."""

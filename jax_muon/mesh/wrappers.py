@@ -93,7 +93,8 @@ def on_replicas(
       >>> import jax
       >>> import jax.numpy as jnp
       >>> import jax_muon as jm
-      >>> tx = jm.on_replicas(jm.muon(0.5, polar=jm.ExactPolar()))
+      >>> muon = jm.muon(0.5, polar=jm.ExactPolar(), matrices={"mlp": "muon"})
+      >>> tx = jm.on_replicas(muon)
       >>> def step(params, grads):
       ...     grads = jax.lax.pmean(grads, "devices")
       ...     return tx.update(grads, tx.init(params), params)[0]

@@ -123,14 +123,14 @@ def gpu_options(
     gather = max(
         LEAST_BUCKET, total / (GATHERS_FIRST if gathers_first else GATHERS_LAST)
     )
-    scatter = max(LEAST_BUCKET, total / SCATTERS)
-    if layer:  # all of one in one collective
-        gather = scatter = max(LEAST_BUCKET, 1.1 * layer)
+    scatter = max(LEAST_BUCKET, total / SCATTERS) / mesh.size
+    if layer:  # all of one in one collective, also over a part of the mesh axes
+        gather = max(LEAST_BUCKET, 1.1 * layer)
+        sizes = (mesh.shape[name] for name in names)
+        scatter = gather / parts / min((n for n in sizes if n > 1), default=1)
     options = {
         "xla_gpu_all_gather_combine_threshold_bytes": math.ceil(gather / parts),
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": math.ceil(
-            scatter / mesh.size
-        ),
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": math.ceil(scatter),
         "xla_gpu_experimental_collective_start_as_early_as_possible": True,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 10,
         "xla_gpu_graph_min_graph_size": 1,

@@ -106,8 +106,8 @@ class Description:
         within teams three products for each of five quintics. "gradients": sums over
         `summed`, by reduce-scatter over axes that shard the state and by all-reduce
         over the others. "gathers": all-gathers of updates, or of parameters at the
-        start of a step. A train step that takes scanned layers one at a time gathers
-        them in the forward and the backward pass of each microbatch.
+        start of a step. `scan_layers` gathers its layers twice for each microbatch,
+        which is not known here: they count once.
         """
         return self._bytes(lambda transfer: transfer.sent_bytes)
 

@@ -38,23 +38,24 @@ def _classes(x):
     return (jnp.abs(x[:, 0]) * 100).astype(int) % CLASSES
 
 
-LOSSES = {}
-LEAVES = {"layers/b", "layers/w"}
+LOSSES = {}  # by name: a loss, and the same on one device
+STACKS = {}  # losses with a scan over layers, which they take as an argument
 
 
-def kept(alone=None, whole=frozenset()):
-    """Register a loss by its name.
-
-    Args:
-      alone: the same loss on one device, if it uses collectives.
-      whole: the leaves that cannot be gathered by layers; the head never can.
-    """
+def kept(alone=None):
+    """Register a loss; `alone` is the same on one device, if it uses collectives."""
 
     def keep(loss):
-        LOSSES[loss.__name__] = loss, alone or loss, whole
+        LOSSES[loss.__name__] = loss, alone or loss
         return loss
 
     return keep
+
+
+def stacked(loss):
+    """Register a loss with a scan over layers."""
+    STACKS[loss.__name__] = loss
+    return loss
 
 
 @kept()
@@ -120,9 +121,9 @@ def stack(
     params,
     x,
     layers,
+    scan,
     body=_layer,
     *,
-    scan=jax.lax.scan,
     around=lambda f: f,
     xs=None,
     **given,
@@ -143,73 +144,29 @@ def stack(
     return jnp.mean(jnp.sin(y) @ params["head"]) + 0.1 * jnp.sum(means * weights)
 
 
-@kept()
-def scan(params, x):
-    return stack(params, x, params["layers"])
+@stacked
+def plain(params, x, scan=jax.lax.scan):
+    return stack(params, x, params["layers"], scan)
 
 
-@kept()
-def in_reverse(params, x):
-    given = {"reverse": True, "unroll": 3, "_split_transpose": True}
-    return stack(params, x, params["layers"], **given)
+@stacked
+def in_reverse(params, x, scan=jax.lax.scan):
+    given = {"reverse": True, "unroll": 3}
+    return stack(params, x, params["layers"], scan, **given)
 
 
-@kept()
-def within_jit_and_checkpoints(params, x):
+@stacked
+def within_jit_and_checkpoints(params, x, scan=jax.lax.scan):
     body = jax.checkpoint(jax.jit(_layer), prevent_cse=False)
     around = lambda f: jax.jit(jax.checkpoint(f))  # noqa: E731
-    return stack(params, x, params["layers"], body, around=around)
+    return stack(params, x, params["layers"], scan, body, around=around)
 
 
-@kept()
+@stacked
 def with_keys(params, x, scan=jax.lax.scan):
     keys = jax.random.split(jax.random.key(0), LAYERS)
     body = jax.checkpoint(_layer)
-    return stack(params, x, params["layers"], body, xs=keys, scan=scan)
-
-
-@kept()
-def of_casts_of_the_second_axis(params, x):
-    """Layers on axis 1, as MaxText has them, cast before the scan and within it."""
-    stored = params["layers"] | {"w": params["layers"]["w"].swapaxes(0, 1)}
-    layers = jax.tree.map(lambda w: w.astype(jnp.float32), stored)
-    layers["w"] = jnp.moveaxis(layers["w"], 1, 0)
-
-    def body(x, layer):
-        return _layer(x, jax.tree.map(lambda w: w.astype(x.dtype), layer))
-
-    return stack(params, x, layers, body)
-
-
-def _blocks(leaf):
-    """Two blocks of two layers."""
-    return leaf.reshape(2, 2, *leaf.shape[1:])
-
-
-@kept()
-def of_scans(params, x):
-    """Checkpoints of blocks of layers, as levanter has them."""
-
-    @jax.checkpoint
-    def body(x, block):
-        inner = jax.checkpoint(lambda x, layer: (_layer(x, layer), None))
-        return jax.lax.scan(inner, x, block)[0]
-
-    return stack(params, x, jax.tree.map(_blocks, params["layers"]), body)
-
-
-@kept()
-def of_scans_of_others(params, x):
-    """An inner scan takes some of a layer's arrays, the outer one the others."""
-    layers = params["layers"]
-    pairs = {"b": layers["b"].reshape(2, 2, -1), "w": _blocks(layers["w"])}
-
-    def body(x, block):
-        x = x + block["b"][1]
-        inner = lambda x, w: (x + jnp.tanh(x @ w), None)  # noqa: E731
-        return jax.lax.scan(inner, x, block["w"])[0]
-
-    return stack(params, x, pairs, body)
+    return stack(params, x, params["layers"], scan, body, xs=keys)
 
 
 @jax.custom_vjp
@@ -224,8 +181,8 @@ def _kernel(x):
 _kernel.defvjp(lambda x: (_kernel(x), x), lambda x, g: (g * jnp.cos(x),))
 
 
-@kept()
-def of_all_kinds(params, x):
+@stacked
+def of_all_kinds(params, x, scan=jax.lax.scan):
     """Branches, loops, and a kernel with a gradient by hand, as flash attention is."""
 
     @jax.checkpoint
@@ -234,11 +191,11 @@ def of_all_kinds(params, x):
         y = jax.lax.cond(jnp.sum(y) > 1e9, jnp.negative, jnp.tanh, y)
         return jax.lax.fori_loop(0, 2, lambda i, y: jnp.sin(y @ layer["w"]), y)
 
-    return stack(params, x, params["layers"], body)
+    return stack(params, x, params["layers"], scan, body)
 
 
-@kept()
-def of_effects(params, x):
+@stacked
+def of_effects(params, x, scan=jax.lax.scan):
     """Prints, callbacks whose results are used, and memory of its own."""
 
     def body(x, layer):
@@ -250,11 +207,11 @@ def of_effects(params, x):
         ref[...] += one.astype(x.dtype)
         return _layer(ref[...], jax.tree.map(jnp.sin, layer))
 
-    return stack(params, x, params["layers"], body)
+    return stack(params, x, params["layers"], scan, body)
 
 
-@kept()
-def with_names(params, x):
+@stacked
+def with_names(params, x, scan=jax.lax.scan):
     """Values are kept by name, some of them on the host, in nested checkpoints."""
     names = {"names_which_can_be_saved": ["a"], "names_which_can_be_offloaded": ["b"]}
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -265,81 +222,4 @@ def with_names(params, x):
         x = checkpoint_name(jax.checkpoint(_layer)(x, layer), "a")
         return checkpoint_name(_layer(x, layer), "b")
 
-    return stack(params, x, params["layers"], jax.checkpoint(body, policy=policy))
-
-
-@kept()
-def after_the_first_layer(params, x):
-    """A slice outside of the scan, and a slice of all others for the scan."""
-    first = jax.tree.map(lambda w: w[0], params["layers"])
-    others = jax.tree.map(lambda w: w[1:], params["layers"])
-    return stack(params, jax.checkpoint(_layer)(x, first), others)
-
-
-@kept()
-def no_scan_but_dynamic_slices(params, x):
-    """Starts outside of the array: JAX wraps negative ones once, and clamps."""
-    y = x * params["scale"]
-    for i in (-6, -2, 3, 9):
-        at = jnp.asarray(i)
-        layer = jax.tree.map(
-            lambda w, at=at: jax.lax.dynamic_slice_in_dim(w, at, 1)[0], params["layers"]
-        )
-        y = _layer(y, layer)
-    return jnp.mean(y @ params["head"])
-
-
-@kept()
-def with_layers_in_its_results(params, x):
-    """A layer is also in the outputs, and in branches."""
-
-    def step(x, layer):
-        x = jax.lax.cond(x.size > 0, _layer, lambda x, layer: x, x, layer)
-        return x, jnp.sum(layer["b"]) + layer["w"][0]
-
-    x, rows = jax.lax.scan(step, x * params["scale"], params["layers"])
-    return jnp.mean(x @ params["head"]) + jnp.mean(rows**2)
-
-
-@kept()
-def with_a_gradient_of_its_own(params, x):
-    """The layers' scan, and that of its gradient, both of which take the layers."""
-
-    def inner(row):
-        step = lambda y, w: (jax.checkpoint(_layer)(y, w), None)  # noqa: E731
-        y, _ = jax.lax.scan(step, row, params["layers"])
-        return jnp.sum(jnp.sin(y * params["scale"]))
-
-    penalties = jax.vmap(lambda row: jnp.sum(jax.grad(inner)(row) ** 2))(x)
-    return jnp.mean(x @ params["head"]) + jnp.mean(penalties)
-
-
-@kept(whole=LEAVES)
-def fori_loop(params, x):
-    def body(i, total):
-        layer = jax.tree.map(lambda leaf: leaf[i], params["layers"])
-        return total + jnp.mean(_layer(x * params["scale"], layer))
-
-    return jax.lax.fori_loop(0, LAYERS, body, jnp.zeros((), x.dtype))
-
-
-@kept(whole=LEAVES)
-def with_memory_of_the_loss(params, x):
-    """Each turn of the scan writes to a reference from outside of it."""
-    total = jax.new_ref(jnp.zeros((), x.dtype))
-
-    def body(x, layer):
-        total[...] += jax.lax.stop_gradient(jnp.sum(x))
-        return _layer(x, layer)
-
-    return stack(params, x, params["layers"], body)
-
-
-@kept(whole=LEAVES)
-def of_two_layers_at_once(params, x):
-    """Slices of several layers, which are not gathered one by one."""
-    x = x * params["scale"]
-    for first in (0, 2):
-        layers = jax.tree.map(lambda w, i=first: w[i : i + 2], params["layers"])
-        x = x + jnp.tanh(jnp.einsum("bi,lio->bo", x, layers["w"]) + layers["b"].sum(0))
-    return jnp.mean(x @ params["head"])
+    return stack(params, x, params["layers"], scan, jax.checkpoint(body, policy=policy))

@@ -97,53 +97,27 @@ def test_layers_that_cannot_be_scanned(shape, words):
         jm.scan_layers(losses._layer, jnp.ones(8), layers, mesh_of(2), specs)
 
 
-STACK = [
-    losses.scan,
-    losses.in_reverse,
-    losses.within_jit_and_checkpoints,
-    losses.with_keys,
-    losses.of_all_kinds,
-    losses.of_effects,
-    losses.with_names,
-]
 LAYERS = {"w": P(None, None, "data"), "b": P(None, "data")}
 WHOLE = (losses.LAYERS, losses.WIDTH, losses.WIDTH)
 
 
-def scanning(monkeypatch, mesh, **given):
-    """Have `losses.stack` scan by `scan_layers`; its xs are (layers, keys or None)."""
-
-    def scan(block, carry, layers, **how):
-        how.pop("_split_transpose", None)
-        specs = LAYERS, None if layers[1] is None else P()
-        return jm.scan_layers(block, carry, layers, mesh, specs, **given, **how)
-
-    defaults = losses.stack.__kwdefaults__
-    monkeypatch.setitem(defaults, "scan", scan)
-
-
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("loss", STACK)
+@pytest.mark.parametrize("name", losses.STACKS)
 @pytest.mark.parametrize("where", ["plain jit", "step", "microbatches", "weighted"])
-def test_gradients_of_stacks(where, loss, keep, x64, monkeypatch):
-    if loss is losses.with_keys and where != "plain jit":
-        pytest.skip("with_keys gives its own scan")
+def test_gradients_of_stacks(where, name, keep, x64):
     params, batch = drawn()
-    expected = jax.jit(jax.grad(loss))(params, batch)
+    expected = jax.jit(jax.grad(losses.STACKS[name]))(params, batch)
     mesh = mesh_of(4)
-    if loss is not losses.with_keys:
-        scanning(monkeypatch, mesh, keep_gathered=keep)
-    else:
-        how = {"mesh": mesh, "specs": (LAYERS, P()), "keep_gathered": keep}
-        loss = functools.partial(loss, scan=functools.partial(jm.scan_layers, **how))
+    how = {"mesh": mesh, "specs": (LAYERS, P()), "keep_gathered": keep}
+    scan = functools.partial(jm.scan_layers, **how)
+    loss = functools.partial(losses.STACKS[name], scan=scan)
     if where == "plain jit":
         places = {"layers": LAYERS, "head": P("data"), "scale": P()}
         put = lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
-        found = jax.jit(jax.grad(loss))(
-            jax.tree.map(put, places, params), put(P("data"), batch)
-        )
-        for name, x in found["layers"].items():
-            sharding = NamedSharding(mesh, LAYERS[name])
+        placed = jax.tree.map(put, places, params)
+        found = jax.jit(jax.grad(loss))(placed, put(P("data"), batch))
+        for path, x in found["layers"].items():
+            sharding = NamedSharding(mesh, LAYERS[path])
             assert x.sharding.is_equivalent_to(sharding, x.ndim)
     else:
         given = {"microbatches": 2} if where == "microbatches" else {}
@@ -154,28 +128,21 @@ def test_gradients_of_stacks(where, loss, keep, x64, monkeypatch):
         step = make(fn, specs=SPECS | {"layers": LAYERS}, scanned=["layers"], **given)
         found, _ = gradients(step, params, batch)
         whole = [shape for shape, _ in program_of(step, batch)[0] if shape == WHOLE]
-        if (
-            loss is not losses.of_effects
-        ):  # without a checkpoint it keeps sines of layers
+        if name != "of_effects":  # without a checkpoint it keeps sines of layers
             assert bool(whole) == keep
     chex.assert_trees_all_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_hsdp_in_a_step(x64, monkeypatch):
-    """Within a host by the scan, and the sum between hosts once, after it."""
+def test_hsdp_in_a_step(x64):
+    """Within a host first, and between hosts another layer later."""
     params, batch = drawn()
-    expected = jax.jit(jax.grad(losses.scan))(params, batch)
-    mesh = mesh_of(2, 2)
     specs = jax.tree.map(lambda s: P(*("fsdp" if n else None for n in s)), SPECS)
-    layers = specs["layers"]
-
-    def scan(block, carry, xs, **how):
-        return jm.scan_layers(block, carry, xs, mesh, (layers, None), **how)
-
-    monkeypatch.setitem(losses.stack.__kwdefaults__, "scan", scan)
-    step = make(losses.scan, 2, 2, specs=specs, scanned=["layers"])
-    found, _ = gradients(step, params, batch)
-    chex.assert_trees_all_close(found, expected, rtol=0, atol=1e-12)
+    scan = functools.partial(
+        jm.scan_layers, mesh=mesh_of(2, 2), specs=(specs["layers"], P())
+    )
+    loss = functools.partial(losses.plain, scan=scan)
+    step = make(loss, 2, 2, specs=specs, scanned=["layers"])
+    assert_gradients(step, losses.plain, params, batch)
 
 
 # --- each device's own part of the batch, in plain jit --------------------------------

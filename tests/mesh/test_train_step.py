@@ -10,9 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from benchmarks.schedule.jaxpr import collectives
-from tests.mesh import layouts, problems
+from tests.mesh import layouts, losses, problems
 from tests.mesh.layouts import EXPLICIT, make_step, mesh_of, recipe
 from tests.mesh.problems import BOUND, assert_same_losses
+from tests.mesh.sgd import assert_gradients, drawn, make
 from tests.reading import toy
 
 STEPS = 5
@@ -34,12 +35,20 @@ FORMS = {
 def test_equals_one_device(form):
     where, given = FORMS[form]
     problem = given.get("problem", "mixed")
-    start, expected, losses = layouts.one_device("nanochat", problem, steps=STEPS)
+    start, expected, values = layouts.one_device("nanochat", problem, steps=STEPS)
     result, _, got = layouts.train_step_run(
         make_step(where, **given), start, problems.batches(STEPS)
     )
     assert problems.distance(result, expected, start) < BOUND
-    assert_same_losses(got, losses)
+    assert_same_losses(got, values)
+
+
+@pytest.mark.parametrize("name", losses.LOSSES)
+def test_losses_as_models_write_them(name, x64, as_users_write):
+    """Loops from constants, and collectives of their own."""
+    loss, alone = losses.LOSSES[name]
+    params, batch = drawn()
+    assert_gradients(make(loss), alone, params, batch)
 
 
 def test_a_state_goes_on_in_another_form(tmp_path):
@@ -92,11 +101,11 @@ def test_weights_that_differ_between_devices(given):
         return plain(params, samples * parts), count
 
     kept = [batch[mask == 1] for batch in data]
-    expected, _, losses = problems.single_device(recipe(), plain, params, kept)
+    expected, _, values = problems.single_device(recipe(), plain, params, kept)
     step = make_step(loss=loss, weighted=True, **given)
     result, _, got = layouts.train_step_run(step, params, masked)
     assert problems.distance(result, expected, params) < BOUND
-    assert_same_losses(got, losses)
+    assert_same_losses(got, values)
 
 
 def test_a_batch_in_which_nothing_counts_moves_little():
