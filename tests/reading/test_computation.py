@@ -295,3 +295,31 @@ def test_products_of_parameters_alone_are_no_elementwise_ones():
     params = {"u": floats(9, 3), "v": floats(3, 7)}
     with pytest.raises(ValueError, match="nothing but parameters and constants"):
         jm.read(params, loss, floats(9, 7))
+
+
+def test_what_may_be_a_stack_shows_its_rule():
+    """Nothing in the loss says whether heads with one input are one matrix."""
+
+    def loss(params, x):
+        y = jax.nn.silu(jnp.einsum("bi,kio->kbo", x, params["heads"])).mean(0)
+        return jnp.mean(y @ params["last"])
+
+    params = {"heads": floats(3, 8, 9), "last": floats(9, 2)}
+    reason = jm.read(params, loss, floats(5, 8))["heads"].reason
+    rule = "rules={'heads': MuonDimensionNumbers(1, 2)}"
+    assert reason.endswith(f"; if axis 0 is a stack: {rule}")
+    rules = {"heads": MuonDimensionNumbers(1, 2)}
+    assert jm.read(params, loss, floats(5, 8), rules=rules)["heads"].sizes == (3, 8, 9)
+
+
+def test_what_comes_beside_the_loss_is_not_read():
+    def loss(params, x):
+        y = x @ params["w"]
+        return jnp.mean(y @ params["last"]), {
+            "best": y.argmax(),
+            "probe": y @ params["v"],
+        }
+
+    params = {"w": floats(8, 9), "last": floats(9, 2), "v": floats(9, 4)}
+    read = jm.read(params, loss, floats(5, 8))
+    assert [x.role for x in read.values()] == ["head", "unused", "kernel"]

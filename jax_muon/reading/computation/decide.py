@@ -29,7 +29,7 @@ def parameter(
     elif role == "kernel" and "router" in paths.words(path):
         label, role, reason = ADAMW, "router", f"a router, by its name; {reason}"
     elif label == MUON and not is_split:
-        reason += _side_by_side(path, shape, uses)
+        reason += _side_by_side(path, shape, uses) or _stacked(path, role, axes)
     scanned = {x for x in follower.scanned[path] if axes is None or x in axes.batch}
     by = path, shape, leaf.dtype, label, role, reason, axes
     read = Parameter(*by, scanned=tuple(sorted(scanned)))
@@ -139,6 +139,18 @@ def _is_norm(use: Use, axes: MatrixAxes) -> bool:
 
 def _text(axes: MatrixAxes) -> str:
     return f"in={axes.reduction}, out={axes.output}, batch={axes.batch}"
+
+
+def _stacked(path: str, role: str, axes: MatrixAxes | None) -> str:
+    """What to say of a kernel that may be a stack of matrices with one input, or ""."""
+    if axes is None or role != "kernel" or len(axes.output) < 2:
+        return ""
+    if axes.output[0] > axes.reduction[0]:
+        return ""
+    first, *others = axes.output
+    sides = [x[0] if len(x) == 1 else (*x,) for x in (axes.reduction, others)]
+    numbers = f"MuonDimensionNumbers({sides[0]}, {sides[1]})"
+    return f"; if axis {first} is a stack: rules={{{path!r}: {numbers}}}"
 
 
 def _side_by_side(path: str, shape: Sequence[int], uses: Iterable[Use]) -> str:
