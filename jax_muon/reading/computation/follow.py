@@ -204,7 +204,11 @@ def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value
         made = [x for x in made if x is not value]
     if made and (active or not fits):
         for value in made:
-            follower.use(value, "elementwise" if fits else "opaque", eqn)
+            is_input = value.activated or name not in SUMS
+            if fits and is_input and not value.has_all(shape):
+                result.sources |= follower.given(value, eqn, ()).sources
+            else:
+                follower.use(value, "elementwise" if fits else "opaque", eqn)
         # Leaves stay matrices behind a mask or a scale of their elements; and a product
         # of leaves (LoRA) where it is added to a frozen matrix.
         masked = name in ("mul", "div", "select_n") and sum(n > 1 for n in shape) > 1
