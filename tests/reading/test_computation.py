@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from jax_muon.reading.computation.read import read_uses
 from tests.programs.parts import floats
 
 pytestmark = pytest.mark.usefixtures("as_users_write")
@@ -76,6 +75,7 @@ def test_roles_without_names():
         *("query", "key", "value", "out", "elementwise", "kernel")
     ]
     assert read["table"].role, read["g"].role == ("embedding", "head")
+    assert not read.by_names and "Names" not in str(read)
 
 
 def test_joins_go_by_the_roles():
@@ -105,16 +105,12 @@ def test_qk_clip_goes_by_the_roles():
     logits = {"layers/0": jnp.array([50.0, 400.0])}
     updates, _ = tx.update(still, tx.init(params), params, max_logits=logits)
     after = jax.tree.map(jnp.add, params, updates)["layers"][0]
-
-    def plain(params, x):
-        return jnp.mean(x @ params["in"] @ params["out"])
-
     for name in ("l0", "l1"):
         np.testing.assert_array_equal(after[name]["b"], [1, 1, 0.5, 0.5])
         np.testing.assert_array_equal(jnp.diag(after[name]["w"]), [1, 1, 0.5, 0.5])
     assert (after["l2"]["w"] == jnp.eye(4)).all()
     with pytest.raises(ValueError, match=r"queries \[\] and the keys \[\]"):
-        jm.clip_qk(100.0, matrices=jm.read(params, plain, floats(3, 4))).init(params)
+        jm.clip_qk(100.0, matrices=jm.read(params)).init(params)
 
 
 def test_the_last_layer_of_an_encoder_is_like_the_others():
@@ -251,15 +247,15 @@ def in_a_kernel(name):
     return loss, {name: square, "head": floats(WIDTH, 9), "bias": floats(WIDTH)}
 
 
-def test_a_hidden_parameter_is_in_doubt():
+def test_a_hidden_parameter_is_read_by_its_name():
     loss, params = in_a_kernel("q_proj")
-    (found,) = (
-        x for x in read_uses(loss, params, floats(5, WIDTH)) if x.path.startswith("q")
-    )
-    assert re.match(r"it goes into pallas_call at \S+$", found.doubt)
+    read = jm.read(params, loss, floats(5, WIDTH))
+    found = read["q_proj/kernel"]
+    assert (found.label, found.role) == ("muon", "query")
+    assert re.match(r"it goes into pallas_call at \S+; so ", found.reason)
 
 
-def test_a_hidden_parameter_is_an_error_that_rules_resolve():
+def test_one_that_names_do_not_decide_is_an_error():
     def loss(params, x):
         kernel = pl.pallas_call(lambda x, w, y: None, out_shape=floats(5, 9))
         return jnp.mean(kernel(x, params["mixing"]["w"]))
@@ -336,6 +332,11 @@ def test_the_errors_of_the_function_are_its_own():
         jm.read({"a": floats(4, 4)}, loss, floats(3))
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
         jm.read({"a": floats(4, 4)}, loss)
+
+
+def test_out_in_is_for_names():
+    with pytest.raises(ValueError, match=r"out_in=True.*the function decides"):
+        jm.read({"a": floats(4, 4)}, lambda p: p["a"].sum(), out_in=True)
 
 
 def test_products_of_parameters_alone_are_no_elementwise_ones():

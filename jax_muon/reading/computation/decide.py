@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax_muon import paths
@@ -14,15 +14,12 @@ from jax_muon.reading.computation.values import Use
 _PRODUCTS = ("contracted", "convolved", "grouped", "depthwise")  # kinds of uses
 
 
-def parameter(
-    path: str, leaf: Any, follower: Follower, splits: Collection[str]
-) -> Parameter:
+def parameter(path: str, leaf: Any, follower: Follower, is_split: bool) -> Parameter:
     """How a leaf is read, by its uses; with a doubt, if they do not decide.
 
-    The reason says if a kernel holds several products side by side, unless it is split.
+    The reason says if a kernel holds several products side by side, unless `is_split`.
     """
     shape, uses = tuple(leaf.shape), follower.uses[path]
-    is_split = any(paths.matches(x, path) for x in splits)
     label, role, reason, axes = _decide(shape, uses)
     if not_a_matrix(shape, leaf.dtype):
         label, role, axes = ADAMW, "vector" if label == MUON else role, None
