@@ -1,8 +1,8 @@
 """From the uses of a parameter to its reading: label, role, axes, and why."""
 
-import dataclasses
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jax_muon import paths
@@ -36,7 +36,7 @@ def parameter(path: str, leaf: Any, follower: Follower, is_split: bool) -> Param
 def _with_doubt(x: Parameter, doubt: str) -> Parameter:
     *batch, fan_in, fan_out = range(len(x.shape))
     options = (MatrixAxes((*batch,), (fan_in,), (fan_out,)),)
-    return dataclasses.replace(x, label=MUON, doubt=doubt, options=options)
+    return replace(x, label=MUON, doubt=doubt, options=options)
 
 
 def doubted(x: Parameter, follower: Follower) -> Parameter:
@@ -46,7 +46,7 @@ def doubted(x: Parameter, follower: Follower) -> Parameter:
     if x.role != "elementwise" or len(x.shape) < 2 or not inside:
         return x
     doubt = "nothing but parameters and constants is multiplied by it"
-    return _with_doubt(dataclasses.replace(x, role="unknown"), doubt)
+    return _with_doubt(replace(x, role="unknown"), doubt)
 
 
 def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
@@ -64,7 +64,7 @@ def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
         if x.role != "head" or other is None:
             return x
         reason = f"{x.reason}, and like {other.path!r}"
-        return dataclasses.replace(x, label=MUON, role=other.role, reason=reason)
+        return replace(x, label=MUON, role=other.role, reason=reason)
 
     kernels = {kind(x): x for x in parameters if x.label == MUON}
     return [agree(x) for x in parameters]
