@@ -103,6 +103,43 @@ def values_summed_over_gated_heads(x, p):
     return x + jnp.einsum("bth,bthk->btk", gates, values) @ p["w"]
 
 
+@program({"gate": "router", "experts": "bio", "out": "head"})
+def experts_in_a_python_loop():
+    """A mask for each expert, from the number that an argmax gives."""
+
+    def loss(p, x, y):
+        number, total = jnp.argmax(x @ p["gate"], -1), 0
+        for expert in range(3):
+            output = jax.nn.relu(x @ p["experts"][expert])
+            total = total + jnp.where((number == expert)[:, None], output, 0)
+        return squared_error(total @ p["out"], y)
+
+    params = {
+        "gate": floats(9, 3),
+        "experts": floats(3, 9, HIDDEN),
+        "out": floats(HIDDEN, 3),
+    }
+    return loss, params, (floats(BATCH, 9), floats(BATCH, 3))
+
+
+@program({"gate": "io", "experts": "bio", "out": "head"})
+def soft_experts_by_matmul():
+    """Experts by broadcasting, and their sum as a product of rows and matrices."""
+
+    def loss(p, x, y):
+        gates = jax.nn.softmax(x @ p["gate"])
+        outputs = jnp.matmul(x[:, None, None], p["experts"])[:, :, 0]
+        mixed = jnp.matmul(gates[:, None], jax.nn.gelu(outputs))[:, 0]
+        return squared_error(mixed @ p["out"], y)
+
+    params = {
+        "gate": floats(9, EXPERTS),
+        "experts": floats(EXPERTS, 9, HIDDEN),
+        "out": floats(HIDDEN, 3),
+    }
+    return loss, params, (floats(BATCH, 9), floats(BATCH, 3))
+
+
 # --- a top-k that routes nothing ------------------------------------------------------
 
 
@@ -376,6 +413,32 @@ def dynamic_convolution_of_a_batch():
         "head": floats(WIDTH, 7),
     }
     return loss, params, (floats(BATCH, 16, 5), integers(BATCH))
+
+
+@program({"route": "io", "kernels": "biio", "head": "head"})
+def mixtures_as_groups_of_one_convolution():
+    """Each sample's kernel becomes a group of one convolution."""
+
+    def loss(p, x, y):
+        gates = jax.nn.sigmoid(x.mean(1) @ p["route"])
+        kernels = jnp.einsum("be,ekio->bkio", gates, p["kernels"])
+        x = lax.conv_general_dilated(
+            x.transpose(1, 0, 2).reshape(1, 16, -1),
+            kernels.transpose(1, 2, 0, 3).reshape(3, 10, -1),
+            (1,),
+            "SAME",
+            dimension_numbers=("NWC", "WIO", "NWC"),
+            feature_group_count=BATCH,
+        )
+        x = jax.nn.relu(x.reshape(16, BATCH, -1)).mean(0)
+        return squared_error(x @ p["head"], y)
+
+    params = {
+        "route": floats(10, 4),
+        "kernels": floats(4, 3, 10, 12),
+        "head": floats(12, 5),
+    }
+    return loss, params, (floats(BATCH, 16, 10), floats(BATCH, 5))
 
 
 @program({"task": "embedding", "kernels": "biiio", "c1": "iiio", "head": "head"})

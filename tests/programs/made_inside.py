@@ -191,6 +191,48 @@ def deep_image_prior():
     return loss, params, (floats(1, 8, 8, 3),)
 
 
+@program({"film w1": "io", "codes": "adamw", "w2": "head"})
+def codes_scale_features_of_a_grid():
+    """Neither the codes nor the grid is data, and both go through matrices."""
+
+    def loss(p, images):
+        angles = jnp.linspace(0, jnp.pi, 64)[:, None] * 2.0 ** jnp.arange(6)
+        waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
+        scales = jax.nn.relu(p["codes"] @ p["film"]["0"]) @ p["film"]["1"]
+        hidden = jax.nn.relu((waves @ p["w1"])[None] * (1 + scales[:, None]))
+        return squared_error(hidden @ p["w2"], images)
+
+    params = {
+        "codes": floats(9, 6),
+        "film": {"0": floats(6, 10), "1": floats(10, WIDTH)},
+        "w1": floats(12, WIDTH),
+        "w2": floats(WIDTH, 3),
+    }
+    return loss, params, (floats(9, 64, 3),)
+
+
+@program({"in tokens channels": "io", "out": "head"})
+def mixer_over_a_grid():
+    """The first product, of a grid, has no activation behind it."""
+
+    def loss(p, image):
+        lines = jnp.arange(4.0)
+        x = jnp.stack(jnp.meshgrid(lines, lines), -1).reshape(16, 2) @ p["in"]
+        for name in ("tokens", "channels"):
+            y = x.T if name == "tokens" else x
+            y = jax.nn.gelu(y @ p[name]["up"]) @ p[name]["down"]
+            x = x + (y.T if name == "tokens" else y)
+        return squared_error(x @ p["out"], image)
+
+    params = {
+        "in": floats(2, WIDTH),
+        "tokens": {"up": floats(16, 20), "down": floats(20, 16)},
+        "channels": {"up": floats(WIDTH, HIDDEN), "down": floats(HIDDEN, WIDTH)},
+        "out": floats(WIDTH, 3),
+    }
+    return loss, params, (floats(16, 3),)
+
+
 # --- what is made inside and is no input ----------------------------------------------
 
 

@@ -1,8 +1,8 @@
 """From the uses of a parameter to its reading: label, role, axes, and why."""
 
-import dataclasses
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jax_muon import paths
@@ -14,15 +14,12 @@ from jax_muon.reading.computation.values import Use
 _PRODUCTS = ("contracted", "convolved", "grouped", "depthwise")  # kinds of uses
 
 
-def parameter(
-    path: str, leaf: Any, follower: Follower, splits: Collection[str]
-) -> Parameter:
+def parameter(path: str, leaf: Any, follower: Follower, is_split: bool) -> Parameter:
     """How a leaf is read, by its uses; with a doubt, if they do not decide.
 
-    The reason says if a kernel holds several products side by side, unless it is split.
+    The reason says if a kernel holds several products side by side, unless `is_split`.
     """
     shape, uses = tuple(leaf.shape), follower.uses[path]
-    is_split = any(paths.matches(x, path) for x in splits)
     label, role, reason, axes = _decide(shape, uses)
     if not_a_matrix(shape, leaf.dtype):
         label, role, axes = ADAMW, "vector" if label == MUON else role, None
@@ -39,7 +36,7 @@ def parameter(
 def _with_doubt(x: Parameter, doubt: str) -> Parameter:
     *batch, fan_in, fan_out = range(len(x.shape))
     options = (MatrixAxes((*batch,), (fan_in,), (fan_out,)),)
-    return dataclasses.replace(x, label=MUON, doubt=doubt, options=options)
+    return replace(x, label=MUON, doubt=doubt, options=options)
 
 
 def doubted(x: Parameter, follower: Follower) -> Parameter:
@@ -49,7 +46,7 @@ def doubted(x: Parameter, follower: Follower) -> Parameter:
     if x.role != "elementwise" or len(x.shape) < 2 or not inside:
         return x
     doubt = "nothing but parameters and constants is multiplied by it"
-    return _with_doubt(dataclasses.replace(x, role="unknown"), doubt)
+    return _with_doubt(replace(x, role="unknown"), doubt)
 
 
 def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
@@ -67,7 +64,7 @@ def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
         if x.role != "head" or other is None:
             return x
         reason = f"{x.reason}, and like {other.path!r}"
-        return dataclasses.replace(x, label=MUON, role=other.role, reason=reason)
+        return replace(x, label=MUON, role=other.role, reason=reason)
 
     kernels = {kind(x): x for x in parameters if x.label == MUON}
     return [agree(x) for x in parameters]

@@ -7,10 +7,10 @@ of a leaf in it is unknown.
 """
 
 import collections
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -141,23 +141,17 @@ class Follower:
         leaves = value.leaves
         matrices = {leaf: x for leaf, x in leaves.items() if is_matrix(leaf, x)}
         others = {leaf: x for leaf, x in leaves.items() if leaf not in matrices}
-        self.use(dataclasses.replace(value, leaves=others), "elementwise", eqn)
+        self.use(replace(value, leaves=others), "elementwise", eqn)
         roles = [OUT] * max(map(len, matrices.values()), default=0)
-        value = dataclasses.replace(value, leaves=matrices)
+        value = replace(value, leaves=matrices)
         sources = value.sources | {*self.use(value, "contracted", eqn, roles)}
-        return dataclasses.replace(value, data=True, leaves={}, sources=sources)
+        return replace(value, data=True, leaves={}, sources=sources)
 
     def routes(self, chosen: Value, others: Sequence[Value]) -> bool:
         """Note that a top-k chose which others count, unless among themselves."""
-
-        def is_other(x: Value) -> bool:
-            sources = {use.path for use in x.sources}
-            return bool(x.leaves) or (
-                x.data and not x.noise and not set() < sources <= among
-            )
-
         among = {path for use in chosen.choice for path in use.among}
-        is_routing = any(map(is_other, others))
+        others = [x for x in others if not set() < {u.path for u in x.sources} <= among]
+        is_routing = any(x.leaves or (x.data and not x.noise) for x in others)
         for use in chosen.choice:
             use.chooses |= is_routing
         return is_routing
@@ -204,7 +198,11 @@ def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value
         made = [x for x in made if x is not value]
     if made and (active or not fits):
         for value in made:
-            follower.use(value, "elementwise" if fits else "opaque", eqn)
+            is_input = value.activated or name not in SUMS
+            if fits and is_input and not value.has_all(shape):
+                result.sources |= follower.given(value, eqn, ()).sources
+            else:
+                follower.use(value, "elementwise" if fits else "opaque", eqn)
         # Leaves stay matrices behind a mask or a scale of their elements; and a product
         # of leaves (LoRA) where it is added to a frozen matrix.
         masked = name in ("mul", "div", "select_n") and sum(n > 1 for n in shape) > 1
@@ -223,10 +221,8 @@ def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value
 
 def _fits(shape: Shape, other: Shape) -> bool:
     """True if an operand of this shape is a scalar, or broadcast by its axes of 1."""
-    pairs = zip(shape, other, strict=False)
-    return not shape or (
-        len(shape) == len(other) and all(n in (1, m) for n, m in pairs)
-    )
+    ones = {n for n, m in zip(shape, other, strict=False) if n != m}
+    return not shape or (len(shape) == len(other) and ones <= {1})
 
 
 def _scales(name: str, made: Sequence[Value], shape: Shape) -> list[Value]:
@@ -237,9 +233,8 @@ def _scales(name: str, made: Sequence[Value], shape: Shape) -> list[Value]:
     ]
     both = [*zip(made, scales, strict=True)]
     others = {leaf for x, is_scale in both if not is_scale for leaf in x.leaves}
-    return [
-        x for x, is_scale in both if is_scale and others and not others & {*x.leaves}
-    ]
+    found = [x for x, is_scale in both if is_scale and not others & {*x.leaves}]
+    return found if others else []
 
 
 def _softmax(name: str, values: Sequence[Value]) -> int:

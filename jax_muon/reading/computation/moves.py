@@ -1,7 +1,7 @@
 """Follow parameters where axes are moved, cut, indexed, joined and reduced."""
 
-import dataclasses
 import itertools
+from dataclasses import replace
 
 from jax.extend.core import JaxprEqn, Literal
 
@@ -53,7 +53,7 @@ def cut(value: Value, old: Shape, new: Shape, starts: Shape | None = None) -> Va
 
     of = value.results.items()
     results = {_slice_of(x, factors, old, new, starts): factors for x, factors in of}
-    result = dataclasses.replace(value, results=results).moved(rest)
+    result = replace(value, results=results).moved(rest)
     for role, whole in ((BATCH, True), (PART, False)):
         axes = {
             leaf: axes_in([[x for a in single for x in factors[a] if x.whole is whole]])
@@ -129,14 +129,14 @@ def pick(follower: Follower, eqn: JaxprEqn, value: Value, index: Value) -> Value
     """Elements of a value at some places; data may say at which."""
     is_routing = index.data and follower.routes(index, [value])
     if not value.leaves:
-        result = dataclasses.replace(joined([value, index]), results=value.results)
+        result = replace(joined([value, index]), results=value.results)
         result.choice -= index.choice if is_routing else frozenset()
         return result
     if not index.data:
         return value
     follower.use(value, "picked", eqn)
     picked = value.picked | {*value.leaves}
-    return dataclasses.replace(value, data=True, picked=picked)
+    return replace(value, data=True, picked=picked)
 
 
 @rule("random_bits", "rng_bit_generator")
@@ -151,7 +151,7 @@ def _concatenate(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
         name,
         values[::2],  # indices between the operand and its updates
     )
-    result = dataclasses.replace(joined(values), results={})
+    result = replace(joined(values), results={})
     beside_data = any(value.data and not value.leaves for value in arrays)
     for value in arrays:
         part = value.fit(shape)
@@ -165,7 +165,7 @@ def _concatenate(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
 
 @rule("top_k", "approx_top_k", "sort")
 def _top_k(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    result = dataclasses.replace(joined(values), results={})
+    result = replace(joined(values), results={})
     for value in values:
         # A sort of several operands ranks: it gives indices. Of one it is a quantile.
         if eqn.primitive.name != "sort" or len(values) > 1:
@@ -186,4 +186,4 @@ def _reduce(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     result = value.moved(lambda factors: tuple(factors[a] for a in left))
     if name.startswith("arg"):
         result.choice = value.chosen([x for x in along if along[x]])
-    return dataclasses.replace(result, one_hot=False)
+    return replace(result, one_hot=False)

@@ -5,10 +5,10 @@ leaves, or of a leaf and a constant, is followed on. One of two activations may 
 attention, or mix matrices that another product has made.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn
 
@@ -22,7 +22,7 @@ from jax_muon.reading.computation.values import Results, Scores, Use, Value, joi
 Axes = Sequence[int]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Product:
     """A contraction of two operands; each field has an entry for either.
 
@@ -138,7 +138,7 @@ def _result(uses: list[Use], factors: Sequence[Factors], role: str = "") -> Valu
 
 def _of_leaves(product: Product) -> Value:
     """The value of a product of two leaves: made of both."""
-    result = dataclasses.replace(joined(product.values), results={})
+    result = replace(joined(product.values), results={})
     for i, value in enumerate(product.values):
         part = value.moved(functools.partial(product.placed, i))
         result = result.with_leaves(part, len(shape_of(product.eqn.outvars[0])))
@@ -150,9 +150,7 @@ def _of_activations(follower: Follower, product: Product) -> Value:
     """A product of two activations, or of constants."""
     values, contract = product.values, product.contract
     is_transposed = follower.is_transposed(product.eqn)
-    result = dataclasses.replace(
-        joined(values), one_hot=False, is_exponential=False, results={}
-    )
+    result = replace(joined(values), one_hot=False, is_exponential=False, results={})
     if all(value.are_gates for value in values):
         result.softmax = min(value.softmax for value in values)
     for i, (value, other) in enumerate((values, values[::-1])):
@@ -214,7 +212,7 @@ def _convolution(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
     for x in data.outputs():
         x.use.separate(_members(data.results[x][numbers.lhs_spec[1]], groups)[0])
     if not kernel.leaves:
-        product = dataclasses.replace(joined(values), results={}, one_hot=False)
+        product = replace(joined(values), results={}, one_hot=False)
         if kernel.given_floats and not is_transposed:
             _feed(product)
         for x in kernel.outputs():
@@ -257,7 +255,7 @@ def _pallas_call(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
 
     Otherwise it is opaque to leaves; of activations alone, any function of them.
     """
-    result = dataclasses.replace(joined(values), results={}, one_hot=False)
+    result = replace(joined(values), results={}, one_hot=False)
     shapes = [shape_of(v) for v in eqn.invars]
     weights = [i for i, x in enumerate(values) if x.leaves and not x.data]
     data = [i for i, x in enumerate(values) if x.sources and len(shapes[i]) > 1]
@@ -268,7 +266,7 @@ def _pallas_call(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
             roles = [{before: IN, after: OUT}.get(n, BATCH) for n in shape]
             weight, by = values[weights[0]], values[data[0]]
             uses = follower.use(weight, "contracted", eqn, roles, by)
-            return dataclasses.replace(result, sources=frozenset(uses))
+            return replace(result, sources=frozenset(uses))
     for value in values:
         follower.use(value, "opaque", eqn)
     return result

@@ -20,13 +20,29 @@ from jax_muon.reading.computation.follow import Follower
 from jax_muon.reading.computation.values import Value
 
 
+def follow(function: Callable[..., Any], params: Any, *args: Any) -> Follower:
+    """The uses of every parameter in `function(params, *args)`; nothing is computed."""
+    leaves = dict(paths.leaves_with_paths(params))
+    jaxpr, count = jaxprs.trace(functools.partial(_loss, function), params, *args)
+    follower = Follower({path: tuple(x.shape) for path, x in leaves.items()})
+    values = [_of_leaf(path, shape) for path, shape in follower.shapes.items()]
+    given: list[Any] = [v.aval for v in jaxpr.invars[len(values) :]]
+    arguments = given[: count - len(values)]
+    # Without arrays among its arguments, a function closes over its data.
+    is_alone = not any(x.ndim and _given(x, is_data=True).data for x in arguments)
+    is_data = [is_alone or i < len(arguments) for i in range(len(given))]
+    values += map(_given, given, is_data)
+    follower.run(jaxpr, values)
+    return follower
+
+
 def read_uses(
     function: Callable[..., Any],
     params: Any,
     *args: Any,
     splits: Collection[str] = (),
 ) -> list[Parameter]:
-    """How `function(params, *args)` uses each parameter; nothing is computed.
+    """How `function(params, *args)` uses each parameter.
 
     Args:
       function: any function whose result depends on the parameters.
@@ -37,22 +53,19 @@ def read_uses(
     Raises:
       ValueError: the result does not depend on any parameter.
     """
+    follower = follow(function, params, *args)
     leaves = paths.leaves_with_paths(params)
-    jaxpr, count = jaxprs.trace(functools.partial(_loss, function), params, *args)
-    follower = Follower({path: tuple(x.shape) for path, x in leaves})
-    values = [_of_leaf(path, shape) for path, shape in follower.shapes.items()]
-    given: list[Any] = [v.aval for v in jaxpr.invars[len(values) :]]
-    arguments = given[: count - len(values)]
-    # Without arrays among its arguments, a function closes over its data.
-    is_alone = not any(x.ndim and _given(x, is_data=True).data for x in arguments)
-    is_data = [is_alone or i < len(arguments) for i in range(len(given))]
-    follower.run(jaxpr, [*values, *map(_given, given, is_data)])
     if leaves and not any(follower.uses.values()):
         raise ValueError(
             f"the result of {function} depends on none of the {len(leaves)} "
             "parameters; expected the loss, or a model's apply, as a function of them"
         )
-    read = [decide.parameter(path, leaf, follower, splits) for path, leaf in leaves]
+    read = [
+        decide.parameter(
+            path, leaf, follower, any(paths.matches(x, path) for x in splits)
+        )
+        for path, leaf in leaves
+    ]
     if all(x.axes is None and x.label != MUON for x in read):
         read = [decide.doubted(x, follower) for x in read]
     return decide.with_agreeing_layers(read)

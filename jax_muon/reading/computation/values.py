@@ -5,16 +5,16 @@ the array is made of, axis by axis; afterwards, the products with leaves that th
 comes from. A `Use` is one operation that applies a leaf to data.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from jax_muon.reading.computation.factors import Factors, Shape, axes_in, fit
 from jax_muon.reading.computation.roles import BATCH, IN, OUT, Roles, merged
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class Use:
     """One use of a leaf by one operation."""
 
@@ -22,24 +22,20 @@ class Use:
     kind: str  # contracted, convolved, depthwise, grouped, picked, elementwise, opaque
     line: str  # of the user's code
     primitive: str  # JAX's name of the operation
-    roles: Roles = dataclasses.field(default_factory=dict)
-    revised: Roles = dataclasses.field(default_factory=dict)  # by what comes later
-    left: set[int] = dataclasses.field(default_factory=set)  # axes not yet summed over
+    roles: Roles = field(default_factory=dict)
+    revised: Roles = field(default_factory=dict)  # by what comes later
+    left: set[int] = field(default_factory=set)  # axes not yet summed over
     feeds: bool = False  # another product takes its result, so that it is no head
     rows: int = 0  # how many inputs, which do not name an axis, it is multiplied by
     by_gates: bool = False  # they are gates
-    gated: set[int] = dataclasses.field(default_factory=set)  # outputs times gates
-    among: set[str] = dataclasses.field(
-        default_factory=set
-    )  # leaves of a top-k's input
+    gated: set[int] = field(default_factory=set)  # outputs times gates
+    among: set[str] = field(default_factory=set)  # leaves of a top-k's input
     chooses: bool = False  # a top-k of its outputs says what else is computed
     of_picked: bool = False  # data indexed the leaf before
     is_complex: bool = False
     is_gradient: bool = False  # JAX made it by transposing another product
-    taken: dict[int, set[int]] = dataclasses.field(default_factory=dict)  # one by one
-    outputs: dict[tuple[int | None, int, int], "Output"] = dataclasses.field(
-        default_factory=dict
-    )
+    taken: dict[int, set[int]] = field(default_factory=dict)  # one by one
+    outputs: dict[tuple[int | None, int, int], "Output"] = field(default_factory=dict)
 
     def revise(self, roles: Mapping[int, str]) -> None:
         """Override the roles of these axes, also if the use is found again."""
@@ -69,7 +65,7 @@ class Use:
         return self.outputs.setdefault(key, Output(self, *key))
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class Output:
     """The result of a use, or the slice from start to stop along an axis of the leaf.
 
@@ -103,7 +99,7 @@ class Scores(NamedTuple):
 Results = dict[Output | Scores, Factors]
 
 
-@dataclasses.dataclass
+@dataclass
 class Value:
     """A record about one array.
 
@@ -113,11 +109,11 @@ class Value:
     data: bool = False  # it is an activation, that is, depends on data
     noise: bool = False  # on nothing but random numbers; or a leaf times these
     given_floats: bool = False  # on arguments, a batch or frozen weights; who knows
-    leaves: dict[str, Factors] = dataclasses.field(default_factory=dict)
-    roles: dict[str, Roles] = dataclasses.field(default_factory=dict)  # of their axes
+    leaves: dict[str, Factors] = field(default_factory=dict)
+    roles: dict[str, Roles] = field(default_factory=dict)  # of their axes
     picked: frozenset[str] = frozenset()  # leaves that data has indexed
     activated: bool = False  # it is a function, such as tanh, of the leaves
-    results: Results = dataclasses.field(default_factory=dict)  # that it comes from
+    results: Results = field(default_factory=dict)  # that it comes from
     sources: frozenset[Use] = frozenset()  # the same, with no product in between
     one_hot: bool = False  # it compares data with other numbers
     softmax: int = 0  # 1: an exponential; 2: divided by a sum of some
@@ -132,7 +128,7 @@ class Value:
 
     def moved(self, change: Callable[[Factors], Factors]) -> "Value":
         """The same with its axes rearranged."""
-        return dataclasses.replace(
+        return replace(
             self,
             leaves={leaf: change(factors) for leaf, factors in self.leaves.items()},
             results={x: change(factors) for x, factors in self.results.items()},
@@ -164,7 +160,7 @@ class Value:
             leaf: merged(self.roles.get(leaf, {}), dict.fromkeys(of, frozenset({role})))
             for leaf, of in axes.items()
         }
-        return dataclasses.replace(self, roles=self.roles | roles)
+        return replace(self, roles=self.roles | roles)
 
     def with_leaves(self, other: "Value", ndim: int) -> "Value":
         """The same with `ndim` axes, made of another value's leaves as well."""
@@ -176,7 +172,7 @@ class Value:
         for leaf, of in other.roles.items():
             roles[leaf] = merged(roles.get(leaf, {}), of)
         picked = self.picked | other.picked
-        return dataclasses.replace(self, leaves=leaves, roles=roles, picked=picked)
+        return replace(self, leaves=leaves, roles=roles, picked=picked)
 
     def outputs(self) -> list[Output]:
         """Its results that are outputs of uses."""
