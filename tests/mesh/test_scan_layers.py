@@ -198,6 +198,25 @@ def test_each_device_by_itself(form, x64):
     assert sent.count("reduce-scatter") == losses.LAYERS + 1  # and zeros, before
 
 
+def test_in_a_shard_map_of_ones_own(x64):
+    """JAX sums gradients over the devices that repeat a layer."""
+    params, batch = drawn()
+    mesh, places = mesh_of(2, 4), {"w": P(None, None, "fsdp"), "b": P(None, "fsdp")}
+    scan = functools.partial(jm.scan_layers, mesh=mesh, specs=places)
+    axes = P(mesh.axis_names)
+
+    def loss(layers):
+        on_device = lambda layers, x: run(layers, x, scan)  # noqa: E731
+        given = {"mesh": mesh, "in_specs": (places, axes), "out_specs": axes}
+        y = jax.shard_map(on_device, **given, check_vma=False)(layers, batch)
+        return jnp.sum(y**2)
+
+    found = jax.jit(jax.grad(loss))(params["layers"])
+    alone = lambda layers: jnp.sum(run(layers, batch, jax.lax.scan) ** 2)  # noqa: E731
+    expected = jax.jit(jax.grad(alone))(params["layers"])
+    chex.assert_trees_all_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("carry", "output", "words"),
     [
