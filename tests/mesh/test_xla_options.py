@@ -68,7 +68,7 @@ def test_options_by_bytes_and_platform():
 
 def test_options_for_layers_that_a_loop_gathers():
     """Two buffers for the loop, and one bucket for all of a layer."""
-    mesh = mesh_of(8)
+    mesh = mesh_of(16)
     stack = {"layers": {"w": bfloat16(4, 4096, 4096), "up": bfloat16(4, 4096, 8192)}}
     layer = 3 * 4096 * 4096 * 2
     double = "xla_gpu_enable_while_loop_double_buffering"
@@ -77,12 +77,15 @@ def test_options_for_layers_that_a_loop_gathers():
     # jaxlib 0.12 has no such option.
     assert not options.get("xla_gpu_enable_pipelined_reduce_scatter", False)
     for threshold, received in zip(
-        thresholds(options), (layer, layer / 8), strict=True
+        thresholds(options), (layer, layer / 16), strict=True
     ):
         assert received < threshold < 2 * received
     # Over a part of the mesh axes, as in HSDP, a device receives more of it.
     hsdp = thresholds(gpu_options(stack, mesh_of(8, 2), scanned=["layers"]))
     assert layer / 2 < hsdp[1] < layer
+    # Among few devices smaller ones, beside which others need not wait long.
+    few = thresholds(gpu_options(stack, mesh_of(8), scanned=["layers"]))
+    assert few == [layer / 2, 4_000_000 / 8]
     matrices = jm.read(stack, lambda p, x: jax.lax.scan(_layer, x, p["layers"])[0], X)
     for given in ({}, {"matrices": matrices, "gathers_first": False}):
         assert double not in gpu_options(stack, mesh, **given)
