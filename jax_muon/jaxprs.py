@@ -19,11 +19,6 @@ from jax.interpreters import partial_eval
 _LIBRARIES = ("jax", "flax", "haiku", "equinox", "keras", "haliax")
 
 
-def inner(eqn: JaxprEqn) -> ClosedJaxpr:
-    """The function in an operation's parameter "jaxpr", as of jit, remat and scan."""
-    return _closed(eqn.params["jaxpr"])
-
-
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The function that an operation calls with exactly its own operands, or None."""
     functions = [x for x in eqn.params.values() if isinstance(x, ClosedJaxpr | Jaxpr)]
@@ -52,19 +47,12 @@ def trace(function: Any, *args: Any) -> tuple[Jaxpr, int]:
     """
     closed = jax.make_jaxpr(function)(*args)
     jaxpr, count = closed.jaxpr, len(closed.jaxpr.invars)
-    jaxpr = changed(jaxpr, constvars=(), invars=(*jaxpr.invars, *jaxpr.constvars))
+    inputs = (*jaxpr.invars, *jaxpr.constvars)
+    # Names of arguments would not fit.
+    unnamed = jaxpr.debug_info.with_unknown_names()
+    jaxpr = jaxpr.replace(debug_info=unnamed, constvars=(), invars=inputs)
     needed = [True] * len(jaxpr.outvars)
     return partial_eval.dce_jaxpr(jaxpr, needed, instantiate=True)[0], count
-
-
-def changed(jaxpr: Jaxpr, **fields: Any) -> Jaxpr:
-    """A program with other inputs, results or operations, whose names no longer fit."""
-    return jaxpr.replace(debug_info=jaxpr.debug_info.with_unknown_names(), **fields)
-
-
-def needed_for(jaxpr: Jaxpr, results: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
-    """The part of a function that some results need, and which inputs it takes."""
-    return partial_eval.dce_jaxpr(jaxpr, results)
 
 
 def operations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

@@ -95,7 +95,7 @@ def test_the_inputs_of_a_scan():
     constants, start = jaxprs.scan_starts(eqn)
     assert eqn.invars[start].aval.shape == (5,)
     assert start - constants == 1 and len(eqn.invars) - start == 1
-    assert len(jaxprs.inner(eqn).in_avals) == len(eqn.invars)
+    assert len(jaxprs.called(eqn).in_avals) == len(eqn.invars)
 
 
 def test_functions_that_operations_call():
@@ -117,8 +117,38 @@ def test_only_what_results_need_is_traced(as_users_write):
     jaxpr, count = jaxprs.trace(function, X, 3.0)
     assert primitives(jaxpr).count("cos") == 0
     assert (count, len(jaxpr.invars)) == (2, 3)
-    part, inputs = jaxprs.needed_for(jaxpr, [True])
-    assert inputs == [True, False, True] and len(part.outvars) == 1
+
+
+def test_uses_of_an_input():
+    """Moves and casts lead to a use; results of functions are followed."""
+
+    def function(x, y):
+        moved = jax.jit(lambda x: x.T.astype("float16"))(x)
+        return jnp.sin(jaxprs.marked(moved, "here")), jax.checkpoint(jnp.cos)(y), x[:1]
+
+    jaxpr = jax.make_jaxpr(function)(X, X).jaxpr
+    x, y = jaxpr.invars
+    assert jaxprs.uses(jaxpr, {x}) == (["here"], [False, False, True])
+    assert jaxprs.uses(jaxpr, {y}) == (["cos"], [False, False, False])
+
+
+def test_residuals_that_are_arguments():
+    """`scan_layers` does not save them, and fills them in again."""
+
+    def saving(x, w):
+        y, pull = jax.vjp(lambda x, w: jnp.sin(x @ w), x, w)
+        assert isinstance(pull.args_res, list) and len(pull.args_res) == 2
+        pull.args_res[1] = None
+        return y, pull
+
+    w = jnp.ones((4, 4))
+    y, pull = jax.jit(saving)(X, w)
+    saved = [x.shape for x in jax.tree.leaves(pull)]
+    assert (4, 4) not in saved
+    pull.args_res[1] = w
+    expected = jax.vjp(lambda x, w: jnp.sin(x @ w), X, w)[1](y)
+    for found, right in zip(pull(y), expected, strict=True):
+        np.testing.assert_allclose(found, right, rtol=1e-6)
 
 
 def test_lines_are_the_users():

@@ -79,7 +79,8 @@ def scan_layers(
         the first axis of every array in `carry` and in the outputs of `block`, and
         `block` must treat samples independently of each other: what varies with the
         sample, such as a mask, belongs into `carry`. On Explicit axes it must not use
-        arrays other than its arguments. Inside shard_map it is so anyway.
+        arrays other than its arguments. In a shard_map of your own it is so anyway; a
+        layer's gradient is summed over the mesh axes that divide it, and no others.
       keep_gathered: keep gathered layers for the backward pass.
       reverse: whether the last layer comes first.
       unroll: layers in one turn of the loop.
@@ -271,16 +272,16 @@ def _collectives(
     """
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     wire = of_step.get() or Wire(names, sum_wide=is_cpu)
+    # In a shard_map of the user's, that sum is left to the user, or to JAX.
+    is_theirs = not of_step.get() and jax.sharding.get_abstract_mesh().manual_axes
 
     def gather(x: Any, leaf: _Leaf) -> Any:
         return wire.gather(x, leaf.spec)
 
-    def scatter(g: Any, leaf: _Leaf) -> Any:
-        return wire.scatter(g, leaf.fine, leaf.dtype).astype(leaf.dtype)
-
     def over_shards(g: Any, leaf: _Leaf) -> Any:
         over = dataclasses.replace(wire, axes=spec_names(only(leaf.spec, wire.axes)))
-        return over.scatter(g, leaf.spec, leaf.dtype)
+        g = over.scatter(g, leaf.spec, leaf.dtype)
+        return g.astype(leaf.dtype) if is_theirs else g
 
     def over_replicas(g: Any, leaf: _Leaf) -> Any:
         rest = tuple(n for n in wire.axes if n not in spec_names(leaf.spec))
@@ -288,8 +289,13 @@ def _collectives(
         return over.scatter(g, leaf.fine, leaf.dtype).astype(leaf.dtype)
 
     several = {*divided_axes(mesh.shape)} & {*names}
-    repeated = any(any(x.spec) and several - {*spec_names(x.spec)} for x in leaves)
-    return (gather, over_shards, over_replicas) if repeated else (gather, scatter)
+    if is_theirs:
+        return gather, over_shards
+    if any(any(x.spec) and several - {*spec_names(x.spec)} for x in leaves):
+        return gather, over_shards, over_replicas
+    return gather, lambda g, leaf: wire.scatter(g, leaf.fine, leaf.dtype).astype(
+        leaf.dtype
+    )
 
 
 def _constraints(

@@ -198,6 +198,25 @@ def test_each_device_by_itself(form, x64):
     assert sent.count("reduce-scatter") == losses.LAYERS + 1  # and zeros, before
 
 
+def test_in_a_shard_map_of_ones_own(x64):
+    """JAX sums gradients over the devices that repeat a layer."""
+    params, batch = drawn()
+    mesh, places = mesh_of(2, 4), {"w": P(None, None, "fsdp"), "b": P(None, "fsdp")}
+    scan = functools.partial(jm.scan_layers, mesh=mesh, specs=places)
+    axes = P(mesh.axis_names)
+
+    def loss(layers):
+        on_device = lambda layers, x: run(layers, x, scan)  # noqa: E731
+        given = {"mesh": mesh, "in_specs": (places, axes), "out_specs": axes}
+        y = jax.shard_map(on_device, **given, check_vma=False)(layers, batch)
+        return jnp.sum(y**2)
+
+    found = jax.jit(jax.grad(loss))(params["layers"])
+    alone = lambda layers: jnp.sum(run(layers, batch, jax.lax.scan) ** 2)  # noqa: E731
+    expected = jax.jit(jax.grad(alone))(params["layers"])
+    chex.assert_trees_all_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("carry", "output", "words"),
     [
@@ -294,3 +313,34 @@ def test_steps_that_scan_otherwise_than_their_loss(scanned, specs, words):
     step = make(loss, specs=SPECS | {"layers": LAYERS}, scanned=scanned)
     with pytest.raises((TypeError, ValueError), match=words):
         gradients(step, params, batch)
+
+
+# --- specs that leave the axes of layers to a scan ------------------------------------
+
+
+@pytest.mark.parametrize("how", [None, {}, {"local_batch": True}])
+def test_the_reading_finds_layers_and_specs_avoid_them(how):
+    """Eight layers, which eight devices would divide first."""
+    params = {"layers": {"w": jnp.ones((8, 8, 16, 8))}, "head": jnp.ones((8, 24))}
+    mesh = mesh_of(8)
+
+    def loss(params, x):
+        scan = jax.lax.scan
+        if how is not None:
+            scan = functools.partial(jm.scan_layers, mesh=mesh, specs=P(), **how)
+        block = lambda x, w: (jnp.einsum("bi,ijk,bj->bk", x, w, x @ w[0].T), None)  # noqa: E731
+        return jnp.mean(scan(block, x, params["layers"]["w"])[0] @ params["head"])
+
+    matrices = jm.read(params, loss, jnp.ones((8, 8)), rules={"layers": "adamw"})
+    assert matrices["layers/w"].scanned == (0,)
+    specs = jm.divided_specs(params, mesh, matrices=matrices, min_size=1)
+    assert specs["layers"]["w"] == P(None, "data", None, None)
+    assert jm.divided_specs(params, mesh, min_size=1)["layers"]["w"][0] == "data"
+    none_fits = jm.divided_specs(
+        {"layers": {"w": jnp.ones((8, 3))}}, mesh, (), matrices
+    )
+    assert none_fits["layers"]["w"] == P(None, None)
+    tx = jm.on_mesh(jm.muon(matrices=matrices), mesh, divide="data", min_size=1)
+    state = jm.abstract_state(tx, params, mesh)
+    specs = {x.sharding.spec for x in jax.tree.leaves(state) if x.ndim == 4}
+    assert specs == {P(None, "data")}

@@ -6,10 +6,10 @@ import math
 
 import jax
 import numpy as np
+import pytest
 
 import jax_muon as jm
 from jax_muon.mesh.xla_options import XLA_GATHERS_LAYERS, _known
-from tests.reading import reader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,13 @@ def bfloat16(*shape):
     return jax.ShapeDtypeStruct(shape, "bfloat16")
 
 
+X = bfloat16(2, 4096)
+
+
+def _layer(x, layer):
+    return x @ layer["w"] + (x @ layer["up"])[:, ::2], None
+
+
 gpu_options = functools.partial(jm.gpu_options, matrices=None)
 
 
@@ -61,7 +68,7 @@ def test_options_by_bytes_and_platform():
 
 def test_options_for_layers_that_a_loop_gathers():
     """Two buffers for the loop, and one bucket for all of a layer."""
-    mesh = mesh_of(8)
+    mesh = mesh_of(16)
     stack = {"layers": {"w": bfloat16(4, 4096, 4096), "up": bfloat16(4, 4096, 8192)}}
     layer = 3 * 4096 * 4096 * 2
     double = "xla_gpu_enable_while_loop_double_buffering"
@@ -70,14 +77,23 @@ def test_options_for_layers_that_a_loop_gathers():
     # jaxlib 0.12 has no such option.
     assert not options.get("xla_gpu_enable_pipelined_reduce_scatter", False)
     for threshold, received in zip(
-        thresholds(options), (layer, layer / 8), strict=True
+        thresholds(options), (layer, layer / 16), strict=True
     ):
         assert received < threshold < 2 * received
-    for given in ({}, {"gathers_first": False}):
+    # Over a part of the mesh axes, as in HSDP, a device receives more of it.
+    hsdp = thresholds(gpu_options(stack, mesh_of(8, 2), scanned=["layers"]))
+    assert layer / 2 < hsdp[1] < layer
+    # Among few devices smaller ones, beside which others need not wait long.
+    few = thresholds(gpu_options(stack, mesh_of(8), scanned=["layers"]))
+    assert few == [layer / 2, 4_000_000 / 8]
+    matrices = jm.read(stack, lambda p, x: jax.lax.scan(_layer, x, p["layers"])[0], X)
+    for given in ({}, {"matrices": matrices, "gathers_first": False}):
         assert double not in gpu_options(stack, mesh, **given)
     # In plain jit XLA gathers layers by itself: its own pipelining does most.
     known = _known(XLA_GATHERS_LAYERS)
-    assert gpu_options(stack, mesh, matrices=reader()(stack)) == known
+    assert gpu_options(stack, mesh, matrices=matrices) == known
+    with pytest.raises(ValueError, match="scanned: the pattern 'blocks' matches no"):
+        gpu_options(stack, mesh, scanned="blocks")
 
 
 def test_options_that_xla_does_not_know_are_left_out():
