@@ -22,6 +22,6 @@ def models(environment: str) -> list[Any]:
 
 
 def check(model: Model) -> None:
-    """Undecided leaves would be refused, unless names decide them: here all do."""
+    """No leaf is read wrongly, and none is left to the user."""
     row, kinds = read_model(model)
     assert row["loss"]["wrong"] == row["loss"]["refused"] == 0, kinds

@@ -7,10 +7,34 @@ import numpy as np
 import optax
 import pytest
 from brax import envs
+from brax.training.acme import running_statistics
+from brax.training.agents.ppo import networks as ppo_networks
+from brax.training.agents.ppo.losses import PPONetworkParams
 
 import jax_muon as jm
 
 adam = optax.adam
+ENVIRONMENT = envs.get_environment("fast")
+NETWORKS = []  # as brax makes them, before its optimizer
+
+
+def networks(*args, **settings):
+    NETWORKS[:] = [ppo_networks.make_ppo_networks(*args, **settings)]
+    return NETWORKS[0]
+
+
+def read(params):
+    """By both networks, whose outputs the loss depends on."""
+    (network,) = NETWORKS
+    size = ENVIRONMENT.observation_size
+    normalizer = running_statistics.init_state(jax.ShapeDtypeStruct((size,), "float32"))
+
+    def outputs(params, observations):
+        policy = network.policy_network.apply(normalizer, params.policy, observations)
+        value = network.value_network.apply(normalizer, params.value, observations)
+        return policy, value
+
+    return jm.read(params, outputs, jax.ShapeDtypeStruct((4, size), "float32"))
 
 
 def muon(learning_rate):
@@ -24,7 +48,7 @@ def muon(learning_rate):
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    return jm.partition({"muon": chain, "adamw": adam(learning_rate)})
+    return jm.partition({"muon": chain, "adamw": adam(learning_rate)}, matrices=read)
 
 
 def replicated(tree, devices):
@@ -38,7 +62,7 @@ def replicated(tree, devices):
 def train(devices):
     """The parameters that brax's PPO ends with; it asserts that replicas are equal."""
     _, params, _ = ppo.train(
-        envs.get_environment("fast"),
+        ENVIRONMENT,
         num_timesteps=2**12,
         episode_length=32,
         num_envs=16,
@@ -51,6 +75,7 @@ def train(devices):
         learning_rate=3e-3,
         max_grad_norm=1.0,
         normalize_observations=True,
+        network_factory=networks,
         max_devices_per_host=devices,
     )
     return params
@@ -77,4 +102,5 @@ def test_ppo(devices, monkeypatch):
     leaves = jax.tree.leaves(params[1:])
     assert all(np.isfinite(x).all() for x in leaves)
     kernels = [x for x in leaves if x.ndim == 2]
-    assert len(kernels) > 4
+    matrices = read(PPONetworkParams(*params[1:])).values()
+    assert sum(x.label == "muon" for x in matrices) == len(kernels) - 2 == 9

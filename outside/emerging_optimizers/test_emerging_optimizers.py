@@ -114,7 +114,7 @@ OPTIMIZERS = {
     "muonh": (
         MuonHyperball,
         {"weight_decay": 0.0, "nesterov": True},
-        jm.muonh(LR, MOMENTUM, polar=our_polar(YOU, 5)),
+        jm.muonh(LR, MOMENTUM, polar=our_polar(YOU, 5), matrices={"*": "muon"}),
     ),
     "shape_scaling": (
         Muon,
@@ -130,7 +130,9 @@ OPTIMIZERS = {
     "moonlight": (
         Muon,
         {"weight_decay": 0.1, "extra_scale_factor": 0.2, "nesterov": True},
-        jm.moonlight(LR, MOMENTUM, 0.1, polar=our_polar(YOU, 5)),
+        jm.moonlight(
+            LR, MOMENTUM, 0.1, polar=our_polar(YOU, 5), matrices={"*": "muon"}
+        ),
     ),
     "normuon": (
         AdaptiveMuon,
@@ -181,6 +183,6 @@ def test_zero_matrices():
     """It refuses one, ours moves it until it reaches its sphere."""
     with pytest.raises(ValueError, match="non-zero norm"):
         MuonHyperball([torch.nn.Parameter(torch.zeros(4, 6))])
-    tx, params = jm.muonh(0.5), {"up": jnp.zeros((6, 4))}
+    tx, params = jm.muonh(0.5, matrices={"*": "muon"}), {"up": jnp.zeros((6, 4))}
     updates, _ = tx.update({"up": jnp.ones((6, 4))}, tx.init(params), params)
     assert float(optax.tree.norm(updates)) == pytest.approx(0.5 * 4**0.5, rel=1e-2)

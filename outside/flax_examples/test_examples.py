@@ -123,10 +123,16 @@ def train_lm1b(load, monkeypatch, workdir, recipe, sizes):
     monkeypatch.setattr(train.utils, "create_device_mesh", lambda _: devices)
     monkeypatch.setattr(train, "generate_prediction", lambda **_: "")
     setup = train.utils.setup_initial_state
-    states = []
+    models, states = [], []
+
+    def read(params):
+        (model,) = models
+        inputs = jax.ShapeDtypeStruct((BATCH, LENGTH), np.int32)
+        return jm.read(params, lambda p, x: model.apply({"params": p}, x), inputs)
 
     def setup_on_mesh(model, tx, config, key, mesh):
         """Specs from the logical axes, which the example unboxes before its steps."""
+        models.append(model)
         boxed = jax.eval_shape(model.init, key, np.ones((1, LENGTH)))["params"]
         names, rules = linen.get_partition_spec(boxed), config.logical_axis_rules
         specs = linen.logical_to_mesh_sharding(names, mesh, rules)
@@ -140,7 +146,7 @@ def train_lm1b(load, monkeypatch, workdir, recipe, sizes):
         "save_checkpoint_multiprocess",
         lambda _, state, step: states.append(state),
     )
-    losses = run(train, settings, workdir, recipe)
+    losses = run(train, settings, workdir, functools.partial(recipe, matrices=read))
     return states[0], states[-1], losses
 
 
@@ -181,6 +187,7 @@ def check_state(params, state):
 
 def train_gemma(load, monkeypatch, workdir, recipe, sizes):
     """The first and last parameters, the optimizer's last state, and the losses."""
+    batches, models = [], []
 
     def datasets(*, data_sharding, **_):
         batch = {
@@ -189,7 +196,8 @@ def train_gemma(load, monkeypatch, workdir, recipe, sizes):
             "inputs_segmentation": np.ones((BATCH, LENGTH), np.int32),
             "targets": tokens()[:, 1:],
         }
-        return STEPS * [jax.device_put(batch, data_sharding)], None, Encoder()
+        batches.extend(STEPS * [jax.device_put(batch, data_sharding)])
+        return batches, None, Encoder()
 
     train, settings = load("gemma", "tiny", datasets)
     parameters = settings.transformer_params | {
@@ -216,10 +224,30 @@ def train_gemma(load, monkeypatch, workdir, recipe, sizes):
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
     for module in ("tokenizer", "sampler_lib", "ocp"):
         monkeypatch.setattr(train, module, mock.MagicMock())
-    starts = []
+    starts, make = [], train.transformer_lib.Transformer
+
+    def recorded_model(*args, **settings):
+        models.append(make(*args, **settings))
+        return models[-1]
+
+    def read():
+        """By the model, before the optimizer is made."""
+        graph, params, rest = nnx.split(models[-1], nnx.Param, ...)
+
+        def logits(params, rest, batch):
+            mask = train.transformer_lib.make_causal_attn_mask(batch["inputs"] > 0)
+            model = nnx.view(nnx.merge(graph, params, rest), deterministic=True)
+            places = batch["inputs_position"]
+            return model(
+                batch["inputs"], positions=places, attention_mask=mask, cache=None
+            )[0]
+
+        return jm.read(params, logits, rest, batches[0])
+
+    monkeypatch.setattr(train.transformer_lib, "Transformer", recorded_model)
 
     def recorded(*args, **settings):
-        tx = recipe(*args, **settings)
+        tx = recipe(*args, matrices=read(), **settings)
 
         def init(params):
             starts.append(jax.device_get(nnx.to_pure_dict(params)))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 from levanter.grug.grug_moe import MoEExpertMlp
 from levanter.grug.sharding import compact_grug_mesh
 from levanter.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig
@@ -24,9 +25,11 @@ from levanter.models.qwen import Qwen3Config, QwenConfig
 from levanter.optim.muonh import scale_with_muonh
 from levanter.trainer_state import TrainerState
 from levanter.utils.mesh import MeshConfig, create_mesh_from_axis_specs
+from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from outside import patched
+from tests import pages
 
 LINEAR = (hax.nn.Linear, hax.nn.MoELinear)
 VOCAB = hax.Axis("vocab", 64)
@@ -88,7 +91,8 @@ def test_hyperball_against_muonh(theirs, ours, nesterov):
     their = scale_with_muonh(momentum, nesterov, 5, 1e-8, rate, theirs)
     polar = jm.NewtonSchulz(5, coefficients=ours, dtype="float32")
     start = two_layers(jax.random.key(0))
-    matrices = jm.read(start)
+    rules = {"up/weight/0": MuonDimensionNumbers(-1, -2), "down/weight/0": "muon"}
+    matrices = jm.read(start, rules=rules)
     our = optax.chain(
         jm.nesterov(momentum, lookahead=nesterov),
         jm.orthogonalize(polar, matrices=matrices),
@@ -143,7 +147,9 @@ def linears(tree):
 def test_readings(name):
     """As each Linear names its axes: In, Out, and batch for all others."""
     params = shapes(MODELS[name])
-    found = jm.read(params)
+    mesh = jax.make_mesh((1, 1), ("data", "model"), 2 * (AxisType.Auto,))
+    with hax.partitioning.set_mesh(mesh):  # the products of experts need one
+        found = pages.run("levanter")["read"](params)
     layers = linears(params)
     assert {
         path.removesuffix("/weight/0") for path, p in found.items() if p.label == "muon"
@@ -236,11 +242,20 @@ def test_patch(tmp_path, recipe, name):
     assert all("data" in spec for spec in momenta)
 
 
+def test_patch_with_labels(tmp_path):
+    """A model that has no loss of next tokens needs labels."""
+    patched.copy("levanter", tmp_path)
+    program = pathlib.Path(__file__).with_name("patched_run.py")
+    printed = patched.run(tmp_path, program, "muon", "labels")
+    assert "momenta: 2\nnothing says whether 2 of 2 parameters" in printed
+
+
 def test_grug_experts():
     """Raw arrays on Explicit axes: nothing goes around the recipe."""
     mesh = compact_grug_mesh(expert_axis_size=2, model_axis_size=2)
     sizes = {"num_experts": 4, "hidden_dim": 16, "intermediate_dim": 24}
-    tx = jm.moonlight(0.02, dtype="float32")
+    inputs_outputs = MuonDimensionNumbers(-2, -1)
+    tx = jm.moonlight(0.02, dtype="float32", matrices={"experts/*": inputs_outputs})
 
     def init(key):
         return {"experts": MoEExpertMlp.init(**sizes, initializer_std=0.1, key=key)}
@@ -249,7 +264,7 @@ def test_grug_experts():
         params = jax.jit(init)(jax.random.key(0))
         state = jax.jit(tx.init)(params)
         updates, state = jax.jit(tx.update)(params, state, params)
-    found = jm.read(params)
+    found = jm.read(params, rules={"experts/*": inputs_outputs})
     assert [p.label for p in found.values()] == 3 * ["muon"]
     assert {p.axes.batch for p in found.values()} == {(0,)}
     specs = {x.sharding.spec for x in jax.tree.leaves(state) if x.ndim == 3}

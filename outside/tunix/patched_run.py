@@ -4,6 +4,7 @@ import sys
 from unittest import mock
 
 import jax
+import omegaconf
 import optax
 import test_tunix
 from flax import nnx
@@ -21,6 +22,7 @@ OPTIMIZER = {
     "end_value": 0.01,
     "transition_steps": test_tunix.STEPS,
 }
+LABELS = {"w_lora_a": "muon", "w_lora_b": [0, [1, 2]], "kernel_lora_*": "muon"}
 CONFIG = {
     "optimizer_config": OPTIMIZER,
     "model_config": {"mesh": {"shape": "(4,2)", "axis_names": "('fsdp','tp')"}},
@@ -53,6 +55,14 @@ if __name__ == "__main__":
     lora = sys.argv[1] == "lora"
     pipeline = peft_main.PeftPipeline.__new__(peft_main.PeftPipeline)
     pipeline.config = CONFIG
+    if sys.argv[1] == "labels":
+        with_labels = {"optimizer_config": OPTIMIZER | {"matrices": LABELS}}
+        pipeline.config = omegaconf.OmegaConf.create(with_labels)
+        tx = pipeline.create_optimizer("optimizer_config")
+        model = test_tunix.make_model(test_tunix.mesh_of(1, 1), lora=True)
+        state = tx.init(nnx.state(model, nnx.LoRAParam)).inner_state
+        momenta = jax.tree.leaves(state.inner_states["muon"].inner_state[0].mu)
+        sys.exit(print("momenta:", len(momenta)))
 
     def create_model(model_config, tokenizer_config, mesh):
         del model_config, tokenizer_config
@@ -72,9 +82,11 @@ if __name__ == "__main__":
     print("alone")
     mesh = test_tunix.mesh_of(1, 1)
     rate = optax.linear_schedule(0.03, 0.01, test_tunix.STEPS)
-    tx = jm.nanochat(rate, adamw=1e-3, dtype="float32")
+    model = test_tunix.make_model(mesh, lora)
+    matrices = test_tunix.PAGE["read"](model, nnx.LoRAParam if lora else nnx.Param)
+    tx = jm.nanochat(rate, adamw=1e-3, dtype="float32", matrices=matrices)
     settings = peft_trainer.TrainingConfig(eval_every_n_steps=100)
-    alone = Trainer(test_tunix.make_model(mesh, lora), tx, settings)
+    alone = Trainer(model, tx, settings)
     with mesh:
         alone.with_gen_model_input_fn(test_tunix.model_input).train(
             test_tunix.batches()

@@ -29,6 +29,7 @@ CONFIG = llama3.ModelConfig(
     norm_eps=1e-5,
 )
 STEPS = 4
+PAGE = pages.run("tunix")
 
 
 def mesh_of(*sizes):
@@ -107,17 +108,17 @@ def norm(tree):
 @pytest.mark.parametrize("lora", [False, True])
 def test_peft_trainer(lora):
     """Four steps on (4, 2) devices and on one, to 1e-4 of the distance travelled."""
-    page = pages.run("tunix")
     wrt = nnx.LoRAParam if lora else nnx.Param
     ends, start = {}, None
     for sizes in ((1, 1), (4, 2)):
         mesh = mesh_of(*sizes)
         model = make_model(mesh, lora)
         start = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
-        tx = jm.moonlight(0.02, dtype="float32")
-        ends[sizes], specs = train(
-            model, page["on_its_mesh"](tx, model, mesh, wrt), mesh
-        )
+        matrices = PAGE["read"](model, wrt)
+        assert sum(x.label == "muon" for x in matrices.values()) == (12 if lora else 14)
+        tx = jm.moonlight(0.02, dtype="float32", matrices=matrices)
+        tx = PAGE["on_its_mesh"](tx, model, mesh, wrt)
+        ends[sizes], specs = train(model, tx, mesh)
     assert any("fsdp" in str(spec) for spec in specs), specs
     one, many = ends.values()
     moved = jax.tree.map(np.subtract, one, start)
@@ -141,3 +142,11 @@ def test_patch(parameters, tmp_path):
     np.testing.assert_allclose(losses, alone, rtol=1e-4)
     states = re.findall("state: (.*)", printed.split("alone\n")[0])
     assert any("fsdp" in spec for spec in states) or parameters == "lora"
+
+
+def test_patch_with_labels(tmp_path):
+    """GRPO makes its optimizers before it has a model."""
+    patched.copy("tunix", tmp_path)
+    (tmp_path / "tensorflow_datasets.py").touch()
+    run = pathlib.Path(__file__).with_name("patched_run.py")
+    assert "momenta: 12\n" in patched.run(tmp_path, run, "labels")
