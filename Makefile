@@ -121,10 +121,6 @@ bench: $(VENV)/parity
 gpu-schedule: $(VENV)/gpu-schedule
 	$(BIN)/python -m benchmarks.schedule.gpu_schedule $(or $(ARGS),--json $(RESULTS)/gpu_schedule_scale.json)
 
-# What the compiler makes of the kernels for symmetric products.
-symmetric-kernel: $(VENV)/gpu-schedule
-	$(BIN)/python -m benchmarks.symmetric_kernel
-
 # The extra of that name, without the CUDA libraries that its packages depend on: 250 MB
 # for the compiler alone.
 $(VENV)/gpu-schedule: pyproject.toml constraints.txt | $(BIN)/python
