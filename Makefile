@@ -20,10 +20,10 @@ OUTSIDE ?= $(patsubst outside/%/requirements.txt,%,$(wildcard outside/*/requirem
 TYPED := polar momentum orthogonalize scaling weight_decay hyperball dtypes
 
 # The environments of benchmarks/reading_models.
-READING_MODELS := modules transformers maxtext levanter tunix keras_hub
+READING_MODELS := transformers maxtext levanter tunix keras_hub
 
 .PHONY: train train-multiprocess test test-types test-versions test-outside reading-models wheel \
-	parity venv docs lint bench gpu-schedule symmetric-kernel clean
+	parity venv docs lint bench gpu-schedule clean
 
 train: $(VENV)/examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -64,8 +64,7 @@ test-outside: $(OUTSIDE:%=runs/outside/%)
 		PYTHONPATH=. runs/outside/$$name/bin/python -m pytest outside/$$name $(ARGS) || exit 1; \
 	done
 
-# How the parameters of these packages' models are read by their losses, and what each
-# rule of the reading is worth: half an hour on two cores.
+# How the parameters of these packages' models are read by their losses.
 reading-models: venv $(READING_MODELS:%=runs/outside/%)
 	$(BIN)/python -m benchmarks.reading_models $(ARGS)
 
