@@ -20,10 +20,10 @@ OUTSIDE ?= $(patsubst outside/%/requirements.txt,%,$(wildcard outside/*/requirem
 TYPED := polar momentum orthogonalize scaling weight_decay hyperball dtypes
 
 # The environments of benchmarks/reading_models.
-READING_MODELS := modules transformers maxtext levanter tunix keras_hub
+READING_MODELS := transformers maxtext levanter tunix keras_hub
 
 .PHONY: train train-multiprocess test test-types test-versions test-outside reading-models wheel \
-	parity venv docs lint bench gpu-schedule symmetric-kernel clean
+	parity venv docs lint bench gpu-schedule clean
 
 train: $(VENV)/examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -64,8 +64,7 @@ test-outside: $(OUTSIDE:%=runs/outside/%)
 		PYTHONPATH=. runs/outside/$$name/bin/python -m pytest outside/$$name $(ARGS) || exit 1; \
 	done
 
-# How the parameters of these packages' models are read by their losses, and what each
-# rule of the reading is worth: half an hour on two cores.
+# How the parameters of these packages' models are read by their losses.
 reading-models: venv $(READING_MODELS:%=runs/outside/%)
 	$(BIN)/python -m benchmarks.reading_models $(ARGS)
 
@@ -120,10 +119,6 @@ bench: $(VENV)/parity
 # needed. `make gpu-schedule ARGS="--models gpt2-124m --gpus 8"` is a small case.
 gpu-schedule: $(VENV)/gpu-schedule
 	$(BIN)/python -m benchmarks.schedule.gpu_schedule $(or $(ARGS),--json $(RESULTS)/gpu_schedule_scale.json)
-
-# What the compiler makes of the kernels for symmetric products.
-symmetric-kernel: $(VENV)/gpu-schedule
-	$(BIN)/python -m benchmarks.symmetric_kernel
 
 # The extra of that name, without the CUDA libraries that its packages depend on: 250 MB
 # for the compiler alone.

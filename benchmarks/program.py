@@ -1,4 +1,4 @@
-"""What programs share: arguments, tables, results with their machine, steps, timing."""
+"""What programs share: arguments, tables, results with their machine, timing."""
 
 import argparse
 import datetime
@@ -7,13 +7,11 @@ import json
 import os
 import pathlib
 import platform
-import re
 import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import optax
 
 PACKAGES = (
     *("jax", "jaxlib", "optax", "torch", "numpy"),
@@ -45,14 +43,6 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, the first row its titles."""
     rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
-
-
-def fill(page: pathlib.Path, name: str, table: str) -> None:
-    """Put a table into a page, below the comment with its name."""
-    mark = f"<!-- {name} -->\n\n"
-    old = re.escape(mark) + r"(\|.*\n)*"
-    filled = re.sub(old, lambda _: mark + table, page.read_text(encoding="utf-8"))
-    page.write_text(filled, encoding="utf-8")
 
 
 def save(result: Any, path: pathlib.Path) -> None:
@@ -104,31 +94,6 @@ def device_name() -> str:
     lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = {line.split(":")[1].strip() for line in lines if "model name" in line}
     return ", ".join(sorted(names)) or platform.processor()
-
-
-# ---- Training
-
-
-def training(
-    loss: Callable[..., jax.Array],
-    transform: Callable[..., optax.GradientTransformation],
-) -> tuple[Any, Any]:
-    """Compiled: the first state of parameters, and a step, which every rate shares.
-
-    Args:
-      loss: of parameters and a batch.
-      transform: an optimizer by its rates, which are the last arguments of both.
-    """
-
-    def init(params: Any, *rates: Any) -> Any:
-        return transform(*rates).init(params)
-
-    def step(params: Any, state: Any, batch: Any, *rates: Any) -> Any:
-        grads = jax.grad(loss)(params, batch)
-        updates, state = transform(*rates).update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return jax.jit(init), jax.jit(step)
 
 
 # ---- Time

@@ -74,7 +74,7 @@ OPTIMIZERS = {
 
 
 def best_rates(name: str) -> dict[str, float | list[float]]:
-    """The best settings found for `schedules`; see benchmarks/learning.py."""
+    """The best settings found for `schedules`; see docs/rates.md."""
     return json.loads(BEST.read_text())[name]
 
 

@@ -3,7 +3,7 @@
 A module here is a framework: its `MODELS` has a `Model` by name. Each builds the model
 as its package does, without values, and a loss of it; its answers were written from the
 package's code and not from what a reader said. `python -m benchmarks.reading_models`
-reads all of them by their losses.
+reads all of them by their losses; `benchmarks/NOTES_reading.md` has the result.
 """
 
 import dataclasses
@@ -16,19 +16,11 @@ from benchmarks.reading import expectation
 # The module of each framework, and the folder of outside/ whose environment it needs;
 # None: that of `make test`.
 FRAMEWORKS: Mapping[str, str | None] = {
-    "programs": None,
     "flax": None,
-    "equinox": "modules",
-    "haiku": "modules",
-    "jraph": "modules",
-    "flowjax": "modules",
-    "flaxdiff": "modules",
     "transformers": "transformers",
-    "diffusers": "transformers",
     "maxtext": "maxtext",
     "levanter": "levanter",
     "tunix": "tunix",
-    "keras": "keras_hub",
     "keras_hub": "keras_hub",
 }
 

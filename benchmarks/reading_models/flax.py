@@ -1,4 +1,6 @@
-"""Modules of Flax, linen and NNX, in models of a few lines."""
+"""Modules of Flax, linen and NNX, each between a first layer and a head."""
+
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -10,146 +12,63 @@ from benchmarks.reading_models.shapes import (
     LENGTH,
     VOCAB,
     WIDTH,
-    cross_entropy,
+    any_loss,
     floats,
     integers,
-    shapes_of,
+    nnx_model,
     zeros,
 )
 
 TOKENS, IMAGES = integers(BATCH, LENGTH), floats(BATCH, 8, 8, 3)
-ATTENTION = {
-    r"(query|key|value)/kernel": "ioo or ibo",
-    r"out/kernel": "iio",
-    r"(query|key|value|out)/bias": "adamw",
-}
-TEXT = {r"^head/": "adamw", r"^Embed_0|^embed/": "adamw", **ATTENTION, "kernel": "io"}
+IO = {"kernel": "io"}
+ENDS = {r"^head/|embedding$|bias$": "adamw", r"^first/": "iiio or adamw"}
+HEADS = {r"(query|key|value)/": "ioo or ibo", r"out/": "iio", "kernel": "io"}
 
 
-def linen(module, x, labels):
-    """A loss of a linen module; what it keeps beside parameters is an argument."""
-    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    variables = jax.eval_shape(lambda: module.init(rngs, zeros(x)))
-    params = variables.pop("params")
+class Linen(nn.Module):
+    """A module between others."""
 
-    def loss(params, rest, x, labels):
-        logits, _ = module.apply(
-            {"params": params, **rest},
-            x,
-            rngs={"dropout": jax.random.key(1)},
-            mutable=["batch_stats"],
-        )
-        return cross_entropy(logits, labels)
+    first: nn.Module
+    inner: nn.Module
 
-    return loss, params, (variables, x, labels)
-
-
-def nnx_model(make, x, labels):
-    """A loss of an NNX module, jitted."""
-    graph, params, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
-
-    def loss(pure, rest, x, labels):
-        nnx.replace_by_pure_dict(params, pure)
-        model = nnx.merge(graph, params, rest)
-        return cross_entropy(nnx.jit(lambda model, x: model(x))(model, x), labels)
-
-    pure = shapes_of(nnx.to_pure_dict(params))
-    return loss, pure, (shapes_of(rest), x, labels)
-
-
-# --- linen ----------------------------------------------------------------------------
-
-
-class Encoder(nn.Module):
     @nn.compact
-    def __call__(self, ids):
-        x = nn.Embed(VOCAB, WIDTH)(ids)
-        for _ in range(2):
-            attention = nn.MultiHeadDotProductAttention(
-                4, dropout_rate=0.1, deterministic=False
-            )
-            x = x + attention(nn.LayerNorm()(x))
-            hidden = nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x)))
-            x = x + nn.Dense(WIDTH)(hidden)
-        return nn.Dense(VOCAB, name="head")(x)
+    def __call__(self, x):
+        x = self.inner(nn.relu(self.first(x)))
+        return nn.Dense(VOCAB, name="head")(nn.relu(x))
 
 
 class Block(nn.Module):
+    """A layer of a scan."""
+
     @nn.compact
     def __call__(self, x, _):
-        x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x))
-        return x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(4 * WIDTH)(x))), None
+        attention = nn.MultiHeadDotProductAttention(
+            4, dropout_rate=0.1, deterministic=False
+        )
+        x = x + attention(nn.LayerNorm()(x))
+        hidden = nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x)))
+        return x + nn.Dense(WIDTH)(hidden), None
 
 
 class Scanned(nn.Module):
+    """Layers stacked along an axis."""
+
     axis: int
 
     @nn.compact
-    def __call__(self, ids):
+    def __call__(self, x):
         layers = nn.scan(
             nn.remat(Block),
             variable_axes={"params": self.axis},
-            split_rngs={"params": True},
+            split_rngs={"params": True, "dropout": True},
             length=3,
         )
-        x, _ = layers(name="layers")(nn.Embed(VOCAB, WIDTH)(ids), None)
-        return nn.Dense(VOCAB, name="head")(x)
-
-
-class Recurrent(nn.Module):
-    @nn.compact
-    def __call__(self, ids):
-        x = nn.Embed(VOCAB, WIDTH)(ids)
-        for cell in (
-            nn.OptimizedLSTMCell,
-            nn.LSTMCell,
-            nn.GRUCell,
-            nn.MGUCell,
-            nn.SimpleCell,
-        ):
-            x = nn.RNN(cell(WIDTH))(x)
-        return nn.Dense(VOCAB, name="head")(x)
-
-
-class ConvolutionalLSTM(nn.Module):
-    @nn.compact
-    def __call__(self, x):  # frames (batch, time, 8, 8, 3)
-        x = nn.RNN(nn.ConvLSTMCell(12, (3, 3)))(x)
-        return nn.Dense(5, name="head")(x.mean((1, 2, 3)))
-
-
-class Convolutions(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.relu(nn.Conv(8, (3, 3), name="stem")(x))
-        x = nn.relu(nn.Conv(8, (3, 3), feature_group_count=8, name="depthwise")(x))
-        x = nn.Conv(16, (1, 1), name="pointwise")(x)
-        x = nn.relu(nn.BatchNorm(use_running_average=False)(x))
-        x = nn.relu(nn.Conv(16, (3, 3), feature_group_count=4, name="groups")(x))
-        x = nn.relu(nn.ConvLocal(6, (2, 2), padding="VALID", name="local")(x))
-        x = nn.ConvTranspose(12, (2, 2), (2, 2), padding="VALID", name="transposed")(x)
-        x = nn.relu(x)
-        x = nn.ConvTranspose(10, (3, 3), transpose_kernel=True, name="flipped")(x)
-        x = nn.GroupNorm(2)(nn.relu(x)).reshape(x.shape[0], -1, 10).mean(1)
-        x = nn.relu(nn.WeightNorm(nn.Dense(20), name="normed")(x))
-        return nn.Dense(5, name="head")(x)
-
-
-class GeneralProducts(nn.Module):
-    @nn.compact
-    def __call__(self, ids):
-        x = nn.Embed(VOCAB, WIDTH)(ids)
-        y = nn.Einsum((WIDTH, 4, 6), "btd,dhk->bthk", name="einsum")(x)
-        y = nn.DenseGeneral(WIDTH, axis=(-2, -1), name="general")(nn.relu(y))
-        x = x + nn.Dense(WIDTH)(nn.relu(y))
-        x = x + nn.DenseGeneral(LENGTH, axis=1, name="tokens")(x).swapaxes(1, 2)
-        return nn.Dense(VOCAB, name="head")(x)
-
-
-# --- NNX ------------------------------------------------------------------------------
+        return layers(name="layers")(x, None)[0]
 
 
 class NnxBlock(nnx.Module):
+    """A layer of a scan."""
+
     def __init__(self, rngs):
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
@@ -161,126 +80,100 @@ class NnxBlock(nnx.Module):
         return x + self.down(nnx.gelu(self.up(x)))
 
 
-class NnxTransformer(nnx.Module):
-    """Blocks in a list, or stacked by `nnx.vmap` and scanned."""
+class NnxScanned(nnx.Module):
+    """Layers stacked by `nnx.vmap`."""
 
-    def __init__(self, rngs, scan):
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
-        self.scan = scan
-        if scan:
-            stack = nnx.vmap(NnxBlock, in_axes=0, out_axes=0)
-            self.blocks = nnx.split_rngs(splits=3)(stack)(rngs)
-        else:
-            self.blocks = nnx.List([NnxBlock(rngs) for _ in range(2)])
-
-    def __call__(self, ids):
-        x = self.embed(ids)
-        if self.scan:
-            body = nnx.scan(
-                lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
-            )
-            return self.head(body(x, self.blocks))
-        for block in self.blocks:
-            x = nnx.remat(lambda block, x: block(x))(block, x)
-        return self.head(x)
-
-
-class NnxLoraAndCells(nnx.Module):
     def __init__(self, rngs):
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.up = nnx.LoRALinear(WIDTH, 40, lora_rank=2, rngs=rngs)
-        self.down = nnx.Linear(40, WIDTH, rngs=rngs)
-        lstm = nnx.OptimizedLSTMCell(WIDTH, WIDTH, rngs=rngs)
-        self.lstm = nnx.RNN(lstm, rngs=rngs)
-        self.gru = nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs), rngs=rngs)
-        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
-
-    def __call__(self, ids):
-        x = self.embed(ids)
-        x = self.lstm(x + self.down(nnx.relu(self.up(x))))
-        return self.head(self.gru(x))
-
-
-class NnxConvolutions(nnx.Module):
-    def __init__(self, rngs):
-        self.stem = nnx.Conv(3, 8, (3, 3), rngs=rngs)
-        self.norm = nnx.BatchNorm(8, rngs=rngs)
-        self.conv = nnx.Conv(8, 16, (3, 3), strides=(2, 2), rngs=rngs)
-        self.transposed = nnx.ConvTranspose(
-            16, 12, (2, 2), (2, 2), padding="VALID", rngs=rngs
-        )
-        self.einsum = nnx.Einsum("bhwi,io->bhwo", (12, 20), (20,), rngs=rngs)
-        self.head = nnx.Linear(20, 5, rngs=rngs)
+        self.layers = nnx.split_rngs(splits=3)(nnx.vmap(NnxBlock))(rngs)
 
     def __call__(self, x):
-        x = nnx.relu(self.conv(nnx.relu(self.norm(self.stem(x)))))
-        x = nnx.relu(self.einsum(nnx.relu(self.transposed(x))))
-        return self.head(x.mean((1, 2)))
+        scan = nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return scan(lambda x, layer: layer(x))(x, self.layers)
 
 
-TRANSPOSED = "ooio or iiio"  # stride and window are equal: no overlap
-LABELS = integers(BATCH)
-LAYERS = {r"^layers/|^blocks/": (0,)}
+class Nnx(nnx.Module):
+    """A module between others."""
 
+    def __init__(self, make, rngs):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.inner = make(rngs=rngs)
+        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+
+    def __call__(self, ids):
+        return self.head(nnx.relu(self.inner(self.embed(ids))))
+
+
+def linen_model(first, inner, x):
+    """A loss of a linen module; what it keeps beside parameters is an argument."""
+    module = Linen(first, inner)
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = jax.eval_shape(lambda: module.init(rngs, zeros(x)))
+    params = variables.pop("params")
+
+    def loss(params, rest, x):
+        given = {"params": params, **rest}
+        logits, _ = module.apply(given, x, rngs=rngs, mutable=["batch_stats"])
+        return any_loss(logits)
+
+    return loss, params, (variables, x)
+
+
+def _nnx(make, answers):
+    def build():
+        module = nnx.eval_shape(lambda: Nnx(make, nnx.Rngs(0)))
+        jitted = nnx.jit(lambda model, x: model(x))
+        return nnx_model(module, lambda model, x: any_loss(jitted(model, x)), TOKENS)
+
+    return Model(build, ENDS | answers, {"layers/": (0,)})
+
+
+def _text(inner, answers, **stacked):
+    build = partial(linen_model, nn.Embed(VOCAB, WIDTH), inner, TOKENS)
+    return Model(build, ENDS | answers, {f"{k}/": axes for k, axes in stacked.items()})
+
+
+def _image(inner, answer):
+    build = partial(linen_model, nn.Conv(8, (3, 3)), inner, IMAGES)
+    return Model(build, ENDS | {"kernel": answer})
+
+
+def _cell(cell, width, rngs):
+    return nnx.RNN(cell(width, width, rngs=rngs), rngs=rngs)
+
+
+HEADED = nn.Einsum((WIDTH, 4, 6), "btd,dhk->bthk")
+BACK = nn.DenseGeneral(WIDTH, axis=(-2, -1))
 MODELS = {
-    "linen_encoder": Model(lambda: linen(Encoder(), TOKENS, TOKENS), TEXT),
-    "linen_scan_axis_0": Model(lambda: linen(Scanned(0), TOKENS, TOKENS), TEXT, LAYERS),
-    "linen_scan_axis_1": Model(
-        lambda: linen(Scanned(1), TOKENS, TOKENS),
-        TEXT,
-        {r"^layers/": (1,)},
+    "linen scan, axis 0": _text(Scanned(0), HEADS, layers=(0,)),
+    "linen scan, axis 1": _text(Scanned(1), HEADS, layers=(1,)),
+    "linen OptimizedLSTMCell": _text(nn.RNN(nn.OptimizedLSTMCell(WIDTH)), IO),
+    "linen LSTMCell": _text(nn.RNN(nn.LSTMCell(WIDTH)), IO),
+    "linen GRUCell": _text(nn.RNN(nn.GRUCell(WIDTH)), IO),
+    "linen MGUCell": _text(nn.RNN(nn.MGUCell(WIDTH)), IO),
+    "linen SimpleCell": _text(nn.RNN(nn.SimpleCell(WIDTH)), IO),
+    "linen Einsum and DenseGeneral": _text(
+        nn.Sequential([HEADED, nn.relu, BACK]),
+        {"layers_0/kernel": "ioo or ibo", "layers_2/kernel": "iio"},
     ),
-    "linen_recurrent": Model(lambda: linen(Recurrent(), TOKENS, TOKENS), TEXT),
-    "linen_conv_lstm": Model(
-        lambda: linen(ConvolutionalLSTM(), floats(BATCH, 4, 8, 8, 3), LABELS),
-        {"^head": "adamw", "/ih/": "iiio or adamw", "/hh/": "iiio"},
+    "linen DenseGeneral of tokens": _text(nn.DenseGeneral(WIDTH, axis=1), IO),
+    "linen WeightNorm": _text(nn.WeightNorm(nn.Dense(20)), IO),
+    "linen depthwise": _image(nn.Conv(8, (3, 3), feature_group_count=8), "adamw"),
+    "linen groups": _image(nn.Conv(16, (3, 3), feature_group_count=4), "adamw?"),
+    "linen pointwise": _image(
+        nn.Sequential([nn.Conv(16, (1, 1)), nn.BatchNorm(False)]), "iiio"
     ),
-    "linen_convolutions": Model(
-        lambda: linen(Convolutions(), IMAGES, LABELS),
-        {
-            "^head": "adamw",
-            "^stem": "iiio or adamw",
-            "^depthwise": "adamw",
-            "^groups": "adamw?",
-            "^local/kernel": "bbio",
-            "^local/bias": "adamw",
-            "^transposed/kernel": TRANSPOSED,
-            "^flipped/kernel": "iioi",
-            "^pointwise": "iiio",
-            "kernel": "io",
-        },
+    "linen ConvLocal": _image(nn.ConvLocal(6, (2, 2), padding="VALID"), "bbio"),
+    # Stride and window are equal: no overlap.
+    "linen ConvTranspose": _image(
+        nn.ConvTranspose(12, (2, 2), (2, 2), padding="VALID"), "ooio or iiio"
     ),
-    "linen_general_products": Model(
-        lambda: linen(GeneralProducts(), TOKENS, TOKENS),
-        {
-            "^einsum/kernel": "ioo or ibo",
-            "^einsum/bias": "adamw",
-            "^general/kernel": "iio",
-            **TEXT,
-        },
+    "linen ConvTranspose, flipped": _image(
+        nn.ConvTranspose(10, (3, 3), transpose_kernel=True), "iioi"
     ),
-    "nnx_transformer": Model(
-        lambda: nnx_model(lambda: NnxTransformer(nnx.Rngs(0), False), TOKENS, TOKENS),
-        TEXT,
+    "nnx scan": _nnx(NnxScanned, HEADS),
+    "nnx LoRALinear": _nnx(
+        partial(nnx.LoRALinear, WIDTH, WIDTH, lora_rank=2), {"lora|kernel": "io"}
     ),
-    "nnx_scanned_transformer": Model(
-        lambda: nnx_model(lambda: NnxTransformer(nnx.Rngs(0), True), TOKENS, TOKENS),
-        TEXT,
-        LAYERS,
-    ),
-    "nnx_lora_and_cells": Model(
-        lambda: nnx_model(lambda: NnxLoraAndCells(nnx.Rngs(0)), TOKENS, TOKENS),
-        {"^head": "adamw", "^embed": "adamw", "lora|kernel": "io"},
-    ),
-    "nnx_convolutions": Model(
-        lambda: nnx_model(lambda: NnxConvolutions(nnx.Rngs(0)), IMAGES, LABELS),
-        {
-            "^head": "adamw",
-            "^stem": "iiio or adamw",
-            "^transposed": TRANSPOSED,
-            "^conv": "iiio",
-            "^einsum": "io",
-        },
-    ),
+    "nnx OptimizedLSTMCell": _nnx(partial(_cell, nnx.OptimizedLSTMCell, WIDTH), IO),
+    "nnx GRUCell": _nnx(partial(_cell, nnx.GRUCell, WIDTH), IO),
 }

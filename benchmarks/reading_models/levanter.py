@@ -36,6 +36,8 @@ GPT2_ANSWERS = {
     r"(c_fc|mlp/c_proj)/weight": "io",
 }
 CONFIGS = {
+    "gpt2": Gpt2Config(**SMALL),
+    "llama, one by one": LlamaConfig(**LLAMA, scan_layers=False),
     "llama": LlamaConfig(**LLAMA),
     "llama with QK-norm": LlamaConfig(**LLAMA, use_qk_norm=True),
     "mistral": MistralConfig(**LLAMA),
@@ -47,7 +49,7 @@ CONFIGS = {
     "gemma3": Gemma3Config(**LLAMA),
     "olmo2": Olmo2Config(**LLAMA),
 }
-STACKED = {r"transformer/(layers|blocks)/stacked": (0,)}
+STACKED = {r"transformer/(layers|blocks)/stacked": (0,)}  # where layers are scanned
 
 
 def _is_floating(x):
@@ -77,12 +79,9 @@ def model(config):
     return loss, params, (integers(BATCH.size, positions.size),)
 
 
-def _entry(config, answers=ANSWERS, stacked=STACKED):
-    return Model(lambda: model(config), answers, stacked)
+def _entry(name, config):
+    answers = GPT2_ANSWERS if name == "gpt2" else ANSWERS
+    return Model(lambda: model(config), answers, STACKED)
 
 
-MODELS = {
-    "gpt2": _entry(Gpt2Config(**SMALL), GPT2_ANSWERS),
-    "llama, one by one": _entry(LlamaConfig(**LLAMA, scan_layers=False), stacked={}),
-    **{name: _entry(config) for name, config in CONFIGS.items()},
-}
+MODELS = {name: _entry(name, config) for name, config in CONFIGS.items()}

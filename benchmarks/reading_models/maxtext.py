@@ -5,10 +5,9 @@ mixtures of experts also with the three other ways to multiply.
 """
 
 import jax.numpy as jnp
-from flax import nnx
 
 from benchmarks.reading_models import Model
-from benchmarks.reading_models.shapes import cross_entropy, integers, shapes_of
+from benchmarks.reading_models.shapes import cross_entropy, integers, nnx_model
 from outside.maxtext.models import model_of
 
 BATCH, LENGTH = 2, 16
@@ -31,28 +30,28 @@ ANSWERS = {
 # Three layers choose experts by a hash of the tokens: their gates only weigh them.
 HASHED = {r"decoder/layers_[012]/mlp/MoeBlock_0/gate/kernel": "adamw?"}
 ONE_BY_ONE = "one by one"
-EVERY = (1, 0, ONE_BY_ONE)
-# Where MaxText stacks layers.
+EVERY, STACKED = (1, 0, ONE_BY_ONE), (1, 0)
+# The axes along which MaxText stacks layers.
 FAMILIES = {
     "llama2-7b": EVERY,
     "mistral-7b": (1,),
     "gpt3-6b": EVERY,
     "gemma-2b": EVERY,
-    "gemma2-2b": (1, 0),
+    "gemma2-2b": STACKED,
     "gemma3-4b": EVERY,
     "gemma4-26b": EVERY,
     "qwen2.5-7b": (1,),
     "qwen3-0.6b": EVERY,
     "qwen3-30b-a3b": EVERY,
     "qwen3-next-80b-a3b": EVERY,
-    "qwen3.5-35b-a3b": (1, 0),
+    "qwen3.5-35b-a3b": STACKED,
     "mixtral-8x7b": EVERY,
     "llama4-17b-16e": EVERY,
     "gpt-oss-20b": EVERY,
     "olmo3-7b": EVERY,
     "deepseek2-16b": EVERY,
-    "deepseek3.2-671b": (1, 0),
-    "deepseek4-284b": (1, 0),
+    "deepseek3.2-671b": STACKED,
+    "deepseek4-284b": STACKED,
     "kimi-k2-1t": EVERY,
 }
 PRODUCTS_OF_EXPERTS = {
@@ -78,18 +77,14 @@ def model(family, layers, *settings):
         f"max_target_length={length}",
         *settings,
     )
-    graph, params, rest = nnx.split(module, nnx.Param, ...)
 
-    def loss(pure, rest, ids):
-        nnx.replace_by_pure_dict(params, pure)
-        module = nnx.merge(graph, params, rest)
+    def loss(module, ids):
         positions = jnp.broadcast_to(jnp.arange(length), (BATCH, length))
         with mesh:
             logits = module(ids, positions, jnp.ones_like(ids), enable_dropout=False)
         return cross_entropy(logits, ids)
 
-    pure = shapes_of(nnx.to_pure_dict(params))
-    return loss, pure, (shapes_of(rest), integers(BATCH, length))
+    return nnx_model(module, loss, integers(BATCH, length))
 
 
 def _entry(family, layers, *settings):

@@ -27,6 +27,20 @@ def zeros(tree):
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
 
 
+def nnx_model(module, loss_fn, *inputs, variables=None):
+    """A loss of an NNX module without values; `variables` are its parameters."""
+    from flax import nnx  # which not every package here needs
+
+    graph, params, rest = nnx.split(module, variables or nnx.Param, ...)
+
+    def loss(pure, rest, *inputs):
+        nnx.replace_by_pure_dict(params, pure)
+        return loss_fn(nnx.merge(graph, params, rest), *inputs)
+
+    pure = shapes_of(nnx.to_pure_dict(params))
+    return loss, pure, (shapes_of(rest), *inputs)
+
+
 def cross_entropy(logits, labels):
     """Mean over all labels."""
     logits = logits.astype(jnp.float32)

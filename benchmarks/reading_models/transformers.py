@@ -80,11 +80,8 @@ CONVOLUTIONS = {
 }
 # The middle convolution of a block has groups.
 GROUPS = {r"layer/1/convolution": "adamw?", **CONVOLUTIONS}
-QUESTIONS = {r"qa_outputs": "adamw", **TEXT}
 PROJECTIONS = {r"(visual|text)_projection": "head", **VISION}
-CLASSIFIER = {r"pre_classifier": "io", **TEXT}
 GLOBAL = {r"global_relative": "adamw", **TEXT}
-DENSE = {r"lm_head/dense": "io", **TEXT}
 SPEECH = {r"conv1/": "iio or adamw", r"conv2/": "iio", **TEXT}
 SOUND = {
     r"masked_spec_embed|codevectors": "adamw",
@@ -110,17 +107,14 @@ def _both(result):
 POSITIONS = (TOKENS,) * 3
 FOUR = (TOKENS,) * 4
 BERT = (*FOUR, None)
-ENCODER_DECODER = (TOKENS,) * 6
 SMALL_IMAGES = (floats(2, 64, 64, 3),)
 TWO = {"num_hidden_layers": 2}
 BOTH = {"encoder_layers": 2, "decoder_layers": 2}
 GENERATION, CAUSAL = "ForConditionalGeneration", "ForCausalLM"
 PRETRAINING, IMAGE_CLASS = "ForPreTraining", "ForImageClassification"
-SEQUENCE_CLASS = "ForSequenceClassification"
 
 MODELS = {
     "albert": _entry("Albert", PRETRAINING, FACTORED, FOUR, _both, **TWO),
-    "bart": _entry("Bart", GENERATION, TEXT, ENCODER_DECODER, **BOTH),
     "beit": _entry(
         *("Beit", IMAGE_CLASS, VISION, (IMAGES,)),
         use_relative_position_bias=True,
@@ -128,10 +122,6 @@ MODELS = {
         **TWO,
     ),
     "bert": _entry("Bert", PRETRAINING, TEXT, BERT, _both, **TWO),
-    "bert_classifier": _entry("Bert", SEQUENCE_CLASS, TEXT, BERT, **TWO),
-    "bert_questions": _entry(
-        "Bert", "ForQuestionAnswering", QUESTIONS, BERT, _both, **TWO
-    ),
     "big_bird": _entry(
         *("BigBird", PRETRAINING, TEXT, ((integers(2, 128),) * 4 + (None,)), _both),
         block_size=8,
@@ -139,32 +129,16 @@ MODELS = {
         attention_type="block_sparse",
         **TWO,
     ),
-    "blenderbot": _entry("Blenderbot", GENERATION, TEXT, ENCODER_DECODER, **BOTH),
-    "bloom": _entry(
-        "Bloom", CAUSAL, TEXT, (TOKENS, TOKENS), n_layer=2, hidden_size=64, n_head=8
-    ),
     "clip": _entry(
         *("CLIP", "", PROJECTIONS, (TOKENS, IMAGES, TOKENS, TOKENS)),
         outputs=lambda x: (x.logits_per_image, x.logits_per_text),
         text_config=TWO,
         vision_config=TWO,
     ),
-    "dinov2": _entry(
-        "Dinov2", IMAGE_CLASS, VISION, (IMAGES,), image_size=224, patch_size=14, **TWO
-    ),
-    "distilbert": _entry(
-        "DistilBert", SEQUENCE_CLASS, CLASSIFIER, (TOKENS, TOKENS), n_layers=2
-    ),
-    "electra": _entry("Electra", PRETRAINING, FACTORED, BERT, **TWO),
     "gemma": _entry(
         "Gemma", CAUSAL, TEXT, POSITIONS, max_position_embeddings=1024, **TWO
     ),
     "gpt2": _entry("GPT2", "LMHead", OUT_IN, POSITIONS, n_layer=2),
-    "gpt_neo": _entry(
-        *("GPTNeo", CAUSAL, TEXT, POSITIONS),
-        num_layers=2,
-        attention_types=[[["global", "local"], 1]],
-    ),
     "gptj": _entry(
         *("GPTJ", CAUSAL, TEXT, POSITIONS),
         n_layer=2,
@@ -172,7 +146,6 @@ MODELS = {
         n_head=8,
         rotary_dim=16,
     ),
-    "llama": _entry("Llama", CAUSAL, TEXT, POSITIONS, **TWO),
     "longt5": _entry(
         *("LongT5", GENERATION, GLOBAL, FOUR),
         num_layers=2,
@@ -180,32 +153,19 @@ MODELS = {
         local_radius=3,
         global_block_size=4,
     ),
-    "marian": _entry("Marian", "MT", TEXT, ENCODER_DECODER, **BOTH),
-    "mbart": _entry("MBart", GENERATION, TEXT, ENCODER_DECODER, **BOTH),
-    "mistral": _entry(
-        "Mistral", CAUSAL, TEXT, POSITIONS, max_position_embeddings=512, **TWO
-    ),
-    "opt": _entry("OPT", CAUSAL, TEXT, POSITIONS, **TWO),
-    "pegasus": _entry("Pegasus", GENERATION, TEXT, ENCODER_DECODER, **BOTH),
     "regnet": _entry("RegNet", IMAGE_CLASS, GROUPS, SMALL_IMAGES, depths=[1, 2, 1, 1]),
-    "resnet": _entry(
-        "ResNet", IMAGE_CLASS, CONVOLUTIONS, SMALL_IMAGES, depths=[2, 1, 1, 1]
-    ),
-    "roberta": _entry("Roberta", "ForMaskedLM", DENSE, BERT, **TWO),
     "roformer": _entry(
         *("RoFormer", "ForMaskedLM", TEXT, (*POSITIONS, None)),
         embedding_size=768,
         rotary_value=False,
         **TWO,
     ),
-    "t5": _entry("T5", GENERATION, TEXT, FOUR, num_layers=2),
     "t5_gated_untied": _entry(
         *("T5", GENERATION, TEXT, FOUR),
         num_layers=2,
         feed_forward_proj="gated-gelu",
         tie_word_embeddings=False,
     ),
-    "vit": _entry("ViT", IMAGE_CLASS, VISION, (IMAGES,), **TWO),
     "wav2vec2": _entry(
         *("Wav2Vec2", PRETRAINING, SOUND, (floats(2, 4000),)),
         outputs=lambda x: jnp.sum(x[0] * x[1], -1, keepdims=True),
@@ -215,8 +175,5 @@ MODELS = {
     ),
     "whisper": _entry(
         "Whisper", GENERATION, SPEECH, (floats(2, 80, 3000), *POSITIONS), **BOTH
-    ),
-    "xglm": _entry(
-        "XGLM", CAUSAL, TEXT, POSITIONS, num_layers=2, max_position_embeddings=64
     ),
 }

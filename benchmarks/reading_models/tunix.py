@@ -8,7 +8,7 @@ import qwix
 from flax import nnx
 
 from benchmarks.reading_models import Model
-from benchmarks.reading_models.shapes import cross_entropy, integers, shapes_of
+from benchmarks.reading_models.shapes import cross_entropy, integers, nnx_model
 
 BATCH, LENGTH = 2, 16
 SMALL = {
@@ -47,19 +47,17 @@ LORA_ANSWERS = {
 }
 
 
-def model(make, variables=nnx.Param):
+def model(make, variables=None):
     """A loss of next tokens; only `variables` of the model are parameters."""
-    graph, params, rest = nnx.split(nnx.eval_shape(make), variables, ...)
 
-    def loss(pure, rest, ids):
-        nnx.replace_by_pure_dict(params, pure)
+    def loss(module, ids):
         positions = jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH))
         mask = jnp.tril(jnp.ones((BATCH, LENGTH, LENGTH), bool))
-        logits = nnx.merge(graph, params, rest)(ids, positions, None, mask)
+        logits = module(ids, positions, None, mask)
         return cross_entropy(logits[0] if isinstance(logits, tuple) else logits, ids)
 
-    pure = shapes_of(nnx.to_pure_dict(params))
-    return loss, pure, (shapes_of(rest), integers(BATCH, LENGTH))
+    ids = integers(BATCH, LENGTH)
+    return nnx_model(nnx.eval_shape(make), loss, ids, variables=variables)
 
 
 def small(family, name, **settings):
@@ -87,19 +85,24 @@ def with_lora():
     return qwix.apply_lora_to_model(llama, provider, rngs=nnx.Rngs(1), **inputs)
 
 
+def _small(*names, **settings):
+    return Model(lambda: model(small(*names, **settings)), ANSWERS)
+
+
+def _gemma(*names):
+    return Model(lambda: model(gemma(*names)), GEMMA_ANSWERS)
+
+
 MODELS = {
-    "llama3": Model(lambda: model(small("llama3", "Llama3")), ANSWERS),
-    "qwen2": Model(lambda: model(small("qwen2", "Qwen2")), ANSWERS),
-    "qwen3": Model(lambda: model(small("qwen3", "Qwen3")), ANSWERS),
-    "qwen3 with experts": Model(
-        lambda: model(small("qwen3", "Qwen3", num_experts=6, num_experts_per_tok=2)),
-        ANSWERS,
+    "llama3": _small("llama3", "Llama3"),
+    "qwen2": _small("qwen2", "Qwen2"),
+    "qwen3": _small("qwen3", "Qwen3"),
+    "qwen3 with experts": _small(
+        "qwen3", "Qwen3", num_experts=6, num_experts_per_tok=2
     ),
-    "gemma": Model(lambda: model(gemma("gemma", "Gemma", "gemma_2b")), GEMMA_ANSWERS),
-    "gemma2": Model(lambda: model(gemma("gemma", "Gemma", "gemma2_2b")), GEMMA_ANSWERS),
-    "gemma3": Model(
-        lambda: model(gemma("gemma3", "Gemma3", "gemma3_1b_pt")), GEMMA_ANSWERS
-    ),
+    "gemma": _gemma("gemma", "Gemma", "gemma_2b"),
+    "gemma2": _gemma("gemma", "Gemma", "gemma2_2b"),
+    "gemma3": _gemma("gemma3", "Gemma3", "gemma3_1b_pt"),
     "llama3 with LoRA": Model(lambda: model(with_lora), LORA_ANSWERS),
     "llama3, LoRA alone": Model(lambda: model(with_lora, nnx.LoRAParam), LORA_ANSWERS),
 }

@@ -14,41 +14,19 @@ import pytest
 from jax.sharding import AxisType
 from levanter.grug.grug_moe import MoEExpertMlp
 from levanter.grug.sharding import compact_grug_mesh
-from levanter.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig
-from levanter.models.gpt2 import Gpt2Config
-from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmExample
-from levanter.models.mistral import MistralConfig
-from levanter.models.mixtral import MixtralConfig
-from levanter.models.olmo import Olmo2Config
-from levanter.models.qwen import Qwen3Config, QwenConfig
 from levanter.optim.muonh import scale_with_muonh
 from levanter.trainer_state import TrainerState
 from levanter.utils.mesh import MeshConfig, create_mesh_from_axis_specs
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
+from benchmarks.reading_models.levanter import CONFIGS as MODELS
+from benchmarks.reading_models.levanter import VOCAB
 from outside import patched
 from tests import pages
 
 LINEAR = (hax.nn.Linear, hax.nn.MoELinear)
-VOCAB = hax.Axis("vocab", 64)
-SMALL = {"max_seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4}
-LLAMA = {**SMALL, "intermediate_dim": 48, "num_kv_heads": 2}
-MODELS = {
-    "gpt2": Gpt2Config(**SMALL),
-    "llama": LlamaConfig(**LLAMA),
-    "llama without scan": LlamaConfig(**LLAMA, scan_layers=False),
-    "llama with qk-norm": LlamaConfig(**LLAMA, use_qk_norm=True),
-    "mistral": MistralConfig(**LLAMA),
-    "mixtral": MixtralConfig(**LLAMA),
-    "qwen": QwenConfig(**LLAMA),
-    "qwen3": Qwen3Config(**LLAMA),
-    "gemma": GemmaConfig(**LLAMA),
-    "gemma2": Gemma2Config(**LLAMA),
-    "gemma3": Gemma3Config(**LLAMA),
-    "olmo2": Olmo2Config(**LLAMA),
-}
 
 
 # --- MuonH ----------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The program for a GPU, tried where there is none: results are kept as they come."""
 
 import functools
+import importlib.util
 import json
 import math
 import time
@@ -9,12 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
 
 import jax_muon as jm
 from benchmarks import on_a_card
 from benchmarks.gpt import loss
 from benchmarks.on_a_card import Record
 from benchmarks.parameters import llama_parameters, model_parameters
+from benchmarks.schedule.h100s import H100, lowering_for_h100
+from jax_muon.polar.hopper.kernel import Tiling
+from tests.interpreter import interpreted, needs_interpreter
 
 
 def test_each_result_is_written_as_it_ends(tmp_path, capsys):
@@ -56,6 +62,52 @@ def test_a_task_that_hangs_is_ended(monkeypatch):
 def test_polar_factors_are_checked_against_float64():
     found = on_a_card.polar_of((2, 16, 48), {"dtype": "float32", "form": "standard"})
     assert found["ok"] and 0 < found["error"] < 5e-5
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", on_a_card.products())
+def test_kernels_are_checked_against_plain_products(name):
+    """In the interpreter; one that is wrong, or not symmetric, does not pass."""
+    tiling = Tiling(columns=128, stages=2)
+    kernel = functools.partial(on_a_card.products()[name], tiling=tiling)
+    wrong = {"too large": lambda x: 1.02 * kernel(x)}
+    wrong["not symmetric"] = lambda x: jnp.triu(kernel(x))
+    with interpreted():
+        assert on_a_card.product_error(name, (2, 20, 36), kernel) <= 1
+        for one in wrong.values():
+            assert not on_a_card.product_error(name, (2, 20, 36), one) <= 1
+
+
+@pytest.fixture
+def keeps_no_program():
+    """JAX cannot read a program for a GPU that is not there back from a cache."""
+    seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e6)
+    yield
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="the compiler for GPUs is not installed: make .venv/gpu-schedule",
+)
+@pytest.mark.parametrize("name", ["gram, float32", "quadratic"])
+def test_kernels_compiled_for_an_h100(name, keeps_no_program, tmp_path, monkeypatch):
+    """No register is spilled, and no product waits for another."""
+    (device,) = topologies.get_topology_desc(
+        platform="cuda", target_config=H100, topology="1x1x1"
+    ).devices
+    shape = (24, 768, 768 if name == "quadratic" else 3072)
+    sharding = SingleDeviceSharding(device)
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))  # and what ptxas says
+    with lowering_for_h100():
+        lowered = jax.jit(on_a_card.products()[name]).lower(x)
+    lowered.compile()
+    (path,) = tmp_path.glob("*.ptxas")
+    said = path.read_text()
+    assert "0 bytes spill stores, 0 bytes spill loads" in said
+    assert "wgmma.mma_async instructions are serialized" not in said
 
 
 def random_like(shapes, rng):

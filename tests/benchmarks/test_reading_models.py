@@ -1,20 +1,20 @@
-"""The table of models: answers and outcomes."""
+"""Models of Flax, read by their losses, and the answers of such models."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.reading_models import Model
-from benchmarks.reading_models.__main__ import read_model, summary
+from benchmarks.reading_models import Model, flax
+from benchmarks.reading_models.__main__ import read_model
 from tests.programs.parts import floats
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
 
-def model(answers, **stacked):
-    def loss(params, x):
-        return jnp.mean((jax.nn.relu(x @ params["up"]) @ params["down"]) ** 2)
 
-    params = {"up": floats(4, 8), "down": floats(8, 3), "old": floats(3, 3)}
-    return Model(lambda: (loss, params, (floats(2, 4),)), answers, stacked)
+@pytest.mark.parametrize("name", flax.MODELS)
+def test_modules_of_flax(name):
+    row, kinds = read_model(flax.MODELS[name])
+    assert row["loss"]["right"] == row["leaves"], kinds
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,14 @@ def test_what_needs_no_answer():
         Model(None, {"w": "io"}).expected("w", (4, 8, 2))
 
 
-def test_rows():
-    """One leaf of each outcome that a loss can have here."""
-    row, kinds = read_model(model({"up": "oi", "down": "adamw", "old": "io"}))
+def test_a_wrong_answer_is_counted_and_shown():
+    def loss(params, x):
+        return jnp.mean((jax.nn.relu(x @ params["up"]) @ params["down"]) ** 2)
+
+    params = {"up": floats(4, 8), "down": floats(8, 3), "old": floats(3, 3)}
+    answers = {"up": "oi", "down": "adamw", "old": "io"}
+    row, kinds = read_model(Model(lambda: (loss, params, (floats(2, 4),)), answers))
     assert row["leaves"] == 3 and row["parameters"] == 32 + 24 + 9
-    outcomes = {kind: count for kind, count in row["loss"].items() if count}
-    assert outcomes == {"wrong": 1, "right": 1, "unused": 1}
+    found = {kind: count for kind, count in row["loss"].items() if count}
+    assert found == {"wrong": 1, "right": 1, "unused": 1}
     assert any("wrong up (4, 8): kernel, muon io; right is muon oi" in x for x in kinds)
-    table = summary({"ours": {"models": [{"model": "a", **row}, {"error": "no"}]}})
-    assert table.splitlines()[-1].startswith("| all | 1 | 3 | 1 | 1 |")

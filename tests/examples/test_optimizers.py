@@ -1,0 +1,63 @@
+"""The optimizers of the example: best settings, and a rate for the embedding."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from gpt import GPT
+from optimizers import BEST, OPTIMIZERS, best_rates, make_optimizer
+
+import jax_muon as jm
+
+RATES = {
+    "learning_rate": 0.02,
+    "adamw_learning_rate": 0.01,
+    "momentum": 0.9,
+    "weight_decay": 0.1,
+}
+RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Parameters, and what the loss says about them."""
+    graph, params = nnx.split(GPT(9, 32, 2, rngs=nnx.Rngs(0)))
+    windows = jax.ShapeDtypeStruct((1, 9), "int32")
+    return params, jm.read(params, lambda p, x: nnx.merge(graph, p).loss(x), windows)
+
+
+def test_every_optimizer_takes_the_settings_that_won_the_search(model):
+    found = json.loads((RESULTS / "learning/best.json").read_text())
+    won = {k: x["settings"] for k, x in found["300 steps, width 128"].items()}
+    assert won == json.loads(BEST.read_text())
+    assert won.keys() == OPTIMIZERS.keys()
+    params, matrices = model
+    for name in OPTIMIZERS:
+        tx = make_optimizer(name, 3, matrices, **best_rates(name))
+        jax.eval_shape(tx.init, params)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muonh"])
+def test_the_embedding_has_a_rate_of_its_own(name, model):
+    rates = RATES if name == "adamw" else RATES | {"weight_decay": 0.0}
+    params, matrices = model
+    ones = jax.tree.map(jnp.ones_like, params)
+    txs = [
+        make_optimizer(name, 3, matrices, **rates, embedding_factor=factor)
+        for factor in (1.0, 4.0)
+    ]
+    once, fourfold = (
+        nnx.to_flat_state(tx.update(ones, tx.init(params), params)[0]) for tx in txs
+    )
+    for (path, step), (_, other) in zip(once, fourfold, strict=True):
+        factor = 4 if path[0] == "embed" else 1
+        np.testing.assert_array_equal(other[...], factor * step[...])
+
+
+def test_a_decay_of_weights_whose_norms_stay_is_refused(model):
+    with pytest.raises(ValueError, match=r"weight_decay=0.1: muonh keeps the norms"):
+        make_optimizer("muonh", 3, model[1], **RATES)
