@@ -81,12 +81,13 @@ def partition(
         return with_splits(_for_tree(of_parts, groups), labelled.splits)
 
     def init_fn(params: optax.Params) -> Any:
-        checks.arrays("params", params)
+        params = checks.arrays("params", params)
         return build(params).init(params)
 
     def update_fn(
         updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
+        params = None if params is None else checks.arrays("params", params)
         checks.gradients(updates, params)
         updates = dtypes.as_wide_as_params(updates, params)
         tx = build(updates)  # of the updates, since params may be None
