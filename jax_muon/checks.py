@@ -147,12 +147,12 @@ def arrays(name: str, tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x) if type(x) is float else x, tree)
 
 
-def params(what: str, params: Any) -> None:
+def params(what: str, params: Any, otherwise: str = "") -> None:
     """The parameters must be passed to update."""
     if params is None:
         raise ValueError(
             f"{what} needs the parameters: tx.update(updates, state, params), got "
-            "params=None"
+            f"params=None{otherwise}"
         )
 
 

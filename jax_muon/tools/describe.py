@@ -17,7 +17,7 @@ import optax
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_muon import checks, notes, paths
-from jax_muon.axes import Parameter
+from jax_muon.axes import ADAMW, Parameter
 from jax_muon.mesh import array_types, owners, plan
 from jax_muon.mesh import specs as mesh_specs
 from jax_muon.mesh.collectives import Collective, members_over
@@ -136,6 +136,7 @@ def describe(
         tuple(sent),
         devices_per_host,
         sum(map(_bytes_on_a_device, jax.tree.leaves(state))),
+        heard["default"].get(ADAMW),
     )
 
 
