@@ -11,7 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+
+WRONG_OPTION = 2  # the status that argparse exits with
 
 
 def main() -> None:
@@ -25,9 +28,14 @@ def main() -> None:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     flags = ["--distributed", f"--coordinator={address}", f"--processes={count}"]
+    # All processes refuse a wrong option, and the first says so.
+    others = [tempfile.TemporaryFile() for _ in range(1, count)]  # noqa: SIM115
+    errors = [sys.stderr, *others]
     processes = [
-        subprocess.Popen([sys.executable, *command, *flags, f"--process-id={number}"])
-        for number in range(count)
+        subprocess.Popen(
+            [sys.executable, *command, *flags, f"--process-id={number}"], stderr=file
+        )
+        for number, file in enumerate(errors)
     ]
     asked = []
 
@@ -39,12 +47,27 @@ def main() -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+    first = None
     while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes) and not asked:
+        failed = [i for i, process in enumerate(processes) if process.poll()]
+        if failed and not asked:
+            first = failed[0] if first is None else first
             for process in processes:
                 process.kill()
         time.sleep(0.1)
-    sys.exit(max(abs(process.returncode) for process in processes))
+    codes = [process.returncode for process in processes]
+    if first is not None and codes[first] != WRONG_OPTION:
+        if first:
+            errors[first].seek(0)
+            sys.stderr.write(errors[first].read().decode(errors="replace"))
+        how = f"with status {codes[first]}"
+        if codes[first] < 0:
+            how = f"by {signal.Signals(-codes[first]).name}"
+        sys.stderr.write(
+            f"process {first} of {count} ended {how}, and the others were stopped; add "
+            "--resume to go on from the last checkpoint\n"
+        )
+    sys.exit(max(abs(code) for code in codes))
 
 
 if __name__ == "__main__":

@@ -131,26 +131,28 @@ def no_factory(name: str, value: Any) -> None:
 # --- trees ----------------------------------------------------------------------------
 
 
-def arrays(name: str, tree: Any) -> None:
-    """All leaves must be arrays or their shapes.
+def arrays(name: str, tree: Any) -> Any:
+    """The tree, whose leaves must be arrays or their shapes, or floats: as arrays.
 
     An equinox module also holds functions and numbers, and an NNX graph random keys.
     """
     for path, leaf in paths.leaves_with_paths(tree):
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        if not (is_array or type(leaf) is float):
             expected = (
                 "arrays alone, such as eqx.filter(model, eqx.is_inexact_array) of an "
                 "equinox module, or nnx.state(model, nnx.Param)"
             )
             refuse(f"{name} at {path!r}", leaf, expected)
+    return jax.tree.map(lambda x: jnp.asarray(x) if type(x) is float else x, tree)
 
 
-def params(what: str, params: Any) -> None:
+def params(what: str, params: Any, otherwise: str = "") -> None:
     """The parameters must be passed to update."""
     if params is None:
         raise ValueError(
             f"{what} needs the parameters: tx.update(updates, state, params), got "
-            "params=None"
+            f"params=None{otherwise}"
         )
 
 

@@ -136,7 +136,8 @@ def shape_of(v: Any) -> tuple[int, ...]:
 def line_of(calls: Sequence[JaxprEqn]) -> str:
     """`model.py:57`, the line of the model that an operation comes from, or "".
 
-    That is the innermost one outside of JAX and libraries of layers.
+    That is the innermost one outside of JAX and libraries of layers, and preferably of
+    all that is installed.
 
     Args:
       calls: the operation, after those that call it, the outermost first.
@@ -146,10 +147,14 @@ def line_of(calls: Sequence[JaxprEqn]) -> str:
     # JAX traces its own functions once, so operations in them name the first caller.
     eqn = next((x for x in calls if _calls_jax(x, folders[0])), calls[-1])
     traceback: Any = eqn.source_info.traceback
-    for frame in traceback.frames if traceback else ():  # the innermost first
+    lines: dict[bool, str] = {}  # the innermost first
+    for frame in traceback.frames if traceback else ():
+        if frame.file_name.startswith(os.path.dirname(__file__)):
+            break  # it calls the model
         if not frame.file_name.startswith((*folders, "<frozen")):
-            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
-    return ""
+            line = f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+            lines.setdefault("site-packages" in frame.file_name, line)
+    return lines.get(False) or lines.get(True, "")
 
 
 def _calls_jax(eqn: JaxprEqn, folder: str) -> bool:

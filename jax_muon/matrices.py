@@ -15,7 +15,7 @@ from jax_muon import axes as matrix_axes
 from jax_muon import checks, doubts, paths
 from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter
 from jax_muon.blocks import Block, Join, make_blocks
-from jax_muon.text import aligned, shape_text, sizes_text
+from jax_muon.text import aligned, hints_below, shape_text, sizes_text
 
 _READ = "jax_muon.read(params, loss_fn, batch)"
 
@@ -65,6 +65,9 @@ class Matrices(Mapping[str, Parameter]):
     def __str__(self) -> str:
         """One line per parameter: its role, how it is read, its label and why."""
         rows = [("parameter", "shape", "role", "as matrices", "label", "why")]
+        reasons, hints = hints_below(
+            [(x.label == MUON and x.doubt) or x.reason for x in self.values()]
+        )
         rows += [
             (
                 parameter.path,
@@ -72,11 +75,11 @@ class Matrices(Mapping[str, Parameter]):
                 parameter.role,
                 sizes_text(parameter.sizes) if parameter.label != ADAMW else "-",
                 parameter.label,
-                (parameter.label == MUON and parameter.doubt) or parameter.reason,
+                reason,
             )
-            for parameter in self.values()
+            for parameter, reason in zip(self.values(), reasons, strict=True)
         ]
-        return "\n".join(aligned(rows))
+        return "\n".join([*aligned(rows), *hints])
 
     def axes(self, path: str) -> MatrixAxes:
         """Axes of a parameter that must be a matrix.

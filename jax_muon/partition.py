@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -71,8 +72,15 @@ def partition(
     groups = {x: _as_group(f"groups[{x!r}]", group) for x, group in groups.items()}
     read_tree = reader(matrices)
 
-    def build(tree: Any) -> optax.GradientTransformationExtraArgs:
+    def build(tree: Any, at_init: bool = False) -> Any:
         labelled = _of_tree(read_tree(tree), tree, groups)
+        labels = {parameter.label for parameter in labelled.values()}
+        if at_init and MUON in groups and labels == {ADAMW}:
+            warnings.warn(
+                f"no parameter is a matrix: all have the label {ADAMW!r}, and get the "
+                "optimizer that is adamw= of a recipe",
+                stacklevel=2,
+            )
         note("scanned", {path: x.scanned for path, x in labelled.items()})
         if not labelled.splits:
             return _for_tree(labelled, groups)
@@ -81,12 +89,13 @@ def partition(
         return with_splits(_for_tree(of_parts, groups), labelled.splits)
 
     def init_fn(params: optax.Params) -> Any:
-        checks.arrays("params", params)
-        return build(params).init(params)
+        params = checks.arrays("params", params)
+        return build(params, at_init=True).init(params)
 
     def update_fn(
         updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
+        params = None if params is None else checks.arrays("params", params)
         checks.gradients(updates, params)
         updates = dtypes.as_wide_as_params(updates, params)
         tx = build(updates)  # of the updates, since params may be None

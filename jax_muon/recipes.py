@@ -24,6 +24,7 @@ from jax_muon.axes import ADAMW, MUON
 from jax_muon.hyperball import hyperball
 from jax_muon.matrices import Matrices
 from jax_muon.momentum import nesterov
+from jax_muon.notes import note
 from jax_muon.orthogonalize import Polar, orthogonalize
 from jax_muon.partition import Group, Reader, partition, reader
 from jax_muon.polar import coefficients
@@ -36,7 +37,7 @@ from jax_muon.scaling import (
     scale_by_normuon,
     scale_by_shape,
 )
-from jax_muon.weight_decay import add_cautious_decayed_weights
+from jax_muon.weight_decay import add_cautious_decayed_weights, decaying
 
 __all__ = ["moonlight", "muon", "muonh", "nanochat", "normuon", "teon"]
 
@@ -124,7 +125,7 @@ def nanochat(
             _learning_rate(learning_rate),
         )
 
-    rest = _adamw(adamw, b1=0.8, b2=0.95, eps=1e-10, weight_decay=0.0)
+    rest = _adamw(adamw, b1=0.8, b2=0.95, eps=1e-10)
     return _recipe(chain, rest, groups, matrices)
 
 
@@ -174,7 +175,7 @@ def normuon(
             _learning_rate(learning_rate),
         )
 
-    return _recipe(chain, _adamw(adamw, b2=0.95, weight_decay=0.0), groups, matrices)
+    return _recipe(chain, _adamw(adamw, b2=0.95), groups, matrices)
 
 
 def muon(
@@ -233,7 +234,7 @@ def muon(
             _learning_rate(learning_rate),
         )
 
-    rest = _adamw(adamw, b2=0.95, eps=1e-10, weight_decay=0.0)
+    rest = _adamw(adamw, b2=0.95, eps=1e-10)
     return _recipe(chain, rest, groups, matrices)
 
 
@@ -346,7 +347,7 @@ def teon(
         shape_rule="sqrt_ratio",
         polar=_polar(polar, steps, dtype, table, norm_factor=1.01),
         momentum_dtype=momentum_dtype,
-        adamw=_adamw(adamw, b2=0.95, weight_decay=0.0),
+        adamw=_adamw(adamw, b2=0.95),
         groups=groups,
         matrices=in_pairs,
     )
@@ -392,7 +393,7 @@ def muonh(
             hyperball(learning_rate, matrices=matrices),
         )
 
-    return _recipe(chain, _adamw(adamw, b2=0.95, weight_decay=0.0), groups, matrices)
+    return _recipe(chain, _adamw(adamw, b2=0.95), groups, matrices)
 
 
 def _polar(
@@ -417,25 +418,48 @@ def _learning_rate(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation
     return optax.scale_by_learning_rate(checks.rate("learning_rate", rate))
 
 
-def _adamw(adamw: Any, **settings: Any) -> optax.GradientTransformation:
+def _adamw(
+    adamw: Any, *, weight_decay: optax.ScalarOrSchedule = 0.0, **settings: Any
+) -> optax.GradientTransformation:
     """The transform that is given, or else AdamW with this learning rate."""
     if isinstance(adamw, optax.GradientTransformation | optax.MultiSteps):
         return checks.as_transform("adamw", adamw)
-    adamw = 3e-4 if adamw is None else adamw
-    checks.no_factory("adamw", adamw)
-    if not callable(adamw):
+    rate = 3e-4 if adamw is None else adamw
+    checks.no_factory("adamw", rate)
+    if not callable(rate):
         others = ", a schedule, or an optax transform"
-        checks.number("adamw", adamw, "of at least 0", others=others)
-    return optax.adamw(checks.rate("adamw", adamw), **settings)
+        checks.number("adamw", rate, "of at least 0", others=others)
+    rate = checks.rate("adamw", rate)
+    tx = _decaying(
+        optax.adamw(rate, weight_decay=weight_decay, **settings), weight_decay
+    )
+
+    def init_fn(params: optax.Params) -> Any:
+        note("default", {ADAMW: rate} if adamw is None else {})
+        return tx.init(params)
+
+    return optax.GradientTransformation(init_fn, tx.update)
 
 
 def _decay(weight_decay: optax.ScalarOrSchedule) -> optax.GradientTransformation:
     """`optax.add_decayed_weights`, whose schedules stand still in optax 0.2.6."""
-    tx = optax.add_decayed_weights(checks.rate("weight_decay", weight_decay))
+    rate = checks.rate("weight_decay", weight_decay)
+    tx = _decaying(optax.add_decayed_weights(rate), rate)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, _ = tx.update(updates, state, params)
         return updates, jax.tree.map(optax.safe_increment, state)
+
+    return optax.GradientTransformation(tx.init, update_fn)
+
+
+def _decaying(
+    tx: optax.GradientTransformation, weight_decay: Any
+) -> optax.GradientTransformation:
+    """The transform, which needs no parameters at update if nothing decays."""
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return tx.update(updates, state, decaying(weight_decay, params, updates))
 
     return optax.GradientTransformation(tx.init, update_fn)
 

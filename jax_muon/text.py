@@ -26,6 +26,18 @@ def aligned(rows: Sequence[tuple[str, ...]], *, numbers: int = 0) -> list[str]:
     ]
 
 
+def hints_below(reasons: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Reasons without the splits that they suggest, and a line for each suggestion."""
+    short: list[str] = []
+    hints: dict[str, None] = {}
+    for reason in reasons:
+        why, _, hint = reason.partition(" into ")
+        is_hint = ": splits={" in hint
+        short.append(why if is_hint else reason)
+        hints |= {hint: None} if is_hint else {}
+    return short, [*hints]
+
+
 def bytes_text(count: int) -> str:
     """A number of bytes to read, such as 1.2 MB."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):

@@ -1,6 +1,6 @@
 """Weight decay where the step moves a weight towards zero anyway."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def add_cautious_decayed_weights(
       that are narrower than their parameters get the parameters' dtype.
 
     Raises:
-      ValueError: weight_decay below 0; at update, params=None.
+      ValueError: weight_decay below 0; at update, params=None, unless it is 0.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -58,7 +58,7 @@ def add_cautious_decayed_weights(
         state: AddCautiousDecayedWeightsState,
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, AddCautiousDecayedWeightsState]:
-        checks.params("add_cautious_decayed_weights", params)
+        params = decaying(weight_decay, params, updates)
         now = rate_at(weight_decay, state.count)
 
         def decay(u: Array, w: Array) -> Array:
@@ -74,3 +74,12 @@ def add_cautious_decayed_weights(
         return updates, AddCautiousDecayedWeightsState(count)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def decaying(weight_decay: Any, params: Any, updates: Any) -> Any:
+    """The parameters that decay; the updates do for them if nothing decays."""
+    if params is None and isinstance(weight_decay, float) and weight_decay == 0:
+        return updates
+    otherwise = "; expected them, or a recipe with weight_decay=0.0"
+    checks.params("weight decay", params, otherwise)
+    return params

@@ -157,8 +157,8 @@ TABLE = {
         jm.orthogonalize(matrices=reader(splits={"w": jm.Split(2)})(MATRIX))
     ),
     # parameters
-    "params at 'scale'=1.0; expected arrays": lambda: init(
-        nanochat(), MATRIX | {"scale": 1.0}
+    "params at 'layers'=2; expected arrays": lambda: init(
+        nanochat(), MATRIX | {"layers": 2}
     ),
     "two parameters have the path 'a/b'": lambda: init(
         nanochat(), {"a/b": jnp.ones((4, 6)), "a": {"b": jnp.ones((4, 6))}}
@@ -184,7 +184,7 @@ TABLE = {
     "'w' of shape (4, 6) was read with (6, 4)": lambda: step(
         muon(matrices=reader()({"w": jnp.ones((6, 4))})), MATRIX
     ),
-    "add_cautious_decayed_weights needs the parameters: tx.update(updates, state, p": (
+    "params=None; expected them, or a recipe with weight_decay=0.0": (
         lambda: step_without_params(nanochat())
     ),
     "hyperball needs the parameters": lambda: step_without_params(jm.hyperball(0.1)),

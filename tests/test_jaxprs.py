@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+import jax_muon as jm
 from jax_muon import jaxprs
 from jax_muon.reading.computation import loops, moves, products  # noqa: F401
 from jax_muon.reading.computation.follow import RULES
@@ -169,3 +170,16 @@ def test_lines_are_the_users():
     lines, start = inspect.getsourcelines(layer)
     number = start + next(i for i, line in enumerate(lines) if "# here" in line)
     assert jaxprs.line_of((outer, take, gather)) == f"test_jaxprs.py:{number}"
+
+
+def test_lines_are_the_users_rather_than_those_of_what_is_installed():
+    names = {}
+    code = "def loss(w, x):\n    return x @ w"
+    exec(compile(code, "/site-packages/layer.py", "exec"), names)
+    own = lambda w, x: names["loss"](w, x)  # noqa: E731
+    number = inspect.getsourcelines(own)[1]
+    for loss, line in (
+        (own, f"test_jaxprs.py:{number}"),
+        (names["loss"], "layer.py:2"),
+    ):
+        assert jm.read(X, loss, jnp.ones((3, 2)))[""].reason.endswith(f" at {line}")

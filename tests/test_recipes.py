@@ -250,6 +250,10 @@ WITHOUT_MATRICES = {
 }
 
 
+no_matrices = pytest.mark.filterwarnings("ignore:no parameter is a matrix")
+
+
+@no_matrices
 @every_recipe
 def test_trees_without_matrices(name):
     """As in fine-tuning of a few parameters: AdamW has all of them."""
@@ -268,6 +272,7 @@ def test_trees_without_matrices(name):
     ],
     ids=["labels that leave none", "optax.flatten"],
 )
+@no_matrices
 def test_models_of_which_nothing_is_read_as_a_matrix(tx):
     params, grads = model(), model(seed=1)
     updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
@@ -336,9 +341,34 @@ def test_groups_of_the_user_and_one_reading():
 def test_numbers_of_numpy_are_numbers(number):
     params = model()
     one, two = (
-        jm.nanochat(*map(kind, (0.5, 0.75, 0.25)), beta2=kind(0.5), adamw=kind(0.5))
+        jm.nanochat(
+            *map(kind, (0.5, 0.75, 0.25)),
+            beta2=kind(0.5),
+            adamw=kind(0.5),
+            matrices=toy,
+        )
         for kind in (float, number)
     )
     updates = [tx.update(params, tx.init(params), params)[0] for tx in (one, two)]
     chex.assert_trees_all_equal(*updates)
     assert jm.muon(steps=np.int32(3), lookahead=np.bool_(True))
+
+
+@pytest.mark.parametrize("name", ["muon", "nanochat", "normuon", "moonlight"])
+def test_without_decay_an_update_needs_no_parameters(name):
+    params = model()
+    tx = RECIPES[name](weight_decay=0.0)
+    with_params = tx.update(params, tx.init(params), params)
+    chex.assert_trees_all_equal(tx.update(params, tx.init(params)), with_params)
+    decaying = RECIPES[name](weight_decay=0.1)
+    with pytest.raises(
+        ValueError, match=r"params=None; .* recipe with weight_decay=0\.0"
+    ):
+        decaying.update(params, decaying.init(params))
+
+
+def test_a_tree_without_a_matrix_is_a_warning_of_init():
+    tx, params = jm.nanochat(), {"bias": jnp.ones(4)}
+    with pytest.warns(UserWarning, match="no parameter is a matrix: all .*adamw"):
+        state = tx.init(params)
+    tx.update(params, state, params)

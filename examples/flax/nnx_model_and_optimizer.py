@@ -38,10 +38,9 @@ def train_step(
 def main() -> tuple[CNN, list[float]]:
     """Trains; returns the model and the loss at each step."""
     model = CNN(rngs=nnx.Rngs(0))
-    graph, params = nnx.split(model, nnx.Param)
-    matrices = jm.read(params, lambda p, x: nnx.merge(graph, p)(x), IMAGE)
+    matrices = jm.read(model, lambda model, x: model(x), IMAGE)
     tx = make_optimizer(matrices)
-    print(jm.describe(tx, params))
+    print(jm.describe(tx, model))
     state = nnx.ModelAndOptimizer(model, tx)
     losses = [train_step(state, *batch) for batch in batches()]
     return state.model, report(losses)

@@ -38,10 +38,9 @@ def train_step(
 def main() -> tuple[MLP, list[float]]:
     """Trains; returns the model and the loss at each step."""
     model = MLP(rngs=nnx.Rngs(0))
-    graph, params = nnx.split(model, nnx.Param)
-    matrices = jm.read(params, lambda p, x: nnx.merge(graph, p)(x), IMAGE)
+    matrices = jm.read(model, lambda model, x: model(x), IMAGE)
     tx = make_optimizer(matrices)
-    print(jm.describe(tx, params))
+    print(jm.describe(tx, model))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     losses = [train_step(model, optimizer, *batch) for batch in batches()]
     return model, report(losses)

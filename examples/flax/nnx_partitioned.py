@@ -47,11 +47,10 @@ def main() -> tuple[MLP, nnx.Optimizer, list[float]]:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=2 * (AxisType.Auto,))
     with jax.set_mesh(mesh):
         model = MLP(rngs=nnx.Rngs(0))
-        graph, params = nnx.split(model, nnx.Param)
-        matrices = jm.read(params, lambda p, x: nnx.merge(graph, p)(x), IMAGE)
-        specs = nnx.get_partition_spec(params)
+        matrices = jm.read(model, lambda model, x: model(x), IMAGE)
+        specs = nnx.get_partition_spec(nnx.state(model, nnx.Param))
         tx = jm.on_mesh(make_optimizer(matrices), mesh, specs)
-        print(jm.describe(tx, params))
+        print(jm.describe(tx, model))
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         losses = [
             train_step(model, optimizer, *jax.device_put(batch, P("data")))

@@ -60,10 +60,9 @@ def train_step(
 def main() -> tuple[Stack, list[float]]:
     """Trains; returns the model and the loss at each step."""
     model = Stack(rngs=nnx.Rngs(0))
-    graph, params = nnx.split(model, nnx.Param)
-    matrices = jm.read(params, lambda p, x: nnx.merge(graph, p)(x), IMAGE)
+    matrices = jm.read(model, lambda model, x: model(x), IMAGE)
     tx = make_optimizer(matrices)
-    print(jm.describe(tx, params))  # 4 x (64, 64)
+    print(jm.describe(tx, model))  # 4 x (64, 64)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     losses = [train_step(model, optimizer, *batch) for batch in batches()]
     return model, report(losses)

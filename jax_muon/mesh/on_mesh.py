@@ -123,7 +123,7 @@ class OnMesh:
 
     def init(self, params: optax.Params) -> Any:
         """State of these parameters, sharded further than they are."""
-        checks.arrays("params", params)
+        params = checks.arrays("params", params)
         if _is_jitted():
             return self._init(params)
         self.layout.check_concrete(params)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Container, Mapping
 from typing import Any
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jax_muon import checks
 
@@ -34,18 +34,24 @@ def full_rank(
     Raises:
       ValueError: with path and shape, if it does not fit.
     """
-    try:
-        if len(spec) > len(shape):
-            raise ValueError(f"at most {len(shape)} entries")
-        if len({*spec_names(spec)}) < len(spec_names(spec)):
-            raise ValueError("a mesh axis twice")
-        NamedSharding(mesh, spec).shard_shape(shape)
-    except ValueError as error:
+    names, sizes = spec_names(spec), mesh.shape
+    if len(spec) > len(shape):
+        problem = f"at most {len(shape)} entries"
+    elif len({*names}) < len(names):
+        problem = "a mesh axis twice"
+    elif any(name not in sizes for name in names):
+        problem = "no such mesh axis"
+    else:
+        pairs = zip(shape, spec, strict=False)
+        uneven = [n for n, entry in pairs if n % devices_over(entry, sizes)]
+        problem = f"its axis of {uneven[0]} is not divided evenly" if uneven else ""
+    if problem:
         name = f"parameter {path!r}" if path else "the parameter"  # of a bare array
         raise ValueError(
-            f"{name} of shape {shape} with {spec}: {error}; expected None, "
-            f"or axes of the mesh {dict(mesh.shape)} that divide the array evenly"
-        ) from error
+            f"{name} of shape {shape} with {spec}: {problem}; expected None, or axes "
+            f"of the mesh {dict(sizes)} that divide the array evenly, such as "
+            "specs=jax_muon.divided_specs(params, mesh, axes)"
+        )
     return PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))
 
 

@@ -7,6 +7,7 @@ resolved last.
 
 import dataclasses
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -59,7 +60,8 @@ def read(
 
     Args:
       params: the whole model, or the shapes of its parameters, in any Flax form: linen
-        dict, FrozenDict, boxed, nnx.State; or another pytree of arrays.
+        dict, FrozenDict, boxed, nnx.State; an NNX or Equinox module, of which what no
+        loss trains is not listed; or another pytree of arrays.
       function: a function of the parameters, and of `args`, whose result depends on
         them: the loss, or a model's `apply`. None: the rules alone decide.
       *args: its other arguments, arrays or their shapes. Parameters that are not
@@ -112,17 +114,19 @@ def read(
     """
     if params is None:
         checks.refuse("params", params, "the parameters, or their shapes")
-    checks.arrays("params", params)
+    tree = trained(params)
+    shapes = _shapes(checks.arrays("params", tree))
     joining.check(joins)
     checks.flag("strict", strict)
-    shapes = _shapes(params)
     if function is None:
         readings = [_unread(path, x) for path, x in shapes.items()]
     else:
         from jax_muon.reading.computation.read import read_uses
 
         _check_call(function, params, args)
-        readings = read_uses(function, params, *args, splits=splits or ())
+        whole = params if tree is not params else checks.arrays("params", params)
+        readings = read_uses(function, whole, *args, splits=splits or ())
+        readings = [x for x in readings if x.path in shapes]
     ruled = overrides.apply(rules, readings)
     doubtful = [x for x in ruled.values() if x.label == MUON and x.doubt is not None]
     if doubtful:
@@ -132,6 +136,23 @@ def read(
         warnings.warn(f"{text}\nThey get the label {ADAMW!r}", stacklevel=2)
         ruled |= {x.path: dataclasses.replace(x, label=ADAMW) for x in doubtful}
     return with_joins(Matrices(ruled, dict(splits or {})), joins)
+
+
+def trained(model: Any) -> Any:
+    """The parameters of a model: of an NNX module, `nnx.Param`s; of Equinox's, floats.
+
+    Frameworks that are not imported made no module. Other trees stay as they are.
+    """
+    nnx, equinox = (sys.modules.get(name) for name in ("flax.nnx", "equinox"))
+    if nnx and isinstance(model, nnx.Module):
+        return nnx.state(model, nnx.Param)
+    if equinox and isinstance(model, equinox.Module):
+        return jax.tree.map(lambda x: x if _is_inexact(x) else None, model)
+    return model
+
+
+def _is_inexact(x: Any) -> bool:
+    return hasattr(x, "shape") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def with_joins(matrices: Matrices, joins: joining.Joins | None) -> Matrices:

@@ -17,11 +17,12 @@ import optax
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_muon import checks, notes, paths
-from jax_muon.axes import Parameter
+from jax_muon.axes import ADAMW, Parameter
 from jax_muon.mesh import array_types, owners, plan
 from jax_muon.mesh import specs as mesh_specs
 from jax_muon.mesh.collectives import Collective, members_over
 from jax_muon.mesh.on_mesh import abstract_state
+from jax_muon.reading.read import trained
 from jax_muon.tools.description import DescribedParameter, Description
 
 
@@ -37,7 +38,7 @@ def describe(
     Args:
       tx: any composition of this package's recipes and pieces with optax's: `chain`,
         `MultiSteps`, `inject_hyperparams`, `on_mesh`.
-      params: the parameters, or their shapes (`jax.ShapeDtypeStruct`).
+      params: the model as in `read`, or shapes (`jax.ShapeDtypeStruct`).
       devices_per_host: how many neighbours on the mesh share a host, or whatever else
         has faster links inside, such as a pod; for the bytes between hosts.
       **extra_args: arguments of `tx.update`, such as `max_logits`, or their shapes.
@@ -66,7 +67,7 @@ def describe(
       'parameter   shape      role     as matrices     label   scale     state   why'
     """
     tx = checks.as_transform("tx", tx)
-    checks.arrays("params", params)
+    params = checks.arrays("params", trained(params))
     checks.count("devices_per_host", devices_per_host)
     shapes = jax.tree.map(_shape, params)
     arrays, others = array_types.arrays_and_others(extra_args)
@@ -135,6 +136,7 @@ def describe(
         tuple(sent),
         devices_per_host,
         sum(map(_bytes_on_a_device, jax.tree.leaves(state))),
+        heard["default"].get(ADAMW),
     )
 
 

@@ -11,7 +11,7 @@ from jax_muon.axes import Parameter
 from jax_muon.mesh import specs as mesh_specs
 from jax_muon.mesh.collectives import Collective
 from jax_muon.mesh.plan import Pool
-from jax_muon.text import aligned, bytes_text, shape_text, sizes_text
+from jax_muon.text import aligned, bytes_text, hints_below, shape_text, sizes_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Description:
         parameter, or "": see `sent_bytes`.
       devices_per_host: how many neighbours on the mesh share a host.
       state_bytes: size of the optimizer's state on one device.
+      default_rate: the rate of a recipe's AdamW; None if `adamw=` is given.
     """
 
     parameters: tuple[DescribedParameter, ...]
@@ -74,6 +75,7 @@ class Description:
     transfers: tuple[tuple[str, str, Collective], ...]
     devices_per_host: int
     state_bytes: int
+    default_rate: float | None = None
 
     @property
     def devices(self) -> int:
@@ -149,9 +151,9 @@ class Description:
         rows += [_row(leaf, self.sizes) for leaf in self.parameters]
         if not self.sizes:
             rows = [(*row[:5], *row[6:]) for row in rows]
-        reasons = ["why", *(leaf.parameter.reason for leaf in self.parameters)]
-        table = zip(aligned(rows, numbers=2), reasons, strict=True)
-        lines = [f"{row}   {why}".rstrip() for row, why in table]
+        reasons, hints = hints_below([x.parameter.reason for x in self.parameters])
+        table = zip(aligned(rows, numbers=2), ["why", *reasons], strict=True)
+        lines = [f"{row}   {why}".rstrip() for row, why in table] + hints
         elements = [math.prod(leaf.parameter.shape) for leaf in self.parameters]
         in_matrices = sum(math.prod(leaf.matrices or [0]) for leaf in self.parameters)
         lines.append(
@@ -161,6 +163,11 @@ class Description:
         )
         if self.sizes:
             lines[-1] += " on a device"
+        if self.default_rate is not None:
+            lines.append(
+                f"adamw: the recipe's own, learning rate {self.default_rate:g}; pass "
+                "yours as adamw=optax.adamw(lr)"
+            )
         lines += _residuals(self.parameters)
         if self.sizes:
             lines += ["", *_work(self)]
@@ -237,10 +244,11 @@ def _work(plan: Description) -> list[str]:
         for sizes in (plan.sent_bytes, plan.bytes_between_hosts)
     )
     work = f"the busiest does {plan.imbalance:.2f} of an even share of the work"
-    if plan.imbalance > 1 and not any(pool.counts for pool in plan.pools):
-        work = "matrices too small for owners, computed by all that hold them"
-    elif plan.imbalance > 1.05:
-        work += _why_uneven(max(plan.excess, key=lambda pool: plan.excess[pool]))
+    worst = max(plan.excess, key=lambda pool: plan.excess[pool], default=None)
+    if worst and plan.imbalance > 1 and not worst.counts:
+        work = f"{_name(worst)} too small for owners, computed by all that hold it"
+    elif worst and plan.imbalance > 1.05:
+        work += _why_uneven(worst)
     lines = aligned(rows, numbers=1) if plan.pools else []
     lines.append(
         f"{plan.devices} devices: {work}; each sends {sent['orthogonalize']} a step "
@@ -275,9 +283,7 @@ def _name(pool: Pool) -> str:
 
 
 def _why_uneven(pool: Pool) -> str:
-    """Why a device computes more of a pool than an even share."""
-    if not pool.counts:
-        return f", since all that hold {_name(pool)} compute it"
+    """Why an owner computes more of a pool than an even share."""
     zeros = sum(pool.counts) - pool.on_device
     filled = f", filled up with {zeros} of zeros" if zeros else ""
     return (

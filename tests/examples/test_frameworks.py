@@ -1,5 +1,7 @@
 """The code of docs/frameworks.md runs as it stands there, and does what it says."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -29,12 +31,47 @@ def relative(a, b):
 def test_flax():
     """tests/examples/test_flax.py trains the programs that the section names."""
     found = pages.run("Flax")
-    model, before = found["model"], found["up"].kernel[...]
-    found["optimizer"].update(model, nnx.state(model, nnx.Param))
-    assert not np.array_equal(model.layers[0].kernel[...], before)
+    model, x, y = found["model"], found["x"], found["y"]
     matrices = found["matrices"]
-    labels = matrices["layers/0/kernel"].label, matrices["layers/2/kernel"].label
-    assert labels == ("muon", "adamw")
+    assert {path: x.label for path, x in matrices.items() if len(x.shape) > 1} == {
+        "up/kernel": "muon",
+        "down/kernel": "adamw",
+    }
+    of_flax = dict(leaves_with_paths(nnx.state(model, nnx.Param)))
+    assert set(matrices) == set(of_flax)  # no counts, keys or means
+    assert model.dropout.rngs.count[...] == 0
+    values = [found["train_step"](model, found["optimizer"], x, y) for _ in range(3)]
+    assert values[2] < values[0]
+    assert model.dropout.rngs.count[...] == 3
+
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, x, y):
+        return found["loss_fn"](nnx.merge(graph, params, rest, copy=True), x, y)
+
+    read = jm.read(params, loss, x, y)
+    assert read.labels(params) == matrices.labels(params)
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False)(nn.Dense(16)(x))
+        return nn.Dense(3)(nn.relu(x))
+
+
+def test_linen_with_batch_norm():
+    """The line of the page."""
+    model, x = Normed(), jnp.ones((4, 8))
+    params, stats = model.init(jax.random.key(0), x).values()
+    (line,) = re.findall(r"`(model\.apply\(.*batch_stats.*)`", pages.PAGE.read_text())
+
+    def apply(p, x):
+        return eval(line, {"model": model, "p": p, "stats": stats, "x": x})
+
+    matrices = jm.read(params, apply, x)
+    assert matrices["Dense_0/kernel"].label == "muon"
+    assert matrices["BatchNorm_0/scale"].role == "elementwise"
 
 
 # --- MaxText --------------------------------------------------------------------------
@@ -233,38 +270,49 @@ def test_state_in_the_hosts_memory():
 
 def test_equinox():
     found = pages.run("Equinox")
-    tx, model, state = (found[name] for name in ("tx", "model", "state"))
-    matrices = found["matrices"]
+    model, state, matrices = (found[name] for name in ("model", "state", "matrices"))
     first, last = (matrices[f"layers/{i}/weight"] for i in (0, 2))
     assert first.label == "muon" and first.axes.reduction == (1,)
     assert last.label == "adamw"
-
-    @eqx.filter_jit
-    def step(model, state, x):
-        def loss(model):
-            return jnp.mean((jax.vmap(model)(x) - jnp.sin(x[:, :1])) ** 2)
-
-        value, grads = eqx.filter_value_and_grad(loss)(model)
-        params = eqx.filter(model, eqx.is_inexact_array)
-        updates, state = tx.update(grads, state, params)
-        return eqx.apply_updates(model, updates), state, value
+    params = eqx.filter(model, eqx.is_inexact_array)
+    tables = [str(jm.describe(found["tx"], tree)) for tree in (model, params)]
+    assert tables[0] == tables[1]
 
     x, values = jax.random.normal(jax.random.key(1), (32, 6)), []
     for _ in range(5):
-        model, state, value = step(model, state, x)
+        model, state, value = found["step"](model, state, x, jnp.sin(x[:, :1]))
         values.append(float(value))
     assert values[-1] < values[0]
 
 
-def test_an_unfiltered_module_is_refused_with_the_leaf():
+class Gated(eqx.Module):
+    """With integers, flags, and a number that decides what is computed."""
+
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+    ids: jax.Array
+    threshold: float = 0.5
+
+    def __call__(self, x, key):
+        x = self.dropout(self.up(x), key=key)
+        return self.down(x) if self.threshold > 0 else x
+
+
+def test_a_module_is_read_as_its_gradient_filters_it():
+    keys = jax.random.split(jax.random.key(0), 3)
+    up, down = eqx.nn.Linear(4, 8, key=keys[0]), eqx.nn.Linear(8, 4, key=keys[1])
+    model = Gated(up, down, eqx.nn.Dropout(0.1), jnp.arange(3))
+    matrices = jm.read(model, lambda model, x: model(x, keys[2]).sum(), jnp.ones(4))
+    grads = eqx.filter_grad(lambda model: model(jnp.ones(4), keys[2]).sum())(model)
+    assert set(matrices) == {path for path, _ in leaves_with_paths(grads)}
+    assert matrices["up/weight"].label == "muon"
+
+
+def test_init_refuses_an_unfiltered_module_with_the_leaf():
     found = pages.run("Equinox")
-    for call in (
-        lambda tx, model: jm.describe(tx, model),
-        lambda tx, model: jm.read(model),
-        lambda tx, model: tx.init(model),
-    ):
-        with pytest.raises(ValueError, match=r"at 'activation'.*eqx\.filter"):
-            call(found["tx"], found["model"])
+    with pytest.raises(ValueError, match=r"at 'activation'.*eqx\.filter"):
+        found["tx"].init(found["model"])
 
 
 # --- haiku ----------------------------------------------------------------------------

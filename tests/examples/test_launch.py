@@ -34,3 +34,29 @@ def test_sigterm_ends_all_processes(tmp_path, examples):
         # Their end of the pipe is closed when both are gone.
         assert launcher.communicate(timeout=30) == ("", None)
     assert launcher.returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("ending", "how"),
+    [("os.kill(os.getpid(), 9)", "by SIGKILL"), ("sys.exit('oh')", "with status 1")],
+)
+def test_says_which_process_ended_and_how(tmp_path, examples, ending, how):
+    script = tmp_path / "script.py"
+    wait = "time.sleep(60)"
+    script.write_text(
+        f"import os, sys, time\nif '--process-id=1' in sys.argv: {ending}\n{wait}"
+    )
+    command = [sys.executable, examples / "launch.py", "2", script]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert f"process 1 of 2 ended {how}" in done.stderr
+    assert "add --resume" in done.stderr
+    assert ("oh\n" in done.stderr) == ("oh" in ending)
+
+
+def test_an_option_error_is_said_once(tmp_path, examples):
+    script = tmp_path / "script.py"
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args()")
+    command = [sys.executable, examples / "launch.py", "2", script, "--depht"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stderr.count("unrecognized arguments") == 1
+    assert done.returncode == 2

@@ -311,7 +311,8 @@ def test_without_strict_doubts_are_warnings_and_go_to_adamw():
     assert warning.filename == __file__
     text = str(warning.message)
     assert "'proj'" in text and text.endswith("They get the label 'adamw'")
-    state = jax.eval_shape(jm.nanochat(matrices=matrices).init, params)
+    with pytest.warns(UserWarning, match="no parameter is a matrix"):
+        state = jax.eval_shape(jm.nanochat(matrices=matrices).init, params)
     adam = {p for p, _ in leaves_with_paths(state.inner_states["adamw"])}
     assert any(path.endswith("mu/proj") for path in adam)
 

@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from flax.core import FrozenDict
 
@@ -63,3 +64,18 @@ def test_forms_of_nnx():
     assert len(seen) >= 2
     adamw = dict.fromkeys(("layers/0/bias", "layers/1/bias", "layers/1/scale"), "adamw")
     assert all(one == adamw | {"layers/0/kernel": "muon"} for one in seen)
+
+
+def test_a_python_float_is_a_scalar_for_adamw():
+    """On a mesh as well; what the gradient of a tree gives an update for."""
+    params = {"up": jnp.ones((8, 8)), "scale": 0.5}
+    loss = lambda p, x: jnp.sum(p["scale"] * x @ p["up"])  # noqa: E731
+    matrices = jm.read(params, loss, jnp.ones((2, 8)), rules={"up": "muon"})
+    assert matrices["scale"].label == "adamw" and matrices["scale"].shape == ()
+    tx = jm.nanochat(0.02, adamw=optax.sgd(1.0), matrices=matrices)
+    mesh = jax.make_mesh((8,), ("data",))
+    grads = jax.grad(loss)(params, jnp.ones((2, 8)))
+    for each in (tx, jm.on_mesh(tx, mesh, divide="data")):
+        updates, _ = each.update(grads, each.init(params), params)
+        assert updates["scale"] == -128
+    assert len(jm.describe(tx, params).parameters) == 2

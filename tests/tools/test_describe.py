@@ -48,7 +48,7 @@ def test_matrices_too_small_for_owners(kind):
     planned = jm.describe(tx, params)
     assert [leaf.repeated for leaf in planned.parameters] == [True] * 5 + [False]
     *_, work, last = str(planned).splitlines()
-    assert work.startswith("4 devices: matrices too small for owners, computed by all")
+    assert work.startswith("4 devices: 8x16_float32 too small for owners, computed by")
     assert last == (
         "summed over data: 5.4 KB for gradients, 1.5 KB for gathers; 5 parameters of "
         "2.6 KB are repeated, above all 0/w"
@@ -69,3 +69,32 @@ def test_bytes_on_a_device():
     held = jm.describe(jm.on_mesh(tx, mesh, divide="data"), params).held_bytes
     assert (held["parameters"], held["gradients"]) == (size, size // 4)
     assert size // 4 <= held["state"] < size // 4 + 64  # and counts of steps
+
+
+def test_the_rate_of_a_recipes_own_adamw():
+    """Of one that no rate was given for, and no other."""
+    matrices, params = {"w": "muon"}, {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
+    said = "adamw: the recipe's own, learning rate 0.0003; pass yours as adamw="
+    plan = jm.describe(jm.nanochat(matrices=matrices), params)
+    assert plan.default_rate == 3e-4 and said in str(plan)
+    for adamw in (1e-3, optax.adam(1e-3)):
+        plan = jm.describe(jm.nanochat(adamw=adamw, matrices=matrices), params)
+        assert plan.default_rate is None and "learning rate" not in str(plan)
+
+
+def test_a_split_is_suggested_once_for_all_blocks():
+    block = {"attn": {"qkv": jnp.ones((8, 24)), "out": jnp.ones((8, 8))}}
+    params = {"blocks": [block, block], "head": jnp.ones((8, 5))}
+
+    def apply(params, x):
+        for block in params["blocks"]:
+            q, k, v = jnp.split(x @ block["attn"]["qkv"], 3, 1)
+            x = x + jax.nn.softmax(q @ k.T) @ v @ block["attn"]["out"]
+        return x @ params["head"]
+
+    matrices = jm.read(params, apply, jnp.ones((3, 8)))
+    hint = "3 parts: splits={'attn/qkv': Split({'query': 8, 'key': 8, 'value': 8})}"
+    for table in (matrices, jm.describe(jm.nanochat(matrices=matrices), params)):
+        assert str(table).splitlines().count(hint) == 1
+        assert str(table).count("splits=") == 1
+        assert str(table).count("its outputs are split\n") == 2

@@ -1,6 +1,5 @@
 """Read parameters from a function of them: the loss, or the model's `apply`."""
 
-import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -22,9 +21,16 @@ from jax_muon.reading.computation.values import Value
 
 def follow(function: Callable[..., Any], params: Any, *args: Any) -> Follower:
     """The uses of every parameter in `function(params, *args)`; nothing is computed."""
-    leaves = dict(paths.leaves_with_paths(params))
-    jaxpr, count = jaxprs.trace(functools.partial(_loss, function), params, *args)
-    follower = Follower({path: tuple(x.shape) for path, x in leaves.items()})
+    leaves, tree = jax.tree.flatten(params)
+    arrays = [x if hasattr(x, "shape") else None for x in leaves]
+
+    def loss(arrays: list[Any], *args: Any) -> Any:
+        pairs = zip(leaves, arrays, strict=True)
+        whole = jax.tree.unflatten(tree, [x if a is None else a for x, a in pairs])
+        return _loss(function(whole, *args))
+
+    jaxpr, count = jaxprs.trace(loss, arrays, *args)
+    follower = Follower({path: tuple(x.shape) for path, x in _arrays(params)})
     values = [_of_leaf(path, shape) for path, shape in follower.shapes.items()]
     given: list[Any] = [v.aval for v in jaxpr.invars[len(values) :]]
     arguments = given[: count - len(values)]
@@ -54,7 +60,7 @@ def read_uses(
       ValueError: the result does not depend on any parameter.
     """
     follower = follow(function, params, *args)
-    leaves = paths.leaves_with_paths(params)
+    leaves = _arrays(params)
     if leaves and not any(follower.uses.values()):
         raise ValueError(
             f"the result of {function} depends on none of the {len(leaves)} "
@@ -71,9 +77,13 @@ def read_uses(
     return decide.with_agreeing_layers(read)
 
 
-def _loss(function: Callable[..., Any], *args: Any) -> Any:
-    """The loss alone, if the function returns it with something else beside it."""
-    result = function(*args)
+def _arrays(params: Any) -> list[tuple[str, Any]]:
+    """The arrays of a tree, which may also have functions and numbers, by path."""
+    return [x for x in paths.leaves_with_paths(params) if hasattr(x[1], "shape")]
+
+
+def _loss(result: Any) -> Any:
+    """The loss alone, if a function returns it with something else beside it."""
     if not isinstance(result, tuple) or len(result) < 2:
         return result
     dtype = getattr(result[0], "dtype", int)
