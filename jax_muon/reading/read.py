@@ -54,9 +54,9 @@ def read(
     groups, products of complex numbers, what the function does not use, and whatever is
     empty or not real floating point get the label "adamw", every other parameter
     "muon". Where use alone does not tell, this is the convention: kernels of patch
-    embeddings, the first layers of networks, projections into a common space, as
-    CLIP's, and factors of LoRA are matrices; learned queries, latents, prefixes and
-    tables of relative positions are not.
+    embeddings, the first layers of networks and factors of LoRA are matrices; last
+    products, such as CLIP's projections into a common space, learned queries, latents,
+    prefixes and tables of relative positions are not.
 
     Args:
       params: the whole model, or the shapes of its parameters, in any Flax form: linen
