@@ -238,16 +238,18 @@ def test_attention_of_some_queries_at_a_time(rng, monkeypatch):
 def test_whole_step_sends_every_parameter_there_and_back(layout):
     """Each is gathered once and its gradient scattered once; matrices go to owners."""
     devices = np.array(jax.devices()[:8])
-    step = whole_step("tiny", devices, layout, "nanochat")
+    step = whole_step("llama-tiny", devices, layout, "nanochat")
     found = collectives(step.step, *step.args)
-    everything = sum(x.size * 2 for x in jax.tree.leaves(step.params))
+    # In plain jit XLA sends all but layers.
+    sent = step.params["blocks"] if layout == "hsdp" else step.params
+    everything = sum(x.size * 2 for x in jax.tree.leaves(sent))
     for kind in ("all-gather", "reduce-scatter"):
         ours = [c for c in found if c.kind == kind and "data" in c.axes]
         large = sum(c.sent_bytes for c in ours if c.sent_bytes > 100)
         assert large >= 7 / 8 * everything
         assert {c.devices for c in ours} == {8}
     if layout == "zero2-divided":
-        specs = whole_step("tiny", devices, "fsdp", "nanochat")
+        specs = whole_step("llama-tiny", devices, "fsdp", "nanochat")
         texts = [one.step.lower(*one.args).as_text() for one in (step, specs)]
         assert texts[0] == texts[1]
 
