@@ -74,8 +74,10 @@ def make_train_step(
         over devices and microbatches counts instead of the mean. `tx` gets them
         as extra arguments of these names: "max_logits" for `clip_qk`.
       weighted: whether the loss is a pair of the mean and its weight, such as the
-        number of unmasked tokens. Divide by `jnp.maximum(count, 1)`, so that the mean
-        of nothing is not NaN. With a weight below 0 all is NaN.
+        number of unmasked tokens. A mean of weight 0 does not count, even if it is
+        NaN. If loss_fn calls collectives or `scan_layers`, divide by
+        `jnp.maximum(count, 1)` instead: these would take the NaN of 0 / 0 to all
+        devices. With a weight below 0 all is NaN.
       microbatches: number of parts in which a device takes its batch, one by one. It
         adds up their gradients, and sends the sum once, but for scanned layers.
       reduce_dtype: dtype in which gradients are sent; None for the parameters'.
@@ -286,7 +288,7 @@ class TrainStep:
         if wire.scanned:
             first = jax.tree.map(lambda x: x[0], parts)
             self._check_scanned(whole, first, coarse, held)
-        of_part = functools.partial(self._of_part, whole)
+        of_part = functools.partial(self._of_part, held, whole)
         (total, sums, aux), maxima = _sum_over(of_part, parts, count)
         # A batch in which nothing counts has no gradient.
         loss, grads = _times(sums, jnp.where(total == 0, 0, 1 / total))
@@ -303,7 +305,7 @@ class TrainStep:
             metrics["aux"] = {**aux, **maxima} if maxima else aux
         return grads, maxima, metrics
 
-    def _of_part(self, params: Any, part: Any) -> tuple[Any, Any]:
+    def _of_part(self, held: Any, params: Any, part: Any) -> tuple[Any, Any]:
         """One microbatch: its weight, this device's part of its mean times that weight.
 
         Gradients of whole parameters are not divided by the number of devices yet.
@@ -318,14 +320,24 @@ class TrainStep:
         # Collectives in the loss mix the cotangents of devices, so these have to be in
         # the ratio of the weights. They are 1 on average, as much as float16 bears.
         share = weight / jnp.where(total == 0, 1, total)
-        (grads,) = pull((share * devices).astype(loss.dtype))
+        cotangent = (share * devices).astype(loss.dtype)
+        (grads,) = pull(cotangent)
+        rounded_off = jnp.where(
+            cotangent == 0, 1, share * devices / cotangent.astype(share.dtype)
+        )
 
-        def widened(g: Any) -> Any:
-            return jnp.zeros(g.shape) if g.dtype == jax.dtypes.float0 else wide(g)
+        def counted(g: Any, held: bool) -> Any:
+            """This device's part, unless summed already; 0 for a mean of 0 / 0."""
+            if g.dtype == jax.dtypes.float0:
+                return jnp.zeros(g.shape)
+            if held or not self._loss.weighted:
+                return wide(g)
+            g = _times(wide(g), rounded_off)
+            return jnp.where((weight == 0) & jnp.isnan(g), 0, g)
 
         means = (
             jnp.where(weight == 0, 0, wide(loss) * share),
-            jax.tree.map(widened, grads),
+            jax.tree.map(counted, grads, held),
         )
         aux = jax.tree.map(lambda x: x / devices, aux)  # booleans and int8 have no sum
         return (total, _times(means, total), aux), maxima

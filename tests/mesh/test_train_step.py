@@ -83,11 +83,12 @@ def test_buffers_are_donated_and_the_users_own_stay():
 # --- gradients: weights, aux, dtypes --------------------------------------------------
 
 
+@pytest.mark.parametrize("least", [0, 1])
 @pytest.mark.parametrize("given", [{}, {"microbatches": 2}])
-def test_weights_that_differ_between_devices(given):
+def test_weights_that_differ_between_devices(given, least):
     """A masked mean: the devices' batches have 0 to 4 samples that count.
 
-    The mean of no samples is 0.
+    The mean of no samples is NaN, or 0.
     """
     params, weights = problems.draw("mixed")
     plain, data = problems.loss_of(weights), problems.batches(STEPS)
@@ -97,7 +98,7 @@ def test_weights_that_differ_between_devices(given):
     def loss(params, batch):
         samples, mask = batch
         count = jnp.sum(mask)
-        parts = mask[:, None] * (len(mask) / jnp.maximum(count, 1))
+        parts = mask[:, None] * (len(mask) / jnp.maximum(count, least))
         return plain(params, samples * parts), count
 
     kept = [batch[mask == 1] for batch in data]
