@@ -218,31 +218,39 @@ def spread(runs: list[Record]) -> str:
     return f"{middle:.4f} ± {max(abs(run[LOSS] - middle) for run in runs):.4f}"
 
 
+# Of the curves that a picture is about; all others are grey.
+COLORS = {BASELINE: "0.2", "nanochat": "C0", "muon": "C2", "moonlight": "C1"}
+
+
 def draw(found: dict[str, Row], steps: int, path: pathlib.Path) -> None:
     """Loss in the shortest runs, and at the end of runs by their length, with bands."""
     figure = Figure(figsize=(11, 5), layout="constrained")
     during, by_length = figure.subplots(1, 2)
     target = mean(found[BASELINE].by_length[steps])
-    for name, row in found.items():
-        color = f"C{list(OPTIMIZERS).index(name)}"
+    # Greys first, below the others.
+    for name, row in sorted(found.items(), key=lambda item: item[0] in COLORS):
+        color, shown_as = COLORS.get(name, "0.75"), name if name in COLORS else "others"
         if length := row.length(target):
             curves = [run["validation_losses"] for run in row.by_length[length]]
-            band(during, name, curves, color=color)
+            band(during, shown_as, curves, color=color)
         if row.by_length and name != BASELINE:
             ends = [
                 [[n, runs[seed][LOSS]] for n, runs in row.by_length.items()]
                 for seed in SEEDS
             ]
-            band(by_length, name, ends, marker=".", color=color)
+            band(by_length, shown_as, ends, marker=".", color=color)
     label = f"AdamW after {steps} steps"
-    by_length.axhline(target, color="grey", linestyle="--", linewidth=1, label=label)
+    dashed = {"color": COLORS[BASELINE], "linestyle": "--", "linewidth": 1}
+    by_length.axhline(target, label=label, **dashed)
     during.set(title=f"Shortest runs to AdamW's loss after {steps}", xlabel="step")
     by_length.set(title="Last validation loss of whole runs", xlabel="steps of the run")
     for axes in (during, by_length):
         axes.set(ylabel="nats per character")
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.legend()
+    lines = {x.get_label(): x for axes in (during, by_length) for x in axes.lines}
+    shown = [lines[x] for x in (*COLORS, "others", label) if x in lines]
+    figure.legend(handles=shown, ncols=len(shown), loc="outside lower center")
     figure.savefig(path, dpi=120)
 
 
