@@ -79,8 +79,9 @@ def nanochat(
         that fulfils the contract in `orthogonalize`; `steps` and `dtype` are ignored.
       momentum_dtype: dtype of the momentum; None for the parameters'. With float16
         parameters pass "float32". See `nesterov`.
-      adamw: the optimizer of all other parameters: a learning rate for the recipe's
-        AdamW, None for 3e-4; or any optax transform, such as `optax.lion(1e-4)`.
+      adamw: the optimizer of all other parameters: that which trains your model now,
+        such as `optax.adamw(lr)`; or a learning rate for the recipe's own AdamW. None
+        is 3e-4, which no model was tuned for.
       groups: transforms for further labels, as in `partition`: `{"embedding":
         optax.adamw(0.2), "frozen": optax.set_to_zero()}`.
       matrices: which parameters are matrices: what `jax_muon.read(params, loss_fn,

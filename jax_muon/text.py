@@ -28,14 +28,9 @@ def aligned(rows: Sequence[tuple[str, ...]], *, numbers: int = 0) -> list[str]:
 
 def hints_below(reasons: Sequence[str]) -> tuple[list[str], list[str]]:
     """Reasons without the splits that they suggest, and a line for each suggestion."""
-    short: list[str] = []
-    hints: dict[str, None] = {}
-    for reason in reasons:
-        why, _, hint = reason.partition(" into ")
-        is_hint = ": splits={" in hint
-        short.append(why if is_hint else reason)
-        hints |= {hint: None} if is_hint else {}
-    return short, [*hints]
+    split = ": splits={"
+    parts = [x.partition(" into ") if split in x else (x, "", "") for x in reasons]
+    return [x[0] for x in parts], [*dict.fromkeys(x[2] for x in parts if x[2])]
 
 
 def bytes_text(count: int) -> str:
