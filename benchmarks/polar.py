@@ -1,18 +1,15 @@
-"""Orthogonalization alone: time against error, and where which form is faster.
+"""Orthogonalization alone: time against error, in every form.
 
-    python -m benchmarks.polar                    both parts, shapes that suit a CPU
-    python -m benchmarks.polar --shapes 8192x8192 --forms
-    python -m benchmarks.polar --json FILE
+    python -m benchmarks.polar
+    python -m benchmarks.polar --shapes 512x512 512x8192 --rounds 4
 
-Two parts. First, every way to orthogonalize on stacks with given spectra: milliseconds
-for a matrix, and the distance to the polar factor in float64,
-||Y - U V^T||_F / ||U V^T||_F. Second, the times of both forms and of bfloat16 alone, by
-shape: what `form="auto"` goes by.
+Every way to orthogonalize: milliseconds for a matrix of a stack, and the distance to
+the polar factor in float64, ||Y - U V^T||_F / ||U V^T||_F, of matrices with given
+spectra. `form="auto"` goes by these times.
 """
 
 import argparse
 import dataclasses
-import pathlib
 import statistics
 import sys
 import time
@@ -32,21 +29,8 @@ SPECTRA: dict[str, Callable[[int], np.ndarray] | None] = {
     "1/k²": lambda m: 1 / np.arange(1.0, m + 1) ** 2,
     "rank m/4": lambda m: (np.arange(m) < m // 4).astype(float),
 }
-SHAPES = ((768, 3072),)
-FORMS = tuple(
-    (m, int(m * aspect))
-    for m, aspects in (
-        (256, (1, 1.5, 2, 4, 8, 16)),
-        (512, (1, 1.5, 2, 4, 8)),
-        (768, (1, 1.5, 2, 4)),
-        (1024, (1, 1.5, 2)),
-    )
-    for aspect in aspects
-)
 STACK_BYTES = 2**25  # of float32: several matrices, unless they are large
-DEFAULT = "Polar Express, 5 steps"
 Polar = Callable[[Any], Any]
-Cases = dict[str, tuple[np.ndarray, np.ndarray]]  # a matrix, and its polar factor
 
 
 def ways() -> dict[str, Polar]:
@@ -56,7 +40,7 @@ def ways() -> dict[str, Polar]:
     families = {
         "Newton-Schulz, 5 steps": jm.NewtonSchulz(),
         "Polar Express, 4 steps, Schatten-4": jm.PolarExpress(4, **schatten),
-        DEFAULT: jm.PolarExpress(),
+        "Polar Express, 5 steps": jm.PolarExpress(),
         "Polar Express, 5 steps, Schatten-4": jm.PolarExpress(**schatten),
         "Polar Express, 8 steps": jm.PolarExpress(8),
     }
@@ -65,8 +49,6 @@ def ways() -> dict[str, Polar]:
         "float32, standard": {"dtype": "float32", "form": "standard"},
         "float32, gram": {"dtype": "float32", "form": "gram"},
     }
-    if jax.default_backend() == "gpu":
-        kinds["bfloat16, kernels"] = {"dtype": "bfloat16", "symmetric": "kernel"}
     return {
         f"{family}, {kind}": dataclasses.replace(polar, **settings)
         for family, polar in families.items()
@@ -74,37 +56,18 @@ def ways() -> dict[str, Polar]:
     }
 
 
-def matrices(kind: str, m: int, n: int, count: int, seed: int = 0) -> np.ndarray:
-    """A stack (count, m, n) with the singular values of one kind, float64."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((count, m, n))
-    make = SPECTRA[kind]
-    if make is None:
-        return x
-    u, _, vt = np.linalg.svd(x, full_matrices=False)
-    return (u * make(m)) @ vt
+def matrices(kind: str, m: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """A stack (1, m, n) with the singular values of one kind, and its polar factor.
 
-
-def polar_factor(x: np.ndarray) -> np.ndarray:
-    """U V^T over the singular values that float64 can tell from zero."""
+    That is U V^T over the singular values that float64 can tell from zero.
+    """
+    x = np.random.default_rng(0).standard_normal((1, m, n))
     u, s, vt = np.linalg.svd(x, full_matrices=False)
+    if (make := SPECTRA[kind]) is not None:
+        s = make(m)[None]
+        x = (u * s) @ vt
     keep = s > 1e-12 * s[..., :1]
-    return (u * keep[..., None, :]) @ vt
-
-
-def known_cases(m: int, n: int) -> Cases:
-    """A matrix of every spectrum, and its polar factor in float64."""
-    drawn = {kind: matrices(kind, m, n, 1) for kind in SPECTRA}
-    return {kind: (x, polar_factor(x)) for kind, x in drawn.items()}
-
-
-def errors(polar: Polar, cases: Cases) -> dict[str, float]:
-    """The distance to the polar factor, by spectrum."""
-    run = jax.jit(polar)
-    return {
-        kind: relative(run(jnp.asarray(x, jnp.float32)), expected)
-        for kind, (x, expected) in cases.items()
-    }
+    return x, (u * keep[..., None, :]) @ vt
 
 
 def rounding(y: Any, x: np.ndarray) -> float:
@@ -151,17 +114,20 @@ def timed(
     return [statistics.median(own[1:]) for own in times]
 
 
-def measure(
-    m: int, n: int, rounds: int, chosen: dict[str, Polar], cases: Cases
-) -> list[dict[str, Any]]:
-    """Time of ways on one shape, and their errors on cases of that shape."""
+def measure(m: int, n: int, rounds: int) -> dict[str, list[float]]:
+    """By way: seconds for a matrix of this shape, and the error for every spectrum."""
     stack = max(1, min(8, STACK_BYTES // (4 * m * n)))
-    x = jax.random.normal(jax.random.key(0), (stack, m, n))
-    times = timed([*chosen.values()], x, rounds)
-    return [
-        {"shape": [m, n], "way": way, "seconds": taken, "errors": errors(polar, cases)}
-        for (way, polar), taken in zip(chosen.items(), times, strict=True)
-    ]
+    times = timed(
+        [*ways().values()], jax.random.normal(jax.random.key(0), (stack, m, n)), rounds
+    )
+    known = [matrices(kind, m, n) for kind in SPECTRA]
+    return {
+        way: [
+            seconds,
+            *(relative(jax.jit(polar)(jnp.float32(x)), exact) for x, exact in known),
+        ]
+        for (way, polar), seconds in zip(ways().items(), times, strict=True)
+    }
 
 
 def shape_of(text: str) -> tuple[int, int]:
@@ -179,31 +145,17 @@ def main(words: list[str]) -> None:
     """The command."""
     parser = program.parser("benchmarks.polar", __doc__)
     add = parser.add_argument
-    add("--shapes", type=shape_of, nargs="*", default=SHAPES, help="of the first part")
-    add("--forms", type=shape_of, nargs="*", default=FORMS, help="of the second part")
+    add("--shapes", type=shape_of, nargs="+", default=[(768, 768), (768, 3072)])
     add("--rounds", type=int, default=2)
-    add("--json", type=pathlib.Path, help="file to save results in")
     args = parser.parse_args(words)
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}; expected a number of at least 1")
-    result = program.describe("benchmarks.polar", words)
-    print(f"{result['device']}, {result['cores']} cores, {result['versions']}\n")
+    run = program.describe("benchmarks.polar", words)
+    print(f"{run['device']}, {run['cores']} cores, {run['versions']}\n")
     program.print_head("m x n", "way", "ms", *SPECTRA)
-    result["rows"] = []
-    forms = {
-        name: way
-        for name, way in ways().items()
-        if DEFAULT in name and "Schatten" not in name
-    }
-    parts = [(shape, ways(), known_cases(*shape)) for shape in args.shapes]
-    parts += [(shape, forms, {}) for shape in args.forms]
-    for (m, n), chosen, cases in parts:
-        for row in measure(m, n, args.rounds, chosen, cases):
-            found = row["errors"].values()
-            program.print_row(f"{m} x {n}", row["way"], 1e3 * row["seconds"], *found)
-            result["rows"].append(row)
-    if args.json is not None:
-        program.save(result, args.json)
+    for m, n in args.shapes:
+        for way, (seconds, *errors) in measure(m, n, args.rounds).items():
+            program.print_row(f"{m} x {n}", way, 1e3 * seconds, *errors)
 
 
 if __name__ == "__main__":

@@ -39,12 +39,6 @@ def print_row(*cells: Any) -> None:
     print(f"| {' | '.join(words)} |", flush=True)
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, the first row its titles."""
-    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
-
-
 def save(result: Any, path: pathlib.Path) -> None:
     """Write results as JSON, whole or not at all."""
     new = path.with_suffix(".new")

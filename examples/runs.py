@@ -1,9 +1,9 @@
 """The folder of a training run: its metrics, checkpoints and pictures.
 
 A run may be killed at any moment and resumed from its last checkpoint. orbax writes a
-checkpoint completely or not at all; if it was damaged later, the one before is used.
-The metrics of all steps up to a checkpoint are written before it. When a run is
-resumed, metrics of later steps are dropped, since those steps are repeated.
+checkpoint completely or not at all. The metrics of all steps up to a checkpoint are
+written before it. When a run is resumed, metrics of later steps are dropped, since
+those steps are repeated.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from layouts import in_any, once
 from matplotlib.figure import Figure
 
 
@@ -46,28 +45,23 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
         yield
 
 
-class Stop:
-    """Notes Ctrl-C, or a cluster's SIGTERM: the run saves its state and ends.
-
-    A second signal ends it at once.
-    """
-
-    asked = False
-
-    def __call__(self, number: int, frame: Any) -> None:
-        del number, frame
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-
-
 @contextlib.contextmanager
-def stoppable() -> Iterator[Stop]:
-    """Signals set a flag, so that no step is interrupted halfway."""
-    stop = Stop()
-    before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
+def stoppable() -> Iterator[list[int]]:
+    """Notes Ctrl-C, or a cluster's SIGTERM, in a list, so that no step is interrupted.
+
+    The run then saves its state and ends. A second signal ends it at once.
+    """
+    asked: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        del frame
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield stop
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -83,31 +77,12 @@ def set_aside(path: pathlib.Path) -> None:
         print(f"{path} was there: it is {aside} now")
 
 
-def parse_json(text: str, where: str) -> dict[str, Any]:
-    """An object in JSON.
-
-    Raises:
-        ValueError: it is not one, or only the beginning of one.
-    """
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is damaged: {error}; expected JSON") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{where} is {text:.40}; expected an object in JSON")
-    return found
-
-
 def write(path: pathlib.Path, text: str) -> None:
     """Writes a file that appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
-
-
-class OtherModelError(ValueError):
-    """A checkpoint holds other parameters than those of this run."""
 
 
 class Checkpoints:
@@ -124,19 +99,12 @@ class Checkpoints:
         )
 
     def save(self, step: int, params: Any, state: Any) -> None:
-        """Starts to write a checkpoint, once the previous one is written.
-
-        Raises:
-            OSError: one of the two could not be written.
-        """
+        """Starts to write a checkpoint, once the previous one is written."""
         saved = {"params": params, "opt_state": state}
-        with self._writing():
-            self.manager.save(step, args=ocp.args.StandardSave(saved))
+        self.manager.save(step, args=ocp.args.StandardSave(saved))
 
     def restore(self, params: Any, state: Any) -> tuple[int, Any, Any]:
-        """Restores the newest checkpoint that can be read.
-
-        Damaged ones are renamed, with a warning.
+        """Restores the newest checkpoint.
 
         Args:
             params: shapes, dtypes and shardings of the parameters.
@@ -144,82 +112,13 @@ class Checkpoints:
 
         Returns:
             The step, parameters and state; 0, None and None without a checkpoint.
-
-        Raises:
-            OtherModelError: the checkpoint belongs to another model.
-            ValueError: none of the checkpoints can be read.
         """
-        errors: dict[int, Exception | None] = {}
-        for step in sorted(self.manager.all_steps(), reverse=True):
-            errors[step] = None
-            try:
-                found = self._read(step, {"params": params, "opt_state": state})
-            except OtherModelError:
-                raise
-            except Exception as error:  # orbax has many kinds of them
-                errors[step] = error
-            if not in_any(errors[step] is not None):
-                break
-        else:
-            if not errors:
-                return 0, None, None
-            raise ValueError(
-                f"none of the checkpoints in {self.folder} can be read: "
-                f"{sorted(errors)}; expected another --name, or a new run without "
-                "--resume"
-            ) from next(iter(errors.values()))
-        del errors[step]
-        for damaged, error in errors.items():
-            path = self.folder / str(damaged)
-            reason = str(error or "in another process").partition("\n")[0]
-            print(f"warning: {path} is damaged and passed over for {step}: {reason}")
-            once(set_aside, path)
-        self.manager.reload()
-        # A run that was killed between writing one and deleting another left three.
-        for old in sorted(self.manager.all_steps())[:-2]:
-            self.manager.delete(old)
+        step = self.manager.latest_step()
+        if step is None:
+            return 0, None, None
+        wanted = {"params": params, "opt_state": state}
+        found = self.manager.restore(step, args=ocp.args.StandardRestore(wanted))
         return step, found["params"], found["opt_state"]
-
-    def _read(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
-        saved = shapes(self.manager.item_metadata(step)["params"])
-        here = shapes(wanted["params"])
-        for path in sorted(saved | here):
-            if saved.get(path) != here.get(path):
-                raise OtherModelError(
-                    f"{self.folder / str(step)} is of another model: {path} is "
-                    f"{saved.get(path, 'missing')} there and "
-                    f"{here.get(path, 'missing')} in this one; expected the --width "
-                    "and --depth that the run began with, or another --name"
-                )
-        return self.manager.restore(step, args=ocp.args.StandardRestore(wanted))
-
-    def close(self) -> None:
-        """Waits until the last checkpoint is written.
-
-        Raises:
-            OSError: it could not be written.
-        """
-        with self._writing():
-            self.manager.close()
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # orbax has many kinds of them
-            reason = str(error).partition("\n")[0]
-            raise OSError(
-                f"no checkpoint written to {self.folder}: {reason}"
-            ) from error
-
-
-def shapes(params: Any) -> dict[str, tuple[int, ...]]:
-    """{"blocks/0/attn/q/kernel": (128, 128), ...}"""
-    found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        found[name.removesuffix("/value")] = tuple(leaf.shape)
-    return found
 
 
 class Metrics:
@@ -254,17 +153,9 @@ class Metrics:
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl, without a last line that a kill cut short.
-
-    Raises:
-        ValueError: another line is damaged.
-    """
+    """The records of metrics.jsonl, without a last line that a kill cut short."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [
-        parse_json(line, f"{path}, line {number},")
-        for number, line in enumerate(lines, start=1)
-        if line.endswith("\n")
-    ]
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 Curve = tuple[list[int], list[float]]  # steps and values
@@ -288,26 +179,13 @@ def draw(
     path: pathlib.Path,
     target: tuple[str, float] | None = None,
 ) -> None:
-    """Draws loss curves, and marks where each first reaches a target."""
+    """Draws loss curves, and a line at a loss that they have to reach."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for name, points in curves.items():
-        steps, values = points
+    for name, (steps, values) in curves.items():
         every_step = len(steps) > 1 and steps[1] - steps[0] == 1
         style = {"alpha": 0.5, "linewidth": 1} if every_step else {"marker": "."}
-        (line,) = axes.plot(steps, values, label=name, **style)
-        step = first_step_at(points, target[1]) if target else None
-        if step is not None:
-            value = values[steps.index(step)]
-            axes.plot(step, value, "o", color=line.get_color())
-            axes.annotate(
-                f"step {step}",
-                (step, value),
-                xytext=(0, 8),
-                textcoords="offset points",
-                ha="center",
-                color=line.get_color(),
-            )
+        axes.plot(steps, values, label=name, **style)
     if target:
         label, value = target
         axes.axhline(value, color="grey", linestyle="--", linewidth=1, label=label)

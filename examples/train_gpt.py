@@ -38,7 +38,6 @@ from options import LAYOUT, SETTINGS, check_same, parse, read_settings
 from runs import (
     Checkpoints,
     Metrics,
-    Stop,
     curve,
     draw,
     first_step_at,
@@ -70,11 +69,6 @@ def main(argv: list[str] | None = None) -> None:
             run(options, mesh, text, folder, stop)
         except KeyboardInterrupt:
             sys.exit(f"{folder}: ended at once; --resume goes on from a checkpoint")
-        except OSError as error:  # a full disk, one that may only be read
-            sys.exit(
-                f"{folder}: {error}; expected a disk with room that can be written to; "
-                "--resume then goes on from the last checkpoint"
-            )
 
 
 def run(
@@ -82,7 +76,7 @@ def run(
     mesh: Mesh,
     text: Text,
     folder: pathlib.Path,
-    stop: Stop,
+    stop: list[int],
 ) -> None:
     """Train one optimizer or compare several; the first process writes the files."""
     print(text)
@@ -121,7 +115,7 @@ def train(
     mesh: Mesh,
     text: Text,
     folder: pathlib.Path,
-    stop: Stop,
+    stop: list[int],
 ) -> None:
     """One run, from step 1 or from the last checkpoint in its folder."""
     print(f"\n{folder}: {options.steps} steps of {optimizer} with {rates}")
@@ -183,7 +177,7 @@ def train(
         if step % options.evaluate_every == 0 or step == last:
             values["validation_loss"] = evaluate(params, validation)
         metrics.add(step, **values)
-        if step % ask_every == 0 and in_any(stop.asked):
+        if step % ask_every == 0 and in_any(bool(stop)):
             last = step
 
         records = []
@@ -199,7 +193,7 @@ def train(
             bar.set_postfix(newest, refresh=False)
             bar.update(len(records) * tokens)
     bar.close()
-    checkpoints.close()
+    checkpoints.manager.close()  # once the last one is written
     if last < options.steps:
         saved_in = checkpoints.folder / str(last)
         print(f"stopped after step {last}: saved in {saved_in}, go on with --resume")

@@ -89,33 +89,31 @@ def test_nominal_flops():
     assert parameters.nominal_flops("gpt2-124m") == 12 * (4 * square + 2 * long)
 
 
-def test_orthogonalization(tmp_path, capsys, monkeypatch):
+def test_orthogonalization(capsys, monkeypatch):
     some = {name: way for name, way in polar.ways().items() if "5 steps" in name}
     monkeypatch.setattr(polar, "ways", lambda: some)
-    path = tmp_path / "polar.json"
-    words = ["--shapes", "24x16", "--forms", "16x32", "--rounds", "1"]
-    polar.main([*words, "--json", str(path)])
-    rows = json.loads(path.read_text())["rows"]
-    assert [r["shape"] for r in rows] == len(some) * [[16, 24]] + 3 * [[16, 32]]
-    assert all(r["seconds"] > 0 for r in rows)
+    rows = polar.measure(16, 24, rounds=1)
+    assert rows.keys() == some.keys()
+    assert all(seconds > 0 for seconds, *_ in rows.values())
     # Five quintics are made to come within 0.15 of a Gaussian matrix's factor, where no
     # singular value is below a thousandth; Newton-Schulz within 0.35.
-    assert all(r["errors"]["Gaussian"] < 0.35 for r in rows[: len(some)])
-    assert "| 16 x 32 | Polar Express" in capsys.readouterr().out
+    assert all(gaussian < 0.35 for _, gaussian, *_ in rows.values())
+    monkeypatch.setattr(polar, "measure", lambda *args: rows)
+    polar.main(["--shapes", "24x16"])
+    assert "| 16 x 24 | Polar Express" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", polar.SPECTRA)
 def test_spectra_are_what_they_are_called(kind):
-    x = polar.matrices(kind, 12, 20, 2)
+    x, factor = polar.matrices(kind, 12, 20)
     s = np.linalg.svd(x, compute_uv=False)
     if polar.SPECTRA[kind] is not None:
-        expected = np.broadcast_to(polar.SPECTRA[kind](12), s.shape)
-        np.testing.assert_allclose(s, expected, atol=1e-12)
-    factor = polar.polar_factor(x)
-    s = np.linalg.svd(factor, compute_uv=False)
+        np.testing.assert_allclose(s, polar.SPECTRA[kind](12)[None], atol=1e-12)
     rank = 3 if kind == "rank m/4" else 12
+    s = np.linalg.svd(factor, compute_uv=False)
+    np.testing.assert_allclose(s, (np.arange(12) < rank)[None], atol=1e-9)
     np.testing.assert_allclose(
-        s, np.broadcast_to(np.arange(12) < rank, s.shape), atol=1e-9
+        np.linalg.norm(factor.mT @ x - x.mT @ factor), 0, atol=1e-9
     )
 
 

@@ -1,4 +1,4 @@
-"""Every way to use Flax trains as the plain functional loop of optax does."""
+"""The programs for Flax train as the plain functional loop of optax does."""
 
 import functools
 import importlib
@@ -64,11 +64,6 @@ def pure(model):
     return nnx.to_pure_dict(state), apply
 
 
-def applied(model):
-    """The function of a Linen model's parameters."""
-    return lambda params, images: model.apply({"params": params}, images)
-
-
 def assert_equal_trees(actual, expected, atol):
     actual = dict(leaves_with_paths(actual))
     expected = dict(leaves_with_paths(expected))
@@ -78,58 +73,65 @@ def assert_equal_trees(actual, expected, atol):
         np.testing.assert_allclose(leaf, other, rtol=0, atol=atol, err_msg=path)
 
 
-MODELS = {
-    "nnx_optimizer": "MLP",
-    "nnx_model_and_optimizer": "CNN",
-    "nnx_scan": "Stack",
-    "linen_train_state": "Attention",
-    "linen_scan": "Stack",
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_an_example_is_the_functional_loop(load, name):
-    """To 1e-6: the same operations in float32, which a compiler may fuse otherwise."""
-    example, digits = load(name), load("digits")
-    trained, losses = example.main()
-    assert losses[-1] < losses[0] / 4
-    cls = getattr(example, MODELS[name])
-    if name.startswith("nnx"):
-        found, _ = pure(trained)
-        params, apply = pure(cls(rngs=nnx.Rngs(0)))
-    else:
-        found, model = trained.params, cls()
-        params = model.init(jax.random.key(0), jnp.zeros((1, 64)))["params"]
-        apply = applied(model)
-    params, expected = functional(digits, apply, params, digits.make_optimizer)
-    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-6)
-    assert_equal_trees(found, params, atol=1e-6)
-
-
 def assert_divided(params, state, data):
-    """Matrices and their momentum: up (64, 128) and down (128, 64) over (data, 2)."""
+    """Matrices and their momentum, over (data, 2): the layers' axis is whole."""
     weights, state = dict(leaves_with_paths(params)), dict(leaves_with_paths(state))
     rows = 64 // data
-    for name, shard in (("up/kernel", (rows, 64)), ("down/kernel", (64, rows))):
+    for name, shard in (("up/kernel", (4, rows, 64)), ("down/kernel", (4, 64, rows))):
         (momentum,) = (
-            x for p, x in state.items() if p.endswith(f"muon/inner_state/0/mu/{name}")
+            x
+            for p, x in state.items()
+            if p.endswith(f"muon/inner_state/0/mu/blocks/{name}")
         )
-        for leaf in (weights[name], momentum):
+        for leaf in (weights[f"blocks/{name}"], momentum):
             assert leaf.sharding.shard_shape(leaf.shape) == shard
 
 
-@pytest.mark.parametrize("name", ["nnx_partitioned", "linen_partitioned"])
-def test_partitioned(load, capsys, name):
-    *trained, losses = load(name).main()
+@pytest.mark.parametrize("name", ["train_nnx", "train_linen"])
+def test_a_program_learns_and_goes_on_from_its_checkpoint(
+    load, name, tmp_path, capsys, monkeypatch
+):
+    """With a checkpoint at half of the steps, bit for bit as without one."""
+    example, digits = load(name), load("digits")
+    for module in (example, digits):
+        monkeypatch.setattr(module, "STEPS", 30)
+    *trained, losses = example.main(tmp_path)
+    assert (tmp_path / "15").is_dir()
     assert losses[-1] < losses[0] / 4
-    table = r"up/kernel +64 x 128 +kernel +1 x \(64, 128\) +muon +data x model"
+    table = r"blocks/up/kernel +4 x 64 x 128 .* 4 x \(64, 128\) +muon +- x data x model"
     assert re.search(table, capsys.readouterr().out)
-    if name.startswith("nnx"):
+    if name == "train_nnx":
         assert_divided(*map(nnx.state, trained), 4)
     else:
         (state,) = trained
-        assert isinstance(state.params["up"]["kernel"], nn.LogicallyPartitioned)
+        assert isinstance(state.params["blocks"]["up"]["kernel"], nn.Partitioned)
         assert_divided(unbox(state.params), unbox(state.opt_state), 4)
+    monkeypatch.setattr(example, "STEPS", 1000)  # half of them are never done
+    *_, straight = example.main(tmp_path)
+    assert straight == losses
+
+
+def test_model_and_optimizer_in_one(load, monkeypatch):
+    """To 1e-6: the same operations in float32, which a compiler may fuse otherwise."""
+    example, digits = load("train_nnx"), load("digits")
+    monkeypatch.setattr(digits, "STEPS", 5)
+
+    @nnx.jit
+    def step(both, images, labels):
+        loss, grads = nnx.value_and_grad(
+            lambda model: digits.cross_entropy(model(images), labels)
+        )(both.model)
+        both.update(grads)
+        return loss
+
+    with jax.set_mesh(mesh(1, 1)):
+        model = example.Stack(rngs=nnx.Rngs(0))
+        params, apply = pure(model)
+        tx = digits.make_optimizer(jm.read(params, apply, digits.IMAGE))
+        both = nnx.ModelAndOptimizer(model, tx)
+        _, expected = functional(digits, apply, params, digits.make_optimizer)
+        losses = [float(step(both, *batch)) for batch in digits.batches()]
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-6)
 
 
 # The order of the sums over devices shows in the last digits, and in float32 the polar
@@ -145,20 +147,29 @@ def wide(tree):
     return jax.tree.map(lambda x: x.astype(jnp.float64), tree)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_nnx_partitioned_is_right(load, monkeypatch, x64, kind):
-    """Also with Explicit axes, if the model says where a sum over devices goes."""
-    example, digits = load("nnx_partitioned"), load("digits")
+def three_steps_in_float64(digits, monkeypatch):
     monkeypatch.setattr(digits, "STEPS", 3)
+    drawn = [(wide(images), labels) for images, labels in digits.batches()]
+    monkeypatch.setattr(digits, "batches", lambda: drawn)
+    monkeypatch.setattr(digits, "IMAGE", jax.ShapeDtypeStruct((1, 64), "float64"))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_nnx_is_right(load, monkeypatch, x64, kind):
+    """Also with Explicit axes, if the model says where a sum over devices goes."""
+    example, digits = load("train_nnx"), load("digits")
+    three_steps_in_float64(digits, monkeypatch)
     explicit = kind == AxisType.Explicit
 
-    class MLP(example.MLP):
+    class Block(example.Block):
         def __call__(self, x):
             to = {"out_sharding": P("data")} if explicit else {}
-            return self.head(x + self.down(nnx.relu(self.up(x)), **to))
+            return x + self.down(nnx.relu(self.up(self.norm(x))), **to)
+
+    monkeypatch.setattr(example, "Block", Block)
 
     def create():
-        model = MLP(rngs=nnx.Rngs(0))
+        model = example.Stack(rngs=nnx.Rngs(0))
         nnx.update(model, wide(nnx.state(model, nnx.Param)))
         return model
 
@@ -183,13 +194,17 @@ def test_nnx_partitioned_is_right(load, monkeypatch, x64, kind):
     assert_divided(nnx.state(model), nnx.state(optimizer), 2)
 
 
-def test_linen_partitioned_is_right(load, monkeypatch, x64):
-    example, digits = load("linen_partitioned"), load("digits")
-    monkeypatch.setattr(digits, "STEPS", 3)
-    model = example.MLP()
+def test_linen_is_right(load, monkeypatch, x64):
+    example, digits = load("train_linen"), load("digits")
+    three_steps_in_float64(digits, monkeypatch)
+    model = example.Stack()
     boxed = wide(model.init(jax.random.key(0), jnp.zeros((1, 64)))["params"])
-    matrices = jm.read(boxed, applied(model), digits.IMAGE)
-    params, expected = functional(digits, applied(model), unbox(boxed), recipe)
+
+    def apply(params, images):
+        return model.apply({"params": params}, images)
+
+    matrices = jm.read(boxed, apply, digits.IMAGE)
+    params, expected = functional(digits, apply, unbox(boxed), recipe)
     devices = mesh(2, 2)
 
     def create():

@@ -1,10 +1,8 @@
 """The main example, at a small size: it learns, resumes exactly, refuses bad input."""
 
-import errno
 import json
 import os
 import pathlib
-import pickle
 import re
 import shutil
 import signal
@@ -13,7 +11,6 @@ import sys
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import runs
 import text
@@ -53,22 +50,19 @@ def again(run: pathlib.Path, *more: str) -> None:
     train(run.parent, run.name, *more)
 
 
-def files(folder: pathlib.Path) -> list[pathlib.Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
-
-
 def contents(folder: pathlib.Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files(folder)}
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def checkpoints(folder: pathlib.Path) -> set[str]:
     return {path.name for path in (folder / "checkpoints").iterdir()}
 
 
-def assert_refused(run: pathlib.Path, message: str, *flags: str, kind=ValueError):
+def assert_refused(run: pathlib.Path, message: str, *flags: str):
     """An error with this message, which leaves all files of a run as they are."""
     before = contents(run)
-    with pytest.raises(kind, match=message):
+    with pytest.raises(ValueError, match=message):
         again(run, *flags)
     assert contents(run) == before
 
@@ -179,7 +173,7 @@ def test_clipped_logits_stay_at_the_threshold(tmp_path):
     assert logits[0] > 3  # the first step clips already
     assert losses_of(one, "clipped_heads")[0] > 0
     table = (many / "parameters.txt").read_text()
-    assert re.search(r"128x512_float32 +short fsdp; long tp +2 +4 +0 or 1", table)
+    assert re.search(r"128x512_float32 +short fsdp +1 +4 +0 or 1", table)
     assert "owners" not in (one / "parameters.txt").read_text()
     words = r"began with qk_clip 3.0, not 6.0"
     assert_refused(one, words, "--resume", *flags, "--qk-clip=6")
@@ -225,92 +219,15 @@ def test_two_runs_of_one_name_are_refused(copied):
             assert_refused(copied, message, more)
 
 
-def damage(checkpoint: pathlib.Path) -> None:
-    """What a full disk may leave: files of the right names, cut short."""
-    for path in files(checkpoint):
-        os.truncate(path, path.stat().st_size // 2)
-
-
-def test_a_damaged_checkpoint_is_passed_over(copied, capsys):
-    """What a kill left behind goes: a third one, one half written, half a line."""
-    before = (copied / "metrics.jsonl").read_bytes()
-    shutil.copytree(copied / "checkpoints" / "20", copied / "checkpoints" / "10")
-    (copied / "checkpoints" / "31.orbax-checkpoint-tmp").mkdir()
-    damage(copied / "checkpoints" / "30")
+def test_what_a_kill_left_behind_is_passed_over(finished, copied):
+    """Half a checkpoint, half a line, and metrics of steps after the checkpoint."""
+    shutil.rmtree(copied / "checkpoints" / "30")
+    (copied / "checkpoints" / "25.orbax-checkpoint-tmp").mkdir()
     with (copied / "metrics.jsonl").open("a") as file:
         file.write('{"step": 31, "lo')
     again(copied, "--resume")
-    said = capsys.readouterr().out
-    assert f"warning: {copied}/checkpoints/30 is damaged and passed over for 20" in said
-    assert (copied / "metrics.jsonl").read_bytes() == before
-    assert checkpoints(copied) == {"20", "30", "30.1"}
-
-
-def test_damaged_files_are_named(copied):
-    for number in (20, 30):
-        damage(copied / "checkpoints" / str(number))
-    words = r"none .*/checkpoints can be read: \[20, 30"
-    assert_refused(copied, words, "--resume")
-    metrics, settings = copied / "metrics.jsonl", copied / "settings.json"
-    metrics.write_text('{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2, is damaged: .* JSON"):
-        runs.read(metrics)
-    for written, message in (
-        ('{"optimizer": "nanochat"}', "; .* 'rates'"),
-        ('{"optimizer": ', ": .* JSON"),
-    ):
-        settings.write_text(written)
-        words = f"whole/settings.json is damaged{message}"
-        assert_refused(copied, words, "--resume")
-
-
-def test_a_full_disk_ends_a_run_and_loses_nothing(finished, copied, monkeypatch):
-    """The checkpoint at step 30 cannot be written; that of 20 stays, and serves."""
-    kept = contents(copied / "checkpoints" / "20")
-    shutil.rmtree(copied / "checkpoints" / "30")
-
-    def refuse(self, step, args):
-        # As it is when the disk is full in the middle of it.
-        part = copied / "checkpoints" / f"{step}.orbax-checkpoint-tmp"
-        part.mkdir()
-        (part / "half").write_bytes(b"\0" * 99)
-        raise ValueError("RESOURCE_EXHAUSTED: No space left on device [OS error 28]")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ocp.CheckpointManager, "save", refuse)
-        with pytest.raises(SystemExit, match=r"no checkpoint .*/checkpoints: .* space"):
-            again(copied, "--resume")
-    assert contents(copied / "checkpoints" / "20") == kept
-    again(copied, "--resume")
     assert_same_run(copied, finished / "whole")
     assert checkpoints(copied) == {"20", "30"}
-
-
-def test_nothing_in_a_checkpoint_is_run(copied, tmp_path):
-    """Pickles as its files, and beside them with names that one may look for."""
-    marker = tmp_path / "was loaded"
-    hostile = f"cos\nmkdir\n(V{marker}\ntR.".encode()  # os.mkdir(marker)
-    pickle.loads(hostile)
-    marker.rmdir()  # so it would be seen
-    newest, before = (copied / "checkpoints" / name for name in ("30", "20"))
-    for folder in (newest, before):
-        for name in ("default/params.pkl", "state.pickle", "__init__.py", "tree.pt"):
-            (folder / name).write_bytes(hostile)
-    for path in files(newest):
-        path.write_bytes(hostile)
-    again(copied, "--resume")  # from the one before
-    assert not marker.exists()
-
-
-def test_a_disk_that_may_only_be_read_is_named(copied, monkeypatch):
-    def refuse(*args, **given):
-        raise OSError(errno.EROFS, "Read-only file system", str(args[0]))
-
-    for name in ("rename", "write_text"):
-        monkeypatch.setattr(pathlib.Path, name, refuse)
-    message = r"whole: .* Read-only .*; expected a disk"
-    for more in ("--resume", "--steps=2"):
-        assert_refused(copied, message, more, kind=SystemExit)
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(finished, copied):
@@ -322,11 +239,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(finished, copied)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            "--width=64",
-            r"whole/checkpoints/30 is of another model: blocks/0/attn/k/kernel is "
-            r"\(32, 32\) there and \(64, 64\) in this one; expected the --width",
-        ),
+        ("--width=64", r"began with width 32, not 64"),
         ("--steps=60", r"began with steps 30, not 60"),
         ("--name=other", r"other holds no run to resume; .* has whole"),
     ],
