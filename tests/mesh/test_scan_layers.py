@@ -333,6 +333,7 @@ def test_layers_that_stay_sharded_over_explicit_axes(local_batch):
 # --- specs that leave the axes of layers to a scan ------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:no parameter is a matrix")
 @pytest.mark.parametrize("how", [None, {}, {"local_batch": True}])
 def test_the_reading_finds_layers_and_specs_avoid_them(how):
     """Eight layers, which eight devices would divide first."""

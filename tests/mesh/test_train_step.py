@@ -31,6 +31,7 @@ FORMS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:no parameter is a matrix")
 @pytest.mark.parametrize("form", FORMS)
 def test_equals_one_device(form):
     where, given = FORMS[form]

@@ -12,6 +12,9 @@ from optax.contrib import MuonDimensionNumbers, _common_test, _muon_test
 import jax_muon as jm
 from tests.recipes import ON_SPHERES, RECIPES
 
+# optax's trees are mostly vectors.
+pytestmark = pytest.mark.filterwarnings("ignore:no parameter is a matrix")
+
 
 def methods(tests, words=""):
     """Names of tests, whose parameters have the words."""

@@ -73,7 +73,6 @@ def test_roles_without_names():
         *("query", "key", "value", "out", "elementwise", "kernel")
     ]
     assert read["table"].role, read["g"].role == ("embedding", "head")
-    assert not read.by_names and "Names" not in str(read)
 
 
 def test_joins_go_by_the_roles():
