@@ -224,7 +224,12 @@ def whole_step(
     divide = "data" if layout == "zero2-hosts" else batch
     tx = jm.on_mesh(tx, mesh, specs or P(), divide)
     options = jm.gpu_options(
-        params, mesh, axis=batch, gathers_first=bool(specs), scanned=scanned
+        params,
+        mesh,
+        matrices=matrices,
+        axis=batch,
+        gathers_first=bool(specs),
+        scanned=scanned,
     )
 
     def step_in_jit(params: Any, state: Any, tokens: Any) -> tuple[Any, Any, jax.Array]:
