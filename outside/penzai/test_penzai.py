@@ -40,7 +40,7 @@ def train(optimizer, x, y):
 
 
 def test_its_trainer(rng):
-    """Its parameters are named arrays in variables, which the loss reads like others."""
+    """Its parameters are named arrays in variables, which the loss reads, too."""
     inputs = rng.standard_normal((64, 8)).astype("float32")
     outputs = np.sin(inputs @ rng.standard_normal((8, 4))).astype("float32")
     x, y = (
