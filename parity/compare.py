@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import torch
 
-from parity import problems, weights
+from parity import problems
 from parity.problems import Arrays, Recipe
 from parity.references import (
     CompiledNanochat,
@@ -80,16 +80,16 @@ def runner(
     "float64" runs in double precision, every other dtype in float32.
     """
     wide = "float64" if dtype == "float64" else "float32"
-    run, like = stepper(tx), problems.flax_shapes(names)
+    run = stepper(tx)
 
     def cross(arrays: Arrays):
-        tree = weights.to_flax(arrays, like)
-        return jax.tree.map(lambda x: jnp.asarray(x, wide), tree)
+        kernels = problems.to_jax({name: arrays[name] for name in names})
+        return {name: jnp.asarray(x, wide) for name, x in kernels.items()}
 
     def across(grads: Sequence[Arrays]) -> list[Arrays]:
         with jax.enable_x64(wide == "float64"):
             after = run(cross(problems.weights()), list(map(cross, grads)))
-            return [weights.to_torch(params, problems.SHAPES) for params in after]
+            return [problems.to_torch(jax.device_get(params)) for params in after]
 
     return across
 

@@ -16,10 +16,9 @@ Shapes, weights and gradients are PyTorch's, (out, in), in NumPy.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -64,22 +63,33 @@ SHAPES: dict[str, tuple[int, ...]] = {
 ADAMW_NAMES = ("embed.weight", "norm.bias")
 MATRIX_NAMES = tuple(name for name in SHAPES if name not in ADAMW_NAMES)
 
+# ---- Orientation: the one place where it changes. The window of a convolution keeps
+# its order, (out, in, h, w) and (h, w, in, out), and gradients cross as weights do.
+
 _HEADS = {"attn.query.weight": (20, 4, 6), "attn.out.weight": (4, 6, 20)}
 
 
-def flax_shapes(names: Collection[str] = tuple(SHAPES)) -> Any:
-    """The tree of a Flax model with these parameters."""
-    tree: Any = {}
-    for name in names:
-        *owners, leaf = name.split(".")
+def to_jax(arrays: Arrays) -> Arrays:
+    """PyTorch's parameters, or their gradients, as kernels (in, out) of Flax."""
+
+    def kernel(name: str, x: np.ndarray) -> np.ndarray:
+        if x.ndim > 2:
+            return np.moveaxis(x, (0, 1), (-1, -2))
+        return x.T.reshape(_HEADS.get(name, x.shape[::-1]))
+
+    return {k: x if k in ADAMW_NAMES else kernel(k, x) for k, x in arrays.items()}
+
+
+def to_torch(arrays: Arrays) -> Arrays:
+    """The inverse."""
+
+    def weight(name: str, x: np.ndarray) -> np.ndarray:
         shape = SHAPES[name]
-        if name in MATRIX_NAMES:
-            leaf, shape = "kernel", _HEADS.get(name, (*shape[2:], *shape[1::-1]))
-        elif name == "embed.weight":
-            leaf = "embedding"
-        node = functools.reduce(lambda x, key: x.setdefault(key, {}), owners, tree)
-        node[leaf] = jax.ShapeDtypeStruct(shape, "float32")
-    return tree
+        if len(shape) > 2:
+            return np.moveaxis(x, (-1, -2), (0, 1))
+        return x.reshape(shape[::-1]).T
+
+    return {k: x if k in ADAMW_NAMES else weight(k, x) for k, x in arrays.items()}
 
 
 def weights() -> Arrays:
@@ -176,9 +186,9 @@ MOVING: dict[str, np.ndarray] = {
 }
 
 
-def rate_at(rates: dict, name: str, step: int) -> float:
-    """The value of one rate at one step, for PyTorch."""
-    return float(np.broadcast_to(rates[name], STEPS)[step])
+def rate_at(rate: Any, step: int) -> float:
+    """The value of a rate at one step, for PyTorch."""
+    return rate if isinstance(rate, float) else float(rate[step])
 
 
 def jax_rates(rates: dict, dtype: str) -> dict[str, Any]:
@@ -200,25 +210,20 @@ def _schedule(table: np.ndarray) -> optax.Schedule:
 
 # ---- Recipes
 
-# Labels of this file's tree, and the axes of its modules with more than two.
-_LABELS = {"embed": "adamw", "norm": "adamw", "*": "muon"}
-_AXES = {
-    "conv": {"conv": MuonDimensionNumbers((0, 1, 2), 3)},
-    "attn": {
-        "attn/query": MuonDimensionNumbers(0, (1, 2)),
-        "attn/out": MuonDimensionNumbers((0, 1), 2),
-    },
+_RULES: dict[str, Any] = dict.fromkeys(ADAMW_NAMES, "adamw") | {
+    "conv.weight": MuonDimensionNumbers((0, 1, 2), 3),
+    "attn.query.weight": MuonDimensionNumbers(0, (1, 2)),
+    "attn.out.weight": MuonDimensionNumbers((0, 1), 2),
 }
 
 
 def read(params: Any, **settings: Any) -> jm.Matrices:
-    """How a tree of this file, which may lack some of its modules, is read."""
-    there = [rules for module, rules in _AXES.items() if module in params]
-    rules = functools.reduce(dict.__or__, there, _LABELS)
-    return jm.read(params, rules=rules, **settings)
+    """How parameters of this file, which may lack some, are read."""
+    rules = {name: rule for name, rule in _RULES.items() if name in params}
+    return jm.read(params, rules=rules | {"*": "muon"}, **settings)
 
 
-_ADAMW = {"betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+ADAMW = {"betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}
 _MUON = ("lr", "momentum", "weight_decay")
 
 
@@ -234,14 +239,18 @@ class Recipe:
     joint: tuple[str, ...] = ()  # matrices that the reference takes as one
 
     def ours(
-        self, rates: dict[str, Any], dtype: str, **changed: Any
+        self,
+        rates: dict[str, Any],
+        dtype: str,
+        adamw: dict[str, Any] = ADAMW,
+        **changed: Any,
     ) -> optax.GradientTransformation:
         """Our transform, for a dtype of the polar iteration; arguments may change."""
         rates = jax_rates(rates, dtype)
         given = {{"lr": "learning_rate"}.get(r, r): rates[r] for r in self.rates}
-        given["adamw"] = optax.adamw(
-            rates["adamw_lr"], *_ADAMW["betas"], _ADAMW["eps"], weight_decay=0.0
-        )
+        betas, eps, decay = (adamw[key] for key in ("betas", "eps", "weight_decay"))
+        rate = rates["adamw_lr"]
+        given["adamw"] = optax.adamw(rate, *betas, eps, weight_decay=decay)
         return self.factory(**given | {"dtype": dtype, "matrices": read} | changed)
 
 
@@ -270,7 +279,7 @@ def _muon_of_a_sum(
 
 
 def _teon(**settings: Any) -> optax.GradientTransformation:
-    matrices = functools.partial(read, joins={"pool/{i}": 2})
+    matrices = functools.partial(read, joins={"pool.{i}.weight": 2})
     return jm.teon(**settings | {"matrices": matrices})
 
 
@@ -315,12 +324,16 @@ EXPLAINED: dict[tuple[str, str], str] = {
 # ---- PyTorch's side
 
 
-def reference_run(
+def trajectory(
     recipe: Recipe,
+    start: Arrays,
     grads: list[Arrays],
     rates: dict,
     dtype: torch.dtype,
-    names: tuple[str, ...] = tuple(SHAPES),
+    single: list[str],
+    joint: list[list[str]],
+    rest: list[str],
+    adamw: dict[str, Any] = ADAMW,
     **settings: Any,
 ) -> list[Arrays]:
     """Parameters after every step of the reference, whose subnormal numbers are zeros.
@@ -329,37 +342,58 @@ def reference_run(
     cautious mask lets the whole matrix decay instead of about half of it.
 
     Args:
-        recipe: whose reference runs on the matrices; `torch.optim.AdamW` has the rest.
+        recipe: whose reference runs on the matrices.
+        start: the parameters, float64 for a dtype of float64, else float32.
         grads: for each step.
         rates: CONSTANT, MOVING, or the like.
-        dtype: of the polar iteration. Parameters are float64 for float64, else float32.
-        names: the parameters.
+        dtype: of the polar iteration.
+        single: the matrices that are orthogonalized alone.
+        joint: those that are taken as one.
+        rest: the parameters of `torch.optim.AdamW`.
+        adamw: its settings.
         settings: what else differs in the reference, such as its "polar".
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
     def tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
-        return {name: torch.from_numpy(arrays[name]).to(wide) for name in names}
+        return {name: torch.from_numpy(arrays[name]).to(wide) for name in start}
 
     matrices = {"make": recipe.reference, **recipe.settings, "dtype": dtype, **settings}
-    single, joint, rest = (
-        [name for name in names if name in chosen]
-        for chosen in ({*MATRIX_NAMES} - {*recipe.joint}, recipe.joint, ADAMW_NAMES)
-    )
     groups = [{"params": single, **matrices}]
-    groups += [{"params": joint, "joint": True, **matrices}] if joint else []
-    of_matrices = [{rate: rate for rate in recipe.rates}] * len(groups)
-    groups += [{"params": rest, "make": torch.optim.AdamW, **_ADAMW}] if rest else []
+    groups += [{"params": names, "joint": True, **matrices} for names in joint]
+    changing = [{rate: rate for rate in recipe.rates}] * len(groups)
+    if rest:
+        groups += [{"params": rest, "make": torch.optim.AdamW, **adamw}]
+        changing += [{"lr": "adamw_lr"}]
     changes = [
         [
-            {key: rate_at(rates, rate, step) for key, rate in changing.items()}
-            for changing in (*of_matrices, {"lr": "adamw_lr"})
+            {key: rate_at(rates[rate], step) for key, rate in of_group.items()}
+            for of_group in changing
         ]
         for step in range(len(grads))
     ]
     torch.set_flush_denormal(True)
     try:
-        after = replay(tensors(weights()), groups, [*map(tensors, grads)], changes)
+        after = replay(tensors(start), groups, [*map(tensors, grads)], changes)
     finally:
         torch.set_flush_denormal(False)
     return [{name: p.numpy() for name, p in each.items()} for each in after]
+
+
+def reference_run(
+    recipe: Recipe,
+    grads: list[Arrays],
+    rates: dict,
+    dtype: torch.dtype,
+    names: tuple[str, ...] = tuple(SHAPES),
+    **settings: Any,
+) -> list[Arrays]:
+    """The same for the parameters of this file, or some of them."""
+    start = {name: x for name, x in weights().items() if name in names}
+    single, joint, rest = (
+        [name for name in names if name in chosen]
+        for chosen in ({*MATRIX_NAMES} - {*recipe.joint}, recipe.joint, ADAMW_NAMES)
+    )
+    of_joint = [joint] if joint else []
+    given = recipe, start, grads, rates, dtype, single, of_joint, rest
+    return trajectory(*given, **settings)

@@ -92,15 +92,12 @@ def read_model(model: Any) -> tuple[dict[str, Any], collections.Counter[str]]:
     kinds: collections.Counter[str] = collections.Counter()
     for path, leaf in leaves.items():
         shape = tuple(leaf.shape)
-        param = {"path": path, "shape": shape, "expect": model.expected(path, shape)}
         use = uses[path]
-        outcome, text = judge(param, use)
+        outcome, text = judge(model.answer(path, shape), use)
         if outcome == "refused":
             text = f"{text}: {use.doubt}"
         elif use.role == "unused":
             outcome, text = "unused", ""
-        elif outcome == "unknowable":
-            outcome = "open"
         counts[outcome] += 1
         if outcome != "right":
             kinds[f"{outcome} {re.sub('[0-9]+', 'N', path)} {shape}: {text}"] += 1

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import jax_muon as jm
-from parity import compare, problems, run, third_parties, weights
+from parity import compare, problems, run, third_parties
 from parity.compare import BARS, Check
 from parity.problems import CONSTANT, MOVING, RECIPES
 from parity.references import Nanochat
@@ -37,17 +37,18 @@ def checked(name, kind, dtype, rates=MOVING, **changed):
 
 def test_crossed_kernels_do_what_the_weights_do(rng):
     """PyTorch's Linear and Conv2d against the same contraction in JAX."""
-    x, weight = rng.standard_normal((5, 4)), rng.standard_normal((6, 4))
-    kernel = weights.kernel_to_flax(weight, (4, 2, 3))
-    heads = np.einsum("bi,ihd->bhd", x, kernel).reshape(5, 6)
+    x, weight = rng.standard_normal((5, 20)), rng.standard_normal((24, 20))
+    (kernel,) = problems.to_jax({"attn.query.weight": weight}).values()
+    heads = np.einsum("bi,ihd->bhd", x, kernel).reshape(5, 24)
     np.testing.assert_allclose(heads, x @ weight.T, atol=1e-12)
 
     image, weight = rng.standard_normal((2, 3, 7, 8)), rng.standard_normal((5, 3, 2, 4))
+    (kernel,) = problems.to_jax({"conv.weight": weight}).values()
     theirs = F.conv2d(*map(torch.from_numpy, (image, weight)))
     with jax.enable_x64(True):
         ours = jax.lax.conv_general_dilated(
             jnp.asarray(image.transpose(0, 2, 3, 1)),
-            jnp.asarray(weights.kernel_to_flax(weight, (2, 4, 3, 5))),
+            jnp.asarray(kernel),
             (1, 1),
             "VALID",
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
@@ -55,10 +56,9 @@ def test_crossed_kernels_do_what_the_weights_do(rng):
     np.testing.assert_allclose(ours.transpose(0, 3, 1, 2), theirs, atol=1e-12)
 
 
-def test_a_whole_tree_crosses_and_returns():
+def test_all_parameters_cross_and_return():
     start = problems.weights()
-    tree = weights.to_flax(start, problems.flax_shapes())
-    back = weights.to_torch(tree, problems.SHAPES)
+    back = problems.to_torch(problems.to_jax(start))
     assert back.keys() == start.keys()
     for name, value in start.items():
         np.testing.assert_array_equal(back[name], value)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_muon as jm
-from benchmarks.reading import RIGHT, expectation, judge
+from benchmarks.reading import RIGHT, judge
 from jax_muon.reading.computation.read import read_uses
 from tests.programs import PROGRAMS
 
@@ -34,10 +34,9 @@ def test_reading(name):
     undecided = {x.path for x in read if x.doubt is not None}
     assert undecided == UNDECIDED.get(name, set())
     for x in read:
-        expect = expectation(program.answers[x.path], x.shape)
-        if x.path not in undecided and expect.get("knowable", True):
-            param = {"path": x.path, "shape": x.shape, "expect": expect}
-            assert judge(param, x) == (RIGHT, ""), x
+        answer = program.answers[x.path]
+        if x.path not in undecided and not answer.endswith("?"):
+            assert judge(answer, x) == (RIGHT, ""), x
     roles = {x.path: x.role for x in read if x.path not in undecided}
     for path, role in program.roles.items():
         if path in roles and not program.answers[path].endswith("?"):
