@@ -63,14 +63,6 @@ def operations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from operations(function)
 
 
-def functions(jaxpr: Jaxpr) -> Iterator[str]:
-    """Qualified names of the Python functions that a program was traced from."""
-    for eqn in operations(jaxpr):
-        traceback: Any = eqn.source_info.traceback
-        for frame in traceback.frames if traceback else ():
-            yield frame.function_name
-
-
 def marked(x: Any, name: str) -> Any:
     """The array, with a name that `uses` finds."""
     return checkpoint_name(x, _MARK + name)
