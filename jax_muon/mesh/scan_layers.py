@@ -121,9 +121,15 @@ def scan_layers(
     treedef: Any
     flat, treedef = jax.tree.flatten(layers)
     leaves = _leaves(layers, layout, names)
-    left = _left_on_explicit_axes(mesh, names, leaves)
+    left = {name for leaf in leaves for name in spec_names(leaf.spec)} - {*names}
+    left = left if AxisType.Explicit in mesh.axis_types else set()
+    words = (
+        f"axis={axis!r} leaves layers sharded over {', '.join(sorted(left))}, with "
+        "which block cannot compute on Explicit axes; expected axis= to name these as "
+        "well, or a mesh with Auto axes"
+    )
     if left and local_batch:
-        raise ValueError(left)
+        raise ValueError(words)
     if manual:
         flat = _marked(flat, leaves)
     exchange = _collectives if manual or local_batch else _constraints
@@ -166,7 +172,7 @@ def scan_layers(
         jax.eval_shape(traced, carry, ahead, others)
     except Exception as error:
         if type(error).__name__ == "ShardingTypeError" and left:
-            raise ValueError(f"{left} ({error})") from error
+            raise ValueError(f"{words} ({error})") from error
         raise
     closed, results = program
     if local_batch:
@@ -237,20 +243,6 @@ def _leaves(layers: Any, layout: Layout, names: Sequence[str]) -> list[_Leaf]:
         real = jnp.issubdtype(x.dtype, jnp.inexact)
         leaves.append(_Leaf(spec, fine, x.dtype, bool(len(x) and real)))
     return leaves
-
-
-def _left_on_explicit_axes(
-    mesh: Mesh, names: Sequence[str], leaves: Sequence[_Leaf]
-) -> str:
-    """An error, for layers that stay sharded over Explicit axes, or ""."""
-    left = {name for leaf in leaves for name in spec_names(leaf.spec)} - {*names}
-    if not left or AxisType.Explicit not in mesh.axis_types:
-        return ""
-    return (
-        f"axis={names} leaves layers sharded over {', '.join(sorted(left))}, with "
-        "which block cannot compute on Explicit axes; expected axis= to name these as "
-        "well, or a mesh with Auto axes"
-    )
 
 
 def mark(spec: PartitionSpec) -> str:
