@@ -48,14 +48,16 @@ def passes(path: Path) -> bool:
     dtype, limit = ("bfloat16", 1e-5) if half else ("float32", 1e-6)
     adamw = problems.ADAMW | {"weight_decay": meta.get("adam_weight_decay", 0.0)}
     given = start, grads, rates, getattr(torch, dtype), single, joint, rest, adamw
-    ways = [{}, slower] if half else [{}]
+    steps = meta["ns_steps"]
+    ways = [{"ns_steps": steps}, {"ns_steps": steps, **slower}][: 1 + half]
     ends = [problems.trajectory(recipe, *given, **way)[-1] for way in ways]
 
     def cross(arrays: dict) -> dict:
         """Both ways: matrices are the transpose of each other."""
         return {k: jnp.asarray(x if k in rest else x.T) for k, x in arrays.items()}
 
-    run = compare.stepper(recipe.ours(rates, dtype, adamw, matrices=read))
+    tx = recipe.ours(rates, dtype, adamw, matrices=read, steps=steps)
+    run = compare.stepper(tx)
     ends.append(cross(run(cross(start), [*map(cross, grads)])[-1]))
     theirs, *spread, ours = (compare.distance(x, end, start) for x in ends)
     bar = spread[0] if half else compare.BARS["float32"]
