@@ -59,7 +59,7 @@ def nanochat(
 ) -> optax.GradientTransformationExtraArgs:
     """MuonAdamW of nanochat: Nesterov, Polar Express, NorMuon, cautious weight decay.
 
-    If `optax.adamw(lr)` is tuned for a model, start with lr * width / 32; see
+    If `optax.adamw(lr)` is tuned for a model, start with (lr * width)**0.5 / 40; see
     docs/rates.md.
 
     Args:
@@ -146,7 +146,7 @@ def normuon(
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuon, arXiv 2510.05491: per output neuron, updates of root mean square 0.2.
 
-    If `optax.adamw(lr)` is tuned for a model, start with lr * (width / 32)**0.5; see
+    If `optax.adamw(lr)` is tuned for a model, start with lr**0.5 / 8; see
     docs/rates.md.
 
     Args:
@@ -198,7 +198,7 @@ def muon(
     """Jordan's Muon: Nesterov, Newton-Schulz, a factor for the shape, decoupled decay.
 
     See https://kellerjordan.github.io/posts/muon/. If `optax.adamw(lr)` is
-    tuned for a model, start with lr * width / 32; see docs/rates.md.
+    tuned for a model, start with (lr * width)**0.5 / 40; see docs/rates.md.
 
     With equal settings, the mathematics of torch.optim.Muon; `shape_rule="rms_0.2"` is
     its adjust_lr_fn="match_rms_adamw".
@@ -255,7 +255,7 @@ def moonlight(
     """Moonlight's Muon, arXiv 2502.16982: `muon` with AdamW's update RMS of 0.2.
 
     One learning rate and one weight decay serve matrices and AdamW alike. If
-    `optax.adamw(lr)` is tuned for a model, start with lr * (width / 32)**0.5; see
+    `optax.adamw(lr)` is tuned for a model, start with lr**0.5 / 8; see
     docs/rates.md.
 
     Args:

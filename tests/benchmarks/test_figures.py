@@ -67,34 +67,140 @@ def test_steps_that_each_recipe_needs():
     assert table("learning_300_128") == expected
 
 
+def tasks():
+    """Of eight tasks their width, AdamW's best rate, and losses by rate, in order."""
+    found = results("rates_tasks.json")["tasks"]
+    lines = (RESULTS / "rates.jsonl").read_text().splitlines()
+    flax = [x for x in map(json.loads, lines) if "width" not in x["example"]]
+    for x in sorted(flax, key=lambda x: (x["example"], x["rate"], x["seed"])):
+        task = found.setdefault(x["example"], {"width": 128})
+        by_rate = task.setdefault(x["optimizer"], {})
+        by_rate.setdefault(f"{x['rate']:.4g}", []).append(x["loss"])
+        if x["optimizer"] == "nanochat":
+            task["lr"] = x["rest"]
+    return found
+
+
+def spectral(lr, width):
+    return (lr * width) ** 0.5 / 40
+
+
+def by_size(lr, width):
+    return lr**0.5 / 8
+
+
+STARTS = {"nanochat": spectral, "muon": spectral}
+STARTS |= dict.fromkeys(("moonlight", "moonlight, one rate", "normuon"), by_size)
+COLUMNS = (  # of the first rates: an optimizer and its rate, None for the best one
+    ("adamw", lambda lr, width: lr),
+    ("nanochat", spectral),
+    ("nanochat", lambda lr, width: 0.02),
+    ("nanochat", lambda lr, width: lr * width / 32),
+    ("nanochat", None),
+    ("moonlight", by_size),
+)
+
+
+def columns(task):
+    """The losses of three seeds in each column."""
+    for optimizer, rate in COLUMNS:
+        if rate:
+            yield task[optimizer][f"{rate(task['lr'], task['width']):.4g}"]
+        else:
+            whole = [x for x in task[optimizer].values() if len(x) == 3]
+            yield min(whole, key=mean)
+
+
+def spread(losses):
+    digits = 3 if mean(losses) > 0.1 else 4
+    return f"{mean(losses):.{digits}f} ± {statistics.stdev(losses):.{digits}f}"
+
+
 def test_first_rates_for_a_user_of_adamw():
-    found, expected = results("rates.json")["optimizers"], {}
-    for optimizer, x in found.items():
-        recipe, _, one_rate = optimizer.partition(", ")
-        is_angle = recipe == "muonh"
-        rate = f"{x['start']:.1g}" if is_angle else f"{x['start']:g} * lr"
-        best = [*itertools.chain(*x["best_rates"].values())]
-        expected[f"jm.{recipe}({rate}{'' if one_rate else ', adamw=adamw'})"] = [
-            f"{x['multiple']:.1f}** ({x['lowest']:.1f} to {x['highest']:.1f})",
-            *(f"{geometric_mean(each):.1f}" for each in x["multiples"].values()),
-            f"{min(best):.2g} to {max(best):.2g}",
+    assert table("first_rates") == {
+        name: [
+            str(task["width"]),
+            f"{task['lr']:.2g}",
+            *map(spread, columns(task)),
         ]
-        # A start is a power of two: the multiple of AdamW's rate, or itself an angle.
-        middle = geometric_mean(best) if is_angle else x["multiple"]
-        assert x["start"] == 2.0 ** round(math.log2(middle))
-    del expected["jm.adamw(1 * lr, adamw=adamw)"]
-    assert table("starts") == expected
+        for name, task in tasks().items()
+    }
+
+
+def test_what_is_promised_of_first_rates():
+    above, close, worst = [set() for _ in COLUMNS], set(), 0
+    for name, task in tasks().items():
+        adamw, start, *_, best, _ = lists = [*columns(task)]
+        for names, losses in zip(above, lists, strict=True):
+            names |= {name} if mean(losses) > mean(adamw) else set()
+        deviation = max(map(statistics.stdev, (adamw, start)))
+        close |= {name} if mean(adamw) - mean(start) < deviation else set()
+        worst = max(worst, mean(start) - mean(best))
+    with_002, with_rule = {"flow", "seq2seq"}, {"CNN", "seq2seq"}
+    assert above == [set(), set(), with_002, with_rule, set(), set()]
+    assert close == {"CNN", "flow"}
+    for page in ("README.md", "docs/rates.md"):
+        promise = f"within {math.ceil(100 * worst) / 100} of"
+        assert promise in " ".join((ROOT / page).read_text().split())
+
+
+def test_all_runs_of_first_rates():
+    expected = {
+        f"{name}, {optimizer}": [
+            ", ".join(
+                f"{rate}: {mean(task[optimizer][rate]):.4g}"
+                + f" ({len(task[optimizer][rate])})" * (len(task[optimizer][rate]) < 3)
+                for rate in sorted(task[optimizer], key=float)
+            )
+        ]
+        for name, task in tasks().items()
+        for optimizer in ("adamw", "nanochat", "moonlight")
+    }
+    assert table("all_runs") == expected
+
+
+def with_start(best, optimizer, lr, width):
+    """A best rate, and in parentheses where to start."""
+    start = STARTS.get(optimizer)
+    return f"{best:.2g} ({start(lr, width):.2g})" if start else f"{best:.2g}"
+
+
+def test_best_rates_of_other_recipes():
+    found = results("rates.json")["optimizers"]
+    lr = found["adamw"]["best_rates"]
+    assert table("starts") == {
+        optimizer: [
+            with_start(
+                geometric_mean(rates), optimizer, geometric_mean(lr[example]), 128
+            )
+            for example, rates in x["best_rates"].items()
+        ]
+        for optimizer, x in found.items()
+    }
+    ratios = [
+        start(geometric_mean(lr[example]), 128) / geometric_mean(rates)
+        for optimizer, start in STARTS.items()
+        for example, rates in found[optimizer]["best_rates"].items()
+    ]
+    for width, by_name in results("rates.json")["lm1b_by_width"].items():
+        known = by_name["adamw"]["best_rate"]
+        for name in ("nanochat", "moonlight"):
+            start = STARTS[name](known, int(width))
+            ratios.append(start / by_name[name]["best_rate"])
+    page = (ROOT / "docs/rates.md").read_text()
+    assert f"are {min(ratios):.1f} to {max(ratios):.1f} times the best" in page
+    angle = found["muonh"]["start"]
+    assert f"| `jm.muonh` | {angle:.1g}, " in page
 
 
 def test_best_rates_by_width():
     found = results("rates.json")["lm1b_by_width"]
     assert table("widths") == {
         width: [
-            f"{x['best_rate']:.2g}"
-            + ("" if name == "adamw" else f", {x['multiple']:.1f} times AdamW's")
-            for name, x in found[width].items()
+            with_start(x["best_rate"], name, by_name["adamw"]["best_rate"], int(width))
+            for name, x in by_name.items()
         ]
-        for width in found
+        for width, by_name in sorted(found.items(), key=lambda x: int(x[0]))
     }
 
 
