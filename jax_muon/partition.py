@@ -73,8 +73,9 @@ def partition(
     read_tree = reader(matrices)
 
     def build(tree: Any, at_init: bool = False) -> Any:
-        labelled = _of_tree(read_tree(tree), tree, groups)
-        labels = {parameter.label for parameter in labelled.values()}
+        whole = read_tree(tree)
+        labelled = _of_tree(whole, tree, groups)
+        labels = {parameter.label for parameter in whole.values()}
         if at_init and MUON in groups and labels == {ADAMW}:
             warnings.warn(
                 f"no parameter is a matrix: all have the label {ADAMW!r}, and get the "
