@@ -53,6 +53,23 @@ def one_projection_for_keys_and_values(x, p):
 
 
 @between(
+    {**PER_HEAD, "o": "iio, out", "segments": "adamw"},
+    **dict.fromkeys("qkv", floats(WIDTH, HEADS, HEAD)),
+    o=floats(HEADS, HEAD, WIDTH),
+    segments=floats(2, HEADS, HEAD),
+)
+def a_table_that_queries_are_compared_with(x, p):
+    """XLNet: whether two tokens are of one segment has a vector for each head."""
+    q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[name]) for name in "qkv")
+    scores = jnp.einsum("bthk,bshk->bhts", q, k)
+    of_segments = jnp.einsum("bthk,ghk->bhtg", q, p["segments"])
+    are_one = jnp.arange(LENGTH) // 2 == jnp.arange(LENGTH)[:, None] // 2
+    scores += jnp.where(are_one, of_segments[..., 1:], of_segments[..., :1])
+    o = jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores), v)
+    return x + jnp.einsum("bthk,hkd->btd", o, p["o"])
+
+
+@between(
     {**PER_HEAD, "o": "iio, out"},
     **dict.fromkeys("qkv", floats(WIDTH, HEADS, HEAD)),
     o=floats(HEADS, HEAD, WIDTH),

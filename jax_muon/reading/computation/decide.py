@@ -115,6 +115,9 @@ def _decide(
     reason = f"{first.kind}{over * bool(axes.reduction)}{where}"
     if 1 in axes.fan(shape):
         return ADAMW, "vector", f"one row or column, {reason}", axes
+    if all(map(_is_table_of_keys, products)):
+        reason = f"a table that queries are compared with{where}"
+        return ADAMW, "embedding", reason, axes
     if any(_is_norm(use, axes) for use in uses if use.primitive in SUMS):
         return ADAMW, "centers", f"its rows' distances to data are taken{where}", axes
     if any(use.chooses for use in products):
@@ -126,6 +129,15 @@ def _decide(
     if len(roles) > 1 or roles == {"gated"}:
         return MUON, "fused", reason, axes
     return MUON, roles.pop() if roles else kernel, reason, axes
+
+
+def _is_table_of_keys(use: Use) -> bool:
+    """True for the product of attention's queries with a leaf."""
+    outputs = [x for before in use.inputs for x in before.outputs.values()]
+    roles = {x.role for x in outputs} - {""}
+    has_roles = any(x.role for x in use.outputs.values())
+    of_constants = {CONSTANT} in use.roles.values()
+    return roles in ({"query"}, {"key"}) and not has_roles and not of_constants
 
 
 def _is_norm(use: Use, axes: MatrixAxes) -> bool:

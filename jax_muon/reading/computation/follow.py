@@ -115,6 +115,7 @@ class Follower:
             use.left = axes_in(factors)
             use.is_complex = any(map(_is_complex, eqn.invars))
             use.is_gradient = is_gradient
+            use.inputs |= by.sources if by else set()
             uses.append(use)
         for use, before in itertools.product(uses, by.sources if by else ()):
             if use.path == before.path and (use.is_gradient or before.is_gradient):

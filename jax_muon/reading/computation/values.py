@@ -26,6 +26,7 @@ class Use:
     revised: Roles = field(default_factory=dict)  # by what comes later
     left: set[int] = field(default_factory=set)  # axes not yet summed over
     feeds: bool = False  # another product takes its result, so that it is no head
+    inputs: set["Use"] = field(default_factory=set)  # whose results it is multiplied by
     rows: int = 0  # how many inputs, which do not name an axis, it is multiplied by
     by_gates: bool = False  # they are gates
     gated: set[int] = field(default_factory=set)  # outputs times gates
