@@ -22,15 +22,8 @@ from emerging_optimizers.utils import fp32_matmul_precision
 
 import jax_muon as jm
 from jax_muon.polar.coefficients import NEWTON_SCHULZ, polar_express_paper
+from outside.coefficients import YOU
 
-# J. You's five steps. https://github.com/KellerJordan/modded-nanogpt
-YOU = [
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-]
 # Its name of a table, ours, and how many steps are compared. From the ninth step on it
 # repeats the eighth of the Polar Express; ours continues the sequence.
 TABLES = [

@@ -24,6 +24,7 @@ import jax_muon as jm
 from benchmarks.reading_models.levanter import CONFIGS as MODELS
 from benchmarks.reading_models.levanter import VOCAB
 from outside import patched
+from outside.coefficients import YOU
 from tests import pages
 
 LINEAR = (hax.nn.Linear, hax.nn.MoELinear)
@@ -32,13 +33,6 @@ LINEAR = (hax.nn.Linear, hax.nn.MoELinear)
 # --- MuonH ----------------------------------------------------------------------------
 
 JORDAN = (3.4445, -4.7750, 2.0315)
-YOU = [
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-]
 
 
 class Model(eqx.Module):
