@@ -75,8 +75,7 @@ def partition(
     def build(tree: Any, at_init: bool = False) -> Any:
         whole = read_tree(tree)
         labelled = _of_tree(whole, tree, groups)
-        labels = {parameter.label for parameter in whole.values()}
-        if at_init and MUON in groups and labels == {ADAMW}:
+        if at_init and MUON in groups and {x.label for x in whole.values()} == {ADAMW}:
             warnings.warn(
                 f"no parameter is a matrix: all have the label {ADAMW!r}, and get the "
                 "optimizer that is adamw= of a recipe",

@@ -65,14 +65,14 @@ def slashed(path: str) -> str:
     return path.replace(".", "/")
 
 
-def numberless(text: str, mark: str = "0") -> str:
-    """A path with one mark for every number: the same for all layers.
+def numberless(text: str) -> str:
+    """A path with 0 for every number: the same for all layers.
 
     Examples:
-      >>> numberless("blocks/12/attn/q"), numberless("Dense_3/kernel", "*")
-      ('blocks/0/attn/q', 'Dense_*/kernel')
+      >>> numberless("blocks/12/attn/q")
+      'blocks/0/attn/q'
     """
-    return re.sub(r"\d+", mark, text)
+    return re.sub(r"\d+", "0", text)
 
 
 def words(name: str) -> list[str]:

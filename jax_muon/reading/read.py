@@ -191,17 +191,25 @@ def _check_call(function: Any, params: Any, args: tuple[Any, ...]) -> None:
         ) from error
     except ValueError:  # built-in functions have no signature
         pass
-    for path, leaf in paths.leaves_with_paths(args):
-        try:
-            jax.eval_shape(lambda x: None, leaf)
-        except TypeError:
-            checks.refuse(
-                f"args at {path!r}",
-                leaf,
-                "arrays or their shapes; close over anything else, as in "
-                "jax_muon.read(params, lambda params, batch: loss_fn(params, batch, "
-                "'train'), batch)",
-            )
+    leaves = paths.leaves_with_paths(args)
+    if not _are_arrays([leaf for _, leaf in leaves]):
+        path, leaf = next(x for x in leaves if not _are_arrays([x[1]]))
+        checks.refuse(
+            f"args at {path!r}",
+            leaf,
+            "arrays or their shapes; close over anything else, as in "
+            "jax_muon.read(params, lambda params, batch: loss_fn(params, batch, "
+            "'train'), batch)",
+        )
+
+
+def _are_arrays(leaves: list[Any]) -> bool:
+    """True if JAX can trace a function of these."""
+    try:
+        jax.eval_shape(lambda x: None, leaves)
+    except TypeError:
+        return False
+    return True
 
 
 def _shapes(params: Any) -> dict[str, jax.ShapeDtypeStruct]:

@@ -45,8 +45,7 @@ class Verification:
       differences: for each parameter's update, and for each array of state, the norm of
         its difference over the norm of one device's array, at the step where that is
         largest (NaN if some element is finite on one side only), and the largest that
-        passes. Keys
-        are paths; those of state begin with "state".
+        passes. Keys are paths; those of state begin with "state".
       problems: all problems, as sentences; empty if the layout is right.
       table: the parameters, and a line each about state and devices.
     """

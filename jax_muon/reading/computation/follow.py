@@ -98,6 +98,7 @@ class Follower:
         uses, calls = [], (*self._calls, eqn)
         place = tuple(map(id, calls))  # a function may be called several times
         is_gradient = by is not None and self.is_transposed(eqn)
+        sources = by.sources if by else frozenset()
         for leaf, factors in value.leaves.items():
             key = leaf, kind, place
             if key not in self._by_place:
@@ -115,9 +116,9 @@ class Follower:
             use.left = axes_in(factors)
             use.is_complex = any(map(_is_complex, eqn.invars))
             use.is_gradient = is_gradient
-            use.inputs |= by.sources if by else set()
+            use.inputs |= sources
             uses.append(use)
-        for use, before in itertools.product(uses, by.sources if by else ()):
+        for use, before in itertools.product(uses, sources):
             if use.path == before.path and (use.is_gradient or before.is_gradient):
                 continue
             if not use.is_gradient:
