@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_muon import paths
+from jax_muon import trees
 
 _HOLDS: dict[str, Callable[[float], bool]] = {
     "above 0": lambda x: x > 0,
@@ -82,6 +82,11 @@ def rate(name: str, value: Any, limits: str = "of at least 0") -> Any:
     return lambda step: scalar(f"{name}(count)", value(step), expected)
 
 
+def rate_at(rate: optax.ScalarOrSchedule, count: Any) -> Any:
+    """The value of a number or a schedule at this step."""
+    return rate(count) if callable(rate) else rate
+
+
 def scalar(name: str, value: Any, expected: str) -> Any:
     """A traced or computed number, which must be a real scalar."""
     if not isinstance(value, (int, float)) and not hasattr(value, "dtype"):
@@ -136,7 +141,7 @@ def arrays(name: str, tree: Any) -> Any:
 
     An equinox module also holds functions and numbers, and an NNX graph random keys.
     """
-    for path, leaf in paths.leaves_with_paths(tree):
+    for path, leaf in trees.leaves_with_paths(tree):
         is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
         if not (is_array or type(leaf) is float):
             expected = (
@@ -180,7 +185,7 @@ def alike(what: str, tree: Any, whose: str, like: Any) -> None:
     Both leaves must be floating-point, or neither. `what` and `whose` name a leaf of
     each tree, such as "gradient" and "parameter".
     """
-    leaves, wanted = (dict(paths.leaves_with_paths(x)) for x in (tree, like))
+    leaves, wanted = (dict(trees.leaves_with_paths(x)) for x in (tree, like))
     for path, right in wanted.items():
         if path not in leaves:
             raise ValueError(f"no {what} at {path!r}; expected one for each {whose}")

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from jax_muon import paths
+from jax_muon import trees
 from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter, not_a_matrix
 
 
@@ -24,9 +24,9 @@ def listed(doubtful: Sequence[Parameter], parameters: Sequence[Parameter]) -> st
     kinds: dict[object, list[Parameter]] = {}
     unread = []
     for x in doubtful:
-        doubt = paths.numberless(str(x.doubt))
+        doubt = trees.numberless(str(x.doubt))
         if x.options or not_a_matrix(x.shape, x.dtype):
-            kinds.setdefault((paths.numberless(x.path), x.shape, doubt), []).append(x)
+            kinds.setdefault((trees.numberless(x.path), x.shape, doubt), []).append(x)
         else:
             unread.append(x)
     text = []
@@ -56,7 +56,7 @@ def _choices(unread: Sequence[Parameter], parameters: Sequence[Parameter]) -> st
     """
     kinds: dict[object, list[Parameter]] = {}
     for x in unread:
-        kinds.setdefault((paths.numberless(x.path), x.shape), []).append(x)
+        kinds.setdefault((trees.numberless(x.path), x.shape), []).append(x)
     by_pattern: dict[str, list[Parameter]] = {}
     for kind in kinds.values():
         by_pattern.setdefault(_pattern(kind), []).extend(kind)
@@ -65,7 +65,7 @@ def _choices(unread: Sequence[Parameter], parameters: Sequence[Parameter]) -> st
     def matched(pattern: str) -> set[str]:
         if pattern in named:
             return {pattern}
-        return {path for path in named if paths.matches(pattern, path)}
+        return {path for path in named if trees.matches(pattern, path)}
 
     matches = {pattern: matched(pattern) for pattern in by_pattern}
     patterns = sorted(by_pattern, key=lambda pattern: len(matches[pattern]))
@@ -98,7 +98,7 @@ def _line(kind: Sequence[Parameter], parameters: Sequence[Parameter]) -> str:
     matched = {
         x.path
         for x in parameters
-        if paths.matches(pattern, x.path) and not not_a_matrix(x.shape, x.dtype)
+        if trees.matches(pattern, x.path) and not not_a_matrix(x.shape, x.dtype)
     }
     if matched <= {*named}:
         named = [pattern]

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jax_muon import axes as matrix_axes
-from jax_muon import checks, doubts, paths
+from jax_muon import checks, doubts, trees
 from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter
 from jax_muon.blocks import Block, Join, make_blocks
 from jax_muon.text import aligned, hints_below, shape_text, sizes_text
@@ -99,9 +99,9 @@ class Matrices(Mapping[str, Parameter]):
         A Flax box gets one label, so that it is masked as a whole.
         """
         return jax.tree_util.tree_map_with_path(
-            lambda key_path, _: self[paths.path_string(key_path)].label,
+            lambda key_path, _: self[trees.path_string(key_path)].label,
             params,
-            is_leaf=paths.is_box,
+            is_leaf=trees.is_box,
         )
 
     def group(self, labels: Iterable[str]) -> "Matrices":
@@ -154,7 +154,7 @@ def of_tree(matrices: Matrices | None, tree: Any) -> Matrices:
             )
         return matrices
     matched = {}
-    for path, leaf in paths.leaves_with_paths(tree):
+    for path, leaf in trees.leaves_with_paths(tree):
         shape, dtype = tuple(leaf.shape), leaf.dtype
         if len(shape) != 2 or matrix_axes.not_a_matrix(shape, dtype):
             raise ValueError(

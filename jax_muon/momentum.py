@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, UInt32
 
-from jax_muon import checks, dtypes, paths
-from jax_muon.leaves import rate_at, step_leaves
+from jax_muon import checks, dtypes, trees
+from jax_muon.trees import step_leaves
 
 DTYPES = ("float64", "float32", "bfloat16", "int8")
 
@@ -116,7 +116,7 @@ def nesterov(
         if dtype == "int8":
             # A box names the axes of the parameter, over which (out, 1) cannot be
             # sharded. A maximum has the sharding of the rows.
-            rows = optax.tree.zeros_like(paths.unbox(params))
+            rows = optax.tree.zeros_like(trees.unbox(params))
             stored.append(
                 jax.tree.map(_largest_of_rows, jax.tree.map(dtypes.wide, rows))
             )
@@ -125,8 +125,8 @@ def nesterov(
     def update_fn(
         updates: optax.Updates, state: Any, params: Any = None
     ) -> tuple[optax.Updates, Any]:
-        count, *trees = state
-        mu = rate_at(decay, count)
+        count, *accumulator = state
+        mu = checks.rate_at(decay, count)
 
         def step(path: str, g: Array, *old: Array) -> tuple[Array, ...]:
             wide_g, m = dtypes.wide(g), _read(*old)
@@ -144,9 +144,9 @@ def nesterov(
                     u = (1 - part) / now * wide_g + part / next_step * m
             return u.astype(g.dtype), *_stored(m, old, dtype, path, count)
 
-        updates = dtypes.as_wide_as_params(updates, params)
-        updates, *trees = step_leaves(step, updates, *trees)
-        return updates, kind(optax.safe_increment(count), *trees)
+        updates = trees.as_wide_as_params(updates, params)
+        updates, *accumulator = step_leaves(step, updates, *accumulator)
+        return updates, kind(optax.safe_increment(count), *accumulator)
 
     return optax.GradientTransformation(init_fn, update_fn)
 

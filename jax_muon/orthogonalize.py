@@ -9,7 +9,7 @@ import jax
 import optax
 from jaxtyping import Array, Float
 
-from jax_muon import checks, notes, paths
+from jax_muon import checks, notes, trees
 from jax_muon.blocks import Block, BlockFunction, map_blocks
 from jax_muon.matrices import Matrices, of_tree
 from jax_muon.mesh import owners, travel
@@ -82,7 +82,7 @@ def orthogonalize(
     def init_fn(params: optax.Params) -> optax.EmptyState:
         checks.arrays("params", params)
         parameters = of_tree(matrices, params)
-        parameters.blocks([path for path, _ in paths.leaves_with_paths(params)])
+        parameters.blocks([path for path, _ in trees.leaves_with_paths(params)])
         return optax.EmptyState()
 
     def update_fn(
@@ -90,7 +90,7 @@ def orthogonalize(
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
         parameters = of_tree(matrices, updates)
-        flat = paths.leaves_with_paths(updates)
+        flat = trees.leaves_with_paths(updates)
         names, leaves = [path for path, _ in flat], [x for _, x in flat]
         structure, mesh = jax.tree.structure(updates), mesh_of_types(flat)
         factors: BlockFunction = functools.partial(map_stacks, polar)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jax_muon import checks, dtypes, paths
+from jax_muon import checks, trees
 from jax_muon.axes import ADAMW, MUON
 from jax_muon.matrices import Matrices
 from jax_muon.mesh.array_types import on_users_axes
@@ -97,7 +97,7 @@ def partition(
     ) -> tuple[optax.Updates, Any]:
         params = None if params is None else checks.arrays("params", params)
         checks.gradients(updates, params)
-        updates = dtypes.as_wide_as_params(updates, params)
+        updates = trees.as_wide_as_params(updates, params)
         tx = build(updates)  # of the updates, since params may be None
         try:
             stepped, new = tx.update(updates, state, params, **extra_args)
@@ -159,7 +159,7 @@ def _of_tree(whole: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrice
         group, and for a group of matrices without parameters.
     """
     parameters = {}
-    for path, leaf in paths.leaves_with_paths(tree):
+    for path, leaf in trees.leaves_with_paths(tree):
         parameter, shape = whole[path], tuple(leaf.shape)
         parameters[path] = dataclasses.replace(parameter, shape=shape)
         where = f"parameter {path!r} of shape {shape}"

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_muon import checks, paths
+from jax_muon import checks, trees
 from jax_muon import splits as splitting
 from jax_muon.mesh import array_types, specs
 from jax_muon.splits import Fitted, Splits
@@ -110,10 +110,10 @@ def _map_split(
     """Apply a function to parameters with splits; take others from the last tree."""
 
     def apply(key_path: tuple[Any, ...], *nodes: Any) -> Any:
-        split = fitted.get(paths.path_string(key_path))
+        split = fitted.get(trees.path_string(key_path))
         return nodes[-1] if split is None else function(split, *nodes)
 
-    return jax.tree_util.tree_map_with_path(apply, tree, *rest, is_leaf=paths.is_box)
+    return jax.tree_util.tree_map_with_path(apply, tree, *rest, is_leaf=trees.is_box)
 
 
 # --- one parameter --------------------------------------------------------------------

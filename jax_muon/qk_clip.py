@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float
 
-from jax_muon import checks, paths
-from jax_muon.dtypes import as_wide_as_params, wide, wider
-from jax_muon.leaves import map_leaves
+from jax_muon import checks, trees
+from jax_muon.dtypes import wide, wider
 from jax_muon.mesh import array_types
+from jax_muon.trees import as_wide_as_params, map_leaves
 
 # Paths of queries and of keys, with their biases, by the path of an attention module.
 Modules = dict[str, tuple[list[str], list[str]]]
@@ -110,7 +110,7 @@ def clip_qk(
     balance = checks.number("balance", balance, "in [0, 1]")
 
     def init_fn(params: optax.Params) -> ClipQkState:
-        _modules([path for path, _ in paths.leaves_with_paths(params)], query, key)
+        _modules([path for path, _ in trees.leaves_with_paths(params)], query, key)
         return ClipQkState(jnp.zeros([], jnp.int32))
 
     def update_fn(
@@ -131,7 +131,7 @@ def clip_qk(
             )
         checks.gradients(updates, params)
         updates = as_wide_as_params(updates, params)
-        weights = dict(paths.leaves_with_paths(params))
+        weights = dict(trees.leaves_with_paths(params))
         modules = _modules([*weights], query, key)
         factors: dict[str, Array] = {}
         clipped = jnp.zeros([], jnp.int32)
@@ -168,21 +168,21 @@ def clip_qk(
 def _modules(names: Sequence[str], query: str, key: str) -> Modules:
     """Paths of the query and key projections in each attention module, by its path."""
     patterns = (query, key)
-    paths.check_patterns_match("clip_qk", patterns, list(names))
-    common = _shared(*(paths.slashed(x).split("/") for x in patterns))
+    trees.check_patterns_match("clip_qk", patterns, list(names))
+    common = _shared(*(trees.slashed(x).split("/") for x in patterns))
     modules: Modules = {}
     for path in names:
-        roles = [which for which in (0, 1) if paths.matches(patterns[which], path)]
+        roles = [which for which in (0, 1) if trees.matches(patterns[which], path)]
         if len(roles) > 1:
             raise ValueError(
                 f"clip_qk: parameter {path!r} matches both query={query!r} and "
                 f"key={key!r}; expected patterns of separate projections"
             )
         for which in roles:
-            parts, pattern = paths.slashed(path).split("/"), patterns[which]
+            parts, pattern = trees.slashed(path).split("/"), patterns[which]
             until = (parts[:end] for end in range(1, len(parts) + 1))
-            projection = next(x for x in until if paths.ends_with(pattern, "/".join(x)))
-            above = projection[: common - len(paths.slashed(pattern).split("/"))]
+            projection = next(x for x in until if trees.ends_with(pattern, "/".join(x)))
+            above = projection[: common - len(trees.slashed(pattern).split("/"))]
             if above[-1:] in (["kernel"], ["bias"]):  # split into parts
                 above.pop()
             modules.setdefault("/".join(above), ([], []))[which].append(path)
@@ -205,8 +205,8 @@ def _shared(a: Sequence[str], b: Sequence[str]) -> int:
 
 def _by_module(max_logits: Any, modules: Sequence[str]) -> dict[str, Array]:
     """The one entry of each module: at its path, at a prefix of it, or below it."""
-    flat = paths.leaves_with_paths(max_logits)
-    entries = {paths.slashed(path): logits for path, logits in flat}
+    flat = trees.leaves_with_paths(max_logits)
+    entries = {trees.slashed(path): logits for path, logits in flat}
     matching = {
         name: [path for path in entries if _within(name, path) or _within(path, name)]
         for name in modules
@@ -272,9 +272,9 @@ def _heads(
 
 def _is_bias(path: str) -> bool:
     """True for a bias, or a part of one that `with_splits` cut out."""
-    parent, _, name = paths.slashed(path).rpartition("/")
+    parent, _, name = trees.slashed(path).rpartition("/")
     is_part = f"/{parent}".endswith("/bias")
-    return is_part or name == "b" or "bias" in paths.words(name)
+    return is_part or name == "b" or "bias" in trees.words(name)
 
 
 def max_attention_logits(

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jax_muon import checks, dtypes, paths
+from jax_muon import checks, dtypes, trees
 from jax_muon.axes import MatrixAxes
-from jax_muon.leaves import map_leaves, rate_at, step_leaves
 from jax_muon.matrices import Matrices, of_tree
 from jax_muon.notes import note
+from jax_muon.trees import map_leaves, step_leaves
 
 # Factor of the update, by the size (in, out) of the matrix.
 SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
@@ -168,7 +168,7 @@ def scale_by_normuon(
             return jnp.zeros_like(mean, dtype=dtypes.wider(p.dtype, jnp.float32))
 
         # A box names the axes of the parameter, over which (1, out) cannot be sharded.
-        nu = map_leaves(zeros, paths.unbox(params))
+        nu = map_leaves(zeros, trees.unbox(params))
         return ScaleByNorMuonState(jnp.zeros([], jnp.int32), nu)
 
     def update_fn(
@@ -176,7 +176,7 @@ def scale_by_normuon(
     ) -> tuple[optax.Updates, ScaleByNorMuonState]:
         del params
         parameters = of_tree(matrices, updates)
-        beta = rate_at(decay, state.count)
+        beta = checks.rate_at(decay, state.count)
 
         def step(path: str, u: Array, v: Array) -> tuple[Array, Array]:
             axes, x = parameters.axes(path), dtypes.wide(u)
@@ -267,8 +267,8 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
     )
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
-        known = [path for path, _ in paths.leaves_with_paths(params)]
-        paths.check_patterns_match("factors of the learning rate", factors, known)
+        known = [path for path, _ in trees.leaves_with_paths(params)]
+        trees.check_patterns_match("factors of the learning rate", factors, known)
         return optax.EmptyState()
 
     def update_fn(
@@ -277,7 +277,7 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
         del params
 
         def scale(path: str, u: Array) -> Array:
-            matching = (f for p, f in factors.items() if paths.matches(p, path))
+            matching = (f for p, f in factors.items() if trees.matches(p, path))
             factor = next(matching, 1)
             return u if factor == 1 else (dtypes.wide(u) * factor).astype(u.dtype)
 
@@ -297,7 +297,7 @@ def _stateless(
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
         parameters = of_tree(matrices, params)
-        for path, _ in paths.leaves_with_paths(params):
+        for path, _ in trees.leaves_with_paths(params):
             parameters.axes(path)  # raises unless it is a matrix
         return optax.EmptyState()
 

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_muon import checks, paths
+from jax_muon import checks, trees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +92,12 @@ def check(splits: Any) -> None:
 
 def fit(pattern: str, split: Split, params: Any) -> dict[str, Fitted]:
     """The split of every parameter that the pattern matches, by path."""
-    leaves = paths.leaves_with_paths(params)
-    paths.check_patterns_match("splits", [pattern], [path for path, _ in leaves])
+    leaves = trees.leaves_with_paths(params)
+    trees.check_patterns_match("splits", [pattern], [path for path, _ in leaves])
     return {
         path: split.fitted(path, tuple(x.shape))
         for path, x in leaves
-        if paths.matches(pattern, path)
+        if trees.matches(pattern, path)
     }
 
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jax_muon import checks, dtypes
-from jax_muon.leaves import rate_at
+from jax_muon import checks, dtypes, trees
 
 
 class AddCautiousDecayedWeightsState(NamedTuple):
@@ -59,7 +58,7 @@ def add_cautious_decayed_weights(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, AddCautiousDecayedWeightsState]:
         params = decaying(weight_decay, params, updates)
-        now = rate_at(weight_decay, state.count)
+        now = checks.rate_at(weight_decay, state.count)
 
         def decay(u: Array, w: Array) -> Array:
             wide_u = dtypes.wide(u)
@@ -68,7 +67,7 @@ def add_cautious_decayed_weights(
             decayed = jnp.where(wide_u * wide_w >= 0, decayed, 0)
             return (wide_u + decayed).astype(u.dtype)
 
-        updates = dtypes.as_wide_as_params(updates, params)
+        updates = trees.as_wide_as_params(updates, params)
         count = optax.safe_increment(state.count)
         updates = jax.tree.map(decay, updates, params)
         return updates, AddCautiousDecayedWeightsState(count)

@@ -34,8 +34,8 @@ from typing import Any
 from benchmarks import program
 from benchmarks.reading import judge
 from benchmarks.reading_models import FRAMEWORKS
-from jax_muon.paths import leaves_with_paths
 from jax_muon.reading.computation.read import read_uses
+from jax_muon.trees import leaves_with_paths
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results" / "reading_models.json"
 LOSS = ("right", "wrong", "refused", "unused", "open")

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jax_muon import checks, paths
+from jax_muon import checks, trees
 from jax_muon.axes import Parameter
 from jax_muon.blocks import Join, batch_of
 from jax_muon.reading.projections import projection
@@ -73,13 +73,13 @@ def _joins_of_pattern(
     pattern: str, size: int, parameters: Mapping[str, Parameter]
 ) -> list[Join]:
     """Joins of paths that differ only in one number, or along each leaf's batch."""
-    # `paths.matches`, with a number for {i}.
-    expression = fnmatch.translate(f"*/{paths.slashed(pattern)}/*")
+    # `trees.matches`, with a number for {i}.
+    expression = fnmatch.translate(f"*/{trees.slashed(pattern)}/*")
     expression = expression.replace(re.escape(_NUMBER), r"(?P<i>\d+)", 1)
     groups: dict[str, list[tuple[int, str]]] = {}
     scanned: list[Join] = []
     for path, parameter in parameters.items():
-        match = re.fullmatch(expression, f"/{paths.slashed(path)}/")
+        match = re.fullmatch(expression, f"/{trees.slashed(path)}/")
         if match and _NUMBER in pattern:
             groups.setdefault(_without(match, "i"), []).append((int(match["i"]), path))
         elif match and not batch_of(parameter):
@@ -115,7 +115,7 @@ def _joins_of_attention(size: int, parameters: Mapping[str, Parameter]) -> list[
             continue
         numbers = [
             match
-            for match in re.finditer(r"\d+", paths.slashed(path))
+            for match in re.finditer(r"\d+", trees.slashed(path))
             if not projection(match.string[: match.end()].rpartition("/")[2])
             and not (_is_of_attention(match) and batch_of(parameter))
         ]
@@ -150,7 +150,7 @@ def _cut(size: int, numbered: list[tuple[int, str]]) -> list[Join]:
 def _is_of_attention(number: re.Match[str]) -> bool:
     """True for the number of a module of attention, such as `SelfAttention_0`."""
     before = number.string[: number.start()].rpartition("/")[2]
-    return paths.words(before)[-1:] in (["attention"], ["attn"])
+    return trees.words(before)[-1:] in (["attention"], ["attn"])
 
 
 def _without(match: re.Match[str], group: int | str = 0) -> str:

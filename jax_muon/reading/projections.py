@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from jax_muon import paths
+from jax_muon import trees
 
 
 def _words(text: str) -> set[str]:
@@ -32,7 +32,7 @@ def core(name: str) -> str:
       >>> core("q_proj"), core("to_kv"), core("attention_output"), core("wo")
       ('q', 'kv', 'output', 'o')
     """
-    words = [_W_IN_FRONT.sub("", word) for word in paths.words(name)]
+    words = [_W_IN_FRONT.sub("", word) for word in trees.words(name)]
     whole = _GPT2.get("_".join(words))
     return whole or "_".join(word for word in words if word not in _AROUND)
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_muon import axes as matrix_axes
-from jax_muon import checks, doubts, paths
+from jax_muon import checks, doubts, trees
 from jax_muon.axes import ADAMW, MUON, Parameter
 from jax_muon.matrices import Matrices
 from jax_muon.reading import joins as joining
@@ -169,7 +169,7 @@ def with_joins(matrices: Matrices, joins: joining.Joins | None) -> Matrices:
 
 def _unread(path: str, leaf: jax.ShapeDtypeStruct) -> Parameter:
     """A vector, or a parameter that only a rule can make a matrix."""
-    is_vector = paths.slashed(path).rpartition("/")[2] in ("bias", "scale")
+    is_vector = trees.slashed(path).rpartition("/")[2] in ("bias", "scale")
     if is_vector or matrix_axes.not_a_matrix(leaf.shape, leaf.dtype):
         label, role, reason, doubt = ADAMW, "vector", "a vector", None
     else:
@@ -191,7 +191,7 @@ def _check_call(function: Any, params: Any, args: tuple[Any, ...]) -> None:
         ) from error
     except ValueError:  # built-in functions have no signature
         pass
-    leaves = paths.leaves_with_paths(args)
+    leaves = trees.leaves_with_paths(args)
     if not _are_arrays([leaf for _, leaf in leaves]):
         path, leaf = next(x for x in leaves if not _are_arrays([x[1]]))
         checks.refuse(
@@ -218,7 +218,7 @@ def _shapes(params: Any) -> dict[str, jax.ShapeDtypeStruct]:
     Raises:
       ValueError: two parameters with one path.
     """
-    flat = paths.leaves_with_paths(params)
+    flat = trees.leaves_with_paths(params)
     leaves = dict(flat)
     if len(leaves) < len(flat):
         twice = next(path for path, x in flat if leaves[path] is not x)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_muon import checks, notes, paths
+from jax_muon import checks, notes, trees
 from jax_muon.axes import ADAMW, Parameter
 from jax_muon.mesh import array_types, owners, plan
 from jax_muon.mesh import specs as mesh_specs
@@ -81,7 +81,7 @@ def describe(
         state, heard = notes.traced(first_step, shapes, arrays)
     specs: dict[str, tuple[PartitionSpec, PartitionSpec | None]] = {
         path: (x.sharding.spec, None)
-        for path, x in paths.leaves_with_paths(shapes)
+        for path, x in trees.leaves_with_paths(shapes)
         if x.sharding is not None
     }
     sizes, plans = heard["sizes"], heard["pools"].values()
@@ -104,7 +104,7 @@ def describe(
     def described(parameter: Parameter) -> DescribedParameter:
         path = parameter.path
         of_param, of_state = specs.get(
-            paths.nearest_prefix(specs, path) or "", (None, None)
+            trees.nearest_prefix(specs, path) or "", (None, None)
         )
         names = () if of_state is None else mesh_specs.spec_names(of_state)
         return DescribedParameter(
@@ -116,7 +116,7 @@ def describe(
             of_param,
             of_state,
             of_state is not None and bool(summed) and set(summed).isdisjoint(names),
-            residuals.get(paths.nearest_prefix(residuals, path)),
+            residuals.get(trees.nearest_prefix(residuals, path)),
         )
 
     leaves = tuple(map(described, read))
@@ -192,9 +192,9 @@ def _mesh_of(shapes: Any) -> Any:
 def _rows(shapes: Any, read: Mapping[str, Parameter]) -> list[Parameter]:
     """The parameters of a tree as they are read, or the parts of those with splits."""
     rows: dict[str, list[Parameter]] = {}
-    leaves = dict(paths.leaves_with_paths(shapes))
+    leaves = dict(trees.leaves_with_paths(shapes))
     for path, parameter in read.items():
-        leaf = paths.nearest_prefix(leaves, path) or ""
+        leaf = trees.nearest_prefix(leaves, path) or ""
         # `keep_residual` shows its optimizer a wider dtype.
         parameter = dataclasses.replace(parameter, dtype=leaves[leaf].dtype)
         rows.setdefault(leaf, []).append(parameter)
@@ -211,7 +211,7 @@ def _bytes_by_path(state: Any, names: Sequence[str]) -> dict[str, int]:
     one called `count`.
     """
     total = dict.fromkeys(names, 0)
-    for path, x in paths.leaves_with_paths(state):
+    for path, x in trees.leaves_with_paths(state):
         if not x.shape and jnp.issubdtype(x.dtype, jnp.integer):
             continue
         while path not in total and path:

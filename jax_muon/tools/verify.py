@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_muon import checks, notes, paths
+from jax_muon import checks, notes, trees
 from jax_muon.mesh.array_types import arrays_and_others
 from jax_muon.mesh.on_mesh import MeshTransformation
 from jax_muon.text import aligned, shape_text
@@ -179,7 +179,7 @@ def compare(
         update = jax.jit(functools.partial(many.update, **others))
         got, state = results(many, update, runs, shardings)
 
-    specs = {path: x.spec for path, x in paths.leaves_with_paths(shardings)}
+    specs = {path: x.spec for path, x in trees.leaves_with_paths(shardings)}
     keys = [jax.tree_util.keystr(key) for key, _ in jax.tree.leaves_with_path(state)]
     names = [*specs, *(f"state {key}" for key in keys)]
     differences: dict[str, tuple[float, float]] = {}

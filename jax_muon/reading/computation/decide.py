@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax_muon import paths
+from jax_muon import trees
 from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter, not_a_matrix
 from jax_muon.reading.computation.follow import SUMS, Follower
 from jax_muon.reading.computation.roles import CONSTANT, INNER, matrix_axes
@@ -23,7 +23,7 @@ def parameter(path: str, leaf: Any, follower: Follower, is_split: bool) -> Param
     label, role, reason, axes = _decide(shape, uses)
     if not_a_matrix(shape, leaf.dtype):
         label, role, axes = ADAMW, "vector" if label == MUON else role, None
-    elif role == "kernel" and "router" in paths.words(path):
+    elif role == "kernel" and "router" in trees.words(path):
         label, role, reason = ADAMW, "router", f"a router, by its name; {reason}"
     elif label == MUON and not is_split:
         reason += _side_by_side(path, shape, uses) or _stacked(path, role, axes)
@@ -57,7 +57,7 @@ def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
     """
 
     def kind(x: Parameter) -> Any:
-        return paths.numberless(x.path), x.shape
+        return trees.numberless(x.path), x.shape
 
     def agree(x: Parameter) -> Parameter:
         other = kernels.get(kind(x))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_muon import jaxprs, paths
+from jax_muon import jaxprs, trees
 from jax_muon.axes import MUON, Parameter
 from jax_muon.reading.computation import (  # noqa: F401, they register rules
     decide,
@@ -68,7 +68,7 @@ def read_uses(
         )
     read = [
         decide.parameter(
-            path, leaf, follower, any(paths.matches(x, path) for x in splits)
+            path, leaf, follower, any(trees.matches(x, path) for x in splits)
         )
         for path, leaf in leaves
     ]
@@ -79,7 +79,7 @@ def read_uses(
 
 def _arrays(params: Any) -> list[tuple[str, Any]]:
     """The arrays of a tree, which may also have functions and numbers, by path."""
-    return [x for x in paths.leaves_with_paths(params) if hasattr(x[1], "shape")]
+    return [x for x in trees.leaves_with_paths(params) if hasattr(x[1], "shape")]
 
 
 def _loss(result: Any) -> Any:
