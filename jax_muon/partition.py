@@ -11,13 +11,11 @@ import jax.numpy as jnp
 import optax
 
 from jax_muon import checks, trees
-from jax_muon.axes import ADAMW, MUON
-from jax_muon.matrices import Matrices
+from jax_muon.matrices import ADAMW, MUON, Matrices
 from jax_muon.mesh.array_types import on_users_axes
 from jax_muon.notes import note
-from jax_muon.parts import with_splits
-from jax_muon.reading.parts import read_parts
 from jax_muon.reading.read import read
+from jax_muon.splits import read_parts, with_splits
 
 # An optax transform, or a function that returns one for the matrices of its group.
 Group: TypeAlias = (

@@ -17,7 +17,8 @@ import optax
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_muon import checks, notes, trees
-from jax_muon.axes import ADAMW, Parameter
+from jax_muon.joins import joined_matrices
+from jax_muon.matrices import ADAMW, Parameter
 from jax_muon.mesh import array_types, owners, plan
 from jax_muon.mesh import specs as mesh_specs
 from jax_muon.mesh.collectives import Collective, members_over
@@ -95,8 +96,9 @@ def describe(
     joined: dict[str, int] = {}
     for matrices in heard["matrices"].values():
         names = list(matrices)
-        for block in sorted(matrices.blocks(names), key=lambda block: block.joined):
-            joined |= {names[leaf]: block.joined for leaf in block.leaves}
+        made = joined_matrices(matrices, names, [x.shape for x in matrices.values()])
+        for made_of in sorted(made, key=lambda x: x.size):
+            joined |= {names[leaf]: made_of.size for leaf in made_of.leaves}
     read = _rows(shapes, heard["parameters"])
     state_bytes = _bytes_by_path(state, [parameter.path for parameter in read])
     residuals = heard["residual"]

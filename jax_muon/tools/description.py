@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_muon.axes import Parameter
+from jax_muon.matrices import Parameter
 from jax_muon.mesh import specs as mesh_specs
 from jax_muon.mesh.collectives import Collective
 from jax_muon.mesh.plan import Pool
