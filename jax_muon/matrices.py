@@ -106,10 +106,6 @@ class Parameter:
     options: tuple[MatrixAxes | None, ...] = ()
     scanned: tuple[int, ...] = ()
 
-    def is_read_like(self, other: "Parameter") -> bool:
-        """Whether both have one label, and one reading as matrices."""
-        return (self.label, self.axes) == (other.label, other.axes)
-
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether an array is this parameter, or some of its scanned layers."""
         return len(shape) == len(self.shape) and all(
@@ -156,14 +152,10 @@ def leaf_axes(
     return MatrixAxes(batch, reduction, output)
 
 
-def is_real(dtype: Any) -> bool:
-    """True for real floating-point dtypes of at least 16 bits."""
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits >= 16
-
-
 def not_a_matrix(shape: tuple[int, ...], dtype: Any) -> str | None:
     """Why a leaf can in no way be read as matrices, or None if it can."""
-    if is_real(dtype) and len(shape) >= 2 and 0 not in shape:
+    real = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
+    if real and len(shape) >= 2 and 0 not in shape:
         return None
     return (
         f"with dtype {dtype} it cannot be read as matrices, which have at least two "

@@ -1,7 +1,6 @@
 """`optax.partition` with one reading of the tree: a transform for every label."""
 
 import dataclasses
-import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -127,7 +126,7 @@ def reader(matrices: Reader) -> Callable[[Any], Matrices]:
         return lambda tree: read(tree, rules=matrices)
     expected = "jax_muon.read(params, loss_fn, batch), or a function of params alone "
     expected += "that returns it, or a mapping of path patterns to labels"
-    if not callable(matrices) or not _takes_one(matrices):
+    if not callable(matrices):
         checks.refuse("matrices", matrices, expected)
 
     def read_tree(tree: Any) -> Matrices:
@@ -138,15 +137,6 @@ def reader(matrices: Reader) -> Callable[[Any], Matrices]:
         return matrices_of_tree
 
     return read_tree
-
-
-def _takes_one(function: Callable[..., Any]) -> bool:
-    """False for a function that cannot be called with one argument, such as a loss."""
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    return True
 
 
 def _of_tree(whole: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrices:

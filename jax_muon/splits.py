@@ -66,8 +66,12 @@ class Split:
         elif isinstance(self.parts, Mapping):
             checks.mapping("parts", self.parts, expected, checks.count)
 
-    def fitted(self, path: str, shape: tuple[int, ...]) -> "Fitted":
-        """The same for one parameter; a ValueError if the axis or parts do not fit."""
+    def fitted(self, path: str, shape: tuple[int, ...]) -> "Split":
+        """The same for one parameter: a width for each name, and an axis of at least 0.
+
+        Raises:
+          ValueError: with path and shape, for an axis or parts that do not fit.
+        """
         where = f"splits: parameter {path!r} of shape {shape}"
         if not -len(shape) <= self.axis < len(shape):
             raise ValueError(
@@ -83,14 +87,7 @@ class Split:
                 f"parts={self.parts!r}; expected widths with the sum {size}, or equal "
                 "parts whose number divides it"
             )
-        return Fitted(parts, self.axis % len(shape))
-
-
-@dataclasses.dataclass(frozen=True)
-class Fitted(Split):
-    """A split of one parameter: a width for each name, and an axis of at least 0."""
-
-    parts: int | Mapping[str, int]
+        return Split(parts, self.axis % len(shape))
 
 
 # Path pattern to split. Patterns apply in order, also to parts of parts.
@@ -107,7 +104,7 @@ def _check(splits: Any) -> None:
     )
 
 
-def _fit(pattern: str, split: Split, params: Any) -> dict[str, Fitted]:
+def _fit(pattern: str, split: Split, params: Any) -> dict[str, Split]:
     """The split of every parameter that the pattern matches, by path."""
     leaves = trees.leaves_with_paths(params)
     trees.check_patterns_match("splits", [pattern], [path for path, _ in leaves])
@@ -143,9 +140,10 @@ def read_parts(
     return readings
 
 
-def _read(split: Fitted, whole: Parameter) -> list[Parameter]:
+def _read(split: Split, whole: Parameter) -> list[Parameter]:
     """How the parts of one parameter are read."""
-    shape, axis, parts = list(whole.shape), split.axis, split.parts
+    shape, axis = list(whole.shape), split.axis
+    parts: Any = split.parts
     if not isinstance(parts, int):
         return [
             dataclasses.replace(
@@ -262,7 +260,7 @@ class NamedParts:
 
 
 def _map_split(
-    function: Callable[..., Any], fitted: Mapping[str, Fitted], tree: Any, *rest: Any
+    function: Callable[..., Any], fitted: Mapping[str, Split], tree: Any, *rest: Any
 ) -> Any:
     """Apply a function to parameters with splits; take others from the last tree."""
 
@@ -276,12 +274,13 @@ def _map_split(
 # --- one parameter --------------------------------------------------------------------
 
 
-def _parts(split: Fitted, whole: Any) -> Any:
+def _parts(split: Split, whole: Any) -> Any:
     """The parts of a parameter: `NamedParts`, or a batch of equal ones.
 
     Parts are unboxed: NNX expects exactly one box per model variable.
     """
-    (x,), axis, parts = jax.tree.leaves(whole), split.axis, split.parts
+    (x,), axis = jax.tree.leaves(whole), split.axis
+    parts: Any = split.parts
     x = _undivided(split, x)
     if isinstance(parts, int):
         x = x.reshape(*x.shape[:axis], parts, -1, *x.shape[axis + 1 :])
@@ -290,7 +289,7 @@ def _parts(split: Fitted, whole: Any) -> Any:
     return NamedParts(dict(zip(parts, jnp.split(x, ends, axis), strict=True)))
 
 
-def _join(split: Fitted, whole: Any, parts: Any) -> Any:
+def _join(split: Split, whole: Any, parts: Any) -> Any:
     """The parts as one, with the box and sharding of `whole`."""
     (like,), axis = jax.tree.leaves(whole), split.axis
     if isinstance(split.parts, int):
@@ -303,7 +302,7 @@ def _join(split: Fitted, whole: Any, parts: Any) -> Any:
     return jax.tree.map(lambda _: x, whole)
 
 
-def _undivided(split: Fitted, x: Any) -> Any:
+def _undivided(split: Split, x: Any) -> Any:
     """x with its split axis not sharded, unless the mesh axes there divide every part.
 
     These mesh axes move to another axis if one is free, so that state stays sharded.
@@ -311,9 +310,10 @@ def _undivided(split: Fitted, x: Any) -> Any:
     if not isinstance(x, jax.Array) or not array_types.is_explicit(x):
         return x
     sharding = jax.typeof(x).sharding
-    entries, parts = list(sharding.spec), split.parts
+    entries: list[Any] = list(sharding.spec)
     moved, entries[split.axis] = entries[split.axis], None
     devices = specs.devices_over(moved, sharding.mesh.shape)
+    parts: Any = split.parts
     sizes = [parts] if isinstance(parts, int) else parts.values()
     if all(size % devices == 0 for size in sizes):
         return x
