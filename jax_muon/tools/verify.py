@@ -23,7 +23,7 @@ from jax_muon import checks, notes, trees
 from jax_muon.mesh.array_types import arrays_and_others
 from jax_muon.mesh.on_mesh import MeshTransformation
 from jax_muon.text import aligned, shape_text
-from jax_muon.tools.description import sharding_text
+from jax_muon.tools.describe import sharding_text
 
 # By bits of the narrowest floating-point dtype in the program. On the matrices of the
 # tests, float32 differed by 3e-6 and bfloat16 by 2.5e-2.
