@@ -1,6 +1,6 @@
 """Weight decay where the step moves a weight towards zero anyway."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +57,12 @@ def add_cautious_decayed_weights(
         state: AddCautiousDecayedWeightsState,
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, AddCautiousDecayedWeightsState]:
-        params = decaying(weight_decay, params, updates)
-        now = checks.rate_at(weight_decay, state.count)
+        updates = dtypes.as_wide_as_params(updates, params)
+        new_state = AddCautiousDecayedWeightsState(optax.safe_increment(state.count))
+        if isinstance(weight_decay, float) and weight_decay == 0:
+            return updates, new_state
+        checks.params("weight decay", params)
+        now = rate_at(weight_decay, state.count)
 
         def decay(u: Array, w: Array) -> Array:
             wide_u = dtypes.wide(u)
@@ -67,18 +71,6 @@ def add_cautious_decayed_weights(
             decayed = jnp.where(wide_u * wide_w >= 0, decayed, 0)
             return (wide_u + decayed).astype(u.dtype)
 
-        updates = trees.as_wide_as_params(updates, params)
-        count = optax.safe_increment(state.count)
-        updates = jax.tree.map(decay, updates, params)
-        return updates, AddCautiousDecayedWeightsState(count)
+        return jax.tree.map(decay, updates, params), new_state
 
     return optax.GradientTransformation(init_fn, update_fn)
-
-
-def decaying(weight_decay: Any, params: Any, updates: Any) -> Any:
-    """The parameters that decay; the updates do for them if nothing decays."""
-    if params is None and isinstance(weight_decay, float) and weight_decay == 0:
-        return updates
-    otherwise = "; expected them, or a recipe with weight_decay=0.0"
-    checks.params("weight decay", params, otherwise)
-    return params
