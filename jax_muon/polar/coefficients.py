@@ -37,9 +37,9 @@ def quintics(
     if table.shape == (3,):
         table = np.tile(table, (steps or 5, 1))
     shaped = table.ndim == 2 and table.shape[1] == 3 and len(table) > 0
-    # The iteration divides by a, or by b where a is 0, and by b.
-    if not (shaped and np.isfinite(table).all() and table[:, 1].all()):
-        expected = "one (a, b, c) or a sequence of them; b not 0"
+    # The iteration divides by a and by b.
+    if not (shaped and np.isfinite(table).all() and table[:, :2].all()):
+        expected = "one (a, b, c) or a sequence of them; a and b not 0"
         checks.refuse("coefficients", coefficients, expected)
     if len(table) < (steps or 1):
         expected = f"an integer from 1 to {len(table)}, as many as there are quintics"

@@ -42,10 +42,8 @@ class NewtonSchulz:
         sequence, and five where one quintic serves every step.
       coefficients: one (a, b, c) for every step, or a sequence, whose first `steps` are
         used. The default is Jordan's, which leaves singular values near 0.7 .. 1.2. A
-        step with c = 0 takes two products instead of three. One with a = 0 suppresses
-        small singular values: 4 * [(0, 2.5, -1.5)] after (1.875, -1.25, 0.375) is what
-        Pion proposes for reinforcement learning. The object holds one triple for each
-        step.
+        step with c = 0 takes two products instead of three. The object holds one triple
+        for each step.
       norm_factor: x is divided by `norm_factor * norm(x) + eps` before the first step.
       eps: see `norm_factor`. Matrices with a much smaller norm stay small.
       norm: "frobenius", or "schatten4", (sum of s^4)^(1/4): never larger, so that small
@@ -63,7 +61,7 @@ class NewtonSchulz:
 
     Raises:
       ValueError: a setting is not one of these, or is not known while tracing; more
-        steps than quintics; coefficients that are not finite, or b 0.
+        steps than quintics; coefficients that are not finite, or a or b 0.
 
     Examples:
       >>> x = jax.random.normal(jax.random.key(0), (3, 8, 16))
@@ -73,8 +71,7 @@ class NewtonSchulz:
       True
 
     References:
-      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; Pion, arXiv
-      2605.19282.
+      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/.
     """
 
     steps: int | None = None
