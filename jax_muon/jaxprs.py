@@ -7,12 +7,12 @@ of primitives and their parameters also stand in `reading/computation/`.
 import itertools
 import os
 import sys
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.interpreters import partial_eval
 
 # Lines of these packages are not the user's.
@@ -53,14 +53,6 @@ def trace(function: Any, *args: Any) -> tuple[Jaxpr, int]:
     jaxpr = jaxpr.replace(debug_info=unnamed, constvars=(), invars=inputs)
     needed = [True] * len(jaxpr.outvars)
     return partial_eval.dce_jaxpr(jaxpr, needed, instantiate=True)[0], count
-
-
-def operations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """All operations of a program; the functions that one calls come right after it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for function in jaxprs_in_params(eqn.params):
-            yield from operations(function)
 
 
 def marked(x: Any, name: str) -> Any:

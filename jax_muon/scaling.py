@@ -1,8 +1,4 @@
-"""Pieces that scale updates: matrices by their norms or shapes, parameters by paths.
-
-Updates keep their dtype. Only `scale_by_normuon` has state. All of this is elementwise
-or reduces over axes of one matrix, so it works with any sharding.
-"""
+"""Pieces that scale updates: matrices by their norms or shapes, parameters by paths."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -34,10 +30,9 @@ def equilibrate_rows(
 ) -> optax.GradientTransformation:
     r"""Scale the weights of every output neuron to one norm (MuonEq).
 
-    For :math:`U` with :math:`m` outputs, row :math:`u` becomes
-    :math:`u \, \|U\|_F / (\sqrt{m} \max(\|u\|, 10^{-6}))`: every row gets the root
-    mean square of the row norms. Rows of PyTorch's (out, in) are columns of a Flax
-    kernel (in, out). It goes before `orthogonalize`.
+    For :math:`U` with :math:`m` outputs, the weights :math:`u` of one become
+    :math:`u \, \|U\|_F / (\sqrt{m} \max(\|u\|, 10^{-6}))`: all get the root mean
+    square of their norms. It goes before `orthogonalize`.
 
     Args:
       matrices: see `orthogonalize`.
@@ -259,12 +254,8 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
       >>> tx.update(updates, tx.init(updates))[0]["embed"].tolist()
       [16.0, 16.0]
     """
-    checks.mapping(
-        "factors",
-        factors,
-        "a mapping of path patterns to factors",
-        lambda where, x: checks.number(where, x, "of at least 0"),
-    )
+    for pattern, factor in factors.items():
+        checks.number(f"factors[{pattern!r}]", factor, "of at least 0")
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
         known = [path for path, _ in trees.leaves_with_paths(params)]

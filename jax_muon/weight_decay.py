@@ -22,8 +22,7 @@ def add_cautious_decayed_weights(
     r"""Add decayed weights where the step moves the weight towards zero anyway.
 
     The update :math:`U` becomes :math:`U + \lambda W [U W \ge 0]`, elementwise. It goes
-    before the learning rate, like `optax.add_decayed_weights`. `optax.masked` around it
-    chooses the parameters that decay.
+    before the learning rate, like `optax.add_decayed_weights`.
 
     Args:
       weight_decay: :math:`\lambda`, at least 0, or a schedule of it.
