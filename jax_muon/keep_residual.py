@@ -52,8 +52,8 @@ def keep_residual(
       them. The state is a `KeepResidualState`.
 
     Raises:
-      ValueError: `tx` is not an optax transform, another dtype; at update, no
-        parameters, a state that has no residual, or one of other parameters.
+      ValueError: another dtype; at update, no parameters, a state that has no residual,
+        or one of other parameters.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -54,7 +54,7 @@ def _as_tuples(table: Any) -> Table:
 def polar_express_coefficients(
     steps: int, *, lower: float = 1e-3, cushion: float = 0.02, safety: float = 0.02
 ) -> Table:
-    """Optimal quintics for the matrix sign iteration, one for each step.
+    """Optimal quintics for the polar factor, one for each step.
 
     Each step takes the quintic p that minimizes the largest |p(x) - 1| over the
     interval [l, u] of the singular values; p maps it to the interval of the next step.

@@ -2,8 +2,7 @@
 
 A matrix X = U S V^T has the polar factor U V^T: the same directions, with every
 singular value 1. `ExactPolar` computes it by the SVD; `NewtonSchulz` comes close with
-matrix products alone (`iteration.py`), and `PolarExpress` is a `NewtonSchulz` with
-computed coefficients. Nothing here knows about parameters or meshes.
+matrix products alone (`iteration.py`), and `PolarExpress` computes its coefficients.
 """
 
 import dataclasses
@@ -101,15 +100,12 @@ class NewtonSchulz:
     def __call__(
         self, x: Float[Array, "*batch m n"], *, team: Team | None = None
     ) -> Float[Array, "*batch m n"]:
-        """Approximate polar factors.
+        """Approximate polar factors, in the dtype of x. Zero matrices give zeros.
 
         Args:
           x: matrices in the last two axes, tall or wide, any real floating dtype.
           team: inside shard_map, devices that each have columns of wide matrices, and
             share the work; the whole matrix needs a `shared_dtype`.
-
-        Returns:
-          An array with the shape and dtype of x. Zero matrices give zeros.
 
         Raises:
           ValueError: x has fewer than two axes or is not real floating point, or with
@@ -201,17 +197,11 @@ class ExactPolar:
     """
 
     def __call__(self, x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
-        """Exact polar factors.
+        """Exact polar factors, in the dtype of x, by an SVD in at least float32.
 
-        Args:
-          x: matrices in the last two axes, any real floating dtype. bfloat16 and
-            float16 are decomposed in float32.
-
-        Returns:
-          An array with the shape and dtype of x. For a matrix of rank r it has r
-          singular values 1 and the others 0, where the rank counts singular values
-          above `max(m, n) * eps(dtype)` of the largest. Zero matrices give zeros, and
-          matrices with a NaN or an infinite entry NaN.
+        For a matrix of rank r, r singular values are 1 and the others 0, where the rank
+        counts singular values above `max(m, n) * eps(dtype)` of the largest. A matrix
+        with a NaN or an infinite entry gives NaN.
 
         Raises:
           ValueError: x has fewer than two axes or is not real floating point.
