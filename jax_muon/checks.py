@@ -143,7 +143,7 @@ def arrays(name: str, tree: Any) -> Any:
     """
     if all(map(_is_array, jax.tree.leaves(tree))):
         return tree  # without a path for each leaf, which takes longer
-    for path, leaf in paths.leaves_with_paths(tree):
+    for path, leaf in trees.leaves_with_paths(tree):
         if not (_is_array(leaf) or type(leaf) is float):
             expected = (
                 "arrays alone, such as eqx.filter(model, eqx.is_inexact_array) of an "
@@ -190,7 +190,7 @@ def alike(what: str, tree: Any, whose: str, like: Any) -> None:
     """
     if _kinds(tree) == _kinds(like):
         return
-    leaves, others = (dict(paths.leaves_with_paths(x)) for x in (tree, like))
+    leaves, others = (dict(trees.leaves_with_paths(x)) for x in (tree, like))
     for path, other in others.items():
         if path not in leaves:
             raise ValueError(f"no {what} at {path!r}; expected one for each {whose}")

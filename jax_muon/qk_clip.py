@@ -168,8 +168,8 @@ def clip_qk(
 def _modules(names: Sequence[str], query: str, key: str) -> Modules:
     """Paths of the query and key projections in each attention module, by its path."""
     patterns = (query, key)
-    paths.check_patterns_match("clip_qk", patterns, list(names))
-    pairs = zip(*(paths.slashed(x).split("/") for x in patterns), strict=False)
+    trees.check_patterns_match("clip_qk", patterns, list(names))
+    pairs = zip(*(trees.slashed(x).split("/") for x in patterns), strict=False)
     # The number of components in which the patterns begin alike.
     common = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
     modules: Modules = {}

@@ -56,12 +56,12 @@ def add_cautious_decayed_weights(
         state: AddCautiousDecayedWeightsState,
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, AddCautiousDecayedWeightsState]:
-        updates = dtypes.as_wide_as_params(updates, params)
+        updates = trees.as_wide_as_params(updates, params)
         new_state = AddCautiousDecayedWeightsState(optax.safe_increment(state.count))
         if isinstance(weight_decay, float) and weight_decay == 0:
             return updates, new_state
         checks.params("weight decay", params)
-        now = rate_at(weight_decay, state.count)
+        now = checks.rate_at(weight_decay, state.count)
 
         def decay(u: Array, w: Array) -> Array:
             wide_u = dtypes.wide(u)

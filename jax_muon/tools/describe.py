@@ -299,7 +299,7 @@ def describe(
     def described(parameter: Parameter) -> DescribedParameter:
         path = parameter.path
         spec, of_state = shardings.get(
-            paths.nearest_prefix(shardings, path) or "", (None, None)
+            trees.nearest_prefix(shardings, path) or "", (None, None)
         )
         names = () if of_state is None else specs.spec_names(of_state)
         return DescribedParameter(
@@ -311,7 +311,7 @@ def describe(
             spec,
             of_state,
             of_state is not None and bool(summed) and {*summed}.isdisjoint(names),
-            residuals.get(paths.nearest_prefix(residuals, path)),
+            residuals.get(trees.nearest_prefix(residuals, path)),
         )
 
     leaves = tuple(map(described, read))
