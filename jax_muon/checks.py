@@ -205,8 +205,9 @@ def alike(what: str, tree: Any, whose: str, like: Any) -> None:
                 f"{what} {path!r} has dtype {dtype}; expected one like {wide} of its "
                 f"{whose}"
             )
-    for path in leaves.keys() - others:
-        raise ValueError(f"{what} at {path!r}; expected none without a {whose}")
+    for path in leaves:
+        if path not in others:
+            raise ValueError(f"{what} at {path!r}; expected none without a {whose}")
 
 
 def _kinds(tree: Any) -> tuple[Any, list[Any]]:

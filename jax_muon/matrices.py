@@ -15,7 +15,7 @@ from jax_muon import axes as matrix_axes
 from jax_muon import checks, doubts, trees
 from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter
 from jax_muon.blocks import Block, Join, make_blocks
-from jax_muon.text import aligned, hints_below, shape_text, sizes_text
+from jax_muon.tables import aligned, hints_below, shape_text, sizes_text
 
 _READ = "jax_muon.read(params, loss_fn, batch)"
 

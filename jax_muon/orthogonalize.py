@@ -9,7 +9,7 @@ import jax
 import optax
 from jaxtyping import Array, Float
 
-from jax_muon import checks, notes, trees
+from jax_muon import checks, traced_facts, trees
 from jax_muon.blocks import Block, BlockFunction, map_blocks
 from jax_muon.matrices import Matrices, of_tree
 from jax_muon.mesh import owners, travel
@@ -115,8 +115,8 @@ def orthogonalize(
             # The groups of `partition` start at different owners.
             start=zlib.crc32(" ".join(labels).encode()),
         )
-        notes.note("pools", {tuple(names): pools})
-        notes.note("sizes", sizes)
+        traced_facts.record("pools", {tuple(names): pools})
+        traced_facts.record("sizes", sizes)
         if mesh.size > 1:
             factors = functools.partial(travel.map_pools, polar, pools=pools)
         on_device = functools.partial(_map_matrices, factors, parameters, names, blocks)

@@ -20,7 +20,6 @@ from jax_muon.axes import ADAMW, MUON
 from jax_muon.hyperball import hyperball
 from jax_muon.matrices import Matrices
 from jax_muon.momentum import nesterov
-from jax_muon.notes import note
 from jax_muon.orthogonalize import Polar, orthogonalize
 from jax_muon.partition import Group, Reader, partition, reader
 from jax_muon.polar import coefficients
@@ -33,6 +32,7 @@ from jax_muon.scaling import (
     scale_by_normuon,
     scale_by_shape,
 )
+from jax_muon.traced_facts import record
 from jax_muon.weight_decay import add_cautious_decayed_weights
 
 __all__ = ["moonlight", "muon", "muonh", "nanochat", "normuon", "teon"]
@@ -442,7 +442,7 @@ def _adamw(
     )
 
     def init_fn(params: Any) -> Any:
-        note("default", {ADAMW: rate} if adamw is None else {})
+        record("default", {ADAMW: rate} if adamw is None else {})
         return tx.init(params)
 
     return optax.GradientTransformation(init_fn, tx.update)

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from jax_muon import checks, dtypes, trees
 from jax_muon.axes import MatrixAxes
 from jax_muon.matrices import Matrices, of_tree
-from jax_muon.notes import note
+from jax_muon.traced_facts import record
 from jax_muon.trees import map_leaves, step_leaves
 
 # Factor of the update, by the size (in, out) of the matrix.
@@ -229,7 +229,7 @@ def scale_by_shape(
     def scale(path: str, u: Array, axes: MatrixAxes) -> Array:
         fan = axes.fan(u.shape)
         factor = checks.number(f"rule{fan}", chosen(*fan), "of at least 0")
-        note("scale", {path: factor})
+        record("scale", {path: factor})
         return u * dtypes.in_dtype_of(u, factor)
 
     return _stateless(scale, matrices)

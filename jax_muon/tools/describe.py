@@ -1,8 +1,7 @@
 """What an optimizer will do with each parameter: a table, and data to assert on.
 
 `describe` traces `init` and `update` abstractly and collects the facts that transforms
-record (`notes.py`). So the result is right for any composition of transforms, and it
-always belongs to the optimizer it was given.
+record (`traced_facts.py`). So the result is right for any composition of transforms.
 """
 
 import dataclasses
@@ -17,13 +16,13 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_muon import checks, notes, trees
+from jax_muon import checks, traced_facts, trees
 from jax_muon.axes import ADAMW, Parameter
 from jax_muon.mesh import array_types, owners, plan, specs
 from jax_muon.mesh.collectives import Collective
 from jax_muon.mesh.on_mesh import abstract_state
 from jax_muon.reading.read import trained
-from jax_muon.text import aligned, hints_below, shape_text, sizes_text
+from jax_muon.tables import aligned, hints_below, shape_text, sizes_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,27 +273,27 @@ def describe(
         return state
 
     with _mesh_of(shapes):
-        state, heard = notes.traced(first_step, shapes, arrays)
+        state, facts = traced_facts.trace(first_step, shapes, arrays)
     shardings: dict[str, tuple[PartitionSpec, PartitionSpec | None]] = {
         path: (x.sharding.spec, None)
         for path, x in trees.leaves_with_paths(shapes)
         if x.sharding is not None
     }
-    sizes, summed = heard["sizes"], ()
-    for optimizer, (names, *both) in heard["on_mesh"].items():
+    sizes, summed = facts["sizes"], ()
+    for optimizer, (names, *both) in facts["on_mesh"].items():
         layout = optimizer.layout
         state = abstract_state(tx, shapes, layout.mesh)
         sizes |= layout.mesh.shape
         summed = layout.divide
         shardings |= dict(zip(names, zip(*both, strict=True), strict=True))
     joined: dict[str, int] = {}  # only of parameters that are orthogonalized
-    for matrices in heard["matrices"].values():
+    for matrices in facts["matrices"].values():
         names = list(matrices)
         for block in sorted(matrices.blocks(names), key=lambda block: block.joined):
             joined |= {names[leaf]: block.joined for leaf in block.leaves}
-    read = _rows(shapes, heard["parameters"])
+    read = _rows(shapes, facts["parameters"])
     state_bytes = _bytes_by_path(state, [parameter.path for parameter in read])
-    residuals = heard["residual"]
+    residuals = facts["residual"]
 
     def described(parameter: Parameter) -> DescribedParameter:
         path = parameter.path
@@ -306,7 +305,7 @@ def describe(
             parameter,
             parameter.sizes if path in joined else None,
             joined.get(path, 1),
-            heard["scale"].get(path),
+            facts["scale"].get(path),
             state_bytes[path],
             spec,
             of_state,
@@ -315,7 +314,7 @@ def describe(
         )
 
     leaves = tuple(map(described, read))
-    plans = heard["pools"].values()
+    plans = facts["pools"].values()
     orthogonalize = [("", x) for pools in plans for x in plan.transfers(pools, sizes)]
     transfers: dict[str, list[tuple[str, Collective]]]
     transfers = {"orthogonalize": orthogonalize, "gradients": [], "gathers": []}
@@ -334,7 +333,7 @@ def describe(
         transfers,
         devices_per_host,
         sum(map(_bytes_on_a_device, jax.tree.leaves(state))),
-        heard["default"].get(ADAMW),
+        facts["default"].get(ADAMW),
     )
 
 

@@ -17,9 +17,9 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_muon import checks, notes, trees
+from jax_muon import checks, traced_facts, trees
 from jax_muon.mesh.array_types import arrays_and_others
-from jax_muon.text import aligned, shape_text
+from jax_muon.tables import aligned, shape_text
 from jax_muon.tools.describe import sharding_text
 
 # By bits of the narrowest floating-point dtype in the program. On the matrices of the
@@ -170,7 +170,7 @@ def compare(
     bits = re.findall(r"\bb?f(\d+)(?:_\w+)?\[", program)
     least = BOUNDS[min(map(int, bits), default=32)]
     # Gradients are sharded like the parameters, as plain jit leaves them.
-    with notes.listening() as heard:
+    with traced_facts.recording() as facts:
         update = jax.jit(functools.partial(many.update, **others))
         got, state = results(many, update, runs, shardings)
 
@@ -207,7 +207,7 @@ def compare(
         )
     devices = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     lines.append(f"the mesh {devices}, compared with one device")
-    pools = [*itertools.chain(*heard["pools"].values())]
+    pools = [*itertools.chain(*facts["pools"].values())]
     if mesh.size > 1 and pools and not any(pool.counts for pool in pools):
         lines.append(
             "no matrix was sent to an owner, as large ones are; for that, expected one "
