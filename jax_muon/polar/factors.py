@@ -26,8 +26,6 @@ from jax_muon.polar.coefficients import (
 from jax_muon.polar.products import matmul
 from jax_muon.polar.teams import Team
 
-_DTYPES = ("bfloat16", "float32", "float64")
-
 
 @dataclasses.dataclass(frozen=True)
 class NewtonSchulz:
@@ -47,11 +45,10 @@ class NewtonSchulz:
       eps: see `norm_factor`. Matrices with a much smaller norm stay small.
       norm: "frobenius", or "schatten4", (sum of s^4)^(1/4): never larger, so that small
         singular values start nearer to 1.
-      dtype: of the iteration: bfloat16, float32, float64; None for the dtype of x, and
-        float32 for float16. In bfloat16 sums are in float32 and rounded once on a CPU
-        and where XLA takes cuBLASLt. Elsewhere every term is rounded: an error of 0.04
-        instead of 0.016 on a Gaussian (64, 256). Matrices of one row or column take at
-        least float32.
+      dtype: of the iteration: bfloat16, float32 or float64. In bfloat16 sums are in
+        float32 and rounded once on a CPU and where XLA takes cuBLASLt. Elsewhere every
+        term is rounded: an error of 0.04 instead of 0.016 on a Gaussian (64, 256).
+        Matrices of one row or column take at least float32.
       form: "standard", "gram" (not in bfloat16, where singular values reach 28), or
         "auto": "gram" where it is faster.
       symmetric: "plain", or "kernel": on an H100 or H200, kernels that compute one
@@ -79,7 +76,7 @@ class NewtonSchulz:
     norm_factor: float = 1.0
     eps: float = 1e-7
     norm: str = "frobenius"
-    dtype: jax.typing.DTypeLike | None = "bfloat16"
+    dtype: jax.typing.DTypeLike = "bfloat16"
     form: str = "auto"
     symmetric: str = "plain"
 
@@ -87,13 +84,24 @@ class NewtonSchulz:
         checks.choice("norm", self.norm, ("frobenius", "schatten4"))
         checks.choice("form", self.form, ("auto", "standard", "gram"))
         checks.choice("symmetric", self.symmetric, ("plain", "kernel"))
+        # float16 has too few exponents for Gram matrices.
+        dtype = None if self.dtype is None else jnp.dtype(self.dtype).name
+        if dtype not in ("bfloat16", "float32", "float64"):
+            checks.refuse("dtype", self.dtype, "bfloat16, float32 or float64")
+        if self.symmetric == "kernel" and dtype != "bfloat16":
+            raise ValueError(
+                f"symmetric='kernel' with dtype={dtype}; expected dtype=bfloat16, or "
+                "symmetric='plain'"
+            )
+        if self.form == "gram" and dtype == "bfloat16":
+            raise ValueError(
+                f"form='gram' with dtype={dtype}, where singular values reach 28; "
+                "expected dtype=float32, or form='standard'"
+            )
         table = quintics(self.coefficients, self.steps)
-        normal = {"coefficients": table, "steps": len(table)}
+        normal = {"coefficients": table, "steps": len(table), "dtype": dtype}
         for name in ("norm_factor", "eps"):
-            value = getattr(self, name)
-            normal[name] = checks.number(name, value, "above 0")
-        if self.dtype is not None:
-            normal["dtype"] = self._possible(self.dtype)
+            normal[name] = checks.number(name, getattr(self, name), "above 0")
         for name, value in normal.items():
             object.__setattr__(self, name, value)
 
@@ -108,14 +116,12 @@ class NewtonSchulz:
             share the work; the whole matrix needs a `shared_dtype`.
 
         Raises:
-          ValueError: x has fewer than two axes or is not real floating point, or with
-            dtype=None the iteration is not possible in its dtype.
+          ValueError: x has fewer than two axes or is not real floating point.
         """
         _check_matrices(x)
-        dtype = jnp.dtype(self._possible(self._dtype_for(x.dtype)))
         if not x.size:
             return x
-        m, n = sorted(x.shape[-2:])
+        dtype, (m, n) = jnp.dtype(self.dtype), sorted(x.shape[-2:])
         by_gram = team is None and iteration.uses_gram(self.form, dtype, m, n)
         table = cast(Table, self.coefficients)  # since `__post_init__`
         norm = iteration.Norm(self.norm, self.norm_factor, self.eps)
@@ -129,33 +135,9 @@ class NewtonSchulz:
 
         None for the Gram form, which they cannot share, and for single rows.
         """
-        dtype = self._dtype_for(dtype)
+        dtype = jnp.dtype(self.dtype)
         alone = m == 1 or iteration.uses_gram(self.form, dtype, m, n)
         return None if alone else dtype
-
-    def _dtype_for(self, dtype: jax.typing.DTypeLike) -> jnp.dtype:
-        """The dtype of the iteration, for matrices of this dtype."""
-        wide = jnp.float32 if jnp.dtype(dtype) == jnp.float16 else dtype
-        return jnp.dtype(self.dtype or wide)
-
-    def _possible(self, dtype: jax.typing.DTypeLike) -> str:
-        """The name of a dtype in which this iteration is possible."""
-        name = jnp.dtype(dtype).name
-        if name not in _DTYPES:  # float16 has too few exponents for Gram matrices
-            checks.refuse(
-                "dtype", dtype, f"{', '.join(_DTYPES)}, or None for the dtype of x"
-            )
-        if self.symmetric == "kernel" and name != "bfloat16":
-            raise ValueError(
-                f"symmetric='kernel' with dtype={name}; expected dtype=bfloat16, or "
-                "symmetric='plain'"
-            )
-        if self.form == "gram" and name == "bfloat16":
-            raise ValueError(
-                f"form='gram' with dtype={name}, where singular values reach 28; "
-                "expected dtype=float32, or form='standard'"
-            )
-        return name
 
 
 def PolarExpress(
