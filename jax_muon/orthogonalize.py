@@ -51,15 +51,11 @@ def orthogonalize(
         and FLOPs, each sends and receives part of a matrix; that needs a polar factor
         with a method `shared_dtype`, as `NewtonSchulz`. 1: one owner for each matrix.
 
-    Returns:
-      An `optax.GradientTransformation` without state.
-
     Raises:
       ValueError: at init and update, with path and shape, for a parameter that is not
         a floating-point matrix, or that is on a mesh whose axes are Auto or manual, so
         that its type does not show how it is sharded: see `on_mesh`; at update, for a
-        polar factor of another shape than its matrices, or of complex numbers. At once
-        for a `polar` that is not a function, small below 0, or team below 1.
+        polar factor of another shape than its matrices, or of complex numbers.
 
     Examples:
       >>> import jax.numpy as jnp

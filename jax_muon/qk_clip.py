@@ -297,7 +297,7 @@ def max_attention_logits(
       The maximum over batch, queries and the keys they see, in float32.
 
     Raises:
-      ValueError: shapes that do not fit, block_size below 1.
+      ValueError: shapes that do not fit.
 
     Examples:
       >>> import jax.numpy as jnp

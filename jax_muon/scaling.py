@@ -70,9 +70,6 @@ def normalize_frobenius(
         as 1e-6.
       matrices: see `orthogonalize`.
 
-    Raises:
-      ValueError: rms not above 0.
-
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_muon as jm
@@ -127,12 +124,9 @@ def scale_by_normuon(
       eps: smallest mean square, and smallest norm, that is divided by.
       matrices: see `orthogonalize`.
 
-    Returns:
-      An `optax.GradientTransformation`. Its state is one float for each neuron.
-
     Raises:
-      ValueError: decay outside [0, 1), an unknown axis, eps not above 0; at init, with
-        path and shape, a parameter that is not a floating-point matrix.
+      ValueError: at init, with path and shape, a parameter that is not a floating-point
+        matrix.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -207,9 +201,6 @@ def scale_by_shape(
         (out/in)^0.5 (TEON); "none" 1; or a function of (in, out).
       matrices: see `orthogonalize`.
 
-    Raises:
-      ValueError: an unknown rule.
-
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_muon as jm
@@ -243,8 +234,7 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
         counts. A parameter that none matches is left alone.
 
     Raises:
-      ValueError: a factor that is not a finite number of at least 0; at init, with all
-        paths, a pattern that matches no parameter.
+      ValueError: at init, with all paths, a pattern that matches no parameter.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -32,7 +32,7 @@ def add_cautious_decayed_weights(
       that are narrower than their parameters get the parameters' dtype.
 
     Raises:
-      ValueError: weight_decay below 0; at update, params=None, unless it is 0.
+      ValueError: at update, params=None, unless weight_decay is 0.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -71,9 +71,6 @@ def polar_express_coefficients(
     Returns:
       `steps` triples (a, b, c) of Python floats.
 
-    Raises:
-      ValueError: an argument is outside its range, or not a number.
-
     Examples:
       >>> [round(a, 4) for a, b, c in polar_express_coefficients(5)]
       [8.1566, 4.0429, 3.8917, 3.2858, 2.3465]

@@ -56,8 +56,8 @@ class NewtonSchulz:
         other NVIDIA GPUs are refused. Not yet run on a GPU.
 
     Raises:
-      ValueError: a setting is not one of these, or is not known while tracing; more
-        steps than quintics; coefficients that are not finite, or a or b 0.
+      ValueError: a setting is not one of these, or is traced; more steps than quintics;
+        coefficients that are not finite, or a or b 0.
 
     Examples:
       >>> x = jax.random.normal(jax.random.key(0), (3, 8, 16))
@@ -150,9 +150,6 @@ def PolarExpress(
       lower: smallest relative singular value that is brought to 1.
       **settings: all others of `NewtonSchulz`; norm_factor is 1.02, and eps 1e-6. For
         another cushion or safety pass `polar_express_coefficients` to that.
-
-    Raises:
-      ValueError: as `NewtonSchulz` and `polar_express_coefficients`.
 
     Examples:
       >>> x = jax.random.normal(jax.random.key(0), (3, 8, 16))

@@ -246,9 +246,6 @@ def describe(
       the mesh axes of the parameter and of its state, and a second table shows which
       devices compute the matrices, how much each sends, and what costs most.
 
-    Raises:
-      ValueError: a leaf that is not an array; whatever `tx` raises at init and update.
-
     Examples:
       >>> import jax
       >>> import jax_muon as jm

@@ -93,10 +93,6 @@ def verify(
     Returns:
       A `Verification` with `.ok` and `.problems`; `print` shows it as a table.
 
-    Raises:
-      ValueError: steps below 1, an optimizer that is not `on_mesh(...)`, and whatever
-        that raises.
-
     Examples:
       >>> import jax_muon as jm
       >>> mesh = jax.make_mesh((1,), ("data",))
