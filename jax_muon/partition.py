@@ -1,7 +1,6 @@
 """`optax.partition` with one reading of the tree: a transform for every label."""
 
 import dataclasses
-import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -11,12 +10,10 @@ import jax.numpy as jnp
 import optax
 
 from jax_muon import checks, trees
-from jax_muon.axes import ADAMW, MUON
-from jax_muon.matrices import Matrices
+from jax_muon.matrices import ADAMW, MUON, Matrices
 from jax_muon.mesh.array_types import on_users_axes
-from jax_muon.parts import with_splits
-from jax_muon.reading.parts import read_parts
 from jax_muon.reading.read import read
+from jax_muon.splits import read_parts, with_splits
 from jax_muon.traced_facts import record
 
 # An optax transform, or a function that returns one for the matrices of its group.
@@ -129,7 +126,7 @@ def reader(matrices: Reader) -> Callable[[Any], Matrices]:
         return lambda tree: read(tree, rules=matrices)
     expected = "jax_muon.read(params, loss_fn, batch), or a function of params alone "
     expected += "that returns it, or a mapping of path patterns to labels"
-    if not callable(matrices) or not _takes_one(matrices):
+    if not callable(matrices):
         checks.refuse("matrices", matrices, expected)
 
     def read_tree(tree: Any) -> Matrices:
@@ -140,15 +137,6 @@ def reader(matrices: Reader) -> Callable[[Any], Matrices]:
         return matrices_of_tree
 
     return read_tree
-
-
-def _takes_one(function: Callable[..., Any]) -> bool:
-    """False for a function that cannot be called with one argument, such as a loss."""
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    return True
 
 
 def _of_tree(whole: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrices:

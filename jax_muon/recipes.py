@@ -16,16 +16,15 @@ import jax
 import optax
 
 from jax_muon import checks
-from jax_muon.axes import ADAMW, MUON
 from jax_muon.hyperball import hyperball
-from jax_muon.matrices import Matrices
+from jax_muon.joins import with_joins
+from jax_muon.matrices import ADAMW, MUON, Matrices
 from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import Polar, orthogonalize
 from jax_muon.partition import Group, Reader, partition, reader
 from jax_muon.polar import coefficients
 from jax_muon.polar.coefficients import Table
 from jax_muon.polar.factors import NewtonSchulz
-from jax_muon.reading.read import with_joins
 from jax_muon.scaling import (
     equilibrate_rows,
     normalize_frobenius,

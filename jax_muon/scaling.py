@@ -9,8 +9,7 @@ import optax
 from jaxtyping import Array
 
 from jax_muon import checks, dtypes, trees
-from jax_muon.axes import MatrixAxes
-from jax_muon.matrices import Matrices, of_tree
+from jax_muon.matrices import Matrices, MatrixAxes, of_tree
 from jax_muon.traced_facts import record
 from jax_muon.trees import map_leaves, step_leaves
 

@@ -141,7 +141,7 @@ TABLE = {
         muon(matrices=lambda params: {"w": "adamw"})
     ),
     "expected jax_muon.read(params, loss_fn, batch), or a function of pa": lambda: muon(
-        matrices=loss
+        matrices="muon"
     ),
     "nothing says whether 2 of 3 parameters are matrices": lambda: init(jm.muon()),
     "'wq' matches no parameter; there are bias, w": lambda: init(

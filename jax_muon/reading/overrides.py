@@ -6,9 +6,15 @@ from typing import Any
 
 from optax.contrib import MuonDimensionNumbers
 
-from jax_muon import axes as matrix_axes
 from jax_muon import trees
-from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter
+from jax_muon.matrices import (
+    ADAMW,
+    MUON,
+    MatrixAxes,
+    Parameter,
+    leaf_axes,
+    not_a_matrix,
+)
 
 # Path pattern to a label or dimension numbers; or a tree of them (a prefix will do).
 # None means AdamW, as in optax.
@@ -108,7 +114,7 @@ def _ruled(parameter: Parameter, matching: _Entries) -> Parameter:
     "muon" and dimension numbers pass over a vector, unless its whole path is given.
     """
     path, shape, dtype = parameter.path, parameter.shape, parameter.dtype
-    problem = matrix_axes.not_a_matrix(shape, dtype)
+    problem = not_a_matrix(shape, dtype)
     if parameter.axes is None and (problem or parameter.role == "vector"):
         matching = [x for x in matching if x[0] == path or not _means_matrices(x[1])]
     numbers = [x for x in matching if isinstance(x[1], MuonDimensionNumbers)]
@@ -125,7 +131,7 @@ def _ruled(parameter: Parameter, matching: _Entries) -> Parameter:
     if labels and label != parameter.label:
         reason = "by your rules"
     if spec is not None and label != ADAMW:
-        axes = matrix_axes.leaf_axes(path, shape, dtype, spec)
+        axes = leaf_axes(path, shape, dtype, spec)
         reason, scanned = "dimension numbers", scanned or axes.batch
     elif labels and axes is None and (label == MUON or (doubt and label != ADAMW)):
         doubt = problem or "nothing shows which of its axes are batch, in and out"

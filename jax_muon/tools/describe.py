@@ -17,7 +17,8 @@ import optax
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_muon import checks, traced_facts, trees
-from jax_muon.axes import ADAMW, Parameter
+from jax_muon.joins import joined_matrices
+from jax_muon.matrices import ADAMW, Parameter
 from jax_muon.mesh import array_types, owners, plan, specs
 from jax_muon.mesh.collectives import Collective
 from jax_muon.mesh.on_mesh import abstract_state
@@ -286,8 +287,9 @@ def describe(
     joined: dict[str, int] = {}  # only of parameters that are orthogonalized
     for matrices in facts["matrices"].values():
         names = list(matrices)
-        for block in sorted(matrices.blocks(names), key=lambda block: block.joined):
-            joined |= {names[leaf]: block.joined for leaf in block.leaves}
+        made = joined_matrices(matrices, names, [x.shape for x in matrices.values()])
+        for made_of in sorted(made, key=lambda x: x.size):
+            joined |= {names[leaf]: made_of.size for leaf in made_of.leaves}
     read = _rows(shapes, facts["parameters"])
     state_bytes = _bytes_by_path(state, [parameter.path for parameter in read])
     residuals = facts["residual"]

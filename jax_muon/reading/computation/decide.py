@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from jax_muon import trees
-from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter, not_a_matrix
+from jax_muon.matrices import ADAMW, MUON, MatrixAxes, Parameter, not_a_matrix
 from jax_muon.reading.computation.follow import SUMS, Follower
 from jax_muon.reading.computation.roles import CONSTANT, INNER, matrix_axes
 from jax_muon.reading.computation.values import Use

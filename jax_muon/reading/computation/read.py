@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_muon import jaxprs, trees
-from jax_muon.axes import MUON, Parameter
+from jax_muon.matrices import MUON, Parameter
 from jax_muon.reading.computation import (  # noqa: F401, they register rules
     decide,
     loops,

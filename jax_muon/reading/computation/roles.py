@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from jax_muon.axes import MatrixAxes
+from jax_muon.matrices import MatrixAxes
 
 # Batch, in or out. Before the use, the axis may have been contracted with another leaf
 # (INNER) or a constant, or indexed (PART).
