@@ -71,24 +71,22 @@ def clip_qk(
         match; 1 for MaxText's default.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` whose state counts the heads clipped in
-      the last step. Its update needs the parameters before the step, and the extra
-      argument `max_logits`: a tree of arrays (\*layers, heads), one for each attention
-      module, with the largest logit of every query head. The path of an array is that
-      of its module, or a prefix of it, or continues below it: `{"blocks/0/attn": s0,
-      "blocks/1/attn": s1}`, `{"blocks/0": ...}` or what linen's `sow` collects. A
-      single array is enough for one module, such as scanned layers. Inside shard_map it
-      is the maximum over all devices: see `max_aux` of `make_train_step`.
+      A transform whose state counts the heads clipped in the last step. Update needs
+      the parameters and `max_logits`: a tree of arrays (\*layers, heads), one for each
+      attention module, with the largest logit of every query head. Its path is that of
+      the module, a prefix of it or below it: `{"blocks/0/attn": s0, "blocks/1/attn":
+      s1}`, `{"blocks/0": ...}` or what linen's `sow` collects. A single array is enough
+      for one module, such as scanned layers. Inside shard_map it is the maximum over
+      all devices: see `max_aux` of `make_train_step`.
 
       Kernels have the shape (\*layers, embed, heads * head_dim), or (\*layers, embed,
       heads, head_dim), with layers at `layers_axis`; a parameter called bias has no
       embed. The number of key heads follows, and divides the number of query heads.
 
     Raises:
-      ValueError: threshold not above 0, balance outside [0, 1]; at init, with paths, a
-        pattern that matches nothing, a query without its key or a key without its
-        query, a parameter that both match; at update, no `params`, no `max_logits`, not
-        one entry for each module, shapes that do not fit.
+      ValueError: at init, with paths, a pattern that matches nothing, a query or a key
+        without the other, a parameter that both match; at update, no `params`, no
+        `max_logits`, not one entry for each module, shapes that do not fit.
 
     Examples:
       >>> params = {"attn": {name: jnp.eye(4) for name in "qkv"}}
@@ -122,12 +120,11 @@ def clip_qk(
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipQkState]:
         del state, extra_args
-        if params is None or max_logits is None:
-            missing = "params" if params is None else "max_logits"
+        checks.params("clip_qk", params)
+        if max_logits is None:
             raise ValueError(
-                "clip_qk needs the parameters and the largest logits of this step: "
-                "tx.update(updates, state, params, max_logits=max_logits), got "
-                f"{missing}=None"
+                "clip_qk needs the largest logits of this step: tx.update(updates, "
+                "state, params, max_logits=max_logits), got max_logits=None"
             )
         checks.gradients(updates, params)
         updates = as_wide_as_params(updates, params)
