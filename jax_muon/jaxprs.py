@@ -1,4 +1,4 @@
-"""Jaxprs: what operations call, what they need, and their source lines.
+"""Jaxprs: functions that operations call, inputs that they use, and source lines.
 
 JAX's internals may change with a release; `tests/test_jaxprs.py` runs in each. Names
 of primitives and their parameters also stand in `reading/computation/`.
@@ -69,7 +69,7 @@ _MOVES = {
 
 
 def uses(jaxpr: Jaxpr, values: Container[Any]) -> tuple[list[str], list[bool]]:
-    """What a function does with some inputs: names of `marked`, and operations.
+    """How a function uses some inputs: names of `marked`, and operations.
 
     Parts, copies and casts of a value are followed, also into functions.
 

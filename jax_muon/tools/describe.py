@@ -34,16 +34,15 @@ class DescribedParameter:
       parameter: how it is read: path, shape, dtype, label, role, reason, axes.
       matrices: number of matrices, their inputs and outputs; None if it is not
         orthogonalized.
-      joined: how many of its matrices are orthogonalized as one with others.
+      joined: number of matrices that are orthogonalized as one.
       scale: factor of `scale_by_shape`, or None.
       state_bytes: size of its optimizer state on one device.
-      spec: its sharding on the mesh of `on_mesh`, or in its type; None if neither is
-        known.
+      spec: its sharding on the mesh of `on_mesh`, or in its type, or None.
       state_spec: the sharding of its gradient and state, or None.
       repeated: True if a mesh axis that its gradient is summed over shards no axis of
         its state, so every device of that axis holds all of it.
-      residual: dtype of what `keep_residual` keeps for it, "-" if it keeps nothing for
-        this dtype; None without `keep_residual`.
+      residual: dtype of its residual, "-" if `keep_residual` keeps none for its dtype;
+        None without `keep_residual`.
     """
 
     parameter: Parameter
@@ -69,13 +68,13 @@ class Description:
 
     Attributes:
       parameters: one entry per parameter, in the order of the tree.
-      pools: sharded matrices of one shape and sharding, and which device computes them.
+      pools: sharded matrices of one shape and sharding, and their owners.
       sizes: number of devices along each mesh axis; empty on one device.
       summed: mesh axes that gradients are summed over, if known: the batch axes of a
         train step, or `divide` of `on_mesh`.
-      transfers: the collectives of a step that a device takes part in, by what they
-        are for (see `sent_bytes`), each with the path of its parameter, or "".
-      devices_per_host: how many neighbours on the mesh share a host.
+      transfers: collectives of a step by purpose (see `sent_bytes`), each with the path
+        of its parameter, or "".
+      devices_per_host: number of neighbours on the mesh that share a host.
       state_bytes: size of the optimizer's state on one device.
       default_rate: the rate of a recipe's AdamW; None if `adamw=` is given.
     """
@@ -91,10 +90,7 @@ class Description:
 
     @property
     def held_bytes(self) -> dict[str, int]:
-        """Bytes on one device: those parts of the peak of a step that are known.
-
-        "gradients" counts those of all parameters, sharded like the state.
-        """
+        """Bytes on one device, with all gradients at once, sharded like the state."""
 
         def held(leaf: DescribedParameter, spec: PartitionSpec | None) -> int:
             names = specs.spec_names(spec or PartitionSpec())
@@ -125,7 +121,7 @@ class Description:
 
     @property
     def bytes_between_hosts(self) -> dict[str, float]:
-        """Those of `sent_bytes` that a device sends to other hosts."""
+        """Bytes that one device sends to other hosts in a step; see `sent_bytes`."""
         hosts = self.devices_per_host
         return {
             what: sum(x.bytes_between_hosts(hosts) for _, x in sent)
@@ -210,7 +206,7 @@ class Description:
         return lines
 
     def _balance(self) -> str:
-        """How evenly the work is divided and, if it is not, the pool that is why."""
+        """How evenly the work is divided, and the pool that makes it uneven."""
         excess = plan.excess(self.pools, self.sizes)
         worst = max(excess, key=excess.__getitem__, default=None)
         if worst and self.imbalance > 1 and not worst.counts:
@@ -236,8 +232,8 @@ def describe(
       tx: any composition of this package's recipes and pieces with optax's: `chain`,
         `MultiSteps`, `inject_hyperparams`, `on_mesh`.
       params: the model as in `read`, or shapes (`jax.ShapeDtypeStruct`).
-      devices_per_host: how many neighbours on the mesh share a host, or whatever else
-        has faster links inside, such as a pod; for the bytes between hosts.
+      devices_per_host: number of neighbours on the mesh with faster links among them,
+        such as the GPUs of a host, or a pod; for the bytes between hosts.
       **extra_args: arguments of `tx.update`, such as `max_logits`, or their shapes.
 
     Returns:
@@ -336,7 +332,7 @@ def describe(
     )
 
 
-# --- what is traced -------------------------------------------------------------------
+# --- parameters and state -------------------------------------------------------------
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
