@@ -115,7 +115,7 @@ class Description:
         which is not known here: they count once.
         """
         return {
-            what: sum(x.sent_bytes for _, x in sent)
+            what: sum((x.sent_bytes for _, x in sent), 0.0)
             for what, sent in self.transfers.items()
         }
 
@@ -124,7 +124,7 @@ class Description:
         """Bytes that one device sends to other hosts in a step; see `sent_bytes`."""
         hosts = self.devices_per_host
         return {
-            what: sum(x.bytes_between_hosts(hosts) for _, x in sent)
+            what: sum((x.bytes_between_hosts(hosts) for _, x in sent), 0.0)
             for what, sent in self.transfers.items()
         }
 
