@@ -1,6 +1,7 @@
 """The code of docs/frameworks.md runs as it stands there, and does what it says."""
 
 import re
+import runpy
 
 import equinox as eqx
 import jax
@@ -208,7 +209,7 @@ def latent_logits(attn, x, axis):
 @pytest.mark.parametrize("axis", [0, 1])
 def test_qk_clip_of_latent_attention(axis, rng, x64):
     """Logits of each head fall by threshold / maximum; values and shared keys stay."""
-    found = pages.run("QK-clip of latent attention")
+    found = runpy.run_path(str(pages.ROOT / "outside/maxtext/qk_clip.py"))
     attn, grads = (latent_attention(rng, axis) for _ in range(2))
     params, grads = ({"layers": {"self_attention": x}} for x in (attn, grads))
     maxima = np.array([[40.0, 9, 10, 80], [1, 2, 3, 4], [11, 1000, -5, 10]])
