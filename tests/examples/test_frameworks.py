@@ -242,28 +242,34 @@ def test_qk_clip_of_latent_attention(axis, rng, x64):
 )
 def test_state_in_the_hosts_memory():
     """Two steps, to the same numbers as with a state on the devices."""
-    found = pages.run("State in the host's memory")
     mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
     tx = jm.on_mesh(jm.muon(steps=2, matrices={"up": "muon"}), mesh, divide="data")
     params = {"up": jax.random.normal(jax.random.key(0), (16, 64)), "b": jnp.ones(16)}
-    there, state = params, tx.init(params)
-    kept, step = found["offloaded"](tx, params, mesh)
+    names = {"jax": jax, "jm": jm, "tx": tx, "params": params, "mesh": mesh}
+    found = pages.run("State in the host's memory", **names)
 
-    @jax.jit
-    def beside(params, state, grads):
+    def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
+    def offloaded(params, state, grads):
+        return step(params, jax.device_put(state, found["there"]), grads)
+
+    host = found["host"]
+    beside = jax.jit(step)
+    offloaded = jax.jit(offloaded, out_shardings=(None, host), donate_argnums=1)
+    other, state = params, tx.init(params)
+    kept = jax.jit(tx.init, out_shardings=host)(params)
     for _ in range(2):
-        there, state = beside(there, state, there)
-        params, kept = step(params, kept, params)
+        other, state = beside(other, state, other)
+        params, kept = offloaded(params, kept, params)
     for (path, a), (_, b) in zip(
-        *map(leaves_with_paths, ((params, kept), (there, state))), strict=True
+        *map(leaves_with_paths, ((params, kept), (other, state))), strict=True
     ):
         np.testing.assert_array_equal(a, b, err_msg=path)
-    for leaf, other in zip(*map(jax.tree.leaves, (kept, state)), strict=True):
+    for leaf, beside in zip(*map(jax.tree.leaves, (kept, state)), strict=True):
         assert leaf.sharding.memory_kind == "pinned_host"
-        assert leaf.sharding.spec == other.sharding.spec
+        assert leaf.sharding.spec == beside.sharding.spec
 
 
 # --- equinox --------------------------------------------------------------------------
@@ -361,16 +367,23 @@ def tied(params, tokens):
 def test_diloco():
     """Every worker as if it were alone, and on devices of its own."""
     found = pages.run("DiLoCo")
-    workers, mesh = found["WORKERS"], found["mesh"]
+    mesh, inner = found["mesh"], found["inner"]
+    workers = mesh.shape["worker"]
     stacked = trees.filled(SHAPES, lambda shape: (workers, *shape))
     grads, shared = trees.normal(stacked, 1), trees.normal(SHAPES)
     params = jax.tree.map(lambda x: jnp.stack(workers * [x]), shared)
+
+    @jax.jit
+    def inner_step(params, state, grads):
+        updates, state = inner.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
     with jax.set_mesh(mesh):
-        plan = jm.describe(found["inner"], params)
+        plan = jm.describe(inner, params)
         assert {pool.batch_axes for pool in plan.pools} == {("worker",)}
-        start, state = params, found["inner"].init(params)
+        start, state = params, inner.init(params)
         for _ in range(2):
-            params, state = found["inner_step"](params, state, grads)
+            params, state = inner_step(params, state, grads)
     read = jm.read(params, jax.vmap(tied), jnp.zeros((workers, 5), int))
     stated = jm.read(params, rules=found["matrices"])
     assert read.labels(params) == stated.labels(params)
