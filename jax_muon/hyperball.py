@@ -33,10 +33,8 @@ def hyperball(
 
     .. math:: W \leftarrow R \, n(W - \eta R \, n(U))
 
-    The step has length :math:`\eta R`, whatever the scale of :math:`U`: shape factors
-    and learning rates in front of it have no effect. Transforms after it, such as
-    `clip_qk` or `scale_by_path`, take matrices off the sphere; the next step brings
-    them back.
+    Shape factors and learning rates in front of it have no effect. Transforms after it,
+    such as `clip_qk`, take matrices off the sphere; the next step brings them back.
 
     A matrix that starts at zero has no sphere yet. Its radius is
     :math:`R = \sqrt{\mathrm{out}}`, as usual initial weights have (variance 1/in). It
@@ -47,10 +45,6 @@ def hyperball(
     Args:
       learning_rate: :math:`\eta`, the step relative to the norm: an angle in radians.
       matrices: see `orthogonalize`.
-
-    Returns:
-      An `optax.GradientTransformation`. Updates that are narrower than their parameters
-      get the parameters' dtype.
 
     Raises:
       ValueError: at init, with path and shape, a parameter that is not a floating-point

@@ -42,14 +42,11 @@ def keep_residual(
     step that halves or doubles an element, or moves it across zero, is rounded to the
     parameters' precision. Elements of bfloat16 below 2^-100 have the unit of 2^-100.
 
+    Parameters of other dtypes have no residual; `describe` lists them.
+
     Args:
       tx: the optimizer, such as a recipe.
       dtype: of the residual, "int8", or "int16" for units 256 times finer.
-
-    Returns:
-      An `optax.GradientTransformation`. Updates of 16-bit parameters have their dtype.
-      All others have no residual, and the dtype that `tx` gives them; `describe` lists
-      them. The state is a `KeepResidualState`.
 
     Raises:
       ValueError: another dtype; at update, no parameters, a state that has no residual,

@@ -76,13 +76,9 @@ def nesterov(
         "float64"; "bfloat16", rounded stochastically; "int8", rounded stochastically to
         255 even steps, with a float32 scale per row (the last axis of a parameter).
 
-    Returns:
-      An `optax.GradientTransformation` for arrays of any shape. Its updates have the
-      dtype of the gradients, or of the parameters if update is given wider ones.
-
     Raises:
-      ValueError: decay outside [0, 1), or any other dtype; at update, with the path, a
-        gradient whose momentum is missing or would be broadcast.
+      ValueError: at update, with the path, a gradient whose momentum is missing or
+        would be broadcast.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -93,20 +89,17 @@ def nesterov(
       [0.75, -3.0]
 
     References:
-      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; momentum of Muon
-      in eight bits: arXiv 2509.23106; Dozat, Incorporating Nesterov momentum into Adam,
-      2016, for the bias correction.
+      Momentum of Muon in eight bits: arXiv 2509.23106; bias correction: Dozat,
+      Incorporating Nesterov momentum into Adam, 2016.
     """
     decay = checks.rate("decay (momentum of a recipe)", decay, "in [0, 1)")
     checks.flag("lookahead", lookahead)
     checks.flag("bias_correction", bias_correction)
     dtype = None if accumulator_dtype is None else jnp.dtype(accumulator_dtype).name
     if dtype not in (None, *DTYPES):
-        raise ValueError(
-            f"accumulator_dtype (momentum_dtype of a recipe)={accumulator_dtype!r}; "
-            f"expected one of {', '.join(map(repr, DTYPES))}, or None for the "
-            "parameters' dtype"
-        )
+        expected = f"one of {', '.join(map(repr, DTYPES))}, or None for the parameters'"
+        name = "accumulator_dtype (momentum_dtype of a recipe)"
+        checks.refuse(name, accumulator_dtype, expected)
     kind = QuantizedNesterovState if dtype == "int8" else NesterovState
 
     def init_fn(params: optax.Params) -> Any:

@@ -46,9 +46,9 @@ def orthogonalize(
       small: matrices with fewer elements are computed by all devices that hold them,
         and gathered if they are sharded.
       team: most devices that share the work on one matrix, next to each other on the
-        mesh, such as the GPUs of a host. Where it takes less time by a count of bytes
-        and FLOPs, each sends and receives part of a matrix; that needs a polar factor
-        with a method `shared_dtype`, as `NewtonSchulz`. 1: one owner for each matrix.
+        mesh, such as the GPUs of a host, where that takes less time by a count of bytes
+        and FLOPs. It needs a polar factor with a method `shared_dtype`, as
+        `NewtonSchulz`. 1: one owner for each matrix.
 
     Raises:
       ValueError: at init and update, with path and shape, for a parameter that is not

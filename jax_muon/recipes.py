@@ -83,9 +83,6 @@ def nanochat(
         `jax_muon.read(params, loss_fn, batch)` returns, a function of the parameters
         that returns one, or a mapping of path patterns to labels.
 
-    Returns:
-      An `optax.GradientTransformation` whose updates have the parameters' dtype.
-
     Raises:
       ValueError: at once, a number out of range; at init and update, as `partition`.
 
@@ -300,18 +297,14 @@ def teon(
     """TEON, arXiv 2601.23261: queries, keys and values of two layers as one matrix.
 
     The joined matrices are scaled like single ones. All other matrices get ordinary
-    Muon, and so does a last layer without a partner. Its polar factor is the Polar
+    Muon, and so does a last layer without a partner. The polar factor is the Polar
     Express with the coefficients of that paper.
 
     Args:
       learning_rate: of the matrices, before the factor (out/in)^0.5.
-      matrices: without `joins`, queries, keys and values are joined two by two, where
-        the loss shows them.
+      matrices: without `joins`, queries, keys and values are joined two by two; an
+        error at init if the reading shows none of two layers.
       ...: all other arguments as in `muon`.
-
-    Raises:
-      ValueError: at init, matrices without `joins` whose reading shows no queries,
-        keys or values of two layers.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -28,16 +28,13 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip a step whose gradients, updates or new state are not all finite.
 
-    A skipped step changes neither parameters nor state, and is counted. The new state
-    matters, since a finite gradient of 2e19 makes AdamW's second moment infinite for
-    good. Elements of the state that were not finite before, such as a best loss that
-    begins infinite, do not skip a step.
+    A skipped step changes neither parameters nor state, and is counted in `skipped` of
+    the state. The new state matters, since a finite gradient of 2e19 makes AdamW's
+    second moment infinite for good. Elements of the state that were not finite before,
+    such as a best loss that begins infinite, do not skip a step.
 
     Args:
       inner: the optimizer, such as a recipe.
-
-    Returns:
-      An `optax.GradientTransformation`; its state counts skipped steps in `skipped`.
 
     Raises:
       ValueError: at update, another optimizer's state and, inside shard_map, gradients

@@ -27,10 +27,6 @@ def add_cautious_decayed_weights(
     Args:
       weight_decay: :math:`\lambda`, at least 0, or a schedule of it.
 
-    Returns:
-      An `optax.GradientTransformation` that needs the parameters at update. Updates
-      that are narrower than their parameters get the parameters' dtype.
-
     Raises:
       ValueError: at update, params=None, unless weight_decay is 0.
 

@@ -79,8 +79,8 @@ def verify(
 
     An array may differ by 2e-5 of its norm in float32, 1e-10 in float64, and 0.1 if a
     16-bit dtype occurs in the program, or by ten times what the last bits of the
-    gradients change on one device, if that is more. The rounding of `gather_dtype` is
-    added for updates. A recipe's `dtype="float32"` makes the bound sharp.
+    gradients change on one device, if that is more. Updates may also differ by the
+    rounding of `gather_dtype`. A recipe's `dtype="float32"` makes the bound sharp.
 
     Args:
       tx: an optimizer wrapped in `on_mesh`. Each process of several compares the shards
@@ -89,9 +89,6 @@ def verify(
       steps: number of updates, one after another. One more, from the first state,
         has no gradients, so that weight decay shows.
       **extra_args: passed to the update.
-
-    Returns:
-      A `Verification` with `.ok` and `.problems`; `print` shows it as a table.
 
     Examples:
       >>> import jax_muon as jm
