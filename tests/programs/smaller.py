@@ -270,7 +270,7 @@ def attention_kernel_with_its_own_derivative(x, p):
 
 @language_model({"up": "io?", "down": "io"}, **UP_DOWN)
 def product_in_a_kernel(x, p):
-    """A Pallas kernel takes a parameter: names may decide what the loss cannot."""
+    """A Pallas kernel takes a parameter: only a rule says what it does with it."""
 
     def kernel(x, w, o):
         o[...] = x[...] @ w[...]

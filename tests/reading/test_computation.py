@@ -109,20 +109,21 @@ def fused(params, x):
 
 
 FUSED = {"qkv": floats(16, 40), "gates": floats(8, 64), "last": floats(32, 5)}
-HINTS = {
-    "qkv": "3 parts: splits={'qkv': Split({'query': 16, 'key': 16, 'value': 8})}",
-    "gates": "2 parts: splits={'gates': Split(2)}",
+SPLITS = {
+    "qkv": "{'qkv': Split({'part_0': 16, 'part_1': 16, 'part_2': 8})}",
+    "gates": "{'gates': Split(2)}",
 }
 
 
-@pytest.mark.parametrize("name", HINTS)
+@pytest.mark.parametrize("name", SPLITS)
 def test_split_outputs_are_shown_unless_a_split_says_so(name):
-    hint = f"; its outputs are split into {HINTS[name]}"
-    assert jm.read(FUSED, fused, floats(3, 9, 16))[name].reason.endswith(hint)
-    split = eval(HINTS[name].partition("splits=")[2], {"Split": jm.Split})
+    found = jm.read(FUSED, fused, floats(3, 9, 16))[name]
+    assert found.reason.endswith(f"; its outputs are split: splits={SPLITS[name]}")
+    split = eval(SPLITS[name], {"Split": jm.Split})
     read = jm.read(FUSED, fused, floats(3, 9, 16), splits=split)
     assert "splits" not in read[name].reason
     assert read.splits == split
+    assert found.role == read[name].role == "fused"
 
 
 def test_a_router_without_a_top_k_is_one_by_its_name():

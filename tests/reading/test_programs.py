@@ -15,10 +15,11 @@ pytestmark = pytest.mark.usefixtures("as_users_write")
 
 
 # A parameter is multiplied by another one, and either may be like data; a kernel hides
-# a parameter, and its widths do not tell in from out.
+# what it does with one.
 UNDECIDED = {
     "latents_not_repeated": {"att/q", "latents"},
     "latents_not_repeated_with_bias": {"att/q", "latents"},
+    "product_in_a_kernel": {"up"},
 }
 
 
