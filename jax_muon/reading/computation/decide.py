@@ -71,19 +71,16 @@ def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
     A function that ends before the model's head, such as an encoder, has its last
     kernels as its last products.
     """
-
-    def kind(x: Parameter) -> Any:
-        return paths.numberless(x.path), x.shape
-
-    def agree(x: Parameter) -> Parameter:
-        other = kernels.get(kind(x))
-        if x.role != "head" or other is None:
-            return x
-        reason = f"{x.reason}, and like {other.path!r}"
-        return replace(x, label=MUON, role=other.role, reason=reason)
-
-    kernels = {kind(x): x for x in parameters if x.label == MUON}
-    return [agree(x) for x in parameters]
+    kinds = [(paths.numberless(x.path), x.shape) for x in parameters]
+    both = [*zip(kinds, parameters, strict=True)]
+    kernels = {kind: x for kind, x in both if x.label == MUON}
+    agreed = []
+    for kind, x in both:
+        if x.role == "head" and (like := kernels.get(kind)):
+            reason = f"{x.reason}, and like {like.path!r}"
+            x = replace(x, label=MUON, role=like.role, reason=reason)
+        agreed.append(x)
+    return agreed
 
 
 def _decide(

@@ -164,7 +164,7 @@ def _of_activations(trace: Trace, product: Product) -> Value:
         inside = {x: axes_in(y, contract[i]) for x, y in value.results.items()}
         is_kernel = other.given_floats and not is_transposed
         if is_kernel and any(inside[x] for x in value.outputs):
-            _feed(result)
+            result.feed()
         for x, parts in value.results.items():
             if isinstance(x, Scores):
                 if value.is_exponential and len(inside[x]) == 1 and not is_transposed:
@@ -185,12 +185,6 @@ def _of_activations(trace: Trace, product: Product) -> Value:
             for a, size in enumerate(shape)
         )
     return result
-
-
-def _feed(result: Value) -> None:
-    """Note that a frozen kernel takes the result, as a parameter would."""
-    for use in result.sources:
-        use.feeds = True
 
 
 def _attend(scores: Scores, key: int, values: Value) -> None:
@@ -214,7 +208,7 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     if not kernel.leaves:
         product = replace(joined(values), results={}, one_hot=False)
         if kernel.given_floats and not is_transposed:
-            _feed(product)
+            product.feed()
         for use, parts in kernel.outputs.items():
             use.mix(axes_in(parts, [fan_in, *window]), axes_in(parts, [out]))
         return product

@@ -48,28 +48,23 @@ def read_uses(
     *args: Any,
     splits: Collection[str] = (),
 ) -> list[Parameter]:
-    """How `function(params, *args)` uses each parameter.
+    """How `function(params, *args)`, of arrays or shapes, uses each parameter.
 
-    Args:
-      function: any function whose result depends on the parameters.
-      params: the parameters, or their shapes.
-      args: the other arguments, arrays or shapes.
-      splits: patterns of the parameters that are split, which get no warning.
+    Those that the patterns of `splits` match get no hint how to split them.
 
     Raises:
       ValueError: the result does not depend on any parameter.
     """
-    trace = follow(function, params, *args)
-    leaves = _arrays(params)
+    trace, leaves = follow(function, params, *args), _arrays(params)
     if leaves and not any(trace.uses.values()):
         raise ValueError(
             f"the result of {function} depends on none of the {len(leaves)} "
             "parameters; expected the loss, or a model's apply, as a function of them"
         )
-    read = [
-        decide.parameter(path, leaf, trace, any(paths.matches(x, path) for x in splits))
-        for path, leaf in leaves
-    ]
+    read = []
+    for path, leaf in leaves:
+        is_split = any(paths.matches(pattern, path) for pattern in splits)
+        read.append(decide.parameter(path, leaf, trace, is_split))
     if all(x.axes is None and x.label != MUON for x in read):
         read = [decide.doubted(x, trace) for x in read]
     return decide.with_agreeing_layers(read)

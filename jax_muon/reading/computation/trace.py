@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jax_muon import jaxprs
 from jax_muon.jaxprs import shape_of
-from jax_muon.reading.computation.axis_parts import AxisParts, Shape, axes_in
+from jax_muon.reading.computation.axis_parts import Shape, axes_in
 from jax_muon.reading.computation.values import (
     CONSTANT,
     INNER,
@@ -125,8 +125,6 @@ class Trace:
             use.inputs |= sources
             uses.append(use)
         for use, before in itertools.product(uses, sources):
-            if use.path == before.path and (use.is_gradient or before.is_gradient):
-                continue
             if not use.is_gradient:
                 before.feeds = True
             elif before.is_gradient:  # backwards, what is later comes first
@@ -139,20 +137,14 @@ class Trace:
         A leaf was a matrix if a constant, such as a grid, was multiplied by it. Or if
         another leaf was, such as codes, and its outputs are contracted along `places`.
         """
-
-        def is_matrix(leaf: str, parts: AxisParts) -> bool:
+        sources = value.sources
+        for leaf, parts in value.leaves.items():
             known = value.known(leaf) if not value.data else ()
-            return CONSTANT in known or (
-                INNER in known and bool(axes_in(parts, places))
-            )
-
-        leaves = value.leaves
-        matrices = {leaf: x for leaf, x in leaves.items() if is_matrix(leaf, x)}
-        others = {leaf: x for leaf, x in leaves.items() if leaf not in matrices}
-        self.use(replace(value, leaves=others), "elementwise", eqn)
-        sides = [OUT] * max(map(len, matrices.values()), default=0)
-        value = replace(value, leaves=matrices)
-        sources = value.sources | {*self.use(value, "contracted", eqn, sides)}
+            one = replace(value, leaves={leaf: parts})
+            if CONSTANT in known or (INNER in known and axes_in(parts, places)):
+                sources |= {*self.use(one, "contracted", eqn, [OUT] * len(parts))}
+            else:
+                self.use(one, "elementwise", eqn)
         return replace(value, data=True, leaves={}, sources=sources)
 
     def routes(self, chosen: Value, others: Sequence[Value]) -> bool:
@@ -198,7 +190,7 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         others = [x for x, s in zip(values, shapes, strict=True) if math.prod(s) > size]
         if name == "select_n" and value is values[0]:
             others = [x for x in values if x.sources]
-        if value.choice and trace.routes(value, others):
+        if trace.routes(value, others):
             result.choice -= value.choice
     for value in _scales(name, made, shape):
         trace.use(value, "elementwise", eqn)
@@ -214,13 +206,12 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         # of leaves (LoRA) where it is added to a frozen matrix.
         masked = name in ("mul", "div", "select_n") and sum(n > 1 for n in shape) > 1
         frozen = all(x.given_floats for x in active)
+        product = [any(INNER in x.known(leaf) for leaf in x.leaves) for x in made]
         made = [
             x
-            for x in made
-            if (masked and x.has_all(shape))
-            or (frozen and any(INNER in x.known(leaf) for leaf in x.leaves))
+            for x, of_two in zip(made, product, strict=True)
+            if fits and ((masked and x.has_all(shape)) or (frozen and of_two))
         ]
-        made = made if fits else []
     for value in made:
         result = result.with_leaves(value, len(shape))
     return result

@@ -168,6 +168,11 @@ class Value:
         picked = self.picked | other.picked
         return replace(self, leaves=leaves, sides=sides, picked=picked)
 
+    def feed(self) -> None:
+        """Note that a frozen kernel takes it, as a parameter would."""
+        for use in self.sources:
+            use.feeds = True
+
     def chosen(self, among: Iterable[Use]) -> frozenset[Use]:
         """The choice of a top-k among the outputs of some uses."""
         for use in (found := frozenset(among)):
