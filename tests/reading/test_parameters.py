@@ -20,17 +20,12 @@ from tests import oracle
 
 # Path, shape, the bias beside it, a letter for each axis (batch, in, out).
 STEPS = {
-    "experts up": ("moe/up", (4, 3, 6), None, "bio"),
     "experts down": ("moe/down", (4, 6, 3), None, "bio"),
     "experts of layers": ("moe/up", (2, 4, 3, 6), None, "bbio"),
-    "scanned": ("layers/a/kernel", (5, 3, 6), (5, 6), "bio"),
     "scanned on axis 1": ("layers/a/kernel", (3, 5, 6), (6, 5), "ibo"),
     "to few channels": ("Conv_0/kernel", (3, 3, 2, 4), (4,), "iiio"),
-    "to many channels": ("Conv_0/kernel", (2, 2, 2, 12), None, "iiio"),
     "transposed": ("ConvTranspose_0/kernel", (2, 2, 4, 3), (4,), "iioi"),
     "patches": ("ConvTranspose_0/kernel", (2, 2, 3, 4), (4,), "ooio"),
-    "local": ("ConvLocal_0/kernel", (2, 2, 6, 3), (2, 2, 3), "bbio"),
-    "LoRA": ("up/lora/lora_a", (6, 2), None, "io"),
 }
 
 

@@ -34,15 +34,8 @@ def parameter(path: str, leaf: Any, trace: Trace, is_split: bool) -> Parameter:
         label, role, axes = ADAMW, "vector" if label == MUON else role, None
     elif role == "kernel" and "router" in paths.words(path):
         label, role, reason = ADAMW, "router", f"a router, by its name; {reason}"
-    elif label == MUON:
-        is_one = role in ("query", "key", "value")  # such as halves that are rotated
-        split = "" if is_one else _split(shape, uses)
-        role = "fused" if split else role
-        if split and not is_split:
-            pattern = re.sub(r".*/\d+/", "", path)  # of all layers
-            reason += f"; its outputs are split: splits={{{pattern!r}: {split}}}"
-        elif not is_split:
-            reason += _stacked(path, role, axes)
+    elif label == MUON and not is_split:
+        reason += _split(path, role, shape, uses) or _stacked(path, role, axes)
     scanned = {x for x in trace.scanned[path] if axes is None or x in axes.batch}
     by = path, shape, leaf.dtype, label, role, reason, axes
     read = Parameter(*by, scanned=tuple(sorted(scanned)))
@@ -143,7 +136,8 @@ def _decide(
         return ADAMW, "head", f"last product before the result{where}", axes
     roles = {use.role for use in products} - {""}
     kernel = "convolution" if first.kind == "convolved" else "kernel"
-    if len(roles) > 1:
+    is_glu = any(use.glu for use in products) and roles <= {"out"}
+    if len(roles) > 1 or is_glu:
         return MUON, "fused", reason, axes
     return MUON, roles.pop() if roles else kernel, reason, axes
 
@@ -177,11 +171,10 @@ def _stacked(path: str, role: str, axes: MatrixAxes | None) -> str:
     return f"; if axis {first} is a stack: rules={{{path!r}: {numbers}}}"
 
 
-def _split(shape: Sequence[int], uses: Iterable[Use]) -> str:
-    """How the outputs of a kernel are split, as a user writes it, or ""."""
-    forward = [use for use in uses if not use.is_gradient]
-    sliced = [(use, *x) for use in forward for x in use.slices.items()]
-    for use, axis, slices in sliced:
+def _split(path: str, role: str, shape: Sequence[int], uses: Iterable[Use]) -> str:
+    """What to say of a kernel whose outputs are split, or ""."""
+    sliced = [(use, *x) for use in uses for x in use.slices.items()]
+    for use, axis, slices in sliced if role == "fused" else ():
         # Slices of a slice count from its start, so another one contains them.
         parts = [
             (start, stop)
@@ -194,7 +187,9 @@ def _split(shape: Sequence[int], uses: Iterable[Use]) -> str:
             split: Any = {f"part_{i}": width for i, width in enumerate(widths)}
             split = split if len({*widths}) > 1 else len(widths)
             last = "" if axis == len(shape) - 1 else f", axis={axis}"
-            return f"Split({split}{last})"
+            pattern = re.sub(r".*/\d+/", "", path)  # of all layers
+            text = f"splits={{{pattern!r}: Split({split}{last})}}"
+            return f"; its outputs are split: {text}"
     return ""
 
 

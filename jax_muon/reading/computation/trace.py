@@ -244,7 +244,7 @@ def _softmax(name: str, values: Sequence[Value]) -> int:
 
 
 def _multiply(values: Sequence[Value], shapes: Sequence[Shape]) -> None:
-    """Find gates of experts: one factor for all elements of each."""
+    """Find gates: of experts, for all elements of each; or slices of one result."""
     for (gates, other), (shape, size) in zip(
         itertools.permutations(values), itertools.permutations(shapes), strict=True
     ):
@@ -252,3 +252,5 @@ def _multiply(values: Sequence[Value], shapes: Sequence[Shape]) -> None:
             places = [a for a, n in enumerate(shape) if n > 1]
             for use, parts in other.outputs.items():
                 use.gated |= axes_in(parts, places)
+    for use in values[0].outputs.keys() & values[1].outputs.keys():
+        use.glu |= any(use.sides.get(axis) == {OUT} for axis in use.slices)

@@ -38,6 +38,7 @@ class Use:
     feeds: bool = False  # another product takes its result, so that it is no head
     role: str = ""  # in attention: query, key, value or out; "fused" for several
     slices: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # of outputs
+    glu: bool = False  # they are multiplied by each other
     inputs: set["Use"] = field(default_factory=set)  # whose results it is multiplied by
     rows: int = 0  # how many inputs, which do not name an axis, it is multiplied by
     by_gates: bool = False  # they are gates
