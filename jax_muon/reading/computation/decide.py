@@ -146,7 +146,7 @@ def _is_table_of_keys(use: Use) -> bool:
     """True for the product of attention's queries with a leaf."""
     roles = {before.role for before in use.inputs} - {""}
     of_constants = {CONSTANT} in use.sides.values()
-    return roles in ({"query"}, {"key"}) and not use.role and not of_constants
+    return roles in ({"query"}, {"key"}) and not of_constants
 
 
 def _is_norm(use: Use, axes: MatrixAxes) -> bool:

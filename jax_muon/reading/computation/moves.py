@@ -115,11 +115,10 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
 
 def pick(trace: Trace, eqn: JaxprEqn, value: Value, index: Value) -> Value:
     """Elements of a value at some places; data may say at which."""
-    is_routing = index.data and trace.routes(index, [value])
+    if index.data:
+        trace.routes(index, [value])
     if not value.leaves:
-        result = replace(joined([value, index]), results=value.results)
-        result.choice -= index.choice if is_routing else frozenset()
-        return result
+        return replace(joined([value, index]), results=value.results)
     if not index.data:
         return value
     trace.use(value, "picked", eqn)

@@ -158,8 +158,8 @@ def _of_activations(trace: Trace, product: Product) -> Value:
     is_transposed = trace.is_transposed(product.eqn)
     result = replace(joined(values), one_hot=False, is_exponential=False, results={})
     for i, (value, other) in enumerate((values, values[::-1])):
-        if not value.are_gates and trace.routes(other, [value]):
-            result.choice -= other.choice
+        if not value.are_gates:
+            trace.routes(other, [value])
         trace.use(value, "elementwise", product.eqn)
         inside = {x: axes_in(y, contract[i]) for x, y in value.results.items()}
         is_kernel = other.given_floats and not is_transposed

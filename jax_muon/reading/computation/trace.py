@@ -103,7 +103,7 @@ class Trace:
         `by` is what it is multiplied by.
         """
         uses, calls = [], (*self._calls, eqn)
-        is_gradient = by is not None and self.is_transposed(eqn)
+        is_gradient = self.is_transposed(eqn)
         sources = by.sources if by else frozenset()
         for leaf, parts in value.leaves.items():
             key = leaf, kind, *map(id, calls)  # a function may be called several times
@@ -147,14 +147,13 @@ class Trace:
                 self.use(one, "elementwise", eqn)
         return replace(value, data=True, leaves={}, sources=sources)
 
-    def routes(self, chosen: Value, others: Sequence[Value]) -> bool:
+    def routes(self, chosen: Value, others: Sequence[Value]) -> None:
         """Note that a top-k chose which others count, unless among themselves."""
         among = {path for use in chosen.choice for path in use.among}
         others = [x for x in others if not set() < {u.path for u in x.sources} <= among]
         is_routing = any(x.leaves or (x.data and not x.noise) for x in others)
         for use in chosen.choice:
             use.chooses |= is_routing
-        return is_routing
 
 
 def _is_complex(v: Any) -> bool:
@@ -190,12 +189,11 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         others = [x for x, s in zip(values, shapes, strict=True) if math.prod(s) > size]
         if name == "select_n" and value is values[0]:
             others = [x for x in values if x.sources]
-        if trace.routes(value, others):
-            result.choice -= value.choice
+        trace.routes(value, others)
     for value in _scales(name, made, shape):
         trace.use(value, "elementwise", eqn)
         made = [x for x in made if x is not value]
-    if made and (active or not fits):
+    if active or not fits:
         for value in made:
             is_input = value.activated or name not in SUMS
             if fits and is_input and not value.has_all(shape):
@@ -237,7 +235,7 @@ def _scales(name: str, made: Sequence[Value], shape: Shape) -> list[Value]:
 
 def _softmax(name: str, values: Sequence[Value]) -> int:
     """`Value.softmax` of an elementwise operation."""
-    of = [2 if x.one_hot else x.softmax for x in values if x.data]
+    of = [x.softmax for x in values if x.data]
     if name == "div" and len(of) == 2 and all(of):
         return 2
     return 1 if name == "exp" else min(of, default=0) if name in _KEEPING else 0
