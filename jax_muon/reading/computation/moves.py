@@ -115,10 +115,11 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
 
 def pick(trace: Trace, eqn: JaxprEqn, value: Value, index: Value) -> Value:
     """Elements of a value at some places; data may say at which."""
-    if index.data:
-        trace.routes(index, [value])
+    routed = trace.routes(index, [value])
     if not value.leaves:
-        return replace(joined([value, index]), results=value.results)
+        result = replace(joined([value, index]), results=value.results)
+        result.choice -= routed
+        return result
     if not index.data:
         return value
     trace.use(value, "picked", eqn)

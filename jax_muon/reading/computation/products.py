@@ -159,7 +159,7 @@ def _of_activations(trace: Trace, product: Product) -> Value:
     result = replace(joined(values), one_hot=False, is_exponential=False, results={})
     for i, (value, other) in enumerate((values, values[::-1])):
         if not value.are_gates:
-            trace.routes(other, [value])
+            result.choice -= trace.routes(other, [value])
         trace.use(value, "elementwise", product.eqn)
         inside = {x: axes_in(y, contract[i]) for x, y in value.results.items()}
         is_kernel = other.given_floats and not is_transposed

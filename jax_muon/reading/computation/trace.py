@@ -147,13 +147,17 @@ class Trace:
                 self.use(one, "elementwise", eqn)
         return replace(value, data=True, leaves={}, sources=sources)
 
-    def routes(self, chosen: Value, others: Sequence[Value]) -> None:
-        """Note that a top-k chose which others count, unless among themselves."""
+    def routes(self, chosen: Value, others: Sequence[Value]) -> frozenset[Use]:
+        """Note that a top-k chose which others count, unless among themselves.
+
+        Returns the choice, if it is one of others: what it chose is no gate any more.
+        """
         among = {path for use in chosen.choice for path in use.among}
         others = [x for x in others if not set() < {u.path for u in x.sources} <= among]
         is_routing = any(x.leaves or (x.data and not x.noise) for x in others)
         for use in chosen.choice:
             use.chooses |= is_routing
+        return chosen.choice if is_routing else frozenset()
 
 
 def _is_complex(v: Any) -> bool:
@@ -189,7 +193,7 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         others = [x for x, s in zip(values, shapes, strict=True) if math.prod(s) > size]
         if name == "select_n" and value is values[0]:
             others = [x for x in values if x.sources]
-        trace.routes(value, others)
+        result.choice -= trace.routes(value, others)
     for value in _scales(name, made, shape):
         trace.use(value, "elementwise", eqn)
         made = [x for x in made if x is not value]
