@@ -16,18 +16,18 @@ from tests.programs.parts import (
     language_model,
 )
 
-ROUTED_ANSWERS = {"router": "router", "up down": "bio"}
+ROUTED_ANSWERS = {"choose": "router", "up down": "bio"}
 ANSWERS = {**MODEL_ANSWERS, **ROUTED_ANSWERS}
 UP_DOWN = {
     "up": floats(EXPERTS, WIDTH, HIDDEN),
     "down": floats(EXPERTS, HIDDEN, WIDTH),
 }
-ROUTED = {"router": floats(WIDTH, EXPERTS), **UP_DOWN}
+ROUTED = {"choose": floats(WIDTH, EXPERTS), **UP_DOWN}
 
 
 def top_two(x, p):
     """Weights and numbers (..., 2) of the experts that each token takes."""
-    return lax.top_k(jax.nn.softmax(x @ p["router"]), 2)
+    return lax.top_k(jax.nn.softmax(x @ p["choose"]), 2)
 
 
 def gates(x, p):
@@ -65,7 +65,7 @@ def moe_dense_summed_in_the_product(x, p):
 @between(ANSWERS, **ROUTED)
 def moe_gathered_weights_in_the_first_layer(x, p):
     """The router is an argmax of the embeddings, with nothing before it."""
-    chosen = jnp.argmax(x @ p["router"], -1)
+    chosen = jnp.argmax(x @ p["choose"], -1)
     hidden = jnp.einsum("btd,btdf->btf", x, p["up"][chosen])
     y = jnp.einsum("btf,btfd->btd", hidden, p["down"][chosen])
     return y
@@ -84,11 +84,11 @@ def moe_ragged_dot(x, p):
 
 
 @language_model(
-    {"mix": "router?", "up down": "bio"}, mix=floats(WIDTH, EXPERTS), **UP_DOWN
+    {"router": "router", "up down": "bio"}, router=floats(WIDTH, EXPERTS), **UP_DOWN
 )
 def smear(x, p):
-    """The data mixes the matrices of all experts into one for each sequence."""
-    mixture = jax.nn.softmax(x.mean(1) @ p["mix"])
+    """Data mixes the matrices of all experts: a router by its name, without a top-k."""
+    mixture = jax.nn.softmax(x.mean(1) @ p["router"])
     up, down = (jnp.einsum("be,eio->bio", mixture, p[n]) for n in ("up", "down"))
     return jnp.einsum(
         "btf,bfd->btd", jax.nn.gelu(jnp.einsum("btd,bdf->btf", x, up)), down

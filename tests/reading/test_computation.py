@@ -116,17 +116,6 @@ def test_split_outputs_are_shown_unless_a_split_says_so(name):
     assert found.role == read[name].role == "fused"
 
 
-def test_a_router_without_a_top_k_is_one_by_its_name():
-    def loss(params, x):
-        gates = jax.nn.softmax(x @ params["router"]["w"])
-        y = jnp.einsum("bi,eio->beo", x, params["experts"])
-        return jnp.einsum("beo,be->bo", y, gates) @ params["last"]
-
-    params = {"router": {"w": floats(8, 3)}, "experts": floats(3, 8, 9)}
-    read = jm.read(params | {"last": floats(9, 2)}, loss, floats(5, 8))
-    assert (read["router/w"].label, read["router/w"].role) == ("adamw", "router")
-
-
 # --- layers ---------------------------------------------------------------------------
 
 
@@ -261,16 +250,3 @@ def test_what_may_be_a_stack_shows_its_rule():
     assert reason.endswith(f"; if axis 0 is a stack: {rule}")
     rules = {"heads": MuonDimensionNumbers(1, 2)}
     assert jm.read(params, loss, floats(5, 8), rules=rules)["heads"].sizes == (3, 8, 9)
-
-
-def test_what_comes_beside_the_loss_is_not_read():
-    def loss(params, x):
-        y = x @ params["w"]
-        return jnp.mean(y @ params["last"]), {
-            "best": y.argmax(),
-            "probe": y @ params["v"],
-        }
-
-    params = {"w": floats(8, 9), "last": floats(9, 2), "v": floats(9, 4)}
-    read = jm.read(params, loss, floats(5, 8))
-    assert [x.role for x in read.values()] == ["head", "unused", "kernel"]
