@@ -43,8 +43,7 @@ def soft_experts_weighed_in_one_product():
 
 @program(
     {
-        "experts/up experts/down": "bio",
-        "gates": "bio",
+        "experts gates": "bio",
         "towers/w1": "bio",
         "towers/w2": "head",
     }
@@ -53,8 +52,7 @@ def multi_gate_experts_of_several_tasks():
     """Each task has gates of its own; experts are a sum after a product of elements."""
 
     def loss(p, x, ys):
-        hidden = jax.nn.relu(jnp.einsum("bd,edh->ebh", x, p["experts"]["up"]))
-        outputs = jnp.einsum("ebh,ehk->ebk", hidden, p["experts"]["down"])
+        outputs = jax.nn.relu(jnp.einsum("bd,edh->ebh", x, p["experts"]))
         gates = jax.nn.softmax(jnp.einsum("bd,nde->nbe", x, p["gates"]), -1)
         mixed = (jnp.moveaxis(gates, -1, 1)[..., None] * outputs[None]).sum(1)
 
@@ -65,10 +63,7 @@ def multi_gate_experts_of_several_tasks():
         return squared_error(y, ys)
 
     params = {
-        "experts": {
-            "up": floats(EXPERTS, 9, HIDDEN),
-            "down": floats(EXPERTS, HIDDEN, 11),
-        },
+        "experts": floats(EXPERTS, 9, 11),
         "gates": floats(2, 9, EXPERTS),
         "towers": {"w1": floats(2, 11, WIDTH), "w2": floats(2, WIDTH, 4)},
     }

@@ -131,8 +131,10 @@ def step(x, p):
 
 FORMS = {
     "scan": lambda p, x: lax.scan(step, x, p)[0],
-    "checkpointed": lambda p, x: lax.scan(jax.checkpoint(step), x, p)[0],
     "in blocks": blocks,
+    "by number": lambda p, x: lax.fori_loop(
+        0, 12, lambda i, x: step(x, jax.tree.map(lambda w: w[i], p))[0], x
+    ),
 }
 
 
@@ -250,3 +252,18 @@ def test_what_may_be_a_stack_shows_its_rule():
     assert reason.endswith(f"; if axis 0 is a stack: {rule}")
     rules = {"heads": MuonDimensionNumbers(1, 2)}
     assert jm.read(params, loss, floats(5, 8), rules=rules)["heads"].sizes == (3, 8, 9)
+
+
+def test_a_head_of_nothing_but_gradients_that_a_rule_makes_a_matrix():
+    """The product that JAX made by transposing it goes from outputs to inputs."""
+
+    def loss(params, x):
+        def energy(x):
+            return jnp.sum(jnp.tanh(x @ params["up"]) @ params["last"])
+
+        return jnp.mean(jax.grad(energy)(x) ** 2)
+
+    params = {"up": floats(4, 9), "last": floats(9, 3)}
+    read = jm.read(params, loss, floats(5, 4), rules={"last": "muon"})
+    axes = read["last"].axes
+    assert (axes.reduction, axes.output) == ((0,), (1,))

@@ -34,7 +34,7 @@ def _move(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     source = dict(enumerate(params.get("permutation", range(len(new)))))
     if name == "broadcast_in_dim":
         to = enumerate(params["broadcast_dimensions"])
-        source = {place: a for a, place in to if old[a] == new[place]}
+        source = {place: a for a, place in to}
     return values[0].moved(lambda parts: fit(placed(parts, source, new), new))
 
 
@@ -104,12 +104,11 @@ def _dynamic_slice(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
 def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     (value, index), numbers = values[:2], eqn.params["dimension_numbers"]
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    batch = numbers.operand_batching_dims
-    gone = *numbers.collapsed_slice_dims, *batch
-    sizes = [1 if a in batch else n for a, n in enumerate(eqn.params["slice_sizes"])]
+    gone = *numbers.collapsed_slice_dims, *numbers.operand_batching_dims
     kept = [a for a in range(len(old)) if a not in gone]
     source = dict(zip(numbers.offset_dims, kept, strict=True))
-    result = cut(value, old, sizes).moved(lambda parts: placed(parts, source, new))
+    result = cut(value, old, eqn.params["slice_sizes"])
+    result = result.moved(lambda parts: placed(parts, source, new))
     return pick(trace, eqn, result, index)
 
 

@@ -103,8 +103,6 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     weight, other = product.values[i], product.values[1 - i]
     of_weight, of_other = product.contract[i], product.contract[1 - i]
     is_transposed = trace.is_transposed(eqn)
-    for sizes in values[2:]:  # of groups
-        trace.routes(sizes, [other])
     if not is_transposed and not other.leaves and (other.one_hot or not other.data):
         result = weight.moved(functools.partial(product.placed, i))
         side = BATCH if other.one_hot else CONSTANT
@@ -113,10 +111,9 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     other = trace.given(other, eqn, of_other)
     inside, outside = (OUT, IN) if is_transposed else (IN, OUT)
     sides = [outside] * len(product.shapes[i])
-    for a in of_weight:
-        sides[a] = inside
-    for a in product.batch[i]:
-        sides[a] = BATCH
+    for side, of_side in ((inside, of_weight), (BATCH, product.batch[i])):
+        for a in of_side:
+            sides[a] = side
     uses = trace.use(weight, "contracted", eqn, sides, by=other)
     for use in uses:
         use.by_gates = other.are_gates
@@ -158,8 +155,7 @@ def _of_activations(trace: Trace, product: Product) -> Value:
     is_transposed = trace.is_transposed(product.eqn)
     result = replace(joined(values), one_hot=False, is_exponential=False, results={})
     for i, (value, other) in enumerate((values, values[::-1])):
-        if not value.are_gates:
-            result.choice -= trace.routes(other, [value])
+        result.choice -= trace.routes(other, [value])
         trace.use(value, "elementwise", product.eqn)
         inside = {x: axes_in(y, contract[i]) for x, y in value.results.items()}
         is_kernel = other.given_floats and not is_transposed
