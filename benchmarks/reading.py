@@ -6,7 +6,7 @@ they change no matrix.
 
 from collections.abc import Mapping, Sequence
 
-from jax_muon.axes import Parameter
+from jax_muon.matrices import Parameter
 
 RIGHT, REFUSED, WRONG, OPEN = "right", "refused", "wrong", "open"
 NO_MATRICES = ("adamw", "embedding", "head", "router", "unused")

@@ -12,7 +12,6 @@ from jax_muon.mesh.xla_options import gpu_options
 from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import orthogonalize
 from jax_muon.partition import partition
-from jax_muon.parts import with_splits
 from jax_muon.polar.coefficients import polar_express_coefficients
 from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
 from jax_muon.qk_clip import clip_qk, max_attention_logits
@@ -33,7 +32,7 @@ from jax_muon.scaling import (
     scale_by_shape,
 )
 from jax_muon.skip_nonfinite import skip_nonfinite
-from jax_muon.splits import Split
+from jax_muon.splits import Split, with_splits
 from jax_muon.tools.describe import describe
 from jax_muon.tools.verify import verify
 from jax_muon.weight_decay import add_cautious_decayed_weights

@@ -34,23 +34,6 @@ def in_dtype_of(x: Array, rate: Any) -> Any:
     return rate if isinstance(rate, float) else jnp.asarray(rate, x.dtype)
 
 
-def as_wide_as_params(updates: Any, params: Any) -> Any:
-    """Updates in the dtype of their parameters, if that is the wider one.
-
-    Otherwise the steps of float32 parameters, and the decay added to them, would be
-    rounded to the 8 bits of bfloat16 gradients.
-    """
-
-    def widen(u: Any, p: Any) -> Any:
-        if u is None or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (u, p)):
-            return u
-        return u.astype(p.dtype) if wider(u.dtype, p.dtype) == p.dtype else u
-
-    if params is None:
-        return updates
-    return jax.tree.map(widen, updates, params, is_leaf=lambda x: x is None)
-
-
 def wire_dtype(dtype: Any, asked: Any) -> Any:
     """The dtype in which arrays are sent: the one asked for, if they are real."""
     real = jnp.issubdtype(dtype, jnp.floating)

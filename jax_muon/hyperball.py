@@ -6,10 +6,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jax_muon import checks, dtypes, paths
-from jax_muon.axes import MatrixAxes
-from jax_muon.leaves import map_leaves, rate_at, step_leaves
-from jax_muon.matrices import Matrices, of_tree
+from jax_muon import checks, dtypes, trees
+from jax_muon.matrices import Matrices, MatrixAxes, of_tree
+from jax_muon.trees import map_leaves, step_leaves
 
 _SMALLEST = 1e-10  # a direction of this norm does not move a matrix
 
@@ -50,13 +49,12 @@ def hyperball(
       matrices: see `orthogonalize`.
 
     Returns:
-      An `optax.GradientTransformation` that needs the parameters at update. Updates
-      that are narrower than their parameters get the parameters' dtype. The state is
-      one float per matrix.
+      An `optax.GradientTransformation`. Updates that are narrower than their parameters
+      get the parameters' dtype.
 
     Raises:
-      ValueError: a learning rate below 0; at init, with path and shape, a parameter
-        that is not a floating-point matrix; at update, params=None.
+      ValueError: at init, with path and shape, a parameter that is not a floating-point
+        matrix; at update, params=None.
 
     Examples:
       >>> params = {"w": jnp.array([[3.0, 0.0], [0.0, 4.0]])}
@@ -82,7 +80,7 @@ def hyperball(
             return jnp.sqrt(jnp.sum(dtypes.wide(p) ** 2, axes, keepdims=True))
 
         # A box names the axes of the parameter, over which (1, 1) cannot be sharded.
-        radius = map_leaves(norm, paths.unbox(params))
+        radius = map_leaves(norm, trees.unbox(params))
         return HyperballState(jnp.zeros([], jnp.int32), radius)
 
     def update_fn(
@@ -92,13 +90,13 @@ def hyperball(
     ) -> tuple[optax.Updates, HyperballState]:
         checks.params("hyperball", params)
         parameters = of_tree(matrices, updates)
-        rate = rate_at(learning_rate, state.count)
-        weights = dict(paths.leaves_with_paths(params))
+        rate = checks.rate_at(learning_rate, state.count)
+        weights = dict(trees.leaves_with_paths(params))
 
         def step(path: str, u: Array, radius: Array) -> tuple[Array, Array]:
             return _move(u, weights[path], radius, parameters.axes(path), rate)
 
-        updates = dtypes.as_wide_as_params(updates, params)
+        updates = trees.as_wide_as_params(updates, params)
         updates, radius = step_leaves(step, updates, state.radius)
         return updates, HyperballState(optax.safe_increment(state.count), radius)
 

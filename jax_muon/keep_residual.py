@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Float32, Int
 
-from jax_muon import checks, dtypes, paths
-from jax_muon.leaves import map_leaves
-from jax_muon.notes import note
+from jax_muon import checks, trees
+from jax_muon.traced_facts import record
+from jax_muon.trees import map_leaves
 
 
 class KeepResidualState(NamedTuple):
@@ -52,8 +52,8 @@ def keep_residual(
       them. The state is a `KeepResidualState`.
 
     Raises:
-      ValueError: `tx` is not an optax transform, another dtype; at update, no
-        parameters, a state that has no residual, or one of other parameters.
+      ValueError: another dtype; at update, no parameters, a state that has no residual,
+        or one of other parameters.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -100,17 +100,17 @@ def keep_residual(
             "tx.init(params)._replace(inner_state=state)"
         )
         checks.kind("state", state, KeepResidualState, expected)
-        old = dict(paths.leaves_with_paths(state.residual))
-        leaves = dict(paths.leaves_with_paths(params))
-        like = dict(paths.leaves_with_paths(jax.eval_shape(residuals, params)))
+        old = dict(trees.leaves_with_paths(state.residual))
+        leaves = dict(trees.leaves_with_paths(params))
+        like = dict(trees.leaves_with_paths(jax.eval_shape(residuals, params)))
         checks.alike("residual", old, "parameter of 16 bits", like)
-        note("residual", {path: name if path in old else "-" for path in leaves})
+        record("residual", {path: name if path in old else "-" for path in leaves})
 
         def whole(path: str, p: Array) -> Array:
             return _whole(p, old[path]) if path in old else p
 
         wholes = map_leaves(whole, params)
-        updates = dtypes.as_wide_as_params(updates, wholes)
+        updates = trees.as_wide_as_params(updates, wholes)
         updates, inner = tx.update(updates, state.inner_state, wholes, **extra_args)
         new = {}
 

@@ -1,23 +1,174 @@
 """How the parameters of one tree are read as matrices: a value to print, keep and test.
 
-`jax_muon.read` makes a `Matrices` of a tree of parameters. Recipes, `partition` and the
-pieces look parameters up in it by path. It holds no arrays, so one value serves every
-step, every mesh and every trace.
+A parameter is a batch of matrices (in, out): the axes that are summed over when the
+model applies it (`reduction_axis`), the axes that it produces (`output_axis`), and
+every other axis as a batch. `jax_muon.read` makes a `Matrices` of a tree of parameters;
+recipes, `partition` and the pieces look parameters up in it by path. It holds no
+arrays, so one value serves every step, every mesh and every trace.
 """
 
 import dataclasses
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from numpy.lib.array_utils import normalize_axis_tuple
+from optax.contrib import MuonDimensionNumbers
 
-from jax_muon import axes as matrix_axes
-from jax_muon import checks, doubts, paths
-from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter
-from jax_muon.blocks import Block, Join, make_blocks
-from jax_muon.text import aligned, hints_below, shape_text, sizes_text
+from jax_muon import checks, trees
+from jax_muon.tables import aligned, hints_below, shape_text, sizes_text
 
 _READ = "jax_muon.read(params, loss_fn, batch)"
+# The labels that a reading gives: of matrices, and of everything else.
+MUON, ADAMW = "muon", "adamw"
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixAxes:
+    """Which axes of a parameter are batch, in and out; indices are non-negative.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> from optax.contrib import MuonDimensionNumbers
+      >>> rules = {"up": MuonDimensionNumbers(-2, -1)}
+      >>> jm.read({"up": jnp.ones((3, 4, 8))}, rules=rules)["up"].axes
+      MatrixAxes(batch=(0,), reduction=(1,), output=(2,))
+    """
+
+    batch: tuple[int, ...]
+    reduction: tuple[int, ...]
+    output: tuple[int, ...]
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """All axes of one matrix."""
+        return self.reduction + self.output
+
+    def fan(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Size (in, out) of each matrix of a parameter with this shape."""
+        return (
+            math.prod(shape[axis] for axis in self.reduction),
+            math.prod(shape[axis] for axis in self.output),
+        )
+
+    def view(self, x: Float[Array, "..."]) -> Float[Array, "batch fan_in fan_out"]:
+        """The parameter as a batch of matrices."""
+        order = self.batch + self.matrix
+        count = math.prod(x.shape[axis] for axis in self.batch)
+        return x.transpose(order).reshape(count, *self.fan(x.shape))
+
+    def undo(
+        self, y: Float[Array, "batch fan_in fan_out"], shape: Sequence[int]
+    ) -> Float[Array, "..."]:
+        """The parameter of this shape whose `view` is y."""
+        order = self.batch + self.matrix
+        return y.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """How one parameter is read.
+
+    Attributes:
+      path: its path, such as "blocks/0/attn/q/kernel".
+      shape: its global shape.
+      dtype: its dtype.
+      label: the group that it belongs to, such as "muon" or "adamw".
+      role: its purpose, such as "embedding" or "query".
+      reason: why, in a few words.
+      axes: which of its axes are batch, in and out; None if it is not a matrix.
+      doubt: why it cannot be read as a matrix, or is ambiguous; None if neither.
+      options: readings of an ambiguous one, the likeliest first; None is no matrix.
+      scanned: the axes that a scan takes one element at a time, such as layers.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_muon as jm
+      >>> up = jm.read({"up": jnp.ones((4, 8))}, rules={"up": "muon"})["up"]
+      >>> up.role, up.axes.reduction, up.axes.output
+      ('kernel', (0,), (1,))
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    label: str
+    role: str
+    reason: str
+    axes: MatrixAxes | None
+    doubt: str | None = None
+    options: tuple[MatrixAxes | None, ...] = ()
+    scanned: tuple[int, ...] = ()
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether an array is this parameter, or some of its scanned layers."""
+        return len(shape) == len(self.shape) and all(
+            n == own or axis in self.scanned
+            for axis, (n, own) in enumerate(zip(shape, self.shape, strict=True))
+        )
+
+    @property
+    def sizes(self) -> tuple[int, int, int] | None:
+        """Number of matrices, their inputs and outputs; None if it is not a matrix."""
+        if self.axes is None:
+            return None
+        fan_in, fan_out = self.axes.fan(self.shape)
+        return math.prod(self.shape[axis] for axis in self.axes.batch), fan_in, fan_out
+
+
+def leaf_axes(
+    path: str, shape: tuple[int, ...], dtype: Any, spec: MuonDimensionNumbers
+) -> MatrixAxes:
+    """The axes that dimension numbers name.
+
+    Raises:
+      ValueError: with path and shape, for a leaf that is not a floating-point matrix,
+        and axes out of range, repeated or overlapping.
+    """
+    if problem := not_a_matrix(shape, dtype):
+        raise ValueError(f"parameter {path!r} of shape {shape}: {problem}")
+
+    def normalized(axes: Any, name: str) -> tuple[int, ...]:
+        return normalize_axis_tuple(() if axes is None else axes, len(shape), name)
+
+    try:
+        reduction = normalized(spec.reduction_axis, "reduction_axis")
+        output = normalized(spec.output_axis, "output_axis")
+        matrix = normalized(reduction + output, "reduction_axis and output_axis")
+        if not reduction or not output:
+            raise ValueError("no axis for the inputs, or none for the outputs")
+    except ValueError as error:
+        raise ValueError(
+            f"parameter {path!r} of shape {shape} with {spec}: {error}; expected at "
+            "least one axis each, and no axis twice"
+        ) from error
+    batch = tuple(axis for axis in range(len(shape)) if axis not in matrix)
+    return MatrixAxes(batch, reduction, output)
+
+
+def not_a_matrix(shape: tuple[int, ...], dtype: Any) -> str | None:
+    """Why a leaf can in no way be read as matrices, or None if it can."""
+    real = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
+    if real and len(shape) >= 2 and 0 not in shape:
+        return None
+    return (
+        f"with dtype {dtype} it cannot be read as matrices, which have at least two "
+        "axes, none of them empty, and real floating point of at least 16 bits"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Join:
+    """K leaves that are joined, or one along its leading batch axis: scanned layers."""
+
+    size: int  # K
+    paths: tuple[str, ...]
 
 
 class UnreadParameterError(KeyError, ValueError):
@@ -89,7 +240,7 @@ class Matrices(Mapping[str, Parameter]):
         """
         parameter = self[path]
         if parameter.doubt is not None:
-            raise ValueError(doubts.about(parameter))
+            raise ValueError(doubt_about(parameter))
         assert parameter.axes is not None
         return parameter.axes
 
@@ -99,9 +250,9 @@ class Matrices(Mapping[str, Parameter]):
         A Flax box gets one label, so that it is masked as a whole.
         """
         return jax.tree_util.tree_map_with_path(
-            lambda key_path, _: self[paths.path_string(key_path)].label,
+            lambda key_path, _: self[trees.path_string(key_path)].label,
             params,
-            is_leaf=paths.is_box,
+            is_leaf=trees.is_box,
         )
 
     def group(self, labels: Iterable[str]) -> "Matrices":
@@ -120,23 +271,6 @@ class Matrices(Mapping[str, Parameter]):
             self.axes(path)
         return dataclasses.replace(self, parameters=chosen)
 
-    def blocks(
-        self,
-        names: Sequence[str],
-        shapes: Sequence[tuple[int, ...]] | None = None,
-    ) -> list[Block]:
-        """Which matrices of these parameters are orthogonalized as one.
-
-        Args:
-          names: their paths.
-          shapes: of one device's shard of each; None for whole parameters.
-        """
-        for name in names:
-            self.axes(name)  # raises unless it is a matrix
-        members = [self[name] for name in names]
-        shapes = [member.shape for member in members] if shapes is None else shapes
-        return make_blocks(members, shapes, self.joins or ())
-
 
 def of_tree(matrices: Matrices | None, tree: Any) -> Matrices:
     """The reading given to a piece; without one, each leaf as one matrix (in, out).
@@ -154,9 +288,9 @@ def of_tree(matrices: Matrices | None, tree: Any) -> Matrices:
             )
         return matrices
     matched = {}
-    for path, leaf in paths.leaves_with_paths(tree):
+    for path, leaf in trees.leaves_with_paths(tree):
         shape, dtype = tuple(leaf.shape), leaf.dtype
-        if len(shape) != 2 or matrix_axes.not_a_matrix(shape, dtype):
+        if len(shape) != 2 or not_a_matrix(shape, dtype):
             raise ValueError(
                 f"parameter {path!r} of shape {shape}: without `matrices` a piece "
                 "treats every leaf as one matrix (in, out); expected "
@@ -166,3 +300,123 @@ def of_tree(matrices: Matrices | None, tree: Any) -> Matrices:
         one_matrix = MatrixAxes((), (0,), (1,))
         matched[path] = Parameter(path, shape, dtype, MUON, "kernel", "", one_matrix)
     return Matrices(matched)
+
+
+# --- what to write where nothing shows how parameters are read ----------------------
+
+
+def doubt_about(parameter: Parameter) -> str:
+    """The doubt about one parameter, and the rules that resolve it."""
+    return f"parameter {_line([parameter], [parameter])}"
+
+
+def list_doubts(doubtful: Sequence[Parameter], parameters: Sequence[Parameter]) -> str:
+    """The doubts about some of the parameters, and what resolves them, a line a kind.
+
+    Parameters are of one kind if their paths differ by numbers alone, as layers do.
+    Those of which nothing suggests a reading are in a mapping that the user fills in.
+    """
+    kinds: dict[object, list[Parameter]] = {}
+    unread: dict[object, list[Parameter]] = {}
+    for x in doubtful:
+        is_unread = not x.options and not not_a_matrix(x.shape, x.dtype)
+        doubt = "" if is_unread else trees.numberless(str(x.doubt))
+        kind = trees.numberless(x.path), x.shape, doubt
+        (unread if is_unread else kinds).setdefault(kind, []).append(x)
+    text = []
+    if kinds:
+        lines = [_line(kind, parameters) for kind in kinds.values()]
+        text = [
+            f"{sum(map(len, kinds.values()))} of {len(parameters)} parameters cannot "
+            "be read as matrices:",
+            *(f"  {line}" for line in lines),
+        ]
+    if unread:
+        choices = _choices([*unread.values()], parameters)
+        text += [
+            f"nothing says whether {sum(map(len, unread.values()))} of "
+            f"{len(parameters)} parameters are matrices; expected the loss, "
+            f"matrices={_READ}, or a label for each, matrices={choices}",
+            f"{MUON!r} is a matrix (in, out), as in x @ w. MuonDimensionNumbers, from "
+            "optax.contrib, names its axes: (-2, -1) in a stack of them, (-1, -2) if "
+            "they are (out, in).",
+        ]
+    return "\n".join(text)
+
+
+def _choices(
+    kinds: Sequence[Sequence[Parameter]], parameters: Sequence[Parameter]
+) -> str:
+    """A mapping with a line for each pattern of parameters, for the user to fill in.
+
+    The first pattern that matches counts, so those that match the fewest come first.
+    """
+    named = {x.path for x in parameters}
+    by_pattern: dict[str, list[Parameter]] = {}
+    for kind in kinds:
+        by_pattern.setdefault(_pattern(kind), []).extend(kind)
+    matched = {
+        # The path of a parameter means that one alone.
+        pattern: {path for path in named if trees.matches(pattern, path)}
+        if pattern not in named
+        else {pattern}
+        for pattern in by_pattern
+    }
+    by_pattern = {
+        x: by_pattern[x] for x in sorted(matched, key=lambda x: len(matched[x]))
+    }
+    taken = {}  # by the pattern of another kind, unless their own path comes first
+    for pattern, kind in by_pattern.items():
+        for x in kind:
+            first = next(other for other in by_pattern if x.path in matched[other])
+            if first != pattern:
+                taken[x.path] = [x]
+    lines = []
+    for pattern, kind in (taken | by_pattern).items():
+        is_stack = len(kind[0].shape) > 2
+        matrix = "MuonDimensionNumbers(in, out)" if is_stack else MUON
+        shapes = " and ".join(dict.fromkeys(str(x.shape) for x in kind))
+        count = f", {len(kind)} of them" if len(kind) > 1 else ""
+        lines.append(f"    {pattern!r}: '{ADAMW} or {matrix}',  # {shapes}{count}")
+    return "\n".join(["{", *lines, "}"])
+
+
+def _pattern(kind: Sequence[Parameter]) -> str:
+    """The path that parameters of one kind share, with * for the numbers that vary."""
+    pieces = zip(*(re.split(r"(\d+)", x.path) for x in kind), strict=True)
+    return "".join(x[0] if len({*x}) == 1 else "*" for x in pieces)
+
+
+def _line(kind: Sequence[Parameter], parameters: Sequence[Parameter]) -> str:
+    """Path, shape and doubt of parameters of one kind, and rules for all of them."""
+    first, pattern = kind[0], _pattern(kind)
+    named = [x.path for x in kind]
+    matched = {
+        x.path
+        for x in parameters
+        if trees.matches(pattern, x.path) and not not_a_matrix(x.shape, x.dtype)
+    }
+    if matched <= {*named}:
+        named = [pattern]
+    offered = [*first.options, *(() if None in first.options else (None,))]
+    if not_a_matrix(first.shape, first.dtype):
+        offered = [None]
+    rules = [
+        "rules={" + ", ".join(f"{x!r}: {rule}" for x in named) + f"}}{meaning}"
+        for rule, meaning in (_written(axes, first.shape) for axes in offered)
+    ]
+    others = f" and {len(kind) - 1} more of its kind" if len(kind) > 1 else ""
+    return (
+        f"{first.path!r} of shape {first.shape}{others}: {first.doubt}; expected "
+        + ", or ".join(rules)
+    )
+
+
+def _written(axes: MatrixAxes | None, shape: Sequence[int]) -> tuple[str, str]:
+    """A rule as a user writes it, and the matrices that it means."""
+    if axes is None:
+        return repr(ADAMW), ""
+    count = math.prod(shape[axis] for axis in axes.batch)
+    sides = [x if len(x) > 1 else x[0] for x in (axes.reduction, axes.output)]
+    numbers = f"MuonDimensionNumbers({sides[0]}, {sides[1]})"
+    return numbers, f" for {count} x {axes.fan(shape)}"

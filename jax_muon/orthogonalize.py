@@ -9,14 +9,13 @@ import jax
 import optax
 from jaxtyping import Array, Float
 
-from jax_muon import checks, notes, paths
-from jax_muon.blocks import Block, BlockFunction, map_blocks
+from jax_muon import checks, traced_facts, trees
+from jax_muon.joins import Factors, Joined, joined_matrices, map_joined, map_stacks
 from jax_muon.matrices import Matrices, of_tree
 from jax_muon.mesh import owners, travel
 from jax_muon.mesh.array_types import mesh_of_types
 from jax_muon.mesh.specs import dividing
 from jax_muon.polar.factors import PolarExpress
-from jax_muon.polar.stacks import map_stacks
 
 Polar = Callable[[Float[Array, "*b m n"]], Float[Array, "*b m n"]]
 
@@ -51,15 +50,11 @@ def orthogonalize(
         and FLOPs, each sends and receives part of a matrix; that needs a polar factor
         with a method `shared_dtype`, as `NewtonSchulz`. 1: one owner for each matrix.
 
-    Returns:
-      An `optax.GradientTransformation` without state.
-
     Raises:
       ValueError: at init and update, with path and shape, for a parameter that is not
         a floating-point matrix, or that is on a mesh whose axes are Auto or manual, so
         that its type does not show how it is sharded: see `on_mesh`; at update, for a
-        polar factor of another shape than its matrices, or of complex numbers. At once
-        for a `polar` that is not a function, small below 0, or team below 1.
+        polar factor of another shape than its matrices, or of complex numbers.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -82,7 +77,8 @@ def orthogonalize(
     def init_fn(params: optax.Params) -> optax.EmptyState:
         checks.arrays("params", params)
         parameters = of_tree(matrices, params)
-        parameters.blocks([path for path, _ in paths.leaves_with_paths(params)])
+        flat = trees.leaves_with_paths(params)
+        joined_matrices(parameters, [x for x, _ in flat], [x.shape for _, x in flat])
         return optax.EmptyState()
 
     def update_fn(
@@ -90,18 +86,18 @@ def orthogonalize(
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
         parameters = of_tree(matrices, updates)
-        flat = paths.leaves_with_paths(updates)
+        flat = trees.leaves_with_paths(updates)
         names, leaves = [path for path, _ in flat], [x for _, x in flat]
         structure, mesh = jax.tree.structure(updates), mesh_of_types(flat)
-        factors: BlockFunction = functools.partial(map_stacks, polar)
+        factors: Factors = functools.partial(map_stacks, polar)
         if mesh is None:
-            blocks = parameters.blocks(names, [x.shape for x in leaves])
-            leaves = _map_matrices(factors, parameters, names, blocks, leaves)
+            joined = joined_matrices(parameters, names, [x.shape for x in leaves])
+            leaves = _map_matrices(factors, parameters, names, joined, leaves)
             return jax.tree.unflatten(structure, leaves), state
 
         sizes = dict(mesh.shape)
         specs = [dividing(jax.typeof(x).sharding.spec, sizes) for x in leaves]
-        specs, blocks, shards = owners.local_blocks(
+        specs, joined, shards = owners.local_matrices(
             parameters, names, leaves, specs, mesh
         )
         # Sorted, since all processes have to build one program.
@@ -115,11 +111,11 @@ def orthogonalize(
             # The groups of `partition` start at different owners.
             start=zlib.crc32(" ".join(labels).encode()),
         )
-        notes.note("pools", {tuple(names): pools})
-        notes.note("sizes", sizes)
+        traced_facts.record("pools", {tuple(names): pools})
+        traced_facts.record("sizes", sizes)
         if mesh.size > 1:
             factors = functools.partial(travel.map_pools, polar, pools=pools)
-        on_device = functools.partial(_map_matrices, factors, parameters, names, blocks)
+        on_device = functools.partial(_map_matrices, factors, parameters, names, joined)
         leaves = travel.on_shards(on_device, leaves, specs, mesh)
         return jax.tree.unflatten(structure, leaves), state
 
@@ -127,15 +123,15 @@ def orthogonalize(
 
 
 def _map_matrices(
-    factors: BlockFunction,
+    factors: Factors,
     matrices: Matrices,
     names: Sequence[str],
-    blocks: Sequence[Block],
+    joined: Sequence[Joined],
     leaves: Sequence[Array],
 ) -> list[Array]:
     """Factors of the joined matrices of leaves, or of one device's shards of them."""
     pairs = [(matrices.axes(name), x) for name, x in zip(names, leaves, strict=True)]
-    views = map_blocks(factors, blocks, [axes.view(x) for axes, x in pairs])
+    views = map_joined(factors, joined, [axes.view(x) for axes, x in pairs])
     return [
         axes.undo(view, x.shape).astype(x.dtype)
         for (axes, x), view in zip(pairs, views, strict=True)

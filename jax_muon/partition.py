@@ -1,7 +1,6 @@
 """`optax.partition` with one reading of the tree: a transform for every label."""
 
 import dataclasses
-import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -10,14 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jax_muon import checks, dtypes, paths
-from jax_muon.axes import ADAMW, MUON
-from jax_muon.matrices import Matrices
+from jax_muon import checks, trees
+from jax_muon.matrices import ADAMW, MUON, Matrices
 from jax_muon.mesh.array_types import on_users_axes
-from jax_muon.notes import note
-from jax_muon.parts import with_splits
-from jax_muon.reading.parts import read_parts
 from jax_muon.reading.read import read
+from jax_muon.splits import read_parts, with_splits
+from jax_muon.traced_facts import record
 
 # An optax transform, or a function that returns one for the matrices of its group.
 Group: TypeAlias = (
@@ -81,7 +78,7 @@ def partition(
                 "optimizer that is adamw= of a recipe",
                 stacklevel=2,
             )
-        note("scanned", {path: x.scanned for path, x in labelled.items()})
+        record("scanned", {path: x.scanned for path, x in labelled.items()})
         if not labelled.splits:
             return _for_tree(labelled, groups)
         parts = read_parts(labelled, labelled.splits)
@@ -97,7 +94,7 @@ def partition(
     ) -> tuple[optax.Updates, Any]:
         params = None if params is None else checks.arrays("params", params)
         checks.gradients(updates, params)
-        updates = dtypes.as_wide_as_params(updates, params)
+        updates = trees.as_wide_as_params(updates, params)
         tx = build(updates)  # of the updates, since params may be None
         try:
             stepped, new = tx.update(updates, state, params, **extra_args)
@@ -129,7 +126,7 @@ def reader(matrices: Reader) -> Callable[[Any], Matrices]:
         return lambda tree: read(tree, rules=matrices)
     expected = "jax_muon.read(params, loss_fn, batch), or a function of params alone "
     expected += "that returns it, or a mapping of path patterns to labels"
-    if not callable(matrices) or not _takes_one(matrices):
+    if not callable(matrices):
         checks.refuse("matrices", matrices, expected)
 
     def read_tree(tree: Any) -> Matrices:
@@ -142,15 +139,6 @@ def reader(matrices: Reader) -> Callable[[Any], Matrices]:
     return read_tree
 
 
-def _takes_one(function: Callable[..., Any]) -> bool:
-    """False for a function that cannot be called with one argument, such as a loss."""
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    return True
-
-
 def _of_tree(whole: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrices:
     """The reading of a tree, which may be a part of the `whole` tree that was read.
 
@@ -159,7 +147,7 @@ def _of_tree(whole: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrice
         group, and for a group of matrices without parameters.
     """
     parameters = {}
-    for path, leaf in paths.leaves_with_paths(tree):
+    for path, leaf in trees.leaves_with_paths(tree):
         parameter, shape = whole[path], tuple(leaf.shape)
         parameters[path] = dataclasses.replace(parameter, shape=shape)
         where = f"parameter {path!r} of shape {shape}"
@@ -198,8 +186,8 @@ def _for_tree(
     """The transforms of the groups, on the leaves with their labels."""
     of_functions = [x for x, group in groups.items() if callable(group)]
     grouped = matrices.group(of_functions)
-    note("parameters", matrices)
-    note("matrices", {tuple(grouped): grouped})
+    record("parameters", matrices)
+    record("matrices", {tuple(grouped): grouped})
     transforms = {
         label: checks.as_transform(
             f"groups[{label!r}](matrices)", group(matrices.group([label]))

@@ -1,8 +1,4 @@
-"""Pieces that scale updates: matrices by their norms or shapes, parameters by paths.
-
-Updates keep their dtype. Only `scale_by_normuon` has state. All of this is elementwise
-or reduces over axes of one matrix, so it works with any sharding.
-"""
+"""Pieces that scale updates: matrices by their norms or shapes, parameters by paths."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,11 +8,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jax_muon import checks, dtypes, paths
-from jax_muon.axes import MatrixAxes
-from jax_muon.leaves import map_leaves, rate_at, step_leaves
-from jax_muon.matrices import Matrices, of_tree
-from jax_muon.notes import note
+from jax_muon import checks, dtypes, trees
+from jax_muon.matrices import Matrices, MatrixAxes, of_tree
+from jax_muon.traced_facts import record
+from jax_muon.trees import map_leaves, step_leaves
 
 # Factor of the update, by the size (in, out) of the matrix.
 SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
@@ -34,10 +29,9 @@ def equilibrate_rows(
 ) -> optax.GradientTransformation:
     r"""Scale the weights of every output neuron to one norm (MuonEq).
 
-    For :math:`U` with :math:`m` outputs, row :math:`u` becomes
-    :math:`u \, \|U\|_F / (\sqrt{m} \max(\|u\|, 10^{-6}))`: every row gets the root
-    mean square of the row norms. Rows of PyTorch's (out, in) are columns of a Flax
-    kernel (in, out). It goes before `orthogonalize`.
+    For :math:`U` with :math:`m` outputs, the weights :math:`u` of one become
+    :math:`u \, \|U\|_F / (\sqrt{m} \max(\|u\|, 10^{-6}))`: all get the root mean
+    square of their norms. It goes before `orthogonalize`.
 
     Args:
       matrices: see `orthogonalize`.
@@ -74,9 +68,6 @@ def normalize_frobenius(
         :math:`\sqrt{\min(m, n)}`, as orthogonal matrices have. Norms below 1e-6 count
         as 1e-6.
       matrices: see `orthogonalize`.
-
-    Raises:
-      ValueError: rms not above 0.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -132,12 +123,9 @@ def scale_by_normuon(
       eps: smallest mean square, and smallest norm, that is divided by.
       matrices: see `orthogonalize`.
 
-    Returns:
-      An `optax.GradientTransformation`. Its state is one float for each neuron.
-
     Raises:
-      ValueError: decay outside [0, 1), an unknown axis, eps not above 0; at init, with
-        path and shape, a parameter that is not a floating-point matrix.
+      ValueError: at init, with path and shape, a parameter that is not a floating-point
+        matrix.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -168,7 +156,7 @@ def scale_by_normuon(
             return jnp.zeros_like(mean, dtype=dtypes.wider(p.dtype, jnp.float32))
 
         # A box names the axes of the parameter, over which (1, out) cannot be sharded.
-        nu = map_leaves(zeros, paths.unbox(params))
+        nu = map_leaves(zeros, trees.unbox(params))
         return ScaleByNorMuonState(jnp.zeros([], jnp.int32), nu)
 
     def update_fn(
@@ -176,7 +164,7 @@ def scale_by_normuon(
     ) -> tuple[optax.Updates, ScaleByNorMuonState]:
         del params
         parameters = of_tree(matrices, updates)
-        beta = rate_at(decay, state.count)
+        beta = checks.rate_at(decay, state.count)
 
         def step(path: str, u: Array, v: Array) -> tuple[Array, Array]:
             axes, x = parameters.axes(path), dtypes.wide(u)
@@ -212,9 +200,6 @@ def scale_by_shape(
         (out/in)^0.5 (TEON); "none" 1; or a function of (in, out).
       matrices: see `orthogonalize`.
 
-    Raises:
-      ValueError: an unknown rule.
-
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_muon as jm
@@ -234,7 +219,7 @@ def scale_by_shape(
     def scale(path: str, u: Array, axes: MatrixAxes) -> Array:
         fan = axes.fan(u.shape)
         factor = checks.number(f"rule{fan}", chosen(*fan), "of at least 0")
-        note("scale", {path: factor})
+        record("scale", {path: factor})
         return u * dtypes.in_dtype_of(u, factor)
 
     return _stateless(scale, matrices)
@@ -248,8 +233,7 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
         counts. A parameter that none matches is left alone.
 
     Raises:
-      ValueError: a factor that is not a finite number of at least 0; at init, with all
-        paths, a pattern that matches no parameter.
+      ValueError: at init, with all paths, a pattern that matches no parameter.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -259,16 +243,12 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
       >>> tx.update(updates, tx.init(updates))[0]["embed"].tolist()
       [16.0, 16.0]
     """
-    checks.mapping(
-        "factors",
-        factors,
-        "a mapping of path patterns to factors",
-        lambda where, x: checks.number(where, x, "of at least 0"),
-    )
+    for pattern, factor in factors.items():
+        checks.number(f"factors[{pattern!r}]", factor, "of at least 0")
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
-        known = [path for path, _ in paths.leaves_with_paths(params)]
-        paths.check_patterns_match("factors of the learning rate", factors, known)
+        known = [path for path, _ in trees.leaves_with_paths(params)]
+        trees.check_patterns_match("factors of the learning rate", factors, known)
         return optax.EmptyState()
 
     def update_fn(
@@ -277,7 +257,7 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
         del params
 
         def scale(path: str, u: Array) -> Array:
-            matching = (f for p, f in factors.items() if paths.matches(p, path))
+            matching = (f for p, f in factors.items() if trees.matches(p, path))
             factor = next(matching, 1)
             return u if factor == 1 else (dtypes.wide(u) * factor).astype(u.dtype)
 
@@ -297,7 +277,7 @@ def _stateless(
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
         parameters = of_tree(matrices, params)
-        for path, _ in paths.leaves_with_paths(params):
+        for path, _ in trees.leaves_with_paths(params):
             parameters.axes(path)  # raises unless it is a matrix
         return optax.EmptyState()
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jax_muon import checks, paths
+from jax_muon import checks, trees
 from jax_muon.mesh.array_types import check_same_everywhere
 
 
@@ -40,8 +40,8 @@ def skip_nonfinite(
       An `optax.GradientTransformation`; its state counts skipped steps in `skipped`.
 
     Raises:
-      ValueError: `inner` is not an optax transform; at update, another optimizer's
-        state and, inside shard_map, gradients that differ between devices.
+      ValueError: at update, another optimizer's state and, inside shard_map, gradients
+        that differ between devices.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -67,7 +67,7 @@ def skip_nonfinite(
     ) -> tuple[optax.Updates, SkipNonfiniteState]:
         expected = "a SkipNonfiniteState, as the init of skip_nonfinite returns it"
         checks.kind("state", state, SkipNonfiniteState, expected)
-        check_same_everywhere("skip_nonfinite", paths.leaves_with_paths(updates))
+        check_same_everywhere("skip_nonfinite", trees.leaves_with_paths(updates))
         new_updates, new_inner = inner.update(
             updates, state.inner_state, params, **extra_args
         )

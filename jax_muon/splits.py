@@ -1,14 +1,31 @@
-"""Splits: which parameters hold several matrices, and how they are divided.
+"""Splits: one parameter that holds several matrices, and a transform of its parts.
 
 A kernel with query, key and value side by side is three matrices: each has its own
-polar factor, its own NorMuon means, its own scale. `parts` runs a transform on them.
+polar factor, its own NorMuon means, its own scale. The transform sees a tree in which
+such a parameter is a node with its parts. Every piece, recipe and layout then works on
+parts as on parameters, and knows nothing of splits.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jax_muon import checks, paths
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_muon import checks, trees
+from jax_muon.matrices import MatrixAxes, Parameter
+from jax_muon.mesh import array_types, specs
+
+_PROJECTIONS = {
+    "query": ("q", "query", "queries"),
+    "key": ("k", "key", "keys"),
+    "value": ("v", "value", "values"),
+    "out": ("o", "out", "output"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +66,12 @@ class Split:
         elif isinstance(self.parts, Mapping):
             checks.mapping("parts", self.parts, expected, checks.count)
 
-    def fitted(self, path: str, shape: tuple[int, ...]) -> "Fitted":
-        """The same for one parameter; a ValueError if the axis or parts do not fit."""
+    def fitted(self, path: str, shape: tuple[int, ...]) -> "Split":
+        """The same for one parameter: a width for each name, and an axis of at least 0.
+
+        Raises:
+          ValueError: with path and shape, for an axis or parts that do not fit.
+        """
         where = f"splits: parameter {path!r} of shape {shape}"
         if not -len(shape) <= self.axis < len(shape):
             raise ValueError(
@@ -66,21 +87,14 @@ class Split:
                 f"parts={self.parts!r}; expected widths with the sum {size}, or equal "
                 "parts whose number divides it"
             )
-        return Fitted(parts, self.axis % len(shape))
-
-
-@dataclasses.dataclass(frozen=True)
-class Fitted(Split):
-    """A split of one parameter: a width for each name, and an axis of at least 0."""
-
-    parts: int | Mapping[str, int]
+        return Split(parts, self.axis % len(shape))
 
 
 # Path pattern to split. Patterns apply in order, also to parts of parts.
 Splits = Mapping[str, Split]
 
 
-def check(splits: Any) -> None:
+def _check(splits: Any) -> None:
     """Raise a ValueError unless splits are a mapping of path patterns to Split."""
     checks.mapping(
         "splits",
@@ -90,17 +104,221 @@ def check(splits: Any) -> None:
     )
 
 
-def fit(pattern: str, split: Split, params: Any) -> dict[str, Fitted]:
+def _fit(pattern: str, split: Split, params: Any) -> dict[str, Split]:
     """The split of every parameter that the pattern matches, by path."""
-    leaves = paths.leaves_with_paths(params)
-    paths.check_patterns_match("splits", [pattern], [path for path, _ in leaves])
+    leaves = trees.leaves_with_paths(params)
+    trees.check_patterns_match("splits", [pattern], [path for path, _ in leaves])
     return {
         path: split.fitted(path, tuple(x.shape))
         for path, x in leaves
-        if paths.matches(pattern, path)
+        if trees.matches(pattern, path)
     }
 
 
-def batch_axis(ndim: int) -> int:
+def _batch_axis(ndim: int) -> int:
     """Where equal parts of an array become a batch: in front of (in, out)."""
     return max(ndim - 2, 0)
+
+
+def read_parts(
+    parameters: Mapping[str, Parameter], splits: Splits
+) -> dict[str, Parameter]:
+    """How the parts of parameters are read, given how the whole ones are.
+
+    Raises:
+      ValueError: for splits that do not fit.
+    """
+    _check(splits)
+    readings = dict(parameters)
+    for pattern, split in splits.items():
+        fitted = _fit(pattern, split, readings)
+        readings = {
+            parameter.path: parameter
+            for path, whole in readings.items()
+            for parameter in (_read(fitted[path], whole) if path in fitted else [whole])
+        }
+    return readings
+
+
+def _read(split: Split, whole: Parameter) -> list[Parameter]:
+    """How the parts of one parameter are read."""
+    shape, axis = list(whole.shape), split.axis
+    parts: Any = split.parts
+    if not isinstance(parts, int):
+        return [
+            dataclasses.replace(
+                whole,
+                path=f"{whole.path}/{name}",
+                shape=(*shape[:axis], width, *shape[axis + 1 :]),
+                role=projection(name) or whole.role,
+            )
+            for name, width in parts.items()
+        ]
+    batch, axes = _batch_axis(len(shape)), whole.axes
+    shape[axis] //= parts
+    shape.insert(batch, parts)
+    if axes is not None:
+        before, fan_in, fan_out = (
+            tuple(axis + (axis >= batch) for axis in side)
+            for side in (axes.batch, axes.reduction, axes.output)
+        )
+        axes = MatrixAxes(tuple(sorted((*before, batch))), fan_in, fan_out)
+    return [dataclasses.replace(whole, shape=tuple(shape), axes=axes)]
+
+
+def projection(name: str) -> str | None:
+    """The projection of attention that a user's name means, or None.
+
+    Examples:
+      >>> [projection(name) for name in ("q", "wk", "to_v", "o_proj", "gate")]
+      ['query', 'key', 'value', 'out', None]
+    """
+    around = {"to", "w", "proj", "projection", "linear", "attention", "attn"}
+    core = [x.removeprefix("w") for x in trees.words(name) if x not in around]
+    found = _PROJECTIONS.items()
+    return next((role for role, names in found if "_".join(core) in names), None)
+
+
+def with_splits(
+    inner: optax.GradientTransformation, splits: Splits
+) -> optax.GradientTransformationExtraArgs:
+    """Run a transform on the parts of parameters.
+
+    A parameter `attn/qkv/kernel` with the split `Split(("q", "k", "v"))` is seen by the
+    inner transform as three: `attn/qkv/kernel/q`, `/k` and `/v`. A number of parts
+    gives one, with a leading batch axis.
+
+    Args:
+      inner: any transform, such as a chain of pieces; recipes and `partition` take
+        `matrices=jax_muon.read(params, splits=...)`.
+      splits: path pattern to `Split`.
+
+    Returns:
+      A transform of the whole parameters, with the state of the parts.
+
+    Raises:
+      ValueError: at init and update, with path and shape: a pattern that matches no
+        parameter, a split that does not fit.
+
+    Examples:
+      >>> import jax_muon as jm
+      >>> tx = with_splits(optax.sgd(1.0), {"qkv": jm.Split(("q", "k"), axis=0)})
+      >>> state = tx.init({"qkv": jnp.zeros(4)})
+      >>> tx.update({"qkv": jnp.arange(4.0)}, state)[0]["qkv"].tolist()
+      [-0.0, -1.0, -2.0, -3.0]
+    """
+    inner = checks.as_transform("inner", inner)
+    _check(splits)
+
+    def init_fn(params: optax.Params) -> Any:
+        for pattern, split in splits.items():
+            fitted = _fit(pattern, split, params)
+            params = _map_split(_parts, fitted, params)
+        return inner.init(params)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, Any]:
+        checks.gradients(updates, params)
+        wholes = []
+        for pattern, split in splits.items():
+            fitted = _fit(pattern, split, updates)
+            wholes.append((updates, fitted))
+            updates, params = (
+                _map_split(_parts, fitted, tree) for tree in (updates, params)
+            )
+        updates, state = inner.update(updates, state, params, **extra_args)
+        for like, fitted in reversed(wholes):
+            updates = _map_split(_join, fitted, like, updates)
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True)
+class NamedParts:
+    """The parts of a parameter, in its place in the tree.
+
+    Not a dictionary, which nnx.State would turn into a State.
+    """
+
+    parts: dict[str, Any]
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """Children with their keys, and the names."""
+        children = [(jax.tree_util.DictKey(k), v) for k, v in self.parts.items()]
+        return children, tuple(self.parts)
+
+    @classmethod
+    def tree_unflatten(cls, names: Any, children: Any) -> "NamedParts":
+        """Rebuild the parts from names and children."""
+        return cls(dict(zip(names, children, strict=True)))
+
+
+def _map_split(
+    function: Callable[..., Any], fitted: Mapping[str, Split], tree: Any, *rest: Any
+) -> Any:
+    """Apply a function to parameters with splits; take others from the last tree."""
+
+    def apply(key_path: tuple[Any, ...], *nodes: Any) -> Any:
+        split = fitted.get(trees.path_string(key_path))
+        return nodes[-1] if split is None else function(split, *nodes)
+
+    return jax.tree_util.tree_map_with_path(apply, tree, *rest, is_leaf=trees.is_box)
+
+
+# --- one parameter --------------------------------------------------------------------
+
+
+def _parts(split: Split, whole: Any) -> Any:
+    """The parts of a parameter: `NamedParts`, or a batch of equal ones.
+
+    Parts are unboxed: NNX expects exactly one box per model variable.
+    """
+    (x,), axis = jax.tree.leaves(whole), split.axis
+    parts: Any = split.parts
+    x = _undivided(split, x)
+    if isinstance(parts, int):
+        x = x.reshape(*x.shape[:axis], parts, -1, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, _batch_axis(x.ndim - 1))
+    *ends, _ = np.cumsum([*parts.values()])
+    return NamedParts(dict(zip(parts, jnp.split(x, ends, axis), strict=True)))
+
+
+def _join(split: Split, whole: Any, parts: Any) -> Any:
+    """The parts as one, with the box and sharding of `whole`."""
+    (like,), axis = jax.tree.leaves(whole), split.axis
+    if isinstance(split.parts, int):
+        x = jnp.moveaxis(parts, _batch_axis(like.ndim), axis)
+        x = x.reshape(like.shape)
+    else:
+        x = jnp.concatenate([*parts.parts.values()], axis)
+    if isinstance(like, jax.Array) and array_types.is_explicit(like):
+        x = jax.reshard(x, jax.typeof(like).sharding)
+    return jax.tree.map(lambda _: x, whole)
+
+
+def _undivided(split: Split, x: Any) -> Any:
+    """x with its split axis not sharded, unless the mesh axes there divide every part.
+
+    These mesh axes move to another axis if one is free, so that state stays sharded.
+    """
+    if not isinstance(x, jax.Array) or not array_types.is_explicit(x):
+        return x
+    sharding = jax.typeof(x).sharding
+    entries: list[Any] = list(sharding.spec)
+    moved, entries[split.axis] = entries[split.axis], None
+    devices = specs.devices_over(moved, sharding.mesh.shape)
+    parts: Any = split.parts
+    sizes = [parts] if isinstance(parts, int) else parts.values()
+    if all(size % devices == 0 for size in sizes):
+        return x
+    for axis, entry in enumerate(entries):
+        if entry is None and axis != split.axis and x.shape[axis] % devices == 0:
+            entries[axis] = moved
+            break
+    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*entries)))

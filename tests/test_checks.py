@@ -74,7 +74,6 @@ TABLE = {
     "microbatches=0; expected a Python": lambda: train(microbatches=0),
     "parts=0; expected": lambda: jm.Split(0),
     "parts=2.0; expected a number of at least 1, names": lambda: jm.Split(2.0),
-    "groups=['x']; expected a mapping of label": lambda: nanochat(groups=["x"]),
     "such as sgd(1e-3)": lambda: nanochat(groups={"x": optax.sgd}),
     "rules at '0', which no parameter has; expected a mapping of path": lambda: init(
         muon(matrices=reader(rules=["frozen"]))
@@ -142,7 +141,7 @@ TABLE = {
         muon(matrices=lambda params: {"w": "adamw"})
     ),
     "expected jax_muon.read(params, loss_fn, batch), or a function of pa": lambda: muon(
-        matrices=loss
+        matrices="muon"
     ),
     "nothing says whether 2 of 3 parameters are matrices": lambda: init(jm.muon()),
     "'wq' matches no parameter; there are bias, w": lambda: init(
@@ -182,9 +181,7 @@ TABLE = {
     "'w' of shape (4, 6) was read with (6, 4)": lambda: step(
         muon(matrices=reader()({"w": jnp.ones((6, 4))})), MATRIX
     ),
-    "params=None; expected them, or a recipe with weight_decay=0.0": (
-        lambda: step_without_params(nanochat())
-    ),
+    "weight decay needs the parameters": lambda: step_without_params(nanochat()),
     "hyperball needs the parameters": lambda: step_without_params(jm.hyperball(0.1)),
     # the state of another optimizer
     "expected a SkipNonfiniteState": lambda: resumed(jm.skip_nonfinite(muon()), muon()),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from jax_muon.polar import stacks
+from jax_muon.joins import map_stacks
 
 
 @st.composite
@@ -66,7 +66,7 @@ def test_single_matrices_of_a_shape_share_a_stack(members):
         taken.append(stack.shape)
         return 2 * stack
 
-    for batch, result in zip(batches, stacks.map_stacks(double, batches), strict=True):
+    for batch, result in zip(batches, map_stacks(double, batches), strict=True):
         np.testing.assert_array_equal(result, 2 * batch)
     singles = collections.Counter(mn for k, mn in members if k == 1)
     expected = [(k, *mn) for k, mn in members if k > 1]

@@ -10,7 +10,7 @@ import jax
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import checks, notes, paths
+from jax_muon import checks, traced_facts, trees
 from jax_muon.matrices import Matrices
 from jax_muon.mesh.array_types import own_sharding
 from jax_muon.mesh.specs import (
@@ -67,7 +67,7 @@ class Layout:
         names, coarse, fine = [], [], []
         by_path = None if self.specs is None else _by_path(self.specs, tree)
         layers = self.layers(tree) if self.divide else {}
-        for path, leaf in paths.leaves_with_paths(tree):
+        for path, leaf in trees.leaves_with_paths(tree):
             shape = tuple(leaf.shape)
             spec = _spec_of_type(leaf) if by_path is None else by_path(path)
             if self.of_shards:
@@ -84,7 +84,7 @@ class Layout:
         """Raise a ValueError for arrays sharded on Auto axes without specs."""
         if self.specs is not None or AxisType.Auto not in self.mesh.axis_types:
             return
-        for path, leaf in paths.leaves_with_paths(tree):
+        for path, leaf in trees.leaves_with_paths(tree):
             sharding = own_sharding(leaf)
             if sharding and any(dividing(sharding.spec, sharding.mesh.shape)):
                 raise ValueError(
@@ -161,8 +161,8 @@ def axes_of_layers(tx: optax.GradientTransformation) -> Callable[[Any], AxesOfLa
 
     @functools.lru_cache(maxsize=4)
     def of_shapes(treedef: Any, shapes: tuple[Any, ...]) -> AxesOfLayers:
-        _, heard = notes.traced(tx.init, jax.tree.unflatten(treedef, shapes))
-        return heard["scanned"]
+        _, facts = traced_facts.trace(tx.init, jax.tree.unflatten(treedef, shapes))
+        return facts["scanned"]
 
     def of_tree(tree: Any) -> AxesOfLayers:
         leaves, treedef = jax.tree.flatten(tree)
@@ -182,11 +182,11 @@ def _spec_of_type(leaf: Any) -> PartitionSpec:
 
 def _by_path(specs: Specs, params: Any) -> Callable[[str], PartitionSpec]:
     """Specs in any form, as a function of the path."""
-    tree = specs(params) if paths.is_function(specs) else specs
-    flat = dict(paths.leaves_with_paths(tree, is_leaf=lambda x: x is None))
+    tree = specs(params) if trees.is_function(specs) else specs
+    flat = dict(trees.leaves_with_paths(tree, is_leaf=lambda x: x is None))
 
     def spec(path: str) -> PartitionSpec:
-        prefix = paths.nearest_prefix(flat, path)
+        prefix = trees.nearest_prefix(flat, path)
         if prefix is None:
             raise ValueError(
                 f"specs have nothing for parameter {path!r}; there are "

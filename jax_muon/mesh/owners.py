@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jax_muon.blocks import Block
+from jax_muon.joins import Joined, joined_matrices
 from jax_muon.matrices import Matrices
 from jax_muon.mesh.collectives import Collective
 from jax_muon.mesh.plan import (
@@ -41,14 +41,14 @@ DEVICES_PER_HOST = 8
 _SECONDS_TO_START = 10e-6  # of a collective
 
 
-def local_blocks(
+def local_matrices(
     matrices: Matrices,
     names: Sequence[str],
     arrays: Sequence[Any],
     specs: Sequence[PartitionSpec],
     mesh: AbstractMesh,
-) -> tuple[list[PartitionSpec], list[Block], list[Shard]]:
-    """Specs of the leaves, blocks of each device's matrices, and shards of the blocks.
+) -> tuple[list[PartitionSpec], list[Joined], list[Shard]]:
+    """Specs of the leaves, the joined matrices of each device, and their shards.
 
     Joined leaves are sharded like the first of them. Scanned layers stay sharded if
     each device has whole joins; otherwise their axis is not sharded.
@@ -59,17 +59,17 @@ def local_blocks(
     specs = list(specs)
     shapes = [x.shape for x in arrays]
     all_axes = [matrices.axes(name) for name in names]
-    for block in matrices.blocks(names, shapes):
-        if block.joined == 1:
+    for joined in joined_matrices(matrices, names, shapes):
+        if joined.size == 1:
             continue
-        first, *others = block.leaves
+        first, *others = joined.leaves
         for leaf in others:
             specs[leaf] = specs[first]
         if not others:
             layers = all_axes[first].batch[0]
             sharding = NamedSharding(mesh, specs[first])
             on_device = sharding.shard_shape(shapes[first])[layers]
-            if on_device % block.joined and on_device < shapes[first][layers]:
+            if on_device % joined.size and on_device < shapes[first][layers]:
                 entries = list(specs[first])
                 entries[layers] = None
                 specs[first] = PartitionSpec(*entries)
@@ -77,14 +77,14 @@ def local_blocks(
         NamedSharding(mesh, spec).shard_shape(shape)
         for shape, spec in zip(shapes, specs, strict=True)
     ]
-    blocks = matrices.blocks(names, local)
+    on_shards = joined_matrices(matrices, names, local)
 
-    def shard(block: Block) -> Shard:
-        leaf = block.leaves[0]
+    def shard(x: Joined) -> Shard:
+        leaf = x.leaves[0]
         axes, spec = all_axes[leaf], specs[leaf]
         fan_in, fan_out = axes.fan(local[leaf])
         return Shard(
-            (block.batch, block.joined * fan_in, fan_out),
+            (x.batch, x.size * fan_in, fan_out),
             arrays[leaf].dtype,
             *(
                 _mesh_axes(spec, side, mesh.shape)
@@ -92,7 +92,7 @@ def local_blocks(
             ),
         )
 
-    return specs, blocks, [shard(block) for block in blocks]
+    return specs, on_shards, [shard(x) for x in on_shards]
 
 
 def _mesh_axes(

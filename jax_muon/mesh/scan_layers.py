@@ -24,7 +24,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import checks, jaxprs, paths
+from jax_muon import checks, jaxprs, trees
 from jax_muon.mesh.layout import Layout, Specs
 from jax_muon.mesh.specs import (
     AxisName,
@@ -115,7 +115,7 @@ def scan_layers(
         mesh,
         specs,
         names if local_batch else (),
-        layers=lambda tree: {path: (0,) for path, _ in paths.leaves_with_paths(tree)},
+        layers=lambda tree: {path: (0,) for path, _ in trees.leaves_with_paths(tree)},
         of_shards=bool(manual),
     )
     treedef: Any

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import checks, jaxprs, paths
+from jax_muon import checks, jaxprs, trees
 from jax_muon.dtypes import wide
 from jax_muon.mesh.layout import Layout, Specs, axes_of_layers
 from jax_muon.mesh.on_mesh import OnMesh
@@ -231,10 +231,10 @@ class TrainStep:
         if AxisType.Explicit in mesh.axis_types:
             batch = jax.reshard(batch, NamedSharding(mesh, axes))
         names, *both = layout.of_leaves(params)
-        paths.check_patterns_match("scanned", patterns, names)
+        trees.check_patterns_match("scanned", patterns, names)
         coarse, fine = ([dividing(spec, mesh.shape) for spec in x] for x in both)
         held = [
-            any(spec) and any(paths.matches(pattern, name) for pattern in patterns)
+            any(spec) and any(trees.matches(pattern, name) for pattern in patterns)
             for name, spec in zip(names, coarse, strict=True)
         ]
         # `scan_layers` sums gradients over all devices, sharded like the parameters.
@@ -364,7 +364,7 @@ class TrainStep:
         specs = jax.tree.map(lambda spec, held: spec if held else None, coarse, held)
         for variable, (path, _), spec in zip(
             jaxpr.invars,
-            paths.leaves_with_paths(params),
+            trees.leaves_with_paths(params),
             jax.tree.leaves(specs, is_leaf=lambda x: x is None),
             strict=False,  # the batch comes last
         ):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_muon import checks, paths
+from jax_muon import checks, trees
 from jax_muon.matrices import Matrices
 from jax_muon.mesh import specs
 
@@ -106,8 +106,8 @@ def gpu_options(
     names = specs.checked_axes("axis", mesh.axis_names if axis is None else axis, mesh)
     checks.arrays("params", params)
     patterns = (scanned,) if isinstance(scanned, str) else tuple(scanned)
-    leaves = paths.leaves_with_paths(params)
-    paths.check_patterns_match("scanned", patterns, [path for path, _ in leaves])
+    leaves = trees.leaves_with_paths(params)
+    trees.check_patterns_match("scanned", patterns, [path for path, _ in leaves])
     if mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return {}
     if (
@@ -121,7 +121,7 @@ def gpu_options(
     for path, x in leaves:
         size = x.size * np.dtype(x.dtype).itemsize
         total += size
-        if any(paths.matches(pattern, path) for pattern in patterns):
+        if any(trees.matches(pattern, path) for pattern in patterns):
             layer += size / max([1, *x.shape[:1]])
     # Bytes received: a whole leaf by a gather, one shard of it by a scatter.
     gather = max(

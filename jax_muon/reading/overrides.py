@@ -6,9 +6,15 @@ from typing import Any
 
 from optax.contrib import MuonDimensionNumbers
 
-from jax_muon import axes as matrix_axes
-from jax_muon import paths
-from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter
+from jax_muon import trees
+from jax_muon.matrices import (
+    ADAMW,
+    MUON,
+    MatrixAxes,
+    Parameter,
+    leaf_axes,
+    not_a_matrix,
+)
 
 # Path pattern to a label or dimension numbers; or a tree of them (a prefix will do).
 # None means AdamW, as in optax.
@@ -29,7 +35,7 @@ def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]
     """
     by_path = {parameter.path: parameter for parameter in parameters}
     rules = {} if rules is None else rules
-    values = dict(paths.leaves_with_paths(rules, is_leaf=_is_value))
+    values = dict(trees.leaves_with_paths(rules, is_leaf=_is_value))
     for where, value in values.items():
         if isinstance(value, str) and " or " in value:
             raise ValueError(f"rules at {where!r}: {value!r}; expected one of the two")
@@ -41,10 +47,10 @@ def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]
     if isinstance(rules, Mapping) and all(
         isinstance(key, str) and _is_value(value) for key, value in rules.items()
     ):
-        paths.check_patterns_match("rules", rules, list(by_path))
+        trees.check_patterns_match("rules", rules, list(by_path))
         rules_of = {path: _by_pattern(rules, path, by_path) for path in by_path}
     else:
-        paths.check_known("rules", values, by_path)
+        trees.check_known("rules", values, by_path)
         rules_of = {path: _by_prefix(values, path) for path in by_path}
     ruled = {
         path: _ruled(parameter, rules_of[path]) for path, parameter in by_path.items()
@@ -81,9 +87,9 @@ def _by_pattern(rules: Mapping[str, Any], path: str, names: Container[str]) -> _
     for pattern, value in rules.items():
         if pattern == path:
             matching.append((pattern, value, True))
-        elif pattern not in names and paths.matches(pattern, path):
+        elif pattern not in names and trees.matches(pattern, path):
             # A last `*` means whatever is in a module.
-            is_exact = paths.slashed(pattern).split("/")[-1] != "*" and paths.ends_with(
+            is_exact = trees.slashed(pattern).split("/")[-1] != "*" and trees.ends_with(
                 pattern, path
             )
             matching.append((pattern, value, is_exact))
@@ -91,7 +97,7 @@ def _by_pattern(rules: Mapping[str, Any], path: str, names: Container[str]) -> _
 
 
 def _by_prefix(values: Mapping[str, Any], path: str) -> _Entries:
-    prefix = paths.nearest_prefix(values, path)
+    prefix = trees.nearest_prefix(values, path)
     if prefix is None:
         raise ValueError(
             f"rules leave out parameter {path!r}; expected a tree with a value for "
@@ -106,7 +112,7 @@ def _ruled(parameter: Parameter, matching: _Entries) -> Parameter:
     "muon" and dimension numbers pass over a vector, unless its whole path is given.
     """
     path, shape, dtype = parameter.path, parameter.shape, parameter.dtype
-    problem = matrix_axes.not_a_matrix(shape, dtype)
+    problem = not_a_matrix(shape, dtype)
     if parameter.axes is None and (problem or parameter.role == "vector"):
         matching = [x for x in matching if x[0] == path or not _means_matrices(x[1])]
     numbers = [x for x in matching if isinstance(x[1], MuonDimensionNumbers)]
@@ -123,7 +129,7 @@ def _ruled(parameter: Parameter, matching: _Entries) -> Parameter:
     if labels and label != parameter.label:
         reason = "by your rules"
     if spec is not None and label != ADAMW:
-        axes = matrix_axes.leaf_axes(path, shape, dtype, spec)
+        axes = leaf_axes(path, shape, dtype, spec)
         reason, scanned = "dimension numbers", scanned or axes.batch
     elif labels and axes is None and (label == MUON or (doubt and label != ADAMW)):
         doubt = problem or "nothing shows which of its axes are batch, in and out"

@@ -14,13 +14,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_muon import axes as matrix_axes
-from jax_muon import checks, doubts, paths
-from jax_muon.axes import ADAMW, MUON, Parameter
-from jax_muon.matrices import Matrices
-from jax_muon.reading import joins as joining
+from jax_muon import checks, trees
+from jax_muon.joins import Joins, check_joins, with_joins
+from jax_muon.matrices import (
+    ADAMW,
+    MUON,
+    Matrices,
+    Parameter,
+    list_doubts,
+    not_a_matrix,
+)
 from jax_muon.reading import overrides
-from jax_muon.reading.parts import read_parts
 from jax_muon.splits import Splits
 
 
@@ -30,7 +34,7 @@ def read(
     *args: Any,
     rules: overrides.Rules = None,
     splits: Splits | None = None,
-    joins: joining.Joins | None = None,
+    joins: Joins | None = None,
     strict: bool = True,
 ) -> Matrices:
     """Find out which parameters are matrices, and along which axes.
@@ -105,7 +109,7 @@ def read(
         checks.refuse("params", params, "the parameters, or their shapes")
     tree = trained(params)
     shapes = _shapes(checks.arrays("params", tree))
-    joining.check(joins)
+    check_joins(joins)
     checks.flag("strict", strict)
     if function is None:
         readings = [_unread(path, x) for path, x in shapes.items()]
@@ -121,7 +125,7 @@ def read(
     ruled = overrides.apply(rules, readings)
     doubtful = [x for x in ruled.values() if x.label == MUON and x.doubt is not None]
     if doubtful:
-        text = doubts.listed(doubtful, [*ruled.values()])
+        text = list_doubts(doubtful, [*ruled.values()])
         if strict:
             raise ValueError(text)
         warnings.warn(f"{text}\nThey get the label {ADAMW!r}", stacklevel=2)
@@ -146,22 +150,10 @@ def _is_inexact(x: Any) -> bool:
     return hasattr(x, "shape") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def with_joins(matrices: Matrices, joins: joining.Joins | None) -> Matrices:
-    """The same parameters with other joins; `joins` as in `read`."""
-    parts = read_parts(matrices, matrices.splits) if matrices.splits else matrices
-    can_join = {
-        path: parameter
-        for path, parameter in parts.items()
-        if parameter.axes is not None and parameter.label != ADAMW
-    }
-    resolved = None if joins is None else joining.find_joins(joins, can_join)
-    return dataclasses.replace(matrices, joins=resolved)
-
-
 def _unread(path: str, leaf: jax.ShapeDtypeStruct) -> Parameter:
     """A vector, or a parameter that only a rule can make a matrix."""
-    is_vector = paths.slashed(path).rpartition("/")[2] in ("bias", "scale")
-    if is_vector or matrix_axes.not_a_matrix(leaf.shape, leaf.dtype):
+    is_vector = trees.slashed(path).rpartition("/")[2] in ("bias", "scale")
+    if is_vector or not_a_matrix(leaf.shape, leaf.dtype):
         label, role, reason, doubt = ADAMW, "vector", "a vector", None
     else:
         label, role, reason, doubt = MUON, "-", "", "nothing says how it is used"
@@ -174,7 +166,7 @@ def _shapes(params: Any) -> dict[str, jax.ShapeDtypeStruct]:
     Raises:
       ValueError: two parameters with one path.
     """
-    flat = paths.leaves_with_paths(params)
+    flat = trees.leaves_with_paths(params)
     leaves = dict(flat)
     if len(leaves) < len(flat):
         twice = next(path for path, x in flat if leaves[path] is not x)

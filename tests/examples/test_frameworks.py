@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from jax_muon.paths import leaves_with_paths
+from jax_muon.trees import leaves_with_paths
 from tests import pages, trees
 
 

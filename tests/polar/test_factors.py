@@ -54,7 +54,7 @@ def test_float64_equals_the_oracle(rng, x64, shape, form):
     x = jnp.asarray(rng.standard_normal(shape))
     run = jm.PolarExpress(norm="schatten4", dtype="float64", form=form)
     np.testing.assert_allclose(run(x), express(x, "schatten4"), rtol=0, atol=1e-12)
-    run = jm.NewtonSchulz(dtype=None, form=form)
+    run = jm.NewtonSchulz(dtype="float64", form=form)
     y = (jax.vmap(run) if x.ndim > 2 else run)(x)
     assert y.dtype == jnp.float64
     expected = oracle_batch(x, [NEWTON_SCHULZ] * 5, 1.0, 1e-7)

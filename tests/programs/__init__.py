@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks.reading import answer_for
-from jax_muon.paths import leaves_with_paths
+from jax_muon.trees import leaves_with_paths
 
 ROLES = (
     *("embedding", "head", "router", "unused"),

@@ -5,7 +5,7 @@ import functools
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from jax_muon import paths
+from jax_muon import trees
 
 STACKS = MuonDimensionNumbers(-2, -1)  # (..., in, out)
 
@@ -20,17 +20,17 @@ def toy(params, joins=None, splits=None):
 
     What `joins` and `splits` do not match stays single and whole.
     """
-    leaves = [x for x in paths.leaves_with_paths(params) if x[1].ndim > 1 and x[1].size]
+    leaves = [x for x in trees.leaves_with_paths(params) if x[1].ndim > 1 and x[1].size]
     rules = {
         "wte": "adamw",
         "[cC]onv*": MuonDimensionNumbers((0, 1, 2), 3),
-        **{path: STACKS for path, _ in leaves if not paths.matches("wte", path)},
+        **{path: STACKS for path, _ in leaves if not trees.matches("wte", path)},
     }
 
     def fitting(given):
         patterns = {x: x.replace("{i}", "[0-9]") for x in given or ()}
         found = [
-            x for x in patterns if any(paths.matches(patterns[x], y) for y, _ in leaves)
+            x for x in patterns if any(trees.matches(patterns[x], y) for y, _ in leaves)
         ]
         return {x: given[x] for x in found}
 

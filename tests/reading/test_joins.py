@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from jax_muon.blocks import map_blocks
-from jax_muon.reading.read import with_joins
+from jax_muon.joins import joined_matrices, map_joined, with_joins
 from tests import oracle, trees
 from tests.reading import reader
 
@@ -139,9 +138,9 @@ def test_which_matrices_are_joined(name):
     tree = {path: jax.ShapeDtypeStruct(x, "float32") for path, x in shapes.items()}
     paths = sorted(shapes)
     found = [
-        [paths[leaf] for leaf in block.leaves]
-        for block in read(tree, joins).blocks(paths)
-        if block.joined > 1
+        [paths[leaf] for leaf in x.leaves]
+        for x in joined_matrices(read(tree, joins), paths, [shapes[p] for p in paths])
+        if x.size > 1
     ]
     assert sorted(found) == sorted(expected)
 
@@ -149,8 +148,9 @@ def test_which_matrices_are_joined(name):
 def test_a_layer_whose_partner_is_masked_is_joined_with_no_other():
     tree = {path: SHAPE for path in names(ATTN_Q, 4)}
     found = read(tree, 2).group(["muon"])
-    blocks = found.blocks(["blocks/0/attn/q", "blocks/2/attn/q", "blocks/3/attn/q"])
-    assert [block.leaves for block in blocks] == [(0,), (1, 2)]
+    paths = ["blocks/0/attn/q", "blocks/2/attn/q", "blocks/3/attn/q"]
+    joined = joined_matrices(found, paths, [SHAPE.shape] * 3)
+    assert [x.leaves for x in joined] == [(0,), (1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_scanned_layers_equal_layers_of_their_own(rng, size, shape, axes):
 
 @given(data=st.data())
 @settings(max_examples=10, deadline=None)
-def test_blocks_hold_every_matrix_once(data):
+def test_joined_matrices_hold_every_matrix_once(data):
     """Joined and back is the identity, over random shapes, batches and joins."""
     batch = st.lists(st.integers(1, 4), max_size=2).map(tuple)
     count = data.draw(st.integers(1, 5))
@@ -195,11 +195,11 @@ def test_blocks_hold_every_matrix_once(data):
     }
     paths = sorted(arrays)
     matrices = jm.read(arrays, rules=MuonDimensionNumbers(-2, -1), joins=joins)
-    blocks = matrices.blocks(paths)
+    joined = joined_matrices(matrices, paths, [arrays[path].shape for path in paths])
     views = [matrices.axes(path).view(jnp.asarray(arrays[path])) for path in paths]
-    for block in blocks:
-        assert len(block.view(views)) == block.batch
-    for result, view in zip(map_blocks(list, blocks, views), views, strict=True):
+    for x in joined:
+        assert len(x.view(views)) == x.batch
+    for result, view in zip(map_joined(list, joined, views), views, strict=True):
         np.testing.assert_array_equal(result, view)
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers as Numbers
 
 import jax_muon as jm
-from jax_muon.axes import MatrixAxes
-from jax_muon.paths import leaves_with_paths, numberless
+from jax_muon.matrices import MatrixAxes
+from jax_muon.trees import leaves_with_paths, numberless
 from tests.programs.parts import floats
 
 pytestmark = pytest.mark.usefixtures("as_users_write")

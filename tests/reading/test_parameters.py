@@ -12,7 +12,7 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
-from jax_muon.paths import leaves_with_paths
+from jax_muon.trees import leaves_with_paths
 from tests import oracle
 
 # --- one step of nanochat, in NumPy, on matrices read by hand -------------------------

@@ -8,7 +8,7 @@ from flax import nnx
 from flax.core import FrozenDict
 
 import jax_muon as jm
-from jax_muon.paths import is_box, leaves_with_paths
+from jax_muon.trees import is_box, leaves_with_paths
 
 
 class LinenBlock(nn.Module):

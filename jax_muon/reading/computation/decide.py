@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax_muon import paths
-from jax_muon.axes import ADAMW, MUON, MatrixAxes, Parameter, not_a_matrix
+from jax_muon import trees
+from jax_muon.matrices import ADAMW, MUON, MatrixAxes, Parameter, not_a_matrix
 from jax_muon.reading.computation.trace import SUMS, Trace
 from jax_muon.reading.computation.values import (
     BATCH,
@@ -32,7 +32,7 @@ def parameter(path: str, leaf: Any, trace: Trace, is_split: bool) -> Parameter:
     label, role, reason, axes = _decide(shape, uses)
     if not_a_matrix(shape, leaf.dtype):
         label, role, axes = ADAMW, "vector" if label == MUON else role, None
-    elif role == "kernel" and "router" in paths.words(path):
+    elif role == "kernel" and "router" in trees.words(path):
         label, role, reason = ADAMW, "router", f"a router, by its name; {reason}"
     elif label == MUON and not is_split:
         reason += _split(path, role, shape, uses) or _stacked(path, role, axes)
@@ -64,7 +64,7 @@ def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
     A function that ends before the model's head, such as an encoder, has its last
     kernels as its last products.
     """
-    kinds = [(paths.numberless(x.path), x.shape) for x in parameters]
+    kinds = [(trees.numberless(x.path), x.shape) for x in parameters]
     both = [*zip(kinds, parameters, strict=True)]
     kernels = {kind: x for kind, x in both if x.label == MUON}
     agreed = []

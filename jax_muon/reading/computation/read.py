@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_muon import jaxprs, paths
-from jax_muon.axes import MUON, Parameter
+from jax_muon import jaxprs, trees
+from jax_muon.matrices import MUON, Parameter
 from jax_muon.reading.computation import (  # noqa: F401, they register rules
     decide,
     loops,
@@ -63,7 +63,7 @@ def read_uses(
         )
     read = []
     for path, leaf in leaves:
-        is_split = any(paths.matches(pattern, path) for pattern in splits)
+        is_split = any(trees.matches(pattern, path) for pattern in splits)
         read.append(decide.parameter(path, leaf, trace, is_split))
     if all(x.axes is None and x.label != MUON for x in read):
         read = [decide.doubted(x, trace) for x in read]
@@ -72,7 +72,7 @@ def read_uses(
 
 def _arrays(params: Any) -> list[tuple[str, Any]]:
     """The arrays of a tree, which may also have functions and numbers, by path."""
-    return [x for x in paths.leaves_with_paths(params) if hasattr(x[1], "shape")]
+    return [x for x in trees.leaves_with_paths(params) if hasattr(x[1], "shape")]
 
 
 def _loss(result: Any) -> Any:

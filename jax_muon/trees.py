@@ -1,10 +1,10 @@
-"""Parameter paths as text, and the patterns that users name parameters by.
+"""Trees of parameters: the paths of their leaves, and functions of leaves by path.
 
 A path is `blocks/0/attn/q/kernel`, the same for the same parameter in every Flax form
 (linen dict, FrozenDict, boxed, nnx.State) and at init as at update: NNX boxes
 parameters at init only, which shows as a trailing `.value` that is dropped here. A key
-with dots, such as PyTorch's `blocks.0.attn.q.weight`, stays as it is; patterns, and
-whatever reads names, take its dots as slashes.
+with dots, such as PyTorch's `blocks.0.attn.q.weight`, stays as it is; patterns take its
+dots as slashes.
 """
 
 import fnmatch
@@ -14,6 +14,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeGuard
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jax_muon.dtypes import wider
 
 
 def path_string(key_path: tuple[Any, ...]) -> str:
@@ -152,3 +156,69 @@ def check_patterns_match(what: str, patterns: Iterable[str], paths: list[str]) -
                 f"{what}: the pattern {pattern!r} matches no parameter; there are "
                 + ", ".join(paths)
             )
+
+
+# --- leaves by path -------------------------------------------------------------------
+
+
+def map_leaves(function: Callable[[str, Array], Array], tree: Any) -> Any:
+    """The tree of `function(path, leaf)`."""
+    return jax.tree_util.tree_map_with_path(
+        lambda key_path, leaf: function(path_string(key_path), leaf), tree
+    )
+
+
+def step_leaves(
+    step: Callable[..., tuple[Array, ...]], updates: Any, *state: Any
+) -> list[Any]:
+    """Updates and trees of state after `step(path, update, *state of this leaf)`.
+
+    State is found by path, so it may be in Flax boxes that gradients have lost, and a
+    renamed parameter never gets the state of another.
+
+    Raises:
+      ValueError: with the path, for state without an update or the other way round, or
+        of a shape that would be broadcast.
+    """
+    leaf_of, *kept = flat = [
+        dict(leaves_with_paths(tree)) for tree in (updates, *state)
+    ]
+    for leaves in kept:
+        if others := sorted(leaves.keys() ^ leaf_of.keys()):
+            raise ValueError(
+                f"only the updates or only the state have the parameters {others}; "
+                "expected the state of these parameters"
+            )
+    results = {}
+    for path, u in leaf_of.items():
+        old = [leaves[path] for leaves in kept]
+        results[path] = step(path, u, *old)
+        shapes = [x.shape for x in (u, *old)]
+        if shapes != [x.shape for x in results[path]]:  # one of them was broadcast
+            raise ValueError(
+                f"parameter {path!r} has shape {u.shape}, and its state {shapes[1:]}; "
+                "expected the state that init returns for this shape"
+            )
+    return [
+        jax.tree.unflatten(
+            jax.tree.structure(tree), [results[path][i] for path in leaves]
+        )
+        for i, (tree, leaves) in enumerate(zip((updates, *state), flat, strict=True))
+    ]
+
+
+def as_wide_as_params(updates: Any, params: Any) -> Any:
+    """Updates in the dtype of their parameters, if that is the wider one.
+
+    Otherwise the steps of float32 parameters, and the decay added to them, would be
+    rounded to the 8 bits of bfloat16 gradients.
+    """
+
+    def widen(u: Any, p: Any) -> Any:
+        if u is None or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (u, p)):
+            return u
+        return u.astype(p.dtype) if wider(u.dtype, p.dtype) == p.dtype else u
+
+    if params is None:
+        return updates
+    return jax.tree.map(widen, updates, params, is_leaf=lambda x: x is None)
