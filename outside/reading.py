@@ -23,5 +23,5 @@ def models(environment: str) -> list[Any]:
 
 def check(model: Model) -> None:
     """No leaf is read wrongly, and none is left to the user."""
-    row, kinds = read_model(model)
-    assert row["loss"]["wrong"] == row["loss"]["refused"] == 0, kinds
+    counts, kinds = read_model(model)
+    assert counts["wrong"] == counts["refused"] == 0, kinds

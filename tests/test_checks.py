@@ -150,8 +150,6 @@ TABLE = {
     "rules at 'w': 1; expected a label": lambda: init(muon(matrices={"w": 1})),
     "params=None; expected the parameters": lambda: jm.read(None),
     "function=0.5; expected a function": lambda: jm.read(PARAMS, 0.5),
-    "missing a required argument: 'batch'": lambda: jm.read(PARAMS, loss),
-    "args at '0/x'='a'; expected arrays": lambda: jm.read(PARAMS, loss, {"x": "a"}),
     "matrices= splits w, which a piece would not apply": lambda: init(
         jm.orthogonalize(matrices=reader(splits={"w": jm.Split(2)})(MATRIX))
     ),

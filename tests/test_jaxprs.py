@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -14,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jax_muon as jm
 from jax_muon import jaxprs
 from jax_muon.reading.computation import loops, moves, products  # noqa: F401
-from jax_muon.reading.computation.follow import RULES
+from jax_muon.reading.computation.trace import RULES
 
 X = jnp.ones((2, 4))
 MESH = AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,))
@@ -69,7 +68,6 @@ CALLS = {
         x, jnp.ones((1, 4, 3)), jnp.array([2])
     ),
     "conv_general_dilated": lambda x: lax.conv(x[None], x[None], (1,), "SAME"),
-    "pallas_call": lambda x: pl.pallas_call(lambda i, o: None, x)(x),
     "scan": lambda x: lax.scan(lambda c, y: (c, y), 0, x),
     "while": while_loop,
     "cond": lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),

@@ -1,9 +1,8 @@
-"""Models of many packages, with the right reading of every parameter.
+"""Models of six packages, with the right reading of every parameter.
 
-A module here is a framework: its `MODELS` has a `Model` by name. Each builds the model
-as its package does, without values, and a loss of it; its answers were written from the
-package's code and not from what a reader said. `python -m benchmarks.reading_models`
-reads all of them by their losses; `benchmarks/NOTES_reading.md` has the result.
+A module here is a package: its `MODELS` has a `Model` by name, which builds the model
+without values, and a loss of it. The answers were written from the package's code, not
+from what a reader said. `benchmarks/NOTES_reading.md` has the result.
 """
 
 import dataclasses
@@ -11,18 +10,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import optax
+
 # The module of each framework, and the folder of outside/ whose environment it needs;
 # None: that of `make test`.
 FRAMEWORKS: Mapping[str, str | None] = {
     "flax": None,
-    "transformers": "transformers",
-    "maxtext": "maxtext",
-    "levanter": "levanter",
-    "tunix": "tunix",
-    "keras_hub": "keras_hub",
+    **{x: x for x in ("transformers", "maxtext", "levanter", "tunix", "keras_hub")},
 }
-
-Build = Callable[[], tuple[Callable[..., Any], Any, tuple[Any, ...]]]
+BATCH, LENGTH = 2, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Model:
         the answers leave out. The first that is found in a path decides.
     """
 
-    build: Build
+    build: Callable[[], tuple[Callable[..., Any], Any, tuple[Any, ...]]]
     answers: Mapping[str, str]
     stacked: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
@@ -56,10 +54,8 @@ class Model:
         text = _first(self.answers, path)
         if text is None:
             raise ValueError(f"no answer for {path!r} {tuple(shape)}")
-        mark = "?" if text.endswith("?") else ""
-        text, _, _ = text.removesuffix("?").partition(", ")  # and its role
         choices = []
-        for choice in text.split(" or "):
+        for choice in text.removesuffix("?").split(" or "):
             if not {*choice} <= {*"bio"}:
                 choices.append(choice)
             elif len(choice) == len(inner):
@@ -68,9 +64,65 @@ class Model:
                 choices.append("".join(whole))
         if not choices:
             raise ValueError(f"answer {text!r} for {path!r} {tuple(shape)}")
-        return " or ".join(choices) + mark
+        return " or ".join(choices) + "?" * text.endswith("?")
 
 
 def _first(table: Mapping[str, Any], path: str) -> Any:
     """The value of the first expression that is found in the path, or None."""
     return next((value for key, value in table.items() if re.search(key, path)), None)
+
+
+# --- what the models share ------------------------------------------------------------
+
+
+def floats(*shape: int) -> Any:
+    """The shape of a float32 array."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def integers(*shape: int) -> Any:
+    """The shape of an int32 array."""
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def zeros(tree: Any) -> Any:
+    """The same tree with zeros in the place of shapes."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+
+
+TOKENS = integers(BATCH, LENGTH)
+
+
+def nnx_model(module: Any, loss_fn: Any, *inputs: Any, variables: Any = None) -> Any:
+    """A loss of an NNX module without values; `variables` are its parameters."""
+    from flax import nnx  # which not every package here needs
+
+    graph, params, rest = nnx.split(module, variables or nnx.Param, ...)
+
+    def loss(pure: Any, rest: Any, *inputs: Any) -> Any:
+        nnx.replace_by_pure_dict(params, pure)
+        return loss_fn(nnx.merge(graph, params, rest), *inputs)
+
+    pure, rest = jax.eval_shape(lambda: (nnx.to_pure_dict(params), rest))
+    return loss, pure, (rest, *inputs)
+
+
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    """Mean over all labels."""
+    logits = logits.astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def any_loss(outputs: Any) -> Any:
+    """A loss of all floating-point outputs, for models whose labels do not matter.
+
+    Along the last axis it is a cross entropy with the label 0, or a mean of squares
+    where that axis has one element.
+    """
+    total = 0.0
+    for x in jax.tree.leaves(outputs):
+        if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating):
+            x = x.astype(jnp.float32)
+            is_class = x.ndim and x.shape[-1] > 1
+            total += jnp.mean(jax.nn.log_softmax(x)[..., 0] if is_class else x**2)
+    return total

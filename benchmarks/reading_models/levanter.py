@@ -13,8 +13,7 @@ from levanter.models.mixtral import MixtralConfig
 from levanter.models.olmo import Olmo2Config
 from levanter.models.qwen import Qwen3Config, QwenConfig
 
-from benchmarks.reading_models import Model
-from benchmarks.reading_models.shapes import integers
+from benchmarks.reading_models import Model, integers
 
 VOCAB, BATCH = hax.Axis("vocab", 64), hax.Axis("batch", 2)
 SMALL = {"max_seq_len": 16, "hidden_dim": 32, "num_layers": 3, "num_heads": 4}

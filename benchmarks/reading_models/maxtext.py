@@ -6,11 +6,16 @@ mixtures of experts also with the three other ways to multiply.
 
 import jax.numpy as jnp
 
-from benchmarks.reading_models import Model
-from benchmarks.reading_models.shapes import cross_entropy, integers, nnx_model
+from benchmarks.reading_models import (
+    BATCH,
+    LENGTH,
+    Model,
+    cross_entropy,
+    integers,
+    nnx_model,
+)
 from outside.maxtext.models import model_of
 
-BATCH, LENGTH = 2, 16
 # Long enough for compressed blocks, and for indexers to leave tokens out.
 LONG = {"deepseek3.2-671b": 4096, "deepseek4-284b": 4096}
 
@@ -30,30 +35,19 @@ ANSWERS = {
 # Three layers choose experts by a hash of the tokens: their gates only weigh them.
 HASHED = {r"decoder/layers_[012]/mlp/MoeBlock_0/gate/kernel": "adamw?"}
 ONE_BY_ONE = "one by one"
-EVERY, STACKED = (1, 0, ONE_BY_ONE), (1, 0)
 # The axes along which MaxText stacks layers.
-FAMILIES = {
-    "llama2-7b": EVERY,
-    "mistral-7b": (1,),
-    "gpt3-6b": EVERY,
-    "gemma-2b": EVERY,
-    "gemma2-2b": STACKED,
-    "gemma3-4b": EVERY,
-    "gemma4-26b": EVERY,
-    "qwen2.5-7b": (1,),
-    "qwen3-0.6b": EVERY,
-    "qwen3-30b-a3b": EVERY,
-    "qwen3-next-80b-a3b": EVERY,
-    "qwen3.5-35b-a3b": STACKED,
-    "mixtral-8x7b": EVERY,
-    "llama4-17b-16e": EVERY,
-    "gpt-oss-20b": EVERY,
-    "olmo3-7b": EVERY,
-    "deepseek2-16b": EVERY,
-    "deepseek3.2-671b": STACKED,
-    "deepseek4-284b": STACKED,
-    "kimi-k2-1t": EVERY,
-}
+FAMILIES = dict.fromkeys(("mistral-7b", "qwen2.5-7b"), (1,))
+FAMILIES |= dict.fromkeys(
+    ("gemma2-2b", "qwen3.5-35b-a3b", "deepseek3.2-671b", "deepseek4-284b"), (1, 0)
+)
+FAMILIES |= dict.fromkeys(
+    [
+        *("llama2-7b", "gpt3-6b", "gemma-2b", "gemma3-4b", "gemma4-26b", "olmo3-7b"),
+        *("qwen3-0.6b", "qwen3-30b-a3b", "qwen3-next-80b-a3b", "mixtral-8x7b"),
+        *("llama4-17b-16e", "gpt-oss-20b", "deepseek2-16b", "kimi-k2-1t"),
+    ],
+    (1, 0, ONE_BY_ONE),
+)
 PRODUCTS_OF_EXPERTS = {
     "dense": ("sparse_matmul=false", "megablox=false"),
     "capacity": ("sparse_matmul=false", "megablox=false", "capacity_factor=1.0"),

@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 import transformers as hf
 
-from benchmarks.reading_models import Model
-from benchmarks.reading_models.shapes import any_loss, floats, integers, zeros
+from benchmarks.reading_models import TOKENS, Model, any_loss, floats, integers, zeros
 
-TOKENS, IMAGES = integers(2, 16), floats(2, 224, 224, 3)
 RNGS = ("params", "dropout", "gumbel", "indices", "droppath")
 
 
@@ -58,30 +56,24 @@ class _Numpy:
 
 TEXT = {
     r"embed(ding)?s?(_tokens|_positions)?/|_embeddings?/|wt?[pt]e/": "adamw",
-    r"shared/|relative_attention_bias": "adamw",
+    r"shared/|relative_attention_bias|global_relative": "adamw",
     r"lm_head|classifier|predictions/decoder|seq_relationship|score/": "adamw",
-    r"discriminator_predictions/dense_prediction": "adamw",
     r"kernel$": "io",
 }
-# ALBERT's and ELECTRA's small embeddings meet a product before the first layer.
-FACTORED = {r"embedding_hidden_mapping_in|embeddings_project": "io or adamw", **TEXT}
+# ALBERT's small embeddings meet a product before the first layer.
+FACTORED = {r"embedding_hidden_mapping_in": "io or adamw", **TEXT}
 OUT_IN = {r"c_attn|c_proj|c_fc": "oi", **TEXT}
-VISION = {
-    r"cls_token|mask_token|position_embedding|relative_position_bias": "adamw",
+CLIP = {
+    r"(visual|text)_projection": "head",
     r"patch_embedding": "iiio or adamw",
-    r"lambda": "adamw",
     **TEXT,
 }
 CONVOLUTIONS = {
+    r"layer/1/convolution": "adamw?",  # the middle one of a block has groups
     r"^classifier": "adamw",
     r"embedder": "iiio or adamw",
-    r"attention/.*kernel": "iiio",
     r"kernel$": "iiio",
 }
-# The middle convolution of a block has groups.
-GROUPS = {r"layer/1/convolution": "adamw?", **CONVOLUTIONS}
-PROJECTIONS = {r"(visual|text)_projection": "head", **VISION}
-GLOBAL = {r"global_relative": "adamw", **TEXT}
 SPEECH = {r"conv1/": "iio or adamw", r"conv2/": "iio", **TEXT}
 SOUND = {
     r"masked_spec_embed|codevectors": "adamw",
@@ -104,73 +96,46 @@ def _both(result):
     return result[0], result[1]
 
 
+def _similarities(result):
+    return jnp.sum(result[0] * result[1], -1, keepdims=True)
+
+
+def _logits_of_both(result):
+    return result.logits_per_image, result.logits_per_text
+
+
 POSITIONS = (TOKENS,) * 3
 FOUR = (TOKENS,) * 4
-BERT = (*FOUR, None)
-SMALL_IMAGES = (floats(2, 64, 64, 3),)
+LONG = ((integers(2, 128),) * 4) + (None,)
 TWO = {"num_hidden_layers": 2}
+SPARSE = {"block_size": 8, "num_random_blocks": 1, "attention_type": "block_sparse"}
+GLOBAL = {"encoder_attention_type": "transient-global", "global_block_size": 4}
+STABLE = {"do_stable_layer_norm": True, "feat_extract_norm": "layer"}
+UNTIED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 BOTH = {"encoder_layers": 2, "decoder_layers": 2}
-GENERATION, CAUSAL = "ForConditionalGeneration", "ForCausalLM"
-PRETRAINING, IMAGE_CLASS = "ForPreTraining", "ForImageClassification"
+PRETRAINING, GENERATION = "ForPreTraining", "ForConditionalGeneration"
 
 MODELS = {
     "albert": _entry("Albert", PRETRAINING, FACTORED, FOUR, _both, **TWO),
-    "beit": _entry(
-        *("Beit", IMAGE_CLASS, VISION, (IMAGES,)),
-        use_relative_position_bias=True,
-        use_shared_relative_position_bias=False,
-        **TWO,
-    ),
-    "bert": _entry("Bert", PRETRAINING, TEXT, BERT, _both, **TWO),
-    "big_bird": _entry(
-        *("BigBird", PRETRAINING, TEXT, ((integers(2, 128),) * 4 + (None,)), _both),
-        block_size=8,
-        num_random_blocks=1,
-        attention_type="block_sparse",
-        **TWO,
-    ),
+    "big_bird": _entry("BigBird", PRETRAINING, TEXT, LONG, _both, **SPARSE, **TWO),
     "clip": _entry(
-        *("CLIP", "", PROJECTIONS, (TOKENS, IMAGES, TOKENS, TOKENS)),
-        outputs=lambda x: (x.logits_per_image, x.logits_per_text),
+        *("CLIP", "", CLIP, (TOKENS, floats(2, 224, 224, 3), TOKENS, TOKENS)),
+        outputs=_logits_of_both,
         text_config=TWO,
         vision_config=TWO,
     ),
-    "gemma": _entry(
-        "Gemma", CAUSAL, TEXT, POSITIONS, max_position_embeddings=1024, **TWO
-    ),
     "gpt2": _entry("GPT2", "LMHead", OUT_IN, POSITIONS, n_layer=2),
-    "gptj": _entry(
-        *("GPTJ", CAUSAL, TEXT, POSITIONS),
-        n_layer=2,
-        n_embd=256,
-        n_head=8,
-        rotary_dim=16,
-    ),
     "longt5": _entry(
-        *("LongT5", GENERATION, GLOBAL, FOUR),
-        num_layers=2,
-        encoder_attention_type="transient-global",
-        local_radius=3,
-        global_block_size=4,
+        "LongT5", GENERATION, TEXT, FOUR, num_layers=2, local_radius=3, **GLOBAL
     ),
-    "regnet": _entry("RegNet", IMAGE_CLASS, GROUPS, SMALL_IMAGES, depths=[1, 2, 1, 1]),
-    "roformer": _entry(
-        *("RoFormer", "ForMaskedLM", TEXT, (*POSITIONS, None)),
-        embedding_size=768,
-        rotary_value=False,
-        **TWO,
+    "regnet": _entry(
+        *("RegNet", "ForImageClassification", CONVOLUTIONS, (floats(2, 64, 64, 3),)),
+        depths=[1, 2, 1, 1],
     ),
-    "t5_gated_untied": _entry(
-        *("T5", GENERATION, TEXT, FOUR),
-        num_layers=2,
-        feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
-    ),
+    "t5_gated_untied": _entry("T5", GENERATION, TEXT, FOUR, num_layers=2, **UNTIED),
     "wav2vec2": _entry(
-        *("Wav2Vec2", PRETRAINING, SOUND, (floats(2, 4000),)),
-        outputs=lambda x: jnp.sum(x[0] * x[1], -1, keepdims=True),
-        do_stable_layer_norm=True,
-        feat_extract_norm="layer",
+        *("Wav2Vec2", PRETRAINING, SOUND, (floats(2, 4000),), _similarities),
+        **STABLE,
         **TWO,
     ),
     "whisper": _entry(

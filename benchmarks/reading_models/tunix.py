@@ -1,16 +1,22 @@
 """tunix's language models, whole and with adapters by qwix."""
 
 import dataclasses
+import functools
 import importlib
 
 import jax.numpy as jnp
 import qwix
 from flax import nnx
 
-from benchmarks.reading_models import Model
-from benchmarks.reading_models.shapes import cross_entropy, integers, nnx_model
+from benchmarks.reading_models import (
+    BATCH,
+    LENGTH,
+    TOKENS,
+    Model,
+    cross_entropy,
+    nnx_model,
+)
 
-BATCH, LENGTH = 2, 16
 SMALL = {
     "num_layers": 2,
     "vocab_size": 64,
@@ -56,8 +62,7 @@ def model(make, variables=None):
         logits = module(ids, positions, None, mask)
         return cross_entropy(logits[0] if isinstance(logits, tuple) else logits, ids)
 
-    ids = integers(BATCH, LENGTH)
-    return nnx_model(nnx.eval_shape(make), loss, ids, variables=variables)
+    return nnx_model(nnx.eval_shape(make), loss, TOKENS, variables=variables)
 
 
 def small(family, name, **settings):
@@ -85,24 +90,19 @@ def with_lora():
     return qwix.apply_lora_to_model(llama, provider, rngs=nnx.Rngs(1), **inputs)
 
 
-def _small(*names, **settings):
-    return Model(lambda: model(small(*names, **settings)), ANSWERS)
-
-
-def _gemma(*names):
-    return Model(lambda: model(gemma(*names)), GEMMA_ANSWERS)
-
-
-MODELS = {
-    "llama3": _small("llama3", "Llama3"),
-    "qwen2": _small("qwen2", "Qwen2"),
-    "qwen3": _small("qwen3", "Qwen3"),
-    "qwen3 with experts": _small(
-        "qwen3", "Qwen3", num_experts=6, num_experts_per_tok=2
+ROWS = {
+    "llama3": (small("llama3", "Llama3"), ANSWERS),
+    "qwen3": (small("qwen3", "Qwen3"), ANSWERS),
+    "qwen3 with experts": (
+        small("qwen3", "Qwen3", num_experts=6, num_experts_per_tok=2),
+        ANSWERS,
     ),
-    "gemma": _gemma("gemma", "Gemma", "gemma_2b"),
-    "gemma2": _gemma("gemma", "Gemma", "gemma2_2b"),
-    "gemma3": _gemma("gemma3", "Gemma3", "gemma3_1b_pt"),
-    "llama3 with LoRA": Model(lambda: model(with_lora), LORA_ANSWERS),
-    "llama3, LoRA alone": Model(lambda: model(with_lora, nnx.LoRAParam), LORA_ANSWERS),
+    "gemma": (gemma("gemma", "Gemma", "gemma_2b"), GEMMA_ANSWERS),
+    "gemma3": (gemma("gemma3", "Gemma3", "gemma3_1b_pt"), GEMMA_ANSWERS),
+    "llama3 with LoRA": (with_lora, LORA_ANSWERS),
+    "llama3, LoRA alone": (with_lora, LORA_ANSWERS, nnx.LoRAParam),
+}
+MODELS = {
+    name: Model(functools.partial(model, make, *variables), answers)
+    for name, (make, answers, *variables) in ROWS.items()
 }

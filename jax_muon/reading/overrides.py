@@ -55,22 +55,20 @@ def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]
     ruled = {
         path: _ruled(parameter, rules_of[path]) for path, parameter in by_path.items()
     }
-    covered: dict[str, list[str]] = {}
-    for path, matching in rules_of.items():
-        for where, value, _ in matching:
-            if _means_matrices(value):
-                covered.setdefault(where, []).append(path)
-    for where, names in covered.items():
-        if all(ruled[path].label == ADAMW for path in names):
+    for where, value in values.items():
+        named = [x for x, of in rules_of.items() if where in [rule[0] for rule in of]]
+        if not (named and _means_matrices(value)):
+            continue
+        if all(ruled[path].label == ADAMW for path in named):
             expected = (
                 "a pattern of matrices, before other rules for them"
-                if values[where] == MUON
+                if value == MUON
                 else "the path of a parameter, which makes it a matrix, or a rule with "
                 f"the label {MUON!r}"
             )
             raise ValueError(
-                f"rules at {where!r}: {values[where]} for parameters that all have the "
-                f"label {ADAMW!r}: {', '.join(names)}; expected {expected}"
+                f"rules at {where!r}: {value} for parameters that all have the "
+                f"label {ADAMW!r}: {', '.join(named)}; expected {expected}"
             )
     return ruled
 

@@ -6,7 +6,6 @@ resolved last.
 """
 
 import dataclasses
-import inspect
 import sys
 import warnings
 from collections.abc import Callable
@@ -42,25 +41,16 @@ def read(
 
     With a function, such as the loss, its computation decides. A parameter that it
     contracts with data is a matrix: contracted axes are in; axes of scans, `vmap`,
-    experts and batched products are the batch; all others are out. A parameter whose
-    rows integers pick is an embedding. A kernel with no other product after it is the
-    head. One whose outputs go to a top-k, or whose path has the word router, is a
-    router. Elementwise use makes a norm, a bias or a position. The function is traced
-    with shapes; nothing is computed, and no state changes.
+    experts and batched products are the batch; all others are out. Embeddings, whose
+    rows integers pick, heads, which have no other product after them, routers, whose
+    outputs go to a top-k, and what is used elementwise get AdamW, as the table of
+    docs/parameters.md says. The function is traced with shapes; nothing is computed.
 
     Without a function nothing is guessed: the rules say which parameters are matrices,
     such as {"embed": "adamw", "head": "adamw", "*": "muon"}. The label "muon" means a
     matrix (in, out), as in `x @ w`; a parameter of more than two axes needs
     `MuonDimensionNumbers`. Only what cannot be a matrix, and what is called bias or
     scale, gets the label "adamw" without a rule.
-
-    Embeddings, heads, routers, vectors, single rows and columns, convolutions in
-    groups, products of complex numbers, what the function does not use, and whatever is
-    empty or not real floating point get the label "adamw", every other parameter
-    "muon". Where use alone does not tell, this is the convention: kernels of patch
-    embeddings, the first layers of networks and factors of LoRA are matrices; last
-    products, such as CLIP's projections into a common space, learned queries, latents,
-    prefixes and tables of relative positions are not.
 
     Args:
       params: the whole model, or the shapes of its parameters, in any Flax form: linen
@@ -96,9 +86,8 @@ def read(
     Raises:
       ValueError: one error with a line for each kind of parameters that neither the
         function nor a rule decides, and the rules that do; a function whose result
-        depends on no parameter; arguments that are not its own, or no arrays; with the
-        path, rules at paths that no parameter has, and dimension numbers that do not
-        fit. What the function itself raises is passed on.
+        depends on no parameter; with the path, rules at paths that no parameter has,
+        and dimension numbers that do not fit. What the function raises is passed on.
 
     Examples:
       >>> import jax
@@ -127,7 +116,9 @@ def read(
     else:
         from jax_muon.reading.computation.read import read_uses
 
-        _check_call(function, params, args)
+        if not callable(function):
+            expected = "a function, as in jax_muon.read(params, loss_fn, batch)"
+            checks.refuse("function", function, expected)
         whole = params if tree is not params else checks.arrays("params", params)
         readings = read_uses(function, whole, *args, splits=splits or ())
         readings = [x for x in readings if x.path in shapes]
@@ -167,41 +158,6 @@ def _unread(path: str, leaf: jax.ShapeDtypeStruct) -> Parameter:
     else:
         label, role, reason, doubt = MUON, "-", "", "nothing says how it is used"
     return Parameter(path, leaf.shape, leaf.dtype, label, role, reason, None, doubt)
-
-
-def _check_call(function: Any, params: Any, args: tuple[Any, ...]) -> None:
-    """Raise a ValueError unless a function can be called with these arguments."""
-    expected = "jax_muon.read(params, loss_fn, batch)"
-    if not callable(function):
-        checks.refuse("function", function, f"a function, as in {expected}")
-    try:
-        inspect.signature(function).bind(params, *args)
-    except TypeError as error:
-        raise ValueError(
-            f"function={function} cannot be called with the parameters and {len(args)} "
-            f"more arguments: {error}; expected all of its arguments, as in {expected}"
-        ) from error
-    except ValueError:  # built-in functions have no signature
-        pass
-    leaves = trees.leaves_with_paths(args)
-    if not _are_arrays([leaf for _, leaf in leaves]):
-        path, leaf = next(x for x in leaves if not _are_arrays([x[1]]))
-        checks.refuse(
-            f"args at {path!r}",
-            leaf,
-            "arrays or their shapes; close over anything else, as in "
-            "jax_muon.read(params, lambda params, batch: loss_fn(params, batch, "
-            "'train'), batch)",
-        )
-
-
-def _are_arrays(leaves: list[Any]) -> bool:
-    """True if JAX can trace a function of these."""
-    try:
-        jax.eval_shape(lambda x: None, leaves)
-    except TypeError:
-        return False
-    return True
 
 
 def _shapes(params: Any) -> dict[str, jax.ShapeDtypeStruct]:

@@ -10,7 +10,6 @@ from tests.programs.parts import (
     ATTENTION_ANSWERS,
     BATCH,
     EMBED_AND_HEAD,
-    EMBED_AND_HEAD_ANSWERS,
     HIDDEN,
     LENGTH,
     MODEL_ANSWERS,
@@ -71,26 +70,6 @@ def a_table_that_queries_are_compared_with(x, p):
 
 @between(
     {**PER_HEAD, "o": "iio, out"},
-    **dict.fromkeys("qkv", floats(WIDTH, HEADS, HEAD)),
-    o=floats(HEADS, HEAD, WIDTH),
-)
-def rotary_positions_and_normalized_queries(x, p):
-    """Halves of a head are turned, put together again and squared."""
-
-    def rotate(x):
-        angle = jnp.arange(LENGTH)[:, None, None] * jnp.arange(1.0, 1 + HEAD // 2)
-        a, b = jnp.split(x, 2, axis=-1)
-        cos, sin = jnp.cos(angle), jnp.sin(angle)
-        return rms(jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1))
-
-    q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[name]) for name in "qkv")
-    scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", rotate(q), rotate(k)))
-    o = jnp.einsum("bhts,bshk->bthk", scores, v)
-    return x + jnp.einsum("bthk,hkd->btd", o, p["o"])
-
-
-@between(
-    {**PER_HEAD, "o": "iio, out"},
     q=floats(WIDTH, HEADS, HEAD),
     k=floats(WIDTH, 2, HEAD),
     v=floats(WIDTH, 2, HEAD),
@@ -119,86 +98,6 @@ def fused_kernels(x, p):
     x = x + attend(q, k, v) @ p["out"]
     gate, up = jnp.split(rms(x) @ p["gate_up"], 2, -1)
     return x + (jax.nn.silu(gate) * up) @ p["down"]
-
-
-@program({**EMBED_AND_HEAD_ANSWERS, "q k v": "boi or ooi", "o": "iio", "up down": "io"})
-def heads_first_and_chunks_in_a_scan():
-    """Kernels (heads, head, in), and an MLP that a scan applies chunk by chunk."""
-
-    def loss(p, ids):
-        x = p["emb"][ids]
-        q, k, v = (jnp.einsum("btd,hkd->bhtk", x, p[n]) for n in "qkv")
-        scores = jax.nn.softmax(jnp.einsum("bhtk,bhsk->bhts", q, k))
-        x = x + jnp.einsum("bhts,bhsk,hkd->btd", scores, v, p["o"])
-        chunks = jnp.moveaxis(x.reshape(BATCH, 4, -1, WIDTH), 1, 0)
-
-        def mlp(total, chunk):
-            y = chunk + jax.nn.gelu(chunk @ p["up"]) @ p["down"]
-            return total + cross_entropy(y @ p["head"], ids[:, :4]), None
-
-        return lax.scan(mlp, 0.0, chunks)[0]
-
-    kernels = {name: floats(HEADS, HEAD, WIDTH) for name in "qkvo"}
-    return loss, {**EMBED_AND_HEAD, **kernels, **UP_DOWN}, (TOKENS,)
-
-
-@between(
-    {
-        "q_a kv_a": "io",
-        "k_b": "ioo or ibo or obi",
-        "q_b v_b": "ioo or ibo",
-        "o": "iio",
-    },
-    q_a=floats(WIDTH, 10),
-    q_b=floats(10, HEADS, HEAD),
-    kv_a=floats(WIDTH, 8),
-    k_b=floats(8, HEADS, HEAD),
-    v_b=floats(8, HEADS, HEAD),
-    o=floats(HEADS, HEAD, WIDTH),
-)
-def latent_attention_absorbed(x, p):
-    """DeepSeek's MLA, where queries multiply the kernel of the keys."""
-    q = jnp.einsum("btr,rhd->bthd", rms(x @ p["q_a"]), p["q_b"])
-    latent = rms(x @ p["kv_a"])
-    q = jnp.einsum("bthd,rhd->bthr", q, p["k_b"])
-    scores = jax.nn.softmax(jnp.einsum("bthr,bsr->bhts", q, latent))
-    o = jnp.einsum("bhts,bsr->bthr", scores, latent)
-    o = jnp.einsum("bthr,rhd->bthd", o, p["v_b"])
-    return x + jnp.einsum("bthd,hdm->btm", o, p["o"])
-
-
-@between(
-    {**MODEL_ANSWERS, "index_w": "io or adamw", "index_q index_k": "io"},
-    att=ATTENTION,
-    index_q=floats(WIDTH, 24),
-    index_k=floats(WIDTH, 8),
-    index_w=floats(WIDTH, 3),
-)
-def sparse_indexer(x, p):
-    """DeepSeek's indexer: a small attention whose top-k masks the large one."""
-    q = (x @ p["index_q"]).reshape(BATCH, LENGTH, 3, 8)
-    scores = jnp.einsum("bthd,bsd->bhts", q, x @ p["index_k"])
-    weights = jnp.moveaxis(x @ p["index_w"], -1, 1)[..., None]
-    scores = (jax.nn.relu(scores) * weights).sum(1)
-    kept = scores >= lax.top_k(scores, 4)[0][..., -1:]
-    q, k, v = (x @ p["att"][n] for n in "qkv")
-    large = jnp.where(kept, q @ k.swapaxes(1, 2) + scores, -1e9)
-    return x + jax.nn.softmax(large) @ v @ p["att"]["o"]
-
-
-@between(
-    {**MODEL_ANSWERS, "index_q index_k": "io or unused"},
-    att=ATTENTION,
-    index_q=floats(WIDTH, 10),
-    index_k=floats(WIDTH, 10),
-)
-def indexer_that_only_chooses(x, p):
-    """The same without the scores in the sum: the loss has no gradient in them."""
-    scores = (x @ p["index_q"]) @ (x @ p["index_k"]).swapaxes(1, 2)
-    kept = scores >= lax.top_k(scores, 4)[0][..., -1:]
-    q, k, v = (x @ p["att"][n] for n in "qkv")
-    large = jnp.where(kept, q @ k.swapaxes(1, 2), -1e9)
-    return x + jax.nn.softmax(large) @ v @ p["att"]["o"]
 
 
 @between(
@@ -302,20 +201,6 @@ def latents_not_repeated(x, p):
     q, k, v = p["latents"] @ att["q"], x @ att["k"], x @ att["v"]
     z = jax.nn.softmax(jnp.einsum("nd,btd->bnt", q, k)) @ v @ att["o"]
     return z.mean(1)
-
-
-@between(
-    {**NO_ROLES, "latents att/bias": "adamw"},
-    att={**ATTENTION, "bias": floats(WIDTH)},
-    latents=floats(8, WIDTH),
-)
-def latents_not_repeated_with_bias(x, p):
-    """A bias comes between the product of the two parameters and the data."""
-    att = p["att"]
-    q = p["latents"] @ att["q"] + att["bias"]
-    k, v = x @ att["k"], x @ att["v"]
-    o = jax.nn.softmax(jnp.einsum("nd,btd->bnt", q, k)) @ v @ att["o"]
-    return (p["latents"] + o).mean(1)
 
 
 THREE = {name: floats(WIDTH, WIDTH) for name in "qkv"}

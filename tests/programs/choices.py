@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tests.programs import program
-from tests.programs.losses import MLP_ANSWERS, mlp, widths
+from tests.programs.losses import MLP_ANSWERS, widths
 from tests.programs.parts import (
     BATCH,
     EXPERTS,
@@ -43,8 +43,7 @@ def soft_experts_weighed_in_one_product():
 
 @program(
     {
-        "experts/up experts/down": "bio",
-        "gates": "bio",
+        "experts gates": "bio",
         "towers/w1": "bio",
         "towers/w2": "head",
     }
@@ -53,8 +52,7 @@ def multi_gate_experts_of_several_tasks():
     """Each task has gates of its own; experts are a sum after a product of elements."""
 
     def loss(p, x, ys):
-        hidden = jax.nn.relu(jnp.einsum("bd,edh->ebh", x, p["experts"]["up"]))
-        outputs = jnp.einsum("ebh,ehk->ebk", hidden, p["experts"]["down"])
+        outputs = jax.nn.relu(jnp.einsum("bd,edh->ebh", x, p["experts"]))
         gates = jax.nn.softmax(jnp.einsum("bd,nde->nbe", x, p["gates"]), -1)
         mixed = (jnp.moveaxis(gates, -1, 1)[..., None] * outputs[None]).sum(1)
 
@@ -65,10 +63,7 @@ def multi_gate_experts_of_several_tasks():
         return squared_error(y, ys)
 
     params = {
-        "experts": {
-            "up": floats(EXPERTS, 9, HIDDEN),
-            "down": floats(EXPERTS, HIDDEN, 11),
-        },
+        "experts": floats(EXPERTS, 9, 11),
         "gates": floats(2, 9, EXPERTS),
         "towers": {"w1": floats(2, 11, WIDTH), "w2": floats(2, WIDTH, 4)},
     }
@@ -122,24 +117,6 @@ def experts_in_a_python_loop():
     return loss, params, (floats(BATCH, 9), floats(BATCH, 3))
 
 
-@program({"gate": "io", "experts": "bio", "out": "head"})
-def soft_experts_by_matmul():
-    """Experts by broadcasting, and their sum as a product of rows and matrices."""
-
-    def loss(p, x, y):
-        gates = jax.nn.softmax(x @ p["gate"])
-        outputs = jnp.matmul(x[:, None, None], p["experts"])[:, :, 0]
-        mixed = jnp.matmul(gates[:, None], jax.nn.gelu(outputs))[:, 0]
-        return squared_error(mixed @ p["out"], y)
-
-    params = {
-        "gate": floats(9, EXPERTS),
-        "experts": floats(EXPERTS, 9, HIDDEN),
-        "out": floats(HIDDEN, 3),
-    }
-    return loss, params, (floats(BATCH, 9), floats(BATCH, 3))
-
-
 # --- a top-k that routes nothing ------------------------------------------------------
 
 
@@ -160,49 +137,6 @@ def top_k_autoencoder():
         "b2": floats(WIDTH),
     }
     return loss, params, (floats(BATCH, WIDTH),)
-
-
-@program({"encode": "io", "decode": "head"})
-def top_k_autoencoder_by_scatter():
-    """The same: values go back to their places, and dead ones have a loss."""
-
-    def keep(z, count):
-        values, places = lax.top_k(z, count)
-        rows = jnp.arange(z.shape[0])[:, None]
-        return jnp.zeros_like(z).at[rows, places].set(values)
-
-    def loss(p, x, dead):
-        z = x @ p["encode"]
-        error = x - keep(z, 8) @ p["decode"]
-        again = keep(jnp.where(dead, z, -jnp.inf), 4) @ p["decode"]
-        return jnp.mean(error**2) + squared_error(again, lax.stop_gradient(error))
-
-    params = {"encode": floats(WIDTH, 96), "decode": floats(96, WIDTH)}
-    return loss, params, (floats(BATCH, WIDTH), jax.ShapeDtypeStruct((96,), bool))
-
-
-@program({"conv": "iio", "w": "io", "head": "head", "emb": "embedding"})
-def k_largest_over_time():
-    """The k largest values of each channel, in whatever order they are."""
-
-    def loss(p, ids, labels):
-        x = p["emb"][ids]
-        x = jax.nn.relu(
-            lax.conv_general_dilated(
-                x, p["conv"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
-            )
-        )
-        largest, _ = lax.top_k(x.swapaxes(1, 2), 3)
-        x = jax.nn.relu(largest.reshape(BATCH, -1) @ p["w"])
-        return cross_entropy(x @ p["head"], labels)
-
-    params = {
-        "emb": floats(50, WIDTH),
-        "conv": floats(3, WIDTH, 20),
-        "w": floats(60, HIDDEN),
-        "head": floats(HIDDEN, 5),
-    }
-    return loss, params, (integers(BATCH, 16), integers(BATCH))
 
 
 @program({"w1 w2": "io", "w3": "head"})
@@ -237,37 +171,6 @@ def accuracy_beside_the_loss():
         return cross_entropy(logits, labels), metrics
 
     return loss, widths(9, WIDTH, HIDDEN, 5), (floats(BATCH, 9), integers(BATCH))
-
-
-@program({"w1 w2": "io", "w3": "head"})
-def winners_of_blocks():
-    """Local winner-take-all: in each pair the larger one stays."""
-
-    def loss(p, x, y):
-        def winners(x):
-            pairs = x.reshape(BATCH, -1, 2)
-            stays = jax.nn.one_hot(jnp.argmax(pairs, -1), 2)
-            return (pairs * stays).reshape(x.shape)
-
-        x = winners(winners(x @ p["w1"]) @ p["w2"])
-        return squared_error(x @ p["w3"], y)
-
-    return loss, widths(9, WIDTH, HIDDEN, 5), (floats(BATCH, 9), floats(BATCH, 5))
-
-
-@between(
-    {"q k v": "ioo", "o": "iio"},
-    **{name: floats(WIDTH, 4, 6) for name in "qkv"},
-    o=floats(4, 6, WIDTH),
-)
-def attention_to_the_best_keys(x, p):
-    """Each query keeps its three best keys; heads have an axis of their own."""
-    q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[name]) for name in "qkv")
-    scores = jnp.einsum("bthk,bshk->bhts", q, k)
-    least = lax.top_k(scores, 3)[0][..., -1:]
-    scores = jax.nn.softmax(jnp.where(scores >= least, scores, -1e9))
-    y = jnp.einsum("bhts,bshk->bthk", scores, v)
-    return x + jnp.einsum("bthk,hkd->btd", y, p["o"])
 
 
 # --- members and stacks ---------------------------------------------------------------
@@ -413,69 +316,3 @@ def dynamic_convolution_of_a_batch():
         "head": floats(WIDTH, 7),
     }
     return loss, params, (floats(BATCH, 16, 5), integers(BATCH))
-
-
-@program({"route": "io", "kernels": "biio", "head": "head"})
-def mixtures_as_groups_of_one_convolution():
-    """Each sample's kernel becomes a group of one convolution."""
-
-    def loss(p, x, y):
-        gates = jax.nn.sigmoid(x.mean(1) @ p["route"])
-        kernels = jnp.einsum("be,ekio->bkio", gates, p["kernels"])
-        x = lax.conv_general_dilated(
-            x.transpose(1, 0, 2).reshape(1, 16, -1),
-            kernels.transpose(1, 2, 0, 3).reshape(3, 10, -1),
-            (1,),
-            "SAME",
-            dimension_numbers=("NWC", "WIO", "NWC"),
-            feature_group_count=BATCH,
-        )
-        x = jax.nn.relu(x.reshape(16, BATCH, -1)).mean(0)
-        return squared_error(x @ p["head"], y)
-
-    params = {
-        "route": floats(10, 4),
-        "kernels": floats(4, 3, 10, 12),
-        "head": floats(12, 5),
-    }
-    return loss, params, (floats(BATCH, 16, 10), floats(BATCH, 5))
-
-
-@program({"task": "embedding", "kernels": "biiio", "c1": "iiio", "head": "head"})
-def kernels_mixed_by_learned_weights_of_a_task():
-    """The weights of the mixture are a row of a table."""
-
-    def loss(p, x, task, y):
-        weights = jax.nn.softmax(p["task"][task])
-        kernel = jnp.einsum("e,ehwio->hwio", weights, p["kernels"])
-        x = jax.nn.relu(conv(x, kernel))
-        x = jax.nn.relu(conv(x, p["c1"])).mean((1, 2))
-        return squared_error(x @ p["head"], y)
-
-    params = {
-        "task": floats(20, 4),
-        "kernels": floats(4, 3, 3, 3, 10),
-        "c1": floats(3, 3, 10, 14),
-        "head": floats(14, 7),
-    }
-    return loss, params, (floats(BATCH, 8, 8, 3), integers(), floats(BATCH, 7))
-
-
-@program({"pi w1 w2": "io", "mean": "boi", "out": "head"})
-def mixture_of_linear_maps_on_hidden_units():
-    """Gates are a softmax of a hidden layer, and its experts a batched product."""
-
-    def loss(p, x, y):
-        h = mlp({"w1": p["w1"], "w2": p["w2"]}, x, jnp.tanh)
-        gates = jax.nn.softmax(h @ p["pi"], axis=-1)
-        means = jnp.einsum("bh,keh->bke", h, p["mean"])
-        return squared_error(jnp.einsum("bke,bk->be", means, gates) @ p["out"], y)
-
-    params = {
-        "w1": floats(9, WIDTH),
-        "w2": floats(WIDTH, HIDDEN),
-        "pi": floats(HIDDEN, 5),
-        "mean": floats(5, 11, HIDDEN),
-        "out": floats(11, 3),
-    }
-    return loss, params, (floats(BATCH, 9), floats(BATCH, 3))

@@ -124,32 +124,6 @@ def deep_kernel_with_inducing_points():
     return loss, params, (floats(BATCH, 7), floats(BATCH, 3))
 
 
-@program({"0/base": "io", "0/spline": "ioi", "0/scale": "adamw", "1": "head"})
-def spline_layers():
-    """KAN: splines on each edge, with a scale for each, beside a plain matrix."""
-
-    def basis(x):
-        return jnp.exp(-((x[..., None] - jnp.linspace(-1, 1, 8)) ** 2))
-
-    def layer(p, x):
-        spline = p["spline"] * p["scale"][..., None]
-        y = jnp.einsum("big,iog->bo", basis(x), spline)
-        return jax.nn.silu(x) @ p["base"] + y
-
-    def loss(p, x, y):
-        return squared_error(jnp.tanh(layer(p["0"], x)) @ p["1"], y)
-
-    params = {
-        "0": {
-            "base": floats(7, WIDTH),
-            "spline": floats(7, WIDTH, 8),
-            "scale": floats(7, WIDTH),
-        },
-        "1": floats(WIDTH, 3),
-    }
-    return loss, params, (floats(BATCH, 7), floats(BATCH, 3))
-
-
 @between(
     {"up down": "io", "gains": "adamw", "shared": "io"},
     up=floats(WIDTH, HIDDEN),

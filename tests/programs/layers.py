@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -15,14 +14,11 @@ from tests.programs.parts import (
     MLP_ANSWERS,
     TOKENS,
     UP_DOWN,
-    VOCAB,
     WIDTH,
     between,
     cross_entropy,
     floats,
     integers,
-    key,
-    language_model,
     model_with_attention,
     rms,
     squared_error,
@@ -45,12 +41,6 @@ def mlp(x, layer):
 
 
 @between(STACK_ANSWERS, layers=STACK)
-def scan(x, p):
-    """The plain form."""
-    return rms(lax.scan(mlp, x, p["layers"])[0])
-
-
-@between(STACK_ANSWERS, layers=STACK)
 def scan_checkpointed_and_reversed(x, p):
     """Backwards through the layers, each of them computed again in the gradient."""
     return rms(lax.scan(jax.checkpoint(mlp), x, p["layers"], reverse=True)[0])
@@ -62,14 +52,6 @@ def scan_over_blocks_of_layers(x, p):
     blocks = jax.tree.map(lambda w: w.reshape(2, 4, *w.shape[1:]), p["layers"])
     block = jax.checkpoint(lambda x, layers: lax.scan(mlp, x, layers))
     return rms(lax.scan(block, x, blocks)[0])
-
-
-@between(STACK_ANSWERS, layers=STACK)
-def stack_taken_apart(x, p):
-    """A Python loop takes one layer after the other."""
-    for number in range(LAYERS):
-        x, _ = mlp(x, jax.tree.map(lambda w, n=number: w[n], p["layers"]))
-    return rms(x)
 
 
 @between(STACK_ANSWERS, layers=STACK)
@@ -100,17 +82,6 @@ def scan_along_the_second_axis(x, p):
         return x + jax.nn.gelu(x @ up) @ down
 
     return lax.fori_loop(0, LAYERS, body, x)
-
-
-@between({"up down": "ibo"}, **SECOND_AXIS)
-def second_axis_moved_to_the_front(x, p):
-    """As `nn.scan` with `variable_axes={"params": 1}` does it."""
-    front = {name: jnp.moveaxis(p[name], 1, 0) for name in ("down", "up")}
-
-    def body(x, layer):
-        return x + jax.nn.gelu(x @ layer["up"]) @ layer["down"], None
-
-    return lax.scan(body, x, front)[0]
 
 
 @program({**EMBED_AND_HEAD_ANSWERS, "0 1 2": "io"})
@@ -162,24 +133,6 @@ def deep_equilibrium(x, p):
     return solve(p, x)
 
 
-@between({"up down": "io"}, **UP_DOWN)
-def neural_ode(x, p):
-    """Runge-Kutta of order four, with the step size as part of the loop's state."""
-
-    def slope(x):
-        return jnp.tanh(x @ p["up"]) @ p["down"]
-
-    def step(carry, _):
-        x, size = carry
-        a = slope(x)
-        b = slope(x + size / 2 * a)
-        c = slope(x + size / 2 * b)
-        d = slope(x + size * c)
-        return (x + size / 6 * (a + 2 * b + 2 * c + d), size), None
-
-    return lax.scan(step, (x, jnp.float32(0.1)), length=10)[0][0]
-
-
 @between(STACK_ANSWERS, layers=STACK)
 def pipeline_of_vmapped_stages(x, p):
     """`vmap` runs all stages on different microbatches, which shift by one a step."""
@@ -213,23 +166,6 @@ def ensemble():
     return loss, params, (floats(BATCH, 7), floats(BATCH, 3))
 
 
-@program({**EMBED_AND_HEAD_ANSWERS, "layers": "bio", "project": "io"})
-def multi_token_prediction():
-    """Two losses through one head, the second behind one more product."""
-
-    def loss(p, ids):
-        def body(x, layer):
-            return x + jax.nn.gelu(rms(x) @ layer["up"]) @ layer["down"], None
-
-        x, _ = lax.scan(body, p["emb"][ids], p["layers"])
-        after = jnp.concatenate([rms(x), p["emb"][jnp.roll(ids, 1)]], -1) @ p["project"]
-        return cross_entropy(x @ p["head"], ids) + cross_entropy(after @ p["head"], ids)
-
-    layers = {name: STACK[name] for name in ("up", "down")}
-    params = {"layers": layers, "project": floats(2 * WIDTH, WIDTH)}
-    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
-
-
 @program(MLP_ANSWERS)
 def loss_in_shard_map():
     """Parameters are sharded over devices and gathered inside the loss (ZeRO-3)."""
@@ -254,44 +190,6 @@ def loss_in_shard_map():
 
 
 @program(MLP_ANSWERS)
-def batch_closed_over():
-    """The loss has no other argument than the parameters."""
-    loss, params, (tokens,) = model_with_attention(up_down, **UP_DOWN)
-    ids = jnp.zeros(tokens.shape, tokens.dtype)
-    return (lambda p: loss(p, ids)), params, ()
-
-
-SIGNS = np.sign(np.sin(np.arange(HIDDEN))).astype(np.float32)
-
-
-@language_model({"up down": "io"}, **UP_DOWN)
-@jax.jit
-def numpy_constant_in_a_jitted_block(x, p):
-    """An array that a jitted function closes over."""
-    return (jax.nn.gelu(x @ p["up"]) * SIGNS) @ p["down"]
-
-
-@program({"emb": "embedding", "head": "head", "flat": "oi", "blocked": "iioo"})
-def cast_transposed_and_reshaped():
-    """Matrices in bfloat16, one stored (out, in), one with both sides in two axes."""
-
-    def loss(p, ids):
-        half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p)
-        x = half["emb"][ids]
-        x = jax.nn.gelu(x @ half["flat"].T)
-        x = x @ half["blocked"].reshape(HIDDEN, WIDTH)
-        return cross_entropy((x @ half["head"].T).astype(jnp.float32), ids)
-
-    params = {
-        "emb": floats(VOCAB, WIDTH),
-        "flat": floats(HIDDEN, WIDTH),
-        "blocked": floats(8, 5, 4, 6),
-        "head": floats(VOCAB, WIDTH),
-    }
-    return loss, params, (TOKENS,)
-
-
-@program(MLP_ANSWERS)
 def auxiliary_outputs_and_penalties():
     """The loss returns metrics beside it and adds norms of the parameters to it."""
     inner, params, args = model_with_attention(up_down, **UP_DOWN)
@@ -304,16 +202,3 @@ def auxiliary_outputs_and_penalties():
         return value, {"norms": norms, "loss": value}
 
     return loss, params, args
-
-
-@program(MLP_ANSWERS)
-def batch_closed_over_beside_a_key():
-    """The loss has a random key and a scalar as arguments, and no array of data."""
-    inner, params, (tokens,) = model_with_attention(up_down, **UP_DOWN)
-    ids = jnp.zeros(tokens.shape, tokens.dtype)
-
-    def loss(p, random_key, scale):
-        noise = jax.random.normal(random_key, params["up"].shape)
-        return scale * inner({**p, "up": p["up"] + 1e-3 * noise}, ids)
-
-    return loss, params, (key(), floats())

@@ -14,7 +14,6 @@ from tests.programs.parts import (
     cross_entropy,
     floats,
     integers,
-    key,
     squared_error,
 )
 
@@ -68,19 +67,6 @@ def maml():
 
     data = floats(4, BATCH, 10), integers(4, BATCH)
     return loss, widths(10, WIDTH, HIDDEN, 5), (*data, *data)
-
-
-@program({"w1": "io or adamw", "w2 w3": "io", "w4": "head"})
-def score_matching():
-    """The loss compares a gradient of the network with respect to its input."""
-
-    def energy(p, x):
-        return jnp.sum(mlp(p, x, jax.nn.softplus) ** 2)
-
-    def loss(p, x):
-        return squared_error(jax.grad(energy, 1)(p, x), x)
-
-    return loss, widths(10, WIDTH, HIDDEN, WIDTH, 5), (floats(BATCH, 10),)
 
 
 @program({"w1": "io or adamw", "w2": "io", "policy": "head", "value": "adamw"})
@@ -142,115 +128,3 @@ def soft_actor_critic():
     }
     data = floats(BATCH, 7), floats(BATCH, 2), floats(BATCH, 2), floats(BATCH)
     return loss, params, data
-
-
-@program({"w1": "io or adamw", "mean variance d1": "io", "d2": "head"})
-def variational_autoencoder():
-    """Noise between encoder and decoder, and a penalty on what is between them."""
-
-    def loss(p, x, noise_key):
-        hidden = jax.nn.relu(x @ p["w1"])
-        mean, log_variance = hidden @ p["mean"], hidden @ p["variance"]
-        noise = jax.random.normal(noise_key, mean.shape)
-        z = mean + jnp.exp(log_variance / 2) * noise
-        y = jax.nn.relu(z @ p["d1"]) @ p["d2"]
-        penalty = mean**2 + jnp.exp(log_variance) - log_variance
-        return squared_error(y, x) + jnp.mean(penalty)
-
-    params = {
-        "w1": floats(30, WIDTH),
-        "mean": floats(WIDTH, 8),
-        "variance": floats(WIDTH, 8),
-        "d1": floats(8, WIDTH),
-        "d2": floats(WIDTH, 30),
-    }
-    return loss, params, (floats(BATCH, 30), key())
-
-
-@program({"e1": "io or adamw", "e2 d1": "io", "codebook": "adamw", "d2": "head"})
-def vector_quantizer():
-    """The nearest entry of a codebook (width, entries), found by a product."""
-
-    def loss(p, x):
-        z = jax.nn.relu(x @ p["e1"]) @ p["e2"]
-        codes = p["codebook"]
-        distances = (z**2).sum(-1, keepdims=True) - 2 * z @ codes + (codes**2).sum(0)
-        nearest = codes.T[jnp.argmin(distances, -1)]
-        straight_through = z + lax.stop_gradient(nearest - z)
-        y = jax.nn.relu(straight_through @ p["d1"]) @ p["d2"]
-        return squared_error(y, x) + squared_error(lax.stop_gradient(z), nearest)
-
-    params = {
-        "e1": floats(30, WIDTH),
-        "e2": floats(WIDTH, 8),
-        "codebook": floats(8, 50),
-        "d1": floats(8, WIDTH),
-        "d2": floats(WIDTH, 30),
-    }
-    return loss, params, (floats(BATCH, 30),)
-
-
-@program(
-    {
-        "branch/w1 trunk/w1": "io or adamw",
-        "branch/w2 trunk/w2": "io",
-        "branch/w3 trunk/w3": "head",
-    }
-)
-def deep_operator_network():
-    """The outputs of two networks are multiplied with each other."""
-
-    def loss(p, functions, points, y):
-        branch = mlp(p["branch"], functions, jnp.tanh)
-        trunk = mlp(p["trunk"], points, jnp.tanh)
-        return squared_error(jnp.einsum("bk,nk->bn", branch, trunk), y)
-
-    params = {
-        "branch": widths(50, WIDTH, WIDTH, 20),
-        "trunk": widths(2, WIDTH, WIDTH, 20),
-    }
-    return loss, params, (floats(BATCH, 50), floats(7, 2), floats(BATCH, 7))
-
-
-@program({"w1": "io or adamw", "w2 predict/w1": "io", "predict/w2": "head"})
-def simsiam():
-    """Two views of one image; the gradient of one side is stopped."""
-
-    def loss(p, x, y):
-        def encode(x):
-            return jax.nn.relu(x @ p["w1"]) @ p["w2"]
-
-        def cosine(a, b):
-            a = a / jnp.linalg.norm(a, axis=-1, keepdims=True)
-            b = b / jnp.linalg.norm(b, axis=-1, keepdims=True)
-            return -jnp.mean(jnp.sum(a * lax.stop_gradient(b), -1))
-
-        a, b = encode(x), encode(y)
-        forward = cosine(mlp(p["predict"], a, jax.nn.relu), b)
-        return forward + cosine(mlp(p["predict"], b, jax.nn.relu), a)
-
-    params = {
-        "w1": floats(30, WIDTH),
-        "w2": floats(WIDTH, HIDDEN),
-        "predict": widths(HIDDEN, 8, HIDDEN),
-    }
-    return loss, params, (floats(BATCH, 30), floats(BATCH, 30))
-
-
-@program({"w1": "io or adamw", "w2": "io", "classes": "head"})
-def cosine_classifier():
-    """The columns of the head are normalized, and a factor sharpens the cosines."""
-
-    def loss(p, x, labels):
-        h = jax.nn.relu(x @ p["w1"]) @ p["w2"]
-        h = h / jnp.linalg.norm(h, axis=-1, keepdims=True)
-        classes = p["classes"]
-        classes = classes / jnp.linalg.norm(classes, axis=0, keepdims=True)
-        return cross_entropy(16 * h @ classes, labels)
-
-    params = {
-        "w1": floats(30, WIDTH),
-        "w2": floats(WIDTH, HIDDEN),
-        "classes": floats(HIDDEN, 10),
-    }
-    return loss, params, (floats(BATCH, 30), integers(BATCH))

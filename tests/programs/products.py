@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from tests.programs import program
 from tests.programs.parts import (
@@ -19,7 +18,6 @@ from tests.programs.parts import (
     conv,
     cross_entropy,
     floats,
-    integers,
     key,
     language_model,
     model_with_attention,
@@ -101,82 +99,7 @@ def trained_convolutions_before_frozen_ones():
     return loss, trained, (frozen, floats(BATCH, 8, 8, 3))
 
 
-@program({"up down": "io"})
-def lora_on_a_model_that_is_closed_over():
-    """The frozen model is a constant of the loss; one adapter of two is merged."""
-    shapes = {**EMBED_AND_HEAD, **UP_DOWN}
-    frozen = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-    def loss(adapters, ids):
-        up, down = adapters["up"], adapters["down"]
-        x = frozen["emb"][ids]
-        hidden = jax.nn.gelu(x @ frozen["up"] + x @ up["a"] @ up["b"])
-        x = x + hidden @ (frozen["down"] + down["a"] @ down["b"])
-        return cross_entropy(x @ frozen["head"], ids)
-
-    return loss, ADAPTERS, (TOKENS,)
-
-
-@language_model(
-    {**LORA_ANSWERS, "magnitude": "adamw"}, **UP_DOWN, **LORA, magnitude=floats(HIDDEN)
-)
-def dora(x, p):
-    """LoRA, merged, with the norms of the columns as a vector."""
-    up = p["up"] + p["lora_a"] @ p["lora_b"]
-    up = p["magnitude"] * up / jnp.linalg.norm(up, axis=0, keepdims=True)
-    return jax.nn.gelu(x @ up) @ p["down"]
-
-
 # --- norms, masks, noise and quantization of weights ----------------------------------
-
-
-@language_model(
-    {"direction down": "io", "size": "adamw"},
-    direction=UP_DOWN["up"],
-    down=UP_DOWN["down"],
-    size=floats(HIDDEN),
-)
-def weight_norm(x, p):
-    """The matrix is a vector of sizes times normalized columns."""
-    v = p["direction"]
-    up = p["size"] * v / jnp.sqrt((v * v).sum(0))
-    return jax.nn.gelu(x @ up) @ p["down"]
-
-
-@program(MLP_ANSWERS)
-def spectral_norm():
-    """The matrix is divided by its norm, estimated with a vector from the state."""
-
-    def loss(p, u, ids):
-        def block(x, p):
-            v = p["up"].T @ u
-            v = v / jnp.linalg.norm(v)
-            return jax.nn.gelu(x @ (p["up"] / (u @ p["up"] @ v))) @ p["down"]
-
-        return model_with_attention(block)[0](p, ids)
-
-    params = {**EMBED_AND_HEAD, "att": ATTENTION, **UP_DOWN}
-    return loss, params, (floats(WIDTH), TOKENS)
-
-
-@program({"stem": "iiio or adamw", "conv": "iiio", "head": "head"})
-def weight_standardization():
-    """Kernels of convolutions lose their mean and get variance one."""
-
-    def standardized(w):
-        return (w - w.mean((0, 1, 2))) / jnp.sqrt(w.var((0, 1, 2)) + 1e-5)
-
-    def loss(p, images, labels):
-        x = jax.nn.relu(conv(images, standardized(p["stem"])))
-        x = jax.nn.relu(conv(x, standardized(p["conv"])))
-        return cross_entropy(x.mean((1, 2)) @ p["head"], labels)
-
-    params = {
-        "stem": floats(3, 3, 3, WIDTH),
-        "conv": floats(3, 3, WIDTH, HIDDEN),
-        "head": floats(HIDDEN, 10),
-    }
-    return loss, params, (floats(BATCH, 8, 8, 3), integers(BATCH))
 
 
 @program(MLP_ANSWERS)
@@ -195,57 +118,6 @@ def masked_weights():
         "down": jax.ShapeDtypeStruct((HIDDEN, WIDTH), bool),
     }
     return loss, {**EMBED_AND_HEAD, "att": ATTENTION, **UP_DOWN}, (masks, TOKENS)
-
-
-@language_model(MLP_ANSWERS, **UP_DOWN)
-def quantized_straight_through(x, p):
-    """Weights are rounded to int8 and back; the gradient passes the rounding."""
-
-    def quantized(w):
-        scale = jnp.abs(w).max(0) / 127
-        rounded = jnp.round(w / scale).astype(jnp.int8).astype(w.dtype) * scale
-        return w + lax.stop_gradient(rounded - w)
-
-    return jax.nn.gelu(x @ quantized(p["up"])) @ quantized(p["down"])
-
-
-@language_model(MLP_ANSWERS, **UP_DOWN)
-def int8_product(x, p):
-    """Both sides are rounded to int8, and the product is scaled afterwards."""
-
-    def dot(x, w):
-        x_scale = jnp.abs(x).max(-1, keepdims=True) / 127
-        w_scale = jnp.abs(w).max(0) / 127
-        y = lax.dot_general(
-            jnp.round(x / x_scale).astype(jnp.int8),
-            jnp.round(w / w_scale).astype(jnp.int8),
-            (((2,), (0,)), ((), ())),
-            preferred_element_type=jnp.int32,
-        )
-        return y.astype(jnp.float32) * w_scale * x_scale
-
-    return jax.nn.gelu(dot(x, p["up"])) @ p["down"]
-
-
-@language_model({"up down": "io", "scale": "adamw"}, **UP_DOWN, scale=floats(1))
-def float8_with_custom_vjp(x, p):
-    """A product in float8 that has its own derivative, as fp8 libraries write it."""
-
-    @jax.custom_vjp
-    def dot(x, w, scale):
-        x8, w8 = x.astype(jnp.float8_e4m3fn), (w / scale).astype(jnp.float8_e4m3fn)
-        return (x8.astype(jnp.bfloat16) @ w8.astype(jnp.bfloat16)).astype(x.dtype)
-
-    def forward(x, w, scale):
-        return dot(x, w, scale), (x, w, scale)
-
-    def backward(saved, g):
-        x, w, scale = saved
-        return g @ w.T, jnp.einsum("btd,btf->df", x, g), jnp.zeros_like(scale)
-
-    dot.defvjp(forward, backward)
-    hidden = dot(x, p["up"], p["scale"]) * p["scale"]
-    return jax.nn.gelu(hidden) @ p["down"]
 
 
 @program(MLP_ANSWERS)
@@ -277,61 +149,6 @@ def tied_embedding_and_mlp():
     return loss, params, (TOKENS,)
 
 
-@language_model(
-    {**MLP_ANSWERS, "factor_1 factor_2": "io"},
-    **UP_DOWN,
-    factor_1=floats(WIDTH, 8),
-    factor_2=floats(8, WIDTH),
-)
-def factors_multiplied_first(x, p):
-    """A low-rank layer whose two factors are multiplied before they meet the data."""
-    hidden = jax.nn.gelu(x @ p["up"]) @ p["down"]
-    return hidden @ (p["factor_1"] @ p["factor_2"])
-
-
-@program({"table": "embedding", "project": "io or adamw", "mlp": "io", "head": "head"})
-def factored_embedding_multiplied_first():
-    """ALBERT's two factors of an embedding, multiplied before the lookup."""
-
-    def loss(p, ids):
-        x = (p["table"] @ p["project"])[ids]
-        x = x + jax.nn.gelu(x @ p["mlp"]["up"]) @ p["mlp"]["down"]
-        return cross_entropy(x @ p["head"], ids)
-
-    params = {
-        "table": floats(96, 8),
-        "project": floats(8, WIDTH),
-        "mlp": UP_DOWN,
-        "head": EMBED_AND_HEAD["head"],
-    }
-    return loss, params, (TOKENS,)
-
-
-@language_model(
-    {"left right": "io?", "up down": "io"},
-    **UP_DOWN,
-    left=floats(4, 4),
-    right=floats(6, 6),
-)
-def kronecker_factors(x, p):
-    """A matrix that is the Kronecker product of two small ones."""
-    hidden = jax.nn.gelu(x @ p["up"]) @ p["down"]
-    return hidden @ jnp.kron(p["left"], p["right"])
-
-
-@language_model(
-    {"layer_scale temperature": "adamw", "gain up down": "io"},
-    **UP_DOWN,
-    gain=floats(WIDTH, WIDTH),
-    layer_scale=floats(WIDTH),
-    temperature=floats(),
-)
-def scales_and_a_matrix_of_gains(x, p):
-    """A scale of a branch, a temperature, and a square matrix that is no vector."""
-    hidden = jax.nn.gelu(x @ p["up"] * jnp.exp(p["temperature"])) @ p["down"]
-    return (hidden @ p["gain"]) * p["layer_scale"]
-
-
 # --- one matrix in several products ---------------------------------------------------
 
 
@@ -348,16 +165,3 @@ def spectral_norm_with_the_gradient_of_the_norm():
         return inner({**p, "up": p["up"] / norm}, ids), after
 
     return loss, params, (*args, floats(1, HIDDEN))
-
-
-@program({"outer inner": "io"})
-def tied_autoencoder():
-    """The decoder has the transposed matrices of the encoder."""
-
-    def loss(p, x):
-        code = jax.nn.relu(jax.nn.relu(x @ p["outer"]) @ p["inner"])
-        y = jax.nn.relu(code @ p["inner"].T) @ p["outer"].T
-        return squared_error(x, y)
-
-    params = {"outer": floats(WIDTH, HIDDEN), "inner": floats(HIDDEN, RANK)}
-    return loss, params, (floats(BATCH, WIDTH),)

@@ -55,7 +55,6 @@ def recurrent_cells(x, p):
 
 
 INNER, STATE, RANK = 48, 8, 4  # of Mamba
-POLES = 16  # of S5
 
 
 @between(
@@ -91,65 +90,6 @@ def mamba(x, p):
     h = linear_recurrence(decay, step * b[..., None, :] * u[..., None])
     y = jnp.einsum("btin,btn->bti", h, c) + p["d"] * u
     return x + (y * jax.nn.silu(z)) @ p["out_proj"]
-
-
-@between(
-    {
-        "lambda_re lambda_im step d": "adamw",
-        "b c": "adamw",
-        "glu": "io",
-    },
-    lambda_re=floats(POLES),
-    lambda_im=floats(POLES),
-    step=floats(POLES),
-    b=floats(POLES, WIDTH, 2),
-    c=floats(WIDTH, POLES, 2),
-    d=floats(WIDTH),
-    glu=floats(WIDTH, WIDTH),
-)
-def s5(x, p):
-    """A state space in complex numbers, each stored as two real ones."""
-    poles = p["lambda_re"] + 1j * p["lambda_im"]
-    b = p["b"][..., 0] + 1j * p["b"][..., 1]
-    c = p["c"][..., 0] + 1j * p["c"][..., 1]
-    decay = jnp.exp(poles * jnp.exp(p["step"]))
-    b = ((decay - 1) / poles)[:, None] * b
-    inputs = jnp.einsum("ph,bth->btp", b, x.astype(jnp.complex64))
-    h = linear_recurrence(jnp.broadcast_to(decay, inputs.shape), inputs)
-    y = jnp.einsum("hp,btp->bth", c, h).real + p["d"] * x
-    return x + jax.nn.gelu(y) * jax.nn.sigmoid(y @ p["glu"])
-
-
-@between(
-    {
-        "mix decay bonus": "adamw",
-        "r k v g out": "io",
-    },
-    **{name: floats(WIDTH, WIDTH) for name in ("r", "k", "v", "g", "out")},
-    mix=floats(4, WIDTH),
-    decay=floats(4, 6),
-    bonus=floats(4, 6),
-)
-def rwkv(x, p):
-    """Tokens are mixed with the one before, and a matrix-valued state decays."""
-    before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-    r, k, v, g = (
-        (x + (before - x) * p["mix"][n]) @ p[name] for n, name in enumerate("rkvg")
-    )
-    heads = (BATCH, LENGTH, 4, 6)
-    r, k, v = (t.reshape(heads) for t in (r, k, v))
-
-    def step(state, now):
-        r, k, v = now
-        outer = k[..., :, None] * v[..., None, :]
-        y = jnp.einsum("bhk,bhkv->bhv", r, state + p["bonus"][..., None] * outer)
-        decay = jnp.exp(-jnp.exp(p["decay"]))[..., None]
-        return decay * state + outer, y
-
-    by_time = [jnp.moveaxis(t, 1, 0) for t in (r, k, v)]
-    _, y = lax.scan(step, jnp.zeros((BATCH, 4, 6, 6)), tuple(by_time))
-    y = jnp.moveaxis(y, 0, 1).reshape(x.shape) * jax.nn.silu(g)
-    return x + y @ p["out"]
 
 
 @program(

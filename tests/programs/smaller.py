@@ -28,34 +28,6 @@ from tests.programs.parts import (
 )
 
 
-@program({"node_in edge_in": "io or adamw", "0 1": "io", "out": "head"})
-def graph_network():
-    """Messages along edges, summed at the nodes."""
-    nodes, edges = 9, 20
-
-    def loss(p, x, e, senders, receivers, y):
-        x, e = jax.nn.relu(x @ p["node_in"]), jax.nn.relu(e @ p["edge_in"])
-        for layer in "01":
-            ends = jnp.concatenate([e, x[senders], x[receivers]], -1)
-            messages = jax.nn.relu(ends @ p[layer]["edge"])
-            total = jax.ops.segment_sum(messages, receivers, nodes)
-            node = p[layer]["node"]
-            x = x + jax.nn.relu(jnp.concatenate([x, total], -1) @ node)
-            e = e + messages
-        return squared_error(x.sum(0) @ p["out"], y)
-
-    layer = {"edge": floats(3 * WIDTH, WIDTH), "node": floats(2 * WIDTH, WIDTH)}
-    params = {
-        "node_in": floats(5, WIDTH),
-        "edge_in": floats(3, WIDTH),
-        "0": layer,
-        "1": layer,
-        "out": floats(WIDTH, 2),
-    }
-    ends = integers(edges), integers(edges)
-    return loss, params, (floats(nodes, 5), floats(edges, 3), *ends, floats(2))
-
-
 @program({"users items": "embedding"})
 def matrix_factorization():
     """The product of two rows that integers pick."""
@@ -65,18 +37,6 @@ def matrix_factorization():
 
     params = {"users": floats(50, WIDTH), "items": floats(60, WIDTH)}
     return loss, params, (integers(BATCH), integers(BATCH), floats(BATCH))
-
-
-@program({"words contexts": "embedding"})
-def word2vec():
-    """Rows against rows, by a product of both."""
-
-    def loss(p, word, contexts):
-        scores = jnp.einsum("bd,bnd->bn", p["words"][word], p["contexts"][contexts])
-        return -jnp.mean(jax.nn.log_sigmoid(scores))
-
-    params = {"words": floats(50, WIDTH), "contexts": floats(60, WIDTH)}
-    return loss, params, (integers(BATCH), integers(BATCH, 5))
 
 
 @program({**EMBED_AND_HEAD_ANSWERS, "up down": "io"})
@@ -90,106 +50,6 @@ def one_hot_embedding():
 
     params = {"up": floats(WIDTH, HIDDEN), "down": floats(HIDDEN, WIDTH)}
     return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
-
-
-@program({"w1": "io or adamw", "generate": "io", "out": "head"})
-def hypernetwork():
-    """The data itself becomes a matrix."""
-
-    def loss(p, z, x, y):
-        generated = jnp.tanh(z @ p["w1"]) @ p["generate"]
-        hidden = jnp.tanh(x @ generated.reshape(WIDTH, HIDDEN))
-        return squared_error(hidden @ p["out"], y)
-
-    params = {
-        "w1": floats(4, 12),
-        "generate": floats(12, WIDTH * HIDDEN),
-        "out": floats(HIDDEN, 3),
-    }
-    return loss, params, (floats(4), floats(BATCH, WIDTH), floats(BATCH, 3))
-
-
-@program({"w1": "io or adamw", "w2": "adamw", "out": "head"})
-def product_by_broadcast_and_sum():
-    """A matrix product without a `dot_general`: by convention it is elementwise."""
-
-    def loss(p, x, y):
-        hidden = jnp.tanh(x @ p["w1"])
-        hidden = jnp.tanh((hidden[:, :, None] * p["w2"]).sum(1))
-        return squared_error(hidden @ p["out"], y)
-
-    params = {
-        "w1": floats(7, WIDTH),
-        "w2": floats(WIDTH, HIDDEN),
-        "out": floats(HIDDEN, 3),
-    }
-    return loss, params, (floats(BATCH, 7), floats(BATCH, 3))
-
-
-@program({"frequencies": "adamw", "w": "io", "out": "head"})
-def fourier_features():
-    """Learned frequencies of one coordinate: an outer product."""
-
-    def loss(p, time, y):
-        angles = time[:, None] * p["frequencies"][None]
-        x = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
-        return squared_error(jax.nn.gelu(x @ p["w"]) @ p["out"], y)
-
-    params = {
-        "frequencies": floats(12),
-        "w": floats(WIDTH, HIDDEN),
-        "out": floats(HIDDEN, 3),
-    }
-    return loss, params, (floats(BATCH), floats(BATCH, 3))
-
-
-@between(
-    {"bilinear": "iio or bio or ibo", "left right": "io"},
-    left=floats(WIDTH, 5),
-    right=floats(WIDTH, 7),
-    bilinear=floats(5, 7, WIDTH),
-)
-def bilinear_layer(x, p):
-    """A tensor that meets two activations and gives a third."""
-    left, right = x @ p["left"], x @ p["right"]
-    return x + jnp.einsum("bti,ijo,btj->bto", left, p["bilinear"], right)
-
-
-@between(
-    {"diagonal": "bio", "grouped": "bio", "w": "io"},
-    diagonal=floats(4, 6, 6),
-    w=floats(WIDTH, WIDTH),
-    grouped=floats(3, 8, 8),
-)
-def block_diagonal(x, p):
-    """Groups of features, each with a matrix of its own: two ways to write it."""
-    groups = x.reshape(BATCH, LENGTH, 4, 6)
-    y = jnp.einsum("btgi,gio->btgo", groups, p["diagonal"]).reshape(x.shape)
-    x = jax.nn.gelu(x + y) @ p["w"]
-    parts = jnp.split(x, 3, -1)
-    y = jnp.concatenate([q @ p["grouped"][n] for n, q in enumerate(parts)], -1)
-    return x + y
-
-
-@program({"patches": "io or adamw", "tokens channels": "io", "head": "head"})
-def mlp_mixer():
-    """A kernel along the tokens and one along the channels, one after the other."""
-
-    def loss(p, images, labels):
-        x = images.reshape(BATCH, LENGTH, 12) @ p["patches"]
-        for kind, axes in (("tokens", (0, 2, 1)), ("channels", (0, 1, 2))):
-            y = rms(x).transpose(axes)
-            y = jax.nn.gelu(y @ p[kind]["up"]) @ p[kind]["down"]
-            x = x + y.transpose(axes)
-        return cross_entropy(x.mean(1) @ p["head"], labels)
-
-    params = {
-        "patches": floats(12, WIDTH),
-        "tokens": {"up": floats(LENGTH, 20), "down": floats(20, LENGTH)},
-        "channels": {"up": floats(WIDTH, HIDDEN), "down": floats(HIDDEN, WIDTH)},
-        "head": floats(WIDTH, 10),
-    }
-    return loss, params, (floats(BATCH, 8, 8, 3), integers(BATCH))
 
 
 @program(
@@ -270,7 +130,7 @@ def attention_kernel_with_its_own_derivative(x, p):
 
 @language_model({"up": "io?", "down": "io"}, **UP_DOWN)
 def product_in_a_kernel(x, p):
-    """A Pallas kernel takes a parameter: names may decide what the loss cannot."""
+    """A Pallas kernel takes a parameter: only a rule says what it does with it."""
 
     def kernel(x, w, o):
         o[...] = x[...] @ w[...]

@@ -7,7 +7,6 @@ from jax import lax
 from tests.programs import program
 from tests.programs.parts import (
     BATCH,
-    HIDDEN,
     LENGTH,
     VOCAB,
     attend,
@@ -17,59 +16,6 @@ from tests.programs.parts import (
     rms,
     squared_error,
 )
-
-
-def pair(width_in, width_out, out_first=False):
-    """A matrix and its bias, as a tuple."""
-    shape = (width_out, width_in) if out_first else (width_in, width_out)
-    return floats(*shape), floats(width_out)
-
-
-@program({"0/0": "io or adamw", "1/0": "io", "2/0": "head", "0/1 1/1 2/1": "adamw"})
-def list_of_tuples():
-    """`[(W, b), (W, b), ...]`, with matrices (in, out)."""
-
-    def loss(p, x, labels):
-        *hidden, (w_last, b_last) = p
-        for w, b in hidden:
-            x = jnp.tanh(x @ w + b)
-        return cross_entropy(x @ w_last + b_last, labels)
-
-    params = [pair(784, 512), pair(512, 512), pair(512, 10)]
-    return loss, params, (floats(BATCH, 784), integers(BATCH))
-
-
-@program({"0/0": "oi or adamw", "1/0": "oi", "2/0": "head", "0/1 1/1 2/1": "adamw"})
-def list_of_tuples_out_first():
-    """The same with `jnp.dot(w, x)` under a `vmap`, as in JAX's first tutorial."""
-
-    def loss(p, x, labels):
-        def predict(x):
-            *hidden, (w_last, b_last) = p
-            for w, b in hidden:
-                x = jax.nn.relu(jnp.dot(w, x) + b)
-            return jnp.dot(w_last, x) + b_last
-
-        return cross_entropy(jax.vmap(predict)(x), labels)
-
-    params = [pair(784, 512, True), pair(512, 512, True), pair(512, 10, True)]
-    return loss, params, (floats(BATCH, 784), integers(BATCH))
-
-
-@program({"W1": "io or adamw", "W2": "io", "W3": "head", "b1 b2 b3": "adamw"})
-def numbered_letters():
-    """`W1`, `b1`, `W2`, `b2`."""
-
-    def loss(p, x, labels):
-        for number in "12":
-            x = jax.nn.relu(x @ p[f"W{number}"] + p[f"b{number}"])
-        return cross_entropy(x @ p["W3"] + p["b3"], labels)
-
-    sizes = {"1": (784, 512), "2": (512, 256), "3": (256, 10)}
-    params = {}
-    for number, shape in sizes.items():
-        params |= {f"W{number}": floats(*shape), f"b{number}": floats(shape[1])}
-    return loss, params, (floats(BATCH, 784), integers(BATCH))
 
 
 @program(
@@ -176,111 +122,6 @@ def twin_critics():
         "Dense_2": layer(256, 1),
     }
     return loss, params, (floats(BATCH, 17), floats(BATCH, 6), floats(BATCH))
-
-
-@program(
-    {
-        "wte": "embedding",
-        "layers/norm": "adamw",
-        "layers": "bio",
-    }
-)
-def stacked_layers_of_square_matrices():
-    """Four layers of q (4, 64, 64) and norms (4, 64), and a table that is the head."""
-
-    def loss(p, ids):
-        def body(x, layer):
-            h = rms(x) * layer["norm"]["scale"]
-            return x + jax.nn.gelu(h @ layer["q"]) @ layer["up"], None
-
-        x, _ = lax.scan(body, p["wte"][ids], p["layers"])
-        return cross_entropy(x @ p["wte"].T, ids)
-
-    layers = {
-        "q": floats(4, 64, 64),
-        "up": floats(4, 64, 64),
-        "norm": {"scale": floats(4, 64)},
-    }
-    return (
-        loss,
-        {"layers": layers, "wte": floats(VOCAB, 64)},
-        (integers(BATCH, LENGTH),),
-    )
-
-
-@program(
-    {"embedder": "embedding", "moe/norm": "adamw", "moe/out": "biio", "moe": "bio"}
-)
-def deepseek_out_in_a_stack():
-    """`out` (layers, heads, head, width) in a stack whose name says experts."""
-    layers, heads, head, width = 3, 4, 8, 48
-
-    def loss(p, ids):
-        def body(x, layer):
-            h = rms(x) * layer["norm"]
-            q, k, v = (
-                (h @ layer[name]).reshape(BATCH, LENGTH, heads, head)
-                for name in ("query", "key", "value")
-            )
-            scores = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
-            o = jnp.einsum("bhts,bshd->bthd", scores, v)
-            return x + jnp.einsum("bthd,hdm->btm", o, layer["out"]), None
-
-        x, _ = lax.scan(body, p["embedder"][ids], p["moe"])
-        return cross_entropy(x @ p["embedder"].T, ids)
-
-    stack = {
-        "norm": floats(layers, width),
-        **{n: floats(layers, width, heads * head) for n in ("query", "key", "value")},
-        "out": floats(layers, heads, head, width),
-    }
-    return (
-        loss,
-        {"embedder": floats(VOCAB, width), "moe": stack},
-        (integers(BATCH, LENGTH),),
-    )
-
-
-@program(
-    {
-        "tok": "embedding",
-        "stack/g1 stack/g2": "adamw",
-        "stack/o": "biio",
-        "stack": "bio",
-    }
-)
-def as_many_layers_as_heads():
-    """Eight layers of eight heads, and norms called g1 and g2."""
-    layers, heads, head, width = 8, 8, 6, 32
-
-    def loss(p, ids):
-        def body(x, layer):
-            h = rms(x) * layer["g1"]
-            q, k, v = (
-                (h @ layer[name]).reshape(BATCH, LENGTH, heads, head) for name in "qkv"
-            )
-            scores = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
-            o = jnp.einsum("bhts,bshd->bthd", scores, v)
-            x = x + jnp.einsum("bthd,hdm->btm", o, layer["o"])
-            h = rms(x) * layer["g2"]
-            return x + jax.nn.gelu(h @ layer["fc"]) @ layer["proj"], None
-
-        x, _ = lax.scan(body, p["tok"][ids], p["stack"])
-        return cross_entropy(x @ p["tok"].T, ids)
-
-    stack = {
-        "g1": floats(layers, width),
-        "g2": floats(layers, width),
-        **{name: floats(layers, width, heads * head) for name in "qkv"},
-        "o": floats(layers, heads, head, width),
-        "fc": floats(layers, width, HIDDEN),
-        "proj": floats(layers, HIDDEN, width),
-    }
-    return (
-        loss,
-        {"tok": floats(VOCAB, width), "stack": stack},
-        (integers(BATCH, LENGTH),),
-    )
 
 
 @program({"encoder": "bio"})

@@ -15,10 +15,10 @@ pytestmark = pytest.mark.usefixtures("as_users_write")
 
 
 # A parameter is multiplied by another one, and either may be like data; a kernel hides
-# a parameter, and its widths do not tell in from out.
+# what it does with one.
 UNDECIDED = {
     "latents_not_repeated": {"att/q", "latents"},
-    "latents_not_repeated_with_bias": {"att/q", "latents"},
+    "product_in_a_kernel": {"up"},
 }
 
 
@@ -45,11 +45,6 @@ def test_reading(name):
 
 # A leaf of each tree whose names mislead, and its row in the table that users see.
 ROWS = {
-    "list_of_tuples": "1/0 512 x 512 kernel 1 x (512, 512) muon contracted over axis 0",
-    "list_of_tuples_out_first": (
-        "0/0 512 x 784 kernel 1 x (784, 512) muon contracted over axis 1"
-    ),
-    "numbered_letters": "W3 256 x 10 head - adamw last product before the result",
     "pytorch_checkpoint": (
         "model.layers.0.mlp.up_proj.weight 96 x 64 kernel 1 x (64, 96) muon "
         "contracted over axis 1"
@@ -57,15 +52,6 @@ ROWS = {
     "twin_critics": (
         "Dense_2/kernel 2 x 256 x 1 vector - adamw "
         "one row or column, contracted over axis 1"
-    ),
-    "stacked_layers_of_square_matrices": (
-        "layers/q 4 x 64 x 64 kernel 4 x (64, 64) muon contracted over axis 1"
-    ),
-    "deepseek_out_in_a_stack": (
-        "moe/out 3 x 4 x 8 x 48 out 3 x (32, 48) muon contracted over axes 1, 2"
-    ),
-    "as_many_layers_as_heads": (
-        "stack/o 8 x 8 x 6 x 32 out 8 x (48, 32) muon contracted over axes 1, 2"
     ),
     "layers_in_an_encoder": (
         "encoder/w 8 x 64 x 64 kernel 8 x (64, 64) muon contracted over axis 1"

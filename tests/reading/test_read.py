@@ -11,11 +11,6 @@ import jax_muon as jm
 from jax_muon.trees import is_box, leaves_with_paths
 
 
-def test_integers_and_complex_go_to_adamw():
-    params = {"a": jnp.zeros((2, 2), int), "b": jnp.zeros((2, 2), complex)}
-    assert jm.read(params).labels(params) == {"a": "adamw", "b": "adamw"}
-
-
 class LinenBlock(nn.Module):
     @nn.compact
     def __call__(self, tokens):

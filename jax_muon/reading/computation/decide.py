@@ -1,5 +1,6 @@
 """From the uses of a parameter to its reading: label, role, axes, and why."""
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -7,27 +8,35 @@ from typing import Any
 
 from jax_muon import trees
 from jax_muon.matrices import ADAMW, MUON, MatrixAxes, Parameter, not_a_matrix
-from jax_muon.reading.computation.follow import SUMS, Follower
-from jax_muon.reading.computation.roles import CONSTANT, INNER, matrix_axes
-from jax_muon.reading.computation.values import Use
+from jax_muon.reading.computation.trace import SUMS, Trace
+from jax_muon.reading.computation.values import (
+    BATCH,
+    CONSTANT,
+    IN,
+    INNER,
+    OUT,
+    PART,
+    Sides,
+    Use,
+)
 
 _PRODUCTS = ("contracted", "convolved", "grouped", "depthwise")  # kinds of uses
 
 
-def parameter(path: str, leaf: Any, follower: Follower, is_split: bool) -> Parameter:
+def parameter(path: str, leaf: Any, trace: Trace, is_split: bool) -> Parameter:
     """How a leaf is read, by its uses; with a doubt, if they do not decide.
 
     The reason says if a kernel holds several products side by side, unless `is_split`.
     """
-    shape, uses = tuple(leaf.shape), follower.uses[path]
+    shape, uses = tuple(leaf.shape), trace.uses[path]
     label, role, reason, axes = _decide(shape, uses)
     if not_a_matrix(shape, leaf.dtype):
         label, role, axes = ADAMW, "vector" if label == MUON else role, None
     elif role == "kernel" and "router" in trees.words(path):
         label, role, reason = ADAMW, "router", f"a router, by its name; {reason}"
     elif label == MUON and not is_split:
-        reason += _side_by_side(path, shape, uses) or _stacked(path, role, axes)
-    scanned = {x for x in follower.scanned[path] if axes is None or x in axes.batch}
+        reason += _split(path, role, shape, uses) or _stacked(path, role, axes)
+    scanned = {x for x in trace.scanned[path] if axes is None or x in axes.batch}
     by = path, shape, leaf.dtype, label, role, reason, axes
     read = Parameter(*by, scanned=tuple(sorted(scanned)))
     return _with_doubt(read, reason) if label == MUON and axes is None else read
@@ -39,10 +48,10 @@ def _with_doubt(x: Parameter, doubt: str) -> Parameter:
     return replace(x, label=MUON, doubt=doubt, options=options)
 
 
-def doubted(x: Parameter, follower: Follower) -> Parameter:
+def doubted(x: Parameter, trace: Trace) -> Parameter:
     """With a doubt, if constants or other parameters were multiplied by it."""
-    roles = [x for use in follower.uses[x.path] for x in use.roles.values()]
-    inside = {INNER, CONSTANT} & {role for of_axis in roles for role in of_axis}
+    of_axes = [sides for use in trace.uses[x.path] for sides in use.sides.values()]
+    inside = {INNER, CONSTANT} & {side for sides in of_axes for side in sides}
     if x.role != "elementwise" or len(x.shape) < 2 or not inside:
         return x
     doubt = "nothing but parameters and constants is multiplied by it"
@@ -55,19 +64,16 @@ def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
     A function that ends before the model's head, such as an encoder, has its last
     kernels as its last products.
     """
-
-    def kind(x: Parameter) -> Any:
-        return trees.numberless(x.path), x.shape
-
-    def agree(x: Parameter) -> Parameter:
-        other = kernels.get(kind(x))
-        if x.role != "head" or other is None:
-            return x
-        reason = f"{x.reason}, and like {other.path!r}"
-        return replace(x, label=MUON, role=other.role, reason=reason)
-
-    kernels = {kind(x): x for x in parameters if x.label == MUON}
-    return [agree(x) for x in parameters]
+    kinds = [(trees.numberless(x.path), x.shape) for x in parameters]
+    both = [*zip(kinds, parameters, strict=True)]
+    kernels = {kind: x for kind, x in both if x.label == MUON}
+    agreed = []
+    for kind, x in both:
+        if x.role == "head" and (like := kernels.get(kind)):
+            reason = f"{x.reason}, and like {like.path!r}"
+            x = replace(x, label=MUON, role=like.role, reason=reason)
+        agreed.append(x)
+    return agreed
 
 
 def _decide(
@@ -96,12 +102,16 @@ def _decide(
         return MUON, "unknown", f"it goes into {', '.join(names)}{at('opaque')}", None
     if not products:
         return ADAMW, "elementwise", f"elementwise{at('elementwise')}", None
+    for use in products:
+        for axis, slices in use.slices.items():
+            if slices >= {(i, i + 1) for i in range(shape[axis])}:
+                use.separate([axis])
     where, first = at(*_PRODUCTS), products[0]
     if first.kind in ("grouped", "depthwise"):
         return ADAMW, first.kind, f"a {first.kind} convolution{where}", None
     if first.is_complex:
         return ADAMW, "complex", f"a product of complex numbers{where}", None
-    readings = [matrix_axes(shape, use.roles) for use in products]
+    readings = [_matrix_axes(shape, use.sides) for use in products]
     known = [x for x in readings if isinstance(x, MatrixAxes)]
     if not known:
         return MUON, "unknown", f"{readings[0]}{where}", None
@@ -124,25 +134,24 @@ def _decide(
         return ADAMW, "router", f"a top-k chooses among its outputs{where}", axes
     if not any(use.feeds for use in uses):
         return ADAMW, "head", f"last product before the result{where}", axes
-    roles = {x.role for use in products for x in use.outputs.values()} - {""}
+    roles = {use.role for use in products} - {""}
     kernel = "convolution" if first.kind == "convolved" else "kernel"
-    if len(roles) > 1 or roles == {"gated"}:
+    is_glu = any(use.glu for use in products) and roles <= {"out"}
+    if len(roles) > 1 or is_glu:
         return MUON, "fused", reason, axes
     return MUON, roles.pop() if roles else kernel, reason, axes
 
 
 def _is_table_of_keys(use: Use) -> bool:
     """True for the product of attention's queries with a leaf."""
-    outputs = [x for before in use.inputs for x in before.outputs.values()]
-    roles = {x.role for x in outputs} - {""}
-    has_roles = any(x.role for x in use.outputs.values())
-    of_constants = {CONSTANT} in use.roles.values()
-    return roles in ({"query"}, {"key"}) and not has_roles and not of_constants
+    roles = {before.role for before in use.inputs} - {""}
+    of_constants = {CONSTANT} in use.sides.values()
+    return roles in ({"query"}, {"key"}) and not of_constants
 
 
 def _is_norm(use: Use, axes: MatrixAxes) -> bool:
     """True for a sum over the inputs of a matrix, such as the norms of its outputs."""
-    summed = not any(use.roles.get(axis) for axis in axes.reduction)
+    summed = not any(use.sides.get(axis) for axis in axes.reduction)
     return summed and use.left == {*axes.output}
 
 
@@ -162,28 +171,60 @@ def _stacked(path: str, role: str, axes: MatrixAxes | None) -> str:
     return f"; if axis {first} is a stack: rules={{{path!r}: {numbers}}}"
 
 
-def _side_by_side(path: str, shape: Sequence[int], uses: Iterable[Use]) -> str:
+def _split(path: str, role: str, shape: Sequence[int], uses: Iterable[Use]) -> str:
     """What to say of a kernel whose outputs are split, or ""."""
-    roles: dict[int, dict[tuple[int, int], str]] = {}
-    for x in (x for use in uses for x in use.outputs.values()):
-        if x.axis is not None:
-            parts = roles.setdefault(x.axis, {})
-            parts[x.start, x.stop] = x.role or parts.get((x.start, x.stop), "")
-    for axis, parts in sorted(roles.items()):
-        starts, stops = zip(*sorted(parts), strict=True)
-        names = [parts[part] for part in sorted(parts)]
-        widths = [stop - start for start, stop in zip(starts, stops, strict=True)]
-        told_apart = len({*names}) > 1 or names[0] == "gated"
-        if (*starts, shape[axis]) == (0, *stops) and told_apart:
-            split: Any = len(names)  # equal parts
-            if "" not in names and len({*names}) == len(names):
-                split = dict(zip(names, widths, strict=True))
-            elif len({*widths}) > 1:
-                split = {f"part_{i}": width for i, width in enumerate(widths)}
+    sliced = [(use, *x) for use in uses for x in use.slices.items()]
+    for use, axis, slices in sliced if role == "fused" else ():
+        # Slices of a slice count from its start, so another one contains them.
+        parts = [
+            (start, stop)
+            for start, stop in sorted(slices)
+            if not any(a <= start and stop <= b for a, b in slices - {(start, stop)})
+        ]
+        starts, stops = zip(*parts, strict=True)
+        if (*starts, shape[axis]) == (0, *stops) and use.sides.get(axis) == {OUT}:
+            widths = [stop - start for start, stop in parts]
+            split: Any = {f"part_{i}": width for i, width in enumerate(widths)}
+            split = split if len({*widths}) > 1 else len(widths)
             last = "" if axis == len(shape) - 1 else f", axis={axis}"
             pattern = re.sub(r".*/\d+/", "", path)  # of all layers
-            return (
-                f"; its outputs are split into {len(names)} parts: "
-                f"splits={{{pattern!r}: Split({split}{last})}}"
-            )
+            text = f"splits={{{pattern!r}: Split({split}{last})}}"
+            return f"; its outputs are split: {text}"
     return ""
+
+
+def _matrix_axes(shape: Sequence[int], of: Sides) -> MatrixAxes | str:
+    """The axes of one use, or why they are unknown."""
+    sides = {axis: {*of.get(axis, ())} for axis in range(len(shape))}
+    known = set().union(*sides.values())
+    matrix = [a for a, x in sides.items() if INNER not in x and x != {BATCH}]
+    for axis, x in sides.items():
+        if INNER in x and shape[axis] >= math.prod(shape[a] for a in matrix):
+            return "of two parameters multiplied with each other either may be data,"
+        if INNER in x:
+            x ^= {INNER, OUT if IN in known else IN}
+        if PART in x:
+            x ^= {PART} if len(x) > 1 else {PART, BATCH}
+    _resolve_constants(sides)
+    for axis, x in sides.items():
+        if not x and shape[axis] == 1:
+            x.add(BATCH)
+        if len(x) != 1:
+            both = f"both {' and '.join(sorted(x))}" if x else "neither in nor out"
+            return f"axis {axis} is {both}"
+    batch, fan_in, fan_out = (
+        tuple(a for a in sides if sides[a] == {side}) for side in (BATCH, IN, OUT)
+    )
+    return MatrixAxes(batch, fan_in, fan_out)
+
+
+def _resolve_constants(sides: dict[int, set[str]]) -> None:
+    """An axis that only constants are contracted with is an input; others are out."""
+    inputs = [axis for axis, x in sides.items() if x == {CONSTANT}]
+    others = [axis for axis, x in sides.items() if x and axis not in inputs]
+    for x in sides.values():
+        x.discard(CONSTANT)
+    for axis in inputs:
+        sides[axis].add(IN)
+    for axis in [a for a in others if sides[a] != {BATCH}] or others if inputs else []:
+        sides[axis] = {OUT}

@@ -7,45 +7,45 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jax_muon import jaxprs
 from jax_muon.jaxprs import shape_of
-from jax_muon.reading.computation.factors import axes_in, free
-from jax_muon.reading.computation.follow import Follower, rule
+from jax_muon.reading.computation.axis_parts import axes_in, free
 from jax_muon.reading.computation.moves import cut
+from jax_muon.reading.computation.trace import Trace, rule
 from jax_muon.reading.computation.values import Value, joined
 
 
 @rule("scan")
-def _scan(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+def _scan(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     constants, start = jaxprs.scan_starts(eqn)
     body, length, rows = eqn.params["jaxpr"].jaxpr, eqn.params["length"], []
     for value, v in zip(values[start:], eqn.invars[start:], strict=True):
-        for leaf, factors in value.leaves.items():
-            follower.scanned[leaf] |= axes_in(factors, [0])
+        for leaf, parts in value.leaves.items():
+            trace.scanned[leaf] |= axes_in(parts, [0])
         row = cut(value, shape_of(v), (1, *shape_of(v)[1:]))
-        rows.append(row.moved(lambda factors: factors[1:]))
+        rows.append(row.moved(lambda parts: parts[1:]))
     before, carry = values[:constants], values[constants:start]
-    carry, ys = _repeat(follower, eqn, body, before, carry, rows)
-    return [*carry, *(y.moved(lambda factors: (free(length), *factors)) for y in ys)]
+    carry, ys = _repeat(trace, eqn, body, before, carry, rows)
+    return [*carry, *(y.moved(lambda parts: (free(length), *parts)) for y in ys)]
 
 
 @rule("while")
-def _while(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+def _while(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     start = eqn.params["cond_nconsts"]
     end = start + eqn.params["body_nconsts"]
     body = eqn.params["body_jaxpr"].jaxpr
-    return _repeat(follower, eqn, body, values[start:end], values[end:], [])[0]
+    return _repeat(trace, eqn, body, values[start:end], values[end:], [])[0]
 
 
 @rule("cond")
-def _cond(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    follower.routes(values[0], values[1:])
+def _cond(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    trace.routes(values[0], values[1:])
     functions = eqn.params["branches"]
-    branches = [follower.call(eqn, x.jaxpr, values[1:]) for x in functions]
-    meet = functools.partial(_meet, follower, eqn)
+    branches = [trace.call(eqn, x.jaxpr, values[1:]) for x in functions]
+    meet = functools.partial(_meet, trace, eqn)
     return [functools.reduce(meet, results) for results in zip(*branches, strict=True)]
 
 
 def _repeat(
-    follower: Follower,
+    trace: Trace,
     eqn: JaxprEqn,
     body: Jaxpr,
     constants: Sequence[Value],
@@ -54,9 +54,9 @@ def _repeat(
 ) -> tuple[list[Value], list[Value]]:
     """The carry and the other results of a loop, after as many turns as change them."""
     for _ in range(4):
-        results = follower.call(eqn, body, [*constants, *carry, *rows])
+        results = trace.call(eqn, body, [*constants, *carry, *rows])
         before, pairs = carry, zip(carry, results, strict=False)
-        carry = [_meet(follower, eqn, *pair) for pair in pairs]
+        carry = [_meet(trace, eqn, *pair) for pair in pairs]
         if list(map(_facts, before)) == list(map(_facts, carry)):
             break
     return carry, results[len(carry) :]
@@ -66,12 +66,12 @@ def _facts(x: Value) -> tuple[object, ...]:
     return x.data, {*x.leaves}, x.picked, x.sources, {*x.results}, x.one_hot
 
 
-def _meet(follower: Follower, eqn: JaxprEqn, a: Value, b: Value) -> Value:
+def _meet(trace: Trace, eqn: JaxprEqn, a: Value, b: Value) -> Value:
     """What holds of a value that is one of two."""
     result = joined([a, b])
     for value, other in ((a, b), (b, a)):
         if value.leaves and not other.leaves and other.data:
-            follower.use(value, "elementwise", eqn)
+            trace.use(value, "elementwise", eqn)
             return result
     for value in (a, b):
         ndim = len(next(iter(value.leaves.values()), ()))

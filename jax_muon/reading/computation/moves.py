@@ -6,22 +6,21 @@ from dataclasses import replace
 from jax.extend.core import JaxprEqn, Literal
 
 from jax_muon.jaxprs import shape_of
-from jax_muon.reading.computation.factors import (
-    Factors,
+from jax_muon.reading.computation.axis_parts import (
+    AxisParts,
     Shape,
     axes_in,
     fit,
     placed,
     reshaped,
 )
-from jax_muon.reading.computation.follow import Follower, rule
-from jax_muon.reading.computation.roles import BATCH, PART
-from jax_muon.reading.computation.values import Output, Scores, Value, joined
+from jax_muon.reading.computation.trace import Trace, rule
+from jax_muon.reading.computation.values import BATCH, PART, Value, joined
 
 
 @rule("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "pad")
 @rule("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter", "ppermute")
-def _move(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+def _move(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Rearrange axes, or change their sizes."""
     name, params = eqn.primitive.name, eqn.params
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
@@ -30,60 +29,49 @@ def _move(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
         order = (name == "reshape" and params["dimensions"]) or range(len(old))
         turned = [old[a] for a in order]
         return values[0].moved(
-            lambda factors: reshaped(tuple(factors[a] for a in order), turned, new)
+            lambda parts: reshaped(tuple(parts[a] for a in order), turned, new)
         )
     source = dict(enumerate(params.get("permutation", range(len(new)))))
     if name == "broadcast_in_dim":
         to = enumerate(params["broadcast_dimensions"])
-        source = {place: a for a, place in to if old[a] == new[place]}
-    return values[0].moved(lambda factors: fit(placed(factors, source, new), new))
+        source = {place: a for a, place in to}
+    return values[0].moved(lambda parts: fit(placed(parts, source, new), new))
 
 
 def cut(value: Value, old: Shape, new: Shape, starts: Shape | None = None) -> Value:
     """A part of each axis; where one element is left, the leaf's axis is a batch.
 
-    `starts` is where the parts begin, if that is known. Then slices of outputs are told
-    apart, and an output axis whose elements are all taken one by one is a batch.
+    `starts` is where the parts begin, if that is known: uses record their slices.
     """
+    if starts is not None:
+        _note_slices(value, old, new, starts)
     single = [a for a in range(len(old)) if new[a] == 1 < old[a]]
 
-    def rest(factors: Factors) -> Factors:
-        fits = fit(factors, new)
+    def rest(parts: AxisParts) -> AxisParts:
+        fits = fit(parts, new)
         return tuple(() if a in single else x for a, x in enumerate(fits))
 
-    of = value.results.items()
-    results = {_slice_of(x, factors, old, new, starts): factors for x, factors in of}
-    result = replace(value, results=results).moved(rest)
-    for role, whole in ((BATCH, True), (PART, False)):
+    result = value.moved(rest)
+    for side, whole in ((BATCH, True), (PART, False)):
         axes = {
-            leaf: axes_in([[x for a in single for x in factors[a] if x.whole is whole]])
-            for leaf, factors in value.leaves.items()
+            leaf: axes_in([[x for a in single for x in parts[a] if x.whole is whole]])
+            for leaf, parts in value.leaves.items()
         }
-        result = result.with_role(role, axes)
+        result = result.with_side(side, axes)
     return result
 
 
-def _slice_of(
-    x: Output | Scores, factors: Factors, old: Shape, new: Shape, starts: Shape | None
-) -> Output | Scores:
-    """The output that a slice of an output is; otherwise the same."""
-    if starts is None or isinstance(x, Scores) or x.axis is not None:
-        return x
-    for a, of_axis in enumerate(factors):
-        axis = of_axis[0].axis if of_axis else None
-        if old[a] == new[a] or axis is None or len(axes_in((of_axis,))) > 1:
-            continue
-        if new[a] == 1 and of_axis[0].whole:
-            x.use.taken.setdefault(axis, set()).add(starts[a])
-            if len(x.use.taken[axis]) == old[a]:
-                x.use.separate([axis])
-        unit = of_axis[-1].stride
-        return x.use.output(axis, starts[a] * unit, (starts[a] + new[a]) * unit)
-    return x
+def _note_slices(value: Value, old: Shape, new: Shape, starts: Shape) -> None:
+    for use, parts in value.outputs.items():
+        for place, of_axis in enumerate(parts):
+            for axis in axes_in((of_axis,)) if old[place] != new[place] else ():
+                unit, start = of_axis[-1].stride, starts[place]
+                part = start * unit, (start + new[place]) * unit
+                use.slices.setdefault(axis, set()).add(part)
 
 
 @rule("slice", "split", "unstack")
-def _slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+def _slice(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     (value,), old = values, shape_of(eqn.invars[0])
     if "start_indices" in eqn.params:
         new = shape_of(eqn.outvars[0])
@@ -100,7 +88,7 @@ def _slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> list[Value
 
 
 @rule("dynamic_slice")
-def _dynamic_slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+def _dynamic_slice(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     value, *indices = values
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     index = joined(indices)
@@ -108,44 +96,43 @@ def _dynamic_slice(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Va
         if new[axis] == 1 and not (index.data or isinstance(at, Literal)):
             # A loop over layers.
             for leaf, axes in value.axes_in([axis]).items():
-                follower.scanned[leaf] |= axes
-    return pick(follower, eqn, cut(value, old, new), index)
+                trace.scanned[leaf] |= axes
+    return pick(trace, eqn, cut(value, old, new), index)
 
 
 @rule("gather")
-def _gather(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     (value, index), numbers = values[:2], eqn.params["dimension_numbers"]
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    batch = numbers.operand_batching_dims
-    gone = *numbers.collapsed_slice_dims, *batch
-    sizes = [1 if a in batch else n for a, n in enumerate(eqn.params["slice_sizes"])]
+    gone = *numbers.collapsed_slice_dims, *numbers.operand_batching_dims
     kept = [a for a in range(len(old)) if a not in gone]
     source = dict(zip(numbers.offset_dims, kept, strict=True))
-    result = cut(value, old, sizes).moved(lambda factors: placed(factors, source, new))
-    return pick(follower, eqn, result, index)
+    result = cut(value, old, eqn.params["slice_sizes"])
+    result = result.moved(lambda parts: placed(parts, source, new))
+    return pick(trace, eqn, result, index)
 
 
-def pick(follower: Follower, eqn: JaxprEqn, value: Value, index: Value) -> Value:
+def pick(trace: Trace, eqn: JaxprEqn, value: Value, index: Value) -> Value:
     """Elements of a value at some places; data may say at which."""
-    is_routing = index.data and follower.routes(index, [value])
+    routed = trace.routes(index, [value])
     if not value.leaves:
         result = replace(joined([value, index]), results=value.results)
-        result.choice -= index.choice if is_routing else frozenset()
+        result.choice -= routed
         return result
     if not index.data:
         return value
-    follower.use(value, "picked", eqn)
+    trace.use(value, "picked", eqn)
     picked = value.picked | {*value.leaves}
     return replace(value, data=True, picked=picked)
 
 
 @rule("random_bits", "rng_bit_generator")
-def _random(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+def _random(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     return Value(data=True, noise=True)
 
 
 @rule("concatenate", "dynamic_update_slice", "scatter", "scatter-add")
-def _concatenate(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     shape, name = shape_of(eqn.outvars[0]), eqn.primitive.name
     arrays = {"concatenate": values, "dynamic_update_slice": values[:2]}.get(
         name,
@@ -156,7 +143,7 @@ def _concatenate(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
     for value in arrays:
         part = value.fit(shape)
         if beside_data:
-            follower.use(part, "elementwise", eqn)
+            trace.use(part, "elementwise", eqn)
         else:
             result = result.with_leaves(part, len(shape))
         result.results = {**part.results, **result.results}
@@ -164,26 +151,26 @@ def _concatenate(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Valu
 
 
 @rule("top_k", "approx_top_k", "sort")
-def _top_k(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+def _top_k(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     result = replace(joined(values), results={})
     for value in values:
         # A sort of several operands ranks: it gives indices. Of one it is a quantile.
         if eqn.primitive.name != "sort" or len(values) > 1:
-            shapes, of = follower.shapes, value.outputs()
-            whole = [x for x in of if x.is_whole(value.results[x], shapes[x.use.path])]
+            shapes, of = trace.shapes, value.outputs.items()
+            whole = [use for use, x in of if use.is_whole(x, shapes[use.path])]
             result.choice |= value.chosen(whole)
-        follower.use(value, "elementwise", eqn)
+        trace.use(value, "elementwise", eqn)
     return result
 
 
 @rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin")
-def _reduce(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+def _reduce(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     name, axes, (value,) = eqn.primitive.name, eqn.params["axes"], values
-    along = {x: axes_in(value.results[x], axes) for x in value.outputs()}
-    for x in along if name == "reduce_sum" else ():
-        x.use.separate(along[x] & x.use.gated)
+    along = {use: axes_in(parts, axes) for use, parts in value.outputs.items()}
+    for use in along if name == "reduce_sum" else ():
+        use.separate(along[use] & use.gated)
     left = [a for a in range(len(shape_of(eqn.invars[0]))) if a not in axes]
-    result = value.moved(lambda factors: tuple(factors[a] for a in left))
+    result = value.moved(lambda parts: tuple(parts[a] for a in left))
     if name.startswith("arg"):
-        result.choice = value.chosen([x for x in along if along[x]])
+        result.choice = value.chosen(use for use in along if along[use])
     return replace(result, one_hot=False)

@@ -13,11 +13,21 @@ from dataclasses import dataclass, replace
 from jax.extend.core import JaxprEqn
 
 from jax_muon.jaxprs import shape_of
-from jax_muon.reading.computation.factors import Factor, Factors, axes_in, placed
-from jax_muon.reading.computation.follow import Follower, rule
+from jax_muon.reading.computation.axis_parts import AxisPart, AxisParts, axes_in, placed
 from jax_muon.reading.computation.moves import pick
-from jax_muon.reading.computation.roles import BATCH, CONSTANT, IN, INNER, OUT
-from jax_muon.reading.computation.values import Results, Scores, Use, Value, joined
+from jax_muon.reading.computation.trace import Trace, rule
+from jax_muon.reading.computation.values import (
+    BATCH,
+    CONSTANT,
+    IN,
+    INNER,
+    OUT,
+    Results,
+    Scores,
+    Use,
+    Value,
+    joined,
+)
 
 Axes = Sequence[int]
 
@@ -48,19 +58,17 @@ class Product:
             [a for a in range(len(self.shapes[i])) if a not in used[i]] for i in (0, 1)
         ]
 
-    def placed(self, i: int, factors: Factors) -> Factors:
+    def placed(self, i: int, parts: AxisParts) -> AxisParts:
         """Axes of the result, from the axes of operand i."""
         count = len(self.batch[0])
         start = count + i * len(self.free[0])
         source = dict(enumerate(self.batch[i][:count]))
         source |= {start + at: a for at, a in enumerate(self.free[i])}
-        return placed(factors, source, shape_of(self.eqn.outvars[0]))
+        return placed(parts, source, shape_of(self.eqn.outvars[0]))
 
     def weight(self) -> int | None:
         """The operand (0 or 1) that is the parameter in this product, or None."""
         may_be = [self._may_be_weight(i) for i in (0, 1)]
-        if may_be == [True, True]:  # then a leaf is, and not what data picked from one
-            may_be = [not value.data for value in self.values]
         if may_be == [True, True]:
             # A parameter that is repeated along an axis is like data, and so is a
             # function of a product of two.
@@ -79,7 +87,7 @@ class Product:
 
 
 @rule("dot_general", "ragged_dot_general")
-def _product(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     if eqn.primitive.name == "dot_general":
         contract, batch = eqn.params["dimension_numbers"]
     else:
@@ -91,49 +99,44 @@ def _product(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
     if i is None:
         if all(x.leaves and not x.data for x in product.values):
             return _of_leaves(product)
-        return _of_activations(follower, product)
+        return _of_activations(trace, product)
     weight, other = product.values[i], product.values[1 - i]
     of_weight, of_other = product.contract[i], product.contract[1 - i]
-    is_transposed = follower.is_transposed(eqn)
-    for sizes in values[2:]:  # of groups
-        follower.routes(sizes, [other])
+    is_transposed = trace.is_transposed(eqn)
     if not is_transposed and not other.leaves and (other.one_hot or not other.data):
         result = weight.moved(functools.partial(product.placed, i))
-        role = BATCH if other.one_hot else CONSTANT
-        result = result.with_role(role, weight.axes_in(of_weight))
-        return pick(follower, eqn, result, other) if other.one_hot else result
-    other = follower.given(other, eqn, of_other)
-    sides = (OUT, IN) if is_transposed else (IN, OUT)
-    roles = [sides[a not in of_weight] for a in range(len(product.shapes[i]))]
-    for a in product.batch[i]:
-        roles[a] = BATCH
-    uses = follower.use(weight, "contracted", eqn, roles, by=other)
+        side = BATCH if other.one_hot else CONSTANT
+        result = result.with_side(side, weight.axes_in(of_weight))
+        return pick(trace, eqn, result, other) if other.one_hot else result
+    other = trace.given(other, eqn, of_other)
+    inside, outside = (OUT, IN) if is_transposed else (IN, OUT)
+    sides = [outside] * len(product.shapes[i])
+    for side, of_side in ((inside, of_weight), (BATCH, product.batch[i])):
+        for a in of_side:
+            sides[a] = side
+    uses = trace.use(weight, "contracted", eqn, sides, by=other)
     for use in uses:
         use.by_gates = other.are_gates
+        use.role = use.role or "out" * other.attended
         use.rows = math.prod(product.shapes[1 - i][a] for a in product.free[1 - i])
-    for x in other.outputs():
-        factors = other.results[x]
+    for before, parts in other.outputs.items():
         # Sums over experts whose results gates were multiplied by.
         for place, a in zip(of_other, of_weight, strict=True):
-            if gated := axes_in(factors, [place]) & x.use.gated:
-                x.use.separate(gated)
+            if gated := axes_in(parts, [place]) & before.gated:
+                before.separate(gated)
                 for use in uses:
                     use.separate(axes_in(weight.leaves[use.path], [a]), IN)
         # A batch of this product that was an output: members with one input.
-        for axis in axes_in(factors, product.batch[1 - i]):
-            if all(x.use.roles.get(a) == {BATCH} for a in range(axis)):
-                x.use.separate([axis])
-    of_uses = [product.placed(i, weight.leaves[use.path]) for use in uses]
-    return _result(uses, of_uses, "out" if other.attended else "")
+        for axis in axes_in(parts, product.batch[1 - i]):
+            if all(before.sides.get(a) == {BATCH} for a in range(axis)):
+                before.separate([axis])
+    return _result({use: product.placed(i, weight.leaves[use.path]) for use in uses})
 
 
-def _result(uses: list[Use], factors: Sequence[Factors], role: str = "") -> Value:
-    """The result of a product; for each use, what its axes are of the leaf's."""
-    outputs = [use.output() for use in uses]
-    for output in outputs:
-        output.role = output.role or role
-    results: Results = dict(zip(outputs, factors, strict=True))
-    return Value(data=True, results=results, sources=frozenset(uses))
+def _result(outputs: dict[Use, AxisParts]) -> Value:
+    """The result of a product, and what its axes are of the leaf's of each use."""
+    results: Results = dict(outputs.items())
+    return Value(data=True, results=results, sources=frozenset(outputs))
 
 
 def _of_leaves(product: Product) -> Value:
@@ -142,131 +145,90 @@ def _of_leaves(product: Product) -> Value:
     for i, value in enumerate(product.values):
         part = value.moved(functools.partial(product.placed, i))
         result = result.with_leaves(part, len(shape_of(product.eqn.outvars[0])))
-        result = result.with_role(INNER, value.axes_in(product.contract[i]))
+        result = result.with_side(INNER, value.axes_in(product.contract[i]))
     return result
 
 
-def _of_activations(follower: Follower, product: Product) -> Value:
+def _of_activations(trace: Trace, product: Product) -> Value:
     """A product of two activations, or of constants."""
     values, contract = product.values, product.contract
-    is_transposed = follower.is_transposed(product.eqn)
+    is_transposed = trace.is_transposed(product.eqn)
     result = replace(joined(values), one_hot=False, is_exponential=False, results={})
-    if all(value.are_gates for value in values):
-        result.softmax = min(value.softmax for value in values)
     for i, (value, other) in enumerate((values, values[::-1])):
-        if not value.are_gates and follower.routes(other, [value]):
-            result.choice -= other.choice
-        follower.use(value, "elementwise", product.eqn)
+        result.choice -= trace.routes(other, [value])
+        trace.use(value, "elementwise", product.eqn)
         inside = {x: axes_in(y, contract[i]) for x, y in value.results.items()}
         is_kernel = other.given_floats and not is_transposed
-        if (
-            is_kernel
-            and product.free[1 - i]
-            and any(inside[x] for x in value.outputs())
-        ):
-            _feed(result)
-        for x, factors in value.results.items():
+        if is_kernel and any(inside[x] for x in value.outputs):
+            result.feed()
+        for x, parts in value.results.items():
             if isinstance(x, Scores):
                 if value.is_exponential and len(inside[x]) == 1 and not is_transposed:
                     _attend(x, min(inside[x]), other)
                     result.attended = True
                 continue
             if other.are_gates:
-                x.use.separate(inside[x])
-            if x.use.by_gates and x.axis is None:
-                x.use.mix(inside[x], axes_in(factors, product.free[i]))
-            result.results[x] = product.placed(i, factors)
-    left, right = (frozenset(value.outputs()) for value in values)
-    if left and right and not is_transposed:
+                x.separate(inside[x])
+            if x.by_gates:
+                x.mix(inside[x], axes_in(parts, product.free[i]))
+            result.results[x] = product.placed(i, parts)
+    left, right = (frozenset(value.outputs) for value in values)
+    if left and right:
         shape, start = shape_of(product.eqn.outvars[0]), len(product.batch[0])
         second = start + len(product.free[0])
         result.results[Scores((left, right))] = tuple(
-            (Factor(int(a >= second), 1, size),) if a >= start and size > 1 else ()
+            (AxisPart(int(a >= second), 1, size),) if a >= start and size > 1 else ()
             for a, size in enumerate(shape)
         )
     return result
 
 
-def _feed(result: Value) -> None:
-    """Note that a frozen kernel takes the result, as a parameter would."""
-    for use in result.sources:
-        use.feeds = True
-
-
 def _attend(scores: Scores, key: int, values: Value) -> None:
     """Give the query, key and value of an attention their roles."""
     for role, operand in (("key", key), ("query", 1 - key)):
-        for x in scores.operands[operand]:
-            x.become(role)
-    for x in values.outputs():
-        x.become("value")
+        for use in scores.operands[operand]:
+            use.become(role)
+    for use in values.outputs:
+        use.become("value")
 
 
 @rule("conv_general_dilated")
-def _convolution(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     (data, kernel), params = values, eqn.params
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
-    shape, is_transposed = shape_of(eqn.invars[1]), follower.is_transposed(eqn)
+    shape, is_transposed = shape_of(eqn.invars[1]), trace.is_transposed(eqn)
     out, fan_in, *window = numbers.rhs_spec
-    data = follower.given(data, eqn, [numbers.lhs_spec[1]])
-    for x in data.outputs():
-        x.use.separate(_members(data.results[x][numbers.lhs_spec[1]], groups)[0])
+    data = trace.given(data, eqn, [numbers.lhs_spec[1]])
+    for use, parts in data.outputs.items():
+        use.separate(_members(parts[numbers.lhs_spec[1]], groups)[0])
     if not kernel.leaves:
         product = replace(joined(values), results={}, one_hot=False)
         if kernel.given_floats and not is_transposed:
-            _feed(product)
-        for x in kernel.outputs():
-            inside = axes_in(kernel.results[x], [fan_in, *window])
-            x.use.mix(inside, axes_in(kernel.results[x], [out]))
+            product.feed()
+        for use, parts in kernel.outputs.items():
+            use.mix(axes_in(parts, [fan_in, *window]), axes_in(parts, [out]))
         return product
     last = fan_in if is_transposed else out
-    roles = [OUT if a == last else IN for a in range(len(shape))]
+    sides = [OUT if a == last else IN for a in range(len(shape))]
     for a, step in zip(window, params["lhs_dilation"], strict=True):
         if step == shape[a] > 1 and not is_transposed:  # its windows do not overlap
-            roles[a] = OUT
-    uses = follower.use(kernel, "convolved", eqn, roles, by=data)
+            sides[a] = OUT
+    uses = trace.use(kernel, "convolved", eqn, sides, by=data)
     for use in uses:
-        of_out = kernel.leaves[use.path][out]
-        members, left = _members(of_out, groups)
-        if shape[fan_in] == 1 and members and members[0] > (of_out[-1].axis or 0):
-            members, left = [], groups  # depthwise, with members of its own
-        use.revise(dict.fromkeys(members, BATCH))
-        if left > 1:
+        if _members(kernel.leaves[use.path][out], groups)[1] > 1:
             use.kind = "depthwise" if shape[fan_in] == 1 else "grouped"
     source, result = {numbers.out_spec[1]: out}, shape_of(eqn.outvars[0])
-    of_uses = [placed(kernel.leaves[use.path], source, result) for use in uses]
-    return _result(uses, of_uses)
+    return _result(
+        {use: placed(kernel.leaves[use.path], source, result) for use in uses}
+    )
 
 
-def _members(factors: Sequence[Factor], groups: int) -> tuple[list[int], int]:
+def _members(parts: Sequence[AxisPart], groups: int) -> tuple[list[int], int]:
     """The axes of a leaf that `vmap` made groups of, and the groups that are left."""
     members = []
-    for axis, _, size, whole in factors[:-1]:
-        if axis is None or not whole or groups % size:
+    for axis, _, size, whole in parts[:-1]:
+        if axis is None or not whole:
             break
         members.append(axis)
         groups //= size
     return members, groups
-
-
-@rule("pallas_call")
-def _pallas_call(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """A product of a leaf and an activation, if their widths leave no choice.
-
-    Otherwise it is opaque to leaves; of activations alone, any function of them.
-    """
-    result = replace(joined(values), results={}, one_hot=False)
-    shapes = [shape_of(v) for v in eqn.invars]
-    weights = [i for i, x in enumerate(values) if x.leaves and not x.data]
-    data = [i for i, x in enumerate(values) if x.sources and len(shapes[i]) > 1]
-    if len(weights) == len(data) == len(eqn.outvars) == 1:
-        shape, (*_, before) = shapes[weights[0]], shapes[data[0]]
-        *_, after = shape_of(eqn.outvars[0])
-        if before != after and shape.count(before) == shape.count(after) == 1:
-            roles = [{before: IN, after: OUT}.get(n, BATCH) for n in shape]
-            weight, by = values[weights[0]], values[data[0]]
-            uses = follower.use(weight, "contracted", eqn, roles, by)
-            return replace(result, sources=frozenset(uses))
-    for value in values:
-        follower.use(value, "opaque", eqn)
-    return result

@@ -14,12 +14,12 @@ from jax_muon.reading.computation import (  # noqa: F401, they register rules
     moves,
     products,
 )
-from jax_muon.reading.computation.factors import Factor
-from jax_muon.reading.computation.follow import Follower
+from jax_muon.reading.computation.axis_parts import AxisPart
+from jax_muon.reading.computation.trace import Trace
 from jax_muon.reading.computation.values import Value
 
 
-def follow(function: Callable[..., Any], params: Any, *args: Any) -> Follower:
+def follow(function: Callable[..., Any], params: Any, *args: Any) -> Trace:
     """The uses of every parameter in `function(params, *args)`; nothing is computed."""
     leaves, tree = jax.tree.flatten(params)
     arrays = [x if hasattr(x, "shape") else None for x in leaves]
@@ -30,16 +30,16 @@ def follow(function: Callable[..., Any], params: Any, *args: Any) -> Follower:
         return _loss(function(whole, *args))
 
     jaxpr, count = jaxprs.trace(loss, arrays, *args)
-    follower = Follower({path: tuple(x.shape) for path, x in _arrays(params)})
-    values = [_of_leaf(path, shape) for path, shape in follower.shapes.items()]
+    trace = Trace({path: tuple(x.shape) for path, x in _arrays(params)})
+    values = [_of_leaf(path, shape) for path, shape in trace.shapes.items()]
     given: list[Any] = [v.aval for v in jaxpr.invars[len(values) :]]
     arguments = given[: count - len(values)]
     # Without arrays among its arguments, a function closes over its data.
     is_alone = not any(x.ndim and _given(x, is_data=True).data for x in arguments)
     is_data = [is_alone or i < len(arguments) for i in range(len(given))]
     values += map(_given, given, is_data)
-    follower.run(jaxpr, values)
-    return follower
+    trace.run(jaxpr, values)
+    return trace
 
 
 def read_uses(
@@ -48,32 +48,25 @@ def read_uses(
     *args: Any,
     splits: Collection[str] = (),
 ) -> list[Parameter]:
-    """How `function(params, *args)` uses each parameter.
+    """How `function(params, *args)`, of arrays or shapes, uses each parameter.
 
-    Args:
-      function: any function whose result depends on the parameters.
-      params: the parameters, or their shapes.
-      args: the other arguments, arrays or shapes.
-      splits: patterns of the parameters that are split, which get no warning.
+    Those that the patterns of `splits` match get no hint how to split them.
 
     Raises:
       ValueError: the result does not depend on any parameter.
     """
-    follower = follow(function, params, *args)
-    leaves = _arrays(params)
-    if leaves and not any(follower.uses.values()):
+    trace, leaves = follow(function, params, *args), _arrays(params)
+    if leaves and not any(trace.uses.values()):
         raise ValueError(
             f"the result of {function} depends on none of the {len(leaves)} "
             "parameters; expected the loss, or a model's apply, as a function of them"
         )
-    read = [
-        decide.parameter(
-            path, leaf, follower, any(trees.matches(x, path) for x in splits)
-        )
-        for path, leaf in leaves
-    ]
+    read = []
+    for path, leaf in leaves:
+        is_split = any(trees.matches(pattern, path) for pattern in splits)
+        read.append(decide.parameter(path, leaf, trace, is_split))
     if all(x.axes is None and x.label != MUON for x in read):
-        read = [decide.doubted(x, follower) for x in read]
+        read = [decide.doubted(x, trace) for x in read]
     return decide.with_agreeing_layers(read)
 
 
@@ -92,8 +85,8 @@ def _loss(result: Any) -> Any:
 
 
 def _of_leaf(path: str, shape: tuple[int, ...]) -> Value:
-    factors = tuple((Factor(a, 1, n),) if n > 1 else () for a, n in enumerate(shape))
-    return Value(leaves={path: factors})
+    parts = tuple((AxisPart(a, 1, n),) if n > 1 else () for a, n in enumerate(shape))
+    return Value(leaves={path: parts})
 
 
 def _given(aval: Any, is_data: bool) -> Value:

@@ -1,6 +1,6 @@
 """Follow every parameter through a traced function, until operations apply it to data.
 
-`Follower` runs a jaxpr on `Value`s. Rules are registered by the names of primitives:
+A `Trace` runs a jaxpr on `Value`s. Rules are registered by the names of primitives:
 `moves` rearranges axes, `products` has contractions, `loops` control flow. Without a
 rule an operation is elementwise if its shapes fit, and otherwise opaque: what becomes
 of a leaf in it is unknown.
@@ -18,11 +18,18 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jax_muon import jaxprs
 from jax_muon.jaxprs import shape_of
-from jax_muon.reading.computation.factors import Factors, Shape, axes_in
-from jax_muon.reading.computation.roles import CONSTANT, INNER, OUT, merged
-from jax_muon.reading.computation.values import Use, Value, joined
+from jax_muon.reading.computation.axis_parts import Shape, axes_in
+from jax_muon.reading.computation.values import (
+    CONSTANT,
+    INNER,
+    OUT,
+    Use,
+    Value,
+    joined,
+    merged,
+)
 
-Rule = Callable[["Follower", JaxprEqn, list[Value]], Value | list[Value]]
+Rule = Callable[["Trace", JaxprEqn, list[Value]], Value | list[Value]]
 RULES: dict[str, Rule] = {}
 
 
@@ -36,7 +43,7 @@ def rule(*primitives: str) -> Callable[[Rule], Rule]:
     return register
 
 
-class Follower:
+class Trace:
     """Runs a jaxpr on values, and collects the uses of every leaf.
 
     Attributes:
@@ -49,7 +56,7 @@ class Follower:
         self.shapes = shapes
         self.uses: dict[str, list[Use]] = collections.defaultdict(list)
         self.scanned: dict[str, set[int]] = collections.defaultdict(set)
-        self._by_place: dict[Any, Use] = {}
+        self._known: dict[Any, Use] = {}
         self._calls: tuple[JaxprEqn, ...] = ()  # the operations around this one
 
     def run(self, jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
@@ -88,39 +95,36 @@ class Follower:
         value: Value,
         kind: str,
         eqn: JaxprEqn,
-        roles: Sequence[str] = (),
+        sides: Sequence[str] = (),
         by: Value | None = None,
     ) -> list[Use]:
-        """Every leaf that a value is made of is used here, with `roles` of its axes.
+        """Every leaf that a value is made of is used here, with `sides` of its axes.
 
         `by` is what it is multiplied by.
         """
         uses, calls = [], (*self._calls, eqn)
-        place = tuple(map(id, calls))  # a function may be called several times
-        is_gradient = by is not None and self.is_transposed(eqn)
+        is_gradient = self.is_transposed(eqn)
         sources = by.sources if by else frozenset()
-        for leaf, factors in value.leaves.items():
-            key = leaf, kind, place
-            if key not in self._by_place:
+        for leaf, parts in value.leaves.items():
+            key = leaf, kind, *map(id, calls)  # a function may be called several times
+            if key not in self._known:
                 line = jaxprs.line_of(calls)
-                self._by_place[key] = Use(leaf, kind, line, eqn.primitive.name)
-                self.uses[leaf].append(self._by_place[key])
-            use = self._by_place[key]
+                self._known[key] = Use(leaf, kind, line, eqn.primitive.name)
+                self.uses[leaf].append(self._known[key])
+            use = self._known[key]
             of_axes = {
-                axis: frozenset({role})
-                for of_axis, role in zip(factors, roles, strict=False)
+                axis: frozenset({side})
+                for of_axis, side in zip(parts, sides, strict=False)
                 for axis in axes_in((of_axis,))
             }
-            use.roles = merged(value.roles.get(leaf, {}), of_axes) | use.revised
+            use.sides = merged(value.sides.get(leaf, {}), of_axes) | use.revised
             use.of_picked = leaf in value.picked
-            use.left = axes_in(factors)
+            use.left = axes_in(parts)
             use.is_complex = any(map(_is_complex, eqn.invars))
             use.is_gradient = is_gradient
             use.inputs |= sources
             uses.append(use)
         for use, before in itertools.product(uses, sources):
-            if use.path == before.path and (use.is_gradient or before.is_gradient):
-                continue
             if not use.is_gradient:
                 before.feeds = True
             elif before.is_gradient:  # backwards, what is later comes first
@@ -133,30 +137,27 @@ class Follower:
         A leaf was a matrix if a constant, such as a grid, was multiplied by it. Or if
         another leaf was, such as codes, and its outputs are contracted along `places`.
         """
-
-        def is_matrix(leaf: str, factors: Factors) -> bool:
+        sources = value.sources
+        for leaf, parts in value.leaves.items():
             known = value.known(leaf) if not value.data else ()
-            return CONSTANT in known or (
-                INNER in known and bool(axes_in(factors, places))
-            )
-
-        leaves = value.leaves
-        matrices = {leaf: x for leaf, x in leaves.items() if is_matrix(leaf, x)}
-        others = {leaf: x for leaf, x in leaves.items() if leaf not in matrices}
-        self.use(replace(value, leaves=others), "elementwise", eqn)
-        roles = [OUT] * max(map(len, matrices.values()), default=0)
-        value = replace(value, leaves=matrices)
-        sources = value.sources | {*self.use(value, "contracted", eqn, roles)}
+            one = replace(value, leaves={leaf: parts})
+            if CONSTANT in known or (INNER in known and axes_in(parts, places)):
+                sources |= {*self.use(one, "contracted", eqn, [OUT] * len(parts))}
+            else:
+                self.use(one, "elementwise", eqn)
         return replace(value, data=True, leaves={}, sources=sources)
 
-    def routes(self, chosen: Value, others: Sequence[Value]) -> bool:
-        """Note that a top-k chose which others count, unless among themselves."""
+    def routes(self, chosen: Value, others: Sequence[Value]) -> frozenset[Use]:
+        """Note that a top-k chose which others count, unless among themselves.
+
+        Returns the choice, if it is one of others: what it chose is no gate any more.
+        """
         among = {path for use in chosen.choice for path in use.among}
         others = [x for x in others if not set() < {u.path for u in x.sources} <= among]
         is_routing = any(x.leaves or (x.data and not x.noise) for x in others)
         for use in chosen.choice:
             use.chooses |= is_routing
-        return is_routing
+        return chosen.choice if is_routing else frozenset()
 
 
 def _is_complex(v: Any) -> bool:
@@ -166,22 +167,21 @@ def _is_complex(v: Any) -> bool:
 _ACTIVATIONS = {"tanh", "logistic", "max", "sin", "cos", "erf", "exp", "expm1", "log1p"}
 _KEEPING = {"mul", "div", "add", "select_n", "convert_element_type", "copy", "name"}
 SUMS = ("add", "sub")
+_OPAQUE = ("triangular_solve", "pallas_call")
 
 
-def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value:
+def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     """An operation on each element; or one without a rule."""
     name, result = eqn.primitive.name, joined(values)
     shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
     shapes = [shape_of(v) for v in eqn.invars]
     # Of a square system, which is solved, all shapes fit.
-    fits = all(_fits(x, shape) for x in shapes) and name != "triangular_solve"
+    fits = all(_fits(x, shape) for x in shapes) and name not in _OPAQUE
     if not fits:
         result.results = {}
-    operands = values[1:] if name == "select_n" else values
-    made = [x for x in operands if x.leaves]
-    active = [x for x in operands if x.data and not x.leaves and not x.noise]
-    if made and result.noise and fits:
-        result.data, result.noise = False, name == "mul"  # noise on a leaf
+    made = [x for x in values if x.leaves]
+    active = [x for x in values if x.data and not x.leaves and not x.noise]
+    result.noise &= name == "mul" or not made
     if name == "eq":
         result.one_hot = sum(x.data for x in values) == 1
     result.activated |= bool(made) and name in _ACTIVATIONS
@@ -192,30 +192,28 @@ def elementwise(follower: Follower, eqn: JaxprEqn, values: list[Value]) -> Value
     for value, size in zip(values, map(math.prod, shapes), strict=True):
         others = [x for x, s in zip(values, shapes, strict=True) if math.prod(s) > size]
         if name == "select_n" and value is values[0]:
-            others = [x for x in operands if x.sources]
-        if value.choice and follower.routes(value, others):
-            result.choice -= value.choice
+            others = [x for x in values if x.sources]
+        result.choice -= trace.routes(value, others)
     for value in _scales(name, made, shape):
-        follower.use(value, "elementwise", eqn)
+        trace.use(value, "elementwise", eqn)
         made = [x for x in made if x is not value]
-    if made and (active or not fits):
+    if active or not fits:
         for value in made:
             is_input = value.activated or name not in SUMS
             if fits and is_input and not value.has_all(shape):
-                result.sources |= follower.given(value, eqn, ()).sources
+                result.sources |= trace.given(value, eqn, ()).sources
             else:
-                follower.use(value, "elementwise" if fits else "opaque", eqn)
+                trace.use(value, "elementwise" if fits else "opaque", eqn)
         # Leaves stay matrices behind a mask or a scale of their elements; and a product
         # of leaves (LoRA) where it is added to a frozen matrix.
         masked = name in ("mul", "div", "select_n") and sum(n > 1 for n in shape) > 1
         frozen = all(x.given_floats for x in active)
+        product = [any(INNER in x.known(leaf) for leaf in x.leaves) for x in made]
         made = [
             x
-            for x in made
-            if (masked and x.has_all(shape))
-            or (frozen and any(INNER in x.known(leaf) for leaf in x.leaves))
+            for x, of_two in zip(made, product, strict=True)
+            if fits and ((masked and x.has_all(shape)) or (frozen and of_two))
         ]
-        made = made if fits else []
     for value in made:
         result = result.with_leaves(value, len(shape))
     return result
@@ -241,22 +239,20 @@ def _scales(name: str, made: Sequence[Value], shape: Shape) -> list[Value]:
 
 def _softmax(name: str, values: Sequence[Value]) -> int:
     """`Value.softmax` of an elementwise operation."""
-    of = [2 if x.one_hot else x.softmax for x in values if x.data]
+    of = [x.softmax for x in values if x.data]
     if name == "div" and len(of) == 2 and all(of):
         return 2
     return 1 if name == "exp" else min(of, default=0) if name in _KEEPING else 0
 
 
 def _multiply(values: Sequence[Value], shapes: Sequence[Shape]) -> None:
-    """Find gates: of experts, for all elements of each; or one half of a result."""
+    """Find gates: of experts, for all elements of each; or slices of one result."""
     for (gates, other), (shape, size) in zip(
         itertools.permutations(values), itertools.permutations(shapes), strict=True
     ):
         if gates.are_gates and math.prod(shape) < math.prod(size):
             places = [a for a, n in enumerate(shape) if n > 1]
-            for x in other.outputs():
-                x.use.gated |= axes_in(other.results[x], places)
-    left, right = ({*value.outputs()} for value in values)
-    for a, b in itertools.product(left, right) if not left & right else ():
-        if a.use is b.use and a.axis == b.axis is not None and not a.role:
-            a.role = b.role = "gated"
+            for use, parts in other.outputs.items():
+                use.gated |= axes_in(parts, places)
+    for use in values[0].outputs.keys() & values[1].outputs.keys():
+        use.glu |= any(use.sides.get(axis) == {OUT} for axis in use.slices)

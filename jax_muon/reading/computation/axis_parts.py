@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 
-class Factor(NamedTuple):
+class AxisPart(NamedTuple):
     """A part of an axis of a value: `size` elements, `stride` apart, of a leaf's axis.
 
     The axis is None if it is no leaf's; `whole` is false for one factor of several.
@@ -17,38 +17,38 @@ class Factor(NamedTuple):
     whole: bool = True
 
 
-# The factors of each axis of a value, the outermost first.
-Factors = tuple[tuple[Factor, ...], ...]
+# The parts of each axis of a value, the outermost first.
+AxisParts = tuple[tuple[AxisPart, ...], ...]
 Shape = Sequence[int]
 
 
 def axes_in(
-    factors: Sequence[Iterable[Factor]], places: Iterable[int] | None = None
+    parts: Sequence[Iterable[AxisPart]], places: Iterable[int] | None = None
 ) -> set[int]:
     """The leaf's axes in some axes of a value, or in all."""
-    chosen = factors if places is None else [factors[place] for place in places]
+    chosen = parts if places is None else [parts[place] for place in places]
     return {x.axis for of_axis in chosen for x in of_axis if x.axis is not None}
 
 
-def free(size: int) -> tuple[Factor, ...]:
+def free(size: int) -> tuple[AxisPart, ...]:
     """An axis of a value that is no leaf's."""
-    return (Factor(None, 1, size),) if size > 1 else ()
+    return (AxisPart(None, 1, size),) if size > 1 else ()
 
 
-def placed(factors: Factors, source: Mapping[int, int], shape: Shape) -> Factors:
+def placed(parts: AxisParts, source: Mapping[int, int], shape: Shape) -> AxisParts:
     """Axes of a result: from `source` by place, or else no leaf's."""
     return tuple(
-        factors[source[place]] if place in source else free(size)
+        parts[source[place]] if place in source else free(size)
         for place, size in enumerate(shape)
     )
 
 
-def fit(factors: Factors, shape: Shape) -> Factors:
-    """The factors of axes that were cut or padded to this shape."""
-    return tuple(map(_fitted, factors, shape))
+def fit(parts: AxisParts, shape: Shape) -> AxisParts:
+    """The parts of axes that were cut or padded to this shape."""
+    return tuple(map(_fitted, parts, shape))
 
 
-def _fitted(of_axis: tuple[Factor, ...], size: int) -> tuple[Factor, ...]:
+def _fitted(of_axis: tuple[AxisPart, ...], size: int) -> tuple[AxisPart, ...]:
     if not of_axis or math.prod(x.size for x in of_axis) == size:
         return of_axis
     outer, *inner = of_axis
@@ -58,24 +58,24 @@ def _fitted(of_axis: tuple[Factor, ...], size: int) -> tuple[Factor, ...]:
     return (outer._replace(size=size // rest), *inner)
 
 
-def reshaped(factors: Factors, old: Shape, new: Shape) -> Factors:
-    """The factors of the old axes, divided among the new ones."""
-    left: list[Factor] = []  # the innermost first
-    for before, size in zip(reversed(factors), reversed(old), strict=True):
+def reshaped(parts: AxisParts, old: Shape, new: Shape) -> AxisParts:
+    """The parts of the old axes, divided among the new ones."""
+    left: list[AxisPart] = []  # the innermost first
+    for before, size in zip(reversed(parts), reversed(old), strict=True):
         left += reversed(_fitted(before, size) or free(size))
     left = [x for x in left if x.size > 1]
     result = []
     for size in new:
-        of_axis: list[Factor] = []
+        of_axis: list[AxisPart] = []
         while size > 1 and left:
             axis, stride, length, whole = left.pop()
             taken = math.gcd(size, length)
             if taken == 1:  # they do not divide each other: both get this axis
                 taken, size = length, size * length
             if rest := length // taken - 1:
-                left.append(Factor(axis, stride, rest + 1, False))
+                left.append(AxisPart(axis, stride, rest + 1, False))
                 whole = False
-            of_axis.append(Factor(axis, stride * (length // taken), taken, whole))
+            of_axis.append(AxisPart(axis, stride * (length // taken), taken, whole))
             size //= taken
         result.append(tuple(of_axis))
     return tuple(result)
