@@ -40,8 +40,7 @@ test: venv
 test-types: venv
 	packages=$$(printf 'jax_muon.%s,' $(TYPED))beartype.beartype && \
 	$(BIN)/python -m pytest -n 2 --jaxtyping-packages=$$packages \
-		tests/polar/test_factors.py tests/test_pieces.py tests/test_momentum.py \
-		tests/test_hyperball.py $(ARGS)
+		tests/polar/test_factors.py tests/test_pieces.py tests/test_momentum.py $(ARGS)
 
 # Versions of Python, jax and optax, each in an environment of its own: the oldest,
 # levanter's pins, MaxText's floor, and the newest.

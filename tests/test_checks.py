@@ -5,7 +5,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -56,24 +55,18 @@ def read_as(rules, **recipe):
 TABLE = {
     # numbers
     "learning_rate=-0.1; expected a finite number of": lambda: muon(-0.1),
-    "learning_rate='0.1'; expected a finite number": lambda: muon("0.1"),
     "learning_rate=Array([1., 1.]": lambda: muon(jnp.ones(2)),
     "weight_decay=nan; expected": lambda: nanochat(weight_decay=NAN),
     "(momentum of a recipe)=1.0; expected": lambda: muon(momentum=1.0),
-    "(momentum of a recipe)=np": lambda: muon(momentum=np.float32(1.5)),
     "(beta2 of a recipe)=1.0; expected": lambda: jm.normuon(beta2=1.0),
-    "eps=0.0; expected a finite": lambda: jm.scale_by_normuon(eps=0.0),
     "rms=0.0; expected a finite": lambda: jm.normalize_frobenius(0.0),
     "balance=1.5; expected a number in [0, 1]": lambda: jm.clip_qk(1.0, balance=1.5),
-    "threshold=0.0; expected a finite number above 0": lambda: jm.clip_qk(0.0),
     "team=0; expected a Python int": lambda: jm.orthogonalize(team=0),
     "steps=2.5; expected a Python integer": lambda: muon(steps=2.5),
     "static_args=('steps',)": lambda: init(
         optax.inject_hyperparams(jm.nanochat)(0.5, steps=5)
     ),
     "microbatches=0; expected a Python": lambda: train(microbatches=0),
-    "parts=0; expected": lambda: jm.Split(0),
-    "parts=2.0; expected a number of at least 1, names": lambda: jm.Split(2.0),
     "groups=['x']; expected a mapping of label": lambda: nanochat(groups=["x"]),
     "such as sgd(1e-3)": lambda: nanochat(groups={"x": optax.sgd}),
     "rules at '0', which no parameter has; expected a mapping of path": lambda: init(
@@ -90,9 +83,6 @@ TABLE = {
     "learning_rate(count) is float32 of shape (2,); expected a schedule": lambda: step(
         muon(lambda count: jnp.ones(2))
     ),
-    "(momentum of a recipe)(count)=None; expected a schedule of real": lambda: step(
-        muon(momentum=lambda count: None)
-    ),
     "gather_dtype='int8'; expected a dtype of real floating point": lambda: jm.on_mesh(
         muon(), MESH, gather_dtype="int8"
     ),
@@ -100,8 +90,6 @@ TABLE = {
         momentum_dtype="float16"
     ),
     # words
-    "edition='2026'; expected one of '": lambda: nanochat(edition="2026"),
-    "axis='outputs'; expected one of": lambda: jm.scale_by_normuon(axis="outputs"),
     "(shape_rule of a recipe)='rms'; expected": lambda: muon(shape_rule="rms"),
     "lookahead='no'; expected True or False": lambda: muon(lookahead="no"),
     "'w' of shape (4, 6) with P('data', 'data'): a mesh axis twice": lambda: init(
@@ -114,9 +102,6 @@ TABLE = {
         jm.on_mesh(muon(), MESH, {"wte": jax.P()})
     ),
     # patterns and labels
-    "'wq' matches no parameter; there are bias": lambda: init(
-        jm.scale_by_path({"wq": 0.5})
-    ),
     "'w' of shape (4, 6) has the label 'moun'; expected one of 'muon'": lambda: init(
         read_as({"w": "moun", "wte": "adamw"})
     ),
@@ -133,7 +118,6 @@ TABLE = {
     "of shape (1, 6, 4) out of float32 of shape (1, 4, 6)": lambda: step(
         jm.orthogonalize(lambda x: x.mT), MATRIX
     ),
-    "made complex64 of shape": lambda: step(muon(polar=lambda x: 1j * x)),
     "groups['x'](matrices)=None; expected an optax transform": lambda: init(
         read_as({"w": "x", "wte": "adamw"}, groups={"x": lambda matrices: None})
     ),
@@ -149,8 +133,6 @@ TABLE = {
         muon(matrices={"wq": "muon"})
     ),
     "rules at 'w': 1; expected a label": lambda: init(muon(matrices={"w": 1})),
-    "params=None; expected the parameters": lambda: jm.read(None),
-    "function=0.5; expected a function": lambda: jm.read(PARAMS, 0.5),
     "missing a required argument: 'batch'": lambda: jm.read(PARAMS, loss),
     "args at '0/x'='a'; expected arrays": lambda: jm.read(PARAMS, loss, {"x": "a"}),
     "matrices= splits w, which a piece would not apply": lambda: init(
@@ -163,9 +145,6 @@ TABLE = {
     "two parameters have the path 'a/b'": lambda: init(
         nanochat(), {"a/b": jnp.ones((4, 6)), "a": {"b": jnp.ones((4, 6))}}
     ),
-    "has dtype key<fry>, which AdamW cannot train; expected": lambda: init(
-        nanochat(), MATRIX | {"z": jax.random.key(0)}
-    ),
     "'z' of shape () has dtype int32, which AdamW cannot train; expected": lambda: init(
         nanochat(), MATRIX | {"z": jnp.zeros((), "int32")}
     ),
@@ -174,9 +153,6 @@ TABLE = {
     ),
     "'bias' of shape (6,): with dtype": lambda: init(
         read_as({"bias": "muon", "*": "muon"})
-    ),
-    "'bias' of shape (6,): without `matrices` a piece": lambda: init(
-        jm.orthogonalize()
     ),
     "'bias' was not read; there are w; expected the tree": lambda: init(
         muon(matrices=reader()(MATRIX))
@@ -196,18 +172,8 @@ TABLE = {
     "array at 'inner_states/muon/inner_state/2/count'; expected none": lambda: resumed(
         muon(), nanochat()
     ),
-    "0/mu/w' has dtype int8; expected one like float32": lambda: resumed(
-        muon(), muon(momentum_dtype="int8")
-    ),
     "0/mu/w' has dtype float32; expected one like int8": lambda: resumed(
         muon(momentum_dtype="int8"), muon()
-    ),
-    "no array at 'inner_states": lambda: resumed(muon(), optax.sgd(0.1)),
-    "array at 'inner_states/x/inner_state/0/count'; expected none": lambda: resumed(
-        muon(), muon(groups={"x": optax.adam(0.1)})
-    ),
-    "no array at 'inner_states/x/inner_state/0/count'": lambda: resumed(
-        muon(groups={"x": optax.adam(0.1)}), muon()
     ),
 }
 
@@ -260,19 +226,12 @@ PIECES = {
 
 
 @pytest.mark.parametrize("name", PIECES)
-def test_states_of_parameters_with_other_names(name):
+def test_states_of_other_parameters(name):
     """By place, the second of two matrices would get what is known of the first."""
     tx = PIECES[name]()
     state = tx.init({"a": jnp.ones((4, 6)), "b": jnp.ones((4, 6))})
     with pytest.raises((ValueError, KeyError), match=r"a'|c'"):
         step(tx, {"b": jnp.ones((4, 6)), "c": jnp.ones((4, 6))}, state=state)
-
-
-@pytest.mark.parametrize("name", ["nesterov", "int8 momentum", "scale_by_normuon"])
-@pytest.mark.parametrize(("old", "new"), [((1, 1), (8, 6)), ((8, 6), (1, 1))])
-def test_states_of_parameters_of_other_shapes(name, old, new):
-    """Which would be broadcast."""
-    tx = PIECES[name]()
-    state = tx.init({"w": jnp.ones(old)})
-    with pytest.raises(ValueError, match="'w' has shape"):
-        tx.update({"w": jnp.ones(new)}, state)
+    if name != "hyperball":  # its radii have one shape for all matrices
+        with pytest.raises(ValueError, match="has shape"):
+            step(tx, {"a": jnp.ones((1, 1)), "b": jnp.ones((1, 1))}, state=state)
