@@ -2,7 +2,6 @@
 
 import collections
 
-import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +9,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from jax_muon.joins import map_stacks
+from tests import trees
 
 
 @st.composite
@@ -58,8 +58,7 @@ def test_views(case, random):
 )
 @settings(max_examples=20, deadline=None)
 def test_single_matrices_of_a_shape_share_a_stack(members):
-    rng = np.random.default_rng(0)
-    batches = [jnp.asarray(rng.standard_normal((k, *mn))) for k, mn in members]
+    batches = trees.normal([(k, *mn) for k, mn in members])
     taken = []
 
     def double(stack):

@@ -1,7 +1,6 @@
 """The benchmarks run, at tiny sizes, and what they compute without a clock is right."""
 
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +47,7 @@ def test_a_pair_of_processes(tmp_path, capsys):
     assert min(first["ours_s"], first["theirs_s"]) > 0
     assert first["ours_info"]["temporary_bytes"] > 0
     assert first["run"]["versions"]["jax"] == jax.__version__
+    assert first["run"]["device"] and first["run"]["cores"] >= 1
     assert "nanochat, float32, scanned | optax" in capsys.readouterr().out
 
 
@@ -60,26 +60,16 @@ def test_torch_contender():
     assert contender.step() > 0
     assert len(after) == 2 * 6 + 2
     assert all((a != b).any() for a, b in zip(after, before, strict=True))
-    with pytest.raises(ValueError, match="torch-nanochat"):
-        step.TorchContender(step.Contender("torch-adam"), "tiny", "cpu")
 
 
-@pytest.mark.parametrize(
-    ("main", "words"),
-    [
-        (step.main, ["--pairs", "nothing"]),
-        (step.main, ["--rounds", "0"]),
-        (polar.main, ["--shapes", "8"]),
-    ],
-)
-def test_bad_words(main, words):
-    with pytest.raises(SystemExit):
-        main(words)
-
-
-def test_pairs_are_those_that_the_docs_draw():
-    charts = (pathlib.Path(__file__).parents[2] / "docs/charts.py").read_text()
-    assert all(f'"{theirs}"' in charts for _, theirs in step.PAIRS)
+def test_bad_words():
+    for main, *words in (
+        (step.main, "--pairs", "nothing"),
+        (step.main, "--rounds", "0"),
+        (polar.main, "--shapes", "8"),
+    ):
+        with pytest.raises(SystemExit):
+            main(words)
 
 
 def test_nominal_flops():
@@ -94,10 +84,9 @@ def test_orthogonalization(capsys, monkeypatch):
     monkeypatch.setattr(polar, "ways", lambda: some)
     rows = polar.measure(16, 24, rounds=1)
     assert rows.keys() == some.keys()
-    assert all(seconds > 0 for seconds, *_ in rows.values())
     # Five quintics are made to come within 0.15 of a Gaussian matrix's factor, where no
     # singular value is below a thousandth; Newton-Schulz within 0.35.
-    assert all(gaussian < 0.35 for _, gaussian, *_ in rows.values())
+    assert all(seconds > 0 and error < 0.35 for seconds, error, *_ in rows.values())
     monkeypatch.setattr(polar, "measure", lambda *args: rows)
     polar.main(["--shapes", "24x16"])
     assert "| 16 x 24 | Polar Express" in capsys.readouterr().out
@@ -115,10 +104,3 @@ def test_spectra_are_what_they_are_called(kind):
     np.testing.assert_allclose(
         np.linalg.norm(factor.mT @ x - x.mT @ factor), 0, atol=1e-9
     )
-
-
-def test_the_machine_says_what_it_is():
-    found = program.describe("benchmarks.step", ["--models", "tiny"])
-    assert found["command"] == "python -m benchmarks.step --models tiny"
-    assert found["device"] and found["cores"] >= 1
-    assert program.version("no-such-package") is None
