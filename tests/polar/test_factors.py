@@ -94,18 +94,23 @@ PION = [(1.875, -1.25, 0.375), *4 * [(0, 2.5, -1.5)]]
 TEN = 8 * [NEWTON_SCHULZ] + 2 * [(2.0, -1.5, 0.5)]
 
 
-@pytest.mark.parametrize("table", [CUBICS, TEN, PION, PION[1:], [*PION, (3, -4, 2)]])
-@pytest.mark.parametrize("form", ["standard", "gram", "bfloat16"])
+SUPPRESSING = [PION, PION[1:], [*PION, (3, -4, 2)]]
+
+
+@pytest.mark.parametrize("table", [CUBICS, TEN, *SUPPRESSING])
+@pytest.mark.parametrize("form", ["standard", "gram"])
 def test_tables_equal_the_oracle(rng, x64, table, form):
-    u, _, v = np.linalg.svd(rng.standard_normal((6, 9)), full_matrices=False)
-    x = u * np.array([3.0, 2.9, 1.5, 1.0, 0.1, 0.0]) @ v
-    how = {"dtype": "float64", "form": form}
-    how = {"dtype": "bfloat16"} if form == "bfloat16" else how
-    polar = jm.NewtonSchulz(coefficients=table, **how)
+    u, s, v = np.linalg.svd(rng.standard_normal((6, 9)), full_matrices=False)
+    if table in SUPPRESSING:
+        s = np.array([3.0, 2.9, 1.5, 1.0, 0.1, 0.0])
+    x = u * s @ v
+    polar = jm.NewtonSchulz(coefficients=table, dtype="float64", form=form)
     expected = oracle.polar(x, polar.coefficients, 1.0, 1e-7)
-    bound = 0.05 if form == "bfloat16" else 1e-12
     for given, right in ((x, expected), (x.T, expected.T)):
-        np.testing.assert_allclose(polar(jnp.asarray(given)), right, rtol=0, atol=bound)
+        np.testing.assert_allclose(polar(jnp.asarray(given)), right, rtol=0, atol=1e-12)
+    if table in SUPPRESSING:
+        narrow = jm.NewtonSchulz(coefficients=table)(jnp.asarray(x))
+        np.testing.assert_allclose(narrow, expected, rtol=0, atol=0.03)
 
 
 @pytest.mark.parametrize(("form", "dots"), [("standard", 10), ("gram", 13)])
