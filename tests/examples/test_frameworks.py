@@ -69,37 +69,29 @@ def test_linen_with_batch_norm():
 
 # --- MaxText: the package itself is in outside/maxtext --------------------------------
 
-# Logical axes of a scanned Llama 2 as MaxText has them, and sizes of a small one.
-LLAMA = {
-    "decoder/decoder_norm/scale": ("norm",),
-    "decoder/layers/mlp/wi_0/kernel": ("embed", "layers", "mlp"),
-    "decoder/layers/self_attention/query/kernel": ("embed", "layers", "q_heads", "kv"),
-    "decoder/layers/self_attention/out/kernel": ("q_heads", "layers", "kv", "embed"),
-    "token_embedder/embedding": ("vocab", "embed_vocab"),
+# Parameters in MaxText's order: their sizes by logical axes, how they are read, and
+# which mesh axes shard which logical ones.
+AXES = {
+    "decoder/decoder_norm/scale": {"norm": 16},
+    "decoder/layers/mlp/wi_0/kernel": {"embed": 16, "layers": 6, "mlp": 32},
+    "decoder/layers/out/kernel": {"heads": 4, "layers": 6, "kv": 4, "embed": 16},
+    "token_embedder/embedding": {"vocab": 24, "embed_vocab": 16},
 }
-SIZES = {
-    "embed": 16, "embed_vocab": 16, "norm": 16, "mlp": 32, "vocab": 24, "layers": 6,
-    "q_heads": 4, "kv": 4,
-}  # fmt: skip
 MATRICES = {
     "token_embedder": "adamw",
     "out": MuonDimensionNumbers((0, 2), 3),
     "mlp/*/kernel": MuonDimensionNumbers(0, 2),
-    "self_attention/*/kernel": MuonDimensionNumbers(0, (2, 3)),
 }
-RULES = [*((name, "tensor") for name in ("mlp", "q_heads", "vocab"))]
-RULES += [("embed", "fsdp")]
+RULES = [*((name, "tensor") for name in ("mlp", "heads", "vocab")), ("embed", "fsdp")]
 
 
-def llama(seed=0):
+def maxtext(seed=0):
     """Parameters in boxes that name their axes."""
-    shapes = {path: tuple(map(SIZES.get, names)) for path, names in LLAMA.items()}
-    leaves = {
-        ("params", *path.split("/")): nnx.Param(
-            x, out_sharding=LLAMA[path], eager_sharding=False
-        )
-        for path, x in trees.normal(shapes, seed, "float64").items()
-    }
+    leaves = {}
+    for path, axes in AXES.items():
+        x = trees.normal(tuple(axes.values()), seed, "float64")
+        box = nnx.Param(x, out_sharding=tuple(axes), eager_sharding=False)
+        leaves["params", *path.split("/")] = box
     return nnx.State(unflatten_dict(leaves))
 
 
@@ -118,8 +110,8 @@ def skip_step_on_spikes(inner, threshold):
 
 def test_maxtext(x64):
     """Specs from logical axes, as in `upstream.patch`; a spike changes nothing."""
-    boxed = llama()
-    params, grads = (nnx.to_pure_dict(llama(seed)) for seed in (0, 1))
+    boxed = maxtext()
+    params, grads = (nnx.to_pure_dict(maxtext(seed)) for seed in (0, 1))
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), 3 * (AxisType.Auto,))
     # In float64 a wrong layout shows.
     read, adamw = jm.read(params, rules=MATRICES), optax.adamw(0.02)
@@ -139,7 +131,7 @@ def test_maxtext(x64):
         skipped, same = update(grads, state, params, loss=2.0)
     assert float(optax.tree.norm(skipped)) == 0
     jax.tree.map(np.testing.assert_array_equal, same, state)
-    expected, state = jax.jit(one.update)(grads, one.init(params), params)
+    (expected,), _, state = trees.run(one, params, [grads])
     assert trees.distance(updates, expected) < 1e-10
     for a, b in zip(*map(jax.tree.leaves, (after, state)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
@@ -287,7 +279,6 @@ def test_init_refuses_an_unfiltered_module_with_the_leaf():
 
 # --- DiLoCo ---------------------------------------------------------------------------
 
-
 SHAPES = {
     "wte": {"embedding": (64, 16)},
     "mlp": {
@@ -296,14 +287,6 @@ SHAPES = {
         "down": {"kernel": (64, 16)},
     },
 }
-
-
-def tied(params, tokens):
-    """The loss of one worker."""
-    table, mlp = params["wte"]["embedding"], params["mlp"]
-    x = table[tokens] * mlp["norm"]["scale"]
-    x = jax.nn.relu(x @ mlp["up"]["kernel"]) @ mlp["down"]["kernel"]
-    return jnp.mean((x @ table.T) ** 2)
 
 
 def test_diloco():
@@ -319,15 +302,7 @@ def test_diloco():
         start, state = params, found["inner"].init(params)
         for _ in range(2):
             params, state = found["inner_step"](params, state, grads)
-    read = jm.read(params, jax.vmap(tied), jnp.zeros((workers, 5), int))
-    stated = jm.read(params, rules=found["matrices"])
-    assert read.labels(params) == stated.labels(params)
-    assert all(
-        read[path].axes == stated[path].axes
-        for path in ("mlp/up/kernel", "mlp/down/kernel")
-    )
     alone = jm.nanochat(matrices={"wte": "adamw", "*": "muon"})
-
     for worker in range(workers):
         own, begin, gradient = (
             jax.tree.map(lambda x, w=worker: np.asarray(x)[w], tree)

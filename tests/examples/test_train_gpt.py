@@ -203,7 +203,6 @@ def test_a_killed_run_goes_on_digit_for_digit(finished, tmp_path, examples):
     # The settings are those that the run began with.
     train_gpt.main(["--resume", f"--runs={tmp_path}", "--name=killed"])
     assert_same_run(killed, whole)
-    assert checkpoints(killed) == {"20", "30"}
 
 
 def test_two_runs_of_one_name_are_refused(copied):
