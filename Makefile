@@ -108,11 +108,10 @@ lint: $(VENV)/dev
 	$(BIN)/mypy
 	$(BIN)/mypy --follow-untyped-imports --follow-imports=silent tests/typed_program.py
 
-# The step and orthogonalization on this CPU, beside optax and torch; 10 minutes on two
-# cores. `make bench ARGS="--models gpt2-350m"` takes another model, without the second.
+# The step on this CPU, beside optax and torch; `make bench ARGS="--models gpt2-350m"`
+# takes another model.
 bench: $(VENV)/parity
 	$(BIN)/python -m benchmarks.step --json $(RESULTS) $(ARGS)
-	$(if $(ARGS),,$(BIN)/python -m benchmarks.polar)
 
 # How XLA schedules whole train steps for 64 and 256 H100s, in three layouts; no GPU is
 # needed. `make gpu-schedule ARGS="--models gpt2-124m --gpus 8"` is a small case.

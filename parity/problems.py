@@ -278,9 +278,10 @@ def _muon_of_a_sum(
     return jm.partition({"muon": muon, "adamw": adamw}, matrices)
 
 
-def _teon(**settings: Any) -> optax.GradientTransformation:
-    matrices = functools.partial(read, joins={"pool.{i}.weight": 2})
-    return jm.teon(**settings | {"matrices": matrices})
+def _teon(*, matrices: Any, **settings: Any) -> optax.GradientTransformation:
+    if matrices is read:
+        matrices = functools.partial(read, joins={"pool.{i}.weight": 2})
+    return jm.teon(matrices=matrices, **settings)
 
 
 _january = functools.partial(jm.nanochat, edition="2026-01")
@@ -341,17 +342,8 @@ def trajectory(
     XLA flushes them. NorMuon's update is then zero where PyTorch's is not, and the
     cautious mask lets the whole matrix decay instead of about half of it.
 
-    Args:
-        recipe: whose reference runs on the matrices.
-        start: the parameters, float64 for a dtype of float64, else float32.
-        grads: for each step.
-        rates: CONSTANT, MOVING, or the like.
-        dtype: of the polar iteration.
-        single: the matrices that are orthogonalized alone.
-        joint: those that are taken as one.
-        rest: the parameters of `torch.optim.AdamW`.
-        adamw: its settings.
-        settings: what else differs in the reference, such as its "polar".
+    The matrices `single` are orthogonalized alone, those of a group in `joint` as one;
+    `rest` is for `torch.optim.AdamW`. `settings` are of the reference, such as "polar".
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 

@@ -379,8 +379,7 @@ AUGUST = {"norm_factor": 1.01, "row_equilibration": True, "renormalize": True}
 def rate(value: float | Tensor, like: Tensor) -> Tensor:
     """Round a rate to the dtype of what it multiplies, as eager nanochat does.
 
-    The sums and products of rates round there too. In float32 that is the last bit, but
-    in bfloat16 1 - beta2 is 0.0508 instead of 0.05, and lr is off by up to 0.2 %.
+    In bfloat16, 1 - beta2 is 0.0508 instead of 0.05, and lr is off by up to 0.2 %.
     """
     return torch.as_tensor(value, dtype=like.dtype, device=like.device)
 

@@ -39,9 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     context = multiprocessing.get_context("spawn")  # JAX's threads do not survive fork
     checks: list[Check] = []
     sections = []
-    with concurrent.futures.ProcessPoolExecutor(
-        1, context, initializer=torch.set_num_threads, initargs=(1,)
-    ) as other:
+    pool = concurrent.futures.ProcessPoolExecutor
+    with pool(1, context, torch.set_num_threads, (1,)) as other:
         compiled = other.submit(compare.compiled_ends)
         for make in (
             trajectories,
@@ -243,15 +242,9 @@ vanish in the polar factor; but the two differ at first, and become equal with t
 first optax row has the size of that. In the row below it ours has the same correction;
 without Nesterov the two agree as they are.
 
-Not used:
-
-- timm 1.0.31: it needs torchvision, whose build on the registry is for CUDA and does
-  not load beside the CPU build of torch.
-- emerging-optimizers 0.3.0: it needs an environment of its own: `make test-outside`
-  compares it.
-- dion: it is not on the registry.
-- heavyball 3.2.1: it compiles its step for more than a minute, and in float32 and below
-  it rounds at random."""
+Not used: timm 1.0.31, which needs a torchvision for CUDA; dion, which is not on the
+registry; heavyball 3.2.1, which in float32 and below rounds at random.
+`make test-outside` compares emerging-optimizers."""
 
 
 LIMITS = """## What this does not show

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import parameters, polar, program, step
+from benchmarks import parameters, program, step
 from benchmarks.parameters import model_parameters
 
 
@@ -62,7 +62,6 @@ def test_bad_words():
     for main, *words in (
         (step.main, "--pairs", "nothing"),
         (step.main, "--rounds", "0"),
-        (polar.main, "--shapes", "8"),
     ):
         with pytest.raises(SystemExit):
             main(words)
@@ -73,30 +72,3 @@ def test_nominal_flops():
     m = 768
     square, long = 30 * m**3, (20 * 4 + 10) * m**3
     assert parameters.nominal_flops("gpt2-124m") == 12 * (4 * square + 2 * long)
-
-
-def test_orthogonalization(capsys, monkeypatch):
-    some = {name: way for name, way in polar.ways().items() if "5 steps" in name}
-    monkeypatch.setattr(polar, "ways", lambda: some)
-    rows = polar.measure(16, 24, rounds=1)
-    assert rows.keys() == some.keys()
-    # Five quintics are made to come within 0.15 of a Gaussian matrix's factor, where no
-    # singular value is below a thousandth; Newton-Schulz within 0.35.
-    assert all(seconds > 0 and error < 0.35 for seconds, error, *_ in rows.values())
-    monkeypatch.setattr(polar, "measure", lambda *args: rows)
-    polar.main(["--shapes", "24x16"])
-    assert "| 16 x 24 | Polar Express" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("kind", polar.SPECTRA)
-def test_spectra_are_what_they_are_called(kind):
-    x, factor = polar.matrices(kind, 12, 20)
-    s = np.linalg.svd(x, compute_uv=False)
-    if polar.SPECTRA[kind] is not None:
-        np.testing.assert_allclose(s, polar.SPECTRA[kind](12)[None], atol=1e-12)
-    rank = 3 if kind == "rank m/4" else 12
-    s = np.linalg.svd(factor, compute_uv=False)
-    np.testing.assert_allclose(s, (np.arange(12) < rank)[None], atol=1e-9)
-    np.testing.assert_allclose(
-        np.linalg.norm(factor.mT @ x - x.mT @ factor), 0, atol=1e-9
-    )
