@@ -30,21 +30,6 @@ def test_random_bits_are_the_hash_of_path_step_and_place():
     np.testing.assert_array_equal(bits, np.reshape(expected, shape))
 
 
-def test_random_bits_look_random():
-    """Uniform, and unrelated between neighbours, steps and parameters."""
-    n, steps = 1 << 14, (0, 1, 2**20)
-    draws = [
-        random_bits(jnp.zeros((n, 1)), path, jnp.asarray(step))[:, 0]
-        for path in "ab"
-        for step in steps
-    ]
-    # Five standard deviations of each statistic, of so many independent draws.
-    u = np.stack(draws) / 2**32
-    assert np.abs(u.mean(1) - 0.5).max() < 5 * (1 / 12 / n) ** 0.5
-    correlation = np.corrcoef(np.concatenate([u, np.roll(u, 1, axis=1)]))
-    assert np.abs(correlation - np.eye(len(correlation))).max() < 5 / n**0.5
-
-
 def stored(state):
     """The momentum that a state stands for, in float64."""
     m = np.asarray(state.mu["w"].astype(jnp.float32), np.float64)

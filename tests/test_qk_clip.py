@@ -4,7 +4,6 @@ import functools
 import re
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,42 +164,6 @@ def test_max_logits_by_prefix_module_sown_or_alone():
     kernel = updates["blocks"][0]["attn"]["q"]["kernel"]
     changed = expected["blocks"][0]["attn"]["q"]["kernel"] != kernel
     np.testing.assert_array_equal(changed.any(axis=0), np.arange(12) < 3)
-
-
-def linen_scanned(x):
-    """Parameters, and the maxima that three layers of the same input sow."""
-
-    class Attention(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            q, k = (nn.DenseGeneral((2, 4), name=n)(x) for n in ("query", "key"))
-            self.sow("intermediates", "max_logits", jm.max_attention_logits(q, k))
-            return x, None
-
-    axes = {"params": 0, "intermediates": 0}
-    layers = nn.scan(Attention, axes, split_rngs={"params": True}, length=3)()
-
-    def maxima(params):
-        _, kept = layers.apply({"params": params}, x, None, mutable=["intermediates"])
-        return kept["intermediates"]
-
-    return layers.init(jax.random.key(1), x, None)["params"], maxima
-
-
-def test_flax_measures_and_clips():
-    """After the step the largest logit of a head is the threshold, or what it was."""
-    x = 30 * jax.random.normal(jax.random.key(0), (2, 5, 6))
-    params, maxima = linen_scanned(x)
-    maxima = jax.jit(maxima)
-    seen = maxima(params)
-    (before,) = jax.tree.leaves(seen)
-    threshold = float(jnp.sort(before, axis=None)[1])
-    tx = jm.clip_qk(threshold, query="query", key="key")
-    zeros = optax.tree.zeros_like(params)
-    updates, _ = tx.update(zeros, tx.init(params), params, max_logits=seen)
-    (after,) = jax.tree.leaves(maxima(optax.apply_updates(params, updates)))
-    np.testing.assert_allclose(after, jnp.minimum(before, threshold), rtol=1e-5)
-    np.testing.assert_array_equal(after == before, before <= threshold)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
