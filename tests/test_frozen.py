@@ -84,9 +84,9 @@ SMALL = {"wte": (5, 4), "0": {"q": (4, 6)}, "1": {"q": (4, 6)}, "bias": (6,)}
 
 def saved_states():
     """By recipe and path, the state after two steps and the updates of the third."""
-    found = {}
+    found, params = {}, trees.normal(SMALL)
     for name, recipe in RECIPES.items():
-        tx, params = recipe(dtype="float32", steps=3), trees.normal(SMALL)
+        tx = recipe(dtype="float32", steps=3)
         state = tx.init(params)
         for seed in (1, 2, 3):
             before = state

@@ -110,27 +110,20 @@ SHAPES = {
     "b": (8,),
 }
 LABELS = {"wte": "adamw", "*": "muon"}
-JOINED = reader(
-    LABELS,
-    splits={"qkv": jm.Split(("q", "k", "v"))},
-    joins={"{i}/qkv/q": 2, "{i}/qkv/k": 2},
-)
+QKV, PAIRS = {"qkv": jm.Split(("q", "k", "v"))}, {"{i}/qkv/q": 2, "{i}/qkv/k": 2}
+JOINED = {"matrices": reader(LABELS, splits=QKV, joins=PAIRS)}
 SPHERES = {"matrices": LABELS, "dtype": "float32", "adamw": optax.adam(1e-4)}
 STILL = SPHERES | {"weight_decay": 0.0}
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
 RUNS = {
-    "moonlight": lambda keep: keep(jm.moonlight(1e-3, **STILL)),
-    "splits": lambda keep: keep(jm.nanochat(1e-4, **STILL | {"matrices": JOINED})),
-    "joins": lambda keep: keep(jm.teon(1e-4, **STILL | {"matrices": JOINED})),
-    "int8 momentum": lambda keep: keep(
-        jm.moonlight(1e-3, momentum_dtype="int8", **STILL)
-    ),
+    "splits": lambda keep: keep(jm.nanochat(1e-4, **STILL | JOINED)),
+    "joins": lambda keep: keep(jm.teon(1e-4, **STILL | JOINED)),
+    "int8": lambda keep: keep(jm.moonlight(1e-3, momentum_dtype="int8", **STILL)),
     "on spheres": lambda keep: keep(jm.muonh(1e-3, **SPHERES)),
     "in MultiSteps": lambda keep: optax.MultiSteps(keep(optax.adam(1e-3)), 2),
     "around MultiSteps": lambda keep: keep(optax.MultiSteps(optax.adam(1e-3), 2)),
     "around skip_nonfinite": lambda keep: keep(jm.skip_nonfinite(optax.adam(1e-4))),
-    "clipped": lambda keep: keep(
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
-    ),
+    "clipped": lambda keep: keep(CLIPPED),
 }
 
 
@@ -224,16 +217,15 @@ def test_a_run_without_residual_goes_on_with_one():
     assert {int(count) for _, count in counts} == {2}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"up": jnp.ones((8, 16))}, "residual at 'up'; expected none"),
-        ({"wide": jnp.ones((8, 16), "float16")}, "no residual at 'wide'"),
-        ({"up": jnp.ones((4, 16), "bfloat16")}, r"'up' has shape \(8, 16\)"),
-    ],
-)
-def test_a_residual_of_other_parameters(change, message):
-    tx = jm.keep_residual(optax.sgd(1.0))
-    params = mixed() | change
+OTHERS = {
+    "residual at 'up'; expected none": {"up": jnp.ones((8, 16))},
+    "no residual at 'wide'": {"wide": jnp.ones((8, 16), "float16")},
+    r"'up' has shape \(8, 16\)": {"up": jnp.ones((4, 16), "bfloat16")},
+}
+
+
+@pytest.mark.parametrize("message", OTHERS)
+def test_a_residual_of_other_parameters(message):
+    tx, params = jm.keep_residual(optax.sgd(1.0)), mixed() | OTHERS[message]
     with pytest.raises(ValueError, match=message):
         tx.update(params, tx.init(mixed()), params)

@@ -134,6 +134,13 @@ def test_norms_that_nothing_is_divided_by(name):
     assert norms[2] < 0.1 * norms[0]
 
 
+def test_rows_beside_very_large_ones_are_equilibrated():
+    """The smallest norm is in the units in which no square overflows."""
+    u = {"w": jnp.array([[1e20, 0.0], [0.0, 1e8]])}
+    (updates,), _ = run(jm.equilibrate_rows(), u, [u])
+    np.testing.assert_allclose(jnp.diag(updates["w"]), 1e20 / 2**0.5, rtol=1e-5)
+
+
 def test_scale_by_path():
     """The first pattern that matches counts."""
     updates = {path: jnp.ones(()) for path in ("a/w", "b/w", "b/v")}
