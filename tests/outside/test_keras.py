@@ -33,10 +33,11 @@ def test_the_step_of_the_page(keras, rng, as_users_write):
         values = [params[v.path] for v in model.trainable_variables]
         return model.stateless_call(values, [], x)[0]
 
+    def mean_square(y, out):
+        return jnp.mean((out - y) ** 2)
+
     tx = jm.moonlight(0.02, matrices=jm.read(params, predict, x))
-    step = pages.run("Keras")["make_step"](
-        model, tx, lambda y, out: jnp.mean((out - y) ** 2)
-    )
+    step = pages.run("Keras")["make_step"](model, tx, mean_square)
     y, state, losses = np.sin(x[:, :1]), tx.init(params), []
     for _ in range(20):
         params, state, loss = step(params, state, x, y)
@@ -45,9 +46,7 @@ def test_the_step_of_the_page(keras, rng, as_users_write):
     for v in model.trainable_variables:
         v.assign(params[v.path])
     _, _, loss = step(params, state, x, y)
-    assert np.mean((np.asarray(model(x)) - y) ** 2) == pytest.approx(
-        float(loss), rel=1e-5
-    )
+    assert mean_square(y, np.asarray(model(x))) == pytest.approx(float(loss), rel=1e-5)
 
 
 def test_trajectory(keras):
