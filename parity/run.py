@@ -94,8 +94,7 @@ def head(checks: list[Check], seconds: float) -> str:
     return f"""# jax_muon beside PyTorch
 
 `make parity`, {today}, {seconds:.0f} s on {os.cpu_count()} cores
-({platform.machine()}); Python {platform.python_version()},
-{versions}.
+({platform.machine()}); Python {platform.python_version()}, {versions}.
 
 **{len(states)} comparisons: {states.count("within")} within their bar, \
 {states.count("explained")} above it and explained, {states.count("FAIL")} failed.**
