@@ -240,13 +240,10 @@ class Muon(torch.optim.Optimizer):
 
 
 class NorMuon(Muon):
-    """NorMuon as its paper states it: every output neuron has a second moment.
+    """NorMuon, arXiv 2510.05491, Algorithm 1: every output neuron has a second moment.
 
     v <- beta2 v + (1 - beta2) mean(X^2 over the row), Y = X / (sqrt(v) + eps), and the
-    step lr 0.2 sqrt(m n) / ||Y||_F Y, whose root mean square is 0.2 lr. The norm is
-    clamped at 1e-10, so that a zero gradient moves nothing.
-
-    Source: Li et al., arXiv 2510.05491, Algorithm 1.
+    step lr 0.2 sqrt(m n) / ||Y||_F Y. The norm is at least 1e-10.
     """
 
     DEFAULTS: ClassVar[dict[str, Any]] = {
@@ -273,10 +270,8 @@ class NorMuon(Muon):
 def sphere_step(w: Tensor, u: Tensor, lr: float, state: dict) -> None:
     """W <- R n(W - lr R n(U)), in place; n(X) = X / ||X||_F, and R is ||W||_F at first.
 
-    A W that starts at zero moves by -lr R n(U) with R = sqrt(m), as if its entries had
-    the variance 1/n, until its norm reaches R. A U below 1e-10 moves nothing.
-
-    Source: Hyperball, arXiv 2606.16899; what a zero W does is a choice of this project.
+    Source: Hyperball, arXiv 2606.16899. A choice of this project: a W that starts at
+    zero moves by -lr R n(U) with R = sqrt(m) until its norm reaches R.
     """
     norm = torch.linalg.matrix_norm
     if "radius" not in state:

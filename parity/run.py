@@ -140,48 +140,30 @@ five quintics together is -175. In float64 the same cases are within the bar."""
 # ---- Sections: each runs its comparisons, adds its checks, and returns its text
 
 
-def runner(recipe: problems.Recipe, rates: dict, dtype: str):
-    """Our recipe with these rates, as a function of gradients."""
-    return compare.runner(recipe.ours(rates, dtype), dtype)
-
-
 def trajectories(checks: list[Check]) -> str:
     """Every recipe, dtype and kind of gradient."""
     tables = []
     for dtype in BARS:
         rows = []
         for recipe in problems.RECIPES.values():
-            run, rates = runner(recipe, problems.MOVING, dtype), problems.MOVING
-            cells, later = [], []
-            for kind in problems.GRADIENTS:
-                steps = problems.STEPS if kind in problems.LONG else 10
-                grads = problems.gradients(kind, steps)
-                ours = run(grads)
-                first = ours[:10], grads[:10], rates
-                checks.append(compare.check(recipe, kind, dtype, *first))
-                cells.append(marked(checks[-1]))
-                if kind in problems.LONG:
-                    precision = getattr(torch, dtype)
-                    theirs = problems.reference_run(recipe, grads, rates, precision)
-                    ends = ours[-1], theirs[-1], problems.weights()
-                    later.append(number(compare.worst(*ends)))
-            constant = "-"
+            cases = [(kind, problems.MOVING) for kind in problems.GRADIENTS]
             if dtype == "float32":
-                grads, rates = problems.gradients("gaussian", 10), problems.CONSTANT
-                given = runner(recipe, rates, dtype)(grads), grads, rates
-                checks.append(compare.check(recipe, "gaussian", dtype, *given))
-                constant = marked(checks[-1])
-            rows.append([recipe.name, *cells, *later, constant])
-        header = [dtype, *problems.GRADIENTS]
-        header += [f"{kind}, {problems.STEPS} steps" for kind in problems.LONG]
-        header = [name.replace("_", " ") for name in [*header, "constant rates"]]
-        tables.append(table(header, rows))
+                cases.append(("gaussian", problems.CONSTANT))
+            for kind, rates in cases:
+                grads = problems.gradients(kind, 10)
+                ours = compare.runner(recipe.ours(rates, dtype), dtype)(grads)
+                found = compare.check(recipe, kind, dtype, ours, grads, rates)
+                checks.append(found)
+            cells = [marked(check) for check in checks[-len(cases) :]]
+            rows.append([recipe.name, *cells, *["-"] * (dtype == "float64")])
+        header = [dtype, *problems.GRADIENTS, "constant rates"]
+        tables.append(table([name.replace("_", " ") for name in header], rows))
     return f"""## Whole optimizers, 10 steps
 
 Learning rate, momentum, decay and beta2 change at every step. Largest error over all
-{len(problems.SHAPES)} parameters; columns are kinds of gradients, then two of them
-after {problems.STEPS} steps, without a bar, and Gaussian ones with rates that are
-floats. XLA flushes subnormal numbers to zero, so PyTorch does here, too.
+{len(problems.SHAPES)} parameters; columns are kinds of gradients, and Gaussian ones
+with rates that are floats. XLA flushes subnormal numbers to zero, so PyTorch does here,
+too.
 
 {tables[0]}
 
@@ -203,11 +185,10 @@ def bfloat16(checks: list[Check], compiled: dict) -> str:
 
 Distance from the eager reference after 10 steps on {len(compare.NAMES)} matrices:
 of ours, and of the reference itself where only its rounding changes (quintic steps as
-fused multiply-adds, as torch.optim.Muon has them; on the transpose; through
-torch.compile). The bar is the largest of these. The last two columns are the distance
-from the reference in float64: ours rounds a sum once, and stays closer. Eager nanochat
-also rounds its rates to bfloat16, where 1 - beta2 is 0.0508 instead of 0.05; so no
-port with rates in float32 can be equal to the last bit.
+fused multiply-adds, as torch.optim.Muon has them; through torch.compile). The bar is
+the larger of these. The last two columns are the distance from the reference in
+float64: ours rounds a sum once, and stays closer. Eager nanochat also rounds its rates
+to bfloat16, so no port with rates in float32 can be equal to the last bit.
 
 {table(header, rows)}"""
 

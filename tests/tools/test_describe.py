@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from tests.mesh.layouts import AUTO, EXPLICIT, mesh_of
@@ -67,6 +68,10 @@ def test_bytes_on_a_device():
     held = jm.describe(jm.on_mesh(tx, mesh_of(4), divide="data"), params).held_bytes
     assert (held["parameters"], held["gradients"]) == (size, size // 4)
     assert size // 4 <= held["state"] < size // 4 + 64  # and counts of steps
+    # Three of four shards come from one ring, and half of what is left from the other.
+    tx = jm.on_mesh(tx, mesh_of(2, 4), P("fsdp"), divide=("data", "fsdp"))
+    sent = jm.describe(tx, params).sent_bytes["gathers"]
+    assert sent == size * 3 // 4 + size // 4 // 2
 
 
 def test_the_rate_of_a_recipes_own_adamw():
