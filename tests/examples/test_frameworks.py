@@ -10,9 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from flax.traverse_util import unflatten_dict
 from jax.sharding import AxisType
-from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from jax_muon.trees import leaves_with_paths
@@ -67,96 +65,22 @@ def test_linen_with_batch_norm():
     assert matrices["BatchNorm_0/scale"].role == "elementwise"
 
 
-# --- MaxText: the package itself is in outside/maxtext --------------------------------
-
-# Parameters in MaxText's order: their sizes by logical axes, how they are read, and
-# which mesh axes shard which logical ones.
-AXES = {
-    "decoder/decoder_norm/scale": {"norm": 16},
-    "decoder/layers/mlp/wi_0/kernel": {"embed": 16, "layers": 6, "mlp": 32},
-    "decoder/layers/out/kernel": {"heads": 4, "layers": 6, "kv": 4, "embed": 16},
-    "token_embedder/embedding": {"vocab": 24, "embed_vocab": 16},
-}
-MATRICES = {
-    "token_embedder": "adamw",
-    "out": MuonDimensionNumbers((0, 2), 3),
-    "mlp/*/kernel": MuonDimensionNumbers(0, 2),
-}
-RULES = [*((name, "tensor") for name in ("mlp", "heads", "vocab")), ("embed", "fsdp")]
-
-
-def maxtext(seed=0):
-    """Parameters in boxes that name their axes."""
-    leaves = {}
-    for path, axes in AXES.items():
-        x = trees.normal(tuple(axes.values()), seed, "float64")
-        box = nnx.Param(x, out_sharding=tuple(axes), eager_sharding=False)
-        leaves["params", *path.split("/")] = box
-    return nnx.State(unflatten_dict(leaves))
-
-
-def skip_step_on_spikes(inner, threshold):
-    """As MaxText's, with a fixed threshold: the inner optimizer under `lax.cond`."""
-
-    def update(updates, state, params, *, loss):
-        return jax.lax.cond(
-            loss <= threshold,
-            lambda: inner.update(updates, state, params),
-            lambda: (optax.tree.zeros_like(updates), state),
-        )
-
-    return optax.GradientTransformationExtraArgs(inner.init, update)
-
-
-def test_maxtext(x64):
-    """Specs from logical axes, as in `upstream.patch`; a spike changes nothing."""
-    boxed = maxtext()
-    params, grads = (nnx.to_pure_dict(maxtext(seed)) for seed in (0, 1))
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), 3 * (AxisType.Auto,))
-    # In float64 a wrong layout shows.
-    read, adamw = jm.read(params, rules=MATRICES), optax.adamw(0.02)
-    one = jm.muon(0.02, adamw=adamw, dtype="float64", steps=2, matrices=read)
-    with jax.set_mesh(mesh):
-        specs = nn.logical_to_mesh(nnx.get_partition_spec(boxed), RULES)
-        tx = jm.on_mesh(one, mesh, specs, divide=("data",))
-        planned = {p.parameter.path: p for p in jm.describe(tx, params).parameters}
-        wi = planned["params/decoder/layers/mlp/wi_0/kernel"]
-        assert wi.parameter.axes.batch == (1,)
-        assert tuple(wi.spec) == ("fsdp", None, "tensor")
-        assert "data" in str(wi.state_spec)
-        guarded = skip_step_on_spikes(tx, 1.0)
-        state = jax.jit(guarded.init)(params)
-        update = jax.jit(guarded.update)
-        updates, after = update(grads, state, params, loss=0.5)
-        skipped, same = update(grads, state, params, loss=2.0)
-    assert float(optax.tree.norm(skipped)) == 0
-    jax.tree.map(np.testing.assert_array_equal, same, state)
-    (expected,), _, state = trees.run(one, params, [grads])
-    assert trees.distance(updates, expected) < 1e-10
-    for a, b in zip(*map(jax.tree.leaves, (after, state)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
-
-
 # --- QK-clip of latent attention ------------------------------------------------------
 
 LAYERS, HEADS, WIDTH, TIME = 3, 4, 8, 5
 PARTS = {"nope": 4, "rope": 2, "value": 3, "latent": 6}
+KERNELS = {  # of MLA, to which layers are added on an axis, as MaxText has them
+    "wq_a": (WIDTH, 7),
+    "wq_b": (7, HEADS, 4 + 2),
+    "wkv_a": (WIDTH, 6 + 2),
+    "wkv_b": (6, HEADS, 4 + 3),
+    "out": (HEADS, 3, WIDTH),
+}
 
 
-def latent_attention(rng, axis):
-    """The kernels of MLA with layers on an axis, as MaxText has them."""
-    nope, rope, value, latent = PARTS.values()
-    shapes = {
-        "wq_a": (WIDTH, 7),
-        "wq_b": (7, HEADS, nope + rope),
-        "wkv_a": (WIDTH, latent + rope),
-        "wkv_b": (latent, HEADS, nope + value),
-        "out": (HEADS, value, WIDTH),
-    }
-    return {
-        name: {"kernel": rng.normal(size=(*shape[:axis], LAYERS, *shape[axis:]))}
-        for name, shape in shapes.items()
-    }
+def latent_attention(axis, seed):
+    shapes = {k: {"kernel": (*x[:axis], LAYERS, *x[axis:])} for k, x in KERNELS.items()}
+    return {"layers": {"self_attention": trees.normal(shapes, seed, "float64")}}
 
 
 def latent_logits(attn, x, axis):
@@ -175,8 +99,7 @@ def latent_logits(attn, x, axis):
 def test_qk_clip_of_latent_attention(axis, rng, x64):
     """Logits of each head fall by threshold / maximum; values and shared keys stay."""
     found = pages.run("QK-clip of latent attention")
-    attn, grads = (latent_attention(rng, axis) for _ in range(2))
-    params, grads = ({"layers": {"self_attention": x}} for x in (attn, grads))
+    params, grads = (latent_attention(axis, seed) for seed in (0, 1))
     maxima = np.array([[40.0, 9, 10, 80], [1, 2, 3, 4], [11, 1000, -5, 10]])
     sgd = optax.sgd(0.1)
     tx = found["with_qk_clip"](sgd, 10.0, **PARTS, axis=axis)
