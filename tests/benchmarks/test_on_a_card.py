@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 import jax_muon as jm
 from benchmarks import gpt, on_a_card
 from benchmarks.on_a_card import Record
-from benchmarks.parameters import llama_parameters, model_parameters
+from benchmarks.parameters import llama_parameters
 from benchmarks.schedule.h100s import H100, lowering_for_h100
 from jax_muon.polar.hopper.kernel import Tiling
 from tests.interpreter import interpreted, needs_interpreter
@@ -105,37 +105,13 @@ def test_kernels_compiled_for_an_h100(name, keeps_no_program, tmp_path, monkeypa
     assert "wgmma.mma_async instructions are serialized" not in said
 
 
-def random_like(shapes, rng):
-    return jax.tree.map(
-        lambda x: np.float32(0.1 * rng.standard_normal(x.shape)), shapes
-    )
-
-
-def test_attention_of_some_queries_at_a_time(rng, monkeypatch):
-    monkeypatch.setattr(gpt, "QUERIES", 8)
-    shapes = (2, 32, 4, 16), (2, 32, 2, 16), (2, 32, 2, 16)
-    q, k, v = (rng.standard_normal(x).astype("float32") for x in shapes)
-    expected = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    np.testing.assert_allclose(gpt._attention(q, k, v), expected, rtol=0, atol=1e-6)
-
-
-def test_the_loss_reads_scanned_and_separate_leaves_alike(rng):
-    params = random_like(model_parameters("tiny", "float32", scanned=True), rng)
-    layers = {
-        f"{index:02}": {name: leaf[index] for name, leaf in params["blocks"].items()}
-        for index in range(2)
-    }
-    tokens = rng.integers(0, 64, (2, 9))
-    scanned = jax.jit(functools.partial(gpt.loss, head=16))
-    separate = functools.partial(gpt.loss, head=16, rematerialize=False)
-    other = float(jax.jit(separate)(params | {"blocks": layers}, tokens))
-    assert float(scanned(params, tokens)) == pytest.approx(other, rel=1e-6)
-
-
 @pytest.mark.parametrize("model", ["llama-tiny", "experts-tiny"])
 def test_llama_shapes_are_trained_whole(model, rng):
     """Grouped queries, a gated MLP, experts: every leaf has a gradient, and a role."""
-    params = random_like(llama_parameters(model, "float32"), rng)
+    shapes = llama_parameters(model, "float32")
+    params = jax.tree.map(
+        lambda x: 0.1 * np.float32(rng.standard_normal(x.shape)), shapes
+    )
     tokens = rng.integers(0, 64, (2, 17))
     loss_fn = functools.partial(gpt.loss, head=16)
     value, grads = jax.jit(jax.value_and_grad(loss_fn))(params, tokens)

@@ -59,49 +59,42 @@ def optax_muon(**more):
     return by_optax(lambda m, n: optax.contrib.muon(LR, **more))
 
 
-def our_muon(m, n):
-    return jm.muon(LR, **SAME)
+def of_matrices(recipe=jm.muon, **more):
+    return lambda m, n: recipe(LR, **SAME, **more)
 
 
-def our_moonlight(m, n):
-    return jm.moonlight(LR, weight_decay=0.0, **SAME)
-
-
+STILL = {"weight_decay": 0.0}
+RMS, RATIO = {"consistent_rms": 0.2}, {"shape_rule": "sqrt_ratio"}
+MUON, MOONLIGHTS = of_matrices(), of_matrices(jm.moonlight, **STILL)
+JANUARYS = of_matrices(jm.nanochat, **STILL)
+AUGUSTS = of_matrices(jm.nanochat, edition="2026-08", **STILL)
 # What the table's first column says: their update, ours at a rate for (in, out), and
 # how far apart they may be, as a part of the norm: 1e-6 where an eps stands beside
 # another norm, since momentum is a sum in the one and an average in the other.
 ROWS = {
-    "torch.optim.Muon(lr)": (torch_muon(), our_muon, 2e-2),
+    "torch.optim.Muon(lr)": (torch_muon(), MUON, 2e-2),
     'torch.optim.Muon(lr, adjust_lr_fn="match_rms_adamw")': (
         torch_muon(adjust_lr_fn="match_rms_adamw"),
-        our_moonlight,
+        MOONLIGHTS,
         2e-2,
     ),
-    "Muon(lr) of Keller Jordan": (reference(**JORDAN_SUM), our_muon, 1e-6),
-    "Moonlight's Muon(lr)": (reference(**MOONLIGHT), our_moonlight, 1e-6),
-    "nanochat's matrix_lr": (
-        reference(Nanochat, **JANUARY),
-        lambda m, n: jm.nanochat(LR, weight_decay=0.0, **SAME),
-        1e-11,
-    ),
+    "Muon(lr) of Keller Jordan": (reference(**JORDAN_SUM), MUON, 1e-6),
+    "Moonlight's Muon(lr)": (reference(**MOONLIGHT), MOONLIGHTS, 1e-6),
+    "nanochat's matrix_lr": (reference(Nanochat, **JANUARY), JANUARYS, 1e-11),
     "nanochat's matrix_lr, August 2026": (
         reference(Nanochat, **AUGUST),
-        lambda m, n: jm.nanochat(LR, weight_decay=0.0, edition="2026-08", **SAME),
+        AUGUSTS,
         1e-11,
     ),
-    "optax.contrib.muon(lr)": (optax_muon(), our_muon, 1e-6),
-    "optax.contrib.muon(lr, consistent_rms=0.2)": (
-        optax_muon(consistent_rms=0.2),
-        our_moonlight,
-        1e-6,
-    ),
+    "optax.contrib.muon(lr)": (optax_muon(), MUON, 1e-6),
+    "optax.contrib.muon(lr, consistent_rms=0.2)": (optax_muon(**RMS), MOONLIGHTS, 1e-6),
     "jm.moonlight(lr)": (
-        by_optax(our_moonlight),
+        by_optax(MOONLIGHTS),
         lambda m, n: jm.muon(0.2 * m**0.5 * LR, **SAME),
         1e-6,
     ),
     'jm.muon(lr, shape_rule="sqrt_ratio")': (
-        by_optax(lambda m, n: jm.muon(LR, shape_rule="sqrt_ratio", **SAME)),
+        by_optax(of_matrices(**RATIO)),
         lambda m, n: jm.muon(LR * min(1, n / m) ** 0.5, **SAME),
         1e-11,
     ),
