@@ -40,8 +40,7 @@ test: venv
 test-types: venv
 	packages=$$(printf 'jax_muon.%s,' $(TYPED))beartype.beartype && \
 	$(BIN)/python -m pytest -n 2 --jaxtyping-packages=$$packages \
-		tests/polar/test_factors.py tests/test_pieces.py tests/test_momentum.py \
-		tests/test_hyperball.py $(ARGS)
+		tests/polar/test_factors.py tests/test_pieces.py tests/test_momentum.py $(ARGS)
 
 # Versions of Python, jax and optax, each in an environment of its own: the oldest,
 # levanter's pins, MaxText's floor, and the newest.
@@ -111,11 +110,10 @@ lint: $(VENV)/dev
 	$(BIN)/mypy
 	$(BIN)/mypy --follow-untyped-imports --follow-imports=silent tests/typed_program.py
 
-# The step and orthogonalization on this CPU, beside optax and torch; 10 minutes on two
-# cores. `make bench ARGS="--models gpt2-350m"` takes another model, without the second.
+# The step on this CPU, beside optax and torch; `make bench ARGS="--models gpt2-350m"`
+# takes another model.
 bench: $(VENV)/parity
 	$(BIN)/python -m benchmarks.step --json $(RESULTS) $(ARGS)
-	$(if $(ARGS),,$(BIN)/python -m benchmarks.polar)
 
 # How XLA schedules whole train steps for 64 and 256 H100s, in three layouts; no GPU is
 # needed. `make gpu-schedule ARGS="--models gpt2-124m --gpus 8"` is a small case.

@@ -162,7 +162,6 @@ def _rounding(ours_exact: float, theirs_exact: float) -> str:
 # is from itself, and how far we are from it. The variants are the reference, changed in
 # nothing but rounding:
 # - addmm: each quintic step as two fused multiply-adds, as torch.optim.Muon does;
-# - transposed: the polar factor of the transpose, transposed back;
 # - compiled: the step through torch.compile, which keeps sums in float32 for longer.
 #   Compiling takes a minute, so `parity.run` does it in another process.
 
@@ -180,11 +179,6 @@ class Spread:
     variants: dict[str, float]  # from a variant of the reference to the reference
     ours_exact: float  # from ours to the reference in float64
     reference_exact: float  # from the reference to itself in float64
-
-
-def transposed(polar: Callable) -> Callable:
-    """The same polar factor, computed on the transpose."""
-    return lambda x, *args, **settings: polar(x.mT, *args, **settings).mT
 
 
 def plain_polar(recipe: Recipe) -> Callable:
@@ -223,11 +217,9 @@ def compiled_ends() -> dict[str, Arrays]:
 def spread(name: str, compiled_end: Arrays | None = None) -> Spread:
     """Distances between ours, the reference and its variants; see `compiled_ends`."""
     recipe, start = problems.RECIPES[name], problems.weights()
-    polar = plain_polar(recipe)
     eager, exact = torch_end(recipe), torch_end(recipe, "float64")
     ends = {
-        "addmm": torch_end(recipe, polar=partial(polar, order="addmm")),
-        "transposed": torch_end(recipe, polar=transposed(polar)),
+        "addmm": torch_end(recipe, polar=partial(plain_polar(recipe), order="addmm")),
     }
     if compiled_end is not None:
         ends["compiled"] = compiled_end

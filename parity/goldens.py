@@ -1,11 +1,9 @@
-"""Replay recorded trajectories of the public optimizers, by the references and by us.
+"""`python -m parity.goldens DIRECTORY` replays .npz recordings of public optimizers.
 
-`python -m parity.goldens DIRECTORY` reads .npz files, which are not in this project.
-Errors are relative to the distance travelled: of the reference; ours; and the bar of
-ours, in bfloat16 that of the compiled reference, since recordings are eager.
+Errors, relative to the distance travelled: of the reference; ours; and the bar of ours,
+in bfloat16 the error of the compiled reference, since recordings are eager.
 """
 
-import dataclasses
 import json
 import sys
 from functools import partial
@@ -28,37 +26,33 @@ def passes(path: Path) -> bool:
         {key.partition("/")[2]: data[key] for key in data.files if key.startswith(x)}
         for x in ("param0/", f"param{len(t)}/", *(f"grad{n}/" for n in t))
     )
-    single, rest = meta["muon"], meta.get("adamw", [])
-    rate = np.minimum(1.0, (t + 1) / 3) * np.where(t < 8, 1.0, 0.5)  # of nanochat
+    single, rest, steps = meta["muon"], meta.get("adamw", []), meta["ns_steps"]
     if joint:
-        recipe = dataclasses.replace(problems.RECIPES["teon"], factory=jm.teon)
+        recipe, joins = problems.RECIPES["teon"], {"q{i}": 2, "k{i}": 2}
         rates = {name: meta[name] for name in recipe.rates} | {"adamw_lr": 0.0}
-        read = partial(jm.read, rules="muon", joins={"q{i}": 2, "k{i}": 2})
         slower = {"polar": references.compiled(references.paper_polar_express)}
     else:
         edition = {1.02: "January", 1.01: "August"}[meta["polar_norm_factor"]]
-        recipe = problems.RECIPES[f"nanochat, {edition}"]
+        recipe, joins = problems.RECIPES[f"nanochat, {edition}"], None
+        rate = np.minimum(1.0, (t + 1) / 3) * np.where(t < 8, 1.0, 0.5)
         rates = {"lr": meta["muon_lr"] * rate, "adamw_lr": meta["adam_lr"] * rate}
         rates |= {"momentum": 0.85 + 0.1 * np.minimum(t / 6, 1), "beta2": meta["beta2"]}
-        rates |= {"weight_decay": meta["weight_decay"] * (1 - t / 20)}
-        rules = dict.fromkeys(single, "muon") | dict.fromkeys(rest, "adamw")
-        read = partial(jm.read, rules=rules)
+        rates["weight_decay"] = meta["weight_decay"] * (1 - t / 20)
         slower = {"make": references.CompiledNanochat}
     half = meta["orthogonalize_dtype"] == "bf16"
     dtype, limit = ("bfloat16", 1e-5) if half else ("float32", 1e-6)
     adamw = problems.ADAMW | {"weight_decay": meta.get("adam_weight_decay", 0.0)}
     given = start, grads, rates, getattr(torch, dtype), single, joint, rest, adamw
-    steps = meta["ns_steps"]
-    ways = [{"ns_steps": steps}, {"ns_steps": steps, **slower}][: 1 + half]
-    ends = [problems.trajectory(recipe, *given, **way)[-1] for way in ways]
+    replayed = partial(problems.trajectory, recipe, *given, ns_steps=steps)
+    ends = [replayed(**way)[-1] for way in ([{}, slower] if half else [{}])]
 
-    def cross(arrays: dict) -> dict:
-        """Both ways: matrices are the transpose of each other."""
+    def cross(arrays: dict) -> dict:  # both ways
         return {k: jnp.asarray(x if k in rest else x.T) for k, x in arrays.items()}
 
+    rules = dict.fromkeys(rest, "adamw") | {"*": "muon"}
+    read = partial(jm.read, rules=rules, joins=joins)
     tx = recipe.ours(rates, dtype, adamw, matrices=read, steps=steps)
-    run = compare.stepper(tx)
-    ends.append(cross(run(cross(start), [*map(cross, grads)])[-1]))
+    ends.append(cross(compare.stepper(tx)(cross(start), [*map(cross, grads)])[-1]))
     theirs, *spread, ours = (compare.distance(x, end, start) for x in ends)
     bar = spread[0] if half else compare.BARS["float32"]
     passed = theirs <= limit and ours <= bar
@@ -68,7 +62,5 @@ def passes(path: Path) -> bool:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    paths = sorted(Path(sys.argv[1]).glob("*.npz"))
-    if not paths:
-        raise SystemExit(f"no .npz in {sys.argv[1]}")
-    raise SystemExit(not all([passes(path) for path in paths]))
+    results = [passes(path) for path in sorted(Path(sys.argv[1]).glob("*.npz"))]
+    raise SystemExit(not (results and all(results)))

@@ -1,11 +1,8 @@
 """PyTorch references: the Muon family from its equations, in the plainest way.
 
-Every matrix is a PyTorch weight, (out, in) = (m, n). Nothing here is fast: a reference
-is read, believed, and then compared with. It follows the dtype of the parameters
-(float64 too); only the polar iteration has a dtype of its own. In this order: how
-recorded gradients are fed to optimizers; polar factors; Muon as Jordan, PyTorch and
-Moonlight run it, NorMuon, Muon on a sphere, TEON; nanochat's Muon, also compiled. All
-are for matrices; `torch.optim.AdamW` has the rest.
+Every matrix is a PyTorch weight, (out, in) = (m, n). A reference is read, believed, and
+then compared with. It follows the dtype of the parameters; only the polar iteration has
+a dtype of its own. All are for matrices; `torch.optim.AdamW` has the rest.
 """
 
 import functools
@@ -29,12 +26,8 @@ def replay(
 ) -> list[Named]:
     """The parameters after each step, on copies of `params`.
 
-    Args:
-        params: the parameters before the first step.
-        groups: one for each optimizer: names under "params", the optimizer's class
-            under "make", and its settings.
-        grads: for each step, the gradient of every parameter.
-        rates: for each step, for each group, the settings that change before it.
+    A group has the names of its parameters under "params", the optimizer's class under
+    "make", and its settings; `rates` are those that change, by step and group.
     """
     params = {k: torch.nn.Parameter(v.clone()) for k, v in params.items()}
     optimizers = []
@@ -52,9 +45,8 @@ def replay(
     return after
 
 
-# ---- Polar factors. For X = U S V^T with S > 0 the polar factor is U V^T: the nearest
-# matrix with orthonormal rows (wide) or columns (tall). An odd quintic acts on the
-# singular values alone, so a few that drive [l, 1] to 1 give it by matrix products.
+# ---- Polar factors. An odd quintic acts on singular values alone, so a few that drive
+# [l, 1] to 1 give U V^T of X = U S V^T by matrix products.
 
 Coefficients = Sequence[tuple[float, float, float]]  # one (a, b, c) for each step
 
@@ -68,8 +60,7 @@ POLAR_EXPRESS: Coefficients = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-# The same from 1e-3 with cushion 0.02407327424182761 and without safety: the table that
-# the paper prints. The eighth step is the limit of all that follow.
+# With cushion 0.02407327424182761 and without safety: the table that the paper prints.
 POLAR_EXPRESS_PAPER: Coefficients = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542204, -2.947849916737912, 0.5448431082926606),
@@ -81,25 +72,22 @@ POLAR_EXPRESS_PAPER: Coefficients = (
     (1.875, -1.25, 0.375),
 )
 
-
 # Each step but the last with a smaller argument, p(x / 1.01): rounding may carry a
-# singular value past the upper end that a step was made for, where its quintic grows
-# fast; the last step has no successor to protect.
+# singular value past the end that a step was made for, where its quintic grows fast.
 POLAR_EXPRESS_PAPER_SAFE: Coefficients = (
     *((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in POLAR_EXPRESS_PAPER[:-1]),
     POLAR_EXPRESS_PAPER[-1],
 )
 
-# K. Jordan, "Muon", 2024: one quintic for all steps. It trades convergence for a steep
-# start: singular values end in about [0.7, 1.2], not at 1.
+# K. Jordan, "Muon", 2024: one quintic for all steps.
 NEWTON_SCHULZ: Coefficients = ((3.4445, -4.7750, 2.0315),)
 
 
 def as_stack(x: Tensor) -> Tensor:
     """View (out, ...) as (1, out, rest): nanochat multiplies stacks, never one matrix.
 
-    It matters to the last bit: the product of a (1, n) matrix rounds otherwise than
-    that of a (1, 1, n) stack. A convolution kernel becomes a matrix, too.
+    The product of a (1, n) matrix rounds otherwise than that of a (1, 1, n) stack. A
+    convolution kernel becomes a matrix, too.
     """
     return x.view(1, x.shape[0], -1)
 
@@ -121,10 +109,9 @@ def polar_express(
     X <- a X + X (b A + c A^2) with A = X^T X (tall), A being the smaller Gram matrix.
     Steps past the end of `coefficients` repeat its last entry.
 
-    `norm_factor` is head room against rounding past 1, and `eps` keeps a zero matrix
-    zero. `order` is where bfloat16 rounds; a few per cent of the result there, nothing
-    in float64. "nanochat" forms c (A A). "jordan" turns a tall matrix wide first and
-    forms (c A) A. "addmm" turns it, too, and rounds each sum of the step once, as
+    `order` is where bfloat16 rounds; a few per cent of the result there, nothing in
+    float64. "nanochat" forms c (A A). "jordan" turns a tall matrix wide first and forms
+    (c A) A. "addmm" turns it, too, and rounds each sum of the step once, as
     torch.optim.Muon does.
 
     Source: arXiv 2505.16932, Algorithm 1.
@@ -199,12 +186,8 @@ def decayed_step(w: Tensor, x: Tensor, lr: float, scale: float, decay: float) ->
 class Muon(torch.optim.Optimizer):
     """Muon: momentum, polar factor, shape factor, decoupled decay.
 
-    JORDAN, JORDAN_SUM, MOONLIGHT, TORCH and TORCH_MATCH_RMS hold the settings of each.
-
-    Args:
-        params: matrices or convolution kernels, or groups of them.
-        settings: what differs from `DEFAULTS`; "polar" is called as
-            polar(u, ns_steps, dtype=dtype) on a (1, m, n) stack.
+    Settings are what differs from `DEFAULTS`, as JORDAN, MOONLIGHT and others above;
+    "polar" is called as polar(u, ns_steps, dtype=dtype) on a (1, m, n) stack.
 
     Source: K. Jordan et al., "Muon: An optimizer for hidden layers", 2024; for
     MOONLIGHT Liu et al., arXiv 2502.16982, equation 4 (with Nesterov, as they run it).
@@ -245,8 +228,6 @@ class Muon(torch.optim.Optimizer):
 
         "ema": M <- mu M + (1 - mu) G, Nesterov mu M + (1 - mu) G.
         "sum": M <- mu M + G, Nesterov mu M + G.
-        With a constant mu the two differ by the factor 1 - mu, which the polar factor
-        ignores; with a changing mu they are different optimizers.
         """
         momentum = state.setdefault("momentum", torch.zeros_like(w))
         mu = group["momentum"]
@@ -259,13 +240,10 @@ class Muon(torch.optim.Optimizer):
 
 
 class NorMuon(Muon):
-    """NorMuon as its paper states it: every output neuron has a second moment.
+    """NorMuon, arXiv 2510.05491, Algorithm 1: every output neuron has a second moment.
 
     v <- beta2 v + (1 - beta2) mean(X^2 over the row), Y = X / (sqrt(v) + eps), and the
-    step lr 0.2 sqrt(m n) / ||Y||_F Y, whose root mean square is 0.2 lr. The norm is
-    clamped at 1e-10, so that a zero gradient moves nothing.
-
-    Source: Li et al., arXiv 2510.05491, Algorithm 1.
+    step lr 0.2 sqrt(m n) / ||Y||_F Y. The norm is at least 1e-10.
     """
 
     DEFAULTS: ClassVar[dict[str, Any]] = {
@@ -292,10 +270,8 @@ class NorMuon(Muon):
 def sphere_step(w: Tensor, u: Tensor, lr: float, state: dict) -> None:
     """W <- R n(W - lr R n(U)), in place; n(X) = X / ||X||_F, and R is ||W||_F at first.
 
-    A W that starts at zero moves by -lr R n(U) with R = sqrt(m), as if its entries had
-    the variance 1/n, until its norm reaches R. A U below 1e-10 moves nothing.
-
-    Source: Hyperball, arXiv 2606.16899; what a zero W does is a choice of this project.
+    Source: Hyperball, arXiv 2606.16899. A choice of this project: a W that starts at
+    zero moves by -lr R n(U) with R = sqrt(m) until its norm reaches R.
     """
     norm = torch.linalg.matrix_norm
     if "radius" not in state:
@@ -366,11 +342,7 @@ class Teon(Muon):
                     decayed_step(w, part, group["lr"], scale, group["weight_decay"])
 
 
-# ---- nanochat's Muon. One step of one matrix, in the order of `nanochat_update`:
-# Nesterov momentum (EMA form); rows equilibrated, in the later version only (MuonEq);
-# polar factor by Polar Express; Frobenius norm renewed, in the later version only
-# (Muon+); second moments of rows or columns (NorMuon); cautious weight decay,
-# shape-scaled learning rate, step. JANUARY and AUGUST are its two versions.
+# ---- nanochat's Muon, in its two versions.
 
 JANUARY = {"norm_factor": 1.02, "row_equilibration": False, "renormalize": False}
 AUGUST = {"norm_factor": 1.01, "row_equilibration": True, "renormalize": True}
@@ -379,8 +351,7 @@ AUGUST = {"norm_factor": 1.01, "row_equilibration": True, "renormalize": True}
 def rate(value: float | Tensor, like: Tensor) -> Tensor:
     """Round a rate to the dtype of what it multiplies, as eager nanochat does.
 
-    The sums and products of rates round there too. In float32 that is the last bit, but
-    in bfloat16 1 - beta2 is 0.0508 instead of 0.05, and lr is off by up to 0.2 %.
+    In bfloat16, 1 - beta2 is 0.0508 instead of 0.05, and lr is off by up to 0.2 %.
     """
     return torch.as_tensor(value, dtype=like.dtype, device=like.device)
 

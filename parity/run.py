@@ -39,9 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     context = multiprocessing.get_context("spawn")  # JAX's threads do not survive fork
     checks: list[Check] = []
     sections = []
-    with concurrent.futures.ProcessPoolExecutor(
-        1, context, initializer=torch.set_num_threads, initargs=(1,)
-    ) as other:
+    pool = concurrent.futures.ProcessPoolExecutor
+    with pool(1, context, torch.set_num_threads, (1,)) as other:
         compiled = other.submit(compare.compiled_ends)
         for make in (
             trajectories,
@@ -95,8 +94,7 @@ def head(checks: list[Check], seconds: float) -> str:
     return f"""# jax_muon beside PyTorch
 
 `make parity`, {today}, {seconds:.0f} s on {os.cpu_count()} cores
-({platform.machine()}); Python {platform.python_version()},
-{versions}.
+({platform.machine()}); Python {platform.python_version()}, {versions}.
 
 **{len(states)} comparisons: {states.count("within")} within their bar, \
 {states.count("explained")} above it and explained, {states.count("FAIL")} failed.**
@@ -142,48 +140,30 @@ five quintics together is -175. In float64 the same cases are within the bar."""
 # ---- Sections: each runs its comparisons, adds its checks, and returns its text
 
 
-def runner(recipe: problems.Recipe, rates: dict, dtype: str):
-    """Our recipe with these rates, as a function of gradients."""
-    return compare.runner(recipe.ours(rates, dtype), dtype)
-
-
 def trajectories(checks: list[Check]) -> str:
     """Every recipe, dtype and kind of gradient."""
     tables = []
     for dtype in BARS:
         rows = []
         for recipe in problems.RECIPES.values():
-            run, rates = runner(recipe, problems.MOVING, dtype), problems.MOVING
-            cells, later = [], []
-            for kind in problems.GRADIENTS:
-                steps = problems.STEPS if kind in problems.LONG else 10
-                grads = problems.gradients(kind, steps)
-                ours = run(grads)
-                first = ours[:10], grads[:10], rates
-                checks.append(compare.check(recipe, kind, dtype, *first))
-                cells.append(marked(checks[-1]))
-                if kind in problems.LONG:
-                    precision = getattr(torch, dtype)
-                    theirs = problems.reference_run(recipe, grads, rates, precision)
-                    ends = ours[-1], theirs[-1], problems.weights()
-                    later.append(number(compare.worst(*ends)))
-            constant = "-"
+            cases = [(kind, problems.MOVING) for kind in problems.GRADIENTS]
             if dtype == "float32":
-                grads, rates = problems.gradients("gaussian", 10), problems.CONSTANT
-                given = runner(recipe, rates, dtype)(grads), grads, rates
-                checks.append(compare.check(recipe, "gaussian", dtype, *given))
-                constant = marked(checks[-1])
-            rows.append([recipe.name, *cells, *later, constant])
-        header = [dtype, *problems.GRADIENTS]
-        header += [f"{kind}, {problems.STEPS} steps" for kind in problems.LONG]
-        header = [name.replace("_", " ") for name in [*header, "constant rates"]]
-        tables.append(table(header, rows))
+                cases.append(("gaussian", problems.CONSTANT))
+            for kind, rates in cases:
+                grads = problems.gradients(kind, 10)
+                ours = compare.runner(recipe.ours(rates, dtype), dtype)(grads)
+                found = compare.check(recipe, kind, dtype, ours, grads, rates)
+                checks.append(found)
+            cells = [marked(check) for check in checks[-len(cases) :]]
+            rows.append([recipe.name, *cells, *["-"] * (dtype == "float64")])
+        header = [dtype, *problems.GRADIENTS, "constant rates"]
+        tables.append(table([name.replace("_", " ") for name in header], rows))
     return f"""## Whole optimizers, 10 steps
 
 Learning rate, momentum, decay and beta2 change at every step. Largest error over all
-{len(problems.SHAPES)} parameters; columns are kinds of gradients, then two of them
-after {problems.STEPS} steps, without a bar, and Gaussian ones with rates that are
-floats. XLA flushes subnormal numbers to zero, so PyTorch does here, too.
+{len(problems.SHAPES)} parameters; columns are kinds of gradients, and Gaussian ones
+with rates that are floats. XLA flushes subnormal numbers to zero, so PyTorch does here,
+too.
 
 {tables[0]}
 
@@ -205,11 +185,10 @@ def bfloat16(checks: list[Check], compiled: dict) -> str:
 
 Distance from the eager reference after 10 steps on {len(compare.NAMES)} matrices:
 of ours, and of the reference itself where only its rounding changes (quintic steps as
-fused multiply-adds, as torch.optim.Muon has them; on the transpose; through
-torch.compile). The bar is the largest of these. The last two columns are the distance
-from the reference in float64: ours rounds a sum once, and stays closer. Eager nanochat
-also rounds its rates to bfloat16, where 1 - beta2 is 0.0508 instead of 0.05; so no
-port with rates in float32 can be equal to the last bit.
+fused multiply-adds, as torch.optim.Muon has them; through torch.compile). The bar is
+the larger of these. The last two columns are the distance from the reference in
+float64: ours rounds a sum once, and stays closer. Eager nanochat also rounds its rates
+to bfloat16, so no port with rates in float32 can be equal to the last bit.
 
 {table(header, rows)}"""
 
@@ -243,15 +222,9 @@ vanish in the polar factor; but the two differ at first, and become equal with t
 first optax row has the size of that. In the row below it ours has the same correction;
 without Nesterov the two agree as they are.
 
-Not used:
-
-- timm 1.0.31: it needs torchvision, whose build on the registry is for CUDA and does
-  not load beside the CPU build of torch.
-- emerging-optimizers 0.3.0: it needs an environment of its own: `make test-outside`
-  compares it.
-- dion: it is not on the registry.
-- heavyball 3.2.1: it compiles its step for more than a minute, and in float32 and below
-  it rounds at random."""
+Not used: timm 1.0.31, which needs a torchvision for CUDA; dion, which is not on the
+registry; heavyball 3.2.1, which in float32 and below rounds at random.
+`make test-outside` compares emerging-optimizers."""
 
 
 LIMITS = """## What this does not show

@@ -1,9 +1,8 @@
 """Other people's optimizers, as they are published.
 
 Each runs beside our recipe and beside the reference, on the same matrices and
-gradients. The reference is in the table because it rounds as the package does: where
-both use bfloat16, it shows that the mathematics is the same to 1e-6, and what is left
-between the package and us is rounding.
+gradients. The reference rounds as the package does: where both use bfloat16, it shows
+that what is left between the package and us is rounding.
 """
 
 import dataclasses

@@ -1,11 +1,9 @@
-"""Each module loads by itself, pieces without the reading, most users without names."""
+"""Each module loads by itself, and pieces without the reading."""
 
 import pathlib
 import re
 import subprocess
 import sys
-
-import pytest
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "jax_muon"
 MODULES = sorted(
@@ -28,39 +26,27 @@ for name in sys.argv[2:]:
     except (ImportError, AttributeError) as error:
         print(name, repr(error))
 """
-A_PIECE = """
-import sys
-import jax.numpy as jnp
-import jax_muon as jm
-tx = jm.orthogonalize(jm.ExactPolar())
-tx.update({"up": jnp.ones((2, 3))}, tx.init({"up": jnp.ones((2, 3))}))
-"""
-LOADED = "print(*(x for x in sys.modules if x.startswith('jax_muon.reading')))"
 
 
-def printed(program, *words):
-    """What a program prints in a process of its own."""
-    command = [sys.executable, "-c", program, *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-@pytest.fixture(scope="module")
-def alone():
-    """By module: what is printed when it is loaded alone."""
-    lines = printed(ALONE, str(PACKAGE), *MODULES).splitlines()
-    return {line.partition(" ")[0]: line.split(" ")[1:] for line in lines}
-
-
-def test_each_module_loads_alone(alone):
+def test_each_module_loads_alone_and_no_piece_loads_the_reading():
+    command = [sys.executable, "-c", ALONE, str(PACKAGE), *MODULES]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = (line.partition(" ") for line in done.stdout.splitlines())
+    alone = {name: loaded for name, _, loaded in lines}
     assert list(alone) == MODULES
-    assert not {name: x for name, x in alone.items() if "Error" in str(x)}
-
-
-def test_no_piece_loads_the_reading(alone):
+    assert not {name: x for name, x in alone.items() if "Error" in x}
     table = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
     row = re.search(r"^\| pieces \| (.*?) \|", table, re.M)[1]
     pieces = re.findall(r"`(\w+)`", row)
     assert {"orthogonalize", "scaling", "qk_clip"} <= {*pieces}
-    assert not [
-        name for name in (*pieces, "matrices", "joins", "splits") if alone[name]
-    ]
+    assert not [name for name in (*pieces, "matrices", "joins") if alone[name]]
+
+
+def test_kernels_are_imported_for_themselves_alone():
+    """Pallas takes half a second to load; jax.extend brings 30 ms of it along."""
+    code = (
+        "import sys, jax.numpy as jnp, jax_muon as jm; jm.PolarExpress()(jnp.eye(3)); "
+        "print(any('hopper' in x or 'experimental.pallas' in x for x in sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert run.stdout == b"False\n"

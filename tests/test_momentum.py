@@ -30,25 +30,6 @@ def test_random_bits_are_the_hash_of_path_step_and_place():
     np.testing.assert_array_equal(bits, np.reshape(expected, shape))
 
 
-def test_random_bits_look_random():
-    """Uniform, and unrelated between neighbours, steps and parameters."""
-    n = 1 << 14
-    draws = np.stack(
-        [
-            random_bits(jnp.zeros((n, 1)), path, jnp.asarray(step))[:, 0]
-            for path in "ab"
-            for step in (0, 1, 2**20)
-        ]
-    )
-    # Five standard deviations of each statistic, of so many independent draws.
-    u = draws / 2**32
-    assert np.abs(u.mean(1) - 0.5).max() < 5 * (1 / 12 / n) ** 0.5
-    correlation = np.corrcoef(np.concatenate([u, np.roll(u, 1, axis=1)]))
-    assert np.abs(correlation - np.eye(len(correlation))).max() < 5 / n**0.5
-    bits = (draws[..., None] >> np.arange(32, dtype=np.uint32)) & 1
-    assert np.abs(bits.mean((0, 1)) - 0.5).max() < 5 * (0.25 / u.size) ** 0.5
-
-
 def stored(state):
     """The momentum that a state stands for, in float64."""
     m = np.asarray(state.mu["w"].astype(jnp.float32), np.float64)
@@ -80,7 +61,6 @@ def test_what_is_stored_is_a_neighbour_and_right_on_average(rng, dtype):
         assert np.abs(error).max() < 1 + 1e-4
         m = 0.9 * m + 0.1 * g
         errors.append((stored(state) - m) / spacing(m, dtype))
-    assert state.count == 200
     # No bias, where nearest would stay up to (1/2) / (1 - 0.9) = 5 steps away: of 300
     # entries the mean over 100 rounds, each with an error of 0.4 / (1 - 0.9^2)^0.5.
     settled = np.mean(errors[100:], axis=0)
@@ -104,18 +84,11 @@ def test_zeros_extremes_and_nan(dtype):
     assert not np.any(stored(after.inner_state))
 
 
-@pytest.mark.parametrize("dtype", [None, "float32", *NARROW.args[1]])
-def test_recipes_store_what_was_asked_for_and_plan_says_so(dtype):
+@pytest.mark.parametrize(("dtype", "bytes_"), [(None, 4), ("bfloat16", 2), ("int8", 1)])
+def test_recipes_store_what_was_asked_for_and_plan_says_so(dtype, bytes_):
     params = {"up": {"kernel": jnp.ones((8, 24)), "bias": jnp.ones(24)}}
-    matrices = {"kernel": "muon"}
-    tx = jm.muon(momentum_dtype=dtype, matrices=matrices)
-    state = tx.init(params)
-    mu = optax.tree.get(state.inner_states["muon"], "mu")["up"]["kernel"]
+    tx = jm.muon(momentum_dtype=dtype, matrices={"kernel": "muon"})
+    mu = optax.tree.get(tx.init(params).inner_states["muon"], "mu")["up"]["kernel"]
     assert mu.dtype == (dtype or "float32")
-    expected = 8 * 24 * mu.dtype.itemsize + (8 * 4 if dtype == "int8" else 0)
     (found,) = (x for x in jm.describe(tx, params).parameters if x.matrices)
-    assert found.state_bytes == expected
-    injected = optax.inject_hyperparams(
-        jm.muon, static_args=("steps", "momentum_dtype")
-    )(0.1, momentum_dtype=dtype, matrices=matrices)
-    jax.eval_shape(injected.init, params)
+    assert found.state_bytes == 8 * 24 * bytes_ + (8 * 4 if dtype == "int8" else 0)

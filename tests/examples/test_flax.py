@@ -32,9 +32,8 @@ def load(examples, monkeypatch):
         sys.modules.pop(path.stem, None)
 
 
-def functional(digits, apply, params, make_optimizer):
+def functional(digits, apply, params, tx):
     """Plain JAX and optax: parameters in dicts, one device, one jitted step."""
-    tx = make_optimizer(jm.read(params, apply, digits.IMAGE))
 
     @jax.jit
     def step(params, state, images, labels):
@@ -64,13 +63,13 @@ def pure(model):
     return nnx.to_pure_dict(state), apply
 
 
-def assert_equal_trees(actual, expected, atol):
-    actual = dict(leaves_with_paths(actual))
-    expected = dict(leaves_with_paths(expected))
-    assert actual.keys() == expected.keys()
-    for path, leaf in actual.items():
-        leaf, other = np.asarray(leaf), np.asarray(expected[path])
-        np.testing.assert_allclose(leaf, other, rtol=0, atol=atol, err_msg=path)
+def assert_right(params, losses, expected):
+    """To rounding in float64: parameters as dicts, and the losses of all steps."""
+    np.testing.assert_allclose(losses, expected[1], rtol=0, atol=1e-10)
+    for (path, x), (_, y) in zip(
+        *map(leaves_with_paths, (params, expected[0])), strict=True
+    ):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-10, err_msg=path)
 
 
 def assert_divided(params, state, data):
@@ -109,29 +108,6 @@ def test_a_program_learns_and_goes_on_from_its_checkpoint(
     monkeypatch.setattr(example, "STEPS", 1000)  # half of them are never done
     *_, straight = example.main(tmp_path)
     assert straight == losses
-
-
-def test_model_and_optimizer_in_one(load, monkeypatch):
-    """To 1e-6: the same operations in float32, which a compiler may fuse otherwise."""
-    example, digits = load("train_nnx"), load("digits")
-    monkeypatch.setattr(digits, "STEPS", 5)
-
-    @nnx.jit
-    def step(both, images, labels):
-        loss, grads = nnx.value_and_grad(
-            lambda model: digits.cross_entropy(model(images), labels)
-        )(both.model)
-        both.update(grads)
-        return loss
-
-    with jax.set_mesh(mesh(1, 1)):
-        model = example.Stack(rngs=nnx.Rngs(0))
-        params, apply = pure(model)
-        tx = digits.make_optimizer(jm.read(params, apply, digits.IMAGE))
-        both = nnx.ModelAndOptimizer(model, tx)
-        _, expected = functional(digits, apply, params, digits.make_optimizer)
-        losses = [float(step(both, *batch)) for batch in digits.batches()]
-    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-6)
 
 
 # The order of the sums over devices shows in the last digits, and in float32 the polar
@@ -176,7 +152,7 @@ def test_nnx_is_right(load, monkeypatch, x64, kind):
     with jax.set_mesh(mesh(1, 1, kind=kind)):
         params, apply = pure(create())
         matrices = jm.read(params, apply, digits.IMAGE)
-        params, expected = functional(digits, apply, params, recipe)
+        expected = functional(digits, apply, params, recipe(matrices))
     devices = mesh(2, 2, kind=kind)
     with jax.set_mesh(devices):
         model = create()
@@ -189,8 +165,7 @@ def test_nnx_is_right(load, monkeypatch, x64, kind):
             float(example.train_step(model, optimizer, *jax.device_put(b, P("data"))))
             for b in digits.batches()
         ]
-    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-10)
-    assert_equal_trees(pure(model)[0], params, atol=1e-10)
+    assert_right(pure(model)[0], losses, expected)
     assert_divided(nnx.state(model), nnx.state(optimizer), 2)
 
 
@@ -204,7 +179,7 @@ def test_linen_is_right(load, monkeypatch, x64):
         return model.apply({"params": params}, images)
 
     matrices = jm.read(boxed, apply, digits.IMAGE)
-    params, expected = functional(digits, apply, unbox(boxed), recipe)
+    expected = functional(digits, apply, unbox(boxed), recipe(matrices))
     devices = mesh(2, 2)
 
     def create():
@@ -220,5 +195,4 @@ def test_linen_is_right(load, monkeypatch, x64):
         for batch in digits.batches():
             state, loss = step(state, *jax.device_put(batch, P("data")))
             losses.append(float(loss))
-    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-10)
-    assert_equal_trees(unbox(state.params), params, atol=1e-10)
+    assert_right(unbox(state.params), losses, expected)

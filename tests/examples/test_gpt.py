@@ -29,14 +29,8 @@ def test_a_character_does_not_see_later_ones(model):
 def test_generate_looks_at_the_last_characters_only(model):
     prompt, length, context = np.array([3, 1, 4]), 12, 8
     draw = jax.jit(generate, static_argnames=("length", "context", "temperature"))
-    written = draw(
-        model,
-        prompt,
-        length=length,
-        context=context,
-        key=jax.random.key(0),
-        temperature=1e-6,  # so that it takes the likeliest character
-    )
+    given = {"length": length, "context": context, "key": jax.random.key(0)}
+    written = draw(model, prompt, temperature=1e-6, **given)  # takes the likeliest
     tokens = np.concatenate([prompt, written])
     ends = np.arange(context, tokens.size)
     windows = tokens[ends[:, None] - np.arange(context, 0, -1)]  # (7, 8)

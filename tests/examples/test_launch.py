@@ -6,26 +6,27 @@ import sys
 
 import pytest
 
-SCRIPT = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-print("ready", flush=True)
-time.sleep(60)
-"""
+
+def launch(examples, *words):
+    command = [sys.executable, examples / "launch.py", *words]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("arguments", [[], ["2"], ["0", "script.py"], ["script.py"]])
-def test_arguments(arguments, examples):
-    command = [sys.executable, examples / "launch.py", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "expected a number of processes, a script" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_arguments(examples):
+    for arguments in (["2"], ["0", "script.py"]):
+        done = launch(examples, *arguments)
+        assert done.returncode == 1
+        assert "expected a number of processes, a script" in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_sigterm_ends_all_processes(tmp_path, examples):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text("""import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+print("ready", flush=True)
+time.sleep(60)
+""")
     command = [sys.executable, examples / "launch.py", "2", script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
         # Two processes write to one pipe, and their lines can interleave.
@@ -42,21 +43,19 @@ def test_sigterm_ends_all_processes(tmp_path, examples):
 )
 def test_says_which_process_ended_and_how(tmp_path, examples, ending, how):
     script = tmp_path / "script.py"
-    wait = "time.sleep(60)"
     script.write_text(
-        f"import os, sys, time\nif '--process-id=1' in sys.argv: {ending}\n{wait}"
+        f"import os, sys, time\nif '--process-id=1' in sys.argv: {ending}\n"
+        "time.sleep(60)"
     )
-    command = [sys.executable, examples / "launch.py", "2", script]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert f"process 1 of 2 ended {how}" in done.stderr
-    assert "add --resume" in done.stderr
-    assert ("oh\n" in done.stderr) == ("oh" in ending)
+    said = launch(examples, "2", script).stderr
+    assert f"process 1 of 2 ended {how}" in said
+    assert "add --resume" in said
+    assert ("oh\n" in said) == ("oh" in ending)
 
 
 def test_an_option_error_is_said_once(tmp_path, examples):
     script = tmp_path / "script.py"
     script.write_text("import argparse\nargparse.ArgumentParser().parse_args()")
-    command = [sys.executable, examples / "launch.py", "2", script, "--depht"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = launch(examples, "2", script, "--depht")
     assert done.stderr.count("unrecognized arguments") == 1
     assert done.returncode == 2

@@ -89,8 +89,7 @@ def test_a_run_leaves_its_files(finished):
     assert runs.curve(records, "validation_loss")[0] == [10, 20, 30]
     assert fell(folder)
     assert checkpoints(folder) == {"20", "30"}
-    table = (folder / "parameters.txt").read_text()
-    assert "blocks/0/attn/q/kernel" in table
+    assert "blocks/0/attn/q/kernel" in (folder / "parameters.txt").read_text()
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -146,41 +145,26 @@ def test_a_run_goes_on_in_every_layout(finished, tmp_path, interrupt_at, capsys)
 
 def test_a_second_interrupt_ends_a_run_at_once(copied, interrupt_at):
     before = contents(copied / "checkpoints" / "20")
-    handler = signal.getsignal(signal.SIGINT)  # nohup ignores the signal
     shutil.rmtree(copied / "checkpoints" / "30")
     interrupt_at(21, times=2)
     with pytest.raises(SystemExit, match=r"whole: ended at once; --resume goes on"):
         again(copied, "--resume")
     assert contents(copied / "checkpoints" / "20") == before
-    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_clipped_logits_stay_at_the_threshold(tmp_path):
-    """On one device, and on owners with q, k and their heads divided.
-
-    A threshold that never clips shows how logits grow. To 1e-3 in five steps, since
-    5e-6 a step grows later on.
-    """
+    """Also on owners, with q, k and their heads divided; to 1e-3 in five steps."""
     flags = ["--width=128", "--learning-rate=0.4", "--embedding-factor=1"]
-    flags += ["--steps=12"]
-    sharded = ["--sharding=fsdp", "--devices=4"]
-    free = train(tmp_path, "free", *flags, "--qk-clip=1e9")
-    one = train(tmp_path, "one", *flags, "--qk-clip=3")
-    many = train(tmp_path, "many", *flags, "--qk-clip=3", *sharded)
-    logits = losses_of(one, "max_logit")
-    assert losses_of(free, "max_logit")[-1] > 2 * max(logits)
-    assert len(logits) == 12
-    assert logits[0] > 3  # the first step clips already
+    flags += ["--steps=5", "--qk-clip=3"]
+    one = train(tmp_path, "one", *flags)
+    many = train(tmp_path, "many", *flags, "--sharding=fsdp", "--devices=4")
+    assert losses_of(one, "max_logit")[0] > 3  # the first step clips already
     assert losses_of(one, "clipped_heads")[0] > 0
     table = (many / "parameters.txt").read_text()
     assert re.search(r"128x512_float32 +short fsdp +1 +4 +0 or 1", table)
-    assert "owners" not in (one / "parameters.txt").read_text()
-    words = r"began with qk_clip 3.0, not 6.0"
-    assert_refused(one, words, "--resume", *flags, "--qk-clip=6")
     for name in ("loss", "max_logit"):
-        np.testing.assert_allclose(
-            losses_of(many, name)[:5], losses_of(one, name)[:5], rtol=1e-3
-        )
+        expected = losses_of(one, name)
+        np.testing.assert_allclose(losses_of(many, name), expected, rtol=1e-3)
 
 
 def test_a_killed_run_goes_on_digit_for_digit(finished, tmp_path, examples):
@@ -206,6 +190,8 @@ def test_a_killed_run_goes_on_digit_for_digit(finished, tmp_path, examples):
     assert process.returncode == -signal.SIGKILL
     killed, whole = tmp_path / "killed", finished / "whole"
     assert 10 <= len(runs.read(killed / "metrics.jsonl")) < 30
+    with (killed / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 27, "lo')
 
     # The settings are those that the run began with.
     train_gpt.main(["--resume", f"--runs={tmp_path}", "--name=killed"])
@@ -219,17 +205,6 @@ def test_two_runs_of_one_name_are_refused(copied):
             assert_refused(copied, message, more)
 
 
-def test_what_a_kill_left_behind_is_passed_over(finished, copied):
-    """Half a checkpoint, half a line, and metrics of steps after the checkpoint."""
-    shutil.rmtree(copied / "checkpoints" / "30")
-    (copied / "checkpoints" / "25.orbax-checkpoint-tmp").mkdir()
-    with (copied / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 31, "lo')
-    again(copied, "--resume")
-    assert_same_run(copied, finished / "whole")
-    assert checkpoints(copied) == {"20", "30"}
-
-
 def test_a_run_killed_before_its_first_checkpoint_begins_again(finished, copied):
     shutil.rmtree(copied / "checkpoints")
     again(copied, "--resume")
@@ -240,7 +215,6 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(finished, copied)
     ("flags", "message"),
     [
         ("--width=64", r"began with width 32, not 64"),
-        ("--steps=60", r"began with steps 30, not 60"),
         ("--name=other", r"other holds no run to resume; .* has whole"),
     ],
 )
@@ -253,7 +227,6 @@ def test_optimizers_learn_and_are_drawn_with_their_steps(tmp_path):
     folder = train(tmp_path, "all", f"--compare={','.join(names)}", "--steps=30")
     result = json.loads((folder / "compare.json").read_text())
     assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
-    assert result["baseline"] == "adamw"
     assert result["target"] == result["validation_loss"]["adamw"]
     assert result["steps_to_target"]["adamw"] <= 30
     assert all(fell(folder / name) for name in names)
@@ -268,14 +241,12 @@ def test_optimizers_learn_and_are_drawn_with_their_steps(tmp_path):
         ("--sharding=zero2 --devices=64", "--devices 64: this process has 8"),
         ("--sharding=zero2 --devices=3", "expected a multiple of 3"),
         ("--sharding=hsdp --mesh=3,2 --devices=8", r"3 x 2 for 8 .*; expected .* is 8"),
-        ("--sharding=hsdp --devices=1", r"2 x 1 for 1 devices; .* --devices 2$"),
         (None, "text.txt cannot be read: No such file"),
         (b"short", "is too short: 5 characters. A context of 32 needs 330"),
         (b"\xff" * 999, r"\(999 bytes\) is not text in UTF-8: byte 0 is 0xff"),
     ],
 )
 def test_devices_and_texts_refused_before_a_run_begins(given, message, tmp_path):
-    assert jax.device_count() == 8  # from here on their number cannot change
     path = tmp_path / "text.txt"
     flags = given.split() if isinstance(given, str) else [f"--data={path}"]
     if isinstance(given, bytes):
@@ -285,21 +256,11 @@ def test_devices_and_texts_refused_before_a_run_begins(given, message, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--resume"], "error: .*none holds no run to resume"),
-        (["--qk-clip=inf", "--steps=1"], r"error: threshold=inf; expected a finite"),
-    ],
-)
-def test_a_wrong_setting_is_one_line(flags, message, tmp_path, monkeypatch):
-    words = ["train_gpt.py", *SMALL, f"--runs={tmp_path}", "--name=none", *flags]
+def test_a_wrong_setting_is_one_line_and_other_errors_are_not(tmp_path, monkeypatch):
+    words = ["train_gpt.py", *SMALL, f"--runs={tmp_path}", "--qk-clip=inf"]
     monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(SystemExit, match=r"error: threshold=inf; expected a finite"):
         train_gpt.program()
-
-
-def test_the_program_keeps_the_traceback_of_other_errors(monkeypatch):
     monkeypatch.setattr(train_gpt, "main", lambda: int("no number"))
     with pytest.raises(ValueError, match="invalid literal"):
         train_gpt.program()

@@ -18,12 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:no parameter is a matrix")
 
 def methods(tests, words=""):
     """Names of tests, whose parameters have the words."""
-    return [
-        name
-        for name in dir(tests)
-        if name.startswith("test_")
-        and words in getattr(getattr(tests, name), "__x_params_repr__", "")
-    ]
+    names = [name for name in dir(tests) if name.startswith("test_")]
+    parameters = {x: getattr(getattr(tests, x), "__x_params_repr__", "") for x in names}
+    return [name for name in names if words in parameters[name]]
 
 
 def run(tests, name):

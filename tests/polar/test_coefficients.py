@@ -26,7 +26,6 @@ PAPER = [
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
     (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
 ]
-JORDAN = (3.4445, -4.7750, 2.0315)
 # Tables, and (lowest, low, high): singular values in [lowest, 1] end in [low, high].
 BANDS = [
     (5 * [NEWTON_SCHULZ], (0.01, 0.68, 1.14)),
@@ -35,15 +34,18 @@ BANDS = [
 ]
 
 
-def evaluate(abc, x):
-    a, b, c = abc
-    return a * x + b * x**3 + c * x**5
+def evaluate(table, x):
+    for a, b, c in table:
+        x = a * x + b * x**3 + c * x**5
+    return x
 
 
-@pytest.mark.parametrize("steps", [5, 3, 1])
+@pytest.mark.parametrize("steps", [5, 3])
 def test_nanochats_table_is_the_published_one(steps):
     found = coefficients.nanochat(steps)
     np.testing.assert_allclose(found, NANOCHAT[:steps], rtol=0, atol=1e-12)
+    assert coefficients.nanochat(7) == polar_express_coefficients(7)
+    assert quintics(NEWTON_SCHULZ, 7) == ((3.4445, -4.7750, 2.0315),) * 7
 
 
 def test_the_papers_table_has_a_margin_in_all_steps_but_the_last():
@@ -56,43 +58,30 @@ def test_the_papers_table_has_a_margin_in_all_steps_but_the_last():
     assert paper(3) == paper(8)[:3]
 
 
-def test_tables_that_go_on():
-    assert quintics(NEWTON_SCHULZ, 7) == (JORDAN,) * 7
-    assert coefficients.nanochat(7) == polar_express_coefficients(7)
-
-
 @pytest.mark.parametrize(("table", "band"), BANDS)
 def test_tables_of_recipes_bring_singular_values_near_one(table, band):
     lowest, low, high = band
-    x = np.geomspace(lowest, 1, 10_000)
-    for abc in table:
-        x = evaluate(abc, x)
-    assert low < x.min()
-    assert x.max() < high
+    x = evaluate(table, np.geomspace(lowest, 1, 10_000))
+    assert low < x.min() and x.max() < high
 
 
 @pytest.mark.parametrize("lower", [1e-6, 1e-3, 0.3, 0.9])
 def test_first_quintic_is_optimal(lower):
     """Equioscillation: |p - 1| has the same maximum at four points, of turning sign."""
-    (abc,) = polar_express_coefficients(1, lower=lower, cushion=0, safety=0)
-    x = np.linspace(lower, 1, 200_001)
-    error = evaluate(abc, x) - 1
-    largest = np.abs(error).max()
-    turning = error[np.abs(error) > largest * (1 - 1e-6)]
+    table = polar_express_coefficients(1, lower=lower, cushion=0, safety=0)
+    error = evaluate(table, np.linspace(lower, 1, 200_001)) - 1
+    turning = error[np.abs(error) > np.abs(error).max() * (1 - 1e-6)]
     signs = np.sign(turning)
     assert np.count_nonzero(np.diff(signs)) == 3
     assert signs[0] == -1
 
 
 @pytest.mark.parametrize("safety", [0.0, 0.02])
-@pytest.mark.parametrize("lower", [1e-12, 1e-3, 0.5, 1 - 1e-7, 1.0])
+@pytest.mark.parametrize("lower", [1e-12, 1e-3, 1 - 1e-7, 1.0])
 @pytest.mark.parametrize("cushion", [0.0, 0.02, 1.0])
 def test_long_schedules_converge_where_the_interval_says(lower, cushion, safety):
     table = polar_express_coefficients(60, lower=lower, cushion=cushion, safety=safety)
-    assert np.isfinite(table).all()
-    x = np.geomspace(lower, 1, 1000)
-    for abc in table:
-        x = evaluate(abc, x)
+    x = evaluate(table, np.geomspace(lower, 1, 1000))
     # With safety, the last step undoes a margin of 2 percent by one quintic.
     np.testing.assert_allclose(x, 1, atol=1e-4 if safety else 1e-12)
 
@@ -103,11 +92,8 @@ def test_long_schedules_converge_where_the_interval_says(lower, cushion, safety)
         ({"steps": 0}, "steps=0"),
         ({"lower": 0}, "lower=0; expected a number in (0, 1]"),
         ({"lower": 2.0}, "lower=2.0; expected a number in (0, 1]"),
-        ({"lower": float("nan")}, "lower=nan"),
-        ({"cushion": -1.0}, "cushion=-1.0; expected a number in [0, 1]"),
-        ({"cushion": 1.5}, "cushion=1.5"),
+        ({"cushion": 1.5}, "cushion=1.5; expected a number in [0, 1]"),
         ({"safety": -0.1}, "safety=-0.1; expected a number in [0, 1]"),
-        ({"safety": "1"}, "safety='1'"),
     ],
 )
 def test_bad_input(arguments, word):

@@ -5,7 +5,6 @@ order is off by n u times the sum of magnitudes, u = 2^-24, and the two products
 sum of b A + c A A by 3 u more; then comes one rounding to the type of the result.
 """
 
-import subprocess
 import sys
 import types
 
@@ -56,6 +55,7 @@ def check_gram(found, x, factor):
     x = double(x)
     exact, magnitudes = (factor * y @ np.swapaxes(y, -1, -2) for y in (x, np.abs(x)))
     assert_close(found, exact, magnitudes, x.shape[-1])
+    assert_symmetric(found)
 
 
 def check_quadratic(found, a, b=B, c=C):
@@ -63,6 +63,7 @@ def check_quadratic(found, a, b=B, c=C):
     size = np.abs(a)
     magnitudes = abs(b) * size + abs(c) * (size @ size)
     assert_close(found, b * a + c * (a @ a), magnitudes, a.shape[-1])
+    assert_symmetric(found)
 
 
 def assert_symmetric(x):
@@ -101,31 +102,21 @@ def test_gram_of_any_shape(shape, result, tiling):
     with interpreted():
         found = gram(x, result, factor=3.0, tiling=tiling)
     assert found.dtype == jnp.dtype(result)
-    assert_symmetric(found)
     check_gram(found, x, 3.0)
 
 
 @needs_interpreter
-@pytest.mark.parametrize(
-    ("shape", "tiling"),
-    [
-        ((1,), Tiling()),
-        ((2, 190), Tiling(stages=2)),  # parts of A take turns, too
-        ((330,), Tiling()),
-    ],
-    ids=str,
-)
-def test_quadratic_of_any_shape(shape, tiling):
-    """The type of the input, rounded once."""
+@pytest.mark.parametrize("shape", [(1,), (2, 190), (330,)], ids=str)
+def test_quadratic_of_any_shape(shape):
+    """The type of the input, rounded once; with two stages parts of A take turns."""
     a = symmetric(shape)
     with interpreted():
-        found = quadratic(a, B, C, tiling=tiling)
+        found = quadratic(a, B, C, tiling=Tiling(stages=2))
     assert found.dtype == a.dtype
-    assert_symmetric(found)
     check_quadratic(found, a)
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 4, 5), (2, 0, 0)])
+@pytest.mark.parametrize("shape", [(0, 3), (0, 4, 5), (2, 0, 0)])
 def test_no_elements(shape):
     """An empty sum is 0."""
     x = jnp.zeros(shape, jnp.bfloat16)
@@ -215,16 +206,6 @@ def test_without_the_backend(monkeypatch):
         jm.PolarExpress(symmetric="kernel")(x)
 
 
-def test_imported_for_kernels_alone():
-    """Pallas takes half a second to load; jax.extend brings 30 ms of it along."""
-    code = (
-        "import sys, jax.numpy as jnp, jax_muon as jm; jm.PolarExpress()(jnp.eye(3)); "
-        "print(any('hopper' in x or 'experimental.pallas' in x for x in sys.modules))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    assert run.stdout == b"False\n"
-
-
 @pytest.mark.parametrize(("capability", "runs"), [("9.0", True), ("8.0", False)])
 def test_other_generations_of_gpus(monkeypatch, capability, runs):
     """An A100 has none of the instructions."""
@@ -243,15 +224,13 @@ def test_other_generations_of_gpus(monkeypatch, capability, runs):
             jax.eval_shape(traced_anew, x)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: gram(matrices((3, 3), "float32")), "x of dtype float32"),
-        (lambda: quadratic(matrices((2, 3)), B, C), "a of shape"),
-        (lambda: quadratic(matrices((3, 3), "float32"), B, C), "x of dtype"),
-    ],
-)
-def test_bad_input(call, message):
+def test_bad_input():
     """Each error says what was given and what is expected."""
-    with pytest.raises(ValueError, match=f"{message}.*expected"):
-        call()
+    wide, three = matrices((3, 3), "float32"), matrices((2, 3))
+    for call, message in (
+        (lambda: gram(wide), "x of dtype float32"),
+        (lambda: quadratic(three, B, C), "a of shape"),
+        (lambda: quadratic(wide, B, C), "x of dtype"),
+    ):
+        with pytest.raises(ValueError, match=f"{message}.*expected"):
+            call()

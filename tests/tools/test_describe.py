@@ -1,15 +1,16 @@
 """`describe` shows what an optimizer does, whatever it is wrapped in.
 
-The tables of all recipes and layouts are in tests/fixtures/frozen.
+Whole tables, in several layouts, are in tests/fixtures/frozen.
 """
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
+from tests.mesh.case import AUTO, EXPLICIT, mesh_of
 
 
 def test_any_optimizer():
@@ -37,14 +38,13 @@ def test_any_optimizer():
     assert counted[1].state_bytes == alone[0].state_bytes  # and no counts of steps
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_matrices_too_small_for_owners(kind):
     """And state that is too small to be divided."""
     params = {f"{i}/w": jax.ShapeDtypeStruct((8, 16), jnp.float32) for i in range(5)}
     params["wte"] = jax.ShapeDtypeStruct((64, 8), jnp.float32)
-    mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
     tx = jm.nanochat(matrices={"wte": "adamw", "*": "muon"})
-    tx = jm.on_mesh(tx, mesh, divide="data", min_size=200)
+    tx = jm.on_mesh(tx, mesh_of(4, kind=kind), divide="data", min_size=200)
     planned = jm.describe(tx, params)
     assert [leaf.repeated for leaf in planned.parameters] == [True] * 5 + [False]
     *_, work, last = str(planned).splitlines()
@@ -60,15 +60,18 @@ def test_bytes_on_a_device():
 
     Each device holds whole parameters, and a quarter of gradients and momentum.
     """
-    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,))
     shapes = {"q": (64, 64), "up": (64, 256)}
     params = {k: jax.ShapeDtypeStruct(x, jnp.float32) for k, x in shapes.items()}
     size = 4 * (64 * 64 + 64 * 256)
     tx = jm.muon(matrices={"*": "muon"})
     assert jm.describe(tx, params).held_bytes["gradients"] == size
-    held = jm.describe(jm.on_mesh(tx, mesh, divide="data"), params).held_bytes
+    held = jm.describe(jm.on_mesh(tx, mesh_of(4), divide="data"), params).held_bytes
     assert (held["parameters"], held["gradients"]) == (size, size // 4)
     assert size // 4 <= held["state"] < size // 4 + 64  # and counts of steps
+    # Three of four shards come from one ring, and half of what is left from the other.
+    tx = jm.on_mesh(tx, mesh_of(2, 4), P("fsdp"), divide=("data", "fsdp"))
+    sent = jm.describe(tx, params).sent_bytes["gathers"]
+    assert sent == size * 3 // 4 + size // 4 // 2
 
 
 def test_the_rate_of_a_recipes_own_adamw():

@@ -25,8 +25,6 @@ SHAPES = {
 }
 SPECS = {"q": P("fsdp"), "stack/up": P(None, "fsdp"), "bias": P()}
 FAST = {"dtype": "float32", "steps": 2}
-
-
 ZEROS = {path: np.zeros(x.shape, x.dtype) for path, x in SHAPES.items()}
 W = {"w": jax.ShapeDtypeStruct((4, 8), "float32")}
 
@@ -99,14 +97,10 @@ def test_devices_that_hold_the_same_piece_hold_the_same_bits():
     assert not same_bits
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bound"),
-    {"float64": 1e-10, "float32": 2e-5, "bfloat16": 0.1, "float16": 0.1}.items(),
-)
+@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-10), ("float16", 0.1)])
 def test_bounds_are_those_of_the_narrowest_dtype(dtype, bound, x64):
     shapes = {"w": jax.ShapeDtypeStruct((4, 8), dtype)}
-    tx = jm.on_mesh(optax.sgd(0.1), mesh_of(2), divide="data")
-    found = jm.verify(tx, shapes)
+    found = jm.verify(jm.on_mesh(optax.sgd(0.1), mesh_of(2), divide="data"), shapes)
     assert found.differences["w"][1] == bound
     assert found.ok
 
@@ -125,26 +119,18 @@ def test_a_gather_in_another_dtype_widens_the_bound():
 # --- what a wrong mesh does -----------------------------------------------------------
 
 
-def own_shards(swap, x, *args, **given):
-    """Every device keeps what it should send."""
-    return x
+BREAKAGES = {
+    "own shards": lambda swap, x, *args, **given: x,
+    "wrong senders": lambda swap, *args, **given: jnp.roll(swap(*args, **given), 1, 0),
+    "a round lost": lambda swap, *args, **given: jnp.zeros_like(swap(*args, **given)),
+}
 
 
-def wrong_senders(swap, x, *args, **given):
-    """What comes from one device is taken for another's."""
-    return jnp.roll(swap(x, *args, **given), 1, axis=0)
-
-
-def a_round_lost(swap, x, *args, **given):
-    """Nothing arrives."""
-    return jnp.zeros_like(swap(x, *args, **given))
-
-
-@pytest.mark.parametrize("breakage", [own_shards, wrong_senders, a_round_lost])
+@pytest.mark.parametrize("breakage", BREAKAGES)
 def test_matrices_that_do_not_arrive_are_found(breakage, monkeypatch, capsys):
     """By `verify` and by the command, with matrices of 256 x 256."""
     monkeypatch.setattr("jax_muon.recipes.orthogonalize", jm.orthogonalize)
-    broken = functools.partial(breakage, jax.lax.all_to_all)
+    broken = functools.partial(BREAKAGES[breakage], jax.lax.all_to_all)
     monkeypatch.setattr("jax.lax.all_to_all", broken)
     tx = jm.on_mesh(RECIPES["muon"](**FAST), mesh_of(4), divide="data")
     found = jm.verify(tx, {"mlp/up": jax.ShapeDtypeStruct((256, 256), "float32")})
@@ -161,8 +147,8 @@ def test_without_owners_the_table_says_so(monkeypatch):
         assert ("no matrix was sent to an owner" in str(jm.verify(tx, shapes))) == said
 
 
-@pytest.mark.parametrize("decay", [0.1, 0.01, 0.001])
-@pytest.mark.parametrize("recipe", ["adamw", "muon", "nanochat"])
+@pytest.mark.parametrize("decay", [0.1, 0.001])
+@pytest.mark.parametrize("recipe", ["adamw", "nanochat"])
 def test_a_decay_that_is_forgotten_on_the_mesh_is_found(recipe, decay):
     make = optax.adamw
     if recipe != "adamw":
@@ -179,20 +165,16 @@ def test_a_decay_that_is_forgotten_on_the_mesh_is_found(recipe, decay):
     assert "the update of 'up' of shape (64, 64) differs" in found.problems[0]
 
 
-def test_on_mesh_is_the_outermost_transform():
-    tx = optax.chain(jm.on_mesh(optax.sgd(0.1), mesh_of(2)), optax.scale(0.5))
+def test_what_cannot_be_verified():
+    tx = jm.on_mesh(optax.sgd(0.1), mesh_of(2))
     with pytest.raises(ValueError, match="with on_mesh around all other transforms"):
-        jm.verify(tx, W)
-
-
-def test_no_steps():
+        jm.verify(optax.chain(tx, optax.scale(0.5)), W)
     with pytest.raises(ValueError, match="steps=0; expected"):
-        jm.verify(jm.on_mesh(optax.sgd(0.1), mesh_of(2)), W, steps=0)
+        jm.verify(tx, W, steps=0)
 
 
 def test_the_command_tests_the_installation(capsys):
     assert command.main() == 0
     said = capsys.readouterr().out
     assert f"jax_muon {jm.__version__}, Python" in said
-    assert f"jax {jax.__version__}" in said
-    assert "8 x cpu" in said
+    assert f"jax {jax.__version__}" in said and "8 x cpu" in said
