@@ -141,23 +141,28 @@ def arrays(name: str, tree: Any) -> Any:
 
     An equinox module also holds functions and numbers, and an NNX graph random keys.
     """
+    if all(map(_is_array, jax.tree.leaves(tree))):
+        return tree  # without a path for each leaf, which takes longer
     for path, leaf in trees.leaves_with_paths(tree):
-        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-        if not (is_array or type(leaf) is float):
+        if not (_is_array(leaf) or type(leaf) is float):
             expected = (
                 "arrays alone, such as eqx.filter(model, eqx.is_inexact_array) of an "
                 "equinox module, or nnx.state(model, nnx.Param)"
             )
             refuse(f"{name} at {path!r}", leaf, expected)
-    return jax.tree.map(lambda x: jnp.asarray(x) if type(x) is float else x, tree)
+    return jax.tree.map(lambda x: x if _is_array(x) else jnp.asarray(x), tree)
 
 
-def params(what: str, params: Any, otherwise: str = "") -> None:
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def params(what: str, params: Any) -> None:
     """The parameters must be passed to update."""
     if params is None:
         raise ValueError(
             f"{what} needs the parameters: tx.update(updates, state, params), got "
-            f"params=None{otherwise}"
+            "params=None"
         )
 
 
@@ -168,15 +173,13 @@ def gradients(updates: Any, params: Any) -> None:
 
 
 def state(restored: Any, like: Any) -> None:
-    """A state needs the structure and shapes of `like`: arrays, or their shapes."""
-    wrong = "the state is not one of this optimizer on these parameters: "
+    """A state needs the paths and shapes of `like`: arrays, or their shapes."""
     try:
         alike("array", restored, "state array of init", like)
     except ValueError as error:
-        raise ValueError(wrong + str(error)) from None
-    structures: Any = jax.tree.structure(restored), jax.tree.structure(like)
-    if structures[0] != structures[1]:
-        raise ValueError(f"{wrong}it is {structures[0]}; expected {structures[1]}")
+        raise ValueError(
+            f"the state is not one of this optimizer on these parameters: {error}"
+        ) from None
 
 
 def alike(what: str, tree: Any, whose: str, like: Any) -> None:
@@ -185,25 +188,34 @@ def alike(what: str, tree: Any, whose: str, like: Any) -> None:
     Both leaves must be floating-point, or neither. `what` and `whose` name a leaf of
     each tree, such as "gradient" and "parameter".
     """
-    leaves, wanted = (dict(trees.leaves_with_paths(x)) for x in (tree, like))
-    for path, right in wanted.items():
+    if _kinds(tree) == _kinds(like):
+        return
+    leaves, others = (dict(trees.leaves_with_paths(x)) for x in (tree, like))
+    for path, other in others.items():
         if path not in leaves:
             raise ValueError(f"no {what} at {path!r}; expected one for each {whose}")
-        pair = leaves[path], right
-        shape, expected = (tuple(getattr(x, "shape", ())) for x in pair)
-        if shape != expected:
+        (shape, floating), (right, of_other) = map(_kind, (leaves[path], other))
+        if shape != right:
             raise ValueError(
-                f"{what} {path!r} has shape {shape}; expected {expected}, like its "
+                f"{what} {path!r} has shape {shape}; expected {right}, like its {whose}"
+            )
+        if floating != of_other:
+            dtype, wide = map(jnp.result_type, (leaves[path], other))
+            raise ValueError(
+                f"{what} {path!r} has dtype {dtype}; expected one like {wide} of its "
                 f"{whose}"
             )
-        dtype, like_dtype = map(jnp.result_type, pair)
-        if jnp.issubdtype(dtype, jnp.floating) != jnp.issubdtype(
-            like_dtype, jnp.floating
-        ):
-            raise ValueError(
-                f"{what} {path!r} has dtype {dtype}; expected one like {like_dtype} of "
-                f"its {whose}"
-            )
     for path in leaves:
-        if path not in wanted:
+        if path not in others:
             raise ValueError(f"{what} at {path!r}; expected none without a {whose}")
+
+
+def _kinds(tree: Any) -> tuple[Any, list[Any]]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [_kind(x) for x in leaves]
+
+
+def _kind(x: Any) -> tuple[tuple[int, ...], bool]:
+    """The shape of a leaf, and whether it is floating-point."""
+    floating = jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    return tuple(getattr(x, "shape", ())), bool(floating)

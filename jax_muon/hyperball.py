@@ -49,13 +49,12 @@ def hyperball(
       matrices: see `orthogonalize`.
 
     Returns:
-      An `optax.GradientTransformation` that needs the parameters at update. Updates
-      that are narrower than their parameters get the parameters' dtype. The state is
-      one float per matrix.
+      An `optax.GradientTransformation`. Updates that are narrower than their parameters
+      get the parameters' dtype.
 
     Raises:
-      ValueError: a learning rate below 0; at init, with path and shape, a parameter
-        that is not a floating-point matrix; at update, params=None.
+      ValueError: at init, with path and shape, a parameter that is not a floating-point
+        matrix; at update, params=None.
 
     Examples:
       >>> params = {"w": jnp.array([[3.0, 0.0], [0.0, 4.0]])}

@@ -1,4 +1,4 @@
-"""Jaxprs: what operations call, what they need, and their source lines.
+"""Jaxprs: functions that operations call, inputs that they use, and source lines.
 
 JAX's internals may change with a release; `tests/test_jaxprs.py` runs in each. Names
 of primitives and their parameters also stand in `reading/computation/`.
@@ -7,12 +7,12 @@ of primitives and their parameters also stand in `reading/computation/`.
 import itertools
 import os
 import sys
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.interpreters import partial_eval
 
 # Lines of these packages are not the user's.
@@ -55,14 +55,6 @@ def trace(function: Any, *args: Any) -> tuple[Jaxpr, int]:
     return partial_eval.dce_jaxpr(jaxpr, needed, instantiate=True)[0], count
 
 
-def operations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """All operations of a program; the functions that one calls come right after it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for function in jaxprs_in_params(eqn.params):
-            yield from operations(function)
-
-
 def marked(x: Any, name: str) -> Any:
     """The array, with a name that `uses` finds."""
     return checkpoint_name(x, _MARK + name)
@@ -77,7 +69,7 @@ _MOVES = {
 
 
 def uses(jaxpr: Jaxpr, values: Container[Any]) -> tuple[list[str], list[bool]]:
-    """What a function does with some inputs: names of `marked`, and operations.
+    """How a function uses some inputs: names of `marked`, and operations.
 
     Parts, copies and casts of a value are followed, also into functions.
 

@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array, Float, Float32, Int
 
 from jax_muon import checks, trees
-from jax_muon.notes import note
+from jax_muon.traced_facts import record
 from jax_muon.trees import map_leaves
 
 
@@ -52,8 +52,8 @@ def keep_residual(
       them. The state is a `KeepResidualState`.
 
     Raises:
-      ValueError: `tx` is not an optax transform, another dtype; at update, no
-        parameters, a state that has no residual, or one of other parameters.
+      ValueError: another dtype; at update, no parameters, a state that has no residual,
+        or one of other parameters.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -104,7 +104,7 @@ def keep_residual(
         leaves = dict(trees.leaves_with_paths(params))
         like = dict(trees.leaves_with_paths(jax.eval_shape(residuals, params)))
         checks.alike("residual", old, "parameter of 16 bits", like)
-        note("residual", {path: name if path in old else "-" for path in leaves})
+        record("residual", {path: name if path in old else "-" for path in leaves})
 
         def whole(path: str, p: Array) -> Array:
             return _whole(p, old[path]) if path in old else p

@@ -21,7 +21,7 @@ from numpy.lib.array_utils import normalize_axis_tuple
 from optax.contrib import MuonDimensionNumbers
 
 from jax_muon import checks, trees
-from jax_muon.text import aligned, hints_below, shape_text, sizes_text
+from jax_muon.tables import aligned, hints_below, shape_text, sizes_text
 
 _READ = "jax_muon.read(params, loss_fn, batch)"
 # The labels that a reading gives: of matrices, and of everything else.

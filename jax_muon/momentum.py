@@ -60,10 +60,9 @@ def nesterov(
     :math:`U`, which is :math:`G + \mu (M - G)`, moves the average a second time towards
     the same gradient.
 
-    Muon is often written with a sum, :math:`M \leftarrow \mu M + G`. At constant
-    momentum the sum is the average times :math:`1 / (1 - \mu)`, and a polar factor
-    does not depend on that. Under a schedule of the momentum the two differ: use
-    `optax.trace(mu, nesterov=True)` for the sum.
+    Muon is often written with a sum, :math:`M \leftarrow \mu M + G`: at constant
+    momentum the average times :math:`1 / (1 - \mu)`, which a polar factor does not
+    depend on. For the sum under a schedule use `optax.trace(mu, nesterov=True)`.
 
     Args:
       decay: momentum in [0, 1), or a schedule of it.
@@ -71,12 +70,11 @@ def nesterov(
       bias_correction: return :math:`(1 - \mu) G / (1 - \mu^t) + \mu M / (1 -
         \mu^{t+1})` in step t, as in `optax.contrib.muon`, or :math:`M / (1 - \mu^t)`
         without look-ahead. It changes the direction of about the first hundred steps.
-      accumulator_dtype: dtype of M between steps. M is computed in at least float32,
-        and the updates come from M before it is rounded. None: the dtype of the
-        parameters, rounded to nearest, which for float16 needs a loss scale: gradients
-        near 1e-6 lose their direction; "float32" or "float64"; "bfloat16", rounded
-        stochastically; "int8", rounded stochastically to 255 even steps, with one
-        float32 scale per row (the last axis of a parameter).
+      accumulator_dtype: dtype of M between steps; M is computed, and updates are made
+        of it, in at least float32. None: the parameters', which for float16 needs a
+        loss scale, since gradients near 1e-6 lose their direction; "float32" or
+        "float64"; "bfloat16", rounded stochastically; "int8", rounded stochastically to
+        255 even steps, with a float32 scale per row (the last axis of a parameter).
 
     Returns:
       An `optax.GradientTransformation` for arrays of any shape. Its updates have the

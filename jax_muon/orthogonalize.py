@@ -9,7 +9,7 @@ import jax
 import optax
 from jaxtyping import Array, Float
 
-from jax_muon import checks, notes, trees
+from jax_muon import checks, traced_facts, trees
 from jax_muon.joins import Factors, Joined, joined_matrices, map_joined, map_stacks
 from jax_muon.matrices import Matrices, of_tree
 from jax_muon.mesh import owners, travel
@@ -50,15 +50,11 @@ def orthogonalize(
         and FLOPs, each sends and receives part of a matrix; that needs a polar factor
         with a method `shared_dtype`, as `NewtonSchulz`. 1: one owner for each matrix.
 
-    Returns:
-      An `optax.GradientTransformation` without state.
-
     Raises:
       ValueError: at init and update, with path and shape, for a parameter that is not
         a floating-point matrix, or that is on a mesh whose axes are Auto or manual, so
         that its type does not show how it is sharded: see `on_mesh`; at update, for a
-        polar factor of another shape than its matrices, or of complex numbers. At once
-        for a `polar` that is not a function, small below 0, or team below 1.
+        polar factor of another shape than its matrices, or of complex numbers.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -115,8 +111,8 @@ def orthogonalize(
             # The groups of `partition` start at different owners.
             start=zlib.crc32(" ".join(labels).encode()),
         )
-        notes.note("pools", {tuple(names): pools})
-        notes.note("sizes", sizes)
+        traced_facts.record("pools", {tuple(names): pools})
+        traced_facts.record("sizes", sizes)
         if mesh.size > 1:
             factors = functools.partial(travel.map_pools, polar, pools=pools)
         on_device = functools.partial(_map_matrices, factors, parameters, names, joined)

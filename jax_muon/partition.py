@@ -12,9 +12,9 @@ import optax
 from jax_muon import checks, trees
 from jax_muon.matrices import ADAMW, MUON, Matrices
 from jax_muon.mesh.array_types import on_users_axes
-from jax_muon.notes import note
 from jax_muon.reading.read import read
 from jax_muon.splits import read_parts, with_splits
+from jax_muon.traced_facts import record
 
 # An optax transform, or a function that returns one for the matrices of its group.
 Group: TypeAlias = (
@@ -78,7 +78,7 @@ def partition(
                 "optimizer that is adamw= of a recipe",
                 stacklevel=2,
             )
-        note("scanned", {path: x.scanned for path, x in labelled.items()})
+        record("scanned", {path: x.scanned for path, x in labelled.items()})
         if not labelled.splits:
             return _for_tree(labelled, groups)
         parts = read_parts(labelled, labelled.splits)
@@ -186,8 +186,8 @@ def _for_tree(
     """The transforms of the groups, on the leaves with their labels."""
     of_functions = [x for x, group in groups.items() if callable(group)]
     grouped = matrices.group(of_functions)
-    note("parameters", matrices)
-    note("matrices", {tuple(grouped): grouped})
+    record("parameters", matrices)
+    record("matrices", {tuple(grouped): grouped})
     transforms = {
         label: checks.as_transform(
             f"groups[{label!r}](matrices)", group(matrices.group([label]))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from jax_muon import checks, trees
 from jax_muon.dtypes import wide, wider
@@ -71,24 +71,22 @@ def clip_qk(
         match; 1 for MaxText's default.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` whose state counts the heads clipped in
-      the last step. Its update needs the parameters before the step, and the extra
-      argument `max_logits`: a tree of arrays (\*layers, heads), one for each attention
-      module, with the largest logit of every query head. The path of an array is that
-      of its module, or a prefix of it, or continues below it: `{"blocks/0/attn": s0,
-      "blocks/1/attn": s1}`, `{"blocks/0": ...}` or what linen's `sow` collects. A
-      single array is enough for one module, such as scanned layers. Inside shard_map it
-      is the maximum over all devices: see `max_aux` of `make_train_step`.
+      A transform whose state counts the heads clipped in the last step. Update needs
+      the parameters and `max_logits`: a tree of arrays (\*layers, heads), one for each
+      attention module, with the largest logit of every query head. Its path is that of
+      the module, a prefix of it or below it: `{"blocks/0/attn": s0, "blocks/1/attn":
+      s1}`, `{"blocks/0": ...}` or what linen's `sow` collects. A single array is enough
+      for one module, such as scanned layers. Inside shard_map it is the maximum over
+      all devices: see `max_aux` of `make_train_step`.
 
       Kernels have the shape (\*layers, embed, heads * head_dim), or (\*layers, embed,
       heads, head_dim), with layers at `layers_axis`; a parameter called bias has no
       embed. The number of key heads follows, and divides the number of query heads.
 
     Raises:
-      ValueError: threshold not above 0, balance outside [0, 1]; at init, with paths, a
-        pattern that matches nothing, a query without its key or a key without its
-        query, a parameter that both match; at update, no `params`, no `max_logits`, not
-        one entry for each module, shapes that do not fit.
+      ValueError: at init, with paths, a pattern that matches nothing, a query or a key
+        without the other, a parameter that both match; at update, no `params`, no
+        `max_logits`, not one entry for each module, shapes that do not fit.
 
     Examples:
       >>> params = {"attn": {name: jnp.eye(4) for name in "qkv"}}
@@ -122,12 +120,11 @@ def clip_qk(
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipQkState]:
         del state, extra_args
-        if params is None or max_logits is None:
-            missing = "params" if params is None else "max_logits"
+        checks.params("clip_qk", params)
+        if max_logits is None:
             raise ValueError(
-                "clip_qk needs the parameters and the largest logits of this step: "
-                "tx.update(updates, state, params, max_logits=max_logits), got "
-                f"{missing}=None"
+                "clip_qk needs the largest logits of this step: tx.update(updates, "
+                "state, params, max_logits=max_logits), got max_logits=None"
             )
         checks.gradients(updates, params)
         updates = as_wide_as_params(updates, params)
@@ -169,7 +166,9 @@ def _modules(names: Sequence[str], query: str, key: str) -> Modules:
     """Paths of the query and key projections in each attention module, by its path."""
     patterns = (query, key)
     trees.check_patterns_match("clip_qk", patterns, list(names))
-    common = _shared(*(trees.slashed(x).split("/") for x in patterns))
+    pairs = zip(*(trees.slashed(x).split("/") for x in patterns), strict=False)
+    # The number of components in which the patterns begin alike.
+    common = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
     modules: Modules = {}
     for path in names:
         roles = [which for which in (0, 1) if trees.matches(patterns[which], path)]
@@ -195,12 +194,6 @@ def _modules(names: Sequence[str], query: str, key: str) -> Modules:
                 "and a key in each module; there are " + ", ".join(names)
             )
     return modules
-
-
-def _shared(a: Sequence[str], b: Sequence[str]) -> int:
-    """The number of components in which two paths begin alike."""
-    pairs = zip(a, b, strict=False)
-    return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
 
 
 def _by_module(max_logits: Any, modules: Sequence[str]) -> dict[str, Array]:
@@ -274,7 +267,7 @@ def _is_bias(path: str) -> bool:
     """True for a bias, or a part of one that `with_splits` cut out."""
     parent, _, name = trees.slashed(path).rpartition("/")
     is_part = f"/{parent}".endswith("/bias")
-    return is_part or name == "b" or "bias" in trees.words(name)
+    return is_part or name == "b" or "bias" in name.lower()
 
 
 def max_attention_logits(
@@ -283,7 +276,6 @@ def max_attention_logits(
     *,
     scale: float | None = None,
     causal: bool = True,
-    mask: Bool[Array, "#batch #heads #time #key_time"] | None = None,
     block_size: int = 128,
 ) -> Float[Array, " heads"]:
     """Largest attention logit of every head, for `clip_qk`, in blocks.
@@ -296,15 +288,13 @@ def max_attention_logits(
       k: keys. With fewer heads than `q`, consecutive query heads share one.
       scale: factor of the logits; None for d^-0.5.
       causal: whether a query sees no later keys; time and key_time are then equal.
-      mask: True where a query sees a key; None for everywhere. Sizes may be 1.
       block_size: of queries and of keys.
 
     Returns:
-      The maximum over batch, queries and the keys they see, in float32; -inf for a head
-      that sees nothing.
+      The maximum over batch, queries and the keys they see, in float32.
 
     Raises:
-      ValueError: shapes that do not fit, a mask of another dtype, block_size below 1.
+      ValueError: shapes that do not fit.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -330,16 +320,6 @@ def max_attention_logits(
         )
     batch, time, heads, d = q.shape
     _, key_time, key_heads, _ = k.shape
-    full = (batch, heads, time, key_time)
-    if mask is not None and (
-        not jnp.issubdtype(mask.dtype, jnp.bool_)
-        or mask.ndim != 4
-        or any(m not in (1, n) for m, n in zip(mask.shape, full, strict=True))
-    ):
-        raise ValueError(
-            f"mask is {mask.dtype} of shape {mask.shape}; expected booleans of shape "
-            f"{full}, or 1 for any of these"
-        )
     scale = d**-0.5 if scale is None else scale
     grouped = q.reshape(batch, time, key_heads, heads // key_heads, d)
     grouped, k = jax.lax.stop_gradient((grouped, k))
@@ -368,11 +348,6 @@ def max_attention_logits(
         if causal:
             ahead = (j + jnp.arange(columns))[None] > (i + jnp.arange(rows))[:, None]
             logits = jnp.where(ahead[None, None], -jnp.inf, logits)
-        if mask is not None:
-            # An axis of size 1 is sliced at 0, whatever the start.
-            sizes = [min(pair) for pair in zip(mask.shape, logits.shape, strict=True)]
-            seen = jax.lax.dynamic_slice(mask, (0, 0, i, j), sizes)
-            logits = jnp.where(seen, logits, -jnp.inf)
         return jnp.max(logits, axis=(0, 2, 3)).astype(jnp.float32)
 
     return jnp.max(jax.lax.map(largest, jnp.array(blocks)), axis=0)

@@ -3,12 +3,8 @@
 A recipe is one call of `partition`; to change more than its arguments, copy its chain.
 Arguments mean the same in all recipes, and `nanochat` describes those that most share.
 
-Under `optax.inject_hyperparams` all numbers may change from step to step except
-`steps`. Name it in `static_args`, and with it every function that you pass, such as
-`polar`, `matrices` or `shape_rule`: a function would be called as a schedule.
-
-With `jax_numpy_dtype_promotion="strict"` recipes cannot be traced, since `optax.adamw`
-cannot. With another transform for `adamw` they can.
+With `jax_numpy_dtype_promotion="strict"` they cannot be traced, since optax's Adam
+cannot, unless `adamw` is another transform.
 """
 
 from __future__ import annotations
@@ -24,7 +20,6 @@ from jax_muon.hyperball import hyperball
 from jax_muon.joins import with_joins
 from jax_muon.matrices import ADAMW, MUON, Matrices
 from jax_muon.momentum import nesterov
-from jax_muon.notes import note
 from jax_muon.orthogonalize import Polar, orthogonalize
 from jax_muon.partition import Group, Reader, partition, reader
 from jax_muon.polar import coefficients
@@ -36,7 +31,8 @@ from jax_muon.scaling import (
     scale_by_normuon,
     scale_by_shape,
 )
-from jax_muon.weight_decay import add_cautious_decayed_weights, decaying
+from jax_muon.traced_facts import record
+from jax_muon.weight_decay import add_cautious_decayed_weights
 
 __all__ = ["moonlight", "muon", "muonh", "nanochat", "normuon", "teon"]
 
@@ -49,7 +45,7 @@ def nanochat(
     edition: str = "2026-01",
     beta2: optax.ScalarOrSchedule | None = None,
     steps: int | None = None,
-    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    dtype: jax.typing.DTypeLike = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
     adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
@@ -65,8 +61,8 @@ def nanochat(
       learning_rate: of the matrices, before the factor max(1, out/in)^0.5; a number or
         an optax schedule, like every rate below.
       momentum: of the matrices, an exponential average, in [0, 1).
-      weight_decay: of the matrices, decoupled: times the learning rate, and here times
-        the factor of the shape. It is cautious; see `add_cautious_decayed_weights`.
+      weight_decay: of the matrices, times the learning rate, and here times the factor
+        of the shape. It is cautious; see `add_cautious_decayed_weights`.
       edition: "2026-01", or "2026-08", which equilibrates the rows before the polar
         factor (MuonEq), sets its Frobenius norm (Muon+), and has another margin of the
         first normalization, 1.01 instead of 1.02.
@@ -74,23 +70,21 @@ def nanochat(
         the later edition.
       steps: of the polar iteration, a Python integer; None for 5.
       dtype: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
-      polar: another polar factor instead of the recipe's: a function of (..., m, n)
-        that fulfils the contract in `orthogonalize`; `steps` and `dtype` are ignored.
+      polar: another polar factor, as `orthogonalize` takes it; `steps` and `dtype` are
+        then ignored.
       momentum_dtype: dtype of the momentum; None for the parameters'. With float16
         parameters pass "float32". See `nesterov`.
-      adamw: the optimizer of all other parameters: that which trains your model now,
-        such as `optax.adamw(lr)`; or a learning rate for the recipe's own AdamW. None
+      adamw: the optimizer of all other parameters: the one that trains your model now,
+        such as `optax.adamw(lr)`, or a learning rate for the recipe's own AdamW. None
         is 3e-4, which no model was tuned for.
       groups: transforms for further labels, as in `partition`: `{"embedding":
         optax.adamw(0.2), "frozen": optax.set_to_zero()}`.
-      matrices: which parameters are matrices: what `jax_muon.read(params, loss_fn,
-        batch)` returns; a function of the parameters that returns one; or a mapping of
-        path patterns to labels, such as {"embed": "adamw", "head": "adamw", "*":
-        "muon"}. Without it, a tree that has matrices is an error.
+      matrices: which parameters are matrices, as in `partition`: what
+        `jax_muon.read(params, loss_fn, batch)` returns, a function of the parameters
+        that returns one, or a mapping of path patterns to labels.
 
     Returns:
-      An `optax.GradientTransformation` whose updates are added to the parameters, and
-      have their dtype.
+      An `optax.GradientTransformation` whose updates have the parameters' dtype.
 
     Raises:
       ValueError: at once, a number out of range; at init and update, as `partition`.
@@ -136,7 +130,7 @@ def normuon(
     *,
     beta2: optax.ScalarOrSchedule = 0.95,
     steps: int | None = None,
-    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    dtype: jax.typing.DTypeLike = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
     adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
@@ -187,7 +181,7 @@ def muon(
     bias_correction: bool = False,
     shape_rule: str | Callable[[int, int], float] = "max_ratio",
     steps: int | None = None,
-    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    dtype: jax.typing.DTypeLike = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
     adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
@@ -244,7 +238,7 @@ def moonlight(
     weight_decay: optax.ScalarOrSchedule = 0.1,
     *,
     steps: int | None = None,
-    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    dtype: jax.typing.DTypeLike = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
     adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
@@ -275,7 +269,6 @@ def moonlight(
       -0.001
     """
     rate = checks.rate("learning_rate", learning_rate) if adamw is None else adamw
-    decay = checks.rate("weight_decay", weight_decay)
     return muon(
         learning_rate,
         momentum,
@@ -285,7 +278,7 @@ def moonlight(
         dtype=dtype,
         polar=polar,
         momentum_dtype=momentum_dtype,
-        adamw=_adamw(rate, b2=0.95, weight_decay=decay),
+        adamw=_adamw(rate, b2=0.95, weight_decay=weight_decay),
         groups=groups,
         matrices=matrices,
     )
@@ -297,7 +290,7 @@ def teon(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     *,
     steps: int | None = None,
-    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    dtype: jax.typing.DTypeLike = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
     adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
@@ -358,7 +351,7 @@ def muonh(
     momentum: optax.ScalarOrSchedule = 0.95,
     *,
     steps: int | None = None,
-    dtype: jax.typing.DTypeLike | None = "bfloat16",
+    dtype: jax.typing.DTypeLike = "bfloat16",
     polar: Polar | None = None,
     momentum_dtype: jax.typing.DTypeLike | None = None,
     adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
@@ -418,50 +411,40 @@ def _learning_rate(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation
     return optax.scale_by_learning_rate(checks.rate("learning_rate", rate))
 
 
+def _decay(weight_decay: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    """`optax.add_decayed_weights`; of 0, a transform that needs no parameters."""
+    rate = checks.rate("weight_decay", weight_decay)
+    if isinstance(rate, float) and rate == 0:
+        return optax.identity()
+    tx = optax.add_decayed_weights(rate)
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, _ = tx.update(updates, state, params)
+        # In optax 0.2.6 the count of a schedule stands still.
+        return updates, jax.tree.map(optax.safe_increment, state)
+
+    return optax.GradientTransformation(tx.init, update_fn)
+
+
 def _adamw(
     adamw: Any, *, weight_decay: optax.ScalarOrSchedule = 0.0, **settings: Any
 ) -> optax.GradientTransformation:
     """The transform that is given, or else AdamW with this learning rate."""
     if isinstance(adamw, optax.GradientTransformation | optax.MultiSteps):
         return checks.as_transform("adamw", adamw)
-    rate = 3e-4 if adamw is None else adamw
-    checks.no_factory("adamw", rate)
-    if not callable(rate):
-        others = ", a schedule, or an optax transform"
-        checks.number("adamw", rate, "of at least 0", others=others)
-    rate = checks.rate("adamw", rate)
-    tx = _decaying(
-        optax.adamw(rate, weight_decay=weight_decay, **settings), weight_decay
+    checks.no_factory("adamw", adamw)
+    rate = checks.rate("adamw", 3e-4 if adamw is None else adamw)
+    tx = optax.chain(  # `optax.adamw`, which needs the parameters without decay, too
+        optax.scale_by_adam(**settings),
+        _decay(weight_decay),
+        optax.scale_by_learning_rate(rate),
     )
 
-    def init_fn(params: optax.Params) -> Any:
-        note("default", {ADAMW: rate} if adamw is None else {})
+    def init_fn(params: Any) -> Any:
+        record("default", {ADAMW: rate} if adamw is None else {})
         return tx.init(params)
 
     return optax.GradientTransformation(init_fn, tx.update)
-
-
-def _decay(weight_decay: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    """`optax.add_decayed_weights`, whose schedules stand still in optax 0.2.6."""
-    rate = checks.rate("weight_decay", weight_decay)
-    tx = _decaying(optax.add_decayed_weights(rate), rate)
-
-    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, _ = tx.update(updates, state, params)
-        return updates, jax.tree.map(optax.safe_increment, state)
-
-    return optax.GradientTransformation(tx.init, update_fn)
-
-
-def _decaying(
-    tx: optax.GradientTransformation, weight_decay: Any
-) -> optax.GradientTransformation:
-    """The transform, which needs no parameters at update if nothing decays."""
-
-    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return tx.update(updates, state, decaying(weight_decay, params, updates))
-
-    return optax.GradientTransformation(tx.init, update_fn)
 
 
 def _recipe(
@@ -472,7 +455,6 @@ def _recipe(
 ) -> optax.GradientTransformationExtraArgs:
     """The chain for "muon", a transform for "adamw", and the user's groups."""
     groups = {} if groups is None else groups
-    checks.mapping("groups", groups, "a mapping of label to transform")
     if MUON in groups or ADAMW in groups:
         raise ValueError(
             f"groups has the labels {list(groups)}; expected others than {MUON!r}, "

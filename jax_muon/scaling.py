@@ -1,8 +1,4 @@
-"""Pieces that scale updates: matrices by their norms or shapes, parameters by paths.
-
-Updates keep their dtype. Only `scale_by_normuon` has state. All of this is elementwise
-or reduces over axes of one matrix, so it works with any sharding.
-"""
+"""Pieces that scale updates: matrices by their norms or shapes, parameters by paths."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,7 +10,7 @@ from jaxtyping import Array
 
 from jax_muon import checks, dtypes, trees
 from jax_muon.matrices import Matrices, MatrixAxes, of_tree
-from jax_muon.notes import note
+from jax_muon.traced_facts import record
 from jax_muon.trees import map_leaves, step_leaves
 
 # Factor of the update, by the size (in, out) of the matrix.
@@ -33,10 +29,9 @@ def equilibrate_rows(
 ) -> optax.GradientTransformation:
     r"""Scale the weights of every output neuron to one norm (MuonEq).
 
-    For :math:`U` with :math:`m` outputs, row :math:`u` becomes
-    :math:`u \, \|U\|_F / (\sqrt{m} \max(\|u\|, 10^{-6}))`: every row gets the root
-    mean square of the row norms. Rows of PyTorch's (out, in) are columns of a Flax
-    kernel (in, out). It goes before `orthogonalize`.
+    For :math:`U` with :math:`m` outputs, the weights :math:`u` of one become
+    :math:`u \, \|U\|_F / (\sqrt{m} \max(\|u\|, 10^{-6}))`: all get the root mean
+    square of their norms. It goes before `orthogonalize`.
 
     Args:
       matrices: see `orthogonalize`.
@@ -73,9 +68,6 @@ def normalize_frobenius(
         :math:`\sqrt{\min(m, n)}`, as orthogonal matrices have. Norms below 1e-6 count
         as 1e-6.
       matrices: see `orthogonalize`.
-
-    Raises:
-      ValueError: rms not above 0.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -131,12 +123,9 @@ def scale_by_normuon(
       eps: smallest mean square, and smallest norm, that is divided by.
       matrices: see `orthogonalize`.
 
-    Returns:
-      An `optax.GradientTransformation`. Its state is one float for each neuron.
-
     Raises:
-      ValueError: decay outside [0, 1), an unknown axis, eps not above 0; at init, with
-        path and shape, a parameter that is not a floating-point matrix.
+      ValueError: at init, with path and shape, a parameter that is not a floating-point
+        matrix.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -211,9 +200,6 @@ def scale_by_shape(
         (out/in)^0.5 (TEON); "none" 1; or a function of (in, out).
       matrices: see `orthogonalize`.
 
-    Raises:
-      ValueError: an unknown rule.
-
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_muon as jm
@@ -233,7 +219,7 @@ def scale_by_shape(
     def scale(path: str, u: Array, axes: MatrixAxes) -> Array:
         fan = axes.fan(u.shape)
         factor = checks.number(f"rule{fan}", chosen(*fan), "of at least 0")
-        note("scale", {path: factor})
+        record("scale", {path: factor})
         return u * dtypes.in_dtype_of(u, factor)
 
     return _stateless(scale, matrices)
@@ -247,8 +233,7 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
         counts. A parameter that none matches is left alone.
 
     Raises:
-      ValueError: a factor that is not a finite number of at least 0; at init, with all
-        paths, a pattern that matches no parameter.
+      ValueError: at init, with all paths, a pattern that matches no parameter.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -258,12 +243,8 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
       >>> tx.update(updates, tx.init(updates))[0]["embed"].tolist()
       [16.0, 16.0]
     """
-    checks.mapping(
-        "factors",
-        factors,
-        "a mapping of path patterns to factors",
-        lambda where, x: checks.number(where, x, "of at least 0"),
-    )
+    for pattern, factor in factors.items():
+        checks.number(f"factors[{pattern!r}]", factor, "of at least 0")
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
         known = [path for path, _ in trees.leaves_with_paths(params)]

@@ -40,8 +40,8 @@ def skip_nonfinite(
       An `optax.GradientTransformation`; its state counts skipped steps in `skipped`.
 
     Raises:
-      ValueError: `inner` is not an optax transform; at update, another optimizer's
-        state and, inside shard_map, gradients that differ between devices.
+      ValueError: at update, another optimizer's state and, inside shard_map, gradients
+        that differ between devices.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -1,6 +1,6 @@
 """Weight decay where the step moves a weight towards zero anyway."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,7 @@ def add_cautious_decayed_weights(
     r"""Add decayed weights where the step moves the weight towards zero anyway.
 
     The update :math:`U` becomes :math:`U + \lambda W [U W \ge 0]`, elementwise. It goes
-    before the learning rate, like `optax.add_decayed_weights`. `optax.masked` around it
-    chooses the parameters that decay.
+    before the learning rate, like `optax.add_decayed_weights`.
 
     Args:
       weight_decay: :math:`\lambda`, at least 0, or a schedule of it.
@@ -33,7 +32,7 @@ def add_cautious_decayed_weights(
       that are narrower than their parameters get the parameters' dtype.
 
     Raises:
-      ValueError: weight_decay below 0; at update, params=None, unless it is 0.
+      ValueError: at update, params=None, unless weight_decay is 0.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -57,7 +56,11 @@ def add_cautious_decayed_weights(
         state: AddCautiousDecayedWeightsState,
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, AddCautiousDecayedWeightsState]:
-        params = decaying(weight_decay, params, updates)
+        updates = trees.as_wide_as_params(updates, params)
+        new_state = AddCautiousDecayedWeightsState(optax.safe_increment(state.count))
+        if isinstance(weight_decay, float) and weight_decay == 0:
+            return updates, new_state
+        checks.params("weight decay", params)
         now = checks.rate_at(weight_decay, state.count)
 
         def decay(u: Array, w: Array) -> Array:
@@ -67,18 +70,6 @@ def add_cautious_decayed_weights(
             decayed = jnp.where(wide_u * wide_w >= 0, decayed, 0)
             return (wide_u + decayed).astype(u.dtype)
 
-        updates = trees.as_wide_as_params(updates, params)
-        count = optax.safe_increment(state.count)
-        updates = jax.tree.map(decay, updates, params)
-        return updates, AddCautiousDecayedWeightsState(count)
+        return jax.tree.map(decay, updates, params), new_state
 
     return optax.GradientTransformation(init_fn, update_fn)
-
-
-def decaying(weight_decay: Any, params: Any, updates: Any) -> Any:
-    """The parameters that decay; the updates do for them if nothing decays."""
-    if params is None and isinstance(weight_decay, float) and weight_decay == 0:
-        return updates
-    otherwise = "; expected them, or a recipe with weight_decay=0.0"
-    checks.params("weight decay", params, otherwise)
-    return params

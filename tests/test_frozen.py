@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 import jax_muon as jm
-from jax_muon.text import aligned, shape_text
+from jax_muon.tables import aligned, shape_text
 from jax_muon.trees import leaves_with_paths
 from tests import trees
 from tests.mesh import layouts

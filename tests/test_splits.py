@@ -68,7 +68,7 @@ def test_heads_are_joined_over_layers(rng, x64, scanned):
     updates, _ = tx.update(params, tx.init(params), params)
     heads = kernel.reshape(4, 8, 3, 4)
     pairs = np.concatenate([heads[0::2], heads[1::2]], axis=1)  # (2, 16, 3, 4)
-    polar = jm.NewtonSchulz(dtype=None)
+    polar = jm.NewtonSchulz(dtype="float64")
     expected = -polar(jnp.moveaxis(pairs, 2, 1))  # the factor of (8, 4) is 1
     expected = np.moveaxis(expected, 1, 2).reshape(2, 2, 8, 12).reshape(4, 8, 12)
     got = jnp.stack(jax.tree.leaves(updates)).reshape(4, 8, 12)

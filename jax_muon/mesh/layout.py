@@ -10,7 +10,7 @@ import jax
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import checks, notes, trees
+from jax_muon import checks, traced_facts, trees
 from jax_muon.matrices import Matrices
 from jax_muon.mesh.array_types import own_sharding
 from jax_muon.mesh.specs import (
@@ -161,8 +161,8 @@ def axes_of_layers(tx: optax.GradientTransformation) -> Callable[[Any], AxesOfLa
 
     @functools.lru_cache(maxsize=4)
     def of_shapes(treedef: Any, shapes: tuple[Any, ...]) -> AxesOfLayers:
-        _, heard = notes.traced(tx.init, jax.tree.unflatten(treedef, shapes))
-        return heard["scanned"]
+        _, facts = traced_facts.trace(tx.init, jax.tree.unflatten(treedef, shapes))
+        return facts["scanned"]
 
     def of_tree(tree: Any) -> AxesOfLayers:
         leaves, treedef = jax.tree.flatten(tree)

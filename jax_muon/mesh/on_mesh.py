@@ -24,7 +24,7 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from jax_muon import checks, notes
+from jax_muon import checks, traced_facts
 from jax_muon.dtypes import wire_dtype
 from jax_muon.mesh import array_types
 from jax_muon.mesh.layout import Layout, Specs, axes_of_layers
@@ -160,7 +160,7 @@ class OnMesh:
         like = updates if params is None else params
         checks.gradients(updates, params)
         names, coarse, fine = self.layout.of_leaves(like)
-        notes.note("on_mesh", {self: (names, coarse, fine)})
+        traced_facts.record("on_mesh", {self: (names, coarse, fine)})
         expected = self._typed_state(like, fine)
         checks.state(state, expected)
         of_state = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(expected)]

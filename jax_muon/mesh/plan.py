@@ -6,13 +6,20 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jax_muon.mesh.collectives import Collective, members_over
-from jax_muon.mesh.specs import Sizes, devices_over, divided_axes
+from jax_muon.mesh.specs import (
+    Sizes,
+    devices_over,
+    divided_axes,
+    entry_names,
+    spec_names,
+)
 
 # The planner's number of quintics, and of exchanged m x m matrices in each.
 STEPS = 5
@@ -234,3 +241,55 @@ def rounds(pools: Sequence[Pool]) -> list[Round]:
                 by_owner = tuple(map(tuple, part[:, used].tolist()))
                 exchanges.append(Round(chosen, tuple(start[used].tolist()), by_owner))
     return exchanges
+
+
+def excess(pools: Sequence[Pool], sizes: Sizes) -> dict[Pool, float]:
+    """What the busiest device computes of each pool beyond an even share.
+
+    In units of an even share of the work on all pools.
+    """
+    loads = {pool: pool.load(sizes).ravel() for pool in pools}
+    even = {
+        pool: pool.on_device * devices_over(pool.batch_axes, sizes) * pool.flops
+        for pool in pools
+    }
+    busiest = int(np.argmax(sum(loads.values()))) if loads else 0
+    devices, total = math.prod(sizes.values()), sum(even.values())
+    return {
+        pool: (float(load[busiest]) * devices - even[pool]) / total
+        for pool, load in loads.items()
+    }
+
+
+def parameter_transfers(
+    size: int,
+    spec: PartitionSpec,
+    state_spec: PartitionSpec,
+    sizes: Sizes,
+    summed: Collection[str],
+) -> Iterator[tuple[str, Collective]]:
+    """Gathers of a parameter and of its update, and the sum of its gradient.
+
+    The gathers are along the axes that shard the parameter, and then along those that
+    shard only its state; the gradient is summed over both at once.
+    """
+    of_param, of_state = ({*spec_names(x)} for x in (spec, state_spec))
+    shard = size // math.prod(sizes[name] for name in of_state.difference(summed))
+
+    def rings(axes: Collection[str], shard: int) -> Iterator[tuple[Any, int]]:
+        """Over which devices, and bytes of the shard that they divide."""
+        for entry in state_spec:
+            along = {*entry_names(entry)} & {*summed} & {*axes}
+            members = members_over(along, sizes)
+            yield members, shard
+            shard //= len(members)
+
+    left = shard
+    for axes in (of_param, of_state - of_param):
+        for members, whole in rings(axes, left):
+            left = whole // len(members)
+            yield "gathers", Collective("all-gather", members, left)
+    for members, whole in rings(of_state, shard):
+        yield "gradients", Collective("reduce-scatter", members, whole)
+    rest = members_over({*summed} - of_state, sizes)
+    yield "gradients", Collective("all-reduce", rest, left)

@@ -37,9 +37,9 @@ def quintics(
     if table.shape == (3,):
         table = np.tile(table, (steps or 5, 1))
     shaped = table.ndim == 2 and table.shape[1] == 3 and len(table) > 0
-    # The iteration divides by a, or by b where a is 0, and by b.
-    if not (shaped and np.isfinite(table).all() and table[:, 1].all()):
-        expected = "one (a, b, c) or a sequence of them; b not 0"
+    # The iteration divides by a and by b.
+    if not (shaped and np.isfinite(table).all() and table[:, :2].all()):
+        expected = "one (a, b, c) or a sequence of them; a and b not 0"
         checks.refuse("coefficients", coefficients, expected)
     if len(table) < (steps or 1):
         expected = f"an integer from 1 to {len(table)}, as many as there are quintics"
@@ -54,7 +54,7 @@ def _as_tuples(table: Any) -> Table:
 def polar_express_coefficients(
     steps: int, *, lower: float = 1e-3, cushion: float = 0.02, safety: float = 0.02
 ) -> Table:
-    """Optimal quintics for the matrix sign iteration, one for each step.
+    """Optimal quintics for the polar factor, one for each step.
 
     Each step takes the quintic p that minimizes the largest |p(x) - 1| over the
     interval [l, u] of the singular values; p maps it to the interval of the next step.
@@ -70,9 +70,6 @@ def polar_express_coefficients(
 
     Returns:
       `steps` triples (a, b, c) of Python floats.
-
-    Raises:
-      ValueError: an argument is outside its range, or not a number.
 
     Examples:
       >>> [round(a, 4) for a, b, c in polar_express_coefficients(5)]

@@ -2,8 +2,7 @@
 
 A matrix X = U S V^T has the polar factor U V^T: the same directions, with every
 singular value 1. `ExactPolar` computes it by the SVD; `NewtonSchulz` comes close with
-matrix products alone (`iteration.py`), and `PolarExpress` is a `NewtonSchulz` with
-computed coefficients. Nothing here knows about parameters or meshes.
+matrix products alone (`iteration.py`), and `PolarExpress` computes its coefficients.
 """
 
 import dataclasses
@@ -27,8 +26,6 @@ from jax_muon.polar.coefficients import (
 from jax_muon.polar.products import matmul
 from jax_muon.polar.teams import Team
 
-_DTYPES = ("bfloat16", "float32", "float64")
-
 
 @dataclasses.dataclass(frozen=True)
 class NewtonSchulz:
@@ -42,19 +39,16 @@ class NewtonSchulz:
         sequence, and five where one quintic serves every step.
       coefficients: one (a, b, c) for every step, or a sequence, whose first `steps` are
         used. The default is Jordan's, which leaves singular values near 0.7 .. 1.2. A
-        step with c = 0 takes two products instead of three. One with a = 0 suppresses
-        small singular values: 4 * [(0, 2.5, -1.5)] after (1.875, -1.25, 0.375) is what
-        Pion proposes for reinforcement learning. The object holds one triple for each
-        step.
+        step with c = 0 takes two products instead of three. The object holds one triple
+        for each step.
       norm_factor: x is divided by `norm_factor * norm(x) + eps` before the first step.
       eps: see `norm_factor`. Matrices with a much smaller norm stay small.
       norm: "frobenius", or "schatten4", (sum of s^4)^(1/4): never larger, so that small
         singular values start nearer to 1.
-      dtype: of the iteration: bfloat16, float32, float64; None for the dtype of x, and
-        float32 for float16. In bfloat16 sums are in float32 and rounded once on a CPU
-        and where XLA takes cuBLASLt. Elsewhere every term is rounded: an error of 0.04
-        instead of 0.016 on a Gaussian (64, 256). Matrices of one row or column take at
-        least float32.
+      dtype: of the iteration: bfloat16, float32 or float64. In bfloat16 sums are in
+        float32 and rounded once on a CPU and where XLA takes cuBLASLt. Elsewhere every
+        term is rounded: an error of 0.04 instead of 0.016 on a Gaussian (64, 256).
+        Matrices of one row or column take at least float32.
       form: "standard", "gram" (not in bfloat16, where singular values reach 28), or
         "auto": "gram" where it is faster.
       symmetric: "plain", or "kernel": on an H100 or H200, kernels that compute one
@@ -62,8 +56,8 @@ class NewtonSchulz:
         other NVIDIA GPUs are refused. Not yet run on a GPU.
 
     Raises:
-      ValueError: a setting is not one of these, or is not known while tracing; more
-        steps than quintics; coefficients that are not finite, or b 0.
+      ValueError: a setting is not one of these, or is traced; more steps than quintics;
+        coefficients that are not finite, or a or b 0.
 
     Examples:
       >>> x = jax.random.normal(jax.random.key(0), (3, 8, 16))
@@ -73,8 +67,7 @@ class NewtonSchulz:
       True
 
     References:
-      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; Pion, arXiv
-      2605.19282.
+      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/.
     """
 
     steps: int | None = None
@@ -83,7 +76,7 @@ class NewtonSchulz:
     norm_factor: float = 1.0
     eps: float = 1e-7
     norm: str = "frobenius"
-    dtype: jax.typing.DTypeLike | None = "bfloat16"
+    dtype: jax.typing.DTypeLike = "bfloat16"
     form: str = "auto"
     symmetric: str = "plain"
 
@@ -91,38 +84,44 @@ class NewtonSchulz:
         checks.choice("norm", self.norm, ("frobenius", "schatten4"))
         checks.choice("form", self.form, ("auto", "standard", "gram"))
         checks.choice("symmetric", self.symmetric, ("plain", "kernel"))
+        # float16 has too few exponents for Gram matrices.
+        dtype = None if self.dtype is None else jnp.dtype(self.dtype).name
+        if dtype not in ("bfloat16", "float32", "float64"):
+            checks.refuse("dtype", self.dtype, "bfloat16, float32 or float64")
+        if self.symmetric == "kernel" and dtype != "bfloat16":
+            raise ValueError(
+                f"symmetric='kernel' with dtype={dtype}; expected dtype=bfloat16, or "
+                "symmetric='plain'"
+            )
+        if self.form == "gram" and dtype == "bfloat16":
+            raise ValueError(
+                f"form='gram' with dtype={dtype}, where singular values reach 28; "
+                "expected dtype=float32, or form='standard'"
+            )
         table = quintics(self.coefficients, self.steps)
-        normal = {"coefficients": table, "steps": len(table)}
+        normal = {"coefficients": table, "steps": len(table), "dtype": dtype}
         for name in ("norm_factor", "eps"):
-            value = getattr(self, name)
-            normal[name] = checks.number(name, value, "above 0")
-        if self.dtype is not None:
-            normal["dtype"] = self._possible(self.dtype)
+            normal[name] = checks.number(name, getattr(self, name), "above 0")
         for name, value in normal.items():
             object.__setattr__(self, name, value)
 
     def __call__(
         self, x: Float[Array, "*batch m n"], *, team: Team | None = None
     ) -> Float[Array, "*batch m n"]:
-        """Approximate polar factors.
+        """Approximate polar factors, in the dtype of x. Zero matrices give zeros.
 
         Args:
           x: matrices in the last two axes, tall or wide, any real floating dtype.
           team: inside shard_map, devices that each have columns of wide matrices, and
             share the work; the whole matrix needs a `shared_dtype`.
 
-        Returns:
-          An array with the shape and dtype of x. Zero matrices give zeros.
-
         Raises:
-          ValueError: x has fewer than two axes or is not real floating point, or with
-            dtype=None the iteration is not possible in its dtype.
+          ValueError: x has fewer than two axes or is not real floating point.
         """
         _check_matrices(x)
-        dtype = jnp.dtype(self._possible(self._dtype_for(x.dtype)))
         if not x.size:
             return x
-        m, n = sorted(x.shape[-2:])
+        dtype, (m, n) = jnp.dtype(self.dtype), sorted(x.shape[-2:])
         by_gram = team is None and iteration.uses_gram(self.form, dtype, m, n)
         table = cast(Table, self.coefficients)  # since `__post_init__`
         norm = iteration.Norm(self.norm, self.norm_factor, self.eps)
@@ -136,33 +135,9 @@ class NewtonSchulz:
 
         None for the Gram form, which they cannot share, and for single rows.
         """
-        dtype = self._dtype_for(dtype)
+        dtype = jnp.dtype(self.dtype)
         alone = m == 1 or iteration.uses_gram(self.form, dtype, m, n)
         return None if alone else dtype
-
-    def _dtype_for(self, dtype: jax.typing.DTypeLike) -> jnp.dtype:
-        """The dtype of the iteration, for matrices of this dtype."""
-        wide = jnp.float32 if jnp.dtype(dtype) == jnp.float16 else dtype
-        return jnp.dtype(self.dtype or wide)
-
-    def _possible(self, dtype: jax.typing.DTypeLike) -> str:
-        """The name of a dtype in which this iteration is possible."""
-        name = jnp.dtype(dtype).name
-        if name not in _DTYPES:  # float16 has too few exponents for Gram matrices
-            checks.refuse(
-                "dtype", dtype, f"{', '.join(_DTYPES)}, or None for the dtype of x"
-            )
-        if self.symmetric == "kernel" and name != "bfloat16":
-            raise ValueError(
-                f"symmetric='kernel' with dtype={name}; expected dtype=bfloat16, or "
-                "symmetric='plain'"
-            )
-        if self.form == "gram" and name == "bfloat16":
-            raise ValueError(
-                f"form='gram' with dtype={name}, where singular values reach 28; "
-                "expected dtype=float32, or form='standard'"
-            )
-        return name
 
 
 def PolarExpress(
@@ -175,9 +150,6 @@ def PolarExpress(
       lower: smallest relative singular value that is brought to 1.
       **settings: all others of `NewtonSchulz`; norm_factor is 1.02, and eps 1e-6. For
         another cushion or safety pass `polar_express_coefficients` to that.
-
-    Raises:
-      ValueError: as `NewtonSchulz` and `polar_express_coefficients`.
 
     Examples:
       >>> x = jax.random.normal(jax.random.key(0), (3, 8, 16))
@@ -204,17 +176,11 @@ class ExactPolar:
     """
 
     def __call__(self, x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
-        """Exact polar factors.
+        """Exact polar factors, in the dtype of x, by an SVD in at least float32.
 
-        Args:
-          x: matrices in the last two axes, any real floating dtype. bfloat16 and
-            float16 are decomposed in float32.
-
-        Returns:
-          An array with the shape and dtype of x. For a matrix of rank r it has r
-          singular values 1 and the others 0, where the rank counts singular values
-          above `max(m, n) * eps(dtype)` of the largest. Zero matrices give zeros, and
-          matrices with a NaN or an infinite entry NaN.
+        For a matrix of rank r, r singular values are 1 and the others 0, where the rank
+        counts singular values above `max(m, n) * eps(dtype)` of the largest. A matrix
+        with a NaN or an infinite entry gives NaN.
 
         Raises:
           ValueError: x has fewer than two axes or is not real floating point.

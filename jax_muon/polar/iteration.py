@@ -217,17 +217,13 @@ def _standard_form(x: Array, gram: Array, table: Table, products: Products) -> A
     scale = 1.0  # x is X / scale, so that a step need not multiply it
     used: set[float] = set()
     for step, (a, b, c) in enumerate(table):
-        first = a or b  # of the terms X, A X, A A X that a step has
-        cubic, quintic = b / first * scale**2, c / first * scale**4
+        cubic, quintic = b / a * scale**2, c / a * scale**4
         g, p, q = exact_factors(cubic, quintic, x.dtype, used)
         used |= {g, p, q}
         gram = (g * gram).astype(x.dtype) if step == 0 else products.gram(x, g)
         polynomial = products.add_square(gram, q) if q else gram
-        if a:
-            x = products.add_product(x, p, polynomial)
-        else:
-            x = products.product(p, polynomial, x)
-        scale *= first
+        x = products.add_product(x, p, polynomial)
+        scale *= a
         if not 1 / _MAX_SCALE <= abs(scale) <= _MAX_SCALE:
             x = (wide(x) * scale).astype(x.dtype)
             scale = 1.0
@@ -244,12 +240,10 @@ def _gram_form(x: Array, gram: Array, table: Table, products: Products) -> Array
             x = scale * matmul(factor, x, x.dtype)
             gram, factor, scale = products.gram(x, 1.0), eye, 1.0
         square = products.add_square(gram, c / b * scale**2) if c else gram
-        first = a or b
-        polynomial = b / first * scale**2 * square
-        polynomial = eye + polynomial if a else polynomial
+        polynomial = eye + b / a * scale**2 * square
         factor = polynomial if factor is eye else products.symmetric(factor, polynomial)
         if step + 1 < len(table) and (step + 1) % REFRESH:
             gram = products.symmetric(polynomial, gram)
             gram = products.symmetric(gram, polynomial)
-        scale *= first
+        scale *= a
     return scale * matmul(factor, x)

@@ -113,10 +113,6 @@ class Products:
         """X + k B X."""
         return (wide(x) + k * matmul(b, x)).astype(x.dtype)
 
-    def product(self, k: float, b: Array, x: Array) -> Array:
-        """The matrices k B X."""
-        return (k * matmul(b, x)).astype(x.dtype)
-
     def symmetric(self, x: Array, y: Array) -> Array:
         """X Y, for symmetric matrices that commute."""
         return self.outer(x, y).astype(x.dtype)

@@ -104,10 +104,6 @@ class SharedProducts(Products):
         """X + k B X, for the columns of this device."""
         return self.local.add_product(x, k, b)
 
-    def product(self, k: float, b: Array, x: Array) -> Array:
-        """The matrices k B X, for the columns of this device."""
-        return self.local.product(k, b, x)
-
     def _rows(self, part: Array) -> Array:
         """This device's rows of the sum of all parts."""
         *batch, m, n = part.shape

@@ -1,30 +1,222 @@
-"""What an optimizer will do with each parameter, observed while it is traced.
+"""What an optimizer will do with each parameter: a table, and data to assert on.
 
 `describe` traces `init` and `update` abstractly and collects the facts that transforms
-record (`notes.py`). So the result is right for any composition of transforms, and it
-always belongs to the optimizer it was given.
+record (`traced_facts.py`). So the result is right for any composition of transforms.
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_muon import checks, notes, trees
+from jax_muon import checks, traced_facts, trees
 from jax_muon.joins import joined_matrices
 from jax_muon.matrices import ADAMW, Parameter
-from jax_muon.mesh import array_types, owners, plan
-from jax_muon.mesh import specs as mesh_specs
-from jax_muon.mesh.collectives import Collective, members_over
+from jax_muon.mesh import array_types, owners, plan, specs
+from jax_muon.mesh.collectives import Collective
 from jax_muon.mesh.on_mesh import abstract_state
 from jax_muon.reading.read import trained
-from jax_muon.tools.description import DescribedParameter, Description
+from jax_muon.tables import aligned, hints_below, shape_text, sizes_text
+
+
+@dataclasses.dataclass(frozen=True)
+class DescribedParameter:
+    """What happens to one parameter.
+
+    Attributes:
+      parameter: how it is read: path, shape, dtype, label, role, reason, axes.
+      matrices: number of matrices, their inputs and outputs; None if it is not
+        orthogonalized.
+      joined: number of matrices that are orthogonalized as one.
+      scale: factor of `scale_by_shape`, or None.
+      state_bytes: size of its optimizer state on one device.
+      spec: its sharding on the mesh of `on_mesh`, or in its type, or None.
+      state_spec: the sharding of its gradient and state, or None.
+      repeated: True if a mesh axis that its gradient is summed over shards no axis of
+        its state, so every device of that axis holds all of it.
+      residual: dtype of its residual, "-" if `keep_residual` keeps none for its dtype;
+        None without `keep_residual`.
+    """
+
+    parameter: Parameter
+    matrices: tuple[int, int, int] | None
+    joined: int
+    scale: float | None
+    state_bytes: int
+    spec: PartitionSpec | None
+    state_spec: PartitionSpec | None
+    repeated: bool
+    residual: str | None
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole parameter."""
+        dtype = np.dtype(self.parameter.dtype)
+        return math.prod(self.parameter.shape) * dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What an optimizer does with a tree of parameters. `print` shows it as a table.
+
+    Attributes:
+      parameters: one entry per parameter, in the order of the tree.
+      pools: sharded matrices of one shape and sharding, and their owners.
+      sizes: number of devices along each mesh axis; empty on one device.
+      summed: mesh axes that gradients are summed over, if known: the batch axes of a
+        train step, or `divide` of `on_mesh`.
+      transfers: collectives of a step by purpose (see `sent_bytes`), each with the path
+        of its parameter, or "".
+      devices_per_host: number of neighbours on the mesh that share a host.
+      state_bytes: size of the optimizer's state on one device.
+      default_rate: the rate of a recipe's AdamW; None if `adamw=` is given.
+    """
+
+    parameters: tuple[DescribedParameter, ...]
+    pools: tuple[plan.Pool, ...]
+    sizes: Mapping[str, int]
+    summed: tuple[str, ...]
+    transfers: Mapping[str, Sequence[tuple[str, Collective]]]
+    devices_per_host: int
+    state_bytes: int
+    default_rate: float | None
+
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes on one device, with all gradients at once, sharded like the state."""
+
+        def held(leaf: DescribedParameter, spec: PartitionSpec | None) -> int:
+            names = specs.spec_names(spec or PartitionSpec())
+            return leaf.bytes // math.prod(self.sizes.get(name, 1) for name in names)
+
+        leaves = self.parameters
+        return {
+            "parameters": sum(held(x, x.spec) for x in leaves),
+            "gradients": sum(held(x, x.state_spec or x.spec) for x in leaves),
+            "state": self.state_bytes,
+        }
+
+    @property
+    def sent_bytes(self) -> dict[str, float]:
+        """Bytes that one device sends in a step.
+
+        "orthogonalize": matrices to their owners and back, padding included, and
+        within teams three products for each of five quintics. "gradients": sums over
+        `summed`, by reduce-scatter over axes that shard the state and by all-reduce
+        over the others. "gathers": all-gathers of updates, or of parameters at the
+        start of a step. `scan_layers` gathers its layers twice for each microbatch,
+        which is not known here: they count once.
+        """
+        return {
+            what: sum((x.sent_bytes for _, x in sent), 0.0)
+            for what, sent in self.transfers.items()
+        }
+
+    @property
+    def bytes_between_hosts(self) -> dict[str, float]:
+        """Bytes that one device sends to other hosts in a step; see `sent_bytes`."""
+        hosts = self.devices_per_host
+        return {
+            what: sum((x.bytes_between_hosts(hosts) for _, x in sent), 0.0)
+            for what, sent in self.transfers.items()
+        }
+
+    @property
+    def imbalance(self) -> float:
+        """Work of the busiest device over an even share of one device's work."""
+        return 1 + sum(plan.excess(self.pools, self.sizes).values())
+
+    def __str__(self) -> str:
+        """A table of the parameters and, on a mesh, one of the work on each device."""
+        header = ("parameter", "shape", "role", "as matrices", "label", "sharding")
+        rows: list[tuple[str, ...]] = [(*header, "scale", "state")]
+        rows += [_row(leaf, self.sizes) for leaf in self.parameters]
+        if not self.sizes:
+            rows = [(*row[:5], *row[6:]) for row in rows]
+        reasons, hints = hints_below([x.parameter.reason for x in self.parameters])
+        table = zip(aligned(rows, numbers=2), ["why", *reasons], strict=True)
+        lines = [f"{row}   {why}".rstrip() for row, why in table] + hints
+        elements = [math.prod(leaf.parameter.shape) for leaf in self.parameters]
+        in_matrices = sum(math.prod(leaf.matrices or [0]) for leaf in self.parameters)
+        lines.append(
+            f"{len(elements)} parameters: {sum(elements)} elements, {in_matrices} of "
+            f"them in matrices; "
+            + ", ".join(f"{k} {_bytes(n)}" for k, n in self.held_bytes.items())
+            + (" on a device" if self.sizes else "")
+        )
+        if self.default_rate is not None:
+            lines.append(
+                f"adamw: the recipe's own, learning rate {self.default_rate:g}; pass "
+                "yours as adamw=optax.adamw(lr)"
+            )
+        by_residual: dict[str | None, list[str]] = {}
+        for leaf in self.parameters:
+            by_residual.setdefault(leaf.residual, []).append(leaf.parameter.path)
+        without = by_residual.pop("-", [])
+        for dtype in by_residual.keys() - {None}:
+            lines.append(
+                f"parameters with residual in {dtype}: {len(by_residual[dtype])}"
+            )
+        if without:
+            lines.append(f"without, not bfloat16 or float16: {', '.join(without)}")
+        return "\n".join([*lines, "", *self._work()] if self.sizes else lines)
+
+    def _work(self) -> list[str]:
+        """Which devices compute the matrices of each pool, and what a device sends."""
+        rows: list[tuple[str, ...]] = [("pool", "over", "matrices", "owners", "each")]
+        rows += [_pool_row(pool, self.sizes) for pool in self.pools]
+        lines = aligned(rows, numbers=1) if self.pools else []
+        sent, between = (
+            {what: _bytes(int(size)) for what, size in sizes.items()}
+            for sizes in (self.sent_bytes, self.bytes_between_hosts)
+        )
+        devices = math.prod(self.sizes.values())
+        lines.append(
+            f"{devices} devices: {self._balance()}; each sends {sent['orthogonalize']} "
+            "a step to orthogonalize"
+        )
+        if self.summed:
+            repeated = [leaf for leaf in self.parameters if leaf.repeated]
+            largest = max(repeated, key=lambda leaf: leaf.bytes, default=None)
+            lines.append(
+                f"summed over {', '.join(self.summed)}: {sent['gradients']} for "
+                f"gradients, {sent['gathers']} for gathers; {len(repeated)} parameters "
+                f"of {_bytes(sum(leaf.bytes for leaf in repeated))} are repeated"
+                + (f", above all {largest.parameter.path}" if largest else "")
+            )
+        if devices > self.devices_per_host:
+            by_path: dict[str, float] = {}
+            for path, x in itertools.chain(*self.transfers.values()):
+                crossing = x.bytes_between_hosts(self.devices_per_host)
+                by_path[path] = by_path.get(path, 0) + crossing
+            most = max(by_path, key=by_path.__getitem__, default="")
+            lines.append(
+                f"between hosts of {self.devices_per_host}: {between['orthogonalize']} "
+                f"to orthogonalize, {between['gradients']} for gradients, "
+                f"{between['gathers']} for gathers; most for "
+                f"{most or 'orthogonalization'}"
+            )
+        return lines
+
+    def _balance(self) -> str:
+        """How evenly the work is divided, and the pool that makes it uneven."""
+        excess = plan.excess(self.pools, self.sizes)
+        worst = max(excess, key=excess.__getitem__, default=None)
+        if worst and self.imbalance > 1 and not worst.counts:
+            name = _pool_name(worst)
+            return f"{name} too small for owners, computed by all that hold it"
+        text = f"the busiest does {self.imbalance:.2f} of an even share of the work"
+        if not worst or self.imbalance <= 1.05:
+            return text
+        matrices = f"{worst.on_device} {_pool_name(worst)}"
+        return f"{text}, since {len(worst.counts)} owners have {matrices}"
 
 
 def describe(
@@ -40,20 +232,16 @@ def describe(
       tx: any composition of this package's recipes and pieces with optax's: `chain`,
         `MultiSteps`, `inject_hyperparams`, `on_mesh`.
       params: the model as in `read`, or shapes (`jax.ShapeDtypeStruct`).
-      devices_per_host: how many neighbours on the mesh share a host, or whatever else
-        has faster links inside, such as a pod; for the bytes between hosts.
+      devices_per_host: number of neighbours on the mesh with faster links among them,
+        such as the GPUs of a host, or a pod; for the bytes between hosts.
       **extra_args: arguments of `tx.update`, such as `max_logits`, or their shapes.
 
     Returns:
-      A `Description`. Printed, it is a table: "role" and "why" say how a parameter was
-      read; "as matrices" is batch x (in, out); "scale" multiplies the update; "state"
-      is memory on one device. On a mesh "sharding" has the mesh axes of the parameter
-      and of its state, and a second table shows which devices compute the matrices,
-      how much each sends, also between hosts, and what costs most. The attributes hold
-      the same facts as data.
-
-    Raises:
-      ValueError: a leaf that is not an array; whatever `tx` raises at init and update.
+      A `Description`: its attributes are data, and printed it is a table. "role" and
+      "why" say how a parameter was read; "as matrices" is batch x (in, out); "scale"
+      multiplies the update; "state" is memory on one device. On a mesh "sharding" has
+      the mesh axes of the parameter and of its state, and a second table shows which
+      devices compute the matrices, how much each sends, and what costs most.
 
     Examples:
       >>> import jax
@@ -61,10 +249,10 @@ def describe(
       >>> shapes = {"wte": jax.ShapeDtypeStruct((96, 64), "float32"),
       ...           "up": jax.ShapeDtypeStruct((64, 256), "float32")}
       >>> tx = jm.nanochat(matrices={"wte": "adamw", "up": "muon"})
-      >>> plan = describe(tx, shapes)
-      >>> [x.parameter.label for x in plan.parameters]
+      >>> found = describe(tx, shapes)
+      >>> [x.parameter.label for x in found.parameters]
       ['muon', 'adamw']
-      >>> str(plan).splitlines()[0]
+      >>> str(found).splitlines()[0]
       'parameter   shape      role     as matrices     label   scale     state   why'
     """
     tx = checks.as_transform("tx", tx)
@@ -79,101 +267,72 @@ def describe(
         return state
 
     with _mesh_of(shapes):
-        state, heard = notes.traced(first_step, shapes, arrays)
-    specs: dict[str, tuple[PartitionSpec, PartitionSpec | None]] = {
+        state, facts = traced_facts.trace(first_step, shapes, arrays)
+    shardings: dict[str, tuple[PartitionSpec, PartitionSpec | None]] = {
         path: (x.sharding.spec, None)
         for path, x in trees.leaves_with_paths(shapes)
         if x.sharding is not None
     }
-    sizes, plans = heard["sizes"], heard["pools"].values()
-    summed: tuple[str, ...] = ()
-    for optimizer, (names, *both) in heard["on_mesh"].items():
+    sizes, summed = facts["sizes"], ()
+    for optimizer, (names, *both) in facts["on_mesh"].items():
         layout = optimizer.layout
         state = abstract_state(tx, shapes, layout.mesh)
         sizes |= layout.mesh.shape
         summed = layout.divide
-        specs |= dict(zip(names, zip(*both, strict=True), strict=True))
-    joined: dict[str, int] = {}
-    for matrices in heard["matrices"].values():
+        shardings |= dict(zip(names, zip(*both, strict=True), strict=True))
+    joined: dict[str, int] = {}  # only of parameters that are orthogonalized
+    for matrices in facts["matrices"].values():
         names = list(matrices)
         made = joined_matrices(matrices, names, [x.shape for x in matrices.values()])
         for made_of in sorted(made, key=lambda x: x.size):
             joined |= {names[leaf]: made_of.size for leaf in made_of.leaves}
-    read = _rows(shapes, heard["parameters"])
+    read = _rows(shapes, facts["parameters"])
     state_bytes = _bytes_by_path(state, [parameter.path for parameter in read])
-    residuals = heard["residual"]
+    residuals = facts["residual"]
 
     def described(parameter: Parameter) -> DescribedParameter:
         path = parameter.path
-        of_param, of_state = specs.get(
-            trees.nearest_prefix(specs, path) or "", (None, None)
+        spec, of_state = shardings.get(
+            trees.nearest_prefix(shardings, path) or "", (None, None)
         )
-        names = () if of_state is None else mesh_specs.spec_names(of_state)
+        names = () if of_state is None else specs.spec_names(of_state)
         return DescribedParameter(
             parameter,
             parameter.sizes if path in joined else None,
             joined.get(path, 1),
-            heard["scale"].get(path),
+            facts["scale"].get(path),
             state_bytes[path],
-            of_param,
+            spec,
             of_state,
-            of_state is not None and bool(summed) and set(summed).isdisjoint(names),
+            of_state is not None and bool(summed) and {*summed}.isdisjoint(names),
             residuals.get(trees.nearest_prefix(residuals, path)),
         )
 
     leaves = tuple(map(described, read))
-    sent = [
-        ("orthogonalize", "", transfer)
-        for pools in plans
-        for transfer in plan.transfers(pools, sizes)
-    ]
+    plans = facts["pools"].values()
+    orthogonalize = [("", x) for pools in plans for x in plan.transfers(pools, sizes)]
+    transfers: dict[str, list[tuple[str, Collective]]]
+    transfers = {"orthogonalize": orthogonalize, "gradients": [], "gathers": []}
     for leaf in leaves:
-        path = leaf.parameter.path
-        sent += [(what, path, x) for what, x in _transfers(leaf, sizes, summed)]
+        if leaf.spec is not None and leaf.state_spec is not None:
+            of_leaf = plan.parameter_transfers(
+                leaf.bytes, leaf.spec, leaf.state_spec, sizes, summed
+            )
+            for what, x in of_leaf:
+                transfers[what].append((leaf.parameter.path, x))
     return Description(
         leaves,
         tuple(itertools.chain(*plans)),
         sizes,
         summed,
-        tuple(sent),
+        transfers,
         devices_per_host,
         sum(map(_bytes_on_a_device, jax.tree.leaves(state))),
-        heard["default"].get(ADAMW),
+        facts["default"].get(ADAMW),
     )
 
 
-def _transfers(
-    leaf: DescribedParameter, sizes: Mapping[str, int], summed: Sequence[str]
-) -> Iterator[tuple[str, Collective]]:
-    """Gathers of a parameter and of its update, and the sum of its gradient.
-
-    The gathers are along the axes that shard the parameter, and then along those that
-    shard only its state; the gradient is summed over both at once.
-    """
-    if leaf.spec is None or leaf.state_spec is None:
-        return
-    of_param, names = (
-        set(mesh_specs.spec_names(x)) for x in (leaf.spec, leaf.state_spec)
-    )
-    size = leaf.bytes // math.prod(sizes[n] for n in names.difference(summed))
-
-    def rings(parts: Any) -> Iterator[tuple[Any, int]]:
-        """Over which devices, and bytes of the shard that they divide."""
-        shard = size
-        for along, entry in itertools.product(parts, leaf.state_spec or ()):
-            axes = {*mesh_specs.entry_names(entry)} & {*summed} & along
-            members = members_over(axes, sizes)
-            yield members, shard
-            shard //= len(members)
-
-    for members, shard in rings([of_param, names - of_param]):
-        gather = Collective("all-gather", members, shard // len(members))
-        yield "gathers", gather
-    for members, shard in rings([names]):
-        yield "gradients", Collective("reduce-scatter", members, shard)
-    left = size // math.prod(sizes[n] for n in names.intersection(summed))
-    rest = members_over({*summed} - names, sizes)
-    yield "gradients", Collective("all-reduce", rest, left)
+# --- parameters and state -------------------------------------------------------------
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -226,3 +385,65 @@ def _bytes_by_path(state: Any, names: Sequence[str]) -> dict[str, int]:
 def _bytes_on_a_device(x: jax.ShapeDtypeStruct) -> int:
     shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize
+
+
+# --- cells of the tables --------------------------------------------------------------
+
+
+def _row(leaf: DescribedParameter, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The cells of one parameter."""
+    parameter = leaf.parameter
+    joined = f", {leaf.joined} as one" if leaf.joined > 1 else ""
+    where, of_state = (sharding_text(x, sizes) for x in (leaf.spec, leaf.state_spec))
+    if leaf.state_spec is not None and of_state != where:
+        where += f"; state {of_state}"
+    return (
+        parameter.path,
+        shape_text(parameter.shape),
+        parameter.role,
+        sizes_text(leaf.matrices) + joined,
+        parameter.label,
+        where,
+        "-" if leaf.scale is None else f"{leaf.scale:.4g}",
+        _bytes(leaf.state_bytes),
+    )
+
+
+def _pool_row(pool: plan.Pool, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The cells of one pool."""
+    different = specs.devices_over(pool.batch_axes, sizes)
+    axes = {"batch": pool.batch_axes, "short": pool.short_axes, "long": pool.long_axes}
+    over = [f"{what} {', '.join(names)}" for what, names in axes.items() if names]
+    who = f"{len(pool.counts) * different}" if pool.counts else "all"
+    who += f" teams of {pool.team}" if pool.team > 1 else ""
+    least, most = (f(pool.counts or [pool.on_device]) for f in (min, max))
+    word = "or" if most == least + 1 else "to"
+    return (
+        _pool_name(pool),
+        "; ".join(over) or "-",
+        f"{pool.on_device * different}",
+        who,
+        f"{least}" if least == most else f"{least} {word} {most}",
+    )
+
+
+def _pool_name(pool: plan.Pool) -> str:
+    return f"{pool.shape[0]}x{pool.shape[1]}_{np.dtype(pool.dtype).name}"
+
+
+def sharding_text(spec: PartitionSpec | None, sizes: Mapping[str, int]) -> str:
+    """The mesh axes that shard an array.
+
+    Mesh axes of one device are left out; frameworks name many of them.
+    """
+    kept = specs.dividing(spec or PartitionSpec(), sizes)
+    names = [",".join(specs.entry_names(entry)) or "-" for entry in kept]
+    return " x ".join(names) if any(n != "-" for n in names) else "whole"
+
+
+def _bytes(count: int) -> str:
+    """A number of bytes to read, such as 1.2 MB."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

@@ -1,7 +1,5 @@
 """Check a layout: compare updates on a mesh with updates on one device.
 
-`verify` is for your own mesh, before a long run or in CI.
-
 The two cannot agree exactly: sums run in another order, and the polar iteration
 amplifies rounding, the more so the smaller a singular value is.
 """
@@ -19,11 +17,10 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_muon import checks, notes, trees
+from jax_muon import checks, traced_facts, trees
 from jax_muon.mesh.array_types import arrays_and_others
-from jax_muon.mesh.on_mesh import MeshTransformation
-from jax_muon.text import aligned, shape_text
-from jax_muon.tools.description import sharding_text
+from jax_muon.tables import aligned, shape_text
+from jax_muon.tools.describe import sharding_text
 
 # By bits of the narrowest floating-point dtype in the program. On the matrices of the
 # tests, float32 differed by 3e-6 and bfloat16 by 2.5e-2.
@@ -76,9 +73,9 @@ def verify(
 
     Parameters and gradients are drawn from a normal distribution; only the paths,
     shapes and dtypes of `params` matter (and their shardings on Explicit axes). One
-    device has to hold all of them, with six times their updates and state. If your
-    model is too large for that, use smaller shapes with the same layout: matrices of
-    256 x 256 are sent to owners as large ones are, and the table says if none was.
+    device has to hold all of them, with six times their updates and state. For a larger
+    model, use smaller shapes with the same layout: matrices of 256 x 256 are sent to
+    owners as large ones are, and the table says if none was.
 
     An array may differ by 2e-5 of its norm in float32, 1e-10 in float64, and 0.1 if a
     16-bit dtype occurs in the program, or by ten times what the last bits of the
@@ -96,10 +93,6 @@ def verify(
     Returns:
       A `Verification` with `.ok` and `.problems`; `print` shows it as a table.
 
-    Raises:
-      ValueError: steps below 1, an optimizer that is not `on_mesh(...)`, and whatever
-        that raises.
-
     Examples:
       >>> import jax_muon as jm
       >>> mesh = jax.make_mesh((1,), ("data",))
@@ -109,19 +102,17 @@ def verify(
       >>> jm.verify(tx, shapes).ok
       True
     """
-    on_mesh = tx.on_mesh if isinstance(tx, MeshTransformation) else None
+    on_mesh = getattr(tx, "on_mesh", None)
     if on_mesh is None:
-        expected = (
-            "what on_mesh returns: its layout is read there. Write "
-            "on_mesh(optax.chain(...), mesh), with on_mesh around all other transforms"
-        )
+        expected = "what on_mesh returns, with on_mesh around all other transforms"
         checks.refuse("tx", tx, expected)
     checks.arrays("params", params)
     checks.count("steps", steps)
     random = np.random.default_rng(0)
-    whole = jax.tree.map(lambda x: _drawn(x, random), params)
+    whole, *grads = (
+        jax.tree.map(lambda x: _drawn(x, random), params) for _ in range(1 + steps)
+    )
     start = jax.tree.map(lambda x: (x * _SIZE_OF_PARAMS).astype(x.dtype), whole)
-    grads = [jax.tree.map(lambda x: _drawn(x, random), params) for _ in range(steps)]
     runs = [(start, grads), (whole, [jax.tree.map(np.zeros_like, whole)])]
     layout, dtype = on_mesh.layout, on_mesh.gather_dtype
     shard = functools.partial(NamedSharding, layout.mesh)
@@ -175,7 +166,7 @@ def compare(
     bits = re.findall(r"\bb?f(\d+)(?:_\w+)?\[", program)
     least = BOUNDS[min(map(int, bits), default=32)]
     # Gradients are sharded like the parameters, as plain jit leaves them.
-    with notes.listening() as heard:
+    with traced_facts.recording() as facts:
         update = jax.jit(functools.partial(many.update, **others))
         got, state = results(many, update, runs, shardings)
 
@@ -188,13 +179,11 @@ def compare(
         apart, noise, same_bits = _compared(x, y[: len(x)], y[len(x) :])
         bound = max(least + rounding * (name in specs), AMPLIFIED * noise)
         differences[name] = apart, bound
-        shape = x[0].shape
+        where = f"{name!r} of shape {x[0].shape}"
         if name in specs:
-            sharding = sharding_text(specs[name], mesh.shape)
-            row = name, shape_text(shape), sharding, f"{apart:.1e}", f"{bound:.0e}"
-            rows.append(row)
-        kind = "the update of " if name in specs else ""
-        where = f"{kind}{name!r} of shape {shape}"
+            where = f"the update of {where}"
+            cells = shape_text(x[0].shape), sharding_text(specs[name], mesh.shape)
+            rows.append((name, *cells, f"{apart:.1e}", f"{bound:.0e}"))
         if np.isnan(apart):
             problems.append(f"{where} has elements that are not finite")
         elif not apart <= bound:
@@ -214,7 +203,7 @@ def compare(
         )
     devices = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     lines.append(f"the mesh {devices}, compared with one device")
-    pools = [*itertools.chain(*heard["pools"].values())]
+    pools = [*itertools.chain(*facts["pools"].values())]
     if mesh.size > 1 and pools and not any(pool.counts for pool in pools):
         lines.append(
             "no matrix was sent to an owner, as large ones are; for that, expected one "

@@ -1,6 +1,8 @@
 """The code of docs/frameworks.md runs as it stands there, and does what it says."""
 
+import functools
 import re
+import runpy
 
 import equinox as eqx
 import jax
@@ -98,7 +100,7 @@ def latent_logits(attn, x, axis):
 @pytest.mark.parametrize("axis", [0, 1])
 def test_qk_clip_of_latent_attention(axis, rng, x64):
     """Logits of each head fall by threshold / maximum; values and shared keys stay."""
-    found = pages.run("QK-clip of latent attention")
+    found = runpy.run_path(str(pages.ROOT / "outside/maxtext/qk_clip.py"))
     params, grads = (latent_attention(axis, seed) for seed in (0, 1))
     maxima = np.array([[40.0, 9, 10, 80], [1, 2, 3, 4], [11, 1000, -5, 10]])
     sgd = optax.sgd(0.1)
@@ -130,14 +132,22 @@ def test_qk_clip_of_latent_attention(axis, rng, x64):
 )
 def test_state_in_the_hosts_memory():
     """Two steps, to the same numbers as with a state on the devices."""
-    found = pages.run("State in the host's memory")
     mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
     tx = jm.on_mesh(jm.muon(steps=2, matrices={"up": "muon"}), mesh, divide="data")
-    params = {"up": jax.random.normal(jax.random.key(0), (16, 64)), "b": jnp.ones(16)}
-    start = params
-    kept, step = found["offloaded"](tx, params, mesh)
+    start = params = trees.normal({"up": (16, 64), "b": (16,)})
+    names = {"jax": jax, "jm": jm, "tx": tx, "params": params, "mesh": mesh}
+    found = pages.run("State in the host's memory", **names)
+    host = found["host"]
+
+    @functools.partial(jax.jit, out_shardings=(None, host), donate_argnums=1)
+    def offloaded(params, state, grads):
+        state = jax.device_put(state, found["there"])
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    kept = jax.jit(tx.init, out_shardings=host)(params)
     for _ in range(2):
-        params, kept = step(params, kept, start)
+        params, kept = offloaded(params, kept, start)
     _, there, state = trees.run(tx, start, [start, start])
     for (path, a), (_, b) in zip(
         *map(leaves_with_paths, ((params, kept), (there, state))), strict=True
@@ -215,16 +225,15 @@ SHAPES = {
 def test_diloco():
     """Every worker as if it were alone, and on devices of its own."""
     found = pages.run("DiLoCo")
-    workers, mesh = found["WORKERS"], found["mesh"]
+    mesh, inner = found["mesh"], found["inner"]
+    workers = mesh.shape["worker"]
     stacked = trees.filled(SHAPES, lambda shape: (workers, *shape))
     grads, shared = trees.normal(stacked, 1), trees.normal(SHAPES)
-    params = jax.tree.map(lambda x: jnp.stack(workers * [x]), shared)
+    start = jax.tree.map(lambda x: jnp.stack(workers * [x]), shared)
     with jax.set_mesh(mesh):
-        plan = jm.describe(found["inner"], params)
+        plan = jm.describe(inner, start)
         assert {pool.batch_axes for pool in plan.pools} == {("worker",)}
-        start, state = params, found["inner"].init(params)
-        for _ in range(2):
-            params, state = found["inner_step"](params, state, grads)
+        _, params, _ = trees.run(inner, start, [grads, grads])
     alone = jm.nanochat(matrices={"wte": "adamw", "*": "muon"})
     for worker in range(workers):
         own, begin, gradient = (

@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
-from jax_muon import jaxprs
 from tests.mesh import losses
 from tests.mesh.layouts import AUTO, mesh_of
 
@@ -49,7 +49,11 @@ def assert_gradients(step, loss, params, batch, bound=1e-12):
 def shapes_within(jaxpr):
     """Shapes and dtypes of all values of a program, and of those that are gathered."""
     found = [], []
-    for eqn in jaxprs.operations(jaxpr):
+    insides = [f for eqn in jaxpr.eqns for f in jaxprs_in_params(eqn.params)]
+    for inside in map(shapes_within, insides):
+        found[0].extend(inside[0])
+        found[1].extend(inside[1])
+    for eqn in jaxpr.eqns:
         kinds = [(v.aval.shape, str(v.aval.dtype)) for v in eqn.outvars]
         found[0].extend(kinds)
         found[1].extend(kinds if eqn.primitive.name == "all_gather" else [])

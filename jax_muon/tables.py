@@ -1,4 +1,4 @@
-"""Shapes, sizes and tables as text."""
+"""Tables as text, and their cells."""
 
 from collections.abc import Sequence
 
@@ -31,11 +31,3 @@ def hints_below(reasons: Sequence[str]) -> tuple[list[str], list[str]]:
     split = ": splits={"
     parts = [x.partition(" into ") if split in x else (x, "", "") for x in reasons]
     return [x[0] for x in parts], [*dict.fromkeys(x[2] for x in parts if x[2])]
-
-
-def bytes_text(count: int) -> str:
-    """A number of bytes to read, such as 1.2 MB."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
