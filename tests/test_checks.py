@@ -39,6 +39,7 @@ AT_ONCE = {
     "balance=1.5; expected a number in [0, 1]": lambda: jm.clip_qk(1.0, balance=1.5),
     "team=0; expected a Python int": lambda: jm.orthogonalize(team=0),
     "steps=2.5; expected a Python integer": lambda: muon(steps=2.5),
+    "groups=['x']; expected a mapping of label": lambda: jm.partition(["x"]),
     "such as sgd(1e-3)": lambda: nanochat(groups={"x": optax.sgd}),
     "['w']=-1.0; expected a finite number": lambda: jm.scale_by_path({"w": -1.0}),
     "gather_dtype='int8'; expected a dtype of real floating point": (
