@@ -102,8 +102,8 @@ def head(checks: list[Check], seconds: float) -> str:
 The PyTorch references in `parity/references.py` are written from the papers' equations.
 They reproduce recorded trajectories of the public optimizers to 1e-6 in float32, and so
 do the recipes here to 2e-5 (`python -m parity.goldens DIRECTORY`); the recordings are
-not part of this project. Each piece alone is compared with NumPy, in
-`tests/test_pieces.py`.
+not part of this project. The recipes are compared with NumPy, too, in
+`tests/test_recipes.py`.
 
 Errors are `||W - ref|| / ||ref - W_0||`: relative to the distance that the reference
 travelled since the start, for each parameter alone; tables show the largest over

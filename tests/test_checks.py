@@ -39,7 +39,7 @@ AT_ONCE = {
     "balance=1.5; expected a number in [0, 1]": lambda: jm.clip_qk(1.0, balance=1.5),
     "team=0; expected a Python int": lambda: jm.orthogonalize(team=0),
     "steps=2.5; expected a Python integer": lambda: muon(steps=2.5),
-    "groups=['x']; expected a mapping of label": lambda: nanochat(groups=["x"]),
+    "groups=['x']; expected a mapping of label": lambda: jm.partition(["x"]),
     "such as sgd(1e-3)": lambda: nanochat(groups={"x": optax.sgd}),
     "['w']=-1.0; expected a finite number": lambda: jm.scale_by_path({"w": -1.0}),
     "gather_dtype='int8'; expected a dtype of real floating point": (
@@ -125,7 +125,7 @@ AT_UPDATE = {
     "'w' of shape (4, 6) was read with (6, 4)": (
         lambda: step(muon(matrices=reader()({"w": jnp.ones((6, 4))})))
     ),
-    "params=None; expected them, or a recipe with weight_decay=0.0": (
+    "weight decay needs the parameters": (
         lambda: nanochat().update(MATRIX, nanochat().init(MATRIX))
     ),
     "hyperball needs the parameters": lambda: jm.hyperball(0.1).update(MATRIX, None),

@@ -134,19 +134,20 @@ def test_state_in_the_hosts_memory():
     """Two steps, to the same numbers as with a state on the devices."""
     mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
     tx = jm.on_mesh(jm.muon(steps=2, matrices={"up": "muon"}), mesh, divide="data")
-    params = {"up": jax.random.normal(jax.random.key(0), (16, 64)), "b": jnp.ones(16)}
-    start, names = params, {"jax": jax, "jm": jm, "tx": tx, "mesh": mesh}
-    found = pages.run("State in the host's memory", params=params, **names)
+    start = params = trees.normal({"up": (16, 64), "b": (16,)})
+    names = {"jax": jax, "jm": jm, "tx": tx, "params": params, "mesh": mesh}
+    found = pages.run("State in the host's memory", **names)
+    host = found["host"]
 
-    @functools.partial(jax.jit, out_shardings=(None, found["host"]), donate_argnums=1)
-    def step(params, state):
+    @functools.partial(jax.jit, out_shardings=(None, host), donate_argnums=1)
+    def offloaded(params, state, grads):
         state = jax.device_put(state, found["there"])
-        updates, state = tx.update(start, state, params)
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    kept = jax.jit(tx.init, out_shardings=found["host"])(params)
+    kept = jax.jit(tx.init, out_shardings=host)(params)
     for _ in range(2):
-        params, kept = step(params, kept)
+        params, kept = offloaded(params, kept, start)
     _, there, state = trees.run(tx, start, [start, start])
     for (path, a), (_, b) in zip(
         *map(leaves_with_paths, ((params, kept), (there, state))), strict=True
@@ -228,12 +229,11 @@ def test_diloco():
     workers = mesh.shape["worker"]
     stacked = trees.filled(SHAPES, lambda shape: (workers, *shape))
     grads, shared = trees.normal(stacked, 1), trees.normal(SHAPES)
-    params = jax.tree.map(lambda x: jnp.stack(workers * [x]), shared)
+    start = jax.tree.map(lambda x: jnp.stack(workers * [x]), shared)
     with jax.set_mesh(mesh):
-        plan = jm.describe(inner, params)
+        plan = jm.describe(inner, start)
         assert {pool.batch_axes for pool in plan.pools} == {("worker",)}
-        start = params
-        _, params, _ = trees.run(inner, params, [grads, grads])
+        _, params, _ = trees.run(inner, start, [grads, grads])
     alone = jm.nanochat(matrices={"wte": "adamw", "*": "muon"})
     for worker in range(workers):
         own, begin, gradient = (

@@ -87,30 +87,18 @@ CUBICS = [
     (2.4418906, -1.2764040, 0.0),
     (2.2230472, -0.9630650, 0.0),
 ]
-# Without a term in X: of singular values below 0.8 of the largest little stays.
-PION = [(1.875, -1.25, 0.375), *4 * [(0, 2.5, -1.5)]]
 # DeepSeek-V4's technical report: Jordan's quintic until singular values are near 1,
 # then two steps that bring them to 1.
 TEN = 8 * [NEWTON_SCHULZ] + 2 * [(2.0, -1.5, 0.5)]
 
 
-SUPPRESSING = [PION, PION[1:], [*PION, (3, -4, 2)]]
-
-
-@pytest.mark.parametrize("table", [CUBICS, TEN, *SUPPRESSING])
+@pytest.mark.parametrize("table", [CUBICS, TEN])
 @pytest.mark.parametrize("form", ["standard", "gram"])
 def test_tables_equal_the_oracle(rng, x64, table, form):
-    u, s, v = np.linalg.svd(rng.standard_normal((6, 9)), full_matrices=False)
-    if table in SUPPRESSING:
-        s = np.array([3.0, 2.9, 1.5, 1.0, 0.1, 0.0])
-    x = u * s @ v
+    x = rng.standard_normal((9, 14))
     polar = jm.NewtonSchulz(coefficients=table, dtype="float64", form=form)
     expected = oracle.polar(x, polar.coefficients, 1.0, 1e-7)
-    for given, right in ((x, expected), (x.T, expected.T)):
-        np.testing.assert_allclose(polar(jnp.asarray(given)), right, rtol=0, atol=1e-12)
-    if table in SUPPRESSING:
-        narrow = jm.NewtonSchulz(coefficients=table)(jnp.asarray(x))
-        np.testing.assert_allclose(narrow, expected, rtol=0, atol=0.03)
+    np.testing.assert_allclose(polar(jnp.asarray(x)), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("form", "dots"), [("standard", 10), ("gram", 13)])
