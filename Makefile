@@ -58,7 +58,7 @@ runs/versions/%: pyproject.toml
 	touch $@
 
 # Frameworks and other implementations as they are published: each folder of outside/ has
-# tests and the whole environment that they need, every version pinned. Needs Python 3.12.
+# tests and the whole environment that they need, every version pinned. Needs Python 3.11 to 3.13.
 test-outside: $(OUTSIDE:%=runs/outside/%)
 	for name in $(OUTSIDE); do \
 		PYTHONPATH=. runs/outside/$$name/bin/python -m pytest outside/$$name $(ARGS) || exit 1; \
@@ -72,7 +72,9 @@ reading-models: venv $(READING_MODELS:%=runs/outside/%)
 # which their optimizers and models never import. Examples that no wheel has come from
 # the source distributions in `sources.txt`.
 runs/outside/%: OUTSIDE_PYTHON = python3.12
-runs/outside/emerging_optimizers: OUTSIDE_PYTHON = python3.11
+# PyTorch for CPUs has a wheel for 3.11; 3.12.1 crashes while it imports jinns.
+runs/outside/emerging_optimizers runs/outside/sbx: OUTSIDE_PYTHON = python3.11
+runs/outside/jinns: OUTSIDE_PYTHON = python3.13
 runs/outside/%: outside/%/requirements.txt
 	$(OUTSIDE_PYTHON) -m venv $@
 	$@/bin/pip install --quiet --disable-pip-version-check --no-deps \
