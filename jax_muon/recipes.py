@@ -3,8 +3,8 @@
 A recipe is one call of `partition`; to change more than its arguments, copy its chain.
 Arguments mean the same in all recipes, and `nanochat` describes those that most share.
 
-With `jax_numpy_dtype_promotion="strict"` they cannot be traced, since optax's Adam
-cannot, unless `adamw` is another transform.
+With `jax_numpy_dtype_promotion="strict"` optax's Adam cannot be traced; pass another
+transform as `adamw`.
 """
 
 from __future__ import annotations

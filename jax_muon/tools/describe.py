@@ -89,6 +89,11 @@ class Description:
     default_rate: float | None
 
     @property
+    def devices(self) -> int:
+        """Number of devices of the mesh."""
+        return math.prod(self.sizes.values())
+
+    @property
     def held_bytes(self) -> dict[str, int]:
         """Bytes on one device, with all gradients at once, sharded like the state."""
 
@@ -177,10 +182,9 @@ class Description:
             {what: _bytes(int(size)) for what, size in sizes.items()}
             for sizes in (self.sent_bytes, self.bytes_between_hosts)
         )
-        devices = math.prod(self.sizes.values())
         lines.append(
-            f"{devices} devices: {self._balance()}; each sends {sent['orthogonalize']} "
-            "a step to orthogonalize"
+            f"{self.devices} devices: {self._balance()}; each sends "
+            f"{sent['orthogonalize']} a step to orthogonalize"
         )
         if self.summed:
             repeated = [leaf for leaf in self.parameters if leaf.repeated]
@@ -191,7 +195,7 @@ class Description:
                 f"of {_bytes(sum(leaf.bytes for leaf in repeated))} are repeated"
                 + (f", above all {largest.parameter.path}" if largest else "")
             )
-        if devices > self.devices_per_host:
+        if self.devices > self.devices_per_host:
             by_path: dict[str, float] = {}
             for path, x in itertools.chain(*self.transfers.values()):
                 crossing = x.bytes_between_hosts(self.devices_per_host)
