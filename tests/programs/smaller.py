@@ -58,7 +58,7 @@ def one_hot_embedding():
         "depthwise": "adamw",
         "pointwise": "iiio",
         "groups": "adamw?",
-        "transposed": "ooio or iiio",
+        "transposed": "ooio",
         "out": "head",
     }
 )
