@@ -8,8 +8,10 @@ Charts are plain SVG, which follows a reader's light or dark theme.
 
 import html
 import json
+import math
 import pathlib
 import re
+import statistics
 from typing import Any, NamedTuple
 
 DOCS = pathlib.Path(__file__).parent
@@ -29,9 +31,9 @@ TORCH = {
 }
 MODELS = ["llama-1.3b", "llama-7b", "experts-7b", "llama-70b"]
 LAYOUTS = {
-    "zero2-divided": "blue",
-    "hsdp": "green",
-    "fsdp-tp": "orange",
+    "zero2-divided": ("ZeRO-3", "blue"),
+    "hsdp": ("HSDP", "green"),
+    "fsdp-tp": ("FSDP x TP", "orange"),
 }
 
 
@@ -120,12 +122,13 @@ def waiting() -> Groups:
     )
     groups: Groups = {}
     for row in rows:
-        seconds, layout = row["seconds_with_latencies"], row["layout"]
+        seconds = row["seconds_with_latencies"]
         wait = seconds["step"] - seconds["products"]
         share = 100 * wait / seconds["step"]
         text = f"{share:.0f} %, {1000 * wait:.0f} ms; {row['peak_bytes'] / 1e9:.0f} GB"
         case = f"{row['model']}, {row['gpus']} GPUs"
-        bar = Bar(layout, share, text, LAYOUTS[layout])
+        name, color = LAYOUTS[row["layout"]]
+        bar = Bar(name, share, text, color)
         groups.setdefault(case, []).append(bar)
     return groups
 
@@ -202,6 +205,84 @@ def timeline() -> str:
     return svg(width, y + 8, lines)
 
 
+def tasks() -> dict[str, dict[str, Any]]:
+    """Of eight tasks their width, AdamW's best rate, and losses by rate, in order."""
+    found: Any = results("rates_tasks.json")
+    by_task: dict[str, dict[str, Any]] = found["tasks"]
+    lines = (RESULTS / "rates.jsonl").read_text(encoding="utf-8").splitlines()
+    flax = [x for x in map(json.loads, lines) if "width" not in x["example"]]
+    for x in sorted(flax, key=lambda x: (x["example"], x["rate"], x["seed"])):
+        task = by_task.setdefault(x["example"], {"width": 128})
+        by_rate = task.setdefault(x["optimizer"], {})
+        by_rate.setdefault(f"{x['rate']:.4g}", []).append(x["loss"])
+        if x["optimizer"] == "nanochat":
+            task["lr"] = x["rest"]
+    return by_task
+
+
+CURVES = {"adamw": "#8c959f", "nanochat": "#4c8eda", "moonlight": "#e8a33d"}
+
+
+def losses_by_rate() -> str:
+    """A panel for each task: the mean loss by rate, both axes logarithmic."""
+    wide, high, least, most = 250, 96, 7e-4, 0.7
+    title = "Final loss by rate, mean of the seeds; a ring marks the first rate"
+    lines = [f'<text class="t" y="16" font-weight="bold">{title}</text>']
+    for i, (name, color) in enumerate(CURVES.items()):
+        x = 46 + 110 * i
+        lines += [
+            f'<rect fill="{color}" x="{x}" y="28" width="14" height="4"/>',
+            f'<text class="s" x="{x + 20}" y="34">{name}</text>',
+        ]
+
+    def share(value: float, low: float, top: float) -> float:
+        return math.log(value / low) / math.log(top / low)
+
+    for i, (task, found) in enumerate(tasks().items()):
+        left, upper = (46, 376)[i % 2], 62 + 150 * (i // 2)
+        lower = upper + high
+        means = {
+            name: {float(rate): statistics.fmean(x) for rate, x in found[name].items()}
+            for name in CURVES
+        }
+        heights = [loss for curve in means.values() for loss in curve.values()]
+        low, top = min(heights), max(heights)
+        lines += [
+            f'<text class="t" x="{left}" y="{upper - 6}">{task}</text>',
+            f'<rect fill="none" stroke="#8c959f" x="{left}" y="{upper}" '
+            f'width="{wide}" height="{high}"/>',
+            f'<text class="s" x="{left - 6}" y="{upper + 12}" text-anchor="end">'
+            f"{top:.2g}</text>",
+            f'<text class="s" x="{left - 6}" y="{lower - 4}" text-anchor="end">'
+            f"{low:.2g}</text>",
+        ]
+        for rate in (0.001, 0.01, 0.1):
+            x = f"{left + wide * share(rate, least, most):.1f}"
+            lines.append(
+                f'<text class="s" x="{x}" y="{lower + 15}" text-anchor="middle">'
+                f"{rate:g}</text>"
+            )
+        lr, width = found["lr"], found["width"]
+        starts = {"nanochat": (lr * width) ** 0.5 / 40, "moonlight": lr**0.5 / 8}
+        for name, curve in means.items():
+            color, points = CURVES[name], []
+            for rate, loss in sorted(curve.items()):
+                x = f"{left + wide * share(rate, least, most):.1f}"
+                y = f"{lower - 8 - (high - 16) * share(loss, low, top):.1f}"
+                points.append(f"{x},{y}")
+                lines.append(f'<circle fill="{color}" cx="{x}" cy="{y}" r="2.5"/>')
+                if math.isclose(rate, starts.get(name, 0), rel_tol=1e-3):
+                    lines.append(
+                        f'<circle fill="none" stroke="{color}" stroke-width="2" '
+                        f'cx="{x}" cy="{y}" r="6"/>'
+                    )
+            lines.append(
+                f'<polyline fill="none" stroke="{color}" stroke-width="1.5" '
+                f'points="{" ".join(points)}"/>'
+            )
+    return svg(640, 62 + 150 * 4 - 22, lines)
+
+
 def charts() -> dict[str, str]:
     """All charts, by the names of their files in docs/pictures."""
     step = "Seconds of a step, GPT-2 124M on two CPU cores"
@@ -212,6 +293,7 @@ def charts() -> dict[str, str]:
             "Llama 7B: work of the busiest device, and bytes it sends", busiest()
         ),
         "layer_timeline.svg": timeline(),
+        "rates.svg": losses_by_rate(),
         "layout_wait.svg": draw(
             "Estimated share of a step that waits, the wait, and peak memory", waiting()
         ),

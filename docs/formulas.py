@@ -2,7 +2,8 @@
 
 Docstrings write them as Sphinx does; `Formulas` gives them the brackets that Markdown's
 arithmatex keeps from being read as emphasis, and `on_page_content` draws what it kept.
-Papers by their arXiv number, and addresses, become links.
+Papers by their arXiv number, and addresses, become links. `...` in a list of arguments,
+for those of another recipe, becomes a sentence before the list.
 """
 
 import html
@@ -16,6 +17,7 @@ INLINE = re.compile(r":math:`([^`]+)`")
 DISPLAY = re.compile(r"^( *)\.\. math:: (.*(?:\n\1 +\S.*)*)", re.M)
 PAPER = re.compile(r"\barXiv\s+(\d{4}\.\d{5})")
 ADDRESS = re.compile(r"(?<![(<])https://[^\s;,)]+[^\s;,.)]")
+OTHERS = re.compile(r"^Args:\n(.*?)^ +\.\.\.: all other arguments (.*?)\n", re.M | re.S)
 KEPT = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.S)
 
 
@@ -34,6 +36,7 @@ class Formulas(griffe.Extension):
         text = INLINE.sub(
             lambda found: r"\(" + " ".join(found[1].split()) + r"\)", text
         )
+        text = OTHERS.sub(r"All other arguments are \2\n\nArgs:\n\1", text)
         text = ADDRESS.sub(r"<\g<0>>", text)
         text = PAPER.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", text)
         obj.docstring.value = text

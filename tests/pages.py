@@ -1,9 +1,11 @@
-"""The code of docs/frameworks.md, also for the tests in outside/."""
+"""The code for frameworks: of docs/frameworks.md, and of `outside/*/read.py`."""
 
 import pathlib
 import re
+import runpy
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "frameworks.md"
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "frameworks.md"
 
 
 def blocks(heading, language="python"):
@@ -13,7 +15,10 @@ def blocks(heading, language="python"):
 
 
 def run(heading, **given):
-    """The names that the only block of Python under a heading defines."""
+    """The names that the code of a section defines, which may be in a file."""
+    file = ROOT / "outside" / heading.lower() / "read.py"
+    if file.exists():
+        return runpy.run_path(str(file), given)
     (block,) = blocks(heading)
     exec(block, given)
     return given

@@ -1,4 +1,4 @@
-"""The page on memory has the figures of the compilations."""
+"""The page on speed and memory has the figures of the compilations."""
 
 import json
 import pathlib
@@ -8,9 +8,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def tables():
     """The cells of each table of the page, by its mark."""
-    page = (ROOT / "docs" / "memory.md").read_text()
+    page = (ROOT / "docs" / "speed.md").read_text()
     for part in page.split("<!-- ")[1:]:
-        rows = [x for x in part.splitlines() if x.startswith("|")][2:]
+        rows = part.split("\n\n")[1].splitlines()[2:]
         cells = [[y.strip(" *") for y in row.strip("|").split("|")] for row in rows]
         yield part.split()[0], cells
 
