@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -70,6 +71,7 @@ CALLS = {
     "conv_general_dilated": lambda x: lax.conv(x[None], x[None], (1,), "SAME"),
     "scan": lambda x: lax.scan(lambda c, y: (c, y), 0, x),
     "while": while_loop,
+    "pallas_call": lambda x: pl.pallas_call(lambda i, o: None, x)(x),
     "cond": lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),
 }
 # Only some versions, or some ways of writing the above, have these.

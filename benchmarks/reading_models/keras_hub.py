@@ -82,11 +82,6 @@ IMAGE = {
     r"attention_output/kernel": "iio or io",
     r"kernel$": "iiio or io",
 }
-RWKV_ANSWERS = {
-    r"^head/kernel": "io or adamw",  # there is one more behind it
-    r"TIME_MIX/r_k$": "adamw",
-    r"TIME_MIX/[agvw]\d$": "io",
-}
 XLNET_ANSWERS = {
     r"attention_output/kernel": "oii",
     r"encoding/kernel": "ioo or ibo",
@@ -106,24 +101,6 @@ LLAMA = {
     "intermediate_dim": 48,
 }
 EXPERTS = {"head_dim": 8, "num_experts": 6, "moe_intermediate_dim": 40, "top_k": 2}
-RWKV = {
-    "hidden_size": 64,
-    "head_size": 32,
-    "num_layers": 2,
-    "vocabulary_size": 200,
-    "intermediate_dim": 96,
-    **dict.fromkeys(("gate_lora", "mv_lora", "aaa_lora", "decay_lora"), 8),
-}
-MIT = {
-    "layerwise_depths": [2, 2],
-    "hidden_dims": [16, 32],
-    "num_layers": 2,
-    "layerwise_num_heads": [1, 2],
-    "layerwise_sr_ratios": [8, 4],
-    "max_drop_path_rate": 0.1,
-    "layerwise_patch_sizes": [7, 3],
-    "layerwise_strides": [4, 2],
-}
 SWIN = {"embed_dim": 24, "depths": [2, 2], "num_heads": [2, 4]}
 XCEPTION = {"stackwise_conv_filters": [[16, 24], [32, 32]]}
 
@@ -146,9 +123,7 @@ MODELS = {
     "gemma": _language("Gemma", TEXT, GEMMA_ANSWERS, head_dim=8, **LLAMA),
     "gpt_oss": _language("GptOss", num_experts=6, **LLAMA),
     "qwen3_moe": _language("Qwen3Moe", **EXPERTS, **LLAMA),
-    "rwkv7": _language("RWKV7", TEXT, RWKV_ANSWERS, **RWKV),
     "xlnet": _language("XLNet", SEGMENTS, XLNET_ANSWERS, **GPT),
-    "mit": _image("MiT", **MIT),
     "swin": _image("SwinTransformer", patch_size=4, window_size=4, **SWIN),
     "xception": _image("Xception", stackwise_pooling=[True, False], **XCEPTION),
 }

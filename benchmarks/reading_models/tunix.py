@@ -72,12 +72,12 @@ def small(family, name, **settings):
     return lambda: getattr(module, name)(config, rngs=nnx.Rngs(params=0))
 
 
-def gemma(family, name, config):
-    """A function that makes Gemma with two layers and a small vocabulary."""
-    module = importlib.import_module(f"tunix.models.{family}.model")
-    config = getattr(module.ModelConfig, config)()
+def gemma():
+    """Gemma with two layers and a small vocabulary."""
+    module = importlib.import_module("tunix.models.gemma.model")
+    config = module.ModelConfig.gemma_2b()
     config = dataclasses.replace(config, num_layers=2, num_embed=64)
-    return lambda: getattr(module, name)(config, rngs=nnx.Rngs(params=0))
+    return module.Gemma(config, rngs=nnx.Rngs(params=0))
 
 
 def with_lora():
@@ -92,13 +92,11 @@ def with_lora():
 
 ROWS = {
     "llama3": (small("llama3", "Llama3"), ANSWERS),
-    "qwen3": (small("qwen3", "Qwen3"), ANSWERS),
     "qwen3 with experts": (
         small("qwen3", "Qwen3", num_experts=6, num_experts_per_tok=2),
         ANSWERS,
     ),
-    "gemma": (gemma("gemma", "Gemma", "gemma_2b"), GEMMA_ANSWERS),
-    "gemma3": (gemma("gemma3", "Gemma3", "gemma3_1b_pt"), GEMMA_ANSWERS),
+    "gemma": (gemma, GEMMA_ANSWERS),
     "llama3 with LoRA": (with_lora, LORA_ANSWERS),
     "llama3, LoRA alone": (with_lora, LORA_ANSWERS, nnx.LoRAParam),
 }

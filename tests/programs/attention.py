@@ -70,6 +70,26 @@ def a_table_that_queries_are_compared_with(x, p):
 
 @between(
     {**PER_HEAD, "o": "iio, out"},
+    **dict.fromkeys("qkv", floats(WIDTH, HEADS, HEAD)),
+    o=floats(HEADS, HEAD, WIDTH),
+)
+def rotary_positions_and_normalized_queries(x, p):
+    """Halves of a head are turned, put together again and squared."""
+
+    def rotate(x):
+        angle = jnp.arange(LENGTH)[:, None, None] * jnp.arange(1.0, 1 + HEAD // 2)
+        a, b = jnp.split(x, 2, axis=-1)
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        return rms(jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1))
+
+    q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[name]) for name in "qkv")
+    scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", rotate(q), rotate(k)))
+    o = jnp.einsum("bhts,bshk->bthk", scores, v)
+    return x + jnp.einsum("bthk,hkd->btd", o, p["o"])
+
+
+@between(
+    {**PER_HEAD, "o": "iio, out"},
     q=floats(WIDTH, HEADS, HEAD),
     k=floats(WIDTH, 2, HEAD),
     v=floats(WIDTH, 2, HEAD),

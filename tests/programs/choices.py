@@ -173,6 +173,21 @@ def accuracy_beside_the_loss():
     return loss, widths(9, WIDTH, HIDDEN, 5), (floats(BATCH, 9), integers(BATCH))
 
 
+@between(
+    {"q k v": "ioo", "o": "iio"},
+    **{name: floats(WIDTH, 4, 6) for name in "qkv"},
+    o=floats(4, 6, WIDTH),
+)
+def attention_to_the_best_keys(x, p):
+    """Each query keeps its three best keys; heads have an axis of their own."""
+    q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[name]) for name in "qkv")
+    scores = jnp.einsum("bthk,bshk->bhts", q, k)
+    least = lax.top_k(scores, 3)[0][..., -1:]
+    scores = jax.nn.softmax(jnp.where(scores >= least, scores, -1e9))
+    y = jnp.einsum("bhts,bshk->bthk", scores, v)
+    return x + jnp.einsum("bthk,hkd->btd", y, p["o"])
+
+
 # --- members and stacks ---------------------------------------------------------------
 
 

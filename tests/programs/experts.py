@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tests.programs import program
 from tests.programs.parts import (
     BATCH,
     EXPERTS,
@@ -13,7 +14,9 @@ from tests.programs.parts import (
     WIDTH,
     between,
     floats,
+    integers,
     language_model,
+    squared_error,
 )
 
 ROUTED_ANSWERS = {"choose": "router", "up down": "bio"}
@@ -110,3 +113,19 @@ def attention_behind_experts(x, p):
     q, k, v = jnp.einsum("btd,dhk->bthk", x, p["q"]), x @ p["k"], x @ p["v"]
     scores = jax.nn.softmax(jnp.einsum("bthk,bsk->bhts", q, k))
     return x + jnp.einsum("bhts,bsd->btd", scores, v)
+
+
+@program({"up down": "bio", "out": "head"})
+def matrices_of_a_task():
+    """A one-hot, and no gather, picks the matrices of each sample."""
+
+    def loss(p, x, task, y):
+        task = jax.nn.one_hot(task, EXPERTS)
+        up, down = (jnp.einsum("be,eio->bio", task, p[name]) for name in ("up", "down"))
+        hidden = jax.nn.gelu(jnp.einsum("btd,bdf->btf", x, up))
+        x = x + jnp.einsum("btf,bfd->btd", hidden, down)
+        return squared_error(x @ p["out"], y)
+
+    params = {**UP_DOWN, "out": floats(WIDTH, 3)}
+    x = floats(BATCH, LENGTH, WIDTH)
+    return loss, params, (x, integers(BATCH), floats(BATCH, LENGTH, 3))

@@ -8,7 +8,9 @@ from tests.programs.losses import widths
 from tests.programs.parts import (
     BATCH,
     HIDDEN,
+    LENGTH,
     WIDTH,
+    between,
     floats,
     key,
     squared_error,
@@ -87,3 +89,10 @@ def codes_scale_features_of_a_grid():
         "w2": floats(WIDTH, 3),
     }
     return loss, params, (floats(9, 64, 3),)
+
+
+@between({"positions": "adamw"}, positions=floats(4, 4, WIDTH))
+def positions_resized(x, p):
+    """A table of positions of another size, interpolated by products with constants."""
+    table = jax.image.resize(p["positions"], (2, 8, WIDTH), "bilinear")
+    return x + table.reshape(LENGTH, WIDTH)

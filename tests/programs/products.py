@@ -99,6 +99,16 @@ def trained_convolutions_before_frozen_ones():
     return loss, trained, (frozen, floats(BATCH, 8, 8, 3))
 
 
+@language_model(
+    {**LORA_ANSWERS, "magnitude": "adamw"}, **UP_DOWN, **LORA, magnitude=floats(HIDDEN)
+)
+def dora(x, p):
+    """LoRA, merged, with the norms of the columns as a vector."""
+    up = p["up"] + p["lora_a"] @ p["lora_b"]
+    up = p["magnitude"] * up / jnp.linalg.norm(up, axis=0, keepdims=True)
+    return jax.nn.gelu(x @ up) @ p["down"]
+
+
 # --- norms, masks, noise and quantization of weights ----------------------------------
 
 

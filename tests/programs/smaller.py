@@ -58,7 +58,7 @@ def one_hot_embedding():
         "depthwise": "adamw",
         "pointwise": "iiio",
         "groups": "adamw?",
-        "transposed": "ooio or iiio",
+        "transposed": "ooio",
         "out": "head",
     }
 )
@@ -128,9 +128,9 @@ def attention_kernel_with_its_own_derivative(x, p):
     return x + jax.nn.gelu(rms(x) @ p["up"]) @ p["down"]
 
 
-@language_model({"up": "io?", "down": "io"}, **UP_DOWN)
+@language_model({"up": "io", "down": "io"}, **UP_DOWN)
 def product_in_a_kernel(x, p):
-    """A Pallas kernel takes a parameter: only a rule says what it does with it."""
+    """A Pallas kernel takes a parameter, and its widths leave no choice."""
 
     def kernel(x, w, o):
         o[...] = x[...] @ w[...]

@@ -14,12 +14,8 @@ from tests.programs import PROGRAMS
 pytestmark = pytest.mark.usefixtures("as_users_write")
 
 
-# A parameter is multiplied by another one, and either may be like data; a kernel hides
-# what it does with one.
-UNDECIDED = {
-    "latents_not_repeated": {"att/q", "latents"},
-    "product_in_a_kernel": {"up"},
-}
+# A parameter is multiplied by another one, and either may be like data.
+UNDECIDED = {"latents_not_repeated": {"att/q", "latents"}}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -167,7 +167,6 @@ def _is_complex(v: Any) -> bool:
 _ACTIVATIONS = {"tanh", "logistic", "max", "sin", "cos", "erf", "exp", "expm1", "log1p"}
 _KEEPING = {"mul", "div", "add", "select_n", "convert_element_type", "copy", "name"}
 SUMS = ("add", "sub")
-_OPAQUE = ("triangular_solve", "pallas_call")
 
 
 def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
@@ -176,7 +175,7 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
     shapes = [shape_of(v) for v in eqn.invars]
     # Of a square system, which is solved, all shapes fit.
-    fits = all(_fits(x, shape) for x in shapes) and name not in _OPAQUE
+    fits = all(_fits(x, shape) for x in shapes) and name != "triangular_solve"
     if not fits:
         result.results = {}
     made = [x for x in values if x.leaves]
