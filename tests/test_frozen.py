@@ -25,7 +25,7 @@ import jax_muon as jm
 from jax_muon.tables import aligned, shape_text
 from jax_muon.trees import leaves_with_paths
 from tests import trees
-from tests.mesh import layouts
+from tests.mesh import case
 from tests.recipes import RECIPES
 
 FOLDER = pathlib.Path(__file__).parent / "fixtures" / "frozen"
@@ -64,7 +64,7 @@ def frozen(recipe):
     }
     tables = [f"one device\n\n{table(tx)}"]
     for where in EXAMPLES:
-        mesh, specs, divide = layouts.layout(where, shapes=SHAPES)
+        mesh, specs, divide = case.layout(where, shapes=SHAPES)
         on = jm.on_mesh(tx, mesh, specs, divide)
         state = jm.abstract_state(on, PARAMS, mesh)
         for path, x in leaves_with_paths(state):

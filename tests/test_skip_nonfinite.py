@@ -7,8 +7,8 @@ import numpy as np
 import optax
 
 import jax_muon as jm
-from tests.mesh import problems
-from tests.mesh.layouts import ADAMW, mesh_of
+from tests.mesh import case
+from tests.mesh.case import ADAMW, mesh_of
 from tests.recipes import RECIPES
 
 
@@ -34,11 +34,10 @@ def test_skip_leaves_everything_as_it_was_and_counts():
 
 def test_one_device_with_a_nan_makes_all_skip():
     params, weights = (
-        {path: tree[path] for path in ("wte", "h_0/q")}
-        for tree in problems.draw("mixed")
+        {path: tree[path] for path in ("wte", "h_0/q")} for tree in case.draw("mixed")
     )
-    plain = problems.loss_of(weights)
-    data = np.array(problems.batches(3))
+    plain = case.loss_of(weights)
+    data = np.array(case.batches(3))
     data[1, 9, 5] = np.nan  # one sample, on the third of four devices
     plain_tx = RECIPES["nanochat"](dtype="float32", adamw=ADAMW)
     tx = jm.skip_nonfinite(plain_tx)
@@ -49,8 +48,8 @@ def test_one_device_with_a_nan_makes_all_skip():
     chex.assert_trees_all_equal(skipped.inner_state, state.inner_state)
     assert skipped.skipped == 1
     third, _, _ = step(second, skipped, data[2])
-    expected, _, _ = problems.single_device(plain_tx, plain, params, data[[0, 2]])
-    assert problems.distance(third, expected, params) < 5e-6
+    expected, _, _ = case.alone(plain_tx, plain, params, data[[0, 2]])
+    assert case.distance(third, expected, params) < 5e-6
 
 
 def test_a_gradient_that_moves_nothing_counts_too():

@@ -51,11 +51,6 @@ def trusting_devices() -> Iterator[None]:
         _trusted.reset(token)
 
 
-def varying_axes(x: Any) -> frozenset[str]:
-    """Mesh axes over which a value differs between devices, inside shard_map."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
-
-
 def own_sharding(x: Any) -> NamedSharding | None:
     """The NamedSharding of an array, a tracer or a shape; None if it has none.
 
@@ -104,36 +99,32 @@ def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
     several = [name for name in mesh.manual_axes if mesh.shape[name] > 1]
     manual = [] if _trusted.get() else several
     # A device's index differs between devices; without check_vma its type is like any.
-    if manual and flat and not varying_axes(jax.lax.axis_index(manual[0])):
+    if manual and flat and not _varying(jax.lax.axis_index(manual[0])):
         raise ValueError(
             f"{what}: parameter {flat[0][0]!r} and others are inside jax.pmap, or "
             f"shard_map with check_vma=False, over {manual}, where JAX does not track "
             "whether they differ between devices; if every device has whole parameters "
             "and the same gradients, as after jax.lax.pmean, expected the optimizer "
             "within jax_muon.on_replicas(tx); otherwise the update outside, on global "
-            "arrays, as in jax_muon.make_train_step, or in shard_map with "
-            "check_vma=True"
+            "arrays, or in shard_map with check_vma=True"
         )
     for path, leaf in flat if manual else ():
-        if differing := sorted(varying_axes(leaf) & {*manual}):
+        if differing := sorted(_varying(leaf) & {*manual}):
             raise ValueError(
                 f"{what}: parameter {path!r} differs between the devices of the mesh "
                 f"axis {differing}, inside shard_map, and would be treated block by "
-                "block. Expected a call outside shard_map, on global arrays: "
-                "return the gradients from shard_map, and call the update of "
-                "jax_muon.on_mesh(tx, mesh) on them; make_train_step does so"
+                "block; expected the update of jax_muon.on_mesh(tx, mesh) outside of "
+                "it, on gradients that it returns, as in jax_muon.make_train_step"
             )
 
 
+def _varying(x: Any) -> frozenset[str]:
+    """Mesh axes over which a value differs between devices, inside shard_map."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
 def mesh_of_types(flat: Sequence[tuple[str, Any]]) -> Any:
-    """The mesh with Explicit axes that these arrays are on, or None.
-
-    Args:
-      flat: arrays with their paths, as `orthogonalize` sees them.
-
-    Returns:
-      The abstract mesh of the first array on Explicit axes, if only of one device; None
-      without one, and for arrays that are whole inside shard_map.
+    """The mesh with Explicit axes of these arrays; None for whole ones in shard_map.
 
     Raises:
       ValueError: with the path, for an array whose type does not show how it is

@@ -16,11 +16,9 @@ from jax_muon.mesh.array_types import own_sharding
 from jax_muon.mesh.specs import (
     AxisName,
     checked_axes,
-    devices_over,
     dividing,
-    entry_names,
+    finer,
     full_rank,
-    spec_names,
 )
 
 # A PartitionSpec or NamedSharding for all parameters, a tree (or a prefix of one) of
@@ -38,9 +36,7 @@ class Layout:
       divide: mesh axes that further divide gradients and state, where the spec of a
         leaf does not use them.
       min_size: least elements of a leaf that is divided so.
-      layers: of a tree of parameters, the axes that a scan takes. They are divided only
-        where no other axis can be.
-      of_shards: trees have a device's shards, as inside shard_map.
+      layers: of a tree of parameters, the axes that a scan takes.
     """
 
     mesh: Mesh
@@ -48,13 +44,12 @@ class Layout:
     divide: tuple[str, ...] = ()
     min_size: int = 1024
     layers: Callable[[Any], AxesOfLayers] = lambda tree: {}
-    of_shards: bool = False
 
     def of_tree(self, tree: Any) -> tuple[Any, Any]:
         """PartitionSpecs of parameters, and of their gradients and state."""
-        treedef = jax.tree.structure(tree)
+        unflatten: Any = jax.tree.structure(tree).unflatten
         _, coarse, fine = self.of_leaves(tree)
-        return jax.tree.unflatten(treedef, coarse), jax.tree.unflatten(treedef, fine)
+        return unflatten(coarse), unflatten(fine)
 
     def of_leaves(
         self, tree: Any
@@ -64,21 +59,25 @@ class Layout:
         Raises:
           ValueError: with path and shape, for specs that do not fit.
         """
-        names, coarse, fine = [], [], []
-        by_path = None if self.specs is None else _by_path(self.specs, tree)
+        coarse, fine = [], []
         layers = self.layers(tree) if self.divide else {}
-        for path, leaf in trees.leaves_with_paths(tree):
-            shape = tuple(leaf.shape)
-            spec = _spec_of_type(leaf) if by_path is None else by_path(path)
-            if self.of_shards:
-                whole = zip(shape, spec, strict=False)
-                parts = [n * devices_over(entry, self.mesh.shape) for n, entry in whole]
-                shape = (*parts, *shape[len(parts) :])
+        given, shapes = self.given(tree), [x.shape for x in jax.tree.leaves(tree)]
+        for (path, spec), shape in zip(given, shapes, strict=True):
+            axes = self.divide if math.prod(shape) >= self.min_size else ()
             spec = full_rank(spec, path, shape, self.mesh)
-            names.append(path)
             coarse.append(spec)
-            fine.append(self._finer(shape, spec, layers.get(path, ())))
-        return names, coarse, fine
+            last = layers.get(path, ())
+            fine.append(finer(spec, shape, axes, self.mesh.shape, last))
+        return [path for path, _ in given], coarse, fine
+
+    def given(self, tree: Any) -> list[tuple[str, PartitionSpec]]:
+        """Paths, and specs of parameters as the user wrote them."""
+        leaves = trees.leaves_with_paths(tree)
+        if self.specs is None:
+            return [(path, _spec_of_type(leaf)) for path, leaf in leaves]
+        specs = self.specs(tree) if trees.is_function(self.specs) else self.specs
+        by_path = dict(trees.leaves_with_paths(specs, is_leaf=lambda x: x is None))
+        return [(path, _spec_at(by_path, path)) for path, _ in leaves]
 
     def check_concrete(self, tree: Any) -> None:
         """Raise a ValueError for arrays sharded on Auto axes without specs."""
@@ -92,23 +91,6 @@ class Layout:
                     "Auto axes, which types do not show; expected specs, such as "
                     "jax.tree.map(lambda p: p.sharding, params)"
                 )
-
-    def _finer(
-        self, shape: tuple[int, ...], coarse: PartitionSpec, layers: tuple[int, ...]
-    ) -> PartitionSpec:
-        """The spec with `divide` added where the first axis takes all of it."""
-        names = tuple(name for name in self.divide if name not in spec_names(coarse))
-        devices = math.prod(self.mesh.shape[name] for name in names)
-        if not names or math.prod(shape) < self.min_size:
-            return coarse
-        for axis in sorted(range(len(coarse)), key=lambda axis: axis in layers):
-            entry = entry_names(coarse[axis])
-            shards = devices * devices_over(coarse[axis], self.mesh.shape)
-            if shape[axis] == 0 or shape[axis] % shards == 0:
-                entries = list(coarse)
-                entries[axis] = (*entry, *names)
-                return PartitionSpec(*entries)
-        return coarse
 
 
 def divided_specs(
@@ -180,25 +162,18 @@ def _spec_of_type(leaf: Any) -> PartitionSpec:
     return sharding.spec
 
 
-def _by_path(specs: Specs, params: Any) -> Callable[[str], PartitionSpec]:
-    """Specs in any form, as a function of the path."""
-    tree = specs(params) if trees.is_function(specs) else specs
-    flat = dict(trees.leaves_with_paths(tree, is_leaf=lambda x: x is None))
-
-    def spec(path: str) -> PartitionSpec:
-        prefix = trees.nearest_prefix(flat, path)
-        if prefix is None:
-            raise ValueError(
-                f"specs have nothing for parameter {path!r}; there are "
-                + ", ".join(flat)
-            )
-        entry = flat[prefix]
-        if not isinstance(entry, PartitionSpec | NamedSharding | None):
-            raise ValueError(
-                f"specs have {entry!r} for parameter {path!r}; expected a "
-                "PartitionSpec, a NamedSharding, or None"
-            )
-        entry = entry.spec if isinstance(entry, NamedSharding) else entry
-        return entry or PartitionSpec()
-
-    return spec
+def _spec_at(by_path: Mapping[str, Any], path: str) -> PartitionSpec:
+    """The entry of specs for a path, or for the nearest prefix of it."""
+    prefix = trees.nearest_prefix(by_path, path)
+    if prefix is None:
+        raise ValueError(
+            f"specs have nothing for parameter {path!r}; there are {', '.join(by_path)}"
+        )
+    entry = by_path[prefix]
+    if not isinstance(entry, PartitionSpec | NamedSharding | None):
+        raise ValueError(
+            f"specs have {entry!r} for parameter {path!r}; expected a PartitionSpec, "
+            "a NamedSharding, or None"
+        )
+    entry = entry.spec if isinstance(entry, NamedSharding) else entry
+    return entry or PartitionSpec()

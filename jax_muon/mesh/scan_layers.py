@@ -13,8 +13,6 @@ sharding constraints, by which XLA gathers and scatters.
 
 import dataclasses
 import functools
-import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,14 +22,14 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import checks, jaxprs, trees
+from jax_muon import checks, jaxprs
 from jax_muon.mesh.layout import Layout, Specs
 from jax_muon.mesh.specs import (
     AxisName,
     checked_axes,
-    divided_axes,
+    devices_over,
     dividing,
-    entry_names,
+    finer,
     only,
     spec_names,
 )
@@ -107,301 +105,181 @@ def scan_layers(
     """
     checks.arrays("layers", layers)
     checks.flag("local_batch", local_batch)
-    names = mesh.axis_names if axis is None else checked_axes("axis", axis, mesh)
+    names = checked_axes("axis", mesh.axis_names if axis is None else axis, mesh)
     manual = {*jax.sharding.get_abstract_mesh().manual_axes} & {*names}
     if manual:
         names, local_batch = tuple(n for n in names if n in manual), False
-    layout = Layout(
-        mesh,
-        specs,
-        names if local_batch else (),
-        layers=lambda tree: {path: (0,) for path, _ in trees.leaves_with_paths(tree)},
-        of_shards=bool(manual),
-    )
     treedef: Any
     flat, treedef = jax.tree.flatten(layers)
-    leaves = _leaves(layers, layout, names)
-    left = {name for leaf in leaves for name in spec_names(leaf.spec)} - {*names}
-    left = left if AxisType.Explicit in mesh.axis_types else set()
-    words = (
-        f"axis={axis!r} leaves layers sharded over {', '.join(sorted(left))}, with "
-        "which block cannot compute on Explicit axes; expected axis= to name these as "
-        "well, or a mesh with Auto axes"
-    )
-    if left and local_batch:
-        raise ValueError(words)
-    if manual:
-        flat = _marked(flat, leaves)
+    layout = Layout(mesh, specs)
+    coarse, fine = _specs_of_layer(layers, layout, names, bool(manual), local_batch)
+    loop = functools.partial(jax.lax.scan, reverse=reverse, unroll=unroll)
+    is_sharded = local_batch or any(map(any, coarse))
+    if not is_sharded or not all(map(len, flat)):
+        return loop(block, carry, layers)
+    if manual and of_step.get():
+        flat = _marked(flat, coarse)
     exchange = _collectives if manual or local_batch else _constraints
-    gather, *scatters = exchange(mesh, names, leaves)
-    is_ahead = [x.has_gradient and (any(x.spec) or local_batch) for x in leaves]
-    ahead, of_layer = ([*itertools.compress(x, is_ahead)] for x in (flat, leaves))
-    # Integers have no gradient to scatter; without specs, nothing is gathered.
-    others = [
-        x if local_batch else gather(x, leaf)
-        for x, leaf, first in zip(flat, leaves, is_ahead, strict=True)
-        if not first
-    ]
-    of_layer = [leaf.of_layer() for leaf in of_layer]
+    gather_one, scatter_one = exchange(mesh, names)
 
-    def block_of(carry: Any, layer: Sequence[Any], xs: Sequence[Any]) -> Any:
-        parts = {True: iter(layer), False: iter(xs)}
-        return block(carry, treedef.unflatten([next(parts[x]) for x in is_ahead]))
+    def gather(shards: list[Any]) -> list[Any]:
+        return [*map(gather_one, shards, coarse)]
 
-    loop = functools.partial(jax.lax.scan, unroll=unroll)
-    if not ahead:
-        step = lambda carry, xs: block_of(carry, [], xs)  # noqa: E731
-        return loop(step, carry, others, reverse=reverse)
+    def scatter(layer: list[Any]) -> list[Any]:
+        return [
+            None if g is None else scatter_one(g, *specs)
+            for g, *specs in zip(layer, coarse, fine, strict=True)
+        ]
 
-    def of_all(exchange: Function) -> Function:
-        return lambda arrays: [*map(exchange, arrays, of_layer)]
+    def on_devices(function: Function, in_specs: Any, out_specs: Any) -> Function:
+        if not local_batch:
+            return function
+        given = {"axis_names": {*names}, "check_vma": False}
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **given
+        )
 
-    per_device = None
-    if local_batch:
-        _check_batch("carry", carry, mesh, names)
-        per_device = _PerDevice(mesh, names, of_layer)
     # What the block closes over becomes an argument, so that it gets a gradient.
     program: list[Any] = []
 
-    def trace(carry: Any, ahead: Any, xs: Any) -> None:
-        first = of_all(gather)([x[0] for x in ahead]), [x[0] for x in xs]
-        program[:] = jax.make_jaxpr(block_of, return_shape=True)(carry, *first)
+    def trace(carry: Any, shards: Any) -> None:
+        def of_layer(carry: Any, layer: Any) -> Any:
+            return block(carry, treedef.unflatten(layer))
 
-    traced = per_device.traced(trace) if per_device else trace
-    try:
-        jax.eval_shape(traced, carry, ahead, others)
-    except Exception as error:
-        if type(error).__name__ == "ShardingTypeError" and left:
-            raise ValueError(f"{words} ({error})") from error
-        raise
+        first = gather([x[0] for x in shards])
+        program[:] = jax.make_jaxpr(of_layer, return_shape=True)(carry, first)
+
+    whole, batch = PartitionSpec(), PartitionSpec(names)
+    of_shards, of_grads = (
+        [PartitionSpec(None, *only(spec, names)) for spec in x] for x in (coarse, fine)
+    )
+    if local_batch:
+        _check_batch("carry", carry, devices_over(names, mesh.shape))
+    jax.eval_shape(on_devices(trace, (batch, of_shards), whole), carry, flat)
     closed, results = program
     if local_batch:
-        _check_batch("the output of block", results[1], mesh, ())
+        _check_batch("the output of block", results[1], 1)
 
-    def run(consts: list[Any], *args: Any) -> Any:
+    def run(consts: list[Any], carry: Any, layer: list[Any]) -> Any:
         function = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))
-        flat = function(*jax.tree.leaves(args))
+        flat = function(*jax.tree.leaves((carry, layer)))
         return jax.tree.unflatten(jax.tree.structure(results), flat)
 
-    exchanges = of_all(gather), [*map(of_all, scatters)]
-    forward, backward = _directions(
-        run, *exchanges, results, loop, reverse, keep_gathered
-    )
-    if per_device:
-        forward, backward = per_device.forward(forward), per_device.backward(backward)
-    scan = jax.custom_vjp(lambda *args: forward(args, False)[0])
-
-    def save(*args: Any) -> Any:
-        outputs, saved = forward(args, True)
-        return outputs, (saved, args)
-
-    scan.defvjp(save, lambda saved, d: backward(*saved, _reals(d)))
-    return scan(closed.consts, carry, ahead, others)
+    scan = _scan(run, gather, scatter, results, loop, reverse, keep_gathered)
+    into, out = (whole, batch, of_shards, of_grads), (batch, PartitionSpec(None, names))
+    shards = jax.lax.stop_gradient(flat)
+    return on_devices(scan, into, out)(closed.consts, carry, shards, flat)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """Weights of all layers, or of one of them.
+def _specs_of_layer(
+    layers: Any, layout: Layout, names: tuple[str, ...], of_shards: bool, divide: bool
+) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
+    """How each leaf of one layer is sharded, and how its gradient is to be.
 
-    Attributes:
-      spec: how they are sharded; () if they need not be gathered.
-      fine: how their gradients are to be.
-      dtype: of both.
-      has_gradient: False for integers, and without layers.
+    () for a leaf that is not gathered over these mesh axes. `of_shards`: `layers` are a
+    device's shards, whose shapes specs need not fit. `divide`: these mesh axes divide
+    gradients further.
     """
-
-    spec: PartitionSpec
-    fine: PartitionSpec
-    dtype: Any
-    has_gradient: bool
-
-    def of_layer(self) -> "_Leaf":
-        spec, fine = (PartitionSpec(*x[1:]) for x in (self.spec, self.fine))
-        return dataclasses.replace(self, spec=spec, fine=fine)
-
-
-def _leaves(layers: Any, layout: Layout, names: Sequence[str]) -> list[_Leaf]:
-    """How each leaf is sharded over these mesh axes, and others."""
-    leaves = []
-    triples = zip(*layout.of_leaves(layers), strict=True)
-    for x, (path, spec, fine) in zip(jax.tree.leaves(layers), triples, strict=True):
-        if not len(spec):
+    sizes, coarse, fine = layout.mesh.shape, [], []
+    if not of_shards:
+        layout.of_leaves(layers)  # checks that they fit
+    for x, (path, spec) in zip(
+        jax.tree.leaves(layers), layout.given(layers), strict=True
+    ):
+        if not x.ndim:
             raise ValueError(
                 f"layers at {path!r} is a scalar; expected arrays with a leading axis "
                 "of layers"
             )
-        if set(entry_names(spec[0])) & set(names):
+        if {*spec_names(spec[:1])} & {*names}:
             raise ValueError(
                 f"layers at {path!r} with {spec} are divided along the axis of layers; "
                 "expected another axis, so that each device has a part of every layer"
             )
-        spec, fine = (dividing(s, layout.mesh.shape) for s in (spec, fine))
-        if set(entry_names(fine[0])) & set(names):  # no other axis fits
-            fine = spec
-        if not set(spec_names(spec)) & set(names):
-            spec = PartitionSpec()
-        real = jnp.issubdtype(x.dtype, jnp.inexact)
-        leaves.append(_Leaf(spec, fine, x.dtype, bool(len(x) and real)))
-    return leaves
+        spec = dividing(PartitionSpec(*spec[1:]), sizes)
+        is_large = divide and x.size >= layout.min_size
+        fine.append(finer(spec, x.shape[1:], names if is_large else (), sizes))
+        coarse.append(spec if {*spec_names(spec)} & {*names} else PartitionSpec())
+    return coarse, fine
 
 
 def mark(spec: PartitionSpec) -> str:
-    """The name that marks layers gathered inside shard_map, in a traced loss."""
+    """The name that marks layers gathered by a step's loss, in its program."""
     return f"scan_layers over {spec_names(spec)}"
 
 
-def _marked(flat: Sequence[Any], leaves: Sequence[_Leaf]) -> list[Any]:
-    """Shards, marked for the check of `make_train_step`, if this is its loss."""
+def _marked(flat: Sequence[Any], specs: Sequence[PartitionSpec]) -> list[Any]:
+    """Shards, marked for the check of `make_train_step`."""
     wire = of_step.get()
-    if wire and not wire.scanned and any(any(leaf.spec) for leaf in leaves):
+    if wire and not wire.scanned:
         raise ValueError(
             "scan_layers in the loss of make_train_step got whole parameters; expected "
             "make_train_step(scanned=[...]), with patterns of the paths of those that "
             "it is to gather"
         )
-    return [
-        jaxprs.marked(x, mark(leaf.spec)) if any(leaf.spec) else x
-        for x, leaf in zip(flat, leaves, strict=True)
-    ]
+    pairs = zip(flat, specs, strict=True)
+    return [jaxprs.marked(x, mark(spec)) if any(spec) else x for x, spec in pairs]
 
 
-def _check_batch(what: str, tree: Any, mesh: Mesh, names: Sequence[str]) -> None:
-    """Refuse arrays whose first axis these mesh axes do not divide."""
-    devices = math.prod(mesh.shape[name] for name in names)
+def _check_batch(what: str, tree: Any, devices: int) -> None:
+    """Refuse arrays whose first axis these devices do not divide."""
     for path, x in jax.tree.leaves_with_path(tree):
         if not jnp.ndim(x) or jnp.shape(x)[0] % devices:
             raise ValueError(
                 f"local_batch=True: {what}{jax.tree_util.keystr(path)} has shape "
-                f"{jnp.shape(x)}; expected a first axis of samples, which the mesh "
-                f"axes {tuple(names)} divide, or local_batch=False"
+                f"{jnp.shape(x)}; expected a first axis of samples, which the devices "
+                "divide, or local_batch=False"
             )
 
 
-def _collectives(
-    mesh: Mesh, names: tuple[str, ...], leaves: Sequence[_Leaf]
-) -> tuple[Function, ...]:
+def _collectives(mesh: Mesh, names: tuple[str, ...]) -> tuple[Function, Function]:
     """How a device gathers an array over these mesh axes, and scatters its gradient.
 
-    If devices repeat shards, the sum over these, between hosts, comes a layer later.
+    The sum over axes that do not divide a gradient is left to the shard_map around it,
+    but in a step, which does not touch the gradients of what is gathered here.
     """
-    is_cpu = mesh.devices.flat[0].platform == "cpu"
-    wire = of_step.get() or Wire(names, sum_wide=is_cpu)
-    # In a shard_map of the user's, that sum is left to the user, or to JAX.
-    is_theirs = not of_step.get() and jax.sharding.get_abstract_mesh().manual_axes
+    is_cpu, step = mesh.devices.flat[0].platform == "cpu", of_step.get()
+    wire = step or Wire(names, sum_wide=is_cpu)
 
-    def gather(x: Any, leaf: _Leaf) -> Any:
-        return wire.gather(x, leaf.spec)
+    def scatter(g: Any, spec: PartitionSpec, fine: PartitionSpec) -> Any:
+        sums_all = step and any(spec)
+        axes = wire.axes if sums_all else spec_names(only(fine, names))
+        over = dataclasses.replace(wire, axes=axes)
+        return over.scatter(g, fine, g.dtype).astype(g.dtype) if axes else g
 
-    def over_shards(g: Any, leaf: _Leaf) -> Any:
-        over = dataclasses.replace(wire, axes=spec_names(only(leaf.spec, wire.axes)))
-        g = over.scatter(g, leaf.spec, leaf.dtype)
-        return g.astype(leaf.dtype) if is_theirs else g
-
-    def over_replicas(g: Any, leaf: _Leaf) -> Any:
-        rest = tuple(n for n in wire.axes if n not in spec_names(leaf.spec))
-        over = dataclasses.replace(wire, axes=rest, parts=1)
-        return over.scatter(g, leaf.fine, leaf.dtype).astype(leaf.dtype)
-
-    several = {*divided_axes(mesh.shape)} & {*names}
-    if is_theirs:
-        return gather, over_shards
-    if any(any(x.spec) and several - {*spec_names(x.spec)} for x in leaves):
-        return gather, over_shards, over_replicas
-    return gather, lambda g, leaf: wire.scatter(g, leaf.fine, leaf.dtype).astype(
-        leaf.dtype
-    )
+    return wire.gather, scatter
 
 
-def _constraints(
-    mesh: Mesh, names: tuple[str, ...], leaves: Sequence[_Leaf]
-) -> tuple[Function, ...]:
+def _constraints(mesh: Mesh, names: tuple[str, ...]) -> tuple[Function, Function]:
     """The same by sharding constraints, for XLA to carry out."""
-    del leaves
     context = jax.sharding.get_abstract_mesh()
     on = mesh if context.empty else context
     explicit = AxisType.Explicit in mesh.axis_types
     place = jax.reshard if explicit else jax.lax.with_sharding_constraint
     others = set(mesh.axis_names) - set(names)
 
-    def gather(x: Any, leaf: _Leaf) -> Any:
-        if not any(leaf.spec):
-            return x
-        return place(x, NamedSharding(on, only(leaf.spec, others)))
+    def gather(x: Any, spec: PartitionSpec) -> Any:
+        return place(x, NamedSharding(on, only(spec, others))) if any(spec) else x
 
-    def scatter(g: Any, leaf: _Leaf) -> Any:
-        return place(g.astype(leaf.dtype), NamedSharding(on, leaf.spec))
+    def scatter(g: Any, spec: PartitionSpec, fine: PartitionSpec) -> Any:
+        return place(g, NamedSharding(on, fine)) if any(spec) else g
 
     return gather, scatter
 
 
-@dataclasses.dataclass(frozen=True)
-class _PerDevice:
-    """The loop in shard_map, on each device's part of the batch.
-
-    What the forward pass saves leaves shard_map with an axis of devices before all
-    others.
-    """
-
-    mesh: Mesh
-    names: tuple[str, ...]
-    leaves: list[_Leaf]
-
-    def _mapped(self, function: Function, in_specs: Any, out_specs: Any) -> Function:
-        return jax.shard_map(
-            function,
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names={*self.names},
-            check_vma=False,
-        )
-
-    def _specs(self, fine: bool = False) -> tuple[Any, ...]:
-        """Of what the block closes over, the carry, shards, and other layers."""
-        of_layer = [x.fine if fine else x.spec for x in self.leaves]
-        shards = [PartitionSpec(None, *only(x, self.names)) for x in of_layer]
-        return PartitionSpec(), PartitionSpec(self.names), shards, PartitionSpec()
-
-    @property
-    def _outputs(self) -> tuple[PartitionSpec, PartitionSpec]:
-        return PartitionSpec(self.names), PartitionSpec(None, self.names)
-
-    def traced(self, trace: Function) -> Function:
-        return self._mapped(trace, self._specs()[1:], PartitionSpec())
-
-    def forward(self, forward: Function) -> Function:
-        def run(args: Any, saves: bool) -> Any:
-            def on_device(args: Any) -> Any:
-                outputs, saved = forward(args, saves)
-                return outputs, jax.tree.map(lambda x: x[None], saved)
-
-            out = self._outputs, PartitionSpec(self.names)
-            return self._mapped(on_device, (self._specs(),), out)(args)
-
-        return run
-
-    def backward(self, backward: Function) -> Function:
-        def on_device(saved: Any, args: Any, cotangents: Any) -> Any:
-            saved = jax.tree.map(lambda x: x[0], saved)
-            d_consts, *others = backward(saved, args, cotangents)
-            return jax.lax.psum(d_consts, self.names), *others
-
-        into = PartitionSpec(self.names), self._specs(), self._outputs
-        return self._mapped(on_device, into, self._specs(fine=True))
-
-
-def _directions(
+def _scan(
     run: Function,
-    gather: Callable[[list[Any]], list[Any]],
-    scatters: Sequence[Callable[[list[Any]], list[Any]]],
+    gather: Function,
+    scatter: Function,
     results: Any,
     loop: Function,
     reverse: bool,
     keep_gathered: bool,
-) -> tuple[Function, Function]:
-    """A scan over layers, forward and backward, for (consts, carry, shards, xs).
+) -> Function:
+    """A scan over layers, of (consts, carry, shards, fine).
 
-    `run` maps (consts, carry, layer, xs) to (carry, ys), with shapes as `results`.
+    `run` maps (consts, carry, layer) to (carry, ys), with shapes as `results`. `fine`
+    are the shards again, divided as gradients are to be. These go there.
     """
     following = -1 if reverse else 1
 
@@ -413,80 +291,64 @@ def _directions(
     def run_and_save(*args: Any) -> Any:
         pull: Any
         outputs, pull = jax.vjp(run, *args)
-        # The backward pass has these again.
-        pull.args_res[0] = pull.args_res[3] = None
+        pull.args_res[0] = None  # the backward pass has these again
         if not keep_gathered:
             pull.args_res[2] = None
         return outputs, pull
 
-    def forward(args: Any, saves: bool) -> Any:
-        consts, carry, shards, xs = args
+    def forward(run_layer: Function, *args: Any) -> Any:
+        consts, carry, shards, _ = args
         numbers = np.arange(len(shards[0]))
-        run_layer = run_and_save if saves else lambda *args: (run(*args), ())
 
-        def step(state: Any, i_x: Any) -> Any:
-            (carry, layer), (i, x) = state, i_x
+        def step(state: Any, i: Any) -> Any:
+            carry, layer = state
             ahead = layer_at(shards, i + following)
-            (carry, ys), saved = run_layer(consts, carry, layer, x)
+            (carry, ys), saved = run_layer(consts, carry, layer)
             return (carry, ahead), (ys, saved)
 
-        start = carry, layer_at(shards, numbers[-1] if reverse else 0)
-        (carry, last), (ys, saved) = loop(step, start, (numbers, xs), reverse=reverse)
-        return (carry, ys), (saved, last) if saves else ()
+        start = carry, layer_at(shards, numbers[::following][0])
+        (carry, last), (ys, saved) = loop(step, start, numbers)
+        return (carry, ys), (saved, last, args)
 
-    def backward(residuals: Any, args: Any, cotangents: Any) -> Any:
-        (saved, last), (consts, _, shards, xs), (d_carry, d_ys) = (
-            residuals,
-            args,
-            cotangents,
-        )
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        saved, last, (consts, _, shards, fine) = residuals
+        d_carry, d_ys = _reals(cotangents)
         numbers = np.arange(len(shards[0]))
 
         def put(d_shards: list[Any], d_layer: list[Any], i: Any) -> list[Any]:
-            i = jnp.clip(i, 0, len(shards[0]) - 1)  # of zeros, before the first
             into = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
-            return [into(x, d, index=i) for x, d in zip(d_shards, d_layer, strict=True)]
+            scattered = scatter(d_layer)
+            return jax.tree.map(lambda x, d: into(x, d, index=i), d_shards, scattered)
 
         def step(state: Any, inputs: Any) -> Any:
-            d_carry, total, layer, waiting, d_shards = state
-            i, pull, x, d_ys = inputs
-            *waiting, done = (f(w) for f, w in zip(scatters, waiting, strict=True))
-            d_shards = put(d_shards, done, i + len(scatters) * following)
+            d_carry, total, layer, late, d_shards = state
+            i, pull, d_ys = inputs
+            # Zeros, in the first turn, are overwritten later.
+            d_shards = put(d_shards, late, i + following)
             before = layer
             if not keep_gathered:
                 before = layer_at(shards, i - following)
                 pull.args_res[2] = layer
-            pull.args_res[0], pull.args_res[3] = consts, x
-            d_consts, d_carry, d_layer, d_x = _reals(
-                pull(_all((d_carry, d_ys), results))
-            )
+            pull.args_res[0] = consts
+            d_consts, d_carry, late = _reals(pull(_all((d_carry, d_ys), results)))
             total = jax.tree.map(jnp.add, total, d_consts)
-            return (d_carry, total, before, [d_layer, *waiting], d_shards), d_x
+            return (d_carry, total, before, late, d_shards), None
 
-        zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-        waiting = [zeros(last)]
-        for scatter in scatters:
-            shapes = jax.eval_shape(scatter, waiting[-1])
-            waiting.append([jnp.zeros(x.shape, x.dtype) for x in shapes])
-        d_shards = [
-            jnp.zeros_like(w)  # as its type says, on Explicit axes
-            if d.shape == w.shape[1:]
-            else jnp.zeros((len(w), *d.shape), d.dtype)
-            for w, d in zip(shards, waiting.pop(), strict=True)
-        ]
-        start = d_carry, zeros(_reals(consts)), last, waiting, d_shards
-        (d_carry, d_consts, _, waiting, d_shards), d_xs = loop(
-            step, start, (numbers, saved, xs, d_ys), reverse=not reverse
+        total, late, d_shards = jax.tree.map(
+            jnp.zeros_like, _reals((consts, last, fine))
         )
-        first = numbers[-1] if reverse else 0
-        for late in reversed(range(len(scatters))):
-            d_layer = waiting[late]
-            for scatter in scatters[late:]:
-                d_layer = scatter(d_layer)
-            d_shards = put(d_shards, d_layer, first + late * following)
-        return d_consts, d_carry, d_shards, d_xs
+        start = d_carry, total, last, late, d_shards
+        (d_carry, d_consts, _, late, d_shards), _ = loop(
+            step, start, (numbers, saved, d_ys), reverse=not reverse
+        )
+        d_shards = put(d_shards, late, numbers[::following][0])
+        return d_consts, d_carry, None, d_shards
 
-    return forward, backward
+    scan = jax.custom_vjp(
+        lambda *args: forward(lambda *args: (run(*args), ()), *args)[0]
+    )
+    scan.defvjp(functools.partial(forward, run_and_save), backward)
+    return scan
 
 
 def _reals(tree: Any) -> Any:

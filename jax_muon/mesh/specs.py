@@ -1,7 +1,7 @@
 """PartitionSpecs: their mesh axes, and how many devices these divide an array over."""
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
@@ -75,6 +75,28 @@ def only(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
     return PartitionSpec(
         *(tuple(n for n in entry_names(entry) if n in axes) for entry in spec)
     )
+
+
+def finer(
+    spec: PartitionSpec,
+    shape: tuple[int, ...],
+    names: Sequence[str],
+    sizes: Sizes,
+    last: Container[int] = (),
+) -> PartitionSpec:
+    """The spec with these mesh axes added to the first axis that all of them divide.
+
+    Those in the spec already are left out. Axes of `last` come after all others, and
+    without one that fits the spec stays as it is.
+    """
+    names = tuple(name for name in names if name not in spec_names(spec))
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    for axis in sorted(range(len(shape)), key=lambda axis: axis in last):
+        entry = (*entry_names(entries[axis]), *names)
+        if names and shape[axis] % devices_over(entry, sizes) == 0:
+            entries[axis] = entry
+            return PartitionSpec(*entries)
+    return spec
 
 
 def dividing(spec: PartitionSpec, sizes: Sizes) -> PartitionSpec:

@@ -57,9 +57,9 @@ def make_train_step(
 
     Args:
       loss_fn: `loss_fn(params, batch)` returns the mean loss of the batch it is given,
-        a scalar, or the mean over all devices, if it calls collectives over axes of the
-        mesh itself. It sees whole parameters, but for those in `scanned`. Integers and
-        booleans among them, such as counters and masks, stay as they are.
+        or the mean over all devices, if it calls collectives over axes of the mesh. It
+        sees whole parameters, but for those in `scanned`. Integers and booleans among
+        them, such as counters and masks, stay as they are.
       tx: an optimizer, such as a recipe. The step puts it on the mesh. Its update gets
         the loss as `value`, which `optax.contrib.reduce_on_plateau` asks for.
       mesh: a mesh of Auto or of Explicit axes, all of which divide the batch.
@@ -70,9 +70,9 @@ def make_train_step(
         device's shards of them, and may cast, slice and reshape these.
       min_size: leaves of fewer elements are replicated, their gradients all-reduced.
       has_aux: whether loss_fn returns a pair of the loss and a tree of arrays.
-      max_aux: names of entries of the auxiliary output, a dictionary. Their maximum
-        over devices and microbatches counts instead of the mean. `tx` gets them
-        as extra arguments of these names: "max_logits" for `clip_qk`.
+      max_aux: names of entries of the auxiliary output, a dictionary, whose maximum
+        over devices and microbatches counts instead of the mean. `tx` gets them as
+        extra arguments of these names: "max_logits" for `clip_qk`.
       weighted: whether the loss is a pair of the mean and its weight, such as the
         number of unmasked tokens. A mean of weight 0 does not count, even if it is
         NaN. If loss_fn calls collectives or `scan_layers`, divide by
@@ -89,10 +89,10 @@ def make_train_step(
       A `TrainStep`.
 
     Raises:
-      ValueError: microbatches below 1; at the first call, a batch that devices and
-        microbatches do not divide, output of loss_fn without what the flags promise, a
-        parameter of `scanned` that loss_fn does not give to `scan_layers`, or uses
-        otherwise as well, a state of other parameters, and what `on_mesh` raises.
+      ValueError: at the first call, a batch that devices and microbatches do not
+        divide, output of loss_fn without what the flags promise, a parameter of
+        `scanned` that loss_fn does not give to `scan_layers`, or uses otherwise as
+        well, a state of other parameters, and what `on_mesh` raises.
 
     Examples:
       >>> import jax
@@ -114,23 +114,27 @@ def make_train_step(
     """
     if not callable(loss_fn):
         checks.refuse("loss_fn", loss_fn, "a function of parameters and batch")
-    checks.kind("mesh", mesh, Mesh, "a jax.sharding.Mesh")
     checks.count("microbatches", microbatches)
     checks.float_dtype("reduce_dtype", reduce_dtype)
     checks.float_dtype("gather_dtype", gather_dtype)
     flags = {"has_aux": has_aux, "weighted": weighted, "donate": donate}
     for name, value in flags.items():
         checks.flag(name, value)
-    maxima = (max_aux,) if isinstance(max_aux, str) else tuple(max_aux)
-    scanned = (scanned,) if isinstance(scanned, str) else tuple(scanned)
-    names, is_cpu = mesh.axis_names, mesh.devices.flat[0].platform == "cpu"
+    maxima, scanned = (
+        (x,) if isinstance(x, str) else tuple(x) for x in (max_aux, scanned)
+    )
     specs = PartitionSpec() if specs is None else specs
     divided = divided_axes(mesh.shape)
     layout = Layout(mesh, specs, divided, min_size, axes_of_layers(tx))
-    loss = _Loss(loss_fn, has_aux, maxima, weighted)
-    wire = Wire(names, gather_dtype, reduce_dtype, mesh.size, is_cpu, scanned)
-    optimizer = OnMesh(tx, layout, gather_dtype)
-    return TrainStep(loss, optimizer, wire, microbatches, donate, compiler_options)
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    return TrainStep(
+        _Loss(loss_fn, has_aux, maxima, weighted),
+        OnMesh(tx, layout, gather_dtype),
+        Wire(mesh.axis_names, gather_dtype, reduce_dtype, mesh.size, is_cpu, scanned),
+        microbatches,
+        donate,
+        compiler_options,
+    )
 
 
 @dataclasses.dataclass(eq=False)
@@ -168,11 +172,7 @@ class TrainStep:
         return copied
 
     def abstract(self, params: optax.Params) -> tuple[Any, Any]:
-        """Shapes, dtypes and shardings of parameters and state between steps.
-
-        Args:
-          params: the parameters, or their shapes.
-        """
+        """Shapes, dtypes and shardings between steps, of parameters or their shapes."""
         return self._optimizer.abstract(params)
 
     def __call__(self, params: Any, state: Any, batch: Any) -> Step:
@@ -225,33 +225,31 @@ class TrainStep:
         return self._jitted
 
     def _step(self, params: Any, state: Any, batch: Any) -> Step:
-        layout, patterns = self._optimizer.layout, self._wire.scanned
-        mesh, axes = layout.mesh, PartitionSpec(self._wire.axes)
+        layout, axes = self._optimizer.layout, PartitionSpec(self._wire.axes)
+        mesh = layout.mesh
         _check_batch(batch, mesh.size, self._microbatches)
         if AxisType.Explicit in mesh.axis_types:
             batch = jax.reshard(batch, NamedSharding(mesh, axes))
         names, *both = layout.of_leaves(params)
-        trees.check_patterns_match("scanned", patterns, names)
         coarse, fine = ([dividing(spec, mesh.shape) for spec in x] for x in both)
+        trees.check_patterns_match("scanned", self._wire.scanned, names)
         held = [
-            any(spec) and any(trees.matches(pattern, name) for pattern in patterns)
+            any(spec)
+            and any(trees.matches(pattern, name) for pattern in self._wire.scanned)
             for name, spec in zip(names, coarse, strict=True)
         ]
         # `scan_layers` sums gradients over all devices, sharded like the parameters.
-        fine = [
-            own if is_held else spec
-            for own, spec, is_held in zip(coarse, fine, held, strict=True)
-        ]
+        of_grads = [c if h else f for c, f, h in zip(coarse, fine, held, strict=True)]
         treedef: Any = jax.tree.structure(params)
-        specs, fine, held = map(treedef.unflatten, (coarse, fine, held))
+        specs, of_grads, held = map(treedef.unflatten, (coarse, of_grads, held))
         # With check_vma=True, the gradient of a parameter that devices share would be
         # summed already, loops could not start from constants, and a loss that ends in
         # a pmean would have a gradient that is too small by the number of devices.
         grads, maxima, metrics = jax.shard_map(
-            functools.partial(self._gradients, specs, fine, held),
+            functools.partial(self._gradients, specs, of_grads, held),
             mesh=mesh,
             in_specs=(specs, axes),
-            out_specs=(fine, PartitionSpec(), PartitionSpec()),
+            out_specs=(of_grads, PartitionSpec(), PartitionSpec()),
             check_vma=False,
         )(params, batch)
         extra = {"value": metrics["loss"], **maxima}
@@ -270,12 +268,8 @@ class TrainStep:
     ) -> tuple[Any, Any, dict[str, Any]]:
         """This device's shard of the mean gradient, maxima, and metrics.
 
-        Args:
-          coarse: how parameters are sharded, a spec for each.
-          fine: how gradients are to be sharded.
-          held: which parameters the loss gathers itself.
-          params: this device's shards.
-          batch: its part of the batch.
+        Parameters are sharded by `coarse`, and gradients are to be by `fine`. The loss
+        gathers those parameters itself that are `held`.
         """
         count, wire = self._microbatches, self._wire
         parts = jax.tree.map(
@@ -299,47 +293,44 @@ class TrainStep:
 
         grads = jax.tree.map(scatter, grads, params, fine, held)
         maxima = wire.reduce(jax.lax.pmax, maxima)
-        metrics = {"loss": jax.lax.psum(loss, wire.axes)}
+        metrics = {"loss": jax.lax.pmean(loss, wire.axes)}
         if self._loss.has_aux:
-            aux = wire.reduce(jax.lax.psum, _times(aux, jnp.asarray(1 / count)))
-            metrics["aux"] = {**aux, **maxima} if maxima else aux
+            aux = wire.reduce(jax.lax.psum, aux)
+            metrics["aux"] = aux | maxima if maxima else aux
         return grads, maxima, metrics
 
     def _of_part(self, held: Any, params: Any, part: Any) -> tuple[Any, Any]:
         """One microbatch: its weight, this device's part of its mean times that weight.
 
-        Gradients of whole parameters are not divided by the number of devices yet.
+        These parts are not divided by the number of devices yet.
         """
-        loss, pull, (weight, aux, maxima) = jax.vjp(
-            lambda params: self._traced_loss(params, part), params, has_aux=True
-        )
-        devices = jax.lax.axis_size(self._wire.axes)
-        total = jnp.asarray(devices, weight.dtype)
-        if self._loss.weighted:
-            total = jax.lax.psum(weight, self._wire.axes)
-        # Collectives in the loss mix the cotangents of devices, so these have to be in
-        # the ratio of the weights. They are 1 on average, as much as float16 bears.
-        share = weight / jnp.where(total == 0, 1, total)
-        cotangent = (share * devices).astype(loss.dtype)
-        (grads,) = pull(cotangent)
-        rounded_off = jnp.where(
-            cotangent == 0, 1, share * devices / cotangent.astype(share.dtype)
-        )
+        devices, weighted = jax.lax.axis_size(self._wire.axes), self._loss.weighted
+
+        def objective(params: Any) -> tuple[Any, Any]:
+            loss, weight, aux, maxima = self._traced_loss(params, part)
+            total = jnp.asarray(devices, weight.dtype)
+            if weighted:
+                total = jax.lax.psum(weight, self._wire.axes)
+            # Collectives in the loss mix the cotangents of devices, so these have to be
+            # in the ratio of the weights. They are 1 on average, as float16 needs it.
+            share = weight * devices / jnp.where(total == 0, 1, total)
+            mean = jnp.where(weight == 0, 0, wide(loss) * share)
+            return mean, (weight, total, aux, maxima)
+
+        of_both = jax.value_and_grad(objective, has_aux=True, allow_int=True)
+        (loss, (weight, total, aux, maxima)), grads = of_both(params)
 
         def counted(g: Any, held: bool) -> Any:
             """This device's part, unless summed already; 0 for a mean of 0 / 0."""
             if g.dtype == jax.dtypes.float0:
                 return jnp.zeros(g.shape)
-            if held or not self._loss.weighted:
-                return wide(g)
-            g = _times(wide(g), rounded_off)
-            return jnp.where((weight == 0) & jnp.isnan(g), 0, g)
+            if weighted and not held:
+                g = jnp.where((weight == 0) & jnp.isnan(g), 0, g)
+            return wide(g)
 
-        means = (
-            jnp.where(weight == 0, 0, wide(loss) * share),
-            jax.tree.map(counted, grads, held),
-        )
-        aux = jax.tree.map(lambda x: x / devices, aux)  # booleans and int8 have no sum
+        means = loss, jax.tree.map(counted, grads, held)
+        # Not after the sum: booleans and int8 have none.
+        aux = jax.tree.map(lambda x: x / (devices * self._microbatches), aux)
         return (total, _times(means, total), aux), maxima
 
     def _traced_loss(self, params: Any, part: Any) -> Any:
@@ -347,29 +338,28 @@ class TrainStep:
         token = of_step.set(self._wire)
         try:
             return self._loss(params, part)
+        except Exception as error:
+            if self._wire.scanned:
+                error.add_note(
+                    f"scanned={self._wire.scanned}: loss_fn sees each device's shards "
+                    "of these parameters; expected that it gives them to scan_layers, "
+                    "with the specs of make_train_step"
+                )
+            raise
         finally:
             of_step.reset(token)
 
     def _check_scanned(self, params: Any, part: Any, coarse: Any, held: Any) -> None:
-        """Refuse a loss that uses a parameter of `scanned` other than by one scan."""
-        try:
-            jaxpr = jax.make_jaxpr(self._traced_loss)(params, part).jaxpr
-        except Exception as error:
-            error.add_note(
-                f"scanned={self._wire.scanned}: loss_fn sees each device's shards of "
-                "these parameters; expected that it gives them to scan_layers, with "
-                "the specs of make_train_step"
-            )
-            raise
-        specs = jax.tree.map(lambda spec, held: spec if held else None, coarse, held)
-        for variable, (path, _), spec in zip(
-            jaxpr.invars,
-            trees.leaves_with_paths(params),
-            jax.tree.leaves(specs, is_leaf=lambda x: x is None),
-            strict=False,  # the batch comes last
+        """Refuse a loss that uses a parameter otherwise than `scanned` says."""
+        jaxpr = jax.make_jaxpr(self._traced_loss)(params, part).jaxpr
+        leaves, specs, held = map(jax.tree.leaves, (params, coarse, held))
+        names = [path for path, _ in trees.leaves_with_paths(params)]
+        inputs = jaxpr.invars[: len(leaves)]  # the batch comes last
+        for variable, path, spec, is_held in zip(
+            inputs, names, specs, held, strict=True
         ):
             found, is_result = jaxprs.uses(jaxpr, {variable})
-            if spec is not None and (found != [mark(spec)] or any(is_result)):
+            if is_held and (found != [mark(spec)] or any(is_result)):
                 raise ValueError(
                     f"scanned: loss_fn uses {path!r}, sharded by {spec}, for "
                     f"{', '.join(found) or 'nothing'}; expected one {mark(spec)} and "
@@ -387,12 +377,12 @@ class _Loss:
     max_aux: tuple[str, ...] = ()
     weighted: bool = False
 
-    def __call__(self, params: Any, batch: Any) -> tuple[Any, tuple[Any, Any, Any]]:
-        """The loss, and its weight, auxiliary output, and entries in `max_aux`."""
-        loss = self.function(params, batch)
-        aux: Any = ()
+    def __call__(self, params: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
+        """The loss, its weight, the auxiliary output, and entries in `max_aux`."""
+        loss, aux = self.function(params, batch), {}
         if self.has_aux:
             loss, aux = _pair("has_aux", loss)
+        loss, weight = _pair("weighted", loss) if self.weighted else (loss, 1.0)
         entries = aux if isinstance(aux, Mapping) else {}
         if missing := sorted({*self.max_aux} - {*entries}):
             raise ValueError(
@@ -402,7 +392,6 @@ class _Loss:
         maxima = {name: entries[name] for name in self.max_aux}
         if maxima:
             aux = {name: x for name, x in entries.items() if name not in maxima}
-        loss, weight = _pair("weighted", loss) if self.weighted else (loss, 1.0)
         loss = jnp.asarray(checks.scalar("the loss of loss_fn", loss, "a real scalar"))
         if not jnp.issubdtype(loss.dtype, jnp.floating):
             raise ValueError(
@@ -410,9 +399,8 @@ class _Loss:
                 "a real scalar in floating point"
             )
         weight = checks.scalar("the weight of loss_fn", weight, "a real scalar")
-        weight = wide(jnp.asarray(weight, jnp.result_type(float)))
-        weight = jnp.where(weight < 0, jnp.nan, weight)
-        return loss, (weight, aux, maxima)
+        weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.result_type(float)))
+        return loss, wide(jnp.where(weight < 0, jnp.nan, weight)), aux, maxima
 
 
 def _sum_over(
@@ -453,14 +441,13 @@ def _times(tree: Any, factor: Any) -> Any:
 
 def _check_alive(params: Any, state: Any) -> None:
     """Refuse deleted arrays: JAX ends the process when several devices get them."""
-    for path, x in jax.tree.leaves_with_path((params, state)):
+    for path, x in trees.leaves_with_paths({"params": params, "state": state}):
         traced = isinstance(x, jax.core.Tracer)
         if isinstance(x, jax.Array) and not traced and x.is_deleted():
-            name = ("params", "state")[path[0].idx] + jax.tree_util.keystr(path[1:])
             raise ValueError(
-                f"{name} of shape {x.shape} is deleted: an earlier call updated it in "
-                "place; expected params, state, metrics = step(params, state, batch), "
-                "or make_train_step(donate=False)"
+                f"{path!r} of shape {x.shape} is deleted: an earlier call updated it "
+                "in place; expected params, state, metrics = step(params, state, "
+                "batch), or make_train_step(donate=False)"
             )
 
 

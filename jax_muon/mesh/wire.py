@@ -38,11 +38,11 @@ class Wire:
 
     def gather(self, x: Any, spec: PartitionSpec) -> Any:
         """The whole array along these axes."""
-        hops = _hops(spec, self.axes)
-        if not hops:  # nothing is sent, nor rounded for that
+        divided = _divided(spec, self.axes)
+        if not divided:  # nothing is sent, nor rounded for that
             return x
         sent = x.astype(wire_dtype(x.dtype, self.gather_dtype))
-        for axis, names in hops:
+        for axis, names in divided:
             sent = jax.lax.all_gather(sent, names, axis=axis, tiled=True)
         return sent.astype(x.dtype)
 
@@ -57,7 +57,7 @@ class Wire:
         if not rest:  # nothing is sent, nor rounded for that
             return g
         g = self._summable(g.astype(wire_dtype(dtype, self.reduce_dtype)))
-        for axis, names in _hops(spec, rest):
+        for axis, names in _divided(spec, rest):
             g = jax.lax.psum_scatter(g, names, scatter_dimension=axis, tiled=True)
             rest = [name for name in rest if name not in names]
         return wide(jax.lax.psum(g, rest) if rest else g)
@@ -73,12 +73,12 @@ class Wire:
         return wide(x) if is_float and self.sum_wide else x
 
 
+def _divided(spec: PartitionSpec, axes: Any) -> list[tuple[int, tuple[str, ...]]]:
+    """Axes of an array that these mesh axes divide, and which of them do."""
+    return [(axis, names) for axis, names in enumerate(only(spec, axes)) if names]
+
+
 # How the step sends arrays whose loss is being traced; None outside of one.
 of_step: contextvars.ContextVar[Wire | None] = contextvars.ContextVar(
     "jax_muon_wire", default=None
 )
-
-
-def _hops(spec: PartitionSpec, axes: Any) -> list[tuple[int, tuple[str, ...]]]:
-    """Axes of an array that these mesh axes divide, and which of them do."""
-    return [(axis, names) for axis, names in enumerate(only(spec, axes)) if names]

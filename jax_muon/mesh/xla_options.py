@@ -53,26 +53,15 @@ def gpu_options(
 
     `make_train_step` uses them already. For your own step around `on_mesh`:
     `jax.jit(step, compiler_options=gpu_options(params, mesh, matrices=matrices))`.
-    They set
-
-    - `xla_gpu_all_gather_combine_threshold_bytes` and
-      `xla_gpu_reduce_scatter_combine_threshold_bytes`: XLA sends leaves together up to
-      this many bytes received by a device. Its own 30 MB are a tenth of a small model,
-      so much has no product to hide under, and one leaf of a large one.
-    - `xla_gpu_experimental_collective_start_as_early_as_possible`: a transfer starts
-      when its input is there, not as late as a model of its speed allows.
-    - `xla_gpu_experimental_parallel_collective_overlap_limit`: transfers in flight, in
-      one queue; more would keep more gradients in memory.
-    - `xla_gpu_graph_min_graph_size`: even a single branch is recorded in a CUDA graph,
-      so the host never waits for a predicate.
-    - if `scan_layers` gathers layers in a loop,
-      `xla_gpu_enable_while_loop_double_buffering`, without which each turn copies the
-      gathered layer, no `xla_gpu_enable_pipelined_reduce_scatter`, and buckets that
-      hold a layer.
-    - if XLA gathers layers itself, in a `jax.lax.scan` in plain jit: MaxText's
-      options.
-
-    Options that this jaxlib does not know are left out; it would refuse to compile.
+    Leaves are sent together in buckets by the model's size: XLA's own 30 MB are a tenth
+    of a small model, so much has no product to hide under, and one leaf of a large one.
+    A transfer starts when its input is there, not as late as a model of its speed
+    allows, and ten are in flight: more would keep more gradients in memory. Even a
+    single branch is recorded in a CUDA graph, so the host never waits for a predicate.
+    A loop of `scan_layers` has two buffers, without which each turn copies the gathered
+    layer, and buckets that hold a layer. If XLA gathers layers itself, in a
+    `jax.lax.scan` in plain jit, they are MaxText's options. What this jaxlib does not
+    know is left out.
 
     Args:
       params: the parameters, or their shapes.
@@ -110,11 +99,8 @@ def gpu_options(
     trees.check_patterns_match("scanned", patterns, [path for path, _ in leaves])
     if mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return {}
-    if (
-        not patterns
-        and gathers_first
-        and any(x.scanned for x in (matrices or {}).values())
-    ):
+    has_scan = any(x.scanned for x in (matrices or {}).values())
+    if has_scan and gathers_first and not patterns:
         return _known(XLA_GATHERS_LAYERS)
     parts = mesh.size // math.prod(mesh.shape[name] for name in names)
     total, layer = 0, 0.0  # bytes of all parameters, and of one layer that is gathered
@@ -124,9 +110,8 @@ def gpu_options(
         if any(trees.matches(pattern, path) for pattern in patterns):
             layer += size / max([1, *x.shape[:1]])
     # Bytes received: a whole leaf by a gather, one shard of it by a scatter.
-    gather = max(
-        LEAST_BUCKET, total / (GATHERS_FIRST if gathers_first else GATHERS_LAST)
-    )
+    buckets = GATHERS_FIRST if gathers_first else GATHERS_LAST
+    gather = max(LEAST_BUCKET, total / buckets)
     scatter = max(LEAST_BUCKET, total / SCATTERS) / mesh.size
     sizes = [mesh.shape[name] for name in names]
     if layer and math.prod(sizes) < MANY_DEVICES:
@@ -151,15 +136,13 @@ def gpu_options(
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:
     """Those that XLA knows. Asking it, with a small program, takes 0.1 seconds."""
-    ask = jax.jit(lambda: jnp.zeros(()))
-    known = dict(options)
+    ask, known = jax.jit(lambda: jnp.zeros(())), dict(options)
     while known:
         try:
             ask.lower().compile(compiler_options=known)
+            break
         except Exception as error:  # its type differs between versions of JAX
             name = re.search(r"No such compile option: '(\w+)'", str(error))
             if name is None or known.pop(name[1], None) is None:
                 break
-        else:
-            break
     return known

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from jax_muon.trees import leaves_with_paths, unbox
-from tests.mesh.layouts import mesh_of
+from tests.mesh.case import mesh_of
 
 mesh = functools.partial(mesh_of, names=("data", "model"))
 

@@ -14,7 +14,7 @@ import jax_muon as jm
 from benchmarks.schedule.jaxpr import collectives
 from jax_muon.mesh import owners
 from jax_muon.mesh.owners import Shard, make_pools
-from tests.mesh.layouts import (
+from tests.mesh.case import (
     EXPLICIT,
     assert_bit_identical_on_devices,
     compiled,

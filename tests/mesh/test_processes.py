@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 
-from tests.mesh import layouts, problems, worker
+from tests.mesh import case, worker
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -44,9 +44,9 @@ def test_a_killed_run_goes_on_elsewhere(tmp_path):
 
     codes, errors = launch(2, 4, tmp_path, "fsdp")
     assert codes == [0, 0], errors
-    start, expected, losses = layouts.one_device("nanochat", steps=worker.STEPS)
+    start, expected, losses = case.one_device("nanochat", steps=worker.STEPS)
     result = dict(np.load(tmp_path / "result.npz"))
-    assert problems.distance(result, expected, start) < 5e-6
+    assert case.distance(result, expected, start) < 5e-6
     got = json.loads((tmp_path / "losses.json").read_text())
     assert [*map(int, got)] == [*range(last + 1, worker.STEPS + 1)]
     np.testing.assert_allclose([*got.values()], losses[last:], atol=1e-5, rtol=1e-5)

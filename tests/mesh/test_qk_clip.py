@@ -1,5 +1,7 @@
 """QK-clip on eight devices gives what it gives on one, however weights are divided."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
-from tests.mesh import layouts
-from tests.mesh.layouts import AUTO, EXPLICIT, mesh_of
-from tests.mesh.problems import distance
+from tests.mesh import case
+from tests.mesh.case import AUTO, EXPLICIT, mesh_of
 from tests.reading import toy
 
 pytestmark = pytest.mark.usefixtures("as_users_write")
@@ -24,7 +25,6 @@ SLOPES = {
     for name, width in WIDTHS.items()
 }
 THRESHOLD = 4.2
-KINDS = [AUTO, EXPLICIT]
 
 
 def model(dtype=jnp.float32):
@@ -58,7 +58,7 @@ def batches(steps, dtype=jnp.float32):
 
 
 def recipe(dtype="float32"):
-    tx = jm.nanochat(0.02, dtype=dtype, adamw=layouts.ADAMW, steps=2, matrices=toy)
+    tx = jm.nanochat(0.02, dtype=dtype, adamw=case.ADAMW, steps=2, matrices=toy)
     return jm.skip_nonfinite(optax.chain(tx, jm.clip_qk(THRESHOLD)))
 
 
@@ -90,15 +90,8 @@ def test_zero2_takes_the_maximum_over_devices_and_microbatches(microbatches, kin
     data = data.at[1, 9, 3, 5].set(jnp.nan)
     expected, seen = one_device(start, data)
     assert (seen[0] > THRESHOLD).any() and (seen[0] <= THRESHOLD).any()
-    step = jm.make_train_step(
-        loss,
-        recipe("float64"),
-        mesh_of(8, kind=kind),
-        has_aux=True,
-        max_aux="max_logits",
-        microbatches=microbatches,
-        min_size=1,
-    )
+    given = {"has_aux": True, "max_aux": "max_logits", "microbatches": microbatches}
+    step = case.make_step("ZeRO-2 on 8", recipe("float64"), kind, loss, **given)
     params, state = step.init(start)
     for batch, largest in zip(data, seen, strict=True):
         params, state, metrics = step(params, state, batch)
@@ -107,28 +100,27 @@ def test_zero2_takes_the_maximum_over_devices_and_microbatches(microbatches, kin
             np.testing.assert_allclose(aux["max_logits"]["0"], largest, rtol=1e-7)
         np.testing.assert_allclose(aux["mean"], jnp.mean(batch), atol=1e-12)
     assert state.skipped == 1
-    assert distance(params, expected, start) < 1e-12
-    layouts.assert_bit_identical_on_devices(params)
+    assert case.distance(params, expected, start) < 1e-12
+    case.assert_bit_identical_on_devices(params)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("kernel_spec", "bias_spec", "apart"),
+    ("kernel_spec", "bias_spec", "apart", "kind"),
     [
         # The key's four heads on eight devices: each has half a head.
-        (P(None, ("a", "b")), P(("a", "b")), False),
-        (P(None, "a", "b"), P("a", "b"), True),  # (embed, heads, head_dim)
-        (P("a", "b"), P("b"), False),
-        (P(("a", "b"), None), P(), True),
+        (P(None, ("a", "b")), P(("a", "b")), False, AUTO),
+        (P(None, ("a", "b")), P(("a", "b")), False, EXPLICIT),
+        (P(None, "a", "b"), P("a", "b"), True, EXPLICIT),  # (embed, heads, head_dim)
+        (P("a", "b"), P("b"), False, AUTO),
+        (P(("a", "b"), None), P(), True, AUTO),
     ],
-    ids=["heads", "heads apart", "both", "embed"],
+    ids=["heads", "heads, Explicit", "heads apart", "both", "embed"],
 )
 def test_global_view_with_divided_weights(kernel_spec, bias_spec, apart, kind):
-    mesh = mesh_of(4, 2, names=("a", "b"), kind=kind)
+    mesh, rng = mesh_of(4, 2, names=("a", "b"), kind=kind), np.random.default_rng(2)
     params = model()
     if apart:
         params = jax.tree.map(lambda p: p.reshape(*p.shape[:-1], -1, HEAD_DIM), params)
-    rng = np.random.default_rng(2)
     updates = jax.tree.map(
         lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params
     )
@@ -140,18 +132,11 @@ def test_global_view_with_divided_weights(kernel_spec, bias_spec, apart, kind):
         return tx.update(updates, tx.init(params), params, max_logits=largest)[0]
 
     expected = update(updates, params, largest)
-
-    def place(tree):
-        def put(path, x):
-            spec = bias_spec if path[-1].key == "bias" else kernel_spec
-            return jax.device_put(x, NamedSharding(mesh, spec))
-
-        return jax.tree_util.tree_map_with_path(put, tree)
-
+    specs = {n: {"kernel": kernel_spec, "bias": bias_spec} for n in WIDTHS}
+    place = functools.partial(case.put, specs={"0": {"attn": specs}}, mesh=mesh)
     divided = place(params)
-    spread = jax.device_put(largest, NamedSharding(mesh, P("a")))
     with jax.set_mesh(mesh):
-        got = update(place(updates), divided, spread)
+        got = update(place(updates), divided, case.put(largest, P("a"), mesh))
 
     def compare(new, one, p):
         if kind == EXPLICIT:
@@ -164,13 +149,13 @@ def test_global_view_with_divided_weights(kernel_spec, bias_spec, apart, kind):
     for which, heads in (("q", slice(2, 4)), ("k", slice(1, 2))):
         for name, inputs in (("kernel", (EMBED,)), ("bias", ())):
             new, old = (
-                np.asarray(tree["0"]["attn"][which][name]) for tree in (got, updates)
+                np.asarray(x["0"]["attn"][which][name]).reshape(*inputs, -1, HEAD_DIM)
+                for x in (got, updates)
             )
-            new, old = (x.reshape(*inputs, -1, HEAD_DIM) for x in (new, old))
             np.testing.assert_array_equal(new[..., heads, :], old[..., heads, :])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_the_largest_logit_of_divided_queries_and_keys(kind):
     mesh = mesh_of(4, 2, names=("a", "b"), kind=kind)
     rng = np.random.default_rng(0)

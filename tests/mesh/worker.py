@@ -31,14 +31,14 @@ def main(process, processes, port, devices, folder, layout, die_at=None):
     from jax.sharding import NamedSharding, PartitionSpec
 
     import jax_muon as jm
-    from tests.mesh import layouts, problems
+    from tests.mesh import case
 
-    mesh = layouts.mesh_of(jax.device_count())
+    mesh = case.mesh_of(jax.device_count())
     divided = NamedSharding(mesh, PartitionSpec("data"))
-    start, weights = problems.draw("mixed")
-    loss, data = problems.loss_of(weights), np.asarray(problems.batches(STEPS))
-    specs = layouts.fitting(mesh, "data", None) if layout == "fsdp" else None
-    step = jm.make_train_step(loss, layouts.recipe(), mesh, specs=specs, min_size=1)
+    start, weights = case.draw("mixed")
+    loss, data = case.loss_of(weights), np.asarray(case.batches(STEPS))
+    specs = case.fitting(mesh, "data", None) if layout == "fsdp" else None
+    step = jm.make_train_step(loss, case.recipe(), mesh, specs=specs, min_size=1)
     target = dict(zip(("params", "opt_state"), step.abstract(start), strict=True))
 
     folder = pathlib.Path(folder)

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import jax_muon as jm
 from jax_muon import __main__ as command
 from jax_muon.tools.verify import _compared, compare
+from tests.mesh.case import AUTO, EXPLICIT, mesh_of
 from tests.mesh.conftest import owners_for_small_matrices  # noqa: F401
-from tests.mesh.layouts import AUTO, EXPLICIT, mesh_of
 from tests.recipes import RECIPES
 
 SHAPES = {

@@ -1,0 +1,403 @@
+"""Every layout gives one device's results."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_muon as jm
+from tests.mesh import case, losses
+from tests.mesh.case import AUTO, EXPLICIT, make_step, mesh_of, recipe
+from tests.reading import reader, toy
+
+# Every layout, both kinds of axes, and every composition.
+ON_MESH = [
+    *(("nanochat", where, AUTO) for where in case.LAYOUTS),
+    ("nanochat", "ZeRO-2 on 8", EXPLICIT),
+    ("nanochat", "FSDP x TP", EXPLICIT),
+    *((how, "HSDP", AUTO) for how in case.COMPOSITIONS if "side" in how),
+    *((how, "HSDP", AUTO) for how in case.COMPOSITIONS if how.startswith("around")),
+    ("inside MultiSteps", "HSDP", EXPLICIT),
+    ("injected rates alone", "FSDP", EXPLICIT),
+]
+
+
+@pytest.mark.parametrize(("name", "where", "kind"), ON_MESH)
+def test_on_mesh(name, where, kind):
+    result, values = case.on_mesh_run(name, where, kind=kind)
+    case.assert_same(result, values, case.one_device(name))
+
+
+def test_on_mesh_in_float64(x64):
+    """Which has no rounding to hide behind."""
+    result, values = case.on_mesh_run("nanochat", "ZeRO-2 x FSDP x TP", dtype="float64")
+    case.assert_same(result, values, case.one_device(dtype="float64"), 1e-12)
+
+
+STEPS = {
+    "Explicit": ("ZeRO-2 on 8", {"kind": EXPLICIT}),
+    "two axes": ("ZeRO-2 over two axes", {}),
+    "two axes, gathered first": ("ZeRO-2 over two axes", {"divided": True}),
+    "FSDP": ("FSDP", {}),
+    "FSDP, Explicit": ("FSDP", {"kind": EXPLICIT}),
+    "HSDP, microbatches": ("HSDP", {"microbatches": 2}),
+    "microbatches": ("ZeRO-2 on 4", {"microbatches": 4}),
+    # Few matrices for many devices, shapes that nothing divides.
+    **{name: ("ZeRO-2 on 8", {"problem": name}) for name in case.PROBLEMS},
+}
+
+
+@pytest.mark.filterwarnings("ignore:no parameter is a matrix")
+@pytest.mark.parametrize("form", STEPS)
+def test_train_steps(form):
+    where, given = STEPS[form]
+    expected = case.one_device(problem=given.get("problem", "mixed"))
+    step = make_step(where, **given)
+    result, _, values = case.train_step_run(step, expected[0], case.batches(5))
+    case.assert_same(result, values, expected)
+
+
+@pytest.mark.parametrize(("loss", "alone"), losses.LOSSES)
+def test_losses_as_models_write_them(loss, alone, x64, as_users_write):
+    """Loops from constants, and collectives of their own."""
+    args = case.drawn()
+    case.assert_gradients(case.gradients(case.sgd_step(loss), *args), alone, args)
+
+
+# --- weighted means -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("least", "given"), [(0, {}), (0, {"microbatches": 2}), (1, {})]
+)
+def test_weights_that_differ_between_devices(least, given):
+    """A masked mean: the devices' batches have 0 to 4 samples that count.
+
+    The mean of no samples is NaN, or 0.
+    """
+    params, weights = case.draw("mixed")
+    plain, data = case.loss_of(weights), case.batches(5)
+    mask = np.array([1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0], np.float32)
+
+    def loss(params, batch):
+        samples, mask = batch
+        count = jnp.sum(mask)
+        parts = mask[:, None] * (len(mask) / jnp.maximum(count, least))
+        return plain(params, samples * parts), count
+
+    kept = [batch[mask == 1] for batch in data]
+    expected, _, wanted = case.alone(recipe(), plain, params, kept)
+    step = make_step(loss=loss, weighted=True, **given)
+    masked = [(batch, jnp.asarray(mask)) for batch in data]
+    result, _, values = case.train_step_run(step, params, masked)
+    case.assert_same(result, values, (params, expected, wanted))
+
+
+def test_a_weight_of_zero_beside_a_collective(x64, as_users_write):
+    """Gradients of samples on its device come from the losses of others."""
+
+    def loss(params, x):
+        mean = jax.lax.pmean(jnp.mean(jnp.sin(x * params["scale"])), "data")
+        return mean, jnp.where(jax.lax.axis_index("data") == 3, 0, 4)
+
+    args = case.drawn()
+    found = case.gradients(case.sgd_step(loss, weighted=True), *args)
+    alone = lambda params, x: jnp.mean(jnp.sin(x * params["scale"]))  # noqa: E731
+    case.assert_gradients(found, alone, args)
+
+
+def test_a_batch_in_which_nothing_counts_moves_little():
+    """No gradient at all: finite, and no more than decay and rounding."""
+    params, weights = case.draw("one matrix only")
+    plain = case.loss_of(weights)
+    step = make_step(loss=lambda p, b: (plain(p, b), 0.0), weighted=True)
+    after, _, metrics = step(*step.init(params), case.batches(1)[0])
+    assert metrics["loss"] == 0
+    assert jnp.max(jnp.abs(after["w"] - params["w"])) < 0.02 * 0.1
+
+
+def test_a_weight_below_zero_shows():
+    step = make_step(loss=lambda p, b: (jnp.sum(p["w"]), jnp.min(b)), weighted=True)
+    placed, state = step.init({"w": jnp.ones((9, 14))})
+    after, _, metrics = step(placed, state, jnp.asarray([1.0, 2.0, 3.0, -1.0]))
+    assert jnp.isnan(metrics["loss"])
+    assert jnp.isnan(after["w"]).all()
+
+
+def test_float16_means_and_weights_do_not_overflow():
+    """Gradients of 9000 on eight devices: float16 cannot hold the sum, nor weights."""
+    params = {"w": jnp.zeros((8, 16), jnp.float16)}
+    batch = jnp.ones((8, 1), jnp.float16)
+
+    def loss(p, b):
+        return jnp.mean(b) * jnp.sum(p["w"]) * jnp.float16(9000), 1e5
+
+    step = make_step("ZeRO-2 on 8", optax.sgd(1e-3), loss=loss, weighted=True)
+    after, _, metrics = step(*step.init(params), batch)
+    np.testing.assert_allclose(after["w"], -9.0, rtol=1e-2)
+    assert metrics["loss"] == 0
+
+
+# --- what else a step hands on --------------------------------------------------------
+
+
+def test_aux_is_averaged_whatever_its_dtype():
+    """The sums of two True, 100 and 60000 are True, -56 and infinite."""
+    params, weights = case.draw("one matrix only")
+    plain, batch = case.loss_of(weights), case.batches(1)[0]
+    alike = {"flag": True, "int8": np.int8(100), "float16": np.float16(60000)}
+
+    def loss(params, batch):
+        aux = jax.tree.map(jnp.asarray, alike) | {"mean": jnp.mean(batch)}
+        return plain(params, batch), aux
+
+    step = make_step(loss=loss, has_aux=True, microbatches=2)
+    _, _, metrics = step(*step.init(params), batch)
+    mean = metrics["aux"].pop("mean")
+    np.testing.assert_allclose(mean, jnp.mean(batch), rtol=1e-5)
+    assert metrics["aux"] == alike
+
+
+def test_the_optimizer_gets_the_loss():
+    """`reduce_on_plateau` asks for it, here also of the mean over the devices."""
+    given = {"rtol": 0.0, "atol": 1e9, "factor": 0.5, "patience": 1}
+    plateau = optax.contrib.reduce_on_plateau(**given)
+    tx = optax.chain(jm.muon(matrices=toy), plateau)
+    step = make_step(tx=tx, problem="one matrix only")
+    params, _ = case.draw("one matrix only")
+    _, state, _ = case.run(step, *step.init(params), case.batches(3))
+    assert state[1].best_value < jnp.inf
+    assert state[1].scale < 1
+
+
+def test_a_constant_loss_has_a_gradient_of_zero_as_in_jax():
+    params = {"w": jnp.ones((4, 6))}
+    step = jm.make_train_step(lambda p, b: 1.5, optax.sgd(1.0), mesh_of(2))
+    after, _, metrics = step(*step.init(params), jnp.ones((2, 3)))
+    assert metrics["loss"] == 1.5
+    np.testing.assert_array_equal(after["w"], params["w"])
+
+
+FROZEN = {"count": "frozen", "mask": "frozen", "w": "muon"}
+
+
+@pytest.mark.parametrize(
+    ("divided", "alone", "given"),
+    [
+        (False, optax.adamw(0.1, weight_decay=1.0), None),
+        (
+            True,
+            jm.muon(polar=jm.ExactPolar(), matrices=toy),
+            {"matrices": FROZEN, "groups": {"frozen": optax.set_to_zero()}},
+        ),
+    ],
+    ids=["adamw", "muon"],
+)
+def test_integers_among_the_parameters_stay_as_they_are(divided, alone, given):
+    tx = alone if given is None else jm.muon(polar=jm.ExactPolar(), **given)
+    params = {"w": jnp.eye(8, 16), "count": jnp.asarray(3), "mask": jnp.eye(8) > 0}
+
+    def loss(params, batch):
+        y = batch @ jnp.where(params["mask"], 1, 0.5) @ params["w"]
+        return jnp.mean(y**2) * params["count"]
+
+    batch = jnp.asarray(np.random.default_rng(5).standard_normal((8, 8)))
+    specs = {"w": P(None, "data"), "count": P(), "mask": P()} if divided else None
+    step = jm.make_train_step(
+        loss, tx, mesh_of(4), specs=specs, min_size=1, donate=False
+    )
+    after, _, _ = step(*step.init(params), batch)
+    np.testing.assert_array_equal(after["count"], 3)
+    np.testing.assert_array_equal(after["mask"], params["mask"])
+    w = {"w": params["w"]}
+    grads = jax.grad(lambda w: loss(params | w, batch))(w)
+    updates, _ = alone.update(grads, alone.init(w), w)
+    np.testing.assert_allclose(after["w"], w["w"] + updates["w"], rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_batch_may_have_arrays_of_no_elements(microbatches):
+    """As features of no width, whose shape -1 cannot stand for."""
+    step = make_step(
+        loss=lambda params, batch: jnp.sum(params["w"]) + jnp.sum(batch["none"]),
+        microbatches=microbatches,
+    )
+    placed, state = step.init({"w": jnp.ones((4, 4))})
+    _, _, metrics = step(placed, state, {"none": jnp.zeros((8, 0))})
+    assert metrics["loss"] == 16
+
+
+# --- other transforms, and other ways to call -----------------------------------------
+
+PARAMS = {"w": jnp.ones((16, 24)), "b": jnp.ones(16)}
+FOREIGN = {
+    "adaptive_grad_clip": optax.adaptive_grad_clip(0.1),
+    "scale_by_lbfgs": optax.scale_by_lbfgs(2),
+    "prodigy": optax.contrib.prodigy(1.0, estim_lr0=1e-2),
+    "dadapt_adamw": optax.contrib.dadapt_adamw(1.0, estim_lr0=1e-2),
+}
+if hasattr(optax.contrib, "scale_by_galore"):  # not in optax 0.2.6
+    FOREIGN["scale_by_galore"] = optax.contrib.scale_by_galore(rank=4)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_has_no_sharding_type_is_named_and_runs_on_auto_axes(name):
+    on = functools.partial(jm.on_mesh, mesh=mesh_of(8), specs=P("data"), min_size=1)
+    tx = on(FOREIGN[name])
+    with pytest.raises(ValueError, match=rf"^{name} inside .*on_auto_axes\({name}"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    case.assert_verified(on(jm.on_auto_axes(FOREIGN[name])), PARAMS)
+
+
+def test_auto_axes_beside_orthogonalization():
+    """Around a member of a chain, and around a group."""
+
+    def muon(matrices):
+        return jm.orthogonalize(jm.ExactPolar(), matrices=matrices, small=0)
+
+    groups = {"muon": muon, "adamw": jm.on_auto_axes(FOREIGN["prodigy"])}
+    clip = jm.on_auto_axes(optax.adaptive_grad_clip(0.1))
+    tx = optax.chain(clip, jm.partition(groups, {"w": "muon"}))
+    case.assert_verified(jm.on_mesh(tx, mesh_of(8), P("data"), min_size=1), PARAMS)
+
+
+def test_gradients_of_an_update_eager_and_jitted():
+    params = {"w": jnp.sin(jnp.arange(16.0 * 24)).reshape(16, 24)}
+    plain = jm.muon(0.1, dtype="float32", steps=2, matrices=toy)
+
+    def after(params, tx):
+        updates, _ = tx.update(params, tx.init(params), params)
+        return jnp.sum(jnp.sin(updates["w"]))
+
+    on = jm.on_mesh(plain, mesh_of(8), divide="data", min_size=1)
+    gradient = jax.grad(functools.partial(after, tx=on))
+    expected = jax.jit(jax.grad(functools.partial(after, tx=plain)))(params)
+    for found in (gradient(params), jax.jit(gradient)(params)):
+        np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-4, atol=1e-6)
+    with jax.disable_jit():
+        eager = on.update(params, on.init(params), params)
+    jitted = on.update(params, on.init(params), params)
+    chex.assert_trees_all_equal(eager, jitted)
+
+
+def pmap_step(tx, loss):
+    """A step of a trainer with `jax.pmap`, as brax and Flax's older examples are."""
+
+    def step(params, state, batch):
+        grads = jax.lax.pmean(jax.grad(loss)(params, batch), "i")
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.pmap(step, axis_name="i")
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_replicas_in_pmap(devices):
+    """On one device nothing need be said; on eight `on_replicas` says it."""
+    params, expected, _ = case.one_device(steps=3)
+    tx = jm.skip_nonfinite(optax.chain(optax.clip_by_global_norm(1e9), recipe()))
+    tx = jm.on_replicas(tx) if devices > 1 else tx
+    step, data = pmap_step(tx, case.loss_of(case.draw("mixed")[1])), case.batches(3)
+    copies = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (devices, *x.shape)), (params, tx.init(params))
+    )
+    for batch in data.reshape(3, devices, -1, data.shape[-1]):
+        copies = step(*copies, batch)
+    for one in range(devices):
+        own = jax.tree.map(lambda x, one=one: x[one], copies[0])
+        assert case.distance(own, expected, params) < case.BOUND
+
+
+def test_leaves_that_are_not_there():
+    """None, a group without leaves, a tree of trees, and one without arrays."""
+    params = {"a": {"w": jnp.ones((8, 12)), "no": None}, "norm": [jnp.ones(4)]}
+    groups = {"unused": optax.adam(1.0)}
+    plain = jm.nanochat(groups=groups, dtype="float32", matrices=toy)
+    tx = jm.on_mesh(plain, mesh_of(4), divide="data", min_size=1)
+    case.assert_verified(tx, params)
+    assert tx.update({}, tx.init({}), {})[0] == {}
+
+
+def test_multi_steps_keeps_extra_arguments():
+    def update(updates, state, params=None, *, value):
+        return jax.tree.map(lambda u: u * value, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    params = {"w": jnp.ones(4)}
+    tx = jm.on_mesh(optax.MultiSteps(inner, 1), mesh_of(4))
+    updates, _ = tx.update(params, tx.init(params), params, value=jnp.float32(3))
+    np.testing.assert_array_equal(updates["w"], 3)
+
+
+def test_parameters_of_a_weak_type():
+    """`jnp.full(shape, 0.5)` has one, which a cast would strip."""
+    params = {"mlp": jnp.full((64, 64), 0.5)}
+    tx = jm.on_mesh(jm.nanochat(matrices=toy), mesh_of(8), divide="data")
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["mlp"].dtype == "float32"
+
+
+def test_a_piece_alone_plans_by_the_arrays():
+    """Its reading has another shape; inside `partition` that is an error."""
+    read = reader()({"w": jnp.ones((64, 256))})
+    piece = jm.orthogonalize(jm.PolarExpress(dtype="float32"), matrices=read)
+    tx = jm.on_mesh(piece, mesh_of(4), P("data"))
+    grads = {"w": jax.random.normal(jax.random.key(0), (256, 64))}
+    expected, _ = piece.update(grads, piece.init(grads))
+    found, _ = jax.jit(tx.update)(grads, tx.init(grads), grads)
+    np.testing.assert_allclose(found["w"], expected["w"], atol=case.BOUND * 10)
+
+
+@pytest.mark.parametrize("shape", [(8, 1), (1, 4)])
+def test_a_train_step_over_mesh_axes_of_one_device(shape):
+    """One program; XLA cannot sum over one what is sharded over another axis."""
+    loss, tx = lambda p, b: jnp.mean(b @ p["a"]), jm.muon(matrices=toy)
+    step = jm.make_train_step(loss, tx, mesh_of(*shape), specs=P("fsdp"))
+    data = jnp.ones((3, 8, 16))
+    params, _, _ = case.run(step, *step.init({"a": jnp.ones((16, 2))}), data)
+    assert step._jitted._cache_size() == 1
+    chex.assert_tree_all_finite(params)
+
+
+def test_an_on_mesh_within_the_optimizer_changes_nothing():
+    problem = "no adamw leaves"
+    params, _ = case.draw(problem)
+    clip, mesh = optax.clip_by_global_norm(1.0), mesh_of(4)
+
+    def trained(tx):
+        step = make_step(tx=optax.chain(clip, tx), problem=problem)
+        return case.train_step_run(step, params, case.batches(2))[0]["y"]
+
+    on_mesh = trained(jm.on_mesh(recipe(), mesh, divide="data"))
+    np.testing.assert_array_equal(on_mesh, trained(recipe()))
+
+
+def test_on_mesh_inside_injected_rates():
+    """On Auto axes an error that says where it belongs, and never a wrong number."""
+
+    def make(learning_rate, mesh=None):
+        tx = jm.muon(learning_rate, dtype="float32", steps=2, matrices=toy)
+        return tx if mesh is None else jm.on_mesh(tx, mesh, divide="data")
+
+    def run(kind):
+        mesh = mesh_of(8, kind=kind)
+        start = jax.device_put(params, NamedSharding(mesh, P()))
+        injected = optax.inject_hyperparams(make, static_args="mesh")
+        tx = injected(learning_rate=0.1, mesh=mesh)
+        with jax.set_mesh(mesh):
+            state = jax.jit(tx.init)(start)
+            return jax.jit(tx.update)(start, state, start)[0]
+
+    params = {"w": jnp.sin(jnp.arange(64.0)).reshape(8, 8)}
+    with pytest.raises(ValueError, match=r"it inside: on_mesh\(optax.inject_hyperp"):
+        run(AUTO)
+    # Types of Explicit axes are the same outside.
+    alone = make(0.1)
+    expected, _ = jax.jit(alone.update)(params, alone.init(params), params)
+    np.testing.assert_allclose(run(EXPLICIT)["w"], expected["w"], atol=1e-6)

@@ -1,0 +1,151 @@
+"""What is sent: as many bytes as planned, in narrow dtypes, and nothing twice."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jax_muon as jm
+from benchmarks.schedule.jaxpr import collectives
+from tests.mesh import case, losses
+from tests.mesh.case import make_step, mesh_of
+from tests.reading import toy
+
+
+def test_zero2_scatters_each_leaf_and_nothing_twice():
+    """A device sends (N-1)/N of all bytes in reduce-scatters, but for small leaves."""
+    params, _ = case.draw("mixed")
+    step = make_step("ZeRO-2 on 8", optax.adam(1e-3), min_size=200)
+    sent = collectives(step._step, *step.abstract(params), case.batches(1)[0])
+    divided = [  # the others are small, or 8 does not divide them
+        x.nbytes * 7 / 8
+        for x in params.values()
+        if x.size >= 200 and any(n % 8 == 0 for n in x.shape)
+    ]
+    scattered = [one.sent_bytes for one in sent if one.kind == "reduce-scatter"]
+    assert sorted(scattered) == sorted(divided)
+    summed = [one for one in sent if one.kind == "all-reduce"]
+    assert len(summed) == len(params) - len(divided) + 1  # and the loss
+
+
+@pytest.mark.parametrize("where", ["ZeRO-2 on 8", "FSDP"])
+def test_plan_counts_what_a_step_sends(where):
+    params, _ = case.draw("mixed")
+    step = make_step(where, min_size=200)
+    shapes, state = step.abstract(params)
+    planned = jm.describe(step.tx, shapes)
+    sent = collectives(step._step, shapes, state, case.batches(1)[0])
+    scalars = sum(one.sent_bytes for one in sent if one.shapes == ((),))
+    total = sum(one.sent_bytes for one in sent) - scalars
+    # What is gathered at the end, outside shard_map, is XLA's to place.
+    late = 0
+    for leaf in planned.parameters:
+        if leaf.spec != leaf.state_spec:
+            count = planned.devices
+            late += params[leaf.parameter.path].nbytes * (count - 1) / count
+    assert total == pytest.approx(sum(planned.sent_bytes.values()) - late)
+    if not late:
+        planned = jm.describe(step.tx, shapes, devices_per_host=2)
+        between = sum(c.bytes_between_hosts(2) for c in sent if c.shapes != ((),))
+        assert between == pytest.approx(sum(planned.bytes_between_hosts.values()))
+
+
+@pytest.mark.parametrize("wire", ["gather_dtype", "reduce_dtype"])
+def test_dtypes_of_sharded_leaves(wire, as_users_write):
+    params, batch = args = case.drawn("float32")
+    expected = jax.jit(jax.grad(losses.plain))(*args)
+    step = case.sgd_step(losses.plain, **{wire: "bfloat16"})
+    found = case.gradients(step, params, batch)
+    error = optax.tree.norm(jax.tree.map(jnp.subtract, found, expected))
+    assert 1e-5 < error / optax.tree.norm(expected) < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("where", "wire"), [("HSDP", "reduce_dtype"), ("ZeRO-2 on 4", "gather_dtype")]
+)
+def test_dtypes_of_whole_leaves(wire, where):
+    """A CPU cannot sum 16 bits over some axes of a mesh, nor take the maximum."""
+    params, weights = case.draw("mixed")
+    plain = case.loss_of(weights)
+
+    def loss(params, batch):
+        aux = {"mean": batch.mean(), "largest": batch.max()}
+        return plain(params, batch), jax.tree.map(lambda x: x.astype("bfloat16"), aux)
+
+    given = {"where": where, "loss": loss, "has_aux": True, "max_aux": "largest"}
+    given |= {"tx": optax.sgd(0.1, momentum=0.9)}
+    exact, coarse = (
+        case.train_step_run(make_step(**given, **how), params, case.batches(3))[0]
+        for how in ({}, {wire: jnp.bfloat16})
+    )
+    assert 1e-6 < case.distance(coarse, exact, params) < 2e-2  # roundings of 2^-9
+
+
+@pytest.mark.parametrize("specs", [None, P("data")])
+def test_complex_numbers_keep_their_imaginary_parts_on_the_wire(specs):
+    def loss(params, batch):
+        return jnp.mean(jnp.abs(params["w"]) ** 2) * jnp.mean(batch)
+
+    dtypes = dict.fromkeys(("reduce_dtype", "gather_dtype"), "bfloat16")
+    mesh, given = mesh_of(8), {"specs": specs, "min_size": 1, **dtypes}
+    step = jm.make_train_step(loss, optax.sgd(64.0), mesh, **given)
+    after, _, _ = step(*step.init({"w": jnp.full((8, 16), 1 + 2j)}), jnp.ones(8))
+    np.testing.assert_allclose(after["w"], 0 + 4j, atol=1e-6)
+
+
+def test_updates_that_do_not_travel_are_not_rounded():
+    params = {"w": jnp.ones((8, 8)), "b": jnp.ones(3)}
+    grads = jax.tree.map(lambda p: jnp.full_like(p, 1 / 3), params)
+    given = {"divide": "data", "min_size": 1, "gather_dtype": "bfloat16"}
+    tx = jm.on_mesh(optax.sgd(1.0), mesh_of(8), **given)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_array_equal(updates["b"], np.float32(-1 / 3))
+    assert np.all(updates["w"] != np.float32(-1 / 3))
+
+
+@pytest.mark.parametrize("sizes", [(1,), (1, 1)])
+def test_what_is_not_sent_is_not_rounded(sizes):
+    """Over mesh axes of one device nothing travels, and bfloat16 would round it."""
+    mesh, tx = mesh_of(*sizes), optax.sgd(0.1)
+    params = {"w": jax.random.normal(jax.random.key(0), (8, 16))}
+    batch = jax.random.normal(jax.random.key(1), (8, 8))
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params["w"]) ** 2)
+
+    grads = jax.grad(loss)(params, batch)
+    expected = jax.jit(tx.update)(grads, tx.init(params), params)[0]
+    given = {"min_size": 1, "gather_dtype": "bfloat16"}
+    on_mesh = jm.on_mesh(tx, mesh, P(), divide=mesh.axis_names[-1], **given)
+    found = jax.jit(on_mesh.update)(grads, on_mesh.init(params), params)[0]
+    np.testing.assert_array_equal(found["w"], expected["w"])
+    step = jm.make_train_step(loss, tx, mesh, reduce_dtype="bfloat16", **given)
+    after, _, _ = step(*step.init(params), batch)
+    # Products in another order; bfloat16 would be 1e-3 away.
+    np.testing.assert_allclose(after["w"] - params["w"], expected["w"], atol=1e-6)
+
+
+def test_a_trace_asks_no_tracer_for_its_sharding(monkeypatch):
+    """JAX reads the whole trace to say that there is none."""
+    asked = []
+
+    def sharding(self):
+        asked.append(sys._getframe(1).f_globals["__name__"])
+        raise AttributeError
+
+    monkeypatch.setattr(jax.core.Tracer, "sharding", property(sharding))
+    mesh = mesh_of(8)
+    tx = jm.on_mesh(jm.muon(matrices=toy), mesh, divide="data")
+
+    def step(params):
+        state = tx.init(params)
+        jm.abstract_state(tx, params, mesh)
+        jm.describe(tx, params)
+        return tx.update(params, state, params)
+
+    jax.eval_shape(step, {"w": jnp.ones((64, 64)), "b": jnp.ones(64)})
+    assert not [name for name in asked if name.startswith("jax_muon")]
