@@ -47,9 +47,9 @@ class Layout:
 
     def of_tree(self, tree: Any) -> tuple[Any, Any]:
         """PartitionSpecs of parameters, and of their gradients and state."""
-        unflatten: Any = jax.tree.structure(tree).unflatten
+        treedef: Any = jax.tree.structure(tree)
         _, coarse, fine = self.of_leaves(tree)
-        return unflatten(coarse), unflatten(fine)
+        return treedef.unflatten(coarse), treedef.unflatten(fine)
 
     def of_leaves(
         self, tree: Any

@@ -134,9 +134,13 @@ def scan_layers(
     def on_devices(function: Function, in_specs: Any, out_specs: Any) -> Function:
         if not local_batch:
             return function
-        given = {"axis_names": {*names}, "check_vma": False}
         return jax.shard_map(
-            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **given
+            function,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names={*names},
+            check_vma=False,
         )
 
     # What the block closes over becomes an argument, so that it gets a gradient.
