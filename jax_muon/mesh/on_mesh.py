@@ -166,9 +166,8 @@ class OnMesh:
         of_state = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(expected)]
         of_params = [] if params is None else fine
         with self._explicit_axes():
-            resharded = _reshard(
-                (updates, state, params), [*fine, *of_state, *of_params]
-            )
+            specs = [*fine, *of_state, *of_params]
+            resharded = _reshard((updates, state, params), specs)
             extra_args = array_types.replicated(extra_args)
             updates, state = self.tx.update(*resharded, **extra_args)
             updates = _reshard(updates, coarse, self.gather_dtype)

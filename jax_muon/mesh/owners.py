@@ -117,6 +117,9 @@ def make_pools(
 ) -> list[Pool]:
     """Pools of matrices, and owners so that the busiest device has the least to do.
 
+    The largest matrices come first. The planner tries to share no pool, the largest,
+    the two largest, and so on, and takes the cheapest plan.
+
     Args:
       shards: one device's shard of each batch of matrices.
       sizes: of the mesh axes.
@@ -126,10 +129,6 @@ def make_pools(
       team: most devices that share a matrix.
       shared_dtype: of m, n and dtype, the dtype in which devices that share such a
         matrix send parts of products, or None if they cannot; None if they never can.
-
-    Returns:
-      The pools, the largest matrices first. The planner tries to share no pool,
-      the largest, the two largest, and so on, and takes the cheapest plan.
     """
     pools = _pools_without_owners(shards, sizes)
     plans = [_with_owners(pools, sizes, small, start)]
@@ -146,15 +145,13 @@ def _pools_without_owners(shards: Sequence[Shard], sizes: Sizes) -> list[Pool]:
     """Pools of all matrices, the largest first."""
     by_shape: dict[Any, list[Member]] = {}
     for index, shard in enumerate(shards):
-        batch, rows, columns = shard.shape
-        sides = (
-            (rows * devices_over(shard.row_axes, sizes), shard.row_axes, rows),
-            (
-                columns * devices_over(shard.column_axes, sizes),
-                shard.column_axes,
-                columns,
-            ),
-        )
+        batch, *lengths = shard.shape
+        sides = [
+            (length * devices_over(axes, sizes), axes, length)
+            for length, axes in zip(
+                lengths, (shard.row_axes, shard.column_axes), strict=True
+            )
+        ]
         short, long = sorted(sides)
         member = Member(index, batch, transposed=short is sides[1])
         key = (short, long, shard.dtype, shard.batch_axes)
@@ -212,19 +209,8 @@ def _with_teams(pools: Sequence[Pool], sizes: Sizes) -> list[Pool]:
     Pools of one shape that are sharded along different sides, such as gates and the
     projections down again, continue where the one before them ended.
     """
-
-    def alike(pool: Pool) -> Any:
-        return (
-            pool.team,
-            pool.shape,
-            pool.dtype,
-            pool.batch_axes,
-            pool.shard_axes,
-            pool.replica_axes,
-        )
-
     plan = []
-    for _, same in itertools.groupby(pools, key=alike):
+    for _, same in itertools.groupby(pools, key=lambda pool: (pool.shape, pool.alike)):
         together, start = [*same], 0
         owners = together[0].owners(sizes)
         total = sum(pool.on_device for pool in together)

@@ -100,6 +100,12 @@ class Pool:
         return self.short_axes + self.long_axes
 
     @property
+    def alike(self) -> Any:
+        """What pools have in common whose matrices travel together."""
+        axes = self.batch_axes, self.shard_axes, self.replica_axes
+        return self.dtype, *axes, self.team
+
+    @property
     def grid(self) -> tuple[int, int]:
         """The number of shards along m and along n."""
         (m, n), (rows, columns) = self.shape, self.shard_shape
@@ -197,11 +203,8 @@ def transfers(pools: Sequence[Pool], sizes: Sizes) -> list[Collective]:
     collectives = [x for each in rounds(pools) for x in each.transfers(sizes)]
     for pool in pools:
         if not pool.counts:
-            size = (
-                pool.on_device
-                * math.prod(pool.shard_shape)
-                * np.dtype(pool.dtype).itemsize
-            )
+            elements = pool.on_device * math.prod(pool.shard_shape)
+            size = elements * np.dtype(pool.dtype).itemsize
             devices = members_over(pool.shard_axes, sizes)
             collectives.append(Collective("all-gather", devices, size))
         elif pool.team > 1:
@@ -214,14 +217,7 @@ def rounds(pools: Sequence[Pool]) -> list[Round]:
     by_axes: dict[Any, list[Pool]] = {}
     for pool in pools:
         if pool.counts:
-            key = (
-                pool.dtype,
-                pool.batch_axes,
-                pool.shard_axes,
-                pool.replica_axes,
-                pool.team,
-            )
-            by_axes.setdefault(key, []).append(pool)
+            by_axes.setdefault(pool.alike, []).append(pool)
     exchanges = []
     for together in by_axes.values():
         counts = np.array([pool.counts for pool in together]).T  # (owners, pools)

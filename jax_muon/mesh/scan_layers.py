@@ -214,8 +214,8 @@ def mark(spec: PartitionSpec) -> str:
 
 def _marked(flat: Sequence[Any], specs: Sequence[PartitionSpec]) -> list[Any]:
     """Shards, marked for the check of `make_train_step`."""
-    wire = of_step.get()
-    if wire and not wire.scanned:
+    step = of_step.get()
+    if step and not step.scanned:
         raise ValueError(
             "scan_layers in the loss of make_train_step got whole parameters; expected "
             "make_train_step(scanned=[...]), with patterns of the paths of those that "

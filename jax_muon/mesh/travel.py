@@ -142,10 +142,9 @@ def _packed(
     """The shards of this device for each owner, filled up with zeros."""
     rows = []
     for owners, _, matrices in round_.runs():
-        pairs = zip(round_.pools, matrices, strict=True)
         parts = [
             stacks[pool][slices].reshape(owners.stop - owners.start, -1)
-            for pool, slices in pairs
+            for pool, slices in zip(round_.pools, matrices, strict=True)
         ]
         rows.append(_padded(jnp.concatenate(parts, axis=1), 1, round_.width))
     return jnp.concatenate(rows)
@@ -170,12 +169,10 @@ def _compute(
 ) -> Float[Array, "senders width"]:
     """An owner's work: from the shards of its matrices to the shards of factors."""
     shards = [received[:, elements] for elements in round_.row_slices(counts)]
-    used = {index: round_.pools[index] for index, count in enumerate(counts) if count}
-    whole = [_assemble(shards[index], pool) for index, pool in used.items()]
-    for (index, pool), factors in zip(
-        used.items(), map_stacks(polar, whole), strict=True
-    ):
-        shards[index] = _split(factors, pool).astype(received.dtype)
+    used = [(i, round_.pools[i]) for i, count in enumerate(counts) if count]
+    whole = [_assemble(shards[i], pool) for i, pool in used]
+    for (i, pool), factors in zip(used, map_stacks(polar, whole), strict=True):
+        shards[i] = _split(factors, pool).astype(received.dtype)
     return _padded(jnp.concatenate(shards, axis=1), 1, round_.width)
 
 

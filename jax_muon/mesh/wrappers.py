@@ -19,7 +19,7 @@ def on_auto_axes(
     `optax.contrib.prodigy`, `optax.contrib.dadapt_adamw` and `optax.scale_by_lbfgs`,
     selections as in `optax.adaptive_grad_clip`, and the SVD of `optax.contrib.galore`.
     On Auto axes XLA chooses the sharding of intermediate arrays. Updates and state are
-    sharded as they come in. They equal a single device's, to rounding.
+    sharded as they come in, and equal a single device's, to rounding.
 
     Args:
       tx: an optax transform, such as a group of `partition` or a member of a chain. Not
@@ -57,12 +57,10 @@ def on_auto_axes(
             return tx.update(updates, state, params, **others, **arrays)
 
         if any(map(is_explicit, jax.tree.leaves(updates))):
-            update = jax.sharding.auto_axes(
-                update,
-                out_sharding=jax.tree.map(
-                    lambda x: jax.typeof(x).sharding.spec, (updates, state)
-                ),
+            specs = jax.tree.map(
+                lambda x: jax.typeof(x).sharding.spec, (updates, state)
             )
+            update = jax.sharding.auto_axes(update, out_sharding=specs)
         return update(updates, state, params, arrays)
 
     return optax.GradientTransformationExtraArgs(tx.init, update_fn)
