@@ -11,15 +11,11 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
+from benchmarks.schedule.hlo import Module
 from benchmarks.schedule.jaxpr import collectives
 from jax_muon.mesh import owners
 from jax_muon.mesh.owners import Shard, make_pools
-from tests.mesh.case import (
-    EXPLICIT,
-    assert_bit_identical_on_devices,
-    compiled,
-    mesh_of,
-)
+from tests.mesh.case import EXPLICIT, assert_bit_identical_on_devices, mesh_of, put
 from tests.reading import reader, toy
 
 # --- what travels, and who computes ---------------------------------------------------
@@ -48,6 +44,13 @@ def step_of(tx, mesh=None, spec=None):
         return optax.apply_updates(params, updates), state
 
     return step, (params, jm.abstract_state(tx, params, mesh), params)
+
+
+def compiled(step, args):
+    """The program that XLA compiles."""
+    text = jax.jit(step).lower(*args).compile().as_text()
+    assert "collective-permute" not in text  # which is no transfer of `Module`
+    return Module.parse(text)
 
 
 LAYOUTS = [
@@ -174,7 +177,7 @@ def sharing(monkeypatch):
 def assert_equals_one_device(tx, grads, mesh, spec, bound=1e-12):
     """Updates on a mesh; the gradients there."""
     expected, _ = tx.update(grads, optax.EmptyState())
-    placed = jax.device_put(grads, NamedSharding(mesh, spec))
+    placed = put(grads, spec, mesh)
     result = jax.jit(lambda g: tx.update(g, optax.EmptyState())[0])(placed)
     chex.assert_trees_all_close(result, expected, rtol=0, atol=bound)
     for name, found in result.items():
