@@ -314,19 +314,22 @@ class TrainStep:
             # Collectives in the loss mix the cotangents of devices, so these have to be
             # in the ratio of the weights. They are 1 on average, as float16 needs it.
             share = weight * devices / jnp.where(total == 0, 1, total)
+            cotangent = share.astype(loss.dtype).astype(share.dtype)
+            rounded_off = jnp.where(cotangent == 0, 1, share / cotangent)
             mean = jnp.where(weight == 0, 0, wide(loss) * share)
-            return mean, (weight, total, aux, maxima)
+            return mean, (weight, rounded_off, total, aux, maxima)
 
         of_both = jax.value_and_grad(objective, has_aux=True, allow_int=True)
-        (loss, (weight, total, aux, maxima)), grads = of_both(params)
+        (loss, (weight, rounded_off, total, aux, maxima)), grads = of_both(params)
 
         def counted(g: Any, held: bool) -> Any:
             """This device's part, unless summed already; 0 for a mean of 0 / 0."""
             if g.dtype == jax.dtypes.float0:
                 return jnp.zeros(g.shape)
-            if weighted and not held:
-                g = jnp.where((weight == 0) & jnp.isnan(g), 0, g)
-            return wide(g)
+            if held or not weighted:
+                return wide(g)
+            g = _times(wide(g), rounded_off)
+            return jnp.where((weight == 0) & jnp.isnan(g), 0, g)
 
         means = loss, jax.tree.map(counted, grads, held)
         # Not after the sum: booleans and int8 have none.

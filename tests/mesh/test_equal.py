@@ -28,8 +28,8 @@ ON_MESH = [
 
 @pytest.mark.parametrize(("name", "where", "kind"), ON_MESH)
 def test_on_mesh(name, where, kind):
-    result, values = case.on_mesh_run(name, where, kind=kind)
-    case.assert_same(result, values, case.one_device(name))
+    result, values = case.on_mesh_run(name, where, kind=kind, steps=20)
+    case.assert_same(result, values, case.one_device(name, steps=20))
 
 
 def test_on_mesh_in_float64(x64):
@@ -108,6 +108,19 @@ def test_a_weight_of_zero_beside_a_collective(x64, as_users_write):
     found = case.gradients(case.sgd_step(loss, weighted=True), *args)
     alone = lambda params, x: jnp.mean(jnp.sin(x * params["scale"]))  # noqa: E731
     case.assert_gradients(found, alone, args)
+
+
+def test_weights_are_not_rounded_to_the_dtype_of_the_loss():
+    """2/3 would be 0.66797 in bfloat16."""
+
+    def loss(params, batch):
+        value = jnp.sum(params["w"] * jnp.mean(batch))
+        return value.astype("bfloat16"), jnp.mean(batch)
+
+    params, batch = {"w": jnp.zeros((4, 8))}, jnp.asarray([3.0, 1, 1, 1])
+    step = make_step(tx=optax.sgd(1.0), loss=loss, weighted=True, specs=None)
+    after, _, _ = step(*step.init(params), batch)
+    np.testing.assert_allclose(after["w"], -(3 * 3 + 3) / 6, rtol=1e-6)
 
 
 def test_a_batch_in_which_nothing_counts_moves_little():
