@@ -131,27 +131,19 @@ def scan_layers(
             for g, *specs in zip(layer, coarse, fine, strict=True)
         ]
 
-    def on_devices(function: Function, in_specs: Any, out_specs: Any) -> Function:
-        if not local_batch:
-            return function
-        return jax.shard_map(
-            function,
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names={*names},
-            check_vma=False,
+    def on_devices(function: Function, into: Any, out: Any) -> Function:
+        given = {"mesh": mesh, "axis_names": {*names}, "check_vma": False}
+        mapped: Function = functools.partial(jax.shard_map, **given)
+        return (
+            mapped(function, in_specs=into, out_specs=out) if local_batch else function
         )
 
     # What the block closes over becomes an argument, so that it gets a gradient.
     program: list[Any] = []
 
     def trace(carry: Any, shards: Any) -> None:
-        def of_layer(carry: Any, layer: Any) -> Any:
-            return block(carry, treedef.unflatten(layer))
-
-        first = gather([x[0] for x in shards])
-        program[:] = jax.make_jaxpr(of_layer, return_shape=True)(carry, first)
+        first = treedef.unflatten(gather([x[0] for x in shards]))
+        program[:] = jax.make_jaxpr(block, return_shape=True)(carry, first)
 
     whole, batch = PartitionSpec(), PartitionSpec(names)
     of_shards, of_grads = (
@@ -187,9 +179,8 @@ def _specs_of_layer(
     sizes, coarse, fine = layout.mesh.shape, [], []
     if not of_shards:
         layout.of_leaves(layers)  # checks that they fit
-    for x, (path, spec) in zip(
-        jax.tree.leaves(layers), layout.given(layers), strict=True
-    ):
+    given = zip(jax.tree.leaves(layers), layout.given(layers), strict=True)
+    for x, (path, spec) in given:
         if not x.ndim:
             raise ValueError(
                 f"layers at {path!r} is a scalar; expected arrays with a leading axis "
