@@ -157,12 +157,12 @@ def _is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def params(what: str, params: Any) -> None:
+def params(what: str, params: Any, otherwise: str = "") -> None:
     """The parameters must be passed to update."""
     if params is None:
         raise ValueError(
             f"{what} needs the parameters: tx.update(updates, state, params), got "
-            "params=None"
+            f"params=None{otherwise}"
         )
 
 

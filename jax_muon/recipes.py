@@ -32,7 +32,7 @@ from jax_muon.scaling import (
     scale_by_shape,
 )
 from jax_muon.traced_facts import record
-from jax_muon.weight_decay import add_cautious_decayed_weights
+from jax_muon.weight_decay import add_cautious_decayed_weights, check_decayed
 
 __all__ = ["moonlight", "muon", "muonh", "nanochat", "normuon", "teon"]
 
@@ -412,6 +412,7 @@ def _decay(weight_decay: optax.ScalarOrSchedule) -> optax.GradientTransformation
     tx = optax.add_decayed_weights(rate)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        check_decayed(params)
         updates, _ = tx.update(updates, state, params)
         # In optax 0.2.6 the count of a schedule stands still.
         return updates, jax.tree.map(optax.safe_increment, state)

@@ -1,6 +1,6 @@
 """Weight decay where the step moves a weight towards zero anyway."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ def add_cautious_decayed_weights(
         new_state = AddCautiousDecayedWeightsState(optax.safe_increment(state.count))
         if isinstance(weight_decay, float) and weight_decay == 0:
             return updates, new_state
-        checks.params("weight decay", params)
+        check_decayed(params)
         now = checks.rate_at(weight_decay, state.count)
 
         def decay(u: Array, w: Array) -> Array:
@@ -69,3 +69,9 @@ def add_cautious_decayed_weights(
         return jax.tree.map(decay, updates, params), new_state
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def check_decayed(params: Any) -> None:
+    """Weight decay needs the parameters."""
+    otherwise = "; expected them, or a recipe with weight_decay=0.0"
+    checks.params("weight decay", params, otherwise)

@@ -57,8 +57,9 @@ AT_ONCE = {
     "expected what on_mesh returns": lambda: jm.verify(muon(), PARAMS),
     "expected an optax transform": lambda: muon(adamw=optax.adamw),
     "(params, loss_fn, batch), or a function of pa": lambda: muon(matrices="muon"),
-    "missing a required argument: 'batch'": lambda: jm.read(PARAMS, loss),
-    "args at '0/x'='a'; expected arrays": lambda: jm.read(PARAMS, loss, {"x": "a"}),
+    "args at '0/x'='a'; expected an array; close over": lambda: jm.read(
+        PARAMS, loss, {"x": "a"}
+    ),
 }
 AT_INIT = {  # of PARAMS
     "static_args=('steps',)": lambda: optax.inject_hyperparams(jm.nanochat)(steps=5),
@@ -125,7 +126,7 @@ AT_UPDATE = {
     "'w' of shape (4, 6) was read with (6, 4)": (
         lambda: step(muon(matrices=reader()({"w": jnp.ones((6, 4))})))
     ),
-    "weight decay needs the parameters": (
+    "params=None; expected them, or a recipe with weight_decay=0.0": (
         lambda: nanochat().update(MATRIX, nanochat().init(MATRIX))
     ),
     "hyperball needs the parameters": lambda: jm.hyperball(0.1).update(MATRIX, None),

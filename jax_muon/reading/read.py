@@ -119,6 +119,11 @@ def read(
         if not callable(function):
             expected = "a function, as in jax_muon.read(params, loss_fn, batch)"
             checks.refuse("function", function, expected)
+        for path, x in trees.leaves_with_paths(args):
+            if not (hasattr(x, "shape") or isinstance(x, int | float | complex)):
+                closed = "lambda params, batch: loss_fn(params, batch, 'train')"
+                expected = f"an array; close over anything else, as in {closed}"
+                checks.refuse(f"args at {path!r}", x, expected)
         whole = params if tree is not params else checks.arrays("params", params)
         readings = read_uses(function, whole, *args, splits=splits or ())
         readings = [x for x in readings if x.path in shapes]
