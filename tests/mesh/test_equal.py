@@ -396,3 +396,13 @@ def test_on_mesh_inside_injected_rates():
     alone = make(0.1)
     expected, _ = jax.jit(alone.update)(params, alone.init(params), params)
     np.testing.assert_allclose(run(EXPLICIT)["w"], expected["w"], atol=1e-6)
+
+
+@pytest.mark.parametrize("devices", [3, 6])
+def test_joins_along_sharded_layers(devices):
+    """Each device has whole pairs of layers, or else all layers."""
+    matrices = functools.partial(toy, joins={"scan/mlp": 2})
+    tx = jm.teon(0.1, dtype="float32", steps=2, matrices=matrices)
+    params = {"scan/mlp": jnp.ones((6, 8, 16))}
+    on = jm.on_mesh(tx, mesh_of(devices), P("data"), min_size=1)
+    case.assert_verified(on, params)
