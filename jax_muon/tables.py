@@ -28,6 +28,6 @@ def aligned(rows: Sequence[tuple[str, ...]], *, numbers: int = 0) -> list[str]:
 
 def hints_below(reasons: Sequence[str]) -> tuple[list[str], list[str]]:
     """Reasons without the splits that they suggest, and a line for each suggestion."""
-    split = ": splits={"
-    parts = [x.partition(" into ") if split in x else (x, "", "") for x in reasons]
-    return [x[0] for x in parts], [*dict.fromkeys(x[2] for x in parts if x[2])]
+    parts = [x.partition(": splits=") for x in reasons]
+    hints = dict.fromkeys(f"splits={x[2]}" for x in parts if x[2])
+    return [x[0] for x in parts], [*hints]

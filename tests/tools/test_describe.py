@@ -96,7 +96,7 @@ def test_a_split_is_suggested_once_for_all_blocks():
         return x @ params["head"]
 
     matrices = jm.read(params, apply, jnp.ones((3, 8)))
-    hint = "3 parts: splits={'attn/qkv': Split(3)}"
+    hint = "splits={'attn/qkv': Split(3)}"
     for table in (matrices, jm.describe(jm.nanochat(matrices=matrices), params)):
         assert str(table).splitlines().count(hint) == 1
         assert str(table).count("splits=") == 1
