@@ -95,16 +95,6 @@ def test_complex_numbers_keep_their_imaginary_parts_on_the_wire():
     np.testing.assert_allclose(after["w"], 0 + 4j, atol=1e-6)
 
 
-def test_updates_that_do_not_travel_are_not_rounded():
-    params = {"w": jnp.ones((8, 8)), "b": jnp.ones(3)}
-    grads = jax.tree.map(lambda p: jnp.full_like(p, 1 / 3), params)
-    given = {"divide": "data", "min_size": 1, "gather_dtype": "bfloat16"}
-    tx = jm.on_mesh(optax.sgd(1.0), mesh_of(8), **given)
-    updates, _ = tx.update(grads, tx.init(params), params)
-    np.testing.assert_array_equal(updates["b"], np.float32(-1 / 3))
-    assert np.all(updates["w"] != np.float32(-1 / 3))
-
-
 @pytest.mark.parametrize("sizes", [(1,), (1, 1)])
 def test_what_is_not_sent_is_not_rounded(sizes):
     """Over mesh axes of one device nothing travels, and bfloat16 would round it."""

@@ -88,32 +88,21 @@ def test_the_last_layer_of_an_encoder_is_like_the_others():
     assert "like 'layers/0/down'" in read["layers/1/down"].reason
 
 
-# --- fused kernels --------------------------------------------------------------------
+def test_split_outputs_are_shown_unless_a_split_says_so():
+    """Equal parts are in tools/test_describe.py."""
 
+    def fused(params, x):
+        q, k, v = jnp.split(x @ params["qkv"], [16, 32], axis=-1)
+        return jnp.mean(jax.nn.softmax(q @ k.swapaxes(-1, -2)) @ v @ params["last"])
 
-def fused(params, x):
-    q, k, v = jnp.split(x @ params["qkv"], [16, 32], axis=-1)
-    x = jax.nn.softmax(q @ k.swapaxes(-1, -2)) @ v
-    gate, up = jnp.split(x @ params["gates"], 2, axis=-1)
-    return jnp.mean((gate * up) @ params["last"])
-
-
-FUSED = {"qkv": floats(16, 40), "gates": floats(8, 64), "last": floats(32, 5)}
-SPLITS = {
-    "qkv": "{'qkv': Split({'part_0': 16, 'part_1': 16, 'part_2': 8})}",
-    "gates": "{'gates': Split(2)}",
-}
-
-
-@pytest.mark.parametrize("name", SPLITS)
-def test_split_outputs_are_shown_unless_a_split_says_so(name):
-    found = jm.read(FUSED, fused, floats(3, 9, 16))[name]
-    assert found.reason.endswith(f"; its outputs are split: splits={SPLITS[name]}")
-    split = eval(SPLITS[name], {"Split": jm.Split})
-    read = jm.read(FUSED, fused, floats(3, 9, 16), splits=split)
-    assert "splits" not in read[name].reason
-    assert read.splits == split
-    assert found.role == read[name].role == "fused"
+    params, x = {"qkv": floats(16, 40), "last": floats(8, 5)}, floats(3, 9, 16)
+    found = jm.read(params, fused, x)["qkv"]
+    suggested = "{'qkv': Split({'part_0': 16, 'part_1': 16, 'part_2': 8})}"
+    assert found.reason.endswith(f"; its outputs are split: splits={suggested}")
+    splits = {"qkv": jm.Split({"part_0": 16, "part_1": 16, "part_2": 8})}
+    read = jm.read(params, fused, x, splits=splits)
+    assert "splits" not in read["qkv"].reason and read.splits == splits
+    assert found.role == read["qkv"].role == "fused"
 
 
 # --- what cannot be read --------------------------------------------------------------

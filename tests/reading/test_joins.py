@@ -126,30 +126,6 @@ def test_a_layer_whose_partner_is_masked_is_joined_with_no_other():
     assert [x.leaves for x in joined] == [(0,), (1, 2)]
 
 
-@pytest.mark.parametrize(
-    ("size", "shape", "axes"),
-    [
-        (2, (7, 4, 6), (-2, -1)),
-        (3, (7, 2, 4, 6), (-2, -1)),  # head by head
-        (4, (7, 5, 2, 3), (-3, (-2, -1))),  # (embed, heads, head_dim)
-    ],
-)
-def test_scanned_layers_equal_layers_of_their_own(rng, size, shape, axes):
-    stack = jnp.asarray(rng.standard_normal(shape), jnp.float32)
-    one = {"q": stack}
-    many = {f"{i}/q": layer for i, layer in enumerate(stack)}
-    numbers = MuonDimensionNumbers(*axes)  # 7 matrices are more than 4 or 6
-    result, expected = (
-        jm.orthogonalize(
-            jm.PolarExpress(1, dtype="float32"),
-            matrices=jm.read(grads, rules=numbers, joins={pattern: size}),
-        ).update(grads, None)[0]
-        for grads, pattern in ((one, "q"), (many, "{i}/q"))
-    )
-    expected = jnp.stack([expected[f"{i}/q"] for i in range(7)])
-    np.testing.assert_allclose(result["q"], expected, atol=2e-6)
-
-
 @given(data=st.data())
 @settings(max_examples=10, deadline=None)
 def test_joined_matrices_hold_every_matrix_once(data):
