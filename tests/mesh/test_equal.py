@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
+from jax_muon.tools.verify import compare
 from tests.mesh import case, losses
 from tests.mesh.case import AUTO, EXPLICIT, make_step, mesh_of, recipe
 from tests.reading import reader, toy
@@ -32,14 +33,26 @@ ON_MESH = [
 ]
 
 
+def on_mesh(where, kind=AUTO, around=lambda tx: tx, dtype="float32"):
+    """Four updates of "mixed" and the state after each, compared with one device."""
+    layout = case.layout(where, kind)
+    params, weights = jax.tree.map(np.asarray, case.draw("mixed", dtype))
+    # Another sample's gradients for each step.
+    grads = [{path: x[i] for path, x in weights.items()} for i in range(4)]
+    place = functools.partial(NamedSharding, layout.mesh)
+    places = jax.tree.map(place, layout.specs(params))
+    tx = recipe(dtype=dtype)
+    return compare(around(tx), around(layout.on(tx)), [(params, grads)], places)
+
+
 @pytest.mark.parametrize(("where", "given"), ON_MESH)
 def test_on_mesh(where, given):
-    case.assert_equal(where, **given)
+    case.assert_close(on_mesh(where, **given))
 
 
 def test_on_mesh_in_float64(x64):
-    """Which has no rounding to hide behind."""
-    case.assert_equal("ZeRO-2 x FSDP x TP", dtype="float64", bound=1e-12)
+    """Float64 has no rounding to hide behind."""
+    case.assert_close(on_mesh("ZeRO-2 x FSDP x TP", dtype="float64"), 1e-12)
 
 
 STEPS = {
@@ -128,7 +141,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights(name):
-    """They are not rounded, do not overflow, may all be 0, and show errors as NaN."""
+    """Weights are not rounded, do not overflow, may all be 0; one below 0 gives NaN."""
     means, weights, expected, dtype = WEIGHTS[name]
 
     def loss(params, batch):
@@ -212,7 +225,7 @@ if hasattr(optax.contrib, "scale_by_galore"):  # not in optax 0.2.6
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_what_has_no_sharding_type_is_named_and_runs_on_auto_axes(name):
-    """In a group, beside one that orthogonalizes; a docstring has it in a chain."""
+    """In a group, beside one that orthogonalizes; the docstring shows a chain."""
 
     def muon(matrices):
         return jm.orthogonalize(jm.ExactPolar(), matrices=matrices, small=0)

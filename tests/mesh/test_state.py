@@ -38,10 +38,7 @@ def test_state_of_gpt2_is_an_even_share():
     [("ZeRO-2 on 8", AUTO), ("HSDP", EXPLICIT), ("FSDP x TP", AUTO)],
 )
 def test_state_is_sharded_as_abstract_state_says(where, kind):
-    """Whether `init` is jitted or not, with `on_mesh` in a chain, and after steps.
-
-    Of which there is one program.
-    """
+    """Jitted or not, in a chain, and after two steps, which share one program."""
     layout, (start, weights) = case.layout(where, kind), case.draw("mixed")
     params, tx = layout.place(start), layout.on(recipe())
     chain = optax.chain(optax.identity(), tx)

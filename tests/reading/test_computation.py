@@ -1,4 +1,4 @@
-"""Reading from a function: reasons, roles, layers, and what cannot be read so.
+"""Reading from a function: reasons, roles, and what cannot be read so.
 
 `test_programs.py` has the readings themselves.
 """
