@@ -114,16 +114,13 @@ QKV, PAIRS = {"qkv": jm.Split(("q", "k", "v"))}, {"{i}/qkv/q": 2, "{i}/qkv/k": 2
 JOINED = {"matrices": reader(LABELS, splits=QKV, joins=PAIRS)}
 SPHERES = {"matrices": LABELS, "dtype": "float32", "adamw": optax.adam(1e-4)}
 STILL = SPHERES | {"weight_decay": 0.0}
-CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
 RUNS = {
-    "splits": lambda keep: keep(jm.nanochat(1e-4, **STILL | JOINED)),
     "joins": lambda keep: keep(jm.teon(1e-4, **STILL | JOINED)),
     "int8": lambda keep: keep(jm.moonlight(1e-3, momentum_dtype="int8", **STILL)),
     "on spheres": lambda keep: keep(jm.muonh(1e-3, **SPHERES)),
     "in MultiSteps": lambda keep: optax.MultiSteps(keep(optax.adam(1e-3)), 2),
     "around MultiSteps": lambda keep: keep(optax.MultiSteps(optax.adam(1e-3), 2)),
     "around skip_nonfinite": lambda keep: keep(jm.skip_nonfinite(optax.adam(1e-4))),
-    "clipped": lambda keep: keep(CLIPPED),
 }
 
 

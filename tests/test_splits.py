@@ -45,16 +45,6 @@ def test_a_fused_kernel_takes_the_path_of_three(name, x64):
     assert trees.distance(as_one, expected) > 0.1
 
 
-def test_a_learning_rate_for_a_part():
-    """As the page on parameters has it."""
-    splits = {"up": jm.Split(("gate", "up"))}
-    tx = jm.with_splits(jm.scale_by_path({"up/gate": 0.5}), splits)
-    g = trees.normal({"up": (6, 20)}, dtype="bfloat16")
-    scaled, _ = tx.update(g, tx.init(g))
-    expected = jnp.concatenate([0.5 * g["up"][:, :10], g["up"][:, 10:]], axis=1)
-    chex.assert_trees_all_equal(scaled, {"up": expected})
-
-
 @pytest.mark.parametrize("scanned", [True, False])
 def test_heads_are_joined_over_layers(rng, x64, scanned):
     """Each head of a layer with the same head of the next."""

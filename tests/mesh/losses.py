@@ -1,4 +1,4 @@
-"""Losses as models write them: loops from constants, and collectives of their own.
+"""Losses as models write them: loops over layers, and collectives of their own.
 
 Each is a mean over its samples (batch, 8), and takes the parameters of `draw`.
 """
@@ -43,38 +43,9 @@ def python_loop(params, x):
     return -jnp.mean(jnp.take_along_axis(logits, right[:, None], axis=1))
 
 
-def while_loop(params, x):
-    """A number of rounds that each device finds by its own samples."""
-    rounds = jax.lax.while_loop(
-        lambda n: (n < 3) & (n < jnp.abs(x).max() * 10), lambda n: n + 1, 0
-    )
-    return jnp.mean(x @ params["head"]) * rounds.astype(x.dtype)
-
-
 def ends_in_pmean(params, x):
     return jax.lax.pmean(python_loop(params, x), "data")
 
-
-def ends_in_psum(params, x):
-    total = jax.lax.psum(python_loop(params, x) * len(x), "data")
-    return total / (len(x) * jax.lax.axis_size("data"))
-
-
-def marks_of_vma(params, x):
-    """What a scan from a constant asks for where JAX checks the types."""
-    start = jax.lax.pcast(jnp.zeros((), x.dtype), "data", to="varying")
-    body = lambda total, row: (total + jnp.mean(row * params["scale"]), None)  # noqa: E731
-    return jax.lax.scan(body, start, x)[0] / len(x)
-
-
-# Losses, and the same on one device.
-LOSSES = [
-    (python_loop, python_loop),
-    (while_loop, while_loop),
-    (ends_in_pmean, python_loop),
-    (ends_in_psum, python_loop),
-    (marks_of_vma, lambda params, x: jnp.mean(x * params["scale"])),
-]
 
 # --- scans over layers, as models write them ------------------------------------------
 

@@ -44,7 +44,7 @@ def test_a_killed_run_goes_on_elsewhere(tmp_path):
 
     codes, errors = launch(2, 4, tmp_path, "fsdp")
     assert codes == [0, 0], errors
-    start, expected, losses = case.one_device("nanochat", steps=worker.STEPS)
+    start, expected, losses = case.one_device(steps=worker.STEPS)
     result = dict(np.load(tmp_path / "result.npz"))
     assert case.distance(result, expected, start) < 5e-6
     got = json.loads((tmp_path / "losses.json").read_text())

@@ -18,102 +18,72 @@ W = {"w": jax.ShapeDtypeStruct((8, 12), "float32")}
 MUON = jm.nanochat(matrices=toy)
 
 
-def on_mesh(*given, **more):
-    tx = jm.on_mesh(MUON, mesh_of(8), *given, **more)
-    jax.eval_shape(tx.init, W)
+def on_mesh(specs=None, divide=(), params=W):
+    jax.eval_shape(jm.on_mesh(MUON, mesh_of(8), specs, divide).init, params)
 
 
-def train_step(returned=0.0, batch=np.ones(8), **given):  # noqa: B008
-    given = {"loss_fn": lambda p, b: returned, "microbatches": 2} | given
+def mixed_mesh():
+    """On jax 0.12 its updates would not keep their sharding along Explicit axes."""
+    mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(AUTO, EXPLICIT))
+    jm.on_mesh(MUON, mesh)
+
+
+def step(out=0.0, x=np.ones(8), **given):  # noqa: B008
+    given = {"loss_fn": lambda p, b: out, "microbatches": 2} | given
     step = jm.make_train_step(tx=MUON, mesh=mesh_of(2, 2), **given)
-    step(*step.init({"w": jnp.ones((4, 6))}), batch)
+    step(*step.init({"w": jnp.ones((4, 6))}), x)
 
 
-def scan(spec=P(), layers=np.ones((4, 8)), carry=np.ones((8, 8)), output=None):  # noqa: B008
+def scan(specs=P(), layers=np.ones((4, 8)), x=np.ones((8, 8)), output=None):  # noqa: B008
     block = lambda x, layer: (x, output and output(x))  # noqa: E731
-    batch = spec == P()
-    jm.scan_layers(block, carry, layers, mesh_of(4), spec, local_batch=batch)
+    batch = specs == P()
+    jm.scan_layers(block, x, layers, mesh_of(4), specs, local_batch=batch)
 
 
-AUX, WEIGHTED = {"has_aux": True, "max_aux": "max_logits"}, {"weighted": True}
+AUX, WEIGHTED = {"has_aux": True, "max_aux": "largest"}, {"weighted": True}
 REFUSED = [
     # --- specs ---
-    (on_mesh, (P("model"),), {}, "'w' of shape (8, 12) .*model.* of the mesh {'data'"),
-    (on_mesh, (P(None, "data"),), {}, "axis of 12 is not divided evenly; expected"),
-    (on_mesh, (P(None, None, "data"),), {}, "at most 2 entries"),
-    (on_mesh, (P(("data", "data")),), {}, "a mesh axis twice"),
-    (
-        on_mesh,
-        ({"w": "data"},),
-        {},
-        "specs have 'data' for parameter 'w'; expected a P",
-    ),
-    (on_mesh, ({"up": P()},), {}, "specs have nothing for parameter 'w'; there are up"),
-    (on_mesh, (None, ("data", "data")), {}, "axes of the mesh, .* each once"),
+    (on_mesh, {"specs": P("tp")}, "'w' of shape (8, 12) .*tp.* of the mesh {'data'"),
+    (on_mesh, {"specs": P(None, "data")}, "axis of 12 is not divided evenly; expected"),
+    (on_mesh, {"specs": P(None, None, "data")}, "at most 2 entries"),
+    (on_mesh, {"specs": P(("data", "data"))}, "a mesh axis twice"),
+    (on_mesh, {"specs": {"w": "data"}}, "specs have 'data' for parameter 'w'; expect"),
+    (on_mesh, {"specs": {"up": P()}}, "have nothing for parameter 'w'; there are up"),
+    (on_mesh, {"divide": ("data", "data")}, "axes of the mesh, .* each once"),
+    # A bare array has no path.
+    (on_mesh, {"specs": P("tp"), "params": W["w"]}, "^the parameter of shape (8, 12)"),
+    (mixed_mesh, {}, "expected Auto for all, or Explicit for all"),
     # --- arguments of a train step ---
-    (train_step, (), {"loss_fn": None}, "loss_fn=None; expected a function"),
-    (train_step, (), {"scanned": "layers"}, "scanned: the pattern 'layers' matches no"),
-    (train_step, (), {"reduce_dtype": "int8"}, "reduce_dtype='int8'; expected"),
-    (train_step, (), {"weighted": "no"}, "weighted='no'; expected True or False"),
-    (
-        train_step,
-        (0.0, {"x": np.ones((6, 3))}),
-        {},
-        "batch['x'] has shape (6, 3); expe",
-    ),
-    (train_step, (0.0, {"x": np.ones(())}), {}, "shape (); .* a multiple of 8, the"),
-    (train_step, (0.0, np.ones((4, 3))), {}, "batch has shape .*(4) .* (2)"),
+    (step, {"loss_fn": None}, "loss_fn=None; expected a function"),
+    (step, {"scanned": "layers"}, "scanned: the pattern 'layers' matches no"),
+    (step, {"reduce_dtype": "int8"}, "reduce_dtype='int8'; expected"),
+    (step, {"weighted": "no"}, "weighted='no'; expected True or False"),
+    (step, {"x": {"y": np.ones((6, 3))}}, "batch['y'] has shape (6, 3); expected"),
+    (step, {"x": {"y": np.ones(())}}, "shape (); .* a multiple of 8, the"),
+    (step, {"x": np.ones((4, 3))}, "batch has shape .*(4) .* (2)"),
     # --- what a loss returns ---
-    (train_step, (), AUX, "has_aux=True, and .*; expected (loss, aux"),
-    (
-        train_step,
-        ((0.0, 1.0, 2.0),),
-        WEIGHTED,
-        "weighted=True, .*; expected (loss, wei",
-    ),
-    (train_step, ((0.0, {}),), {}, "the loss of loss_fn=.*; expected a real scalar"),
-    (train_step, (np.ones(3, "float32"),), {}, "is float32 of shape (3,); expected"),
-    (
-        train_step,
-        (np.ones((), int),),
-        {},
-        "the loss of loss_fn is int.* has no gradient",
-    ),
-    (train_step, ((0.0, "1"),), WEIGHTED, "the weight of loss_fn='1'; expected"),
-    (train_step, ((0.0, {"x": 1.0}),), AUX, "['max_logits']; .* got entries ['x']"),
-    (train_step, (), {"max_aux": "max_logits"}, "has no ['max_logits']"),
+    (step, AUX, "has_aux=True, and .*; expected (loss, aux"),
+    (step, {"out": (0.0, 1.0, 2.0)} | WEIGHTED, "weighted=True, .*; expected (loss, w"),
+    (step, {"out": (0.0, {})}, "the loss of loss_fn=.*; expected a real scalar"),
+    (step, {"out": np.ones(3, "float32")}, "is float32 of shape (3,); expected"),
+    (step, {"out": np.ones((), int)}, "the loss of loss_fn is int.* has no gradient"),
+    (step, {"out": (0.0, "1")} | WEIGHTED, "the weight of loss_fn='1'; expected"),
+    (step, {"out": (0.0, {"y": 1.0})} | AUX, "['largest']; .* got entries ['y']"),
+    (step, {"max_aux": "largest"}, "has no ['largest']"),
     # --- layers ---
-    (scan, (P("data"),), {}, "along the axis of layers; expected"),
-    (scan, (P(), np.ones(())), {}, "layers at '' is a scalar; expected"),
-    (scan, (), {"carry": np.ones((6, 8))}, "carry has shape (6, 8); expected a first"),
-    (scan, (), {"carry": (np.ones(8), 0.0)}, "carry[1] has shape (); expected a first"),
-    (
-        scan,
-        (),
-        {"output": jnp.sum},
-        "the output of block has shape (); expected a firs",
-    ),
+    (scan, {"specs": P("data")}, "along the axis of layers; expected"),
+    (scan, {"layers": np.ones(())}, "layers at '' is a scalar; expected"),
+    (scan, {"x": np.ones((6, 8))}, "carry has shape (6, 8); expected a first"),
+    (scan, {"x": (np.ones(8), 0.0)}, "carry[1] has shape (); expected a first"),
+    (scan, {"output": jnp.sum}, "the output of block has shape (); expected a first"),
 ]
 
 
-@pytest.mark.parametrize(("call", "args", "given", "words"), REFUSED)
-def test_refused(call, args, given, words):
+@pytest.mark.parametrize(("call", "given", "words"), REFUSED)
+def test_refused(call, given, words):
     words = re.sub(r"[][()]", r"\\\g<0>", words)
     with pytest.raises(ValueError, match=words):
-        call(*args, **given)
-
-
-def test_specs_of_a_bare_array_name_no_path():
-    tx = jm.on_mesh(MUON, mesh_of(8), P("model"))
-    with pytest.raises(ValueError, match=r"^the parameter of shape \(8, 12\) with"):
-        tx.init(jnp.ones((8, 12)))
-
-
-def test_a_mesh_with_axes_of_both_kinds():
-    """On jax 0.12 its updates would not keep their sharding along Explicit axes."""
-    mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(AUTO, EXPLICIT))
-    with pytest.raises(ValueError, match="expected Auto for all, or Explicit for all"):
-        jm.on_mesh(MUON, mesh)
+        call(**given)
 
 
 def test_arrays_sharded_on_auto_axes_without_specs():
@@ -239,18 +209,3 @@ def test_steps_that_scan_otherwise_than_their_loss(
     step = case.sgd_step(loss, scanned=scanned)
     with pytest.raises((TypeError, ValueError), match=words):
         case.gradients(step, *case.drawn("float32"))
-
-
-@pytest.mark.parametrize("local_batch", [False, True])
-def test_layers_that_stay_sharded_over_explicit_axes(local_batch):
-    mesh = jax.make_mesh((4, 2), ("a", "b"), 2 * (EXPLICIT,))
-    x, layers = jnp.ones((8, 8)), jnp.ones((3, 8, 8))
-    with jax.set_mesh(mesh), pytest.raises(Exception, match="illegally sharded"):
-        jm.scan_layers(
-            lambda x, w: (x @ w, None),
-            jax.device_put(x, P(("a", "b"))),
-            jax.device_put(layers, P(None, "a", "b")),
-            mesh,
-            axis="a",
-            local_batch=local_batch,
-        )

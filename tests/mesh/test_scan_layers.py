@@ -18,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("as_users_write")
 
 def in_jit(loss, args, mesh, specs=case.SPECS, batch=None):
     """Gradients in plain jit, sharded like the parameters."""
-    placed = case.put(args[0], specs_of(args[0], specs), mesh)
+    of_layers = {name: specs["layers"][name] for name in args[0]["layers"]}
+    placed = case.put(args[0], specs | {"layers": of_layers}, mesh)
     with jax.set_mesh(mesh):
         gradient = jax.jit(jax.grad(loss))
         found = gradient(placed, case.put(args[1], batch or P("data"), mesh))
@@ -26,13 +27,6 @@ def in_jit(loss, args, mesh, specs=case.SPECS, batch=None):
         whole = placed["layers"][name].sharding.shard_shape(x.shape)
         assert math.prod(x.sharding.shard_shape(x.shape)) <= math.prod(whole)
     return found
-
-
-def specs_of(params, specs):
-    """Specs without those of leaves that are not there."""
-    return specs | {
-        "layers": {name: specs["layers"][name] for name in params["layers"]}
-    }
 
 
 def has_whole_layers(step, batch):
@@ -51,18 +45,24 @@ def has_whole_layers(step, batch):
         *((loss, "step", i % 2 == 1) for i, loss in enumerate(losses.STACKS)),
         (losses.with_keys, "microbatches", False),
         (losses.in_reverse, "weighted", True),
+        (losses.plain, "HSDP", False),
     ],
 )
 def test_gradients_of_stacks(alone, where, keep, x64):
-    args, loss = case.drawn(), case.scanning(alone, keep_gathered=keep)
+    args, over, sizes, given = case.drawn(), "data", (4,), {}
+    if where == "HSDP":
+        over, sizes = "fsdp", (2, 2)
+    axes = lambda spec: P(*(name and over for name in spec))  # noqa: E731
+    specs, mesh = jax.tree.map(axes, case.SPECS), mesh_of(*sizes)
+    loss = fn = case.scanning(alone, mesh, specs["layers"], keep_gathered=keep)
     if where == "plain jit":
-        found = in_jit(loss, args, mesh_of(4))
+        found = in_jit(loss, args, mesh)
     else:
-        given = {"microbatches": 2} if where == "microbatches" else {}
-        fn = loss
+        if where == "microbatches":
+            given = {"microbatches": 2}
         if where == "weighted":
             given, fn = {"weighted": True}, lambda p, b: (loss(p, b), 3.0)
-        step = case.sgd_step(fn, scanned=["layers"], **given)
+        step = case.sgd_step(fn, *sizes, specs=specs, scanned=["layers"], **given)
         found = case.gradients(step, *args)
         if alone != losses.of_effects:  # without a checkpoint it keeps sines of layers
             assert has_whole_layers(step, args[1]) == keep
@@ -83,42 +83,12 @@ def test_beside_tensor_parallelism(kind, keep, x64):
     case.assert_gradients(found, losses.with_keys, args)
 
 
-def test_integers_under_one_spec():
-    """They are gathered, and have no gradient."""
-    x, w = jnp.ones(8), jnp.linspace(0.5, 1.5, 24).reshape(3, 8)
-    places = jnp.arange(24).reshape(3, 8) % 8
-
-    def block(x, layer):
-        return jnp.sin(x * layer["w"])[layer["places"]], None
-
-    def loss(w, scan=jax.lax.scan):
-        return jnp.sum(scan(block, x, {"w": w, "places": places})[0])
-
-    found = jax.jit(jax.grad(case.scanning(loss, specs=P(None, "data"))))(w)
-    case.assert_gradients(found, loss, (w,), 5e-6)
-
-
 def test_no_layers_at_all(x64):
     """A model of zero layers, which tests of other parts of a program have."""
     params, x = case.drawn()
     params["layers"] = jax.tree.map(lambda w: w[:0], params["layers"])
-
-    def loss(params, x, scan=jax.lax.scan):
-        step = lambda y, w: (losses.layer(y, w), None)  # noqa: E731
-        x, _ = scan(step, x * params["scale"], params["layers"])
-        return jnp.mean(x @ params["head"])
-
-    found = jax.jit(jax.grad(case.scanning(loss)))(params, x)
-    case.assert_gradients(found, loss, (params, x))
-
-
-def test_hsdp_in_a_step(x64):
-    over = lambda spec: P(*("fsdp" if name else None for name in spec))  # noqa: E731
-    specs, args = jax.tree.map(over, case.SPECS), case.drawn()
-    loss = case.scanning(losses.plain, mesh_of(2, 2), specs["layers"])
-    specs = specs_of(args[0], specs)
-    step = case.sgd_step(loss, 2, 2, specs=specs, scanned=["layers"])
-    case.assert_gradients(case.gradients(step, *args), losses.plain, args)
+    found = jax.jit(jax.grad(case.scanning(losses.plain)))(params, x)
+    case.assert_gradients(found, losses.plain, (params, x))
 
 
 # Mesh, and mesh axes over which a layer is divided.

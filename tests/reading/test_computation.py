@@ -1,4 +1,4 @@
-"""Reading from a function: reasons, roles, layers, and what cannot be read so.
+"""Reading from a function: reasons, roles, and what cannot be read so.
 
 `test_programs.py` has the readings themselves.
 """
@@ -88,73 +88,21 @@ def test_the_last_layer_of_an_encoder_is_like_the_others():
     assert "like 'layers/0/down'" in read["layers/1/down"].reason
 
 
-# --- fused kernels --------------------------------------------------------------------
+def test_split_outputs_are_shown_unless_a_split_says_so():
+    """Equal parts are in tools/test_describe.py."""
 
+    def fused(params, x):
+        q, k, v = jnp.split(x @ params["qkv"], [16, 32], axis=-1)
+        return jnp.mean(jax.nn.softmax(q @ k.swapaxes(-1, -2)) @ v @ params["last"])
 
-def fused(params, x):
-    q, k, v = jnp.split(x @ params["qkv"], [16, 32], axis=-1)
-    x = jax.nn.softmax(q @ k.swapaxes(-1, -2)) @ v
-    gate, up = jnp.split(x @ params["gates"], 2, axis=-1)
-    return jnp.mean((gate * up) @ params["last"])
-
-
-FUSED = {"qkv": floats(16, 40), "gates": floats(8, 64), "last": floats(32, 5)}
-SPLITS = {
-    "qkv": "{'qkv': Split({'part_0': 16, 'part_1': 16, 'part_2': 8})}",
-    "gates": "{'gates': Split(2)}",
-}
-
-
-@pytest.mark.parametrize("name", SPLITS)
-def test_split_outputs_are_shown_unless_a_split_says_so(name):
-    found = jm.read(FUSED, fused, floats(3, 9, 16))[name]
-    assert found.reason.endswith(f"; its outputs are split: splits={SPLITS[name]}")
-    split = eval(SPLITS[name], {"Split": jm.Split})
-    read = jm.read(FUSED, fused, floats(3, 9, 16), splits=split)
-    assert "splits" not in read[name].reason
-    assert read.splits == split
-    assert found.role == read[name].role == "fused"
-
-
-# --- layers ---------------------------------------------------------------------------
-
-
-def blocks(params, x):
-    """Twelve layers, as three blocks of four."""
-    grouped = jax.tree.map(lambda w: w.reshape(3, 4, *w.shape[1:]), params)
-    return lax.scan(lambda x, p: lax.scan(step, x, p), x, grouped)[0]
-
-
-def step(x, p):
-    return jnp.tanh((x * p["scale"]) @ p["w"]), None
-
-
-FORMS = {
-    "scan": lambda p, x: lax.scan(step, x, p)[0],
-    "in blocks": blocks,
-    "by number": lambda p, x: lax.fori_loop(
-        0, 12, lambda i, x: step(x, jax.tree.map(lambda w: w[i], p))[0], x
-    ),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_scanned_layers(form):
-    params = {"w": floats(12, WIDTH, WIDTH), "scale": floats(12, WIDTH)}
-    read = jm.read(params, lambda p, x: FORMS[form](p, x).sum(), floats(5, WIDTH))
-    axes = read["w"].axes
-    assert (axes.batch, axes.reduction, axes.output) == ((0,), (1,), (2,))
-    assert read["w"].label == "muon" and read["scale"].label == "adamw"
-    assert read["w"].scanned == read["scale"].scanned == (0,)
-
-
-def test_layers_on_axis_1():
-    def loss(p, x):
-        return lax.scan(step, x, jax.tree.map(lambda w: jnp.moveaxis(w, 1, 0), p))[0]
-
-    params = {"w": floats(WIDTH, 12, WIDTH), "scale": floats(WIDTH, 12)}
-    read = jm.read(params, loss, floats(5, WIDTH))
-    assert read["w"].axes.batch == read["w"].scanned == (1,)
+    params, x = {"qkv": floats(16, 40), "last": floats(8, 5)}, floats(3, 9, 16)
+    found = jm.read(params, fused, x)["qkv"]
+    suggested = "{'qkv': Split({'part_0': 16, 'part_1': 16, 'part_2': 8})}"
+    assert found.reason.endswith(f"; its outputs are split: splits={suggested}")
+    splits = {"qkv": jm.Split({"part_0": 16, "part_1": 16, "part_2": 8})}
+    read = jm.read(params, fused, x, splits=splits)
+    assert "splits" not in read["qkv"].reason and read.splits == splits
+    assert found.role == read["qkv"].role == "fused"
 
 
 # --- what cannot be read --------------------------------------------------------------
@@ -179,16 +127,36 @@ def test_a_hidden_parameter_is_an_error():
     assert read["mixing/w"].sizes == (5 * 7 * 7, 9, 9)
 
 
-def test_two_uses_that_contradict_each_other():
-    def loss(params, x):
-        y = jnp.tanh(x @ params["w"])  # (5, 24) to (5, 8)
-        z = jnp.einsum("bio,io->bo", x[..., None] * y[:, None], params["w"])
-        return jnp.mean((y + jnp.tanh(z)) @ params["last"])
+def contradiction(params, x):
+    y = jnp.tanh(x @ params["w"])  # (5, 24) to (5, 8)
+    z = jnp.einsum("bio,io->bo", x[..., None] * y[:, None], params["w"])
+    return jnp.mean((y + jnp.tanh(z)) @ params["last"])
 
-    params = {"w": floats(24, 8), "last": floats(8, 3)}
-    first, second = at(loss, 'x @ params["w"]'), at(loss, "jnp.einsum")
-    with pytest.raises(ValueError, match=rf"'w' of shape .*{first}, {second}"):
-        jm.read(params, loss, floats(5, 24))
+
+def solve(params, x):
+    """For a square right side all shapes are equal, as for a product of elements."""
+    return jnp.mean(lax.linalg.triangular_solve(params["w"], x, left_side=True))
+
+
+def factors(params, x):
+    """Two factors whose product is compared with the data."""
+    return jnp.mean((params["u"] @ params["v"] - x) ** 2)
+
+
+BOTH = f"{at(contradiction, 'x @')}, {at(contradiction, 'einsum')}"
+UNREAD = [  # function, shapes of parameters and of x, words
+    (contradiction, {"w": (24, 8), "last": (8, 3)}, (5, 24), f"'w' of shape .*{BOTH}"),
+    (solve, {"w": (8, 8)}, (8, 8), "it goes into triangular_solve"),
+    (factors, {"u": (9, 3), "v": (3, 7)}, (9, 7), "nothing but parameters and const"),
+    (lambda p, x: x, {"a": (4, 4), "b": (4,)}, (3,), "on none of the 2 parameters"),
+]
+
+
+@pytest.mark.parametrize(("function", "shapes", "x", "words"), UNREAD)
+def test_what_no_use_decides(function, shapes, x, words):
+    params = {path: floats(*shape) for path, shape in shapes.items()}
+    with pytest.raises(ValueError, match=words):
+        jm.read(params, function, floats(*x))
 
 
 def test_scans_over_parts_of_a_matrix_are_not_over_layers():
@@ -206,37 +174,11 @@ def test_scans_over_parts_of_a_matrix_are_not_over_layers():
     assert [x.scanned for x in read.values()] == [(), (), ()]
 
 
-def test_a_matrix_that_is_solved_for_is_no_scale():
-    """For a square right side all shapes are equal, as for a product of elements."""
-
-    def loss(params, x):
-        return jnp.mean(lax.linalg.triangular_solve(params["w"], x, left_side=True))
-
-    with pytest.raises(ValueError, match="it goes into triangular_solve"):
-        jm.read({"w": floats(8, 8)}, loss, floats(8, 8))
-
-
 def test_what_the_function_does_not_use_gets_adamw():
     params = {"up": floats(8, 8), "old": floats(8, 8), "last": floats(8, 3)}
     read = jm.read(params, lambda p, x: (x @ p["up"]) @ p["last"], floats(5, 8))
     assert (read["old"].label, read["old"].role) == ("adamw", "unused")
     assert read["old"].reason == "the result does not depend on it"
-
-
-def test_a_function_of_no_parameter():
-    with pytest.raises(ValueError, match="depends on none of the 2 parameters"):
-        jm.read({"a": floats(4, 4), "b": floats(4)}, lambda p, x: x, floats(3))
-
-
-def test_products_of_parameters_alone_are_no_elementwise_ones():
-    """Two factors whose product is compared with the data."""
-
-    def loss(params, x):
-        return jnp.mean((params["u"] @ params["v"] - x) ** 2)
-
-    params = {"u": floats(9, 3), "v": floats(3, 7)}
-    with pytest.raises(ValueError, match="nothing but parameters and constants"):
-        jm.read(params, loss, floats(9, 7))
 
 
 def test_what_may_be_a_stack_shows_its_rule():

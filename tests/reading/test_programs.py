@@ -14,6 +14,13 @@ from tests.programs import PROGRAMS
 pytestmark = pytest.mark.usefixtures("as_users_write")
 
 
+# Axes of layers, in whatever form the loop is.
+SCANNED = {
+    "scan_checkpointed_and_reversed": {(0,)},
+    "scan_over_blocks_of_layers": {(0,)},
+    "scan_over_numbers": {(0,)},
+    "scan_along_the_second_axis": {(1,)},
+}
 # A parameter is multiplied by another one, and either may be like data.
 UNDECIDED = {"latents_not_repeated": {"att/q", "latents"}}
 
@@ -33,6 +40,9 @@ def test_reading(name):
         answer = program.answers[x.path]
         if x.path not in undecided and not answer.endswith("?"):
             assert judge(answer, x) == (RIGHT, ""), x
+    if name in SCANNED:
+        layers = [x for x in read if x.path.startswith(("layers/", "up", "down"))]
+        assert {x.scanned for x in layers} == SCANNED[name]
     roles = {x.path: x.role for x in read if x.path not in undecided}
     for path, role in program.roles.items():
         if path in roles and not program.answers[path].endswith("?"):
