@@ -1,4 +1,4 @@
-"""Tables of runs that nobody makes again: the pages have the figures of the results."""
+"""The pages have the figures of the results, most of which nobody makes again."""
 
 import itertools
 import json
@@ -163,3 +163,18 @@ def test_what_is_left_of_a_movement():
     for row in results("finetune_movement.json")["rows"]:
         moved.setdefault(row["learning_rate"], []).append(f"{row['moved']:.3f}")
     assert {float(rate): x for rate, x in table("movement").items()} == moved
+
+
+def test_memory_of_compiled_steps():
+    """Peaks in GB by number of GPUs, and in bytes a parameter by optimizer."""
+    rows = results("memory.json")
+    peaks = {x["gpus"]: x["peak"] / 1e9 for x in rows if x["table"] == "models"}
+    of_7b = [f"{peaks[gpus]:.1f}" for gpus in (1, 8, 64, 256)]
+    assert table("models") == {"7B": ["bfloat16", *of_7b]}
+    found = {
+        x["optimizer"]: f"{x['peak'] / x['elements']:.1f}"
+        for x in rows
+        if x["table"] == "updates"
+    }
+    for name, (_, peak) in table("updates").items():
+        assert found[name.removeprefix("jm.")] == peak
