@@ -20,7 +20,6 @@ from benchmarks.schedule.step_time import (
     Rates,
     estimate,
     kinds_of_devices,
-    nccl_seconds,
     transfer_seconds,
 )
 from jax_muon.mesh.plan import Pool
@@ -113,27 +112,6 @@ def test_bytes_between_hosts(kind, group, sent, between, seconds):
     assert one.bytes_between_hosts(8) == pytest.approx(between)
     rates = Rates(within=100, between=10)
     assert transfer_seconds(one, rates) == pytest.approx(seconds)
-
-
-# NCCL's figures for a base, and for hops within a host and between hosts.
-LATENCIES = [  # of how many devices, in microseconds
-    ("all-gather", 8, 14 + 7 * 1.9),
-    ("all-gather", 64, 14 + 56 * 1.9 + 7 * 4),
-    ("all-reduce", 8, 14 + 14 * 1.9),
-    ("all-reduce", 64, 14 + 2 * (7 * 1.25 + 3 * 8.5)),
-    ("all-to-all", 64, 20 + 56),
-    ("all-gather", 1, 0),
-]
-
-
-@pytest.mark.parametrize(("kind", "devices", "microseconds"), LATENCIES)
-def test_latencies(kind, devices, microseconds):
-    """Of no bytes at all; beside those of many bytes they do not show."""
-    small = Transfer(kind, tuple(range(devices)), 0, "t", 0, 0, True)
-    assert nccl_seconds(small, Rates()) == pytest.approx(1e-6 * microseconds)
-    large = dataclasses.replace(small, input_bytes=10**11)
-    alone = transfer_seconds(large, Rates())
-    assert alone <= nccl_seconds(large, Rates()) <= 1.01 * alone
 
 
 def test_estimate_of_a_step(module):
