@@ -198,28 +198,22 @@ def test_a_killed_run_goes_on_digit_for_digit(finished, tmp_path, examples):
     assert_same_run(killed, whole)
 
 
-def test_two_runs_of_one_name_are_refused(copied):
-    message = f"whole is in use by process {os.getpid()} on"
-    with runs.locked(copied):
-        for more in ("--resume", "--steps=2"):
-            assert_refused(copied, message, more)
-
-
 def test_a_run_killed_before_its_first_checkpoint_begins_again(finished, copied):
     shutil.rmtree(copied / "checkpoints")
     again(copied, "--resume")
     assert_same_run(copied, finished / "whole")
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--width=64", r"began with width 32, not 64"),
-        ("--name=other", r"other holds no run to resume; .* has whole"),
-    ],
-)
-def test_resuming_as_another_run_is_refused_and_nothing_lost(copied, flags, message):
-    assert_refused(copied, message, "--resume", flags)
+def test_what_is_refused_loses_nothing(copied):
+    width, name = (
+        r"began with width 32, not 64",
+        r"other holds no run to resume; .* has w",
+    )
+    assert_refused(copied, width, "--resume", "--width=64")
+    assert_refused(copied, name, "--resume", "--name=other")
+    with runs.locked(copied):  # by another run of its name
+        for more in ("--resume", "--steps=2"):
+            assert_refused(copied, f"in use by process {os.getpid()} on", more)
 
 
 def test_optimizers_learn_and_are_drawn_with_their_steps(tmp_path):
