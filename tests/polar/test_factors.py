@@ -51,19 +51,16 @@ CUBICS = [
     (2.4418906, -1.2764040, 0.0),
     (2.2230472, -0.9630650, 0.0),
 ]
-# DeepSeek-V4's technical report: Jordan's quintic until singular values are near 1,
-# then two steps that bring them to 1.
-TEN = 8 * [NEWTON_SCHULZ] + 2 * [(2.0, -1.5, 0.5)]
 POLARS = {  # and what the oracle takes
     "express": (
         functools.partial(jm.PolarExpress, norm="schatten4"),
         (EXPRESS, 1.02, 1e-6, "schatten4"),
     ),
     "jordan": (jm.NewtonSchulz, (5 * [NEWTON_SCHULZ], 1.0, 1e-7)),
-    **{
-        name: (functools.partial(jm.NewtonSchulz, coefficients=x), (x, 1.0, 1e-7))
-        for name, x in {"cubics": CUBICS, "ten": TEN}.items()
-    },
+    "cubics": (
+        functools.partial(jm.NewtonSchulz, coefficients=CUBICS),
+        (CUBICS, 1.0, 1e-7),
+    ),
 }
 
 
@@ -324,13 +321,10 @@ def test_exact_polar(rng, x64):
     x[1, [0, 4], 0] = np.inf
     y = jm.ExactPolar()(jnp.asarray(x))
     assert jnp.isnan(y[1]).all() and jnp.isfinite(y[::2]).all()
-
-
-def test_rank_deficient(rng, x64):
+    # Of rank 3: what is in the null space stays there.
     x = jnp.asarray(rng.standard_normal((12, 3)) @ rng.standard_normal((3, 20)))
-    for polar in (jm.ExactPolar(), jm.PolarExpress(10, dtype="float64")):
-        s = np.linalg.svd(polar(x), compute_uv=False)
-        np.testing.assert_allclose(s, [1] * 3 + [0] * 9, atol=1e-9)
+    s = np.linalg.svd(jm.ExactPolar()(x), compute_uv=False)
+    np.testing.assert_allclose(s, [1] * 3 + [0] * 9, atol=1e-9)
 
 
 @pytest.mark.parametrize("polar", [jm.PolarExpress(), jm.ExactPolar()])
