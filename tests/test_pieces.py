@@ -188,14 +188,13 @@ def test_norms_stay(dtype, rtol):
     )
 
 
-def test_the_scale_of_the_chain_is_nothing_and_no_gradient_no_step():
-    w, tx = trees.normal((4, 6)), jm.hyperball(0.2)
+def test_without_a_gradient_a_matrix_stays_on_its_sphere():
+    """As one that was never moved; the other one of the tree is turned."""
+    w = trees.normal((4, 6))
     params, grads = {"w": w, "still": w}, {"w": w[::-1], "still": 0 * w}
-    (one,), *_ = trees.run(tx, params, [grads])
-    (other,), *_ = trees.run(optax.chain(optax.scale(1e6), tx), params, [grads])
-    chex.assert_trees_all_close(one, other, rtol=1e-5, atol=1e-6)
-    assert jnp.linalg.norm(one["w"]) > 0.1 * jnp.linalg.norm(w)
-    np.testing.assert_array_equal(one["still"], 0)
+    (updates,), *_ = trees.run(jm.hyperball(0.2), params, [grads])
+    assert jnp.linalg.norm(updates["w"]) > 0.1 * jnp.linalg.norm(w)
+    np.testing.assert_array_equal(updates["still"], 0)
 
 
 # --- what optax asks of a transform ---------------------------------------------------
