@@ -169,7 +169,7 @@ def test_without_parameters_momentum_keeps_the_dtype_of_the_gradients():
 # --- hyperball: norms stay, and only directions count ---------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 1e-6), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 1e-6), ("bfloat16", 5e-4)])
 def test_norms_stay(dtype, rtol):
     """Big steps for long, of scanned layers whose norms differ; then a rate of zero."""
     sizes = np.array([1.0, 10.0, 100.0])[:, None, None]
@@ -182,7 +182,7 @@ def test_norms_stay(dtype, rtol):
     before, after = (
         np.linalg.norm(x.astype("float32"), axis=(1, 2)) for x in (start, end)
     )
-    np.testing.assert_allclose(after, before, rtol=min(rtol, 3e-3))
+    np.testing.assert_allclose(after, before, rtol=rtol)
     np.testing.assert_allclose(
         *(x.astype("float32") for x in (end - last, end)), rtol=rtol
     )
