@@ -104,14 +104,9 @@ class Checkpoints:
         self.manager.save(step, args=ocp.args.StandardSave(saved))
 
     def restore(self, params: Any, state: Any) -> tuple[int, Any, Any]:
-        """Restores the newest checkpoint.
+        """The newest checkpoint's step, parameters and state; 0 and None without one.
 
-        Args:
-            params: shapes, dtypes and shardings of the parameters.
-            state: the same for the optimizer's state.
-
-        Returns:
-            The step, parameters and state; 0, None and None without a checkpoint.
+        `params` and `state` are shapes, dtypes and shardings of what is wanted.
         """
         step = self.manager.latest_step()
         if step is None:

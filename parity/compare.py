@@ -158,12 +158,10 @@ def _rounding(ours_exact: float, theirs_exact: float) -> str:
     )
 
 
-# ---- bfloat16, where each way to write a step rounds otherwise: how far PyTorch
-# is from itself, and how far we are from it. The variants are the reference, changed in
-# nothing but rounding:
-# - addmm: each quintic step as two fused multiply-adds, as torch.optim.Muon does;
-# - compiled: the step through torch.compile, which keeps sums in float32 for longer.
-#   Compiling takes a minute, so `parity.run` does it in another process.
+# ---- bfloat16: how far PyTorch is from itself, and how far we are from it. Variants of
+# the reference differ in rounding alone: "addmm" has each quintic step as two fused
+# multiply-adds, as torch.optim.Muon does; "compiled" keeps sums in float32 for longer.
+# Compiling takes a minute, so `parity.run` does it in another process.
 
 # Two axes, since torch.optim.Muon takes no others.
 NAMES = ("square.weight", "tall.weight", "wide.weight", "odd.weight", "pool.0.weight")
@@ -179,11 +177,6 @@ class Spread:
     variants: dict[str, float]  # from a variant of the reference to the reference
     ours_exact: float  # from ours to the reference in float64
     reference_exact: float  # from the reference to itself in float64
-
-
-def plain_polar(recipe: Recipe) -> Callable:
-    """The function that the recipe's reference takes its polar factor with."""
-    return polar_express if recipe.reference is Nanochat else newton_schulz
 
 
 def torch_end(recipe: Recipe, dtype: str = "bfloat16", **settings: Any) -> Arrays:
@@ -217,9 +210,10 @@ def compiled_ends() -> dict[str, Arrays]:
 def spread(name: str, compiled_end: Arrays | None = None) -> Spread:
     """Distances between ours, the reference and its variants; see `compiled_ends`."""
     recipe, start = problems.RECIPES[name], problems.weights()
+    polar = polar_express if recipe.reference is Nanochat else newton_schulz
     eager, exact = torch_end(recipe), torch_end(recipe, "float64")
     ends = {
-        "addmm": torch_end(recipe, polar=partial(plain_polar(recipe), order="addmm")),
+        "addmm": torch_end(recipe, polar=partial(polar, order="addmm")),
     }
     if compiled_end is not None:
         ends["compiled"] = compiled_end

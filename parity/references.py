@@ -1,8 +1,7 @@
 """PyTorch references: the Muon family from its equations, in the plainest way.
 
-Every matrix is a PyTorch weight, (out, in) = (m, n). A reference is read, believed, and
-then compared with. It follows the dtype of the parameters; only the polar iteration has
-a dtype of its own. All are for matrices; `torch.optim.AdamW` has the rest.
+Every matrix is a PyTorch weight, (out, in) = (m, n). All is computed in the dtype of
+the parameters, except the polar iteration. `torch.optim.AdamW` has the other leaves.
 """
 
 import functools
@@ -84,11 +83,7 @@ NEWTON_SCHULZ: Coefficients = ((3.4445, -4.7750, 2.0315),)
 
 
 def as_stack(x: Tensor) -> Tensor:
-    """View (out, ...) as (1, out, rest): nanochat multiplies stacks, never one matrix.
-
-    The product of a (1, n) matrix rounds otherwise than that of a (1, 1, n) stack. A
-    convolution kernel becomes a matrix, too.
-    """
+    """View (out, ...) as (1, out, rest): products of stacks round as nanochat's do."""
     return x.view(1, x.shape[0], -1)
 
 
@@ -109,10 +104,9 @@ def polar_express(
     X <- a X + X (b A + c A^2) with A = X^T X (tall), A being the smaller Gram matrix.
     Steps past the end of `coefficients` repeat its last entry.
 
-    `order` is where bfloat16 rounds; a few per cent of the result there, nothing in
-    float64. "nanochat" forms c (A A). "jordan" turns a tall matrix wide first and forms
-    (c A) A. "addmm" turns it, too, and rounds each sum of the step once, as
-    torch.optim.Muon does.
+    `order` is where bfloat16 rounds: "nanochat" forms c (A A); "jordan" turns a tall
+    matrix wide first and forms (c A) A; "addmm" turns it, too, and rounds each sum of
+    the step once, as torch.optim.Muon does.
 
     Source: arXiv 2505.16932, Algorithm 1.
     """
@@ -204,7 +198,6 @@ class Muon(torch.optim.Optimizer):
     }
 
     def __init__(self, params: Iterable, **settings: Any):
-        """See the class."""
         super().__init__(params, {**self.DEFAULTS, **settings})
 
     @torch.no_grad()

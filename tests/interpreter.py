@@ -81,7 +81,8 @@ def _missing_rules() -> list[tuple[object, str, object]]:
         mosaic.layout_cast_p, lambda ctx, x, **_: [x], platform="cpu"
     )
 
-    # One program for all, as the jaxpr is its key; and each runs to its end.
+    # One program for all, as the jaxpr is its key; and each runs to its end. It is
+    # compiled ahead: threads that call jit wait for each other.
     run_once = jax.jit(core.eval_jaxpr, static_argnums=0)
 
     def run(jaxpr, consts, *args):

@@ -16,4 +16,6 @@ RECIPES = {
     ),
     "muonh": functools.partial(jm.muonh, matrices=toy),
 }
+# The smallest tree in which every recipe has something to do: TEON joins q and q.
+SHAPES = {"wte": (5, 4), "0": {"q": (4, 6)}, "1": {"q": (4, 6)}, "bias": (6,)}
 ON_SPHERES = ("muonh",)  # it takes no weight decay

@@ -27,6 +27,7 @@ from jax_muon.trees import leaves_with_paths
 from tests import trees
 from tests.mesh import case
 from tests.recipes import RECIPES
+from tests.recipes import SHAPES as SMALL
 
 FOLDER = pathlib.Path(__file__).parent / "fixtures" / "frozen"
 FREEZE = "FREEZE" in os.environ
@@ -78,8 +79,6 @@ def test_tables_and_states_are_those_that_are_committed():
 
 
 # --- states of a release --------------------------------------------------------------
-
-SMALL = {"wte": (5, 4), "0": {"q": (4, 6)}, "1": {"q": (4, 6)}, "bias": (6,)}
 
 
 def saved_states():

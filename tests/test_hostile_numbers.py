@@ -12,11 +12,10 @@ import pytest
 
 import jax_muon as jm
 from tests import trees
-from tests.recipes import RECIPES
+from tests.recipes import RECIPES, SHAPES
 
 CASES = [(name, dtype) for name in RECIPES for dtype in ("float32", "bfloat16")]
 CASES += [("nanochat", "float16"), ("muonh", "float16")]
-SHAPES = {"wte": (5, 4), "0": {"q": (4, 6)}, "1": {"q": (4, 6)}, "bias": (6,)}
 
 
 def draw(shape, seed=0):

@@ -57,15 +57,6 @@ def drawn(dtype=jnp.float32):
     return trees.normal(SHAPES, 0, dtype), trees.normal(SHAPES, 1, dtype)
 
 
-def run(tx, params, grads):
-    """Updates of each step, with the same parameters, and the last state."""
-    state, out = tx.init(params), []
-    for g in grads:
-        updates, state = tx.update(g, state, params)
-        out.append(updates)
-    return out, state
-
-
 # --- mathematics ----------------------------------------------------------------------
 
 
@@ -80,9 +71,9 @@ def test_nesterov_of_one_gradient_stays_there():
 def test_matrices_of_a_stack_are_scaled_apart(name):
     """By what each does to single ones, which recipes show in tests/test_recipes.py."""
     params, grads = ({k: tree[k] for k in ("a", "e")} for tree in drawn())
-    (stack,), _ = run(OF_MATRICES[name](matrices=MATRICES), params, [grads])
+    (stack,), *_ = trees.run(OF_MATRICES[name](matrices=MATRICES), params, [grads])
     singles = [{"a": x["a"], "0": x["e"][0], "1": x["e"][1]} for x in (params, grads)]
-    (apart,), _ = run(OF_MATRICES[name](), singles[0], singles[1:])
+    (apart,), *_ = trees.run(OF_MATRICES[name](), singles[0], singles[1:])
     expected = {"a": apart["a"], "e": jnp.stack([apart["0"], apart["1"]])}
     chex.assert_trees_all_close(stack, expected, rtol=1e-5, atol=1e-6)
 
@@ -99,8 +90,8 @@ def test_small_states_leave_boxes(name):
     """The axis names of a box would shard the axes of length one of the state."""
     tx, plain = SMALL_STATES[name](), trees.normal({"w": (6, 9)})
     boxed = {"w": nn.Partitioned(plain["w"], names=("x", None))}
-    (expected,), expected_state = run(tx, plain, [plain])
-    (updates,), state = run(tx, boxed, [boxed])
+    (expected,), _, expected_state = trees.run(tx, plain, [plain])
+    (updates,), _, state = trees.run(tx, boxed, [boxed])
     assert jax.tree.structure(state[-1]) == jax.tree.structure(plain)
     chex.assert_trees_all_equal(*map(jax.tree.leaves, (state, expected_state)))
     assert jax.tree.structure(updates) == jax.tree.structure(boxed)
@@ -127,7 +118,7 @@ def test_norms_that_nothing_is_divided_by(name):
     params = {"w": jnp.array([[3.0, 0.0], [0.0, 4.0]])}
     unit = jnp.array([[0.0, 0.6], [0.8, 0.0]])
     for size in (1.0, 5 * smallest, smallest / 20):
-        (updates,), _ = run(tx, params, [{"w": size * unit}])
+        (updates,), *_ = trees.run(tx, params, [{"w": size * unit}])
         scale = size if name == "equilibrate_rows" else 1.0
         norms.append(float(jnp.linalg.norm(updates["w"])) / scale)
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
@@ -137,14 +128,16 @@ def test_norms_that_nothing_is_divided_by(name):
 def test_rows_beside_very_large_ones_are_equilibrated():
     """The smallest norm is in the units in which no square overflows."""
     u = {"w": jnp.array([[1e20, 0.0], [0.0, 1e8]])}
-    (updates,), _ = run(jm.equilibrate_rows(), u, [u])
+    (updates,), *_ = trees.run(jm.equilibrate_rows(), u, [u])
     np.testing.assert_allclose(jnp.diag(updates["w"]), 1e20 / 2**0.5, rtol=1e-5)
 
 
 def test_scale_by_path():
     """The first pattern that matches counts."""
     updates = {path: jnp.ones(()) for path in ("a/w", "b/w", "b/v")}
-    (scaled,), _ = run(jm.scale_by_path({"b/w": 0.5, "b": 3.0}), updates, [updates])
+    (scaled,), *_ = trees.run(
+        jm.scale_by_path({"b/w": 0.5, "b": 3.0}), updates, [updates]
+    )
     assert scaled == {"a/w": 1.0, "b/w": 0.5, "b/v": 3.0}
 
 
@@ -152,9 +145,9 @@ def test_cautious_decay():
     u = jnp.array([1.0, -1.0, 1.0, -1.0, 0.0])
     w = jnp.array([2.0, 2.0, -2.0, -2.0, 2.0])
     tx = jm.add_cautious_decayed_weights(lambda count: 0.1 * (count + 1))
-    (first, second), _ = run(tx, w, [u, u])
+    (first, second), *_ = trees.run(tx, w, [u, u])
     np.testing.assert_allclose(first, [1.2, -1.0, 1.0, -1.2, 0.2], rtol=1e-6)
-    np.testing.assert_allclose(second, [1.4, -1.0, 1.0, -1.4, 0.4], rtol=1e-6)
+    np.testing.assert_allclose(second, [1.64, -1.0, 1.0, -1.64, 0.44], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["nesterov", "add_cautious_decayed_weights"])
@@ -176,54 +169,35 @@ def test_without_parameters_momentum_keeps_the_dtype_of_the_gradients():
 # --- hyperball: norms stay, and only directions count ---------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_norms_stay_and_injected_rates_are_data(dtype):
-    """Big steps for long, scanned layers of norms that differ, a rate of zero."""
+@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 1e-6), ("bfloat16", 5e-4)])
+def test_norms_stay(dtype, rtol):
+    """Big steps for long, of scanned layers whose norms differ; then a rate of zero."""
     sizes = np.array([1.0, 10.0, 100.0])[:, None, None]
-    params = {"layers/w": (trees.normal((3, 8, 12)) * sizes).astype(dtype)}
-    tx = optax.inject_hyperparams(jm.muonh, static_args="matrices")(
-        0.1, matrices=reader()
-    )
-    update = jax.jit(chex.assert_max_traces(tx.update, n=1))
-
-    def norms(params):
-        return jnp.linalg.norm(params["layers/w"].astype("float32"), axis=(1, 2))
-
-    state, start = tx.init(params), norms(params)
-    for step in range(40):
-        state.hyperparams["learning_rate"] = jnp.asarray(0.1 * (step < 39), dtype)
-        before = params
-        noise = {"layers/w": trees.normal((3, 8, 12), step, dtype)}
-        updates, state = update(noise, state, params)
-        params = optax.apply_updates(params, updates)
+    start = (trees.normal((3, 8, 12)) * sizes).astype(dtype)
+    noise = [{"layers/w": trees.normal((3, 8, 12), seed, dtype)} for seed in range(40)]
+    tx = jm.muonh(lambda count: 0.1 * (count < 39), matrices=reader())
+    updates, params, _ = trees.run(tx, {"layers/w": start}, noise)
     # Float32 rounds as long as it runs; the last step takes bfloat16's rounding back.
-    narrow = dtype == "bfloat16"
-    np.testing.assert_allclose(norms(params), start, rtol=3e-3 if narrow else 1e-6)
-    chex.assert_trees_all_close(params, before, rtol=1e-2 if narrow else 1e-6)
+    (end,), (last,) = params.values(), updates[-1].values()
+    before, after = (
+        np.linalg.norm(x.astype("float32"), axis=(1, 2)) for x in (start, end)
+    )
+    np.testing.assert_allclose(after, before, rtol=rtol)
+    np.testing.assert_allclose(
+        *(x.astype("float32") for x in (end - last, end)), rtol=rtol
+    )
 
 
-def test_the_scale_of_the_chain_is_nothing_and_no_gradient_no_step():
-    w, tx = trees.normal((4, 6)), jm.hyperball(0.2)
+def test_without_a_gradient_a_matrix_stays_on_its_sphere():
+    """As one that was never moved; the other one of the tree is turned."""
+    w = trees.normal((4, 6))
     params, grads = {"w": w, "still": w}, {"w": w[::-1], "still": 0 * w}
-    (one,), _ = run(tx, params, [grads])
-    (other,), _ = run(optax.chain(optax.scale(1e6), tx), params, [grads])
-    chex.assert_trees_all_close(one, other, rtol=1e-5, atol=1e-6)
-    assert jnp.linalg.norm(one["w"]) > 0.1 * jnp.linalg.norm(w)
-    np.testing.assert_array_equal(one["still"], 0)
+    (updates,), *_ = trees.run(jm.hyperball(0.2), params, [grads])
+    assert jnp.linalg.norm(updates["w"]) > 0.1 * jnp.linalg.norm(w)
+    np.testing.assert_array_equal(updates["still"], 0)
 
 
 # --- what optax asks of a transform ---------------------------------------------------
-
-
-@every_piece
-def test_masked(factory):
-    """Leaves of another transform are passed over, and given back unchanged."""
-    params, grads = drawn()
-    labels = {"a": True, "b": False, "e": True, "f": True}
-    (updates,), _ = run(optax.masked(factory(), labels), params, [grads])
-    picked = [{k: x for k, x in tree.items() if k != "b"} for tree in (params, grads)]
-    (alone,), _ = run(factory(), picked[0], picked[1:])
-    chex.assert_trees_all_close(updates, {**alone, "b": grads["b"]}, atol=1e-6)
 
 
 @every_piece

@@ -1,4 +1,4 @@
-"""Tables of runs that nobody makes again: the pages have the figures of the results."""
+"""The pages have the figures of the results, most of which nobody makes again."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ import statistics
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-mean, geometric_mean = statistics.fmean, statistics.geometric_mean
+mean = statistics.fmean
 
 
 def results(name):
@@ -72,18 +72,12 @@ def spectral(lr, width):
     return (lr * width) ** 0.5 / 40
 
 
-def by_size(lr, width):
-    return lr**0.5 / 8
-
-
-STARTS = {"nanochat": spectral, "muon": spectral}
-STARTS |= dict.fromkeys(("moonlight", "moonlight, one rate", "normuon"), by_size)
 COLUMNS = (  # of the first rates: an optimizer and its rate, None for the best one
     ("adamw", lambda lr, width: lr),
     ("nanochat", spectral),
     ("nanochat", lambda lr, width: 0.02),
     ("nanochat", None),
-    ("moonlight", by_size),
+    ("moonlight", lambda lr, width: lr**0.5 / 8),
 )
 
 
@@ -129,24 +123,6 @@ def test_what_is_promised_of_first_rates():
         assert promise in " ".join((ROOT / page).read_text().split())
 
 
-def test_first_rates_beside_the_best_ones():
-    """On Flax's examples, and on lm1b by width."""
-    found = results("rates.json")
-    lr, ratios = found["optimizers"]["adamw"]["best_rates"], []
-    for optimizer, start in STARTS.items():
-        for example, rates in found["optimizers"][optimizer]["best_rates"].items():
-            first = start(geometric_mean(lr[example]), 128)
-            ratios.append(first / geometric_mean(rates))
-    for width, by_name in found["lm1b_by_width"].items():
-        for name in ("nanochat", "moonlight"):
-            first = STARTS[name](by_name["adamw"]["best_rate"], int(width))
-            ratios.append(first / by_name[name]["best_rate"])
-    page = " ".join((ROOT / "docs/rates.md").read_text().split())
-    assert f"are {min(ratios):.1f} to {max(ratios):.1f} times the best" in page
-    angle = found["optimizers"]["muonh"]["start"]
-    assert f"| `jm.muonh` | {angle:.1g}, " in page
-
-
 def test_fine_tuning_in_bfloat16():
     ends = {}
     for row in results("finetune.json"):
@@ -163,3 +139,18 @@ def test_what_is_left_of_a_movement():
     for row in results("finetune_movement.json")["rows"]:
         moved.setdefault(row["learning_rate"], []).append(f"{row['moved']:.3f}")
     assert {float(rate): x for rate, x in table("movement").items()} == moved
+
+
+def test_memory_of_compiled_steps():
+    """Peaks in GB by number of GPUs, and in bytes a parameter by optimizer."""
+    rows = results("memory.json")
+    peaks = {x["gpus"]: x["peak"] / 1e9 for x in rows if x["table"] == "models"}
+    of_7b = [f"{peaks[gpus]:.1f}" for gpus in (1, 8, 64, 256)]
+    assert table("models") == {"7B": ["bfloat16", *of_7b]}
+    found = {
+        x["optimizer"]: f"{x['peak'] / x['elements']:.1f}"
+        for x in rows
+        if x["table"] == "updates"
+    }
+    for name, (_, peak) in table("updates").items():
+        assert found[name.removeprefix("jm.")] == peak

@@ -1,6 +1,5 @@
 """Reading scheduled HLO: recorded forms, shortened by hand; no compiler is needed."""
 
-import dataclasses
 import importlib.metadata
 import json
 import pathlib
@@ -13,17 +12,13 @@ import pytest
 
 from benchmarks.schedule import gpu_schedule
 from benchmarks.schedule.h100s import whole_step
-from benchmarks.schedule.hlo import Instruction, Module, Transfer
+from benchmarks.schedule.hlo import Module
 from benchmarks.schedule.jaxpr import collectives
 from benchmarks.schedule.step_time import (
     Estimate,
     Rates,
     estimate,
-    kinds_of_devices,
-    nccl_seconds,
-    transfer_seconds,
 )
-from jax_muon.mesh.plan import Pool
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "schedule"
 # Two reduce-scatters over 8 devices, of which one has products meanwhile: one for all
@@ -94,48 +89,6 @@ def test_forms_of_groups(groups):
     assert Module.parse(changed).transfers()[0].members == GROUPS[groups]
 
 
-@pytest.mark.parametrize(
-    ("kind", "group", "sent", "between", "seconds"),
-    [
-        ("all-gather", range(8), 800, 0, 8),
-        ("all-gather", range(16), 800, 100, 10),
-        ("all-reduce", (3, 11), 800, 800, 80),
-        ("all-to-all", range(16), 1500, 800, 80),
-    ],
-)
-def test_bytes_between_hosts(kind, group, sent, between, seconds):
-    """Two hosts of 8: an eighth of a ring, or every piece for the other host.
-
-    The slower part decides; one GPU a host uses its network card only.
-    """
-    one = Transfer(kind, tuple(group), 1, "t", 0, 0, True)
-    one = dataclasses.replace(one, input_bytes=sent / one.sent_bytes)
-    assert one.bytes_between_hosts(8) == pytest.approx(between)
-    rates = Rates(within=100, between=10)
-    assert transfer_seconds(one, rates) == pytest.approx(seconds)
-
-
-# NCCL's figures for a base, and for hops within a host and between hosts.
-LATENCIES = [  # of how many devices, in microseconds
-    ("all-gather", 8, 14 + 7 * 1.9),
-    ("all-gather", 64, 14 + 56 * 1.9 + 7 * 4),
-    ("all-reduce", 8, 14 + 14 * 1.9),
-    ("all-reduce", 64, 14 + 2 * (7 * 1.25 + 3 * 8.5)),
-    ("all-to-all", 64, 20 + 56),
-    ("all-gather", 1, 0),
-]
-
-
-@pytest.mark.parametrize(("kind", "devices", "microseconds"), LATENCIES)
-def test_latencies(kind, devices, microseconds):
-    """Of no bytes at all; beside those of many bytes they do not show."""
-    small = Transfer(kind, tuple(range(devices)), 0, "t", 0, 0, True)
-    assert nccl_seconds(small, Rates()) == pytest.approx(1e-6 * microseconds)
-    large = dataclasses.replace(small, input_bytes=10**11)
-    alone = transfer_seconds(large, Rates())
-    assert alone <= nccl_seconds(large, Rates()) <= 1.01 * alone
-
-
 def test_estimate_of_a_step(module):
     """By hand, for rates that make every product and transfer above last a while."""
     rates = Rates(flops=1, within=1)
@@ -154,36 +107,6 @@ def test_estimate_of_a_step(module):
     idle = estimate(module, rates, kinds[1:])
     assert idle.products == found.products - branch
     assert idle.step == others + max(gemm, second)
-
-
-POOL = Pool(
-    members=(),
-    shard_shape=(8, 4),
-    dtype="float32",
-    batch_axes=(),
-    short_axes=(),
-    long_axes=("data",),
-    replica_axes=(),
-    shape=(8, 16),
-    counts=(1, 0, 0, 0),
-)
-WIDE = dataclasses.replace(POOL, counts=(0, 1, 0, 0))
-
-
-def test_kinds_of_devices():
-    """The branch that each kind takes in two rounds."""
-    lines = [
-        Instruction("c", "conditional", "f32[4,32]", (), f'op_name="a/round_{n}/cond"')
-        for n in (0, 1)
-    ]
-    for pools, takes in (
-        # Of four owners one has a matrix more: the longer branch of that round.
-        ([POOL], [[0, 0], [1, 0]]),
-        # Tall and wide matrices of the same shape have a branch each, and none a third.
-        ([POOL, WIDE], [[0, 0], [1, 0], [2, 0]]),
-    ):
-        kinds = kinds_of_devices(pools, {"data": 4})
-        assert sorted([kind(line) for line in lines] for kind in kinds) == takes
 
 
 # --- whole steps ----------------------------------------------------------------------

@@ -54,9 +54,18 @@ def test_a_task_that_hangs_is_ended(monkeypatch):
     assert time.monotonic() - began < 100
 
 
-def test_polar_factors_are_checked_against_float64():
-    found = on_a_card.polar_of((2, 16, 48), {"dtype": "float32", "form": "standard"})
-    assert found["ok"] and 0 < found["error"] < 5e-5
+def test_the_command_at_tiny_sizes(tmp_path):
+    """The tasks of some seconds, each in its process; polar factors are compared."""
+    words = ["--tiny", "--tasks", "kernels", "polar", "--out", str(tmp_path)]
+    on_a_card.main(words)
+    kernels, polar = (
+        json.loads((tmp_path / f"{task}.json").read_text())["rows"]
+        for task in ("kernels", "polar")
+    )
+    assert [row["ok"] for row in kernels if "error" in row] == 3 * [True]
+    assert "kernels need a GPU" in kernels[0]["skipped"]
+    assert not [row for row in (*kernels, *polar) if "failed" in row]
+    assert sum("nominal_flops_per_s" in row for row in polar) == 6
 
 
 @needs_interpreter

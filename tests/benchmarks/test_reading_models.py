@@ -17,22 +17,6 @@ def test_modules_of_flax(name):
     assert {*counts} == {"right"}, kinds
 
 
-@pytest.mark.parametrize(
-    ("answer", "shape", "stacked", "expected"),
-    [
-        ("io", (4, 8), (), "io"),
-        ("io", (3, 4, 8), (0,), "bio"),
-        ("io", (4, 3, 8), (1,), "ibo"),
-        ("iio or io", (3, 2, 4, 8), (0,), "biio"),  # as many letters as axes
-        ("ioo or ibo?", (4, 2, 8), (), "ioo or ibo?"),
-    ],
-)
-def test_answers(answer, shape, stacked, expected):
-    """The axes of layers are put in, and count as a batch."""
-    model = Model(None, {"w": answer}, {"w": stacked})
-    assert model.answer("a/w", shape) == expected
-
-
 def test_what_needs_no_answer():
     assert Model(None, {}).answer("norm", (1, 8)) == "adamw"
     with pytest.raises(ValueError, match=r"no answer for 'w' \(4, 8\)"):

@@ -1,4 +1,4 @@
-"""The programs for Flax train as the plain functional loop of optax does."""
+"""The programs for Flax learn and go on, and their boxes are updated like arrays."""
 
 import functools
 import importlib
@@ -6,21 +6,18 @@ import re
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from flax.training.train_state import TrainState
-from jax.sharding import AxisType
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from jax_muon.trees import leaves_with_paths, unbox
+from tests import trees
 from tests.mesh.case import mesh_of
-
-mesh = functools.partial(mesh_of, names=("data", "model"))
 
 
 @pytest.fixture
@@ -32,49 +29,9 @@ def load(examples, monkeypatch):
         sys.modules.pop(path.stem, None)
 
 
-def functional(digits, apply, params, tx):
-    """Plain JAX and optax: parameters in dicts, one device, one jitted step."""
-
-    @jax.jit
-    def step(params, state, images, labels):
-        loss, grads = jax.value_and_grad(
-            lambda params: digits.cross_entropy(apply(params, images), labels)
-        )(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    state = tx.init(params)
-    losses = []
-    for batch in digits.batches():
-        params, state, loss = step(params, state, *batch)
-        losses.append(float(loss))
-    return params, losses
-
-
-def pure(model):
-    """The parameters of an NNX model as dicts, and the function of them."""
-    graph, state = nnx.split(model, nnx.Param)
-
-    def apply(params, images):
-        filled = jax.tree.map(lambda x: x, state)
-        nnx.replace_by_pure_dict(filled, params)
-        return nnx.merge(graph, filled)(images)
-
-    return nnx.to_pure_dict(state), apply
-
-
-def assert_right(params, losses, expected):
-    """To rounding in float64: parameters as dicts, and the losses of all steps."""
-    np.testing.assert_allclose(losses, expected[1], rtol=0, atol=1e-10)
-    for (path, x), (_, y) in zip(
-        *map(leaves_with_paths, (params, expected[0])), strict=True
-    ):
-        np.testing.assert_allclose(x, y, rtol=0, atol=1e-10, err_msg=path)
-
-
-def assert_divided(params, state, data):
-    """Matrices and their momentum, over (data, 2): the layers' axis is whole."""
-    weights, state = dict(leaves_with_paths(params)), dict(leaves_with_paths(state))
+def assert_divided(state, data, params=None):
+    """Momentum, and matrices, over (data, 2): the layers' axis is whole."""
+    weights, state = (dict(leaves_with_paths(unbox(x))) for x in (params, state))
     rows = 64 // data
     for name, shard in (("up/kernel", (4, rows, 64)), ("down/kernel", (4, 64, rows))):
         (momentum,) = (
@@ -82,7 +39,7 @@ def assert_divided(params, state, data):
             for p, x in state.items()
             if p.endswith(f"muon/inner_state/0/mu/blocks/{name}")
         )
-        for leaf in (weights[f"blocks/{name}"], momentum):
+        for leaf in (weights.get(f"blocks/{name}", momentum), momentum):
             assert leaf.sharding.shard_shape(leaf.shape) == shard
 
 
@@ -100,99 +57,47 @@ def test_a_program_learns_and_goes_on_from_its_checkpoint(
     table = r"blocks/up/kernel +4 x 64 x 128 .* 4 x \(64, 128\) +muon +- x data x model"
     assert re.search(table, capsys.readouterr().out)
     if name == "train_nnx":
-        assert_divided(*map(nnx.state, trained), 4)
+        params, state = map(nnx.state, trained)
     else:
-        (state,) = trained
-        assert isinstance(state.params["blocks"]["up"]["kernel"], nn.Partitioned)
-        assert_divided(unbox(state.params), unbox(state.opt_state), 4)
+        params, state = trained[0].params, trained[0].opt_state
+        assert isinstance(params["blocks"]["up"]["kernel"], nn.Partitioned)
+    assert_divided(state, 4, params)
     monkeypatch.setattr(example, "STEPS", 1000)  # half of them are never done
     *_, straight = example.main(tmp_path)
     assert straight == losses
 
 
-# The order of the sums over devices shows in the last digits, and in float32 the polar
-# factor carries those of the smallest singular values up to the size of the others.
+def boxed_in(name, example):
+    """Random parameters in float64, in the boxes of a program."""
+    if name == "train_nnx":
+        params = nnx.state(example.Stack(rngs=nnx.Rngs(0)), nnx.Param)
+    else:
+        params = example.init(jax.random.key(0))
+
+    def drawn(seed):
+        random = np.random.default_rng(seed)
+        return jax.tree.map(lambda x: random.standard_normal(x.shape), params)
+
+    return [drawn(seed) for seed in range(4)]
 
 
-def recipe(matrices):
-    adamw = optax.adamw(0.003)
-    return jm.nanochat(0.02, adamw=adamw, dtype="float64", steps=2, matrices=matrices)
-
-
-def wide(tree):
-    return jax.tree.map(lambda x: x.astype(jnp.float64), tree)
-
-
-def three_steps_in_float64(digits, monkeypatch):
-    monkeypatch.setattr(digits, "STEPS", 3)
-    drawn = [(wide(images), labels) for images, labels in digits.batches()]
-    monkeypatch.setattr(digits, "batches", lambda: drawn)
-    monkeypatch.setattr(digits, "IMAGE", jax.ShapeDtypeStruct((1, 64), "float64"))
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_nnx_is_right(load, monkeypatch, x64, kind):
-    """Also with Explicit axes, if the model says where a sum over devices goes."""
-    example, digits = load("train_nnx"), load("digits")
-    three_steps_in_float64(digits, monkeypatch)
-    explicit = kind == AxisType.Explicit
-
-    class Block(example.Block):
-        def __call__(self, x):
-            to = {"out_sharding": P("data")} if explicit else {}
-            return x + self.down(nnx.relu(self.up(self.norm(x))), **to)
-
-    monkeypatch.setattr(example, "Block", Block)
-
-    def create():
-        model = example.Stack(rngs=nnx.Rngs(0))
-        nnx.update(model, wide(nnx.state(model, nnx.Param)))
-        return model
-
-    with jax.set_mesh(mesh(1, 1, kind=kind)):
-        params, apply = pure(create())
-        matrices = jm.read(params, apply, digits.IMAGE)
-        expected = functional(digits, apply, params, recipe(matrices))
-    devices = mesh(2, 2, kind=kind)
-    with jax.set_mesh(devices):
-        model = create()
-        tx = recipe(matrices)
-        if not explicit:
-            specs = nnx.get_partition_spec(nnx.state(model, nnx.Param))
-            tx = jm.on_mesh(tx, devices, specs=specs)
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        losses = [
-            float(example.train_step(model, optimizer, *jax.device_put(b, P("data"))))
-            for b in digits.batches()
-        ]
-    assert_right(pure(model)[0], losses, expected)
-    assert_divided(nnx.state(model), nnx.state(optimizer), 2)
-
-
-def test_linen_is_right(load, monkeypatch, x64):
-    example, digits = load("train_linen"), load("digits")
-    three_steps_in_float64(digits, monkeypatch)
-    model = example.Stack()
-    boxed = wide(model.init(jax.random.key(0), jnp.zeros((1, 64)))["params"])
-
-    def apply(params, images):
-        return model.apply({"params": params}, images)
-
-    matrices = jm.read(boxed, apply, digits.IMAGE)
-    expected = functional(digits, apply, unbox(boxed), recipe(matrices))
-    devices = mesh(2, 2)
-
-    def create():
-        specs = example.divided(boxed, devices)
-        tx = jm.on_mesh(recipe(matrices), devices, specs)
-        return TrainState.create(apply_fn=model.apply, params=boxed, tx=tx)
-
-    with jax.set_mesh(devices), nn.logical_axis_rules(example.RULES):
-        shardings = example.divided(jax.eval_shape(create), devices)
-        state = jax.jit(create, out_shardings=shardings)()
-        step = jax.jit(example.train_step, out_shardings=(shardings, None))
-        losses = []
-        for batch in digits.batches():
-            state, loss = step(state, *jax.device_put(batch, P("data")))
-            losses.append(float(loss))
-    assert_right(unbox(state.params), losses, expected)
+@pytest.mark.parametrize("name", ["train_nnx", "train_linen"])
+def test_boxes_on_a_mesh_are_updated_as_arrays_on_one_device(load, name, x64):
+    """To rounding in float64; the momentum is divided as the boxes say."""
+    example, mesh = load(name), mesh_of(2, 2, names=("data", "model"))
+    rules = {"kernel": MuonDimensionNumbers(-2, -1), "bias": "adamw", "scale": "adamw"}
+    tx = jm.nanochat(
+        dtype="float64", steps=2, matrices=functools.partial(jm.read, rules=rules)
+    )
+    with jax.set_mesh(mesh):
+        start, *grads = boxed_in(name, example)
+        divided = getattr(example, "divided", lambda x, _: nnx.get_partition_spec(x))
+        on_mesh = jm.on_mesh(tx, mesh, divided(start, mesh))
+        start, grads = jax.device_put((start, grads), NamedSharding(mesh, P()))
+        _, found, state = trees.run(on_mesh, start, grads)
+    plain = [dict(leaves_with_paths(unbox(x))) for x in (start, *grads, found)]
+    start, *grads, found = jax.device_get(plain)
+    _, expected, _ = trees.run(tx, start, grads)
+    assert_divided(state, 2)
+    for path, x in expected.items():
+        np.testing.assert_allclose(found[path], x, rtol=0, atol=1e-10, err_msg=path)

@@ -23,9 +23,9 @@ SMALL = [
 ]  # fmt: skip
 
 
-def train(folder: pathlib.Path, name: str, *more: str) -> pathlib.Path:
-    train_gpt.main([*SMALL, f"--runs={folder}", f"--name={name}", *more])
-    return folder / name
+def train(run: pathlib.Path, *more: str) -> pathlib.Path:
+    train_gpt.main([*SMALL, f"--runs={run.parent}", f"--name={run.name}", *more])
+    return run
 
 
 def losses_of(folder: pathlib.Path, name: str = "loss") -> list[float]:
@@ -36,7 +36,7 @@ def losses_of(folder: pathlib.Path, name: str = "loss") -> list[float]:
 def finished(tmp_path_factory) -> pathlib.Path:
     """A folder with one finished run, "whole". Copy what you change."""
     folder = tmp_path_factory.mktemp("runs")
-    train(folder, "whole", "--steps=30")
+    train(folder / "whole", "--steps=30")
     return folder
 
 
@@ -44,10 +44,6 @@ def finished(tmp_path_factory) -> pathlib.Path:
 def copied(finished, tmp_path) -> pathlib.Path:
     """A copy of that run."""
     return shutil.copytree(finished / "whole", tmp_path / "whole")
-
-
-def again(run: pathlib.Path, *more: str) -> None:
-    train(run.parent, run.name, *more)
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes]:
@@ -63,7 +59,7 @@ def assert_refused(run: pathlib.Path, message: str, *flags: str):
     """An error with this message, which leaves all files of a run as they are."""
     before = contents(run)
     with pytest.raises(ValueError, match=message):
-        again(run, *flags)
+        train(run, *flags)
     assert contents(run) == before
 
 
@@ -127,7 +123,7 @@ def test_a_run_goes_on_in_every_layout(finished, tmp_path, interrupt_at, capsys)
     for number, layout in enumerate(layouts, start=1):
         interrupt_at(3 * number)
         with pytest.raises(SystemExit) as stopped:
-            train(tmp_path, "run", "--steps=30", *layout.split(), *resume)
+            train(tmp_path / "run", "--steps=30", *layout.split(), *resume)
         assert stopped.value.code == 130
         saved = f"{tmp_path}/run/checkpoints/{3 * number}"
         said = capsys.readouterr().out
@@ -135,7 +131,7 @@ def test_a_run_goes_on_in_every_layout(finished, tmp_path, interrupt_at, capsys)
         resume = ["--resume"]
         options = parse([*resume, f"--runs={tmp_path}", "--name=run"], None)
         assert (options.sharding, options.devices) == ("zero2", 2)
-    folder = train(tmp_path, "run", "--steps=30", *end.split(), "--resume")
+    folder = train(tmp_path / "run", "--steps=30", *end.split(), "--resume")
     for name in ("loss", "validation_loss"):
         np.testing.assert_allclose(
             losses_of(folder, name), losses_of(finished / "whole", name), rtol=5e-6
@@ -148,7 +144,7 @@ def test_a_second_interrupt_ends_a_run_at_once(copied, interrupt_at):
     shutil.rmtree(copied / "checkpoints" / "30")
     interrupt_at(21, times=2)
     with pytest.raises(SystemExit, match=r"whole: ended at once; --resume goes on"):
-        again(copied, "--resume")
+        train(copied, "--resume")
     assert contents(copied / "checkpoints" / "20") == before
 
 
@@ -156,8 +152,8 @@ def test_clipped_logits_stay_at_the_threshold(tmp_path):
     """Also on owners, with q, k and their heads divided; to 1e-3 in five steps."""
     flags = ["--width=128", "--learning-rate=0.4", "--embedding-factor=1"]
     flags += ["--steps=5", "--qk-clip=3"]
-    one = train(tmp_path, "one", *flags)
-    many = train(tmp_path, "many", *flags, "--sharding=fsdp", "--devices=4")
+    one = train(tmp_path / "one", *flags)
+    many = train(tmp_path / "many", *flags, "--sharding=fsdp", "--devices=4")
     assert losses_of(one, "max_logit")[0] > 3  # the first step clips already
     assert losses_of(one, "clipped_heads")[0] > 0
     table = (many / "parameters.txt").read_text()
@@ -198,33 +194,24 @@ def test_a_killed_run_goes_on_digit_for_digit(finished, tmp_path, examples):
     assert_same_run(killed, whole)
 
 
-def test_two_runs_of_one_name_are_refused(copied):
-    message = f"whole is in use by process {os.getpid()} on"
-    with runs.locked(copied):
-        for more in ("--resume", "--steps=2"):
-            assert_refused(copied, message, more)
-
-
 def test_a_run_killed_before_its_first_checkpoint_begins_again(finished, copied):
     shutil.rmtree(copied / "checkpoints")
-    again(copied, "--resume")
+    train(copied, "--resume")
     assert_same_run(copied, finished / "whole")
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--width=64", r"began with width 32, not 64"),
-        ("--name=other", r"other holds no run to resume; .* has whole"),
-    ],
-)
-def test_resuming_as_another_run_is_refused_and_nothing_lost(copied, flags, message):
-    assert_refused(copied, message, "--resume", flags)
+def test_what_is_refused_loses_nothing(copied):
+    assert_refused(copied, "began with width 32, not 64", "--resume", "--width=64")
+    message = "other holds no run to resume; .* has whole"
+    assert_refused(copied, message, "--resume", "--name=other")
+    with runs.locked(copied):  # by another run of its name
+        for more in ("--resume", "--steps=2"):
+            assert_refused(copied, f"in use by process {os.getpid()} on", more)
 
 
 def test_optimizers_learn_and_are_drawn_with_their_steps(tmp_path):
     names = ["muonh", "adamw"]
-    folder = train(tmp_path, "all", f"--compare={','.join(names)}", "--steps=30")
+    folder = train(tmp_path / "all", f"--compare={','.join(names)}", "--steps=30")
     result = json.loads((folder / "compare.json").read_text())
     assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert result["target"] == result["validation_loss"]["adamw"]
@@ -252,7 +239,7 @@ def test_devices_and_texts_refused_before_a_run_begins(given, message, tmp_path)
     if isinstance(given, bytes):
         path.write_bytes(given)
     with pytest.raises(ValueError, match=message):
-        train(tmp_path, "run", *flags)
+        train(tmp_path / "run", *flags)
     assert not (tmp_path / "run").exists()
 
 
@@ -269,5 +256,5 @@ def test_a_wrong_setting_is_one_line_and_other_errors_are_not(tmp_path, monkeypa
 def test_a_new_run_on_another_text_keeps_the_old_one(copied, tmp_path):
     (tmp_path / "süß.txt").write_text("äöü ßé\n" * 300 + "東京" * 20, "utf-8")
     before = contents(copied)
-    again(copied, f"--data={tmp_path}/süß.txt", "--steps=2")
+    train(copied, f"--data={tmp_path}/süß.txt", "--steps=2")
     assert contents(copied.with_name("whole.1")) == before
