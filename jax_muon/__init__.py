@@ -12,7 +12,6 @@ from jax_muon.mesh.xla_options import gpu_options
 from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import orthogonalize
 from jax_muon.partition import partition
-from jax_muon.polar.coefficients import polar_express_coefficients
 from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
 from jax_muon.qk_clip import clip_qk, max_attention_logits
 from jax_muon.reading.read import read
@@ -68,7 +67,6 @@ __all__ = [
     "on_replicas",
     "orthogonalize",
     "partition",
-    "polar_express_coefficients",
     "read",
     "scale_by_normuon",
     "scale_by_path",

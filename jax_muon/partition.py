@@ -11,8 +11,7 @@ import optax
 
 from jax_muon import checks, trees
 from jax_muon.matrices import ADAMW, MUON, Matrices
-from jax_muon.mesh.array_types import on_users_axes
-from jax_muon.reading.read import read
+from jax_muon.reading.read import Reader, reader
 from jax_muon.splits import read_parts, with_splits
 from jax_muon.traced_facts import record
 
@@ -20,9 +19,6 @@ from jax_muon.traced_facts import record
 Group: TypeAlias = (
     optax.GradientTransformation | Callable[[Matrices], optax.GradientTransformation]
 )
-# How parameters are read: the value itself, a function of the tree that returns one, or
-# rules alone.
-Reader: TypeAlias = Matrices | Callable[[Any], Matrices] | Mapping[str, Any] | None
 
 
 def partition(
@@ -116,27 +112,6 @@ def _as_group(name: str, group: Any) -> Any:
         return checks.as_transform(name, group)
     checks.no_factory(name, group)
     return group
-
-
-def reader(matrices: Reader) -> Callable[[Any], Matrices]:
-    """The function that reads a tree; `matrices` as in `partition`."""
-    if isinstance(matrices, Matrices):
-        return lambda tree: matrices
-    if matrices is None or isinstance(matrices, Mapping):
-        return lambda tree: read(tree, rules=matrices)
-    expected = "jax_muon.read(params, loss_fn, batch), or a function of params alone "
-    expected += "that returns it, or a mapping of path patterns to labels"
-    if not callable(matrices):
-        checks.refuse("matrices", matrices, expected)
-
-    def read_tree(tree: Any) -> Matrices:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-        with on_users_axes():
-            matrices_of_tree = matrices(shapes)
-        checks.kind("matrices(params)", matrices_of_tree, Matrices, expected)
-        return matrices_of_tree
-
-    return read_tree
 
 
 def _of_tree(whole: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrices:

@@ -21,10 +21,11 @@ from jax_muon.joins import with_joins
 from jax_muon.matrices import ADAMW, MUON, Matrices
 from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import Polar, orthogonalize
-from jax_muon.partition import Group, Reader, partition, reader
+from jax_muon.partition import Group, partition
 from jax_muon.polar import coefficients
 from jax_muon.polar.coefficients import Table
 from jax_muon.polar.factors import NewtonSchulz
+from jax_muon.reading.read import Reader, reader
 from jax_muon.scaling import (
     equilibrate_rows,
     normalize_frobenius,

@@ -11,7 +11,6 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks, traced_facts, trees
-from jax_muon.matrices import Matrices
 from jax_muon.mesh.array_types import own_sharding
 from jax_muon.mesh.specs import (
     AxisName,
@@ -20,6 +19,7 @@ from jax_muon.mesh.specs import (
     finer,
     full_rank,
 )
+from jax_muon.reading.read import Reader, reader
 
 # A PartitionSpec or NamedSharding for all parameters, a tree (or a prefix of one) of
 # them, or a function of the parameters that returns one. None in a tree: replicated.
@@ -97,7 +97,7 @@ def divided_specs(
     params: Any,
     mesh: Mesh,
     axes: AxisName | None = None,
-    matrices: Matrices | None = None,
+    matrices: Reader = None,
     min_size: int = 1024,
 ) -> Any:
     """PartitionSpecs that divide every parameter evenly over a mesh (ZeRO-3).
@@ -110,8 +110,7 @@ def divided_specs(
       params: the parameters, or their shapes.
       mesh: the mesh.
       axes: mesh axes that divide parameters; None for all.
-      matrices: the reading of the parameters, which says what axes a scan takes; None
-        if no scan takes parameters.
+      matrices: as in `partition`, to see what axes a scan takes; None if none does.
       min_size: leaves of fewer elements stay replicated, as do those without an axis
         that fits.
 
@@ -133,9 +132,16 @@ def divided_specs(
     """
     names = checked_axes("axes", mesh.axis_names if axes is None else axes, mesh)
     checks.arrays("params", params)
-    layers = {path: x.scanned for path, x in (matrices or {}).items()}
-    layout = Layout(mesh, PartitionSpec(), names, min_size, lambda params: layers)
+    layers = functools.partial(read_layers, matrices)
+    layout = Layout(mesh, PartitionSpec(), names, min_size, layers)
     return layout.of_tree(params)[1]
+
+
+def read_layers(matrices: Reader, params: Any) -> AxesOfLayers:
+    """The axes that a scan takes, by a reading; none without one."""
+    if matrices is None:
+        return {}
+    return {path: x.scanned for path, x in reader(matrices)(params).items()}
 
 
 def axes_of_layers(tx: optax.GradientTransformation) -> Callable[[Any], AxesOfLayers]:

@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_muon import checks, trees
-from jax_muon.matrices import Matrices
 from jax_muon.mesh import specs
+from jax_muon.mesh.layout import read_layers
+from jax_muon.reading.read import Reader
 
 # Number of buckets in which all parameters are sent. The first product has nothing
 # before it to hide transfers under, so gathers at the beginning of a step go in small
@@ -44,7 +45,7 @@ def gpu_options(
     params: Any,
     mesh: Mesh,
     *,
-    matrices: Matrices | None,
+    matrices: Reader,
     axis: specs.AxisName | None = None,
     gathers_first: bool = True,
     scanned: Sequence[str] = (),
@@ -66,8 +67,8 @@ def gpu_options(
     Args:
       params: the parameters, or their shapes.
       mesh: the mesh that the step runs on.
-      matrices: the reading of the parameters, which says what axes a `jax.lax.scan` in
-        plain jit takes; None if no scan takes parameters that XLA gathers.
+      matrices: as in `partition`, to see what axes a `jax.lax.scan` in plain jit takes;
+        None if no scan takes parameters that XLA gathers.
       axis: mesh axes that divide the batch; None for all. Over the others, such as
         tensor parallelism's, a device holds a part of each leaf.
       gathers_first: whether parameters are sharded between steps and gathered at the
@@ -99,7 +100,7 @@ def gpu_options(
     trees.check_patterns_match("scanned", patterns, [path for path, _ in leaves])
     if mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return {}
-    has_scan = any(x.scanned for x in (matrices or {}).values())
+    has_scan = any(read_layers(matrices, params).values())
     if has_scan and gathers_first and not patterns:
         return _known(XLA_GATHERS_LAYERS)
     parts = mesh.size // math.prod(mesh.shape[name] for name in names)

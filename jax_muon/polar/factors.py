@@ -149,7 +149,7 @@ def PolarExpress(
       steps: number of quintics.
       lower: smallest relative singular value that is brought to 1.
       **settings: all others of `NewtonSchulz`; norm_factor is 1.02, and eps 1e-6. For
-        another cushion or safety pass `polar_express_coefficients` to that.
+        another cushion or safety, see `jax_muon.polar.coefficients`.
 
     Examples:
       >>> x = jax.random.normal(jax.random.key(0), (3, 8, 16))

@@ -8,8 +8,8 @@ resolved last.
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,13 @@ from jax_muon.matrices import (
     list_doubts,
     not_a_matrix,
 )
+from jax_muon.mesh.array_types import on_users_axes
 from jax_muon.reading import overrides
 from jax_muon.splits import Splits
+
+# How parameters are read: the value itself, a function of the tree that returns one, or
+# rules alone.
+Reader: TypeAlias = Matrices | Callable[[Any], Matrices] | Mapping[str, Any] | None
 
 
 def read(
@@ -136,6 +141,27 @@ def read(
         warnings.warn(f"{text}\nThey get the label {ADAMW!r}", stacklevel=2)
         ruled |= {x.path: dataclasses.replace(x, label=ADAMW) for x in doubtful}
     return with_joins(Matrices(ruled, dict(splits or {})), joins)
+
+
+def reader(matrices: Reader) -> Callable[[Any], Matrices]:
+    """The function that reads a tree; `matrices` as in `partition`."""
+    if isinstance(matrices, Matrices):
+        return lambda tree: matrices
+    if matrices is None or isinstance(matrices, Mapping):
+        return lambda tree: read(tree, rules=matrices)
+    expected = "jax_muon.read(params, loss_fn, batch), or a function of params alone "
+    expected += "that returns it, or a mapping of path patterns to labels"
+    if not callable(matrices):
+        checks.refuse("matrices", matrices, expected)
+
+    def read_tree(tree: Any) -> Matrices:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+        with on_users_axes():
+            matrices_of_tree = matrices(shapes)
+        checks.kind("matrices(params)", matrices_of_tree, Matrices, expected)
+        return matrices_of_tree
+
+    return read_tree
 
 
 def trained(model: Any) -> Any:
