@@ -1,4 +1,8 @@
-"""jax_muon: the Muon family of optimizers for JAX, as small optax pieces."""
+"""jax_muon: the Muon family of optimizers for JAX, as small optax pieces.
+
+Examples in docstrings assume `import jax, optax`, `import jax.numpy as jnp` and
+`import jax_muon as jm`.
+"""
 
 from jax_muon.hyperball import hyperball
 from jax_muon.keep_residual import keep_residual

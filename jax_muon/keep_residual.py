@@ -53,9 +53,6 @@ def keep_residual(
         or one of other parameters.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax
-      >>> import jax_muon as jm
       >>> params = jnp.ones(2, "bfloat16")
       >>> tx = jm.keep_residual(optax.sgd(0.001))  # half a distance is 0.0039
       >>> state = tx.init(params)

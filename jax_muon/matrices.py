@@ -33,8 +33,6 @@ class MatrixAxes:
     """Which axes of a parameter are batch, in and out; indices are non-negative.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> from optax.contrib import MuonDimensionNumbers
       >>> rules = {"up": MuonDimensionNumbers(-2, -1)}
       >>> jm.read({"up": jnp.ones((3, 4, 8))}, rules=rules)["up"].axes
@@ -88,8 +86,6 @@ class Parameter:
       scanned: the axes that a scan takes one element at a time, such as layers.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> up = jm.read({"up": jnp.ones((4, 8))}, rules={"up": "muon"})["up"]
       >>> up.role, up.axes.reduction, up.axes.output
       ('kernel', (0,), (1,))
@@ -186,8 +182,6 @@ class Matrices(Mapping[str, Parameter]):
     `print` shows which parameter goes where and why.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> params = {"embed": jnp.ones((9, 4)), "up": jnp.ones((4, 8))}
       >>> matrices = jm.read(params, rules={"embed": "adamw", "*": "muon"})
       >>> matrices["up"].label, matrices["embed"].label

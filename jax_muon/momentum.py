@@ -81,8 +81,6 @@ def nesterov(
         would be broadcast.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> grads = jnp.array([1.0, -4.0])
       >>> tx = jm.nesterov(0.5)
       >>> tx.update(grads, tx.init(grads))[0].tolist()

@@ -57,8 +57,6 @@ def orthogonalize(
         polar factor of another shape than its matrices, or of complex numbers.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> updates = {"up": jnp.array([[3.0, 0.0], [0.0, -4.0]])}
       >>> tx = jm.orthogonalize(jm.ExactPolar())
       >>> tx.update(updates, tx.init(updates))[0]["up"].tolist()

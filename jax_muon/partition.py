@@ -48,7 +48,6 @@ def partition(
         parameters, and whatever `read` raises.
 
     Examples:
-      >>> import jax_muon as jm
       >>> def muon(matrices):
       ...     return optax.chain(
       ...         jm.orthogonalize(jm.ExactPolar(), matrices=matrices),

@@ -297,8 +297,6 @@ def max_attention_logits(
       ValueError: shapes that do not fit.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> q = jnp.ones((1, 5, 2, 4))  # batch, time, heads, head_dim
       >>> jm.max_attention_logits(q, 3.0 * q).tolist()
       [6.0, 6.0]

@@ -88,7 +88,6 @@ def nanochat(
       ValueError: at once, a number out of range; at init and update, as `partition`.
 
     Examples:
-      >>> import jax_muon as jm
       >>> params = {"up": jax.numpy.ones((4, 8)), "bias": jax.numpy.ones(8)}
       >>> matrices = {"up": "muon"}  # or, by the loss, what jm.read returns
       >>> tx = jm.nanochat(0.02, adamw=optax.adamw(3e-3), matrices=matrices)
@@ -145,8 +144,6 @@ def normuon(
       ...: all other arguments as in `nanochat`, with a decay that is not cautious.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> params = {"mlp": jnp.arange(8.0).reshape(2, 4)}
       >>> matrices = {"mlp": "muon"}
       >>> tx = jm.normuon(1.0, weight_decay=0.0, dtype="float32", matrices=matrices)
@@ -203,8 +200,6 @@ def muon(
       ...: all other arguments as in `nanochat`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> params = {"mlp": 3.0 * jnp.eye(2), "bias": jnp.ones(2)}
       >>> tx = jm.muon(0.5, polar=jm.ExactPolar(), matrices={"*": "muon"})
       >>> updates, _ = tx.update(params, tx.init(params), params)
@@ -257,8 +252,6 @@ def moonlight(
       ...: all other arguments as in `muon`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> params = {"mlp": jnp.eye(25)}
       >>> polar, matrices = jm.ExactPolar(), {"mlp": "muon"}
       >>> tx = jm.moonlight(1e-3, weight_decay=0.0, polar=polar, matrices=matrices)
@@ -308,8 +301,6 @@ def teon(
       ...: all other arguments as in `muon`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> layer = {"attn": {name: jnp.eye(4) for name in "qkvo"}}
       >>> params = {"layers": [layer, layer]}
       >>> joins = {f"layers/{{i}}/attn/{name}": 2 for name in "qkv"}
@@ -364,8 +355,6 @@ def muonh(
       ...: all other arguments as in `nanochat`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> params = {"mlp": jnp.array([[3.0, 0.0], [0.0, 4.0]])}
       >>> tx = jm.muonh(0.02, matrices={"mlp": "muon"})
       >>> updates, _ = tx.update(params, tx.init(params), params)

@@ -37,8 +37,6 @@ def equilibrate_rows(
       matrices: see `orthogonalize`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> updates = jnp.array([[7.0, 0.0], [0.0, 1.0]])
       >>> tx = jm.equilibrate_rows()
       >>> tx.update(updates, tx.init(updates))[0].tolist()
@@ -70,8 +68,6 @@ def normalize_frobenius(
       matrices: see `orthogonalize`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> updates = jnp.array([[3.0, 0.0], [0.0, 4.0]])
       >>> tx = jm.normalize_frobenius(rms=5.0)
       >>> tx.update(updates, tx.init(updates))[0].tolist()
@@ -128,8 +124,6 @@ def scale_by_normuon(
         matrix.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> updates = jnp.array([[1.0, 0.0], [0.0, 7.0]])
       >>> tx = jm.scale_by_normuon()
       >>> tx.update(updates, tx.init(updates))[0].round(3).tolist()
@@ -201,8 +195,6 @@ def scale_by_shape(
       matrices: see `orthogonalize`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> updates = jnp.ones((2, 8))  # (in, out)
       >>> tx = jm.scale_by_shape("max_ratio")
       >>> tx.update(updates, tx.init(updates))[0][0, 0].item()
@@ -236,8 +228,6 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
       ValueError: at init, with all paths, a pattern that matches no parameter.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> updates = {"embed": jnp.ones(2), "head": jnp.ones(2)}
       >>> tx = jm.scale_by_path({"embed*": 16.0})
       >>> tx.update(updates, tx.init(updates))[0]["embed"].tolist()

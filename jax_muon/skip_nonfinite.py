@@ -41,9 +41,6 @@ def skip_nonfinite(
         that differ between devices.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax
-      >>> import jax_muon as jm
       >>> params = jnp.ones(2)
       >>> tx = jm.skip_nonfinite(optax.sgd(0.5))
       >>> state = tx.init(params)

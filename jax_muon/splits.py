@@ -39,8 +39,6 @@ class Split:
       axis: of the parameter; the default is the last, the outputs of a kernel.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> params = {"attn": {"qkv": jnp.ones((4, 12))}}
       >>> splits = {"qkv": jm.Split(("query", "key", "value"))}
       >>> matrices = jm.read(params, rules={"*": "muon"}, splits=splits)
@@ -201,7 +199,6 @@ def with_splits(
         parameter, a split that does not fit.
 
     Examples:
-      >>> import jax_muon as jm
       >>> tx = with_splits(optax.sgd(1.0), {"qkv": jm.Split(("q", "k"), axis=0)})
       >>> state = tx.init({"qkv": jnp.zeros(4)})
       >>> tx.update({"qkv": jnp.arange(4.0)}, state)[0]["qkv"].tolist()

@@ -31,8 +31,6 @@ def add_cautious_decayed_weights(
       ValueError: at update, params=None, unless weight_decay is 0.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> params, updates = jnp.array([2.0, -2.0]), jnp.array([1.0, 1.0])
       >>> tx = jm.add_cautious_decayed_weights(0.5)
       >>> tx.update(updates, tx.init(params), params)[0].tolist()

@@ -29,18 +29,12 @@ AxesOfLayers = Mapping[str, tuple[int, ...]]  # by the path of a parameter
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How parameters are sharded on a mesh, and how their gradients and state are.
-
-    Attributes:
-      specs: how parameters are sharded; see `on_mesh`.
-      divide: mesh axes that further divide gradients and state, where the spec of a
-        leaf does not use them.
-      min_size: least elements of a leaf that is divided so.
-      layers: of a tree of parameters, the axes that a scan takes.
-    """
+    """How parameters are sharded on a mesh, and how their gradients and state are."""
 
     mesh: Mesh
-    specs: Specs
+    specs: Specs  # of parameters; see `on_mesh`
+    # Mesh axes that further divide gradients and state, where the spec of a leaf of at
+    # least `min_size` elements does not use them; the axes of layers come last.
     divide: tuple[str, ...] = ()
     min_size: int = 1024
     layers: Callable[[Any], AxesOfLayers] = lambda tree: {}
@@ -121,9 +115,6 @@ def divided_specs(
       ValueError: an axis that the mesh lacks; a leaf that is not an array.
 
     Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> params = {"up": jnp.ones((64, 256)), "scale": jnp.ones(64)}
       >>> specs = jm.divided_specs(params, mesh)

@@ -1,10 +1,9 @@
 """Run an optimizer on a mesh, with state sharded more finely than the parameters.
 
-Inside `on_mesh` all arrays are on Explicit mesh axes, so their types show how they are
-sharded. Zeros, sums and means keep the sharding in their type, and `orthogonalize`
-reads it there. So ZeRO-2 needs no code of its own: gradients and state are sharded over
-mesh axes that replicate the parameters, and updates come out sharded like the
-parameters.
+Inside `on_mesh` all arrays are on Explicit mesh axes. Zeros, sums and means keep the
+sharding that their types show, and `orthogonalize` reads it there. So ZeRO-2 needs no
+code of its own: gradients and state come in sharded over more mesh axes than the
+parameters, and updates go out sharded like these.
 """
 
 import contextlib
@@ -52,9 +51,8 @@ def on_mesh(
         tree of them (a prefix will do), or a function of the parameters that returns
         one of these. None: as their types show, which on Auto axes is replicated.
       divide: mesh axes over which gradients and state are sharded further (ZeRO-2),
-        along the first axis of a leaf whose size they divide evenly; an axis of layers
-        comes last. Those that a leaf's spec uses are left out. Leaves without such an
-        axis stay replicated; `describe` shows them.
+        along the first axis of a leaf that those not in its spec divide evenly; an axis
+        of layers comes last. `describe` shows leaves without one: they are replicated.
       min_size: leaves of fewer elements stay replicated too, and are all-reduced.
       gather_dtype: dtype in which updates are gathered; None for their own.
 
@@ -68,9 +66,6 @@ def on_mesh(
         state that does not belong to `tx` and these parameters.
 
     Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> params = {"mlp": {"up": jnp.ones((64, 256))}}
       >>> tx = jm.nanochat(matrices={"*": "muon"})
@@ -248,8 +243,8 @@ def abstract_state(
 ) -> optax.OptState:
     """Shapes, dtypes and shardings of an optimizer's state, to restore a checkpoint.
 
-    The global shapes of state arrays do not depend on the layout, so one layout can
-    restore what another saved: give this to orbax as the target.
+    Global shapes do not depend on the layout, so one layout can restore what another
+    saved: give this to orbax as the target.
 
     Args:
       tx: the optimizer; on a mesh, `on_mesh(...)`, or a chain around it.
@@ -259,13 +254,7 @@ def abstract_state(
     Returns:
       The state as `jax.ShapeDtypeStruct`s with shardings.
 
-    Raises:
-      ValueError: what `tx` raises at init.
-
     Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> params = {"mlp": {"up": jnp.ones((64, 256))}}
       >>> tx = jm.nanochat(matrices={"*": "muon"})

@@ -95,9 +95,6 @@ def make_train_step(
         well, a state of other parameters, and what `on_mesh` raises.
 
     Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> def loss_fn(params, batch):
       ...     return jnp.mean((batch @ params["mlp"]) ** 2)
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))

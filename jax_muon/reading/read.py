@@ -95,9 +95,6 @@ def read(
         and dimension numbers that do not fit. What the function raises is passed on.
 
     Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> def loss(params, tokens):
       ...     x = params["wte"][tokens]
       ...     return jnp.mean((x @ params["up"]) @ params["out"])

@@ -248,8 +248,6 @@ def describe(
       devices compute the matrices, how much each sends, and what costs most.
 
     Examples:
-      >>> import jax
-      >>> import jax_muon as jm
       >>> shapes = {"wte": jax.ShapeDtypeStruct((96, 64), "float32"),
       ...           "up": jax.ShapeDtypeStruct((64, 256), "float32")}
       >>> tx = jm.nanochat(matrices={"wte": "adamw", "up": "muon"})

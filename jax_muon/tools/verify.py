@@ -91,7 +91,6 @@ def verify(
       **extra_args: passed to the update.
 
     Examples:
-      >>> import jax_muon as jm
       >>> mesh = jax.make_mesh((1,), ("data",))
       >>> shapes = {"mlp": jax.ShapeDtypeStruct((64, 256), "float32")}
       >>> tx = jm.muon(dtype="float32", matrices={"*": "muon"})
