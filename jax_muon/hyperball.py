@@ -33,14 +33,11 @@ def hyperball(
 
     .. math:: W \leftarrow R \, n(W - \eta R \, n(U))
 
-    Shape factors and learning rates in front of it have no effect. Transforms after it,
-    such as `clip_qk`, take matrices off the sphere; the next step brings them back.
-
-    A matrix that starts at zero has no sphere yet. Its radius is
-    :math:`R = \sqrt{\mathrm{out}}`, as usual initial weights have (variance 1/in). It
-    takes the plain step :math:`-\eta R \, n(U)` until its norm reaches :math:`R`, and
-    then stays on the sphere. A matrix does not change if the norm of its direction is
-    at most 1e-10, as without a gradient; NaN in the direction is NaN in the weights.
+    Transforms after it, such as `clip_qk`, take matrices off the sphere; the next step
+    brings them back. A matrix that starts at zero takes the plain step
+    :math:`-\eta R \, n(U)` until its norm reaches :math:`R = \sqrt{\mathrm{out}}`, as
+    usual initial weights have (variance 1/in). A matrix does not change if the norm of
+    its direction is at most 1e-10; NaN in the direction is NaN in the weights.
 
     Args:
       learning_rate: :math:`\eta`, the step relative to the norm: an angle in radians.

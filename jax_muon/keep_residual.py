@@ -1,8 +1,8 @@
 """Keep in the state what rounding to 16-bit parameters drops.
 
 The step of a parameter is often smaller than half the distance between two numbers of
-bfloat16, so that rounding loses it. The state keeps the lost part, a residual of a few
-bits for each element, and the optimizer updates the sum of parameter and residual.
+bfloat16. The state keeps what rounding loses, a few bits for each element, and the
+optimizer updates the sum of parameter and residual.
 """
 
 from typing import Any, NamedTuple
@@ -31,18 +31,15 @@ def keep_residual(
     """Update bfloat16 or float16 parameters by steps that they are too narrow for.
 
     The optimizer sees float32 parameters, residual included, and keeps the state that
-    float32 parameters need; a recipe's `momentum_dtype` makes its momentum narrower.
-    `optax.apply_updates` gives exactly the rounded parameters that the new residual
-    belongs to. So whatever changes updates must be inside, such as a chain; `on_mesh`,
-    `make_train_step`, `optax.MultiSteps` and `skip_nonfinite` may also be outside.
+    these need; a recipe's `momentum_dtype` makes its momentum narrower. Whatever
+    changes updates must be inside, such as a chain; `on_mesh`, `make_train_step`,
+    `optax.MultiSteps` and `skip_nonfinite` may also be outside.
 
-    A residual counts in units of 1/128 of half the distance to the next 16-bit number:
-    7 bits and a sign, or 24 bits for a bfloat16 with its residual. It is rounded to
-    nearest, so steps below 2^-17 of an element are lost, with "int16" below 2^-24. A
-    step that halves or doubles an element, or moves it across zero, is rounded to the
-    parameters' precision. Elements of bfloat16 below 2^-100 have the unit of 2^-100.
-
-    Parameters of other dtypes have no residual; `describe` lists them.
+    A residual counts in units of 1/128 of half the distance to the next 16-bit number,
+    rounded to nearest, so steps below 2^-17 of an element are lost, with "int16" below
+    2^-24. A step that halves or doubles an element, or moves it across zero, is rounded
+    to the parameters' precision. Parameters of other dtypes have no residual;
+    `describe` lists them.
 
     Args:
       tx: the optimizer, such as a recipe.

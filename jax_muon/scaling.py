@@ -119,10 +119,6 @@ def scale_by_normuon(
       eps: smallest mean square, and smallest norm, that is divided by.
       matrices: see `orthogonalize`.
 
-    Raises:
-      ValueError: at init, with path and shape, a parameter that is not a floating-point
-        matrix.
-
     Examples:
       >>> updates = jnp.array([[1.0, 0.0], [0.0, 7.0]])
       >>> tx = jm.scale_by_normuon()
