@@ -37,15 +37,14 @@ def partition(
 
     Returns:
       A transform with the state of `optax.partition`. Gradients that are narrower than
-      their parameters, such as bfloat16 for float32, are widened first, so updates
-      have the dtype of the parameters.
+      their parameters are widened first.
 
     Raises:
       ValueError: a group that is neither a transform nor a function; at init and
         update, with path and shape, a parameter whose label has no group, one in a
         group of matrices that is not a matrix, a group of matrices without parameters,
-        parameters other than those that were read, gradients or state of other
-        parameters, and whatever `read` raises.
+        gradients or state of parameters other than those that were read, and whatever
+        `read` raises.
 
     Examples:
       >>> def muon(matrices):
@@ -114,12 +113,7 @@ def _as_group(name: str, group: Any) -> Any:
 
 
 def _of_tree(whole: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrices:
-    """The reading of a tree, which may be a part of the `whole` tree that was read.
-
-    Raises:
-      ValueError: for a parameter that was not read, or of another shape, or without a
-        group, and for a group of matrices without parameters.
-    """
+    """The reading of a tree, which may be a part of the `whole` tree that was read."""
     parameters = {}
     for path, leaf in trees.leaves_with_paths(tree):
         parameter, shape = whole[path], tuple(leaf.shape)
@@ -155,19 +149,15 @@ def _of_tree(whole: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrice
 
 
 def _for_tree(
-    matrices: Matrices, groups: Mapping[str, Group]
+    matrices: Matrices, groups: Mapping[str, Any]
 ) -> optax.GradientTransformationExtraArgs:
     """The transforms of the groups, on the leaves with their labels."""
     of_functions = [x for x, group in groups.items() if callable(group)]
     grouped = matrices.group(of_functions)
     record("parameters", matrices)
     record("matrices", {tuple(grouped): grouped})
-    transforms = {
-        label: checks.as_transform(
-            f"groups[{label!r}](matrices)", group(matrices.group([label]))
-        )
-        if callable(group)
-        else group
-        for label, group in groups.items()
-    }
+    transforms = {**groups}
+    for label in of_functions:
+        made = groups[label](matrices.group([label]))
+        transforms[label] = checks.as_transform(f"groups[{label!r}](matrices)", made)
     return optax.partition(transforms, matrices.labels)

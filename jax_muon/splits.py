@@ -1,9 +1,8 @@
 """Splits: one parameter that holds several matrices, and a transform of its parts.
 
-A kernel with query, key and value side by side is three matrices: each has its own
-polar factor, its own NorMuon means, its own scale. The transform sees a tree in which
-such a parameter is a node with its parts. Every piece, recipe and layout then works on
-parts as on parameters, and knows nothing of splits.
+A kernel with query, key and value side by side is three matrices, each with its own
+polar factor, means and scale. The transform sees a tree in which such a parameter is a
+node with its parts, and knows nothing of splits.
 """
 
 import dataclasses
@@ -42,9 +41,8 @@ class Split:
       >>> params = {"attn": {"qkv": jnp.ones((4, 12))}}
       >>> splits = {"qkv": jm.Split(("query", "key", "value"))}
       >>> matrices = jm.read(params, rules={"*": "muon"}, splits=splits)
-      >>> tx = jm.nanochat(matrices=matrices)
-      >>> lines = str(jm.describe(tx, params)).splitlines()
-      >>> [line.split()[0] for line in lines[1:4]]
+      >>> plan = jm.describe(jm.nanochat(matrices=matrices), params)
+      >>> [x.parameter.path for x in plan.parameters]
       ['attn/qkv/query', 'attn/qkv/key', 'attn/qkv/value']
     """
 
@@ -65,11 +63,7 @@ class Split:
             checks.mapping("parts", self.parts, expected, checks.count)
 
     def fitted(self, path: str, shape: tuple[int, ...]) -> "Split":
-        """The same for one parameter: a width for each name, and an axis of at least 0.
-
-        Raises:
-          ValueError: with path and shape, for an axis or parts that do not fit.
-        """
+        """The same for one parameter: names with widths, and an axis of at least 0."""
         where = f"splits: parameter {path!r} of shape {shape}"
         if not -len(shape) <= self.axis < len(shape):
             raise ValueError(
@@ -121,11 +115,7 @@ def _batch_axis(ndim: int) -> int:
 def read_parts(
     parameters: Mapping[str, Parameter], splits: Splits
 ) -> dict[str, Parameter]:
-    """How the parts of parameters are read, given how the whole ones are.
-
-    Raises:
-      ValueError: for splits that do not fit.
-    """
+    """How the parts of parameters are read, given how the whole ones are."""
     _check(splits)
     readings = dict(parameters)
     for pattern, split in splits.items():
@@ -183,8 +173,7 @@ def with_splits(
     """Run a transform on the parts of parameters.
 
     A parameter `attn/qkv/kernel` with the split `Split(("q", "k", "v"))` is seen by the
-    inner transform as three: `attn/qkv/kernel/q`, `/k` and `/v`. A number of parts
-    gives one, with a leading batch axis.
+    inner transform as three: `attn/qkv/kernel/q`, `/k` and `/v`.
 
     Args:
       inner: any transform, such as a chain of pieces; recipes and `partition` take
@@ -272,10 +261,7 @@ def _map_split(
 
 
 def _parts(split: Split, whole: Any) -> Any:
-    """The parts of a parameter: `NamedParts`, or a batch of equal ones.
-
-    Parts are unboxed: NNX expects exactly one box per model variable.
-    """
+    """The parts of a parameter, unboxed: `NamedParts`, or a batch of equal ones."""
     (x,), axis = jax.tree.leaves(whole), split.axis
     parts: Any = split.parts
     x = _undivided(split, x)
@@ -302,7 +288,7 @@ def _join(split: Split, whole: Any, parts: Any) -> Any:
 def _undivided(split: Split, x: Any) -> Any:
     """x with its split axis not sharded, unless the mesh axes there divide every part.
 
-    These mesh axes move to another axis if one is free, so that state stays sharded.
+    They move to another axis if one is free, so that state stays sharded.
     """
     if not isinstance(x, jax.Array) or not array_types.is_explicit(x):
         return x

@@ -48,11 +48,7 @@ class Layout:
     def of_leaves(
         self, tree: Any
     ) -> tuple[list[str], list[PartitionSpec], list[PartitionSpec]]:
-        """Paths, specs of parameters, and specs of their gradients and state.
-
-        Raises:
-          ValueError: with path and shape, for specs that do not fit.
-        """
+        """Paths, specs of parameters, and specs of their gradients and state."""
         coarse, fine = [], []
         layers = self.layers(tree) if self.divide else {}
         given, shapes = self.given(tree), [x.shape for x in jax.tree.leaves(tree)]
@@ -110,9 +106,6 @@ def divided_specs(
 
     Returns:
       A tree like `params`, with a PartitionSpec for each leaf.
-
-    Raises:
-      ValueError: an axis that the mesh lacks; a leaf that is not an array.
 
     Examples:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))

@@ -4,12 +4,10 @@
            the loss gathers itself, by `scan_layers`;
   scatter: gradients of each device's own batch are summed leaf by leaf, under the
            backward pass; each device receives the sum for its shard of the state;
-  update:  the optimizer, in global view, on gradients and state that are sharded so;
-  place:   updates go where the parameters are.
+  update:  `on_mesh`, on gradients and state that are sharded so.
 
 The first two run inside shard_map: plain jit does not promise reduce-scatters on every
-backend. A mesh with other axes, as for tensor parallelism, needs no such step: write it
-in plain jit, around `on_mesh`.
+backend. A mesh with other axes, as for tensor parallelism, needs no such step.
 """
 
 import dataclasses
@@ -59,12 +57,11 @@ def make_train_step(
       loss_fn: `loss_fn(params, batch)` returns the mean loss of the batch it is given,
         or the mean over all devices, if it calls collectives over axes of the mesh. It
         sees whole parameters, but for those in `scanned`. Integers and booleans among
-        them, such as counters and masks, stay as they are.
+        them stay as they are.
       tx: an optimizer, such as a recipe. The step puts it on the mesh. Its update gets
         the loss as `value`, which `optax.contrib.reduce_on_plateau` asks for.
       mesh: a mesh of Auto or of Explicit axes, all of which divide the batch.
-      specs: how parameters are sharded between steps; see `on_mesh`. None: replicated,
-        also on Explicit axes.
+      specs: see `on_mesh`. None: replicated, also on Explicit axes.
       scanned: patterns of the paths of sharded parameters that loss_fn gives to
         `scan_layers`, with these specs, and uses for nothing else. It sees this
         device's shards of them, and may cast, slice and reshape these.
@@ -74,12 +71,11 @@ def make_train_step(
         over devices and microbatches counts instead of the mean. `tx` gets them as
         extra arguments of these names: "max_logits" for `clip_qk`.
       weighted: whether the loss is a pair of the mean and its weight, such as the
-        number of unmasked tokens. A mean of weight 0 does not count, even if it is
-        NaN. If loss_fn calls collectives or `scan_layers`, divide by
-        `jnp.maximum(count, 1)` instead: these would take the NaN of 0 / 0 to all
-        devices. With a weight below 0 all is NaN.
-      microbatches: number of parts in which a device takes its batch, one by one. It
-        adds up their gradients, and sends the sum once, but for scanned layers.
+        number of unmasked tokens. A mean of weight 0 does not count, even if it is NaN,
+        unless loss_fn takes that NaN to other devices, by collectives or `scan_layers`:
+        divide by `jnp.maximum(count, 1)`. With a weight below 0 all is NaN.
+      microbatches: number of parts in which a device takes its batch, one by one. The
+        sum of their gradients is sent once, but for scanned layers.
       reduce_dtype: dtype in which gradients are sent; None for the parameters'.
       gather_dtype: dtype in which parameters and updates are sent; None for their own.
       donate: whether parameters and state are updated in place.
@@ -91,8 +87,7 @@ def make_train_step(
     Raises:
       ValueError: at the first call, a batch that devices and microbatches do not
         divide, output of loss_fn without what the flags promise, a parameter of
-        `scanned` that loss_fn does not give to `scan_layers`, or uses otherwise as
-        well, a state of other parameters, and what `on_mesh` raises.
+        `scanned` that is used otherwise, and what `on_mesh` raises.
 
     Examples:
       >>> def loss_fn(params, batch):
@@ -142,8 +137,6 @@ class TrainStep:
     they are between steps; `step(params, state, batch)` returns the new ones and
     metrics: "loss", the mean over the whole batch, and with `has_aux` "aux", its mean
     over devices and microbatches, or the maximum for entries in `max_aux`.
-    `step.abstract(params)` is what a checkpoint is restored into. `step.tx` is the
-    optimizer on its mesh, for `describe`.
     """
 
     _loss: "_Loss"
@@ -156,7 +149,7 @@ class TrainStep:
 
     @property
     def tx(self) -> optax.GradientTransformationExtraArgs:
-        """The optimizer on its mesh."""
+        """The optimizer on its mesh, for `describe`."""
         return self._optimizer.transform()
 
     def init(self, params: optax.Params) -> tuple[Any, Any]:
@@ -169,7 +162,7 @@ class TrainStep:
         return copied
 
     def abstract(self, params: optax.Params) -> tuple[Any, Any]:
-        """Shapes, dtypes and shardings between steps, of parameters or their shapes."""
+        """Shapes and shardings of both between steps, to restore a checkpoint into."""
         return self._optimizer.abstract(params)
 
     def __call__(self, params: Any, state: Any, batch: Any) -> Step:
@@ -194,13 +187,10 @@ class TrainStep:
         if self._options is not None:
             return dict(self._options)
         layout = self._optimizer.layout
-        return gpu_options(
-            params,
-            layout.mesh,
-            matrices=None,  # what `scanned` does not name, a step gathers whole
-            gathers_first=any(any(spec) for spec in layout.of_leaves(params)[1]),
-            scanned=self._wire.scanned,
-        )
+        first = any(map(any, layout.of_leaves(params)[1]))
+        # What `scanned` does not name, a step gathers whole.
+        options = functools.partial(gpu_options, params, layout.mesh, matrices=None)
+        return options(gathers_first=first, scanned=self._wire.scanned)
 
     def _are_swapped(self, params: Any, state: Any) -> bool:
         """True if `params` is the optimizer's state for parameters like `state`."""
@@ -263,10 +253,9 @@ class TrainStep:
     def _gradients(
         self, coarse: Any, fine: Any, held: Any, params: Any, batch: Any
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """This device's shard of the mean gradient, maxima, and metrics.
+        """This device's shard of the mean gradient, by `fine`, maxima, and metrics.
 
-        Parameters are sharded by `coarse`, and gradients are to be by `fine`. The loss
-        gathers those parameters itself that are `held`.
+        The loss gathers those parameters itself that are `held`.
         """
         count, wire = self._microbatches, self._wire
         parts = jax.tree.map(
@@ -355,9 +344,8 @@ class TrainStep:
         leaves, specs, held = map(jax.tree.leaves, (params, coarse, held))
         names = [path for path, _ in trees.leaves_with_paths(params)]
         inputs = jaxpr.invars[: len(leaves)]  # the batch comes last
-        for variable, path, spec, is_held in zip(
-            inputs, names, specs, held, strict=True
-        ):
+        rows = zip(inputs, names, specs, held, strict=True)
+        for variable, path, spec, is_held in rows:
             found, is_result = jaxprs.uses(jaxpr, {variable})
             if is_held and (found != [mark(spec)] or any(is_result)):
                 raise ValueError(
@@ -406,10 +394,7 @@ class _Loss:
 def _sum_over(
     function: Callable[[Any], tuple[Any, Any]], parts: Any, count: int
 ) -> tuple[Any, Any]:
-    """The sum of a function's first result over parts, and maxima of the other.
-
-    The parts are along the leading axis of a tree's arrays, `count` of them.
-    """
+    """The sum of a function's first result over parts, and maxima of the other."""
     first = jax.tree.map(lambda x: x[0], parts)
     if count == 1:
         return function(first)

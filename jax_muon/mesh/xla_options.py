@@ -72,10 +72,6 @@ def gpu_options(
     Returns:
       Options for `jax.jit`; {} on one device, and for devices other than GPUs.
 
-    Raises:
-      ValueError: leaves that are not arrays, an axis that the mesh lacks, a pattern
-        that matches no path.
-
     Examples:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> params = {"mlp": jnp.ones((64, 256))}
