@@ -19,14 +19,7 @@ from jax_muon.partition import partition
 from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
 from jax_muon.qk_clip import clip_qk, max_attention_logits
 from jax_muon.reading.read import read
-from jax_muon.recipes import (
-    moonlight,
-    muon,
-    muonh,
-    nanochat,
-    normuon,
-    teon,
-)
+from jax_muon.recipes import moonlight, muon, muonh, nanochat, normuon, teon
 from jax_muon.scaling import (
     equilibrate_rows,
     normalize_frobenius,

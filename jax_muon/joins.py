@@ -105,9 +105,7 @@ def joined_matrices(
 
 
 def map_joined(
-    factors: Factors,
-    joined: Sequence[Joined],
-    views: Sequence[Float[Array, "_ _ _"]],
+    factors: Factors, joined: Sequence[Joined], views: Sequence[Float[Array, "_ _ _"]]
 ) -> list[Float[Array, "_ _ _"]]:
     """Views after a function of all joined matrices, which cover every matrix."""
     results = factors([x.view(views) for x in joined])

@@ -158,9 +158,7 @@ class Join:
 class UnreadParameterError(KeyError, ValueError):
     """There is no parameter at this path; a KeyError, so that `get` and `in` work."""
 
-    def __str__(self) -> str:
-        """The message as it is, which KeyError would quote."""
-        return str(self.args[0])
+    __str__ = ValueError.__str__  # KeyError would quote the message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,12 +166,6 @@ class Matrices(Mapping[str, Parameter]):
     """The parameters of a tree by path, with their splits and joins; see `read`.
 
     `print` shows which parameter goes where and why.
-
-    Examples:
-      >>> params = {"embed": jnp.ones((9, 4)), "up": jnp.ones((4, 8))}
-      >>> matrices = jm.read(params, rules={"embed": "adamw", "*": "muon"})
-      >>> matrices["up"].label, matrices["embed"].label
-      ('muon', 'adamw')
     """
 
     parameters: Mapping[str, Parameter]

@@ -155,12 +155,7 @@ def _read(split: Split, whole: Parameter) -> list[Parameter]:
 
 
 def projection(name: str) -> str | None:
-    """The projection of attention that a user's name means, or None.
-
-    Examples:
-      >>> [projection(name) for name in ("q", "wk", "to_v", "o_proj", "gate")]
-      ['query', 'key', 'value', 'out', None]
-    """
+    """The projection that a user's name means, such as the query of "to_q", or None."""
     around = {"to", "w", "proj", "projection", "linear", "attention", "attn"}
     core = [x.removeprefix("w") for x in trees.words(name) if x not in around]
     found = _PROJECTIONS.items()

@@ -91,14 +91,10 @@ def matches(pattern: str, path: str) -> bool:
     `*` matches any text, `/` included, `?` one character, `[ab]` either.
 
     Examples:
-      >>> matches("attn/q", "blocks/0/attn/q/kernel")
-      True
-      >>> matches("attn/q", "blocks/0/attn/qk/kernel")
-      False
-      >>> matches("blocks/*/kernel", "blocks/0/attn/q/kernel")
-      True
-      >>> matches("attn/q", "blocks.0.attn.q.weight")
-      True
+      >>> matches("attn/q", "blocks/0/attn/q/kernel"), matches("attn/q", "attn/qk")
+      (True, False)
+      >>> matches("attn/q", "blocks.0.attn.q.weight"), matches("0/*/k", "0/attn/k")
+      (True, True)
     """
     path, pattern = slashed(path), slashed(pattern)
     return pattern == path or fnmatch.fnmatchcase(f"/{path}/", f"*/{pattern}/*")

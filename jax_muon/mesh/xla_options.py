@@ -71,13 +71,6 @@ def gpu_options(
 
     Returns:
       Options for `jax.jit`; {} on one device, and for devices other than GPUs.
-
-    Examples:
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
-      >>> params = {"mlp": jnp.ones((64, 256))}
-      >>> options = jm.gpu_options(params, mesh, matrices=None)
-      >>> options if jax.default_backend() == "cpu" else {}
-      {}
     """
     names = specs.checked_axes("axis", mesh.axis_names if axis is None else axis, mesh)
     checks.arrays("params", params)

@@ -1,15 +1,13 @@
 """One matrix on several devices: each has part of the columns.
 
-A step of the standard form takes three products. Devices exchange what they need for
-them over the links within a host:
+Devices exchange what they need for the three products of a step within a host:
 
   A <- X X^T      each device's columns give a part of the sum; everyone adds up some
                   rows of all parts, and gathers the rest;
   B <- A + q A A  everyone computes some columns, and gathers the rest;
   X <- X + p B X  everyone computes its own columns.
 
-So the work on a matrix is divided by the number of devices exactly, and each of them
-sends three matrices (m, m) a step.
+So the work is divided evenly, and each device sends three matrices (m, m) a step.
 """
 
 import dataclasses
@@ -24,15 +22,10 @@ from jax_muon.polar.products import Products
 
 @dataclasses.dataclass(frozen=True)
 class Team:
-    """Neighbours on a mesh, inside shard_map.
+    """Neighbours on a mesh, inside shard_map."""
 
-    Attributes:
-      axes: mesh axes that are cut into such teams.
-      size: devices of one team, consecutive along `axes`.
-    """
-
-    axes: tuple[str, ...]
-    size: int
+    axes: tuple[str, ...]  # mesh axes that are cut into such teams
+    size: int  # devices of one team, consecutive along `axes`
 
     def swap(self, x: Array, split: int, concat: int) -> Array:
         """An all-to-all within each team: split along one axis, joined on another."""
