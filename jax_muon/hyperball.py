@@ -27,9 +27,9 @@ def hyperball(
 ) -> optax.GradientTransformation:
     r"""Move every matrix on the sphere of the Frobenius norm that it starts with.
 
-    It goes last in a chain, instead of the learning rate. With :math:`R` the norm of a
-    matrix at `init`, :math:`U` the direction that the chain gives, and
-    :math:`n(X) = X / \|X\|_F`,
+    Hyperball optimization, arXiv 2606.16899. It goes last in a chain, instead of the
+    learning rate. With :math:`R` the norm of a matrix at `init`, :math:`U` the
+    direction that the chain gives, and :math:`n(X) = X / \|X\|_F`,
 
     .. math:: W \leftarrow R \, n(W - \eta R \, n(U))
 
@@ -57,9 +57,6 @@ def hyperball(
       [[2.985, -0.498], [0.0, 3.98]]
       >>> round(float(jnp.linalg.norm(moved)), 5)
       5.0
-
-    References:
-      Hyperball optimization, arXiv 2606.16899.
     """
     learning_rate = checks.rate("learning_rate", learning_rate)
 

@@ -30,10 +30,11 @@ def keep_residual(
 ) -> optax.GradientTransformationExtraArgs:
     """Update bfloat16 or float16 parameters by steps that they are too narrow for.
 
-    The optimizer sees float32 parameters, residual included, and keeps the state that
-    these need; a recipe's `momentum_dtype` makes its momentum narrower. Whatever
-    changes updates must be inside, such as a chain; `on_mesh`, `make_train_step`,
-    `optax.MultiSteps` and `skip_nonfinite` may also be outside.
+    As FlashOptim does, arXiv 2602.23349. The optimizer sees float32 parameters,
+    residual included, and keeps the state that these need; a recipe's `momentum_dtype`
+    makes its momentum narrower. Whatever changes updates must be inside, such as a
+    chain; `on_mesh`, `make_train_step`, `optax.MultiSteps` and `skip_nonfinite` may
+    also be outside.
 
     A residual counts in units of 1/128 of half the distance to the next 16-bit number,
     rounded to nearest, so steps below 2^-17 of an element are lost, with "int16" below
@@ -58,9 +59,6 @@ def keep_residual(
       ...     params = optax.apply_updates(params, updates)
       >>> float(params[0]), round(float(params[0]) + int(state.residual[0]) / 2**15, 3)
       (1.0078125, 1.01)
-
-    References:
-      FlashOptim, arXiv 2602.23349.
     """
     tx = checks.as_transform("tx", tx)
     name = jnp.dtype(dtype).name

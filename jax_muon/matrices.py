@@ -189,21 +189,14 @@ class Matrices(Mapping[str, Parameter]):
 
     def __str__(self) -> str:
         """One line per parameter: its role, how it is read, its label and why."""
-        rows = [("parameter", "shape", "role", "as matrices", "label", "why")]
+        rows = [["parameter", "shape", "role", "as matrices", "label", "why"]]
         reasons, hints = hints_below(
             [(x.label == MUON and x.doubt) or x.reason for x in self.values()]
         )
-        rows += [
-            (
-                parameter.path,
-                shape_text(parameter.shape),
-                parameter.role,
-                sizes_text(parameter.sizes) if parameter.label != ADAMW else "-",
-                parameter.label,
-                reason,
-            )
-            for parameter, reason in zip(self.values(), reasons, strict=True)
-        ]
+        for x, reason in zip(self.values(), reasons, strict=True):
+            matrices = sizes_text(x.sizes) if x.label != ADAMW else "-"
+            shape = shape_text(x.shape)
+            rows.append([x.path, shape, x.role, matrices, x.label, reason])
         return "\n".join([*aligned(rows), *hints])
 
     def axes(self, path: str) -> MatrixAxes:

@@ -64,13 +64,14 @@ def nesterov(
       decay: momentum in [0, 1), or a schedule of it.
       lookahead: False returns M itself: plain momentum.
       bias_correction: return :math:`(1 - \mu) G / (1 - \mu^t) + \mu M / (1 -
-        \mu^{t+1})` in step t, as in `optax.contrib.muon`, or :math:`M / (1 - \mu^t)`
-        without look-ahead. It changes the direction of about the first hundred steps.
+        \mu^{t+1})` in step t (Dozat 2016), as in `optax.contrib.muon`, or
+        :math:`M / (1 - \mu^t)` without look-ahead. It changes the direction of about
+        the first hundred steps.
       accumulator_dtype: dtype of M between steps; it is computed in at least float32.
         None: the parameters', which for float16 needs a loss scale, since gradients
         near 1e-6 lose their direction; "float32" or "float64"; "bfloat16", rounded
         stochastically; "int8", rounded stochastically to 255 even steps, with a float32
-        scale per row (the last axis of a parameter).
+        scale per row (the last axis of a parameter), as in arXiv 2509.23106.
 
     Raises:
       ValueError: at update, with the path, a gradient whose momentum is missing or
@@ -81,10 +82,6 @@ def nesterov(
       >>> tx = jm.nesterov(0.5)
       >>> tx.update(grads, tx.init(grads))[0].tolist()
       [0.75, -3.0]
-
-    References:
-      Momentum of Muon in eight bits: arXiv 2509.23106; bias correction: Dozat,
-      Incorporating Nesterov momentum into Adam, 2016.
     """
     decay = checks.rate("decay (momentum of a recipe)", decay, "in [0, 1)")
     checks.flag("lookahead", lookahead)

@@ -29,9 +29,9 @@ def orthogonalize(
 ) -> optax.GradientTransformation:
     """Replace every matrix by its polar factor: same directions, singular values one.
 
-    Where the types of arrays show a mesh of several devices, each matrix is computed by
-    one of those that hold it, or by a team of them, to which the others send their
-    shards; see `mesh/owners.py`.
+    Muon, https://kellerjordan.github.io/posts/muon/. Joined matrices count as one
+    (TEON, arXiv 2601.23261). On a mesh of several devices, which the types of arrays show, each
+    matrix is computed by one of those that hold it, or by a team: `mesh/owners.py`.
 
     Args:
       polar: a function of arrays (..., m, n): `PolarExpress()`, `NewtonSchulz()`,
@@ -56,10 +56,6 @@ def orthogonalize(
       >>> tx = jm.orthogonalize(jm.ExactPolar())
       >>> tx.update(updates, tx.init(updates))[0]["up"].tolist()
       [[1.0, 0.0], [0.0, -1.0]]
-
-    References:
-      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; TEON, arXiv
-      2601.23261.
     """
     if not callable(polar) or isinstance(polar, type):
         expected = "a function of arrays (..., m, n) such as PolarExpress()"

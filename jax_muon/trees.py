@@ -133,9 +133,8 @@ def step_leaves(
     State is found by path, so it may be in Flax boxes that gradients have lost, and a
     renamed parameter never gets the state of another. Nothing is broadcast.
     """
-    leaf_of, *kept = flat = [
-        dict(leaves_with_paths(tree)) for tree in (updates, *state)
-    ]
+    flat = [dict(leaves_with_paths(tree)) for tree in (updates, *state)]
+    leaf_of, *kept = flat
     for leaves in kept:
         if others := sorted(leaves.keys() ^ leaf_of.keys()):
             raise ValueError(
@@ -152,12 +151,11 @@ def step_leaves(
                 f"parameter {path!r} has shape {u.shape}, and its state {shapes[1:]}; "
                 "expected the state that init returns for this shape"
             )
-    return [
-        jax.tree.unflatten(
-            jax.tree.structure(tree), [results[path][i] for path in leaves]
-        )
-        for i, (tree, leaves) in enumerate(zip((updates, *state), flat, strict=True))
-    ]
+    trees: list[Any] = []
+    for i, (tree, leaves) in enumerate(zip((updates, *state), flat, strict=True)):
+        of_tree = [results[path][i] for path in leaves]
+        trees.append(jax.tree.unflatten(jax.tree.structure(tree), of_tree))
+    return trees
 
 
 def as_wide_as_params(updates: Any, params: Any) -> Any:

@@ -50,9 +50,10 @@ def on_mesh(
       specs: how parameters are sharded: a `PartitionSpec` or `NamedSharding` for all, a
         tree of them (a prefix will do), or a function of the parameters that returns
         one of these. None: as their types show, which on Auto axes is replicated.
-      divide: mesh axes over which gradients and state are sharded further (ZeRO-2),
-        along the first axis of a leaf that those not in its spec divide evenly; an axis
-        of layers comes last. `describe` shows leaves without one: they are replicated.
+      divide: mesh axes that shard gradients and state further (ZeRO-2, arXiv
+        1910.02054), along the first axis of a leaf that those not in its spec divide
+        evenly; an axis of layers comes last. `describe` shows leaves without one: they
+        are replicated.
       min_size: leaves of fewer elements stay replicated too, and are all-reduced.
       gather_dtype: dtype in which updates are gathered; None for their own.
 
@@ -74,9 +75,6 @@ def on_mesh(
       >>> updates, state = jax.jit(tx.update)(params, state, params)
       >>> updates["mlp"]["up"].shape
       (64, 256)
-
-    References:
-      Rajbhandari et al., ZeRO, arXiv 1910.02054.
     """
     divided = checked_axes("divide", divide, mesh)
     checks.float_dtype("gather_dtype", gather_dtype)
@@ -145,13 +143,7 @@ class OnMesh:
         with jax.disable_jit(False):
             return self._jitted_update(updates, state, params, **extra_args)
 
-    def _update(
-        self,
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, Any]:
+    def _update(self, updates: Any, state: Any, params: Any, **extra_args: Any) -> Any:
         like = updates if params is None else params
         checks.gradients(updates, params)
         names, coarse, fine = self.layout.of_leaves(like)

@@ -51,7 +51,7 @@ def make_train_step(
 ) -> "TrainStep":
     """A jitted train step over a batch that is divided between all devices of a mesh.
 
-    Gradients and state are divided between all devices (ZeRO-2).
+    Gradients and state are divided between all devices (ZeRO-2, arXiv 1910.02054).
 
     Args:
       loss_fn: `loss_fn(params, batch)` returns the mean loss of the batch it is given,
@@ -100,9 +100,6 @@ def make_train_step(
       >>> params, state, metrics = step(params, state, batch)
       >>> float(metrics["loss"])
       1.0
-
-    References:
-      Rajbhandari et al., ZeRO, arXiv 1910.02054.
     """
     if not callable(loss_fn):
         checks.refuse("loss_fn", loss_fn, "a function of parameters and batch")

@@ -18,15 +18,11 @@ def on_auto_axes(
     give no sharding, such as dot products over sharded axes in `optax.contrib.prodigy`
     or selections in `optax.adaptive_grad_clip`. On Auto axes XLA chooses the sharding
     of intermediate arrays. Updates and state are sharded as they come in, and equal a
-    single device's, to rounding.
+    single device's, to rounding. On one device it is `tx`.
 
     Args:
       tx: an optax transform, such as a group of `partition` or a member of a chain. Not
         one that orthogonalizes: `orthogonalize` needs the types.
-
-    Returns:
-      A transform with the state of `tx`, and the same as `tx` where no array is on
-      Explicit axes, as on one device.
 
     Examples:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
@@ -71,9 +67,6 @@ def on_replicas(
 
     Args:
       tx: an optax transform, such as a recipe or a chain around one.
-
-    Returns:
-      A transform with the state and updates of `tx`.
 
     Examples:
       >>> muon = jm.muon(0.5, polar=jm.ExactPolar(), matrices={"mlp": "muon"})

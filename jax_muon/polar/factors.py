@@ -37,8 +37,9 @@ class NewtonSchulz:
       steps: number of quintics. None takes the whole sequence, and five where one
         quintic serves every step.
       coefficients: one (a, b, c) for every step, or a sequence, whose first `steps` are
-        used. The default is Jordan's, which leaves singular values near 0.7 .. 1.2. A
-        step with c = 0 takes two products instead of three.
+        used. The default is Jordan's (https://kellerjordan.github.io/posts/muon/),
+        which leaves singular values near 0.7 .. 1.2. A step with c = 0 takes two
+        products instead of three.
       norm_factor: x is divided by `norm_factor * norm(x) + eps` before the first step.
       eps: see `norm_factor`. Matrices with a much smaller norm stay small.
       norm: "frobenius", or "schatten4", (sum of s^4)^(1/4): never larger, so that small
@@ -62,9 +63,6 @@ class NewtonSchulz:
       >>> y = NewtonSchulz(coefficients=table, dtype="float32")(x)
       >>> bool(jnp.allclose(y @ y.mT, jnp.eye(8)[None], atol=0.05))
       True
-
-    References:
-      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/.
     """
 
     steps: int | None = None
@@ -137,7 +135,7 @@ class NewtonSchulz:
 def PolarExpress(
     steps: int = 5, *, lower: float = 1e-3, **settings: Any
 ) -> NewtonSchulz:
-    """A `NewtonSchulz` by the Polar Express: an optimal quintic for each step.
+    """A `NewtonSchulz` by the Polar Express, arXiv 2505.16932: optimal quintics.
 
     Args:
       steps: number of quintics.
@@ -150,9 +148,6 @@ def PolarExpress(
       >>> y = PolarExpress(8, dtype="float32")(x)
       >>> bool(jnp.allclose(y @ y.mT, jnp.eye(8)[None], atol=1e-4))
       True
-
-    References:
-      Amsel, Persson, Musco, Gower, The Polar Express, arXiv 2505.16932.
     """
     margins = {"norm_factor": 1.02, "eps": 1e-6}
     table = polar_express_coefficients(steps, lower=lower)

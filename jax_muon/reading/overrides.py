@@ -141,12 +141,5 @@ def _ruled(parameter: Parameter, matching: _Entries) -> Parameter:
             axes, reason = MatrixAxes((), (0,), (1,)), "by your rules: (in, out)"
     if axes is not None and axes != parameter.axes:
         doubt, role = None, "kernel" if role in ("-", "unknown") else role
-    return dataclasses.replace(
-        parameter,
-        label=label,
-        role=role,
-        axes=axes,
-        reason=reason,
-        doubt=doubt,
-        scanned=scanned,
-    )
+    said: dict[str, Any] = {"label": label, "reason": reason, "doubt": doubt}
+    return dataclasses.replace(parameter, role=role, axes=axes, scanned=scanned, **said)
