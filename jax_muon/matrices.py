@@ -76,12 +76,6 @@ class Parameter:
       doubt: why it cannot be read as a matrix, or is ambiguous; None if neither.
       options: readings of an ambiguous one, the likeliest first; None is no matrix.
       scanned: the axes that a scan takes one element at a time, such as layers.
-
-    Examples:
-      >>> from optax.contrib import MuonDimensionNumbers
-      >>> rules = {"up": MuonDimensionNumbers(-2, -1)}
-      >>> jm.read({"up": jnp.ones((3, 4, 8))}, rules=rules)["up"].axes
-      MatrixAxes(batch=(0,), reduction=(1,), output=(2,))
     """
 
     path: str
@@ -166,6 +160,12 @@ class Matrices(Mapping[str, Parameter]):
     """The parameters of a tree by path, with their splits and joins; see `read`.
 
     `print` shows which parameter goes where and why.
+
+    Examples:
+      >>> from optax.contrib import MuonDimensionNumbers
+      >>> rules = {"up": MuonDimensionNumbers(-2, -1)}
+      >>> jm.read({"up": jnp.ones((3, 4, 8))}, rules=rules)["up"].axes
+      MatrixAxes(batch=(0,), reduction=(1,), output=(2,))
     """
 
     parameters: Mapping[str, Parameter]

@@ -30,8 +30,8 @@ def orthogonalize(
     """Replace every matrix by its polar factor: same directions, singular values one.
 
     Muon, https://kellerjordan.github.io/posts/muon/. Joined matrices count as one
-    (TEON, arXiv 2601.23261). On a mesh of several devices, which the types of arrays show, each
-    matrix is computed by one of those that hold it, or by a team: `mesh/owners.py`.
+    (TEON, arXiv 2601.23261). On a mesh of several devices, which types of arrays show,
+    each matrix is computed by one of those that hold it, or by a team of them.
 
     Args:
       polar: a function of arrays (..., m, n): `PolarExpress()`, `NewtonSchulz()`,

@@ -114,11 +114,6 @@ def clip_qk(
     ) -> tuple[optax.Updates, ClipQkState]:
         del state, extra_args
         checks.params("clip_qk", params)
-        if max_logits is None:
-            raise ValueError(
-                "clip_qk needs the largest logits of this step: tx.update(updates, "
-                "state, params, max_logits=max_logits), got max_logits=None"
-            )
         checks.gradients(updates, params)
         updates = trees.as_wide_as_params(updates, params)
         weights = dict(trees.leaves_with_paths(params))
@@ -201,8 +196,8 @@ def _by_module(max_logits: Any, modules: Sequence[str]) -> dict[str, Array]:
     if matched != sorted(entries) or any(len(x) != 1 for x in matching.values()):
         shapes = [f"{path!r} of shape {jnp.shape(x)}" for path, x in entries.items()]
         raise ValueError(
-            f"max_logits has entries at {', '.join(shapes) or 'no path'}; expected one "
-            f"for each attention module: {', '.join(map(repr, modules))}"
+            f"max_logits of tx.update has entries at {', '.join(shapes) or 'no path'}; "
+            f"expected one for each attention module: {', '.join(map(repr, modules))}"
         )
     return {name: jnp.asarray(entries[path]) for name, (path,) in matching.items()}
 

@@ -71,6 +71,11 @@ def gpu_options(
 
     Returns:
       Options for `jax.jit`; {} on one device, and for devices other than GPUs.
+
+    Examples:
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> jm.gpu_options({"mlp": jnp.ones((64, 256))}, mesh, matrices=None)
+      {}
     """
     names = specs.checked_axes("axis", mesh.axis_names if axis is None else axis, mesh)
     checks.arrays("params", params)

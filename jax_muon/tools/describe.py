@@ -87,11 +87,6 @@ class Description:
     default_rate: float | None
 
     @property
-    def devices(self) -> int:
-        """Number of devices of the mesh."""
-        return math.prod(self.sizes.values())
-
-    @property
     def held_bytes(self) -> dict[str, int]:
         """Bytes on one device, with all gradients at once, sharded like the state."""
 
@@ -174,6 +169,7 @@ class Description:
 
     def _work(self) -> list[str]:
         """Which devices compute the matrices of each pool, and what a device sends."""
+        devices = math.prod(self.sizes.values())
         rows = [["pool", "over", "matrices", "owners", "each"]]
         rows += [_pool_row(pool, self.sizes) for pool in self.pools]
         lines = aligned(rows, numbers=1) if self.pools else []
@@ -182,7 +178,7 @@ class Description:
             for sizes in (self.sent_bytes, self.bytes_between_hosts)
         )
         lines.append(
-            f"{self.devices} devices: {self._balance()}; each sends "
+            f"{devices} devices: {self._balance()}; each sends "
             f"{sent['orthogonalize']} a step to orthogonalize"
         )
         if self.summed:
@@ -194,7 +190,7 @@ class Description:
                 f"of {_bytes(sum(leaf.bytes for leaf in repeated))} are repeated"
                 + (f", above all {largest.parameter.path}" if largest else "")
             )
-        if self.devices > self.devices_per_host:
+        if devices > self.devices_per_host:
             by_path: dict[str, float] = {}
             for path, x in itertools.chain(*self.transfers.values()):
                 crossing = x.bytes_between_hosts(self.devices_per_host)
