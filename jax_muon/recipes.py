@@ -69,7 +69,7 @@ def nanochat(
         the later edition.
       steps: of the polar iteration, a Python integer; None for 5.
       dtype: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
-      polar: instead of `steps` and `dtype`, a polar factor as of `orthogonalize`.
+      polar: instead of `steps` and `dtype`, a polar factor as for `orthogonalize`.
       momentum_dtype: dtype of the momentum; None for the parameters'. See `nesterov`.
       adamw: the optimizer of all other parameters: the one that trains your model now,
         such as `optax.adamw(lr)`, or a learning rate for the recipe's own AdamW. None
@@ -232,7 +232,7 @@ def moonlight(
     Args:
       learning_rate: of the matrices, before the factor 0.2 max(in, out)^0.5.
       adamw: None for AdamW with this learning rate and this weight decay; or as in
-        `nanochat`, with this weight decay for another rate.
+        `nanochat`, where another rate comes with this weight decay.
       ...: all other arguments as in `muon`.
 
     Examples:

@@ -110,10 +110,10 @@ def make_pools(
     Args:
       shards: one device's shard of each batch of matrices.
       sizes: of the mesh axes.
-      small: see `orthogonalize`, as for `team`.
+      small: see `orthogonalize`.
       start: the owner that comes first among equally busy ones, modulo their number,
         so that matrices with other labels find other owners.
-      team: most devices that share a matrix.
+      team: see `orthogonalize`.
       shared_dtype: the method of a `NewtonSchulz`; None if none is shared.
     """
     pools = _pools_without_owners(shards, sizes)

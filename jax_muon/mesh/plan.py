@@ -211,7 +211,10 @@ def rounds(pools: Sequence[Pool]) -> list[Round]:
 
 
 def excess(pools: Sequence[Pool], sizes: Sizes) -> dict[Pool, float]:
-    """What the busiest device computes of each pool, in even shares, beyond one."""
+    """What the busiest device computes of each pool beyond an even share.
+
+    In units of an even share of the work on all pools.
+    """
     loads = {pool: pool.load(sizes).ravel() for pool in pools}
     even = {
         pool: pool.on_device * devices_over(pool.batch_axes, sizes) * pool.flops

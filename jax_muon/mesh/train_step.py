@@ -73,7 +73,7 @@ def make_train_step(
       weighted: whether the loss is a pair of the mean and its weight, such as the
         number of unmasked tokens. A mean of weight 0 does not count, even if it is NaN,
         unless loss_fn takes that NaN to other devices, by collectives or `scan_layers`:
-        divide by `jnp.maximum(count, 1)`. With a weight below 0 all is NaN.
+        then divide by `jnp.maximum(count, 1)`. With a weight below 0 all is NaN.
       microbatches: number of parts in which a device takes its batch, one by one. The
         sum of their gradients is sent once, but for scanned layers.
       reduce_dtype: dtype in which gradients are sent; None for the parameters'.

@@ -37,7 +37,7 @@ class Wire:
         return sent.astype(x.dtype)
 
     def scatter(self, g: Any, spec: PartitionSpec, dtype: Any) -> Any:
-        """This device's shard of the sum, in at least float32, of a gradient.
+        """This device's shard of the sum of a gradient, in at least float32.
 
         `dtype` is the parameter's. What the spec does not divide is all-reduced.
         """

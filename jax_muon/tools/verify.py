@@ -223,9 +223,9 @@ def _last_bits(x: np.ndarray) -> np.ndarray:
 def _compared(
     got: Sequence[jax.Array], want: Sequence[jax.Array], near: Sequence[jax.Array]
 ) -> tuple[float, float, bool]:
-    """The largest difference, the largest by noise, and if equal shards are the same.
+    """The largest difference of one array at any step, and the largest by noise.
 
-    Of one array at every step, on the mesh, on one device, and there with noise.
+    And True if devices that hold the same shard hold the same bits.
     """
     differences, noise, same_bits = [], [0.0], True
     for x, y, z in zip(got, want, near, strict=True):
