@@ -36,23 +36,23 @@ class Layout:
     def of_tree(self, tree: Any) -> tuple[Any, Any]:
         """PartitionSpecs of parameters, and of their gradients and state."""
         treedef: Any = jax.tree.structure(tree)
-        _, coarse, fine = self.of_leaves(tree)
-        return treedef.unflatten(coarse), treedef.unflatten(fine)
+        _, of_params, of_state = self.of_leaves(tree)
+        return treedef.unflatten(of_params), treedef.unflatten(of_state)
 
     def of_leaves(
         self, tree: Any
     ) -> tuple[list[str], list[PartitionSpec], list[PartitionSpec]]:
         """Paths, specs of parameters, and specs of their gradients and state."""
-        coarse, fine = [], []
+        of_params, of_state = [], []
         layers = self.layers(tree) if self.divide else {}
         given, shapes = self.given(tree), [x.shape for x in jax.tree.leaves(tree)]
         for (path, spec), shape in zip(given, shapes, strict=True):
             axes = self.divide if math.prod(shape) >= self.min_size else ()
             spec = full_rank(spec, path, shape, self.mesh)
-            coarse.append(spec)
+            of_params.append(spec)
             last = layers.get(path, ())
-            fine.append(finer(spec, shape, axes, self.mesh.shape, last))
-        return [path for path, _ in given], coarse, fine
+            of_state.append(finer(spec, shape, axes, self.mesh.shape, last))
+        return [path for path, _ in given], of_params, of_state
 
     def given(self, tree: Any) -> list[tuple[str, PartitionSpec]]:
         """Paths, and specs of parameters as the user wrote them."""

@@ -124,9 +124,9 @@ class OnMesh:
             return self._jitted_init(params)
 
     def _init(self, params: optax.Params) -> Any:
-        _, _, fine = self.layout.of_leaves(params)
+        _, _, of_state = self.layout.of_leaves(params)
         with self._explicit_axes():
-            state = self.tx.init(_reshard(params, fine))
+            state = self.tx.init(_reshard(params, of_state))
         return self._on_users_axes(state)
 
     def update(
@@ -146,19 +146,19 @@ class OnMesh:
     def _update(self, updates: Any, state: Any, params: Any, **extra_args: Any) -> Any:
         like = updates if params is None else params
         checks.gradients(updates, params)
-        names, coarse, fine = self.layout.of_leaves(like)
-        traced_facts.record("on_mesh", {self: (names, coarse, fine)})
-        expected = self._typed_state(like, fine)
+        names, of_params, of_state = self.layout.of_leaves(like)
+        traced_facts.record("on_mesh", {self: (names, of_params, of_state)})
+        expected = self._typed_state(like, of_state)
         checks.state(state, expected)
-        of_state = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(expected)]
-        of_params = [] if params is None else fine
+        typed = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(expected)]
+        again = [] if params is None else of_state
         with self._explicit_axes():
-            specs = [*fine, *of_state, *of_params]
+            specs = [*of_state, *typed, *again]
             resharded = _reshard((updates, state, params), specs)
             extra_args = array_types.replicated(extra_args)
             updates, state = self.tx.update(*resharded, **extra_args)
-            updates = _reshard(updates, coarse, self.gather_dtype)
-            state = _reshard(state, of_state)
+            updates = _reshard(updates, of_params, self.gather_dtype)
+            state = _reshard(state, typed)
         return self._on_users_axes((updates, state))
 
     def abstract(self, params: optax.Params) -> tuple[Any, Any]:
@@ -169,8 +169,8 @@ class OnMesh:
             sharding = self._sharding(jax.typeof(x).sharding.spec)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        _, coarse, fine = self.layout.of_leaves(params)
-        typed = self._typed(params, coarse), self._typed_state(params, fine)
+        _, of_params, of_state = self.layout.of_leaves(params)
+        typed = self._typed(params, of_params), self._typed_state(params, of_state)
         return jax.tree.map(abstract, typed)
 
     def _typed(self, params: optax.Params, specs: Sequence[PartitionSpec]) -> Any:
@@ -183,10 +183,10 @@ class OnMesh:
         ]
         return jax.tree.unflatten(treedef, shapes)
 
-    def _typed_state(self, params: optax.Params, fine: Sequence[PartitionSpec]) -> Any:
+    def _typed_state(self, params: Any, of_state: Sequence[PartitionSpec]) -> Any:
         """The state's types; JAX remembers them, and a step does not trace `init`."""
         with self._explicit_axes():
-            return jax.eval_shape(self.tx.init, self._typed(params, fine))
+            return jax.eval_shape(self.tx.init, self._typed(params, of_state))
 
     def _sharding(self, spec: PartitionSpec) -> NamedSharding:
         """The sharding, spelled as JAX spells it for results of jit."""
@@ -236,15 +236,12 @@ def abstract_state(
     """Shapes, dtypes and shardings of an optimizer's state, to restore a checkpoint.
 
     Global shapes do not depend on the layout, so one layout can restore what another
-    saved: give this to orbax as the target.
+    saved: give these `jax.ShapeDtypeStruct`s to orbax as the target.
 
     Args:
       tx: the optimizer; on a mesh, `on_mesh(...)`, or a chain around it.
       params: the parameters, or their shapes.
       mesh: the mesh; None for one device.
-
-    Returns:
-      The state as `jax.ShapeDtypeStruct`s with shardings.
 
     Examples:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))

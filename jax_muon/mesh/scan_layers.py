@@ -108,23 +108,24 @@ def scan_layers(
     treedef: Any
     flat, treedef = jax.tree.flatten(layers)
     layout = Layout(mesh, specs)
-    coarse, fine = _specs_of_layer(layers, layout, names, bool(manual), local_batch)
+    is_manual = bool(manual)
+    of_layer, of_grad = _specs_of_layer(layers, layout, names, is_manual, local_batch)
     loop = functools.partial(jax.lax.scan, reverse=reverse, unroll=unroll)
-    is_sharded = local_batch or any(map(any, coarse))
+    is_sharded = local_batch or any(map(any, of_layer))
     if not is_sharded or not all(map(len, flat)):
         return loop(block, carry, layers)
     if manual and of_step.get():
-        flat = _marked(flat, coarse)
+        flat = _marked(flat, of_layer)
     exchange = _collectives if manual or local_batch else _constraints
-    gather_one, *scatters = exchange(mesh, names, coarse, fine)
+    gather_one, *scatters = exchange(mesh, names, of_layer, of_grad)
 
     def gather(shards: list[Any]) -> list[Any]:
-        return [*map(gather_one, shards, coarse)]
+        return [*map(gather_one, shards, of_layer)]
 
     def of_all(scatter: Function) -> Function:
         return lambda layer: [
             None if g is None else scatter(g, *leaf)
-            for g, *leaf in zip(layer, coarse, fine, dtypes, strict=True)
+            for g, *leaf in zip(layer, of_layer, of_grad, dtypes, strict=True)
         ]
 
     def on_devices(function: Function, into: Any, out: Any) -> Function:
@@ -143,7 +144,8 @@ def scan_layers(
 
     whole, batch = PartitionSpec(), PartitionSpec(names)
     of_shards, of_grads = (
-        [PartitionSpec(None, *only(spec, names)) for spec in x] for x in (coarse, fine)
+        [PartitionSpec(None, *only(spec, names)) for spec in x]
+        for x in (of_layer, of_grad)
     )
     if local_batch:
         _check_batch("carry", carry, devices_over(names, mesh.shape))
@@ -172,7 +174,7 @@ def _specs_of_layer(
 
     With `divide` they divide gradients further. Specs need not fit `of_shards`.
     """
-    sizes, coarse, fine = layout.mesh.shape, [], []
+    sizes, of_layer, of_grad = layout.mesh.shape, [], []
     flat = jax.tree.leaves(layers)
     if not of_shards:
         layout.of_leaves(layers)  # checks that they fit
@@ -189,9 +191,9 @@ def _specs_of_layer(
             )
         spec = dividing(PartitionSpec(*spec[1:]), sizes)
         is_large = divide and x.size >= layout.min_size
-        fine.append(finer(spec, x.shape[1:], names if is_large else (), sizes))
-        coarse.append(spec if {*spec_names(spec)} & {*names} else PartitionSpec())
-    return coarse, fine
+        of_grad.append(finer(spec, x.shape[1:], names if is_large else (), sizes))
+        of_layer.append(spec if {*spec_names(spec)} & {*names} else PartitionSpec())
+    return of_layer, of_grad
 
 
 def mark(spec: PartitionSpec) -> str:
@@ -235,19 +237,19 @@ def _collectives(
     is_cpu, step = mesh.devices.flat[0].platform == "cpu", of_step.get()
     wire = step or Wire(names, sum_wide=is_cpu)
 
-    def others(spec: PartitionSpec, fine: PartitionSpec) -> tuple[str, ...]:
-        axes = wire.axes if step and any(spec) else spec_names(only(fine, names))
+    def others(spec: PartitionSpec, of_grad: PartitionSpec) -> tuple[str, ...]:
+        axes = wire.axes if step and any(spec) else spec_names(only(of_grad, names))
         several = divided_axes(mesh.shape)
         return tuple(n for n in axes if n in several and n not in spec_names(spec))
 
-    def over_shards(g: Any, spec: Any, fine: Any, dtype: Any) -> Any:
-        del fine
+    def over_shards(g: Any, spec: Any, of_grad: Any, dtype: Any) -> Any:
+        del of_grad
         axes = spec_names(only(spec, names))
         return dataclasses.replace(wire, axes=axes).scatter(g, spec, dtype)
 
-    def over_replicas(g: Any, spec: Any, fine: Any, dtype: Any) -> Any:
-        over = dataclasses.replace(wire, axes=others(spec, fine), parts=1)
-        return over.scatter(g, fine, dtype)
+    def over_replicas(g: Any, spec: Any, of_grad: Any, dtype: Any) -> Any:
+        over = dataclasses.replace(wire, axes=others(spec, of_grad), parts=1)
+        return over.scatter(g, of_grad, dtype)
 
     if any(map(others, *specs)):
         return wire.gather, over_shards, over_replicas
@@ -268,9 +270,9 @@ def _constraints(
     def gather(x: Any, spec: PartitionSpec) -> Any:
         return place(x, NamedSharding(on, only(spec, others))) if any(spec) else x
 
-    def scatter(g: Any, spec: Any, fine: Any, dtype: Any) -> Any:
+    def scatter(g: Any, spec: Any, of_grad: Any, dtype: Any) -> Any:
         del dtype
-        return place(g, NamedSharding(on, fine)) if any(spec) else g
+        return place(g, NamedSharding(on, of_grad)) if any(spec) else g
 
     return gather, scatter
 
@@ -284,10 +286,10 @@ def _scan(
     reverse: bool,
     keep_gathered: bool,
 ) -> Function:
-    """A scan over layers, of (consts, carry, shards, fine).
+    """A scan over layers, of (consts, carry, shards, divided).
 
-    `run` maps (consts, carry, layer) to (carry, ys), with shapes as `results`. `fine`
-    are the shards again, divided as gradients are to be: by a stage of `scatters` each.
+    `run` maps (consts, carry, layer) to (carry, ys), with shapes as `results`. The
+    shards come again, divided as gradients are to be: by a stage of `scatters` each.
     """
     following = -1 if reverse else 1
 
@@ -319,7 +321,7 @@ def _scan(
         return (carry, ys), (saved, last, args)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        saved, last, (consts, _, shards, fine) = residuals
+        saved, last, (consts, _, shards, divided) = residuals
         d_carry, d_ys = _reals(cotangents)
         numbers = np.arange(len(shards[0]))
 
@@ -345,7 +347,7 @@ def _scan(
             return (d_carry, total, before, [d_layer, *waiting], d_shards), None
 
         total, d_layer, d_shards = jax.tree.map(
-            jnp.zeros_like, _reals((consts, last, fine))
+            jnp.zeros_like, _reals((consts, last, divided))
         )
         waiting = [d_layer]
         for scatter in scatters[:-1]:

@@ -215,17 +215,18 @@ class TrainStep:
         if AxisType.Explicit in mesh.axis_types:
             batch = jax.reshard(batch, NamedSharding(mesh, axes))
         names, *both = layout.of_leaves(params)
-        coarse, fine = ([dividing(spec, mesh.shape) for spec in x] for x in both)
+        of_params, of_state = ([dividing(spec, mesh.shape) for spec in x] for x in both)
         trees.check_patterns_match("scanned", self._wire.scanned, names)
         held = [
             any(spec)
             and any(trees.matches(pattern, name) for pattern in self._wire.scanned)
-            for name, spec in zip(names, coarse, strict=True)
+            for name, spec in zip(names, of_params, strict=True)
         ]
         # `scan_layers` sums gradients over all devices, sharded like the parameters.
-        of_grads = [c if h else f for c, f, h in zip(coarse, fine, held, strict=True)]
+        rows = zip(of_params, of_state, held, strict=True)
+        of_grads = [x if is_held else y for x, y, is_held in rows]
         treedef: Any = jax.tree.structure(params)
-        specs, of_grads, held = map(treedef.unflatten, (coarse, of_grads, held))
+        specs, of_grads, held = map(treedef.unflatten, (of_params, of_grads, held))
         # With check_vma=True, the gradient of a parameter that devices share would be
         # summed already, loops could not start from constants, and a loss that ends in
         # a pmean would have a gradient that is too small by the number of devices.
@@ -248,9 +249,9 @@ class TrainStep:
     # --- on each device, inside shard_map ---------------------------------------------
 
     def _gradients(
-        self, coarse: Any, fine: Any, held: Any, params: Any, batch: Any
+        self, of_params: Any, of_grads: Any, held: Any, params: Any, batch: Any
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """This device's shard of the mean gradient, by `fine`, maxima, and metrics.
+        """This device's shard of the mean gradient, by `of_grads`; maxima; metrics.
 
         The loss gathers those parameters itself that are `held`.
         """
@@ -260,11 +261,11 @@ class TrainStep:
         )
         whole = jax.tree.map(
             lambda x, spec, held: x if held else wire.gather(x, spec),
-            *(params, coarse, held),
+            *(params, of_params, held),
         )
         if wire.scanned:
             first = jax.tree.map(lambda x: x[0], parts)
-            self._check_scanned(whole, first, coarse, held)
+            self._check_scanned(whole, first, of_params, held)
         of_part = functools.partial(self._of_part, held, whole)
         (total, sums, aux), maxima = _sum_over(of_part, parts, count)
         # A batch in which nothing counts has no gradient.
@@ -274,7 +275,7 @@ class TrainStep:
             kind = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else g.dtype
             return (g if held else wire.scatter(g, spec, kind)).astype(x.dtype)
 
-        grads = jax.tree.map(scatter, grads, params, fine, held)
+        grads = jax.tree.map(scatter, grads, params, of_grads, held)
         maxima = wire.reduce(jax.lax.pmax, maxima)
         metrics = {"loss": jax.lax.pmean(loss, wire.axes)}
         if self._loss.has_aux:
@@ -335,10 +336,10 @@ class TrainStep:
         finally:
             of_step.reset(token)
 
-    def _check_scanned(self, params: Any, part: Any, coarse: Any, held: Any) -> None:
+    def _check_scanned(self, params: Any, part: Any, of_params: Any, held: Any) -> None:
         """Refuse a loss that uses a parameter otherwise than `scanned` says."""
         jaxpr = jax.make_jaxpr(self._traced_loss)(params, part).jaxpr
-        leaves, specs, held = map(jax.tree.leaves, (params, coarse, held))
+        leaves, specs, held = map(jax.tree.leaves, (params, of_params, held))
         names = [path for path, _ in trees.leaves_with_paths(params)]
         inputs = jaxpr.invars[: len(leaves)]  # the batch comes last
         rows = zip(inputs, names, specs, held, strict=True)

@@ -248,8 +248,6 @@ def describe(
       >>> found = describe(tx, shapes)
       >>> [x.parameter.label for x in found.parameters]
       ['muon', 'adamw']
-      >>> str(found).splitlines()[0]
-      'parameter   shape      role     as matrices     label   scale     state   why'
     """
     tx = checks.as_transform("tx", tx)
     params = checks.arrays("params", trained(params))
