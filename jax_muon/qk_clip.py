@@ -56,6 +56,7 @@ def clip_qk(
 
     A maximum that is not finite clips nothing: `skip_nonfinite` around the chain skips
     such a step whole. Inside `optax.MultiSteps` the maxima of its last step count.
+    Behind QK-norm clipping changes the weights and not the logits.
 
     Args:
       threshold: largest logit that is left alone, above 0.

@@ -35,6 +35,8 @@ from jax_muon.scaling import (
 from jax_muon.traced_facts import record
 from jax_muon.weight_decay import add_cautious_decayed_weights, check_decayed
 
+__all__ = ["moonlight", "muon", "muonh", "nanochat", "normuon", "teon"]
+
 
 def nanochat(
     learning_rate: optax.ScalarOrSchedule = 0.02,
