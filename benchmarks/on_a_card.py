@@ -33,6 +33,7 @@ from benchmarks import program
 from benchmarks.gpt import loss
 from benchmarks.parameters import model_parameters, nominal_flops, quintics_flops
 from benchmarks.step import TORCH, Contender, make_step, random_like, running
+from jax_muon.polar.coefficients import polar_express_coefficients
 from jax_muon.polar.products import outer
 
 # Seconds: beyond which a task is ended, and below which none is worth starting.
@@ -184,7 +185,7 @@ def rounding(y: Any, x: np.ndarray) -> float:
     """How far Y is from the five quintics of X (..., m, n) in float64, relatively."""
     exact = x.astype(np.float64)
     exact /= 1.02 * np.linalg.norm(exact, axis=(-2, -1), keepdims=True) + 1e-6
-    for a, b, c in jm.polar_express_coefficients(5):
+    for a, b, c in polar_express_coefficients(5):
         gram = exact @ exact.swapaxes(-1, -2)
         exact = a * exact + (b * gram + c * gram @ gram) @ exact
     apart = np.asarray(y, np.float64) - exact

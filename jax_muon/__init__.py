@@ -1,4 +1,8 @@
-"""jax_muon: the Muon family of optimizers for JAX, as small optax pieces."""
+"""jax_muon: the Muon family of optimizers for JAX, as small optax pieces.
+
+Examples in docstrings assume `import jax, optax`, `import jax.numpy as jnp` and
+`import jax_muon as jm`.
+"""
 
 from jax_muon.hyperball import hyperball
 from jax_muon.keep_residual import keep_residual
@@ -12,18 +16,10 @@ from jax_muon.mesh.xla_options import gpu_options
 from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import orthogonalize
 from jax_muon.partition import partition
-from jax_muon.polar.coefficients import polar_express_coefficients
 from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
 from jax_muon.qk_clip import clip_qk, max_attention_logits
 from jax_muon.reading.read import read
-from jax_muon.recipes import (
-    moonlight,
-    muon,
-    muonh,
-    nanochat,
-    normuon,
-    teon,
-)
+from jax_muon.recipes import moonlight, muon, muonh, nanochat, normuon, teon
 from jax_muon.scaling import (
     equilibrate_rows,
     normalize_frobenius,
@@ -68,7 +64,6 @@ __all__ = [
     "on_replicas",
     "orthogonalize",
     "partition",
-    "polar_express_coefficients",
     "read",
     "scale_by_normuon",
     "scale_by_path",

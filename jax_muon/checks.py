@@ -1,7 +1,7 @@
-"""Argument checks. Errors name the argument, its value and what was expected.
+"""Argument checks: ValueErrors that name the argument, its value and what is expected.
 
 They cover what would otherwise be silently wrong, or fail with an error that explains
-nothing. What Python, JAX or optax reject clearly is not checked. All raise ValueErrors.
+nothing.
 """
 
 import math
@@ -58,10 +58,7 @@ def count(name: str, value: Any, *, least: int = 1) -> None:
 
 
 def number(name: str, value: Any, limits: str, *, others: str = "") -> Any:
-    """A finite number as a Python float, or a tracer of one as it is.
-
-    `limits` is a key of `_HOLDS`; `others` completes the error.
-    """
+    """A finite number within these limits as a Python float, or a tracer as it is."""
     expected = f"a {'' if 'in ' in limits else 'finite '}number {limits}{others}"
     if isinstance(value, jax.core.Tracer):
         return scalar(name, value, expected)
@@ -115,12 +112,8 @@ def mapping(
 
 
 def as_transform(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:
-    """Any optax transform, as one that takes extra arguments.
-
-    `optax.MultiSteps` is not a GradientTransformation, and `with_extra_args_support`
-    would drop its extra arguments.
-    """
-    if isinstance(tx, optax.MultiSteps):
+    """Any optax transform, as one that takes extra arguments."""
+    if isinstance(tx, optax.MultiSteps):  # not a GradientTransformation
         return optax.GradientTransformationExtraArgs(tx.init, tx.update)
     kind(name, tx, optax.GradientTransformation, "an optax transform")
     return optax.with_extra_args_support(tx)
@@ -137,10 +130,7 @@ def no_factory(name: str, value: Any) -> None:
 
 
 def arrays(name: str, tree: Any) -> Any:
-    """The tree, whose leaves must be arrays or their shapes, or floats: as arrays.
-
-    An equinox module also holds functions and numbers, and an NNX graph random keys.
-    """
+    """The tree, whose leaves must be arrays or their shapes, or floats: as arrays."""
     if all(map(_is_array, jax.tree.leaves(tree))):
         return tree  # without a path for each leaf, which takes longer
     for path, leaf in trees.leaves_with_paths(tree):
@@ -183,10 +173,9 @@ def state(restored: Any, like: Any) -> None:
 
 
 def alike(what: str, tree: Any, whose: str, like: Any) -> None:
-    """Two trees need the same paths and shapes, with or without Flax boxes.
+    """Two trees need the same paths and shapes, and floating point in the same leaves.
 
-    Both leaves must be floating-point, or neither. `what` and `whose` name a leaf of
-    each tree, such as "gradient" and "parameter".
+    `what` and `whose` name a leaf of each, such as "gradient" and "parameter".
     """
     if _kinds(tree) == _kinds(like):
         return

@@ -27,20 +27,17 @@ def hyperball(
 ) -> optax.GradientTransformation:
     r"""Move every matrix on the sphere of the Frobenius norm that it starts with.
 
-    It goes last in a chain, instead of the learning rate. With :math:`R` the norm of a
-    matrix at `init`, :math:`U` the direction that the chain gives, and
-    :math:`n(X) = X / \|X\|_F`,
+    Hyperball optimization, arXiv 2606.16899. It goes last in a chain, instead of the
+    learning rate. With :math:`R` the norm of a matrix at `init`, :math:`U` the
+    direction that the chain gives, and :math:`n(X) = X / \|X\|_F`,
 
     .. math:: W \leftarrow R \, n(W - \eta R \, n(U))
 
-    Shape factors and learning rates in front of it have no effect. Transforms after it,
-    such as `clip_qk`, take matrices off the sphere; the next step brings them back.
-
-    A matrix that starts at zero has no sphere yet. Its radius is
-    :math:`R = \sqrt{\mathrm{out}}`, as usual initial weights have (variance 1/in). It
-    takes the plain step :math:`-\eta R \, n(U)` until its norm reaches :math:`R`, and
-    then stays on the sphere. A matrix does not change if the norm of its direction is
-    at most 1e-10, as without a gradient; NaN in the direction is NaN in the weights.
+    Transforms after it, such as `clip_qk`, take matrices off the sphere; the next step
+    brings them back. A matrix that starts at zero takes the plain step
+    :math:`-\eta R \, n(U)` until its norm reaches :math:`R = \sqrt{\mathrm{out}}`, as
+    usual initial weights have (variance 1/in). A matrix does not change if the norm of
+    its direction is at most 1e-10; NaN in the direction is NaN in the weights.
 
     Args:
       learning_rate: :math:`\eta`, the step relative to the norm: an angle in radians.
@@ -60,9 +57,6 @@ def hyperball(
       [[2.985, -0.498], [0.0, 3.98]]
       >>> round(float(jnp.linalg.norm(moved)), 5)
       5.0
-
-    References:
-      Hyperball optimization, arXiv 2606.16899.
     """
     learning_rate = checks.rate("learning_rate", learning_rate)
 

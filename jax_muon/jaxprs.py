@@ -21,13 +21,12 @@ _LIBRARIES = ("jax", "flax", "haiku", "equinox", "keras", "haliax")
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The function that an operation calls with exactly its own operands, or None."""
-    functions = [x for x in eqn.params.values() if isinstance(x, ClosedJaxpr | Jaxpr)]
-    fits = [x for x in map(_closed, functions) if len(x.in_avals) == len(eqn.invars)]
-    return fits[0] if fits else None
-
-
-def _closed(function: Any) -> ClosedJaxpr:
-    return function if isinstance(function, ClosedJaxpr) else ClosedJaxpr(function, ())
+    for x in eqn.params.values():
+        function = ClosedJaxpr(x, ()) if isinstance(x, Jaxpr) else x
+        fits = isinstance(function, ClosedJaxpr)
+        if fits and len(function.in_avals) == len(eqn.invars):
+            return function
+    return None
 
 
 def scan_starts(eqn: JaxprEqn) -> tuple[int, int]:
@@ -71,10 +70,8 @@ _MOVES = {
 def uses(jaxpr: Jaxpr, values: Container[Any]) -> tuple[list[str], list[bool]]:
     """How a function uses some inputs: names of `marked`, and operations.
 
-    Parts, copies and casts of a value are followed, also into functions.
-
-    Returns:
-      The uses, and which results are still those values.
+    Parts, copies and casts of a value are followed, also into functions; the second
+    result says which results are still those values.
     """
     found, followed = [], {v for v in jaxpr.invars if v in values}
     for eqn in jaxpr.eqns:
@@ -100,13 +97,10 @@ def uses(jaxpr: Jaxpr, values: Container[Any]) -> tuple[list[str], list[bool]]:
 
 
 def is_transposed(calls: Sequence[JaxprEqn]) -> bool:
-    """Whether JAX made an operation, for a gradient, by transposing another one.
+    """Whether JAX made the last of `calls`, for a gradient, by transposing another one.
 
     Transposing twice, for a gradient of a gradient, leads back. A checkpointed function
     is computed again inside of its transposed one.
-
-    Args:
-      calls: the operation, after those that call it.
     """
     stack = "/".join(str(x.source_info.name_stack) for x in calls)
     return stack.count("transpose(") % 2 == 1 and "rematted_computation" not in stack
@@ -118,13 +112,10 @@ def shape_of(v: Any) -> tuple[int, ...]:
 
 
 def line_of(calls: Sequence[JaxprEqn]) -> str:
-    """`model.py:57`, the line of the model that an operation comes from, or "".
+    """`model.py:57`, the line of the model that the last of `calls` comes from, or "".
 
     That is the innermost one outside of JAX and libraries of layers, and preferably of
     all that is installed.
-
-    Args:
-      calls: the operation, after those that call it, the outermost first.
     """
     modules = [sys.modules.get(name) for name in _LIBRARIES]
     folders = tuple(os.path.dirname(m.__file__ or "") for m in modules if m)

@@ -1,9 +1,7 @@
 """Matrices that become one array: joined along their inputs (TEON), or in a stack.
 
-K matrices (in, out) side by side along `in` are one matrix (K in, out). A `Joined`
-names the leaves and their matrices, and puts them together for the polar factor alone.
-A matrix that is joined to nothing is one of K = 1. `map_stacks` applies a polar factor
-to arrays of one shape at once.
+K matrices (in, out) side by side along `in` are one matrix (K in, out), for the polar
+factor alone. A matrix that is joined to nothing is one of K = 1.
 """
 
 import dataclasses
@@ -80,14 +78,8 @@ def joined_matrices(
 ) -> list[Joined]:
     """Which matrices of these parameters are orthogonalized as one: each matrix once.
 
-    Args:
-      matrices: the reading, with the joins of these parameters and of others. One with
-        a leaf that is not here, or in a join before it, joins nothing.
-      names: the paths of the parameters.
-      shapes: of each, or of one device's shard of it.
-
-    Raises:
-      ValueError: with path and shape, for a parameter that is not a matrix.
+    A join with a leaf that is not here, or in a join before it, joins nothing. `shapes`
+    may be those of one device's shards.
     """
     counts = [
         [shape[axis] for axis in matrices.axes(name).batch]
@@ -113,9 +105,7 @@ def joined_matrices(
 
 
 def map_joined(
-    factors: Factors,
-    joined: Sequence[Joined],
-    views: Sequence[Float[Array, "_ _ _"]],
+    factors: Factors, joined: Sequence[Joined], views: Sequence[Float[Array, "_ _ _"]]
 ) -> list[Float[Array, "_ _ _"]]:
     """Views after a function of all joined matrices, which cover every matrix."""
     results = factors([x.view(views) for x in joined])
@@ -132,9 +122,8 @@ def map_stacks(
 ) -> list[Float[Array, "_ _ _"]]:
     """Apply a function of stacks (k, m, n), one matrix independent of another.
 
-    Single matrices of one shape share a stack, so that few programs are compiled, and
-    an accelerator has work for all of its cores. A batch of several is its own stack:
-    there a copy costs more than it saves.
+    Single matrices of one shape share a stack: few programs are compiled, and all cores
+    of an accelerator have work. For a batch of several a copy costs more than it saves.
     """
     by_shape: dict[Any, list[int]] = {}
     for index, x in enumerate(batches):
@@ -170,13 +159,7 @@ def check_joins(joins: Any) -> None:
 
 
 def with_joins(matrices: Matrices, joins: Joins | None) -> Matrices:
-    """The same parameters with other joins; of two of one leaf the first counts.
-
-    Raises:
-      ValueError: with paths, for a pattern that matches nothing, or has no number and
-        matches a leaf without a batch axis; leaves of different shapes in one join;
-        fewer layers than K, so that nothing is joined.
-    """
+    """The same parameters with other joins; a ValueError for some that do not fit."""
     parts = read_parts(matrices, matrices.splits)
     members = {
         path: parameter
@@ -186,11 +169,9 @@ def with_joins(matrices: Matrices, joins: Joins | None) -> Matrices:
     if joins is None or not members:
         return dataclasses.replace(matrices, joins=None if joins is None else ())
     if isinstance(joins, Mapping):
-        found = [
-            join
-            for pattern, size in joins.items()
-            for join in _joins_of_pattern(pattern, size, members)
-        ]
+        found = []
+        for pattern, size in joins.items():
+            found += _joins_of_pattern(pattern, size, members)
     else:
         found = _joins_of_attention(joins, members)
     for join in found:
@@ -230,7 +211,7 @@ def _joins_of_pattern(
     expression = fnmatch.translate(f"*/{trees.slashed(pattern)}/*")
     expression = expression.replace(re.escape(_NUMBER), r"(?P<i>\d+)", 1)
     groups: dict[str, list[tuple[int, str]]] = {}
-    scanned: list[Join] = []
+    found: list[Join] = []
     for path, parameter in members.items():
         match = re.fullmatch(expression, f"/{trees.slashed(path)}/")
         if match and _NUMBER in pattern:
@@ -242,24 +223,22 @@ def _joins_of_pattern(
                 "as 'blocks/{i}/attn/q', or scanned layers"
             )
         elif match:
-            scanned.append(Join(size, (path,)))
-    if not groups and not scanned:
+            found.append(Join(size, (path,)))
+    if not groups and not found:
         raise ValueError(
             f"joins: the pattern {pattern!r} matches no matrix; there are "
             + ", ".join(members)
         )
-    return [
-        *scanned,
-        *(join for numbered in groups.values() for join in _cut(size, numbered)),
-    ]
+    for numbered in groups.values():
+        found += _cut(size, numbered)
+    return found
 
 
 def _joins_of_attention(size: int, members: Mapping[str, Parameter]) -> list[Join]:
     """Queries, keys and values of one shape: over the innermost number that varies.
 
-    A number in an attention module's name (`SelfAttention_0`) is considered last, and
-    not at all beside an axis of layers, since one layer may contain two; a projection's
-    own number (`q2`) never identifies a layer.
+    The number of a module of attention, of which a layer may have two, is considered
+    last, and not at all beside an axis of layers; a projection's own (`q2`) never is.
     """
     groups: dict[Any, list[tuple[int, str]]] = {}  # by shape, and path but one number
     layers: dict[str, list[Any]] = {}  # the groups of a path, the most likely one last

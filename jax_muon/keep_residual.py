@@ -1,8 +1,8 @@
 """Keep in the state what rounding to 16-bit parameters drops.
 
 The step of a parameter is often smaller than half the distance between two numbers of
-bfloat16, so that rounding loses it. The state keeps the lost part, a residual of a few
-bits for each element, and the optimizer updates the sum of parameter and residual.
+bfloat16. The state keeps what rounding loses, a few bits for each element, and the
+optimizer updates the sum of parameter and residual.
 """
 
 from typing import Any, NamedTuple
@@ -30,19 +30,17 @@ def keep_residual(
 ) -> optax.GradientTransformationExtraArgs:
     """Update bfloat16 or float16 parameters by steps that they are too narrow for.
 
-    The optimizer sees float32 parameters, residual included, and keeps the state that
-    float32 parameters need; a recipe's `momentum_dtype` makes its momentum narrower.
-    `optax.apply_updates` gives exactly the rounded parameters that the new residual
-    belongs to. So whatever changes updates must be inside, such as a chain; `on_mesh`,
-    `make_train_step`, `optax.MultiSteps` and `skip_nonfinite` may also be outside.
+    As FlashOptim does, arXiv 2602.23349. The optimizer sees float32 parameters,
+    residual included, and keeps the state that these need; a recipe's `momentum_dtype`
+    makes its momentum narrower. Whatever changes updates must be inside, such as a
+    chain; `on_mesh`, `make_train_step`, `optax.MultiSteps` and `skip_nonfinite` may
+    also be outside.
 
-    A residual counts in units of 1/128 of half the distance to the next 16-bit number:
-    7 bits and a sign, or 24 bits for a bfloat16 with its residual. It is rounded to
-    nearest, so steps below 2^-17 of an element are lost, with "int16" below 2^-24. A
-    step that halves or doubles an element, or moves it across zero, is rounded to the
-    parameters' precision. Elements of bfloat16 below 2^-100 have the unit of 2^-100.
-
-    Parameters of other dtypes have no residual; `describe` lists them.
+    A residual counts in units of 1/128 of half the distance to the next 16-bit number,
+    rounded to nearest, so steps below 2^-17 of an element are lost, with "int16" below
+    2^-24. A step that halves or doubles an element, or moves it across zero, is rounded
+    to the parameters' precision. Parameters of other dtypes have no residual;
+    `describe` lists them.
 
     Args:
       tx: the optimizer, such as a recipe.
@@ -53,9 +51,6 @@ def keep_residual(
         or one of other parameters.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax
-      >>> import jax_muon as jm
       >>> params = jnp.ones(2, "bfloat16")
       >>> tx = jm.keep_residual(optax.sgd(0.001))  # half a distance is 0.0039
       >>> state = tx.init(params)
@@ -64,9 +59,6 @@ def keep_residual(
       ...     params = optax.apply_updates(params, updates)
       >>> float(params[0]), round(float(params[0]) + int(state.residual[0]) / 2**15, 3)
       (1.0078125, 1.01)
-
-    References:
-      FlashOptim, arXiv 2602.23349.
     """
     tx = checks.as_transform("tx", tx)
     name = jnp.dtype(dtype).name

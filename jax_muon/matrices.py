@@ -2,9 +2,8 @@
 
 A parameter is a batch of matrices (in, out): the axes that are summed over when the
 model applies it (`reduction_axis`), the axes that it produces (`output_axis`), and
-every other axis as a batch. `jax_muon.read` makes a `Matrices` of a tree of parameters;
-recipes, `partition` and the pieces look parameters up in it by path. It holds no
-arrays, so one value serves every step, every mesh and every trace.
+every other axis as a batch. `jax_muon.read` makes a `Matrices`, in which the pieces
+look parameters up by path. It holds no arrays, so one serves every step and mesh.
 """
 
 import dataclasses
@@ -30,16 +29,7 @@ MUON, ADAMW = "muon", "adamw"
 
 @dataclasses.dataclass(frozen=True)
 class MatrixAxes:
-    """Which axes of a parameter are batch, in and out; indices are non-negative.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
-      >>> from optax.contrib import MuonDimensionNumbers
-      >>> rules = {"up": MuonDimensionNumbers(-2, -1)}
-      >>> jm.read({"up": jnp.ones((3, 4, 8))}, rules=rules)["up"].axes
-      MatrixAxes(batch=(0,), reduction=(1,), output=(2,))
-    """
+    """Which axes of a parameter are batch, in and out; indices are non-negative."""
 
     batch: tuple[int, ...]
     reduction: tuple[int, ...]
@@ -86,13 +76,6 @@ class Parameter:
       doubt: why it cannot be read as a matrix, or is ambiguous; None if neither.
       options: readings of an ambiguous one, the likeliest first; None is no matrix.
       scanned: the axes that a scan takes one element at a time, such as layers.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
-      >>> up = jm.read({"up": jnp.ones((4, 8))}, rules={"up": "muon"})["up"]
-      >>> up.role, up.axes.reduction, up.axes.output
-      ('kernel', (0,), (1,))
     """
 
     path: str
@@ -125,12 +108,7 @@ class Parameter:
 def leaf_axes(
     path: str, shape: tuple[int, ...], dtype: Any, spec: MuonDimensionNumbers
 ) -> MatrixAxes:
-    """The axes that dimension numbers name.
-
-    Raises:
-      ValueError: with path and shape, for a leaf that is not a floating-point matrix,
-        and axes out of range, repeated or overlapping.
-    """
+    """The axes that dimension numbers name; a ValueError if they do not fit."""
     if problem := not_a_matrix(shape, dtype):
         raise ValueError(f"parameter {path!r} of shape {shape}: {problem}")
 
@@ -174,9 +152,7 @@ class Join:
 class UnreadParameterError(KeyError, ValueError):
     """There is no parameter at this path; a KeyError, so that `get` and `in` work."""
 
-    def __str__(self) -> str:
-        """The message as it is, which KeyError would quote."""
-        return str(self.args[0])
+    __str__ = ValueError.__str__  # KeyError would quote the message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,12 +162,10 @@ class Matrices(Mapping[str, Parameter]):
     `print` shows which parameter goes where and why.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
-      >>> params = {"embed": jnp.ones((9, 4)), "up": jnp.ones((4, 8))}
-      >>> matrices = jm.read(params, rules={"embed": "adamw", "*": "muon"})
-      >>> matrices["up"].label, matrices["embed"].label
-      ('muon', 'adamw')
+      >>> from optax.contrib import MuonDimensionNumbers
+      >>> rules = {"up": MuonDimensionNumbers(-2, -1)}
+      >>> jm.read({"up": jnp.ones((3, 4, 8))}, rules=rules)["up"].axes
+      MatrixAxes(batch=(0,), reduction=(1,), output=(2,))
     """
 
     parameters: Mapping[str, Parameter]
@@ -215,32 +189,21 @@ class Matrices(Mapping[str, Parameter]):
 
     def __str__(self) -> str:
         """One line per parameter: its role, how it is read, its label and why."""
-        rows = [("parameter", "shape", "role", "as matrices", "label", "why")]
+        rows = [["parameter", "shape", "role", "as matrices", "label", "why"]]
         reasons, hints = hints_below(
             [(x.label == MUON and x.doubt) or x.reason for x in self.values()]
         )
-        rows += [
-            (
-                parameter.path,
-                shape_text(parameter.shape),
-                parameter.role,
-                sizes_text(parameter.sizes) if parameter.label != ADAMW else "-",
-                parameter.label,
-                reason,
-            )
-            for parameter, reason in zip(self.values(), reasons, strict=True)
-        ]
+        for x, reason in zip(self.values(), reasons, strict=True):
+            matrices = sizes_text(x.sizes) if x.label != ADAMW else "-"
+            shape = shape_text(x.shape)
+            rows.append([x.path, shape, x.role, matrices, x.label, reason])
         return "\n".join([*aligned(rows), *hints])
 
     def axes(self, path: str) -> MatrixAxes:
-        """Axes of a parameter that must be a matrix.
-
-        Raises:
-          ValueError: with path and shape, if it is not one, or is ambiguous.
-        """
+        """Axes of a parameter; a ValueError if it is no matrix, or ambiguous."""
         parameter = self[path]
         if parameter.doubt is not None:
-            raise ValueError(doubt_about(parameter))
+            raise ValueError(f"parameter {_line([parameter], [parameter])}")
         assert parameter.axes is not None
         return parameter.axes
 
@@ -256,17 +219,9 @@ class Matrices(Mapping[str, Parameter]):
         )
 
     def group(self, labels: Iterable[str]) -> "Matrices":
-        """The parameters with one of these labels, each of which must be a matrix.
-
-        Raises:
-          ValueError: with path and shape, for one that is not.
-        """
+        """The parameters with one of these labels; a ValueError if one is no matrix."""
         labels = tuple(labels)
-        chosen = {
-            path: parameter
-            for path, parameter in self.items()
-            if parameter.label in labels
-        }
+        chosen = {path: x for path, x in self.items() if x.label in labels}
         for path in chosen:
             self.axes(path)
         return dataclasses.replace(self, parameters=chosen)
@@ -275,9 +230,7 @@ class Matrices(Mapping[str, Parameter]):
 def of_tree(matrices: Matrices | None, tree: Any) -> Matrices:
     """The reading given to a piece; without one, each leaf as one matrix (in, out).
 
-    Raises:
-      ValueError: for a reading that splits parameters, which `partition` does; without
-        one, with path and shape, for a leaf that is not one matrix.
+    Raises a ValueError for a reading that splits parameters, which `partition` does.
     """
     if matrices is not None:
         checks.kind("matrices", matrices, Matrices, f"{_READ}, or None")
@@ -305,16 +258,11 @@ def of_tree(matrices: Matrices | None, tree: Any) -> Matrices:
 # --- what to write where nothing shows how parameters are read ----------------------
 
 
-def doubt_about(parameter: Parameter) -> str:
-    """The doubt about one parameter, and the rules that resolve it."""
-    return f"parameter {_line([parameter], [parameter])}"
-
-
 def list_doubts(doubtful: Sequence[Parameter], parameters: Sequence[Parameter]) -> str:
     """The doubts about some of the parameters, and what resolves them, a line a kind.
 
-    Parameters are of one kind if their paths differ by numbers alone, as layers do.
-    Those of which nothing suggests a reading are in a mapping that the user fills in.
+    Parameters are of one kind if their paths differ by numbers alone. Those of which
+    nothing suggests a reading are in a mapping that the user fills in.
     """
     kinds: dict[object, list[Parameter]] = {}
     unread: dict[object, list[Parameter]] = {}

@@ -1,10 +1,9 @@
 """Momentum, in the parameters' dtype or in fewer bits.
 
 bfloat16 and int8 are rounded stochastically, up or down at random with the odds that
-keep the mean. Rounding to nearest loses every change that is small compared with what
-is stored: with a slowly rotating, noise-free gradient, int8 momentum is then off by
-12 % (3 % with stochastic rounding). With realistic gradient noise, rounding to nearest
-is slightly better (0.015 against 0.021 on the example's model).
+keep the mean. Rounding to nearest loses every small change: with a slowly rotating,
+noise-free gradient, int8 momentum is then off by 12 % (3 % with stochastic rounding).
+With realistic gradient noise it is slightly better (0.015 against 0.021).
 
 The random bits are a hash of the step, the parameter's path and the element's position
 in the whole array. So they need no key in the state and do not depend on the sharding,
@@ -57,9 +56,6 @@ def nesterov(
     .. math::
        M \leftarrow M + (1 - \mu)(G - M), \qquad U = M + (1 - \mu)(G - M)
 
-    :math:`U`, which is :math:`G + \mu (M - G)`, moves the average a second time towards
-    the same gradient.
-
     Muon is often written with a sum, :math:`M \leftarrow \mu M + G`: at constant
     momentum the average times :math:`1 / (1 - \mu)`, which a polar factor does not
     depend on. For the sum under a schedule use `optax.trace(mu, nesterov=True)`.
@@ -68,29 +64,24 @@ def nesterov(
       decay: momentum in [0, 1), or a schedule of it.
       lookahead: False returns M itself: plain momentum.
       bias_correction: return :math:`(1 - \mu) G / (1 - \mu^t) + \mu M / (1 -
-        \mu^{t+1})` in step t, as in `optax.contrib.muon`, or :math:`M / (1 - \mu^t)`
-        without look-ahead. It changes the direction of about the first hundred steps.
-      accumulator_dtype: dtype of M between steps; M is computed, and updates are made
-        of it, in at least float32. None: the parameters', which for float16 needs a
-        loss scale, since gradients near 1e-6 lose their direction; "float32" or
-        "float64"; "bfloat16", rounded stochastically; "int8", rounded stochastically to
-        255 even steps, with a float32 scale per row (the last axis of a parameter).
+        \mu^{t+1})` in step t (Dozat 2016), as in `optax.contrib.muon`, or
+        :math:`M / (1 - \mu^t)` without look-ahead. It changes the direction of about
+        the first hundred steps.
+      accumulator_dtype: dtype of M between steps; it is computed in at least float32.
+        None: the parameters', which for float16 needs a loss scale, since gradients
+        near 1e-6 lose their direction; "float32" or "float64"; "bfloat16", rounded
+        stochastically; "int8", rounded stochastically to 255 even steps, with a float32
+        scale per row (the last axis of a parameter), as in arXiv 2509.23106.
 
     Raises:
       ValueError: at update, with the path, a gradient whose momentum is missing or
         would be broadcast.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> grads = jnp.array([1.0, -4.0])
       >>> tx = jm.nesterov(0.5)
       >>> tx.update(grads, tx.init(grads))[0].tolist()
       [0.75, -3.0]
-
-    References:
-      Momentum of Muon in eight bits: arXiv 2509.23106; bias correction: Dozat,
-      Incorporating Nesterov momentum into Adam, 2016.
     """
     decay = checks.rate("decay (momentum of a recipe)", decay, "in [0, 1)")
     checks.flag("lookahead", lookahead)
@@ -107,10 +98,9 @@ def nesterov(
         if dtype == "int8":
             # A box names the axes of the parameter, over which (out, 1) cannot be
             # sharded. A maximum has the sharding of the rows.
-            rows = optax.tree.zeros_like(trees.unbox(params))
-            stored.append(
-                jax.tree.map(_largest_of_rows, jax.tree.map(dtypes.wide, rows))
-            )
+            rows = jax.tree.map(dtypes.wide, trees.unbox(params))
+            zeros = optax.tree.zeros_like(rows)
+            stored.append(jax.tree.map(_largest_of_rows, zeros))
         return kind(jnp.zeros([], jnp.int32), *stored)
 
     def update_fn(
@@ -172,11 +162,7 @@ def _stored(
 
 
 def random_bits(like: Array, path: str, count: Array) -> UInt32[Array, "..."]:
-    """32 random bits for each element, with the sharding of the array.
-
-    A hash in two rounds of the element's position, each with a word that depends on
-    path and step.
-    """
+    """32 random bits for each element, sharded like the array: a hash in two rounds."""
     first = _mixed(jnp.uint32(zlib.crc32(path.encode())) ^ count.astype(jnp.uint32))
     second = _mixed(first + jnp.uint32(0x9E3779B9))
     return _mixed(_mixed(_positions(like) ^ first) + second)
@@ -192,10 +178,7 @@ def _positions(like: Array) -> UInt32[Array, "..."]:
 
 
 def _mixed(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """A bijection of words in which every bit of the input reaches all of the output.
-
-    "lowbias32" of https://nullprogram.com/blog/2018/07/31/.
-    """
+    """A bijection, "lowbias32" of https://nullprogram.com/blog/2018/07/31/."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)

@@ -29,44 +29,33 @@ def orthogonalize(
 ) -> optax.GradientTransformation:
     """Replace every matrix by its polar factor: same directions, singular values one.
 
-    Single matrices of one shape go into one stack; a batch of matrices is a stack of
-    its own. Where the types of arrays show a mesh of several devices, each matrix is
-    computed by one of those that hold it, or by a team of them, to which the others
-    send their shards; see `mesh/owners.py`.
+    Muon, https://kellerjordan.github.io/posts/muon/. Joined matrices count as one
+    (TEON, arXiv 2601.23261). On a mesh of several devices, which types of arrays show,
+    each matrix is computed by one of those that hold it, or by a team of them.
 
     Args:
       polar: a function of arrays (..., m, n): `PolarExpress()`, `NewtonSchulz()`,
         `ExactPolar()`, or your own. It must treat each matrix independently, and
-        commute with transposition and with permutations of rows and of columns, since
-        on a mesh matrices share stacks with transposed ones, and shards are assembled
-        in any order.
+        commute with transposition and with permutations of rows and of columns: on a
+        mesh matrices are transposed, and shards assembled in any order.
       matrices: the reading passed in by `partition`, or what `jax_muon.read` returns;
-        None treats every leaf as one matrix (in, out). Joined matrices are
-        orthogonalized as one (TEON).
+        None treats every leaf as one matrix (in, out).
       small: matrices with fewer elements are computed by all devices that hold them,
         and gathered if they are sharded.
       team: most devices that share the work on one matrix, next to each other on the
         mesh, such as the GPUs of a host, where that takes less time by a count of bytes
-        and FLOPs. It needs a polar factor with a method `shared_dtype`, as
-        `NewtonSchulz`. 1: one owner for each matrix.
+        and FLOPs. It needs a method `shared_dtype` of `polar`, as `NewtonSchulz` has.
 
     Raises:
       ValueError: at init and update, with path and shape, for a parameter that is not
-        a floating-point matrix, or that is on a mesh whose axes are Auto or manual, so
-        that its type does not show how it is sharded: see `on_mesh`; at update, for a
-        polar factor of another shape than its matrices, or of complex numbers.
+        a floating-point matrix, or whose type does not show how it is sharded: see
+        `on_mesh`; at update, for a polar factor of another shape, or complex.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> updates = {"up": jnp.array([[3.0, 0.0], [0.0, -4.0]])}
       >>> tx = jm.orthogonalize(jm.ExactPolar())
       >>> tx.update(updates, tx.init(updates))[0]["up"].tolist()
       [[1.0, 0.0], [0.0, -1.0]]
-
-    References:
-      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/; TEON, arXiv
-      2601.23261.
     """
     if not callable(polar) or isinstance(polar, type):
         expected = "a function of arrays (..., m, n) such as PolarExpress()"

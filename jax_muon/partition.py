@@ -11,8 +11,7 @@ import optax
 
 from jax_muon import checks, trees
 from jax_muon.matrices import ADAMW, MUON, Matrices
-from jax_muon.mesh.array_types import on_users_axes
-from jax_muon.reading.read import read
+from jax_muon.reading.read import Reader, reader
 from jax_muon.splits import read_parts, with_splits
 from jax_muon.traced_facts import record
 
@@ -20,9 +19,6 @@ from jax_muon.traced_facts import record
 Group: TypeAlias = (
     optax.GradientTransformation | Callable[[Matrices], optax.GradientTransformation]
 )
-# How parameters are read: the value itself, a function of the tree that returns one, or
-# rules alone.
-Reader: TypeAlias = Matrices | Callable[[Any], Matrices] | Mapping[str, Any] | None
 
 
 def partition(
@@ -41,18 +37,16 @@ def partition(
 
     Returns:
       A transform with the state of `optax.partition`. Gradients that are narrower than
-      their parameters, such as bfloat16 for float32, are widened first, so updates
-      have the dtype of the parameters.
+      their parameters are widened first.
 
     Raises:
       ValueError: a group that is neither a transform nor a function; at init and
         update, with path and shape, a parameter whose label has no group, one in a
         group of matrices that is not a matrix, a group of matrices without parameters,
-        parameters other than those that were read, gradients or state of other
-        parameters, and whatever `read` raises.
+        gradients or state of parameters other than those that were read, and whatever
+        `read` raises.
 
     Examples:
-      >>> import jax_muon as jm
       >>> def muon(matrices):
       ...     return optax.chain(
       ...         jm.orthogonalize(jm.ExactPolar(), matrices=matrices),
@@ -118,34 +112,8 @@ def _as_group(name: str, group: Any) -> Any:
     return group
 
 
-def reader(matrices: Reader) -> Callable[[Any], Matrices]:
-    """The function that reads a tree; `matrices` as in `partition`."""
-    if isinstance(matrices, Matrices):
-        return lambda tree: matrices
-    if matrices is None or isinstance(matrices, Mapping):
-        return lambda tree: read(tree, rules=matrices)
-    expected = "jax_muon.read(params, loss_fn, batch), or a function of params alone "
-    expected += "that returns it, or a mapping of path patterns to labels"
-    if not callable(matrices):
-        checks.refuse("matrices", matrices, expected)
-
-    def read_tree(tree: Any) -> Matrices:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-        with on_users_axes():
-            matrices_of_tree = matrices(shapes)
-        checks.kind("matrices(params)", matrices_of_tree, Matrices, expected)
-        return matrices_of_tree
-
-    return read_tree
-
-
 def _of_tree(whole: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrices:
-    """The reading of a tree, which may be a part of the `whole` tree that was read.
-
-    Raises:
-      ValueError: for a parameter that was not read, or of another shape, or without a
-        group, and for a group of matrices without parameters.
-    """
+    """The reading of a tree, which may be a part of the `whole` tree that was read."""
     parameters = {}
     for path, leaf in trees.leaves_with_paths(tree):
         parameter, shape = whole[path], tuple(leaf.shape)
@@ -181,19 +149,15 @@ def _of_tree(whole: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrice
 
 
 def _for_tree(
-    matrices: Matrices, groups: Mapping[str, Group]
+    matrices: Matrices, groups: Mapping[str, Any]
 ) -> optax.GradientTransformationExtraArgs:
     """The transforms of the groups, on the leaves with their labels."""
     of_functions = [x for x, group in groups.items() if callable(group)]
     grouped = matrices.group(of_functions)
     record("parameters", matrices)
     record("matrices", {tuple(grouped): grouped})
-    transforms = {
-        label: checks.as_transform(
-            f"groups[{label!r}](matrices)", group(matrices.group([label]))
-        )
-        if callable(group)
-        else group
-        for label, group in groups.items()
-    }
+    transforms = {**groups}
+    for label in of_functions:
+        made = groups[label](matrices.group([label]))
+        transforms[label] = checks.as_transform(f"groups[{label!r}](matrices)", made)
     return optax.partition(transforms, matrices.labels)

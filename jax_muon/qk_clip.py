@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from jax_muon import checks, trees
 from jax_muon.dtypes import wide, wider
 from jax_muon.mesh import array_types
-from jax_muon.trees import as_wide_as_params, map_leaves
+from jax_muon.trees import map_leaves
 
 # Paths of queries and of keys, with their biases, by the path of an attention module.
 Modules = dict[str, tuple[list[str], list[str]]]
@@ -54,15 +54,14 @@ def clip_qk(
     logits of heads below the threshold do not change. The updates of groups without a
     head above the threshold stay the same bit for bit.
 
-    A maximum that is not finite clips nothing: the gradients of such a step are not
-    finite either, and `skip_nonfinite(optax.chain(..., clip_qk(...)))` skips it whole.
-    Inside `optax.MultiSteps` the maxima of its last step count. With QK-norm between
-    projection and logits, clipping changes the weights and not the logits.
+    A maximum that is not finite clips nothing: `skip_nonfinite` around the chain skips
+    such a step whole. Inside `optax.MultiSteps` the maxima of its last step count.
+    Behind QK-norm clipping changes the weights and not the logits.
 
     Args:
       threshold: largest logit that is left alone, above 0.
       query: pattern of the query projections, as in `read`: kernels, with their
-        biases. `attn/q` matches `blocks/0/attn/q/kernel` and `blocks/0/attn/q/bias`.
+        biases.
       key: pattern of the key projections. The components that it shares with `query`
         end the path of the attention module: `blocks/0/attn`.
       balance: :math:`\alpha` in [0, 1], the share of the query. 1 leaves keys alone, so
@@ -73,15 +72,12 @@ def clip_qk(
     Returns:
       A transform whose state counts the heads clipped in the last step. Update needs
       the parameters and `max_logits`: a tree of arrays (\*layers, heads), one for each
-      attention module, with the largest logit of every query head. Its path is that of
-      the module, a prefix of it or below it: `{"blocks/0/attn": s0, "blocks/1/attn":
-      s1}`, `{"blocks/0": ...}` or what linen's `sow` collects. A single array is enough
-      for one module, such as scanned layers. Inside shard_map it is the maximum over
-      all devices: see `max_aux` of `make_train_step`.
-
-      Kernels have the shape (\*layers, embed, heads * head_dim), or (\*layers, embed,
-      heads, head_dim), with layers at `layers_axis`; a parameter called bias has no
-      embed. The number of key heads follows, and divides the number of query heads.
+      attention module, with the largest logit of every query head over all devices (see
+      `max_aux` of `make_train_step`). Its path is that of the module, a prefix of it or
+      below it, such as what linen's `sow` collects; of one module the array alone will
+      do. Kernels have the shape (\*layers, embed, heads * head_dim), or (\*layers,
+      embed, heads, head_dim), with layers at `layers_axis`; biases have no embed. The
+      number of key heads follows, and divides the number of query heads.
 
     Raises:
       ValueError: at init, with paths, a pattern that matches nothing, a query or a key
@@ -98,11 +94,9 @@ def clip_qk(
       [0.5, 0.5, 1.0, 1.0]
 
     References:
-      Kimi K2, arXiv 2507.20534, Section 2.1. There a query has a part for a key of its
-      own and one for a key that all heads share and that is left alone: chain
-      `clip_qk(t, query="attn/q", key="attn/k")` and `clip_qk(t, query="attn/q_rotary",
-      key="attn/k_rotary", balance=1.0)`, which take the same `max_logits`. If both
-      parts are in one kernel, `with_splits` takes them apart; see docs/frameworks.md.
+      Kimi K2, arXiv 2507.20534, Section 2.1. For its latent attention chain two, of
+      which the one for the key that all heads share has `balance=1.0`; if both are in
+      one kernel, `with_splits` takes them apart.
     """
     threshold = checks.number("threshold", threshold, "above 0")
     balance = checks.number("balance", balance, "in [0, 1]")
@@ -121,13 +115,8 @@ def clip_qk(
     ) -> tuple[optax.Updates, ClipQkState]:
         del state, extra_args
         checks.params("clip_qk", params)
-        if max_logits is None:
-            raise ValueError(
-                "clip_qk needs the largest logits of this step: tx.update(updates, "
-                "state, params, max_logits=max_logits), got max_logits=None"
-            )
         checks.gradients(updates, params)
-        updates = as_wide_as_params(updates, params)
+        updates = trees.as_wide_as_params(updates, params)
         weights = dict(trees.leaves_with_paths(params))
         modules = _modules([*weights], query, key)
         factors: dict[str, Array] = {}
@@ -208,8 +197,8 @@ def _by_module(max_logits: Any, modules: Sequence[str]) -> dict[str, Array]:
     if matched != sorted(entries) or any(len(x) != 1 for x in matching.values()):
         shapes = [f"{path!r} of shape {jnp.shape(x)}" for path, x in entries.items()]
         raise ValueError(
-            f"max_logits has entries at {', '.join(shapes) or 'no path'}; expected one "
-            f"for each attention module: {', '.join(map(repr, modules))}"
+            f"max_logits of tx.update has entries at {', '.join(shapes) or 'no path'}; "
+            f"expected one for each attention module: {', '.join(map(repr, modules))}"
         )
     return {name: jnp.asarray(entries[path]) for name, (path,) in matching.items()}
 
@@ -225,11 +214,9 @@ def _heads(
     logits: tuple[int, ...],
     start: int,
 ) -> tuple[int, Callable[[Float[Array, "*layers heads"], str], Array]]:
-    """Find the axes of heads in queries and keys; `logits` is the shape of maxima.
+    """The number of key heads, and a function that broadcasts a number for each head.
 
-    Returns:
-      The number of key heads, and a function that broadcasts a number for each head
-      against a parameter.
+    `logits` is the shape of the maxima; layers `start` at this axis of a parameter.
     """
     layers, heads = logits[:-1], logits[-1] if logits else 0
     end = start + len(layers)
@@ -280,8 +267,8 @@ def max_attention_logits(
 ) -> Float[Array, " heads"]:
     """Largest attention logit of every head, for `clip_qk`, in blocks.
 
-    Only the logits of one block of queries and one of keys exist at a time. Causal
-    attention skips the blocks that it cannot see. No gradient flows.
+    Only the logits of one block of queries and one of keys exist at a time. No gradient
+    flows.
 
     Args:
       q: queries, as they meet the keys: after rotary positions.
@@ -293,12 +280,7 @@ def max_attention_logits(
     Returns:
       The maximum over batch, queries and the keys they see, in float32.
 
-    Raises:
-      ValueError: shapes that do not fit.
-
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> q = jnp.ones((1, 5, 2, 4))  # batch, time, heads, head_dim
       >>> jm.max_attention_logits(q, 3.0 * q).tolist()
       [6.0, 6.0]

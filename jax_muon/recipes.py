@@ -21,10 +21,11 @@ from jax_muon.joins import with_joins
 from jax_muon.matrices import ADAMW, MUON, Matrices
 from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import Polar, orthogonalize
-from jax_muon.partition import Group, Reader, partition, reader
+from jax_muon.partition import Group, partition
 from jax_muon.polar import coefficients
 from jax_muon.polar.coefficients import Table
 from jax_muon.polar.factors import NewtonSchulz
+from jax_muon.reading.read import Reader, reader
 from jax_muon.scaling import (
     equilibrate_rows,
     normalize_frobenius,
@@ -70,24 +71,18 @@ def nanochat(
         the later edition.
       steps: of the polar iteration, a Python integer; None for 5.
       dtype: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
-      polar: another polar factor, as `orthogonalize` takes it; `steps` and `dtype` are
-        then ignored.
-      momentum_dtype: dtype of the momentum; None for the parameters'. With float16
-        parameters pass "float32". See `nesterov`.
+      polar: instead of `steps` and `dtype`, a polar factor as for `orthogonalize`.
+      momentum_dtype: dtype of the momentum; None for the parameters'. See `nesterov`.
       adamw: the optimizer of all other parameters: the one that trains your model now,
         such as `optax.adamw(lr)`, or a learning rate for the recipe's own AdamW. None
         is 3e-4, which no model was tuned for.
-      groups: transforms for further labels, as in `partition`: `{"embedding":
-        optax.adamw(0.2), "frozen": optax.set_to_zero()}`.
-      matrices: which parameters are matrices, as in `partition`: what
-        `jax_muon.read(params, loss_fn, batch)` returns, a function of the parameters
-        that returns one, or a mapping of path patterns to labels.
+      groups: transforms for further labels, such as {"frozen": optax.set_to_zero()}.
+      matrices: which parameters are matrices; see `partition`.
 
     Raises:
       ValueError: at once, a number out of range; at init and update, as `partition`.
 
     Examples:
-      >>> import jax_muon as jm
       >>> params = {"up": jax.numpy.ones((4, 8)), "bias": jax.numpy.ones(8)}
       >>> matrices = {"up": "muon"}  # or, by the loss, what jm.read returns
       >>> tx = jm.nanochat(0.02, adamw=optax.adamw(3e-3), matrices=matrices)
@@ -99,8 +94,7 @@ def nanochat(
     """
     checks.choice("edition", edition, ("2026-01", "2026-08"))
     later = edition == "2026-08"
-    if beta2 is None:
-        beta2 = 0.9 if later else 0.95
+    decay = (0.9 if later else 0.95) if beta2 is None else beta2
     settings = {"norm_factor": 1.01 if later else 1.02, "eps": 1e-6}
     polar = _polar(polar, steps, dtype, coefficients.nanochat, **settings)
 
@@ -110,7 +104,7 @@ def nanochat(
             *([equilibrate_rows(matrices=matrices)] if later else []),
             orthogonalize(polar, matrices=matrices),
             *([normalize_frobenius(matrices=matrices)] if later else []),
-            scale_by_normuon(beta2, matrices=matrices),
+            scale_by_normuon(decay, matrices=matrices),
             add_cautious_decayed_weights(weight_decay),
             scale_by_shape(matrices=matrices),
             _learning_rate(learning_rate),
@@ -144,8 +138,6 @@ def normuon(
       ...: all other arguments as in `nanochat`, with a decay that is not cautious.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> params = {"mlp": jnp.arange(8.0).reshape(2, 4)}
       >>> matrices = {"mlp": "muon"}
       >>> tx = jm.normuon(1.0, weight_decay=0.0, dtype="float32", matrices=matrices)
@@ -187,11 +179,9 @@ def muon(
 ) -> optax.GradientTransformationExtraArgs:
     """Jordan's Muon: Nesterov, Newton-Schulz, a factor for the shape, decoupled decay.
 
-    See https://kellerjordan.github.io/posts/muon/. If `optax.adamw(lr)` is
-    tuned for a model, start with (lr * width)**0.5 / 40; see docs/rates.md.
-
-    With equal settings, the mathematics of torch.optim.Muon; `shape_rule="rms_0.2"` is
-    its adjust_lr_fn="match_rms_adamw".
+    See https://kellerjordan.github.io/posts/muon/. Start rates as for `nanochat`. With
+    equal settings, the mathematics of torch.optim.Muon; `shape_rule="rms_0.2"` is its
+    adjust_lr_fn="match_rms_adamw".
 
     Args:
       learning_rate: of the matrices, before the factor of the shape.
@@ -202,23 +192,17 @@ def muon(
       ...: all other arguments as in `nanochat`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> params = {"mlp": 3.0 * jnp.eye(2), "bias": jnp.ones(2)}
       >>> tx = jm.muon(0.5, polar=jm.ExactPolar(), matrices={"*": "muon"})
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> updates["mlp"].tolist()
       [[-0.5, -0.0], [-0.0, -0.5]]
     """
+    average = {"lookahead": lookahead, "bias_correction": bias_correction}
 
     def chain(matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
-            nesterov(
-                momentum,
-                lookahead=lookahead,
-                bias_correction=bias_correction,
-                accumulator_dtype=momentum_dtype,
-            ),
+            nesterov(momentum, **average, accumulator_dtype=momentum_dtype),
             orthogonalize(_polar(polar, steps, dtype), matrices=matrices),
             scale_by_shape(shape_rule, matrices=matrices),
             _decay(weight_decay),
@@ -244,20 +228,16 @@ def moonlight(
 ) -> optax.GradientTransformationExtraArgs:
     """Moonlight's Muon, arXiv 2502.16982: `muon` with AdamW's update RMS of 0.2.
 
-    One learning rate and one weight decay serve matrices and AdamW alike. If
-    `optax.adamw(lr)` is tuned for a model, start with lr**0.5 / 8; see
-    docs/rates.md.
+    One learning rate and one weight decay serve matrices and AdamW alike. Start rates
+    as for `normuon`.
 
     Args:
       learning_rate: of the matrices, before the factor 0.2 max(in, out)^0.5.
-      adamw: the optimizer of all other parameters: None for AdamW with this learning
-        rate and this weight decay, a number or a schedule for another rate; or any
-        optax transform.
+      adamw: None for AdamW with this learning rate and this weight decay; or as in
+        `nanochat`, where another rate comes with this weight decay.
       ...: all other arguments as in `muon`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> params = {"mlp": jnp.eye(25)}
       >>> polar, matrices = jm.ExactPolar(), {"mlp": "muon"}
       >>> tx = jm.moonlight(1e-3, weight_decay=0.0, polar=polar, matrices=matrices)
@@ -296,9 +276,9 @@ def teon(
 ) -> optax.GradientTransformationExtraArgs:
     """TEON, arXiv 2601.23261: queries, keys and values of two layers as one matrix.
 
-    The joined matrices are scaled like single ones. All other matrices get ordinary
-    Muon, and so does a last layer without a partner. The polar factor is the Polar
-    Express with the coefficients of that paper.
+    The joined matrices are scaled like single ones. All others, and those of a last
+    layer without a partner, get ordinary Muon. The polar factor is the Polar Express
+    with the coefficients of arXiv 2505.16932.
 
     Args:
       learning_rate: of the matrices, before the factor (out/in)^0.5.
@@ -307,17 +287,14 @@ def teon(
       ...: all other arguments as in `muon`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
-      >>> layer = {"attn": {name: jnp.eye(4) for name in "qkvo"}}
+      >>> layer = {"q": jnp.eye(4), "out": jnp.eye(4)}
       >>> params = {"layers": [layer, layer]}
-      >>> joins = {f"layers/{{i}}/attn/{name}": 2 for name in "qkv"}
+      >>> joins = {"layers/{i}/q": 2}
       >>> matrices = jm.read(params, rules={"*": "muon"}, joins=joins)
       >>> tx = jm.teon(1.0, polar=jm.ExactPolar(), matrices=matrices)
       >>> updates, _ = tx.update(params, tx.init(params), params)
-      >>> attn = updates["layers"][0]["attn"]
-      >>> [round(float(attn[name][0, 0]), 3) for name in "qkvo"]
-      [-0.707, -0.707, -0.707, -1.0]
+      >>> [round(float(x[0, 0]), 3) for x in updates["layers"][0].values()]
+      [-1.0, -0.707]
     """
     table = coefficients.polar_express_paper
 
@@ -353,18 +330,14 @@ def muonh(
 ) -> optax.GradientTransformationExtraArgs:
     """MuonH, arXiv 2606.16899: Jordan's Muon in steps of a fixed angle.
 
-    Matrices neither grow nor decay, so that there is no weight decay and no factor for
-    their shapes.
+    Matrices neither grow nor decay.
 
     Args:
-      learning_rate: of the matrices, as a part of their norm; see `hyperball`, also for
-        matrices that start at zero. A first guess is the root of learning rate times
-        weight decay of `muon`.
+      learning_rate: of the matrices, an angle; see `hyperball`. A first guess is the
+        root of learning rate times weight decay of `muon`.
       ...: all other arguments as in `nanochat`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> params = {"mlp": jnp.array([[3.0, 0.0], [0.0, 4.0]])}
       >>> tx = jm.muonh(0.02, matrices={"mlp": "muon"})
       >>> updates, _ = tx.update(params, tx.init(params), params)

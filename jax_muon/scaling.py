@@ -27,7 +27,7 @@ _SMALLEST_NORM = 1e-6  # that a matrix or row is divided by
 def equilibrate_rows(
     *, matrices: Matrices | None = None
 ) -> optax.GradientTransformation:
-    r"""Scale the weights of every output neuron to one norm (MuonEq).
+    r"""Scale the weights of every output neuron to one norm (MuonEq, arXiv 2603.28254).
 
     For :math:`U` with :math:`m` outputs, the weights :math:`u` of one become
     :math:`u \, \|U\|_F / (\sqrt{m} \max(\|u\|, 10^{-6}))`: all get the root mean
@@ -37,15 +37,10 @@ def equilibrate_rows(
       matrices: see `orthogonalize`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> updates = jnp.array([[7.0, 0.0], [0.0, 1.0]])
       >>> tx = jm.equilibrate_rows()
       >>> tx.update(updates, tx.init(updates))[0].tolist()
       [[5.0, 0.0], [0.0, 5.0]]
-
-    References:
-      MuonEq, arXiv 2603.28254.
     """
 
     def scale(_: str, u: Array, axes: MatrixAxes) -> Array:
@@ -61,7 +56,10 @@ def equilibrate_rows(
 def normalize_frobenius(
     rms: float | None = None, *, matrices: Matrices | None = None
 ) -> optax.GradientTransformation:
-    r"""Set the Frobenius norm of every matrix, after `orthogonalize` (Muon+).
+    r"""Set the Frobenius norm of every matrix, after `orthogonalize`.
+
+    Muon+, arXiv 2602.21545; with rms=0.2 after `scale_by_normuon`, the step size of
+    NorMuon, arXiv 2510.05491.
 
     Args:
       rms: root mean square of the elements to set; None sets the Frobenius norm to
@@ -70,16 +68,10 @@ def normalize_frobenius(
       matrices: see `orthogonalize`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> updates = jnp.array([[3.0, 0.0], [0.0, 4.0]])
       >>> tx = jm.normalize_frobenius(rms=5.0)
       >>> tx.update(updates, tx.init(updates))[0].tolist()
       [[6.0, 0.0], [0.0, 8.0]]
-
-    References:
-      Muon+, arXiv 2602.21545. With rms=0.2 after `scale_by_normuon`, the step size of
-      NorMuon's paper, arXiv 2510.05491.
     """
     if rms is not None:
         rms = checks.number("rms", rms, "above 0", others=", or None")
@@ -109,8 +101,9 @@ def scale_by_normuon(
     eps: float = 1e-10,
     matrices: Matrices | None = None,
 ) -> optax.GradientTransformation:
-    r"""Divide neurons by a running root mean square, keeping the norm (NorMuon).
+    r"""Divide neurons by a running root mean square, keeping the norm.
 
+    Algorithm 1 of NorMuon, arXiv 2510.05491:
     :math:`V \leftarrow V + (1 - \beta)(\mathrm{mean}(X^2) - V)` from zero,
     :math:`s = \max(V, \epsilon)^{-1/2}`, and :math:`X` becomes
     :math:`X s \, \|X\|_F / \max(\|X s\|_F, \epsilon)`.
@@ -123,20 +116,11 @@ def scale_by_normuon(
       eps: smallest mean square, and smallest norm, that is divided by.
       matrices: see `orthogonalize`.
 
-    Raises:
-      ValueError: at init, with path and shape, a parameter that is not a floating-point
-        matrix.
-
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> updates = jnp.array([[1.0, 0.0], [0.0, 7.0]])
       >>> tx = jm.scale_by_normuon()
       >>> tx.update(updates, tx.init(updates))[0].round(3).tolist()
       [[5.0, 0.0], [0.0, 5.0]]
-
-    References:
-      NorMuon, arXiv 2510.05491, Algorithm 1.
     """
     decay = checks.rate("decay (beta2 of a recipe)", decay, "in [0, 1)")
     checks.choice("axis", axis, ("longer", "output"))
@@ -196,21 +180,16 @@ def scale_by_shape(
 
     Args:
       rule: "max_ratio" max(1, out/in)^0.5 (Jordan, nanochat); "rms_0.2"
-        0.2 max(in, out)^0.5 (Moonlight: the size of AdamW's updates); "sqrt_ratio"
-        (out/in)^0.5 (TEON); "none" 1; or a function of (in, out).
+        0.2 max(in, out)^0.5 (Moonlight, arXiv 2502.16982: the size of AdamW's updates);
+        "sqrt_ratio" (out/in)^0.5 (TEON, arXiv 2601.23261); "none" 1; or a function of
+        (in, out).
       matrices: see `orthogonalize`.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> updates = jnp.ones((2, 8))  # (in, out)
       >>> tx = jm.scale_by_shape("max_ratio")
       >>> tx.update(updates, tx.init(updates))[0][0, 0].item()
       2.0
-
-    References:
-      Jordan et al., https://kellerjordan.github.io/posts/muon/; Moonlight, arXiv
-      2502.16982; TEON, arXiv 2601.23261.
     """
     if not callable(rule):
         checks.choice("rule (shape_rule of a recipe)", rule, tuple(SHAPE_RULES))
@@ -236,8 +215,6 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
       ValueError: at init, with all paths, a pattern that matches no parameter.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> updates = {"embed": jnp.ones(2), "head": jnp.ones(2)}
       >>> tx = jm.scale_by_path({"embed*": 16.0})
       >>> tx.update(updates, tx.init(updates))[0]["embed"].tolist()

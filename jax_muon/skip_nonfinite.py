@@ -1,8 +1,4 @@
-"""Skip steps that are not finite, on all devices or on none.
-
-Inside shard_map gradients that differ between devices are an error. There
-`optax.apply_if_finite` would silently skip the step on some devices only.
-"""
+"""Skip steps that are not finite: inside shard_map, too, on all devices or on none."""
 
 import functools
 from typing import Any, NamedTuple
@@ -30,8 +26,7 @@ def skip_nonfinite(
 
     A skipped step changes neither parameters nor state, and is counted in `skipped` of
     the state. The new state matters, since a finite gradient of 2e19 makes AdamW's
-    second moment infinite for good. Elements of the state that were not finite before,
-    such as a best loss that begins infinite, do not skip a step.
+    second moment infinite for good; elements that were not finite before do not count.
 
     Args:
       inner: the optimizer, such as a recipe.
@@ -41,9 +36,6 @@ def skip_nonfinite(
         that differ between devices.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import optax
-      >>> import jax_muon as jm
       >>> params = jnp.ones(2)
       >>> tx = jm.skip_nonfinite(optax.sgd(0.5))
       >>> state = tx.init(params)

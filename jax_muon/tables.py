@@ -13,7 +13,7 @@ def sizes_text(sizes: tuple[int, int, int] | None) -> str:
     return "-" if sizes is None else f"{sizes[0]} x ({sizes[1]}, {sizes[2]})"
 
 
-def aligned(rows: Sequence[tuple[str, ...]], *, numbers: int = 0) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], *, numbers: int = 0) -> list[str]:
     """Lines with columns of equal width; the last `numbers` columns to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     left = len(widths) - numbers

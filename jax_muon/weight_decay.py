@@ -21,8 +21,8 @@ def add_cautious_decayed_weights(
 ) -> optax.GradientTransformation:
     r"""Add decayed weights where the step moves the weight towards zero anyway.
 
-    The update :math:`U` becomes :math:`U + \lambda W [U W \ge 0]`, elementwise. It goes
-    before the learning rate, like `optax.add_decayed_weights`.
+    The update :math:`U` becomes :math:`U + \lambda W [U W \ge 0]`, elementwise (arXiv
+    2510.12402). It goes before the learning rate, like `optax.add_decayed_weights`.
 
     Args:
       weight_decay: :math:`\lambda`, at least 0, or a schedule of it.
@@ -31,15 +31,10 @@ def add_cautious_decayed_weights(
       ValueError: at update, params=None, unless weight_decay is 0.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> params, updates = jnp.array([2.0, -2.0]), jnp.array([1.0, 1.0])
       >>> tx = jm.add_cautious_decayed_weights(0.5)
       >>> tx.update(updates, tx.init(params), params)[0].tolist()
       [2.0, 1.0]
-
-    References:
-      Cautious weight decay, arXiv 2510.12402.
     """
     weight_decay = checks.rate("weight_decay", weight_decay)
 

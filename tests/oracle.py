@@ -6,8 +6,7 @@ checked the orientation too. The polynomial iterations act on singular values al
 
 import numpy as np
 
-import jax_muon as jm
-from jax_muon.polar.coefficients import NEWTON_SCHULZ
+from jax_muon.polar.coefficients import NEWTON_SCHULZ, polar_express_coefficients
 from tests.recipes import ON_SPHERES
 
 
@@ -44,7 +43,7 @@ def hyperball(w, u, lr, radius):
     return w * target / np.linalg.norm(w), target
 
 
-TABLE = jm.polar_express_coefficients(5)
+TABLE = polar_express_coefficients(5)
 JORDAN = ([NEWTON_SCHULZ] * 5, 1.0, 1e-7)
 POLAR = {  # coefficients; factor and eps of the norm
     "nanochat": (TABLE, 1.02, 1e-6),

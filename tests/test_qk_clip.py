@@ -202,7 +202,7 @@ THREE = {"attn": {"q": S((8, 4, 3)), "k": S((8, 3, 3))}}
 NARROW = {"attn": KERNEL | {"k": S((8, 10))}}
 BIAS = {"attn": KERNEL | {"q": {"kernel": S((8, 12)), "bias": S(())}}}
 AT_UPDATE = {  # parameters, max_logits
-    "got max_logits=None": (ONE, None),
+    "max_logits of tx.update has entries at no path": (ONE, None),
     "entries at no path; expected one for each .* module: 'attn'": (ONE, {}),
     "entries at 'attn/x' .*'attn/y'": (ONE, {"attn": {"x": S(2), "y": S(2)}}),
     r"entries at .*: '0/attn', '1/attn'$": (TWO, {"0": S(4)}),

@@ -63,7 +63,7 @@ def own_sharding(x: Any) -> NamedSharding | None:
 
 
 def is_explicit(x: Any) -> bool:
-    """Return True for an array on Explicit mesh axes, whose type shows its spec."""
+    """True for an array on Explicit mesh axes, whose type shows its spec."""
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
@@ -78,22 +78,19 @@ def replicated(tree: Any) -> Any:
 
 def arrays_and_others(extra_args: dict[str, Any]) -> tuple[dict, dict]:
     """Extra arguments that are trees of arrays, and all others."""
-    arrays = {
-        name: value
-        for name, value in extra_args.items()
-        if all(hasattr(x, "shape") for x in jax.tree.leaves(value))
-        and jax.tree.leaves(value)
-    }
-    return arrays, {k: v for k, v in extra_args.items() if k not in arrays}
+    arrays: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for name, value in extra_args.items():
+        leaves = jax.tree.leaves(value)
+        are_arrays = leaves and all(hasattr(x, "shape") for x in leaves)
+        (arrays if are_arrays else others)[name] = value
+    return arrays, others
 
 
 def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
-    """Check that arrays inside shard_map are the same on all devices.
+    """Raise a ValueError if arrays inside shard_map may differ between devices.
 
     Not over mesh axes of one device, nor where the user says so by `on_replicas`.
-
-    Raises:
-      ValueError: with the path, if they differ or JAX does not track it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     several = [name for name in mesh.manual_axes if mesh.shape[name] > 1]
@@ -126,9 +123,7 @@ def _varying(x: Any) -> frozenset[str]:
 def mesh_of_types(flat: Sequence[tuple[str, Any]]) -> Any:
     """The mesh with Explicit axes of these arrays; None for whole ones in shard_map.
 
-    Raises:
-      ValueError: with the path, for an array whose type does not show how it is
-        sharded: on a mesh with Auto axes, or different on the devices of a shard_map.
+    Raises a ValueError for an array whose type does not show how it is sharded.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     check_same_everywhere("orthogonalize", flat)

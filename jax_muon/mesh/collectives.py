@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 
@@ -11,17 +12,11 @@ from jax_muon.mesh.specs import Sizes
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective, as each device that takes part in it sees it.
+    """One collective, as each device that takes part in it sees it."""
 
-    Attributes:
-      kind: "reduce-scatter", "all-gather", "all-reduce", "all-to-all" or "permute".
-      members: numbers of the devices that take part; others may do the same.
-      input_bytes: of one device.
-    """
-
-    kind: str
-    members: tuple[int, ...]
-    input_bytes: float
+    kind: str  # reduce-scatter, all-gather, all-reduce, all-to-all or permute
+    members: tuple[int, ...]  # devices that take part; others may do the same
+    input_bytes: float  # of one device
 
     @property
     def devices(self) -> int:
@@ -63,9 +58,7 @@ def members_over(axes: Collection[str], sizes: Sizes) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _members_over(
-    axes: frozenset[str], sizes: tuple[tuple[str, int], ...]
-) -> tuple[int, ...]:
+def _members_over(axes: frozenset[str], sizes: tuple[tuple[str, int], ...]) -> Any:
     shape = [size for _, size in sizes]
     numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     along = tuple(slice(None) if name in axes else 0 for name, _ in sizes)

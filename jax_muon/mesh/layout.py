@@ -11,15 +11,9 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks, traced_facts, trees
-from jax_muon.matrices import Matrices
 from jax_muon.mesh.array_types import own_sharding
-from jax_muon.mesh.specs import (
-    AxisName,
-    checked_axes,
-    dividing,
-    finer,
-    full_rank,
-)
+from jax_muon.mesh.specs import AxisName, checked_axes, dividing, finer, full_rank
+from jax_muon.reading.read import Reader, reader
 
 # A PartitionSpec or NamedSharding for all parameters, a tree (or a prefix of one) of
 # them, or a function of the parameters that returns one. None in a tree: replicated.
@@ -29,18 +23,12 @@ AxesOfLayers = Mapping[str, tuple[int, ...]]  # by the path of a parameter
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How parameters are sharded on a mesh, and how their gradients and state are.
-
-    Attributes:
-      specs: how parameters are sharded; see `on_mesh`.
-      divide: mesh axes that further divide gradients and state, where the spec of a
-        leaf does not use them.
-      min_size: least elements of a leaf that is divided so.
-      layers: of a tree of parameters, the axes that a scan takes.
-    """
+    """How parameters are sharded on a mesh, and how their gradients and state are."""
 
     mesh: Mesh
-    specs: Specs
+    specs: Specs  # of parameters; see `on_mesh`
+    # Mesh axes that further divide gradients and state, where the spec of a leaf of at
+    # least `min_size` elements does not use them; the axes of layers come last.
     divide: tuple[str, ...] = ()
     min_size: int = 1024
     layers: Callable[[Any], AxesOfLayers] = lambda tree: {}
@@ -48,27 +36,23 @@ class Layout:
     def of_tree(self, tree: Any) -> tuple[Any, Any]:
         """PartitionSpecs of parameters, and of their gradients and state."""
         treedef: Any = jax.tree.structure(tree)
-        _, coarse, fine = self.of_leaves(tree)
-        return treedef.unflatten(coarse), treedef.unflatten(fine)
+        _, of_params, of_state = self.of_leaves(tree)
+        return treedef.unflatten(of_params), treedef.unflatten(of_state)
 
     def of_leaves(
         self, tree: Any
     ) -> tuple[list[str], list[PartitionSpec], list[PartitionSpec]]:
-        """Paths, specs of parameters, and specs of their gradients and state.
-
-        Raises:
-          ValueError: with path and shape, for specs that do not fit.
-        """
-        coarse, fine = [], []
+        """Paths, specs of parameters, and specs of their gradients and state."""
+        of_params, of_state = [], []
         layers = self.layers(tree) if self.divide else {}
         given, shapes = self.given(tree), [x.shape for x in jax.tree.leaves(tree)]
         for (path, spec), shape in zip(given, shapes, strict=True):
             axes = self.divide if math.prod(shape) >= self.min_size else ()
             spec = full_rank(spec, path, shape, self.mesh)
-            coarse.append(spec)
+            of_params.append(spec)
             last = layers.get(path, ())
-            fine.append(finer(spec, shape, axes, self.mesh.shape, last))
-        return [path for path, _ in given], coarse, fine
+            of_state.append(finer(spec, shape, axes, self.mesh.shape, last))
+        return [path for path, _ in given], of_params, of_state
 
     def given(self, tree: Any) -> list[tuple[str, PartitionSpec]]:
         """Paths, and specs of parameters as the user wrote them."""
@@ -97,7 +81,7 @@ def divided_specs(
     params: Any,
     mesh: Mesh,
     axes: AxisName | None = None,
-    matrices: Matrices | None = None,
+    matrices: Reader = None,
     min_size: int = 1024,
 ) -> Any:
     """PartitionSpecs that divide every parameter evenly over a mesh (ZeRO-3).
@@ -110,21 +94,14 @@ def divided_specs(
       params: the parameters, or their shapes.
       mesh: the mesh.
       axes: mesh axes that divide parameters; None for all.
-      matrices: the reading of the parameters, which says what axes a scan takes; None
-        if no scan takes parameters.
+      matrices: as in `partition`, to see what axes a scan takes; None if none does.
       min_size: leaves of fewer elements stay replicated, as do those without an axis
         that fits.
 
     Returns:
       A tree like `params`, with a PartitionSpec for each leaf.
 
-    Raises:
-      ValueError: an axis that the mesh lacks; a leaf that is not an array.
-
     Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> params = {"up": jnp.ones((64, 256)), "scale": jnp.ones(64)}
       >>> specs = jm.divided_specs(params, mesh)
@@ -133,9 +110,16 @@ def divided_specs(
     """
     names = checked_axes("axes", mesh.axis_names if axes is None else axes, mesh)
     checks.arrays("params", params)
-    layers = {path: x.scanned for path, x in (matrices or {}).items()}
-    layout = Layout(mesh, PartitionSpec(), names, min_size, lambda params: layers)
+    layers = functools.partial(read_layers, matrices)
+    layout = Layout(mesh, PartitionSpec(), names, min_size, layers)
     return layout.of_tree(params)[1]
+
+
+def read_layers(matrices: Reader, params: Any) -> AxesOfLayers:
+    """The axes that a scan takes, by a reading; none without one."""
+    if matrices is None:
+        return {}
+    return {path: x.scanned for path, x in reader(matrices)(params).items()}
 
 
 def axes_of_layers(tx: optax.GradientTransformation) -> Callable[[Any], AxesOfLayers]:

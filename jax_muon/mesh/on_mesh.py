@@ -1,10 +1,9 @@
 """Run an optimizer on a mesh, with state sharded more finely than the parameters.
 
-Inside `on_mesh` all arrays are on Explicit mesh axes, so their types show how they are
-sharded. Zeros, sums and means keep the sharding in their type, and `orthogonalize`
-reads it there. So ZeRO-2 needs no code of its own: gradients and state are sharded over
-mesh axes that replicate the parameters, and updates come out sharded like the
-parameters.
+Inside `on_mesh` all arrays are on Explicit mesh axes. Zeros, sums and means keep the
+sharding that their types show, and `orthogonalize` reads it there. So ZeRO-2 needs no
+code of its own: gradients and state come in sharded over more mesh axes than the
+parameters, and updates go out sharded like these.
 """
 
 import contextlib
@@ -51,10 +50,10 @@ def on_mesh(
       specs: how parameters are sharded: a `PartitionSpec` or `NamedSharding` for all, a
         tree of them (a prefix will do), or a function of the parameters that returns
         one of these. None: as their types show, which on Auto axes is replicated.
-      divide: mesh axes over which gradients and state are sharded further (ZeRO-2),
-        along the first axis of a leaf whose size they divide evenly; an axis of layers
-        comes last. Those that a leaf's spec uses are left out. Leaves without such an
-        axis stay replicated; `describe` shows them.
+      divide: mesh axes that shard gradients and state further (ZeRO-2, arXiv
+        1910.02054), along the first axis of a leaf that those not in its spec divide
+        evenly; an axis of layers comes last. `describe` shows leaves without one: they
+        are replicated.
       min_size: leaves of fewer elements stay replicated too, and are all-reduced.
       gather_dtype: dtype in which updates are gathered; None for their own.
 
@@ -68,9 +67,6 @@ def on_mesh(
         state that does not belong to `tx` and these parameters.
 
     Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> params = {"mlp": {"up": jnp.ones((64, 256))}}
       >>> tx = jm.nanochat(matrices={"*": "muon"})
@@ -79,9 +75,6 @@ def on_mesh(
       >>> updates, state = jax.jit(tx.update)(params, state, params)
       >>> updates["mlp"]["up"].shape
       (64, 256)
-
-    References:
-      Rajbhandari et al., ZeRO, arXiv 1910.02054.
     """
     divided = checked_axes("divide", divide, mesh)
     checks.float_dtype("gather_dtype", gather_dtype)
@@ -131,9 +124,9 @@ class OnMesh:
             return self._jitted_init(params)
 
     def _init(self, params: optax.Params) -> Any:
-        _, _, fine = self.layout.of_leaves(params)
+        _, _, of_state = self.layout.of_leaves(params)
         with self._explicit_axes():
-            state = self.tx.init(_reshard(params, fine))
+            state = self.tx.init(_reshard(params, of_state))
         return self._on_users_axes(state)
 
     def update(
@@ -150,28 +143,22 @@ class OnMesh:
         with jax.disable_jit(False):
             return self._jitted_update(updates, state, params, **extra_args)
 
-    def _update(
-        self,
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, Any]:
+    def _update(self, updates: Any, state: Any, params: Any, **extra_args: Any) -> Any:
         like = updates if params is None else params
         checks.gradients(updates, params)
-        names, coarse, fine = self.layout.of_leaves(like)
-        traced_facts.record("on_mesh", {self: (names, coarse, fine)})
-        expected = self._typed_state(like, fine)
+        names, of_params, of_state = self.layout.of_leaves(like)
+        traced_facts.record("on_mesh", {self: (names, of_params, of_state)})
+        expected = self._typed_state(like, of_state)
         checks.state(state, expected)
-        of_state = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(expected)]
-        of_params = [] if params is None else fine
+        typed = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(expected)]
+        again = [] if params is None else of_state
         with self._explicit_axes():
-            specs = [*fine, *of_state, *of_params]
+            specs = [*of_state, *typed, *again]
             resharded = _reshard((updates, state, params), specs)
             extra_args = array_types.replicated(extra_args)
             updates, state = self.tx.update(*resharded, **extra_args)
-            updates = _reshard(updates, coarse, self.gather_dtype)
-            state = _reshard(state, of_state)
+            updates = _reshard(updates, of_params, self.gather_dtype)
+            state = _reshard(state, typed)
         return self._on_users_axes((updates, state))
 
     def abstract(self, params: optax.Params) -> tuple[Any, Any]:
@@ -182,8 +169,8 @@ class OnMesh:
             sharding = self._sharding(jax.typeof(x).sharding.spec)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        _, coarse, fine = self.layout.of_leaves(params)
-        typed = self._typed(params, coarse), self._typed_state(params, fine)
+        _, of_params, of_state = self.layout.of_leaves(params)
+        typed = self._typed(params, of_params), self._typed_state(params, of_state)
         return jax.tree.map(abstract, typed)
 
     def _typed(self, params: optax.Params, specs: Sequence[PartitionSpec]) -> Any:
@@ -196,10 +183,10 @@ class OnMesh:
         ]
         return jax.tree.unflatten(treedef, shapes)
 
-    def _typed_state(self, params: optax.Params, fine: Sequence[PartitionSpec]) -> Any:
+    def _typed_state(self, params: Any, of_state: Sequence[PartitionSpec]) -> Any:
         """The state's types; JAX remembers them, and a step does not trace `init`."""
         with self._explicit_axes():
-            return jax.eval_shape(self.tx.init, self._typed(params, fine))
+            return jax.eval_shape(self.tx.init, self._typed(params, of_state))
 
     def _sharding(self, spec: PartitionSpec) -> NamedSharding:
         """The sharding, spelled as JAX spells it for results of jit."""
@@ -248,24 +235,15 @@ def abstract_state(
 ) -> optax.OptState:
     """Shapes, dtypes and shardings of an optimizer's state, to restore a checkpoint.
 
-    The global shapes of state arrays do not depend on the layout, so one layout can
-    restore what another saved: give this to orbax as the target.
+    Global shapes do not depend on the layout, so one layout can restore what another
+    saved: give these `jax.ShapeDtypeStruct`s to orbax as the target.
 
     Args:
       tx: the optimizer; on a mesh, `on_mesh(...)`, or a chain around it.
       params: the parameters, or their shapes.
       mesh: the mesh; None for one device.
 
-    Returns:
-      The state as `jax.ShapeDtypeStruct`s with shardings.
-
-    Raises:
-      ValueError: what `tx` raises at init.
-
     Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> params = {"mlp": {"up": jnp.ones((64, 256))}}
       >>> tx = jm.nanochat(matrices={"*": "muon"})

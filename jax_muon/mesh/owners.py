@@ -22,14 +22,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax_muon.joins import Joined, joined_matrices
 from jax_muon.matrices import Matrices
 from jax_muon.mesh.collectives import Collective
-from jax_muon.mesh.plan import (
-    SHARED_PRODUCTS,
-    STEPS,
-    Member,
-    Pool,
-    Shard,
-    transfers,
-)
+from jax_muon.mesh.plan import SHARED_PRODUCTS, STEPS, Member, Pool, Shard, transfers
 from jax_muon.mesh.specs import Sizes, devices_over, divided_axes, entry_names
 
 # The planner's rates, in round figures for an H100: FLOP/s of products, bytes/s between
@@ -52,9 +45,6 @@ def local_matrices(
 
     Joined leaves are sharded like the first of them. Scanned layers stay sharded if
     each device has whole joins; otherwise their axis is not sharded.
-
-    `names`, `arrays` and `specs` are those of all leaves; specs have an entry for each
-    axis. A leaf may have fewer layers than the matrices were read with.
     """
     specs = list(specs)
     shapes = [x.shape for x in arrays]
@@ -98,10 +88,7 @@ def local_matrices(
 def _mesh_axes(
     spec: PartitionSpec, axes: tuple[int, ...], sizes: Sizes
 ) -> tuple[str, ...]:
-    """Mesh axes that shard these axes of a leaf, in the order of the mesh.
-
-    Their order does not matter: rows and columns may be assembled in any order.
-    """
+    """Mesh axes that shard these axes of a leaf; any order of them would do."""
     names = {name for axis in axes for name in entry_names(spec[axis])}
     return tuple(name for name in divided_axes(sizes) if name in names)
 
@@ -123,12 +110,11 @@ def make_pools(
     Args:
       shards: one device's shard of each batch of matrices.
       sizes: of the mesh axes.
-      small: matrices with fewer elements are computed by all devices that hold them.
+      small: see `orthogonalize`.
       start: the owner that comes first among equally busy ones, modulo their number,
         so that matrices with other labels find other owners.
-      team: most devices that share a matrix.
-      shared_dtype: of m, n and dtype, the dtype in which devices that share such a
-        matrix send parts of products, or None if they cannot; None if they never can.
+      team: see `orthogonalize`.
+      shared_dtype: the method of a `NewtonSchulz`; None if none is shared.
     """
     pools = _pools_without_owners(shards, sizes)
     plans = [_with_owners(pools, sizes, small, start)]
@@ -170,9 +156,8 @@ def _pools_without_owners(shards: Sequence[Shard], sizes: Sizes) -> list[Pool]:
 def _team_size(pool: Pool, sizes: Sizes, most: int) -> int:
     """The number of neighbours that can share a matrix of a pool, or 1.
 
-    The pool must be sharded along one side, over the innermost axes of the mesh:
-    there the GPUs of a host are next to each other. The number has to divide the rows
-    and the columns.
+    It divides rows and columns. The pool must be sharded along one side, over the
+    innermost axes of the mesh, where the GPUs of a host are next to each other.
     """
     inner = reversed(divided_axes(sizes))
     neighbours = tuple(itertools.takewhile(lambda name: name in pool.shard_axes, inner))

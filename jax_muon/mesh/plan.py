@@ -31,18 +31,11 @@ _ROUNDS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One device's shard (batch, rows, columns) of a batch of matrices.
-
-    Attributes:
-      shape: of the shard.
-      dtype: of the matrices.
-      batch_axes: mesh axes that divide the batch.
-      row_axes: mesh axes that divide the rows (in).
-      column_axes: mesh axes that divide the columns (out).
-    """
+    """One device's shard (batch, rows, columns) of a batch of matrices (in, out)."""
 
     shape: tuple[int, int, int]
     dtype: Any
+    # Mesh axes that divide the batch, the rows and the columns.
     batch_axes: tuple[str, ...] = ()
     row_axes: tuple[str, ...] = ()
     column_axes: tuple[str, ...] = ()
@@ -63,36 +56,24 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Matrices with the same shape (m, n), m <= n, and shards, and their owners.
+    """Matrices with the same shape (m, n), m <= n, and shards, and their owners."""
 
-    Attributes:
-      members: the batches that they come from.
-      shape: (m, n).
-      shard_shape: of one matrix, on one device.
-      dtype: of the matrices.
-      batch_axes: mesh axes over different matrices.
-      short_axes: mesh axes over m.
-      long_axes: mesh axes over n.
-      replica_axes: mesh axes that repeat the shards. These four together are all axes
-        with more than one device, each once.
-      counts: how many matrices each owner gets, replicas before shards; () if all
-        devices that hold a matrix compute it. Teams get the same number each of the
-        matrices of one shape, filled up with zeros.
-      team: devices of one owner, which share its work.
-      shared_dtype: in which they send each other parts of products.
-    """
-
-    members: tuple[Member, ...]
+    members: tuple[Member, ...]  # the batches that they come from
     shape: tuple[int, int]
-    shard_shape: tuple[int, int]
+    shard_shape: tuple[int, int]  # of one matrix, on one device
     dtype: Any
+    # Mesh axes over different matrices, over m, over n, and those that repeat shards:
+    # together all axes with more than one device, each once.
     batch_axes: tuple[str, ...]
     short_axes: tuple[str, ...]
     long_axes: tuple[str, ...]
     replica_axes: tuple[str, ...]
+    # How many matrices each owner gets, replicas before shards; () if all devices that
+    # hold a matrix compute it. Teams get the same number each of the matrices of one
+    # shape, filled up with zeros.
     counts: tuple[int, ...] = ()
-    team: int = 1
-    shared_dtype: Any = None
+    team: int = 1  # devices of one owner, which share its work
+    shared_dtype: Any = None  # in which they send each other parts of products
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
@@ -146,17 +127,11 @@ class Pool:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Matrices of several pools that are sent to their owners in one exchange.
+    """Matrices of several pools that are sent to their owners in one exchange."""
 
-    Attributes:
-      pools: with one dtype, and the same mesh axes.
-      starts: for each pool, how many matrices went with earlier rounds.
-      counts: by owner, how many matrices of each pool it gets.
-    """
-
-    pools: tuple[Pool, ...]
-    starts: tuple[int, ...]
-    counts: tuple[tuple[int, ...], ...]
+    pools: tuple[Pool, ...]  # with one dtype, and the same mesh axes
+    starts: tuple[int, ...]  # matrices of each pool that went with earlier rounds
+    counts: tuple[tuple[int, ...], ...]  # by owner, its matrices of each pool
 
     @property
     def kinds(self) -> list[tuple[int, ...]]:
@@ -164,11 +139,7 @@ class Round:
         return sorted(set(self.counts))
 
     def runs(self) -> Iterator[tuple[slice, tuple[int, ...], tuple[slice, ...]]]:
-        """Neighbouring owners with the same counts.
-
-        Yields the owners, their counts and, for each pool, the matrices that all of
-        them get, in the order of owners.
-        """
+        """Neighbouring owners with the same counts, and their matrices of each pool."""
         first, starts = 0, self.starts
         for counts, same in itertools.groupby(self.counts):
             last = first + len([*same])

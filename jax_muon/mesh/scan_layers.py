@@ -6,9 +6,7 @@ The gradient is written by hand:
   backward: layer i - 1 is gathered while layer i runs, and the gradient of layer i + 1
             is scattered, all at once: many devices have long latencies.
 
-The forward pass saves what `jax.vjp` of a layer saves, without the layer itself. There
-are two exchanges: collectives, where this device's shards are visible, and elsewhere
-sharding constraints, by which XLA gathers and scatters.
+The forward pass saves what `jax.vjp` of a layer saves, without the layer itself.
 """
 
 import dataclasses
@@ -56,16 +54,16 @@ def scan_layers(
 
     For models in plain jit, and in `make_train_step` for parameters that its `scanned`
     names. The backward pass gathers layers again and scatters each layer's gradient
-    while the next one is computed. Put `jax.checkpoint` around `block`: what it keeps
-    is kept, and without it copies of a layer in another dtype would be, too. Like any
-    `jax.custom_vjp`, it has reverse-mode derivatives only.
+    while the next one is computed. Put `jax.checkpoint` around `block`: without it
+    copies of a layer in another dtype would be kept, too. It has reverse-mode
+    derivatives only.
 
     Args:
       block: `block(carry, layer)` returns the next carry and an output, as for a scan.
       carry: the carry of the first layer.
-      layers: a tree of arrays with a leading axis of layers, (layers, ...): weights,
-        and whatever else differs between layers, such as keys. They are sent in their
-        dtype, or in that of `make_train_step`.
+      layers: a tree of arrays (layers, ...): weights, and whatever else differs between
+        layers, such as keys. They are sent in their dtype, or in that of
+        `make_train_step`.
       mesh: the mesh that `layers` are sharded over.
       specs: how `layers` are sharded: see `on_mesh`. None: as their types say, which on
         Auto axes and in shard_map means replicated, so that nothing is gathered.
@@ -73,16 +71,16 @@ def scan_layers(
         for all. With other axes in the mesh, such as "tp", over which a layer stays
         sharded, name the FSDP axes.
       local_batch: whether `block` gets each device's part of the batch by itself, as in
-        `make_train_step`. Then a layer's gradient is sent in one collective between
-        devices, which on 64 and more saves most of the waiting. `axis` has to divide
-        the first axis of every array in `carry` and in the outputs of `block`, and
-        `block` must treat samples independently of each other: what varies with the
-        sample, such as a mask, belongs into `carry`. On Explicit axes it must not use
-        arrays other than its arguments. In a shard_map of your own it is so anyway; a
-        layer's gradient is summed over the mesh axes that divide it, and no others.
+        a shard_map of your own and in `make_train_step`. Then a layer's gradient is
+        sent in one collective, which on 64 devices and more saves most of the waiting.
+        `axis` has to divide the first axis of every array in `carry` and in the outputs
+        of `block`, which must treat samples independently: what varies with the sample,
+        such as a mask, belongs into `carry`. On Explicit axes it must not use arrays
+        other than its arguments. In a shard_map of your own a layer's gradient is
+        summed over the mesh axes that divide it, and no others.
       keep_gathered: keep gathered layers for the backward pass.
-      reverse: whether the last layer comes first.
-      unroll: layers in one turn of the loop.
+      reverse: as of `jax.lax.scan`.
+      unroll: as of `jax.lax.scan`.
 
     Returns:
       The last carry, and the stacked outputs.
@@ -93,9 +91,6 @@ def scan_layers(
         `axis`; arrays without a batch that `local_batch` promises.
 
     Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> layers = 2.0 * jnp.ones((3, 8))
       >>> def block(x, layer):
@@ -113,23 +108,24 @@ def scan_layers(
     treedef: Any
     flat, treedef = jax.tree.flatten(layers)
     layout = Layout(mesh, specs)
-    coarse, fine = _specs_of_layer(layers, layout, names, bool(manual), local_batch)
+    is_manual = bool(manual)
+    of_layer, of_grad = _specs_of_layer(layers, layout, names, is_manual, local_batch)
     loop = functools.partial(jax.lax.scan, reverse=reverse, unroll=unroll)
-    is_sharded = local_batch or any(map(any, coarse))
+    is_sharded = local_batch or any(map(any, of_layer))
     if not is_sharded or not all(map(len, flat)):
         return loop(block, carry, layers)
     if manual and of_step.get():
-        flat = _marked(flat, coarse)
+        flat = _marked(flat, of_layer)
     exchange = _collectives if manual or local_batch else _constraints
-    gather_one, *scatters = exchange(mesh, names, coarse, fine)
+    gather_one, *scatters = exchange(mesh, names, of_layer, of_grad)
 
     def gather(shards: list[Any]) -> list[Any]:
-        return [*map(gather_one, shards, coarse)]
+        return [*map(gather_one, shards, of_layer)]
 
     def of_all(scatter: Function) -> Function:
         return lambda layer: [
             None if g is None else scatter(g, *leaf)
-            for g, *leaf in zip(layer, coarse, fine, dtypes, strict=True)
+            for g, *leaf in zip(layer, of_layer, of_grad, dtypes, strict=True)
         ]
 
     def on_devices(function: Function, into: Any, out: Any) -> Function:
@@ -148,7 +144,8 @@ def scan_layers(
 
     whole, batch = PartitionSpec(), PartitionSpec(names)
     of_shards, of_grads = (
-        [PartitionSpec(None, *only(spec, names)) for spec in x] for x in (coarse, fine)
+        [PartitionSpec(None, *only(spec, names)) for spec in x]
+        for x in (of_layer, of_grad)
     )
     if local_batch:
         _check_batch("carry", carry, devices_over(names, mesh.shape))
@@ -173,17 +170,15 @@ def scan_layers(
 def _specs_of_layer(
     layers: Any, layout: Layout, names: tuple[str, ...], of_shards: bool, divide: bool
 ) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
-    """How each leaf of one layer is sharded, and how its gradient is to be.
+    """How each leaf of one layer is sharded over these mesh axes, and its gradient.
 
-    () for a leaf that is not gathered over these mesh axes. `of_shards`: `layers` are a
-    device's shards, whose shapes specs need not fit. `divide`: these mesh axes divide
-    gradients further.
+    With `divide` they divide gradients further. Specs need not fit `of_shards`.
     """
-    sizes, coarse, fine = layout.mesh.shape, [], []
+    sizes, of_layer, of_grad = layout.mesh.shape, [], []
+    flat = jax.tree.leaves(layers)
     if not of_shards:
         layout.of_leaves(layers)  # checks that they fit
-    given = zip(jax.tree.leaves(layers), layout.given(layers), strict=True)
-    for x, (path, spec) in given:
+    for x, (path, spec) in zip(flat, layout.given(layers), strict=True):
         if not x.ndim:
             raise ValueError(
                 f"layers at {path!r} is a scalar; expected arrays with a leading axis "
@@ -196,9 +191,9 @@ def _specs_of_layer(
             )
         spec = dividing(PartitionSpec(*spec[1:]), sizes)
         is_large = divide and x.size >= layout.min_size
-        fine.append(finer(spec, x.shape[1:], names if is_large else (), sizes))
-        coarse.append(spec if {*spec_names(spec)} & {*names} else PartitionSpec())
-    return coarse, fine
+        of_grad.append(finer(spec, x.shape[1:], names if is_large else (), sizes))
+        of_layer.append(spec if {*spec_names(spec)} & {*names} else PartitionSpec())
+    return of_layer, of_grad
 
 
 def mark(spec: PartitionSpec) -> str:
@@ -236,26 +231,25 @@ def _collectives(
     """How a device gathers an array over these mesh axes, and scatters its gradient.
 
     If devices repeat shards, the sum over these, between hosts, comes a layer later:
-    with experts on 1024 GPUs products then wait 34 ms less. The sum over axes that do
-    not divide a gradient is left to the shard_map around it, but in a step, which does
-    not touch the gradients of what is gathered here.
+    with experts on 1024 GPUs products then wait 34 ms less. Outside of a step the
+    shard_map sums a gradient over the axes that do not divide it.
     """
     is_cpu, step = mesh.devices.flat[0].platform == "cpu", of_step.get()
     wire = step or Wire(names, sum_wide=is_cpu)
 
-    def others(spec: PartitionSpec, fine: PartitionSpec) -> tuple[str, ...]:
-        axes = wire.axes if step and any(spec) else spec_names(only(fine, names))
+    def others(spec: PartitionSpec, of_grad: PartitionSpec) -> tuple[str, ...]:
+        axes = wire.axes if step and any(spec) else spec_names(only(of_grad, names))
         several = divided_axes(mesh.shape)
         return tuple(n for n in axes if n in several and n not in spec_names(spec))
 
-    def over_shards(g: Any, spec: Any, fine: Any, dtype: Any) -> Any:
-        del fine
+    def over_shards(g: Any, spec: Any, of_grad: Any, dtype: Any) -> Any:
+        del of_grad
         axes = spec_names(only(spec, names))
         return dataclasses.replace(wire, axes=axes).scatter(g, spec, dtype)
 
-    def over_replicas(g: Any, spec: Any, fine: Any, dtype: Any) -> Any:
-        over = dataclasses.replace(wire, axes=others(spec, fine), parts=1)
-        return over.scatter(g, fine, dtype)
+    def over_replicas(g: Any, spec: Any, of_grad: Any, dtype: Any) -> Any:
+        over = dataclasses.replace(wire, axes=others(spec, of_grad), parts=1)
+        return over.scatter(g, of_grad, dtype)
 
     if any(map(others, *specs)):
         return wire.gather, over_shards, over_replicas
@@ -276,9 +270,9 @@ def _constraints(
     def gather(x: Any, spec: PartitionSpec) -> Any:
         return place(x, NamedSharding(on, only(spec, others))) if any(spec) else x
 
-    def scatter(g: Any, spec: Any, fine: Any, dtype: Any) -> Any:
+    def scatter(g: Any, spec: Any, of_grad: Any, dtype: Any) -> Any:
         del dtype
-        return place(g, NamedSharding(on, fine)) if any(spec) else g
+        return place(g, NamedSharding(on, of_grad)) if any(spec) else g
 
     return gather, scatter
 
@@ -292,11 +286,10 @@ def _scan(
     reverse: bool,
     keep_gathered: bool,
 ) -> Function:
-    """A scan over layers, of (consts, carry, shards, fine).
+    """A scan over layers, of (consts, carry, shards, divided).
 
-    `run` maps (consts, carry, layer) to (carry, ys), with shapes as `results`. `fine`
-    are the shards again, divided as gradients are to be. These go there, by one stage
-    of `scatters` a layer.
+    `run` maps (consts, carry, layer) to (carry, ys), with shapes as `results`. The
+    shards come again, divided as gradients are to be: by a stage of `scatters` each.
     """
     following = -1 if reverse else 1
 
@@ -328,7 +321,7 @@ def _scan(
         return (carry, ys), (saved, last, args)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        saved, last, (consts, _, shards, fine) = residuals
+        saved, last, (consts, _, shards, divided) = residuals
         d_carry, d_ys = _reals(cotangents)
         numbers = np.arange(len(shards[0]))
 
@@ -354,7 +347,7 @@ def _scan(
             return (d_carry, total, before, [d_layer, *waiting], d_shards), None
 
         total, d_layer, d_shards = jax.tree.map(
-            jnp.zeros_like, _reals((consts, last, fine))
+            jnp.zeros_like, _reals((consts, last, divided))
         )
         waiting = [d_layer]
         for scatter in scatters[:-1]:

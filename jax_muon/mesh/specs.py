@@ -29,11 +29,7 @@ def checked_axes(name: str, axis: Any, mesh: Mesh) -> tuple[str, ...]:
 def full_rank(
     spec: PartitionSpec, path: str, shape: tuple[int, ...], mesh: Mesh
 ) -> PartitionSpec:
-    """The spec with an entry for each axis.
-
-    Raises:
-      ValueError: with path and shape, if it does not fit.
-    """
+    """The spec with an entry for each axis; a ValueError if it does not fit."""
     names, sizes = spec_names(spec), mesh.shape
     if len(spec) > len(shape):
         problem = f"at most {len(shape)} entries"
@@ -84,10 +80,9 @@ def finer(
     sizes: Sizes,
     last: Container[int] = (),
 ) -> PartitionSpec:
-    """The spec with these mesh axes added to the first axis that all of them divide.
+    """The spec with other mesh axes added to the first axis that all of them divide.
 
-    Those in the spec already are left out. Axes of `last` come after all others, and
-    without one that fits the spec stays as it is.
+    Axes of `last` come after all others. If none fits, the spec stays as it is.
     """
     names = tuple(name for name in names if name not in spec_names(spec))
     entries = [*spec, *[None] * (len(shape) - len(spec))]

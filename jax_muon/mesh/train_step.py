@@ -4,12 +4,10 @@
            the loss gathers itself, by `scan_layers`;
   scatter: gradients of each device's own batch are summed leaf by leaf, under the
            backward pass; each device receives the sum for its shard of the state;
-  update:  the optimizer, in global view, on gradients and state that are sharded so;
-  place:   updates go where the parameters are.
+  update:  `on_mesh`, on gradients and state that are sharded so.
 
 The first two run inside shard_map: plain jit does not promise reduce-scatters on every
-backend. A mesh with other axes, as for tensor parallelism, needs no such step: write it
-in plain jit, around `on_mesh`.
+backend. A mesh with other axes, as for tensor parallelism, needs no such step.
 """
 
 import dataclasses
@@ -53,18 +51,17 @@ def make_train_step(
 ) -> "TrainStep":
     """A jitted train step over a batch that is divided between all devices of a mesh.
 
-    Gradients and state are divided between all devices (ZeRO-2).
+    Gradients and state are divided between all devices (ZeRO-2, arXiv 1910.02054).
 
     Args:
       loss_fn: `loss_fn(params, batch)` returns the mean loss of the batch it is given,
         or the mean over all devices, if it calls collectives over axes of the mesh. It
         sees whole parameters, but for those in `scanned`. Integers and booleans among
-        them, such as counters and masks, stay as they are.
+        them stay as they are.
       tx: an optimizer, such as a recipe. The step puts it on the mesh. Its update gets
         the loss as `value`, which `optax.contrib.reduce_on_plateau` asks for.
       mesh: a mesh of Auto or of Explicit axes, all of which divide the batch.
-      specs: how parameters are sharded between steps; see `on_mesh`. None: replicated,
-        also on Explicit axes.
+      specs: see `on_mesh`. None: replicated, also on Explicit axes.
       scanned: patterns of the paths of sharded parameters that loss_fn gives to
         `scan_layers`, with these specs, and uses for nothing else. It sees this
         device's shards of them, and may cast, slice and reshape these.
@@ -74,12 +71,11 @@ def make_train_step(
         over devices and microbatches counts instead of the mean. `tx` gets them as
         extra arguments of these names: "max_logits" for `clip_qk`.
       weighted: whether the loss is a pair of the mean and its weight, such as the
-        number of unmasked tokens. A mean of weight 0 does not count, even if it is
-        NaN. If loss_fn calls collectives or `scan_layers`, divide by
-        `jnp.maximum(count, 1)` instead: these would take the NaN of 0 / 0 to all
-        devices. With a weight below 0 all is NaN.
-      microbatches: number of parts in which a device takes its batch, one by one. It
-        adds up their gradients, and sends the sum once, but for scanned layers.
+        number of unmasked tokens. A mean of weight 0 does not count, even if it is NaN,
+        unless loss_fn takes that NaN to other devices, by collectives or `scan_layers`:
+        then divide by `jnp.maximum(count, 1)`. With a weight below 0 all is NaN.
+      microbatches: number of parts in which a device takes its batch, one by one. The
+        sum of their gradients is sent once, but for scanned layers.
       reduce_dtype: dtype in which gradients are sent; None for the parameters'.
       gather_dtype: dtype in which parameters and updates are sent; None for their own.
       donate: whether parameters and state are updated in place.
@@ -91,13 +87,9 @@ def make_train_step(
     Raises:
       ValueError: at the first call, a batch that devices and microbatches do not
         divide, output of loss_fn without what the flags promise, a parameter of
-        `scanned` that loss_fn does not give to `scan_layers`, or uses otherwise as
-        well, a state of other parameters, and what `on_mesh` raises.
+        `scanned` that is used otherwise, and what `on_mesh` raises.
 
     Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> def loss_fn(params, batch):
       ...     return jnp.mean((batch @ params["mlp"]) ** 2)
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
@@ -108,9 +100,6 @@ def make_train_step(
       >>> params, state, metrics = step(params, state, batch)
       >>> float(metrics["loss"])
       1.0
-
-    References:
-      Rajbhandari et al., ZeRO, arXiv 1910.02054.
     """
     if not callable(loss_fn):
         checks.refuse("loss_fn", loss_fn, "a function of parameters and batch")
@@ -145,8 +134,6 @@ class TrainStep:
     they are between steps; `step(params, state, batch)` returns the new ones and
     metrics: "loss", the mean over the whole batch, and with `has_aux` "aux", its mean
     over devices and microbatches, or the maximum for entries in `max_aux`.
-    `step.abstract(params)` is what a checkpoint is restored into. `step.tx` is the
-    optimizer on its mesh, for `describe`.
     """
 
     _loss: "_Loss"
@@ -159,7 +146,7 @@ class TrainStep:
 
     @property
     def tx(self) -> optax.GradientTransformationExtraArgs:
-        """The optimizer on its mesh."""
+        """The optimizer on its mesh, for `describe`."""
         return self._optimizer.transform()
 
     def init(self, params: optax.Params) -> tuple[Any, Any]:
@@ -172,7 +159,7 @@ class TrainStep:
         return copied
 
     def abstract(self, params: optax.Params) -> tuple[Any, Any]:
-        """Shapes, dtypes and shardings between steps, of parameters or their shapes."""
+        """Shapes and shardings of both between steps, to restore a checkpoint into."""
         return self._optimizer.abstract(params)
 
     def __call__(self, params: Any, state: Any, batch: Any) -> Step:
@@ -197,13 +184,10 @@ class TrainStep:
         if self._options is not None:
             return dict(self._options)
         layout = self._optimizer.layout
-        return gpu_options(
-            params,
-            layout.mesh,
-            matrices=None,  # what `scanned` does not name, a step gathers whole
-            gathers_first=any(any(spec) for spec in layout.of_leaves(params)[1]),
-            scanned=self._wire.scanned,
-        )
+        first = any(map(any, layout.of_leaves(params)[1]))
+        # What `scanned` does not name, a step gathers whole.
+        options = functools.partial(gpu_options, params, layout.mesh, matrices=None)
+        return options(gathers_first=first, scanned=self._wire.scanned)
 
     def _are_swapped(self, params: Any, state: Any) -> bool:
         """True if `params` is the optimizer's state for parameters like `state`."""
@@ -231,17 +215,18 @@ class TrainStep:
         if AxisType.Explicit in mesh.axis_types:
             batch = jax.reshard(batch, NamedSharding(mesh, axes))
         names, *both = layout.of_leaves(params)
-        coarse, fine = ([dividing(spec, mesh.shape) for spec in x] for x in both)
+        of_params, of_state = ([dividing(spec, mesh.shape) for spec in x] for x in both)
         trees.check_patterns_match("scanned", self._wire.scanned, names)
         held = [
             any(spec)
             and any(trees.matches(pattern, name) for pattern in self._wire.scanned)
-            for name, spec in zip(names, coarse, strict=True)
+            for name, spec in zip(names, of_params, strict=True)
         ]
         # `scan_layers` sums gradients over all devices, sharded like the parameters.
-        of_grads = [c if h else f for c, f, h in zip(coarse, fine, held, strict=True)]
+        rows = zip(of_params, of_state, held, strict=True)
+        of_grads = [x if is_held else y for x, y, is_held in rows]
         treedef: Any = jax.tree.structure(params)
-        specs, of_grads, held = map(treedef.unflatten, (coarse, of_grads, held))
+        specs, of_grads, held = map(treedef.unflatten, (of_params, of_grads, held))
         # With check_vma=True, the gradient of a parameter that devices share would be
         # summed already, loops could not start from constants, and a loss that ends in
         # a pmean would have a gradient that is too small by the number of devices.
@@ -264,12 +249,11 @@ class TrainStep:
     # --- on each device, inside shard_map ---------------------------------------------
 
     def _gradients(
-        self, coarse: Any, fine: Any, held: Any, params: Any, batch: Any
+        self, of_params: Any, of_grads: Any, held: Any, params: Any, batch: Any
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """This device's shard of the mean gradient, maxima, and metrics.
+        """This device's shard of the mean gradient, by `of_grads`; maxima; metrics.
 
-        Parameters are sharded by `coarse`, and gradients are to be by `fine`. The loss
-        gathers those parameters itself that are `held`.
+        The loss gathers those parameters itself that are `held`.
         """
         count, wire = self._microbatches, self._wire
         parts = jax.tree.map(
@@ -277,11 +261,11 @@ class TrainStep:
         )
         whole = jax.tree.map(
             lambda x, spec, held: x if held else wire.gather(x, spec),
-            *(params, coarse, held),
+            *(params, of_params, held),
         )
         if wire.scanned:
             first = jax.tree.map(lambda x: x[0], parts)
-            self._check_scanned(whole, first, coarse, held)
+            self._check_scanned(whole, first, of_params, held)
         of_part = functools.partial(self._of_part, held, whole)
         (total, sums, aux), maxima = _sum_over(of_part, parts, count)
         # A batch in which nothing counts has no gradient.
@@ -291,7 +275,7 @@ class TrainStep:
             kind = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else g.dtype
             return (g if held else wire.scatter(g, spec, kind)).astype(x.dtype)
 
-        grads = jax.tree.map(scatter, grads, params, fine, held)
+        grads = jax.tree.map(scatter, grads, params, of_grads, held)
         maxima = wire.reduce(jax.lax.pmax, maxima)
         metrics = {"loss": jax.lax.pmean(loss, wire.axes)}
         if self._loss.has_aux:
@@ -352,15 +336,14 @@ class TrainStep:
         finally:
             of_step.reset(token)
 
-    def _check_scanned(self, params: Any, part: Any, coarse: Any, held: Any) -> None:
+    def _check_scanned(self, params: Any, part: Any, of_params: Any, held: Any) -> None:
         """Refuse a loss that uses a parameter otherwise than `scanned` says."""
         jaxpr = jax.make_jaxpr(self._traced_loss)(params, part).jaxpr
-        leaves, specs, held = map(jax.tree.leaves, (params, coarse, held))
+        leaves, specs, held = map(jax.tree.leaves, (params, of_params, held))
         names = [path for path, _ in trees.leaves_with_paths(params)]
         inputs = jaxpr.invars[: len(leaves)]  # the batch comes last
-        for variable, path, spec, is_held in zip(
-            inputs, names, specs, held, strict=True
-        ):
+        rows = zip(inputs, names, specs, held, strict=True)
+        for variable, path, spec, is_held in rows:
             found, is_result = jaxprs.uses(jaxpr, {variable})
             if is_held and (found != [mark(spec)] or any(is_result)):
                 raise ValueError(
@@ -409,10 +392,7 @@ class _Loss:
 def _sum_over(
     function: Callable[[Any], tuple[Any, Any]], parts: Any, count: int
 ) -> tuple[Any, Any]:
-    """The sum of a function's first result over parts, and maxima of the other.
-
-    The parts are along the leading axis of a tree's arrays, `count` of them.
-    """
+    """The sum of a function's first result over parts, and maxima of the other."""
     first = jax.tree.map(lambda x: x[0], parts)
     if count == 1:
         return function(first)

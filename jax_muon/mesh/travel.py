@@ -1,10 +1,8 @@
 """Sharded matrices travel to their owners by all-to-all, and back, inside shard_map.
 
-Three phases carry out a plan of `plan.py`:
-
-  to owners: each device sends its shard of every matrix to that matrix's owner;
-  compute:   the owner takes the polar factors;
-  back:      the shards return, and go to the devices that repeat them.
+Three phases carry out a plan of `plan.py`: each device sends its shard of every matrix
+to that matrix's owner, which takes the polar factors; then the shards return, and go to
+the devices that repeat them.
 
 Matrices of several shapes travel in one exchange (owners, width): the row of an owner
 holds the shards of its matrices, one after another. Owners with different matrices run
@@ -57,8 +55,8 @@ def map_pools(
 ) -> list[Float[Array, "_ _ _"]]:
     """Polar factors of batches (batch, in, out) of shards, inside shard_map.
 
-    `polar` gets stacks (k, m, n) of whole matrices, and `team=` where a team of
-    devices is the owner. `pools` are those of the batches.
+    `polar` gets stacks (k, m, n) of whole matrices, and `team=` where a team is the
+    owner.
     """
     stacks = {pool: _stack(batches, pool) for pool in pools}
     factors: dict[Pool, list[Array]] = {pool: [] for pool in pools}
@@ -109,10 +107,7 @@ def _everywhere(
 def _travel(
     polar: Polar, stacks: Mapping[Pool, Float[Array, "_ _ _"]], round_: Round
 ) -> list[tuple[Pool, Float[Array, "_ _ _"]]]:
-    """Send the shards of a round to the owners, and the shards of factors back.
-
-    The matrices of a pool go to owners in their order, and the factors return in it.
-    """
+    """Send the shards of a round to owners, and factors back, in the same order."""
     like = round_.pools[0]  # in dtype, mesh axes and team
     replicas, team = like.replica_axes, Team(like.shard_axes, like.team)
     rows = _packed(stacks, round_)
@@ -183,11 +178,7 @@ def _compute_in_teams(
     kind: Array,
     received: Float[Array, "senders width"],
 ) -> Float[Array, "senders width"]:
-    """The work of a team on its matrices, as `_compute`, and the same for all teams.
-
-    Each has as many matrices of a shape as the others, but the n-th of them may be of
-    another pool, which is sharded along another side.
-    """
+    """As `_compute`, for a team; the n-th matrix of teams may be of different pools."""
     orders = [np.repeat(np.arange(len(row)), row).tolist() for row in round_.kinds]
     rows, start = [], 0
     for of_kinds, same in itertools.groupby(zip(*orders, strict=True)):

@@ -15,26 +15,16 @@ from jax_muon.mesh.specs import only
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """How arrays are sent over mesh axes.
+    """How arrays are sent over mesh axes."""
 
-    Attributes:
-      axes: the mesh axes that divide the batch; gradients are summed over them.
-      gather_dtype: dtype in which arrays are gathered; None for their own.
-      reduce_dtype: dtype in which gradients are sent; None for the parameters'.
-      parts: gradients are divided by this number before they are summed: eight of 9000
-        overflow float16.
-      sum_wide: sum 16-bit numbers in float32, as XLA:CPU would do anyway; it crashes if
-        the mesh has other axes.
-      scanned: patterns of the parameters that the loss of `make_train_step` gathers by
-        `scan_layers`.
-    """
-
-    axes: tuple[str, ...]
-    gather_dtype: Any = None
-    reduce_dtype: Any = None
-    parts: int = 1
+    axes: tuple[str, ...]  # that divide the batch; gradients are summed over them
+    gather_dtype: Any = None  # in which arrays are gathered; None for their own
+    reduce_dtype: Any = None  # in which gradients are sent; None for the parameters'
+    parts: int = 1  # divides gradients before the sum: eight of 9000 overflow float16
+    # Sum 16-bit numbers in float32, as XLA:CPU would do anyway; it crashes if the mesh
+    # has other axes.
     sum_wide: bool = False
-    scanned: tuple[str, ...] = ()
+    scanned: tuple[str, ...] = ()  # patterns of what the loss gathers by `scan_layers`
 
     def gather(self, x: Any, spec: PartitionSpec) -> Any:
         """The whole array along these axes."""
@@ -47,10 +37,9 @@ class Wire:
         return sent.astype(x.dtype)
 
     def scatter(self, g: Any, spec: PartitionSpec, dtype: Any) -> Any:
-        """This device's shard of the sum over these axes, in at least float32.
+        """This device's shard of the sum of a gradient, in at least float32.
 
-        It is sent in `reduce_dtype`, or in `dtype`, the parameter's. What the spec does
-        not divide is all-reduced.
+        `dtype` is the parameter's. What the spec does not divide is all-reduced.
         """
         g = wide(g) / self.parts if self.parts > 1 else wide(g)
         rest = [name for name in self.axes if jax.lax.axis_size(name) > 1]

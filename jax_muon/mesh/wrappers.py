@@ -14,29 +14,17 @@ def on_auto_axes(
 ) -> optax.GradientTransformationExtraArgs:
     """Run a transform on Auto mesh axes, inside `on_mesh` or on Explicit axes.
 
-    `on_mesh` makes all axes Explicit. There JAX rejects operations whose
-    result it can give no sharding: dot products over sharded axes, for example, as in
-    `optax.contrib.prodigy`, `optax.contrib.dadapt_adamw` and `optax.scale_by_lbfgs`,
-    selections as in `optax.adaptive_grad_clip`, and the SVD of `optax.contrib.galore`.
-    On Auto axes XLA chooses the sharding of intermediate arrays. Updates and state are
-    sharded as they come in, and equal a single device's, to rounding.
+    `on_mesh` makes all axes Explicit. There JAX rejects operations whose result it can
+    give no sharding, such as dot products over sharded axes in `optax.contrib.prodigy`
+    or selections in `optax.adaptive_grad_clip`. On Auto axes XLA chooses the sharding
+    of intermediate arrays. Updates and state are sharded as they come in, and equal a
+    single device's, to rounding. On one device it is `tx`.
 
     Args:
       tx: an optax transform, such as a group of `partition` or a member of a chain. Not
         one that orthogonalizes: `orthogonalize` needs the types.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs` with the state of `tx`. Where no array
-      is on Explicit axes, as on one device, it is `tx`.
-
-    Raises:
-      ValueError: `tx` is not an optax transform.
-
     Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import optax
-      >>> import jax_muon as jm
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
       >>> adaptive = jm.on_auto_axes(optax.adaptive_grad_clip(0.1))
       >>> muon = jm.nanochat(matrices={"*": "muon"})
@@ -73,24 +61,14 @@ def on_replicas(
 
     Inside `jax.pmap`, and inside `jax.shard_map` with `check_vma=False`, types do not
     show whether an array is a whole parameter or a shard, so `orthogonalize` and
-    `skip_nonfinite` refuse to run there. This wrapper declares that all arrays are
-    whole, as they are in `jax.pmap`. As with any other optimizer, replicas stay equal
-    only if they get equal gradients, for example from `jax.lax.pmean`. Every device
-    orthogonalizes every matrix.
+    `skip_nonfinite` refuse to run there. This wrapper declares that all are whole.
+    Replicas stay equal only if they get equal gradients, for example from
+    `jax.lax.pmean`. Every device orthogonalizes every matrix.
 
     Args:
       tx: an optax transform, such as a recipe or a chain around one.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs` with the state and updates of `tx`.
-
-    Raises:
-      ValueError: `tx` is not an optax transform.
-
     Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> muon = jm.muon(0.5, polar=jm.ExactPolar(), matrices={"mlp": "muon"})
       >>> tx = jm.on_replicas(muon)
       >>> def step(params, grads):

@@ -11,20 +11,20 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_muon import checks, trees
-from jax_muon.matrices import Matrices
 from jax_muon.mesh import specs
+from jax_muon.mesh.layout import read_layers
+from jax_muon.reading.read import Reader
 
-# Number of buckets in which all parameters are sent. The first product has nothing
-# before it to hide transfers under, so gathers at the beginning of a step go in small
-# buckets: 5 MB for GPT-2 124M, 214 MB for 6.7B. At the end most have nothing to hide
-# under, and fewer, larger ones save latency. benchmarks/NOTES.md has the measurements.
+# Number of buckets in which all parameters are sent; XLA's own hold 30 MB, a tenth of a
+# small model. The first product has nothing before it to hide transfers under, so
+# gathers at the beginning of a step go in small ones: 5 MB for GPT-2 124M. At the end
+# fewer, larger ones save latency. benchmarks/NOTES.md has the measurements.
 GATHERS_FIRST = 64
 GATHERS_LAST = 16
 SCATTERS = 32
 LEAST_BUCKET = 4_000_000  # bytes; a smaller one takes as long
-# From so many on, latencies are long, and a layer is sent at once. Before, a long
-# transfer would hold up others: sums of activations, by 18 ms for llama-7b with tensor
-# parallelism on 64 H100s.
+# From so many on, latencies are long, and a layer is sent at once. Before, that would
+# hold up sums of activations, by 18 ms for llama-7b and tensor parallelism on 64 H100s.
 MANY_DEVICES = 16
 # For a scan in plain jit, whose gathers are XLA's own: MaxText's options for GPUs. For
 # llama-7b on 256 H100s products wait 23 ms, by the estimate of benchmarks/schedule,
@@ -44,7 +44,7 @@ def gpu_options(
     params: Any,
     mesh: Mesh,
     *,
-    matrices: Matrices | None,
+    matrices: Reader,
     axis: specs.AxisName | None = None,
     gathers_first: bool = True,
     scanned: Sequence[str] = (),
@@ -53,23 +53,17 @@ def gpu_options(
 
     `make_train_step` uses them already. For your own step around `on_mesh`:
     `jax.jit(step, compiler_options=gpu_options(params, mesh, matrices=matrices))`.
-    Leaves are sent together in buckets by the model's size: XLA's own 30 MB are a tenth
-    of a small model, so much has no product to hide under, and one leaf of a large one.
-    A transfer starts when its input is there, not as late as a model of its speed
-    allows, and ten are in flight: more would keep more gradients in memory. Even a
-    single branch is recorded in a CUDA graph, so the host never waits for a predicate.
-    A loop of `scan_layers` has two buffers, without which each turn copies the gathered
-    layer, and buckets that hold a layer. If XLA gathers layers itself, in a
-    `jax.lax.scan` in plain jit, they are MaxText's options. What this jaxlib does not
-    know is left out.
+    Leaves are sent in buckets by the model's size, or of a layer of `scan_layers`; a
+    transfer starts when its input is there, and ten are in flight. If XLA gathers
+    layers itself, in a `jax.lax.scan` in plain jit, they are MaxText's options. What
+    this jaxlib does not know is left out.
 
     Args:
       params: the parameters, or their shapes.
       mesh: the mesh that the step runs on.
-      matrices: the reading of the parameters, which says what axes a `jax.lax.scan` in
-        plain jit takes; None if no scan takes parameters that XLA gathers.
-      axis: mesh axes that divide the batch; None for all. Over the others, such as
-        tensor parallelism's, a device holds a part of each leaf.
+      matrices: as in `partition`, to see what axes a `jax.lax.scan` in plain jit takes;
+        None if no scan takes parameters that XLA gathers.
+      axis: mesh axes that divide the batch; None for all.
       gathers_first: whether parameters are sharded between steps and gathered at the
         beginning of a step; otherwise updates are gathered at its end.
       scanned: patterns of the paths of parameters that `scan_layers` gathers a layer at
@@ -78,18 +72,9 @@ def gpu_options(
     Returns:
       Options for `jax.jit`; {} on one device, and for devices other than GPUs.
 
-    Raises:
-      ValueError: leaves that are not arrays, an axis that the mesh lacks, a pattern
-        that matches no path.
-
     Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
-      >>> params = {"mlp": jnp.ones((64, 256))}
-      >>> options = jm.gpu_options(params, mesh, matrices=None)
-      >>> options if jax.default_backend() == "cpu" else {}
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> jm.gpu_options({"mlp": jnp.ones((64, 256))}, mesh, matrices=None)
       {}
     """
     names = specs.checked_axes("axis", mesh.axis_names if axis is None else axis, mesh)
@@ -99,7 +84,7 @@ def gpu_options(
     trees.check_patterns_match("scanned", patterns, [path for path, _ in leaves])
     if mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return {}
-    has_scan = any(x.scanned for x in (matrices or {}).values())
+    has_scan = any(read_layers(matrices, params).values())
     if has_scan and gathers_first and not patterns:
         return _known(XLA_GATHERS_LAYERS)
     parts = mesh.size // math.prod(mesh.shape[name] for name in names)
@@ -119,6 +104,8 @@ def gpu_options(
     elif layer:  # all of one in one collective, also over a part of the mesh axes
         gather = max(LEAST_BUCKET, 1.1 * layer)
         scatter = gather / parts / min((n for n in sizes if n > 1), default=1)
+    # More than ten in flight would keep more gradients in memory. In a CUDA graph of
+    # even a single branch, the host never waits for a predicate.
     options = {
         "xla_gpu_all_gather_combine_threshold_bytes": math.ceil(gather / parts),
         "xla_gpu_reduce_scatter_combine_threshold_bytes": math.ceil(scatter),
@@ -126,7 +113,7 @@ def gpu_options(
         "xla_gpu_experimental_parallel_collective_overlap_limit": 10,
         "xla_gpu_graph_min_graph_size": 1,
     }
-    if layer:
+    if layer:  # without two buffers each turn of a loop copies the gathered layer
         options |= {
             "xla_gpu_enable_while_loop_double_buffering": True,
             "xla_gpu_enable_pipelined_reduce_scatter": False,

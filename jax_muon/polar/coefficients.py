@@ -22,12 +22,7 @@ NEWTON_SCHULZ: Coefficients = (3.4445, -4.7750, 2.0315)
 def quintics(
     coefficients: Coefficients | Sequence[Coefficients], steps: int | None
 ) -> Table:
-    """The quintics of an iteration, as `NewtonSchulz` takes `coefficients` and `steps`.
-
-    Examples:
-      >>> quintics((2, -1.5, 0.5), 1)
-      ((2.0, -1.5, 0.5),)
-    """
+    """The quintics that `coefficients` and `steps` of a `NewtonSchulz` mean."""
     if steps is not None:
         checks.count("steps", steps)
     try:
@@ -60,16 +55,12 @@ def polar_express_coefficients(
     interval [l, u] of the singular values; p maps it to the interval of the next step.
 
     Args:
-      steps: number of quintics, a Python integer of at least 1.
-      lower: smallest singular value that is to reach 1, relative to the largest; in
-        (0, 1].
+      steps: number of quintics.
+      lower: smallest singular value that is to reach 1, relative to the largest.
       cushion: the interval of each step begins at no less than `cushion * u`, so that
-        small singular values do not pay for the very smallest; in [0, 1].
+        small singular values do not pay for the very smallest.
       safety: every polynomial but the last is evaluated at x / (1 + safety), so that
-        rounding does not push singular values out of the interval; in [0, 1].
-
-    Returns:
-      `steps` triples (a, b, c) of Python floats.
+        rounding does not push singular values out of the interval.
 
     Examples:
       >>> [round(a, 4) for a, b, c in polar_express_coefficients(5)]
@@ -101,8 +92,7 @@ def polar_express_coefficients(
 def nanochat(steps: int) -> Table:
     """The quintics of https://github.com/karpathy/nanochat.
 
-    nanochat has five and takes the first of them. So with fewer steps the last one has
-    the safety margin that `polar_express_coefficients(steps)` omits.
+    It takes the first of five, so with fewer steps the last one has a safety margin.
     """
     return polar_express_coefficients(max(steps, 5))[:steps]
 
@@ -110,8 +100,7 @@ def nanochat(steps: int) -> Table:
 def polar_express_paper(steps: int) -> Table:
     """The eight quintics that arXiv 2505.16932 prints, with a margin of 1 %.
 
-    TEON (arXiv 2601.23261) uses them so: every step but the last of the table is
-    evaluated at x / 1.01, even if fewer steps are taken.
+    TEON (arXiv 2601.23261) uses them so: all but the last of the table have it.
     """
     cushion = 0.02407327424182761
     table = np.array(

@@ -1,8 +1,7 @@
 """Polar factors: functions of arrays (..., m, n), one matrix independent of another.
 
 A matrix X = U S V^T has the polar factor U V^T: the same directions, with every
-singular value 1. `ExactPolar` computes it by the SVD; `NewtonSchulz` comes close with
-matrix products alone (`iteration.py`), and `PolarExpress` computes its coefficients.
+singular value 1.
 """
 
 import dataclasses
@@ -35,20 +34,19 @@ class NewtonSchulz:
     equal settings are equal and share a trace.
 
     Args:
-      steps: number of quintics, at most as many as there are. None takes the whole
-        sequence, and five where one quintic serves every step.
+      steps: number of quintics. None takes the whole sequence, and five where one
+        quintic serves every step.
       coefficients: one (a, b, c) for every step, or a sequence, whose first `steps` are
-        used. The default is Jordan's, which leaves singular values near 0.7 .. 1.2. A
-        step with c = 0 takes two products instead of three. The object holds one triple
-        for each step.
+        used. The default is Jordan's (https://kellerjordan.github.io/posts/muon/),
+        which leaves singular values near 0.7 .. 1.2. A step with c = 0 takes two
+        products instead of three.
       norm_factor: x is divided by `norm_factor * norm(x) + eps` before the first step.
       eps: see `norm_factor`. Matrices with a much smaller norm stay small.
       norm: "frobenius", or "schatten4", (sum of s^4)^(1/4): never larger, so that small
         singular values start nearer to 1.
-      dtype: of the iteration: bfloat16, float32 or float64. In bfloat16 sums are in
-        float32 and rounded once on a CPU and where XLA takes cuBLASLt. Elsewhere every
-        term is rounded: an error of 0.04 instead of 0.016 on a Gaussian (64, 256).
-        Matrices of one row or column take at least float32.
+      dtype: of the iteration: bfloat16, float32 or float64. Sums are in at least
+        float32; see `FusedProducts` for their rounding on GPUs. Matrices of one row or
+        column take at least float32.
       form: "standard", "gram" (not in bfloat16, where singular values reach 28), or
         "auto": "gram" where it is faster.
       symmetric: "plain", or "kernel": on an H100 or H200, kernels that compute one
@@ -65,9 +63,6 @@ class NewtonSchulz:
       >>> y = NewtonSchulz(coefficients=table, dtype="float32")(x)
       >>> bool(jnp.allclose(y @ y.mT, jnp.eye(8)[None], atol=0.05))
       True
-
-    References:
-      Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/.
     """
 
     steps: int | None = None
@@ -114,9 +109,6 @@ class NewtonSchulz:
           x: matrices in the last two axes, tall or wide, any real floating dtype.
           team: inside shard_map, devices that each have columns of wide matrices, and
             share the work; the whole matrix needs a `shared_dtype`.
-
-        Raises:
-          ValueError: x has fewer than two axes or is not real floating point.
         """
         _check_matrices(x)
         if not x.size:
@@ -133,7 +125,7 @@ class NewtonSchulz:
     ) -> jnp.dtype | None:
         """The dtype in which devices that share matrices (m, n), m <= n, send products.
 
-        None for the Gram form, which they cannot share, and for single rows.
+        None if they cannot: for the Gram form and for single rows.
         """
         dtype = jnp.dtype(self.dtype)
         alone = m == 1 or iteration.uses_gram(self.form, dtype, m, n)
@@ -143,22 +135,19 @@ class NewtonSchulz:
 def PolarExpress(
     steps: int = 5, *, lower: float = 1e-3, **settings: Any
 ) -> NewtonSchulz:
-    """A `NewtonSchulz` by the Polar Express: an optimal quintic for each step.
+    """A `NewtonSchulz` by the Polar Express, arXiv 2505.16932: optimal quintics.
 
     Args:
       steps: number of quintics.
       lower: smallest relative singular value that is brought to 1.
       **settings: all others of `NewtonSchulz`; norm_factor is 1.02, and eps 1e-6. For
-        another cushion or safety pass `polar_express_coefficients` to that.
+        another cushion or safety, see `jax_muon.polar.coefficients`.
 
     Examples:
       >>> x = jax.random.normal(jax.random.key(0), (3, 8, 16))
       >>> y = PolarExpress(8, dtype="float32")(x)
       >>> bool(jnp.allclose(y @ y.mT, jnp.eye(8)[None], atol=1e-4))
       True
-
-    References:
-      Amsel, Persson, Musco, Gower, The Polar Express, arXiv 2505.16932.
     """
     margins = {"norm_factor": 1.02, "eps": 1e-6}
     table = polar_express_coefficients(steps, lower=lower)
@@ -178,12 +167,8 @@ class ExactPolar:
     def __call__(self, x: Float[Array, "*batch m n"]) -> Float[Array, "*batch m n"]:
         """Exact polar factors, in the dtype of x, by an SVD in at least float32.
 
-        For a matrix of rank r, r singular values are 1 and the others 0, where the rank
-        counts singular values above `max(m, n) * eps(dtype)` of the largest. A matrix
-        with a NaN or an infinite entry gives NaN.
-
-        Raises:
-          ValueError: x has fewer than two axes or is not real floating point.
+        Singular values become 1, or 0 if at most `max(m, n) * eps(dtype)` of the
+        largest. A matrix with a NaN or an infinite entry gives NaN.
         """
         _check_matrices(x)
         # LAPACK does not return from some matrices with infinite entries.

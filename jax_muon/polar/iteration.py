@@ -10,9 +10,7 @@ The same polynomials are computed here. What differs, and what it is worth:
 
 - The norm is read off the first A, which saves a pass over X, and makes the Schatten-4
   norm, the root of ||X X^T||_F, as cheap as Frobenius'. Where X or its squares would
-  overflow, X is first multiplied by a power of two. Looking for its largest element
-  moves 0.3 of 16.6 GB in a step of GPT-2 124M with bfloat16 parameters, none with
-  float32.
+  overflow, X is first multiplied by a power of two.
 - The factors a wait until the end: what is held is X / s, where s is the product of the
   a so far. Each line then is a sum C + k X Y, one call of cuBLASLt: whatever else moves
   in a step of GPT-2 124M on an H100 shrinks from 20.0 to 6.5 GB (`products.py`).
@@ -96,8 +94,7 @@ def iterate(
     """Run the quintics on a batch, in the order that suits the platform.
 
     `method` is "gram" for the Gram form, or how the standard form computes symmetric
-    products: "plain" or "kernel". Devices of a team each have columns of wide
-    matrices, and take the standard form.
+    products: "plain" or "kernel". A team takes the standard form.
     """
     rows, cols = x.shape[-2:]
     if min(rows, cols) == 1:
@@ -166,12 +163,11 @@ def _single(
 
     There a whole stack at once falls out of the cache, and batched products in bfloat16
     run at half the rate of single ones. With `squeeze` a matrix is (m, n) instead of
-    (1, m, n): faster in float32 by a tenth to a fifth. In bfloat16 it is the other way
-    round, by a third: there XLA multiplies (m, k) by (k, n) in float32 in places. It
-    does the same with (1, n, m).mT, so a matrix is transposed before it gets its third
-    axis, and a barrier keeps XLA from moving the transpose into products. In bfloat16 a
-    transpose further outside is kept out of them, too: XLA cannot run X^T X
-    ("Unsupported element type for DotThunk").
+    (1, m, n): faster in float32 by a tenth to a fifth, and slower in bfloat16 by a
+    third, where XLA multiplies (m, k) by (k, n) in float32 in places. It does the same
+    with (1, n, m).mT, so a matrix is transposed before it gets its third axis, and a
+    barrier keeps XLA from moving a transpose into products: in bfloat16 it cannot run
+    X^T X ("Unsupported element type for DotThunk").
     """
     matrix = part[0].T if turned else part[0]
     y = matrix if squeeze else matrix[None]
@@ -195,11 +191,7 @@ def _in_range(x: Array, dtype: jnp.dtype, products: Products) -> tuple[Array, Ar
 
 
 def _normalize(x: Array, gram: Array, norm: Norm, unit: Array) -> tuple[Array, Array]:
-    """X / (factor * norm(X) + eps), for X in units of `unit`, and its Gram matrix.
-
-    ||X||_F^2 is the trace of X X^T, and the Schatten-4 norm to the fourth is
-    ||X X^T||_F^2.
-    """
+    """X / (factor * norm(X) + eps), for X in units of `unit`, and its Gram matrix."""
     squared = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
     if norm.name == "schatten4":
         # Fourth powers overflow, or vanish, where squares do not.
@@ -210,10 +202,7 @@ def _normalize(x: Array, gram: Array, norm: Norm, unit: Array) -> tuple[Array, A
 
 
 def _standard_form(x: Array, gram: Array, table: Table, products: Products) -> Array:
-    """The three lines, from X and its Gram matrix in at least float32, like the result.
-
-    The order of factors and roundings is chosen: each product is one C + k X Y.
-    """
+    """The three lines, from X and its Gram matrix, which is wide, like the result."""
     scale = 1.0  # x is X / scale, so that a step need not multiply it
     used: set[float] = set()
     for step, (a, b, c) in enumerate(table):

@@ -4,9 +4,7 @@ A quintic a X + (b A + c A A) X with A = X X^T takes three of them,
 
   A <- g X X^T;  B <- A + q A A;  X <- X + p B X,
 
-and its factor a, which waits until the end of all steps. Each is one call of a GPU's
-library, which reads and writes nothing besides its operands. `Products` is for a CPU,
-`FusedProducts` for everything else; `hopper/` has kernels for NVIDIA's H100 and H200.
+and its factor a, which waits until the end of all steps.
 """
 
 import functools
@@ -75,8 +73,7 @@ def outer_in_halves(
     """`outer` where it is symmetric, by three quarters of the work, for a CPU.
 
     Of [[A, B^T], [B, C]] it computes A, B and C. Five steps of (768, 768) take 0.87 of
-    the time in float32 and 0.93 in bfloat16 on a Zen 4. Quarters save another 0.03, but
-    take seconds more to compile.
+    the time in float32 on a Zen 4. Quarters would take seconds more to compile.
     """
     half = x.shape[-2] // 2
     (x0, x1), (y0, y1) = (jnp.split(z, [half], axis=-2) for z in (x, y))

@@ -1,18 +1,17 @@
 """One matrix on several devices: each has part of the columns.
 
-A step of the standard form takes three products. Devices exchange what they need for
-them over the links within a host:
+Devices exchange what they need for the three products of a step within a host:
 
   A <- X X^T      each device's columns give a part of the sum; everyone adds up some
                   rows of all parts, and gathers the rest;
   B <- A + q A A  everyone computes some columns, and gathers the rest;
   X <- X + p B X  everyone computes its own columns.
 
-So the work on a matrix is divided by the number of devices exactly, and each of them
-sends three matrices (m, m) a step.
+So the work is divided evenly, and each device sends three matrices (m, m) a step.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,29 +23,18 @@ from jax_muon.polar.products import Products
 
 @dataclasses.dataclass(frozen=True)
 class Team:
-    """Neighbours on a mesh, inside shard_map.
+    """Neighbours on a mesh, inside shard_map."""
 
-    Attributes:
-      axes: mesh axes that are cut into such teams.
-      size: devices of one team, consecutive along `axes`.
-    """
-
-    axes: tuple[str, ...]
-    size: int
+    axes: tuple[str, ...]  # mesh axes that are cut into such teams
+    size: int  # devices of one team, consecutive along `axes`
 
     def swap(self, x: Array, split: int, concat: int) -> Array:
         """An all-to-all within each team: split along one axis, joined on another."""
-        axes, teams = self.axes, self._teams()
-        return jax.lax.all_to_all(
-            x, axes, split, concat, axis_index_groups=teams, tiled=True
-        )
+        return jax.lax.all_to_all(x, self.axes, split, concat, **self._within())
 
     def gather(self, x: Array, axis: int) -> Array:
         """The arrays of all devices of a team, side by side along an axis."""
-        axes, teams = self.axes, self._teams()
-        return jax.lax.all_gather(
-            x, axes, axis=axis, axis_index_groups=teams, tiled=True
-        )
+        return jax.lax.all_gather(x, self.axes, axis=axis, **self._within())
 
     def swap_between(self, x: Array) -> Array:
         """An all-to-all along axis 0 between teams, of devices of the same rank."""
@@ -62,10 +50,11 @@ class Team:
         """The number of this device within its team."""
         return jax.lax.axis_index(self.axes) % self.size
 
-    def _teams(self) -> list[list[int]]:
-        count = jax.lax.axis_size(self.axes)
-        starts = range(0, count, self.size)
-        return [[*range(start, start + self.size)] for start in starts]
+    def _within(self) -> dict[str, Any]:
+        """What makes a collective one of each team."""
+        starts = range(0, jax.lax.axis_size(self.axes), self.size)
+        teams = [[*range(start, start + self.size)] for start in starts]
+        return {"axis_index_groups": teams, "tiled": True}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Rules of the user: labels and dimension numbers of parameters."""
 
 import dataclasses
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from optax.contrib import MuonDimensionNumbers
@@ -25,14 +25,7 @@ _Entries = Sequence[tuple[str, str | MuonDimensionNumbers | None, bool]]
 
 
 def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]:
-    """The parameters by path, as the user says, or else as they were read.
-
-    Raises:
-      ValueError: with the path, for a value that is neither a label nor dimension
-        numbers; a pattern or path that no parameter has; a parameter that a tree of
-        rules leaves out; dimension numbers that do not fit, or that come with the
-        label "adamw"; and a rule for matrices that applies to none.
-    """
+    """The parameters by path, as the user says, or else as they were read."""
     by_path = {parameter.path: parameter for parameter in parameters}
     rules = {} if rules is None else rules
     values = dict(trees.leaves_with_paths(rules, is_leaf=_is_value))
@@ -50,7 +43,7 @@ def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]
         trees.check_patterns_match("rules", rules, list(by_path))
         rules_of = {path: _by_pattern(rules, path, by_path) for path in by_path}
     else:
-        trees.check_known("rules", values, by_path)
+        _check_known(values, by_path)
         rules_of = {path: _by_prefix(values, path) for path in by_path}
     ruled = {
         path: _ruled(parameter, rules_of[path]) for path, parameter in by_path.items()
@@ -71,6 +64,17 @@ def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]
                 f"label {ADAMW!r}: {', '.join(named)}; expected {expected}"
             )
     return ruled
+
+
+def _check_known(paths: Iterable[str], names: Collection[str]) -> None:
+    """Raise a ValueError for a path that names neither a parameter nor a module."""
+    for path in paths:
+        start = f"{path}/" if path else ""
+        if names and not any(f"{name}/".startswith(start) for name in names):
+            raise ValueError(
+                f"rules at {path!r}, which no parameter has; expected a mapping of "
+                f"path patterns, or a tree with some of {', '.join(names)}"
+            )
 
 
 def _is_value(x: Any) -> bool:
@@ -137,12 +141,5 @@ def _ruled(parameter: Parameter, matching: _Entries) -> Parameter:
             axes, reason = MatrixAxes((), (0,), (1,)), "by your rules: (in, out)"
     if axes is not None and axes != parameter.axes:
         doubt, role = None, "kernel" if role in ("-", "unknown") else role
-    return dataclasses.replace(
-        parameter,
-        label=label,
-        role=role,
-        axes=axes,
-        reason=reason,
-        doubt=doubt,
-        scanned=scanned,
-    )
+    said: dict[str, Any] = {"label": label, "reason": reason, "doubt": doubt}
+    return dataclasses.replace(parameter, role=role, axes=axes, scanned=scanned, **said)

@@ -8,8 +8,8 @@ resolved last.
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,13 @@ from jax_muon.matrices import (
     list_doubts,
     not_a_matrix,
 )
+from jax_muon.mesh.array_types import on_users_axes
 from jax_muon.reading import overrides
 from jax_muon.splits import Splits
+
+# How parameters are read: the value itself, a function of the tree that returns one, or
+# rules alone.
+Reader: TypeAlias = Matrices | Callable[[Any], Matrices] | Mapping[str, Any] | None
 
 
 def read(
@@ -53,9 +58,9 @@ def read(
     scale, gets the label "adamw" without a rule.
 
     Args:
-      params: the whole model, or the shapes of its parameters, in any Flax form: linen
-        dict, FrozenDict, boxed, nnx.State; an NNX or Equinox module, of which what no
-        loss trains is not listed; or another pytree of arrays.
+      params: the whole model, or the shapes of its parameters: a pytree of arrays in
+        any Flax form; an NNX or Equinox module, of which what no loss trains is not
+        listed.
       function: a function of the parameters, and of `args`, whose result depends on
         them: the loss, or a model's `apply`. None: the rules alone decide.
       *args: its other arguments, arrays or their shapes. Parameters that are not
@@ -65,10 +70,9 @@ def read(
         `optax.contrib.MuonDimensionNumbers`, such as {"stem": "adamw"}; the first
         pattern that matches wins, and the whole path of a parameter means that one
         alone. A pattern with the label "muon" passes over vectors. Dimension numbers
-        given for a parameter's path make it a matrix; for a
-        module's path they only say how its matrices are read. Or a tree of labels or of
-        dimension numbers (a prefix will do), as `optax.contrib.muon` takes one. None
-        means AdamW.
+        make a parameter that they name a matrix; for a module they only say how its
+        matrices are read. Or a tree of these (a prefix will do), in which None means
+        AdamW, as for `optax.contrib.muon`.
       splits: path pattern to `Split`, for parameters that hold several matrices side by
         side, such as a fused QKV kernel. Rules are about whole parameters, joins about
         the parts.
@@ -87,12 +91,9 @@ def read(
       ValueError: one error with a line for each kind of parameters that neither the
         function nor a rule decides, and the rules that do; a function whose result
         depends on no parameter; with the path, rules at paths that no parameter has,
-        and dimension numbers that do not fit. What the function raises is passed on.
+        and dimension numbers that do not fit.
 
     Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import jax_muon as jm
       >>> def loss(params, tokens):
       ...     x = params["wte"][tokens]
       ...     return jnp.mean((x @ params["up"]) @ params["out"])
@@ -138,11 +139,30 @@ def read(
     return with_joins(Matrices(ruled, dict(splits or {})), joins)
 
 
-def trained(model: Any) -> Any:
-    """The parameters of a model: of an NNX module, `nnx.Param`s; of Equinox's, floats.
+def reader(matrices: Reader) -> Callable[[Any], Matrices]:
+    """The function that reads a tree; `matrices` as in `partition`."""
+    if isinstance(matrices, Matrices):
+        return lambda tree: matrices
+    if matrices is None or isinstance(matrices, Mapping):
+        return lambda tree: read(tree, rules=matrices)
+    expected = "jax_muon.read(params, loss_fn, batch), or a function of params alone "
+    expected += "that returns it, or a mapping of path patterns to labels"
+    if not callable(matrices):
+        checks.refuse("matrices", matrices, expected)
 
-    Frameworks that are not imported made no module. Other trees stay as they are.
-    """
+    def read_tree(tree: Any) -> Matrices:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+        with on_users_axes():
+            matrices_of_tree = matrices(shapes)
+        checks.kind("matrices(params)", matrices_of_tree, Matrices, expected)
+        return matrices_of_tree
+
+    return read_tree
+
+
+def trained(model: Any) -> Any:
+    """The parameters of a model: `nnx.Param`s of an NNX module, floats of Equinox's."""
+    # A framework that is not imported made no module.
     nnx, equinox = (sys.modules.get(name) for name in ("flax.nnx", "equinox"))
     if nnx and isinstance(model, nnx.Module):
         return nnx.state(model, nnx.Param)
@@ -166,11 +186,7 @@ def _unread(path: str, leaf: jax.ShapeDtypeStruct) -> Parameter:
 
 
 def _shapes(params: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every parameter by path.
-
-    Raises:
-      ValueError: two parameters with one path.
-    """
+    """Shape and dtype of every parameter by path; a ValueError if two have one path."""
     flat = trees.leaves_with_paths(params)
     leaves = dict(flat)
     if len(leaves) < len(flat):

@@ -7,7 +7,7 @@ record (`traced_facts.py`). So the result is right for any composition of transf
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,16 +31,15 @@ class DescribedParameter:
     """What happens to one parameter.
 
     Attributes:
-      parameter: how it is read: path, shape, dtype, label, role, reason, axes.
-      matrices: number of matrices, their inputs and outputs; None if it is not
-        orthogonalized.
+      parameter: how it is read.
+      matrices: number of matrices, their inputs and outputs, if orthogonalized.
       joined: number of matrices that are orthogonalized as one.
       scale: factor of `scale_by_shape`, or None.
       state_bytes: size of its optimizer state on one device.
       spec: its sharding on the mesh of `on_mesh`, or in its type, or None.
       state_spec: the sharding of its gradient and state, or None.
-      repeated: True if a mesh axis that its gradient is summed over shards no axis of
-        its state, so every device of that axis holds all of it.
+      repeated: every device along an axis that gradients are summed over has all of its
+        state.
       residual: dtype of its residual, "-" if `keep_residual` keeps none for its dtype;
         None without `keep_residual`.
     """
@@ -70,11 +69,10 @@ class Description:
       parameters: one entry per parameter, in the order of the tree.
       pools: sharded matrices of one shape and sharding, and their owners.
       sizes: number of devices along each mesh axis; empty on one device.
-      summed: mesh axes that gradients are summed over, if known: the batch axes of a
-        train step, or `divide` of `on_mesh`.
+      summed: mesh axes that gradients are summed over, if known.
       transfers: collectives of a step by purpose (see `sent_bytes`), each with the path
         of its parameter, or "".
-      devices_per_host: number of neighbours on the mesh that share a host.
+      devices_per_host: as given to `describe`.
       state_bytes: size of the optimizer's state on one device.
       default_rate: the rate of a recipe's AdamW; None if `adamw=` is given.
     """
@@ -87,11 +85,6 @@ class Description:
     devices_per_host: int
     state_bytes: int
     default_rate: float | None
-
-    @property
-    def devices(self) -> int:
-        """Number of devices of the mesh."""
-        return math.prod(self.sizes.values())
 
     @property
     def held_bytes(self) -> dict[str, int]:
@@ -112,24 +105,20 @@ class Description:
     def sent_bytes(self) -> dict[str, float]:
         """Bytes that one device sends in a step.
 
-        "orthogonalize": matrices to their owners and back, padding included, and
-        within teams three products for each of five quintics. "gradients": sums over
-        `summed`, by reduce-scatter over axes that shard the state and by all-reduce
-        over the others. "gathers": all-gathers of updates, or of parameters at the
-        start of a step. `scan_layers` gathers its layers twice for each microbatch,
-        which is not known here: they count once.
+        "orthogonalize": matrices to their owners and back, padding included, and the
+        products of teams; "gradients": their sums; "gathers": of updates, or of
+        parameters at the start of a step, once for the layers of `scan_layers`.
         """
-        return {
-            what: sum((x.sent_bytes for _, x in sent), 0.0)
-            for what, sent in self.transfers.items()
-        }
+        return self._total(lambda x: x.sent_bytes)
 
     @property
     def bytes_between_hosts(self) -> dict[str, float]:
         """Bytes that one device sends to other hosts in a step; see `sent_bytes`."""
-        hosts = self.devices_per_host
+        return self._total(lambda x: x.bytes_between_hosts(self.devices_per_host))
+
+    def _total(self, size: Callable[[Collective], float]) -> dict[str, float]:
         return {
-            what: sum((x.bytes_between_hosts(hosts) for _, x in sent), 0.0)
+            what: sum((size(x) for _, x in sent), 0.0)
             for what, sent in self.transfers.items()
         }
 
@@ -140,11 +129,19 @@ class Description:
 
     def __str__(self) -> str:
         """A table of the parameters and, on a mesh, one of the work on each device."""
-        header = ("parameter", "shape", "role", "as matrices", "label", "sharding")
-        rows: list[tuple[str, ...]] = [(*header, "scale", "state")]
-        rows += [_row(leaf, self.sizes) for leaf in self.parameters]
+        header = [
+            "parameter",
+            "shape",
+            "role",
+            "as matrices",
+            "label",
+            "sharding",
+            "scale",
+            "state",
+        ]
+        rows = [header, *(_row(leaf, self.sizes) for leaf in self.parameters)]
         if not self.sizes:
-            rows = [(*row[:5], *row[6:]) for row in rows]
+            rows = [[*row[:5], *row[6:]] for row in rows]
         reasons, hints = hints_below([x.parameter.reason for x in self.parameters])
         table = zip(aligned(rows, numbers=2), ["why", *reasons], strict=True)
         lines = [f"{row}   {why}".rstrip() for row, why in table] + hints
@@ -161,21 +158,19 @@ class Description:
                 f"adamw: the recipe's own, learning rate {self.default_rate:g}; pass "
                 "yours as adamw=optax.adamw(lr)"
             )
-        by_residual: dict[str | None, list[str]] = {}
-        for leaf in self.parameters:
-            by_residual.setdefault(leaf.residual, []).append(leaf.parameter.path)
-        without = by_residual.pop("-", [])
-        for dtype in by_residual.keys() - {None}:
-            lines.append(
-                f"parameters with residual in {dtype}: {len(by_residual[dtype])}"
-            )
-        if without:
+        residuals = [leaf.residual for leaf in self.parameters]
+        for dtype in {*residuals} - {None, "-"}:
+            count = residuals.count(dtype)
+            lines.append(f"parameters with residual in {dtype}: {count}")
+        if "-" in residuals:
+            without = (x.parameter.path for x in self.parameters if x.residual == "-")
             lines.append(f"without, not bfloat16 or float16: {', '.join(without)}")
         return "\n".join([*lines, "", *self._work()] if self.sizes else lines)
 
     def _work(self) -> list[str]:
         """Which devices compute the matrices of each pool, and what a device sends."""
-        rows: list[tuple[str, ...]] = [("pool", "over", "matrices", "owners", "each")]
+        devices = math.prod(self.sizes.values())
+        rows = [["pool", "over", "matrices", "owners", "each"]]
         rows += [_pool_row(pool, self.sizes) for pool in self.pools]
         lines = aligned(rows, numbers=1) if self.pools else []
         sent, between = (
@@ -183,7 +178,7 @@ class Description:
             for sizes in (self.sent_bytes, self.bytes_between_hosts)
         )
         lines.append(
-            f"{self.devices} devices: {self._balance()}; each sends "
+            f"{devices} devices: {self._balance()}; each sends "
             f"{sent['orthogonalize']} a step to orthogonalize"
         )
         if self.summed:
@@ -195,7 +190,7 @@ class Description:
                 f"of {_bytes(sum(leaf.bytes for leaf in repeated))} are repeated"
                 + (f", above all {largest.parameter.path}" if largest else "")
             )
-        if self.devices > self.devices_per_host:
+        if devices > self.devices_per_host:
             by_path: dict[str, float] = {}
             for path, x in itertools.chain(*self.transfers.values()):
                 crossing = x.bytes_between_hosts(self.devices_per_host)
@@ -233,31 +228,26 @@ def describe(
     """What an optimizer will do with each parameter: a table, and data to assert on.
 
     Args:
-      tx: any composition of this package's recipes and pieces with optax's: `chain`,
-        `MultiSteps`, `inject_hyperparams`, `on_mesh`.
+      tx: any optimizer, in `on_mesh` or not.
       params: the model as in `read`, or shapes (`jax.ShapeDtypeStruct`).
       devices_per_host: number of neighbours on the mesh with faster links among them,
         such as the GPUs of a host, or a pod; for the bytes between hosts.
       **extra_args: arguments of `tx.update`, such as `max_logits`, or their shapes.
 
     Returns:
-      A `Description`: its attributes are data, and printed it is a table. "role" and
-      "why" say how a parameter was read; "as matrices" is batch x (in, out); "scale"
-      multiplies the update; "state" is memory on one device. On a mesh "sharding" has
-      the mesh axes of the parameter and of its state, and a second table shows which
-      devices compute the matrices, how much each sends, and what costs most.
+      A `Description`: its attributes are data, and printed it is a table. "as matrices"
+      is batch x (in, out); "scale" multiplies the update; "state" is memory on one
+      device. On a mesh "sharding" has the mesh axes of the parameter and of its state,
+      and a second table shows which devices compute the matrices, how much each sends,
+      and what costs most.
 
     Examples:
-      >>> import jax
-      >>> import jax_muon as jm
       >>> shapes = {"wte": jax.ShapeDtypeStruct((96, 64), "float32"),
       ...           "up": jax.ShapeDtypeStruct((64, 256), "float32")}
       >>> tx = jm.nanochat(matrices={"wte": "adamw", "up": "muon"})
       >>> found = describe(tx, shapes)
       >>> [x.parameter.label for x in found.parameters]
       ['muon', 'adamw']
-      >>> str(found).splitlines()[0]
-      'parameter   shape      role     as matrices     label   scale     state   why'
     """
     tx = checks.as_transform("tx", tx)
     params = checks.arrays("params", trained(params))
@@ -370,15 +360,11 @@ def _rows(shapes: Any, read: Mapping[str, Parameter]) -> list[Parameter]:
 
 
 def _bytes_by_path(state: Any, names: Sequence[str]) -> dict[str, int]:
-    """Bytes of state on a device. A parameter's path ends that of its state.
-
-    Integers without axes are counts of steps. They belong to no parameter, not even to
-    one called `count`.
-    """
+    """Bytes of state on a device. A parameter's path ends that of its state."""
     total = dict.fromkeys(names, 0)
     for path, x in trees.leaves_with_paths(state):
         if not x.shape and jnp.issubdtype(x.dtype, jnp.integer):
-            continue
+            continue  # a count of steps, also if a parameter is called `count`
         while path not in total and path:
             path = path.partition("/")[2]
         if path in total:
@@ -394,26 +380,20 @@ def _bytes_on_a_device(x: jax.ShapeDtypeStruct) -> int:
 # --- cells of the tables --------------------------------------------------------------
 
 
-def _row(leaf: DescribedParameter, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def _row(leaf: DescribedParameter, sizes: Mapping[str, int]) -> list[str]:
     """The cells of one parameter."""
     parameter = leaf.parameter
     joined = f", {leaf.joined} as one" if leaf.joined > 1 else ""
     where, of_state = (sharding_text(x, sizes) for x in (leaf.spec, leaf.state_spec))
     if leaf.state_spec is not None and of_state != where:
         where += f"; state {of_state}"
-    return (
-        parameter.path,
-        shape_text(parameter.shape),
-        parameter.role,
-        sizes_text(leaf.matrices) + joined,
-        parameter.label,
-        where,
-        "-" if leaf.scale is None else f"{leaf.scale:.4g}",
-        _bytes(leaf.state_bytes),
-    )
+    shape, matrices = shape_text(parameter.shape), sizes_text(leaf.matrices) + joined
+    scale = "-" if leaf.scale is None else f"{leaf.scale:.4g}"
+    read = [parameter.path, shape, parameter.role, matrices, parameter.label]
+    return [*read, where, scale, _bytes(leaf.state_bytes)]
 
 
-def _pool_row(pool: plan.Pool, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def _pool_row(pool: plan.Pool, sizes: Mapping[str, int]) -> list[str]:
     """The cells of one pool."""
     different = specs.devices_over(pool.batch_axes, sizes)
     axes = {"batch": pool.batch_axes, "short": pool.short_axes, "long": pool.long_axes}
@@ -422,13 +402,9 @@ def _pool_row(pool: plan.Pool, sizes: Mapping[str, int]) -> tuple[str, ...]:
     who += f" teams of {pool.team}" if pool.team > 1 else ""
     least, most = (f(pool.counts or [pool.on_device]) for f in (min, max))
     word = "or" if most == least + 1 else "to"
-    return (
-        _pool_name(pool),
-        "; ".join(over) or "-",
-        f"{pool.on_device * different}",
-        who,
-        f"{least}" if least == most else f"{least} {word} {most}",
-    )
+    each = f"{least}" if least == most else f"{least} {word} {most}"
+    matrices, where = f"{pool.on_device * different}", "; ".join(over) or "-"
+    return [_pool_name(pool), where, matrices, who, each]
 
 
 def _pool_name(pool: plan.Pool) -> str:
@@ -436,10 +412,7 @@ def _pool_name(pool: plan.Pool) -> str:
 
 
 def sharding_text(spec: PartitionSpec | None, sizes: Mapping[str, int]) -> str:
-    """The mesh axes that shard an array.
-
-    Mesh axes of one device are left out; frameworks name many of them.
-    """
+    """The mesh axes of several devices that shard an array."""
     kept = specs.dividing(spec or PartitionSpec(), sizes)
     names = [",".join(specs.entry_names(entry)) or "-" for entry in kept]
     return " x ".join(names) if any(n != "-" for n in names) else "whole"

@@ -39,10 +39,9 @@ class Verification:
     """The result of `verify`: differences and bounds. `print` shows them as a table.
 
     Attributes:
-      differences: for each parameter's update, and for each array of state, the norm of
-        its difference over the norm of one device's array, at the step where that is
-        largest (NaN if some element is finite on one side only), and the largest that
-        passes. Keys are paths; those of state begin with "state".
+      differences: by path, the largest difference of a parameter's update over all
+        steps, relative to its norm (NaN if some element is finite on one side only),
+        and the largest that passes; and of arrays of state, under "state" and a path.
       problems: all problems, as sentences; empty if the layout is right.
       table: the parameters, and a line each about state and devices.
     """
@@ -71,11 +70,11 @@ def verify(
 ) -> Verification:
     """Compare an optimizer on a mesh with the same optimizer on one device.
 
-    Parameters and gradients are drawn from a normal distribution; only the paths,
-    shapes and dtypes of `params` matter (and their shardings on Explicit axes). One
-    device has to hold all of them, with six times their updates and state. For a larger
-    model, use smaller shapes with the same layout: matrices of 256 x 256 are sent to
-    owners as large ones are, and the table says if none was.
+    Parameters and gradients are random; only the paths, shapes and dtypes of `params`
+    matter (and their shardings on Explicit axes). One device has to hold all of them,
+    with six times their updates and state. For a larger model, use smaller shapes with
+    the same layout: matrices of 256 x 256 are sent to owners as large ones are, and the
+    table says if none was.
 
     An array may differ by 2e-5 of its norm in float32, 1e-10 in float64, and 0.1 if a
     16-bit dtype occurs in the program, or by ten times what the last bits of the
@@ -83,15 +82,12 @@ def verify(
     rounding of `gather_dtype`. A recipe's `dtype="float32"` makes the bound sharp.
 
     Args:
-      tx: an optimizer wrapped in `on_mesh`. Each process of several compares the shards
-        that it holds.
-      params: the parameters, or their shapes (`jax.ShapeDtypeStruct`).
-      steps: number of updates, one after another. One more, from the first state,
-        has no gradients, so that weight decay shows.
+      tx: an optimizer wrapped in `on_mesh`.
+      params: the parameters, or their shapes.
+      steps: number of updates, before one without gradients, which shows weight decay.
       **extra_args: passed to the update.
 
     Examples:
-      >>> import jax_muon as jm
       >>> mesh = jax.make_mesh((1,), ("data",))
       >>> shapes = {"mlp": jax.ShapeDtypeStruct((64, 256), "float32")}
       >>> tx = jm.muon(dtype="float32", matrices={"*": "muon"})
@@ -129,9 +125,8 @@ def compare(
 ) -> Verification:
     """Compare an optimizer `alone` on one device with `many` on a mesh.
 
-    Each run begins with a new state. Parameters and gradients are NumPy arrays;
-    `shardings` are the parameters' on the mesh. `rounding` is added to the bound of
-    updates.
+    Runs are of NumPy arrays; `shardings` are the parameters' on the mesh. `rounding` is
+    added to the bound of updates.
     """
     arrays, others = arrays_and_others(extra_args)
     mesh = jax.tree.leaves(shardings)[0].mesh
@@ -228,10 +223,9 @@ def _last_bits(x: np.ndarray) -> np.ndarray:
 def _compared(
     got: Sequence[jax.Array], want: Sequence[jax.Array], near: Sequence[jax.Array]
 ) -> tuple[float, float, bool]:
-    """Compare one array at every step: on the mesh, on one device, and with noise.
+    """The largest difference of one array at any step, and the largest by noise.
 
-    Returns the largest difference, the largest by noise, and True if devices that hold
-    the same shard hold the same bits.
+    And True if devices that hold the same shard hold the same bits.
     """
     differences, noise, same_bits = [], [0.0], True
     for x, y, z in zip(got, want, near, strict=True):

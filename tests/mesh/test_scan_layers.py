@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from benchmarks.schedule.jaxpr import collectives
@@ -190,6 +191,8 @@ def test_the_reading_finds_layers_and_specs_avoid_them(how):
         None, "data", None, None
     )
     assert divided(params)["layers"]["w"][0] == "data"
+    rules = {"layers": MuonDimensionNumbers(-2, -1), "head": "adamw"}
+    assert divided(params, matrices=rules)["layers"]["w"] == P(None, None, "data", None)
     none_fits = divided({"layers": {"w": jnp.ones((8, 3))}}, axes=(), matrices=matrices)
     assert none_fits["layers"]["w"] == P(None, None)
     tx = jm.on_mesh(jm.muon(matrices=matrices), mesh, divide="data", min_size=1)

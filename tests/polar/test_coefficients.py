@@ -5,9 +5,12 @@ import re
 import numpy as np
 import pytest
 
-from jax_muon import polar_express_coefficients
 from jax_muon.polar import coefficients
-from jax_muon.polar.coefficients import NEWTON_SCHULZ, quintics
+from jax_muon.polar.coefficients import (
+    NEWTON_SCHULZ,
+    polar_express_coefficients,
+    quintics,
+)
 
 # nanochat's table (github.com/karpathy/nanochat).
 NANOCHAT = [

@@ -11,13 +11,13 @@ import pytest
 import jax_muon as jm
 from benchmarks.schedule.h100s import lowering_for_h100
 from jax_muon.polar import iteration, products
-from jax_muon.polar.coefficients import NEWTON_SCHULZ
+from jax_muon.polar.coefficients import NEWTON_SCHULZ, polar_express_coefficients
 from jax_muon.polar.hopper import products as hopper_products
 from jax_muon.polar.products import exact_factors
 from tests import oracle, trees
 
 SHAPES = [(8, 8), (17, 6), (1, 9), (9, 1), (2, 3, 5, 12), (4, 40, 24), (1, 1)]
-EXPRESS = jm.polar_express_coefficients(5)
+EXPRESS = polar_express_coefficients(5)
 
 
 def express(x, norm="frobenius"):
@@ -167,7 +167,7 @@ def test_factors_that_bfloat16_holds():
     Rounded by themselves, two of them would be off by up to 2^-8 each.
     """
     dtype, scale, used = jnp.dtype("bfloat16"), 1.0, set()
-    for step, (a, b, c) in enumerate(jm.polar_express_coefficients(8)):
+    for step, (a, b, c) in enumerate(polar_express_coefficients(8)):
         cubic, quintic = b / a * scale**2, c / a * scale**4
         g, p, q = exact_factors(cubic, quintic, dtype, used)
         assert all(float(jnp.bfloat16(number)) == number for number in (g, p, q))

@@ -14,6 +14,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from jax_muon.joins import joined_matrices, map_joined, with_joins
+from jax_muon.polar.coefficients import polar_express_coefficients
 from tests import oracle, trees
 from tests.programs.parts import floats
 from tests.reading import reader
@@ -156,9 +157,7 @@ def test_joined_matrices_hold_every_matrix_once(data):
 def test_teon_matrices(rng, x64, shape):
     """TEON in NumPy, on queries (out, in) of three layers, of which two are joined."""
     table = np.array(
-        jm.polar_express_coefficients(
-            8, lower=1e-3, cushion=0.02407327424182761, safety=0
-        )
+        polar_express_coefficients(8, lower=1e-3, cushion=0.02407327424182761, safety=0)
     )
     table[:-1] /= 1.01 ** np.array([1, 3, 5])
     start, *grads = rng.standard_normal((5, 3, *shape[::-1]))

@@ -26,11 +26,6 @@ def gram(
 
     They are summed in float32 and rounded once to `dtype`, bfloat16 or float32. X is
     bfloat16: tensor cores do not multiply float32 without rounding.
-
-    Examples:
-      >>> x = jnp.ones((3, 500, 2000), jnp.bfloat16)
-      >>> jax.eval_shape(gram, x).shape
-      (3, 500, 500)
     """
     return _symmetric_product(x, dtype, (factor,), tiling)
 
@@ -45,11 +40,6 @@ def quadratic(
     """The matrices b A + c A A for symmetric A, summed and rounded as in `gram`.
 
     Symmetry is not checked: the lower triangle of A A^T decides.
-
-    Examples:
-      >>> a = jnp.ones((3, 500, 500), jnp.bfloat16)
-      >>> jax.eval_shape(quadratic, a, 1.0, 2.0).shape
-      (3, 500, 500)
     """
     if a.shape[-2] != a.shape[-1]:
         raise ValueError(f"a of shape {a.shape}; expected square matrices (..., m, m)")

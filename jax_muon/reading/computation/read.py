@@ -43,10 +43,7 @@ def follow(function: Callable[..., Any], params: Any, *args: Any) -> Trace:
 
 
 def read_uses(
-    function: Callable[..., Any],
-    params: Any,
-    *args: Any,
-    splits: Collection[str] = (),
+    function: Callable[..., Any], params: Any, *args: Any, splits: Collection[str] = ()
 ) -> list[Parameter]:
     """How `function(params, *args)`, of arrays or shapes, uses each parameter.
 
