@@ -10,12 +10,12 @@ import optax
 from jaxtyping import Array, Float
 
 from jax_muon import checks, traced_facts, trees
+from jax_muon.array_types import mesh_of_types
 from jax_muon.joins import Factors, Joined, joined_matrices, map_joined, map_stacks
 from jax_muon.matrices import Matrices, of_tree
 from jax_muon.mesh import owners, travel
-from jax_muon.mesh.array_types import mesh_of_types
-from jax_muon.mesh.specs import dividing
 from jax_muon.polar.factors import PolarExpress
+from jax_muon.specs import dividing
 
 Polar = Callable[[Float[Array, "*b m n"]], Float[Array, "*b m n"]]
 

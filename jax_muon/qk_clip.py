@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from jax_muon import checks, trees
+from jax_muon import array_types, checks, trees
 from jax_muon.dtypes import wide, wider
-from jax_muon.mesh import array_types
 from jax_muon.trees import map_leaves
 
 # Paths of queries and of keys, with their biases, by the path of an attention module.

@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array
 
 from jax_muon import checks, trees
-from jax_muon.mesh.array_types import check_same_everywhere
+from jax_muon.array_types import check_same_everywhere
 
 
 class SkipNonfiniteState(NamedTuple):

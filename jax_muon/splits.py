@@ -15,9 +15,8 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_muon import checks, trees
+from jax_muon import array_types, checks, specs, trees
 from jax_muon.matrices import MatrixAxes, Parameter
-from jax_muon.mesh import array_types, specs
 
 _PROJECTIONS = {
     "query": ("q", "query", "queries"),

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.schedule.hlo import Instruction, Module, Transfer
 from jax_muon.mesh.plan import Pool, rounds
-from jax_muon.mesh.specs import Sizes
+from jax_muon.specs import Sizes
 
 Takes = Callable[[Instruction], int]
 

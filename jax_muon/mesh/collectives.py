@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_muon.mesh.specs import Sizes
+from jax_muon.specs import Sizes
 
 
 @dataclasses.dataclass(frozen=True)

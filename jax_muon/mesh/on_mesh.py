@@ -23,11 +23,10 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from jax_muon import checks, traced_facts
+from jax_muon import array_types, checks, traced_facts
 from jax_muon.dtypes import wire_dtype
-from jax_muon.mesh import array_types
 from jax_muon.mesh.layout import Layout, Specs, axes_of_layers
-from jax_muon.mesh.specs import AxisName, as_jit_writes, checked_axes
+from jax_muon.specs import AxisName, as_jit_writes, checked_axes
 
 
 def on_mesh(

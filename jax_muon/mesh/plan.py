@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_muon.mesh.collectives import Collective, members_over
-from jax_muon.mesh.specs import (
+from jax_muon.specs import (
     Sizes,
     devices_over,
     divided_axes,

@@ -22,7 +22,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks, jaxprs
 from jax_muon.mesh.layout import Layout, Specs
-from jax_muon.mesh.specs import (
+from jax_muon.mesh.wire import Wire, of_step
+from jax_muon.specs import (
     AxisName,
     checked_axes,
     devices_over,
@@ -32,7 +33,6 @@ from jax_muon.mesh.specs import (
     only,
     spec_names,
 )
-from jax_muon.mesh.wire import Wire, of_step
 
 Function = Callable[..., Any]
 

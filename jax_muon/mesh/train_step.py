@@ -25,9 +25,9 @@ from jax_muon.dtypes import wide
 from jax_muon.mesh.layout import Layout, Specs, axes_of_layers
 from jax_muon.mesh.on_mesh import OnMesh
 from jax_muon.mesh.scan_layers import mark
-from jax_muon.mesh.specs import divided_axes, dividing
 from jax_muon.mesh.wire import Wire, of_step
 from jax_muon.mesh.xla_options import gpu_options
+from jax_muon.specs import divided_axes, dividing
 
 Step = tuple[Any, Any, dict[str, Any]]
 

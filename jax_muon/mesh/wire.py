@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_muon.dtypes import wide, wire_dtype
-from jax_muon.mesh.specs import only
+from jax_muon.specs import only
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import jax
 import optax
 
 from jax_muon import checks
-from jax_muon.mesh.array_types import arrays_and_others, is_explicit, trusting_devices
+from jax_muon.array_types import arrays_and_others, is_explicit, trusting_devices
 
 
 def on_auto_axes(

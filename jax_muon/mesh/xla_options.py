@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_muon import checks, trees
-from jax_muon.mesh import specs
+from jax_muon import checks, specs, trees
 from jax_muon.mesh.layout import read_layers
 from jax_muon.reading.read import Reader
 

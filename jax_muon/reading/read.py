@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_muon import checks, trees
+from jax_muon.array_types import on_users_axes
 from jax_muon.joins import Joins, check_joins, with_joins
 from jax_muon.matrices import (
     ADAMW,
@@ -24,7 +25,6 @@ from jax_muon.matrices import (
     list_doubts,
     not_a_matrix,
 )
-from jax_muon.mesh.array_types import on_users_axes
 from jax_muon.reading import overrides
 from jax_muon.splits import Splits
 

@@ -16,10 +16,10 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_muon import checks, traced_facts, trees
+from jax_muon import array_types, checks, specs, traced_facts, trees
 from jax_muon.joins import joined_matrices
 from jax_muon.matrices import ADAMW, Parameter
-from jax_muon.mesh import array_types, owners, plan, specs
+from jax_muon.mesh import owners, plan
 from jax_muon.mesh.collectives import Collective
 from jax_muon.mesh.on_mesh import abstract_state
 from jax_muon.reading.read import trained

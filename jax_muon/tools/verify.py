@@ -18,7 +18,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_muon import checks, traced_facts, trees
-from jax_muon.mesh.array_types import arrays_and_others
+from jax_muon.array_types import arrays_and_others
 from jax_muon.tables import aligned, shape_text
 from jax_muon.tools.describe import sharding_text
 
