@@ -21,12 +21,13 @@ _LIBRARIES = ("jax", "flax", "haiku", "equinox", "keras", "haliax")
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The function that an operation calls with exactly its own operands, or None."""
-    for x in eqn.params.values():
-        function = ClosedJaxpr(x, ()) if isinstance(x, Jaxpr) else x
-        fits = isinstance(function, ClosedJaxpr)
-        if fits and len(function.in_avals) == len(eqn.invars):
-            return function
-    return None
+    functions = [x for x in eqn.params.values() if isinstance(x, ClosedJaxpr | Jaxpr)]
+    fits = [x for x in map(_closed, functions) if len(x.in_avals) == len(eqn.invars)]
+    return fits[0] if fits else None
+
+
+def _closed(function: Any) -> ClosedJaxpr:
+    return function if isinstance(function, ClosedJaxpr) else ClosedJaxpr(function, ())
 
 
 def scan_starts(eqn: JaxprEqn) -> tuple[int, int]:
