@@ -1,4 +1,4 @@
-"""Facts that transforms record while they are traced, for `describe`.
+"""Facts that transforms record while they are traced, for tools and layouts.
 
 Outside of `recording`, as in a training run, `record` does nothing.
 """

@@ -109,7 +109,7 @@ def divided_specs(
       (('data', None), (None,))
     """
     names = checked_axes("axes", mesh.axis_names if axes is None else axes, mesh)
-    checks.arrays("params", params)
+    params = checks.arrays("params", params)
     layers = functools.partial(read_layers, matrices)
     layout = Layout(mesh, PartitionSpec(), names, min_size, layers)
     return layout.of_tree(params)[1]

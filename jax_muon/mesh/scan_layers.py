@@ -99,7 +99,7 @@ def scan_layers(
       >>> float(x[0])
       8.0
     """
-    checks.arrays("layers", layers)
+    layers = checks.arrays("layers", layers)
     checks.flag("local_batch", local_batch)
     names = checked_axes("axis", mesh.axis_names if axis is None else axis, mesh)
     manual = {*jax.sharding.get_abstract_mesh().manual_axes} & {*names}
@@ -114,6 +114,8 @@ def scan_layers(
     is_sharded = local_batch or any(map(any, of_layer))
     if not is_sharded or not all(map(len, flat)):
         return loop(block, carry, layers)
+    if len(lengths := {len(x) for x in flat}) > 1:
+        checks.refuse("lengths of layers", sorted(lengths), "one number of layers")
     if manual and of_step.get():
         flat = _marked(flat, of_layer)
     exchange = _collectives if manual or local_batch else _constraints

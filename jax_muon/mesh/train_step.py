@@ -65,7 +65,7 @@ def make_train_step(
       scanned: patterns of the paths of sharded parameters that loss_fn gives to
         `scan_layers`, with these specs, and uses for nothing else. It sees this
         device's shards of them, and may cast, slice and reshape these.
-      min_size: leaves of fewer elements are replicated, their gradients all-reduced.
+      min_size: leaves of fewer elements are sharded as `specs` says and no further.
       has_aux: whether loss_fn returns a pair of the loss and a tree of arrays.
       max_aux: names of entries of the auxiliary output, a dictionary, whose maximum
         over devices and microbatches counts instead of the mean. `tx` gets them as
@@ -159,7 +159,7 @@ class TrainStep:
         return copied
 
     def abstract(self, params: optax.Params) -> tuple[Any, Any]:
-        """Shapes and shardings of both between steps, to restore a checkpoint into."""
+        """Shapes and shardings of parameters and state, to restore them into."""
         return self._optimizer.abstract(params)
 
     def __call__(self, params: Any, state: Any, batch: Any) -> Step:

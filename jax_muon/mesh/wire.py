@@ -53,6 +53,7 @@ class Wire:
 
     def reduce(self, collective: Callable[..., Any], tree: Any) -> Any:
         """Sums or maxima of arrays over devices, in the dtype of each."""
+        tree = jax.tree.map(jnp.asarray, tree)
         return jax.tree.map(
             lambda x: collective(self._summable(x), self.axes).astype(x.dtype), tree
         )
@@ -67,7 +68,7 @@ def _divided(spec: PartitionSpec, axes: Any) -> list[tuple[int, tuple[str, ...]]
     return [(axis, names) for axis, names in enumerate(only(spec, axes)) if names]
 
 
-# How the step sends arrays whose loss is being traced; None outside of one.
+# The `Wire` of the train step whose loss is being traced; None outside of one.
 of_step: contextvars.ContextVar[Wire | None] = contextvars.ContextVar(
     "jax_muon_wire", default=None
 )

@@ -77,7 +77,7 @@ def gpu_options(
       {}
     """
     names = specs.checked_axes("axis", mesh.axis_names if axis is None else axis, mesh)
-    checks.arrays("params", params)
+    params = checks.arrays("params", params)
     patterns = (scanned,) if isinstance(scanned, str) else tuple(scanned)
     leaves = trees.leaves_with_paths(params)
     trees.check_patterns_match("scanned", patterns, [path for path, _ in leaves])

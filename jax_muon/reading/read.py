@@ -64,8 +64,8 @@ def read(
       function: a function of the parameters, and of `args`, whose result depends on
         them: the loss, or a model's `apply`. None: the rules alone decide.
       *args: its other arguments, arrays or their shapes. Parameters that are not
-        trained, such as the base of LoRA, may be among them, or closed over; if a
-        parameter is added to one, close over it. Two uint32 count as a random key.
+        trained, such as the base of LoRA, may be among them, or closed over; close
+        over one to which a parameter is added. Two uint32 count as a random key.
       rules: what you know better. Path pattern to a label, or to
         `optax.contrib.MuonDimensionNumbers`, such as {"stem": "adamw"}; the first
         pattern that matches wins, and the whole path of a parameter means that one

@@ -38,8 +38,7 @@ class DescribedParameter:
       state_bytes: size of its optimizer state on one device.
       spec: its sharding on the mesh of `on_mesh`, or in its type, or None.
       state_spec: the sharding of its gradient and state, or None.
-      repeated: every device along an axis that gradients are summed over has all of its
-        state.
+      repeated: no mesh axis that gradients are summed over divides its state.
       residual: dtype of its residual, "-" if `keep_residual` keeps none for its dtype;
         None without `keep_residual`.
     """

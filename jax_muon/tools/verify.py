@@ -99,7 +99,7 @@ def verify(
     if on_mesh is None:
         expected = "what on_mesh returns, with on_mesh around all other transforms"
         checks.refuse("tx", tx, expected)
-    checks.arrays("params", params)
+    params = checks.arrays("params", params)
     checks.count("steps", steps)
     random = np.random.default_rng(0)
     whole, *grads = (

@@ -73,6 +73,11 @@ REFUSED = [
     # --- layers ---
     (scan, {"specs": P("data")}, "along the axis of layers; expected"),
     (scan, {"layers": np.ones(())}, "layers at '' is a scalar; expected"),
+    (
+        scan,
+        {"layers": {"a": np.ones((4, 8)), "b": np.ones((3, 8))}},
+        "lengths of layers=[3, 4]; expected one number",
+    ),
     (scan, {"x": np.ones((6, 8))}, "carry has shape (6, 8); expected a first"),
     (scan, {"x": (np.ones(8), 0.0)}, "carry[1] has shape (); expected a first"),
     (scan, {"output": jnp.sum}, "the output of block has shape (); expected a first"),

@@ -148,7 +148,7 @@ class Trace:
         return replace(value, data=True, leaves={}, sources=sources)
 
     def routes(self, chosen: Value, others: Sequence[Value]) -> frozenset[Use]:
-        """Note that a top-k chose which others count, unless among themselves.
+        """Note that a top-k chose among other values, unless these are its own inputs.
 
         Returns the choice, if it is one of others: what it chose is no gate any more.
         """

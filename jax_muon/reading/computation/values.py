@@ -40,7 +40,7 @@ class Use:
     slices: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # of outputs
     glu: bool = False  # they are multiplied by each other
     inputs: set["Use"] = field(default_factory=set)  # whose results it is multiplied by
-    rows: int = 0  # how many inputs, which do not name an axis, it is multiplied by
+    rows: int = 0  # number of input vectors that it is multiplied by
     by_gates: bool = False  # they are gates
     gated: set[int] = field(default_factory=set)  # outputs times gates
     among: set[str] = field(default_factory=set)  # leaves of a top-k's input
@@ -97,8 +97,8 @@ class Value:
     """
 
     data: bool = False  # it is an activation, that is, depends on data
-    noise: bool = False  # on nothing but random numbers; or a leaf times these
-    given_floats: bool = False  # on arguments, a batch or frozen weights; who knows
+    noise: bool = False  # it depends on random numbers alone, or is a leaf times these
+    given_floats: bool = False  # it comes from arguments: a batch or frozen weights
     leaves: dict[str, AxisParts] = field(default_factory=dict)
     sides: dict[str, Sides] = field(default_factory=dict)  # of their axes
     picked: frozenset[str] = frozenset()  # leaves that data has indexed
