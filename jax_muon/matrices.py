@@ -204,7 +204,11 @@ class Matrices(Mapping[str, Parameter]):
         parameter = self[path]
         if parameter.doubt is not None:
             raise ValueError(f"parameter {_line([parameter], [parameter])}")
-        assert parameter.axes is not None
+        if parameter.axes is None:
+            raise ValueError(
+                f"parameter {path!r} of shape {parameter.shape} is no matrix; expected "
+                f"an optax transform for the label {parameter.label!r}, no function"
+            )
         return parameter.axes
 
     def labels(self, params: Any) -> Any:

@@ -3,7 +3,7 @@
 bfloat16 and int8 are rounded stochastically, up or down at random with the odds that
 keep the mean. Rounding to nearest loses every small change: with a slowly rotating,
 noise-free gradient, int8 momentum is then off by 12 % (3 % with stochastic rounding).
-With realistic gradient noise it is slightly better (0.015 against 0.021).
+With realistic gradient noise rounding to nearest is better (0.015 against 0.021).
 
 The random bits are a hash of the step, the parameter's path and the element's position
 in the whole array. So they need no key in the state and do not depend on the sharding,

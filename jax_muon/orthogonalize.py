@@ -48,8 +48,9 @@ def orthogonalize(
 
     Raises:
       ValueError: at init and update, with path and shape, for a parameter that is not
-        a floating-point matrix, or whose type does not show how it is sharded: see
-        `on_mesh`; at update, for a polar factor of another shape, or complex.
+        a floating-point matrix; at update, with its path, for one whose type does not
+        show how it is sharded, see `on_mesh`, and for a polar factor of another shape,
+        or complex.
 
     Examples:
       >>> updates = {"up": jnp.array([[3.0, 0.0], [0.0, -4.0]])}
@@ -64,7 +65,7 @@ def orthogonalize(
     checks.count("team", team)
 
     def init_fn(params: optax.Params) -> optax.EmptyState:
-        checks.arrays("params", params)
+        params = checks.arrays("params", params)
         parameters = of_tree(matrices, params)
         flat = trees.leaves_with_paths(params)
         joined_matrices(parameters, [x for x, _ in flat], [x.shape for _, x in flat])

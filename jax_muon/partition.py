@@ -42,9 +42,9 @@ def partition(
     Raises:
       ValueError: a group that is neither a transform nor a function; at init and
         update, with path and shape, a parameter whose label has no group, one in a
-        group of matrices that is not a matrix, a group of matrices without parameters,
-        gradients or state of parameters other than those that were read, and whatever
-        `read` raises.
+        group of matrices that is not a matrix, a function for a label that no parameter
+        has, gradients or state of parameters other than those that were read, and
+        whatever `read` raises.
 
     Examples:
       >>> def muon(matrices):

@@ -128,14 +128,15 @@ def normuon(
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """NorMuon, arXiv 2510.05491: per output neuron, updates of root mean square 0.2.
+    """NorMuon, arXiv 2510.05491: neurons normalized, and matrices to an RMS of 0.2.
 
     If `optax.adamw(lr)` is tuned for a model, start with lr**0.5 / 8; see
     docs/rates.md.
 
     Args:
       learning_rate: of the matrices, before the factor 0.2 (in out)^0.5 / ||update||_F.
-      ...: all other arguments as in `nanochat`, with a decay that is not cautious.
+      beta2: of the mean squares of neurons, in [0, 1).
+      ...: all other arguments as in `nanochat`; its decay is not cautious.
 
     Examples:
       >>> params = {"mlp": jnp.arange(8.0).reshape(2, 4)}
@@ -233,8 +234,8 @@ def moonlight(
 
     Args:
       learning_rate: of the matrices, before the factor 0.2 max(in, out)^0.5.
-      adamw: None for AdamW with this learning rate and this weight decay; or as in
-        `nanochat`, where another rate comes with this weight decay.
+      adamw: None for AdamW with this learning rate and this weight decay; another rate
+        for AdamW with this weight decay; or a transform, which is used as it is.
       ...: all other arguments as in `muon`.
 
     Examples:
@@ -274,7 +275,7 @@ def teon(
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """TEON, arXiv 2601.23261: queries, keys and values of two layers as one matrix.
+    """TEON, arXiv 2601.23261: the queries of two layers as one matrix, so keys, values.
 
     The joined matrices are scaled like single ones. All others, and those of a last
     layer without a partner, get ordinary Muon. The polar factor is the Polar Express

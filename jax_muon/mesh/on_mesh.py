@@ -50,10 +50,9 @@ def on_mesh(
         tree of them (a prefix will do), or a function of the parameters that returns
         one of these. None: as their types show, which on Auto axes is replicated.
       divide: mesh axes that shard gradients and state further (ZeRO-2, arXiv
-        1910.02054), along the first axis of a leaf that those not in its spec divide
-        evenly; an axis of layers comes last. `describe` shows leaves without one: they
-        are replicated.
-      min_size: leaves of fewer elements stay replicated too, and are all-reduced.
+        1910.02054), along the first axis of a leaf that they divide evenly; an axis of
+        layers comes last. Leaves without one stay as in `specs`; `describe` shows them.
+      min_size: leaves of fewer elements are not divided; their gradients are summed.
       gather_dtype: dtype in which updates are gathered; None for their own.
 
     Returns:
@@ -162,7 +161,7 @@ class OnMesh:
 
     def abstract(self, params: optax.Params) -> tuple[Any, Any]:
         """Shapes, dtypes and shardings of the parameters and of the state."""
-        checks.arrays("params", params)
+        params = checks.arrays("params", params)
 
         def abstract(x: Any) -> Any:
             sharding = self._sharding(jax.typeof(x).sharding.spec)

@@ -91,7 +91,7 @@ def iterate(
     method: str,
     team: Team | None = None,
 ) -> Array:
-    """Run the quintics on a batch, in the order that suits the platform.
+    """Run the quintics: on a CPU one matrix at a time, elsewhere on parts of the stack.
 
     `method` is "gram" for the Gram form, or how the standard form computes symmetric
     products: "plain" or "kernel". A team takes the standard form.
@@ -177,7 +177,7 @@ def _single(
 
 
 def _in_range(x: Array, dtype: jnp.dtype, products: Products) -> tuple[Array, Array]:
-    """X in this dtype and units whose squares do not overflow, and one in these."""
+    """X in this dtype, times a power of two that keeps squares finite; that power."""
     most = jnp.finfo(dtype).maxexp
     if jnp.finfo(x.dtype).maxexp <= most:
         x = x.astype(dtype)
