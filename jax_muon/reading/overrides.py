@@ -1,6 +1,7 @@
 """Rules of the user: labels and dimension numbers of parameters."""
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -48,11 +49,13 @@ def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]
     ruled = {
         path: _ruled(parameter, rules_of[path]) for path, parameter in by_path.items()
     }
+    covered: dict[str, list[str]] = {}
+    for path, matching in rules_of.items():
+        for where, *_ in matching:
+            covered.setdefault(where, []).append(path)
     for where, value in values.items():
-        named = [x for x, of in rules_of.items() if where in [rule[0] for rule in of]]
-        if not (named and _means_matrices(value)):
-            continue
-        if all(ruled[path].label == ADAMW for path in named):
+        named = covered.get(where, []) if _means_matrices(value) else []
+        if named and all(ruled[path].label == ADAMW for path in named):
             expected = (
                 "a pattern of matrices, before other rules for them"
                 if value == MUON
@@ -68,9 +71,13 @@ def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]
 
 def _check_known(paths: Iterable[str], names: Collection[str]) -> None:
     """Raise a ValueError for a path that names neither a parameter nor a module."""
+    modules = {
+        prefix
+        for name in names
+        for prefix in itertools.accumulate(name.split("/"), "{}/{}".format)
+    }
     for path in paths:
-        start = f"{path}/" if path else ""
-        if names and not any(f"{name}/".startswith(start) for name in names):
+        if names and path and path not in modules:
             raise ValueError(
                 f"rules at {path!r}, which no parameter has; expected a mapping of "
                 f"path patterns, or a tree with some of {', '.join(names)}"
