@@ -147,6 +147,17 @@ def _is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
+def samples(name: str, tree: Any, number: int, expected: str) -> None:
+    """Arrays need a first axis that is a multiple of this number."""
+    for path, x in jax.tree.leaves_with_path(tree):
+        shape = jnp.shape(x)
+        if not shape or shape[0] % number:
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)} has shape {shape}; expected "
+                + expected
+            )
+
+
 def params(what: str, params: Any, otherwise: str = "") -> None:
     """The parameters must be passed to update."""
     if params is None:

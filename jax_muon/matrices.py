@@ -369,6 +369,11 @@ def _written(axes: MatrixAxes | None, shape: Sequence[int]) -> tuple[str, str]:
     if axes is None:
         return repr(ADAMW), ""
     count = math.prod(shape[axis] for axis in axes.batch)
-    sides = [x if len(x) > 1 else x[0] for x in (axes.reduction, axes.output)]
-    numbers = f"MuonDimensionNumbers({sides[0]}, {sides[1]})"
-    return numbers, f" for {count} x {axes.fan(shape)}"
+    rule = numbers_text(axes.reduction, axes.output)
+    return rule, f" for {count} x {axes.fan(shape)}"
+
+
+def numbers_text(reduction: Sequence[int], output: Sequence[int]) -> str:
+    """Dimension numbers as a user writes them."""
+    sides = [x[0] if len(x) == 1 else (*x,) for x in (reduction, output)]
+    return f"MuonDimensionNumbers({sides[0]}, {sides[1]})"

@@ -116,8 +116,8 @@ def scan_layers(
         return loop(block, carry, layers)
     if len(lengths := {len(x) for x in flat}) > 1:
         checks.refuse("lengths of layers", sorted(lengths), "one number of layers")
-    if manual and of_step.get():
-        flat = _marked(flat, of_layer)
+    if manual and (step := of_step.get()):
+        flat = _marked(flat, of_layer, step)
     exchange = _collectives if manual or local_batch else _constraints
     gather_one, *scatters = exchange(mesh, names, of_layer, of_grad)
 
@@ -149,12 +149,14 @@ def scan_layers(
         [PartitionSpec(None, *only(spec, names)) for spec in x]
         for x in (of_layer, of_grad)
     )
+    whose = "a first axis of samples, which the devices divide, or local_batch=False"
     if local_batch:
-        _check_batch("carry", carry, devices_over(names, mesh.shape))
+        devices = devices_over(names, mesh.shape)
+        checks.samples("local_batch=True: carry", carry, devices, whose)
     jax.eval_shape(on_devices(trace, (batch, of_shards), whole), carry, flat)
     closed, results = program
     if local_batch:
-        _check_batch("the output of block", results[1], 1)
+        checks.samples("local_batch=True: the output of block", results[1], 1, whose)
 
     def run(consts: list[Any], carry: Any, layer: list[Any]) -> Any:
         function = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))
@@ -170,15 +172,16 @@ def scan_layers(
 
 
 def _specs_of_layer(
-    layers: Any, layout: Layout, names: tuple[str, ...], of_shards: bool, divide: bool
+    layers: Any, layout: Layout, names: tuple[str, ...], are_shards: bool, divide: bool
 ) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
     """How each leaf of one layer is sharded over these mesh axes, and its gradient.
 
-    With `divide` they divide gradients further. Specs need not fit `of_shards`.
+    With `divide` they divide gradients further. Layers that are one device's shards
+    are smaller than what the specs are of.
     """
     sizes, of_layer, of_grad = layout.mesh.shape, [], []
     flat = jax.tree.leaves(layers)
-    if not of_shards:
+    if not are_shards:
         layout.of_leaves(layers)  # checks that they fit
     for x, (path, spec) in zip(flat, layout.given(layers), strict=True):
         if not x.ndim:
@@ -203,10 +206,11 @@ def mark(spec: PartitionSpec) -> str:
     return f"scan_layers over {spec_names(spec)}"
 
 
-def _marked(flat: Sequence[Any], specs: Sequence[PartitionSpec]) -> list[Any]:
+def _marked(
+    flat: Sequence[Any], specs: Sequence[PartitionSpec], step: Wire
+) -> list[Any]:
     """Shards, marked for the check of `make_train_step`."""
-    step = of_step.get()
-    if step and not step.scanned:
+    if not step.scanned:
         raise ValueError(
             "scan_layers in the loss of make_train_step got whole parameters; expected "
             "make_train_step(scanned=[...]), with patterns of the paths of those that "
@@ -214,17 +218,6 @@ def _marked(flat: Sequence[Any], specs: Sequence[PartitionSpec]) -> list[Any]:
         )
     pairs = zip(flat, specs, strict=True)
     return [jaxprs.marked(x, mark(spec)) if any(spec) else x for x, spec in pairs]
-
-
-def _check_batch(what: str, tree: Any, devices: int) -> None:
-    """Refuse arrays whose first axis these devices do not divide."""
-    for path, x in jax.tree.leaves_with_path(tree):
-        if not jnp.ndim(x) or jnp.shape(x)[0] % devices:
-            raise ValueError(
-                f"local_batch=True: {what}{jax.tree_util.keystr(path)} has shape "
-                f"{jnp.shape(x)}; expected a first axis of samples, which the devices "
-                "divide, or local_batch=False"
-            )
 
 
 def _collectives(

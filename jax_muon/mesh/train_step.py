@@ -211,7 +211,14 @@ class TrainStep:
     def _step(self, params: Any, state: Any, batch: Any) -> Step:
         layout, axes = self._optimizer.layout, PartitionSpec(self._wire.axes)
         mesh = layout.mesh
-        _check_batch(batch, mesh.size, self._microbatches)
+        number = mesh.size * self._microbatches
+        checks.samples(
+            "batch",
+            batch,
+            number,
+            f"arrays whose leading axis is a multiple of {number}, the devices "
+            f"({mesh.size}) times the microbatches ({self._microbatches})",
+        )
         if AxisType.Explicit in mesh.axis_types:
             batch = jax.reshard(batch, NamedSharding(mesh, axes))
         names, *both = layout.of_leaves(params)
@@ -431,16 +438,4 @@ def _check_alive(params: Any, state: Any) -> None:
                 f"{path!r} of shape {x.shape} is deleted: an earlier call updated it "
                 "in place; expected params, state, metrics = step(params, state, "
                 "batch), or make_train_step(donate=False)"
-            )
-
-
-def _check_batch(batch: Any, devices: int, microbatches: int) -> None:
-    """Refuse arrays whose leading axis devices and microbatches do not divide."""
-    for path, x in jax.tree.leaves_with_path(batch):
-        shape = jnp.shape(x)
-        if not shape or shape[0] % (devices * microbatches):
-            raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} has shape {shape}; expected arrays "
-                f"whose leading axis is a multiple of {devices * microbatches}, the "
-                f"devices ({devices}) times the microbatches ({microbatches})"
             )

@@ -53,10 +53,12 @@ class Wire:
 
     def reduce(self, collective: Callable[..., Any], tree: Any) -> Any:
         """Sums or maxima of arrays over devices, in the dtype of each."""
-        tree = jax.tree.map(jnp.asarray, tree)
-        return jax.tree.map(
-            lambda x: collective(self._summable(x), self.axes).astype(x.dtype), tree
-        )
+
+        def reduced(x: Any) -> Any:
+            x = jnp.asarray(x)  # a loss may return numbers besides
+            return collective(self._summable(x), self.axes).astype(x.dtype)
+
+        return jax.tree.map(reduced, tree)
 
     def _summable(self, x: Any) -> Any:
         is_float = jnp.issubdtype(x.dtype, jnp.floating)

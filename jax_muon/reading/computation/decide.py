@@ -7,7 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from jax_muon import trees
-from jax_muon.matrices import ADAMW, MUON, MatrixAxes, Parameter, not_a_matrix
+from jax_muon.matrices import (
+    ADAMW,
+    MUON,
+    MatrixAxes,
+    Parameter,
+    not_a_matrix,
+    numbers_text,
+)
 from jax_muon.reading.computation.trace import SUMS, Trace
 from jax_muon.reading.computation.values import (
     BATCH,
@@ -166,8 +173,7 @@ def _stacked(path: str, role: str, axes: MatrixAxes | None) -> str:
     if axes.output[0] > axes.reduction[0]:
         return ""
     first, *others = axes.output
-    sides = [x[0] if len(x) == 1 else (*x,) for x in (axes.reduction, others)]
-    numbers = f"MuonDimensionNumbers({sides[0]}, {sides[1]})"
+    numbers = numbers_text(axes.reduction, others)
     return f"; if axis {first} is a stack: rules={{{path!r}: {numbers}}}"
 
 
