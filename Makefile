@@ -96,7 +96,7 @@ wheel:
 	cd runs/wheel && JAX_NUM_CPU_DEVICES=8 bare/bin/python -m jax_muon
 
 parity: $(VENV)/parity
-	$(BIN)/python -m parity.run $(ARGS)
+	$(BIN)/python -m parity.run
 
 venv: $(VENV)/test
 

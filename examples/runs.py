@@ -7,12 +7,10 @@ those steps are repeated.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import pathlib
 import signal
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,29 +18,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from matplotlib.figure import Figure
-
-
-@contextlib.contextmanager
-def locked(folder: pathlib.Path) -> Iterator[None]:
-    """Locks a folder until the run ends or its process dies.
-
-    Raises:
-        ValueError: another run holds the lock.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f".{folder.name}.lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise ValueError(
-                f"{folder} is in use by {file.read()}; expected another --name, or to "
-                "wait until that run has ended"
-            ) from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield
 
 
 @contextlib.contextmanager

@@ -41,7 +41,6 @@ from runs import (
     curve,
     draw,
     first_step_at,
-    locked,
     read,
     set_aside,
     stoppable,
@@ -65,7 +64,6 @@ def main(argv: list[str] | None = None) -> None:
             text = read_text(options.data, options.context)
             if not writes():
                 stack.enter_context(contextlib.redirect_stdout(None))
-            once(stack.enter_context, locked(folder))
             run(options, mesh, text, folder, stop)
         except KeyboardInterrupt:
             sys.exit(f"{folder}: ended at once; --resume goes on from a checkpoint")

@@ -28,7 +28,6 @@ from parity.references import (
     AUGUST,
     JANUARY,
     JORDAN,
-    JORDAN_SUM,
     MOONLIGHT,
     Muon,
     MuonH,
@@ -251,30 +250,6 @@ class Recipe:
         return self.factory(**given | {"dtype": dtype, "matrices": read} | changed)
 
 
-def _muon_of_a_sum(
-    learning_rate: Any,
-    momentum: Any,
-    weight_decay: Any,
-    *,
-    dtype: str,
-    matrices: Any,
-    adamw: optax.GradientTransformation,
-) -> optax.GradientTransformation:
-    """Muon as first published, with a sum for its momentum."""
-    trace = optax.inject_hyperparams(optax.trace, static_args=("nesterov",))
-
-    def muon(found: jm.Matrices) -> optax.GradientTransformation:
-        return optax.chain(
-            trace(decay=momentum, nesterov=True),
-            jm.orthogonalize(jm.NewtonSchulz(dtype=dtype), matrices=found),
-            jm.scale_by_shape(matrices=found),
-            optax.add_decayed_weights(weight_decay),
-            optax.scale_by_learning_rate(learning_rate),
-        )
-
-    return jm.partition({"muon": muon, "adamw": adamw}, matrices)
-
-
 def _teon(*, matrices: Any, **settings: Any) -> optax.GradientTransformation:
     if matrices is read:
         matrices = functools.partial(read, joins={"pool.{i}.weight": 2})
@@ -288,7 +263,7 @@ _RMS = {**JORDAN, "scale": "rms_0.2"}
 # The paper divides by sqrt(V) + eps, ours by sqrt(max(V, 1e-16)). As eps goes to zero
 # these agree wherever V > 1e-16, and where X and V are zero.
 _NO_EPS = {"eps": 1e-30}
-_EMA = {"accumulation": "ema"}  # published as a sum: see `_muon_of_a_sum`
+_EMA = {"accumulation": "ema"}  # published as a sum, which is 1 / (1 - mu) times it
 _BETA2 = (*_MUON, "beta2")
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -296,7 +271,6 @@ RECIPES: dict[str, Recipe] = {
         Recipe("nanochat, January", _january, Nanochat, JANUARY, _BETA2),
         Recipe("nanochat, August", _august, Nanochat, AUGUST, _BETA2),
         Recipe("muon", jm.muon, Muon, JORDAN),
-        Recipe("muon, sum", _muon_of_a_sum, Muon, JORDAN_SUM),
         Recipe("muon, rms 0.2", _rms, Muon, _RMS),
         Recipe("moonlight", jm.moonlight, Muon, {**MOONLIGHT, **_EMA}),
         Recipe("normuon", jm.normuon, NorMuon, _NO_EPS, _BETA2),

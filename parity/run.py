@@ -1,13 +1,9 @@
-"""Runs the whole suite, prints its tables, and writes the report.
-
-    python -m parity.run                  report.md in parity/
-    python -m parity.run --out FOLDER     somewhere else
+"""`python -m parity.run` runs the whole suite, prints its tables, and writes report.md.
 
 Exit status 1 if a comparison is above its bar and not explained. torch.compile runs in
 a second process, beside JAX in this one.
 """
 
-import argparse
 import concurrent.futures
 import datetime
 import importlib.metadata
@@ -27,13 +23,8 @@ from parity.compare import BARS, Check
 VERSIONS = ("jax", "optax", "numpy", "torch")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main() -> int:
     """Run, print, write; see the file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
-    options = parser.parse_args(argv)
     began = time.monotonic()
     torch.set_num_threads(1)
     context = multiprocessing.get_context("spawn")  # JAX's threads do not survive fork
@@ -53,8 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"[{seconds:3.0f} s] {title}: done", file=sys.stderr, flush=True)
     found = [head(checks, time.monotonic() - began), explained(checks), *sections]
     text = "\n\n".join([*found, LIMITS]) + "\n"
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "report.md").write_text(text)
+    Path(__file__).with_name("report.md").write_text(text)
     print(text)
     return int(any(check.state == "FAIL" for check in checks))
 

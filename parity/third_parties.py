@@ -108,11 +108,6 @@ def packages() -> list[Package]:
             f"{_release('pytorch_optimizer')}, Muon", _pytorch_optimizer("Muon"), MUON
         ),
         Package(
-            "the same, use_adjusted_lr=True",
-            _pytorch_optimizer("Muon", use_adjusted_lr=True),
-            RMS,
-        ),
-        Package(
             'pytorch_optimizer, NorMuon, update_scale="match_rms", nesterov=False',
             _pytorch_optimizer(
                 "NorMuon", update_scale="match_rms", nesterov=False, eps=1e-8

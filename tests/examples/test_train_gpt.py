@@ -204,9 +204,6 @@ def test_what_is_refused_loses_nothing(copied):
     assert_refused(copied, "began with width 32, not 64", "--resume", "--width=64")
     message = "other holds no run to resume; .* has whole"
     assert_refused(copied, message, "--resume", "--name=other")
-    with runs.locked(copied):  # by another run of its name
-        for more in ("--resume", "--steps=2"):
-            assert_refused(copied, f"in use by process {os.getpid()} on", more)
 
 
 def test_optimizers_learn_and_are_drawn_with_their_steps(tmp_path):
