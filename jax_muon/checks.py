@@ -37,11 +37,6 @@ def kind(name: str, value: Any, types: Any, expected: str) -> None:
         refuse(name, value, expected)
 
 
-def flag(name: str, value: Any) -> None:
-    """The value must be a boolean: any string would count as True."""
-    kind(name, value, (bool, np.bool_), "True or False")
-
-
 def choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """The value must be one of these strings."""
     if not isinstance(value, str) or value not in choices:
@@ -59,24 +54,22 @@ def count(name: str, value: Any, *, least: int = 1) -> None:
 
 def number(name: str, value: Any, limits: str, *, others: str = "") -> Any:
     """A finite number within these limits as a Python float, or a tracer as it is."""
-    expected = f"a {'' if 'in ' in limits else 'finite '}number {limits}{others}"
     if isinstance(value, jax.core.Tracer):
-        return scalar(name, value, expected)
+        return value
     try:
         converted = math.nan if isinstance(value, (bool, str)) else float(value)
     except (TypeError, ValueError):
         converted = math.nan
     if not math.isfinite(converted) or not _HOLDS[limits](converted):
-        refuse(name, value, expected)
+        refuse(name, value, f"a finite number {limits}{others}")
     return converted
 
 
 def rate(name: str, value: Any, limits: str = "of at least 0") -> Any:
-    """A number as `number` returns it, or a schedule that returns scalars."""
-    if not callable(value):
-        return number(name, value, limits, others=", or a schedule")
-    expected = "a schedule of real scalars"
-    return lambda step: scalar(f"{name}(count)", value(step), expected)
+    """A number as `number` returns it, or a schedule."""
+    if callable(value):
+        return value
+    return number(name, value, limits, others=", or a schedule")
 
 
 def rate_at(rate: optax.ScalarOrSchedule, count: Any) -> Any:

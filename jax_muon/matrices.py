@@ -204,10 +204,11 @@ class Matrices(Mapping[str, Parameter]):
         parameter = self[path]
         if parameter.doubt is not None:
             raise ValueError(f"parameter {_line([parameter], [parameter])}")
-        if parameter.axes is None:
+        if parameter.axes is None or parameter.label == ADAMW:
             raise ValueError(
-                f"parameter {path!r} of shape {parameter.shape} is no matrix; expected "
-                f"an optax transform for the label {parameter.label!r}, no function"
+                f"parameter {path!r} of shape {parameter.shape}, a {parameter.role} "
+                f"with the label {parameter.label!r}, is no matrix; expected pieces "
+                "within jax_muon.partition, with an optax transform for that label"
             )
         return parameter.axes
 

@@ -84,8 +84,6 @@ def nesterov(
       [0.75, -3.0]
     """
     decay = checks.rate("decay (momentum of a recipe)", decay, "in [0, 1)")
-    checks.flag("lookahead", lookahead)
-    checks.flag("bias_correction", bias_correction)
     dtype = None if accumulator_dtype is None else jnp.dtype(accumulator_dtype).name
     if dtype not in (None, *DTYPES):
         expected = f"one of {', '.join(map(repr, DTYPES))}, or None for the parameters'"

@@ -285,7 +285,6 @@ def max_attention_logits(
       [6.0, 6.0]
     """
     checks.count("block_size", block_size)
-    checks.flag("causal", causal)
     if (
         q.ndim != 4
         or k.ndim != 4

@@ -100,7 +100,6 @@ def scan_layers(
       8.0
     """
     layers = checks.arrays("layers", layers)
-    checks.flag("local_batch", local_batch)
     names = checked_axes("axis", mesh.axis_names if axis is None else axis, mesh)
     manual = {*jax.sharding.get_abstract_mesh().manual_axes} & {*names}
     if manual:

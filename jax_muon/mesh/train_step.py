@@ -106,9 +106,6 @@ def make_train_step(
     checks.count("microbatches", microbatches)
     checks.float_dtype("reduce_dtype", reduce_dtype)
     checks.float_dtype("gather_dtype", gather_dtype)
-    flags = {"has_aux": has_aux, "weighted": weighted, "donate": donate}
-    for name, value in flags.items():
-        checks.flag(name, value)
     maxima, scanned = (
         (x,) if isinstance(x, str) else tuple(x) for x in (max_aux, scanned)
     )

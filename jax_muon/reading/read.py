@@ -111,7 +111,6 @@ def read(
     tree = trained(params)
     shapes = _shapes(checks.arrays("params", tree))
     check_joins(joins)
-    checks.flag("strict", strict)
     if function is None:
         readings = [_unread(path, x) for path, x in shapes.items()]
     else:

@@ -57,7 +57,6 @@ REFUSED = [
     (step, {"loss_fn": None}, "loss_fn=None; expected a function"),
     (step, {"scanned": "layers"}, "scanned: the pattern 'layers' matches no"),
     (step, {"reduce_dtype": "int8"}, "reduce_dtype='int8'; expected"),
-    (step, {"weighted": "no"}, "weighted='no'; expected True or False"),
     (step, {"x": {"y": np.ones((6, 3))}}, "batch['y'] has shape (6, 3); expected"),
     (step, {"x": {"y": np.ones(())}}, "shape (); .* a multiple of 8, the"),
     (step, {"x": np.ones((4, 3))}, "batch has shape .*(4) .* (2)"),

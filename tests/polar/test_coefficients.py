@@ -93,10 +93,10 @@ def test_long_schedules_converge_where_the_interval_says(lower, cushion, safety)
     ("arguments", "word"),
     [
         ({"steps": 0}, "steps=0"),
-        ({"lower": 0}, "lower=0; expected a number in (0, 1]"),
-        ({"lower": 2.0}, "lower=2.0; expected a number in (0, 1]"),
-        ({"cushion": 1.5}, "cushion=1.5; expected a number in [0, 1]"),
-        ({"safety": -0.1}, "safety=-0.1; expected a number in [0, 1]"),
+        ({"lower": 0}, "lower=0; expected a finite number in (0, 1]"),
+        ({"lower": 2.0}, "lower=2.0; expected a finite number in (0, 1]"),
+        ({"cushion": 1.5}, "cushion=1.5; expected a finite number in [0, 1]"),
+        ({"safety": -0.1}, "safety=-0.1; expected a finite number in [0, 1]"),
     ],
 )
 def test_bad_input(arguments, word):
