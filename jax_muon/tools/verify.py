@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_muon import checks, traced_facts, trees
 from jax_muon.array_types import arrays_and_others
-from jax_muon.tables import aligned, shape_text
-from jax_muon.tools.describe import sharding_text
+from jax_muon.tables import aligned
 
 # By bits of the narrowest floating-point dtype in the program. On the matrices of the
 # tests, float32 differed by 3e-6 and bfloat16 by 2.5e-2.
@@ -30,6 +29,7 @@ AMPLIFIED = 10
 # Small enough that a rounding-flipped sign in cautious decay stays below every bound. A
 # step without gradients shows the decay of parameters of size 1.
 _SIZE_OF_PARAMS = 1e-4
+_STATE = "state "  # before the path of an array of state
 
 Run = tuple[optax.Params, Sequence[optax.Updates]]  # the gradients of each step
 
@@ -43,12 +43,12 @@ class Verification:
         steps, relative to its norm (NaN if some element is finite on one side only),
         and the largest that passes; and of arrays of state, under "state" and a path.
       problems: all problems, as sentences; empty if the layout is right.
-      table: the parameters, and a line each about state and devices.
+      remarks: the mesh, and whether any matrix was sent to an owner.
     """
 
     differences: Mapping[str, tuple[float, float]]
     problems: tuple[str, ...]
-    table: str
+    remarks: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
@@ -56,9 +56,20 @@ class Verification:
         return not self.problems
 
     def __str__(self) -> str:
-        """The table and the problems."""
-        problems = [f"WRONG: {text}" for text in self.problems]
-        return "\n".join([self.table, *(problems or ["right"])])
+        """A row for each parameter and the worst array of state, and all problems."""
+        updates, of_state = (
+            [x for x in self.differences if x.startswith(_STATE) == is_state]
+            for is_state in (False, True)
+        )
+        worst = sorted(of_state, key=lambda x: np.divide(*self.differences[x]))[-1:]
+        rows = [("parameter", "difference", "bound")]
+        for name in [*updates, *worst]:
+            apart, bound = self.differences[name]
+            rows.append((name, f"{apart:.1e}", f"{bound:.0e}"))
+        if worst:
+            rows[-1] = (f"{worst[0]}, worst of {len(of_state)}", *rows[-1][1:])
+        verdict = [f"WRONG: {text}" for text in self.problems] or ["right"]
+        return "\n".join([*aligned(rows, numbers=2), *self.remarks, *verdict])
 
 
 def verify(
@@ -74,7 +85,7 @@ def verify(
     matter (and their shardings on Explicit axes). One device has to hold all of them,
     with six times their updates and state. For a larger model, use smaller shapes with
     the same layout: matrices of 256 x 256 are sent to owners as large ones are, and the
-    table says if none was.
+    table says if none was. `describe` shows how each parameter is sharded.
 
     An array may differ by 2e-5 of its norm in float32, 1e-10 in float64, and 0.1 if a
     16-bit dtype occurs in the program, or by ten times what the last bits of the
@@ -130,21 +141,6 @@ def compare(
     """
     arrays, others = arrays_and_others(extra_args)
     mesh = jax.tree.leaves(shardings)[0].mesh
-
-    def results(
-        tx: optax.GradientTransformation, update: Any, runs: Sequence[Run], where: Any
-    ) -> tuple[list[tuple[jax.Array, ...]], Any]:
-        """Each array of updates and state at every step, and the last state."""
-        steps = []
-        for params, grads in runs:
-            params = jax.device_put(params, where)
-            state = tx.init(params)
-            for step in grads:
-                step = jax.device_put(step, where)
-                updates, state = update(step, state, params, **arrays)
-                steps.append(jax.tree.leaves((updates, state)))
-        return list(zip(*steps, strict=True)), state
-
     one_device = jax.make_mesh(
         (1,), ("alone",), (AxisType.Auto,), devices=mesh.local_devices[:1]
     )
@@ -152,7 +148,7 @@ def compare(
     with jax.set_mesh(one_device):  # even inside a user's set_mesh
         update = jax.jit(functools.partial(alone.update, **others))
         whole = NamedSharding(one_device, PartitionSpec())
-        both, state = results(alone, update, [*runs, *noisy], whole)
+        both, state = _results(alone, update, [*runs, *noisy], whole, arrays)
         params, grads = runs[0]
         program = str(update.trace(grads[0], state, params, **arrays).jaxpr)
     bits = re.findall(r"\bb?f(\d+)(?:_\w+)?\[", program)
@@ -160,22 +156,17 @@ def compare(
     # Gradients are sharded like the parameters, as plain jit leaves them.
     with traced_facts.recording() as facts:
         update = jax.jit(functools.partial(many.update, **others))
-        got, state = results(many, update, runs, shardings)
+        got, state = _results(many, update, runs, shardings, arrays)
 
-    specs = {path: x.spec for path, x in trees.leaves_with_paths(shardings)}
-    keys = [jax.tree_util.keystr(key) for key, _ in jax.tree.leaves_with_path(state)]
-    names = [*specs, *(f"state {key}" for key in keys)]
-    differences: dict[str, tuple[float, float]] = {}
-    problems, rows = [], [("parameter", "shape", "sharding", "difference", "bound")]
+    paths = [path for path, _ in trees.leaves_with_paths(shardings)]
+    names = [*paths, *(_STATE + path for path, _ in trees.leaves_with_paths(state))]
+    differences, problems = {}, []
     for name, x, y in zip(names, got, both, strict=True):
         apart, noise, same_bits = _compared(x, y[: len(x)], y[len(x) :])
-        bound = max(least + rounding * (name in specs), AMPLIFIED * noise)
+        is_update = name in paths
+        bound = max(least + rounding * is_update, AMPLIFIED * noise)
         differences[name] = apart, bound
-        where = f"{name!r} of shape {x[0].shape}"
-        if name in specs:
-            where = f"the update of {where}"
-            cells = shape_text(x[0].shape), sharding_text(specs[name], mesh.shape)
-            rows.append((name, *cells, f"{apart:.1e}", f"{bound:.0e}"))
+        where = "the update of " * is_update + f"{name!r} of shape {x[0].shape}"
         if np.isnan(apart):
             problems.append(f"{where} has elements that are not finite")
         elif not apart <= bound:
@@ -185,23 +176,34 @@ def compare(
             )
         if not same_bits:
             problems.append(f"{where} differs between devices that hold the same shard")
-    lines = aligned(rows, numbers=2)
-    if keys:
-        worst = max(names[len(specs) :], key=lambda x: np.divide(*differences[x]))
-        apart, bound = differences[worst]
-        lines.append(
-            f"{len(keys)} arrays of state: the largest difference is {apart:.1e} of at "
-            f"most {bound:.0e}, in {worst.removeprefix('state ')}"
-        )
     devices = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    lines.append(f"the mesh {devices}, compared with one device")
+    remarks = [f"the mesh {devices}, compared with one device"]
     pools = [*itertools.chain(*facts["pools"].values())]
     if mesh.size > 1 and pools and not any(pool.counts for pool in pools):
-        lines.append(
+        remarks.append(
             "no matrix was sent to an owner, as large ones are; for that, expected one "
             "of at least 256 x 256 that is sharded or repeated"
         )
-    return Verification(differences, tuple(problems), "\n".join(lines))
+    return Verification(differences, tuple(problems), tuple(remarks))
+
+
+def _results(
+    tx: optax.GradientTransformation,
+    update: Callable[..., Any],
+    runs: Sequence[Run],
+    where: Any,
+    arrays: Mapping[str, Any],
+) -> tuple[list[tuple[jax.Array, ...]], Any]:
+    """Each array of updates and state at every step of all runs, and the last state."""
+    steps = []
+    for params, grads in runs:
+        params = jax.device_put(params, where)
+        state = tx.init(params)
+        for step in grads:
+            step = jax.device_put(step, where)
+            updates, state = update(step, state, params, **arrays)
+            steps.append(jax.tree.leaves((updates, state)))
+    return list(zip(*steps, strict=True)), state
 
 
 def _drawn(x: Any, random: np.random.Generator) -> np.ndarray:
