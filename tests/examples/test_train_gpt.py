@@ -139,13 +139,24 @@ def test_a_run_goes_on_in_every_layout(finished, tmp_path, interrupt_at, capsys)
     assert checkpoints(folder) == {"20", "30"}
 
 
-def test_a_second_interrupt_ends_a_run_at_once(copied, interrupt_at):
-    before = contents(copied / "checkpoints" / "20")
-    shutil.rmtree(copied / "checkpoints" / "30")
-    interrupt_at(21, times=2)
-    with pytest.raises(SystemExit, match=r"whole: ended at once; --resume goes on"):
-        train(copied, "--resume")
-    assert contents(copied / "checkpoints" / "20") == before
+def test_a_run_that_ends_at_once_goes_on_digit_for_digit(
+    finished, tmp_path, interrupt_at
+):
+    """By two signals, some steps after its checkpoint, with a line half written."""
+    run = tmp_path / "ended"
+    interrupt_at(27, times=2)
+    with pytest.raises(SystemExit, match=r"ended: ended at once; --resume goes on"):
+        train(run, "--steps=30")
+    assert checkpoints(run) == {"10", "20"}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 27, "lo')
+    interrupt_at(0)
+    # The settings are those that the run began with.
+    train_gpt.main(["--resume", f"--runs={tmp_path}", "--name=ended"])
+    assert_same_run(run, finished / "whole")
+    shutil.rmtree(run / "checkpoints")  # as before the first one
+    train(run, "--resume")
+    assert_same_run(run, finished / "whole")
 
 
 def test_clipped_logits_stay_at_the_threshold(tmp_path):
@@ -161,43 +172,6 @@ def test_clipped_logits_stay_at_the_threshold(tmp_path):
     for name in ("loss", "max_logit"):
         expected = losses_of(one, name)
         np.testing.assert_allclose(losses_of(many, name), expected, rtol=1e-3)
-
-
-def test_a_killed_run_goes_on_digit_for_digit(finished, tmp_path, examples):
-    """Killed in another process, some steps after its first checkpoint."""
-    script = """if True:
-        import os, signal, sys, text, train_gpt
-        original = text.Text.batch
-        def batch(self, seed, step, *more):
-            if step == 27:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(self, seed, step, *more)
-        text.Text.batch = batch
-        train_gpt.main(sys.argv[1:])
-    """
-    flags = [*SMALL, "--steps=30", f"--runs={tmp_path}", "--name=killed"]
-    own = {
-        "PYTHONPATH": os.pathsep.join([str(examples), *sys.path]),
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-    }
-    process = subprocess.run(
-        [sys.executable, "-c", script, *flags], env=os.environ | own, check=False
-    )
-    assert process.returncode == -signal.SIGKILL
-    killed, whole = tmp_path / "killed", finished / "whole"
-    assert 10 <= len(runs.read(killed / "metrics.jsonl")) < 30
-    with (killed / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 27, "lo')
-
-    # The settings are those that the run began with.
-    train_gpt.main(["--resume", f"--runs={tmp_path}", "--name=killed"])
-    assert_same_run(killed, whole)
-
-
-def test_a_run_killed_before_its_first_checkpoint_begins_again(finished, copied):
-    shutil.rmtree(copied / "checkpoints")
-    train(copied, "--resume")
-    assert_same_run(copied, finished / "whole")
 
 
 def test_what_is_refused_loses_nothing(copied):

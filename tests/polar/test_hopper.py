@@ -5,6 +5,7 @@ order is off by n u times the sum of magnitudes, u = 2^-24, and the two products
 sum of b A + c A A by 3 u more; then comes one rounding to the type of the result.
 """
 
+import contextlib
 import sys
 import types
 
@@ -121,17 +122,6 @@ def test_no_elements(shape):
 
 
 @needs_interpreter
-def test_the_lower_triangle_decides():
-    """What stands above the diagonal, also inside its squares, is a copy."""
-    a = symmetric((100,))
-    upper = jnp.tril(a) + jnp.triu(jnp.full_like(a, 7.0), 1)
-    for each in (a, upper):
-        with interpreted():
-            found = quadratic(each, 1.0, 0.0, tiling=NARROW)
-        np.testing.assert_array_equal(double(found), double(a))
-
-
-@needs_interpreter
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy, inf * 0
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_values_that_are_not_finite_stay_in_their_rows(value):
@@ -201,31 +191,24 @@ def test_without_the_backend(monkeypatch):
         jm.PolarExpress(symmetric="kernel")(x)
 
 
-@pytest.mark.parametrize(("capability", "runs"), [("9.0", True), ("8.0", False)])
-def test_other_generations_of_gpus(monkeypatch, capability, runs):
+@pytest.mark.parametrize("capability", ["9.0", "8.0"])
+def test_other_generations_of_gpus(monkeypatch, capability):
     """An A100 has none of the instructions."""
     card = types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [card])
-    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-
-    def traced_anew(x):
-        return gram(x)
-
-    if runs:
-        assert jax.eval_shape(traced_anew, x).shape == (64, 64)
-    else:
-        with pytest.raises(ValueError, match=r"capability 8.0; expected 9.0"):
-            jax.eval_shape(traced_anew, x)
+    expected = contextlib.nullcontext()
+    if capability != "9.0":
+        expected = pytest.raises(ValueError, match=r"capability 8.0; expected 9.0")
+    with expected:
+        jax.eval_shape(lambda x: gram(x), jax.ShapeDtypeStruct((64, 64), "bfloat16"))
 
 
 def test_bad_input():
-    """Each error says what was given and what is expected."""
     wide, three = matrices((3, 3), "float32"), matrices((2, 3))
     for call, message in (
         (lambda: gram(wide), "x of dtype float32"),
         (lambda: quadratic(three, B, C), "a of shape"),
-        (lambda: quadratic(wide, B, C), "x of dtype"),
     ):
         with pytest.raises(ValueError, match=f"{message}.*expected"):
             call()
