@@ -4,7 +4,6 @@ The code of a page may use the names in `stage` in addition to its own imports: 
 model, its gradients, a loss and its reading, a mesh of eight devices, and a folder.
 """
 
-import ast
 import inspect
 import pathlib
 import pkgutil
@@ -99,31 +98,6 @@ def test_the_files_that_pages_name_are_there():
         for name in named.findall(page.read_text()):
             places = (root, root / "jax_muon", root / "docs")
             assert any(any(x.glob(name)) for x in places), f"{page.name}: {name}"
-
-
-def test_no_file_imports_from_a_higher_floor():
-    """The floors of the table in CONTRIBUTING.md, from the top to the ground."""
-    table = (DOCS.parent / "CONTRIBUTING.md").read_text().partition("| floor |")[2]
-    rows = re.findall(r"^\| [a-z ]+ \| (`.*?) \|", table.partition("\n\n")[0], re.M)
-    floors = {
-        file.rstrip("/"): -depth
-        for depth, row in enumerate(rows)
-        for file in re.findall(r"`([\w/]+)`", row)
-    }
-
-    def floor(parts):
-        """That of a file, if the table names it, or of its folder."""
-        return floors.get("/".join(parts[:2]), floors[parts[0]])
-
-    package = DOCS.parent / "jax_muon"
-    for file in {*package.rglob("*.py")} - {*package.glob("__*__.py")}:
-        here = floor(file.relative_to(package).with_suffix("").parts)
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and "jax_muon" in node.module:
-                _, *inside = node.module.split(".")
-                for alias in node.names:
-                    name = (*inside, alias.name)
-                    assert floor(name) <= here, f"{file} imports {'.'.join(name)}"
 
 
 def test_the_reference_has_every_public_name_with_an_example():

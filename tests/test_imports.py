@@ -1,45 +1,38 @@
-"""Each module loads by itself, and pieces without the reading."""
+"""Files import from their own floor and from lower ones, and kernels by themselves."""
 
+import ast
 import pathlib
 import re
 import subprocess
 import sys
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "jax_muon"
-MODULES = sorted(
-    ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-    for path in PACKAGE.rglob("*.py")
-    if not path.name.startswith("__")
-)
-# A line for each module, loaded without all others and without `jax_muon/__init__.py`:
-# its name, and the modules of the reading that it loads, or the error.
-ALONE = """
-import importlib, sys, types
-for name in sys.argv[2:]:
-    for loaded in [x for x in sys.modules if x.partition(".")[0] == "jax_muon"]:
-        del sys.modules[loaded]
-    package = sys.modules["jax_muon"] = types.ModuleType("jax_muon")
-    package.__path__ = [sys.argv[1]]
-    try:
-        importlib.import_module(f"jax_muon.{name}")
-        print(name, *(x for x in sys.modules if x.startswith("jax_muon.reading")))
-    except (ImportError, AttributeError) as error:
-        print(name, repr(error))
-"""
 
 
-def test_each_module_loads_alone_and_no_piece_loads_the_reading():
-    command = [sys.executable, "-c", ALONE, str(PACKAGE), *MODULES]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    lines = (line.partition(" ") for line in done.stdout.splitlines())
-    alone = {name: loaded for name, _, loaded in lines}
-    assert list(alone) == MODULES
-    assert not {name: x for name, x in alone.items() if "Error" in x}
-    table = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
-    row = re.search(r"^\| pieces \| (.*?) \|", table, re.M)[1]
-    pieces = re.findall(r"`(\w+)`", row)
-    assert {"orthogonalize", "scaling", "qk_clip"} <= {*pieces}
-    assert not [name for name in (*pieces, "matrices", "joins") if alone[name]]
+def test_no_file_imports_from_a_higher_floor():
+    """The floors of the table in CONTRIBUTING.md, from the top to the ground."""
+    table = (PACKAGE.parent / "CONTRIBUTING.md").read_text().partition("| floor |")[2]
+    rows = re.findall(r"^\| [a-z ]+ \| (`.*?) \|", table.partition("\n\n")[0], re.M)
+    floors = {
+        file.rstrip("/"): -depth
+        for depth, row in enumerate(rows)
+        for file in re.findall(r"`([\w/]+)`", row)
+    }
+
+    def floor(parts):
+        """That of a file, if the table names it, or of its folder."""
+        return floors.get("/".join(parts[:2]), floors[parts[0]])
+
+    for file in {*PACKAGE.rglob("*.py")} - {*PACKAGE.glob("__*__.py")}:
+        here = floor(file.relative_to(PACKAGE).with_suffix("").parts)
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and "jax_muon" in node.module:
+                _, *inside = node.module.split(".")
+                for alias in node.names:
+                    name = (*inside, alias.name)
+                    assert floor(name) <= here, f"{file} imports {'.'.join(name)}"
+                    # Pieces are told how parameters are read.
+                    assert here != floors["momentum"] or name[0] != "reading", file
 
 
 def test_kernels_are_imported_for_themselves_alone():

@@ -15,6 +15,7 @@ from flax import linen as nn
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
+from jax_muon.joins import map_stacks
 from tests import trees
 from tests.reading import reader
 
@@ -98,13 +99,6 @@ def test_small_states_leave_boxes(name):
     np.testing.assert_array_equal(updates["w"].value, expected["w"])
 
 
-def test_scale_by_shape():
-    """Rules that no recipe has; those of recipes are in tests/test_recipes.py."""
-    for rule, factor in (("none", 1.0), (lambda m, n: m + n, 20.0)):
-        updates, _ = jm.scale_by_shape(rule).update(jnp.ones((4, 16)), ())
-        np.testing.assert_allclose(updates, factor, rtol=1e-6)
-
-
 SMALLEST = {"equilibrate_rows": 1e-6, "normalize_frobenius": 1e-6, "hyperball": 1e-10}
 
 
@@ -132,8 +126,11 @@ def test_rows_beside_very_large_ones_are_equilibrated():
     np.testing.assert_allclose(jnp.diag(updates["w"]), 1e20 / 2**0.5, rtol=1e-5)
 
 
-def test_scale_by_path():
-    """The first pattern that matches counts."""
+def test_rules_that_no_recipe_has():
+    """Of a shape; and for paths, of which the first pattern that matches counts."""
+    for rule, factor in (("none", 1.0), (lambda m, n: m + n, 20.0)):
+        updates, _ = jm.scale_by_shape(rule).update(jnp.ones((4, 16)), ())
+        np.testing.assert_allclose(updates, factor, rtol=1e-6)
     updates = {path: jnp.ones(()) for path in ("a/w", "b/w", "b/v")}
     (scaled,), *_ = trees.run(
         jm.scale_by_path({"b/w": 0.5, "b": 3.0}), updates, [updates]
@@ -158,12 +155,26 @@ def test_pieces_that_see_the_parameters_are_as_wide_as_they(name):
     wide, _ = tx.update({**narrow, "w": jnp.ones((2, 3))}, tx.init(params), params)
     chex.assert_trees_all_equal(updates, wide)
     assert updates["w"].dtype == jnp.float32
+    if name == "nesterov":  # which need not see them
+        updates, state = tx.update(narrow, tx.init(params))
+        assert (updates["w"].dtype, state.mu["w"].dtype) == ("bfloat16", "float32")
 
 
-def test_without_parameters_momentum_keeps_the_dtype_of_the_gradients():
-    tx, grads = jm.nesterov(), jnp.ones(3, jnp.bfloat16)
-    updates, state = tx.update(grads, tx.init(jnp.ones(3)))
-    assert (updates.dtype, state.mu.dtype) == (jnp.bfloat16, jnp.float32)
+def test_matrices_of_stacks_and_windows_come_back_as_they_were():
+    """`view` is (batch, in, out) in C order; axes may be anywhere, and negative."""
+    x = np.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5)
+    rules = {"w": MuonDimensionNumbers((-1, 0), 2)}
+    axes = jm.read({"w": jnp.asarray(x, "float32")}, rules=rules).axes("w")
+    view = axes.view(x)
+    np.testing.assert_array_equal(view, np.einsum("abcd->bdac", x).reshape(3, 10, 4))
+    np.testing.assert_array_equal(axes.undo(view, x.shape), x)
+
+
+def test_single_matrices_of_a_shape_share_a_stack():
+    batches, taken = trees.normal([(k, 2, n) for k, n in ((1, 3), (2, 3), (1, 3))]), []
+    doubled = map_stacks(lambda x: taken.append(x.shape) or 2 * x, batches)
+    chex.assert_trees_all_equal(doubled, [2 * x for x in batches])
+    assert sorted(taken) == [(2, 2, 3), (2, 2, 3)]  # a batch of several is not copied
 
 
 # --- hyperball: norms stay, and only directions count ---------------------------------
@@ -208,18 +219,12 @@ def test_empty_trees_and_none_leaves(factory):
     assert tx.update(params, tx.init(params), params)[0]["b"] is None
 
 
-# --- bad input ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("factory", OF_MATRICES.values(), ids=OF_MATRICES)
-@pytest.mark.parametrize(
-    "leaf",
-    [jnp.zeros(3), jnp.zeros((2, 2), int), jnp.zeros((2, 3, 4))],
-    ids=lambda x: f"{x.dtype}{x.shape}",
-)
-def test_not_one_matrix_is_an_error_that_says_what_to_pass(factory, leaf):
-    with pytest.raises(ValueError, match=r"'block/w' .* expected matrices=jax_muon\.r"):
-        factory().init({"block": {"w": leaf}})
+def test_not_one_matrix_is_an_error_that_says_what_to_pass(factory):
+    for leaf in (jnp.zeros(3), jnp.zeros((2, 2), int), jnp.zeros((2, 3, 4))):
+        expected = r"'block/w' .* expected matrices=jax_muon\.r"
+        with pytest.raises(ValueError, match=expected):
+            factory().init({"block": {"w": leaf}})
 
 
 def orthogonalized(matrices):

@@ -62,7 +62,7 @@ def clip(updates, params, max_logits, balance=0.5, threshold=THRESHOLD, layers_a
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("balance", [0.5, 0.3, 0.0, 1.0])
 def test_each_head_falls_by_threshold_over_maximum(rng, x64, name, balance):
-    heads, _, layers, _, _ = LAYOUTS[name]
+    heads, key_heads, layers, _, _ = LAYOUTS[name]
     maxima = np.resize([40, -np.inf, 10, 1000, 3, 0, 11], (*layers, heads))
     params, updates = (draw(name, seed, "float64") for seed in (0, 1))
     clipped = clip(updates, params, maxima, balance)
@@ -73,6 +73,15 @@ def test_each_head_falls_by_threshold_over_maximum(rng, x64, name, balance):
     # Logits are up to 1e3 and carry some ten roundings of 1e-16 each; w + (f (w + u) -
     # w) rounds at the size of w, which is up to 100 times that of the result.
     np.testing.assert_allclose(logits(name, after, x), expected, rtol=1e-11, atol=1e-11)
+    # A key head falls as the query head with the largest logit of its group asks.
+    least = gamma.reshape(*layers, key_heads, -1).min(axis=-1) ** (1 - balance)
+    old, new = (
+        np.reshape(
+            tree["blocks"]["attn"]["k"]["kernel"], (*layers, EMBED, key_heads, -1)
+        )
+        for tree in (before, after)
+    )
+    np.testing.assert_allclose(new, old * least[..., None, :, None], rtol=1e-11)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

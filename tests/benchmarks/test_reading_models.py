@@ -17,14 +17,6 @@ def test_modules_of_flax(name):
     assert {*counts} == {"right"}, kinds
 
 
-def test_what_needs_no_answer():
-    assert Model(None, {}).answer("norm", (1, 8)) == "adamw"
-    with pytest.raises(ValueError, match=r"no answer for 'w' \(4, 8\)"):
-        Model(None, {}).answer("w", (4, 8))
-    with pytest.raises(ValueError, match="answer 'io' for 'w'"):
-        Model(None, {"w": "io"}).answer("w", (4, 8, 2))
-
-
 def test_a_wrong_answer_is_counted_and_shown():
     def loss(params, x):
         return jnp.mean((jax.nn.relu(x @ params["up"]) @ params["down"]) ** 2)

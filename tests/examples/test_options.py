@@ -7,8 +7,7 @@ from options import parse
 
 IMPOSSIBLE = [
     "--width=48", "--steps=0", "--qk-clip=0", "--compare=adamw", "--compare=a,b",
-    "--compare=adamw,adamw", "--seed=-1", "--seed=4294967296", "--learning-rate=-1",
-    "--adamw-learning-rate=nan", "--weight-decay=inf", "--embedding-factor=-1",
+    "--compare=adamw,adamw", "--seed=4294967296", "--learning-rate=-1",
     "--optimizer=adamw --momentum=1.5", "--sharding=hsdp --mesh=8",
     "--sharding=fsdp --mesh=4,2", "--devices=2",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -53,14 +54,6 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
 
 def checkpoints(folder: pathlib.Path) -> set[str]:
     return {path.name for path in (folder / "checkpoints").iterdir()}
-
-
-def assert_refused(run: pathlib.Path, message: str, *flags: str):
-    """An error with this message, which leaves all files of a run as they are."""
-    before = contents(run)
-    with pytest.raises(ValueError, match=message):
-        train(run, *flags)
-    assert contents(run) == before
 
 
 def assert_same_run(folder: pathlib.Path, other: pathlib.Path) -> None:
@@ -139,22 +132,31 @@ def test_a_run_goes_on_in_every_layout(finished, tmp_path, interrupt_at, capsys)
     assert checkpoints(folder) == {"20", "30"}
 
 
-def test_a_run_that_ends_at_once_goes_on_digit_for_digit(
-    finished, tmp_path, interrupt_at
-):
-    """By two signals, some steps after its checkpoint, with a line half written."""
-    run = tmp_path / "ended"
-    interrupt_at(27, times=2)
-    with pytest.raises(SystemExit, match=r"ended: ended at once; --resume goes on"):
-        train(run, "--steps=30")
-    assert checkpoints(run) == {"10", "20"}
+def test_a_second_interrupt_ends_a_run_at_once(copied, interrupt_at):
+    before = contents(copied / "checkpoints" / "20")
+    shutil.rmtree(copied / "checkpoints" / "30")
+    interrupt_at(21, times=2)
+    with pytest.raises(SystemExit, match=r"whole: ended at once; --resume goes on"):
+        train(copied, "--resume")
+    assert contents(copied / "checkpoints" / "20") == before
+
+
+def test_a_killed_run_goes_on_digit_for_digit(finished, tmp_path, examples):
+    """From its last checkpoint, and from the beginning if it had none."""
+    run = tmp_path / "killed"
+    words = [*SMALL, "--steps=30", f"--runs={tmp_path}", "--name=killed"]
+    cache = {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
+    command = [sys.executable, examples / "train_gpt.py", *words]
+    with subprocess.Popen(command, env=os.environ | cache) as process:
+        while process.poll() is None and not (run / "checkpoints" / "20").exists():
+            time.sleep(0.01)
+        process.kill()
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 27, "lo')
-    interrupt_at(0)
     # The settings are those that the run began with.
-    train_gpt.main(["--resume", f"--runs={tmp_path}", "--name=ended"])
+    train_gpt.main(["--resume", f"--runs={tmp_path}", "--name=killed"])
     assert_same_run(run, finished / "whole")
-    shutil.rmtree(run / "checkpoints")  # as before the first one
+    shutil.rmtree(run / "checkpoints")
     train(run, "--resume")
     assert_same_run(run, finished / "whole")
 
@@ -175,12 +177,17 @@ def test_clipped_logits_stay_at_the_threshold(tmp_path):
 
 
 def test_what_is_refused_loses_nothing(copied):
-    assert_refused(copied, "began with width 32, not 64", "--resume", "--width=64")
-    message = "other holds no run to resume; .* has whole"
-    assert_refused(copied, message, "--resume", "--name=other")
+    before = contents(copied)
+    for message, *flags in (
+        ("began with width 32, not 64", "--resume", "--width=64"),
+        ("other holds no run to resume; .* has whole", "--resume", "--name=other"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(copied, *flags)
     with runs.locked(copied):  # by another run of its name
-        for more in ("--resume", "--steps=2"):
-            assert_refused(copied, f"in use by process {os.getpid()} on", more)
+        with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on"):
+            train(copied, "--resume")
+    assert contents(copied) == before
 
 
 def test_optimizers_learn_and_are_drawn_with_their_steps(tmp_path):
