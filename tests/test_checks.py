@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -32,7 +33,9 @@ def read_as(rules, **recipe):
 AT_ONCE = {
     "learning_rate=-0.1; expected a finite number of": lambda: muon(-0.1),
     "learning_rate=Array([1., 1.]": lambda: muon(jnp.ones(2)),
+    "learning_rate=True; expected": lambda: muon(True),
     "weight_decay=nan; expected": lambda: nanochat(weight_decay=NAN),
+    "steps=True; expected a Python integer": lambda: muon(steps=True),
     "(momentum of a recipe)=1.0; expected": lambda: muon(momentum=1.0),
     "(beta2 of a recipe)=1.0; expected": lambda: jm.normuon(beta2=1.0),
     "rms=0.0; expected a finite": lambda: jm.normalize_frobenius(0.0),
@@ -152,6 +155,11 @@ ALL |= {words: lambda tree=tree: nanochat().init(tree) for words, tree in TREES.
 def test_wrong_uses(words):
     with pytest.raises(ValueError, match=re.escape(words)):
         ALL[words]()
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert muon(np.float16(0.5), np.asarray(0.75), steps=np.int32(3))
+    assert muon(jnp.float32(0.5), lookahead=np.bool_(True))
 
 
 # --- gradients and states of other parameters: once, in `partition` and `on_mesh` -----

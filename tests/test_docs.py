@@ -1,31 +1,36 @@
-"""Code in the pages runs, and the links, files and errors that they name exist.
+"""Code in README and pages runs, and the links and files that they name exist.
 
 The code of a page may use the names in `stage` in addition to its own imports: a small
 model, its gradients, a loss and its reading, a mesh of eight devices, and a folder.
 """
 
+import ast
 import inspect
 import pathlib
 import pkgutil
 import re
 import runpy
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
+from tests import trees
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 # A block of code, and below it what it prints.
 BLOCK = re.compile(
     r"^```python\n(.*?)^```(?:\n+(?:[^`\n]+\n+)?```text\n(.*?)^```)?", re.S | re.M
 )
-# tests/examples/test_frameworks.py runs that page, and checks the results.
 PAGES = sorted(
-    page.name
-    for page in DOCS.glob("*.md")
+    str(page.relative_to(ROOT))
+    for page in [ROOT / "README.md", *DOCS.glob("*.md")]
+    # tests/examples/test_frameworks.py runs that page, and checks the results.
     if BLOCK.search(page.read_text()) and page.name != "frameworks.md"
 )
 
@@ -61,12 +66,30 @@ def stage(folder):
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs_in_order(page, tmp_path, capsys):
     names = stage(tmp_path)
-    text = (DOCS / page).read_text()
+    text = (ROOT / page).read_text()
     for found in BLOCK.finditer(text):
         # Readings name the lines of this file.
         exec(compile(found[1], "model.py", "exec"), names)
         printed = capsys.readouterr().out
         assert found[2] is None or printed == found[2]
+
+
+def test_the_chain_of_the_page_is_the_recipe_bit_for_bit():
+    """Two steps, so that momentum and NorMuon's means count."""
+    shapes = {"wte": (9, 6), "up": (3, 6, 8), "conv": (3, 3, 3, 4, 8), "scale": (3, 6)}
+    shapes |= {"query": (6, 2, 4), "tall": (12, 5)}
+    start, *grads = (trees.normal(shapes, seed) for seed in range(3))
+    labels = {
+        "up": MuonDimensionNumbers(-2, -1),
+        "conv": MuonDimensionNumbers((-4, -3, -2), -1),
+        "query": MuonDimensionNumbers(0, (1, 2)),
+        **{"tall": "muon", "wte": "adamw", "scale": "adamw"},
+    }
+    names = {"jm": jm, "optax": optax, "matrices": labels}
+    exec([*BLOCK.finditer((DOCS / "chain.md").read_text())][1][1], names)
+    plain = jm.nanochat(matrices=labels)
+    ends = [trees.run(tx, start, grads)[1] for tx in (names["tx"], plain)]
+    chex.assert_trees_all_equal(*ends)
 
 
 def anchors(page):
@@ -79,8 +102,9 @@ def anchors(page):
 
 
 def test_every_link_between_pages_leads_somewhere():
-    root = DOCS.parent
-    pages = [*DOCS.glob("*.md"), *root.glob("*.md"), *root.glob("benchmarks/*.md")]
+    pages = [
+        x for folder in ("docs", ".", "benchmarks") for x in ROOT.glob(f"{folder}/*.md")
+    ]
     for page in pages:
         for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
             name, _, anchor = target.partition("#")
@@ -91,13 +115,39 @@ def test_every_link_between_pages_leads_somewhere():
 
 def test_the_files_that_pages_name_are_there():
     """Paths from the root, the package or docs; frameworks.md names files of others."""
-    root = DOCS.parent
     named = re.compile(r"`((?:\w+/)+[\w*]+\.(?:py|md|json|ipynb))`")
-    pages = {*DOCS.glob("*.md"), *root.glob("*.md")} - {DOCS / "frameworks.md"}
+    pages = {*DOCS.glob("*.md"), *ROOT.glob("*.md")} - {DOCS / "frameworks.md"}
     for page in sorted(pages):
         for name in named.findall(page.read_text()):
-            places = (root, root / "jax_muon", root / "docs")
+            places = (ROOT, ROOT / "jax_muon", DOCS)
             assert any(any(x.glob(name)) for x in places), f"{page.name}: {name}"
+
+
+def test_no_file_imports_from_a_higher_floor():
+    """The floors of the table in CONTRIBUTING.md, from the top to the ground."""
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| floor |")[2]
+    rows = re.findall(r"^\| [a-z ]+ \| (`.*?) \|", table.partition("\n\n")[0], re.M)
+    floors = {
+        file.rstrip("/"): -depth
+        for depth, row in enumerate(rows)
+        for file in re.findall(r"`([\w/]+)`", row)
+    }
+
+    def floor(parts):
+        """That of a file, if the table names it, or of its folder."""
+        return floors.get("/".join(parts[:2]), floors[parts[0]])
+
+    package = ROOT / "jax_muon"
+    for file in {*package.rglob("*.py")} - {*package.glob("__*__.py")}:
+        here = floor(file.relative_to(package).with_suffix("").parts)
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and "jax_muon" in node.module:
+                _, *inside = node.module.split(".")
+                for alias in node.names:
+                    name = (*inside, alias.name)
+                    assert floor(name) <= here, f"{file} imports {'.'.join(name)}"
+                    # Pieces are told how parameters are read.
+                    assert here != floors["momentum"] or name[0] != "reading", file
 
 
 def test_the_reference_has_every_public_name_with_an_example():

@@ -3,18 +3,14 @@
 import functools
 import importlib.util
 import json
-import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-import jax_muon as jm
-from benchmarks import gpt, on_a_card
-from benchmarks.parameters import llama_parameters
+from benchmarks import on_a_card
 from benchmarks.schedule.h100s import H100, lowering_for_h100
 from jax_muon.polar.hopper.kernel import Tiling
 from tests.interpreter import interpreted, needs_interpreter
@@ -79,20 +75,3 @@ def test_kernels_compiled_for_an_h100(name, keeps_no_program, tmp_path, monkeypa
     said = path.read_text()
     assert "0 bytes spill stores, 0 bytes spill loads" in said
     assert "wgmma.mma_async instructions are serialized" not in said
-
-
-@pytest.mark.parametrize("model", ["llama-tiny", "experts-tiny"])
-def test_llama_shapes_are_trained_whole(model, rng):
-    """Grouped queries, a gated MLP, experts: every leaf has a gradient, and a role."""
-    shapes = llama_parameters(model, "float32")
-    params = jax.tree.map(
-        lambda x: 0.1 * np.float32(rng.standard_normal(x.shape)), shapes
-    )
-    tokens = rng.integers(0, 64, (2, 17))
-    loss_fn = functools.partial(gpt.loss, head=16)
-    value, grads = jax.jit(jax.value_and_grad(loss_fn))(params, tokens)
-    assert float(value) == pytest.approx(math.log(64), abs=1)
-    assert all(jnp.any(g != 0) for g in jax.tree.leaves(grads))
-    labels = jm.read(params, loss_fn, tokens).labels(params)
-    other = ["router"] if "router" in params["blocks"] else []
-    assert [k for k, label in labels["blocks"].items() if label == "adamw"] == other

@@ -178,15 +178,13 @@ def test_clipped_logits_stay_at_the_threshold(tmp_path):
 
 def test_what_is_refused_loses_nothing(copied):
     before = contents(copied)
-    for message, *flags in (
-        ("began with width 32, not 64", "--resume", "--width=64"),
-        ("other holds no run to resume; .* has whole", "--resume", "--name=other"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            train(copied, *flags)
-    with runs.locked(copied):  # by another run of its name
-        with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on"):
-            train(copied, "--resume")
+    with pytest.raises(ValueError, match="began with width 32, not 64"):
+        train(copied, "--resume", "--width=64")
+    with pytest.raises(ValueError, match="holds no run to resume"):
+        train(copied, "--resume", "--name=other")
+    in_use = pytest.raises(ValueError, match=f"in use by process {os.getpid()} on")
+    with runs.locked(copied), in_use:  # by another run of its name
+        train(copied, "--resume")
     assert contents(copied) == before
 
 
@@ -203,22 +201,22 @@ def test_optimizers_learn_and_are_drawn_with_their_steps(tmp_path):
     assert all(record == first[0] for record in first)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("--sharding=zero2 --devices=64", "--devices 64: this process has 8"),
-        ("--sharding=zero2 --devices=3", "expected a multiple of 3"),
-        ("--sharding=hsdp --mesh=3,2 --devices=8", r"3 x 2 for 8 .*; expected .* is 8"),
-        (None, "text.txt cannot be read: No such file"),
-        (b"short", "is too short: 5 characters. A context of 32 needs 330"),
-        (b"\xff" * 999, r"\(999 bytes\) is not text in UTF-8: byte 0 is 0xff"),
-    ],
-)
-def test_devices_and_texts_refused_before_a_run_begins(given, message, tmp_path):
-    path = tmp_path / "text.txt"
-    flags = given.split() if isinstance(given, str) else [f"--data={path}"]
+REFUSED = {  # before a run begins: flags, or the bytes of a text
+    "--devices 64: this process has 8": "--sharding=zero2 --devices=64",
+    "expected a multiple of 3": "--sharding=zero2 --devices=3",
+    r"3 x 2 for 8 .*; expected .* is 8": "--sharding=hsdp --mesh=3,2 --devices=8",
+    "text.txt cannot be read: No such file": None,
+    "is too short: 5 characters. A context of 32 needs 330": b"short",
+    r"\(999 bytes\) is not text in UTF-8: byte 0 is 0xff": b"\xff" * 999,
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_devices_and_texts_that_are_refused(message, tmp_path):
+    path, given = tmp_path / "text.txt", REFUSED[message]
     if isinstance(given, bytes):
         path.write_bytes(given)
+    flags = given.split() if isinstance(given, str) else [f"--data={path}"]
     with pytest.raises(ValueError, match=message):
         train(tmp_path / "run", *flags)
     assert not (tmp_path / "run").exists()

@@ -6,6 +6,7 @@ sum of b A + c A A by 3 u more; then comes one rounding to the type of the resul
 """
 
 import contextlib
+import subprocess
 import sys
 import types
 
@@ -176,6 +177,16 @@ def test_lowering_for_a_gpu_under_shard_map(x64):
         function = jax.shard_map(steps, in_specs=axis, out_specs=axis)
         lowered = jax.jit(function).trace(x).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 2
+
+
+def test_kernels_are_imported_for_themselves_alone():
+    """Pallas takes half a second to load; jax.extend brings 30 ms of it along."""
+    code = (
+        "import sys, jax.numpy as jnp, jax_muon as jm; jm.PolarExpress()(jnp.eye(3)); "
+        "print(any('hopper' in x or 'experimental.pallas' in x for x in sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert run.stdout == b"False\n"
 
 
 def test_without_the_backend(monkeypatch):
