@@ -27,10 +27,10 @@ DOCS = ROOT / "docs"
 BLOCK = re.compile(
     r"^```python\n(.*?)^```(?:\n+(?:[^`\n]+\n+)?```text\n(.*?)^```)?", re.S | re.M
 )
+# tests/examples/test_frameworks.py runs that page, and checks the results.
 PAGES = sorted(
-    str(page.relative_to(ROOT))
-    for page in [ROOT / "README.md", *DOCS.glob("*.md")]
-    # tests/examples/test_frameworks.py runs that page, and checks the results.
+    page.name
+    for page in DOCS.glob("*.md")
     if BLOCK.search(page.read_text()) and page.name != "frameworks.md"
 )
 
@@ -41,37 +41,44 @@ def stage(folder):
         "attn": {"qkv": jnp.ones((64, 128)), "out": jnp.ones((64, 64))},
         "mlp": {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))},
     }
-    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
 
     def loss_fn(params, batch):
         return jnp.mean((batch @ params["mlp"]["up"] @ params["mlp"]["down"]) ** 2)
 
     batch = jnp.ones((8, 64))
-    return {
-        "jax": jax,
-        "jnp": jnp,
-        "optax": optax,
-        "jm": jm,
-        "params": params,
-        "grads": jax.tree.map(jnp.ones_like, params),
-        "mesh": mesh,
-        "specs": None,
-        "loss_fn": loss_fn,
-        "batch": batch,
-        "matrices": jm.read(params, loss_fn, batch),
-        "folder": folder,
-    }
+    names = {"jax": jax, "jnp": jnp, "optax": optax, "jm": jm, "folder": folder}
+    names |= {"params": params, "grads": params, "loss_fn": loss_fn, "batch": batch}
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
+    matrices = jm.read(params, loss_fn, batch)
+    return names | {"mesh": mesh, "specs": None, "matrices": matrices}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_code_of_a_page_runs_in_order(page, tmp_path, capsys):
-    names = stage(tmp_path)
-    text = (ROOT / page).read_text()
-    for found in BLOCK.finditer(text):
+def run(page, names, capsys):
+    """Run the code of a page in order, which prints what the page says."""
+    for found in BLOCK.finditer(page.read_text()):
         # Readings name the lines of this file.
         exec(compile(found[1], "model.py", "exec"), names)
         printed = capsys.readouterr().out
         assert found[2] is None or printed == found[2]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs_in_order(page, tmp_path, capsys):
+    run(DOCS / page, stage(tmp_path), capsys)
+
+
+def test_the_readme_runs_alone_and_its_optimizer_trains(capsys):
+    names = {}
+    run(ROOT / "README.md", names, capsys)
+    loss = jax.jit(jax.value_and_grad(names["loss_fn"]))
+    params, tx, values = names["params"], names["tx"], []
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(40):
+        value, grads = loss(params, jnp.arange(64))
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        values.append(float(value))
+    assert values[-1] < values[0] / 2
 
 
 def test_the_chain_of_the_page_is_the_recipe_bit_for_bit():

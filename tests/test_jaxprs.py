@@ -6,7 +6,6 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas  # noqa: F401
 from jax.extend.core import Primitive
 
@@ -20,24 +19,8 @@ X = jnp.ones((2, 4))
 
 def test_every_rule_is_for_a_primitive_of_jax():
     """That the usual calls are traced to them, `tests/programs` shows."""
-    known = {x.name for x in gc.get_objects() if isinstance(x, Primitive)}
+    known = {x.name for x in gc.get_objects() if issubclass(type(x), Primitive)}
     assert set(RULES) - known <= {"expand_dims"}  # not in every version
-
-
-def test_functions_that_operations_call():
-    def scanning(a, b, c, xs):
-        return lax.scan(lambda carry, x: (carry + a * x, b), c, xs)
-
-    eqns = jax.make_jaxpr(scanning)(1.0, 2.0, 3.0, jnp.ones(5)).jaxpr.eqns
-    (scan,) = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
-    constants, start = jaxprs.scan_starts(scan)
-    assert scan.invars[start].aval.shape == (5,)
-    assert start - constants == 1 and len(scan.invars) - start == 1
-    calls = [jax.jit(jnp.sin), jax.checkpoint(jnp.sin), jax.nn.silu]
-    for eqn in [scan, *(jax.make_jaxpr(x)(X).jaxpr.eqns[0] for x in calls)]:
-        assert len(jaxprs.called(eqn).in_avals) == len(eqn.invars)
-    (eqn,) = jax.make_jaxpr(jnp.sin)(X).jaxpr.eqns
-    assert jaxprs.called(eqn) is None
 
 
 def test_only_what_results_need_is_traced(as_users_write):

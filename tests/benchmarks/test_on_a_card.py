@@ -1,6 +1,5 @@
 """The program for a GPU, tried where there is none."""
 
-import functools
 import importlib.util
 import json
 
@@ -12,8 +11,6 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks import on_a_card
 from benchmarks.schedule.h100s import H100, lowering_for_h100
-from jax_muon.polar.hopper.kernel import Tiling
-from tests.interpreter import interpreted, needs_interpreter
 
 
 def test_the_command_at_tiny_sizes(tmp_path):
@@ -28,21 +25,6 @@ def test_the_command_at_tiny_sizes(tmp_path):
     assert "kernels need a GPU" in kernels[0]["skipped"]
     assert not [row for row in (*kernels, *polar) if "failed" in row]
     assert sum("nominal_flops_per_s" in row for row in polar) == 6
-
-
-@needs_interpreter
-@pytest.mark.parametrize("name", on_a_card.products())
-def test_kernels_are_checked_against_plain_products(name):
-    """In the interpreter; one that is wrong, or not symmetric, does not pass."""
-    tiling = Tiling(columns=128, stages=2)
-    kernel = functools.partial(on_a_card.products()[name], tiling=tiling)
-    shape = (2, 20, 36)
-    with interpreted():
-        assert on_a_card.product_error(name, shape, kernel) <= 1
-        assert not on_a_card.product_error(name, shape, lambda x: 1.02 * kernel(x)) <= 1
-        assert (
-            not on_a_card.product_error(name, shape, lambda x: jnp.triu(kernel(x))) <= 1
-        )
 
 
 @pytest.fixture

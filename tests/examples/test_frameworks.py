@@ -84,7 +84,8 @@ def test_qk_clip_of_latent_attention(axis, x64):
     """
     found = runpy.run_path(str(pages.ROOT / "outside/maxtext/qk_clip.py"))
     shapes = {k: {"kernel": (*x[:axis], LAYERS, *x[axis:])} for k, x in KERNELS.items()}
-    params = {"layers": {"self_attention": trees.normal(shapes, 0, "float64")}}
+    before = trees.normal(shapes, 0, "float64")
+    params = {"layers": {"self_attention": before}}
     maxima = np.array([[40.0, 9, 10, 80], [1, 2, 3, 4], [11, 1000, -5, 10]])
     parts = {"nope": 4, "rope": 2, "value": 3, "latent": 6}
     tx = found["with_qk_clip"](optax.set_to_zero(), 10.0, **parts, axis=axis)
@@ -92,12 +93,9 @@ def test_qk_clip_of_latent_attention(axis, x64):
     gamma = 10 / np.maximum(maxima, 10)  # (layers, heads)
     root, one = gamma**0.5, np.ones_like(gamma)
     factors = {"wq_b": 4 * [root] + 2 * [gamma], "wkv_b": 4 * [root] + 3 * [one]}
-    after = optax.apply_updates(params, updates)
-    for name in KERNELS:
-        old, new = (
-            np.moveaxis(tree["layers"]["self_attention"][name]["kernel"], axis, 0)
-            for tree in (params, after)
-        )
+    after = optax.apply_updates(params, updates)["layers"]["self_attention"]
+    for name in before:
+        old, new = (np.moveaxis(x[name]["kernel"], axis, 0) for x in (before, after))
         factor = np.stack(factors[name], -1)[:, None] if name in factors else 1
         np.testing.assert_allclose(new, factor * old, rtol=1e-12)
 

@@ -49,11 +49,3 @@ def test_says_which_process_ended_and_how(tmp_path, examples, ending, how):
     assert f"process 1 of 2 ended {how}" in said
     assert "add --resume" in said
     assert ("oh\n" in said) == ("oh" in ending)
-
-
-def test_an_option_error_is_said_once(tmp_path, examples):
-    script = tmp_path / "script.py"
-    script.write_text("import argparse\nargparse.ArgumentParser().parse_args()")
-    done = launch(examples, "2", script, "--depht")
-    assert done.stderr.count("unrecognized arguments") == 1
-    assert done.returncode == 2

@@ -126,9 +126,8 @@ def test_a_run_goes_on_in_every_layout(finished, tmp_path, interrupt_at, capsys)
         assert (options.sharding, options.devices) == ("zero2", 2)
     folder = train(tmp_path / "run", "--steps=30", *end.split(), "--resume")
     for name in ("loss", "validation_loss"):
-        np.testing.assert_allclose(
-            losses_of(folder, name), losses_of(finished / "whole", name), rtol=5e-6
-        )
+        found, expected = (losses_of(x, name) for x in (folder, finished / "whole"))
+        np.testing.assert_allclose(found, expected, rtol=5e-6)
     assert checkpoints(folder) == {"20", "30"}
 
 

@@ -5,7 +5,6 @@ The references themselves are compared with NumPy and with torch.optim.Muon.
 
 from functools import partial
 
-import jax
 import numpy as np
 import pytest
 import torch
@@ -39,17 +38,6 @@ def checked(name, kind, dtype, rates=MOVING, **changed):
     tx = recipe.ours(rates, dtype, **changed)
     ours = compare.runner(tx, dtype, NAMES)(grads)
     return compare.check(recipe, kind, dtype, ours, grads, rates)
-
-
-def test_crossed_kernels_are_the_weights():
-    """(out, in) and (in, out), by heads, or with the window in front; and back."""
-    start = problems.weights()
-    kernels = problems.to_jax(start)
-    query = kernels["attn.query.weight"].reshape(20, 24)
-    np.testing.assert_array_equal(query, start["attn.query.weight"].T)
-    conv = kernels["conv.weight"].transpose(3, 2, 0, 1)
-    np.testing.assert_array_equal(conv, start["conv.weight"])
-    jax.tree.map(np.testing.assert_array_equal, problems.to_torch(kernels), start)
 
 
 SHAPES = pytest.mark.parametrize("shape", [(12, 12), (8, 20), (20, 8), (1, 9), (9, 1)])

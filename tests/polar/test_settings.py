@@ -41,14 +41,6 @@ def test_polar_express_hands_all_settings_on():
         )
 
 
-@pytest.mark.parametrize("make", [jm.NewtonSchulz, jm.ExactPolar])
-def test_equal_objects_share_a_trace(make):
-    run, x = jax.jit(lambda polar, x: polar(x), static_argnums=0), jnp.eye(5, 7)
-    run(make(), x)
-    run(make(), x)
-    assert run._cache_size() == 1
-
-
 def traced_steps():
     """As `optax.inject_hyperparams` makes an array of every number."""
     return jax.jit(lambda steps: jm.NewtonSchulz(steps)(jnp.eye(3)))(2)
@@ -99,12 +91,3 @@ WRONG |= {
 def test_what_is_refused(words):
     with pytest.raises(ValueError, match=re.escape(words)):
         WRONG[words]()
-
-
-def test_dtypes_that_are_known_with_the_array():
-    x, make = jnp.eye(4), jm.NewtonSchulz
-    with pytest.warns(UserWarning, match="jax_enable_x64"):  # JAX's own
-        make(dtype="float64")(x)
-    half = make(dtype="float32")(x.astype(jnp.float16))
-    assert half.dtype == jnp.float16
-    np.testing.assert_allclose(half, make(dtype="float32")(x), atol=2e-3)

@@ -90,12 +90,24 @@ def test_devices_that_hold_the_same_piece_hold_the_same_bits():
     assert not same_bits
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-10), ("float16", 0.1)])
-def test_bounds_are_those_of_the_narrowest_dtype(dtype, bound, x64):
+@pytest.mark.parametrize(
+    ("dtype", "tx", "bound"),
+    [
+        ("float64", optax.sgd(0.1), 1e-10),
+        ("float32", jm.muon(steps=1, matrices={"w": "muon"}), 0.1),  # in bfloat16
+    ],
+)
+def test_bounds_are_those_of_the_narrowest_dtype(dtype, tx, bound, x64):
     shapes = {"w": jax.ShapeDtypeStruct((4, 8), dtype)}
-    found = jm.verify(jm.on_mesh(optax.sgd(0.1), mesh_of(2), divide="data"), shapes)
+    found = jm.verify(jm.on_mesh(tx, mesh_of(2), divide="data"), shapes)
     assert found.differences["w"][1] == bound
     assert found.ok
+
+
+def test_what_the_last_bits_change_on_one_device_widens_the_bound():
+    wild = optax.stateless(lambda g, p: jax.tree.map(lambda x: jnp.sin(1e4 * x), g))
+    found = jm.verify(jm.on_mesh(wild, mesh_of(2)), W)
+    assert 1e-4 < found.differences["w"][1] < 0.1
 
 
 def test_a_gather_in_another_dtype_widens_the_bound():
