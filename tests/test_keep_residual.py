@@ -133,6 +133,14 @@ def test_a_run_moves_as_in_float32(name):
     chex.assert_trees_all_close(got, want, atol=steps * 2.0**-16, rtol=0)
 
 
+def test_the_optimizer_sees_the_residual():
+    tx, p = jm.keep_residual(optax.stateless(lambda u, p: p)), jnp.ones(3, "bfloat16")
+    state = tx.init(p)._replace(residual=jnp.full(3, 64, "int8"))
+    updates, new = tx.update(p, state, p)
+    after = whole(optax.apply_updates(p, updates), new.residual)
+    np.testing.assert_allclose(after, 2 * whole(p, state.residual), rtol=2**-16)
+
+
 def test_flax_models_keep_their_boxes():
     model = nnx.Linear(8, 16, rngs=nnx.Rngs(0), param_dtype="bfloat16")
     tx = jm.moonlight(1e-3, dtype="float32", matrices={"kernel": "muon"})

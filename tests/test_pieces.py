@@ -51,6 +51,9 @@ def test_nesterov_of_one_gradient_stays_there():
     g, tx = jnp.linspace(-1, 1, 50), jm.nesterov(0.95)
     updates, state = tx.update(g, tx.init(g)._replace(mu=g))
     chex.assert_trees_all_equal((updates, state.mu), (g, g))
+    tx = jm.nesterov(0.95, lookahead=False, bias_correction=True)
+    for updates in trees.run(tx, g, [g, g])[0]:
+        np.testing.assert_allclose(updates, g, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", OF_MATRICES)

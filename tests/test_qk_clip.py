@@ -133,25 +133,24 @@ def test_layers_on_another_axis_change_nothing(name):
         clip(updates, params, maxima, layers_axis=1)
 
 
-def test_max_logits_by_prefix_module_sown_or_alone():
-    params = {"blocks": [draw("MHA", i)["blocks"] for i in (0, 1)]}
-    updates = jax.tree.map(jnp.ones_like, params)
-    first, second = jnp.array([40.0, 1, 1, 1]), jnp.array([1.0, 1, 90, 1])
-    tx = jm.clip_qk(THRESHOLD)
+def test_max_logits_by_prefix_module_or_sown():
+    params = {"blocks": {i: draw("MHA")["blocks"] for i in ("1", "10")}}
+    updates, tx = jax.tree.map(jnp.ones_like, params), jm.clip_qk(THRESHOLD)
+    first, last = jnp.array([40.0, 1, 1, 1]), jnp.array([1.0, 1, 90, 1])
     results = [
         tx.update(updates, tx.init(params), params, max_logits=same)
         for same in (
-            {"blocks/0/attn": first, "blocks/1/attn": second},
-            {"blocks/1": second, "blocks/0": first},
-            {"blocks": [first, {"attn": second}]},
-            {"blocks": [{"attn": {"max_logits": (s,)}} for s in (first, second)]},
+            {"blocks/1/attn": first, "blocks/10/attn": last},
+            {"blocks/10": last, "blocks/1": first},
+            {"blocks": {"1": first, "10": {"attn": last}}},
+            {"blocks": {"1": {"attn": {"sown": (first,)}}, "10": {"attn": (last,)}}},
         )
     ]
     for result in results:
         chex.assert_trees_all_equal(result, results[0])
     got, state = results[0]
     assert state.clipped == 2
-    for block, head in ((0, 0), (1, 2)):
+    for block, head in (("1", 0), ("10", 2)):
         changed = got["blocks"][block]["attn"]["q"]["kernel"] != 1
         np.testing.assert_array_equal(changed.any(axis=0), np.arange(12) // 3 == head)
 

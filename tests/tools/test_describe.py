@@ -10,7 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
+from tests import trees
 from tests.mesh.case import AUTO, EXPLICIT, mesh_of
+from tests.recipes import RECIPES, SHAPES
 
 A = {"a": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
 
@@ -31,6 +33,8 @@ def test_any_optimizer():
     both = jm.nanochat(matrices={"*": "muon"})
     counted = jm.describe(both, A | {"count": A["a"]}).parameters
     assert counted[1].state_bytes == alone[0].state_bytes  # and no counts of steps
+    joined = jm.describe(RECIPES["teon"](), trees.normal(SHAPES)).parameters
+    assert [x.joined for x in joined] == [2, 2, 1, 1]  # q, q, bias, wte
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
