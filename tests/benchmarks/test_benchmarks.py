@@ -41,10 +41,8 @@ def test_a_pair_of_processes(tmp_path, capsys):
         ("torch", 1.5),
     ]
     assert first["ratio"] == pytest.approx(np.median(first["ratios"]))
-    assert min(first["ours_s"], first["theirs_s"]) > 0
     assert first["ours_info"]["temporary_bytes"] > 0
     assert first["run"]["versions"]["jax"] == jax.__version__
-    assert first["run"]["device"] and first["run"]["cores"] >= 1
     assert "nanochat, float32, scanned | optax" in capsys.readouterr().out
 
 

@@ -76,20 +76,21 @@ def test_a_reference_is_torch_optim_muon(rng, shape, preset, rule):
     assert (ours - theirs).norm() / (theirs - start).norm() < 1e-6
 
 
-TRAJECTORIES = """\
-nanochat, January; gaussian; float64
-nanochat, January; tiny; float32
-nanochat, August; sparse; float32
-muon; ill_conditioned; float32
-moonlight; zero; float64
-normuon; gaussian; float64
-teon; gaussian; float64
-muonh; low_rank; float32"""
+TRAJECTORIES = [
+    ("nanochat, January", "gaussian", "float64"),
+    ("nanochat, January", "tiny", "float32"),
+    ("nanochat, August", "sparse", "float32"),
+    ("muon", "ill_conditioned", "float32"),
+    ("moonlight", "zero", "float64"),
+    ("normuon", "gaussian", "float64"),
+    ("teon", "gaussian", "float64"),
+    ("muonh", "low_rank", "float32"),
+]
 
 
-@pytest.mark.parametrize("row", TRAJECTORIES.splitlines())
-def test_trajectory(row):
-    check = checked(*row.split("; "))
+@pytest.mark.parametrize(("name", "kind", "dtype"), TRAJECTORIES)
+def test_trajectory(name, kind, dtype):
+    check = checked(name, kind, dtype)
     assert check.state == "within", check
 
 
@@ -97,16 +98,15 @@ def test_trajectory(row):
 
 
 def test_a_wrong_constant_or_axis_turns_red(monkeypatch):
-    for name, changed in (
-        ("muon", {"momentum": 0.94}),
-        ("nanochat, January", {"beta2": 0.94}),
-    ):
+    def is_red(name, **changed):
         check = checked(name, "gaussian", "float32", CONSTANT, **changed)
-        assert check.state == "FAIL", check
+        return check.state == "FAIL"
+
+    assert is_red("muon", momentum=0.94)
+    assert is_red("nanochat, January", beta2=0.94)
     per_output = partial(jm.scale_by_normuon, axis="output")
     monkeypatch.setattr("jax_muon.recipes.scale_by_normuon", per_output)
-    check = checked("nanochat, January", "gaussian", "float32", CONSTANT)
-    assert check.state == "FAIL", check
+    assert is_red("nanochat, January")
 
 
 def test_nothing_is_explained_by_rounding_alone():
