@@ -178,7 +178,7 @@ def test_others_have_none_and_describe_shows_it():
 
 
 def test_a_run_without_residual_goes_on_with_one():
-    """By the two ways that the error names."""
+    """In the way that the error names."""
     plain = jm.moonlight(1e-3, momentum_dtype="float32", matrices=LABELS)
     params = start("bfloat16")
     _, old = plain.update(params, plain.init(params), params)

@@ -1,4 +1,4 @@
-"""Zeros, tiny and large gradients: the state stays finite, and no step is skipped.
+"""Hostile numbers: finite gradients leave finite states, and others are skipped.
 
 Above 1e19 squares overflow in float32 and bfloat16. Matrices bear that, AdamW does not:
 its mean squares become infinite, and SGD is in its place here.
@@ -37,9 +37,8 @@ def one_row(shape, first, others):
 
 def one_column(shape, second):
     """The second column beside zeros and ones."""
-    x = np.broadcast_to(np.arange(shape[-1]) % 2.0, shape).copy()
-    x[..., 1] = second
-    return x
+    columns = np.arange(shape[-1])
+    return np.broadcast_to(np.where(columns == 1, second, columns % 2), shape)
 
 
 # Each gives an array of a shape, with numbers of a dtype.
@@ -56,10 +55,6 @@ OVERFLOWING = {
     "all": lambda shape, info: draw(shape) * 1e20,
     "one row": lambda shape, info: one_row(shape, 1e38, 1e15),
     "one column": lambda shape, info: one_column(shape, 1e38),
-}
-NOT_FINITE = {
-    "inf": lambda shape, info: np.full(shape, np.inf),
-    "one NaN": lambda shape, info: one_column(shape, np.nan),
 }
 
 
@@ -90,10 +85,6 @@ def test_finite_gradients_leave_finite_states(recipe, dtype):
         assert state.skipped == 0, name
         for q in [updates[i]["q"] for i in "01"] if name in overflowing else []:
             assert jnp.linalg.norm(q.astype("float32")) > 1e-4, name
-    for name, values in NOT_FINITE.items():
-        updates, state = update(tree(values, dtype), start, params)
-        assert state.skipped == 1, name
-        assert is_finite(updates, state), name
 
 
 def test_matrices_on_spheres_show_a_nan():
@@ -104,7 +95,7 @@ def test_matrices_on_spheres_show_a_nan():
     assert jnp.isnan(updates["w"]).all()
 
 
-# --- skipped steps: the same decision on all devices, and nothing moves ------------
+# --- skipped steps: the same decision on all devices, and nothing moves --------------
 
 
 def test_skip_leaves_everything_as_it_was_and_counts():

@@ -349,7 +349,3 @@ def test_matrices_of_float64_may_be_too_large_for_the_iteration(rng, dtype, x64)
     polar = jm.NewtonSchulz(dtype=dtype, eps=1e-30)
     for power in (133, 1000):  # 1e40, 1e301
         np.testing.assert_array_equal(polar(x * 2.0**power), polar(x))
-    tx = jm.nanochat(dtype=dtype, matrices={"q": "muon"})
-    updates, state = tx.update({"q": x[1] * 1e40}, tx.init({"q": x[1]}), {"q": x[1]})
-    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((updates, state)))
-    assert jnp.linalg.norm(updates["q"]) > 1e-4
