@@ -154,14 +154,6 @@ def test_a_decay_that_is_forgotten_on_the_mesh_is_found(recipe, decay):
     assert "the update of 'up' of shape (64, 64) differs" in found.problems[0]
 
 
-def test_what_cannot_be_verified():
-    tx = jm.on_mesh(optax.sgd(0.1), mesh_of(2))
-    with pytest.raises(ValueError, match="with on_mesh around all other transforms"):
-        jm.verify(optax.chain(tx, optax.scale(0.5)), W)
-    with pytest.raises(ValueError, match="steps=0; expected"):
-        jm.verify(tx, W, steps=0)
-
-
 def test_the_command_tests_the_installation(capsys):
     assert command.main() == 0
     said = capsys.readouterr().out
