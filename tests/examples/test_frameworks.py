@@ -42,16 +42,13 @@ def test_flax():
     assert read.labels(params) == matrices.labels(params)
 
 
-class Normed(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.BatchNorm(use_running_average=False)(nn.Dense(16)(x))
-        return nn.Dense(3)(nn.relu(x))
-
-
 def test_linen_with_batch_norm():
     """The line of the page."""
-    model, x = Normed(), jnp.ones((4, 8))
+    norm = nn.BatchNorm(use_running_average=False)
+    model, x = (
+        nn.Sequential([nn.Dense(16), norm, nn.relu, nn.Dense(3)]),
+        jnp.ones((4, 8)),
+    )
     params, stats = model.init(jax.random.key(0), x).values()
     (line,) = re.findall(r"`(model\.apply\(.*batch_stats.*)`", pages.PAGE.read_text())
 
@@ -59,8 +56,8 @@ def test_linen_with_batch_norm():
         return eval(line, {"model": model, "p": p, "stats": stats, "x": x})
 
     matrices = jm.read(params, apply, x)
-    assert matrices["Dense_0/kernel"].label == "muon"
-    assert matrices["BatchNorm_0/scale"].role == "elementwise"
+    assert matrices["layers_0/kernel"].label == "muon"
+    assert matrices["layers_1/scale"].role == "elementwise"
 
 
 # --- QK-clip of latent attention ------------------------------------------------------
