@@ -6,7 +6,7 @@
 3. `reading/`, with the answers of `programs/`.
 4. `mesh/`: every layout beside one device.
 5. The peers: `parity/` (PyTorch) and `outside/` (optax's own tests, Keras).
-6. What users run: `test_docs.py`, `test_readme.py`, `examples/`, `tools/`.
+6. What users run: `test_docs.py`, `examples/`, `tools/`.
 7. `benchmarks/`.
 
 `trees.py` makes trees of arrays, runs an optimizer on one, and has the distance of two

@@ -14,7 +14,6 @@ if importlib.metadata.version("jaxlib").startswith(("0.10.", "0.11.0")):
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import chex
 import jax
 import numpy as np
 import pytest
@@ -25,12 +24,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Programs are large trees of Python objects that live on; looking through them for
 # garbage as often as Python does by itself is a tenth of the suite's time.
 gc.set_threshold(50_000, 50, 100)
-
-
-@pytest.fixture(autouse=True)
-def count_traces_from_zero():
-    """chex counts traces by the name of a function, over all tests."""
-    chex.clear_trace_counter()
 
 
 @pytest.fixture(scope="session", autouse=True)

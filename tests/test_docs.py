@@ -1,4 +1,4 @@
-"""Code in the pages runs, and the links, files and errors that they name exist.
+"""Code in README and pages runs, and the links and files that they name exist.
 
 The code of a page may use the names in `stage` in addition to its own imports: a small
 model, its gradients, a loss and its reading, a mesh of eight devices, and a folder.
@@ -11,14 +11,18 @@ import pkgutil
 import re
 import runpy
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
+from tests import trees
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 # A block of code, and below it what it prints.
 BLOCK = re.compile(
     r"^```python\n(.*?)^```(?:\n+(?:[^`\n]+\n+)?```text\n(.*?)^```)?", re.S | re.M
@@ -37,37 +41,62 @@ def stage(folder):
         "attn": {"qkv": jnp.ones((64, 128)), "out": jnp.ones((64, 64))},
         "mlp": {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))},
     }
-    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
 
     def loss_fn(params, batch):
         return jnp.mean((batch @ params["mlp"]["up"] @ params["mlp"]["down"]) ** 2)
 
     batch = jnp.ones((8, 64))
-    return {
-        "jax": jax,
-        "jnp": jnp,
-        "optax": optax,
-        "jm": jm,
-        "params": params,
-        "grads": jax.tree.map(jnp.ones_like, params),
-        "mesh": mesh,
-        "specs": None,
-        "loss_fn": loss_fn,
-        "batch": batch,
-        "matrices": jm.read(params, loss_fn, batch),
-        "folder": folder,
-    }
+    names = {"jax": jax, "jnp": jnp, "optax": optax, "jm": jm, "folder": folder}
+    names |= {"params": params, "grads": params, "loss_fn": loss_fn, "batch": batch}
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
+    matrices = jm.read(params, loss_fn, batch)
+    return names | {"mesh": mesh, "specs": None, "matrices": matrices}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_code_of_a_page_runs_in_order(page, tmp_path, capsys):
-    names = stage(tmp_path)
-    text = (DOCS / page).read_text()
-    for found in BLOCK.finditer(text):
+def run(page, names, capsys):
+    """Run the code of a page in order, which prints what the page says."""
+    for found in BLOCK.finditer(page.read_text()):
         # Readings name the lines of this file.
         exec(compile(found[1], "model.py", "exec"), names)
         printed = capsys.readouterr().out
         assert found[2] is None or printed == found[2]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs_in_order(page, tmp_path, capsys):
+    run(DOCS / page, stage(tmp_path), capsys)
+
+
+def test_the_readme_runs_alone_and_its_optimizer_trains(capsys):
+    names = {}
+    run(ROOT / "README.md", names, capsys)
+    loss = jax.jit(jax.value_and_grad(names["loss_fn"]))
+    params, tx, values = names["params"], names["tx"], []
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(40):
+        value, grads = loss(params, jnp.arange(64))
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        values.append(float(value))
+    assert values[-1] < values[0] / 2
+
+
+def test_the_chain_of_the_page_is_the_recipe_bit_for_bit():
+    """Two steps, so that momentum and NorMuon's means count."""
+    shapes = {"wte": (9, 6), "up": (3, 6, 8), "conv": (3, 3, 3, 4, 8), "scale": (3, 6)}
+    shapes |= {"query": (6, 2, 4), "tall": (12, 5)}
+    start, *grads = (trees.normal(shapes, seed) for seed in range(3))
+    labels = {
+        "up": MuonDimensionNumbers(-2, -1),
+        "conv": MuonDimensionNumbers((-4, -3, -2), -1),
+        "query": MuonDimensionNumbers(0, (1, 2)),
+        **{"tall": "muon", "wte": "adamw", "scale": "adamw"},
+    }
+    names = {"jm": jm, "optax": optax, "matrices": labels}
+    exec([*BLOCK.finditer((DOCS / "chain.md").read_text())][1][1], names)
+    plain = jm.nanochat(matrices=labels)
+    ends = [trees.run(tx, start, grads)[1] for tx in (names["tx"], plain)]
+    chex.assert_trees_all_equal(*ends)
 
 
 def anchors(page):
@@ -80,8 +109,9 @@ def anchors(page):
 
 
 def test_every_link_between_pages_leads_somewhere():
-    root = DOCS.parent
-    pages = [*DOCS.glob("*.md"), *root.glob("*.md"), *root.glob("benchmarks/*.md")]
+    pages = [
+        x for folder in ("docs", ".", "benchmarks") for x in ROOT.glob(f"{folder}/*.md")
+    ]
     for page in pages:
         for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
             name, _, anchor = target.partition("#")
@@ -92,18 +122,17 @@ def test_every_link_between_pages_leads_somewhere():
 
 def test_the_files_that_pages_name_are_there():
     """Paths from the root, the package or docs; frameworks.md names files of others."""
-    root = DOCS.parent
     named = re.compile(r"`((?:\w+/)+[\w*]+\.(?:py|md|json|ipynb))`")
-    pages = {*DOCS.glob("*.md"), *root.glob("*.md")} - {DOCS / "frameworks.md"}
+    pages = {*DOCS.glob("*.md"), *ROOT.glob("*.md")} - {DOCS / "frameworks.md"}
     for page in sorted(pages):
         for name in named.findall(page.read_text()):
-            places = (root, root / "jax_muon", root / "docs")
+            places = (ROOT, ROOT / "jax_muon", DOCS)
             assert any(any(x.glob(name)) for x in places), f"{page.name}: {name}"
 
 
 def test_no_file_imports_from_a_higher_floor():
     """The floors of the table in CONTRIBUTING.md, from the top to the ground."""
-    table = (DOCS.parent / "CONTRIBUTING.md").read_text().partition("| floor |")[2]
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| floor |")[2]
     rows = re.findall(r"^\| [a-z ]+ \| (`.*?) \|", table.partition("\n\n")[0], re.M)
     floors = {
         file.rstrip("/"): -depth
@@ -115,7 +144,7 @@ def test_no_file_imports_from_a_higher_floor():
         """That of a file, if the table names it, or of its folder."""
         return floors.get("/".join(parts[:2]), floors[parts[0]])
 
-    package = DOCS.parent / "jax_muon"
+    package = ROOT / "jax_muon"
     for file in {*package.rglob("*.py")} - {*package.glob("__*__.py")}:
         here = floor(file.relative_to(package).with_suffix("").parts)
         for node in ast.walk(ast.parse(file.read_text())):
@@ -124,6 +153,8 @@ def test_no_file_imports_from_a_higher_floor():
                 for alias in node.names:
                     name = (*inside, alias.name)
                     assert floor(name) <= here, f"{file} imports {'.'.join(name)}"
+                    # Pieces are told how parameters are read.
+                    assert here != floors["momentum"] or name[0] != "reading", file
 
 
 def test_the_reference_has_every_public_name_with_an_example():

@@ -5,7 +5,6 @@ import zlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jax_muon as jm
@@ -45,12 +44,13 @@ def spacing(x, dtype):
 
 @NARROW
 def test_what_is_stored_is_a_neighbour_and_right_on_average(rng, dtype):
-    """With one gradient again and again, from a momentum in float64."""
+    """With one gradient again and again, after one of another direction."""
     tx = jm.nesterov(0.9, accumulator_dtype=dtype)
-    g = rng.standard_normal((6, 50)) * np.logspace(-3, 3, 6)[:, None]
+    first, g = rng.standard_normal((2, 6, 50)) * np.logspace(-3, 3, 6)[:, None]
     params = {"w": jnp.asarray(g, jnp.float32)}
-    g = np.asarray(params["w"], np.float64)
-    state, update, m, errors = tx.init(params), jax.jit(tx.update), 0.0, []
+    update, errors = jax.jit(tx.update), []
+    _, state = update({"w": jnp.asarray(10 * first)}, tx.init(params))
+    g, m = np.asarray(params["w"], np.float64), stored(state)
     for _ in range(200):
         new = 0.9 * stored(state) + 0.1 * g
         updates, state = update(params, state)
@@ -70,10 +70,18 @@ def test_what_is_stored_is_a_neighbour_and_right_on_average(rng, dtype):
 
 @NARROW
 def test_zeros_extremes_and_nan(dtype):
-    """Zero rows stay zero, 1e30 and 1e-30 lie in one array, a nan shows."""
+    """Zero rows stay zero, 1e30 and 1e-30 lie in one array, a nan shows.
+
+    Also that of GPUs, whose last bits are ones.
+    """
     tx = jm.nesterov(0.0, accumulator_dtype=dtype)
+    ones = jax.lax.bitcast_convert_type(jnp.uint32(0x7FFFFFFF), jnp.float32)
     rows = jnp.array([[0.0, 0.0], [1e30, -3e29], [1e-30, 1e-31], [jnp.inf, jnp.nan]])
-    params = {"w": rows, "scalar": jnp.asarray(3.0), "empty": jnp.ones((2, 0))}
+    params = {
+        "w": rows.at[3, 1].set(ones),
+        "scalar": jnp.asarray(3.0),
+        "empty": jnp.ones((2, 0)),
+    }
     _, state = jax.jit(tx.update)(params, tx.init(params))
     np.testing.assert_array_equal(stored(state)[0], 0)
     np.testing.assert_allclose(stored(state)[1:3], rows[1:3], rtol=0.06)
@@ -82,13 +90,3 @@ def test_zeros_extremes_and_nan(dtype):
     _, after = guarded.update(params, guarded.init(params), params)
     assert after.skipped == 1
     assert not np.any(stored(after.inner_state))
-
-
-@pytest.mark.parametrize(("dtype", "bytes_"), [(None, 4), ("bfloat16", 2), ("int8", 1)])
-def test_recipes_store_what_was_asked_for_and_plan_says_so(dtype, bytes_):
-    params = {"up": {"kernel": jnp.ones((8, 24)), "bias": jnp.ones(24)}}
-    tx = jm.muon(momentum_dtype=dtype, matrices={"kernel": "muon"})
-    mu = optax.tree.get(tx.init(params).inner_states["muon"], "mu")["up"]["kernel"]
-    assert mu.dtype == (dtype or "float32")
-    (found,) = (x for x in jm.describe(tx, params).parameters if x.matrices)
-    assert found.state_bytes == 8 * 24 * bytes_ + (8 * 4 if dtype == "int8" else 0)

@@ -15,23 +15,14 @@ from flax import linen as nn
 from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
+from jax_muon.joins import map_stacks
 from tests import trees
 from tests.reading import reader
 
-# Wide, tall, square, a stack, and a convolution (kh, kw, in, out).
-SHAPES = {
-    "a": (6, 9),
-    "b": {"c": (9, 6), "d": (6, 6)},
-    "e": (2, 6, 9),
-    "f": (3, 2, 4, 5),
-}
-MATRICES = jm.read(
-    trees.filled(SHAPES, lambda x: jax.ShapeDtypeStruct(x, "float32")),
-    rules={
-        "f": MuonDimensionNumbers((0, 1, 2), 3),
-        "*": MuonDimensionNumbers(-2, -1),
-    },
-)
+# Wide, a stack of tall ones, and a convolution (kh, kw, in, out).
+SHAPES = {"a": (6, 9), "b": {"e": (2, 9, 6)}, "f": (3, 2, 4, 5)}
+WINDOW, STACK = MuonDimensionNumbers((0, 1, 2), 3), MuonDimensionNumbers(-2, -1)
+MATRICES = jm.read(trees.normal(SHAPES), rules={"f": WINDOW, "*": STACK})
 
 OF_MATRICES = {
     "orthogonalize": jm.orthogonalize,
@@ -52,11 +43,6 @@ PIECES = {
 every_piece = pytest.mark.parametrize("factory", PIECES.values(), ids=PIECES)
 
 
-def drawn(dtype=jnp.float32):
-    """Parameters and gradients."""
-    return trees.normal(SHAPES, 0, dtype), trees.normal(SHAPES, 1, dtype)
-
-
 # --- mathematics ----------------------------------------------------------------------
 
 
@@ -65,30 +51,35 @@ def test_nesterov_of_one_gradient_stays_there():
     g, tx = jnp.linspace(-1, 1, 50), jm.nesterov(0.95)
     updates, state = tx.update(g, tx.init(g)._replace(mu=g))
     chex.assert_trees_all_equal((updates, state.mu), (g, g))
+    tx = jm.nesterov(0.95, lookahead=False, bias_correction=True)
+    for updates in trees.run(tx, g, [g, g])[0]:
+        np.testing.assert_allclose(updates, g, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", OF_MATRICES)
 def test_matrices_of_a_stack_are_scaled_apart(name):
     """By what each does to single ones, which recipes show in tests/test_recipes.py."""
-    params, grads = ({k: tree[k] for k in ("a", "e")} for tree in drawn())
-    (stack,), *_ = trees.run(OF_MATRICES[name](matrices=MATRICES), params, [grads])
+    shapes = {"a": (6, 9), "e": (2, 6, 9)}
+    params, grads = (trees.normal(shapes, seed) for seed in (0, 1))
+    matrices = reader()(params)
+    (stack,), *_ = trees.run(OF_MATRICES[name](matrices=matrices), params, [grads])
     singles = [{"a": x["a"], "0": x["e"][0], "1": x["e"][1]} for x in (params, grads)]
     (apart,), *_ = trees.run(OF_MATRICES[name](), singles[0], singles[1:])
     expected = {"a": apart["a"], "e": jnp.stack([apart["0"], apart["1"]])}
     chex.assert_trees_all_close(stack, expected, rtol=1e-5, atol=1e-6)
 
 
-SMALL_STATES = {
-    "scale_by_normuon": jm.scale_by_normuon,
-    "int8 momentum": functools.partial(jm.nesterov, accumulator_dtype="int8"),
-    "hyperball": functools.partial(jm.hyperball, 0.1),
-}
+SMALL_STATES = (
+    jm.scale_by_normuon(),
+    jm.nesterov(accumulator_dtype="int8"),
+    jm.hyperball(0.1),
+)
 
 
-@pytest.mark.parametrize("name", SMALL_STATES)
-def test_small_states_leave_boxes(name):
+@pytest.mark.parametrize("tx", SMALL_STATES, ids=["normuon", "int8", "hyperball"])
+def test_small_states_leave_boxes(tx):
     """The axis names of a box would shard the axes of length one of the state."""
-    tx, plain = SMALL_STATES[name](), trees.normal({"w": (6, 9)})
+    plain = trees.normal({"w": (6, 9)})
     boxed = {"w": nn.Partitioned(plain["w"], names=("x", None))}
     (expected,), _, expected_state = trees.run(tx, plain, [plain])
     (updates,), _, state = trees.run(tx, boxed, [boxed])
@@ -96,13 +87,6 @@ def test_small_states_leave_boxes(name):
     chex.assert_trees_all_equal(*map(jax.tree.leaves, (state, expected_state)))
     assert jax.tree.structure(updates) == jax.tree.structure(boxed)
     np.testing.assert_array_equal(updates["w"].value, expected["w"])
-
-
-def test_scale_by_shape():
-    """Rules that no recipe has; those of recipes are in tests/test_recipes.py."""
-    for rule, factor in (("none", 1.0), (lambda m, n: m + n, 20.0)):
-        updates, _ = jm.scale_by_shape(rule).update(jnp.ones((4, 16)), ())
-        np.testing.assert_allclose(updates, factor, rtol=1e-6)
 
 
 SMALLEST = {"equilibrate_rows": 1e-6, "normalize_frobenius": 1e-6, "hyperball": 1e-10}
@@ -132,12 +116,14 @@ def test_rows_beside_very_large_ones_are_equilibrated():
     np.testing.assert_allclose(jnp.diag(updates["w"]), 1e20 / 2**0.5, rtol=1e-5)
 
 
-def test_scale_by_path():
-    """The first pattern that matches counts."""
+def test_rules_that_no_recipe_has():
+    """Of a shape; and for paths, of which the first pattern that matches counts."""
+    for rule, factor in (("none", 1.0), (lambda m, n: m + n, 20.0)):
+        updates, _ = jm.scale_by_shape(rule).update(jnp.ones((4, 16)), ())
+        np.testing.assert_allclose(updates, factor, rtol=1e-6)
     updates = {path: jnp.ones(()) for path in ("a/w", "b/w", "b/v")}
-    (scaled,), *_ = trees.run(
-        jm.scale_by_path({"b/w": 0.5, "b": 3.0}), updates, [updates]
-    )
+    tx = jm.scale_by_path({"b/w": 0.5, "b": 3.0})
+    (scaled,), *_ = trees.run(tx, updates, [updates])
     assert scaled == {"a/w": 1.0, "b/w": 0.5, "b/v": 3.0}
 
 
@@ -158,12 +144,27 @@ def test_pieces_that_see_the_parameters_are_as_wide_as_they(name):
     wide, _ = tx.update({**narrow, "w": jnp.ones((2, 3))}, tx.init(params), params)
     chex.assert_trees_all_equal(updates, wide)
     assert updates["w"].dtype == jnp.float32
+    if name == "nesterov":  # which need not see them
+        updates, state = tx.update(narrow, tx.init(params))
+        assert (updates["w"].dtype, state.mu["w"].dtype) == ("bfloat16", "float32")
 
 
-def test_without_parameters_momentum_keeps_the_dtype_of_the_gradients():
-    tx, grads = jm.nesterov(), jnp.ones(3, jnp.bfloat16)
-    updates, state = tx.update(grads, tx.init(jnp.ones(3)))
-    assert (updates.dtype, state.mu.dtype) == (jnp.bfloat16, jnp.float32)
+def test_matrices_of_stacks_and_windows_come_back_as_they_were():
+    """`view` is (batch, in, out) in C order; axes may be anywhere, and negative."""
+    x = np.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5)
+    rules = {"w": MuonDimensionNumbers((-1, 0), 2)}
+    axes = jm.read({"w": jnp.asarray(x, "float32")}, rules=rules).axes("w")
+    view = axes.view(x)
+    np.testing.assert_array_equal(view, np.einsum("abcd->bdac", x).reshape(3, 10, 4))
+    np.testing.assert_array_equal(axes.undo(view, x.shape), x)
+
+
+def test_single_matrices_of_a_shape_share_a_stack():
+    """And a batch of several is not copied."""
+    batches, taken = trees.normal([(k, 2, 3) for k in (1, 2, 1, 2)]), []
+    doubled = map_stacks(lambda x: taken.append(x.shape) or 2 * x, batches)
+    chex.assert_trees_all_equal(doubled, [2 * x for x in batches])
+    assert taken == 3 * [(2, 2, 3)]
 
 
 # --- hyperball: norms stay, and only directions count ---------------------------------
@@ -179,13 +180,10 @@ def test_norms_stay(dtype, rtol):
     updates, params, _ = trees.run(tx, {"layers/w": start}, noise)
     # Float32 rounds as long as it runs; the last step takes bfloat16's rounding back.
     (end,), (last,) = params.values(), updates[-1].values()
-    before, after = (
-        np.linalg.norm(x.astype("float32"), axis=(1, 2)) for x in (start, end)
-    )
+    start, end, last = (np.asarray(x, np.float32) for x in (start, end, last))
+    before, after = (np.linalg.norm(x, axis=(1, 2)) for x in (start, end))
     np.testing.assert_allclose(after, before, rtol=rtol)
-    np.testing.assert_allclose(
-        *(x.astype("float32") for x in (end - last, end)), rtol=rtol
-    )
+    np.testing.assert_allclose(end - last, end, rtol=rtol)
 
 
 def test_without_a_gradient_a_matrix_stays_on_its_sphere():
@@ -208,31 +206,20 @@ def test_empty_trees_and_none_leaves(factory):
     assert tx.update(params, tx.init(params), params)[0]["b"] is None
 
 
-# --- bad input ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("factory", OF_MATRICES.values(), ids=OF_MATRICES)
-@pytest.mark.parametrize(
-    "leaf",
-    [jnp.zeros(3), jnp.zeros((2, 2), int), jnp.zeros((2, 3, 4))],
-    ids=lambda x: f"{x.dtype}{x.shape}",
-)
-def test_not_one_matrix_is_an_error_that_says_what_to_pass(factory, leaf):
-    with pytest.raises(ValueError, match=r"'block/w' .* expected matrices=jax_muon\.r"):
-        factory().init({"block": {"w": leaf}})
-
-
-def orthogonalized(matrices):
-    return optax.chain(
-        jm.orthogonalize(jm.NewtonSchulz(form="standard"), matrices=matrices),
-        optax.scale_by_learning_rate(lambda count: 0.1 / (1 + count.astype("float32"))),
-    )
+def test_not_one_matrix_is_an_error_that_says_what_to_pass(factory):
+    for leaf in (jnp.zeros(3), jnp.zeros((2, 2), int), jnp.zeros((2, 3, 4))):
+        expected = r"'block/w' .* expected matrices=jax_muon\.r"
+        with pytest.raises(ValueError, match=expected):
+            factory().init({"block": {"w": leaf}})
 
 
 STRICT = {
     **PIECES,
-    "partition": lambda: jm.partition(
-        {"muon": orthogonalized, "adamw": optax.sgd(1.0)}, MATRICES
+    "a recipe": lambda: jm.nanochat(
+        lambda count: 0.1 / (1 + count.astype("float32")),
+        adamw=optax.sgd(1.0),
+        matrices=MATRICES,
     ),
     "bias_correction": lambda: jm.nesterov(bias_correction=True),
     "skip_nonfinite": lambda: jm.skip_nonfinite(PIECES["scale_by_shape"]()),
@@ -243,12 +230,9 @@ STRICT = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", STRICT)
 def test_dtypes_are_stable_and_promoted_by_us_alone(name, dtype):
-    """A state that changed its dtype, or became weakly typed, would be traced anew.
-
-    optax.adamw itself cannot be traced with leaves and strict promotion.
-    """
-    params, grads = drawn(dtype)
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+    """A state that changed its dtype, or became weakly typed, would be traced anew."""
+    params, grads = (trees.normal(SHAPES, seed, dtype) for seed in (0, 1))
+    with jax.numpy_dtype_promotion("strict"):
         tx = STRICT[name]()
         state = jax.eval_shape(tx.init, params)
         updates, new_state = jax.eval_shape(tx.update, grads, state, params)

@@ -1,5 +1,6 @@
 """Whole optimizers: trajectories against NumPy, composition, what optax asks for."""
 
+import contextlib
 import functools
 import inspect
 import re
@@ -15,7 +16,7 @@ from optax.contrib import MuonDimensionNumbers
 import jax_muon as jm
 from jax_muon import recipes
 from tests import oracle, trees
-from tests.reading import reader, toy
+from tests.reading import reader
 from tests.recipes import ON_SPHERES, RECIPES
 
 CHEAP = jnp.tanh  # instead of a polar factor, which is slow to compile
@@ -38,24 +39,19 @@ BY_HAND.pop("teon")
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_matrices_by_hand(rng, x64, name):
+def test_matrices_by_hand(x64, name):
     """Wide, tall, square, a row, a column, and one that starts at zero."""
     on_spheres = name in ON_SPHERES
     lr, momentum, _ = rates = oracle.RATES
     rates = (lambda t: 30 * lr(t), momentum) if on_spheres else rates
     tx = BY_HAND[name](*rates, matrices=reader(), dtype="float64")
-    shapes = [(5, 7), (7, 5), (6, 6), (1, 4), (4, 1)]
-    start = {str(shape): rng.standard_normal(shape) for shape in shapes}
-    start["zero"] = np.zeros((6, 4))
-    # One direction with some noise, so that the matrix gets away from zero.
-    grads = [
-        {
-            k: 3 * np.eye(*w.shape) + rng.standard_normal(w.shape)
-            for k, w in start.items()
-        }
-        for _ in range(8)
-    ]
-    _, params, _ = trees.run(tx, *jax.tree.map(jnp.asarray, (start, grads)))
+    shapes = {"a": (5, 7), "b": (7, 5), "c": (6, 6), "row": (1, 4), "column": (4, 1)}
+    start = trees.normal(shapes, 0, "float64") | {"zero": jnp.zeros((6, 4))}
+    shapes |= {"zero": (6, 4)}
+    noise = [trees.normal(shapes, seed, "float64") for seed in range(1, 9)]
+    # One direction with it, so that the matrix gets away from zero.
+    grads = jax.tree.map(lambda x: 3 * jnp.eye(*x.shape) + x, noise)
+    _, params, _ = trees.run(tx, start, grads)
     for key, w in start.items():
         right, radii = (w.T, 0.0, 0.0, np.linalg.norm(w)), []
         for t, grad in enumerate(grads):
@@ -83,11 +79,8 @@ def test_normuon_lifts_neurons_whose_first_updates_are_small():
 def test_every_recipe_passes_its_arguments_on(name):
     seen = []
 
-    class Polar:
-        """One that counts as False, like an empty container."""
-
-        def __bool__(self):
-            return False
+    class Polar(list):
+        """One that counts as False, as it is empty."""
 
         def __call__(self, x):
             seen.append(x.shape)
@@ -96,7 +89,7 @@ def test_every_recipe_passes_its_arguments_on(name):
     tx = RECIPES[name](
         polar=Polar(),
         momentum_dtype="bfloat16",
-        adamw=optax.sgd(0.5, momentum=0.9),
+        adamw=optax.contrib.prodigy(0.1),
         groups={"embedding": optax.set_to_zero()},
     )
     params = model()
@@ -105,26 +98,9 @@ def test_every_recipe_passes_its_arguments_on(name):
     assert seen
     mu = state.inner_states["muon"].inner_state[0].mu
     assert {x.dtype for x in jax.tree.leaves(mu)} == {jnp.dtype(jnp.bfloat16)}
-    assert optax.tree.get(state.inner_states["adamw"], "trace")["wte"].shape == (16, 6)
+    of_rest = state.inner_states["adamw"].inner_state
+    assert optax.tree.get(of_rest, "exp_avg")["wte"].shape == (16, 6)
     assert "embedding" in state.inner_states
-
-
-OTHERS = {
-    "prodigy": optax.contrib.prodigy(0.1),
-    "injected": optax.inject_hyperparams(optax.adamw)(0.03, weight_decay=0.02),
-}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_the_rest_gets_any_transform_of_optax(other):
-    params, grads, adamw = model(), model(1), OTHERS[other]
-    tx = jm.nanochat(polar=CHEAP, adamw=adamw, matrices=toy)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
-    params, grads = ({k: x[k] for k in ("wte", "norm")} for x in (params, grads))
-    expected, _ = adamw.update(grads, adamw.init(params), params)
-    for key in expected:
-        chex.assert_trees_all_close(updates[key], expected[key], rtol=1e-5)
-    assert jnp.max(jnp.abs(updates["blocks"][0]["q"])) > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -197,30 +173,15 @@ def test_inject_hyperparams(name):
         chex.assert_trees_all_close(updates, expected, rtol=1e-4, atol=1e-6)
 
 
-WITHOUT_MATRICES = [{"b": jnp.ones(3)}, {"w": jnp.ones((0, 4))}, jnp.ones(3), {}]
-
-
-@pytest.mark.filterwarnings("ignore:no parameter is a matrix")
 def test_trees_without_matrices():
-    """As in fine-tuning of a few parameters: AdamW has all of them."""
-    adamw = optax.sgd(0.5)
-    for tx, some in (
-        (jm.nanochat(adamw=adamw), WITHOUT_MATRICES),
-        (jm.nanochat(adamw=adamw, matrices={"*": "adamw"}), [model()]),
-        # One vector, as optax documents it.
-        (optax.flatten(jm.nanochat(adamw=adamw)), [model()]),
-    ):
-        for params in some:
-            updates, _ = tx.update(params, tx.init(params), params)
-            half = jax.tree.map(lambda p: -0.5 * p, params)
-            chex.assert_trees_all_close(updates, half)
-
-
-def test_a_tree_without_a_matrix_is_a_warning_of_init():
-    tx, params = jm.nanochat(), {"bias": jnp.ones(4)}
-    with pytest.warns(UserWarning, match="no parameter is a matrix: all .*adamw"):
-        state = tx.init(params)
-    tx.update(params, state, params)
+    """As in fine-tuning of a few parameters: AdamW has all of them, with a warning."""
+    tx = jm.nanochat(adamw=optax.sgd(0.5))
+    for params in ({"b": jnp.ones(3)}, {"w": jnp.ones((0, 4))}, jnp.ones(3), {}):
+        warns = pytest.warns(UserWarning, match="no parameter is a matrix: all .*adamw")
+        with warns if jax.tree.leaves(params) else contextlib.nullcontext():
+            state = tx.init(params)
+        updates, _ = tx.update(params, state, params)
+        chex.assert_trees_all_close(updates, jax.tree.map(lambda p: -0.5 * p, params))
 
 
 # --- groups and labels ----------------------------------------------------------------
@@ -231,21 +192,17 @@ def test_empty_parameters():
     tx = jm.nanochat(polar=CHEAP, matrices={"w": "muon"})
     updates, _ = tx.update(params, tx.init(params), params)
     chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
-    assert "0 x 3" in str(jm.describe(tx, params))
 
 
 def test_groups_of_the_user_and_one_reading():
     """Two rates for matrices, a frozen bias; the tree is read once a trace."""
-    shapes = {
-        "early": {"kernel": (4, 6), "bias": (6,)},
-        "late": {"kernel": (3, 4, 2, 3), "bias": (3, 2, 3)},
-    }
+    shapes = {"early": (4, 6), "late": (3, 4, 2, 3), "frozen": (6,), "bias": (3,)}
     params, grads, seen = trees.normal(shapes), trees.normal(shapes, 1), []
 
     def read(params):
         seen.append(1)
         by_heads = MuonDimensionNumbers(1, (2, 3))
-        rules = {"early/kernel": "early", "early/bias": "frozen", "late": by_heads}
+        rules = {"early": "early", "frozen": "frozen", "late": by_heads}
         return jm.read(params, rules=rules)
 
     def group(rate):
@@ -256,26 +213,13 @@ def test_groups_of_the_user_and_one_reading():
     groups = {"muon": group(0.5), "early": group(0.25), "adamw": optax.sgd(1.0)}
     tx = jm.partition(groups | {"frozen": optax.set_to_zero()}, read)
     state = jax.jit(tx.init)(params)
-    assert len(seen) == 1
     updates, _ = jax.jit(tx.update)(grads, state, params)
     assert len(seen) == 2
-    norms = [jnp.linalg.norm(updates[k]["kernel"]) for k in ("early", "late")]
+    norms = [jnp.linalg.norm(updates[name]) for name in ("early", "late")]
     # (4, 6), and three of (4, 6).
     np.testing.assert_allclose(norms, [0.25 * 4**0.5, 0.5 * 12**0.5], rtol=1e-5)
-    np.testing.assert_array_equal(updates["early"]["bias"], 0)
-    np.testing.assert_array_equal(updates["late"]["bias"], -grads["late"]["bias"])
-
-
-@pytest.mark.parametrize("number", [np.float16, np.float64, np.asarray])
-def test_numbers_of_numpy_are_numbers(number):
-    params = model()
-    one, two = (
-        jm.nanochat(*map(kind, (0.5, 0.75, 0.25)), beta2=kind(0.5), matrices=toy)
-        for kind in (float, number)
-    )
-    updates = [tx.update(params, tx.init(params), params)[0] for tx in (one, two)]
-    chex.assert_trees_all_equal(*updates)
-    assert jm.muon(steps=np.int32(3), lookahead=np.bool_(True))
+    np.testing.assert_array_equal(updates["frozen"], 0)
+    np.testing.assert_array_equal(updates["bias"], -grads["bias"])
 
 
 @pytest.mark.parametrize("name", ["muon", "nanochat", "normuon", "moonlight"])

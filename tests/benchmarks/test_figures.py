@@ -37,11 +37,10 @@ def test_steps_that_each_recipe_needs():
 
     def losses(optimizer):
         """By length: the last losses of runs with its best settings, by seed."""
-        lines = (RESULTS / f"learning/{optimizer}.jsonl").read_text().splitlines()
         found = {}
+        lines = (RESULTS / f"learning/{optimizer}.jsonl").read_text().splitlines()
         for run in map(json.loads, lines):
-            same = run["settings"] == best[optimizer]["settings"]
-            if same and run["width"] == 128:
+            if (run["settings"], run["width"]) == (best[optimizer]["settings"], 128):
                 by_seed = found.setdefault(run["steps"], {})
                 by_seed[run["seed"]] = run["validation_loss"]
         return {n: [*x.values()] for n, x in sorted(found.items()) if len(x) == 3}
@@ -98,11 +97,7 @@ def spread(losses):
 
 def test_first_rates_for_a_user_of_adamw():
     assert table("first_rates") == {
-        name: [
-            str(task["width"]),
-            f"{task['lr']:.2g}",
-            *map(spread, columns(task)),
-        ]
+        name: [str(task["width"]), f"{task['lr']:.2g}", *map(spread, columns(task))]
         for name, task in tasks().items()
     }
 

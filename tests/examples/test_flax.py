@@ -1,10 +1,10 @@
 """The programs for Flax learn and go on, and their boxes are updated like arrays."""
 
-import functools
 import importlib
 import re
 import sys
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ import jax_muon as jm
 from jax_muon.trees import leaves_with_paths, unbox
 from tests import trees
 from tests.mesh.case import mesh_of
+from tests.reading import reader
 
 
 @pytest.fixture
@@ -34,11 +35,8 @@ def assert_divided(state, data, params=None):
     weights, state = (dict(leaves_with_paths(unbox(x))) for x in (params, state))
     rows = 64 // data
     for name, shard in (("up/kernel", (4, rows, 64)), ("down/kernel", (4, 64, rows))):
-        (momentum,) = (
-            x
-            for p, x in state.items()
-            if p.endswith(f"muon/inner_state/0/mu/blocks/{name}")
-        )
+        end = f"muon/inner_state/0/mu/blocks/{name}"
+        (momentum,) = (x for path, x in state.items() if path.endswith(end))
         for leaf in (weights.get(f"blocks/{name}", momentum), momentum):
             assert leaf.sharding.shard_shape(leaf.shape) == shard
 
@@ -67,30 +65,22 @@ def test_a_program_learns_and_goes_on_from_its_checkpoint(
     assert straight == losses
 
 
-def boxed_in(name, example):
-    """Random parameters in float64, in the boxes of a program."""
-    if name == "train_nnx":
-        params = nnx.state(example.Stack(rngs=nnx.Rngs(0)), nnx.Param)
-    else:
-        params = example.init(jax.random.key(0))
-
-    def drawn(seed):
-        random = np.random.default_rng(seed)
-        return jax.tree.map(lambda x: random.standard_normal(x.shape), params)
-
-    return [drawn(seed) for seed in range(4)]
-
-
 @pytest.mark.parametrize("name", ["train_nnx", "train_linen"])
 def test_boxes_on_a_mesh_are_updated_as_arrays_on_one_device(load, name, x64):
     """To rounding in float64; the momentum is divided as the boxes say."""
     example, mesh = load(name), mesh_of(2, 2, names=("data", "model"))
     rules = {"kernel": MuonDimensionNumbers(-2, -1), "bias": "adamw", "scale": "adamw"}
-    tx = jm.nanochat(
-        dtype="float64", steps=2, matrices=functools.partial(jm.read, rules=rules)
-    )
+    tx = jm.nanochat(dtype="float64", steps=2, matrices=reader(rules))
+    random = np.random.default_rng(0)
     with jax.set_mesh(mesh):
-        start, *grads = boxed_in(name, example)
+        if name == "train_nnx":
+            boxed = nnx.state(example.Stack(rngs=nnx.Rngs(0)), nnx.Param)
+        else:
+            boxed = example.init(jax.random.key(0))
+        start, *grads = (
+            jax.tree.map(lambda x: random.standard_normal(x.shape), boxed)
+            for _ in range(4)
+        )
         divided = getattr(example, "divided", lambda x, _: nnx.get_partition_spec(x))
         on_mesh = jm.on_mesh(tx, mesh, divided(start, mesh))
         start, grads = jax.device_put((start, grads), NamedSharding(mesh, P()))
@@ -99,5 +89,4 @@ def test_boxes_on_a_mesh_are_updated_as_arrays_on_one_device(load, name, x64):
     start, *grads, found = jax.device_get(plain)
     _, expected, _ = trees.run(tx, start, grads)
     assert_divided(state, 2)
-    for path, x in expected.items():
-        np.testing.assert_allclose(found[path], x, rtol=0, atol=1e-10, err_msg=path)
+    chex.assert_trees_all_close(found, expected, rtol=0, atol=1e-10)

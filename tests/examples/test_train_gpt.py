@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -53,14 +54,6 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
 
 def checkpoints(folder: pathlib.Path) -> set[str]:
     return {path.name for path in (folder / "checkpoints").iterdir()}
-
-
-def assert_refused(run: pathlib.Path, message: str, *flags: str):
-    """An error with this message, which leaves all files of a run as they are."""
-    before = contents(run)
-    with pytest.raises(ValueError, match=message):
-        train(run, *flags)
-    assert contents(run) == before
 
 
 def assert_same_run(folder: pathlib.Path, other: pathlib.Path) -> None:
@@ -133,9 +126,8 @@ def test_a_run_goes_on_in_every_layout(finished, tmp_path, interrupt_at, capsys)
         assert (options.sharding, options.devices) == ("zero2", 2)
     folder = train(tmp_path / "run", "--steps=30", *end.split(), "--resume")
     for name in ("loss", "validation_loss"):
-        np.testing.assert_allclose(
-            losses_of(folder, name), losses_of(finished / "whole", name), rtol=5e-6
-        )
+        found, expected = (losses_of(x, name) for x in (folder, finished / "whole"))
+        np.testing.assert_allclose(found, expected, rtol=5e-6)
     assert checkpoints(folder) == {"20", "30"}
 
 
@@ -146,6 +138,26 @@ def test_a_second_interrupt_ends_a_run_at_once(copied, interrupt_at):
     with pytest.raises(SystemExit, match=r"whole: ended at once; --resume goes on"):
         train(copied, "--resume")
     assert contents(copied / "checkpoints" / "20") == before
+
+
+def test_a_killed_run_goes_on_digit_for_digit(finished, tmp_path, examples):
+    """From its last checkpoint, and from the beginning if it had none."""
+    run = tmp_path / "killed"
+    words = [*SMALL, "--steps=30", f"--runs={tmp_path}", "--name=killed"]
+    cache = {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
+    command = [sys.executable, examples / "train_gpt.py", *words]
+    with subprocess.Popen(command, env=os.environ | cache) as process:
+        while process.poll() is None and not (run / "checkpoints" / "20").exists():
+            time.sleep(0.01)
+        process.kill()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 27, "lo')
+    # The settings are those that the run began with.
+    train_gpt.main(["--resume", f"--runs={tmp_path}", "--name=killed"])
+    assert_same_run(run, finished / "whole")
+    shutil.rmtree(run / "checkpoints")
+    train(run, "--resume")
+    assert_same_run(run, finished / "whole")
 
 
 def test_clipped_logits_stay_at_the_threshold(tmp_path):
@@ -163,47 +175,13 @@ def test_clipped_logits_stay_at_the_threshold(tmp_path):
         np.testing.assert_allclose(losses_of(many, name), expected, rtol=1e-3)
 
 
-def test_a_killed_run_goes_on_digit_for_digit(finished, tmp_path, examples):
-    """Killed in another process, some steps after its first checkpoint."""
-    script = """if True:
-        import os, signal, sys, text, train_gpt
-        original = text.Text.batch
-        def batch(self, seed, step, *more):
-            if step == 27:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(self, seed, step, *more)
-        text.Text.batch = batch
-        train_gpt.main(sys.argv[1:])
-    """
-    flags = [*SMALL, "--steps=30", f"--runs={tmp_path}", "--name=killed"]
-    own = {
-        "PYTHONPATH": os.pathsep.join([str(examples), *sys.path]),
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-    }
-    process = subprocess.run(
-        [sys.executable, "-c", script, *flags], env=os.environ | own, check=False
-    )
-    assert process.returncode == -signal.SIGKILL
-    killed, whole = tmp_path / "killed", finished / "whole"
-    assert 10 <= len(runs.read(killed / "metrics.jsonl")) < 30
-    with (killed / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 27, "lo')
-
-    # The settings are those that the run began with.
-    train_gpt.main(["--resume", f"--runs={tmp_path}", "--name=killed"])
-    assert_same_run(killed, whole)
-
-
-def test_a_run_killed_before_its_first_checkpoint_begins_again(finished, copied):
-    shutil.rmtree(copied / "checkpoints")
-    train(copied, "--resume")
-    assert_same_run(copied, finished / "whole")
-
-
 def test_what_is_refused_loses_nothing(copied):
-    assert_refused(copied, "began with width 32, not 64", "--resume", "--width=64")
-    message = "other holds no run to resume; .* has whole"
-    assert_refused(copied, message, "--resume", "--name=other")
+    before = contents(copied)
+    with pytest.raises(ValueError, match="began with width 32, not 64"):
+        train(copied, "--resume", "--width=64")
+    with pytest.raises(ValueError, match="holds no run to resume"):
+        train(copied, "--resume", "--name=other")
+    assert contents(copied) == before
 
 
 def test_optimizers_learn_and_are_drawn_with_their_steps(tmp_path):
@@ -219,22 +197,22 @@ def test_optimizers_learn_and_are_drawn_with_their_steps(tmp_path):
     assert all(record == first[0] for record in first)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("--sharding=zero2 --devices=64", "--devices 64: this process has 8"),
-        ("--sharding=zero2 --devices=3", "expected a multiple of 3"),
-        ("--sharding=hsdp --mesh=3,2 --devices=8", r"3 x 2 for 8 .*; expected .* is 8"),
-        (None, "text.txt cannot be read: No such file"),
-        (b"short", "is too short: 5 characters. A context of 32 needs 330"),
-        (b"\xff" * 999, r"\(999 bytes\) is not text in UTF-8: byte 0 is 0xff"),
-    ],
-)
-def test_devices_and_texts_refused_before_a_run_begins(given, message, tmp_path):
-    path = tmp_path / "text.txt"
-    flags = given.split() if isinstance(given, str) else [f"--data={path}"]
+REFUSED = {  # before a run begins: flags, or the bytes of a text
+    "--devices 64: this process has 8": "--sharding=zero2 --devices=64",
+    "expected a multiple of 3": "--sharding=zero2 --devices=3",
+    r"3 x 2 for 8 .*; expected .* is 8": "--sharding=hsdp --mesh=3,2 --devices=8",
+    "text.txt cannot be read: No such file": None,
+    "is too short: 5 characters. A context of 32 needs 330": b"short",
+    r"\(999 bytes\) is not text in UTF-8: byte 0 is 0xff": b"\xff" * 999,
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_devices_and_texts_that_are_refused(message, tmp_path):
+    path, given = tmp_path / "text.txt", REFUSED[message]
     if isinstance(given, bytes):
         path.write_bytes(given)
+    flags = given.split() if isinstance(given, str) else [f"--data={path}"]
     with pytest.raises(ValueError, match=message):
         train(tmp_path / "run", *flags)
     assert not (tmp_path / "run").exists()

@@ -28,36 +28,27 @@ def test_the_step_of_the_page(keras, rng, as_users_write):
     model = keras.Sequential([keras.Input((6,)), *layers])
     params = {v.path: v.value for v in model.trainable_variables}
     x = rng.standard_normal((32, 6)).astype(np.float32)
-
-    def predict(params, x):
-        values = [params[v.path] for v in model.trainable_variables]
-        return model.stateless_call(values, [], x)[0]
+    y, page = np.sin(x[:, :1]), pages.run("Keras")
 
     def mean_square(y, out):
         return jnp.mean((out - y) ** 2)
 
-    tx = jm.moonlight(0.02, matrices=jm.read(params, predict, x))
-    step = pages.run("Keras")["make_step"](model, tx, mean_square)
-    y, state, losses = np.sin(x[:, :1]), tx.init(params), []
+    matrices = jm.read(params, page["loss_of"](model, mean_square), x, y)
+    tx = jm.moonlight(0.02, matrices=matrices)
+    step, state, losses = page["make_step"](model, tx, mean_square), tx.init(params), []
     for _ in range(20):
-        params, state, loss = step(params, state, x, y)
+        before, (params, state, loss) = params, step(params, state, x, y)
         losses.append(float(loss))
     assert losses[-1] < losses[0] / 4
     for v in model.trainable_variables:
-        v.assign(params[v.path])
-    _, _, loss = step(params, state, x, y)
-    assert mean_square(y, np.asarray(model(x))) == pytest.approx(float(loss), rel=1e-5)
+        v.assign(before[v.path])
+    assert mean_square(y, np.asarray(model(x))) == pytest.approx(losses[-1], rel=1e-5)
 
 
 def test_trajectory(keras):
     """Tall, wide and square matrices, an embedding and a bias, for twenty steps."""
-    shapes = {
-        "tall": (24, 6),
-        "wide": (6, 24),
-        "square": (12, 12),
-        "embedding": (10, 6),
-        "bias": (6,),
-    }
+    shapes = {"tall": (24, 6), "wide": (6, 24), "square": (12, 12)}
+    shapes |= {"embedding": (10, 6), "bias": (6,)}
     rate, decay = 0.02, 0.1
     start, *grads = (trees.normal(shapes, seed) for seed in range(21))
     theirs = {name: keras.Variable(x, name=name) for name, x in start.items()}

@@ -1,7 +1,5 @@
 """Tables of coefficients against published ones and against their definition."""
 
-import re
-
 import numpy as np
 import pytest
 
@@ -29,12 +27,6 @@ PAPER = [
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
     (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
 ]
-# Tables, and (lowest, low, high): singular values in [lowest, 1] end in [low, high].
-BANDS = [
-    (5 * [NEWTON_SCHULZ], (0.01, 0.68, 1.14)),
-    (coefficients.nanochat(5), (0.002, 0.85, 1.15)),
-    (coefficients.polar_express_paper(8), (0.001, 0.9999, 1.0001)),
-]
 
 
 def evaluate(table, x):
@@ -61,13 +53,6 @@ def test_the_papers_table_has_a_margin_in_all_steps_but_the_last():
     assert paper(3) == paper(8)[:3]
 
 
-@pytest.mark.parametrize(("table", "band"), BANDS)
-def test_tables_of_recipes_bring_singular_values_near_one(table, band):
-    lowest, low, high = band
-    x = evaluate(table, np.geomspace(lowest, 1, 10_000))
-    assert low < x.min() and x.max() < high
-
-
 @pytest.mark.parametrize("lower", [1e-6, 1e-3, 0.3, 0.9])
 def test_first_quintic_is_optimal(lower):
     """Equioscillation: |p - 1| has the same maximum at four points, of turning sign."""
@@ -80,25 +65,10 @@ def test_first_quintic_is_optimal(lower):
 
 
 @pytest.mark.parametrize("safety", [0.0, 0.02])
-@pytest.mark.parametrize("lower", [1e-12, 1e-3, 1 - 1e-7, 1.0])
 @pytest.mark.parametrize("cushion", [0.0, 0.02, 1.0])
+@pytest.mark.parametrize("lower", [1e-12, 1e-3, 1 - 1e-7, 1.0])
 def test_long_schedules_converge_where_the_interval_says(lower, cushion, safety):
     table = polar_express_coefficients(60, lower=lower, cushion=cushion, safety=safety)
     x = evaluate(table, np.geomspace(lower, 1, 1000))
     # With safety, the last step undoes a margin of 2 percent by one quintic.
     np.testing.assert_allclose(x, 1, atol=1e-4 if safety else 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        ({"steps": 0}, "steps=0"),
-        ({"lower": 0}, "lower=0; expected a finite number in (0, 1]"),
-        ({"lower": 2.0}, "lower=2.0; expected a finite number in (0, 1]"),
-        ({"cushion": 1.5}, "cushion=1.5; expected a finite number in [0, 1]"),
-        ({"safety": -0.1}, "safety=-0.1; expected a finite number in [0, 1]"),
-    ],
-)
-def test_bad_input(arguments, word):
-    with pytest.raises(ValueError, match=re.escape(word)):
-        polar_express_coefficients(**{"steps": 5} | arguments)

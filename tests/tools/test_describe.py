@@ -10,32 +10,31 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
+from tests import trees
 from tests.mesh.case import AUTO, EXPLICIT, mesh_of
+from tests.recipes import RECIPES, SHAPES
+
+A = {"a": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
 
 
 def test_any_optimizer():
-    params = {"a": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
-    table = str(jm.describe(optax.sgd(0.1, momentum=0.9), params))
+    table = str(jm.describe(optax.sgd(0.1, momentum=0.9), A))
     assert "256 B" in table.splitlines()[1]
-    frozen = jm.nanochat(
-        groups={"frozen": optax.set_to_zero()},
-        matrices={"a": "frozen", "b": "muon"},
-    )
-    both = {**params, "b": params["a"]}
-    assert "frozen" in str(jm.describe(frozen, both)).splitlines()[1]
     tx = jm.nanochat(matrices={"a": "muon"})
-    alone = jm.describe(tx, params).parameters
+    alone = jm.describe(tx, A).parameters
     for around in (
         optax.chain(optax.clip_by_global_norm(1.0), tx),
         optax.inject_hyperparams(jm.nanochat)(matrices={"a": "muon"}),
         jm.skip_nonfinite(tx),
     ):
-        assert jm.describe(around, params).parameters == alone
-    (found,) = jm.describe(optax.MultiSteps(tx, 2), params).parameters
+        assert jm.describe(around, A).parameters == alone
+    (found,) = jm.describe(optax.MultiSteps(tx, 2), A).parameters
     assert found.state_bytes == alone[0].state_bytes + 8 * 8 * 4  # a sum of gradients
     both = jm.nanochat(matrices={"*": "muon"})
-    counted = jm.describe(both, params | {"count": params["a"]}).parameters
+    counted = jm.describe(both, A | {"count": A["a"]}).parameters
     assert counted[1].state_bytes == alone[0].state_bytes  # and no counts of steps
+    joined = jm.describe(RECIPES["teon"](), trees.normal(SHAPES)).parameters
+    assert [x.joined for x in joined] == [2, 2, 1, 1]  # q, q, bias, wte
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
@@ -76,13 +75,12 @@ def test_bytes_on_a_device():
 
 def test_the_rate_of_a_recipes_own_adamw():
     """Of one that no rate was given for, and no other."""
-    matrices, params = {"w": "muon"}, {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
     said = "adamw: the recipe's own, learning rate 0.0003; pass yours as adamw="
-    plan = jm.describe(jm.nanochat(matrices=matrices), params)
-    assert plan.default_rate == 3e-4 and said in str(plan)
-    for adamw in (1e-3, optax.adam(1e-3)):
-        plan = jm.describe(jm.nanochat(adamw=adamw, matrices=matrices), params)
-        assert plan.default_rate is None and "learning rate" not in str(plan)
+    params = A | {"bias": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    for adamw, rate in ((None, 3e-4), (1e-3, None), (optax.adam(1e-3), None)):
+        tx = jm.nanochat(adamw=adamw, matrices={"a": "muon"})
+        plan = jm.describe(tx, params)
+        assert plan.default_rate == rate and (said in str(plan)) == (adamw is None)
 
 
 def test_a_split_is_suggested_once_for_all_blocks():
