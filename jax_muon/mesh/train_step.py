@@ -47,7 +47,6 @@ def make_train_step(
     reduce_dtype: jax.typing.DTypeLike | None = None,
     gather_dtype: jax.typing.DTypeLike | None = None,
     donate: bool = True,
-    compiler_options: Mapping[str, Any] | None = None,
 ) -> "TrainStep":
     """A jitted train step over a batch that is divided between all devices of a mesh.
 
@@ -79,7 +78,6 @@ def make_train_step(
       reduce_dtype: dtype in which gradients are sent; None for the parameters'.
       gather_dtype: dtype in which parameters and updates are sent; None for their own.
       donate: whether parameters and state are updated in place.
-      compiler_options: for XLA; None for `gpu_options` on GPUs, and none elsewhere.
 
     Returns:
       A `TrainStep`.
@@ -101,8 +99,6 @@ def make_train_step(
       >>> float(metrics["loss"])
       1.0
     """
-    if not callable(loss_fn):
-        checks.refuse("loss_fn", loss_fn, "a function of parameters and batch")
     checks.count("microbatches", microbatches)
     checks.float_dtype("reduce_dtype", reduce_dtype)
     checks.float_dtype("gather_dtype", gather_dtype)
@@ -112,17 +108,17 @@ def make_train_step(
     maxima, scanned = (
         (x,) if isinstance(x, str) else tuple(x) for x in (max_aux, scanned)
     )
+    loss = functools.partial(_outputs, loss_fn, has_aux, maxima, weighted)
     specs = PartitionSpec() if specs is None else specs
     divided = divided_axes(mesh.shape)
     layout = Layout(mesh, specs, divided, min_size, axes_of_layers(tx))
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return TrainStep(
-        _Loss(loss_fn, has_aux, maxima, weighted),
+        loss,
         OnMesh(tx, layout, gather_dtype),
         Wire(mesh.axis_names, gather_dtype, reduce_dtype, mesh.size, is_cpu, scanned),
         microbatches,
         donate,
-        compiler_options,
     )
 
 
@@ -136,12 +132,11 @@ class TrainStep:
     over devices and microbatches, or the maximum for entries in `max_aux`.
     """
 
-    _loss: "_Loss"
+    _loss: Callable[..., "_Outputs"]
     _optimizer: OnMesh
     _wire: Wire
     _microbatches: int
     _donate: bool
-    _options: Mapping[str, Any] | None
     _jitted: Any = None
 
     @property
@@ -165,14 +160,7 @@ class TrainStep:
     def __call__(self, params: Any, state: Any, batch: Any) -> Step:
         """One step; see the class."""
         _check_alive(params, state)
-        try:
-            result: Step = self._jit(params)(params, state, batch)
-        except Exception as error:
-            if self._are_swapped(params, state):
-                raise ValueError(
-                    "params and state are swapped; expected step(params, state, batch)"
-                ) from error
-            raise
+        result: Step = self._jit(params)(params, state, batch)
         return result
 
     def lower(self, params: Any, state: Any, batch: Any) -> Any:
@@ -181,22 +169,14 @@ class TrainStep:
 
     def compiler_options(self, params: Any) -> dict[str, Any]:
         """XLA's options for these parameters, or their shapes; see `gpu_options`."""
-        if self._options is not None:
-            return dict(self._options)
-        layout = self._optimizer.layout
-        first = any(map(any, layout.of_leaves(params)[1]))
-        # What `scanned` does not name, a step gathers whole.
-        options = functools.partial(gpu_options, params, layout.mesh, matrices=None)
-        return options(gathers_first=first, scanned=self._wire.scanned)
-
-    def _are_swapped(self, params: Any, state: Any) -> bool:
-        """True if `params` is the optimizer's state for parameters like `state`."""
-        structure: Any = jax.tree.structure
-        try:
-            expected = jax.eval_shape(self._optimizer.tx.init, state)
-        except Exception:
-            return False
-        return structure(params) == structure(expected) != structure(state)
+        layout, scanned = self._optimizer.layout, self._wire.scanned
+        return gpu_options(
+            params,
+            layout.mesh,
+            matrices=None,  # what `scanned` does not name is gathered whole
+            gathers_first=any(map(any, layout.of_leaves(params)[1])),
+            scanned=scanned,
+        )
 
     def _jit(self, params: Any) -> Any:
         """The jitted step, with the compiler's options for its first parameters."""
@@ -209,8 +189,8 @@ class TrainStep:
         return self._jitted
 
     def _step(self, params: Any, state: Any, batch: Any) -> Step:
-        layout, axes = self._optimizer.layout, PartitionSpec(self._wire.axes)
-        mesh = layout.mesh
+        layout, wire = self._optimizer.layout, self._wire
+        mesh, axes = layout.mesh, PartitionSpec(wire.axes)
         number = mesh.size * self._microbatches
         checks.samples(
             "batch",
@@ -223,10 +203,9 @@ class TrainStep:
             batch = jax.reshard(batch, NamedSharding(mesh, axes))
         names, *both = layout.of_leaves(params)
         of_params, of_state = ([dividing(spec, mesh.shape) for spec in x] for x in both)
-        trees.check_patterns_match("scanned", self._wire.scanned, names)
+        trees.check_patterns_match("scanned", wire.scanned, names)
         held = [
-            any(spec)
-            and any(trees.matches(pattern, name) for pattern in self._wire.scanned)
+            any(spec) and any(trees.matches(pattern, name) for pattern in wire.scanned)
             for name, spec in zip(names, of_params, strict=True)
         ]
         # `scan_layers` sums gradients over all devices, sharded like the parameters.
@@ -234,16 +213,20 @@ class TrainStep:
         of_grads = [x if is_held else y for x, y, is_held in rows]
         treedef: Any = jax.tree.structure(params)
         specs, of_grads, held = map(treedef.unflatten, (of_params, of_grads, held))
-        # With check_vma=True, the gradient of a parameter that devices share would be
-        # summed already, loops could not start from constants, and a loss that ends in
-        # a pmean would have a gradient that is too small by the number of devices.
-        grads, maxima, metrics = jax.shard_map(
-            functools.partial(self._gradients, specs, of_grads, held),
-            mesh=mesh,
-            in_specs=(specs, axes),
-            out_specs=(of_grads, PartitionSpec(), PartitionSpec()),
-            check_vma=False,
-        )(params, batch)
+        token = of_step.set(wire)
+        try:
+            # With check_vma=True, the gradient of a parameter that devices share would
+            # be summed already, loops could not start from constants, and a loss that
+            # ends in a pmean would have a gradient too small by the number of devices.
+            grads, maxima, metrics = jax.shard_map(
+                functools.partial(self._gradients, specs, of_grads, held),
+                mesh=mesh,
+                in_specs=(specs, axes),
+                out_specs=(of_grads, PartitionSpec(), PartitionSpec()),
+                check_vma=False,
+            )(params, batch)
+        finally:
+            of_step.reset(token)
         extra = {"value": metrics["loss"], **maxima}
         updates, state = self._optimizer.update(grads, state, params, **extra)
         after = jax.tree.map(
@@ -266,15 +249,18 @@ class TrainStep:
         parts = jax.tree.map(
             lambda x: x.reshape(count, len(x) // count, *x.shape[1:]), batch
         )
+        first = jax.tree.map(lambda x: x[0], parts)
         whole = jax.tree.map(
             lambda x, spec, held: x if held else wire.gather(x, spec),
             *(params, of_params, held),
         )
         if wire.scanned:
-            first = jax.tree.map(lambda x: x[0], parts)
             self._check_scanned(whole, first, of_params, held)
         of_part = functools.partial(self._of_part, held, whole)
-        (total, sums, aux), maxima = _sum_over(of_part, parts, count)
+        if count == 1:
+            (total, sums, aux), maxima = of_part(first)
+        else:
+            (total, sums, aux), maxima = _sum_over(of_part, parts, first)
         # A batch in which nothing counts has no gradient.
         loss, grads = _times(sums, jnp.where(total == 0, 0, 1 / total))
 
@@ -285,7 +271,7 @@ class TrainStep:
         grads = jax.tree.map(scatter, grads, params, of_grads, held)
         maxima = wire.reduce(jax.lax.pmax, maxima)
         metrics = {"loss": jax.lax.pmean(loss, wire.axes)}
-        if self._loss.has_aux:
+        if aux is not None:
             aux = wire.reduce(jax.lax.psum, aux)
             metrics["aux"] = aux | maxima if maxima else aux
         return grads, maxima, metrics
@@ -295,57 +281,46 @@ class TrainStep:
 
         These parts are not divided by the number of devices yet.
         """
-        devices, weighted = jax.lax.axis_size(self._wire.axes), self._loss.weighted
-
-        def objective(params: Any) -> tuple[Any, Any]:
-            loss, weight, aux, maxima = self._traced_loss(params, part)
-            total = jnp.asarray(devices, weight.dtype)
-            if weighted:
-                total = jax.lax.psum(weight, self._wire.axes)
+        loss, pull, (weight, aux, maxima) = jax.vjp(
+            lambda params: self._loss(params, part), params, has_aux=True
+        )
+        devices = jax.lax.axis_size(self._wire.axes)
+        total, mean, share = jnp.asarray(devices, float), wide(loss), 1.0
+        if weight is not None:
             # Collectives in the loss mix the cotangents of devices, so these have to be
             # in the ratio of the weights. They are 1 on average, as float16 needs it.
+            total = jax.lax.psum(weight, self._wire.axes)
             share = weight * devices / jnp.where(total == 0, 1, total)
-            cotangent = share.astype(loss.dtype).astype(share.dtype)
-            rounded_off = jnp.where(cotangent == 0, 1, share / cotangent)
-            mean = jnp.where(weight == 0, 0, wide(loss) * share)
-            return mean, (weight, rounded_off, total, aux, maxima)
-
-        of_both = jax.value_and_grad(objective, has_aux=True, allow_int=True)
-        (loss, (weight, rounded_off, total, aux, maxima)), grads = of_both(params)
+            mean = jnp.where(weight == 0, 0, mean * share)
+        cotangent = jnp.asarray(share, loss.dtype)
+        rounded_off = jnp.where(cotangent == 0, 1, share / wide(cotangent))
+        (grads,) = pull(cotangent)
 
         def counted(g: Any, held: bool) -> Any:
             """This device's part, unless summed already; 0 for a mean of 0 / 0."""
             if g.dtype == jax.dtypes.float0:
                 return jnp.zeros(g.shape)
-            if held or not weighted:
+            if held or weight is None:
                 return wide(g)
             g = _times(wide(g), rounded_off)
             return jnp.where((weight == 0) & jnp.isnan(g), 0, g)
 
-        means = loss, jax.tree.map(counted, grads, held)
+        means = mean, jax.tree.map(counted, grads, held)
         # Not after the sum: booleans and int8 have none.
         aux = jax.tree.map(lambda x: x / (devices * self._microbatches), aux)
         return (total, _times(means, total), aux), maxima
 
-    def _traced_loss(self, params: Any, part: Any) -> Any:
-        """The loss, whose `scan_layers` sends arrays as this step does."""
-        token = of_step.set(self._wire)
-        try:
-            return self._loss(params, part)
-        except Exception as error:
-            if self._wire.scanned:
-                error.add_note(
-                    f"scanned={self._wire.scanned}: loss_fn sees each device's shards "
-                    "of these parameters; expected that it gives them to scan_layers, "
-                    "with the specs of make_train_step"
-                )
-            raise
-        finally:
-            of_step.reset(token)
-
     def _check_scanned(self, params: Any, part: Any, of_params: Any, held: Any) -> None:
         """Refuse a loss that uses a parameter otherwise than `scanned` says."""
-        jaxpr = jax.make_jaxpr(self._traced_loss)(params, part).jaxpr
+        try:
+            jaxpr = jax.make_jaxpr(self._loss)(params, part).jaxpr
+        except Exception as error:
+            error.add_note(
+                f"scanned={self._wire.scanned}: loss_fn sees each device's shards of "
+                "these parameters; expected that it gives them to scan_layers, with "
+                "the specs of make_train_step"
+            )
+            raise
         leaves, specs, held = map(jax.tree.leaves, (params, of_params, held))
         names = [path for path, _ in trees.leaves_with_paths(params)]
         inputs = jaxpr.invars[: len(leaves)]  # the batch comes last
@@ -361,48 +336,47 @@ class TrainStep:
                 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Loss:
-    """A loss function, and what it returns besides the loss; see `make_train_step`."""
+# The loss, and its weight, auxiliary output and maxima: None and {} without such.
+_Outputs = tuple[Any, tuple[Any, Any, dict[str, Any]]]
 
-    function: Callable[..., Any]
-    has_aux: bool = False
-    max_aux: tuple[str, ...] = ()
-    weighted: bool = False
 
-    def __call__(self, params: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
-        """The loss, its weight, the auxiliary output, and entries in `max_aux`."""
-        loss, aux = self.function(params, batch), {}
-        if self.has_aux:
-            loss, aux = _pair("has_aux", loss)
-        loss, weight = _pair("weighted", loss) if self.weighted else (loss, 1.0)
-        entries = aux if isinstance(aux, Mapping) else {}
-        if missing := sorted({*self.max_aux} - {*entries}):
-            raise ValueError(
-                f"max_aux: the auxiliary output of loss_fn has no {missing}; "
-                f"expected a dictionary with them, got entries {[*entries]}"
-            )
-        maxima = {name: entries[name] for name in self.max_aux}
-        if maxima:
-            aux = {name: x for name, x in entries.items() if name not in maxima}
-        loss = jnp.asarray(checks.scalar("the loss of loss_fn", loss, "a real scalar"))
-        if not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise ValueError(
-                f"the loss of loss_fn is {loss.dtype}, which has no gradient; expected "
-                "a real scalar in floating point"
-            )
+def _outputs(
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    max_aux: Sequence[str],
+    weighted: bool,
+    params: Any,
+    batch: Any,
+) -> _Outputs:
+    """What a loss function returns, in one form; see `make_train_step`."""
+    loss, weight, aux = loss_fn(params, batch), None, None
+    if has_aux:
+        loss, aux = _pair("has_aux", loss)
+    if weighted:
+        loss, weight = _pair("weighted", loss)
         weight = checks.scalar("the weight of loss_fn", weight, "a real scalar")
-        weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.result_type(float)))
-        return loss, wide(jnp.where(weight < 0, jnp.nan, weight)), aux, maxima
+        weight = jnp.asarray(weight, float)
+        weight = jax.lax.stop_gradient(jnp.where(weight < 0, jnp.nan, weight))
+    entries = aux if isinstance(aux, Mapping) else {}
+    if missing := sorted({*max_aux} - {*entries}):
+        raise ValueError(
+            f"max_aux: the auxiliary output of loss_fn has no {missing}; "
+            f"expected a dictionary with them, got entries {[*entries]}"
+        )
+    maxima = {name: entries[name] for name in max_aux}
+    if maxima:
+        aux = {name: x for name, x in entries.items() if name not in maxima}
+    expected = "a real scalar in floating point"
+    loss = jnp.asarray(checks.scalar("the loss of loss_fn", loss, expected))
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        checks.refuse("the loss of loss_fn", loss, f"{expected}, which has a gradient")
+    return loss, (weight, aux, maxima)
 
 
 def _sum_over(
-    function: Callable[[Any], tuple[Any, Any]], parts: Any, count: int
+    function: Callable[[Any], tuple[Any, Any]], parts: Any, first: Any
 ) -> tuple[Any, Any]:
     """The sum of a function's first result over parts, and maxima of the other."""
-    first = jax.tree.map(lambda x: x[0], parts)
-    if count == 1:
-        return function(first)
 
     def add(so_far: Any, part: Any) -> tuple[Any, Any]:
         more, maxima = function(part)
