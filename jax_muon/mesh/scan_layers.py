@@ -46,9 +46,6 @@ def scan_layers(
     *,
     axis: AxisName | None = None,
     local_batch: bool = False,
-    keep_gathered: bool = False,
-    reverse: bool = False,
-    unroll: int = 1,
 ) -> Any:
     """`jax.lax.scan(block, carry, layers)` that gathers each layer while another runs.
 
@@ -78,17 +75,14 @@ def scan_layers(
         such as a mask, belongs into `carry`. On Explicit axes it must not use arrays
         other than its arguments. In a shard_map of your own a layer's gradient is
         summed over the mesh axes that divide it, and no others.
-      keep_gathered: keep gathered layers for the backward pass.
-      reverse: as of `jax.lax.scan`.
-      unroll: as of `jax.lax.scan`.
 
     Returns:
       The last carry, and the stacked outputs.
 
     Raises:
-      ValueError: an axis that the mesh lacks; with the path, a leaf that is no array or
-        a scalar, a spec that does not fit, or one that shards the axis of layers over
-        `axis`; arrays without a batch that `local_batch` promises.
+      ValueError: an axis that the mesh lacks; with the path, a leaf that is no array, a
+        spec that does not fit, or one that shards the axis of layers over `axis`;
+        different numbers of layers; arrays without a batch that `local_batch` promises.
 
     Examples:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
@@ -101,25 +95,26 @@ def scan_layers(
     """
     layers = checks.arrays("layers", layers)
     checks.flag("local_batch", local_batch)
-    names = checked_axes("axis", mesh.axis_names if axis is None else axis, mesh)
+    names = checked_axes("axis", axis, mesh)
     manual = {*jax.sharding.get_abstract_mesh().manual_axes} & {*names}
     if manual:
         names, local_batch = tuple(n for n in names if n in manual), False
     treedef: Any
     flat, treedef = jax.tree.flatten(layers)
-    layout = Layout(mesh, specs)
-    is_manual = bool(manual)
+    lengths = {x.shape[:1] for x in flat}
+    if len(lengths) > 1 or () in lengths:
+        expected = "one first axis, of layers, in all arrays"
+        checks.refuse("first axes of layers", sorted(lengths), expected)
+    layout, is_manual = Layout(mesh, specs), bool(manual)
     of_layer, of_grad = _specs_of_layer(layers, layout, names, is_manual, local_batch)
-    loop = functools.partial(jax.lax.scan, reverse=reverse, unroll=unroll)
     is_sharded = local_batch or any(map(any, of_layer))
-    if not is_sharded or not all(map(len, flat)):
-        return loop(block, carry, layers)
-    if len(lengths := {len(x) for x in flat}) > 1:
-        checks.refuse("lengths of layers", sorted(lengths), "one number of layers")
+    if not is_sharded or (0,) in lengths:
+        return jax.lax.scan(block, carry, layers)
     if manual and (step := of_step.get()):
         flat = _marked(flat, of_layer, step)
+    leaves = [*zip(of_layer, of_grad, (x.dtype for x in flat), strict=True)]
     exchange = _collectives if manual or local_batch else _constraints
-    gather_one, *scatters = exchange(mesh, names, of_layer, of_grad)
+    gather_one, *scatters = exchange(mesh, names, leaves)
 
     def gather(shards: list[Any]) -> list[Any]:
         return [*map(gather_one, shards, of_layer)]
@@ -127,15 +122,14 @@ def scan_layers(
     def of_all(scatter: Function) -> Function:
         return lambda layer: [
             None if g is None else scatter(g, *leaf)
-            for g, *leaf in zip(layer, of_layer, of_grad, dtypes, strict=True)
+            for g, leaf in zip(layer, leaves, strict=True)
         ]
 
     def on_devices(function: Function, into: Any, out: Any) -> Function:
-        given = {"mesh": mesh, "axis_names": {*names}, "check_vma": False}
-        mapped: Function = functools.partial(jax.shard_map, **given)
-        return (
-            mapped(function, in_specs=into, out_specs=out) if local_batch else function
-        )
+        if not local_batch:
+            return function
+        mapped: Function = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+        return mapped(function, in_specs=into, out_specs=out, axis_names={*names})
 
     # What the block closes over becomes an argument, so that it gets a gradient.
     program: list[Any] = []
@@ -163,9 +157,7 @@ def scan_layers(
         flat = function(*jax.tree.leaves((carry, layer)))
         return jax.tree.unflatten(jax.tree.structure(results), flat)
 
-    dtypes = [x.dtype for x in flat]
-    stages = [*map(of_all, scatters)]
-    scan = _scan(run, gather, stages, results, loop, reverse, keep_gathered)
+    scan = _scan(run, gather, [*map(of_all, scatters)], results)
     into, out = (whole, batch, of_shards, of_grads), (batch, PartitionSpec(None, names))
     shards = jax.lax.stop_gradient(flat)
     return on_devices(scan, into, out)(closed.consts, carry, shards, flat)
@@ -184,11 +176,6 @@ def _specs_of_layer(
     if not are_shards:
         layout.of_leaves(layers)  # checks that they fit
     for x, (path, spec) in zip(flat, layout.given(layers), strict=True):
-        if not x.ndim:
-            raise ValueError(
-                f"layers at {path!r} is a scalar; expected arrays with a leading axis "
-                "of layers"
-            )
         if {*spec_names(spec[:1])} & {*names}:
             raise ValueError(
                 f"layers at {path!r} with {spec} are divided along the axis of layers; "
@@ -221,7 +208,7 @@ def _marked(
 
 
 def _collectives(
-    mesh: Mesh, names: tuple[str, ...], *specs: Sequence[PartitionSpec]
+    mesh: Mesh, names: tuple[str, ...], leaves: Sequence[Any]
 ) -> tuple[Function, ...]:
     """How a device gathers an array over these mesh axes, and scatters its gradient.
 
@@ -246,16 +233,16 @@ def _collectives(
         over = dataclasses.replace(wire, axes=others(spec, of_grad), parts=1)
         return over.scatter(g, of_grad, dtype)
 
-    if any(map(others, *specs)):
+    if any(others(spec, of_grad) for spec, of_grad, _ in leaves):
         return wire.gather, over_shards, over_replicas
     return wire.gather, over_shards
 
 
 def _constraints(
-    mesh: Mesh, names: tuple[str, ...], *specs: Sequence[PartitionSpec]
+    mesh: Mesh, names: tuple[str, ...], leaves: Sequence[Any]
 ) -> tuple[Function, ...]:
     """The same by sharding constraints, for XLA to carry out."""
-    del specs
+    del leaves
     context = jax.sharding.get_abstract_mesh()
     on = mesh if context.empty else context
     explicit = AxisType.Explicit in mesh.axis_types
@@ -273,20 +260,13 @@ def _constraints(
 
 
 def _scan(
-    run: Function,
-    gather: Function,
-    scatters: Sequence[Function],
-    results: Any,
-    loop: Function,
-    reverse: bool,
-    keep_gathered: bool,
+    run: Function, gather: Function, scatters: Sequence[Function], results: Any
 ) -> Function:
     """A scan over layers, of (consts, carry, shards, divided).
 
     `run` maps (consts, carry, layer) to (carry, ys), with shapes as `results`. The
     shards come again, divided as gradients are to be: by a stage of `scatters` each.
     """
-    following = -1 if reverse else 1
 
     def layer_at(shards: list[Any], i: Any) -> list[Any]:
         i = jnp.clip(i, 0, len(shards[0]) - 1)  # beyond an end, the last one there
@@ -297,28 +277,25 @@ def _scan(
         pull: Any
         outputs, pull = jax.vjp(run, *args)
         pull.args_res[0] = None  # the backward pass has these again
-        if not keep_gathered:
-            pull.args_res[2] = None
+        pull.args_res[2] = None
         return outputs, pull
 
     def forward(run_layer: Function, *args: Any) -> Any:
         consts, carry, shards, _ = args
-        numbers = np.arange(len(shards[0]))
 
         def step(state: Any, i: Any) -> Any:
             carry, layer = state
-            ahead = layer_at(shards, i + following)
+            ahead = layer_at(shards, i + 1)
             (carry, ys), saved = run_layer(consts, carry, layer)
             return (carry, ahead), (ys, saved)
 
-        start = carry, layer_at(shards, numbers[::following][0])
-        (carry, last), (ys, saved) = loop(step, start, numbers)
+        start, numbers = (carry, layer_at(shards, 0)), np.arange(len(shards[0]))
+        (carry, last), (ys, saved) = jax.lax.scan(step, start, numbers)
         return (carry, ys), (saved, last, args)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         saved, last, (consts, _, shards, divided) = residuals
         d_carry, d_ys = _reals(cotangents)
-        numbers = np.arange(len(shards[0]))
 
         def put(d_shards: list[Any], d_layer: list[Any], i: Any) -> list[Any]:
             into = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
@@ -331,12 +308,9 @@ def _scan(
             i, pull, d_ys = inputs
             *waiting, done = (f(x) for f, x in zip(scatters, waiting, strict=True))
             # Zeros, in the first turns, are overwritten later.
-            d_shards = put(d_shards, done, i + len(scatters) * following)
-            before = layer
-            if not keep_gathered:
-                before = layer_at(shards, i - following)
-                pull.args_res[2] = layer
-            pull.args_res[0] = consts
+            d_shards = put(d_shards, done, i + len(scatters))
+            before = layer_at(shards, i - 1)
+            pull.args_res[0], pull.args_res[2] = consts, layer
             d_consts, d_carry, d_layer = _reals(pull(_all((d_carry, d_ys), results)))
             total = jax.tree.map(jnp.add, total, d_consts)
             return (d_carry, total, before, [d_layer, *waiting], d_shards), None
@@ -349,14 +323,15 @@ def _scan(
             shapes = jax.eval_shape(scatter, waiting[-1])
             waiting.append(jax.tree.map(jnp.zeros_like, shapes))
         start = d_carry, total, last, waiting, d_shards
-        (d_carry, d_consts, _, waiting, d_shards), _ = loop(
-            step, start, (numbers, saved, d_ys), reverse=not reverse
+        inputs = np.arange(len(shards[0])), saved, d_ys
+        (d_carry, d_consts, _, waiting, d_shards), _ = jax.lax.scan(
+            step, start, inputs, reverse=True
         )
         for late in reversed(range(len(scatters))):
             done = waiting[late]
             for scatter in scatters[late:]:
                 done = scatter(done)
-            d_shards = put(d_shards, done, numbers[::following][0] + late * following)
+            d_shards = put(d_shards, done, late)
         return d_consts, d_carry, None, d_shards
 
     scan = jax.custom_vjp(

@@ -76,7 +76,7 @@ def gpu_options(
       >>> jm.gpu_options({"mlp": jnp.ones((64, 256))}, mesh, matrices=None)
       {}
     """
-    names = specs.checked_axes("axis", mesh.axis_names if axis is None else axis, mesh)
+    names = specs.checked_axes("axis", axis, mesh)
     params = checks.arrays("params", params)
     patterns = (scanned,) if isinstance(scanned, str) else tuple(scanned)
     leaves = trees.leaves_with_paths(params)

@@ -108,8 +108,11 @@ def verify(
     start = jax.tree.map(lambda x: (x * _SIZE_OF_PARAMS).astype(x.dtype), whole)
     runs = [(start, grads), (whole, [jax.tree.map(np.zeros_like, whole)])]
     layout, dtype = on_mesh.layout, on_mesh.gather_dtype
-    shard = functools.partial(NamedSharding, layout.mesh)
-    shardings = jax.tree.map(shard, layout.of_tree(params)[0])
+    of_params = layout.of_leaves(params)[1]
+    shardings = jax.tree.unflatten(
+        jax.tree.structure(params),
+        [NamedSharding(layout.mesh, spec) for spec in of_params],
+    )
     rounding = 0.0 if dtype is None else float(jnp.finfo(dtype).eps) / 2
     return compare(on_mesh.tx, tx, runs, shardings, rounding=rounding, **extra_args)
 

@@ -50,7 +50,7 @@ def ends_in_pmean(params, x):
 # --- scans over layers, as models write them ------------------------------------------
 
 
-def stack(params, x, scan, body=layer, *, around=lambda f: f, keys=None, **given):
+def stack(params, x, scan, body=layer, *, around=lambda f: f, keys=None):
     """What layers make of x, in a scan with outputs whose body closes over a scale."""
     layers = params["layers"] | ({} if keys is None else {"keys": keys})
 
@@ -61,7 +61,7 @@ def stack(params, x, scan, body=layer, *, around=lambda f: f, keys=None, **given
             y *= jax.random.bernoulli(weights["keys"], 0.9, y.shape[1:])
         return (y, count + 1), (jnp.mean(y**2), count)
 
-    run = around(lambda start, layers: scan(step, start, layers, **given))
+    run = around(lambda start, layers: scan(step, start, layers))
     (y, _), (means, counts) = run((x, jnp.zeros((), int)), layers)
     weights = 1 + jnp.arange(means.size).reshape(means.shape) / 4
     assert counts.shape == means.shape
@@ -70,10 +70,6 @@ def stack(params, x, scan, body=layer, *, around=lambda f: f, keys=None, **given
 
 def plain(params, x, scan=jax.lax.scan):
     return stack(params, x, scan)
-
-
-def in_reverse(params, x, scan=jax.lax.scan):
-    return stack(params, x, scan, reverse=True, unroll=3)
 
 
 def with_keys(params, x, scan=jax.lax.scan):
@@ -131,4 +127,4 @@ def of_effects(params, x, scan=jax.lax.scan):
     return stack(params, x, scan, body)
 
 
-STACKS = [plain, in_reverse, with_keys, of_all_kinds, of_effects]
+STACKS = [plain, with_keys, of_all_kinds, of_effects]
