@@ -93,26 +93,23 @@ def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
     Not over mesh axes of one device, nor where the user says so by `on_replicas`.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    several = {name for name in mesh.manual_axes if mesh.shape[name] > 1}
-    if _trusted.get() or not several:
-        return
+    several = [name for name in mesh.manual_axes if mesh.shape[name] > 1]
+    manual = [] if _trusted.get() else several
     # A device's index differs between devices; without check_vma its type is like any.
-    is_tracked = _varying(jax.lax.axis_index(min(several)))
-    for path, leaf in flat:
-        if not is_tracked:
-            raise ValueError(
-                f"{what}: parameter {path!r} is inside jax.pmap, or shard_map with "
-                "check_vma=False, where JAX does not track what differs between "
-                "devices; expected the optimizer within jax_muon.on_replicas(tx), if "
-                "every device has whole parameters and the same gradients, or the "
-                "update outside, on global arrays, or in shard_map with check_vma=True"
-            )
-        if differing := sorted(_varying(leaf) & several):
+    if manual and flat and not _varying(jax.lax.axis_index(manual[0])):
+        raise ValueError(
+            f"{what} is inside jax.pmap, or shard_map with check_vma=False, where JAX "
+            "does not track what differs between devices; expected it within "
+            "jax_muon.on_replicas(tx), if all have whole parameters and the same "
+            "gradients; or the update outside, or in shard_map with check_vma=True"
+        )
+    for path, leaf in flat if manual else ():
+        if differing := sorted(_varying(leaf) & {*manual}):
             raise ValueError(
                 f"{what}: parameter {path!r} differs between the devices of the mesh "
                 f"axis {differing}, inside shard_map, and would be treated block by "
-                "block; expected the update of jax_muon.on_mesh(tx, mesh) outside of "
-                "it, on gradients that it returns, as in jax_muon.make_train_step"
+                "block; expected jax_muon.on_mesh(tx, mesh) outside of it, on the "
+                "gradients that it returns, as in jax_muon.make_train_step"
             )
 
 
@@ -129,15 +126,13 @@ def mesh_of_types(flat: Sequence[tuple[str, Any]]) -> Any:
     check_same_everywhere("orthogonalize", flat)
     if jax.sharding.get_abstract_mesh().manual_axes:
         return None
-    meshes = [(path, jax.typeof(x).sharding.mesh) for path, x in flat]
-    for path, mesh in meshes:
+    for path, leaf in flat:
+        mesh = jax.typeof(leaf).sharding.mesh
         if AxisType.Auto in mesh.axis_types and mesh.size > 1:
             raise ValueError(
                 f"parameter {path!r} is on a mesh {dict(mesh.shape)} with Auto axes, "
                 "where types show no sharding; expected the optimizer within "
-                "jax_muon.on_mesh(tx, mesh, specs), with None for parameters that are "
-                "replicated, or else specs such as jax.tree.map(lambda p: p.sharding, "
-                "params); or a mesh with Explicit axes"
+                "jax_muon.on_mesh(tx, mesh, specs), with specs such as jax.tree.map("
+                "lambda p: p.sharding, params), or none for replicated parameters"
             )
-    explicit = (m for _, m in meshes if AxisType.Explicit in m.axis_types)
-    return next(explicit, None)
+    return next((jax.typeof(x).sharding.mesh for _, x in flat if is_explicit(x)), None)
