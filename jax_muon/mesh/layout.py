@@ -59,9 +59,8 @@ class Layout:
 
     def check_concrete(self, tree: Any) -> None:
         """Raise a ValueError for arrays sharded on Auto axes without specs."""
-        if self.specs is not None or AxisType.Auto not in self.mesh.axis_types:
-            return
-        for path, leaf in trees.leaves_with_paths(tree):
+        checked = self.specs is None and AxisType.Auto in self.mesh.axis_types
+        for path, leaf in trees.leaves_with_paths(tree) if checked else ():
             sharding = own_sharding(leaf)
             if sharding and any(dividing(sharding.spec, sharding.mesh.shape)):
                 raise ValueError(

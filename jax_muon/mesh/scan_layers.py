@@ -51,30 +51,27 @@ def scan_layers(
 
     For models in plain jit, and in `make_train_step` for parameters that its `scanned`
     names. The backward pass gathers layers again and scatters each layer's gradient
-    while the next one is computed. Put `jax.checkpoint` around `block`: without it
-    copies of a layer in another dtype would be kept, too. It has reverse-mode
-    derivatives only.
+    while the next one is computed. Put `jax.checkpoint` around `block`, or copies of a
+    layer in another dtype are kept. It has reverse-mode derivatives only.
 
     Args:
       block: `block(carry, layer)` returns the next carry and an output, as for a scan.
       carry: the carry of the first layer.
       layers: a tree of arrays (layers, ...): weights, and whatever else differs between
-        layers, such as keys. They are sent in their dtype, or in that of
-        `make_train_step`.
+        layers, such as keys.
       mesh: the mesh that `layers` are sharded over.
       specs: how `layers` are sharded: see `on_mesh`. None: as their types say, which on
         Auto axes and in shard_map means replicated, so that nothing is gathered.
       axis: mesh axes over which layers are gathered, and which divide the batch; None
-        for all. With other axes in the mesh, such as "tp", over which a layer stays
-        sharded, name the FSDP axes.
+        for all. Over others, such as "tp", a layer stays sharded.
       local_batch: whether `block` gets each device's part of the batch by itself, as in
         a shard_map of your own and in `make_train_step`. Then a layer's gradient is
         sent in one collective, which on 64 devices and more saves most of the waiting.
         `axis` has to divide the first axis of every array in `carry` and in the outputs
         of `block`, which must treat samples independently: what varies with the sample,
-        such as a mask, belongs into `carry`. On Explicit axes it must not use arrays
-        other than its arguments. In a shard_map of your own a layer's gradient is
-        summed over the mesh axes that divide it, and no others.
+        such as a mask, belongs into `carry`. On Explicit axes it must not use other
+        arrays. In a shard_map of your own a layer's gradient is summed over the mesh
+        axes that divide it, and no others.
 
     Returns:
       The last carry, and the stacked outputs.
@@ -114,16 +111,14 @@ def scan_layers(
         flat = _marked(flat, of_layer, step)
     leaves = [*zip(of_layer, of_grad, (x.dtype for x in flat), strict=True)]
     exchange = _collectives if manual or local_batch else _constraints
-    gather_one, *scatters = exchange(mesh, names, leaves)
 
-    def gather(shards: list[Any]) -> list[Any]:
-        return [*map(gather_one, shards, of_layer)]
-
-    def of_all(scatter: Function) -> Function:
+    def of_all(function: Function) -> Function:
         return lambda layer: [
-            None if g is None else scatter(g, *leaf)
-            for g, leaf in zip(layer, leaves, strict=True)
+            None if x is None else function(x, *leaf)
+            for x, leaf in zip(layer, leaves, strict=True)
         ]
+
+    gather, *scatters = map(of_all, exchange(mesh, names, leaves))
 
     def on_devices(function: Function, into: Any, out: Any) -> Function:
         if not local_batch:
@@ -157,7 +152,7 @@ def scan_layers(
         flat = function(*jax.tree.leaves((carry, layer)))
         return jax.tree.unflatten(jax.tree.structure(results), flat)
 
-    scan = _scan(run, gather, [*map(of_all, scatters)], results)
+    scan = _scan(run, gather, scatters, results)
     into, out = (whole, batch, of_shards, of_grads), (batch, PartitionSpec(None, names))
     shards = jax.lax.stop_gradient(flat)
     return on_devices(scan, into, out)(closed.consts, carry, shards, flat)
@@ -219,13 +214,15 @@ def _collectives(
     is_cpu, step = mesh.devices.flat[0].platform == "cpu", of_step.get()
     wire = step or Wire(names, sum_wide=is_cpu)
 
+    def gather(x: Any, spec: PartitionSpec, *_: Any) -> Any:
+        return wire.gather(x, spec)
+
     def others(spec: PartitionSpec, of_grad: PartitionSpec) -> tuple[str, ...]:
         axes = wire.axes if step and any(spec) else spec_names(only(of_grad, names))
         several = divided_axes(mesh.shape)
         return tuple(n for n in axes if n in several and n not in spec_names(spec))
 
-    def over_shards(g: Any, spec: Any, of_grad: Any, dtype: Any) -> Any:
-        del of_grad
+    def over_shards(g: Any, spec: Any, _: Any, dtype: Any) -> Any:
         axes = spec_names(only(spec, names))
         return dataclasses.replace(wire, axes=axes).scatter(g, spec, dtype)
 
@@ -233,27 +230,24 @@ def _collectives(
         over = dataclasses.replace(wire, axes=others(spec, of_grad), parts=1)
         return over.scatter(g, of_grad, dtype)
 
-    if any(others(spec, of_grad) for spec, of_grad, _ in leaves):
-        return wire.gather, over_shards, over_replicas
-    return wire.gather, over_shards
+    repeated = any(others(spec, of_grad) for spec, of_grad, _ in leaves)
+    return gather, over_shards, *([over_replicas] if repeated else [])
 
 
 def _constraints(
-    mesh: Mesh, names: tuple[str, ...], leaves: Sequence[Any]
+    mesh: Mesh, names: tuple[str, ...], _: Sequence[Any]
 ) -> tuple[Function, ...]:
     """The same by sharding constraints, for XLA to carry out."""
-    del leaves
     context = jax.sharding.get_abstract_mesh()
     on = mesh if context.empty else context
     explicit = AxisType.Explicit in mesh.axis_types
     place = jax.reshard if explicit else jax.lax.with_sharding_constraint
     others = set(mesh.axis_names) - set(names)
 
-    def gather(x: Any, spec: PartitionSpec) -> Any:
+    def gather(x: Any, spec: PartitionSpec, *_: Any) -> Any:
         return place(x, NamedSharding(on, only(spec, others))) if any(spec) else x
 
-    def scatter(g: Any, spec: Any, of_grad: Any, dtype: Any) -> Any:
-        del dtype
+    def scatter(g: Any, spec: Any, of_grad: Any, _: Any) -> Any:
         return place(g, NamedSharding(on, of_grad)) if any(spec) else g
 
     return gather, scatter

@@ -13,7 +13,7 @@ backend. A mesh with other axes, as for tensor parallelism, needs no such step.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -53,22 +53,21 @@ def make_train_step(
     Gradients and state are divided between all devices (ZeRO-2, arXiv 1910.02054).
 
     Args:
-      loss_fn: `loss_fn(params, batch)` returns the mean loss of the batch it is given,
-        or the mean over all devices, if it calls collectives over axes of the mesh. It
-        sees whole parameters, but for those in `scanned`. Integers and booleans among
-        them stay as they are.
-      tx: an optimizer, such as a recipe. The step puts it on the mesh. Its update gets
-        the loss as `value`, which `optax.contrib.reduce_on_plateau` asks for.
+      loss_fn: `loss_fn(params, batch)` returns the mean loss of its device's batch, or
+        of all, if it calls collectives over axes of the mesh. Integers and booleans
+        among the parameters stay as they are.
+      tx: an optimizer, such as a recipe. Its update gets the loss as `value`, which
+        `optax.contrib.reduce_on_plateau` asks for.
       mesh: a mesh of Auto or of Explicit axes, all of which divide the batch.
       specs: see `on_mesh`. None: replicated, also on Explicit axes.
-      scanned: patterns of the paths of sharded parameters that loss_fn gives to
-        `scan_layers`, with these specs, and uses for nothing else. It sees this
-        device's shards of them, and may cast, slice and reshape these.
+      scanned: patterns of the paths of sharded parameters of which loss_fn sees each
+        device's shards, to give them to `scan_layers` with these specs. It may cast,
+        slice and reshape them, and use them for nothing else.
       min_size: leaves of fewer elements are sharded as `specs` says and no further.
       has_aux: whether loss_fn returns a pair of the loss and a tree of arrays.
       max_aux: names of entries of the auxiliary output, a dictionary, whose maximum
-        over devices and microbatches counts instead of the mean. `tx` gets them as
-        extra arguments of these names: "max_logits" for `clip_qk`.
+        counts instead of the mean. `tx` gets them as extra arguments of these names:
+        "max_logits" for `clip_qk`.
       weighted: whether the loss is a pair of the mean and its weight, such as the
         number of unmasked tokens. A mean of weight 0 does not count, even if it is NaN,
         unless loss_fn takes that NaN to other devices, by collectives or `scan_layers`:
@@ -149,9 +148,8 @@ class TrainStep:
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract(params))
         placed = jax.device_put(params, shardings[0])
         # A copy, since the first step donates its arguments: device_put may alias.
-        copy = jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=shardings)
-        copied: tuple[Any, Any] = copy((placed, self._optimizer.init(placed)))
-        return copied
+        copy = jax.jit(lambda *x: jax.tree.map(jnp.copy, x), out_shardings=shardings)
+        return cast(Any, copy(placed, self._optimizer.init(placed)))
 
     def abstract(self, params: optax.Params) -> tuple[Any, Any]:
         """Shapes and shardings of parameters and state, to restore them into."""
@@ -160,8 +158,7 @@ class TrainStep:
     def __call__(self, params: Any, state: Any, batch: Any) -> Step:
         """One step; see the class."""
         _check_alive(params, state)
-        result: Step = self._jit(params)(params, state, batch)
-        return result
+        return cast(Step, self._jit(params)(params, state, batch))
 
     def lower(self, params: Any, state: Any, batch: Any) -> Any:
         """The step lowered for these arguments, or their shapes with shardings."""
@@ -170,13 +167,10 @@ class TrainStep:
     def compiler_options(self, params: Any) -> dict[str, Any]:
         """XLA's options for these parameters, or their shapes; see `gpu_options`."""
         layout, scanned = self._optimizer.layout, self._wire.scanned
-        return gpu_options(
-            params,
-            layout.mesh,
-            matrices=None,  # what `scanned` does not name is gathered whole
-            gathers_first=any(map(any, layout.of_leaves(params)[1])),
-            scanned=scanned,
-        )
+        # What `scanned` does not name is gathered whole.
+        given: Any = {"matrices": None, "scanned": scanned}
+        first = any(map(any, layout.of_leaves(params)[1]))
+        return gpu_options(params, layout.mesh, gathers_first=first, **given)
 
     def _jit(self, params: Any) -> Any:
         """The jitted step, with the compiler's options for its first parameters."""
@@ -192,13 +186,11 @@ class TrainStep:
         layout, wire = self._optimizer.layout, self._wire
         mesh, axes = layout.mesh, PartitionSpec(wire.axes)
         number = mesh.size * self._microbatches
-        checks.samples(
-            "batch",
-            batch,
-            number,
-            f"arrays whose leading axis is a multiple of {number}, the devices "
-            f"({mesh.size}) times the microbatches ({self._microbatches})",
+        whose = (
+            f"the devices ({mesh.size}) times the microbatches ({self._microbatches})"
         )
+        expected = f"arrays whose leading axis is a multiple of {number}, {whose}"
+        checks.samples("batch", batch, number, expected)
         if AxisType.Explicit in mesh.axis_types:
             batch = jax.reshard(batch, NamedSharding(mesh, axes))
         names, *both = layout.of_leaves(params)
@@ -257,10 +249,9 @@ class TrainStep:
         if wire.scanned:
             self._check_scanned(whole, first, of_params, held)
         of_part = functools.partial(self._of_part, held, whole)
-        if count == 1:
-            (total, sums, aux), maxima = of_part(first)
-        else:
-            (total, sums, aux), maxima = _sum_over(of_part, parts, first)
+        (total, sums, aux), maxima = (
+            of_part(first) if count == 1 else _sum_over(of_part, parts, first)
+        )
         # A batch in which nothing counts has no gradient.
         loss, grads = _times(sums, jnp.where(total == 0, 0, 1 / total))
 
@@ -358,11 +349,9 @@ def _outputs(
         weight = jnp.asarray(weight, float)
         weight = jax.lax.stop_gradient(jnp.where(weight < 0, jnp.nan, weight))
     entries = aux if isinstance(aux, Mapping) else {}
-    if missing := sorted({*max_aux} - {*entries}):
-        raise ValueError(
-            f"max_aux: the auxiliary output of loss_fn has no {missing}; "
-            f"expected a dictionary with them, got entries {[*entries]}"
-        )
+    if not {*max_aux} <= {*entries}:
+        expected = f"entries of the auxiliary output, which has {[*entries]}"
+        checks.refuse("max_aux", max_aux, expected)
     maxima = {name: entries[name] for name in max_aux}
     if maxima:
         aux = {name: x for name, x in entries.items() if name not in maxima}
