@@ -64,10 +64,9 @@ def test_gradients_of_stacks(alone, where, x64):
             given, fn = {"weighted": True}, lambda p, b: (loss(p, b), 3.0)
         step = case.sgd_step(fn, *sizes, specs=specs, scanned=["layers"], **given)
         found = case.gradients(step, *args)
-        if alone != losses.of_effects:  # without a checkpoint it keeps sines of layers
-            assert not has_whole_layers(step, args[1])
-            whole = case.sgd_step(alone, *sizes, specs=specs)
-            assert has_whole_layers(whole, args[1])
+        assert not has_whole_layers(step, args[1])
+        whole = case.sgd_step(alone, *sizes, specs=specs)
+        assert has_whole_layers(whole, args[1])
     case.assert_gradients(found, alone, args)
 
 
