@@ -21,7 +21,6 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jax_muon.joins import Joined, joined_matrices
 from jax_muon.matrices import Matrices
-from jax_muon.mesh.collectives import Collective
 from jax_muon.mesh.plan import SHARED_PRODUCTS, STEPS, Member, Pool, transfers
 from jax_muon.specs import Sizes, devices_over, divided_axes, entry_names
 
@@ -215,11 +214,11 @@ def cost(pools: Sequence[Pool], sizes: Sizes) -> float:
     busy = sum((pool.load(sizes) for pool in pools), start=np.zeros(()))
     shared = sum(pool.counts[0] for pool in pools if pool.team > 1)
     starts = shared * STEPS * SHARED_PRODUCTS * _SECONDS_TO_START
-    sent = sum(map(_seconds, transfers(pools, sizes)))
+    sent = sum(  # over the slower one of two networks
+        max(
+            x.bytes_between_hosts(DEVICES_PER_HOST) / _BETWEEN_HOSTS,
+            x.sent_bytes / _WITHIN_HOSTS,
+        )
+        for x in transfers(pools, sizes)
+    )
     return float(busy.max()) / _FLOPS + starts + sent
-
-
-def _seconds(transfer: Collective) -> float:
-    """Time to send it, as the planner counts: the slower one of two networks."""
-    between = transfer.bytes_between_hosts(DEVICES_PER_HOST) / _BETWEEN_HOSTS
-    return max(between, transfer.sent_bytes / _WITHIN_HOSTS)

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_muon import checks, traced_facts, trees
 from jax_muon.array_types import arrays_and_others
+from jax_muon.mesh.on_mesh import OnMesh
 from jax_muon.tables import aligned, shape_text
 from jax_muon.tools.describe import sharding_text
 
@@ -95,8 +96,8 @@ def verify(
       >>> jm.verify(tx, shapes).ok
       True
     """
-    on_mesh = getattr(tx, "on_mesh", None)
-    if on_mesh is None:
+    on_mesh = getattr(getattr(tx, "update", None), "__self__", None)
+    if not isinstance(on_mesh, OnMesh):
         expected = "what on_mesh returns, with on_mesh around all other transforms"
         checks.refuse("tx", tx, expected)
     params = checks.arrays("params", params)
