@@ -102,13 +102,22 @@ def scan_layers(
     if len(lengths) > 1 or () in lengths:
         expected = "one first axis, of layers, in all arrays"
         checks.refuse("first axes of layers", sorted(lengths), expected)
-    layout, is_manual = Layout(mesh, specs), bool(manual)
-    of_layer, of_grad = _specs_of_layer(layers, layout, names, is_manual, local_batch)
+    layout = Layout(mesh, specs)
+    if not manual:  # shards are smaller than what the specs are of
+        layout.of_leaves(layers)  # checks that they fit
+    of_layer, of_grad = _specs_of_layer(layers, layout, names, local_batch)
     is_sharded = local_batch or any(map(any, of_layer))
     if not is_sharded or (0,) in lengths:
         return jax.lax.scan(block, carry, layers)
     if manual and (step := of_step.get()):
-        flat = _marked(flat, of_layer, step)
+        if not step.scanned:
+            raise ValueError(
+                "scan_layers in the loss of make_train_step got whole parameters; "
+                "expected make_train_step(scanned=[...]), with patterns of the paths "
+                "of those that it is to gather"
+            )
+        pairs = zip(flat, of_layer, strict=True)
+        flat = [jaxprs.marked(x, mark(spec)) if any(spec) else x for x, spec in pairs]
     leaves = [*zip(of_layer, of_grad, (x.dtype for x in flat), strict=True)]
     exchange = _collectives if manual or local_batch else _constraints
 
@@ -159,17 +168,14 @@ def scan_layers(
 
 
 def _specs_of_layer(
-    layers: Any, layout: Layout, names: tuple[str, ...], are_shards: bool, divide: bool
+    layers: Any, layout: Layout, names: tuple[str, ...], divide: bool
 ) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
     """How each leaf of one layer is sharded over these mesh axes, and its gradient.
 
-    With `divide` they divide gradients further. Layers that are one device's shards
-    are smaller than what the specs are of.
+    With `divide` they divide gradients further.
     """
     sizes, of_layer, of_grad = layout.mesh.shape, [], []
     flat = jax.tree.leaves(layers)
-    if not are_shards:
-        layout.of_leaves(layers)  # checks that they fit
     for x, (path, spec) in zip(flat, layout.given(layers), strict=True):
         if {*spec_names(spec[:1])} & {*names}:
             raise ValueError(
@@ -184,22 +190,8 @@ def _specs_of_layer(
 
 
 def mark(spec: PartitionSpec) -> str:
-    """The name that marks layers gathered by a step's loss, in its program."""
+    """The name that marks layers which a step's loss gathers, for the step's check."""
     return f"scan_layers over {spec_names(spec)}"
-
-
-def _marked(
-    flat: Sequence[Any], specs: Sequence[PartitionSpec], step: Wire
-) -> list[Any]:
-    """Shards, marked for the check of `make_train_step`."""
-    if not step.scanned:
-        raise ValueError(
-            "scan_layers in the loss of make_train_step got whole parameters; expected "
-            "make_train_step(scanned=[...]), with patterns of the paths of those that "
-            "it is to gather"
-        )
-    pairs = zip(flat, specs, strict=True)
-    return [jaxprs.marked(x, mark(spec)) if any(spec) else x for x, spec in pairs]
 
 
 def _collectives(

@@ -380,10 +380,10 @@ def _sum_over(
 def _pair(flag: str, output: Any) -> Any:
     """The output of loss_fn, if it is the pair that a flag promises."""
     if not isinstance(output, (tuple, list)) or len(output) != 2:
-        pairs = {"weighted": "(loss, weight)", "has_aux": "(loss, auxiliary output)"}
         raise ValueError(
-            f"{flag}=True, and loss_fn returned {output!r}; expected {pairs[flag]}, or "
-            "with both flags ((loss, weight), auxiliary output)"
+            f"{flag}=True, and loss_fn returned {output!r}; expected (loss, weight) if "
+            "weighted, (loss, auxiliary output) if has_aux, or ((loss, weight), "
+            "auxiliary output) if both"
         )
     return output
 

@@ -61,7 +61,7 @@ REFUSED = [
     (step, {"x": {"y": np.ones(())}}, "shape (); .* a multiple of 8, the"),
     (step, {"x": np.ones((4, 3))}, "batch has shape .*(4) .* (2)"),
     # --- what a loss returns ---
-    (step, AUX, "has_aux=True, and .*; expected (loss, aux"),
+    (step, AUX, "has_aux=True, and .*; expected .*(loss, aux"),
     (step, {"out": (0.0, 1.0, 2.0)} | WEIGHTED, "weighted=True, .*; expected (loss, w"),
     (step, {"out": (0.0, {})}, "the loss of loss_fn=.*; expected a real scalar"),
     (step, {"out": np.ones(3, "float32")}, "is float32 of shape (3,); expected"),
