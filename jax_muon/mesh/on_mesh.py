@@ -101,7 +101,7 @@ class OnMesh:
         self._jitted_update = jax.jit(self._update)
 
     def transform(self) -> optax.GradientTransformationExtraArgs:
-        """As one optax transform, of whose methods `verify` finds it again."""
+        """As one optax transform; its methods lead `verify` back to this."""
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
     def init(self, params: optax.Params) -> Any:

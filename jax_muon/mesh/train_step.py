@@ -312,11 +312,10 @@ class TrainStep:
                 "the specs of make_train_step"
             )
             raise
-        leaves, specs, held = map(jax.tree.leaves, (params, of_params, held))
         names = [path for path, _ in trees.leaves_with_paths(params)]
-        inputs = jaxpr.invars[: len(leaves)]  # the batch comes last
-        rows = zip(inputs, names, specs, held, strict=True)
-        for variable, path, spec, is_held in rows:
+        specs, held = map(jax.tree.leaves, (of_params, held))
+        rows = zip(names, specs, held, jaxpr.invars, strict=False)  # the batch's last
+        for path, spec, is_held, variable in rows:
             found, is_result = jaxprs.uses(jaxpr, {variable})
             if is_held and (found != [mark(spec)] or any(is_result)):
                 raise ValueError(
