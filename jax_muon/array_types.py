@@ -98,20 +98,18 @@ def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
     # A device's index differs between devices; without check_vma its type is like any.
     if manual and flat and not _varying(jax.lax.axis_index(manual[0])):
         raise ValueError(
-            f"{what}: parameter {flat[0][0]!r} and others are inside jax.pmap, or "
-            f"shard_map with check_vma=False, over {manual}, where JAX does not track "
-            "whether they differ between devices; if every device has whole parameters "
-            "and the same gradients, as after jax.lax.pmean, expected the optimizer "
-            "within jax_muon.on_replicas(tx); otherwise the update outside, on global "
-            "arrays, or in shard_map with check_vma=True"
+            f"{what} is inside jax.pmap, or shard_map with check_vma=False, where JAX "
+            "does not track what differs between devices; expected it within "
+            "jax_muon.on_replicas(tx), if all have whole parameters and the same "
+            "gradients; or the update outside, or in shard_map with check_vma=True"
         )
     for path, leaf in flat if manual else ():
         if differing := sorted(_varying(leaf) & {*manual}):
             raise ValueError(
                 f"{what}: parameter {path!r} differs between the devices of the mesh "
                 f"axis {differing}, inside shard_map, and would be treated block by "
-                "block; expected the update of jax_muon.on_mesh(tx, mesh) outside of "
-                "it, on gradients that it returns, as in jax_muon.make_train_step"
+                "block; expected jax_muon.on_mesh(tx, mesh) outside of it, on the "
+                "gradients that it returns, as in jax_muon.make_train_step"
             )
 
 
@@ -125,17 +123,16 @@ def mesh_of_types(flat: Sequence[tuple[str, Any]]) -> Any:
 
     Raises a ValueError for an array whose type does not show how it is sharded.
     """
-    manual = jax.sharding.get_abstract_mesh().manual_axes
     check_same_everywhere("orthogonalize", flat)
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return None
     for path, leaf in flat:
         mesh = jax.typeof(leaf).sharding.mesh
-        if AxisType.Auto in mesh.axis_types and mesh.size > 1 and not manual:
+        if AxisType.Auto in mesh.axis_types and mesh.size > 1:
             raise ValueError(
-                f"parameter {path!r} and others are on a mesh {dict(mesh.shape)} with "
-                "Auto axes, where types show no sharding; expected the optimizer "
-                "within jax_muon.on_mesh(tx, mesh, specs), where specs are, say, "
-                "jax.tree.map(lambda p: p.sharding, params), or none for parameters "
-                "that are replicated; or a mesh with Explicit axes"
+                f"parameter {path!r} is on a mesh {dict(mesh.shape)} with Auto axes, "
+                "where types show no sharding; expected the optimizer within "
+                "jax_muon.on_mesh(tx, mesh, specs), with specs such as jax.tree.map("
+                "lambda p: p.sharding, params), or none for replicated parameters"
             )
-    meshes = (jax.typeof(x).sharding.mesh for _, x in flat if is_explicit(x))
-    return None if manual else next(meshes, None)
+    return next((jax.typeof(x).sharding.mesh for _, x in flat if is_explicit(x)), None)

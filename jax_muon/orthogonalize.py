@@ -87,13 +87,13 @@ def orthogonalize(
 
         sizes = dict(mesh.shape)
         specs = [dividing(jax.typeof(x).sharding.spec, sizes) for x in leaves]
-        specs, joined, shards = owners.local_matrices(
+        specs, joined, pools = owners.local_matrices(
             parameters, names, leaves, specs, mesh
         )
         # Sorted, since all processes have to build one program.
         labels = sorted({parameter.label for parameter in parameters.values()})
-        pools = owners.make_pools(
-            shards,
+        pools = owners.with_owners(
+            pools,
             sizes,
             small=small,
             team=team,

@@ -4,7 +4,8 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from jax.sharding import Mesh, PartitionSpec
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks
 
@@ -14,9 +15,10 @@ Sizes = Mapping[str, int]  # of mesh axes, by name
 
 
 def checked_axes(name: str, axis: Any, mesh: Mesh) -> tuple[str, ...]:
-    """One or several axes of a mesh as a tuple, each once."""
+    """One or several axes of a mesh as a tuple, each once; all of them for None."""
     checks.kind("mesh", mesh, Mesh, "a jax.sharding.Mesh")
     names = (axis,) if isinstance(axis, str) else axis
+    names = mesh.axis_names if names is None else names
     if (
         not isinstance(names, (tuple, list))
         or not {*names} <= {*mesh.axis_names}
@@ -30,24 +32,17 @@ def full_rank(
     spec: PartitionSpec, path: str, shape: tuple[int, ...], mesh: Mesh
 ) -> PartitionSpec:
     """The spec with an entry for each axis; a ValueError if it does not fit."""
-    names, sizes = spec_names(spec), mesh.shape
-    if len(spec) > len(shape):
-        problem = f"at most {len(shape)} entries"
-    elif len({*names}) < len(names):
-        problem = "a mesh axis twice"
-    elif any(name not in sizes for name in names):
-        problem = "no such mesh axis"
-    else:
-        pairs = zip(shape, spec, strict=False)
-        uneven = [n for n, entry in pairs if n % devices_over(entry, sizes)]
-        problem = f"its axis of {uneven[0]} is not divided evenly" if uneven else ""
-    if problem:
+    try:
+        sharding = NamedSharding(mesh, spec)
+        jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)
+        sharding.shard_shape(shape)
+    except Exception as error:  # its type differs
         name = f"parameter {path!r}" if path else "the parameter"  # of a bare array
         raise ValueError(
-            f"{name} of shape {shape} with {spec}: {problem}; expected None, or axes "
-            f"of the mesh {dict(sizes)} that divide the array evenly, such as "
+            f"{name} of shape {shape} with {spec}: {error}; expected None, or axes of "
+            f"the mesh {dict(mesh.shape)} that divide the array evenly, such as "
             "specs=jax_muon.divided_specs(params, mesh, axes)"
-        )
+        ) from None
     return PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))
 
 

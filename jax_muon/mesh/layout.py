@@ -33,12 +33,6 @@ class Layout:
     min_size: int = 1024
     layers: Callable[[Any], AxesOfLayers] = lambda tree: {}
 
-    def of_tree(self, tree: Any) -> tuple[Any, Any]:
-        """PartitionSpecs of parameters, and of their gradients and state."""
-        treedef: Any = jax.tree.structure(tree)
-        _, of_params, of_state = self.of_leaves(tree)
-        return treedef.unflatten(of_params), treedef.unflatten(of_state)
-
     def of_leaves(
         self, tree: Any
     ) -> tuple[list[str], list[PartitionSpec], list[PartitionSpec]]:
@@ -58,16 +52,15 @@ class Layout:
         """Paths, and specs of parameters as the user wrote them."""
         leaves = trees.leaves_with_paths(tree)
         if self.specs is None:
-            return [(path, _spec_of_type(leaf)) for path, leaf in leaves]
+            return [(path, jax.typeof(x).sharding.spec) for path, x in leaves]
         specs = self.specs(tree) if trees.is_function(self.specs) else self.specs
         by_path = dict(trees.leaves_with_paths(specs, is_leaf=lambda x: x is None))
         return [(path, _spec_at(by_path, path)) for path, _ in leaves]
 
     def check_concrete(self, tree: Any) -> None:
         """Raise a ValueError for arrays sharded on Auto axes without specs."""
-        if self.specs is not None or AxisType.Auto not in self.mesh.axis_types:
-            return
-        for path, leaf in trees.leaves_with_paths(tree):
+        checked = self.specs is None and AxisType.Auto in self.mesh.axis_types
+        for path, leaf in trees.leaves_with_paths(tree) if checked else ():
             sharding = own_sharding(leaf)
             if sharding and any(dividing(sharding.spec, sharding.mesh.shape)):
                 raise ValueError(
@@ -108,11 +101,12 @@ def divided_specs(
       >>> tuple(specs["up"]), tuple(specs["scale"])
       (('data', None), (None,))
     """
-    names = checked_axes("axes", mesh.axis_names if axes is None else axes, mesh)
+    names = checked_axes("axes", axes, mesh)
     params = checks.arrays("params", params)
     layers = functools.partial(read_layers, matrices)
     layout = Layout(mesh, PartitionSpec(), names, min_size, layers)
-    return layout.of_tree(params)[1]
+    treedef: Any = jax.tree.structure(params)
+    return treedef.unflatten(layout.of_leaves(params)[2])
 
 
 def read_layers(matrices: Reader, params: Any) -> AxesOfLayers:
@@ -136,14 +130,6 @@ def axes_of_layers(tx: optax.GradientTransformation) -> Callable[[Any], AxesOfLa
         return of_shapes(treedef, tuple(shapes))
 
     return of_tree
-
-
-def _spec_of_type(leaf: Any) -> PartitionSpec:
-    """The spec that a leaf's type shows, or, for a shape, its sharding."""
-    sharding = own_sharding(leaf)
-    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
-        return PartitionSpec()
-    return sharding.spec
 
 
 def _spec_at(by_path: Mapping[str, Any], path: str) -> PartitionSpec:

@@ -80,12 +80,6 @@ def on_mesh(
     return OnMesh(tx, layout, gather_dtype).transform()
 
 
-class MeshTransformation(optax.GradientTransformationExtraArgs):
-    """An optax transform that runs an `OnMesh`; `verify` reads its layout there."""
-
-    on_mesh: "OnMesh | None" = None
-
-
 class OnMesh:
     """An optimizer and its layout."""
 
@@ -106,11 +100,9 @@ class OnMesh:
         self._jitted_init = jax.jit(self._init)
         self._jitted_update = jax.jit(self._update)
 
-    def transform(self) -> MeshTransformation:
-        """As one optax transform."""
-        transform = MeshTransformation(self.init, self.update)
-        transform.on_mesh = self
-        return transform
+    def transform(self) -> optax.GradientTransformationExtraArgs:
+        """As one optax transform; its methods lead `verify` back to this."""
+        return optax.GradientTransformationExtraArgs(self.init, self.update)
 
     def init(self, params: optax.Params) -> Any:
         """State of these parameters, sharded further than they are."""

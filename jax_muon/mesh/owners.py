@@ -13,7 +13,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jax_muon.joins import Joined, joined_matrices
 from jax_muon.matrices import Matrices
-from jax_muon.mesh.collectives import Collective
-from jax_muon.mesh.plan import SHARED_PRODUCTS, STEPS, Member, Pool, Shard, transfers
+from jax_muon.mesh.plan import SHARED_PRODUCTS, STEPS, Member, Pool, transfers
 from jax_muon.specs import Sizes, devices_over, divided_axes, entry_names
 
 # The planner's rates, in round figures for an H100: FLOP/s of products, bytes/s between
@@ -40,8 +39,8 @@ def local_matrices(
     arrays: Sequence[Any],
     specs: Sequence[PartitionSpec],
     mesh: AbstractMesh,
-) -> tuple[list[PartitionSpec], list[Joined], list[Shard]]:
-    """Specs of the leaves, the joined matrices of each device, and their shards.
+) -> tuple[list[PartitionSpec], list[Joined], list[Pool]]:
+    """Specs of the leaves, the joined matrices of each device, and pools of them.
 
     Joined leaves are sharded like the first of them. Scanned layers stay sharded if
     each device has whole joins; otherwise their axis is not sharded.
@@ -68,33 +67,46 @@ def local_matrices(
         for shape, spec in zip(shapes, specs, strict=True)
     ]
     on_shards = joined_matrices(matrices, names, local)
-
-    def shard(x: Joined) -> Shard:
+    shards = []
+    for x in on_shards:
         leaf = x.leaves[0]
-        axes, spec = all_axes[leaf], specs[leaf]
-        fan_in, fan_out = axes.fan(local[leaf])
-        return Shard(
-            (x.batch, x.size * fan_in, fan_out),
-            arrays[leaf].dtype,
-            *(
-                _mesh_axes(spec, side, mesh.shape)
-                for side in (axes.batch, axes.reduction, axes.output)
-            ),
+        axes, (fan_in, fan_out) = all_axes[leaf], all_axes[leaf].fan(local[leaf])
+        over = (
+            {name for axis in side for name in entry_names(specs[leaf][axis])}
+            for side in (axes.batch, axes.reduction, axes.output)
         )
-
-    return specs, on_shards, [shard(x) for x in on_shards]
-
-
-def _mesh_axes(
-    spec: PartitionSpec, axes: tuple[int, ...], sizes: Sizes
-) -> tuple[str, ...]:
-    """Mesh axes that shard these axes of a leaf; any order of them would do."""
-    names = {name for axis in axes for name in entry_names(spec[axis])}
-    return tuple(name for name in divided_axes(sizes) if name in names)
+        shape = x.batch, x.size * fan_in, fan_out
+        shards.append((shape, arrays[leaf].dtype, *over))
+    return specs, on_shards, pools_of(shards, mesh.shape)
 
 
-def make_pools(
-    shards: Sequence[Shard],
+def pools_of(shards: Iterable[tuple[Any, ...]], sizes: Sizes) -> list[Pool]:
+    """Pools of all matrices, without owners, the largest first.
+
+    A row for each batch of matrices (in, out): the shape (batch, rows, columns) of a
+    device's shard, its dtype, and the mesh axes over the batch, the rows and columns.
+    """
+    members: dict[Pool, list[Member]] = {}
+    for index, ((batch, *lengths), dtype, *over) in enumerate(shards):
+        several = divided_axes(sizes)
+        # Any order of the axes would do.
+        batch_axes, *axes = (tuple(n for n in several if n in x) for x in over)
+        sides = [
+            (length * devices_over(names, sizes), names, length)
+            for length, names in zip(lengths, axes, strict=True)
+        ]
+        (m, short, rows), (n, long, columns) = sorted(sides)
+        replicas = tuple(x for x in several if x not in batch_axes + short + long)
+        all_axes = batch_axes, short, long, replicas
+        pool = Pool((), (m, n), (rows, columns), dtype, *all_axes)
+        transposed = sides[0] > sides[1]
+        members.setdefault(pool, []).append(Member(index, batch, transposed))
+    pools = [dataclasses.replace(x, members=tuple(y)) for x, y in members.items()]
+    return sorted(pools, key=lambda pool: (pool.flops, pool.shape), reverse=True)
+
+
+def with_owners(
+    pools: Sequence[Pool],
     sizes: Sizes,
     *,
     small: int = 0,
@@ -102,13 +114,13 @@ def make_pools(
     team: int = 1,
     shared_dtype: Callable[[int, int, Any], Any] | None = None,
 ) -> list[Pool]:
-    """Pools of matrices, and owners so that the busiest device has the least to do.
+    """Give matrices owners, so that the busiest device has the least to do.
 
     The largest matrices come first. The planner tries to share no pool, the largest,
     the two largest, and so on, and takes the cheapest plan.
 
     Args:
-      shards: one device's shard of each batch of matrices.
+      pools: of `pools_of`.
       sizes: of the mesh axes.
       small: see `orthogonalize`.
       start: the owner that comes first among equally busy ones, modulo their number,
@@ -116,7 +128,7 @@ def make_pools(
       team: see `orthogonalize`.
       shared_dtype: the method of a `NewtonSchulz`; None if none is shared.
     """
-    pools = _pools_without_owners(shards, sizes)
+    pools = [*pools]
     plans = [_with_owners(pools, sizes, small, start)]
     for index, pool in enumerate(pools):
         dtype = shared_dtype and shared_dtype(*pool.shape, pool.dtype)
@@ -125,32 +137,6 @@ def make_pools(
             pools[index] = dataclasses.replace(pool, team=size, shared_dtype=dtype)
             plans.append(_with_owners(pools, sizes, small, start))
     return min(plans, key=lambda plan: cost(plan, sizes))
-
-
-def _pools_without_owners(shards: Sequence[Shard], sizes: Sizes) -> list[Pool]:
-    """Pools of all matrices, the largest first."""
-    by_shape: dict[Any, list[Member]] = {}
-    for index, shard in enumerate(shards):
-        batch, *lengths = shard.shape
-        sides = [
-            (length * devices_over(axes, sizes), axes, length)
-            for length, axes in zip(
-                lengths, (shard.row_axes, shard.column_axes), strict=True
-            )
-        ]
-        short, long = sorted(sides)
-        member = Member(index, batch, transposed=short is sides[1])
-        key = (short, long, shard.dtype, shard.batch_axes)
-        by_shape.setdefault(key, []).append(member)
-    pools = []
-    for (short, long, dtype, batch), members in by_shape.items():
-        (m, short_axes, rows), (n, long_axes, columns) = short, long
-        axes = batch, short_axes, long_axes
-        used = set(itertools.chain(*axes))
-        replicas = tuple(name for name in divided_axes(sizes) if name not in used)
-        shapes = (m, n), (rows, columns)
-        pools.append(Pool(tuple(members), *shapes, dtype, *axes, replicas))
-    return sorted(pools, key=lambda pool: (pool.flops, pool.shape), reverse=True)
 
 
 def _team_size(pool: Pool, sizes: Sizes, most: int) -> int:
@@ -228,11 +214,11 @@ def cost(pools: Sequence[Pool], sizes: Sizes) -> float:
     busy = sum((pool.load(sizes) for pool in pools), start=np.zeros(()))
     shared = sum(pool.counts[0] for pool in pools if pool.team > 1)
     starts = shared * STEPS * SHARED_PRODUCTS * _SECONDS_TO_START
-    sent = sum(map(_seconds, transfers(pools, sizes)))
+    sent = sum(  # over the slower one of two networks
+        max(
+            x.bytes_between_hosts(DEVICES_PER_HOST) / _BETWEEN_HOSTS,
+            x.sent_bytes / _WITHIN_HOSTS,
+        )
+        for x in transfers(pools, sizes)
+    )
     return float(busy.max()) / _FLOPS + starts + sent
-
-
-def _seconds(transfer: Collective) -> float:
-    """Time to send it, as the planner counts: the slower one of two networks."""
-    between = transfer.bytes_between_hosts(DEVICES_PER_HOST) / _BETWEEN_HOSTS
-    return max(between, transfer.sent_bytes / _WITHIN_HOSTS)

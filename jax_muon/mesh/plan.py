@@ -30,18 +30,6 @@ _ROUNDS = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
-    """One device's shard (batch, rows, columns) of a batch of matrices (in, out)."""
-
-    shape: tuple[int, int, int]
-    dtype: Any
-    # Mesh axes that divide the batch, the rows and the columns.
-    batch_axes: tuple[str, ...] = ()
-    row_axes: tuple[str, ...] = ()
-    column_axes: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
 class Member:
     """A batch (count, in, out) of a pool: its index, and whether it is transposed."""
 

@@ -46,49 +46,40 @@ def scan_layers(
     *,
     axis: AxisName | None = None,
     local_batch: bool = False,
-    keep_gathered: bool = False,
-    reverse: bool = False,
-    unroll: int = 1,
 ) -> Any:
     """`jax.lax.scan(block, carry, layers)` that gathers each layer while another runs.
 
     For models in plain jit, and in `make_train_step` for parameters that its `scanned`
     names. The backward pass gathers layers again and scatters each layer's gradient
-    while the next one is computed. Put `jax.checkpoint` around `block`: without it
-    copies of a layer in another dtype would be kept, too. It has reverse-mode
-    derivatives only.
+    while the next one is computed. Put `jax.checkpoint` around `block`, or copies of a
+    layer in another dtype are kept. It has reverse-mode derivatives only.
 
     Args:
       block: `block(carry, layer)` returns the next carry and an output, as for a scan.
       carry: the carry of the first layer.
       layers: a tree of arrays (layers, ...): weights, and whatever else differs between
-        layers, such as keys. They are sent in their dtype, or in that of
-        `make_train_step`.
+        layers, such as keys.
       mesh: the mesh that `layers` are sharded over.
       specs: how `layers` are sharded: see `on_mesh`. None: as their types say, which on
         Auto axes and in shard_map means replicated, so that nothing is gathered.
       axis: mesh axes over which layers are gathered, and which divide the batch; None
-        for all. With other axes in the mesh, such as "tp", over which a layer stays
-        sharded, name the FSDP axes.
+        for all. Over others, such as "tp", a layer stays sharded.
       local_batch: whether `block` gets each device's part of the batch by itself, as in
         a shard_map of your own and in `make_train_step`. Then a layer's gradient is
         sent in one collective, which on 64 devices and more saves most of the waiting.
         `axis` has to divide the first axis of every array in `carry` and in the outputs
         of `block`, which must treat samples independently: what varies with the sample,
-        such as a mask, belongs into `carry`. On Explicit axes it must not use arrays
-        other than its arguments. In a shard_map of your own a layer's gradient is
-        summed over the mesh axes that divide it, and no others.
-      keep_gathered: keep gathered layers for the backward pass.
-      reverse: as of `jax.lax.scan`.
-      unroll: as of `jax.lax.scan`.
+        such as a mask, belongs into `carry`. On Explicit axes it must not use other
+        arrays. In a shard_map of your own a layer's gradient is summed over the mesh
+        axes that divide it, and no others.
 
     Returns:
       The last carry, and the stacked outputs.
 
     Raises:
-      ValueError: an axis that the mesh lacks; with the path, a leaf that is no array or
-        a scalar, a spec that does not fit, or one that shards the axis of layers over
-        `axis`; arrays without a batch that `local_batch` promises.
+      ValueError: an axis that the mesh lacks; with the path, a leaf that is no array, a
+        spec that does not fit, or one that shards the axis of layers over `axis`;
+        different numbers of layers; arrays without a batch that `local_batch` promises.
 
     Examples:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
@@ -100,41 +91,48 @@ def scan_layers(
       8.0
     """
     layers = checks.arrays("layers", layers)
-    names = checked_axes("axis", mesh.axis_names if axis is None else axis, mesh)
+    names = checked_axes("axis", axis, mesh)
     manual = {*jax.sharding.get_abstract_mesh().manual_axes} & {*names}
     if manual:
         names, local_batch = tuple(n for n in names if n in manual), False
     treedef: Any
     flat, treedef = jax.tree.flatten(layers)
+    lengths = {x.shape[:1] for x in flat}
+    if len(lengths) > 1 or () in lengths:
+        expected = "one first axis, of layers, in all arrays"
+        checks.refuse("first axes of layers", sorted(lengths), expected)
     layout = Layout(mesh, specs)
-    is_manual = bool(manual)
-    of_layer, of_grad = _specs_of_layer(layers, layout, names, is_manual, local_batch)
-    loop = functools.partial(jax.lax.scan, reverse=reverse, unroll=unroll)
+    if not manual:  # shards are smaller than what the specs are of
+        layout.of_leaves(layers)  # checks that they fit
+    of_layer, of_grad = _specs_of_layer(layers, layout, names, local_batch)
     is_sharded = local_batch or any(map(any, of_layer))
-    if not is_sharded or not all(map(len, flat)):
-        return loop(block, carry, layers)
-    if len(lengths := {len(x) for x in flat}) > 1:
-        checks.refuse("lengths of layers", sorted(lengths), "one number of layers")
+    if not is_sharded or (0,) in lengths:
+        return jax.lax.scan(block, carry, layers)
     if manual and (step := of_step.get()):
-        flat = _marked(flat, of_layer, step)
+        if not step.scanned:
+            raise ValueError(
+                "scan_layers in the loss of make_train_step got whole parameters; "
+                "expected make_train_step(scanned=[...]), with patterns of the paths "
+                "of those that it is to gather"
+            )
+        pairs = zip(flat, of_layer, strict=True)
+        flat = [jaxprs.marked(x, mark(spec)) if any(spec) else x for x, spec in pairs]
+    leaves = [*zip(of_layer, of_grad, (x.dtype for x in flat), strict=True)]
     exchange = _collectives if manual or local_batch else _constraints
-    gather_one, *scatters = exchange(mesh, names, of_layer, of_grad)
 
-    def gather(shards: list[Any]) -> list[Any]:
-        return [*map(gather_one, shards, of_layer)]
-
-    def of_all(scatter: Function) -> Function:
+    def of_all(function: Function) -> Function:
         return lambda layer: [
-            None if g is None else scatter(g, *leaf)
-            for g, *leaf in zip(layer, of_layer, of_grad, dtypes, strict=True)
+            None if x is None else function(x, *leaf)
+            for x, leaf in zip(layer, leaves, strict=True)
         ]
 
+    gather, *scatters = map(of_all, exchange(mesh, names, leaves))
+
     def on_devices(function: Function, into: Any, out: Any) -> Function:
-        given = {"mesh": mesh, "axis_names": {*names}, "check_vma": False}
-        mapped: Function = functools.partial(jax.shard_map, **given)
-        return (
-            mapped(function, in_specs=into, out_specs=out) if local_batch else function
-        )
+        if not local_batch:
+            return function
+        mapped: Function = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+        return mapped(function, in_specs=into, out_specs=out, axis_names={*names})
 
     # What the block closes over becomes an argument, so that it gets a gradient.
     program: list[Any] = []
@@ -162,32 +160,22 @@ def scan_layers(
         flat = function(*jax.tree.leaves((carry, layer)))
         return jax.tree.unflatten(jax.tree.structure(results), flat)
 
-    dtypes = [x.dtype for x in flat]
-    stages = [*map(of_all, scatters)]
-    scan = _scan(run, gather, stages, results, loop, reverse, keep_gathered)
+    scan = _scan(run, gather, scatters, results)
     into, out = (whole, batch, of_shards, of_grads), (batch, PartitionSpec(None, names))
     shards = jax.lax.stop_gradient(flat)
     return on_devices(scan, into, out)(closed.consts, carry, shards, flat)
 
 
 def _specs_of_layer(
-    layers: Any, layout: Layout, names: tuple[str, ...], are_shards: bool, divide: bool
+    layers: Any, layout: Layout, names: tuple[str, ...], divide: bool
 ) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
     """How each leaf of one layer is sharded over these mesh axes, and its gradient.
 
-    With `divide` they divide gradients further. Layers that are one device's shards
-    are smaller than what the specs are of.
+    With `divide` they divide gradients further.
     """
     sizes, of_layer, of_grad = layout.mesh.shape, [], []
     flat = jax.tree.leaves(layers)
-    if not are_shards:
-        layout.of_leaves(layers)  # checks that they fit
     for x, (path, spec) in zip(flat, layout.given(layers), strict=True):
-        if not x.ndim:
-            raise ValueError(
-                f"layers at {path!r} is a scalar; expected arrays with a leading axis "
-                "of layers"
-            )
         if {*spec_names(spec[:1])} & {*names}:
             raise ValueError(
                 f"layers at {path!r} with {spec} are divided along the axis of layers; "
@@ -201,26 +189,12 @@ def _specs_of_layer(
 
 
 def mark(spec: PartitionSpec) -> str:
-    """The name that marks layers gathered by a step's loss, in its program."""
+    """The name that marks layers which a step's loss gathers, for the step's check."""
     return f"scan_layers over {spec_names(spec)}"
 
 
-def _marked(
-    flat: Sequence[Any], specs: Sequence[PartitionSpec], step: Wire
-) -> list[Any]:
-    """Shards, marked for the check of `make_train_step`."""
-    if not step.scanned:
-        raise ValueError(
-            "scan_layers in the loss of make_train_step got whole parameters; expected "
-            "make_train_step(scanned=[...]), with patterns of the paths of those that "
-            "it is to gather"
-        )
-    pairs = zip(flat, specs, strict=True)
-    return [jaxprs.marked(x, mark(spec)) if any(spec) else x for x, spec in pairs]
-
-
 def _collectives(
-    mesh: Mesh, names: tuple[str, ...], *specs: Sequence[PartitionSpec]
+    mesh: Mesh, names: tuple[str, ...], leaves: Sequence[Any]
 ) -> tuple[Function, ...]:
     """How a device gathers an array over these mesh axes, and scatters its gradient.
 
@@ -231,13 +205,15 @@ def _collectives(
     is_cpu, step = mesh.devices.flat[0].platform == "cpu", of_step.get()
     wire = step or Wire(names, sum_wide=is_cpu)
 
+    def gather(x: Any, spec: PartitionSpec, *_: Any) -> Any:
+        return wire.gather(x, spec)
+
     def others(spec: PartitionSpec, of_grad: PartitionSpec) -> tuple[str, ...]:
         axes = wire.axes if step and any(spec) else spec_names(only(of_grad, names))
         several = divided_axes(mesh.shape)
         return tuple(n for n in axes if n in several and n not in spec_names(spec))
 
-    def over_shards(g: Any, spec: Any, of_grad: Any, dtype: Any) -> Any:
-        del of_grad
+    def over_shards(g: Any, spec: Any, _: Any, dtype: Any) -> Any:
         axes = spec_names(only(spec, names))
         return dataclasses.replace(wire, axes=axes).scatter(g, spec, dtype)
 
@@ -245,47 +221,37 @@ def _collectives(
         over = dataclasses.replace(wire, axes=others(spec, of_grad), parts=1)
         return over.scatter(g, of_grad, dtype)
 
-    if any(map(others, *specs)):
-        return wire.gather, over_shards, over_replicas
-    return wire.gather, over_shards
+    repeated = any(others(spec, of_grad) for spec, of_grad, _ in leaves)
+    return gather, over_shards, *([over_replicas] if repeated else [])
 
 
 def _constraints(
-    mesh: Mesh, names: tuple[str, ...], *specs: Sequence[PartitionSpec]
+    mesh: Mesh, names: tuple[str, ...], _: Sequence[Any]
 ) -> tuple[Function, ...]:
     """The same by sharding constraints, for XLA to carry out."""
-    del specs
     context = jax.sharding.get_abstract_mesh()
     on = mesh if context.empty else context
     explicit = AxisType.Explicit in mesh.axis_types
     place = jax.reshard if explicit else jax.lax.with_sharding_constraint
     others = set(mesh.axis_names) - set(names)
 
-    def gather(x: Any, spec: PartitionSpec) -> Any:
+    def gather(x: Any, spec: PartitionSpec, *_: Any) -> Any:
         return place(x, NamedSharding(on, only(spec, others))) if any(spec) else x
 
-    def scatter(g: Any, spec: Any, of_grad: Any, dtype: Any) -> Any:
-        del dtype
+    def scatter(g: Any, spec: Any, of_grad: Any, _: Any) -> Any:
         return place(g, NamedSharding(on, of_grad)) if any(spec) else g
 
     return gather, scatter
 
 
 def _scan(
-    run: Function,
-    gather: Function,
-    scatters: Sequence[Function],
-    results: Any,
-    loop: Function,
-    reverse: bool,
-    keep_gathered: bool,
+    run: Function, gather: Function, scatters: Sequence[Function], results: Any
 ) -> Function:
     """A scan over layers, of (consts, carry, shards, divided).
 
     `run` maps (consts, carry, layer) to (carry, ys), with shapes as `results`. The
     shards come again, divided as gradients are to be: by a stage of `scatters` each.
     """
-    following = -1 if reverse else 1
 
     def layer_at(shards: list[Any], i: Any) -> list[Any]:
         i = jnp.clip(i, 0, len(shards[0]) - 1)  # beyond an end, the last one there
@@ -296,28 +262,25 @@ def _scan(
         pull: Any
         outputs, pull = jax.vjp(run, *args)
         pull.args_res[0] = None  # the backward pass has these again
-        if not keep_gathered:
-            pull.args_res[2] = None
+        pull.args_res[2] = None
         return outputs, pull
 
     def forward(run_layer: Function, *args: Any) -> Any:
         consts, carry, shards, _ = args
-        numbers = np.arange(len(shards[0]))
 
         def step(state: Any, i: Any) -> Any:
             carry, layer = state
-            ahead = layer_at(shards, i + following)
+            ahead = layer_at(shards, i + 1)
             (carry, ys), saved = run_layer(consts, carry, layer)
             return (carry, ahead), (ys, saved)
 
-        start = carry, layer_at(shards, numbers[::following][0])
-        (carry, last), (ys, saved) = loop(step, start, numbers)
+        start, numbers = (carry, layer_at(shards, 0)), np.arange(len(shards[0]))
+        (carry, last), (ys, saved) = jax.lax.scan(step, start, numbers)
         return (carry, ys), (saved, last, args)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         saved, last, (consts, _, shards, divided) = residuals
         d_carry, d_ys = _reals(cotangents)
-        numbers = np.arange(len(shards[0]))
 
         def put(d_shards: list[Any], d_layer: list[Any], i: Any) -> list[Any]:
             into = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
@@ -330,12 +293,9 @@ def _scan(
             i, pull, d_ys = inputs
             *waiting, done = (f(x) for f, x in zip(scatters, waiting, strict=True))
             # Zeros, in the first turns, are overwritten later.
-            d_shards = put(d_shards, done, i + len(scatters) * following)
-            before = layer
-            if not keep_gathered:
-                before = layer_at(shards, i - following)
-                pull.args_res[2] = layer
-            pull.args_res[0] = consts
+            d_shards = put(d_shards, done, i + len(scatters))
+            before = layer_at(shards, i - 1)
+            pull.args_res[0], pull.args_res[2] = consts, layer
             d_consts, d_carry, d_layer = _reals(pull(_all((d_carry, d_ys), results)))
             total = jax.tree.map(jnp.add, total, d_consts)
             return (d_carry, total, before, [d_layer, *waiting], d_shards), None
@@ -348,14 +308,15 @@ def _scan(
             shapes = jax.eval_shape(scatter, waiting[-1])
             waiting.append(jax.tree.map(jnp.zeros_like, shapes))
         start = d_carry, total, last, waiting, d_shards
-        (d_carry, d_consts, _, waiting, d_shards), _ = loop(
-            step, start, (numbers, saved, d_ys), reverse=not reverse
+        inputs = np.arange(len(shards[0])), saved, d_ys
+        (d_carry, d_consts, _, waiting, d_shards), _ = jax.lax.scan(
+            step, start, inputs, reverse=True
         )
         for late in reversed(range(len(scatters))):
             done = waiting[late]
             for scatter in scatters[late:]:
                 done = scatter(done)
-            d_shards = put(d_shards, done, numbers[::following][0] + late * following)
+            d_shards = put(d_shards, done, late)
         return d_consts, d_carry, None, d_shards
 
     scan = jax.custom_vjp(

@@ -13,7 +13,7 @@ backend. A mesh with other axes, as for tensor parallelism, needs no such step.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -47,29 +47,27 @@ def make_train_step(
     reduce_dtype: jax.typing.DTypeLike | None = None,
     gather_dtype: jax.typing.DTypeLike | None = None,
     donate: bool = True,
-    compiler_options: Mapping[str, Any] | None = None,
 ) -> "TrainStep":
     """A jitted train step over a batch that is divided between all devices of a mesh.
 
     Gradients and state are divided between all devices (ZeRO-2, arXiv 1910.02054).
 
     Args:
-      loss_fn: `loss_fn(params, batch)` returns the mean loss of the batch it is given,
-        or the mean over all devices, if it calls collectives over axes of the mesh. It
-        sees whole parameters, but for those in `scanned`. Integers and booleans among
-        them stay as they are.
-      tx: an optimizer, such as a recipe. The step puts it on the mesh. Its update gets
-        the loss as `value`, which `optax.contrib.reduce_on_plateau` asks for.
+      loss_fn: `loss_fn(params, batch)` returns the mean loss of its device's batch, or
+        of all, if it calls collectives over axes of the mesh. Integers and booleans
+        among the parameters stay as they are.
+      tx: an optimizer, such as a recipe. Its update gets the loss as `value`, which
+        `optax.contrib.reduce_on_plateau` asks for.
       mesh: a mesh of Auto or of Explicit axes, all of which divide the batch.
       specs: see `on_mesh`. None: replicated, also on Explicit axes.
-      scanned: patterns of the paths of sharded parameters that loss_fn gives to
-        `scan_layers`, with these specs, and uses for nothing else. It sees this
-        device's shards of them, and may cast, slice and reshape these.
+      scanned: patterns of the paths of sharded parameters of which loss_fn sees each
+        device's shards, to give them to `scan_layers` with these specs. It may cast,
+        slice and reshape them, and use them for nothing else.
       min_size: leaves of fewer elements are sharded as `specs` says and no further.
       has_aux: whether loss_fn returns a pair of the loss and a tree of arrays.
       max_aux: names of entries of the auxiliary output, a dictionary, whose maximum
-        over devices and microbatches counts instead of the mean. `tx` gets them as
-        extra arguments of these names: "max_logits" for `clip_qk`.
+        counts instead of the mean. `tx` gets them as extra arguments of these names:
+        "max_logits" for `clip_qk`.
       weighted: whether the loss is a pair of the mean and its weight, such as the
         number of unmasked tokens. A mean of weight 0 does not count, even if it is NaN,
         unless loss_fn takes that NaN to other devices, by collectives or `scan_layers`:
@@ -79,7 +77,6 @@ def make_train_step(
       reduce_dtype: dtype in which gradients are sent; None for the parameters'.
       gather_dtype: dtype in which parameters and updates are sent; None for their own.
       donate: whether parameters and state are updated in place.
-      compiler_options: for XLA; None for `gpu_options` on GPUs, and none elsewhere.
 
     Returns:
       A `TrainStep`.
@@ -101,25 +98,23 @@ def make_train_step(
       >>> float(metrics["loss"])
       1.0
     """
-    if not callable(loss_fn):
-        checks.refuse("loss_fn", loss_fn, "a function of parameters and batch")
     checks.count("microbatches", microbatches)
     checks.float_dtype("reduce_dtype", reduce_dtype)
     checks.float_dtype("gather_dtype", gather_dtype)
     maxima, scanned = (
         (x,) if isinstance(x, str) else tuple(x) for x in (max_aux, scanned)
     )
+    loss = functools.partial(_outputs, loss_fn, has_aux, maxima, weighted)
     specs = PartitionSpec() if specs is None else specs
     divided = divided_axes(mesh.shape)
     layout = Layout(mesh, specs, divided, min_size, axes_of_layers(tx))
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return TrainStep(
-        _Loss(loss_fn, has_aux, maxima, weighted),
+        loss,
         OnMesh(tx, layout, gather_dtype),
         Wire(mesh.axis_names, gather_dtype, reduce_dtype, mesh.size, is_cpu, scanned),
         microbatches,
         donate,
-        compiler_options,
     )
 
 
@@ -133,12 +128,11 @@ class TrainStep:
     over devices and microbatches, or the maximum for entries in `max_aux`.
     """
 
-    _loss: "_Loss"
+    _loss: Callable[..., "_Outputs"]
     _optimizer: OnMesh
     _wire: Wire
     _microbatches: int
     _donate: bool
-    _options: Mapping[str, Any] | None
     _jitted: Any = None
 
     @property
@@ -151,9 +145,8 @@ class TrainStep:
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract(params))
         placed = jax.device_put(params, shardings[0])
         # A copy, since the first step donates its arguments: device_put may alias.
-        copy = jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=shardings)
-        copied: tuple[Any, Any] = copy((placed, self._optimizer.init(placed)))
-        return copied
+        copy = jax.jit(lambda *x: jax.tree.map(jnp.copy, x), out_shardings=shardings)
+        return cast(Any, copy(placed, self._optimizer.init(placed)))
 
     def abstract(self, params: optax.Params) -> tuple[Any, Any]:
         """Shapes and shardings of parameters and state, to restore them into."""
@@ -162,15 +155,7 @@ class TrainStep:
     def __call__(self, params: Any, state: Any, batch: Any) -> Step:
         """One step; see the class."""
         _check_alive(params, state)
-        try:
-            result: Step = self._jit(params)(params, state, batch)
-        except Exception as error:
-            if self._are_swapped(params, state):
-                raise ValueError(
-                    "params and state are swapped; expected step(params, state, batch)"
-                ) from error
-            raise
-        return result
+        return cast(Step, self._jit(params)(params, state, batch))
 
     def lower(self, params: Any, state: Any, batch: Any) -> Any:
         """The step lowered for these arguments, or their shapes with shardings."""
@@ -178,22 +163,11 @@ class TrainStep:
 
     def compiler_options(self, params: Any) -> dict[str, Any]:
         """XLA's options for these parameters, or their shapes; see `gpu_options`."""
-        if self._options is not None:
-            return dict(self._options)
-        layout = self._optimizer.layout
+        layout, scanned = self._optimizer.layout, self._wire.scanned
+        # What `scanned` does not name is gathered whole.
+        given: Any = {"matrices": None, "scanned": scanned}
         first = any(map(any, layout.of_leaves(params)[1]))
-        # What `scanned` does not name, a step gathers whole.
-        options = functools.partial(gpu_options, params, layout.mesh, matrices=None)
-        return options(gathers_first=first, scanned=self._wire.scanned)
-
-    def _are_swapped(self, params: Any, state: Any) -> bool:
-        """True if `params` is the optimizer's state for parameters like `state`."""
-        structure: Any = jax.tree.structure
-        try:
-            expected = jax.eval_shape(self._optimizer.tx.init, state)
-        except Exception:
-            return False
-        return structure(params) == structure(expected) != structure(state)
+        return gpu_options(params, layout.mesh, gathers_first=first, **given)
 
     def _jit(self, params: Any) -> Any:
         """The jitted step, with the compiler's options for its first parameters."""
@@ -206,24 +180,21 @@ class TrainStep:
         return self._jitted
 
     def _step(self, params: Any, state: Any, batch: Any) -> Step:
-        layout, axes = self._optimizer.layout, PartitionSpec(self._wire.axes)
-        mesh = layout.mesh
+        layout, wire = self._optimizer.layout, self._wire
+        mesh, axes = layout.mesh, PartitionSpec(wire.axes)
         number = mesh.size * self._microbatches
-        checks.samples(
-            "batch",
-            batch,
-            number,
-            f"arrays whose leading axis is a multiple of {number}, the devices "
-            f"({mesh.size}) times the microbatches ({self._microbatches})",
+        whose = (
+            f"the devices ({mesh.size}) times the microbatches ({self._microbatches})"
         )
+        expected = f"arrays whose leading axis is a multiple of {number}, {whose}"
+        checks.samples("batch", batch, number, expected)
         if AxisType.Explicit in mesh.axis_types:
             batch = jax.reshard(batch, NamedSharding(mesh, axes))
         names, *both = layout.of_leaves(params)
         of_params, of_state = ([dividing(spec, mesh.shape) for spec in x] for x in both)
-        trees.check_patterns_match("scanned", self._wire.scanned, names)
+        trees.check_patterns_match("scanned", wire.scanned, names)
         held = [
-            any(spec)
-            and any(trees.matches(pattern, name) for pattern in self._wire.scanned)
+            any(spec) and any(trees.matches(pattern, name) for pattern in wire.scanned)
             for name, spec in zip(names, of_params, strict=True)
         ]
         # `scan_layers` sums gradients over all devices, sharded like the parameters.
@@ -231,16 +202,20 @@ class TrainStep:
         of_grads = [x if is_held else y for x, y, is_held in rows]
         treedef: Any = jax.tree.structure(params)
         specs, of_grads, held = map(treedef.unflatten, (of_params, of_grads, held))
-        # With check_vma=True, the gradient of a parameter that devices share would be
-        # summed already, loops could not start from constants, and a loss that ends in
-        # a pmean would have a gradient that is too small by the number of devices.
-        grads, maxima, metrics = jax.shard_map(
-            functools.partial(self._gradients, specs, of_grads, held),
-            mesh=mesh,
-            in_specs=(specs, axes),
-            out_specs=(of_grads, PartitionSpec(), PartitionSpec()),
-            check_vma=False,
-        )(params, batch)
+        token = of_step.set(wire)
+        try:
+            # With check_vma=True, the gradient of a parameter that devices share would
+            # be summed already, loops could not start from constants, and a loss that
+            # ends in a pmean would have a gradient too small by the number of devices.
+            grads, maxima, metrics = jax.shard_map(
+                functools.partial(self._gradients, specs, of_grads, held),
+                mesh=mesh,
+                in_specs=(specs, axes),
+                out_specs=(of_grads, PartitionSpec(), PartitionSpec()),
+                check_vma=False,
+            )(params, batch)
+        finally:
+            of_step.reset(token)
         extra = {"value": metrics["loss"], **maxima}
         updates, state = self._optimizer.update(grads, state, params, **extra)
         after = jax.tree.map(
@@ -263,15 +238,17 @@ class TrainStep:
         parts = jax.tree.map(
             lambda x: x.reshape(count, len(x) // count, *x.shape[1:]), batch
         )
+        first = jax.tree.map(lambda x: x[0], parts)
         whole = jax.tree.map(
             lambda x, spec, held: x if held else wire.gather(x, spec),
             *(params, of_params, held),
         )
         if wire.scanned:
-            first = jax.tree.map(lambda x: x[0], parts)
             self._check_scanned(whole, first, of_params, held)
         of_part = functools.partial(self._of_part, held, whole)
-        (total, sums, aux), maxima = _sum_over(of_part, parts, count)
+        (total, sums, aux), maxima = (
+            of_part(first) if count == 1 else _sum_over(of_part, parts, first)
+        )
         # A batch in which nothing counts has no gradient.
         loss, grads = _times(sums, jnp.where(total == 0, 0, 1 / total))
 
@@ -282,7 +259,7 @@ class TrainStep:
         grads = jax.tree.map(scatter, grads, params, of_grads, held)
         maxima = wire.reduce(jax.lax.pmax, maxima)
         metrics = {"loss": jax.lax.pmean(loss, wire.axes)}
-        if self._loss.has_aux:
+        if aux is not None:
             aux = wire.reduce(jax.lax.psum, aux)
             metrics["aux"] = aux | maxima if maxima else aux
         return grads, maxima, metrics
@@ -292,62 +269,50 @@ class TrainStep:
 
         These parts are not divided by the number of devices yet.
         """
-        devices, weighted = jax.lax.axis_size(self._wire.axes), self._loss.weighted
-
-        def objective(params: Any) -> tuple[Any, Any]:
-            loss, weight, aux, maxima = self._traced_loss(params, part)
-            total = jnp.asarray(devices, weight.dtype)
-            if weighted:
-                total = jax.lax.psum(weight, self._wire.axes)
+        loss, pull, (weight, aux, maxima) = jax.vjp(
+            lambda params: self._loss(params, part), params, has_aux=True
+        )
+        devices = jax.lax.axis_size(self._wire.axes)
+        total, mean, share = jnp.asarray(devices, float), wide(loss), 1.0
+        if weight is not None:
             # Collectives in the loss mix the cotangents of devices, so these have to be
             # in the ratio of the weights. They are 1 on average, as float16 needs it.
+            total = jax.lax.psum(weight, self._wire.axes)
             share = weight * devices / jnp.where(total == 0, 1, total)
-            cotangent = share.astype(loss.dtype).astype(share.dtype)
-            rounded_off = jnp.where(cotangent == 0, 1, share / cotangent)
-            mean = jnp.where(weight == 0, 0, wide(loss) * share)
-            return mean, (weight, rounded_off, total, aux, maxima)
-
-        of_both = jax.value_and_grad(objective, has_aux=True, allow_int=True)
-        (loss, (weight, rounded_off, total, aux, maxima)), grads = of_both(params)
+            mean = jnp.where(weight == 0, 0, mean * share)
+        cotangent = jnp.asarray(share, loss.dtype)
+        rounded_off = jnp.where(cotangent == 0, 1, share / wide(cotangent))
+        (grads,) = pull(cotangent)
 
         def counted(g: Any, held: bool) -> Any:
             """This device's part, unless summed already; 0 for a mean of 0 / 0."""
             if g.dtype == jax.dtypes.float0:
                 return jnp.zeros(g.shape)
-            if held or not weighted:
+            if held or weight is None:
                 return wide(g)
             g = _times(wide(g), rounded_off)
             return jnp.where((weight == 0) & jnp.isnan(g), 0, g)
 
-        means = loss, jax.tree.map(counted, grads, held)
+        means = mean, jax.tree.map(counted, grads, held)
         # Not after the sum: booleans and int8 have none.
         aux = jax.tree.map(lambda x: x / (devices * self._microbatches), aux)
         return (total, _times(means, total), aux), maxima
 
-    def _traced_loss(self, params: Any, part: Any) -> Any:
-        """The loss, whose `scan_layers` sends arrays as this step does."""
-        token = of_step.set(self._wire)
-        try:
-            return self._loss(params, part)
-        except Exception as error:
-            if self._wire.scanned:
-                error.add_note(
-                    f"scanned={self._wire.scanned}: loss_fn sees each device's shards "
-                    "of these parameters; expected that it gives them to scan_layers, "
-                    "with the specs of make_train_step"
-                )
-            raise
-        finally:
-            of_step.reset(token)
-
     def _check_scanned(self, params: Any, part: Any, of_params: Any, held: Any) -> None:
         """Refuse a loss that uses a parameter otherwise than `scanned` says."""
-        jaxpr = jax.make_jaxpr(self._traced_loss)(params, part).jaxpr
-        leaves, specs, held = map(jax.tree.leaves, (params, of_params, held))
+        try:
+            jaxpr = jax.make_jaxpr(self._loss)(params, part).jaxpr
+        except Exception as error:
+            error.add_note(
+                f"scanned={self._wire.scanned}: loss_fn sees each device's shards of "
+                "these parameters; expected that it gives them to scan_layers, with "
+                "the specs of make_train_step"
+            )
+            raise
         names = [path for path, _ in trees.leaves_with_paths(params)]
-        inputs = jaxpr.invars[: len(leaves)]  # the batch comes last
-        rows = zip(inputs, names, specs, held, strict=True)
-        for variable, path, spec, is_held in rows:
+        specs, held = map(jax.tree.leaves, (of_params, held))
+        rows = zip(names, specs, held, jaxpr.invars, strict=False)  # the batch's last
+        for path, spec, is_held, variable in rows:
             found, is_result = jaxprs.uses(jaxpr, {variable})
             if is_held and (found != [mark(spec)] or any(is_result)):
                 raise ValueError(
@@ -358,48 +323,45 @@ class TrainStep:
                 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Loss:
-    """A loss function, and what it returns besides the loss; see `make_train_step`."""
+# The loss, and its weight, auxiliary output and maxima: None and {} without such.
+_Outputs = tuple[Any, tuple[Any, Any, dict[str, Any]]]
 
-    function: Callable[..., Any]
-    has_aux: bool = False
-    max_aux: tuple[str, ...] = ()
-    weighted: bool = False
 
-    def __call__(self, params: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
-        """The loss, its weight, the auxiliary output, and entries in `max_aux`."""
-        loss, aux = self.function(params, batch), {}
-        if self.has_aux:
-            loss, aux = _pair("has_aux", loss)
-        loss, weight = _pair("weighted", loss) if self.weighted else (loss, 1.0)
-        entries = aux if isinstance(aux, Mapping) else {}
-        if missing := sorted({*self.max_aux} - {*entries}):
-            raise ValueError(
-                f"max_aux: the auxiliary output of loss_fn has no {missing}; "
-                f"expected a dictionary with them, got entries {[*entries]}"
-            )
-        maxima = {name: entries[name] for name in self.max_aux}
-        if maxima:
-            aux = {name: x for name, x in entries.items() if name not in maxima}
-        loss = jnp.asarray(checks.scalar("the loss of loss_fn", loss, "a real scalar"))
-        if not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise ValueError(
-                f"the loss of loss_fn is {loss.dtype}, which has no gradient; expected "
-                "a real scalar in floating point"
-            )
+def _outputs(
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    max_aux: Sequence[str],
+    weighted: bool,
+    params: Any,
+    batch: Any,
+) -> _Outputs:
+    """What a loss function returns, in one form; see `make_train_step`."""
+    loss, weight, aux = loss_fn(params, batch), None, None
+    if has_aux:
+        loss, aux = _pair("has_aux", loss)
+    if weighted:
+        loss, weight = _pair("weighted", loss)
         weight = checks.scalar("the weight of loss_fn", weight, "a real scalar")
-        weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.result_type(float)))
-        return loss, wide(jnp.where(weight < 0, jnp.nan, weight)), aux, maxima
+        weight = jnp.asarray(weight, float)
+        weight = jax.lax.stop_gradient(jnp.where(weight < 0, jnp.nan, weight))
+    entries = aux if isinstance(aux, Mapping) else {}
+    if not {*max_aux} <= {*entries}:
+        expected = f"entries of the auxiliary output, which has {[*entries]}"
+        checks.refuse("max_aux", max_aux, expected)
+    maxima = {name: entries[name] for name in max_aux}
+    if maxima:
+        aux = {name: x for name, x in entries.items() if name not in maxima}
+    expected = "a real scalar in floating point"
+    loss = jnp.asarray(checks.scalar("the loss of loss_fn", loss, expected))
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        checks.refuse("the loss of loss_fn", loss, f"{expected}, which has a gradient")
+    return loss, (weight, aux, maxima)
 
 
 def _sum_over(
-    function: Callable[[Any], tuple[Any, Any]], parts: Any, count: int
+    function: Callable[[Any], tuple[Any, Any]], parts: Any, first: Any
 ) -> tuple[Any, Any]:
     """The sum of a function's first result over parts, and maxima of the other."""
-    first = jax.tree.map(lambda x: x[0], parts)
-    if count == 1:
-        return function(first)
 
     def add(so_far: Any, part: Any) -> tuple[Any, Any]:
         more, maxima = function(part)
@@ -414,10 +376,10 @@ def _sum_over(
 def _pair(flag: str, output: Any) -> Any:
     """The output of loss_fn, if it is the pair that a flag promises."""
     if not isinstance(output, (tuple, list)) or len(output) != 2:
-        pairs = {"weighted": "(loss, weight)", "has_aux": "(loss, auxiliary output)"}
         raise ValueError(
-            f"{flag}=True, and loss_fn returned {output!r}; expected {pairs[flag]}, or "
-            "with both flags ((loss, weight), auxiliary output)"
+            f"{flag}=True, and loss_fn returned {output!r}; expected (loss, weight) if "
+            "weighted, (loss, auxiliary output) if has_aux, or ((loss, weight), "
+            "auxiliary output) if both"
         )
     return output
 

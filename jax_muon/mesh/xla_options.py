@@ -63,10 +63,9 @@ def gpu_options(
       matrices: as in `partition`, to see what axes a `jax.lax.scan` in plain jit takes;
         None if no scan takes parameters that XLA gathers.
       axis: mesh axes that divide the batch; None for all.
-      gathers_first: whether parameters are sharded between steps and gathered at the
-        beginning of a step; otherwise updates are gathered at its end.
-      scanned: patterns of the paths of parameters that `scan_layers` gathers a layer at
-        a time, as for `make_train_step`.
+      gathers_first: whether parameters are sharded between steps and gathered when one
+        begins; otherwise updates are gathered at its end.
+      scanned: patterns of the paths of parameters that `scan_layers` gathers.
 
     Returns:
       Options for `jax.jit`; {} on one device, and for devices other than GPUs.
@@ -76,7 +75,7 @@ def gpu_options(
       >>> jm.gpu_options({"mlp": jnp.ones((64, 256))}, mesh, matrices=None)
       {}
     """
-    names = specs.checked_axes("axis", mesh.axis_names if axis is None else axis, mesh)
+    names = specs.checked_axes("axis", axis, mesh)
     params = checks.arrays("params", params)
     patterns = (scanned,) if isinstance(scanned, str) else tuple(scanned)
     leaves = trees.leaves_with_paths(params)
@@ -86,7 +85,8 @@ def gpu_options(
     has_scan = any(read_layers(matrices, params).values())
     if has_scan and gathers_first and not patterns:
         return _known(XLA_GATHERS_LAYERS)
-    parts = mesh.size // math.prod(mesh.shape[name] for name in names)
+    sizes = [mesh.shape[name] for name in names]
+    parts = mesh.size // math.prod(sizes)
     total, layer = 0, 0.0  # bytes of all parameters, and of one layer that is gathered
     for path, x in leaves:
         size = x.size * np.dtype(x.dtype).itemsize
@@ -97,7 +97,6 @@ def gpu_options(
     buckets = GATHERS_FIRST if gathers_first else GATHERS_LAST
     gather = max(LEAST_BUCKET, total / buckets)
     scatter = max(LEAST_BUCKET, total / SCATTERS) / mesh.size
-    sizes = [mesh.shape[name] for name in names]
     if layer and math.prod(sizes) < MANY_DEVICES:
         gather, scatter = max(LEAST_BUCKET, layer / 2), LEAST_BUCKET / mesh.size
     elif layer:  # all of one in one collective, also over a part of the mesh axes

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jax_muon import array_types, checks, specs, traced_facts, trees
 from jax_muon.joins import joined_matrices
@@ -330,9 +330,7 @@ def describe(
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
     """The shape of an array, with its sharding if its type shows that."""
-    sharding = array_types.own_sharding(x)
-    if sharding is not None and AxisType.Explicit not in sharding.mesh.axis_types:
-        sharding = None
+    sharding = jax.typeof(x).sharding if array_types.is_explicit(x) else None
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 

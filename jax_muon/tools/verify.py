@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_muon import checks, traced_facts, trees
 from jax_muon.array_types import arrays_and_others
+from jax_muon.mesh.on_mesh import OnMesh
 from jax_muon.tables import aligned
 
 # By bits of the narrowest floating-point dtype in the program. On the matrices of the
@@ -106,8 +107,8 @@ def verify(
       >>> jm.verify(tx, shapes).ok
       True
     """
-    on_mesh = getattr(tx, "on_mesh", None)
-    if on_mesh is None:
+    on_mesh = getattr(getattr(tx, "update", None), "__self__", None)
+    if not isinstance(on_mesh, OnMesh):
         expected = "what on_mesh returns, with on_mesh around all other transforms"
         checks.refuse("tx", tx, expected)
     params = checks.arrays("params", params)
@@ -119,8 +120,11 @@ def verify(
     start = jax.tree.map(lambda x: (x * _SIZE_OF_PARAMS).astype(x.dtype), whole)
     runs = [(start, grads), (whole, [jax.tree.map(np.zeros_like, whole)])]
     layout, dtype = on_mesh.layout, on_mesh.gather_dtype
-    shard = functools.partial(NamedSharding, layout.mesh)
-    shardings = jax.tree.map(shard, layout.of_tree(params)[0])
+    of_params = layout.of_leaves(params)[1]
+    shardings = jax.tree.unflatten(
+        jax.tree.structure(params),
+        [NamedSharding(layout.mesh, spec) for spec in of_params],
+    )
     rounding = 0.0 if dtype is None else float(jnp.finfo(dtype).eps) / 2
     return compare(on_mesh.tx, tx, runs, shardings, rounding=rounding, **extra_args)
 

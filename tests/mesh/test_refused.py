@@ -44,9 +44,9 @@ AUX, WEIGHTED = {"has_aux": True, "max_aux": "largest"}, {"weighted": True}
 REFUSED = [
     # --- specs ---
     (on_mesh, {"specs": P("tp")}, "'w' of shape (8, 12) .*tp.* of the mesh {'data'"),
-    (on_mesh, {"specs": P(None, "data")}, "axis of 12 is not divided evenly; expected"),
-    (on_mesh, {"specs": P(None, None, "data")}, "at most 2 entries"),
-    (on_mesh, {"specs": P(("data", "data"))}, "a mesh axis twice"),
+    (on_mesh, {"specs": P(None, "data")}, "'w' .*dimension size is 12.*; expected"),
+    (on_mesh, {"specs": P(None, None, "data")}, "'w' .*rank at least 3.*; expected"),
+    (on_mesh, {"specs": P(("data", "data"))}, "'w' .*at most one .*; expected"),
     (on_mesh, {"specs": {"w": "data"}}, "specs have 'data' for parameter 'w'; expect"),
     (on_mesh, {"specs": {"up": P()}}, "have nothing for parameter 'w'; there are up"),
     (on_mesh, {"divide": ("data", "data")}, "axes of the mesh, .* each once"),
@@ -54,28 +54,27 @@ REFUSED = [
     (on_mesh, {"specs": P("tp"), "params": W["w"]}, "^the parameter of shape (8, 12)"),
     (mixed_mesh, {}, "expected Auto for all, or Explicit for all"),
     # --- arguments of a train step ---
-    (step, {"loss_fn": None}, "loss_fn=None; expected a function"),
     (step, {"scanned": "layers"}, "scanned: the pattern 'layers' matches no"),
     (step, {"reduce_dtype": "int8"}, "reduce_dtype='int8'; expected"),
     (step, {"x": {"y": np.ones((6, 3))}}, "batch['y'] has shape (6, 3); expected"),
     (step, {"x": {"y": np.ones(())}}, "shape (); .* a multiple of 8, the"),
     (step, {"x": np.ones((4, 3))}, "batch has shape .*(4) .* (2)"),
     # --- what a loss returns ---
-    (step, AUX, "has_aux=True, and .*; expected (loss, aux"),
+    (step, AUX, "has_aux=True, and .*; expected .*(loss, aux"),
     (step, {"out": (0.0, 1.0, 2.0)} | WEIGHTED, "weighted=True, .*; expected (loss, w"),
     (step, {"out": (0.0, {})}, "the loss of loss_fn=.*; expected a real scalar"),
     (step, {"out": np.ones(3, "float32")}, "is float32 of shape (3,); expected"),
-    (step, {"out": np.ones((), int)}, "the loss of loss_fn is int.* has no gradient"),
+    (step, {"out": np.ones((), int)}, "loss of loss_fn=.*int.*; expected .* floating"),
     (step, {"out": (0.0, "1")} | WEIGHTED, "the weight of loss_fn='1'; expected"),
-    (step, {"out": (0.0, {"y": 1.0})} | AUX, "['largest']; .* got entries ['y']"),
-    (step, {"max_aux": "largest"}, "has no ['largest']"),
+    (step, {"out": (0.0, {"y": 1.0})} | AUX, "max_aux=('largest',); .* has ['y']"),
+    (step, {"max_aux": "largest"}, "max_aux=('largest',); expected entries .* []"),
     # --- layers ---
     (scan, {"specs": P("data")}, "along the axis of layers; expected"),
-    (scan, {"layers": np.ones(())}, "layers at '' is a scalar; expected"),
+    (scan, {"layers": np.ones(())}, "first axes of layers=[()]; expected one"),
     (
         scan,
         {"layers": {"a": np.ones((4, 8)), "b": np.ones((3, 8))}},
-        "lengths of layers=[3, 4]; expected one number",
+        "first axes of layers=[(3,), (4,)]; expected one",
     ),
     (scan, {"x": np.ones((6, 8))}, "carry has shape (6, 8); expected a first"),
     (scan, {"x": (np.ones(8), 0.0)}, "carry[1] has shape (); expected a first"),
@@ -130,13 +129,11 @@ def test_what_differs_between_devices(tx):
         jax.pmap(update)({"w": jnp.ones((8, 4, 8))})
 
 
-def test_deleted_swapped_and_other_arguments():
+def test_deleted_and_other_arguments():
     """Errors leave the arguments alone, and the first parameters are the user's."""
     params, _ = case.draw("one matrix only")
     step, batch = make_step(problem="one matrix only"), case.batches(1)[0]
     placed, state = step.init(params)
-    with pytest.raises(ValueError, match="params and state are swapped"):
-        step(state, placed, batch)
     with pytest.raises(ValueError, match="state is not one of this optimizer"):
         step(placed, jm.muon(matrices=toy).init(params), batch)
     step(placed, state, batch)

@@ -40,22 +40,21 @@ def has_whole_layers(step, batch):
 
 
 @pytest.mark.parametrize(
-    ("alone", "where", "keep"),
+    ("alone", "where"),
     [
-        *((loss, "plain jit", i % 2 == 0) for i, loss in enumerate(losses.STACKS)),
-        *((loss, "step", i % 2 == 1) for i, loss in enumerate(losses.STACKS)),
-        (losses.with_keys, "microbatches", False),
-        (losses.in_reverse, "weighted", True),
-        (losses.plain, "HSDP", False),
+        *((loss, where) for loss in losses.STACKS for where in ("plain jit", "step")),
+        (losses.with_keys, "microbatches"),
+        (losses.plain, "weighted"),
+        (losses.plain, "HSDP"),
     ],
 )
-def test_gradients_of_stacks(alone, where, keep, x64):
+def test_gradients_of_stacks(alone, where, x64):
     args, over, sizes, given = case.drawn(), "data", (4,), {}
     if where == "HSDP":
         over, sizes = "fsdp", (2, 2)
     axes = lambda spec: P(*(name and over for name in spec))  # noqa: E731
     specs, mesh = jax.tree.map(axes, case.SPECS), mesh_of(*sizes)
-    loss = fn = case.scanning(alone, mesh, specs["layers"], keep_gathered=keep)
+    loss = fn = case.scanning(alone, mesh, specs["layers"])
     if where == "plain jit":
         found = in_jit(loss, args, mesh)
     else:
@@ -65,13 +64,14 @@ def test_gradients_of_stacks(alone, where, keep, x64):
             given, fn = {"weighted": True}, lambda p, b: (loss(p, b), 3.0)
         step = case.sgd_step(fn, *sizes, specs=specs, scanned=["layers"], **given)
         found = case.gradients(step, *args)
-        if alone != losses.of_effects:  # without a checkpoint it keeps sines of layers
-            assert has_whole_layers(step, args[1]) == keep
+        assert not has_whole_layers(step, args[1])
+        whole = case.sgd_step(alone, *sizes, specs=specs)
+        assert has_whole_layers(whole, args[1])
     case.assert_gradients(found, alone, args)
 
 
-@pytest.mark.parametrize(("kind", "keep"), [(AUTO, False), (EXPLICIT, True)])
-def test_beside_tensor_parallelism(kind, keep, x64):
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_beside_tensor_parallelism(kind, x64):
     """On Auto axes by specs, on Explicit ones by types; "tp" stays where it is."""
     mesh = mesh_of(4, 2, names=("data", "tp"), kind=kind)
     args, layers = case.drawn(), {"w": P(None, "data"), "b": P(None, "data")}
@@ -79,7 +79,7 @@ def test_beside_tensor_parallelism(kind, keep, x64):
         layers["w"] = P(None, "data", "tp")
     specs = {"layers": layers, "head": P(), "scale": P()}
     given = layers | {"keys": P()} if kind == AUTO else None
-    how = {"mesh": mesh, "specs": given, "axis": "data", "keep_gathered": keep}
+    how = {"mesh": mesh, "specs": given, "axis": "data"}
     found = in_jit(case.scanning(losses.with_keys, **how), args, mesh, specs)
     case.assert_gradients(found, losses.with_keys, args)
 
@@ -94,8 +94,7 @@ def test_no_layers_at_all(x64):
 
 # Mesh, and mesh axes over which a layer is divided.
 PER_DEVICE = {
-    "FSDP": ((4,), "data", {"keep_gathered": True}),
-    "reversed": ((4,), "data", {"reverse": True, "unroll": 3}),
+    "FSDP": ((4,), "data", {}),
     "HSDP": ((2, 4), "fsdp", {"axis": ("data", "fsdp")}),
     "over two axes": ((2, 2), ("data", "fsdp"), {}),
     "beside tp": ((2, 1, 2), "data", {"axis": ("data", "fsdp")}),
@@ -134,13 +133,11 @@ def test_each_device_by_itself(form, x64):
         y, means = scan(block, x, (params["layers"], jnp.arange(count), keys))
         return jnp.mean(jnp.sin(y) @ params["head"]) + jnp.mean(means**2)
 
-    plain = {x: y for x, y in how.items() if x in ("reverse", "unroll")}
-    alone = functools.partial(loss, scan=functools.partial(jax.lax.scan, **plain))
     how |= {"specs": (layers, P(), P()), "local_batch": True}
     divided = case.scanning(loss, mesh, **how)
     batch = P(how.get("axis", mesh.axis_names))
     found = in_jit(divided, (params, x), mesh, specs, batch)
-    case.assert_gradients(found, alone, (params, x))
+    case.assert_gradients(found, loss, (params, x))
     args = case.put(params, specs, mesh), case.put(x, batch, mesh)
     with jax.set_mesh(mesh):
         sent = [c.kind for c in collectives(jax.grad(divided), *args)]
