@@ -7,8 +7,8 @@ before its shape, which was written from the code and not from what the reader s
 
     @program(
         floats(BATCH, 9),
-        up=leaf("io or adamw", 9, WIDTH),
-        down=leaf("head", WIDTH, 3),
+        up=Leaf("io or adamw", 9, WIDTH),
+        down=Leaf("head", WIDTH, 3),
     )
     def two_layers(p, x):
         return jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"]) ** 2)
@@ -28,12 +28,7 @@ loss of a function of x and the parameters alone. An answer is
 `benchmarks.reading_models` has the same for the models of other packages.
 """
 
-import importlib
-
+from tests.programs import attention, experts, layers, losses, products  # noqa: F401
 from tests.programs.parts import PROGRAMS
 
-MODULES = ("attention", "experts", "layers", "losses", "products", "trees")
-for _module in MODULES:
-    importlib.import_module(f"tests.programs.{_module}")
-
-__all__ = ["MODULES", "PROGRAMS"]
+__all__ = ["PROGRAMS"]

@@ -11,19 +11,16 @@ from tests.programs.parts import (
     HEADS,
     HIDDEN,
     LENGTH,
-    MODEL,
-    NO_ROLES,
     PER_HEAD,
-    TOKENS,
     UP_DOWN,
     WIDTH,
+    Leaf,
     attend,
     attention,
     between,
     cross_entropy,
     floats,
     integers,
-    leaf,
     out_of_heads,
     per_head,
     program,
@@ -33,22 +30,7 @@ from tests.programs.parts import (
 )
 
 
-@between(
-    q=PER_HEAD["q"],
-    kv=leaf("io", WIDTH, HEAD),
-    o=leaf("bio", 2, 2 * HEAD, WIDTH // 2),
-)
-def one_projection_for_keys_and_values(x, p):
-    """DeepSeek-V4: keys are values too, and groups of heads have their own outputs."""
-    q = jnp.einsum("btd,dhk->bthk", x, p["q"])
-    kv = x @ p["kv"]
-    scores = jax.nn.softmax(jnp.einsum("bthk,bsk->bhts", q, kv))
-    o = jnp.einsum("bhts,bsk->bthk", scores, kv)
-    groups = o.reshape(BATCH, LENGTH, 2, 2 * HEAD)
-    return x + jnp.einsum("btgi,gio->btgo", groups, p["o"]).reshape(x.shape)
-
-
-@between(**PER_HEAD, segments=leaf("adamw", 2, HEADS, HEAD))
+@between(**PER_HEAD, segments=Leaf("adamw", 2, HEADS, HEAD))
 def a_table_that_queries_are_compared_with(x, p):
     """XLNet: whether two tokens are of one segment has a vector for each head."""
     q, k, v = per_head(x, p)
@@ -77,8 +59,8 @@ def rotary_positions_and_normalized_queries(x, p):
 @between(
     **PER_HEAD
     | {
-        "k": leaf("ioo or ibo, key", WIDTH, 2, HEAD),
-        "v": leaf("ioo or ibo, value", WIDTH, 2, HEAD),
+        "k": Leaf("ioo or ibo, key", WIDTH, 2, HEAD),
+        "v": Leaf("ioo or ibo, value", WIDTH, 2, HEAD),
     }
 )
 def grouped_queries(x, p):
@@ -88,9 +70,9 @@ def grouped_queries(x, p):
 
 
 @between(
-    qkv=leaf("ioo or ibo or iob", WIDTH, 3, WIDTH),
-    out=leaf("io", WIDTH, WIDTH),
-    gate_up=leaf("io", WIDTH, 2 * HIDDEN),
+    qkv=Leaf("ioo or ibo or iob", WIDTH, 3, WIDTH),
+    out=Leaf("io", WIDTH, WIDTH),
+    gate_up=Leaf("io", WIDTH, 2 * HIDDEN),
     down=UP_DOWN["down"],
 )
 def fused_kernels(x, p):
@@ -106,8 +88,8 @@ def fused_kernels(x, p):
 
 @between(
     **PER_HEAD,
-    r=leaf("ioo or ibo", WIDTH, HEADS, HEAD),
-    bias=dict.fromkeys("uv", leaf("adamw", HEADS, HEAD)),
+    r=Leaf("ioo or ibo", WIDTH, HEADS, HEAD),
+    bias=dict.fromkeys("uv", Leaf("adamw", HEADS, HEAD)),
 )
 def transformer_xl(x, p):
     """Relative positions: sinusoids times a kernel, and biases of the queries."""
@@ -121,32 +103,14 @@ def transformer_xl(x, p):
     return x + out_of_heads(jnp.einsum("bnts,bsnh->btnh", scores, v), p)
 
 
-@between(
-    att=ATTENTION,
-    bias_table=leaf("adamw", 2 * LENGTH, HEADS),
-    position_in=leaf("io or adamw", 2, 32),
-    position_out=leaf("io", 32, HEADS),
-)
-def relative_position_biases(x, p):
-    """T5's table of biases, and Swin v2's MLP of coordinates."""
-    distance = jnp.arange(LENGTH)[:, None] - jnp.arange(LENGTH)
-    coordinates = jnp.stack([distance, -distance], -1).astype(jnp.float32)
-    hidden = jax.nn.relu(coordinates @ p["position_in"])
-    bias = p["bias_table"][distance + LENGTH] + hidden @ p["position_out"]
-    q, k, v = split_heads(x, p["att"])
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) + jnp.moveaxis(bias, -1, 0)
-    o = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v).reshape(x.shape)
-    return x + o @ p["att"]["o"]
-
-
 @program(
     floats(BATCH, 6, LENGTH, 3),
     integers(BATCH),
-    patch=leaf("iio or adamw", 6, 3, WIDTH),
-    cls=leaf("adamw", 1, 1, WIDTH),
-    table=leaf("adamw", 10, WIDTH),
+    patch=Leaf("iio or adamw", 6, 3, WIDTH),
+    cls=Leaf("adamw", 1, 1, WIDTH),
+    table=Leaf("adamw", 10, WIDTH),
     att=ATTENTION,
-    head=leaf("head", WIDTH, 10),
+    head=Leaf("head", WIDTH, 10),
 )
 def vision_transformer(p, images, labels):
     """A class token is concatenated, and positions are resized, then added."""
@@ -161,52 +125,24 @@ def vision_transformer(p, images, labels):
 # --- parameters in the place of tokens ------------------------------------------------
 
 
-@between(att=ATTENTION, latents=leaf("adamw", 8, WIDTH))
-def latents(x, p):
-    """Perceiver: learned tokens, repeated for each sequence, look at the data."""
-    att = p["att"]
-    z = jnp.broadcast_to(p["latents"], (BATCH, 8, WIDTH))
-    q, k, v = rms(z) @ att["q"], x @ att["k"], x @ att["v"]
-    z = z + jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v @ att["o"]
-    return z.mean(1)
-
-
 @between(
-    att=NO_ROLES | {"q": leaf("refused", WIDTH, WIDTH)},
-    latents=leaf("refused", 8, WIDTH),
+    q=Leaf("refused", WIDTH, WIDTH),
+    **dict.fromkeys("kvo", Leaf("io", WIDTH, WIDTH)),
+    latents=Leaf("refused", 8, WIDTH),
 )
 def latents_not_repeated(x, p):
-    """The same without the repetition: two parameters are multiplied."""
-    att = p["att"]
-    q, k, v = p["latents"] @ att["q"], x @ att["k"], x @ att["v"]
-    z = jax.nn.softmax(jnp.einsum("nd,btd->bnt", q, k)) @ v @ att["o"]
+    """Perceiver: learned tokens look at the data, and no sequence has its own."""
+    q, k, v = p["latents"] @ p["q"], x @ p["k"], x @ p["v"]
+    z = jax.nn.softmax(jnp.einsum("nd,btd->bnt", q, k)) @ v @ p["o"]
     return z.mean(1)
-
-
-@between(
-    queries=leaf("adamw", 8, WIDTH),
-    layers=[{"itself": NO_ROLES, "data": NO_ROLES}] * 2,
-)
-def object_queries(x, p):
-    """DETR: learned queries attend to each other before they see any data."""
-
-    def attend(x, y, p):
-        scores = jax.nn.softmax((x @ p["q"]) @ (y @ p["k"]).swapaxes(1, 2))
-        return scores @ (y @ p["v"]) @ p["o"]
-
-    z = jnp.tile(p["queries"][None], (BATCH, 1, 1))
-    for layer in p["layers"]:
-        z = z + attend(z, z, layer["itself"])
-        z = z + attend(z, x, layer["data"])
-    return z
 
 
 @between(
     att=ATTENTION,
-    prefix_k=leaf("adamw", 5, HEADS, HEAD),
-    prefix_v=leaf("adamw", 5, HEADS, HEAD),
-    sinks=leaf("adamw", HEADS),
-    registers=leaf("adamw", 3, WIDTH),
+    prefix_k=Leaf("adamw", 5, HEADS, HEAD),
+    prefix_v=Leaf("adamw", 5, HEADS, HEAD),
+    sinks=Leaf("adamw", HEADS),
+    registers=Leaf("adamw", 3, WIDTH),
     mlp=UP_DOWN,
 )
 def prefixes_sinks_and_registers(x, p):
@@ -225,23 +161,6 @@ def prefixes_sinks_and_registers(x, p):
     return (x + up_down(x, p["mlp"]))[:, 3:]
 
 
-@between(
-    query=leaf("io", WIDTH, 16),
-    keys=leaf("adamw?", 2, 10, 8),
-    values=leaf("adamw", 100, WIDTH),
-)
-def product_key_memory(x, p):
-    """Keys that are compared with queries, and a table of the values of the best."""
-    q = (x @ p["query"]).reshape(BATCH, LENGTH, 2, 8)
-    scores = jnp.einsum("btnd,nkd->btnk", q, p["keys"])
-    best, chosen = lax.top_k(scores, 3)
-    both = best[:, :, 0, :, None] + best[:, :, 1, None, :]
-    numbers = chosen[:, :, 0, :, None] * 10 + chosen[:, :, 1, None, :]
-    weights = jax.nn.softmax(both.reshape(BATCH, LENGTH, 9))
-    values = p["values"][numbers.reshape(BATCH, LENGTH, 9)]
-    return x + jnp.einsum("btk,btkd->btd", weights, values)
-
-
 @between(**PER_HEAD)
 def attention_to_the_best_keys(x, p):
     """Each query keeps its three best keys: a top-k that routes nothing."""
@@ -250,15 +169,3 @@ def attention_to_the_best_keys(x, p):
     least = lax.top_k(scores, 3)[0][..., -1:]
     scores = jax.nn.softmax(jnp.where(scores >= least, scores, -1e9))
     return x + out_of_heads(jnp.einsum("bhts,bshk->bthk", scores, v), p)
-
-
-@program(TOKENS, **MODEL)
-def largest_logits_beside_the_loss(p, ids):
-    """What QK-clip asks for: the maximum of each head, over batch and positions."""
-    x = p["emb"][ids]
-    q, k, v = split_heads(rms(x), p["att"])
-    logits = jnp.einsum("bthd,bshd->bhts", q, k)
-    largest = logits.max((0, 2, 3))
-    y = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
-    x = x + y.reshape(x.shape) @ p["att"]["o"]
-    return cross_entropy(x @ p["head"], ids), {"max_logits": largest}

@@ -10,13 +10,13 @@ from tests.programs.parts import (
     HIDDEN,
     LENGTH,
     WIDTH,
+    Leaf,
     between,
     conv,
     cross_entropy,
     floats,
     integers,
     language_model,
-    leaf,
     mlp,
     program,
     squared_error,
@@ -24,10 +24,10 @@ from tests.programs.parts import (
 )
 
 UP_DOWN = {
-    "up": leaf("bio", EXPERTS, WIDTH, HIDDEN),
-    "down": leaf("bio", EXPERTS, HIDDEN, WIDTH),
+    "up": Leaf("bio", EXPERTS, WIDTH, HIDDEN),
+    "down": Leaf("bio", EXPERTS, HIDDEN, WIDTH),
 }
-ROUTED = {"choose": leaf("router", WIDTH, EXPERTS), **UP_DOWN}
+ROUTED = {"choose": Leaf("router", WIDTH, EXPERTS), **UP_DOWN}
 
 
 def top_two(x, p):
@@ -87,9 +87,9 @@ def moe_ragged_dot(x, p):
 
 @between(
     **ROUTED,
-    q=leaf("ioo, query", WIDTH, 4, 6),
-    k=leaf("io, key", WIDTH, 6),
-    v=leaf("io, value", WIDTH, WIDTH),
+    q=Leaf("ioo, query", WIDTH, 4, 6),
+    k=Leaf("io, key", WIDTH, 6),
+    v=Leaf("io, value", WIDTH, WIDTH),
 )
 def attention_behind_experts(x, p):
     """What experts return is no gate of the next layer; all heads share one key."""
@@ -104,9 +104,9 @@ def attention_behind_experts(x, p):
 @program(
     floats(BATCH, 9),
     floats(BATCH, 3),
-    gate=leaf("router", 9, 3),
-    experts=leaf("bio", 3, 9, HIDDEN),
-    out=leaf("head", HIDDEN, 3),
+    gate=Leaf("router", 9, 3),
+    experts=Leaf("bio", 3, 9, HIDDEN),
+    out=Leaf("head", HIDDEN, 3),
 )
 def experts_in_a_python_loop(p, x, y):
     """A mask for each expert, from the number that an argmax gives."""
@@ -120,7 +120,7 @@ def experts_in_a_python_loop(p, x, y):
 # --- gates ----------------------------------------------------------------------------
 
 
-@language_model(router=leaf("router", WIDTH, EXPERTS), **UP_DOWN)
+@language_model(router=Leaf("router", WIDTH, EXPERTS), **UP_DOWN)
 def smear(x, p):
     """Data mixes the matrices of all experts: a router by its name, without a top-k."""
     mixture = jax.nn.softmax(x.mean(1) @ p["router"])
@@ -134,7 +134,7 @@ def smear(x, p):
     integers(BATCH),
     floats(BATCH, LENGTH, 3),
     **UP_DOWN,
-    out=leaf("head", WIDTH, 3),
+    out=Leaf("head", WIDTH, 3),
 )
 def matrices_of_a_task(p, x, task, y):
     """A one-hot, and no gather, picks the matrices of each sample."""
@@ -148,9 +148,9 @@ def matrices_of_a_task(p, x, task, y):
 @program(
     floats(BATCH, 9),
     floats(BATCH, 3),
-    gate=leaf("io", 9, EXPERTS),
-    experts=leaf("bio", EXPERTS, 9, HIDDEN),
-    out=leaf("head", HIDDEN, 3),
+    gate=Leaf("io", 9, EXPERTS),
+    experts=Leaf("bio", EXPERTS, 9, HIDDEN),
+    out=Leaf("head", HIDDEN, 3),
 )
 def soft_experts_weighed_in_one_product(p, x, y):
     """Jacobs' mixture: all experts see the input, and a softmax weighs them."""
@@ -162,9 +162,9 @@ def soft_experts_weighed_in_one_product(p, x, y):
 @program(
     floats(BATCH, 9),
     floats(2, BATCH, 4),
-    experts=leaf("bio", EXPERTS, 9, 11),
-    gates=leaf("bio", 2, 9, EXPERTS),
-    towers={"w1": leaf("bio", 2, 11, WIDTH), "w2": leaf("head", 2, WIDTH, 4)},
+    experts=Leaf("bio", EXPERTS, 9, 11),
+    gates=Leaf("bio", 2, 9, EXPERTS),
+    towers={"w1": Leaf("bio", 2, 11, WIDTH), "w2": Leaf("head", 2, WIDTH, 4)},
 )
 def multi_gate_experts_of_several_tasks(p, x, ys):
     """Each task has gates of its own; experts are a sum after a product of elements."""
@@ -175,37 +175,15 @@ def multi_gate_experts_of_several_tasks(p, x, ys):
     return squared_error(towers(p["towers"], mixed), ys)
 
 
-@language_model(gate=leaf("io", WIDTH, EXPERTS), **UP_DOWN)
-def soft_experts_summed_by_the_last_product(x, p):
-    """Hidden activations are weighed, and the second product sums over experts."""
-    scores = x @ p["gate"]
-    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
-    weights = weights / weights.sum(-1, keepdims=True)
-    hidden = jax.nn.gelu(jnp.einsum("btd,edf->btef", x, p["up"]))
-    return jnp.einsum("btef,efd->btd", hidden * weights[..., None], p["down"])
-
-
-@between(
-    gate=leaf("io", WIDTH, 4),
-    value=leaf("ioo", WIDTH, 4, 6),
-    w=leaf("io", 6, WIDTH),
-)
-def values_summed_over_gated_heads(x, p):
-    """Sigmoid gates say how much of each head is summed."""
-    gates = jax.nn.sigmoid(x @ p["gate"])
-    values = jnp.einsum("btd,dhk->bthk", x, p["value"])
-    return x + jnp.einsum("bth,bthk->btk", gates, values) @ p["w"]
-
-
 # --- a top-k that routes nothing ------------------------------------------------------
 
 
 @program(
     floats(BATCH, WIDTH),
-    encode=leaf("io", WIDTH, 96),
-    decode=leaf("head", 96, WIDTH),
-    b1=leaf("adamw", 96),
-    b2=leaf("adamw", WIDTH),
+    encode=Leaf("io", WIDTH, 96),
+    decode=Leaf("head", 96, WIDTH),
+    b1=Leaf("adamw", 96),
+    b2=Leaf("adamw", WIDTH),
 )
 def top_k_autoencoder(p, x):
     """A sparse autoencoder keeps the largest activations, by their smallest value."""
@@ -213,22 +191,6 @@ def top_k_autoencoder(p, x):
     least = lax.top_k(z, 8)[0][..., -1:]
     z = jnp.where(z >= least, z, 0)
     return squared_error(z @ p["decode"] + p["b2"], x)
-
-
-@program(
-    floats(BATCH, 9),
-    integers(BATCH),
-    w1=leaf("io", 9, 80),
-    w2=leaf("io", 20, 120),
-    w3=leaf("head", 30, 5),
-)
-def maxout_by_argmax(p, x, labels):
-    """The largest of four pieces, taken by its number."""
-    for name in ("w1", "w2"):
-        pieces = (x @ p[name]).reshape(BATCH, -1, 4)
-        best = jnp.argmax(pieces, -1)
-        x = jnp.take_along_axis(pieces, best[..., None], -1)[..., 0]
-    return cross_entropy(x @ p["w3"], labels)
 
 
 @program(floats(BATCH, 9), integers(BATCH), **widths(9, WIDTH, HIDDEN, 5))
@@ -250,44 +212,11 @@ def accuracy_beside_the_loss(p, x, labels):
 
 
 @program(
-    floats(BATCH, 7),
-    floats(BATCH, 3),
-    w1=leaf("bio or adamw", 5, 7, WIDTH),
-    w2=leaf("bio", 5, WIDTH, HIDDEN),
-    w3=leaf("head", 5, HIDDEN, 3),
-)
-def ensemble(p, x, y):
-    """`vmap` over members that all get the same input."""
-    predict = jax.vmap(lambda p, x: mlp(p, x, jnp.tanh), (0, None))
-    return squared_error(predict(p, x), y)
-
-
-@program(
-    floats(BATCH, 8, 8, 3),
-    integers(BATCH),
-    c1=leaf("biiio", 5, 3, 3, 3, 10),
-    c2=leaf("biiio", 5, 3, 3, 10, 14),
-    w=leaf("bio", 5, 14, WIDTH),
-    head=leaf("head", 5, WIDTH, 7),
-)
-def ensemble_of_convolutions(p, x, labels):
-    """`vmap` over members that all get the same images."""
-
-    def predict(p, x):
-        x = jax.nn.relu(conv(x, p["c1"]))
-        x = jax.nn.relu(conv(x, p["c2"])).mean((1, 2))
-        return jnp.tanh(x @ p["w"]) @ p["head"]
-
-    logits = jax.vmap(predict, (0, None))(p, x)
-    return jax.vmap(cross_entropy, (0, None))(logits, labels).mean()
-
-
-@program(
     floats(3, BATCH, 4, 16, 16),
-    c1=leaf("boiii", 3, 10, 4, 4, 4),
-    c2=leaf("boiii", 3, 14, 10, 4, 4),
-    c3=leaf("boiii", 3, 18, 14, 4, 4),
-    head=leaf("adamw", 3, 18, 1),
+    c1=Leaf("boiii", 3, 10, 4, 4, 4),
+    c2=Leaf("boiii", 3, 14, 10, 4, 4),
+    c3=Leaf("boiii", 3, 18, 14, 4, 4),
+    head=Leaf("adamw", 3, 18, 1),
 )
 def critics_of_several_scales(p, images):
     """Channels first; each member has an image of its own, and a gradient penalty."""
@@ -311,10 +240,10 @@ def critics_of_several_scales(p, images):
 @program(
     floats(BATCH, 16, 5),
     floats(4, BATCH, 3),
-    c1=leaf("iio", 3, 5, 8),
-    c2=leaf("adamw", 4, 3, 4, 12),
-    c3=leaf("biio", 4, 3, 12, 10),
-    out=leaf("head", 4, 10, 3),
+    c1=Leaf("iio", 3, 5, 8),
+    c2=Leaf("adamw", 4, 3, 4, 12),
+    c3=Leaf("biio", 4, 3, 12, 10),
+    out=Leaf("head", 4, 10, 3),
 )
 def members_with_groups_of_their_own(p, x, y):
     """A stem for all, a grouped convolution and a plain one for each member."""
@@ -328,8 +257,8 @@ def members_with_groups_of_their_own(p, x, y):
 
 
 @language_model(
-    medusa=leaf("bio or oio", 3, WIDTH, WIDTH),
-    after=leaf("bio", 3, WIDTH, WIDTH),
+    medusa=Leaf("bio or oio", 3, WIDTH, WIDTH),
+    after=Leaf("bio", 3, WIDTH, WIDTH),
 )
 def stacks_by_einsum(x, p):
     """A stack of matrices with one input, and one with an input for each."""
@@ -344,10 +273,10 @@ def stacks_by_einsum(x, p):
 @program(
     floats(BATCH, 8, 8, 3),
     integers(BATCH),
-    stem=leaf("iiio", 3, 3, 3, 10),
-    route=leaf("io", 10, 4),
-    kernels=leaf("biiio", 4, 3, 3, 10, 14),
-    head=leaf("head", 14, 7),
+    stem=Leaf("iiio", 3, 3, 3, 10),
+    route=Leaf("io", 10, 4),
+    kernels=Leaf("biiio", 4, 3, 3, 10, 14),
+    head=Leaf("head", 14, 7),
 )
 def conditional_convolutions(p, x, labels):
     """CondConv: each sample has a mixture of kernels, weighed by sigmoids."""
@@ -359,19 +288,3 @@ def conditional_convolutions(p, x, labels):
         return jax.nn.relu(conv(x[None], kernel)[0])
 
     return cross_entropy(jax.vmap(one)(x).mean((1, 2)) @ p["head"], labels)
-
-
-@program(
-    floats(BATCH, 16, 5),
-    integers(BATCH),
-    route=leaf("io", 5, 4),
-    kernels=leaf("biio", 4, 3, 5, 14),
-    w=leaf("io", 14, WIDTH),
-    head=leaf("head", WIDTH, 7),
-)
-def dynamic_convolution_of_a_batch(p, x, labels):
-    """One mixture of kernels for the whole batch, by softmax and `tensordot`."""
-    gates = jax.nn.softmax(x.mean((0, 1)) @ p["route"] / 30)
-    kernel = jnp.tensordot(gates, p["kernels"], 1)
-    x = jax.nn.relu(jax.nn.relu(conv(x, kernel)).mean(1) @ p["w"])
-    return cross_entropy(x @ p["head"], labels)

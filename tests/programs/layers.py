@@ -1,4 +1,4 @@
-"""How layers follow each other: scans, loops, conditions, recurrence, shard_map."""
+"""How layers follow each other, and their names: scans, loops, branches, lists."""
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +8,20 @@ from jax.sharding import PartitionSpec as P
 from tests.programs.parts import (
     BATCH,
     EMBED_AND_HEAD,
+    HEADS,
     HIDDEN,
     LENGTH,
     MODEL,
     TOKENS,
     UP_DOWN,
+    VOCAB,
     WIDTH,
+    Leaf,
+    attend,
     between,
     cross_entropy,
     floats,
     integers,
-    leaf,
     program,
     rms,
     squared_error,
@@ -28,9 +31,9 @@ from tests.programs.parts import (
 
 LAYERS = 8
 STACK = {
-    "norm": leaf("adamw", LAYERS, WIDTH),
-    "up": leaf("bio", LAYERS, WIDTH, HIDDEN),
-    "down": leaf("bio", LAYERS, HIDDEN, WIDTH),
+    "norm": Leaf("adamw", LAYERS, WIDTH),
+    "up": Leaf("bio", LAYERS, WIDTH, HIDDEN),
+    "down": Leaf("bio", LAYERS, HIDDEN, WIDTH),
 }
 
 
@@ -64,8 +67,8 @@ def scan_over_numbers(x, p):
 
 
 @between(
-    up=leaf("ibo", WIDTH, LAYERS, HIDDEN),
-    down=leaf("ibo", HIDDEN, LAYERS, WIDTH),
+    up=Leaf("ibo", WIDTH, LAYERS, HIDDEN),
+    down=Leaf("ibo", HIDDEN, LAYERS, WIDTH),
 )
 def scan_along_the_second_axis(x, p):
     """As MaxText's `param_scan_axis=1`, by index."""
@@ -80,11 +83,20 @@ def scan_along_the_second_axis(x, p):
     return lax.fori_loop(0, LAYERS, step, x)
 
 
+@program(floats(BATCH, WIDTH), **UP_DOWN, out=Leaf("head", WIDTH, 3))
+def scan_over_parts_of_a_matrix(p, x):
+    """A hidden axis in four chunks, whose results are added: these are no layers."""
+    chunks = p["up"].reshape(WIDTH, 4, 10).swapaxes(0, 1)
+    parts = chunks, p["down"].reshape(4, 10, WIDTH)
+    y, _ = lax.scan(lambda y, w: (y + jnp.tanh(x @ w[0]) @ w[1], None), x, parts)
+    return jnp.mean(y @ p["out"])
+
+
 @program(
     TOKENS,
     floats(1),
     **EMBED_AND_HEAD,
-    **dict.fromkeys("abc", leaf("io", WIDTH, WIDTH)),
+    **dict.fromkeys("abc", Leaf("io", WIDTH, WIDTH)),
 )
 def loops_and_conditions(p, ids, flag):
     """A layer in each branch of a `cond`, and one that a `while` repeats."""
@@ -103,7 +115,7 @@ def loops_and_conditions(p, ids, flag):
     return cross_entropy(x @ p["head"], ids)
 
 
-@between(f=dict.fromkeys("zx", leaf("io", WIDTH, WIDTH)))
+@between(f=dict.fromkeys("zx", Leaf("io", WIDTH, WIDTH)))
 def deep_equilibrium(x, p):
     """A fixed point whose gradient is found by a second loop."""
 
@@ -129,21 +141,6 @@ def deep_equilibrium(x, p):
     return solve(p, x)
 
 
-@between(layers=STACK)
-def pipeline_of_vmapped_stages(x, p):
-    """`vmap` runs all stages on different microbatches, which shift by one a step."""
-    stage = jax.vmap(lambda layer, x: body(x, layer)[0])
-    padding = jnp.zeros((LAYERS, *x[:1].shape), x.dtype)
-    inputs = jnp.concatenate([x[:, None], padding])  # microbatches of one
-
-    def step(held, new):
-        held = stage(p["layers"], jnp.concatenate([new[None], held[:-1]]))
-        return held, held[-1]
-
-    _, outputs = lax.scan(step, jnp.zeros((LAYERS, *x[:1].shape)), inputs)
-    return rms(outputs[LAYERS - 1 : LAYERS - 1 + BATCH, 0])
-
-
 @program(integers(2 * BATCH, LENGTH), **MODEL, **UP_DOWN)
 def loss_in_shard_map(p, ids):
     """Parameters are sharded over devices and gathered inside the loss (ZeRO-3)."""
@@ -158,64 +155,21 @@ def loss_in_shard_map(p, ids):
     return jax.shard_map(on_one_device, **specs, check_vma=False)(p, ids)
 
 
-@program(TOKENS, **MODEL, **UP_DOWN)
-def auxiliary_outputs_and_penalties(p, ids):
-    """The loss returns metrics beside it and adds norms of the parameters to it."""
-    decay = sum(jnp.sum(w**2) for w in jax.tree.leaves(p))
-    sparse = jnp.abs(p["up"]).sum()
-    value = with_attention(up_down)(p, ids) + 1e-4 * decay + 1e-4 * sparse
-    norms = jax.tree.map(jnp.linalg.norm, p)
-    return value, {"norms": norms, "loss": value}
-
-
 # --- recurrence -----------------------------------------------------------------------
-
-
-def cell(width):
-    """Matrices of the input and of the state."""
-    return dict.fromkeys("xh", leaf("io", WIDTH, width))
-
-
-@between(
-    rnn=cell(WIDTH),
-    lstm=cell(4 * WIDTH),
-    gru=cell(3 * WIDTH),
-    start=leaf("adamw", WIDTH),
-)
-def recurrent_cells(x, p):
-    """An RNN, an LSTM and a GRU in one scan; the first state is learned."""
-
-    def step(carry, x):
-        plain, (hidden, memory), gated = carry
-        plain = jnp.tanh(x @ p["rnn"]["x"] + plain @ p["rnn"]["h"])
-        gates = plain @ p["lstm"]["x"] + hidden @ p["lstm"]["h"]
-        i, f, o, new = jnp.split(gates, 4, -1)
-        memory = jax.nn.sigmoid(f) * memory + jax.nn.sigmoid(i) * jnp.tanh(new)
-        hidden = jax.nn.sigmoid(o) * jnp.tanh(memory)
-        r, z, n = jnp.split(hidden @ p["gru"]["x"], 3, -1)
-        r_h, z_h, n_h = jnp.split(gated @ p["gru"]["h"], 3, -1)
-        z = jax.nn.sigmoid(z + z_h)
-        gated = (1 - z) * jnp.tanh(n + jax.nn.sigmoid(r + r_h) * n_h) + z * gated
-        return (plain, (hidden, memory), gated), gated
-
-    start = jnp.broadcast_to(p["start"], (BATCH, WIDTH))
-    zeros = jnp.zeros((BATCH, WIDTH))
-    _, y = lax.scan(step, (start, (zeros, zeros), zeros), jnp.moveaxis(x, 1, 0))
-    return jnp.moveaxis(y, 0, 1)
 
 
 INNER, STATE, RANK = 48, 8, 4  # of Mamba
 
 
 @between(
-    in_proj=leaf("io", WIDTH, 2 * INNER),
-    conv=leaf("adamw", 4, 1, INNER),
-    x_proj=leaf("io", INNER, RANK + 2 * STATE),
-    dt_proj=leaf("io", RANK, INNER),
-    dt_bias=leaf("adamw", INNER),
-    a_log=leaf("adamw", INNER, STATE),
-    d=leaf("adamw", INNER),
-    out_proj=leaf("io", INNER, WIDTH),
+    in_proj=Leaf("io", WIDTH, 2 * INNER),
+    conv=Leaf("adamw", 4, 1, INNER),
+    x_proj=Leaf("io", INNER, RANK + 2 * STATE),
+    dt_proj=Leaf("io", RANK, INNER),
+    dt_bias=Leaf("adamw", INNER),
+    a_log=Leaf("adamw", INNER, STATE),
+    d=Leaf("adamw", INNER),
+    out_proj=Leaf("io", INNER, WIDTH),
 )
 def mamba(x, p):
     """Mamba: a depthwise convolution, and a state space whose A is (width, state)."""
@@ -245,16 +199,16 @@ def mamba(x, p):
 @program(
     floats(BATCH, LENGTH, 2),
     floats(BATCH, LENGTH, 3),
-    lift=leaf("io or adamw", 2, WIDTH),
+    lift=Leaf("io or adamw", 2, WIDTH),
     layers=[
         {
-            "real": leaf("adamw", 5, WIDTH, WIDTH),
-            "imag": leaf("adamw", 5, WIDTH, WIDTH),
-            "w": leaf("io", WIDTH, WIDTH),
+            "real": Leaf("adamw", 5, WIDTH, WIDTH),
+            "imag": Leaf("adamw", 5, WIDTH, WIDTH),
+            "w": Leaf("io", WIDTH, WIDTH),
         }
     ]
     * 2,
-    out=leaf("head", WIDTH, 3),
+    out=Leaf("head", WIDTH, 3),
 )
 def fourier_neural_operator(p, x, y):
     """A complex matrix for each of the lowest frequencies."""
@@ -266,3 +220,64 @@ def fourier_neural_operator(p, x, y):
         filtered = jnp.fft.irfft(spectrum, n=LENGTH, axis=1)
         h = jax.nn.gelu(filtered + h @ layer["w"])
     return squared_error(h @ p["out"], y)
+
+
+# --- names ----------------------------------------------------------------------------
+
+LLAMA_LAYER = {
+    "input_layernorm": Leaf("adamw", 64),
+    "self_attn.q_proj": Leaf("oi, query", 64, 64),
+    "self_attn.k_proj": Leaf("oi, key", 64, 64),
+    "self_attn.v_proj": Leaf("oi, value", 64, 64),
+    "self_attn.o_proj": Leaf("oi", 64, 64),
+    "post_attention_layernorm": Leaf("adamw", 64),
+    "mlp.gate_proj": Leaf("oi", 96, 64),
+    "mlp.up_proj": Leaf("oi", 96, 64),
+    "mlp.down_proj": Leaf("oi", 64, 96),
+}
+LLAMA = {
+    "model.embed_tokens.weight": Leaf("embedding", VOCAB, 64),
+    "model.norm.weight": Leaf("adamw", 64),
+    "lm_head.weight": Leaf("head", VOCAB, 64),
+    **{
+        f"model.layers.{layer}.{name}.weight": x
+        for layer in range(LAYERS)
+        for name, x in LLAMA_LAYER.items()
+    },
+}
+
+
+@program(TOKENS, **LLAMA)
+def pytorch_checkpoint(p, ids):
+    """Llama with dotted names and matrices (out, in), as torchax has it."""
+
+    def norm(x, name):
+        return rms(x) * p[f"{name}.weight"]
+
+    def dense(x, name):
+        return x @ p[f"{name}.weight"].T
+
+    x = p["model.embed_tokens.weight"][ids]
+    for number in range(LAYERS):
+        layer = f"model.layers.{number}"
+        h = norm(x, f"{layer}.input_layernorm")
+        q, k, v = (
+            dense(h, f"{layer}.self_attn.{n}_proj").reshape(BATCH, LENGTH, HEADS, -1)
+            for n in "qkv"
+        )
+        y = attend(q, k, v).reshape(x.shape)
+        x = x + dense(y, f"{layer}.self_attn.o_proj")
+        h = norm(x, f"{layer}.post_attention_layernorm")
+        gate = jax.nn.silu(dense(h, f"{layer}.mlp.gate_proj"))
+        up = gate * dense(h, f"{layer}.mlp.up_proj")
+        x = x + dense(up, f"{layer}.mlp.down_proj")
+    return cross_entropy(dense(norm(x, "model.norm"), "lm_head"), ids)
+
+
+@program(TOKENS, emb=EMBED_AND_HEAD["emb"], layers=[UP_DOWN, UP_DOWN])
+def encoder_without_a_head(p, ids):
+    """The last product is in one of the layers, and no head."""
+    x = p["emb"][ids]
+    for layer in p["layers"]:
+        x = jnp.tanh(x @ layer["up"]) @ layer["down"]
+    return jnp.mean(x)

@@ -10,13 +10,13 @@ from tests.programs.parts import (
     HIDDEN,
     LENGTH,
     WIDTH,
+    Leaf,
     between,
     conv,
     cross_entropy,
     floats,
     integers,
     key,
-    leaf,
     mlp,
     program,
     squared_error,
@@ -24,17 +24,6 @@ from tests.programs.parts import (
 )
 
 # --- gradients inside the loss --------------------------------------------------------
-
-
-@program(floats(BATCH, 2), **widths(2, WIDTH, HIDDEN, 3))
-def physics_informed(p, points):
-    """The residual of a differential equation: second derivatives of the network."""
-
-    def residual(x):
-        hessian = jax.hessian(lambda x: mlp(p, x, jnp.tanh)[0])(x)
-        return hessian[0, 0] + hessian[1, 1] + mlp(p, x, jnp.tanh)[1]
-
-    return jnp.mean(jax.vmap(residual)(points) ** 2)
 
 
 CLASSES = floats(4, BATCH, 10), integers(4, BATCH)
@@ -56,10 +45,10 @@ def maml(p, xs, ys, queries, labels):
 
 
 CRITIC = {
-    "first": leaf("iiio or adamw", 3, 3, 3, 10),
-    "second": leaf("iiio", 3, 3, 10, 14),
-    "third": leaf("iiio", 4, 4, 14, 18),
-    "head": leaf("head", 18, 7),
+    "first": Leaf("iiio or adamw", 3, 3, 3, 10),
+    "second": Leaf("iiio", 3, 3, 10, 14),
+    "third": Leaf("iiio", 4, 4, 14, 18),
+    "head": Leaf("head", 18, 7),
 }
 
 
@@ -83,7 +72,7 @@ def r1_penalty(p, images):
 IMAGES = floats(4, BATCH, 8, 8, 3), integers(4, BATCH)
 
 
-@program(*IMAGES, *IMAGES, **CRITIC, bias=leaf("adamw", 7))
+@program(*IMAGES, *IMAGES, **CRITIC, bias=Leaf("adamw", 7))
 def maml_with_convolutions(p, xs, ys, queries, labels):
     """One inner step for each task of a vmapped batch of tasks, with a bias."""
 
@@ -116,10 +105,10 @@ def hamiltonian_network(p, q, momentum, dq, dp):
     floats(6, 3),
     integers(6),
     floats(6, 3),
-    embed=leaf("embedding", 11, WIDTH),
-    w1=leaf("io", 9, WIDTH),
-    w2=leaf("io", WIDTH, HIDDEN),
-    w3=leaf("head", HIDDEN, 3),
+    embed=Leaf("embedding", 11, WIDTH),
+    w1=Leaf("io", 9, WIDTH),
+    w2=Leaf("io", WIDTH, HIDDEN),
+    w3=Leaf("head", HIDDEN, 3),
 )
 def forces_of_a_potential(p, positions, kinds, forces):
     """Atoms' energies by distances; only the forces are compared."""
@@ -134,33 +123,7 @@ def forces_of_a_potential(p, positions, kinds, forces):
     return squared_error(-jax.grad(energy)(positions), forces)
 
 
-@program(floats(BATCH, 3), floats(BATCH), **widths(3, WIDTH, HIDDEN, 3))
-def divergence_of_a_field(p, points, weights):
-    """Incompressible flow: the trace of a Jacobian by forward derivatives."""
-    jacobians = jax.vmap(jax.jacfwd(lambda x: mlp(p, x, jnp.sin)))(points)
-    return jnp.mean(jnp.trace(jacobians, axis1=1, axis2=2) ** 2 * weights)
-
-
 # --- several networks -----------------------------------------------------------------
-
-
-@program(
-    floats(BATCH, 10),
-    integers(BATCH),
-    floats(BATCH),
-    w1=leaf("io or adamw", 10, WIDTH),
-    w2=leaf("io", WIDTH, WIDTH),
-    policy=leaf("head", WIDTH, 4),
-    value=leaf("adamw", WIDTH, 1),
-)
-def actor_critic(p, x, actions, returns):
-    """Two heads on one trunk; one of them has a single output and is no matrix."""
-    hidden = jnp.tanh(jnp.tanh(x @ p["w1"]) @ p["w2"])
-    log_policy = jax.nn.log_softmax(hidden @ p["policy"])
-    chosen = jnp.take_along_axis(log_policy, actions[:, None], 1)[:, 0]
-    value = (hidden @ p["value"])[..., 0]
-    advantage = lax.stop_gradient(returns - value)
-    return squared_error(returns, value) - jnp.mean(chosen * advantage)
 
 
 @program(
@@ -170,26 +133,27 @@ def actor_critic(p, x, actions, returns):
     floats(BATCH),
     actor=widths(7, WIDTH, HIDDEN, 4, last="head?"),
     critics={
-        "w1": leaf("bio or adamw", 2, 9, WIDTH),
-        "w2": leaf("bio", 2, WIDTH, HIDDEN),
-        "w3": leaf("adamw", 2, HIDDEN, 1),
+        "w1": Leaf("bio or adamw", 2, 9, WIDTH),
+        "w2": Leaf("bio", 2, WIDTH, HIDDEN),
+        "w3": Leaf("adamw", 2, HIDDEN, 1),
     },
-    log_alpha=leaf("adamw"),
+    log_alpha=Leaf("adamw"),
 )
 def soft_actor_critic(p, x, noise, actions, targets):
     """The actor's outputs go through the critics: its last layer is no last product."""
     mean, log_std = jnp.split(mlp(p["actor"], x, jax.nn.relu), 2, -1)
     action = jnp.tanh(mean + jnp.exp(log_std) * noise)
 
-    def q(critics, actions):
-        inputs = jnp.concatenate([x, actions], -1)
-        return jax.vmap(lambda w: mlp(w, inputs, jax.nn.relu))(critics)
+    def q(w, actions):
+        return mlp(w, jnp.concatenate([x, actions], -1), jax.nn.relu)
 
     entropy = jnp.sum(noise**2 / 2 + log_std, -1)
     alpha = lax.stop_gradient(jnp.exp(p["log_alpha"]))
-    lowest = q(lax.stop_gradient(p["critics"]), action).min(0)
+    frozen, both = lax.stop_gradient(p["critics"]), jnp.stack([action, action])
+    lowest = jax.vmap(q)(frozen, both).min(0)
     actor = jnp.mean(-alpha * entropy - lowest[:, 0])
-    critic = squared_error(q(p["critics"], actions)[..., 0], targets)
+    critics = jax.vmap(q, (0, None))(p["critics"], actions)
+    critic = squared_error(critics[..., 0], targets)
     return actor + critic + p["log_alpha"] * lax.stop_gradient(entropy).mean()
 
 
@@ -199,9 +163,9 @@ def soft_actor_critic(p, x, noise, actions, targets):
 @program(
     key(),
     floats(BATCH, 7),
-    time={"0": leaf("io", 16, HIDDEN), "1": leaf("io", HIDDEN, WIDTH)},
-    into=leaf("io", 7, WIDTH),
-    out=leaf("head", WIDTH, 7),
+    time={"0": Leaf("io", 16, HIDDEN), "1": Leaf("io", HIDDEN, WIDTH)},
+    into=Leaf("io", 7, WIDTH),
+    out=Leaf("head", WIDTH, 7),
 )
 def diffusion_with_times_from_a_key(p, random_key, x):
     """Times are drawn inside; their sines and cosines go through two matrices."""
@@ -218,8 +182,8 @@ def diffusion_with_times_from_a_key(p, random_key, x):
 @program(
     floats(8, 8, 3),
     **widths(2, WIDTH, HIDDEN, 3, first="io"),
-    b1=leaf("adamw", WIDTH),
-    b2=leaf("adamw", HIDDEN),
+    b1=Leaf("adamw", WIDTH),
+    b2=Leaf("adamw", HIDDEN),
 )
 def image_by_its_coordinates(p, image):
     """SIREN on the grid of all pixels; only the colors are data."""
@@ -231,22 +195,11 @@ def image_by_its_coordinates(p, image):
 
 
 @program(
-    floats(50, 9),
-    codes=leaf("adamw", 50, 6),
-    decoder=widths(6, WIDTH, HIDDEN, 9, first="io"),
-)
-def auto_decoder_of_all_codes(p, x):
-    """A learned code for each sample; all samples are in the batch."""
-    decoded = mlp(p["decoder"], p["codes"], jax.nn.relu)
-    return squared_error(decoded, x) + 1e-4 * jnp.sum(p["codes"] ** 2)
-
-
-@program(
     floats(9, 64, 3),
-    codes=leaf("adamw", 9, 6),
-    film={"0": leaf("io", 6, 10), "1": leaf("io", 10, WIDTH)},
-    w1=leaf("io", 12, WIDTH),
-    w2=leaf("head", WIDTH, 3),
+    codes=Leaf("adamw", 9, 6),
+    film={"0": Leaf("io", 6, 10), "1": Leaf("io", 10, WIDTH)},
+    w1=Leaf("io", 12, WIDTH),
+    w2=Leaf("head", WIDTH, 3),
 )
 def codes_scale_features_of_a_grid(p, images):
     """Neither the codes nor the grid is data, and both go through matrices."""
@@ -257,7 +210,7 @@ def codes_scale_features_of_a_grid(p, images):
     return squared_error(hidden @ p["w2"], images)
 
 
-@between(positions=leaf("adamw", 4, 4, WIDTH))
+@between(positions=Leaf("adamw", 4, 4, WIDTH))
 def positions_resized(x, p):
     """A table of positions of another size, interpolated by products with constants."""
     table = jax.image.resize(p["positions"], (2, 8, WIDTH), "bilinear")

@@ -34,17 +34,11 @@ def key():
     return jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
 
 
-@dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A parameter: the right reading, and its shape."""
+    """A float32 parameter: the right reading, and its shape."""
 
-    answer: str
-    shape: tuple[int, ...]
-
-
-def leaf(answer, *shape):
-    """A float32 parameter of this shape, with the right reading."""
-    return Leaf(answer, shape)
+    def __init__(self, answer, *shape):
+        self.answer, self.shape = answer, shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +103,7 @@ def conv(x, w, groups=1):
     )
 
 
-UP_DOWN = {"up": leaf("io", WIDTH, HIDDEN), "down": leaf("io", HIDDEN, WIDTH)}
+UP_DOWN = {"up": Leaf("io", WIDTH, HIDDEN), "down": Leaf("io", HIDDEN, WIDTH)}
 
 
 def up_down(x, p):
@@ -124,7 +118,7 @@ def widths(*sizes, first="io or adamw", last="head"):
     """
     answers = [first, *["io"] * (len(sizes) - 3), last]
     layers = zip(answers, itertools.pairwise(sizes), strict=True)
-    return {f"w{i}": leaf(answer, *pair) for i, (answer, pair) in enumerate(layers, 1)}
+    return {f"w{i}": Leaf(answer, *pair) for i, (answer, pair) in enumerate(layers, 1)}
 
 
 def mlp(p, x, activation):
@@ -138,20 +132,21 @@ def mlp(p, x, activation):
 # --- attention ------------------------------------------------------------------------
 
 _ROLES = {"q": "query", "k": "key", "v": "value", "o": "out"}
-# Matrices (in, out), and those of the same attention where nothing shows their roles.
-ATTENTION = {n: leaf(f"io, {role}", WIDTH, WIDTH) for n, role in _ROLES.items()}
-NO_ROLES = dict.fromkeys("qkvo", leaf("io", WIDTH, WIDTH))
+ATTENTION = {n: Leaf(f"io, {role}", WIDTH, WIDTH) for n, role in _ROLES.items()}
 # Queries, keys and values (in, heads, head), with all heads as the output, or each
 # head a matrix of its own.
 PER_HEAD = {
-    name: leaf(f"ioo or ibo, {_ROLES[name]}", WIDTH, HEADS, HEAD) for name in "qkv"
-} | {"o": leaf("iio, out", HEADS, HEAD, WIDTH)}
+    name: Leaf(f"ioo or ibo, {_ROLES[name]}", WIDTH, HEADS, HEAD) for name in "qkv"
+} | {"o": Leaf("iio, out", HEADS, HEAD, WIDTH)}
 
 
-def attend(q, k, v):
-    """Attention to all positions (batch, time, heads, head)."""
-    scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k))
-    return jnp.einsum("bhts,bshk->bthk", scores, v)
+def attend(q, k, v, causal=False):
+    """Attention to all positions, or earlier ones (batch, time, heads, head)."""
+    scores = jnp.einsum("bthk,bshk->bhts", q, k)
+    if causal:
+        earlier = jnp.tril(jnp.ones(scores.shape[2:], bool))
+        scores = jnp.where(earlier, scores, -1e9)
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores), v)
 
 
 def split_heads(x, p):
@@ -171,19 +166,15 @@ def out_of_heads(x, p):
 
 def attention(x, p):
     """Causal self-attention with p["q"], p["k"], p["v"] and p["o"], each (in, out)."""
-    q, k, v = split_heads(rms(x), p)
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) / 4
-    causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
-    scores = jax.nn.softmax(jnp.where(causal, scores, -1e9))
-    return jnp.einsum("bhts,bshd->bthd", scores, v).reshape(x.shape) @ p["o"]
+    return attend(*split_heads(rms(x), p), causal=True).reshape(x.shape) @ p["o"]
 
 
 # --- a language model around one block ------------------------------------------------
 
 TOKENS = integers(BATCH, LENGTH)
 EMBED_AND_HEAD = {
-    "emb": leaf("embedding", VOCAB, WIDTH),
-    "head": leaf("head", WIDTH, VOCAB),
+    "emb": Leaf("embedding", VOCAB, WIDTH),
+    "head": Leaf("head", WIDTH, VOCAB),
 }
 
 

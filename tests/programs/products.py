@@ -12,11 +12,11 @@ from tests.programs.parts import (
     HIDDEN,
     LENGTH,
     MODEL,
-    NO_ROLES,
     TOKENS,
     UP_DOWN,
     VOCAB,
     WIDTH,
+    Leaf,
     attention,
     between,
     conv,
@@ -25,7 +25,6 @@ from tests.programs.parts import (
     integers,
     key,
     language_model,
-    leaf,
     program,
     rms,
     squared_error,
@@ -40,8 +39,8 @@ from tests.programs.parts import (
     integers(BATCH),
     integers(BATCH),
     floats(BATCH),
-    users=leaf("embedding", 50, WIDTH),
-    items=leaf("embedding", 60, WIDTH),
+    users=Leaf("embedding", 50, WIDTH),
+    items=Leaf("embedding", 60, WIDTH),
 )
 def matrix_factorization(p, user, item, rating):
     """The product of two rows that integers pick."""
@@ -57,12 +56,12 @@ def one_hot_embedding(p, ids):
 
 @program(
     floats(BATCH, 8, 8, 3),
-    stem=leaf("iiio or adamw", 3, 3, 3, WIDTH),
-    depthwise=leaf("adamw", 3, 3, 1, WIDTH),
-    pointwise=leaf("iiio", 1, 1, WIDTH, WIDTH),
-    groups=leaf("adamw?", 3, 3, WIDTH // 4, WIDTH),
-    transposed=leaf("ooio", 2, 2, WIDTH, 12),
-    out=leaf("head", 3, 3, 12, 3),
+    stem=Leaf("iiio or adamw", 3, 3, 3, WIDTH),
+    depthwise=Leaf("adamw", 3, 3, 1, WIDTH),
+    pointwise=Leaf("iiio", 1, 1, WIDTH, WIDTH),
+    groups=Leaf("adamw?", 3, 3, WIDTH // 4, WIDTH),
+    transposed=Leaf("ooio", 2, 2, WIDTH, 12),
+    out=Leaf("head", 3, 3, 12, 3),
 )
 def convolutions(p, images):
     """Plain, depthwise, pointwise, grouped, transposed without overlap, and a head."""
@@ -78,43 +77,16 @@ def convolutions(p, images):
 
 
 @program(
-    floats(BATCH, LENGTH, 2),
-    integers(BATCH),
-    stem=leaf("io or adamw", 2, WIDTH),
-    conv=leaf("iio", 3, WIDTH, HIDDEN),
-    head=leaf("head", HIDDEN, 10),
-)
-def convolution_by_patches(p, signal, labels):
-    """Windows are gathered first, and a product follows."""
-    x = jax.nn.relu(signal @ p["stem"])
-    steps = jnp.arange(LENGTH - 2)[:, None] + jnp.arange(3)
-    windows = x[:, steps]  # (batch, places, 3, width)
-    x = jax.nn.relu(jnp.einsum("btwi,wio->bto", windows, p["conv"]))
-    return cross_entropy(x.mean(1) @ p["head"], labels)
-
-
-@program(
-    floats(BATCH, 8, 8, 3),
+    floats(BATCH, 9),
     integers(BATCH, LENGTH),
-    image={
-        "stem": leaf("iiio", 3, 3, 3, 10),
-        "conv": leaf("iiio", 3, 3, 10, 14),
-        "project": leaf("head", 14, 12),
-    },
-    text={
-        "emb": leaf("embedding", 50, WIDTH),
-        "w": leaf("io", WIDTH, HIDDEN),
-        "project": leaf("head", HIDDEN, 12),
-    },
-    temperature=leaf("adamw"),
+    image={"w": Leaf("io", 9, HIDDEN), "project": Leaf("head", HIDDEN, 12)},
+    text={"emb": Leaf("embedding", 50, WIDTH), "project": Leaf("head", WIDTH, 12)},
+    temperature=Leaf("adamw"),
 )
 def contrastive_images_and_texts(p, images, ids):
     """CLIP: the last products of two towers are compared with each other."""
-    x = jax.nn.relu(conv(images, p["image"]["stem"]))
-    x = jax.nn.relu(conv(x, p["image"]["conv"])).mean((1, 2))
-    x = x @ p["image"]["project"]
-    y = jax.nn.gelu(p["text"]["emb"][ids].mean(1) @ p["text"]["w"])
-    y = y @ p["text"]["project"]
+    x = jax.nn.relu(images @ p["image"]["w"]) @ p["image"]["project"]
+    y = p["text"]["emb"][ids].mean(1) @ p["text"]["project"]
     x, y = (z / jnp.linalg.norm(z, axis=-1, keepdims=True) for z in (x, y))
     logits = jnp.exp(p["temperature"]) * x @ y.T
     labels = jnp.arange(BATCH)
@@ -126,13 +98,13 @@ def contrastive_images_and_texts(p, images, ids):
 RANK = 4
 LORA = {
     **UP_DOWN,
-    "lora_a": leaf("io", WIDTH, RANK),
-    "lora_b": leaf("io", RANK, HIDDEN),
+    "lora_a": Leaf("io", WIDTH, RANK),
+    "lora_b": Leaf("io", RANK, HIDDEN),
 }
 # Adapters of two matrices that are not trained.
 ADAPTERS = {
-    "up": {"a": leaf("io", WIDTH, RANK), "b": leaf("io", RANK, HIDDEN)},
-    "down": {"a": leaf("io", HIDDEN, RANK), "b": leaf("io", RANK, WIDTH)},
+    "up": {"a": Leaf("io", WIDTH, RANK), "b": Leaf("io", RANK, HIDDEN)},
+    "down": {"a": Leaf("io", HIDDEN, RANK), "b": Leaf("io", RANK, WIDTH)},
 }
 FROZEN = {
     "emb": floats(VOCAB, WIDTH),
@@ -156,19 +128,6 @@ def lora_beside(x, p):
 
 
 @program(FROZEN, TOKENS, **ADAPTERS)
-def lora_beside_frozen_matrices(adapters, frozen, ids):
-    """Only the factors are trained; the model itself arrives as an argument."""
-
-    def dense(x, name):
-        a, b = adapters[name]["a"], adapters[name]["b"]
-        return x @ frozen[name] + x @ a @ b
-
-    x = frozen["emb"][ids]
-    x = x + dense(jax.nn.gelu(dense(x, "up")), "down")
-    return cross_entropy(x @ frozen["head"], ids)
-
-
-@program(FROZEN, TOKENS, **ADAPTERS)
 def lora_merged_into_frozen_matrices(adapters, frozen, ids):
     """The factors are merged into a matrix that arrives as an argument."""
     merged = {n: frozen[n] + p["a"] @ p["b"] for n, p in adapters.items()}
@@ -179,8 +138,8 @@ def lora_merged_into_frozen_matrices(adapters, frozen, ids):
 @program(
     {"in": floats(3, 3, 3, WIDTH), "out": floats(3, 3, WIDTH, 3)},
     floats(BATCH, 8, 8, 3),
-    first=leaf("iiio or adamw", 3, 3, 3, HIDDEN),
-    last=leaf("iiio", 1, 1, HIDDEN, WIDTH),
+    first=Leaf("iiio or adamw", 3, 3, 3, HIDDEN),
+    last=Leaf("iiio", 1, 1, HIDDEN, WIDTH),
 )
 def trained_convolutions_before_frozen_ones(p, frozen, images):
     """As in a ControlNet: the last trained product is not the last one."""
@@ -189,7 +148,7 @@ def trained_convolutions_before_frozen_ones(p, frozen, images):
     return squared_error(noise, images)
 
 
-@language_model(**LORA, magnitude=leaf("adamw", HIDDEN))
+@language_model(**LORA, magnitude=Leaf("adamw", HIDDEN))
 def dora(x, p):
     """LoRA, merged, with the norms of the columns as a vector."""
     up = p["up"] + p["lora_a"] @ p["lora_b"]
@@ -231,8 +190,8 @@ def spectral_norm_with_the_gradient_of_the_norm(p, ids, u):
 
 @between(
     **UP_DOWN,
-    shared=leaf("io", WIDTH, WIDTH),
-    gains=leaf("adamw", 4, WIDTH),
+    shared=Leaf("io", WIDTH, WIDTH),
+    gains=Leaf("adamw", 4, WIDTH),
 )
 def blocks_of_a_matrix_with_gains(x, p):
     """A scale for each block of rows, and multiplicative noise on a matrix."""
@@ -242,7 +201,13 @@ def blocks_of_a_matrix_with_gains(x, p):
     return x @ shared.reshape(WIDTH, WIDTH)
 
 
-@program(TOKENS, emb=EMBED_AND_HEAD["emb"], att=ATTENTION, up=leaf("io", WIDTH, HIDDEN))
+@program(
+    TOKENS,
+    emb=EMBED_AND_HEAD["emb"],
+    att=ATTENTION,
+    up=UP_DOWN["up"],
+    old_head=Leaf("unused", WIDTH, VOCAB),
+)
 def tied_embedding_and_mlp(p, ids):
     """The table is the head, transposed, and the MLP goes back by its own transpose."""
     x = p["emb"][ids]
@@ -256,7 +221,7 @@ def tied_embedding_and_mlp(p, ids):
 
 def normal(answer, *shape):
     """The mean and the scale of each weight."""
-    return {"mean": leaf(answer, *shape), "rho": leaf("adamw", *shape)}
+    return {"mean": Leaf(answer, *shape), "rho": Leaf("adamw", *shape)}
 
 
 @program(
@@ -280,27 +245,11 @@ def bayes_by_backprop(p, random_key, x, labels):
 @program(
     floats(BATCH, 7),
     floats(BATCH, 3),
-    w=leaf("io", 7, WIDTH),
-    centers=leaf("adamw", 30, WIDTH),
-    widths=leaf("adamw", 30),
-    out=leaf("head", 30, 3),
-)
-def radial_basis_functions(p, x, y):
-    """Distances to learned centers, by a product and two norms."""
-    x = jnp.tanh(x @ p["w"])
-    norms = (x**2).sum(-1, keepdims=True), (p["centers"] ** 2).sum(-1)
-    squares = norms[0] + norms[1] - 2 * x @ p["centers"].T
-    return squared_error(jnp.exp(-squares * p["widths"]) @ p["out"], y)
-
-
-@program(
-    floats(BATCH, 7),
-    floats(BATCH, 3),
-    w1=leaf("io", 7, WIDTH),
-    w2=leaf("io", WIDTH, 6),
-    inducing=leaf("adamw", 15, 6),
-    mean=leaf("head", 15, 3),
-    scale=leaf("adamw"),
+    w1=Leaf("io", 7, WIDTH),
+    w2=Leaf("io", WIDTH, 6),
+    inducing=Leaf("adamw", 15, 6),
+    mean=Leaf("head", 15, 3),
+    scale=Leaf("adamw"),
 )
 def deep_kernel_with_inducing_points(p, x, y):
     """A sparse Gaussian process on the features of a network."""
@@ -318,25 +267,6 @@ def deep_kernel_with_inducing_points(p, x, y):
 
 
 # --- kernels that hide what they compute ----------------------------------------------
-
-
-@between(att=NO_ROLES, **UP_DOWN)
-def attention_kernel_with_its_own_derivative(x, p):
-    """A Pallas kernel between products, in a `custom_vjp`; it takes no parameter."""
-
-    def kernel(q, k, v, o):
-        o[...] = q[...] + k[...] + v[...]
-
-    @jax.custom_vjp
-    def flash(q, k, v):
-        out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-        return pl.pallas_call(kernel, out_shape=out)(q, k, v)
-
-    flash.defvjp(lambda q, k, v: (flash(q, k, v), None), lambda _, g: (g, g, g))
-
-    att = p["att"]
-    x = x + flash(x @ att["q"], x @ att["k"], x @ att["v"]) @ att["o"]
-    return x + up_down(rms(x), p)
 
 
 @language_model(**UP_DOWN)
