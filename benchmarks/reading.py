@@ -4,7 +4,7 @@ The notation of answers is that of `tests.programs`. Axes of size 1 are not comp
 they change no matrix.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jax_muon.matrices import Parameter
 
@@ -50,20 +50,3 @@ def _visible(letters: str, shape: Sequence[int]) -> str:
     """One letter an axis, b(atch), i(n) or o(ut), and a dot for size 1."""
     pairs = zip(letters, shape, strict=True)
     return "".join("." if size == 1 else letter for letter, size in pairs)
-
-
-def answer_for(path: str, answers: Mapping[str, str]) -> str:
-    """The answer for the leaf at a path.
-
-    Args:
-      path: of the leaf.
-      answers: from paths or folders, several of them with spaces between, to answers.
-        The longest that fits decides.
-
-    Raises:
-      KeyError: no answer fits.
-    """
-    by_name = {name: answers[key] for key in answers for name in key.split()}
-    while path not in by_name and "/" in path:
-        path = path.rpartition("/")[0]
-    return by_name[path]

@@ -1,31 +1,33 @@
-"""Mixtures of experts: every common way to bring tokens and matrices together."""
+"""Experts, members and stacks: several matrices in one array, gates, and choices."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tests.programs import program
 from tests.programs.parts import (
     BATCH,
     EXPERTS,
     HIDDEN,
     LENGTH,
-    MODEL_ANSWERS,
     WIDTH,
+    Leaf,
     between,
+    conv,
+    cross_entropy,
     floats,
     integers,
     language_model,
+    mlp,
+    program,
     squared_error,
+    widths,
 )
 
-ROUTED_ANSWERS = {"choose": "router", "up down": "bio"}
-ANSWERS = {**MODEL_ANSWERS, **ROUTED_ANSWERS}
 UP_DOWN = {
-    "up": floats(EXPERTS, WIDTH, HIDDEN),
-    "down": floats(EXPERTS, HIDDEN, WIDTH),
+    "up": Leaf("bio", EXPERTS, WIDTH, HIDDEN),
+    "down": Leaf("bio", EXPERTS, HIDDEN, WIDTH),
 }
-ROUTED = {"choose": floats(WIDTH, EXPERTS), **UP_DOWN}
+ROUTED = {"choose": Leaf("router", WIDTH, EXPERTS), **UP_DOWN}
 
 
 def top_two(x, p):
@@ -39,13 +41,10 @@ def gates(x, p):
     return (jax.nn.one_hot(chosen, EXPERTS) * weights[..., None]).sum(-2)
 
 
-def sort_by_expert(chosen):
-    """The order of (token, choice) pairs by expert, and how many each expert gets."""
-    flat = chosen.reshape(-1)
-    return jnp.argsort(flat), jnp.bincount(flat, length=EXPERTS)
+# --- routed experts -------------------------------------------------------------------
 
 
-@language_model(ANSWERS, **ROUTED)
+@language_model(**ROUTED)
 def moe_einsum_dispatch(x, p):
     """Tokens travel to slots of their experts by a product with a one-hot tensor."""
     weights, chosen = top_two(x, p)
@@ -58,27 +57,27 @@ def moe_einsum_dispatch(x, p):
     return jnp.einsum("becd,btkec,btk->btd", y, dispatch, weights)
 
 
-@language_model(ANSWERS, **ROUTED)
+@language_model(**ROUTED)
 def moe_dense_summed_in_the_product(x, p):
     """The second product sums over the experts too."""
     hidden = jax.nn.gelu(jnp.einsum("btd,edf->btef", x, p["up"]))
     return jnp.einsum("btef,efd->btd", hidden * gates(x, p)[..., None], p["down"])
 
 
-@between(ANSWERS, **ROUTED)
+@between(**ROUTED)
 def moe_gathered_weights_in_the_first_layer(x, p):
     """The router is an argmax of the embeddings, with nothing before it."""
     chosen = jnp.argmax(x @ p["choose"], -1)
     hidden = jnp.einsum("btd,btdf->btf", x, p["up"][chosen])
-    y = jnp.einsum("btf,btfd->btd", hidden, p["down"][chosen])
-    return y
+    return jnp.einsum("btf,btfd->btd", hidden, p["down"][chosen])
 
 
-@language_model(ANSWERS, **ROUTED)
+@language_model(**ROUTED)
 def moe_ragged_dot(x, p):
     """Tokens are sorted by expert, and `ragged_dot` multiplies each group."""
     weights, chosen = top_two(x, p)
-    order, sizes = sort_by_expert(chosen)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=EXPERTS)
     rows = x.reshape(-1, WIDTH)[order // 2]
     hidden = jax.nn.gelu(lax.ragged_dot(rows, p["up"], sizes))
     y = lax.ragged_dot(hidden, p["down"], sizes)
@@ -86,24 +85,11 @@ def moe_ragged_dot(x, p):
     return (y * weights[..., None]).sum(2)
 
 
-@language_model(
-    {"router": "router", "up down": "bio"}, router=floats(WIDTH, EXPERTS), **UP_DOWN
-)
-def smear(x, p):
-    """Data mixes the matrices of all experts: a router by its name, without a top-k."""
-    mixture = jax.nn.softmax(x.mean(1) @ p["router"])
-    up, down = (jnp.einsum("be,eio->bio", mixture, p[n]) for n in ("up", "down"))
-    return jnp.einsum(
-        "btf,bfd->btd", jax.nn.gelu(jnp.einsum("btd,bdf->btf", x, up)), down
-    )
-
-
 @between(
-    {**ROUTED_ANSWERS, "q": "ioo, query", "k": "io, key", "v": "io, value"},
     **ROUTED,
-    q=floats(WIDTH, 4, 6),
-    k=floats(WIDTH, 6),
-    v=floats(WIDTH, WIDTH),
+    q=Leaf("ioo, query", WIDTH, 4, 6),
+    k=Leaf("io, key", WIDTH, 6),
+    v=Leaf("io, value", WIDTH, WIDTH),
 )
 def attention_behind_experts(x, p):
     """What experts return is no gate of the next layer; all heads share one key."""
@@ -115,17 +101,190 @@ def attention_behind_experts(x, p):
     return x + jnp.einsum("bhts,bsd->btd", scores, v)
 
 
-@program({"up down": "bio", "out": "head"})
-def matrices_of_a_task():
+@program(
+    floats(BATCH, 9),
+    floats(BATCH, 3),
+    gate=Leaf("router", 9, 3),
+    experts=Leaf("bio", 3, 9, HIDDEN),
+    out=Leaf("head", HIDDEN, 3),
+)
+def experts_in_a_python_loop(p, x, y):
+    """A mask for each expert, from the number that an argmax gives."""
+    number, total = jnp.argmax(x @ p["gate"], -1), 0
+    for expert in range(3):
+        output = jax.nn.relu(x @ p["experts"][expert])
+        total = total + jnp.where((number == expert)[:, None], output, 0)
+    return squared_error(total @ p["out"], y)
+
+
+# --- gates ----------------------------------------------------------------------------
+
+
+@language_model(router=Leaf("router", WIDTH, EXPERTS), **UP_DOWN)
+def smear(x, p):
+    """Data mixes the matrices of all experts: a router by its name, without a top-k."""
+    mixture = jax.nn.softmax(x.mean(1) @ p["router"])
+    up, down = (jnp.einsum("be,eio->bio", mixture, p[n]) for n in ("up", "down"))
+    hidden = jax.nn.gelu(jnp.einsum("btd,bdf->btf", x, up))
+    return jnp.einsum("btf,bfd->btd", hidden, down)
+
+
+@program(
+    floats(BATCH, LENGTH, WIDTH),
+    integers(BATCH),
+    floats(BATCH, LENGTH, 3),
+    **UP_DOWN,
+    out=Leaf("head", WIDTH, 3),
+)
+def matrices_of_a_task(p, x, task, y):
     """A one-hot, and no gather, picks the matrices of each sample."""
+    task = jax.nn.one_hot(task, EXPERTS)
+    up, down = (jnp.einsum("be,eio->bio", task, p[name]) for name in ("up", "down"))
+    hidden = jax.nn.gelu(jnp.einsum("btd,bdf->btf", x, up))
+    x = x + jnp.einsum("btf,bfd->btd", hidden, down)
+    return squared_error(x @ p["out"], y)
 
-    def loss(p, x, task, y):
-        task = jax.nn.one_hot(task, EXPERTS)
-        up, down = (jnp.einsum("be,eio->bio", task, p[name]) for name in ("up", "down"))
-        hidden = jax.nn.gelu(jnp.einsum("btd,bdf->btf", x, up))
-        x = x + jnp.einsum("btf,bfd->btd", hidden, down)
-        return squared_error(x @ p["out"], y)
 
-    params = {**UP_DOWN, "out": floats(WIDTH, 3)}
-    x = floats(BATCH, LENGTH, WIDTH)
-    return loss, params, (x, integers(BATCH), floats(BATCH, LENGTH, 3))
+@program(
+    floats(BATCH, 9),
+    floats(BATCH, 3),
+    gate=Leaf("io", 9, EXPERTS),
+    experts=Leaf("bio", EXPERTS, 9, HIDDEN),
+    out=Leaf("head", HIDDEN, 3),
+)
+def soft_experts_weighed_in_one_product(p, x, y):
+    """Jacobs' mixture: all experts see the input, and a softmax weighs them."""
+    gates = jax.nn.softmax(x @ p["gate"])
+    outputs = jax.nn.relu(jnp.einsum("bd,edh->beh", x, p["experts"]))
+    return squared_error(jnp.einsum("be,beh->bh", gates, outputs) @ p["out"], y)
+
+
+@program(
+    floats(BATCH, 9),
+    floats(2, BATCH, 4),
+    experts=Leaf("bio", EXPERTS, 9, 11),
+    gates=Leaf("bio", 2, 9, EXPERTS),
+    towers={"w1": Leaf("bio", 2, 11, WIDTH), "w2": Leaf("head", 2, WIDTH, 4)},
+)
+def multi_gate_experts_of_several_tasks(p, x, ys):
+    """Each task has gates of its own; experts are a sum after a product of elements."""
+    outputs = jax.nn.relu(jnp.einsum("bd,edh->ebh", x, p["experts"]))
+    gates = jax.nn.softmax(jnp.einsum("bd,nde->nbe", x, p["gates"]), -1)
+    mixed = (jnp.moveaxis(gates, -1, 1)[..., None] * outputs[None]).sum(1)
+    towers = jax.vmap(lambda p, x: mlp(p, x, jax.nn.relu))
+    return squared_error(towers(p["towers"], mixed), ys)
+
+
+# --- a top-k that routes nothing ------------------------------------------------------
+
+
+@program(
+    floats(BATCH, WIDTH),
+    encode=Leaf("io", WIDTH, 96),
+    decode=Leaf("head", 96, WIDTH),
+    b1=Leaf("adamw", 96),
+    b2=Leaf("adamw", WIDTH),
+)
+def top_k_autoencoder(p, x):
+    """A sparse autoencoder keeps the largest activations, by their smallest value."""
+    z = jax.nn.relu((x - p["b2"]) @ p["encode"] + p["b1"])
+    least = lax.top_k(z, 8)[0][..., -1:]
+    z = jnp.where(z >= least, z, 0)
+    return squared_error(z @ p["decode"] + p["b2"], x)
+
+
+@program(floats(BATCH, 9), integers(BATCH), **widths(9, WIDTH, HIDDEN, 5))
+def accuracy_beside_the_loss(p, x, labels):
+    """Metrics choose among logits and among hidden activations."""
+    hidden = jax.nn.relu(x @ p["w1"])
+    hidden = jax.nn.relu(hidden @ p["w2"])
+    logits = hidden @ p["w3"]
+    winners = jax.nn.one_hot(jnp.argmax(hidden, -1), HIDDEN)
+    metrics = {
+        "accuracy": jnp.mean(jnp.argmax(logits, -1) == labels),
+        "top_3": jnp.mean(lax.top_k(logits, 3)[1] == labels[:, None]),
+        "usage": jnp.einsum("bh,bi->hi", winners, x),
+    }
+    return cross_entropy(logits, labels), metrics
+
+
+# --- members and stacks ---------------------------------------------------------------
+
+
+@program(
+    floats(3, BATCH, 4, 16, 16),
+    c1=Leaf("boiii", 3, 10, 4, 4, 4),
+    c2=Leaf("boiii", 3, 14, 10, 4, 4),
+    c3=Leaf("boiii", 3, 18, 14, 4, 4),
+    head=Leaf("adamw", 3, 18, 1),
+)
+def critics_of_several_scales(p, images):
+    """Channels first; each member has an image of its own, and a gradient penalty."""
+
+    def critic(p, x):
+        numbers = ("NCHW", "OIHW", "NCHW")
+        for name in ("c1", "c2", "c3"):
+            x = lax.conv_general_dilated(
+                x, p[name], (2, 2), "SAME", dimension_numbers=numbers
+            )
+            x = jax.nn.leaky_relu(x)
+        return (x.mean((2, 3)) @ p["head"])[:, 0]
+
+    def one(p, x):
+        slope = jax.grad(lambda x: critic(p, x).sum())(x)
+        return critic(p, x).mean() + jnp.mean(slope**2)
+
+    return jax.vmap(one)(p, images).mean()
+
+
+@program(
+    floats(BATCH, 16, 5),
+    floats(4, BATCH, 3),
+    c1=Leaf("iio", 3, 5, 8),
+    c2=Leaf("adamw", 4, 3, 4, 12),
+    c3=Leaf("biio", 4, 3, 12, 10),
+    out=Leaf("head", 4, 10, 3),
+)
+def members_with_groups_of_their_own(p, x, y):
+    """A stem for all, a grouped convolution and a plain one for each member."""
+    x = jax.nn.relu(conv(x, p["c1"]))
+
+    def member(c2, c3, out):
+        z = jax.nn.relu(conv(x, c2, 2))
+        return jax.nn.relu(conv(z, c3)).mean(1) @ out
+
+    return squared_error(jax.vmap(member)(p["c2"], p["c3"], p["out"]), y)
+
+
+@language_model(
+    medusa=Leaf("bio or oio", 3, WIDTH, WIDTH),
+    after=Leaf("bio", 3, WIDTH, WIDTH),
+)
+def stacks_by_einsum(x, p):
+    """A stack of matrices with one input, and one with an input for each."""
+    x = x + jax.nn.silu(jnp.einsum("btd,kde->kbte", x, p["medusa"])).mean(0)
+    rows = jnp.stack([x, x[:, ::-1], -x])
+    return jnp.einsum("kbtd,kde->kbte", rows, p["after"]).mean(0)
+
+
+# --- kernels mixed by data ------------------------------------------------------------
+
+
+@program(
+    floats(BATCH, 8, 8, 3),
+    integers(BATCH),
+    stem=Leaf("iiio", 3, 3, 3, 10),
+    route=Leaf("io", 10, 4),
+    kernels=Leaf("biiio", 4, 3, 3, 10, 14),
+    head=Leaf("head", 14, 7),
+)
+def conditional_convolutions(p, x, labels):
+    """CondConv: each sample has a mixture of kernels, weighed by sigmoids."""
+    x = jax.nn.relu(conv(x, p["stem"]))
+
+    def one(x):
+        weights = jax.nn.sigmoid(x.mean((0, 1)) @ p["route"])
+        kernel = jnp.einsum("e,ehwio->hwio", weights, p["kernels"])
+        return jax.nn.relu(conv(x[None], kernel)[0])
+
+    return cross_entropy(jax.vmap(one)(x).mean((1, 2)) @ p["head"], labels)

@@ -1,113 +1,121 @@
-"""How layers follow each other: scans, loops, conditions, blocks, `vmap`, shard_map."""
+"""How layers follow each other, and their names: scans, loops, branches, lists."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from tests.programs import program
 from tests.programs.parts import (
     BATCH,
     EMBED_AND_HEAD,
-    EMBED_AND_HEAD_ANSWERS,
+    HEADS,
     HIDDEN,
-    MLP_ANSWERS,
+    LENGTH,
+    MODEL,
     TOKENS,
     UP_DOWN,
+    VOCAB,
     WIDTH,
+    Leaf,
+    attend,
     between,
     cross_entropy,
     floats,
     integers,
-    model_with_attention,
+    program,
     rms,
     squared_error,
     up_down,
+    with_attention,
 )
 
 LAYERS = 8
 STACK = {
-    "norm": floats(LAYERS, WIDTH),
-    "up": floats(LAYERS, WIDTH, HIDDEN),
-    "down": floats(LAYERS, HIDDEN, WIDTH),
+    "norm": Leaf("adamw", LAYERS, WIDTH),
+    "up": Leaf("bio", LAYERS, WIDTH, HIDDEN),
+    "down": Leaf("bio", LAYERS, HIDDEN, WIDTH),
 }
-STACK_ANSWERS = {"layers/norm": "adamw", "layers": "bio"}
 
 
-def mlp(x, layer):
+def body(x, layer):
     """A residual MLP, as the body of a scan."""
-    hidden = jax.nn.gelu(rms(x) * layer["norm"] @ layer["up"])
-    return x + hidden @ layer["down"], None
+    return x + up_down(rms(x) * layer["norm"], layer), None
 
 
-@between(STACK_ANSWERS, layers=STACK)
+@between(layers=STACK)
 def scan_checkpointed_and_reversed(x, p):
     """Backwards through the layers, each of them computed again in the gradient."""
-    return rms(lax.scan(jax.checkpoint(mlp), x, p["layers"], reverse=True)[0])
+    return rms(lax.scan(jax.checkpoint(body), x, p["layers"], reverse=True)[0])
 
 
-@between(STACK_ANSWERS, layers=STACK)
+@between(layers=STACK)
 def scan_over_blocks_of_layers(x, p):
     """Eight layers are cut into two blocks of four: only blocks are checkpointed."""
     blocks = jax.tree.map(lambda w: w.reshape(2, 4, *w.shape[1:]), p["layers"])
-    block = jax.checkpoint(lambda x, layers: lax.scan(mlp, x, layers))
+    block = jax.checkpoint(lambda x, layers: lax.scan(body, x, layers))
     return rms(lax.scan(block, x, blocks)[0])
 
 
-@between(STACK_ANSWERS, layers=STACK)
+@between(layers=STACK)
 def scan_over_numbers(x, p):
     """The scan counts, and its body picks the layer."""
 
-    def body(x, number):
-        return mlp(x, jax.tree.map(lambda w: w[number], p["layers"]))
+    def step(x, number):
+        return body(x, jax.tree.map(lambda w: w[number], p["layers"]))
 
-    return rms(lax.scan(body, x, jnp.arange(LAYERS))[0])
-
-
-SECOND_AXIS = {
-    "up": floats(WIDTH, LAYERS, HIDDEN),
-    "down": floats(HIDDEN, LAYERS, WIDTH),
-}
+    return rms(lax.scan(step, x, jnp.arange(LAYERS))[0])
 
 
-@between({"up down": "ibo"}, **SECOND_AXIS)
+@between(
+    up=Leaf("ibo", WIDTH, LAYERS, HIDDEN),
+    down=Leaf("ibo", HIDDEN, LAYERS, WIDTH),
+)
 def scan_along_the_second_axis(x, p):
     """As MaxText's `param_scan_axis=1`, by index."""
 
-    def body(number, x):
-        up, down = (
-            lax.dynamic_index_in_dim(p[name], number, 1, False)
+    def step(number, x):
+        layer = {
+            name: lax.dynamic_index_in_dim(p[name], number, 1, False)
             for name in ("up", "down")
-        )
-        return x + jax.nn.gelu(x @ up) @ down
+        }
+        return x + up_down(x, layer)
 
-    return lax.fori_loop(0, LAYERS, body, x)
+    return lax.fori_loop(0, LAYERS, step, x)
 
 
-@program({**EMBED_AND_HEAD_ANSWERS, "0 1 2": "io"})
-def loops_and_conditions():
+@program(floats(BATCH, WIDTH), **UP_DOWN, out=Leaf("head", WIDTH, 3))
+def scan_over_parts_of_a_matrix(p, x):
+    """A hidden axis in four chunks, whose results are added: these are no layers."""
+    chunks = p["up"].reshape(WIDTH, 4, 10).swapaxes(0, 1)
+    parts = chunks, p["down"].reshape(4, 10, WIDTH)
+    y, _ = lax.scan(lambda y, w: (y + jnp.tanh(x @ w[0]) @ w[1], None), x, parts)
+    return jnp.mean(y @ p["out"])
+
+
+@program(
+    TOKENS,
+    floats(1),
+    **EMBED_AND_HEAD,
+    **dict.fromkeys("abc", Leaf("io", WIDTH, WIDTH)),
+)
+def loops_and_conditions(p, ids, flag):
     """A layer in each branch of a `cond`, and one that a `while` repeats."""
+    x = lax.cond(
+        flag[0] > 0,
+        lambda x: x @ p["a"],
+        lambda x: jnp.tanh(x @ p["b"]),
+        p["emb"][ids],
+    )
 
-    def loss(p, ids, flag):
-        x = lax.cond(
-            flag[0] > 0,
-            lambda x: x @ p["0"],
-            lambda x: jnp.tanh(x @ p["1"]),
-            p["emb"][ids],
-        )
+    def step(carry):
+        count, x = carry
+        return count + 1, rms(x + x @ p["c"])
 
-        def step(carry):
-            count, x = carry
-            return count + 1, rms(x + x @ p["2"])
-
-        _, x = lax.while_loop(lambda carry: carry[0] < 3, step, (0, x))
-        return cross_entropy(x @ p["head"], ids)
-
-    layers = {name: floats(WIDTH, WIDTH) for name in "012"}
-    return loss, {**EMBED_AND_HEAD, **layers}, (TOKENS, floats(1))
+    _, x = lax.while_loop(lambda carry: carry[0] < 3, step, (0, x))
+    return cross_entropy(x @ p["head"], ids)
 
 
-@between({"f": "io"}, f={"z": floats(WIDTH, WIDTH), "x": floats(WIDTH, WIDTH)})
+@between(f=dict.fromkeys("zx", Leaf("io", WIDTH, WIDTH)))
 def deep_equilibrium(x, p):
     """A fixed point whose gradient is found by a second loop."""
 
@@ -133,72 +141,143 @@ def deep_equilibrium(x, p):
     return solve(p, x)
 
 
-@between(STACK_ANSWERS, layers=STACK)
-def pipeline_of_vmapped_stages(x, p):
-    """`vmap` runs all stages on different microbatches, which shift by one a step."""
-    stage = jax.vmap(lambda layer, x: mlp(x, layer)[0])
-    padding = jnp.zeros((LAYERS, *x[:1].shape), x.dtype)
-    inputs = jnp.concatenate([x[:, None], padding])  # microbatches of one
-
-    def step(held, new):
-        held = stage(p["layers"], jnp.concatenate([new[None], held[:-1]]))
-        return held, held[-1]
-
-    _, outputs = lax.scan(step, jnp.zeros((LAYERS, *x[:1].shape)), inputs)
-    return rms(outputs[LAYERS - 1 : LAYERS - 1 + BATCH, 0])
-
-
-@program({"w1": "bio or adamw", "w2": "bio", "w3": "head"})
-def ensemble():
-    """`vmap` over members that all get the same input."""
-
-    def predict(p, x):
-        return jnp.tanh(jnp.tanh(x @ p["w1"]) @ p["w2"]) @ p["w3"]
-
-    def loss(p, x, y):
-        return squared_error(jax.vmap(predict, (0, None))(p, x), y)
-
-    params = {
-        "w1": floats(5, 7, WIDTH),
-        "w2": floats(5, WIDTH, HIDDEN),
-        "w3": floats(5, HIDDEN, 3),
-    }
-    return loss, params, (floats(BATCH, 7), floats(BATCH, 3))
-
-
-@program(MLP_ANSWERS)
-def loss_in_shard_map():
+@program(integers(2 * BATCH, LENGTH), **MODEL, **UP_DOWN)
+def loss_in_shard_map(p, ids):
     """Parameters are sharded over devices and gathered inside the loss (ZeRO-3)."""
-    mesh = jax.sharding.AbstractMesh(
-        (2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)
-    )
-
-    inner, params, _ = model_with_attention(up_down, **UP_DOWN)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), axis_types=auto)
 
     def on_one_device(p, ids):
         p = jax.tree.map(lambda w: lax.all_gather(w, "x", axis=0, tiled=True), p)
-        return lax.pmean(inner(p, ids), "x")
+        return lax.pmean(with_attention(up_down)(p, ids), "x")
 
-    loss = jax.shard_map(
-        on_one_device,
-        mesh=mesh,
-        in_specs=(P("x"), P("x")),
-        out_specs=P(),
-        check_vma=False,
+    specs = {"mesh": mesh, "in_specs": (P("x"), P("x")), "out_specs": P()}
+    return jax.shard_map(on_one_device, **specs, check_vma=False)(p, ids)
+
+
+# --- recurrence -----------------------------------------------------------------------
+
+
+INNER, STATE, RANK = 48, 8, 4  # of Mamba
+
+
+@between(
+    in_proj=Leaf("io", WIDTH, 2 * INNER),
+    conv=Leaf("adamw", 4, 1, INNER),
+    x_proj=Leaf("io", INNER, RANK + 2 * STATE),
+    dt_proj=Leaf("io", RANK, INNER),
+    dt_bias=Leaf("adamw", INNER),
+    a_log=Leaf("adamw", INNER, STATE),
+    d=Leaf("adamw", INNER),
+    out_proj=Leaf("io", INNER, WIDTH),
+)
+def mamba(x, p):
+    """Mamba: a depthwise convolution, and a state space whose A is (width, state)."""
+    u, z = jnp.split(rms(x) @ p["in_proj"], 2, -1)
+    u = lax.conv_general_dilated(
+        u,
+        p["conv"],
+        (1,),
+        [(3, 0)],
+        dimension_numbers=("NWC", "WIO", "NWC"),
+        feature_group_count=INNER,
     )
-    return loss, params, (integers(2 * BATCH, 16),)
+    u = jax.nn.silu(u)
+    step, b, c = jnp.split(u @ p["x_proj"], [RANK, RANK + STATE], -1)
+    step = jax.nn.softplus(step @ p["dt_proj"] + p["dt_bias"])[..., None]
+    decay = jnp.exp(step * -jnp.exp(p["a_log"]))
+
+    def combine(before, after):
+        return before[0] * after[0], after[0] * before[1] + after[1]
+
+    inputs = step * b[..., None, :] * u[..., None]
+    _, h = lax.associative_scan(combine, (decay, inputs), axis=1)
+    y = jnp.einsum("btin,btn->bti", h, c) + p["d"] * u
+    return x + (y * jax.nn.silu(z)) @ p["out_proj"]
 
 
-@program(MLP_ANSWERS)
-def auxiliary_outputs_and_penalties():
-    """The loss returns metrics beside it and adds norms of the parameters to it."""
-    inner, params, args = model_with_attention(up_down, **UP_DOWN)
+@program(
+    floats(BATCH, LENGTH, 2),
+    floats(BATCH, LENGTH, 3),
+    lift=Leaf("io or adamw", 2, WIDTH),
+    layers=[
+        {
+            "real": Leaf("adamw", 5, WIDTH, WIDTH),
+            "imag": Leaf("adamw", 5, WIDTH, WIDTH),
+            "w": Leaf("io", WIDTH, WIDTH),
+        }
+    ]
+    * 2,
+    out=Leaf("head", WIDTH, 3),
+)
+def fourier_neural_operator(p, x, y):
+    """A complex matrix for each of the lowest frequencies."""
+    h = x @ p["lift"]
+    for layer in p["layers"]:
+        spectrum = jnp.fft.rfft(h, axis=1)[:, :5]
+        kernel = layer["real"] + 1j * layer["imag"]
+        spectrum = jnp.einsum("bkc,kco->bko", spectrum, kernel)
+        filtered = jnp.fft.irfft(spectrum, n=LENGTH, axis=1)
+        h = jax.nn.gelu(filtered + h @ layer["w"])
+    return squared_error(h @ p["out"], y)
 
-    def loss(p, ids):
-        decay = sum(jnp.sum(w**2) for w in jax.tree.leaves(p))
-        sparse = jnp.abs(p["up"]).sum()
-        value = inner(p, ids) + 1e-4 * decay + 1e-4 * sparse
-        norms = jax.tree.map(jnp.linalg.norm, p)
-        return value, {"norms": norms, "loss": value}
 
-    return loss, params, args
+# --- names ----------------------------------------------------------------------------
+
+LLAMA_LAYER = {
+    "input_layernorm": Leaf("adamw", 64),
+    "self_attn.q_proj": Leaf("oi, query", 64, 64),
+    "self_attn.k_proj": Leaf("oi, key", 64, 64),
+    "self_attn.v_proj": Leaf("oi, value", 64, 64),
+    "self_attn.o_proj": Leaf("oi", 64, 64),
+    "post_attention_layernorm": Leaf("adamw", 64),
+    "mlp.gate_proj": Leaf("oi", 96, 64),
+    "mlp.up_proj": Leaf("oi", 96, 64),
+    "mlp.down_proj": Leaf("oi", 64, 96),
+}
+LLAMA = {
+    "model.embed_tokens.weight": Leaf("embedding", VOCAB, 64),
+    "model.norm.weight": Leaf("adamw", 64),
+    "lm_head.weight": Leaf("head", VOCAB, 64),
+    **{
+        f"model.layers.{layer}.{name}.weight": x
+        for layer in range(LAYERS)
+        for name, x in LLAMA_LAYER.items()
+    },
+}
+
+
+@program(TOKENS, **LLAMA)
+def pytorch_checkpoint(p, ids):
+    """Llama with dotted names and matrices (out, in), as torchax has it."""
+
+    def norm(x, name):
+        return rms(x) * p[f"{name}.weight"]
+
+    def dense(x, name):
+        return x @ p[f"{name}.weight"].T
+
+    x = p["model.embed_tokens.weight"][ids]
+    for number in range(LAYERS):
+        layer = f"model.layers.{number}"
+        h = norm(x, f"{layer}.input_layernorm")
+        q, k, v = (
+            dense(h, f"{layer}.self_attn.{n}_proj").reshape(BATCH, LENGTH, HEADS, -1)
+            for n in "qkv"
+        )
+        y = attend(q, k, v).reshape(x.shape)
+        x = x + dense(y, f"{layer}.self_attn.o_proj")
+        h = norm(x, f"{layer}.post_attention_layernorm")
+        gate = jax.nn.silu(dense(h, f"{layer}.mlp.gate_proj"))
+        up = gate * dense(h, f"{layer}.mlp.up_proj")
+        x = x + dense(up, f"{layer}.mlp.down_proj")
+    return cross_entropy(dense(norm(x, "model.norm"), "lm_head"), ids)
+
+
+@program(TOKENS, emb=EMBED_AND_HEAD["emb"], layers=[UP_DOWN, UP_DOWN])
+def encoder_without_a_head(p, ids):
+    """The last product is in one of the layers, and no head."""
+    x = p["emb"][ids]
+    for layer in p["layers"]:
+        x = jnp.tanh(x @ layer["up"]) @ layer["down"]
+    return jnp.mean(x)

@@ -1,130 +1,217 @@
-"""Losses with gradients inside, several networks, or something else than a label."""
-
-import itertools
+"""Losses with gradients inside, several networks, or inputs that no argument brings."""
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
-from tests.programs import program
 from tests.programs.parts import (
     BATCH,
     HIDDEN,
+    LENGTH,
     WIDTH,
+    Leaf,
+    between,
+    conv,
     cross_entropy,
     floats,
     integers,
+    key,
+    mlp,
+    program,
     squared_error,
+    widths,
 )
 
-
-def mlp(p, x, activation):
-    """Layers w1, w2, ... with an activation between them."""
-    *hidden, last = sorted(p)
-    for name in hidden:
-        x = activation(x @ p[name])
-    return x @ p[last]
+# --- gradients inside the loss --------------------------------------------------------
 
 
-def widths(*sizes):
-    """The matrices (in, out) of an MLP with these widths."""
-    pairs = enumerate(itertools.pairwise(sizes), 1)
-    return {f"w{number}": floats(*shape) for number, shape in pairs}
+CLASSES = floats(4, BATCH, 10), integers(4, BATCH)
 
 
-# The first layer of an MLP sees raw data; by convention either optimizer may take it.
-MLP_ANSWERS = {"w1": "io or adamw", "w2": "io", "w3": "head"}
-
-
-@program(MLP_ANSWERS)
-def physics_informed():
-    """The residual of a differential equation: second derivatives of the network."""
-
-    def loss(p, points):
-        def residual(x):
-            hessian = jax.hessian(lambda x: mlp(p, x, jnp.tanh)[0])(x)
-            return hessian[0, 0] + hessian[1, 1] + mlp(p, x, jnp.tanh)[1]
-
-        return jnp.mean(jax.vmap(residual)(points) ** 2)
-
-    return loss, widths(2, WIDTH, HIDDEN, 3), (floats(BATCH, 2),)
-
-
-@program(MLP_ANSWERS)
-def maml():
+@program(*CLASSES, *CLASSES, **widths(10, WIDTH, HIDDEN, 5))
+def maml(p, xs, ys, queries, labels):
     """Three steps of gradient descent inside the loss, for each task."""
 
-    def loss(p, xs, ys, queries, labels):
-        def task(x, y, query, label):
-            def inner(p, _):
-                grads = jax.grad(lambda p: cross_entropy(mlp(p, x, jax.nn.relu), y))(p)
-                return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads), None
+    def task(x, y, query, label):
+        def inner(p, _):
+            grads = jax.grad(lambda p: cross_entropy(mlp(p, x, jax.nn.relu), y))(p)
+            return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads), None
 
-            adapted, _ = lax.scan(inner, p, None, length=3)
-            return cross_entropy(mlp(adapted, query, jax.nn.relu), label)
+        adapted, _ = lax.scan(inner, p, None, length=3)
+        return cross_entropy(mlp(adapted, query, jax.nn.relu), label)
 
-        return jax.vmap(task)(xs, ys, queries, labels).mean()
-
-    data = floats(4, BATCH, 10), integers(4, BATCH)
-    return loss, widths(10, WIDTH, HIDDEN, 5), (*data, *data)
+    return jax.vmap(task)(xs, ys, queries, labels).mean()
 
 
-@program({"w1": "io or adamw", "w2": "io", "policy": "head", "value": "adamw"})
-def actor_critic():
-    """Two heads on one trunk; one of them has a single output and is no matrix."""
+CRITIC = {
+    "first": Leaf("iiio or adamw", 3, 3, 3, 10),
+    "second": Leaf("iiio", 3, 3, 10, 14),
+    "third": Leaf("iiio", 4, 4, 14, 18),
+    "head": Leaf("head", 18, 7),
+}
 
-    def loss(p, x, actions, returns):
-        hidden = jnp.tanh(jnp.tanh(x @ p["w1"]) @ p["w2"])
-        log_policy = jax.nn.log_softmax(hidden @ p["policy"])
-        chosen = jnp.take_along_axis(log_policy, actions[:, None], 1)[:, 0]
-        value = (hidden @ p["value"])[..., 0]
-        advantage = lax.stop_gradient(returns - value)
-        return squared_error(returns, value) - jnp.mean(chosen * advantage)
 
-    params = {
-        "w1": floats(10, WIDTH),
-        "w2": floats(WIDTH, WIDTH),
-        "policy": floats(WIDTH, 4),
-        "value": floats(WIDTH, 1),
-    }
-    return loss, params, (floats(BATCH, 10), integers(BATCH), floats(BATCH))
+def critic(p, x):
+    """Convolutions, a mean over all places, and a head of seven outputs."""
+    x = jax.nn.leaky_relu(conv(x, p["first"]))
+    x = jax.nn.leaky_relu(conv(x, p["second"]))
+    x = jnp.tanh(conv(x, p["third"]))
+    return x.mean((1, 2)) @ p["head"]
+
+
+@program(floats(BATCH, 8, 8, 3), **CRITIC)
+def r1_penalty(p, images):
+    """The norm of the critic's gradient at real images."""
+    scores = critic(p, images)
+    grads = jax.grad(lambda x: critic(p, x).sum())(images)
+    penalty = jnp.sum(grads**2, (1, 2, 3)).mean()
+    return jnp.mean(jax.nn.softplus(-scores)) + 5 * penalty
+
+
+IMAGES = floats(4, BATCH, 8, 8, 3), integers(4, BATCH)
+
+
+@program(*IMAGES, *IMAGES, **CRITIC, bias=Leaf("adamw", 7))
+def maml_with_convolutions(p, xs, ys, queries, labels):
+    """One inner step for each task of a vmapped batch of tasks, with a bias."""
+
+    def error(p, x, y):
+        return cross_entropy(critic(p, x) + p["bias"], y)
+
+    def task(x, y, query, label):
+        grads = jax.grad(error)(p, x, y)
+        adapted = optax.apply_updates(p, jax.tree.map(lambda g: -0.1 * g, grads))
+        return error(adapted, query, label)
+
+    return jax.vmap(task)(xs, ys, queries, labels).mean()
+
+
+# --- nothing but derivatives ----------------------------------------------------------
+
+
+@program(*[floats(BATCH, 2)] * 4, **widths(4, WIDTH, HIDDEN, 1, last="adamw"))
+def hamiltonian_network(p, q, momentum, dq, dp):
+    """The loss compares the gradients of a scalar with slopes of the data."""
+
+    def hamiltonian(q, momentum):
+        return mlp(p, jnp.concatenate([q, momentum]), jnp.tanh)[0]
+
+    slopes = jax.vmap(jax.grad(hamiltonian, (0, 1)))(q, momentum)
+    return squared_error(slopes[1], dq) + squared_error(-slopes[0], dp)
 
 
 @program(
-    {
-        "actor/w1": "io or adamw",
-        "actor/w2": "io",
-        "actor/w3": "head?",
-        "critics/w1": "bio or adamw",
-        "critics/w2": "bio",
-        "critics/w3": "adamw",
-        "log_alpha": "adamw",
-    }
+    floats(6, 3),
+    integers(6),
+    floats(6, 3),
+    embed=Leaf("embedding", 11, WIDTH),
+    w1=Leaf("io", 9, WIDTH),
+    w2=Leaf("io", WIDTH, HIDDEN),
+    w3=Leaf("head", HIDDEN, 3),
 )
-def soft_actor_critic():
+def forces_of_a_potential(p, positions, kinds, forces):
+    """Atoms' energies by distances; only the forces are compared."""
+
+    def energy(positions):
+        apart = positions[:, None] - positions[None]
+        distances = jnp.sqrt(jnp.sum(apart**2, -1) + 1e-6)
+        radial = jnp.exp(-((distances[..., None] - jnp.linspace(0, 5, 9)) ** 2))
+        pairs = radial @ p["w1"] * p["embed"][kinds][None]
+        return jnp.sum(jax.nn.silu(jax.nn.silu(pairs.sum(1)) @ p["w2"]) @ p["w3"])
+
+    return squared_error(-jax.grad(energy)(positions), forces)
+
+
+# --- several networks -----------------------------------------------------------------
+
+
+@program(
+    floats(BATCH, 7),
+    floats(BATCH, 2),
+    floats(BATCH, 2),
+    floats(BATCH),
+    actor=widths(7, WIDTH, HIDDEN, 4, last="head?"),
+    critics={
+        "w1": Leaf("bio or adamw", 2, 9, WIDTH),
+        "w2": Leaf("bio", 2, WIDTH, HIDDEN),
+        "w3": Leaf("adamw", 2, HIDDEN, 1),
+    },
+    log_alpha=Leaf("adamw"),
+)
+def soft_actor_critic(p, x, noise, actions, targets):
     """The actor's outputs go through the critics: its last layer is no last product."""
+    mean, log_std = jnp.split(mlp(p["actor"], x, jax.nn.relu), 2, -1)
+    action = jnp.tanh(mean + jnp.exp(log_std) * noise)
 
-    def loss(p, x, noise, actions, targets):
-        mean, log_std = jnp.split(mlp(p["actor"], x, jax.nn.relu), 2, -1)
-        action = jnp.tanh(mean + jnp.exp(log_std) * noise)
-        q = jax.vmap(lambda w, a: mlp(w, jnp.concatenate([x, a], -1), jax.nn.relu))
-        critics = jax.vmap(
-            lambda w: mlp(w, jnp.concatenate([x, actions], -1), jax.nn.relu)
-        )
-        frozen = lax.stop_gradient(p["critics"])
-        both = q(frozen, jnp.stack([action, action])).min(0)
-        entropy = jnp.sum(noise**2 / 2 + log_std, -1)
-        alpha = lax.stop_gradient(jnp.exp(p["log_alpha"]))
-        actor = jnp.mean(-alpha * entropy - both[:, 0])
-        critic = squared_error(critics(p["critics"])[..., 0], targets)
-        return actor + critic + p["log_alpha"] * lax.stop_gradient(entropy).mean()
+    def q(w, actions):
+        return mlp(w, jnp.concatenate([x, actions], -1), jax.nn.relu)
 
-    params = {
-        "actor": widths(7, WIDTH, HIDDEN, 4),
-        "critics": {
-            name: floats(2, *w.shape) for name, w in widths(9, WIDTH, HIDDEN, 1).items()
-        },
-        "log_alpha": floats(),
-    }
-    data = floats(BATCH, 7), floats(BATCH, 2), floats(BATCH, 2), floats(BATCH)
-    return loss, params, data
+    entropy = jnp.sum(noise**2 / 2 + log_std, -1)
+    alpha = lax.stop_gradient(jnp.exp(p["log_alpha"]))
+    frozen, both = lax.stop_gradient(p["critics"]), jnp.stack([action, action])
+    lowest = jax.vmap(q)(frozen, both).min(0)
+    actor = jnp.mean(-alpha * entropy - lowest[:, 0])
+    critics = jax.vmap(q, (0, None))(p["critics"], actions)
+    critic = squared_error(critics[..., 0], targets)
+    return actor + critic + p["log_alpha"] * lax.stop_gradient(entropy).mean()
+
+
+# --- inputs that no argument brings ---------------------------------------------------
+
+
+@program(
+    key(),
+    floats(BATCH, 7),
+    time={"0": Leaf("io", 16, HIDDEN), "1": Leaf("io", HIDDEN, WIDTH)},
+    into=Leaf("io", 7, WIDTH),
+    out=Leaf("head", WIDTH, 7),
+)
+def diffusion_with_times_from_a_key(p, random_key, x):
+    """Times are drawn inside; their sines and cosines go through two matrices."""
+    a, b = jax.random.split(random_key)
+    time = jax.random.uniform(a, (BATCH, 1))
+    noise = jax.random.normal(b, x.shape)
+    angles = 1000 * time * jnp.exp(-jnp.linspace(0, 9, 8))
+    waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
+    embedded = jax.nn.silu(waves @ p["time"]["0"]) @ p["time"]["1"]
+    hidden = jax.nn.silu((x * (1 - time) + noise * time) @ p["into"] + embedded)
+    return squared_error(hidden @ p["out"], noise - x)
+
+
+@program(
+    floats(8, 8, 3),
+    **widths(2, WIDTH, HIDDEN, 3, first="io"),
+    b1=Leaf("adamw", WIDTH),
+    b2=Leaf("adamw", HIDDEN),
+)
+def image_by_its_coordinates(p, image):
+    """SIREN on the grid of all pixels; only the colors are data."""
+    lines = jnp.linspace(-1, 1, 8)
+    grid = jnp.stack(jnp.meshgrid(lines, lines, indexing="ij"), -1).reshape(-1, 2)
+    x = jnp.sin(30 * (grid @ p["w1"] + p["b1"]))
+    x = jnp.sin(x @ p["w2"] + p["b2"])
+    return squared_error((x @ p["w3"]).reshape(image.shape), image)
+
+
+@program(
+    floats(9, 64, 3),
+    codes=Leaf("adamw", 9, 6),
+    film={"0": Leaf("io", 6, 10), "1": Leaf("io", 10, WIDTH)},
+    w1=Leaf("io", 12, WIDTH),
+    w2=Leaf("head", WIDTH, 3),
+)
+def codes_scale_features_of_a_grid(p, images):
+    """Neither the codes nor the grid is data, and both go through matrices."""
+    angles = jnp.linspace(0, jnp.pi, 64)[:, None] * 2.0 ** jnp.arange(6)
+    waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
+    scales = jax.nn.relu(p["codes"] @ p["film"]["0"]) @ p["film"]["1"]
+    hidden = jax.nn.relu((waves @ p["w1"])[None] * (1 + scales[:, None]))
+    return squared_error(hidden @ p["w2"], images)
+
+
+@between(positions=Leaf("adamw", 4, 4, WIDTH))
+def positions_resized(x, p):
+    """A table of positions of another size, interpolated by products with constants."""
+    table = jax.image.resize(p["positions"], (2, 8, WIDTH), "bilinear")
+    return x + table.reshape(LENGTH, WIDTH)

@@ -1,16 +1,22 @@
-"""What the programs share: sizes, a language model around one block, attention."""
+"""What the programs share: shapes with answers, a language model, attention."""
 
-import functools
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from tests.programs import program
+from jax_muon.trees import leaves_with_paths
 
 # All different, so that no axis can be taken for another one by its size.
-BATCH, LENGTH, WIDTH, HIDDEN, VOCAB, EXPERTS = 2, 16, 24, 40, 96, 6
+BATCH, LENGTH, WIDTH, HIDDEN, VOCAB, EXPERTS = 2, 16, 24, 40, 96, 5
+HEADS, HEAD = 4, 6  # of WIDTH
+
+# --- shapes and programs --------------------------------------------------------------
 
 
 def floats(*shape):
@@ -28,21 +34,48 @@ def key():
     return jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
 
 
-TOKENS = integers(BATCH, LENGTH)
-EMBED_AND_HEAD = {"emb": floats(VOCAB, WIDTH), "head": floats(WIDTH, VOCAB)}
-EMBED_AND_HEAD_ANSWERS = {"emb": "embedding", "head": "head"}
-ATTENTION = {name: floats(WIDTH, WIDTH) for name in "qkvo"}
-UP_DOWN = {"up": floats(WIDTH, HIDDEN), "down": floats(HIDDEN, WIDTH)}
+class Leaf:
+    """A float32 parameter: the right reading, and its shape."""
 
-# What `language_model` brings along, and the two matrices of most blocks.
-ATTENTION_ANSWERS = {
-    "att/q": "io, query",
-    "att/k": "io, key",
-    "att/v": "io, value",
-    "att/o": "io, out",
-}
-MODEL_ANSWERS = {**EMBED_AND_HEAD_ANSWERS, **ATTENTION_ANSWERS}
-MLP_ANSWERS = {**MODEL_ANSWERS, "up down": "io"}
+    def __init__(self, answer, *shape):
+        self.answer, self.shape = answer, shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A loss with its parameters.
+
+    Attributes:
+      loss: a function of the parameters and `args`.
+      params: a tree of `jax.ShapeDtypeStruct`.
+      args: the other arguments, as shapes.
+      answers: the right reading of each leaf by path.
+    """
+
+    loss: Callable[..., Any]
+    params: Any
+    args: tuple[Any, ...]
+    answers: Mapping[str, str]
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(*args, **params):
+    """Register a loss, of these parameters and then `args`, by its name."""
+
+    def register(loss, name=None):
+        name = name or loss.__name__
+        assert name not in PROGRAMS, name
+        shapes = jax.tree.map(lambda x: floats(*x.shape), params)
+        answers = {path: x.answer for path, x in leaves_with_paths(params)}
+        PROGRAMS[name] = Program(loss, shapes, args, answers)
+        return loss
+
+    return register
+
+
+# --- functions and parameters of models -----------------------------------------------
 
 
 def cross_entropy(logits, labels):
@@ -62,26 +95,15 @@ def rms(x):
 
 
 def conv(x, w, groups=1):
-    """Convolution of images (batch, height, width, channels) by (h, w, in, out)."""
-    numbers = ("NHWC", "HWIO", "NHWC")
+    """Convolution of signals or images (batch, ..., channels) by (..., in, out)."""
+    numbers = ("NHWC", "HWIO", "NHWC") if x.ndim == 4 else ("NWC", "WIO", "NWC")
+    ones = (1,) * (x.ndim - 2)
     return lax.conv_general_dilated(
-        x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
+        x, w, ones, "SAME", dimension_numbers=numbers, feature_group_count=groups
     )
 
 
-def attend(q, k, v):
-    """Attention to all positions (batch, time, heads, d), as (batch, time, width)."""
-    scores = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
-    return jnp.einsum("bhts,bshd->bthd", scores, v).reshape(*q.shape[:2], -1)
-
-
-def attention(x, p, heads=4):
-    """Causal self-attention with p["q"], p["k"], p["v"] and p["o"], each (in, out)."""
-    q, k, v = ((rms(x) @ p[n]).reshape(*x.shape[:-1], heads, -1) for n in "qkv")
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) / 4
-    causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
-    scores = jax.nn.softmax(jnp.where(causal, scores, -1e9))
-    return jnp.einsum("bhts,bshd->bthd", scores, v).reshape(x.shape) @ p["o"]
+UP_DOWN = {"up": Leaf("io", WIDTH, HIDDEN), "down": Leaf("io", HIDDEN, WIDTH)}
 
 
 def up_down(x, p):
@@ -89,8 +111,75 @@ def up_down(x, p):
     return jax.nn.gelu(x @ p["up"]) @ p["down"]
 
 
-def model(run, **params):
-    """A program: `run(x, p)` between the table and the head.
+def widths(*sizes, first="io or adamw", last="head"):
+    """The matrices of `mlp` with these widths.
+
+    The first layer sees raw data; by convention either optimizer may take it.
+    """
+    answers = [first, *["io"] * (len(sizes) - 3), last]
+    layers = zip(answers, itertools.pairwise(sizes), strict=True)
+    return {f"w{i}": Leaf(answer, *pair) for i, (answer, pair) in enumerate(layers, 1)}
+
+
+def mlp(p, x, activation):
+    """Layers w1, w2, ... with an activation between them."""
+    *hidden, last = sorted(p)
+    for name in hidden:
+        x = activation(x @ p[name])
+    return x @ p[last]
+
+
+# --- attention ------------------------------------------------------------------------
+
+_ROLES = {"q": "query", "k": "key", "v": "value", "o": "out"}
+ATTENTION = {n: Leaf(f"io, {role}", WIDTH, WIDTH) for n, role in _ROLES.items()}
+# Queries, keys and values (in, heads, head), with all heads as the output, or each
+# head a matrix of its own.
+PER_HEAD = {
+    name: Leaf(f"ioo or ibo, {_ROLES[name]}", WIDTH, HEADS, HEAD) for name in "qkv"
+} | {"o": Leaf("iio, out", HEADS, HEAD, WIDTH)}
+
+
+def attend(q, k, v, causal=False):
+    """Attention to all positions, or earlier ones (batch, time, heads, head)."""
+    scores = jnp.einsum("bthk,bshk->bhts", q, k)
+    if causal:
+        earlier = jnp.tril(jnp.ones(scores.shape[2:], bool))
+        scores = jnp.where(earlier, scores, -1e9)
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores), v)
+
+
+def split_heads(x, p):
+    """Queries, keys and values (batch, time, heads, head) by matrices (in, out)."""
+    return [(x @ p[n]).reshape(*x.shape[:-1], HEADS, -1) for n in "qkv"]
+
+
+def per_head(x, p):
+    """The same by arrays (in, heads, head)."""
+    return [jnp.einsum("btd,dhk->bthk", x, p[n]) for n in "qkv"]
+
+
+def out_of_heads(x, p):
+    """The heads (batch, time, heads, head), back in the width, by `PER_HEAD`."""
+    return jnp.einsum("bthk,hkd->btd", x, p["o"])
+
+
+def attention(x, p):
+    """Causal self-attention with p["q"], p["k"], p["v"] and p["o"], each (in, out)."""
+    return attend(*split_heads(rms(x), p), causal=True).reshape(x.shape) @ p["o"]
+
+
+# --- a language model around one block ------------------------------------------------
+
+TOKENS = integers(BATCH, LENGTH)
+EMBED_AND_HEAD = {
+    "emb": Leaf("embedding", VOCAB, WIDTH),
+    "head": Leaf("head", WIDTH, VOCAB),
+}
+
+
+def model(run):
+    """The loss of `run(x, p)` between the table and the head.
 
     The labels are those of as many tokens as `run` returns, or of one without an axis.
     """
@@ -100,32 +189,37 @@ def model(run, **params):
         count = logits.shape[1] if logits.ndim == 3 else None
         return cross_entropy(logits, ids[:, 0] if count is None else ids[:, :count])
 
-    return loss, {**EMBED_AND_HEAD, **params}, (TOKENS,)
+    return loss
 
 
-def model_with_attention(block, **params):
-    """A program: one layer of attention and `block(x, p)`, between table and head."""
+def with_attention(block):
+    """The same of a layer of attention and `block(x, p)`."""
 
     def run(x, p):
         x = x + attention(x, p["att"])
         return rms(x + block(rms(x), p))
 
-    return model(run, att=ATTENTION, **params)
+    return model(run)
 
 
-def between(answers, *, of=model, **params):
-    """Register a function of x and the parameters, within a model, as a program."""
+MODEL = {**EMBED_AND_HEAD, "att": ATTENTION}  # parameters of `with_attention`
 
-    def register(function):
-        @functools.wraps(function)
-        def build():
-            return of(function, **params)
 
-        return program(EMBED_AND_HEAD_ANSWERS | answers)(build)
+def between(**params):
+    """Register `model` of a function as a program."""
+
+    def register(run):
+        add = program(TOKENS, **EMBED_AND_HEAD | params)
+        return add(model(run), run.__name__)
 
     return register
 
 
-def language_model(answers, **params):
-    """The same behind a layer of attention."""
-    return between(MODEL_ANSWERS | answers, of=model_with_attention, **params)
+def language_model(**params):
+    """Register `with_attention` of a function as a program."""
+
+    def register(block):
+        add = program(TOKENS, **MODEL | params)
+        return add(with_attention(block), block.__name__)
+
+    return register

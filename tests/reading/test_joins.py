@@ -86,20 +86,10 @@ FOUND = {
         2,
         two("down_{k}/attn_{i}/q"),
     ),
-    "layers of two kinds": (
-        {f"{i}/q": (4 + i % 2, 6) for i in range(5)},
-        2,
-        [["0/q", "2/q"], ["1/q", "3/q"]],
-    ),
     "two scanned": (
         {"layers/Attention_0/q": (4, 6, 6), "layers/Attention_1/q": (4, 6, 6)},
         2,
         [["layers/Attention_0/q"], ["layers/Attention_1/q"]],
-    ),
-    "scanned, and a number": (
-        {"stage_0/attn/q": (4, 5, 6), "stage_1/mlp/up": (4, 5, 6)},
-        2,
-        [["stage_0/attn/q"]],
     ),
 }
 
@@ -185,11 +175,7 @@ def test_teon_matrices(rng, x64, shape):
 @pytest.mark.parametrize(
     ("params", "joins", "match"),
     [
-        (
-            {"0/q": Q, "1/q": floats(4, 8)},
-            {"{i}/q": 2},
-            r"different shapes or dtypes: '0/q' \(4, 6\) float32, '1/q' \(4, 8\)",
-        ),
+        ({"0/q": Q, "1/q": floats(4, 8)}, {"{i}/q": 2}, r"'0/q' \(4, 6\) float32, '1/"),
         ({"0/q": Q, "1/q": NARROW}, {"{i}/q": 2}, "float32, '1/q' .* bfloat16"),
         ({"a/q": Q}, {"a/q": 2}, "no layer number .* 'a/q', which has no layer"),
         ({"a/q": Q}, {"{i}/q": 2}, "matches no matrix; there are a/q"),

@@ -110,20 +110,6 @@ def test_labels(paths, rules, expected):
     assert found == dict(zip(paths.split(), expected.split(), strict=True))
 
 
-SPEC = Numbers((0, 1), 2)
-
-
-@pytest.mark.parametrize(
-    "rules",
-    [SPEC, {"a": SPEC}, {"a": {"u": SPEC, "v": SPEC}}, {"a/u": SPEC, "*": SPEC}],
-    ids=["one", "prefix", "tree", "patterns"],
-)
-def test_numbers_as_one_as_tree_and_as_patterns(rules):
-    tree = {"a": {"u": floats(2, 3, 4), "v": floats(2, 3, 4)}}
-    found = jm.read(tree, rules=rules)
-    assert {x.axes for x in found.values()} == {MatrixAxes((), (0, 1), (2,))}
-
-
 TABLES = {"head": {"kernel": None}, "wte": Numbers(0, 1), "blocks": None}
 BAD = [
     ({"attn/qeury": Numbers(0, 2)}, "'attn/qeury' matches no parameter.*attn/query"),
