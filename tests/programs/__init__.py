@@ -90,6 +90,7 @@ MODULES = (
     "conventions",
     "experts",
     "gradients",
+    "later",
     "layers",
     "losses",
     "made_inside",

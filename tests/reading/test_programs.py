@@ -22,7 +22,7 @@ SCANNED = {
     "scan_along_the_second_axis": {(1,)},
 }
 # A parameter is multiplied by another one, and either may be like data.
-UNDECIDED = {"latents_not_repeated": {"att/q", "latents"}}
+UNDECIDED = {"prototypes_times_a_matrix": {"project", "prototypes"}}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -121,6 +121,9 @@ def pick(trace: Trace, eqn: JaxprEqn, value: Value, index: Value) -> Value:
         return result
     if not index.data:
         return value
+    tables = [leaf for leaf in value.leaves if BATCH in value.known(leaf)]
+    if len(tables) == 1:  # of a table times a matrix
+        trace.is_input(value, eqn)
     trace.use(value, "picked", eqn)
     picked = value.picked | {*value.leaves}
     return replace(value, data=True, picked=picked)

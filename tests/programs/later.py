@@ -1,0 +1,139 @@
+"""What shows only later whether a parameter is a matrix.
+
+Of two parameters that multiply each other both are matrices, or one of them is like
+data. And data may reach a product only after several turns of a loop.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from tests.programs import program
+from tests.programs.parts import (
+    BATCH,
+    HIDDEN,
+    LENGTH,
+    WIDTH,
+    attend,
+    between,
+    cross_entropy,
+    floats,
+    integers,
+    rms,
+    squared_error,
+)
+
+SQUARE = floats(WIDTH, WIDTH)
+LAYER = {name: SQUARE for name in ("q", "k", "v", "o", "to_q", "to_k", "to_v", "to_o")}
+
+
+@program({"inputs 0 1": "io", "queries": "adamw", "boxes": "head"})
+def object_queries_of_one_image():
+    """DETR for one image, under vmap: queries attend to each other without data."""
+
+    def attention(x, y, q, k, v, o):
+        q, k, v = ((z @ w).reshape(1, -1, 4, 6) for z, w in ((x, q), (y, k), (y, v)))
+        return attend(q, k, v)[0] @ o
+
+    def boxes(p, image):
+        x, z = image @ p["inputs"], p["queries"]
+        for layer in (p["0"], p["1"]):
+            z = z + attention(rms(z), rms(z), *(layer[n] for n in "qkvo"))
+            names = ("to_q", "to_k", "to_v", "to_o")
+            z = z + attention(rms(z), x, *(layer[n] for n in names))
+        return z @ p["boxes"]
+
+    def loss(p, images, targets):
+        return squared_error(jax.vmap(lambda x: boxes(p, x))(images), targets)
+
+    params = {
+        "inputs": floats(10, WIDTH),
+        "queries": floats(9, WIDTH),
+        **{"0": LAYER, "1": LAYER},
+        "boxes": floats(WIDTH, 4),
+    }
+    return loss, params, (floats(BATCH, LENGTH, 10), floats(BATCH, 9, 4))
+
+
+@program({"q k v": "io", "patterns": "adamw", "out": "head"})
+def stored_patterns():
+    """Hopfield pooling: the data looks at learned patterns, by their projections."""
+
+    def loss(p, x, labels):
+        keys, values = p["patterns"] @ p["k"], p["patterns"] @ p["v"]
+        z = jax.nn.softmax(rms(x @ p["q"]) @ rms(keys).T) @ values
+        return cross_entropy(jax.nn.relu(z) @ p["out"], labels)
+
+    params = {
+        "patterns": floats(30, 16),
+        **{"q": floats(11, WIDTH), "k": floats(16, WIDTH), "v": floats(16, HIDDEN)},
+        "out": floats(HIDDEN, 5),
+    }
+    return loss, params, (floats(BATCH, 11), integers(BATCH))
+
+
+@between(
+    {"lower upper": "io", "scales": "adamw", "left middle right": "io"},
+    lower=SQUARE,
+    upper=SQUARE,
+    scales=floats(WIDTH),
+    left=floats(WIDTH, 6),
+    middle=floats(6, 6),
+    right=floats(6, WIDTH),
+)
+def triangular_and_low_rank_factors(x, p):
+    """A matrix as the product of two triangles, and one as that of three factors."""
+    lower = jnp.tril(p["lower"], -1) + jnp.eye(WIDTH)
+    upper = jnp.triu(p["upper"], 1) + jnp.diag(jnp.exp(p["scales"]))
+    x = jnp.tanh(x @ (lower @ upper))
+    return x @ (p["left"] @ p["middle"] @ p["right"])
+
+
+@between(
+    {"positions condition": "adamw", "project first second up": "io"},
+    positions=floats(LENGTH, 9),
+    project=floats(9, WIDTH),
+    condition=floats(7),
+    first=floats(7, HIDDEN),
+    second=floats(HIDDEN, WIDTH),
+    up=SQUARE,
+)
+def projected_positions_and_a_condition(x, p):
+    """What is added to data, or scales it, was made of parameters alone."""
+    x = x + p["positions"] @ p["project"]
+    scale = jax.nn.silu(p["condition"] @ p["first"]) @ p["second"]
+    return x + jax.nn.gelu(rms(x) @ p["up"]) * scale
+
+
+@program({"w": "io", "prototypes": "adamw", "project": "io"})
+def prototypes_times_a_matrix():
+    """Learned prototypes, or a classifier in two factors: the loss is the same."""
+
+    def loss(p, x, labels):
+        prototypes = p["prototypes"] @ p["project"]
+        return cross_entropy(jax.nn.relu(x @ p["w"]) @ prototypes.T, labels)
+
+    params = {
+        "w": floats(9, WIDTH),
+        "prototypes": floats(12, 16),
+        "project": floats(16, WIDTH),
+    }
+    return loss, params, (floats(BATCH, 9), integers(BATCH))
+
+
+@program({"table": "embedding", "w": "io", "head": "head"})
+def a_delay_line():
+    """Tokens pass through a chain of states, and pick rows six turns later."""
+
+    def loss(p, ids, y):
+        def step(states, now):
+            return (now, *states[:-1]), p["table"][states[-1]] @ p["w"]
+
+        start = (jnp.zeros(BATCH, int),) * 6
+        return squared_error(jax.lax.scan(step, start, ids)[1] @ p["head"], y)
+
+    params = {
+        "table": floats(50, WIDTH),
+        "w": floats(WIDTH, HIDDEN),
+        "head": floats(HIDDEN, 3),
+    }
+    return loss, params, (integers(LENGTH, BATCH), floats(LENGTH, BATCH, 3))
