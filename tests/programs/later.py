@@ -1,7 +1,8 @@
-"""What shows only later whether a parameter is a matrix.
+"""What shows only later whether a parameter is a matrix, and along which axes.
 
 Of two parameters that multiply each other both are matrices, or one of them is like
-data. And data may reach a product only after several turns of a loop.
+data. Data may reach a product only after several turns of a loop, gates only after they
+have multiplied something else, and keys after another product.
 """
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from tests.programs import program
 from tests.programs.parts import (
     BATCH,
+    EXPERTS,
     HIDDEN,
     LENGTH,
     WIDTH,
@@ -137,3 +139,56 @@ def a_delay_line():
         "head": floats(HIDDEN, 3),
     }
     return loss, params, (integers(LENGTH, BATCH), floats(LENGTH, BATCH, 3))
+
+
+@between(
+    {"to_latent to_q up o": "io", "queries": "adamw", "to_k": "io"},
+    to_q=floats(WIDTH, 36),
+    to_latent=floats(WIDTH, 14),
+    up=floats(11, 48),
+    o=SQUARE,
+    queries=floats(3, WIDTH),
+    to_k=SQUARE,
+)
+def latent_attention_and_pooling(x, p):
+    """Some latents are keys at once, others after a matrix; then queries pool it."""
+    shared = x @ p["to_latent"]
+    q = (x @ p["to_q"]).reshape(BATCH, LENGTH, 4, 9)
+    k, v = jnp.split(
+        (rms(shared[..., 3:]) @ p["up"]).reshape(BATCH, LENGTH, 4, 12), 2, 3
+    )
+    scores = jnp.einsum("bthd,bshd->bhts", q[..., 3:], k)
+    scores += jnp.einsum("bthd,bsd->bhts", q[..., :3], shared[..., :3])
+    mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+    x = x + mixed.reshape(x.shape) @ p["o"]
+    return jax.nn.softmax(p["queries"] @ (x @ p["to_k"]).swapaxes(1, 2)) @ x
+
+
+@between(
+    {"router": "io?", "up down": "bio", "layers": "io"},
+    router=floats(WIDTH, EXPERTS),
+    up=floats(EXPERTS, WIDTH, HIDDEN),
+    down=floats(EXPERTS, HIDDEN, WIDTH),
+    layers=[{"w": SQUARE}, {"w": SQUARE}],
+)
+def gates_first_and_stacked_layers(x, p):
+    """Gates multiply hidden units before they are contracted; layers are stacked."""
+    gates = jax.nn.softmax(x @ p["router"])
+    h = jax.nn.gelu(jnp.einsum("btd,edh->bteh", x, p["up"]))
+    x = x + jnp.einsum("bte,bteh,ehd->btd", gates, h, p["down"])
+    layers = jax.tree.map(lambda *layers: jnp.stack(layers), *p["layers"])
+    return jax.lax.scan(lambda x, p: (x + jnp.tanh(x @ p["w"]), None), x, layers)[0]
+
+
+@program({"emb": "embedding", "w": "io", "filters": "adamw"})
+def sampled_rows_of_the_head():
+    """The last matrix before rows of the table; filters are known by their spectra."""
+
+    def loss(p, ids, sampled):
+        x = p["emb"][ids]
+        spectrum = jnp.fft.rfft(p["filters"], axis=0)[..., None, :] ** 2
+        x = jnp.fft.irfft(jnp.fft.rfft(x, axis=1) * spectrum.swapaxes(0, 1), axis=1)
+        return cross_entropy((x @ p["w"])[:, -1] @ p["emb"][sampled].T, ids[:, 0])
+
+    params = {"emb": floats(50, WIDTH), "w": SQUARE, "filters": floats(LENGTH, WIDTH)}
+    return loss, params, (integers(BATCH, LENGTH), integers(7))

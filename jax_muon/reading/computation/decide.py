@@ -106,8 +106,11 @@ def _decide(
     products = [use for use in uses if use.kind in _PRODUCTS]
     products = [use for use in products if not use.is_gradient] or products
     products.sort(key=lambda use: use.rows == 1)  # last, as in a power iteration
-    if not products and "opaque" in kinds:
-        names = {use.primitive: None for use in uses if use.kind == "opaque"}
+    opaque = [use for use in uses if use.kind == "opaque"]
+    if not products and opaque and opaque[0].primitive == "fft":
+        return ADAMW, "complex", f"its spectrum is taken{at('opaque')}", None
+    if not products and opaque:
+        names = {use.primitive: None for use in opaque}
         return MUON, "unknown", f"it goes into {', '.join(names)}{at('opaque')}", None
     if not products:
         return ADAMW, "elementwise", f"elementwise{at('elementwise')}", None
@@ -155,7 +158,7 @@ def _is_table_of_keys(use: Use) -> bool:
     """True for the product of attention's queries with a leaf."""
     roles = {before.role for before in use.inputs} - {""}
     of_constants = {CONSTANT} in use.sides.values()
-    return roles in ({"query"}, {"key"}) and not of_constants
+    return not use.role and roles in ({"query"}, {"key"}) and not of_constants
 
 
 def _is_norm(use: Use, axes: MatrixAxes) -> bool:

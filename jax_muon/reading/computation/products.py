@@ -6,7 +6,6 @@ attention, or mix matrices that another product has made.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -126,8 +125,8 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     for before, parts in other.outputs.items():
         # Sums over experts whose results gates were multiplied by.
         for place, a in zip(of_other, of_weight, strict=True):
-            if gated := axes_in(parts, [place]) & before.gated:
-                before.separate(gated)
+            if gated := axes_in(parts, [place]) & (before.gated | before.gates):
+                before.separate(gated & before.gated)
                 for use in uses:
                     use.separate(axes_in(weight.leaves[use.path], [a]), IN)
         # A batch of this product that was an output: members with one input.
@@ -140,10 +139,16 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             _attend(trace, scores, min(keys), uses)
     made = _result({use: product.placed(i, weight.leaves[use.path]) for use in uses})
     if _may_be_data(weight, of_weight, len(product.shapes[i])):
-        either = any(_is_wide(trace.shapes[x.path], x.sides) for x in uses)
+        wide = any(_is_wide(trace.shapes[x.path], x.sides) for x in uses)
         for use in uses:
-            use.either = either
-        inputs = frozenset(x.path for x in uses if {IN} not in x.sides.values())
+            use.either = wide and bool(weight.inner(use.path))
+        is_pure = not any(map(weight.inner, weight.leaves))
+        inputs = frozenset(
+            x.path
+            for x in uses
+            if {CONSTANT} not in x.sides.values()
+            and (is_pure or {IN} not in x.sides.values())
+        )
         operands = frozenset(uses), frozenset(other.outputs)
         operands = operands if i == 0 else operands[::-1]
         made.results |= _scores(product, Scores(operands, inputs))
@@ -159,7 +164,8 @@ def _may_be_data(weight: Value, contract: Axes, ndim: int) -> bool:
     contracted = {leaf for leaf, axes in weight.axes_in(contract).items() if axes}
     is_second = any(SECOND in weight.known(leaf) for leaf in contracted)
     is_last = list(contract) == [ndim - 1] != [0]
-    return all(map(weight.inner, weight.leaves)) and (is_last or is_second)
+    inner = {bool(weight.inner(leaf)) for leaf in weight.leaves}
+    return len(inner) == 1 and (is_last or is_second)
 
 
 def _is_wide(shape: Axes, sides: Sides) -> bool:
@@ -202,8 +208,9 @@ def _of_activations(trace: Trace, product: Product) -> Value:
         inside = {x: axes_in(y, contract[i]) for x, y in value.results.items()}
         is_matrix = len(product.shapes[1 - i]) > 1
         is_kernel = other.given_floats and is_matrix and not is_transposed
-        if is_kernel and any(inside[x] for x in value.outputs):
-            result.feed()
+        is_kernel &= not product.batch[0]
+        if (is_kernel or other.picked) and any(inside[x] for x in value.outputs):
+            value.feed()
         for x, parts in value.results.items():
             if isinstance(x, Scores):
                 if value.is_exponential and len(inside[x]) == 1 and not is_transposed:
@@ -212,6 +219,11 @@ def _of_activations(trace: Trace, product: Product) -> Value:
                 continue
             if other.are_gates:
                 x.separate(inside[x])
+            if not contract[i]:
+                x.gated |= (
+                    axes_in(parts, product.batch[i]) if other.are_gates else set()
+                )
+                x.gates |= axes_in(parts) if value.are_gates else set()
             if x.by_gates:
                 x.mix(inside[x], axes_in(parts, product.free[i]))
             result.results[x] = product.placed(i, parts)
@@ -234,12 +246,13 @@ def _scores(product: Product, scores: Scores) -> Results:
 
 def _attend(trace: Trace, scores: Scores, key: int, values: Iterable[Use]) -> None:
     """Give the query, key and value of an attention their roles."""
-    for use in itertools.chain(*scores.operands):
-        if use.path in scores.inputs:
-            trace.inputs.setdefault(use.path, use.line)
     for role, operand in (("key", key), ("query", 1 - key)):
         for use in scores.operands[operand]:
-            use.become(role)
+            is_factor = any(x & INNER for x in use.sides.values())
+            if use.path not in scores.inputs:
+                use.become(role)
+            elif is_factor or role == "query":
+                trace.inputs.setdefault(use.path, use.line)
     for use in values:
         use.become("value")
 

@@ -232,6 +232,9 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     if active or not fits:
         for value in made:
             is_input = value.activated or name not in SUMS
+            if value.picked and name == "mul":
+                for x in active:
+                    x.feed()
             if fits and is_input and not value.has_all(shape):
                 result.sources |= trace.given(value, eqn, ()).sources
             else:
@@ -296,5 +299,7 @@ def _multiply(values: Sequence[Value], shapes: Sequence[Shape]) -> None:
             places = [a for a, n in enumerate(shape) if n > 1]
             for use, parts in other.outputs.items():
                 use.gated |= axes_in(parts, places)
+            for use, parts in gates.outputs.items():
+                use.gates |= axes_in(parts)
     for use in values[0].outputs.keys() & values[1].outputs.keys():
         use.glu |= any(use.sides.get(axis) == {OUT} for axis in use.slices)

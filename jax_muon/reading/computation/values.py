@@ -45,6 +45,7 @@ class Use:
     rows: int = 0  # number of input vectors that it is multiplied by
     by_gates: bool = False  # they are gates
     gated: set[int] = field(default_factory=set)  # outputs times gates
+    gates: set[int] = field(default_factory=set)  # outputs that are gates of others
     among: set[str] = field(default_factory=set)  # leaves of a top-k's input
     either: bool = False  # its leaf or the one that it is multiplied by is like data
     chooses: bool = False  # a top-k of its outputs says what else is computed
