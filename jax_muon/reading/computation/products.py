@@ -111,7 +111,7 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         side = BATCH if other.one_hot else CONSTANT
         result = result.with_side(side, weight.axes_in(of_weight))
         return pick(trace, eqn, result, other) if other.one_hot else result
-    other = trace.given(other, eqn, of_other)
+    other = trace.given(other, eqn)
     inside, outside = (OUT, IN) if is_transposed else (IN, OUT)
     sides = [outside] * len(product.shapes[i])
     for side, of_side in ((inside, of_weight), (BATCH, product.batch[i])):
@@ -201,7 +201,7 @@ def _of_activations(trace: Trace, product: Product) -> Value:
     """A product of two activations, or of constants."""
     values, contract = product.values, product.contract
     is_transposed = trace.is_transposed(product.eqn)
-    result = replace(joined(values), one_hot=False, is_exponential=False, results={})
+    result = replace(joined(values), one_hot=False, results={})
     for i, (value, other) in enumerate((values, values[::-1])):
         result.choice -= trace.routes(other, [value])
         trace.use(value, "elementwise", product.eqn)
@@ -213,7 +213,7 @@ def _of_activations(trace: Trace, product: Product) -> Value:
             value.feed()
         for x, parts in value.results.items():
             if isinstance(x, Scores):
-                if value.is_exponential and len(inside[x]) == 1 and not is_transposed:
+                if value.softmax and len(inside[x]) == 1 and not is_transposed:
                     _attend(trace, x, min(inside[x]), other.outputs)
                     result.attended = True
                 continue
@@ -263,7 +263,7 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
     shape, is_transposed = shape_of(eqn.invars[1]), trace.is_transposed(eqn)
     out, fan_in, *window = numbers.rhs_spec
-    data = trace.given(data, eqn, [numbers.lhs_spec[1]])
+    data = trace.given(data, eqn)
     for use, parts in data.outputs.items():
         use.separate(_members(parts[numbers.lhs_spec[1]], groups)[0])
     if not kernel.leaves:

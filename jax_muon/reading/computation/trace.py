@@ -142,24 +142,22 @@ class Trace:
         features = {leaf: axes_in(parts[-1:]) for leaf, parts in value.leaves.items()}
         for leaf in features:
             inner, shape = value.inner(leaf), self.shapes[leaf]
-            left = inner | axes_in(value.leaves[leaf])
+            left = {*value.sides.get(leaf, {})} | axes_in(value.leaves[leaf])
             is_whole = all(axis in left for axis, n in enumerate(shape) if n > 1)
             is_other = not features[leaf] and any(features.values())
             if len(inner) == 1 and is_whole and is_other:
                 line = jaxprs.line_of((*self._calls, eqn))
                 self.inputs.setdefault(leaf, line)
 
-    def given(self, value: Value, eqn: JaxprEqn, places: Sequence[int]) -> Value:
+    def given(self, value: Value, eqn: JaxprEqn) -> Value:
         """A value that an operation takes as data, although it may be made of leaves.
 
-        A leaf was a matrix if a constant, such as a grid, was multiplied by it. Or if
-        another leaf was, such as codes, and its outputs are contracted along `places`.
+        A leaf was a matrix if a constant, such as a grid, was multiplied by it.
         """
         sources = value.sources
         for leaf, parts in value.leaves.items():
-            known = value.known(leaf) if not value.data else ()
             one = replace(value, leaves={leaf: parts})
-            if CONSTANT in known or (value.inner(leaf) and axes_in(parts, places)):
+            if CONSTANT in value.known(leaf) and not value.data:
                 sources |= {*self.use(one, "contracted", eqn, [OUT] * len(parts))}
             else:
                 self.use(one, "elementwise", eqn)
@@ -217,7 +215,6 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         added = beside and (is_sum or not value.has_all(shape))
         if not value.data and (biases or added or name in _ACTIVATIONS or by_itself):
             trace.is_input(value, eqn)
-    result.is_exponential |= name == "exp"
     result.softmax = _softmax(name, values)
     if name == "mul":
         _multiply(values, shapes)
@@ -236,7 +233,7 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
                 for x in active:
                     x.feed()
             if fits and is_input and not value.has_all(shape):
-                result.sources |= trace.given(value, eqn, ()).sources
+                result.sources |= trace.given(value, eqn).sources
             else:
                 trace.use(value, "elementwise" if fits else "opaque", eqn)
         # Leaves stay matrices behind a mask or a scale of their elements; and a product
