@@ -75,7 +75,7 @@ CALLS = {
     "cond": lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),
 }
 # Only some versions, or some ways of writing the above, have these.
-SOMETIMES = {"expand_dims", "unstack", "all_gather_invariant"}
+SOMETIMES = {"expand_dims", "stack", "unstack", "tile", "all_gather_invariant"}
 
 
 def primitives(jaxpr):

@@ -192,3 +192,16 @@ def sampled_rows_of_the_head():
 
     params = {"emb": floats(50, WIDTH), "w": SQUARE, "filters": floats(LENGTH, WIDTH)}
     return loss, params, (integers(BATCH, LENGTH), integers(7))
+
+
+@between(
+    {"q k v": "io", "segments": "adamw"},
+    **{name: SQUARE for name in "qkv"},
+    segments=floats(2, WIDTH),
+)
+def segments_under_a_mask(x, p):
+    """XLNet: queries meet a table, and a mask follows the softmax."""
+    q, k, v = (x @ p[name] for name in "qkv")
+    same = jax.nn.one_hot((x[..., 0] > 0).astype(int), 2)
+    scores = q @ k.swapaxes(1, 2) + (q @ p["segments"].T) @ same.swapaxes(1, 2)
+    return (jax.nn.softmax(scores) * (x[:, None, :, 0] > 0)) @ v

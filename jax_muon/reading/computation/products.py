@@ -201,7 +201,7 @@ def _of_activations(trace: Trace, product: Product) -> Value:
     """A product of two activations, or of constants."""
     values, contract = product.values, product.contract
     is_transposed = trace.is_transposed(product.eqn)
-    result = replace(joined(values), one_hot=False, results={})
+    result = replace(joined(values), one_hot=False, is_exponential=False, results={})
     for i, (value, other) in enumerate((values, values[::-1])):
         result.choice -= trace.routes(other, [value])
         trace.use(value, "elementwise", product.eqn)
@@ -213,7 +213,7 @@ def _of_activations(trace: Trace, product: Product) -> Value:
             value.feed()
         for x, parts in value.results.items():
             if isinstance(x, Scores):
-                if value.softmax and len(inside[x]) == 1 and not is_transposed:
+                if value.is_exponential and len(inside[x]) == 1 and not is_transposed:
                     _attend(trace, x, min(inside[x]), other.outputs)
                     result.attended = True
                 continue

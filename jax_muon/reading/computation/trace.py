@@ -199,22 +199,15 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     result.noise &= name == "mul" or not made
     if name == "eq":
         result.one_hot = sum(x.data for x in values) == 1
-    is_sum = name in SUMS
     by_itself = name == "select_n" and bool(values[0].leaves)  # as in leaky_relu
-    if made and (name in _ACTIVATIONS or by_itself):
-        result.activated = True
-    elif is_sum:
+    is_function = bool(made) and (name in _ACTIVATIONS or by_itself)
+    if name in SUMS:  # a sum with leaves that no function was applied to is no function
         result.activated = bool(made) and all(x.activated for x in made)
+    result.activated |= is_function
     for value in made:
-        biases = [
-            x
-            for x in made
-            if is_sum and not x.has_all(shape) and not {*x.leaves} & {*value.leaves}
-        ]
-        beside = [x for x in active if not x.given_floats]
-        added = beside and (is_sum or not value.has_all(shape))
-        if not value.data and (biases or added or name in _ACTIVATIONS or by_itself):
+        if not value.data and (is_function or _is_added(name, value, values, shape)):
             trace.is_input(value, eqn)
+    result.is_exponential |= name == "exp"
     result.softmax = _softmax(name, values)
     if name == "mul":
         _multiply(values, shapes)
@@ -251,6 +244,15 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     if name == "select_n" and not (values[0].data or values[0].leaves):
         return result.moved(lambda parts: _diagonal(parts, shape))
     return result
+
+
+def _is_added(name: str, value: Value, values: Sequence[Value], shape: Shape) -> bool:
+    """Whether a value of leaves is added to activations, scales them or has a bias."""
+    others = [x for x in values if not x.leaves and x.data]
+    if any(not (x.noise or x.given_floats) for x in others):
+        return name in SUMS or not value.has_all(shape)
+    biases = [x for x in values if x.leaves and not {*x.leaves} & {*value.leaves}]
+    return name in SUMS and not all(x.has_all(shape) for x in biases)
 
 
 def _diagonal(parts: AxisParts, shape: Shape) -> AxisParts:

@@ -112,6 +112,7 @@ class Value:
     sources: frozenset[Use] = frozenset()  # the same, with no product in between
     one_hot: bool = False  # it compares data with other numbers
     softmax: int = 0  # 1: an exponential; 2: divided by a sum of some
+    is_exponential: bool = False  # of anything in it
     attended: bool = False  # attention has summed it
     choice: frozenset[Use] = frozenset()  # among whose outputs a top-k chose it
 
@@ -212,6 +213,7 @@ def joined(values: Sequence[Value]) -> Value:
         results=results,
         sources=sources,
         one_hot=bool(data) and all(value.one_hot for value in data),
+        is_exponential=any(value.is_exponential for value in values),
         attended=any(value.attended for value in values),
         choice=frozenset(use for value in values for use in value.choice),
     )
