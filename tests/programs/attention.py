@@ -126,9 +126,8 @@ def vision_transformer(p, images, labels):
 
 
 @between(
-    q=Leaf("refused", WIDTH, WIDTH),
-    **dict.fromkeys("kvo", Leaf("io", WIDTH, WIDTH)),
-    latents=Leaf("refused", 8, WIDTH),
+    **dict.fromkeys("qkvo", Leaf("io", WIDTH, WIDTH)),
+    latents=Leaf("adamw", 8, WIDTH),
 )
 def latents_not_repeated(x, p):
     """Perceiver: learned tokens look at the data, and no sequence has its own."""

@@ -1,6 +1,5 @@
 """From the uses of a parameter to its reading: label, role, axes, and why."""
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -19,11 +18,11 @@ from jax_muon.reading.computation.trace import SUMS, Trace
 from jax_muon.reading.computation.values import (
     BATCH,
     CONSTANT,
+    FIRST,
     IN,
     INNER,
     OUT,
     PART,
-    Sides,
     Use,
 )
 
@@ -37,6 +36,9 @@ def parameter(path: str, leaf: Any, trace: Trace, is_split: bool) -> Parameter:
     """
     shape, uses = tuple(leaf.shape), trace.uses[path]
     label, role, reason, axes = _decide(shape, uses)
+    if path in trace.inputs:
+        label, role, axes = ADAMW, "input", None
+        reason = f"used like data, with matrices of its own at {trace.inputs[path]}"
     if not_a_matrix(shape, leaf.dtype):
         label, role, axes = ADAMW, "vector" if label == MUON else role, None
     elif role == "kernel" and "router" in trees.words(path):
@@ -58,7 +60,7 @@ def _with_doubt(x: Parameter, doubt: str) -> Parameter:
 def doubted(x: Parameter, trace: Trace) -> Parameter:
     """With a doubt, if constants or other parameters were multiplied by it."""
     of_axes = [sides for use in trace.uses[x.path] for sides in use.sides.values()]
-    inside = {INNER, CONSTANT} & {side for sides in of_axes for side in sides}
+    inside = {*INNER, CONSTANT} & {side for sides in of_axes for side in sides}
     if x.role != "elementwise" or len(x.shape) < 2 or not inside:
         return x
     doubt = "nothing but parameters and constants is multiplied by it"
@@ -104,8 +106,11 @@ def _decide(
     products = [use for use in uses if use.kind in _PRODUCTS]
     products = [use for use in products if not use.is_gradient] or products
     products.sort(key=lambda use: use.rows == 1)  # last, as in a power iteration
-    if not products and "opaque" in kinds:
-        names = {use.primitive: None for use in uses if use.kind == "opaque"}
+    opaque = [use for use in uses if use.kind == "opaque"]
+    if not products and opaque and opaque[0].primitive == "fft":
+        return ADAMW, "complex", f"its spectrum is taken{at('opaque')}", None
+    if not products and opaque:
+        names = {use.primitive: None for use in opaque}
         return MUON, "unknown", f"it goes into {', '.join(names)}{at('opaque')}", None
     if not products:
         return ADAMW, "elementwise", f"elementwise{at('elementwise')}", None
@@ -118,7 +123,7 @@ def _decide(
         return ADAMW, first.kind, f"a {first.kind} convolution{where}", None
     if first.is_complex:
         return ADAMW, "complex", f"a product of complex numbers{where}", None
-    readings = [_matrix_axes(shape, use.sides) for use in products]
+    readings = [_matrix_axes(shape, use) for use in products]
     known = [x for x in readings if isinstance(x, MatrixAxes)]
     if not known:
         return MUON, "unknown", f"{readings[0]}{where}", None
@@ -153,7 +158,7 @@ def _is_table_of_keys(use: Use) -> bool:
     """True for the product of attention's queries with a leaf."""
     roles = {before.role for before in use.inputs} - {""}
     of_constants = {CONSTANT} in use.sides.values()
-    return roles in ({"query"}, {"key"}) and not of_constants
+    return not use.role and roles in ({"query"}, {"key"}) and not of_constants
 
 
 def _is_norm(use: Use, axes: MatrixAxes) -> bool:
@@ -199,16 +204,18 @@ def _split(path: str, role: str, shape: Sequence[int], uses: Iterable[Use]) -> s
     return ""
 
 
-def _matrix_axes(shape: Sequence[int], of: Sides) -> MatrixAxes | str:
+def _matrix_axes(shape: Sequence[int], use: Use) -> MatrixAxes | str:
     """The axes of one use, or why they are unknown."""
-    sides = {axis: {*of.get(axis, ())} for axis in range(len(shape))}
+    sides = {axis: {*use.sides.get(axis, ())} for axis in range(len(shape))}
     known = set().union(*sides.values())
-    matrix = [a for a, x in sides.items() if INNER not in x and x != {BATCH}]
     for axis, x in sides.items():
-        if INNER in x and shape[axis] >= math.prod(shape[a] for a in matrix):
+        if x & INNER and use.either:
             return "of two parameters multiplied with each other either may be data,"
-        if INNER in x:
-            x ^= {INNER, OUT if IN in known else IN}
+        if inner := x & INNER:
+            is_out = IN in known or (
+                OUT not in known and (inner == {FIRST}) != use.either
+            )
+            sides[axis] = x = x - INNER | {OUT if is_out else IN}
         if PART in x:
             x ^= {PART} if len(x) > 1 else {PART, BATCH}
     _resolve_constants(sides)

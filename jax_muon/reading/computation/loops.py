@@ -53,7 +53,7 @@ def _repeat(
     rows: Sequence[Value],
 ) -> tuple[list[Value], list[Value]]:
     """The carry and the other results of a loop, after as many turns as change them."""
-    for _ in range(4):
+    for _ in range(len(carry) + 2):  # a fact may take a turn for each part of it
         results = trace.call(eqn, body, [*constants, *carry, *rows])
         before, pairs = carry, zip(carry, results, strict=False)
         carry = [_meet(trace, eqn, *pair) for pair in pairs]

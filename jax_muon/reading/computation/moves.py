@@ -18,7 +18,9 @@ from jax_muon.reading.computation.trace import Trace, rule
 from jax_muon.reading.computation.values import BATCH, PART, Value, joined
 
 
-@rule("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "pad")
+@rule(
+    "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "pad", "tile"
+)
 @rule("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter", "ppermute")
 def _move(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Rearrange axes, or change their sizes."""
@@ -121,6 +123,9 @@ def pick(trace: Trace, eqn: JaxprEqn, value: Value, index: Value) -> Value:
         return result
     if not index.data:
         return value
+    tables = [leaf for leaf in value.leaves if BATCH in value.known(leaf)]
+    if len(tables) == 1:  # of a table times a matrix
+        trace.is_input(value, eqn)
     trace.use(value, "picked", eqn)
     picked = value.picked | {*value.leaves}
     return replace(value, data=True, picked=picked)
@@ -131,13 +136,16 @@ def _random(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     return Value(data=True, noise=True)
 
 
-@rule("concatenate", "dynamic_update_slice", "scatter", "scatter-add")
+@rule("stack", "concatenate", "dynamic_update_slice", "scatter", "scatter-add")
 def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     shape, name = shape_of(eqn.outvars[0]), eqn.primitive.name
-    arrays = {"concatenate": values, "dynamic_update_slice": values[:2]}.get(
-        name,
-        values[::2],  # indices between the operand and its updates
-    )
+    if name == "stack":
+        kept = [a for a in range(len(shape)) if a != eqn.params["axis"]]
+        source = {place: a for a, place in enumerate(kept)}
+        values = [x.moved(lambda parts: placed(parts, source, shape)) for x in values]
+    updated = {"dynamic_update_slice": values[:2]}
+    updated |= dict.fromkeys(("scatter", "scatter-add"), values[::2])
+    arrays = updated.get(name, values)
     result = replace(joined(values), results={})
     beside_data = any(value.data and not value.leaves for value in arrays)
     for value in arrays:

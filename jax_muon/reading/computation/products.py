@@ -7,7 +7,7 @@ attention, or mix matrices that another product has made.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn
@@ -19,11 +19,14 @@ from jax_muon.reading.computation.trace import Trace, rule
 from jax_muon.reading.computation.values import (
     BATCH,
     CONSTANT,
+    FIRST,
     IN,
     INNER,
     OUT,
+    SECOND,
     Results,
     Scores,
+    Sides,
     Use,
     Value,
     joined,
@@ -98,7 +101,7 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     i = product.weight()
     if i is None:
         if all(x.leaves and not x.data for x in product.values):
-            return _of_leaves(product)
+            return _of_leaves(trace, product)
         return _of_activations(trace, product)
     weight, other = product.values[i], product.values[1 - i]
     of_weight, of_other = product.contract[i], product.contract[1 - i]
@@ -108,7 +111,7 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         side = BATCH if other.one_hot else CONSTANT
         result = result.with_side(side, weight.axes_in(of_weight))
         return pick(trace, eqn, result, other) if other.one_hot else result
-    other = trace.given(other, eqn, of_other)
+    other = trace.given(other, eqn)
     inside, outside = (OUT, IN) if is_transposed else (IN, OUT)
     sides = [outside] * len(product.shapes[i])
     for side, of_side in ((inside, of_weight), (BATCH, product.batch[i])):
@@ -122,15 +125,54 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     for before, parts in other.outputs.items():
         # Sums over experts whose results gates were multiplied by.
         for place, a in zip(of_other, of_weight, strict=True):
-            if gated := axes_in(parts, [place]) & before.gated:
-                before.separate(gated)
+            if gated := axes_in(parts, [place]) & (before.gated | before.gates):
+                before.separate(gated & before.gated)
                 for use in uses:
                     use.separate(axes_in(weight.leaves[use.path], [a]), IN)
         # A batch of this product that was an output: members with one input.
         for axis in axes_in(parts, product.batch[1 - i]):
             if all(before.sides.get(a) == {BATCH} for a in range(axis)):
                 before.separate([axis])
-    return _result({use: product.placed(i, weight.leaves[use.path]) for use in uses})
+    for scores, parts in other.results.items():
+        keys = axes_in(parts, of_other)
+        if isinstance(scores, Scores) and other.softmax and len(keys) == 1:
+            _attend(trace, scores, min(keys), uses)
+    made = _result({use: product.placed(i, weight.leaves[use.path]) for use in uses})
+    if _may_be_data(weight, of_weight, len(product.shapes[i])):
+        wide = any(_is_wide(trace.shapes[x.path], x.sides) for x in uses)
+        for use in uses:
+            use.either = wide and bool(weight.inner(use.path))
+        is_pure = not any(map(weight.inner, weight.leaves))
+        inputs = frozenset(
+            x.path
+            for x in uses
+            if {CONSTANT} not in x.sides.values()
+            and (is_pure or {IN} not in x.sides.values())
+        )
+        operands = frozenset(uses), frozenset(other.outputs)
+        operands = operands if i == 0 else operands[::-1]
+        made.results |= _scores(product, Scores(operands, inputs))
+    return made
+
+
+def _may_be_data(weight: Value, contract: Axes, ndim: int) -> bool:
+    """Whether a product of leaves has its features where it is contracted.
+
+    These are along the last axis, or one of the second operand. In `x @ (a @ b)` they
+    are not.
+    """
+    contracted = {leaf for leaf, axes in weight.axes_in(contract).items() if axes}
+    is_second = any(SECOND in weight.known(leaf) for leaf in contracted)
+    is_last = list(contract) == [ndim - 1] != [0]
+    inner = {bool(weight.inner(leaf)) for leaf in weight.leaves}
+    return len(inner) == 1 and (is_last or is_second)
+
+
+def _is_wide(shape: Axes, sides: Sides) -> bool:
+    """Whether a factor is no smaller between two leaves than at the other side."""
+    inner = [n for a, n in enumerate(shape) if sides.get(a, frozenset()) & INNER]
+    batch = [n for a, n in enumerate(shape) if sides.get(a) == {BATCH}]
+    return math.prod(inner) ** 2 * math.prod(batch) >= math.prod(shape)
 
 
 def _result(outputs: dict[Use, AxisParts]) -> Value:
@@ -139,13 +181,19 @@ def _result(outputs: dict[Use, AxisParts]) -> Value:
     return Value(data=True, results=results, sources=frozenset(outputs))
 
 
-def _of_leaves(product: Product) -> Value:
+def _of_leaves(trace: Trace, product: Product) -> Value:
     """The value of a product of two leaves: made of both."""
     result = replace(joined(product.values), results={})
+    first, second = product.values
+    if any(first.inner(leaf) and second.inner(leaf) for leaf in first.leaves):
+        for value in product.values:  # an attention of learned queries
+            trace.is_input(value, product.eqn)
     for i, value in enumerate(product.values):
         part = value.moved(functools.partial(product.placed, i))
         result = result.with_leaves(part, len(shape_of(product.eqn.outvars[0])))
-        result = result.with_side(INNER, value.axes_in(product.contract[i]))
+        result = result.with_side(
+            (FIRST, SECOND)[i], value.axes_in(product.contract[i])
+        )
     return result
 
 
@@ -158,37 +206,54 @@ def _of_activations(trace: Trace, product: Product) -> Value:
         result.choice -= trace.routes(other, [value])
         trace.use(value, "elementwise", product.eqn)
         inside = {x: axes_in(y, contract[i]) for x, y in value.results.items()}
-        is_kernel = other.given_floats and not is_transposed
-        if is_kernel and any(inside[x] for x in value.outputs):
-            result.feed()
+        is_matrix = len(product.shapes[1 - i]) > 1
+        is_kernel = other.given_floats and is_matrix and not is_transposed
+        is_kernel &= not product.batch[0]
+        if (is_kernel or other.picked) and any(inside[x] for x in value.outputs):
+            value.feed()
         for x, parts in value.results.items():
             if isinstance(x, Scores):
                 if value.is_exponential and len(inside[x]) == 1 and not is_transposed:
-                    _attend(x, min(inside[x]), other)
+                    _attend(trace, x, min(inside[x]), other.outputs)
                     result.attended = True
                 continue
             if other.are_gates:
                 x.separate(inside[x])
+            if not contract[i]:
+                x.gated |= (
+                    axes_in(parts, product.batch[i]) if other.are_gates else set()
+                )
+                x.gates |= axes_in(parts) if value.are_gates else set()
             if x.by_gates:
                 x.mix(inside[x], axes_in(parts, product.free[i]))
             result.results[x] = product.placed(i, parts)
     left, right = (frozenset(value.outputs) for value in values)
     if left and right:
-        shape, start = shape_of(product.eqn.outvars[0]), len(product.batch[0])
-        second = start + len(product.free[0])
-        result.results[Scores((left, right))] = tuple(
-            (AxisPart(int(a >= second), 1, size),) if a >= start and size > 1 else ()
-            for a, size in enumerate(shape)
-        )
+        result.results |= _scores(product, Scores((left, right)))
     return result
 
 
-def _attend(scores: Scores, key: int, values: Value) -> None:
+def _scores(product: Product, scores: Scores) -> Results:
+    """The result of a product whose free axes name the operand that they are of."""
+    shape, start = shape_of(product.eqn.outvars[0]), len(product.batch[0])
+    second = start + len(product.free[0])
+    parts = tuple(
+        (AxisPart(int(a >= second), 1, size),) if a >= start and size > 1 else ()
+        for a, size in enumerate(shape)
+    )
+    return {scores: parts}
+
+
+def _attend(trace: Trace, scores: Scores, key: int, values: Iterable[Use]) -> None:
     """Give the query, key and value of an attention their roles."""
     for role, operand in (("key", key), ("query", 1 - key)):
         for use in scores.operands[operand]:
-            use.become(role)
-    for use in values.outputs:
+            is_factor = any(x & INNER for x in use.sides.values())
+            if use.path not in scores.inputs:
+                use.become(role)
+            elif is_factor or role == "query":
+                trace.inputs.setdefault(use.path, use.line)
+    for use in values:
         use.become("value")
 
 
@@ -198,7 +263,7 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
     shape, is_transposed = shape_of(eqn.invars[1]), trace.is_transposed(eqn)
     out, fan_in, *window = numbers.rhs_spec
-    data = trace.given(data, eqn, [numbers.lhs_spec[1]])
+    data = trace.given(data, eqn)
     for use, parts in data.outputs.items():
         use.separate(_members(parts[numbers.lhs_spec[1]], groups)[0])
     if not kernel.leaves:

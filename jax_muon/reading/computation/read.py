@@ -30,16 +30,23 @@ def follow(function: Callable[..., Any], params: Any, *args: Any) -> Trace:
         return _loss(function(whole, *args))
 
     jaxpr, count = jaxprs.trace(loss, arrays, *args)
-    trace = Trace({path: tuple(x.shape) for path, x in _arrays(params)})
-    values = [_of_leaf(path, shape) for path, shape in trace.shapes.items()]
-    given: list[Any] = [v.aval for v in jaxpr.invars[len(values) :]]
-    arguments = given[: count - len(values)]
+    shapes = {path: tuple(x.shape) for path, x in _arrays(params)}
+    given: list[Any] = [v.aval for v in jaxpr.invars[len(shapes) :]]
+    arguments = given[: count - len(shapes)]
     # Without arrays among its arguments, a function closes over its data.
     is_alone = not any(x.ndim and _given(x, is_data=True).data for x in arguments)
     is_data = [is_alone or i < len(arguments) for i in range(len(given))]
-    values += map(_given, given, is_data)
-    trace.run(jaxpr, values)
-    return trace
+    others = [*map(_given, given, is_data)]
+    inputs: dict[str, str] = {}
+    while True:  # until no further leaf turns out to be like data
+        trace, before = Trace(shapes, inputs), len(inputs)
+        values = [
+            Value(data=True) if path in inputs else _of_leaf(path, shape)
+            for path, shape in shapes.items()
+        ]
+        trace.run(jaxpr, [*values, *others])
+        if len(inputs) == before:
+            return trace
 
 
 def read_uses(
@@ -90,5 +97,6 @@ def _given(aval: Any, is_data: bool) -> Value:
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) or (
         aval.dtype == jnp.uint32 and aval.shape == (2,)
     )
-    given_floats = aval.ndim > 1 and bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+    is_float = jnp.issubdtype(aval.dtype, jnp.inexact) or aval.dtype.itemsize == 1
+    given_floats = aval.ndim > 0 and bool(is_float)  # eight bits: a quantized matrix
     return Value(data=is_data and not is_key, given_floats=given_floats)

@@ -18,10 +18,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jax_muon import jaxprs
 from jax_muon.jaxprs import shape_of
-from jax_muon.reading.computation.axis_parts import Shape, axes_in
+from jax_muon.reading.computation.axis_parts import AxisParts, Shape, axes_in
 from jax_muon.reading.computation.values import (
     CONSTANT,
-    INNER,
     OUT,
     Use,
     Value,
@@ -50,10 +49,14 @@ class Trace:
       shapes: of the leaves, by path.
       uses: of each leaf, in the order of the program.
       scanned: the axes of each leaf that a scan takes one element at a time.
+      inputs: leaves that are used like data, such as learned queries: where.
     """
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], inputs: dict[str, str]
+    ) -> None:
         self.shapes = shapes
+        self.inputs = inputs
         self.uses: dict[str, list[Use]] = collections.defaultdict(list)
         self.scanned: dict[str, set[int]] = collections.defaultdict(set)
         self._known: dict[Any, Use] = {}
@@ -131,17 +134,30 @@ class Trace:
                 use.feeds = True
         return uses
 
-    def given(self, value: Value, eqn: JaxprEqn, places: Sequence[int]) -> Value:
+    def is_input(self, value: Value, eqn: JaxprEqn) -> None:
+        """Note that an operation makes a product of two leaves an activation.
+
+        Its last axis has features and is the matrix's: the other leaf is like data.
+        """
+        features = {leaf: axes_in(parts[-1:]) for leaf, parts in value.leaves.items()}
+        for leaf in features:
+            inner, shape = value.inner(leaf), self.shapes[leaf]
+            left = {*value.sides.get(leaf, {})} | axes_in(value.leaves[leaf])
+            is_whole = all(axis in left for axis, n in enumerate(shape) if n > 1)
+            is_other = not features[leaf] and any(features.values())
+            if len(inner) == 1 and is_whole and is_other:
+                line = jaxprs.line_of((*self._calls, eqn))
+                self.inputs.setdefault(leaf, line)
+
+    def given(self, value: Value, eqn: JaxprEqn) -> Value:
         """A value that an operation takes as data, although it may be made of leaves.
 
-        A leaf was a matrix if a constant, such as a grid, was multiplied by it. Or if
-        another leaf was, such as codes, and its outputs are contracted along `places`.
+        A leaf was a matrix if a constant, such as a grid, was multiplied by it.
         """
         sources = value.sources
         for leaf, parts in value.leaves.items():
-            known = value.known(leaf) if not value.data else ()
             one = replace(value, leaves={leaf: parts})
-            if CONSTANT in known or (INNER in known and axes_in(parts, places)):
+            if CONSTANT in value.known(leaf) and not value.data:
                 sources |= {*self.use(one, "contracted", eqn, [OUT] * len(parts))}
             else:
                 self.use(one, "elementwise", eqn)
@@ -183,7 +199,14 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     result.noise &= name == "mul" or not made
     if name == "eq":
         result.one_hot = sum(x.data for x in values) == 1
-    result.activated |= bool(made) and name in _ACTIVATIONS
+    by_itself = name == "select_n" and bool(values[0].leaves)  # as in leaky_relu
+    is_function = bool(made) and (name in _ACTIVATIONS or by_itself)
+    if name in SUMS:  # a sum with leaves that no function was applied to is no function
+        result.activated = bool(made) and all(x.activated for x in made)
+    result.activated |= is_function
+    for value in made:
+        if not value.data and (is_function or _is_added(name, value, values, shape)):
+            trace.is_input(value, eqn)
     result.is_exponential |= name == "exp"
     result.softmax = _softmax(name, values)
     if name == "mul":
@@ -199,15 +222,18 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     if active or not fits:
         for value in made:
             is_input = value.activated or name not in SUMS
+            if value.picked and name == "mul":
+                for x in active:
+                    x.feed()
             if fits and is_input and not value.has_all(shape):
-                result.sources |= trace.given(value, eqn, ()).sources
+                result.sources |= trace.given(value, eqn).sources
             else:
                 trace.use(value, "elementwise" if fits else "opaque", eqn)
         # Leaves stay matrices behind a mask or a scale of their elements; and a product
         # of leaves (LoRA) where it is added to a frozen matrix.
         masked = name in ("mul", "div", "select_n") and sum(n > 1 for n in shape) > 1
         frozen = all(x.given_floats for x in active)
-        product = [any(INNER in x.known(leaf) for leaf in x.leaves) for x in made]
+        product = [any(map(x.inner, x.leaves)) for x in made]
         made = [
             x
             for x, of_two in zip(made, product, strict=True)
@@ -215,7 +241,26 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         ]
     for value in made:
         result = result.with_leaves(value, len(shape))
+    if name == "select_n" and not (values[0].data or values[0].leaves):
+        return result.moved(lambda parts: _diagonal(parts, shape))
     return result
+
+
+def _is_added(name: str, value: Value, values: Sequence[Value], shape: Shape) -> bool:
+    """Whether a value of leaves is added to activations, scales them or has a bias."""
+    others = [x for x in values if not x.leaves and x.data]
+    if any(not (x.noise or x.given_floats) for x in others):
+        return name in SUMS or not value.has_all(shape)
+    biases = [x for x in values if x.leaves and not {*x.leaves} & {*value.leaves}]
+    return name in SUMS and not all(x.has_all(shape) for x in biases)
+
+
+def _diagonal(parts: AxisParts, shape: Shape) -> AxisParts:
+    """The axes of a vector that a mask repeats along an axis of the same size."""
+    own = {n: x for x, n in zip(parts, shape, strict=True) if axes_in((x,))}
+    return tuple(
+        x if axes_in((x,)) else own.get(n, x) for x, n in zip(parts, shape, strict=True)
+    )
 
 
 def _fits(shape: Shape, other: Shape) -> bool:
@@ -253,5 +298,7 @@ def _multiply(values: Sequence[Value], shapes: Sequence[Shape]) -> None:
             places = [a for a, n in enumerate(shape) if n > 1]
             for use, parts in other.outputs.items():
                 use.gated |= axes_in(parts, places)
+            for use, parts in gates.outputs.items():
+                use.gates |= axes_in(parts)
     for use in values[0].outputs.keys() & values[1].outputs.keys():
         use.glu |= any(use.sides.get(axis) == {OUT} for axis in use.slices)

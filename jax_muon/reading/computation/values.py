@@ -13,9 +13,11 @@ from typing import NamedTuple
 from jax_muon.reading.computation.axis_parts import AxisParts, Shape, axes_in, fit
 
 # The side of a matrix that a leaf's axis is on in a use, or batch. Before the use, the
-# axis may have been contracted with another leaf (INNER) or a constant, or cut (PART).
+# axis may have been contracted with another leaf, as an axis of the first or the second
+# operand, or with a constant; or cut (PART).
 BATCH, IN, OUT = "batch", "in", "out"
-INNER, CONSTANT, PART = "inner", "constant", "part"
+FIRST, SECOND, CONSTANT, PART = "first", "second", "constant", "part"
+INNER = {FIRST, SECOND}
 Sides = dict[int, frozenset[str]]  # by axis of the leaf
 
 
@@ -43,7 +45,9 @@ class Use:
     rows: int = 0  # number of input vectors that it is multiplied by
     by_gates: bool = False  # they are gates
     gated: set[int] = field(default_factory=set)  # outputs times gates
+    gates: set[int] = field(default_factory=set)  # outputs that are gates of others
     among: set[str] = field(default_factory=set)  # leaves of a top-k's input
+    either: bool = False  # its leaf or the one that it is multiplied by is like data
     chooses: bool = False  # a top-k of its outputs says what else is computed
     of_picked: bool = False  # data indexed the leaf before
     is_complex: bool = False
@@ -84,6 +88,7 @@ class Scores(NamedTuple):
     """The product of two activations; the parts of its axes name one of them."""
 
     operands: tuple[frozenset[Use], frozenset[Use]]
+    inputs: frozenset[str] = frozenset()  # leaves that are like data in an attention
 
 
 Results = dict[Use | Scores, AxisParts]
@@ -144,6 +149,10 @@ class Value:
         own = {place for place, of_axis in of if axes_in((of_axis,))}
         chosen = range(len(shape)) if places is None else places
         return all(shape[place] == 1 or place in own for place in chosen)
+
+    def inner(self, leaf: str) -> set[int]:
+        """The axes of a leaf that are contracted with another leaf."""
+        return {axis for axis, x in self.sides.get(leaf, {}).items() if x & INNER}
 
     def known(self, leaf: str) -> set[str]:
         """The sides that some axis of a leaf has already."""
