@@ -160,37 +160,42 @@ def test_weights(name):
 # --- what else a step hands on --------------------------------------------------------
 
 
-def test_aux_is_averaged_whatever_its_dtype():
-    """The sums of two True, 100 and 60000 are True, -56 and infinite.
+def remembering():
+    """An optimizer whose state is what its last update got besides gradients."""
 
-    A batch may have arrays of no elements, whose shape -1 cannot stand for.
+    def update(updates, state, params=None, **extra_args):
+        return updates, extra_args
+
+    start = {"value": jnp.zeros(()), "largest": jnp.zeros(case.FEATURES)}
+    return optax.GradientTransformationExtraArgs(lambda params: start, update)
+
+
+@pytest.mark.parametrize(("microbatches", "kind"), [(1, EXPLICIT), (2, AUTO)])
+def test_auxiliary_outputs(microbatches, kind):
+    """Means or maxima of all samples; the optimizer gets the loss and the maxima.
+
+    The sums of two True, 100 and 60000 are True, -56 and infinite. A batch may have
+    arrays of no elements, whose shape -1 cannot stand for.
     """
     params, weights = case.draw("one matrix only")
     plain, batch = case.loss_of(weights), case.batches(1)[0]
     alike = {"flag": True, "int8": np.int8(100), "float16": np.float16(60000)}
 
     def loss(params, batch):
-        aux = jax.tree.map(jnp.asarray, alike) | {"mean": jnp.mean(batch["x"])}
-        return plain(params, batch["x"]) + jnp.sum(batch["none"]), aux
+        x, aux = batch["x"], jax.tree.map(jnp.asarray, alike)
+        aux |= {"mean": jnp.mean(x), "largest": jnp.max(x, axis=0)}
+        return plain(params, x) + jnp.sum(batch["none"]), aux
 
-    step = make_step(loss=loss, has_aux=True, microbatches=2)
-    given = {"x": batch, "none": jnp.zeros((len(batch), 0))}
-    _, _, metrics = step(*step.init(params), given)
-    mean = metrics["aux"].pop("mean")
-    np.testing.assert_allclose(mean, jnp.mean(batch), rtol=1e-5)
-    assert metrics["aux"] == alike
-
-
-def test_the_optimizer_gets_the_loss():
-    """`reduce_on_plateau` asks for it, here also of the mean over the devices."""
-    given = {"rtol": 0.0, "atol": 1e9, "factor": 0.5, "patience": 1}
-    plateau = optax.contrib.reduce_on_plateau(**given)
-    tx = optax.chain(jm.muon(matrices=toy), plateau)
-    step = make_step(tx=tx, problem="one matrix only")
-    params, _ = case.draw("one matrix only")
-    _, state, _ = case.run(step, *step.init(params), case.batches(3))
-    assert state[1].best_value < jnp.inf
-    assert state[1].scale < 1
+    given = {"has_aux": True, "max_aux": "largest", "microbatches": microbatches}
+    step = make_step(tx=remembering(), loss=loss, kind=kind, **given)
+    whole = {"x": batch, "none": jnp.zeros((len(batch), 0))}
+    _, seen, metrics = step(*step.init(params), whole)
+    expected = plain(params, batch), jnp.mean(batch), jnp.max(batch, axis=0)
+    found = metrics["aux"]
+    means = metrics["loss"], found.pop("mean"), found.pop("largest")
+    chex.assert_trees_all_close(means, expected, rtol=1e-5)
+    chex.assert_trees_all_equal(seen, {"value": means[0], "largest": means[2]})
+    assert found == alike
 
 
 def test_integers_among_the_parameters_stay_as_they_are():
