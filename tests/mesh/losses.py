@@ -11,7 +11,7 @@ from jax.experimental import pallas
 
 from tests import trees
 
-LAYERS, WIDTH, CLASSES = 4, 8, 24
+LAYERS, WIDTH, CLASSES = 16, 8, 24
 
 
 def draw(dtype=jnp.float32):
@@ -21,7 +21,8 @@ def draw(dtype=jnp.float32):
         "head": (WIDTH, CLASSES),
         "scale": (WIDTH,),
     }
-    return trees.normal(shapes, 3, dtype, 0.5)
+    drawn = trees.normal(shapes, 3, dtype, 0.1)
+    return drawn | {"scale": 1 + drawn["scale"]}
 
 
 def samples(count=16, dtype=jnp.float32):
@@ -32,6 +33,11 @@ def samples(count=16, dtype=jnp.float32):
 def layer(x, weights):
     """One layer."""
     return x + jnp.tanh(x @ weights["w"] + weights["b"])
+
+
+def layers_alone(layers, x, scan=jax.lax.scan):
+    """All layers in a scan without outputs."""
+    return scan(lambda x, weights: (layer(x, weights), None), x, layers)[0]
 
 
 def python_loop(params, x):
@@ -56,16 +62,16 @@ def stack(params, x, scan, body=layer, *, around=lambda f: f, keys=None):
 
     def step(carry, weights):
         y, count = carry
-        y = body(y * params["scale"], weights)
+        y = body(y * params.get("scale", 1.0), weights)
         if "keys" in weights:
             y *= jax.random.bernoulli(weights["keys"], 0.9, y.shape[1:])
-        return (y, count + 1), (jnp.mean(y**2), count)
+        return (y, count + 1), (jnp.mean(y**2, axis=1), count)
 
     run = around(lambda start, layers: scan(step, start, layers))
-    (y, _), (means, counts) = run((x, jnp.zeros((), int)), layers)
-    weights = 1 + jnp.arange(means.size).reshape(means.shape) / 4
+    (y, _), (means, counts) = run((x, jnp.zeros_like(x[:, 0], int)), layers)
+    weights = 1 + jnp.arange(len(means)) / 4
     assert counts.shape == means.shape
-    return jnp.mean(jnp.sin(y) @ params["head"]) + 0.1 * jnp.sum(means * weights)
+    return jnp.mean(jnp.sin(y) @ params["head"]) + 0.1 * weights @ jnp.mean(means, 1)
 
 
 def plain(params, x, scan=jax.lax.scan):
