@@ -46,6 +46,17 @@ PROBLEMS = {
 }
 
 
+def gpt(layers=8, width=32):
+    """Shapes of a GPT's matrices, as many of each as eight devices divide."""
+    block = dict.fromkeys("qkvo", (width, width))
+    block |= {"up": (width, 4 * width), "down": (4 * width, width)}
+    return {
+        f"{i}/{name}": jax.ShapeDtypeStruct(shape, "float32")
+        for i in range(layers)
+        for name, shape in block.items()
+    }
+
+
 def draw(name, dtype=jnp.float32):
     """Parameters and the tensors that make each leaf's gradient from a sample."""
     rng, tree, weights = np.random.default_rng(1), {}, {}

@@ -10,6 +10,7 @@ import pytest
 
 import jax_muon as jm
 from jax_muon.keep_residual import _whole
+from tests import trees
 from tests.mesh import case
 from tests.mesh.case import AUTO, EXPLICIT, make_step, mesh_of, recipe
 from tests.reading import toy
@@ -17,12 +18,8 @@ from tests.reading import toy
 
 def test_state_of_gpt2_is_an_even_share():
     """GPT-2 124M with an odd vocabulary: within 1 % of the whole over the devices."""
-    width, layers = 768, 12
-    block = dict.fromkeys(("q", "k", "v", "out"), (width, width))
-    block |= {"up": (width, 4 * width), "down": (4 * width, width), "norm": (width,)}
-    shapes = {"wte": (50257, width)}
-    shapes |= {f"{i}/{n}": shape for i in range(layers) for n, shape in block.items()}
-    params = {k: jax.ShapeDtypeStruct(v, "float32") for k, v in shapes.items()}
+    table = {"wte": jax.ShapeDtypeStruct((50257, 768), "float32")}
+    params = table | case.gpt(layers=12, width=768)
     tx, mesh = jm.nanochat(matrices=toy), mesh_of(8)
     on = jm.on_mesh(tx, mesh, divide="data")
     held = jm.describe(on, params).state_bytes
@@ -132,11 +129,11 @@ def test_narrow_momentum_is_that_of_one_device_bit_for_bit(dtype, where, kind):
     on, params = layout.on(tx), case.draw("mixed")[0]
     placed, expected = layout.place(params), tx.init(params)
     state = on.init(placed)
-    rng = np.random.default_rng(0)
-    for _ in range(2):
+    for seed in range(2):
         # Whole numbers, whose sums are exact in any order.
-        draw = lambda x: rng.integers(-9, 10, x.shape).astype("float32")  # noqa: E731
-        grads = jax.tree.map(draw, params)
+        grads = jax.tree.map(
+            jnp.round, trees.normal(case.PROBLEMS["mixed"], seed, size=3)
+        )
         _, expected = jax.jit(tx.update)(grads, expected, params)
         _, state = jax.jit(on.update)(layout.place(grads), state, placed)
     chex.assert_trees_all_equal(state, expected, strict=True)
