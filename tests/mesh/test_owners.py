@@ -185,7 +185,7 @@ def test_teams_share_matrices(rng, x64, sharing, shape, spec, team, used, dtype)
     Wide and tall matrices of one size share teams, three on a device of each.
     """
     mesh = mesh_of(*shape, kind=EXPLICIT)
-    count = 6 if spec[0] else 3
+    count = 12 if spec[0] else 9
     sizes = {"wide": (count, 16, 40), "turned": (count, 40, 16)}
     sizes |= {"tall": (4, 48, 16), "square": (2, 16, 16)}
     grads = {k: rng.standard_normal(size).astype(dtype) for k, size in sizes.items()}
