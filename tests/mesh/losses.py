@@ -1,4 +1,4 @@
-"""Losses as models write them: loops over layers, and collectives of their own.
+"""Losses as models write them: a scan over layers.
 
 Each is a mean over its samples (batch, 8), and takes the parameters of `draw`.
 """
@@ -11,14 +11,14 @@ from jax.experimental import pallas
 
 from tests import trees
 
-LAYERS, WIDTH, CLASSES = 16, 8, 24
+LAYERS, WIDTH = 16, 8
 
 
 def draw(dtype=jnp.float32):
     """Scanned layers, and leaves that are used outside of the scan."""
     shapes = {
         "layers": {"w": (LAYERS, WIDTH, WIDTH), "b": (LAYERS, WIDTH)},
-        "head": (WIDTH, CLASSES),
+        "head": (WIDTH, 24),
         "scale": (WIDTH,),
     }
     drawn = trees.normal(shapes, 3, dtype, 0.1)
@@ -38,19 +38,6 @@ def layer(x, weights):
 def layers_alone(layers, x, scan=jax.lax.scan):
     """All layers in a scan without outputs."""
     return scan(lambda x, weights: (layer(x, weights), None), x, layers)[0]
-
-
-def python_loop(params, x):
-    y = x * params["scale"]
-    for i in range(LAYERS):
-        y = layer(y, jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]))
-    logits = jax.nn.log_softmax(y @ params["head"])
-    right = (jnp.abs(x[:, 0]) * 100).astype(int) % CLASSES
-    return -jnp.mean(jnp.take_along_axis(logits, right[:, None], axis=1))
-
-
-def ends_in_pmean(params, x):
-    return jax.lax.pmean(python_loop(params, x), "data")
 
 
 # --- scans over layers, as models write them ------------------------------------------

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from jax_muon.tools.verify import compare
-from tests.mesh import case, losses
+from tests.mesh import case
 from tests.mesh.case import AUTO, EXPLICIT, make_step, mesh_of, recipe
 from tests.reading import reader, toy
 
@@ -78,53 +78,23 @@ def test_train_steps(form):
     case.assert_same(result, values, expected)
 
 
-@pytest.mark.parametrize("loss", [losses.python_loop, losses.ends_in_pmean])
-def test_losses_as_models_write_them(loss, x64, as_users_write):
-    """With a collective of its own or not, in double precision."""
-    args = case.drawn()
-    found = case.gradients(case.sgd_step(loss), *args)
-    case.assert_gradients(found, losses.python_loop, args)
-
-
 # --- weighted means -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("least", "given"), [(0, {}), (0, {"microbatches": 2}), (1, {})]
-)
-def test_weights_that_differ_between_devices(least, given):
-    """A masked mean: the devices' batches have 0 to 4 samples that count.
+@pytest.mark.parametrize("weighted", [False, True])
+def test_losses_with_a_collective(weighted, x64, as_users_write):
+    """Gradients of samples on a device of weight 0 come from the losses of others."""
 
-    The mean of no samples is NaN, or 0.
-    """
-    params, weights = case.draw("mixed")
-    plain, data = case.loss_of(weights), case.batches(5)
-    mask = np.array([1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0], np.float32)
-
-    def loss(params, batch):
-        samples, mask = batch
-        count = jnp.sum(mask)
-        parts = mask[:, None] * (len(mask) / jnp.maximum(count, least))
-        return plain(params, samples * parts), count
-
-    kept = [batch[mask == 1] for batch in data]
-    expected, _, wanted = case.alone(recipe(), plain, params, kept)
-    step = make_step(loss=loss, weighted=True, **given)
-    masked = [(batch, jnp.asarray(mask)) for batch in data]
-    result, _, values = case.train_step_run(step, params, masked)
-    case.assert_same(result, values, (params, expected, wanted))
-
-
-def test_a_weight_of_zero_beside_a_collective(x64, as_users_write):
-    """Gradients of samples on its device come from the losses of others."""
+    def alone(params, x):
+        return jnp.mean(jnp.sin(x * params["scale"]))
 
     def loss(params, x):
-        mean = jax.lax.pmean(jnp.mean(jnp.sin(x * params["scale"])), "data")
-        return mean, jnp.where(jax.lax.axis_index("data") == 3, 0, 4)
+        mean = jax.lax.pmean(alone(params, x), "data")
+        weight = jnp.where(jax.lax.axis_index("data") == 3, 0, 4)
+        return (mean, weight) if weighted else mean
 
     args = case.drawn()
-    found = case.gradients(case.sgd_step(loss, weighted=True), *args)
-    alone = lambda params, x: jnp.mean(jnp.sin(x * params["scale"]))  # noqa: E731
+    found = case.gradients(case.sgd_step(loss, weighted=weighted), *args)
     case.assert_gradients(found, alone, args)
 
 
@@ -134,8 +104,15 @@ WEIGHTS = {
     # bfloat16 would be 0.66797.
     "bfloat16": ([3, 1, 1, 1], [3, 1, 1, 1], 2, "bfloat16"),
     "float16": ([HALF] * 4, [1e5] * 4, HALF, "float16"),
+    "mean of no samples": ([np.nan, 2, 1, 1], [0, 3, 1, 2], 1.5, "float32"),
     "nothing counts": ([3, 1, 1, 1], [0] * 4, 0, "float32"),
     "one below zero": ([3, 1, 1, 1], [1, 2, 3, -1], np.nan, "float32"),
+    "microbatches": (
+        [3, 1, 1, np.nan, 1, 1, 1, 1],
+        [3, 2, 1, 0, 3, 2, 1, 0],
+        1.5,
+        "float32",
+    ),
 }
 
 
@@ -146,15 +123,16 @@ def test_weights(name):
 
     def loss(params, batch):
         mean, weight = batch
-        return jnp.sum(params["w"] * mean.astype(dtype)).astype(dtype), weight[0]
+        mean = mean[0].astype(dtype)
+        return jnp.sum(params["w"] * mean).astype(dtype) + mean, weight[0]
 
-    kind = "float16" if name == "float16" else "float32"
-    params = {"w": jnp.zeros((4, 8), kind)}
-    batch = jnp.asarray(means, "float32")[:, None], jnp.asarray(weights, float)
-    step = make_step(tx=optax.sgd(1.0), loss=loss, weighted=True, specs=None)
+    params = {"w": jnp.zeros((4, 8), "float16" if name == "float16" else "float32")}
+    batch = jnp.asarray(means, "float32"), jnp.asarray(weights, float)
+    given = {"specs": None, "microbatches": len(means) // 4}
+    step = make_step(tx=optax.sgd(1.0), loss=loss, weighted=True, **given)
     after, _, metrics = step(*step.init(params), batch)
     np.testing.assert_allclose(after["w"], -expected, rtol=1e-6)
-    assert jnp.isnan(metrics["loss"]) == np.isnan(expected)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
 
 
 # --- what else a step hands on --------------------------------------------------------
