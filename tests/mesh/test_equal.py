@@ -34,15 +34,17 @@ ON_MESH = [
 ]
 
 
-def on_mesh(where, kind=AUTO, around=lambda tx: tx, dtype="float32"):
+def on_mesh(where, kind=AUTO, around=lambda tx: tx, dtype="float32", tx=None):
     """Four updates of "mixed" and the state after each, compared with one device."""
     layout = case.layout(where, kind)
     params, weights = jax.tree.map(np.asarray, case.draw("mixed", dtype))
-    # Another sample's gradients for each step.
-    grads = [{path: x[i] for path, x in weights.items()} for i in range(4)]
+    # Another sample's gradients for each step: whole numbers, whose sums are exact.
+    grads = [
+        {path: np.round(9 * x[i]) for path, x in weights.items()} for i in range(4)
+    ]
     place = functools.partial(NamedSharding, layout.mesh)
     places = jax.tree.map(place, layout.specs(params))
-    tx = recipe(dtype=dtype)
+    tx = tx or recipe(dtype=dtype)
     return compare(around(tx), around(layout.on(tx)), [(params, grads)], places)
 
 
@@ -54,6 +56,28 @@ def test_on_mesh(where, given):
 def test_on_mesh_in_float64(x64):
     """Float64 has no rounding to hide behind."""
     case.assert_close(on_mesh("ZeRO-2 x FSDP x TP", dtype="float64"), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "where", "kind"),
+    [
+        # Rows whole and divided, over the axis of a stack, divided over replicas.
+        ("int8", "HSDP", AUTO),
+        ("int8", "columns of FSDP", EXPLICIT),
+        ("bfloat16", "FSDP x TP", AUTO),
+    ],
+)
+def test_narrow_momentum_is_that_of_one_device_bit_for_bit(dtype, where, kind):
+    tx = jm.nesterov(0.5, accumulator_dtype=dtype)
+    found = on_mesh(where, kind, tx=tx)
+    assert {apart for apart, _ in found.differences.values()} == {0}, found
+    layout, (params, _) = case.layout(where, kind), case.draw("mixed")
+    on, placed = layout.on(tx), layout.place(params)
+    state = jm.abstract_state(on, placed, layout.mesh)
+    if dtype == "int8":  # rows are with their scales
+        for x, scale in zip(*map(jax.tree.leaves, state[1:]), strict=True):
+            rows, scales = (y.sharding.shard_shape(y.shape) for y in (x, scale))
+            assert rows[:-1] == scales[:-1]
 
 
 STEPS = {

@@ -1,6 +1,5 @@
 """State: how it is sharded, and runs that go on in another layout."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 
 import jax_muon as jm
 from jax_muon.keep_residual import _whole
-from tests import trees
 from tests.mesh import case
 from tests.mesh.case import AUTO, EXPLICIT, make_step, mesh_of, recipe
 from tests.reading import toy
@@ -106,37 +104,6 @@ def test_a_run_travels():
         params, state, more = case.run(step, params, state, batches)
         values += more
     case.assert_same(params, values, expected)
-
-
-# --- narrow state ---------------------------------------------------------------------
-
-
-# Rows whole and divided, over the axis of a stack, state divided over replicas besides.
-@pytest.mark.parametrize(
-    ("dtype", "where", "kind"),
-    [
-        ("int8", "HSDP", AUTO),
-        ("int8", "columns of FSDP", EXPLICIT),
-        ("bfloat16", "FSDP x TP", AUTO),
-    ],
-)
-def test_narrow_momentum_is_that_of_one_device_bit_for_bit(dtype, where, kind):
-    tx, layout = jm.nesterov(0.5, accumulator_dtype=dtype), case.layout(where, kind)
-    on, params = layout.on(tx), case.draw("mixed")[0]
-    placed, expected = layout.place(params), tx.init(params)
-    state = on.init(placed)
-    for seed in range(2):
-        # Whole numbers, whose sums are exact in any order.
-        grads = jax.tree.map(
-            jnp.round, trees.normal(case.PROBLEMS["mixed"], seed, size=3)
-        )
-        _, expected = jax.jit(tx.update)(grads, expected, params)
-        _, state = jax.jit(on.update)(layout.place(grads), state, placed)
-    chex.assert_trees_all_equal(state, expected, strict=True)
-    if dtype == "int8":  # rows are with their scales
-        for x, scale in zip(*map(jax.tree.leaves, state[1:]), strict=True):
-            rows, scales = (y.sharding.shard_shape(y.shape) for y in (x, scale))
-            assert rows[:-1] == scales[:-1]
 
 
 # --- keep_residual --------------------------------------------------------------------
