@@ -46,6 +46,17 @@ PROBLEMS = {
 }
 
 
+def gpt(layers=8, width=32):
+    """Shapes of a GPT's matrices, as many of each as eight devices divide."""
+    block = dict.fromkeys("qkvo", (width, width))
+    block |= {"up": (width, 4 * width), "down": (4 * width, width)}
+    return {
+        f"{i}/{name}": jax.ShapeDtypeStruct(shape, "float32")
+        for i in range(layers)
+        for name, shape in block.items()
+    }
+
+
 def draw(name, dtype=jnp.float32):
     """Parameters and the tensors that make each leaf's gradient from a sample."""
     rng, tree, weights = np.random.default_rng(1), {}, {}
@@ -158,8 +169,8 @@ class Layout(NamedTuple):
         return jm.on_mesh(tx, self.mesh, specs, self.divide, min_size=1)
 
     def place(self, tree):
-        """Arrays on the mesh, which may be donated."""
-        return put(jax.tree.map(np.array, tree), self.specs(tree), self.mesh)
+        """Arrays on the mesh."""
+        return put(tree, self.specs(tree), self.mesh)
 
 
 def layout(name, kind=AUTO, shapes=PROBLEMS["mixed"]):
@@ -192,7 +203,7 @@ def run(step, params, state, data):
 def plain_step(tx, loss):
     """A jitted step of a user who knows nothing but optax."""
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @jax.jit
     def step(params, state, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
         updates, state = tx.update(grads, state, params)
@@ -203,7 +214,6 @@ def plain_step(tx, loss):
 
 def alone(tx, loss, params, data):
     """A plain run on one device: parameters, state, losses."""
-    params = jax.tree.map(jnp.copy, params)  # the first step donates them
     return run(plain_step(tx, loss), params, tx.init(params), data)
 
 

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from jax_muon.tools.verify import compare
-from tests.mesh import case, losses
+from tests import trees
+from tests.mesh import case
 from tests.mesh.case import AUTO, EXPLICIT, make_step, mesh_of, recipe
 from tests.reading import reader, toy
 
@@ -33,15 +34,17 @@ ON_MESH = [
 ]
 
 
-def on_mesh(where, kind=AUTO, around=lambda tx: tx, dtype="float32"):
+def on_mesh(where, kind=AUTO, around=lambda tx: tx, dtype="float32", tx=None):
     """Four updates of "mixed" and the state after each, compared with one device."""
     layout = case.layout(where, kind)
     params, weights = jax.tree.map(np.asarray, case.draw("mixed", dtype))
-    # Another sample's gradients for each step.
-    grads = [{path: x[i] for path, x in weights.items()} for i in range(4)]
+    # Another sample's gradients for each step: whole numbers, whose sums are exact.
+    grads = [
+        {path: np.round(9 * x[i]) for path, x in weights.items()} for i in range(4)
+    ]
     place = functools.partial(NamedSharding, layout.mesh)
     places = jax.tree.map(place, layout.specs(params))
-    tx = recipe(dtype=dtype)
+    tx = tx or recipe(dtype=dtype)
     return compare(around(tx), around(layout.on(tx)), [(params, grads)], places)
 
 
@@ -53,6 +56,28 @@ def test_on_mesh(where, given):
 def test_on_mesh_in_float64(x64):
     """Float64 has no rounding to hide behind."""
     case.assert_close(on_mesh("ZeRO-2 x FSDP x TP", dtype="float64"), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "where", "kind"),
+    [
+        # Rows whole and divided, over the axis of a stack, divided over replicas.
+        ("int8", "HSDP", AUTO),
+        ("int8", "columns of FSDP", EXPLICIT),
+        ("bfloat16", "FSDP x TP", AUTO),
+    ],
+)
+def test_narrow_momentum_is_that_of_one_device_bit_for_bit(dtype, where, kind):
+    tx = jm.nesterov(0.5, accumulator_dtype=dtype)
+    found = on_mesh(where, kind, tx=tx)
+    assert {apart for apart, _ in found.differences.values()} == {0}, found
+    if dtype == "int8":  # rows are with their scales
+        layout = case.layout(where, kind)
+        placed = layout.place(case.draw("mixed")[0])
+        state = jm.abstract_state(layout.on(tx), placed, layout.mesh)
+        for x, scale in zip(*map(jax.tree.leaves, state[1:]), strict=True):
+            rows, scales = (y.sharding.shard_shape(y.shape) for y in (x, scale))
+            assert rows[:-1] == scales[:-1]
 
 
 STEPS = {
@@ -78,53 +103,23 @@ def test_train_steps(form):
     case.assert_same(result, values, expected)
 
 
-@pytest.mark.parametrize("loss", [losses.python_loop, losses.ends_in_pmean])
-def test_losses_as_models_write_them(loss, x64, as_users_write):
-    """With a collective of its own or not, in double precision."""
-    args = case.drawn()
-    found = case.gradients(case.sgd_step(loss), *args)
-    case.assert_gradients(found, losses.python_loop, args)
-
-
 # --- weighted means -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("least", "given"), [(0, {}), (0, {"microbatches": 2}), (1, {})]
-)
-def test_weights_that_differ_between_devices(least, given):
-    """A masked mean: the devices' batches have 0 to 4 samples that count.
+@pytest.mark.parametrize("weighted", [False, True])
+def test_losses_with_a_collective(weighted, x64, as_users_write):
+    """Gradients of samples on a device of weight 0 come from the losses of others."""
 
-    The mean of no samples is NaN, or 0.
-    """
-    params, weights = case.draw("mixed")
-    plain, data = case.loss_of(weights), case.batches(5)
-    mask = np.array([1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0], np.float32)
-
-    def loss(params, batch):
-        samples, mask = batch
-        count = jnp.sum(mask)
-        parts = mask[:, None] * (len(mask) / jnp.maximum(count, least))
-        return plain(params, samples * parts), count
-
-    kept = [batch[mask == 1] for batch in data]
-    expected, _, wanted = case.alone(recipe(), plain, params, kept)
-    step = make_step(loss=loss, weighted=True, **given)
-    masked = [(batch, jnp.asarray(mask)) for batch in data]
-    result, _, values = case.train_step_run(step, params, masked)
-    case.assert_same(result, values, (params, expected, wanted))
-
-
-def test_a_weight_of_zero_beside_a_collective(x64, as_users_write):
-    """Gradients of samples on its device come from the losses of others."""
+    def alone(params, x):
+        return jnp.mean(jnp.sin(x * params["scale"]))
 
     def loss(params, x):
-        mean = jax.lax.pmean(jnp.mean(jnp.sin(x * params["scale"])), "data")
-        return mean, jnp.where(jax.lax.axis_index("data") == 3, 0, 4)
+        mean = jax.lax.pmean(alone(params, x), "data")
+        weight = jnp.where(jax.lax.axis_index("data") == 3, 0, 4)
+        return (mean, weight) if weighted else mean
 
     args = case.drawn()
-    found = case.gradients(case.sgd_step(loss, weighted=True), *args)
-    alone = lambda params, x: jnp.mean(jnp.sin(x * params["scale"]))  # noqa: E731
+    found = case.gradients(case.sgd_step(loss, weighted=weighted), *args)
     case.assert_gradients(found, alone, args)
 
 
@@ -134,8 +129,15 @@ WEIGHTS = {
     # bfloat16 would be 0.66797.
     "bfloat16": ([3, 1, 1, 1], [3, 1, 1, 1], 2, "bfloat16"),
     "float16": ([HALF] * 4, [1e5] * 4, HALF, "float16"),
+    "mean of no samples": ([np.nan, 2, 1, 1], [0, 3, 1, 2], 1.5, "float32"),
     "nothing counts": ([3, 1, 1, 1], [0] * 4, 0, "float32"),
     "one below zero": ([3, 1, 1, 1], [1, 2, 3, -1], np.nan, "float32"),
+    "microbatches": (
+        [3, 1, 1, np.nan, 1, 1, 1, 1],
+        [3, 2, 1, 0, 3, 2, 1, 0],
+        1.5,
+        "float32",
+    ),
 }
 
 
@@ -146,51 +148,57 @@ def test_weights(name):
 
     def loss(params, batch):
         mean, weight = batch
-        return jnp.sum(params["w"] * mean.astype(dtype)).astype(dtype), weight[0]
+        mean = mean[0].astype(dtype)
+        return jnp.sum(params["w"] * mean).astype(dtype) + mean, weight[0]
 
-    kind = "float16" if name == "float16" else "float32"
-    params = {"w": jnp.zeros((4, 8), kind)}
-    batch = jnp.asarray(means, "float32")[:, None], jnp.asarray(weights, float)
-    step = make_step(tx=optax.sgd(1.0), loss=loss, weighted=True, specs=None)
+    params = {"w": jnp.zeros((4, 8), "float16" if name == "float16" else "float32")}
+    batch = jnp.asarray(means, "float32"), jnp.asarray(weights, float)
+    given = {"specs": None, "microbatches": len(means) // 4}
+    step = make_step(tx=optax.sgd(1.0), loss=loss, weighted=True, **given)
     after, _, metrics = step(*step.init(params), batch)
     np.testing.assert_allclose(after["w"], -expected, rtol=1e-6)
-    assert jnp.isnan(metrics["loss"]) == np.isnan(expected)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
 
 
 # --- what else a step hands on --------------------------------------------------------
 
 
-def test_aux_is_averaged_whatever_its_dtype():
-    """The sums of two True, 100 and 60000 are True, -56 and infinite.
+def remembering():
+    """An optimizer whose state is the sum of what updates got besides gradients."""
 
-    A batch may have arrays of no elements, whose shape -1 cannot stand for.
+    def update(updates, state, params=None, **extra_args):
+        return updates, jax.tree.map(jnp.add, state, extra_args)
+
+    start = {"value": jnp.zeros(()), "largest": jnp.zeros(case.FEATURES)}
+    return optax.GradientTransformationExtraArgs(lambda params: start, update)
+
+
+@pytest.mark.parametrize(("microbatches", "kind"), [(1, EXPLICIT), (2, AUTO)])
+def test_auxiliary_outputs(microbatches, kind):
+    """Means or maxima of all samples; the optimizer gets the loss and the maxima.
+
+    The sums of two True, 100 and 60000 are True, -56 and infinite. A batch may have
+    arrays of no elements, whose shape -1 cannot stand for.
     """
     params, weights = case.draw("one matrix only")
     plain, batch = case.loss_of(weights), case.batches(1)[0]
     alike = {"flag": True, "int8": np.int8(100), "float16": np.float16(60000)}
 
     def loss(params, batch):
-        aux = jax.tree.map(jnp.asarray, alike) | {"mean": jnp.mean(batch["x"])}
-        return plain(params, batch["x"]) + jnp.sum(batch["none"]), aux
+        x, aux = batch["x"], jax.tree.map(jnp.asarray, alike)
+        aux |= {"mean": jnp.mean(x), "largest": jnp.max(x, axis=0)}
+        return plain(params, x) + jnp.sum(batch["none"]), aux
 
-    step = make_step(loss=loss, has_aux=True, microbatches=2)
-    given = {"x": batch, "none": jnp.zeros((len(batch), 0))}
-    _, _, metrics = step(*step.init(params), given)
-    mean = metrics["aux"].pop("mean")
-    np.testing.assert_allclose(mean, jnp.mean(batch), rtol=1e-5)
-    assert metrics["aux"] == alike
-
-
-def test_the_optimizer_gets_the_loss():
-    """`reduce_on_plateau` asks for it, here also of the mean over the devices."""
-    given = {"rtol": 0.0, "atol": 1e9, "factor": 0.5, "patience": 1}
-    plateau = optax.contrib.reduce_on_plateau(**given)
-    tx = optax.chain(jm.muon(matrices=toy), plateau)
-    step = make_step(tx=tx, problem="one matrix only")
-    params, _ = case.draw("one matrix only")
-    _, state, _ = case.run(step, *step.init(params), case.batches(3))
-    assert state[1].best_value < jnp.inf
-    assert state[1].scale < 1
+    given = {"has_aux": True, "max_aux": "largest", "microbatches": microbatches}
+    step = make_step(tx=remembering(), loss=loss, kind=kind, **given)
+    whole = {"x": batch, "none": jnp.zeros((len(batch), 0))}
+    _, seen, metrics = step(*step.init(params), whole)
+    expected = plain(params, batch), jnp.mean(batch), jnp.max(batch, axis=0)
+    found = metrics["aux"]
+    means = metrics["loss"], found.pop("mean"), found.pop("largest")
+    chex.assert_trees_all_close(means, expected, rtol=1e-5)
+    chex.assert_trees_all_equal(seen, {"value": means[0], "largest": means[2]})
+    assert found == alike
 
 
 def test_integers_among_the_parameters_stay_as_they_are():
@@ -242,47 +250,37 @@ def test_what_has_no_sharding_type_is_named_and_runs_on_auto_axes(name):
 def test_gradients_of_an_update_eager_and_jitted():
     params = {"w": jnp.sin(jnp.arange(16.0 * 24)).reshape(16, 24)}
     plain = jm.muon(0.1, dtype="float32", steps=2, matrices=toy)
-
-    def after(params, tx):
-        updates, _ = tx.update(params, tx.init(params), params)
-        return jnp.sum(jnp.sin(updates["w"]))
-
     on = jm.on_mesh(plain, mesh_of(8), divide="data", min_size=1)
-    gradient = jax.grad(functools.partial(after, tx=on))
-    expected = jax.jit(jax.grad(functools.partial(after, tx=plain)))(params)
-    for found in (gradient(params), jax.jit(gradient)(params)):
-        np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-4, atol=1e-6)
+
+    def update(params, tx=on):
+        return tx.update(params, tx.init(params), params)[0]
+
+    total = lambda *args: jnp.sum(jnp.sin(update(*args)["w"]))  # noqa: E731
+    expected = jax.jit(jax.grad(lambda params: total(params, plain)))(params)
+    for gradient in (jax.grad(total), jax.jit(jax.grad(total))):
+        chex.assert_trees_all_close(gradient(params), expected, rtol=1e-4, atol=1e-6)
     with jax.disable_jit():
-        eager = on.update(params, on.init(params), params)
-    jitted = on.update(params, on.init(params), params)
-    chex.assert_trees_all_equal(eager, jitted)
+        eager = update(params)
+    chex.assert_trees_all_equal(eager, update(params))
 
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_replicas_in_pmap(devices):
-    """On one device nothing need be said; on eight `on_replicas` says it.
-
-    As in brax and Flax's older examples.
-    """
-    params, expected, _ = case.one_device(steps=3)
+    """On one device nothing need be said; on eight `on_replicas` says it."""
+    params, weights = case.draw("mixed")
+    grads = {path: x[0] for path, x in weights.items()}
     tx = jm.skip_nonfinite(optax.chain(optax.clip_by_global_norm(1e9), recipe()))
-    tx = jm.on_replicas(tx) if devices > 1 else tx
-    loss, data = case.loss_of(case.draw("mixed")[1]), case.batches(3)
-
-    @functools.partial(jax.pmap, axis_name="i")
-    def step(params, state, batch):
-        grads = jax.lax.pmean(jax.grad(loss)(params, batch), "i")
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    copies = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (devices, *x.shape)), (params, tx.init(params))
+    state = tx.init(params)
+    expected = jax.jit(tx.update)(grads, state, params)
+    update = jax.pmap((jm.on_replicas(tx) if devices > 1 else tx).update)
+    found = update(
+        *jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (devices, *x.shape)), (grads, state, params)
+        )
     )
-    for batch in data.reshape(3, devices, -1, data.shape[-1]):
-        copies = step(*copies, batch)
-    for one in range(devices):
-        own = jax.tree.map(lambda x, one=one: x[one], copies[0])
-        assert case.distance(own, expected, params) < case.BOUND
+    for device in range(devices):
+        of_device = jax.tree.map(lambda x, device=device: x[device], found)
+        chex.assert_trees_all_close(of_device, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_leaves_that_are_not_there():
@@ -319,10 +317,7 @@ def test_a_piece_alone_plans_by_the_arrays():
     read = reader()({"w": jnp.ones((64, 256))})
     piece = jm.orthogonalize(jm.PolarExpress(dtype="float32"), matrices=read)
     tx = jm.on_mesh(piece, mesh_of(4), P("data"))
-    grads = {"w": jax.random.normal(jax.random.key(0), (256, 64))}
-    expected, _ = piece.update(grads, piece.init(grads))
-    found, _ = jax.jit(tx.update)(grads, tx.init(grads), grads)
-    np.testing.assert_allclose(found["w"], expected["w"], atol=case.BOUND * 10)
+    assert jm.verify(tx, {"w": jnp.ones((256, 64))}).ok
 
 
 def test_on_mesh_inside_injected_rates():
@@ -332,22 +327,18 @@ def test_on_mesh_inside_injected_rates():
         tx = jm.muon(learning_rate, dtype="float32", steps=2, matrices=toy)
         return tx if mesh is None else jm.on_mesh(tx, mesh, divide="data")
 
-    def run(kind):
+    def found(kind):
         mesh = mesh_of(8, kind=kind)
-        start = jax.device_put(params, NamedSharding(mesh, P()))
         injected = optax.inject_hyperparams(make, static_args="mesh")
-        tx = injected(learning_rate=0.1, mesh=mesh)
+        alone, many = (injected(learning_rate=0.1, mesh=x) for x in (None, mesh))
+        params = {"w": np.sin(np.arange(64, dtype="float32")).reshape(8, 8)}
+        where = {"w": NamedSharding(mesh, P())}
         with jax.set_mesh(mesh):
-            state = jax.jit(tx.init)(start)
-            return jax.jit(tx.update)(start, state, start)[0]
+            return compare(alone, many, [(params, [params])], where)
 
-    params = {"w": jnp.sin(jnp.arange(64.0)).reshape(8, 8)}
     with pytest.raises(ValueError, match=r"it inside: on_mesh\(optax.inject_hyperp"):
-        run(AUTO)
-    # Types of Explicit axes are the same outside.
-    alone = make(0.1)
-    expected, _ = jax.jit(alone.update)(params, alone.init(params), params)
-    np.testing.assert_allclose(run(EXPLICIT)["w"], expected["w"], atol=1e-6)
+        found(AUTO)
+    case.assert_close(found(EXPLICIT))  # whose types are the same outside
 
 
 @pytest.mark.parametrize("devices", [3, 6])
@@ -358,3 +349,43 @@ def test_joins_along_sharded_layers(devices):
     params = {"scan/mlp": jnp.ones((6, 8, 16))}
     on = jm.on_mesh(tx, mesh_of(devices), P("data"), min_size=1)
     case.assert_verified(on, params)
+
+
+# --- QK-clip --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kernel", "bias", "apart"),
+    [
+        # The key's four heads on eight devices: each has half a head.
+        (P(None, ("a", "b")), P(("a", "b")), False),
+        (P(None, "a", "b"), P("a", "b"), True),  # (embed, heads, head_dim)
+        (P("a", "b"), P("b"), False),
+        (P(("a", "b"), None), P(), True),
+    ],
+    ids=["heads", "heads apart", "both", "embed"],
+)
+def test_clip_qk(kernel, bias, apart):
+    shapes, specs = {}, {}
+    for name, heads in {"q": 8, "k": 4, "v": 8}.items():
+        out = (heads, 4) if apart else (heads * 4,)
+        shapes[name] = {"kernel": (16, *out), "bias": out}
+        specs[name] = {"kernel": kernel, "bias": bias}
+    mesh = mesh_of(4, 2, names=("a", "b"))
+    tx = jm.on_mesh(jm.clip_qk(4.2), mesh, {"0": {"attn": specs}})
+    largest = {"0": jnp.asarray(4.2 * np.array([1, 5, 0.5, 1, 9, 2, 0.1, 1.1]))}
+    params = trees.normal({"0": {"attn": shapes}})
+    case.assert_verified(tx, params, max_logits=largest)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_max_attention_logits(kind):
+    mesh = mesh_of(4, 2, names=("a", "b"), kind=kind)
+    q, k = trees.normal([(4, 12, heads, 5) for heads in (8, 4)])
+    expected = jm.max_attention_logits(q, k, block_size=5)
+    sharding = NamedSharding(mesh, P("a", None, "b"))
+    with jax.set_mesh(mesh):
+        got = jax.jit(jm.max_attention_logits, static_argnames="block_size")(
+            *jax.device_put((q, k), sharding), block_size=5
+        )
+    np.testing.assert_allclose(got, expected, rtol=1e-6)

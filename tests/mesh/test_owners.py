@@ -15,26 +15,20 @@ from benchmarks.schedule.hlo import Module
 from benchmarks.schedule.jaxpr import collectives
 from jax_muon.mesh import owners
 from jax_muon.mesh.owners import pools_of, with_owners
-from tests.mesh.case import EXPLICIT, assert_bit_identical_on_devices, mesh_of, put
+from tests.mesh.case import (
+    EXPLICIT,
+    assert_bit_identical_on_devices,
+    gpt,
+    mesh_of,
+    put,
+)
 from tests.reading import reader, toy
 
 # --- what travels, and who computes ---------------------------------------------------
 
 
-def gpt(layers=8, width=32):
-    """Shapes of a GPT's matrices, as many of each as eight devices divide."""
-    square = dict.fromkeys("qkvo", (width, width))
-    block = square | {"up": (width, 4 * width), "down": (4 * width, width)}
-    return {
-        f"{i}/{name}": jax.ShapeDtypeStruct(shape, "float32")
-        for i in range(layers)
-        for name, shape in block.items()
-    }
-
-
-def step_of(tx, mesh=None, spec=None):
+def step_of(tx, params, mesh=None, spec=None):
     """A step of an optimizer, and its arguments as shapes on a mesh."""
-    params = gpt()
     if mesh is not None:
         place = NamedSharding(mesh, spec)
         params = {path: x.update(sharding=place) for path, x in params.items()}
@@ -66,7 +60,7 @@ def test_describe_tells_what_is_sent(shape, spec):
     """All-to-alls, and over an axis that repeats matrices all-gathers of the shares."""
     mesh = mesh_of(*shape)
     tx = jm.on_mesh(jm.nanochat(dtype="float32", matrices=toy), mesh, spec)
-    step, args = step_of(tx, mesh, spec)
+    step, args = step_of(tx, gpt(), mesh, spec)
     sent = collectives(step, *args)
     # Two shapes, each in two chunks, each there and back.
     there_and_back = [c for c in sent if c.kind == "all-to-all"]
@@ -97,12 +91,12 @@ def test_no_matrix_is_gathered_and_no_product_computed_twice():
     """In the program that XLA compiles."""
     mesh, spec = mesh_of(4, 2), P("data", "fsdp")
     tx = jm.nanochat(dtype="float32", matrices=toy)
-    module = compiled(*step_of(jm.on_mesh(tx, mesh, spec), mesh, spec))
+    module = compiled(*step_of(jm.on_mesh(tx, mesh, spec), gpt(), mesh, spec))
     kinds = {transfer.kind for transfer in module.transfers()}
     assert kinds <= {"all-to-all", "all-reduce"}
     largest = max(t.input_bytes for t in module.transfers() if t.kind == "all-reduce")
     assert largest <= 4 * 128 * len(gpt())  # NorMuon's means, not matrices
-    whole = compiled(*step_of(tx)).flops()
+    whole = compiled(*step_of(tx, gpt())).flops()
     assert whole / 8 <= module.flops() <= 1.1 * whole / 8
 
 
@@ -138,23 +132,25 @@ def test_groups_of_matrices_find_different_owners():
     assert sorted(flops) == [0] * 4 + [flops.max()] * 4
 
 
-def test_small_matrices_are_gathered_once_and_counted():
-    params = {f"{i}": jax.ShapeDtypeStruct((8, 8), "float32") for i in range(5)}
-    tx = jm.on_mesh(jm.orthogonalize(), mesh_of(8), P("data"))
-    (sent,) = collectives(lambda g: tx.update(g, tx.init(g))[0], params)
-    assert (sent.kind, sent.input_bytes) == ("all-gather", 5 * 8 * 4)
-    assert jm.describe(tx, params).sent_bytes["orthogonalize"] == sent.sent_bytes
-
-
-def test_experts_on_devices_of_their_own_send_nothing():
+@pytest.mark.parametrize(
+    ("tx", "shapes", "expected"),
+    [
+        # Small ones are gathered at once, by all devices.
+        (jm.orthogonalize(), dict.fromkeys("abcde", (8, 8)), [("all-gather", 5 * 32)]),
+        # Experts on devices of their own.
+        (jm.nanochat(steps=2, matrices=toy), {"experts/up": (8, 16, 24)}, []),
+    ],
+)
+def test_matrices_without_owners(tx, shapes, expected):
+    params = {k: jax.ShapeDtypeStruct(v, "float32") for k, v in shapes.items()}
     mesh, spec = mesh_of(8), P("data")
-    place = NamedSharding(mesh, spec)
-    shape = jax.ShapeDtypeStruct((8, 16, 24), "float32", sharding=place)
-    params = {"experts/up": shape}
-    tx = jm.on_mesh(jm.nanochat(steps=2, dtype="float32", matrices=toy), mesh, spec)
-    args = (params, jm.abstract_state(tx, params, mesh), params)
-    assert not collectives(tx.update, *args)
-    assert not compiled(tx.update, args).transfers()
+    tx = jm.on_mesh(tx, mesh, spec)
+    step, args = step_of(tx, params, mesh, spec)
+    sent = collectives(step, *args)
+    assert [(x.kind, x.input_bytes) for x in sent] == expected
+    planned = jm.describe(tx, params).sent_bytes["orthogonalize"]
+    assert planned == sum(x.sent_bytes for x in sent)
+    assert len(compiled(step, args).transfers()) == len(expected)
 
 
 # --- teams of devices as owners ------------------------------------------------------
@@ -189,7 +185,7 @@ def test_teams_share_matrices(rng, x64, sharing, shape, spec, team, used, dtype)
     Wide and tall matrices of one size share teams, three on a device of each.
     """
     mesh = mesh_of(*shape, kind=EXPLICIT)
-    count = 6 if spec[0] else 3
+    count = 12 if spec[0] else 9
     sizes = {"wide": (count, 16, 40), "turned": (count, 40, 16)}
     sizes |= {"tall": (4, 48, 16), "square": (2, 16, 16)}
     grads = {k: rng.standard_normal(size).astype(dtype) for k, size in sizes.items()}

@@ -145,12 +145,8 @@ def test_deleted_and_other_arguments():
 # --- parameters of `scanned` ----------------------------------------------------------
 
 
-def run(layers, x, scan):
-    return scan(lambda x, layer: (losses.layer(x, layer), None), x, layers)[0]
-
-
 def stack_of(layers, x, scan):
-    return jnp.mean(run(layers, x, scan) ** 2)
+    return jnp.mean(losses.layers_alone(layers, x, scan) ** 2)
 
 
 def cast_in_jit(layers, x, scan):
@@ -161,8 +157,8 @@ def cast_in_jit(layers, x, scan):
 
 def outer(layers, x, scan):
     """Blocks of two layers in a scan of its own."""
-    block = lambda x, two: (run(two, x, scan), None)  # noqa: E731
-    two = jax.tree.map(lambda w: w.reshape(2, 2, *w.shape[1:]), layers)
+    block = lambda x, two: (losses.layers_alone(two, x, scan), None)  # noqa: E731
+    two = jax.tree.map(lambda w: w.reshape(2, -1, *w.shape[1:]), layers)
     return jnp.mean(jax.lax.scan(block, x, two)[0] ** 2)
 
 
@@ -170,43 +166,31 @@ def norm(layers):
     return sum(jnp.sum(w**2) for w in jax.tree.leaves(layers))
 
 
+# How a loss uses the layers, what else is given, and the error, if there is one.
 USES = [
-    (cast_in_jit, None),
-    (outer, None),
-    (lambda w, x, scan: stack_of(w, x, scan) + norm(w), "'layers/b', .* integer_pow;"),
-    (lambda w, x, scan: stack_of(w, x, scan) + jax.jit(norm)(w), "b.* integer_pow"),
-    (lambda w, x, scan: 2 * stack_of(w, x, scan) + stack_of(w, x, scan), r"\), scan_l"),
-    (lambda w, x, scan: jnp.mean(x), "b', .* for nothing; expected one scan_layers"),
+    (cast_in_jit, {}, None),
+    (outer, {}, None),
+    (lambda *x: stack_of(*x) + norm(x[0]), {}, "uses 'layers/b', .* integer_pow;"),
+    (lambda *x: stack_of(*x) + jax.jit(norm)(x[0]), {}, "uses .*b.* integer_pow"),
+    (lambda *x: 2 * stack_of(*x) + stack_of(*x), {}, r"uses .*\), scan_l"),
+    (lambda w, x, scan: jnp.mean(x), {}, "b', .* for nothing; expected one scan_l"),
+    (stack_of, {"scanned": ()}, r"whole parameters; .* make_train_step\(scanned="),
+    (stack_of, {"specs": {"b": P()}}, "scanned=.*'layers'.*: loss_fn sees"),
 ]
 
 
-@pytest.mark.parametrize(("use", "words"), USES)
-def test_uses_of_scanned_parameters(use, words, x64, as_users_write):
+@pytest.mark.parametrize(("use", "given", "words"), USES)
+def test_uses_of_scanned_parameters(use, given, words, x64, as_users_write):
     """Each device has a part of them: any use but by the scan would be wrong."""
-    args = case.drawn()
+    args, given = case.drawn(), {"scanned": "layers", "specs": {}} | given
 
     def loss(params, x, scan=jax.lax.scan):
         return use(params["layers"], x, scan) + jnp.mean(x @ params["head"])
 
-    step = case.sgd_step(case.scanning(loss), scanned="layers")
+    scanning = case.scanning(loss, specs=case.LAYERS | given["specs"])
+    step = case.sgd_step(scanning, scanned=given["scanned"])
     if words is None:
         case.assert_gradients(case.gradients(step, *args), loss, args)
         return
-    with pytest.raises(ValueError, match=f"scanned: loss_fn uses .*{words}"):
-        case.gradients(step, *args)
-
-
-@pytest.mark.parametrize(
-    ("scanned", "specs", "words"),
-    [
-        ((), {}, r"got whole parameters; expected make_train_step\(scanned="),
-        ("layers", {"b": P()}, "scanned=.*'layers'.*: loss_fn sees"),
-    ],
-)
-def test_steps_that_scan_otherwise_than_their_loss(
-    scanned, specs, words, as_users_write
-):
-    loss = case.scanning(losses.plain, specs=case.LAYERS | specs)
-    step = case.sgd_step(loss, scanned=scanned)
     with pytest.raises((TypeError, ValueError), match=words):
-        case.gradients(step, *case.drawn("float32"))
+        case.gradients(step, *args)

@@ -17,10 +17,15 @@ from tests.mesh.case import AUTO, EXPLICIT, mesh_of
 pytestmark = pytest.mark.usefixtures("as_users_write")
 
 
+def placed_on(mesh, params, specs):
+    """Parameters on a mesh; specs also have some of random keys."""
+    of_layers = {name: specs["layers"][name] for name in params["layers"]}
+    return case.put(params, specs | {"layers": of_layers}, mesh)
+
+
 def in_jit(loss, args, mesh, specs=case.SPECS, batch=None):
     """Gradients in plain jit, sharded like the parameters."""
-    of_layers = {name: specs["layers"][name] for name in args[0]["layers"]}
-    placed = case.put(args[0], specs | {"layers": of_layers}, mesh)
+    placed = placed_on(mesh, args[0], specs)
     with jax.set_mesh(mesh):
         gradient = jax.jit(jax.grad(loss))
         found = gradient(placed, case.put(args[1], batch or P("data"), mesh))
@@ -92,69 +97,44 @@ def test_no_layers_at_all(x64):
     case.assert_gradients(found, losses.plain, (params, x))
 
 
-# Mesh, and mesh axes over which a layer is divided.
+# Mesh, mesh axes over which a layer is divided, and how it is scanned.
 PER_DEVICE = {
     "FSDP": ((4,), "data", {}),
     "HSDP": ((2, 4), "fsdp", {"axis": ("data", "fsdp")}),
     "over two axes": ((2, 2), ("data", "fsdp"), {}),
     "beside tp": ((2, 1, 2), "data", {"axis": ("data", "fsdp")}),
-    "Explicit": ((4,), "data", {"kind": EXPLICIT}),
+    "Explicit": ((4,), "data", {}),
 }
 
 
 @pytest.mark.parametrize("form", PER_DEVICE)
 def test_each_device_by_itself(form, x64):
-    """Outputs, integers, keys, and what the block closes over; one scatter a layer.
-
-    Of 16 x 64 elements "w" is large enough to be divided further, as in HSDP.
-    """
+    """One scatter a layer; "w" is large enough to be divided further, as in HSDP."""
     shape, over, how = PER_DEVICE[form]
-    how = dict(how)
-    mesh = mesh_of(*shape, kind=how.pop("kind", AUTO))
-    layers = {"w": P(None, None, over), "b": P()}
+    mesh = mesh_of(*shape, kind=EXPLICIT if form == "Explicit" else AUTO)
+    layers = {"w": P(None, None, over), "b": P(), "keys": P()}
     specs = {"layers": layers, "head": P(), "scale": P()}
     params, x = case.drawn()
-    count = 4 * losses.LAYERS
-    params["layers"] = jax.tree.map(
-        lambda w: jnp.tile(w, (4, *[1] * (w.ndim - 1))) / 4, params["layers"]
-    )
-
-    def loss(params, x, scan=jax.lax.scan):
-        scale = 1.0 if form == "Explicit" else params["scale"]
-        keys = jax.random.split(jax.random.key(0), count)
-
-        @jax.checkpoint
-        def block(x, parts):
-            weights, number, key = parts
-            kept = jax.random.bernoulli(key, 0.9, x.shape[1:])
-            x = losses.layer(x * scale * kept, weights)
-            return x + number / 9, jnp.mean(x**2, axis=1)
-
-        y, means = scan(block, x, (params["layers"], jnp.arange(count), keys))
-        return jnp.mean(jnp.sin(y) @ params["head"]) + jnp.mean(means**2)
-
-    how |= {"specs": (layers, P(), P()), "local_batch": True}
-    divided = case.scanning(loss, mesh, **how)
+    if form == "Explicit":  # a block must not use other arrays
+        del params["scale"], specs["scale"]
+    divided = case.scanning(losses.with_keys, mesh, layers, local_batch=True, **how)
     batch = P(how.get("axis", mesh.axis_names))
     found = in_jit(divided, (params, x), mesh, specs, batch)
-    case.assert_gradients(found, loss, (params, x))
-    args = case.put(params, specs, mesh), case.put(x, batch, mesh)
+    case.assert_gradients(found, losses.with_keys, (params, x))
+    placed = placed_on(mesh, params, specs), case.put(x, batch, mesh)
     with jax.set_mesh(mesh):
-        sent = [c.kind for c in collectives(jax.grad(divided), *args)]
+        sent = [c.kind for c in collectives(jax.grad(divided), *placed)]
     # Zeros go before; in HSDP a layer is summed over the other axis a layer later.
-    later = count + 2 if form == "HSDP" else 0
-    assert sent.count("reduce-scatter") == count + 1 + later
-
-
-def run(layers, x, scan=jax.lax.scan):
-    return scan(lambda x, layer: (losses.layer(x, layer), None), x, layers)[0]
+    count = losses.LAYERS + 1
+    count += count + 1 if form == "HSDP" else 0
+    assert sent.count("reduce-scatter") == count
 
 
 def test_in_a_shard_map_of_ones_own(x64):
     """JAX sums gradients over the devices that repeat a layer."""
     params, batch = case.drawn()
     mesh, places = mesh_of(2, 4), {"w": P(None, None, "fsdp"), "b": P(None, "fsdp")}
-    axes, divided = P(mesh.axis_names), case.scanning(run, mesh, places)
+    axes, divided = P(mesh.axis_names), case.scanning(losses.layers_alone, mesh, places)
 
     def loss(layers):
         y = jax.shard_map(
@@ -163,7 +143,7 @@ def test_in_a_shard_map_of_ones_own(x64):
         return jnp.sum(y**2)
 
     found = jax.jit(jax.grad(loss))(params["layers"])
-    alone = lambda layers: jnp.sum(run(layers, batch) ** 2)  # noqa: E731
+    alone = lambda layers: jnp.sum(losses.layers_alone(layers, batch) ** 2)  # noqa: E731
     case.assert_gradients(found, alone, (params["layers"],), 1e-11)
 
 
@@ -184,12 +164,13 @@ def test_the_reading_finds_layers_and_specs_avoid_them(how):
     matrices = jm.read(params, loss, jnp.ones((8, 8)), rules={"layers": "adamw"})
     assert matrices["layers/w"].scanned == (0,)
     divided = functools.partial(jm.divided_specs, mesh=mesh, min_size=1)
-    assert divided(params, matrices=matrices)["layers"]["w"] == P(
-        None, "data", None, None
-    )
-    assert divided(params)["layers"]["w"][0] == "data"
     rules = {"layers": MuonDimensionNumbers(-2, -1), "head": "adamw"}
-    assert divided(params, matrices=rules)["layers"]["w"] == P(None, None, "data", None)
+    for reading, spec in (
+        (matrices, P(None, "data", None, None)),
+        (rules, P(None, None, "data", None)),
+        (None, P("data", None, None, None)),
+    ):
+        assert divided(params, matrices=reading)["layers"]["w"] == spec
     none_fits = divided({"layers": {"w": jnp.ones((8, 3))}}, axes=(), matrices=matrices)
     assert none_fits["layers"]["w"] == P(None, None)
     tx = jm.on_mesh(jm.muon(matrices=matrices), mesh, divide="data", min_size=1)

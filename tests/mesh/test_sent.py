@@ -109,14 +109,12 @@ def test_a_trace_asks_no_tracer_for_its_sharding(monkeypatch):
         raise AttributeError
 
     monkeypatch.setattr(jax.core.Tracer, "sharding", property(sharding))
-    mesh = mesh_of(8)
-    tx = jm.on_mesh(jm.muon(matrices=toy), mesh, divide="data")
+    tx = jm.on_mesh(jm.muon(matrices=toy), mesh_of(8), divide="data")
 
     def step(params):
-        state = tx.init(params)
-        jm.abstract_state(tx, params, mesh)
+        jm.abstract_state(tx, params, mesh_of(8))
         jm.describe(tx, params)
-        return tx.update(params, state, params)
+        return tx.update(params, tx.init(params), params)
 
     jax.eval_shape(step, {"w": jnp.ones((64, 64)), "b": jnp.ones(64)})
     assert not [name for name in asked if name.startswith("jax_muon")]

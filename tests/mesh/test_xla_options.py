@@ -11,19 +11,13 @@ import pytest
 import jax_muon as jm
 from jax_muon.mesh.xla_options import XLA_GATHERS_LAYERS, _known
 
-
-@dataclasses.dataclass(frozen=True)
-class Described:
-    """As much of a device as a mesh asks for."""
-
-    platform: str
-    id: int
-    process_index: int = 0
-    device_kind: str = "described"
+FIELDS = ("platform", "id", "process_index", "device_kind")  # that a mesh asks for
+Device = dataclasses.make_dataclass("Device", FIELDS, frozen=True)
 
 
 def mesh_of(*shape, platform="gpu"):
-    devices = [Described(platform, i) for i in range(math.prod(shape))]
+    """Described devices."""
+    devices = [Device(platform, i, 0, "") for i in range(math.prod(shape))]
     return jax.sharding.Mesh(np.reshape(devices, shape), tuple("ab"[: len(shape)]))
 
 
