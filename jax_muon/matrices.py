@@ -270,8 +270,8 @@ def list_doubts(doubtful: Sequence[Parameter], parameters: Sequence[Parameter]) 
     """
     kinds: dict[object, list[Parameter]] = {}
     for x in doubtful:
-        kind = trees.numberless(x.path), x.shape, trees.numberless(str(x.doubt))
-        kinds.setdefault(kind, []).append(x)
+        key = trees.numberless(x.path), x.shape, trees.numberless(str(x.doubt))
+        kinds.setdefault(key, []).append(x)
     possible = [x.path for x in parameters if not not_a_matrix(x.shape, x.dtype)]
     patterns = [(_pattern(kind), kind) for kind in kinds.values()]
     matched = {
