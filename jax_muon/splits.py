@@ -261,15 +261,22 @@ def _join(split: Split, whole: Any, parts: Any) -> Any:
 
 
 def _undivided(split: Split, x: Any) -> Any:
-    """x with its split axis not sharded, unless devices there divide every part."""
+    """x with its split axis not sharded, unless the mesh axes there divide every part.
+
+    They move to another axis if one is free, so that state stays sharded.
+    """
     if not isinstance(x, jax.Array) or not array_types.is_explicit(x):
         return x
     sharding = jax.typeof(x).sharding
     entries: list[Any] = list(sharding.spec)
-    devices = specs.devices_over(entries[split.axis], sharding.mesh.shape)
+    moved, entries[split.axis] = entries[split.axis], None
+    devices = specs.devices_over(moved, sharding.mesh.shape)
     parts: Any = split.parts
     sizes = [parts] if isinstance(parts, int) else parts.values()
     if all(size % devices == 0 for size in sizes):
         return x
-    entries[split.axis] = None
+    for axis, entry in enumerate(entries):
+        if entry is None and axis != split.axis and x.shape[axis] % devices == 0:
+            entries[axis] = moved
+            break
     return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*entries)))

@@ -38,9 +38,7 @@ class DescribedParameter:
       state_bytes: size of its optimizer state on one device.
       spec: its sharding on the mesh of `on_mesh`, or in its type, or None.
       state_spec: the sharding of its gradient and state, or None.
-      repeated: no mesh axis that gradients are summed over divides its state.
-      residual: dtype of its residual, "-" if `keep_residual` keeps none for its dtype;
-        None without `keep_residual`.
+      residual: dtype of the residual that `keep_residual` keeps for it, or None.
     """
 
     parameter: Parameter
@@ -50,7 +48,6 @@ class DescribedParameter:
     state_bytes: int
     spec: PartitionSpec | None
     state_spec: PartitionSpec | None
-    repeated: bool
     residual: str | None
 
     @property
@@ -68,9 +65,7 @@ class Description:
       parameters: one entry per parameter, in the order of the tree.
       pools: sharded matrices of one shape and sharding, and their owners.
       sizes: number of devices along each mesh axis; empty on one device.
-      summed: mesh axes that gradients are summed over, if known.
-      transfers: collectives of a step by purpose (see `sent_bytes`), each with the path
-        of its parameter, or "".
+      transfers: collectives of a step by purpose (see `sent_bytes`).
       devices_per_host: as given to `describe`.
       state_bytes: size of the optimizer's state on one device.
       default_rate: the rate of a recipe's AdamW; None if `adamw=` is given.
@@ -79,8 +74,7 @@ class Description:
     parameters: tuple[DescribedParameter, ...]
     pools: tuple[plan.Pool, ...]
     sizes: Mapping[str, int]
-    summed: tuple[str, ...]
-    transfers: Mapping[str, Sequence[tuple[str, Collective]]]
+    transfers: Mapping[str, Sequence[Collective]]
     devices_per_host: int
     state_bytes: int
     default_rate: float | None
@@ -117,8 +111,7 @@ class Description:
 
     def _total(self, size: Callable[[Collective], float]) -> dict[str, float]:
         return {
-            what: sum((size(x) for _, x in sent), 0.0)
-            for what, sent in self.transfers.items()
+            what: sum(map(size, sent), 0.0) for what, sent in self.transfers.items()
         }
 
     @property
@@ -148,8 +141,7 @@ class Description:
         in_matrices = sum(math.prod(leaf.matrices or [0]) for leaf in self.parameters)
         lines.append(
             f"{len(elements)} parameters: {sum(elements)} elements, {in_matrices} of "
-            f"them in matrices; "
-            + ", ".join(f"{k} {_bytes(n)}" for k, n in self.held_bytes.items())
+            f"them in matrices; {_bytes_text(self.held_bytes)}"
             + (" on a device" if self.sizes else "")
         )
         if self.default_rate is not None:
@@ -157,13 +149,13 @@ class Description:
                 f"adamw: the recipe's own, learning rate {self.default_rate:g}; pass "
                 "yours as adamw=optax.adamw(lr)"
             )
-        residuals = [leaf.residual for leaf in self.parameters]
-        for dtype in {*residuals} - {None, "-"}:
-            count = residuals.count(dtype)
-            lines.append(f"parameters with residual in {dtype}: {count}")
-        if "-" in residuals:
-            without = (x.parameter.path for x in self.parameters if x.residual == "-")
-            lines.append(f"without, not bfloat16 or float16: {', '.join(without)}")
+        residuals = {leaf.residual for leaf in self.parameters} - {None}
+        if residuals:
+            without = [x.parameter.path for x in self.parameters if not x.residual]
+            lines.append(
+                f"residuals in {', '.join(map(str, residuals))}; without, not bfloat16 "
+                f"or float16: {', '.join(without) or 'none'}"
+            )
         return "\n".join([*lines, "", *self._work()] if self.sizes else lines)
 
     def _work(self) -> list[str]:
@@ -172,35 +164,11 @@ class Description:
         rows = [["pool", "over", "matrices", "owners", "each"]]
         rows += [_pool_row(pool, self.sizes) for pool in self.pools]
         lines = aligned(rows, numbers=1) if self.pools else []
-        sent, between = (
-            {what: _bytes(int(size)) for what, size in sizes.items()}
-            for sizes in (self.sent_bytes, self.bytes_between_hosts)
-        )
-        lines.append(
-            f"{devices} devices: {self._balance()}; each sends "
-            f"{sent['orthogonalize']} a step to orthogonalize"
-        )
-        if self.summed:
-            repeated = [leaf for leaf in self.parameters if leaf.repeated]
-            largest = max(repeated, key=lambda leaf: leaf.bytes, default=None)
-            lines.append(
-                f"summed over {', '.join(self.summed)}: {sent['gradients']} for "
-                f"gradients, {sent['gathers']} for gathers; {len(repeated)} parameters "
-                f"of {_bytes(sum(leaf.bytes for leaf in repeated))} are repeated"
-                + (f", above all {largest.parameter.path}" if largest else "")
-            )
+        lines.append(f"{devices} devices: {self._balance()}")
+        lines.append(f"each sends in a step: {_bytes_text(self.sent_bytes)}")
         if devices > self.devices_per_host:
-            by_path: dict[str, float] = {}
-            for path, x in itertools.chain(*self.transfers.values()):
-                crossing = x.bytes_between_hosts(self.devices_per_host)
-                by_path[path] = by_path.get(path, 0) + crossing
-            most = max(by_path, key=by_path.__getitem__, default="")
-            lines.append(
-                f"between hosts of {self.devices_per_host}: {between['orthogonalize']} "
-                f"to orthogonalize, {between['gradients']} for gradients, "
-                f"{between['gathers']} for gathers; most for "
-                f"{most or 'orthogonalization'}"
-            )
+            between = _bytes_text(self.bytes_between_hosts)
+            lines.append(f"between hosts of {self.devices_per_host}: {between}")
         return lines
 
     def _balance(self) -> str:
@@ -237,8 +205,8 @@ def describe(
       A `Description`: its attributes are data, and printed it is a table. "as matrices"
       is batch x (in, out); "scale" multiplies the update; "state" is memory on one
       device. On a mesh "sharding" has the mesh axes of the parameter and of its state,
-      and a second table shows which devices compute the matrices, how much each sends,
-      and what costs most.
+      and a second table shows which devices compute the matrices, and how much each
+      sends.
 
     Examples:
       >>> shapes = {"wte": jax.ShapeDtypeStruct((96, 64), "float32"),
@@ -288,7 +256,6 @@ def describe(
         spec, of_state = shardings.get(
             trees.nearest_prefix(shardings, path) or "", (None, None)
         )
-        names = () if of_state is None else specs.spec_names(of_state)
         return DescribedParameter(
             parameter,
             parameter.sizes if path in joined else None,
@@ -297,14 +264,12 @@ def describe(
             state_bytes[path],
             spec,
             of_state,
-            of_state is not None and bool(summed) and {*summed}.isdisjoint(names),
             residuals.get(trees.nearest_prefix(residuals, path)),
         )
 
     leaves = tuple(map(described, read))
     plans = facts["pools"].values()
-    orthogonalize = [("", x) for pools in plans for x in plan.transfers(pools, sizes)]
-    transfers: dict[str, list[tuple[str, Collective]]]
+    orthogonalize = [x for pools in plans for x in plan.transfers(pools, sizes)]
     transfers = {"orthogonalize": orthogonalize, "gradients": [], "gathers": []}
     for leaf in leaves:
         if leaf.spec is not None and leaf.state_spec is not None:
@@ -312,12 +277,11 @@ def describe(
                 leaf.bytes, leaf.spec, leaf.state_spec, sizes, summed
             )
             for what, x in of_leaf:
-                transfers[what].append((leaf.parameter.path, x))
+                transfers[what].append(x)
     return Description(
         leaves,
         tuple(itertools.chain(*plans)),
         sizes,
-        summed,
         transfers,
         devices_per_host,
         sum(map(_bytes_on_a_device, jax.tree.leaves(state))),
@@ -421,3 +385,8 @@ def _bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} B"
+
+
+def _bytes_text(sizes: Mapping[str, float]) -> str:
+    """Sizes by what they are of, such as `parameters 1.2 MB, state 300 B`."""
+    return ", ".join(f"{what} {_bytes(int(size))}" for what, size in sizes.items())

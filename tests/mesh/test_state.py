@@ -83,9 +83,7 @@ def test_split_parts_that_devices_do_not_divide_are_divided_elsewhere():
     tx = jm.on_mesh(jm.nanochat(matrices=matrices), mesh_of(8), divide="data")
     for leaf in jax.tree.leaves(tx.init(params)):
         assert leaf.ndim < 2 or any(leaf.sharding.spec) or 1 in leaf.shape
-    planned = jm.describe(tx, params)
-    assert planned.sent_bytes["gathers"] > 0
-    assert not any(leaf.repeated for leaf in planned.parameters)
+    assert jm.describe(tx, params).sent_bytes["gathers"] > 0
 
 
 # With state also divided over the replicas, it moves from anywhere to anywhere.

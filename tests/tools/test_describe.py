@@ -45,13 +45,12 @@ def test_matrices_too_small_for_owners(kind):
     tx = jm.nanochat(matrices={"wte": "adamw", "*": "muon"})
     tx = jm.on_mesh(tx, mesh_of(4, kind=kind), divide="data", min_size=200)
     planned = jm.describe(tx, params)
-    assert [leaf.repeated for leaf in planned.parameters] == [True] * 5 + [False]
+    of_state = [leaf.state_spec for leaf in planned.parameters]
+    assert [any(spec) for spec in of_state] == [False] * 5 + [True]
     *_, work, last = str(planned).splitlines()
     assert work.startswith("4 devices: 8x16_float32 too small for owners, computed by")
-    assert last == (
-        "summed over data: 5.4 KB for gradients, 1.5 KB for gathers; 5 parameters of "
-        "2.6 KB are repeated, above all 0/w"
-    )
+    sent = "orthogonalize 0 B, gradients 5.4 KB, gathers 1.5 KB"
+    assert last == f"each sends in a step: {sent}"
 
 
 def test_bytes_on_a_device():
