@@ -7,7 +7,7 @@ record (`traced_facts.py`). So the result is right for any composition of transf
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,6 @@ from jax_muon import array_types, checks, specs, traced_facts, trees
 from jax_muon.joins import joined_matrices
 from jax_muon.matrices import ADAMW, Parameter
 from jax_muon.mesh import owners, plan
-from jax_muon.mesh.collectives import Collective
 from jax_muon.mesh.on_mesh import abstract_state
 from jax_muon.reading.read import trained
 from jax_muon.tables import aligned, hints_below, shape_text, sizes_text
@@ -65,54 +64,23 @@ class Description:
       parameters: one entry per parameter, in the order of the tree.
       pools: sharded matrices of one shape and sharding, and their owners.
       sizes: number of devices along each mesh axis; empty on one device.
-      transfers: collectives of a step by purpose (see `sent_bytes`).
-      devices_per_host: as given to `describe`.
-      state_bytes: size of the optimizer's state on one device.
+      held_bytes: on one device, "parameters", "gradients" and "state", with all
+        gradients at once, sharded like the state.
+      sent_bytes: that one device sends in a step. "orthogonalize": matrices to their
+        owners and back, padding included, and the products of teams; "gradients": their
+        sums; "gathers": of updates, or of parameters at the start of a step, once for
+        the layers of `scan_layers`.
+      bytes_between_hosts: the part of `sent_bytes` that goes to other hosts.
       default_rate: the rate of a recipe's AdamW; None if `adamw=` is given.
     """
 
     parameters: tuple[DescribedParameter, ...]
     pools: tuple[plan.Pool, ...]
     sizes: Mapping[str, int]
-    transfers: Mapping[str, Sequence[Collective]]
-    devices_per_host: int
-    state_bytes: int
+    held_bytes: Mapping[str, int]
+    sent_bytes: Mapping[str, float]
+    bytes_between_hosts: Mapping[str, float]
     default_rate: float | None
-
-    @property
-    def held_bytes(self) -> dict[str, int]:
-        """Bytes on one device, with all gradients at once, sharded like the state."""
-
-        def held(leaf: DescribedParameter, spec: PartitionSpec | None) -> int:
-            names = specs.spec_names(spec or PartitionSpec())
-            return leaf.bytes // math.prod(self.sizes.get(name, 1) for name in names)
-
-        leaves = self.parameters
-        return {
-            "parameters": sum(held(x, x.spec) for x in leaves),
-            "gradients": sum(held(x, x.state_spec or x.spec) for x in leaves),
-            "state": self.state_bytes,
-        }
-
-    @property
-    def sent_bytes(self) -> dict[str, float]:
-        """Bytes that one device sends in a step.
-
-        "orthogonalize": matrices to their owners and back, padding included, and the
-        products of teams; "gradients": their sums; "gathers": of updates, or of
-        parameters at the start of a step, once for the layers of `scan_layers`.
-        """
-        return self._total(lambda x: x.sent_bytes)
-
-    @property
-    def bytes_between_hosts(self) -> dict[str, float]:
-        """Bytes that one device sends to other hosts in a step; see `sent_bytes`."""
-        return self._total(lambda x: x.bytes_between_hosts(self.devices_per_host))
-
-    def _total(self, size: Callable[[Collective], float]) -> dict[str, float]:
-        return {
-            what: sum(map(size, sent), 0.0) for what, sent in self.transfers.items()
-        }
 
     @property
     def imbalance(self) -> float:
@@ -121,17 +89,9 @@ class Description:
 
     def __str__(self) -> str:
         """A table of the parameters and, on a mesh, one of the work on each device."""
-        header = [
-            "parameter",
-            "shape",
-            "role",
-            "as matrices",
-            "label",
-            "sharding",
-            "scale",
-            "state",
-        ]
-        rows = [header, *(_row(leaf, self.sizes) for leaf in self.parameters)]
+        read = ["parameter", "shape", "role", "as matrices", "label"]
+        rows = [[*read, "sharding", "scale", "state"]]
+        rows += [_row(leaf, self.sizes) for leaf in self.parameters]
         if not self.sizes:
             rows = [[*row[:5], *row[6:]] for row in rows]
         reasons, hints = hints_below([x.parameter.reason for x in self.parameters])
@@ -166,9 +126,8 @@ class Description:
         lines = aligned(rows, numbers=1) if self.pools else []
         lines.append(f"{devices} devices: {self._balance()}")
         lines.append(f"each sends in a step: {_bytes_text(self.sent_bytes)}")
-        if devices > self.devices_per_host:
-            between = _bytes_text(self.bytes_between_hosts)
-            lines.append(f"between hosts of {self.devices_per_host}: {between}")
+        if any(self.bytes_between_hosts.values()):
+            lines.append(f"between hosts: {_bytes_text(self.bytes_between_hosts)}")
         return lines
 
     def _balance(self) -> str:
@@ -278,13 +237,25 @@ def describe(
             )
             for what, x in of_leaf:
                 transfers[what].append(x)
+
+    def held(leaf: DescribedParameter, spec: PartitionSpec | None) -> int:
+        names = specs.spec_names(spec or PartitionSpec())
+        return leaf.bytes // math.prod(sizes.get(name, 1) for name in names)
+
     return Description(
         leaves,
         tuple(itertools.chain(*plans)),
         sizes,
-        transfers,
-        devices_per_host,
-        sum(map(_bytes_on_a_device, jax.tree.leaves(state))),
+        {
+            "parameters": sum(held(x, x.spec) for x in leaves),
+            "gradients": sum(held(x, x.state_spec or x.spec) for x in leaves),
+            "state": sum(map(_bytes_on_a_device, jax.tree.leaves(state))),
+        },
+        {what: sum(x.sent_bytes for x in sent) for what, sent in transfers.items()},
+        {
+            what: sum(x.bytes_between_hosts(devices_per_host) for x in sent)
+            for what, sent in transfers.items()
+        },
         facts["default"].get(ADAMW),
     )
 

@@ -25,8 +25,8 @@ def test_state_of_gpt2_is_an_even_share():
     params = {k: jax.ShapeDtypeStruct(v, "float32") for k, v in shapes.items()}
     tx, mesh = jm.nanochat(matrices=toy), mesh_of(8)
     on = jm.on_mesh(tx, mesh, divide="data")
-    held = jm.describe(on, params).state_bytes
-    assert held < 1.01 * jm.describe(tx, params).state_bytes / 8
+    held = jm.describe(on, params).held_bytes["state"]
+    assert held < 1.01 * jm.describe(tx, params).held_bytes["state"] / 8
     assert held == sum(
         np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(jm.abstract_state(on, params, mesh))
