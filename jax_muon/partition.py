@@ -41,10 +41,10 @@ def partition(
 
     Raises:
       ValueError: a group that is neither a transform nor a function; at init and
-        update, with path and shape, a parameter whose label has no group, one in a
-        group of matrices that is not a matrix, a function for a label that no parameter
-        has, gradients or state of parameters other than those that were read, and
-        whatever `read` raises.
+        update, a label without a group, a function for a label that no parameter has,
+        with path and shape a parameter in a group of matrices that is not a matrix,
+        gradients or state of parameters other than those that were read, and whatever
+        `read` raises.
 
     Examples:
       >>> def muon(matrices):
@@ -123,11 +123,6 @@ def _of_tree(whole: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrice
             raise ValueError(
                 f"{where} was read with {parameter.shape}; expected jax_muon.read of "
                 "these parameters"
-            )
-        if parameter.label not in groups:
-            raise ValueError(
-                f"{where} has the label {parameter.label!r}; expected one of "
-                + ", ".join(map(repr, groups))
             )
         dtype = parameter.dtype
         # Floats of 8 bits hold no second moment.

@@ -267,16 +267,14 @@ def _undivided(split: Split, x: Any) -> Any:
     """
     if not isinstance(x, jax.Array) or not array_types.is_explicit(x):
         return x
-    sharding = jax.typeof(x).sharding
-    entries: list[Any] = list(sharding.spec)
-    moved, entries[split.axis] = entries[split.axis], None
-    devices = specs.devices_over(moved, sharding.mesh.shape)
+    sharding, axis = jax.typeof(x).sharding, split.axis
+    entries, sizes = [*sharding.spec], sharding.mesh.shape
+    names, entries[axis] = specs.entry_names(entries[axis]), None
+    devices = specs.devices_over(names, sizes)
     parts: Any = split.parts
-    sizes = [parts] if isinstance(parts, int) else parts.values()
-    if all(size % devices == 0 for size in sizes):
+    widths = [parts] if isinstance(parts, int) else parts.values()
+    if all(width % devices == 0 for width in widths):
         return x
-    for axis, entry in enumerate(entries):
-        if entry is None and axis != split.axis and x.shape[axis] % devices == 0:
-            entries[axis] = moved
-            break
-    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+    shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+    spec = specs.finer(PartitionSpec(*entries), shape, names, sizes)
+    return jax.reshard(x, NamedSharding(sharding.mesh, spec))
