@@ -9,7 +9,7 @@ look parameters up by path. It holds no arrays, so one serves every step and mes
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from numpy.lib.array_utils import normalize_axis_tuple
 from optax.contrib import MuonDimensionNumbers
 
 from jax_muon import checks, trees
-from jax_muon.tables import aligned, hints_below, shape_text, sizes_text
+from jax_muon.tables import aligned, shape_text, sizes_text
 
 _READ = "jax_muon.read(params, loss_fn, batch)"
 # The labels that a reading gives: of matrices, and of everything else.
@@ -188,14 +188,12 @@ class Matrices(Mapping[str, Parameter]):
     def __str__(self) -> str:
         """One line per parameter: its role, how it is read, its label and why."""
         rows = [["parameter", "shape", "role", "as matrices", "label", "why"]]
-        reasons, hints = hints_below(
-            [(x.label == MUON and x.doubt) or x.reason for x in self.values()]
-        )
-        for x, reason in zip(self.values(), reasons, strict=True):
+        for x in self.values():
             matrices = sizes_text(x.sizes) if x.label != ADAMW else "-"
+            reason = (x.label == MUON and x.doubt) or x.reason
             shape = shape_text(x.shape)
             rows.append([x.path, shape, x.role, matrices, x.label, reason])
-        return "\n".join([*aligned(rows), *hints])
+        return "\n".join(aligned(rows))
 
     def axes(self, path: str) -> MatrixAxes:
         """Axes of a parameter; a ValueError if it is no matrix, or ambiguous."""
@@ -221,10 +219,9 @@ class Matrices(Mapping[str, Parameter]):
             is_leaf=trees.is_box,
         )
 
-    def group(self, labels: Iterable[str]) -> "Matrices":
-        """The parameters with one of these labels; a ValueError if one is no matrix."""
-        labels = tuple(labels)
-        chosen = {path: x for path, x in self.items() if x.label in labels}
+    def group(self, label: str) -> "Matrices":
+        """The parameters with this label; a ValueError if one is no matrix."""
+        chosen = {path: x for path, x in self.items() if x.label == label}
         for path in chosen:
             self.axes(path)
         return dataclasses.replace(self, parameters=chosen)

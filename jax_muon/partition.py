@@ -147,12 +147,11 @@ def _for_tree(
     matrices: Matrices, groups: Mapping[str, Any]
 ) -> optax.GradientTransformationExtraArgs:
     """The transforms of the groups, on the leaves with their labels."""
-    of_functions = [x for x, group in groups.items() if callable(group)]
-    grouped = matrices.group(of_functions)
     record("parameters", matrices)
-    record("matrices", {tuple(grouped): grouped})
     transforms = {**groups}
-    for label in of_functions:
-        made = groups[label](matrices.group([label]))
-        transforms[label] = checks.as_transform(f"groups[{label!r}](matrices)", made)
+    for label, group in groups.items():
+        if callable(group):
+            made = group(matrices.group(label))
+            made = checks.as_transform(f"groups[{label!r}](matrices)", made)
+            transforms[label] = made
     return optax.partition(transforms, matrices.labels)

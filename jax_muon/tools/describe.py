@@ -17,12 +17,11 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jax_muon import array_types, checks, specs, traced_facts, trees
-from jax_muon.joins import joined_matrices
 from jax_muon.matrices import ADAMW, Parameter
 from jax_muon.mesh import owners, plan
 from jax_muon.mesh.on_mesh import abstract_state
 from jax_muon.reading.read import trained
-from jax_muon.tables import aligned, hints_below, shape_text, sizes_text
+from jax_muon.tables import aligned, shape_text, sizes_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +93,9 @@ class Description:
         rows += [_row(leaf, self.sizes) for leaf in self.parameters]
         if not self.sizes:
             rows = [[*row[:5], *row[6:]] for row in rows]
-        reasons, hints = hints_below([x.parameter.reason for x in self.parameters])
-        table = zip(aligned(rows, numbers=2), ["why", *reasons], strict=True)
-        lines = [f"{row}   {why}".rstrip() for row, why in table] + hints
+        reasons = ["why", *(x.parameter.reason for x in self.parameters)]
+        table = zip(aligned(rows, numbers=2), reasons, strict=True)
+        lines = [f"{row}   {why}".rstrip() for row, why in table]
         elements = [math.prod(leaf.parameter.shape) for leaf in self.parameters]
         in_matrices = sum(math.prod(leaf.matrices or [0]) for leaf in self.parameters)
         lines.append(
@@ -200,12 +199,7 @@ def describe(
         sizes |= layout.mesh.shape
         summed = layout.divide
         shardings |= dict(zip(names, zip(*both, strict=True), strict=True))
-    joined: dict[str, int] = {}  # only of parameters that are orthogonalized
-    for matrices in facts["matrices"].values():
-        names = list(matrices)
-        made = joined_matrices(matrices, names, [x.shape for x in matrices.values()])
-        for made_of in sorted(made, key=lambda x: x.size):
-            joined |= {names[leaf]: made_of.size for leaf in made_of.leaves}
+    joined = facts["joined"]  # only of parameters that are orthogonalized
     read = _rows(shapes, facts["parameters"])
     state_bytes = _bytes_by_path(state, [parameter.path for parameter in read])
     residuals = facts["residual"]

@@ -82,7 +82,7 @@ def test_the_rate_of_a_recipes_own_adamw():
         assert plan.default_rate == rate and (said in str(plan)) == (adamw is None)
 
 
-def test_a_split_is_suggested_once_for_all_blocks():
+def test_a_split_is_suggested_for_all_blocks():
     block = {"attn": {"qkv": jnp.ones((8, 24)), "out": jnp.ones((8, 8))}}
     params = {"blocks": [block, block], "head": jnp.ones((8, 5))}
 
@@ -95,6 +95,4 @@ def test_a_split_is_suggested_once_for_all_blocks():
     matrices = jm.read(params, apply, jnp.ones((3, 8)))
     hint = "splits={'attn/qkv': Split(3)}"
     for table in (matrices, jm.describe(jm.nanochat(matrices=matrices), params)):
-        assert str(table).splitlines().count(hint) == 1
-        assert str(table).count("splits=") == 1
-        assert str(table).count("its outputs are split\n") == 2
+        assert str(table).count(f"its outputs are split: {hint}\n") == 2
