@@ -185,8 +185,7 @@ def describe(
         tx.update(params, state, params, **others, **arrays)
         return state
 
-    with _mesh_of(shapes):
-        state, facts = traced_facts.trace(first_step, shapes, arrays)
+    state, facts = traced_facts.trace(first_step, shapes, arrays)
     shardings: dict[str, tuple[PartitionSpec, PartitionSpec | None]] = {
         path: (x.sharding.spec, None)
         for path, x in trees.leaves_with_paths(shapes)
@@ -261,13 +260,6 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
     """The shape of an array, with its sharding if its type shows that."""
     sharding = jax.typeof(x).sharding if array_types.is_explicit(x) else None
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def _mesh_of(shapes: Any) -> Any:
-    """A context with the mesh whose Explicit axes shard the parameters."""
-    meshes = (x.sharding.mesh for x in jax.tree.leaves(shapes) if x.sharding)
-    mesh = next(meshes, jax.sharding.get_abstract_mesh())
-    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def _rows(shapes: Any, read: Mapping[str, Parameter]) -> list[Parameter]:
