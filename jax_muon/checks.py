@@ -151,12 +151,12 @@ def samples(name: str, tree: Any, number: int, expected: str) -> None:
             )
 
 
-def params(what: str, params: Any, otherwise: str = "") -> None:
+def params(what: str, params: Any) -> None:
     """The parameters must be passed to update."""
     if params is None:
         raise ValueError(
-            f"{what} needs the parameters: tx.update(updates, state, params), got "
-            f"params=None{otherwise}"
+            f"{what} needs the parameters; expected tx.update(updates, state, params), "
+            "got params=None"
         )
 
 

@@ -1,7 +1,5 @@
 """Weight decay where the step moves a weight towards zero anyway."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -45,7 +43,7 @@ def add_cautious_decayed_weights(
         new_state = optax.ScaleByScheduleState(optax.safe_increment(state.count))
         if isinstance(weight_decay, float) and weight_decay == 0:
             return updates, new_state
-        check_decayed(params)
+        checks.params("weight decay", params)
         now = checks.rate_at(weight_decay, state.count)
 
         def decay(u: Array, w: Array) -> Array:
@@ -58,9 +56,3 @@ def add_cautious_decayed_weights(
         return jax.tree.map(decay, updates, params), new_state
 
     return optax.GradientTransformation(init_fn, update_fn)
-
-
-def check_decayed(params: Any) -> None:
-    """Weight decay needs the parameters."""
-    otherwise = "; expected them, or a recipe with weight_decay=0.0"
-    checks.params("weight decay", params, otherwise)
