@@ -151,12 +151,12 @@ def samples(name: str, tree: Any, number: int, expected: str) -> None:
             )
 
 
-def params(what: str, params: Any, otherwise: str = "") -> None:
+def params(what: str, params: Any) -> None:
     """The parameters must be passed to update."""
     if params is None:
         raise ValueError(
-            f"{what} needs the parameters: tx.update(updates, state, params), got "
-            f"params=None{otherwise}"
+            f"{what} needs the parameters; expected tx.update(updates, state, params), "
+            "got params=None"
         )
 
 
@@ -184,23 +184,18 @@ def alike(what: str, tree: Any, whose: str, like: Any) -> None:
     if _kinds(tree) == _kinds(like):
         return
     leaves, others = (dict(trees.leaves_with_paths(x)) for x in (tree, like))
-    for path, other in others.items():
-        if path not in leaves:
-            raise ValueError(f"no {what} at {path!r}; expected one for each {whose}")
-        (shape, floating), (right, of_other) = map(_kind, (leaves[path], other))
-        if shape != right:
+    for path in others | leaves:
+        got, right = leaves.get(path), others.get(path)
+        if got is None or right is None or _kind(got) != _kind(right):
             raise ValueError(
-                f"{what} {path!r} has shape {shape}; expected {right}, like its {whose}"
-            )
-        if floating != of_other:
-            dtype, wide = map(jnp.result_type, (leaves[path], other))
-            raise ValueError(
-                f"{what} {path!r} has dtype {dtype}; expected one like {wide} of its "
+                f"{what} {path!r}: {_text(got)}; expected {_text(right)}, like the "
                 f"{whose}"
             )
-    for path in leaves:
-        if path not in others:
-            raise ValueError(f"{what} at {path!r}; expected none without a {whose}")
+
+
+def _text(x: Any) -> str:
+    shape = getattr(x, "shape", ())
+    return "none" if x is None else f"{jnp.result_type(x)} of shape {shape}"
 
 
 def _kinds(tree: Any) -> tuple[Any, list[Any]]:

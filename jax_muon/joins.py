@@ -92,7 +92,7 @@ def joined_matrices(
             continue
         leaves = tuple(left.pop(path) for path in join.paths)
         count = math.prod(counts[leaves[0]])
-        if len(leaves) == join.size:
+        if len(leaves) > 1:
             found.append(Joined(leaves, join.size, 0, count))
         else:  # along the batch
             layers, *rest = counts[leaves[0]]
@@ -149,53 +149,74 @@ def map_stacks(
 # --- which matrices are joined --------------------------------------------------------
 
 
-def check_joins(joins: Any) -> None:
-    """Raise a ValueError unless joins are K or a mapping of path patterns to K."""
+def with_joins(matrices: Matrices, joins: Joins | None) -> Matrices:
+    """The same parameters with other joins; a ValueError for some that join nothing."""
+    patterns: Any = joins if isinstance(joins, Mapping) else {None: joins}
     if isinstance(joins, Mapping):
         expected = "a mapping of path patterns to K"
         checks.mapping("joins", joins, expected, checks.count)
     elif joins is not None:
         checks.count("joins", joins)
-
-
-def with_joins(matrices: Matrices, joins: Joins | None) -> Matrices:
-    """The same parameters with other joins; a ValueError for some that do not fit."""
     parts = read_parts(matrices, matrices.splits)
-    members = {
+    left = {
         path: parameter
         for path, parameter in parts.items()
         if parameter.axes is not None and parameter.label != ADAMW
     }
-    if joins is None or not members:
+    if joins is None or not left:
         return dataclasses.replace(matrices, joins=None if joins is None else ())
-    if isinstance(joins, Mapping):
-        found = []
-        for pattern, size in joins.items():
-            found += _joins_of_pattern(pattern, size, members)
-    else:
-        found = _joins_of_attention(joins, members)
-    for join in found:
-        group = [members[path] for path in join.paths]
-        if len({(x.shape, x.axes, x.dtype) for x in group}) > 1:
+    found: list[Join] = []
+    for pattern, size in patterns.items():
+        numbers = {path: _layer_numbers(pattern, x) for path, x in left.items()}
+        layers = {path: spans for path, spans in numbers.items() if spans is not None}
+        in_batch = pattern is None or _NUMBER not in pattern
+        made = _joins(size, layers, left, in_batch) if size > 1 else []
+        if not layers or (size > 1 and not made):
+            what = "query, key or value that a loss shows"
             raise ValueError(
-                "joins: these matrices have different shapes or dtypes: "
-                + ", ".join(f"{x.path!r} {x.shape} {x.dtype}" for x in group)
-                + "; expected matrices of one shape"
+                f"joins={joins!r} join no "
+                + (what if pattern is None else f"match of {pattern!r}")
+                + f" among {', '.join(left)}; expected {size} layers or more of one "
+                "shape and dtype: numbered, as in 'blocks/{i}/attn/q', or scanned; or "
+                "another recipe than teon"
             )
-    sizes = [joins] if isinstance(joins, int) else joins.values()
-    if max(sizes, default=1) > 1 and not any(_joins(x, members) for x in found):
-        raise ValueError(
-            f"joins={joins!r} join nothing: the model has fewer layers; expected K of "
-            "at most their number, or another recipe than teon"
-        )
+        found += made
+        left = {path: x for path, x in left.items() if path not in layers}
     return dataclasses.replace(matrices, joins=tuple(found))
 
 
-def _joins(join: Join, members: Mapping[str, Parameter]) -> bool:
-    """True if a join makes one matrix of several."""
-    first = members[join.paths[0]]
-    layers = first.shape[_batch(first)[0]] if _batch(first) else 1
-    return 1 < join.size <= max(len(join.paths), layers)
+def _joins(
+    size: int,
+    layers: Mapping[str, Sequence[tuple[int, int]]],
+    members: Mapping[str, Parameter],
+    in_batch: bool,
+) -> list[Join]:
+    """Join each `size` successive layers of one shape; the remaining ones stay single.
+
+    Layers differ in the last of these numbers of their paths that varies. Without one,
+    `in_batch`, they are the leading axis of a scanned parameter.
+    """
+    groups: dict[Any, list[tuple[int, str]]] = {}  # by shape, and path but one number
+    keys: dict[str, list[Any]] = {}  # the groups of a path
+    for path, spans in layers.items():
+        text, x = _text(path), members[path]
+        of = x.shape, x.axes, x.dtype
+        keys[path] = [(text[:start], text[stop:], *of) for start, stop in spans]
+        for (start, stop), key in zip(spans, keys[path], strict=True):
+            groups.setdefault(key, []).append((int(text[start:stop]), path))
+    found: dict[Any, list[Join]] = {}
+    for path, candidates in keys.items():
+        varying = [key for key in candidates if len(groups[key]) > 1]
+        batch = _batch(members[path])
+        if varying:
+            ordered = [path for _, path in sorted(groups[varying[-1]])]
+            found[varying[-1]] = [
+                Join(size, tuple(ordered[at : at + size]))
+                for at in range(0, len(ordered) - size + 1, size)
+            ]
+        elif in_batch and batch and members[path].shape[batch[0]] >= size:
+            found[path] = [Join(size, (path,))]
+    return [join for joins in found.values() for join in joins]
 
 
 def _batch(parameter: Parameter) -> tuple[int, ...]:
@@ -203,89 +224,38 @@ def _batch(parameter: Parameter) -> tuple[int, ...]:
     return parameter.axes.batch
 
 
-def _joins_of_pattern(
-    pattern: str, size: int, members: Mapping[str, Parameter]
-) -> list[Join]:
-    """Joins of paths that differ only in one number, or along each leaf's batch."""
-    # `trees.matches`, with a number for {i}.
-    expression = fnmatch.translate(f"*/{trees.slashed(pattern)}/*")
-    expression = expression.replace(re.escape(_NUMBER), r"(?P<i>\d+)", 1)
-    groups: dict[str, list[tuple[int, str]]] = {}
-    found: list[Join] = []
-    for path, parameter in members.items():
-        match = re.fullmatch(expression, f"/{trees.slashed(path)}/")
-        if match and _NUMBER in pattern:
-            groups.setdefault(_without(match, "i"), []).append((int(match["i"]), path))
-        elif match and not _batch(parameter):
-            raise ValueError(
-                f"joins: the pattern {pattern!r} has no layer number and matches "
-                f"parameter {path!r}, which has no layer axis; expected a pattern such "
-                "as 'blocks/{i}/attn/q', or scanned layers"
-            )
-        elif match:
-            found.append(Join(size, (path,)))
-    if not groups and not found:
-        raise ValueError(
-            f"joins: the pattern {pattern!r} matches no matrix; there are "
-            + ", ".join(members)
-        )
-    for numbered in groups.values():
-        found += _cut(size, numbered)
-    return found
+def _text(path: str) -> str:
+    return f"/{trees.slashed(path)}/"
 
 
-def _joins_of_attention(size: int, members: Mapping[str, Parameter]) -> list[Join]:
-    """Queries, keys and values of one shape: over the innermost number that varies.
+def _layer_numbers(pattern: str | None, x: Parameter) -> list[tuple[int, int]] | None:
+    """Where a path has numbers that may be its layer, or None if nothing matches.
 
-    The number of a module of attention, of which a layer may have two, is considered
-    last, and not at all beside an axis of layers; a projection's own (`q2`) never is.
+    With a pattern it is the number at {i}. Without one, a query, key or value has its
+    layer in the innermost number that varies. The number of a module of attention, of
+    which a layer may have two, comes first, and is none beside an axis of layers; a
+    projection's own (`q2`) never is.
     """
-    groups: dict[Any, list[tuple[int, str]]] = {}  # by shape, and path but one number
-    layers: dict[str, list[Any]] = {}  # the groups of a path, the most likely one last
-    for path, parameter in members.items():
-        if parameter.role not in ("query", "key", "value"):
-            continue
-        numbers = [
-            match
-            for match in re.finditer(r"\d+", trees.slashed(path))
-            if not projection(match.string[: match.end()].rpartition("/")[2])
-            and not (_is_of_attention(match) and _batch(parameter))
-        ]
-        numbers.sort(key=lambda match: (not _is_of_attention(match), match.start()))
-        layers[path] = [(_without(match), parameter.shape) for match in numbers]
-        for match, group in zip(numbers, layers[path], strict=True):
-            groups.setdefault(group, []).append((int(match[0]), path))
-    if not groups and not any(_batch(members[path]) for path in layers):
-        raise ValueError(
-            f"joins={size}: no query, key or value of a numbered or scanned layer "
-            "among " + ", ".join(members) + "; expected such layers, read by the "
-            "loss, which shows them, or a mapping such as {'blocks/{i}/attn/q': 2}"
-        )
-    by_group: dict[Any, list[Join]] = {}
-    for path, candidates in layers.items():
-        varying = [group for group in candidates if len(groups[group]) > 1]
-        if varying:
-            by_group[varying[-1]] = _cut(size, groups[varying[-1]])
-        elif _batch(members[path]):
-            by_group[path] = [Join(size, (path,))]
-    return [join for joins in by_group.values() for join in joins]
-
-
-def _cut(size: int, numbered: list[tuple[int, str]]) -> list[Join]:
-    """Join each `size` successive layers; the remaining ones stay single."""
-    ordered = [path for _, path in sorted(numbered)]
-    stop = len(ordered) // size * size
-    joined = [Join(size, tuple(ordered[at : at + size])) for at in range(0, stop, size)]
-    return joined + [Join(1, (path,)) for path in ordered[stop:]]
+    text = _text(x.path)
+    if pattern is not None:
+        # `trees.matches`, with a number for {i}.
+        expression = fnmatch.translate(f"*{_text(pattern)}*")
+        expression = expression.replace(re.escape(_NUMBER), r"(?P<i>\d+)", 1)
+        match = re.fullmatch(expression, text)
+        return match and ([match.span("i")] if _NUMBER in pattern else [])
+    if x.role not in ("query", "key", "value"):
+        return None
+    numbers = [
+        match
+        for match in re.finditer(r"\d+", text)
+        if not projection(text[: match.end()].rpartition("/")[2])
+        and not (_is_of_attention(match) and _batch(x))
+    ]
+    numbers.sort(key=lambda match: (not _is_of_attention(match), match.start()))
+    return [match.span() for match in numbers]
 
 
 def _is_of_attention(number: re.Match[str]) -> bool:
     """True for the number of a module of attention, such as `SelfAttention_0`."""
     before = number.string[: number.start()].rpartition("/")[2]
     return trees.words(before)[-1:] in (["attention"], ["attn"])
-
-
-def _without(match: re.Match[str], group: int | str = 0) -> str:
-    """The text of a match with {i} in place of a number."""
-    start, stop = match.span(group)
-    return match.string[:start] + _NUMBER + match.string[stop:]

@@ -93,7 +93,7 @@ def keep_residual(
         leaves = dict(trees.leaves_with_paths(params))
         like = dict(trees.leaves_with_paths(jax.eval_shape(residuals, params)))
         checks.alike("residual", old, "parameter of 16 bits", like)
-        record("residual", {path: name if path in old else "-" for path in leaves})
+        record("residual", dict.fromkeys(old, name))
 
         def whole(path: str, p: Array) -> Array:
             return _whole(p, old[path]) if path in old else p

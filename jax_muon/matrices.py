@@ -9,7 +9,7 @@ look parameters up by path. It holds no arrays, so one serves every step and mes
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from numpy.lib.array_utils import normalize_axis_tuple
 from optax.contrib import MuonDimensionNumbers
 
 from jax_muon import checks, trees
-from jax_muon.tables import aligned, hints_below, shape_text, sizes_text
+from jax_muon.tables import aligned, shape_text, sizes_text
 
 _READ = "jax_muon.read(params, loss_fn, batch)"
 # The labels that a reading gives: of matrices, and of everything else.
@@ -74,7 +74,6 @@ class Parameter:
       reason: why, in a few words.
       axes: which of its axes are batch, in and out; None if it is not a matrix.
       doubt: why it cannot be read as a matrix, or is ambiguous; None if neither.
-      options: readings of an ambiguous one, the likeliest first; None is no matrix.
       scanned: the axes that a scan takes one element at a time, such as layers.
     """
 
@@ -86,7 +85,6 @@ class Parameter:
     reason: str
     axes: MatrixAxes | None
     doubt: str | None = None
-    options: tuple[MatrixAxes | None, ...] = ()
     scanned: tuple[int, ...] = ()
 
     def fits(self, shape: tuple[int, ...]) -> bool:
@@ -190,20 +188,18 @@ class Matrices(Mapping[str, Parameter]):
     def __str__(self) -> str:
         """One line per parameter: its role, how it is read, its label and why."""
         rows = [["parameter", "shape", "role", "as matrices", "label", "why"]]
-        reasons, hints = hints_below(
-            [(x.label == MUON and x.doubt) or x.reason for x in self.values()]
-        )
-        for x, reason in zip(self.values(), reasons, strict=True):
+        for x in self.values():
             matrices = sizes_text(x.sizes) if x.label != ADAMW else "-"
+            reason = (x.label == MUON and x.doubt) or x.reason
             shape = shape_text(x.shape)
             rows.append([x.path, shape, x.role, matrices, x.label, reason])
-        return "\n".join([*aligned(rows), *hints])
+        return "\n".join(aligned(rows))
 
     def axes(self, path: str) -> MatrixAxes:
         """Axes of a parameter; a ValueError if it is no matrix, or ambiguous."""
         parameter = self[path]
         if parameter.doubt is not None:
-            raise ValueError(f"parameter {_line([parameter], [parameter])}")
+            raise ValueError(list_doubts([parameter], [*self.values()]))
         if parameter.axes is None or parameter.label == ADAMW:
             raise ValueError(
                 f"parameter {path!r} of shape {parameter.shape}, a {parameter.role} "
@@ -223,10 +219,9 @@ class Matrices(Mapping[str, Parameter]):
             is_leaf=trees.is_box,
         )
 
-    def group(self, labels: Iterable[str]) -> "Matrices":
-        """The parameters with one of these labels; a ValueError if one is no matrix."""
-        labels = tuple(labels)
-        chosen = {path: x for path, x in self.items() if x.label in labels}
+    def group(self, label: str) -> "Matrices":
+        """The parameters with this label; a ValueError if one is no matrix."""
+        chosen = {path: x for path, x in self.items() if x.label == label}
         for path in chosen:
             self.axes(path)
         return dataclasses.replace(self, parameters=chosen)
@@ -264,114 +259,53 @@ def of_tree(matrices: Matrices | None, tree: Any) -> Matrices:
 
 
 def list_doubts(doubtful: Sequence[Parameter], parameters: Sequence[Parameter]) -> str:
-    """The doubts about some of the parameters, and what resolves them, a line a kind.
+    """What nothing says of some of the parameters: rules to choose from, by kind.
 
-    Parameters are of one kind if their paths differ by numbers alone. Those of which
-    nothing suggests a reading are in a mapping that the user fills in.
+    Parameters are of one kind if their paths differ by numbers alone. The first pattern
+    that matches counts, so those that match the fewest come first; a pattern that would
+    also match other matrices is written out as the paths of its kind.
     """
     kinds: dict[object, list[Parameter]] = {}
-    unread: dict[object, list[Parameter]] = {}
     for x in doubtful:
-        is_unread = not x.options and not not_a_matrix(x.shape, x.dtype)
-        doubt = "" if is_unread else trees.numberless(str(x.doubt))
-        kind = trees.numberless(x.path), x.shape, doubt
-        (unread if is_unread else kinds).setdefault(kind, []).append(x)
-    text = []
-    if kinds:
-        lines = [_line(kind, parameters) for kind in kinds.values()]
-        text = [
-            f"{sum(map(len, kinds.values()))} of {len(parameters)} parameters cannot "
-            "be read as matrices:",
-            *(f"  {line}" for line in lines),
+        key = trees.numberless(x.path), x.shape, trees.numberless(str(x.doubt))
+        kinds.setdefault(key, []).append(x)
+    possible = [x.path for x in parameters if not not_a_matrix(x.shape, x.dtype)]
+    patterns = [(_pattern(kind), kind) for kind in kinds.values()]
+    matched = {
+        pattern: {path for path in possible if trees.matches(pattern, path)}
+        for pattern, _ in patterns
+    }
+    lines: list[str] = []
+    ruled: set[str] = set()  # by the lines so far
+    for pattern, kind in sorted(patterns, key=lambda x: len(matched[x[0]])):
+        ruled |= {x.path for x in kind}
+        first, alone = kind[0], matched[pattern] <= ruled
+        is_stack = len(first.shape) > 2
+        matrix = "MuonDimensionNumbers(in, out)" if is_stack else MUON
+        count = f", {len(kind)} of them" if alone and len(kind) > 1 else ""
+        doubt = "" if first.role == "-" else f": {first.doubt}"
+        lines += [
+            f"    {path!r}: '{ADAMW} or {matrix}',  # {first.shape}{count}{doubt}"
+            for path in ([pattern] if alone else [x.path for x in kind])
         ]
-    if unread:
-        choices = _choices([*unread.values()], parameters)
-        text += [
-            f"nothing says whether {sum(map(len, unread.values()))} of "
-            f"{len(parameters)} parameters are matrices; expected the loss, "
-            f"matrices={_READ}, or a label for each, matrices={choices}",
+    return "\n".join(
+        [
+            f"nothing says whether {len(doubtful)} of {len(parameters)} parameters are "
+            f"matrices; expected a loss that shows it, {_READ}, or a rule for each, in "
+            "matrices= of an optimizer or rules= of jax_muon.read: {",
+            *lines,
+            "}",
             f"{MUON!r} is a matrix (in, out), as in x @ w. MuonDimensionNumbers, from "
             "optax.contrib, names its axes: (-2, -1) in a stack of them, (-1, -2) if "
             "they are (out, in).",
         ]
-    return "\n".join(text)
-
-
-def _choices(
-    kinds: Sequence[Sequence[Parameter]], parameters: Sequence[Parameter]
-) -> str:
-    """A mapping with a line for each pattern of parameters, for the user to fill in.
-
-    The first pattern that matches counts, so those that match the fewest come first.
-    """
-    named = {x.path for x in parameters}
-    by_pattern: dict[str, list[Parameter]] = {}
-    for kind in kinds:
-        by_pattern.setdefault(_pattern(kind), []).extend(kind)
-    matched = {
-        # The path of a parameter means that one alone.
-        pattern: {path for path in named if trees.matches(pattern, path)}
-        if pattern not in named
-        else {pattern}
-        for pattern in by_pattern
-    }
-    by_pattern = {
-        x: by_pattern[x] for x in sorted(matched, key=lambda x: len(matched[x]))
-    }
-    taken = {}  # by the pattern of another kind, unless their own path comes first
-    for pattern, kind in by_pattern.items():
-        for x in kind:
-            first = next(other for other in by_pattern if x.path in matched[other])
-            if first != pattern:
-                taken[x.path] = [x]
-    lines = []
-    for pattern, kind in (taken | by_pattern).items():
-        is_stack = len(kind[0].shape) > 2
-        matrix = "MuonDimensionNumbers(in, out)" if is_stack else MUON
-        shapes = " and ".join(dict.fromkeys(str(x.shape) for x in kind))
-        count = f", {len(kind)} of them" if len(kind) > 1 else ""
-        lines.append(f"    {pattern!r}: '{ADAMW} or {matrix}',  # {shapes}{count}")
-    return "\n".join(["{", *lines, "}"])
+    )
 
 
 def _pattern(kind: Sequence[Parameter]) -> str:
     """The path that parameters of one kind share, with * for the numbers that vary."""
     pieces = zip(*(re.split(r"(\d+)", x.path) for x in kind), strict=True)
     return "".join(x[0] if len({*x}) == 1 else "*" for x in pieces)
-
-
-def _line(kind: Sequence[Parameter], parameters: Sequence[Parameter]) -> str:
-    """Path, shape and doubt of parameters of one kind, and rules for all of them."""
-    first, pattern = kind[0], _pattern(kind)
-    named = [x.path for x in kind]
-    matched = {
-        x.path
-        for x in parameters
-        if trees.matches(pattern, x.path) and not not_a_matrix(x.shape, x.dtype)
-    }
-    if matched <= {*named}:
-        named = [pattern]
-    offered = [*first.options, *(() if None in first.options else (None,))]
-    if not_a_matrix(first.shape, first.dtype):
-        offered = [None]
-    rules = [
-        "rules={" + ", ".join(f"{x!r}: {rule}" for x in named) + f"}}{meaning}"
-        for rule, meaning in (_written(axes, first.shape) for axes in offered)
-    ]
-    others = f" and {len(kind) - 1} more of its kind" if len(kind) > 1 else ""
-    return (
-        f"{first.path!r} of shape {first.shape}{others}: {first.doubt}; expected "
-        + ", or ".join(rules)
-    )
-
-
-def _written(axes: MatrixAxes | None, shape: Sequence[int]) -> tuple[str, str]:
-    """A rule as a user writes it, and the matrices that it means."""
-    if axes is None:
-        return repr(ADAMW), ""
-    count = math.prod(shape[axis] for axis in axes.batch)
-    rule = numbers_text(axes.reduction, axes.output)
-    return rule, f" for {count} x {axes.fan(shape)}"
 
 
 def numbers_text(reduction: Sequence[int], output: Sequence[int]) -> str:

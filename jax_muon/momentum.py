@@ -85,10 +85,8 @@ def nesterov(
     """
     decay = checks.rate("decay (momentum of a recipe)", decay, "in [0, 1)")
     dtype = None if accumulator_dtype is None else jnp.dtype(accumulator_dtype).name
-    if dtype not in (None, *DTYPES):
-        expected = f"one of {', '.join(map(repr, DTYPES))}, or None for the parameters'"
-        name = "accumulator_dtype (momentum_dtype of a recipe)"
-        checks.refuse(name, accumulator_dtype, expected)
+    if dtype is not None:
+        checks.choice("accumulator_dtype (momentum_dtype of a recipe)", dtype, DTYPES)
     kind = QuantizedNesterovState if dtype == "int8" else NesterovState
 
     def init_fn(params: optax.Params) -> Any:

@@ -120,6 +120,9 @@ def _map_matrices(
     leaves: Sequence[Array],
 ) -> list[Array]:
     """Factors of the joined matrices of leaves, or of one device's shards of them."""
+    by_size = sorted(joined, key=lambda x: x.size)
+    sizes = {names[leaf]: x.size for x in by_size for leaf in x.leaves}
+    traced_facts.record("joined", sizes)
     pairs = [(matrices.axes(name), x) for name, x in zip(names, leaves, strict=True)]
     views = map_joined(factors, joined, [axes.view(x) for axes, x in pairs])
     return [

@@ -41,10 +41,10 @@ def partition(
 
     Raises:
       ValueError: a group that is neither a transform nor a function; at init and
-        update, with path and shape, a parameter whose label has no group, one in a
-        group of matrices that is not a matrix, a function for a label that no parameter
-        has, gradients or state of parameters other than those that were read, and
-        whatever `read` raises.
+        update, a label without a group, a function for a label that no parameter has,
+        with path and shape a parameter in a group of matrices that is not a matrix,
+        gradients or state of parameters other than those that were read, and whatever
+        `read` raises.
 
     Examples:
       >>> def muon(matrices):
@@ -124,11 +124,6 @@ def _of_tree(whole: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrice
                 f"{where} was read with {parameter.shape}; expected jax_muon.read of "
                 "these parameters"
             )
-        if parameter.label not in groups:
-            raise ValueError(
-                f"{where} has the label {parameter.label!r}; expected one of "
-                + ", ".join(map(repr, groups))
-            )
         dtype = parameter.dtype
         # Floats of 8 bits hold no second moment.
         trainable = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 16
@@ -152,12 +147,11 @@ def _for_tree(
     matrices: Matrices, groups: Mapping[str, Any]
 ) -> optax.GradientTransformationExtraArgs:
     """The transforms of the groups, on the leaves with their labels."""
-    of_functions = [x for x, group in groups.items() if callable(group)]
-    grouped = matrices.group(of_functions)
     record("parameters", matrices)
-    record("matrices", {tuple(grouped): grouped})
     transforms = {**groups}
-    for label in of_functions:
-        made = groups[label](matrices.group([label]))
-        transforms[label] = checks.as_transform(f"groups[{label!r}](matrices)", made)
+    for label, group in groups.items():
+        if callable(group):
+            made = group(matrices.group(label))
+            made = checks.as_transform(f"groups[{label!r}](matrices)", made)
+            transforms[label] = made
     return optax.partition(transforms, matrices.labels)

@@ -305,18 +305,15 @@ def max_attention_logits(
     grouped, k = jax.lax.stop_gradient((grouped, k))
     rows, columns = min(block_size, time), min(block_size, key_time)
 
-    def starts(size: int, block: int) -> list[int]:
-        # The last block overlaps the one before: a maximum may see a logit twice.
-        return [min(i, size - block) for i in range(0, size, block)]
-
     blocks = [
         (i, j)
-        for i in starts(time, rows)
-        for j in starts(key_time, columns)
+        for i in range(0, time, rows)
+        for j in range(0, key_time, columns)
         if not causal or j < i + rows
     ]
 
     def largest(block: Array) -> Array:
+        # JAX moves a last block back into the array: a maximum may see a logit twice.
         i, j = block
         logits = scale * jnp.einsum(
             "bqngd,bknd->bngqk",
@@ -326,8 +323,10 @@ def max_attention_logits(
         )
         logits = logits.reshape(batch, heads, rows, columns)
         if causal:
-            ahead = (j + jnp.arange(columns))[None] > (i + jnp.arange(rows))[:, None]
-            logits = jnp.where(ahead[None, None], -jnp.inf, logits)
+            times = jnp.arange(time)
+            queries = jax.lax.dynamic_slice_in_dim(times, i, rows)[:, None]
+            keys = jax.lax.dynamic_slice_in_dim(times, j, columns)[None]
+            logits = jnp.where((keys > queries)[None, None], -jnp.inf, logits)
         return jnp.max(logits, axis=(0, 2, 3)).astype(jnp.float32)
 
     return jnp.max(jax.lax.map(largest, jnp.array(blocks)), axis=0)

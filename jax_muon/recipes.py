@@ -33,7 +33,7 @@ from jax_muon.scaling import (
     scale_by_shape,
 )
 from jax_muon.traced_facts import record
-from jax_muon.weight_decay import add_cautious_decayed_weights, check_decayed
+from jax_muon.weight_decay import add_cautious_decayed_weights
 
 __all__ = ["moonlight", "muon", "muonh", "nanochat", "normuon", "teon"]
 
@@ -386,7 +386,7 @@ def _decay(weight_decay: optax.ScalarOrSchedule) -> optax.GradientTransformation
     tx = optax.add_decayed_weights(rate)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        check_decayed(params)
+        checks.params("weight decay", params)
         updates, _ = tx.update(updates, state, params)
         # In optax 0.2.6 the count of a schedule stands still.
         return updates, jax.tree.map(optax.safe_increment, state)

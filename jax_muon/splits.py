@@ -6,6 +6,7 @@ node with its parts, and knows nothing of splits.
 """
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -190,11 +191,17 @@ def with_splits(
     inner = checks.as_transform("inner", inner)
     _check(splits)
 
-    def init_fn(params: optax.Params) -> Any:
+    def take_apart(tree: Any) -> tuple[Any, list[tuple[Any, dict[str, Split]]]]:
+        """The tree of parts, and the trees on the way with the splits of each."""
+        wholes = []
         for pattern, split in splits.items():
-            fitted = _fit(pattern, split, params)
-            params = _map_split(_parts, fitted, params)
-        return inner.init(params)
+            fitted = _fit(pattern, split, tree)
+            wholes.append((tree, fitted))
+            tree = _map_split(_parts, fitted, tree)
+        return tree, wholes
+
+    def init_fn(params: optax.Params) -> Any:
+        return inner.init(take_apart(params)[0])
 
     def update_fn(
         updates: optax.Updates,
@@ -203,40 +210,13 @@ def with_splits(
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
         checks.gradients(updates, params)
-        wholes = []
-        for pattern, split in splits.items():
-            fitted = _fit(pattern, split, updates)
-            wholes.append((updates, fitted))
-            updates, params = (
-                _map_split(_parts, fitted, tree) for tree in (updates, params)
-            )
+        (updates, wholes), (params, _) = take_apart(updates), take_apart(params)
         updates, state = inner.update(updates, state, params, **extra_args)
         for like, fitted in reversed(wholes):
             updates = _map_split(_join, fitted, like, updates)
         return updates, state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-@jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(frozen=True)
-class NamedParts:
-    """The parts of a parameter, in its place in the tree.
-
-    Not a dictionary, which nnx.State would turn into a State.
-    """
-
-    parts: dict[str, Any]
-
-    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """Children with their keys, and the names."""
-        children = [(jax.tree_util.DictKey(k), v) for k, v in self.parts.items()]
-        return children, tuple(self.parts)
-
-    @classmethod
-    def tree_unflatten(cls, names: Any, children: Any) -> "NamedParts":
-        """Rebuild the parts from names and children."""
-        return cls(dict(zip(names, children, strict=True)))
 
 
 def _map_split(
@@ -255,7 +235,7 @@ def _map_split(
 
 
 def _parts(split: Split, whole: Any) -> Any:
-    """The parts of a parameter, unboxed: `NamedParts`, or a batch of equal ones."""
+    """The parts of a parameter, unboxed: by name, or a batch of equal ones."""
     (x,), axis = jax.tree.leaves(whole), split.axis
     parts: Any = split.parts
     x = _undivided(split, x)
@@ -263,7 +243,8 @@ def _parts(split: Split, whole: Any) -> Any:
         x = x.reshape(*x.shape[:axis], parts, -1, *x.shape[axis + 1 :])
         return jnp.moveaxis(x, axis, _batch_axis(x.ndim - 1))
     *ends, _ = np.cumsum([*parts.values()])
-    return NamedParts(dict(zip(parts, jnp.split(x, ends, axis), strict=True)))
+    # nnx.State would turn a dict into a State.
+    return OrderedDict(zip(parts, jnp.split(x, ends, axis), strict=True))
 
 
 def _join(split: Split, whole: Any, parts: Any) -> Any:
@@ -273,7 +254,7 @@ def _join(split: Split, whole: Any, parts: Any) -> Any:
         x = jnp.moveaxis(parts, _batch_axis(like.ndim), axis)
         x = x.reshape(like.shape)
     else:
-        x = jnp.concatenate([*parts.parts.values()], axis)
+        x = jnp.concatenate([*parts.values()], axis)
     if isinstance(like, jax.Array) and array_types.is_explicit(like):
         x = jax.reshard(x, jax.typeof(like).sharding)
     return jax.tree.map(lambda _: x, whole)
@@ -286,16 +267,14 @@ def _undivided(split: Split, x: Any) -> Any:
     """
     if not isinstance(x, jax.Array) or not array_types.is_explicit(x):
         return x
-    sharding = jax.typeof(x).sharding
-    entries: list[Any] = list(sharding.spec)
-    moved, entries[split.axis] = entries[split.axis], None
-    devices = specs.devices_over(moved, sharding.mesh.shape)
+    sharding, axis = jax.typeof(x).sharding, split.axis
+    entries, sizes = [*sharding.spec], sharding.mesh.shape
+    names, entries[axis] = specs.entry_names(entries[axis]), None
+    devices = specs.devices_over(names, sizes)
     parts: Any = split.parts
-    sizes = [parts] if isinstance(parts, int) else parts.values()
-    if all(size % devices == 0 for size in sizes):
+    widths = [parts] if isinstance(parts, int) else parts.values()
+    if all(width % devices == 0 for width in widths):
         return x
-    for axis, entry in enumerate(entries):
-        if entry is None and axis != split.axis and x.shape[axis] % devices == 0:
-            entries[axis] = moved
-            break
-    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+    shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+    spec = specs.finer(PartitionSpec(*entries), shape, names, sizes)
+    return jax.reshard(x, NamedSharding(sharding.mesh, spec))

@@ -24,10 +24,3 @@ def aligned(rows: Sequence[Sequence[str]], *, numbers: int = 0) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def hints_below(reasons: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Reasons without the splits that they suggest, and a line for each suggestion."""
-    parts = [x.partition(": splits=") for x in reasons]
-    hints = dict.fromkeys(f"splits={x[2]}" for x in parts if x[2])
-    return [x[0] for x in parts], [*hints]

@@ -1,19 +1,11 @@
 """Weight decay where the step moves a weight towards zero anyway."""
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
 from jax_muon import checks, dtypes, trees
-
-
-class AddCautiousDecayedWeightsState(NamedTuple):
-    """State of `add_cautious_decayed_weights`."""
-
-    count: Array  # type: ignore[assignment]  # shape=(), dtype=int32
 
 
 def add_cautious_decayed_weights(
@@ -38,20 +30,20 @@ def add_cautious_decayed_weights(
     """
     weight_decay = checks.rate("weight_decay", weight_decay)
 
-    def init_fn(params: optax.Params) -> AddCautiousDecayedWeightsState:
+    def init_fn(params: optax.Params) -> optax.ScaleByScheduleState:
         del params
-        return AddCautiousDecayedWeightsState(jnp.zeros([], jnp.int32))
+        return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
 
     def update_fn(
         updates: optax.Updates,
-        state: AddCautiousDecayedWeightsState,
+        state: optax.ScaleByScheduleState,
         params: optax.Params | None = None,
-    ) -> tuple[optax.Updates, AddCautiousDecayedWeightsState]:
+    ) -> tuple[optax.Updates, optax.ScaleByScheduleState]:
         updates = trees.as_wide_as_params(updates, params)
-        new_state = AddCautiousDecayedWeightsState(optax.safe_increment(state.count))
+        new_state = optax.ScaleByScheduleState(optax.safe_increment(state.count))
         if isinstance(weight_decay, float) and weight_decay == 0:
             return updates, new_state
-        check_decayed(params)
+        checks.params("weight decay", params)
         now = checks.rate_at(weight_decay, state.count)
 
         def decay(u: Array, w: Array) -> Array:
@@ -64,9 +56,3 @@ def add_cautious_decayed_weights(
         return jax.tree.map(decay, updates, params), new_state
 
     return optax.GradientTransformation(init_fn, update_fn)
-
-
-def check_decayed(params: Any) -> None:
-    """Weight decay needs the parameters."""
-    otherwise = "; expected them, or a recipe with weight_decay=0.0"
-    checks.params("weight decay", params, otherwise)

@@ -93,7 +93,7 @@ WRONG |= {  # at init,
         MATRIX, joins={"w": 0.5}
     ),
     "have nothing for parameter 'bias'": lambda: init(on_mesh({"wte": jax.P()})),
-    "(4, 6) has the label 'moun'; expected one of 'muon'": lambda: init(read_as(MOUN)),
+    "parameters have no corresponding transform": lambda: init(read_as(MOUN)),
     "'x' is a function of its matrices": lambda: init(muon(groups={"x": NONE})),
     "groups['x'](matrices)=None; expected": lambda: init(
         read_as(X, groups={"x": NONE})
@@ -136,13 +136,13 @@ WRONG |= {  # or at update
         MATRIX, None
     ),
     "expected a SkipNonfiniteState": lambda: resumed(jm.skip_nonfinite(muon()), muon()),
-    "no array at 'inner_states/muon/inner_state/2/count'": lambda: resumed(
+    "array 'inner_states/muon/inner_state/2/count': none": lambda: resumed(
         nanochat(), muon()
     ),
-    "array at 'inner_states/muon/inner_state/2/count'; expected none": lambda: resumed(
+    "inner_state/2/count': int32 of shape (); expected none": lambda: resumed(
         muon(), nanochat()
     ),
-    "0/mu/w' has dtype float32; expected one like int8": lambda: resumed(
+    "0/mu/w': float32 of shape (4, 6); expected int8": lambda: resumed(
         muon(momentum_dtype="int8"), muon()
     ),
 }
@@ -167,10 +167,12 @@ CHECKED = (
     jm.on_mesh(optax.adamw(0.1), MESH),
 )
 WRONG_GRADIENTS = {
-    "'w' has shape (1, 6); expected (4, 6)": {"w": jnp.ones((1, 6))},
-    "no gradient at 'w'; expected": {"w": None},
-    "gradient at 'z'; expected none without a parameter": {"z": jnp.ones(3)},
-    "'w' has dtype int32; expected one like float32": {"w": jnp.ones((4, 6), int)},
+    "'w': float32 of shape (1, 6); expected float32 of shape (4, 6)": {
+        "w": jnp.ones((1, 6))
+    },
+    "gradient 'w': none; expected": {"w": None},
+    "'z': float32 of shape (3,); expected none, like the parameter": {"z": jnp.ones(3)},
+    "'w': int32 of shape (4, 6); expected float32": {"w": jnp.ones((4, 6), int)},
 }
 
 
@@ -182,7 +184,7 @@ def test_gradients_and_states_of_other_shapes(tx):
             step(tx, MATRIX, MATRIX | wrong)
     one = {"w": jnp.ones((1, 6))}
     for old, new, size in ((one, MATRIX, 4), (MATRIX, one, 1)):
-        with pytest.raises(ValueError, match=rf"shape .*; expected \({size}, 6\)"):
+        with pytest.raises(ValueError, match=rf"shape .*; expected .* \({size}, 6\)"):
             step(tx, new, state=tx.init(old))
 
 
@@ -203,5 +205,5 @@ def test_states_of_other_parameters(name):
     with pytest.raises((ValueError, KeyError), match=r"a'|c'"):
         step(tx, {"b": two, "c": two}, state=state)
     if name != "hyperball":  # its radii have one shape for all matrices
-        with pytest.raises(ValueError, match="has shape"):
+        with pytest.raises(ValueError, match="shape"):
             step(tx, {"a": one, "b": one}, state=state)

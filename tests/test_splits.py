@@ -129,7 +129,7 @@ def test_splitting_and_joining_is_the_identity(axis):
     whole, _ = jm.with_splits(inner, splits).update(x, optax.EmptyState())
     chex.assert_trees_all_equal(whole, x)
     a, b = (jnp.take(x["w"], i, axis) for i in (jnp.arange(4), jnp.array([4, 5])))
-    parts = seen[0]["w"].parts
+    parts = seen[0]["w"]
     np.testing.assert_array_equal(parts["b"], b)
     np.testing.assert_array_equal(parts["a"], jnp.stack(jnp.split(a, 2, axis), 1))
 

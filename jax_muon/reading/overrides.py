@@ -8,14 +8,7 @@ from typing import Any
 from optax.contrib import MuonDimensionNumbers
 
 from jax_muon import trees
-from jax_muon.matrices import (
-    ADAMW,
-    MUON,
-    MatrixAxes,
-    Parameter,
-    leaf_axes,
-    not_a_matrix,
-)
+from jax_muon.matrices import ADAMW, MUON, Parameter, leaf_axes, not_a_matrix
 
 # Path pattern to a label or dimension numbers; or a tree of them (a prefix will do).
 # None means AdamW, as in optax.
@@ -143,9 +136,10 @@ def _ruled(parameter: Parameter, matching: _Entries) -> Parameter:
         axes = leaf_axes(path, shape, dtype, spec)
         reason, scanned = "dimension numbers", scanned or axes.batch
     elif labels and axes is None and (label == MUON or (doubt and label != ADAMW)):
-        doubt = problem or "nothing shows which of its axes are batch, in and out"
-        if problem is None and len(shape) == 2:
-            axes, reason = MatrixAxes((), (0,), (1,)), "by your rules: (in, out)"
+        doubt = "nothing shows which of its axes are batch, in and out"
+        if problem or len(shape) == 2:
+            axes = leaf_axes(path, shape, dtype, MuonDimensionNumbers(0, 1))
+            reason = "by your rules: (in, out)"
     if axes is not None and axes != parameter.axes:
         doubt, role = None, "kernel" if role in ("-", "unknown") else role
     said: dict[str, Any] = {"label": label, "reason": reason, "doubt": doubt}

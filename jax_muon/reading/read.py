@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jax_muon import checks, trees
 from jax_muon.array_types import on_users_axes
-from jax_muon.joins import Joins, check_joins, with_joins
+from jax_muon.joins import Joins, with_joins
 from jax_muon.matrices import (
     ADAMW,
     MUON,
@@ -110,7 +110,6 @@ def read(
         checks.refuse("params", params, "the parameters, or their shapes")
     tree = trained(params)
     shapes = _shapes(checks.arrays("params", tree))
-    check_joins(joins)
     if function is None:
         readings = [_unread(path, x) for path, x in shapes.items()]
     else:

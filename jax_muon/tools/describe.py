@@ -7,7 +7,7 @@ record (`traced_facts.py`). So the result is right for any composition of transf
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,13 +17,11 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jax_muon import array_types, checks, specs, traced_facts, trees
-from jax_muon.joins import joined_matrices
 from jax_muon.matrices import ADAMW, Parameter
 from jax_muon.mesh import owners, plan
-from jax_muon.mesh.collectives import Collective
 from jax_muon.mesh.on_mesh import abstract_state
 from jax_muon.reading.read import trained
-from jax_muon.tables import aligned, hints_below, shape_text, sizes_text
+from jax_muon.tables import aligned, shape_text, sizes_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +36,7 @@ class DescribedParameter:
       state_bytes: size of its optimizer state on one device.
       spec: its sharding on the mesh of `on_mesh`, or in its type, or None.
       state_spec: the sharding of its gradient and state, or None.
-      repeated: no mesh axis that gradients are summed over divides its state.
-      residual: dtype of its residual, "-" if `keep_residual` keeps none for its dtype;
-        None without `keep_residual`.
+      residual: dtype of the residual that `keep_residual` keeps for it, or None.
     """
 
     parameter: Parameter
@@ -50,7 +46,6 @@ class DescribedParameter:
     state_bytes: int
     spec: PartitionSpec | None
     state_spec: PartitionSpec | None
-    repeated: bool
     residual: str | None
 
     @property
@@ -68,58 +63,23 @@ class Description:
       parameters: one entry per parameter, in the order of the tree.
       pools: sharded matrices of one shape and sharding, and their owners.
       sizes: number of devices along each mesh axis; empty on one device.
-      summed: mesh axes that gradients are summed over, if known.
-      transfers: collectives of a step by purpose (see `sent_bytes`), each with the path
-        of its parameter, or "".
-      devices_per_host: as given to `describe`.
-      state_bytes: size of the optimizer's state on one device.
+      held_bytes: on one device, "parameters", "gradients" and "state", with all
+        gradients at once, sharded like the state.
+      sent_bytes: that one device sends in a step. "orthogonalize": matrices to their
+        owners and back, padding included, and the products of teams; "gradients": their
+        sums; "gathers": of updates, or of parameters at the start of a step, once for
+        the layers of `scan_layers`.
+      bytes_between_hosts: the part of `sent_bytes` that goes to other hosts.
       default_rate: the rate of a recipe's AdamW; None if `adamw=` is given.
     """
 
     parameters: tuple[DescribedParameter, ...]
     pools: tuple[plan.Pool, ...]
     sizes: Mapping[str, int]
-    summed: tuple[str, ...]
-    transfers: Mapping[str, Sequence[tuple[str, Collective]]]
-    devices_per_host: int
-    state_bytes: int
+    held_bytes: Mapping[str, int]
+    sent_bytes: Mapping[str, float]
+    bytes_between_hosts: Mapping[str, float]
     default_rate: float | None
-
-    @property
-    def held_bytes(self) -> dict[str, int]:
-        """Bytes on one device, with all gradients at once, sharded like the state."""
-
-        def held(leaf: DescribedParameter, spec: PartitionSpec | None) -> int:
-            names = specs.spec_names(spec or PartitionSpec())
-            return leaf.bytes // math.prod(self.sizes.get(name, 1) for name in names)
-
-        leaves = self.parameters
-        return {
-            "parameters": sum(held(x, x.spec) for x in leaves),
-            "gradients": sum(held(x, x.state_spec or x.spec) for x in leaves),
-            "state": self.state_bytes,
-        }
-
-    @property
-    def sent_bytes(self) -> dict[str, float]:
-        """Bytes that one device sends in a step.
-
-        "orthogonalize": matrices to their owners and back, padding included, and the
-        products of teams; "gradients": their sums; "gathers": of updates, or of
-        parameters at the start of a step, once for the layers of `scan_layers`.
-        """
-        return self._total(lambda x: x.sent_bytes)
-
-    @property
-    def bytes_between_hosts(self) -> dict[str, float]:
-        """Bytes that one device sends to other hosts in a step; see `sent_bytes`."""
-        return self._total(lambda x: x.bytes_between_hosts(self.devices_per_host))
-
-    def _total(self, size: Callable[[Collective], float]) -> dict[str, float]:
-        return {
-            what: sum((size(x) for _, x in sent), 0.0)
-            for what, sent in self.transfers.items()
-        }
 
     @property
     def imbalance(self) -> float:
@@ -128,28 +88,19 @@ class Description:
 
     def __str__(self) -> str:
         """A table of the parameters and, on a mesh, one of the work on each device."""
-        header = [
-            "parameter",
-            "shape",
-            "role",
-            "as matrices",
-            "label",
-            "sharding",
-            "scale",
-            "state",
-        ]
-        rows = [header, *(_row(leaf, self.sizes) for leaf in self.parameters)]
+        read = ["parameter", "shape", "role", "as matrices", "label"]
+        rows = [[*read, "sharding", "scale", "state"]]
+        rows += [_row(leaf, self.sizes) for leaf in self.parameters]
         if not self.sizes:
             rows = [[*row[:5], *row[6:]] for row in rows]
-        reasons, hints = hints_below([x.parameter.reason for x in self.parameters])
-        table = zip(aligned(rows, numbers=2), ["why", *reasons], strict=True)
-        lines = [f"{row}   {why}".rstrip() for row, why in table] + hints
+        reasons = ["why", *(x.parameter.reason for x in self.parameters)]
+        table = zip(aligned(rows, numbers=2), reasons, strict=True)
+        lines = [f"{row}   {why}".rstrip() for row, why in table]
         elements = [math.prod(leaf.parameter.shape) for leaf in self.parameters]
         in_matrices = sum(math.prod(leaf.matrices or [0]) for leaf in self.parameters)
         lines.append(
             f"{len(elements)} parameters: {sum(elements)} elements, {in_matrices} of "
-            f"them in matrices; "
-            + ", ".join(f"{k} {_bytes(n)}" for k, n in self.held_bytes.items())
+            f"them in matrices; {_bytes_text(self.held_bytes)}"
             + (" on a device" if self.sizes else "")
         )
         if self.default_rate is not None:
@@ -157,13 +108,13 @@ class Description:
                 f"adamw: the recipe's own, learning rate {self.default_rate:g}; pass "
                 "yours as adamw=optax.adamw(lr)"
             )
-        residuals = [leaf.residual for leaf in self.parameters]
-        for dtype in {*residuals} - {None, "-"}:
-            count = residuals.count(dtype)
-            lines.append(f"parameters with residual in {dtype}: {count}")
-        if "-" in residuals:
-            without = (x.parameter.path for x in self.parameters if x.residual == "-")
-            lines.append(f"without, not bfloat16 or float16: {', '.join(without)}")
+        residuals = {leaf.residual for leaf in self.parameters} - {None}
+        if residuals:
+            without = [x.parameter.path for x in self.parameters if not x.residual]
+            lines.append(
+                f"residuals in {', '.join(map(str, residuals))}; without, not bfloat16 "
+                f"or float16: {', '.join(without) or 'none'}"
+            )
         return "\n".join([*lines, "", *self._work()] if self.sizes else lines)
 
     def _work(self) -> list[str]:
@@ -172,35 +123,10 @@ class Description:
         rows = [["pool", "over", "matrices", "owners", "each"]]
         rows += [_pool_row(pool, self.sizes) for pool in self.pools]
         lines = aligned(rows, numbers=1) if self.pools else []
-        sent, between = (
-            {what: _bytes(int(size)) for what, size in sizes.items()}
-            for sizes in (self.sent_bytes, self.bytes_between_hosts)
-        )
-        lines.append(
-            f"{devices} devices: {self._balance()}; each sends "
-            f"{sent['orthogonalize']} a step to orthogonalize"
-        )
-        if self.summed:
-            repeated = [leaf for leaf in self.parameters if leaf.repeated]
-            largest = max(repeated, key=lambda leaf: leaf.bytes, default=None)
-            lines.append(
-                f"summed over {', '.join(self.summed)}: {sent['gradients']} for "
-                f"gradients, {sent['gathers']} for gathers; {len(repeated)} parameters "
-                f"of {_bytes(sum(leaf.bytes for leaf in repeated))} are repeated"
-                + (f", above all {largest.parameter.path}" if largest else "")
-            )
-        if devices > self.devices_per_host:
-            by_path: dict[str, float] = {}
-            for path, x in itertools.chain(*self.transfers.values()):
-                crossing = x.bytes_between_hosts(self.devices_per_host)
-                by_path[path] = by_path.get(path, 0) + crossing
-            most = max(by_path, key=by_path.__getitem__, default="")
-            lines.append(
-                f"between hosts of {self.devices_per_host}: {between['orthogonalize']} "
-                f"to orthogonalize, {between['gradients']} for gradients, "
-                f"{between['gathers']} for gathers; most for "
-                f"{most or 'orthogonalization'}"
-            )
+        lines.append(f"{devices} devices: {self._balance()}")
+        lines.append(f"each sends in a step: {_bytes_text(self.sent_bytes)}")
+        if any(self.bytes_between_hosts.values()):
+            lines.append(f"between hosts: {_bytes_text(self.bytes_between_hosts)}")
         return lines
 
     def _balance(self) -> str:
@@ -237,8 +163,8 @@ def describe(
       A `Description`: its attributes are data, and printed it is a table. "as matrices"
       is batch x (in, out); "scale" multiplies the update; "state" is memory on one
       device. On a mesh "sharding" has the mesh axes of the parameter and of its state,
-      and a second table shows which devices compute the matrices, how much each sends,
-      and what costs most.
+      and a second table shows which devices compute the matrices, and how much each
+      sends.
 
     Examples:
       >>> shapes = {"wte": jax.ShapeDtypeStruct((96, 64), "float32"),
@@ -259,8 +185,7 @@ def describe(
         tx.update(params, state, params, **others, **arrays)
         return state
 
-    with _mesh_of(shapes):
-        state, facts = traced_facts.trace(first_step, shapes, arrays)
+    state, facts = traced_facts.trace(first_step, shapes, arrays)
     shardings: dict[str, tuple[PartitionSpec, PartitionSpec | None]] = {
         path: (x.sharding.spec, None)
         for path, x in trees.leaves_with_paths(shapes)
@@ -273,12 +198,7 @@ def describe(
         sizes |= layout.mesh.shape
         summed = layout.divide
         shardings |= dict(zip(names, zip(*both, strict=True), strict=True))
-    joined: dict[str, int] = {}  # only of parameters that are orthogonalized
-    for matrices in facts["matrices"].values():
-        names = list(matrices)
-        made = joined_matrices(matrices, names, [x.shape for x in matrices.values()])
-        for made_of in sorted(made, key=lambda x: x.size):
-            joined |= {names[leaf]: made_of.size for leaf in made_of.leaves}
+    joined = facts["joined"]  # only of parameters that are orthogonalized
     read = _rows(shapes, facts["parameters"])
     state_bytes = _bytes_by_path(state, [parameter.path for parameter in read])
     residuals = facts["residual"]
@@ -288,7 +208,6 @@ def describe(
         spec, of_state = shardings.get(
             trees.nearest_prefix(shardings, path) or "", (None, None)
         )
-        names = () if of_state is None else specs.spec_names(of_state)
         return DescribedParameter(
             parameter,
             parameter.sizes if path in joined else None,
@@ -297,14 +216,12 @@ def describe(
             state_bytes[path],
             spec,
             of_state,
-            of_state is not None and bool(summed) and {*summed}.isdisjoint(names),
             residuals.get(trees.nearest_prefix(residuals, path)),
         )
 
     leaves = tuple(map(described, read))
     plans = facts["pools"].values()
-    orthogonalize = [("", x) for pools in plans for x in plan.transfers(pools, sizes)]
-    transfers: dict[str, list[tuple[str, Collective]]]
+    orthogonalize = [x for pools in plans for x in plan.transfers(pools, sizes)]
     transfers = {"orthogonalize": orthogonalize, "gradients": [], "gathers": []}
     for leaf in leaves:
         if leaf.spec is not None and leaf.state_spec is not None:
@@ -312,15 +229,26 @@ def describe(
                 leaf.bytes, leaf.spec, leaf.state_spec, sizes, summed
             )
             for what, x in of_leaf:
-                transfers[what].append((leaf.parameter.path, x))
+                transfers[what].append(x)
+
+    def held(leaf: DescribedParameter, spec: PartitionSpec | None) -> int:
+        names = specs.spec_names(spec or PartitionSpec())
+        return leaf.bytes // math.prod(sizes.get(name, 1) for name in names)
+
     return Description(
         leaves,
         tuple(itertools.chain(*plans)),
         sizes,
-        summed,
-        transfers,
-        devices_per_host,
-        sum(map(_bytes_on_a_device, jax.tree.leaves(state))),
+        {
+            "parameters": sum(held(x, x.spec) for x in leaves),
+            "gradients": sum(held(x, x.state_spec or x.spec) for x in leaves),
+            "state": sum(map(_bytes_on_a_device, jax.tree.leaves(state))),
+        },
+        {what: sum(x.sent_bytes for x in sent) for what, sent in transfers.items()},
+        {
+            what: sum(x.bytes_between_hosts(devices_per_host) for x in sent)
+            for what, sent in transfers.items()
+        },
         facts["default"].get(ADAMW),
     )
 
@@ -332,13 +260,6 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
     """The shape of an array, with its sharding if its type shows that."""
     sharding = jax.typeof(x).sharding if array_types.is_explicit(x) else None
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def _mesh_of(shapes: Any) -> Any:
-    """A context with the mesh whose Explicit axes shard the parameters."""
-    meshes = (x.sharding.mesh for x in jax.tree.leaves(shapes) if x.sharding)
-    mesh = next(meshes, jax.sharding.get_abstract_mesh())
-    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def _rows(shapes: Any, read: Mapping[str, Parameter]) -> list[Parameter]:
@@ -421,3 +342,8 @@ def _bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} B"
+
+
+def _bytes_text(sizes: Mapping[str, float]) -> str:
+    """Sizes by what they are of, such as `parameters 1.2 MB, state 300 B`."""
+    return ", ".join(f"{what} {_bytes(int(size))}" for what, size in sizes.items())

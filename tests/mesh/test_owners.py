@@ -81,10 +81,10 @@ def test_describe_tells_what_is_sent(shape, spec):
         found = jm.describe(tx, gpt(), devices_per_host=per_host)
         between = sum(c.bytes_between_hosts(per_host) for c in sent)
         assert found.bytes_between_hosts["orthogonalize"] == between
-        assert (between > 0) == ("between hosts of" in str(found)) == (per_host < 8)
+        assert (between > 0) == ("between hosts: " in str(found)) == (per_host < 8)
     table = str(planned)
     assert "the busiest does 1.00 of an even share" in table
-    assert f"each sends {total / 1000:.1f} KB a step" in table
+    assert f"in a step: orthogonalize {total / 1000:.1f} KB" in table
 
 
 def test_no_matrix_is_gathered_and_no_product_computed_twice():

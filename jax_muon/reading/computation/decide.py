@@ -48,13 +48,8 @@ def parameter(path: str, leaf: Any, trace: Trace, is_split: bool) -> Parameter:
     scanned = {x for x in trace.scanned[path] if axes is None or x in axes.batch}
     by = path, shape, leaf.dtype, label, role, reason, axes
     read = Parameter(*by, scanned=tuple(sorted(scanned)))
-    return _with_doubt(read, reason) if label == MUON and axes is None else read
-
-
-def _with_doubt(x: Parameter, doubt: str) -> Parameter:
-    *batch, fan_in, fan_out = range(len(x.shape))
-    options = (MatrixAxes((*batch,), (fan_in,), (fan_out,)),)
-    return replace(x, label=MUON, doubt=doubt, options=options)
+    is_unknown = label == MUON and axes is None
+    return replace(read, doubt=reason) if is_unknown else read
 
 
 def doubted(x: Parameter, trace: Trace) -> Parameter:
@@ -64,7 +59,7 @@ def doubted(x: Parameter, trace: Trace) -> Parameter:
     if x.role != "elementwise" or len(x.shape) < 2 or not inside:
         return x
     doubt = "nothing but parameters and constants is multiplied by it"
-    return _with_doubt(replace(x, role="unknown"), doubt)
+    return replace(x, label=MUON, role="unknown", doubt=doubt)
 
 
 def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
