@@ -210,7 +210,9 @@ def with_splits(
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
         checks.gradients(updates, params)
-        (updates, wholes), (params, _) = take_apart(updates), take_apart(params)
+        updates, wholes = take_apart(updates)
+        for _, fitted in wholes:
+            params = _map_split(_parts, fitted, params)
         updates, state = inner.update(updates, state, params, **extra_args)
         for like, fitted in reversed(wholes):
             updates = _map_split(_join, fitted, like, updates)

@@ -87,8 +87,8 @@ def pools_of(shards: Iterable[tuple[Any, ...]], sizes: Sizes) -> list[Pool]:
     device's shard, its dtype, and the mesh axes over the batch, the rows and columns.
     """
     members: dict[Pool, list[Member]] = {}
+    several = divided_axes(sizes)
     for index, ((batch, *lengths), dtype, *over) in enumerate(shards):
-        several = divided_axes(sizes)
         # Any order of the axes would do.
         batch_axes, *axes = (tuple(n for n in several if n in x) for x in over)
         sides = [

@@ -163,11 +163,14 @@ class TrainStep:
 
     def compiler_options(self, params: Any) -> dict[str, Any]:
         """XLA's options for these parameters, or their shapes; see `gpu_options`."""
-        layout, scanned = self._optimizer.layout, self._wire.scanned
-        # What `scanned` does not name is gathered whole.
-        given: Any = {"matrices": None, "scanned": scanned}
-        first = any(map(any, layout.of_leaves(params)[1]))
-        return gpu_options(params, layout.mesh, gathers_first=first, **given)
+        layout = self._optimizer.layout
+        return gpu_options(
+            params,
+            layout.mesh,
+            matrices=None,  # what `scanned` does not name is gathered whole
+            gathers_first=any(map(any, layout.of_leaves(params)[1])),
+            scanned=self._wire.scanned,
+        )
 
     def _jit(self, params: Any) -> Any:
         """The jitted step, with the compiler's options for its first parameters."""

@@ -157,10 +157,10 @@ def compare(
 
     paths = [path for path, _ in trees.leaves_with_paths(shardings)]
     names = [*paths, *(_STATE + path for path, _ in trees.leaves_with_paths(state))]
-    differences, problems = {}, []
+    updated, differences, problems = {*paths}, {}, []
     for name, x, y in zip(names, got, both, strict=True):
         apart, noise, same_bits = _compared(x, y[: len(x)], y[len(x) :])
-        is_update = name in paths
+        is_update = name in updated
         bound = max(least + rounding * is_update, AMPLIFIED * noise)
         differences[name] = apart, bound
         where = "the update of " * is_update + f"{name!r} of shape {x[0].shape}"

@@ -125,7 +125,7 @@ def pick(trace: Trace, eqn: JaxprEqn, value: Value, index: Value) -> Value:
         return value
     tables = [leaf for leaf in value.leaves if BATCH in value.known(leaf)]
     if len(tables) == 1:  # of a table times a matrix
-        trace.is_input(value, eqn)
+        trace.note_input(value, eqn)
     trace.use(value, "picked", eqn)
     picked = value.picked | {*value.leaves}
     return replace(value, data=True, picked=picked)
@@ -143,9 +143,11 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         kept = [a for a in range(len(shape)) if a != eqn.params["axis"]]
         source = {place: a for a, place in enumerate(kept)}
         values = [x.moved(lambda parts: placed(parts, source, shape)) for x in values]
-    updated = {"dynamic_update_slice": values[:2]}
-    updated |= dict.fromkeys(("scatter", "scatter-add"), values[::2])
-    arrays = updated.get(name, values)
+    arrays = values
+    if name == "dynamic_update_slice":
+        arrays = values[:2]  # where it begins comes last
+    elif name.startswith("scatter"):
+        arrays = values[::2]  # indices between the operand and its updates
     result = replace(joined(values), results={})
     beside_data = any(value.data and not value.leaves for value in arrays)
     for value in arrays:

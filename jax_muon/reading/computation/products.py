@@ -187,7 +187,7 @@ def _of_leaves(trace: Trace, product: Product) -> Value:
     first, second = product.values
     if any(first.inner(leaf) and second.inner(leaf) for leaf in first.leaves):
         for value in product.values:  # an attention of learned queries
-            trace.is_input(value, product.eqn)
+            trace.note_input(value, product.eqn)
     for i, value in enumerate(product.values):
         part = value.moved(functools.partial(product.placed, i))
         result = result.with_leaves(part, len(shape_of(product.eqn.outvars[0])))
@@ -219,11 +219,10 @@ def _of_activations(trace: Trace, product: Product) -> Value:
                 continue
             if other.are_gates:
                 x.separate(inside[x])
-            if not contract[i]:
-                x.gated |= (
-                    axes_in(parts, product.batch[i]) if other.are_gates else set()
-                )
-                x.gates |= axes_in(parts) if value.are_gates else set()
+            if not contract[i] and other.are_gates:  # they only multiply
+                x.gated |= axes_in(parts, product.batch[i])
+            if not contract[i] and value.are_gates:
+                x.gates |= axes_in(parts)
             if x.by_gates:
                 x.mix(inside[x], axes_in(parts, product.free[i]))
             result.results[x] = product.placed(i, parts)

@@ -134,7 +134,7 @@ class Trace:
                 use.feeds = True
         return uses
 
-    def is_input(self, value: Value, eqn: JaxprEqn) -> None:
+    def note_input(self, value: Value, eqn: JaxprEqn) -> None:
         """Note that an operation makes a product of two leaves an activation.
 
         Its last axis has features and is the matrix's: the other leaf is like data.
@@ -206,7 +206,7 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     result.activated |= is_function
     for value in made:
         if not value.data and (is_function or _is_added(name, value, values, shape)):
-            trace.is_input(value, eqn)
+            trace.note_input(value, eqn)
     result.is_exponential |= name == "exp"
     result.softmax = _softmax(name, values)
     if name == "mul":
