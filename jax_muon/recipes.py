@@ -386,7 +386,7 @@ def _decay(weight_decay: optax.ScalarOrSchedule) -> optax.GradientTransformation
     tx = optax.add_decayed_weights(rate)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        checks.params("weight decay", params)
+        checks.params("weight_decay, unless it is 0.0,", params)
         updates, _ = tx.update(updates, state, params)
         # In optax 0.2.6 the count of a schedule stands still.
         return updates, jax.tree.map(optax.safe_increment, state)

@@ -43,7 +43,7 @@ def add_cautious_decayed_weights(
         new_state = optax.ScaleByScheduleState(optax.safe_increment(state.count))
         if isinstance(weight_decay, float) and weight_decay == 0:
             return updates, new_state
-        checks.params("weight decay", params)
+        checks.params("weight_decay, unless it is 0.0,", params)
         now = checks.rate_at(weight_decay, state.count)
 
         def decay(u: Array, w: Array) -> Array:
