@@ -13,8 +13,6 @@ from benchmarks.reading_models import Model, flax
 from benchmarks.reading_models.__main__ import read_model
 from tests.programs.parts import floats
 
-pytestmark = pytest.mark.usefixtures("as_users_write")
-
 
 @pytest.mark.parametrize("name", step.NAMES)
 def test_contenders_move_every_parameter(name):

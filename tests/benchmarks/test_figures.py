@@ -32,22 +32,22 @@ def table(name):
 
 def test_steps_that_each_recipe_needs():
     """The shortest runs whose mean over three seeds is at or below AdamW's."""
-    pace, best = (results(f"learning/{name}.json") for name in ("pace", "best"))
-    best = best["300 steps, width 128"]
+    pace = results("learning/pace.json")
+    best = json.loads((ROOT / "examples" / "best.json").read_text())
 
     def losses(optimizer):
         """By length: the last losses of runs with its best settings, by seed."""
         found = {}
         lines = (RESULTS / f"learning/{optimizer}.jsonl").read_text().splitlines()
         for run in map(json.loads, lines):
-            if (run["settings"], run["width"]) == (best[optimizer]["settings"], 128):
+            if (run["settings"], run["width"]) == (best[optimizer], 128):
                 by_seed = found.setdefault(run["steps"], {})
                 by_seed[run["seed"]] = run["validation_loss"]
         return {n: [*x.values()] for n, x in sorted(found.items()) if len(x) == 3}
 
     target, expected = mean(losses("adamw")[300]), {}
-    for optimizer, won in best.items():
-        settings, by_length = won["settings"], losses(optimizer)
+    for optimizer, settings in best.items():
+        by_length = losses(optimizer)
         steps = next(n for n, ends in by_length.items() if mean(ends) <= target)
         middle = mean(by_length[300])
         spread = max(abs(x - middle) for x in by_length[300])

@@ -1,6 +1,5 @@
 """Reading scheduled HLO: recorded forms, shortened by hand; no compiler is needed."""
 
-import importlib.metadata
 import json
 import pathlib
 import subprocess
@@ -15,6 +14,7 @@ from benchmarks.schedule.h100s import whole_step
 from benchmarks.schedule.hlo import Module
 from benchmarks.schedule.jaxpr import collectives
 from benchmarks.schedule.step_time import Estimate, Rates, estimate
+from tests.benchmarks.conftest import needs_gpu_compiler
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "schedule"
 # Two reduce-scatters over 8 devices, of which one has products meanwhile: one for all
@@ -49,9 +49,6 @@ def test_transfers(module):
     transfers = module.transfers()
     found = [(t.kind, t.input_bytes, t.sent_bytes, t.is_sync) for t in transfers]
     assert found == rows and {t.devices for t in transfers} == {8}
-    places = [(t.start, t.done) for t in transfers]
-    assert places == sorted(places)
-    assert places[-1][0] == places[-1][1]
     assert module.flops() == gemm + gemm + fusion * 5 + branch
 
 
@@ -103,7 +100,7 @@ def test_estimate_of_a_step(module):
 # --- whole steps ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["zero2-divided", "hsdp"])
+@pytest.mark.parametrize("layout", ["zero2-divided", "fsdp", "hsdp"])
 def test_whole_step_sends_every_parameter_there_and_back(layout):
     """Each is gathered once and its gradient scattered once; matrices go to owners."""
     devices = np.array(jax.devices()[:8])
@@ -117,17 +114,9 @@ def test_whole_step_sends_every_parameter_there_and_back(layout):
         large = sum(c.sent_bytes for c in ours if c.sent_bytes > 100)
         assert large >= 7 / 8 * everything
         assert {c.devices for c in ours} == {8}
-    if layout == "zero2-divided":
-        specs = whole_step("llama-tiny", devices, "fsdp", "nanochat")
-        texts = [one.step.lower(*one.args).as_text() for one in (step, specs)]
-        assert texts[0] == texts[1]
 
 
-@pytest.mark.skipif(
-    # `make .venv/gpu-schedule` installs it.
-    "jax-cuda13-plugin" not in {d.name for d in importlib.metadata.distributions()},
-    reason="the compiler for GPUs is not installed: make .venv/gpu-schedule",
-)
+@needs_gpu_compiler
 def test_compiled_for_gpus(tmp_path):
     """The command, for 16 GPUs: bytes there and back, and what is printed and saved.
 

@@ -1,6 +1,5 @@
 """The program for a GPU, tried where there is none."""
 
-import importlib.util
 import json
 
 import jax
@@ -11,6 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks import on_a_card
 from benchmarks.schedule.h100s import H100, lowering_for_h100
+from tests.benchmarks.conftest import needs_gpu_compiler
 
 
 def test_the_command_at_tiny_sizes(tmp_path):
@@ -36,10 +36,7 @@ def keeps_no_program():
     jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None,
-    reason="the compiler for GPUs is not installed: make .venv/gpu-schedule",
-)
+@needs_gpu_compiler
 @pytest.mark.parametrize("name", ["gram, float32", "quadratic"])
 def test_kernels_compiled_for_an_h100(name, keeps_no_program, tmp_path, monkeypatch):
     """No register is spilled, and no product waits for another."""
