@@ -14,7 +14,7 @@ import griffe
 from latex2mathml import converter
 
 INLINE = re.compile(r":math:`([^`]+)`")
-DISPLAY = re.compile(r"^( *)\.\. math:: (.*(?:\n\1 +\S.*)*)", re.M)
+DISPLAY = re.compile(r"^( *)\.\. math::(.*(?:\n\1 +\S.*)*)", re.M)
 PAPER = re.compile(r"\barXiv\s+(\d{4}\.\d{5})")
 ADDRESS = re.compile(r"(?<![(<])https://[^\s;,)]+[^\s;,.)]")
 OTHERS = re.compile(r"^Args:\n(.*?)^ +\.\.\.: all other arguments (.*?)\n", re.M | re.S)
