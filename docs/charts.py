@@ -285,10 +285,10 @@ def losses_by_rate() -> str:
 
 def charts() -> dict[str, str]:
     """All charts, by the names of their files in docs/pictures."""
-    step = "Seconds of a step, GPT-2 124M on two CPU cores"
+    step = "Seconds of a step beside {}, GPT-2 124M on two CPU cores"
     return {
-        "step_optax.svg": draw(step, step_times(OPTAX)),
-        "step_torch.svg": draw(step, step_times(TORCH)),
+        "step_optax.svg": draw(step.format("optax"), step_times(OPTAX)),
+        "step_torch.svg": draw(step.format("PyTorch"), step_times(TORCH)),
         "maxtext.svg": draw(
             "Llama 7B: work of the busiest device, and bytes it sends", busiest()
         ),
