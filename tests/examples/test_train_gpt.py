@@ -182,6 +182,7 @@ def test_clipped_logits_stay_at_the_threshold(tmp_path):
     assert losses_of(one, "clipped_heads")[0] > 0
     table = (many / "parameters.txt").read_text()
     assert "short fsdp" in table
+    assert "parameters 223.2 KB" in table  # a quarter of 223,232 in float32
     for name in ("loss", "max_logit"):
         expected = losses_of(one, name)
         np.testing.assert_allclose(losses_of(many, name), expected, rtol=1e-3)
