@@ -67,13 +67,9 @@ def test_steps_that_each_recipe_needs():
 tasks = runpy.run_path(str(ROOT / "docs" / "charts.py"))["tasks"]
 
 
-def spectral(lr, width):
-    return (lr * width) ** 0.5 / 40
-
-
 COLUMNS = (  # of the first rates: an optimizer and its rate, None for the best one
     ("adamw", lambda lr, width: lr),
-    ("nanochat", spectral),
+    ("nanochat", lambda lr, width: (lr * width) ** 0.5 / 40),
     ("nanochat", lambda lr, width: 0.02),
     ("nanochat", None),
     ("moonlight", lambda lr, width: lr**0.5 / 8),

@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import sys
 
 import pytest
 from flax import linen as nn
@@ -11,21 +10,13 @@ from flax import nnx
 from jax_muon.trees import leaves_with_paths, unbox
 
 
-@pytest.fixture
-def load(examples, monkeypatch):
-    """Imports a script of the folder flax, which is no package."""
-    monkeypatch.syspath_prepend(str(examples / "flax"))
-    yield importlib.import_module
-    for path in (examples / "flax").glob("*.py"):
-        sys.modules.pop(path.stem, None)
-
-
 @pytest.mark.parametrize("name", ["train_nnx", "train_linen"])
 def test_a_program_learns_and_goes_on_from_its_checkpoint(
-    load, name, tmp_path, capsys, monkeypatch
+    name, examples, tmp_path, capsys, monkeypatch
 ):
     """With a checkpoint at half of the steps, bit for bit as without one."""
-    example, digits = load(name), load("digits")
+    monkeypatch.syspath_prepend(str(examples / "flax"))
+    example, digits = map(importlib.import_module, (name, "digits"))
     for module in (example, digits):
         monkeypatch.setattr(module, "STEPS", 30)
     *trained, losses = example.main(tmp_path)

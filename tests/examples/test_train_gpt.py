@@ -140,15 +140,8 @@ def test_a_second_interrupt_ends_a_run_at_once(copied, interrupt_at):
 
 KILLED = """
 import os, runpy, text
-
-original = text.Text.batch
-
-def batch(self, seed, step, *more):
-    if step == 27:
-        os.kill(os.getpid(), 9)
-    return original(self, seed, step, *more)
-
-text.Text.batch = batch
+batch = text.Text.batch
+text.Text.batch = lambda *x: os.kill(os.getpid(), 9) if x[2] == 27 else batch(*x)
 runpy.run_path("train_gpt.py", run_name="__main__")
 """
 
@@ -210,24 +203,22 @@ def test_optimizers_learn_and_are_drawn_with_their_steps(tmp_path):
     assert all(record == first[0] for record in first)
 
 
-REFUSED = {  # before a run begins: flags, or the bytes of a text
+REFUSED = {  # before a run begins: flags, with the folder of texts
     "--devices 64: this process has 8": "--sharding=zero2 --devices=64",
     "expected a multiple of 3": "--sharding=zero2 --devices=3",
     r"3 x 2 for 8 .*; expected .* is 8": "--sharding=hsdp --mesh=3,2 --devices=8",
-    "text.txt cannot be read: No such file": None,
-    "is too short: 5 characters. A context of 32 needs 330": b"short",
-    r"\(999 bytes\) is not text in UTF-8: byte 0 is 0xff": b"\xff" * 999,
+    "none cannot be read: No such file": "--data={}/none",
+    "is too short: 5 characters. A context of 32 needs 330": "--data={}/short",
+    r"\(999 bytes\) is not text in UTF-8: byte 0 is 0xff": "--data={}/binary",
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_devices_and_texts_that_are_refused(message, tmp_path):
-    path, given = tmp_path / "text.txt", REFUSED[message]
-    if isinstance(given, bytes):
-        path.write_bytes(given)
-    flags = given.split() if isinstance(given, str) else [f"--data={path}"]
+    for name, content in {"short": b"short", "binary": b"\xff" * 999}.items():
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        train(tmp_path / "run", *flags)
+        train(tmp_path / "run", *REFUSED[message].format(tmp_path).split())
     assert not (tmp_path / "run").exists()
 
 
