@@ -15,7 +15,8 @@ from tests.programs.parts import floats
 
 
 @pytest.mark.parametrize("name", step.NAMES)
-def test_contenders_move_every_parameter(name):
+def test_contenders_move_every_parameter_and_orthogonalize_matrices(name):
+    """Of Gaussian numbers, the median singular value is 0.4 of the largest."""
     shapes = model_parameters("tiny", jnp.float32, scanned=name != "nanochat")
     params, grads = (step.random_like(shapes, seed) for seed in (0, 1))
     init, one_step = step.make_step(name, "float32", shapes)
@@ -23,6 +24,9 @@ def test_contenders_move_every_parameter(name):
     for old, leaf in zip(jax.tree.leaves(params), jax.tree.leaves(new), strict=True):
         assert jnp.isfinite(leaf).all()
         assert (old != leaf).mean() > 0.99
+    after, before = (x["blocks"].get("00", x["blocks"])["q"] for x in (new, params))
+    values = jnp.linalg.svdvals(after - before)
+    assert (jnp.median(values) / values.max() > 0.6) == (name != "adamw")
 
 
 def test_a_pair_of_processes(tmp_path, capsys):
