@@ -1,4 +1,4 @@
-"""The code of docs/frameworks.md runs as it stands there, and does what it says."""
+"""The code of docs/frameworks.md runs, and does as the page says."""
 
 import functools
 import re
@@ -56,7 +56,7 @@ def test_linen_with_batch_norm():
 # --- QK-clip of latent attention ------------------------------------------------------
 
 LAYERS, HEADS = 3, 4
-KERNELS = {  # of MLA, to which layers are added on an axis, as MaxText has them
+KERNELS = {  # of MLA in MaxText, without the axis of layers
     "wq_a": (8, 7),
     "wq_b": (7, HEADS, 4 + 2),  # nope and rope
     "wkv_a": (8, 6 + 2),  # latent and rope
@@ -169,7 +169,7 @@ SHAPES = {"wte": (64, 16), "scale": (16,), "up": (16, 64), "down": (64, 16)}
 
 
 def test_diloco():
-    """Every worker as if it were alone, and on devices of its own."""
+    """Every worker gets the updates of one alone, on separate devices."""
     found = pages.run("DiLoCo")
     mesh, inner = found["mesh"], found["inner"]
     workers = mesh.shape["worker"]
