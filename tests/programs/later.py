@@ -191,3 +191,68 @@ def segments_under_a_mask(x, p):
     same = jax.nn.one_hot((x[..., 0] > 0).astype(int), 2)
     scores = q @ k.swapaxes(1, 2) + (q @ p["segments"].T) @ same.swapaxes(1, 2)
     return (jax.nn.softmax(scores) * (x[:, None, :, 0] > 0)) @ v
+
+
+@program(
+    floats(LENGTH, BATCH, 9),
+    floats(LENGTH, BATCH, 8),
+    cell=Leaf("io", 17, WIDTH),
+    address=Leaf("io", WIDTH, 8),
+    write=Leaf("io", WIDTH, 8),
+    memory=Leaf("adamw", 30, 8),
+)
+def a_memory_that_data_rewrites(p, xs, ys):
+    """A Neural Turing Machine: queries read the memory, and more data is written."""
+
+    def step(carry, x):
+        memory, read = carry
+        hidden = jnp.tanh(jnp.concatenate([x, read], -1) @ p["cell"])
+        scores = jnp.einsum("bnd,bd->bn", memory, jnp.tanh(hidden @ p["address"]))
+        weights = jax.nn.softmax(scores)
+        memory += weights[..., None] * (hidden @ p["write"])[:, None]
+        read = jnp.einsum("bn,bnd->bd", weights, memory)
+        return (memory, read), read
+
+    start = jnp.broadcast_to(p["memory"], (BATCH, 30, 8)), jnp.zeros((BATCH, 8))
+    return squared_error(jax.lax.scan(step, start, xs)[1], ys)
+
+
+@between(
+    **FOUR,
+    gate=SQUARE,
+    weigh=Leaf("oi", EXPERTS, WIDTH),
+    experts=Leaf("bio", EXPERTS, WIDTH, HIDDEN),
+    down=Leaf("io", HIDDEN, WIDTH),
+    mask=Leaf("adamw", HIDDEN, WIDTH),
+)
+def queries_and_hidden_units_make_gates(x, p):
+    """Neither is a table that queries are compared with; a function masks a kernel."""
+    q, k, v = (x @ p[name] for name in "qkv")
+    y = attend(*(z.reshape(BATCH, LENGTH, 4, 6) for z in (q, k, v)))
+    x = rms(x + (y.reshape(x.shape) * jax.nn.sigmoid(q @ p["gate"])) @ p["o"])
+    gates = jax.nn.softmax(jnp.einsum("btd,ed->bte", x, p["weigh"]))
+    y = jax.nn.relu(jnp.einsum("btd,edf->btef", x, p["experts"]))
+    y = jnp.einsum("btef,bte->btf", y, gates)
+    return x + y @ (p["down"] * jax.nn.sigmoid(p["mask"]))
+
+
+@program(
+    floats(BATCH, 9),
+    floats(LENGTH, 9),
+    floats(3, LENGTH, LENGTH),
+    integers(BATCH),
+    relations=Leaf("bio", 3, 9, WIDTH),
+    query=Leaf("io", 9, HIDDEN),
+    key=Leaf("io", WIDTH, HIDDEN),
+    vector=Leaf("adamw", HIDDEN),
+    classes=Leaf("head", HIDDEN, 5),
+    gains=Leaf("adamw", 5),
+)
+def a_vector_after_the_last_matrices(p, x, nodes, edges, labels):
+    """Additive attention to nodes of a graph ends in a sum; gains of classes do not."""
+    relation = jax.vmap(lambda edges, w: edges @ (nodes @ w))
+    keys = jax.nn.relu(relation(edges, p["relations"]).sum(0)) @ p["key"]
+    hidden = jnp.tanh((x @ p["query"])[:, None] + keys)
+    pointers = (hidden * p["vector"]).sum(-1)
+    classes = (hidden.mean(1) @ p["classes"]) * p["gains"]
+    return cross_entropy(pointers, labels) + cross_entropy(classes, labels)

@@ -132,7 +132,8 @@ def _decide(
     reason = f"{first.kind}{over * bool(axes.reduction)}{where}"
     if 1 in axes.fan(shape):
         return ADAMW, "vector", f"one row or column, {reason}", axes
-    if all(map(_is_table_of_keys, products)):
+    roles = {use.role for use in products}
+    if roles == {"table"}:
         reason = f"a table that queries are compared with{where}"
         return ADAMW, "embedding", reason, axes
     if any(_is_norm(use, axes) for use in uses if use.primitive in SUMS):
@@ -141,19 +142,12 @@ def _decide(
         return ADAMW, "router", f"a top-k chooses among its outputs{where}", axes
     if not any(use.feeds for use in uses):
         return ADAMW, "head", f"last product before the result{where}", axes
-    roles = {use.role for use in products} - {""}
+    roles -= {""}
     kernel = "convolution" if first.kind == "convolved" else "kernel"
     is_glu = any(use.glu for use in products) and roles <= {"out"}
     if len(roles) > 1 or is_glu:
         return MUON, "fused", reason, axes
     return MUON, roles.pop() if roles else kernel, reason, axes
-
-
-def _is_table_of_keys(use: Use) -> bool:
-    """True for the product of attention's queries with a leaf."""
-    roles = {before.role for before in use.inputs} - {""}
-    of_constants = {CONSTANT} in use.sides.values()
-    return not use.role and roles in ({"query"}, {"key"}) and not of_constants
 
 
 def _is_norm(use: Use, axes: MatrixAxes) -> bool:

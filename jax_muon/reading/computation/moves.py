@@ -179,6 +179,8 @@ def _reduce(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     along = {use: axes_in(parts, axes) for use, parts in value.outputs.items()}
     for use in along if name == "reduce_sum" else ():
         use.separate(along[use] & use.gated)
+        if use.kind == "elementwise" and along[use]:
+            value.feed()
     left = [a for a in range(len(shape_of(eqn.invars[0]))) if a not in axes]
     result = value.moved(lambda parts: tuple(parts[a] for a in left))
     if name.startswith("arg"):

@@ -7,7 +7,7 @@ attention, or mix matrices that another product has made.
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn
@@ -129,14 +129,11 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
                 before.separate(gated & before.gated)
                 for use in uses:
                     use.separate(axes_in(weight.leaves[use.path], [a]), IN)
-        # A batch of this product that was an output: members with one input.
-        for axis in axes_in(parts, product.batch[1 - i]):
-            if all(before.sides.get(a) == {BATCH} for a in range(axis)):
-                before.separate([axis])
+        before.separate_members(axes_in(parts, product.batch[1 - i]))
     for scores, parts in other.results.items():
         keys = axes_in(parts, of_other)
         if isinstance(scores, Scores) and other.softmax and len(keys) == 1:
-            _attend(trace, scores, min(keys), uses)
+            _attend(trace, scores, min(keys), other, uses)
     made = _result({use: product.placed(i, weight.leaves[use.path]) for use in uses})
     if _may_be_data(weight, of_weight, len(product.shapes[i])):
         wide = any(_is_wide(trace.shapes[x.path], x.sides) for x in uses)
@@ -214,9 +211,11 @@ def _of_activations(trace: Trace, product: Product) -> Value:
         for x, parts in value.results.items():
             if isinstance(x, Scores):
                 if value.is_exponential and len(inside[x]) == 1 and not is_transposed:
-                    _attend(trace, x, min(inside[x]), other.outputs)
+                    _attend(trace, x, min(inside[x]), value, other.outputs)
                     result.attended = True
                 continue
+            if not other.outputs:
+                x.separate_members(axes_in(parts, product.batch[i]))
             if other.are_gates:
                 x.separate(inside[x])
             if not contract[i] and other.are_gates:  # they only multiply
@@ -243,17 +242,26 @@ def _scores(product: Product, scores: Scores) -> Results:
     return {scores: parts}
 
 
-def _attend(trace: Trace, scores: Scores, key: int, values: Iterable[Use]) -> None:
-    """Give the query, key and value of an attention their roles."""
+def _attend(
+    trace: Trace, scores: Scores, key: int, weights: Value, values: Collection[Use]
+) -> None:
+    """Give the query, key and value of an attention their roles.
+
+    What else makes weights of its queries, or of its keys, is a table.
+    """
     for role, operand in (("key", key), ("query", 1 - key)):
         for use in scores.operands[operand]:
             is_factor = any(x & INNER for x in use.sides.values())
             if use.path not in scores.inputs:
                 use.become(role)
-            elif is_factor or role == "query":
+            elif is_factor or role == "query" or use in values:
                 trace.inputs.setdefault(use.path, use.line)
     for use in values:
         use.become("value")
+    for use in weights.sources.difference(*scores.operands):
+        takes_one = len([x for x in scores.operands if x & use.inputs]) == 1
+        if takes_one and {CONSTANT} not in use.sides.values():
+            use.role = use.role or "table"
 
 
 @rule("conv_general_dilated")

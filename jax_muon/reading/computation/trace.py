@@ -194,6 +194,9 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     fits = all(_fits(x, shape) for x in shapes) and name != "triangular_solve"
     if not fits:
         result.results = {}
+    if len(values) > 1 or name not in _KEEPING:
+        for use in [x for x in result.outputs if x.kind == "elementwise"]:
+            del result.results[use]
     made = [x for x in values if x.leaves]
     active = [x for x in values if x.data and not x.leaves and not x.noise]
     result.noise &= name == "mul" or not made
@@ -227,6 +230,10 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
                     x.feed()
             if fits and is_input and not value.has_all(shape):
                 result.sources |= trace.given(value, eqn).sources
+                # By a vector, this is a product if it is summed over.
+                for use in trace.use(value, "elementwise", eqn):
+                    if name == "mul" and (parts := value.leaves[use.path]):
+                        result.results[use] = parts
             else:
                 trace.use(value, "elementwise" if fits else "opaque", eqn)
         # Leaves stay matrices behind a mask or a scale of their elements; and a product
@@ -271,8 +278,11 @@ def _fits(shape: Shape, other: Shape) -> bool:
 
 def _scales(name: str, made: Sequence[Value], shape: Shape) -> list[Value]:
     """Values made of leaves that only scale others, or noise that others get."""
+    whole = [x for x in made if x.has_all(shape)]
+    if not all(x.activated for x in whole):  # a function of one scales the other
+        whole = [x for x in whole if not x.activated]
     scales = [
-        (name in ("mul", "div") and not x.has_all(shape)) or (name in SUMS and x.noise)
+        (name in ("mul", "div") and x not in whole) or (name in SUMS and x.noise)
         for x in made
     ]
     both = [*zip(made, scales, strict=True)]

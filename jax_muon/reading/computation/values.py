@@ -55,7 +55,7 @@ class Use:
 
     def become(self, role: str) -> None:
         """Set its role in attention, or "fused" if it has another one."""
-        self.role = role if self.role in ("", role) else "fused"
+        self.role = role if self.role in ("", "table", role) else "fused"
 
     def revise(self, sides: Mapping[int, str]) -> None:
         """Override the sides of these axes, also if the use is found again."""
@@ -68,6 +68,12 @@ class Use:
             others = [sides for a, sides in self.sides.items() if a != axis]
             if self.sides.get(axis) == {side} and {side} in others:
                 self.revise({axis: BATCH})
+
+    def separate_members(self, axes: Iterable[int]) -> None:
+        """The same for a later product's batch: members with one input come first."""
+        for axis in axes:
+            if all(self.sides.get(a) == {BATCH} for a in range(axis)):
+                self.separate([axis])
 
     def mix(self, inside: set[int], outside: set[int]) -> None:
         """Data mixed the leaf into matrices, which have these axes in and out."""
