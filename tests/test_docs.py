@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from tests import trees
+from tests.reading import toy
+from tests.recipes import RECIPES, SHAPES
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -83,18 +84,11 @@ def test_the_readme_runs_alone_and_its_optimizer_trains(capsys):
 
 def test_the_chain_of_the_page_is_the_recipe_bit_for_bit():
     """Two steps, so that momentum and NorMuon's means count."""
-    shapes = {"wte": (9, 6), "up": (3, 6, 8), "conv": (3, 3, 3, 4, 8), "scale": (3, 6)}
-    shapes |= {"query": (6, 2, 4), "tall": (12, 5)}
+    shapes = SHAPES | {"up": (3, 6, 8), "conv": (3, 3, 4, 8), "tall": (12, 5)}
     start, *grads = (trees.normal(shapes, seed) for seed in range(3))
-    labels = {
-        "up": MuonDimensionNumbers(-2, -1),
-        "conv": MuonDimensionNumbers((-4, -3, -2), -1),
-        "query": MuonDimensionNumbers(0, (1, 2)),
-        **{"tall": "muon", "wte": "adamw", "scale": "adamw"},
-    }
-    names = {"jm": jm, "optax": optax, "matrices": labels}
+    names = {"jm": jm, "optax": optax, "matrices": toy}
     exec([*BLOCK.finditer((DOCS / "chain.md").read_text())][1][1], names)
-    plain = jm.nanochat(matrices=labels)
+    plain = RECIPES["nanochat"]()
     ends = [trees.run(tx, start, grads)[1] for tx in (names["tx"], plain)]
     chex.assert_trees_all_equal(*ends)
 

@@ -1,6 +1,7 @@
 """The conversion table of docs/rates.md: equal first updates.
 
-Float64, but for torch.optim.Muon, which orthogonalizes in bfloat16.
+Float64, but for torch.optim.Muon, which orthogonalizes in bfloat16. Rows whose later
+updates are equal, too, are trajectories of `test_parity.py`.
 """
 
 import pathlib
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import jax_muon as jm
-from parity.references import AUGUST, JANUARY, JORDAN_SUM, MOONLIGHT, Muon, Nanochat
+from parity.references import JORDAN_SUM, MOONLIGHT, Muon, replay
 from tests import trees
 
 LR = 0.01
@@ -20,14 +21,13 @@ SAME = {"dtype": "float64", "adamw": optax.set_to_zero()}
 SAME |= {"matrices": {"kernel": "muon"}}
 
 
-def by_torch(make):
+def by_torch(make, **settings):
     """What an optimizer of PyTorch adds to a matrix (in, out)."""
+    group = {"make": make, "params": ["w"], "lr": LR, "weight_decay": 0.0} | settings
 
     def update(w, g):
-        p = torch.nn.Parameter(torch.tensor(w.T.copy()))
-        p.grad = torch.tensor(g.T.copy())
-        make(p).step()
-        return p.detach().numpy().T - w
+        start, grad = ({"w": torch.from_numpy(x.T)} for x in (w, g))
+        return replay(start, [group], [grad])[-1]["w"].numpy().T - w
 
     return update
 
@@ -43,11 +43,6 @@ def by_optax(make):
     return update
 
 
-def reference(make=Muon, **settings):
-    settings = {"lr": LR, "weight_decay": 0.0} | settings
-    return by_torch(lambda p: make([p], **settings))
-
-
 def optax_muon(**more):
     dimensions = {"kernel": optax.contrib.MuonDimensionNumbers(0, 1)}
     more |= {"muon_weight_dimension_numbers": dimensions}
@@ -58,31 +53,27 @@ def of_matrices(recipe=jm.muon, **more):
     return lambda m, n: recipe(LR, **SAME, **more)
 
 
-STILL, WIDE = {"weight_decay": 0.0}, {"dtype": torch.float64}
-RMS, RATIO = {"consistent_rms": 0.2}, {"shape_rule": "sqrt_ratio"}
+STILL = {"weight_decay": 0.0}
+WIDE, RATIO = {"dtype": torch.float64}, {"shape_rule": "sqrt_ratio"}
 MUON, MOONLIGHTS = of_matrices(), of_matrices(jm.moonlight, **STILL)
-JANUARYS = of_matrices(jm.nanochat, **STILL)
-AUGUSTS = of_matrices(jm.nanochat, edition="2026-08", **STILL)
 # What the table's first column says: their update, ours at a rate for (in, out), and
 # how far apart they may be, as a part of the norm: 1e-6 where an eps stands beside
 # another norm, since momentum is a sum in the one and an average in the other.
 ROWS = {
-    "torch.optim.Muon(lr)": (reference(torch.optim.Muon), MUON, 2e-2),
+    "torch.optim.Muon(lr)": (by_torch(torch.optim.Muon), MUON, 2e-2),
     'torch.optim.Muon(lr, adjust_lr_fn="match_rms_adamw")': (
-        reference(torch.optim.Muon, adjust_lr_fn="match_rms_adamw"),
+        by_torch(torch.optim.Muon, adjust_lr_fn="match_rms_adamw"),
         MOONLIGHTS,
         2e-2,
     ),
-    "Muon(lr) of Keller Jordan": (reference(**JORDAN_SUM, **WIDE), MUON, 1e-6),
-    "Moonlight's Muon(lr)": (reference(**MOONLIGHT, **WIDE), MOONLIGHTS, 1e-6),
-    "nanochat's matrix_lr": (reference(Nanochat, **JANUARY, **WIDE), JANUARYS, 1e-11),
-    "nanochat's matrix_lr, August 2026": (
-        reference(Nanochat, **AUGUST, **WIDE),
-        AUGUSTS,
-        1e-11,
-    ),
+    "Muon(lr) of Keller Jordan": (by_torch(Muon, **JORDAN_SUM, **WIDE), MUON, 1e-6),
+    "Moonlight's Muon(lr)": (by_torch(Muon, **MOONLIGHT, **WIDE), MOONLIGHTS, 1e-6),
     "optax.contrib.muon(lr)": (optax_muon(), MUON, 1e-6),
-    "optax.contrib.muon(lr, consistent_rms=0.2)": (optax_muon(**RMS), MOONLIGHTS, 1e-6),
+    "optax.contrib.muon(lr, consistent_rms=0.2)": (
+        optax_muon(consistent_rms=0.2),
+        MOONLIGHTS,
+        1e-6,
+    ),
     "jm.moonlight(lr)": (
         by_optax(MOONLIGHTS),
         lambda m, n: jm.muon(0.2 * m**0.5 * LR, **SAME),
