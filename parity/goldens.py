@@ -9,7 +9,6 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import torch
 
@@ -26,11 +25,11 @@ def passes(path: Path) -> bool:
         {key.partition("/")[2]: data[key] for key in data.files if key.startswith(x)}
         for x in ("param0/", f"param{len(t)}/", *(f"grad{n}/" for n in t))
     )
-    single, rest, steps = meta["muon"], meta.get("adamw", []), meta["ns_steps"]
+    rest, steps = meta.get("adamw", []), {"ns_steps": meta["ns_steps"]}
     if joint:
         recipe, joins = problems.RECIPES["teon"], {"q{i}": 2, "k{i}": 2}
         rates = {name: meta[name] for name in recipe.rates} | {"adamw_lr": 0.0}
-        slower = {"polar": references.compiled(references.paper_polar_express)}
+        slower = steps | {"polar": references.compiled(references.paper_polar_express)}
     else:
         edition = {1.02: "January", 1.01: "August"}[meta["polar_norm_factor"]]
         recipe, joins = problems.RECIPES[f"nanochat, {edition}"], None
@@ -38,22 +37,19 @@ def passes(path: Path) -> bool:
         rates = {"lr": meta["muon_lr"] * rate, "adamw_lr": meta["adam_lr"] * rate}
         rates |= {"momentum": 0.85 + 0.1 * np.minimum(t / 6, 1), "beta2": meta["beta2"]}
         rates["weight_decay"] = meta["weight_decay"] * (1 - t / 20)
-        slower = {"make": references.CompiledNanochat}
+        slower = steps | {"make": references.CompiledNanochat}
     half = meta["orthogonalize_dtype"] == "bf16"
     dtype, limit = ("bfloat16", 1e-5) if half else ("float32", 1e-6)
     adamw = problems.ADAMW | {"weight_decay": meta.get("adam_weight_decay", 0.0)}
-    given = start, grads, rates, getattr(torch, dtype), single, joint, rest, adamw
-    replayed = partial(problems.trajectory, recipe, *given, ns_steps=steps)
-    ends = [replayed(**way)[-1] for way in ([{}, slower] if half else [{}])]
-
-    def cross(arrays: dict) -> dict:  # both ways
-        return {k: jnp.asarray(x if k in rest else x.T) for k, x in arrays.items()}
-
+    given = start, grads, rates, getattr(torch, dtype), meta["muon"], joint, rest, adamw
+    ways = [steps, slower] if half else [steps]
+    ends = [problems.trajectory(recipe, *given, **way)[-1] for way in ways]
     rules = dict.fromkeys(rest, "adamw") | {"*": "muon"}
     read = partial(jm.read, rules=rules, joins=joins)
-    tx = recipe.ours(rates, dtype, adamw, matrices=read, steps=steps)
-    ends.append(cross(compare.stepper(tx)(cross(start), [*map(cross, grads)])[-1]))
-    theirs, *spread, ours = (compare.distance(x, end, start) for x in ends)
+    tx = recipe.ours(rates, dtype, adamw, matrices=read, steps=meta["ns_steps"])
+    first, last, *kernels = (problems.to_jax(x, rest) for x in (start, end, *grads))
+    ours = compare.distance(compare.stepper(tx)(first, kernels)[-1], last, first)
+    theirs, *spread = (compare.distance(x, end, start) for x in ends)
     bar = spread[0] if half else compare.BARS["float32"]
     passed = theirs <= limit and ours <= bar
     print(f"{path.stem:32} {theirs:8.1e} {ours:8.1e} {bar:8.1e} {passed}", flush=True)

@@ -14,7 +14,7 @@ Shapes, weights and gradients are PyTorch's, (out, in), in NumPy.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ MATRIX_NAMES = tuple(name for name in SHAPES if name not in ADAMW_NAMES)
 _HEADS = {"attn.query.weight": (20, 4, 6), "attn.out.weight": (4, 6, 20)}
 
 
-def to_jax(arrays: Arrays) -> Arrays:
+def to_jax(arrays: Arrays, rest: Collection[str] = ADAMW_NAMES) -> Arrays:
     """PyTorch's parameters, or their gradients, as kernels (in, out) of Flax."""
 
     def kernel(name: str, x: np.ndarray) -> np.ndarray:
@@ -74,7 +74,7 @@ def to_jax(arrays: Arrays) -> Arrays:
             return np.moveaxis(x, (0, 1), (-1, -2))
         return x.T.reshape(_HEADS.get(name, x.shape[::-1]))
 
-    return {k: x if k in ADAMW_NAMES else kernel(k, x) for k, x in arrays.items()}
+    return {k: x if k in rest else kernel(k, x) for k, x in arrays.items()}
 
 
 def to_torch(arrays: Arrays) -> Arrays:
