@@ -5,7 +5,7 @@ nothing.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -93,17 +93,6 @@ def float_dtype(name: str, dtype: Any) -> None:
         refuse(name, dtype, "a dtype of real floating point, or None")
 
 
-def mapping(
-    name: str, value: Any, expected: str, check: Callable[[str, Any], Any] | None = None
-) -> None:
-    """The value must map strings to values that pass a check of (name, value)."""
-    if not isinstance(value, Mapping) or any(not isinstance(key, str) for key in value):
-        refuse(name, value, expected)
-    if check is not None:
-        for key, item in value.items():
-            check(f"{name}[{key!r}]", item)
-
-
 def as_transform(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:
     """Any optax transform, as one that takes extra arguments."""
     if isinstance(tx, optax.MultiSteps):  # not a GradientTransformation
@@ -168,12 +157,8 @@ def gradients(updates: Any, params: Any) -> None:
 
 def state(restored: Any, like: Any) -> None:
     """A state needs the paths and shapes of `like`: arrays, or their shapes."""
-    try:
-        alike("array", restored, "state array of init", like)
-    except ValueError as error:
-        raise ValueError(
-            f"the state is not one of this optimizer on these parameters: {error}"
-        ) from None
+    what = "the state is not one of this optimizer on these parameters: array"
+    alike(what, restored, "state array of init", like)
 
 
 def alike(what: str, tree: Any, whose: str, like: Any) -> None:
@@ -181,29 +166,24 @@ def alike(what: str, tree: Any, whose: str, like: Any) -> None:
 
     `what` and `whose` name a leaf of each, such as "gradient" and "parameter".
     """
-    if _kinds(tree) == _kinds(like):
+    treedef: Any = jax.tree.structure(tree)
+    if treedef == jax.tree.structure(like) and all(
+        map(_same, jax.tree.leaves(tree), jax.tree.leaves(like))
+    ):
         return
-    leaves, others = (dict(trees.leaves_with_paths(x)) for x in (tree, like))
-    for path in others | leaves:
-        got, right = leaves.get(path), others.get(path)
-        if got is None or right is None or _kind(got) != _kind(right):
-            raise ValueError(
-                f"{what} {path!r}: {_text(got)}; expected {_text(right)}, like the "
-                f"{whose}"
-            )
+    got, right = (dict(trees.leaves_with_paths(x)) for x in (tree, like))
+    for path in right | got:
+        x, y = got.get(path), right.get(path)
+        if x is None or y is None or not _same(x, y):
+            text = f"{what} {path!r}: {_text(x)}; expected {_text(y)}, like the {whose}"
+            raise ValueError(text)
 
 
 def _text(x: Any) -> str:
-    shape = getattr(x, "shape", ())
-    return "none" if x is None else f"{jnp.result_type(x)} of shape {shape}"
+    return "none" if x is None else f"{jnp.result_type(x)} of shape {np.shape(x)}"
 
 
-def _kinds(tree: Any) -> tuple[Any, list[Any]]:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [_kind(x) for x in leaves]
-
-
-def _kind(x: Any) -> tuple[tuple[int, ...], bool]:
-    """The shape of a leaf, and whether it is floating-point."""
-    floating = jnp.issubdtype(jnp.result_type(x), jnp.floating)
-    return tuple(getattr(x, "shape", ())), bool(floating)
+def _same(x: Any, y: Any) -> bool:
+    """True for two arrays of one shape, both or neither of them floating-point."""
+    floating = {bool(jnp.issubdtype(jnp.result_type(z), jnp.floating)) for z in (x, y)}
+    return np.shape(x) == np.shape(y) and len(floating) == 1

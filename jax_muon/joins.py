@@ -152,11 +152,8 @@ def map_stacks(
 def with_joins(matrices: Matrices, joins: Joins | None) -> Matrices:
     """The same parameters with other joins; a ValueError for some that join nothing."""
     patterns: Any = joins if isinstance(joins, Mapping) else {None: joins}
-    if isinstance(joins, Mapping):
-        expected = "a mapping of path patterns to K"
-        checks.mapping("joins", joins, expected, checks.count)
-    elif joins is not None:
-        checks.count("joins", joins)
+    for pattern, size in patterns.items() if joins is not None else ():
+        checks.count("joins" if pattern is None else f"joins[{pattern!r}]", size)
     parts = read_parts(matrices, matrices.splits)
     left = {
         path: parameter

@@ -147,12 +147,6 @@ class Join:
     paths: tuple[str, ...]
 
 
-class UnreadParameterError(KeyError, ValueError):
-    """There is no parameter at this path; a KeyError, so that `get` and `in` work."""
-
-    __str__ = ValueError.__str__  # KeyError would quote the message
-
-
 @dataclasses.dataclass(frozen=True)
 class Matrices(Mapping[str, Parameter]):
     """The parameters of a tree by path, with their splits and joins; see `read`.
@@ -172,7 +166,7 @@ class Matrices(Mapping[str, Parameter]):
 
     def __getitem__(self, path: str) -> Parameter:
         if path not in self.parameters:
-            raise UnreadParameterError(
+            raise KeyError(
                 f"parameter {path!r} was not read; there are "
                 + (", ".join(self.parameters) or "none")
                 + "; expected the tree that `matrices` was read from"
@@ -218,13 +212,6 @@ class Matrices(Mapping[str, Parameter]):
             params,
             is_leaf=trees.is_box,
         )
-
-    def group(self, label: str) -> "Matrices":
-        """The parameters with this label; a ValueError if one is no matrix."""
-        chosen = {path: x for path, x in self.items() if x.label == label}
-        for path in chosen:
-            self.axes(path)
-        return dataclasses.replace(self, parameters=chosen)
 
 
 def of_tree(matrices: Matrices | None, tree: Any) -> Matrices:

@@ -59,8 +59,9 @@ def partition(
       >>> updates["mlp"].tolist(), updates["bias"].tolist()
       ([[-0.5, -0.0], [-0.0, -0.5]], [-1.0, -1.0])
     """
-    checks.mapping("groups", groups, "a mapping of label to transform")
-    groups = {x: _as_group(f"groups[{x!r}]", group) for x, group in groups.items()}
+    for label, group in groups.items():
+        check = checks.no_factory if callable(group) else checks.as_transform
+        check(f"groups[{label!r}]", group)
     read_tree = reader(matrices)
 
     def build(tree: Any, at_init: bool = False) -> Any:
@@ -104,14 +105,6 @@ def partition(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _as_group(name: str, group: Any) -> Any:
-    """A transform, or a function of its matrices; else an error."""
-    if not callable(group):
-        return checks.as_transform(name, group)
-    checks.no_factory(name, group)
-    return group
-
-
 def _of_tree(whole: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrices:
     """The reading of a tree, which may be a part of the `whole` tree that was read."""
     parameters = {}
@@ -148,10 +141,12 @@ def _for_tree(
 ) -> optax.GradientTransformationExtraArgs:
     """The transforms of the groups, on the leaves with their labels."""
     record("parameters", matrices)
-    transforms = {**groups}
+    transforms = {}
     for label, group in groups.items():
+        name = f"groups[{label!r}]"
         if callable(group):
-            made = group(matrices.group(label))
-            made = checks.as_transform(f"groups[{label!r}](matrices)", made)
-            transforms[label] = made
+            of_group = {path: x for path, x in matrices.items() if x.label == label}
+            group = group(dataclasses.replace(matrices, parameters=of_group))
+            name += "(matrices)"
+        transforms[label] = checks.as_transform(name, group)
     return optax.partition(transforms, matrices.labels)

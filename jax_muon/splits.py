@@ -60,7 +60,8 @@ class Split:
         ):
             checks.refuse("parts", self.parts, expected)
         elif isinstance(self.parts, Mapping):
-            checks.mapping("parts", self.parts, expected, checks.count)
+            for name, width in self.parts.items():
+                checks.count(f"parts[{name!r}]", width)
 
     def fitted(self, path: str, shape: tuple[int, ...]) -> "Split":
         """The same for one parameter: names with widths, and an axis of at least 0."""
@@ -86,27 +87,6 @@ class Split:
 Splits = Mapping[str, Split]
 
 
-def _check(splits: Any) -> None:
-    """Raise a ValueError unless splits are a mapping of path patterns to Split."""
-    checks.mapping(
-        "splits",
-        splits,
-        "a mapping of path patterns to Split",
-        lambda where, x: checks.kind(where, x, Split, "a jax_muon.Split"),
-    )
-
-
-def _fit(pattern: str, split: Split, params: Any) -> dict[str, Split]:
-    """The split of every parameter that the pattern matches, by path."""
-    leaves = trees.leaves_with_paths(params)
-    trees.check_patterns_match("splits", [pattern], [path for path, _ in leaves])
-    return {
-        path: split.fitted(path, tuple(x.shape))
-        for path, x in leaves
-        if trees.matches(pattern, path)
-    }
-
-
 def _batch_axis(ndim: int) -> int:
     """Where equal parts of an array become a batch: in front of (in, out)."""
     return max(ndim - 2, 0)
@@ -116,32 +96,24 @@ def read_parts(
     parameters: Mapping[str, Parameter], splits: Splits
 ) -> dict[str, Parameter]:
     """How the parts of parameters are read, given how the whole ones are."""
-    _check(splits)
-    readings = dict(parameters)
-    for pattern, split in splits.items():
-        fitted = _fit(pattern, split, readings)
-        readings = {
-            parameter.path: parameter
-            for path, whole in readings.items()
-            for parameter in (_read(fitted[path], whole) if path in fitted else [whole])
-        }
-    return readings
+    parts, _ = _take_apart(_read, splits, OrderedDict(parameters))
+    return dict(trees.leaves_with_paths(parts))
 
 
-def _read(split: Split, whole: Parameter) -> list[Parameter]:
-    """How the parts of one parameter are read."""
+def _read(split: Split, whole: Parameter) -> Any:
+    """How the parts of one parameter are read, as `_parts` of it."""
     shape, axis = list(whole.shape), split.axis
     parts: Any = split.parts
     if not isinstance(parts, int):
-        return [
-            dataclasses.replace(
+        read: dict[str, Parameter] = OrderedDict()
+        for name, width in parts.items():
+            read[name] = dataclasses.replace(
                 whole,
                 path=f"{whole.path}/{name}",
                 shape=(*shape[:axis], width, *shape[axis + 1 :]),
                 role=projection(name) or whole.role,
             )
-            for name, width in parts.items()
-        ]
+        return read
     batch, axes = _batch_axis(len(shape)), whole.axes
     shape[axis] //= parts
     shape.insert(batch, parts)
@@ -151,7 +123,7 @@ def _read(split: Split, whole: Parameter) -> list[Parameter]:
             for side in (axes.batch, axes.reduction, axes.output)
         )
         axes = MatrixAxes(tuple(sorted((*before, batch))), fan_in, fan_out)
-    return [dataclasses.replace(whole, shape=tuple(shape), axes=axes)]
+    return dataclasses.replace(whole, shape=tuple(shape), axes=axes)
 
 
 def projection(name: str) -> str | None:
@@ -189,19 +161,9 @@ def with_splits(
       [-0.0, -1.0, -2.0, -3.0]
     """
     inner = checks.as_transform("inner", inner)
-    _check(splits)
-
-    def take_apart(tree: Any) -> tuple[Any, list[tuple[Any, dict[str, Split]]]]:
-        """The tree of parts, and the trees on the way with the splits of each."""
-        wholes = []
-        for pattern, split in splits.items():
-            fitted = _fit(pattern, split, tree)
-            wholes.append((tree, fitted))
-            tree = _map_split(_parts, fitted, tree)
-        return tree, wholes
 
     def init_fn(params: optax.Params) -> Any:
-        return inner.init(take_apart(params)[0])
+        return inner.init(_take_apart(_parts, splits, params)[0])
 
     def update_fn(
         updates: optax.Updates,
@@ -210,7 +172,7 @@ def with_splits(
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
         checks.gradients(updates, params)
-        updates, wholes = take_apart(updates)
+        updates, wholes = _take_apart(_parts, splits, updates)
         for _, fitted in wholes:
             params = _map_split(_parts, fitted, params)
         updates, state = inner.update(updates, state, params, **extra_args)
@@ -219,6 +181,28 @@ def with_splits(
         return updates, state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _take_apart(
+    function: Callable[[Split, Any], Any], splits: Splits, tree: Any
+) -> tuple[Any, list[tuple[Any, dict[str, Split]]]]:
+    """The tree of parts, and for each pattern the tree before it and its splits there.
+
+    The function makes the parts of a leaf: of an array, or of how it is read.
+    """
+    wholes = []
+    for pattern, split in splits.items():
+        checks.kind(f"splits[{pattern!r}]", split, Split, "a jax_muon.Split")
+        leaves = trees.leaves_with_paths(tree)
+        trees.check_patterns_match("splits", [pattern], [path for path, _ in leaves])
+        fitted = {
+            path: split.fitted(path, tuple(x.shape))
+            for path, x in leaves
+            if trees.matches(pattern, path)
+        }
+        wholes.append((tree, fitted))
+        tree = _map_split(function, fitted, tree)
+    return tree, wholes
 
 
 def _map_split(

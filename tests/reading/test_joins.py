@@ -111,7 +111,7 @@ def test_which_matrices_are_joined(name):
 
 def test_a_layer_whose_partner_is_masked_is_joined_with_no_other():
     tree = dict.fromkeys(names(ATTN_Q, 4), Q)
-    found = read(tree, 2).group("muon")
+    found = read(tree, 2)
     paths = ["blocks/0/attn/q", "blocks/2/attn/q", "blocks/3/attn/q"]
     joined = joined_matrices(found, paths, [Q.shape] * 3)
     assert [x.leaves for x in joined] == [(0,), (1, 2)]
