@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_muon import checks, trees
-from jax_muon.matrices import ADAMW, Join, Matrices, Parameter
+from jax_muon.matrices import ADAMW, Join, Matrices
 from jax_muon.splits import projection, read_parts
 
 # Path pattern to K, or K alone for all queries, keys and values; see `read`.
@@ -151,19 +151,18 @@ def map_stacks(
 
 def with_joins(matrices: Matrices, joins: Joins | None) -> Matrices:
     """The same parameters with other joins; a ValueError for some that join nothing."""
+    parts = read_parts(matrices, matrices.splits)  # which checks the splits
+    if joins is None:
+        return matrices
     patterns: Any = joins if isinstance(joins, Mapping) else {None: joins}
-    for pattern, size in patterns.items() if joins is not None else ():
-        checks.count("joins" if pattern is None else f"joins[{pattern!r}]", size)
-    parts = read_parts(matrices, matrices.splits)
     left = {
         path: parameter
         for path, parameter in parts.items()
         if parameter.axes is not None and parameter.label != ADAMW
     }
-    if joins is None or not left:
-        return dataclasses.replace(matrices, joins=None if joins is None else ())
     found: list[Join] = []
-    for pattern, size in patterns.items():
+    for pattern, size in patterns.items() if left else ():
+        checks.count("joins" if pattern is None else f"joins[{pattern!r}]", size)
         numbers = {path: _layer_numbers(pattern, x) for path, x in left.items()}
         layers = {path: spans for path, spans in numbers.items() if spans is not None}
         in_batch = pattern is None or _NUMBER not in pattern
@@ -185,7 +184,7 @@ def with_joins(matrices: Matrices, joins: Joins | None) -> Matrices:
 def _joins(
     size: int,
     layers: Mapping[str, Sequence[tuple[int, int]]],
-    members: Mapping[str, Parameter],
+    members: Mapping[str, Any],
     in_batch: bool,
 ) -> list[Join]:
     """Join each `size` successive layers of one shape; the remaining ones stay single.
@@ -204,7 +203,7 @@ def _joins(
     found: dict[Any, list[Join]] = {}
     for path, candidates in keys.items():
         varying = [key for key in candidates if len(groups[key]) > 1]
-        batch = _batch(members[path])
+        batch = members[path].axes.batch
         if varying:
             ordered = [path for _, path in sorted(groups[varying[-1]])]
             found[varying[-1]] = [
@@ -216,16 +215,11 @@ def _joins(
     return [join for joins in found.values() for join in joins]
 
 
-def _batch(parameter: Parameter) -> tuple[int, ...]:
-    assert parameter.axes is not None
-    return parameter.axes.batch
-
-
 def _text(path: str) -> str:
     return f"/{trees.slashed(path)}/"
 
 
-def _layer_numbers(pattern: str | None, x: Parameter) -> list[tuple[int, int]] | None:
+def _layer_numbers(pattern: str | None, x: Any) -> list[tuple[int, int]] | None:
     """Where a path has numbers that may be its layer, or None if nothing matches.
 
     With a pattern it is the number at {i}. Without one, a query, key or value has its
@@ -246,7 +240,7 @@ def _layer_numbers(pattern: str | None, x: Parameter) -> list[tuple[int, int]] |
         match
         for match in re.finditer(r"\d+", text)
         if not projection(text[: match.end()].rpartition("/")[2])
-        and not (_is_of_attention(match) and _batch(x))
+        and not (_is_of_attention(match) and x.axes.batch)
     ]
     numbers.sort(key=lambda match: (not _is_of_attention(match), match.start()))
     return [match.span() for match in numbers]

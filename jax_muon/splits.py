@@ -96,7 +96,9 @@ def read_parts(
     parameters: Mapping[str, Parameter], splits: Splits
 ) -> dict[str, Parameter]:
     """How the parts of parameters are read, given how the whole ones are."""
-    parts, _ = _take_apart(_read, splits, OrderedDict(parameters))
+    parts: Any = OrderedDict(parameters)
+    for pattern, split in splits.items():
+        parts = _map_split(_read, _fit(pattern, split, parts), parts)
     return dict(trees.leaves_with_paths(parts))
 
 
@@ -160,10 +162,19 @@ def with_splits(
       >>> tx.update({"qkv": jnp.arange(4.0)}, state)[0]["qkv"].tolist()
       [-0.0, -1.0, -2.0, -3.0]
     """
-    inner = checks.as_transform("inner", inner)
+    tx = checks.as_transform("inner", inner)
+    for pattern, split in reversed([*splits.items()]):
+        tx = _with_split(tx, pattern, split)
+    return tx
+
+
+def _with_split(
+    inner: optax.GradientTransformationExtraArgs, pattern: str, split: Split
+) -> optax.GradientTransformationExtraArgs:
+    """A transform on the parts of the parameters that one pattern matches."""
 
     def init_fn(params: optax.Params) -> Any:
-        return inner.init(_take_apart(_parts, splits, params)[0])
+        return inner.init(_map_split(_parts, _fit(pattern, split, params), params))
 
     def update_fn(
         updates: optax.Updates,
@@ -172,37 +183,24 @@ def with_splits(
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
         checks.gradients(updates, params)
-        updates, wholes = _take_apart(_parts, splits, updates)
-        for _, fitted in wholes:
-            params = _map_split(_parts, fitted, params)
-        updates, state = inner.update(updates, state, params, **extra_args)
-        for like, fitted in reversed(wholes):
-            updates = _map_split(_join, fitted, like, updates)
-        return updates, state
+        fitted = _fit(pattern, split, updates)
+        parts, of_params = (_map_split(_parts, fitted, x) for x in (updates, params))
+        parts, state = inner.update(parts, state, of_params, **extra_args)
+        return _map_split(_join, fitted, updates, parts), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _take_apart(
-    function: Callable[[Split, Any], Any], splits: Splits, tree: Any
-) -> tuple[Any, list[tuple[Any, dict[str, Split]]]]:
-    """The tree of parts, and for each pattern the tree before it and its splits there.
-
-    The function makes the parts of a leaf: of an array, or of how it is read.
-    """
-    wholes = []
-    for pattern, split in splits.items():
-        checks.kind(f"splits[{pattern!r}]", split, Split, "a jax_muon.Split")
-        leaves = trees.leaves_with_paths(tree)
-        trees.check_patterns_match("splits", [pattern], [path for path, _ in leaves])
-        fitted = {
-            path: split.fitted(path, tuple(x.shape))
-            for path, x in leaves
-            if trees.matches(pattern, path)
-        }
-        wholes.append((tree, fitted))
-        tree = _map_split(function, fitted, tree)
-    return tree, wholes
+def _fit(pattern: str, split: Split, tree: Any) -> dict[str, Split]:
+    """The split of every leaf that the pattern matches, by path."""
+    checks.kind(f"splits[{pattern!r}]", split, Split, "a jax_muon.Split")
+    leaves = trees.leaves_with_paths(tree)
+    trees.check_patterns_match("splits", [pattern], [path for path, _ in leaves])
+    return {
+        path: split.fitted(path, tuple(x.shape))
+        for path, x in leaves
+        if trees.matches(pattern, path)
+    }
 
 
 def _map_split(
