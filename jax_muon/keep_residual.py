@@ -39,7 +39,8 @@ def keep_residual(
     A residual counts in units of 1/128 of half the distance to the next 16-bit number,
     rounded to nearest, so steps below 2^-17 of an element are lost, with "int16" below
     2^-24. A step that halves or doubles an element, or moves it across zero, is rounded
-    to the parameters' precision. Parameters of other dtypes have no residual.
+    to the parameters' precision. Parameters of other dtypes have no residual;
+    `describe` lists them.
 
     Args:
       tx: the optimizer, such as a recipe.

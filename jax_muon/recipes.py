@@ -23,7 +23,7 @@ from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import Polar, orthogonalize
 from jax_muon.partition import Group, partition
 from jax_muon.polar import coefficients
-from jax_muon.polar.coefficients import NEWTON_SCHULZ
+from jax_muon.polar.coefficients import Table
 from jax_muon.polar.factors import NewtonSchulz
 from jax_muon.reading.read import Reader, reader
 from jax_muon.scaling import (
@@ -32,6 +32,7 @@ from jax_muon.scaling import (
     scale_by_normuon,
     scale_by_shape,
 )
+from jax_muon.traced_facts import record
 from jax_muon.weight_decay import add_cautious_decayed_weights
 
 __all__ = ["moonlight", "muon", "muonh", "nanochat", "normuon", "teon"]
@@ -106,7 +107,7 @@ def nanochat(
             scale_by_normuon(decay, matrices=matrices),
             add_cautious_decayed_weights(weight_decay),
             scale_by_shape(matrices=matrices),
-            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
+            _learning_rate(learning_rate),
         )
 
     rest = _adamw(adamw, b1=0.8, b2=0.95, eps=1e-10)
@@ -155,7 +156,7 @@ def normuon(
             scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=matrices),
             normalize_frobenius(0.2, matrices=matrices),
             _decay(weight_decay),
-            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
+            _learning_rate(learning_rate),
         )
 
     return _recipe(chain, _adamw(adamw, b2=0.95), groups, matrices)
@@ -206,7 +207,7 @@ def muon(
             orthogonalize(_polar(polar, steps, dtype), matrices=matrices),
             scale_by_shape(shape_rule, matrices=matrices),
             _decay(weight_decay),
-            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
+            _learning_rate(learning_rate),
         )
 
     rest = _adamw(adamw, b2=0.95, eps=1e-10)
@@ -359,7 +360,7 @@ def _polar(
     polar: Polar | None,
     steps: int | None,
     dtype: Any,
-    table: Callable[[int], Any] = lambda steps: NEWTON_SCHULZ,
+    table: Callable[[int], Table] | None = None,
     **settings: Any,
 ) -> Polar:
     """The polar factor that is given, or else the recipe's."""
@@ -367,8 +368,14 @@ def _polar(
         return polar
     # Not a default of the recipes: `inject_hyperparams` would make an array of it.
     steps = 5 if steps is None else steps
-    checks.count("steps", steps)
-    return NewtonSchulz(steps, coefficients=table(steps), dtype=dtype, **settings)
+    if table is not None:
+        checks.count("steps", steps)
+        settings["coefficients"] = table(steps)
+    return NewtonSchulz(steps, dtype=dtype, **settings)
+
+
+def _learning_rate(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    return optax.scale_by_learning_rate(checks.rate("learning_rate", rate))
 
 
 def _decay(weight_decay: optax.ScalarOrSchedule) -> optax.GradientTransformation:
@@ -395,11 +402,17 @@ def _adamw(
         return checks.as_transform("adamw", adamw)
     checks.no_factory("adamw", adamw)
     rate = checks.rate("adamw", 3e-4 if adamw is None else adamw)
-    return optax.chain(  # `optax.adamw`, which needs the parameters without decay, too
+    tx = optax.chain(  # `optax.adamw`, which needs the parameters without decay, too
         optax.scale_by_adam(**settings),
         _decay(weight_decay),
         optax.scale_by_learning_rate(rate),
     )
+
+    def init_fn(params: Any) -> Any:
+        record("default", {ADAMW: rate} if adamw is None else {})
+        return tx.init(params)
+
+    return optax.GradientTransformation(init_fn, tx.update)
 
 
 def _recipe(

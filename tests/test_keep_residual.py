@@ -152,7 +152,7 @@ MIXED = {"up": jnp.ones((8, 16), "bfloat16"), "wide": jnp.ones((8, 16))}
 MIXED |= {"ids": jnp.arange(3)}
 
 
-def test_others_have_none_and_describe_shows_the_bytes():
+def test_others_have_none_and_describe_shows_it():
     groups = {"frozen": optax.set_to_zero()}
     rules = {"wide": "muon", "up": "muon", "ids": "frozen"}
     plain = jm.moonlight(1e-3, groups=groups, matrices=rules)
@@ -162,8 +162,12 @@ def test_others_have_none_and_describe_shows_the_bytes():
     chex.assert_trees_all_equal(updates["wide"], expected["wide"])
     found = jm.describe(tx, MIXED)
     by_path = {leaf.parameter.path: leaf for leaf in found.parameters}
+    kept = {path: leaf.residual for path, leaf in by_path.items()}
+    assert kept == {"up": "int8", "wide": None, "ids": None}
     assert by_path["up"].bytes == 8 * 16 * 2
     assert by_path["up"].state_bytes == 8 * 16 * (4 + 1)  # momentum and residual
+    said = "residuals in int8; without, not bfloat16 or float16: ids, wide"
+    assert said in str(found)
 
 
 def test_a_run_without_residual_goes_on_with_one():

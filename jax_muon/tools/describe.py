@@ -17,7 +17,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jax_muon import array_types, checks, specs, traced_facts, trees
-from jax_muon.matrices import Parameter
+from jax_muon.matrices import ADAMW, Parameter
 from jax_muon.mesh import owners, plan
 from jax_muon.mesh.on_mesh import abstract_state
 from jax_muon.reading.read import trained
@@ -36,6 +36,7 @@ class DescribedParameter:
       state_bytes: size of its optimizer state on one device.
       spec: its sharding on the mesh of `on_mesh`, or in its type, or None.
       state_spec: the sharding of its gradient and state, or None.
+      residual: dtype of the residual that `keep_residual` keeps for it, or None.
     """
 
     parameter: Parameter
@@ -45,6 +46,7 @@ class DescribedParameter:
     state_bytes: int
     spec: PartitionSpec | None
     state_spec: PartitionSpec | None
+    residual: str | None
 
     @property
     def bytes(self) -> int:
@@ -68,6 +70,7 @@ class Description:
         sums; "gathers": of updates, or of parameters at the start of a step, once for
         the layers of `scan_layers`.
       bytes_between_hosts: the part of `sent_bytes` that goes to other hosts.
+      default_rate: the rate of a recipe's AdamW; None if `adamw=` is given.
     """
 
     parameters: tuple[DescribedParameter, ...]
@@ -76,6 +79,7 @@ class Description:
     held_bytes: Mapping[str, int]
     sent_bytes: Mapping[str, float]
     bytes_between_hosts: Mapping[str, float]
+    default_rate: float | None
 
     @property
     def imbalance(self) -> float:
@@ -99,6 +103,18 @@ class Description:
             f"them in matrices; {_bytes_text(self.held_bytes)}"
             + (" on a device" if self.sizes else "")
         )
+        if self.default_rate is not None:
+            lines.append(
+                f"adamw: the recipe's own, learning rate {self.default_rate:g}; pass "
+                "yours as adamw=optax.adamw(lr)"
+            )
+        residuals = {leaf.residual for leaf in self.parameters} - {None}
+        if residuals:
+            without = [x.parameter.path for x in self.parameters if not x.residual]
+            lines.append(
+                f"residuals in {', '.join(map(str, residuals))}; without, not bfloat16 "
+                f"or float16: {', '.join(without) or 'none'}"
+            )
         return "\n".join([*lines, "", *self._work()] if self.sizes else lines)
 
     def _work(self) -> list[str]:
@@ -185,6 +201,7 @@ def describe(
     joined = facts["joined"]  # only of parameters that are orthogonalized
     read = _rows(shapes, facts["parameters"])
     state_bytes = _bytes_by_path(state, [parameter.path for parameter in read])
+    residuals = facts["residual"]
 
     def described(parameter: Parameter) -> DescribedParameter:
         path = parameter.path
@@ -199,6 +216,7 @@ def describe(
             state_bytes[path],
             spec,
             of_state,
+            residuals.get(trees.nearest_prefix(residuals, path)),
         )
 
     leaves = tuple(map(described, read))
@@ -231,6 +249,7 @@ def describe(
             what: sum(x.bytes_between_hosts(devices_per_host) for x in sent)
             for what, sent in transfers.items()
         },
+        facts["default"].get(ADAMW),
     )
 
 

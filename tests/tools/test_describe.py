@@ -72,6 +72,16 @@ def test_bytes_on_a_device():
     assert sent == size * 3 // 4 + size // 4 // 2
 
 
+def test_the_rate_of_a_recipes_own_adamw():
+    """Of one that no rate was given for, and no other."""
+    said = "adamw: the recipe's own, learning rate 0.0003; pass yours as adamw="
+    params = A | {"bias": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    for adamw, rate in ((None, 3e-4), (1e-3, None), (optax.adam(1e-3), None)):
+        tx = jm.nanochat(adamw=adamw, matrices={"a": "muon"})
+        plan = jm.describe(tx, params)
+        assert plan.default_rate == rate and (said in str(plan)) == (adamw is None)
+
+
 def test_a_split_is_suggested_for_all_blocks():
     block = {"attn": {"qkv": jnp.ones((8, 24)), "out": jnp.ones((8, 8))}}
     params = {"blocks": [block, block], "head": jnp.ones((8, 5))}
