@@ -43,8 +43,8 @@ def partition(
       ValueError: a group that is neither a transform nor a function; at init and
         update, a label without a group, a function for a label that no parameter has,
         with path and shape a parameter in a group of matrices that is not a matrix,
-        gradients or state of parameters other than those that were read, and whatever
-        `read` raises.
+        gradients or state of other shapes, and whatever `read` raises.
+      KeyError: a parameter that was not read.
 
     Examples:
       >>> def muon(matrices):
