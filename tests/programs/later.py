@@ -7,6 +7,7 @@ have multiplied something else, and keys after another product.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from tests.programs.parts import (
     BATCH,
@@ -17,12 +18,15 @@ from tests.programs.parts import (
     Leaf,
     attend,
     between,
+    conv,
     cross_entropy,
     floats,
     integers,
+    mlp,
     program,
     rms,
     squared_error,
+    widths,
 )
 
 SQUARE = Leaf("io", WIDTH, WIDTH)
@@ -256,3 +260,74 @@ def a_vector_after_the_last_matrices(p, x, nodes, edges, labels):
     pointers = (hidden * p["vector"]).sum(-1)
     classes = (hidden.mean(1) @ p["classes"]) * p["gains"]
     return cross_entropy(pointers, labels) + cross_entropy(classes, labels)
+
+
+@program(
+    floats(BATCH, 9),
+    integers(BATCH),
+    floats(HIDDEN),
+    branches=[Leaf("io", 9, WIDTH)] * 2,
+    of_kinds=Leaf("bio", 4, WIDTH, HIDDEN),
+    head=Leaf("head", HIDDEN, 5),
+)
+def branches_kinds_and_a_power_iteration(p, x, kinds, u):
+    """Data chooses a branch under vmap, and a matrix; its norm divides the head."""
+    first, second = (lambda x, w=w: jnp.tanh(x @ w) for w in p["branches"])
+    x = jax.vmap(lambda x, kind: lax.cond(kind > 1, first, second, x))(x, kinds)
+    one_hot = jax.nn.one_hot(kinds, 4)
+    x = jnp.einsum("te,td,edf->tf", one_hot, x, p["of_kinds"])
+    v = lax.stop_gradient(p["head"].T @ u)
+    u = lax.stop_gradient(p["head"] @ v)
+    return cross_entropy(jax.nn.relu(x) @ (p["head"] / (u @ p["head"] @ v)), kinds)
+
+
+@program(
+    floats(3, BATCH, 8, 8, 4),
+    integers(3, BATCH),
+    stems=Leaf("biiio", 3, 3, 3, 4, 6),
+    patch=Leaf("iiio", 5, 5, 6, WIDTH),
+    head=Leaf("head", WIDTH, 5),
+)
+def views_with_stems_and_a_kernel_resized(p, views, labels):
+    """Members have inputs of their own, although nothing later is a stack."""
+    x = jax.nn.relu(jax.vmap(conv)(views, p["stems"])).reshape(-1, 8, 8, 6)
+    x = conv(x, jax.image.resize(p["patch"], (3, 3, 6, WIDTH), "linear"))
+    return cross_entropy(jax.nn.relu(x).mean((1, 2)) @ p["head"], labels.reshape(-1))
+
+
+@program(
+    floats(BATCH, 9),
+    integers(BATCH),
+    floats(BATCH, 9),
+    net=widths(9, WIDTH, HIDDEN, first="io", last="io"),
+    readouts=Leaf("embedding", 4, HIDDEN),
+)
+def forces_by_kinds(p, x, kinds, forces):
+    """Each kind has a vector that turns hidden units into its energy."""
+
+    def energy(x):
+        hidden = jnp.tanh(mlp(p["net"], x, jnp.tanh))
+        return jax.vmap(lambda h, kind: h @ p["readouts"][kind])(hidden, kinds).sum()
+
+    return squared_error(jax.grad(energy)(x), forces)
+
+
+@program(
+    floats(BATCH, 9),
+    integers(BATCH),
+    up=Leaf("io", 9, WIDTH),
+    hidden=Leaf("adamw", WIDTH),
+    head=Leaf("head", WIDTH, 5),
+    bias=Leaf("adamw", 5),
+)
+def sharpness_aware(p, x, labels):
+    """A step up the gradient, divided by its norm, inside the loss."""
+
+    def error(p):
+        hidden = jax.nn.relu(x @ p["up"] + p["hidden"])
+        return cross_entropy(hidden @ p["head"] + p["bias"], labels)
+
+    up = jax.grad(error)(p)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(up)))
+    step = jax.tree.map(lambda g: lax.stop_gradient(0.05 * g / norm), up)
+    return error(jax.tree.map(jnp.add, p, step))

@@ -100,7 +100,10 @@ def _decide(
         return ADAMW, "embedding", f"rows picked by integers{at('picked')}", None
     products = [use for use in uses if use.kind in _PRODUCTS]
     products = [use for use in products if not use.is_gradient] or products
-    products.sort(key=lambda use: use.rows == 1)  # last, as in a power iteration
+    if several := [use for use in products if use.rows != 1]:
+        # Without the single vectors of a power iteration.
+        products = several
+        uses = [use for use in uses if use.rows != 1]
     opaque = [use for use in uses if use.kind == "opaque"]
     if not products and opaque and opaque[0].primitive == "fft":
         return ADAMW, "complex", f"its spectrum is taken{at('opaque')}", None
@@ -228,5 +231,6 @@ def _resolve_constants(sides: dict[int, set[str]]) -> None:
         x.discard(CONSTANT)
     for axis in inputs:
         sides[axis].add(IN)
-    for axis in [a for a in others if sides[a] != {BATCH}] or others if inputs else []:
-        sides[axis] = {OUT}
+    if inputs and {OUT} not in [sides[a] for a in others]:
+        for axis in [a for a in others if sides[a] != {BATCH}] or others:
+            sides[axis] = {OUT}

@@ -185,4 +185,5 @@ def _reduce(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     result = value.moved(lambda parts: tuple(parts[a] for a in left))
     if name.startswith("arg"):
         result.choice = value.chosen(use for use in along if along[use])
-    return replace(result, one_hot=False)
+    is_exponential = value.is_exponential and bool(left)  # a norm has no keys
+    return replace(result, one_hot=False, is_exponential=is_exponential)

@@ -7,6 +7,7 @@ attention, or mix matrices that another product has made.
 
 import functools
 import math
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -98,6 +99,11 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         contract, (left, right) = ragged.dot_dimension_numbers
         batch = left, (*right, *ragged.rhs_group_dimensions)
     product = Product(eqn, (values[0], values[1]), contract, batch)
+    for at, value in enumerate(product.values):
+        other = product.values[1 - at]
+        # Backwards, what was summed is repeated.
+        if value.picked and not (other.leaves or other.data or any(contract)):
+            return value.moved(functools.partial(product.placed, at))
     i = product.weight()
     if i is None:
         if all(x.leaves and not x.data for x in product.values):
@@ -225,6 +231,10 @@ def _of_activations(trace: Trace, product: Product) -> Value:
             if x.by_gates:
                 x.mix(inside[x], axes_in(parts, product.free[i]))
             result.results[x] = product.placed(i, parts)
+        if value.one_hot and not contract[i]:  # its classes are gates of what is next
+            name, classes = product.eqn.primitive.name, _free(product, i, 0)
+            gates = Use("", "gates", "", name, gates={0})
+            result.results[gates] = classes
     left, right = (frozenset(value.outputs) for value in values)
     if left and right:
         result.results |= _scores(product, Scores((left, right)))
@@ -233,13 +243,18 @@ def _of_activations(trace: Trace, product: Product) -> Value:
 
 def _scores(product: Product, scores: Scores) -> Results:
     """The result of a product whose free axes name the operand that they are of."""
-    shape, start = shape_of(product.eqn.outvars[0]), len(product.batch[0])
-    second = start + len(product.free[0])
-    parts = tuple(
-        (AxisPart(int(a >= second), 1, size),) if a >= start and size > 1 else ()
-        for a, size in enumerate(shape)
+    first, second = _free(product, 0, 0), _free(product, 1, 1)
+    return {scores: tuple(map(operator.add, first, second))}
+
+
+def _free(product: Product, i: int, axis: int) -> AxisParts:
+    """The axes of the result that operand i alone has, as parts of this axis."""
+    start = len(product.batch[0]) + i * len(product.free[0])
+    stop = start + len(product.free[i])
+    return tuple(
+        (AxisPart(axis, 1, size),) if start <= a < stop and size > 1 else ()
+        for a, size in enumerate(shape_of(product.eqn.outvars[0]))
     )
-    return {scores: parts}
 
 
 def _attend(
@@ -287,7 +302,9 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             sides[a] = OUT
     uses = trace.use(kernel, "convolved", eqn, sides, by=data)
     for use in uses:
-        if _members(kernel.leaves[use.path][out], groups)[1] > 1:
+        members, left = _members(kernel.leaves[use.path][out], groups)
+        use.separate(members)
+        if left > 1:
             use.kind = "depthwise" if shape[fan_in] == 1 else "grouped"
     source, result = {numbers.out_spec[1]: out}, shape_of(eqn.outvars[0])
     return _result(

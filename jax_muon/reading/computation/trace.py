@@ -188,6 +188,8 @@ SUMS = ("add", "sub")
 def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     """An operation on each element; or one without a rule."""
     name, result = eqn.primitive.name, joined(values)
+    if name == "select_n" and values[1].leaves and values[1] == values[-1]:
+        return values[1]  # whatever chooses, as `vmap` does for the branches of a cond
     shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
     shapes = [shape_of(v) for v in eqn.invars]
     # Of a square system, which is solved, all shapes fit.
