@@ -30,18 +30,6 @@ from tests.programs.parts import (
 )
 
 
-@between(**PER_HEAD, segments=Leaf("adamw", 2, HEADS, HEAD))
-def a_table_that_queries_are_compared_with(x, p):
-    """XLNet: whether two tokens are of one segment has a vector for each head."""
-    q, k, v = per_head(x, p)
-    scores = jnp.einsum("bthk,bshk->bhts", q, k)
-    of_segments = jnp.einsum("bthk,ghk->bhtg", q, p["segments"])
-    are_one = jnp.arange(LENGTH) // 2 == jnp.arange(LENGTH)[:, None] // 2
-    scores += jnp.where(are_one, of_segments[..., 1:], of_segments[..., :1])
-    o = jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores), v)
-    return x + out_of_heads(o, p)
-
-
 @between(**PER_HEAD)
 def rotary_positions_and_normalized_queries(x, p):
     """Halves of a head are turned, put together again and squared."""
@@ -123,17 +111,6 @@ def vision_transformer(p, images, labels):
 
 
 # --- parameters in the place of tokens ------------------------------------------------
-
-
-@between(
-    **dict.fromkeys("qkvo", Leaf("io", WIDTH, WIDTH)),
-    latents=Leaf("adamw", 8, WIDTH),
-)
-def latents_not_repeated(x, p):
-    """Perceiver: learned tokens look at the data, and no sequence has its own."""
-    q, k, v = p["latents"] @ p["q"], x @ p["k"], x @ p["v"]
-    z = jax.nn.softmax(jnp.einsum("nd,btd->bnt", q, k)) @ v @ p["o"]
-    return z.mean(1)
 
 
 @between(
