@@ -341,6 +341,33 @@ def test_on_mesh_inside_injected_rates():
     case.assert_close(found(EXPLICIT))  # whose types are the same outside
 
 
+@pytest.mark.parametrize("rows", [NamedSharding(mesh_of(8), P("data")), P("data")])
+def test_a_loss_for_auto_axes_is_read_inside_on_mesh(rows):
+    """Lookups and constraints that JAX refuses on the Explicit axes of `on_mesh`."""
+    sizes = {"embed": (64, 32), "up": (32, 64), "head": (64, 24)}
+    params = {name: jnp.ones(shape) for name, shape in sizes.items()}
+    seen, mesh = [], mesh_of(8)
+
+    def loss(params, tokens):
+        x = jax.lax.with_sharding_constraint(params["embed"][tokens], rows)
+        return jnp.mean(jax.nn.relu(x @ params["up"]) @ params["head"])
+
+    def matrices(shapes):
+        seen.extend(jax.tree.leaves(shapes))
+        return jm.read(shapes, loss, jax.ShapeDtypeStruct((8, 4), jnp.int32))
+
+    tx = jm.nanochat(matrices=matrices, dtype="float32")
+    alone = jm.nanochat(matrices={"up": "muon", "*": "adamw"}, dtype="float32")
+    expected, _ = alone.update(params, alone.init(params), params)
+    with jax.set_mesh(mesh):
+        sharded = jm.on_mesh(tx, mesh, P("data"), divide="data")
+        state = jax.jit(sharded.init)(params)
+        updates, _ = jax.jit(sharded.update)(params, state, params)
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in seen)
+    for name, update in updates.items():
+        np.testing.assert_allclose(update, expected[name], atol=1e-6)
+
+
 @pytest.mark.parametrize("devices", [3, 6])
 def test_joins_along_sharded_layers(devices):
     """Each device has whole pairs of layers, or else all layers."""
