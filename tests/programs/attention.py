@@ -30,6 +30,18 @@ from tests.programs.parts import (
 )
 
 
+@between(**PER_HEAD, segments=Leaf("adamw", 2, HEADS, HEAD))
+def a_table_that_queries_are_compared_with(x, p):
+    """XLNet: whether two tokens are of one segment has a vector for each head."""
+    q, k, v = per_head(x, p)
+    scores = jnp.einsum("bthk,bshk->bhts", q, k)
+    of_segments = jnp.einsum("bthk,ghk->bhtg", q, p["segments"])
+    are_one = jnp.arange(LENGTH) // 2 == jnp.arange(LENGTH)[:, None] // 2
+    scores += jnp.where(are_one, of_segments[..., 1:], of_segments[..., :1])
+    o = jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores), v)
+    return x + out_of_heads(o, p)
+
+
 @between(**PER_HEAD)
 def rotary_positions_and_normalized_queries(x, p):
     """Halves of a head are turned, put together again and squared."""
