@@ -137,6 +137,14 @@ def trained_convolutions_before_frozen_ones(p, frozen, images):
     return squared_error(noise, images)
 
 
+@language_model(**UP_DOWN, lora=ADAPTERS["up"], magnitude=Leaf("adamw", HIDDEN))
+def dora(x, p):
+    """LoRA, merged, with the norms of the columns as a vector."""
+    up = p["up"] + p["lora"]["a"] @ p["lora"]["b"]
+    up = p["magnitude"] * up / jnp.linalg.norm(up, axis=0, keepdims=True)
+    return up_down(x, {**p, "up": up})
+
+
 # --- masks, noise and norms of weights ------------------------------------------------
 
 
