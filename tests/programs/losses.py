@@ -8,6 +8,7 @@ from jax import lax
 from tests.programs.parts import (
     BATCH,
     HIDDEN,
+    LENGTH,
     WIDTH,
     Leaf,
     between,
