@@ -114,6 +114,16 @@ def test_every_link_between_pages_leads_somewhere():
             assert not anchor or anchor in anchors(other), f"{page.name}: {target}"
 
 
+def test_every_row_of_a_table_has_the_cells_of_its_header():
+    """A | in code ends a cell, too."""
+    pages = [*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    for page in pages:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+        for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
+            cells = {len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}
+            assert len(cells) == 1, f"{page.name}: {table}"
+
+
 def test_the_files_that_pages_name_are_there():
     """Paths from the root, the package or docs; frameworks.md names files of others."""
     named = re.compile(r"`((?:\w+/)+[\w*]+\.(?:py|md|json|ipynb))`")

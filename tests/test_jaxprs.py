@@ -3,7 +3,6 @@
 import gc
 import inspect
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas  # noqa: F401
 from jax.extend.core import Primitive
@@ -35,18 +34,6 @@ def test_only_what_results_need_is_traced(as_users_write):
     jaxpr, count = jaxprs.trace(function, X, 3.0)
     assert "cos" not in str(jaxpr)
     assert (count, len(jaxpr.invars)) == (2, 3)
-
-
-def test_residuals_that_are_arguments_need_not_be_saved():
-    """`scan_layers` drops them, and fills them in again."""
-
-    def saved(x, w):
-        _, pull = jax.vjp(lambda x, w: jnp.sin(x @ w), x, w)
-        pull.args_res[1] = None
-        return pull
-
-    pull = jax.eval_shape(saved, X, jnp.ones((4, 4)))
-    assert (4, 4) not in [x.shape for x in jax.tree.leaves(pull)]
 
 
 def test_lines_are_the_users():

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jax_muon as jm
 from jax_muon.keep_residual import _unit, _whole
@@ -132,17 +131,6 @@ def test_a_run_moves_as_in_float32(name):
     assert moved > 2.0**-10
     # A unit is at most 2^-15 here, and half of one is lost in a step.
     chex.assert_trees_all_close(got, want, atol=steps * 2.0**-16, rtol=0)
-
-
-def test_flax_models_keep_their_boxes():
-    model = nnx.Linear(8, 16, rngs=nnx.Rngs(0), param_dtype="bfloat16")
-    tx = jm.moonlight(1e-3, dtype="float32", matrices={"kernel": "muon"})
-    tx = nnx.Optimizer(model, jm.keep_residual(tx), wrt=nnx.Param)
-    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-    tx.update(model, grads)
-    assert model.kernel[...].dtype == jnp.bfloat16
-    (kept,) = (x for x in jax.tree.leaves(tx.opt_state.residual) if x.ndim == 2)
-    assert kept.dtype == jnp.int8 and jnp.any(kept != 0)
 
 
 # --- other dtypes, describe, errors ---------------------------------------------------

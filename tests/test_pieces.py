@@ -57,16 +57,24 @@ def test_nesterov_of_one_gradient_stays_there():
 
 
 @pytest.mark.parametrize("name", OF_MATRICES)
-def test_matrices_of_a_stack_are_scaled_apart(name):
-    """By what each does to single ones, which recipes show in tests/test_recipes.py."""
-    shapes = {"a": (6, 9), "e": (2, 6, 9)}
+def test_matrices_of_an_array_are_scaled_apart(name):
+    """By what each does to single ones, which recipes show in tests/test_recipes.py.
+
+    Two matrices (6, 9) and two (9, 6) in arrays whose axes have any order.
+    """
+    rules = {"wide": MuonDimensionNumbers((3, 0), 2)}
+    rules |= {"tall": MuonDimensionNumbers(1, (2, 0))}
+    shapes = {"wide": (3, 2, 9, 2), "tall": (3, 9, 2, 2)}
     params, grads = (trees.normal(shapes, seed) for seed in (0, 1))
-    matrices = reader()(params)
-    (stack,), *_ = trees.run(OF_MATRICES[name](matrices=matrices), params, [grads])
-    singles = [{"a": x["a"], "0": x["e"][0], "1": x["e"][1]} for x in (params, grads)]
-    (apart,), *_ = trees.run(OF_MATRICES[name](), singles[0], singles[1:])
-    expected = {"a": apart["a"], "e": jnp.stack([apart["0"], apart["1"]])}
-    chex.assert_trees_all_close(stack, expected, rtol=1e-5, atol=1e-6)
+    matrices = jm.read(params, rules=rules)
+
+    def singles(tree):
+        views = {path: matrices.axes(path).view(x) for path, x in tree.items()}
+        return {f"{path}/{i}": views[path][i] for path in views for i in range(2)}
+
+    (found,), *_ = trees.run(OF_MATRICES[name](matrices=matrices), params, [grads])
+    (apart,), *_ = trees.run(OF_MATRICES[name](), singles(params), [singles(grads)])
+    chex.assert_trees_all_close(singles(found), apart, rtol=1e-5, atol=1e-6)
 
 
 SMALL_STATES = (

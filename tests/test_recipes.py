@@ -49,6 +49,8 @@ def test_matrices_by_hand(x64, name):
     start = trees.normal(shapes, 0, "float64") | {"zero": jnp.zeros((6, 4))}
     shapes |= {"zero": (6, 4)}
     noise = [trees.normal(shapes, seed, "float64") for seed in range(1, 9)]
+    for each in noise:  # NorMuon lifts neurons whose updates are small
+        each["row"] *= jnp.array([[1.0, 1.0, 1.0, 1e-5]])
     # One direction with it, so that the matrix gets away from zero.
     grads = jax.tree.map(lambda x: 3 * jnp.eye(*x.shape) + x, noise)
     _, params, _ = trees.run(tx, start, grads)
@@ -60,16 +62,6 @@ def test_matrices_by_hand(x64, name):
         np.testing.assert_allclose(params[key], right[0].T, rtol=0, atol=1e-12)
     if on_spheres:
         assert not radii[0] and radii[-1]  # the zero matrix reached its sphere
-
-
-def test_normuon_lifts_neurons_whose_first_updates_are_small():
-    """Each neuron of (1, n) has one weight: the paper brings all to the same size."""
-    params = {"w": jnp.zeros((1, 8))}
-    grads = {"w": jnp.ones((1, 8)).at[0, 3].set(1e-5)}
-    tx = jm.normuon(1.0, weight_decay=0.0, dtype="float32", matrices={"w": "muon"})
-    updates, _ = tx.update(grads, tx.init(params), params)
-    # sqrt(V) + 1e-8 in the paper, where V is 0.05 times a mean square of (3.5e-6)^2
-    np.testing.assert_allclose(updates["w"], -0.2 * np.ones((1, 8)), rtol=0.02)
 
 
 # --- what optax asks of an optimizer; convergence is in tests/outside/test_optax.py ---

@@ -60,6 +60,13 @@ def assert_same_run(folder: pathlib.Path, other: pathlib.Path) -> None:
         assert (folder / name).read_bytes() == (other / name).read_bytes()
 
 
+def assert_close_runs(folder: pathlib.Path, other: pathlib.Path) -> None:
+    """To 5e-6, as in all layouts."""
+    for name in ("loss", "validation_loss"):
+        found, expected = (losses_of(x, name) for x in (folder, other))
+        np.testing.assert_allclose(found, expected, rtol=5e-6)
+
+
 def fell(folder: pathlib.Path) -> bool:
     losses = losses_of(folder)
     return np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.5
@@ -123,9 +130,7 @@ def test_a_run_goes_on_in_every_layout(finished, tmp_path, interrupt_at, capsys)
         options = parse([*resume, f"--runs={tmp_path}", "--name=run"], None)
         assert (options.sharding, options.devices) == ("zero2", 2)
     folder = train(tmp_path / "run", "--steps=30", *end.split(), "--resume")
-    for name in ("loss", "validation_loss"):
-        found, expected = (losses_of(x, name) for x in (folder, finished / "whole"))
-        np.testing.assert_allclose(found, expected, rtol=5e-6)
+    assert_close_runs(folder, finished / "whole")
     assert checkpoints(folder) == {"20", "30"}
 
 
@@ -146,14 +151,19 @@ runpy.run_path("train_gpt.py", run_name="__main__")
 """
 
 
-def test_a_killed_run_goes_on_digit_for_digit(finished, tmp_path, examples):
+@pytest.fixture
+def python(examples):
+    """Python with some words, in the folder of the examples; it keeps programs."""
+    cache = {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
+    given = {"cwd": examples, "env": os.environ | cache, "timeout": 300}
+    return lambda *words: subprocess.run([sys.executable, *words], **given).returncode
+
+
+def test_a_killed_run_goes_on_digit_for_digit(finished, tmp_path, python):
     """From its last checkpoint, and from the beginning if it had none."""
     run = tmp_path / "killed"
     words = [*SMALL, "--steps=30", f"--runs={tmp_path}", "--name=killed"]
-    cache = {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
-    command = [sys.executable, "-c", KILLED, *words]
-    killed = subprocess.run(command, cwd=examples, env=os.environ | cache)
-    assert killed.returncode == -signal.SIGKILL
+    assert python("-c", KILLED, *words) == -signal.SIGKILL
     assert "10" in checkpoints(run) and "30" not in checkpoints(run)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 27, "lo')
@@ -163,6 +173,19 @@ def test_a_killed_run_goes_on_digit_for_digit(finished, tmp_path, examples):
     shutil.rmtree(run / "checkpoints")
     train(run, "--resume")
     assert_same_run(run, finished / "whole")
+
+
+def test_two_killed_processes_go_on_elsewhere(finished, tmp_path, python):
+    """From two devices in each to four, and from ZeRO-2 to FSDP."""
+    words = [*SMALL, "--steps=30", f"--runs={tmp_path}", "--name=run"]
+    zero2, fsdp = (
+        ("--sharding=zero2", "--devices=2"),
+        ("--sharding=fsdp", "--devices=4"),
+    )
+    killed = python("launch.py", "2", "-c", KILLED, *words, *zero2)
+    resumed = python("launch.py", "2", "train_gpt.py", "--resume", *words, *fsdp)
+    assert (killed, resumed) == (signal.SIGKILL, 0)
+    assert_close_runs(tmp_path / "run", finished / "whole")
 
 
 def test_clipped_logits_stay_at_the_threshold(tmp_path):

@@ -284,8 +284,11 @@ def test_replicas_in_pmap(devices):
 
 
 def test_leaves_that_are_not_there():
-    """None, a group without leaves, a tree of trees, and one without arrays."""
-    params = {"a": {"w": jnp.ones((8, 12)), "no": None}, "norm": [jnp.ones(4)]}
+    """None, a group without leaves, a tree of trees, and one without arrays.
+
+    The matrix has a weak type, which a cast would strip.
+    """
+    params = {"a": {"w": jnp.full((8, 12), 0.5), "no": None}, "norm": [jnp.ones(4)]}
     groups = {"unused": optax.adam(1.0)}
     plain = jm.nanochat(groups=groups, dtype="float32", matrices=toy)
     tx = jm.on_mesh(plain, mesh_of(4), divide="data", min_size=1)
@@ -293,23 +296,20 @@ def test_leaves_that_are_not_there():
     assert tx.update({}, tx.init({}), {})[0] == {}
 
 
-def test_multi_steps_keeps_extra_arguments():
-    def update(updates, state, params=None, *, value):
-        return jax.tree.map(lambda u: u * value, updates), state
+def test_other_arguments_of_an_update_reach_every_transform():
+    """Arrays, Python floats, and in jit what is no array; also on Auto axes."""
+
+    def update(updates, state, params=None, *, value, how):
+        return jax.tree.map(lambda u: u * value[how], updates), state
 
     inner = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-    params = {"w": jnp.ones(4)}
-    tx = jm.on_mesh(optax.MultiSteps(inner, 1), mesh_of(4))
-    updates, _ = tx.update(params, tx.init(params), params, value=jnp.float32(3))
-    np.testing.assert_array_equal(updates["w"], 3)
-
-
-def test_parameters_of_a_weak_type():
-    """`jnp.full(shape, 0.5)` has one, which a cast would strip."""
-    params = {"mlp": jnp.full((64, 64), 0.5)}
-    tx = jm.on_mesh(jm.nanochat(matrices=toy), mesh_of(8), divide="data")
-    updates, _ = tx.update(params, tx.init(params), params)
-    assert updates["mlp"].dtype == "float32"
+    params = {"w": jnp.ones(8)}
+    for tx in (optax.MultiSteps(inner, 1), jm.on_auto_axes(inner)):
+        on = jm.on_mesh(tx, mesh_of(8), divide="data", min_size=1)
+        for value in ({"by": 3.0}, {"by": jnp.float32(3)}):
+            scaled = jax.jit(functools.partial(on.update, value=value, how="by"))
+            updates, _ = scaled(params, on.init(params), params)
+            np.testing.assert_array_equal(updates["w"], 3)
 
 
 def test_a_piece_alone_plans_by_the_arrays():
@@ -339,6 +339,33 @@ def test_on_mesh_inside_injected_rates():
     with pytest.raises(ValueError, match=r"it inside: on_mesh\(optax.inject_hyperp"):
         found(AUTO)
     case.assert_close(found(EXPLICIT))  # whose types are the same outside
+
+
+@pytest.mark.parametrize("rows", [NamedSharding(mesh_of(8), P("data")), P("data")])
+def test_a_loss_for_auto_axes_is_read_inside_on_mesh(rows):
+    """Lookups and constraints that JAX refuses on the Explicit axes of `on_mesh`."""
+    sizes = {"embed": (64, 32), "up": (32, 64), "head": (64, 24)}
+    params = {name: jnp.ones(shape) for name, shape in sizes.items()}
+    seen, mesh = [], mesh_of(8)
+
+    def loss(params, tokens):
+        x = jax.lax.with_sharding_constraint(params["embed"][tokens], rows)
+        return jnp.mean(jax.nn.relu(x @ params["up"]) @ params["head"])
+
+    def matrices(shapes):
+        seen.extend(jax.tree.leaves(shapes))
+        return jm.read(shapes, loss, jax.ShapeDtypeStruct((8, 4), jnp.int32))
+
+    tx = jm.nanochat(matrices=matrices, dtype="float32")
+    alone = jm.nanochat(matrices={"up": "muon", "*": "adamw"}, dtype="float32")
+    expected, _ = alone.update(params, alone.init(params), params)
+    with jax.set_mesh(mesh):
+        sharded = jm.on_mesh(tx, mesh, P("data"), divide="data")
+        state = jax.jit(sharded.init)(params)
+        updates, _ = jax.jit(sharded.update)(params, state, params)
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in seen)
+    for name, update in updates.items():
+        np.testing.assert_allclose(update, expected[name], atol=1e-6)
 
 
 @pytest.mark.parametrize("devices", [3, 6])

@@ -126,17 +126,6 @@ def vision_transformer(p, images, labels):
 
 
 @between(
-    **dict.fromkeys("qkvo", Leaf("io", WIDTH, WIDTH)),
-    latents=Leaf("adamw", 8, WIDTH),
-)
-def latents_not_repeated(x, p):
-    """Perceiver: learned tokens look at the data, and no sequence has its own."""
-    q, k, v = p["latents"] @ p["q"], x @ p["k"], x @ p["v"]
-    z = jax.nn.softmax(jnp.einsum("nd,btd->bnt", q, k)) @ v @ p["o"]
-    return z.mean(1)
-
-
-@between(
     att=ATTENTION,
     prefix_k=Leaf("adamw", 5, HEADS, HEAD),
     prefix_v=Leaf("adamw", 5, HEADS, HEAD),

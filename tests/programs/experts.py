@@ -147,20 +147,6 @@ def matrices_of_a_task(p, x, task, y):
 
 @program(
     floats(BATCH, 9),
-    floats(BATCH, 3),
-    gate=Leaf("io", 9, EXPERTS),
-    experts=Leaf("bio", EXPERTS, 9, HIDDEN),
-    out=Leaf("head", HIDDEN, 3),
-)
-def soft_experts_weighed_in_one_product(p, x, y):
-    """Jacobs' mixture: all experts see the input, and a softmax weighs them."""
-    gates = jax.nn.softmax(x @ p["gate"])
-    outputs = jax.nn.relu(jnp.einsum("bd,edh->beh", x, p["experts"]))
-    return squared_error(jnp.einsum("be,beh->bh", gates, outputs) @ p["out"], y)
-
-
-@program(
-    floats(BATCH, 9),
     floats(2, BATCH, 4),
     experts=Leaf("bio", EXPERTS, 9, 11),
     gates=Leaf("bio", 2, 9, EXPERTS),
@@ -176,21 +162,6 @@ def multi_gate_experts_of_several_tasks(p, x, ys):
 
 
 # --- a top-k that routes nothing ------------------------------------------------------
-
-
-@program(
-    floats(BATCH, WIDTH),
-    encode=Leaf("io", WIDTH, 96),
-    decode=Leaf("head", 96, WIDTH),
-    b1=Leaf("adamw", 96),
-    b2=Leaf("adamw", WIDTH),
-)
-def top_k_autoencoder(p, x):
-    """A sparse autoencoder keeps the largest activations, by their smallest value."""
-    z = jax.nn.relu((x - p["b2"]) @ p["encode"] + p["b1"])
-    least = lax.top_k(z, 8)[0][..., -1:]
-    z = jnp.where(z >= least, z, 0)
-    return squared_error(z @ p["decode"] + p["b2"], x)
 
 
 @program(floats(BATCH, 9), integers(BATCH), **widths(9, WIDTH, HIDDEN, 5))

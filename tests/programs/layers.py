@@ -43,12 +43,6 @@ def body(x, layer):
 
 
 @between(layers=STACK)
-def scan_checkpointed_and_reversed(x, p):
-    """Backwards through the layers, each of them computed again in the gradient."""
-    return rms(lax.scan(jax.checkpoint(body), x, p["layers"], reverse=True)[0])
-
-
-@between(layers=STACK)
 def scan_over_blocks_of_layers(x, p):
     """Eight layers are cut into two blocks of four: only blocks are checkpointed."""
     blocks = jax.tree.map(lambda w: w.reshape(2, 4, *w.shape[1:]), p["layers"])
@@ -155,59 +149,15 @@ def loss_in_shard_map(p, ids):
     return jax.shard_map(on_one_device, **specs, check_vma=False)(p, ids)
 
 
-# --- recurrence -----------------------------------------------------------------------
-
-
-INNER, STATE, RANK = 48, 8, 4  # of Mamba
-
-
-@between(
-    in_proj=Leaf("io", WIDTH, 2 * INNER),
-    conv=Leaf("adamw", 4, 1, INNER),
-    x_proj=Leaf("io", INNER, RANK + 2 * STATE),
-    dt_proj=Leaf("io", RANK, INNER),
-    dt_bias=Leaf("adamw", INNER),
-    a_log=Leaf("adamw", INNER, STATE),
-    d=Leaf("adamw", INNER),
-    out_proj=Leaf("io", INNER, WIDTH),
-)
-def mamba(x, p):
-    """Mamba: a depthwise convolution, and a state space whose A is (width, state)."""
-    u, z = jnp.split(rms(x) @ p["in_proj"], 2, -1)
-    u = lax.conv_general_dilated(
-        u,
-        p["conv"],
-        (1,),
-        [(3, 0)],
-        dimension_numbers=("NWC", "WIO", "NWC"),
-        feature_group_count=INNER,
-    )
-    u = jax.nn.silu(u)
-    step, b, c = jnp.split(u @ p["x_proj"], [RANK, RANK + STATE], -1)
-    step = jax.nn.softplus(step @ p["dt_proj"] + p["dt_bias"])[..., None]
-    decay = jnp.exp(step * -jnp.exp(p["a_log"]))
-
-    def combine(before, after):
-        return before[0] * after[0], after[0] * before[1] + after[1]
-
-    inputs = step * b[..., None, :] * u[..., None]
-    _, h = lax.associative_scan(combine, (decay, inputs), axis=1)
-    y = jnp.einsum("btin,btn->bti", h, c) + p["d"] * u
-    return x + (y * jax.nn.silu(z)) @ p["out_proj"]
+FOURIER = dict.fromkeys(("real", "imag"), Leaf("adamw", 5, WIDTH, WIDTH))
+FOURIER |= {"w": Leaf("io", WIDTH, WIDTH)}
 
 
 @program(
     floats(BATCH, LENGTH, 2),
     floats(BATCH, LENGTH, 3),
     lift=Leaf("io or adamw", 2, WIDTH),
-    layers=[
-        {
-            "real": Leaf("adamw", 5, WIDTH, WIDTH),
-            "imag": Leaf("adamw", 5, WIDTH, WIDTH),
-            "w": Leaf("io", WIDTH, WIDTH),
-        }
-    ]
-    * 2,
+    layers=[FOURIER, FOURIER],
     out=Leaf("head", WIDTH, 3),
 )
 def fourier_neural_operator(p, x, y):

@@ -16,7 +16,6 @@ from tests.programs.parts import (
     cross_entropy,
     floats,
     integers,
-    key,
     mlp,
     program,
     squared_error,
@@ -25,59 +24,26 @@ from tests.programs.parts import (
 
 # --- gradients inside the loss --------------------------------------------------------
 
-
-CLASSES = floats(4, BATCH, 10), integers(4, BATCH)
-
-
-@program(*CLASSES, *CLASSES, **widths(10, WIDTH, HIDDEN, 5))
-def maml(p, xs, ys, queries, labels):
-    """Three steps of gradient descent inside the loss, for each task."""
-
-    def task(x, y, query, label):
-        def inner(p, _):
-            grads = jax.grad(lambda p: cross_entropy(mlp(p, x, jax.nn.relu), y))(p)
-            return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads), None
-
-        adapted, _ = lax.scan(inner, p, None, length=3)
-        return cross_entropy(mlp(adapted, query, jax.nn.relu), label)
-
-    return jax.vmap(task)(xs, ys, queries, labels).mean()
-
-
-CRITIC = {
-    "first": Leaf("iiio or adamw", 3, 3, 3, 10),
-    "second": Leaf("iiio", 3, 3, 10, 14),
-    "third": Leaf("iiio", 4, 4, 14, 18),
-    "head": Leaf("head", 18, 7),
-}
-
-
-def critic(p, x):
-    """Convolutions, a mean over all places, and a head of seven outputs."""
-    x = jax.nn.leaky_relu(conv(x, p["first"]))
-    x = jax.nn.leaky_relu(conv(x, p["second"]))
-    x = jnp.tanh(conv(x, p["third"]))
-    return x.mean((1, 2)) @ p["head"]
-
-
-@program(floats(BATCH, 8, 8, 3), **CRITIC)
-def r1_penalty(p, images):
-    """The norm of the critic's gradient at real images."""
-    scores = critic(p, images)
-    grads = jax.grad(lambda x: critic(p, x).sum())(images)
-    penalty = jnp.sum(grads**2, (1, 2, 3)).mean()
-    return jnp.mean(jax.nn.softplus(-scores)) + 5 * penalty
-
-
 IMAGES = floats(4, BATCH, 8, 8, 3), integers(4, BATCH)
 
 
-@program(*IMAGES, *IMAGES, **CRITIC, bias=Leaf("adamw", 7))
+@program(
+    *IMAGES,
+    *IMAGES,
+    first=Leaf("iiio or adamw", 3, 3, 3, 10),
+    second=Leaf("iiio", 3, 3, 10, 14),
+    third=Leaf("iiio", 4, 4, 14, 18),
+    head=Leaf("head", 18, 7),
+    bias=Leaf("adamw", 7),
+)
 def maml_with_convolutions(p, xs, ys, queries, labels):
     """One inner step for each task of a vmapped batch of tasks, with a bias."""
 
     def error(p, x, y):
-        return cross_entropy(critic(p, x) + p["bias"], y)
+        for name in ("first", "second"):
+            x = jax.nn.leaky_relu(conv(x, p[name]))
+        x = jnp.tanh(conv(x, p["third"])).mean((1, 2))
+        return cross_entropy(x @ p["head"] + p["bias"], y)
 
     def task(x, y, query, label):
         grads = jax.grad(error)(p, x, y)
@@ -99,28 +65,6 @@ def hamiltonian_network(p, q, momentum, dq, dp):
 
     slopes = jax.vmap(jax.grad(hamiltonian, (0, 1)))(q, momentum)
     return squared_error(slopes[1], dq) + squared_error(-slopes[0], dp)
-
-
-@program(
-    floats(6, 3),
-    integers(6),
-    floats(6, 3),
-    embed=Leaf("embedding", 11, WIDTH),
-    w1=Leaf("io", 9, WIDTH),
-    w2=Leaf("io", WIDTH, HIDDEN),
-    w3=Leaf("head", HIDDEN, 3),
-)
-def forces_of_a_potential(p, positions, kinds, forces):
-    """Atoms' energies by distances; only the forces are compared."""
-
-    def energy(positions):
-        apart = positions[:, None] - positions[None]
-        distances = jnp.sqrt(jnp.sum(apart**2, -1) + 1e-6)
-        radial = jnp.exp(-((distances[..., None] - jnp.linspace(0, 5, 9)) ** 2))
-        pairs = radial @ p["w1"] * p["embed"][kinds][None]
-        return jnp.sum(jax.nn.silu(jax.nn.silu(pairs.sum(1)) @ p["w2"]) @ p["w3"])
-
-    return squared_error(-jax.grad(energy)(positions), forces)
 
 
 # --- several networks -----------------------------------------------------------------
@@ -158,25 +102,6 @@ def soft_actor_critic(p, x, noise, actions, targets):
 
 
 # --- inputs that no argument brings ---------------------------------------------------
-
-
-@program(
-    key(),
-    floats(BATCH, 7),
-    time={"0": Leaf("io", 16, HIDDEN), "1": Leaf("io", HIDDEN, WIDTH)},
-    into=Leaf("io", 7, WIDTH),
-    out=Leaf("head", WIDTH, 7),
-)
-def diffusion_with_times_from_a_key(p, random_key, x):
-    """Times are drawn inside; their sines and cosines go through two matrices."""
-    a, b = jax.random.split(random_key)
-    time = jax.random.uniform(a, (BATCH, 1))
-    noise = jax.random.normal(b, x.shape)
-    angles = 1000 * time * jnp.exp(-jnp.linspace(0, 9, 8))
-    waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
-    embedded = jax.nn.silu(waves @ p["time"]["0"]) @ p["time"]["1"]
-    hidden = jax.nn.silu((x * (1 - time) + noise * time) @ p["into"] + embedded)
-    return squared_error(hidden @ p["out"], noise - x)
 
 
 @program(

@@ -96,12 +96,7 @@ def contrastive_images_and_texts(p, images, ids):
 # --- LoRA -----------------------------------------------------------------------------
 
 RANK = 4
-LORA = {
-    **UP_DOWN,
-    "lora_a": Leaf("io", WIDTH, RANK),
-    "lora_b": Leaf("io", RANK, HIDDEN),
-}
-# Adapters of two matrices that are not trained.
+# Adapters of two matrices, which may be trained as well.
 ADAPTERS = {
     "up": {"a": Leaf("io", WIDTH, RANK), "b": Leaf("io", RANK, HIDDEN)},
     "down": {"a": Leaf("io", HIDDEN, RANK), "b": Leaf("io", RANK, WIDTH)},
@@ -114,16 +109,10 @@ FROZEN = {
 }
 
 
-@language_model(**LORA)
-def lora_merged(x, p):
-    """The product of the factors is added to the matrix."""
-    return up_down(x, {**p, "up": p["up"] + 0.5 * p["lora_a"] @ p["lora_b"]})
-
-
-@language_model(**LORA)
+@language_model(**UP_DOWN, lora=ADAPTERS["up"])
 def lora_beside(x, p):
     """The factors multiply the data one after the other."""
-    hidden = x @ p["up"] + x @ p["lora_a"] @ p["lora_b"]
+    hidden = x @ p["up"] + x @ p["lora"]["a"] @ p["lora"]["b"]
     return jax.nn.gelu(hidden) @ p["down"]
 
 
@@ -148,10 +137,10 @@ def trained_convolutions_before_frozen_ones(p, frozen, images):
     return squared_error(noise, images)
 
 
-@language_model(**LORA, magnitude=Leaf("adamw", HIDDEN))
+@language_model(**UP_DOWN, lora=ADAPTERS["up"], magnitude=Leaf("adamw", HIDDEN))
 def dora(x, p):
     """LoRA, merged, with the norms of the columns as a vector."""
-    up = p["up"] + p["lora_a"] @ p["lora_b"]
+    up = p["up"] + p["lora"]["a"] @ p["lora"]["b"]
     up = p["magnitude"] * up / jnp.linalg.norm(up, axis=0, keepdims=True)
     return up_down(x, {**p, "up": up})
 

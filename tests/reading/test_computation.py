@@ -3,6 +3,7 @@
 `test_programs.py` has the readings themselves.
 """
 
+import functools
 import inspect
 
 import jax
@@ -77,20 +78,29 @@ def test_joins_go_by_the_roles():
 
 
 def test_split_outputs_are_shown_unless_a_split_says_so():
-    """Equal parts are in tools/test_describe.py."""
+    """Equal parts, alike in all layers, and others; `describe` shows the same."""
+    layer = {"qkv": floats(16, 48), "out": floats(16, 16)}
+    odd = {"fused": floats(16, 40), "out": floats(8, 16)}
+    params = {"layers": [layer, layer], "odd": odd, "last": floats(16, 5)}
 
     def fused(params, x):
-        q, k, v = jnp.split(x @ params["qkv"], [16, 32], axis=-1)
-        return jnp.mean(jax.nn.softmax(q @ k.swapaxes(-1, -2)) @ v @ params["last"])
+        layers = [(layer["qkv"], 3, layer["out"]) for layer in params["layers"]]
+        layers += [(params["odd"]["fused"], [16, 32], params["odd"]["out"])]
+        for w, parts, out in layers:
+            q, k, v = jnp.split(x @ w, parts, axis=-1)
+            x = x + jax.nn.softmax(q @ k.swapaxes(-1, -2)) @ v @ out
+        return jnp.mean(x @ params["last"])
 
-    params, x = {"qkv": floats(16, 40), "last": floats(8, 5)}, floats(3, 9, 16)
-    found = jm.read(params, fused, x)["qkv"]
-    suggested = "{'qkv': Split({'part_0': 16, 'part_1': 16, 'part_2': 8})}"
-    assert found.reason.endswith(f"; its outputs are split: splits={suggested}")
-    splits = {"qkv": jm.Split({"part_0": 16, "part_1": 16, "part_2": 8})}
-    read = jm.read(params, fused, x, splits=splits)
-    assert "splits" not in read["qkv"].reason and read.splits == splits
-    assert found.role == read["qkv"].role == "fused"
+    read = functools.partial(jm.read, params, fused, floats(3, 9, 16))
+    found, said = read(), "its outputs are split: splits="
+    parts = {"part_0": 16, "part_1": 16, "part_2": 8}
+    for table in map(str, (found, jm.describe(jm.nanochat(matrices=found), params))):
+        assert table.count(said) == 3
+        assert table.count(f"{said}{{'qkv': Split(3)}}\n") == 2
+        assert f"{said}{{'odd/fused': Split({parts})}}\n" in table
+    known = read(splits={"fused": jm.Split(parts)})["odd/fused"]
+    assert "splits" not in known.reason
+    assert found["odd/fused"].role == known.role == "fused"
 
 
 # --- what cannot be read --------------------------------------------------------------

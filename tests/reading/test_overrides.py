@@ -147,6 +147,8 @@ def test_what_cannot_be_a_matrix(sizes, dtype):
     with pytest.raises(ValueError, match=re.escape(words)):
         jm.read({"a": {"w": leaf}}, rules={"a/w": "muon"})
     assert labels({"a": {"w": leaf}}, None) == {"a/w": "adamw"}
+    table = str(jm.read({"a": {"w": leaf}}, rules="frozen"))
+    assert re.search(r"- +frozen +by your rules$", table)
 
 
 def test_a_path_that_was_not_read():

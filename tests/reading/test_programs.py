@@ -16,7 +16,6 @@ pytestmark = pytest.mark.usefixtures("as_users_write")
 
 # Axes of layers, in whatever form the loop is.
 SCANNED = {
-    "scan_checkpointed_and_reversed": {(0,)},
     "scan_over_blocks_of_layers": {(0,)},
     "scan_over_numbers": {(0,)},
     "scan_along_the_second_axis": {(1,)},

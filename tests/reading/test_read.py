@@ -43,22 +43,29 @@ def test_forms_of_linen(as_users_write):
 
 
 def test_forms_of_nnx():
-    """nnx.Optimizer boxes parameters at init and not at update: both must agree."""
+    """nnx.Optimizer boxes parameters at init and not at update: both must agree.
+
+    So must the parts of a split, and residuals.
+    """
     rngs = nnx.Rngs(0)
-    model = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.LayerNorm(8, rngs=rngs))
-    seen = []
+    narrow = nnx.Linear(8, 16, rngs=rngs, param_dtype="bfloat16")
+    model, seen = nnx.Sequential(narrow, nnx.LayerNorm(16, rngs=rngs)), []
 
     def recording(params):
-        matrices = jm.read(params, rules={"layers": "muon"})
+        splits = {"kernel": jm.Split(("q", "k"))}
+        matrices = jm.read(params, rules={"layers": "muon"}, splits=splits)
         seen.append(dict(leaves_with_paths(matrices.labels(params))))
         return matrices
 
-    tx = jm.nanochat(matrices=recording, dtype="float32")
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    optimizer.update(model, nnx.grad(lambda m: jnp.mean(m(jnp.ones((1, 8)))))(model))
+    tx = jm.keep_residual(jm.nanochat(matrices=recording, dtype="float32"))
+    optimizer, before = nnx.Optimizer(model, tx, wrt=nnx.Param), narrow.kernel[...]
+    optimizer.update(model, nnx.grad(lambda m: jnp.mean(m(jnp.eye(8)) ** 3))(model))
     assert len(seen) >= 2
     adamw = dict.fromkeys(("layers/0/bias", "layers/1/bias", "layers/1/scale"), "adamw")
     assert all(one == adamw | {"layers/0/kernel": "muon"} for one in seen)
+    assert narrow.kernel.dtype == "bfloat16" and (narrow.kernel[...] != before).any()
+    residual = dict(leaves_with_paths(optimizer.opt_state.residual))["layers/0/kernel"]
+    assert residual.dtype == "int8" and residual.any()
 
 
 def test_a_python_float_is_a_scalar_for_adamw():

@@ -80,19 +80,3 @@ def test_the_rate_of_a_recipes_own_adamw():
         tx = jm.nanochat(adamw=adamw, matrices={"a": "muon"})
         plan = jm.describe(tx, params)
         assert plan.default_rate == rate and (said in str(plan)) == (adamw is None)
-
-
-def test_a_split_is_suggested_for_all_blocks():
-    block = {"attn": {"qkv": jnp.ones((8, 24)), "out": jnp.ones((8, 8))}}
-    params = {"blocks": [block, block], "head": jnp.ones((8, 5))}
-
-    def apply(params, x):
-        for block in params["blocks"]:
-            q, k, v = jnp.split(x @ block["attn"]["qkv"], 3, 1)
-            x = x + jax.nn.softmax(q @ k.T) @ v @ block["attn"]["out"]
-        return x @ params["head"]
-
-    matrices = jm.read(params, apply, jnp.ones((3, 8)))
-    hint = "splits={'attn/qkv': Split(3)}"
-    for table in (matrices, jm.describe(jm.nanochat(matrices=matrices), params)):
-        assert str(table).count(f"its outputs are split: {hint}\n") == 2
