@@ -78,7 +78,6 @@ WRONG = {
     "labels ['muon']; expected others than": lambda: muon(groups={"muon": muon()}),
     "such as PolarExpress()": lambda: muon(polar=jm.NewtonSchulz),
     "with on_mesh around all other transforms": lambda: jm.verify(muon(), PARAMS),
-    "steps=0; expected": lambda: jm.verify(on_mesh(), MATRIX, steps=0),
     "expected an optax transform": lambda: muon(adamw=optax.adamw),
     "(params, loss_fn, batch), or a function of pa": lambda: muon(matrices="muon"),
     "args at '0/x'='a'; expected an array": lambda: jm.read(PARAMS, loss, {"x": "a"}),
