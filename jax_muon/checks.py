@@ -1,7 +1,6 @@
-"""Argument checks: ValueErrors that name the argument, its value and what is expected.
+"""Checks of what would be silently wrong, or fail with an error that explains nothing.
 
-They cover what would otherwise be silently wrong, or fail with an error that explains
-nothing.
+The ValueErrors name the argument, its value and what is expected.
 """
 
 import math
@@ -113,16 +112,19 @@ def no_factory(name: str, value: Any) -> None:
 
 def arrays(name: str, tree: Any) -> Any:
     """The tree, whose leaves must be arrays or their shapes, or floats: as arrays."""
-    if all(map(_is_array, jax.tree.leaves(tree))):
-        return tree  # without a path for each leaf, which takes longer
-    for path, leaf in trees.leaves_with_paths(tree):
+
+    def as_array(path: str, leaf: Any) -> Any:
         if not (_is_array(leaf) or type(leaf) is float):
             expected = (
                 "arrays alone, such as eqx.filter(model, eqx.is_inexact_array) of an "
                 "equinox module, or nnx.state(model, nnx.Param)"
             )
             refuse(f"{name} at {path!r}", leaf, expected)
-    return jax.tree.map(lambda x: x if _is_array(x) else jnp.asarray(x), tree)
+        return leaf if _is_array(leaf) else jnp.asarray(leaf)
+
+    # Building a path for each leaf takes longer.
+    all_arrays = all(map(_is_array, jax.tree.leaves(tree)))
+    return tree if all_arrays else trees.map_leaves(as_array, tree)
 
 
 def _is_array(x: Any) -> bool:

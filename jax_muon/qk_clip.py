@@ -114,7 +114,6 @@ def clip_qk(
     ) -> tuple[optax.Updates, ClipQkState]:
         del state, extra_args
         checks.params("clip_qk", params)
-        checks.gradients(updates, params)
         updates = trees.as_wide_as_params(updates, params)
         weights = dict(trees.leaves_with_paths(params))
         modules = _modules([*weights], query, key)

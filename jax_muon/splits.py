@@ -49,20 +49,6 @@ class Split:
     parts: int | Sequence[str] | Mapping[str, int]
     axis: int = -1
 
-    def __post_init__(self) -> None:
-        expected = "a number of at least 1, names, each once, or names with widths"
-        if isinstance(self.parts, int):
-            checks.count("parts", self.parts)
-        elif (
-            not isinstance(self.parts, (Mapping, Sequence))
-            or not self.parts
-            or len({*self.parts}) < len(self.parts)
-        ):
-            checks.refuse("parts", self.parts, expected)
-        elif isinstance(self.parts, Mapping):
-            for name, width in self.parts.items():
-                checks.count(f"parts[{name!r}]", width)
-
     def fitted(self, path: str, shape: tuple[int, ...]) -> "Split":
         """The same for one parameter: names with widths, and an axis of at least 0."""
         where = f"splits: parameter {path!r} of shape {shape}"
@@ -73,12 +59,16 @@ class Split:
             )
         parts, size = self.parts, shape[self.axis]
         if not isinstance(parts, (int, Mapping)):
-            parts = dict.fromkeys(parts, size // len(parts))
-        if size % parts if isinstance(parts, int) else sum(parts.values()) != size:
+            parts = dict.fromkeys(parts, size // max(len(parts), 1))
+        if isinstance(parts, int):
+            fits = parts > 0 and size % parts == 0
+        else:
+            fits = sum(parts.values()) == size and min(parts.values(), default=0) > 0
+        if not fits:
             raise ValueError(
                 f"{where}: axis {self.axis} of size {size} does not divide into "
-                f"parts={self.parts!r}; expected widths with the sum {size}, or equal "
-                "parts whose number divides it"
+                f"parts={self.parts!r}; expected names with widths that add up to "
+                f"{size}, or a number that divides it, of parts or of different names"
             )
         return Split(parts, self.axis % len(shape))
 
@@ -182,7 +172,6 @@ def _with_split(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
-        checks.gradients(updates, params)
         fitted = _fit(pattern, split, updates)
         parts, of_params = (_map_split(_parts, fitted, x) for x in (updates, params))
         parts, state = inner.update(parts, state, of_params, **extra_args)

@@ -87,12 +87,11 @@ WRONG |= {  # at init,
         optax.inject_hyperparams(jm.nanochat)(steps=5)
     ),
     "rules at '0', which no parameter has": lambda: init(read_as(["frozen"])),
-    "joins['w']=0.5; expected a Python integer": lambda: known(
+    "joins={'w': 0.5}: K=0.5; expected a Python int": lambda: known(
         MATRIX, joins={"w": 0.5}
     ),
     "have nothing for parameter 'bias'": lambda: init(on_mesh({"wte": jax.P()})),
     "parameters have no corresponding transform": lambda: init(read_as(MOUN)),
-    "'x' is a function of its matrices": lambda: init(muon(groups={"x": NONE})),
     "groups['x'](matrices)=None; expected": lambda: init(
         read_as(X, groups={"x": NONE})
     ),
