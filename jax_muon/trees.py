@@ -151,11 +151,10 @@ def step_leaves(
                 f"parameter {path!r} has shape {u.shape}, and its state {shapes[1:]}; "
                 "expected the state that init returns for this shape"
             )
-    trees: list[Any] = []
-    for i, (tree, leaves) in enumerate(zip((updates, *state), flat, strict=True)):
-        of_tree = [results[path][i] for path in leaves]
-        trees.append(jax.tree.unflatten(jax.tree.structure(tree), of_tree))
-    return trees
+    return [
+        jax.tree.unflatten(jax.tree.structure(tree), [results[x][i] for x in leaves])
+        for i, (tree, leaves) in enumerate(zip((updates, *state), flat, strict=True))
+    ]
 
 
 def as_wide_as_params(updates: Any, params: Any) -> Any:
