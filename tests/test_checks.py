@@ -132,7 +132,6 @@ WRONG |= {  # or at update
     "keep_residual needs the parameters": lambda: jm.keep_residual(muon()).update(
         MATRIX, None
     ),
-    "expected a SkipNonfiniteState": lambda: resumed(jm.skip_nonfinite(muon()), muon()),
     "array 'inner_states/muon/inner_state/2/count': none": lambda: resumed(
         nanochat(), muon()
     ),
