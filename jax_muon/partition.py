@@ -133,10 +133,8 @@ def _for_tree(
     record("parameters", matrices)
     transforms = {}
     for label, group in groups.items():
-        name = f"groups[{label!r}]"
         if callable(group):
             of_group = {path: x for path, x in matrices.items() if x.label == label}
             group = group(dataclasses.replace(matrices, parameters=of_group))
-            name += "(matrices)"
-        transforms[label] = checks.as_transform(name, group)
+        transforms[label] = checks.as_transform(f"groups[{label!r}](matrices)", group)
     return optax.partition(transforms, matrices.labels)

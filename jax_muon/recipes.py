@@ -400,9 +400,7 @@ def _recipe(
     """The chain for "muon", a transform for "adamw", and the user's groups."""
     groups = {} if groups is None else groups
     if MUON in groups or ADAMW in groups:
-        raise ValueError(
-            f"groups has the labels {list(groups)}; expected others than {MUON!r}, "
-            f"which the recipe holds itself, and {ADAMW!r}, whose transform is adamw="
-        )
+        expected = f"others than {MUON!r}, and {ADAMW!r}, whose transform is adamw="
+        checks.refuse("labels of groups", [*groups], expected)
     chain(Matrices({}))  # a wrong setting of a piece is an error now
     return partition({MUON: chain, ADAMW: adamw, **groups}, matrices)

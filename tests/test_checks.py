@@ -75,7 +75,9 @@ WRONG = {
     "(shape_rule of a recipe)='rms'; expected": lambda: muon(shape_rule="rms"),
     "='float32'; expected one of 'int8'": lambda: jm.keep_residual(muon(), "float32"),
     "divide='model'; expected axes": lambda: on_mesh(divide="model"),
-    "labels ['muon']; expected others than": lambda: muon(groups={"muon": muon()}),
+    "labels of groups=['muon']; expected others than": lambda: muon(
+        groups={"muon": muon()}
+    ),
     "such as PolarExpress()": lambda: muon(polar=jm.NewtonSchulz),
     "with on_mesh around all other transforms": lambda: jm.verify(muon(), PARAMS),
     "expected an optax transform": lambda: muon(adamw=optax.adamw),
