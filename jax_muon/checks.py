@@ -112,23 +112,16 @@ def no_factory(name: str, value: Any) -> None:
 
 def arrays(name: str, tree: Any) -> Any:
     """The tree, whose leaves must be arrays or their shapes, or floats: as arrays."""
-
-    def as_array(path: str, leaf: Any) -> Any:
-        if not (_is_array(leaf) or type(leaf) is float):
+    if all(hasattr(x, "dtype") for x in jax.tree.leaves(tree)):
+        return tree  # without a path for each leaf, which takes longer
+    for path, leaf in trees.leaves_with_paths(tree):
+        if not hasattr(leaf, "dtype") and type(leaf) is not float:
             expected = (
                 "arrays alone, such as eqx.filter(model, eqx.is_inexact_array) of an "
                 "equinox module, or nnx.state(model, nnx.Param)"
             )
             refuse(f"{name} at {path!r}", leaf, expected)
-        return leaf if _is_array(leaf) else jnp.asarray(leaf)
-
-    # Building a path for each leaf takes longer.
-    all_arrays = all(map(_is_array, jax.tree.leaves(tree)))
-    return tree if all_arrays else trees.map_leaves(as_array, tree)
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
+    return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
 
 
 def samples(name: str, tree: Any, number: int, expected: str) -> None:
