@@ -1,7 +1,6 @@
-"""Argument checks: ValueErrors that name the argument, its value and what is expected.
+"""Checks of what would be silently wrong, or fail with an error that explains nothing.
 
-They cover what would otherwise be silently wrong, or fail with an error that explains
-nothing.
+The ValueErrors name the argument, its value and what is expected.
 """
 
 import math
@@ -113,20 +112,16 @@ def no_factory(name: str, value: Any) -> None:
 
 def arrays(name: str, tree: Any) -> Any:
     """The tree, whose leaves must be arrays or their shapes, or floats: as arrays."""
-    if all(map(_is_array, jax.tree.leaves(tree))):
+    if all(hasattr(x, "dtype") for x in jax.tree.leaves(tree)):
         return tree  # without a path for each leaf, which takes longer
     for path, leaf in trees.leaves_with_paths(tree):
-        if not (_is_array(leaf) or type(leaf) is float):
+        if not hasattr(leaf, "dtype") and type(leaf) is not float:
             expected = (
                 "arrays alone, such as eqx.filter(model, eqx.is_inexact_array) of an "
                 "equinox module, or nnx.state(model, nnx.Param)"
             )
             refuse(f"{name} at {path!r}", leaf, expected)
-    return jax.tree.map(lambda x: x if _is_array(x) else jnp.asarray(x), tree)
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
+    return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
 
 
 def samples(name: str, tree: Any, number: int, expected: str) -> None:

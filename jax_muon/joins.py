@@ -18,7 +18,7 @@ from jax_muon import checks, trees
 from jax_muon.matrices import ADAMW, Join, Matrices
 from jax_muon.splits import projection, read_parts
 
-# Path pattern to K, or K alone for all queries, keys and values; see `read`.
+# Path pattern to K >= 2, or K alone for all queries, keys and values; see `read`.
 Joins = Mapping[str, int] | int
 
 # Maps batches of matrices (batch, in, out) to their polar factors.
@@ -155,23 +155,19 @@ def with_joins(matrices: Matrices, joins: Joins | None) -> Matrices:
     if joins is None:
         return matrices
     patterns: Any = joins if isinstance(joins, Mapping) else {None: joins}
-    left = {
-        path: parameter
-        for path, parameter in parts.items()
-        if parameter.axes is not None and parameter.label != ADAMW
-    }
+    left = {path: x for path, x in parts.items() if x.axes and x.label != ADAMW}
     found: list[Join] = []
     for pattern, size in patterns.items() if left else ():
-        checks.count("joins" if pattern is None else f"joins[{pattern!r}]", size)
+        checks.count(f"joins={joins!r}: K", size, least=2)
         numbers = {path: _layer_numbers(pattern, x) for path, x in left.items()}
         layers = {path: spans for path, spans in numbers.items() if spans is not None}
         in_batch = pattern is None or _NUMBER not in pattern
-        made = _joins(size, layers, left, in_batch) if size > 1 else []
-        if not layers or (size > 1 and not made):
-            what = "query, key or value that a loss shows"
+        made = _joins(size, layers, left, in_batch)
+        if not made:
+            by_role = "query, key or value that a loss shows"
             raise ValueError(
                 f"joins={joins!r} join no "
-                + (what if pattern is None else f"match of {pattern!r}")
+                + (by_role if pattern is None else f"match of {pattern!r}")
                 + f" among {', '.join(left)}; expected {size} layers or more of one "
                 "shape and dtype: numbered, as in 'blocks/{i}/attn/q', or scanned; or "
                 "another recipe than teon"

@@ -64,18 +64,16 @@ def keep_residual(
     name = jnp.dtype(dtype).name
     checks.choice("dtype", name, ("int8", "int16"))
 
-    def residuals(params: optax.Params) -> Any:
-        return jax.tree.map(
+    def init_fn(params: optax.Params) -> KeepResidualState:
+        params = checks.arrays("params", params)
+        residual = jax.tree.map(
             lambda p: jnp.zeros_like(p, name) if _is_narrow(p) else optax.MaskedNode(),
             params,
         )
-
-    def init_fn(params: optax.Params) -> KeepResidualState:
-        checks.arrays("params", params)
         widened = jax.tree.map(
             lambda p: p.astype(jnp.float32) if _is_narrow(p) else p, params
         )
-        return KeepResidualState(residuals(params), tx.init(widened))
+        return KeepResidualState(residual, tx.init(widened))
 
     def update_fn(
         updates: optax.Updates,
@@ -91,7 +89,8 @@ def keep_residual(
         checks.kind("state", state, KeepResidualState, expected)
         old = dict(trees.leaves_with_paths(state.residual))
         leaves = dict(trees.leaves_with_paths(params))
-        like = dict(trees.leaves_with_paths(jax.eval_shape(residuals, params)))
+        narrow = {path: p for path, p in leaves.items() if _is_narrow(p)}
+        like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, name), narrow)
         checks.alike("residual", old, "parameter of 16 bits", like)
         record("residual", dict.fromkeys(old, name))
 

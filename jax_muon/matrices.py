@@ -267,8 +267,7 @@ def list_doubts(doubtful: Sequence[Parameter], parameters: Sequence[Parameter]) 
     for pattern, kind in sorted(patterns, key=lambda x: len(matched[x[0]])):
         ruled |= {x.path for x in kind}
         first, alone = kind[0], matched[pattern] <= ruled
-        is_stack = len(first.shape) > 2
-        matrix = "MuonDimensionNumbers(in, out)" if is_stack else MUON
+        matrix = "MuonDimensionNumbers(in, out)" if len(first.shape) > 2 else MUON
         count = f", {len(kind)} of them" if alone and len(kind) > 1 else ""
         doubt = "" if first.role == "-" else f": {first.doubt}"
         lines += [

@@ -67,8 +67,8 @@ def orthogonalize(
     def init_fn(params: optax.Params) -> optax.EmptyState:
         params = checks.arrays("params", params)
         parameters = of_tree(matrices, params)
-        flat = trees.leaves_with_paths(params)
-        joined_matrices(parameters, [x for x, _ in flat], [x.shape for _, x in flat])
+        for path, _ in trees.leaves_with_paths(params):
+            parameters.axes(path)  # raises unless it is a matrix
         return optax.EmptyState()
 
     def update_fn(

@@ -41,9 +41,9 @@ def partition(
 
     Raises:
       ValueError: a group that is neither a transform nor a function; at init and
-        update, a label without a group, a function for a label that no parameter has,
-        with path and shape a parameter in a group of matrices that is not a matrix,
-        gradients or state of other shapes, and whatever `read` raises.
+        update, a label without a group, with path and shape a parameter in a group of
+        matrices that is not a matrix, gradients or state of other shapes, and whatever
+        `read` raises.
       KeyError: a parameter that was not read.
 
     Examples:
@@ -66,7 +66,7 @@ def partition(
 
     def build(tree: Any, at_init: bool = False) -> Any:
         whole = read_tree(tree)
-        labelled = _of_tree(whole, tree, groups)
+        labelled = _of_tree(whole, tree)
         if at_init and MUON in groups and {x.label for x in whole.values()} == {ADAMW}:
             warnings.warn(
                 f"no parameter is a matrix: all have the label {ADAMW!r}, and get the "
@@ -90,13 +90,11 @@ def partition(
         params = None if params is None else checks.arrays("params", params)
         checks.gradients(updates, params)
         updates = trees.as_wide_as_params(updates, params)
-        tx = build(updates)  # of the updates, since params may be None
+        tx, like = build(updates), updates if params is None else params
         try:
             stepped, new = tx.update(updates, state, params, **extra_args)
         except (AttributeError, KeyError, TypeError, ValueError):
-            checks.state(
-                state, jax.eval_shape(tx.init, updates if params is None else params)
-            )
+            checks.state(state, jax.eval_shape(tx.init, like))
             raise
         checks.state(state, new)  # transforms may broadcast one of another shape
         checks.alike("update", stepped, "gradient", updates)
@@ -105,7 +103,7 @@ def partition(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _of_tree(whole: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrices:
+def _of_tree(whole: Matrices, tree: Any) -> Matrices:
     """The reading of a tree, which may be a part of the `whole` tree that was read."""
     parameters = {}
     for path, leaf in trees.leaves_with_paths(tree):
@@ -125,14 +123,6 @@ def _of_tree(whole: Matrices, tree: Any, groups: Mapping[str, Group]) -> Matrice
                 f"{where} has dtype {dtype}, which AdamW cannot train; "
                 "expected another label, such as 'frozen' with optax.set_to_zero()"
             )
-    present = {MUON, ADAMW, *(parameter.label for parameter in parameters.values())}
-    for label, group in groups.items():
-        if parameters and label not in present and callable(group):
-            raise ValueError(
-                f"the group {label!r} is a function of its matrices, and no parameter "
-                f"has that label; there are {', '.join(sorted(present))}; expected "
-                "rules that give it to one, or an optax transform"
-            )
     return dataclasses.replace(whole, parameters=parameters)
 
 
@@ -143,10 +133,8 @@ def _for_tree(
     record("parameters", matrices)
     transforms = {}
     for label, group in groups.items():
-        name = f"groups[{label!r}]"
         if callable(group):
             of_group = {path: x for path, x in matrices.items() if x.label == label}
             group = group(dataclasses.replace(matrices, parameters=of_group))
-            name += "(matrices)"
-        transforms[label] = checks.as_transform(name, group)
+        transforms[label] = checks.as_transform(f"groups[{label!r}](matrices)", group)
     return optax.partition(transforms, matrices.labels)

@@ -23,7 +23,6 @@ from jax_muon.momentum import nesterov
 from jax_muon.orthogonalize import Polar, orthogonalize
 from jax_muon.partition import Group, partition
 from jax_muon.polar import coefficients
-from jax_muon.polar.coefficients import Table
 from jax_muon.polar.factors import NewtonSchulz
 from jax_muon.reading.read import Reader, reader
 from jax_muon.scaling import (
@@ -34,8 +33,6 @@ from jax_muon.scaling import (
 )
 from jax_muon.traced_facts import record
 from jax_muon.weight_decay import add_cautious_decayed_weights
-
-__all__ = ["moonlight", "muon", "muonh", "nanochat", "normuon", "teon"]
 
 
 def nanochat(
@@ -55,12 +52,10 @@ def nanochat(
 ) -> optax.GradientTransformationExtraArgs:
     """MuonAdamW of nanochat: Nesterov, Polar Express, NorMuon, cautious weight decay.
 
-    If `optax.adamw(lr)` is tuned for a model, start with (lr * width)**0.5 / 40; see
-    docs/rates.md.
-
     Args:
       learning_rate: of the matrices, before the factor max(1, out/in)^0.5; a number or
-        an optax schedule, like every rate below.
+        an optax schedule, like every rate below. If `optax.adamw(lr)` is tuned for a
+        model, start with (lr * width)**0.5 / 40; see docs/rates.md.
       momentum: of the matrices, an exponential average, in [0, 1).
       weight_decay: of the matrices, times the learning rate, and here times the factor
         of the shape. It is cautious; see `add_cautious_decayed_weights`.
@@ -107,11 +102,10 @@ def nanochat(
             scale_by_normuon(decay, matrices=matrices),
             add_cautious_decayed_weights(weight_decay),
             scale_by_shape(matrices=matrices),
-            _learning_rate(learning_rate),
+            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
 
-    rest = _adamw(adamw, b1=0.8, b2=0.95, eps=1e-10)
-    return _recipe(chain, rest, groups, matrices)
+    return _recipe(chain, _adamw(adamw, b1=0.8, b2=0.95, eps=1e-10), groups, matrices)
 
 
 def normuon(
@@ -130,18 +124,15 @@ def normuon(
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuon, arXiv 2510.05491: neurons normalized, and matrices to an RMS of 0.2.
 
-    If `optax.adamw(lr)` is tuned for a model, start with lr**0.5 / 8; see
-    docs/rates.md.
-
     Args:
       learning_rate: of the matrices, before the factor 0.2 (in out)^0.5 / ||update||_F.
+        If `optax.adamw(lr)` is tuned for a model, start with lr**0.5 / 8.
       beta2: of the mean squares of neurons, in [0, 1).
       ...: all other arguments as in `nanochat`; its decay is not cautious.
 
     Examples:
       >>> params = {"mlp": jnp.arange(8.0).reshape(2, 4)}
-      >>> matrices = {"mlp": "muon"}
-      >>> tx = jm.normuon(1.0, weight_decay=0.0, dtype="float32", matrices=matrices)
+      >>> tx = jm.normuon(1.0, 0.95, 0.0, dtype="float32", matrices={"mlp": "muon"})
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> round(float(jnp.sqrt(jnp.mean(updates["mlp"] ** 2))), 4)
       0.2
@@ -156,7 +147,7 @@ def normuon(
             scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=matrices),
             normalize_frobenius(0.2, matrices=matrices),
             _decay(weight_decay),
-            _learning_rate(learning_rate),
+            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
 
     return _recipe(chain, _adamw(adamw, b2=0.95), groups, matrices)
@@ -207,11 +198,10 @@ def muon(
             orthogonalize(_polar(polar, steps, dtype), matrices=matrices),
             scale_by_shape(shape_rule, matrices=matrices),
             _decay(weight_decay),
-            _learning_rate(learning_rate),
+            optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
 
-    rest = _adamw(adamw, b2=0.95, eps=1e-10)
-    return _recipe(chain, rest, groups, matrices)
+    return _recipe(chain, _adamw(adamw, b2=0.95, eps=1e-10), groups, matrices)
 
 
 def moonlight(
@@ -229,22 +219,19 @@ def moonlight(
 ) -> optax.GradientTransformationExtraArgs:
     """Moonlight's Muon, arXiv 2502.16982: `muon` with AdamW's update RMS of 0.2.
 
-    One learning rate and one weight decay serve matrices and AdamW alike. Start rates
-    as for `normuon`.
-
     Args:
-      learning_rate: of the matrices, before the factor 0.2 max(in, out)^0.5.
+      learning_rate: of the matrices, before the factor 0.2 max(in, out)^0.5. Start as
+        for `normuon`.
       adamw: None for AdamW with this learning rate and this weight decay; another rate
         for AdamW with this weight decay; or a transform, which is used as it is.
       ...: all other arguments as in `muon`.
 
     Examples:
       >>> params = {"mlp": jnp.eye(25)}
-      >>> polar, matrices = jm.ExactPolar(), {"mlp": "muon"}
-      >>> tx = jm.moonlight(1e-3, weight_decay=0.0, polar=polar, matrices=matrices)
+      >>> tx = jm.moonlight(1e-3, polar=jm.ExactPolar(), matrices={"mlp": "muon"})
       >>> updates, _ = tx.update(params, tx.init(params), params)
-      >>> round(float(updates["mlp"][0, 0]), 6)  # 0.2 * 25**0.5 times the rate
-      -0.001
+      >>> round(float(updates["mlp"][0, 0]), 6)  # 0.2 * 25**0.5 + 0.1 times the rate
+      -0.0011
     """
     rate = checks.rate("learning_rate", learning_rate) if adamw is None else adamw
     return muon(
@@ -277,9 +264,8 @@ def teon(
 ) -> optax.GradientTransformationExtraArgs:
     """TEON, arXiv 2601.23261: the queries of two layers as one matrix, so keys, values.
 
-    The joined matrices are scaled like single ones. All others, and those of a last
-    layer without a partner, get ordinary Muon. The polar factor is the Polar Express
-    with the coefficients of arXiv 2505.16932.
+    All other matrices, and those of a last layer without a partner, are single. The
+    polar factor is the Polar Express with the coefficients of arXiv 2505.16932.
 
     Args:
       learning_rate: of the matrices, before the factor (out/in)^0.5.
@@ -288,10 +274,8 @@ def teon(
       ...: all other arguments as in `muon`.
 
     Examples:
-      >>> layer = {"q": jnp.eye(4), "out": jnp.eye(4)}
-      >>> params = {"layers": [layer, layer]}
-      >>> joins = {"layers/{i}/q": 2}
-      >>> matrices = jm.read(params, rules={"*": "muon"}, joins=joins)
+      >>> params = {"layers": [{"q": jnp.eye(4), "out": jnp.eye(4)}] * 2}
+      >>> matrices = jm.read(params, rules={"*": "muon"}, joins={"layers/{i}/q": 2})
       >>> tx = jm.teon(1.0, polar=jm.ExactPolar(), matrices=matrices)
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> [round(float(x[0, 0]), 3) for x in updates["layers"][0].values()]
@@ -329,9 +313,7 @@ def muonh(
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """MuonH, arXiv 2606.16899: Jordan's Muon in steps of a fixed angle.
-
-    Matrices neither grow nor decay.
+    """MuonH, arXiv 2606.16899: Jordan's Muon in steps of a fixed angle, without decay.
 
     Args:
       learning_rate: of the matrices, an angle; see `hyperball`. A first guess is the
@@ -360,7 +342,7 @@ def _polar(
     polar: Polar | None,
     steps: int | None,
     dtype: Any,
-    table: Callable[[int], Table] | None = None,
+    table: Callable[[int], Any] = lambda steps: coefficients.NEWTON_SCHULZ,
     **settings: Any,
 ) -> Polar:
     """The polar factor that is given, or else the recipe's."""
@@ -368,14 +350,8 @@ def _polar(
         return polar
     # Not a default of the recipes: `inject_hyperparams` would make an array of it.
     steps = 5 if steps is None else steps
-    if table is not None:
-        checks.count("steps", steps)
-        settings["coefficients"] = table(steps)
-    return NewtonSchulz(steps, dtype=dtype, **settings)
-
-
-def _learning_rate(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    return optax.scale_by_learning_rate(checks.rate("learning_rate", rate))
+    checks.count("steps", steps)
+    return NewtonSchulz(steps, coefficients=table(steps), dtype=dtype, **settings)
 
 
 def _decay(weight_decay: optax.ScalarOrSchedule) -> optax.GradientTransformation:
@@ -424,9 +400,7 @@ def _recipe(
     """The chain for "muon", a transform for "adamw", and the user's groups."""
     groups = {} if groups is None else groups
     if MUON in groups or ADAMW in groups:
-        raise ValueError(
-            f"groups has the labels {list(groups)}; expected others than {MUON!r}, "
-            f"which the recipe holds itself, and {ADAMW!r}, whose transform is adamw="
-        )
+        expected = f"others than {MUON!r}, and {ADAMW!r}, whose transform is adamw="
+        checks.refuse("labels of groups", [*groups], expected)
     chain(Matrices({}))  # a wrong setting of a piece is an error now
     return partition({MUON: chain, ADAMW: adamw, **groups}, matrices)

@@ -228,19 +228,12 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
         trees.check_patterns_match("factors of the learning rate", factors, known)
         return optax.EmptyState()
 
-    def update_fn(
-        updates: optax.Updates, state: optax.EmptyState, params: Any = None
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        del params
+    def scale(path: str, u: Array) -> Array:
+        factor = next((f for p, f in factors.items() if trees.matches(p, path)), 1)
+        return u if factor == 1 else (dtypes.wide(u) * factor).astype(u.dtype)
 
-        def scale(path: str, u: Array) -> Array:
-            matching = (f for p, f in factors.items() if trees.matches(p, path))
-            factor = next(matching, 1)
-            return u if factor == 1 else (dtypes.wide(u) * factor).astype(u.dtype)
-
-        return map_leaves(scale, updates), state
-
-    return optax.GradientTransformation(init_fn, update_fn)
+    scaled = optax.stateless(lambda updates, params: map_leaves(scale, updates))
+    return optax.GradientTransformation(init_fn, scaled.update)
 
 
 def _norm(x: Array, axes: tuple[int, ...]) -> Array:
@@ -258,15 +251,13 @@ def _stateless(
             parameters.axes(path)  # raises unless it is a matrix
         return optax.EmptyState()
 
-    def update_fn(
-        updates: optax.Updates, state: optax.EmptyState, params: Any = None
-    ) -> tuple[optax.Updates, optax.EmptyState]:
+    def scaled(updates: optax.Updates, params: Any) -> optax.Updates:
         del params
         parameters = of_tree(matrices, updates)
 
         def scale_leaf(path: str, u: Array) -> Array:
             return scale(path, dtypes.wide(u), parameters.axes(path)).astype(u.dtype)
 
-        return map_leaves(scale_leaf, updates), state
+        return map_leaves(scale_leaf, updates)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformation(init_fn, optax.stateless(scaled).update)

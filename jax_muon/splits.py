@@ -49,20 +49,6 @@ class Split:
     parts: int | Sequence[str] | Mapping[str, int]
     axis: int = -1
 
-    def __post_init__(self) -> None:
-        expected = "a number of at least 1, names, each once, or names with widths"
-        if isinstance(self.parts, int):
-            checks.count("parts", self.parts)
-        elif (
-            not isinstance(self.parts, (Mapping, Sequence))
-            or not self.parts
-            or len({*self.parts}) < len(self.parts)
-        ):
-            checks.refuse("parts", self.parts, expected)
-        elif isinstance(self.parts, Mapping):
-            for name, width in self.parts.items():
-                checks.count(f"parts[{name!r}]", width)
-
     def fitted(self, path: str, shape: tuple[int, ...]) -> "Split":
         """The same for one parameter: names with widths, and an axis of at least 0."""
         where = f"splits: parameter {path!r} of shape {shape}"
@@ -73,12 +59,16 @@ class Split:
             )
         parts, size = self.parts, shape[self.axis]
         if not isinstance(parts, (int, Mapping)):
-            parts = dict.fromkeys(parts, size // len(parts))
-        if size % parts if isinstance(parts, int) else sum(parts.values()) != size:
+            parts = dict.fromkeys(parts, size // max(len(parts), 1))
+        if isinstance(parts, int):
+            fits = parts > 0 and size % parts == 0
+        else:
+            fits = sum(parts.values()) == size and min(parts.values(), default=0) > 0
+        if not fits:
             raise ValueError(
                 f"{where}: axis {self.axis} of size {size} does not divide into "
-                f"parts={self.parts!r}; expected widths with the sum {size}, or equal "
-                "parts whose number divides it"
+                f"parts={self.parts!r}; expected names with widths that add up to "
+                f"{size}, or a number that divides it, of parts or of different names"
             )
         return Split(parts, self.axis % len(shape))
 
@@ -98,7 +88,7 @@ def read_parts(
     """How the parts of parameters are read, given how the whole ones are."""
     parts: Any = OrderedDict(parameters)
     for pattern, split in splits.items():
-        parts = _map_split(_read, _fit(pattern, split, parts), parts)
+        parts = _map_split(_read, pattern, split, parts)
     return dict(trees.leaves_with_paths(parts))
 
 
@@ -139,7 +129,7 @@ def projection(name: str) -> str | None:
 def with_splits(
     inner: optax.GradientTransformation, splits: Splits
 ) -> optax.GradientTransformationExtraArgs:
-    """Run a transform on the parts of parameters.
+    """Run a transform on the parts of parameters, and keep the state of the parts.
 
     A parameter `attn/qkv/kernel` with the split `Split(("q", "k", "v"))` is seen by the
     inner transform as three: `attn/qkv/kernel/q`, `/k` and `/v`.
@@ -148,9 +138,6 @@ def with_splits(
       inner: any transform, such as a chain of pieces; recipes and `partition` take
         `matrices=jax_muon.read(params, splits=...)`.
       splits: path pattern to `Split`.
-
-    Returns:
-      A transform of the whole parameters, with the state of the parts.
 
     Raises:
       ValueError: at init and update, with path and shape: a pattern that matches no
@@ -174,7 +161,7 @@ def _with_split(
     """A transform on the parts of the parameters that one pattern matches."""
 
     def init_fn(params: optax.Params) -> Any:
-        return inner.init(_map_split(_parts, _fit(pattern, split, params), params))
+        return inner.init(_map_split(_parts, pattern, split, params))
 
     def update_fn(
         updates: optax.Updates,
@@ -182,37 +169,33 @@ def _with_split(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
-        checks.gradients(updates, params)
-        fitted = _fit(pattern, split, updates)
-        parts, of_params = (_map_split(_parts, fitted, x) for x in (updates, params))
+        parts, of_params = (
+            _map_split(_parts, pattern, split, x) for x in (updates, params)
+        )
         parts, state = inner.update(parts, state, of_params, **extra_args)
-        return _map_split(_join, fitted, updates, parts), state
+        return _map_split(_join, pattern, split, updates, parts), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _fit(pattern: str, split: Split, tree: Any) -> dict[str, Split]:
-    """The split of every leaf that the pattern matches, by path."""
-    checks.kind(f"splits[{pattern!r}]", split, Split, "a jax_muon.Split")
-    leaves = trees.leaves_with_paths(tree)
-    trees.check_patterns_match("splits", [pattern], [path for path, _ in leaves])
-    return {
-        path: split.fitted(path, tuple(x.shape))
-        for path, x in leaves
-        if trees.matches(pattern, path)
-    }
-
-
 def _map_split(
-    function: Callable[..., Any], fitted: Mapping[str, Split], tree: Any, *rest: Any
+    function: Callable[..., Any], pattern: str, split: Split, tree: Any, *rest: Any
 ) -> Any:
-    """Apply a function to parameters with splits; take others from the last tree."""
+    """Apply a function to parameters that match; take others from the last tree."""
+    checks.kind(f"splits[{pattern!r}]", split, Split, "a jax_muon.Split")
+    paths = []
 
     def apply(key_path: tuple[Any, ...], *nodes: Any) -> Any:
-        split = fitted.get(trees.path_string(key_path))
-        return nodes[-1] if split is None else function(split, *nodes)
+        path = trees.path_string(key_path)
+        paths.append(path)
+        if not trees.matches(pattern, path):
+            return nodes[-1]
+        (x,) = jax.tree.leaves(nodes[0])
+        return function(split.fitted(path, tuple(x.shape)), *nodes)
 
-    return jax.tree_util.tree_map_with_path(apply, tree, *rest, is_leaf=trees.is_box)
+    mapped = jax.tree_util.tree_map_with_path(apply, tree, *rest, is_leaf=trees.is_box)
+    trees.check_patterns_match("splits", [pattern], paths)
+    return mapped
 
 
 # --- one parameter --------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 A path is `blocks/0/attn/q/kernel`, the same for the same parameter in every Flax form
 (linen dict, FrozenDict, boxed, nnx.State) and at init as at update: NNX boxes
-parameters at init only, which shows as a trailing `.value` that is dropped here. A key
-with dots, such as PyTorch's `blocks.0.attn.q.weight`, stays as it is; patterns take its
-dots as slashes.
+parameters at init only, which shows as a trailing `.value` that is dropped here.
 """
 
 import fnmatch
@@ -25,11 +23,9 @@ def path_string(key_path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
-def is_box(node: Any) -> bool:
+def is_box(x: Any) -> bool:
     """True for a Flax box: an nnx.Param, say, with one array in it."""
-    children = jax.tree_util.tree_leaves_with_path(
-        node, is_leaf=lambda x: x is not node
-    )
+    children = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda y: y is not x)
     key_path, child = children[0] if len(children) == 1 else ((), None)
     in_box = len(key_path) == 1 and _is_box_key(key_path[0])
     return in_box and jax.tree_util.all_leaves([child])
@@ -59,7 +55,7 @@ def is_function(x: Any) -> TypeGuard[Callable[..., Any]]:
 
 
 def slashed(path: str) -> str:
-    """A path or pattern with its dots as slashes."""
+    """A path or pattern with its dots as slashes: PyTorch's blocks.0.attn.q.weight."""
     return path.replace(".", "/")
 
 
@@ -151,11 +147,10 @@ def step_leaves(
                 f"parameter {path!r} has shape {u.shape}, and its state {shapes[1:]}; "
                 "expected the state that init returns for this shape"
             )
-    trees: list[Any] = []
-    for i, (tree, leaves) in enumerate(zip((updates, *state), flat, strict=True)):
-        of_tree = [results[path][i] for path in leaves]
-        trees.append(jax.tree.unflatten(jax.tree.structure(tree), of_tree))
-    return trees
+    return [
+        jax.tree.unflatten(jax.tree.structure(tree), [results[x][i] for x in leaves])
+        for i, (tree, leaves) in enumerate(zip((updates, *state), flat, strict=True))
+    ]
 
 
 def as_wide_as_params(updates: Any, params: Any) -> Any:

@@ -125,13 +125,14 @@ def test_splitting_and_joining_is_the_identity(axis):
 
 WRONG = {  # pattern, and what Split takes
     r"'qkv' of shape \(6, 24\): axis -1 of size 24 does not": ("qkv", tuple("qkvwx")),
-    r"parts={'q': 16, 'k': 4}; expected .* sum 24": ("qkv", {"q": 16, "k": 4}),
+    r"parts={'q': 16, 'k': 4}; expected .* add up to 24": ("qkv", {"q": 16, "k": 4}),
     "does not divide into parts=7": ("qkv", 7),
     r"no axis 2; expected -2 to 1": ("qkv", 2, 2),
     "'q' matches no parameter; there are qkv": ("q", 2),
-    r"parts=\('q', 'q'\); expected a number": ("qkv", ("q", "q")),
-    r"parts=\(\); expected a number": ("qkv", ()),
-    "parts=2.0; expected a number": ("qkv", 2.0),
+    r"parts=\('q', 'q'\); expected .* of different names": ("qkv", ("q", "q")),
+    r"parts=\(\); expected names": ("qkv", ()),
+    "parts=0; expected names": ("qkv", 0),
+    "parts={'q': 25, 'k': -1}; expected names": ("qkv", {"q": 25, "k": -1}),
 }
 
 

@@ -6,7 +6,7 @@ singular value 1.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from jax_muon.polar import iteration
 from jax_muon.polar.coefficients import (
     NEWTON_SCHULZ,
     Coefficients,
-    Table,
     polar_express_coefficients,
     quintics,
 )
@@ -111,14 +110,7 @@ class NewtonSchulz:
             share the work; the whole matrix needs a `shared_dtype`.
         """
         _check_matrices(x)
-        if not x.size:
-            return x
-        dtype, (m, n) = jnp.dtype(self.dtype), sorted(x.shape[-2:])
-        by_gram = team is None and iteration.uses_gram(self.form, dtype, m, n)
-        table = cast(Table, self.coefficients)  # since `__post_init__`
-        norm = iteration.Norm(self.norm, self.norm_factor, self.eps)
-        method = "gram" if by_gram else self.symmetric
-        return iteration.iterate(x, table, norm, dtype, method, team)
+        return iteration.iterate(x, self, team) if x.size else x
 
     def shared_dtype(
         self, m: int, n: int, dtype: jax.typing.DTypeLike

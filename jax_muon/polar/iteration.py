@@ -29,7 +29,7 @@ The same polynomials are computed here. What differs, and what it is worth:
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,46 +71,30 @@ def uses_gram(form: str, dtype: jnp.dtype, m: int, n: int) -> bool:
     return form == "gram"
 
 
-class Norm(NamedTuple):
-    """A matrix X is divided by factor * norm(X) + eps before the first step."""
-
-    name: str  # "frobenius" or "schatten4"
-    factor: float
-    eps: float
-
-
 # Traced once for matrices of a shape, however many parameters and calls have it.
-@functools.partial(
-    jax.jit, static_argnames=("table", "norm", "dtype", "method", "team")
-)
-def iterate(
-    x: Array,
-    table: Table,
-    norm: Norm,
-    dtype: jnp.dtype,
-    method: str,
-    team: Team | None = None,
-) -> Array:
+@functools.partial(jax.jit, static_argnames=("settings", "team"))
+def iterate(x: Array, settings: Any, team: Team | None = None) -> Array:
     """Run the quintics: on a CPU one matrix at a time, elsewhere on parts of the stack.
 
-    `method` is "gram" for the Gram form, or how the standard form computes symmetric
-    products: "plain" or "kernel". A team takes the standard form.
+    `settings` are a `NewtonSchulz`. A team takes the standard form.
     """
     rows, cols = x.shape[-2:]
-    if min(rows, cols) == 1:
+    dtype, (m, n) = jnp.dtype(settings.dtype), sorted((rows, cols))
+    by_gram = team is None and uses_gram(settings.form, dtype, m, n)
+    form = _gram_form if by_gram else _standard_form
+    if m == 1:
         # The only singular value of one row begins where the quintics are steepest: in
         # bfloat16 it ends 0.22 from where it should, whatever the row.
         dtype = wider(dtype, jnp.float32)
     turned = team is None and rows > cols
-    form = _gram_form if method == "gram" else _standard_form
 
     def factor(y: Array, products: Products) -> Array:
         """Polar factors of wide matrices, m <= n."""
         if team is not None:
             products = SharedProducts(products, team)
         y, unit = _in_range(y, dtype, products)
-        y, gram = _normalize(y, products.outer(y, y), norm, unit)
-        return form(y, gram, table, products).astype(x.dtype)
+        y, gram = _normalize(y, products.outer(y, y), settings, unit)
+        return form(y, gram, settings.coefficients, products).astype(x.dtype)
 
     stack = x.reshape(-1, rows, cols)
     size = len(stack) if team else _part_size(stack)
@@ -129,7 +113,7 @@ def iterate(
         "cpu": functools.partial(_in_parts, single, size=1),
         "default": in_parts(_FUSED),
     }
-    if method == "kernel" and dtype == jnp.bfloat16:
+    if settings.symmetric == "kernel" and dtype == jnp.bfloat16:
         from jax_muon.polar.hopper import HopperProducts
 
         branches["cuda"] = in_parts(HopperProducts())
@@ -190,14 +174,16 @@ def _in_range(x: Array, dtype: jnp.dtype, products: Products) -> tuple[Array, Ar
     return (x * unit).astype(dtype), unit.astype(wider(dtype, jnp.float32))
 
 
-def _normalize(x: Array, gram: Array, norm: Norm, unit: Array) -> tuple[Array, Array]:
+def _normalize(
+    x: Array, gram: Array, settings: Any, unit: Array
+) -> tuple[Array, Array]:
     """X / (factor * norm(X) + eps), for X in units of `unit`, and its Gram matrix."""
     squared = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
-    if norm.name == "schatten4":
+    if settings.norm == "schatten4":
         # Fourth powers overflow, or vanish, where squares do not.
         part = gram / jnp.where(squared > 0, squared, 1)
         squared *= jnp.sqrt(jnp.sum(part * part, axis=(-2, -1), keepdims=True))
-    scale = 1 / (norm.factor * jnp.sqrt(squared) + norm.eps * unit)
+    scale = 1 / (settings.norm_factor * jnp.sqrt(squared) + settings.eps * unit)
     return (wide(x) * scale).astype(x.dtype), gram * scale * scale
 
 

@@ -311,7 +311,7 @@ def assert_same(result, values, expected):
 
 def assert_verified(tx, params, **extra_args):
     """Updates and state of an optimizer in `on_mesh` are those of one device."""
-    assert_close(jm.verify(tx, params, steps=3, **extra_args))
+    assert_close(jm.verify(tx, params, **extra_args))
 
 
 def assert_close(found, bound=BOUND):

@@ -78,12 +78,6 @@ WRONG |= {
     "shape (4,); expected an array": lambda: jm.PolarExpress()(jnp.zeros(4)),
     "dtype int32; expected real": lambda: jm.ExactPolar()(jnp.zeros((4, 4), int)),
     "lower=0; expected a finite number in (0, 1]": lambda: jm.PolarExpress(lower=0),
-    "cushion=1.5; expected a finite number in [0, 1]": lambda: (
-        polar_express_coefficients(5, cushion=1.5)
-    ),
-    "safety=-0.1; expected a finite number in [0, 1]": lambda: (
-        polar_express_coefficients(5, safety=-0.1)
-    ),
 }
 
 

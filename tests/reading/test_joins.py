@@ -122,13 +122,13 @@ def test_a_layer_whose_partner_is_masked_is_joined_with_no_other():
 def test_joined_matrices_hold_every_matrix_once(data):
     """Joined and back is the identity, over random shapes, batches and joins."""
     batch = st.lists(st.integers(1, 4), max_size=2).map(tuple)
-    count = data.draw(st.integers(1, 5))
+    count = data.draw(st.integers(2, 5))
     by_path = (*data.draw(batch), 2, 3)
-    scanned = (data.draw(st.integers(1, 7)), *data.draw(batch), 3, 2)
+    scanned = (data.draw(st.integers(2, 7)), *data.draw(batch), 3, 2)
     shapes = {f"{i}/q": by_path for i in range(count)} | {"scan": scanned}
     shapes |= {"pair/0": (2, 3), "pair/1": (2, 3)}
-    joins = {"{i}/q": data.draw(st.integers(1, count)), "pair/{i}": 2}
-    joins |= {"scan": data.draw(st.integers(1, scanned[0]))}
+    joins = {"{i}/q": data.draw(st.integers(2, count)), "pair/{i}": 2}
+    joins |= {"scan": data.draw(st.integers(2, scanned[0]))}
     arrays = {
         name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + index / 8
         for index, (name, shape) in enumerate(shapes.items())
@@ -182,7 +182,7 @@ def test_teon_matrices(rng, x64, shape):
         ),
         ({"0/q": Q, "1/q": NARROW}, {"{i}/q": 2}, "of one shape and dtype"),
         ({"a/q": Q}, {"a/q": 2}, "numbered, as in 'blocks/{i}/attn/q', or scanned"),
-        ({"a/q": Q}, {"{i}/q": 1}, "join no match of '{i}/q' among a/q"),
+        ({"a/q": Q}, {"{i}/q": 2}, "join no match of '{i}/q' among a/q"),
         ({"0/up": Q}, 2, "join no query, key or value"),
         ({"0/q": Q, "1/q": Q}, 3, "joins=3 join no .* expected 3 layers or more"),
         ({"q": floats(2, 4, 6)}, {"q": 3}, "join no match of 'q'"),
