@@ -32,7 +32,7 @@ model = functools.partial(trees.normal, SHAPES)
 
 # --- mathematics: the matrices of a recipe in NumPy, in PyTorch's orientation ---------
 
-# TEON is in tests/reading/test_joins.py.
+# TEON, which joins them, is in tests/parity and in tests/test_frozen.py.
 BY_HAND = RECIPES | {"nanochat of 3 steps": functools.partial(jm.nanochat, steps=3)}
 BY_HAND.pop("teon")
 

@@ -293,6 +293,8 @@ def test_leaves_that_are_not_there():
     plain = jm.nanochat(groups=groups, dtype="float32", matrices=toy)
     tx = jm.on_mesh(plain, mesh_of(4), divide="data", min_size=1)
     case.assert_verified(tx, params)
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["a"]["w"].dtype == "float32"
     assert tx.update({}, tx.init({}), {})[0] == {}
 
 

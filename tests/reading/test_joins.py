@@ -6,7 +6,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,8 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from jax_muon.joins import joined_matrices, map_joined, with_joins
-from jax_muon.polar.coefficients import polar_express_coefficients
-from tests import oracle, trees
+from tests import trees
 from tests.programs.parts import floats
 from tests.reading import reader
 
@@ -141,35 +139,6 @@ def test_joined_matrices_hold_every_matrix_once(data):
         assert len(x.view(views)) == x.batch
     for result, view in zip(map_joined(list, joined, views), views, strict=True):
         np.testing.assert_array_equal(result, view)
-
-
-@pytest.mark.parametrize("shape", [(4, 6), (8, 3)], ids=str)
-def test_teon_matrices(rng, x64, shape):
-    """TEON in NumPy, on queries (out, in) of three layers, of which two are joined."""
-    table = np.array(
-        polar_express_coefficients(8, lower=1e-3, cushion=0.02407327424182761, safety=0)
-    )
-    table[:-1] /= 1.01 ** np.array([1, 3, 5])
-    start, *grads = rng.standard_normal((5, 3, *shape[::-1]))
-    lr, wd, out_by_in = 0.02, 0.1, shape[1] / shape[0]
-    m, w = np.zeros_like(start), start
-    for g in grads:
-        m = m + 0.05 * (g - m)
-        both = oracle.polar(np.concatenate(m[:2], axis=1), table[:5], 1.01, 1e-7)
-        u = [*np.split(both, 2, axis=1), oracle.polar(m[2], table[:5], 1.01, 1e-7)]
-        w = w * (1 - lr * wd) - lr * out_by_in**0.5 * np.array(u)
-
-    def tree(arrays):
-        return {f"blocks_{i}": {"attn": {"q": x.T}} for i, x in enumerate(arrays)}
-
-    matrices, params = reader(joins={"blocks_{i}/attn/q": 2}), tree(start)
-    tx = jm.teon(lr, weight_decay=wd, dtype="float64", matrices=matrices)
-    state = tx.init(params)
-    for g in grads:
-        updates, state = tx.update(tree(g), state, params)
-        params = optax.apply_updates(params, updates)
-    for result, expected in zip(jax.tree.leaves(params), w, strict=True):
-        np.testing.assert_allclose(result, expected.T, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize(
