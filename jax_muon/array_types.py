@@ -6,14 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    NamedSharding,
-    PartitionSpec,
-    get_abstract_mesh,
-    use_abstract_mesh,
-)
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import get_abstract_mesh, use_abstract_mesh
 
 _trusted = contextvars.ContextVar("jax_muon_trusted", default=False)
 _users_mesh: contextvars.ContextVar[AbstractMesh | None] = contextvars.ContextVar(
@@ -22,15 +16,22 @@ _users_mesh: contextvars.ContextVar[AbstractMesh | None] = contextvars.ContextVa
 
 
 @contextlib.contextmanager
+def setting(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    """The variable has this value inside the `with` block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
 def on_explicit_axes(mesh: AbstractMesh) -> Iterator[None]:
     """Inside the `with` block, types of arrays show how they are sharded on `mesh`."""
     outer = _users_mesh.get()
-    token = _users_mesh.set(get_abstract_mesh() if outer is None else outer)
-    try:
-        with use_abstract_mesh(mesh):
-            yield
-    finally:
-        _users_mesh.reset(token)
+    users = get_abstract_mesh() if outer is None else outer
+    with setting(_users_mesh, users), use_abstract_mesh(mesh):
+        yield
 
 
 @contextlib.contextmanager
@@ -41,14 +42,9 @@ def on_users_axes() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def trusting_devices() -> Iterator[None]:
+def trusting_devices() -> contextlib.AbstractContextManager[None]:
     """Take all arrays for whole inside the `with` block, as `on_replicas` does."""
-    token = _trusted.set(True)
-    try:
-        yield
-    finally:
-        _trusted.reset(token)
+    return setting(_trusted, True)
 
 
 def own_sharding(x: Any) -> NamedSharding | None:
@@ -69,7 +65,7 @@ def is_explicit(x: Any) -> bool:
 
 def replicated(tree: Any) -> Any:
     """The tree with its arrays replicated, where types show how they are sharded."""
-    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+    if AxisType.Explicit not in get_abstract_mesh().axis_types:
         return tree
     return jax.tree.map(
         lambda x: jax.reshard(x, PartitionSpec()) if hasattr(x, "shape") else x, tree
@@ -92,19 +88,24 @@ def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
 
     Not over mesh axes of one device, nor where the user says so by `on_replicas`.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    several = [name for name in mesh.manual_axes if mesh.shape[name] > 1]
-    manual = [] if _trusted.get() else several
+    mesh = get_abstract_mesh()
+    manual = tuple(name for name in mesh.manual_axes if mesh.shape[name] > 1)
+    if _trusted.get() or not manual or not flat:
+        return
+
+    def varying(x: Any) -> set[str]:
+        return {*jax.typeof(x).manual_axis_type.varying}
+
     # A device's index differs between devices; without check_vma its type is like any.
-    if manual and flat and not _varying(jax.lax.axis_index(manual[0])):
+    if not varying(jax.lax.axis_index(manual)):
         raise ValueError(
             f"{what} is inside jax.pmap, or shard_map with check_vma=False, where JAX "
             "does not track what differs between devices; expected it within "
             "jax_muon.on_replicas(tx), if all have whole parameters and the same "
             "gradients; or the update outside, or in shard_map with check_vma=True"
         )
-    for path, leaf in flat if manual else ():
-        if differing := sorted(_varying(leaf) & {*manual}):
+    for path, leaf in flat:
+        if differing := sorted(varying(leaf) & {*manual}):
             raise ValueError(
                 f"{what}: parameter {path!r} differs between the devices of the mesh "
                 f"axis {differing}, inside shard_map, and would be treated block by "
@@ -113,18 +114,13 @@ def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
             )
 
 
-def _varying(x: Any) -> frozenset[str]:
-    """Mesh axes over which a value differs between devices, inside shard_map."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
-
-
 def mesh_of_types(flat: Sequence[tuple[str, Any]]) -> Any:
     """The mesh with Explicit axes of these arrays; None for whole ones in shard_map.
 
     Raises a ValueError for an array whose type does not show how it is sharded.
     """
     check_same_everywhere("orthogonalize", flat)
-    if jax.sharding.get_abstract_mesh().manual_axes:
+    if get_abstract_mesh().manual_axes:
         return None
     for path, leaf in flat:
         mesh = jax.typeof(leaf).sharding.mesh

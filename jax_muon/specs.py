@@ -34,7 +34,7 @@ def full_rank(
     """The spec with an entry for each axis; a ValueError if it does not fit."""
     try:
         sharding = NamedSharding(mesh, spec)
-        jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)
+        jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)  # checks the rank
         sharding.shard_shape(shape)
     except Exception as error:  # its type differs
         name = f"parameter {path!r}" if path else "the parameter"  # of a bare array

@@ -136,14 +136,9 @@ def _spec_at(by_path: Mapping[str, Any], path: str) -> PartitionSpec:
     """The entry of specs for a path, or for the nearest prefix of it."""
     prefix = trees.nearest_prefix(by_path, path)
     if prefix is None:
-        raise ValueError(
-            f"specs have nothing for parameter {path!r}; there are {', '.join(by_path)}"
-        )
-    entry = by_path[prefix]
-    if not isinstance(entry, PartitionSpec | NamedSharding | None):
-        raise ValueError(
-            f"specs have {entry!r} for parameter {path!r}; expected a PartitionSpec, "
-            "a NamedSharding, or None"
-        )
+        checks.refuse("paths in specs", [*by_path], f"one of {path!r} or a prefix of it")
+    entry, kinds = by_path[prefix], (PartitionSpec, NamedSharding, type(None))
+    expected = "a PartitionSpec, a NamedSharding, or None"
+    checks.kind(f"specs for parameter {path!r}", entry, kinds, expected)
     entry = entry.spec if isinstance(entry, NamedSharding) else entry
     return entry or PartitionSpec()

@@ -9,7 +9,6 @@ The gradient is written by hand:
 The forward pass saves what `jax.vjp` of a layer saves, without the layer itself.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks, jaxprs
+from jax_muon.dtypes import wide, wider
 from jax_muon.mesh.layout import Layout, Specs
 from jax_muon.mesh.wire import Wire, of_step
 from jax_muon.specs import (
@@ -128,42 +128,42 @@ def scan_layers(
 
     gather, *scatters = map(of_all, exchange(mesh, names, leaves))
 
-    def on_devices(function: Function, into: Any, out: Any) -> Function:
-        if not local_batch:
-            return function
-        mapped: Function = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-        return mapped(function, in_specs=into, out_specs=out, axis_names={*names})
-
-    # What the block closes over becomes an argument, so that it gets a gradient.
-    program: list[Any] = []
-
-    def trace(carry: Any, shards: Any) -> None:
-        first = treedef.unflatten(gather([x[0] for x in shards]))
-        program[:] = jax.make_jaxpr(block, return_shape=True)(carry, first)
-
-    whole, batch = PartitionSpec(), PartitionSpec(names)
-    of_shards, of_grads = (
-        [PartitionSpec(None, *only(spec, names)) for spec in x]
-        for x in (of_layer, of_grad)
-    )
     whose = "a first axis of samples, which the devices divide, or local_batch=False"
+
+    def scan(carry: Any, shards: list[Any], divided: list[Any]) -> Any:
+        first = jax.eval_shape(lambda x: gather([y[0] for y in x]), shards)
+        trace = jax.make_jaxpr(block, return_shape=True)
+        closed, results = trace(carry, treedef.unflatten(first))
+        if local_batch:
+            name = "local_batch=True: the output of block"
+            checks.samples(name, results[1], 1, whose)
+
+        # What the block closes over becomes an argument, so that it gets a gradient.
+        def run(consts: list[Any], carry: Any, layer: list[Any]) -> Any:
+            function = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))
+            flat = function(*jax.tree.leaves((carry, layer)))
+            return jax.tree.unflatten(jax.tree.structure(results), flat)
+
+        scan = _scan(run, gather, scatters, results)
+        return scan(closed.consts, carry, shards, divided)
+
     if local_batch:
         devices = devices_over(names, mesh.shape)
         checks.samples("local_batch=True: carry", carry, devices, whose)
-    jax.eval_shape(on_devices(trace, (batch, of_shards), whole), carry, flat)
-    closed, results = program
-    if local_batch:
-        checks.samples("local_batch=True: the output of block", results[1], 1, whose)
-
-    def run(consts: list[Any], carry: Any, layer: list[Any]) -> Any:
-        function = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))
-        flat = function(*jax.tree.leaves((carry, layer)))
-        return jax.tree.unflatten(jax.tree.structure(results), flat)
-
-    scan = _scan(run, gather, scatters, results)
-    into, out = (whole, batch, of_shards, of_grads), (batch, PartitionSpec(None, names))
-    shards = jax.lax.stop_gradient(flat)
-    return on_devices(scan, into, out)(closed.consts, carry, shards, flat)
+        batch, by_layer = PartitionSpec(names), PartitionSpec(None, names)
+        of_shards, of_grads = (
+            [PartitionSpec(None, *only(spec, names)) for spec in x]
+            for x in (of_layer, of_grad)
+        )
+        scan = jax.shard_map(
+            scan,
+            mesh=mesh,
+            in_specs=(batch, of_shards, of_grads),
+            out_specs=(batch, by_layer),
+            axis_names={*names},
+            check_vma=False,
+        )
+    return scan(carry, jax.lax.stop_gradient(flat), flat)
 
 
 def _specs_of_layer(
@@ -202,8 +202,10 @@ def _collectives(
     with experts on 1024 GPUs products then wait 34 ms less. Outside of a step the
     shard_map sums a gradient over the axes that do not divide it.
     """
-    is_cpu, step = mesh.devices.flat[0].platform == "cpu", of_step.get()
-    wire = step or Wire(names, sum_wide=is_cpu)
+    step = of_step.get()
+    wire = step or Wire(names)
+    # XLA:CPU would sum 16 bits in float32 anyway, and crashes if a mesh has other axes.
+    sums_wide = mesh.devices.flat[0].platform == "cpu" and not step
 
     def gather(x: Any, spec: PartitionSpec, *_: Any) -> Any:
         return wire.gather(x, spec)
@@ -213,13 +215,16 @@ def _collectives(
         several = divided_axes(mesh.shape)
         return tuple(n for n in axes if n in several and n not in spec_names(spec))
 
+    def scatter(g: Any, spec: Any, dtype: Any, axes: Any) -> Any:
+        dtype = wider(dtype, "float32") if sums_wide else dtype
+        return wire.scatter(g, spec, dtype, axes)
+
     def over_shards(g: Any, spec: Any, _: Any, dtype: Any) -> Any:
-        axes = spec_names(only(spec, names))
-        return dataclasses.replace(wire, axes=axes).scatter(g, spec, dtype)
+        g = wide(g) / mesh.size if step else g  # eight of 9000 overflow float16
+        return scatter(g, spec, dtype, spec_names(only(spec, names)))
 
     def over_replicas(g: Any, spec: Any, of_grad: Any, dtype: Any) -> Any:
-        over = dataclasses.replace(wire, axes=others(spec, of_grad), parts=1)
-        return over.scatter(g, of_grad, dtype)
+        return scatter(g, of_grad, dtype, others(spec, of_grad))
 
     repeated = any(others(spec, of_grad) for spec, of_grad, _ in leaves)
     return gather, over_shards, *([over_replicas] if repeated else [])

@@ -21,6 +21,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks, jaxprs, trees
+from jax_muon.array_types import setting
 from jax_muon.dtypes import wide
 from jax_muon.mesh.layout import Layout, Specs, axes_of_layers
 from jax_muon.mesh.on_mesh import OnMesh
@@ -108,14 +109,9 @@ def make_train_step(
     specs = PartitionSpec() if specs is None else specs
     divided = divided_axes(mesh.shape)
     layout = Layout(mesh, specs, divided, min_size, axes_of_layers(tx))
-    is_cpu = mesh.devices.flat[0].platform == "cpu"
-    return TrainStep(
-        loss,
-        OnMesh(tx, layout, gather_dtype),
-        Wire(mesh.axis_names, gather_dtype, reduce_dtype, mesh.size, is_cpu, scanned),
-        microbatches,
-        donate,
-    )
+    wire = Wire(mesh.axis_names, gather_dtype, reduce_dtype, scanned)
+    on_mesh = OnMesh(tx, layout, gather_dtype)
+    return TrainStep(loss, on_mesh, wire, microbatches, donate)
 
 
 @dataclasses.dataclass(eq=False)
@@ -205,8 +201,7 @@ class TrainStep:
         of_grads = [x if is_held else y for x, y, is_held in rows]
         treedef: Any = jax.tree.structure(params)
         specs, of_grads, held = map(treedef.unflatten, (of_params, of_grads, held))
-        token = of_step.set(wire)
-        try:
+        with setting(of_step, wire):
             # With check_vma=True, the gradient of a parameter that devices share would
             # be summed already, loops could not start from constants, and a loss that
             # ends in a pmean would have a gradient too small by the number of devices.
@@ -217,8 +212,6 @@ class TrainStep:
                 out_specs=(of_grads, PartitionSpec(), PartitionSpec()),
                 check_vma=False,
             )(params, batch)
-        finally:
-            of_step.reset(token)
         extra = {"value": metrics["loss"], **maxima}
         updates, state = self._optimizer.update(grads, state, params, **extra)
         after = jax.tree.map(
@@ -238,6 +231,7 @@ class TrainStep:
         The loss gathers those parameters itself that are `held`.
         """
         count, wire = self._microbatches, self._wire
+        devices = jax.lax.axis_size(wire.axes)
         parts = jax.tree.map(
             lambda x: x.reshape(count, len(x) // count, *x.shape[1:]), batch
         )
@@ -257,13 +251,14 @@ class TrainStep:
 
         def scatter(g: Any, x: Any, spec: Any, held: bool) -> Any:
             kind = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else g.dtype
-            return (g if held else wire.scatter(g, spec, kind)).astype(x.dtype)
+            g = g if held else wire.scatter(g / devices, spec, kind, wire.axes)
+            return g.astype(x.dtype)
 
         grads = jax.tree.map(scatter, grads, params, of_grads, held)
-        maxima = wire.reduce(jax.lax.pmax, maxima)
+        maxima = jax.lax.pmax(maxima, wire.axes)
         metrics = {"loss": jax.lax.pmean(loss, wire.axes)}
         if aux is not None:
-            aux = wire.reduce(jax.lax.psum, aux)
+            aux = jax.lax.psum(aux, wire.axes)
             metrics["aux"] = aux | maxima if maxima else aux
         return grads, maxima, metrics
 
