@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from jax.sharding import get_abstract_mesh, use_abstract_mesh
 
 _trusted = contextvars.ContextVar("jax_muon_trusted", default=False)
 _users_mesh: contextvars.ContextVar[AbstractMesh | None] = contextvars.ContextVar(
@@ -29,17 +28,15 @@ def setting(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]
 def on_explicit_axes(mesh: AbstractMesh) -> Iterator[None]:
     """Inside the `with` block, types of arrays show how they are sharded on `mesh`."""
     outer = _users_mesh.get()
-    users = get_abstract_mesh() if outer is None else outer
-    with setting(_users_mesh, users), use_abstract_mesh(mesh):
+    users = jax.sharding.get_abstract_mesh() if outer is None else outer
+    with setting(_users_mesh, users), jax.sharding.use_abstract_mesh(mesh):
         yield
 
 
-@contextlib.contextmanager
-def on_users_axes() -> Iterator[None]:
+def on_users_axes() -> contextlib.AbstractContextManager[Any]:
     """The mesh outside `on_explicit_axes`: a user's loss may not know Explicit axes."""
-    mesh = _users_mesh.get()
-    with contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh):
-        yield
+    mesh, on = _users_mesh.get(), jax.sharding.use_abstract_mesh
+    return contextlib.nullcontext() if mesh is None else on(mesh)
 
 
 def trusting_devices() -> contextlib.AbstractContextManager[None]:
@@ -65,7 +62,7 @@ def is_explicit(x: Any) -> bool:
 
 def replicated(tree: Any) -> Any:
     """The tree with its arrays replicated, where types show how they are sharded."""
-    if AxisType.Explicit not in get_abstract_mesh().axis_types:
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
         return tree
     return jax.tree.map(
         lambda x: jax.reshard(x, PartitionSpec()) if hasattr(x, "shape") else x, tree
@@ -88,7 +85,7 @@ def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
 
     Not over mesh axes of one device, nor where the user says so by `on_replicas`.
     """
-    mesh = get_abstract_mesh()
+    mesh = jax.sharding.get_abstract_mesh()
     manual = tuple(name for name in mesh.manual_axes if mesh.shape[name] > 1)
     if _trusted.get() or not manual or not flat:
         return
@@ -120,7 +117,7 @@ def mesh_of_types(flat: Sequence[tuple[str, Any]]) -> Any:
     Raises a ValueError for an array whose type does not show how it is sharded.
     """
     check_same_everywhere("orthogonalize", flat)
-    if get_abstract_mesh().manual_axes:
+    if jax.sharding.get_abstract_mesh().manual_axes:
         return None
     for path, leaf in flat:
         mesh = jax.typeof(leaf).sharding.mesh
