@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-_trusted = contextvars.ContextVar("jax_muon_trusted", default=False)
+# True inside `on_replicas`, which takes all arrays for whole.
+trusted = contextvars.ContextVar("jax_muon_trusted", default=False)
 _users_mesh: contextvars.ContextVar[AbstractMesh | None] = contextvars.ContextVar(
     "jax_muon_users_mesh", default=None
 )
@@ -37,11 +38,6 @@ def on_users_axes() -> contextlib.AbstractContextManager[Any]:
     """The mesh outside `on_explicit_axes`: a user's loss may not know Explicit axes."""
     mesh, on = _users_mesh.get(), jax.sharding.use_abstract_mesh
     return contextlib.nullcontext() if mesh is None else on(mesh)
-
-
-def trusting_devices() -> contextlib.AbstractContextManager[None]:
-    """Take all arrays for whole inside the `with` block, as `on_replicas` does."""
-    return setting(_trusted, True)
 
 
 def own_sharding(x: Any) -> NamedSharding | None:
@@ -87,7 +83,7 @@ def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
     """
     mesh = jax.sharding.get_abstract_mesh()
     manual = tuple(name for name in mesh.manual_axes if mesh.shape[name] > 1)
-    if _trusted.get() or not manual or not flat:
+    if trusted.get() or not manual or not flat:
         return
 
     def varying(x: Any) -> set[str]:

@@ -20,14 +20,13 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks, jaxprs
-from jax_muon.dtypes import wide, wider
+from jax_muon.dtypes import wide
 from jax_muon.mesh.layout import Layout, Specs
 from jax_muon.mesh.wire import Wire, of_step
 from jax_muon.specs import (
     AxisName,
     checked_axes,
     devices_over,
-    divided_axes,
     dividing,
     finer,
     only,
@@ -50,28 +49,25 @@ def scan_layers(
     """`jax.lax.scan(block, carry, layers)` that gathers each layer while another runs.
 
     For models in plain jit, and in `make_train_step` for parameters that its `scanned`
-    names. The backward pass gathers layers again and scatters each layer's gradient
-    while the next one is computed. Put `jax.checkpoint` around `block`, or copies of a
-    layer in another dtype are kept. It has reverse-mode derivatives only.
+    names. Put `jax.checkpoint` around `block`, or copies of a layer in another dtype
+    are kept. It has reverse-mode derivatives only.
 
     Args:
       block: `block(carry, layer)` returns the next carry and an output, as for a scan.
       carry: the carry of the first layer.
-      layers: a tree of arrays (layers, ...): weights, and whatever else differs between
-        layers, such as keys.
+      layers: a tree of arrays (layers, ...): weights, and others such as keys.
       mesh: the mesh that `layers` are sharded over.
       specs: how `layers` are sharded: see `on_mesh`. None: as their types say, which on
         Auto axes and in shard_map means replicated, so that nothing is gathered.
       axis: mesh axes over which layers are gathered, and which divide the batch; None
         for all. Over others, such as "tp", a layer stays sharded.
-      local_batch: whether `block` gets each device's part of the batch by itself, as in
-        a shard_map of your own and in `make_train_step`. Then a layer's gradient is
-        sent in one collective, which on 64 devices and more saves most of the waiting.
-        `axis` has to divide the first axis of every array in `carry` and in the outputs
-        of `block`, which must treat samples independently: what varies with the sample,
-        such as a mask, belongs into `carry`. On Explicit axes it must not use other
-        arrays. In a shard_map of your own a layer's gradient is summed over the mesh
-        axes that divide it, and no others.
+      local_batch: whether `block` gets each device's samples by themselves, as always
+        in `make_train_step` and in a shard_map of your own, where a layer's gradient is
+        summed over the mesh axes that divide it, and no others. It is sent in one
+        collective, which on 64 devices and more saves most of the waiting. `axis` has
+        to divide the first axis of every array in `carry` and in the outputs of
+        `block`, which must treat samples independently: what varies with the sample,
+        such as a mask, belongs into `carry`. On Explicit axes it uses no other arrays.
 
     Returns:
       The last carry, and the stacked outputs.
@@ -118,7 +114,6 @@ def scan_layers(
         pairs = zip(flat, of_layer, strict=True)
         flat = [jaxprs.marked(x, mark(spec)) if any(spec) else x for x, spec in pairs]
     leaves = [*zip(of_layer, of_grad, (x.dtype for x in flat), strict=True)]
-    exchange = _collectives if manual or local_batch else _constraints
 
     def of_all(function: Function) -> Function:
         return lambda layer: [
@@ -126,8 +121,8 @@ def scan_layers(
             for x, leaf in zip(layer, leaves, strict=True)
         ]
 
+    exchange = _collectives if manual or local_batch else _constraints
     gather, *scatters = map(of_all, exchange(mesh, names, leaves))
-
     whose = "a first axis of samples, which the devices divide, or local_batch=False"
 
     def scan(carry: Any, shards: list[Any], divided: list[Any]) -> Any:
@@ -174,9 +169,8 @@ def _specs_of_layer(
     With `divide` they divide gradients further.
     """
     sizes, of_layer, of_grad = layout.mesh.shape, [], []
-    flat = jax.tree.leaves(layers)
-    for x, (path, spec) in zip(flat, layout.given(layers), strict=True):
-        if {*spec_names(spec[:1])} & {*names}:
+    for path, x, spec in layout.given(layers):
+        if any(only(spec, names)[:1]):
             raise ValueError(
                 f"layers at {path!r} with {spec} are divided along the axis of layers; "
                 "expected another axis, so that each device has a part of every layer"
@@ -184,7 +178,7 @@ def _specs_of_layer(
         spec = dividing(PartitionSpec(*spec[1:]), sizes)
         is_large = divide and x.size >= layout.min_size
         of_grad.append(finer(spec, x.shape[1:], names if is_large else (), sizes))
-        of_layer.append(spec if {*spec_names(spec)} & {*names} else PartitionSpec())
+        of_layer.append(spec if any(only(spec, names)) else PartitionSpec())
     return of_layer, of_grad
 
 
@@ -203,32 +197,25 @@ def _collectives(
     shard_map sums a gradient over the axes that do not divide it.
     """
     step = of_step.get()
-    wire = step or Wire(names)
-    # XLA:CPU would sum 16 bits in float32 anyway, and crashes if a mesh has other axes.
-    sums_wide = mesh.devices.flat[0].platform == "cpu" and not step
+    wire = step or Wire(mesh, names)
 
     def gather(x: Any, spec: PartitionSpec, *_: Any) -> Any:
         return wire.gather(x, spec)
 
     def others(spec: PartitionSpec, of_grad: PartitionSpec) -> tuple[str, ...]:
         axes = wire.axes if step and any(spec) else spec_names(only(of_grad, names))
-        several = divided_axes(mesh.shape)
-        return tuple(n for n in axes if n in several and n not in spec_names(spec))
-
-    def scatter(g: Any, spec: Any, dtype: Any, axes: Any) -> Any:
-        dtype = wider(dtype, "float32") if sums_wide else dtype
-        return wire.scatter(g, spec, dtype, axes)
+        return tuple(name for name in axes if name not in spec_names(spec))
 
     def over_shards(g: Any, spec: Any, _: Any, dtype: Any) -> Any:
         if step and any(spec):  # before the sum: eight of 9000 overflow float16
             g = wide(g) / mesh.size
-        return scatter(g, spec, dtype, spec_names(only(spec, names)))
+        return wire.scatter(g, spec, dtype, spec_names(only(spec, names)))
 
     def over_replicas(g: Any, spec: Any, of_grad: Any, dtype: Any) -> Any:
-        return scatter(g, of_grad, dtype, others(spec, of_grad))
+        return wire.scatter(g, of_grad, dtype, others(spec, of_grad))
 
-    repeated = any(others(spec, of_grad) for spec, of_grad, _ in leaves)
-    return gather, over_shards, *([over_replicas] if repeated else [])
+    repeats = (devices_over(others(*both), mesh.shape) for *both, _ in leaves)
+    return gather, over_shards, *([over_replicas] if max(repeats) > 1 else [])
 
 
 def _constraints(
@@ -289,9 +276,9 @@ def _scan(
         d_carry, d_ys = _reals(cotangents)
 
         def put(d_shards: list[Any], d_layer: list[Any], i: Any) -> list[Any]:
-            into = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+            into = jax.lax.dynamic_update_index_in_dim
             return jax.tree.map(
-                lambda x, d: into(x, d.astype(x.dtype), index=i), d_shards, d_layer
+                lambda x, d: into(x, d.astype(x.dtype), i, 0), d_shards, d_layer
             )
 
         def step(state: Any, inputs: Any) -> Any:
