@@ -129,6 +129,16 @@ def test_what_differs_between_devices(tx):
         jax.pmap(update)({"w": jnp.ones((8, 4, 8))})
 
 
+def test_errors_of_the_optimizer_itself():
+    def update(updates, state, params=None):
+        raise KeyError("its own")
+
+    tx = optax.GradientTransformation(optax.init_empty_state, update)
+    params, tx = {"w": jnp.ones(4)}, jm.on_mesh(tx, mesh_of(2))
+    with pytest.raises(KeyError, match="its own"):
+        tx.update(params, tx.init(params))
+
+
 def test_deleted_and_other_arguments():
     """Errors leave the arguments alone, and the first parameters are the user's."""
     params, _ = case.draw("one matrix only")
