@@ -6,49 +6,38 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    NamedSharding,
-    PartitionSpec,
-    get_abstract_mesh,
-    use_abstract_mesh,
-)
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-_trusted = contextvars.ContextVar("jax_muon_trusted", default=False)
+# True inside `on_replicas`, which takes all arrays for whole.
+trusted = contextvars.ContextVar("jax_muon_trusted", default=False)
 _users_mesh: contextvars.ContextVar[AbstractMesh | None] = contextvars.ContextVar(
     "jax_muon_users_mesh", default=None
 )
 
 
 @contextlib.contextmanager
+def setting(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    """The variable has this value inside the `with` block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
 def on_explicit_axes(mesh: AbstractMesh) -> Iterator[None]:
     """Inside the `with` block, types of arrays show how they are sharded on `mesh`."""
     outer = _users_mesh.get()
-    token = _users_mesh.set(get_abstract_mesh() if outer is None else outer)
-    try:
-        with use_abstract_mesh(mesh):
-            yield
-    finally:
-        _users_mesh.reset(token)
+    users = jax.sharding.get_abstract_mesh() if outer is None else outer
+    with setting(_users_mesh, users), jax.sharding.use_abstract_mesh(mesh):
+        yield
 
 
-@contextlib.contextmanager
-def on_users_axes() -> Iterator[None]:
+def on_users_axes() -> contextlib.AbstractContextManager[Any]:
     """The mesh outside `on_explicit_axes`: a user's loss may not know Explicit axes."""
-    mesh = _users_mesh.get()
-    with contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh):
-        yield
-
-
-@contextlib.contextmanager
-def trusting_devices() -> Iterator[None]:
-    """Take all arrays for whole inside the `with` block, as `on_replicas` does."""
-    token = _trusted.set(True)
-    try:
-        yield
-    finally:
-        _trusted.reset(token)
+    mesh, on = _users_mesh.get(), jax.sharding.use_abstract_mesh
+    return contextlib.nullcontext() if mesh is None else on(mesh)
 
 
 def own_sharding(x: Any) -> NamedSharding | None:
@@ -93,29 +82,29 @@ def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
     Not over mesh axes of one device, nor where the user says so by `on_replicas`.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    several = [name for name in mesh.manual_axes if mesh.shape[name] > 1]
-    manual = [] if _trusted.get() else several
+    manual = tuple(name for name in mesh.manual_axes if mesh.shape[name] > 1)
+    if trusted.get() or not manual or not flat:
+        return
+
+    def varying(x: Any) -> set[str]:
+        return {*jax.typeof(x).manual_axis_type.varying}
+
     # A device's index differs between devices; without check_vma its type is like any.
-    if manual and flat and not _varying(jax.lax.axis_index(manual[0])):
+    if not varying(jax.lax.axis_index(manual)):
         raise ValueError(
             f"{what} is inside jax.pmap, or shard_map with check_vma=False, where JAX "
             "does not track what differs between devices; expected it within "
             "jax_muon.on_replicas(tx), if all have whole parameters and the same "
             "gradients; or the update outside, or in shard_map with check_vma=True"
         )
-    for path, leaf in flat if manual else ():
-        if differing := sorted(_varying(leaf) & {*manual}):
+    for path, leaf in flat:
+        if differing := sorted(varying(leaf) & {*manual}):
             raise ValueError(
                 f"{what}: parameter {path!r} differs between the devices of the mesh "
                 f"axis {differing}, inside shard_map, and would be treated block by "
                 "block; expected jax_muon.on_mesh(tx, mesh) outside of it, on the "
                 "gradients that it returns, as in jax_muon.make_train_step"
             )
-
-
-def _varying(x: Any) -> frozenset[str]:
-    """Mesh axes over which a value differs between devices, inside shard_map."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def mesh_of_types(flat: Sequence[tuple[str, Any]]) -> Any:

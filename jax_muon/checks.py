@@ -30,6 +30,11 @@ def refuse(name: str, value: Any, expected: str) -> NoReturn:
     raise ValueError(f"{name}={text}; expected {expected}")
 
 
+def strings(value: str | Sequence[str]) -> tuple[str, ...]:
+    """One string or several, as a tuple."""
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
 def kind(name: str, value: Any, types: Any, expected: str) -> None:
     """The value must be an instance of one of these types."""
     if not isinstance(value, types):

@@ -17,15 +17,11 @@ Sizes = Mapping[str, int]  # of mesh axes, by name
 def checked_axes(name: str, axis: Any, mesh: Mesh) -> tuple[str, ...]:
     """One or several axes of a mesh as a tuple, each once; all of them for None."""
     checks.kind("mesh", mesh, Mesh, "a jax.sharding.Mesh")
-    names = (axis,) if isinstance(axis, str) else axis
-    names = mesh.axis_names if names is None else names
-    if (
-        not isinstance(names, (tuple, list))
-        or not {*names} <= {*mesh.axis_names}
-        or len(set(names)) < len(names)
-    ):
-        checks.refuse(name, axis, f"axes of the mesh, {mesh.axis_names}, each once")
-    return tuple(names)
+    every = mesh.axis_names
+    names = checks.strings(every if axis is None else axis)
+    if not {*names} <= {*every} or len({*names}) < len(names):
+        checks.refuse(name, axis, f"axes of the mesh, {every}, each once")
+    return names
 
 
 def full_rank(
@@ -34,7 +30,7 @@ def full_rank(
     """The spec with an entry for each axis; a ValueError if it does not fit."""
     try:
         sharding = NamedSharding(mesh, spec)
-        jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)
+        jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)  # checks the rank
         sharding.shard_shape(shape)
     except Exception as error:  # its type differs
         name = f"parameter {path!r}" if path else "the parameter"  # of a bare array
@@ -92,17 +88,6 @@ def finer(
 def dividing(spec: PartitionSpec, sizes: Sizes) -> PartitionSpec:
     """The spec without mesh axes of one device, which divide nothing."""
     return only(spec, divided_axes(sizes))
-
-
-def as_jit_writes(spec: PartitionSpec, sizes: Sizes) -> PartitionSpec:
-    """The spec, spelled as JAX spells it for results of jit on Auto axes.
-
-    P("a", None) and P("a") are different specs to JAX, which would compile again.
-    """
-    spec = dividing(spec, sizes)
-    while len(spec) and spec[-1] is None:
-        spec = PartitionSpec(*spec[:-1])
-    return spec
 
 
 def divided_axes(sizes: Sizes) -> tuple[str, ...]:

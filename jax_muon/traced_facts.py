@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from jax_muon import array_types
+
 Facts = dict[str, dict[Any, Any]]  # by kind, then by path or another key
 
 _recorded: contextvars.ContextVar[Facts | None] = contextvars.ContextVar(
@@ -29,11 +31,8 @@ def record(kind: str, facts: Mapping[Any, Any]) -> None:
 def recording() -> Iterator[Facts]:
     """Facts that are recorded inside the `with` block."""
     facts: Facts = collections.defaultdict(dict)
-    token = _recorded.set(facts)
-    try:
+    with array_types.setting(_recorded, facts):
         yield facts
-    finally:
-        _recorded.reset(token)
 
 
 def trace(function: Callable[..., Any], *args: Any) -> tuple[Any, Facts]:

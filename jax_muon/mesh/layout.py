@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,25 +36,25 @@ class Layout:
         self, tree: Any
     ) -> tuple[list[str], list[PartitionSpec], list[PartitionSpec]]:
         """Paths, specs of parameters, and specs of their gradients and state."""
-        of_params, of_state = [], []
+        paths, of_params, of_state = [], [], []
         layers = self.layers(tree) if self.divide else {}
-        given, shapes = self.given(tree), [x.shape for x in jax.tree.leaves(tree)]
-        for (path, spec), shape in zip(given, shapes, strict=True):
-            axes = self.divide if math.prod(shape) >= self.min_size else ()
-            spec = full_rank(spec, path, shape, self.mesh)
-            of_params.append(spec)
+        for path, x, spec in self.given(tree):
+            spec = full_rank(spec, path, x.shape, self.mesh)
+            names = self.divide if x.size >= self.min_size else ()
             last = layers.get(path, ())
-            of_state.append(finer(spec, shape, axes, self.mesh.shape, last))
-        return [path for path, _ in given], of_params, of_state
+            paths.append(path)
+            of_params.append(spec)
+            of_state.append(finer(spec, x.shape, names, self.mesh.shape, last))
+        return paths, of_params, of_state
 
-    def given(self, tree: Any) -> list[tuple[str, PartitionSpec]]:
-        """Paths, and specs of parameters as the user wrote them."""
+    def given(self, tree: Any) -> list[tuple[str, Any, PartitionSpec]]:
+        """Paths, leaves, and their specs as the user wrote them."""
         leaves = trees.leaves_with_paths(tree)
         if self.specs is None:
-            return [(path, jax.typeof(x).sharding.spec) for path, x in leaves]
+            return [(path, x, jax.typeof(x).sharding.spec) for path, x in leaves]
         specs = self.specs(tree) if trees.is_function(self.specs) else self.specs
         by_path = dict(trees.leaves_with_paths(specs, is_leaf=lambda x: x is None))
-        return [(path, _spec_at(by_path, path)) for path, _ in leaves]
+        return [(path, x, _spec_at(by_path, path)) for path, x in leaves]
 
     def check_concrete(self, tree: Any) -> None:
         """Raise a ValueError for arrays sharded on Auto axes without specs."""
@@ -120,14 +119,14 @@ def axes_of_layers(tx: optax.GradientTransformation) -> Callable[[Any], AxesOfLa
     """The axes that a scan takes, by the reading that an optimizer goes by."""
 
     @functools.lru_cache(maxsize=4)
-    def of_shapes(treedef: Any, shapes: tuple[Any, ...]) -> AxesOfLayers:
-        _, facts = traced_facts.trace(tx.init, jax.tree.unflatten(treedef, shapes))
+    def of_shapes(treedef: Any, *shapes: jax.ShapeDtypeStruct) -> AxesOfLayers:
+        _, facts = traced_facts.trace(tx.init, treedef.unflatten(shapes))
         return facts["scanned"]
 
     def of_tree(tree: Any) -> AxesOfLayers:
         leaves, treedef = jax.tree.flatten(tree)
         shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-        return of_shapes(treedef, tuple(shapes))
+        return of_shapes(treedef, *shapes)
 
     return of_tree
 
@@ -136,14 +135,10 @@ def _spec_at(by_path: Mapping[str, Any], path: str) -> PartitionSpec:
     """The entry of specs for a path, or for the nearest prefix of it."""
     prefix = trees.nearest_prefix(by_path, path)
     if prefix is None:
-        raise ValueError(
-            f"specs have nothing for parameter {path!r}; there are {', '.join(by_path)}"
-        )
-    entry = by_path[prefix]
-    if not isinstance(entry, PartitionSpec | NamedSharding | None):
-        raise ValueError(
-            f"specs have {entry!r} for parameter {path!r}; expected a PartitionSpec, "
-            "a NamedSharding, or None"
-        )
+        expected = f"one of {path!r} or a prefix of it"
+        checks.refuse("paths in specs", [*by_path], expected)
+    entry, kinds = by_path[prefix], (PartitionSpec, NamedSharding, type(None))
+    expected = "a PartitionSpec, a NamedSharding, or None"
+    checks.kind(f"specs for parameter {path!r}", entry, kinds, expected)
     entry = entry.spec if isinstance(entry, NamedSharding) else entry
     return entry or PartitionSpec()

@@ -14,19 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    use_abstract_mesh,
-)
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import array_types, checks, traced_facts
 from jax_muon.dtypes import wire_dtype
 from jax_muon.mesh.layout import Layout, Specs, axes_of_layers
-from jax_muon.specs import AxisName, as_jit_writes, checked_axes
+from jax_muon.specs import AxisName, checked_axes, dividing
 
 
 def on_mesh(
@@ -179,10 +172,16 @@ class OnMesh:
             return jax.eval_shape(self.tx.init, self._typed(params, of_state))
 
     def _sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """The sharding, spelled as JAX spells it for results of jit."""
-        if AxisType.Auto in self.layout.mesh.axis_types:
-            spec = as_jit_writes(spec, self.layout.mesh.shape)
-        return NamedSharding(self.layout.mesh, spec)
+        """The sharding, spelled as JAX spells it for results of jit.
+
+        P("a", None) and P("a") are different specs to JAX, which would compile again.
+        """
+        mesh = self.layout.mesh
+        if AxisType.Auto in mesh.axis_types:
+            spec = dividing(spec, mesh.shape)
+            while spec and spec[-1] is None:
+                spec = PartitionSpec(*spec[:-1])
+        return NamedSharding(mesh, spec)
 
     @contextlib.contextmanager
     def _explicit_axes(self) -> Iterator[None]:
@@ -211,7 +210,7 @@ class OnMesh:
         specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
         outer = self._outer_mesh()
         if outer != self._explicit_mesh():
-            with use_abstract_mesh(outer):
+            with jax.sharding.use_abstract_mesh(outer):
                 tree = jax.reshard(tree, PartitionSpec())  # types say nothing again
         elif AxisType.Auto in self.layout.mesh.axis_types:
             return tree  # in `on_mesh` or a user's own explicit_axes
@@ -263,9 +262,7 @@ def _reshard(tree: Any, specs: Sequence[PartitionSpec], dtype: Any = None) -> An
     moved = []
     for x, spec in zip(leaves, specs, strict=True):
         old = jax.typeof(x).sharding
-        before, after = (
-            as_jit_writes(s, dict(old.mesh.shape)) for s in (old.spec, spec)
-        )
+        before, after = (dividing(s, old.mesh.shape) for s in (old.spec, spec))
         # Without a dtype no cast: it would strip a weak type, on the wrong axes.
         travels = dtype is not None and before != after
         sent = x.astype(wire_dtype(x.dtype, dtype)) if travels else x

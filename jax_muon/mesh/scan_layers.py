@@ -9,7 +9,6 @@ The gradient is written by hand:
 The forward pass saves what `jax.vjp` of a layer saves, without the layer itself.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,13 +20,13 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks, jaxprs
+from jax_muon.dtypes import wide
 from jax_muon.mesh.layout import Layout, Specs
 from jax_muon.mesh.wire import Wire, of_step
 from jax_muon.specs import (
     AxisName,
     checked_axes,
     devices_over,
-    divided_axes,
     dividing,
     finer,
     only,
@@ -50,28 +49,25 @@ def scan_layers(
     """`jax.lax.scan(block, carry, layers)` that gathers each layer while another runs.
 
     For models in plain jit, and in `make_train_step` for parameters that its `scanned`
-    names. The backward pass gathers layers again and scatters each layer's gradient
-    while the next one is computed. Put `jax.checkpoint` around `block`, or copies of a
-    layer in another dtype are kept. It has reverse-mode derivatives only.
+    names. Put `jax.checkpoint` around `block`, or copies of a layer in another dtype
+    are kept. It has reverse-mode derivatives only.
 
     Args:
       block: `block(carry, layer)` returns the next carry and an output, as for a scan.
       carry: the carry of the first layer.
-      layers: a tree of arrays (layers, ...): weights, and whatever else differs between
-        layers, such as keys.
+      layers: a tree of arrays (layers, ...): weights, and others such as keys.
       mesh: the mesh that `layers` are sharded over.
       specs: how `layers` are sharded: see `on_mesh`. None: as their types say, which on
         Auto axes and in shard_map means replicated, so that nothing is gathered.
       axis: mesh axes over which layers are gathered, and which divide the batch; None
         for all. Over others, such as "tp", a layer stays sharded.
-      local_batch: whether `block` gets each device's part of the batch by itself, as in
-        a shard_map of your own and in `make_train_step`. Then a layer's gradient is
-        sent in one collective, which on 64 devices and more saves most of the waiting.
-        `axis` has to divide the first axis of every array in `carry` and in the outputs
-        of `block`, which must treat samples independently: what varies with the sample,
-        such as a mask, belongs into `carry`. On Explicit axes it must not use other
-        arrays. In a shard_map of your own a layer's gradient is summed over the mesh
-        axes that divide it, and no others.
+      local_batch: whether `block` gets each device's samples by themselves, as always
+        in `make_train_step` and in a shard_map of your own, where a layer's gradient is
+        summed over the mesh axes that divide it, and no others. It is sent in one
+        collective, which on 64 devices and more saves most of the waiting. `axis` has
+        to divide the first axis of every array in `carry` and in the outputs of
+        `block`, which must treat samples independently: what varies with the sample,
+        such as a mask, belongs into `carry`. On Explicit axes it uses no other arrays.
 
     Returns:
       The last carry, and the stacked outputs.
@@ -118,7 +114,6 @@ def scan_layers(
         pairs = zip(flat, of_layer, strict=True)
         flat = [jaxprs.marked(x, mark(spec)) if any(spec) else x for x, spec in pairs]
     leaves = [*zip(of_layer, of_grad, (x.dtype for x in flat), strict=True)]
-    exchange = _collectives if manual or local_batch else _constraints
 
     def of_all(function: Function) -> Function:
         return lambda layer: [
@@ -126,44 +121,44 @@ def scan_layers(
             for x, leaf in zip(layer, leaves, strict=True)
         ]
 
+    exchange = _collectives if manual or local_batch else _constraints
     gather, *scatters = map(of_all, exchange(mesh, names, leaves))
-
-    def on_devices(function: Function, into: Any, out: Any) -> Function:
-        if not local_batch:
-            return function
-        mapped: Function = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-        return mapped(function, in_specs=into, out_specs=out, axis_names={*names})
-
-    # What the block closes over becomes an argument, so that it gets a gradient.
-    program: list[Any] = []
-
-    def trace(carry: Any, shards: Any) -> None:
-        first = treedef.unflatten(gather([x[0] for x in shards]))
-        program[:] = jax.make_jaxpr(block, return_shape=True)(carry, first)
-
-    whole, batch = PartitionSpec(), PartitionSpec(names)
-    of_shards, of_grads = (
-        [PartitionSpec(None, *only(spec, names)) for spec in x]
-        for x in (of_layer, of_grad)
-    )
     whose = "a first axis of samples, which the devices divide, or local_batch=False"
+
+    def scan(carry: Any, shards: list[Any], divided: list[Any]) -> Any:
+        first = jax.eval_shape(lambda x: gather([y[0] for y in x]), shards)
+        trace = jax.make_jaxpr(block, return_shape=True)
+        closed, results = trace(carry, treedef.unflatten(first))
+        if local_batch:
+            name = "local_batch=True: the output of block"
+            checks.samples(name, results[1], 1, whose)
+
+        # What the block closes over becomes an argument, so that it gets a gradient.
+        def run(consts: list[Any], carry: Any, layer: list[Any]) -> Any:
+            function = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))
+            flat = function(*jax.tree.leaves((carry, layer)))
+            return jax.tree.unflatten(jax.tree.structure(results), flat)
+
+        scan = _scan(run, gather, scatters, results)
+        return scan(closed.consts, carry, shards, divided)
+
     if local_batch:
         devices = devices_over(names, mesh.shape)
         checks.samples("local_batch=True: carry", carry, devices, whose)
-    jax.eval_shape(on_devices(trace, (batch, of_shards), whole), carry, flat)
-    closed, results = program
-    if local_batch:
-        checks.samples("local_batch=True: the output of block", results[1], 1, whose)
-
-    def run(consts: list[Any], carry: Any, layer: list[Any]) -> Any:
-        function = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))
-        flat = function(*jax.tree.leaves((carry, layer)))
-        return jax.tree.unflatten(jax.tree.structure(results), flat)
-
-    scan = _scan(run, gather, scatters, results)
-    into, out = (whole, batch, of_shards, of_grads), (batch, PartitionSpec(None, names))
-    shards = jax.lax.stop_gradient(flat)
-    return on_devices(scan, into, out)(closed.consts, carry, shards, flat)
+        batch, by_layer = PartitionSpec(names), PartitionSpec(None, names)
+        of_shards, of_grads = (
+            [PartitionSpec(None, *only(spec, names)) for spec in x]
+            for x in (of_layer, of_grad)
+        )
+        scan = jax.shard_map(
+            scan,
+            mesh=mesh,
+            in_specs=(batch, of_shards, of_grads),
+            out_specs=(batch, by_layer),
+            axis_names={*names},
+            check_vma=False,
+        )
+    return scan(carry, jax.lax.stop_gradient(flat), flat)
 
 
 def _specs_of_layer(
@@ -174,9 +169,8 @@ def _specs_of_layer(
     With `divide` they divide gradients further.
     """
     sizes, of_layer, of_grad = layout.mesh.shape, [], []
-    flat = jax.tree.leaves(layers)
-    for x, (path, spec) in zip(flat, layout.given(layers), strict=True):
-        if {*spec_names(spec[:1])} & {*names}:
+    for path, x, spec in layout.given(layers):
+        if any(only(spec, names)[:1]):
             raise ValueError(
                 f"layers at {path!r} with {spec} are divided along the axis of layers; "
                 "expected another axis, so that each device has a part of every layer"
@@ -184,7 +178,7 @@ def _specs_of_layer(
         spec = dividing(PartitionSpec(*spec[1:]), sizes)
         is_large = divide and x.size >= layout.min_size
         of_grad.append(finer(spec, x.shape[1:], names if is_large else (), sizes))
-        of_layer.append(spec if {*spec_names(spec)} & {*names} else PartitionSpec())
+        of_layer.append(spec if any(only(spec, names)) else PartitionSpec())
     return of_layer, of_grad
 
 
@@ -202,27 +196,26 @@ def _collectives(
     with experts on 1024 GPUs products then wait 34 ms less. Outside of a step the
     shard_map sums a gradient over the axes that do not divide it.
     """
-    is_cpu, step = mesh.devices.flat[0].platform == "cpu", of_step.get()
-    wire = step or Wire(names, sum_wide=is_cpu)
+    step = of_step.get()
+    wire = step or Wire(mesh, names)
 
     def gather(x: Any, spec: PartitionSpec, *_: Any) -> Any:
         return wire.gather(x, spec)
 
     def others(spec: PartitionSpec, of_grad: PartitionSpec) -> tuple[str, ...]:
         axes = wire.axes if step and any(spec) else spec_names(only(of_grad, names))
-        several = divided_axes(mesh.shape)
-        return tuple(n for n in axes if n in several and n not in spec_names(spec))
+        return tuple(name for name in axes if name not in spec_names(spec))
 
     def over_shards(g: Any, spec: Any, _: Any, dtype: Any) -> Any:
-        axes = spec_names(only(spec, names))
-        return dataclasses.replace(wire, axes=axes).scatter(g, spec, dtype)
+        if step and any(spec):  # before the sum: eight of 9000 overflow float16
+            g = wide(g) / mesh.size
+        return wire.scatter(g, spec, dtype, spec_names(only(spec, names)))
 
     def over_replicas(g: Any, spec: Any, of_grad: Any, dtype: Any) -> Any:
-        over = dataclasses.replace(wire, axes=others(spec, of_grad), parts=1)
-        return over.scatter(g, of_grad, dtype)
+        return wire.scatter(g, of_grad, dtype, others(spec, of_grad))
 
-    repeated = any(others(spec, of_grad) for spec, of_grad, _ in leaves)
-    return gather, over_shards, *([over_replicas] if repeated else [])
+    repeats = (devices_over(others(*both), mesh.shape) for *both, _ in leaves)
+    return gather, over_shards, *([over_replicas] if max(repeats) > 1 else [])
 
 
 def _constraints(
@@ -283,9 +276,9 @@ def _scan(
         d_carry, d_ys = _reals(cotangents)
 
         def put(d_shards: list[Any], d_layer: list[Any], i: Any) -> list[Any]:
-            into = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+            into = jax.lax.dynamic_update_index_in_dim
             return jax.tree.map(
-                lambda x, d: into(x, d.astype(x.dtype), index=i), d_shards, d_layer
+                lambda x, d: into(x, d.astype(x.dtype), i, 0), d_shards, d_layer
             )
 
         def step(state: Any, inputs: Any) -> Any:

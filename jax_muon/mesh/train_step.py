@@ -6,8 +6,7 @@
            backward pass; each device receives the sum for its shard of the state;
   update:  `on_mesh`, on gradients and state that are sharded so.
 
-The first two run inside shard_map: plain jit does not promise reduce-scatters on every
-backend. A mesh with other axes, as for tensor parallelism, needs no such step.
+The first two run inside shard_map: plain jit promises no reduce-scatters.
 """
 
 import dataclasses
@@ -21,6 +20,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks, jaxprs, trees
+from jax_muon.array_types import setting
 from jax_muon.dtypes import wide
 from jax_muon.mesh.layout import Layout, Specs, axes_of_layers
 from jax_muon.mesh.on_mesh import OnMesh
@@ -29,7 +29,7 @@ from jax_muon.mesh.wire import Wire, of_step
 from jax_muon.mesh.xla_options import gpu_options
 from jax_muon.specs import divided_axes, dividing
 
-Step = tuple[Any, Any, dict[str, Any]]
+Step = tuple[Any, Any, dict[str, Any]]  # parameters, state, metrics
 
 
 def make_train_step(
@@ -60,18 +60,18 @@ def make_train_step(
         `optax.contrib.reduce_on_plateau` asks for.
       mesh: a mesh of Auto or of Explicit axes, all of which divide the batch.
       specs: see `on_mesh`. None: replicated, also on Explicit axes.
-      scanned: patterns of the paths of sharded parameters of which loss_fn sees each
-        device's shards, to give them to `scan_layers` with these specs. It may cast,
-        slice and reshape them, and use them for nothing else.
+      scanned: patterns of the paths of parameters that loss_fn gathers: it sees each
+        device's shards, which it may cast, slice and reshape, and gives to
+        `scan_layers` with these specs, and to nothing else.
       min_size: leaves of fewer elements are sharded as `specs` says and no further.
       has_aux: whether loss_fn returns a pair of the loss and a tree of arrays.
       max_aux: names of entries of the auxiliary output, a dictionary, whose maximum
-        counts instead of the mean. `tx` gets them as extra arguments of these names:
+        counts instead of the mean, and is an extra argument for `tx`, such as
         "max_logits" for `clip_qk`.
       weighted: whether the loss is a pair of the mean and its weight, such as the
         number of unmasked tokens. A mean of weight 0 does not count, even if it is NaN,
-        unless loss_fn takes that NaN to other devices, by collectives or `scan_layers`:
-        then divide by `jnp.maximum(count, 1)`. With a weight below 0 all is NaN.
+        unless collectives or `scan_layers` take that NaN to other devices: then divide
+        by `jnp.maximum(count, 1)`. With a weight below 0 all is NaN.
       microbatches: number of parts in which a device takes its batch, one by one. The
         sum of their gradients is sent once, but for scanned layers.
       reduce_dtype: dtype in which gradients are sent; None for the parameters'.
@@ -101,21 +101,14 @@ def make_train_step(
     checks.count("microbatches", microbatches)
     checks.float_dtype("reduce_dtype", reduce_dtype)
     checks.float_dtype("gather_dtype", gather_dtype)
-    maxima, scanned = (
-        (x,) if isinstance(x, str) else tuple(x) for x in (max_aux, scanned)
-    )
+    maxima, patterns = map(checks.strings, (max_aux, scanned))
     loss = functools.partial(_outputs, loss_fn, has_aux, maxima, weighted)
     specs = PartitionSpec() if specs is None else specs
     divided = divided_axes(mesh.shape)
     layout = Layout(mesh, specs, divided, min_size, axes_of_layers(tx))
-    is_cpu = mesh.devices.flat[0].platform == "cpu"
-    return TrainStep(
-        loss,
-        OnMesh(tx, layout, gather_dtype),
-        Wire(mesh.axis_names, gather_dtype, reduce_dtype, mesh.size, is_cpu, scanned),
-        microbatches,
-        donate,
-    )
+    wire = Wire(mesh, mesh.axis_names, gather_dtype, reduce_dtype, patterns)
+    on_mesh = OnMesh(tx, layout, gather_dtype)
+    return TrainStep(loss, on_mesh, wire, microbatches, donate)
 
 
 @dataclasses.dataclass(eq=False)
@@ -186,10 +179,10 @@ class TrainStep:
         layout, wire = self._optimizer.layout, self._wire
         mesh, axes = layout.mesh, PartitionSpec(wire.axes)
         number = mesh.size * self._microbatches
-        whose = (
-            f"the devices ({mesh.size}) times the microbatches ({self._microbatches})"
+        expected = (
+            f"arrays whose leading axis is a multiple of {number}, the devices "
+            f"({mesh.size}) times the microbatches ({self._microbatches})"
         )
-        expected = f"arrays whose leading axis is a multiple of {number}, {whose}"
         checks.samples("batch", batch, number, expected)
         if AxisType.Explicit in mesh.axis_types:
             batch = jax.reshard(batch, NamedSharding(mesh, axes))
@@ -205,8 +198,7 @@ class TrainStep:
         of_grads = [x if is_held else y for x, y, is_held in rows]
         treedef: Any = jax.tree.structure(params)
         specs, of_grads, held = map(treedef.unflatten, (of_params, of_grads, held))
-        token = of_step.set(wire)
-        try:
+        with setting(of_step, wire):
             # With check_vma=True, the gradient of a parameter that devices share would
             # be summed already, loops could not start from constants, and a loss that
             # ends in a pmean would have a gradient too small by the number of devices.
@@ -217,8 +209,6 @@ class TrainStep:
                 out_specs=(of_grads, PartitionSpec(), PartitionSpec()),
                 check_vma=False,
             )(params, batch)
-        finally:
-            of_step.reset(token)
         extra = {"value": metrics["loss"], **maxima}
         updates, state = self._optimizer.update(grads, state, params, **extra)
         after = jax.tree.map(
@@ -257,13 +247,14 @@ class TrainStep:
 
         def scatter(g: Any, x: Any, spec: Any, held: bool) -> Any:
             kind = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else g.dtype
-            return (g if held else wire.scatter(g, spec, kind)).astype(x.dtype)
+            g = g if held else wire.scatter(g / wire.mesh.size, spec, kind, wire.axes)
+            return g.astype(x.dtype)
 
         grads = jax.tree.map(scatter, grads, params, of_grads, held)
-        maxima = wire.reduce(jax.lax.pmax, maxima)
+        maxima = jax.lax.pmax(maxima, wire.axes)
         metrics = {"loss": jax.lax.pmean(loss, wire.axes)}
         if aux is not None:
-            aux = wire.reduce(jax.lax.psum, aux)
+            aux = jax.lax.psum(aux, wire.axes)
             metrics["aux"] = aux | maxima if maxima else aux
         return grads, maxima, metrics
 
@@ -275,7 +266,7 @@ class TrainStep:
         loss, pull, (weight, aux, maxima) = jax.vjp(
             lambda params: self._loss(params, part), params, has_aux=True
         )
-        devices = jax.lax.axis_size(self._wire.axes)
+        devices = self._wire.mesh.size
         total, mean, share = jnp.asarray(devices, float), wide(loss), 1.0
         if weight is not None:
             # Collectives in the loss mix the cotangents of devices, so these have to be

@@ -77,7 +77,7 @@ def gpu_options(
     """
     names = specs.checked_axes("axis", axis, mesh)
     params = checks.arrays("params", params)
-    patterns = (scanned,) if isinstance(scanned, str) else tuple(scanned)
+    patterns = checks.strings(scanned)
     leaves = trees.leaves_with_paths(params)
     trees.check_patterns_match("scanned", patterns, [path for path, _ in leaves])
     if mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
@@ -122,12 +122,11 @@ def gpu_options(
 def _known(options: dict[str, Any]) -> dict[str, Any]:
     """Those that XLA knows. Asking it, with a small program, takes 0.1 seconds."""
     ask, known = jax.jit(lambda: jnp.zeros(())), dict(options)
-    while known:
+    for _ in options:
         try:
             ask.lower().compile(compiler_options=known)
             break
         except Exception as error:  # its type differs between versions of JAX
-            name = re.search(r"No such compile option: '(\w+)'", str(error))
-            if name is None or known.pop(name[1], None) is None:
-                break
+            if name := re.search(r"No such compile option: '(\w+)'", str(error)):
+                known.pop(name[1], None)
     return known

@@ -47,8 +47,8 @@ REFUSED = [
     (on_mesh, {"specs": P(None, "data")}, "'w' .*dimension size is 12.*; expected"),
     (on_mesh, {"specs": P(None, None, "data")}, "'w' .*rank at least 3.*; expected"),
     (on_mesh, {"specs": P(("data", "data"))}, "'w' .*at most one .*; expected"),
-    (on_mesh, {"specs": {"w": "data"}}, "specs have 'data' for parameter 'w'; expect"),
-    (on_mesh, {"specs": {"up": P()}}, "have nothing for parameter 'w'; there are up"),
+    (on_mesh, {"specs": {"w": "data"}}, "specs for parameter 'w'='data'; expect"),
+    (on_mesh, {"specs": {"up": P()}}, "in specs=['up']; expected one of 'w' or a"),
     (on_mesh, {"divide": ("data", "data")}, "axes of the mesh, .* each once"),
     # A bare array has no path.
     (on_mesh, {"specs": P("tp"), "params": W["w"]}, "^the parameter of shape (8, 12)"),
@@ -127,6 +127,16 @@ def test_what_differs_between_devices(tx):
         run(check_vma=False)
     with pytest.raises(ValueError, match=r"inside jax.pmap, .*jax_muon.on_replicas"):
         jax.pmap(update)({"w": jnp.ones((8, 4, 8))})
+
+
+def test_errors_of_the_optimizer_itself():
+    def update(updates, state, params=None):
+        raise KeyError("its own")
+
+    tx = optax.GradientTransformation(optax.init_empty_state, update)
+    params, tx = {"w": jnp.ones(4)}, jm.on_mesh(tx, mesh_of(2))
+    with pytest.raises(KeyError, match="its own"):
+        tx.update(params, tx.init(params))
 
 
 def test_deleted_and_other_arguments():

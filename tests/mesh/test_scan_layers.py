@@ -51,6 +51,7 @@ def has_whole_layers(step, batch):
         (losses.with_keys, "microbatches"),
         (losses.plain, "weighted"),
         (losses.plain, "HSDP"),
+        (losses.plain, "a replicated leaf"),
     ],
 )
 def test_gradients_of_stacks(alone, where, x64):
@@ -59,6 +60,8 @@ def test_gradients_of_stacks(alone, where, x64):
         over, sizes = "fsdp", (2, 2)
     axes = lambda spec: P(*(name and over for name in spec))  # noqa: E731
     specs, mesh = jax.tree.map(axes, case.SPECS), mesh_of(*sizes)
+    if where == "a replicated leaf":  # the step sums its gradient, as of any other
+        specs["layers"]["b"] = P()
     loss = fn = case.scanning(alone, mesh, specs["layers"])
     if where == "plain jit":
         found = in_jit(loss, args, mesh)

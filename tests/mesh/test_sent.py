@@ -1,5 +1,6 @@
 """What is sent: as many bytes as planned, in narrow dtypes, and nothing twice."""
 
+import functools
 import math
 import sys
 
@@ -66,6 +67,30 @@ def test_narrow_dtypes(where, wire, divided):
         for how in ({}, {wire: jnp.bfloat16})
     )
     assert 1e-6 < case.distance(coarse, exact, params) < 2e-2  # roundings of 2^-9
+
+
+EXTREME = [(9000, None), (3 * 2.0**-24, "float32")]
+
+
+@pytest.mark.parametrize(("slope", "reduce_dtype"), EXTREME)
+@pytest.mark.usefixtures("as_users_write")
+def test_means_of_float16_neither_overflow_nor_vanish(slope, reduce_dtype):
+    """Eight of 9000 are infinite; an eighth of the other is no float16, but 0."""
+    mesh = mesh_of(2, 4)
+    layers = {"b": P(None, "fsdp"), "replicated": P()}
+    given = {"specs": {"layers": layers, "head": P()}, "reduce_dtype": reduce_dtype}
+
+    def loss(params, batch):
+        block = lambda x, layer: (x + layer["b"] + layer["replicated"], None)  # noqa: E731
+        y, _ = jm.scan_layers(block, batch, params["layers"], mesh, layers)
+        return jnp.sum(y + params["head"]) * jnp.float16(slope)
+
+    zeros = functools.partial(jnp.zeros, dtype="float16")
+    params = {"layers": {"b": zeros((3, 8)), "replicated": zeros((3, 8))}}
+    step = case.sgd_step(loss, 2, 4, scanned="layers", **given)
+    found = case.gradients(step, params | {"head": zeros(8)}, zeros((8, 8)))
+    for x in jax.tree.leaves(found):
+        np.testing.assert_array_equal(x, np.float16(slope))
 
 
 def test_complex_numbers_keep_their_imaginary_parts_on_the_wire():
