@@ -1,8 +1,7 @@
 """Rules of the user: labels and dimension numbers of parameters."""
 
 import dataclasses
-import itertools
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from optax.contrib import MuonDimensionNumbers
@@ -10,19 +9,22 @@ from optax.contrib import MuonDimensionNumbers
 from jax_muon import trees
 from jax_muon.matrices import ADAMW, MUON, Parameter, leaf_axes, not_a_matrix
 
-# Path pattern to a label or dimension numbers; or a tree of them (a prefix will do).
-# None means AdamW, as in optax.
+# Path pattern to a label or dimension numbers; or a tree of these, whose paths are the
+# patterns. None means AdamW, as in optax.
 Rules = Any
-# The rules that mean one parameter, in order: where they are, their value, and True if
-# they name the parameter itself and not a module around it.
+# The rules that mean one parameter, in order: the pattern, its value, and True if it
+# names the parameter itself and not a module around it.
 _Entries = Sequence[tuple[str, str | MuonDimensionNumbers | None, bool]]
 
 
 def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]:
     """The parameters by path, as the user says, or else as they were read."""
     by_path = {parameter.path: parameter for parameter in parameters}
-    rules = {} if rules is None else rules
-    values = dict(trees.leaves_with_paths(rules, is_leaf=_is_value))
+    is_flat = isinstance(rules, Mapping) and all(map(_is_value, rules.values()))
+    if rules is None or (is_flat and all(isinstance(key, str) for key in rules)):
+        values = dict(rules or {})
+    else:
+        values = dict(trees.leaves_with_paths(rules, is_leaf=_is_value))
     for where, value in values.items():
         if isinstance(value, str) and " or " in value:
             raise ValueError(f"rules at {where!r}: {value!r}; expected one of the two")
@@ -31,14 +33,9 @@ def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]
                 f"rules at {where!r}: {value!r}; expected a label, None for {ADAMW!r}, "
                 "or optax.contrib.MuonDimensionNumbers"
             )
-    if isinstance(rules, Mapping) and all(
-        isinstance(key, str) and _is_value(value) for key, value in rules.items()
-    ):
-        trees.check_patterns_match("rules", rules, list(by_path))
-        rules_of = {path: _by_pattern(rules, path, by_path) for path in by_path}
-    else:
-        _check_known(values, by_path)
-        rules_of = {path: _by_prefix(values, path) for path in by_path}
+    patterns = [pattern for pattern in values if pattern not in by_path]
+    trees.check_patterns_match("rules", patterns, list(by_path))
+    rules_of = {path: _matching(values, path, by_path) for path in by_path}
     ruled = {
         path: _ruled(parameter, rules_of[path]) for path, parameter in by_path.items()
     }
@@ -62,21 +59,6 @@ def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]
     return ruled
 
 
-def _check_known(paths: Iterable[str], names: Collection[str]) -> None:
-    """Raise a ValueError for a path that names neither a parameter nor a module."""
-    modules = {
-        prefix
-        for name in names
-        for prefix in itertools.accumulate(name.split("/"), "{}/{}".format)
-    }
-    for path in paths:
-        if names and path and path not in modules:
-            raise ValueError(
-                f"rules at {path!r}, which no parameter has; expected a mapping of "
-                f"path patterns, or a tree with some of {', '.join(names)}"
-            )
-
-
 def _is_value(x: Any) -> bool:
     return x is None or isinstance(x, str | MuonDimensionNumbers)
 
@@ -85,8 +67,8 @@ def _means_matrices(x: Any) -> bool:
     return x == MUON or isinstance(x, MuonDimensionNumbers)
 
 
-def _by_pattern(rules: Mapping[str, Any], path: str, names: Container[str]) -> _Entries:
-    """By patterns; the path of a parameter means that one alone."""
+def _matching(rules: Mapping[str, Any], path: str, names: Container[str]) -> _Entries:
+    """The rules that mean a parameter; the path of a parameter means that one alone."""
     matching = []
     for pattern, value in rules.items():
         if pattern == path:
@@ -98,16 +80,6 @@ def _by_pattern(rules: Mapping[str, Any], path: str, names: Container[str]) -> _
             )
             matching.append((pattern, value, is_exact))
     return matching
-
-
-def _by_prefix(values: Mapping[str, Any], path: str) -> _Entries:
-    prefix = trees.nearest_prefix(values, path)
-    if prefix is None:
-        raise ValueError(
-            f"rules leave out parameter {path!r}; expected a tree with a value for "
-            "each parameter, or a mapping of path patterns"
-        )
-    return [(prefix, values[prefix], prefix == path)]
 
 
 def _ruled(parameter: Parameter, matching: _Entries) -> Parameter:

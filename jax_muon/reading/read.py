@@ -71,8 +71,8 @@ def read(
         pattern that matches wins, and the whole path of a parameter means that one
         alone. A pattern with the label "muon" passes over vectors. Dimension numbers
         make a parameter that they name a matrix; for a module they only say how its
-        matrices are read. Or a tree of these (a prefix will do), in which None means
-        AdamW, as for `optax.contrib.muon`.
+        matrices are read. Of a tree of these, as for `optax.contrib.muon`, in which
+        None means AdamW, the paths are the patterns.
       splits: path pattern to `Split`, for parameters that hold several matrices side by
         side, such as a fused QKV kernel. Rules are about whole parameters, joins about
         the parts.
