@@ -1,7 +1,7 @@
 """Rules of the user: labels and dimension numbers of parameters."""
 
 import dataclasses
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from optax.contrib import MuonDimensionNumbers
@@ -12,9 +12,6 @@ from jax_muon.matrices import ADAMW, MUON, Parameter, leaf_axes, not_a_matrix
 # Path pattern to a label or dimension numbers; or a tree of these, whose paths are the
 # patterns. None means AdamW, as in optax.
 Rules = Any
-# The rules that mean one parameter, in order: the pattern, its value, and True if it
-# names the parameter itself and not a module around it.
-_Entries = Sequence[tuple[str, str | MuonDimensionNumbers | None, bool]]
 
 
 def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]:
@@ -24,7 +21,8 @@ def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]
     if rules is None or (is_flat and all(isinstance(key, str) for key in rules)):
         values = dict(rules or {})
     else:
-        values = dict(trees.leaves_with_paths(rules, is_leaf=_is_value))
+        flat = trees.leaves_with_paths(rules, is_leaf=_is_value)
+        values = {path or "*": value for path, value in flat}
     for where, value in values.items():
         if isinstance(value, str) and " or " in value:
             raise ValueError(f"rules at {where!r}: {value!r}; expected one of the two")
@@ -35,26 +33,15 @@ def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]
             )
     patterns = [pattern for pattern in values if pattern not in by_path]
     trees.check_patterns_match("rules", patterns, list(by_path))
-    rules_of = {path: _matching(values, path, by_path) for path in by_path}
-    ruled = {
-        path: _ruled(parameter, rules_of[path]) for path, parameter in by_path.items()
-    }
-    covered: dict[str, list[str]] = {}
-    for path, matching in rules_of.items():
-        for where, *_ in matching:
-            covered.setdefault(where, []).append(path)
-    for where, value in values.items():
-        named = covered.get(where, []) if _means_matrices(value) else []
+    matching = {path: _matching(values, path, by_path) for path in by_path}
+    ruled = {path: _ruled(x, values, matching[path]) for path, x in by_path.items()}
+    for where in filter(lambda where: _means_matrices(values[where]), values):
+        named = [path for path in by_path if where in matching[path]]
         if named and all(ruled[path].label == ADAMW for path in named):
-            expected = (
-                "a pattern of matrices, before other rules for them"
-                if value == MUON
-                else "the path of a parameter, which makes it a matrix, or a rule with "
-                f"the label {MUON!r}"
-            )
             raise ValueError(
-                f"rules at {where!r}: {value} for parameters that all have the "
-                f"label {ADAMW!r}: {', '.join(named)}; expected {expected}"
+                f"rules at {where!r}: {values[where]} for parameters that all have the "
+                f"label {ADAMW!r}: {', '.join(named)}; expected the whole path of a "
+                "parameter, or a pattern of matrices, before rules with other labels"
             )
     return ruled
 
@@ -67,34 +54,37 @@ def _means_matrices(x: Any) -> bool:
     return x == MUON or isinstance(x, MuonDimensionNumbers)
 
 
-def _matching(rules: Mapping[str, Any], path: str, names: Container[str]) -> _Entries:
-    """The rules that mean a parameter; the path of a parameter means that one alone."""
-    matching = []
-    for pattern, value in rules.items():
-        if pattern == path:
-            matching.append((pattern, value, True))
-        elif pattern not in names and trees.matches(pattern, path):
-            # A last `*` means whatever is in a module.
-            is_exact = trees.slashed(pattern).split("/")[-1] != "*" and trees.ends_with(
-                pattern, path
-            )
-            matching.append((pattern, value, is_exact))
-    return matching
+def _matching(
+    patterns: Iterable[str], path: str, names: Container[str]
+) -> dict[str, bool]:
+    """The patterns that match a path; True if they mean it, not a module around it.
+
+    The path of a parameter means that one alone. A last `*` means what is in a module.
+    """
+    return {
+        pattern: not trees.slashed(f"/{pattern}").endswith("/*")
+        and trees.ends_with(pattern, path)
+        for pattern in patterns
+        if pattern == path or (pattern not in names and trees.matches(pattern, path))
+    }
 
 
-def _ruled(parameter: Parameter, matching: _Entries) -> Parameter:
+def _ruled(
+    parameter: Parameter, values: Mapping[str, Any], matching: Mapping[str, bool]
+) -> Parameter:
     """A parameter by the first label and the first dimension numbers that mean it.
 
     "muon" and dimension numbers pass over a vector, unless its whole path is given.
     """
     path, shape, dtype = parameter.path, parameter.shape, parameter.dtype
-    problem = not_a_matrix(shape, dtype)
+    problem, rules = not_a_matrix(shape, dtype), [*matching]
     if parameter.axes is None and (problem or parameter.role == "vector"):
-        matching = [x for x in matching if x[0] == path or not _means_matrices(x[1])]
-    numbers = [x for x in matching if isinstance(x[1], MuonDimensionNumbers)]
-    labels = [x or ADAMW for _, x, _ in matching if isinstance(x, str | None)]
-    _, spec, is_exact = next(iter(numbers), ("", None, False))
-    label = next(iter(labels), MUON if is_exact else parameter.label)
+        rules = [x for x in rules if x == path or not _means_matrices(values[x])]
+    numbers = [x for x in rules if isinstance(values[x], MuonDimensionNumbers)]
+    labels = [values[x] or ADAMW for x in rules if x not in numbers]
+    spec = values[numbers[0]] if numbers else None
+    is_exact = bool(numbers) and matching[numbers[0]]
+    label = labels[0] if labels else MUON if is_exact else parameter.label
     if label == ADAMW and is_exact:
         raise ValueError(
             f"rules give parameter {path!r} of shape {shape} the label {label!r} and "

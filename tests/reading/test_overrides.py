@@ -122,7 +122,7 @@ BAD = [
     ({"head/kernel": Numbers(0, -2)}, "no axis twice"),
     ({"head/kernel": Numbers(0, 2)}, "output_axis: axis 2 is out of bounds"),
     ({"wte": "adamw or muon"}, "'wte': 'adamw or muon'; expected one of the two"),
-    ({"norm/scale": "muon"}, "'norm/scale': muon for .* expected a pattern of mat"),
+    ({"norm/scale": "muon"}, "'norm/scale': muon for .* or a pattern of mat"),
 ]
 
 

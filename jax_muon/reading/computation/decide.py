@@ -26,7 +26,7 @@ from jax_muon.reading.computation.values import (
     Use,
 )
 
-_PRODUCTS = ("contracted", "convolved", "grouped", "depthwise")  # kinds of uses
+_PRODUCTS = ("contracted", "convolved", "grouped")  # kinds of uses
 
 
 def parameter(path: str, leaf: Any, trace: Trace, is_split: bool) -> Parameter:
@@ -114,8 +114,8 @@ def _decide(
             if slices >= {(i, i + 1) for i in range(shape[axis])}:
                 use.separate([axis])
     where, first = at(*_PRODUCTS), products[0]
-    if first.kind in ("grouped", "depthwise"):
-        return ADAMW, first.kind, f"a {first.kind} convolution{where}", None
+    if first.kind == "grouped":
+        return ADAMW, "grouped", f"a convolution in groups{where}", None
     if first.is_complex:
         return ADAMW, "complex", f"a product of complex numbers{where}", None
     readings = [_matrix_axes(shape, use) for use in products]
@@ -144,7 +144,7 @@ def _decide(
         return ADAMW, "head", f"last product before the result{where}", axes
     roles -= {""}
     kernel = "convolution" if first.kind == "convolved" else "kernel"
-    is_glu = any(use.glu for use in products) and roles <= {"out"}
+    is_glu = any(use.glu for use in products) and not roles
     if len(roles) > 1 or is_glu:
         return MUON, "fused", reason, axes
     return MUON, roles.pop() if roles else kernel, reason, axes
@@ -201,9 +201,7 @@ def _matrix_axes(shape: Sequence[int], use: Use) -> MatrixAxes | str:
         if x & INNER and use.either:
             return "of two parameters multiplied with each other either may be data,"
         if inner := x & INNER:
-            is_out = IN in known or (
-                OUT not in known and (inner == {FIRST}) != use.either
-            )
+            is_out = IN in known or (OUT not in known and inner == {FIRST})
             sides[axis] = x = x - INNER | {OUT if is_out else IN}
         if PART in x:
             x ^= {PART} if len(x) > 1 else {PART, BATCH}

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from jax.extend.core import JaxprEqn
 
 from jax_muon.jaxprs import shape_of
-from jax_muon.reading.computation.axis_parts import AxisPart, AxisParts, axes_in, placed
 from jax_muon.reading.computation.moves import pick
 from jax_muon.reading.computation.trace import Trace, rule
 from jax_muon.reading.computation.values import (
@@ -24,12 +23,16 @@ from jax_muon.reading.computation.values import (
     INNER,
     OUT,
     SECOND,
+    AxisPart,
+    AxisParts,
     Results,
     Scores,
     Sides,
     Use,
     Value,
+    axes_in,
     joined,
+    placed,
 )
 
 Axes = Sequence[int]
@@ -120,7 +123,6 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     uses = trace.use(weight, "contracted", eqn, sides, by=other)
     for use in uses:
         use.by_gates = other.are_gates
-        use.role = use.role or "out" * other.attended
         use.rows = math.prod(product.shapes[1 - i][a] for a in product.free[1 - i])
     for before, parts in other.outputs.items():
         # Sums over experts whose results gates were multiplied by.
@@ -139,12 +141,11 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         wide = any(_is_wide(trace.shapes[x.path], x.sides) for x in uses)
         for use in uses:
             use.either = wide and bool(weight.inner(use.path))
-        is_pure = not any(map(weight.inner, weight.leaves))
         inputs = frozenset(
             x.path
             for x in uses
             if {CONSTANT} not in x.sides.values()
-            and (is_pure or {IN} not in x.sides.values())
+            and not (weight.of_two and {IN} in x.sides.values())
         )
         operands = frozenset(uses), frozenset(other.outputs)
         operands = operands if i == 0 else operands[::-1]
@@ -212,7 +213,6 @@ def _of_activations(trace: Trace, product: Product) -> Value:
             if isinstance(x, Scores):
                 if value.is_exponential and len(inside[x]) == 1 and not is_transposed:
                     _attend(trace, x, min(inside[x]), value, other.outputs)
-                    result.attended = True
                 continue
             if not other.outputs:
                 x.separate_members(axes_in(parts, product.batch[i]))
@@ -288,7 +288,7 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     uses = trace.use(kernel, "convolved", eqn, sides, by=data)
     for use in uses:
         if _members(kernel.leaves[use.path][out], groups)[1] > 1:
-            use.kind = "depthwise" if shape[fan_in] == 1 else "grouped"
+            use.kind = "grouped"
     source, result = {numbers.out_spec[1]: out}, shape_of(eqn.outvars[0])
     return _result(
         {use: placed(kernel.leaves[use.path], source, result) for use in uses}
@@ -304,26 +304,3 @@ def _members(parts: Sequence[AxisPart], groups: int) -> tuple[list[int], int]:
         members.append(axis)
         groups //= size
     return members, groups
-
-
-@rule("pallas_call")
-def _pallas_call(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """A product of a leaf and an activation, if their widths leave no choice.
-
-    Otherwise it is opaque to leaves; of activations alone, any function of them.
-    """
-    result = replace(joined(values), results={}, one_hot=False)
-    shapes = [shape_of(v) for v in eqn.invars]
-    weights = [i for i, x in enumerate(values) if x.leaves and not x.data]
-    data = [i for i, x in enumerate(values) if x.sources and len(shapes[i]) > 1]
-    if len(weights) == len(data) == len(eqn.outvars) == 1:
-        shape, (*_, before) = shapes[weights[0]], shapes[data[0]]
-        *_, after = shape_of(eqn.outvars[0])
-        if before != after and shape.count(before) == shape.count(after) == 1:
-            sides = [{before: IN, after: OUT}.get(n, BATCH) for n in shape]
-            weight, by = values[weights[0]], values[data[0]]
-            uses = trace.use(weight, "contracted", eqn, sides, by)
-            return replace(result, sources=frozenset(uses))
-    for value in values:
-        trace.use(value, "opaque", eqn)
-    return result

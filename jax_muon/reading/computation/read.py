@@ -10,13 +10,11 @@ from jax_muon import jaxprs, trees
 from jax_muon.matrices import MUON, Parameter
 from jax_muon.reading.computation import (  # noqa: F401, they register rules
     decide,
-    loops,
     moves,
     products,
 )
-from jax_muon.reading.computation.axis_parts import AxisPart
 from jax_muon.reading.computation.trace import Trace
-from jax_muon.reading.computation.values import Value
+from jax_muon.reading.computation.values import AxisPart, Value
 
 
 def follow(function: Callable[..., Any], params: Any, *args: Any) -> Trace:
