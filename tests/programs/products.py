@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from tests.programs.parts import (
     ATTENTION,
@@ -263,3 +264,21 @@ def deep_kernel_with_inducing_points(p, x, y):
     cross = kernel(features, p["inducing"])
     whitened = jax.scipy.linalg.solve_triangular(root, cross.T, lower=True)
     return squared_error(whitened.T @ p["mean"], y)
+
+
+# --- kernels that hide what they compute ----------------------------------------------
+
+
+@language_model(**UP_DOWN)
+def product_in_a_kernel(x, p):
+    """A Pallas kernel takes a parameter, and its widths leave no choice."""
+
+    def kernel(x, w, o):
+        o[...] = x[...] @ w[...]
+
+    def product(x, w):
+        out = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+        return pl.pallas_call(kernel, out_shape=out)(x, w)
+
+    hidden = product(x.reshape(-1, WIDTH), p["up"])
+    return jax.nn.gelu(hidden).reshape(BATCH, LENGTH, HIDDEN) @ p["down"]

@@ -113,7 +113,7 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         result = weight.moved(functools.partial(product.placed, i))
         side = BATCH if other.one_hot else CONSTANT
         result = result.with_side(side, weight.axes_in(of_weight))
-        return pick(trace, eqn, result, other) if other.one_hot else result
+        return pick(trace, eqn, result, other)
     other = trace.given(other, eqn)
     inside, outside = (OUT, IN) if is_transposed else (IN, OUT)
     sides = [outside] * len(product.shapes[i])
@@ -304,3 +304,26 @@ def _members(parts: Sequence[AxisPart], groups: int) -> tuple[list[int], int]:
         members.append(axis)
         groups //= size
     return members, groups
+
+
+@rule("pallas_call")
+def _pallas_call(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """A product of a leaf and an activation, if their widths leave no choice.
+
+    Otherwise it is opaque to leaves; of activations alone, any function of them.
+    """
+    result = replace(joined(values), results={}, one_hot=False)
+    shapes = [shape_of(v) for v in eqn.invars]
+    weights = [i for i, x in enumerate(values) if x.leaves and not x.data]
+    data = [i for i, x in enumerate(values) if x.sources and len(shapes[i]) > 1]
+    if len(weights) == len(data) == len(eqn.outvars) == 1:
+        shape, (*_, before) = shapes[weights[0]], shapes[data[0]]
+        *_, after = shape_of(eqn.outvars[0])
+        if before != after and shape.count(before) == shape.count(after) == 1:
+            sides = [{before: IN, after: OUT}.get(n, BATCH) for n in shape]
+            weight, by = values[weights[0]], values[data[0]]
+            uses = trace.use(weight, "contracted", eqn, sides, by)
+            return replace(result, sources=frozenset(uses))
+    for value in values:
+        trace.use(value, "opaque", eqn)
+    return result

@@ -182,7 +182,7 @@ def _is_complex(v: Any) -> bool:
 _ACTIVATIONS = {"tanh", "logistic", "max", "sin", "cos", "erf", "exp", "expm1", "log1p"}
 _KEEPING = {"mul", "div", "add", "select_n", "convert_element_type", "copy", "name"}
 SUMS = ("add", "sub")
-_HIDING = {"triangular_solve", "pallas_call", "ffi_call"}  # not elementwise if all fits
+_HIDING = {"triangular_solve", "ffi_call"}  # not elementwise if all fits
 
 
 def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
