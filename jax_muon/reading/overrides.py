@@ -1,8 +1,7 @@
 """Rules of the user: labels and dimension numbers of parameters."""
 
 import dataclasses
-import itertools
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from optax.contrib import MuonDimensionNumbers
@@ -10,19 +9,20 @@ from optax.contrib import MuonDimensionNumbers
 from jax_muon import trees
 from jax_muon.matrices import ADAMW, MUON, Parameter, leaf_axes, not_a_matrix
 
-# Path pattern to a label or dimension numbers; or a tree of them (a prefix will do).
-# None means AdamW, as in optax.
+# Path pattern to a label or dimension numbers; or a tree of these, whose paths are the
+# patterns. None means AdamW, as in optax.
 Rules = Any
-# The rules that mean one parameter, in order: where they are, their value, and True if
-# they name the parameter itself and not a module around it.
-_Entries = Sequence[tuple[str, str | MuonDimensionNumbers | None, bool]]
 
 
 def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]:
     """The parameters by path, as the user says, or else as they were read."""
     by_path = {parameter.path: parameter for parameter in parameters}
-    rules = {} if rules is None else rules
-    values = dict(trees.leaves_with_paths(rules, is_leaf=_is_value))
+    is_flat = isinstance(rules, Mapping) and all(map(_is_value, rules.values()))
+    if rules is None or (is_flat and all(isinstance(key, str) for key in rules)):
+        values = dict(rules or {})
+    else:
+        flat = trees.leaves_with_paths(rules, is_leaf=_is_value)
+        values = {path or "*": value for path, value in flat}
     for where, value in values.items():
         if isinstance(value, str) and " or " in value:
             raise ValueError(f"rules at {where!r}: {value!r}; expected one of the two")
@@ -31,50 +31,19 @@ def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]
                 f"rules at {where!r}: {value!r}; expected a label, None for {ADAMW!r}, "
                 "or optax.contrib.MuonDimensionNumbers"
             )
-    if isinstance(rules, Mapping) and all(
-        isinstance(key, str) and _is_value(value) for key, value in rules.items()
-    ):
-        trees.check_patterns_match("rules", rules, list(by_path))
-        rules_of = {path: _by_pattern(rules, path, by_path) for path in by_path}
-    else:
-        _check_known(values, by_path)
-        rules_of = {path: _by_prefix(values, path) for path in by_path}
-    ruled = {
-        path: _ruled(parameter, rules_of[path]) for path, parameter in by_path.items()
-    }
-    covered: dict[str, list[str]] = {}
-    for path, matching in rules_of.items():
-        for where, *_ in matching:
-            covered.setdefault(where, []).append(path)
-    for where, value in values.items():
-        named = covered.get(where, []) if _means_matrices(value) else []
+    patterns = [pattern for pattern in values if pattern not in by_path]
+    trees.check_patterns_match("rules", patterns, list(by_path))
+    matching = {path: _matching(values, path, by_path) for path in by_path}
+    ruled = {path: _ruled(x, values, matching[path]) for path, x in by_path.items()}
+    for where in filter(lambda where: _means_matrices(values[where]), values):
+        named = [path for path in by_path if where in matching[path]]
         if named and all(ruled[path].label == ADAMW for path in named):
-            expected = (
-                "a pattern of matrices, before other rules for them"
-                if value == MUON
-                else "the path of a parameter, which makes it a matrix, or a rule with "
-                f"the label {MUON!r}"
-            )
             raise ValueError(
-                f"rules at {where!r}: {value} for parameters that all have the "
-                f"label {ADAMW!r}: {', '.join(named)}; expected {expected}"
+                f"rules at {where!r}: {values[where]} for parameters that all have the "
+                f"label {ADAMW!r}: {', '.join(named)}; expected the whole path of a "
+                "parameter, or a pattern of matrices, before rules with other labels"
             )
     return ruled
-
-
-def _check_known(paths: Iterable[str], names: Collection[str]) -> None:
-    """Raise a ValueError for a path that names neither a parameter nor a module."""
-    modules = {
-        prefix
-        for name in names
-        for prefix in itertools.accumulate(name.split("/"), "{}/{}".format)
-    }
-    for path in paths:
-        if names and path and path not in modules:
-            raise ValueError(
-                f"rules at {path!r}, which no parameter has; expected a mapping of "
-                f"path patterns, or a tree with some of {', '.join(names)}"
-            )
 
 
 def _is_value(x: Any) -> bool:
@@ -85,44 +54,37 @@ def _means_matrices(x: Any) -> bool:
     return x == MUON or isinstance(x, MuonDimensionNumbers)
 
 
-def _by_pattern(rules: Mapping[str, Any], path: str, names: Container[str]) -> _Entries:
-    """By patterns; the path of a parameter means that one alone."""
-    matching = []
-    for pattern, value in rules.items():
-        if pattern == path:
-            matching.append((pattern, value, True))
-        elif pattern not in names and trees.matches(pattern, path):
-            # A last `*` means whatever is in a module.
-            is_exact = trees.slashed(pattern).split("/")[-1] != "*" and trees.ends_with(
-                pattern, path
-            )
-            matching.append((pattern, value, is_exact))
-    return matching
+def _matching(
+    patterns: Iterable[str], path: str, names: Container[str]
+) -> dict[str, bool]:
+    """The patterns that match a path; True if they mean it, not a module around it.
+
+    The path of a parameter means that one alone. A last `*` means what is in a module.
+    """
+    return {
+        pattern: not trees.slashed(f"/{pattern}").endswith("/*")
+        and trees.ends_with(pattern, path)
+        for pattern in patterns
+        if pattern == path or (pattern not in names and trees.matches(pattern, path))
+    }
 
 
-def _by_prefix(values: Mapping[str, Any], path: str) -> _Entries:
-    prefix = trees.nearest_prefix(values, path)
-    if prefix is None:
-        raise ValueError(
-            f"rules leave out parameter {path!r}; expected a tree with a value for "
-            "each parameter, or a mapping of path patterns"
-        )
-    return [(prefix, values[prefix], prefix == path)]
-
-
-def _ruled(parameter: Parameter, matching: _Entries) -> Parameter:
+def _ruled(
+    parameter: Parameter, values: Mapping[str, Any], matching: Mapping[str, bool]
+) -> Parameter:
     """A parameter by the first label and the first dimension numbers that mean it.
 
     "muon" and dimension numbers pass over a vector, unless its whole path is given.
     """
     path, shape, dtype = parameter.path, parameter.shape, parameter.dtype
-    problem = not_a_matrix(shape, dtype)
+    problem, rules = not_a_matrix(shape, dtype), [*matching]
     if parameter.axes is None and (problem or parameter.role == "vector"):
-        matching = [x for x in matching if x[0] == path or not _means_matrices(x[1])]
-    numbers = [x for x in matching if isinstance(x[1], MuonDimensionNumbers)]
-    labels = [x or ADAMW for _, x, _ in matching if isinstance(x, str | None)]
-    _, spec, is_exact = next(iter(numbers), ("", None, False))
-    label = next(iter(labels), MUON if is_exact else parameter.label)
+        rules = [x for x in rules if x == path or not _means_matrices(values[x])]
+    numbers = [x for x in rules if isinstance(values[x], MuonDimensionNumbers)]
+    labels = [values[x] or ADAMW for x in rules if x not in numbers]
+    spec = values[numbers[0]] if numbers else None
+    is_exact = bool(numbers) and matching[numbers[0]]
+    label = labels[0] if labels else MUON if is_exact else parameter.label
     if label == ADAMW and is_exact:
         raise ValueError(
             f"rules give parameter {path!r} of shape {shape} the label {label!r} and "

@@ -46,23 +46,19 @@ def read(
 
     With a function, such as the loss, its computation decides. A parameter that it
     contracts with data is a matrix: contracted axes are in; axes of scans, `vmap`,
-    experts and batched products are the batch; all others are out. Embeddings, whose
-    rows integers pick, heads, which have no other product after them, routers, whose
-    outputs go to a top-k, and what is used elementwise get AdamW, as the table of
-    docs/parameters.md says. The function is traced with shapes; nothing is computed.
+    experts and batched products are the batch; all others are out. Embeddings, heads,
+    routers and what is used elementwise get AdamW, as the table of docs/parameters.md
+    says. The function is traced with shapes; nothing is computed.
 
-    Without a function nothing is guessed: the rules say which parameters are matrices,
-    such as {"embed": "adamw", "head": "adamw", "*": "muon"}. The label "muon" means a
-    matrix (in, out), as in `x @ w`; a parameter of more than two axes needs
-    `MuonDimensionNumbers`. Only what cannot be a matrix, and what is called bias or
-    scale, gets the label "adamw" without a rule.
+    Without a function the rules alone decide, such as {"embed": "adamw", "head":
+    "adamw", "*": "muon"}. The label "muon" means a matrix (in, out), as in `x @ w`; a
+    parameter of more than two axes needs `MuonDimensionNumbers`. Only what cannot be a
+    matrix, and what is called bias or scale, gets the label "adamw" without a rule.
 
     Args:
       params: the whole model, or the shapes of its parameters: a pytree of arrays in
-        any Flax form; an NNX or Equinox module, of which what no loss trains is not
-        listed.
-      function: a function of the parameters, and of `args`, whose result depends on
-        them: the loss, or a model's `apply`. None: the rules alone decide.
+        any Flax form; an NNX or Equinox module, of which what is trained is listed.
+      function: the loss, or a model's `apply`: a function of the parameters and `args`.
       *args: its other arguments, arrays or their shapes. Parameters that are not
         trained, such as the base of LoRA, may be among them, or closed over; close
         over one to which a parameter is added. Two uint32 count as a random key.
@@ -71,11 +67,10 @@ def read(
         pattern that matches wins, and the whole path of a parameter means that one
         alone. A pattern with the label "muon" passes over vectors. Dimension numbers
         make a parameter that they name a matrix; for a module they only say how its
-        matrices are read. Or a tree of these (a prefix will do), in which None means
-        AdamW, as for `optax.contrib.muon`.
-      splits: path pattern to `Split`, for parameters that hold several matrices side by
-        side, such as a fused QKV kernel. Rules are about whole parameters, joins about
-        the parts.
+        matrices are read. Of a tree of these, as for `optax.contrib.muon`, in which
+        None means AdamW, the paths are the patterns.
+      splits: path pattern to `Split`, for parameters that hold several matrices, such
+        as a fused QKV kernel. Rules are about whole parameters, joins about the parts.
       joins: path pattern to K: K matrices of consecutive layers are orthogonalized as
         one. `{i}` in a pattern is the number of a layer, as in
         {"blocks/{i}/attn/q": 2}; a pattern without it joins along the scanned axis. Of

@@ -131,13 +131,13 @@ def mlp(p, x, activation):
 
 # --- attention ------------------------------------------------------------------------
 
-_ROLES = {"q": "query", "k": "key", "v": "value", "o": "out"}
+_ROLES = {"q": "query", "k": "key", "v": "value", "o": "kernel"}
 ATTENTION = {n: Leaf(f"io, {role}", WIDTH, WIDTH) for n, role in _ROLES.items()}
 # Queries, keys and values (in, heads, head), with all heads as the output, or each
 # head a matrix of its own.
 PER_HEAD = {
     name: Leaf(f"ioo or ibo, {_ROLES[name]}", WIDTH, HEADS, HEAD) for name in "qkv"
-} | {"o": Leaf("iio, out", HEADS, HEAD, WIDTH)}
+} | {"o": Leaf("iio", HEADS, HEAD, WIDTH)}
 
 
 def attend(q, k, v, causal=False):

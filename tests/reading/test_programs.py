@@ -22,7 +22,7 @@ SCANNED = {
     "scan_over_parts_of_a_matrix": {()},
 }
 # The roles that an answer may name.
-ROLES = {"embedding", "head", "router", "unused", "query", "key", "value", "out"}
+ROLES = {"embedding", "head", "router", "unused", "query", "key", "value"}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

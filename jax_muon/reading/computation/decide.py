@@ -26,7 +26,7 @@ from jax_muon.reading.computation.values import (
     Use,
 )
 
-_PRODUCTS = ("contracted", "convolved", "grouped", "depthwise")  # kinds of uses
+_PRODUCTS = ("contracted", "convolved", "grouped")  # kinds of uses
 
 
 def parameter(path: str, leaf: Any, trace: Trace, is_split: bool) -> Parameter:
@@ -50,16 +50,6 @@ def parameter(path: str, leaf: Any, trace: Trace, is_split: bool) -> Parameter:
     read = Parameter(*by, scanned=tuple(sorted(scanned)))
     is_unknown = label == MUON and axes is None
     return replace(read, doubt=reason) if is_unknown else read
-
-
-def doubted(x: Parameter, trace: Trace) -> Parameter:
-    """With a doubt, if constants or other parameters were multiplied by it."""
-    of_axes = [sides for use in trace.uses[x.path] for sides in use.sides.values()]
-    inside = {*INNER, CONSTANT} & {side for sides in of_axes for side in sides}
-    if x.role != "elementwise" or len(x.shape) < 2 or not inside:
-        return x
-    doubt = "nothing but parameters and constants is multiplied by it"
-    return replace(x, label=MUON, role="unknown", doubt=doubt)
 
 
 def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
@@ -117,8 +107,8 @@ def _decide(
             if slices >= {(i, i + 1) for i in range(shape[axis])}:
                 use.separate([axis])
     where, first = at(*_PRODUCTS), products[0]
-    if first.kind in ("grouped", "depthwise"):
-        return ADAMW, first.kind, f"a {first.kind} convolution{where}", None
+    if first.kind == "grouped":
+        return ADAMW, "grouped", f"a convolution in groups{where}", None
     if first.is_complex:
         return ADAMW, "complex", f"a product of complex numbers{where}", None
     readings = [_matrix_axes(shape, use) for use in products]
@@ -147,7 +137,7 @@ def _decide(
         return ADAMW, "head", f"last product before the result{where}", axes
     roles -= {""}
     kernel = "convolution" if first.kind == "convolved" else "kernel"
-    is_glu = any(use.glu for use in products) and roles <= {"out"}
+    is_glu = any(use.glu for use in products) and not roles
     if len(roles) > 1 or is_glu:
         return MUON, "fused", reason, axes
     return MUON, roles.pop() if roles else kernel, reason, axes
@@ -204,9 +194,7 @@ def _matrix_axes(shape: Sequence[int], use: Use) -> MatrixAxes | str:
         if x & INNER and use.either:
             return "of two parameters multiplied with each other either may be data,"
         if inner := x & INNER:
-            is_out = IN in known or (
-                OUT not in known and (inner == {FIRST}) != use.either
-            )
+            is_out = IN in known or (OUT not in known and inner == {FIRST})
             sides[axis] = x = x - INNER | {OUT if is_out else IN}
         if PART in x:
             x ^= {PART} if len(x) > 1 else {PART, BATCH}

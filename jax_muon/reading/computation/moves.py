@@ -1,21 +1,28 @@
-"""Follow parameters where axes are moved, cut, indexed, joined and reduced."""
+"""Follow parameters where axes move, are cut, indexed, joined and reduced, and loop."""
 
+import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from jax_muon import jaxprs
 from jax_muon.jaxprs import shape_of
-from jax_muon.reading.computation.axis_parts import (
+from jax_muon.reading.computation.trace import Trace, rule
+from jax_muon.reading.computation.values import (
+    BATCH,
+    PART,
     AxisParts,
     Shape,
+    Value,
     axes_in,
     fit,
+    free,
+    joined,
     placed,
     reshaped,
 )
-from jax_muon.reading.computation.trace import Trace, rule
-from jax_muon.reading.computation.values import BATCH, PART, Value, joined
 
 
 @rule(
@@ -116,11 +123,7 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
 
 def pick(trace: Trace, eqn: JaxprEqn, value: Value, index: Value) -> Value:
     """Elements of a value at some places; data may say at which."""
-    routed = trace.routes(index, [value])
-    if not value.leaves:
-        result = replace(joined([value, index]), results=value.results)
-        result.choice -= routed
-        return result
+    trace.routes(index, [value])
     if not index.data:
         return value
     tables = [leaf for leaf in value.leaves if BATCH in value.known(leaf)]
@@ -143,15 +146,10 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         kept = [a for a in range(len(shape)) if a != eqn.params["axis"]]
         source = {place: a for a, place in enumerate(kept)}
         values = [x.moved(lambda parts: placed(parts, source, shape)) for x in values]
-    arrays = values
-    if name == "dynamic_update_slice":
-        arrays = values[:2]  # where it begins comes last
-    elif name.startswith("scatter"):
-        arrays = values[::2]  # indices between the operand and its updates
     result = replace(joined(values), results={})
-    beside_data = any(value.data and not value.leaves for value in arrays)
-    for value in arrays:
-        part = value.fit(shape)
+    beside_data = any(value.data and not value.leaves for value in values)
+    for value in values:
+        part = value.moved(lambda parts: fit(parts, shape))
         if beside_data:
             trace.use(part, "elementwise", eqn)
         else:
@@ -168,7 +166,7 @@ def _top_k(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         if eqn.primitive.name != "sort" or len(values) > 1:
             shapes, of = trace.shapes, value.outputs.items()
             whole = [use for use, x in of if use.is_whole(x, shapes[use.path])]
-            result.choice |= value.chosen(whole)
+            result.choice |= frozenset(whole)
         trace.use(value, "elementwise", eqn)
     return result
 
@@ -184,6 +182,75 @@ def _reduce(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     left = [a for a in range(len(shape_of(eqn.invars[0]))) if a not in axes]
     result = value.moved(lambda parts: tuple(parts[a] for a in left))
     if name.startswith("arg"):
-        result.choice = value.chosen(use for use in along if along[use])
+        result.choice |= {use for use in along if along[use]}
     is_exponential = value.is_exponential and bool(left)  # a norm has no keys
     return replace(result, one_hot=False, is_exponential=is_exponential)
+
+
+# --- control flow -------------------------------------------------------------------
+
+
+@rule("scan")
+def _scan(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    constants, start = jaxprs.scan_starts(eqn)
+    body, length, rows = eqn.params["jaxpr"].jaxpr, eqn.params["length"], []
+    for value, v in zip(values[start:], eqn.invars[start:], strict=True):
+        for leaf, parts in value.leaves.items():
+            trace.scanned[leaf] |= axes_in(parts, [0])
+        row = cut(value, shape_of(v), (1, *shape_of(v)[1:]))
+        rows.append(row.moved(lambda parts: parts[1:]))
+    before, carry = values[:constants], values[constants:start]
+    carry, ys = _repeat(trace, eqn, body, before, carry, rows)
+    return [*carry, *(y.moved(lambda parts: (free(length), *parts)) for y in ys)]
+
+
+@rule("while")
+def _while(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    start = eqn.params["cond_nconsts"]
+    end = start + eqn.params["body_nconsts"]
+    body = eqn.params["body_jaxpr"].jaxpr
+    return _repeat(trace, eqn, body, values[start:end], values[end:], [])[0]
+
+
+@rule("cond")
+def _cond(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    trace.routes(values[0], values[1:])
+    functions = eqn.params["branches"]
+    branches = [trace.call(eqn, x.jaxpr, values[1:]) for x in functions]
+    meet = functools.partial(_meet, trace, eqn)
+    return [functools.reduce(meet, results) for results in zip(*branches, strict=True)]
+
+
+def _repeat(
+    trace: Trace,
+    eqn: JaxprEqn,
+    body: Jaxpr,
+    constants: Sequence[Value],
+    carry: list[Value],
+    rows: Sequence[Value],
+) -> tuple[list[Value], list[Value]]:
+    """The carry and the other results of a loop, after as many turns as change them."""
+    for _ in range(len(carry) + 2):  # a fact may take a turn for each part of it
+        results = trace.call(eqn, body, [*constants, *carry, *rows])
+        before, pairs = carry, zip(carry, results, strict=False)
+        carry = [_meet(trace, eqn, *pair) for pair in pairs]
+        if list(map(_facts, before)) == list(map(_facts, carry)):
+            break
+    return carry, results[len(carry) :]
+
+
+def _facts(x: Value) -> tuple[object, ...]:
+    return x.data, {*x.leaves}, x.picked, x.sources, {*x.results}, x.one_hot
+
+
+def _meet(trace: Trace, eqn: JaxprEqn, a: Value, b: Value) -> Value:
+    """What holds of a value that is one of two."""
+    result = joined([a, b])
+    for value, other in ((a, b), (b, a)):
+        if value.leaves and not other.leaves and other.data:
+            trace.use(value, "elementwise", eqn)
+            return result
+    for value in (a, b):
+        ndim = len(next(iter(value.leaves.values()), ()))
+        result = result.with_leaves(value, ndim)
+    return result

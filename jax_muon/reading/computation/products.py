@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from jax.extend.core import JaxprEqn
 
 from jax_muon.jaxprs import shape_of
-from jax_muon.reading.computation.axis_parts import AxisPart, AxisParts, axes_in, placed
 from jax_muon.reading.computation.moves import pick
 from jax_muon.reading.computation.trace import Trace, rule
 from jax_muon.reading.computation.values import (
@@ -25,12 +24,16 @@ from jax_muon.reading.computation.values import (
     INNER,
     OUT,
     SECOND,
+    AxisPart,
+    AxisParts,
     Results,
     Scores,
     Sides,
     Use,
     Value,
+    axes_in,
     joined,
+    placed,
 )
 
 Axes = Sequence[int]
@@ -116,7 +119,7 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         result = weight.moved(functools.partial(product.placed, i))
         side = BATCH if other.one_hot else CONSTANT
         result = result.with_side(side, weight.axes_in(of_weight))
-        return pick(trace, eqn, result, other) if other.one_hot else result
+        return pick(trace, eqn, result, other)
     other = trace.given(other, eqn)
     inside, outside = (OUT, IN) if is_transposed else (IN, OUT)
     sides = [outside] * len(product.shapes[i])
@@ -126,7 +129,6 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     uses = trace.use(weight, "contracted", eqn, sides, by=other)
     for use in uses:
         use.by_gates = other.are_gates
-        use.role = use.role or "out" * other.attended
         use.rows = math.prod(product.shapes[1 - i][a] for a in product.free[1 - i])
     for before, parts in other.outputs.items():
         # Sums over experts whose results gates were multiplied by.
@@ -145,12 +147,11 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         wide = any(_is_wide(trace.shapes[x.path], x.sides) for x in uses)
         for use in uses:
             use.either = wide and bool(weight.inner(use.path))
-        is_pure = not any(map(weight.inner, weight.leaves))
         inputs = frozenset(
             x.path
             for x in uses
             if {CONSTANT} not in x.sides.values()
-            and (is_pure or {IN} not in x.sides.values())
+            and not (weight.of_two and {IN} in x.sides.values())
         )
         operands = frozenset(uses), frozenset(other.outputs)
         operands = operands if i == 0 else operands[::-1]
@@ -218,7 +219,6 @@ def _of_activations(trace: Trace, product: Product) -> Value:
             if isinstance(x, Scores):
                 if value.is_exponential and len(inside[x]) == 1 and not is_transposed:
                     _attend(trace, x, min(inside[x]), value, other.outputs)
-                    result.attended = True
                 continue
             if not other.outputs:
                 x.separate_members(axes_in(parts, product.batch[i]))
@@ -305,7 +305,7 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         members, left = _members(kernel.leaves[use.path][out], groups)
         use.separate(members)
         if left > 1:
-            use.kind = "depthwise" if shape[fan_in] == 1 else "grouped"
+            use.kind = "grouped"
     source, result = {numbers.out_spec[1]: out}, shape_of(eqn.outvars[0])
     return _result(
         {use: placed(kernel.leaves[use.path], source, result) for use in uses}

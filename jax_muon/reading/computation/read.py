@@ -7,16 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from jax_muon import jaxprs, trees
-from jax_muon.matrices import MUON, Parameter
+from jax_muon.matrices import Parameter
 from jax_muon.reading.computation import (  # noqa: F401, they register rules
     decide,
-    loops,
     moves,
     products,
 )
-from jax_muon.reading.computation.axis_parts import AxisPart
 from jax_muon.reading.computation.trace import Trace
-from jax_muon.reading.computation.values import Value
+from jax_muon.reading.computation.values import AxisPart, Value
 
 
 def follow(function: Callable[..., Any], params: Any, *args: Any) -> Trace:
@@ -69,8 +67,6 @@ def read_uses(
     for path, leaf in leaves:
         is_split = any(trees.matches(pattern, path) for pattern in splits)
         read.append(decide.parameter(path, leaf, trace, is_split))
-    if all(x.axes is None and x.label != MUON for x in read):
-        read = [decide.doubted(x, trace) for x in read]
     return decide.with_agreeing_layers(read)
 
 

@@ -1,7 +1,7 @@
 """Follow every parameter through a traced function, until operations apply it to data.
 
 A `Trace` runs a jaxpr on `Value`s. Rules are registered by the names of primitives:
-`moves` rearranges axes, `products` has contractions, `loops` control flow. Without a
+`moves` rearranges axes and has control flow, `products` has contractions. Without a
 rule an operation is elementwise if its shapes fit, and otherwise opaque: what becomes
 of a leaf in it is unknown.
 """
@@ -18,12 +18,14 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jax_muon import jaxprs
 from jax_muon.jaxprs import shape_of
-from jax_muon.reading.computation.axis_parts import AxisParts, Shape, axes_in
 from jax_muon.reading.computation.values import (
     CONSTANT,
     OUT,
+    AxisParts,
+    Shape,
     Use,
     Value,
+    axes_in,
     joined,
     merged,
 )
@@ -141,11 +143,8 @@ class Trace:
         """
         features = {leaf: axes_in(parts[-1:]) for leaf, parts in value.leaves.items()}
         for leaf in features:
-            inner, shape = value.inner(leaf), self.shapes[leaf]
-            left = {*value.sides.get(leaf, {})} | axes_in(value.leaves[leaf])
-            is_whole = all(axis in left for axis, n in enumerate(shape) if n > 1)
             is_other = not features[leaf] and any(features.values())
-            if len(inner) == 1 and is_whole and is_other:
+            if len(value.inner(leaf)) == 1 and is_other:
                 line = jaxprs.line_of((*self._calls, eqn))
                 self.inputs.setdefault(leaf, line)
 
@@ -168,7 +167,7 @@ class Trace:
 
         Returns the choice, if it is one of others: what it chose is no gate any more.
         """
-        among = {path for use in chosen.choice for path in use.among}
+        among = {use.path for use in chosen.sources}
         others = [x for x in others if not set() < {u.path for u in x.sources} <= among]
         is_routing = any(x.leaves or (x.data and not x.noise) for x in others)
         for use in chosen.choice:
@@ -183,6 +182,7 @@ def _is_complex(v: Any) -> bool:
 _ACTIVATIONS = {"tanh", "logistic", "max", "sin", "cos", "erf", "exp", "expm1", "log1p"}
 _KEEPING = {"mul", "div", "add", "select_n", "convert_element_type", "copy", "name"}
 SUMS = ("add", "sub")
+_HIDING = {"triangular_solve", "ffi_call"}  # not elementwise if all fits
 
 
 def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
@@ -192,8 +192,7 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         return values[1]  # whatever chooses, as `vmap` does for the branches of a cond
     shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
     shapes = [shape_of(v) for v in eqn.invars]
-    # Of a square system, which is solved, all shapes fit.
-    fits = all(_fits(x, shape) for x in shapes) and name != "triangular_solve"
+    fits = all(_fits(x, shape) for x in shapes) and name not in _HIDING
     if not fits:
         result.results = {}
     if len(values) > 1 or name not in _KEEPING:
@@ -227,9 +226,6 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     if active or not fits:
         for value in made:
             is_input = value.activated or name not in SUMS
-            if value.picked and name == "mul":
-                for x in active:
-                    x.feed()
             if fits and is_input and not value.has_all(shape):
                 result.sources |= trace.given(value, eqn).sources
                 # By a vector, this is a product if it is summed over.
@@ -242,12 +238,8 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         # of leaves (LoRA) where it is added to a frozen matrix.
         masked = name in ("mul", "div", "select_n") and sum(n > 1 for n in shape) > 1
         frozen = all(x.given_floats for x in active)
-        product = [any(map(x.inner, x.leaves)) for x in made]
-        made = [
-            x
-            for x, of_two in zip(made, product, strict=True)
-            if fits and ((masked and x.has_all(shape)) or (frozen and of_two))
-        ]
+        stay = [(masked and x.has_all(shape)) or (frozen and x.of_two) for x in made]
+        made = [*itertools.compress(made, stay)] if fits else []
     for value in made:
         result = result.with_leaves(value, len(shape))
     if name == "select_n" and not (values[0].data or values[0].leaves):
@@ -284,13 +276,12 @@ def _scales(name: str, made: Sequence[Value], shape: Shape) -> list[Value]:
     if not all(x.activated for x in whole):  # a function of one scales the other
         whole = [x for x in whole if not x.activated]
     scales = [
-        (name in ("mul", "div") and x not in whole) or (name in SUMS and x.noise)
+        x
         for x in made
+        if (name in ("mul", "div") and x not in whole) or (name in SUMS and x.noise)
     ]
-    both = [*zip(made, scales, strict=True)]
-    others = {leaf for x, is_scale in both if not is_scale for leaf in x.leaves}
-    found = [x for x, is_scale in both if is_scale and not others & {*x.leaves}]
-    return found if others else []
+    others = {leaf for x in made if x not in scales for leaf in x.leaves}
+    return [x for x in scales if others and not others & {*x.leaves}]
 
 
 def _softmax(name: str, values: Sequence[Value]) -> int:
@@ -303,14 +294,10 @@ def _softmax(name: str, values: Sequence[Value]) -> int:
 
 def _multiply(values: Sequence[Value], shapes: Sequence[Shape]) -> None:
     """Find gates: of experts, for all elements of each; or slices of one result."""
-    for (gates, other), (shape, size) in zip(
-        itertools.permutations(values), itertools.permutations(shapes), strict=True
-    ):
-        if gates.are_gates and math.prod(shape) < math.prod(size):
-            places = [a for a, n in enumerate(shape) if n > 1]
-            for use, parts in other.outputs.items():
+    for i, j in ((0, 1), (1, 0)):
+        if values[i].are_gates and math.prod(shapes[i]) < math.prod(shapes[j]):
+            places = [a for a, n in enumerate(shapes[i]) if n > 1]
+            for use, parts in values[j].outputs.items():
                 use.gated |= axes_in(parts, places)
-            for use, parts in gates.outputs.items():
-                use.gates |= axes_in(parts)
     for use in values[0].outputs.keys() & values[1].outputs.keys():
         use.glu |= any(use.sides.get(axis) == {OUT} for axis in use.slices)

@@ -1,8 +1,8 @@
 """Records about the arrays of a traced function, and about each use of a parameter.
 
 A `Value` describes one array. Before parameters meet data, it records the leaves that
-the array is made of, axis by axis; afterwards, the products with leaves that the array
-comes from. A `Use` is one operation that applies a leaf to data.
+the array is made of, and the `AxisPart`s of each axis; afterwards, the products with
+leaves that the array comes from. A `Use` is one operation that applies a leaf to data.
 """
 
 import math
@@ -10,7 +10,84 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from jax_muon.reading.computation.axis_parts import AxisParts, Shape, axes_in, fit
+
+class AxisPart(NamedTuple):
+    """A part of an axis of a value: `size` elements, `stride` apart, of a leaf's axis.
+
+    The axis is None if it is no leaf's; `whole` is false for one factor of several.
+    """
+
+    axis: int | None
+    stride: int
+    size: int
+    whole: bool = True
+
+
+# The parts of each axis of a value, the outermost first.
+AxisParts = tuple[tuple[AxisPart, ...], ...]
+Shape = Sequence[int]
+
+
+def axes_in(
+    parts: Sequence[Iterable[AxisPart]], places: Iterable[int] | None = None
+) -> set[int]:
+    """The leaf's axes in some axes of a value, or in all."""
+    chosen = parts if places is None else [parts[place] for place in places]
+    return {x.axis for of_axis in chosen for x in of_axis if x.axis is not None}
+
+
+def free(size: int) -> tuple[AxisPart, ...]:
+    """An axis of a value that is no leaf's."""
+    return (AxisPart(None, 1, size),) if size > 1 else ()
+
+
+def placed(parts: AxisParts, source: Mapping[int, int], shape: Shape) -> AxisParts:
+    """Axes of a result: from `source` by place, or else no leaf's."""
+    return tuple(
+        parts[source[place]] if place in source else free(size)
+        for place, size in enumerate(shape)
+    )
+
+
+def fit(parts: AxisParts, shape: Shape) -> AxisParts:
+    """The parts of axes that were cut or padded to this shape."""
+    return tuple(map(_fitted, parts, shape))
+
+
+def _fitted(of_axis: tuple[AxisPart, ...], size: int) -> tuple[AxisPart, ...]:
+    if not of_axis or math.prod(x.size for x in of_axis) == size:
+        return of_axis
+    outer, *inner = of_axis
+    rest = math.prod(x.size for x in inner)
+    if size % rest:  # the outer factor has no whole number of elements left
+        return (outer._replace(size=size), *(x._replace(size=1) for x in inner))
+    return (outer._replace(size=size // rest), *inner)
+
+
+def reshaped(parts: AxisParts, old: Shape, new: Shape) -> AxisParts:
+    """The parts of the old axes, divided among the new ones."""
+    left: list[AxisPart] = []  # the innermost first
+    for before, size in zip(reversed(parts), reversed(old), strict=True):
+        left += reversed(_fitted(before, size) or free(size))
+    left = [x for x in left if x.size > 1]
+    result = []
+    for size in new:
+        of_axis: list[AxisPart] = []
+        while size > 1 and left:
+            axis, stride, length, whole = left.pop()
+            taken = math.gcd(size, length)
+            if taken == 1:  # they do not divide each other: both get this axis
+                taken, size = length, size * length
+            if rest := length // taken - 1:
+                left.append(AxisPart(axis, stride, rest + 1, False))
+                whole = False
+            of_axis.append(AxisPart(axis, stride * (length // taken), taken, whole))
+            size //= taken
+        result.append(tuple(of_axis))
+    return tuple(result)
+
+
+# --- uses and values ------------------------------------------------------------------
 
 # The side of a matrix that a leaf's axis is on in a use, or batch. Before the use, the
 # axis may have been contracted with another leaf, as an axis of the first or the second
@@ -31,14 +108,14 @@ class Use:
     """One use of a leaf by one operation."""
 
     path: str  # of the leaf
-    kind: str  # contracted, convolved, depthwise, grouped, picked, elementwise, opaque
+    kind: str  # contracted, convolved, grouped, picked, elementwise, opaque
     line: str  # of the user's code
     primitive: str  # JAX's name of the operation
     sides: Sides = field(default_factory=dict)
     revised: Sides = field(default_factory=dict)  # by what comes later
     left: set[int] = field(default_factory=set)  # axes not yet summed over
     feeds: bool = False  # another product takes its result, so that it is no head
-    role: str = ""  # in attention: query, key, value or out; "fused" for several
+    role: str = ""  # in attention: query, key or value; "fused" for several
     slices: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # of outputs
     glu: bool = False  # they are multiplied by each other
     inputs: set["Use"] = field(default_factory=set)  # whose results it is multiplied by
@@ -46,7 +123,6 @@ class Use:
     by_gates: bool = False  # they are gates
     gated: set[int] = field(default_factory=set)  # outputs times gates
     gates: set[int] = field(default_factory=set)  # outputs that are gates of others
-    among: set[str] = field(default_factory=set)  # leaves of a top-k's input
     either: bool = False  # its leaf or the one that it is multiplied by is like data
     chooses: bool = False  # a top-k of its outputs says what else is computed
     of_picked: bool = False  # data indexed the leaf before
@@ -119,7 +195,6 @@ class Value:
     one_hot: bool = False  # it compares data with other numbers
     softmax: int = 0  # 1: an exponential; 2: divided by a sum of some
     is_exponential: bool = False  # of anything in it
-    attended: bool = False  # attention has summed it
     choice: frozenset[Use] = frozenset()  # among whose outputs a top-k chose it
 
     @property
@@ -140,10 +215,6 @@ class Value:
             results={x: change(parts) for x, parts in self.results.items()},
         )
 
-    def fit(self, shape: Shape) -> "Value":
-        """The same, cut or padded to this shape."""
-        return self.moved(lambda parts: fit(parts, shape))
-
     def axes_in(self, places: Iterable[int]) -> dict[str, set[int]]:
         """The axes of each leaf in some axes of the value."""
         places = [*places]
@@ -159,6 +230,11 @@ class Value:
     def inner(self, leaf: str) -> set[int]:
         """The axes of a leaf that are contracted with another leaf."""
         return {axis for axis, x in self.sides.get(leaf, {}).items() if x & INNER}
+
+    @property
+    def of_two(self) -> bool:
+        """Whether it has a product of two leaves."""
+        return any(map(self.inner, self.leaves))
 
     def known(self, leaf: str) -> set[str]:
         """The sides that some axis of a leaf has already."""
@@ -189,12 +265,6 @@ class Value:
         for use in self.sources:
             use.feeds = True
 
-    def chosen(self, among: Iterable[Use]) -> frozenset[Use]:
-        """The choice of a top-k among the outputs of some uses."""
-        for use in (found := frozenset(among)):
-            use.among |= {source.path for source in self.sources}
-        return self.choice | found
-
 
 def joined(values: Sequence[Value]) -> Value:
     """The record of an elementwise function of these values, without their leaves."""
@@ -220,6 +290,5 @@ def joined(values: Sequence[Value]) -> Value:
         sources=sources,
         one_hot=bool(data) and all(value.one_hot for value in data),
         is_exponential=any(value.is_exponential for value in values),
-        attended=any(value.attended for value in values),
         choice=frozenset(use for value in values for use in value.choice),
     )
