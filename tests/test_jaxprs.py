@@ -9,7 +9,7 @@ from jax.extend.core import Primitive
 
 import jax_muon as jm
 from jax_muon import jaxprs
-from jax_muon.reading.computation import moves, products  # noqa: F401
+from jax_muon.reading.computation import loops, moves, products  # noqa: F401
 from jax_muon.reading.computation.trace import RULES
 
 X = jnp.ones((2, 4))

@@ -136,6 +136,11 @@ def solve(params, x):
     return jnp.mean(lax.linalg.triangular_solve(params["w"], x, left_side=True))
 
 
+def factors(params, x):
+    """Two factors whose product is compared with the data."""
+    return jnp.mean((params["u"] @ params["v"] - x) ** 2)
+
+
 def hidden(params, x):
     """Here as well."""
     kernel = pl.pallas_call(lambda x, w, y: None, out_shape=floats(8, 8))
@@ -147,6 +152,7 @@ UNREAD = [  # function, shapes of parameters and of x, words
     (contradiction, {"w": (24, 8), "last": (8, 3)}, (5, 24), f"'w': .*{BOTH}"),
     (solve, {"w": (8, 8)}, (8, 8), "it goes into triangular_solve"),
     (hidden, {"w": (8, 8)}, (8, 8), "it goes into pallas_call"),
+    (factors, {"u": (9, 3), "v": (3, 7)}, (9, 7), "nothing but parameters and const"),
     (lambda p, x: x, {"a": (4, 4), "b": (4,)}, (3,), "on none of the 2 parameters"),
 ]
 

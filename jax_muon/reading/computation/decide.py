@@ -52,6 +52,16 @@ def parameter(path: str, leaf: Any, trace: Trace, is_split: bool) -> Parameter:
     return replace(read, doubt=reason) if is_unknown else read
 
 
+def doubted(x: Parameter, trace: Trace) -> Parameter:
+    """With a doubt, if constants or other parameters were multiplied by it."""
+    of_axes = [sides for use in trace.uses[x.path] for sides in use.sides.values()]
+    inside = {*INNER, CONSTANT} & {side for sides in of_axes for side in sides}
+    if x.role != "elementwise" or len(x.shape) < 2 or not inside:
+        return x
+    doubt = "nothing but parameters and constants is multiplied by it"
+    return replace(x, label=MUON, role="unknown", doubt=doubt)
+
+
 def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
     """Make the head of one layer a kernel, if it is a kernel in other layers.
 

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_muon import jaxprs, trees
-from jax_muon.matrices import Parameter
+from jax_muon.matrices import MUON, Parameter
 from jax_muon.reading.computation import (  # noqa: F401, they register rules
     decide,
+    loops,
     moves,
     products,
 )
@@ -67,6 +68,8 @@ def read_uses(
     for path, leaf in leaves:
         is_split = any(trees.matches(pattern, path) for pattern in splits)
         read.append(decide.parameter(path, leaf, trace, is_split))
+    if all(x.axes is None and x.label != MUON for x in read):
+        read = [decide.doubted(x, trace) for x in read]
     return decide.with_agreeing_layers(read)
 
 

@@ -1,7 +1,7 @@
 """Follow every parameter through a traced function, until operations apply it to data.
 
 A `Trace` runs a jaxpr on `Value`s. Rules are registered by the names of primitives:
-`moves` rearranges axes and has control flow, `products` has contractions. Without a
+`moves` rearranges axes, `products` has contractions, `loops` control flow. Without a
 rule an operation is elementwise if its shapes fit, and otherwise opaque: what becomes
 of a leaf in it is unknown.
 """
@@ -226,6 +226,9 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     if active or not fits:
         for value in made:
             is_input = value.activated or name not in SUMS
+            if value.picked and name == "mul":
+                for x in active:
+                    x.feed()
             if fits and is_input and not value.has_all(shape):
                 result.sources |= trace.given(value, eqn).sources
                 # By a vector, this is a product if it is summed over.
