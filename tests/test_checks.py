@@ -81,13 +81,12 @@ WRONG = {
     "steps=0; expected": lambda: jm.verify(on_mesh(), MATRIX, steps=0),
     "expected an optax transform": lambda: muon(adamw=optax.adamw),
     "(params, loss_fn, batch), or a function of pa": lambda: muon(matrices="muon"),
-    "args at '0/x'='a'; expected an array": lambda: jm.read(PARAMS, loss, {"x": "a"}),
 }
 WRONG |= {  # at init,
     "static_args=('steps',)": lambda: init(
         optax.inject_hyperparams(jm.nanochat)(steps=5)
     ),
-    "rules at '0', which no parameter has": lambda: init(read_as(["frozen"])),
+    "rules: the pattern '0' matches no parameter": lambda: init(read_as(["frozen"])),
     "joins['w']=0.5; expected a Python integer": lambda: known(
         MATRIX, joins={"w": 0.5}
     ),

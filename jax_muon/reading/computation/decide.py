@@ -46,10 +46,9 @@ def parameter(path: str, leaf: Any, trace: Trace, is_split: bool) -> Parameter:
     elif label == MUON and not is_split:
         reason += _split(path, role, shape, uses) or _stacked(path, role, axes)
     scanned = {x for x in trace.scanned[path] if axes is None or x in axes.batch}
-    by = path, shape, leaf.dtype, label, role, reason, axes
-    read = Parameter(*by, scanned=tuple(sorted(scanned)))
-    is_unknown = label == MUON and axes is None
-    return replace(read, doubt=reason) if is_unknown else read
+    doubt = reason if label == MUON and axes is None else None
+    by = path, shape, leaf.dtype, label, role, reason, axes, doubt
+    return Parameter(*by, scanned=tuple(sorted(scanned)))
 
 
 def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
@@ -115,8 +114,13 @@ def _decide(
     axes = known[0]
     either = axes, MatrixAxes(axes.batch, axes.output, axes.reduction)
     if others := [x for x in known if x not in either]:
-        both = f"{_text(axes)} and as {_text(others[0])}"
-        return MUON, "contradictory", f"it is used as {both}{where}", None
+        texts = [numbers_text(x.reduction, x.output) for x in (axes, others[0])]
+        return (
+            MUON,
+            "contradictory",
+            f"it is used as {' and '.join(texts)}{where}",
+            None,
+        )
     plural = "axis" if len(axes.reduction) == 1 else "axes"
     over = f" over {plural} {', '.join(map(str, axes.reduction))}"
     reason = f"{first.kind}{over * bool(axes.reduction)}{where}"
@@ -144,10 +148,6 @@ def _is_norm(use: Use, axes: MatrixAxes) -> bool:
     """True for a sum over the inputs of a matrix, such as the norms of its outputs."""
     summed = not any(use.sides.get(axis) for axis in axes.reduction)
     return summed and use.left == {*axes.output}
-
-
-def _text(axes: MatrixAxes) -> str:
-    return f"in={axes.reduction}, out={axes.output}, batch={axes.batch}"
 
 
 def _stacked(path: str, role: str, axes: MatrixAxes | None) -> str:
