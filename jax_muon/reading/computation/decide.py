@@ -130,7 +130,9 @@ def _decide(
     if roles == {"table"}:
         reason = f"a table that queries are compared with{where}"
         return ADAMW, "embedding", reason, axes
-    if any(_is_norm(use, axes) for use in uses if use.primitive in SUMS):
+    # Sums over the inputs alone, such as the norms of its outputs.
+    sums = [x for x in uses if x.primitive in SUMS and x.left == {*axes.output}]
+    if any(not any(x.sides.get(a) for a in axes.reduction) for x in sums):
         return ADAMW, "centers", f"its rows' distances to data are taken{where}", axes
     if any(use.chooses for use in products):
         return ADAMW, "router", f"a top-k chooses among its outputs{where}", axes
@@ -142,12 +144,6 @@ def _decide(
     if len(roles) > 1 or is_glu:
         return MUON, "fused", reason, axes
     return MUON, roles.pop() if roles else kernel, reason, axes
-
-
-def _is_norm(use: Use, axes: MatrixAxes) -> bool:
-    """True for a sum over the inputs of a matrix, such as the norms of its outputs."""
-    summed = not any(use.sides.get(axis) for axis in axes.reduction)
-    return summed and use.left == {*axes.output}
 
 
 def _stacked(path: str, role: str, axes: MatrixAxes | None) -> str:

@@ -142,11 +142,10 @@ class Trace:
         Its last axis has features and is the matrix's: the other leaf is like data.
         """
         features = {leaf: axes_in(parts[-1:]) for leaf, parts in value.leaves.items()}
-        for leaf in features:
+        for leaf in features if any(features.values()) else ():
             left = {*value.sides.get(leaf, {})} | axes_in(value.leaves[leaf])
             is_whole = all(a in left for a, n in enumerate(self.shapes[leaf]) if n > 1)
-            is_other = not features[leaf] and any(features.values())
-            if len(value.inner(leaf)) == 1 and is_whole and is_other:
+            if len(value.inner(leaf)) == 1 and is_whole and not features[leaf]:
                 line = jaxprs.line_of((*self._calls, eqn))
                 self.inputs.setdefault(leaf, line)
 
