@@ -82,12 +82,12 @@ WRONG = {
     "with on_mesh around all other transforms": lambda: jm.verify(muon(), PARAMS),
     "expected an optax transform": lambda: muon(adamw=optax.adamw),
     "(params, loss_fn, batch), or a function of pa": lambda: muon(matrices="muon"),
-    "args at '0/x'='a'; expected an array": lambda: jm.read(PARAMS, loss, {"x": "a"}),
 }
 WRONG |= {  # at init,
     "static_args=('steps',)": lambda: init(
         optax.inject_hyperparams(jm.nanochat)(steps=5)
     ),
+    "rules: the pattern '0' matches no parameter": lambda: init(read_as(["frozen"])),
     "joins={'w': 0.5}: K=0.5; expected a Python int": lambda: known(
         MATRIX, joins={"w": 0.5}
     ),

@@ -59,9 +59,9 @@ def read(
       params: the whole model, or the shapes of its parameters: a pytree of arrays in
         any Flax form; an NNX or Equinox module, of which what is trained is listed.
       function: the loss, or a model's `apply`: a function of the parameters and `args`.
-      *args: its other arguments, arrays or their shapes. Parameters that are not
-        trained, such as the base of LoRA, may be among them, or closed over; close
-        over one to which a parameter is added. Two uint32 count as a random key.
+      *args: its other arguments, arrays or their shapes; close over all others.
+        Parameters that are not trained, such as the base of LoRA, may be among them;
+        close over one to which a parameter is added. Two uint32 are a random key.
       rules: what you know better. Path pattern to a label, or to
         `optax.contrib.MuonDimensionNumbers`, such as {"stem": "adamw"}; the first
         pattern that matches wins, and the whole path of a parameter means that one
@@ -113,11 +113,6 @@ def read(
         if not callable(function):
             expected = "a function, as in jax_muon.read(params, loss_fn, batch)"
             checks.refuse("function", function, expected)
-        for path, x in trees.leaves_with_paths(args):
-            if not (hasattr(x, "shape") or isinstance(x, int | float | complex)):
-                closed = "lambda params, batch: loss_fn(params, batch, 'train')"
-                expected = f"an array; close over anything else, as in {closed}"
-                checks.refuse(f"args at {path!r}", x, expected)
         whole = params if tree is not params else checks.arrays("params", params)
         readings = read_uses(function, whole, *args, splits=splits or ())
         readings = [x for x in readings if x.path in shapes]

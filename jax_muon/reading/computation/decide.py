@@ -46,10 +46,9 @@ def parameter(path: str, leaf: Any, trace: Trace, is_split: bool) -> Parameter:
     elif label == MUON and not is_split:
         reason += _split(path, role, shape, uses) or _stacked(path, role, axes)
     scanned = {x for x in trace.scanned[path] if axes is None or x in axes.batch}
-    by = path, shape, leaf.dtype, label, role, reason, axes
-    read = Parameter(*by, scanned=tuple(sorted(scanned)))
-    is_unknown = label == MUON and axes is None
-    return replace(read, doubt=reason) if is_unknown else read
+    doubt = reason if label == MUON and axes is None else None
+    by = path, shape, leaf.dtype, label, role, reason, axes, doubt
+    return Parameter(*by, scanned=tuple(sorted(scanned)))
 
 
 def doubted(x: Parameter, trace: Trace) -> Parameter:
@@ -128,8 +127,13 @@ def _decide(
     axes = known[0]
     either = axes, MatrixAxes(axes.batch, axes.output, axes.reduction)
     if others := [x for x in known if x not in either]:
-        both = f"{_text(axes)} and as {_text(others[0])}"
-        return MUON, "contradictory", f"it is used as {both}{where}", None
+        texts = [numbers_text(x.reduction, x.output) for x in (axes, others[0])]
+        return (
+            MUON,
+            "contradictory",
+            f"it is used as {' and '.join(texts)}{where}",
+            None,
+        )
     plural = "axis" if len(axes.reduction) == 1 else "axes"
     over = f" over {plural} {', '.join(map(str, axes.reduction))}"
     reason = f"{first.kind}{over * bool(axes.reduction)}{where}"
@@ -139,7 +143,9 @@ def _decide(
     if roles == {"table"}:
         reason = f"a table that queries are compared with{where}"
         return ADAMW, "embedding", reason, axes
-    if any(_is_norm(use, axes) for use in uses if use.primitive in SUMS):
+    # Sums over the inputs alone, such as the norms of its outputs.
+    sums = [x for x in uses if x.primitive in SUMS and x.left == {*axes.output}]
+    if any(not any(x.sides.get(a) for a in axes.reduction) for x in sums):
         return ADAMW, "centers", f"its rows' distances to data are taken{where}", axes
     if any(use.chooses for use in products):
         return ADAMW, "router", f"a top-k chooses among its outputs{where}", axes
@@ -151,16 +157,6 @@ def _decide(
     if len(roles) > 1 or is_glu:
         return MUON, "fused", reason, axes
     return MUON, roles.pop() if roles else kernel, reason, axes
-
-
-def _is_norm(use: Use, axes: MatrixAxes) -> bool:
-    """True for a sum over the inputs of a matrix, such as the norms of its outputs."""
-    summed = not any(use.sides.get(axis) for axis in axes.reduction)
-    return summed and use.left == {*axes.output}
-
-
-def _text(axes: MatrixAxes) -> str:
-    return f"in={axes.reduction}, out={axes.output}, batch={axes.batch}"
 
 
 def _stacked(path: str, role: str, axes: MatrixAxes | None) -> str:

@@ -119,7 +119,11 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
 
 def pick(trace: Trace, eqn: JaxprEqn, value: Value, index: Value) -> Value:
     """Elements of a value at some places; data may say at which."""
-    trace.routes(index, [value])
+    routed = trace.routes(index, [value])
+    if not value.leaves:
+        result = replace(joined([value, index]), results=value.results)
+        result.choice -= routed
+        return result
     if not index.data:
         return value
     tables = [leaf for leaf in value.leaves if BATCH in value.known(leaf)]
@@ -142,9 +146,14 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         kept = [a for a in range(len(shape)) if a != eqn.params["axis"]]
         source = {place: a for a, place in enumerate(kept)}
         values = [x.moved(lambda parts: placed(parts, source, shape)) for x in values]
+    arrays = values
+    if name == "dynamic_update_slice":
+        arrays = values[:2]  # where it begins comes last
+    elif name.startswith("scatter"):
+        arrays = values[::2]  # indices between the operand and its updates
     result = replace(joined(values), results={})
-    beside_data = any(value.data and not value.leaves for value in values)
-    for value in values:
+    beside_data = any(value.data and not value.leaves for value in arrays)
+    for value in arrays:
         part = value.moved(lambda parts: fit(parts, shape))
         if beside_data:
             trace.use(part, "elementwise", eqn)

@@ -117,15 +117,13 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     is_transposed = trace.is_transposed(eqn)
     if not is_transposed and not other.leaves and (other.one_hot or not other.data):
         result = weight.moved(functools.partial(product.placed, i))
-        side = BATCH if other.one_hot else CONSTANT
-        result = result.with_side(side, weight.axes_in(of_weight))
+        kind = BATCH if other.one_hot else CONSTANT
+        result = result.with_side(kind, weight.axes_in(of_weight))
         return pick(trace, eqn, result, other)
     other = trace.given(other, eqn)
     inside, outside = (OUT, IN) if is_transposed else (IN, OUT)
-    sides = [outside] * len(product.shapes[i])
-    for side, of_side in ((inside, of_weight), (BATCH, product.batch[i])):
-        for a in of_side:
-            sides[a] = side
+    side = dict.fromkeys(of_weight, inside) | dict.fromkeys(product.batch[i], BATCH)
+    sides = [side.get(a, outside) for a in range(len(product.shapes[i]))]
     uses = trace.use(weight, "contracted", eqn, sides, by=other)
     for use in uses:
         use.by_gates = other.are_gates
@@ -142,7 +140,7 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         keys = axes_in(parts, of_other)
         if isinstance(scores, Scores) and other.softmax and len(keys) == 1:
             _attend(trace, scores, min(keys), other, uses)
-    made = _result({use: product.placed(i, weight.leaves[use.path]) for use in uses})
+    results: Results = {u: product.placed(i, weight.leaves[u.path]) for u in uses}
     if _may_be_data(weight, of_weight, len(product.shapes[i])):
         wide = any(_is_wide(trace.shapes[x.path], x.sides) for x in uses)
         for use in uses:
@@ -155,8 +153,8 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         )
         operands = frozenset(uses), frozenset(other.outputs)
         operands = operands if i == 0 else operands[::-1]
-        made.results |= _scores(product, Scores(operands, inputs))
-    return made
+        results |= _scores(product, Scores(operands, inputs))
+    return Value(data=True, results=results, sources=frozenset(uses))
 
 
 def _may_be_data(weight: Value, contract: Axes, ndim: int) -> bool:
@@ -177,12 +175,6 @@ def _is_wide(shape: Axes, sides: Sides) -> bool:
     inner = [n for a, n in enumerate(shape) if sides.get(a, frozenset()) & INNER]
     batch = [n for a, n in enumerate(shape) if sides.get(a) == {BATCH}]
     return math.prod(inner) ** 2 * math.prod(batch) >= math.prod(shape)
-
-
-def _result(outputs: dict[Use, AxisParts]) -> Value:
-    """The result of a product, and what its axes are of the leaf's of each use."""
-    results: Results = dict(outputs.items())
-    return Value(data=True, results=results, sources=frozenset(outputs))
 
 
 def _of_leaves(trace: Trace, product: Product) -> Value:
@@ -307,9 +299,8 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         if left > 1:
             use.kind = "grouped"
     source, result = {numbers.out_spec[1]: out}, shape_of(eqn.outvars[0])
-    return _result(
-        {use: placed(kernel.leaves[use.path], source, result) for use in uses}
-    )
+    results: Results = {u: placed(kernel.leaves[u.path], source, result) for u in uses}
+    return Value(data=True, results=results, sources=frozenset(uses))
 
 
 def _members(parts: Sequence[AxisPart], groups: int) -> tuple[list[int], int]:

@@ -142,9 +142,10 @@ class Trace:
         Its last axis has features and is the matrix's: the other leaf is like data.
         """
         features = {leaf: axes_in(parts[-1:]) for leaf, parts in value.leaves.items()}
-        for leaf in features:
-            is_other = not features[leaf] and any(features.values())
-            if len(value.inner(leaf)) == 1 and is_other:
+        for leaf in features if any(features.values()) else ():
+            left = {*value.sides.get(leaf, {})} | axes_in(value.leaves[leaf])
+            is_whole = all(a in left for a, n in enumerate(self.shapes[leaf]) if n > 1)
+            if len(value.inner(leaf)) == 1 and is_whole and not features[leaf]:
                 line = jaxprs.line_of((*self._calls, eqn))
                 self.inputs.setdefault(leaf, line)
 
@@ -180,7 +181,6 @@ def _is_complex(v: Any) -> bool:
 
 
 _ACTIVATIONS = {"tanh", "logistic", "max", "sin", "cos", "erf", "exp", "expm1", "log1p"}
-_KEEPING = {"mul", "div", "add", "select_n", "convert_element_type", "copy", "name"}
 SUMS = ("add", "sub")
 _HIDING = {"triangular_solve", "ffi_call"}  # not elementwise if all fits
 
@@ -195,7 +195,7 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     fits = all(_fits(x, shape) for x in shapes) and name not in _HIDING
     if not fits:
         result.results = {}
-    if len(values) > 1 or name not in _KEEPING:
+    if len(values) > 1 or name != "convert_element_type":
         for use in [x for x in result.outputs if x.kind == "elementwise"]:
             del result.results[use]
     made = [x for x in values if x.leaves]
@@ -292,7 +292,7 @@ def _softmax(name: str, values: Sequence[Value]) -> int:
     of = [x.softmax for x in values if x.data]
     if name == "div" and len(of) == 2 and all(of):
         return 2
-    return 1 if name == "exp" else min(of, default=0) if name in _KEEPING else 0
+    return 1 if name == "exp" else min(of, default=0)
 
 
 def _multiply(values: Sequence[Value], shapes: Sequence[Shape]) -> None:
@@ -302,5 +302,7 @@ def _multiply(values: Sequence[Value], shapes: Sequence[Shape]) -> None:
             places = [a for a, n in enumerate(shapes[i]) if n > 1]
             for use, parts in values[j].outputs.items():
                 use.gated |= axes_in(parts, places)
+            for use, parts in values[i].outputs.items():
+                use.gates |= axes_in(parts)
     for use in values[0].outputs.keys() & values[1].outputs.keys():
         use.glu |= any(use.sides.get(axis) == {OUT} for axis in use.slices)
