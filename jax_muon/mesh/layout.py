@@ -135,8 +135,9 @@ def _spec_at(by_path: Mapping[str, Any], path: str) -> PartitionSpec:
     """The entry of specs for a path, or for the nearest prefix of it."""
     prefix = trees.nearest_prefix(by_path, path)
     if prefix is None:
-        expected = f"one of {path!r} or a prefix of it"
-        checks.refuse("paths in specs", [*by_path], expected)
+        raise ValueError(
+            f"specs have nothing for parameter {path!r}; there are {', '.join(by_path)}"
+        )
     entry, kinds = by_path[prefix], (PartitionSpec, NamedSharding, type(None))
     expected = "a PartitionSpec, a NamedSharding, or None"
     checks.kind(f"specs for parameter {path!r}", entry, kinds, expected)

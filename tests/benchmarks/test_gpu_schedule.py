@@ -138,10 +138,12 @@ def test_compiled_for_gpus(tmp_path):
     assert between == pytest.approx(zero2["all"]["bytes"] / 8, rel=0.01)
     gathers = hsdp["sent"]["all-gather"]
     assert gathers["bytes_between_hosts"] < gathers["bytes"] / 8
-    for row in (zero2, hsdp):
-        means = row["sent"]["all-reduce"]["bytes_between_hosts"]  # NorMuon's
+    means = zero2["sent"]["all-reduce"]["bytes_between_hosts"]  # NorMuon's
+    # In plain jit XLA all-reduces the gradient of the table that tokens index, which
+    # sends it twice: 64 rows of 32 numbers in bfloat16.
+    for row, again in ((zero2, 0), (hsdp, 15 / 16 * 64 * 32 * 2 / 8)):
         planned = sum(row["planned_between_hosts"].values())
-        assert planned == row["all"]["bytes_between_hosts"] - means
+        assert planned + again == row["all"]["bytes_between_hosts"] - means
     assert hsdp["options"]["xla_gpu_graph_min_graph_size"] == 1
     assert hsdp["seconds"]["step"] >= hsdp["seconds"]["products"] > 0
     assert "| tiny | 16 | hsdp |" in found.stdout

@@ -48,7 +48,7 @@ REFUSED = [
     (on_mesh, {"specs": P(None, None, "data")}, "'w' .*rank at least 3.*; expected"),
     (on_mesh, {"specs": P(("data", "data"))}, "'w' .*at most one .*; expected"),
     (on_mesh, {"specs": {"w": "data"}}, "specs for parameter 'w'='data'; expect"),
-    (on_mesh, {"specs": {"up": P()}}, "in specs=['up']; expected one of 'w' or a"),
+    (on_mesh, {"specs": {"up": P()}}, "have nothing for parameter 'w'; there are up"),
     (on_mesh, {"divide": ("data", "data")}, "axes of the mesh, .* each once"),
     # A bare array has no path.
     (on_mesh, {"specs": P("tp"), "params": W["w"]}, "^the parameter of shape (8, 12)"),
