@@ -188,5 +188,6 @@ def _reduce(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     result = value.moved(lambda parts: tuple(parts[a] for a in left))
     if name.startswith("arg"):
         result.choice |= {use for use in along if along[use]}
-    is_exponential = value.is_exponential and bool(left)  # a norm has no keys
-    return replace(result, one_hot=False, is_exponential=is_exponential)
+    if not any(map(axes_in, result.results.values())):  # a norm weighs no keys
+        result.is_exponential = False
+    return replace(result, one_hot=False)
