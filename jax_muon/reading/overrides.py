@@ -1,7 +1,7 @@
 """Rules of the user: labels and dimension numbers of parameters."""
 
 import dataclasses
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optax.contrib import MuonDimensionNumbers
@@ -33,13 +33,21 @@ def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]
             )
     patterns = [pattern for pattern in values if pattern not in by_path]
     trees.check_patterns_match("rules", patterns, list(by_path))
-    matching = {path: _matching(values, path, by_path) for path in by_path}
-    ruled = {path: _ruled(x, values, matching[path]) for path, x in by_path.items()}
-    for where in filter(lambda where: _means_matrices(values[where]), values):
-        named = [path for path in by_path if where in matching[path]]
+    order = {pattern: number for number, pattern in enumerate(values)}
+    ruled: dict[str, Parameter] = {}
+    covered: dict[str, list[str]] = {pattern: [] for pattern in values}
+    for path, parameter in by_path.items():
+        matching = [path] * (path in values)  # which means this parameter alone
+        matching += [x for x in patterns if trees.matches(x, path)]
+        matching.sort(key=order.__getitem__)
+        ruled[path] = _ruled(parameter, {x: values[x] for x in matching})
+        for pattern in matching:
+            covered[pattern].append(path)
+    for where, value in values.items():
+        named = covered[where] if _means_matrices(value) else []
         if named and all(ruled[path].label == ADAMW for path in named):
             raise ValueError(
-                f"rules at {where!r}: {values[where]} for parameters that all have the "
+                f"rules at {where!r}: {value} for parameters that all have the "
                 f"label {ADAMW!r}: {', '.join(named)}; expected the whole path of a "
                 "parameter, or a pattern of matrices, before rules with other labels"
             )
@@ -54,36 +62,26 @@ def _means_matrices(x: Any) -> bool:
     return x == MUON or isinstance(x, MuonDimensionNumbers)
 
 
-def _matching(
-    patterns: Iterable[str], path: str, names: Container[str]
-) -> dict[str, bool]:
-    """The patterns that match a path; True if they mean it, not a module around it.
-
-    The path of a parameter means that one alone. A last `*` means what is in a module.
-    """
-    return {
-        pattern: not trees.slashed(f"/{pattern}").endswith("/*")
-        and trees.ends_with(pattern, path)
-        for pattern in patterns
-        if pattern == path or (pattern not in names and trees.matches(pattern, path))
-    }
+def _names(pattern: str, path: str) -> bool:
+    """True if a pattern means the parameter itself, and not what is in a module."""
+    last = trees.slashed(f"/{pattern}").rpartition("/")[2]
+    return last != "*" and trees.ends_with(pattern, path)
 
 
-def _ruled(
-    parameter: Parameter, values: Mapping[str, Any], matching: Mapping[str, bool]
-) -> Parameter:
-    """A parameter by the first label and the first dimension numbers that mean it.
+def _ruled(parameter: Parameter, rules: Mapping[str, Any]) -> Parameter:
+    """A parameter by the first label and the first dimension numbers that match it.
 
     "muon" and dimension numbers pass over a vector, unless its whole path is given.
     """
     path, shape, dtype = parameter.path, parameter.shape, parameter.dtype
-    problem, rules = not_a_matrix(shape, dtype), [*matching]
+    problem = not_a_matrix(shape, dtype)
     if parameter.axes is None and (problem or parameter.role == "vector"):
-        rules = [x for x in rules if x == path or not _means_matrices(values[x])]
-    numbers = [x for x in rules if isinstance(values[x], MuonDimensionNumbers)]
-    labels = [values[x] or ADAMW for x in rules if x not in numbers]
-    spec = values[numbers[0]] if numbers else None
-    is_exact = bool(numbers) and matching[numbers[0]]
+        passed = {x for x in rules if x != path and _means_matrices(rules[x])}
+        rules = {x: value for x, value in rules.items() if x not in passed}
+    numbers = [x for x in rules if isinstance(rules[x], MuonDimensionNumbers)]
+    labels = [rules[x] or ADAMW for x in rules if x not in numbers]
+    spec = rules[numbers[0]] if numbers else None
+    is_exact = bool(numbers) and _names(numbers[0], path)
     label = labels[0] if labels else MUON if is_exact else parameter.label
     if label == ADAMW and is_exact:
         raise ValueError(
