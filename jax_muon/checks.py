@@ -30,9 +30,12 @@ def refuse(name: str, value: Any, expected: str) -> NoReturn:
     raise ValueError(f"{name}={text}; expected {expected}")
 
 
-def strings(value: str | Sequence[str]) -> tuple[str, ...]:
-    """One string or several, as a tuple."""
-    return (value,) if isinstance(value, str) else tuple(value)
+def strings(name: str, value: str | Sequence[str]) -> tuple[str, ...]:
+    """One string or several in their order, as a tuple."""
+    if isinstance(value, str):
+        return (value,)
+    kind(name, value, (tuple, list), "a string, or a tuple of strings")
+    return tuple(value)
 
 
 def kind(name: str, value: Any, types: Any, expected: str) -> None:

@@ -114,6 +114,7 @@ def clip_qk(
     ) -> tuple[optax.Updates, ClipQkState]:
         del state, extra_args
         checks.params("clip_qk", params)
+        checks.gradients(updates, params)
         updates = trees.as_wide_as_params(updates, params)
         weights = dict(trees.leaves_with_paths(params))
         modules = _modules([*weights], query, key)
@@ -286,10 +287,10 @@ def max_attention_logits(
     checks.count("block_size", block_size)
     batch, time, heads, d = q.shape
     _, key_time, key_heads, _ = k.shape
-    if causal and time != key_time:
+    if q.shape[::3] != k.shape[::3] or (causal and time != key_time):
         raise ValueError(
-            f"q of shape {q.shape} and k of shape {k.shape}; expected the same time, "
-            "or causal=False"
+            f"q of shape {q.shape} and k of shape {k.shape}; expected the same batch "
+            "and d, and the same time or causal=False"
         )
     scale = d**-0.5 if scale is None else scale
     grouped = q.reshape(batch, time, key_heads, heads // key_heads, d)

@@ -23,7 +23,6 @@ _PROJECTIONS = {
     "query": ("q", "query", "queries"),
     "key": ("k", "key", "keys"),
     "value": ("v", "value", "values"),
-    "out": ("o", "out", "output"),
 }
 
 
@@ -48,6 +47,14 @@ class Split:
 
     parts: int | Sequence[str] | Mapping[str, int]
     axis: int = -1
+
+    def __post_init__(self) -> None:
+        parts = self.parts
+        widths = parts.values() if isinstance(parts, Mapping) else ()
+        known = isinstance(parts, (int, Sequence, Mapping))
+        if not known or not all(isinstance(x, int) for x in widths):
+            expected = "a number, names in their order, or names with widths"
+            checks.refuse("parts", parts, expected)
 
     def fitted(self, path: str, shape: tuple[int, ...]) -> "Split":
         """The same for one parameter: names with widths, and an axis of at least 0."""
@@ -169,6 +176,7 @@ def _with_split(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
+        checks.gradients(updates, params)
         parts, of_params = (
             _map_split(_parts, pattern, split, x) for x in (updates, params)
         )

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jax_muon as jm
+from jax_muon.polar.coefficients import polar_express_coefficients
 from tests.reading import reader, toy
 
 muon, nanochat = (functools.partial(x, matrices=toy) for x in (jm.muon, jm.nanochat))
@@ -17,7 +18,7 @@ muon, nanochat = (functools.partial(x, matrices=toy) for x in (jm.muon, jm.nanoc
 PARAMS = {"wte": jnp.ones((5, 4)), "w": jnp.ones((4, 6)), "bias": jnp.ones(6)}
 MATRIX = {"w": jnp.ones((4, 6))}
 MESH = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
-NAN, NONE = float("nan"), lambda matrices: None
+ROW, NAN, NONE = jnp.ones((1, 6)), float("nan"), lambda matrices: None
 
 
 def loss(params, batch):
@@ -66,6 +67,10 @@ WRONG = {
         1.0, balance=1.5
     ),
     "team=0; expected a Python int": lambda: jm.orthogonalize(team=0),
+    "parts={'q'}; expected a number, names in": lambda: jm.Split({"q"}),
+    "cushion=2.0; expected a finite": lambda: polar_express_coefficients(
+        5, cushion=2.0
+    ),
     "steps=2.5; expected a Python integer": lambda: muon(steps=2.5),
     "steps=True; expected a Python integer": lambda: muon(steps=True),
     "such as sgd(1e-3)": lambda: nanochat(groups={"x": optax.sgd}),
@@ -74,6 +79,7 @@ WRONG = {
     "='float16'; expected one of 'float64'": lambda: muon(momentum_dtype="float16"),
     "(shape_rule of a recipe)='rms'; expected": lambda: muon(shape_rule="rms"),
     "='float32'; expected one of 'int8'": lambda: jm.keep_residual(muon(), "float32"),
+    "divide={'data'}; expected a string, or": lambda: on_mesh(divide={"data"}),
     "divide='model'; expected axes": lambda: on_mesh(divide="model"),
     "labels of groups=['muon']; expected others than": lambda: muon(
         groups={"muon": muon()}
@@ -87,7 +93,7 @@ WRONG |= {  # at init,
     "static_args=('steps',)": lambda: init(
         optax.inject_hyperparams(jm.nanochat)(steps=5)
     ),
-    "rules: the pattern '0' matches no parameter": lambda: init(read_as(["frozen"])),
+    "rules: '0' matches no parameter": lambda: init(read_as(["frozen"])),
     "joins={'w': 0.5}: K=0.5; expected a Python int": lambda: known(
         MATRIX, joins={"w": 0.5}
     ),
@@ -131,6 +137,9 @@ WRONG |= {  # or at update
     ),
     "inner_state/2/count': int32 of shape (); expected none": lambda: resumed(
         muon(), nanochat()
+    ),
+    "gradient 'w': float32 of shape (1, 6); expected": lambda: step(
+        jm.with_splits(optax.adamw(0.1), {"w": jm.Split(2)}), grads={"w": ROW}
     ),
     "0/mu/w': float32 of shape (4, 6); expected int8": lambda: resumed(
         muon(momentum_dtype="int8"), muon()

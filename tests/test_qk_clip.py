@@ -206,9 +206,13 @@ BIAS = {"attn": KERNEL | {"q": {"kernel": S((8, 12)), "bias": S(())}}}
 AB = {"a": ONE, "b": {"other": {"k": S((4, 4))}}}
 
 
-def use(params, max_logits, query="attn/q", key="attn/k"):
+def use(params, max_logits, query="attn/q", key="attn/k", grads=None):
     tx = jm.clip_qk(1.0, query=query, key=key)
-    tx.update(params, tx.init(params), params, max_logits=max_logits)
+    tx.update(grads or params, tx.init(params), params, max_logits=max_logits)
+
+
+def measured(keys):
+    jm.max_attention_logits(S((2, 5, 4, 8)), S(keys))
 
 
 WRONG = {
@@ -232,8 +236,11 @@ WRONG = {
     "key heads that divide the query": lambda: use(THREE, S(4)),
     "'attn/k' .* one head_dim": lambda: use(NARROW, S(4)),
     r"'attn/q/bias' of shape \(\) .* biases without": lambda: use(BIAS, S(4)),
-    "k of shape .2, 4, 4, 8.; expected the same time": lambda: jm.max_attention_logits(
-        S((2, 5, 4, 8)), S((2, 4, 4, 8))
+    "of shape .2, 4, 4, 8.; expected the same batch": lambda: measured((2, 4, 4, 8)),
+    "of shape .2, 5, 4, 1.; expected the same batch": lambda: measured((2, 5, 4, 1)),
+    "of shape .1, 5, 4, 8.; expected the same batch": lambda: measured((1, 5, 4, 8)),
+    "gradient 'attn/q': .* of shape .1, 12.": lambda: use(
+        ONE, S(4), grads={"attn": KERNEL | {"q": S((1, 12))}}
     ),
 }
 

@@ -125,7 +125,7 @@ def scan_layers(
     gather, *scatters = map(of_all, exchange(mesh, names, leaves))
     whose = "a first axis of samples, which the devices divide, or local_batch=False"
 
-    def scan(carry: Any, shards: list[Any], divided: list[Any]) -> Any:
+    def on_device(carry: Any, shards: list[Any], divided: list[Any]) -> Any:
         first = jax.eval_shape(lambda x: gather([y[0] for y in x]), shards)
         trace = jax.make_jaxpr(block, return_shape=True)
         closed, results = trace(carry, treedef.unflatten(first))
@@ -150,15 +150,15 @@ def scan_layers(
             [PartitionSpec(None, *only(spec, names)) for spec in x]
             for x in (of_layer, of_grad)
         )
-        scan = jax.shard_map(
-            scan,
+        on_device = jax.shard_map(
+            on_device,
             mesh=mesh,
             in_specs=(batch, of_shards, of_grads),
             out_specs=(batch, by_layer),
             axis_names={*names},
             check_vma=False,
         )
-    return scan(carry, jax.lax.stop_gradient(flat), flat)
+    return on_device(carry, jax.lax.stop_gradient(flat), flat)
 
 
 def _specs_of_layer(

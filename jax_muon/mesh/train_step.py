@@ -101,7 +101,8 @@ def make_train_step(
     checks.count("microbatches", microbatches)
     checks.float_dtype("reduce_dtype", reduce_dtype)
     checks.float_dtype("gather_dtype", gather_dtype)
-    maxima, patterns = map(checks.strings, (max_aux, scanned))
+    maxima = checks.strings("max_aux", max_aux)
+    patterns = checks.strings("scanned", scanned)
     loss = functools.partial(_outputs, loss_fn, has_aux, maxima, weighted)
     specs = PartitionSpec() if specs is None else specs
     divided = divided_axes(mesh.shape)
@@ -254,7 +255,9 @@ class TrainStep:
         maxima = jax.lax.pmax(maxima, wire.axes)
         metrics = {"loss": jax.lax.pmean(loss, wire.axes)}
         if aux is not None:
-            aux = jax.lax.psum(aux, wire.axes)
+            aux = jax.tree.map(
+                lambda x: jax.lax.psum(wide(x), wire.axes).astype(x.dtype), aux
+            )
             metrics["aux"] = aux | maxima if maxima else aux
         return grads, maxima, metrics
 
@@ -289,7 +292,8 @@ class TrainStep:
 
         means = mean, jax.tree.map(counted, grads, held)
         # Not after the sum: booleans and int8 have none.
-        aux = jax.tree.map(lambda x: x / (devices * self._microbatches), aux)
+        count = devices * self._microbatches
+        aux = jax.tree.map(lambda x: jnp.asarray(x) / count, aux)
         return (total, _times(means, total), aux), maxima
 
     def _check_scanned(self, params: Any, part: Any, of_params: Any, held: Any) -> None:

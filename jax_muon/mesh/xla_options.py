@@ -77,7 +77,7 @@ def gpu_options(
     """
     names = specs.checked_axes("axis", axis, mesh)
     params = checks.arrays("params", params)
-    patterns = checks.strings(scanned)
+    patterns = checks.strings("scanned", scanned)
     leaves = trees.leaves_with_paths(params)
     trees.check_patterns_match("scanned", patterns, [path for path, _ in leaves])
     if mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):

@@ -72,6 +72,8 @@ def polar_express_coefficients(
     """
     checks.count("steps", steps)
     lower = checks.number("lower", lower, "in (0, 1]")
+    cushion = checks.number("cushion", cushion, "in [0, 1]")
+    safety = checks.number("safety", safety, "in [0, 1]")
     table = []
     low, high = lower, 1.0
     for step in range(steps):

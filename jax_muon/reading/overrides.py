@@ -9,20 +9,18 @@ from optax.contrib import MuonDimensionNumbers
 from jax_muon import trees
 from jax_muon.matrices import ADAMW, MUON, Parameter, leaf_axes, not_a_matrix
 
-# Path pattern to a label or dimension numbers; or a tree of these, whose paths are the
-# patterns. None means AdamW, as in optax.
+# Path pattern to a label or dimension numbers; or a tree of these (a prefix will do).
+# None means AdamW, as in optax.
 Rules = Any
 
 
 def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]:
     """The parameters by path, as the user says, or else as they were read."""
     by_path = {parameter.path: parameter for parameter in parameters}
-    is_flat = isinstance(rules, Mapping) and all(map(_is_value, rules.values()))
-    if rules is None or (is_flat and all(isinstance(key, str) for key in rules)):
-        values = dict(rules or {})
-    else:
-        flat = trees.leaves_with_paths(rules, is_leaf=_is_value)
-        values = {path or "*": value for path, value in flat}
+    flat = isinstance(rules, Mapping) and all(map(_is_value, rules.values()))
+    is_tree = not (rules is None or (flat and all(isinstance(x, str) for x in rules)))
+    leaves = trees.leaves_with_paths(rules, is_leaf=_is_value) if is_tree else rules
+    values: dict[str, Any] = dict(leaves or {})
     for where, value in values.items():
         if isinstance(value, str) and " or " in value:
             raise ValueError(f"rules at {where!r}: {value!r}; expected one of the two")
@@ -32,20 +30,28 @@ def apply(rules: Rules, parameters: Sequence[Parameter]) -> dict[str, Parameter]
                 "or optax.contrib.MuonDimensionNumbers"
             )
     patterns = [pattern for pattern in values if pattern not in by_path]
-    trees.check_patterns_match("rules", patterns, list(by_path))
     order = {pattern: number for number, pattern in enumerate(values)}
     ruled: dict[str, Parameter] = {}
     covered: dict[str, list[str]] = {pattern: [] for pattern in values}
     for path, parameter in by_path.items():
-        matching = [path] * (path in values)  # which means this parameter alone
-        matching += [x for x in patterns if trees.matches(x, path)]
-        matching.sort(key=order.__getitem__)
+        if is_tree:
+            prefix = trees.nearest_prefix(values, path)
+            matching = [] if prefix is None else [prefix]
+        else:
+            matching = [path] * (path in values)  # which means this parameter alone
+            matching += [x for x in patterns if trees.matches(x, path)]
+            matching.sort(key=order.__getitem__)
         ruled[path] = _ruled(parameter, {x: values[x] for x in matching})
         for pattern in matching:
             covered[pattern].append(path)
     for where, value in values.items():
-        named = covered[where] if _means_matrices(value) else []
-        if named and all(ruled[path].label == ADAMW for path in named):
+        named = covered[where]
+        if by_path and not named:
+            raise ValueError(
+                f"rules: {where!r} matches no parameter; there are {', '.join(by_path)}"
+            )
+        is_matrix = named and _means_matrices(value)
+        if is_matrix and all(ruled[x].label == ADAMW for x in named):
             raise ValueError(
                 f"rules at {where!r}: {value} for parameters that all have the "
                 f"label {ADAMW!r}: {', '.join(named)}; expected the whole path of a "

@@ -57,7 +57,7 @@ def read(
 
     Args:
       params: the whole model, or the shapes of its parameters: a pytree of arrays in
-        any Flax form; an NNX or Equinox module, of which what is trained is listed.
+        any Flax form; an NNX or Equinox module, of which only what is trained counts.
       function: the loss, or a model's `apply`: a function of the parameters and `args`.
       *args: its other arguments, arrays or their shapes; close over all others.
         Parameters that are not trained, such as the base of LoRA, may be among them;
@@ -67,12 +67,12 @@ def read(
         pattern that matches wins, and the whole path of a parameter means that one
         alone. A pattern with the label "muon" passes over vectors. Dimension numbers
         make a parameter that they name a matrix; for a module they only say how its
-        matrices are read. Of a tree of these, as for `optax.contrib.muon`, in which
-        None means AdamW, the paths are the patterns.
+        matrices are read. Or a tree of these, as for `optax.contrib.muon`, or a prefix
+        of one, in which None means AdamW.
       splits: path pattern to `Split`, for parameters that hold several matrices, such
         as a fused QKV kernel. Rules are about whole parameters, joins about the parts.
-      joins: path pattern to K: K matrices of consecutive layers are orthogonalized as
-        one. `{i}` in a pattern is the number of a layer, as in
+      joins: path pattern to K >= 2: K matrices of consecutive layers are
+        orthogonalized as one. `{i}` in a pattern is the number of a layer, as in
         {"blocks/{i}/attn/q": 2}; a pattern without it joins along the scanned axis. Of
         two joins of one matrix the first counts. An integer K joins queries, keys and
         values (separately) across K consecutive layers of one shape.
@@ -86,7 +86,7 @@ def read(
       ValueError: one error with a line for each kind of parameters that neither the
         function nor a rule decides, and the rules that do; a function whose result
         depends on no parameter; with the path, rules at paths that no parameter has,
-        and dimension numbers that do not fit.
+        and dimension numbers that do not fit; joins that join nothing.
 
     Examples:
       >>> def loss(params, tokens):

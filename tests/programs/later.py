@@ -273,7 +273,7 @@ def a_vector_after_the_last_matrices(p, x, nodes, edges, labels):
 def branches_kinds_and_a_power_iteration(p, x, kinds, u):
     """Data chooses a branch under vmap, and a matrix; its norm divides the head."""
     first, second = (lambda x, w=w: jnp.tanh(x @ w) for w in p["branches"])
-    x = jax.vmap(lambda x, kind: lax.cond(kind > 1, first, second, x))(x, kinds)
+    x = jax.vmap(lambda x, i: lax.switch(i, [first, second, first], x))(x, kinds)
     one_hot = jax.nn.one_hot(kinds, 4)
     x = jnp.einsum("te,td,edf->tf", one_hot, x, p["of_kinds"])
     v = lax.stop_gradient(p["head"].T @ u)

@@ -186,6 +186,16 @@ def test_labels_and_axes_are_those_of_optax(numbers):
         assert found.axes("wte/embedding") == MatrixAxes((), (1,), (0,))
 
 
+def test_a_prefix_of_a_tree_means_what_is_below_it():
+    """Layers by their numbers, which are numbers of other lists as well."""
+    layers = [(floats(8, 8), floats(8))] * 3
+    found = labels(layers, ["muon", None, ("frozen", None)])
+    assert list(found.values()) == ["muon", "adamw"] + ["adamw"] * 2 + [
+        "frozen",
+        "adamw",
+    ]
+
+
 # --- without a loss -------------------------------------------------------------------
 
 

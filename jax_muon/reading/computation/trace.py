@@ -188,8 +188,9 @@ _HIDING = {"triangular_solve", "ffi_call"}  # not elementwise if all fits
 def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     """An operation on each element; or one without a rule."""
     name, result = eqn.primitive.name, joined(values)
-    if name == "select_n" and values[1].leaves and values[1] == values[-1]:
-        return values[1]  # whatever chooses, as `vmap` does for the branches of a cond
+    cases = values[1:] if name == "select_n" else []
+    if any(x.leaves for x in cases) and all(x == cases[0] for x in cases):
+        return cases[0]  # whatever chooses, as `vmap` does for the branches of a cond
     shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
     shapes = [shape_of(v) for v in eqn.invars]
     fits = all(_fits(x, shape) for x in shapes) and name not in _HIDING
