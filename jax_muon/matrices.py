@@ -192,13 +192,13 @@ class Matrices(Mapping[str, Parameter]):
     def axes(self, path: str) -> MatrixAxes:
         """Axes of a parameter; a ValueError if it is no matrix, or ambiguous."""
         parameter = self[path]
-        if parameter.doubt is not None:
+        if parameter.doubt is not None and parameter.label != ADAMW:
             raise ValueError(list_doubts([parameter], [*self.values()]))
         if parameter.axes is None or parameter.label == ADAMW:
             raise ValueError(
-                f"parameter {path!r} of shape {parameter.shape}, a {parameter.role} "
-                f"with the label {parameter.label!r}, is no matrix; expected pieces "
-                "within jax_muon.partition, with an optax transform for that label"
+                f"parameter {path!r} of shape {parameter.shape} is no matrix, but has "
+                f"the label {parameter.label!r}; expected pieces within "
+                "jax_muon.partition, with an optax transform for that label"
             )
         return parameter.axes
 

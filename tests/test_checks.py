@@ -67,6 +67,11 @@ WRONG = {
         1.0, balance=1.5
     ),
     "team=0; expected a Python int": lambda: jm.orthogonalize(team=0),
+    "params=None; expected the parameters": lambda: jm.read(None),
+    "function=3; expected a function, as in": lambda: jm.read(PARAMS, 3),
+    "'wte' of shape (5, 4) is no matrix, but has the label": lambda: known(
+        PARAMS, rules={"wte": "adamw", "*": "muon"}
+    ).axes("wte"),
     "parts={'q'}; expected a number, names in": lambda: jm.Split({"q"}),
     "cushion=2.0; expected a finite": lambda: polar_express_coefficients(
         5, cushion=2.0
@@ -104,6 +109,10 @@ WRONG |= {  # at init,
     "=None; expected jax_muon.read(params, loss": lambda: init(muon(matrices=NONE)),
     "matrices= splits w, which a piece would not apply": lambda: init(
         jm.orthogonalize(matrices=known(MATRIX, splits={"w": jm.Split(2)}))
+    ),
+    "'w': 'adamw or MuonDimensionNumbers(in, out)',  # (2": lambda: init(
+        read_as({"w": "x"}, groups={"x": lambda x: jm.orthogonalize(matrices=x)}),
+        {"w": jnp.ones((2, 4, 6))},
     ),
     "'bias' was not read; there are w": lambda: init(muon(matrices=known(MATRIX))),
     "params at 'layers'=2; expected arrays": lambda: init(
