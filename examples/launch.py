@@ -31,13 +31,7 @@ def main() -> None:
     # All processes refuse a wrong option, and the first says so.
     others = [tempfile.TemporaryFile() for _ in range(1, count)]  # noqa: SIM115
     errors = [sys.stderr, *others]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *command, *flags, f"--process-id={number}"], stderr=file
-        )
-        for number, file in enumerate(errors)
-    ]
-    asked = []
+    processes, asked = [], []
 
     def stop(number, frame):
         asked.append(number)
@@ -45,8 +39,11 @@ def main() -> None:
             for process in processes:
                 process.send_signal(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM):  # before there is a process
         signal.signal(number, stop)
+    for number, file in enumerate(errors):
+        words = [sys.executable, *command, *flags, f"--process-id={number}"]
+        processes.append(subprocess.Popen(words, stderr=file))
     first = None
     while any(process.poll() is None for process in processes):
         failed = [i for i, process in enumerate(processes) if process.poll()]
