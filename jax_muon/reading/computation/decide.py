@@ -128,12 +128,8 @@ def _decide(
     either = axes, MatrixAxes(axes.batch, axes.output, axes.reduction)
     if others := [x for x in known if x not in either]:
         texts = [numbers_text(x.reduction, x.output) for x in (axes, others[0])]
-        return (
-            MUON,
-            "contradictory",
-            f"it is used as {' and '.join(texts)}{where}",
-            None,
-        )
+        reason = f"it is used as {' and '.join(texts)}{where}"
+        return MUON, "contradictory", reason, None
     plural = "axis" if len(axes.reduction) == 1 else "axes"
     over = f" over {plural} {', '.join(map(str, axes.reduction))}"
     reason = f"{first.kind}{over * bool(axes.reduction)}{where}"
