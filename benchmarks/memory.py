@@ -122,7 +122,7 @@ def measure(
 ) -> dict[str, Any]:
     """Bytes on one device, by kind; of one step, compiled."""
     mesh = Mesh(h100s(gpus), ("data",))
-    matrices = jm.read(params, loss, batch)
+    matrices = jm.find_matrices(params, loss, batch)
     tx = optimizers(matrices, params)[optimizer]
     given: dict[str, Any] = {}
     if gpus > 1:

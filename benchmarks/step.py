@@ -177,7 +177,7 @@ def make_step(name: str, dtype: str, shapes: Any) -> tuple[Callable[[Any], Any],
 def orthogonalize_step(params: Any, state: Any, grads: Any, dtype: str) -> Any:
     """Polar factors of the matrices' gradients, and nothing else of a step."""
     blocks = grads["blocks"]
-    matrices = jm.read(blocks, rules=IN_OUT)
+    matrices = jm.find_matrices(blocks, rules=IN_OUT)
     tx = jm.orthogonalize(jm.PolarExpress(dtype=dtype), matrices=matrices)
     blocks, _ = tx.update(blocks, tx.init(blocks))
     return params | {"blocks": blocks}, state

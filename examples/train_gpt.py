@@ -129,7 +129,7 @@ def train(
     graph, params = nnx.split(model, nnx.Param)
     loss, evaluate = make_losses(graph, clip is not None)
     validation = text.validation_batches(options.batch_size, options.context)
-    matrices = jm.read(params, loss, validation[0])
+    matrices = jm.find_matrices(params, loss, validation[0])
     tx = make_optimizer(optimizer, options.steps, matrices, qk_clip=clip, **rates)
     train_step = jm.make_train_step(
         loss,

@@ -18,7 +18,7 @@ from jax_muon.orthogonalize import orthogonalize
 from jax_muon.partition import partition
 from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
 from jax_muon.qk_clip import clip_qk, max_attention_logits
-from jax_muon.reading.read import read
+from jax_muon.reading.find import find_matrices
 from jax_muon.recipes import moonlight, muon, muonh, nanochat, normuon, teon
 from jax_muon.scaling import (
     equilibrate_rows,
@@ -47,6 +47,7 @@ __all__ = [
     "describe",
     "divided_specs",
     "equilibrate_rows",
+    "find_matrices",
     "gpu_options",
     "hyperball",
     "keep_residual",
@@ -64,7 +65,6 @@ __all__ = [
     "on_replicas",
     "orthogonalize",
     "partition",
-    "read",
     "scale_by_normuon",
     "scale_by_path",
     "scale_by_shape",

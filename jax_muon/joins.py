@@ -18,7 +18,7 @@ from jax_muon import checks, trees
 from jax_muon.matrices import ADAMW, Join, Matrices
 from jax_muon.splits import projection, read_parts
 
-# Path pattern to K >= 2, or K alone for all queries, keys and values; see `read`.
+# Path pattern to K >= 2, or K alone for all queries, keys and values.
 Joins = Mapping[str, int] | int
 
 # Maps batches of matrices (batch, in, out) to their polar factors.

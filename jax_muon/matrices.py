@@ -2,8 +2,8 @@
 
 A parameter is a batch of matrices (in, out): the axes that are summed over when the
 model applies it (`reduction_axis`), the axes that it produces (`output_axis`), and
-every other axis as a batch. `jax_muon.read` makes a `Matrices`, in which the pieces
-look parameters up by path. It holds no arrays, so one serves every step and mesh.
+every other axis as a batch. `jax_muon.find_matrices` makes a `Matrices`, in which the
+pieces look parameters up by path. It holds no arrays, so one serves all steps and meshes.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from optax.contrib import MuonDimensionNumbers
 from jax_muon import checks, trees
 from jax_muon.tables import aligned, shape_text, sizes_text
 
-_READ = "jax_muon.read(params, loss_fn, batch)"
+_READ = "jax_muon.find_matrices(params, loss_fn, batch)"
 # The labels that a reading gives: of matrices, and of everything else.
 MUON, ADAMW = "muon", "adamw"
 
@@ -149,14 +149,14 @@ class Join:
 
 @dataclasses.dataclass(frozen=True)
 class Matrices(Mapping[str, Parameter]):
-    """The parameters of a tree by path, with their splits and joins; see `read`.
+    """What `find_matrices` returns: parameters by path, with splits and joins.
 
     `print` shows which parameter goes where and why.
 
     Examples:
       >>> from optax.contrib import MuonDimensionNumbers
       >>> rules = {"up": MuonDimensionNumbers(-2, -1)}
-      >>> jm.read({"up": jnp.ones((3, 4, 8))}, rules=rules)["up"].axes
+      >>> jm.find_matrices({"up": jnp.ones((3, 4, 8))}, rules=rules)["up"].axes
       MatrixAxes(batch=(0,), reduction=(1,), output=(2,))
     """
 
@@ -278,7 +278,7 @@ def list_doubts(doubtful: Sequence[Parameter], parameters: Sequence[Parameter]) 
         [
             f"nothing says whether {len(doubtful)} of {len(parameters)} parameters are "
             f"matrices; expected a loss that shows it, {_READ}, or a rule for each, in "
-            "matrices= of an optimizer or rules= of jax_muon.read: {",
+            "matrices= of an optimizer or rules= of jax_muon.find_matrices: {",
             *lines,
             "}",
             f"{MUON!r} is a matrix (in, out), as in x @ w. MuonDimensionNumbers, from "

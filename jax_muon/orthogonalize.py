@@ -38,8 +38,9 @@ def orthogonalize(
         `ExactPolar()`, or your own. It must treat each matrix independently, and
         commute with transposition and with permutations of rows and of columns: on a
         mesh matrices are transposed, and shards assembled in any order.
-      matrices: the reading passed in by `partition`, or what `jax_muon.read` returns;
-        None treats every leaf as one matrix (in, out).
+      matrices: the reading passed in by `partition`, or what
+        `jax_muon.find_matrices` returns; None treats every leaf as one matrix (in,
+        out).
       small: matrices with fewer elements are computed by all devices that hold them,
         and gathered if they are sharded.
       team: most devices that share the work on one matrix, next to each other on the

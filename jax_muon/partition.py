@@ -11,7 +11,7 @@ import optax
 
 from jax_muon import checks, trees
 from jax_muon.matrices import ADAMW, MUON, Matrices
-from jax_muon.reading.read import Reader, reader
+from jax_muon.reading.find import Reader, reader
 from jax_muon.splits import read_parts, with_splits
 from jax_muon.traced_facts import record
 
@@ -29,9 +29,10 @@ def partition(
     Args:
       groups: label to an optax transform, or to a function that returns one for the
         `Matrices` of its parameters, to pass on to the pieces.
-      matrices: which parameters are matrices: what `jax_muon.read(params, loss_fn,
-        batch)` returns; a function of the parameters' shapes that returns one, for
-        optimizers that are built before them; or a mapping of path patterns to labels,
+      matrices: which parameters are matrices: what
+        `jax_muon.find_matrices(params, loss_fn, batch)` returns; a function of the
+        parameters' shapes that returns one, for optimizers that are built before
+        them; or a mapping of path patterns to labels,
         such as {"embed": "adamw", "*": "muon"}. Without it a tree that may have
         matrices is an error.
 
@@ -43,7 +44,7 @@ def partition(
       ValueError: a group that is neither a transform nor a function; at init and
         update, a label without a group, with path and shape a parameter in a group of
         matrices that is not a matrix, gradients or state of other shapes, and whatever
-        `read` raises.
+        `find_matrices` raises.
       KeyError: a parameter that was not read.
 
     Examples:
@@ -112,8 +113,8 @@ def _of_tree(whole: Matrices, tree: Any) -> Matrices:
         where = f"parameter {path!r} of shape {shape}"
         if not parameter.fits(shape):
             raise ValueError(
-                f"{where} was read with {parameter.shape}; expected jax_muon.read of "
-                "these parameters"
+                f"{where} was read with {parameter.shape}; expected "
+                "jax_muon.find_matrices of these parameters"
             )
         dtype = parameter.dtype
         # Floats of 8 bits hold no second moment.

@@ -59,8 +59,8 @@ def clip_qk(
 
     Args:
       threshold: largest logit that is left alone, above 0.
-      query: pattern of the query projections, as in `read`: kernels, with their
-        biases.
+      query: pattern of the query projections, as in `find_matrices`: kernels, with
+        their biases.
       key: pattern of the key projections. The components that it shares with `query`
         end the path of the attention module: `blocks/0/attn`.
       balance: :math:`\alpha` in [0, 1], the share of the query. 1 leaves keys alone, so

@@ -24,7 +24,7 @@ from jax_muon.orthogonalize import Polar, orthogonalize
 from jax_muon.partition import Group, partition
 from jax_muon.polar import coefficients
 from jax_muon.polar.factors import NewtonSchulz
-from jax_muon.reading.read import Reader, reader
+from jax_muon.reading.find import Reader, reader
 from jax_muon.scaling import (
     equilibrate_rows,
     normalize_frobenius,
@@ -79,7 +79,7 @@ def nanochat(
 
     Examples:
       >>> params = {"up": jax.numpy.ones((4, 8)), "bias": jax.numpy.ones(8)}
-      >>> matrices = {"up": "muon"}  # or, by the loss, what jm.read returns
+      >>> matrices = {"up": "muon"}  # or, by the loss, what jm.find_matrices returns
       >>> tx = jm.nanochat(0.02, adamw=optax.adamw(3e-3), matrices=matrices)
       >>> state = jax.jit(tx.init)(params)
 
@@ -275,7 +275,8 @@ def teon(
 
     Examples:
       >>> params = {"layers": [{"q": jnp.eye(4), "out": jnp.eye(4)}] * 2}
-      >>> matrices = jm.read(params, rules={"*": "muon"}, joins={"layers/{i}/q": 2})
+      >>> joins = {"layers/{i}/q": 2}
+      >>> matrices = jm.find_matrices(params, rules={"*": "muon"}, joins=joins)
       >>> tx = jm.teon(1.0, polar=jm.ExactPolar(), matrices=matrices)
       >>> updates, _ = tx.update(params, tx.init(params), params)
       >>> [round(float(x[0, 0]), 3) for x in updates["layers"][0].values()]

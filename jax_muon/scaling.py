@@ -208,8 +208,8 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
     """Scale the updates of some parameters: a learning rate for each path pattern.
 
     Args:
-      factors: path pattern to factor; see `read` for patterns. The first that matches
-        counts. A parameter that none matches is left alone.
+      factors: path pattern to factor; see `find_matrices` for patterns. The first that
+        matches counts. A parameter that none matches is left alone.
 
     Raises:
       ValueError: at init, with all paths, a pattern that matches no parameter.

@@ -39,7 +39,7 @@ class Split:
     Examples:
       >>> params = {"attn": {"qkv": jnp.ones((4, 12))}}
       >>> splits = {"qkv": jm.Split(("query", "key", "value"))}
-      >>> matrices = jm.read(params, rules={"*": "muon"}, splits=splits)
+      >>> matrices = jm.find_matrices(params, rules={"*": "muon"}, splits=splits)
       >>> plan = jm.describe(jm.nanochat(matrices=matrices), params)
       >>> [x.parameter.path for x in plan.parameters]
       ['attn/qkv/query', 'attn/qkv/key', 'attn/qkv/value']
@@ -143,7 +143,7 @@ def with_splits(
 
     Args:
       inner: any transform, such as a chain of pieces; recipes and `partition` take
-        `matrices=jax_muon.read(params, splits=...)`.
+        `matrices=jax_muon.find_matrices(params, splits=...)`.
       splits: path pattern to `Split`.
 
     Raises:

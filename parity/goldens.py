@@ -44,7 +44,7 @@ def passes(path: Path) -> bool:
     ends = [problems.trajectory(recipe, *given, **x)[-1] for x in (steps, slower)]
     first, last, *kernels = (problems.to_jax(x, rest) for x in (start, end, *grads))
     rules = dict.fromkeys(rest, "adamw") | {"*": "muon"}
-    read = jm.read(first, rules=rules, joins=joins)
+    read = jm.find_matrices(first, rules=rules, joins=joins)
     tx = recipe.ours(rates, dtype, adamw, matrices=read, steps=meta["ns_steps"])
     ours = compare.distance(compare.stepper(tx)(first, kernels)[-1], last, first)
     theirs, compiled = (compare.distance(x, end, start) for x in ends)

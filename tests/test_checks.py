@@ -67,8 +67,8 @@ WRONG = {
         1.0, balance=1.5
     ),
     "team=0; expected a Python int": lambda: jm.orthogonalize(team=0),
-    "params=None; expected the parameters": lambda: jm.read(None),
-    "function=3; expected a function, as in": lambda: jm.read(PARAMS, 3),
+    "params=None; expected the parameters": lambda: jm.find_matrices(None),
+    "function=3; expected a function, as in": lambda: jm.find_matrices(PARAMS, 3),
     "'wte' of shape (5, 4) is no matrix, but has the label": lambda: known(
         PARAMS, rules={"wte": "adamw", "*": "muon"}
     ).axes("wte"),
@@ -106,7 +106,9 @@ WRONG |= {  # at init,
     "groups['x'](matrices)=None; expected": lambda: init(
         read_as(X, groups={"x": NONE})
     ),
-    "=None; expected jax_muon.read(params, loss": lambda: init(muon(matrices=NONE)),
+    "=None; expected jax_muon.find_matrices(params, loss": lambda: init(
+        muon(matrices=NONE)
+    ),
     "matrices= splits w, which a piece would not apply": lambda: init(
         jm.orthogonalize(matrices=known(MATRIX, splits={"w": jm.Split(2)}))
     ),

@@ -50,7 +50,7 @@ def stage(folder):
     names = {"jax": jax, "jnp": jnp, "optax": optax, "jm": jm, "folder": folder}
     names |= {"params": params, "grads": params, "loss_fn": loss_fn, "batch": batch}
     mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
-    matrices = jm.read(params, loss_fn, batch)
+    matrices = jm.find_matrices(params, loss_fn, batch)
     return names | {"mesh": mesh, "specs": None, "matrices": matrices}
 
 

@@ -50,4 +50,4 @@ def test_lines_are_the_users():
         (own, jnp.ones((3, 2)), f"test_jaxprs.py:{first}"),
         (rows, jnp.array([1]), f"test_jaxprs.py:{first + 1}"),
     ):
-        assert jm.read(X, loss, x)[""].reason.endswith(f" at {line}")
+        assert jm.find_matrices(X, loss, x)[""].reason.endswith(f" at {line}")

@@ -22,7 +22,7 @@ from tests.reading import reader
 # Wide, a stack of tall ones, and a convolution (kh, kw, in, out).
 SHAPES = {"a": (6, 9), "b": {"e": (2, 9, 6)}, "f": (3, 2, 4, 5)}
 WINDOW, STACK = MuonDimensionNumbers((0, 1, 2), 3), MuonDimensionNumbers(-2, -1)
-MATRICES = jm.read(trees.normal(SHAPES), rules={"f": WINDOW, "*": STACK})
+MATRICES = jm.find_matrices(trees.normal(SHAPES), rules={"f": WINDOW, "*": STACK})
 
 OF_MATRICES = {
     "orthogonalize": jm.orthogonalize,
@@ -66,7 +66,7 @@ def test_matrices_of_an_array_are_scaled_apart(name):
     rules |= {"tall": MuonDimensionNumbers(1, (2, 0))}
     shapes = {"wide": (3, 2, 9, 2), "tall": (3, 9, 2, 2)}
     params, grads = (trees.normal(shapes, seed) for seed in (0, 1))
-    matrices = jm.read(params, rules=rules)
+    matrices = jm.find_matrices(params, rules=rules)
 
     def singles(tree):
         views = {path: matrices.axes(path).view(x) for path, x in tree.items()}
@@ -161,7 +161,7 @@ def test_matrices_of_stacks_and_windows_come_back_as_they_were():
     """`view` is (batch, in, out) in C order; axes may be anywhere, and negative."""
     x = np.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5)
     rules = {"w": MuonDimensionNumbers((-1, 0), 2)}
-    axes = jm.read({"w": jnp.asarray(x, "float32")}, rules=rules).axes("w")
+    axes = jm.find_matrices({"w": jnp.asarray(x, "float32")}, rules=rules).axes("w")
     view = axes.view(x)
     np.testing.assert_array_equal(view, np.einsum("abcd->bdac", x).reshape(3, 10, 4))
     np.testing.assert_array_equal(axes.undo(view, x.shape), x)
@@ -217,7 +217,7 @@ def test_empty_trees_and_none_leaves(factory):
 @pytest.mark.parametrize("factory", OF_MATRICES.values(), ids=OF_MATRICES)
 def test_not_one_matrix_is_an_error_that_says_what_to_pass(factory):
     for leaf in (jnp.zeros(3), jnp.zeros((2, 2), int), jnp.zeros((2, 3, 4))):
-        expected = r"'block/w' .* expected matrices=jax_muon\.r"
+        expected = r"'block/w' .* expected matrices=jax_muon\.find"
         with pytest.raises(ValueError, match=expected):
             factory().init({"block": {"w": leaf}})
 

@@ -194,7 +194,7 @@ def test_groups_of_the_user_and_one_reading():
         seen.append(1)
         by_heads = MuonDimensionNumbers(1, (2, 3))
         rules = {"early": "early", "frozen": "frozen", "late": by_heads}
-        return jm.read(params, rules=rules)
+        return jm.find_matrices(params, rules=rules)
 
     def group(rate):
         return lambda matrices: optax.chain(

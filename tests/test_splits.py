@@ -69,7 +69,7 @@ def test_rules_are_about_whole_parameters():
     """(embed, 3 heads, 4) of 1 query head and 2 others; parts of parts in layers."""
     params = trees.normal({"w": (6, 3, 4), "b": (10, 4), "qkv": (3, 6, 24)})
     by_heads, stacks = MuonDimensionNumbers(0, (1, 2)), MuonDimensionNumbers(-2, -1)
-    matrices = jm.read(
+    matrices = jm.find_matrices(
         params,
         rules={"w": by_heads, "b": "adamw", "qkv": stacks},
         splits={

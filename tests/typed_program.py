@@ -18,7 +18,7 @@ def loss(params: Any, batch: jax.Array) -> jax.Array:
 
 
 params = {"up": jnp.ones((4, 8)), "bias": jnp.ones(8)}
-read = jm.read(params, loss, jnp.ones((2, 4)), rules={"bias": "frozen"})
+read = jm.find_matrices(params, loss, jnp.ones((2, 4)), rules={"bias": "frozen"})
 matrices = assert_type(read, jm.Matrices)
 rate = optax.warmup_cosine_decay_schedule(0.0, 0.02, 10, 100)
 recipe = jm.nanochat(

@@ -8,7 +8,7 @@ of leaf that is not read rightly one line below it:
 
     right      as the answers of the model say
     wrong      otherwise, and without a doubt
-    refused    with a doubt: the loss hides its use, and `jm.read` raises an error
+    refused    with a doubt: the loss hides its use: `jm.find_matrices` raises an error
     unused     the loss does not depend on it
     open       otherwise than the answer, which the loss does not determine
 

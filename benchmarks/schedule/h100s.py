@@ -184,7 +184,7 @@ def whole_step(
     batch = tuple(name for name in mesh.axis_names if name != "tp")
     loss_fn = functools.partial(loss, head=head)
     sequence = jax.ShapeDtypeStruct((1, length + 1), jnp.int32)
-    matrices = jm.read(params, loss_fn, sequence)
+    matrices = jm.find_matrices(params, loss_fn, sequence)
     tx = getattr(jm, recipe)(matrices=matrices)
     specs = None
     if layout == "zero2-divided":

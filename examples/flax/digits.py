@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 import jax_muon as jm
 
 STEPS = 40
-IMAGE = jax.ShapeDtypeStruct((1, 64), "float32")  # one image, for `jm.read`
+IMAGE = jax.ShapeDtypeStruct((1, 64), "float32")  # one image, for `jm.find_matrices`
 
 
 def make_optimizer(matrices: jm.Matrices) -> optax.GradientTransformationExtraArgs:

@@ -88,7 +88,9 @@ def main(folder: pathlib.Path) -> tuple[TrainState, list[float]]:
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES), checkpointer:
         key = jax.random.key(0)
         params = jax.eval_shape(init, key)
-        matrices = jm.read(params, lambda p, x: Stack().apply({"params": p}, x), IMAGE)
+        matrices = jm.find_matrices(
+            params, lambda p, x: Stack().apply({"params": p}, x), IMAGE
+        )
         tx = jm.on_mesh(make_optimizer(matrices), mesh, divided(params, mesh))
         print(jm.describe(tx, params))
 

@@ -82,7 +82,7 @@ def create(mesh: Mesh) -> tuple[Stack, nnx.Optimizer]:
     """A model and its optimizer."""
     model = Stack(rngs=nnx.Rngs(0))
     graph, params = nnx.split(model, nnx.Param)
-    matrices = jm.read(params, lambda p, x: nnx.merge(graph, p)(x), IMAGE)
+    matrices = jm.find_matrices(params, lambda p, x: nnx.merge(graph, p)(x), IMAGE)
     specs = nnx.get_partition_spec(params)
     tx = jm.on_mesh(make_optimizer(matrices), mesh, specs)
     print(jm.describe(tx, params))

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon import checks, traced_facts, trees
 from jax_muon.array_types import own_sharding
-from jax_muon.reading.read import Reader, reader
+from jax_muon.reading.find import Reader, reader
 from jax_muon.specs import AxisName, checked_axes, dividing, finer, full_rank
 
 # A PartitionSpec or NamedSharding for all parameters, a tree (or a prefix of one) of

@@ -20,7 +20,7 @@ from jax_muon import array_types, checks, specs, traced_facts, trees
 from jax_muon.matrices import ADAMW, Parameter
 from jax_muon.mesh import owners, plan
 from jax_muon.mesh.on_mesh import abstract_state
-from jax_muon.reading.read import trained
+from jax_muon.reading.find import trained
 from jax_muon.tables import aligned, shape_text, sizes_text
 
 
@@ -154,7 +154,7 @@ def describe(
 
     Args:
       tx: any optimizer, in `on_mesh` or not.
-      params: the model as in `read`, or shapes (`jax.ShapeDtypeStruct`).
+      params: the model as in `find_matrices`, or shapes (`jax.ShapeDtypeStruct`).
       devices_per_host: number of neighbours on the mesh with faster links among them,
         such as the GPUs of a host, or a pod; for the bytes between hosts.
       **extra_args: arguments of `tx.update`, such as `max_logits`, or their shapes.

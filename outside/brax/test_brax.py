@@ -34,7 +34,7 @@ def read(params):
         value = network.value_network.apply(normalizer, params.value, observations)
         return policy, value
 
-    return jm.read(params, outputs, jax.ShapeDtypeStruct((4, size), "float32"))
+    return jm.find_matrices(params, outputs, jax.ShapeDtypeStruct((4, size), "float32"))
 
 
 def muon(learning_rate):

@@ -24,7 +24,7 @@ def test_a_linear_gaussian_model():
 
     free = to_unconstrained(params, props)
     rules = {"dynamics/weights": "muon", "emissions/weights": "muon"}
-    matrices = jm.read(free, loss, emissions, rules=rules)
+    matrices = jm.find_matrices(free, loss, emissions, rules=rules)
     adam = optax.adam(RATE)
 
     def fit(optimizer):

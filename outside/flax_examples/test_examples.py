@@ -128,7 +128,9 @@ def train_lm1b(load, monkeypatch, workdir, recipe, sizes):
     def read(params):
         (model,) = models
         inputs = jax.ShapeDtypeStruct((BATCH, LENGTH), np.int32)
-        return jm.read(params, lambda p, x: model.apply({"params": p}, x), inputs)
+        return jm.find_matrices(
+            params, lambda p, x: model.apply({"params": p}, x), inputs
+        )
 
     def setup_on_mesh(model, tx, config, key, mesh):
         """Specs from the logical axes, which the example unboxes before its steps."""
@@ -242,7 +244,7 @@ def train_gemma(load, monkeypatch, workdir, recipe, sizes):
                 batch["inputs"], positions=places, attention_mask=mask, cache=None
             )[0]
 
-        return jm.read(params, logits, rest, batches[0])
+        return jm.find_matrices(params, logits, rest, batches[0])
 
     monkeypatch.setattr(train.transformer_lib, "Transformer", recorded_model)
 

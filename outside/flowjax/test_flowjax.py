@@ -35,7 +35,9 @@ def test_a_flow_of_two_moons(rng):
         is_leaf=lambda leaf: isinstance(leaf, paramax.NonTrainable),
     )
     loss = MaximumLikelihoodLoss()
-    matrices = jm.read(params, lambda p, x: loss(p, static, x, key=key), data[:100])
+    matrices = jm.find_matrices(
+        params, lambda p, x: loss(p, static, x, key=key), data[:100]
+    )
     kernels = [x for x in matrices.values() if x.label == "muon"]
     assert kernels and all("weight" in x.path for x in kernels)
     adam = optax.adam(RATE)

@@ -45,7 +45,9 @@ def test_solve():
     )
     data = jinns.data.DataGeneratorODE(key=key, nt=64, tmin=0.0, tmax=2.0)
     batch = data.get_batch()[1]
-    matrices = jm.read(params, lambda p, batch: loss.evaluate(p, batch)[0], batch)
+    matrices = jm.find_matrices(
+        params, lambda p, batch: loss.evaluate(p, batch)[0], batch
+    )
     hidden = [x.path for x in matrices.values() if x.label == "muon"]
     assert hidden == [f"nn_params/layers/{layer}/weight" for layer in (2, 4)]
     adam = optax.adam(RATE)

@@ -25,7 +25,7 @@ def reading(model, train_ds):
 
         with kd.nn.set_train_property(True):
             rest = jax.eval_shape(model.init, key, *args, **kwargs)
-            return jm.read(rest.pop("params"), apply, rest, key, args, kwargs)
+            return jm.find_matrices(rest.pop("params"), apply, rest, key, args, kwargs)
 
     return read
 

@@ -20,4 +20,4 @@ def read(params, rules=None):
 
     tokens = jax.ShapeDtypeStruct((params.Pos.size,), jnp.int32)
     with hax.axis_mapping({}):  # at init that of the parameters is set
-        return jm.read(params, loss, tokens, rules=rules)
+        return jm.find_matrices(params, loss, tokens, rules=rules)

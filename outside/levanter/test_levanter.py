@@ -64,7 +64,7 @@ def test_hyperball_against_muonh(theirs, ours, nesterov):
     polar = jm.NewtonSchulz(5, coefficients=ours, dtype="float32")
     start = two_layers(jax.random.key(0))
     rules = {"up/weight/0": MuonDimensionNumbers(-1, -2), "down/weight/0": "muon"}
-    matrices = jm.read(start, rules=rules)
+    matrices = jm.find_matrices(start, rules=rules)
     our = optax.chain(
         jm.nesterov(momentum, lookahead=nesterov),
         jm.orthogonalize(polar, matrices=matrices),
@@ -236,7 +236,7 @@ def test_grug_experts():
         params = jax.jit(init)(jax.random.key(0))
         state = jax.jit(tx.init)(params)
         updates, state = jax.jit(tx.update)(params, state, params)
-    found = jm.read(params, rules={"experts/*": inputs_outputs})
+    found = jm.find_matrices(params, rules={"experts/*": inputs_outputs})
     assert [p.label for p in found.values()] == 3 * ["muon"]
     assert {p.axes.batch for p in found.values()} == {(0,)}
     specs = {x.sharding.spec for x in jax.tree.leaves(state) if x.ndim == 3}

@@ -24,4 +24,4 @@ def read(config, model, mesh, rules=None):
         return model(ids, positions, segments, enable_dropout=False)
 
     with jax.set_mesh(mesh), nn.logical_axis_rules(config.logical_axis_rules):
-        return jm.read(params, logits, rest, ids, ids, ids, rules=rules)
+        return jm.find_matrices(params, logits, rest, ids, ids, ids, rules=rules)

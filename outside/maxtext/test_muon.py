@@ -72,7 +72,7 @@ def ours(nesterov=True, weight_decay=0.0, consistent_rms=None, adam_weight_decay
         polar=jm.NewtonSchulz(dtype="float64", eps=1e-8),
         # Theirs, like optax's, hands Muon's `nesterov` to its Adam.
         adamw=optax.adamw(0.02, weight_decay=adam_weight_decay, nesterov=nesterov),
-        matrices=functools.partial(jm.read, rules=RULES),
+        matrices=functools.partial(jm.find_matrices, rules=RULES),
     )
 
 

@@ -47,7 +47,7 @@ def test_its_trainer(rng):
         pz.nx.wrap(jnp.asarray(z)).tag("batch", "features") for z in (inputs, outputs)
     )
     model, params = pz.unbind_params(make(), freeze=True)
-    matrices = jm.read(
+    matrices = jm.find_matrices(
         params, lambda p, x, y: mean_squares(pz.bind_variables(model, p), x, y), x, y
     )
     labels = [parameter.label for parameter in matrices.values()]

@@ -16,7 +16,7 @@ def read(model, wrt=nnx.LoRAParam, rules=None):
     def logits(params, rest, inputs):
         return nnx.merge(graph, params, rest)(**inputs)
 
-    return jm.read(params, logits, rest, model.get_model_input(), rules=rules)
+    return jm.find_matrices(params, logits, rest, model.get_model_input(), rules=rules)
 
 
 def on_its_mesh(tx, model, mesh, wrt=nnx.LoRAParam):

@@ -37,7 +37,7 @@ def test_flax():
     def loss(params, x, y):
         return found["loss_fn"](nnx.merge(graph, params, rest, copy=True), x, y)
 
-    read = jm.read(params, loss, x, y)
+    read = jm.find_matrices(params, loss, x, y)
     assert read.labels(params) == matrices.labels(params)
 
 
@@ -48,7 +48,7 @@ def test_linen_with_batch_norm():
     params, stats = model.init(jax.random.key(0), x).values()
     (line,) = re.findall(r"`(model\.apply\(.*batch_stats.*)`", pages.PAGE.read_text())
     apply = eval(f"lambda p, x: {line}", {"model": model, "stats": stats})
-    matrices = jm.read(params, apply, x)
+    matrices = jm.find_matrices(params, apply, x)
     assert matrices["layers_0/kernel"].label == "muon"
     assert matrices["layers_1/scale"].role == "elementwise"
 
@@ -157,7 +157,7 @@ def test_a_module_is_read_as_its_gradient_filters_it():
         return jnp.sum(model(x) ** 2)
 
     model = Gated(eqx.nn.Linear(4, 8, key=jax.random.key(0)), jnp.arange(3))
-    matrices = jm.read(model, loss, jnp.ones(4))
+    matrices = jm.find_matrices(model, loss, jnp.ones(4))
     grads = eqx.filter_grad(loss)(model, jnp.ones(4))
     assert set(matrices) == {path for path, _ in leaves_with_paths(grads)}
     assert matrices["up/weight"].axes.reduction == (1,)

@@ -71,7 +71,9 @@ def model():
     """Parameters, and what the loss says about them."""
     graph, params = nnx.split(GPT(9, 32, 2, rngs=nnx.Rngs(0)))
     windows = jax.ShapeDtypeStruct((1, 9), "int32")
-    return params, jm.read(params, lambda p, x: nnx.merge(graph, p).loss(x), windows)
+    return params, jm.find_matrices(
+        params, lambda p, x: nnx.merge(graph, p).loss(x), windows
+    )
 
 
 def test_every_optimizer_takes_its_settings(model):

@@ -356,7 +356,7 @@ def test_a_loss_for_auto_axes_is_read_inside_on_mesh(rows):
 
     def matrices(shapes):
         seen.extend(jax.tree.leaves(shapes))
-        return jm.read(shapes, loss, jax.ShapeDtypeStruct((8, 4), jnp.int32))
+        return jm.find_matrices(shapes, loss, jax.ShapeDtypeStruct((8, 4), jnp.int32))
 
     tx = jm.nanochat(matrices=matrices, dtype="float32")
     alone = jm.nanochat(matrices={"up": "muon", "*": "adamw"}, dtype="float32")

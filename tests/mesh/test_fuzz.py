@@ -195,7 +195,7 @@ def reading(case, params):
         given["splits"] = {first: jm.Split(2), second: jm.Split(2)}
     if how == "joins" or case["recipe"] == "teon":
         given["joins"] = {"blocks_{i}/attn/q": 2}
-    return jm.read(params, rules=rules, **given)
+    return jm.find_matrices(params, rules=rules, **given)
 
 
 def train_steps(case, tx, mesh, specs):

@@ -194,7 +194,7 @@ def test_teams_share_matrices(rng, x64, sharing, shape, spec, team, used, dtype)
     polar = jm.NewtonSchulz(
         coefficients=[(3.4, -4.7, 2.0), (2.0, -1.5, 0.5)], dtype=dtype, norm="schatten4"
     )
-    matrices = jm.read(grads, rules=MuonDimensionNumbers(-2, -1))
+    matrices = jm.find_matrices(grads, rules=MuonDimensionNumbers(-2, -1))
     tx = jm.orthogonalize(polar, matrices=matrices, small=0, team=team)
     update = lambda g: tx.update(g, optax.EmptyState())[0]  # noqa: E731
     placed = put(grads, spec, mesh)

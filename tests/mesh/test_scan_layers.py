@@ -164,7 +164,9 @@ def test_the_reading_finds_layers_and_specs_avoid_them(how):
         block = lambda x, w: (jnp.einsum("bi,ijk,bj->bk", x, w, x @ w[0].T), None)  # noqa: E731
         return jnp.mean(scan(block, x, params["layers"]["w"])[0] @ params["head"])
 
-    matrices = jm.read(params, loss, jnp.ones((8, 8)), rules={"layers": "adamw"})
+    matrices = jm.find_matrices(
+        params, loss, jnp.ones((8, 8)), rules={"layers": "adamw"}
+    )
     assert matrices["layers/w"].scanned == (0,)
     divided = functools.partial(jm.divided_specs, mesh=mesh, min_size=1)
     rules = {"layers": MuonDimensionNumbers(-2, -1), "head": "adamw"}

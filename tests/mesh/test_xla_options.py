@@ -80,7 +80,9 @@ def test_options_for_layers_that_a_loop_gathers():
     # Among few devices smaller ones, beside which others need not wait long.
     few = thresholds(gpu_options(stack, mesh_of(8), scanned=["layers"]))
     assert few == [layer / 2, 4_000_000 / 8]
-    matrices = jm.read(stack, lambda p, x: jax.lax.scan(_layer, x, p["layers"])[0], X)
+    matrices = jm.find_matrices(
+        stack, lambda p, x: jax.lax.scan(_layer, x, p["layers"])[0], X
+    )
     for given in ({}, {"matrices": matrices, "gathers_first": False}):
         assert double not in gpu_options(stack, mesh, **given)
     # In plain jit XLA gathers layers by itself: its own pipelining does most.

@@ -33,7 +33,7 @@ def test_the_step_of_the_page(keras, rng, as_users_write):
     def mean_square(y, out):
         return jnp.mean((out - y) ** 2)
 
-    matrices = jm.read(params, page["loss_of"](model, mean_square), x, y)
+    matrices = jm.find_matrices(params, page["loss_of"](model, mean_square), x, y)
     tx = jm.moonlight(0.02, matrices=matrices)
     step, state, losses = page["make_step"](model, tx, mean_square), tx.init(params), []
     for _ in range(20):

@@ -55,7 +55,9 @@ def factory(name):
             learning_rate,
             **decay,
             adamw=optax.adam(learning_rate),
-            matrices=lambda params: jm.read(params, rules=by_rank(params), joins={}),
+            matrices=lambda params: jm.find_matrices(
+                params, rules=by_rank(params), joins={}
+            ),
         )
 
     return make
@@ -95,7 +97,7 @@ def ours(
         rules = rules(params) if callable(rules) else rules
         # A value for each parameter, since a flat prefix would be path patterns.
         rules = jax.tree.broadcast(rules, params, is_leaf=is_rule)
-        return jm.read(params, rules=rules)
+        return jm.find_matrices(params, rules=rules)
 
     norm = {"frobenius": "frobenius", "schatten": "schatten4"}[preconditioning]
     return jm.muon(

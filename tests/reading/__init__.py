@@ -11,8 +11,8 @@ STACKS = MuonDimensionNumbers(-2, -1)  # (..., in, out)
 
 
 def reader(rules=STACKS, **settings):
-    """`jax_muon.read` by rules alone, for `matrices=`."""
-    return functools.partial(jm.read, rules=rules, **settings)
+    """`jax_muon.find_matrices` by rules alone, for `matrices=`."""
+    return functools.partial(jm.find_matrices, rules=rules, **settings)
 
 
 def toy(params, joins=None, splits=None):
@@ -34,6 +34,6 @@ def toy(params, joins=None, splits=None):
         ]
         return {x: given[x] for x in found}
 
-    return jm.read(
+    return jm.find_matrices(
         params, rules=fitting(rules), joins=fitting(joins), splits=fitting(splits)
     )

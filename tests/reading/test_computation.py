@@ -55,7 +55,7 @@ def model_params(layers=2):
 
 
 def test_reasons_name_the_use_and_the_line():
-    read = jm.read(model_params(), language_model, IDS)
+    read = jm.find_matrices(model_params(), language_model, IDS)
     product = at(language_model, 'layer["e"] @')
     expected = {
         "table": f"rows picked by integers at {at(language_model, 'jnp.take')}",
@@ -69,7 +69,7 @@ def test_reasons_name_the_use_and_the_line():
 
 
 def test_joins_go_by_the_roles():
-    read = jm.read(model_params(4), language_model, IDS, joins=2)
+    read = jm.find_matrices(model_params(4), language_model, IDS, joins=2)
     assert {join.paths for join in read.joins} == {
         (f"layers/{i}/{name}", f"layers/{i + 1}/{name}")
         for i in (0, 2)
@@ -91,7 +91,7 @@ def test_split_outputs_are_shown_unless_a_split_says_so():
             x = x + jax.nn.softmax(q @ k.swapaxes(-1, -2)) @ v @ out
         return jnp.mean(x @ params["last"])
 
-    read = functools.partial(jm.read, params, fused, floats(3, 9, 16))
+    read = functools.partial(jm.find_matrices, params, fused, floats(3, 9, 16))
     found, said = read(), "its outputs are split: splits="
     parts = {"part_0": 16, "part_1": 16, "part_2": 8}
     for table in map(str, (found, jm.describe(jm.nanochat(matrices=found), params))):
@@ -113,15 +113,15 @@ def test_a_hidden_parameter_is_an_error():
 
     params = {"mixing": {"w": floats(5, 7, 7, 9, 9)}}
     with pytest.raises(ValueError) as error:
-        jm.read(params, loss, floats(5, WIDTH))
+        jm.find_matrices(params, loss, floats(5, WIDTH))
     line = at(loss, "kernel(x")
     assert f"(5, 7, 7, 9, 9): it goes into pallas_call at {line}" in str(error.value)
     with pytest.warns(UserWarning, match="mixing/w"):
-        assert jm.read(params, loss, floats(5, WIDTH), strict=False).labels(params) == {
-            "mixing": {"w": "adamw"}
-        }
+        assert jm.find_matrices(params, loss, floats(5, WIDTH), strict=False).labels(
+            params
+        ) == {"mixing": {"w": "adamw"}}
     rules = {"mixing/w": MuonDimensionNumbers(3, 4)}
-    read = jm.read(params, loss, floats(5, WIDTH), rules=rules)
+    read = jm.find_matrices(params, loss, floats(5, WIDTH), rules=rules)
     assert read["mixing/w"].sizes == (5 * 7 * 7, 9, 9)
 
 
@@ -161,7 +161,7 @@ UNREAD = [  # function, shapes of parameters and of x, words
 def test_what_no_use_decides(function, shapes, x, words):
     params = {path: floats(*shape) for path, shape in shapes.items()}
     with pytest.raises(ValueError, match=words):
-        jm.read(params, function, floats(*x))
+        jm.find_matrices(params, function, floats(*x))
 
 
 def test_a_head_of_nothing_but_gradients_that_a_rule_makes_a_matrix():
@@ -174,6 +174,6 @@ def test_a_head_of_nothing_but_gradients_that_a_rule_makes_a_matrix():
         return jnp.mean(jax.grad(energy)(x) ** 2)
 
     params = {"up": floats(4, 9), "last": floats(9, 3)}
-    read = jm.read(params, loss, floats(5, 4), rules={"last": "muon"})
+    read = jm.find_matrices(params, loss, floats(5, 4), rules={"last": "muon"})
     axes = read["last"].axes
     assert (axes.reduction, axes.output) == ((0,), (1,))

@@ -132,7 +132,7 @@ def test_joined_matrices_hold_every_matrix_once(data):
         for index, (name, shape) in enumerate(shapes.items())
     }
     paths = sorted(arrays)
-    matrices = jm.read(arrays, rules=MuonDimensionNumbers(-2, -1), joins=joins)
+    matrices = jm.find_matrices(arrays, rules=MuonDimensionNumbers(-2, -1), joins=joins)
     joined = joined_matrices(matrices, paths, [arrays[path].shape for path in paths])
     views = [matrices.axes(path).view(jnp.asarray(arrays[path])) for path in paths]
     for x in joined:

@@ -45,12 +45,12 @@ def loss(params, tokens):
 
 def read(rules):
     """`model`, read by its loss and by rules."""
-    return jm.read(model(), loss, jnp.arange(3), rules=rules)
+    return jm.find_matrices(model(), loss, jnp.arange(3), rules=rules)
 
 
 def labels(tree, rules):
     """The labels that rules alone give."""
-    return {path: x.label for path, x in jm.read(tree, rules=rules).items()}
+    return {path: x.label for path, x in jm.find_matrices(tree, rules=rules).items()}
 
 
 # Some are parts of others, and a * would match several.
@@ -144,15 +144,15 @@ def test_what_cannot_be_a_matrix(sizes, dtype):
         "floating point"
     )
     with pytest.raises(ValueError, match=re.escape(words)):
-        jm.read({"a": {"w": leaf}}, rules={"a/w": "muon"})
+        jm.find_matrices({"a": {"w": leaf}}, rules={"a/w": "muon"})
     assert labels({"a": {"w": leaf}}, None) == {"a/w": "adamw"}
-    table = str(jm.read({"a": {"w": leaf}}, rules="frozen"))
+    table = str(jm.find_matrices({"a": {"w": leaf}}, rules="frozen"))
     assert re.search(r"- +frozen +by your rules$", table)
 
 
 def test_a_path_that_was_not_read():
     """Errors like those of a dictionary, with the paths that there are."""
-    matrices = jm.read({"up": floats(4, 8)}, rules={"up": "muon"})
+    matrices = jm.find_matrices({"up": floats(4, 8)}, rules={"up": "muon"})
     assert "down" not in matrices
     assert matrices.get("down") is None
     with pytest.raises(KeyError, match=r"parameter 'down' was not read.*are up;"):
@@ -162,7 +162,7 @@ def test_a_path_that_was_not_read():
 def test_rules_where_everything_is_hidden():
     """As where optax.multi_transform gives a recipe nothing at all."""
     rules = {"up": Numbers(0, 1), "stem": None}
-    assert not jm.read({"up": optax.MaskedNode()}, rules=rules)
+    assert not jm.find_matrices({"up": optax.MaskedNode()}, rules=rules)
 
 
 # --- trees of optax.contrib.muon ------------------------------------------------------
@@ -212,7 +212,7 @@ def undecided():
 def choices(tree, rules=None):
     """The mapping in an error without a loss."""
     with pytest.raises(ValueError, match="nothing says whether") as error:
-        jm.read(tree, rules=rules)
+        jm.find_matrices(tree, rules=rules)
     return eval(re.search(r": (\{.*\})", str(error.value), re.DOTALL)[1])
 
 
@@ -221,7 +221,9 @@ def test_without_a_loss_one_error_lists_all_kinds():
     with pytest.raises(ValueError, match=r"whether 5 of 10 parameters are") as error:
         jm.nanochat().init(undecided())
     first, *lines = str(error.value).splitlines()
-    assert "shows it, jax_muon.read(params, loss_fn, batch), or a rule" in first
+    assert (
+        "shows it, jax_muon.find_matrices(params, loss_fn, batch), or a rule" in first
+    )
     assert lines[:4] == [
         "    'blocks/2/up/kernel': 'adamw or muon',  # (8, 16)",
         "    'conv/kernel': 'adamw or MuonDimensionNumbers(in, out)',  # (3, 3, 4, 8)",
@@ -231,7 +233,7 @@ def test_without_a_loss_one_error_lists_all_kinds():
     # Filled in, it decides everything; as it is, nothing (see BAD).
     rules = dict.fromkeys(choices(undecided()), "muon")
     rules |= {"wte": "adamw", "conv/kernel": Numbers((0, 1, 2), 3)}
-    found = jm.read(undecided(), rules=rules)
+    found = jm.find_matrices(undecided(), rules=rules)
     in_out = MatrixAxes((), (0,), (1,))
     kernels = {f"blocks/{i}/up/kernel": in_out for i in range(3)}
     kernels["conv/kernel"] = MatrixAxes((), (0, 1, 2), (3,))
@@ -256,7 +258,7 @@ def test_without_strict_doubts_are_warnings_and_go_to_adamw():
     with pytest.warns(
         UserWarning, match="(?s)'proj'.*They get the label 'adamw'$"
     ) as seen:
-        matrices = jm.read(params, strict=False)
+        matrices = jm.find_matrices(params, strict=False)
     assert seen[0].filename == __file__ and matrices["proj"].label == "adamw"
     with pytest.warns(UserWarning, match="no parameter is a matrix"):
         jax.eval_shape(jm.nanochat(matrices=matrices).init, params)
@@ -269,9 +271,9 @@ def test_dots_in_a_key_separate_modules_as_slashes_do():
     params = dict.fromkeys(up, floats(256, 64)) | {qkv: floats(192, 64)}
     rules = {"layers/0/mlp": "slow", qkv: Numbers(1, 0), "*": "muon"}
     splits = {"qkv_proj": jm.Split(("q", "k", "v"), 0)}
-    found = jm.read(params, rules=rules, splits=splits)
+    found = jm.find_matrices(params, rules=rules, splits=splits)
     assert [x.label for x in found.values()] == ["slow", "muon", "muon"]
     assert found[qkv].reason == "dimension numbers"
     joins = {"layers.{i}.mlp.up_proj": 2}
-    (join,) = jm.read(params, rules={"*": "muon"}, joins=joins).joins
+    (join,) = jm.find_matrices(params, rules={"*": "muon"}, joins=joins).joins
     assert join.paths == (*up,)

@@ -74,6 +74,6 @@ ROWS = {
 def test_row(name):
     """What is printed names the use and its line in the program."""
     program = PROGRAMS[name]
-    table = str(jm.read(program.params, program.loss, *program.args))
+    table = str(jm.find_matrices(program.params, program.loss, *program.args))
     rows = re.sub(r"\.py:\d+", ".py:N", re.sub(" +", " ", table)).splitlines()
     assert ROWS[name] in rows

@@ -33,12 +33,12 @@ def test_forms_of_linen(as_users_write):
         return LinenBlock().apply({"params": params}, tokens)
 
     for tree in (boxed, nn.meta.unbox(boxed), FrozenDict(boxed)):
-        labels = jm.read(tree, apply, tokens).labels(tree)
+        labels = jm.find_matrices(tree, apply, tokens).labels(tree)
         matrices = {path for path, x in leaves_with_paths(labels) if x == "muon"}
         assert matrices == {"Dense_0/kernel", "wo/kernel"}
         whole = jax.tree.structure(tree, is_leaf=is_box)  # a box gets one label
         assert jax.tree.structure(labels) == whole
-        by_rules = jm.read(tree, rules=rules).labels(tree)
+        by_rules = jm.find_matrices(tree, rules=rules).labels(tree)
         assert leaves_with_paths(by_rules) == leaves_with_paths(labels)
 
 
@@ -53,7 +53,7 @@ def test_forms_of_nnx():
 
     def recording(params):
         splits = {"kernel": jm.Split(("q", "k"))}
-        matrices = jm.read(params, rules={"layers": "muon"}, splits=splits)
+        matrices = jm.find_matrices(params, rules={"layers": "muon"}, splits=splits)
         seen.append(dict(leaves_with_paths(matrices.labels(params))))
         return matrices
 
@@ -72,7 +72,7 @@ def test_a_python_float_is_a_scalar_for_adamw():
     """On a mesh as well; what the gradient of a tree gives an update for."""
     params = {"up": jnp.ones((8, 8)), "scale": 0.5}
     loss = lambda p, x: jnp.sum(p["scale"] * x @ p["up"])  # noqa: E731
-    matrices = jm.read(params, loss, jnp.ones((2, 8)), rules={"up": "muon"})
+    matrices = jm.find_matrices(params, loss, jnp.ones((2, 8)), rules={"up": "muon"})
     assert matrices["scale"].label == "adamw" and matrices["scale"].shape == ()
     tx = jm.nanochat(0.02, adamw=optax.sgd(1.0), matrices=matrices)
     mesh = jax.make_mesh((8,), ("data",))

@@ -33,7 +33,7 @@ from jax_muon.splits import Splits
 Reader: TypeAlias = Matrices | Callable[[Any], Matrices] | Mapping[str, Any] | None
 
 
-def read(
+def find_matrices(
     params: Any,
     function: Callable[..., Any] | None = None,
     *args: Any,
@@ -94,11 +94,12 @@ def read(
       ...     return jnp.mean((x @ params["up"]) @ params["out"])
       >>> sizes = {"wte": (9, 4), "up": (4, 8), "out": (8, 3)}
       >>> params = {name: jnp.zeros(shape) for name, shape in sizes.items()}
-      >>> matrices = jm.read(params, loss, jnp.arange(2))
+      >>> matrices = jm.find_matrices(params, loss, jnp.arange(2))
       >>> [matrices[name].role for name in sizes]
       ['embedding', 'kernel', 'head']
       >>> rules = {"wte": "adamw", "out": "adamw", "*": "muon"}
-      >>> jm.read(params, rules=rules).labels(params) == matrices.labels(params)
+      >>> by_rules = jm.find_matrices(params, rules=rules)
+      >>> by_rules.labels(params) == matrices.labels(params)
       True
     """
     if params is None:
@@ -111,7 +112,9 @@ def read(
         from jax_muon.reading.computation.read import read_uses
 
         if not callable(function):
-            expected = "a function, as in jax_muon.read(params, loss_fn, batch)"
+            expected = (
+                "a function, as in jax_muon.find_matrices(params, loss_fn, batch)"
+            )
             checks.refuse("function", function, expected)
         whole = params if tree is not params else checks.arrays("params", params)
         readings = read_uses(function, whole, *args, splits=splits or ())
@@ -132,8 +135,10 @@ def reader(matrices: Reader) -> Callable[[Any], Matrices]:
     if isinstance(matrices, Matrices):
         return lambda tree: matrices
     if matrices is None or isinstance(matrices, Mapping):
-        return lambda tree: read(tree, rules=matrices)
-    expected = "jax_muon.read(params, loss_fn, batch), or a function of params alone "
+        return lambda tree: find_matrices(tree, rules=matrices)
+    expected = (
+        "jax_muon.find_matrices(params, loss_fn, batch), or a function of params alone "
+    )
     expected += "that returns it, or a mapping of path patterns to labels"
     if not callable(matrices):
         checks.refuse("matrices", matrices, expected)
