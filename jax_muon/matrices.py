@@ -3,7 +3,7 @@
 A parameter is a batch of matrices (in, out): the axes that are summed over when the
 model applies it (`reduction_axis`), the axes that it produces (`output_axis`), and
 every other axis as a batch. `jax_muon.find_matrices` makes a `Matrices`, in which the
-pieces look parameters up by path. It holds no arrays, so one serves all steps and meshes.
+pieces look parameters up by path. It holds no arrays, so one serves every mesh.
 """
 
 import dataclasses
