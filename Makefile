@@ -17,7 +17,7 @@ VERSION_TESTS ?= tests jax_muon --ignore=tests/parity \
 OUTSIDE ?= $(patsubst outside/%/requirements.txt,%,$(wildcard outside/*/requirements.txt))
 
 # What `make test-types` checks in jax_muon/.
-TYPED := polar momentum orthogonalize scaling weight_decay hyperball dtypes
+TYPED := polar transforms base.dtypes
 
 # The environments of benchmarks/reading_models.
 READING_MODELS := transformers maxtext levanter tunix keras_hub
@@ -40,7 +40,8 @@ test: venv
 test-types: venv
 	packages=$$(printf 'jax_muon.%s,' $(TYPED))beartype.beartype && \
 	$(BIN)/python -m pytest -n 2 --jaxtyping-packages=$$packages \
-		tests/polar/test_factors.py tests/test_pieces.py tests/test_momentum.py $(ARGS)
+		tests/polar/test_factors.py tests/transforms/test_pieces.py \
+		tests/transforms/test_momentum.py $(ARGS)
 
 # Versions of Python, jax and optax, each in an environment of its own: the oldest,
 # levanter's pins, MaxText's floor, and the newest.

@@ -6,7 +6,7 @@ they change no matrix.
 
 from collections.abc import Sequence
 
-from jax_muon.matrices import Parameter
+from jax_muon.matrices.matrices import Parameter
 
 RIGHT, REFUSED, WRONG, OPEN = "right", "refused", "wrong", "open"
 NO_MATRICES = ("adamw", "embedding", "head", "router", "unused")

@@ -4,34 +4,34 @@ Examples in docstrings assume `import jax, optax`, `import jax.numpy as jnp` and
 `import jax_muon as jm`.
 """
 
-from jax_muon.hyperball import hyperball
-from jax_muon.keep_residual import keep_residual
-from jax_muon.matrices import Matrices
+from jax_muon.matrices.find import find_matrices
+from jax_muon.matrices.matrices import Matrices
+from jax_muon.matrices.splits import Split, with_splits
 from jax_muon.mesh.layout import divided_specs
 from jax_muon.mesh.on_mesh import abstract_state, on_mesh
 from jax_muon.mesh.scan_layers import scan_layers
 from jax_muon.mesh.train_step import make_train_step
 from jax_muon.mesh.wrappers import on_auto_axes, on_replicas
 from jax_muon.mesh.xla_options import gpu_options
-from jax_muon.momentum import nesterov
-from jax_muon.orthogonalize import orthogonalize
 from jax_muon.partition import partition
 from jax_muon.polar.factors import ExactPolar, NewtonSchulz, PolarExpress
-from jax_muon.qk_clip import clip_qk, max_attention_logits
-from jax_muon.reading.find import find_matrices
 from jax_muon.recipes import moonlight, muon, muonh, nanochat, normuon, teon
-from jax_muon.scaling import (
+from jax_muon.tools.describe import describe
+from jax_muon.tools.verify import verify
+from jax_muon.transforms.hyperball import hyperball
+from jax_muon.transforms.keep_residual import keep_residual
+from jax_muon.transforms.momentum import nesterov
+from jax_muon.transforms.orthogonalize import orthogonalize
+from jax_muon.transforms.qk_clip import clip_qk, max_attention_logits
+from jax_muon.transforms.scaling import (
     equilibrate_rows,
     normalize_frobenius,
     scale_by_normuon,
     scale_by_path,
     scale_by_shape,
 )
-from jax_muon.skip_nonfinite import skip_nonfinite
-from jax_muon.splits import Split, with_splits
-from jax_muon.tools.describe import describe
-from jax_muon.tools.verify import verify
-from jax_muon.weight_decay import add_cautious_decayed_weights
+from jax_muon.transforms.skip_nonfinite import skip_nonfinite
+from jax_muon.transforms.weight_decay import add_cautious_decayed_weights
 
 __version__ = "0.1.0"
 

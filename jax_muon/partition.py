@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jax_muon import checks, trees
-from jax_muon.matrices import ADAMW, MUON, Matrices
-from jax_muon.reading.find import Reader, reader
-from jax_muon.splits import read_parts, with_splits
-from jax_muon.traced_facts import record
+from jax_muon.base import checks, trees
+from jax_muon.base.facts import record
+from jax_muon.matrices.find import Reader, reader
+from jax_muon.matrices.matrices import ADAMW, MUON, Matrices
+from jax_muon.matrices.splits import read_parts, with_splits
 
 # An optax transform, or a function that returns one for the matrices of its group.
 Group: TypeAlias = (

@@ -15,24 +15,24 @@ from typing import Any
 import jax
 import optax
 
-from jax_muon import checks
-from jax_muon.hyperball import hyperball
-from jax_muon.joins import with_joins
-from jax_muon.matrices import ADAMW, MUON, Matrices
-from jax_muon.momentum import nesterov
-from jax_muon.orthogonalize import Polar, orthogonalize
+from jax_muon.base import checks
+from jax_muon.base.facts import record
+from jax_muon.matrices.find import Reader, reader
+from jax_muon.matrices.joins import with_joins
+from jax_muon.matrices.matrices import ADAMW, MUON, Matrices
 from jax_muon.partition import Group, partition
 from jax_muon.polar import coefficients
 from jax_muon.polar.factors import NewtonSchulz
-from jax_muon.reading.find import Reader, reader
-from jax_muon.scaling import (
+from jax_muon.transforms.hyperball import hyperball
+from jax_muon.transforms.momentum import nesterov
+from jax_muon.transforms.orthogonalize import Polar, orthogonalize
+from jax_muon.transforms.scaling import (
     equilibrate_rows,
     normalize_frobenius,
     scale_by_normuon,
     scale_by_shape,
 )
-from jax_muon.traced_facts import record
-from jax_muon.weight_decay import add_cautious_decayed_weights
+from jax_muon.transforms.weight_decay import add_cautious_decayed_weights
 
 
 def nanochat(

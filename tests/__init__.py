@@ -1,9 +1,9 @@
 """The tests, in the order in which to read them.
 
 1. `oracle.py`: the mathematics in NumPy; all else is judged by it.
-2. The files of this folder, each about the module whose name it has, beginning with
-   `test_recipes.py` and `test_pieces.py`; and `polar/`.
-3. `reading/`, with the answers of `programs/`.
+2. `test_recipes.py`, `transforms/`, beginning with its `test_pieces.py`, and `polar/`.
+   A folder or file has the name of what it is about.
+3. `matrices/`, with the answers of `programs/`.
 4. `mesh/`: every layout beside one device.
 5. The peers: `parity/` (PyTorch) and `outside/` (optax's own tests, Keras).
 6. What users run: `test_docs.py`, `examples/`, `tools/`.

@@ -3,7 +3,7 @@
 import functools
 
 import jax_muon as jm
-from tests.reading import toy
+from tests.matrices import toy
 
 RECIPES = {
     "nanochat": functools.partial(jm.nanochat, matrices=toy),

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 import jax_muon as jm
-from jax_muon.tables import aligned, shape_text
-from jax_muon.trees import leaves_with_paths
+from jax_muon.base.tables import aligned, shape_text
+from jax_muon.base.trees import leaves_with_paths
 from tests import trees
 from tests.mesh import case
 from tests.recipes import RECIPES

@@ -15,7 +15,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from tests import oracle, trees
-from tests.reading import reader
+from tests.matrices import reader
 from tests.recipes import ON_SPHERES, RECIPES
 
 CHEAP = jnp.tanh  # instead of a polar factor, which is slow to compile

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from benchmarks.schedule.hlo import Instruction, Module, Transfer
+from jax_muon.base.specs import Sizes
 from jax_muon.mesh.plan import Pool, rounds
-from jax_muon.specs import Sizes
 
 Takes = Callable[[Instruction], int]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_muon.specs import Sizes
+from jax_muon.base.specs import Sizes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,10 @@ import jax
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import checks, traced_facts, trees
-from jax_muon.array_types import own_sharding
-from jax_muon.reading.find import Reader, reader
-from jax_muon.specs import AxisName, checked_axes, dividing, finer, full_rank
+from jax_muon.base import checks, facts, trees
+from jax_muon.base.array_types import own_sharding
+from jax_muon.base.specs import AxisName, checked_axes, dividing, finer, full_rank
+from jax_muon.matrices.find import Reader, reader
 
 # A PartitionSpec or NamedSharding for all parameters, a tree (or a prefix of one) of
 # them, or a function of the parameters that returns one. None in a tree: replicated.
@@ -120,8 +120,8 @@ def axes_of_layers(tx: optax.GradientTransformation) -> Callable[[Any], AxesOfLa
 
     @functools.lru_cache(maxsize=4)
     def of_shapes(treedef: Any, *shapes: jax.ShapeDtypeStruct) -> AxesOfLayers:
-        _, facts = traced_facts.trace(tx.init, treedef.unflatten(shapes))
-        return facts["scanned"]
+        _, recorded = facts.trace(tx.init, treedef.unflatten(shapes))
+        return recorded["scanned"]
 
     def of_tree(tree: Any) -> AxesOfLayers:
         leaves, treedef = jax.tree.flatten(tree)

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import array_types, checks, traced_facts
-from jax_muon.dtypes import wire_dtype
+from jax_muon.base import array_types, checks, facts
+from jax_muon.base.dtypes import wire_dtype
+from jax_muon.base.specs import AxisName, checked_axes, dividing
 from jax_muon.mesh.layout import Layout, Specs, axes_of_layers
-from jax_muon.specs import AxisName, checked_axes, dividing
 
 
 def on_mesh(
@@ -130,7 +130,7 @@ class OnMesh:
         like = updates if params is None else params
         checks.gradients(updates, params)
         names, of_params, of_state = self.layout.of_leaves(like)
-        traced_facts.record("on_mesh", {self: (names, of_params, of_state)})
+        facts.record("on_mesh", {self: (names, of_params, of_state)})
         expected = self._typed_state(like, of_state)
         checks.state(state, expected)
         typed = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(expected)]

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jax_muon.joins import Joined, joined_matrices
-from jax_muon.matrices import Matrices
+from jax_muon.base.specs import Sizes, devices_over, divided_axes, entry_names
+from jax_muon.matrices.joins import Joined, joined_matrices
+from jax_muon.matrices.matrices import Matrices
 from jax_muon.mesh.plan import SHARED_PRODUCTS, STEPS, Member, Pool, transfers
-from jax_muon.specs import Sizes, devices_over, divided_axes, entry_names
 
 # The planner's rates, in round figures for an H100: FLOP/s of products, bytes/s between
 # the GPUs of a host, and between hosts.

@@ -12,8 +12,14 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jax_muon.base.specs import (
+    Sizes,
+    devices_over,
+    divided_axes,
+    entry_names,
+    spec_names,
+)
 from jax_muon.mesh.collectives import Collective, members_over
-from jax_muon.specs import Sizes, devices_over, divided_axes, entry_names, spec_names
 
 # The planner's number of quintics, and of exchanged m x m matrices in each.
 STEPS = 5

@@ -19,11 +19,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import checks, jaxprs
-from jax_muon.dtypes import wide
-from jax_muon.mesh.layout import Layout, Specs
-from jax_muon.mesh.wire import Wire, of_step
-from jax_muon.specs import (
+from jax_muon.base import checks, jaxprs
+from jax_muon.base.dtypes import wide
+from jax_muon.base.specs import (
     AxisName,
     checked_axes,
     devices_over,
@@ -32,6 +30,8 @@ from jax_muon.specs import (
     only,
     spec_names,
 )
+from jax_muon.mesh.layout import Layout, Specs
+from jax_muon.mesh.wire import Wire, of_step
 
 Function = Callable[..., Any]
 

@@ -19,15 +19,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_muon import checks, jaxprs, trees
-from jax_muon.array_types import setting
-from jax_muon.dtypes import wide
+from jax_muon.base import checks, jaxprs, trees
+from jax_muon.base.array_types import setting
+from jax_muon.base.dtypes import wide
+from jax_muon.base.specs import divided_axes, dividing
 from jax_muon.mesh.layout import Layout, Specs, axes_of_layers
 from jax_muon.mesh.on_mesh import OnMesh
 from jax_muon.mesh.scan_layers import mark
 from jax_muon.mesh.wire import Wire, of_step
 from jax_muon.mesh.xla_options import gpu_options
-from jax_muon.specs import divided_axes, dividing
 
 Step = tuple[Any, Any, dict[str, Any]]  # parameters, state, metrics
 

@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jax_muon.joins import map_stacks
+from jax_muon.matrices.joins import map_stacks
 from jax_muon.mesh.plan import Pool, Round, rounds
 from jax_muon.polar.teams import Team
 

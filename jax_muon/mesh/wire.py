@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_muon.dtypes import wide, wire_dtype
-from jax_muon.specs import only, spec_names
+from jax_muon.base.dtypes import wide, wire_dtype
+from jax_muon.base.specs import only, spec_names
 
 
 @dataclasses.dataclass(frozen=True)

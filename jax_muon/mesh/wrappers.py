@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import optax
 
-from jax_muon import checks
-from jax_muon.array_types import arrays_and_others, is_explicit, setting, trusted
+from jax_muon.base import checks
+from jax_muon.base.array_types import arrays_and_others, is_explicit, setting, trusted
 
 
 def on_auto_axes(

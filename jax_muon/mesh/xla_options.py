@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_muon import checks, specs, trees
+from jax_muon.base import checks, specs, trees
+from jax_muon.matrices.find import Reader
 from jax_muon.mesh.layout import read_layers
-from jax_muon.reading.find import Reader
 
 # Number of buckets in which all parameters are sent; XLA's own hold 30 MB, a tenth of a
 # small model. The first product has nothing before it to hide transfers under, so

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_muon import checks
+from jax_muon.base import checks
 
 # One odd quintic p(x) = a x + b x^3 + c x^5, written (a, b, c), and one for each step.
 Coefficients = tuple[float, float, float]

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_muon import checks
-from jax_muon.dtypes import wide
+from jax_muon.base import checks
+from jax_muon.base.dtypes import wide
 from jax_muon.polar import iteration
 from jax_muon.polar.coefficients import (
     NEWTON_SCHULZ,

@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jax_muon.dtypes import unit_of, wide, wider
+from jax_muon.base.dtypes import unit_of, wide, wider
 from jax_muon.polar.coefficients import Table
 from jax_muon.polar.products import FusedProducts, Products, exact_factors, matmul
 from jax_muon.polar.teams import SharedProducts, Team

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jax_muon.dtypes import wide, wider
+from jax_muon.base.dtypes import wide, wider
 
 
 def matmul(

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_muon.dtypes import wide
+from jax_muon.base.dtypes import wide
 from jax_muon.polar.products import Products
 
 

@@ -1,7 +1,7 @@
 """What an optimizer will do with each parameter: a table, and data to assert on.
 
 `describe` traces `init` and `update` abstractly and collects the facts that transforms
-record (`traced_facts.py`). So the result is right for any composition of transforms.
+record (`base/facts.py`). So the result is right for any composition of transforms.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from jax_muon import array_types, checks, specs, traced_facts, trees
-from jax_muon.matrices import ADAMW, Parameter
+from jax_muon.base import array_types, checks, facts, specs, trees
+from jax_muon.base.tables import aligned, shape_text, sizes_text
+from jax_muon.matrices.find import trained
+from jax_muon.matrices.matrices import ADAMW, Parameter
 from jax_muon.mesh import owners, plan
 from jax_muon.mesh.on_mesh import abstract_state
-from jax_muon.reading.find import trained
-from jax_muon.tables import aligned, shape_text, sizes_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,23 +185,23 @@ def describe(
         tx.update(params, state, params, **others, **arrays)
         return state
 
-    state, facts = traced_facts.trace(first_step, shapes, arrays)
+    state, recorded = facts.trace(first_step, shapes, arrays)
     shardings: dict[str, tuple[PartitionSpec, PartitionSpec | None]] = {
         path: (x.sharding.spec, None)
         for path, x in trees.leaves_with_paths(shapes)
         if x.sharding is not None
     }
-    sizes, summed = facts["sizes"], ()
-    for optimizer, (names, *both) in facts["on_mesh"].items():
+    sizes, summed = recorded["sizes"], ()
+    for optimizer, (names, *both) in recorded["on_mesh"].items():
         layout = optimizer.layout
         state = abstract_state(tx, shapes, layout.mesh)
         sizes |= layout.mesh.shape
         summed = layout.divide
         shardings |= dict(zip(names, zip(*both, strict=True), strict=True))
-    joined = facts["joined"]  # only of parameters that are orthogonalized
-    read = _rows(shapes, facts["parameters"])
+    joined = recorded["joined"]  # only of parameters that are orthogonalized
+    read = _rows(shapes, recorded["parameters"])
     state_bytes = _bytes_by_path(state, [parameter.path for parameter in read])
-    residuals = facts["residual"]
+    residuals = recorded["residual"]
 
     def described(parameter: Parameter) -> DescribedParameter:
         path = parameter.path
@@ -212,7 +212,7 @@ def describe(
             parameter,
             parameter.sizes if path in joined else None,
             joined.get(path, 1),
-            facts["scale"].get(path),
+            recorded["scale"].get(path),
             state_bytes[path],
             spec,
             of_state,
@@ -220,7 +220,7 @@ def describe(
         )
 
     leaves = tuple(map(described, read))
-    plans = facts["pools"].values()
+    plans = recorded["pools"].values()
     orthogonalize = [x for pools in plans for x in plan.transfers(pools, sizes)]
     transfers = {"orthogonalize": orthogonalize, "gradients": [], "gathers": []}
     for leaf in leaves:
@@ -249,7 +249,7 @@ def describe(
             what: sum(x.bytes_between_hosts(devices_per_host) for x in sent)
             for what, sent in transfers.items()
         },
-        facts["default"].get(ADAMW),
+        recorded["default"].get(ADAMW),
     )
 
 

@@ -17,9 +17,9 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_muon import checks, traced_facts, trees
+from jax_muon.base import checks, facts, trees
+from jax_muon.base.tables import aligned
 from jax_muon.mesh.on_mesh import OnMesh
-from jax_muon.tables import aligned
 
 # By bits of the narrowest floating-point dtype in the program. On the matrices of the
 # tests, float32 differed by 3e-6 and bfloat16 by 2.5e-2.
@@ -136,7 +136,7 @@ def compare(
     bits = re.findall(r"\bb?f(\d+)(?:_\w+)?\[", str(program.jaxpr))
     least = _BOUNDS[min(map(int, bits), default=32)]
     # Gradients are sharded like the parameters, as plain jit leaves them.
-    with traced_facts.recording() as facts:
+    with facts.recording() as recorded:
         got, program = _results(many, runs, shardings, extra_args)
 
     updates, state = map(trees.leaves_with_paths, program.out_info)
@@ -158,7 +158,7 @@ def compare(
             problems.append(f"{where} differs between devices that hold the same shard")
     devices = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     remarks = [f"the mesh {devices}, compared with one device"]
-    pools = [*itertools.chain(*facts["pools"].values())]
+    pools = [*itertools.chain(*recorded["pools"].values())]
     if mesh.size > 1 and pools and not any(pool.counts for pool in pools):
         remarks.append(
             "no matrix was sent to an owner, as large ones are; for that, expected one "

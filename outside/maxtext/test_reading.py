@@ -7,7 +7,7 @@ from maxtext.utils.muon_utils import get_muon_weight_dimension_numbers
 from models import model_of
 from optax.contrib import MuonDimensionNumbers
 
-from jax_muon.trees import path_string
+from jax_muon.base.trees import path_string
 from tests import pages
 
 # One for each family that MaxText allows for `opt_type: muon`, with its routers, and

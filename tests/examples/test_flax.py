@@ -7,7 +7,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from jax_muon.trees import leaves_with_paths, unbox
+from jax_muon.base.trees import leaves_with_paths, unbox
 
 
 @pytest.mark.parametrize("name", ["train_nnx", "train_linen"])

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import jax_muon as jm
-from jax_muon.trees import leaves_with_paths
+from jax_muon.base.trees import leaves_with_paths
 from tests import pages, trees
 
 # --- Flax -----------------------------------------------------------------------------

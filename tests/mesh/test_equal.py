@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 import jax_muon as jm
 from jax_muon.tools.verify import compare
 from tests import trees
+from tests.matrices import reader, toy
 from tests.mesh import case
 from tests.mesh.case import AUTO, EXPLICIT, make_step, mesh_of, recipe
-from tests.reading import reader, toy
 
 
 def inside(tx):

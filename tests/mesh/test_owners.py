@@ -15,6 +15,7 @@ from benchmarks.schedule.hlo import Module
 from benchmarks.schedule.jaxpr import collectives
 from jax_muon.mesh import owners
 from jax_muon.mesh.owners import pools_of, with_owners
+from tests.matrices import reader, toy
 from tests.mesh.case import (
     EXPLICIT,
     assert_bit_identical_on_devices,
@@ -22,7 +23,6 @@ from tests.mesh.case import (
     mesh_of,
     put,
 )
-from tests.reading import reader, toy
 
 # --- what travels, and who computes ---------------------------------------------------
 

@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
+from tests.matrices import toy
 from tests.mesh import case, losses
 from tests.mesh.case import AUTO, EXPLICIT, make_step, mesh_of
-from tests.reading import toy
 
 W = {"w": jax.ShapeDtypeStruct((8, 12), "float32")}
 MUON = jm.nanochat(matrices=toy)

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_muon as jm
 from benchmarks.schedule.jaxpr import collectives
+from tests.matrices import toy
 from tests.mesh import case
 from tests.mesh.case import make_step, mesh_of
-from tests.reading import toy
 
 NARROW = dict.fromkeys(("reduce_dtype", "gather_dtype"), "bfloat16")
 

@@ -7,10 +7,10 @@ import optax
 import pytest
 
 import jax_muon as jm
-from jax_muon.keep_residual import _whole
+from jax_muon.transforms.keep_residual import _whole
+from tests.matrices import toy
 from tests.mesh import case
 from tests.mesh.case import AUTO, EXPLICIT, make_step, mesh_of, recipe
-from tests.reading import toy
 
 
 def test_state_of_gpt2_is_an_even_share():

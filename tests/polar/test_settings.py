@@ -47,7 +47,7 @@ def traced_steps():
 
 
 # The words of an error, and the settings that raise it; limits of single numbers are
-# in tests/test_checks.py.
+# in tests/base/test_checks.py.
 SETTINGS = {
     "norm_factor=0; expected a finite number above 0": {"norm_factor": 0},
     "eps=0.0; expected a finite number above 0": {"eps": 0.0},

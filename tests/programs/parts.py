@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jax_muon.trees import leaves_with_paths
+from jax_muon.base.trees import leaves_with_paths
 
 # All different, so that no axis can be taken for another one by its size.
 BATCH, LENGTH, WIDTH, HIDDEN, VOCAB, EXPERTS = 2, 16, 24, 40, 96, 5

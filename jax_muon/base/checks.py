@@ -1,0 +1,192 @@
+"""Checks of what would be silently wrong, or fail with an error that explains nothing.
+
+The ValueErrors name the argument, its value and what is expected.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jax_muon.base import trees
+
+_HOLDS: dict[str, Callable[[float], bool]] = {
+    "above 0": lambda x: x > 0,
+    "of at least 0": lambda x: x >= 0,
+    "in [0, 1)": lambda x: 0 <= x < 1,
+    "in [0, 1]": lambda x: 0 <= x <= 1,
+    "in (0, 1]": lambda x: 0 < x <= 1,
+}
+
+
+def refuse(name: str, value: Any, expected: str) -> NoReturn:
+    """Raise the ValueError about an argument."""
+    text = repr(value)
+    text = text if len(text) <= 300 else f"{text[:300]}..."
+    raise ValueError(f"{name}={text}; expected {expected}")
+
+
+def strings(name: str, value: str | Sequence[str]) -> tuple[str, ...]:
+    """One string or several in their order, as a tuple."""
+    if isinstance(value, str):
+        return (value,)
+    kind(name, value, (tuple, list), "a string, or a tuple of strings")
+    return tuple(value)
+
+
+def kind(name: str, value: Any, types: Any, expected: str) -> None:
+    """The value must be an instance of one of these types."""
+    if not isinstance(value, types):
+        refuse(name, value, expected)
+
+
+def choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """The value must be one of these strings."""
+    if not isinstance(value, str) or value not in choices:
+        refuse(name, value, f"one of {', '.join(map(repr, choices))}")
+
+
+def count(name: str, value: Any, *, least: int = 1) -> None:
+    """The value must be a Python or NumPy integer of at least `least`."""
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or value < least:
+        traced = f"; under optax.inject_hyperparams name it in static_args=({name!r},)"
+        traced = traced if isinstance(value, jax.Array) else ""
+        refuse(name, value, f"a Python integer of at least {least}{traced}")
+
+
+def number(name: str, value: Any, limits: str, *, others: str = "") -> Any:
+    """A finite number within these limits as a Python float, or a tracer as it is."""
+    if isinstance(value, jax.core.Tracer):
+        return value
+    try:
+        converted = math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError):
+        converted = math.nan
+    if not math.isfinite(converted) or not _HOLDS[limits](converted):
+        refuse(name, value, f"a finite number {limits}{others}")
+    return converted
+
+
+def rate(name: str, value: Any, limits: str = "of at least 0") -> Any:
+    """A number as `number` returns it, or a schedule."""
+    if callable(value):
+        return value
+    return number(name, value, limits, others=", or a schedule")
+
+
+def rate_at(rate: optax.ScalarOrSchedule, count: Any) -> Any:
+    """The value of a number or a schedule at this step."""
+    return rate(count) if callable(rate) else rate
+
+
+def scalar(name: str, value: Any, expected: str) -> Any:
+    """A traced or computed number, which must be a real scalar."""
+    if not isinstance(value, (int, float)) and not hasattr(value, "dtype"):
+        refuse(name, value, expected)
+    shape, dtype = jnp.shape(value), jnp.result_type(value)
+    if shape or not any(jnp.issubdtype(dtype, x) for x in (jnp.floating, jnp.integer)):
+        raise ValueError(f"{name} is {dtype} of shape {shape}; expected {expected}")
+    return value
+
+
+def float_dtype(name: str, dtype: Any) -> None:
+    """The value must be None or a floating-point dtype."""
+    if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        refuse(name, dtype, "a dtype of real floating point, or None")
+
+
+def as_transform(name: str, tx: Any) -> optax.GradientTransformationExtraArgs:
+    """Any optax transform, as one that takes extra arguments."""
+    if isinstance(tx, optax.MultiSteps):  # not a GradientTransformation
+        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    kind(name, tx, optax.GradientTransformation, "an optax transform")
+    return optax.with_extra_args_support(tx)
+
+
+def no_factory(name: str, value: Any) -> None:
+    """Refuse `optax.sgd` instead of `optax.sgd(1e-3)` where functions are possible."""
+    own, module = (getattr(value, x, "") for x in ("__qualname__", "__module__"))
+    if str(module).startswith("optax.") and "<locals>" not in own:
+        refuse(name, value, f"an optax transform, such as {own}(1e-3)")
+
+
+# --- trees ----------------------------------------------------------------------------
+
+
+def arrays(name: str, tree: Any) -> Any:
+    """The tree, whose leaves must be arrays or their shapes, or floats: as arrays."""
+    if all(hasattr(x, "dtype") for x in jax.tree.leaves(tree)):
+        return tree  # without a path for each leaf, which takes longer
+    for path, leaf in trees.leaves_with_paths(tree):
+        if not hasattr(leaf, "dtype") and type(leaf) is not float:
+            expected = (
+                "arrays alone, such as eqx.filter(model, eqx.is_inexact_array) of an "
+                "equinox module, or nnx.state(model, nnx.Param)"
+            )
+            refuse(f"{name} at {path!r}", leaf, expected)
+    return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
+
+
+def samples(name: str, tree: Any, number: int, expected: str) -> None:
+    """Arrays need a first axis that is a multiple of this number."""
+    for path, x in jax.tree.leaves_with_path(tree):
+        shape = jnp.shape(x)
+        if not shape or shape[0] % number:
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)} has shape {shape}; expected "
+                + expected
+            )
+
+
+def params(what: str, params: Any) -> None:
+    """The parameters must be passed to update."""
+    if params is None:
+        raise ValueError(
+            f"{what} needs the parameters; expected tx.update(updates, state, params), "
+            "got params=None"
+        )
+
+
+def gradients(updates: Any, params: Any) -> None:
+    """Gradients need the paths and shapes of the parameters, if these are passed."""
+    if params is not None:
+        alike("gradient", updates, "parameter", params)
+
+
+def state(restored: Any, like: Any) -> None:
+    """A state needs the paths and shapes of `like`: arrays, or their shapes."""
+    what = "the state is not one of this optimizer on these parameters: array"
+    alike(what, restored, "state array of init", like)
+
+
+def alike(what: str, tree: Any, whose: str, like: Any) -> None:
+    """Two trees need the same paths and shapes, and floating point in the same leaves.
+
+    `what` and `whose` name a leaf of each, such as "gradient" and "parameter".
+    """
+    treedef: Any = jax.tree.structure(tree)
+    if treedef == jax.tree.structure(like) and all(
+        map(_same, jax.tree.leaves(tree), jax.tree.leaves(like))
+    ):
+        return
+    got, right = (dict(trees.leaves_with_paths(x)) for x in (tree, like))
+    for path in right | got:
+        x, y = got.get(path), right.get(path)
+        if x is None or y is None or not _same(x, y):
+            text = f"{what} {path!r}: {_text(x)}; expected {_text(y)}, like the {whose}"
+            raise ValueError(text)
+
+
+def _text(x: Any) -> str:
+    return "none" if x is None else f"{jnp.result_type(x)} of shape {np.shape(x)}"
+
+
+def _same(x: Any, y: Any) -> bool:
+    """True for two arrays of one shape, both or neither of them floating-point."""
+    floating = {bool(jnp.issubdtype(jnp.result_type(z), jnp.floating)) for z in (x, y)}
+    return np.shape(x) == np.shape(y) and len(floating) == 1

@@ -1,0 +1,169 @@
+"""Trees of parameters: the paths of their leaves, and functions of leaves by path.
+
+A path is `blocks/0/attn/q/kernel`, the same for the same parameter in every Flax form
+(linen dict, FrozenDict, boxed, nnx.State) and at init as at update: NNX boxes
+parameters at init only, which shows as a trailing `.value` that is dropped here.
+"""
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeGuard
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jax_muon.base.dtypes import wider
+
+
+def path_string(key_path: tuple[Any, ...]) -> str:
+    """`a/b/0` for the key path of a leaf, without the attribute of a Flax box."""
+    keys = key_path[:-1] if key_path and _is_box_key(key_path[-1]) else key_path
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def is_box(x: Any) -> bool:
+    """True for a Flax box: an nnx.Param, say, with one array in it."""
+    children = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda y: y is not x)
+    key_path, child = children[0] if len(children) == 1 else ((), None)
+    in_box = len(key_path) == 1 and _is_box_key(key_path[0])
+    return in_box and jax.tree_util.all_leaves([child])
+
+
+def unbox(tree: Any) -> Any:
+    """The tree with each Flax box replaced by its array; metadata is dropped."""
+    return jax.tree.map(
+        lambda x: jax.tree.leaves(x)[0] if is_box(x) else x, tree, is_leaf=is_box
+    )
+
+
+def _is_box_key(key: Any) -> bool:
+    box = isinstance(key, jax.tree_util.GetAttrKey)
+    return box and key.name in ("value", "raw_value")
+
+
+def leaves_with_paths(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
+    """Leaves of a tree with their paths, in the order of `jax.tree.leaves`."""
+    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    return [(path_string(key_path), leaf) for key_path, leaf in flat]
+
+
+def is_function(x: Any) -> TypeGuard[Callable[..., Any]]:
+    """True for a function, and not for a tree that can be called, like a module."""
+    return callable(x) and jax.tree_util.all_leaves([x])
+
+
+def slashed(path: str) -> str:
+    """A path or pattern with its dots as slashes: PyTorch's blocks.0.attn.q.weight."""
+    return path.replace(".", "/")
+
+
+def numberless(text: str) -> str:
+    """A path with 0 for every number: the same for all layers."""
+    return re.sub(r"\d+", "0", text)
+
+
+def words(name: str) -> list[str]:
+    """Words of a name, in lower case.
+
+    Examples:
+      >>> words("LayerNorm_0"), words("LMHead"), words("QKNorm")
+      (['layer', 'norm'], ['lm', 'head'], ['qk', 'norm'])
+    """
+    return [x.lower() for x in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+
+
+def nearest_prefix(entries: Mapping[str, Any], path: str) -> str | None:
+    """The longest prefix of `path`, itself included, that has an entry, or None."""
+    while path and path not in entries:
+        path = path.rpartition("/")[0]
+    return path if path in entries else None
+
+
+def matches(pattern: str, path: str) -> bool:
+    """True if whole components of `path` match a shell-style pattern.
+
+    `*` matches any text, `/` included, `?` one character, `[ab]` either.
+
+    Examples:
+      >>> matches("attn/q", "blocks/0/attn/q/kernel"), matches("attn/q", "attn/qk")
+      (True, False)
+      >>> matches("attn/q", "blocks.0.attn.q.weight"), matches("0/*/k", "0/attn/k")
+      (True, True)
+    """
+    path, pattern = slashed(path), slashed(pattern)
+    return pattern == path or fnmatch.fnmatchcase(f"/{path}/", f"*/{pattern}/*")
+
+
+def ends_with(pattern: str, path: str) -> bool:
+    """True if the last components of `path` match, as in `matches`."""
+    return fnmatch.fnmatchcase(f"/{slashed(path)}", f"*/{slashed(pattern)}")
+
+
+def check_patterns_match(what: str, patterns: Iterable[str], paths: list[str]) -> None:
+    """Raise a ValueError for a pattern that matches no path."""
+    for pattern in patterns:
+        if paths and not any(matches(pattern, path) for path in paths):
+            raise ValueError(
+                f"{what}: the pattern {pattern!r} matches no parameter; there are "
+                + ", ".join(paths)
+            )
+
+
+# --- leaves by path -------------------------------------------------------------------
+
+
+def map_leaves(function: Callable[[str, Array], Array], tree: Any) -> Any:
+    """The tree of `function(path, leaf)`."""
+    return jax.tree_util.tree_map_with_path(
+        lambda key_path, leaf: function(path_string(key_path), leaf), tree
+    )
+
+
+def step_leaves(
+    step: Callable[..., tuple[Array, ...]], updates: Any, *state: Any
+) -> list[Any]:
+    """Updates and trees of state after `step(path, update, *state of this leaf)`.
+
+    State is found by path, so it may be in Flax boxes that gradients have lost, and a
+    renamed parameter never gets the state of another. Nothing is broadcast.
+    """
+    flat = [dict(leaves_with_paths(tree)) for tree in (updates, *state)]
+    leaf_of, *kept = flat
+    for leaves in kept:
+        if others := sorted(leaves.keys() ^ leaf_of.keys()):
+            raise ValueError(
+                f"only the updates or only the state have the parameters {others}; "
+                "expected the state of these parameters"
+            )
+    results = {}
+    for path, u in leaf_of.items():
+        old = [leaves[path] for leaves in kept]
+        results[path] = step(path, u, *old)
+        shapes = [x.shape for x in (u, *old)]
+        if shapes != [x.shape for x in results[path]]:  # one of them was broadcast
+            raise ValueError(
+                f"parameter {path!r} has shape {u.shape}, and its state {shapes[1:]}; "
+                "expected the state that init returns for this shape"
+            )
+    return [
+        jax.tree.unflatten(jax.tree.structure(tree), [results[x][i] for x in leaves])
+        for i, (tree, leaves) in enumerate(zip((updates, *state), flat, strict=True))
+    ]
+
+
+def as_wide_as_params(updates: Any, params: Any) -> Any:
+    """Updates in the dtype of their parameters, if that is the wider one.
+
+    Otherwise steps of float32 parameters would have the 8 bits of bfloat16 gradients.
+    """
+
+    def widen(u: Any, p: Any) -> Any:
+        if u is None or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (u, p)):
+            return u
+        return u.astype(p.dtype) if wider(u.dtype, p.dtype) == p.dtype else u
+
+    if params is None:
+        return updates
+    return jax.tree.map(widen, updates, params, is_leaf=lambda x: x is None)

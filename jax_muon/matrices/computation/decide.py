@@ -1,0 +1,226 @@
+"""From the uses of a parameter to its reading: label, role, axes, and why."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax_muon.base import trees
+from jax_muon.matrices.computation.trace import SUMS, Trace
+from jax_muon.matrices.computation.values import (
+    BATCH,
+    CONSTANT,
+    FIRST,
+    IN,
+    INNER,
+    OUT,
+    PART,
+    Use,
+)
+from jax_muon.matrices.matrices import (
+    ADAMW,
+    MUON,
+    MatrixAxes,
+    Parameter,
+    not_a_matrix,
+    numbers_text,
+)
+
+_PRODUCTS = ("contracted", "convolved", "grouped")  # kinds of uses
+
+
+def parameter(path: str, leaf: Any, trace: Trace, is_split: bool) -> Parameter:
+    """How a leaf is read, by its uses; with a doubt, if they do not decide.
+
+    The reason says if a kernel holds several products side by side, unless `is_split`.
+    """
+    shape, uses = tuple(leaf.shape), trace.uses[path]
+    label, role, reason, axes = _decide(shape, uses)
+    if path in trace.inputs:
+        label, role, axes = ADAMW, "input", None
+        reason = f"used like data, with matrices of its own at {trace.inputs[path]}"
+    if not_a_matrix(shape, leaf.dtype):
+        label, role, axes = ADAMW, "vector" if label == MUON else role, None
+    elif role == "kernel" and "router" in trees.words(path):
+        label, role, reason = ADAMW, "router", f"a router, by its name; {reason}"
+    elif label == MUON and not is_split:
+        reason += _split(path, role, shape, uses) or _stacked(path, role, axes)
+    scanned = {x for x in trace.scanned[path] if axes is None or x in axes.batch}
+    doubt = reason if label == MUON and axes is None else None
+    by = path, shape, leaf.dtype, label, role, reason, axes, doubt
+    return Parameter(*by, scanned=tuple(sorted(scanned)))
+
+
+def doubted(x: Parameter, trace: Trace) -> Parameter:
+    """With a doubt, if constants or other parameters were multiplied by it."""
+    of_axes = [sides for use in trace.uses[x.path] for sides in use.sides.values()]
+    inside = {*INNER, CONSTANT} & {side for sides in of_axes for side in sides}
+    if x.role != "elementwise" or len(x.shape) < 2 or not inside:
+        return x
+    doubt = "nothing but parameters and constants is multiplied by it"
+    return replace(x, label=MUON, role="unknown", doubt=doubt)
+
+
+def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
+    """Make the head of one layer a kernel, if it is a kernel in other layers.
+
+    A function that ends before the model's head, such as an encoder, has its last
+    kernels as its last products.
+    """
+    kinds = [(trees.numberless(x.path), x.shape) for x in parameters]
+    both = [*zip(kinds, parameters, strict=True)]
+    kernels = {kind: x for kind, x in both if x.label == MUON}
+    agreed = []
+    for kind, x in both:
+        if x.role == "head" and (like := kernels.get(kind)):
+            reason = f"{x.reason}, and like {like.path!r}"
+            x = replace(x, label=MUON, role=like.role, reason=reason)
+        agreed.append(x)
+    return agreed
+
+
+def _decide(
+    shape: tuple[int, ...], uses: Sequence[Use]
+) -> tuple[str, str, str, MatrixAxes | None]:
+    """Label, role, reason and axes.
+
+    A matrix without axes is undecided: its role is "unknown", or "contradictory".
+    """
+
+    def at(*kinds: str) -> str:
+        lines = [use.line for use in uses if use.kind in kinds and use.line]
+        return f" at {', '.join([*dict.fromkeys(lines)][:3])}" if lines else ""
+
+    kinds = {use.kind for use in uses}
+    if not uses:
+        return ADAMW, "unused", "the result does not depend on it", None
+    is_expert = any(use.of_picked and use.kind == "contracted" for use in uses)
+    if "picked" in kinds and not is_expert:
+        return ADAMW, "embedding", f"rows picked by integers{at('picked')}", None
+    products = [use for use in uses if use.kind in _PRODUCTS]
+    products = [use for use in products if not use.is_gradient] or products
+    if several := [use for use in products if use.rows != 1]:
+        # Without the single vectors of a power iteration.
+        products = several
+        uses = [use for use in uses if use.rows != 1]
+    opaque = [use for use in uses if use.kind == "opaque"]
+    if not products and opaque and opaque[0].primitive == "fft":
+        return ADAMW, "complex", f"its spectrum is taken{at('opaque')}", None
+    if not products and opaque:
+        names = {use.primitive: None for use in opaque}
+        return MUON, "unknown", f"it goes into {', '.join(names)}{at('opaque')}", None
+    if not products:
+        return ADAMW, "elementwise", f"elementwise{at('elementwise')}", None
+    for use in products:
+        for axis, slices in use.slices.items():
+            if slices >= {(i, i + 1) for i in range(shape[axis])}:
+                use.separate([axis])
+    where, first = at(*_PRODUCTS), products[0]
+    if first.kind == "grouped":
+        return ADAMW, "grouped", f"a convolution in groups{where}", None
+    if first.is_complex:
+        return ADAMW, "complex", f"a product of complex numbers{where}", None
+    readings = [_matrix_axes(shape, use) for use in products]
+    known = [x for x in readings if isinstance(x, MatrixAxes)]
+    if not known:
+        return MUON, "unknown", f"{readings[0]}{where}", None
+    axes = known[0]
+    either = axes, MatrixAxes(axes.batch, axes.output, axes.reduction)
+    if others := [x for x in known if x not in either]:
+        texts = [numbers_text(x.reduction, x.output) for x in (axes, others[0])]
+        reason = f"it is used as {' and '.join(texts)}{where}"
+        return MUON, "contradictory", reason, None
+    plural = "axis" if len(axes.reduction) == 1 else "axes"
+    over = f" over {plural} {', '.join(map(str, axes.reduction))}"
+    reason = f"{first.kind}{over * bool(axes.reduction)}{where}"
+    if 1 in axes.fan(shape):
+        return ADAMW, "vector", f"one row or column, {reason}", axes
+    roles = {use.role for use in products}
+    if roles == {"table"}:
+        reason = f"a table that queries are compared with{where}"
+        return ADAMW, "embedding", reason, axes
+    # Sums over the inputs alone, such as the norms of its outputs.
+    sums = [x for x in uses if x.primitive in SUMS and x.left == {*axes.output}]
+    if any(not any(x.sides.get(a) for a in axes.reduction) for x in sums):
+        return ADAMW, "centers", f"its rows' distances to data are taken{where}", axes
+    if any(use.chooses for use in products):
+        return ADAMW, "router", f"a top-k chooses among its outputs{where}", axes
+    if not any(use.feeds for use in uses):
+        return ADAMW, "head", f"last product before the result{where}", axes
+    roles -= {""}
+    kernel = "convolution" if first.kind == "convolved" else "kernel"
+    is_glu = any(use.glu for use in products) and not roles
+    if len(roles) > 1 or is_glu:
+        return MUON, "fused", reason, axes
+    return MUON, roles.pop() if roles else kernel, reason, axes
+
+
+def _stacked(path: str, role: str, axes: MatrixAxes | None) -> str:
+    """What to say of a kernel that may be a stack of matrices with one input, or ""."""
+    if axes is None or role != "kernel" or len(axes.output) < 2:
+        return ""
+    if axes.output[0] > axes.reduction[0]:
+        return ""
+    first, *others = axes.output
+    numbers = numbers_text(axes.reduction, others)
+    return f"; if axis {first} is a stack: rules={{{path!r}: {numbers}}}"
+
+
+def _split(path: str, role: str, shape: Sequence[int], uses: Iterable[Use]) -> str:
+    """What to say of a kernel whose outputs are split, or ""."""
+    sliced = [(use, *x) for use in uses for x in use.slices.items()]
+    for use, axis, slices in sliced if role == "fused" else ():
+        # Slices of a slice count from its start, so another one contains them.
+        parts = [
+            (start, stop)
+            for start, stop in sorted(slices)
+            if not any(a <= start and stop <= b for a, b in slices - {(start, stop)})
+        ]
+        starts, stops = zip(*parts, strict=True)
+        if (*starts, shape[axis]) == (0, *stops) and use.sides.get(axis) == {OUT}:
+            widths = [stop - start for start, stop in parts]
+            split: Any = {f"part_{i}": width for i, width in enumerate(widths)}
+            split = split if len({*widths}) > 1 else len(widths)
+            last = "" if axis == len(shape) - 1 else f", axis={axis}"
+            pattern = re.sub(r".*/\d+/", "", path)  # of all layers
+            text = f"splits={{{pattern!r}: Split({split}{last})}}"
+            return f"; its outputs are split: {text}"
+    return ""
+
+
+def _matrix_axes(shape: Sequence[int], use: Use) -> MatrixAxes | str:
+    """The axes of one use, or why they are unknown."""
+    sides = {axis: {*use.sides.get(axis, ())} for axis in range(len(shape))}
+    known = set().union(*sides.values())
+    for axis, x in sides.items():
+        if x & INNER and use.either:
+            return "of two parameters multiplied with each other either may be data,"
+        if inner := x & INNER:
+            is_out = IN in known or (OUT not in known and inner == {FIRST})
+            sides[axis] = x = x - INNER | {OUT if is_out else IN}
+        if PART in x:
+            x ^= {PART} if len(x) > 1 else {PART, BATCH}
+    _resolve_constants(sides)
+    for axis, x in sides.items():
+        if not x and shape[axis] == 1:
+            x.add(BATCH)
+        if len(x) != 1:
+            both = f"both {' and '.join(sorted(x))}" if x else "neither in nor out"
+            return f"axis {axis} is {both}"
+    batch, fan_in, fan_out = (
+        tuple(a for a in sides if sides[a] == {side}) for side in (BATCH, IN, OUT)
+    )
+    return MatrixAxes(batch, fan_in, fan_out)
+
+
+def _resolve_constants(sides: dict[int, set[str]]) -> None:
+    """An axis that only constants are contracted with is an input; others are out."""
+    inputs = [axis for axis, x in sides.items() if x == {CONSTANT}]
+    others = [axis for axis, x in sides.items() if x and axis not in inputs]
+    for x in sides.values():
+        x.discard(CONSTANT)
+    for axis in inputs:
+        sides[axis].add(IN)
+    if inputs and {OUT} not in [sides[a] for a in others]:
+        for axis in [a for a in others if sides[a] != {BATCH}] or others:
+            sides[axis] = {OUT}

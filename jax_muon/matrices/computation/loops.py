@@ -1,0 +1,78 @@
+"""Follow parameters through control flow: scans, loops and branches."""
+
+import functools
+from collections.abc import Sequence
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from jax_muon.base import jaxprs
+from jax_muon.base.jaxprs import shape_of
+from jax_muon.matrices.computation.moves import cut
+from jax_muon.matrices.computation.trace import Trace, rule
+from jax_muon.matrices.computation.values import Value, axes_in, free, joined
+
+
+@rule("scan")
+def _scan(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    constants, start = jaxprs.scan_starts(eqn)
+    body, length, rows = eqn.params["jaxpr"].jaxpr, eqn.params["length"], []
+    for value, v in zip(values[start:], eqn.invars[start:], strict=True):
+        for leaf, parts in value.leaves.items():
+            trace.scanned[leaf] |= axes_in(parts, [0])
+        row = cut(value, shape_of(v), (1, *shape_of(v)[1:]))
+        rows.append(row.moved(lambda parts: parts[1:]))
+    before, carry = values[:constants], values[constants:start]
+    carry, ys = _repeat(trace, eqn, body, before, carry, rows)
+    return [*carry, *(y.moved(lambda parts: (free(length), *parts)) for y in ys)]
+
+
+@rule("while")
+def _while(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    start = eqn.params["cond_nconsts"]
+    end = start + eqn.params["body_nconsts"]
+    body = eqn.params["body_jaxpr"].jaxpr
+    return _repeat(trace, eqn, body, values[start:end], values[end:], [])[0]
+
+
+@rule("cond")
+def _cond(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    trace.routes(values[0], values[1:])
+    functions = eqn.params["branches"]
+    branches = [trace.call(eqn, x.jaxpr, values[1:]) for x in functions]
+    meet = functools.partial(_meet, trace, eqn)
+    return [functools.reduce(meet, results) for results in zip(*branches, strict=True)]
+
+
+def _repeat(
+    trace: Trace,
+    eqn: JaxprEqn,
+    body: Jaxpr,
+    constants: Sequence[Value],
+    carry: list[Value],
+    rows: Sequence[Value],
+) -> tuple[list[Value], list[Value]]:
+    """The carry and the other results of a loop, after as many turns as change them."""
+    for _ in range(len(carry) + 2):  # a fact may take a turn for each part of it
+        results = trace.call(eqn, body, [*constants, *carry, *rows])
+        before, pairs = carry, zip(carry, results, strict=False)
+        carry = [_meet(trace, eqn, *pair) for pair in pairs]
+        if list(map(_facts, before)) == list(map(_facts, carry)):
+            break
+    return carry, results[len(carry) :]
+
+
+def _facts(x: Value) -> tuple[object, ...]:
+    return x.data, {*x.leaves}, x.picked, x.sources, {*x.results}, x.one_hot
+
+
+def _meet(trace: Trace, eqn: JaxprEqn, a: Value, b: Value) -> Value:
+    """What holds of a value that is one of two."""
+    result = joined([a, b])
+    for value, other in ((a, b), (b, a)):
+        if value.leaves and not other.leaves and other.data:
+            trace.use(value, "elementwise", eqn)
+            return result
+    for value in (a, b):
+        ndim = len(next(iter(value.leaves.values()), ()))
+        result = result.with_leaves(value, ndim)
+    return result

@@ -1,0 +1,337 @@
+"""Follow parameters through products: contractions, convolutions, attention.
+
+A product of a leaf with an activation is the use that makes it a matrix. One of two
+leaves, or of a leaf and a constant, is followed on. One of two activations may be
+attention, or mix matrices that another product has made.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from jax.extend.core import JaxprEqn
+
+from jax_muon.base.jaxprs import shape_of
+from jax_muon.matrices.computation.moves import pick
+from jax_muon.matrices.computation.trace import Trace, rule
+from jax_muon.matrices.computation.values import (
+    BATCH,
+    CONSTANT,
+    FIRST,
+    IN,
+    INNER,
+    OUT,
+    SECOND,
+    AxisPart,
+    AxisParts,
+    Results,
+    Scores,
+    Sides,
+    Use,
+    Value,
+    axes_in,
+    joined,
+    placed,
+)
+
+Axes = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A contraction of two operands; each field has an entry for either.
+
+    The result has the batch axes first, then the free axes of the first operand, then
+    those of the second.
+    """
+
+    eqn: JaxprEqn
+    values: tuple[Value, Value]
+    contract: tuple[Axes, Axes]
+    batch: tuple[Axes, Axes]  # with the groups of a ragged product
+
+    @functools.cached_property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the operands."""
+        return [shape_of(v) for v in self.eqn.invars[:2]]
+
+    @functools.cached_property
+    def free(self) -> list[list[int]]:
+        """The axes that the result keeps, beside the batch."""
+        used = [(*self.contract[i], *self.batch[i]) for i in (0, 1)]
+        return [
+            [a for a in range(len(self.shapes[i])) if a not in used[i]] for i in (0, 1)
+        ]
+
+    def placed(self, i: int, parts: AxisParts) -> AxisParts:
+        """Axes of the result, from the axes of operand i."""
+        count = len(self.batch[0])
+        start = count + i * len(self.free[0])
+        source = dict(enumerate(self.batch[i][:count]))
+        source |= {start + at: a for at, a in enumerate(self.free[i])}
+        return placed(parts, source, shape_of(self.eqn.outvars[0]))
+
+    def weight(self) -> int | None:
+        """The operand (0 or 1) that is the parameter in this product, or None."""
+        may_be = [self._may_be_weight(i) for i in (0, 1)]
+        if may_be == [True, True]:
+            # A parameter that is repeated along an axis is like data, and so is a
+            # function of a product of two.
+            may_be = [
+                x.has_all(self.shapes[i], self.free[i]) and not x.activated
+                for i, x in enumerate(self.values)
+            ]
+        return may_be.index(True) if may_be[0] != may_be[1] else None
+
+    def _may_be_weight(self, i: int) -> bool:
+        """True for leaves; of those that data picked from, some axes on both sides."""
+        value = self.values[i]
+        sides = [value.axes_in(places[i]) for places in (self.contract, self.free)]
+        picked = all(any(of.values()) for of in sides)
+        return bool(value.leaves) and (not value.data or picked)
+
+
+@rule("dot_general", "ragged_dot_general")
+def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
+    if eqn.primitive.name == "dot_general":
+        contract, batch = eqn.params["dimension_numbers"]
+    else:
+        ragged = eqn.params["ragged_dot_dimension_numbers"]
+        contract, (left, right) = ragged.dot_dimension_numbers
+        batch = left, (*right, *ragged.rhs_group_dimensions)
+    product = Product(eqn, (values[0], values[1]), contract, batch)
+    for at, value in enumerate(product.values):
+        other = product.values[1 - at]
+        # Backwards, what was summed is repeated.
+        if value.picked and not (other.leaves or other.data or any(contract)):
+            return value.moved(functools.partial(product.placed, at))
+    i = product.weight()
+    if i is None:
+        if all(x.leaves and not x.data for x in product.values):
+            return _of_leaves(trace, product)
+        return _of_activations(trace, product)
+    weight, other = product.values[i], product.values[1 - i]
+    of_weight, of_other = product.contract[i], product.contract[1 - i]
+    is_transposed = trace.is_transposed(eqn)
+    if not is_transposed and not other.leaves and (other.one_hot or not other.data):
+        result = weight.moved(functools.partial(product.placed, i))
+        kind = BATCH if other.one_hot else CONSTANT
+        result = result.with_side(kind, weight.axes_in(of_weight))
+        return pick(trace, eqn, result, other)
+    other = trace.given(other, eqn)
+    inside, outside = (OUT, IN) if is_transposed else (IN, OUT)
+    side = dict.fromkeys(of_weight, inside) | dict.fromkeys(product.batch[i], BATCH)
+    sides = [side.get(a, outside) for a in range(len(product.shapes[i]))]
+    uses = trace.use(weight, "contracted", eqn, sides, by=other)
+    for use in uses:
+        use.by_gates = other.are_gates
+        use.rows = math.prod(product.shapes[1 - i][a] for a in product.free[1 - i])
+    for before, parts in other.outputs.items():
+        # Sums over experts whose results gates were multiplied by.
+        for place, a in zip(of_other, of_weight, strict=True):
+            if gated := axes_in(parts, [place]) & (before.gated | before.gates):
+                before.separate(gated & before.gated)
+                for use in uses:
+                    use.separate(axes_in(weight.leaves[use.path], [a]), IN)
+        before.separate_members(axes_in(parts, product.batch[1 - i]))
+    for scores, parts in other.results.items():
+        keys = axes_in(parts, of_other)
+        if isinstance(scores, Scores) and other.softmax and len(keys) == 1:
+            _attend(trace, scores, min(keys), other, uses)
+    results: Results = {u: product.placed(i, weight.leaves[u.path]) for u in uses}
+    if _may_be_data(weight, of_weight, len(product.shapes[i])):
+        wide = any(_is_wide(trace.shapes[x.path], x.sides) for x in uses)
+        for use in uses:
+            use.either = wide and bool(weight.inner(use.path))
+        inputs = frozenset(
+            x.path
+            for x in uses
+            if {CONSTANT} not in x.sides.values()
+            and not (weight.of_two and {IN} in x.sides.values())
+        )
+        operands = frozenset(uses), frozenset(other.outputs)
+        operands = operands if i == 0 else operands[::-1]
+        results |= _scores(product, Scores(operands, inputs))
+    return Value(data=True, results=results, sources=frozenset(uses))
+
+
+def _may_be_data(weight: Value, contract: Axes, ndim: int) -> bool:
+    """Whether a product of leaves has its features where it is contracted.
+
+    These are along the last axis, or one of the second operand. In `x @ (a @ b)` they
+    are not.
+    """
+    contracted = {leaf for leaf, axes in weight.axes_in(contract).items() if axes}
+    is_second = any(SECOND in weight.known(leaf) for leaf in contracted)
+    is_last = list(contract) == [ndim - 1] != [0]
+    inner = {bool(weight.inner(leaf)) for leaf in weight.leaves}
+    return len(inner) == 1 and (is_last or is_second)
+
+
+def _is_wide(shape: Axes, sides: Sides) -> bool:
+    """Whether a factor is no smaller between two leaves than at the other side."""
+    inner = [n for a, n in enumerate(shape) if sides.get(a, frozenset()) & INNER]
+    batch = [n for a, n in enumerate(shape) if sides.get(a) == {BATCH}]
+    return math.prod(inner) ** 2 * math.prod(batch) >= math.prod(shape)
+
+
+def _of_leaves(trace: Trace, product: Product) -> Value:
+    """The value of a product of two leaves: made of both."""
+    result = replace(joined(product.values), results={})
+    first, second = product.values
+    if any(first.inner(leaf) and second.inner(leaf) for leaf in first.leaves):
+        for value in product.values:  # an attention of learned queries
+            trace.note_input(value, product.eqn)
+    for i, value in enumerate(product.values):
+        part = value.moved(functools.partial(product.placed, i))
+        result = result.with_leaves(part, len(shape_of(product.eqn.outvars[0])))
+        result = result.with_side(
+            (FIRST, SECOND)[i], value.axes_in(product.contract[i])
+        )
+    return result
+
+
+def _of_activations(trace: Trace, product: Product) -> Value:
+    """A product of two activations, or of constants."""
+    values, contract = product.values, product.contract
+    is_transposed = trace.is_transposed(product.eqn)
+    result = replace(joined(values), one_hot=False, is_exponential=False, results={})
+    for i, (value, other) in enumerate((values, values[::-1])):
+        result.choice -= trace.routes(other, [value])
+        trace.use(value, "elementwise", product.eqn)
+        inside = {x: axes_in(y, contract[i]) for x, y in value.results.items()}
+        is_matrix = len(product.shapes[1 - i]) > 1
+        is_kernel = other.given_floats and is_matrix and not is_transposed
+        is_kernel &= not product.batch[0]
+        if (is_kernel or other.picked) and any(inside[x] for x in value.outputs):
+            value.feed()
+        for x, parts in value.results.items():
+            if isinstance(x, Scores):
+                if value.is_exponential and len(inside[x]) == 1 and not is_transposed:
+                    _attend(trace, x, min(inside[x]), value, other.outputs)
+                continue
+            if not other.outputs:
+                x.separate_members(axes_in(parts, product.batch[i]))
+            if other.are_gates:
+                x.separate(inside[x])
+            if not contract[i] and other.are_gates:  # they only multiply
+                x.gated |= axes_in(parts, product.batch[i])
+            if not contract[i] and value.are_gates:
+                x.gates |= axes_in(parts)
+            if x.by_gates:
+                x.mix(inside[x], axes_in(parts, product.free[i]))
+            result.results[x] = product.placed(i, parts)
+        if value.one_hot and not contract[i]:  # its classes are gates of what is next
+            name, classes = product.eqn.primitive.name, _free(product, i, 0)
+            gates = Use("", "gates", "", name, gates={0})
+            result.results[gates] = classes
+    left, right = (frozenset(value.outputs) for value in values)
+    if left and right:
+        result.results |= _scores(product, Scores((left, right)))
+    return result
+
+
+def _scores(product: Product, scores: Scores) -> Results:
+    """The result of a product whose free axes name the operand that they are of."""
+    first, second = _free(product, 0, 0), _free(product, 1, 1)
+    return {scores: tuple(map(operator.add, first, second))}
+
+
+def _free(product: Product, i: int, axis: int) -> AxisParts:
+    """The axes of the result that operand i alone has, as parts of this axis."""
+    start = len(product.batch[0]) + i * len(product.free[0])
+    stop = start + len(product.free[i])
+    return tuple(
+        (AxisPart(axis, 1, size),) if start <= a < stop and size > 1 else ()
+        for a, size in enumerate(shape_of(product.eqn.outvars[0]))
+    )
+
+
+def _attend(
+    trace: Trace, scores: Scores, key: int, weights: Value, values: Collection[Use]
+) -> None:
+    """Give the query, key and value of an attention their roles.
+
+    What else makes weights of its queries, or of its keys, is a table.
+    """
+    for role, operand in (("key", key), ("query", 1 - key)):
+        for use in scores.operands[operand]:
+            is_factor = any(x & INNER for x in use.sides.values())
+            if use.path not in scores.inputs:
+                use.become(role)
+            elif is_factor or role == "query" or use in values:
+                trace.inputs.setdefault(use.path, use.line)
+    for use in values:
+        use.become("value")
+    for use in weights.sources.difference(*scores.operands):
+        takes_one = len([x for x in scores.operands if x & use.inputs]) == 1
+        if takes_one and {CONSTANT} not in use.sides.values():
+            use.role = use.role or "table"
+
+
+@rule("conv_general_dilated")
+def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
+    (data, kernel), params = values, eqn.params
+    numbers, groups = params["dimension_numbers"], params["feature_group_count"]
+    shape, is_transposed = shape_of(eqn.invars[1]), trace.is_transposed(eqn)
+    out, fan_in, *window = numbers.rhs_spec
+    data = trace.given(data, eqn)
+    for use, parts in data.outputs.items():
+        use.separate(_members(parts[numbers.lhs_spec[1]], groups)[0])
+    if not kernel.leaves:
+        product = replace(joined(values), results={}, one_hot=False)
+        if kernel.given_floats and not is_transposed:
+            product.feed()
+        for use, parts in kernel.outputs.items():
+            use.mix(axes_in(parts, [fan_in, *window]), axes_in(parts, [out]))
+        return product
+    last = fan_in if is_transposed else out
+    sides = [OUT if a == last else IN for a in range(len(shape))]
+    for a, step in zip(window, params["lhs_dilation"], strict=True):
+        if step == shape[a] > 1 and not is_transposed:  # its windows do not overlap
+            sides[a] = OUT
+    uses = trace.use(kernel, "convolved", eqn, sides, by=data)
+    for use in uses:
+        members, left = _members(kernel.leaves[use.path][out], groups)
+        use.separate(members)
+        if left > 1:
+            use.kind = "grouped"
+    source, result = {numbers.out_spec[1]: out}, shape_of(eqn.outvars[0])
+    results: Results = {u: placed(kernel.leaves[u.path], source, result) for u in uses}
+    return Value(data=True, results=results, sources=frozenset(uses))
+
+
+def _members(parts: Sequence[AxisPart], groups: int) -> tuple[list[int], int]:
+    """The axes of a leaf that `vmap` made groups of, and the groups that are left."""
+    members = []
+    for axis, _, size, whole in parts[:-1]:
+        if axis is None or not whole:
+            break
+        members.append(axis)
+        groups //= size
+    return members, groups
+
+
+@rule("pallas_call")
+def _pallas_call(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """A product of a leaf and an activation, if their widths leave no choice.
+
+    Otherwise it is opaque to leaves; of activations alone, any function of them.
+    """
+    result = replace(joined(values), results={}, one_hot=False)
+    shapes = [shape_of(v) for v in eqn.invars]
+    weights = [i for i, x in enumerate(values) if x.leaves and not x.data]
+    data = [i for i, x in enumerate(values) if x.sources and len(shapes[i]) > 1]
+    if len(weights) == len(data) == len(eqn.outvars) == 1:
+        shape, (*_, before) = shapes[weights[0]], shapes[data[0]]
+        *_, after = shape_of(eqn.outvars[0])
+        if before != after and shape.count(before) == shape.count(after) == 1:
+            sides = [{before: IN, after: OUT}.get(n, BATCH) for n in shape]
+            weight, by = values[weights[0]], values[data[0]]
+            uses = trace.use(weight, "contracted", eqn, sides, by)
+            return replace(result, sources=frozenset(uses))
+    for value in values:
+        trace.use(value, "opaque", eqn)
+    return result

@@ -1,0 +1,101 @@
+"""Read parameters from a function of them: the loss, or the model's `apply`."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_muon.base import jaxprs, trees
+from jax_muon.matrices.computation import (  # noqa: F401, they register rules
+    decide,
+    loops,
+    moves,
+    products,
+)
+from jax_muon.matrices.computation.trace import Trace
+from jax_muon.matrices.computation.values import AxisPart, Value
+from jax_muon.matrices.matrices import MUON, Parameter
+
+
+def follow(function: Callable[..., Any], params: Any, *args: Any) -> Trace:
+    """The uses of every parameter in `function(params, *args)`; nothing is computed."""
+    leaves, tree = jax.tree.flatten(params)
+    arrays = [x if hasattr(x, "shape") else None for x in leaves]
+
+    def loss(arrays: list[Any], *args: Any) -> Any:
+        pairs = zip(leaves, arrays, strict=True)
+        whole = jax.tree.unflatten(tree, [x if a is None else a for x, a in pairs])
+        return _loss(function(whole, *args))
+
+    jaxpr, count = jaxprs.trace(loss, arrays, *args)
+    shapes = {path: tuple(x.shape) for path, x in _arrays(params)}
+    given: list[Any] = [v.aval for v in jaxpr.invars[len(shapes) :]]
+    arguments = given[: count - len(shapes)]
+    # Without arrays among its arguments, a function closes over its data.
+    is_alone = not any(x.ndim and _given(x, is_data=True).data for x in arguments)
+    is_data = [is_alone or i < len(arguments) for i in range(len(given))]
+    others = [*map(_given, given, is_data)]
+    inputs: dict[str, str] = {}
+    while True:  # until no further leaf turns out to be like data
+        trace, before = Trace(shapes, inputs), len(inputs)
+        values = [
+            Value(data=True) if path in inputs else _of_leaf(path, shape)
+            for path, shape in shapes.items()
+        ]
+        trace.run(jaxpr, [*values, *others])
+        if len(inputs) == before:
+            return trace
+
+
+def read_uses(
+    function: Callable[..., Any], params: Any, *args: Any, splits: Collection[str] = ()
+) -> list[Parameter]:
+    """How `function(params, *args)`, of arrays or shapes, uses each parameter.
+
+    Those that the patterns of `splits` match get no hint how to split them.
+
+    Raises:
+      ValueError: the result does not depend on any parameter.
+    """
+    trace, leaves = follow(function, params, *args), _arrays(params)
+    if leaves and not any(trace.uses.values()):
+        raise ValueError(
+            f"the result of {function} depends on none of the {len(leaves)} "
+            "parameters; expected the loss, or a model's apply, as a function of them"
+        )
+    read = []
+    for path, leaf in leaves:
+        is_split = any(trees.matches(pattern, path) for pattern in splits)
+        read.append(decide.parameter(path, leaf, trace, is_split))
+    if all(x.axes is None and x.label != MUON for x in read):
+        read = [decide.doubted(x, trace) for x in read]
+    return decide.with_agreeing_layers(read)
+
+
+def _arrays(params: Any) -> list[tuple[str, Any]]:
+    """The arrays of a tree, which may also have functions and numbers, by path."""
+    return [x for x in trees.leaves_with_paths(params) if hasattr(x[1], "shape")]
+
+
+def _loss(result: Any) -> Any:
+    """The loss alone, if a function returns it with something else beside it."""
+    if not isinstance(result, tuple) or len(result) < 2:
+        return result
+    dtype = getattr(result[0], "dtype", int)
+    is_loss = jnp.shape(result[0]) == () and jnp.issubdtype(dtype, jnp.floating)
+    return result[0] if is_loss else result
+
+
+def _of_leaf(path: str, shape: tuple[int, ...]) -> Value:
+    parts = tuple((AxisPart(a, 1, n),) if n > 1 else () for a, n in enumerate(shape))
+    return Value(leaves={path: parts})
+
+
+def _given(aval: Any, is_data: bool) -> Value:
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) or (
+        aval.dtype == jnp.uint32 and aval.shape == (2,)
+    )
+    is_float = jnp.issubdtype(aval.dtype, jnp.inexact) or aval.dtype.itemsize == 1
+    given_floats = aval.ndim > 0 and bool(is_float)  # eight bits: a quantized matrix
+    return Value(data=is_data and not is_key, given_floats=given_floats)

@@ -1,0 +1,309 @@
+"""Follow every parameter through a traced function, until operations apply it to data.
+
+A `Trace` runs a jaxpr on `Value`s. Rules are registered by the names of primitives:
+`moves` rearranges axes, `products` has contractions, `loops` control flow. Without a
+rule an operation is elementwise if its shapes fit, and otherwise opaque: what becomes
+of a leaf in it is unknown.
+"""
+
+import collections
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from jax_muon.base import jaxprs
+from jax_muon.base.jaxprs import shape_of
+from jax_muon.matrices.computation.values import (
+    CONSTANT,
+    OUT,
+    AxisParts,
+    Shape,
+    Use,
+    Value,
+    axes_in,
+    joined,
+    merged,
+)
+
+Rule = Callable[["Trace", JaxprEqn, list[Value]], Value | list[Value]]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*primitives: str) -> Callable[[Rule], Rule]:
+    """Register what becomes of values in these primitives."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(primitives, function))
+        return function
+
+    return register
+
+
+class Trace:
+    """Runs a jaxpr on values, and collects the uses of every leaf.
+
+    Attributes:
+      shapes: of the leaves, by path.
+      uses: of each leaf, in the order of the program.
+      scanned: the axes of each leaf that a scan takes one element at a time.
+      inputs: leaves that are used like data, such as learned queries: where.
+    """
+
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], inputs: dict[str, str]
+    ) -> None:
+        self.shapes = shapes
+        self.inputs = inputs
+        self.uses: dict[str, list[Use]] = collections.defaultdict(list)
+        self.scanned: dict[str, set[int]] = collections.defaultdict(set)
+        self._known: dict[Any, Use] = {}
+        self._calls: tuple[JaxprEqn, ...] = ()  # the operations around this one
+
+    def run(self, jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
+        """The results of a function."""
+        known = dict.fromkeys(jaxpr.constvars, Value())
+        known |= zip(jaxpr.invars, values, strict=True)
+
+        def read(v: Any) -> Value:
+            return Value() if isinstance(v, Literal) else known[v]
+
+        for eqn in jaxpr.eqns:
+            results = self._operation(eqn, [read(v) for v in eqn.invars])
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def call(self, eqn: JaxprEqn, jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
+        """The results of a function that an operation calls."""
+        before, self._calls = self._calls, (*self._calls, eqn)
+        results = self.run(jaxpr, values)
+        self._calls = before
+        return results
+
+    def _operation(self, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+        name = eqn.primitive.name
+        if name not in RULES and (closed := jaxprs.called(eqn)) is not None:
+            return self.call(eqn, closed.jaxpr, values)
+        result = RULES.get(name, elementwise)(self, eqn, values)
+        return result if isinstance(result, list) else [result] * len(eqn.outvars)
+
+    def is_transposed(self, eqn: JaxprEqn) -> bool:
+        """Whether an operation goes from results back to inputs, for a gradient."""
+        return jaxprs.is_transposed((*self._calls, eqn))
+
+    def use(
+        self,
+        value: Value,
+        kind: str,
+        eqn: JaxprEqn,
+        sides: Sequence[str] = (),
+        by: Value | None = None,
+    ) -> list[Use]:
+        """Every leaf that a value is made of is used here, with `sides` of its axes.
+
+        `by` is what it is multiplied by.
+        """
+        uses, calls = [], (*self._calls, eqn)
+        is_gradient = self.is_transposed(eqn)
+        sources = by.sources if by else frozenset()
+        for leaf, parts in value.leaves.items():
+            key = leaf, kind, *map(id, calls)  # a function may be called several times
+            if key not in self._known:
+                line = jaxprs.line_of(calls)
+                self._known[key] = Use(leaf, kind, line, eqn.primitive.name)
+                self.uses[leaf].append(self._known[key])
+            use = self._known[key]
+            of_axes = {
+                axis: frozenset({side})
+                for of_axis, side in zip(parts, sides, strict=False)
+                for axis in axes_in((of_axis,))
+            }
+            use.sides = merged(value.sides.get(leaf, {}), of_axes) | use.revised
+            use.of_picked = leaf in value.picked
+            use.left = axes_in(parts)
+            use.is_complex = any(map(_is_complex, eqn.invars))
+            use.is_gradient = is_gradient
+            use.inputs |= sources
+            uses.append(use)
+        for use, before in itertools.product(uses, sources):
+            if not use.is_gradient:
+                before.feeds = True
+            elif before.is_gradient:  # backwards, what is later comes first
+                use.feeds = True
+        return uses
+
+    def note_input(self, value: Value, eqn: JaxprEqn) -> None:
+        """Note that an operation makes a product of two leaves an activation.
+
+        Its last axis has features and is the matrix's: the other leaf is like data.
+        """
+        features = {leaf: axes_in(parts[-1:]) for leaf, parts in value.leaves.items()}
+        for leaf in features if any(features.values()) else ():
+            left = {*value.sides.get(leaf, {})} | axes_in(value.leaves[leaf])
+            is_whole = all(a in left for a, n in enumerate(self.shapes[leaf]) if n > 1)
+            if len(value.inner(leaf)) == 1 and is_whole and not features[leaf]:
+                line = jaxprs.line_of((*self._calls, eqn))
+                self.inputs.setdefault(leaf, line)
+
+    def given(self, value: Value, eqn: JaxprEqn) -> Value:
+        """A value that an operation takes as data, although it may be made of leaves.
+
+        A leaf was a matrix if a constant, such as a grid, was multiplied by it.
+        """
+        sources = value.sources
+        for leaf, parts in value.leaves.items():
+            one = replace(value, leaves={leaf: parts})
+            if CONSTANT in value.known(leaf) and not value.data:
+                sources |= {*self.use(one, "contracted", eqn, [OUT] * len(parts))}
+            else:
+                self.use(one, "elementwise", eqn)
+        return replace(value, data=True, leaves={}, sources=sources)
+
+    def routes(self, chosen: Value, others: Sequence[Value]) -> frozenset[Use]:
+        """Note that a top-k chose among other values, unless these are its own inputs.
+
+        Returns the choice, if it is one of others: what it chose is no gate any more.
+        """
+        among = {use.path for use in chosen.sources}
+        others = [x for x in others if not set() < {u.path for u in x.sources} <= among]
+        is_routing = any(x.leaves or (x.data and not x.noise) for x in others)
+        for use in chosen.choice:
+            use.chooses |= is_routing
+        return chosen.choice if is_routing else frozenset()
+
+
+def _is_complex(v: Any) -> bool:
+    return bool(jnp.issubdtype(getattr(v.aval, "dtype", int), jnp.complexfloating))
+
+
+_ACTIVATIONS = {"tanh", "logistic", "max", "sin", "cos", "erf", "exp", "expm1", "log1p"}
+SUMS = ("add", "sub")
+_HIDING = {"triangular_solve", "ffi_call"}  # not elementwise if all fits
+
+
+def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """An operation on each element; or one without a rule."""
+    name, result = eqn.primitive.name, joined(values)
+    cases = values[1:] if name == "select_n" else []
+    if any(x.leaves for x in cases) and all(x == cases[0] for x in cases):
+        return cases[0]  # whatever chooses, as `vmap` does for the branches of a cond
+    shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
+    shapes = [shape_of(v) for v in eqn.invars]
+    fits = all(_fits(x, shape) for x in shapes) and name not in _HIDING
+    if not fits:
+        result.results = {}
+    if len(values) > 1 or name != "convert_element_type":
+        for use in [x for x in result.outputs if x.kind == "elementwise"]:
+            del result.results[use]
+    made = [x for x in values if x.leaves]
+    active = [x for x in values if x.data and not x.leaves and not x.noise]
+    result.noise &= name == "mul" or not made
+    if name == "eq":
+        result.one_hot = sum(x.data for x in values) == 1
+    by_itself = name == "select_n" and bool(values[0].leaves)  # as in leaky_relu
+    is_function = bool(made) and (name in _ACTIVATIONS or by_itself)
+    if name in SUMS:  # a sum with leaves that no function was applied to is no function
+        result.activated = bool(made) and all(x.activated for x in made)
+    result.activated |= is_function
+    for value in made:
+        if not value.data and (is_function or _is_added(name, value, values, shape)):
+            trace.note_input(value, eqn)
+    result.is_exponential |= name == "exp"
+    result.softmax = _softmax(name, values)
+    if name == "mul":
+        _multiply(values, shapes)
+    for value, size in zip(values, map(math.prod, shapes), strict=True):
+        others = [x for x, s in zip(values, shapes, strict=True) if math.prod(s) > size]
+        if name == "select_n" and value is values[0]:
+            others = [x for x in values if x.sources]
+        result.choice -= trace.routes(value, others)
+    for value in _scales(name, made, shape):
+        trace.use(value, "elementwise", eqn)
+        made = [x for x in made if x is not value]
+    if active or not fits:
+        for value in made:
+            is_input = value.activated or name not in SUMS
+            if value.picked and name == "mul":
+                for x in active:
+                    x.feed()
+            if fits and is_input and not value.has_all(shape):
+                result.sources |= trace.given(value, eqn).sources
+                # By a vector, this is a product if it is summed over.
+                for use in trace.use(value, "elementwise", eqn):
+                    if name == "mul" and (parts := value.leaves[use.path]):
+                        result.results[use] = parts
+            else:
+                trace.use(value, "elementwise" if fits else "opaque", eqn)
+        # Leaves stay matrices behind a mask or a scale of their elements; and a product
+        # of leaves (LoRA) where it is added to a frozen matrix.
+        masked = name in ("mul", "div", "select_n") and sum(n > 1 for n in shape) > 1
+        frozen = all(x.given_floats for x in active)
+        stay = [(masked and x.has_all(shape)) or (frozen and x.of_two) for x in made]
+        made = [*itertools.compress(made, stay)] if fits else []
+    for value in made:
+        result = result.with_leaves(value, len(shape))
+    if name == "select_n" and not (values[0].data or values[0].leaves):
+        return result.moved(lambda parts: _diagonal(parts, shape))
+    return result
+
+
+def _is_added(name: str, value: Value, values: Sequence[Value], shape: Shape) -> bool:
+    """Whether a value of leaves is added to activations, scales them or has a bias."""
+    others = [x for x in values if not x.leaves and x.data]
+    if any(not (x.noise or x.given_floats) for x in others):
+        return name in SUMS or not value.has_all(shape)
+    biases = [x for x in values if x.leaves and not {*x.leaves} & {*value.leaves}]
+    return name in SUMS and not all(x.has_all(shape) for x in biases)
+
+
+def _diagonal(parts: AxisParts, shape: Shape) -> AxisParts:
+    """The axes of a vector that a mask repeats along an axis of the same size."""
+    own = {n: x for x, n in zip(parts, shape, strict=True) if axes_in((x,))}
+    return tuple(
+        x if axes_in((x,)) else own.get(n, x) for x, n in zip(parts, shape, strict=True)
+    )
+
+
+def _fits(shape: Shape, other: Shape) -> bool:
+    """True if an operand of this shape is a scalar, or broadcast by its axes of 1."""
+    ones = {n for n, m in zip(shape, other, strict=False) if n != m}
+    return not shape or (len(shape) == len(other) and ones <= {1})
+
+
+def _scales(name: str, made: Sequence[Value], shape: Shape) -> list[Value]:
+    """Values made of leaves that only scale others, or noise that others get."""
+    whole = [x for x in made if x.has_all(shape)]
+    if not all(x.activated for x in whole):  # a function of one scales the other
+        whole = [x for x in whole if not x.activated]
+    scales = [
+        x
+        for x in made
+        if (name in ("mul", "div") and x not in whole) or (name in SUMS and x.noise)
+    ]
+    others = {leaf for x in made if x not in scales for leaf in x.leaves}
+    return [x for x in scales if others and not others & {*x.leaves}]
+
+
+def _softmax(name: str, values: Sequence[Value]) -> int:
+    """`Value.softmax` of an elementwise operation."""
+    of = [x.softmax for x in values if x.data]
+    if name == "div" and len(of) == 2 and all(of):
+        return 2
+    return 1 if name == "exp" else min(of, default=0)
+
+
+def _multiply(values: Sequence[Value], shapes: Sequence[Shape]) -> None:
+    """Find gates: of experts, for all elements of each; or slices of one result."""
+    for i, j in ((0, 1), (1, 0)):
+        if values[i].are_gates and math.prod(shapes[i]) < math.prod(shapes[j]):
+            places = [a for a, n in enumerate(shapes[i]) if n > 1]
+            for use, parts in values[j].outputs.items():
+                use.gated |= axes_in(parts, places)
+            for use, parts in values[i].outputs.items():
+                use.gates |= axes_in(parts)
+    for use in values[0].outputs.keys() & values[1].outputs.keys():
+        use.glu |= any(use.sides.get(axis) == {OUT} for axis in use.slices)

@@ -1,0 +1,194 @@
+"""Read a whole tree of parameters: which are matrices, along which axes, and why.
+
+What the user's rules say counts first (`rules`), then how a function uses the
+parameters (`computation/`). What neither decides is one error. Splits and joins are
+resolved last.
+"""
+
+import dataclasses
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jax_muon.base import checks, trees
+from jax_muon.base.array_types import on_users_axes
+from jax_muon.matrices.joins import Joins, with_joins
+from jax_muon.matrices.matrices import (
+    ADAMW,
+    MUON,
+    Matrices,
+    Parameter,
+    list_doubts,
+    not_a_matrix,
+)
+from jax_muon.matrices.rules import Rules, apply_rules
+from jax_muon.matrices.splits import Splits
+
+# How parameters are read: the value itself, a function of the tree that returns one, or
+# rules alone.
+Reader: TypeAlias = Matrices | Callable[[Any], Matrices] | Mapping[str, Any] | None
+
+
+def find_matrices(
+    params: Any,
+    function: Callable[..., Any] | None = None,
+    *args: Any,
+    rules: Rules = None,
+    splits: Splits | None = None,
+    joins: Joins | None = None,
+    strict: bool = True,
+) -> Matrices:
+    """Find out which parameters are matrices, and along which axes.
+
+    With a function, such as the loss, its computation decides. A parameter that it
+    contracts with data is a matrix: contracted axes are in; axes of scans, `vmap`,
+    experts and batched products are the batch; all others are out. Embeddings, heads,
+    routers and what is used elementwise get AdamW, as the table of docs/parameters.md
+    says. The function is traced with shapes; nothing is computed.
+
+    Without a function the rules alone decide, such as {"embed": "adamw", "head":
+    "adamw", "*": "muon"}. The label "muon" means a matrix (in, out), as in `x @ w`; a
+    parameter of more than two axes needs `MuonDimensionNumbers`. Only what cannot be a
+    matrix, and what is called bias or scale, gets the label "adamw" without a rule.
+
+    Args:
+      params: the whole model, or the shapes of its parameters: a pytree of arrays in
+        any Flax form; an NNX or Equinox module, of which only what is trained counts.
+      function: the loss, or a model's `apply`: a function of the parameters and `args`.
+      *args: its other arguments, arrays or their shapes; close over all others.
+        Parameters that are not trained, such as the base of LoRA, may be among them;
+        close over one to which a parameter is added. Two uint32 are a random key.
+      rules: what you know better. Path pattern to a label, or to
+        `optax.contrib.MuonDimensionNumbers`, such as {"stem": "adamw"}; the first
+        pattern that matches wins, and the whole path of a parameter means that one
+        alone. A pattern with the label "muon" passes over vectors. Dimension numbers
+        make a parameter that they name a matrix; for a module they only say how its
+        matrices are read. Or a tree of these, as for `optax.contrib.muon`, or a prefix
+        of one, in which None means AdamW.
+      splits: path pattern to `Split`, for parameters that hold several matrices, such
+        as a fused QKV kernel. Rules are about whole parameters, joins about the parts.
+      joins: path pattern to K >= 2: K matrices of consecutive layers are
+        orthogonalized as one. `{i}` in a pattern is the number of a layer, as in
+        {"blocks/{i}/attn/q": 2}; a pattern without it joins along the scanned axis. Of
+        two joins of one matrix the first counts. An integer K joins queries, keys and
+        values (separately) across K consecutive layers of one shape.
+      strict: False warns once about ambiguous parameters and gives them the label
+        "adamw".
+
+    Returns:
+      A `Matrices`. Its reasons name the use and the line of your code.
+
+    Raises:
+      ValueError: one error with a line for each kind of parameters that neither the
+        function nor a rule decides, and the rules that do; a function whose result
+        depends on no parameter; with the path, rules at paths that no parameter has,
+        and dimension numbers that do not fit; joins that join nothing.
+
+    Examples:
+      >>> def loss(params, tokens):
+      ...     x = params["wte"][tokens]
+      ...     return jnp.mean((x @ params["up"]) @ params["out"])
+      >>> sizes = {"wte": (9, 4), "up": (4, 8), "out": (8, 3)}
+      >>> params = {name: jnp.zeros(shape) for name, shape in sizes.items()}
+      >>> matrices = jm.find_matrices(params, loss, jnp.arange(2))
+      >>> [matrices[name].role for name in sizes]
+      ['embedding', 'kernel', 'head']
+      >>> rules = {"wte": "adamw", "out": "adamw", "*": "muon"}
+      >>> by_rules = jm.find_matrices(params, rules=rules)
+      >>> by_rules.labels(params) == matrices.labels(params)
+      True
+    """
+    if params is None:
+        checks.refuse("params", params, "the parameters, or their shapes")
+    tree = trained(params)
+    shapes = _shapes(checks.arrays("params", tree))
+    if function is None:
+        readings = [_unread(path, x) for path, x in shapes.items()]
+    else:
+        from jax_muon.matrices.computation.read import read_uses
+
+        if not callable(function):
+            expected = (
+                "a function, as in jax_muon.find_matrices(params, loss_fn, batch)"
+            )
+            checks.refuse("function", function, expected)
+        whole = params if tree is not params else checks.arrays("params", params)
+        readings = read_uses(function, whole, *args, splits=splits or ())
+        readings = [x for x in readings if x.path in shapes]
+    ruled = apply_rules(rules, readings)
+    doubtful = [x for x in ruled.values() if x.label == MUON and x.doubt is not None]
+    if doubtful:
+        text = list_doubts(doubtful, [*ruled.values()])
+        if strict:
+            raise ValueError(text)
+        warnings.warn(f"{text}\nThey get the label {ADAMW!r}", stacklevel=2)
+        ruled |= {x.path: dataclasses.replace(x, label=ADAMW) for x in doubtful}
+    return with_joins(Matrices(ruled, dict(splits or {})), joins)
+
+
+def reader(matrices: Reader) -> Callable[[Any], Matrices]:
+    """The function that reads a tree; `matrices` as in `partition`."""
+    if isinstance(matrices, Matrices):
+        return lambda tree: matrices
+    if matrices is None or isinstance(matrices, Mapping):
+        return lambda tree: find_matrices(tree, rules=matrices)
+    expected = (
+        "jax_muon.find_matrices(params, loss_fn, batch), or a function of params alone "
+    )
+    expected += "that returns it, or a mapping of path patterns to labels"
+    if not callable(matrices):
+        checks.refuse("matrices", matrices, expected)
+
+    def read_tree(tree: Any) -> Matrices:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+        with on_users_axes():
+            matrices_of_tree = matrices(shapes)
+        checks.kind("matrices(params)", matrices_of_tree, Matrices, expected)
+        return matrices_of_tree
+
+    return read_tree
+
+
+def trained(model: Any) -> Any:
+    """The parameters of a model: `nnx.Param`s of an NNX module, floats of Equinox's."""
+    # A framework that is not imported made no module.
+    nnx, equinox = (sys.modules.get(name) for name in ("flax.nnx", "equinox"))
+    if nnx and isinstance(model, nnx.Module):
+        return nnx.state(model, nnx.Param)
+    if equinox and isinstance(model, equinox.Module):
+        return jax.tree.map(lambda x: x if _is_inexact(x) else None, model)
+    return model
+
+
+def _is_inexact(x: Any) -> bool:
+    return hasattr(x, "shape") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _unread(path: str, leaf: jax.ShapeDtypeStruct) -> Parameter:
+    """A vector, or a parameter that only a rule can make a matrix."""
+    is_vector = trees.slashed(path).rpartition("/")[2] in ("bias", "scale")
+    if is_vector or not_a_matrix(leaf.shape, leaf.dtype):
+        label, role, reason, doubt = ADAMW, "vector", "a vector", None
+    else:
+        label, role, reason, doubt = MUON, "-", "", "nothing says how it is used"
+    return Parameter(path, leaf.shape, leaf.dtype, label, role, reason, None, doubt)
+
+
+def _shapes(params: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every parameter by path; a ValueError if two have one path."""
+    flat = trees.leaves_with_paths(params)
+    leaves = dict(flat)
+    if len(leaves) < len(flat):
+        twice = next(path for path, x in flat if leaves[path] is not x)
+        raise ValueError(
+            f"two parameters have the path {twice!r}; expected different paths, since "
+            "labels and rules go by them"
+        )
+    return {
+        path: jax.ShapeDtypeStruct(tuple(x.shape), jnp.result_type(x))
+        for path, x in flat
+    }

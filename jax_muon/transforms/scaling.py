@@ -1,0 +1,263 @@
+"""Pieces that scale updates: matrices by their norms or shapes, parameters by paths."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from jax_muon.base import checks, dtypes, trees
+from jax_muon.base.facts import record
+from jax_muon.base.trees import map_leaves, step_leaves
+from jax_muon.matrices.matrices import Matrices, MatrixAxes, of_tree
+
+# Factor of the update, by the size (in, out) of the matrix.
+SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
+    "max_ratio": lambda fan_in, fan_out: max(1.0, fan_out / fan_in) ** 0.5,
+    "rms_0.2": lambda fan_in, fan_out: 0.2 * max(fan_in, fan_out) ** 0.5,
+    "sqrt_ratio": lambda fan_in, fan_out: (fan_out / fan_in) ** 0.5,
+    "none": lambda fan_in, fan_out: 1.0,
+}
+
+_SMALLEST_NORM = 1e-6  # that a matrix or row is divided by
+
+
+def equilibrate_rows(
+    *, matrices: Matrices | None = None
+) -> optax.GradientTransformation:
+    r"""Scale the weights of every output neuron to one norm (MuonEq, arXiv 2603.28254).
+
+    For :math:`U` with :math:`m` outputs, the weights :math:`u` of one become
+    :math:`u \, \|U\|_F / (\sqrt{m} \max(\|u\|, 10^{-6}))`: all get the root mean
+    square of their norms. It goes before `orthogonalize`.
+
+    Args:
+      matrices: see `orthogonalize`.
+
+    Examples:
+      >>> updates = jnp.array([[7.0, 0.0], [0.0, 1.0]])
+      >>> tx = jm.equilibrate_rows()
+      >>> tx.update(updates, tx.init(updates))[0].tolist()
+      [[5.0, 0.0], [0.0, 5.0]]
+    """
+
+    def scale(_: str, u: Array, axes: MatrixAxes) -> Array:
+        fan_out = axes.fan(u.shape)[1]
+        unit = dtypes.unit_of(jnp.max(jnp.abs(u), axes.matrix, keepdims=True))
+        target = _norm(u * unit, axes.matrix) / fan_out**0.5  # RMS of the row norms
+        norm = jnp.maximum(_norm(u * unit, axes.reduction), _SMALLEST_NORM * unit)
+        return u * jnp.minimum(target / norm, jnp.finfo(u.dtype).max)
+
+    return _stateless(scale, matrices)
+
+
+def normalize_frobenius(
+    rms: float | None = None, *, matrices: Matrices | None = None
+) -> optax.GradientTransformation:
+    r"""Set the Frobenius norm of every matrix, after `orthogonalize`.
+
+    Muon+, arXiv 2602.21545; with rms=0.2 after `scale_by_normuon`, the step size of
+    NorMuon, arXiv 2510.05491.
+
+    Args:
+      rms: root mean square of the elements to set; None sets the Frobenius norm to
+        :math:`\sqrt{\min(m, n)}`, as orthogonal matrices have. Norms below 1e-6 count
+        as 1e-6.
+      matrices: see `orthogonalize`.
+
+    Examples:
+      >>> updates = jnp.array([[3.0, 0.0], [0.0, 4.0]])
+      >>> tx = jm.normalize_frobenius(rms=5.0)
+      >>> tx.update(updates, tx.init(updates))[0].tolist()
+      [[6.0, 0.0], [0.0, 8.0]]
+    """
+    if rms is not None:
+        rms = checks.number("rms", rms, "above 0", others=", or None")
+
+    def scale(_: str, u: Array, axes: MatrixAxes) -> Array:
+        fan_in, fan_out = axes.fan(u.shape)
+        if rms is None:
+            target: Any = min(fan_in, fan_out) ** 0.5
+        else:
+            target = dtypes.in_dtype_of(u, rms) * (fan_in * fan_out) ** 0.5
+        return u * (target / jnp.maximum(_norm(u, axes.matrix), _SMALLEST_NORM))
+
+    return _stateless(scale, matrices)
+
+
+class ScaleByNorMuonState(NamedTuple):
+    """State of `scale_by_normuon`."""
+
+    count: Array  # type: ignore[assignment]  # shape=(), dtype=int32
+    nu: optax.Updates  # parameters' shape with 1 in the averaged axes, at least float32
+
+
+def scale_by_normuon(
+    decay: optax.ScalarOrSchedule = 0.95,
+    *,
+    axis: str = "longer",
+    eps: float = 1e-10,
+    matrices: Matrices | None = None,
+) -> optax.GradientTransformation:
+    r"""Divide neurons by a running root mean square, keeping the norm.
+
+    Algorithm 1 of NorMuon, arXiv 2510.05491:
+    :math:`V \leftarrow V + (1 - \beta)(\mathrm{mean}(X^2) - V)` from zero,
+    :math:`s = \max(V, \epsilon)^{-1/2}`, and :math:`X` becomes
+    :math:`X s \, \|X\|_F / \max(\|X s\|_F, \epsilon)`.
+
+    Args:
+      decay: :math:`\beta` in [0, 1), or a schedule of it.
+      axis: "output": one mean for each output neuron, as in the paper; "longer": for
+        each output if there are at least as many as inputs, else for each input, as in
+        nanochat.
+      eps: smallest mean square, and smallest norm, that is divided by.
+      matrices: see `orthogonalize`.
+
+    Examples:
+      >>> updates = jnp.array([[1.0, 0.0], [0.0, 7.0]])
+      >>> tx = jm.scale_by_normuon()
+      >>> tx.update(updates, tx.init(updates))[0].round(3).tolist()
+      [[5.0, 0.0], [0.0, 5.0]]
+    """
+    decay = checks.rate("decay (beta2 of a recipe)", decay, "in [0, 1)")
+    checks.choice("axis", axis, ("longer", "output"))
+    eps = checks.number("eps", eps, "above 0")
+
+    def averaged(axes: MatrixAxes, shape: tuple[int, ...]) -> tuple[int, ...]:
+        fan_in, fan_out = axes.fan(shape)
+        return axes.reduction if axis == "output" or fan_out >= fan_in else axes.output
+
+    def init_fn(params: optax.Params) -> ScaleByNorMuonState:
+        parameters = of_tree(matrices, params)
+
+        def zeros(path: str, p: Array) -> Array:
+            # A sum has the sharding of the parameter.
+            axes = averaged(parameters.axes(path), p.shape)
+            mean = jnp.sum(p, axis=axes, keepdims=True)
+            return jnp.zeros_like(mean, dtype=dtypes.wider(p.dtype, jnp.float32))
+
+        # A box names the axes of the parameter, over which (1, out) cannot be sharded.
+        nu = map_leaves(zeros, trees.unbox(params))
+        return ScaleByNorMuonState(jnp.zeros([], jnp.int32), nu)
+
+    def update_fn(
+        updates: optax.Updates, state: ScaleByNorMuonState, params: Any = None
+    ) -> tuple[optax.Updates, ScaleByNorMuonState]:
+        del params
+        parameters = of_tree(matrices, updates)
+        beta = checks.rate_at(decay, state.count)
+
+        def step(path: str, u: Array, v: Array) -> tuple[Array, Array]:
+            axes, x = parameters.axes(path), dtypes.wide(u)
+            mean = jnp.mean(x**2, axis=averaged(axes, x.shape), keepdims=True)
+            v = (v + (1 - dtypes.in_dtype_of(v, beta)) * (mean - v)).astype(v.dtype)
+            # Both norms come from the means, which cover equally many entries each. So
+            # two passes over x are saved, most of this piece's time on a CPU.
+            floor = dtypes.in_dtype_of(v, eps)
+            root = jax.lax.rsqrt(jnp.maximum(v, floor))
+            count = x.size / mean.size
+            norm = jnp.sqrt(count * jnp.sum(mean, axes.matrix, keepdims=True))
+            scaled = jnp.sum(mean * root * root, axes.matrix, keepdims=True)
+            new_norm = jnp.sqrt(count * scaled)
+            factor = root * (norm / jnp.maximum(new_norm, floor))
+            return (x * factor).astype(u.dtype), v
+
+        updates, nu = step_leaves(step, updates, state.nu)
+        return updates, ScaleByNorMuonState(optax.safe_increment(state.count), nu)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def scale_by_shape(
+    rule: str | Callable[[int, int], float] = "max_ratio",
+    *,
+    matrices: Matrices | None = None,
+) -> optax.GradientTransformation:
+    """Scale every matrix by a factor of its shape (in, out).
+
+    Args:
+      rule: "max_ratio" max(1, out/in)^0.5 (Jordan, nanochat); "rms_0.2"
+        0.2 max(in, out)^0.5 (Moonlight, arXiv 2502.16982: the size of AdamW's updates);
+        "sqrt_ratio" (out/in)^0.5 (TEON, arXiv 2601.23261); "none" 1; or a function of
+        (in, out).
+      matrices: see `orthogonalize`.
+
+    Examples:
+      >>> updates = jnp.ones((2, 8))  # (in, out)
+      >>> tx = jm.scale_by_shape("max_ratio")
+      >>> tx.update(updates, tx.init(updates))[0][0, 0].item()
+      2.0
+    """
+    if not callable(rule):
+        checks.choice("rule (shape_rule of a recipe)", rule, tuple(SHAPE_RULES))
+    chosen = rule if callable(rule) else SHAPE_RULES[rule]
+
+    def scale(path: str, u: Array, axes: MatrixAxes) -> Array:
+        fan = axes.fan(u.shape)
+        factor = checks.number(f"rule{fan}", chosen(*fan), "of at least 0")
+        record("scale", {path: factor})
+        return u * dtypes.in_dtype_of(u, factor)
+
+    return _stateless(scale, matrices)
+
+
+def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
+    """Scale the updates of some parameters: a learning rate for each path pattern.
+
+    Args:
+      factors: path pattern to factor; see `find_matrices` for patterns. The first that
+        matches counts. A parameter that none matches is left alone.
+
+    Raises:
+      ValueError: at init, with all paths, a pattern that matches no parameter.
+
+    Examples:
+      >>> updates = {"embed": jnp.ones(2), "head": jnp.ones(2)}
+      >>> tx = jm.scale_by_path({"embed*": 16.0})
+      >>> tx.update(updates, tx.init(updates))[0]["embed"].tolist()
+      [16.0, 16.0]
+    """
+    for pattern, factor in factors.items():
+        checks.number(f"factors[{pattern!r}]", factor, "of at least 0")
+
+    def init_fn(params: optax.Params) -> optax.EmptyState:
+        known = [path for path, _ in trees.leaves_with_paths(params)]
+        trees.check_patterns_match("factors of the learning rate", factors, known)
+        return optax.EmptyState()
+
+    def scale(path: str, u: Array) -> Array:
+        factor = next((f for p, f in factors.items() if trees.matches(p, path)), 1)
+        return u if factor == 1 else (dtypes.wide(u) * factor).astype(u.dtype)
+
+    scaled = optax.stateless(lambda updates, params: map_leaves(scale, updates))
+    return optax.GradientTransformation(init_fn, scaled.update)
+
+
+def _norm(x: Array, axes: tuple[int, ...]) -> Array:
+    return jnp.sqrt(jnp.sum(x * x, axes, keepdims=True))
+
+
+def _stateless(
+    scale: Callable[[str, Array, MatrixAxes], Array], matrices: Matrices | None
+) -> optax.GradientTransformation:
+    """A transform that applies `scale` to every leaf, in at least float32."""
+
+    def init_fn(params: optax.Params) -> optax.EmptyState:
+        parameters = of_tree(matrices, params)
+        for path, _ in trees.leaves_with_paths(params):
+            parameters.axes(path)  # raises unless it is a matrix
+        return optax.EmptyState()
+
+    def scaled(updates: optax.Updates, params: Any) -> optax.Updates:
+        del params
+        parameters = of_tree(matrices, updates)
+
+        def scale_leaf(path: str, u: Array) -> Array:
+            return scale(path, dtypes.wide(u), parameters.axes(path)).astype(u.dtype)
+
+        return map_leaves(scale_leaf, updates)
+
+    return optax.GradientTransformation(init_fn, optax.stateless(scaled).update)

@@ -1,0 +1,219 @@
+"""Misuse that must raise an error: with the name, the value and what is expected."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_muon as jm
+from jax_muon.polar.coefficients import polar_express_coefficients
+from tests.matrices import reader, toy
+
+muon, nanochat = (functools.partial(x, matrices=toy) for x in (jm.muon, jm.nanochat))
+
+PARAMS = {"wte": jnp.ones((5, 4)), "w": jnp.ones((4, 6)), "bias": jnp.ones(6)}
+MATRIX = {"w": jnp.ones((4, 6))}
+MESH = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
+ROW, NAN, NONE = jnp.ones((1, 6)), float("nan"), lambda matrices: None
+
+
+def loss(params, batch):
+    return jnp.sum(params["w"]) * jnp.mean(batch)
+
+
+def read_as(rules, **recipe):
+    """Muon with rules for the reading of its parameters."""
+    return muon(matrices=reader(rules), **recipe)
+
+
+def known(params, **settings):
+    """What is read of other parameters."""
+    return reader(**settings)(params)
+
+
+def on_mesh(specs=None, **settings):
+    return jm.on_mesh(muon(), MESH, specs, **settings)
+
+
+def init(tx, params=PARAMS):
+    tx.init(params)
+
+
+def step(tx, params=MATRIX, grads=None, state=None):
+    state = tx.init(params) if state is None else state
+    return tx.update(params if grads is None else grads, state, params)
+
+
+def resumed(tx, other):
+    """A step from the state of another optimizer."""
+    step(tx, PARAMS, state=other.init(PARAMS))
+
+
+MOUN, X = {"w": "moun", "wte": "adamw"}, {"w": "x", "wte": "adamw"}
+# The words of an error, and the wrong use that raises it: at once,
+WRONG = {
+    "learning_rate=-0.1; expected a finite number of": lambda: muon(-0.1),
+    "learning_rate=True; expected": lambda: muon(True),
+    "learning_rate=Array([1., 1.]": lambda: muon(jnp.ones(2)),
+    "weight_decay=nan; expected": lambda: nanochat(weight_decay=NAN),
+    "(momentum of a recipe)=1.0; expected": lambda: muon(momentum=1.0),
+    "(beta2 of a recipe)=1.0; expected": lambda: jm.normuon(beta2=1.0),
+    "rms=0.0; expected a finite": lambda: jm.normalize_frobenius(0.0),
+    "balance=1.5; expected a finite number in [0, 1]": lambda: jm.clip_qk(
+        1.0, balance=1.5
+    ),
+    "team=0; expected a Python int": lambda: jm.orthogonalize(team=0),
+    "params=None; expected the parameters": lambda: jm.find_matrices(None),
+    "function=3; expected a function, as in": lambda: jm.find_matrices(PARAMS, 3),
+    "'wte' of shape (5, 4) is no matrix, but has the label": lambda: known(
+        PARAMS, rules={"wte": "adamw", "*": "muon"}
+    ).axes("wte"),
+    "parts={'q'}; expected a number, names in": lambda: jm.Split({"q"}),
+    "cushion=2.0; expected a finite": lambda: polar_express_coefficients(
+        5, cushion=2.0
+    ),
+    "steps=2.5; expected a Python integer": lambda: muon(steps=2.5),
+    "steps=True; expected a Python integer": lambda: muon(steps=True),
+    "such as sgd(1e-3)": lambda: nanochat(groups={"x": optax.sgd}),
+    "['w']=-1.0; expected a finite number": lambda: jm.scale_by_path({"w": -1.0}),
+    "gather_dtype='int8'; expected a dtype of": lambda: on_mesh(gather_dtype="int8"),
+    "='float16'; expected one of 'float64'": lambda: muon(momentum_dtype="float16"),
+    "(shape_rule of a recipe)='rms'; expected": lambda: muon(shape_rule="rms"),
+    "='float32'; expected one of 'int8'": lambda: jm.keep_residual(muon(), "float32"),
+    "divide={'data'}; expected a string, or": lambda: on_mesh(divide={"data"}),
+    "divide='model'; expected axes": lambda: on_mesh(divide="model"),
+    "labels of groups=['muon']; expected others than": lambda: muon(
+        groups={"muon": muon()}
+    ),
+    "such as PolarExpress()": lambda: muon(polar=jm.NewtonSchulz),
+    "with on_mesh around all other transforms": lambda: jm.verify(muon(), PARAMS),
+    "expected an optax transform": lambda: muon(adamw=optax.adamw),
+    "(params, loss_fn, batch), or a function of pa": lambda: muon(matrices="muon"),
+}
+WRONG |= {  # at init,
+    "static_args=('steps',)": lambda: init(
+        optax.inject_hyperparams(jm.nanochat)(steps=5)
+    ),
+    "rules: '0' matches no parameter": lambda: init(read_as(["frozen"])),
+    "joins={'w': 0.5}: K=0.5; expected a Python int": lambda: known(
+        MATRIX, joins={"w": 0.5}
+    ),
+    "parameters have no corresponding transform": lambda: init(read_as(MOUN)),
+    "groups['x'](matrices)=None; expected": lambda: init(
+        read_as(X, groups={"x": NONE})
+    ),
+    "=None; expected jax_muon.find_matrices(params, loss": lambda: init(
+        muon(matrices=NONE)
+    ),
+    "matrices= splits w, which a piece would not apply": lambda: init(
+        jm.orthogonalize(matrices=known(MATRIX, splits={"w": jm.Split(2)}))
+    ),
+    "'w': 'adamw or MuonDimensionNumbers(in, out)',  # (2": lambda: init(
+        read_as({"w": "x"}, groups={"x": lambda x: jm.orthogonalize(matrices=x)}),
+        {"w": jnp.ones((2, 4, 6))},
+    ),
+    "'bias' was not read; there are w": lambda: init(muon(matrices=known(MATRIX))),
+    "params at 'layers'=2; expected arrays": lambda: init(
+        nanochat(), MATRIX | {"layers": 2}
+    ),
+    "two parameters have the path 'a/b'": lambda: init(
+        nanochat(), {"a/b": jnp.ones((4, 6)), "a": {"b": jnp.ones((4, 6))}}
+    ),
+    "dtype int32, which AdamW cannot train; expected": lambda: init(
+        nanochat(), {"z": jnp.zeros((), "int32")}
+    ),
+    "dtype float8_e4m3fn, which AdamW cannot train": lambda: init(
+        jm.nanochat(), {"z": jnp.ones((4, 6), "float8_e4m3fn")}
+    ),
+}
+WRONG |= {  # or at update
+    "rule(4, 6)=-1.0; expected": lambda: step(muon(shape_rule=lambda *fan: -1.0)),
+    "made None of shape None out": lambda: step(muon(polar=lambda x: (x, x))),
+    "of shape (1, 6, 4) out of float32 of shape (1, 4, 6)": lambda: step(
+        jm.orthogonalize(lambda x: x.mT)
+    ),
+    "'w' of shape (4, 6) was read with (6, 4)": lambda: step(
+        muon(matrices=known({"w": jnp.ones((6, 4))}))
+    ),
+    "hyperball needs the parameters": lambda: jm.hyperball(0.1).update(MATRIX, None),
+    "keep_residual needs the parameters": lambda: jm.keep_residual(muon()).update(
+        MATRIX, None
+    ),
+    "array 'inner_states/muon/inner_state/2/count': none": lambda: resumed(
+        nanochat(), muon()
+    ),
+    "inner_state/2/count': int32 of shape (); expected none": lambda: resumed(
+        muon(), nanochat()
+    ),
+    "gradient 'w': float32 of shape (1, 6); expected": lambda: step(
+        jm.with_splits(optax.adamw(0.1), {"w": jm.Split(2)}), grads={"w": ROW}
+    ),
+    "0/mu/w': float32 of shape (4, 6); expected int8": lambda: resumed(
+        muon(momentum_dtype="int8"), muon()
+    ),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_uses(words):
+    with pytest.raises((KeyError, ValueError), match=re.escape(words)):
+        WRONG[words]()
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert muon(np.float16(0.5), np.asarray(0.75), steps=np.int32(3))
+    assert muon(jnp.float32(0.5))
+
+
+# --- gradients and states of other parameters: once, in `partition` and `on_mesh` -----
+
+CHECKED = (
+    read_as("muon"),
+    jm.partition({"adamw": optax.adamw(0.1)}, {"*": "adamw"}),
+    jm.on_mesh(optax.adamw(0.1), MESH),
+)
+WRONG_GRADIENTS = {
+    "'w': float32 of shape (1, 6); expected float32 of shape (4, 6)": {
+        "w": jnp.ones((1, 6))
+    },
+    "gradient 'w': none; expected": {"w": None},
+    "'z': float32 of shape (3,); expected none, like the parameter": {"z": jnp.ones(3)},
+    "'w': int32 of shape (4, 6); expected float32": {"w": jnp.ones((4, 6), int)},
+}
+
+
+@pytest.mark.parametrize("tx", CHECKED, ids=["a recipe", "partition", "on_mesh"])
+def test_gradients_and_states_of_other_shapes(tx):
+    """optax.adamw alone would broadcast (1, 6) against (4, 6)."""
+    for words, wrong in WRONG_GRADIENTS.items():
+        with pytest.raises(ValueError, match=re.escape(words)):
+            step(tx, MATRIX, MATRIX | wrong)
+    one = {"w": jnp.ones((1, 6))}
+    for old, new, size in ((one, MATRIX, 4), (MATRIX, one, 1)):
+        with pytest.raises(ValueError, match=rf"shape .*; expected .* \({size}, 6\)"):
+            step(tx, new, state=tx.init(old))
+
+
+PIECES = {
+    "nesterov": jm.nesterov(),
+    "int8 momentum": jm.nesterov(accumulator_dtype="int8"),
+    "scale_by_normuon": jm.scale_by_normuon(),
+    "hyperball": jm.hyperball(0.1),
+    "a recipe": muon(adamw=optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_states_of_other_parameters(name):
+    """By place, the second of two matrices would get what is known of the first."""
+    tx, two, one = PIECES[name], jnp.ones((4, 6)), jnp.ones((1, 1))
+    state = tx.init({"a": two, "b": two})
+    with pytest.raises((ValueError, KeyError), match=r"a'|c'"):
+        step(tx, {"b": two, "c": two}, state=state)
+    if name != "hyperball":  # its radii have one shape for all matrices
+        with pytest.raises(ValueError, match="shape"):
+            step(tx, {"a": one, "b": one}, state=state)

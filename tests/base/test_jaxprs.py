@@ -1,0 +1,53 @@
+"""What the package takes JAX's internals to be; it runs in each version of JAX."""
+
+import gc
+import inspect
+
+import jax.numpy as jnp
+from jax.experimental import pallas  # noqa: F401
+from jax.extend.core import Primitive
+
+import jax_muon as jm
+from jax_muon.base import jaxprs
+from jax_muon.matrices.computation import loops, moves, products  # noqa: F401
+from jax_muon.matrices.computation.trace import RULES
+
+X = jnp.ones((2, 4))
+
+
+def test_every_rule_is_for_a_primitive_of_jax():
+    """That the usual calls are traced to them, `tests/programs` shows."""
+    known = {x.name for x in gc.get_objects() if issubclass(type(x), Primitive)}
+    only_in_some_versions = {
+        *("all_gather_invariant", "expand_dims", "stack", "tile", "unstack")
+    }
+    assert set(RULES) - known <= only_in_some_versions
+
+
+def test_only_what_results_need_is_traced(as_users_write):
+    constant = jnp.ones(4)
+
+    def function(x, unused):
+        jnp.cos(x)
+        return x + constant
+
+    jaxpr, count = jaxprs.trace(function, X, 3.0)
+    assert "cos" not in str(jaxpr)
+    assert (count, len(jaxpr.invars)) == (2, 3)
+
+
+def test_lines_are_the_users():
+    """Those of JAX count never, those of what is installed if there are no others."""
+    names = {}
+    code = "def loss(w, x):\n    return x @ w"
+    exec(compile(code, "/site-packages/layer.py", "exec"), names)
+    own = lambda w, x: names["loss"](w, x)  # noqa: E731
+    rows = lambda w, x: jnp.take(w, x, axis=0)  # noqa: E731
+    jnp.take(X, jnp.array([1]), axis=0)  # JAX traces it once, here
+    first = inspect.getsourcelines(own)[1]
+    for loss, x, line in (
+        (names["loss"], jnp.ones((3, 2)), "layer.py:2"),
+        (own, jnp.ones((3, 2)), f"test_jaxprs.py:{first}"),
+        (rows, jnp.array([1]), f"test_jaxprs.py:{first + 1}"),
+    ):
+        assert jm.find_matrices(X, loss, x)[""].reason.endswith(f" at {line}")

@@ -1,0 +1,79 @@
+"""Small programs in many styles, read by their losses."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_muon as jm
+from benchmarks.reading import RIGHT, judge
+from jax_muon.matrices.computation.read import read_uses
+from tests.programs import PROGRAMS
+
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
+
+# Axes of layers, in whatever form the loop is.
+SCANNED = {
+    "scan_over_blocks_of_layers": {(0,)},
+    "scan_over_numbers": {(0,)},
+    "scan_along_the_second_axis": {(1,)},
+    "scan_over_parts_of_a_matrix": {()},
+}
+# The roles that an answer may name.
+ROLES = {"embedding", "head", "router", "unused", "query", "key", "value"}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_reading(name):
+    """Every answer and role that the loss determines; a doubt where it does not."""
+    program = PROGRAMS[name]
+    result = jax.eval_shape(program.loss, program.params, *program.args)
+    value = result[0] if isinstance(result, tuple) else result  # others are metrics
+    assert value.shape == () and jnp.issubdtype(value.dtype, jnp.floating)
+    read = {x.path: x for x in read_uses(program.loss, program.params, *program.args)}
+    assert read.keys() == program.answers.keys()
+    for path, answer in program.answers.items():
+        x, role = read[path], answer.split(", ")[-1]
+        assert (answer == "refused") == (x.doubt is not None), x
+        if answer != "refused" and not answer.endswith("?"):
+            assert judge(answer, x) == (RIGHT, ""), x
+            assert role not in ROLES or x.role == role, x
+    if name in SCANNED:
+        layers = [x for p, x in read.items() if p.startswith(("layers/", "up", "down"))]
+        assert {x.scanned for x in layers} == SCANNED[name]
+
+
+# A leaf of some programs, and its row in the table that users see.
+ROWS = {
+    "pytorch_checkpoint": (
+        "model.layers.0.mlp.up_proj.weight 96 x 64 kernel 1 x (64, 96) muon "
+        "contracted over axis 1 at layers.py:N"
+    ),
+    "soft_actor_critic": (
+        "critics/w3 2 x 40 x 1 vector - adamw "
+        "one row or column, contracted over axis 1 at parts.py:N"
+    ),
+    "scan_along_the_second_axis": (
+        "up 24 x 8 x 40 kernel 8 x (24, 40) muon contracted over axis 0 at parts.py:N"
+    ),
+    "encoder_without_a_head": (
+        "layers/1/down 40 x 24 kernel 1 x (40, 24) muon "
+        "last product before the result at layers.py:N, and like 'layers/0/down'"
+    ),
+    "stacks_by_einsum": (
+        "medusa 3 x 24 x 24 kernel 1 x (24, 72) muon contracted over axis 1 at "
+        "experts.py:N; if axis 0 is a stack: "
+        "rules={'medusa': MuonDimensionNumbers(1, 2)}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_row(name):
+    """What is printed names the use and its line in the program."""
+    program = PROGRAMS[name]
+    table = str(jm.find_matrices(program.params, program.loss, *program.args))
+    rows = re.sub(r"\.py:\d+", ".py:N", re.sub(" +", " ", table)).splitlines()
+    assert ROWS[name] in rows
