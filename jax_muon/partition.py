@@ -41,10 +41,11 @@ def partition(
       their parameters are widened first.
 
     Raises:
-      ValueError: a group that is neither a transform nor a function; at init and
-        update, a label without a group, with path and shape a parameter in a group of
-        matrices that is not a matrix, gradients or state of other shapes, and whatever
-        `find_matrices` raises.
+      ValueError: a group is neither a transform nor a function.
+      ValueError: at init and update, a label has no group, or a group of matrices has
+        a parameter that is none; the message has its path and shape.
+      ValueError: gradients or state have other shapes than the parameters.
+      ValueError: raised by `find_matrices`.
       KeyError: a parameter that was not read.
 
     Examples:

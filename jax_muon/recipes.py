@@ -262,10 +262,11 @@ def teon(
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """TEON, arXiv 2601.23261: the queries of two layers as one matrix, so keys, values.
+    """TEON (arXiv 2601.23261): Muon on matrices that consecutive layers share.
 
-    All other matrices, and those of a last layer without a partner, are single. The
-    polar factor is the Polar Express with the coefficients of arXiv 2505.16932.
+    Orthogonalizes the queries of two consecutive layers as one matrix; likewise keys,
+    and values. All other matrices, and a last layer without a partner, get plain Muon.
+    The polar factor is the Polar Express with the coefficients of arXiv 2505.16932.
 
     Args:
       learning_rate: of the matrices, before the factor (out/in)^0.5.

@@ -65,10 +65,10 @@ class Description:
       sizes: number of devices along each mesh axis; empty on one device.
       held_bytes: on one device, "parameters", "gradients" and "state", with all
         gradients at once, sharded like the state.
-      sent_bytes: that one device sends in a step. "orthogonalize": matrices to their
-        owners and back, padding included, and the products of teams; "gradients": their
-        sums; "gathers": of updates, or of parameters at the start of a step, once for
-        the layers of `scan_layers`.
+      sent_bytes: bytes that one device sends per step, by purpose. "orthogonalize":
+        matrices to their owners and back, with padding, and the products of teams;
+        "gradients": their sums; "gathers": updates, or parameters at the start of a
+        step. Layers of `scan_layers` are counted once although they are gathered twice.
       bytes_between_hosts: the part of `sent_bytes` that goes to other hosts.
       default_rate: the rate of a recipe's AdamW; None if `adamw=` is given.
     """
