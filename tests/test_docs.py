@@ -159,6 +159,17 @@ def test_no_file_imports_from_a_higher_floor():
                     assert not (parts[0] == "transforms" and reads), file
 
 
+def test_ci_runs_every_environment_of_outside():
+    """With the Python that the Makefile makes it with."""
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    jobs = re.findall(r'- \{python: "([\d.]+)", name: (\w+)\}', workflow)
+    makefile = (ROOT / "Makefile").read_text()
+    older = re.search(r"^(.*): OUTSIDE_PYTHON = python3.11$", makefile, re.M)[1]
+    there = {x.parent.name for x in ROOT.glob("outside/*/requirements.txt")}
+    assert sorted(name for _, name in jobs) == sorted(there)
+    assert {x for x in there if f"/{x}" in older} == {n for p, n in jobs if p == "3.11"}
+
+
 def test_the_reference_has_every_public_name_with_an_example():
     """Every name that it has is there; doctest runs the examples."""
     names = re.findall(r"^::: (\S+)$", (DOCS / "reference.md").read_text(), re.M)

@@ -4,7 +4,12 @@ With the layers stacked along axis 1, as by default, along axis 0, and one by on
 mixtures of experts also with the three other ways to multiply.
 """
 
+import os
+
 import jax.numpy as jnp
+from maxtext.configs import pyconfig
+from maxtext.utils import maxtext_utils, model_creation_utils
+from maxtext.utils.globals import MAXTEXT_PKG_DIR
 
 from benchmarks.reading_models import (
     BATCH,
@@ -14,7 +19,8 @@ from benchmarks.reading_models import (
     integers,
     nnx_model,
 )
-from outside.maxtext.models import model_of
+
+BASE = os.path.join(MAXTEXT_PKG_DIR, "configs", "base.yml")
 
 # Long enough for compressed blocks, and for indexers to leave tokens out.
 LONG = {"deepseek3.2-671b": 4096, "deepseek4-284b": 4096}
@@ -53,6 +59,15 @@ PRODUCTS_OF_EXPERTS = {
     "capacity": ("sparse_matmul=false", "megablox=false", "capacity_factor=1.0"),
     "ragged": ("sparse_matmul=true", "megablox=false"),
 }
+
+
+def model_of(*settings):
+    """A configuration, its mesh, and the model that it describes, without values."""
+    argv = ["", BASE, "skip_jax_distributed_system=True", *settings]
+    config = pyconfig.initialize(argv)
+    mesh = maxtext_utils.get_mesh_from_config(config)
+    _, model = model_creation_utils.create_nnx_abstract_model(config, mesh)
+    return config, mesh, model
 
 
 def model(family, layers, *settings):

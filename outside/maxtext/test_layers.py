@@ -7,9 +7,9 @@ import optax
 import pytest
 from flax import nnx
 from maxtext.utils import model_creation_utils
-from models import model_of
 
 import jax_muon as jm
+from benchmarks.reading_models.maxtext import model_of
 
 LENGTH, WORDS = 16, 64
 SETTINGS = f"""

@@ -4,9 +4,9 @@ import jax
 import pytest
 from flax import nnx
 from maxtext.utils.muon_utils import get_muon_weight_dimension_numbers
-from models import model_of
 from optax.contrib import MuonDimensionNumbers
 
+from benchmarks.reading_models.maxtext import model_of
 from jax_muon.base.trees import path_string
 from tests import pages
 
