@@ -22,8 +22,8 @@ TYPED := polar transforms base.dtypes
 # The environments of benchmarks/reading_models.
 READING_MODELS := transformers maxtext levanter tunix keras_hub
 
-.PHONY: train train-multiprocess test test-types test-versions test-outside reading-models wheel \
-	parity venv docs lint bench gpu-schedule clean
+.PHONY: train train-multiprocess test test-types test-versions test-outside reading-models \
+	release-check parity venv docs lint bench gpu-schedule clean
 
 train: $(VENV)/examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -58,7 +58,7 @@ runs/versions/%: pyproject.toml
 	touch $@
 
 # Frameworks and other implementations as they are published: each folder of outside/ has
-# tests and the whole environment that they need, every version pinned. Needs Python 3.11 to 3.13.
+# tests and the whole environment that they need, every version pinned. Needs Python 3.11 and 3.12.
 test-outside: $(OUTSIDE:%=runs/outside/%)
 	for name in $(OUTSIDE); do \
 		PYTHONPATH=. runs/outside/$$name/bin/python -m pytest outside/$$name $(ARGS) || exit 1; \
@@ -72,9 +72,8 @@ reading-models: venv $(READING_MODELS:%=runs/outside/%)
 # which their optimizers and models never import. Examples that no wheel has come from
 # the source distributions in `sources.txt`.
 runs/outside/%: OUTSIDE_PYTHON = python3.12
-# PyTorch for CPUs has a wheel for 3.11; 3.12.1 crashes while it imports jinns.
+# PyTorch for CPUs has a wheel for 3.11.
 runs/outside/emerging_optimizers runs/outside/sbx: OUTSIDE_PYTHON = python3.11
-runs/outside/jinns: OUTSIDE_PYTHON = python3.13
 runs/outside/%: outside/%/requirements.txt
 	$(OUTSIDE_PYTHON) -m venv $@
 	$@/bin/pip install --quiet --disable-pip-version-check --no-deps \
@@ -86,15 +85,19 @@ runs/outside/%: outside/%/requirements.txt
 		tar --extract --file $@/sources/*.tar.gz --directory $@/sources; fi
 	touch $@
 
-# Builds the wheel and runs the self-test with nothing but it and what it depends on.
-wheel:
-	rm -rf dist runs/wheel
-	$(PYTHON) -m venv runs/wheel/build
-	runs/wheel/build/bin/pip install --quiet --disable-pip-version-check build
-	runs/wheel/build/bin/python -m build
-	$(PYTHON) -m venv runs/wheel/bare
-	runs/wheel/bare/bin/pip install --quiet --disable-pip-version-check dist/*.whl
-	cd runs/wheel && JAX_NUM_CPU_DEVICES=8 bare/bin/python -m jax_muon
+# All of a release but the upload: builds the wheel, checks its metadata, and runs the
+# self-test and README's example with nothing but it and what it depends on.
+release-check:
+	rm -rf dist runs/release
+	$(PYTHON) -m venv runs/release/build
+	runs/release/build/bin/pip install --quiet --disable-pip-version-check build twine==7.0.0
+	runs/release/build/bin/python -m build
+	runs/release/build/bin/twine check --strict dist/*
+	$(PYTHON) -m venv runs/release/bare
+	runs/release/bare/bin/pip install --quiet --disable-pip-version-check dist/*.whl
+	sed -n '/^```python/,/^```$$/{/^```/d;p}' README.md > runs/release/model.py
+	cd runs/release && bare/bin/python model.py
+	cd runs/release && JAX_NUM_CPU_DEVICES=8 bare/bin/python -m jax_muon
 
 parity: $(VENV)/parity
 	$(BIN)/python -m parity.run
