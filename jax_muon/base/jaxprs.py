@@ -4,6 +4,7 @@ JAX's internals may change with a release; `tests/base/test_jaxprs.py` runs in e
 Names of primitives and their parameters also stand in `matrices/computation/`.
 """
 
+import functools
 import itertools
 import os
 import sys
@@ -21,9 +22,13 @@ _LIBRARIES = ("jax", "flax", "haiku", "equinox", "keras", "haliax")
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The function that an operation calls with exactly its own operands, or None."""
-    functions = [x for x in eqn.params.values() if isinstance(x, ClosedJaxpr | Jaxpr)]
+    functions = [x for x in eqn.params.values() if _is_function(x)]
     fits = [x for x in map(_closed, functions) if len(x.in_avals) == len(eqn.invars)]
     return fits[0] if fits else None
+
+
+def _is_function(x: Any) -> bool:
+    return isinstance(x, ClosedJaxpr | Jaxpr)
 
 
 def _closed(function: Any) -> ClosedJaxpr:
@@ -51,8 +56,14 @@ def trace(function: Any, *args: Any) -> tuple[Jaxpr, int]:
     # Names of arguments would not fit.
     unnamed = jaxpr.debug_info.with_unknown_names()
     jaxpr = jaxpr.replace(debug_info=unnamed, constvars=(), invars=inputs)
-    needed = [True] * len(jaxpr.outvars)
-    return partial_eval.dce_jaxpr(jaxpr, needed, instantiate=True)[0], count
+    return needed(jaxpr), count
+
+
+@functools.lru_cache(4096)
+def needed(jaxpr: Jaxpr) -> Jaxpr:
+    """A function without the operations that none of its results needs."""
+    every = [True] * len(jaxpr.outvars)
+    return partial_eval.dce_jaxpr(jaxpr, every, instantiate=True)[0]
 
 
 def marked(x: Any, name: str) -> Any:
@@ -66,6 +77,17 @@ _MOVES = {
     *("convert_element_type", "copy", "name", "optimization_barrier"),
     *("reduce_precision", "reshape", "rev", "slice", "squeeze", "transpose"),
 }
+
+
+def operations(jaxpr: Jaxpr) -> list[str]:
+    """The names of all operations, in order, but for those that only move elements."""
+    names = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in {*_MOVES, "broadcast_in_dim", "expand_dims"}:
+            names.append(eqn.primitive.name)
+        for x in jax.tree.leaves([*eqn.params.values()]):
+            names += operations(_closed(x).jaxpr) if _is_function(x) else []
+    return names
 
 
 def uses(jaxpr: Jaxpr, values: Container[Any]) -> tuple[list[str], list[bool]]:

@@ -14,7 +14,6 @@ from jax_muon.matrices.computation.values import (
     IN,
     INNER,
     OUT,
-    PART,
     Use,
 )
 from jax_muon.matrices.matrices import (
@@ -53,12 +52,21 @@ def parameter(path: str, leaf: Any, trace: Trace, is_split: bool) -> Parameter:
 
 def doubted(x: Parameter, trace: Trace) -> Parameter:
     """With a doubt, if constants or other parameters were multiplied by it."""
-    of_axes = [sides for use in trace.uses[x.path] for sides in use.sides.values()]
-    inside = {*INNER, CONSTANT} & {side for sides in of_axes for side in sides}
+    uses = trace.uses[x.path]
+    of_leaves = {*INNER} & {s for use in uses for x in use.sides.values() for s in x}
+    inside = of_leaves or any(use.constant for use in uses)
     if x.role != "elementwise" or len(x.shape) < 2 or not inside:
         return x
     doubt = "nothing but parameters and constants is multiplied by it"
     return replace(x, label=MUON, role="unknown", doubt=doubt)
+
+
+def agreeing(one: Parameter, three: Parameter) -> Parameter:
+    """A reading by one sample, with a doubt if three samples are read otherwise."""
+    if (one.label, one.axes) == (three.label, three.axes):
+        return one
+    doubt = f"one sample ({one.role}) and three ({three.role}) are read differently"
+    return replace(one, label=MUON, axes=None, role="unknown", doubt=doubt)
 
 
 def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
@@ -98,11 +106,13 @@ def _decide(
     if "picked" in kinds and not is_expert:
         return ADAMW, "embedding", f"rows picked by integers{at('picked')}", None
     products = [use for use in uses if use.kind in _PRODUCTS]
+    forward = [use for use in uses if not use.is_gradient]
+    if forward and {*products}.isdisjoint(forward) and "opaque" not in kinds:
+        products, uses = [], forward  # like data; its gradient is contracted with it
     products = [use for use in products if not use.is_gradient] or products
-    if several := [use for use in products if use.rows != 1]:
-        # Without the single vectors of a power iteration.
-        products = several
-        uses = [use for use in uses if use.rows != 1]
+    if measured := [use for use in products if not use.scales]:
+        products = measured  # without a power iteration
+        uses = [use for use in uses if not use.scales]
     opaque = [use for use in uses if use.kind == "opaque"]
     if not products and opaque and opaque[0].primitive == "fft":
         return ADAMW, "complex", f"its spectrum is taken{at('opaque')}", None
@@ -120,7 +130,8 @@ def _decide(
         return ADAMW, "grouped", f"a convolution in groups{where}", None
     if first.is_complex:
         return ADAMW, "complex", f"a product of complex numbers{where}", None
-    readings = [_matrix_axes(shape, use) for use in products]
+    feeding = sorted(products, key=lambda use: not use.feeds)
+    readings = [_matrix_axes(shape, use) for use in feeding]
     known = [x for x in readings if isinstance(x, MatrixAxes)]
     if not known:
         return MUON, "unknown", f"{readings[0]}{where}", None
@@ -141,7 +152,7 @@ def _decide(
         return ADAMW, "embedding", reason, axes
     # Sums over the inputs alone, such as the norms of its outputs.
     sums = [x for x in uses if x.primitive in SUMS and x.left == {*axes.output}]
-    if any(not any(x.sides.get(a) for a in axes.reduction) for x in sums):
+    if any(not any(map(x.meets, axes.reduction)) for x in sums):
         return ADAMW, "centers", f"its rows' distances to data are taken{where}", axes
     if any(use.chooses for use in products):
         return ADAMW, "router", f"a top-k chooses among its outputs{where}", axes
@@ -198,8 +209,6 @@ def _matrix_axes(shape: Sequence[int], use: Use) -> MatrixAxes | str:
         if inner := x & INNER:
             is_out = IN in known or (OUT not in known and inner == {FIRST})
             sides[axis] = x = x - INNER | {OUT if is_out else IN}
-        if PART in x:
-            x ^= {PART} if len(x) > 1 else {PART, BATCH}
     _resolve_constants(sides)
     for axis, x in sides.items():
         if not x and shape[axis] == 1:
@@ -214,13 +223,9 @@ def _matrix_axes(shape: Sequence[int], use: Use) -> MatrixAxes | str:
 
 
 def _resolve_constants(sides: dict[int, set[str]]) -> None:
-    """An axis that only constants are contracted with is an input; others are out."""
-    inputs = [axis for axis, x in sides.items() if x == {CONSTANT}]
-    others = [axis for axis, x in sides.items() if x and axis not in inputs]
-    for x in sides.values():
-        x.discard(CONSTANT)
-    for axis in inputs:
-        sides[axis].add(IN)
-    if inputs and {OUT} not in [sides[a] for a in others]:
-        for axis in [a for a in others if sides[a] != {BATCH}] or others:
-            sides[axis] = {OUT}
+    """An axis that only constants meet is on the side that is missing."""
+    constant = [axis for axis, x in sides.items() if x == {CONSTANT}]
+    known = set().union(*(x for x in sides.values() if x != {CONSTANT}))
+    missing = next((side for side in (IN, OUT) if side not in known), BATCH)
+    for axis in constant:
+        sides[axis] = {missing}

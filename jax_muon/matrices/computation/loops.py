@@ -1,7 +1,9 @@
 """Follow parameters through control flow: scans, loops and branches."""
 
 import functools
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
@@ -17,13 +19,24 @@ def _scan(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     constants, start = jaxprs.scan_starts(eqn)
     body, length, rows = eqn.params["jaxpr"].jaxpr, eqn.params["length"], []
     for value, v in zip(values[start:], eqn.invars[start:], strict=True):
-        for leaf, parts in value.leaves.items():
-            trace.scanned[leaf] |= axes_in(parts, [0])
+        over = {(leaf, a) for leaf, axes in value.axes_in([0]).items() for a in axes}
+        for leaf, axis in over:
+            trace.scanned[leaf].add(axis)
         row = cut(value, shape_of(v), (1, *shape_of(v)[1:]))
+        row = replace(row, rows=value.rows | dict.fromkeys(over, id(eqn)))
         rows.append(row.moved(lambda parts: parts[1:]))
     before, carry = values[:constants], values[constants:start]
     carry, ys = _repeat(trace, eqn, body, before, carry, rows)
-    return [*carry, *(y.moved(lambda parts: (free(length), *parts)) for y in ys)]
+    ys = [y.moved(lambda parts: (free(length), *parts)) for y in ys]
+    for y, x in itertools.product(ys, values[start:]):  # a row of each turn
+        for leaf in y.leaves.keys() & x.leaves.keys():
+            of_rows, own = x.leaves[leaf][:1], axes_in(y.leaves[leaf])
+            if not axes_in(y.leaves[leaf], [0]) and not axes_in(of_rows) & own:
+                y.leaves[leaf] = (*of_rows, *y.leaves[leaf][1:])
+        for use in y.outputs.keys() if y.data else ():
+            if use.path in x.leaves and not axes_in(y.results[use], [0]):
+                y.results[use] = (*x.leaves[use.path][:1], *y.results[use][1:])
+    return [*carry, *ys]
 
 
 @rule("while")
@@ -52,8 +65,14 @@ def _repeat(
     rows: Sequence[Value],
 ) -> tuple[list[Value], list[Value]]:
     """The carry and the other results of a loop, after as many turns as change them."""
+
+    def turning(values: Sequence[Value]) -> list[Value]:
+        return [replace(x, turns=x.turns | {id(eqn)}) for x in values]
+
+    rows = turning(rows)
     for _ in range(len(carry) + 2):  # a fact may take a turn for each part of it
-        results = trace.call(eqn, body, [*constants, *carry, *rows])
+        results = trace.call(eqn, body, [*constants, *turning(carry), *rows])
+        results = [replace(x, turns=x.turns - {id(eqn)}) for x in results]
         before, pairs = carry, zip(carry, results, strict=False)
         carry = [_meet(trace, eqn, *pair) for pair in pairs]
         if list(map(_facts, before)) == list(map(_facts, carry)):

@@ -1,6 +1,8 @@
 """Follow parameters where axes are moved, cut, indexed, joined and reduced."""
 
+import collections
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 from jax.extend.core import JaxprEqn, Literal
@@ -8,13 +10,14 @@ from jax.extend.core import JaxprEqn, Literal
 from jax_muon.base.jaxprs import shape_of
 from jax_muon.matrices.computation.trace import Trace, rule
 from jax_muon.matrices.computation.values import (
-    BATCH,
-    PART,
+    CONSTANT,
+    SUMMED,
     AxisParts,
     Shape,
     Value,
     axes_in,
     fit,
+    fitted,
     joined,
     placed,
     reshaped,
@@ -39,31 +42,36 @@ def _move(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     source = dict(enumerate(params.get("permutation", range(len(new)))))
     if name == "broadcast_in_dim":
         to = enumerate(params["broadcast_dimensions"])
-        source = {place: a for a, place in to}
+        source = {place: a for a, place in to if old[a] == new[place]}
     return values[0].moved(lambda parts: fit(placed(parts, source, new), new))
 
 
+@rule("copy", "name", "optimization_barrier", "reduce_precision")
+def _same(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    return values
+
+
 def cut(value: Value, old: Shape, new: Shape, starts: Shape | None = None) -> Value:
-    """A part of each axis; where one element is left, the leaf's axis is a batch.
+    """A part of each axis.
 
     `starts` is where the parts begin, if that is known: uses record their slices.
     """
     if starts is not None:
         _note_slices(value, old, new, starts)
+        value = value.between(starts, new)
     single = [a for a in range(len(old)) if new[a] == 1 < old[a]]
 
     def rest(parts: AxisParts) -> AxisParts:
         fits = fit(parts, new)
         return tuple(() if a in single else x for a, x in enumerate(fits))
 
-    result = value.moved(rest)
-    for side, whole in ((BATCH, True), (PART, False)):
-        axes = {
-            leaf: axes_in([[x for a in single for x in parts[a] if x.whole is whole]])
-            for leaf, parts in value.leaves.items()
-        }
-        result = result.with_side(side, axes)
-    return result
+    leaves = {leaf: fit(parts, new) for leaf, parts in value.leaves.items()}
+    rows, constant = value.axes_in(single), frozenset({CONSTANT})
+    sides = {  # one row of what a constant moved is a row
+        leaf: {a: x for a, x in of.items() if a not in rows[leaf] or x != constant}
+        for leaf, of in value.sides.items()
+    }
+    return replace(value.moved(rest), leaves=leaves, sides=sides)
 
 
 def _note_slices(value: Value, old: Shape, new: Shape, starts: Shape) -> None:
@@ -77,18 +85,17 @@ def _note_slices(value: Value, old: Shape, new: Shape, starts: Shape) -> None:
 
 @rule("slice", "split", "unstack")
 def _slice(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    (value,), old = values, shape_of(eqn.invars[0])
-    if "start_indices" in eqn.params:
-        new = shape_of(eqn.outvars[0])
-        return [cut(value, old, new, eqn.params["start_indices"])]
-    axis, parts = eqn.params["axis"], []
-    sizes = [*map(int, eqn.params.get("sizes", [1] * len(eqn.outvars)))]
-    for size, start in zip(sizes, itertools.accumulate(sizes, initial=0), strict=False):
-        starts = [start * (a == axis) for a in range(len(old))]
-        part = cut(value, old, (*old[:axis], size, *old[axis + 1 :]), starts)
-        if eqn.primitive.name == "unstack":
-            part = part.moved(lambda x: (*x[:axis], *x[axis + 1 :]))
-        parts.append(part)
+    (value,), old, params = values, shape_of(eqn.invars[0]), eqn.params
+    if eqn.primitive.name == "slice":
+        return [cut(value, old, shape_of(eqn.outvars[0]), params["start_indices"])]
+    axis, parts = params["axis"], []
+    sizes = [*map(int, params.get("sizes", [1] * len(eqn.outvars)))]
+    for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True):
+        new, starts = [*old], [0] * len(old)
+        new[axis], starts[axis] = size, stop - size
+        parts.append(cut(value, old, new, starts))
+    if eqn.primitive.name == "unstack":
+        parts = [x.moved(lambda of: (*of[:axis], *of[axis + 1 :])) for x in parts]
     return parts
 
 
@@ -96,13 +103,22 @@ def _slice(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
 def _dynamic_slice(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     value, *indices = values
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    index = joined(indices)
-    for axis, at in enumerate(eqn.invars[1:]):
-        if new[axis] == 1 and not (index.data or isinstance(at, Literal)):
-            # A loop over layers.
-            for leaf, axes in value.axes_in([axis]).items():
-                trace.scanned[leaf] |= axes
-    return pick(trace, eqn, cut(value, old, new), index)
+    index, at = joined(indices), eqn.invars[1:]
+    if all(isinstance(v, Literal) for v in at):
+        last = [n - m for n, m in zip(old, new, strict=True)]
+        known = [v.val for v in at if isinstance(v, Literal)]
+        starts = [min(max(x, 0), n) for x, n in zip(known, last, strict=True)]
+        return cut(value, old, new, starts)
+    single = [a for a, n in enumerate(new) if n == 1 < old[a]]
+    part = cut(value, old, new)
+    if not index.data:  # a loop over layers
+        over = [a for a in single if not isinstance(at[a], Literal)]
+        for leaf, axes in value.axes_in(over).items():
+            trace.scanned[leaf] |= axes
+    if len(index.turns) == 1:
+        of = [(x, a) for x, axes in value.axes_in(single).items() for a in axes]
+        part = replace(part, rows=value.rows | dict.fromkeys(of, min(index.turns)))
+    return pick(trace, eqn, part, index)
 
 
 @rule("gather")
@@ -112,9 +128,19 @@ def _gather(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     gone = *numbers.collapsed_slice_dims, *numbers.operand_batching_dims
     kept = [a for a in range(len(old)) if a not in gone]
     source = dict(zip(numbers.offset_dims, kept, strict=True))
-    result = cut(value, old, eqn.params["slice_sizes"])
-    result = result.moved(lambda parts: placed(parts, source, new))
-    return pick(trace, eqn, result, index)
+    part = cut(value, old, eqn.params["slice_sizes"])
+    rows = [a for a, n in enumerate(new) if a not in source and n > 1]
+    if index.data or len(rows) != 1:
+        return pick(trace, eqn, part.moved(lambda x: placed(x, source, new)), index)
+
+    def taken(parts: AxisParts) -> AxisParts:  # a constant index rearranges an axis
+        of = [x._replace(at=None) for a in gone for x in parts[a]]
+        result = fit(placed(parts, source, new), new)
+        return tuple(
+            fitted(of, new[a]) if a in rows else x for a, x in enumerate(result)
+        )
+
+    return pick(trace, eqn, value.moved(taken), index)
 
 
 def pick(trace: Trace, eqn: JaxprEqn, value: Value, index: Value) -> Value:
@@ -126,7 +152,7 @@ def pick(trace: Trace, eqn: JaxprEqn, value: Value, index: Value) -> Value:
         return result
     if not index.data:
         return value
-    tables = [leaf for leaf in value.leaves if BATCH in value.known(leaf)]
+    tables = [leaf for leaf in value.leaves if trace.cut_off(value, leaf)]
     if len(tables) == 1:  # of a table times a matrix
         trace.note_input(value, eqn)
     trace.use(value, "picked", eqn)
@@ -139,26 +165,62 @@ def _random(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     return Value(data=True, noise=True)
 
 
-@rule("stack", "concatenate", "dynamic_update_slice", "scatter", "scatter-add")
+@rule("concatenate", "stack")
 def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
-    shape, name = shape_of(eqn.outvars[0]), eqn.primitive.name
-    if name == "stack":
-        kept = [a for a in range(len(shape)) if a != eqn.params["axis"]]
-        source = {place: a for a, place in enumerate(kept)}
-        values = [x.moved(lambda parts: placed(parts, source, shape)) for x in values]
-    arrays = values
-    if name == "dynamic_update_slice":
-        arrays = values[:2]  # where it begins comes last
-    elif name.startswith("scatter"):
-        arrays = values[::2]  # indices between the operand and its updates
-    result = replace(joined(values), results={})
-    beside_data = any(value.data and not value.leaves for value in arrays)
-    for value in arrays:
+    """Arrays side by side, each of whose leaves lies in a place of its own."""
+    shape, sizes = shape_of(eqn.outvars[0]), [1] * len(values)
+    if eqn.primitive.name == "stack":
+        axis = eqn.params["axis"]
+        values = [x.moved(lambda of: (*of[:axis], (), *of[axis:])) for x in values]
+    else:
+        axis = eqn.params["dimension"]
+        sizes = [shape_of(v)[axis] for v in eqn.invars]
+    counts = collections.Counter(leaf for x in values for leaf in x.leaves)
+    parts = []
+    for value, size, stop in zip(
+        values, sizes, itertools.accumulate(sizes), strict=True
+    ):
         part = value.moved(lambda parts: fit(parts, shape))
+        for leaf in [leaf for leaf in value.leaves if counts[leaf] == 1]:
+            part.leaves[leaf] = value.leaves[leaf]
+            part.joined_at(leaf, axis, stop - size, size)
+        parts.append(part)
+    result = _together(trace, eqn, parts)
+    for leaf in [leaf for leaf in result.leaves if counts[leaf] > 1]:
+        for of_leaf in trace.cut_off(result, leaf):  # its rows, stacked again
+            if trace.shapes[leaf][of_leaf] == shape[axis]:
+                result.joined_again(leaf, axis, of_leaf, shape[axis])
+    return result
+
+
+@rule("dynamic_update_slice", "scatter", "scatter-add")
+def _update(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """An array in which a part is replaced, or added to."""
+    shape, (array, updates, *_) = shape_of(eqn.outvars[0]), values
+    if eqn.primitive.name == "dynamic_update_slice":
+        updates = updates.moved(lambda parts: fit(parts, shape))
+    else:
+        updates, numbers = values[2], eqn.params["dimension_numbers"]
+        gone = *numbers.inserted_window_dims, *numbers.operand_batching_dims
+        kept = [a for a in range(len(shape)) if a not in gone]
+        window = dict(zip(kept, numbers.update_window_dims, strict=True))
+        of_updates = enumerate(shape_of(eqn.invars[2]))
+        rows = [a for a, n in of_updates if a not in window.values() and n > 1]
+        if len(rows) == len(gone):  # each index has an axis of its own
+            window |= zip(gone, rows, strict=True)
+        updates = updates.moved(lambda parts: fit(placed(parts, window, shape), shape))
+    return _together(trace, eqn, [array, updates])
+
+
+def _together(trace: Trace, eqn: JaxprEqn, parts: Sequence[Value]) -> Value:
+    """An array of several parts; beside data, leaves are used elementwise."""
+    result = replace(joined(parts), results={})
+    beside_data = any(x.data and not x.leaves for x in parts)
+    for part in parts:
         if beside_data:
             trace.use(part, "elementwise", eqn)
         else:
-            result = result.with_leaves(part, len(shape))
+            result = result.with_leaves(part, len(shape_of(eqn.outvars[0])))
         result.results = {**part.results, **result.results}
     return result
 
@@ -186,6 +248,7 @@ def _reduce(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
             value.feed()
     left = [a for a in range(len(shape_of(eqn.invars[0]))) if a not in axes]
     result = value.moved(lambda parts: tuple(parts[a] for a in left))
+    result = result.with_side(SUMMED, value.axes_in(axes))
     if name.startswith("arg"):
         result.choice |= {use for use in along if along[use]}
     if not any(map(axes_in, result.results.values())):  # a norm weighs no keys

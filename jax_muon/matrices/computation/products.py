@@ -32,6 +32,7 @@ from jax_muon.matrices.computation.values import (
     Use,
     Value,
     axes_in,
+    fitted,
     joined,
     placed,
 )
@@ -47,7 +48,7 @@ class Product:
     those of the second.
     """
 
-    eqn: JaxprEqn
+    eqn: JaxprEqn  # or a convolution with a window of one element
     values: tuple[Value, Value]
     contract: tuple[Axes, Axes]
     batch: tuple[Axes, Axes]  # with the groups of a ragged product
@@ -65,13 +66,30 @@ class Product:
             [a for a in range(len(self.shapes[i])) if a not in used[i]] for i in (0, 1)
         ]
 
+    @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the result."""
+        axes = (self.batch[0], *self.free)
+        return tuple(self.shapes[max(0, i - 1)][a] for i in (0, 1, 2) for a in axes[i])
+
     def placed(self, i: int, parts: AxisParts) -> AxisParts:
         """Axes of the result, from the axes of operand i."""
         count = len(self.batch[0])
         start = count + i * len(self.free[0])
         source = dict(enumerate(self.batch[i][:count]))
         source |= {start + at: a for at, a in enumerate(self.free[i])}
-        return placed(parts, source, shape_of(self.eqn.outvars[0]))
+        return placed(parts, source, self.shape)
+
+    def turned(self, i: int, parts: AxisParts) -> AxisParts:
+        """The same, where the other operand is constant: its axes take over."""
+        of = [x for a in self.contract[i] for x in parts[a]]
+        start = len(self.batch[0]) + (1 - i) * len(self.free[0])
+        stop = start + len(self.free[1 - i])
+        places = [a for a in range(start, stop) if self.shape[a] > 1]
+        return tuple(
+            fitted(of, self.shape[a]) if of and a in places else x
+            for a, x in enumerate(self.placed(i, parts))
+        )
 
     def weight(self) -> int | None:
         """The operand (0 or 1) that is the parameter in this product, or None."""
@@ -101,7 +119,11 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         ragged = eqn.params["ragged_dot_dimension_numbers"]
         contract, (left, right) = ragged.dot_dimension_numbers
         batch = left, (*right, *ragged.rhs_group_dimensions)
-    product = Product(eqn, (values[0], values[1]), contract, batch)
+    return _multiplied(trace, Product(eqn, (values[0], values[1]), contract, batch))
+
+
+def _multiplied(trace: Trace, product: Product) -> Value:
+    eqn, contract = product.eqn, product.contract
     for at, value in enumerate(product.values):
         other = product.values[1 - at]
         # Backwards, what was summed is repeated.
@@ -116,18 +138,23 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     of_weight, of_other = product.contract[i], product.contract[1 - i]
     is_transposed = trace.is_transposed(eqn)
     if not is_transposed and not other.leaves and (other.one_hot or not other.data):
-        result = weight.moved(functools.partial(product.placed, i))
-        kind = BATCH if other.one_hot else CONSTANT
-        result = result.with_side(kind, weight.axes_in(of_weight))
+        change = product.placed if other.one_hot else product.turned
+        result = weight.moved(functools.partial(change, i))
+        if not other.one_hot:  # which picks a row
+            result = result.with_side(CONSTANT, weight.axes_in(of_weight))
         return pick(trace, eqn, result, other)
     other = trace.given(other, eqn)
     inside, outside = (OUT, IN) if is_transposed else (IN, OUT)
     side = dict.fromkeys(of_weight, inside) | dict.fromkeys(product.batch[i], BATCH)
     sides = [side.get(a, outside) for a in range(len(product.shapes[i]))]
-    uses = trace.use(weight, "contracted", eqn, sides, by=other)
+    kind = "convolved" if "padding" in eqn.params else "contracted"
+    uses = trace.use(weight, kind, eqn, sides, by=other)
     for use in uses:
         use.by_gates = other.are_gates
-        use.rows = math.prod(product.shapes[1 - i][a] for a in product.free[1 - i])
+        if not is_transposed:
+            loops = weight.rows.items()
+            own = [a for (x, a), n in loops if x == use.path and n not in other.turns]
+            use.collect({*own} & {*trace.cut_off(weight, use.path)})
     for before, parts in other.outputs.items():
         # Sums over experts whose results gates were multiplied by.
         for place, a in zip(of_other, of_weight, strict=True):
@@ -138,8 +165,8 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         before.separate_members(axes_in(parts, product.batch[1 - i]))
     for scores, parts in other.results.items():
         keys = axes_in(parts, of_other)
-        if isinstance(scores, Scores) and other.softmax and len(keys) == 1:
-            _attend(trace, scores, min(keys), other, uses)
+        if isinstance(scores, Scores) and other.is_exponential and len(keys) == 1:
+            _attend(trace, scores, min(keys), other, of_other, uses)
     results: Results = {u: product.placed(i, weight.leaves[u.path]) for u in uses}
     if _may_be_data(weight, of_weight, len(product.shapes[i])):
         wide = any(_is_wide(trace.shapes[x.path], x.sides) for x in uses)
@@ -154,7 +181,8 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         operands = frozenset(uses), frozenset(other.outputs)
         operands = operands if i == 0 else operands[::-1]
         results |= _scores(product, Scores(operands, inputs))
-    return Value(data=True, results=results, sources=frozenset(uses))
+    turns = weight.turns | other.turns
+    return Value(data=True, results=results, sources=frozenset(uses), turns=turns)
 
 
 def _may_be_data(weight: Value, contract: Axes, ndim: int) -> bool:
@@ -186,7 +214,7 @@ def _of_leaves(trace: Trace, product: Product) -> Value:
             trace.note_input(value, product.eqn)
     for i, value in enumerate(product.values):
         part = value.moved(functools.partial(product.placed, i))
-        result = result.with_leaves(part, len(shape_of(product.eqn.outvars[0])))
+        result = result.with_leaves(part, len(product.shape))
         result = result.with_side(
             (FIRST, SECOND)[i], value.axes_in(product.contract[i])
         )
@@ -197,7 +225,12 @@ def _of_activations(trace: Trace, product: Product) -> Value:
     """A product of two activations, or of constants."""
     values, contract = product.values, product.contract
     is_transposed = trace.is_transposed(product.eqn)
-    result = replace(joined(values), one_hot=False, is_exponential=False, results={})
+    result = replace(joined(values), one_hot=False, results={})
+    constants = [not x.data and not x.leaves for x in values]
+    if any(constants):
+        result.softmax = next((x.softmax for x in values if x.data), "")
+    else:
+        result.is_exponential = False
     for i, (value, other) in enumerate((values, values[::-1])):
         result.choice -= trace.routes(other, [value])
         trace.use(value, "elementwise", product.eqn)
@@ -205,12 +238,15 @@ def _of_activations(trace: Trace, product: Product) -> Value:
         is_matrix = len(product.shapes[1 - i]) > 1
         is_kernel = other.given_floats and is_matrix and not is_transposed
         is_kernel &= not product.batch[0]
-        if (is_kernel or other.picked) and any(inside[x] for x in value.outputs):
+        is_picked = bool(other.picked) and not is_transposed
+        if (is_kernel or is_picked) and any(inside[x] for x in value.outputs):
             value.feed()
         for x, parts in value.results.items():
             if isinstance(x, Scores):
-                if value.is_exponential and len(inside[x]) == 1 and not is_transposed:
-                    _attend(trace, x, min(inside[x]), value, other.outputs)
+                if constants[1 - i]:
+                    result.results[x] = product.turned(i, parts)
+                elif value.is_exponential and len(inside[x]) == 1 and not is_transposed:
+                    _attend(trace, x, min(inside[x]), value, contract[i], other.outputs)
                 continue
             if not other.outputs:
                 x.separate_members(axes_in(parts, product.batch[i]))
@@ -222,7 +258,8 @@ def _of_activations(trace: Trace, product: Product) -> Value:
                 x.gates |= axes_in(parts)
             if x.by_gates:
                 x.mix(inside[x], axes_in(parts, product.free[i]))
-            result.results[x] = product.placed(i, parts)
+            place = product.turned if constants[1 - i] else product.placed
+            result.results[x] = place(i, parts)
         if value.one_hot and not contract[i]:  # its classes are gates of what is next
             name, classes = product.eqn.primitive.name, _free(product, i, 0)
             gates = Use("", "gates", "", name, gates={0})
@@ -245,14 +282,19 @@ def _free(product: Product, i: int, axis: int) -> AxisParts:
     stop = start + len(product.free[i])
     return tuple(
         (AxisPart(axis, 1, size),) if start <= a < stop and size > 1 else ()
-        for a, size in enumerate(shape_of(product.eqn.outvars[0]))
+        for a, size in enumerate(product.shape)
     )
 
 
 def _attend(
-    trace: Trace, scores: Scores, key: int, weights: Value, values: Collection[Use]
+    trace: Trace,
+    scores: Scores,
+    key: int,
+    weights: Value,
+    along: Axes,
+    values: Collection[Use],
 ) -> None:
-    """Give the query, key and value of an attention their roles.
+    """Give the query, key and value of an attention their roles; its keys lie `along`.
 
     What else makes weights of its queries, or of its keys, is a table.
     """
@@ -267,7 +309,8 @@ def _attend(
         use.become("value")
     for use in weights.sources.difference(*scores.operands):
         takes_one = len([x for x in scores.operands if x & use.inputs]) == 1
-        if takes_one and {CONSTANT} not in use.sides.values():
+        parts = weights.results.get(use)
+        if takes_one and not use.turned(axes_in(parts, along) if parts else set()):
             use.role = use.role or "table"
 
 
@@ -277,16 +320,26 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
     shape, is_transposed = shape_of(eqn.invars[1]), trace.is_transposed(eqn)
     out, fan_in, *window = numbers.rhs_spec
+    if _is_product(eqn, [shape[a] for a in window]):
+        samples, features, *space = numbers.lhs_spec
+        product = Product(eqn, (data, kernel), ([features], [fan_in]), ((), ()))
+        first, second = product.free
+        made = [first.index(samples), len(first) + second.index(out)]
+        made += [first.index(a) for a in space]
+        order = dict(zip(numbers.out_spec, made, strict=True))
+        return _multiplied(trace, product).moved(
+            lambda parts: tuple(parts[order[a]] for a in range(len(shape)))
+        )
     data = trace.given(data, eqn)
     for use, parts in data.outputs.items():
         use.separate(_members(parts[numbers.lhs_spec[1]], groups)[0])
     if not kernel.leaves:
-        product = replace(joined(values), results={}, one_hot=False)
+        result = replace(joined(values), results={}, one_hot=False)
         if kernel.given_floats and not is_transposed:
-            product.feed()
+            result.feed()
         for use, parts in kernel.outputs.items():
             use.mix(axes_in(parts, [fan_in, *window]), axes_in(parts, [out]))
-        return product
+        return result
     last = fan_in if is_transposed else out
     sides = [OUT if a == last else IN for a in range(len(shape))]
     for a, step in zip(window, params["lhs_dilation"], strict=True):
@@ -298,15 +351,24 @@ def _convolution(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         use.separate(members)
         if left > 1:
             use.kind = "grouped"
-    source, result = {numbers.out_spec[1]: out}, shape_of(eqn.outvars[0])
-    results: Results = {u: placed(kernel.leaves[u.path], source, result) for u in uses}
-    return Value(data=True, results=results, sources=frozenset(uses))
+    source, new = {numbers.out_spec[1]: out}, shape_of(eqn.outvars[0])
+    results: Results = {u: placed(kernel.leaves[u.path], source, new) for u in uses}
+    turns = kernel.turns | data.turns
+    return Value(data=True, results=results, sources=frozenset(uses), turns=turns)
+
+
+def _is_product(eqn: JaxprEqn, window: Axes) -> bool:
+    """True for a convolution whose window is one element: a product of features."""
+    params = eqn.params
+    steps = *params["window_strides"], *params["lhs_dilation"]
+    groups = params["feature_group_count"], params["batch_group_count"]
+    return {*steps, *groups, *window} == {1} and not any(map(any, params["padding"]))
 
 
 def _members(parts: Sequence[AxisPart], groups: int) -> tuple[list[int], int]:
     """The axes of a leaf that `vmap` made groups of, and the groups that are left."""
     members = []
-    for axis, _, size, whole in parts[:-1]:
+    for axis, _, size, whole, _ in parts[:-1]:
         if axis is None or not whole:
             break
         members.append(axis)

@@ -1,10 +1,12 @@
 """Read parameters from a function of them: the loss, or the model's `apply`."""
 
+import contextlib
 from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 
 from jax_muon.base import jaxprs, trees
 from jax_muon.matrices.computation import (  # noqa: F401, they register rules
@@ -18,8 +20,62 @@ from jax_muon.matrices.computation.values import AxisPart, Value
 from jax_muon.matrices.matrices import MUON, Parameter
 
 
-def follow(function: Callable[..., Any], params: Any, *args: Any) -> Trace:
-    """The uses of every parameter in `function(params, *args)`; nothing is computed."""
+def read_uses(
+    function: Callable[..., Any], params: Any, *args: Any, splits: Collection[str] = ()
+) -> list[Parameter]:
+    """How `function(params, *args)`, of arrays or shapes, uses each parameter.
+
+    Those that the patterns of `splits` match get no hint how to split them. Nothing is
+    computed.
+
+    Raises:
+      ValueError: the result does not depend on any parameter.
+    """
+    leaves, readings = _arrays(params), []
+    shapes = {path: tuple(x.shape) for path, x in leaves}
+    for jaxpr, count in _traced(function, params, args):
+        trace = follow(jaxpr, count, shapes)
+        if leaves and not any(trace.uses.values()):
+            raise ValueError(
+                f"the result of {function} depends on none of the {len(leaves)} param"
+                "eters; expected the loss, or a model's apply, as a function of them"
+            )
+        read = []
+        for path, leaf in leaves:
+            is_split = any(trees.matches(pattern, path) for pattern in splits)
+            read.append(decide.parameter(path, leaf, trace, is_split))
+        if all(x.axes is None and x.label != MUON for x in read):
+            read = [decide.doubted(x, trace) for x in read]
+        readings.append(decide.with_agreeing_layers(read))
+    return [*map(decide.agreeing, *readings)] if len(readings) > 1 else readings[0]
+
+
+def follow(jaxpr: Jaxpr, count: int, shapes: dict[str, tuple[int, ...]]) -> Trace:
+    """The uses of every parameter in a function with `count` arguments."""
+    given: list[Any] = [v.aval for v in jaxpr.invars[len(shapes) :]]
+    arguments = given[: count - len(shapes)]
+    # Without arrays among its arguments, a function closes over its data.
+    is_alone = not any(x.ndim and _given(x, is_data=True).data for x in arguments)
+    is_data = [is_alone or i < len(arguments) for i in range(len(given))]
+    values = [_of_leaf(path, shape) for path, shape in shapes.items()]
+    values += map(_given, given, is_data)
+    inputs: dict[str, str] = {}
+    while True:  # until no further leaf turns out to be like data
+        trace, before = Trace(shapes, inputs), len(inputs)
+        trace.run(jaxpr, values)
+        if len(inputs) == before:
+            return trace
+
+
+def _traced(
+    function: Callable[..., Any], params: Any, args: tuple[Any, ...]
+) -> list[tuple[Jaxpr, int]]:
+    """The operations of a function, of three samples where its arguments have one.
+
+    With one sample, or one position, nothing distinguishes what is added to all samples
+    from what is one of them. Where three take another branch, the function as it is
+    comes first, then the other one.
+    """
     leaves, tree = jax.tree.flatten(params)
     arrays = [x if hasattr(x, "shape") else None for x in leaves]
 
@@ -28,49 +84,31 @@ def follow(function: Callable[..., Any], params: Any, *args: Any) -> Trace:
         whole = jax.tree.unflatten(tree, [x if a is None else a for x, a in pairs])
         return _loss(function(whole, *args))
 
-    jaxpr, count = jaxprs.trace(loss, arrays, *args)
-    shapes = {path: tuple(x.shape) for path, x in _arrays(params)}
-    given: list[Any] = [v.aval for v in jaxpr.invars[len(shapes) :]]
-    arguments = given[: count - len(shapes)]
-    # Without arrays among its arguments, a function closes over its data.
-    is_alone = not any(x.ndim and _given(x, is_data=True).data for x in arguments)
-    is_data = [is_alone or i < len(arguments) for i in range(len(given))]
-    others = [*map(_given, given, is_data)]
-    inputs: dict[str, str] = {}
-    while True:  # until no further leaf turns out to be like data
-        trace, before = Trace(shapes, inputs), len(inputs)
-        values = [
-            Value(data=True) if path in inputs else _of_leaf(path, shape)
-            for path, shape in shapes.items()
-        ]
-        trace.run(jaxpr, [*values, *others])
-        if len(inputs) == before:
-            return trace
+    traced = jaxprs.trace(loss, arrays, *args)
+    for axes in (slice(None), slice(1)):
+        if wider := _wider(args, axes):
+            with contextlib.suppress(Exception):  # the loss has its sizes in it
+                other = jaxprs.trace(loss, arrays, *wider)
+                is_same = jaxprs.operations(other[0]) == jaxprs.operations(traced[0])
+                return [other] if is_same else [traced, other]
+    return [traced]
 
 
-def read_uses(
-    function: Callable[..., Any], params: Any, *args: Any, splits: Collection[str] = ()
-) -> list[Parameter]:
-    """How `function(params, *args)`, of arrays or shapes, uses each parameter.
+def _wider(args: tuple[Any, ...], axes: slice) -> tuple[Any, ...]:
+    """The arguments with a size of three for one, or () if there are none of one."""
 
-    Those that the patterns of `splits` match get no hint how to split them.
+    def wider(x: Any) -> Any:
+        if not has_one(x):
+            return x
+        shape = [*x.shape]
+        shape[axes] = [3 if n == 1 else n for n in shape[axes]]
+        return jax.ShapeDtypeStruct(shape, x.dtype)
 
-    Raises:
-      ValueError: the result does not depend on any parameter.
-    """
-    trace, leaves = follow(function, params, *args), _arrays(params)
-    if leaves and not any(trace.uses.values()):
-        raise ValueError(
-            f"the result of {function} depends on none of the {len(leaves)} "
-            "parameters; expected the loss, or a model's apply, as a function of them"
-        )
-    read = []
-    for path, leaf in leaves:
-        is_split = any(trees.matches(pattern, path) for pattern in splits)
-        read.append(decide.parameter(path, leaf, trace, is_split))
-    if all(x.axes is None and x.label != MUON for x in read):
-        read = [decide.doubted(x, trace) for x in read]
-    return decide.with_agreeing_layers(read)
+    def has_one(x: Any) -> bool:
+        return 1 in getattr(x, "shape", ())[axes]
+
+    is_any = any(map(has_one, jax.tree.leaves(args)))
+    return jax.tree.map(wider, args) if is_any else ()
 
 
 def _arrays(params: Any) -> list[tuple[str, Any]]:

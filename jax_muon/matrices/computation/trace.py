@@ -19,8 +19,16 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax_muon.base import jaxprs
 from jax_muon.base.jaxprs import shape_of
 from jax_muon.matrices.computation.values import (
+    BATCH,
     CONSTANT,
+    EXPONENTIAL,
+    IN,
+    LOG,
+    LOG_SOFTMAX,
     OUT,
+    RECIPROCAL,
+    SOFTMAX,
+    SUMMED,
     AxisParts,
     Shape,
     Use,
@@ -28,6 +36,7 @@ from jax_muon.matrices.computation.values import (
     axes_in,
     joined,
     merged,
+    placed,
 )
 
 Rule = Callable[["Trace", JaxprEqn, list[Value]], Value | list[Value]]
@@ -66,6 +75,7 @@ class Trace:
 
     def run(self, jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
         """The results of a function."""
+        jaxpr = jaxprs.needed(jaxpr)
         known = dict.fromkeys(jaxpr.constvars, Value())
         known |= zip(jaxpr.invars, values, strict=True)
 
@@ -86,10 +96,18 @@ class Trace:
 
     def _operation(self, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
         name = eqn.primitive.name
+        if name not in _JOINING:
+            values = [*map(self._settled, values)]
         if name not in RULES and (closed := jaxprs.called(eqn)) is not None:
             return self.call(eqn, closed.jaxpr, values)
         result = RULES.get(name, elementwise)(self, eqn, values)
         return result if isinstance(result, list) else [result] * len(eqn.outvars)
+
+    def _settled(self, value: Value) -> Value:
+        """Leaves that are like data as data, unless other leaves lie beside them."""
+        if not value.leaves or not value.leaves.keys() <= self.inputs.keys():
+            return value
+        return Value(data=True, turns=value.turns)
 
     def is_transposed(self, eqn: JaxprEqn) -> bool:
         """Whether an operation goes from results back to inputs, for a gradient."""
@@ -117,12 +135,19 @@ class Trace:
                 self._known[key] = Use(leaf, kind, line, eqn.primitive.name)
                 self.uses[leaf].append(self._known[key])
             use = self._known[key]
+            known = value.sides.get(leaf, {})
+            use.constant = {a for a, x in known.items() if CONSTANT in x}
+            places = [axis for of_axis in parts for axis in axes_in((of_axis,))]
             of_axes = {
                 axis: frozenset({side})
                 for of_axis, side in zip(parts, sides, strict=False)
                 for axis in axes_in((of_axis,))
+                if axis not in use.constant or places.count(axis) == 1
             }
-            use.sides = merged(value.sides.get(leaf, {}), of_axes) | use.revised
+            cut = dict.fromkeys(self.cut_off(value, leaf), frozenset({BATCH}))
+            known = {a: x - {SUMMED} for a, x in merged(known, of_axes).items()}
+            known = {a: x - {CONSTANT} or x for a, x in known.items() if x}
+            use.sides = cut | known | use.revised
             use.of_picked = leaf in value.picked
             use.left = axes_in(parts)
             use.is_complex = any(map(_is_complex, eqn.invars))
@@ -131,10 +156,15 @@ class Trace:
             uses.append(use)
         for use, before in itertools.product(uses, sources):
             if not use.is_gradient:
-                before.feeds = True
+                before.feeds |= not before.is_gradient
             elif before.is_gradient:  # backwards, what is later comes first
                 use.feeds = True
         return uses
+
+    def cut_off(self, value: Value, leaf: str) -> list[int]:
+        """The axes of a leaf of which a value has one element, or one at a time."""
+        known = {*value.sides.get(leaf, {})} | axes_in(value.leaves[leaf])
+        return [a for a, n in enumerate(self.shapes[leaf]) if n > 1 and a not in known]
 
     def note_input(self, value: Value, eqn: JaxprEqn) -> None:
         """Note that an operation makes a product of two leaves an activation.
@@ -143,8 +173,7 @@ class Trace:
         """
         features = {leaf: axes_in(parts[-1:]) for leaf, parts in value.leaves.items()}
         for leaf in features if any(features.values()) else ():
-            left = {*value.sides.get(leaf, {})} | axes_in(value.leaves[leaf])
-            is_whole = all(a in left for a, n in enumerate(self.shapes[leaf]) if n > 1)
+            is_whole = {SUMMED} not in value.sides.get(leaf, {}).values()
             if len(value.inner(leaf)) == 1 and is_whole and not features[leaf]:
                 line = jaxprs.line_of((*self._calls, eqn))
                 self.inputs.setdefault(leaf, line)
@@ -157,8 +186,14 @@ class Trace:
         sources = value.sources
         for leaf, parts in value.leaves.items():
             one = replace(value, leaves={leaf: parts})
-            if CONSTANT in value.known(leaf) and not value.data:
-                sources |= {*self.use(one, "contracted", eqn, [OUT] * len(parts))}
+            known = value.sides.get(leaf, {}).items()
+            inside = {axis for axis, x in known if x == {CONSTANT}}
+            if inside >= axes_in(parts):  # by constants on both sides
+                inside -= axes_in(parts[-1:])
+            if inside and not value.data:
+                sides = [IN if axes_in([x]) & inside else OUT for x in parts]
+                one = one.with_side(IN, {leaf: inside - axes_in(parts)})
+                sources |= {*self.use(one, "contracted", eqn, sides)}
             else:
                 self.use(one, "elementwise", eqn)
         return replace(value, data=True, leaves={}, sources=sources)
@@ -180,8 +215,12 @@ def _is_complex(v: Any) -> bool:
     return bool(jnp.issubdtype(getattr(v.aval, "dtype", int), jnp.complexfloating))
 
 
-_ACTIVATIONS = {"tanh", "logistic", "max", "sin", "cos", "erf", "exp", "expm1", "log1p"}
+# Ways of parameters into one vector and out of it, as in `ravel_pytree`.
+_JOINING = {"concatenate", "convert_element_type", "reshape", "slice", "split"}
+_ACTIVATIONS = {"tanh", "logistic", "max", "sin", "cos", "erf", "exp", "exp2"}
+_ACTIVATIONS |= {"expm1", "log1p"}
 SUMS = ("add", "sub")
+_EXPONENTIALS = ("exp", "exp2")
 _HIDING = {"triangular_solve", "ffi_call"}  # not elementwise if all fits
 
 
@@ -193,6 +232,7 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         return cases[0]  # whatever chooses, as `vmap` does for the branches of a cond
     shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
     shapes = [shape_of(v) for v in eqn.invars]
+    values = [_repeated(*x, shape) for x in zip(values, shapes, strict=True)]
     fits = all(_fits(x, shape) for x in shapes) and name not in _HIDING
     if not fits:
         result.results = {}
@@ -205,15 +245,22 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     if name == "eq":
         result.one_hot = sum(x.data for x in values) == 1
     by_itself = name == "select_n" and bool(values[0].leaves)  # as in leaky_relu
-    is_function = bool(made) and (name in _ACTIVATIONS or by_itself)
+    raw = {y for x in made for y in x.leaves}
+    is_raw = len(raw) == 1 and all(x.is_raw for x in made)
+    is_clipped = is_raw and (name == "max" or by_itself)
+    is_function = bool(made) and (name in _ACTIVATIONS or by_itself) and not is_clipped
     if name in SUMS:  # a sum with leaves that no function was applied to is no function
         result.activated = bool(made) and all(x.activated for x in made)
+        constant = [x.constant for x in made]  # with a bias, constants are data
+        result.activated |= any(
+            not x.has_all(shape, places) for x in made for places in constant
+        )
     result.activated |= is_function
     for value in made:
         if not value.data and (is_function or _is_added(name, value, values, shape)):
             trace.note_input(value, eqn)
-    result.is_exponential |= name == "exp"
-    result.softmax = _softmax(name, values)
+    result.is_exponential |= name in _EXPONENTIALS
+    result.softmax = _softmax(eqn, values)
     if name == "mul":
         _multiply(values, shapes)
     for value, size in zip(values, map(math.prod, shapes), strict=True):
@@ -224,6 +271,17 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     for value in _scales(name, made, shape):
         trace.use(value, "elementwise", eqn)
         made = [x for x in made if x is not value]
+    if name in SUMS and any(x.picked and x.data for x in made):  # rows are data
+        for value in [x for x in made if not x.data]:
+            trace.use(value, "elementwise", eqn)
+            made = [x for x in made if x is not value]
+    for value in active if name in ("mul", "div") and len(made) == 1 else ():
+        own = {*value.sources}
+        while more := {y for x in own for y in x.inputs} - own:
+            own |= more
+        if {x.path for x in own} == {*made[0].leaves}:
+            for use in own:
+                use.scales = True
     if active or not fits:
         for value in made:
             is_input = value.activated or name not in SUMS
@@ -249,6 +307,14 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     if name == "select_n" and not (values[0].data or values[0].leaves):
         return result.moved(lambda parts: _diagonal(parts, shape))
     return result
+
+
+def _repeated(value: Value, old: Shape, new: Shape) -> Value:
+    """A value without the axes along which its one element is repeated."""
+    if len(old) != len(new) or not value.leaves:
+        return value
+    places = [a for a, n in enumerate(old) if n == new[a]]
+    return value.moved(lambda parts: placed(parts, {a: a for a in places}, new))
 
 
 def _is_added(name: str, value: Value, values: Sequence[Value], shape: Shape) -> bool:
@@ -288,12 +354,25 @@ def _scales(name: str, made: Sequence[Value], shape: Shape) -> list[Value]:
     return [x for x in scales if others and not others & {*x.leaves}]
 
 
-def _softmax(name: str, values: Sequence[Value]) -> int:
-    """`Value.softmax` of an elementwise operation."""
-    of = [x.softmax for x in values if x.data]
-    if name == "div" and len(of) == 2 and all(of):
-        return 2
-    return 1 if name == "exp" else min(of, default=0)
+def _softmax(eqn: JaxprEqn, values: Sequence[Value]) -> str:
+    """`Value.softmax` of an elementwise operation; constants change nothing."""
+    name, of = eqn.primitive.name, [x.softmax for x in values if x.data]
+    if name in _EXPONENTIALS:
+        return SOFTMAX if of == [LOG_SOFTMAX] else EXPONENTIAL
+    if name == "log" and of == [EXPONENTIAL]:
+        return LOG
+    if name in SUMS and LOG in of:  # with the maximum, or x - log s
+        return LOG_SOFTMAX if name == "sub" and of[0] != LOG else LOG
+    is_inverse = (name == "div" and not values[0].data) or eqn.params.get("y") == -1
+    if is_inverse and of == [EXPONENTIAL]:
+        return RECIPROCAL
+    if name == "div" and of == [EXPONENTIAL] * 2:
+        return SOFTMAX
+    if name == "mul" and {*of} == {EXPONENTIAL, RECIPROCAL}:
+        return SOFTMAX
+    if {*of} == {EXPONENTIAL, SOFTMAX}:
+        return EXPONENTIAL
+    return of[0] if len({*of}) == 1 else ""
 
 
 def _multiply(values: Sequence[Value], shapes: Sequence[Shape]) -> None:

@@ -8,19 +8,21 @@ leaves that the array comes from. A `Use` is one operation that applies a leaf t
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class AxisPart(NamedTuple):
     """A part of an axis of a value: `size` elements, `stride` apart, of a leaf's axis.
 
     The axis is None if it is no leaf's; `whole` is false for one factor of several.
+    `at` is where the part begins among others that were joined to it, if there are any.
     """
 
     axis: int | None
     stride: int
     size: int
     whole: bool = True
+    at: int | None = None
 
 
 # The parts of each axis of a value, the outermost first.
@@ -51,12 +53,27 @@ def placed(parts: AxisParts, source: Mapping[int, int], shape: Shape) -> AxisPar
 
 def fit(parts: AxisParts, shape: Shape) -> AxisParts:
     """The parts of axes that were cut or padded to this shape."""
-    return tuple(map(_fitted, parts, shape))
+    return tuple(map(fitted, parts, shape))
 
 
-def _fitted(of_axis: tuple[AxisPart, ...], size: int) -> tuple[AxisPart, ...]:
-    if not of_axis or math.prod(x.size for x in of_axis) == size:
+def between(of_axis: tuple[AxisPart, ...], start: int, size: int) -> Any:
+    """The parts of an axis from `start` on, or None if none of them is there."""
+    if not of_axis or of_axis[0].at is None:
         return of_axis
+    at, length = of_axis[0].at, math.prod(x.size for x in of_axis)
+    low, high = max(at, start), min(at + length, start + size)
+    if low >= high:
+        return None
+    place = None if high - low == size else low - start
+    first, *rest = fitted((of_axis[0]._replace(at=None), *of_axis[1:]), high - low)
+    return (first._replace(at=place), *rest)
+
+
+def fitted(of_axis: Sequence[AxisPart], size: int) -> tuple[AxisPart, ...]:
+    """The parts of one axis that was cut or padded to this size."""
+    is_placed = bool(of_axis) and of_axis[0].at is not None
+    if not of_axis or is_placed or math.prod(x.size for x in of_axis) == size:
+        return (*of_axis,)
     outer, *inner = of_axis
     rest = math.prod(x.size for x in inner)
     if size % rest:  # the outer factor has no whole number of elements left
@@ -68,13 +85,14 @@ def reshaped(parts: AxisParts, old: Shape, new: Shape) -> AxisParts:
     """The parts of the old axes, divided among the new ones."""
     left: list[AxisPart] = []  # the innermost first
     for before, size in zip(reversed(parts), reversed(old), strict=True):
-        left += reversed(_fitted(before, size) or free(size))
+        before = tuple(x._replace(at=None) for x in before)
+        left += reversed(fitted(before, size) or free(size))
     left = [x for x in left if x.size > 1]
     result = []
     for size in new:
         of_axis: list[AxisPart] = []
         while size > 1 and left:
-            axis, stride, length, whole = left.pop()
+            axis, stride, length, whole, _ = left.pop()
             taken = math.gcd(size, length)
             if taken == 1:  # they do not divide each other: both get this axis
                 taken, size = length, size * length
@@ -91,9 +109,9 @@ def reshaped(parts: AxisParts, old: Shape, new: Shape) -> AxisParts:
 
 # The side of a matrix that a leaf's axis is on in a use, or batch. Before the use, the
 # axis may have been contracted with another leaf, as an axis of the first or the second
-# operand, or with a constant; or cut (PART).
+# operand, or with a constant; or summed over. Of what was cut off it has none.
 BATCH, IN, OUT = "batch", "in", "out"
-FIRST, SECOND, CONSTANT, PART = "first", "second", "constant", "part"
+FIRST, SECOND, CONSTANT, SUMMED = "first", "second", "constant", "summed"
 INNER = {FIRST, SECOND}
 Sides = dict[int, frozenset[str]]  # by axis of the leaf
 
@@ -114,12 +132,13 @@ class Use:
     sides: Sides = field(default_factory=dict)
     revised: Sides = field(default_factory=dict)  # by what comes later
     left: set[int] = field(default_factory=set)  # axes not yet summed over
+    constant: set[int] = field(default_factory=set)  # constants were contracted with
     feeds: bool = False  # another product takes its result, so that it is no head
     role: str = ""  # in attention: query, key or value; "fused" for several
     slices: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # of outputs
     glu: bool = False  # they are multiplied by each other
     inputs: set["Use"] = field(default_factory=set)  # whose results it is multiplied by
-    rows: int = 0  # number of input vectors that it is multiplied by
+    scales: bool = False  # its result, as of a power iteration, scales its own leaf
     by_gates: bool = False  # they are gates
     gated: set[int] = field(default_factory=set)  # outputs times gates
     gates: set[int] = field(default_factory=set)  # outputs that are gates of others
@@ -138,12 +157,29 @@ class Use:
         self.revised |= {axis: frozenset({side}) for axis, side in sides.items()}
         self.sides = {**self.sides, **self.revised}
 
+    def meets(self, axis: int) -> bool:
+        """Whether more than a constant was done to an axis."""
+        return bool(self.sides.get(axis, frozenset()) - {CONSTANT})
+
+    def turned(self, left: set[int]) -> bool:
+        """Make constants that are left in a result the inputs of a matrix."""
+        alone = {a for a in self.constant if self.sides[a] == {CONSTANT}}
+        if inside := self.constant & left | alone:
+            outside = {a: OUT for a, x in self.sides.items() if x == {IN}}
+            self.revise(outside | dict.fromkeys(inside, IN))
+        return bool(inside)
+
     def separate(self, axes: Iterable[int], side: str = OUT) -> None:
         """Make axes a batch of matrices, where others of this side are left."""
         for axis in axes:
             others = [sides for a, sides in self.sides.items() if a != axis]
             if self.sides.get(axis) == {side} and {side} in others:
                 self.revise({axis: BATCH})
+
+    def collect(self, axes: Iterable[int]) -> None:
+        """Make axes outputs that a loop computes one by one, if there are no others."""
+        if set().union(*self.sides.values()) <= {IN, BATCH}:
+            self.revise(dict.fromkeys(axes, OUT))
 
     def separate_members(self, axes: Iterable[int]) -> None:
         """The same for a later product's batch: members with one input come first."""
@@ -164,6 +200,12 @@ class Use:
         out = [axis for axis, sides in self.sides.items() if sides == {OUT}]
         size = math.prod(x.size for of in parts for x in of if x.axis in out)
         return size == math.prod(shape[axis] for axis in out)
+
+
+# Values on the way to a softmax e / s of e = exp(x) with the sum s, in any spelling:
+# e and s, 1 / s, log s, x - log s, and the softmax itself.
+EXPONENTIAL, RECIPROCAL, LOG = "exponential", "reciprocal", "log"
+LOG_SOFTMAX, SOFTMAX = "log-softmax", "softmax"
 
 
 class Scores(NamedTuple):
@@ -193,14 +235,16 @@ class Value:
     results: Results = field(default_factory=dict)  # that it comes from
     sources: frozenset[Use] = frozenset()  # the same, with no product in between
     one_hot: bool = False  # it compares data with other numbers
-    softmax: int = 0  # 1: an exponential; 2: divided by a sum of some
+    softmax: str = ""  # how far it is on the way to one: see `trace.softmax`
     is_exponential: bool = False  # of anything in it
     choice: frozenset[Use] = frozenset()  # among whose outputs a top-k chose it
+    turns: frozenset[int] = frozenset()  # loops in whose turns it differs
+    rows: dict[tuple[str, int], int] = field(default_factory=dict)  # loops over axes
 
     @property
     def are_gates(self) -> bool:
         """Whether it is a softmax, a one-hot or a top-k."""
-        return self.softmax == 2 or self.one_hot or bool(self.choice)
+        return self.softmax == SOFTMAX or self.one_hot or bool(self.choice)
 
     @property
     def outputs(self) -> dict[Use, AxisParts]:
@@ -220,6 +264,25 @@ class Value:
         places = [*places]
         return {leaf: axes_in(parts, places) for leaf, parts in self.leaves.items()}
 
+    def between(self, starts: Shape, sizes: Shape) -> "Value":
+        """The same with the leaves of this part alone."""
+        leaves = {}
+        for leaf, parts in self.leaves.items():
+            inside = [*map(between, parts, starts, sizes)]
+            if None not in inside:
+                leaves[leaf] = tuple(inside)
+        sides = {leaf: x for leaf, x in self.sides.items() if leaf in leaves}
+        picked = self.picked & leaves.keys()
+        return replace(self, leaves=leaves, sides=sides, picked=picked)
+
+    def joined_at(self, leaf: str, place: int, start: int, size: int) -> None:
+        """Note where along an axis a leaf lies among others."""
+        parts = self.leaves[leaf]
+        free_part = [AxisPart(None, 1, size)]
+        first, *rest = parts[place] if axes_in([parts[place]]) else free_part
+        of_axis = (first._replace(at=start + (first.at or 0)), *rest)
+        self.leaves[leaf] = (*parts[:place], of_axis, *parts[place + 1 :])
+
     def has_all(self, shape: Shape, places: Iterable[int] | None = None) -> bool:
         """Whether each of some axes, or of all, is some leaf's: none was repeated."""
         of = [x for parts in self.leaves.values() for x in enumerate(parts)]
@@ -227,9 +290,27 @@ class Value:
         chosen = range(len(shape)) if places is None else places
         return all(shape[place] == 1 or place in own for place in chosen)
 
+    @property
+    def constant(self) -> set[int]:
+        """The axes that a constant was contracted with, or that took their place."""
+        sides = self.sides
+        return {
+            place
+            for leaf, parts in self.leaves.items()
+            for place, of_axis in enumerate(parts)
+            for axis in axes_in((of_axis,))
+            if CONSTANT in sides.get(leaf, {}).get(axis, ())
+        }
+
     def inner(self, leaf: str) -> set[int]:
         """The axes of a leaf that are contracted with another leaf."""
         return {axis for axis, x in self.sides.get(leaf, {}).items() if x & INNER}
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether it is one leaf, or parts of it, that nothing was multiplied by."""
+        is_one = len(self.leaves) == 1 and not self.picked
+        return is_one and not any(map(self.known, self.leaves))
 
     @property
     def of_two(self) -> bool:
@@ -239,6 +320,13 @@ class Value:
     def known(self, leaf: str) -> set[str]:
         """The sides that some axis of a leaf has already."""
         return {side for sides in self.sides.get(leaf, {}).values() for side in sides}
+
+    def joined_again(self, leaf: str, place: int, axis: int, size: int) -> None:
+        """Note that parts of one axis of a leaf lie side by side along this place."""
+        parts = self.leaves[leaf]
+        if axis not in axes_in(parts) and not axes_in([parts[place]]) and size > 1:
+            whole = (AxisPart(axis, 1, size),)
+            self.leaves[leaf] = (*parts[:place], whole, *parts[place + 1 :])
 
     def with_side(self, side: str, axes: Mapping[str, Iterable[int]]) -> "Value":
         """The same, with a side for some axes of its leaves."""
@@ -256,14 +344,18 @@ class Value:
             pairs = zip(leaves.get(leaf, none), after, strict=True)
             leaves[leaf] = tuple(a if axes_in((a,)) else b for a, b in pairs)
         for leaf, of in other.sides.items():
-            sides[leaf] = merged(sides.get(leaf, {}), of)
+            own = axes_in(leaves[leaf])  # what is there again is not summed
+            both = merged(sides.get(leaf, {}), of)
+            both |= {a: x - {SUMMED} for a, x in both.items() if a in own}
+            sides[leaf] = {a: x for a, x in both.items() if x}
         picked = self.picked | other.picked
-        return replace(self, leaves=leaves, sides=sides, picked=picked)
+        rows = self.rows | other.rows
+        return replace(self, leaves=leaves, sides=sides, picked=picked, rows=rows)
 
     def feed(self) -> None:
         """Note that a frozen kernel takes it, as a parameter would."""
         for use in self.sources:
-            use.feeds = True
+            use.feeds |= not use.is_gradient
 
 
 def joined(values: Sequence[Value]) -> Value:
@@ -291,4 +383,5 @@ def joined(values: Sequence[Value]) -> Value:
         one_hot=bool(data) and all(value.one_hot for value in data),
         is_exponential=any(value.is_exponential for value in values),
         choice=frozenset(use for value in values for use in value.choice),
+        turns=frozenset(loop for value in values for loop in value.turns),
     )
