@@ -46,14 +46,14 @@ def optimizers(matrices: Any, params: Any) -> dict[str, Any]:
     spec = optax.contrib.MuonDimensionNumbers(-2, -1)
     numbers = jax.tree.map(lambda x: spec if x.ndim > 2 else None, params)
     muon = functools.partial(jm.muon, 0.02, matrices=matrices)
-    int8 = muon(momentum_dtype="int8")
+    int8 = muon(mu_dtype="int8")
     return {
         "optax.adamw": optax.adamw(3e-4),
         "optax.contrib.muon": optax.contrib.muon(
             0.02, muon_weight_dimension_numbers=numbers
         ),
         "muon": muon(),
-        "muon, float32 momentum": muon(momentum_dtype="float32"),
+        "muon, float32 momentum": muon(mu_dtype="float32"),
         "muon, int8 momentum": int8,
         "muon, int8 momentum, residual": jm.keep_residual(int8),
     }

@@ -63,7 +63,7 @@ def recipe(
 WITHOUT_DECAY = ("muonh",)  # it keeps the norms of weights
 OPTIMIZERS = {
     "nanochat": recipe(jm.nanochat),
-    "nanochat-august": recipe(jm.nanochat, edition="2026-08"),
+    "nanochat-july": recipe(jm.nanochat, version="2026-07"),
     "muon": recipe(jm.muon),
     "normuon": recipe(jm.normuon),
     "moonlight": recipe(jm.moonlight),

@@ -24,7 +24,7 @@ from jax_muon.partition import Group, partition
 from jax_muon.polar import coefficients
 from jax_muon.polar.factors import NewtonSchulz
 from jax_muon.transforms.hyperball import hyperball
-from jax_muon.transforms.momentum import nesterov
+from jax_muon.transforms.momentum import nesterov as ema  # an argument's name, too
 from jax_muon.transforms.orthogonalize import Polar, orthogonalize
 from jax_muon.transforms.scaling import (
     equilibrate_rows,
@@ -40,12 +40,12 @@ def nanochat(
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.1,
     *,
-    edition: str = "2026-01",
+    version: str = "2026-01",
     beta2: optax.ScalarOrSchedule | None = None,
-    steps: int | None = None,
+    ns_steps: int | None = None,
     dtype: jax.typing.DTypeLike = "bfloat16",
     polar: Polar | None = None,
-    momentum_dtype: jax.typing.DTypeLike | None = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
     adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
@@ -59,15 +59,15 @@ def nanochat(
       momentum: of the matrices, an exponential average, in [0, 1).
       weight_decay: of the matrices, times the learning rate, and here times the factor
         of the shape. It is cautious; see `add_cautious_decayed_weights`.
-      edition: "2026-01", or "2026-08", which equilibrates the rows before the polar
-        factor (MuonEq), sets its Frobenius norm (Muon+), and has another margin of the
-        first normalization, 1.01 instead of 1.02.
-      beta2: decay of NorMuon's mean squares, in [0, 1). None for 0.95, and for 0.9 in
-        the later edition.
-      steps: of the polar iteration, a Python integer; None for 5.
+      version: "2026-01"; "2026-03", with a margin of 1.01 instead of 1.02 before the
+        polar factor, and beta2 0.9; or "2026-07", which also equilibrates the rows
+        before the polar factor (MuonEq) and sets its Frobenius norm (Muon+).
+      beta2: decay of NorMuon's mean squares, in [0, 1). None for 0.9, and for 0.95 in
+        "2026-01".
+      ns_steps: of the polar iteration, a Python integer; None for 5.
       dtype: of the polar iteration; "bfloat16" is fast on a GPU, "float32" exact.
-      polar: instead of `steps` and `dtype`, a polar factor as for `orthogonalize`.
-      momentum_dtype: dtype of the momentum; None for the parameters'. See `nesterov`.
+      polar: instead of `ns_steps` and `dtype`, a polar factor as for `orthogonalize`.
+      mu_dtype: dtype of the momentum; None for the parameters'. See `nesterov`.
       adamw: the optimizer of all other parameters: the one that trains your model now,
         such as `optax.adamw(lr)`, or a learning rate for the recipe's own AdamW. None
         is 3e-4, which no model was tuned for.
@@ -87,18 +87,18 @@ def nanochat(
       https://github.com/karpathy/nanochat; Polar Express arXiv 2505.16932; NorMuon
       arXiv 2510.05491; MuonEq arXiv 2603.28254; Muon+ arXiv 2602.21545.
     """
-    checks.choice("edition", edition, ("2026-01", "2026-08"))
-    later = edition == "2026-08"
-    decay = (0.9 if later else 0.95) if beta2 is None else beta2
-    settings = {"norm_factor": 1.01 if later else 1.02, "eps": 1e-6}
-    polar = _polar(polar, steps, dtype, coefficients.nanochat, **settings)
+    checks.choice("version", version, ("2026-01", "2026-03", "2026-07"))
+    first, last = version == "2026-01", version == "2026-07"
+    decay = (0.95 if first else 0.9) if beta2 is None else beta2
+    settings = {"norm_factor": 1.02 if first else 1.01, "eps": 1e-6}
+    polar = _polar(polar, ns_steps, dtype, coefficients.nanochat, **settings)
 
     def chain(matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
-            nesterov(momentum, accumulator_dtype=momentum_dtype),
-            *([equilibrate_rows(matrices=matrices)] if later else []),
+            ema(momentum, mu_dtype=mu_dtype),
+            *([equilibrate_rows(matrices=matrices)] if last else []),
             orthogonalize(polar, matrices=matrices),
-            *([normalize_frobenius(matrices=matrices)] if later else []),
+            *([normalize_frobenius(matrices=matrices)] if last else []),
             scale_by_normuon(decay, matrices=matrices),
             add_cautious_decayed_weights(weight_decay),
             scale_by_shape(matrices=matrices),
@@ -114,10 +114,10 @@ def normuon(
     weight_decay: optax.ScalarOrSchedule = 0.1,
     *,
     beta2: optax.ScalarOrSchedule = 0.95,
-    steps: int | None = None,
+    ns_steps: int | None = None,
     dtype: jax.typing.DTypeLike = "bfloat16",
     polar: Polar | None = None,
-    momentum_dtype: jax.typing.DTypeLike | None = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
     adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
@@ -140,8 +140,8 @@ def normuon(
 
     def chain(matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
-            nesterov(momentum, lookahead=False, accumulator_dtype=momentum_dtype),
-            orthogonalize(_polar(polar, steps, dtype), matrices=matrices),
+            ema(momentum, nesterov=False, mu_dtype=mu_dtype),
+            orthogonalize(_polar(polar, ns_steps, dtype), matrices=matrices),
             # The paper adds 1e-8 to the root; here the root is at least 1e-8. The
             # default, 1e-5, would hold back neurons whose first updates are small.
             scale_by_normuon(beta2, axis="output", eps=1e-16, matrices=matrices),
@@ -158,13 +158,13 @@ def muon(
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     *,
-    lookahead: bool = True,
+    nesterov: bool = True,
     bias_correction: bool = False,
-    shape_rule: str | Callable[[int, int], float] = "max_ratio",
-    steps: int | None = None,
+    adjust_lr_fn: str | Callable[[int, int], float] | None = "original",
+    ns_steps: int | None = None,
     dtype: jax.typing.DTypeLike = "bfloat16",
     polar: Polar | None = None,
-    momentum_dtype: jax.typing.DTypeLike | None = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
     adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
@@ -172,15 +172,14 @@ def muon(
     """Jordan's Muon: Nesterov, Newton-Schulz, a factor for the shape, decoupled decay.
 
     See https://kellerjordan.github.io/posts/muon/. Start rates as for `nanochat`. With
-    equal settings, the mathematics of torch.optim.Muon; `shape_rule="rms_0.2"` is its
-    adjust_lr_fn="match_rms_adamw".
+    equal settings, the mathematics of torch.optim.Muon.
 
     Args:
       learning_rate: of the matrices, before the factor of the shape.
       weight_decay: of the matrices, decoupled: times the learning rate alone.
-      lookahead: True for Nesterov's look-ahead; see `nesterov`.
+      nesterov: True for Nesterov's look-ahead; see `nesterov`.
       bias_correction: of the momentum, as in `optax.contrib.muon`; see `nesterov`.
-      shape_rule: the factor for the shape of a matrix; see `scale_by_shape`.
+      adjust_lr_fn: the factor for the shape of a matrix; see `scale_by_shape`.
       ...: all other arguments as in `nanochat`.
 
     Examples:
@@ -190,13 +189,13 @@ def muon(
       >>> updates["mlp"].tolist()
       [[-0.5, -0.0], [-0.0, -0.5]]
     """
-    average = {"lookahead": lookahead, "bias_correction": bias_correction}
+    average = {"nesterov": nesterov, "bias_correction": bias_correction}
 
     def chain(matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
-            nesterov(momentum, **average, accumulator_dtype=momentum_dtype),
-            orthogonalize(_polar(polar, steps, dtype), matrices=matrices),
-            scale_by_shape(shape_rule, matrices=matrices),
+            ema(momentum, **average, mu_dtype=mu_dtype),
+            orthogonalize(_polar(polar, ns_steps, dtype), matrices=matrices),
+            scale_by_shape(adjust_lr_fn, matrices=matrices),
             _decay(weight_decay),
             optax.scale_by_learning_rate(checks.rate("learning_rate", learning_rate)),
         )
@@ -209,10 +208,10 @@ def moonlight(
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.1,
     *,
-    steps: int | None = None,
+    ns_steps: int | None = None,
     dtype: jax.typing.DTypeLike = "bfloat16",
     polar: Polar | None = None,
-    momentum_dtype: jax.typing.DTypeLike | None = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
     adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
@@ -238,11 +237,11 @@ def moonlight(
         learning_rate,
         momentum,
         weight_decay,
-        shape_rule="rms_0.2",
-        steps=steps,
+        adjust_lr_fn="match_rms_adamw",
+        ns_steps=ns_steps,
         dtype=dtype,
         polar=polar,
-        momentum_dtype=momentum_dtype,
+        mu_dtype=mu_dtype,
         adamw=_adamw(rate, b2=0.95, weight_decay=weight_decay),
         groups=groups,
         matrices=matrices,
@@ -254,10 +253,10 @@ def teon(
     momentum: optax.ScalarOrSchedule = 0.95,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     *,
-    steps: int | None = None,
+    ns_steps: int | None = None,
     dtype: jax.typing.DTypeLike = "bfloat16",
     polar: Polar | None = None,
-    momentum_dtype: jax.typing.DTypeLike | None = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
     adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
@@ -293,10 +292,10 @@ def teon(
         learning_rate,
         momentum,
         weight_decay,
-        lookahead=False,
-        shape_rule="sqrt_ratio",
-        polar=_polar(polar, steps, dtype, table, norm_factor=1.01),
-        momentum_dtype=momentum_dtype,
+        nesterov=False,
+        adjust_lr_fn="spectral_norm",
+        polar=_polar(polar, ns_steps, dtype, table, norm_factor=1.01),
+        mu_dtype=mu_dtype,
         adamw=_adamw(adamw, b2=0.95),
         groups=groups,
         matrices=in_pairs,
@@ -307,10 +306,10 @@ def muonh(
     learning_rate: optax.ScalarOrSchedule = 0.02,
     momentum: optax.ScalarOrSchedule = 0.95,
     *,
-    steps: int | None = None,
+    ns_steps: int | None = None,
     dtype: jax.typing.DTypeLike = "bfloat16",
     polar: Polar | None = None,
-    momentum_dtype: jax.typing.DTypeLike | None = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
     adamw: optax.GradientTransformation | optax.ScalarOrSchedule | None = None,
     groups: Mapping[str, Group] | None = None,
     matrices: Reader = None,
@@ -332,8 +331,8 @@ def muonh(
 
     def chain(matrices: Matrices) -> optax.GradientTransformation:
         return optax.chain(
-            nesterov(momentum, accumulator_dtype=momentum_dtype),
-            orthogonalize(_polar(polar, steps, dtype), matrices=matrices),
+            ema(momentum, mu_dtype=mu_dtype),
+            orthogonalize(_polar(polar, ns_steps, dtype), matrices=matrices),
             hyperball(learning_rate, matrices=matrices),
         )
 
@@ -342,7 +341,7 @@ def muonh(
 
 def _polar(
     polar: Polar | None,
-    steps: int | None,
+    ns_steps: int | None,
     dtype: Any,
     table: Callable[[int], Any] = lambda steps: coefficients.NEWTON_SCHULZ,
     **settings: Any,
@@ -351,9 +350,10 @@ def _polar(
     if polar is not None:
         return polar
     # Not a default of the recipes: `inject_hyperparams` would make an array of it.
-    steps = 5 if steps is None else steps
-    checks.count("steps", steps)
-    return NewtonSchulz(steps, coefficients=table(steps), dtype=dtype, **settings)
+    ns_steps = 5 if ns_steps is None else ns_steps
+    checks.count("ns_steps", ns_steps)
+    table_of_steps = table(ns_steps)
+    return NewtonSchulz(ns_steps, coefficients=table_of_steps, dtype=dtype, **settings)
 
 
 def _decay(weight_decay: optax.ScalarOrSchedule) -> optax.GradientTransformation:

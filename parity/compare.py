@@ -166,7 +166,7 @@ def _rounding(ours_exact: float, theirs_exact: float) -> str:
 # Two axes, since torch.optim.Muon takes no others.
 NAMES = ("square.weight", "tall.weight", "wide.weight", "odd.weight", "pool.0.weight")
 STEPS = 10
-SPREAD = ("nanochat, January", "nanochat, August", "muon", "moonlight", "normuon")
+SPREAD = ("nanochat, January", "nanochat, July", "muon", "moonlight", "normuon")
 
 
 @dataclasses.dataclass(frozen=True)

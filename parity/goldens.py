@@ -30,8 +30,8 @@ def passes(path: Path) -> bool:
         rates = {name: meta[name] for name in recipe.rates} | {"adamw_lr": 0.0}
         slower = steps | {"polar": references.compiled(references.paper_polar_express)}
     else:
-        edition = {1.02: "January", 1.01: "August"}[meta["polar_norm_factor"]]
-        recipe, joins = problems.RECIPES[f"nanochat, {edition}"], None
+        version = {1.02: "January", 1.01: "July"}[meta["polar_norm_factor"]]
+        recipe, joins = problems.RECIPES[f"nanochat, {version}"], None
         rate = np.minimum(1.0, (t + 1) / 3) * np.where(t < 8, 1.0, 0.5)
         rates = {"lr": meta["muon_lr"] * rate, "adamw_lr": meta["adam_lr"] * rate}
         rates |= {"momentum": 0.85 + 0.1 * np.minimum(t / 6, 1), "beta2": meta["beta2"]}
@@ -45,7 +45,7 @@ def passes(path: Path) -> bool:
     first, last, *kernels = (problems.to_jax(x, rest) for x in (start, end, *grads))
     rules = dict.fromkeys(rest, "adamw") | {"*": "muon"}
     read = jm.find_matrices(first, rules=rules, joins=joins)
-    tx = recipe.ours(rates, dtype, adamw, matrices=read, steps=meta["ns_steps"])
+    tx = recipe.ours(rates, dtype, adamw, matrices=read, ns_steps=meta["ns_steps"])
     ours = compare.distance(compare.stepper(tx)(first, kernels)[-1], last, first)
     theirs, compiled = (compare.distance(x, end, start) for x in ends)
     bar = compiled if half else compare.BARS["float32"]

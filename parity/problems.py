@@ -25,9 +25,9 @@ from optax.contrib import MuonDimensionNumbers
 
 import jax_muon as jm
 from parity.references import (
-    AUGUST,
     JANUARY,
     JORDAN,
+    JULY,
     MOONLIGHT,
     Muon,
     MuonH,
@@ -256,10 +256,10 @@ def _teon(*, matrices: Any, **settings: Any) -> optax.GradientTransformation:
     return jm.teon(matrices=matrices, **settings)
 
 
-_january = functools.partial(jm.nanochat, edition="2026-01")
-_august = functools.partial(jm.nanochat, edition="2026-08")
-_rms = functools.partial(jm.muon, shape_rule="rms_0.2")
-_RMS = {**JORDAN, "scale": "rms_0.2"}
+_january = functools.partial(jm.nanochat, version="2026-01")
+_july = functools.partial(jm.nanochat, version="2026-07")
+_rms = functools.partial(jm.muon, adjust_lr_fn="match_rms_adamw")
+_RMS = {**JORDAN, "scale": "match_rms_adamw"}
 # The paper divides by sqrt(V) + eps, ours by sqrt(max(V, 1e-16)). As eps goes to zero
 # these agree wherever V > 1e-16, and where X and V are zero.
 _NO_EPS = {"eps": 1e-30}
@@ -269,7 +269,7 @@ RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         Recipe("nanochat, January", _january, Nanochat, JANUARY, _BETA2),
-        Recipe("nanochat, August", _august, Nanochat, AUGUST, _BETA2),
+        Recipe("nanochat, July", _july, Nanochat, JULY, _BETA2),
         Recipe("muon", jm.muon, Muon, JORDAN),
         Recipe("muon, rms 0.2", _rms, Muon, _RMS),
         Recipe("moonlight", jm.moonlight, Muon, {**MOONLIGHT, **_EMA}),

@@ -338,7 +338,7 @@ class Teon(Muon):
 # ---- nanochat's Muon, in its two versions.
 
 JANUARY = {"norm_factor": 1.02, "row_equilibration": False, "renormalize": False}
-AUGUST = {"norm_factor": 1.01, "row_equilibration": True, "renormalize": True}
+JULY = {"norm_factor": 1.01, "row_equilibration": True, "renormalize": True}
 
 
 def rate(value: float | Tensor, like: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def _optax(**settings: Any) -> Callable[[], Arrays]:
 def packages() -> list[Package]:
     """All of them, with the recipe that corresponds."""
     plain, plain_rms = (
-        _changed(one, ours={"lookahead": False}, reference={"nesterov": False})
+        _changed(one, ours={"nesterov": False}, reference={"nesterov": False})
         for one in (MUON, RMS)
     )
     float32 = partial(Package, dtype="float32", order="jordan")

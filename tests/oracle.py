@@ -47,6 +47,7 @@ TABLE = polar_express_coefficients(5)
 JORDAN = ([NEWTON_SCHULZ] * 5, 1.0, 1e-7)
 POLAR = {  # coefficients; factor and eps of the norm
     "nanochat": (TABLE, 1.02, 1e-6),
+    "nanochat of March": (TABLE, 1.01, 1e-6),
     "nanochat later": (TABLE, 1.01, 1e-6),
     "nanochat of 3 steps": (TABLE[:3], 1.02, 1e-6),
 }
@@ -78,7 +79,7 @@ def step(name, t, g, w, m, v, radius):
         x = x * min(x.shape) ** 0.5 / np.linalg.norm(x)
     if is_nanochat:
         axis = 1 if out >= fan_in else 0
-        x, v = normuon(x, v, 0.9 if later else 0.95, axis)
+        x, v = normuon(x, v, 0.9 if later or "March" in name else 0.95, axis)
     elif name.startswith("normuon"):
         x, v = normuon(x, v, 0.95, axis=1, eps=1e-16)
     if name in ON_SPHERES:

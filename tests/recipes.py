@@ -7,7 +7,7 @@ from tests.matrices import toy
 
 RECIPES = {
     "nanochat": functools.partial(jm.nanochat, matrices=toy),
-    "nanochat later": functools.partial(jm.nanochat, edition="2026-08", matrices=toy),
+    "nanochat later": functools.partial(jm.nanochat, version="2026-07", matrices=toy),
     "muon": functools.partial(jm.muon, matrices=toy),
     "normuon": functools.partial(jm.normuon, matrices=toy),
     "moonlight": functools.partial(jm.moonlight, matrices=toy),

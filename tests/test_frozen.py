@@ -83,7 +83,7 @@ def test_a_state_of_version_0_1_0_goes_on(name):
     with np.load(FOLDER / "states_0.1.0.npz") as arrays:
         own = [key for key in arrays if key.startswith(f"{name}/")]
         saved = {key.removeprefix(f"{name}/"): arrays[key] for key in own}
-    tx, params = RECIPES[name](dtype="float32", steps=3), trees.normal(SMALL)
+    tx, params = RECIPES[name](dtype="float32", ns_steps=3), trees.normal(SMALL)
     start = tx.init(params)
     state = [jnp.asarray(saved.pop(f"state/{x}")) for x, _ in leaves_with_paths(start)]
     loaded = jax.tree.unflatten(jax.tree.structure(start), state)

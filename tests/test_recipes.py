@@ -33,7 +33,10 @@ model = functools.partial(trees.normal, SHAPES)
 # --- mathematics: the matrices of a recipe in NumPy, in PyTorch's orientation ---------
 
 # TEON, which joins them, is in tests/parity and in tests/test_frozen.py.
-BY_HAND = RECIPES | {"nanochat of 3 steps": functools.partial(jm.nanochat, steps=3)}
+BY_HAND = RECIPES | {
+    "nanochat of 3 steps": functools.partial(jm.nanochat, ns_steps=3),
+    "nanochat of March": functools.partial(jm.nanochat, version="2026-03"),
+}
 BY_HAND.pop("teon")
 
 
@@ -79,7 +82,7 @@ def test_every_recipe_passes_its_arguments_on(name):
 
     tx = RECIPES[name](
         polar=Polar(),
-        momentum_dtype="bfloat16",
+        mu_dtype="bfloat16",
         adamw=optax.contrib.prodigy(0.1),
         groups={"embedding": optax.set_to_zero()},
     )

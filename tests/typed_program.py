@@ -40,4 +40,4 @@ placed, optimizer_state = step.init(params)
 placed, optimizer_state, metrics = step(placed, optimizer_state, jnp.ones((2, 4)))
 assert_type(metrics, dict[str, Any])
 if TYPE_CHECKING:
-    wrong = jm.nanochat(edition=2026)  # type: ignore[arg-type]
+    wrong = jm.nanochat(version=2026)  # type: ignore[arg-type]

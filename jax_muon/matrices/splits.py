@@ -31,9 +31,9 @@ class Split:
     """How one axis of a parameter is divided.
 
     Attributes:
-      parts: names of equal parts, `("query", "key", "value")`; names with their widths,
-        `{"query": 768, "key": 256, "value": 256}`; or a number of equal parts, such as
-        heads, which become a batch: one part with an axis in front of the last two.
+      parts: names of the parts with their widths, `{"query": 768, "key": 256}`, or the
+        names alone if all have one width, `("query", "key", "value")`. Each part is a
+        parameter of its own. For many parts without names see `Split.heads`.
       axis: of the parameter; the default is the last, the outputs of a kernel.
 
     Examples:
@@ -45,16 +45,49 @@ class Split:
       ['attn/qkv/query', 'attn/qkv/key', 'attn/qkv/value']
     """
 
-    parts: int | Sequence[str] | Mapping[str, int]
+    parts: Sequence[str] | Mapping[str, int]
     axis: int = -1
+
+    @classmethod
+    def heads(cls, number: int, axis: int = -1) -> "Split":
+        """Equal parts, such as attention heads, that become one batch of matrices.
+
+        The parameter stays one, with an axis of this size in front of its last two.
+
+        Args:
+          number: of parts.
+          axis: of the parameter that is divided.
+
+        Examples:
+          >>> splits = {"query": jm.Split.heads(3)}
+          >>> params = {"query": jnp.ones((4, 12))}
+          >>> matrices = jm.find_matrices(params, rules={"*": "muon"}, splits=splits)
+          >>> tx = jm.nanochat(matrices=matrices)
+          >>> jm.describe(tx, params).parameters[0].matrices  # three of (4, 4)
+          (3, 4, 4)
+        """
+        checks.count("number", number)
+        parts: Any = _Number(number)
+        return cls(parts, axis)
 
     def __post_init__(self) -> None:
         parts = self.parts
+        named = isinstance(parts, Sequence) and not isinstance(parts, str)
         widths = parts.values() if isinstance(parts, Mapping) else ()
-        known = isinstance(parts, (int, Sequence, Mapping))
+        known = named or isinstance(parts, (Mapping, _Number))
         if not known or not all(isinstance(x, int) for x in widths):
-            expected = "a number, names in their order, or names with widths"
+            expected = "names in their order, or names with widths, or Split.heads(12)"
             checks.refuse("parts", parts, expected)
+
+    def __hash__(self) -> int:
+        parts: Any = self.parts
+        pairs = parts.items() if isinstance(parts, Mapping) else parts
+        return hash((pairs if isinstance(pairs, int) else tuple(pairs), self.axis))
+
+    def __repr__(self) -> str:
+        if isinstance(self.parts, int):
+            return f"Split.heads({self.parts}, axis={self.axis})"
+        return f"Split({self.parts}, axis={self.axis})"
 
     def fitted(self, path: str, shape: tuple[int, ...]) -> "Split":
         """The same for one parameter: names with widths, and an axis of at least 0."""
@@ -75,9 +108,13 @@ class Split:
             raise ValueError(
                 f"{where}: axis {self.axis} of size {size} does not divide into "
                 f"parts={self.parts!r}; expected names with widths that add up to "
-                f"{size}, or a number that divides it, of parts or of different names"
+                f"{size}, or a number of heads or of different names that divides it"
             )
         return Split(parts, self.axis % len(shape))
+
+
+class _Number(int):
+    """A number of equal parts without names; see `Split.heads`."""
 
 
 # Path pattern to split. Patterns apply in order, also to parts of parts.

@@ -31,7 +31,7 @@ def keep_residual(
     """Update bfloat16 or float16 parameters by steps that they are too narrow for.
 
     As FlashOptim does, arXiv 2602.23349. The optimizer sees float32 parameters,
-    residual included, and keeps the state that these need; a recipe's `momentum_dtype`
+    residual included, and keeps the state that these need; a recipe's `mu_dtype`
     makes its momentum narrower. Whatever changes updates must be inside, such as a
     chain; `on_mesh`, `make_train_step`, `optax.MultiSteps` and `skip_nonfinite` may
     also be outside.

@@ -35,7 +35,7 @@ class NesterovState(NamedTuple):
 
 
 class QuantizedNesterovState(NamedTuple):
-    """State of `nesterov` with `accumulator_dtype="int8"`."""
+    """State of `nesterov` with `mu_dtype="int8"`."""
 
     count: Array  # type: ignore[assignment]  # shape=(), dtype=int32
     mu: optax.Updates  # int8
@@ -45,9 +45,9 @@ class QuantizedNesterovState(NamedTuple):
 def nesterov(
     decay: optax.ScalarOrSchedule = 0.95,
     *,
-    lookahead: bool = True,
+    nesterov: bool = True,
     bias_correction: bool = False,
-    accumulator_dtype: jax.typing.DTypeLike | None = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformation:
     r"""An exponential average of the gradients, with Nesterov's look-ahead.
 
@@ -62,12 +62,12 @@ def nesterov(
 
     Args:
       decay: momentum in [0, 1), or a schedule of it.
-      lookahead: False returns M itself: plain momentum.
+      nesterov: False returns M itself: plain momentum, without look-ahead.
       bias_correction: return :math:`(1 - \mu) G / (1 - \mu^t) + \mu M / (1 -
         \mu^{t+1})` in step t (Dozat 2016), as in `optax.contrib.muon`, or
         :math:`M / (1 - \mu^t)` without look-ahead. It changes the direction of about
         the first hundred steps.
-      accumulator_dtype: dtype of M between steps; it is computed in at least float32.
+      mu_dtype: dtype of M between steps; it is computed in at least float32.
         None: the parameters', which for float16 needs a loss scale, since gradients
         near 1e-6 lose their direction; "float32" or "float64"; "bfloat16", rounded
         stochastically; "int8", rounded stochastically to 255 even steps, with a float32
@@ -84,9 +84,9 @@ def nesterov(
       [0.75, -3.0]
     """
     decay = checks.rate("decay (momentum of a recipe)", decay, "in [0, 1)")
-    dtype = None if accumulator_dtype is None else jnp.dtype(accumulator_dtype).name
+    dtype = None if mu_dtype is None else jnp.dtype(mu_dtype).name
     if dtype is not None:
-        checks.choice("accumulator_dtype (momentum_dtype of a recipe)", dtype, DTYPES)
+        checks.choice("mu_dtype", dtype, DTYPES)
     kind = QuantizedNesterovState if dtype == "int8" else NesterovState
 
     def init_fn(params: optax.Params) -> Any:
@@ -110,14 +110,14 @@ def nesterov(
             part = dtypes.in_dtype_of(m, mu)
             m = m + (1 - part) * (wide_g - m)
             if not bias_correction:
-                u = m + (1 - part) * (wide_g - m) if lookahead else m
+                u = m + (1 - part) * (wide_g - m) if nesterov else m
             else:
                 # An average that starts at zero has weights that add up to these.
                 now, next_step = (
                     1 - part ** dtypes.in_dtype_of(m, count + i) for i in (1, 2)
                 )
                 u = m / now
-                if lookahead:
+                if nesterov:
                     u = (1 - part) / now * wide_g + part / next_step * m
             return u.astype(g.dtype), *_stored(m, old, dtype, path, count)
 

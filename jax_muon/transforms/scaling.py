@@ -13,12 +13,13 @@ from jax_muon.base.facts import record
 from jax_muon.base.trees import map_leaves, step_leaves
 from jax_muon.matrices.matrices import Matrices, MatrixAxes, of_tree
 
-# Factor of the update, by the size (in, out) of the matrix.
-SHAPE_RULES: dict[str, Callable[[int, int], float]] = {
-    "max_ratio": lambda fan_in, fan_out: max(1.0, fan_out / fan_in) ** 0.5,
-    "rms_0.2": lambda fan_in, fan_out: 0.2 * max(fan_in, fan_out) ** 0.5,
-    "sqrt_ratio": lambda fan_in, fan_out: (fan_out / fan_in) ** 0.5,
-    "none": lambda fan_in, fan_out: 1.0,
+# Factor of the update, by the size (in, out) of the matrix: the names of
+# torch.optim.Muon, and for the third of dion.
+ADJUST_LR: dict[str | None, Callable[[int, int], float]] = {
+    None: lambda fan_in, fan_out: 1.0,
+    "original": lambda fan_in, fan_out: max(1.0, fan_out / fan_in) ** 0.5,
+    "match_rms_adamw": lambda fan_in, fan_out: 0.2 * max(fan_in, fan_out) ** 0.5,
+    "spectral_norm": lambda fan_in, fan_out: (fan_out / fan_in) ** 0.5,
 }
 
 _SMALLEST_NORM = 1e-6  # that a matrix or row is divided by
@@ -172,32 +173,34 @@ def scale_by_normuon(
 
 
 def scale_by_shape(
-    rule: str | Callable[[int, int], float] = "max_ratio",
+    adjust_lr_fn: str | Callable[[int, int], float] | None = "original",
     *,
     matrices: Matrices | None = None,
 ) -> optax.GradientTransformation:
     """Scale every matrix by a factor of its shape (in, out).
 
     Args:
-      rule: "max_ratio" max(1, out/in)^0.5 (Jordan, nanochat); "rms_0.2"
-        0.2 max(in, out)^0.5 (Moonlight, arXiv 2502.16982: the size of AdamW's updates);
-        "sqrt_ratio" (out/in)^0.5 (TEON, arXiv 2601.23261); "none" 1; or a function of
+      adjust_lr_fn: "original" is max(1, out/in)^0.5 (Jordan, nanochat),
+        "match_rms_adamw" is 0.2 max(in, out)^0.5 (Moonlight, arXiv 2502.16982: the size
+        of AdamW's updates), both as in `torch.optim.Muon`; "spectral_norm" is
+        (out/in)^0.5 (dion; TEON, arXiv 2601.23261); None is 1; or a function of
         (in, out).
       matrices: see `orthogonalize`.
 
     Examples:
       >>> updates = jnp.ones((2, 8))  # (in, out)
-      >>> tx = jm.scale_by_shape("max_ratio")
+      >>> tx = jm.scale_by_shape("original")
       >>> tx.update(updates, tx.init(updates))[0][0, 0].item()
       2.0
     """
-    if not callable(rule):
-        checks.choice("rule (shape_rule of a recipe)", rule, tuple(SHAPE_RULES))
-    chosen = rule if callable(rule) else SHAPE_RULES[rule]
+    if not callable(adjust_lr_fn) and adjust_lr_fn not in [*ADJUST_LR]:
+        names = ", ".join(map(repr, ADJUST_LR))
+        checks.refuse("adjust_lr_fn", adjust_lr_fn, f"{names}, or a function (in, out)")
+    factor_of = adjust_lr_fn if callable(adjust_lr_fn) else ADJUST_LR[adjust_lr_fn]
 
     def scale(path: str, u: Array, axes: MatrixAxes) -> Array:
         fan = axes.fan(u.shape)
-        factor = checks.number(f"rule{fan}", chosen(*fan), "of at least 0")
+        factor = checks.number(f"adjust_lr_fn{fan}", factor_of(*fan), "of at least 0")
         record("scale", {path: factor})
         return u * dtypes.in_dtype_of(u, factor)
 

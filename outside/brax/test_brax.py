@@ -44,7 +44,7 @@ def muon(learning_rate):
         return optax.chain(
             jm.nesterov(0.95),
             jm.orthogonalize(jm.NewtonSchulz(dtype="float32"), matrices=matrices),
-            jm.scale_by_shape("rms_0.2", matrices=matrices),
+            jm.scale_by_shape("match_rms_adamw", matrices=matrices),
             optax.scale_by_learning_rate(learning_rate),
         )
 

@@ -92,7 +92,7 @@ def test_polar_factors_in_bfloat16(shape, rng):
 def chain(*pieces):
     """For matrices (in, out), with the iteration in float32."""
     return optax.chain(
-        jm.nesterov(MOMENTUM, lookahead=False),
+        jm.nesterov(MOMENTUM, nesterov=False),
         jm.orthogonalize(our_polar(YOU, 5)),
         *pieces,
     )
@@ -112,14 +112,14 @@ OPTIMIZERS = {
     "shape_scaling": (
         Muon,
         {"weight_decay": 0.0, "scale_mode": "shape_scaling"},
-        scaled("max_ratio"),
+        scaled("original"),
     ),
     "unit_rms_norm": (
         Muon,
         {"weight_decay": 0.0, "scale_mode": "unit_rms_norm"},
-        scaled("sqrt_ratio"),
+        scaled("spectral_norm"),
     ),
-    "spectral": (Muon, {"weight_decay": 0.0}, scaled("rms_0.2", 5.0)),
+    "spectral": (Muon, {"weight_decay": 0.0}, scaled("match_rms_adamw", 5.0)),
     "moonlight": (
         Muon,
         {"weight_decay": 0.1, "extra_scale_factor": 0.2, "nesterov": True},
@@ -132,7 +132,7 @@ OPTIMIZERS = {
         {"weight_decay": 0.0, "moment2_method": "normuon", "scale_mode": "spectral"},
         chain(
             jm.scale_by_normuon(0.95, eps=1e-8),
-            jm.scale_by_shape("rms_0.2"),
+            jm.scale_by_shape("match_rms_adamw"),
             optax.scale(-LR * 5),
         ),
     ),

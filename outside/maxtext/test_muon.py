@@ -66,8 +66,8 @@ def ours(nesterov=True, weight_decay=0.0, consistent_rms=None, adam_weight_decay
         0.95,
         weight_decay,
         bias_correction=True,
-        lookahead=nesterov,
-        shape_rule="max_ratio" if consistent_rms is None else "rms_0.2",
+        nesterov=nesterov,
+        adjust_lr_fn="original" if consistent_rms is None else "match_rms_adamw",
         dtype="float64",
         polar=jm.NewtonSchulz(dtype="float64", eps=1e-8),
         # Theirs, like optax's, hands Muon's `nesterov` to its Adam.

@@ -44,7 +44,10 @@ def train(root, layout, output, *settings):
 @pytest.fixture(scope="module")
 def losses(patched_maxtext, tmp_path_factory):
     """A function from a layout to the losses of a recipe that settings name."""
-    settings = "jax_muon_recipe=nanochat", "jax_muon_settings={adamw: 0.001, steps: 4}"
+    settings = (
+        "jax_muon_recipe=nanochat",
+        "jax_muon_settings={adamw: 0.001, ns_steps: 4}",
+    )
     return functools.cache(
         lambda layout: train(
             patched_maxtext, layout, tmp_path_factory.mktemp(layout), *settings

@@ -72,17 +72,20 @@ WRONG = {
     "'wte' of shape (5, 4) is no matrix, but has the label": lambda: known(
         PARAMS, rules={"wte": "adamw", "*": "muon"}
     ).axes("wte"),
-    "parts={'q'}; expected a number, names in": lambda: jm.Split({"q"}),
+    "parts={'q'}; expected names in their order": lambda: jm.Split({"q"}),
+    "parts=12; expected names in their order, or names with widths, or Split.heads": (
+        lambda: jm.Split(12)
+    ),
     "cushion=2.0; expected a finite": lambda: polar_express_coefficients(
         5, cushion=2.0
     ),
-    "steps=2.5; expected a Python integer": lambda: muon(steps=2.5),
-    "steps=True; expected a Python integer": lambda: muon(steps=True),
+    "ns_steps=2.5; expected a Python integer": lambda: muon(ns_steps=2.5),
+    "ns_steps=True; expected a Python integer": lambda: muon(ns_steps=True),
     "such as sgd(1e-3)": lambda: nanochat(groups={"x": optax.sgd}),
     "['w']=-1.0; expected a finite number": lambda: jm.scale_by_path({"w": -1.0}),
     "gather_dtype='int8'; expected a dtype of": lambda: on_mesh(gather_dtype="int8"),
-    "='float16'; expected one of 'float64'": lambda: muon(momentum_dtype="float16"),
-    "(shape_rule of a recipe)='rms'; expected": lambda: muon(shape_rule="rms"),
+    "='float16'; expected one of 'float64'": lambda: muon(mu_dtype="float16"),
+    "adjust_lr_fn='rms'; expected": lambda: muon(adjust_lr_fn="rms"),
     "='float32'; expected one of 'int8'": lambda: jm.keep_residual(muon(), "float32"),
     "divide={'data'}; expected a string, or": lambda: on_mesh(divide={"data"}),
     "divide='model'; expected axes": lambda: on_mesh(divide="model"),
@@ -95,8 +98,8 @@ WRONG = {
     "(params, loss_fn, batch), or a function of pa": lambda: muon(matrices="muon"),
 }
 WRONG |= {  # at init,
-    "static_args=('steps',)": lambda: init(
-        optax.inject_hyperparams(jm.nanochat)(steps=5)
+    "static_args=('ns_steps',)": lambda: init(
+        optax.inject_hyperparams(jm.nanochat)(ns_steps=5)
     ),
     "rules: '0' matches no parameter": lambda: init(read_as(["frozen"])),
     "joins={'w': 0.5}: K=0.5; expected a Python int": lambda: known(
@@ -110,7 +113,7 @@ WRONG |= {  # at init,
         muon(matrices=NONE)
     ),
     "matrices= splits w, which a piece would not apply": lambda: init(
-        jm.orthogonalize(matrices=known(MATRIX, splits={"w": jm.Split(2)}))
+        jm.orthogonalize(matrices=known(MATRIX, splits={"w": jm.Split.heads(2)}))
     ),
     "'w': 'adamw or MuonDimensionNumbers(in, out)',  # (2": lambda: init(
         read_as({"w": "x"}, groups={"x": lambda x: jm.orthogonalize(matrices=x)}),
@@ -131,7 +134,9 @@ WRONG |= {  # at init,
     ),
 }
 WRONG |= {  # or at update
-    "rule(4, 6)=-1.0; expected": lambda: step(muon(shape_rule=lambda *fan: -1.0)),
+    "adjust_lr_fn(4, 6)=-1.0; expected": lambda: step(
+        muon(adjust_lr_fn=lambda *fan: -1.0)
+    ),
     "made None of shape None out": lambda: step(muon(polar=lambda x: (x, x))),
     "of shape (1, 6, 4) out of float32 of shape (1, 4, 6)": lambda: step(
         jm.orthogonalize(lambda x: x.mT)
@@ -150,10 +155,10 @@ WRONG |= {  # or at update
         muon(), nanochat()
     ),
     "gradient 'w': float32 of shape (1, 6); expected": lambda: step(
-        jm.with_splits(optax.adamw(0.1), {"w": jm.Split(2)}), grads={"w": ROW}
+        jm.with_splits(optax.adamw(0.1), {"w": jm.Split.heads(2)}), grads={"w": ROW}
     ),
     "0/mu/w': float32 of shape (4, 6); expected int8": lambda: resumed(
-        muon(momentum_dtype="int8"), muon()
+        muon(mu_dtype="int8"), muon()
     ),
 }
 
@@ -165,7 +170,7 @@ def test_wrong_uses(words):
 
 
 def test_numbers_of_numpy_are_numbers():
-    assert muon(np.float16(0.5), np.asarray(0.75), steps=np.int32(3))
+    assert muon(np.float16(0.5), np.asarray(0.75), ns_steps=np.int32(3))
     assert muon(jnp.float32(0.5))
 
 
@@ -200,7 +205,7 @@ def test_gradients_and_states_of_other_shapes(tx):
 
 PIECES = {
     "nesterov": jm.nesterov(),
-    "int8 momentum": jm.nesterov(accumulator_dtype="int8"),
+    "int8 momentum": jm.nesterov(mu_dtype="int8"),
     "scale_by_normuon": jm.scale_by_normuon(),
     "hyperball": jm.hyperball(0.1),
     "a recipe": muon(adamw=optax.sgd(0.1)),

@@ -100,7 +100,7 @@ def test_qk_clip_of_latent_attention(axis, x64):
 def test_state_in_the_hosts_memory():
     """A step keeps it there, sharded as on the devices."""
     mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
-    tx = jm.on_mesh(jm.muon(steps=2, matrices={"up": "muon"}), mesh, divide="data")
+    tx = jm.on_mesh(jm.muon(ns_steps=2, matrices={"up": "muon"}), mesh, divide="data")
     params = grads = trees.normal({"up": (16, 64), "b": (16,)})
     names = {"jax": jax, "jm": jm, "tx": tx, "params": params, "mesh": mesh}
     found = pages.run("State in the host's memory", **names)

@@ -96,7 +96,7 @@ def test_split_outputs_are_shown_unless_a_split_says_so():
     parts = {"part_0": 16, "part_1": 16, "part_2": 8}
     for table in map(str, (found, jm.describe(jm.nanochat(matrices=found), params))):
         assert table.count(said) == 3
-        assert table.count(f"{said}{{'qkv': Split(3)}}\n") == 2
+        assert table.count(f"{said}{{'qkv': Split({tuple(parts)})}}\n") == 2
         assert f"{said}{{'odd/fused': Split({parts})}}\n" in table
     known = read(splits={"fused": jm.Split(parts)})["odd/fused"]
     assert "splits" not in known.reason

@@ -44,7 +44,7 @@ def test_heads_are_joined_over_layers(rng, x64, scanned):
     many = {"layers": {str(i): {"q": layer} for i, layer in enumerate(kernel)}}
     params = one if scanned else many
     joins = {"layers/q" if scanned else "layers/{i}/q": 2}
-    reading = reader(splits={"q": jm.Split(3)}, joins=joins)
+    reading = reader(splits={"q": jm.Split.heads(3)}, joins=joins)
     tx = jm.muon(1.0, 0.0, dtype="float64", matrices=reading)
     updates, _ = tx.update(params, tx.init(params), params)
     heads = kernel.reshape(4, 8, 3, 4)
@@ -56,10 +56,13 @@ def test_heads_are_joined_over_layers(rng, x64, scanned):
     np.testing.assert_allclose(got, expected, atol=1e-10)
 
 
-@pytest.mark.parametrize("parts", [{"q": 24, "k": 15, "v": 9}, ("q", "k", "v"), 3])
-def test_parts_that_devices_do_not_divide(parts):
+UNEVEN = jm.Split({"q": 24, "k": 15, "v": 9}), jm.Split(("q", "k", "v"))
+
+
+@pytest.mark.parametrize("split", [*UNEVEN, jm.Split.heads(3)], ids=str)
+def test_parts_that_devices_do_not_divide(split):
     """(16, 48) over 4 devices, whose pieces are not those of the parts."""
-    tx = jm.muon(matrices=reader(splits={"w": jm.Split(parts)}), dtype="float32")
+    tx = jm.muon(matrices=reader(splits={"w": split}), dtype="float32")
     tx = jm.on_mesh(tx, mesh_of(4), PartitionSpec(None, "data"))
     found = jm.verify(tx, {"w": jax.ShapeDtypeStruct((16, 48), "float32")})
     assert found.ok, found
@@ -76,7 +79,7 @@ def test_rules_are_about_whole_parameters():
             "w": jm.Split({"q": 1, "kv": 2}, axis=1),
             "b": jm.Split(("x", "y"), axis=0),
             "qkv": jm.Split(("q", "k", "v")),
-            "qkv/q": jm.Split(2),
+            "qkv/q": jm.Split.heads(2),
         },
     )
     tx = jm.nanochat(matrices=matrices)
@@ -112,7 +115,7 @@ def test_splitting_and_joining_is_the_identity(axis):
     """Of parts of parts, and of equal ones, and boxes stay, which parts have not."""
     x = {"w": jnp.arange(216.0).reshape(6, 6, 6), "left": jnp.ones(3)}
     boxed = x | {"w": nn.Partitioned(x["w"], names=("a", "b", "c"))}
-    splits = {"w": jm.Split({"a": 4, "b": 2}, axis), "w/a": jm.Split(2, axis)}
+    splits = {"w": jm.Split({"a": 4, "b": 2}, axis), "w/a": jm.Split.heads(2, axis)}
     seen = []
     inner = optax.stateless(lambda parts, params: seen.append(parts) or parts)
     whole, _ = jm.with_splits(inner, splits).update(boxed, optax.EmptyState())
@@ -123,15 +126,15 @@ def test_splitting_and_joining_is_the_identity(axis):
     np.testing.assert_array_equal(parts["a"], jnp.stack(jnp.split(a, 2, axis), 1))
 
 
-WRONG = {  # pattern, and what Split takes
+WRONG = {  # pattern, and what Split or Split.heads takes
     r"'qkv' of shape \(6, 24\): axis -1 of size 24 does not": ("qkv", tuple("qkvwx")),
     r"parts={'q': 16, 'k': 4}; expected .* add up to 24": ("qkv", {"q": 16, "k": 4}),
     "does not divide into parts=7": ("qkv", 7),
     r"no axis 2; expected -2 to 1": ("qkv", 2, 2),
     "'q' matches no parameter; there are qkv": ("q", 2),
+    r"number=0; expected a Python integer of at least 1": ("qkv", 0),
     r"parts=\('q', 'q'\); expected .* of different names": ("qkv", ("q", "q")),
     r"parts=\(\); expected names": ("qkv", ()),
-    "parts=0; expected names": ("qkv", 0),
     "parts={'q': 25, 'k': -1}; expected names": ("qkv", {"q": 25, "k": -1}),
 }
 
@@ -145,4 +148,5 @@ def test_splits_that_do_not_fit(match):
         lambda splits: jm.with_splits(optax.identity(), splits).init(params),
     ):
         with pytest.raises(ValueError, match=match):
-            use({pattern: jm.Split(*split)})
+            make = jm.Split.heads if isinstance(split[0], int) else jm.Split
+            use({pattern: make(*split)})

@@ -68,7 +68,7 @@ def test_on_mesh_in_float64(x64):
     ],
 )
 def test_narrow_momentum_is_that_of_one_device_bit_for_bit(dtype, where, kind):
-    tx = jm.nesterov(0.5, accumulator_dtype=dtype)
+    tx = jm.nesterov(0.5, mu_dtype=dtype)
     found = on_mesh(where, kind, tx=tx)
     assert {apart for apart, _ in found.differences.values()} == {0}, found
     if dtype == "int8":  # rows are with their scales
@@ -249,7 +249,7 @@ def test_what_has_no_sharding_type_is_named_and_runs_on_auto_axes(name):
 
 def test_gradients_of_an_update_eager_and_jitted():
     params = {"w": jnp.sin(jnp.arange(16.0 * 24)).reshape(16, 24)}
-    plain = jm.muon(0.1, dtype="float32", steps=2, matrices=toy)
+    plain = jm.muon(0.1, dtype="float32", ns_steps=2, matrices=toy)
     on = jm.on_mesh(plain, mesh_of(8), divide="data", min_size=1)
 
     def update(params, tx=on):
@@ -326,7 +326,7 @@ def test_on_mesh_inside_injected_rates():
     """On Auto axes an error that says where it belongs, and never a wrong number."""
 
     def make(learning_rate, mesh=None):
-        tx = jm.muon(learning_rate, dtype="float32", steps=2, matrices=toy)
+        tx = jm.muon(learning_rate, dtype="float32", ns_steps=2, matrices=toy)
         return tx if mesh is None else jm.on_mesh(tx, mesh, divide="data")
 
     def found(kind):
@@ -374,7 +374,7 @@ def test_a_loss_for_auto_axes_is_read_inside_on_mesh(rows):
 def test_joins_along_sharded_layers(devices):
     """Each device has whole pairs of layers, or else all layers."""
     matrices = functools.partial(toy, joins={"scan/mlp": 2})
-    tx = jm.teon(0.1, dtype="float32", steps=2, matrices=matrices)
+    tx = jm.teon(0.1, dtype="float32", ns_steps=2, matrices=matrices)
     params = {"scan/mlp": jnp.ones((6, 8, 16))}
     on = jm.on_mesh(tx, mesh_of(devices), P("data"), min_size=1)
     case.assert_verified(on, params)

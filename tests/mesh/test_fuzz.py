@@ -33,10 +33,10 @@ DRAWN = {  # settings, of the recipes that have them
     "momentum": (0.95, 0.0, 0.5),
     "weight_decay": (0.0, 0.1),
     "beta2": (0.95, 0.0),
-    "edition": ("2026-01", "2026-08"),
-    "lookahead": (True, False),
-    "shape_rule": ("max_ratio", "sqrt_ratio", "rms_0.2"),
-    "momentum_dtype": ("float32", "bfloat16"),
+    "version": ("2026-01", "2026-03", "2026-07"),
+    "nesterov": (True, False),
+    "adjust_lr_fn": ("original", "spectral_norm", "match_rms_adamw"),
+    "mu_dtype": ("float32", "bfloat16"),
 }
 POLARS = {
     "recipe's": lambda: None,
@@ -158,7 +158,11 @@ def optimizer(case, params, rng):
         if name in known and rng.random() < 0.25
     }
     products = "bfloat16" if "products" in case["dtype"] else "float32"
-    given |= {"dtype": products, "steps": 2, "groups": {"frozen": optax.set_to_zero()}}
+    given |= {
+        "dtype": products,
+        "ns_steps": 2,
+        "groups": {"frozen": optax.set_to_zero()},
+    }
     given |= {"matrices": reading(case, params), "polar": POLARS[case["polar"]]()}
     if case["dtype"] == "float16":
         # AdamW's squares are 0 or infinite there. At a rate of 1, because a train step
@@ -195,7 +199,7 @@ def reading(case, params):
         rules |= {first: "frozen"}
     rules |= {"*": "muon"}
     if how == "splits" and params[first].shape[-1] % 2 == 0:
-        given["splits"] = {first: jm.Split(2), second: jm.Split(2)}
+        given["splits"] = {first: jm.Split.heads(2), second: jm.Split.heads(2)}
     if how == "joins" or case["recipe"] == "teon":
         given["joins"] = {"blocks_{i}/attn/q": 2}
     return jm.find_matrices(params, rules=rules, **given)
@@ -312,7 +316,7 @@ def test_two_shapes_gathered_in_bfloat16():
     """XLA moved the transpose of one into a product that no CPU runs."""
     params = dict.fromkeys("ab", jax.ShapeDtypeStruct((24, 4), "float32"))
     matrices = {"a": "muon", "b": MuonDimensionNumbers(1, 0)}
-    tx = jm.muon(steps=1, dtype="bfloat16", matrices=matrices)
+    tx = jm.muon(ns_steps=1, dtype="bfloat16", matrices=matrices)
     specs = {"a": P(None, "fsdp"), "b": P()}
     found = jm.verify(jm.on_mesh(tx, mesh_of(2, names=("fsdp",)), specs), params)
     assert found.ok, found

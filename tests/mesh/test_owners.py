@@ -138,7 +138,7 @@ def test_groups_of_matrices_find_different_owners():
         # Small ones are gathered at once, by all devices.
         (jm.orthogonalize(), dict.fromkeys("abcde", (8, 8)), [("all-gather", 5 * 32)]),
         # Experts on devices of their own.
-        (jm.nanochat(steps=2, matrices=toy), {"experts/up": (8, 16, 24)}, []),
+        (jm.nanochat(ns_steps=2, matrices=toy), {"experts/up": (8, 16, 24)}, []),
     ],
 )
 def test_matrices_without_owners(tx, shapes, expected):

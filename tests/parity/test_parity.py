@@ -79,7 +79,7 @@ def test_a_reference_is_torch_optim_muon(rng, shape, preset, rule):
 TRAJECTORIES = [
     ("nanochat, January", "gaussian", "float64"),
     ("nanochat, January", "tiny", "float32"),
-    ("nanochat, August", "sparse", "float32"),
+    ("nanochat, July", "sparse", "float32"),
     ("muon", "ill_conditioned", "float32"),
     ("moonlight", "zero", "float64"),
     ("normuon", "gaussian", "float64"),

@@ -54,7 +54,7 @@ def of_matrices(recipe=jm.muon, **more):
 
 
 STILL = {"weight_decay": 0.0}
-WIDE, RATIO = {"dtype": torch.float64}, {"shape_rule": "sqrt_ratio"}
+WIDE, RATIO = {"dtype": torch.float64}, {"adjust_lr_fn": "spectral_norm"}
 MUON, MOONLIGHTS = of_matrices(), of_matrices(jm.moonlight, **STILL)
 # What the table's first column says: their update, ours at a rate for (in, out), and
 # how far apart they may be, as a part of the norm: 1e-6 where an eps stands beside
@@ -79,7 +79,7 @@ ROWS = {
         lambda m, n: jm.muon(0.2 * m**0.5 * LR, **SAME),
         1e-6,
     ),
-    'jm.muon(lr, shape_rule="sqrt_ratio")': (
+    'jm.muon(lr, adjust_lr_fn="spectral_norm")': (
         by_optax(of_matrices(**RATIO)),
         lambda m, n: jm.muon(LR * min(1, n / m) ** 0.5, **SAME),
         1e-11,

@@ -101,7 +101,7 @@ SPHERES = {"matrices": LABELS, "dtype": "float32", "adamw": optax.adam(1e-4)}
 STILL = SPHERES | {"weight_decay": 0.0}
 RUNS = {
     "joins": lambda keep: keep(jm.teon(1e-4, **STILL | JOINED)),
-    "int8": lambda keep: keep(jm.moonlight(1e-3, momentum_dtype="int8", **STILL)),
+    "int8": lambda keep: keep(jm.moonlight(1e-3, mu_dtype="int8", **STILL)),
     "on spheres": lambda keep: keep(jm.muonh(1e-3, **SPHERES)),
     "in MultiSteps": lambda keep: optax.MultiSteps(keep(optax.adam(1e-3)), 2),
     "around skip_nonfinite": lambda keep: keep(jm.skip_nonfinite(optax.adam(1e-4))),
@@ -160,7 +160,7 @@ def test_others_have_none_and_describe_shows_it():
 
 def test_a_run_without_residual_goes_on_with_one():
     """In the way that the error names."""
-    plain = jm.moonlight(1e-3, momentum_dtype="float32", matrices=LABELS)
+    plain = jm.moonlight(1e-3, mu_dtype="float32", matrices=LABELS)
     params = start("bfloat16")
     _, old = plain.update(params, plain.init(params), params)
     tx = jm.keep_residual(plain)

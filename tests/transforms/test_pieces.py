@@ -51,7 +51,7 @@ def test_nesterov_of_one_gradient_stays_there():
     g, tx = jnp.linspace(-1, 1, 50), jm.nesterov(0.95)
     updates, state = tx.update(g, tx.init(g)._replace(mu=g))
     chex.assert_trees_all_equal((updates, state.mu), (g, g))
-    tx = jm.nesterov(0.95, lookahead=False, bias_correction=True)
+    tx = jm.nesterov(0.95, nesterov=False, bias_correction=True)
     for updates in trees.run(tx, g, [g, g])[0]:
         np.testing.assert_allclose(updates, g, rtol=1e-5)
 
@@ -79,7 +79,7 @@ def test_matrices_of_an_array_are_scaled_apart(name):
 
 SMALL_STATES = (
     jm.scale_by_normuon(),
-    jm.nesterov(accumulator_dtype="int8"),
+    jm.nesterov(mu_dtype="int8"),
     jm.hyperball(0.1),
 )
 
@@ -126,7 +126,7 @@ def test_rows_beside_very_large_ones_are_equilibrated():
 
 def test_rules_that_no_recipe_has():
     """Of a shape; and for paths, of which the first pattern that matches counts."""
-    for rule, factor in (("none", 1.0), (lambda m, n: m + n, 20.0)):
+    for rule, factor in ((None, 1.0), (lambda m, n: m + n, 20.0)):
         updates, _ = jm.scale_by_shape(rule).update(jnp.ones((4, 16)), ())
         np.testing.assert_allclose(updates, factor, rtol=1e-6)
     updates = {path: jnp.ones(()) for path in ("a/w", "b/w", "b/v")}

@@ -191,7 +191,7 @@ def _split(path: str, role: str, shape: Sequence[int], uses: Iterable[Use]) -> s
         if (*starts, shape[axis]) == (0, *stops) and use.sides.get(axis) == {OUT}:
             widths = [stop - start for start, stop in parts]
             split: Any = {f"part_{i}": width for i, width in enumerate(widths)}
-            split = split if len({*widths}) > 1 else len(widths)
+            split = split if len({*widths}) > 1 else (*split,)
             last = "" if axis == len(shape) - 1 else f", axis={axis}"
             pattern = re.sub(r".*/\d+/", "", path)  # of all layers
             text = f"splits={{{pattern!r}: Split({split}{last})}}"
