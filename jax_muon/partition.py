@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jax_muon.base import checks, trees
-from jax_muon.base.facts import record
+from jax_muon.base.facts import note
 from jax_muon.matrices.find import Reader, reader
 from jax_muon.matrices.matrices import ADAMW, MUON, Matrices
 from jax_muon.matrices.splits import read_parts, with_splits
@@ -75,7 +75,7 @@ def partition(
                 "optimizer that is adamw= of a recipe",
                 stacklevel=2,
             )
-        record("scanned", {path: x.scanned for path, x in labelled.items()})
+        note().leaves.update(labelled)
         if not labelled.splits:
             return _for_tree(labelled, groups)
         parts = read_parts(labelled, labelled.splits)
@@ -132,7 +132,7 @@ def _for_tree(
     matrices: Matrices, groups: Mapping[str, Any]
 ) -> optax.GradientTransformationExtraArgs:
     """The transforms of the groups, on the leaves with their labels."""
-    record("parameters", matrices)
+    note().parameters.update(matrices)
     transforms = {}
     for label, group in groups.items():
         if callable(group):

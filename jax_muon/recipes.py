@@ -16,7 +16,7 @@ import jax
 import optax
 
 from jax_muon.base import checks
-from jax_muon.base.facts import record
+from jax_muon.base.facts import note
 from jax_muon.matrices.find import Reader, reader
 from jax_muon.matrices.joins import with_joins
 from jax_muon.matrices.matrices import ADAMW, MUON, Matrices
@@ -387,7 +387,8 @@ def _adamw(
     )
 
     def init_fn(params: Any) -> Any:
-        record("default", {ADAMW: rate} if adamw is None else {})
+        if adamw is None:
+            note().default_rates[ADAMW] = rate
         return tx.init(params)
 
     return optax.GradientTransformation(init_fn, tx.update)

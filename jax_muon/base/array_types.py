@@ -2,41 +2,55 @@
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-# True inside `on_replicas`, which takes all arrays for whole.
-trusted = contextvars.ContextVar("jax_muon_trusted", default=False)
-_users_mesh: contextvars.ContextVar[AbstractMesh | None] = contextvars.ContextVar(
-    "jax_muon_users_mesh", default=None
-)
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """What a transform or a loss is traced in, where types of arrays do not show it."""
+
+    trusted: bool = False  # in `on_replicas`, which takes all arrays for whole
+    users_mesh: AbstractMesh | None = None  # outside `on_mesh`; None if in none
+    devices_per_host: int = 8  # neighbours on the mesh of `on_mesh`
+    scans: Any = None  # in the loss of a train step; see `mesh/wire.py`
+
+
+_NONE = Surroundings()
+_surroundings = contextvars.ContextVar("jax_muon_surroundings", default=_NONE)
+
+
+def surroundings() -> Surroundings:
+    """Those of what is being traced."""
+    return _surroundings.get()
 
 
 @contextlib.contextmanager
-def setting(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
-    """The variable has this value inside the `with` block."""
-    token = variable.set(value)
+def setting(**changes: Any) -> Iterator[None]:
+    """These fields of the surroundings have other values inside the `with` block."""
+    token = _surroundings.set(dataclasses.replace(surroundings(), **changes))
     try:
         yield
     finally:
-        variable.reset(token)
+        _surroundings.reset(token)
 
 
 @contextlib.contextmanager
-def on_explicit_axes(mesh: AbstractMesh) -> Iterator[None]:
+def on_explicit_axes(mesh: AbstractMesh, devices_per_host: int) -> Iterator[None]:
     """Inside the `with` block, types of arrays show how they are sharded on `mesh`."""
-    outer = _users_mesh.get()
-    users = jax.sharding.get_abstract_mesh() if outer is None else outer
-    with setting(_users_mesh, users), jax.sharding.use_abstract_mesh(mesh):
+    known = {"devices_per_host": devices_per_host}
+    outer = jax.sharding.get_abstract_mesh()
+    with setting(users_mesh=outer, **known), jax.sharding.use_abstract_mesh(mesh):
         yield
 
 
 def on_users_axes() -> contextlib.AbstractContextManager[Any]:
     """The mesh outside `on_explicit_axes`: a user's loss may not know Explicit axes."""
-    mesh, on = _users_mesh.get(), jax.sharding.use_abstract_mesh
+    mesh, on = surroundings().users_mesh, jax.sharding.use_abstract_mesh
     return contextlib.nullcontext() if mesh is None else on(mesh)
 
 
@@ -83,7 +97,7 @@ def check_same_everywhere(what: str, flat: Sequence[tuple[str, Any]]) -> None:
     """
     mesh = jax.sharding.get_abstract_mesh()
     manual = tuple(name for name in mesh.manual_axes if mesh.shape[name] > 1)
-    if trusted.get() or not manual or not flat:
+    if surroundings().trusted or not manual or not flat:
         return
 
     def varying(x: Any) -> set[str]:
@@ -121,7 +135,7 @@ def mesh_of_types(flat: Sequence[tuple[str, Any]]) -> Any:
             raise ValueError(
                 f"parameter {path!r} is on a mesh {dict(mesh.shape)} with Auto axes, "
                 "where types show no sharding; expected the optimizer within "
-                "jax_muon.on_mesh(tx, mesh, specs), with specs such as jax.tree.map("
-                "lambda p: p.sharding, params), or none for replicated parameters"
+                "jax_muon.on_mesh(tx, where), with jax.tree.map(lambda p: p.sharding, "
+                "params), or with the mesh for replicated parameters"
             )
     return next((jax.typeof(x).sharding.mesh for _, x in flat if is_explicit(x)), None)

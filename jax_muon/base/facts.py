@@ -1,38 +1,54 @@
 """Facts that transforms record while they are traced, for tools and layouts.
 
-Outside of `recording`, as in a training run, `record` does nothing.
+A transform adds to `facts.note()`. Outside of `recording`, as in a training run, nobody
+reads what it adds.
 """
 
-import collections
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from jax_muon.base import array_types
+_EMPTY: Any = dataclasses.field(default_factory=dict)
 
-Facts = dict[str, dict[Any, Any]]  # by kind, then by path or another key
+
+@dataclasses.dataclass
+class Facts:
+    """What the transforms of one optimizer do; by the path of a parameter, mostly."""
+
+    leaves: dict[str, Any] = _EMPTY  # the `Parameter` of each leaf that was read
+    parameters: dict[str, Any] = _EMPTY  # the same, or its parts if it is split
+    joined: dict[str, int] = _EMPTY  # matrices that are orthogonalized as one
+    scales: dict[str, float] = _EMPTY  # factors of `scale_by_shape`
+    residuals: dict[str, str] = _EMPTY  # dtypes of `keep_residual`
+    default_rates: dict[str, Any] = _EMPTY  # of a recipe's own AdamW, by label
+    pools: dict[tuple[str, ...], Any] = _EMPTY  # plans, by the paths that they are of
+    sizes: dict[str, int] = _EMPTY  # of mesh axes, by name
+    on_mesh: list[Any] = dataclasses.field(default_factory=list)  # its `Placed`
+
 
 _recorded: contextvars.ContextVar[Facts | None] = contextvars.ContextVar(
-    "jax_muon_traced_facts", default=None
+    "jax_muon_facts", default=None
 )
 
 
-def record(kind: str, facts: Mapping[Any, Any]) -> None:
-    """Keep facts; one with the same key, as from a second trace, is replaced."""
-    recorded = _recorded.get()
-    if recorded is not None:
-        recorded[kind].update(facts)
+def note() -> Facts:
+    """Where a transform adds what it does; a second trace replaces what was there."""
+    return _recorded.get() or Facts()
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[Facts]:
-    """Facts that are recorded inside the `with` block."""
-    facts: Facts = collections.defaultdict(dict)
-    with array_types.setting(_recorded, facts):
+    """Facts that are noted inside the `with` block."""
+    facts = Facts()
+    token = _recorded.set(facts)
+    try:
         yield facts
+    finally:
+        _recorded.reset(token)
 
 
 def trace(function: Callable[..., Any], *args: Any) -> tuple[Any, Facts]:

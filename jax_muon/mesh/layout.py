@@ -121,7 +121,7 @@ def axes_of_layers(tx: optax.GradientTransformation) -> Callable[[Any], AxesOfLa
     @functools.lru_cache(maxsize=4)
     def of_shapes(treedef: Any, *shapes: jax.ShapeDtypeStruct) -> AxesOfLayers:
         _, recorded = facts.trace(tx.init, treedef.unflatten(shapes))
-        return recorded["scanned"]
+        return {path: x.scanned for path, x in recorded.leaves.items()}
 
     def of_tree(tree: Any) -> AxesOfLayers:
         leaves, treedef = jax.tree.flatten(tree)

@@ -130,7 +130,7 @@ class OnMesh:
         like = updates if params is None else params
         checks.gradients(updates, params)
         names, of_params, of_state = self.layout.of_leaves(like)
-        facts.record("on_mesh", {self: (names, of_params, of_state)})
+        facts.note().on_mesh.append((self, names, of_params, of_state))
         expected = self._typed_state(like, of_state)
         checks.state(state, expected)
         typed = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(expected)]
@@ -186,7 +186,7 @@ class OnMesh:
     @contextlib.contextmanager
     def _explicit_axes(self) -> Iterator[None]:
         """Inside, types of arrays show how they are sharded."""
-        with array_types.on_explicit_axes(self._explicit_mesh()):
+        with array_types.on_explicit_axes(self._explicit_mesh(), 8):
             try:
                 yield
             except Exception as error:

@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_muon.base import checks, jaxprs
+from jax_muon.base.array_types import surroundings
 from jax_muon.base.dtypes import wide
 from jax_muon.base.specs import (
     AxisName,
@@ -31,7 +32,7 @@ from jax_muon.base.specs import (
     spec_names,
 )
 from jax_muon.mesh.layout import Layout, Specs
-from jax_muon.mesh.wire import Wire, of_step
+from jax_muon.mesh.wire import Wire
 
 Function = Callable[..., Any]
 
@@ -104,7 +105,7 @@ def scan_layers(
     is_sharded = local_batch or any(map(any, of_layer))
     if not is_sharded or (0,) in lengths:
         return jax.lax.scan(block, carry, layers)
-    if manual and (step := of_step.get()):
+    if manual and (step := surroundings().scans):
         if not step.scanned:
             raise ValueError(
                 "scan_layers in the loss of make_train_step got whole parameters; "
@@ -196,7 +197,7 @@ def _collectives(
     with experts on 1024 GPUs products then wait 34 ms less. Outside of a step the
     shard_map sums a gradient over the axes that do not divide it.
     """
-    step = of_step.get()
+    step = surroundings().scans
     wire = step or Wire(mesh, names)
 
     def gather(x: Any, spec: PartitionSpec, *_: Any) -> Any:

@@ -26,7 +26,7 @@ from jax_muon.base.specs import divided_axes, dividing
 from jax_muon.mesh.layout import Layout, Specs, axes_of_layers
 from jax_muon.mesh.on_mesh import OnMesh
 from jax_muon.mesh.scan_layers import mark
-from jax_muon.mesh.wire import Wire, of_step
+from jax_muon.mesh.wire import Wire
 from jax_muon.mesh.xla_options import gpu_options
 
 Step = tuple[Any, Any, dict[str, Any]]  # parameters, state, metrics
@@ -199,7 +199,7 @@ class TrainStep:
         of_grads = [x if is_held else y for x, y, is_held in rows]
         treedef: Any = jax.tree.structure(params)
         specs, of_grads, held = map(treedef.unflatten, (of_params, of_grads, held))
-        with setting(of_step, wire):
+        with setting(scans=wire):
             # With check_vma=True, the gradient of a parameter that devices share would
             # be summed already, loops could not start from constants, and a loss that
             # ends in a pmean would have a gradient too small by the number of devices.

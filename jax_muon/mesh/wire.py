@@ -1,6 +1,5 @@
 """Gathers and sums of sharded arrays over mesh axes, inside shard_map."""
 
-import contextvars
 import dataclasses
 from typing import Any
 
@@ -48,9 +47,3 @@ class Wire:
                 g = jax.lax.psum_scatter(g, names, scatter_dimension=axis, tiled=True)
         rest = [name for name in rest if name not in spec_names(spec)]
         return wide(jax.lax.psum(g, rest) if rest else g)
-
-
-# The `Wire` of the train step whose loss is being traced; None outside of one.
-of_step: contextvars.ContextVar[Wire | None] = contextvars.ContextVar(
-    "jax_muon_wire", default=None
-)

@@ -6,7 +6,7 @@ import jax
 import optax
 
 from jax_muon.base import checks
-from jax_muon.base.array_types import arrays_and_others, is_explicit, setting, trusted
+from jax_muon.base.array_types import arrays_and_others, is_explicit, setting
 
 
 def on_auto_axes(
@@ -84,7 +84,7 @@ def on_replicas(
     def update_fn(
         updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
-        with setting(trusted, True):
+        with setting(trusted=True):
             return tx.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(tx.init, update_fn)

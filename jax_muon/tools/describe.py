@@ -191,17 +191,17 @@ def describe(
         for path, x in trees.leaves_with_paths(shapes)
         if x.sharding is not None
     }
-    sizes, summed = recorded["sizes"], ()
-    for optimizer, (names, *both) in recorded["on_mesh"].items():
+    sizes, summed = recorded.sizes, ()
+    for optimizer, names, *both in recorded.on_mesh:
         layout = optimizer.layout
         state = abstract_state(tx, shapes, layout.mesh)
         sizes |= layout.mesh.shape
         summed = layout.divide
         shardings |= dict(zip(names, zip(*both, strict=True), strict=True))
-    joined = recorded["joined"]  # only of parameters that are orthogonalized
-    read = _rows(shapes, recorded["parameters"])
+    joined = recorded.joined  # only of parameters that are orthogonalized
+    read = _rows(shapes, recorded.parameters)
     state_bytes = _bytes_by_path(state, [parameter.path for parameter in read])
-    residuals = recorded["residual"]
+    residuals = recorded.residuals
 
     def described(parameter: Parameter) -> DescribedParameter:
         path = parameter.path
@@ -212,15 +212,15 @@ def describe(
             parameter,
             parameter.sizes if path in joined else None,
             joined.get(path, 1),
-            recorded["scale"].get(path),
+            recorded.scales.get(path),
             state_bytes[path],
             spec,
             of_state,
-            residuals.get(trees.nearest_prefix(residuals, path)),
+            residuals.get(trees.nearest_prefix(residuals, path) or ""),
         )
 
     leaves = tuple(map(described, read))
-    plans = recorded["pools"].values()
+    plans = recorded.pools.values()
     orthogonalize = [x for pools in plans for x in plan.transfers(pools, sizes)]
     transfers = {"orthogonalize": orthogonalize, "gradients": [], "gathers": []}
     for leaf in leaves:
@@ -249,7 +249,7 @@ def describe(
             what: sum(x.bytes_between_hosts(devices_per_host) for x in sent)
             for what, sent in transfers.items()
         },
-        recorded["default"].get(ADAMW),
+        recorded.default_rates.get(ADAMW),
     )
 
 

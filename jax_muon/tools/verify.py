@@ -158,7 +158,7 @@ def compare(
             problems.append(f"{where} differs between devices that hold the same shard")
     devices = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     remarks = [f"the mesh {devices}, compared with one device"]
-    pools = [*itertools.chain(*recorded["pools"].values())]
+    pools = [*itertools.chain(*recorded.pools.values())]
     if mesh.size > 1 and pools and not any(pool.counts for pool in pools):
         remarks.append(
             "no matrix was sent to an owner, as large ones are; for that, expected one "

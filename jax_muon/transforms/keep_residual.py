@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array, Float, Float32, Int
 
 from jax_muon.base import checks, trees
-from jax_muon.base.facts import record
+from jax_muon.base.facts import note
 from jax_muon.base.trees import map_leaves
 
 
@@ -92,7 +92,7 @@ def keep_residual(
         narrow = {path: p for path, p in leaves.items() if _is_narrow(p)}
         like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, name), narrow)
         checks.alike("residual", old, "parameter of 16 bits", like)
-        record("residual", dict.fromkeys(old, name))
+        note().residuals.update(dict.fromkeys(old, name))
 
         def whole(path: str, p: Array) -> Array:
             return _whole(p, old[path]) if path in old else p

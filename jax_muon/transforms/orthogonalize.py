@@ -108,8 +108,8 @@ def orthogonalize(
             # The groups of `partition` start at different owners.
             start=zlib.crc32(" ".join(labels).encode()),
         )
-        facts.record("pools", {tuple(names): pools})
-        facts.record("sizes", sizes)
+        facts.note().pools[tuple(names)] = pools
+        facts.note().sizes.update(sizes)
         if mesh.size > 1:
             factors = functools.partial(travel.map_pools, polar, pools=pools)
         on_device = functools.partial(_map_matrices, factors, parameters, names, joined)
@@ -129,7 +129,7 @@ def _map_matrices(
     """Factors of the joined matrices of leaves, or of one device's shards of them."""
     by_size = sorted(joined, key=lambda x: x.size)
     sizes = {names[leaf]: x.size for x in by_size for leaf in x.leaves}
-    facts.record("joined", sizes)
+    facts.note().joined.update(sizes)
     pairs = [(matrices.axes(name), x) for name, x in zip(names, leaves, strict=True)]
     views = map_joined(factors, joined, [axes.view(x) for axes, x in pairs])
     return [

@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array
 
 from jax_muon.base import checks, dtypes, trees
-from jax_muon.base.facts import record
+from jax_muon.base.facts import note
 from jax_muon.base.trees import map_leaves, step_leaves
 from jax_muon.matrices.matrices import Matrices, MatrixAxes, of_tree
 
@@ -201,7 +201,7 @@ def scale_by_shape(
     def scale(path: str, u: Array, axes: MatrixAxes) -> Array:
         fan = axes.fan(u.shape)
         factor = checks.number(f"adjust_lr_fn{fan}", factor_of(*fan), "of at least 0")
-        record("scale", {path: factor})
+        note().scales[path] = factor
         return u * dtypes.in_dtype_of(u, factor)
 
     return _stateless(scale, matrices)
