@@ -6,28 +6,31 @@ reads what it adds.
 
 import contextlib
 import contextvars
-import dataclasses
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
-_EMPTY: Any = dataclasses.field(default_factory=dict)
 
-
-@dataclasses.dataclass
+@dataclass
 class Facts:
     """What the transforms of one optimizer do; by the path of a parameter, mostly."""
 
-    leaves: dict[str, Any] = _EMPTY  # the `Parameter` of each leaf that was read
-    parameters: dict[str, Any] = _EMPTY  # the same, or its parts if it is split
-    joined: dict[str, int] = _EMPTY  # matrices that are orthogonalized as one
-    scales: dict[str, float] = _EMPTY  # factors of `scale_by_shape`
-    residuals: dict[str, str] = _EMPTY  # dtypes of `keep_residual`
-    default_rates: dict[str, Any] = _EMPTY  # of a recipe's own AdamW, by label
-    pools: dict[tuple[str, ...], Any] = _EMPTY  # plans, by the paths that they are of
-    sizes: dict[str, int] = _EMPTY  # of mesh axes, by name
-    on_mesh: list[Any] = dataclasses.field(default_factory=list)  # its `Placed`
+    # The `Parameter` of each leaf that was read; and the same, but with its parts for
+    # one that is split.
+    leaves: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    # How many matrices are orthogonalized as one; the factor of `scale_by_shape`; the
+    # dtype that `keep_residual` keeps; and by label, the rate of a recipe's own AdamW.
+    joined: dict[str, int] = field(default_factory=dict)
+    scales: dict[str, float] = field(default_factory=dict)
+    residuals: dict[str, str] = field(default_factory=dict)
+    default_rates: dict[str, Any] = field(default_factory=dict)
+    # Plans, by the paths of their parameters, and sizes of mesh axes by name.
+    pools: dict[tuple[str, ...], Any] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    on_mesh: list[Any] = field(default_factory=list)
 
 
 _recorded: contextvars.ContextVar[Facts | None] = contextvars.ContextVar(
