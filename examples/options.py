@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import pathlib
+from collections.abc import Callable
 
 from gpt import HEAD_WIDTH
 from layouts import AXES
@@ -20,6 +21,26 @@ SETTINGS = (
     "weight_decay", "evaluate_every", "qk_clip",
 )  # fmt: skip
 LAYOUT = ("sharding", "devices", "mesh")
+
+
+def number(kind: type, expected: str, holds: Callable[[float], bool]) -> Callable:
+    """A number of an option, for which this has to hold."""
+
+    def convert(text: str) -> float:
+        if not holds(kind(text)):
+            raise argparse.ArgumentTypeError(f"{text}: expected {expected}")
+        return kind(text)
+
+    convert.__name__ = expected  # argparse names it where `kind` fails
+    return convert
+
+
+SEEDS = 2**32  # of a larger one, JAX's keys drop bits
+positive = number(int, "a positive whole number", lambda x: x > 0)
+seed = number(int, f"a whole number below {SEEDS}", lambda x: 0 <= x < SEEDS)
+rate = number(float, "a number of at least 0", lambda x: 0 <= x < math.inf)
+momentum = number(float, "a number in [0, 1)", lambda x: 0 <= x < 1)
+above_zero = number(float, "a number above 0", lambda x: x > 0)
 
 
 def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace:
@@ -51,12 +72,8 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--sharding", choices=AXES, metavar="LAYOUT",
         help="none (default); zero2; fsdp; or hsdp")  # fmt: skip
     add("--devices", type=positive, help="of each process; else all")
-    add(
-        "--mesh",
-        metavar="A,B",
-        type=mesh_shape,
-        help="replicas and fsdp (default: 2 replicas), for hsdp",
-    )
+    add("--mesh", metavar="A,B", type=mesh_shape,
+        help="replicas and fsdp (default: 2 replicas), for hsdp")  # fmt: skip
     add("--distributed", action="store_true", help="this is one of several processes")
     add("--coordinator", metavar="HOST:PORT", help="else found by JAX")
     add("--processes", type=positive, help="how many there are; likewise")
@@ -85,32 +102,6 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     return options
 
 
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a positive whole number")
-    return int(text)
-
-
-def seed(text: str) -> int:
-    if not 0 <= int(text) < 2**32:  # of a larger one, JAX's keys drop bits
-        raise argparse.ArgumentTypeError(
-            f"{text}: expected a whole number from 0 to {2**32 - 1}"
-        )
-    return int(text)
-
-
-def rate(text: str) -> float:
-    if not 0 <= float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number of at least 0")
-    return float(text)
-
-
-def momentum(text: str) -> float:
-    if not 0 <= float(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number in [0, 1)")
-    return float(text)
-
-
 def mesh_shape(text: str) -> tuple[int, int]:
     a, _, b = text.partition(",")
     if not (a.isdecimal() and b.isdecimal() and int(a) and int(b)):
@@ -118,12 +109,6 @@ def mesh_shape(text: str) -> tuple[int, int]:
             f"{text}: expected two positive whole numbers with a comma, like 4,2"
         )
     return int(a), int(b)
-
-
-def above_zero(text: str) -> float:
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
-    return float(text)
 
 
 def optimizers(text: str) -> list[str]:

@@ -1,10 +1,8 @@
 """Text as characters: the standard library's documentation, or any file of yours.
 
 The last tenth is for validation. The vocabulary consists of the characters in the other
-nine tenths; token 0 means any other character.
-
-A batch of training windows is a pure function of (seed, step). So a resumed run reads
-the same batches as one that was never stopped, and so do optimizers that are compared.
+nine tenths; token 0 means any other character. A batch depends on (seed, step) alone,
+so resumed runs and compared optimizers read the same batches.
 """
 
 import dataclasses
@@ -13,6 +11,7 @@ import pathlib
 
 import numpy as np
 from jaxtyping import Int
+from minimal import documentation, random_windows, windows_at
 
 VALIDATION_BATCHES = 8
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
@@ -45,30 +44,17 @@ class Text:
         self, seed: int, step: int, size: int, context: int
     ) -> Int[np.ndarray, "size context_plus_one"]:
         """The windows of one step, such as (16, 129), at random places."""
-        random = np.random.default_rng([seed, step])
-        return windows(
-            self.train, random.integers(0, self.train.size - context, size), context
-        )
+        return random_windows(self.train, [seed, step], size, context)
 
     def validation_batches(
         self, size: int, context: int
     ) -> Int[np.ndarray, "batches size context_plus_one"]:
         """Up to 8 batches of windows, evenly spread and always the same."""
-        batches = np.clip(
-            self.validation.size // (size * context), 1, VALIDATION_BATCHES
-        )
-        last = self.validation.size - context - 1  # where the last window starts
+        tokens = self.validation
+        batches = np.clip(tokens.size // (size * context), 1, VALIDATION_BATCHES)
+        last = tokens.size - context - 1  # where the last window starts
         starts = np.linspace(0, last, batches * size).astype(int)
-        return windows(self.validation, starts, context).reshape(batches, size, -1)
-
-
-def windows(
-    tokens: Int[np.ndarray, " characters"],
-    starts: Int[np.ndarray, " windows"],
-    context: int,
-) -> Int[np.ndarray, "windows context_plus_one"]:
-    """Each window has one character more than the context: the last one's successor."""
-    return tokens[starts[:, None] + np.arange(context + 1)]
+        return windows_at(starts, tokens, context).reshape(batches, size, -1)
 
 
 def read_text(path: str | None, context: int) -> Text:
@@ -79,7 +65,7 @@ def read_text(path: str | None, context: int) -> Text:
             window of context + 1 characters.
     """
     name = path or "pydoc_data.topics"
-    text = read_file(path) if path else read_documentation()
+    text = read_file(path) if path else documentation()
     needed = 10 * (context + 1)
     if len(text) < needed:
         raise ValueError(
@@ -99,13 +85,6 @@ def read_text(path: str | None, context: int) -> Text:
         train=tokens[:cut],
         validation=tokens[cut:],
     )
-
-
-def read_documentation() -> str:
-    """The texts of Python's `help()`: 465,126 characters in 3.11.7."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def read_file(path: str) -> str:

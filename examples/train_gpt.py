@@ -13,9 +13,10 @@
 Ctrl-C saves the state before the run ends, and --resume continues it, under another
 --sharding if you like. Without one it keeps that of its beginning.
 
-This file is the story of a run. The model is in gpt.py, the data in text.py, optimizers
-with their rates and schedules in optimizers.py, devices and processes in layouts.py,
-the files in runs/NAME in runs.py, and the command line in options.py.
+Read minimal.py first: it trains the same model without any of this. The model is in
+gpt.py, the text in text.py, optimizers with their rates and schedules in optimizers.py,
+devices and processes in layouts.py, the files in runs/NAME in runs.py, and the command
+line in options.py.
 """
 
 import argparse
@@ -29,23 +30,13 @@ import traceback
 import jax
 import jax.numpy as jnp
 import optax
+import runs
 from flax import nnx
 from gpt import GPT, generate
 from jax.sharding import Mesh
 from layouts import connect, gather, in_any, once, put, writes
 from optimizers import RATES, best_rates, make_optimizer
 from options import LAYOUT, SETTINGS, check_same, parse, read_settings
-from runs import (
-    Checkpoints,
-    Metrics,
-    curve,
-    draw,
-    first_step_at,
-    read,
-    set_aside,
-    stoppable,
-    write,
-)
 from text import Text, read_text
 from tqdm import tqdm
 
@@ -58,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parse(argv, __doc__)
     folder = pathlib.Path(options.runs, options.name)
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(stoppable())
+        stop = stack.enter_context(runs.stoppable())
         try:
             mesh = connect(options)
             text = read_text(options.data, options.context)
@@ -90,25 +81,22 @@ def run(
         rates = settings["rates"] = rates_of(options)
         once(begin, folder, settings)
 
-    if options.compare:
-        for name in options.compare:
-            train(name, rates[name], options, mesh, text, folder / name, stop)
-        if writes():
-            compare(options.compare, folder)
-    else:
-        name = options.optimizer
-        train(name, rates[name], options, mesh, text, folder, stop)
+    for name in options.compare or [options.optimizer]:
+        inside = folder / name if options.compare else folder
+        train(name, rates[name], options, mesh, text, inside, stop)
+    if options.compare and writes():
+        compare(options.compare, folder)
 
 
 def begin(folder: pathlib.Path, settings: dict) -> None:
     """Start a new folder, with the settings of the run."""
-    set_aside(folder)
-    write(folder / "settings.json", json.dumps(settings, indent=2) + "\n")
+    runs.set_aside(folder)
+    runs.write(folder / "settings.json", json.dumps(settings, indent=2) + "\n")
 
 
 def train(
     optimizer: str,
-    rates: dict[str, float | list[float]],
+    rates: dict[str, float],
     options: argparse.Namespace,
     mesh: Mesh,
     text: Text,
@@ -140,7 +128,7 @@ def train(
         max_aux="max_logits" if clip else (),
     )
 
-    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints = runs.Checkpoints(folder / "checkpoints")
     done, *saved = checkpoints.restore(*train_step.abstract(params))
     if done:
         print(f"going on after step {done}")
@@ -149,8 +137,8 @@ def train(
         _, aux = jax.eval_shape(loss, params, validation[0])
         aux = jax.tree.map(lambda x: jnp.zeros(x.shape), aux)  # for clip_qk
         table = jm.describe(tx if mesh.size == 1 else train_step.tx, params, **aux)
-        write(folder / "parameters.txt", f"{table}\n")
-    metrics = Metrics(folder / "metrics.jsonl" if writes() else None, done)
+        runs.write(folder / "parameters.txt", f"{table}\n")
+    metrics = runs.Metrics(folder / "metrics.jsonl" if writes() else None, done)
 
     validation = put(validation, mesh)
     tokens = options.batch_size * options.context  # in a step
@@ -210,25 +198,20 @@ def report(
     folder: pathlib.Path,
 ) -> None:
     """The end of a run: a picture of the loss, and a text that the model writes."""
-    records = read(folder / "metrics.jsonl")
-    draw(
+    records = runs.read(folder / "metrics.jsonl")
+    runs.draw(
         {
-            "training": curve(records, "loss"),
-            "validation": curve(records, "validation_loss"),
+            "training": runs.curve(records, "loss"),
+            "validation": runs.curve(records, "validation_loss"),
         },
         f"Loss with {optimizer}",
         folder / "loss.png",
     )
     prompt = text.validation[: max(1, options.context // 4)]
-    written = jax.jit(generate, static_argnames=("length", "context"))(
-        model,
-        prompt,
-        length=400,
-        context=options.context,
-        key=jax.random.key(options.seed),
-    )
+    key = jax.random.key(options.seed)
+    written = generate(model, prompt, 400, context=options.context, key=key)
     sample = f"{text.decode(prompt)}|{text.decode(written)}"
-    write(folder / "sample.txt", sample)
+    runs.write(folder / "sample.txt", sample)
     print(f"\n{sample}\n")
     print(
         f"validation loss {records[-1]['validation_loss']:.4f} nats per character "
@@ -241,7 +224,7 @@ def make_losses(graph: nnx.GraphDef, with_max_logits: bool):
     """The loss of a batch, for training; the compiled mean loss of many batches."""
 
     def loss(params, windows):  # windows: (16, 129)
-        value, max_logits = nnx.merge(graph, params).loss_and_max_logits(windows)
+        value, max_logits = nnx.merge(graph, params).loss(windows)
         return value, {"max_logits": max_logits} if with_max_logits else {}
 
     def evaluate(params, batches):  # batches: (8, 16, 129)
@@ -268,20 +251,22 @@ def compare(optimizers: list[str], folder: pathlib.Path) -> None:
     reaches it at the first evaluation that is not above it.
     """
     curves = {
-        name: curve(read(folder / name / "metrics.jsonl"), "validation_loss")
+        name: runs.curve(runs.read(folder / name / "metrics.jsonl"), "validation_loss")
         for name in optimizers
     }
     baseline = "adamw" if "adamw" in optimizers else optimizers[-1]
     target = curves[baseline][1][-1]
-    reached = {name: first_step_at(points, target) for name, points in curves.items()}
+    reached = {
+        name: runs.first_step_at(points, target) for name, points in curves.items()
+    }
     result = {
         "baseline": baseline,
         "target": target,
         "steps_to_target": reached,
         "validation_loss": {name: losses[-1] for name, (_, losses) in curves.items()},
     }
-    write(folder / "compare.json", json.dumps(result, indent=2) + "\n")
-    draw(
+    runs.write(folder / "compare.json", json.dumps(result, indent=2) + "\n")
+    runs.draw(
         curves,
         "Validation loss",
         folder / "compare.png",

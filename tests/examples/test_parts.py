@@ -1,7 +1,10 @@
-"""The parts of the main example: its model, its options, its texts, its optimizers."""
+"""The example in one file, and the parts of the other: options, texts, optimizers."""
+
+import re
 
 import jax
 import jax.numpy as jnp
+import minimal
 import numpy as np
 import pytest
 import text
@@ -13,6 +16,14 @@ from options import parse
 import jax_muon as jm
 
 
+def test_the_example_in_one_file_learns(capsys):
+    losses = minimal.main(steps=40, width=32, depth=1)
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.5
+    said = capsys.readouterr().out
+    assert "blocks/0/mlp/up/kernel     32 x 128   kernel" in said
+    assert re.search(r"validation loss \d\.\d{4} nats per character\n.*\|", said, re.S)
+
+
 def test_a_character_is_drawn_from_those_before_it():
     """Of the context alone; no logit sees a later character."""
     graph, params = nnx.split(GPT(11, 32, 1, rngs=nnx.Rngs(0)))
@@ -20,14 +31,13 @@ def test_a_character_is_drawn_from_those_before_it():
     params = jax.tree.map(lambda p: jnp.array(random.normal(size=p.shape)), params)
     model, logits = nnx.merge(graph, params), jax.jit(GPT.__call__)
 
-    prompt, length, context = np.array([3, 1, 4]), 12, 8
-    draw = jax.jit(generate, static_argnames=("length", "context", "temperature"))
-    given = {"length": length, "context": context, "key": jax.random.key(0)}
-    written = draw(model, prompt, temperature=1e-6, **given)  # takes the likeliest
+    prompt, context = np.array([3, 1, 4]), 8
+    given = {"context": context, "key": jax.random.key(0)}
+    written = generate(model, prompt, 12, temperature=1e-6, **given)  # the likeliest
     tokens = np.concatenate([prompt, written])
     ends = np.arange(context, tokens.size)
     windows = tokens[ends[:, None] - np.arange(context, 0, -1)]  # (7, 8)
-    likeliest = logits(model, windows).argmax(axis=-1)
+    likeliest = logits(model, windows)[0].argmax(axis=-1)
     np.testing.assert_array_equal(likeliest[:, -1], tokens[context:])
     # What stands behind a character changes nothing.
     np.testing.assert_array_equal(likeliest[0, 2:], tokens[3 : context + 1])
