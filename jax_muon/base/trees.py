@@ -2,11 +2,12 @@
 
 A path is `blocks/0/attn/q/kernel`, the same for the same parameter in every Flax form
 (linen dict, FrozenDict, boxed, nnx.State) and at init as at update: NNX boxes
-parameters at init only, which shows as a trailing `.value` that is dropped here.
+parameters at init only. A box is therefore a leaf here, and its array the value.
 """
 
 import fnmatch
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard
 
@@ -18,35 +19,51 @@ from jax_muon.base.dtypes import wider
 
 
 def path_string(key_path: tuple[Any, ...]) -> str:
-    """`a/b/0` for the key path of a leaf, without the attribute of a Flax box."""
-    keys = key_path[:-1] if key_path and _is_box_key(key_path[-1]) else key_path
-    return jax.tree_util.keystr(keys, simple=True, separator="/")
+    """`a/b/0` for the key path of a leaf or a Flax box."""
+    return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
 def is_box(x: Any) -> bool:
-    """True for a Flax box: an nnx.Param, say, with one array in it."""
-    children = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda y: y is not x)
-    key_path, child = children[0] if len(children) == 1 else ((), None)
-    in_box = len(key_path) == 1 and _is_box_key(key_path[0])
-    return in_box and jax.tree_util.all_leaves([child])
+    """True for a Flax box with one array in it, such as an nnx.Param.
+
+    In a tree of specs there is a spec or None in the place of the array.
+    """
+    if not isinstance(x, _box_types()):
+        return False
+    contents = _children(x)
+    return len(contents) == 1 and (
+        contents[0] is None or jax.tree_util.all_leaves(contents)
+    )
+
+
+def _box_types() -> tuple[type, ...]:
+    """Those of NNX and linen, if they are imported: else there are no boxes."""
+    names = (("flax.nnx", "Variable"), ("flax.core.meta", "AxisMetadata"))
+    modules = [(sys.modules.get(module), name) for module, name in names]
+    return tuple(getattr(module, name) for module, name in modules if module)
+
+
+def _children(x: Any) -> list[Any]:
+    return jax.tree.leaves(x, is_leaf=lambda y: y is not x)
 
 
 def unbox(tree: Any) -> Any:
     """The tree with each Flax box replaced by its array; metadata is dropped."""
     return jax.tree.map(
-        lambda x: jax.tree.leaves(x)[0] if is_box(x) else x, tree, is_leaf=is_box
+        lambda x: _children(x)[0] if is_box(x) else x, tree, is_leaf=is_box
     )
-
-
-def _is_box_key(key: Any) -> bool:
-    box = isinstance(key, jax.tree_util.GetAttrKey)
-    return box and key.name in ("value", "raw_value")
 
 
 def leaves_with_paths(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
     """Leaves of a tree with their paths, in the order of `jax.tree.leaves`."""
-    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-    return [(path_string(key_path), leaf) for key_path, leaf in flat]
+    flat = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: is_box(x) or (is_leaf is not None and is_leaf(x))
+    )
+    return [
+        (path_string(key_path), leaf)
+        for key_path, x in flat
+        for leaf in (jax.tree.leaves(x, is_leaf=is_leaf) if is_box(x) else [x])
+    ]
 
 
 def is_function(x: Any) -> TypeGuard[Callable[..., Any]]:
@@ -116,9 +133,11 @@ def check_patterns_match(what: str, patterns: Iterable[str], paths: list[str]) -
 
 def map_leaves(function: Callable[[str, Array], Array], tree: Any) -> Any:
     """The tree of `function(path, leaf)`."""
-    return jax.tree_util.tree_map_with_path(
-        lambda key_path, leaf: function(path_string(key_path), leaf), tree
-    )
+
+    def of_leaf(key_path: tuple[Any, ...], x: Any) -> Any:
+        return jax.tree.map(lambda leaf: function(path_string(key_path), leaf), x)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, tree, is_leaf=is_box)
 
 
 def step_leaves(
