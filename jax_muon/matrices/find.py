@@ -25,7 +25,7 @@ from jax_muon.matrices.matrices import (
     list_doubts,
     not_a_matrix,
 )
-from jax_muon.matrices.rules import Rules, apply_rules
+from jax_muon.matrices.rules import BY_RULES, Rules, apply_rules
 from jax_muon.matrices.splits import Splits
 
 # How parameters are read: the value itself, a function of the tree that returns one, or
@@ -61,7 +61,8 @@ def find_matrices(
       function: the loss, or a model's `apply`: a function of the parameters and `args`.
       *args: its other arguments, arrays or their shapes; close over all others.
         Parameters that are not trained, such as the base of LoRA, may be among them;
-        close over one to which a parameter is added. Two uint32 are a random key.
+        close over one to which a parameter is added. Functions may be among them, too,
+        such as a model's `apply`.
       rules: what you know better. Path pattern to a label, or to
         `optax.contrib.MuonDimensionNumbers`, such as {"stem": "adamw"}; the first
         pattern that matches wins, and the whole path of a parameter means that one
@@ -117,9 +118,18 @@ def find_matrices(
             )
             checks.refuse("function", function, expected)
         whole = params if tree is not params else checks.arrays("params", params)
-        readings = read_uses(function, whole, *args, splits=splits or ())
+        function, whole = _of_variables(function, whole)
+        function, arrays = _of_arrays(function, args)
+        readings = read_uses(function, whole, *arrays, splits=splits or ())
         readings = [x for x in readings if x.path in shapes]
     ruled = apply_rules(rules, readings)
+    if unused := [x.path for x in ruled.values() if _is_unused_matrix(x)]:
+        warnings.warn(
+            f"the result of the function depends on none of {', '.join(unused)}, which "
+            f"get the label {ADAMW!r}; expected the loss that trains them, or a rule "
+            "for them in rules=",
+            stacklevel=2,
+        )
     doubtful = [x for x in ruled.values() if x.label == MUON and x.doubt is not None]
     if doubtful:
         text = list_doubts(doubtful, [*ruled.values()])
@@ -134,7 +144,8 @@ def reader(matrices: Reader) -> Callable[[Any], Matrices]:
     """The function that reads a tree; `matrices` as in `partition`."""
     if isinstance(matrices, Matrices):
         return lambda tree: matrices
-    if matrices is None or isinstance(matrices, Mapping):
+    is_tree = callable(matrices) and not trees.is_function(matrices)  # Equinox's
+    if matrices is None or isinstance(matrices, Mapping) or is_tree:
         return lambda tree: find_matrices(tree, rules=matrices)
     expected = (
         "jax_muon.find_matrices(params, loss_fn, batch), or a function of params alone "
@@ -162,6 +173,40 @@ def trained(model: Any) -> Any:
     if equinox and isinstance(model, equinox.Module):
         return jax.tree.map(lambda x: x if _is_inexact(x) else None, model)
     return model
+
+
+def _of_variables(
+    function: Callable[..., Any], model: Any
+) -> tuple[Callable[..., Any], Any]:
+    """The same of an NNX module's state, in which each variable has one leaf.
+
+    In a module, a variable has a leaf for each of its names: self.b = self.a.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None or not isinstance(model, nnx.Module):
+        return function, model
+    graph, state = nnx.split(model)
+    return lambda state, *args: function(nnx.merge(graph, state), *args), state
+
+
+def _of_arrays(
+    function: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """The same of the leaves of its arguments that are no functions."""
+    leaves, tree = jax.tree.flatten(args)
+    arrays = [x for x in leaves if not callable(x)]
+
+    def of_arrays(params: Any, *arrays: Any) -> Any:
+        of_order = iter(arrays)
+        all_leaves = [x if callable(x) else next(of_order) for x in leaves]
+        return function(params, *jax.tree.unflatten(tree, all_leaves))
+
+    return of_arrays, arrays
+
+
+def _is_unused_matrix(x: Parameter) -> bool:
+    could_be = not not_a_matrix(x.shape, x.dtype) and sum(n > 1 for n in x.shape) > 1
+    return could_be and x.role == "unused" and x.reason != BY_RULES
 
 
 def _is_inexact(x: Any) -> bool:

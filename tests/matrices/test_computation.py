@@ -55,7 +55,8 @@ def model_params(layers=2):
 
 
 def test_reasons_name_the_use_and_the_line():
-    read = jm.find_matrices(model_params(), language_model, IDS)
+    with pytest.warns(UserWarning, match="depends on none of old, which"):
+        read = jm.find_matrices(model_params(), language_model, IDS)
     product = at(language_model, 'layer["e"] @')
     expected = {
         "table": f"rows picked by integers at {at(language_model, 'jnp.take')}",
@@ -69,7 +70,8 @@ def test_reasons_name_the_use_and_the_line():
 
 
 def test_joins_go_by_the_roles():
-    read = jm.find_matrices(model_params(4), language_model, IDS, joins=2)
+    rules = {"old": "adamw"}  # without a warning
+    read = jm.find_matrices(model_params(4), language_model, IDS, joins=2, rules=rules)
     assert {join.paths for join in read.joins} == {
         (f"layers/{i}/{name}", f"layers/{i + 1}/{name}")
         for i in (0, 2)

@@ -1,9 +1,12 @@
 """Flax's forms of trees are read alike, by a loss and by rules."""
 
+from typing import Any, NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from flax import nnx
 from flax.core import FrozenDict
 
@@ -66,6 +69,94 @@ def test_forms_of_nnx():
     assert narrow.kernel.dtype == "bfloat16" and (narrow.kernel[...] != before).any()
     residual = dict(leaves_with_paths(optimizer.opt_state.residual))["layers/0/kernel"]
     assert residual.dtype == "int8" and residual.any()
+
+
+class Tied(nnx.Module):
+    """One layer under two names, of which the loss uses the second."""
+
+    def __init__(self):
+        self.a = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+        self.b = self.a
+        self.norm = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+        self.head = nnx.Linear(16, 3, rngs=nnx.Rngs(0))
+
+
+def test_a_shared_module_of_nnx_has_one_leaf_for_each_variable(as_users_write):
+    def loss(model, x):
+        return jnp.mean(model.head(model.norm(jnp.tanh(model.b(x)))) ** 2)
+
+    found = jm.find_matrices(Tied(), loss, jnp.ones((2, 8)))
+    roles = {path: x.role for path, x in found.items() if len(x.shape) == 2}
+    assert roles == {"a/kernel": "kernel", "head/kernel": "head"}
+    assert "b/kernel" not in found and "norm/mean" not in found
+
+
+class Attention(NamedTuple):
+    """A field has the name of the content of a Flax box."""
+
+    query: Any
+    key: Any
+    value: Any
+
+
+def test_a_field_called_value_is_in_the_path():
+    params = {"attn": Attention(*[jnp.ones((8, 8))] * 3)}
+    found = jm.find_matrices(params, rules={"attn/value": "adamw", "*": "muon"})
+    labels = {path: x.label for path, x in found.items()}
+    assert labels == {
+        "attn/query": "muon",
+        "attn/key": "muon",
+        "attn/value": "adamw",
+    }
+
+
+# --- functions and arguments ----------------------------------------------------------
+
+
+TWO = {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 4)), "table": jnp.ones((9, 4))}
+
+
+def two(p, x):
+    return jnp.tanh(x @ p["up"]) @ p["down"]
+
+
+def test_functions_among_the_arguments():
+    """Such as `model.apply`; arrays beside them are arguments as ever."""
+
+    def loss(p, model, ids):
+        return jnp.sum(model["apply"](p, p["table"][ids]))
+
+    found = jm.find_matrices(TWO, loss, {"apply": two}, jnp.arange(3))
+    assert [found[x].role for x in TWO] == ["kernel", "head", "embedding"]
+
+
+def test_two_numbers_are_a_key_if_they_are_used_as_one(as_users_write):
+    def lookup(p, ids):
+        return jnp.sum(two(p, p["table"][ids]))
+
+    def noisy(p, x, key):
+        noise = jax.random.normal(jax.random.split(key)[0], (9, 4))
+        return jnp.sum(two(p, x + (p["table"] + noise).sum(0)))
+
+    ids = jnp.zeros(2, jnp.uint32)
+    assert jm.find_matrices(TWO, lookup, ids)["table"].role == "embedding"
+    found = jm.find_matrices(TWO, noisy, jnp.ones((2, 4)), jax.random.PRNGKey(0))
+    assert [found[x].role for x in TWO] == ["kernel", "head", "elementwise"]
+
+
+def test_matrices_that_the_loss_does_not_use_are_named():
+    """As where a loss returns several: of (loss, others) only the loss counts."""
+
+    def losses(p, x):
+        return jnp.mean(x @ p["up"]), jnp.mean(p["down"])
+
+    arguments = {k: TWO[k] for k in ("up", "down")} | {"bias": jnp.ones(8)}
+    words = "depends on none of down, which get the label 'adamw'"
+    with pytest.warns(UserWarning, match=words) as seen:
+        jm.find_matrices(arguments, losses, jnp.ones((2, 4)))
+    assert len(seen) == 1 and seen[0].filename == __file__
+    found = jm.find_matrices(arguments, losses, jnp.ones((2, 4)), rules={"down": None})
+    assert found["down"].reason == "by your rules"
 
 
 def test_a_python_float_is_a_scalar_for_adamw():

@@ -2,6 +2,7 @@
 
 import re
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -72,7 +73,7 @@ def test_the_first_numbers_and_the_first_label_that_match_count():
         {
             "blocks/*/query/kernel": Numbers(0, 2),
             "blocks/0": "slow",
-            "query": Numbers((0, 1), 2),
+            "blocks": Numbers(0, 1),
             "blocks/*/up": None,
         }
     )
@@ -121,6 +122,9 @@ BAD = [
     ({"head/kernel": Numbers(None, 1)}, "no axis for the inputs.*at least one"),
     ({"head/kernel": Numbers(0, -2)}, "no axis twice"),
     ({"head/kernel": Numbers(0, 2)}, "output_axis: axis 2 is out of bounds"),
+    ({"*": "muon", "head": "adamw"}, "'head': adamw never applies, since .* '\\*'"),
+    ({"*": "muon", "wte": None}, "'wte': None never applies.*wte/embedding as well"),
+    ({"attn": Numbers(0, 2), "blocks/*/query": Numbers(0, 1)}, "never applies.*'attn'"),
     ({"wte": "adamw or muon"}, "'wte': 'adamw or muon'; expected one of the two"),
     ({"norm/scale": "muon"}, "'norm/scale': muon for .* or a pattern of mat"),
 ]
@@ -194,6 +198,17 @@ def test_a_prefix_of_a_tree_means_what_is_below_it():
         "frozen",
         "adamw",
     ]
+
+
+def test_a_tree_that_can_be_called():
+    """An Equinox module with labels; None where parameters were filtered out."""
+    model = eqx.nn.MLP(4, 3, 16, 2, key=jax.random.key(0))
+    params = eqx.filter(model, eqx.is_inexact_array)
+    matrix_labels = jax.tree.map(lambda x: "muon" if x.ndim == 2 else None, params)
+    assert callable(matrix_labels)
+    table = jm.describe(jm.nanochat(matrices=matrix_labels), params)
+    muon = [x.parameter.path for x in table.parameters if x.parameter.label == "muon"]
+    assert muon == [f"layers/{i}/weight" for i in range(3)]
 
 
 # --- without a loss -------------------------------------------------------------------

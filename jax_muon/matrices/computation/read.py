@@ -52,13 +52,15 @@ def read_uses(
 
 def follow(jaxpr: Jaxpr, count: int, shapes: dict[str, tuple[int, ...]]) -> Trace:
     """The uses of every parameter in a function with `count` arguments."""
-    given: list[Any] = [v.aval for v in jaxpr.invars[len(shapes) :]]
-    arguments = given[: count - len(shapes)]
+    given: list[Any] = jaxpr.invars[len(shapes) :]
+    is_key = [_is_key(v, jaxpr) for v in given]
+    arguments = list(zip(given, is_key, strict=True))[: count - len(shapes)]
     # Without arrays among its arguments, a function closes over its data.
-    is_alone = not any(x.ndim and _given(x, is_data=True).data for x in arguments)
+    is_alone = not any(v.aval.ndim and not key for v, key in arguments)
     is_data = [is_alone or i < len(arguments) for i in range(len(given))]
     values = [_of_leaf(path, shape) for path, shape in shapes.items()]
-    values += map(_given, given, is_data)
+    for v, data, key in zip(given, is_data, is_key, strict=True):
+        values.append(_given(v.aval, data and not key))
     inputs: dict[str, str] = {}
     while True:  # until no further leaf turns out to be like data
         trace, before = Trace(shapes, inputs), len(inputs)
@@ -130,10 +132,15 @@ def _of_leaf(path: str, shape: tuple[int, ...]) -> Value:
     return Value(leaves={path: parts})
 
 
+def _is_key(v: Any, jaxpr: Jaxpr) -> bool:
+    """Whether an input is a random key: also an old one, of two uint32."""
+    if jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key):
+        return True
+    is_old = v.aval.dtype == jnp.uint32 and v.aval.shape[-1:] == (2,)
+    return is_old and "random_wrap" in jaxprs.uses(jaxpr, {v})[0]
+
+
 def _given(aval: Any, is_data: bool) -> Value:
-    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) or (
-        aval.dtype == jnp.uint32 and aval.shape == (2,)
-    )
     is_float = jnp.issubdtype(aval.dtype, jnp.inexact) or aval.dtype.itemsize == 1
     given_floats = aval.ndim > 0 and bool(is_float)  # eight bits: a quantized matrix
-    return Value(data=is_data and not is_key, given_floats=given_floats)
+    return Value(data=is_data, given_floats=given_floats)
