@@ -22,8 +22,8 @@ TYPED := polar transforms base.dtypes
 # The environments of benchmarks/reading_models.
 READING_MODELS := transformers maxtext levanter tunix keras_hub
 
-.PHONY: train train-multiprocess test test-types test-versions test-outside reading-models \
-	release-check parity venv docs lint bench gpu-schedule clean
+.PHONY: train train-multiprocess test test-types test-versions test-outside test-rewrites \
+	reading-models release-check parity venv docs lint bench gpu-schedule clean
 
 train: $(VENV)/examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -63,6 +63,11 @@ test-outside: $(OUTSIDE:%=runs/outside/%)
 	for name in $(OUTSIDE); do \
 		PYTHONPATH=. runs/outside/$$name/bin/python -m pytest outside/$$name $(ARGS) || exit 1; \
 	done
+
+# All programs of tests/programs in all forms of tests/rewrites: what changes their
+# reading, in a table. `make test-rewrites ARGS="-v sizes"` names it, of some rewrites.
+test-rewrites: venv
+	$(BIN)/python -m tests.rewrites.table $(ARGS)
 
 # How the parameters of these packages' models are read by their losses.
 reading-models: venv $(READING_MODELS:%=runs/outside/%)

@@ -11,10 +11,16 @@ import optax
 from jax import lax
 
 from jax_muon.base.trees import leaves_with_paths
-
-# All different, so that no axis can be taken for another one by its size.
-BATCH, LENGTH, WIDTH, HIDDEN, VOCAB, EXPERTS = 2, 16, 24, 40, 96, 5
-HEADS, HEAD = 4, 6  # of WIDTH
+from tests.programs.sizes import (  # noqa: F401, most are for the programs
+    BATCH,
+    EXPERTS,
+    HEAD,
+    HEADS,
+    HIDDEN,
+    LENGTH,
+    VOCAB,
+    WIDTH,
+)
 
 # --- shapes and programs --------------------------------------------------------------
 

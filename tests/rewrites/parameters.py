@@ -1,0 +1,252 @@
+"""Every parameter in another form before the loss takes it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.flatten_util import ravel_pytree
+from jax.sharding import PartitionSpec as P
+
+from tests.rewrites.case import Case, dataclasses, is_float, register
+
+
+def of_each(least_axes):
+    """A rewrite that takes a function of each parameter of so many axes or more."""
+
+    def rewrite(function):
+        def leaf(w):
+            return function(w) if is_float(w) and w.ndim >= least_axes else w
+
+        def change(case):
+            loss = lambda p, *args: case.loss(jax.tree.map(leaf, p), *args)  # noqa: E731
+            return dataclasses.replace(case, loss=loss)
+
+        return change
+
+    return rewrite
+
+
+def twice(function, inverse):
+    """One after the other."""
+    return lambda w: inverse(function(w))
+
+
+def rotation(size):
+    """A constant orthogonal matrix."""
+    square = np.random.default_rng(size).normal(size=(size, size))
+    return jnp.asarray(np.linalg.qr(square)[0], jnp.float32)
+
+
+def shuffled(size):
+    """A constant permutation, and its inverse."""
+    order = np.random.default_rng(size).permutation(size)
+    return order, np.argsort(order)
+
+
+def permuted_and_back(w):
+    order, inverse = shuffled(len(w))
+    return w[order][inverse]
+
+
+def scattered(w):
+    order, _ = shuffled(len(w))
+    return jnp.zeros_like(w).at[order].set(w[order])
+
+
+def straight_through(w):
+    return w + lax.stop_gradient(w.astype(jnp.bfloat16).astype(w.dtype) - w)
+
+
+@jax.custom_vjp
+def own_vjp(w):
+    return w
+
+
+own_vjp.defvjp(lambda w: (w, None), lambda _, g: (g,))
+
+
+@jax.custom_jvp
+def own_jvp(w):
+    return w
+
+
+own_jvp.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+
+
+def under_shard_map(w):
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("data",), auto, devices=jax.devices()[:1])
+    same = jax.shard_map(lambda w: w * 1.0, mesh=mesh, in_specs=P(), out_specs=P())
+    return same(w)
+
+
+def largest(w):
+    return jnp.abs(w).max() + 1
+
+
+def norm(w, **axis):
+    return jnp.linalg.norm(w, **axis) + 1.0
+
+
+def by_row_axis(matrix, w):
+    return jnp.tensordot(matrix, w, 1)
+
+
+ANY = {
+    "scaled by 1": lambda w: w * 1.0,
+    "scaled by a traced 1": lambda w: w * jnp.cos(jnp.zeros((), w.dtype)),
+    "times a mask of ones": lambda w: w * jnp.ones_like(w),
+    "plus zeros": lambda w: jnp.zeros_like(w) + w,
+    "half and half": lambda w: 0.5 * w + 0.5 * w,
+    "half of it frozen": lambda w: (w + lax.stop_gradient(w)) / 2,
+    "bfloat16 and back": lambda w: w.astype(jnp.bfloat16).astype(w.dtype),
+    "kept in bfloat16": lambda w: w.astype(jnp.bfloat16),
+    "reduce_precision": lambda w: lax.reduce_precision(w, 8, 7),
+    "straight-through": straight_through,
+    "flat and back": lambda w: w.reshape(-1).reshape(w.shape),
+    "transposed twice": lambda w: w.T.T,
+    "dynamic_slice of all": lambda w: lax.dynamic_slice(w, [0] * w.ndim, w.shape),
+    "dynamic_update_slice": lambda w: lax.dynamic_update_slice(
+        jnp.zeros_like(w), w, [0] * w.ndim
+    ),
+    "set in zeros": lambda w: jnp.zeros_like(w).at[...].set(w),
+    "added in zeros": lambda w: jnp.zeros_like(w).at[...].add(w),
+    "set as a row": lambda w: jnp.zeros((3, *w.shape), w.dtype).at[1].set(w)[1],
+    "set as two rows": lambda w: (
+        jnp.zeros((3, *w.shape), w.dtype)
+        .at[jnp.array([1, 2])]
+        .set(jnp.stack([w, w]))[2]
+    ),
+    "stacked with zeros": lambda w: jnp.stack([w, jnp.zeros_like(w)])[0],
+    "repeated, one taken": lambda w: jnp.broadcast_to(w, (3, *w.shape))[1],
+    "where true": lambda w: jnp.where(jnp.ones(w.shape, bool), w, 0),
+    "where of itself": lambda w: jnp.where(
+        jnp.arange(w.size).reshape(w.shape) % 2 == 0, w, w
+    ),
+    "optimization_barrier": lax.optimization_barrier,
+    "clipped at infinity": lambda w: jnp.clip(w, -jnp.inf, jnp.inf),
+    "clipped far away": lambda w: jnp.clip(w, -1e9, 1e9),
+    "nan_to_num": jnp.nan_to_num,
+    "sign times size": lambda w: jnp.sign(w) * jnp.abs(w),
+    "by its largest and back": lambda w: w / largest(w) * largest(w),
+    "jit": jax.jit(lambda w: w * 1.0),
+    "checkpoint": jax.checkpoint(lambda w: w * 1.0),
+    "custom_vjp": own_vjp,
+    "custom_jvp": own_jvp,
+    "fori_loop": lambda w: lax.fori_loop(0, 1, lambda _, w: w * 1.0, w),
+    "while_loop": lambda w: lax.while_loop(
+        lambda c: c[0] < 1, lambda c: (c[0] + 1, c[1]), (0, w)
+    )[1],
+    "cond": lambda w: lax.cond(
+        jnp.ones(()) > 0, lambda w: w * 1.0, lambda w: w * 1.0, w
+    ),
+    "shard_map": under_shard_map,
+    "device_put": lambda w: jax.device_put(w, jax.devices()[0]),
+    "sharding constraint": lambda w: lax.with_sharding_constraint(
+        w, jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    ),
+}
+VECTORS = {
+    "rows taken": lambda w: jnp.take(w, jnp.arange(len(w)), 0),
+    "columns taken": lambda w: jnp.take(w, jnp.arange(w.shape[-1]), -1),
+    "rows permuted and back": permuted_and_back,
+    "rows scattered": scattered,
+    "rolled and back": lambda w: jnp.roll(jnp.roll(w, 1, 0), -1, 0),
+    "flipped twice": lambda w: w[::-1][::-1],
+    "halves joined": lambda w: jnp.concatenate([w[: len(w) // 2], w[len(w) // 2 :]]),
+    "halves of columns joined": lambda w: jnp.concatenate(
+        jnp.split(w, [w.shape[-1] // 2], -1), -1
+    ),
+    "joined with zeros, cut": lambda w: jnp.concatenate([w, jnp.zeros_like(w)])[
+        : len(w)
+    ],
+    "padded, cut": lambda w: jnp.pad(w, [(1, 2)] * w.ndim)[(slice(1, -2),) * w.ndim],
+    "tiled, cut": lambda w: jnp.tile(w, (2,) + (1,) * (w.ndim - 1))[: len(w)],
+    "stacked from its rows": lambda w: jnp.stack([*w]),
+    "vmap of rows": jax.vmap(lambda row: row * 1.0),
+    "map of rows": lambda w: lax.map(lambda row: row * 1.0, w),
+    "scan of rows": lambda w: lax.scan(lambda c, row: (c, row), 0, w)[1],
+    "running sums, differences": lambda w: jnp.diff(
+        jnp.cumsum(w, 0), axis=0, prepend=0
+    ),
+}
+MATRICES = {
+    "two triangles": lambda w: jnp.tril(w) + jnp.triu(w, 1),
+    "normalized and back": lambda w: w / norm(w) * norm(w),
+    "rows normalized and back": lambda w: w / norm(w, axis=0) * norm(w, axis=0),
+    "times an identity": lambda w: w @ jnp.eye(w.shape[-1]),
+    "an identity times it": lambda w: by_row_axis(jnp.eye(len(w)), w),
+    "rotated and back": lambda w: w @ rotation(w.shape[-1]) @ rotation(w.shape[-1]).T,
+    "rotated and back in front": lambda w: by_row_axis(
+        rotation(len(w)).T, by_row_axis(rotation(len(w)), w)
+    ),
+}
+register("parameter", ANY, of_each(0))
+register("parameter", VECTORS, of_each(1))
+register("parameter", MATRICES, of_each(2))
+
+# --- all parameters together ----------------------------------------------------------
+
+
+def of_all(function):
+    """A rewrite that takes `function` of the list of all leaves, if all are floats."""
+
+    def change(case: Case):
+        if not all(map(is_float, jax.tree.leaves(case.params))):
+            return None
+
+        def loss(p, *args):
+            leaves, tree = jax.tree.flatten(p)
+            return case.loss(tree.unflatten(function(leaves)), *args)
+
+        return dataclasses.replace(case, loss=loss)
+
+    return change
+
+
+def ravelled(leaves):
+    vector, back = ravel_pytree(leaves)
+    return back(vector)
+
+
+def split_by_hand(leaves):
+    vector = jnp.concatenate([w.ravel() for w in leaves])
+    parts = jnp.split(vector, np.cumsum([w.size for w in leaves])[:-1])
+    return [x.reshape(w.shape) for x, w in zip(parts, leaves, strict=True)]
+
+
+def of_equal_shapes(function):
+    """`function` of each list of leaves with one shape, of which there are several."""
+
+    def of_leaves(leaves):
+        leaves = list(leaves)
+        for shape in {w.shape: None for w in leaves if w.ndim}:
+            places = [i for i, w in enumerate(leaves) if w.shape == shape]
+            if len(places) > 1:
+                changed = function([leaves[i] for i in places])
+                for i, w in zip(places, changed, strict=True):
+                    leaves[i] = w
+        return leaves
+
+    def change(case: Case):
+        shapes = [w.shape for w in jax.tree.leaves(case.params) if w.shape]
+        several = len({*shapes}) < len(shapes)
+        return of_all(of_leaves)(case) if several else None
+
+    return change
+
+
+register("parameters", {"ravel_pytree": ravelled, "one vector": split_by_hand}, of_all)
+register(
+    "parameters",
+    {
+        "stacked, indexed": lambda ws: [jnp.stack(ws)[i] for i in range(len(ws))],
+        "joined by columns": lambda ws: jnp.split(jnp.concatenate(ws, -1), len(ws), -1),
+        "joined by rows": lambda ws: jnp.split(jnp.concatenate(ws), len(ws)),
+        "scaled in one scan": lambda ws: [
+            *lax.scan(lambda c, w: (c, w * 1.0), 0, jnp.stack(ws))[1]
+        ],
+        "scaled by one vmap": lambda ws: [*jax.vmap(lambda w: w * 1.0)(jnp.stack(ws))],
+    },
+    of_equal_shapes,
+)
