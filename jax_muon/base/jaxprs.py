@@ -7,6 +7,7 @@ Names of primitives and their parameters also stand in `matrices/computation/`.
 import functools
 import itertools
 import os
+import re
 import sys
 from collections.abc import Container, Sequence
 from typing import Any
@@ -119,14 +120,21 @@ def uses(jaxpr: Jaxpr, values: Container[Any]) -> tuple[list[str], list[bool]]:
     return found, is_result
 
 
-def is_transposed(calls: Sequence[JaxprEqn]) -> bool:
-    """Whether JAX made the last of `calls`, for a gradient, by transposing another one.
+def transpositions(calls: Sequence[JaxprEqn]) -> int:
+    """How often JAX transposed the last of `calls`, once for each gradient.
 
-    Transposing twice, for a gradient of a gradient, leads back. A checkpointed function
-    is computed again inside of its transposed one.
+    A function under `checkpoint` is computed again, as it was, inside of its transposed
+    one: `transpose(jvp(f))/rematted_computation`.
     """
-    stack = "/".join(str(x.source_info.name_stack) for x in calls)
-    return stack.count("transpose(") % 2 == 1 and "rematted_computation" not in stack
+    count = 0
+    for name in itertools.chain(*(_steps(x.source_info.name_stack) for x in calls)):
+        count = count + 1 if name == "transpose(" else max(0, count - 1)
+    return count
+
+
+@functools.lru_cache(1024)
+def _steps(name_stack: Any) -> list[str]:
+    return re.findall(r"transpose\(|rematted_computation", str(name_stack))
 
 
 def shape_of(v: Any) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ def parameter(path: str, leaf: Any, trace: Trace, is_split: bool) -> Parameter:
     The reason says if a kernel holds several products side by side, unless `is_split`.
     """
     shape, uses = tuple(leaf.shape), trace.uses[path]
-    label, role, reason, axes = _decide(shape, uses)
+    label, role, reason, axes = _decide(shape, uses, trace)
     if path in trace.inputs:
         label, role, axes = ADAMW, "input", None
         reason = f"used like data, with matrices of its own at {trace.inputs[path]}"
@@ -87,8 +87,26 @@ def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
     return agreed
 
 
+def _depth(uses: Sequence[Use]) -> int:
+    """How deep in gradients the uses are that count: those of the loss itself, if any.
+
+    A sum of squares, as of weight decay, and a kernel that hides what it does show
+    nothing.
+    """
+    shown = [use for use in uses if use.kind != "opaque" and use.left] or uses
+    return min(use.depth for use in shown)
+
+
+def _feeds(use: Use, least: int, trace: Trace) -> bool:
+    """Whether a product takes its result, where either of them counts."""
+    return any(
+        x is None or use.depth == least or x.depth == _depth(trace.uses[x.path])
+        for x in use.takers
+    )
+
+
 def _decide(
-    shape: tuple[int, ...], uses: Sequence[Use]
+    shape: tuple[int, ...], uses: Sequence[Use], trace: Trace
 ) -> tuple[str, str, str, MatrixAxes | None]:
     """Label, role, reason and axes.
 
@@ -105,14 +123,13 @@ def _decide(
     is_expert = any(use.of_picked and use.kind == "contracted" for use in uses)
     if "picked" in kinds and not is_expert:
         return ADAMW, "embedding", f"rows picked by integers{at('picked')}", None
+    every, least = uses, _depth(uses)
+    uses = [use for use in uses if use.depth == least]
     products = [use for use in uses if use.kind in _PRODUCTS]
-    forward = [use for use in uses if not use.is_gradient]
-    if forward and {*products}.isdisjoint(forward) and "opaque" not in kinds:
-        products, uses = [], forward  # like data; its gradient is contracted with it
-    products = [use for use in products if not use.is_gradient] or products
     if measured := [use for use in products if not use.scales]:
         products = measured  # without a power iteration
         uses = [use for use in uses if not use.scales]
+        every = [use for use in every if not use.scales]
     opaque = [use for use in uses if use.kind == "opaque"]
     if not products and opaque and opaque[0].primitive == "fft":
         return ADAMW, "complex", f"its spectrum is taken{at('opaque')}", None
@@ -130,7 +147,7 @@ def _decide(
         return ADAMW, "grouped", f"a convolution in groups{where}", None
     if first.is_complex:
         return ADAMW, "complex", f"a product of complex numbers{where}", None
-    feeding = sorted(products, key=lambda use: not use.feeds)
+    feeding = sorted(products, key=lambda use: not use.takers)
     readings = [_matrix_axes(shape, use) for use in feeding]
     known = [x for x in readings if isinstance(x, MatrixAxes)]
     if not known:
@@ -156,7 +173,7 @@ def _decide(
         return ADAMW, "centers", f"its rows' distances to data are taken{where}", axes
     if any(use.chooses for use in products):
         return ADAMW, "router", f"a top-k chooses among its outputs{where}", axes
-    if not any(use.feeds for use in uses):
+    if not any(_feeds(use, least, trace) for use in every):
         return ADAMW, "head", f"last product before the result{where}", axes
     roles -= {""}
     kernel = "convolution" if first.kind == "convolved" else "kernel"

@@ -181,8 +181,12 @@ def _multiplied(trace: Trace, product: Product) -> Value:
         operands = frozenset(uses), frozenset(other.outputs)
         operands = operands if i == 0 else operands[::-1]
         results |= _scores(product, Scores(operands, inputs))
-    turns = weight.turns | other.turns
-    return Value(data=True, results=results, sources=frozenset(uses), turns=turns)
+    return Value(
+        data=True,
+        results=results,
+        sources=frozenset(uses),
+        turns=weight.turns | other.turns,
+    )
 
 
 def _may_be_data(weight: Value, contract: Axes, ndim: int) -> bool:

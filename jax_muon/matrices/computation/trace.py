@@ -101,7 +101,10 @@ class Trace:
         if name not in RULES and (closed := jaxprs.called(eqn)) is not None:
             return self.call(eqn, closed.jaxpr, values)
         result = RULES.get(name, elementwise)(self, eqn, values)
-        return result if isinstance(result, list) else [result] * len(eqn.outvars)
+        results = result if isinstance(result, list) else [result] * len(eqn.outvars)
+        if not self.is_transposed(eqn):
+            return results
+        return [x if x.leaves else replace(x, is_gradient=True) for x in results]
 
     def _settled(self, value: Value) -> Value:
         """Leaves that are like data as data, unless other leaves lie beside them."""
@@ -111,7 +114,7 @@ class Trace:
 
     def is_transposed(self, eqn: JaxprEqn) -> bool:
         """Whether an operation goes from results back to inputs, for a gradient."""
-        return jaxprs.is_transposed((*self._calls, eqn))
+        return jaxprs.transpositions((*self._calls, eqn)) % 2 == 1
 
     def use(
         self,
@@ -126,7 +129,7 @@ class Trace:
         `by` is what it is multiplied by.
         """
         uses, calls = [], (*self._calls, eqn)
-        is_gradient = self.is_transposed(eqn)
+        depth = jaxprs.transpositions(calls)
         sources = by.sources if by else frozenset()
         for leaf, parts in value.leaves.items():
             key = leaf, kind, *map(id, calls)  # a function may be called several times
@@ -151,14 +154,13 @@ class Trace:
             use.of_picked = leaf in value.picked
             use.left = axes_in(parts)
             use.is_complex = any(map(_is_complex, eqn.invars))
-            use.is_gradient = is_gradient
+            use.depth = depth
             use.inputs |= sources
             uses.append(use)
         for use, before in itertools.product(uses, sources):
-            if not use.is_gradient:
-                before.feeds |= not before.is_gradient
-            elif before.is_gradient:  # backwards, what is later comes first
-                use.feeds = True
+            if use.depth == before.depth:  # backwards, what is later comes first
+                first, then = (use, before) if use.is_gradient else (before, use)
+                first.takers.add(then)
         return uses
 
     def cut_off(self, value: Value, leaf: str) -> list[int]:
@@ -226,11 +228,13 @@ _HIDING = {"triangular_solve", "ffi_call"}  # not elementwise if all fits
 
 def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     """An operation on each element; or one without a rule."""
-    name, result = eqn.primitive.name, joined(values)
+    name, shape = eqn.primitive.name, shape_of(eqn.outvars[0]) if eqn.outvars else ()
+    if name in SUMS and any(x.leaves and x.has_all(shape) for x in values):
+        values = [Value() if x.is_gradient else x for x in values]  # a step in the loss
+    result = joined(values)
     cases = values[1:] if name == "select_n" else []
     if any(x.leaves for x in cases) and all(x == cases[0] for x in cases):
         return cases[0]  # whatever chooses, as `vmap` does for the branches of a cond
-    shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
     shapes = [shape_of(v) for v in eqn.invars]
     values = [_repeated(*x, shape) for x in zip(values, shapes, strict=True)]
     fits = all(_fits(x, shape) for x in shapes) and name not in _HIDING

@@ -133,7 +133,8 @@ class Use:
     revised: Sides = field(default_factory=dict)  # by what comes later
     left: set[int] = field(default_factory=set)  # axes not yet summed over
     constant: set[int] = field(default_factory=set)  # constants were contracted with
-    feeds: bool = False  # another product takes its result, so that it is no head
+    # Products that take its result, so that it is no head; None is a frozen kernel.
+    takers: set["Use | None"] = field(default_factory=set)
     role: str = ""  # in attention: query, key or value; "fused" for several
     slices: dict[int, set[tuple[int, int]]] = field(default_factory=dict)  # of outputs
     glu: bool = False  # they are multiplied by each other
@@ -146,7 +147,12 @@ class Use:
     chooses: bool = False  # a top-k of its outputs says what else is computed
     of_picked: bool = False  # data indexed the leaf before
     is_complex: bool = False
-    is_gradient: bool = False  # JAX made it by transposing another product
+    depth: int = 0  # how often JAX transposed it, for gradients
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it leads from results back to inputs."""
+        return self.depth % 2 == 1
 
     def become(self, role: str) -> None:
         """Set its role in attention, or "fused" if it has another one."""
@@ -238,6 +244,7 @@ class Value:
     softmax: str = ""  # how far it is on the way to one: see `trace.softmax`
     is_exponential: bool = False  # of anything in it
     choice: frozenset[Use] = frozenset()  # among whose outputs a top-k chose it
+    is_gradient: bool = False  # it comes from a product that JAX transposed
     turns: frozenset[int] = frozenset()  # loops in whose turns it differs
     rows: dict[tuple[str, int], int] = field(default_factory=dict)  # loops over axes
 
@@ -355,7 +362,7 @@ class Value:
     def feed(self) -> None:
         """Note that a frozen kernel takes it, as a parameter would."""
         for use in self.sources:
-            use.feeds |= not use.is_gradient
+            use.takers |= set() if use.is_gradient else {None}
 
 
 def joined(values: Sequence[Value]) -> Value:
@@ -366,11 +373,11 @@ def joined(values: Sequence[Value]) -> Value:
         for x, parts in value.results.items():
             # The results of all layers meet in a residual stream. Those that another
             # product takes are no longer of interest.
-            old = len(value.results) > 8 and isinstance(x, Use) and x.feeds
+            old = len(value.results) > 8 and isinstance(x, Use) and x.takers
             if not old and axes_in(parts):
                 results.setdefault(x, parts)
     if len(sources) > 8:
-        sources = frozenset(use for use in sources if not use.feeds)
+        sources = frozenset(use for use in sources if not use.takers)
     data = [value for value in values if value.data]
     return Value(
         data=bool(data),
@@ -383,5 +390,6 @@ def joined(values: Sequence[Value]) -> Value:
         one_hot=bool(data) and all(value.one_hot for value in data),
         is_exponential=any(value.is_exponential for value in values),
         choice=frozenset(use for value in values for use in value.choice),
+        is_gradient=any(value.is_gradient for value in values),
         turns=frozenset(loop for value in values for loop in value.turns),
     )
