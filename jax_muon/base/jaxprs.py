@@ -164,6 +164,13 @@ def line_of(calls: Sequence[JaxprEqn]) -> str:
     return lines.get(False) or lines.get(True, "")
 
 
+def places_of(calls: Sequence[JaxprEqn]) -> tuple[object, ...]:
+    """Where in the code each of `calls` is: equal for turns of one Python loop."""
+    tracebacks: list[Any] = [x.source_info.traceback for x in calls]
+    stacks = [zip(*x.raw_frames(), strict=True) for x in tracebacks if x]
+    return tuple(itertools.chain(*stacks))  # of functions and their instructions
+
+
 def _calls_jax(eqn: JaxprEqn, folder: str) -> bool:
     closed = called(eqn) if eqn.primitive.name == "jit" else None
     source = closed.jaxpr.debug_info.func_src_info if closed else None

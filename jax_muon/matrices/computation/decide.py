@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax_muon.base import trees
+from jax_muon.base import jaxprs, trees
 from jax_muon.matrices.computation.trace import SUMS, Trace
 from jax_muon.matrices.computation.values import (
     BATCH,
@@ -69,14 +69,15 @@ def agreeing(one: Parameter, three: Parameter) -> Parameter:
     return replace(one, label=MUON, axes=None, role="unknown", doubt=doubt)
 
 
-def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
+def with_agreeing_layers(
+    parameters: Sequence[Parameter], trace: Trace
+) -> list[Parameter]:
     """Make the head of one layer a kernel, if it is a kernel in other layers.
 
     A function that ends before the model's head, such as an encoder, has its last
     kernels as its last products.
     """
-    kinds = [(trees.numberless(x.path), x.shape) for x in parameters]
-    both = [*zip(kinds, parameters, strict=True)]
+    both = [(_place(x, trace), x) for x in parameters]
     kernels = {kind: x for kind, x in both if x.label == MUON}
     agreed = []
     for kind, x in both:
@@ -85,6 +86,18 @@ def with_agreeing_layers(parameters: Sequence[Parameter]) -> list[Parameter]:
             x = replace(x, label=MUON, role=like.role, reason=reason)
         agreed.append(x)
     return agreed
+
+
+def _place(x: Parameter, trace: Trace) -> tuple[object, ...]:
+    """What parameters of several layers have in common: a name, or else the code.
+
+    `layers/0/down` and `layers/1/down` have a name. Of a list of matrices, 0, 1 and 2,
+    those are layers that the same place of the code uses, turn by turn of a loop.
+    """
+    name: object = trees.numberless(x.path)
+    if x.path.rpartition("/")[2].isdigit():
+        name = tuple(jaxprs.places_of(use.calls) for use in trace.uses[x.path])
+    return name, x.shape
 
 
 def _depth(uses: Sequence[Use]) -> int:

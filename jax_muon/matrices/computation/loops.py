@@ -65,18 +65,25 @@ def _repeat(
     rows: Sequence[Value],
 ) -> tuple[list[Value], list[Value]]:
     """The carry and the other results of a loop, after as many turns as change them."""
+    loop = id(eqn)
 
     def turning(values: Sequence[Value]) -> list[Value]:
-        return [replace(x, turns=x.turns | {id(eqn)}) for x in values]
+        return [replace(x, turns=x.turns | {loop}) for x in values]
+
+    def outside(x: Value) -> Value:
+        rows = {axis: n for axis, n in x.rows.items() if n != loop}
+        return replace(x, turns=x.turns - {loop}, rows=rows)
 
     rows = turning(rows)
     for _ in range(len(carry) + 2):  # a fact may take a turn for each part of it
+        seen = trace.seen()
         results = trace.call(eqn, body, [*constants, *turning(carry), *rows])
-        results = [replace(x, turns=x.turns - {id(eqn)}) for x in results]
+        results = [*map(outside, results)]
         before, pairs = carry, zip(carry, results, strict=False)
         carry = [_meet(trace, eqn, *pair) for pair in pairs]
         if list(map(_facts, before)) == list(map(_facts, carry)):
             break
+        trace.forget(seen)  # of the first turns, which may see zeros instead of data
     return carry, results[len(carry) :]
 
 

@@ -196,26 +196,35 @@ def _concatenate(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
 @rule("dynamic_update_slice", "scatter", "scatter-add")
 def _update(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     """An array in which a part is replaced, or added to."""
-    shape, (array, updates, *_) = shape_of(eqn.outvars[0]), values
+    shape, (array, updates, *indices) = shape_of(eqn.outvars[0]), values
     if eqn.primitive.name == "dynamic_update_slice":
+        sizes = shape_of(eqn.invars[1])
+        single = [a for a, n in enumerate(sizes) if n == 1 < shape[a]]
+        rows = [a for a in single if indices[a].turns]
         updates = updates.moved(lambda parts: fit(parts, shape))
     else:
-        updates, numbers = values[2], eqn.params["dimension_numbers"]
-        gone = *numbers.inserted_window_dims, *numbers.operand_batching_dims
-        kept = [a for a in range(len(shape)) if a not in gone]
+        indices, updates = [values[1]], values[2]
+        numbers, sizes = eqn.params["dimension_numbers"], shape_of(eqn.invars[2])
+        rows = [*numbers.inserted_window_dims, *numbers.operand_batching_dims]
+        kept = [a for a in range(len(shape)) if a not in rows]
         window = dict(zip(kept, numbers.update_window_dims, strict=True))
-        of_updates = enumerate(shape_of(eqn.invars[2]))
-        rows = [a for a, n in of_updates if a not in window.values() and n > 1]
-        if len(rows) == len(gone):  # each index has an axis of its own
-            window |= zip(gone, rows, strict=True)
+        of_rows = [a for a, n in enumerate(sizes) if n > 1]
+        of_rows = [a for a in of_rows if a not in window.values()]
+        if len(of_rows) == len(rows):  # each index has an axis of its own
+            window |= zip(rows, of_rows, strict=True)
         updates = updates.moved(lambda parts: fit(placed(parts, window, shape), shape))
+    turns = joined(indices).turns
+    for (leaf, axis), loop in updates.rows.items():
+        if turns == {loop} and len(rows) == 1:  # a row in each turn
+            updates.joined_again(leaf, rows[0], axis, shape[rows[0]])
     return _together(trace, eqn, [array, updates])
 
 
 def _together(trace: Trace, eqn: JaxprEqn, parts: Sequence[Value]) -> Value:
     """An array of several parts; beside data, leaves are used elementwise."""
     result = replace(joined(parts), results={})
-    beside_data = any(x.data and not x.leaves for x in parts)
+    are_picked = {bool(x.picked) for x in parts if x.leaves}  # rows are data as well
+    beside_data = len(are_picked) > 1 or any(x.data and not x.leaves for x in parts)
     for part in parts:
         if beside_data:
             trace.use(part, "elementwise", eqn)
@@ -242,7 +251,8 @@ def _top_k(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
 def _reduce(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
     name, axes, (value,) = eqn.primitive.name, eqn.params["axes"], values
     along = {use: axes_in(parts, axes) for use, parts in value.outputs.items()}
-    for use in along if name == "reduce_sum" else ():
+    is_sum = name == "reduce_sum" and not trace.is_transposed(eqn)
+    for use in along if is_sum else ():
         use.separate(along[use] & use.gated)
         if use.kind == "elementwise" and along[use]:
             value.feed()

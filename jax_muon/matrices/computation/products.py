@@ -33,6 +33,7 @@ from jax_muon.matrices.computation.values import (
     Value,
     axes_in,
     fitted,
+    free,
     joined,
     placed,
 )
@@ -108,7 +109,7 @@ class Product:
         value = self.values[i]
         sides = [value.axes_in(places[i]) for places in (self.contract, self.free)]
         picked = all(any(of.values()) for of in sides)
-        return bool(value.leaves) and (not value.data or picked)
+        return bool(value.leaves) and (not value.picked or picked)
 
 
 @rule("dot_general", "ragged_dot_general")
@@ -119,7 +120,11 @@ def _product(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         ragged = eqn.params["ragged_dot_dimension_numbers"]
         contract, (left, right) = ragged.dot_dimension_numbers
         batch = left, (*right, *ragged.rhs_group_dimensions)
-    return _multiplied(trace, Product(eqn, (values[0], values[1]), contract, batch))
+    product = Product(eqn, (values[0], values[1]), contract, batch)
+    result, shape = _multiplied(trace, product), shape_of(eqn.outvars[0])
+    if len(shape) > len(product.shape):  # one for each group of rows, in a gradient
+        return result.moved(lambda parts: (free(shape[0]), *parts))
+    return result
 
 
 def _multiplied(trace: Trace, product: Product) -> Value:
@@ -163,12 +168,13 @@ def _multiplied(trace: Trace, product: Product) -> Value:
                 for use in uses:
                     use.separate(axes_in(weight.leaves[use.path], [a]), IN)
         before.separate_members(axes_in(parts, product.batch[1 - i]))
-    for scores, parts in other.results.items():
+    for scores, parts in other.results.items() if not is_transposed else ():
         keys = axes_in(parts, of_other)
         if isinstance(scores, Scores) and other.is_exponential and len(keys) == 1:
             _attend(trace, scores, min(keys), other, of_other, uses)
     results: Results = {u: product.placed(i, weight.leaves[u.path]) for u in uses}
-    if _may_be_data(weight, of_weight, len(product.shapes[i])):
+    may_be_data = _may_be_data(weight, of_weight, len(product.shapes[i]))
+    if may_be_data and not is_transposed:
         wide = any(_is_wide(trace.shapes[x.path], x.sides) for x in uses)
         for use in uses:
             use.either = wide and bool(weight.inner(use.path))
@@ -239,7 +245,7 @@ def _of_activations(trace: Trace, product: Product) -> Value:
         result.choice -= trace.routes(other, [value])
         trace.use(value, "elementwise", product.eqn)
         inside = {x: axes_in(y, contract[i]) for x, y in value.results.items()}
-        is_matrix = len(product.shapes[1 - i]) > 1
+        is_matrix = len(product.shapes[1 - i]) > 1 or bool(other.turns - value.turns)
         is_kernel = other.given_floats and is_matrix and not is_transposed
         is_kernel &= not product.batch[0]
         is_picked = bool(other.picked) and not is_transposed

@@ -46,7 +46,7 @@ def read_uses(
             read.append(decide.parameter(path, leaf, trace, is_split))
         if all(x.axes is None and x.label != MUON for x in read):
             read = [decide.doubted(x, trace) for x in read]
-        readings.append(decide.with_agreeing_layers(read))
+        readings.append(decide.with_agreeing_layers(read, trace))
     return [*map(decide.agreeing, *readings)] if len(readings) > 1 else readings[0]
 
 

@@ -135,9 +135,10 @@ class Trace:
             key = leaf, kind, *map(id, calls)  # a function may be called several times
             if key not in self._known:
                 line = jaxprs.line_of(calls)
-                self._known[key] = Use(leaf, kind, line, eqn.primitive.name)
-                self.uses[leaf].append(self._known[key])
+                self._known[key] = Use(leaf, kind, line, eqn.primitive.name, calls)
             use = self._known[key]
+            if use not in self.uses[leaf]:
+                self.uses[leaf].append(use)
             known = value.sides.get(leaf, {})
             use.constant = {a for a, x in known.items() if CONSTANT in x}
             places = [axis for of_axis in parts for axis in axes_in((of_axis,))]
@@ -163,6 +164,15 @@ class Trace:
                 first.takers.add(then)
         return uses
 
+    def seen(self) -> dict[str, list[Use]]:
+        """The uses so far."""
+        return {leaf: [*uses] for leaf, uses in self.uses.items()}
+
+    def forget(self, seen: dict[str, list[Use]]) -> None:
+        """Keep these uses alone, until others are found again."""
+        for leaf in self.uses:
+            self.uses[leaf] = seen.get(leaf, [])
+
     def cut_off(self, value: Value, leaf: str) -> list[int]:
         """The axes of a leaf of which a value has one element, or one at a time."""
         known = {*value.sides.get(leaf, {})} | axes_in(value.leaves[leaf])
@@ -174,7 +184,8 @@ class Trace:
         Its last axis has features and is the matrix's: the other leaf is like data.
         """
         features = {leaf: axes_in(parts[-1:]) for leaf, parts in value.leaves.items()}
-        for leaf in features if any(features.values()) else ():
+        is_activation = any(features.values()) and not self.is_transposed(eqn)
+        for leaf in features if is_activation else ():
             is_whole = {SUMMED} not in value.sides.get(leaf, {}).values()
             if len(value.inner(leaf)) == 1 and is_whole and not features[leaf]:
                 line = jaxprs.line_of((*self._calls, eqn))
@@ -286,8 +297,11 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         if {x.path for x in own} == {*made[0].leaves}:
             for use in own:
                 use.scales = True
+    # (tokens, in, out) picked matrices times (tokens, 1, 1) weights are still matrices.
+    by = [s for x, s in zip(values, shapes, strict=True) if x.data and not x.leaves]
+    of_rows = [x for x in made if x.picked and fits and _is_of_rows(x, by)]
     if active or not fits:
-        for value in made:
+        for value in [x for x in made if x not in of_rows]:
             is_input = value.activated or name not in SUMS
             if value.picked and name == "mul":
                 for x in active:
@@ -304,13 +318,23 @@ def elementwise(trace: Trace, eqn: JaxprEqn, values: list[Value]) -> Value:
         # of leaves (LoRA) where it is added to a frozen matrix.
         masked = name in ("mul", "div", "select_n") and sum(n > 1 for n in shape) > 1
         frozen = all(x.given_floats for x in active)
-        stay = [(masked and x.has_all(shape)) or (frozen and x.of_two) for x in made]
-        made = [*itertools.compress(made, stay)] if fits else []
+        made = [
+            x
+            for x in made
+            if (fits and ((masked and x.has_all(shape)) or (frozen and x.of_two)))
+            or x in of_rows
+        ]
     for value in made:
         result = result.with_leaves(value, len(shape))
     if name == "select_n" and not (values[0].data or values[0].leaves):
         return result.moved(lambda parts: _diagonal(parts, shape))
     return result
+
+
+def _is_of_rows(value: Value, by: Sequence[Shape]) -> bool:
+    """Whether factors of these shapes are the same along all axes of its leaves."""
+    own = {a for of in value.leaves.values() for a, x in enumerate(of) if axes_in([x])}
+    return all(shape[a] == 1 for shape in by if shape for a in own)
 
 
 def _repeated(value: Value, old: Shape, new: Shape) -> Value:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from jax.extend.core import JaxprEqn
+
 
 class AxisPart(NamedTuple):
     """A part of an axis of a value: `size` elements, `stride` apart, of a leaf's axis.
@@ -129,6 +131,7 @@ class Use:
     kind: str  # contracted, convolved, grouped, picked, elementwise, opaque
     line: str  # of the user's code
     primitive: str  # JAX's name of the operation
+    calls: Sequence[JaxprEqn] = ()  # the operation, behind those that call it
     sides: Sides = field(default_factory=dict)
     revised: Sides = field(default_factory=dict)  # by what comes later
     left: set[int] = field(default_factory=set)  # axes not yet summed over
@@ -184,7 +187,7 @@ class Use:
 
     def collect(self, axes: Iterable[int]) -> None:
         """Make axes outputs that a loop computes one by one, if there are no others."""
-        if set().union(*self.sides.values()) <= {IN, BATCH}:
+        if set().union(*self.sides.values()) <= {IN, BATCH, *INNER}:
             self.revise(dict.fromkeys(axes, OUT))
 
     def separate_members(self, axes: Iterable[int]) -> None:
