@@ -1,69 +1,87 @@
-"""Everything that can be known only on a GPU: correctness first, then times.
+"""Everything that only a GPU can say, in the order of what a minute of it is worth.
 
-    python3 -m benchmarks.on_a_card --tasks kernels parity polar --out FOLDER
-    python3 -m benchmarks.on_a_card --tasks steps train --out FOLDER
-    python -m benchmarks.on_a_card --tiny --out FOLDER      # all of it on a CPU
+    python3 -m benchmarks.on_a_card --tasks right steps --out FOLDER    6 minutes
+    python3 -m benchmarks.on_a_card --tasks learn --out FOLDER          6 minutes
+    python3 -m benchmarks.on_a_card --old CHECKOUT --out FOLDER         beside another
+    python -m benchmarks.on_a_card --tiny --out FOLDER                  on a CPU
 
-From the root of the repository; each call ends within ten minutes. JAX and optax must
-be there, what needs anything else that is missing is skipped with a line that says so.
-Each task runs in a process of its own, so that one that hangs or breaks the card's
-context loses no other. Each measurement is printed and written as it ends, into
-FOLDER/TASK.json; what does not fit into `--seconds` is skipped.
+From the root of the repository. JAX and optax must be there; what needs anything else
+that is missing is skipped with a line that says so.
+
+- right: recipes on the card and on the CPU, polar factors in float64, parity with
+  PyTorch, and the self-test, in processes side by side.
+- steps: every contender compiles beside the others and waits. Then each is timed alone,
+  twice, and ours is profiled. Contenders of a group hold their memory together.
+- learn: `benchmarks.learn`.
+
+Each result is printed and written as it comes, as a line of FOLDER/results.jsonl. What
+does not end within its seconds is ended, and no task takes another one along.
 """
 
 import contextlib
-import functools
+import json
 import os
 import pathlib
 import signal
-import statistics
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jax_muon as jm
 from benchmarks import program
-from benchmarks.gpt import loss
-from benchmarks.parameters import model_parameters, nominal_flops, quintics_flops
-from benchmarks.step import TORCH, Contender, make_step, random_like, running
-from jax_muon.polar.coefficients import polar_express_coefficients
-from jax_muon.polar.products import outer
-
-# Seconds: beyond which a task is ended, and below which none is worth starting.
-GRACE, LEAST = 10.0, 20.0
-KERNEL_SHAPES = ((2, 768, 768), (2, 768, 3072), (2, 1000, 3000), (1, 2048, 2048))
-FACTORS = (-2.5, 0.5)  # any; they are an operand of the kernel
-# For an H200: square, and wide as an MLP's.
-SHAPES = (
-    *((m, m) for m in (768, 256, 512, 1024, 2048, 4096, 8192)),
-    *((m, 4 * m) for m in (768, 256, 512, 1024, 2048)),
-    (4096, 8192),
+from benchmarks.learn import RUNS, Run, train
+from benchmarks.parameters import model_parameters, nominal_flops
+from benchmarks.step import (
+    RECIPES,
+    Contender,
+    Worker,
+    folder,
+    make_step,
+    polar,
+    random_like,
+    running,
 )
+from jax_muon.polar.coefficients import polar_express_coefficients
+
+GRACE = 10.0  # seconds after which a process that has no time left is ended
 NVIDIA_SMI = (
     "nvidia-smi",
     "--query-gpu=name,driver_version,memory.total,clocks.sm,power.limit",
     "--format=csv,noheader",
 )
-TOKENS = 2**19  # of a batch, by which the optimizer's share of a train step is judged
 Found = dict[str, Any]
 
 
 class Record:
-    """The results of one task, in a file that is written after each of them."""
+    """A file of results, one a line, written after each of them."""
 
-    def __init__(self, path: pathlib.Path, deadline: float, run: Found | None = None):
-        """No measurement begins after the deadline; `run` says where this is."""
-        self.path, self.deadline = path, deadline
-        self.content: Found = {"run": run, "rows": []}
+    def __init__(self, path: pathlib.Path, seconds: float):
+        """Append to a file; no measurement begins later than in so many seconds."""
+        self.path, self.began = path, time.monotonic()
+        self.deadline = self.began + seconds
 
-    def measure(self, what: str, function: Callable[..., Any], *args: Any) -> Found:
+    def say(self, what: str, **found: Any) -> None:
+        """Write and print a result."""
+        line = json.dumps({"what": what, **found, "t": self.seconds()})
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        words = (
+            f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
+            for k, v in found.items()
+        )
+        print(f"[{self.seconds():5.1f} s] {what}: {', '.join(words)[:500]}", flush=True)
+
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return round(time.monotonic() - self.began, 1)
+
+    def measure(self, what: str, function: Callable[..., Found], *args: Any) -> None:
         """Call a function, and keep what it returns, or why it did not."""
         began = time.monotonic()
         try:
@@ -76,15 +94,7 @@ class Record:
         except (Exception, SystemExit) as error:
             traceback.print_exc()
             found = {"failed": f"{type(error).__name__}: {error}"[:2000]}
-        taken = time.monotonic() - began
-        self.content["rows"].append({"what": what, **found, "measured_in_s": taken})
-        program.save(self.content, self.path)
-        words = (
-            f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
-            for k, v in found.items()
-        )
-        print(f"[{taken:5.1f} s] {what}: {', '.join(words)[:600]}", flush=True)
-        return found
+        self.say(what, **found, took=round(time.monotonic() - began, 1))
 
 
 def on_a_gpu() -> bool:
@@ -95,104 +105,78 @@ def on_a_gpu() -> bool:
 # ---- Is it right? "ok" is the verdict, and "bar" the largest error that passes
 
 
-def kernels(record: Record, tiny: bool) -> None:
-    """Symmetric products, then five steps of every form."""
-    for shape in KERNEL_SHAPES[: 1 if tiny else None]:
-        record.measure(f"kernels {shape}", kernels_of, shape)
-    for shape in [(2, 16, 48)] if tiny else [(3, 768, 3072), (2, 1000, 520)]:
-        for form in forms():
-            what = f"polar {shape} {', '.join(form.values())}"
-            record.measure(what, polar_of, shape, form)
+def recipes(record: Record, args: Any) -> None:
+    """Every recipe on the card and on the CPU, first one with large matrices."""
+    small = "tiny" if args.tiny else "6x384"
+    cases = [(small if args.tiny else "gpt2-124m", "nanochat", "bfloat16")]
+    cases += [(small, name, x) for x in ("float32", "bfloat16") for name in RECIPES]
+    for model, name, dtype in cases[: 1 if args.tiny else None]:
+        record.measure(
+            f"card and CPU, {model} {name}, {dtype}", both, model, name, dtype
+        )
 
 
-def kernels_of(shape: tuple[int, int, int]) -> Found:
-    """Symmetric products by kernels, as shares of the largest error that passes."""
-    if not on_a_gpu():
-        raise ImportError("kernels need a GPU; their tests interpret them")
-    errors = {
-        name: product_error(name, shape, kernel) for name, kernel in products().items()
-    }
-    return {"ok": all(error <= 1 for error in errors.values()), "bar": 1.0} | errors
-
-
-def products() -> dict[str, Callable[..., Any]]:
-    """The kernels for symmetric products of bfloat16 matrices.
-
-    The Gram matrix of the first step is wanted in float32, since the norm is read off.
-    """
-    from jax_muon.polar import hopper
-
-    return {
-        "gram": hopper.gram,
-        "gram, float32": functools.partial(hopper.gram, dtype="float32"),
-        "quadratic": lambda a, **options: hopper.quadratic(a, *FACTORS, **options),
-    }
-
-
-def product_error(
-    name: str, shape: tuple[int, int, int], kernel: Callable[..., Any]
-) -> float:
-    """The largest error of a product in units of what rounding allows.
-
-    Sums of n terms in float32, in any order and cut off instead of rounded, are off by
-    n 2^-23 times the sum of magnitudes; the reference, in float32, too. A product that
-    is not symmetric is infinitely far off.
-
-    Args:
-      name: one of `products()`.
-      shape: of bfloat16 matrices (batch, m, n), of norm near 1; the polynomial gets
-        their Gram matrices.
-      kernel: the function under test.
-    """
-    b, c = FACTORS
-    x = jax.random.normal(jax.random.key(0), shape) / shape[-1] ** 0.5
-    if name == "quadratic":
-        x = outer(x, x)
-    x = x.astype(jnp.bfloat16)
-    found = jax.jit(kernel)(x)
-    if not jnp.array_equal(found, found.mT):
-        return float("inf")
-    wide = x.astype(jnp.float32)
-    exact, magnitudes = outer(wide, wide), outer(jnp.abs(wide), jnp.abs(wide))
-    if name == "quadratic":
-        exact = b * wide + c * exact
-        magnitudes = abs(b) * jnp.abs(wide) + abs(c) * magnitudes
-    info = jnp.finfo(found.dtype)
-    allowed = 2 * (x.shape[-1] + 3) * 2.0**-23 * magnitudes + float(info.tiny)
-    allowed += float(info.eps) * jnp.abs(exact)
-    return float(jnp.max(jnp.abs(found.astype(jnp.float32) - exact) / allowed))
-
-
-def forms() -> list[dict[str, Any]]:
-    """Settings of a polar factor: every dtype and form, and on a GPU the kernels."""
-    wide = [{"dtype": "float32", "form": form} for form in ("standard", "gram")]
-    kernels = [{"dtype": "bfloat16", "symmetric": "kernel"}] * on_a_gpu()
-    return [{"dtype": "bfloat16"}, *wide, *kernels]
-
-
-def polar_of(shape: tuple[int, ...], form: dict[str, Any]) -> Found:
-    """Five steps on Gaussian matrices against the same polynomials in float64.
-
-    Plain bfloat16 code, which rounds every term, is 0.04 away.
-    """
-    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    error = rounding(jax.jit(jm.PolarExpress(**form))(jnp.asarray(x)), x)
-    bar = {"float32": 5e-5, "bfloat16": 0.06}[form["dtype"]]
+def both(model: str, name: str, dtype: str) -> Found:
+    """Two steps from the same numbers: how far apart they end, relatively."""
+    shapes = model_parameters(model, jnp.float32, scanned=True)
+    init, step = make_step(Contender(name, dtype=dtype), shapes)
+    cpu = jax.devices("cpu")[0]
+    with jax.default_device(cpu):  # drawn once: generators differ in the last bit
+        start, *grads = (jax.device_get(random_like(shapes, seed)) for seed in range(3))
+    ends = []
+    for device in (jax.devices()[0], cpu):
+        with jax.default_device(device), jax.default_matmul_precision("highest"):
+            params, state = start, jax.jit(init)(start)
+            for grad in grads:
+                params, state = jax.jit(step)(params, state, grad)
+        ends.append(jax.device_get(params))
+    errors = jax.tree.map(
+        lambda a, b, x: float(np.linalg.norm(a - b) / np.linalg.norm(b - x)),
+        *ends,
+        start,
+    )
+    error = max(jax.tree.leaves(errors))
+    bar = {"float32": 3e-5, "bfloat16": 0.08}[dtype]
     return {"ok": error <= bar, "error": error, "bar": bar}
 
 
-def rounding(y: Any, x: np.ndarray) -> float:
-    """How far Y is from the five quintics of X (..., m, n) in float64, relatively."""
+def factors(record: Record, args: Any) -> None:
+    """Polar factors, with kernels and without, of even and odd shapes."""
+    large = ((3, 768, 3072), (2, 3072, 768), (2, 1000, 1400), (1, 2048, 2048))
+    for shape in ((2, 16, 48),) if args.tiny else large:
+        for dtype, kernels in (
+            ("bfloat16", True),
+            ("bfloat16", False),
+            ("float32", None),
+        ):
+            contender = Contender("nanochat", dtype=dtype, kernels=kernels)
+            record.measure(
+                f"polar factor {shape}, {contender}", factor, shape, contender
+            )
+
+
+def factor(shape: tuple[int, ...], contender: Contender) -> Found:
+    """Five steps on Gaussian matrices against the same polynomials in float64.
+
+    The worst row shows a tile that is wrong. Plain bfloat16 code is 0.04 away.
+    """
+    if contender.kernels and not on_a_gpu():
+        raise ImportError("kernels need a GPU; their tests interpret them")
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    y = np.asarray(jax.jit(polar(contender))(jnp.asarray(x)), np.float64)
     exact = x.astype(np.float64)
     exact /= 1.02 * np.linalg.norm(exact, axis=(-2, -1), keepdims=True) + 1e-6
     for a, b, c in polar_express_coefficients(5):
         gram = exact @ exact.swapaxes(-1, -2)
         exact = a * exact + (b * gram + c * gram @ gram) @ exact
-    apart = np.asarray(y, np.float64) - exact
-    return float(np.linalg.norm(apart) / np.linalg.norm(exact))
+    apart, rows = np.linalg.norm(y - exact, axis=-1), np.linalg.norm(exact, axis=-1)
+    error = float(np.linalg.norm(apart) / np.linalg.norm(rows))
+    bar = {"float32": 5e-5, "bfloat16": 0.06}[contender.dtype]
+    worst = float(np.max(apart / rows))
+    return {"ok": worst <= 2 * bar, "error": error, "worst_row": worst, "bar": bar}
 
 
-def parity(record: Record, tiny: bool) -> None:
+def parity(record: Record, args: Any) -> None:
     """Every recipe against PyTorch, whose side runs on the CPU, without TF32."""
     import torch
 
@@ -207,10 +191,9 @@ def parity(record: Record, tiny: bool) -> None:
         return {"ok": check.state != "FAIL", "error": check.error, "bar": check.bar}
 
     def half(name: str) -> Found:
-        """Steps in bfloat16, by the distance to the reference in float64.
+        """Steps in bfloat16: their distance to the reference in float64.
 
-        It may be twice that of the reference in bfloat16: a GPU rounds the sums of a
-        product as PyTorch does, and every term where XLA does not use cuBLASLt.
+        It may be twice that of the reference in bfloat16.
         """
         found = compare.spread(name)
         ours, bar = found.ours_exact, 2 * found.reference_exact
@@ -218,172 +201,123 @@ def parity(record: Record, tiny: bool) -> None:
         return {"ok": ours <= bar, "error": ours, "bar": bar, "between_torch": between}
 
     torch.set_num_threads(1)  # matrices are small
-    for name in list(problems.RECIPES)[: 2 if tiny else None]:
-        record.measure(f"{name}, float32", single, name)
-        if name in compare.SPREAD:
-            record.measure(f"{name}, bfloat16", half, name)
+    for name in list(problems.RECIPES)[: 1 if args.tiny else None]:
+        record.measure(f"parity, {name}, float32", single, name)
+        if name in compare.SPREAD and not args.tiny:
+            record.measure(f"parity, {name}, bfloat16", half, name)
+
+
+def self_test(record: Record, args: Any) -> None:
+    """`python -m jax_muon`."""
+
+    def verdict() -> Found:
+        command = [sys.executable, "-m", "jax_muon"]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        return {"ok": ended.returncode == 0, "says": ended.stdout[-300:]}
+
+    record.measure("python -m jax_muon", verdict)
 
 
 # ---- How long does it take?
 
 
-def steps(record: Record, tiny: bool) -> None:
-    """Every recipe, optax and PyTorch; what docs/speed.md compares stands first."""
+def groups(tiny: bool, old: str) -> list[tuple[str, list[Contender]]]:
+    """Models and contenders: a group is on the card together, 80 GB at most."""
     low = "bfloat16"
-    first = (
-        ("nanochat", "scanned", low),
-        ("optax", "scanned", "default"),
-        *((name, "scanned", low) for name in ("orthogonalize", *TORCH)),
-    )
-    rest = (
-        ("adamw",),
-        ("nanochat", "separate", low),
-        ("optax", "separate", "default"),
-        ("nanochat", "scanned", low, "default", True),  # cuBLASLt alone
-        *((name, "scanned", low) for name in ("muon", "moonlight", "normuon")),
-        ("nanochat",),
-        ("optax",),
-    )
-    models = ["tiny"] if tiny else ["gpt2-124m", "gpt-1.3b", "gpt2-350m"]
-    cases = [(model, one) for model in models for one in first]
-    for model, one in cases + [(model, one) for one in rest for model in models]:
-        contender = Contender(*one)
-        left = min(120.0, record.deadline - time.monotonic())
-        record.measure(f"{model} {contender}", step_of, model, contender, left)
+    ours = [Contender("nanochat", dtype=low)]
+    ours += [Contender("nanochat", dtype=low, checkout=old)] if old else []
+    torch = Contender("torch-nanochat", dtype=low)
+    theirs = [Contender("optax", dtype=low), Contender("adamw")]
+    if tiny:
+        return [("tiny", [*ours, torch, theirs[1]])]
+    plain = [Contender("nanochat", dtype=low, kernels=False)]
+    separate = [Contender(name, "separate", low) for name in ("nanochat", "optax")]
+    wide = [Contender(name) for name in ("nanochat", "optax")]  # float32
+    recipes = [Contender(name, dtype=low) for name in RECIPES[1:]]
+    return [
+        ("gpt2-124m", [*ours, torch, *theirs, *separate, *plain]),
+        ("gpt-1.3b", ours),
+        ("gpt-1.3b", [torch, *plain]),
+        ("gpt-1.3b", theirs),
+        ("gpt2-124m", [*wide, *recipes, Contender("torch-muon", dtype=low)]),
+    ]
 
 
-def step_of(model: str, contender: Contender, timeout: float) -> Found:
-    """Seconds of a step, the median of several; `timeout` seconds to compile."""
+def steps(record: Record, args: Any) -> None:
+    """Compile all, then time one after another, group after group."""
     device = "cuda" if on_a_gpu() else "cpu"
-    with running(contender, model, device, timeout) as worker:
-        taken = [worker.step() for _ in range(20 if device == "cuda" else 3)]
-        found = {"seconds": statistics.median(taken), "least": min(taken)}
-        if contender.name == "orthogonalize":
-            found["nominal_flops_per_s"] = nominal_flops(model) / found["seconds"]
-        return found | worker.info
+    with contextlib.ExitStack() as stack:
+        waiting = [
+            (model, [(x, stack.enter_context(running(x, model, device))) for x in some])
+            for model, some in groups(args.tiny, str(args.old or ""))
+        ]
+        for model, workers in waiting:
+            for contender, worker in workers:
+                record.measure(
+                    f"{model} {contender}, compiled", lambda w=worker: w.info
+                )
+        for model, workers in waiting:
+            for turn in (1, 2):
+                for contender, worker in workers:
+                    what = f"{model} {contender}, turn {turn}"
+                    record.measure(what, timing, model, contender, worker)
+            for contender, worker in workers:
+                if contender.name == "nanochat":
+                    what = f"{model} {contender}, profile"
+                    record.measure(what, worker.ask, "profile")
+                worker.process.kill()
+                worker.process.wait()  # and its memory is free
 
 
-def orthogonalization(record: Record, tiny: bool) -> None:
-    """Five steps in every form on every shape."""
-    ways: list[tuple[str, Found, Found]] = [("", form, {}) for form in forms()]
-    if on_a_gpu():  # without Triton's products, which XLA takes where they are faster
-        cublas = {"xla_gpu_enable_triton_gemm": False}
-        ways.append(("cuBLASLt ", {"dtype": "bfloat16"}, cublas))
-    for m, n in ((32, 32), (32, 64)) if tiny else SHAPES:
-        for name, form, options in ways:
-            what = f"{m}x{n} {name}{', '.join(form.values())}"
-            record.measure(what, form_of, form, m, n, options)
+def learn(record: Record, args: Any) -> None:
+    """See `benchmarks.learn`."""
+    train(record.say, record.deadline, args.runs, args.tiny)
 
 
-def form_of(form: dict[str, Any], m: int, n: int, options: Found) -> Found:
-    """Seconds and FLOP/s of one matrix of a stack."""
-    count = min(24, max(1, 2**28 // (4 * m * n))) if on_a_gpu() else 2
-    x = jax.random.normal(jax.random.key(0), (count, m, n))
-    rounds = 5 if on_a_gpu() else 1
-    found = timed(jm.PolarExpress(**form), x, rounds, options)
-    rate = quintics_flops(m, n) / found
-    return {"stack": count, "seconds": found, "nominal_flops_per_s": rate}
-
-
-def timed(function: Any, x: jax.Array, rounds: int, options: Found) -> float:
-    """The median seconds for a matrix of the stack; `options` are XLA's.
-
-    Its input is donated, as it is a temporary in an optimizer.
-    """
-    lowered = jax.jit(function, donate_argnums=(0,)).lower(x)
-    compiled = lowered.compile(compiler_options=options)
-    taken = []
-    for _ in range(rounds + 1):
-        y = jax.block_until_ready(jnp.array(x))
-        began = time.perf_counter()
-        jax.block_until_ready(compiled(y))
-        taken.append((time.perf_counter() - began) / len(x))
-    return statistics.median(taken[1:])
-
-
-def train(record: Record, tiny: bool) -> None:
-    """GPT-2 124M in bfloat16, float32 masters; the optimizer's share of a batch."""
-    model, head, batch = (
-        ("tiny", 16, (2, 33)) if tiny else ("gpt2-124m", 64, (32, 1025))
-    )
-    shapes = model_parameters(model, jnp.float32, scanned=True)
-    tokens = jax.random.randint(jax.random.key(2), batch, 0, shapes["wte"].shape[0])
-    count = batch[0] * (batch[1] - 1)
-
-    base: dict[str, float] = {}  # seconds without an optimizer
-
-    def timed(name: str, dtype: str, attention: str) -> Found:
-        """The median time of a whole step."""
-        init, update = make_step(name, dtype, shapes)
-
-        def of_masters(params: Any) -> Any:
-            low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-            how = {"head": head, "attention": attention, "rematerialize": False}
-            return loss(low, tokens, **how)
-
-        @functools.partial(jax.jit, donate_argnums=(0, 1))
-        def step(params: Any, state: Any) -> Any:
-            value, grads = jax.value_and_grad(of_masters)(params)
-            return *update(params, state, grads), value
-
-        params = random_like(shapes, 0)
-        state = jax.jit(init)(params)
-        values, taken = [], []
-        for _ in range(12 if on_a_gpu() else 3):
-            began = time.perf_counter()
-            params, state, value = jax.block_until_ready(step(params, state))
-            values.append(float(value))
-            taken.append(time.perf_counter() - began)
-        seconds = statistics.median(taken[1:])
-        rate, ends = count / seconds, values[:: len(values) - 1]
-        found = {"seconds": seconds, "tokens_per_s": rate, "losses": ends}
-        if name == "gradients":
-            base[attention] = seconds
-        elif attention in base:
-            found["optimizer_seconds"] = own = seconds - base[attention]
-            whole = own + base[attention] * TOKENS / count
-            found["share_of_2**19_tokens"] = own / whole
-        return found
-
-    for attention in ("cudnn", "xla") if on_a_gpu() else ("xla",):
-        what = f"gradients, {attention}"
-        record.measure(what, timed, "gradients", "", attention)
-    attention = next(iter(base), "xla")
-    for name in ("nanochat", "adamw", "optax", "muon"):
-        dtype = "bfloat16" if name in ("nanochat", "muon") else "default"
-        record.measure(f"{name}, {attention}", timed, name, dtype, attention)
+def timing(model: str, contender: Contender, worker: Worker) -> Found:
+    """Times of a step."""
+    found = worker.ask("timing")
+    if contender.name == "nanochat":
+        found["nominal_flops_per_s"] = nominal_flops(model) / found["flow_seconds"]
+    return found
 
 
 # ---- The command
 
-# Name: the seconds that it may take, and the function; in the order of their worth.
-TASKS: dict[str, tuple[float, Callable[[Record, bool], None]]] = {
-    "kernels": (90, kernels),
-    "parity": (200, parity),
-    "polar": (200, orthogonalization),
-    "steps": (360, steps),
-    "train": (240, train),
+# The parts of each task run side by side, each in its process, for so many seconds.
+TASKS: dict[str, tuple[float, dict[str, Callable[[Record, Any], None]]]] = {
+    "right": (
+        80,
+        {
+            "recipes": recipes,
+            "factors": factors,
+            "parity": parity,
+            "self-test": self_test,
+        },
+    ),
+    "steps": (270, {"steps": steps}),
+    "learn": (360, {"learn": learn}),
 }
 
 
-def run_task(name: str, words: list[str], seconds: float) -> str:
-    """Run a task in a process, end it and all that it started in time, and say how."""
-    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [*words, "--only", name, "--seconds", f"{seconds:.0f}"],
-        env=os.environ | shared,
-        start_new_session=True,
-    )
+@contextlib.contextmanager
+def part(name: str, words: list[str], record: Record) -> Iterator[None]:
+    """A process that is waited for, and ended when time is out, with all it started."""
+    command = [sys.executable, "-m", "benchmarks.on_a_card", *words, "--only", name]
+    process = subprocess.Popen(command, start_new_session=True)
+    status: Any = "ended, no time left"
     try:
-        # The task itself stops in time, unless one measurement takes too long.
-        status = process.wait(seconds + GRACE)
-    except subprocess.TimeoutExpired:
-        return f"ended after {seconds + GRACE:.0f} s: one measurement took too long"
+        yield
+        # It stops by itself in time, unless one measurement takes too long.
+        left = record.deadline + GRACE - time.monotonic()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = process.wait(max(1, left))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return "done" if status == 0 else f"broke off with status {status}: see above"
+    if status != 0:
+        record.say(name, failed=status)
 
 
 def main(words: list[str]) -> None:
@@ -392,30 +326,32 @@ def main(words: list[str]) -> None:
     add = parser.add_argument
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     add("--out", type=pathlib.Path, required=True, help="folder for results")
-    add("--seconds", type=float, default=540, help="for all that is asked for")
+    add("--old", type=folder, help="another checkout to time as well")
+    add("--runs", type=Run.parse, nargs="+", default=RUNS, help="of benchmarks.learn")
     add("--tiny", action="store_true", help="small sizes, to try the program")
-    add("--only", choices=TASKS, help="a task in this process, as the program runs it")
+    parts = {name: x for _, some in TASKS.values() for name, x in some.items()}
+    add("--only", choices=parts, help="in this process, as the program runs it")
     args = parser.parse_args(words)
-    began = time.monotonic()
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "results.jsonl"
     if args.only is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        run = program.describe("benchmarks.on_a_card", words)
-        with contextlib.suppress(FileNotFoundError):
-            run["nvidia_smi"] = subprocess.check_output(NVIDIA_SMI, text=True).strip()
-        record = Record(args.out / f"{args.only}.json", began + args.seconds, run)
-        record.measure(args.only, TASKS[args.only][1], record, args.tiny)
+        (seconds,) = (x for x, some in TASKS.values() if args.only in some)
+        record = Record(path, seconds)
+        record.measure(args.only, parts[args.only], record, args)
         return
-    os.environ.setdefault("JAX_PLATFORMS", "cpu" if args.tiny else "cuda")
-    command = [sys.executable, "-m", "benchmarks.on_a_card", *words]
-    for name, (most, _) in TASKS.items():
-        if name in args.tasks:
-            left = args.seconds - (time.monotonic() - began)
-            print(f"== {name}: {left:.0f} s left", flush=True)
-            ended = "skipped, no time left"
-            if left >= LEAST:
-                ended = run_task(name, command, min(left - GRACE, most))
-            print(f"== {name}: {ended}", flush=True)
-    print(f"== {time.monotonic() - began:.0f} s in all", flush=True)
+    # Both, so that a process can compare them; none takes all of the card's memory.
+    os.environ["JAX_PLATFORMS"] = "cpu" if args.tiny else "cuda,cpu"
+    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
+    run = program.describe("benchmarks.on_a_card", words)
+    with contextlib.suppress(FileNotFoundError):
+        run["nvidia_smi"] = subprocess.check_output(NVIDIA_SMI, text=True).strip()
+    for task in args.tasks:
+        seconds, some = TASKS[task]
+        record = Record(path, seconds)
+        record.say(task, run=run)
+        with contextlib.ExitStack() as stack:
+            for name in some:
+                stack.enter_context(part(name, words, record))
 
 
 if __name__ == "__main__":

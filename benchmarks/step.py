@@ -2,7 +2,8 @@
 
     python -m benchmarks.step                                 6x384 and GPT-2 124M
     python -m benchmarks.step --models gpt2-350m --rounds 3
-    python -m benchmarks.step --pairs optax --json benchmarks/results
+    python -m benchmarks.step --pairs scanned --json benchmarks/results
+    python -m benchmarks.step --old FOLDER --rounds 5         beside another checkout
 
 Each pair runs ours, theirs, ours, theirs, ..., each in a separate process; the
 ratio is the median over rounds. Beside it are the seconds, the temporaries and the
@@ -10,22 +11,25 @@ time to compile. `benchmarks/NOTES.md` says what the columns mean. A file of res
 that is there already keeps its other pairs. All of this is on a CPU; on a GPU,
 `benchmarks.on_a_card` times the same steps.
 
-Own processes: torch and JAX would share threads, and torch is tuned by variables that
-only a new process reads. Such a process prints a line of JSON when it is ready, then
-the seconds of a step for each line that it reads. Parameters and gradients are random,
-of a model in `benchmarks.parameters`.
+Such a process compiles, prints a line of JSON, and waits. Then it answers each line
+that it reads: "step" with the seconds of a step, "timing" with those of many, "profile"
+with where they go. Parameters and gradients are random, of a model in
+`benchmarks.parameters`, and take memory from the first step on.
 """
 
+import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
+import gzip
 import json
 import os
 import pathlib
 import statistics
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,14 +49,12 @@ RECIPES = ("nanochat", "muon", "moonlight", "normuon")
 NAMES = (*RECIPES, "optax", "adamw")
 IN_OUT = optax.contrib.MuonDimensionNumbers(-2, -1)  # of one layer or of all
 TORCH = ("torch-nanochat", "torch-muon")
-# With these glibc keeps large blocks, on huge pages. By default torch gets every
-# temporary as fresh pages, which Linux zeroes: half a million page faults in a step of
-# nanochat's optimizer on GPT-2 124M.
-TUNED_MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": str(2**34),
-    "MALLOC_TRIM_THRESHOLD_": str(2**34),
-    "MALLOC_TOP_PAD_": str(2**26),
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+ROOT = pathlib.Path(__file__).parents[1]
+# Words in the names of a GPU's kernels, and what they do.
+KERNELS = {
+    "products": ("nvjet", "gemm", "cutlass", "cublas"),
+    "kernels": ("mosaic",),
+    "copies": ("copy", "transpose", "memcpy", "memset", "slice", "concatenate"),
 }
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]  # params, state, grads
@@ -66,85 +68,170 @@ class Contender:
       name: one of `NAMES` or `TORCH`, or "orthogonalize", that part of a step alone.
       layout: "separate" leaves of every layer, or "scanned" ones of all layers;
         torch's are separate.
-      dtype: of the polar iteration, where the contender has a choice. "float32" is
-        for products of float32 without TF32, which a GPU would take by "default".
-      malloc: "tuned" for `TUNED_MALLOC`.
-      cublas: on a GPU, products by cuBLASLt alone. An option of this program: a flag
-        of the process would be unknown to the compiler for CPUs.
+      dtype: of the polar iteration. Parameters are float32 throughout. optax iterates
+        in the dtype of its gradients, so in bfloat16 these and its momentum are
+        bfloat16, which moves fewer bytes. "float32" is without TF32.
+      kernels: ours by hand for Hopper GPUs; None for what a recipe takes.
+      checkout: folder of another checkout, whose jax_muon runs.
     """
 
     name: str
     layout: str = "scanned"
     dtype: str = "float32"
-    malloc: str = "default"
-    cublas: bool = False
+    kernels: bool | None = None
+    checkout: str = ""
 
     def __str__(self) -> str:
         words = [self.name, self.dtype]
         if not self.name.startswith("torch"):
             words.append(self.layout)
-        if self.malloc == "tuned":
-            words.append("tuned malloc")
-        if self.cublas:
-            words.append("cuBLASLt")
+        if self.kernels is not None:
+            words.append("kernels" if self.kernels else "no kernels")
+        if self.checkout:
+            words.append(f"in {pathlib.Path(self.checkout).name}")
         return ", ".join(words)
 
 
 # Ours and theirs: those that docs/speed.md draws.
-PAIRS = (
-    (Contender("nanochat"), Contender("optax")),
-    (Contender("nanochat", "separate"), Contender("optax", "separate")),
-    (
-        Contender("nanochat", dtype="bfloat16"),
-        Contender("torch-nanochat", dtype="bfloat16", malloc="tuned"),
-    ),
-    (
-        Contender("nanochat", dtype="bfloat16"),
-        Contender("torch-muon", dtype="bfloat16"),
-    ),
-)
+LAYOUTS = ("scanned", "separate")
+PAIRS = [(Contender("nanochat", x), Contender("optax", x)) for x in LAYOUTS]
+
+
+def beside(checkout: str) -> list[tuple[Contender, Contender]]:
+    """Ours here, and in another checkout."""
+    return [
+        (here, dataclasses.replace(here, checkout=checkout))
+        for layout in LAYOUTS
+        for dtype in ("float32", "bfloat16")
+        for here in [Contender("nanochat", layout, dtype)]
+    ]
 
 
 # ---- A contender, in its process
 
 
-class JaxContender:
-    """A compiled step, with parameters and state donated, and its arrays."""
+class Served:
+    """A compiled step and its arrays."""
 
-    def __init__(self, contender: Contender, model: str):
-        """Compile."""
-        name, dtype = contender.name, contender.dtype
-        is_scanned = contender.layout == "scanned"
-        shapes = model_parameters(model, jnp.float32, scanned=is_scanned)
-        self.params, self.grads = random_like(shapes, 0), random_like(shapes, 1)
-        init, step = make_step(name, dtype, shapes)
-        self.state = jax.jit(init)(self.params)
-        args = (self.params, self.state, self.grads)
-        jax.block_until_ready(args)  # so that nothing runs beside the compiler
-        plain = contender.cublas and jax.default_backend() == "gpu"
-        options = {"xla_gpu_enable_triton_gemm": False} if plain else None
-        precision = "highest" if dtype == "float32" else "default"
-        with jax.default_matmul_precision(precision):
-            began = time.perf_counter()
-            lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
-            self.compiled = lowered.compile(compiler_options=options)
-            analysis = self.compiled.memory_analysis()
-            self.info: dict[str, Any] = {
-                "compile_s": time.perf_counter() - began,
-                "temporary_bytes": analysis and analysis.temp_size_in_bytes,
-            }
+    info: dict[str, Any]
+
+    def send(self) -> None:
+        """Start a step."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Wait for all that was started."""
+        raise NotImplementedError
+
+    def peak_bytes(self) -> int | None:
+        """The most of a GPU's memory that was in use so far."""
+        raise NotImplementedError
+
+    def profile(self) -> dict[str, Any]:
+        """Milliseconds of a step on a GPU by kind of its kernels, and the longest."""
+        return {}
 
     def step(self) -> float:
         """Seconds of one step."""
+        return self.flow(1)
+
+    def flow(self, steps: int) -> float:
+        """Seconds of a step where the next is sent before the last has ended."""
         began = time.perf_counter()
-        self.params, self.state = self.compiled(self.params, self.state, self.grads)
+        for _ in range(steps):
+            self.send()
+        self.wait()
+        return (time.perf_counter() - began) / steps
+
+    def timing(self) -> dict[str, Any]:
+        """Seconds of a step: the median of several alone, and in a flow of 20."""
+        steps = 2 if self.peak_bytes() is None else 20  # on a CPU, and on a GPU
+        for _ in range(2):  # the first touch of all memory
+            self.step()
+        return {
+            "seconds": statistics.median(self.step() for _ in range(steps)),
+            "flow_seconds": self.flow(steps),
+            "peak_bytes": self.peak_bytes(),
+        }
+
+
+class JaxContender(Served):
+    """A step of JAX, with parameters and state donated."""
+
+    def __init__(self, contender: Contender, model: str):
+        """Compile, by shapes alone."""
+        scanned = contender.layout == "scanned"
+        self.shapes = model_parameters(model, jnp.float32, scanned=scanned)
+        low = contender.name == "optax" and contender.dtype != "float32"
+        dtype = contender.dtype if low else "float32"
+        self.grad_shapes = model_parameters(model, dtype, scanned=scanned)
+        self.init, step = make_step(contender, self.shapes)
+        state = jax.eval_shape(self.init, self.shapes)
+        precision = "highest" if contender.dtype == "float32" else "default"
+        began = time.perf_counter()
+        with jax.default_matmul_precision(precision):
+            lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
+                self.shapes, state, self.grad_shapes
+            )
+            self.compiled = lowered.compile()
+        self.lowered_text = lowered.as_text()
+        analysis = self.compiled.memory_analysis()
+        self.info = {
+            "compile_s": time.perf_counter() - began,
+            "temporary_bytes": analysis and analysis.temp_size_in_bytes,
+        }
+
+    @functools.cached_property
+    def grads(self) -> Any:
+        """Gradients, and at the first use parameters and state as well."""
+        self.params, grads = (
+            random_like(self.shapes, 0),
+            random_like(self.grad_shapes, 1),
+        )
+        self.state = jax.jit(self.init)(self.params)
+        return jax.block_until_ready(grads)
+
+    def send(self) -> None:
+        """Start a step."""
+        grads = self.grads
+        self.params, self.state = self.compiled(self.params, self.state, grads)
+
+    def wait(self) -> None:
+        """Wait for the last."""
         jax.block_until_ready((self.params, self.state))
-        return time.perf_counter() - began
 
     def peak_bytes(self) -> int | None:
         """The most of the device's memory that was in use so far, if it says."""
         stats = jax.devices()[0].memory_stats()
         return None if stats is None else stats.get("peak_bytes_in_use")
+
+    def profile(self) -> dict[str, Any]:
+        """Milliseconds of a step on a GPU by kind of its kernels, and the longest."""
+        steps = 3
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                self.flow(steps)
+            (path,) = pathlib.Path(folder).rglob("*.trace.json.gz")
+            events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        return by_kind(events, steps)
+
+
+def by_kind(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
+    """The events of a profiler's trace: those of GPUs, as `Served.profile` says."""
+    names = [e for e in events if e.get("name") == "process_name"]
+    gpus = {e["pid"] for e in names if "gpu" in e["args"]["name"].lower()}
+    taken: collections.Counter[str] = collections.Counter()
+    for event in events:
+        # A line of XLA's modules or operations covers kernels that have their own.
+        if event.get("ph") == "X" and event["pid"] in gpus:
+            taken[event["name"]] += event["dur"] / 1000 / steps
+    kinds: collections.Counter[str] = collections.Counter()
+    for name, ms in taken.items():
+        found = (
+            k for k, words in KERNELS.items() if any(w in name.lower() for w in words)
+        )
+        kinds[next(found, "passes")] += ms
+    return {"by_kind_ms": dict(kinds), "longest_ms": dict(taken.most_common(12))}
 
 
 def random_like(shapes: Any, seed: int) -> Any:
@@ -158,14 +245,11 @@ def random_like(shapes: Any, seed: int) -> Any:
     return jax.tree.unflatten(treedef, drawn)
 
 
-def make_step(name: str, dtype: str, shapes: Any) -> tuple[Callable[[Any], Any], Step]:
+def make_step(contender: Contender, shapes: Any) -> tuple[Callable[[Any], Any], Step]:
     """The functions that give the state of parameters, and that do a step."""
-    if name == "orthogonalize":
-        return lambda _: (), functools.partial(orthogonalize_step, dtype=dtype)
-    if name == "gradients":  # no step: they are its state, so that they are computed
-        zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-        return zeros, lambda params, _, grads: (params, grads)
-    tx = transform(name, dtype, shapes)
+    if contender.name == "orthogonalize":
+        return lambda _: (), functools.partial(orthogonalize_step, contender)
+    tx = transform(contender, shapes)
 
     def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
         updates, state = tx.update(grads, state, params)
@@ -174,43 +258,57 @@ def make_step(name: str, dtype: str, shapes: Any) -> tuple[Callable[[Any], Any],
     return tx.init, step
 
 
-def orthogonalize_step(params: Any, state: Any, grads: Any, dtype: str) -> Any:
+def orthogonalize_step(
+    contender: Contender, params: Any, state: Any, grads: Any
+) -> Any:
     """Polar factors of the matrices' gradients, and nothing else of a step."""
     blocks = grads["blocks"]
     matrices = jm.find_matrices(blocks, rules=IN_OUT)
-    tx = jm.orthogonalize(jm.PolarExpress(dtype=dtype), matrices=matrices)
+    tx = jm.orthogonalize(polar(contender), matrices=matrices)
     blocks, _ = tx.update(blocks, tx.init(blocks))
     return params | {"blocks": blocks}, state
 
 
-def transform(name: str, dtype: str, shapes: Any) -> optax.GradientTransformation:
+def polar(contender: Contender) -> Any:
+    """The polar factor of a contender."""
+    kernels = (
+        {}
+        if contender.kernels is None
+        else {"symmetric": "kernel" if contender.kernels else "plain"}
+    )
+    return jm.PolarExpress(dtype=contender.dtype, **kernels)
+
+
+def transform(contender: Contender, shapes: Any) -> optax.GradientTransformation:
     """The optax transform of a contender."""
+    name, dtype = contender.name, contender.dtype
     if name in RECIPES:
+        how = {"dtype": dtype} if contender.kernels is None else {}
+        how |= {} if how else {"polar": polar(contender)}
+        adamw = optax.adamw(3e-4, 0.8, 0.95, 1e-10)
         matrices = {"wte": "adamw", "lm_head": "adamw", "*": IN_OUT}
-        return getattr(jm, name)(dtype=dtype, matrices=matrices)
+        return getattr(jm, name)(0.02, adamw=adamw, matrices=matrices, **how)
     if name == "adamw":
         return optax.adamw(3e-4)
     # optax reads a matrix only where it has two axes, and an embedding as one: it is
-    # told which leaves are for Muon. It computes in the dtype of the gradients.
+    # told which leaves are for Muon.
     numbers = {"wte": None, "lm_head": None}
     numbers["blocks"] = jax.tree.map(lambda _: IN_OUT, shapes["blocks"])
     return optax.contrib.muon(
-        0.02, weight_decay=0.1, muon_weight_dimension_numbers=numbers
+        0.02, weight_decay=0.1, muon_weight_dimension_numbers=numbers, mu_dtype=dtype
     )
 
 
-class TorchContender:
+class TorchContender(Served):
     """An optimizer of PyTorch with fused AdamW; matrices are parameters (out, in).
 
-    "torch-nanochat" is the parity suite's reference under torch.compile; "torch-muon",
-    torch.optim.Muon, knows only bfloat16.
+    "torch-nanochat" is nanochat's step as nanochat arranges it; "torch-muon",
+    torch.optim.Muon, takes one parameter after another, and knows only bfloat16.
     """
 
     def __init__(self, contender: Contender, model: str, device: str):
         """Do the first step, which compiles, on "cpu" or "cuda"."""
         import torch
-
-        from parity.references import CompiledNanochat
 
         self.cuda = torch.cuda if device == "cuda" else None
         generator = torch.Generator(device).manual_seed(0)
@@ -226,8 +324,7 @@ class TorchContender:
             p.grad = random(leaf.shape)
             (muon if path[0].key == "blocks" else adamw).append(p)
         if contender.name == "torch-nanochat":
-            dtype = getattr(torch, contender.dtype)
-            first: Any = CompiledNanochat(muon, dtype=dtype)
+            first: Any = stacked_nanochat(muon, contender.dtype)
             settings: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-10}
         elif contender.name == "torch-muon":
             first = torch.optim.Muon(muon, lr=0.02, weight_decay=0.1)
@@ -238,33 +335,58 @@ class TorchContender:
             )
         rest = torch.optim.AdamW(adamw, lr=3e-4, fused=True, **settings)
         self.optimizers = (first, rest)
-        self.info: dict[str, Any] = {"compile_s": self.step()}
+        self.info = {"compile_s": self.step()}
 
-    def step(self) -> float:
-        """Seconds of one step."""
-        began = time.perf_counter()
+    def send(self) -> None:
+        """Start a step, on a CPU to its end."""
         for optimizer in self.optimizers:
             optimizer.step()
+
+    def wait(self) -> None:
+        """Wait for a GPU."""
         if self.cuda:
             self.cuda.synchronize()
-        return time.perf_counter() - began
 
     def peak_bytes(self) -> int | None:
         """The most of a GPU's memory that was allocated so far."""
         return self.cuda.max_memory_allocated() if self.cuda else None
 
 
+def stacked_nanochat(params: list[Any], dtype: str) -> Any:
+    """nanochat's Muon as nanochat runs it on one GPU: one compiled call for a shape.
+
+    The parity suite's reference under torch.compile. Its parameters of one shape are
+    stacked, (12, 768, 3072), updated, and copied back; the state stays stacked.
+    """
+    import torch
+
+    from parity.references import CompiledNanochat
+
+    class Stacked(CompiledNanochat):
+        @torch.no_grad()
+        def step(self) -> None:
+            for group in self.param_groups:
+                by_shape: dict[Any, list[Any]] = {}
+                for p in group["params"]:
+                    by_shape.setdefault(p.shape, []).append(p)
+                for some in by_shape.values():
+                    w, grad = torch.stack(some), torch.stack([p.grad for p in some])
+                    self._update(w, grad, self.state[some[0]], group)
+                    torch._foreach_copy_(some, [*w.unbind()])
+
+    return Stacked(params, dtype=getattr(torch, dtype))
+
+
 def serve(contender: Contender, model: str, device: str) -> None:
     """Serve until the input ends."""
-    served: JaxContender | TorchContender
+    served: Served
     if contender.name.startswith("torch"):
         served = TorchContender(contender, model, device)
     else:
         served = JaxContender(contender, model)
-    served.step()  # the first touch of all memory
-    print(json.dumps(served.info | {"peak_bytes": served.peak_bytes()}), flush=True)
-    for _ in sys.stdin:
-        print(served.step(), flush=True)
+    print(json.dumps(served.info), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(getattr(served, line.strip())()), flush=True)
 
 
 # ---- Two processes, in turn
@@ -274,46 +396,59 @@ class Worker:
     """A contender in its process."""
 
     def __init__(self, contender: Contender, process: subprocess.Popen):
-        """Wait until it is ready."""
+        """Do not wait for it."""
         self.contender, self.process = contender, process
-        self.info = json.loads(self._line())
 
-    def step(self) -> float:
-        """Seconds of one step."""
-        assert self.process.stdin is not None
-        print("step", file=self.process.stdin, flush=True)
-        return float(self._line())
+    @functools.cached_property
+    def info(self) -> dict[str, Any]:
+        """What it says when it has compiled: the first use waits for that."""
+        return self._line()
 
-    def _line(self) -> str:
+    def ask(self, what: str) -> Any:
+        """Its answer to "step", "timing" or "profile"."""
+        assert self.info and self.process.stdin is not None
+        print(what, file=self.process.stdin, flush=True)
+        return self._line()
+
+    def _line(self) -> Any:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"the process of {self.contender} ended: see above")
-        return line
+        return json.loads(line)
 
 
 @contextlib.contextmanager
-def running(
-    contender: Contender, model: str, device: str, timeout: float | None = None
-) -> Iterator[Worker]:
-    """A worker that is ready within `timeout` seconds, and ends whatever happens."""
+def running(contender: Contender, model: str, device: str) -> Iterator[Worker]:
+    """A worker that compiles, and ends whatever happens."""
     settings = json.dumps(dataclasses.asdict(contender))
-    malloc = TUNED_MALLOC if contender.malloc == "tuned" else {}
-    with subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.step", "--serve", settings, model, device],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"JAX_PLATFORMS": device} | malloc,
-    ) as process:
-        timer = threading.Timer(timeout or threading.TIMEOUT_MAX, process.kill)
-        timer.daemon = True
-        timer.start()
-        try:
-            worker = Worker(contender, process)
-        finally:
-            timer.cancel()
-        yield worker
+    with contextlib.ExitStack() as stack:
+        paths = [str(ROOT)]
+        if contender.checkout:
+            # The benchmarks of this folder with the package of that one.
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            package = pathlib.Path(contender.checkout).resolve() / "jax_muon"
+            (pathlib.Path(folder) / "jax_muon").symlink_to(package)
+            paths.insert(0, folder)
+        own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.step",
+                "--serve",
+                settings,
+                model,
+                device,
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"JAX_PLATFORMS": device} | own,
+        )
+        stack.enter_context(process)
+        stack.callback(process.kill)
+        yield Worker(contender, process)
 
 
 def compare(
@@ -321,7 +456,11 @@ def compare(
 ) -> dict[str, Any]:
     """Times of both in turn, and the ratio."""
     with running(ours, model, "cpu") as us, running(theirs, model, "cpu") as them:
-        mine, others = program.in_turn([us.step, them.step], rounds)
+        infos = us.info, them.info  # so that no compiler runs beside a step
+        for worker in (us, them):
+            worker.ask("step")  # the first touch of all memory
+        timers = [functools.partial(worker.ask, "step") for worker in (us, them)]
+        mine, others = program.in_turn(timers, rounds)
         ratios = [a / b for a, b in zip(mine, others, strict=True)]
         return {
             "model": model,
@@ -331,8 +470,8 @@ def compare(
             "theirs_s": statistics.median(others),
             "ratio": statistics.median(ratios),
             "ratios": ratios,
-            "ours_info": us.info,
-            "theirs_info": them.info,
+            "ours_info": infos[0],
+            "theirs_info": infos[1],
         }
 
 
@@ -353,6 +492,14 @@ def cells(result: dict[str, Any]) -> list[Any]:
     ]
 
 
+def folder(text: str) -> pathlib.Path:
+    """A folder of the command line."""
+    path = pathlib.Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}; expected a folder that exists")
+    return path
+
+
 def main(words: list[str]) -> None:
     """The command."""
     parser = program.parser("benchmarks.step", __doc__)
@@ -360,16 +507,16 @@ def main(words: list[str]) -> None:
     add("--models", choices=MODELS, nargs="+", default=SIZES)
     add("--rounds", type=int, help="default: 9 for 6x384, 2 for gpt2-124m, else 3")
     add("--pairs", default="", help="all whose text has this word, and no others")
-    add("--json", type=pathlib.Path, help="folder to save results in")
+    add("--old", type=folder, help="a checkout to compare with, instead of optax")
+    add("--json", type=folder, help="folder to save results in")
     args = parser.parse_args(words)
     if args.rounds is not None and args.rounds < 1:
         parser.error(f"--rounds {args.rounds}; expected a number of at least 1")
-    chosen = [pair for pair in PAIRS if args.pairs in f"{pair[0]} to {pair[1]}"]
+    pairs = beside(str(args.old)) if args.old else PAIRS
+    chosen = [pair for pair in pairs if args.pairs in f"{pair[0]} to {pair[1]}"]
     if not chosen:
-        texts = "; ".join(f"{ours} to {theirs}" for ours, theirs in PAIRS)
+        texts = "; ".join(f"{ours} to {theirs}" for ours, theirs in pairs)
         parser.error(f"--pairs {args.pairs}; expected a word of {texts}")
-    if args.json is not None and not args.json.is_dir():
-        parser.error(f"--json {args.json}; expected a folder that exists")
 
     jax.config.update("jax_platforms", "cpu")
     run = program.describe("benchmarks.step", words)

@@ -133,7 +133,7 @@ class Module:
         for line in self.computations[computation]:
             body = _BODY.search(line.text) if line.opcode == "while" else None
             if body is not None and self._sends(body[1]):
-                for trip in range(_trips(line.text)):
+                for trip in range(trips(line.text)):
                     inner = f"{suffix}/{line.name}.{trip}"
                     lines += self._written_out(body[1], inner)
             else:
@@ -171,7 +171,7 @@ class Module:
                 Transfer(
                     kind,
                     first_group(line.text),
-                    sum(_bytes(types[name]) for name in line.operands),
+                    sum(array_bytes(types[name]) for name in line.operands),
                     line.name,
                     start,
                     end,
@@ -201,7 +201,7 @@ class Module:
     def bytes_copied_in_loops(self) -> int:
         """Bytes of copies in loops that hold collectives, in all of their trips."""
         return sum(
-            _bytes(line.type)
+            array_bytes(line.type)
             for line in self.schedule
             if line.opcode in ("copy", "copy-start") and "/" in line.name
         )
@@ -222,19 +222,21 @@ class Module:
     def _flops(self, line: Instruction, types: dict[str, str]) -> int:
         if line.opcode == "dot" or (
             line.opcode == "custom-call"
-            and any(word in _target(line.text) for word in _PRODUCT_TARGETS)
+            and any(word in target(line.text) for word in _PRODUCT_TARGETS)
         ):
             return _product_flops(line, types)
         if line.opcode == "conditional":
             return self._branches(line)[0]
-        return _trips(line.text) * sum(map(self._flops_of, line.called))
+        return trips(line.text) * sum(map(self._flops_of, line.called))
 
 
-def _trips(text: str) -> int:
-    return int(found[1]) if (found := _TRIPS.search(text)) else 1
+def trips(text: str, unknown: int = 1) -> int:
+    """How often a loop runs; `unknown` where its data decide."""
+    return int(found[1]) if (found := _TRIPS.search(text)) else unknown
 
 
-def _target(text: str) -> str:
+def target(text: str) -> str:
+    """What a custom call calls, in small letters."""
     return text.partition('custom_call_target="')[2].partition('"')[0].lower()
 
 
@@ -244,7 +246,8 @@ def _arrays(text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield dtype, tuple(int(size) for size in sizes.split(",") if size)
 
 
-def _bytes(text: str) -> int:
+def array_bytes(text: str) -> int:
+    """Bytes of all arrays in a type."""
     total = 0
     for dtype, shape in _arrays(text):
         bits = _BITS.match(dtype)  # "bf16", "f8e4m3fn", "s8"; "pred" has no number
