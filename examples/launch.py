@@ -62,7 +62,7 @@ def main() -> None:
             how = f"by {signal.Signals(-codes[first]).name}"
         sys.stderr.write(
             f"process {first} of {count} ended {how}, and the others were stopped; add "
-            "--resume to go on from the last checkpoint\n"
+            "--resume to continue from the last checkpoint\n"
         )
     sys.exit(max(abs(code) for code in codes))
 

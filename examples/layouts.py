@@ -38,12 +38,12 @@ def connect(options: argparse.Namespace) -> Mesh:
         ValueError: too few devices, or they do not fit the mesh or the batch.
     """
     if options.devices and options.devices > 1:
-        # A CPU can pose as any number of devices, if JAX is told before its first use.
+        # A CPU can pose as any number of devices if this precedes the first use of JAX.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", options.devices)
     if options.distributed:
         given = (options.coordinator, options.processes, options.process_id)
-        # What is None, JAX finds in the variables of the cluster.
+        # JAX finds the values that are None in the environment of the cluster.
         jax.distributed.initialize(*given)
     here = jax.local_device_count()
     used = 1 if options.sharding == "none" else options.devices
@@ -115,4 +115,4 @@ def once(function: Callable[..., Any], *args: Any) -> None:
         except Exception as raised:
             error = raised
     if in_any(error is not None):
-        raise error or ValueError("the first process could not go on; it says why")
+        raise error or ValueError("the first process failed; its output says why")

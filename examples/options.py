@@ -24,7 +24,7 @@ LAYOUT = ("sharding", "devices", "mesh")
 
 
 def number(kind: type, expected: str, holds: Callable[[float], bool]) -> Callable:
-    """A number of an option, for which this has to hold."""
+    """Convert an option to a number; refuse it unless it meets a condition."""
 
     def convert(text: str) -> float:
         if not holds(kind(text)):
@@ -51,7 +51,12 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     )
     add = parser.add_argument
     add("--optimizer", choices=OPTIMIZERS, default="nanochat")
-    add("--compare", metavar="A,B", type=optimizers, help="train and draw all of these")
+    add(
+        "--compare",
+        metavar="A,B",
+        type=optimizers,
+        help="train several and draw their losses",
+    )
     add("--steps", type=positive, default=300, help="default 300")
     add("--width", type=positive, default=128, help="a multiple of 32, default 128")
     add("--depth", type=positive, default=4, help="blocks, default 4")
@@ -59,28 +64,29 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--batch-size", type=positive, default=16, help="windows in a step, default 16")
     add("--seed", type=seed, default=0, help="of weights and batches, default 0")
     add("--data", metavar="FILE", help="text in UTF-8; else Python's documentation")
-    add("--learning-rate", type=rate, help="of matrices; else the best of best.json")
-    add("--adamw-learning-rate", type=rate, help="of all the rest; likewise")
+    add("--learning-rate", type=rate, help="of the matrices; default best.json")
+    add("--adamw-learning-rate", type=rate, help="of all else; default best.json")
     add("--embedding-factor", type=rate,
-        help="of that rate, for the embedding; likewise")  # fmt: skip
-    add("--momentum", type=momentum, help="of matrices; likewise")
-    add("--weight-decay", type=rate, help="of matrices, at the beginning; likewise")
+        help="times that rate for the embedding; default best.json")  # fmt: skip
+    add("--momentum", type=momentum, help="of the matrices; default best.json")
+    add("--weight-decay", type=rate,
+        help="of the matrices in the first step; default best.json")  # fmt: skip
     add("--qk-clip", metavar="THRESHOLD", type=above_zero,
         help="largest attention logit; instead of QK-norm")  # fmt: skip
     add("--evaluate-every", type=positive, default=10, metavar="STEPS")
     add("--checkpoint-every", type=positive, default=50, metavar="STEPS")
     add("--sharding", choices=AXES, metavar="LAYOUT",
         help="none (default); zero2; fsdp; or hsdp")  # fmt: skip
-    add("--devices", type=positive, help="of each process; else all")
+    add("--devices", type=positive, help="per process; default all")
     add("--mesh", metavar="A,B", type=mesh_shape,
         help="replicas and fsdp (default: 2 replicas), for hsdp")  # fmt: skip
     add("--distributed", action="store_true", help="this is one of several processes")
-    add("--coordinator", metavar="HOST:PORT", help="else found by JAX")
-    add("--processes", type=positive, help="how many there are; likewise")
-    add("--process-id", type=int, help="which of them this is; likewise")
-    add("--runs", default="runs", metavar="FOLDER", help="where all runs are")
-    add("--name", help="the run's folder there; else the optimizer's name")
-    add("--resume", action="store_true", help="go on from the last checkpoint")
+    add("--coordinator", metavar="HOST:PORT", help="default: JAX finds it")
+    add("--processes", type=positive, help="their number; default: JAX finds it")
+    add("--process-id", type=int, help="its index; default: JAX finds it")
+    add("--runs", default="runs", metavar="FOLDER", help="of all runs")
+    add("--name", help="of the run; default the optimizer's")
+    add("--resume", action="store_true", help="from the last checkpoint")
     options = parser.parse_args(argv)
     name = options.name or "-".join(options.compare or [options.optimizer])
     if options.resume:

@@ -4,16 +4,16 @@
     python examples/train_gpt.py --optimizer adamw
     python examples/train_gpt.py --resume                   resumes a stopped run
     python examples/train_gpt.py --compare nanochat,adamw   both, in one picture
-    python examples/train_gpt.py --data FILE                on a text of your own
+    python examples/train_gpt.py --data FILE                on your text
     python examples/train_gpt.py --sharding zero2 --devices 8
     python examples/train_gpt.py --sharding fsdp --devices 8
     python examples/train_gpt.py --sharding hsdp --mesh 2,4 --devices 8
     python examples/train_gpt.py --qk-clip 30               instead of QK-norm
 
-Ctrl-C saves the state before the run ends, and --resume continues it, under another
---sharding if you like. Without one it keeps that of its beginning.
+Ctrl-C saves the state before the run ends, and --resume continues it. A resumed run
+keeps its --sharding unless you give another.
 
-Read minimal.py first: it trains the same model without any of this. The model is in
+Read minimal.py first, which trains the same model without options. The model is in
 gpt.py, the text in text.py, optimizers with their rates and schedules in optimizers.py,
 devices and processes in layouts.py, the files in runs/NAME in runs.py, and the command
 line in options.py.
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
                 stack.enter_context(contextlib.redirect_stdout(None))
             run(options, mesh, text, folder, stop)
         except KeyboardInterrupt:
-            sys.exit(f"{folder}: ended at once; --resume goes on from a checkpoint")
+            sys.exit(f"{folder}: ended at once; --resume restarts from a checkpoint")
 
 
 def run(
@@ -131,7 +131,7 @@ def train(
     checkpoints = runs.Checkpoints(folder / "checkpoints")
     done, *saved = checkpoints.restore(*train_step.abstract(params))
     if done:
-        print(f"going on after step {done}")
+        print(f"continues after step {done}")
     params, state = saved if done else train_step.init(params)
     if writes():
         _, aux = jax.eval_shape(loss, params, validation[0])
@@ -149,7 +149,7 @@ def train(
         unit_scale=True,
         disable=not writes(),
     )
-    # Processes have to agree on the step at which they stop.
+    # All processes must stop at the same step.
     ask_every = 1 if jax.process_count() == 1 else FETCH_EVERY
     step, last = done, options.steps
     while step < last:
@@ -182,7 +182,7 @@ def train(
     checkpoints.manager.close()  # once the last one is written
     if last < options.steps:
         saved_in = checkpoints.folder / str(last)
-        print(f"stopped after step {last}: saved in {saved_in}, go on with --resume")
+        print(f"stopped after step {last}: saved in {saved_in}, continue with --resume")
         sys.exit(130)  # as shells write Ctrl-C
     print(f"{last - done} steps in {time.monotonic() - began:.0f} s")
     params = gather(params, mesh)

@@ -1,4 +1,4 @@
-"""The programs for Flax learn and go on, and their boxes are divided as they say."""
+"""The programs for Flax learn and resume, and their boxes are sharded as they say."""
 
 import importlib
 import re

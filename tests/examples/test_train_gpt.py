@@ -126,7 +126,7 @@ def test_a_run_goes_on_in_every_layout(finished, tmp_path, interrupt_at, capsys)
         assert stopped.value.code == 130
         saved = f"{tmp_path}/run/checkpoints/{3 * number}"
         said = capsys.readouterr().out
-        assert f"step {3 * number}: saved in {saved}, go on with --resume" in said
+        assert f"step {3 * number}: saved in {saved}, continue with --resume" in said
         resume = ["--resume"]
         options = parse([*resume, f"--runs={tmp_path}", "--name=run"], None)
         assert (options.sharding, options.devices) == ("zero2", 2)
@@ -139,7 +139,7 @@ def test_a_second_interrupt_ends_a_run_at_once(copied, interrupt_at):
     before = contents(copied / "checkpoints" / "20")
     shutil.rmtree(copied / "checkpoints" / "30")
     interrupt_at(21, times=2)
-    with pytest.raises(SystemExit, match=r"whole: ended at once; --resume goes on"):
+    with pytest.raises(SystemExit, match=r"whole: ended at once; --resume restarts"):
         train(copied, "--resume")
     assert contents(copied / "checkpoints" / "20") == before
 
