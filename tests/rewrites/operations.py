@@ -38,9 +38,10 @@ def run(jaxpr, values, rules):
     for eqn in jaxpr.eqns:
         operands = [value(v) for v in eqn.invars]
         rule = rules.get(eqn.primitive.name)
-        result = rule(eqn, *operands) if rule else None
-        if result is None:
-            result = _as_it_is(eqn, operands, rules)
+        with jax.named_scope(str(eqn.source_info.name_stack)):  # as JAX itself keeps it
+            result = rule(eqn, *operands) if rule else None
+            if result is None:
+                result = _as_it_is(eqn, operands, rules)
         results = result if isinstance(result, list) else [result]
         known |= zip(eqn.outvars, results, strict=True)
     return [value(v) for v in jaxpr.outvars]
