@@ -25,10 +25,6 @@ OPTAX = {
     "optax, float32, scanned": "optax.contrib.muon",
     "optax, float32, separate": "optax.contrib.muon",
 }
-TORCH = {
-    "torch-nanochat, bfloat16, tuned malloc": "nanochat, torch.compile",
-    "torch-muon, bfloat16": "torch.optim.Muon",
-}
 MODELS = ["llama-1.3b", "llama-7b", "experts-7b", "llama-70b"]
 LAYOUTS = {
     "zero2-divided": ("ZeRO-3", "blue"),
@@ -54,13 +50,13 @@ def results(name: str) -> list[dict[str, Any]]:
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
-def step_times(others: dict[str, str]) -> Groups:
-    """Seconds of a step of GPT-2 124M, theirs and ours, for each pair measured."""
+def step_times() -> Groups:
+    """Seconds of a step of GPT-2 124M, optax's and ours, for each pair measured."""
     groups: Groups = {}
     for file, cpu in CPUS.items():
         for row in results(file):
             recipe, dtype, layout = row["ours"].split(", ")
-            name = others.get(row["theirs"])
+            name = OPTAX.get(row["theirs"])
             if row["model"] == "gpt2-124m" and recipe == "nanochat" and name:
                 theirs, ours = row["theirs_s"], row["ours_s"]
                 text = f"{ours:.1f} s (ratio {row['ratio']:.2f})"
@@ -283,17 +279,86 @@ def losses_by_rate() -> str:
     return svg(640, 62 + 150 * 4 - 22, lines)
 
 
+ON_A_CARD = {  # optimizer of a line: its name here, and its colour
+    "nanochat": ("nanochat", "#4c8eda"),
+    "optax_muon": ("optax.contrib.muon", "#e8a33d"),
+    "adamw": ("AdamW", "#8c959f"),
+}
+
+
+def learned() -> dict[tuple[str, float, int], list[list[tuple[int, float]]]]:
+    """Held-out losses by step: of each optimizer, rate and length, for each seed."""
+    found: dict[Any, dict[int, list[tuple[int, float]]]] = {}
+    path = RESULTS / "gpu" / "learn_h200.jsonl"
+    for x in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        if x.get("what") == "curve":
+            curves = found.setdefault((x["kind"], x["lr"], x["steps"]), {})
+            curves.setdefault(x.get("seed", 0), []).append((x["step"], x["val"]))
+    return {case: [curves[s] for s in sorted(curves)] for case, curves in found.items()}
+
+
+def learning_on_a_card() -> str:
+    """Held-out loss by step, a line for each seed, the loss logarithmic."""
+    left, right, upper, lower, least, most = 40, 365, 34, 330, 0.62, 3.0
+
+    def place(step: float, loss: float) -> tuple[float, float]:
+        share = math.log(loss / least) / math.log(most / least)
+        return left + (right - left) * step / 600, lower - (lower - upper) * share
+
+    title = "Nats per held-out byte by step: 85 M parameters on an H200"
+    lines = [f'<text class="t" y="16" font-weight="bold">{title}</text>']
+    for loss in (0.7, 1, 1.5, 2, 2.5):
+        y = f"{place(0, loss)[1]:.1f}"
+        lines += [
+            f'<text class="s" x="{left - 6}" y="{y}" dy="4" text-anchor="end">'
+            f"{loss:g}</text>",
+            f'<path stroke="#8c959f" stroke-opacity="0.3" d="M{left},{y}H{right}"/>',
+        ]
+    for step in (0, 120, 240, 360, 480, 600):
+        x = f"{place(step, 1)[0]:.1f}"
+        lines.append(
+            f'<text class="s" x="{x}" y="{lower + 18}" text-anchor="middle">'
+            f"{step}</text>"
+        )
+    labels = []
+    for (kind, rate, steps), curves in learned().items():
+        name, color = ON_A_CARD[kind]
+        dash = ' stroke-dasharray="5 3"' if steps < 600 else ""
+        for curve in curves:
+            points = " ".join("{:.1f},{:.1f}".format(*place(*x)) for x in curve)
+            lines.append(
+                f'<polyline fill="none" stroke="{color}" stroke-width="1.5"{dash} '
+                f'points="{points}"/>'
+            )
+        ends = [f"{curve[-1][1]:.3f}" for curve in curves]
+        text = f"{name} {rate:g}" + (f", {steps} steps" if dash else "")
+        height = place(0, statistics.fmean(curve[-1][1] for curve in curves))[1]
+        labels.append((height, color, f"{text}: {', '.join(ends)}"))
+    y = float("inf")
+    for height, color, text in sorted(
+        labels, reverse=True
+    ):  # from below, none over another
+        y = min(height, y - 17)
+        lines += [
+            f'<rect fill="{color}" x="{right + 8}" y="{y - 2:.1f}" width="12" '
+            'height="4"/>',
+            f'<text class="s" x="{right + 25}" y="{y + 4:.1f}">{text}</text>',
+        ]
+    return svg(640, lower + 26, lines)
+
+
 def charts() -> dict[str, str]:
     """All charts, by the names of their files in docs/pictures."""
-    step = "Seconds of a step beside {}, GPT-2 124M on two CPU cores"
     return {
-        "step_optax.svg": draw(step.format("optax"), step_times(OPTAX)),
-        "step_torch.svg": draw(step.format("PyTorch"), step_times(TORCH)),
+        "step_optax.svg": draw(
+            "Seconds of a step beside optax, GPT-2 124M on two CPU cores", step_times()
+        ),
         "maxtext.svg": draw(
             "Llama 7B: work of the busiest device, and bytes it sends", busiest()
         ),
         "layer_timeline.svg": timeline(),
         "rates.svg": losses_by_rate(),
+        "learning_85m.svg": learning_on_a_card(),
         "layout_wait.svg": draw(
             "Estimated share of a step that waits, the wait, and peak memory", waiting()
         ),

@@ -10,6 +10,7 @@ import statistics
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
 mean = statistics.fmean
 
 
@@ -21,7 +22,7 @@ def table(name):
     """The rows of the table with this mark, as lists of cells, by their first cell."""
     (page,) = (
         text
-        for text in (path.read_text() for path in (ROOT / "docs").glob("*.md"))
+        for text in (path.read_text() for path in [*ROOT.glob("docs/*.md"), README])
         if f"<!-- {name} -->" in text
     )
     lines = page.partition(f"<!-- {name} -->\n\n")[2].splitlines()
@@ -130,6 +131,97 @@ def test_what_is_left_of_a_movement():
     for row in results("finetune_movement.json")["rows"]:
         moved.setdefault(row["learning_rate"], []).append(f"{row['moved']:.3f}")
     assert {float(rate): x for rate, x in table("movement").items()} == moved
+
+
+def on_a_gpu(name):
+    """The lines of a file of results/gpu that say what ran, without the first."""
+    first, *lines = (RESULTS / "gpu" / name).read_text().splitlines()
+    run = json.loads(first)["run"]
+    assert {"card", "versions", "date", "commit", "command"} <= {*run}
+    return [json.loads(line) for line in lines]
+
+
+def flows(name, what):
+    """Milliseconds of a step in a flow, each time that it was measured."""
+    return [x["flow_ms"] for x in on_a_gpu(name) if x["what"] == what]
+
+
+STEPS = {  # row of the table: file, and what ran in each column
+    "GPT-2 124M, scanned, H100": (
+        *("h100.jsonl", "gpt2-124m nanochat bf16 scanned"),
+        *("gpt2-124m optax scanned default", None, "gpt2-124m adamw"),
+    ),
+    "GPT-2 124M, separate, H100": (
+        *("h100.jsonl", "gpt2-124m nanochat bf16 separate"),
+        *("gpt2-124m optax separate default", None, None),
+    ),
+    "GPT 1.3B, scanned, H100": (
+        *("h100.jsonl", "gpt-1.3b nanochat bf16 scanned"),
+        *("gpt-1.3b optax scanned default", None, "gpt-1.3b adamw"),
+    ),
+    "GPT 1.3B, scanned, H100, kernels": (
+        *("h100.jsonl", "gpt-1.3b nanochat kernel"),
+        *(None, None, None),
+    ),
+    "GPT-2 124M, scanned, H200": (
+        *("h200.jsonl", "main gpt2-124m", None),
+        *("gpt2-124m torch-nanochat stacked", "main gpt2-124m adamw"),
+    ),
+    "GPT 1.3B, scanned, H200, kernels": (
+        *("h200.jsonl", "main gpt-1.3b kernel part28", None),
+        *("gpt-1.3b torch-nanochat stacked", None),
+    ),
+}
+
+
+def test_steps_on_a_gpu():
+    def cell(values):
+        digits = 2 if max(values, default=0) < 20 and "1.3B" not in row else 1
+        return ", ".join(f"{x:.{digits}f}" for x in values) or "-"
+
+    for row, (name, *whats) in STEPS.items():
+        found = [flows(name, what) for what in whats]
+        assert table("gpu_steps")[row] == [cell(values) for values in found]
+    assert {*table("gpu_steps")} == {*STEPS}
+
+
+def test_the_readme_has_steps_on_both_cards():
+    """Means, of columns that say H100; H200."""
+
+    def cell(values):
+        digits = 1 if mean(values or [0]) < 20 else 0
+        return f"{mean(values):.{digits}f}" if values else "-"
+
+    def row(first, second):
+        pairs = zip(STEPS[first][1:], STEPS[second][1:], strict=True)
+        cells = (
+            map(cell, (flows("h100.jsonl", a), flows("h200.jsonl", b)))
+            for a, b in pairs
+        )
+        return ["; ".join(pair) for pair in cells]
+
+    large = row("GPT 1.3B, scanned, H100", "GPT 1.3B, scanned, H200, kernels")
+    assert table("gpu_readme") == {
+        "GPT-2 124M": row("GPT-2 124M, scanned, H100", "GPT-2 124M, scanned, H200"),
+        "GPT 1.3B": [f"{large[0]} with kernels", *large[1:]],
+    }
+
+
+def test_what_was_right_on_a_gpu():
+    rows = on_a_gpu("h100.jsonl")
+    errors = {"f32": 0, "bf16": 0}
+    for row in rows:
+        if row["kind"] == "holdout":
+            dtype = next(d for d in errors if f"_{d}_" in row["what"])
+            errors[dtype] = max(errors[dtype], row["error"])
+    both = {x["what"].split()[1]: x["error"] for x in rows if x["kind"] == "smoke"}
+    page = " ".join((ROOT / "docs" / "numbers.md").read_text().split())
+    assert f"{both['float32']:.1e}".replace("e-0", "e-") in page
+    assert f"{both['bfloat16']:.3f} in bfloat16" in page
+    assert f"to {errors['f32']:.1e}".replace("e-0", "e-") in page
+    assert f"{errors['bf16']:.3f} in bfloat16" in page
+    assert len([x for x in rows if x["kind"] == "holdout"]) == 16
+    assert all(x.get("ok", True) and not x.get("code", 0) for x in rows)
 
 
 def test_memory_of_compiled_steps():
