@@ -44,7 +44,10 @@ def stage(folder):
     }
 
     def loss_fn(params, batch):
-        return jnp.mean((batch @ params["mlp"]["up"] @ params["mlp"]["down"]) ** 2)
+        attn, mlp = params["attn"], params["mlp"]
+        q, v = jnp.split(batch @ attn["qkv"], 2, axis=-1)  # (8, 64) each
+        x = batch + (jnp.tanh(q) * v) @ attn["out"]
+        return jnp.mean((x + jax.nn.relu(x @ mlp["up"]) @ mlp["down"]) ** 2)
 
     batch = jnp.ones((8, 64))
     names = {"jax": jax, "jnp": jnp, "optax": optax, "jm": jm, "folder": folder}

@@ -21,10 +21,11 @@ def toy(params, joins=None, splits=None):
     What `joins` and `splits` do not match stays single and whole.
     """
     leaves = [x for x in trees.leaves_with_paths(params) if x[1].ndim > 1 and x[1].size]
-    rules = {
-        "wte": "adamw",
-        "[cC]onv*": MuonDimensionNumbers((0, 1, 2), 3),
-        **{path: STACKS for path, _ in leaves if not trees.matches("wte", path)},
+    rules = {"wte": "adamw", "[cC]onv*": MuonDimensionNumbers((0, 1, 2), 3)}
+    rules |= {
+        path: STACKS
+        for path, _ in leaves
+        if not any(trees.matches(pattern, path) for pattern in rules)
     }
 
     def fitting(given):
